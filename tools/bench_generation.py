@@ -147,8 +147,8 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
                 greedy=False,
                 seed=step,
                 first_group=first,
-                needed=options.prompts if oversample > 1 else None,
-                carried=carried[number],
+                num_needed_groups=options.prompts if oversample > 1 else None,
+                partial_groups=carried[number],
                 version=step,
             )
             calls.append(call)

@@ -296,26 +296,26 @@ RenderMessages = Callable[[Sequence[Message]], str]
 
 
 class EscapedEncoder:
-    """Encodes messages without control tokens from anyone but the template. `tokenise` encodes a text as is."""
+    """Encodes messages without control tokens from anyone but the template. `tokenize` encodes a text as is."""
 
-    def __init__(self, controls: ControlTokens, tokenise: Callable[[str], list[int]]) -> None:
-        self._controls, self._tokenise = controls, tokenise
+    def __init__(self, controls: ControlTokens, tokenize: Callable[[str], list[int]]) -> None:
+        self._controls, self._tokenise = controls, tokenize
         self._template_tokens: dict[Hashable, list[int]] = {}
         """Control tokens that the template writes around a number of tool results, by cache key."""
 
     def encode(
-        self, messages: Sequence[Message], make: RenderMessages, way: Callable[[], Hashable] | None = None
+        self, messages: Sequence[Message], render: RenderMessages, cache_key: Callable[[], Hashable] | None = None
     ) -> list[int]:
-        """Encode messages, rendered by `make`, with their control tokens escaped.
+        """Encode messages, rendered by `render`, with their control tokens escaped.
 
-        Some tokenizers read control tokens where their text does not occur; such messages are redacted. `way` returns
-        everything besides the messages on which `make` depends, as a cache key for messages that are all tool results.
+        Some tokenizers read control tokens where their text does not occur; such messages are redacted. `cache_key`
+        returns everything besides the messages on which `render` depends; it caches messages that are all tool results.
         """
         controls = self._controls
         escaped = [
             escape_message(normalize_message(message, number), controls) for number, message in enumerate(messages)
         ]
-        text = make(escaped)
+        text = render(escaped)
         ids = self._tokenise(text)
         if controls.filter_ids(ids) != controls.find_ids(text):
             escaped = [
@@ -324,19 +324,19 @@ class EscapedEncoder:
                 else candidate
                 for candidate in escaped
             ]
-            ids = self._tokenise(make(escaped))
+            ids = self._tokenise(render(escaped))
         num_results = sum(message["role"] == "tool" for message in escaped)
         if num_results:
-            key = None if way is None or num_results < len(escaped) else (num_results, way())
-            if controls.filter_ids(ids) != self._find_template_tokens(escaped, make, key):
+            key = None if cache_key is None or num_results < len(escaped) else (num_results, cache_key())
+            if controls.filter_ids(ids) != self._find_template_tokens(escaped, render, key):
                 escaped = [redact_message(message) if message["role"] == "tool" else message for message in escaped]
-                ids = self._tokenise(make(escaped))
+                ids = self._tokenise(render(escaped))
         return ids
 
-    def _find_template_tokens(self, ready: Sequence[Message], make: RenderMessages, key: Hashable) -> list[int]:
+    def _find_template_tokens(self, ready: Sequence[Message], render: RenderMessages, key: Hashable) -> list[int]:
         tokens = self._template_tokens.get(key)
         if tokens is None:
-            tokens = self._controls.filter_ids(self._tokenise(make([blank_result(message) for message in ready])))
+            tokens = self._controls.filter_ids(self._tokenise(render([blank_result(message) for message in ready])))
             if key is not None and len(self._template_tokens) < _MAX_CACHED:
                 self._template_tokens[key] = tokens
         return tokens

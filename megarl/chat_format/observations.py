@@ -18,7 +18,7 @@ _MAX_TOKENS_PER_BYTE = 2
 _RESERVED_SHARE = 16
 """Results leave 1/16 of `max_context` to the policy, or `max_new_tokens` if that is less."""
 _SEARCH_STEPS = 64
-"""Resolution of the search for the truncated length, as a fraction of `each`."""
+"""Resolution of the search for the truncated length, as a fraction of `max_tokens_per_result`."""
 
 
 def count_reserved_tokens(config: RolloutConfig) -> int:
@@ -30,51 +30,56 @@ def truncate_observations(
     chat: ChatTemplate,
     messages: Sequence[Message],
     schemas: Sequence[dict[str, Any]],
-    each: int,
-    room: int,
-    spare: int,
-    make: Callable[[Sequence[Message]], list[int]] | None = None,
+    max_tokens_per_result: int,
+    max_tokens: int,
+    num_reserved: int,
+    encode: Callable[[Sequence[Message]], list[int]] | None = None,
 ) -> tuple[list[Message], list[int]] | None:
     """Truncate tool results to fit the context, and encode the messages that follow the policy's turn.
 
     Args:
         messages: tool results, and messages of other roles, which are not truncated
-        each: maximum tokens per result; a longer one loses its middle
-        room: maximum tokens overall, including what the template adds. If exceeded, the longest results are truncated
-            to the same length.
-        spare: tokens of `room` to leave free if possible
-        make: encodes the messages, `ChatTemplate.encode_continuation` by default
+        max_tokens_per_result: maximum tokens per result; a longer one loses its middle
+        max_tokens: maximum tokens overall, including what the template adds. If exceeded, the longest results are
+            truncated to the same length.
+        num_reserved: tokens of `max_tokens` to leave free if possible
+        encode: encodes the messages, `ChatTemplate.encode_continuation` by default
 
     Returns:
         the messages as the policy reads them and their ids; None if not even a mark in place of each result fits
     """
     outputs = [
-        _ToolOutput(chat, replace_surrogates(str(message["content"])), each) if message["role"] == "tool" else None
+        _ToolOutput(chat, replace_surrogates(str(message["content"])), max_tokens_per_result)
+        if message["role"] == "tool"
+        else None
         for message in messages
     ]
-    encode = make or (lambda said: chat.encode_continuation(said, schemas))
+    encode_messages = encode or (lambda messages: chat.encode_continuation(messages, schemas))
 
-    def truncate_to(most: int) -> tuple[list[Message], list[int]]:
-        said = [
-            message if output is None else {**message, "content": output.truncate(most)}
+    def truncate_to(limit: int) -> tuple[list[Message], list[int]]:
+        truncated = [
+            message if output is None else {**message, "content": output.truncate(limit)}
             for message, output in zip(messages, outputs, strict=True)
         ]
-        return said, encode(said)
+        return truncated, encode_messages(truncated)
 
-    def fits(found: tuple[list[Message], list[int]], left: int) -> bool:
-        return len(found[1]) <= room - left
+    def fits(encoded: tuple[list[Message], list[int]], num_free: int) -> bool:
+        return len(encoded[1]) <= max_tokens - num_free
 
-    longest = truncate_to(each)
-    if fits(longest, spare) or all(output is None for output in outputs):
+    longest = truncate_to(max_tokens_per_result)
+    if fits(longest, num_reserved) or all(output is None for output in outputs):
         return longest if fits(longest, 0) else None
     best_fit = truncate_to(0)
-    if not fits(best_fit, spare):
+    if not fits(best_fit, num_reserved):
         return best_fit if fits(best_fit, 0) else None
-    low, high = 0, each  # measure the rendered length: a template that shows results as JSON adds tokens
-    while high - low > max(1, each // _SEARCH_STEPS):
+    low, high = (
+        0,
+        max_tokens_per_result,
+    )  # measure the rendered length: a template that shows results as JSON adds tokens
+    while high - low > max(1, max_tokens_per_result // _SEARCH_STEPS):
         middle = (low + high) // 2
         truncated = truncate_to(middle)
-        low, high, best_fit = (middle, high, truncated) if fits(truncated, spare) else (low, middle, best_fit)
+        low, high, best_fit = (middle, high, truncated) if fits(truncated, num_reserved) else (low, middle, best_fit)
     return best_fit
 
 
@@ -82,11 +87,11 @@ class _ToolOutput:
     """One tool result, tokenized lazily.
 
     Of a very long text only head and tail are tokenized and the length is an estimate; a short text is not tokenized at
-    all. `most` is the maximum number of tokens ever shown.
+    all. `max_tokens` is the maximum number of tokens ever shown.
     """
 
-    def __init__(self, chat: ChatTemplate, text: str, most: int) -> None:
-        self._chat, self._text, self._max_tokens = chat, text, most
+    def __init__(self, chat: ChatTemplate, text: str, max_tokens: int) -> None:
+        self._chat, self._text, self._max_tokens = chat, text, max_tokens
 
     @cached_property
     def _encoded_ends(self) -> tuple[list[int], list[int], int, str]:
@@ -103,19 +108,19 @@ class _ToolOutput:
         num_read = len(head) + len(tail)
         return head, tail, num_read + num_skipped * num_read // (2 * window), "about "
 
-    def truncate(self, most: int) -> str:
-        """Return the text in at most `most` tokens, with a mark that counts those left out of its middle.
+    def truncate(self, max_tokens: int) -> str:
+        """Return the text in at most `max_tokens` tokens, with a mark that counts those left out of its middle.
 
         Returns the whole text if the mark would be longer.
         """
-        if _MAX_TOKENS_PER_BYTE * len(self._text.encode()) < most:
+        if _MAX_TOKENS_PER_BYTE * len(self._text.encode()) < max_tokens:
             return self._text
         chat = self._chat
         head_tokens, tail_tokens, length, _ = self._encoded_ends
         mark = self._format_mark(length)
-        if length <= max(most, len(chat.encode(mark))):
+        if length <= max(max_tokens, len(chat.encode(mark))):
             return self._text
-        num_kept = most - len(chat.encode(mark))
+        num_kept = max_tokens - len(chat.encode(mark))
         while num_kept > 0:
             head, tail = (
                 head_tokens[: (num_kept + 1) // 2],
@@ -124,7 +129,7 @@ class _ToolOutput:
             omission_mark = self._format_mark(length - len(head) - len(tail))
             # Drop characters whose tokens are split.
             shown = chat.decode(head).rstrip("\ufffd") + omission_mark + chat.decode(tail).lstrip("\ufffd")
-            excess = len(chat.encode(shown)) - most  # tokenization may change next to the mark
+            excess = len(chat.encode(shown)) - max_tokens  # tokenization may change next to the mark
             if excess <= 0:
                 return shown
             num_kept -= excess

@@ -17,9 +17,9 @@ class TooManyAborted(RuntimeError):
     `failures` holds the reasons of one engine's aborted rollouts.
     """
 
-    def __init__(self, count: int, of: int, failures: Sequence[str]) -> None:
-        super().__init__(f"{count} of {of} rollouts were aborted")
-        self.count, self.total, self.failures = count, of, failures
+    def __init__(self, count: int, total: int, failures: Sequence[str]) -> None:
+        super().__init__(f"{count} of {total} rollouts were aborted")
+        self.count, self.total, self.failures = count, total, failures
 
 
 def summarize_aborts(rollouts: Rollouts) -> str:
@@ -34,9 +34,9 @@ def _summarize_reasons(failures: Iterable[str]) -> str:
     return ", ".join(shown) + more
 
 
-def is_over_abort_limit(count: int, of: int, config: RolloutConfig) -> bool:
-    """Return whether `count` aborted rollouts exceed the share `rollout.max_aborted_frac` of `of`."""
-    return count > config.max_aborted_frac * of
+def is_over_abort_limit(count: int, total: int, config: RolloutConfig) -> bool:
+    """Return whether `count` aborted rollouts exceed the share `rollout.max_aborted_frac` of `total`."""
+    return count > config.max_aborted_frac * total
 
 
 def check_abort_limit(rollouts: Rollouts, config: Config) -> None:
@@ -47,10 +47,10 @@ def check_abort_limit(rollouts: Rollouts, config: Config) -> None:
         raise ConfigError(format_abort_error(count, len(rollouts), rollouts.failures, config))
 
 
-def format_abort_error(count: int, of: int, failures: Iterable[str], config: Config) -> str:
+def format_abort_error(count: int, total: int, failures: Iterable[str], config: Config) -> str:
     """Format the error for too many aborted rollouts."""
     return (
-        f"{count} of {of} rollouts were aborted, more than rollout.max_aborted_frac="
+        f"{count} of {total} rollouts were aborted, more than rollout.max_aborted_frac="
         f"{config.rollout.max_aborted_frac:g} allows: {_summarize_reasons(failures)}. See the engines' logs in "
         f"{config.run.dir}/logs; if answers are only late, raise rollout.request_timeout or "
         "rollout.step_timeout, or lower rollout.max_new_tokens or rollout.concurrency"

@@ -48,28 +48,33 @@ class GroupStream:
     """One engine's continuous generation. Use it only in the event loop that runs `run`.
 
     Args:
-        tickets: unlimited queue, shared by the engines
+        queue: unlimited queue, shared by the engines
         samples: conversations per group
-        groups: maximum number of concurrent groups, also bounded by `config.concurrency`
-        seconds: timeout of one group's conversations
-        lost: called when the engine is lost
+        max_groups: maximum number of concurrent groups, also bounded by `config.concurrency`
+        timeout: timeout of one group's conversations
+        on_engine_lost: called when the engine is lost
     """
 
     def __init__(
         self,
-        tickets: GroupQueue,
+        queue: GroupQueue,
         policy: Policy,
-        around: RolloutContext,
+        context: RolloutContext,
         *,
         samples: int,
-        groups: int,
-        seconds: float,
-        at_work: OnBusyInterval = lambda began, ended: None,
-        lost: Callable[[EngineLost], None] = lambda lost: None,
+        max_groups: int,
+        timeout: float,
+        on_busy_interval: OnBusyInterval = lambda began, ended: None,
+        on_engine_lost: Callable[[EngineLost], None] = lambda lost: None,
     ) -> None:
-        self._queue, self._context = tickets, around
-        self._samples, self._timeout, self._on_busy_interval, self._on_engine_lost = samples, seconds, at_work, lost
-        self._gate = RequestGate(policy, max(1, min(around.config.concurrency, samples * groups)), around.halt)
+        self._queue, self._context = queue, context
+        self._samples, self._timeout, self._on_busy_interval, self._on_engine_lost = (
+            samples,
+            timeout,
+            on_busy_interval,
+            on_engine_lost,
+        )
+        self._gate = RequestGate(policy, max(1, min(context.config.concurrency, samples * max_groups)), context.halt)
         self._admitted: dict[int, tuple[Prompt, int, int]] = {}
         """By group number: the prompt, the seed of its step, and the group's index within the step."""
         self._num_admitted = self._num_collected = 0
@@ -120,9 +125,9 @@ class GroupStream:
                 raise find_first_error(errors) from None
             await self._handle_engine_loss(engine_loss)
 
-    async def reconnect(self, policy: Policy, around: RolloutContext) -> None:
+    async def reconnect(self, policy: Policy, context: RolloutContext) -> None:
         """Attach the restarted engine as a new policy; `run` may then be called again."""
-        self._context = replace(around, halt=self._context.halt)
+        self._context = replace(context, halt=self._context.halt)
         self._gate.policy, self.is_lost = policy, False
         await asyncio.to_thread(self._queue.count_lost_engines, -1)
         await self.resume()
@@ -169,18 +174,18 @@ class GroupStream:
             num_restarted=num_restarted,
         )
 
-    async def pause(self, how: OnWeightSync) -> None:
+    async def pause(self, mode: OnWeightSync) -> None:
         """Free the policy for a weight sync; nothing starts until `resume`.
 
-        `how` says what becomes of running requests: abort them and continue later ("retract"), keep them in an engine
+        `mode` says what becomes of running requests: abort them and continue later ("retract"), keep them in an engine
         that pauses itself ("in_place"), or wait for them ("wait"). A lost engine is free.
         """
-        if how == "wait":
+        if mode == "wait":
             self._gate.is_admitting = False
             await self._gate.drain()
         else:
             self._gate.close()
-            if how == "retract":
+            if mode == "retract":
                 try:
                     await self._gate.abort_requests()
                 except EngineLost as lost:
@@ -203,18 +208,18 @@ class GroupStream:
             assert number is not None, "a stream's queue is unbounded"
             self._pending_groups[number] = ReturnedGroup(number, None)
 
-    async def _run_group(self, number: int, seats: dict[int, RequestSlot]) -> None:
+    async def _run_group(self, number: int, slots: dict[int, RequestSlot]) -> None:
         deadline = asyncio.get_running_loop().time() + self._timeout
         group = self._active_groups[number]
-        await run_group(group, seats, self._context, greedy=False, deadline=deadline)
+        await run_group(group, slots, self._context, greedy=False, deadline=deadline)
         await self._queue_updates.run(self._finish(number))
 
     async def _finish(self, number: int) -> None:
         self._complete_groups[number] = tuple(self._active_groups.pop(number))
         await asyncio.to_thread(self._queue.mark_complete, number - self._admitted[number][2])
 
-    async def _handle_engine_loss(self, lost: EngineLost) -> None:
-        self._on_engine_lost(lost)
+    async def _handle_engine_loss(self, error: EngineLost) -> None:
+        self._on_engine_lost(error)
         await self._queue_updates.wait_all()
         for number, active in self._active_groups.items():
             group = restart_unfinished(active)

@@ -60,7 +60,7 @@ async def run_conversation(
     params: dict[str, Any],
     deadline: float | None = None,
 ) -> PartialRollout:
-    """Continue a conversation to its end or until `around.halt` is set.
+    """Continue a conversation to its end or until `context.halt` is set.
 
     A halted conversation has status None and can be continued. It keeps every token that the policy sampled, and its
     session: a tool call that was running is not repeated. A conversation with an environment but no session, as loaded

@@ -54,22 +54,27 @@ class GroupQueue:
     A slow engine thus holds only the groups it has started, and a lost engine's incomplete groups return to the queue.
 
     Args:
-        groups: number of groups to start, numbered from 0
-        engines: number of engines that share them
+        num_groups: number of groups to start, numbered from 0
+        num_engines: number of engines that share them
         board, name: store of the counters and their prefix in it, the same for all engines of this generation and used
             by no other
-        carried: groups that engines continue besides these
+        num_partial_groups: groups that engines continue besides these
     """
 
     def __init__(
-        self, groups: int, engines: int = 1, board: SharedStore | None = None, name: str = "groups", carried: int = 0
+        self,
+        num_groups: int,
+        num_engines: int = 1,
+        store: SharedStore | None = None,
+        name: str = "groups",
+        num_partial_groups: int = 0,
     ) -> None:
-        self._num_groups, self.num_engines = groups, engines
-        self._store: SharedStore = board or LocalKVStore()
+        self._num_groups, self.num_engines = num_groups, num_engines
+        self._store: SharedStore = store or LocalKVStore()
         self._name, self._claimed_key, self._complete_key = name, f"{name}/taken", f"{name}/complete"
         self._reclaimed: set[int] = set()
         """Indices of returned groups that some engine has claimed again."""
-        self.groups_per_engine = -(-(groups + carried) // engines)
+        self.groups_per_engine = -(-(num_groups + num_partial_groups) // num_engines)
         """Groups per engine if dealt evenly, the maximum number an engine should start at once.
 
         Otherwise the first engine to ask would claim all of a small generation while the others idle.
@@ -86,27 +91,27 @@ class GroupQueue:
         """Return how many groups are claimed, which are those with lower numbers."""
         return min(self._store.add(self._claimed_key, 0), self._num_groups)
 
-    def mark_complete(self, of: int = 0) -> int:
+    def mark_complete(self, step: int = 0) -> int:
         """Count a group as complete, and return how many were complete before, over all engines.
 
-        The result is unique per call. `of` selects a separate counter.
+        The result is unique per call. `step` selects a separate counter.
         """
-        return self._store.add(f"{self._complete_key}/{of}", 1) - 1
+        return self._store.add(f"{self._complete_key}/{step}", 1) - 1
 
-    def count_complete(self, of: int = 0) -> int:
+    def count_complete(self, step: int = 0) -> int:
         """Return how many groups are complete."""
-        return self._store.add(f"{self._complete_key}/{of}", 0)
+        return self._store.add(f"{self._complete_key}/{step}", 0)
 
-    def count_aborted(self, more: int = 0) -> int:
-        """Add `more` aborted conversations and return their number over all engines."""
-        return self._store.add(f"{self._name}/aborted", more)
+    def count_aborted(self, increment: int = 0) -> int:
+        """Add `increment` aborted conversations and return their number over all engines."""
+        return self._store.add(f"{self._name}/aborted", increment)
 
     # --- lost engines
 
-    def return_group(self, what: Any) -> None:
+    def return_group(self, group: Any) -> None:
         """Return a started group (plain data) for another engine to complete."""
         index = self._store.add(f"{self._name}/back", 1) - 1
-        self._store.put(f"{self._name}/back/{index}", what)
+        self._store.put(f"{self._name}/back/{index}", group)
         self._store.add(f"{self._name}/there/{index}", 1)
 
     def claim_returned(self) -> Any | None:
@@ -125,6 +130,6 @@ class GroupQueue:
         num_returned, num_reclaimed = (self._store.add(f"{self._name}/{which}", 0) for which in ("back", "again"))
         return self._num_groups - self.count_claimed() + num_returned - num_reclaimed
 
-    def count_lost_engines(self, more: int = 0) -> int:
-        """Add `more` lost engines and return their number."""
-        return self._store.add(f"{self._name}/lost", more)
+    def count_lost_engines(self, increment: int = 0) -> int:
+        """Add `increment` lost engines and return their number."""
+        return self._store.add(f"{self._name}/lost", increment)

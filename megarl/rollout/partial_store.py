@@ -53,19 +53,19 @@ def read_groups(file: Path) -> list[Group]:
         raise ConfigError(f"{file} does not hold conversations of this program: {error}") from None
 
 
-def assign_groups(files: Sequence[Path], engine: int, engines: int) -> list[Group]:
+def assign_groups(files: Sequence[Path], engine: int, num_engines: int) -> list[Group]:
     """Return the groups that an engine continues.
 
     If the number of engines is unchanged, each engine gets its previous groups; otherwise groups are dealt out
     round-robin. `files` belong to the previous engines, in order.
     """
-    if len(files) == engines:
+    if len(files) == num_engines:
         return read_groups(files[engine])
     local_groups: list[Group] = []
     num_seen = 0
     for file in files:
         groups = read_groups(file)
-        local_groups += groups[(engine - num_seen) % engines :: engines]
+        local_groups += groups[(engine - num_seen) % num_engines :: num_engines]
         num_seen += len(groups)
     return local_groups
 

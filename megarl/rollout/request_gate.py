@@ -30,9 +30,9 @@ class RequestGate:
         is_admitting: whether conversations may start
     """
 
-    def __init__(self, policy: Policy, size: int, halt: asyncio.Event) -> None:
-        self.policy, self.num_slots, self.halt = policy, size, halt
-        self.free_slots = asyncio.Semaphore(size)
+    def __init__(self, policy: Policy, num_slots: int, halt: asyncio.Event) -> None:
+        self.policy, self.num_slots, self.halt = policy, num_slots, halt
+        self.free_slots = asyncio.Semaphore(num_slots)
         self.num_conversations = self.num_idle = self.num_requests = 0
         self.is_admitting = True
         self.changed = asyncio.Event()
@@ -97,13 +97,13 @@ class RequestGate:
         interval, self._busy_interval = self._busy_interval, None
         return interval
 
-    def count_requests(self, more: int) -> None:
-        """Change the number of open requests by `more`."""
+    def count_requests(self, increment: int) -> None:
+        """Change the number of open requests by `increment`."""
         now = time.monotonic()
         if self.num_requests:
             self._busy_seconds += self.num_requests * (now - self._counted_at)
             self._busy_interval = (self._busy_interval or (self._counted_at, now))[0], now
-        self.num_requests, self._counted_at = self.num_requests + more, now
+        self.num_requests, self._counted_at = self.num_requests + increment, now
         self.notify()
 
     def notify(self) -> None:
@@ -122,8 +122,8 @@ class RequestSlot:
     are recomputed.
     """
 
-    def __init__(self, room: RequestGate) -> None:
-        self._gate, self._is_idle, self._num_requests = room, False, 0
+    def __init__(self, gate: RequestGate) -> None:
+        self._gate, self._is_idle, self._num_requests = gate, False, 0
 
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
         return await self.stream(ids, params, routed)
@@ -132,7 +132,7 @@ class RequestSlot:
         self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: TokenCallback | None = None
     ) -> Generation:
         self._num_requests += 1
-        self._set_idle(away=False)
+        self._set_idle(is_idle=False)
         async with self._gate.free_slots:
             try:
                 generation = await self._generate(ids, params, routed, on_tokens)
@@ -141,10 +141,10 @@ class RequestSlot:
                 return generation
             finally:
                 self._num_requests -= 1
-                self._set_idle(away=not self._num_requests)  # an agent may send concurrent requests
+                self._set_idle(is_idle=not self._num_requests)  # an agent may send concurrent requests
 
     async def _generate(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int, heard: TokenCallback | None
+        self, ids: Ids | Sequence[int], params: dict[str, Any], num_routed: int, on_tokens: TokenCallback | None
     ) -> Generation:
         gate = self._gate
         await gate.open.wait()
@@ -152,77 +152,77 @@ class RequestSlot:
             raise Halted
         gate.count_requests(1)
         try:
-            if heard is not None and isinstance(gate.policy, StreamingPolicy):
-                return await gate.policy.stream(ids, params, routed, heard)
-            return await gate.policy.generate(ids, params, routed)
+            if on_tokens is not None and isinstance(gate.policy, StreamingPolicy):
+                return await gate.policy.stream(ids, params, num_routed, on_tokens)
+            return await gate.policy.generate(ids, params, num_routed)
         finally:
             gate.count_requests(-1)
 
     async def _continue(
         self,
-        said: Generation,
+        generation: Generation,
         ids: Ids | Sequence[int],
         params: dict[str, Any],
         routed: int,
-        heard: TokenCallback | None,
+        on_tokens: TokenCallback | None,
     ) -> Generation:
-        new_ids, budget = said.token_ids, params["max_new_tokens"] - len(said.token_ids)
+        new_ids, budget = generation.token_ids, params["max_new_tokens"] - len(generation.token_ids)
         if len(new_ids) and int(new_ids[-1]) in params.get("stop_token_ids", ()):
-            return replace(said, finish_reason="stop", abort_reason="")  # it finished just before the abort
+            return replace(generation, finish_reason="stop", abort_reason="")  # it finished just before the abort
         if not budget:
-            return replace(said, finish_reason="length", abort_reason="")
-        num_routed = routed + (0 if said.routing is None else len(said.routing))
+            return replace(generation, finish_reason="length", abort_reason="")
+        num_routed = routed + (0 if generation.routing is None else len(generation.routing))
         context = np.concatenate([as_token_ids(ids), new_ids])
         return merge_generations(
-            said, await self._generate(context, {**params, "max_new_tokens": budget}, num_routed, heard)
+            generation, await self._generate(context, {**params, "max_new_tokens": budget}, num_routed, on_tokens)
         )
 
     def mark_idle(self) -> None:
         """Mark the conversation as not needing the policy until its next request."""
-        self._set_idle(away=True)
+        self._set_idle(is_idle=True)
 
     def release(self) -> None:
         self._gate.num_conversations -= 1
-        self._set_idle(away=False)
+        self._set_idle(is_idle=False)
 
-    def _set_idle(self, away: bool) -> None:
-        self._gate.num_idle += away - self._is_idle
-        self._is_idle = away
+    def _set_idle(self, is_idle: bool) -> None:
+        self._gate.num_idle += is_idle - self._is_idle
+        self._is_idle = is_idle
         self._gate.notify()
 
     async def stop(self) -> None:
         await self._gate.policy.stop()
 
 
-def merge_generations(said: Generation, more: Generation) -> Generation:
+def merge_generations(first: Generation, second: Generation) -> Generation:
     """Join an aborted generation with its continuation.
 
     A token's routing comes from the request that ran it first, and `cached` from the request that wrote the first
     token.
     """
-    spans = [span for span in (*_version_spans(said), *_version_spans(more)) if span[1]]
+    spans = [span for span in (*_version_spans(first), *_version_spans(second)) if span[1]]
     versions: list[tuple[int, int]] = []
     for version, tokens in spans:
         previous_tokens = versions.pop()[1] if versions and versions[-1][0] == version else 0
         versions.append((version, previous_tokens + tokens))
-    routings = [part for part in (said.routing, more.routing) if part is not None]
-    masks = [part for part in (said.sampling_mask, more.sampling_mask) if part is not None]
+    routings = [part for part in (first.routing, second.routing) if part is not None]
+    masks = [part for part in (first.sampling_mask, second.sampling_mask) if part is not None]
     return replace(
-        more,
-        token_ids=np.concatenate([said.token_ids, more.token_ids]),
-        logprobs=np.concatenate([said.logprobs, more.logprobs]),
-        weight_version=versions[-1][0] if versions else more.weight_version,
+        second,
+        token_ids=np.concatenate([first.token_ids, second.token_ids]),
+        logprobs=np.concatenate([first.logprobs, second.logprobs]),
+        weight_version=versions[-1][0] if versions else second.weight_version,
         versions=tuple(versions) if len(versions) > 1 else (),
         routing=torch.cat(routings) if routings else None,
         sampling_mask=SamplingMask.concat(masks) if masks else None,
-        drafted=said.drafted + more.drafted,
-        accepted=said.accepted + more.accepted,
-        cached=said.cached if len(said.token_ids) else more.cached,
+        drafted=first.drafted + second.drafted,
+        accepted=first.accepted + second.accepted,
+        cached=first.cached if len(first.token_ids) else second.cached,
     )
 
 
-def _version_spans(said: Generation) -> tuple[tuple[int, int], ...]:
-    return said.versions or ((said.weight_version, len(said.token_ids)),)
+def _version_spans(generation: Generation) -> tuple[tuple[int, int], ...]:
+    return generation.versions or ((generation.weight_version, len(generation.token_ids)),)
 
 
 async def _wait_for_event(event: asyncio.Event, seconds: float) -> None:

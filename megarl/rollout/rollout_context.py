@@ -34,12 +34,12 @@ _REQUEST_MARGIN_S = 60.0
 """How much later a request times out than the overall deadline, whose error is more specific."""
 
 
-async def _run_watched(work: Coroutine[Any, Any, T], look: Callable[[], None]) -> T:
-    """Await `work` while calling `look` repeatedly in a thread, where it may block; its exception ends the work."""
+async def _run_watched(work: Coroutine[Any, Any, T], check: Callable[[], None]) -> T:
+    """Await `work` while calling `check` repeatedly in a thread, where it may block; its exception ends the work."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([task], timeout=_POLL_S))[0]:
-            await asyncio.to_thread(look)
+            await asyncio.to_thread(check)
         return task.result()
     finally:
         task.cancel()
@@ -53,8 +53,8 @@ class RolloutRunner:
 
     Args:
         routing: shape of the engine's routing record, if rollouts carry one
-        ended: as `RolloutContext.on_rollout_finished`
-        lost: called immediately when the engine is lost, in the generation thread, possibly more than once
+        on_rollout_finished: as `RolloutContext.on_rollout_finished`
+        on_engine_lost: called immediately when the engine is lost, in the generation thread, possibly more than once
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class RolloutRunner:
         chat: ChatTemplate,
         config: RolloutConfig,
         routing: RoutingShape | None = None,
-        ended: Callable[[Rollout], None] = lambda rollout: None,
-        lost: Callable[[EngineLost], None] = lambda lost: None,
+        on_rollout_finished: Callable[[Rollout], None] = lambda rollout: None,
+        on_engine_lost: Callable[[EngineLost], None] = lambda lost: None,
     ) -> None:
         self._engine, self._chat, self._config, self._routing = engine, chat, config, routing
-        self._on_rollout_finished, self._on_engine_lost = ended, lost
+        self._on_rollout_finished, self._on_engine_lost = on_rollout_finished, on_engine_lost
         self._loop = asyncio.new_event_loop()  # asyncio subprocesses are bound to one loop
         self._thread = threading.Thread(target=self._loop.run_forever, name="generation", daemon=True)
         self._environments: EnvironmentPool | None = None
@@ -92,15 +92,15 @@ class RolloutRunner:
         self,
         prompts: Sequence[Prompt],
         *,
-        tickets: GroupQueue | None = None,
+        queue: GroupQueue | None = None,
         samples: int | None = None,
         greedy: bool = False,
         seed: int = 0,
         first_group: int = 0,
-        needed: int | None = None,
-        carried: Sequence[Group] = (),
-        of: int | None = None,
-        look: Callable[[], None] = lambda: None,
+        num_needed_groups: int | None = None,
+        partial_groups: Sequence[Group] = (),
+        num_total: int | None = None,
+        check: Callable[[], None] = lambda: None,
         held_out: bool = False,
     ) -> Future[GenerationResult]:
         """Start generating rollouts for the prompts that this engine claims; see `gather_rollouts`.
@@ -110,10 +110,10 @@ class RolloutRunner:
         immediately, see `GenerationResult.engine_loss`. A weight sync by `pause` and `resume` does not end it.
 
         Args:
-            tickets: queue shared by the engines that receive the same prompts; by default this engine takes all groups
+            queue: queue shared by the engines that receive the same prompts; by default this engine takes all groups
             samples: rollouts per prompt, `config.samples_per_prompt` by default
             seed: seed of the step; each sample records its own, derived from it
-            look: called every second in a thread; an exception it raises ends the generation
+            check: called every second in a thread; an exception it raises ends the generation
             held_out: sample with the evaluation settings
 
         Returns:
@@ -128,7 +128,7 @@ class RolloutRunner:
                     client.should_request_masks = False
                 generation = gather_rollouts(
                     prompts,
-                    tickets or GroupQueue(len(prompts)),
+                    queue or GroupQueue(len(prompts)),
                     client,
                     self._make_context(client, config),
                     samples=config.samples_per_prompt if samples is None else samples,
@@ -136,20 +136,22 @@ class RolloutRunner:
                     seed=seed,
                     first_group=first_group,
                     deadline=deadline,
-                    needed=needed,
-                    carried=carried,
+                    num_needed_groups=num_needed_groups,
+                    partial_groups=partial_groups,
                     version=engine.weight_version,
-                    of=of,
+                    num_total=num_total,
                     watch=partial(self._watch, client, engine.start_number),
-                    opened=lambda room: self._client_by_gate.update({room: client}),
+                    on_gate_opened=lambda gate: self._client_by_gate.update({gate: client}),
                 )
                 try:
-                    result = await _run_watched(generation, look)
+                    result = await _run_watched(generation, check)
                     if result.engine_loss is not None:
                         self._on_engine_lost(result.engine_loss)  # in case a request noticed first
                     return await self._drop_aborted(result)
                 finally:
-                    self._client_by_gate = {room: of for room, of in self._client_by_gate.items() if of is not client}
+                    self._client_by_gate = {
+                        gate: other for gate, other in self._client_by_gate.items() if other is not client
+                    }
 
         return self._submit(run())
 
@@ -162,21 +164,23 @@ class RolloutRunner:
 
     # --- continuous generation
 
-    def start_stream(self, tickets: GroupQueue, *, samples: int, groups: int, at_work: OnBusyInterval) -> None:
+    def start_stream(
+        self, queue: GroupQueue, *, samples: int, max_groups: int, on_busy_interval: OnBusyInterval
+    ) -> None:
         """Start continuous generation until `close`; see `GroupStream`. The engine must be ready."""
 
         async def start() -> None:
             client = await self._new_stream_client()
             context, seconds = self._make_context(client, self._config), self._config.step_timeout
             self._stream = GroupStream(
-                tickets,
+                queue,
                 client,
                 context,
                 samples=samples,
-                groups=groups,
-                seconds=seconds,
-                at_work=at_work,
-                lost=self._on_engine_lost,
+                max_groups=max_groups,
+                timeout=seconds,
+                on_busy_interval=on_busy_interval,
+                on_engine_lost=self._on_engine_lost,
             )
             self._stream_task = self._start_stream_task(self._stream, client)
 
@@ -197,50 +201,50 @@ class RolloutRunner:
         """Allow the groups of one more step to start."""
         self._submit(self._running_stream.admit(prompts, seed)).result()
 
-    def collect(self, count: int, look: Callable[[], None] = lambda: None) -> Future[GenerationResult | None]:
+    def collect(self, count: int, check: Callable[[], None] = lambda: None) -> Future[GenerationResult | None]:
         """Return this engine's share of the next `count` groups once these are complete on all engines.
 
-        The future's result is None if no engine is left to complete them. `look` is as in `start_generation`.
+        The future's result is None if no engine is left to complete them. `check` is as in `start_generation`.
         """
 
         async def run() -> GenerationResult | None:
-            result = await _run_watched(self._run_unless_stream_fails(self._running_stream.collect(count)), look)
+            result = await _run_watched(self._run_unless_stream_fails(self._running_stream.collect(count)), check)
             return None if result is None else await self._drop_aborted(result)
 
         return self._submit(run())
 
-    def pause(self, how: OnWeightSync) -> None:
+    def pause(self, mode: OnWeightSync) -> None:
         """Free the engine for a weight sync, until `resume`.
 
-        Requests in progress are aborted, held in the engine or awaited, as `how` says. A lost engine is free.
+        Requests in progress are aborted, held in the engine or awaited, as `mode` says. A lost engine is free.
         """
         if self._stream is None and not self._client_by_gate:
             return
-        self._submit(self._pause(how)).result()
-        if how == "in_place" and not (self._stream is not None and self._stream.is_lost):
+        self._submit(self._pause(mode)).result()
+        if mode == "in_place" and not (self._stream is not None and self._stream.is_lost):
             try:
                 self._engine.pause_generation()
             except EngineLost as lost:
                 self._on_engine_lost(lost)
 
-    async def _pause(self, how: OnWeightSync) -> None:
+    async def _pause(self, mode: OnWeightSync) -> None:
         await self._pause_lock.acquire()
         self._is_paused = True
-        paused = [self._drain_gate(room, how) for room in self._client_by_gate]
+        paused = [self._drain_gate(room, mode) for room in self._client_by_gate]
         if self._stream is not None:
-            paused.append(self._run_unless_stream_fails(self._stream.pause(how)))
+            paused.append(self._run_unless_stream_fails(self._stream.pause(mode)))
         await asyncio.gather(*paused)
 
-    async def _drain_gate(self, room: RequestGate, how: OnWeightSync) -> None:
+    async def _drain_gate(self, gate: RequestGate, mode: OnWeightSync) -> None:
         """Like `GroupStream.pause`; if the engine is lost, the generation that uses the gate notices it too."""
-        if how == "wait":
-            room.is_admitting = False
-            await room.drain()
+        if mode == "wait":
+            gate.is_admitting = False
+            await gate.drain()
             return
-        room.close()
-        if how == "retract":
+        gate.close()
+        if mode == "retract":
             try:
-                await room.abort_requests()
+                await gate.abort_requests()
             except EngineLost as lost:
                 self._on_engine_lost(lost)
 
@@ -256,12 +260,12 @@ class RolloutRunner:
             self._engine.resume_generation()
         self._submit(self._resume(needs_reconnect)).result()
 
-    async def _resume(self, anew: bool = False) -> None:
-        """Reopen all gates. `anew` reconnects the stream with a new client."""
+    async def _resume(self, reconnect: bool = False) -> None:
+        """Reopen all gates. `reconnect` reconnects the stream with a new client."""
         for room, client in self._client_by_gate.items():
             client.weight_version = self._engine.weight_version
             room.reopen()
-        if self._stream is not None and anew:
+        if self._stream is not None and reconnect:
             await self._reconnect_stream(self._stream)
         elif self._stream is not None and self._client is not None:
             self._client.weight_version = self._engine.weight_version
@@ -328,7 +332,7 @@ class RolloutRunner:
                     assert self._parse is not None
                     return await self._parse(text, schemas)
 
-                server = SessionServer(self._chat, parse, self._config, say=self._log_line)
+                server = SessionServer(self._chat, parse, self._config, log=self._log_line)
                 await server.start()
                 self._session_server = server
         return self._session_server
@@ -355,15 +359,15 @@ class RolloutRunner:
         # Read them in the loop that updates them: a stream keeps running meanwhile.
         return asyncio.run_coroutine_threadsafe(read_metrics(), self._loop).result()
 
-    async def _drop_aborted(self, gathered: GenerationResult) -> GenerationResult:
+    async def _drop_aborted(self, result: GenerationResult) -> GenerationResult:
         """Stop the engine from working on aborted rollouts.
 
         The engine drops all requests; a stream resumes its own.
         """
-        if gathered.engine_loss is not None or (self._stream is not None and self._stream.is_lost):
-            return gathered
-        statuses = [conversation.status for group in gathered.partials for conversation in group]
-        if "aborted" in [*statuses, *(rollout.status for rollout in gathered.rollouts)]:
+        if result.engine_loss is not None or (self._stream is not None and self._stream.is_lost):
+            return result
+        statuses = [conversation.status for group in result.partials for conversation in group]
+        if "aborted" in [*statuses, *(rollout.status for rollout in result.rollouts)]:
             try:
                 await self._pause("retract")
                 await asyncio.to_thread(self._engine.abort_requests)
@@ -371,7 +375,7 @@ class RolloutRunner:
                 self._on_engine_lost(lost)
             finally:
                 await self._resume()
-        return gathered
+        return result
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if not self._thread.is_alive():

@@ -26,7 +26,11 @@ from megarl.types.reward_values import RewardError, parse_reward
 
 
 async def run_agent(
-    begun: PartialRollout, policy: Policy, around: RolloutContext, params: dict[str, Any], deadline: float | None = None
+    partial: PartialRollout,
+    policy: Policy,
+    context: RolloutContext,
+    params: dict[str, Any],
+    deadline: float | None = None,
 ) -> PartialRollout:
     """Run an agent on a prompt until it returns.
 
@@ -37,12 +41,12 @@ async def run_agent(
         params, deadline: as in `run_conversation`
     """
     loop = asyncio.get_running_loop()
-    server = await around.get_session_server()
-    recording = server.open(begun.prompt, policy, params, deadline, begun.seed)
-    limit = around.config.step_timeout if deadline is None else max(0.0, deadline - loop.time())
+    server = await context.get_session_server()
+    recording = server.open(partial.prompt, policy, params, deadline, partial.seed)
+    limit = context.config.step_timeout if deadline is None else max(0.0, deadline - loop.time())
     value = None
     try:
-        value = await around.environments.run_agent(begun.prompt, recording.base_url, recording.key, limit)
+        value = await context.environments.run_agent(partial.prompt, recording.base_url, recording.key, limit)
     except SessionLost as error:
         recording.fail(str(error))
     finally:
@@ -100,19 +104,19 @@ class GenerationResult:
     num_interrupted: int = 0
     num_restarted: int = 0
 
-    def merge(self, more: GenerationResult) -> GenerationResult:
+    def merge(self, later: GenerationResult) -> GenerationResult:
         """Combine with a later result of the same engine or of its replacement."""
         return GenerationResult(
-            sorted([*self.rollouts, *more.rollouts], key=lambda one: one.group),
-            [*self.partials, *more.partials],
-            num_stale=self.num_stale + more.num_stale,
-            num_slots=max(self.num_slots, more.num_slots),
-            seconds=self.seconds + more.seconds,
-            busy_seconds=self.busy_seconds + more.busy_seconds,
-            group_ages=self.group_ages + more.group_ages,
-            engine_loss=more.engine_loss,
-            num_interrupted=self.num_interrupted + more.num_interrupted,
-            num_restarted=self.num_restarted + more.num_restarted,
+            sorted([*self.rollouts, *later.rollouts], key=lambda one: one.group),
+            [*self.partials, *later.partials],
+            num_stale=self.num_stale + later.num_stale,
+            num_slots=max(self.num_slots, later.num_slots),
+            seconds=self.seconds + later.seconds,
+            busy_seconds=self.busy_seconds + later.busy_seconds,
+            group_ages=self.group_ages + later.group_ages,
+            engine_loss=later.engine_loss,
+            num_interrupted=self.num_interrupted + later.num_interrupted,
+            num_restarted=self.num_restarted + later.num_restarted,
         )
 
 
@@ -135,21 +139,21 @@ async def wait_forever() -> None:
 
 async def gather_rollouts(
     prompts: Sequence[Prompt],
-    tickets: GroupQueue,
+    queue: GroupQueue,
     policy: Policy,
-    around: RolloutContext,
+    context: RolloutContext,
     *,
     samples: int,
     greedy: bool,
     seed: int,
     first_group: int = 0,
     deadline: float | None = None,
-    needed: int | None = None,
-    carried: Sequence[Group] = (),
+    num_needed_groups: int | None = None,
+    partial_groups: Sequence[Group] = (),
     version: int = 0,
-    of: int | None = None,
+    num_total: int | None = None,
     watch: Callable[[], Coroutine[Any, Any, None]] = wait_forever,
-    opened: Callable[[RequestGate], None] = lambda room: None,
+    on_gate_opened: Callable[[RequestGate], None] = lambda room: None,
 ) -> GenerationResult:
     """Generate `samples` conversations for each prompt that this engine claims from the queue.
 
@@ -162,30 +166,27 @@ async def gather_rollouts(
     `partials` if enough groups are complete.
 
     Args:
-        needed: number of groups wanted over all engines. Once that many are complete, all other conversations stop
-            where they are. The first `needed` groups in order of completion count, and their position in that order
-            replaces the prompt's number. Groups completed later become partials, which count immediately in a later
-            step.
-        carried: partials to continue before any new group starts; requires `needed`
+        num_needed_groups: groups wanted over all engines. Once that many are complete, all other conversations stop
+            where they are. These groups are numbered in order of completion. Groups completed later become partials,
+            which count immediately in a later step.
+        partial_groups: partials to continue before any new group starts; requires `num_needed_groups`
         version: version of the policy's weights. A conversation with a token from weights more than
-        `config.max_staleness`
-            versions older is restarted.
-        of: rollouts of the generation over all engines. If more than `config.max_aborted_frac` of these are aborted
-        while
-            others are running, `TooManyAborted` is raised. Without it, and after the deadline, all conversations are
-            awaited.
+            `config.max_staleness` versions older is restarted.
+        num_total: rollouts of the generation over all engines. If more than `config.max_aborted_frac` of these are
+            aborted while others are running, `TooManyAborted` is raised. Without it, and after the deadline, all
+            conversations are awaited.
         deadline: event-loop time at which unfinished conversations are aborted, including those that never started
         watch: runs concurrently and raises `EngineLost` when the engine is lost; the policy may raise it too
-        opened: receives the request gate, because a weight sync closes it first
+        on_gate_opened: receives the request gate, because a weight sync closes it first
     """
-    if carried and needed is None:
+    if partial_groups and num_needed_groups is None:
         raise ValueError("partial rollouts can be continued only if the number of groups needed is given")
 
-    around.halt.clear()
+    context.halt.clear()
     start = time.monotonic()
-    room = RequestGate(policy, max(1, min(around.config.concurrency, samples * tickets.groups_per_engine)), around.halt)
-    opened(room)
-    remaining_carried = deque(sorted(carried, key=lambda group: not _is_finished(group)))
+    room = RequestGate(policy, max(1, min(context.config.concurrency, samples * queue.groups_per_engine)), context.halt)
+    on_gate_opened(room)
+    remaining_carried = deque(sorted(partial_groups, key=lambda group: not _is_finished(group)))
     complete: dict[int, Group] = {}
     partials: list[Group] = []
     active: dict[int, tuple[int, list[PartialRollout]]] = {}
@@ -200,17 +201,17 @@ async def gather_rollouts(
         if remaining_carried:
             group = remaining_carried.popleft()
             stale_flags = [
-                partial.oldest_version is not None and version - partial.oldest_version > around.config.max_staleness
+                partial.oldest_version is not None and version - partial.oldest_version > context.config.max_staleness
                 for partial in group
             ]
             num_stale += sum(stale_flags)
             pairs = zip(group, stale_flags, strict=True)
             group = tuple(partial.restart() if is_stale else partial for partial, is_stale in pairs)
-        elif (returned := await asyncio.to_thread(tickets.claim_returned)) is not None:
+        elif (returned := await asyncio.to_thread(queue.claim_returned)) is not None:
             num_restarted += returned.num_interrupted
             number, group = returned.number, returned.group
-        elif (number := await asyncio.to_thread(tickets.claim)) is not None:
-            group = make_group(prompts[number], around.chat, seed, first_group + number, samples)
+        elif (number := await asyncio.to_thread(queue.claim)) is not None:
+            group = make_group(prompts[number], context.chat, seed, first_group + number, samples)
         else:
             return
         assert number is not None
@@ -218,11 +219,11 @@ async def gather_rollouts(
         active[turn] = number, list(group)
 
     async def finish(number: int, group: Group) -> None:
-        if needed is not None:
-            number = await asyncio.to_thread(tickets.mark_complete)
-            if number + 1 >= needed:
+        if num_needed_groups is not None:
+            number = await asyncio.to_thread(queue.mark_complete)
+            if number + 1 >= num_needed_groups:
                 room.stop()
-            if number >= needed:
+            if number >= num_needed_groups:
                 partials.append(group)
                 return
         complete[number] = group
@@ -230,16 +231,16 @@ async def gather_rollouts(
     failures: list[str] = []
 
     async def note_aborted(why: str) -> None:
-        if of is None or (deadline is not None and asyncio.get_running_loop().time() >= deadline):
+        if num_total is None or (deadline is not None and asyncio.get_running_loop().time() >= deadline):
             return
         failures.append(why)
-        count = await asyncio.to_thread(tickets.count_aborted, 1)
-        if count < of and is_over_abort_limit(count, of, around.config):
-            raise TooManyAborted(count, of, failures)
+        count = await asyncio.to_thread(queue.count_aborted, 1)
+        if count < num_total and is_over_abort_limit(count, num_total, context.config):
+            raise TooManyAborted(count, num_total, failures)
 
-    async def run_claimed_group(turn: int, seats: dict[int, RequestSlot]) -> None:
+    async def run_claimed_group(turn: int, slots: dict[int, RequestSlot]) -> None:
         number, group = active[turn]
-        await run_group(group, seats, around, greedy, deadline, note_aborted)
+        await run_group(group, slots, context, greedy, deadline, note_aborted)
         del active[turn]
         if _is_finished(group):
             await queue_updates.run(finish(number, tuple(group)))
@@ -250,8 +251,8 @@ async def gather_rollouts(
     try:
         async with asyncio.TaskGroup() as task_group:
             watchers = [task_group.create_task(watch())]
-            if needed is not None:
-                watchers.append(task_group.create_task(_stop_when_enough(tickets, needed, room)))
+            if num_needed_groups is not None:
+                watchers.append(task_group.create_task(_stop_when_enough(queue, num_needed_groups, room)))
             tasks: set[asyncio.Task[None]] = set()
             while await room.wait_for_room():
                 previous_turn = turn
@@ -274,7 +275,9 @@ async def gather_rollouts(
     num_interrupted = 0
     if engine_loss is not None:
         await queue_updates.wait_all()
-        has_enough = needed is not None and await asyncio.to_thread(tickets.count_complete) >= needed
+        has_enough = (
+            num_needed_groups is not None and await asyncio.to_thread(queue.count_complete) >= num_needed_groups
+        )
         unfinished = [(number, restart_unfinished(group)) for number, group in active.values()]
         num_interrupted = sum(partial.status is None for _, group in unfinished for partial in group)
         unfinished += [(0, restart_unfinished(group)) for group in remaining_carried]
@@ -284,7 +287,7 @@ async def gather_rollouts(
                 partials.append(group)
             else:
                 returned = ReturnedGroup(number, group, sum(partial.status is None for partial in group))
-                await asyncio.to_thread(tickets.return_group, returned)
+                await asyncio.to_thread(queue.return_group, returned)
     rollouts = [
         partial for number in sorted(complete) for partial in to_rollouts(complete[number], first_group + number)
     ]
@@ -307,8 +310,8 @@ class ShieldedTasks:
     def __init__(self) -> None:
         self._pending: set[asyncio.Task[None]] = set()
 
-    async def run(self, counting: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(counting)
+    async def run(self, update: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(update)
         self._pending.add(task)
         task.add_done_callback(self._pending.discard)
         await asyncio.shield(task)
@@ -330,42 +333,42 @@ def restart_unfinished(group: Sequence[PartialRollout]) -> Group:
     return tuple(partial if partial.status is not None else partial.restart() for partial in group)
 
 
-def open_slots(group: Sequence[PartialRollout], room: RequestGate) -> dict[int, RequestSlot]:
+def open_slots(group: Sequence[PartialRollout], gate: RequestGate) -> dict[int, RequestSlot]:
     """Open a request slot for each unfinished conversation, keyed by sample."""
-    return {sample: room.open_slot() for sample, partial in enumerate(group) if partial.status is None}
+    return {sample: gate.open_slot() for sample, partial in enumerate(group) if partial.status is None}
 
 
 async def run_group(
     group: list[PartialRollout],
-    seats: dict[int, RequestSlot],
-    around: RolloutContext,
+    slots: dict[int, RequestSlot],
+    context: RolloutContext,
     greedy: bool,
     deadline: float | None,
-    aborted: Callable[[str], Coroutine[Any, Any, None]] | None = None,
+    on_aborted: Callable[[str], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
     """Run the group's conversations concurrently and store each result at its index in `group`.
 
-    `aborted` is called with the reason as soon as a conversation is aborted.
+    `on_aborted` is called with the reason as soon as a conversation is aborted.
     """
 
     async def converse(sample: int, seat: RequestSlot) -> None:
         partial = group[sample]
-        params = build_sampling_params(around.config, around.chat, greedy, partial.seed)
-        if partial.session is None and around.chat.catalog.environments:
+        params = build_sampling_params(context.config, context.chat, greedy, partial.seed)
+        if partial.session is None and context.chat.catalog.environments:
             seat.mark_idle()  # a reset may take a while
         try:
-            is_agent = around.chat.catalog.is_run_by_agent(partial.prompt)
-            result = await (run_agent if is_agent else run_conversation)(partial, seat, around, params, deadline)
+            is_agent = context.chat.catalog.is_run_by_agent(partial.prompt)
+            result = await (run_agent if is_agent else run_conversation)(partial, seat, context, params, deadline)
         finally:
             seat.release()
         group[sample] = result
         if result.status not in (None, "aborted"):
-            around.on_rollout_finished(result.to_rollout(0))  # an episode is scored by its last branch
-        if result.status == "aborted" and aborted is not None:
-            await aborted(result.failure)
+            context.on_rollout_finished(result.to_rollout(0))  # an episode is scored by its last branch
+        if result.status == "aborted" and on_aborted is not None:
+            await on_aborted(result.failure)
 
     async with asyncio.TaskGroup() as task_group:
-        for sample, seat in seats.items():
+        for sample, seat in slots.items():
             task_group.create_task(converse(sample, seat))
 
 
@@ -392,16 +395,16 @@ def find_engine_loss(error: BaseException) -> EngineLost | None:
     return error if isinstance(error, EngineLost) else None
 
 
-async def _stop_when_enough(tickets: GroupQueue, needed: int, room: RequestGate) -> None:
-    """Stop all conversations once `needed` groups are complete on any engine, and abort open requests."""
-    while not room.halt.is_set():
+async def _stop_when_enough(queue: GroupQueue, num_needed_groups: int, gate: RequestGate) -> None:
+    """Stop all conversations once `num_needed_groups` groups are complete on any engine, and abort open requests."""
+    while not gate.halt.is_set():
         try:
             async with asyncio.timeout(_POLL_S):
-                await room.halt.wait()
+                await gate.halt.wait()
         except TimeoutError:
-            if await asyncio.to_thread(tickets.count_complete) >= needed:
-                room.stop()
+            if await asyncio.to_thread(queue.count_complete) >= num_needed_groups:
+                gate.stop()
     while True:  # repeat: a request may have been in flight
-        if room.num_requests:
-            await room.policy.stop()
+        if gate.num_requests:
+            await gate.policy.stop()
         await asyncio.sleep(_POLL_S)

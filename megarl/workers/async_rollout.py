@@ -25,28 +25,29 @@ from megarl.workers.staleness import staleness_metrics
 class PendingGeneration:
     """A running generation, shared by all ranks.
 
-    mine: this rank's future; None on ranks that lead no engine. begun: version of the weights at the start. now:
-    returns the engines' current version. waiting: context that is active while ranks wait for the result.
+    future: this rank's; None on ranks that lead no engine. start_version: version of the weights at the start.
+    current_version: returns that of the engines. wait_phase: context that is active while ranks wait for the
+    result.
     """
 
     def __init__(
         self,
-        mine: Future[GenerationResult] | None,
-        tickets: GroupQueue,
-        everyone: Comm,
+        future: Future[GenerationResult] | None,
+        queue: GroupQueue,
+        comm: Comm,
         *,
-        begun: int,
-        now: Callable[[], int],
-        waiting: Callable[[], AbstractContextManager[None]],
+        start_version: int,
+        current_version: Callable[[], int],
+        wait_phase: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._future, self._queue, self._comm, self._current_version, self._wait_phase = (
-            mine,
-            tickets,
-            everyone,
-            now,
-            waiting,
+            future,
+            queue,
+            comm,
+            current_version,
+            wait_phase,
         )
-        self.start_version = begun
+        self.start_version = start_version
 
     def is_done(self) -> bool:
         """True if all ranks are done. Collective."""
@@ -92,23 +93,28 @@ NextPrompts = Callable[[int], Sequence[Sequence[Prompt]]]
 class RolloutStream:
     """The continuous generation of `rollout.asynchronous`: admits prompts up to `rollout.max_staleness` steps early.
 
-    talks: runner of this rank's engine, if it leads one. board: store shared by all lead ranks. seed_of: returns a
-    step's seed.
+    runner: that of this rank's engine, if it leads one. kv_store: shared by all lead ranks. step_seed: returns the seed
+    of a step.
     """
 
     def __init__(
         self,
         config: Config,
-        upcoming: NextPrompts,
-        everyone: Comm,
-        talks: RolloutRunner | None,
-        engines: int,
-        board: SharedStore,
-        seed_of: Callable[[int], int],
-        at_work: OnBusyInterval,
+        next_prompts: NextPrompts,
+        comm: Comm,
+        runner: RolloutRunner | None,
+        num_engines: int,
+        kv_store: SharedStore,
+        step_seed: Callable[[int], int],
+        on_busy_interval: OnBusyInterval,
     ) -> None:
-        self._config, self._next_prompts, self._comm, self._runner = config, upcoming, everyone, talks
-        self._num_engines, self._kv_store, self._step_seed, self._on_generated = engines, board, seed_of, at_work
+        self._config, self._next_prompts, self._comm, self._runner = config, next_prompts, comm, runner
+        self._num_engines, self._kv_store, self._step_seed, self._on_generated = (
+            num_engines,
+            kv_store,
+            step_seed,
+            on_busy_interval,
+        )
         self._samples = 0
         self._last_admitted_step = 0
         """The last step whose prompts were admitted; 0 before the stream starts."""
@@ -137,7 +143,9 @@ class RolloutStream:
             if self._runner is not None:
                 groups = -(-(1 + max_staleness) * len(prompts) // self._num_engines)
                 group_queue = GroupQueue(UNLIMITED, self._num_engines, self._kv_store, STREAM_NAME)
-                self._runner.start_stream(group_queue, samples=samples, groups=groups, at_work=self._on_generated)
+                self._runner.start_stream(
+                    group_queue, samples=samples, max_groups=groups, on_busy_interval=self._on_generated
+                )
             self._admit(step, prompts)
         self._admit_until(step, step + max_staleness)
 
@@ -148,9 +156,9 @@ class RolloutStream:
         if self._samples:
             self._admit_until(step, step + 1 + self._config.rollout.max_staleness)
 
-    def _admit_until(self, now: int, last: int) -> None:
-        """Admit prompts up to step `last`. now: the last step whose prompts the loader has returned."""
-        for step, prompts in enumerate(self._next_prompts(last - now), now + 1):
+    def _admit_until(self, current_step: int, last_step: int) -> None:
+        """Admit prompts up to step `last_step`. current_step: the last step whose prompts the loader has returned."""
+        for step, prompts in enumerate(self._next_prompts(last_step - current_step), current_step + 1):
             if step > self._last_admitted_step:
                 self._admit(step, prompts)
 
@@ -159,15 +167,21 @@ class RolloutStream:
         if self._runner is not None:
             self._runner.admit(prompts, self._step_seed(step))
 
-    def update_metrics(self, mine: GenerationResult | None, rollouts: Rollouts) -> None:
+    def update_metrics(self, result: GenerationResult | None, rollouts: Rollouts) -> None:
         """Compute the metrics of a step's generation. mine: this engine's result, None without an engine.
         Collective."""
         rows: list[list[float]] = []
-        if mine is not None:
-            ages = mine.group_ages
+        if result is not None:
+            ages = result.group_ages
             age_stats = [sum(ages), max(ages, default=0.0), len(ages)]
             rows.append(
-                [mine.num_slots * mine.seconds, mine.busy_seconds, *age_stats, mine.num_interrupted, mine.num_restarted]
+                [
+                    result.num_slots * result.seconds,
+                    result.busy_seconds,
+                    *age_stats,
+                    result.num_interrupted,
+                    result.num_restarted,
+                ]
             )
         table = self._comm.all_gather_rows(torch.tensor(rows, dtype=torch.float64).reshape(-1, 7))
         offered, busy, age_sum, oldest, groups, interrupted, restarted = table.T

@@ -35,10 +35,10 @@ class DeviceModels:
     def add(self, model: Offloadable) -> None:
         self._models.append(model)
 
-    def offload(self, pushed: Offloadable | None = None) -> None:
-        """Offload all models, except the weights of `pushed`, the model of the next weight sync."""
+    def offload(self, synced: Offloadable | None = None) -> None:
+        """Offload all models, except the weights of `synced`, the model of the next weight sync."""
         for model in self._models:
-            model.offload(weights=model is not pushed)
+            model.offload(weights=model is not synced)
 
 
 class RolloutListeners:
@@ -47,9 +47,9 @@ class RolloutListeners:
     def __init__(self) -> None:
         self._listeners: list[Callable[[Rollout], None]] = []
 
-    def subscribe(self, who: Callable[[Rollout], None]) -> None:
+    def subscribe(self, callback: Callable[[Rollout], None]) -> None:
         """Add a callback. It runs in the generation thread and must not block."""
-        self._listeners.append(who)
+        self._listeners.append(callback)
 
     def __call__(self, rollout: Rollout) -> None:
         for listener in self._listeners:

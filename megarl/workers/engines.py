@@ -113,7 +113,7 @@ class Engines:
         if self.engine is not None and self.engine_restart is not None:
             self.engine_restart.close()
 
-    def wake(self, how: Callable[[Engine], None] = Engine.wake) -> None:
+    def wake(self, wake: Callable[[Engine], None] = Engine.wake) -> None:
         """Wake the engines after every rank has returned its cached device memory.
 
         The barrier is needed because a lead also wakes its engine on the devices of other ranks.
@@ -121,7 +121,7 @@ class Engines:
         device.empty_cache()
         ranks.barrier()
         with self.clock.span("wake", self.phase_owner):
-            self.run_on_leads(how)
+            self.run_on_leads(wake)
 
     def sleep(self) -> None:
         """Release the device for training. On CUDA, waits for restarting engines first, since they need the device to
@@ -136,7 +136,7 @@ class Engines:
         Waits for restarting engines first, and repeats the sync if an engine is lost during it.
         """
         self._actor, self.version = actor, version
-        self.recovery.exchange_losses(look=True)
+        self.recovery.exchange_losses(should_check=True)
         self._wait_restarts(actor)
         self.wake(Engine.wake_weights)
         while not self._sync_once(actor):
@@ -156,10 +156,10 @@ class Engines:
             )
             return sorted({name for names in ranks.all_gather_objects(local_mismatches) for name in names})
 
-    def wait_for_engine(self, there_again: Callable[[], None]) -> None:
+    def wait_for_engine(self, on_restarted: Callable[[], None]) -> None:
         """If no engine is available, wait until all have restarted, and sync the actor's current weights to them.
 
-        there_again: called afterwards on the lead ranks.
+        on_restarted: called afterwards on the lead ranks.
         """
         while not self.recovery.has_available_engine:
             self._wait_restarts()
@@ -171,7 +171,7 @@ class Engines:
                 self._sync_once(actor)
                 self.offload_models()
             if self.recovery.has_available_engine:
-                run_if_present(self.lead_engine, lambda engine: there_again())
+                run_if_present(self.lead_engine, lambda engine: on_restarted())
 
     def _sync_once(self, actor: ActorWorker) -> bool:
         """Sync once. Returns False if an engine was lost; no engine may generate then."""
@@ -184,10 +184,10 @@ class Engines:
         self.recovery.on_weight_sync(not lost)
         return not lost
 
-    def _wait_restarts(self, pushed: ActorWorker | None = None) -> None:
+    def _wait_restarts(self, synced: ActorWorker | None = None) -> None:
         """Wait for restarting engines, if any.
 
-        pushed: actor of a following weight sync. If set, colocated engines go back to sleep afterwards, so that only
+        synced: actor of a following weight sync. If set, colocated engines go back to sleep afterwards, so that only
         the memory for the sync is in use.
         """
         if not self.recovery.restarting:
@@ -195,16 +195,16 @@ class Engines:
         self.offload_models()  # a whole engine must fit
         with self.clock.span("engines start", self.phase_owner), self.with_timeout(self.config.rollout.start_timeout):
             self.recovery.wait_restarts()
-        if pushed is not None and not self.config.rollout.asynchronous:
+        if synced is not None and not self.config.rollout.asynchronous:
             self.run_on_leads(Engine.sleep)
-            self.offload_models(pushed)
+            self.offload_models(synced)
 
-    def offload_models(self, pushed: ActorWorker | None = None) -> None:
-        """With `train.offload`, offload all models except the weights of `pushed`, which are to be synced."""
+    def offload_models(self, synced: ActorWorker | None = None) -> None:
+        """With `train.offload`, offload all models except the weights of `synced`, which are to be synced."""
         if not self.config.train.offload or self.config.rollout.replay:
             return
         with self.clock.phase("offload"):
-            self._context.models.offload(None if pushed is None else pushed.model)
+            self._context.models.offload(None if synced is None else synced.model)
 
     def run_on_leads(self, work: Callable[[Engine], Result]) -> Result | None:
         """Run `work` on the leads of available engines. The next `exchange_losses` reports engines lost by it."""
@@ -234,12 +234,12 @@ class Engines:
         return ranks.all_gather_objects(payload, self._host_groups[self.engine_index])
 
 
-def run_if_present(party: Member | None, work: Callable[[Member], Result]) -> Result | None:
-    """Run `work` on ranks where `party` is not None. Raises a failure of any rank on every rank, so that none hangs."""
+def run_if_present(member: Member | None, work: Callable[[Member], Result]) -> Result | None:
+    """Run `work` on ranks where `member` is not None. Raises a failure of any rank on all ranks, so that none hangs."""
     error, result = "", None
-    if party is not None:
+    if member is not None:
         try:
-            result = work(party)
+            result = work(member)
         except RuntimeError as failure:
             error = str(failure)
     errors = [text for text in ranks.all_gather_objects(error) if text]

@@ -108,8 +108,8 @@ class ModelWorker(Worker):
         batch: TrainBatch,
         what: str,
         temperature: float = 1.0,
-        within: AbstractContextManager[None] | None = None,
-        every: bool | None = False,
+        context: AbstractContextManager[None] | None = None,
+        all_tokens: bool | None = False,
     ) -> Future[ModelOutput]:
         """Begin a forward pass; the returned future raises ConfigError for output that is not finite.
 
@@ -122,41 +122,49 @@ class ModelWorker(Worker):
         if self.model is None:
             read = self.distribution.join_forward(batch, names)
         else:
-            with within or nullcontext():
+            with context or nullcontext():
                 output = self.model.forward(batch, temperature)
             read = output.copy
 
         def receive() -> ModelOutput:
             values = read()
-            if every is not None:
-                self.check_finite({what: values[names[0]]}, batch, every, spares=not every)
+            if all_tokens is not None:
+                self.check_finite({what: values[names[0]]}, batch, all_tokens, tolerate_minority=not all_tokens)
             return ModelOutput(**values)
 
         return Future(receive) if self.is_disaggregated else Future.completed(receive())
 
     def check_finite(
-        self, columns: Mapping[str, torch.Tensor], batch: TrainBatch, every: bool = False, spares: bool = False
+        self,
+        columns: Mapping[str, torch.Tensor],
+        batch: TrainBatch,
+        all_tokens: bool = False,
+        tolerate_minority: bool = False,
     ) -> None:
-        """Raise ConfigError unless these [T] columns are finite on all action tokens, or on all tokens if `every`.
+        """Raise ConfigError unless these [T] columns are finite on all action tokens, or on all tokens if `all_tokens`.
 
-        spares: raise only if more than half of the sequences have a non-finite value; the caller masks such sequences
-        (`controllers/policy_gradient.py`).
+        tolerate_minority: raise only if more than half of the sequences have a non-finite value; the caller masks such
+        sequences (`controllers/policy_gradient.py`).
         """
         everyone = LOCAL if self.is_disaggregated else batch.comm
-        where = torch.ones_like(batch.loss_mask) if every else batch.loss_mask
+        where = torch.ones_like(batch.loss_mask) if all_tokens else batch.loss_mask
         # A finite sum proves that all summands are finite; only otherwise check them one by one.
         suspects = {what: values for what, values in columns.items() if not bool(torch.isfinite(values.sum()))}
         invalid = {what: where & ~torch.isfinite(values) for what, values in suspects.items()}
         column_counts = [int(invalid[what].sum()) if what in invalid else 0 for what in columns]
-        hits = [_any_per_sequence(batch, mask) for mask in (where, *invalid.values())] if spares and invalid else []
+        hits = (
+            [_any_per_sequence(batch, mask) for mask in (where, *invalid.values())]
+            if tolerate_minority and invalid
+            else []
+        )
         num_invalid = int(torch.stack(hits[1:]).any(dim=0).sum()) if hits else 0
-        num_total = int((hits[0] if hits else _any_per_sequence(batch, where)).sum()) if spares else 0
+        num_total = int((hits[0] if hits else _any_per_sequence(batch, where)).sum()) if tolerate_minority else 0
         counts = everyone.all_reduce(
             torch.tensor([num_invalid, num_total, int(torch.count_nonzero(where)), *column_counts])
         ).tolist()
         num_invalid, num_total, places, *column_counts = counts
         for what, count in zip(columns, column_counts, strict=True):
-            if count and not (spares and 2 * num_invalid <= num_total):
+            if count and not (tolerate_minority and 2 * num_invalid <= num_total):
                 examples = everyone.all_gather_objects(
                     columns[what][invalid[what]][:1].tolist() if what in invalid else []
                 )
@@ -288,9 +296,9 @@ class TrainingWorker(ModelWorker):
         all_sizes = [sizes] if self.is_disaggregated else batch.comm.all_gather_objects(sizes)
         largest_texts = [f"largest |{name}| {max(rank_sizes[name] for rank_sizes in all_sizes):g}" for name in sizes]
         return (
-            f"{len(self._skipped_steps)} updates of the {self._display_name} in a row were skipped, "
-            f"from step {self._skipped_steps[0]} on, "
-            f"for its gradient is not finite: norm {norm:g}, loss {loss:g}, {', '.join(largest_texts)}; more than "
+            f"{len(self._skipped_steps)} consecutive updates of the {self._display_name} were skipped since step "
+            f"{self._skipped_steps[0]}, because its gradient is not finite: norm {norm:g}, loss {loss:g}, "
+            f"{', '.join(largest_texts)}; more than "
             f"run.max_skipped_updates={self.config.run.max_skipped_updates}: {self._remedy}"
         )
 

@@ -30,21 +30,21 @@ class _EngineLoss:
 class EngineRecovery:
     """State of lost and restarting engines, the same on all ranks.
 
-    engines: number of engines. index: this rank's engine. revival: restarts this rank's engine, if the rank manages its
-    processes. leads: whether this rank leads its engine. say: logs a line.
+    engine_index: this rank's engine. engine_restart: restarts it, if this rank manages its processes. is_lead: whether
+    this rank leads its engine.
     """
 
     def __init__(
         self,
         config: Config,
-        engines: int,
-        index: int | None,
-        revival: EngineRestart | None,
-        leads: bool,
-        say: Callable[[str], None],
+        num_engines: int,
+        engine_index: int | None,
+        engine_restart: EngineRestart | None,
+        is_lead: bool,
+        log: Callable[[str], None],
     ) -> None:
-        self._config, self._num_engines, self._engine_index, self._log = config, engines, index, say
-        self._engine_restart, self._is_lead = revival, leads
+        self._config, self._num_engines, self._engine_index, self._log = config, num_engines, engine_index, log
+        self._engine_restart, self._is_lead = engine_restart, is_lead
         self.restarting: set[int] = set()
         """Engines that are restarting."""
         self.unsynced: set[int] = set()
@@ -67,15 +67,15 @@ class EngineRecovery:
     def is_available(self, engine: int | None) -> bool:
         return engine is not None and engine not in self.restarting and engine not in self.unsynced
 
-    def exchange_losses(self, error: str = "", look: bool = False) -> bool:
+    def exchange_losses(self, error: str = "", should_check: bool = False) -> bool:
         """Share losses among all ranks, and return whether there were any. Collective.
 
-        look: also check the engine's health first. Raises ConfigError on all ranks for an `error` of any rank, and for
-        an engine lost twice in a row by the same fault.
+        should_check: check the engine's health first. Raises ConfigError on all ranks for an `error` of any rank, and
+        for an engine lost twice in a row by the same fault.
         """
         local_loss: _EngineLoss | None = None
         if self._engine_restart is not None and self._is_lead:
-            if look:
+            if should_check:
                 self._engine_restart.check()
             if (engine_error := self._engine_restart.pop_error()) is not None:
                 assert self._engine_index is not None
@@ -108,9 +108,9 @@ class EngineRecovery:
                 names = ", ".join(map(str, sorted(restarted)))
                 self._log(f"engine {names} restarted, {longest:.1f} s after its loss was detected")
 
-    def on_weight_sync(self, whole: bool) -> None:
-        """Record a weight sync: all running engines have the current weights if `whole`, otherwise none has."""
-        self.unsynced = set() if whole else set(range(self._num_engines)) - self.restarting
+    def on_weight_sync(self, succeeded: bool) -> None:
+        """Record a weight sync: all running engines have the current weights if `succeeded`, otherwise none has."""
+        self.unsynced = set() if succeeded else set(range(self._num_engines)) - self.restarting
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a step in which an engine was lost; otherwise empty."""
@@ -122,18 +122,18 @@ class EngineRecovery:
             "time/engine_restart": self.restart_s,
         }
 
-    def _record_loss(self, lost: _EngineLoss) -> None:
-        name, config = f"engine {lost.engine}", self._config
-        if self._faults.get(lost.engine) == lost.fault:
-            fault_text = f"{name} {_past_tense(lost.fault)} twice in a row without a completed step"
-            raise ConfigError(f"{fault_text}: {_REMEDIES[lost.fault]}. {lost.text}")
-        self._faults[lost.engine] = lost.fault
-        self.restarting.add(lost.engine)
-        self.unsynced.discard(lost.engine)
+    def _record_loss(self, loss: _EngineLoss) -> None:
+        name, config = f"engine {loss.engine}", self._config
+        if self._faults.get(loss.engine) == loss.fault:
+            fault_text = f"{name} {_past_tense(loss.fault)} twice in a row without a completed step"
+            raise ConfigError(f"{fault_text}: {_REMEDIES[loss.fault]}. {loss.text}")
+        self._faults[loss.engine] = loss.fault
+        self.restarting.add(loss.engine)
+        self.unsynced.discard(loss.engine)
         self.restarts += 1
-        self.detection_s = max(self.detection_s, lost.detection_s)
-        reason = lost.text.partition(";")[0]
-        self._log(f"{name} {_past_tense(lost.fault)} and is being restarted ({reason}; see {config.run.dir}/logs)")
+        self.detection_s = max(self.detection_s, loss.detection_s)
+        reason = loss.text.partition(";")[0]
+        self._log(f"{name} {_past_tense(loss.fault)} and is being restarted ({reason}; see {config.run.dir}/logs)")
 
 
 def _past_tense(fault: str) -> str:

@@ -35,5 +35,5 @@ class ReferenceWorker(Worker):
         with self.clock.phase("reference_logprobs", REMOTE if self.actor.model is None else "reference"):
             what, temperature = "log-probs with the initial weights", self.actor.temperature
             return self.actor._forward(
-                batch.with_(routing=None), what, temperature, within=self.use_reference_weights()
+                batch.with_(routing=None), what, temperature, context=self.use_reference_weights()
             )

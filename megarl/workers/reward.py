@@ -52,8 +52,8 @@ class RewardPrefetch(Generic[Pending]):
     Rollouts are identified by their last `Turn` object, which is unique, because their group or step may change later.
     """
 
-    def __init__(self, begin: Callable[[Rollout], Pending]) -> None:
-        self._start = begin
+    def __init__(self, start_scoring: Callable[[Rollout], Pending]) -> None:
+        self._start = start_scoring
         self._pending: dict[int, tuple[weakref.ref[Turn], Pending]] = {}
 
     def on_rollout_finished(self, rollout: Rollout) -> None:
@@ -195,15 +195,15 @@ class RewardWorker(Worker):
             return {composite.PART: Reward(rollout.reward_parts[composite.PART])}
         return {}
 
-    def score_part(self, whole: Rollouts, part: str) -> Sequence[RewardResult]:
-        """Return one of `judged_parts` for each local rollout. `whole` contains no aborted rollouts. Collective."""
+    def score_part(self, rollouts: Rollouts, part: str) -> Sequence[RewardResult]:
+        """Return one of `judged_parts` for each local rollout. `rollouts` contains no aborted rollouts. Collective."""
         service = self.service
         assert service is not None and part == service.part
-        max_local = int(torch.bincount(whole.home).max())
+        max_local = int(torch.bincount(rollouts.home).max())
         results: list[RewardResult] = []
 
         def ask_service() -> None:
-            for result in service.score(whole.local, self.config.reward.max_failed_frac * len(whole)):
+            for result in service.score(rollouts.local, self.config.reward.max_failed_frac * len(rollouts)):
                 results.append(result if isinstance(result, RewardFailure) else Reward(*result))
 
         with with_timeout(max(self.config.run.distributed_timeout_s, service.max_duration(max_local))):
@@ -241,32 +241,32 @@ class RewardWorker(Worker):
         """Return the number of processes per machine."""
         return self.config.reward.processes or min(_MAX_PROCESSES, max(1, len(os.sched_getaffinity(0)) // 2))
 
-    def _score_in_pool(self, whole: Rollouts) -> list[Verdicts]:
-        pending: list[tuple[PendingVerdicts, bool]] = [self._prefetch.pop(rollout) for rollout in whole.local]
+    def _score_in_pool(self, rollouts: Rollouts) -> list[Verdicts]:
+        pending: list[tuple[PendingVerdicts, bool]] = [self._prefetch.pop(rollout) for rollout in rollouts.local]
         done = torch.tensor([sum(is_done for _, is_done in pending), len(pending)])
-        in_time, count = whole.comm.all_reduce(done).tolist()
+        in_time, count = rollouts.comm.all_reduce(done).tolist()
         self._prefetched_frac = in_time / max(1, count)
         has_pending = True
         while has_pending:
             waiting = wait([verdicts.future for verdicts, _ in pending], _POLL_S).not_done
-            has_pending = bool(whole.comm.all_reduce(torch.tensor([len(waiting)])).item())
+            has_pending = bool(rollouts.comm.all_reduce(torch.tensor([len(waiting)])).item())
             if has_pending and self._has_too_many_failures(
-                sum(has_failed(verdicts.completed) for verdicts, _ in pending), whole
+                sum(has_failed(verdicts.completed) for verdicts, _ in pending), rollouts
             ):
                 return [mark_unscored(verdicts.cancel(), list(self.functions)) for verdicts, _ in pending]
         return [verdicts.result() for verdicts, _ in pending]
 
-    def _has_too_many_failures(self, failed: int, whole: Rollouts) -> bool:
+    def _has_too_many_failures(self, failed: int, rollouts: Rollouts) -> bool:
         """True if `reward.max_failed_frac` is exceeded. failed: local rollouts without a reward. Collective."""
-        return too_many(int(whole.comm.all_reduce(torch.tensor([failed])).item()), len(whole), self.config.reward)
+        return too_many(int(rollouts.comm.all_reduce(torch.tensor([failed])).item()), len(rollouts), self.config.reward)
 
     # --- in this process
 
-    def _max_seconds(self, whole: Rollouts) -> float:
+    def _max_seconds(self, rollouts: Rollouts) -> float:
         """Return the longest time of the slowest rank, if each of its calls takes up to its timeout."""
-        shares = balance_scoring(whole.home.tolist(), self._ranks_per_node)
+        shares = balance_scoring(rollouts.home.tolist(), self._ranks_per_node)
         if self._pool is not None:
-            max_calls = max(Counter(whole.home.tolist()).values(), default=0)
+            max_calls = max(Counter(rollouts.home.tolist()).values(), default=0)
         else:
             max_calls = max(
                 (sum(counts.get(rank, 0) for counts in shares.values()) for rank in range(self.job.world)), default=0
@@ -274,10 +274,10 @@ class RewardWorker(Worker):
         limit = min(self.config.reward.timeout, _MAX_TIMEOUT_S) + GRACE_S
         return max(self.config.run.distributed_timeout_s, limit * max_calls * len(self.functions))
 
-    def _score_in_process(self, whole: Rollouts) -> list[dict[str, RewardResult]]:
+    def _score_in_process(self, rollouts: Rollouts) -> list[dict[str, RewardResult]]:
         """Score the local rollouts, on this rank or another rank of the machine."""
-        shares = balance_scoring(whole.home.tolist(), self._ranks_per_node)
-        local = iter(enumerate(whole.local))
+        shares = balance_scoring(rollouts.home.tolist(), self._ranks_per_node)
+        local = iter(enumerate(rollouts.local))
         outgoing: dict[int, list[tuple[int, Rollout]]] = {}
         for rank, count in shares.get(self.job.rank, {}).items():
             outgoing[rank] = [
@@ -285,25 +285,25 @@ class RewardWorker(Worker):
             ]
         replies: dict[int, list[tuple[int, dict[str, RewardResult]]]] = {}
         for rank, batch in self._row_exchange.exchange_objects(outgoing).items():
-            max_failed = self.config.reward.max_failed_frac * len(whole)
+            max_failed = self.config.reward.max_failed_frac * len(rollouts)
             results = score([rollout for _, rollout in batch], self.functions, self.config.reward.timeout, max_failed)
             replies[rank] = [(index, verdicts) for (index, _), verdicts in zip(batch, results, strict=True)]
         returned = self._row_exchange.exchange_objects(replies)
         by_index = dict(pair for pairs in returned.values() for pair in pairs)
-        return [by_index[index] for index in range(len(whole.local))]
+        return [by_index[index] for index in range(len(rollouts.local))]
 
 
-def balance_scoring(homes: Sequence[int], here: int) -> dict[int, dict[int, int]]:
+def balance_scoring(homes: Sequence[int], ranks_per_node: int) -> dict[int, dict[int, int]]:
     """Return how many of its rollouts each rank lets each rank score, itself included: [home][rank]. Pure.
 
-    homes: rank of each rollout. A machine has `here` ranks, which share its rollouts evenly; only the surplus of a rank
-    moves to others.
+    homes: rank of each rollout. The ranks of a node share its rollouts evenly; only the surplus of a rank moves to
+    others.
     """
     counts = Counter(homes)
     shares: dict[int, dict[int, int]] = {}
-    for node in sorted({home // here for home in counts}):
-        members = range(node * here, (node + 1) * here)
-        quota, remainder = divmod(sum(counts[rank] for rank in members), here)
+    for node in sorted({home // ranks_per_node for home in counts}):
+        members = range(node * ranks_per_node, (node + 1) * ranks_per_node)
+        quota, remainder = divmod(sum(counts[rank] for rank in members), ranks_per_node)
         by_count = sorted(members, key=lambda rank: (-counts[rank], rank))
         quotas = {rank: quota + (position < remainder) for position, rank in enumerate(by_count)}
         capacity = {rank: max(0, quotas[rank] - counts[rank]) for rank in members}

@@ -46,29 +46,29 @@ class ClassifierRewardWorker(RewardWorker):
                 self.context.models.add(self.classifier)
         super().start()
 
-    def score_part(self, whole: Rollouts, part: str) -> Sequence[RewardResult]:
+    def score_part(self, rollouts: Rollouts, part: str) -> Sequence[RewardResult]:
         if part != self.model_part:
-            return super().score_part(whole, part)
+            return super().score_part(rollouts, part)
         texts: list[torch.Tensor] = []
         is_truncated = []
 
         def tokenize() -> None:
-            for rollout in whole.local:
+            for rollout in rollouts.local:
                 ids = torch.from_numpy(np.array(self.reader.tokenize(rollout), dtype=np.int32))
                 texts.append(ids[-self.reader.limit :])
                 is_truncated.append(len(ids) > self.reader.limit)
 
         run_on_all(tokenize)
-        count = len(whole)
+        count = len(rollouts)
         local_lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64)
-        table = whole.comm.all_gather_rows(
-            torch.stack([whole.local_indices, local_lengths, torch.tensor(is_truncated, dtype=torch.int64)], dim=1)
+        table = rollouts.comm.all_gather_rows(
+            torch.stack([rollouts.local_indices, local_lengths, torch.tensor(is_truncated, dtype=torch.int64)], dim=1)
         )
         lengths = torch.zeros(count, dtype=torch.int64)
         lengths[table[:, 0]] = table[:, 1]
         self._truncated_frac = float(table[:, 2].sum()) / count
-        scores = self._score_texts(texts, lengths, whole)
-        return [parse_model_score(score) for score in scores[whole.local_indices].tolist()]
+        scores = self._score_texts(texts, lengths, rollouts)
+        return [parse_model_score(score) for score in scores[rollouts.local_indices].tolist()]
 
     def _score_texts(self, texts: Sequence[torch.Tensor], lengths: torch.Tensor, rollouts: Rollouts) -> torch.Tensor:
         """Return [N] float64 scores on all ranks. texts: token ids of the local rollouts. lengths: [N] their lengths,

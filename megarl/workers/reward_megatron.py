@@ -43,11 +43,11 @@ class MegatronRewardWorker(RewardWorker, ModelWorker):
             ModelWorker.wait_ready(self)
         RewardWorker.wait_ready(self)
 
-    def score_part(self, whole: Rollouts, part: str) -> Sequence[RewardResult]:
+    def score_part(self, rollouts: Rollouts, part: str) -> Sequence[RewardResult]:
         if part != self.model_part:
-            return super().score_part(whole, part)
-        batch = TrainBatch.from_rollouts(whole).with_(routing=None)
-        token_scores = self._forward(batch, "scores", every=None).wait().scores
+            return super().score_part(rollouts, part)
+        batch = TrainBatch.from_rollouts(rollouts).with_(routing=None)
+        token_scores = self._forward(batch, "scores", all_tokens=None).wait().scores
         assert token_scores is not None
         scores = token_scores[batch.cu_seqlens[1:] - 1].tolist()
         return [parse_model_score(value) for value in scores]

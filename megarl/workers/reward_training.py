@@ -29,7 +29,7 @@ class RewardModelWorker(TrainingWorker):
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         """Return [T] scores; scores[t] is that of the conversation up to and including token t."""
         with self.clock.phase("reward_model_scores", self.phase_owner):
-            return self._forward(batch, "scores", every=True)
+            return self._forward(batch, "scores", all_tokens=True)
 
     def export(self, folder: Path) -> None:
         """Write an HF folder of a sequence classifier with one label. All of the role's ranks call it, and the first

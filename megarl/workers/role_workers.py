@@ -49,20 +49,22 @@ class RegisteredWorker:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def check_roles(config: Config, declared: Requirements, registered: Mapping[str, RegisteredWorker]) -> None:
+def check_roles(config: Config, requirements: Requirements, registered: Mapping[str, RegisteredWorker]) -> None:
     """Raise ConfigError for a role without a worker, and for settings of an unknown role. Imports nothing."""
     for role in (*registered, *config.roles):
-        if role not in declared.roles and role not in WORKERS:
-            match = closest_match(str(role), declared.roles)
+        if role not in requirements.roles and role not in WORKERS:
+            match = closest_match(str(role), requirements.roles)
             hint = f"; did you mean {match}?" if match else ""
             where = f"register_worker({role!r})" if role in registered else f"roles.{role}"
-            raise ConfigError(f"{where}: {declared.name} has no such role{hint} (it has {', '.join(declared.roles)})")
-    for role in declared.roles:
-        resolve_worker(config, declared, role, registered.get(role, RegisteredWorker()))
+            raise ConfigError(
+                f"{where}: {requirements.name} has no such role{hint} (it has {', '.join(requirements.roles)})"
+            )
+    for role in requirements.roles:
+        resolve_worker(config, requirements, role, registered.get(role, RegisteredWorker()))
 
 
 def resolve_worker(
-    config: Config, declared: Requirements, role: str, registered: RegisteredWorker
+    config: Config, requirements: Requirements, role: str, registered: RegisteredWorker
 ) -> Callable[..., Any] | str:
     """Return the role's worker as a class or `module:name`. Raises ConfigError if there is none."""
     settings = role_settings(config, role)
@@ -73,8 +75,8 @@ def resolve_worker(
     backend = model or service
     if backend in builtin:
         return builtin[backend]
-    if role in declared.workers:
-        return declared.workers[role]
+    if role in requirements.workers:
+        return requirements.workers[role]
     if backend:
         choices = f"it has {', '.join(builtin)}" if builtin else "it has no named backends"
         raise ConfigError(f"roles.{role}.backend={backend}: no such backend for the {role}; {choices}")
@@ -83,30 +85,33 @@ def resolve_worker(
     if entry := plugins.list_entry_points(ENTRY_POINT_GROUP).get(role):
         return entry.value
     raise ConfigError(
-        f"no worker for the role {role} of algorithm={declared.name}: name its worker in the controller's `workers`, "
-        f"set roles.{role}.worker to its module:name, or call flow.register_worker({role!r}, ...)"
+        f"no worker for the role {role} of algorithm={requirements.name}: name its worker in the controller's "
+        f"`workers`, set roles.{role}.worker to its module:name, or call flow.register_worker({role!r}, ...)"
     )
 
 
-def check_user_workers(config: Config, declared: Requirements, registered: Mapping[str, RegisteredWorker]) -> None:
+def check_user_workers(config: Config, requirements: Requirements, registered: Mapping[str, RegisteredWorker]) -> None:
     """Raise ConfigError, as `load_workers` does, for workers that the user names. Imports their modules only."""
-    for role in declared.roles:
+    for role in requirements.roles:
         if role_settings(config, role).worker:
-            load_worker(config, declared, role, registered.get(role, RegisteredWorker()))
+            load_worker(config, requirements, role, registered.get(role, RegisteredWorker()))
 
 
 def load_workers(
-    config: Config, declared: Requirements, registered: Mapping[str, RegisteredWorker]
+    config: Config, requirements: Requirements, registered: Mapping[str, RegisteredWorker]
 ) -> dict[str, Callable[..., Any]]:
     """Return the factory of each role's worker, in the order of the roles. Raises ConfigError."""
     return {
-        role: load_worker(config, declared, role, registered.get(role, RegisteredWorker())) for role in declared.roles
+        role: load_worker(config, requirements, role, registered.get(role, RegisteredWorker()))
+        for role in requirements.roles
     }
 
 
-def load_worker(config: Config, declared: Requirements, role: str, registered: RegisteredWorker) -> Callable[..., Any]:
+def load_worker(
+    config: Config, requirements: Requirements, role: str, registered: RegisteredWorker
+) -> Callable[..., Any]:
     """Return the factory of the role's worker, with its options bound. Raises ConfigError."""
-    resolved = resolve_worker(config, declared, role, registered)
+    resolved = resolve_worker(config, requirements, role, registered)
     factory = plugins.load(resolved, f"the worker of the role {role}") if isinstance(resolved, str) else resolved
     if not callable(factory):
         raise ConfigError(f"the worker of the role {role} is a {type(factory).__name__}: it must be a worker class")
@@ -120,9 +125,9 @@ def load_worker(config: Config, declared: Requirements, role: str, registered: R
     return partial(factory, **options) if options else factory
 
 
-def is_builtin(config: Config, declared: Requirements, role: str, registered: RegisteredWorker) -> bool:
+def is_builtin(config: Config, requirements: Requirements, role: str, registered: RegisteredWorker) -> bool:
     """True if a built-in worker implements the role."""
-    return resolve_worker(config, declared, role, registered) in WORKERS.get(role, {}).values()
+    return resolve_worker(config, requirements, role, registered) in WORKERS.get(role, {}).values()
 
 
 def worker_options(config: Config, role: str, registered: RegisteredWorker) -> dict[str, Any]:

@@ -237,15 +237,15 @@ class RolloutWorker(Worker):
                     try:
                         return runner.generate(
                             plan.prompts,
-                            tickets=group_queue,
+                            queue=group_queue,
                             samples=samples,
                             greedy=greedy,
                             seed=self._step_seed(self.step),
                             first_group=first_group,
-                            needed=plan.num_needed,
-                            carried=partial_groups,  # noqa: B023  called immediately
-                            of=len(plan.prompts) * samples if plan.num_needed is None else None,
-                            look=lambda: self._check_alarm(alarm),  # noqa: B023
+                            num_needed_groups=plan.num_needed,
+                            partial_groups=partial_groups,  # noqa: B023  called immediately
+                            num_total=len(plan.prompts) * samples if plan.num_needed is None else None,
+                            check=lambda: self._check_alarm(alarm),  # noqa: B023
                             held_out=held_out,
                         )
                     except TooManyAborted as error:
@@ -324,7 +324,7 @@ class RolloutWorker(Worker):
         result: GenerationResult | None = None
         while True:
             collected, _ = self._run_engine(
-                lambda talks: talks.collect(len(prompts), lambda: self._check_alarm(STREAM_NAME)).result(),
+                lambda runner: runner.collect(len(prompts), lambda: self._check_alarm(STREAM_NAME)).result(),
                 STREAM_NAME,
                 include_lost=True,
             )
@@ -394,7 +394,7 @@ class RolloutWorker(Worker):
             self.clock.phase("drain_generation", WAIT),
             self.engines.with_timeout(config.step_timeout + config.start_timeout),
         ):
-            run_if_present(self._runner, lambda talks: talks.pause(mode))
+            run_if_present(self._runner, lambda runner: runner.pause(mode))
 
     def sleep(self) -> None:
         """Release the device for training, unless the engines are on separate ranks."""

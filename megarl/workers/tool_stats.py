@@ -33,11 +33,11 @@ SESSION_COUNTERS = (
 class AgentMetrics:
     """Metrics of agent sessions.
 
-    wanted: whether the run has agents. talks: runner of this rank's engine, if any.
+    is_enabled: whether the run has agents. runner: that of this rank's engine, if any.
     """
 
-    def __init__(self, wanted: bool, everyone: Comm, talks: RolloutRunner | None) -> None:
-        self._is_enabled, self._comm, self._runner = wanted, everyone, talks
+    def __init__(self, is_enabled: bool, comm: Comm, runner: RolloutRunner | None) -> None:
+        self._is_enabled, self._comm, self._runner = is_enabled, comm, runner
         self._last_counts = torch.zeros(len(SESSION_COUNTERS) + 1, dtype=torch.int64)
         self.metrics: dict[str, float] = {}
 
@@ -77,26 +77,26 @@ class _ToolState:
 class ToolMonitor:
     """Tracks failing tool calls, and enforces `rollout.max_tool_failed_frac`.
 
-    wanted: whether the run has tools or environments. talks: runner of this rank's engine, if any. say, alarm: log a
+    is_enabled: whether the run has tools or environments. runner: that of this rank's engine, if any. log, alarm: log a
     line and raise an alarm.
     """
 
     def __init__(
         self,
-        wanted: bool,
+        is_enabled: bool,
         config: RolloutConfig,
-        everyone: Comm,
-        talks: RolloutRunner | None,
-        say: Callable[[str], None],
+        comm: Comm,
+        runner: RolloutRunner | None,
+        log: Callable[[str], None],
         alarm: Callable[[str], None],
     ) -> None:
         self._is_enabled, self._max_failed_share, self._comm, self._runner = (
-            wanted,
+            is_enabled,
             config.max_tool_failed_frac,
-            everyone,
-            talks,
+            comm,
+            runner,
         )
-        self._log, self._alarm = say, alarm
+        self._log, self._alarm = log, alarm
         self._last_calls: dict[str, ToolCallStats] = {}
         self._tools: dict[str, _ToolState] = {}
 

@@ -43,14 +43,14 @@ class WeightSync:
         config: Config,
         job: Job,
         engine: Engine | None,
-        collect: GatherPayloads,
+        gather_payloads: GatherPayloads,
         train_ranks: Sequence[int] | None = None,
         engine_ranks: Sequence[int] | None = None,
         is_lost: Callable[[EngineError], bool] = lambda error: False,
     ) -> None:
         self.is_lost, self._has_lost_engine = is_lost, False
         self.hf, self.config, self.job, self.engine = hf, config, job, engine
-        self.collect = collect
+        self.collect = gather_payloads
         family = family_of(hf)
         self.num_experts = family.num_experts(hf)
         self.params: list[Param] = family.params(hf, 1, mtp=num_trained_mtp(hf, config) > 0)
@@ -127,28 +127,28 @@ class WeightSync:
         self.is_checked = self.is_checked or succeeded
         return not (lost or lost_at_end)
 
-    def _send(self, local: Mapping[str, torch.Tensor], hand_over: WeightSender, version: int) -> None:
-        self._run_executor(local, hand_over, version)
+    def _send(self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int) -> None:
+        self._run_executor(local, sender, version)
         for draft in self._draft_flags if self.engine_rank is not None else ():
-            hand_over.send_order({"do": "finish"}, draft)
+            sender.send_order({"do": "finish"}, draft)
 
     def _run_executor(
-        self, local: Mapping[str, torch.Tensor], hand_over: WeightSender, version: int, compares: bool = False
+        self, local: Mapping[str, torch.Tensor], sender: WeightSender, version: int, compare: bool = False
     ) -> None:
         if self.executor is None:
             self.executor = Executor(self.plan, self.job.rank, self.config.rollout.verify_weights_every, allocate)
 
         def share(buckets: Sequence[torch.Tensor]) -> None:
-            hand_over.open(buckets, self.plan.engine.draft)
+            sender.open(buckets, self.plan.engine.draft)
 
         try:
-            self.executor.sync(local, hand_over, version, hand_over.wait_pending, compares, share)
+            self.executor.sync(local, sender, version, sender.wait_pending, compare, share)
         except BaseException as error:
-            hand_over.close_channel()  # the engine process waits for orders
+            sender.close_channel()  # the engine process waits for orders
             if isinstance(error, WeightSyncError):
                 raise ConfigError(str(error)) from error  # a rank is lost, so ranks cannot agree on an error
             raise
-        hand_over.close()
+        sender.close()
 
     def _make_sender(self) -> WeightSender:
         return WeightSender(self.engine, self.collect, self.config.rollout.hang_timeout)
@@ -169,7 +169,7 @@ class WeightSync:
         where = "the comparison of weights"
         self._raise_if_any(self._run_on_engine(lambda engine: engine.begin_update()), where)
         sender = self._make_sender()
-        self._run_executor(local, sender, version, compares=True)
+        self._run_executor(local, sender, version, compare=True)
         self._raise_if_any(sender.errors, where)
         self._run_on_engine(lambda engine: engine.end_update(None))
         return sorted({name for names in self._gather(sender.mismatches) for name in names})
@@ -185,13 +185,13 @@ class WeightSync:
         """One flag per model of an engine that receives weights: False for its own model, True for its draft model."""
         return (False, True) if self.plan.engine.draft else (False,)
 
-    def _check_tensors(self, hand_over: WeightSender) -> list[str]:
+    def _check_tensors(self, sender: WeightSender) -> list[str]:
         """Compare the engines with the plan, and rebuild the plan if they fuse the shared expert.
 
         Returns the problems of all ranks.
         """
-        problems, fuses = self._check_local_tensors(hand_over) if self.engine_rank is not None else ([], False)
-        reports = self._gather((problems + hand_over.errors, fuses))
+        problems, fuses = self._check_local_tensors(sender) if self.engine_rank is not None else ([], False)
+        reports = self._gather((problems + sender.errors, fuses))
         all_problems = [problem for rank_problems, _ in reports for problem in rank_problems]
         layout = self.plan.engine
         if not all_problems and any(fused for _, fused in reports) and not layout.fuse_shared:
@@ -202,16 +202,16 @@ class WeightSync:
                 return [str(error)]
         return all_problems
 
-    def _check_local_tensors(self, hand_over: WeightSender) -> tuple[list[str], bool]:
+    def _check_local_tensors(self, sender: WeightSender) -> tuple[list[str], bool]:
         """Return the differences of this rank's engine from the plan, and whether it fuses the shared expert with the
         others."""
         tensors: dict[str, Any] = {}
         odd_tensors: list[str] = []
         for draft in self._draft_flags:
-            answer = hand_over.send_order({"do": "describe"}, draft)
+            answer = sender.send_order({"do": "describe"}, draft)
             tensors |= answer.get("tensors", {})
             odd_tensors += answer.get("odd", [])
-        if hand_over.errors:
+        if sender.errors:
             return [], False
         layout = self.plan.engine
         has_shared_experts = any(param.slot and ".shared_experts." in param.slot.name for param in self.params)
@@ -223,18 +223,18 @@ class WeightSync:
         problems = find_engine_problems(tensors, self.params, layout, position, self.num_experts, wire)
         return find_layout_problems(odd_tensors) + problems, fuses
 
-    def _gather(self, mine: Any) -> list[Any]:
+    def _gather(self, value: Any) -> list[Any]:
         """All-gather over the member ranks, in order."""
-        return all_gather_objects(mine, self.group)
+        return all_gather_objects(value, self.group)
 
-    def _gather_problems(self, mine: list[str]) -> list[str]:
+    def _gather_problems(self, problems: list[str]) -> list[str]:
         """Return the problems of all member ranks, in order of ranks."""
-        return [problem for rank_problems in self._gather(mine) for problem in rank_problems]
+        return [problem for rank_problems in self._gather(problems) for problem in rank_problems]
 
-    def _gather_live_problems(self, mine: list[str]) -> tuple[list[str], bool]:
+    def _gather_live_problems(self, problems: list[str]) -> tuple[list[str], bool]:
         """Return the problems of all member ranks except those of lost engines, and whether any engine is lost."""
         engine_index = None if self.engine_rank is None else self.engine_rank // self.plan.engine.tp
-        reports = self._gather((engine_index, self._has_lost_engine, mine))
+        reports = self._gather((engine_index, self._has_lost_engine, problems))
         lost = {engine_index for engine_index, is_lost, _ in reports if is_lost}
         return [
             problem
@@ -246,8 +246,8 @@ class WeightSync:
     def _record_loss(self, error: EngineError) -> None:
         self._has_lost_engine = self.is_lost(error) or self._has_lost_engine
 
-    def _raise_if_any(self, mine: list[str], where: str) -> None:
-        if problems := self._gather_problems(mine):
+    def _raise_if_any(self, local_problems: list[str], where: str) -> None:
+        if problems := self._gather_problems(local_problems):
             raise ConfigError(f"{where}: {problems[0]}" + (f" ({len(problems)} such)" if len(problems) > 1 else ""))
 
     def _run_on_engine(self, work: Callable[[Engine], None]) -> list[str]:

@@ -57,7 +57,7 @@ def test_the_engine_lets_go_of_what_was_aborted_and_others_are_looked_at_meanwhi
         raise RuntimeError("another engine is gone")
 
     with pytest.raises(RuntimeError, match="another engine is gone"):
-        talks.generate([], look=look)
+        talks.generate([], check=look)
     talks.close()
 
 
@@ -68,8 +68,8 @@ def test_an_engine_that_is_lost_is_told_of_at_once_and_is_asked_for_nothing_more
         raise EngineLost("died", "engine 0 is not running")
 
     engine.check_running, tickets = check_runs, GroupQueue(2)
-    talks = RolloutRunner(engine, CHAT, CONFIG, lost=told.append)
-    found = talks.generate([PROMPT, PROMPT], tickets=tickets, samples=2)
+    talks = RolloutRunner(engine, CHAT, CONFIG, on_engine_lost=told.append)
+    found = talks.generate([PROMPT, PROMPT], queue=tickets, samples=2)
     talks.close()
     assert found.rollouts == [] and found.engine_loss is not None and found.engine_loss.fault == "died"
     assert told and {str(one) for one in told} == {"engine 0 is not running"}

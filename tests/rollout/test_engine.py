@@ -173,7 +173,7 @@ def test_an_answer_by_other_weights_than_were_pushed_stops_the_run(
     talks = RolloutRunner(qwen3_moe.engine, chat, qwen3_moe.config.rollout)
     pushed = qwen3_moe.engine.weight_version
     monkeypatch.setattr(qwen3_moe.engine, "weight_version", 71)
-    with pytest.raises(RuntimeError, match=f"by weights of version {pushed}, .* version 71"):
+    with pytest.raises(RuntimeError, match=f"with weight version {pushed}, .* version 71"):
         talks.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=2)
     talks.close()
 
@@ -210,7 +210,7 @@ def test_an_answers_time_does_not_include_the_queue_and_an_engine_that_dies_star
         timer = threading.Timer(0.2, kill)
         timer.start()
         tickets = GroupQueue(1)
-        found = talks.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=300, tickets=tickets)
+        found = talks.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=300, queue=tickets)
         timer.join()
         assert found.engine_loss is not None and found.engine_loss.fault == "died" and found.rollouts == []
         assert re.match(r"engine 0 is not running; the last lines of .*engine_0.log:", str(found.engine_loss))
@@ -266,14 +266,16 @@ def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(
     carried, lengths = [], []
     for step in range(2):
         engine._call("/flush_cache")
-        tickets = Enough(0 if step else 4, carried=4 if step else 0)
-        out = talks.generate(prompts, tickets=tickets, samples=1, greedy=True, needed=4, carried=carried)
+        tickets = Enough(0 if step else 4, num_partial_groups=4 if step else 0)
+        out = talks.generate(
+            prompts, queue=tickets, samples=1, greedy=True, num_needed_groups=4, partial_groups=carried
+        )
         carried = [*out.partials]
         lengths.append(sum(one.num_turn_tokens for (one,) in carried if one.status is None))
     assert len(carried) == 4 and 0 < lengths[0] < lengths[1] < sum(one.num_actions for one in whole.values())
     engine._call("/flush_cache")
-    tickets = GroupQueue(0, carried=4)
-    out = talks.generate([], tickets=tickets, greedy=True, needed=4, carried=carried)
+    tickets = GroupQueue(0, num_partial_groups=4)
+    out = talks.generate([], queue=tickets, greedy=True, num_needed_groups=4, partial_groups=carried)
     talks.close()
     assert sorted(rollout.group for rollout in out.rollouts) == [0, 1, 2, 3] and not out.partials
     for rollout in out.rollouts:
@@ -310,17 +312,17 @@ def test_a_call_of_each_family_is_written_by_its_template_and_read_by_its_parser
         chat = ChatTemplate(family.tokenizer(), tools)
         assert check_parser(chat, *access, family.parser, "", 60.0) == "", name
         wrong = check_parser(chat, *access, "qwen25" if family.parser != "qwen25" else "glm45", "", 60.0)
-        assert "does not read how the chat template" in wrong and "\n" not in wrong
+        assert "does not parse how the chat template" in wrong and "\n" not in wrong
         assert family.parser in wrong.partition("set rollout.tool_call_parser to ")[2], wrong
     of_family = check_parser(
         ChatTemplate(templates.PUBLISHED["glm"].tokenizer(), tools), *access, "qwen25", "", 60.0, True
     )
-    assert of_family.startswith("qwen25, the parser of the model's family, does not read how the chat template")
+    assert of_family.startswith("qwen25, the parser of the model's family, does not parse how the chat template")
     chat = ChatTemplate(templates.PUBLISHED["qwen"].tokenizer(), tools)
     assert check_parser(chat, *access, "qwen25", "<another>", 60.0)
     without = tiny_models.tokenizer()
     without.chat_template = tiny_models.WITHOUT_CALLS
-    assert "no place for calls" in check_parser(ChatTemplate(without, tools), *access, "qwen25", "", 60.0)
+    assert "does not support tool calls" in check_parser(ChatTemplate(without, tools), *access, "qwen25", "", 60.0)
 
 
 def test_a_request_without_the_key_is_refused(qwen3_moe: Running) -> None:
@@ -500,7 +502,7 @@ def test_an_import_that_fails_and_a_host_that_is_gone_are_told(tmp_path: Path, m
             engine.wait_ready()
     finally:
         shared.close()
-    with pytest.raises(EngineError, match="nobody at .*socket to start it"):
+    with pytest.raises(EngineError, match="no engine host listens at .*socket"):
         engine.start()
 
 

@@ -58,7 +58,7 @@ def gather(
             seed=seed,
             first_group=first_group,
             deadline=None if deadline_in is None else asyncio.get_running_loop().time() + deadline_in,
-            of=of,
+            num_total=of,
         )
         assert not gathered.partials
         return gathered.rollouts
@@ -146,8 +146,8 @@ def together(
                 samples=2,
                 greedy=False,
                 seed=7,
-                needed=needed,
-                carried=carried[number] if carried else (),
+                num_needed_groups=needed,
+                partial_groups=carried[number] if carried else (),
                 version=writer.weight_version,
             )
             for number, (writer, own) in enumerate(zip(writers, tickets, strict=True))
@@ -258,7 +258,7 @@ def test_an_engine_that_is_seen_to_hang_is_lost_whatever_it_is_at() -> None:
     async def hangs() -> None:
         while len(script.asked) < 4 or not told:
             await asyncio.sleep(0.01)
-        raise EngineLost("hangs", "engine 0 gave no sign of life")
+        raise EngineLost("hangs", "engine 0 sent no heartbeat")
 
     async def run() -> GenerationResult:
         around = replace(surroundings(), on_rollout_finished=told.append)
@@ -399,7 +399,9 @@ def halted(version: int, text: str = "12") -> PartialRollout:
 @pytest.mark.parametrize(("lag", "anew"), [(0, 2), (1, 1), (2, 0)])
 def test_what_would_be_too_old_when_it_is_done_is_begun_anew(lag: int, anew: int) -> None:
     group = halted(2), halted(1)
-    out = no_failure(together([Writer(version=3)], [], [GroupQueue(0, carried=1)], 1, [[group]], max_staleness=lag))[0]
+    out = no_failure(
+        together([Writer(version=3)], [], [GroupQueue(0, num_partial_groups=1)], 1, [[group]], max_staleness=lag)
+    )[0]
     assert out.num_stale == anew and [rollout.seed for rollout in out.rollouts] == [5, 5]
     oldest = [int(min(rollout.turns[1].token_versions)) for rollout in out.rollouts]
     assert oldest == [2 if lag >= 1 else 3, 1 if lag >= 2 else 3]
@@ -409,6 +411,6 @@ def test_a_group_that_was_complete_too_late_counts_at_once() -> None:
     """It needs no policy, and comes before those that do."""
     ended = replace(halted(2), status="stop")
     groups = [(halted(2), halted(2)), (ended, ended)]
-    out = no_failure(together([Writer(version=3)], PROMPTS[:5], [GroupQueue(5, carried=2)], 1, [groups]))[0]
+    out = no_failure(together([Writer(version=3)], PROMPTS[:5], [GroupQueue(5, num_partial_groups=2)], 1, [groups]))[0]
     assert [rollout.token_ids.tolist() for rollout in out.rollouts] == [ended.token_ids.tolist()] * 2
     assert [5, 5] in [[one.seed for one in group] for group in out.partials]

@@ -77,7 +77,7 @@ def test_lost_engines_and_steps_are_counted_by_themselves() -> None:
 
 def test_a_share_is_even_and_includes_what_is_gone_on_with() -> None:
     assert [GroupQueue(groups, 4).groups_per_engine for groups in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
-    assert GroupQueue(5, 4, carried=4).groups_per_engine == 3
+    assert GroupQueue(5, 4, num_partial_groups=4).groups_per_engine == 3
 
 
 def test_the_counters_of_a_job_are_those_of_all_its_ranks(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:

@@ -82,8 +82,8 @@ async def train(
             writer,
             surroundings(),
             samples=SAMPLES,
-            groups=-(-GROUPS * (lag + 1) // len(writers)),
-            seconds=60.0,
+            max_groups=-(-GROUPS * (lag + 1) // len(writers)),
+            timeout=60.0,
         )
         for writer in writers
     ]
@@ -203,7 +203,7 @@ def test_a_pause_does_not_wait_for_an_engine_that_is_lost() -> None:
     async def run() -> None:
         writer = Writer(lasts=5)
         stream = GroupStream(
-            GroupQueue(UNLIMITED), writer, surroundings(), samples=SAMPLES, groups=GROUPS, seconds=60.0
+            GroupQueue(UNLIMITED), writer, surroundings(), samples=SAMPLES, max_groups=GROUPS, timeout=60.0
         )
         await stream.admit(STEPS_PROMPTS[0], 100)
         at_work = asyncio.create_task(stream.run())
@@ -225,7 +225,7 @@ def test_a_pause_does_not_wait_for_an_engine_that_is_lost() -> None:
 def test_what_lasts_too_long_is_aborted_by_itself() -> None:
     async def run() -> list[str]:
         stream = GroupStream(
-            GroupQueue(UNLIMITED), Writer(pause=0.2), surroundings(), samples=SAMPLES, groups=GROUPS, seconds=0.3
+            GroupQueue(UNLIMITED), Writer(pause=0.2), surroundings(), samples=SAMPLES, max_groups=GROUPS, timeout=0.3
         )
         at_work = asyncio.create_task(stream.run())
         await stream.admit(STEPS_PROMPTS[0], 1)
@@ -246,9 +246,9 @@ def test_it_says_from_when_to_when_its_engine_was_at_work() -> None:
             Writer(),
             surroundings(),
             samples=SAMPLES,
-            groups=GROUPS,
-            seconds=60.0,
-            at_work=lambda began, ended: told.append((began, ended)),
+            max_groups=GROUPS,
+            timeout=60.0,
+            on_busy_interval=lambda began, ended: told.append((began, ended)),
         )
         at_work = asyncio.create_task(stream.run())
         await stream.pause("retract")

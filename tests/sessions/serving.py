@@ -53,7 +53,7 @@ async def serving(
     retries: int = 0,
 ) -> AsyncIterator[Served]:
     lines: list[str] = []
-    server = SessionServer(chat, parse, config, say=lines.append)
+    server = SessionServer(chat, parse, config, log=lines.append)
     await server.start()
     recording = server.open(prompt, policy, params, deadline, seed=5)
     client = AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, max_retries=retries, timeout=120)

@@ -38,7 +38,9 @@ def three_ranks(*engines: Sequence[Rollout] | str | None, groups: int = 2, begun
                 for _ in comes:
                     tickets.claim()
                 mine.set_result(GenerationResult(list(comes), []))
-        it = PendingGeneration(mine, tickets, rank, begun=begun, now=lambda: 4, waiting=nullcontext)
+        it = PendingGeneration(
+            mine, tickets, rank, start_version=begun, current_version=lambda: 4, wait_phase=nullcontext
+        )
         if not it.is_done():
             return "under way"
         try:

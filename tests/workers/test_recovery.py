@@ -90,9 +90,9 @@ def test_all_ranks_know_who_is_away_and_who_is_back(monkeypatch: pytest.MonkeyPa
     expected = {"rollout/engine_restarts": 2.0, "time/engine_detection": 1.5, "time/engine_restart": 2.0}
     assert figures == [expected] * 3
     assert [line.partition("(")[0].strip() for line in said] == [
-        "engine 1 died and is started again",
-        "engine 1 did not start again and is started again",
-        "engine 1 has started again, 2.0 s after it was found lost",
+        "engine 1 died and is being restarted",
+        "engine 1 did not start again and is being restarted",
+        "engine 1 restarted, 2.0 s after its loss was detected",
     ]
 
 
@@ -119,7 +119,7 @@ def test_the_same_fault_twice_without_a_step_between_ends_the_run(monkeypatch: p
     *errors, _ = ranks_of(monkeypatch, work)
     assert len(set(errors)) == 1
     if again == "died":
-        assert errors[0].startswith("engine 0 died twice in a row without a completed step: see why in its log; ")
+        assert errors[0].startswith("engine 0 died twice in a row without a completed step: see its log; ")
         assert errors[0].endswith("engine 0 is not running; the last lines of its log: short of memory")
     else:
         assert errors[0] == ""

@@ -23,8 +23,8 @@ class Talks:
         self.groups = 0
         self.admitted: list[tuple[str, int]] = []
 
-    def start_stream(self, tickets: Any, samples: int, groups: int, at_work: Any) -> None:
-        self.groups = groups
+    def start_stream(self, queue: Any, samples: int, max_groups: int, on_busy_interval: Any) -> None:
+        self.groups = max_groups
 
     def admit(self, prompts: Sequence[Prompt], seed: int) -> None:
         self.admitted.append((prompts[0].id, seed))
@@ -66,7 +66,7 @@ def test_a_step_that_takes_nothing_or_wants_other_samples_is_an_error() -> None:
     stream, _, now = streaming(1)
     stream.request_groups(of(1), 8, 1)
     now[0] = 2
-    with pytest.raises(ConfigError, match="wants 4 samples of each prompt, of which 8 were begun"):
+    with pytest.raises(ConfigError, match="wants 4 samples of each prompt, but 8 were already started"):
         stream.request_groups(of(2), 4, 2)
     now[0] = 3
     with pytest.raises(ConfigError, match="but step 2 took none"):

@@ -8,6 +8,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any, TypeVar
 
 import numpy as np
@@ -114,7 +115,7 @@ class AgentSession:
 
     def __init__(
         self,
-        around: SessionContext,
+        context: SessionContext,
         url: str,
         prompt: Prompt,
         policy: Policy,
@@ -125,12 +126,12 @@ class AgentSession:
     ) -> None:
         self.id, self.key = secrets.token_hex(8), f"sk-{secrets.token_urlsafe(24)}"
         self.base_url = f"{url}/s/{self.id}/v1"
-        self.model = around.model
+        self.model = context.model
         self.tree = TokenTree()
         self.metrics = SessionMetrics(sessions=1)
         self.failure = ""
         self.params = dict(params)
-        self._context, self._prompt, self._seed = around, prompt, seed
+        self._context, self._prompt, self._seed = context, prompt, seed
         self._policy_ready = asyncio.Event()
         self.set_policy(policy, halt or asyncio.Event(), deadline)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -138,7 +139,7 @@ class AgentSession:
         self._unanswered: dict[Node, str] = {}
         self._unexpected_error: Exception | None = None
         self._num_asked: Counter[bytes] = Counter()
-        self._prompt_request = _make_prompt_request(around.renderer.chat, prompt)
+        self._prompt_request = _make_prompt_request(context.renderer.chat, prompt)
         self._drift_by_leaf: dict[Node, bool] = {}
         self.message_cache = MessageCache()
 
@@ -220,50 +221,54 @@ class AgentSession:
                 raise  # the client disconnected
             raise RequestRefused("the session is closed", status=503, code="session_closed") from None
 
-    def locate_request(self, asked: CompletionRequest) -> TreePosition:
+    def locate_request(self, request: CompletionRequest) -> TreePosition:
         """Find or add the context of a request in the tree. Raises RequestRefused."""
         self._check_open()
-        for name in asked.ignored:
+        for name in request.ignored:
             self.metrics.ignored[name] += 1
             self._context.log(name)
-        tree, messages = self.tree, asked.messages
-        digests = self.message_cache.hash_prefixes(messages, asked.schemas)
+        tree, messages = self.tree, request.messages
+        digests = self.message_cache.hash_prefixes(messages, request.schemas)
         answer, count = tree.find_answer(digests, messages)
         if answer is not None and answer.num_turns >= self._context.config.max_turns:
             return self._locate_past_limit(answer, digests[-1])
         node = tree.find_context(answer, digests[-1])
         if node is None:
-            parent, rendered = self._render_context(answer, messages, count, asked.schemas)
-            node = tree.add_context(parent, answer, digests[-1], rendered.ids, rendered.messages, asked.schemas)
+            parent, rendered = self._render_context(answer, messages, count, request.schemas)
+            node = tree.add_context(parent, answer, digests[-1], rendered.ids, rendered.messages, request.schemas)
             self.metrics.observations_truncated += rendered.num_truncated
         self.metrics.requests += 1
         self.metrics.forks = tree.num_forks
         return TreePosition(node, digests[-1], node.tokens, node.num_routed)
 
     def make_streamed_response(
-        self, asked: CompletionRequest, place: TreePosition, say: Callable[[Field, str], None]
+        self, request: CompletionRequest, position: TreePosition, send: Callable[[Field, str], None]
     ) -> StreamedResponse:
         """Create the stream that `answer` feeds while the engine generates."""
-        return StreamedResponse(self._context.renderer.chat, asked, str(place.node.messages[-1]["role"]), say)
+        return StreamedResponse(self._context.renderer.chat, request, str(position.node.messages[-1]["role"]), send)
 
     async def answer(
-        self, asked: CompletionRequest, place: TreePosition, own: str = "", told: Sequence[StreamedResponse] = ()
+        self,
+        request: CompletionRequest,
+        position: TreePosition,
+        response_id: str = "",
+        streams: Sequence[StreamedResponse] = (),
     ) -> CompletionResponse:
         """Sample the policy's answers and add them to the tree. Raises RequestRefused.
 
         Args:
-            own: id of the response
-            told: one stream per choice, fed during generation if the policy supports it
+            response_id: id of the response
+            streams: one stream per choice, fed during generation if the policy supports it
         """
-        node = place.node
-        own = own or new_id()
-        if place.is_past_last_turn:
-            return CompletionResponse(own, self.model, len(place.ids), (EMPTY_CHOICE,) * asked.num_choices)
+        node = position.node
+        response_id = response_id or new_id()
+        if position.is_past_last_turn:
+            return CompletionResponse(response_id, self.model, len(position.ids), (EMPTY_CHOICE,) * request.num_choices)
         try:
-            generations = await self._sample(asked, place, told)
+            generations = await self._sample(request, position, streams)
             async with asyncio.timeout_at(self._deadline):
-                choices = [await self._context.renderer.read_answer(one, asked, node) for one in generations]
-            if not all(one.is_prefix_of(choice.message) for one, choice in zip(told, choices, strict=False)):
+                choices = [await self._context.renderer.read_answer(one, request, node) for one in generations]
+            if not all(one.is_prefix_of(choice.message) for one, choice in zip(streams, choices, strict=False)):
                 raise RequestFailed("the final answer differs from what was streamed to the client")
         except TimeoutError:
             self.fail(_TIMEOUT_REASON)
@@ -275,8 +280,8 @@ class AgentSession:
             raise self._fail_request(node, f"{type(error).__name__}: {error}", 503) from None
         self._unanswered.pop(node, None)
         for choice in choices:
-            self.tree.add_answer(node, extend_digest(place.history, choice.message), choice, place.num_routed)
-        return CompletionResponse(own, self.model, len(place.ids), tuple(choices))
+            self.tree.add_answer(node, extend_digest(position.history, choice.message), choice, position.num_routed)
+        return CompletionResponse(response_id, self.model, len(position.ids), tuple(choices))
 
     def _check_open(self) -> None:
         if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
@@ -293,16 +298,16 @@ class AgentSession:
     # --- rendering and sampling
 
     def _render_context(
-        self, found: Node | None, messages: tuple[Message, ...], count: int, schemas: Schemas
+        self, answer: Node | None, messages: tuple[Message, ...], count: int, schemas: Schemas
     ) -> tuple[Node | None, RenderedMessages]:
-        """Render the messages after the `found` answer, or the whole conversation if that is None.
+        """Render the messages after the `answer` answer, or the whole conversation if that is None.
 
         Raises RequestRefused.
         """
         renderer, config = self._context.renderer, self._context.config
         try:
-            if found is not None:
-                return renderer.render_continuation(found, messages, count, schemas, config)
+            if answer is not None:
+                return renderer.render_continuation(answer, messages, count, schemas, config)
             prompt_ids = self._prompt.token_ids
             if (messages, schemas) == self._prompt_request and len(prompt_ids) < config.max_context:
                 return None, RenderedMessages(prompt_ids, messages)
@@ -310,8 +315,8 @@ class AgentSession:
         except ConfigError as error:
             raise RequestRefused(str(error), "messages") from None
         except ContextOverflow as error:
-            if found is not None:
-                found.end_reason = "length"
+            if answer is not None:
+                answer.end_reason = "length"
             raise RequestRefused(
                 f"the messages are {error.tokens} tokens, and a conversation may have {config.max_context} with its "
                 "answer (rollout.max_context)",
@@ -319,34 +324,33 @@ class AgentSession:
                 "context_length_exceeded",
             ) from None
 
-    def _locate_past_limit(self, found: Node, history: Digest) -> TreePosition:
+    def _locate_past_limit(self, answer: Node, history: Digest) -> TreePosition:
         """Handle a request that follows the policy's last allowed answer."""
-        found.end_reason = "max_turns"
+        answer.end_reason = "max_turns"
         self.metrics.over_max_turns += 1
         if self.metrics.over_max_turns > _MAX_EXTRA_REQUESTS:
             max_turns = self._context.config.max_turns
             raise RequestRefused(
                 f"the policy has used its {max_turns} turns (rollout.max_turns)", "messages", "max_turns_exceeded"
             )
-        return TreePosition(found, history, found.tokens, 0, is_past_last_turn=True)
+        return TreePosition(answer, history, answer.tokens, 0, is_past_last_turn=True)
 
     async def _sample(
-        self, asked: CompletionRequest, place: TreePosition, told: Sequence[StreamedResponse]
+        self, request: CompletionRequest, position: TreePosition, streams: Sequence[StreamedResponse]
     ) -> list[Generation]:
-        config, ids = self._context.config, place.ids
+        config, ids = self._context.config, position.ids
         budget = min(config.max_new_tokens, config.max_context - len(ids))
-        budget = budget if asked.max_tokens is None else min(budget, asked.max_tokens)
+        budget = budget if request.max_tokens is None else min(budget, request.max_tokens)
         params = {**self.params, "max_new_tokens": budget}
-        if asked.stop_strings:
-            params["stop"] = list(asked.stop_strings)
-        seeds = self._derive_seeds(ids, asked.num_choices)
+        if request.stop_strings:
+            params["stop"] = list(request.stop_strings)
+        seeds = self._derive_seeds(ids, request.num_choices)
 
-        if asked.num_choices == 1:
-            return [await self._generate(place, {**params, **seeds[0]}, *told)]
-        streams: Sequence[StreamedResponse | None] = told or [None] * asked.num_choices
+        if request.num_choices == 1:
+            return [await self._generate(position, {**params, **seeds[0]}, *streams)]
         tasks = [
-            asyncio.ensure_future(self._generate(place, {**params, **seed}, stream))
-            for seed, stream in zip(seeds, streams, strict=True)
+            asyncio.ensure_future(self._generate(position, {**params, **seed}, stream))
+            for seed, stream in zip(seeds, streams or repeat(None, len(seeds)), strict=True)
         ]
         try:
             return list(await asyncio.gather(*tasks))
@@ -355,10 +359,10 @@ class AgentSession:
                 task.cancel()
 
     async def _generate(
-        self, place: TreePosition, params: dict[str, Any], told: StreamedResponse | None = None
+        self, position: TreePosition, params: dict[str, Any], stream: StreamedResponse | None = None
     ) -> Generation:
         """Generate one answer; if it is halted midway, continue with the next policy."""
-        ids, routed, budget = place.ids, place.num_routed, params["max_new_tokens"]
+        ids, routed, budget = position.ids, position.num_routed, params["max_new_tokens"]
         generation: Generation | None = None
         while True:
             await self._policy_ready.wait()
@@ -371,8 +375,8 @@ class AgentSession:
             try:
                 async with asyncio.timeout_at(self._deadline):
                     request_params = {**params, "max_new_tokens": budget - num_generated}
-                    if told is not None and isinstance(policy, StreamingPolicy):
-                        continuation = await policy.stream(context, request_params, num_routed, told.add_tokens)
+                    if stream is not None and isinstance(policy, StreamingPolicy):
+                        continuation = await policy.stream(context, request_params, num_routed, stream.add_tokens)
                     else:
                         continuation = await policy.generate(context, request_params, num_routed)
                 generation = continuation if generation is None else merge_generations(generation, continuation)

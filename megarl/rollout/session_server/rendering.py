@@ -72,7 +72,7 @@ class MessageRenderer:
         return self._render(messages, schemas, config, 0, lambda said: self.chat.encode_conversation(said, schemas))
 
     def render_continuation(
-        self, found: Node, messages: Sequence[Message], count: int, schemas: Schemas, config: RolloutConfig
+        self, answer: Node, messages: Sequence[Message], count: int, schemas: Schemas, config: RolloutConfig
     ) -> tuple[Node | None, RenderedMessages]:
         """Render the messages that follow an answer, and return them with the answer they must be attached to.
 
@@ -80,11 +80,11 @@ class MessageRenderer:
         ids without the reasoning. Raises ContextOverflow and ConfigError.
 
         Args:
-            found: the answer that matches the longest prefix of the messages
+            answer: the answer that matches the longest prefix of the messages
             count: length of that prefix
         """
-        last_token = int(found.ids[-1])
-        num_context = len(found.tokens)
+        last_token = int(answer.ids[-1])
+        num_context = len(answer.tokens)
         continuation = self._render(
             messages[count:],
             schemas,
@@ -92,13 +92,13 @@ class MessageRenderer:
             num_context,
             lambda said: self.chat.encode_continuation(said, schemas, last_token),
         )
-        path = found.path()
+        path = answer.path()
         is_dropped = [
             bool(node.num_reasoning_tokens) and self._is_reasoning_dropped(messages[node.num_messages :])
             for node in path
         ]
         if True not in is_dropped:
-            return found, continuation
+            return answer, continuation
         first_dropped = is_dropped.index(True)
         ids_per_node = [
             node.ids[node.num_reasoning_tokens :]
@@ -123,7 +123,7 @@ class MessageRenderer:
         schemas: Schemas,
         config: RolloutConfig,
         before: int,
-        make: Callable[[Sequence[Message]], list[int]],
+        encode: Callable[[Sequence[Message]], list[int]],
     ) -> RenderedMessages:
         """Render and truncate the messages; `before` is the number of tokens that precede them."""
         room = config.max_context - before - 1
@@ -135,27 +135,27 @@ class MessageRenderer:
         ]
         self._check_length(texts, room, before)
         truncated = truncate_observations(
-            self.chat, messages, schemas, config.max_tool_response_tokens, room, count_reserved_tokens(config), make
+            self.chat, messages, schemas, config.max_tool_response_tokens, room, count_reserved_tokens(config), encode
         )
         if truncated is None:
-            raise ContextOverflow(str(before + len(make(messages))))
+            raise ContextOverflow(str(before + len(encode(messages))))
         shown_messages, ids = truncated
         num_truncated = sum(
             message["content"] != sent["content"] for message, sent in zip(shown_messages, messages, strict=True)
         )
         return RenderedMessages(as_token_ids(ids), tuple(shown_messages), num_truncated)
 
-    def _check_length(self, texts: Sequence[str], room: int, before: int) -> None:
+    def _check_length(self, texts: Sequence[str], max_tokens: int, before: int) -> None:
         """Raise ContextOverflow as soon as the texts certainly exceed the room.
 
         Tokenizing a megabyte takes seconds, during which no other request is answered. Texts that may fit are not
         tokenized here.
         """
         count = 0
-        for text in texts if sum(map(len, texts)) > max(_CHUNK_CHARS, _CHARS_PER_TOKEN * room) else ():
+        for text in texts if sum(map(len, texts)) > max(_CHUNK_CHARS, _CHARS_PER_TOKEN * max_tokens) else ():
             for begin in range(0, len(text), _CHUNK_CHARS):
                 count += len(self.chat.encode(text[begin : begin + _CHUNK_CHARS])) - _SPLIT_TOKENS
-                if count > room:
+                if count > max_tokens:
                     raise ContextOverflow(f"more than {before + count}")
 
     def _is_reasoning_dropped(self, behind: Sequence[Message]) -> bool:
@@ -177,19 +177,19 @@ class MessageRenderer:
                 return ids[:-tail] if is_open(text, marks) else ids
         return ids
 
-    async def read_answer(self, said: Generation, asked: CompletionRequest, node: Node) -> Choice:
+    async def read_answer(self, generation: Generation, request: CompletionRequest, node: Node) -> Choice:
         """Parse a generation into the choice that the client gets."""
-        chat, ids = self.chat, np.asarray(said.token_ids, np.int32)
+        chat, ids = self.chat, np.asarray(generation.token_ids, np.int32)
         last_token, previous_role = get_last(ids), node.messages[-1]["role"]
         content_ids = ids[:-1] if last_token in chat.end_token_ids else ids
         full_text = chat.decode(content_ids)
-        stop_positions = [full_text.find(stop) for stop in asked.stop_strings if stop in full_text]
+        stop_positions = [full_text.find(stop) for stop in request.stop_strings if stop in full_text]
         reasoning, text = chat.split_reasoning(
             full_text[: min(stop_positions)] if stop_positions else full_text, previous_role
         )
         reply = ParsedResponse(text)
-        if asked.schemas and last_token is not None and last_token == chat.end_of_call:
-            reply = await self._parse(text, asked.schemas)
+        if request.schemas and last_token is not None and last_token == chat.end_of_call:
+            reply = await self._parse(text, request.schemas)
         message: Message = {"role": "assistant", "content": reply.text}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -198,12 +198,14 @@ class MessageRenderer:
             message["tool_calls"] = [
                 _format_call(call, number) for number, call in enumerate(reply.calls, num_previous_calls)
             ]
-        is_truncated = said.finish_reason == "length" and last_token not in chat.end_token_ids and not stop_positions
+        is_truncated = (
+            generation.finish_reason == "length" and last_token not in chat.end_token_ids and not stop_positions
+        )
         return Choice(
             message,
             "tool_calls" if reply.calls else "length" if is_truncated else "stop",
-            said,
-            token_texts=tuple(map(self._decode_token, ids.tolist())) if asked.logprobs else None,
+            generation,
+            token_texts=tuple(map(self._decode_token, ids.tolist())) if request.logprobs else None,
             num_reasoning_tokens=self._count_reasoning_tokens(content_ids, previous_role),
             num_parse_errors=int(bool(reply.error)),
         )

@@ -76,8 +76,8 @@ class MessageCache:
             count += 1
         return self._messages[:count]
 
-    def store(self, messages: Sequence[Any], found: tuple[Message, ...]) -> None:
-        self._raw_messages, self._messages = list(messages), found
+    def store(self, messages: Sequence[Any], normalized: tuple[Message, ...]) -> None:
+        self._raw_messages, self._messages = list(messages), normalized
 
     def hash_prefixes(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> list[Digest]:
         """Like the function `hash_prefixes`, but reuse digests of the previous request."""
@@ -91,14 +91,14 @@ class MessageCache:
         return digests
 
 
-def normalize_messages(messages: Any, heard: MessageCache | None = None) -> tuple[Message, ...]:
+def normalize_messages(messages: Any, cache: MessageCache | None = None) -> tuple[Message, ...]:
     """Parse and normalize the messages of a request. Raises RequestRefused if they are invalid.
 
-    `heard` caches the client's previous request.
+    `cache` caches the client's previous request.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise RequestRefused("'messages' must be a list of at least one message", "messages")
-    normalized: list[Message] = [] if heard is None else list(heard.match_prefix(messages))
+    normalized: list[Message] = [] if cache is None else list(cache.match_prefix(messages))
     names = {call["id"]: call["function"]["name"] for parsed in normalized for call in parsed.get("tool_calls", ())}
     for number, message in enumerate(messages[len(normalized) :], len(normalized)):
         parsed = _normalize_message(message, f"messages[{number}]", names)
@@ -107,89 +107,94 @@ def normalize_messages(messages: Any, heard: MessageCache | None = None) -> tupl
     if normalized[-1]["role"] == "assistant":
         at = f"messages[{len(normalized) - 1}]"
         raise RequestRefused(f"{at}: the last message is the assistant's; there is nothing to answer", at)
-    if heard is not None:
-        heard.store(messages, tuple(normalized))
+    if cache is not None:
+        cache.store(messages, tuple(normalized))
     return tuple(normalized)
 
 
-def _normalize_message(message: Any, at: str, names: dict[str, str]) -> Message:
+def _normalize_message(message: Any, where: str, names: dict[str, str]) -> Message:
     """Normalize one message. `names` maps the ids of earlier calls to their tools."""
     if not isinstance(message, dict):
-        raise RequestRefused(f"{at} must be an object", at)
+        raise RequestRefused(f"{where} must be an object", where)
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise RequestRefused(f"{at}.role must be one of {', '.join(_ROLES)}, not {str(role)[:40]!r}", f"{at}.role")
-    result: Message = {"role": _ROLES[role], "content": _join_content(message.get("content"), f"{at}.content")}
+        raise RequestRefused(
+            f"{where}.role must be one of {', '.join(_ROLES)}, not {str(role)[:40]!r}", f"{where}.role"
+        )
+    result: Message = {"role": _ROLES[role], "content": _join_content(message.get("content"), f"{where}.content")}
     if message.get("audio") is not None:
-        raise RequestRefused(f"{at}.audio: audio is not supported", f"{at}.audio")
+        raise RequestRefused(f"{where}.audio: audio is not supported", f"{where}.audio")
     if message.get("function_call") is not None:
-        raise RequestRefused(f"{at}.function_call is deprecated; use tool_calls", f"{at}.function_call")
+        raise RequestRefused(f"{where}.function_call is deprecated; use tool_calls", f"{where}.function_call")
     calls = message.get("tool_calls")
     if role == "assistant":
         reasoning = message.get("reasoning_content")
         if reasoning is not None:
-            result["reasoning_content"] = _read_string(reasoning, f"{at}.reasoning_content")
+            result["reasoning_content"] = _read_string(reasoning, f"{where}.reasoning_content")
         if calls is not None:
             if not isinstance(calls, list):
-                raise RequestRefused(f"{at}.tool_calls must be a list", f"{at}.tool_calls")
+                raise RequestRefused(f"{where}.tool_calls must be a list", f"{where}.tool_calls")
             if calls:
-                result["tool_calls"] = [_normalize_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls)]
+                result["tool_calls"] = [
+                    _normalize_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
+                ]
         if message.get("content") is None and not result.get("tool_calls"):
-            result["content"] = str(_join_content(message.get("refusal"), f"{at}.refusal"))
+            result["content"] = str(_join_content(message.get("refusal"), f"{where}.refusal"))
         return result
     if calls:
-        raise RequestRefused(f"{at}.tool_calls: only messages of the assistant call tools", f"{at}.tool_calls")
+        raise RequestRefused(f"{where}.tool_calls: only messages of the assistant call tools", f"{where}.tool_calls")
     if message.get("content") is None:
-        raise RequestRefused(f"{at}.content is missing", f"{at}.content")
+        raise RequestRefused(f"{where}.content is missing", f"{where}.content")
     if role == "tool":
-        call_id = _read_string(message.get("tool_call_id"), f"{at}.tool_call_id")
+        call_id = _read_string(message.get("tool_call_id"), f"{where}.tool_call_id")
         if call_id not in names:
             raise RequestRefused(
-                f"{at}.tool_call_id={call_id[:80]!r} is of no call in the messages before it", f"{at}.tool_call_id"
+                f"{where}.tool_call_id={call_id[:80]!r} is of no call in the messages before it",
+                f"{where}.tool_call_id",
             )
         result |= {"tool_call_id": call_id, "name": names[call_id]}
     elif message.get("name") is not None:
-        result["name"] = _read_string(message["name"], f"{at}.name")
+        result["name"] = _read_string(message["name"], f"{where}.name")
     return result
 
 
-def _join_content(content: Any, at: str) -> str:
+def _join_content(content: Any, where: str) -> str:
     """Join the parts of a content into one string."""
     if content is None:
         return ""
     if isinstance(content, str):
         return str(replace_surrogates(content))
     if not isinstance(content, list):
-        raise RequestRefused(f"{at} must be a string or a list of parts", at)
-    return "".join(_read_part(part, f"{at}[{number}]") for number, part in enumerate(content))
+        raise RequestRefused(f"{where} must be a string or a list of parts", where)
+    return "".join(_read_part(part, f"{where}[{number}]") for number, part in enumerate(content))
 
 
-def _read_part(part: Any, at: str) -> str:
+def _read_part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return str(replace_surrogates(part))
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind in _MEDIA_TYPES:
         raise RequestRefused(
-            f"{at}: {_MEDIA_TYPES[kind]} ({kind}) are not supported; send text", at, "unsupported_content"
+            f"{where}: {_MEDIA_TYPES[kind]} ({kind}) are not supported; send text", where, "unsupported_content"
         )
     if kind not in ("text", "refusal"):
-        raise RequestRefused(f"{at}.type must be 'text', not {str(kind)[:40]!r}", f"{at}.type")
-    return _read_string(part.get(kind), f"{at}.{kind}")
+        raise RequestRefused(f"{where}.type must be 'text', not {str(kind)[:40]!r}", f"{where}.type")
+    return _read_string(part.get(kind), f"{where}.{kind}")
 
 
-def _normalize_call(call: Any, at: str) -> dict[str, Any]:
+def _normalize_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
-        raise RequestRefused(f"{at} must be an object with type 'function' and a function", at)
-    name = _read_string(function.get("name"), f"{at}.function.name")
+        raise RequestRefused(f"{where} must be an object with type 'function' and a function", where)
+    name = _read_string(function.get("name"), f"{where}.function.name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = parse_arguments(arguments)
     elif not isinstance(arguments, dict):
-        raise RequestRefused(f"{at}.function.arguments must be a string of JSON", f"{at}.function.arguments")
+        raise RequestRefused(f"{where}.function.arguments must be a string of JSON", f"{where}.function.arguments")
     else:
         arguments = parse_arguments(json.dumps(arguments))
-    call_id = _read_string(call.get("id"), f"{at}.id")
+    call_id = _read_string(call.get("id"), f"{where}.id")
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -201,9 +206,9 @@ def parse_arguments(arguments: str) -> Any:
         return replace_surrogates(arguments)
 
 
-def _read_string(value: Any, at: str) -> str:
+def _read_string(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise RequestRefused(f"{at} must be a string", at)
+        raise RequestRefused(f"{where} must be a string", where)
     return str(replace_surrogates(value))
 
 
@@ -306,14 +311,14 @@ class CompletionRequest:
 
 
 def parse_request(
-    body: bytes, model: str, params: Mapping[str, Any], heard: MessageCache | None = None
+    body: bytes, model: str, params: Mapping[str, Any], cache: MessageCache | None = None
 ) -> CompletionRequest:
     """Parse a request body. Raises RequestRefused.
 
     Args:
         model: name of the only model
         params: the run's sampling parameters
-        heard: the client's message cache
+        cache: the client's message cache
     """
     fields = _load_json(body)
     if not isinstance(fields, dict):
@@ -329,7 +334,7 @@ def parse_request(
             raise RequestRefused(f"'{name}': {reason}", name)
     if present.get("modalities", ["text"]) != ["text"]:
         raise RequestRefused("'modalities': only text is supported", "modalities")
-    messages, tools = normalize_messages(present.get("messages"), heard), normalize_tools(present.get("tools"))
+    messages, tools = normalize_messages(present.get("messages"), cache), normalize_tools(present.get("tools"))
     choice = present.get("tool_choice", "auto")
     if not isinstance(choice, str | dict) or choice not in ("auto", "none", "required") and isinstance(choice, str):
         raise RequestRefused("'tool_choice' must be 'none' or 'auto'; others are not supported", "tool_choice")
@@ -358,12 +363,14 @@ def _load_json(body: bytes) -> Any:
             raise RequestRefused(f"the body is not JSON: {str(error)[:200]}") from None
 
 
-def _find_ignored(given: Mapping[str, Any], params: Mapping[str, Any]) -> set[str]:
-    candidates = given.keys() - _ACCEPTED_FIELDS
+def _find_ignored(fields: Mapping[str, Any], params: Mapping[str, Any]) -> set[str]:
+    candidates = fields.keys() - _ACCEPTED_FIELDS
     if not candidates:  # true for most requests
         return set()
     effective = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, **params}
-    without_effect = {name for name in ("temperature", "top_p", "top_k", "min_p") if given.get(name) == effective[name]}
+    without_effect = {
+        name for name in ("temperature", "top_p", "top_k", "min_p") if fields.get(name) == effective[name]
+    }
     neutral_values: dict[str, tuple[Any, ...]] = {
         "tool_choice": ("auto", "none"),
         "parallel_tool_calls": (True,),
@@ -375,19 +382,19 @@ def _find_ignored(given: Mapping[str, Any], params: Mapping[str, Any]) -> set[st
         "logit_bias": ({},),
         "modalities": (["text"],),
     }
-    without_effect |= {name for name, values in neutral_values.items() if given.get(name) in values}
+    without_effect |= {name for name, values in neutral_values.items() if fields.get(name) in values}
     return {str(replace_surrogates(name)) for name in candidates - without_effect}
 
 
-def _read_flag(given: Mapping[str, Any], name: str) -> bool:
-    value = given.get(name, False)
+def _read_flag(fields: Mapping[str, Any], name: str) -> bool:
+    value = fields.get(name, False)
     if not isinstance(value, bool):
         raise RequestRefused(f"'{name}' must be true or false", name)
     return value
 
 
-def _read_count(given: Mapping[str, Any], name: str, most: int | None = None) -> int:
-    value = given[name]
+def _read_count(fields: Mapping[str, Any], name: str, most: int | None = None) -> int:
+    value = fields[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (most is not None and value > most):
         upper_bound = "" if most is None else f" up to {most}"
         raise RequestRefused(f"'{name}' must be a whole number from 1{upper_bound}, not {str(value)[:40]}", name)

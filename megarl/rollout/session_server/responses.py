@@ -72,7 +72,7 @@ class CompletionResponse:
         }
 
 
-def format_completion(answered: CompletionResponse) -> bytes:
+def format_completion(response: CompletionResponse) -> bytes:
     """Format the body of a response that is not streamed."""
     choices = [
         {
@@ -81,26 +81,28 @@ def format_completion(answered: CompletionResponse) -> bytes:
             "finish_reason": choice.finish_reason,
             "logprobs": _format_logprobs(choice),
         }
-        for index, choice in enumerate(answered.choices)
+        for index, choice in enumerate(response.choices)
     ]
-    return orjson.dumps({**_make_head(answered.id, answered.model, ""), "choices": choices, "usage": answered.usage()})
+    return orjson.dumps({**_make_head(response.id, response.model, ""), "choices": choices, "usage": response.usage()})
 
 
-def format_stream_start(own: str, model: str, choices: int) -> Iterator[bytes]:
+def format_stream_start(response_id: str, model: str, choices: int) -> Iterator[bytes]:
     """Format the first chunk of each choice."""
     for index in range(choices):
-        yield _format_chunk(own, model, index, {"role": "assistant", "content": ""})
+        yield _format_chunk(response_id, model, index, {"role": "assistant", "content": ""})
 
 
-def format_delta(own: str, model: str, index: int, field: str, text: str) -> bytes:
+def format_delta(response_id: str, model: str, index: int, field: str, text: str) -> bytes:
     """Format the next piece of an answer in progress."""
-    return _format_chunk(own, model, index, {field: text})
+    return _format_chunk(response_id, model, index, {field: text})
 
 
-def format_stream_end(answered: CompletionResponse, usage: bool, sent: Sequence[Mapping[Any, str]]) -> Iterator[bytes]:
-    """Format the rest of a stream. `sent` is the text sent so far of each choice, by field."""
-    response_id, model = answered.id, answered.model
-    for index, (choice, sent_texts) in enumerate(zip(answered.choices, sent, strict=True)):
+def format_stream_end(
+    response: CompletionResponse, usage: bool, sent_by_choice: Sequence[Mapping[Any, str]]
+) -> Iterator[bytes]:
+    """Format the rest of a stream. `sent_by_choice` is the text sent so far of each choice, by field."""
+    response_id, model = response.id, response.model
+    for index, (choice, sent_texts) in enumerate(zip(response.choices, sent_by_choice, strict=True)):
         message = _to_openai_message(choice.message)
         if reasoning := str(message.get("reasoning_content") or "")[len(sent_texts["reasoning_content"]) :]:
             yield _format_chunk(response_id, model, index, {"reasoning_content": reasoning})
@@ -111,7 +113,7 @@ def format_stream_end(answered: CompletionResponse, usage: bool, sent: Sequence[
             yield _format_chunk(response_id, model, index, {"tool_calls": [{"index": call_index, **call}]})
         yield _format_chunk(response_id, model, index, {}, choice.finish_reason)
     if usage:
-        yield _format_event({**_make_head(response_id, model, ".chunk"), "choices": [], "usage": answered.usage()})
+        yield _format_event({**_make_head(response_id, model, ".chunk"), "choices": [], "usage": response.usage()})
     yield DONE
 
 
@@ -143,8 +145,8 @@ def _model_object(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "megarl"}
 
 
-def _make_head(own: str, model: str, kind: str) -> dict[str, Any]:
-    return {"id": own, "object": f"chat.completion{kind}", "created": int(time.time()), "model": model}
+def _make_head(response_id: str, model: str, kind: str) -> dict[str, Any]:
+    return {"id": response_id, "object": f"chat.completion{kind}", "created": int(time.time()), "model": model}
 
 
 def _format_event(value: Any) -> bytes:
@@ -152,10 +154,10 @@ def _format_event(value: Any) -> bytes:
 
 
 def _format_chunk(
-    own: str, model: str, index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None
+    response_id: str, model: str, index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None
 ) -> bytes:
     choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
-    return _format_event({**_make_head(own, model, ".chunk"), "choices": [choice]})
+    return _format_event({**_make_head(response_id, model, ".chunk"), "choices": [choice]})
 
 
 def _to_openai_message(message: Message) -> Message:
@@ -202,13 +204,13 @@ class StreamedResponse:
 
     Args:
         after: role of the message being answered
-        say: called with each piece, in order
+        send: called with each piece, in order
     """
 
     def __init__(
-        self, chat: ChatTemplate, asked: CompletionRequest, after: str, say: Callable[[Field, str], None]
+        self, chat: ChatTemplate, request: CompletionRequest, after: str, send: Callable[[Field, str], None]
     ) -> None:
-        self._chat, self._request, self._previous_role, self._on_text = chat, asked, after, say
+        self._chat, self._request, self._previous_role, self._on_text = chat, request, after, send
         self._ids: list[int] = []
         self._text = ""
         self._window_start = self._window_end = 0

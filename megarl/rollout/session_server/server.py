@@ -34,7 +34,7 @@ class SessionServer:
 
     Args:
         model: the policy's name for clients
-        say: called once per ignored request field over the server's life: during training the run's own sampling
+        log: called once per ignored request field over the server's life: during training the run's own sampling
             settings apply
     """
 
@@ -45,9 +45,9 @@ class SessionServer:
         config: RolloutConfig,
         *,
         model: str = "policy",
-        say: Callable[[str], None] = lambda line: None,
+        log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._log, self._warned = say, set[str]()
+        self._log, self._warned = log, set[str]()
         self._context = SessionContext(MessageRenderer(chat, parse), config, model, self._warn_ignored)
         self._sessions: dict[str, AgentSession] = {}
         self._closed_metrics = SessionMetrics()
@@ -89,12 +89,12 @@ class SessionServer:
         self._sessions[recording.id] = recording
         return recording
 
-    async def close(self, recording: AgentSession) -> None:
+    async def close(self, session: AgentSession) -> None:
         """Close a session and abort its running requests. Its branches are kept; safe to call twice."""
-        if self._sessions.pop(recording.id, None) is not None:
-            await recording.close()
-            recording.count_branches()
-            self._closed_metrics.add(recording.metrics)
+        if self._sessions.pop(session.id, None) is not None:
+            await session.close()
+            session.count_branches()
+            self._closed_metrics.add(session.metrics)
 
     @property
     def metrics(self) -> SessionMetrics:
@@ -133,38 +133,38 @@ class SessionServer:
         return recording
 
     async def _handle_models(self, request: web.Request) -> web.StreamResponse:
-        recording = self._find_session(request)
-        requested = request.match_info.get("model", recording.model)
-        if requested != recording.model:
+        session = self._find_session(request)
+        requested = request.match_info.get("model", session.model)
+        if requested != session.model:
             raise RequestRefused(f"the model {requested[:80]!r} does not exist", "model", "model_not_found", 404)
         is_single = "model" in request.match_info
         return _json_response(
-            responses.format_model(recording.model) if is_single else responses.format_models(recording.model)
+            responses.format_model(session.model) if is_single else responses.format_models(session.model)
         )
 
     async def _handle_completion(self, request: web.Request) -> web.StreamResponse:
-        recording = self._find_session(request)
+        session = self._find_session(request)
         body = await request.read()
         try:
             if coding := request.headers.get("Content-Encoding"):
                 raise RequestRefused(f"the body has the encoding {coding[:40]!r}; send it unencoded")
-            asked = parse_request(body, recording.model, recording.params, recording.message_cache)
-            position = recording.locate_request(asked)
+            completion_request = parse_request(body, session.model, session.params, session.message_cache)
+            position = session.locate_request(completion_request)
         except RequestRefused:
-            recording.metrics.refused += 1
+            session.metrics.refused += 1
             raise
         except Exception as error:  # our bug: fail the session so that its reaction is not trained on
-            recording.fail(f"a request cannot be read: {type(error).__name__}: {error}")
-            raise RequestRefused(recording.failure, status=503) from error
-        if asked.stream:
-            return await _stream_response(request, recording, asked, position)
+            session.fail(f"a request cannot be read: {type(error).__name__}: {error}")
+            raise RequestRefused(session.failure, status=503) from error
+        if completion_request.stream:
+            return await _stream_response(request, session, completion_request, position)
         return _json_response(
-            responses.format_completion(await recording.run_request(lambda: recording.answer(asked, position)))
+            responses.format_completion(await session.run_request(lambda: session.answer(completion_request, position)))
         )
 
 
 async def _stream_response(
-    request: web.Request, recording: AgentSession, asked: CompletionRequest, place: TreePosition
+    request: web.Request, session: AgentSession, completion_request: CompletionRequest, position: TreePosition
 ) -> web.StreamResponse:
     """Stream a response to the client.
 
@@ -176,19 +176,19 @@ async def _stream_response(
 
     def make_stream(index: int) -> StreamedResponse:
         def say(field: Field, text: str) -> None:
-            pieces.append(responses.format_delta(response_id, recording.model, index, field, text))
+            pieces.append(responses.format_delta(response_id, session.model, index, field, text))
             changed.set()
 
-        return recording.make_streamed_response(asked, place, say)
+        return session.make_streamed_response(completion_request, position, say)
 
-    streams = [make_stream(index) for index in range(asked.num_choices)]
+    streams = [make_stream(index) for index in range(completion_request.num_choices)]
     answer_task = asyncio.ensure_future(
-        recording.run_request(lambda: recording.answer(asked, place, response_id, streams))
+        session.run_request(lambda: session.answer(completion_request, position, response_id, streams))
     )
     answer_task.add_done_callback(lambda _: changed.set())
     try:
         await response.prepare(request)
-        pieces[:0] = responses.format_stream_start(response_id, recording.model, asked.num_choices)
+        pieces[:0] = responses.format_stream_start(response_id, session.model, completion_request.num_choices)
         while True:
             is_done = answer_task.done()
             if pieces:
@@ -204,7 +204,7 @@ async def _stream_response(
                 await response.write(responses.KEEPALIVE)
         try:
             events = responses.format_stream_end(
-                answer_task.result(), asked.include_usage, [stream.sent for stream in streams]
+                answer_task.result(), completion_request.include_usage, [stream.sent for stream in streams]
             )
         except RequestRefused as error:
             events = iter([responses.format_error_event(str(error))])

@@ -126,14 +126,14 @@ class TokenTree:
                 ), count
         return None, 0
 
-    def find_context(self, found: Node | None, history: Digest) -> Node | None:
-        """Return the context of these messages after the `found` answer, if it exists."""
-        return self._contexts.get((found, history))
+    def find_context(self, answer: Node | None, history: Digest) -> Node | None:
+        """Return the context of these messages after the `answer` answer, if it exists."""
+        return self._contexts.get((answer, history))
 
     def add_context(
         self,
         parent: Node | None,
-        found: Node | None,
+        answer: Node | None,
         history: Digest,
         ids: Ids,
         messages: Sequence[Message],
@@ -142,26 +142,26 @@ class TokenTree:
         """Add a context below an answer, or a root if `parent` is None.
 
         Args:
-            found: the answer that the messages continue, which differs from `parent` if its reasoning was dropped
+            answer: the answer that the messages continue, which differs from `parent` if its reasoning was dropped
             history: digest of all messages up to this one
         """
-        turns = 0 if found is None else found.num_turns
-        node = self._contexts[found, history] = Node(parent, ids, tuple(messages), schemas, num_turns=turns)
+        turns = 0 if answer is None else answer.num_turns
+        node = self._contexts[answer, history] = Node(parent, ids, tuple(messages), schemas, num_turns=turns)
         siblings = self.roots if parent is None else parent.children
         self.num_forks += bool(siblings)
         siblings.append(node)
-        if found is not None:
-            found.is_continued = True
+        if answer is not None:
+            answer.is_continued = True
         return node
 
-    def add_answer(self, context: Node, history: Digest, choice: Choice, routed: int) -> Node:
+    def add_answer(self, context: Node, history: Digest, choice: Choice, num_routed: int) -> Node:
         """Add a sampled answer below a context. `history` includes its message as returned to the client."""
         node = Node(
             context,
             np.asarray(choice.generation.token_ids, np.int32),
             (choice.message,),
             generation=choice.generation,
-            num_routed_before=routed,
+            num_routed_before=num_routed,
             num_calls=len(choice.message.get("tool_calls", ())),
             num_parse_errors=choice.num_parse_errors,
             num_reasoning_tokens=choice.num_reasoning_tokens,
@@ -203,9 +203,9 @@ class TokenTree:
         return sorted(leaves, key=lambda node: node.answer_index)
 
 
-def _make_partial(path: Sequence[Node], own: Sequence[Node], prompt: Prompt, seed: int) -> PartialRollout:
-    """Convert a path to a conversation. `own` lists the answers that are actions."""
-    actions = {node: node.generation for node in own if node.generation is not None}
+def _make_partial(path: Sequence[Node], nodes: Sequence[Node], prompt: Prompt, seed: int) -> PartialRollout:
+    """Convert a path to a conversation. `nodes` lists the answers that are actions."""
+    actions = {node: node.generation for node in nodes if node.generation is not None}
     turns = [
         Turn(node.ids)
         if sampled is None
@@ -237,14 +237,18 @@ def _make_partial(path: Sequence[Node], own: Sequence[Node], prompt: Prompt, see
         sampling_masks=tuple(_get_sampling_mask(action) for action in sampled) if has_masks else (),
         num_turn_tokens=len(leaf.ids),
         is_turn_complete=True,
-        num_turns=len(own),
-        tool_calls=sum(node.num_calls for node in own),
-        tool_errors=sum(node.num_parse_errors for node in own),
+        num_turns=len(nodes),
+        tool_calls=sum(node.num_calls for node in nodes),
+        tool_errors=sum(node.num_parse_errors for node in nodes),
         drafted=sum(action.drafted for action in sampled),
         accepted=sum(action.accepted for action in sampled),
         status=status,
     )
 
 
-def _get_sampling_mask(said: Generation) -> SamplingMask:
-    return SamplingMask.unrestricted(len(said.token_ids)) if said.sampling_mask is None else said.sampling_mask
+def _get_sampling_mask(generation: Generation) -> SamplingMask:
+    return (
+        SamplingMask.unrestricted(len(generation.token_ids))
+        if generation.sampling_mask is None
+        else generation.sampling_mask
+    )
