@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError
@@ -69,7 +69,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> Namespace:
 
 
 class Terminal:
-    """Listener that prints the conversation to stdout."""
+    """Prints a conversation to stdout."""
 
     def on_text(self, text: str) -> None:
         sys.stdout.write(printable(text))
@@ -203,19 +203,6 @@ _CALL_NUMBER_STRIDE = 1 << 20
 """Step of call numbers between lines. Calls with equal numbers run only once, so lines must not share numbers."""
 
 
-class Listener(Protocol):
-    """Receives the events of a conversation."""
-
-    def on_text(self, text: str) -> None:
-        """Handle newly generated text."""
-
-    def on_turn_end(self) -> None:
-        """Handle the end of the policy's turn."""
-
-    def on_tool_result(self, name: str, result: ToolResult) -> None:
-        """Handle a tool result."""
-
-
 def printable(text: str) -> str:
     """Escape characters that would control the terminal; a model may emit any byte."""
     return "".join(char if char.isprintable() or char == "\n" else f"\\x{ord(char):02x}" for char in text)
@@ -231,7 +218,7 @@ class ChatConversation:
         self,
         config: Config,
         chat: ChatTemplate,
-        listener: Listener,
+        listener: Terminal,
         row: Mapping[str, Any] = MappingProxyType({}),
         system: str = "",
     ) -> None:
@@ -289,7 +276,7 @@ class ChatConversation:
 class _StreamingPolicy:
     """Policy wrapper that streams its output to a listener."""
 
-    def __init__(self, policy: Policy, chat: ChatTemplate, listener: Listener) -> None:
+    def __init__(self, policy: Policy, chat: ChatTemplate, listener: Terminal) -> None:
         self._policy, self._chat, self._listener = policy, chat, listener
 
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
@@ -335,7 +322,7 @@ class IncrementalDetokenizer:
 class _PersistentSessions:
     """Environment pool with a single session that persists across lines; the first line that needs it opens it."""
 
-    def __init__(self, sessions: EnvironmentPool, listener: Listener) -> None:
+    def __init__(self, sessions: EnvironmentPool, listener: Terminal) -> None:
         self._sessions, self._listener = sessions, listener
         self._session: EnvironmentSession | None = None
         self._lines = 0
@@ -364,7 +351,7 @@ class _LineSession:
         session: EnvironmentSession,
         messages: tuple[Message, ...],
         first_call: int,
-        listener: Listener,
+        listener: Terminal,
     ) -> None:
         self._owner, self._session, self._first_call, self._listener = owner, session, first_call, listener
         self.messages, self.schemas = messages, session.schemas

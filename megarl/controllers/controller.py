@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from megarl.observe.run_log import RunLog
     from megarl.workers.actor import ActorWorker
     from megarl.workers.critic import CriticWorker
-    from megarl.workers.reference import ReferenceWorker
+    from megarl.workers.actor import ReferenceWorker
     from megarl.workers.reward import RewardWorker
-    from megarl.workers.reward_training import RewardModelWorker
+    from megarl.workers.critic import RewardModelWorker
     from megarl.workers.rollout import RolloutWorker
 
 

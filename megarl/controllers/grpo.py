@@ -24,7 +24,7 @@ from megarl.algorithms.advantages import (
 from megarl.algorithms.token_stats import sequence_sums
 from megarl.config import Config
 from megarl.controllers.controller import Flow, StepResult
-from megarl.controllers.mini_batches import needs_old_logprobs
+from megarl.controllers.mini_batches import MetricMeans, needs_old_logprobs
 from megarl.controllers.policy_gradient import Experience as Experience
 from megarl.controllers.policy_gradient import PolicyUpdateController, policy_loss, policy_loss_columns
 from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
@@ -67,7 +67,11 @@ class GRPOController(PolicyUpdateController):
         def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             return policy_loss(output, part, config, self.kl.coef)
 
-        metrics |= self.update_models(flow, experience, batch, {"actor": actor_loss}).sync()
+        means = MetricMeans()
+        for mini in self.mini_batches(experience, batch):
+            means.add(flow.actor.update(mini, actor_loss))
+        flow.rollout.update_weights(flow.actor)
+        metrics |= means.sync()
         if kl_mean is None:  # the loss reports the same estimate, for the policy before its only update
             kl_mean = metrics.get("actor/kl_loss")
         return self.finish_step(experience, batch, metrics, kl_mean)

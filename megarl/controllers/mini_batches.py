@@ -4,7 +4,7 @@ and means of update metrics."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from megarl.algorithms.token_stats import sequence_sums
 from megarl.config import Config, ConfigError, plugins, strict
 from megarl.config.strict import closest_match
-from megarl.types import Counts, ModelOutput, TokenLoss, TrainBatch
+from megarl.types import Counts, TrainBatch
 from megarl.workers.futures import UpdateMetrics, sync_metrics
 
 
@@ -79,10 +79,6 @@ def mark_tokens(mini: TrainBatch, config: Config, seed: int) -> TrainBatch:
             f"loss.policy_loss={config.loss.policy_loss} selects tokens by old_logprobs, which the batch lacks"
         )
     return mini.with_(marked=loss.mark(mini, options, seed))
-
-
-LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
-"""Loss of a role's update; `types.batch.reads` declares the columns that it reads."""
 
 
 def split_mini_batches(batch: TrainBatch, config: Config, seed: int) -> Iterator[TrainBatch]:

@@ -6,7 +6,7 @@ do, the model is at fault and its worker ends the run (`workers/model_worker.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -18,7 +18,7 @@ from megarl.algorithms.token_stats import sequence_sums, token_mean
 from megarl.config import Config
 from megarl.controllers.controller import Controller, Evaluation, Flow, StepResult
 from megarl.controllers.evaluation import AsyncEvaluation, compute_eval_metrics, sampling_modes
-from megarl.controllers.mini_batches import LossFn, MetricMeans, load_policy_loss, split_mini_batches
+from megarl.controllers.mini_batches import load_policy_loss, split_mini_batches
 from megarl.controllers.rollout_correction import apply_correction, behavior_logprobs, compute_old_logprobs
 from megarl.types import ModelOutput, Prompt, Rollouts, Status, TokenLoss, TrainBatch
 
@@ -201,17 +201,10 @@ class PolicyUpdateController(PolicyController):
         batch, _, masked = mask_nonfinite(flow, experience.trained_rollouts, batch)
         return batch, add_metrics(metrics, masked)
 
-    def update_models(
-        self, flow: Flow, experience: Experience, batch: TrainBatch, losses: Mapping[str, LossFn]
-    ) -> MetricMeans:
-        """Update each role by its loss, mini-batch by mini-batch; then give the engines the policy's weights."""
-        means = MetricMeans()
+    def mini_batches(self, experience: Experience, batch: TrainBatch) -> Iterator[TrainBatch]:
+        """Split the batch into the mini-batches of the updates, with masked tokens left out of the losses."""
         trained = apply_loss_masks(batch, experience.trained_rollouts, self.config)
-        for mini in split_mini_batches(trained, self.config, seed=self.steps):
-            for role, loss in losses.items():
-                means.add(getattr(flow, role).update(mini, loss))
-        flow.rollout.update_weights(flow.actor)
-        return means
+        return split_mini_batches(trained, self.config, seed=self.steps)
 
     def finish_step(
         self, experience: Experience, batch: TrainBatch, metrics: dict[str, float], kl_mean: float | None

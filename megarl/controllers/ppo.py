@@ -13,6 +13,7 @@ from megarl.algorithms.losses import explained_variance, positive_nll, value_los
 from megarl.config import Config, Range, Weight
 from megarl.config.strict import Share
 from megarl.controllers.controller import Flow, StepResult
+from megarl.controllers.mini_batches import MetricMeans
 from megarl.controllers.policy_gradient import PolicyUpdateController, policy_loss, policy_loss_columns
 from megarl.types import ModelOutput, Prompt, Rollouts, TokenLoss, TrainBatch, reads
 
@@ -79,9 +80,13 @@ class PPOController(PolicyUpdateController):
             nll = positive_nll(output.logprobs, part)
             return replace(loss, loss=loss.loss + coef * nll.loss, metrics={**loss.metrics, **nll.metrics})
 
-        warms_up = self.steps < config.critic.warmup_steps
-        losses = {"critic": critic_loss} if warms_up else {"critic": critic_loss, "actor": actor_loss}
-        metrics |= self.update_models(flow, experience, batch, losses).sync()
+        means = MetricMeans()
+        for mini in self.mini_batches(experience, batch):
+            means.add(flow.critic.update(mini, critic_loss))
+            if self.steps >= config.critic.warmup_steps:
+                means.add(flow.actor.update(mini, actor_loss))
+        flow.rollout.update_weights(flow.actor)
+        metrics |= means.sync()
         metrics["critic/explained_variance"] = explained_variance(values, returns, mask, batch.all_reduce)
         return self.finish_step(experience, batch, metrics, kl_mean)
 

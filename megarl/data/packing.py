@@ -398,6 +398,7 @@ def _balance_holders(falling: np.ndarray, home: np.ndarray, part_counts: np.ndar
     )  # index among the holders with room; -1 at the end, for items without a home
     index_of_holder[open_holders] = np.arange(len(open_holders))
     at, level = index_of_holder[home.clip(min=-1)], falling.sum() / part_counts.sum()
+    # As if holders with fewer parts had the others filled.
     initial_loads = (part_counts.max() - part_counts[open_holders]) * level
     loads = initial_loads + np.bincount(at[at >= 0], weights=falling[at >= 0], minlength=len(open_holders))
     excess = (loads - part_counts.max() * level).tolist()
