@@ -10,7 +10,7 @@ from megarl.config import Config, ConfigError, RolloutConfig
 from megarl.config.strict import closest_match, short_repr
 from megarl.environments.catalog import ENVIRONMENTS_KEY, load_catalog
 from megarl.parallel.role_settings import MEGATRON, role_backends
-from megarl.rewards import composite, judge, service
+from megarl.rewards import composite
 from megarl.rewards.functions import load_functions
 from megarl.rewards.judge import Judge, JudgeOptions
 from megarl.rewards.sequence_classifier import ClassifierOptions
@@ -19,7 +19,6 @@ from megarl.types.requirements import Requirements
 from megarl.types.reward_values import MAX_REWARD
 
 _SERVICE_OPTIONS = {"http": ServiceOptions, "judge": JudgeOptions}
-PARTS = {"http": service.PART, "judge": judge.PART}
 
 
 def options_for_model(options: Mapping[str, Any], service: str) -> dict[str, Any]:
@@ -50,9 +49,8 @@ def check_reward(config: Config, requirements: Requirements, options: dict[str, 
     functions, model = list(load_functions(config.reward.functions)), config.reward.model
     backend, service_backend = role_backends(config, "reward")
     model_opts = options_for_model(options, service_backend)
-    if service_backend:
-        build_service(config, options)
-    elif backend != "transformers" and model_opts:
+    service = build_service(config, options)
+    if not service and backend != "transformers" and model_opts:
         raise ConfigError(
             f"roles.reward.options.{min(model_opts)}: the backend {backend or MEGATRON} takes no options; remove it"
         )
@@ -62,7 +60,7 @@ def check_reward(config: Config, requirements: Requirements, options: dict[str, 
             raise ConfigError("roles.reward.backend=transformers needs reward.model, the folder of a classifier")
     if backend == "pool" and model:
         raise ConfigError(f"reward.model={model} with roles.reward.backend=pool, which has no model: remove one")
-    has_other_parts = bool(functions or model or "reward_fn" in options or service_backend)
+    has_other_parts = bool(functions or model or "reward_fn" in options or service)
     has_environment = has_environment_reward(config.rollout, has_other_parts)
     if not has_other_parts and not has_environment:
         raise ConfigError(
@@ -72,7 +70,7 @@ def check_reward(config: Config, requirements: Requirements, options: dict[str, 
     reward_fn = options.get("reward_fn")
     function_names = functions if reward_fn is None else [getattr(reward_fn, "__name__", "reward_fn")]
     other_names = [composite.PART] if has_environment else []
-    other_names += [*(["model"] if model else []), *([PARTS[service_backend]] if service_backend else [])]
+    other_names += [*(["model"] if model else []), *([service.part] if service else [])]
     check_names(function_names, other_names)
     check_weights(config.reward.weights, [*function_names, *other_names])
 
