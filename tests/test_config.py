@@ -214,7 +214,7 @@ def replaced(config: Any, name: str, value: Any) -> Any:
     return dataclasses.replace(config, **{head: replaced(getattr(config, head), rest, value) if rest else value})
 
 
-# What may be an algorithm's name is in tests/controllers/test_registry.py.
+# What may be an algorithm's name is in tests/controllers/test_controller.py.
 @pytest.mark.parametrize("name", [name for name, _ in describe_keys() if name != "algorithm"])
 def test_every_key_takes_what_fits_its_range_and_nothing_else(name):
     kind = strict.collect_key_types(Config)[name]

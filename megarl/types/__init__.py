@@ -42,8 +42,8 @@ tokens before it.
 With truncated sampling, `sampling_mask` holds the ids that could have been sampled at t. Log-probs and entropies are
 then those of the distribution over these ids.
 
-`rollouts.py` has the host side, `batch.py` the training side; `arrays.py`, `sampling_mask.py` and `comm.py` have their
-building blocks. An agent's conversation may become several sequences, which form one episode: `episodes.py`.
+`rollouts.py` has the host side, `batch.py` the training side; `arrays.py` and `comm.py` have their building blocks. An
+agent's conversation may become several sequences, which form one episode: `episodes.py`.
 """
 
 from megarl.types.arrays import Ids, Logprobs, SamplingMask, as_token_ids, no_logprobs
