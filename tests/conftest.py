@@ -49,7 +49,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` on a machine without one."""
+    """Skip tests marked `gpu` on a machine without one; run the short tests last, so that workers end together."""
     for item in items:
         if not HAS_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)

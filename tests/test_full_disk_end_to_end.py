@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from whole_run import ENVIRONMENT, ROOT, command_of, make_folder
 
-pytestmark = [pytest.mark.waits, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 CHECKPOINT, ELSE = "could not write checkpoint", "training continues without"
 

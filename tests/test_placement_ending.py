@@ -26,7 +26,7 @@ from whole_run import ROOT, command_of, make_folder, train, with_host
 
 from megarl.observe.rollout_log import read_rollouts
 
-pytestmark = [pytest.mark.waits, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 LONGEST_S = 500.0
 """That a run may take to where it is waited for, and to its end."""

@@ -14,8 +14,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_launcher import ended, run_of, wait_for  # noqa: E402
 
-pytestmark = pytest.mark.waits
-
 RANK = """
     from datetime import timedelta
     import torch.distributed as dist

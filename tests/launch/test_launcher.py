@@ -22,8 +22,6 @@ from megarl.launch import exit_status
 from megarl.launch.launcher import RankMessage, RankMessages, determine_outcome
 from megarl.processes import memory_files
 
-pytestmark = pytest.mark.waits
-
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
 ENVIRONMENT |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -251,7 +249,7 @@ def test_a_mistake_is_told_once_and_a_fault_with_its_traceback(tmp_path: Path) -
     assert lines[-1].endswith("rank.py, line 16, in body)")
     assert ended(run_of(tmp_path, "rank and os._exit(3); wait()")) == (
         3,
-        ["error: rank 1 ended with status 3 and said nothing"],
+        ["error: rank 1 exited with status 3 without an error message"],
     )
 
 
@@ -276,7 +274,7 @@ def test_a_run_starts_again_when_nothing_of_it_is_left(tmp_path: Path) -> None:
     os.kill(victim, signal.SIGKILL)
     code, (line,) = ended(process)
     assert code == 0
-    assert line.startswith("error: rank 1 was killed by SIGKILL") and "; starting again in 2 s from the start" in line
+    assert line.startswith("error: rank 1 was killed by SIGKILL") and "; restarting in 2 s from the beginning" in line
     assert (tmp_path / "log.txt").read_text().rstrip().endswith(line)
 
 
@@ -325,7 +323,7 @@ def test_a_rank_is_named_by_its_roles_where_it_has_its_own() -> None:
     )
     assert determine_outcome({0: 7}, [], roles=roles)[:2] == (
         7,
-        "error: rank 0 (actor, reference) ended with status 7 and said nothing",
+        "error: rank 0 (actor, reference) exited with status 7 without an error message",
     )
     assert determine_outcome({2: 7}, [], roles=roles)[1].startswith("error: rank 2 ended")
 
@@ -353,7 +351,7 @@ def test_what_is_no_word_is_dropped_and_counted(capsys: pytest.CaptureFixture[st
     assert words.read() == [RankMessage(1, "fault", "x")]
     assert words.num_dropped == len(NO_WORDS) + 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: dropped b'not json', which is no message of a rank")
+    assert line.startswith("warning: dropped b'not json', which is not a message from a rank")
     memory_files.append(where, b', "kind": "lost", "text": "y"}\n')
     assert words.read()[1:] == [RankMessage(1, "lost", "y")]
     words.close()
@@ -419,7 +417,7 @@ def test_a_run_whose_rank_says_what_is_no_word_goes_on(tmp_path: Path, torchrun:
     process.terminate()
     code, lines = ended(process)
     assert (code, lines[1:]) == (85, ["saved step 3"])
-    assert lines[0].startswith("warning: dropped b'not json', which is no message of a rank")
+    assert lines[0].startswith("warning: dropped b'not json', which is not a message from a rank")
 
 
 def run_by_torchrun(folder: Path, body: str) -> subprocess.Popen[str]:
@@ -463,7 +461,7 @@ def test_a_run_saves_itself_at_sigterm_and_starts_again_when_a_rank_is_killed(
     os.killpg(process.pid, signal.SIGTERM)
     code, (line,) = ended(process)
     done = steps(tmp_path)
-    assert (code, line) == (85, f"asked to stop: saved step {done}, start again with run.resume=auto")
+    assert (code, line) == (85, f"stopped on request: saved step {done}, resume with run.resume=auto")
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("step_*")] == [f"step_{done:06d}"]
 
     process = train(tmp_path, quickstart, "run.save_every=100000", "run.resume=auto")
@@ -476,11 +474,11 @@ def test_a_run_saves_itself_at_sigterm_and_starts_again_when_a_rank_is_killed(
     os.killpg(process.pid, signal.SIGTERM)
     code, (killed, stopped) = ended(process)
     assert killed == (
-        "error: rank 1 was killed by SIGKILL (the kernel does that when memory runs out); starting again in 2 s from "
+        "error: rank 1 was killed by SIGKILL (the kernel does that when memory runs out); restarting in 2 s from "
         f"checkpoint step_{done:06d} (restart 1 of this run, 1 of 3 without a new checkpoint)"
     )
     assert f"  {killed}\n" in log.read_text()
-    assert code in (85, 143) and stopped.startswith(("asked to stop: saved step", "ended by SIGTERM"))
+    assert code in (85, 143) and stopped.startswith(("stopped on request: saved step", "ended by SIGTERM"))
     traceback = (tmp_path / "run/logs/rank_0.log").read_text()
     assert "Traceback" in traceback
     assert "gloo" in traceback or "rank 1 disconnected" in traceback  # by whichever way it was waited for

@@ -17,7 +17,7 @@ from megarl.launch.launcher import RankMessage
 from megarl.launch.nodes import MultiNode, NodeReport, combine_reports
 from megarl.parallel.job_secret import ForgedError
 
-pytestmark = [pytest.mark.waits, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).resolve().parents[2]
 LOST = RankMessage(0, "lost", "error: rank 0 lost another rank")
@@ -74,7 +74,7 @@ def test_ranks_that_were_asked_to_stop_have_not_failed() -> None:
     assert not NodeReport("n1", codes={0: 85, 1: 85}).has_failed and not NodeReport("n1", has_succeeded=True).has_failed
     assert (
         NodeReport("n1", codes={0: 85, 1: 1}).has_failed
-        and NodeReport("n1", problem="they did not come together").has_failed
+        and NodeReport("n1", problem="they did not join").has_failed
     )
 
 
@@ -168,9 +168,9 @@ def test_all_nodes_start_again_together(folder: Path) -> None:
     assert (code, lines) == other and code == 0
     first, second = lines
     assert first.startswith("error: rank 1 (node n1) was killed by SIGKILL")
-    assert "starting again in 2 s from checkpoint step_000004 (restart 1 of this run, 1 of 3" in first
+    assert "restarting in 2 s from checkpoint step_000004 (restart 1 of this run, 1 of 3" in first
     assert second.startswith("error: rank 1 on node n1 failed: KeyError: 'key' (")
-    assert "starting again in 8 s" in second
+    assert "restarting in 8 s" in second
     noted = (folder / "run" / "log.txt").read_text().splitlines()
     assert [line.partition("  ")[2] for line in noted] == lines
     assert not (folder / "leave_out").exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slurm, pytest.mark.waits, pytest.mark.nightly]
+pytestmark = [pytest.mark.slurm, pytest.mark.nightly]
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 # Stands in for megarl.train: on its first start it waits to be asked to stop, on its second it finishes.
@@ -159,7 +159,7 @@ def test_a_mistake_that_a_rank_finds_is_not_requeued(cluster, project: Path) -> 
     job = cluster.submit(*options, str(ROOT / "slurm" / "ppo_moe.sh"), "two.yaml", cwd=project)
     assert cluster.wait_for(job, "FAILED", timeout=120)
     text = output.read_text()
-    assert "error: reward.functions: gone" in text and "queue" not in text and "starting again" not in text
+    assert "error: reward.functions: gone" in text and "queue" not in text and "restarting" not in text
     assert cluster.fields(job)["ExitCode"] == "2:0"
 
 

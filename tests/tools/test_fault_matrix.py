@@ -17,7 +17,7 @@ sys.path.append(str(ROOT / "tools"))
 from faults.disks import can_mount  # noqa: E402
 from faults.rows import ROWS  # noqa: E402
 
-pytestmark = [pytest.mark.waits, pytest.mark.nightly]
+pytestmark = pytest.mark.nightly
 
 SHORT = [number for number, row in ROWS.items() if row.short]
 
