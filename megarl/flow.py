@@ -49,10 +49,10 @@ from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context, Worker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.model_worker import ModelWorker
-from megarl.workers.reference import ReferenceWorker
+from megarl.workers.actor import ReferenceWorker
 from megarl.workers.reward import RewardWorker
-from megarl.workers.reward_training import RewardModelWorker
-from megarl.workers.role_workers import RegisteredWorker, load_workers
+from megarl.workers.critic import RewardModelWorker
+from megarl.workers.worker_registry import RegisteredWorker, load_workers
 from megarl.workers.rollout import RolloutWorker
 
 

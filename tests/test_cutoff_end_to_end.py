@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from whole_run import ROOT, make_folder, metrics_of, train
 
-from megarl.rollout.partial_store import read_groups
+from megarl.rollout.partial_rollouts import read_groups
 
 CUT = ["rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=20", "rollout.min_p=0.4"]
 """The last cuts most: the likeliest tokens of random weights are about as likely as others."""

@@ -41,7 +41,7 @@ from megarl.environments.ready.calculator import calculator
 from megarl.models.memory import stage_elements
 from megarl.models.registry import load_hf_config
 from megarl.observe.rollout_log import read_rollouts
-from megarl.rollout.partial_store import read_groups
+from megarl.rollout.partial_rollouts import read_groups
 
 
 @pytest.fixture(scope="module")

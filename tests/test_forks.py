@@ -17,7 +17,7 @@ from megarl.models import dense
 from megarl.models.registry import family_of
 from megarl.parallel.placement import role_parallel
 from megarl.parallel.role_settings import role_settings, with_role
-from megarl.workers.role_workers import RegisteredWorker, check_roles, load_worker, resolve_worker, worker_options
+from megarl.workers.worker_registry import RegisteredWorker, check_roles, load_worker, resolve_worker, worker_options
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
@@ -148,9 +148,9 @@ def test_a_teacher_is_a_role_and_a_folder(lab: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("Lonely", "nobody plays the role judge of algorithm=lab.mine:Lonely: name its worker in the controller's"),
+        ("Lonely", "no worker for the role judge of algorithm=lab.mine:Lonely: name its worker in the controller's"),
         ("Eager", "flow.judge is not available yet: workers start after `load_items`, which reads the data"),
-        ("Asking", "flow.teacher is not there: `roles()` of lab.mine:Asking lists actor, judge; add it to them"),
+        ("Asking", "flow.teacher is not available: `roles()` of lab.mine:Asking lists actor, judge; add it there"),
     ],
 )
 def test_mistakes_are_one_line(lab: Path, name: str, complaint: str) -> None:
@@ -200,7 +200,7 @@ def test_who_plays_a_role(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({}, {"jugde": RegisteredWorker()}, r"^register_worker\('jugde'\): .* did you mean judge\?"),
         ({"judge": {"wroker": "a:b"}}, {}, r"^unknown key roles\.judge\.wroker; did you mean roles\.judge\.worker\?"),
-        ({"actor": {"backend": "mega"}}, {}, r"^roles\.actor\.backend=mega: there is no such backend .* has megatron$"),
+        ({"actor": {"backend": "mega"}}, {}, r"^roles\.actor\.backend=mega: no such backend .* has megatron$"),
         (
             {"critic": {"model": "/x"}, "actor": {"model": "/x"}},
             {},
@@ -243,7 +243,7 @@ def test_a_role_of_a_fork_may_have_a_layout_of_its_own() -> None:
     layout = role_parallel(config, "teacher")
     assert (layout.world_size, layout.tp) == (2, 2)
     wrong = from_dict({**tree, "roles": {"teacher": {"parallel": {"world_size": 2}}}})
-    with pytest.raises(ConfigError, match=r"^roles\.teacher\.parallel\.world_size: the teacher's ranks are those of"):
+    with pytest.raises(ConfigError, match=r"^roles\.teacher\.parallel\.world_size: placement.teacher sets"):
         role_parallel(wrong, "teacher")
 
 

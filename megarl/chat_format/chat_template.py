@@ -23,13 +23,17 @@ from megarl.chat_format.chat_messages import (
     CallFormat,
     ControlTokens,
     EscapedEncoder,
+    ReasoningSpan,
     escape_schemas,
+    find_marks,
+    find_reasoning,
     format_call_id,
+    is_open,
+    is_reasoning_dropped,
     make_example_arguments,
     normalize_message,
     read_eos_ids,
 )
-from megarl.chat_format.reasoning import ReasoningSpan, find_marks, find_reasoning, is_open, is_reasoning_dropped
 from megarl.config import ConfigError
 from megarl.environments.catalog import EnvironmentCatalog
 from megarl.environments.protocol import EnvironmentInfo

@@ -30,7 +30,7 @@ from megarl.parallel.role_settings import BUILTIN_ROLES, is_on_megatron, role_ba
 from megarl.rewards.reward_settings import options_for_model
 from megarl.rewards.sequence_classifier import ClassifierOptions, get_context_length, resolve_label
 from megarl.types.requirements import Requirements
-from megarl.workers.role_workers import TEACHER, RegisteredWorker, resolve_worker, worker_options
+from megarl.workers.worker_registry import TEACHER, RegisteredWorker, resolve_worker, worker_options
 
 
 def policy_and_critic(

@@ -68,7 +68,7 @@ from megarl.rewards.functions import load_functions
 from megarl.rewards.reward_settings import check_reward
 from megarl.sandbox.box import check_backend, probe, to_environment
 from megarl.types.requirements import Requirements
-from megarl.workers.role_workers import RegisteredWorker, check_roles, check_user_workers, is_builtin, worker_options
+from megarl.workers.worker_registry import RegisteredWorker, check_roles, check_user_workers, is_builtin, worker_options
 
 
 def check_sandbox(config: Config, declared: Requirements, warnings: list[str]) -> None:

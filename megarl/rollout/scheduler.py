@@ -19,7 +19,7 @@ from megarl.environments.protocol import SessionLost
 from megarl.rollout.aborted import TooManyAborted, is_over_abort_limit
 from megarl.rollout.conversation import RolloutContext, build_sampling_params, derive_seed, run_conversation
 from megarl.rollout.group_queue import GroupQueue
-from megarl.rollout.partial_rollouts import PartialRollout
+from megarl.rollout.partial_rollouts import Group, PartialRollout
 from megarl.rollout.request_gate import RequestGate, RequestSlot
 from megarl.types import Prompt, RewardFailure, RewardResult, Rollout, as_token_ids
 from megarl.types.reward_values import RewardError, parse_reward
@@ -71,9 +71,6 @@ _POLL_S = 0.1
 """Seconds between checks for enough complete groups, and between repeated requests to stop the policy."""
 _RETURNED_POLL_S = 0.5
 """Seconds between an idle engine's checks for groups that a lost engine returned."""
-
-Group = tuple[PartialRollout, ...]
-"""All conversations of one prompt, ordered by sample."""
 
 
 @dataclass(frozen=True)

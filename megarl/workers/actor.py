@@ -1,24 +1,35 @@
-"""The policy in training: log-probs, updates, weights for the engine, export."""
+"""Workers with a policy: the actor in training, its reference, and a frozen teacher."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from megarl.checkpoint.export import gather_hf
+from megarl.config import ConfigError, LoraConfig
 from megarl.models.hf_folder import save_adapter, save_hf
 from megarl.models.lora_tables import adapted_weights, peft_config, peft_tensors
+from megarl.models.registry import load_hf_config
+from megarl.models.scalar_head import is_classifier
+from megarl.observe.clock import REMOTE
 from megarl.parallel.placement import role_config
 from megarl.parallel.ranks import run_on_all
+from megarl.parallel.role_settings import role_settings
 from megarl.parallel.wait_listeners import track_progress
 from megarl.types import ModelOutput, TrainBatch
+from megarl.workers.context import Context, Worker
 from megarl.workers.futures import Future
-from megarl.workers.model_worker import TrainingWorker
+from megarl.workers.model_worker import ModelWorker, TrainingWorker
 
 
 class ActorWorker(TrainingWorker):
+    """The policy in training: log-probs, updates, weights for the engine, export."""
+
     role = "actor"
 
     def start(self) -> None:
@@ -69,3 +80,62 @@ class ActorWorker(TrainingWorker):
         if self.local_model.ranks.role_rank == 0:
             tensors = peft_tensors(factors, adapted_weights(table, lora.target_modules), lora.rank)
             save_adapter(folder, tensors, peft_config(table, lora, str(Path(self.config.model.path).resolve())))
+
+
+class ReferenceWorker(Worker):
+    """Keeps a host copy of the actor's weights as loaded from `model.path`; with LoRA none, since these weights never
+    change. There is no second model on the device. It is colocated with the actor."""
+
+    def __init__(self, context: Context, actor: ActorWorker) -> None:
+        super().__init__(context)
+        self.actor = actor
+        self.use_reference_weights: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def start(self) -> None:
+        model = self.actor.model
+        if model is not None:
+            self.use_reference_weights = (
+                model.without_adapters if self.config.lora.rank else partial(model.swap_weights, model.snapshot())
+            )
+
+    def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
+        """Return log-probs, [T]. The reference routes for itself: the recorded experts are those of other weights."""
+        with self.clock.phase("reference_logprobs", REMOTE if self.actor.model is None else "reference"):
+            what, temperature = "log-probs with the initial weights", self.actor.temperature
+            return self.actor._forward(
+                batch.with_(routing=None), what, temperature, context=self.use_reference_weights()
+            )
+
+
+class TeacherWorker(ModelWorker):
+    """Runs on Megatron, in its own layout on its own ranks. It reads the engine's token ids, so it must have the
+    policy's vocabulary. For a controller that lists the role `teacher`, or another name in its `workers`:
+
+        roles: {teacher: {model: /models/big, parallel: {tp: 2}}}
+        placement: {actor: 0-1, teacher: 2-3}
+    """
+
+    role = "actor"
+
+    def start(self) -> None:
+        path = role_settings(self.config, self.name).model
+        if not path:
+            raise ConfigError(
+                f"roles.{self.name}.model is not set; it must name the HF folder of the {self._display_name}"
+            )
+        hf, config = load_hf_config(path), role_config(self.config, self.name)
+        if is_classifier(hf):
+            raise ConfigError(f"roles.{self.name}.model={path} is a classifier, which has no log-probs of tokens")
+        train = dataclasses.replace(config.train, routing_replay=False)  # records hold the policy's experts
+        self.build(hf, path, dataclasses.replace(config, train=train, lora=LoraConfig()), trains=False)
+
+    def forward(self, batch: TrainBatch, temperature: float | None = None) -> Future[ModelOutput]:
+        """Return a future of [T] log-probs of the batch's tokens. temperature: divides the logits; default: that of the
+        rollouts."""
+        divisor = temperature or self.config.rollout.temperature or 1.0
+        with self.clock.phase(f"{self.name}_logprobs", self.phase_owner):
+            return self._forward(batch.with_(routing=None), "log-probs", divisor)
+
+    @property
+    def _remedy(self) -> str:
+        return f"check the model of roles.{self.name}.model"

@@ -20,14 +20,13 @@ from megarl.parallel import ranks, row_exchange
 from megarl.parallel.kv_store import KVStore
 from megarl.rollout.aborted import TooManyAborted, check_abort_limit, format_abort_error
 from megarl.rollout.group_queue import GroupQueue
-from megarl.rollout.rollout_context import RolloutRunner
+from megarl.rollout.rollout_runner import RolloutRunner
 from megarl.rollout.scheduler import GenerationResult, Group, ReturnedGroup, restart_unfinished
 from megarl.types import Prompt, Rollout, Rollouts
 from megarl.workers.actor import ActorWorker
-from megarl.workers.async_rollout import STREAM_NAME, PendingGeneration, RolloutStream
+from megarl.workers.async_rollout import STREAM_NAME, Oversampling, PendingGeneration, RolloutStream
 from megarl.workers.context import Context, Worker
 from megarl.workers.engines import Engines, run_if_present
-from megarl.workers.staleness import Oversampling
 from megarl.workers.tool_stats import AgentMetrics, ToolMonitor
 
 

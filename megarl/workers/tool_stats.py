@@ -13,7 +13,7 @@ import torch
 
 from megarl.config import ConfigError, RolloutConfig
 from megarl.environments.error_log import ToolCallStats
-from megarl.rollout.rollout_context import RolloutRunner
+from megarl.rollout.rollout_runner import RolloutRunner
 from megarl.rollout.session_server.recording import SessionMetrics
 from megarl.types import Comm
 

@@ -11,8 +11,7 @@ import torch
 
 from megarl.checkpoint.disk_space import check_copy_memory, free_memory, partial_rollout_bytes
 from megarl.config import Config, from_dict
-from megarl.rollout.partial_rollouts import PartialRollout
-from megarl.rollout.partial_store import write_groups
+from megarl.rollout.partial_rollouts import PartialRollout, write_groups
 from megarl.types import Prompt, Turn
 
 pytestmark = pytest.mark.alone

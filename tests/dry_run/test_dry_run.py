@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from megarl.config import Config, ConfigError, from_dict, load_config, server_args, to_dict
 from megarl.dry_run.plan import Report, render, validate
-from megarl.workers.role_workers import RegisteredWorker
+from megarl.workers.worker_registry import RegisteredWorker
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))

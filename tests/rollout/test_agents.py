@@ -80,7 +80,7 @@ def test_what_it_branches_into_is_one_episode() -> None:
 @pytest.mark.parametrize(
     ("how", "failure"),
     [
-        ("asks nothing", "asked the policy for nothing"),
+        ("asks nothing", "made no request"),
         ("raises", "odd: it raised ValueError: it is odd"),
         ("leaves", "odd: its process ended with exit status 3"),
     ],

@@ -181,7 +181,7 @@ def test_a_template_without_tools_is_refused_before_anything_starts() -> None:
         "<end_of_turn>",
         "<eos>",
     }
-    with pytest.raises(ConfigError, match="no place for calls of tools .*must alternate.*leave rollout.tools empty"):
+    with pytest.raises(ConfigError, match="does not support tool calls .*must alternate.*leave rollout.tools empty"):
         chat.check_tools()
     ChatTemplate(gemma.tokenizer()).check_tools()
 

@@ -139,7 +139,7 @@ def test_a_turn_that_ended_otherwise_is_closed_first() -> None:
         (
             FAMILIES["deepseek r1, reasons"],
             [SYSTEM, USER],
-            "leaves out a message of role system.*behind the policy's turn",
+            "omits a message of role system.*it follows the policy's turn",
         ),
         (FAMILIES["deepseek"], [USER, {**SYSTEM, "role": "developer"}, USER], None),
         (GEMMA, [TOOL], "cannot render the roles user, assistant, tool: .*must alternate"),
@@ -175,7 +175,7 @@ def test_what_has_no_place_is_one_line(chat: ChatTemplate, messages: list[Any], 
 def test_a_template_that_leaves_calls_out_says_so() -> None:
     tokenizer = tiny_models.tokenizer()
     tokenizer.chat_template = tiny_models.WITHOUT_CALLS
-    with pytest.raises(ConfigError, match="leaves out a message of role assistant, or what it calls"):
+    with pytest.raises(ConfigError, match="omits a message of role assistant, or what it calls"):
         ChatTemplate(tokenizer).encode_continuation([USER, ASKS, TOOL])
 
 

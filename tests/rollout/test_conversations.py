@@ -17,10 +17,10 @@ from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import OnWeightSync
 from megarl.engine.engine_protocol import EngineLost, RequestFailed
 from megarl.environments.catalog import load_tools
-from megarl.rollout import rollout_context
+from megarl.rollout import rollout_runner as rollout_context
 from megarl.rollout.conversation import RolloutContext, build_sampling_params
 from megarl.rollout.group_queue import GroupQueue
-from megarl.rollout.rollout_context import RolloutRunner
+from megarl.rollout.rollout_runner import RolloutRunner
 from megarl.rollout.scheduler import GenerationResult
 from megarl.types import Rollout, Status
 

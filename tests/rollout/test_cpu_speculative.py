@@ -21,7 +21,7 @@ from megarl.engine.engine_protocol import Generation
 from megarl.environments.catalog import load_tools
 from megarl.observe.metrics import rollout_metrics
 from megarl.reshard.plan.layout import EngineLayout
-from megarl.rollout.rollout_context import RolloutRunner
+from megarl.rollout.rollout_runner import RolloutRunner
 from megarl.types import Prompt, Rollouts
 
 DRAFTS = 3

@@ -37,7 +37,7 @@ from megarl.engine.tool_calls import check_parser
 from megarl.environments.catalog import load_catalog, load_tools
 from megarl.rollout import scheduler
 from megarl.rollout.group_queue import GroupQueue
-from megarl.rollout.rollout_context import RolloutRunner
+from megarl.rollout.rollout_runner import RolloutRunner
 from megarl.types import Message, Prompt, Reward, TrainBatch
 
 

@@ -7,8 +7,8 @@ import templates
 import tiny_models
 from reasoning_templates import OTHERS, REASONING, reasoning_tokenizer
 
+from megarl.chat_format.chat_messages import MARKS, find_reasoning, is_open
 from megarl.chat_format.chat_template import ChatTemplate
-from megarl.chat_format.reasoning import MARKS, find_reasoning, is_open
 from megarl.types import Message
 
 pytestmark = pytest.mark.alone

@@ -16,9 +16,9 @@ from scripted import CHAT, CONFIG, PROMPT, Writer, begun, parse
 from megarl.config import OnWeightSync
 from megarl.environments.process_sessions import EnvironmentPool
 from megarl.environments.protocol import ToolResult
-from megarl.rollout.background import GroupStream
 from megarl.rollout.conversation import RolloutContext, run_conversation
 from megarl.rollout.group_queue import UNLIMITED, GroupQueue, LocalKVStore
+from megarl.rollout.group_stream import GroupStream
 from megarl.rollout.scheduler import gather_rollouts
 from megarl.types import Rollout
 

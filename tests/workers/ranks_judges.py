@@ -24,7 +24,7 @@ from megarl.parallel.ranks import create_role_layouts  # noqa: E402
 from megarl.types import Prompt, Rollout, Rollouts, TrainBatch, Turn  # noqa: E402
 from megarl.types.requirements import Requirements  # noqa: E402
 from megarl.workers.context import Context  # noqa: E402
-from megarl.workers.role_workers import RegisteredWorker, load_worker  # noqa: E402
+from megarl.workers.worker_registry import RegisteredWorker, load_worker  # noqa: E402
 
 FOLDER = Path(sys.argv[1])
 JOBS = json.loads((FOLDER / "jobs.json").read_text())

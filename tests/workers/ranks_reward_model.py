@@ -53,7 +53,7 @@ def scored(worker: Any, batch: TrainBatch) -> torch.Tensor:
 
 def train(family: str, folder: str) -> list[float]:
     """Two updates from a policy's folder; the export; and one more update's worth of moves from it as a start."""
-    from megarl.workers.reward_training import RewardModelWorker
+    from megarl.workers.critic import RewardModelWorker
 
     policy, export = f"{folder}/{family}_policy", f"{folder}/{family}"
     if RANKS.job.rank == 0:
@@ -80,7 +80,7 @@ def train(family: str, folder: str) -> list[float]:
 
 def serve(family: str, folder: str) -> list[dict[str, Any]]:
     """The same sequences as rollouts, in two turns each, with a function beside the model."""
-    from megarl.workers.reward_megatron import MegatronRewardWorker
+    from megarl.workers.reward_models import MegatronRewardWorker
 
     made, batch = context(f"{folder}/{family}", folder), tiny.pairs()
     config = made.config

@@ -120,7 +120,7 @@ def found(
         return {"what": "score", "config": {**JUDGED, "roles": chosen, "reward": reward}}
 
     def teacher(role: str, **parallel: int) -> dict[str, Any]:
-        known = {"worker": "megarl.workers.teacher:TeacherWorker"} if role != "teacher" else {}
+        known = {"worker": "megarl.workers.actor:TeacherWorker"} if role != "teacher" else {}
         chosen = {role: {"model": str(folder / "teacher"), "parallel": parallel, **known}}
         return {"what": "teach", "config": {"placement": {**PLACED["placement"], role: "1-2"}, "roles": chosen}}
 

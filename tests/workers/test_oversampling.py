@@ -26,7 +26,7 @@ from megarl.rollout.group_queue import GroupQueue, LocalKVStore
 from megarl.rollout.scheduler import gather_rollouts
 from megarl.types import Prompt, Rollout, Rollouts
 from megarl.types.comm import LOCAL
-from megarl.workers.staleness import Oversampling
+from megarl.workers.async_rollout import Oversampling
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 

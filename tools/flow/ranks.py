@@ -38,7 +38,7 @@ from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context
 from megarl.workers.critic import CriticWorker
 from megarl.workers.model_worker import TrainingWorker
-from megarl.workers.reference import ReferenceWorker
+from megarl.workers.actor import ReferenceWorker
 from megarl.workers.reward import RewardWorker
 
 

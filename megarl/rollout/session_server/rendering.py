@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from megarl.chat_format.chat_messages import format_call_id
+from megarl.chat_format.chat_messages import format_call_id, is_open
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.chat_format.observations import count_reserved_tokens, truncate_observations
-from megarl.chat_format.reasoning import is_open
 from megarl.config import ConfigError, RolloutConfig
 from megarl.engine.engine_protocol import Generation
 from megarl.engine.tool_calls import ParsedResponse, ParseFunction, ToolCall

@@ -19,9 +19,9 @@ from megarl.environments.error_log import ToolCallStats
 from megarl.environments.process_sessions import EnvironmentPool
 from megarl.models.routing import RoutingShape
 from megarl.processes.children import ProcessLimits
-from megarl.rollout.background import GroupStream, OnBusyInterval
 from megarl.rollout.conversation import RolloutContext
 from megarl.rollout.group_queue import GroupQueue
+from megarl.rollout.group_stream import GroupStream, OnBusyInterval
 from megarl.rollout.request_gate import OVERCOMMIT, RequestGate
 from megarl.rollout.scheduler import GenerationResult, Group, gather_rollouts
 from megarl.rollout.session_server import SessionServer

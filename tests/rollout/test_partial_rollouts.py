@@ -12,7 +12,7 @@ from scripted import PROMPT, begun
 
 from megarl.checkpoint.manifest import hash_file
 from megarl.config import ConfigError
-from megarl.rollout.partial_store import assign_groups, read_groups, write_groups
+from megarl.rollout.partial_rollouts import assign_groups, read_groups, write_groups
 from megarl.rollout.scheduler import Group
 from megarl.types import SamplingMask, Turn
 

@@ -16,20 +16,20 @@ from megarl.config.strict import closest_match
 from megarl.parallel.role_settings import role_backends, role_settings
 from megarl.types.requirements import Requirements
 
-TEACHER = "megarl.workers.teacher:TeacherWorker"
+TEACHER = "megarl.workers.actor:TeacherWorker"
 WORKERS: dict[str, dict[str, str]] = {
     "rollout": {"sglang": "megarl.workers.rollout:RolloutWorker"},
     "actor": {"megatron": "megarl.workers.actor:ActorWorker"},
-    "reference": {"megatron": "megarl.workers.reference:ReferenceWorker"},
+    "reference": {"megatron": "megarl.workers.actor:ReferenceWorker"},
     "critic": {"megatron": "megarl.workers.critic:CriticWorker"},
     "reward": {
-        "megatron": "megarl.workers.reward_megatron:MegatronRewardWorker",
-        "transformers": "megarl.workers.reward_classifier:ClassifierRewardWorker",
+        "megatron": "megarl.workers.reward_models:MegatronRewardWorker",
+        "transformers": "megarl.workers.reward_models:ClassifierRewardWorker",
         "pool": "megarl.workers.reward:RewardWorker",
         "http": "megarl.workers.reward:RewardWorker",
         "judge": "megarl.workers.reward:RewardWorker",
     },
-    "reward_model": {"megatron": "megarl.workers.reward_training:RewardModelWorker"},
+    "reward_model": {"megatron": "megarl.workers.critic:RewardModelWorker"},
     "teacher": {"megatron": TEACHER},
 }
 """Built-in workers by role and backend; the first backend is the default."""
