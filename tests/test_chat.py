@@ -44,7 +44,7 @@ def test_bad_arguments(
 
 
 def test_bad_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for target, says in ((tmp_path / "none", "there is no such folder"), (tmp_path, "is no model")):
+    for target, says in ((tmp_path / "none", "no such folder"), (tmp_path, "is neither a model")):
         assert program.main([str(target)]) == 2
         assert says in capsys.readouterr().err
     assert program.main([]) == 2

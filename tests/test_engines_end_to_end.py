@@ -49,7 +49,7 @@ def check(run_dir: Path, died: dict[int, str], samples: int = 16) -> None:
         assert [one.status for one in read_rollouts(run_dir, step) if one.status == "aborted"] == []
         assert versions(run_dir, step) == {step - 1}  # by no other weights
         assert row["rollout/logprob_diff_p95"] <= 1e-4  # which the engine has had whole
-    assert log.count("is started again") == len(died) == log.count("has started again")
+    assert log.count("is being restarted") == len(died) == log.count(" restarted, ")
 
 
 @pytest.fixture(scope="module")

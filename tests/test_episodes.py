@@ -62,7 +62,7 @@ def test_numbers_by_hand() -> None:
     assert assign_episode_ids(group[:0], episode[:0]).tolist() == []
     with pytest.raises(ValueError, match="^branches of an episode are not adjacent$"):
         assign_episode_ids(torch.zeros(3), torch.tensor([1, -1, 1]))
-    with pytest.raises(ValueError, match="^branches of an episode have another home each$"):
+    with pytest.raises(ValueError, match="^branches of an episode differ in home$"):
         assign_episode_ids(group, episode, home=torch.tensor([0, 0, 0, 1, 0, 0, 0]))
 
 

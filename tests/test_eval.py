@@ -55,7 +55,7 @@ def say(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         (("--k", "0"), ("--k", "from 1")),
         (("--samples", "-1"), ("--samples", "from 1")),
         (("--right", "much"), ("--right", "number")),
-        (("--k", "8", "--samples", "4"), ("--k 8", "--samples says 4")),
+        (("--k", "8", "--samples", "4"), ("--k 8", "--samples is 4")),
         (("--k", "8", "rollout.temperature=0"), ("rollout.temperature=0", "same answer 8 times")),
         (("--samples", "2", "rollout.temperature=0"), ("rollout.temperature=0",)),
         (("rollout.temprature=1",), ("rollout.temperature",)),
@@ -93,19 +93,19 @@ def test_bad_data(say: Say, rows: bytes, words: tuple[str, ...]) -> None:
 
 
 def test_bad_targets(say: Say, tmp_path: Path) -> None:
-    assert "there is no such folder" in say(target=tmp_path / "none")
-    assert "there is no such folder" in say(target=Path("nobody/no-such-model")) and "hf download" in say(
+    assert "no such folder" in say(target=tmp_path / "none")
+    assert "no such folder" in say(target=Path("nobody/no-such-model")) and "hf download" in say(
         target=Path("nobody/no-such-model")
     )
     (tmp_path / "file").write_text("")
     assert "is a file" in say(target=tmp_path / "file")
     (tmp_path / "empty").mkdir()
-    assert "is no model" in say(target=tmp_path / "empty")
+    assert "is neither a model" in say(target=tmp_path / "empty")
     (tmp_path / "config").mkdir()
     (tmp_path / "config/config.json").write_text('{"architectures": ["Qwen3MoeForCausalLM"]}')
     assert "safetensors" in say(target=tmp_path / "config")
     (tmp_path / "step_000003").mkdir()
-    assert "is no whole checkpoint" in say(target=tmp_path / "step_000003")
+    assert "is not a complete checkpoint" in say(target=tmp_path / "step_000003")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text("algorithm: ppo\n")
     assert "without a checkpoint and without an export" in say(target=tmp_path / "run")
@@ -115,7 +115,7 @@ def test_bad_targets(say: Say, tmp_path: Path) -> None:
 
 def test_what_is_in_the_way(say: Say, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = model_sources.Target("run", str(model), tmp_path / "step_000001", 1, from_dict({}))
-    with pytest.raises(ConfigError, match="exists, where the checkpoint would be converted to"):
+    with pytest.raises(ConfigError, match="exists, but the checkpoint would be converted into"):
         target.prepare(model)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)

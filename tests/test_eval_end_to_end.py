@@ -92,7 +92,7 @@ def test_somebody_talks_to_it(run: Path, host: str) -> None:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     lines = done.stdout.splitlines()
-    assert any("with calculator; /reset begins anew" in line for line in lines)
+    assert any("with calculator; /reset starts over" in line for line in lines)
     prompts = [line for line in lines if line.startswith("> ")]
     assert len(prompts) == 5 and "there is no '/nothing'" in done.stdout and "a new conversation" in done.stdout
     assert all(len(prompts[turn]) > 2 for turn in (0, 3)), done.stdout  # it has answered

@@ -60,7 +60,7 @@ def test_too_many_in_a_row_go_back_to_the_checkpoint_before_them_and_the_run_goe
     assert [step.get("guards/actor_consecutive_skips") for step in steps] == [None, None, None, 4, None, None]
     assert [step.get("guards/checkpoint_restores") for step in steps] == [None] * 4 + [1, 1]
     (alarm,) = lines_of(run_dir, "ALARM")
-    assert "step 4: 4 updates of the actor in a row were skipped, from step 3 on" in alarm
+    assert "step 4: 4 consecutive updates of the actor were skipped since step 3" in alarm
     assert f"those of {run_dir}/checkpoints/step_000002 again" in alarm
     # The schedule is that of the checkpoint; the engine has its weights; the data are the next ones.
     rates = [step["actor/lr"] for step in steps]
@@ -79,8 +79,8 @@ def test_a_second_time_without_a_good_step_between_ends_the_run_and_says_so(
     spoilt(monkeypatch, run_dir, "2:99")
     done = start(folder, run_dir, *GRPO, "run.num_update=4", "run.ppo_epochs=2", "run.num_rollout=6", host=host)
     assert done.returncode == 2, done.stdout[-3000:] + done.stderr[-3000:]
-    (said,) = [line for line in done.stderr.splitlines() if "had gone back" in line]
-    assert said.startswith("error: 4 updates of the actor in a row were skipped, from step 3 on")
+    (said,) = [line for line in done.stderr.splitlines() if "were already rolled back" in line]
+    assert said.startswith("error: 4 consecutive updates of the actor were skipped since step 3")
     assert "The models were already rolled back to step 1 for this reason" in said
     assert len(metrics_of(run_dir)) == 3 and len(lines_of(run_dir, "ALARM")) == 1
 

@@ -235,10 +235,10 @@ def test_what_could_have_been_sampled_is_of_the_tokens_that_were_chosen():
 
 def test_records_of_other_tokens_are_refused():
     few = dataclasses.replace(EXAMPLE, sampling_mask=SamplingMask.from_rows([[7]]))
-    with pytest.raises(ValueError, match="chose 3 tokens says of 1 what they could be"):
+    with pytest.raises(ValueError, match="chose 3 tokens has sampling masks of 1"):
         TrainBatch.from_rollouts([few])
     other = dataclasses.replace(EXAMPLE, sampling_mask=SamplingMask.from_rows([[7], [3, 4], [9]]))
-    with pytest.raises(ValueError, match="token 4 of a rollout is not among those"):
+    with pytest.raises(ValueError, match="token 4 of a rollout is not in its sampling mask"):
         TrainBatch.from_rollouts([other])
     for odd in ([["x"]], [[1.5]], [[-1]], [[2**31]], [7]):
         with pytest.raises((ValueError, TypeError)):

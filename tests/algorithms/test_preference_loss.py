@@ -47,7 +47,7 @@ def test_large_margins_overflow_nowhere():
 @pytest.mark.parametrize("group", [[0, 1], [0, 0, 1]])
 def test_parted_pairs_are_refused(group):
     starts = torch.arange(len(group) + 1)
-    with pytest.raises(ValueError, match="no pairs"):
+    with pytest.raises(ValueError, match="not pairs"):
         bradley_terry(torch.zeros(len(group)), starts, torch.tensor(group))
 
 

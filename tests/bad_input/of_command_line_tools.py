@@ -110,7 +110,7 @@ REPORT = [
     ),
     report("a damaged configuration", ("config.yaml is damaged",), "FOLDER/r", prepare=run(config=b"a: [")),
     report("a binary configuration", ("config.yaml is damaged",), "FOLDER/r", prepare=run(config=b"\xff\xfe\0")),
-    report("a plot into nowhere", ("--plot", "make it first"), "FOLDER/r", "--plot", "FOLDER/x/a.png", prepare=run()),
+    report("a plot into nowhere", ("--plot", "create it first"), "FOLDER/r", "--plot", "FOLDER/x/a.png", prepare=run()),
     report(
         "a plot below a file", ("--plot", "no folder"), "FOLDER/r", "--plot", "FOLDER/config.yaml/a.png", prepare=run()
     ),
@@ -139,7 +139,7 @@ VIEW = [
     view("a step that is text", ("--step", "whole number"), "FOLDER/r", "--step", "last", prepare=run()),
     view("another step", ("no rollouts of step 9", "1 to 1"), "FOLDER/r", "--step", "9", prepare=run()),
     view("worst and best", ("--best", "not allowed with"), "FOLDER/r", "--worst", "--best", prepare=run()),
-    view("a page into nowhere", ("--html", "make it first"), "FOLDER/r", "--html", "FOLDER/x/a.html", prepare=run()),
+    view("a page into nowhere", ("--html", "create it first"), "FOLDER/r", "--html", "FOLDER/x/a.html", prepare=run()),
     view("a page over a folder", ("--html", "is a folder"), "FOLDER/r", "--html", "FOLDER/model", prepare=run()),
     view(
         "a page where nothing can be", ("--html", "cannot be written"), "FOLDER/r", "--html", "/proc/a", prepare=run()
@@ -155,13 +155,13 @@ VIEW = [
         view(name, ("parquet, row 1, is not a recorded rollout", says), "FOLDER/r", prepare=recorded(**changes))
         for name, says, changes in (
             ("a turn of more tokens", "turns of 2 tokens with 1 token ids", {"turn_lengths": [2]}),
-            ("more turns in one column", "not as many", {"turn_lengths": [1, 0]}),
+            ("more turns in one column", "disagree on the number", {"turn_lengths": [1, 0]}),
             ("negative ids", "a token id is negative", {"token_ids": [-1]}),
             ("an unknown end", "'done'", {"status": "done"}),
             ("a reward part that is text", "not a number", {"reward_parts": '{"a": "high"}'}),
             ("reward parts that are a number", "not a dict", {"reward_parts": "3"}),
             ("a missing reward for no reason", "not text", {"unscored": '{"a": 3}'}),
-            ("a turn without its reward", "not as many", {"turn_rewards": []}),
+            ("a turn without its reward", "disagree on the number", {"turn_rewards": []}),
             ("messages cut off", "messages: ", {"messages": '[{"role": "us'}),
             ("messages nested", "messages: ", {"messages": "[" * 100000}),
             ("a prompt that is text", "prompt_messages is", {"prompt_messages": '"x"'}),
@@ -246,7 +246,7 @@ RESHARD = [
     reshard("more stages than layers", ("stages",), *WAY, "--train", "world=64,pp=64"),
     reshard("layers in words", ("--pp-layers", "4,4,3"), *WAY, "--pp-layers", "a,b"),
     reshard("layers of other stages", ("[4, 4]",), *WAY, "--pp-layers", "4,4"),
-    reshard("a page into nowhere", ("--html", "make it first"), *WAY, "--html", "FOLDER/x/a.html"),
+    reshard("a page into nowhere", ("--html", "create it first"), *WAY, "--html", "FOLDER/x/a.html"),
     reshard("a page over a folder", ("--html", "is a folder"), *WAY, "--html", "FOLDER/model"),
     *(
         reshard(f"{option} {value}", (option,), *WAY, option, value)
@@ -384,7 +384,7 @@ BENCHES = [
         }.items()
         for value in values
     ),
-    bench("figures into nowhere", ("--json", "make it first"), "--json", "FOLDER/x/a.json"),
+    bench("figures into nowhere", ("--json", "create it first"), "--json", "FOLDER/x/a.json"),
     bench("figures over a folder", ("--json", "is a folder"), "--json", "FOLDER/model"),
 ]
 
@@ -393,7 +393,7 @@ PARITY = [
     parity("an unknown family", ("--family", "nonsense", "qwen3_moe"), "--family", "nonsense"),
     parity("an unknown layout", ("--layout", "tp=3"), "--layout", "tp=3"),
     parity("an unknown engine", ("--engine", "tp=16"), "--engine", "tp=16"),
-    parity("a table into nothing", ("--readme", "make it first"), "--readme", "FOLDER/x/README.md"),
+    parity("a table into nothing", ("--readme", "create it first"), "--readme", "FOLDER/x/README.md"),
     parity("a table into another file", ("--readme", "two marks"), "--readme", "FOLDER/config.yaml"),
     parity("a table into a folder", ("--readme", "is a folder"), "--readme", "FOLDER/model"),
     parity("a table into a model", ("--readme", "is no text"), "--readme", "FOLDER/model/model.safetensors"),
@@ -432,7 +432,7 @@ AGAIN = [
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = [file.stem for file in sorted((ROOT / "tools").glob("*.py")) if "__main__" in file.read_text()]
 UNKNOWN = [
-    tool(program)("an option and no more", ("--help lists what there is",), "--nonsense") for program in PROGRAMS
+    tool(program)("an option and no more", ("see --help",), "--nonsense") for program in PROGRAMS
 ]
 
 CASES = [*UNKNOWN, *REPORT, *VIEW, *MISMATCH, *AGAIN, *MEMORY, *RESHARD, *GSM8K, *QUICKSTART, *BENCHES, *PARITY]

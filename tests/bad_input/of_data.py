@@ -84,8 +84,8 @@ FILES = [
     of_file("a folder", ("FOLDER/model is a folder", "name a .parquet or .jsonl file"), lambda folder: None, "model"),
     of_file("a folder of that name", ("is a folder",), lambda folder: (folder / "own.jsonl").mkdir()),
     of_file("a name too long", ("too long",), lambda folder: None, "x" * 300 + ".jsonl"),
-    of_file("a pipe", ("no regular file",), lambda folder: os.mkfifo(folder / "own.jsonl")),
-    of_file("a device", ("no regular file",), lambda folder: (folder / "own.jsonl").symlink_to("/dev/zero")),
+    of_file("a pipe", ("not a regular file",), lambda folder: os.mkfifo(folder / "own.jsonl")),
+    of_file("a device", ("not a regular file",), lambda folder: (folder / "own.jsonl").symlink_to("/dev/zero")),
     of_file("a link to nothing", ("no such file",), lambda folder: (folder / "own.jsonl").symlink_to("none")),
     of_file("csv", ("the suffix '.csv'", ".parquet or .jsonl"), holds(b"a,b", "a.csv"), "a.csv"),
     of_file("json", ("the suffix '.json'", ".parquet or .jsonl"), holds(b"[]", "a.json"), "a.json"),
@@ -104,7 +104,7 @@ FILES = [
     of_file("zeros", ("own.jsonl:1", "NUL"), holds(bytes(1000))),
     of_file("random bytes", ("own.jsonl:1", "not UTF-8"), holds(bytes(range(128, 256)))),
     of_file("one line without end", ("own.jsonl:1", "64 MiB"), holds(b"x" * (65 << 20))),
-    of_file("indented", ("own.jsonl:1", "one whole object"), holds(json.dumps(PROMPT, indent=1).encode())),
+    of_file("indented", ("own.jsonl:1", "one complete object"), holds(json.dumps(PROMPT, indent=1).encode())),
     of_file("a list of rows", ("own.jsonl:1", "a list, not an object"), holds(json.dumps([PROMPT]).encode())),
     of_file("parquet cut off", ("own.parquet cannot be read as parquet",), cut_parquet, "own.parquet"),
     of_file("parquet empty", ("own.parquet cannot be read as parquet",), holds(b"", "own.parquet"), "own.parquet"),
@@ -136,7 +136,7 @@ def _no_rows(path: Path) -> None:
 
 LINES = [
     prompt("latin-1", ("not UTF-8 at byte 12", "iconv"), '{"prompt": "é"}'),
-    prompt("cut off", ("not JSON", "one whole object"), '{"prompt": "1+1'),
+    prompt("cut off", ("not JSON", "one complete object"), '{"prompt": "1+1'),
     prompt("python's quotes", ("not JSON",), "{'prompt': '1+1?'}"),
     prompt("two on a line", ("not JSON: Extra data",), json.dumps(PROMPT) * 2),
     prompt("a number", ("a int, not an object",), "5"),
@@ -363,7 +363,7 @@ SEVERAL = [
     ),
     Case(
         "an order of words",
-        ("own.jsonl:3: 'level' is 'hard'", "no number"),
+        ("own.jsonl:3: 'level' is 'hard'", "not a number"),
         (*PROMPTS, "data.curriculum_key=level"),
         third(LEVELS[0], PROMPT | {"level": "hard"}),
     ),
@@ -375,13 +375,13 @@ SEVERAL = [
     ),
     Case(
         "sft: an order of words",
-        ("own.jsonl:3: 'level' is 'hard'", "no number"),
+        ("own.jsonl:3: 'level' is 'hard'", "not a number"),
         (*SFT, "data.curriculum_key=level"),
         third(TALK | {"level": 1}, TALK | {"level": "hard"}),
     ),
     Case(
         "pairs: an order of words",
-        ("own.jsonl:3: 'level' is 'hard'", "no number"),
+        ("own.jsonl:3: 'level' is 'hard'", "not a number"),
         (*PAIRS, "data.curriculum_key=level"),
         third(PAIR | {"level": 1}, PAIR | {"level": "hard"}),
     ),

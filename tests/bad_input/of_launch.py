@@ -69,7 +69,7 @@ CASES = [
     line("a short flag", (UNKNOWN, "-x"), CONFIG, "-x"),
     line("a value for a flag", ("--dry-run", "ignored explicit argument 'yes'"), CONFIG, "--dry-run=yes"),
     line("a word for a flag", ("'yes'", "not of the form key=value"), CONFIG, "--dry-run", "yes"),
-    line("a word in no key", ("--keys rewrd: no key has this in its name", "did you mean reward?"), "--keys", "rewrd"),
+    line("a word in no key", ("--keys rewrd: no key contains this", "did you mean reward?"), "--keys", "rewrd"),
     Case("command line: of the page, an unknown flag", (UNKNOWN, "--nonsense"), command=("-m", "megarl", "--nonsense")),
     line("a value for --keys", ("--keys", "ignored explicit argument"), "--keys=run"),
     line("a key as a flag", (UNKNOWN, "--run.seed=3"), CONFIG, "--run.seed=3"),

@@ -15,12 +15,12 @@ def placed(name: str, says: tuple[str, ...], placement: str, *given: str) -> Cas
 CASES = [
     placed("a rank that is not there", ("placement.critic=4-7", "rank 7", "0 to 3"), "{critic: 4-7}", FOUR),
     placed("a rank far beyond", ("rank 999999999", "parallel.world_size=8"), "{actor: 0-999999999}"),
-    placed("ranks without a number", ("placement.actor=", "names no ranks", "0-3"), "{actor: ''}"),
-    placed("no word of where", ("placement.actor=None", "leave the role out"), "{actor: }"),
-    placed("a word for ranks", ("placement.actor=first", "is no set of ranks", "0,2,5-6"), "{actor: first}"),
-    placed("dots for ranks", ("'0..3'", "is no set of ranks"), "{actor: 0..3}"),
+    placed("ranks without a number", ("placement.actor=", "lists no ranks", "0-3"), "{actor: ''}"),
+    placed("no word of where", ("placement.actor=None", "remove the role"), "{actor: }"),
+    placed("a word for ranks", ("placement.actor=first", "is not a set of ranks", "0,2,5-6"), "{actor: first}"),
+    placed("dots for ranks", ("'0..3'", "is not a set of ranks"), "{actor: 0..3}"),
     placed("a list for ranks", ("placement.actor=[0, 1]", "write ranks as"), "{actor: [0, 1]}"),
-    placed("ranks that go down", ("3-0 goes down", "0-3"), "{actor: 3-0}"),
+    placed("ranks that go down", ("3-0 is descending", "0-3"), "{actor: 3-0}"),
     placed("a rank twice", ("names rank 2 twice",), "{actor: '0-3,2'}"),
     placed("a role misspelt", ("placement.critc", "did you mean placement.critic"), "{critc: 0-3}"),
     placed("a role of another algorithm", ("grpo has no such role",), "{critic: 0-3}", EIGHT, "algorithm=grpo"),
@@ -51,7 +51,7 @@ CASES = [
         "a step ahead, on some ranks", ("rank 4", "critic's"), "{actor: 0-3, critic: 4-7, rollout: 4-7}", EIGHT, AHEAD
     ),
     placed("a step ahead, replayed", ("rollout.replay", "set the first to false"), APART, EIGHT, AHEAD, REPLAYED),
-    placed("a step ahead and more prompts", ("oversample=1.5", "one of them only"), APART, EIGHT, AHEAD, MORE),
+    placed("a step ahead and more prompts", ("oversample=1.5", "only one of them"), APART, EIGHT, AHEAD, MORE),
     placed(
         "ahead of oneself", ("rollout.max_staleness", "at least 0"), APART, EIGHT, AHEAD, "rollout.max_staleness=-1"
     ),

@@ -181,7 +181,7 @@ CASES = [
     Case("architectures is a number", ("architectures must be a list",), prepare=change(architectures=3)),
     Case("architectures of numbers", ("architectures must be a list",), prepare=change(architectures=[3])),
     Case("an unknown architecture", ("BertModel", "known:"), prepare=change(architectures=["BertModel"])),
-    Case("no architecture", ("no table for the architecture",), prepare=change(architectures=GONE, model_type=GONE)),
+    Case("no architecture", ("no model family for the architecture",), prepare=change(architectures=GONE, model_type=GONE)),
     Case("a model type that is none", ("model_type must be text",), prepare=change(model_type=[1])),
     Case("V3: an odd rotation", ("qk_rope_head_dim=7",), (*DRY, *OTHER), other("deepseek_v3", qk_rope_head_dim=7)),
     Case(
@@ -247,7 +247,7 @@ CASES = [
         other("llama", rope_parameters={"rope_type": "llama3", "high_freq_factor": "4"}),
     ),
     # --- files
-    Case("no config.json", ("there is no config.json in FOLDER/model",), prepare=without("config.json")),
+    Case("no config.json", ("no config.json in FOLDER/model",), prepare=without("config.json")),
     Case("a pointer of Git LFS", ("is a pointer of Git LFS", "git lfs pull"), prepare=holds("model.safetensors", LFS)),
     Case("config.json is one, too", ("config.json is a pointer of Git LFS",), prepare=holds("config.json", LFS)),
     Case("a folder of PEFT's", ("is a folder of PEFT's", "'base'", "merge"), prepare=of_peft),
@@ -274,7 +274,7 @@ CASES = [
     Case("no model", ("model.path is not set",), ("model.path=",)),
     Case("no critic", ("critic.path=FOLDER/nowhere", "no such folder"), ("critic.path=FOLDER/nowhere",)),
     Case("data for a critic", ("config.json",), ("critic.path=FOLDER",)),
-    Case("no reward model", ("reward.model=FOLDER/nowhere",), ("reward.model=FOLDER/nowhere",)),
+    Case("not a reward model", ("reward.model=FOLDER/nowhere",), ("reward.model=FOLDER/nowhere",)),
     Case("a policy for a reward model", ("has no score.weight",), ("reward.model=FOLDER/model",)),
     # --- weights
     Case("no weights", ("safetensors",), prepare=without("model.safetensors")),
@@ -311,15 +311,15 @@ CASES = [
     ),
     Case("an index that is a list", ("index.json holds a list",), prepare=index([])),
     Case("an index without a map", ("it has no weight_map",), prepare=index({"metadata": {}})),
-    Case("an index with a map of numbers", ("which is no file beside it",), prepare=index({"weight_map": {"a": 3}})),
+    Case("an index with a map of numbers", ("which is not a file next to it",), prepare=index({"weight_map": {"a": 3}})),
     Case(
         "an index that leads out",
-        ("'../secret.safetensors'", "no file beside it"),
+        ("'../secret.safetensors'", "not a file next to it"),
         prepare=index({"weight_map": {"a": "../secret.safetensors"}}),
     ),
     Case(
         "an index that leads far out",
-        ("'/etc/passwd'", "no file beside it"),
+        ("'/etc/passwd'", "not a file next to it"),
         prepare=index({"weight_map": {"a": "/etc/passwd"}}),
     ),
     Case(
@@ -329,7 +329,7 @@ CASES = [
     ),
     Case(
         "an index of tensors that are not there",
-        ("says that a is in model.safetensors",),
+        ("lists a in model.safetensors",),
         prepare=index({"weight_map": {"a": "model.safetensors"}}),
     ),
     # --- tokenizers

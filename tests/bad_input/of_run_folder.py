@@ -147,7 +147,7 @@ def kept(key: str, *says: str, given: tuple[str, ...], prepare: Callable[[Path],
 
 DIR = ("run.dir", "set it to one", "runs/first")
 UNUSABLE = ("cannot write to run folder", "set run.dir to another folder")
-NONE_WHOLE = ("none of the checkpoints in FOLDER/run/checkpoints is whole", "step_000001", "put a copy", "run.dir")
+NONE_WHOLE = ("none of the checkpoints in FOLDER/run/checkpoints is complete", "step_000001", "copy one there", "run.dir")
 
 CASES = [
     Case("no run.dir", DIR, ("run.dir=",)),
@@ -159,7 +159,7 @@ CASES = [
     Case("run.dir below a device", (*UNUSABLE, "/dev/null is not a folder"), ("run.dir=/dev/null/x",)),
     Case(
         "run.dir in proc",
-        ("run.dir=/proc/x is in a file system of the kernel", "a folder on a disk"),
+        ("run.dir=/proc/x is in a virtual file system", "a folder on a disk"),
         ("run.dir=/proc/x",),
     ),
     Case("run.dir too long a name", ("run.dir", "too long; choose another"), (f"run.dir=FOLDER/{'x' * 300}",)),
@@ -281,7 +281,7 @@ CASES = [
     Case("something at the export's place", ("run/export exists", "run.dir"), (), folder_at("run/export")),
     Case("an export over the model", ("came from", "run.dir"), (), exported_over_model),
     Case("something at the adapter's place", ("run/adapter", "run.dir"), ("lora.rank=4",), folder_at("run/adapter")),
-    Case("no room for the export", ("1.0 MB free", "for the export", "make room"), (), full),
+    Case("no room for the export", ("1.0 MB free", "for the export", "free disk space"), (), full),
     Case("no room for checkpoints", ("2 x", "for checkpoints", "keep_checkpoints"), ("run.save_every=1",), full),
     Case("no room for checkpoints alone", ("for checkpoints",), ("run.save_every=1", "run.export=false"), full),
 ]

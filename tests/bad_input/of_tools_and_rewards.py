@@ -123,8 +123,8 @@ CASES = [
     schema("types as text", described('"parameters": {"properties": {"x": "number"}}'), "`properties` must map"),
     schema("required is text", described('"parameters": {"required": "x"}'), "`required` must be a list"),
     schema("required what is not there", described('"parameters": {"required": ["x"]}'), "which is not among"),
-    schema("NaN", described('"parameters": {"properties": {"x": {"maximum": float("nan")}}}'), "JSON cannot hold it"),
-    schema("a set", described('"parameters": {"properties": {"x": {"enum": {1}}}}'), "JSON cannot hold it"),
+    schema("NaN", described('"parameters": {"properties": {"x": {"maximum": float("nan")}}}'), "it is not JSON"),
+    schema("a set", described('"parameters": {"properties": {"x": {"enum": {1}}}}'), "it is not JSON"),
     schema("function is text", TAKES_X, "is a str", function="'calculate'"),
     schema("function without the argument", TAKES_X, "cannot be called with the schema's arguments (x)"),
     schema("function wants more", TAKES_X, "missing a required argument: 'y'", function="lambda x, y: '1'"),
@@ -137,7 +137,7 @@ CASES = [
     environment("a number", "Own = 3", "mine:Own is a int, neither a class nor a coroutine function"),
     environment("a function", "def Own(row): pass", "mine:Own is a function, neither a class nor a coroutine function"),
     environment("an agent", "async def Own(row): pass", "mine:Own must take row, base_url and api_key"),
-    environment("empty", "class Own: pass", "mine:Own is no environment"),
+    environment("empty", "class Own: pass", "mine:Own is not an environment"),
     environment("wants", "class Own:\n    def __init__(self, x): pass", "its constructor must take no arguments"),
     environment(
         "no hint", "class Own:\n    def f(self, x):\n        'It.'", "mine:Own.f: the argument x needs a type hint"
@@ -147,9 +147,9 @@ CASES = [
         "odd hint", "class Own:\n    def f(self, x: bytes):\n        'It.'", "mine:Own.f", "has the hint bytes"
     ),
     environment("generator", "class Own:\n    def f(self):\n        yield 1", "mine:Own.f is a generator"),
-    environment("half", "class Own:\n    def call(self, name, arguments): pass", "a method call and none called tools"),
+    environment("half", "class Own:\n    def call(self, name, arguments): pass", "a method call but not tools"),
     environment(
-        "reward wants", "class Own:\n    def reward(self, x): pass", "mine:Own.reward wants x; it may be given"
+        "reward wants", "class Own:\n    def reward(self, x): pass", "mine:Own.reward takes x; available arguments are"
     ),
     environment("timeout", GAME + "Own.timeout = -1", "its `timeout` must be a number of seconds"),
     environment("positional", "class Own:\n    def reset(self, x, /): pass", "mine:Own.reset: the argument x"),

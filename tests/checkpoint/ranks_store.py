@@ -112,7 +112,7 @@ def whole(folder: Path) -> dict[str, object]:
     ours.save(1_000_000, {"step": 1_000_000}, parts("far"))
     newest = ours.find_newest()
     facts["far"] = newest and newest.name
-    facts["said_latest"] = bool([text for text in said if "tidying up" in text]) == (rank == 0)
+    facts["said_latest"] = bool([text for text in said if "cleaning up" in text]) == (rank == 0)
     on_lead(lambda: shutil.rmtree(place_of / "step_1000000"))
 
     # Damage: each makes an older one the newest.

@@ -95,7 +95,7 @@ def test_a_finished_run_that_is_resumed_exports_in_whatever_layout(
     shutil.rmtree(tmp_path / "run/export")
     result = run(tmp_path / "run", "run.resume=auto")
     assert result["code"] == 0, result
-    assert "step_000002 was written in another layout: random states are drawn anew" in result["out"]
+    assert "step_000002 was written in another layout: random states are seeded again" in result["out"]
     assert "changed, from step 3 on: parallel.tp: 2 -> 1" in result["out"]
     assert rates(tmp_path / "run") == rates(on_two_ranks)  # no step was taken
     first, second = (load_file(path / "export/model.safetensors") for path in (on_two_ranks, tmp_path / "run"))
@@ -175,7 +175,7 @@ def test_an_export_without_room_leaves_what_was_trained_and_the_next_start_expor
     result = run(folder, "run.num_rollout=1", "run.storage_timeout_s=5", disk="no_room_for_the_export")
     (line,) = result["err"].splitlines()
     assert result["code"] == 2 and f"could not export to {folder}/export: " in line, result
-    assert f"make room and start again with run.resume=auto, from the newest checkpoint, {folder}/checkpoints/" in line
+    assert f"free disk space and restart with run.resume=auto, from the newest checkpoint, {folder}/checkpoints/" in line
     assert not (folder / "export").exists()
     result = run(folder, "run.num_rollout=1", "run.resume=auto")
     assert result["code"] == 0 and [step for step, _ in rates(folder)] == [1], result

@@ -50,7 +50,7 @@ def test_checkpoints_are_whole_or_not_there(tmp_path: Path, run_ranks: Run) -> N
             found = facts["damages"][name]
             assert found.startswith(f"step_000007 | skipping checkpoint {tmp_path}"), (name, found)
             assert text in found, (name, found)
-        assert f"none of the checkpoints in {tmp_path}/checkpoints is whole" in facts["none_whole"]
+        assert f"none of the checkpoints in {tmp_path}/checkpoints is complete" in facts["none_whole"]
         assert "step_000008: part_0.bin" in facts["none_whole"] and "step_000007: part_0.bin" in facts["none_whole"]
 
 

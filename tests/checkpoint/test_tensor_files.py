@@ -64,5 +64,5 @@ def test_one_tensor_is_read_at_a_time_and_each_once(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_is_not_what_was_said_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"x was said to be torch.float32 \(3,\) and is torch.float32 \(2,\)"):
+    with pytest.raises(ValueError, match=r"x was declared as torch.float32 \(3,\) and is torch.float32 \(2,\)"):
         write_file({"x": LazyTensor((3,), torch.float32, lambda: torch.zeros(2))}, tmp_path / "file")

@@ -135,7 +135,7 @@ def test_a_step_is_the_same_however_its_sequences_lie(options: dict[str, Any]) -
 def test_what_it_declares() -> None:
     taught = load_requirements(config_of())
     assert taught.roles == ("rollout", "actor", "teacher") and taught.is_off_policy and not taught.is_group_relative
-    mixed = load_requirements(config_of({"reward": 0.5}))
+    mixed = load_requirements(config_of({"reward_coef": 0.5}))
     assert mixed.roles == ("rollout", "actor", "teacher", "reward") and mixed.is_group_relative
     looked_at = load_requirements(config_of(reward={"functions": ["a:b"]}))  # evaluations are by it
     assert looked_at.roles[-1] == "reward" and not looked_at.is_group_relative

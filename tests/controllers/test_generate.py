@@ -43,5 +43,5 @@ def test_a_step_is_answers_and_their_rewards(scored: bool) -> None:
 
 def test_nothing_goes_on_beside_it() -> None:
     config = from_dict({"algorithm": "generate", "rollout": {"asynchronous": True}})
-    with pytest.raises(ConfigError, match="rollout.asynchronous with algorithm=generate: nothing is trained beside"):
+    with pytest.raises(ConfigError, match="rollout.asynchronous with algorithm=generate: nothing trains concurrently"):
         check_asynchronous(config, load_requirements(config), [])

@@ -268,19 +268,19 @@ def test_what_each_kind_is_by_default() -> None:
 @pytest.mark.parametrize(
     ("correction", "algorithm", "complaint"),
     [
-        ({"kind": "tis", "low": 3.0}, "grpo", "correction.low=3 and correction.high=2 must have 1 between them"),
-        ({"kind": "tis", "high": 0.5}, "grpo", "correction.low=0 and correction.high=0.5 must have 1"),
+        ({"kind": "tis", "low": 3.0}, "grpo", "correction.low=3 and correction.high=2 must enclose 1"),
+        ({"kind": "tis", "high": 0.5}, "grpo", "correction.low=0 and correction.high=0.5 must enclose 1"),
         ({"kind": "icepop", "level": "sequence"}, "grpo", "that is correction.kind=mis"),
         ({"kind": "mis", "level": "token"}, "ppo", "that is correction.kind=icepop"),
         (
             {"kind": "tis", "proximal": "behavior"},
             "grpo",
-            "which with correction.proximal=behavior is in the ratio of the",
+            "which with correction.proximal=behavior is also in the ratio",
         ),
-        ({"kind": "tis", "proximal": "engine"}, "grpo", "with correction.proximal=engine is in the ratio of the loss"),
-        ({"kind": "reject", "proximal": "engine"}, "grpo", "set it to drawn"),
+        ({"kind": "tis", "proximal": "engine"}, "grpo", "with correction.proximal=engine is also in the ratio"),
+        ({"kind": "reject", "proximal": "engine"}, "grpo", "set it to behavior"),
         ({"kind": "tis"}, "sft", "correction.kind=tis with algorithm=sft: it does not generate"),
-        ({"proximal": "engine"}, "reward_model", "correction.kind=none with algorithm=reward_model: it has no engine"),
+        ({"proximal": "engine"}, "reward_model", "correction.kind=none with algorithm=reward_model: it does not generate"),
     ],
 )
 def test_what_does_not_go_together(correction: dict[str, Any], algorithm: str, complaint: str) -> None:

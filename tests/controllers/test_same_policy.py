@@ -86,14 +86,14 @@ def test_a_step_of_two_policies_is_not_trained_on_and_names_the_layer() -> None:
     before = flow.policy.table.detach().clone()
     with pytest.raises(ConfigError) as caught:
         controller.step(flow, prompts())
-    assert "differ by 0.02 in the mean" in str(caught.value) and "above 0.01" in str(caught.value)
+    assert "differ by 0.02 on average" in str(caught.value) and "above 0.01" in str(caught.value)
     assert "Layer 1: the engines' weights differ from the trainer's (model.layers.1.mlp" in str(caught.value)
     assert torch.equal(flow.policy.table.detach(), before) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
-    [([], "All tensors of the engines hold the trainer's bits"), (None, "so no layer can be named")],
+    [([], "All tensors of the engines equal the trainer's"), (None, "so no layer can be named")],
 )
 def test_what_is_said_where_no_layer_is_found(wrong: Any, says: str) -> None:
     flow: Any = Engines(single())
@@ -145,7 +145,7 @@ def test_the_bound_is_by_the_type_or_the_users_own() -> None:
     make_controller(off).step(flow, prompts())
     with pytest.raises(ConfigError, match=f"guards.bands.{LOGPROB_DIFF} must be two numbers"):
         load_bands(single(guards={"bands": {LOGPROB_DIFF: 0.5}}).guards)
-    with pytest.raises(ConfigError, match="guards.alarms=false looks at none"):
+    with pytest.raises(ConfigError, match="guards.alarms=false disables it"):
         load_bands(single(guards={"bands": {LOGPROB_DIFF: None, "actor/entropy": [0, 1]}}).guards)
 
 

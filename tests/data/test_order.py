@@ -91,7 +91,7 @@ def test_what_is_no_number_is_named_with_its_row(value: Any) -> None:
 
 
 def test_a_number_beyond_floats() -> None:
-    with pytest.raises(ConfigError, match="a.jsonl:7: 'level' is beyond what a float64 holds"):
+    with pytest.raises(ConfigError, match="a.jsonl:7: 'level' overflows float64"):
         read_key({"level": 10**400}, "level", "a.jsonl:7")
 
 

@@ -155,7 +155,7 @@ def test_not_utf8(tmp_path):
 
 def test_duplicate_ids_name_both_places(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", GOOD | {"id": "x"}, GOOD | {"id": "y"}, GOOD | {"id": "x"})
-    with pytest.raises(ConfigError, match=r"a\.jsonl:3: the id 'x' is taken by .*a\.jsonl:1;"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl:3: the id 'x' is already used by .*a\.jsonl:1;"):
         read_prompts(path)
 
 
@@ -260,7 +260,7 @@ def test_what_comes_back_is_handed_out_first_and_in_its_order(count):
 def test_more_cannot_come_back_than_was_handed_out():
     loader = PromptLoader(prompts(7), 3, seed=5)
     loader.next_batch()
-    with pytest.raises(ValueError, match="3 prompts were handed out, and 4 come back"):
+    with pytest.raises(ValueError, match="3 prompts were drawn, but 4 are returned"):
         loader.return_unused(4)
 
 

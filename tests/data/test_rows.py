@@ -85,8 +85,8 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
     for name, message in {
-        "pipe.jsonl": "no regular file",
-        "zero.jsonl": "no regular file",
+        "pipe.jsonl": "not a regular file",
+        "zero.jsonl": "not a regular file",
         "gone.jsonl": "no data file",
         ".": "is a folder",
         "x" * 300 + ".jsonl": "no data file x*: File name too long".replace("x*", ".*x"),

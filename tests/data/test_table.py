@@ -115,7 +115,7 @@ def test_a_file_that_changes_meanwhile_is_an_error(write: Any, tmp_path: Path) -
     path = write(tmp_path / ("a.jsonl" if write is lines else "a.parquet"))
     table = whole(path)
     os.utime(path, ns=(0, 0))
-    with pytest.raises(ConfigError, match="was changed while the run reads it; start again"):
+    with pytest.raises(ConfigError, match="was modified during the run; restart"):
         table[0]
     path.unlink()
     with pytest.raises(ConfigError, match="cannot be read any more: No such file"):

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         [{}],
         {"rollout": {"tool_call_parser": "llama3"}},
         (
-            "rollout.tool_call_parser=llama3 does not read how the chat template",
+            "rollout.tool_call_parser=llama3 does not parse how the chat template",
             "set rollout.tool_call_parser to ",
             "qwen25",
         ),
@@ -103,8 +103,8 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         {"data": {"train": "openai/gsm8k"}},
         ("data.train=openai/gsm8k: no such file", "end in .jsonl or .parquet", "hf download"),
     ),
-    "an address": ([{}], {"data": {"train": "s3://bucket/a.jsonl"}}, ("no such file: it is an address", "copy it")),
-    "a pattern": ([{}], {"data": {"train": "data/*.jsonl"}}, ("no such file; several are a list",)),
+    "an address": ([{}], {"data": {"train": "s3://bucket/a.jsonl"}}, ("no such file: it is a URL", "download it")),
+    "a pattern": ([{}], {"data": {"train": "data/*.jsonl"}}, ("no such file; write several as a list",)),
     "a worker's options": (
         [{}],
         {"roles": {"actor": {"worker": "odd_worlds:Board", "options": {"sped": 3}}}},
@@ -176,5 +176,5 @@ def test_what_is_offered_by_prompts_of_any_file() -> None:
     with pytest.raises(ConfigError, match="rollout.environments: no prompt has Odd of odd_worlds:Odd, all have Guess"):
         data_and_tools.check_offered(both[:1], known)
     agent = load_catalog(RolloutConfig(tools=(CALCULATOR,), environments=("agents_of_tests:calculating",)))
-    with pytest.raises(ConfigError, match="no prompt offers calculator .* all of them are an agent's, .* take it out"):
+    with pytest.raises(ConfigError, match="no prompt offers calculator .* all prompts are for an agent, .* remove it"):
         data_and_tools.check_offered(both[:1], agent)

@@ -74,8 +74,8 @@ def test_an_adapter_makes_a_class_of_what_follows_its_prefix(monkeypatch: pytest
     ("error", "complaint"),
     [
         (ConfigError("no such file"), "rollout.environments: mcp:x: no such file"),
-        (ImportError("no module mcp"), "rollout.environments: mcp:x cannot be had: ImportError: no module mcp"),
-        (SystemExit(3), "rollout.environments: mcp:x cannot be had: SystemExit: 3"),
+        (ImportError("no module mcp"), "rollout.environments: mcp:x cannot be loaded: ImportError: no module mcp"),
+        (SystemExit(3), "rollout.environments: mcp:x cannot be loaded: SystemExit: 3"),
     ],
 )
 def test_an_adapter_that_cannot(monkeypatch: pytest.MonkeyPatch, error: BaseException, complaint: str) -> None:
@@ -97,6 +97,6 @@ def test_a_plain_function_is_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.target.function is double and found.target.schema == found.info.schemas[0]
     assert found.info.kind == "tools" and found.info.name == "double"
     with pytest.raises(
-        ConfigError, match="rollout.tools: odd_worlds:Guess is a type: a class belongs into rollout.env"
+        ConfigError, match="rollout.tools: odd_worlds:Guess is a type: name a class in rollout.env"
     ):
         load("odd_worlds:Guess", TOOLS_KEY)

@@ -190,7 +190,7 @@ def test_what_is_no_text_is_named() -> None:
         {"type": "resource_link", "name": "c", "uri": "file:///c"},
     ]
     audio, pdf = (
-        f"[{what} is left out: only text can be read]" for what in ("audio (audio/wav)", "resource (application/pdf)")
+        f"[{what} is omitted: only text is supported]" for what in ("audio (audio/wav)", "resource (application/pdf)")
     )
     assert adapter.format_result({"content": content}) == f"a\n{audio}\nb\n{pdf}\n[c: file:///c]"
     assert adapter.format_result({"content": [], "structuredContent": {"result": 5}}) == '{"result": 5}'
@@ -208,7 +208,7 @@ def test_what_is_no_text_is_named() -> None:
         ({"command": "a", "args": "b"}, "`args` must be a list of texts"),
         ({"command": "a", "env": {"A": 1}}, "`env` must map to text"),
         ({"command": "a", "type": "http"}, "is of type 'http', which does not fit `command`"),
-        ({"url": "http://a", "type": "sse"}, "is of type sse, which MCP has given up"),
+        ({"url": "http://a", "type": "sse"}, "is of type sse, which MCP has removed"),
         ({"url": "a:1"}, "`url` must begin with http:// or https://"),
         ({"command": "a", "disabled": True}, "has no enabled server"),
     ],
@@ -222,7 +222,7 @@ def test_entries_that_are_wrong(tmp_path: Path, entry: Any, said: str) -> None:
 
 @pytest.mark.parametrize(
     "text, said",
-    [("{", "is not JSON"), ("[]", "must be {"), ('{"mcpServers": {}}', "names no server"), (None, "cannot be read")],
+    [("{", "is not JSON"), ("[]", "must be {"), ('{"mcpServers": {}}', "has no enabled server"), (None, "cannot be read")],
 )
 def test_files_that_are_wrong(tmp_path: Path, text: str | None, said: str) -> None:
     file = tmp_path / "servers.json"

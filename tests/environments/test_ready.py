@@ -58,5 +58,5 @@ def test_a_corpus_is_asked_for_and_its_broken_line_named(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="column `corpus`"):
         Search().reset()
     (tmp_path / "odd.jsonl").write_text('{"text": "x"}\n{"title": "y"}\n')
-    with pytest.raises(ValueError, match=r"odd.jsonl, line 2, is no document"):
+    with pytest.raises(ValueError, match=r"odd.jsonl, line 2, is not a document"):
         Search().reset(str(tmp_path / "odd.jsonl"))

@@ -93,10 +93,10 @@ def odd_default(x: int = object()) -> None:  # type: ignore[assignment]  # noqa:
     [
         (no_docstring, "here needs a docstring"),
         (no_hint, "here: the argument x needs a type hint, such as x: str"),
-        (stars, "here: the argument x must be one that a name is given to"),
+        (stars, "here: the argument x must be usable as a keyword"),
         (unknown_hint, "here: its type hints cannot be read: NameError: .*Nowhere"),
         (another, "here: its docstring describes an argument y, which it does not have"),
-        (odd_default, "here: the argument x has a default that JSON cannot hold"),
+        (odd_default, "here: the argument x has a default that is not JSON"),
     ],
 )
 def test_what_has_no_schema(function: Any, complaint: str) -> None:

@@ -139,7 +139,7 @@ def test_what_is_no_tool_is_not_called() -> None:
         return [await session.call(number, name, {}) for number, name in enumerate(names)]
 
     for name, result in zip(names, within(play, "Odd"), strict=True):
-        assert result == ToolResult(f"Error: unknown tool {name!r}; there are: act, pid", False)
+        assert result == ToolResult(f"Error: unknown tool {name!r}; available: act, pid", False)
 
 
 def test_environments_and_tools_together() -> None:

@@ -87,7 +87,7 @@ def test_a_classic_environment(tmp_path: Path) -> None:
 
 @classic
 def test_rewards_of_whole_groups_are_refused() -> None:
-    with pytest.raises(ConfigError, match="rewards a group as a whole; episodes are played one by one"):
+    with pytest.raises(ConfigError, match="rewards a group as a whole; episodes are scored one by one"):
         adapter.environment('classic_greeting{"group": true}')
 
 
@@ -103,15 +103,15 @@ def test_a_task_set(tmp_path: Path) -> None:
 
 @task_sets
 def test_a_harness_that_runs_programs_on_this_machine_is_refused() -> None:
-    with pytest.raises(ConfigError, match="its harness runs what the policy writes on this machine"):
+    with pytest.raises(ConfigError, match="its harness runs the policy's code on this machine"):
         adapter.environment('greeting_tasks{"agent": {"harness": {"id": "bash"}}}')
 
 
 @pytest.mark.parametrize(
     "spec, said",
     [
-        ("no_such_environment", "there is no module no_such_environment; install the environment where this runs"),
-        ('classic_greeting{"word"', "what follows classic_greeting is not JSON"),
+        ("no_such_environment", "no module no_such_environment; install the environment on this machine"),
+        ('classic_greeting{"word"', "the text after classic_greeting is not JSON"),
     ],
 )
 def test_environments_that_are_none(spec: str, said: str) -> None:

@@ -106,7 +106,7 @@ def test_the_command(installed: Path, tmp_path: Path) -> None:
 
     assert said("train", "--version") == (0, f"MegaRL {megarl.__version__}\n")
     status, text = said("train", "nowhere.yaml")
-    assert status == 2 and text == "error: there is no configuration file nowhere.yaml\n"
+    assert status == 2 and text == "error: no configuration file nowhere.yaml\n"
     status, text = said("train", "a.yaml", "--dry-run")
     assert status == 2 and "ValueError: imported" in text  # it is found in the folder that the command is started in
 

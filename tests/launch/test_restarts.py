@@ -51,10 +51,10 @@ def test_it_starts_again_so_many_times_in_a_row_ever_later(tmp_path: Path) -> No
     assert [one.should_restart for one in said] == [True, True, True, False]
     assert [one.wait_s for one in said] == [2, 8, 32, 0]
     assert said[0].text == (
-        "error: rank 1 was killed by SIGKILL; starting again in 2 s from checkpoint step_000020 (restart 1 of this "
+        "error: rank 1 was killed by SIGKILL; restarting in 2 s from checkpoint step_000020 (restart 1 of this "
         "run, 1 of 3 without a new checkpoint)"
     )
-    assert said[3].status == 137 and "has started again 3 times without a new checkpoint" in said[3].text
+    assert said[3].status == 137 and "has restarted 3 times without a new checkpoint" in said[3].text
 
 
 def test_a_new_checkpoint_begins_the_count_anew(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_the_same_fault_at_the_same_step_ends_it(tmp_path: Path) -> None:
     assert restarts.decide(FAULT, rules).should_restart
     last = restarts.decide(other, rules)
     assert (last.should_restart, last.status) == (False, 86)
-    assert last.text.endswith("; that is the same at step 8 as the time before, so it does not start again")
+    assert last.text.endswith("; that is the same error at step 8 as last time, so the run does not restart")
 
     restarts = RestartTracker()
     assert all(restarts.decide(end, rules).should_restart for end in (FAULT, KILLED, FAULT))

@@ -30,7 +30,7 @@ def test_round_trip(path: Path) -> None:
 
 
 def test_an_unknown_classifier_is_named_as_it_is() -> None:
-    with pytest.raises(ConfigError, match="no table for the architecture BertForSequenceClassification; known: Qwen2"):
+    with pytest.raises(ConfigError, match="no model family for the architecture BertForSequenceClassification; known: Qwen2"):
         family_of({"architectures": ["BertForSequenceClassification"]})
     with pytest.raises(ConfigError, match="Qwen2ForTokenClassification"):
         family_of({"architectures": ["Qwen2ForTokenClassification"]})

@@ -58,7 +58,7 @@ def test_advice_about_layers_can_be_followed() -> None:
             continue
         except ConfigError as error:
             text = str(error)
-        if "cannot be dealt out" not in text:
+        if "cannot be split" not in text:
             continue
         for advice in text.split("; ")[1].split(", or "):
             ends = dict(settings) if "remove" not in advice else {}

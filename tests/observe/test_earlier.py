@@ -26,4 +26,4 @@ def test_the_last_step_that_has_figures(tmp_path: Path, metrics: bytes | None, s
         (tmp_path / "metrics.jsonl").write_bytes(metrics)
     assert last_step(tmp_path) == step
     assert describe_fresh_start(tmp_path).startswith("no checkpoint in the run folder yet: starting afresh")
-    assert (f"figures of {step} steps, which are taken again" in describe_fresh_start(tmp_path)) == bool(step)
+    assert (f"metrics of {step} steps exist" in describe_fresh_start(tmp_path)) == bool(step)

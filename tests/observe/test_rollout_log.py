@@ -135,9 +135,9 @@ RECORDS: dict[str, tuple[str, Any, str]] = {
     "routing cut short": ("routing", b"123", "its routing has 3 bytes, for 8 tokens and a shape of [7, 3, 2]"),
     "routing of more tokens": ("routing_shape", [9, 3, 2], "42 bytes, for 8 tokens and a shape of [9, 3, 2]"),
     "routing of no shape": ("routing_shape", None, "42 bytes, for 8 tokens and a shape of None"),
-    "fewer tokens that could be": ("support_counts", [2, 4], "of 3 tokens of the policy, 2 say that they could be 6"),
-    "fewer words": ("support_ids", [1], "of 3 tokens of the policy, 3 say that they could be 1 in all"),
-    "a negative word": ("support_ids", [7, 1, 8, 9, 2, -3], "could have been drawn is negative"),
+    "fewer tokens that could be": ("support_counts", [2, 4], "of 3 tokens of the policy, 2 have sampling masks of 6"),
+    "fewer words": ("support_ids", [1], "of 3 tokens of the policy, 3 have sampling masks of 1 in total"),
+    "a negative word": ("support_ids", [7, 1, 8, 9, 2, -3], "of a sampling mask is negative"),
 }
 
 
@@ -388,7 +388,7 @@ def cell(file: Path, name: str, value: Any) -> None:
 
 CELLS: dict[str, tuple[str, Any, str]] = {
     "an unknown end": ("status", "done", "does not end as 'done'"),
-    "no turns": ("turn_lengths", [], "not as many in every column"),
+    "no turns": ("turn_lengths", [], "disagree on the number"),
     "a policy that begins": ("turn_is_action", [True, True, False, True], "first turn is not a prompt"),
     "fewer tokens than turns": ("token_ids", [1, 2], "turns of 8 tokens with 2 token ids and 8 logprobs"),
     "fewer log-probs": ("logprobs", [1.0] * 7, "8 token ids and 7 logprobs"),

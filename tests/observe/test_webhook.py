@@ -199,7 +199,7 @@ def test_it_may_be_named_by_a_variable_and_not_given_on_the_command_line(
         resolve_url("env:https://marked")
     (tmp_path / "c.yaml").write_text("track: {webhook: https://hooks.example.com/T0/x}")
     assert load_config(tmp_path / "c.yaml").track.webhook
-    with pytest.raises(ConfigError, match="is read by everybody on this machine"):
+    with pytest.raises(ConfigError, match="is visible to everybody on this machine"):
         load_config(tmp_path / "c.yaml", ["track.webhook=https://hooks.example.com/T0/x"])
     claim_and_begin(
         tmp_path / "run", load_config(tmp_path / "c.yaml", ["track.webhook=env:HOOK"]), resume=False

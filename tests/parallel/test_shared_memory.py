@@ -38,6 +38,6 @@ def test_another_process_reads_and_writes_it_and_no_further_one_is_started() -> 
 
 
 def test_only_what_lies_there_can_be_shared() -> None:
-    with pytest.raises(ValueError, match="does not lie in shared memory"):
+    with pytest.raises(ValueError, match="is not in shared memory"):
         shared_memory.export_handle(torch.zeros(3))
     assert shared_memory.map_handle(*shared_memory.export_handle(torch.zeros(0, dtype=torch.uint8))).numel() == 0

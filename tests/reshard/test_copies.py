@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
     fits = (torch.ones(4, dtype=torch.uint8)[None], 0)
     for box, message in (
         ((torch.ones(1, 9), 32), "bytes 32:68 of a buffer of 64"),
-        ((torch.ones(1, 2), 2), "no place for torch.float32"),
+        ((torch.ones(1, 2), 2), "do not fit torch.float32"),
         ((torch.ones(3, 2).T, 0), "adjacent"),
         ((torch.ones(1, 2), -4), "bytes -4:4"),
     ):

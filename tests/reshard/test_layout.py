@@ -148,4 +148,4 @@ def test_what_an_engine_says_of_its_layers_is_named_with_the_remedy() -> None:
     assert find_layout_problems([]) == []
     (line,) = find_layout_problems(["model.layers.0.mlp.experts has its experts transposed (use_triton_kernels)"])
     assert "in the engine, model.layers.0.mlp.experts has its experts transposed" in line
-    assert "leave moe_runner_backend" in line
+    assert "remove moe_runner_backend" in line

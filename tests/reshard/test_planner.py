@@ -256,7 +256,7 @@ def drawn_layout(seed: int) -> tuple[dict[str, Any], TrainLayout, EngineLayout]:
 
 DRAWN = 20
 CHOSEN = [
-    # The two figures of the busiest sender exclude each other here: one of both is 1.116 at least.
+    # The two metrics of the busiest sender exclude each other here: one of both is 1.116 at least.
     (QWEN, TrainLayout(128, 4, 8, even_stages(94, 4)), EngineLayout(16, 4)),
     (QWEN, TrainLayout(256, 4, 8, even_stages(94, 4)), EngineLayout(32, 16)),
     # What is in a node already goes to several ranks of it, which share copying it.

@@ -80,7 +80,7 @@ def test_the_start_check_reads_the_table(setting: str) -> None:
 
 
 def test_a_refusal_says_why() -> None:
-    with pytest.raises(ConfigError, match="has experts transposed; take one of triton, deep_gemm"):
+    with pytest.raises(ConfigError, match="has experts transposed; use one of triton, deep_gemm"):
         engine_settings.check({"moe_runner_backend": "triton_kernel"})
 
 

@@ -52,7 +52,7 @@ def test_an_expert_that_the_model_has_not_is_one_error(odd: int) -> None:
 def test_a_record_of_another_size_is_one_error() -> None:
     with pytest.raises(RuntimeError, match="has 16 numbers, not those of 2 tokens in 3 layers with 2 experts each"):
         decode_routing(sent(2, 4, 2), 2, SHAPE)
-    with pytest.raises(RuntimeError, match="did not record which experts it chose"):
+    with pytest.raises(RuntimeError, match="did not record routing"):
         decode_routing(None, 2, SHAPE)
 
 
@@ -147,10 +147,10 @@ def test_what_the_engine_had_cached_is_a_number_of_what_it_was_asked_for_or_noth
         ({"output_ids": [8], "meta_info": None}, 200, "cannot be one"),
         (answer(output_token_logprobs=...), 200, "cannot be one: KeyError.'output_token_logprobs'"),
         (answer(weight_version=...), 200, "cannot be one: KeyError.'weight_version'"),
-        (answer(output_token_logprobs=[]), 200, "wrote 1 tokens and gave 0 log-probs"),
-        (answer(output_token_logprobs=[[-0.5, 9, None]]), 200, "wrote 1 tokens and gave 1 log-probs of others"),
+        (answer(output_token_logprobs=[]), 200, "wrote 1 tokens and returned 0 log-probs"),
+        (answer(output_token_logprobs=[[-0.5, 9, None]]), 200, "wrote 1 tokens and returned 1 log-probs of others"),
         (answer(output_token_logprobs=[[None, 8, None]]), 200, "a log-prob that is not finite"),
-        (answer(output_token_logprobs=[[float("-inf"), 8, None]]), 200, "cannot be read"),  # it is no JSON
+        (answer(output_token_logprobs=[[float("-inf"), 8, None]]), 200, "cannot be read"),  # it is not JSON
         (answer(output_token_logprobs=[["x", 8, None]]), 200, "cannot be one: ValueError"),
         (answer(output_token_logprobs=[[-0.5]]), 200, "cannot be one: IndexError"),
         (answer(output_token_logprobs=[8]), 200, "cannot be one: TypeError"),
@@ -226,15 +226,15 @@ def test_when_sampling_is_cut_off(params: dict[str, Any], cut: bool) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"output_token_sampling_mask": ...}, "does not say what it could have sampled"),
-        ({"output_token_sampling_mask": None}, "does not say what it could have sampled"),
+        ({"output_token_sampling_mask": ...}, "returned no sampling masks"),
+        ({"output_token_sampling_mask": None}, "returned no sampling masks"),
         (
             {"output_token_sampling_mask": [[3, 8]]},
-            "wrote 2 tokens, and says of 1 what it could have sampled, with 2 lo",
+            "wrote 2 tokens, but returned sampling masks of 1 with 2 lo",
         ),
-        ({"output_token_sampling_logprobs": [-0.5]}, "says of 2 what it could have sampled, with 1 log-probs"),
-        ({"output_token_sampling_mask": [[3, 8], [7]]}, "sampled token 9, but says that it could not have"),
-        ({"output_token_sampling_mask": [[], [9]]}, "sampled token 8, but says that it could not have"),
+        ({"output_token_sampling_logprobs": [-0.5]}, "returned sampling masks of 2 with 1 log-probs"),
+        ({"output_token_sampling_mask": [[3, 8], [7]]}, "sampled token 9, which is not in its"),
+        ({"output_token_sampling_mask": [[], [9]]}, "sampled token 8, which is not in its"),
         ({"output_token_sampling_mask": [["x"], [9]]}, "cannot be one: ValueError"),
         ({"output_token_sampling_mask": [8, 9]}, "cannot be one: TypeError"),
         ({"output_token_sampling_logprobs": [None, 0.0]}, "a log-prob that is not finite"),
@@ -278,7 +278,7 @@ def test_an_answer_during_which_weights_changed_is_by_the_oldest() -> None:
     cut = answer(finish_reason=None, output_ids=[], output_token_logprobs=[], weight_versions=spans(0))
     assert ask(cut, version=None).versions == ()
     for ends in ((1, 2), (1, 4), (2, 1, 3)):
-        with pytest.raises(RequestFailed, match="wrote 3 tokens and named the weights of others|cannot be one"):
+        with pytest.raises(RequestFailed, match="wrote 3 tokens with weight versions of another|is invalid"):
             ask(answer(**wrote, weight_versions=spans(*ends)), version=None)
 
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.alone
 @pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
 @pytest.mark.parametrize("value", ["expandable_segments:True", "max_split_size_mb:64, expandable_segments: true"])
 def test_an_allocator_that_cannot_share_its_memory_is_refused(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}={value}: with expandable_segments weights cannot be handed"):
+    with pytest.raises(ConfigError, match=f"{name}={value}: with expandable_segments weights cannot be shared"):
         check_allocator({name: value})
 
 

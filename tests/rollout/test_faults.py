@@ -38,7 +38,7 @@ class Played:
             raise EngineLost("died", "engine 0 is not running")
 
     def hang_error(self, seconds: float) -> EngineLost:
-        return EngineLost("hangs", "engine 0 gave no sign of life", seconds)
+        return EngineLost("hangs", "engine 0 sent no heartbeat", seconds)
 
     async def is_alive(self, seconds: float) -> bool:
         self.looks += 1

@@ -45,8 +45,8 @@ def test_what_it_refuses_or_leaves_unsaid(asked: dict[str, Any], monkeypatch: py
         assert isinstance(found, RewardFailure), found
         return found.reason
 
-    assert "it was cut off before it had ended" in failed(request={"max_tokens": 2})
-    assert "found no score in what it said" in failed(request={"max_tokens": 12, "regex": "no idea"})
+    assert "it was truncated" in failed(request={"max_tokens": 2})
+    assert "found no score in its answer" in failed(request={"max_tokens": 12, "regex": "no idea"})
     assert "it answered with status 400" in failed(prompt="{answer} " + "and so on " * 400)
     monkeypatch.setenv("JUDGE_KEY", "another-key-than-its-own")
     assert "it answered with status 401" in failed() and "another-key-than-its-own" not in failed()

@@ -168,12 +168,12 @@ def test_an_order_that_is_none_is_an_error(order: Any) -> None:
 
 
 def test_an_answer_that_is_too_long_says_so() -> None:
-    assert "bytes of room" in obey(Model(), {"do": "describe"}, room=100)["error"]
+    assert "for a buffer of" in obey(Model(), {"do": "describe"}, room=100)["error"]
 
 
 def test_it_does_not_raise_even_where_it_cannot_answer(capfd: pytest.CaptureFixture[str]) -> None:
     weight_loader.load(Model(), [])
-    assert "cannot be given" in capfd.readouterr().out
+    assert "cannot be sent" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_an_old_answer_is_not_taken_for_a_new_one() -> None:
     with pytest.raises(EngineError, match="has not answered"):
         box.read_answer()
     weight_loader.load(Model(), unpacked(box.make_payload({"do": "sing"})))
-    with pytest.raises(EngineError, match="could not obey its order: ValueError: unknown order 'sing'"):
+    with pytest.raises(EngineError, match="failed to execute a request: ValueError: unknown order 'sing'"):
         box.read_answer()
 
 

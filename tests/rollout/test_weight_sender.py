@@ -224,7 +224,7 @@ def test_an_engine_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch, connects:
     hand_over.close()  # does not wait for the request
     go_on.set()
     assert isinstance(hand_over.failure, EngineLost) and hand_over.failure.fault == "hangs"
-    assert "gave no sign of life" in hand_over.errors[0]
+    assert "sent no heartbeat" in hand_over.errors[0]
 
 
 def test_a_rank_that_leaves_has_the_engine_wait_no_longer() -> None:

@@ -69,10 +69,10 @@ def test_the_one_form() -> None:
         ([{"role": "user", "content": [{"type": "file"}]}], r"files \(file\)", "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "input_audio"}]}], "audio", "messages[0].content[0]"),
         ([USER, assistant(audio={"id": "x"})], "audio is not supported", "messages[1].audio"),
-        ([USER, assistant()], "nothing for it to answer", "messages[1]"),
+        ([USER, assistant()], "nothing to answer", "messages[1]"),
         ([USER, assistant(tool_calls={})], "must be a list", "messages[1].tool_calls"),
         ([USER, assistant(tool_calls=[{}])], "with type 'function'", "messages[1].tool_calls[0]"),
-        ([USER, assistant(function_call={})], "of an old form", "messages[1].function_call"),
+        ([USER, assistant(function_call={})], "deprecated", "messages[1].function_call"),
         ([{**USER, "tool_calls": [CALL]}], "only messages of the assistant", "messages[0].tool_calls"),
         ([USER, {"role": "tool", "content": "3"}], "must be a string", "messages[1].tool_call_id"),
         (

@@ -217,7 +217,7 @@ def test_a_model_is_converted_bit_for_bit(tool: Tool, material: Path, tmp_path: 
     assert json.loads((out / "config.json").read_text()) == HF
     # In another type, by a key; from a copy elsewhere, by its configuration.
     shutil.copytree(material / "run/checkpoints/step_000003", tmp_path / "copy")
-    assert "config.yaml, which has the configuration" in tool("convert", tmp_path / "copy", tmp_path / "b", fails=True)
+    assert "config.yaml, the configuration" in tool("convert", tmp_path / "copy", tmp_path / "b", fails=True)
     config = ("--config", material / "run/config.yaml")
     tool("convert", tmp_path / "copy", tmp_path / "b", "model.dtype=bfloat16", *config)
     halves = load_file(tmp_path / "b/model.safetensors")
@@ -314,7 +314,7 @@ def test_what_cannot_be_converted_is_one_line_and_nothing_is_left(
     # A foreign pickle in the place of Megatron's, and whole by its manifest; a damaged one; half a checkpoint.
     (newest / "actor/.metadata").write_bytes(pickle.dumps(Bomb()))
     seal(newest, 12)
-    assert "it asks for posix.system, which no table of a checkpoint has" in refused(newest, out)
+    assert "it requests posix.system, which no checkpoint table contains" in refused(newest, out)
     flip(newest / "actor/.metadata")
     assert "is damaged: actor/.metadata differs from its checksum" in refused(newest, out)
     (newest / "actor/.metadata").unlink()

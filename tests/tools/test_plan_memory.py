@@ -175,9 +175,9 @@ def test_where_nothing_fits(tool: Tool) -> None:
         ),
         (
             ["--layout", "world=8,pp=4,vpp=5"],
-            "the nearest that can: set vpp to 4 or 6",
+            "the nearest valid settings: vpp to 4 or 6",
         ),
-        (["--layout", "world=32,pp=32,vpp=2"], "the nearest that can: set pp to 24, or vpp to 1"),
+        (["--layout", "world=32,pp=32,vpp=2"], "the nearest valid settings: pp to 24, or vpp to 1"),
         (["--layout", "world=8,tp=2,etp=5"], "parallel.etp=5 does not divide the 8 ranks of a pipeline stage"),
         (["--layout", "tp=2"], "--layout tp=2 has no world=..., and --gpus is not given"),
         (["--layout", "world=8,xp=2"], "--layout has no 'xp'; it is made of tp, pp, vpp, cp, ep, etp, world"),

@@ -47,7 +47,7 @@ def main() -> Callable[[list[str]], int]:
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """The figures of 64 GPUs, and the page."""
+    """The metrics of 64 GPUs, and the page."""
     page = tmp_path_factory.mktemp("page") / "plan.html"
     command = [sys.executable, str(ROOT / "tools/plan_reshard.py"), *QWEN, "--json", "--html", str(page)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -265,7 +265,7 @@ def resplit(train: TrainLayout, counts: tuple[int, ...]) -> TrainLayout:
         (("--train", "tp=8"), "--train needs world="),
         (("--engine", "tp=x"), "--engine tp must be a positive number of at most 1048576, not 'x'"),
         (("--train", "tp=3,world=64"), "parallel.world_size=64 is not a multiple of tp x pp = 3 x 1 = 3"),
-        (("--train", "world=64,ep=16,pp=4", "--pp-layers", "4,4"), "[4, 4] are not the layers of 4 stages"),
+        (("--train", "world=64,ep=16,pp=4", "--pp-layers", "4,4"), "[4, 4] are not layer counts of 4 stages"),
         (("--pp-layers", "a,b"), "--pp-layers must be numbers"),
         (("--model", "nowhere"), "--model nowhere is neither a file nor one of"),
         (("--gpus-per-node", "7"), "parallel.world_size=64 is not a multiple of parallel.ranks_per_node=7"),
@@ -273,7 +273,7 @@ def resplit(train: TrainLayout, counts: tuple[int, ...]) -> TrainLayout:
         (("--wire", "fp8", "--engine", "tp=8"), "cannot be sent as FP8"),
         (("--train-ranks", "0-31"), "a layout of 64 trainer ranks cannot be placed on 32 ranks"),
         (("--engine-ranks", "0-x"), "--engine-ranks must be ranks such as 0-3,8,9, not '0-x'"),
-        (("--engine-ranks", "0-6"), "which share some ranks"),
+        (("--engine-ranks", "0-6"), "which overlap"),
     ],
 )
 def test_mistakes(

@@ -80,9 +80,9 @@ def test_an_empty_folder_is_a_page_with_notes(tmp_path: Path, capsys: pytest.Cap
     [
         ([], "RUN"),
         (["RUN/none"], "no run folder"),
-        (["RUN", "-o", "RUN/no/a.html"], "make it first"),
+        (["RUN", "-o", "RUN/no/a.html"], "create it first"),
         (["RUN", "-o", "RUN"], "is a folder"),
-        (["RUN", "-o", "/dev/null"], "no regular file"),
+        (["RUN", "-o", "/dev/null"], "not a regular file"),
         (["RUN", "-o", "a.html", "--serve"], "not allowed with"),
         (["RUN", "--serve", "70000"], "from 0 to 65535"),
         (["RUN", "--details", "-1"], "--details"),
@@ -121,8 +121,8 @@ def test_the_terminal_shows_each_token(run_dir: Path, capsys: pytest.CaptureFixt
     ("arguments", "words"),
     [
         (["--where", "reward<"], "expected a value"),
-        (["--where", "nobody<1"], "there is no column 'nobody'; there are step"),
-        (["--sort", "nobody"], "there is no column 'nobody'"),
+        (["--where", "nobody<1"], "unknown column 'nobody'; the columns are step"),
+        (["--sort", "nobody"], "unknown column 'nobody'"),
         (["--sort", "reward:sideways"], "reward:down"),
         (["--sort", "reward", "--best"], "not allowed with"),
         (["--tokens", "--html", "a.html"], "tools/view.py"),

@@ -187,7 +187,7 @@ def test_a_row_that_makes_no_sense_costs_itself_alone(run_dir: Path) -> None:
     pq.write_table(broken, file)
     notes = Notes()
     assert [one["number"] for one in read_details(run_dir, 3, None, TokenDecoder(None), notes)] == [2, 1, 3]
-    assert len(notes) == 1 and "rollout 0 makes no sense" in notes[0]
+    assert len(notes) == 1 and "rollout 0 is inconsistent" in notes[0]
 
 
 def test_a_run_that_goes_on_is_known_by_its_lock(run_dir: Path) -> None:

@@ -18,7 +18,7 @@ def test_skipped_updates_in_a_row_are_reported_with_the_reason(units: dict[str, 
     before, metrics, (first, said), after, again, still = units["training"]["in_vain"]
     assert before is None and metrics["guards/actor_consecutive_skips"] == 2 and metrics["actor/skipped"] == 1
     assert first == 3  # the step of the first of them
-    assert said.startswith("2 updates of the actor in a row were skipped, from step 3 on, for its gradient is not")
+    assert said.startswith("2 consecutive updates of the actor were skipped since step 3, because its gradient is")
     for part in (
         "norm ",
         "loss ",
@@ -36,7 +36,7 @@ def test_skipped_updates_in_a_row_are_reported_with_the_reason(units: dict[str, 
 def test_what_a_loss_is_given_is_finite_where_it_counts(units: dict[str, Any]) -> None:
     inputs = units["training"]["inputs"]
     said = inputs["sequence_reward"]
-    assert said.startswith("step 4: not finite: sequence_reward in the batch of the actor, nan in 1 of 2 places; look")
+    assert said.startswith("step 4: not finite: sequence_reward in the batch of the actor, nan in 1 of 2 places; check")
     for name in ("advantages", "returns", "rollout_logprobs"):
         assert f"not finite: {name} in the batch of the actor, inf in " in inputs[name]
     assert units["training"]["harmless"] == 0.0
