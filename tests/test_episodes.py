@@ -71,7 +71,7 @@ def test_an_episode_has_ended_as_its_last_branch() -> None:
     first, last = as_branches(parts, 4)
     assert (first.status, first.episode) == (last.status, last.episode) == ("length", 4)
     assert as_branches(parts[:1], 4) == (parts[0],) and parts[0].episode == -1
-    with pytest.raises(ValueError, match="have another status each"):
+    with pytest.raises(ValueError, match="differ in status"):
         Rollouts.gather([replace(one, episode=4) for one in parts])
 
 
