@@ -3,7 +3,8 @@
 The server runs in a process forked from `engine_host.py`, or as a program that reads its settings from stdin:
 {"server_args": {...}, "facts": path, "tool_call_parser": name, "start_method": name or "", "instance": name,
 "secret": text}. It writes to `facts` what the rank must know about SGLang's tool-call parser, so that a rank never has
-to import SGLang.
+to import SGLang. `main` has the only patches of SGLang outside of `cpu/`: how processes start, and the names of their
+shared memory.
 
 With the argument `parsers`, the program answers `ParserProcess`, for the dry run. Each line of stdin is JSON: [parser,
 text, schemas] is answered on stdout by a line with the result of `Client.parse_tool_calls`, [parser] by the parser's
