@@ -138,7 +138,7 @@ def check(settings: Mapping[str, Any], mla: bool, extras: Extras = NO_EXTRAS) ->
     if settings.get("fp8_recipe") == "delayed":  # Megatron's own default
         raise ConfigError(
             "model.megatron.fp8_recipe=delayed: Megatron 0.16.1 gives it override_linear_precision, which Transformer "
-            "Engine 2 does not accept; use {FP8_RECIPE}, blockwise (Hopper) or mxfp8 (Blackwell)"
+            f"Engine 2 does not accept; use {FP8_RECIPE}, blockwise (Hopper) or mxfp8 (Blackwell)"
         )
     if extras.has_group_max_routing and settings.get("moe_router_fusion"):
         raise ConfigError("model.megatron.moe_router_fusion: the fused router does not rank groups as this model does")

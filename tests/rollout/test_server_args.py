@@ -127,7 +127,7 @@ def test_sampling_that_an_engine_can_tell_of(settings: dict[str, Any]) -> None:
         ({"top_k": 1}, "rollout.top_k=1 leaves nothing to sample; .* or rollout.temperature=0, which is greedy"),
         (
             {"top_p": 0.9, "top_k": 20, "num_speculative_tokens": 2},
-            "rollout.top_p=0.9 and rollout.top_k=20 with rollout.draft_to",
+            "rollout.top_p=0.9 and rollout.top_k=20 with rollout.num_speculative_tokens",
         ),
         ({"top_k": 20, "sglang": {"sampling_mask_max_tokens": 10}}, "rollout.top_k=20 is beyond rollout.sglang.sampl"),
         ({"top_k": 20, "sglang": {"sampling_backend": "ascend"}}, "sampling_backend=ascend, which does not return the"),
