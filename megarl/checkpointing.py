@@ -180,7 +180,9 @@ class Checkpointer:
         while True:
             try:
                 with ranks.with_timeout(timeout):
-                    ranks.run_on_all(lambda: disk_space.check_free_space(folder, self.needs.export), lead=True)
+                    ranks.run_on_all(
+                        lambda: disk_space.check_free_space(folder, self.needs.export), rank_zero_only=True
+                    )
                     ranks.run_on_all(lambda: trained.export(folder) if trained.model is not None else None)
                     return
             except OSError as error:
@@ -239,7 +241,7 @@ class Checkpointer:
                 self.loader.check(saved, run.resume == "forced")
 
         if folder is not None:
-            ranks.run_on_all(check_data, lead=True)
+            ranks.run_on_all(check_data, rank_zero_only=True)
         self.log.begin(step)
         if folder is None:
             self.log.log(describe_fresh_start(self.log.run_dir))

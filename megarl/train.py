@@ -129,7 +129,9 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     pending: list[int] = []
 
     def attempt(environment: Mapping[str, str]) -> tuple[exit_status.RunOutcome, restarts.RestartPolicy | None]:
-        launch = launcher.Launch(command, world, saves=config.run.save_every > 0, roles=roles, pending=pending)
+        launch = launcher.Launch(
+            command, world, saves_on_sigterm=config.run.save_every > 0, roles=roles, pending=pending
+        )
         host = None
         if requirements.has_rollout and not config.rollout.replay and HOST_VARIABLE not in os.environ:
             with launcher.block_signals((signal.SIGINT, signal.SIGUSR1)):

@@ -301,7 +301,7 @@ def launch(order: Order, config: Config) -> int:
     arguments = [str(order.run), "--step", str(order.step), "--folder", str(order.folder)]
     arguments += ["--break", order.stop_at] if order.stop_at else []
     arguments += ["--pdb"] * order.looks + ["--alone"] * order.alone
-    ranks = launcher.Launch((sys.executable, __file__, *arguments, *order.overrides), world, saves=False)
+    ranks = launcher.Launch((sys.executable, __file__, *arguments, *order.overrides), world, saves_on_sigterm=False)
     with launcher.record_signals(ranks.pending), serve_local_store() as place:
         end, _ = ranks.run(place)
     if end.text:

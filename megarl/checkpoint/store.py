@@ -177,7 +177,7 @@ class CheckpointStore:
         """Write step `step` and wait for it: `begin` and `finish`."""
         self.begin(step, host, stage, needed)
         folder = self.finish()
-        ranks.run_on_all(self._await_removal, lead=True)
+        ranks.run_on_all(self._await_removal, rank_zero_only=True)
         return folder
 
     def begin(self, step: int, host: dict[str, Any], stage: Callable[[Path], RankWrite], needed: int = 0) -> None:
@@ -210,7 +210,7 @@ class CheckpointStore:
 
         with ranks.with_timeout(self.storage_timeout_s):
             try:
-                ranks.run_on_all(lambda: self._prepare_folder(partial, needed), lead=True)
+                ranks.run_on_all(lambda: self._prepare_folder(partial, needed), rank_zero_only=True)
                 ranks.run_on_all(start_write)
             except OSError as error:
                 raise self._discard(final, partial, error) from None
@@ -235,7 +235,7 @@ class CheckpointStore:
         with ranks.with_timeout(self.storage_timeout_s):
             try:
                 self._write_manifest(partial, step, finish, background)
-                ranks.run_on_all(lambda: self._commit(partial, final), lead=True)
+                ranks.run_on_all(lambda: self._commit(partial, final), rank_zero_only=True)
             except OSError as error:
                 raise self._discard(final, partial, error) from None
         self._pending = None
@@ -249,7 +249,7 @@ class CheckpointStore:
     def remove_unfinished(self) -> None:
         """Remove partial checkpoints that killed runs have left."""
         try:
-            ranks.run_on_all(self._remove_partial, lead=True)
+            ranks.run_on_all(self._remove_partial, rank_zero_only=True)
         except OSError as error:
             raise ConfigError(f"cannot remove half a checkpoint from {self.folder}: {error}") from None
 
@@ -261,7 +261,7 @@ class CheckpointStore:
         faults = []
         with ranks.with_timeout(self.storage_timeout_s):
             try:
-                steps = ranks.run_on_all(self._steps, lead=True)[0]
+                steps = ranks.run_on_all(self._steps, rank_zero_only=True)[0]
             except OSError as error:
                 raise ConfigError(f"cannot list checkpoints in {self.folder}: {error}") from None
             for folder in reversed(
@@ -281,11 +281,11 @@ class CheckpointStore:
 
     def list_checkpoints(self) -> list[str]:
         """Return the existing checkpoints, oldest first, without verifying them."""
-        return [str(folder) for folder in ranks.run_on_all(self._steps, lead=True)[0] or ()]
+        return [str(folder) for folder in ranks.run_on_all(self._steps, rank_zero_only=True)[0] or ()]
 
     def read_step(self, folder: Path) -> int:
         """Return the step of a checkpoint, on all ranks."""
-        return int(ranks.run_on_all(lambda: _read_host_state(folder)["step"], lead=True)[0] or 0)
+        return int(ranks.run_on_all(lambda: _read_host_state(folder)["step"], rank_zero_only=True)[0] or 0)
 
     def describe_changes(self, folder: Path) -> str:
         """On the lead, describe how a checkpoint's writer differs from the running code, as a suffix of a log line."""
@@ -318,7 +318,7 @@ class CheckpointStore:
 
         reported = _merge_files(ranks.run_on_all(local_files))
         ranks.run_on_all(finish)
-        unhashed = ranks.run_on_all(lambda: _list_unhashed(partial, reported), lead=True)[0]
+        unhashed = ranks.run_on_all(lambda: _list_unhashed(partial, reported), rank_zero_only=True)[0]
         assert unhashed is not None
         local_names = manifest.split_by_size(unhashed, torch.distributed.get_world_size())[torch.distributed.get_rank()]
         hashed = ranks.run_on_all(lambda: {name: manifest.hash_file(partial / name) for name in local_names})
@@ -342,7 +342,7 @@ class CheckpointStore:
             ):
                 sync(path)
 
-        ranks.run_on_all(describe, lead=True)
+        ranks.run_on_all(describe, rank_zero_only=True)
 
     def _discard(self, final: Path, partial: Path, error: OSError) -> StorageError:
         """Remove the partial checkpoint. Collective, so that no rank is still writing."""
@@ -417,7 +417,7 @@ class CheckpointStore:
 
     def _check_checkpoint(self, folder: Path) -> str | None:
         """Return the fault of a checkpoint, or None, on all ranks. Checks sizes, then hashes; ranks share the files."""
-        contents = ranks.run_on_all(lambda: manifest.read(folder), lead=True)[0]
+        contents = ranks.run_on_all(lambda: manifest.read(folder), rank_zero_only=True)[0]
         if contents is None or isinstance(contents, str):
             return contents
         _, files = contents
@@ -427,7 +427,7 @@ class CheckpointStore:
             faults = ranks.run_on_all(lambda fault=fault: fault(folder, files, local_names))  # type: ignore[misc]
             if first_fault := next((text for text in faults if text), None):
                 return first_fault
-        host = ranks.run_on_all(lambda: manifest.host_state(folder), lead=True)[0]
+        host = ranks.run_on_all(lambda: manifest.host_state(folder), rank_zero_only=True)[0]
         return host if isinstance(host, str) else None
 
 

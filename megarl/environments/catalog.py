@@ -86,16 +86,16 @@ class EnvironmentCatalog:
             and environment.kind == "agent"
         )
 
-    def select_schemas(self, prompt: Prompt, own: Sequence[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+    def select_schemas(self, prompt: Prompt, schemas: Sequence[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
         """Return schemas of the tools this prompt allows: those it lists, else all, its environment's first.
 
-        `own` overrides the environment's schemas if they are known only at run time. Raises ConfigError if the prompt
+        `schemas` overrides the environment's, if they are known only at run time. Raises ConfigError if the prompt
         lists an unknown tool.
         """
         environment = self.find_environment(prompt)
-        if own is None:
-            own = environment.schemas if environment is not None else ()
-        schema_by_name = {schema["function"]["name"]: schema for schema in own}
+        if schemas is None:
+            schemas = environment.schemas if environment is not None else ()
+        schema_by_name = {schema["function"]["name"]: schema for schema in schemas}
         schema_by_name |= {name: tool.schema for name, tool in self.tools.items() if name not in schema_by_name}
         has_dynamic_tools = environment is not None and environment.has_dynamic_tools
         for name in prompt.tools:

@@ -153,7 +153,7 @@ class Container:
 
     async def _read_file(self, path: str) -> bytes | None:
         """Read a regular file of the container; symbolic links are not followed."""
-        status, data = await self._run_command_bytes("cp", f"{self._name}:{path}", "-", most=4 * MAX_REWARD_BYTES)
+        status, data = await self._run_command_bytes("cp", f"{self._name}:{path}", "-", max_bytes=4 * MAX_REWARD_BYTES)
         if status != 0:
             return None
         with contextlib.suppress(tarfile.TarError), tarfile.open(fileobj=io.BytesIO(data)) as packed:
@@ -172,11 +172,11 @@ class Container:
         return status, data.decode(errors="replace")
 
     async def _run_command_bytes(
-        self, *command: str, limit: float = _COMMAND_TIMEOUT_S, most: int = 2 * _OUTPUT_PART_BYTES
+        self, *command: str, limit: float = _COMMAND_TIMEOUT_S, max_bytes: int = 2 * _OUTPUT_PART_BYTES
     ) -> tuple[int | None, bytes]:
         """Run a command of the container runtime and return its status and output.
 
-        The status is None after `limit` seconds. Head and tail of the output are kept, `most` bytes in total.
+        The status is None after `limit` seconds. Head and tail of the output are kept, `max_bytes` in total.
         """
         process = await asyncio.create_subprocess_exec(
             *(self._runtime, *command),
@@ -185,7 +185,7 @@ class Container:
             stderr=asyncio.subprocess.STDOUT,
         )
         assert process.stdout is not None
-        half, head, tail = most // 2, bytearray(), bytearray()
+        half, head, tail = max_bytes // 2, bytearray(), bytearray()
         try:
             async with asyncio.timeout(limit):
                 while chunk := await process.stdout.read(1 << 16):

@@ -41,7 +41,7 @@ _MAX_TRACE_CHARS = 6000
 _PACKAGE_FOLDER = Path(__file__).parents[1]
 
 
-def serve(wire: socket.socket, given: dict[str, Any], order: dict[str, Any]) -> None:
+def serve(wire: socket.socket, settings: dict[str, Any], order: dict[str, Any]) -> None:
     try:
         loaded = []
         for key, spec in order["load"]:
@@ -60,10 +60,10 @@ def serve(wire: socket.socket, given: dict[str, Any], order: dict[str, Any]) -> 
         wire.sendall(encode_frame({**_run_sync(worker.handle_order(pickle.loads(content))), "number": number}))
 
 
-async def _serve_async(wire: socket.socket, served: _EnvironmentWorker) -> None:
+async def _serve_async(wire: socket.socket, worker: _EnvironmentWorker) -> None:
     """Serve one order at a time in a loop that keeps running in between, for connections that must stay alive."""
-    await served.connect()
-    wire.sendall(encode_frame({"ready": served.describe()}))
+    await worker.connect()
+    wire.sendall(encode_frame({"ready": worker.describe()}))
     wire.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=wire)
     while True:
@@ -71,7 +71,7 @@ async def _serve_async(wire: socket.socket, served: _EnvironmentWorker) -> None:
             number, content = await read_order(reader)
         except asyncio.IncompleteReadError:
             return
-        writer.write(encode_frame({**await served.handle_order(pickle.loads(content)), "number": number}))
+        writer.write(encode_frame({**await worker.handle_order(pickle.loads(content)), "number": number}))
         await writer.drain()
 
 
@@ -195,8 +195,8 @@ class _EnvironmentWorker:
             await asyncio.gather(*pending_tasks, return_exceptions=True)
 
 
-async def _await_value(found: Any) -> Any:
-    return await found if inspect.isawaitable(found) else found
+async def _await_value(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
 
 
 def dump_output(value: Any) -> str:

@@ -40,7 +40,7 @@ class ErrorLog:
         self._file = file
         self._counts: Counter[tuple[str, str]] = Counter()
 
-    def write(self, name: str, arguments: Any, what: str, kind: str, said: str = "") -> None:
+    def write(self, name: str, arguments: Any, what: str, kind: str, output: str = "") -> None:
         """Append an error. A log that cannot be written must not end the run."""
         self._counts[name, kind] += 1
         if self._file is None or self._counts[name, kind] > _MAX_PER_KIND or len(self._counts) > _MAX_KINDS:
@@ -48,7 +48,7 @@ class ErrorLog:
         suffix = "; further ones are not logged" if self._counts[name, kind] == _MAX_PER_KIND else ""
         with contextlib.suppress(OSError, TypeError, ValueError, RecursionError):
             call = json.dumps(arguments)[:1000]
-            text = f"--- {time.strftime('%F %T')} {name} {call}: {what[:1000]}{suffix}\n{said.strip()}\n"
+            text = f"--- {time.strftime('%F %T')} {name} {call}: {what[:1000]}{suffix}\n{output.strip()}\n"
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a", encoding="utf-8", errors="replace") as file:
                 file.write(text)

@@ -120,8 +120,8 @@ def _read_task(root: Path, folder: Path) -> Task:
     )
 
 
-def _get_table(about: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
-    table = about.get(key) or {}
+def _get_table(document: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+    table = document.get(key) or {}
     if not isinstance(table, dict):
         raise ConfigError(f"{where}: `{key}` in task.toml must be a table")
     return table

@@ -95,14 +95,14 @@ def check_spec(spec: str, key: str) -> None:
         raise ConfigError(f"{key}: {spec!r} is not of the form module:name")
 
 
-def _describe_class(made: type, spec: str, name: str, where: str, kind: EnvironmentKind) -> EnvironmentInfo:
+def _describe_class(cls: type, spec: str, name: str, where: str, kind: EnvironmentKind) -> EnvironmentInfo:
     try:
-        inspect.signature(made).bind()
+        inspect.signature(cls).bind()
     except TypeError as error:
         raise ConfigError(f"{where}: its constructor must take no arguments: {error}") from None
     except ValueError:  # a C function without a signature
         pass
-    methods = {name: method for name in dir(made) if (method := _get_method(made, name, where)) is not None}
+    methods = {name: method for name in dir(cls) if (method := _get_method(cls, name, where)) is not None}
     if ("tools" in methods) != ("call" in methods):
         present, missing = ("tools", "call") if "tools" in methods else ("call", "tools")
         raise ConfigError(
@@ -119,7 +119,7 @@ def _describe_class(made: type, spec: str, name: str, where: str, kind: Environm
     if not (has_dynamic_tools or schemas or "reset" in methods or "reward" in methods):
         raise ConfigError(f"{where} is not an environment: it has no reset, no reward and no tool method")
     required, accepted = _inspect_reset(*methods["reset"], f"{where}.reset") if "reset" in methods else ((), ())
-    timeout = getattr(made, "timeout", 0)
+    timeout = getattr(cls, "timeout", 0)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < math.inf:
         raise ConfigError(f"{where}: its `timeout` must be a number of seconds, not {str(timeout)[:80]!r}")
     return EnvironmentInfo(
@@ -133,7 +133,7 @@ def _describe_class(made: type, spec: str, name: str, where: str, kind: Environm
         has_reward="reward" in methods,
         reward_arguments=_inspect_reward(*methods["reward"], f"{where}.reward") if "reward" in methods else (),
         timeout=float(timeout),
-        is_sandboxed=bool(getattr(made, "sandboxed", False)),
+        is_sandboxed=bool(getattr(cls, "sandboxed", False)),
         is_async=any(inspect.iscoroutinefunction(function) for function, _ in methods.values()),
     )
 
@@ -142,12 +142,12 @@ Method = tuple[Callable[..., Any], bool]
 """A function, and whether its first parameter is the object."""
 
 
-def _get_method(made: type, name: str, where: str) -> Method | None:
+def _get_method(cls: type, name: str, where: str) -> Method | None:
     """Return a method defined by the user, or None.
 
     Private ones are included, to detect whether any is a coroutine function.
     """
-    attribute = inspect.getattr_static(made, name, None)
+    attribute = inspect.getattr_static(cls, name, None)
     is_bound = not isinstance(attribute, staticmethod)
     function = attribute.__func__ if isinstance(attribute, staticmethod | classmethod) else attribute
     if not inspect.isfunction(function):
@@ -189,14 +189,14 @@ def _inspect_reward(function: Callable[..., Any], bound: bool, where: str) -> tu
     return tuple(accepted)
 
 
-def with_schemas(described: EnvironmentInfo, schemas: Any, key: str) -> EnvironmentInfo:
+def with_schemas(info: EnvironmentInfo, schemas: Any, key: str) -> EnvironmentInfo:
     """Add the schemas returned by `tools` at run time to a description. Raises ConfigError."""
     if not isinstance(schemas, list | tuple):
-        raise ConfigError(f"{key}: the tools of {described.spec} are a {type(schemas).__name__}, not a list of schemas")
+        raise ConfigError(f"{key}: the tools of {info.spec} are a {type(schemas).__name__}, not a list of schemas")
     names = set()
     for schema in schemas:
-        check_schema(schema, described.spec, key)
+        check_schema(schema, info.spec, key)
         if (name := schema["function"]["name"]) in names:
-            raise ConfigError(f"{key}: {described.spec} has two tools called {name}")
+            raise ConfigError(f"{key}: {info.spec} has two tools called {name}")
         names.add(name)
-    return replace(described, schemas=tuple(schemas))
+    return replace(info, schemas=tuple(schemas))

@@ -40,25 +40,25 @@ class EnvironmentPool:
 
     def __init__(
         self,
-        known: EnvironmentCatalog,
+        catalog: EnvironmentCatalog,
         timeout: float,
         size: int,
         log: Path | None = None,
         limits: ProcessLimits = NO_LIMITS,
     ) -> None:
-        self.catalog, self.timeout, self.max_tool_processes = known, timeout, size
+        self.catalog, self.timeout, self.max_tool_processes = catalog, timeout, size
         self.error_log = ErrorLog(log)
         self.tool_call_stats: dict[str, ToolCallStats] = {}
         """Calls that reached a tool, by its name."""
-        has_agents = any(info.kind == "agent" for info in known.environments.values())
+        has_agents = any(info.kind == "agent" for info in catalog.environments.values())
         settings = {"preload": AGENT_PRELOAD} if has_agents else {}
         self._fork_server = ForkServer(SERVE, settings, Path(os.devnull) if log is None else log, limits)
-        specs = dict.fromkeys(tool.spec for tool in known.tools.values())
+        specs = dict.fromkeys(tool.spec for tool in catalog.tools.values())
         self._tool_processes = WorkerPool(self._fork_server, {"load": [[TOOLS_KEY, spec] for spec in specs]}, size)
         cores = len(os.sched_getaffinity(0))
         self._environment_processes = {
             name: WorkerPool(self._fork_server, {"load": [[ENVIRONMENTS_KEY, info.spec]]}, max_starting=cores)
-            for name, info in known.environments.items()
+            for name, info in catalog.environments.items()
         }
         self._closing_tasks: set[asyncio.Task[None]] = set()
 
@@ -152,34 +152,34 @@ class EnvironmentPool:
         self._tool_processes.release(process)
         return result
 
-    def record_result(self, name: str, arguments: Any, said: Mapping[str, Any]) -> ToolResult:
+    def record_result(self, name: str, arguments: Any, output: Mapping[str, Any]) -> ToolResult:
         """Convert a process's answer. Raises LookupError or ValueError if it is invalid."""
-        result = ToolResult(replace_surrogates(str(said["text"])), bool(said["ok"]))
-        self._count_call(name, "" if result.ok else f"{result.text.removeprefix('Error: ')} ({said.get('kind')})")
+        result = ToolResult(replace_surrogates(str(output["text"])), bool(output["ok"]))
+        self._count_call(name, "" if result.ok else f"{result.text.removeprefix('Error: ')} ({output.get('kind')})")
         if not result.ok:
-            self.error_log.write(name, arguments, result.text, str(said.get("kind")), str(said.get("trace")))
+            self.error_log.write(name, arguments, result.text, str(output.get("kind")), str(output.get("trace")))
         return result
 
-    def record_failure(self, name: str, arguments: Any, what: str, kind: str, said: str = "") -> ToolResult:
-        self._count_call(name, " ".join(f"{what} {said}".split()))
-        self.error_log.write(name, arguments, what, kind, said)
+    def record_failure(self, name: str, arguments: Any, what: str, kind: str, output: str = "") -> ToolResult:
+        self._count_call(name, " ".join(f"{what} {output}".split()))
+        self.error_log.write(name, arguments, what, kind, output)
         return ToolResult(f"Error: {what}", False)
 
     def _count_call(self, name: str, failure: str) -> None:
         stats = ToolCallStats(1, int(bool(failure)), failure[:500])
         self.tool_call_stats[name] = self.tool_call_stats.get(name, ToolCallStats()) + stats
 
-    async def request(self, world: _EnvironmentProcess, order: Mapping[str, Any], what: str) -> dict[str, Any]:
+    async def request(self, process: _EnvironmentProcess, order: Mapping[str, Any], what: str) -> dict[str, Any]:
         """Send an order to an environment's process. Raises SessionLost if there is no answer."""
-        limit = world.info.timeout or self.timeout
+        limit = process.info.timeout or self.timeout
         try:
-            return await world.process.request(_pickle_order(order), limit)
+            return await process.process.request(_pickle_order(order), limit)
         except TimeoutError:
             reason = f"{what} was stopped after {limit:g} s"
         except (WorkerUnavailable, _UnpicklableOrder) as error:
             reason = f"{what}: {error}"
-        self.error_log.write(world.info.name, "", reason, what)
-        raise SessionLost(f"{world.info.name}: {reason}")
+        self.error_log.write(process.info.name, "", reason, what)
+        raise SessionLost(f"{process.info.name}: {reason}")
 
     def run_later(self, work: Any) -> None:
         """Run a coroutine in the background, after its conversation has ended."""
@@ -198,8 +198,8 @@ class EnvironmentPool:
 class _EnvironmentProcess:
     """An environment's object, in its leased process."""
 
-    def __init__(self, known: EnvironmentInfo, leases: WorkerPool, process: WorkerProcess) -> None:
-        self.info, self.pool, self.process = known, leases, process
+    def __init__(self, info: EnvironmentInfo, pool: WorkerPool, process: WorkerProcess) -> None:
+        self.info, self.pool, self.process = info, pool, process
         self.lock = asyncio.Lock()
         self.lost_reason = ""
 
@@ -214,14 +214,14 @@ class EnvironmentSession:
 
     def __init__(
         self,
-        sessions: EnvironmentPool,
+        pool: EnvironmentPool,
         messages: tuple[Message, ...],
         schemas: Sequence[dict[str, Any]],
-        world: _EnvironmentProcess | None = None,
+        process: _EnvironmentProcess | None = None,
     ) -> None:
         self.messages, self.schemas = messages, list(schemas)
         self._schema_by_name = {schema["function"]["name"]: schema for schema in schemas}
-        self._pool, self._process = sessions, world
+        self._pool, self._process = pool, process
         self._call_tasks: dict[int, asyncio.Task[ToolResult]] = {}
 
     async def call(self, number: int, name: str, arguments: Any) -> ToolResult:
@@ -278,21 +278,21 @@ class EnvironmentSession:
         except (RewardError, TypeError) as error:
             return RewardFailure(f"{process.info.name}: reward: {error}")
 
-    async def _request(self, world: _EnvironmentProcess, order: Mapping[str, Any], what: str) -> dict[str, Any]:
-        if world.lost_reason:
-            raise SessionLost(world.lost_reason)
+    async def _request(self, process: _EnvironmentProcess, order: Mapping[str, Any], what: str) -> dict[str, Any]:
+        if process.lost_reason:
+            raise SessionLost(process.lost_reason)
         try:
-            return await self._pool.request(world, order, what)
+            return await self._pool.request(process, order, what)
         except SessionLost as error:
-            self._mark_lost(world, str(error))
+            self._mark_lost(process, str(error))
             raise
         except BaseException:  # cancelled midway
-            self._mark_lost(world, f"{world.info.name}: {what} was truncated")
+            self._mark_lost(process, f"{process.info.name}: {what} was truncated")
             raise
 
-    def _mark_lost(self, world: _EnvironmentProcess, why: str) -> None:
-        world.lost_reason = why
-        world.pool.kill(world.process)
+    def _mark_lost(self, process: _EnvironmentProcess, why: str) -> None:
+        process.lost_reason = why
+        process.pool.kill(process.process)
 
     def close(self) -> None:
         """Release the process after the environment's `close`; safe to call twice.
@@ -308,15 +308,15 @@ class EnvironmentSession:
             else:
                 self._pool.run_later(self._close_environment(process))
 
-    async def _close_environment(self, world: _EnvironmentProcess) -> None:
+    async def _close_environment(self, process: _EnvironmentProcess) -> None:
         try:
-            answer = await self._request(world, {"do": "end"}, "close")
+            answer = await self._request(process, {"do": "end"}, "close")
         except SessionLost:
             return
         if "failed" in answer:
-            name = world.info.name
+            name = process.info.name
             self._pool.error_log.write(name, "", answer["failed"], str(answer.get("kind")), str(answer.get("trace")))
-        world.pool.release(world.process)
+        process.pool.release(process.process)
 
 
 class _UnpicklableOrder(ValueError):
@@ -336,14 +336,14 @@ def _retrieve_exception(task: asyncio.Task[ToolResult]) -> None:
         task.exception()
 
 
-def _apply_reset(prompt: tuple[Message, ...], said: Any, name: str) -> tuple[Message, ...]:
+def _apply_reset(prompt: tuple[Message, ...], reply: Any, name: str) -> tuple[Message, ...]:
     """Apply the result of `reset` to the prompt's messages. Raises SessionLost if it is invalid."""
-    if said is None:
+    if reply is None:
         return prompt
-    if isinstance(said, str):
-        return (*prompt, {"role": "user", "content": replace_surrogates(said)})
+    if isinstance(reply, str):
+        return (*prompt, {"role": "user", "content": replace_surrogates(reply)})
     try:
-        messages = parse_chat_messages(replace_surrogates(said), name, "reset")
+        messages = parse_chat_messages(replace_surrogates(reply), name, "reset")
     except (ConfigError, ValueError) as error:
         raise SessionLost(f"{name}: reset did not return messages: {error}") from None
     if messages[-1]["role"] == "assistant":

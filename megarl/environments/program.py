@@ -71,9 +71,9 @@ async def _read_tail(stdout: asyncio.StreamReader) -> bytes:
     return tail
 
 
-def parse_reward(said: bytes) -> Any:
+def parse_reward(output: bytes) -> Any:
     """Parse the last non-empty line; None if it is neither a number nor a JSON object."""
-    lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
     try:
         value = json.loads(lines[-1]) if lines else None
     except ValueError:

@@ -51,13 +51,13 @@ class StoppedRankMonitor:
         self._last_poll = 0.0
         self._over = False
 
-    def poll(self, ranks: Callable[[], Mapping[int, int]], rules: RestartPolicy | None) -> tuple[int, str] | None:
+    def poll(self, ranks: Callable[[], Mapping[int, int]], policy: RestartPolicy | None) -> tuple[int, str] | None:
         """Kill a rank that has been stopped for too long and return it with a message; the launcher ends the others.
 
         ranks: returns the pids of the running ranks by rank. Call this repeatedly; most calls do nothing.
         """
         now = time.monotonic()
-        if rules is None or self._over or now - self._last_poll < _STOPPED_POLL_S:
+        if policy is None or self._over or now - self._last_poll < _STOPPED_POLL_S:
             return None
         if now - self._last_poll > _SUSPEND_GAP_S:
             self._since.clear()
@@ -67,11 +67,11 @@ class StoppedRankMonitor:
                 self._since.pop(pid, None)
                 continue
             seconds = now - self._since.setdefault(pid, now)
-            if seconds > rules.timeout_s + STOPPED_MARGIN_S:
+            if seconds > policy.timeout_s + STOPPED_MARGIN_S:
                 self._over = True
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                reason = f"for {seconds:.0f} s, longer than run.distributed_timeout_s={rules.timeout_s:g}"
+                reason = f"for {seconds:.0f} s, longer than run.distributed_timeout_s={policy.timeout_s:g}"
                 return rank, f"error: rank {rank} has been stopped (SIGSTOP) {reason}, and was killed"
         return None
 
@@ -153,11 +153,11 @@ class RankMessages:
         policies = [message for message in self._messages if message.kind == "run"]
         return RestartPolicy.from_json(policies[-1].text) if policies else None
 
-    def add_late(self, late: tuple[int, str] | None) -> None:
+    def add_late(self, report: tuple[int, str] | None) -> None:
         """Add a message about a rank that cannot report itself."""
-        if late is not None:
+        if report is not None:
             with self._lock:
-                self._messages.append(RankMessage(late[0], "late", late[1]))
+                self._messages.append(RankMessage(report[0], "late", report[1]))
 
     def clear(self) -> None:
         """Discard the messages of ranks that have ended."""
@@ -168,11 +168,11 @@ class RankMessages:
         os.close(self._file)
 
 
-def parse_message(said: object) -> RankMessage:
+def parse_message(content: object) -> RankMessage:
     """Validate a message. Raises ValueError."""
-    if not isinstance(said, dict) or set(said) != {"rank", "kind", "text"}:
+    if not isinstance(content, dict) or set(content) != {"rank", "kind", "text"}:
         raise ValueError("not the fields of a word")
-    rank, kind, text = said["rank"], said["kind"], said["text"]
+    rank, kind, text = content["rank"], content["kind"], content["text"]
     if type(rank) is not int or rank < 0 or kind not in _KINDS or not isinstance(text, str):
         raise ValueError("not the values of a word")
     if kind == "run":
@@ -182,8 +182,8 @@ def parse_message(said: object) -> RankMessage:
 
 def determine_outcome(
     codes: Mapping[int, int],
-    words: Sequence[RankMessage],
-    asked: int = 0,
+    messages: Sequence[RankMessage],
+    stop_signal: int = 0,
     roles: Mapping[int, str] = MappingProxyType({}),
 ) -> RunOutcome:
     """Combine the ends of all ranks to one outcome.
@@ -192,27 +192,29 @@ def determine_outcome(
     which all were asked to end. roles: description of ranks (role or node) for the error.
     """
     if codes and all(code in (0, REQUEUE_EXIT_CODE) for code in codes.values()):
-        stopped = [message for message in words if message.kind == "stopped"]
+        stopped = [message for message in messages if message.kind == "stopped"]
         if stopped:
             return RunOutcome(REQUEUE_EXIT_CODE, stopped[0].text, "stopped")
         return RunOutcome(max(codes.values()), "", "stopped" if REQUEUE_EXIT_CODE in codes.values() else "done")
-    if asked == signal.SIGINT:
-        return RunOutcome(128 + asked, f"ended by {signal_name(asked)}", "asked")
-    late = [message for message in words if message.kind == "late"][-1:]
-    words = [message for message in words if message.kind not in ("run", "late")]
-    ranks_with_message = {message.rank for message in (*words, *late) if message.text}
+    if stop_signal == signal.SIGINT:
+        return RunOutcome(128 + stop_signal, f"ended by {signal_name(stop_signal)}", "asked")
+    late = [message for message in messages if message.kind == "late"][-1:]
+    messages = [message for message in messages if message.kind not in ("run", "late")]
+    ranks_with_message = {message.rank for message in (*messages, *late) if message.text}
     signal_by_rank = {
-        rank: -code for rank, code in codes.items() if code < 0 and rank not in ranks_with_message and -code != asked
+        rank: -code
+        for rank, code in codes.items()
+        if code < 0 and rank not in ranks_with_message and -code != stop_signal
     }
     for rank, number in signal_by_rank.items():
         if number != signal.SIGABRT:  # also raised by libraries that lose a peer
             return _killed_outcome(rank, number, roles)
     for kind, status in (("mistake", 2), ("fault", 1)):
-        for message in words:
+        for message in messages:
             if message.kind == kind:
                 return RunOutcome(status, message.text, kind, message.rank)  # type: ignore[arg-type]
-    if asked:
-        return RunOutcome(128 + asked, f"ended by {signal_name(asked)}", "asked")
+    if stop_signal:
+        return RunOutcome(128 + stop_signal, f"ended by {signal_name(stop_signal)}", "asked")
     if late and late[0].text:
         return RunOutcome(1, late[0].text, "late", late[0].rank)
     for rank, number in signal_by_rank.items():
@@ -225,7 +227,7 @@ def determine_outcome(
                 "fault",
                 rank,
             )
-    for message in words:
+    for message in messages:
         if message.kind == "lost":
             return RunOutcome(1, message.text, "lost")
         if message.kind == "ended":  # not by us
@@ -252,7 +254,7 @@ def _describe_rank(rank: int, roles: Mapping[int, str]) -> str:
 class Launch:
     """One start of `command` as `world` ranks.
 
-    saves: the first SIGTERM makes ranks save, without a time limit. pending: list of received signals, see
+    saves_on_sigterm: the first SIGTERM makes ranks save, without a time limit. pending: list of received signals, see
     `record_signals`. roles: see `determine_outcome`.
     """
 
@@ -260,12 +262,12 @@ class Launch:
         self,
         command: Sequence[str],
         world: int,
-        saves: bool,
+        saves_on_sigterm: bool,
         grace: float = GRACE_S,
         roles: Mapping[int, str] = MappingProxyType({}),
         pending: list[int] | None = None,
     ) -> None:
-        self.command, self.world, self.saves, self.grace, self.roles = command, world, saves, grace, roles
+        self.command, self.world, self.saves, self.grace, self.roles = command, world, saves_on_sigterm, grace, roles
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.pending: list[int] = [] if pending is None else pending  # received signals
         self.stop_signal = 0

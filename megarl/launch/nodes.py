@@ -83,15 +83,15 @@ class SingleNode:
         """Return whether ranks of another node have failed. Callable from one thread besides the main one."""
         return False
 
-    def decide_next(self, attempt: int, own: NodeReport, rules: RestartPolicy | None) -> RestartDecision:
+    def decide_next(self, attempt: int, report: NodeReport, policy: RestartPolicy | None) -> RestartDecision:
         """Return what follows an attempt that has ended on this node; the same on all nodes."""
-        return self._decide([own], rules)
+        return self._decide([report], policy)
 
-    def _decide(self, reports: Sequence[NodeReport | None], rules: RestartPolicy | None) -> RestartDecision:
+    def _decide(self, reports: Sequence[NodeReport | None], policy: RestartPolicy | None) -> RestartDecision:
         end, failed_node = combine_reports(reports)
         if None in reports:
             return RestartDecision(False, end.status, end.text, exclude_node=failed_node)  # not there to restart
-        return self.restarts.decide(end, rules, failed_node)
+        return self.restarts.decide(end, policy, failed_node)
 
 
 class MultiNode(SingleNode):
@@ -101,17 +101,17 @@ class MultiNode(SingleNode):
         super().__init__()
         self.node_rank, self.num_nodes, self._address = number, count, address
         self._key = launcher_key()
-        self._store = self._connect(port, keeps=number == 0)
+        self._store = self._connect(port, is_server=number == 0)
         self._watch_store: Any = None
         self._port = port
 
-    def _connect(self, port: int, keeps: bool = False) -> Any:
+    def _connect(self, port: int, is_server: bool = False) -> Any:
         import torch.distributed as dist
 
         from megarl.parallel import rendezvous
 
         timeout = timedelta(seconds=JOIN_TIMEOUT_S)
-        if keeps:
+        if is_server:
             return rendezvous.serve_store(self._address, port, None, timeout, wait=False)
         return dist.TCPStore(self._address, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
@@ -136,20 +136,20 @@ class MultiNode(SingleNode):
         self._watch_store = self._watch_store or self._connect(self._port)  # a store connection serves one thread
         return bool(self._watch_store.check([f"{attempt}/failed"]))
 
-    def decide_next(self, attempt: int, own: NodeReport, rules: RestartPolicy | None) -> RestartDecision:
+    def decide_next(self, attempt: int, report: NodeReport, policy: RestartPolicy | None) -> RestartDecision:
         try:
-            return self._decide_together(attempt, own, rules)
+            return self._decide_together(attempt, report, policy)
         except RuntimeError as error:
             reason = " ".join(str(error).split("\n")[0].split())
             return RestartDecision(False, 1, f"error: the launcher of node number 0 no longer responds: {reason}")
 
-    def _decide_together(self, attempt: int, own: NodeReport, rules: RestartPolicy | None) -> RestartDecision:
-        self._publish(f"{attempt}/{self.node_rank}/ended", own.to_json())
+    def _decide_together(self, attempt: int, report: NodeReport, policy: RestartPolicy | None) -> RestartDecision:
+        self._publish(f"{attempt}/{self.node_rank}/ended", report.to_json())
         if self.node_rank == 0:
             names = [f"{attempt}/{number}/ended" for number in range(self.num_nodes)]
             self._wait_for_keys(names, REPORT_TIMEOUT_S)
             reports = [NodeReport.from_json(self._fetch(name)) if self._store.check([name]) else None for name in names]
-            decision = self._decide(reports, rules)
+            decision = self._decide(reports, policy)
             _write_excluded_node(decision)
             self._publish(f"{attempt}/next", json.dumps(decision))
             self._wait_for_keys(
@@ -191,9 +191,9 @@ def combine_reports(reports: Sequence[NodeReport | None]) -> tuple[RunOutcome, s
     return end, node_of_rank.get(end.rank, "")
 
 
-def _write_excluded_node(after: RestartDecision) -> None:
-    if (file := os.environ.get(EXCLUDE_NODE_ENV)) and after.exclude_node:
-        Path(file).write_text(after.exclude_node + "\n")
+def _write_excluded_node(decision: RestartDecision) -> None:
+    if (file := os.environ.get(EXCLUDE_NODE_ENV)) and decision.exclude_node:
+        Path(file).write_text(decision.exclude_node + "\n")
 
 
 def node_name(number: int, count: int) -> str:

@@ -76,18 +76,18 @@ class RestartTracker:
         self._last_fault: tuple[str, int] | None = None
         self._failed_nodes: list[str] = []
 
-    def decide(self, end: RunOutcome, rules: RestartPolicy | None, where: str = "") -> RestartDecision:
+    def decide(self, outcome: RunOutcome, policy: RestartPolicy | None, where: str = "") -> RestartDecision:
         """Decide what follows an end of all ranks; call once per end.
 
-        rules: None if the run ended before it registered them. where: the node that failed, of several.
+        policy: None if the run ended before it registered them. where: the node that failed, of several.
         """
-        if end.kind not in ("killed", "fault", "lost", "late") or rules is None:
-            return RestartDecision(False, end.status, end.text)
-        if not rules.save_every or not rules.max_restarts:
-            return RestartDecision(False, end.status, end.text)
-        folder = Path(rules.run_dir)
+        if outcome.kind not in ("killed", "fault", "lost", "late") or policy is None:
+            return RestartDecision(False, outcome.status, outcome.text)
+        if not policy.save_every or not policy.max_restarts:
+            return RestartDecision(False, outcome.status, outcome.text)
+        folder = Path(policy.run_dir)
         newest, step = find_newest_step(folder), read_last_step(folder) + 1
-        fault = (_normalize_error(end.text), step) if end.kind == "fault" else None
+        fault = (_normalize_error(outcome.text), step) if outcome.kind == "fault" else None
         is_repeated, self._last_fault = fault is not None and fault == self._last_fault, fault
         if newest > self._newest:
             self._count, self._failed_nodes = 0, []
@@ -95,27 +95,27 @@ class RestartTracker:
         self._failed_nodes.append(where)
         if is_repeated:
             reason = f"that is the same error at step {step} as last time, so the run does not restart"
-            return RestartDecision(False, REPEATED_FAULT_EXIT_CODE, _append_reason(end.text, reason))
-        if self._count >= rules.max_restarts:
+            return RestartDecision(False, REPEATED_FAULT_EXIT_CODE, _append_reason(outcome.text, reason))
+        if self._count >= policy.max_restarts:
             count_text = "once" if self._count == 1 else f"{self._count} times"
             reason = f"it has restarted {count_text} without a new checkpoint (run.max_restarts) and stops"
             leave_out = where if self._count and set(self._failed_nodes) == {where} else ""
-            return RestartDecision(False, end.status, _append_reason(end.text, reason), exclude_node=leave_out)
+            return RestartDecision(False, outcome.status, _append_reason(outcome.text, reason), exclude_node=leave_out)
         wait_s = min(FIRST_WAIT_S * 4**self._count, LONGEST_WAIT_S)
         self._count += 1
         self.attempts += 1
         where = f"checkpoint step_{newest:06d}" if newest else "the beginning, since there is no checkpoint yet"
         reason = (
             f"restarting in {wait_s:g} s from {where} (restart {self.attempts} of this run, {self._count} of "
-            f"{rules.max_restarts} without a new checkpoint)"
+            f"{policy.max_restarts} without a new checkpoint)"
         )
-        return RestartDecision(True, end.status, _append_reason(end.text, reason), wait_s)
+        return RestartDecision(True, outcome.status, _append_reason(outcome.text, reason), wait_s)
 
 
-def append_to_log(rules: RestartPolicy | None, text: str) -> None:
+def append_to_log(policy: RestartPolicy | None, text: str) -> None:
     """Append a line to the run's log.txt. Write errors are ignored: the line is on the terminal, too."""
-    if rules is not None:
-        with contextlib.suppress(OSError), Path(rules.run_dir, "log.txt").open("a", encoding="utf-8") as file:
+    if policy is not None:
+        with contextlib.suppress(OSError), Path(policy.run_dir, "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {' '.join(text.split())}\n")
 
 

@@ -54,7 +54,9 @@ class StagedCheckpoint:
 
     def __init__(self, model: MegatronModel, folder: Path, staging: StagingBuffer | None = None) -> None:
         self._ranks = model.ranks
-        ranks.run_on_all(lambda: folder.mkdir(parents=True, exist_ok=True), lead=True, group=self._ranks.host_group)
+        ranks.run_on_all(
+            lambda: folder.mkdir(parents=True, exist_ok=True), rank_zero_only=True, group=self._ranks.host_group
+        )
         _failures.clear()
         with self._activate_ranks():
             request = dist_checkpointing.save(model.sharded_state_dict(), str(folder), async_sharded_save=True)

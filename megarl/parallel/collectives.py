@@ -13,7 +13,7 @@ _INLINE_BYTES = 504  # bytes of a share that travel with its size
 _MAX_PADDED_BYTES = 1 << 20  # up to this many bytes in total, shares are always padded
 
 
-def ragged_all_gather(mine: torch.Tensor, group: dist.ProcessGroup, patience: float) -> list[torch.Tensor]:
+def ragged_all_gather(local: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> list[torch.Tensor]:
     """Return every rank's [n] uint8, by rank; n may differ between ranks. patience: timeout per message in seconds.
 
     Small shares travel with their sizes in one round. Larger shares of similar size go in a single padded collective;
@@ -21,16 +21,16 @@ def ragged_all_gather(mine: torch.Tensor, group: dist.ProcessGroup, patience: fl
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     header = torch.zeros(8 + _INLINE_BYTES, dtype=torch.uint8)
-    header[:8].view(torch.int64)[0] = len(mine)
-    header[8 : 8 + len(mine)] = mine[:_INLINE_BYTES]
-    headers = all_gather_small(header, group, patience)
+    header[:8].view(torch.int64)[0] = len(local)
+    header[8 : 8 + len(local)] = local[:_INLINE_BYTES]
+    headers = all_gather_small(header, group, timeout_s)
     sizes = headers[:, :8].contiguous().view(torch.int64).view(-1).tolist()
     largest = max(sizes)
     if largest <= _INLINE_BYTES:
         return [share[8 : 8 + size] for share, size in zip(headers, sizes, strict=True)]
     if world * largest <= max(_MAX_PADDED_BYTES, 2 * sum(sizes)):
         padded = torch.zeros(largest, dtype=torch.uint8)
-        padded[: len(mine)] = mine
+        padded[: len(local)] = local
         shares = torch.empty(world, largest, dtype=torch.uint8)
         dist.all_gather_into_tensor(shares.view(-1), padded, group=group)
         return [share[:size] for share, size in zip(shares, sizes, strict=True)]
@@ -39,33 +39,33 @@ def ragged_all_gather(mine: torch.Tensor, group: dist.ProcessGroup, patience: fl
         if size <= _INLINE_BYTES:
             shares_by_rank.append(share[8 : 8 + size])
             continue
-        shares_by_rank.append(mine if source == rank else torch.empty(size, dtype=torch.uint8))
+        shares_by_rank.append(local if source == rank else torch.empty(size, dtype=torch.uint8))
         requests.append(dist.broadcast(shares_by_rank[-1], group_src=source, group=group, async_op=True))
     for work in requests:
         work.wait()
     return shares_by_rank
 
 
-def all_gather_small(mine: torch.Tensor, group: dist.ProcessGroup, patience: float) -> torch.Tensor:
+def all_gather_small(local: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> torch.Tensor:
     """Return [world, n] by rank, from every rank's small [n] of equal n."""
     world = dist.get_world_size(group)
     if world > _MAX_RING_RANKS:
-        return bruck_all_gather(mine, group, patience)
-    gathered = mine.new_empty(world, len(mine))
-    dist.all_gather_into_tensor(gathered.view(-1), mine, group=group)
+        return bruck_all_gather(local, group, timeout_s)
+    gathered = local.new_empty(world, len(local))
+    dist.all_gather_into_tensor(gathered.view(-1), local, group=group)
     return gathered
 
 
-def bruck_all_gather(mine: torch.Tensor, group: dist.ProcessGroup, patience: float) -> torch.Tensor:
+def bruck_all_gather(local: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> torch.Tensor:
     """Like `all_gather_small`, but in log2(world) rounds; in each, a rank sends what it has to one rank.
 
     Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS
     8(11), 1997. Gloo's all-gather goes round a ring, which takes the time of one message per rank of the world.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    gathered = mine.new_empty(world, len(mine))  # row i comes from the i-th rank after this one
-    gathered[0] = mine
-    num_rows, limit = 1, timedelta(seconds=patience)
+    gathered = local.new_empty(world, len(local))  # row i comes from the i-th rank after this one
+    gathered[0] = local
+    num_rows, limit = 1, timedelta(seconds=timeout_s)
     while num_rows < world:
         num_new = min(num_rows, world - num_rows)
         requests = [

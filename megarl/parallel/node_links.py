@@ -63,9 +63,11 @@ class NodeLinks:
         for connection in self.sockets.values():
             connection.setblocking(False)  # two threads use it, each with its own timeout
 
-    def _connect(self, rank: int, known: Sequence[tuple[bytes, bytes]], may_share: Callable[[int], bool]) -> list[int]:
+    def _connect(
+        self, rank: int, addresses: Sequence[tuple[bytes, bytes]], may_share: Callable[[int], bool]
+    ) -> list[int]:
         """Connect to lower ranks that can be reached, and pass each the memory with our secret."""
-        for other, (name, peer_secret) in enumerate(known[:rank]):
+        for other, (name, peer_secret) in enumerate(addresses[:rank]):
             if not may_share(other):
                 continue
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -73,13 +75,13 @@ class NodeLinks:
             try:
                 connection.connect(name)
                 self.sockets[other] = connection
-                self._send_secret(other, struct.pack("<q", rank) + peer_secret, known[rank][1])
+                self._send_secret(other, struct.pack("<q", rank) + peer_secret, addresses[rank][1])
             except OSError:
                 self.sockets.pop(other, connection).close()
         return list(self.sockets)
 
     def _accept(
-        self, listener: socket.socket, rank: int, known: Sequence[tuple[bytes, bytes]], calling: Sequence[int]
+        self, listener: socket.socket, rank: int, addresses: Sequence[tuple[bytes, bytes]], calling: Sequence[int]
     ) -> None:
         """Accept connections of the ranks in `calling`, and of nobody else."""
         listener.settimeout(_CONNECT_TIMEOUT_S)
@@ -97,45 +99,45 @@ class NodeLinks:
                 content, descriptors = _receive(connection)
             except OSError:
                 content, descriptors = b"", []
-            other = struct.unpack("<q", content[:8])[0] if content[8:] == known[rank][1] else -1
-            if other in missing and _has_secret(descriptors, known[other][1]):
+            other = struct.unpack("<q", content[:8])[0] if content[8:] == addresses[rank][1] else -1
+            if other in missing and _has_secret(descriptors, addresses[other][1]):
                 missing.remove(other)
                 self.sockets[other] = connection
-                self._send_secret(other, b"here", known[rank][1])
+                self._send_secret(other, b"here", addresses[rank][1])
             else:
                 connection.close()
 
-    def _send_secret(self, other: int, said: bytes, secret: bytes) -> None:
+    def _send_secret(self, other: int, message: bytes, secret: bytes) -> None:
         descriptor = shared_memory.create(_SECRET_BYTES)
         try:
             os.pwrite(descriptor, secret, 0)
-            socket.send_fds(self.sockets[other], [said], [descriptor])
+            socket.send_fds(self.sockets[other], [message], [descriptor])
         finally:
             os.close(descriptor)
 
     def _disconnect(self, other: int) -> None:
         self.sockets.pop(other).close()
 
-    def send(self, other: int, letter: Any, descriptors: Sequence[int], patience_s: float) -> None:
+    def send(self, other: int, message: Any, descriptors: Sequence[int], timeout_s: float) -> None:
         """Send a neighbor a small JSON value and memory descriptors. Blocks only if hundreds of messages lie unread."""
-        content, deadline = json.dumps(letter).encode(), time.monotonic() + patience_s
+        content, deadline = json.dumps(message).encode(), time.monotonic() + timeout_s
         while True:
             try:
                 socket.send_fds(self.sockets[other], [content], descriptors)
                 return
             except BlockingIOError:
-                self._wait(other, select.POLLOUT, deadline, f"rank {other} read nothing for {patience_s:.0f} s")
+                self._wait(other, select.POLLOUT, deadline, f"rank {other} read nothing for {timeout_s:.0f} s")
             except OSError as error:
                 if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
                     raise ConnectionError(f"rank {other} disconnected: {error.strerror}") from None
                 time.sleep(0.001)  # ETOOMANYREFS: too many descriptors of this process are in flight
 
-    def receive(self, other: int, patience_s: float) -> tuple[Any, list[int]] | None:
+    def receive(self, other: int, timeout_s: float) -> tuple[Any, list[int]] | None:
         """Return a neighbor's next message and its descriptors, which the caller closes.
 
         With a patience of 0, returns None if there is no message.
         """
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
                 content, descriptors, _, _ = socket.recv_fds(
@@ -143,9 +145,9 @@ class NodeLinks:
                 )
                 break
             except BlockingIOError:
-                if not patience_s:
+                if not timeout_s:
                     return None
-                self._wait(other, select.POLLIN, deadline, f"rank {other} sent nothing for {patience_s:.0f} s")
+                self._wait(other, select.POLLIN, deadline, f"rank {other} sent nothing for {timeout_s:.0f} s")
             except OSError as error:
                 raise ConnectionError(f"rank {other} disconnected: {error.strerror}") from None
         if not content:

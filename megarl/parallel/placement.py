@@ -277,6 +277,6 @@ def check_layout(parallel: ParallelConfig, world: str = "") -> None:
         )
 
 
-def _nearest_multiples(value: int, of: int) -> str:
-    low, high = value // of * of, (value // of + 1) * of
+def _nearest_multiples(value: int, divisor: int) -> str:
+    low, high = value // divisor * divisor, (value // divisor + 1) * divisor
     return f"{low} and {high}" if low else str(high)

@@ -290,12 +290,12 @@ def is_flag_set(name: str) -> bool:
     return bool(dist.distributed_c10d._get_default_store().check([name]))
 
 
-def add_to_counter(name: str, more: int) -> int:
-    """Add `more` to a counter shared by all ranks, which starts at 0, and return its new value. Atomic."""
+def add_to_counter(name: str, amount: int) -> int:
+    """Add `amount` to a counter shared by all ranks, which starts at 0, and return its new value. Atomic."""
     store = dist.distributed_c10d._get_default_store()
-    if not more:  # a file store grows with every write
+    if not amount:  # a file store grows with every write
         return int(store.get(name)) if store.check([name]) else 0
-    return int(store.add(name, more))
+    return int(store.add(name, amount))
 
 
 def host_group() -> dist.ProcessGroup:
@@ -391,14 +391,16 @@ def broadcast_object(value: Any, source: int = 0, group: dist.ProcessGroup | Non
     return value if is_source else _unsealed(data, source)
 
 
-def run_on_all(work: Callable[[], T], lead: bool = False, group: dist.ProcessGroup | None = None) -> list[T | None]:
-    """Run `work` on each rank, or with `lead` on rank 0 only, and return all results by rank on every rank.
+def run_on_all(
+    work: Callable[[], T], rank_zero_only: bool = False, group: dist.ProcessGroup | None = None
+) -> list[T | None]:
+    """Run `work` on each rank, or with `rank_zero_only` on rank 0 only, and return all results by rank on every rank.
 
     An OSError or ConfigError on one rank is raised on all of them, as the same kind, so that no rank is left waiting.
     """
     result: T | None = None
     error = "", ""
-    if is_lead(group) or not lead:
+    if is_lead(group) or not rank_zero_only:
         try:
             result = work()
         except OSError as failure:

@@ -131,7 +131,7 @@ def read_launch_env() -> LaunchEnv:
         return LaunchEnv(0, 1, False)
     remedy = "torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; to start without it, unset them"
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
-    world = _read_int("WORLD_SIZE", remedy, least=1)
+    world = _read_int("WORLD_SIZE", remedy, minimum=1)
     if world > 1 and STORE_FILE_ENV not in os.environ:
         missing += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -145,25 +145,25 @@ def read_launch_env() -> LaunchEnv:
     return LaunchEnv(rank, world, True)
 
 
-def _read_int(name: str, remedy: str, least: int = 0, default: str = "") -> int:
-    text = os.environ.get(name, default or str(least))
-    if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise ConfigError(f"the environment has {name}={text!r}, which is not a number from {least}: {remedy}")
+def _read_int(name: str, remedy: str, minimum: int = 0, default: str = "") -> int:
+    text = os.environ.get(name, default or str(minimum))
+    if not (text.isascii() and text.isdigit()) or int(text) < minimum:
+        raise ConfigError(f"the environment has {name}={text!r}, which is not a number from {minimum}: {remedy}")
     return int(text)
 
 
-def connect_store(here: LaunchEnv, timeout: timedelta) -> dist.Store:
+def connect_store(env: LaunchEnv, timeout: timedelta) -> dist.Store:
     """Connect to the store in which the job's ranks meet.
 
     On one machine no port is opened: a single rank has an in-process store, and ranks of our launcher share a memory
     file.
     """
-    if here.world == 1:
+    if env.world == 1:
         use_loopback()
         store = dist.HashStore()
         store.set_timeout(timeout)
         return store
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(here.world):
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(env.world):
         use_loopback()
     if STORE_FILE_ENV in os.environ:
         return _file_store(timeout)
@@ -171,11 +171,11 @@ def connect_store(here: LaunchEnv, timeout: timedelta) -> dist.Store:
     check_private("MASTER_ADDR", address)
     is_served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        if here.rank == 0 and not is_served_by_torchrun:
-            return serve_store(address, port, here.world, timeout)
-        return dist.TCPStore(address, port, here.world, is_master=False, timeout=timeout)
+        if env.rank == 0 and not is_served_by_torchrun:
+            return serve_store(address, port, env.world, timeout)
+        return dist.TCPStore(address, port, env.world, is_master=False, timeout=timeout)
     except dist.DistNetworkError as error:
-        if here.rank == 0 and ("EADDRINUSE" in str(error) or "in use" in str(error)):
+        if env.rank == 0 and ("EADDRINUSE" in str(error) or "in use" in str(error)):
             raise _port_in_use_error(port) from None
         raise
 

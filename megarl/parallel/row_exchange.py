@@ -106,18 +106,18 @@ class RowExchange:
             self._start_thread(self._wait_for_sends, send_requests, buffers)
         return delivery
 
-    def _publish(self, plan: ExchangePlan, own: Mapping[str, torch.Tensor]) -> None:
+    def _publish(self, plan: ExchangePlan, local_columns: Mapping[str, torch.Tensor]) -> None:
         """Write the rows that neighbors need of this rank into shared memory and hand it to them."""
         readers = [other for other in plan.members if other != self.rank and plan.needs_rows(other, self.rank)]
         if not readers:
             return
         selection = plan.local_selection(self.rank)
         needed = {name for cut, _, _ in selection for name in cut.columns}
-        regions = {name: region for name in needed if (region := shared_memory.find_region(own[name]))}
-        blocks, size = plan.blocks(selection, without=regions)
+        regions = {name: region for name in needed if (region := shared_memory.find_region(local_columns[name]))}
+        blocks, size = plan.blocks(selection, exclude=regions)
         descriptor = shared_memory.create(size)
         try:
-            shared_memory.write(descriptor, _iter_rows(plan, own, blocks))
+            shared_memory.write(descriptor, _iter_rows(plan, local_columns, blocks))
             message = _LOCAL_ROWS, self._num_deliveries, {name: region.offset for name, region in regions.items()}
             descriptors = [descriptor, *(region.descriptor for region in regions.values())]
             for reader in readers:
@@ -198,9 +198,9 @@ class RowExchange:
                 node_links.close_descriptors(descriptors)
                 del self._messages[key]
 
-    def _receive_message(self, other: int, patience_s: float) -> bool:
+    def _receive_message(self, other: int, timeout_s: float) -> bool:
         """Read a neighbor's next message; return False if none arrives in time."""
-        if not (message := self._links.receive(other, patience_s)):
+        if not (message := self._links.receive(other, timeout_s)):
             return False
         (what, number, content), descriptors = message
         self._messages[other, what, number] = content, descriptors
@@ -267,8 +267,10 @@ class _InboundBuffer:
 class Delivery:
     """Rows delivered to one rank: views of the memory in which they arrived, which lives as long as any of them."""
 
-    def __init__(self, post: RowExchange, number: int, plan: ExchangePlan, own: Mapping[str, torch.Tensor]) -> None:
-        self._exchange, self._number, self._plan, self._local_columns = post, number, plan, own
+    def __init__(
+        self, exchange: RowExchange, number: int, plan: ExchangePlan, local_columns: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._exchange, self._number, self._plan, self._local_columns = exchange, number, plan, local_columns
         self.inbound: _InboundBuffer | None = None
         self._blocks: list[tuple[Block, torch.Tensor]] | None = None
 
@@ -304,7 +306,7 @@ class Delivery:
         for home in neighbours_of:
             if plan.needs_rows(rank, home):
                 offsets, memories = self._map_message(home, _LOCAL_ROWS)
-                blocks, _ = plan.blocks(plan.local_selection(home), without=offsets)
+                blocks, _ = plan.blocks(plan.local_selection(home), exclude=offsets)
                 yield from ((block, _block_rows(plan, block, memories[0])) for block in blocks)
                 for memory, (name, offset) in zip(memories[1:], offsets.items(), strict=True):
                     block = _column_block(plan, name, home, offset)
@@ -360,10 +362,12 @@ def _select(rows: torch.Tensor, part: Part) -> torch.Tensor:
     return rows.index_select(1, torch.tensor(part))
 
 
-def _iter_rows(plan: ExchangePlan, own: Mapping[str, torch.Tensor], blocks: Sequence[Block]) -> Iterator[torch.Tensor]:
+def _iter_rows(
+    plan: ExchangePlan, local_columns: Mapping[str, torch.Tensor], blocks: Sequence[Block]
+) -> Iterator[torch.Tensor]:
     """Yield this rank's rows of blocks as contiguous tensors."""
     for block in blocks:
-        lengths, column = plan.lengths[block.column], own[block.column]
+        lengths, column = plan.lengths[block.column], local_columns[block.column]
         starts = np.cumsum(lengths[plan.local_sequences]) - lengths[plan.local_sequences]
         at = np.searchsorted(plan.local_sequences, block.sequences)
         for first, last in _consecutive_runs(at):

@@ -121,9 +121,9 @@ class ExchangePlan:
     def part(self, column: str, rank: int) -> Part:
         return next(cut.parts[rank] for cut in self.column_groups if column in cut.columns)
 
-    def blocks(self, chosen: Selection, without: Iterable[str] = ()) -> tuple[list[Block], int]:
+    def blocks(self, chosen: Selection, exclude: Iterable[str] = ()) -> tuple[list[Block], int]:
         """Return the memory layout of selected rows and its size in bytes. Larger items come first, for alignment."""
-        excluded = set(without)
+        excluded = set(exclude)
         order = [
             (name, part, sequences, cut.lengths)
             for cut, part, sequences in chosen
@@ -199,7 +199,11 @@ class ExchangePlan:
             yield from sorted(to.items())
 
     def _assigned(
-        self, cut: ColumnGroup, members: Sequence[int], sequences: Numbers, wanted: np.ndarray[Any, np.dtype[np.bool_]]
+        self,
+        column_group: ColumnGroup,
+        members: Sequence[int],
+        sequences: Numbers,
+        wanted: np.ndarray[Any, np.dtype[np.bool_]],
     ) -> Iterator[tuple[Part, Numbers]]:
         """Yield each part that ranks of a machine need, with the rank that is sent each sequence (-1 for none).
 
@@ -208,7 +212,7 @@ class ExchangePlan:
         compute the same.
         """
         homes = self.homes[sequences]
-        for part, rows in _group_by_part(cut, members):
+        for part, rows in _group_by_part(column_group, members):
             candidates = wanted[rows]
             receivers = np.full(len(sequences), -1, np.int64)
             count = candidates.sum(0)
@@ -221,7 +225,8 @@ class ExchangePlan:
                     wanted_indices[order],
                     np.stack((candidate_set.ravel()[order], homes[wanted_indices][order])),
                 )
-                weights = cut.lengths[sequences[wanted_indices]] + 1  # + 1: sequences without tokens are assigned, too
+                # + 1: sequences without tokens are assigned, too
+                weights = column_group.lengths[sequences[wanted_indices]] + 1
                 ends = np.cumsum(weights)
                 group_starts = np.flatnonzero(np.r_[True, (group[:, 1:] != group[:, :-1]).any(0)])
                 sizes = np.diff(np.r_[group_starts, len(wanted_indices)])
@@ -239,10 +244,12 @@ def _normalize_part(indices: Sequence[int] | None, size: int) -> Part:
     return None if part == tuple(range(size)) else part
 
 
-def _group_by_part(cut: ColumnGroup, members: Sequence[int], but: int = -1) -> Iterator[tuple[Part, list[int]]]:
-    """Yield each needed part with the indices of the members that need it, excluding the rank `but`."""
+def _group_by_part(
+    column_group: ColumnGroup, members: Sequence[int], exclude: int = -1
+) -> Iterator[tuple[Part, list[int]]]:
+    """Yield each needed part with the indices of the members that need it, excluding the rank `exclude`."""
     indices_by_part: dict[Part, list[int]] = {}
     for index, member in enumerate(members):
-        if member != but:
-            indices_by_part.setdefault(cut.parts[member], []).append(index)
+        if member != exclude:
+            indices_by_part.setdefault(column_group.parts[member], []).append(index)
     yield from indices_by_part.items()

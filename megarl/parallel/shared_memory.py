@@ -51,7 +51,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     if not size:
         return torch.empty(tuple(shape), dtype=dtype)
     descriptor = create(size)
-    return _map_tensor(descriptor, size, mmap.MAP_SHARED, made=True).view(dtype).view(tuple(shape))
+    return _map_tensor(descriptor, size, mmap.MAP_SHARED, is_allocated=True).view(dtype).view(tuple(shape))
 
 
 def find_region(tensor: torch.Tensor) -> MemoryRegion | None:
@@ -106,7 +106,7 @@ def attach(descriptor: int) -> torch.Tensor:
     size = os.fstat(descriptor).st_size
     if not size:
         return torch.empty(0, dtype=torch.uint8)
-    return _map_tensor(descriptor, size, mmap.MAP_PRIVATE | _MAP_NORESERVE, made=False)
+    return _map_tensor(descriptor, size, mmap.MAP_PRIVATE | _MAP_NORESERVE, is_allocated=False)
 
 
 def export_handle(tensor: torch.Tensor) -> list[int]:
@@ -131,24 +131,25 @@ def map_handle(process: int, descriptor: int, inode: int, offset: int, size: int
     try:
         if os.fstat(local_descriptor).st_ino != inode:  # the descriptor number has been reused
             raise FileNotFoundError(f"process {process} no longer shares this memory")
-        return _map_tensor(local_descriptor, offset + size, mmap.MAP_SHARED, made=False)[offset:]
+        return _map_tensor(local_descriptor, offset + size, mmap.MAP_SHARED, is_allocated=False)[offset:]
     finally:
         os.close(local_descriptor)
 
 
-def _map_tensor(descriptor: int, size: int, flags: int, made: bool) -> torch.Tensor:
+def _map_tensor(descriptor: int, size: int, flags: int, is_allocated: bool) -> torch.Tensor:
     address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
     if address == ctypes.c_void_p(-1).value:
         error = ctypes.get_errno()
         raise OSError(error, f"cannot map {size} bytes of shared memory: {os.strerror(error)}")
-    if made:
+    if is_allocated:
         _allocations[address] = descriptor, size
     block = (ctypes.c_uint8 * size).from_address(address)  # the tensor's storage keeps it alive
-    weakref.finalize(block, _unmap, address, size, made).atexit = False  # tensors may be read until interpreter exit
+    finalizer = weakref.finalize(block, _unmap, address, size, is_allocated)
+    finalizer.atexit = False  # tensors may be read until interpreter exit
     return torch.frombuffer(block, dtype=torch.uint8)
 
 
-def _unmap(address: int, size: int, made: bool) -> None:
-    if made:
+def _unmap(address: int, size: int, is_allocated: bool) -> None:
+    if is_allocated:
         os.close(_allocations.pop(address)[0])
     _libc.munmap(address, size)

@@ -18,10 +18,10 @@ _wait_listener: WaitListener | None = None
 _nesting = threading.local()
 
 
-def set_wait_listener(observer: WaitListener | None) -> None:
+def set_wait_listener(listener: WaitListener | None) -> None:
     """Set the listener of all threads."""
     global _wait_listener
-    _wait_listener = observer
+    _wait_listener = listener
 
 
 def traced(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -47,10 +47,10 @@ def traced(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 _progress_listener: Callable[[int, int], None] | None = None
 
 
-def set_progress_listener(teller: Callable[[int, int], None] | None) -> None:
+def set_progress_listener(listener: Callable[[int, int], None] | None) -> None:
     """Set the listener for progress."""
     global _progress_listener
-    _progress_listener = teller
+    _progress_listener = listener
 
 
 def report_progress(done: int, total: int) -> None:

@@ -147,7 +147,7 @@ class RewardWorker(Worker):
         """Raises ConfigError if the service does not respond."""
         if self.service is not None:
             run_on_all(self.service.client.check_credentials)
-            run_on_all(self.service.check_reachable, lead=True)
+            run_on_all(self.service.check_reachable, rank_zero_only=True)
 
     def wait_ready(self) -> None:
         """Raises ConfigError if the pool's processes cannot load the functions."""

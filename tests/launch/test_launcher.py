@@ -302,8 +302,8 @@ def test_the_first_cause_is_named() -> None:
     assert determine_outcome({0: 1}, [LOST])[:3] == (1, LOST.text, "lost")
     saved = [RankMessage(1, "stopped", "saved"), RankMessage(0, "stopped", "saved")]
     assert determine_outcome({0: 85, 1: 85}, saved)[:3] == (85, "saved", "stopped")
-    assert determine_outcome({0: 130, 1: 1}, [LOST], asked=2)[:3] == (130, "ended by Ctrl-C (SIGINT)", "asked")
-    assert determine_outcome({0: 2, 1: 2}, [MISTAKE], asked=15)[:3] == (2, MISTAKE.text, "mistake")
+    assert determine_outcome({0: 130, 1: 1}, [LOST], stop_signal=2)[:3] == (130, "ended by Ctrl-C (SIGINT)", "asked")
+    assert determine_outcome({0: 2, 1: 2}, [MISTAKE], stop_signal=15)[:3] == (2, MISTAKE.text, "mistake")
     assert determine_outcome({}, [])[::2] == (1, "lost")
 
 
