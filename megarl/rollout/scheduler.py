@@ -104,7 +104,7 @@ class GenerationResult:
     def merge(self, later: GenerationResult) -> GenerationResult:
         """Combine with a later result of the same engine or of its replacement."""
         return GenerationResult(
-            sorted([*self.rollouts, *later.rollouts], key=lambda one: one.group),
+            sorted([*self.rollouts, *later.rollouts], key=lambda rollout: rollout.group),
             [*self.partials, *later.partials],
             num_stale=self.num_stale + later.num_stale,
             num_slots=max(self.num_slots, later.num_slots),
@@ -150,7 +150,7 @@ async def gather_rollouts(
     version: int = 0,
     num_total: int | None = None,
     watch: Callable[[], Coroutine[Any, Any, None]] = wait_forever,
-    on_gate_opened: Callable[[RequestGate], None] = lambda room: None,
+    on_gate_opened: Callable[[RequestGate], None] = lambda gate: None,
 ) -> GenerationResult:
     """Generate `samples` conversations for each prompt that this engine claims from the queue.
 
@@ -181,9 +181,9 @@ async def gather_rollouts(
 
     context.halt.clear()
     start = time.monotonic()
-    room = RequestGate(policy, max(1, min(context.config.concurrency, samples * queue.groups_per_engine)), context.halt)
-    on_gate_opened(room)
-    remaining_carried = deque(sorted(partial_groups, key=lambda group: not _is_finished(group)))
+    gate = RequestGate(policy, max(1, min(context.config.concurrency, samples * queue.groups_per_engine)), context.halt)
+    on_gate_opened(gate)
+    remaining_partials = deque(sorted(partial_groups, key=lambda group: not _is_finished(group)))
     complete: dict[int, Group] = {}
     partials: list[Group] = []
     active: dict[int, tuple[int, list[PartialRollout]]] = {}
@@ -195,8 +195,8 @@ async def gather_rollouts(
         nonlocal num_stale, num_restarted, turn
         number: int | None = 0
         group: Group
-        if remaining_carried:
-            group = remaining_carried.popleft()
+        if remaining_partials:
+            group = remaining_partials.popleft()
             stale_flags = [
                 partial.oldest_version is not None and version - partial.oldest_version > context.config.max_staleness
                 for partial in group
@@ -219,7 +219,7 @@ async def gather_rollouts(
         if num_needed_groups is not None:
             number = await asyncio.to_thread(queue.mark_complete)
             if number + 1 >= num_needed_groups:
-                room.stop()
+                gate.stop()
             if number >= num_needed_groups:
                 partials.append(group)
                 return
@@ -227,17 +227,17 @@ async def gather_rollouts(
 
     failures: list[str] = []
 
-    async def note_aborted(why: str) -> None:
+    async def on_aborted(reason: str) -> None:
         if num_total is None or (deadline is not None and asyncio.get_running_loop().time() >= deadline):
             return
-        failures.append(why)
+        failures.append(reason)
         count = await asyncio.to_thread(queue.count_aborted, 1)
         if count < num_total and is_over_abort_limit(count, num_total, context.config):
             raise TooManyAborted(count, num_total, failures)
 
     async def run_claimed_group(turn: int, slots: dict[int, RequestSlot]) -> None:
         number, group = active[turn]
-        await run_group(group, slots, context, greedy, deadline, note_aborted)
+        await run_group(group, slots, context, greedy, deadline, on_aborted)
         del active[turn]
         if _is_finished(group):
             await queue_updates.run(finish(number, tuple(group)))
@@ -249,13 +249,13 @@ async def gather_rollouts(
         async with asyncio.TaskGroup() as task_group:
             watchers = [task_group.create_task(watch())]
             if num_needed_groups is not None:
-                watchers.append(task_group.create_task(_stop_when_enough(queue, num_needed_groups, room)))
+                watchers.append(task_group.create_task(_stop_when_enough(queue, num_needed_groups, gate)))
             tasks: set[asyncio.Task[None]] = set()
-            while await room.wait_for_room():
+            while await gate.wait_for_room():
                 previous_turn = turn
                 await queue_updates.run(next_group())
                 if turn > previous_turn:
-                    tasks.add(task_group.create_task(run_claimed_group(turn, open_slots(active[turn][1], room))))
+                    tasks.add(task_group.create_task(run_claimed_group(turn, open_slots(active[turn][1], gate))))
                 elif not tasks:
                     break
                 else:
@@ -277,8 +277,8 @@ async def gather_rollouts(
         )
         unfinished = [(number, restart_unfinished(group)) for number, group in active.values()]
         num_interrupted = sum(partial.status is None for _, group in unfinished for partial in group)
-        unfinished += [(0, restart_unfinished(group)) for group in remaining_carried]
-        remaining_carried.clear()
+        unfinished += [(0, restart_unfinished(group)) for group in remaining_partials]
+        remaining_partials.clear()
         for number, group in unfinished:
             if has_enough:
                 partials.append(group)
@@ -290,11 +290,11 @@ async def gather_rollouts(
     ]
     return GenerationResult(
         rollouts,
-        [*partials, *remaining_carried],
+        [*partials, *remaining_partials],
         num_stale,
-        room.num_slots,
+        gate.num_slots,
         time.monotonic() - start,
-        room.measure_busy_seconds(),
+        gate.measure_busy_seconds(),
         engine_loss=engine_loss,
         num_interrupted=num_interrupted,
         num_restarted=num_restarted,

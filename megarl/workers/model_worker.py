@@ -146,7 +146,7 @@ class ModelWorker(Worker):
         tolerate_minority: raise only if more than half of the sequences have a non-finite value; the caller masks such
         sequences (`controllers/policy_gradient.py`).
         """
-        everyone = LOCAL if self.is_disaggregated else batch.comm
+        comm = LOCAL if self.is_disaggregated else batch.comm
         where = torch.ones_like(batch.loss_mask) if all_tokens else batch.loss_mask
         # A finite sum proves that all summands are finite; only otherwise check them one by one.
         suspects = {what: values for what, values in columns.items() if not bool(torch.isfinite(values.sum()))}
@@ -159,15 +159,13 @@ class ModelWorker(Worker):
         )
         num_invalid = int(torch.stack(hits[1:]).any(dim=0).sum()) if hits else 0
         num_total = int((hits[0] if hits else _any_per_sequence(batch, where)).sum()) if tolerate_minority else 0
-        counts = everyone.all_reduce(
+        counts = comm.all_reduce(
             torch.tensor([num_invalid, num_total, int(torch.count_nonzero(where)), *column_counts])
         ).tolist()
         num_invalid, num_total, places, *column_counts = counts
         for what, count in zip(columns, column_counts, strict=True):
             if count and not (tolerate_minority and 2 * num_invalid <= num_total):
-                examples = everyone.all_gather_objects(
-                    columns[what][invalid[what]][:1].tolist() if what in invalid else []
-                )
+                examples = comm.all_gather_objects(columns[what][invalid[what]][:1].tolist() if what in invalid else [])
                 self.raise_nonfinite(what, next(value for local in examples for value in local), count, places)
 
     def raise_nonfinite(self, what: str, value: float, count: int, places: int) -> NoReturn:

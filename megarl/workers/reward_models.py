@@ -15,7 +15,7 @@ from megarl.data.packing import partition
 from megarl.models.registry import load_hf_config
 from megarl.parallel.placement import placement_of, role_config
 from megarl.parallel.ranks import run_on_all
-from megarl.parallel.role_settings import role_backends
+from megarl.parallel.placement import role_backends
 from megarl.rewards.reward_settings import options_for_model
 from megarl.rewards.sequence_classifier import Classifier, ClassifierOptions, ClassifierTokenizer, resolve_label
 from megarl.types import Rollout, Rollouts, TrainBatch
@@ -123,7 +123,9 @@ class ClassifierRewardWorker(RewardWorker):
         )
         local_rows = assigned[self.job.rank]
         local_scores = (
-            [] if self.classifier is None else self.classifier.score(received.rows("ids"), self._token_budget)
+            []
+            if self.classifier is None
+            else self.classifier.score(received.rows("ids"), self.config.train.max_tokens_per_gpu)
         )
         indexed_scores = torch.tensor(list(zip(local_rows, local_scores, strict=True)), dtype=torch.float64).reshape(
             -1, 2
@@ -133,11 +135,7 @@ class ClassifierRewardWorker(RewardWorker):
         scores[table[:, 0].long()] = table[:, 1]
         return scores
 
-    @property
-    def _token_budget(self) -> int:
-        return self.config.train.max_tokens_per_gpu
-
     def metrics(self) -> dict[str, float]:
         """Add the share of the step's conversations that lost their beginning to truncation."""
-        own = {"reward/truncated_frac": self._truncated_frac} if self.options.on_overlong == "truncate" else {}
-        return super().metrics() | own
+        truncation = {"reward/truncated_frac": self._truncated_frac} if self.options.on_overlong == "truncate" else {}
+        return super().metrics() | truncation

@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.config import Config, ConfigError, plugins
 from megarl.config.strict import closest_match
-from megarl.parallel.role_settings import role_backends, role_settings
+from megarl.parallel.placement import role_backends, role_settings
 from megarl.types.requirements import Requirements
 
 TEACHER = "megarl.workers.actor:TeacherWorker"
@@ -119,7 +119,8 @@ def load_worker(
     try:
         inspect.signature(factory).bind_partial(None, **options)
     except TypeError as error:
-        raise ConfigError(f"the options of the role {role}: {error}; see its worker, {_worker_name(factory)}") from None
+        name = getattr(factory, "__qualname__", type(factory).__qualname__)
+        raise ConfigError(f"the options of the role {role}: {error}; see its worker, {name}") from None
     except ValueError:  # a C callable without a signature
         pass
     return partial(factory, **options) if options else factory
@@ -133,7 +134,3 @@ def is_builtin(config: Config, requirements: Requirements, role: str, registered
 def worker_options(config: Config, role: str, registered: RegisteredWorker) -> dict[str, Any]:
     """Return the options of the role's worker. A script's registration takes precedence over the configuration."""
     return {**role_settings(config, role).options, **registered.options}
-
-
-def _worker_name(worker: Any) -> str:
-    return str(getattr(worker, "__qualname__", type(worker).__qualname__))

@@ -10,8 +10,8 @@ from thread_ranks import Thread, as_ranks
 
 from megarl.config import Config, ConfigError
 from megarl.engine.engine_protocol import EngineLost
-from megarl.workers import engines as module
-from megarl.workers.engines import EngineRecovery
+from megarl.workers import engine_recovery as module
+from megarl.workers.engine_recovery import EngineRecovery
 
 
 class Played:
