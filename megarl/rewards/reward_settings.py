@@ -9,7 +9,7 @@ from typing import Any
 from megarl.config import Config, ConfigError, RolloutConfig
 from megarl.config.strict import closest_match, short_repr
 from megarl.environments.catalog import ENVIRONMENTS_KEY, load_catalog
-from megarl.parallel.role_settings import MEGATRON, role_backends
+from megarl.parallel.placement import MEGATRON, role_backends
 from megarl.rewards import composite
 from megarl.rewards.functions import load_functions
 from megarl.rewards.judge import Judge, JudgeOptions

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megarl.config import from_dict
-from megarl.parallel.role_settings import role_settings
+from megarl.parallel.placement import role_settings
 from megarl.rewards.by_source import SOURCES
 from megarl.rewards.functions import load_functions
 from megarl.rewards.judge import JudgeOptions

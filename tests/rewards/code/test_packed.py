@@ -79,5 +79,5 @@ def test_a_bomb_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems, "MAX_BYTES", 1 << 16)
     with pytest.raises(ValueError, match="it has more than 0 MiB"):
         unpack_tests(pack(b"[" + b" " * (1 << 20) + b"]"))
-    with pytest.raises(ValueError, match="a pickle of 0 texts"):
+    with pytest.raises(ValueError, match="a pickle of 0 strings"):
         read_pickled_text(b"\x80\x04.")
