@@ -40,20 +40,18 @@ from megarl.observe.metrics import ZeroSpreadWarning, batch_metrics, rollout_met
 from megarl.observe.mfu import GpuMonitor, compute_throughput, select_remote_clocks
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.run_log import RunLog
-from megarl.parallel import device, last_words, ranks, row_exchange, wait_listeners
+from megarl.parallel import device, kv_store, ranks, row_exchange, wait_listeners
 from megarl.parallel.placement import placement_of
 from megarl.parallel.ranks import create_role_layouts
-from megarl.parallel.role_settings import with_role
+from megarl.parallel.placement import with_role
 from megarl.types import Rollouts
-from megarl.workers.actor import ActorWorker
+from megarl.workers.actor import ActorWorker, ReferenceWorker
 from megarl.workers.context import Context, Worker
-from megarl.workers.critic import CriticWorker
+from megarl.workers.critic import CriticWorker, RewardModelWorker
 from megarl.workers.model_worker import ModelWorker
-from megarl.workers.actor import ReferenceWorker
 from megarl.workers.reward import RewardWorker
-from megarl.workers.critic import RewardModelWorker
-from megarl.workers.worker_registry import RegisteredWorker, load_workers
 from megarl.workers.rollout import RolloutWorker
+from megarl.workers.worker_registry import RegisteredWorker, load_workers
 
 
 class RoleUnavailable(ConfigError, AttributeError):
@@ -283,7 +281,7 @@ class HybridFlow:
             self.log.record_failed_step(self.step, self._step_rollouts())
             if self.watchdog is not None:
                 self.watchdog.drain()
-            cause = last_words.exchange_root_cause(error, exit_status.classify_error(error)[0])
+            cause = kv_store.exchange_root_cause(error, exit_status.classify_error(error)[0])
             self.log.log_end(error, isinstance(error, exit_status.ORDERLY_EXITS), cause)
             raise
         finally:

@@ -18,11 +18,9 @@ if TYPE_CHECKING:
     from megarl.data.loader import PromptLoader
     from megarl.item_reader import ItemReader
     from megarl.observe.run_log import RunLog
-    from megarl.workers.actor import ActorWorker
-    from megarl.workers.critic import CriticWorker
-    from megarl.workers.actor import ReferenceWorker
+    from megarl.workers.actor import ActorWorker, ReferenceWorker
+    from megarl.workers.critic import CriticWorker, RewardModelWorker
     from megarl.workers.reward import RewardWorker
-    from megarl.workers.critic import RewardModelWorker
     from megarl.workers.rollout import RolloutWorker
 
 
