@@ -89,7 +89,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"conversations": [{"from": "alien", "value": "x"}]},
         "message 0 of 'conversations' is from 'alien'",
     ),
-    "a list for a speaker": ({"conversations": [{"from": ["x"], "value": "x"}]}, "is from .*; one of these"),
+    "a list for a speaker": ({"conversations": [{"from": ["x"], "value": "x"}]}, "is from .*; must be one of"),
     "value null": ({"conversations": [{"from": "human", "value": None}]}, "has 'None' as value, which must be text"),
     "a call that is words": (
         {"conversations": [SAID[0], {"from": "function_call", "value": "add(2)"}]},
