@@ -160,7 +160,7 @@ async def streamed(writers: list[Writer], steps: int) -> tuple[list[list[Rollout
     """The rollouts of each step, where engines that are lost stay so as long as there are others; and how many
     conversations were lost, and begun anew."""
     counts, found, numbers = LocalKVStore(), [], [0, 0]
-    names: dict[str, Any] = dict(samples=SAMPLES, groups=GROUPS, seconds=60.0)
+    names: dict[str, Any] = dict(samples=SAMPLES, max_groups=GROUPS, timeout=60.0)
     streams = [
         GroupStream(GroupQueue(UNLIMITED, len(writers), counts), writer, surroundings(), **names) for writer in writers
     ]
