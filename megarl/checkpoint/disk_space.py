@@ -38,22 +38,24 @@ class SpaceEstimate(NamedTuple):
     export: int
 
 
-def estimate_space(hf: HFConfig, critic_hf: HFConfig | None, config: Config, declared: Requirements) -> SpaceEstimate:
+def estimate_space(
+    hf: HFConfig, critic_hf: HFConfig | None, config: Config, requirements: Requirements
+) -> SpaceEstimate:
     """Estimate checkpoint and export sizes. critic_hf: config.json of the critic, or None."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     policy = family_of(hf).params(hf, 1, mtp=bool(num_trained_mtp(hf, config)))
-    if declared.has_scalar_head:  # a classifier with a scalar head
+    if requirements.has_scalar_head:  # a classifier with a scalar head
         policy = critic_params(policy, int(hf["hidden_size"]))
     tables = [policy]
     if critic_hf is not None:
         tables.append(critic_params(family_of(critic_hf).params(critic_hf, 1), int(critic_hf["hidden_size"])))
     total, exported = 0, _weights(policy, dtype)
-    if not declared.trained_roles:
+    if not requirements.trained_roles:
         tables, exported = [], 0
     for table in tables:
         adapters = adapter_params(table, config.lora) if config.lora.rank else []
         total += _weights([*table, *adapters], dtype) + OPTIMIZER_BYTES * sum(param.size for param in adapters or table)
-    total += partial_rollout_bytes(hf, config) if declared.has_rollout else 0
+    total += partial_rollout_bytes(hf, config) if requirements.has_rollout else 0
     return SpaceEstimate(_add_overhead(total), _add_overhead(exported))
 
 

@@ -25,13 +25,13 @@ def collect_provenance(config: Config) -> dict[str, str]:
     return {"config": config_hash(config), "code": code_revision()}
 
 
-def describe_changes(written: Mapping[str, object], now: Mapping[str, str]) -> list[str]:
+def describe_changes(written: Mapping[str, object], current: Mapping[str, str]) -> list[str]:
     """Describe what differs from the program that wrote a manifest; entries that it lacks are skipped."""
     names = {"code": "by other code", "config": "under another configuration"}
     return [
-        f"{description} ({written[name]}, now {now[name]})"
+        f"{description} ({written[name]}, now {current[name]})"
         for name, description in names.items()
-        if name in written and name in now and written[name] != now[name]
+        if name in written and name in current and written[name] != current[name]
     ]
 
 

@@ -58,10 +58,10 @@ class LocalRows:
         columns: Mapping[str, Mapping[int, torch.Tensor]],
         records: Mapping[int, torch.Tensor] | None,
         layers: tuple[int, ...],
-        supports: Mapping[int, SamplingMask] | None = None,
+        sampling_masks: Mapping[int, SamplingMask] | None = None,
     ) -> None:
         self._batch, self._columns, self._records, self.layers = batch, columns, records, layers
-        self._sampling_masks = supports
+        self._sampling_masks = sampling_masks
         self._lengths = batch.lengths
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
@@ -238,22 +238,22 @@ class BatchDispatcher:
         return {index: SamplingMask(counts, ids) for index, counts, ids in rows}
 
     def collect(
-        self, batch: TrainBatch, plan: MicroBatchPlan, done: Sequence[MicroBatchOutput], names: Sequence[str]
+        self, batch: TrainBatch, plan: MicroBatchPlan, outputs: Sequence[MicroBatchOutput], names: Sequence[str]
     ) -> Callable[[], dict[str, torch.Tensor]]:
         """Send per-token outputs to the home ranks of their sequences; gather them if the batch is not sharded.
 
         Returns a function that waits for the exchange and returns, by name, [T] values of this rank's sequences. Only
         outputs of reporter ranks are read.
 
-        done: this rank's micro-batches, each with its sequence indices and outputs.
+        outputs: this rank's micro-batches, each with its sequence indices and outputs.
         """
         if batch.sharding is None:
-            merged = assemble(batch, ranks.all_gather_objects(done if self.is_reporter else [], self._model_group()))
+            merged = assemble(batch, ranks.all_gather_objects(outputs if self.is_reporter else [], self._model_group()))
             return lambda: merged
         reported: dict[str, dict[int, torch.Tensor]] = {name: {} for name in names}
         lengths = batch.lengths
         if self.is_reporter:
-            for indices, values in done:
+            for indices, values in outputs:
                 sizes = [int(lengths[i]) for i in indices]
                 for name in names:
                     reported[name] |= dict(zip(indices, values[name].split(sizes), strict=True))
@@ -299,14 +299,14 @@ def assemble(batch: TrainBatch, gathered: Sequence[Sequence[MicroBatchOutput]]) 
     return result
 
 
-def make_model_rank(here: Ranks, layers: tuple[int, ...]) -> ModelRank:
+def make_model_rank(layout: Ranks, layers: tuple[int, ...]) -> ModelRank:
     """Return this rank's `ModelRank`. layers: its MoE layers that replay recorded routing."""
-    is_last_stage = here.pp_rank == here.pp - 1
+    is_last_stage = layout.pp_rank == layout.pp - 1
     return ModelRank(
-        dp_rank=here.dp_rank,
-        needs_tokens=here.pp_rank == 0 or is_last_stage,
+        dp_rank=layout.dp_rank,
+        needs_tokens=layout.pp_rank == 0 or is_last_stage,
         is_last_stage=is_last_stage,
-        is_reporter=is_last_stage and here.tp_rank == here.cp_rank == 0,
+        is_reporter=is_last_stage and layout.tp_rank == layout.cp_rank == 0,
         replayed_layers=layers,
     )
 

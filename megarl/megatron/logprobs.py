@@ -85,28 +85,28 @@ def cap_and_scale(logits: torch.Tensor, scale: float, cap: float) -> torch.Tenso
 
 
 def iter_chunks(
-    targets: torch.Tensor, support: SamplingMask | None, first: int, columns: int, at_once: int, width: int
+    targets: torch.Tensor, sampling_mask: SamplingMask | None, first: int, columns: int, chunk_tokens: int, width: int
 ) -> Iterator[LogitsChunk]:
     """Iterate over chunks of tokens, with the columns of this rank's vocabulary shard that each needs.
 
     targets: [T] int64 on the device.
-    support: sampling mask of these T tokens, on the host.
+    sampling_mask: sampling mask of these T tokens, on the host.
     first, columns: this rank holds `columns` token ids from `first` on, without padding.
-    at_once: tokens whose full logits exist at a time.
-    width: elements of a weight row. With a mask, a chunk gathers at most `at_once * columns` weight elements.
+    chunk_tokens: tokens whose full logits exist at a time.
+    width: elements of a weight row. With a mask, a chunk gathers at most `chunk_tokens * columns` weight elements.
     """
     if not columns:
         return
-    if support is None:
-        for start in range(0, len(targets), at_once):
-            yield _full_vocab_chunk(targets, slice(start, start + at_once), first, columns)
+    if sampling_mask is None:
+        for start in range(0, len(targets), chunk_tokens):
+            yield _full_vocab_chunk(targets, slice(start, start + chunk_tokens), first, columns)
         return
-    for rows in (support.counts == 0).nonzero()[:, 0].split(at_once):
+    for rows in (sampling_mask.counts == 0).nonzero()[:, 0].split(chunk_tokens):
         yield _full_vocab_chunk(targets, rows.to(targets.device), first, columns)
-    is_local = (support.ids >= first) & (support.ids < first + columns)
-    token_indices = torch.repeat_interleave(torch.arange(len(support)), support.counts)[is_local]
-    ids = support.ids[is_local].long() - first
-    counts = token_indices.bincount(minlength=len(support))
+    is_local = (sampling_mask.ids >= first) & (sampling_mask.ids < first + columns)
+    token_indices = torch.repeat_interleave(torch.arange(len(sampling_mask)), sampling_mask.counts)[is_local]
+    ids = sampling_mask.ids[is_local].long() - first
+    counts = token_indices.bincount(minlength=len(sampling_mask))
     starts = counts.cumsum(0) - counts
     order = counts.argsort(descending=True, stable=True)[
         : int((counts > 0).sum())
@@ -114,7 +114,7 @@ def iter_chunks(
     position = 0
     while position < len(order):
         max_count = int(counts[order[position]])
-        rows = order[position : position + max(1, min(at_once, at_once * columns // (max_count * width)))]
+        rows = order[position : position + max(1, min(chunk_tokens, chunk_tokens * columns // (max_count * width)))]
         position += len(rows)
         column = torch.arange(max_count)
         is_valid = column < counts[rows][:, None]
@@ -138,10 +138,10 @@ def vocab_parallel_logprobs(
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
-    at_once: int = 512,
+    chunk_tokens: int = 512,
     cap: float = 0.0,
     with_entropy: bool = True,
-    support: SamplingMask | None = None,
+    sampling_mask: SamplingMask | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return each target's log-probability and, with `with_entropy`, each distribution's entropy.
 
@@ -153,16 +153,27 @@ def vocab_parallel_logprobs(
     targets: [T] int64, equal on every rank.
     vocab_size: rows from this index on are padding and have no probability.
     temperature: divides the logits; must be above 0.
-    at_once: number of tokens whose logits exist at the same time.
+    chunk_tokens: number of tokens whose logits exist at the same time.
     cap: soft cap of the logits, if above 0.
-    support: with truncated sampling, the sampling mask of the T targets, on the host. The distribution of a token with
-        ids is over these ids, which include its target; no other logits are computed.
+    sampling_mask: with truncated sampling, the mask of the T targets, on the host. The distribution of a token with ids
+        is over these ids, which include its target; no other logits are computed.
 
     Raises ValueError unless `temperature` is above 0.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, not {temperature}")
-    arguments = hidden, weight, targets, vocab_size, group, 1.0 / temperature, at_once, cap, with_entropy, support
+    arguments = (
+        hidden,
+        weight,
+        targets,
+        vocab_size,
+        group,
+        1.0 / temperature,
+        chunk_tokens,
+        cap,
+        with_entropy,
+        sampling_mask,
+    )
     logprobs, entropy = _VocabParallelLogprobs.apply(*arguments)
     return logprobs, entropy
 
@@ -177,15 +188,15 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         vocab_size: int,
         group: dist.ProcessGroup | None,
         scale: float,
-        at_once: int,
+        chunk_tokens: int,
         cap: float,
         with_entropy: bool,
-        support: SamplingMask | None,
+        sampling_mask: SamplingMask | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rank = 0 if group is None else group.rank()
         width, count = len(weight), len(hidden)
         columns = min(width, max(0, vocab_size - rank * width))  # without padding
-        chunks = list(iter_chunks(targets, support, rank * width, columns, at_once, weight.shape[1]))
+        chunks = list(iter_chunks(targets, sampling_mask, rank * width, columns, chunk_tokens, weight.shape[1]))
 
         local_peak = hidden.new_full((count,), MASKED_LOGIT, dtype=torch.float32)
         has_target = torch.zeros(count, dtype=torch.bool, device=hidden.device)
@@ -323,11 +334,11 @@ class OutputReader:
         targets: torch.Tensor,
         temperature: float,
         with_entropy: bool,
-        support: SamplingMask | None = None,
+        sampling_mask: SamplingMask | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         group = parallel_state.get_tensor_model_parallel_group()
         settings = self.vocab_size, group, temperature, self.at_once, self.cap
-        return vocab_parallel_logprobs(states, weight, targets, *settings, with_entropy, support)
+        return vocab_parallel_logprobs(states, weight, targets, *settings, with_entropy, sampling_mask)
 
 
 def _gather_context(micro: MicroBatch, local: torch.Tensor) -> torch.Tensor:

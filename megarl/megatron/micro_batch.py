@@ -62,11 +62,11 @@ class MicroBatch:
                 tensors[item.name] = None if is_hidden else value.to(self.device)
         return self.batch.with_(**tensors)
 
-    def align(self, emitted: torch.Tensor, by: int = 1) -> torch.Tensor:
+    def align(self, emitted: torch.Tensor, offset: int = 1) -> torch.Tensor:
         """Shift [P] emitted values, index t about token t + by, to [T], index t about token t; 0 where a sequence has
         no value."""
-        shifted = emitted.roll(by)[self.on_device("unpadded_indices")]
-        return torch.where(self.on_device("sequence_positions") >= by, shifted, torch.zeros_like(shifted))
+        shifted = emitted.roll(offset)[self.on_device("unpadded_indices")]
+        return torch.where(self.on_device("sequence_positions") >= offset, shifted, torch.zeros_like(shifted))
 
     def remove_padding(self, emitted: torch.Tensor) -> torch.Tensor:
         """Return the [T] of [P] emitted values, index t about the tokens up to and including t."""
@@ -90,7 +90,7 @@ def call_loss(loss: Callable[..., TokenLoss], output: ModelOutput, part: TrainBa
 
 
 def make_micro_batch(
-    chosen: TrainBatch,
+    batch: TrainBatch,
     indices: Sequence[int],
     device: torch.device,
     tp: int = 1,
@@ -99,7 +99,7 @@ def make_micro_batch(
     mtp_layers: int = 0,
     replayed: ReplayShard | None = None,
 ) -> MicroBatch:
-    """Build a micro-batch of the sequences in `chosen`, all of them local; without sequences it is all padding.
+    """Build a micro-batch of the sequences in `batch`, all of them local; without sequences it is all padding.
     indices: their numbers in the whole batch.
 
     P is at least 1, and each rank's part is a multiple of `tp`, for sequence parallelism, or of a larger multiple; with
@@ -107,7 +107,7 @@ def make_micro_batch(
     a model that routes for itself.
     """
     unit, multiple = (2 * cp, cp * lcm(2, tp)) if cp > 1 else (1, tp)
-    lengths = [-(-length // unit) * unit for length in chosen.lengths.tolist()]
+    lengths = [-(-length // unit) * unit for length in batch.lengths.tolist()]
     padding = max(1, -(-sum(lengths) // multiple)) * multiple - sum(lengths)
     lengths += [padding] if padding else []
     sizes = torch.tensor(lengths)
@@ -115,12 +115,12 @@ def make_micro_batch(
     positions = torch.arange(int(cu_seqlens[-1])) - torch.repeat_interleave(cu_seqlens[:-1], sizes)
     tokens = torch.zeros(len(positions), dtype=torch.int64)
     if cp == 1:  # all padding is at the end
-        unpadded, token_positions = torch.arange(len(chosen.tokens)), positions[: len(chosen.tokens)]
-        tokens[: len(unpadded)] = chosen.tokens
+        unpadded, token_positions = torch.arange(len(batch.tokens)), positions[: len(batch.tokens)]
+        tokens[: len(unpadded)] = batch.tokens
     else:
-        token_positions = chosen.positions
-        unpadded = cu_seqlens[chosen.sequence_ids] + token_positions
-        tokens[unpadded] = chosen.tokens.long()
+        token_positions = batch.positions
+        unpadded = cu_seqlens[batch.sequence_ids] + token_positions
+        tokens[unpadded] = batch.tokens.long()
     next_tokens = torch.stack([tokens.roll(-by) for by in range(1, 2 + mtp_layers)])
     for by in range(1, 2 + mtp_layers):  # the last `by` tokens of a sequence have no token that far ahead
         next_tokens[by - 1 :, (cu_seqlens[1:] - by)[sizes >= by]] = 0
@@ -128,21 +128,21 @@ def make_micro_batch(
     local: Any = shard_indices[cp_rank] if cp > 1 else slice(None)
     offsets = cu_seqlens.to(device=device, dtype=torch.int32)
     routing = None
-    if chosen.routing is not None and replayed is not None:
-        record_lengths = torch.tensor([len(record) for record in chosen.routing], dtype=torch.int64)
-        has_record = token_positions < record_lengths[chosen.sequence_ids]
+    if batch.routing is not None and replayed is not None:
+        record_lengths = torch.tensor([len(record) for record in batch.routing], dtype=torch.int64)
+        has_record = token_positions < record_lengths[batch.sequence_ids]
         rows = torch.full_like(tokens, -1)
         rows[unpadded[has_record]] = torch.arange(int(record_lengths.sum()))
-        routing = replayed.select(_concat_routing(chosen.routing, len(replayed.layers)), rows[local])
+        routing = replayed.select(_concat_routing(batch.routing, len(replayed.layers)), rows[local])
     sampling_mask = None
-    if chosen.sampling_mask is not None:
+    if batch.sampling_mask is not None:
         rows = torch.full_like(tokens, -1)
         has_previous = token_positions > 0
         rows[unpadded[has_previous] - 1] = torch.arange(len(token_positions))[has_previous]
-        sampling_mask = SamplingMask.concat([SamplingMask.unrestricted(0), *chosen.sampling_mask]).index_select(
+        sampling_mask = SamplingMask.concat([SamplingMask.unrestricted(0), *batch.sampling_mask]).index_select(
             rows[local]
         )
-    columns = {item.name: getattr(chosen, item.name) for item in fields(chosen)} | {
+    columns = {item.name: getattr(batch, item.name) for item in fields(batch)} | {
         "routing": None,
         "sampling_mask": None,
     }

@@ -30,7 +30,7 @@ class MemoryOffload:
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
 
     def offload(
-        self, keep: Iterable[torch.Tensor], drop: Iterable[torch.Tensor] = (), but: Iterable[torch.Tensor] = ()
+        self, keep: Iterable[torch.Tensor], drop: Iterable[torch.Tensor] = (), exclude: Iterable[torch.Tensor] = ()
     ) -> int:
         """Free the device memory of these tensors and return the number of bytes freed.
 
@@ -38,11 +38,11 @@ class MemoryOffload:
 
         keep: tensors whose contents move to the host.
         drop: tensors whose contents are discarded, such as gradients between two steps.
-        but: tensors whose storages stay on the device.
+        exclude: tensors whose storages stay on the device.
         """
         if self._offloaded or self._dropped:
             return 0
-        excluded = device_storages(but)
+        excluded = device_storages(exclude)
         dropped = {address: storage for address, storage in device_storages(drop).items() if address not in excluded}
         storages = [
             s for address, s in device_storages(keep).items() if address not in excluded and address not in dropped

@@ -119,9 +119,9 @@ class ReplayShard:
         return experts
 
 
-def make_replay_shard(chunk: torch.nn.Module, tp: int, tp_rank: int, of: Sequence[int]) -> ReplayShard:
+def make_replay_shard(chunk: torch.nn.Module, tp: int, tp_rank: int, record_layers: Sequence[int]) -> ReplayShard:
     """Return a chunk's shard. of: the layers of the record, as indices among all MoE layers."""
-    return ReplayShard(tuple(list(of).index(layer) for layer in _chunk_layers(chunk)), tp, tp_rank)
+    return ReplayShard(tuple(list(record_layers).index(layer) for layer in _chunk_layers(chunk)), tp, tp_rank)
 
 
 def replayed_layers(chunks: Sequence[torch.nn.Module]) -> tuple[int, ...]:

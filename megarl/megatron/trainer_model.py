@@ -229,7 +229,9 @@ class MegatronModel:
         if self.optimizer is not None:
             buffers = (buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers)
             grads = [buffer.grad_data for buffer in buffers]
-            freed += self._optimizer_offload.offload(optimizer.state_tensors(self.optimizer), drop=grads, but=params)
+            freed += self._optimizer_offload.offload(
+                optimizer.state_tensors(self.optimizer), drop=grads, exclude=params
+            )
         return freed + (self._weight_offload.offload(params) if weights else 0)
 
     @contextmanager

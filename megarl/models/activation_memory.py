@@ -129,15 +129,15 @@ def is_moe(settings: Mapping[str, Any], layer: int) -> bool:
     return bool(frequency[layer]) if isinstance(frequency, list) else layer % int(frequency) == 0
 
 
-def logits_bytes(vocab_size: int, hidden: int, tp: int, tokens: int, at_once: int, size: int) -> int:
+def logits_bytes(vocab_size: int, hidden: int, tp: int, tokens: int, chunk_tokens: int, size: int) -> int:
     """Estimate the bytes that `megatron/logprobs.py` needs for a micro-batch.
 
-    These are: the logits of `at_once` tokens, once in the model's dtype and four times in fp32; the gradient of the
-    output layer's weight, an fp32 sum and a summand; and the hidden states with their gradient.
+    These are: the logits of `chunk_tokens` tokens, once in the model's dtype and four times in fp32; the gradient of
+    the output layer's weight, an fp32 sum and a summand; and the hidden states with their gradient.
     """
     local_vocab = padded_vocab(vocab_size, tp) // tp
     return (
-        min(tokens, at_once) * local_vocab * (size + 16)
+        min(tokens, chunk_tokens) * local_vocab * (size + 16)
         + local_vocab * hidden * (4 + size)
         + 2 * tokens * hidden * size
     )

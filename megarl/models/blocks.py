@@ -99,13 +99,13 @@ def simple_param(
     megatron: str,
     hf: str,
     shape: tuple[int, ...],
-    cut: Sharding,
+    sharding: Sharding,
     grid: EngineGrid = "attention",
     slot: str = "",
     at: int = 0,
 ) -> Param:
     """Return a parameter with one HF tensor, which the engine keeps under that name and shards in the same way."""
-    return Param(megatron, (HFTensor(hf, shape),), cut, EngineSlot(slot or hf, cut, grid, at))
+    return Param(megatron, (HFTensor(hf, shape),), sharding, EngineSlot(slot or hf, sharding, grid, at))
 
 
 def embedding(hf: HFConfig) -> list[Param]:
@@ -174,17 +174,17 @@ def gqa_params(
 
 
 def gated_mlp(
-    megatron: str, hf: str, hidden: int, ffn: int, of: str, expert: int | None = None, grid: EngineGrid = "mlp"
+    megatron: str, hf: str, hidden: int, ffn: int, width_key: str, expert: int | None = None, grid: EngineGrid = "mlp"
 ) -> list[Param]:
     """Return a gated MLP: gate and up fused into fc1, and down as fc2.
 
-    of: the config key of the width, for error messages.
+    width_key: the config key of the width, for error messages.
     expert: index of the routed expert, if it is one.
     grid: the engine's rank group for an MLP that is not a routed expert.
     """
     gate_up = tuple(HFTensor(f"{hf}.{x}_proj.weight", (ffn, hidden)) for x in ("gate", "up"))
     down = (HFTensor(f"{hf}.down_proj.weight", (hidden, ffn)),)
-    gate_up_sharding, down_sharding = GateUpSharding(ffn, of), Dim1Sharding(ffn, of)
+    gate_up_sharding, down_sharding = GateUpSharding(ffn, width_key), Dim1Sharding(ffn, width_key)
     if expert is None:
         slots = [
             EngineSlot(f"{hf}.gate_up_proj.weight", gate_up_sharding, grid),
@@ -202,10 +202,10 @@ def gated_mlp(
     ]
 
 
-def moe_params(layer: int, hidden: int, ffn: int, count: int, wanted: Iterable[int]) -> list[Param]:
-    """Return a layer's router weight and the routed experts in `wanted`, out of `count`."""
+def moe_params(layer: int, hidden: int, ffn: int, count: int, experts: Iterable[int]) -> list[Param]:
+    """Return a layer's router weight and the routed experts `experts`, out of `count`."""
     megatron, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
     rows = [simple_param(f"{megatron}.router.weight", f"{hf}.gate.weight", (count, hidden), Replicated())]
-    for e in wanted:
+    for e in experts:
         rows += gated_mlp(f"{megatron}.experts.{e}", f"{hf}.experts.{e}", hidden, ffn, "moe_intermediate_size", e)
     return rows

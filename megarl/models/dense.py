@@ -47,8 +47,8 @@ def _layer(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool, qk_norm
     return blocks.gqa_params(hf, layer, bias, qk_norm) + mlp
 
 
-def _check(hf: HFConfig, own: dict[str, Any] | None = None) -> None:
-    require_types(hf, own)
+def _check(hf: HFConfig, keys: dict[str, Any] | None = None) -> None:
+    require_types(hf, keys)
     require_common(hf)
     blocks.require_heads(hf)
 

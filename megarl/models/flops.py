@@ -152,13 +152,13 @@ def windowed_pairs(length: int, window: int) -> float:
     return capped * (capped + 1) / 2 + (length - capped) * capped
 
 
-def model_flops(hf: HFConfig, lora: LoraConfig | None = None, valued: bool = False) -> Flops:
+def model_flops(hf: HFConfig, lora: LoraConfig | None = None, has_scalar_head: bool = False) -> Flops:
     """Return the operations of the model in config.json, without multi-token prediction layers.
 
     Raises ConfigError as its family does.
 
     lora: set if only adapters are trained.
-    valued: whether it is a critic or reward model, whose head is a single row.
+    has_scalar_head: whether it is a critic or reward model, whose head is a single row.
     """
     family = family_of(hf)
     settings, table = family.megatron_config(hf), family.params(hf, 1)
@@ -172,37 +172,37 @@ def model_flops(hf: HFConfig, lora: LoraConfig | None = None, valued: bool = Fal
         for param in adapted_weights(table, lora.target_modules):
             rows, columns = sum(tensor.shape[0] for tensor in param.hf), param.hf[0].shape[1]
             adapters += 2 * _active_share(param, chosen) * lora.rank * (rows + columns)
-    vocab_size = 1 if valued else int(hf["vocab_size"])
+    vocab_size = 1 if has_scalar_head else int(hf["vocab_size"])
     head = 2.0 * vocab_size * int(settings["hidden_size"])
     # A critic's head is a single row and always trained.
     flops = Flops(
         forward_per_token=base + adapters,
         backward_per_token=(2 if trains_all else 1) * base + 2 * adapters,
         head_forward=head,
-        head_backward=(2 if trains_all or valued else 1) * head,
+        head_backward=(2 if trains_all or has_scalar_head else 1) * head,
         attention_per_pair=0.0,
     )
     return _with_attention(flops, settings)
 
 
-def _with_attention(found: Flops, settings: Mapping[str, Any]) -> Flops:
+def _with_attention(flops: Flops, settings: Mapping[str, Any]) -> Flops:
     count = int(settings["num_layers"])
     per_pair = 2.0 * int(settings["num_attention_heads"]) * attention_width(settings)
     window, pattern = settings.get("window_size"), settings.get("window_attn_skip_freq")
     if not window:
-        return replace(found, attention_per_pair=count * per_pair)
+        return replace(flops, attention_per_pair=count * per_pair)
     windowed_layers = sum(pattern) if isinstance(pattern, list) else count
     return replace(
-        found,
+        flops,
         attention_per_pair=(count - windowed_layers) * per_pair,
         windowed_per_pair=windowed_layers * per_pair,
         window=int(window[0]) + 1,
     )
 
 
-def _active_share(param: Param, chosen: float) -> float:
+def _active_share(param: Param, expert_share: float) -> float:
     """Return the fraction of tokens that use a weight."""
-    return chosen if param.expert is not None else 1.0
+    return expert_share if param.expert is not None else 1.0
 
 
 def _is_matrix(param: Param) -> bool:

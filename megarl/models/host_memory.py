@@ -42,13 +42,13 @@ MASK_PICK_BYTES = 2 * INDEX_BYTES
 """Bytes per sampling-mask id while a micro-batch's ids are gathered: source and target indices."""
 
 
-def column_bytes(config: Config, declared: Requirements) -> int:
+def column_bytes(config: Config, requirements: Requirements) -> int:
     """Return the bytes per token of a training batch's columns.
 
     Columns are ids and mask, log-probs of engine and policy, and advantages. A reference adds its log-probs; a critic
     adds values, rewards and returns; generation from older weights adds staleness; and a correction adds its weights.
     """
-    num_columns = 3 + ("reference" in declared.roles) + (3 if "critic" in declared.roles else 0)
+    num_columns = 3 + ("reference" in requirements.roles) + (3 if "critic" in requirements.roles else 0)
     rollout = config.rollout
     num_columns += rollout.max_staleness > 0 and (rollout.asynchronous or rollout.oversample > 1)
     num_columns += config.correction.kind != "none"
@@ -71,7 +71,7 @@ class BatchSize:
 
 
 def step_bytes(
-    config: Config, declared: Requirements, batch: BatchSize, routing: RoutingShape | None = None
+    config: Config, requirements: Requirements, batch: BatchSize, routing: RoutingShape | None = None
 ) -> dict[str, int]:
     """Return the peak host memory, by part, of all ranks of a machine together, in bytes.
 
@@ -80,7 +80,7 @@ def step_bytes(
 
     routing: shape of the replayed routing records; None without replay.
     """
-    largest = max(bytes_by_phase(config, declared, batch, routing).values(), key=lambda parts: sum(parts.values()))
+    largest = max(bytes_by_phase(config, requirements, batch, routing).values(), key=lambda parts: sum(parts.values()))
     if config.track.save_rollouts:
         machine_tokens = _machine_share(config) * batch.tokens
         recorded = machine_tokens * (
@@ -118,7 +118,7 @@ def recording_bytes(config: Config, batch: BatchSize, routing: RoutingShape | No
 
 
 def bytes_by_phase(
-    config: Config, declared: Requirements, batch: BatchSize, routing: RoutingShape | None = None
+    config: Config, requirements: Requirements, batch: BatchSize, routing: RoutingShape | None = None
 ) -> dict[str, dict[str, float]]:
     """Return host memory by phase and part, for the phases of a step that need most.
 
@@ -128,7 +128,7 @@ def bytes_by_phase(
     machine_tokens, record = _machine_share(config) * batch.tokens, _routing_bytes(routing)
     parallel, machine_ranks, home_ranks = config.parallel, _ranks_per_machine(config), _num_home_ranks(config)
     machines = parallel.world_size // machine_ranks
-    columns = column_bytes(config, declared)
+    columns = column_bytes(config, requirements)
     passes = max(1, config.run.num_update // config.run.ppo_epochs)
     mini_tokens, item_bytes = machine_tokens / passes, routing.dtype.itemsize if routing is not None else 1
     choice = _mask_bytes(config, batch)
@@ -171,17 +171,17 @@ def bytes_by_phase(
         peak = (sending, 0.0) if sending > received + micro_bytes else (received, micro_bytes)
         return dict(zip(("buffers of exchanges", "micro-batches at work"), peak, strict=True))
 
-    if not declared.trained_roles:
+    if not requirements.trained_roles:
         return {"generating": at(0, {})}
     initial_columns = TOKEN_BYTES + FLAG_BYTES + FLOAT_BYTES  # columns before the first forward pass
-    num_forwards = sum(role in declared.roles for role in ("actor", "reference", "critic"))
+    num_forwards = sum(role in requirements.roles for role in ("actor", "reference", "critic"))
     mini_batches = machine_tokens * FLOAT_BYTES if passes == 1 else mini_tokens * (columns + FLOAT_BYTES)
     forwards = [  # the policy's, with replay, and the last one without replay
         at(initial_columns + FLOAT_BYTES, computing(machine_tokens, TOKEN_BYTES, initial_columns, record, choice)),
         at(
             initial_columns + FLOAT_BYTES * num_forwards,
             computing(
-                machine_tokens, TOKEN_BYTES, initial_columns, 0, choice if "reference" in declared.roles else 0.0
+                machine_tokens, TOKEN_BYTES, initial_columns, 0, choice if "reference" in requirements.roles else 0.0
             ),
         ),
     ]
@@ -197,7 +197,7 @@ def bytes_by_phase(
             | computing(mini_tokens, columns + FLOAT_BYTES, columns + FLOAT_BYTES, record, choice),
         ),
     }
-    if "critic" in declared.roles:
+    if "critic" in requirements.roles:
         steps = min(GAE_ELEMENTS, batch.max_length * batch.sequences * _machine_share(config) / home_ranks)
         rows = machine_tokens * (FLOAT_BYTES + INDEX_BYTES) + home_ranks * (
             2 * FLOAT_BYTES * steps + TENSOR_VIEW_BYTES * batch.max_length

@@ -217,10 +217,10 @@ def split_param(param: Param, tp: int, rank: int) -> ShardSpec:
     return split_with(param, param.sharding, tp, rank)
 
 
-def split_with(param: Param, cut: Sharding, size: int, rank: int) -> ShardSpec:
-    """Return the shard of rank `rank` of `size` under the sharding `cut`. Raises ConfigError if it does not divide."""
+def split_with(param: Param, sharding: Sharding, size: int, rank: int) -> ShardSpec:
+    """Return the shard of rank `rank` of `size` under `sharding`. Raises ConfigError if it does not divide."""
     try:
-        return cut.split([tensor.shape for tensor in param.hf], size, rank)
+        return sharding.split([tensor.shape for tensor in param.hf], size, rank)
     except _NotDivisible as error:
         raise IndivisibleError(" + ".join(tensor.name for tensor in param.hf), str(error)) from None
 

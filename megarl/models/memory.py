@@ -104,10 +104,10 @@ class ElementCounts(NamedTuple):
 def plan_memory(
     hf: HFConfig,
     config: Config,
-    declared: Requirements,
+    requirements: Requirements,
     critic_hf: HFConfig | None = None,
-    served: Mapping[str, Sequence[InferenceStage]] | None = None,
-    whose: str = "",
+    inference_models: Mapping[str, Sequence[InferenceStage]] | None = None,
+    main_role: str = "",
 ) -> list[StageMemory]:
     """Plan the memory of a rank of each pipeline stage of the actor, or of the reward model when that is trained.
 
@@ -115,13 +115,14 @@ def plan_memory(
 
     critic_hf: config of the critic's model; None without a critic. If the critic has its own layout, the fullest of its
         stages on these ranks counts.
-    served: inference-only models by role, as from `inference_stages` or as a single stage. The fullest stage counts.
-    whose: the role whose ranks and stages to plan for instead; `rollout` for ranks with engines only, which have no
+    inference_models: inference-only models by role, as from `inference_stages` or as a single stage. The fullest stage
+        counts.
+    main_role: the role whose ranks and stages to plan for instead; `rollout` for ranks with engines only, which have no
         stages.
     """
-    lead = whose or declared.main_role
+    lead = main_role or requirements.main_role
     placement = placement_of(config)
-    ranks, served_models = set(placement.ranks_of(lead)), served or {}
+    ranks, served_models = set(placement.ranks_of(lead)), inference_models or {}
     local_roles = {
         role for role in ("actor", "critic", *served_models, "rollout") if ranks & set(placement.ranks_of(role))
     } | {lead}
@@ -129,14 +130,14 @@ def plan_memory(
         local_roles = {lead}
     hf_by_role = {"actor": hf, "reward_model": hf, "critic": critic_hf}
     rollout, size = config.rollout, DTYPE_BYTES[config.model.dtype]
-    tokens = _tokens(config, declared)
+    tokens = _tokens(config, requirements)
     trained = {
         role: _states_and_activations(model, role_config(config, role), role.replace("_", " "), tokens)
         for role in (() if lead in served_models else (lead, "critic"))
         if role in local_roles and (model := hf_by_role.get(role)) is not None
     }
     engine: dict[str, int] = {}
-    if declared.has_engines(config) and "rollout" in local_roles:
+    if requirements.has_engines(config) and "rollout" in local_roles:
         # `max_total_tokens` caps the cache; otherwise it must hold all of the engine's conversations.
         cached = int(rollout.sglang.get("max_total_tokens") or rollout.concurrency * rollout.max_context)
         drafts = bool(rollout.num_speculative_tokens)
@@ -176,17 +177,17 @@ def plan_memory(
             states[f"{role} weights"] = fullest.weights
             training["activations"] = max(training["activations"], fullest.activations)
             training["logits"] = max(training["logits"], fullest.logits)
-        if declared.has_rollout and declared.trained_roles:
+        if requirements.has_rollout and requirements.trained_roles:
             weights, engine_weights = states.get("actor weights", 0), engine.get("engine weights", 0)
             if staged := sync_staging_bytes(rollout.weight_sync_bucket_mb << 20, weights, engine_weights):
                 push.update({"engine weights": engine_weights, "reshard staging": staged})
-            if weights and "reference" in declared.roles and not config.lora.rank:
+            if weights and "reference" in requirements.roles and not config.lora.rank:
                 host["reference weights"] = weights
             if weights and config.guards.ppo_kl:
                 host["last good policy"] = weights + states["actor optimizer"]
             if config.train.offload and states:
                 host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
-        offloaded = declared.has_rollout and config.train.offload
+        offloaded = requirements.has_rollout and config.train.offload
         stages.append(StageMemory(stage, stage_layer_ids, states, training, generation, push, host, offloaded))
     return stages
 
@@ -232,10 +233,10 @@ def _states_and_activations(
 
 
 def inference_stages(
-    hf: HFConfig, config: Config, declared: Requirements, head: bool, dtype: str = "float32"
+    hf: HFConfig, config: Config, requirements: Requirements, head: bool, dtype: str = "float32"
 ) -> list[InferenceStage]:
     """Return the memory of an inference-only model by pipeline stage. head: whether it has a value head."""
-    parallel, tokens, size = config.parallel, _tokens(config, declared), DTYPE_BYTES[dtype]
+    parallel, tokens, size = config.parallel, _tokens(config, requirements), DTYPE_BYTES[dtype]
     settings = _settings(hf, config)
     layers = _layers(settings, parallel)
     stages = []
@@ -259,9 +260,9 @@ def classifier_stages(hf: HFConfig, elements: int, dtype: str, config: Config) -
     return [InferenceStage(layers, size * elements, size * width * config.train.max_tokens_per_gpu)]
 
 
-def _tokens(config: Config, declared: Requirements) -> int:
+def _tokens(config: Config, requirements: Requirements) -> int:
     """Return the largest number of tokens of a micro-batch on a rank: the budget, or its part of a longer sequence."""
-    longest = config.rollout.max_context if declared.has_rollout else 0
+    longest = config.rollout.max_context if requirements.has_rollout else 0
     return max(config.train.max_tokens_per_gpu, -(-longest // config.parallel.cp))
 
 

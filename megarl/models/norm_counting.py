@@ -20,17 +20,17 @@ import torch
 from megarl.models.layout_algebra import Param, Replicated
 
 
-def set_flags(named: Mapping[str, torch.Tensor], table: Iterable[Param]) -> list[str]:
+def set_flags(params: Mapping[str, torch.Tensor], table: Iterable[Param]) -> list[str]:
     """Set `tensor_model_parallel` according to each parameter's sharding, and return the names that changed.
 
     It is set for all experts, as no two counting ranks hold the same expert parameter, and for other parameters if TP
     shards them. Call this before building the optimizer, which copies the flag.
 
-    named: parameters by canonical name.
+    params: parameters by canonical name.
     """
     changed = []
     for param in table:
-        tensor = named.get(param.megatron)
+        tensor = params.get(param.megatron)
         if isinstance(tensor, torch.nn.Parameter):
             counts = param.expert is not None or not isinstance(param.sharding, Replicated)
             if bool(getattr(tensor, "tensor_model_parallel", False)) != counts:

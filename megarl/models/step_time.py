@@ -48,13 +48,13 @@ class GPUSpec:
     layer_overhead: float = 0.5e-3
     moe_layer_overhead: float = 2.5e-3
 
-    def transfer_seconds(self, nbytes: float, far: float) -> float:
+    def transfer_seconds(self, nbytes: float, network_share: float) -> float:
         """Return the exposed seconds of a transfer. far: fraction over the network, concurrent with the rest."""
-        return self.exposed_seconds(nbytes * far, nbytes * (1 - far))
+        return self.exposed_seconds(nbytes * network_share, nbytes * (1 - network_share))
 
-    def exposed_seconds(self, far: float, near: float) -> float:
-        """Return the exposed seconds of `far` bytes over the network and concurrent `near` bytes in a node."""
-        return (1 - self.comm_overlap) * max(far / self.network_bandwidth, near / self.nvlink_bandwidth)
+    def exposed_seconds(self, network_bytes: float, node_bytes: float) -> float:
+        """Return the exposed seconds of `network_bytes` over the network and concurrent `node_bytes` in a node."""
+        return (1 - self.comm_overlap) * max(network_bytes / self.network_bandwidth, node_bytes / self.nvlink_bandwidth)
 
 
 class StepTime:
@@ -102,10 +102,14 @@ class StepTime:
         )
         # Attention and dense MLPs gather and scatter, and gather once more for weight gradients.
         gathers = (2 * passes + 1) * (2 * layers - moe_layers) * (tp - 1) / tp
-        seconds["tensor"] = machine.transfer_seconds(gathers * group_tokens * hidden * size, far=0 if tp <= node else 1)
+        seconds["tensor"] = machine.transfer_seconds(
+            gathers * group_tokens * hidden * size, network_share=0 if tp <= node else 1
+        )
         kv = 2 * int(settings.get("num_query_groups") or settings["num_attention_heads"]) * _head(settings)
         ring = (passes + 1) * layers * (cp - 1) / tp
-        seconds["context"] = machine.transfer_seconds(ring * group_tokens * kv * size, far=0 if tp * cp <= node else 1)
+        seconds["context"] = machine.transfer_seconds(
+            ring * group_tokens * kv * size, network_share=0 if tp * cp <= node else 1
+        )
         chosen = int(settings.get("moe_router_topk") or 0) * group_tokens / tp  # tokens that a rank sends to experts
         span = ep * etp
         dispatched = 2 * passes * moe_layers * group_tokens / tp * hidden * size
@@ -113,7 +117,7 @@ class StepTime:
             *(dispatched * copies for copies in dispatch_copies(settings, span, ep, node))
         )
         seconds["expert"] += machine.transfer_seconds(
-            (2 * passes + 1) * moe_layers * (etp - 1) * chosen * hidden * size, far=0
+            (2 * passes + 1) * moe_layers * (etp - 1) * chosen * hidden * size, network_share=0
         )
 
         # Every part of the stage sends forward and back. The next stage's ranks are one stage's ranks apart.
@@ -131,10 +135,10 @@ class StepTime:
         )
         return seconds
 
-    def _sync(self, elements: int, ranks: int, apart: int, node: int, size: int) -> float:
+    def _sync(self, elements: int, ranks: int, stride: int, node: int, size: int) -> float:
         """Return the seconds to reduce-scatter fp32 gradients and all-gather weights. apart: rank stride."""
         return self.machine.transfer_seconds(
-            elements * (4 + size) * (ranks - 1) / ranks, far=0 if ranks * apart <= node else 1
+            elements * (4 + size) * (ranks - 1) / ranks, network_share=0 if ranks * stride <= node else 1
         )
 
 

@@ -64,7 +64,7 @@ class ModelWorker(Worker):
                     f"roles.{self.name}.model is not set; it must name the HF folder of the {self._display_name}"
                 )
             lora = config.lora if trains else None
-            flops = model_flops(hf, lora, valued=self.role != "actor")
+            flops = model_flops(hf, lora, has_scalar_head=self.role != "actor")
             # A reward model has no phase of its own: it scores along with the other parts of the reward.
             phase = f"{self.role}_update" if trains else f"{self.name}_logprobs" if self.role == "actor" else ""
             layout = self.context.layouts[self.name]

@@ -92,10 +92,10 @@ def cut_logprobs() -> dict[str, dict[str, float]]:
             ids.append([*others[: size - 1], target] if size else [])
         support = SamplingMask.from_rows(ids)
         options = real, None, 0.7, 4, cap
-        found = vocab_parallel_logprobs(hidden, head, targets, *options, support=support)
+        found = vocab_parallel_logprobs(hidden, head, targets, *options, sampling_mask=support)
         (weight[0] * found[0] + weight[1] * found[1]).sum().backward()  # type: ignore[operator]
         made = list(iter_chunks(targets, support, 0, real, 4, wide))
-        alone, _ = vocab_parallel_logprobs(hidden, head, targets, *options, with_entropy=False, support=support)
+        alone, _ = vocab_parallel_logprobs(hidden, head, targets, *options, with_entropy=False, sampling_mask=support)
         exact = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
         logits = (exact[0] @ exact[1].T)[:, :real]
         logits = (cap * torch.tanh(logits / cap) if cap else logits) / 0.7

@@ -270,7 +270,7 @@ def vocabulary(real: int, cut: bool = False) -> float:
     ids = [row.nonzero()[:, 0].tolist() if i != 5 else [] for i, row in enumerate(sets)]
     sets[5] = True
     support = SamplingMask.from_rows(ids) if cut else None
-    found = vocab_parallel_logprobs(own, part, targets, real, group, 1.3, at_once=4, support=support)
+    found = vocab_parallel_logprobs(own, part, targets, real, group, 1.3, chunk_tokens=4, sampling_mask=support)
     logits = (hidden @ whole.T)[:, :real] / 1.3
     log_p = (logits.masked_fill(~sets, -torch.inf) if cut else logits).log_softmax(-1)
     truth = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)

@@ -82,7 +82,7 @@ def logprobs_with(cap: float) -> dict[str, float]:
         return make(states, *rest)
 
     pieces.make_logits = watched
-    found = module.vocab_parallel_logprobs(hidden, head, targets, real, None, temperature, at_once=4, cap=cap)
+    found = module.vocab_parallel_logprobs(hidden, head, targets, real, None, temperature, chunk_tokens=4, cap=cap)
     (weight[0] * found[0] + weight[1] * found[1]).sum().backward()
     pieces.make_logits = make
     options = targets, real, None, temperature, 4, cap

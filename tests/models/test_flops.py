@@ -86,7 +86,7 @@ def test_of_experts_those_chosen_and_of_a_critic_one_row() -> None:
     hf = TINY.HF["qwen3_moe"]
     once, twice = (model_flops({**hf, "num_experts_per_tok": n}).forward_per_token for n in (2, 3))
     assert twice - once == 2 * 2 * 3 * 32 * 24  # layers; gate, up and down of an expert
-    assert model_flops(hf, valued=True).head_forward == 2 * 32
+    assert model_flops(hf, has_scalar_head=True).head_forward == 2 * 32
 
 
 def test_by_hand_of_a_large_one() -> None:

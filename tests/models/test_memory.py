@@ -165,7 +165,7 @@ def test_a_vocabulary_is_padded() -> None:
     assert held(odd)[0].dense - sum(param_count(odd).values()) == 2 * 24 * 64
     # 4 tokens of 512 words in bf16 and fp32; the weight's gradient in fp32 and bf16; 10 hidden states, twice
     expected = 4 * 512 * (2 + 16) + 512 * 64 * (4 + 2) + 2 * 10 * 64 * 2
-    assert logits_bytes(1000, 64, 2, tokens=10, at_once=4, size=2) == expected
+    assert logits_bytes(1000, 64, 2, tokens=10, chunk_tokens=4, size=2) == expected
 
 
 @pytest.mark.parametrize("size, dp, per_element", [(2, 1, 18.0), (2, 4, 6 + 12 / 4), (4, 1, 16.0), (4, 8, 8 + 8 / 8)])
