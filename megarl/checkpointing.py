@@ -97,7 +97,7 @@ class Checkpointer:
         states = ranks.all_gather_objects((exit_status.is_stop_requested(), self.store.is_written(), first_skipped))
         is_last = step == self.last_step
         stop = any(is_asked for is_asked, _, _ in states) and not is_last
-        self.store.rollback_before = min((number for _, _, number in states if number is not None), default=None)
+        self.store.keep_before_step = min((number for _, _, number in states if number is not None), default=None)
         is_due = stop or bool(run.save_every and (is_last or step % run.save_every == 0))
         if self.store.pending_step is not None and (is_due or all(is_written for _, is_written, _ in states)):
             self._finish_save()  # memory allows only one at a time

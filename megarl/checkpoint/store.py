@@ -150,7 +150,7 @@ class CheckpointStore:
     """Checkpoints of one run folder. Unless noted otherwise, methods are collective, with timeout `storage_timeout_s`.
 
     layout: numbers that identify the distribution of the models over ranks; random states are only restored in the same
-    layout. say: logs a line for users. origin: on the lead, further entries of manifests, see `provenance.py`.
+    layout. log: logs a line for users. provenance: on the lead, further entries of manifests, see `provenance.py`.
     """
 
     def __init__(
@@ -159,19 +159,19 @@ class CheckpointStore:
         keep: int,
         storage_timeout_s: float = 7200.0,
         layout: Sequence[int | str] = (),
-        say: Callable[[str], None] | None = None,
-        origin: Mapping[str, str] | None = None,
+        log: Callable[[str], None] | None = None,
+        provenance: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = run_dir / "checkpoints"
         self.keep = max(1, keep)
-        self.rollback_before: int | None = None
+        self.keep_before_step: int | None = None
         """Keep the newest checkpoint from before this step in addition to `keep`, for rollbacks."""
         self.storage_timeout_s = storage_timeout_s
         self.layout = list(layout)
-        self.provenance = dict(origin or {})
+        self.provenance = dict(provenance or {})
         self._pending: _PendingSave | None = None
         self._removal: threading.Thread | None = None
-        self._log = say or (lambda text: print(text, flush=True) if ranks.is_lead() else None)
+        self._log = log or (lambda text: print(text, flush=True) if ranks.is_lead() else None)
 
     def save(self, step: int, host: dict[str, Any], stage: Callable[[Path], RankWrite], needed: int = 0) -> Path:
         """Write step `step` and wait for it: `begin` and `finish`."""
@@ -389,7 +389,7 @@ class CheckpointStore:
     def _remove_old(self, name: str) -> None:
         steps = self._steps()
         rollback_target = [
-            path for path in steps if self.rollback_before is not None and _parse_step(path) < self.rollback_before
+            path for path in steps if self.keep_before_step is not None and _parse_step(path) < self.keep_before_step
         ][-1:]
         removed = []
         for folder in steps[: -self.keep]:
@@ -400,8 +400,8 @@ class CheckpointStore:
         self._removal = threading.Thread(target=self._remove, args=(removed,), name="checkpoint")
         self._removal.start()
 
-    def _remove(self, gone: Sequence[Path]) -> None:
-        for folder in gone:
+    def _remove(self, folders: Sequence[Path]) -> None:
+        for folder in folders:
             try:
                 shutil.rmtree(folder)
             except OSError as error:

@@ -24,9 +24,8 @@ from megarl.models.family import HFConfig
 from megarl.models.hf_folder import open_hf
 from megarl.models.memory import InferenceStage, classifier_stages, inference_stages
 from megarl.models.registry import family_of, load_hf_config, param_count
-from megarl.models.scalar_head import VALUE_HEAD, is_classifier
-from megarl.parallel.placement import role_config
-from megarl.parallel.role_settings import BUILTIN_ROLES, is_on_megatron, role_backends, role_settings
+from megarl.models.family import VALUE_HEAD, is_classifier
+from megarl.parallel.placement import BUILTIN_ROLES, is_on_megatron, role_backends, role_config, role_settings
 from megarl.rewards.reward_settings import options_for_model
 from megarl.rewards.sequence_classifier import ClassifierOptions, get_context_length, resolve_label
 from megarl.types.requirements import Requirements

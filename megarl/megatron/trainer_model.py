@@ -32,7 +32,7 @@ from megarl.models.lora_tables import adapter_params
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import RoutingShape, routing_shape
-from megarl.models.scalar_head import VALUE_HEAD
+from megarl.models.family import VALUE_HEAD
 from megarl.parallel import device, wait_listeners
 from megarl.parallel.ranks import Ranks, all_gather_objects, use_layout
 from megarl.types import ModelOutput, TokenLoss, TrainBatch

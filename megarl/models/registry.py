@@ -8,9 +8,8 @@ from typing import Any
 from megarl.config import Config, ConfigError, plugins, strict
 from megarl.models import deepseek, dense, gemma2, glm4_moe, qwen3_moe
 from megarl.models.config_json import has_tied_embeddings
-from megarl.models.family import Family, HFConfig
+from megarl.models.family import CAUSAL_LM, CLASSIFIER, Family, HFConfig
 from megarl.models.layout_algebra import Param
-from megarl.models.scalar_head import CAUSAL_LM, CLASSIFIER
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megarl.config import Config, ConfigError, plugins, strict
-from megarl.models.scalar_head import is_classifier
+from megarl.models.family import is_classifier
 from megarl.parallel import device
 from megarl.types import Ids, Rollout, as_token_ids
 from megarl.utils.text import replace_surrogates

@@ -15,11 +15,10 @@ from megarl.config import ConfigError, LoraConfig
 from megarl.models.hf_folder import save_adapter, save_hf
 from megarl.models.lora_tables import adapted_weights, peft_config, peft_tensors
 from megarl.models.registry import load_hf_config
-from megarl.models.scalar_head import is_classifier
+from megarl.models.family import is_classifier
 from megarl.observe.clock import REMOTE
-from megarl.parallel.placement import role_config
+from megarl.parallel.placement import role_config, role_settings
 from megarl.parallel.ranks import run_on_all
-from megarl.parallel.role_settings import role_settings
 from megarl.parallel.wait_listeners import track_progress
 from megarl.types import ModelOutput, TrainBatch
 from megarl.workers.context import Context, Worker

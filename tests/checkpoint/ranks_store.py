@@ -57,7 +57,7 @@ def whole(folder: Path) -> dict[str, object]:
     """Rotation, random states, failures to write, damage."""
     place = ranks.initialize(ParallelConfig(world_size=2), timeout_s=60)
     said: list[str] = []
-    ours = CheckpointStore(folder, keep=2, layout=(2, 1), say=said.append)
+    ours = CheckpointStore(folder, keep=2, layout=(2, 1), log=said.append)
     place_of, rank = folder / "checkpoints", place.job.rank
     facts: dict[str, object] = {"found_before": ours.find_newest() is not None}
     for step in (1, 2, 3):
@@ -67,7 +67,7 @@ def whole(folder: Path) -> dict[str, object]:
     ranks.barrier()  # the other may still be looking
 
     spares = CheckpointStore(folder / "spares", keep=2)
-    spares.rollback_before = 3  # updates have been skipped from then on
+    spares.keep_before_step = 3  # updates have been skipped from then on
     for step in range(1, 6):
         spares.save(step, {"step": step}, parts(f"step {step}"))
     facts["spared"] = sorted(path.name for path in (folder / "spares" / "checkpoints").glob("step_*"))
@@ -81,7 +81,7 @@ def whole(folder: Path) -> dict[str, object]:
     facts["host"] = ours.load(place_of / "step_000004")
     facts["rng_equal"] = draws() == expected
     facts["said"] = list(said)
-    other = CheckpointStore(folder, keep=2, layout=(2, 2), say=said.append)
+    other = CheckpointStore(folder, keep=2, layout=(2, 2), log=said.append)
     other.load(place_of / "step_000004")
     first = draws()
     other.load(place_of / "step_000004")

@@ -16,7 +16,7 @@ from megarl.models.hf_folder import open_hf, save_hf
 from megarl.models.layout_algebra import shard
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of
-from megarl.models.scalar_head import classifier_config
+from megarl.models.family import classifier_config
 
 pytestmark = pytest.mark.alone
 

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.config import ConfigError
 from megarl.models.registry import family_of, load_hf_config
-from megarl.models.scalar_head import classifier_config, is_classifier
+from megarl.models.family import classifier_config, is_classifier
 
 pytestmark = pytest.mark.alone
 
@@ -30,7 +30,9 @@ def test_round_trip(path: Path) -> None:
 
 
 def test_an_unknown_classifier_is_named_as_it_is() -> None:
-    with pytest.raises(ConfigError, match="no model family for the architecture BertForSequenceClassification; known: Qwen2"):
+    with pytest.raises(
+        ConfigError, match="no model family for the architecture BertForSequenceClassification; known: Qwen2"
+    ):
         family_of({"architectures": ["BertForSequenceClassification"]})
     with pytest.raises(ConfigError, match="Qwen2ForTokenClassification"):
         family_of({"architectures": ["Qwen2ForTokenClassification"]})
