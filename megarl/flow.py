@@ -41,9 +41,8 @@ from megarl.observe.mfu import GpuMonitor, compute_throughput, select_remote_clo
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.run_log import RunLog
 from megarl.parallel import device, kv_store, ranks, row_exchange, wait_listeners
-from megarl.parallel.placement import placement_of
+from megarl.parallel.placement import placement_of, with_role
 from megarl.parallel.ranks import create_role_layouts
-from megarl.parallel.placement import with_role
 from megarl.types import Rollouts
 from megarl.workers.actor import ActorWorker, ReferenceWorker
 from megarl.workers.context import Context, Worker

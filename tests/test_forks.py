@@ -15,8 +15,7 @@ from megarl.config import ConfigError, from_dict, plugins
 from megarl.controllers.controller import load_requirements
 from megarl.models import dense
 from megarl.models.registry import family_of
-from megarl.parallel.placement import role_parallel
-from megarl.parallel.role_settings import role_settings, with_role
+from megarl.parallel.placement import role_parallel, role_settings, with_role
 from megarl.workers.worker_registry import RegisteredWorker, check_roles, load_worker, resolve_worker, worker_options
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]

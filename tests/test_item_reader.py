@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.item_reader import ItemReader, _format_passes
 from megarl.config import ConfigError, from_dict
 from megarl.data.loader import PromptLoader
+from megarl.item_reader import ItemReader, _format_passes
 from megarl.models.registry import load_hf_config
 from megarl.parallel import ranks
 

@@ -61,8 +61,8 @@ from megarl.parallel.placement import (
     format_ranges,
     placement_of,
     role_parallel,
+    role_settings,
 )
-from megarl.parallel.role_settings import role_settings
 from megarl.reshard.plan.from_config import engine_layout, plan_from_config
 from megarl.rewards.functions import load_functions
 from megarl.rewards.reward_settings import check_reward

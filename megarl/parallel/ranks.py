@@ -16,9 +16,8 @@ import torch.distributed as dist
 from megarl.config import Config, ConfigError, ParallelConfig
 from megarl.parallel import collectives, device, job_secret, rendezvous
 from megarl.parallel.encoding import decode, encode
-from megarl.parallel.placement import check_layout, placement_of, role_parallel
+from megarl.parallel.placement import check_layout, is_on_megatron, placement_of, role_parallel
 from megarl.parallel.rank_subset import use_member_groups
-from megarl.parallel.role_settings import is_on_megatron
 from megarl.parallel.wait_listeners import traced
 
 T = TypeVar("T")

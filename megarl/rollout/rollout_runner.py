@@ -15,8 +15,7 @@ from megarl.engine.client import Client
 from megarl.engine.engine_protocol import EngineLost
 from megarl.engine.sglang_engine import Engine, watch
 from megarl.engine.tool_calls import ParsedResponse, ParseFunction, make_parser
-from megarl.environments.error_log import ToolCallStats
-from megarl.environments.process_sessions import EnvironmentPool
+from megarl.environments.process_sessions import EnvironmentPool, ToolCallStats
 from megarl.models.routing import RoutingShape
 from megarl.processes.children import ProcessLimits
 from megarl.rollout.conversation import RolloutContext

@@ -13,9 +13,8 @@ import torch
 from megarl.config import LoraConfig
 from megarl.data.packing import partition
 from megarl.models.registry import load_hf_config
-from megarl.parallel.placement import placement_of, role_config
+from megarl.parallel.placement import placement_of, role_backends, role_config
 from megarl.parallel.ranks import run_on_all
-from megarl.parallel.placement import role_backends
 from megarl.rewards.reward_settings import options_for_model
 from megarl.rewards.sequence_classifier import Classifier, ClassifierOptions, ClassifierTokenizer, resolve_label
 from megarl.types import Rollout, Rollouts, TrainBatch

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megarl.config import ConfigError, RolloutConfig
-from megarl.environments.error_log import ToolCallStats
+from megarl.environments.process_sessions import ToolCallStats
 from megarl.rollout.rollout_runner import RolloutRunner
 from megarl.rollout.session_server.recording import SessionMetrics
 from megarl.types import Comm

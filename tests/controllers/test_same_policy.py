@@ -11,8 +11,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_rollout_correction import AgedFlow, config_of, prompts  # noqa: E402
 from test_learning import TableFlow  # noqa: E402
+from test_rollout_correction import AgedFlow, config_of, prompts  # noqa: E402
 
 from megarl.config import ConfigError, from_dict  # noqa: E402
 from megarl.controllers.controller import make_controller  # noqa: E402

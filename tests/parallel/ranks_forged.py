@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megarl.config import ParallelConfig
-from megarl.parallel import last_words, ranks
+from megarl.parallel import kv_store, ranks
 from megarl.parallel.job_secret import ForgedError
 from megarl.parallel.kv_store import KVStore
 from megarl.rollout.group_queue import GroupQueue
@@ -57,7 +57,7 @@ tickets = GroupQueue(4, 2, KVStore(), "groups")
 result = {
     "prefix": dist.distributed_c10d._get_default_store().check(["groups/back", "megarl/last words"]),
     "notes": [refused(tickets.claim_returned) for _ in range(3)] if dist.get_rank() == 0 else [],
-    "last words": last_words.exchange_root_cause(RuntimeError("gloo"), "lost"),
+    "last words": kv_store.exchange_root_cause(RuntimeError("gloo"), "lost"),
 }
 ranks.barrier()
 if dist.get_rank() == 0:

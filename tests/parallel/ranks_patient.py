@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 
 import tiny  # noqa: E402
 
-from megarl.parallel import last_words, ranks  # noqa: E402
+from megarl.parallel import kv_store, ranks  # noqa: E402
 
 
 def timeouts() -> list[float]:
@@ -55,20 +55,20 @@ def main() -> dict[str, object]:
     heard += [
         ranks.is_flag_set("first"),
         ranks.is_flag_set("second"),
-        last_words.exchange_root_cause(OSError("x"), "lost"),
+        kv_store.exchange_root_cause(OSError("x"), "lost"),
     ]
     ranks.barrier()  # the other's last words come after both have asked
     result: dict[str, object] = {"made": made, "inside": inside, "after": after, "heard": heard}
     if place.job.rank:
         for text in ("the first thing", "another"):
-            last_words.exchange_root_cause(ValueError(text), "fault")
+            kv_store.exchange_root_cause(ValueError(text), "fault")
         print("RESULT " + json.dumps(result), flush=True)
         os._exit(0)  # as the kernel ends a process that is killed: without a word to anybody
     try:
         with ranks.with_timeout(3600.0):
             ranks.barrier()
     except RuntimeError as error:
-        result["gone"] = [type(error).__name__, last_words.exchange_root_cause(error, "lost")]
+        result["gone"] = [type(error).__name__, kv_store.exchange_root_cause(error, "lost")]
     print("RESULT " + json.dumps(result), flush=True)
     os._exit(0)
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from megarl.config import ConfigError, RolloutConfig
-from megarl.environments.error_log import ToolCallStats
+from megarl.environments.process_sessions import ToolCallStats
 from megarl.types.comm import LOCAL
 from megarl.workers.tool_stats import ToolMonitor
 
