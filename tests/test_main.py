@@ -57,4 +57,7 @@ def test_what_is_missing_is_said_with_its_remedy(
     assert page.main([]) == 1
     said = capsys.readouterr().out
     assert "missing: sglang. To install what is needed: bash launch/install.sh" in said
-    assert "not installed; the policy's code cannot run sandboxed on this machine" in said and "no sbatch on this machine" in said
+    assert (
+        "not installed; the policy's code cannot run sandboxed on this machine" in said
+        and "no sbatch on this machine" in said
+    )

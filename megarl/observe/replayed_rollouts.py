@@ -89,7 +89,7 @@ def check_replay(config: Config, hf: HFConfig, vocabulary: str = "", until: int 
             if available and available[0] > recorded_step:
                 remedy = f"{folder}@{available[0]} begins with its first"
             name = step_folder(folder, recorded_step).name
-            raise ConfigError(f"{key} has no rollouts for step {recorded_step} ({name}), {available_text}: {remedy}")
+            raise ConfigError(f"{key} has no rollouts of step {recorded_step} ({name}), {available_text}: {remedy}")
         _check_step(folder, recorded_step, config, hf, vocabulary)
 
 

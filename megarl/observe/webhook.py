@@ -45,7 +45,7 @@ def resolve_url(setting: str) -> str:
     if setting.startswith(ENV_PREFIX):
         name = setting.removeprefix(ENV_PREFIX)
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"{KEY}: after {ENV_PREFIX} must come the name of an environment variable")
+            raise ConfigError(f"{KEY}: what follows {ENV_PREFIX} must be the name of an environment variable")
         if not os.environ.get(name, "").strip():
             raise ConfigError(f"{KEY}: the environment variable {name} is not set; export it before the run")
         setting = os.environ[name].strip()

@@ -431,8 +431,6 @@ AGAIN = [
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = [file.stem for file in sorted((ROOT / "tools").glob("*.py")) if "__main__" in file.read_text()]
-UNKNOWN = [
-    tool(program)("an option and no more", ("see --help",), "--nonsense") for program in PROGRAMS
-]
+UNKNOWN = [tool(program)("an option and no more", ("see --help",), "--nonsense") for program in PROGRAMS]
 
 CASES = [*UNKNOWN, *REPORT, *VIEW, *MISMATCH, *AGAIN, *MEMORY, *RESHARD, *GSM8K, *QUICKSTART, *BENCHES, *PARITY]

@@ -181,7 +181,11 @@ CASES = [
     Case("architectures is a number", ("architectures must be a list",), prepare=change(architectures=3)),
     Case("architectures of numbers", ("architectures must be a list",), prepare=change(architectures=[3])),
     Case("an unknown architecture", ("BertModel", "known:"), prepare=change(architectures=["BertModel"])),
-    Case("no architecture", ("no model family for the architecture",), prepare=change(architectures=GONE, model_type=GONE)),
+    Case(
+        "no architecture",
+        ("no model family for the architecture",),
+        prepare=change(architectures=GONE, model_type=GONE),
+    ),
     Case("a model type that is none", ("model_type must be text",), prepare=change(model_type=[1])),
     Case("V3: an odd rotation", ("qk_rope_head_dim=7",), (*DRY, *OTHER), other("deepseek_v3", qk_rope_head_dim=7)),
     Case(
@@ -311,7 +315,9 @@ CASES = [
     ),
     Case("an index that is a list", ("index.json holds a list",), prepare=index([])),
     Case("an index without a map", ("it has no weight_map",), prepare=index({"metadata": {}})),
-    Case("an index with a map of numbers", ("which is not a file next to it",), prepare=index({"weight_map": {"a": 3}})),
+    Case(
+        "an index with a map of numbers", ("which is not a file next to it",), prepare=index({"weight_map": {"a": 3}})
+    ),
     Case(
         "an index that leads out",
         ("'../secret.safetensors'", "not a file next to it"),

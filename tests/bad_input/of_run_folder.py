@@ -147,7 +147,12 @@ def kept(key: str, *says: str, given: tuple[str, ...], prepare: Callable[[Path],
 
 DIR = ("run.dir", "set it to one", "runs/first")
 UNUSABLE = ("cannot write to run folder", "set run.dir to another folder")
-NONE_WHOLE = ("none of the checkpoints in FOLDER/run/checkpoints is complete", "step_000001", "copy one there", "run.dir")
+NONE_WHOLE = (
+    "none of the checkpoints in FOLDER/run/checkpoints is complete",
+    "step_000001",
+    "copy one there",
+    "run.dir",
+)
 
 CASES = [
     Case("no run.dir", DIR, ("run.dir=",)),

@@ -99,7 +99,11 @@ CASES = [
         "depends on the call",
     ),
     template("forgets what the policy said", text(TEMPLATE, "<|im_start|>"), "does not support tool calls"),
-    template("a call by another key", changed("call.function.name", "call.function.names.first"), "does not support tool calls"),
+    template(
+        "a call by another key",
+        changed("call.function.name", "call.function.names.first"),
+        "does not support tool calls",
+    ),
     tokenizer("no template", without(TEMPLATE), "has no chat template"),
     tokenizer("an empty template", text(TEMPLATE, ""), "no chat template"),
     tokenizer("not JSON", text(TOKENIZER, "{"), "FOLDER/model/tokenizer"),

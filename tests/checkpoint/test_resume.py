@@ -175,7 +175,9 @@ def test_an_export_without_room_leaves_what_was_trained_and_the_next_start_expor
     result = run(folder, "run.num_rollout=1", "run.storage_timeout_s=5", disk="no_room_for_the_export")
     (line,) = result["err"].splitlines()
     assert result["code"] == 2 and f"could not export to {folder}/export: " in line, result
-    assert f"free disk space and restart with run.resume=auto, from the newest checkpoint, {folder}/checkpoints/" in line
+    assert (
+        f"free disk space and restart with run.resume=auto, from the newest checkpoint, {folder}/checkpoints/" in line
+    )
     assert not (folder / "export").exists()
     result = run(folder, "run.num_rollout=1", "run.resume=auto")
     assert result["code"] == 0 and [step for step, _ in rates(folder)] == [1], result

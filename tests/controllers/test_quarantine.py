@@ -158,4 +158,7 @@ def test_they_are_kept_for_a_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     lines = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
     assert lines == [{"step": 3, **one} for one in odd]
     said = (tmp_path / "log.txt").read_text()
-    assert "ALARM: step 3: masked rollouts with non-finite" in said and "p0 (logprobs), p1 (logprobs), p2 (logprobs) and 2 more" in said
+    assert (
+        "ALARM: step 3: masked rollouts with non-finite" in said
+        and "p0 (logprobs), p1 (logprobs), p2 (logprobs) and 2 more" in said
+    )

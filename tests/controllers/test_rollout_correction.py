@@ -280,7 +280,11 @@ def test_what_each_kind_is_by_default() -> None:
         ({"kind": "tis", "proximal": "engine"}, "grpo", "with correction.proximal=engine is also in the ratio"),
         ({"kind": "reject", "proximal": "engine"}, "grpo", "set it to behavior"),
         ({"kind": "tis"}, "sft", "correction.kind=tis with algorithm=sft: it does not generate"),
-        ({"proximal": "engine"}, "reward_model", "correction.kind=none with algorithm=reward_model: it does not generate"),
+        (
+            {"proximal": "engine"},
+            "reward_model",
+            "correction.kind=none with algorithm=reward_model: it does not generate",
+        ),
     ],
 )
 def test_what_does_not_go_together(correction: dict[str, Any], algorithm: str, complaint: str) -> None:

@@ -96,7 +96,5 @@ def test_a_plain_function_is_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
     found = load("odd_worlds:double", TOOLS_KEY)
     assert found.target.function is double and found.target.schema == found.info.schemas[0]
     assert found.info.kind == "tools" and found.info.name == "double"
-    with pytest.raises(
-        ConfigError, match="rollout.tools: odd_worlds:Guess is a type: name a class in rollout.env"
-    ):
+    with pytest.raises(ConfigError, match="rollout.tools: odd_worlds:Guess is a type: name a class in rollout.env"):
         load("odd_worlds:Guess", TOOLS_KEY)

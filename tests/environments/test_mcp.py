@@ -222,7 +222,12 @@ def test_entries_that_are_wrong(tmp_path: Path, entry: Any, said: str) -> None:
 
 @pytest.mark.parametrize(
     "text, said",
-    [("{", "is not JSON"), ("[]", "must be {"), ('{"mcpServers": {}}', "has no enabled server"), (None, "cannot be read")],
+    [
+        ("{", "is not JSON"),
+        ("[]", "must be {"),
+        ('{"mcpServers": {}}', "has no enabled server"),
+        (None, "cannot be read"),
+    ],
 )
 def test_files_that_are_wrong(tmp_path: Path, text: str | None, said: str) -> None:
     file = tmp_path / "servers.json"

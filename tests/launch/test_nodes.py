@@ -72,10 +72,7 @@ def test_a_report_travels_whole() -> None:
 def test_ranks_that_were_asked_to_stop_have_not_failed() -> None:
     """Those of other nodes may take their time to save."""
     assert not NodeReport("n1", codes={0: 85, 1: 85}).has_failed and not NodeReport("n1", has_succeeded=True).has_failed
-    assert (
-        NodeReport("n1", codes={0: 85, 1: 1}).has_failed
-        and NodeReport("n1", problem="they did not join").has_failed
-    )
+    assert NodeReport("n1", codes={0: 85, 1: 1}).has_failed and NodeReport("n1", problem="they did not join").has_failed
 
 
 def test_what_no_launcher_of_the_job_has_said_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

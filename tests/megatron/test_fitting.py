@@ -85,6 +85,5 @@ def test_ranks_that_compute_together_ask_for_memory_first(run_ranks: Run, layout
             assert found["long"]["gap"] <= SAME
             assert found["long"]["state"][1:] == [True, found["long"]["state"][2]]
             assert (
-                "cannot repeat: continue with run.resume=auto and train.max_tokens_per_gpu="
-                in found["in the middle"]
+                "cannot repeat: continue with run.resume=auto and train.max_tokens_per_gpu=" in found["in the middle"]
             )

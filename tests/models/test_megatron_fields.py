@@ -94,7 +94,7 @@ def test_what_may_be_passed_through() -> None:
         ("apply_rope_fusion", 1, "must be true or false, not 1"),
         ("init_method", "normal", "cannot be set: it is of type"),
         ("attention_dropout", 1.0, "must be at least 0 and below 1"),
-        ("recompute_modules", ["mpl"], "mpl is none of .* did you mean mlp"),
+        ("recompute_modules", ["mpl"], "mpl is not one of .* did you mean mlp"),
         ("recompute_granularity", "full", "needs recompute_method and recompute_num_layers"),
     ],
 )

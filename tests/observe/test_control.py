@@ -87,7 +87,7 @@ BAD = {
     "not UTF-8": (b"reward: {weights: {gsm8k: \xff}}\n", "is not UTF-8 text"),
     "half of it": (b"reward:\n  weights:\n    gsm8k: 0.", "does not end with a line break"),
     "bytes": (bytes(range(256)), "is not UTF-8 text"),
-    "zeros": (b"\0" * 100, "characters that are no text"),
+    "zeros": (b"\0" * 100, "characters that are not text"),
     "much": (b"#" * (2 << 20), "is larger than"),
     "aliases": (
         b"a: &a [1,1,1,1,1,1,1,1,1]\n" + b"".join(b"%c: &%c [" % (i, i) + b",".join([b"*%c" % (i - 1)] * 9) + b"]\n"

@@ -76,7 +76,7 @@ def test_memory_is_said_when_there_is_less_of_it() -> None:
     for step, given in enumerate(((0, 3072), (2, 768), (2, 768), (3, 768, 1)), 1):
         assert said.guards.check(step, metrics(*given)) == {}
     first, second = said.alarms
-    assert first.startswith("step 2: out of memory, 2 times so far: micro-batches of the reward model have 768 tokens")
+    assert first.startswith("step 2: out of memory, 2 times so far: micro-batches of the reward model now have at most")
     assert "train.max_tokens_per_gpu=768" in first and "recomputed" not in first and "all layers recomputed" in second
     resumed = said.resumed(oom_retry=True)
     resumed.guards.check(5, metrics(3, 768, 1))

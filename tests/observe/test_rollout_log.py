@@ -169,7 +169,7 @@ def test_what_was_cached_is_on_record_and_makes_no_difference(tmp_path: Path) ->
     found = read_rollouts(tmp_path, 12)
     assert found == [example(), example()]
     assert [[turn.cached_tokens for turn in one.turns] for one in found] == [[-1, -1, -1, 5], [-1] * 4]
-    with pytest.raises(ValueError, match="tokens that were cached"):
+    with pytest.raises(ValueError, match="and cached tokens"):
         Turn((1,), cached_tokens=0)
 
 

@@ -181,8 +181,6 @@ def test_checkpoints_that_could_not_be_written_are_no_surprise_at_the_first(tmp_
     saves = dataclasses.replace(CONFIG, run=dataclasses.replace(CONFIG.run, save_every=1))
     claim_and_begin(tmp_path, saves, resume=False).release()
     (tmp_path / "checkpoints" / ".probe").mkdir(parents=True)  # what is in the way of everybody, root too
-    with pytest.raises(
-        ConfigError, match=r"cannot write to run folder \S+/checkpoints: Is a directory; free disk space"
-    ):
+    with pytest.raises(ConfigError, match=r"cannot write to run folder \S+/checkpoints: Is a directory; free space"):
         claim(tmp_path, saves, resume=True)
     claim(tmp_path, CONFIG, resume=True).release()  # which writes none

@@ -177,7 +177,7 @@ def test_guards_are_said_counted_and_kept(tmp_path: Path) -> None:
         found = [log.end_step(step, {"actor/grad_norm": 0.1, "guards/ppo_kl": 0.5}) for log in logs]
         assert found[0] == found[1]
     for log in logs:
-        with pytest.raises(ConfigError, match="3 steps in a row"):
+        with pytest.raises(ConfigError, match="3 consecutive steps"):
             log.end_step(3, {"actor/grad_norm": 1.0, "guards/ppo_kl": 0.5})
     assert logs[0].guards.state_dict() == logs[1].guards.state_dict()
     for log in logs:

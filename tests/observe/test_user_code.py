@@ -99,7 +99,7 @@ def test_a_folder_of_that_name_that_is_somebody_elses_is_left_alone(config: Conf
     mine = tmp_path / "run/code/mine.py"
     mine.parent.mkdir(parents=True)
     mine.write_text("x = 1\n")
-    with pytest.raises(ConfigError, match="has a code that is not of a run"):
+    with pytest.raises(ConfigError, match="has a code that no run wrote"):
         claim_and_begin(tmp_path / "run", config, resume=False)
     assert mine.read_text() == "x = 1\n"
 

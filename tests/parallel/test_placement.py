@@ -135,7 +135,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"actor": "0-3,"}, {}, r"is not a set of ranks"),
     ({"actor": -1}, {}, r"is not a set of ranks"),
     ({"actor": 0.5}, {}, r"lists no ranks"),
-    ({"actor": "3-0"}, {}, r"the run 3-0 is descending; write 0-3"),
+    ({"actor": "3-0"}, {}, r"the range 3-0 is descending; write 0-3"),
     ({"actor": "0-3,2"}, {}, r"names rank 2 twice"),
     ({"critc": "0-3"}, {}, r"placement.critc: ppo has no such role; did you mean placement.critic\?"),
     ({"actor": "cpu"}, {}, r"placement.actor=cpu, but the actor computes on ranks"),

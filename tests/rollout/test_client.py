@@ -142,22 +142,22 @@ def test_what_the_engine_had_cached_is_a_number_of_what_it_was_asked_for_or_noth
         ("Internal Server Error", 500, "refused to generate: Internal Server Error"),
         ("{not json", 200, "cannot be read"),
         ("broken off", 200, "cannot be reached"),
-        ([1], 200, "cannot be one: TypeError"),
-        ({}, 200, "cannot be one: KeyError.'meta_info'"),
-        ({"output_ids": [8], "meta_info": None}, 200, "cannot be one"),
-        (answer(output_token_logprobs=...), 200, "cannot be one: KeyError.'output_token_logprobs'"),
-        (answer(weight_version=...), 200, "cannot be one: KeyError.'weight_version'"),
+        ([1], 200, "is invalid: TypeError"),
+        ({}, 200, "is invalid: KeyError.'meta_info'"),
+        ({"output_ids": [8], "meta_info": None}, 200, "is invalid"),
+        (answer(output_token_logprobs=...), 200, "is invalid: KeyError.'output_token_logprobs'"),
+        (answer(weight_version=...), 200, "is invalid: KeyError.'weight_version'"),
         (answer(output_token_logprobs=[]), 200, "wrote 1 tokens and returned 0 log-probs"),
         (answer(output_token_logprobs=[[-0.5, 9, None]]), 200, "wrote 1 tokens and returned 1 log-probs of others"),
         (answer(output_token_logprobs=[[None, 8, None]]), 200, "a log-prob that is not finite"),
         (answer(output_token_logprobs=[[float("-inf"), 8, None]]), 200, "cannot be read"),  # it is not JSON
-        (answer(output_token_logprobs=[["x", 8, None]]), 200, "cannot be one: ValueError"),
-        (answer(output_token_logprobs=[[-0.5]]), 200, "cannot be one: IndexError"),
-        (answer(output_token_logprobs=[8]), 200, "cannot be one: TypeError"),
-        (answer(output_ids=["x"]), 200, "cannot be one: ValueError"),
-        (answer(output_ids=[8.5]), 200, "cannot be one: ValueError"),
-        (answer(output_ids=[-8]), 200, "cannot be one: ValueError.'a token id is negative"),
-        (answer(output_ids=[2**31]), 200, "cannot be one: ValueError.'no token has the id"),
+        (answer(output_token_logprobs=[["x", 8, None]]), 200, "is invalid: ValueError"),
+        (answer(output_token_logprobs=[[-0.5]]), 200, "is invalid: IndexError"),
+        (answer(output_token_logprobs=[8]), 200, "is invalid: TypeError"),
+        (answer(output_ids=["x"]), 200, "is invalid: ValueError"),
+        (answer(output_ids=[8.5]), 200, "is invalid: ValueError"),
+        (answer(output_ids=[-8]), 200, "is invalid: ValueError.'a token id is negative"),
+        (answer(output_ids=[2**31]), 200, "is invalid: ValueError.'no token has the id"),
         (answer(output_ids=[], output_token_logprobs=[]), 200, "answered without a token"),
     ],
 )
@@ -235,8 +235,8 @@ def test_when_sampling_is_cut_off(params: dict[str, Any], cut: bool) -> None:
         ({"output_token_sampling_logprobs": [-0.5]}, "returned sampling masks of 2 with 1 log-probs"),
         ({"output_token_sampling_mask": [[3, 8], [7]]}, "sampled token 9, which is not in its"),
         ({"output_token_sampling_mask": [[], [9]]}, "sampled token 8, which is not in its"),
-        ({"output_token_sampling_mask": [["x"], [9]]}, "cannot be one: ValueError"),
-        ({"output_token_sampling_mask": [8, 9]}, "cannot be one: TypeError"),
+        ({"output_token_sampling_mask": [["x"], [9]]}, "is invalid: ValueError"),
+        ({"output_token_sampling_mask": [8, 9]}, "is invalid: TypeError"),
         ({"output_token_sampling_logprobs": [None, 0.0]}, "a log-prob that is not finite"),
     ],
     ids=str,
@@ -246,14 +246,14 @@ def test_a_record_that_cannot_be_one_fails_the_request_or_what_was_cut_off(
 ) -> None:
     with pytest.raises(RequestFailed, match=complaint):
         ask(masked(**changes), params=CUT)
-    if "cannot be one" not in complaint:
+    if "is invalid" not in complaint:
         out = ask(masked(**changes, finish_reason={"type": "abort"}), params=CUT)
         assert len(out.token_ids) == 0 and out.sampling_mask is None
 
 
 @pytest.mark.parametrize("changes", [{"weight_version": "2"}, {"weight_version": "default"}], ids=str)
 def test_another_version_of_the_weights_is_not_an_answers_fault(changes: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match="version (2|default), but .* are version 3") as failure:
+    with pytest.raises(RuntimeError, match="version (2|default), but .* was version 3") as failure:
         ask(answer(**changes))
     assert not isinstance(failure.value, RequestFailed)
 

@@ -90,7 +90,7 @@ def test_tools_found_at_run_time_are_in_the_prompt() -> None:
     [
         (prompt("reset raise", "Odd"), ["x"], "Odd: reset raised ValueError: it is odd", 1),
         (prompt("fine", "Odd"), [call("act", how="die"), "x"], "Odd: the tool act: its process ended", 2),
-        (prompt("reset assistant", "Odd"), ["x"], "ends with the assistant's words", 1),
+        (prompt("reset assistant", "Odd"), ["x"], "end with the assistant's", 1),
         (prompt("reset long", "Odd"), ["x"], "tokens after reset, which leaves no room in rollout.max_context=1000", 1),
     ],
 )

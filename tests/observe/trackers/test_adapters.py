@@ -58,7 +58,7 @@ def test_a_tracker_that_is_not_installed_is_a_mistake_before_the_run(monkeypatch
     with pytest.raises(ConfigError, match="track.trackers: tensorboard is named twice"):
         check_trackers(["tensorboard", "tensorboard"])
     monkeypatch.setitem(names.TRACKERS, "wandb", TRACKERS["wandb"]._replace(package="no_such_package"))
-    with pytest.raises(ConfigError, match="track.trackers: wandb is not installed; `pip install wandb`"):
+    with pytest.raises(ConfigError, match="track.trackers: wandb is not installed; run `pip install wandb`"):
         check_trackers(["tensorboard", "wandb"])
     with pytest.raises(ConfigError, match="did you mean wandb"):
         from_dict({"track": {"trackers": ["wandbb"]}})
