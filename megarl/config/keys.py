@@ -399,12 +399,10 @@ class LossConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the policy loss, such as `{clip_low: 0.0003}` for gspo; `algorithms/README.md` lists them."""
     agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    """How token losses are averaged in an update, by verl's names: `token-mean`, over all action tokens with equal
-    weight, as in DAPO (arXiv:2503.14476 section 3.3); `seq-mean-token-mean`, over sequences, each the mean over its
-    action tokens, as in GRPO's paper (arXiv:2402.03300 eq. 3), where a token of a long response counts less;
-    `seq-mean-token-sum-norm`, over sequences, each the sum over its action tokens divided by `loss.scale_factor`, as in
-    Dr. GRPO (arXiv:2503.20783). An agent's episode counts as one sequence, however many it consists of. Metrics are
-    always means over action tokens."""
+    """How an update averages token losses, by verl's names: `token-mean` over all action tokens (DAPO, arXiv:2503.14476
+    section 3.3); `seq-mean-token-mean` over sequences, each the mean over its action tokens (GRPO, arXiv:2402.03300 eq.
+    3); `seq-mean-token-sum-norm` over sequences, each the sum over its action tokens divided by `loss.scale_factor`
+    (Dr. GRPO, arXiv:2503.20783). An agent's episode counts as one sequence. Metrics are means over action tokens."""
     scale_factor: PositiveInt | None = None
     """Divisor of `loss.agg_mode=seq-mean-token-sum-norm`; null for the tokens that the policy may generate in a
     conversation, which are `rollout.max_new_tokens` times `rollout.max_turns`, at most `rollout.max_context`."""
