@@ -132,7 +132,7 @@ CASES = [
         ("loss.scale_factor must be", "at least 1"),
         ("loss.agg_mode=seq-mean-token-sum-norm", "loss.scale_factor=0"),
     ),
-    Case("another baseline", ("advantage.estimator must be one of group, rloo",), (GRPO, "advantage.estimator=remax")),
+    Case("another baseline", ("advantage.estimator must be one of grpo, rloo",), (GRPO, "advantage.estimator=remax")),
     Case(
         "a coefficient above its bound",
         ("kl.coef=0.5 is above kl.max_coef=0.2", "kl.target to null"),
