@@ -2,7 +2,7 @@
 # Installs MegaRL and everything it needs into .venv. Both launch/quickstart.sh and tests/run.sh begin with it.
 #
 # Nothing to do is the usual case and costs milliseconds: a stamp, written last, holds a hash of what was installed.
-# An installation that was cut off is begun anew; a changed list is installed over the old one.
+# An interrupted installation starts over; a changed list is installed over the old one.
 #
 #   PYTHON=/path/to/python3.11   the interpreter to use instead of the one that is found
 #   MEGARL_PLATFORM=cpu|cuda     instead of looking for a GPU

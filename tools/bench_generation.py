@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float, int
         results.append(asyncio.run(steps(kind, options)))
         seconds, idle, groups, tokens, anew = results[-1]
         print(f"{kind:24} {seconds:7.2f} s  {results[0][0] / seconds:.2f}x  {idle:5.1%} idle  ", end="")
-        print(f"{groups} groups, {tokens:,} tokens, {anew} begun anew", flush=True)
+        print(f"{groups} groups, {tokens:,} tokens, {anew} restarted", flush=True)
     return results
 
 

@@ -400,7 +400,7 @@ def _facts(
         nodes = -(-rollout.tp // ranks_per_node)
         spread = f", each over {nodes} nodes" if nodes > 1 else ""
         if declared.trained_roles:
-            facts["push"] = _describe_weight_sync(hf, config, ranks_per_node)
+            facts["weight sync"] = _describe_weight_sync(hf, config, ranks_per_node)
         engines = len(engine_ranks(config))
         facts["engines"] = [
             ("SGLang engines", f"{engines} of tp {rollout.tp}, ep {rollout.ep}{spread}"),

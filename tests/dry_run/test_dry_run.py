@@ -122,7 +122,7 @@ def test_a_set_of_ranks_for_each_role(plan) -> None:
     assert engine.states == engine.training == engine.host == {} and engine.layers == ()
     weights, cache = engine.generation["engine weights"], engine.generation["engine KV cache"]
     assert engine.peak == max(weights + cache, sum(engine.push.values())) and engine.push["engine weights"] == weights
-    received = dict(report.facts["push"])["each rank of an engine receives"]
+    received = dict(report.facts["weight sync"])["each rank of an engine receives"]
     assert received == "1.1 MB on average"  # all 0.53 M parameters, in bf16
     assert "engines only" in render(report)
 

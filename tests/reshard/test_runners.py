@@ -1,4 +1,4 @@
-"""Each of SGLang's choices about experts and types is decided: carried, or refused with a reason."""
+"""Each of SGLang's choices about experts and types is decided: supported, or refused with a reason."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def check_blackwell(settings: Mapping[str, Any], fp8: bool) -> None:
 def as_markdown() -> str:
     """Return the tables for `README.md`; a test compares them."""
     lines = ["| setting | choice | BF16, FP32 | FP8 in blocks | why |", "|---|---|---|---|---|"]
-    words = {True: "carried", False: "refused"}
+    words = {True: "supported", False: "refused"}
     for setting, table in TABLES.items():
         by_why: dict[Verdict, list[str]] = {}
         for name, verdict in table.items():
