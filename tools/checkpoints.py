@@ -202,9 +202,9 @@ def converted(path: Path, options: Namespace) -> int:
     from megarl.chat_format.chat_template import ChatTemplate
     from megarl.checkpoint.to_hf import convert, convert_adapter
     from megarl.controllers.controller import load_requirements
+    from megarl.models.family import classifier_config, padding_of
     from megarl.models.memory import critic_params
     from megarl.models.registry import family_of, load_hf_config, num_trained_mtp
-    from megarl.models.family import classifier_config, padding_of
 
     folder, out = resolve_checkpoint(path), options.out
     if out.exists() or out.is_symlink():

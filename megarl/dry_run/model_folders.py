@@ -20,11 +20,10 @@ from tokenizers import Tokenizer
 
 from megarl.config import Config, ConfigError, strict
 from megarl.config.hub import is_name
-from megarl.models.family import HFConfig
+from megarl.models.family import VALUE_HEAD, HFConfig, is_classifier
 from megarl.models.hf_folder import open_hf
 from megarl.models.memory import InferenceStage, classifier_stages, inference_stages
 from megarl.models.registry import family_of, load_hf_config, param_count
-from megarl.models.family import VALUE_HEAD, is_classifier
 from megarl.parallel.placement import BUILTIN_ROLES, is_on_megatron, role_backends, role_config, role_settings
 from megarl.rewards.reward_settings import options_for_model
 from megarl.rewards.sequence_classifier import ClassifierOptions, get_context_length, resolve_label

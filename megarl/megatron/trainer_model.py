@@ -26,13 +26,13 @@ from megarl.megatron.offload import MemoryOffload, WeightSnapshot
 from megarl.megatron.oom_retry import OOMRetry
 from megarl.megatron.parameter_names import named_params, unwrap
 from megarl.megatron.router import collect_aux_losses
+from megarl.models.family import VALUE_HEAD
 from megarl.models.flops import quadratic_cost
 from megarl.models.layout_algebra import Param
 from megarl.models.lora_tables import adapter_params
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import RoutingShape, routing_shape
-from megarl.models.family import VALUE_HEAD
 from megarl.parallel import device, wait_listeners
 from megarl.parallel.ranks import Ranks, all_gather_objects, use_layout
 from megarl.types import ModelOutput, TokenLoss, TrainBatch

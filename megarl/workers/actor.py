@@ -12,10 +12,10 @@ import torch
 
 from megarl.checkpoint.export import gather_hf
 from megarl.config import ConfigError, LoraConfig
+from megarl.models.family import is_classifier
 from megarl.models.hf_folder import save_adapter, save_hf
 from megarl.models.lora_tables import adapted_weights, peft_config, peft_tensors
 from megarl.models.registry import load_hf_config
-from megarl.models.family import is_classifier
 from megarl.observe.clock import REMOTE
 from megarl.parallel.placement import role_config, role_settings
 from megarl.parallel.ranks import run_on_all

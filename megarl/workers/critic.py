@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoint.export import gather_hf
+from megarl.models.family import classifier_config, padding_of
 from megarl.models.hf_folder import save_hf
 from megarl.models.registry import family_of, load_hf_config
-from megarl.models.family import classifier_config, padding_of
 from megarl.parallel.placement import role_config
 from megarl.parallel.ranks import run_on_all
 from megarl.parallel.wait_listeners import track_progress

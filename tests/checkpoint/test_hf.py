@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.config import ConfigError
+from megarl.models.family import classifier_config
 from megarl.models.hf_folder import open_hf, save_hf
 from megarl.models.layout_algebra import shard
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of
-from megarl.models.family import classifier_config
 
 pytestmark = pytest.mark.alone
 
@@ -324,11 +324,11 @@ def test_folders_that_are_not_overwritten(source: Path, tmp_path: Path) -> None:
         ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(8, dtype=torch.int64)}),
-            "model.norm.weight has I64 numbers; weights must be BF16, F16, F32, F64, F8_E4M3; write the",
+            "model.norm.weight has I64 numbers; weights must be BF16, F16, F32, F64, F8_E4M3; convert the",
         ),
         (
             lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.int8)}),
-            "lm_head.weight holds I8 numbers",
+            "lm_head.weight has I8 numbers",
         ),
     ],
 )
@@ -387,7 +387,7 @@ def test_a_damaged_index_is_named(source: Path, tmp_path: Path) -> None:
     content = json.loads(index.read_text())
     content["weight_map"]["spam"] = first.name
     index.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=f"says that spam is in {first.name}, but it is not"):
+    with pytest.raises(ConfigError, match=f"lists spam in {first.name}, but it is not"):
         open_hf(folder)
     index.write_text("{}")
     with pytest.raises(ConfigError, match="is not a safetensors index"):

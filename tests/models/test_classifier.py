@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megarl.config import ConfigError
-from megarl.models.registry import family_of, load_hf_config
 from megarl.models.family import classifier_config, is_classifier
+from megarl.models.registry import family_of, load_hf_config
 
 pytestmark = pytest.mark.alone
 
