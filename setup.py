@@ -23,7 +23,16 @@ NO_DEPS = {"sglang", "verifiers"}
 """On a CPU: what they ask for is for CUDA, or is another's version."""
 BUILT = {"transformer-engine"}
 """Against the torch that is installed: after it, without build isolation."""
-DEVELOPMENT = {"hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "types-PyYAML", "types-requests"}
+DEVELOPMENT = {
+    "hypothesis",
+    "mypy",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "ruff",
+    "types-PyYAML",
+    "types-requests",
+}
 GPU = {"sglang", "torch_memory_saver", "onnx", "onnxscript", "nvdlfw-inspect", "nvidia-cudnn-frontend"}
 """What only a GPU needs, or rollouts."""
 

@@ -26,8 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from megarl.config import ConfigError, from_dict, plain_yaml
 from megarl.config.command_line import Parser, int_in_range, run_cli
-from megarl.sandbox.box import Sandbox
 from megarl.processes.children import inherit_orphans
+from megarl.sandbox.box import Sandbox
 from megarl.sandbox.mounts import SITE_PACKAGES
 
 WIDTHS = {"p50": 10, "p95": 10, "processor": 14}

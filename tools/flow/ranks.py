@@ -34,11 +34,10 @@ from megarl.observe.clock import Clock
 from megarl.observe.metrics import rollout_metrics
 from megarl.parallel import ranks
 from megarl.types import ModelOutput, Prompt, Rollout, TokenLoss, TrainBatch, Turn
-from megarl.workers.actor import ActorWorker
+from megarl.workers.actor import ActorWorker, ReferenceWorker
 from megarl.workers.context import Context
 from megarl.workers.critic import CriticWorker
 from megarl.workers.model_worker import TrainingWorker
-from megarl.workers.actor import ReferenceWorker
 from megarl.workers.reward import RewardWorker
 
 
