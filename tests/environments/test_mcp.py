@@ -203,7 +203,7 @@ def test_what_is_no_text_is_named() -> None:
         ([], "must be a mapping"),
         ({}, "needs either `command` or `url`"),
         ({"command": "a", "url": "http://b"}, "needs either `command` or `url`"),
-        ({"command": "a", "arg": ["b"]}, "has an unknown key 'arg'; there are args, command, cwd"),
+        ({"command": "a", "arg": ["b"]}, "has an unknown key 'arg'; known keys are args, command, cwd"),
         ({"command": ["a"]}, "`command` must be text"),
         ({"command": "a", "args": "b"}, "`args` must be a list of texts"),
         ({"command": "a", "env": {"A": 1}}, "`env` must map to text"),

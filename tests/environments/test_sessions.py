@@ -363,9 +363,10 @@ def test_a_prompt_that_goes_with_none() -> None:
     assert known.find_environment(prompt(1)) is known.environments["Guess"]
     assert known.find_environment(prompt(1, environment="")) is known.environments["Guess"]
     assert known.find_environment(prompt("x", environment="Odd")) is known.environments["Odd"]
-    with pytest.raises(ConfigError, match=r"prompt p: its 'environment', 'Gess', is none of .*did you mean Guess\?"):
+    unknown = "prompt p: its 'environment', '{}', is not in rollout.environments"
+    with pytest.raises(ConfigError, match=unknown.format("Gess") + r"; did you mean Guess\?"):
         known.find_environment(prompt(1, environment="Gess"))
-    with pytest.raises(ConfigError, match="prompt p: its 'environment', '3', is none"):
+    with pytest.raises(ConfigError, match=unknown.format("3")):
         known.find_environment(prompt(1, environment=3))
     said = "the tool fly, which rollout.tools does not load and the environment odd_worlds:Guess does not have; add it"
     with pytest.raises(ConfigError, match=said):
