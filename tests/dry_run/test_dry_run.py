@@ -626,7 +626,7 @@ def test_a_reward_model_may_have_a_layout_of_its_own(plan) -> None:
         (
             "{backend: grpc}",
             [],
-            "roles.reward.backend=grpc: .* of the reward; it has megatron, transformers, pool, http",
+            "roles.reward.backend=grpc: .* for the reward; it has megatron, transformers, pool, http",
         ),
         ("{model: /x}", [], "roles.reward.model: for the reward this is reward.model; set that"),
         ("{options: 3}", [], "roles.reward.options must be a mapping"),
