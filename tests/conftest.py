@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -55,8 +54,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not HAS_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
     items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
-
-
-def pytest_make_parametrize_id(val: object) -> str | None:
-    """Name functions without their addresses: all workers must collect the same tests."""
-    return val.__name__ if isinstance(val, FunctionType) else None

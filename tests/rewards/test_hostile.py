@@ -33,7 +33,7 @@ FUNCTIONS = {
     math_verify: "42",
     math_verify_strict: r"\frac{1}{3}",
 }
-NAMED = [pytest.param(function, truth, id=str(function)[:40]) for function, truth in FUNCTIONS.items()]
+NAMED = [pytest.param(function, truth, id=function.__name__) for function, truth in FUNCTIONS.items()]
 
 
 @pytest.mark.parametrize(("function", "truth"), NAMED)
