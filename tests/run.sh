@@ -8,12 +8,12 @@
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/install.sh
+cores=$(nproc) # before OMP_NUM_THREADS, which nproc heeds
 export OMP_NUM_THREADS=1 # ranks and engines share the cores as they are told to, not by thread pools
 .venv/bin/ruff check .
 .venv/bin/mypy
 
 # Files run side by side, since ranks and engines often wait for each other; on a GPU, which they would share, in turn.
-cores=$(nproc)
 workers=$((cores < 7 ? cores + 1 : 8))
 [ ! -e /dev/nvidia0 ] || workers=0
 parallel=(-n "$workers" --dist loadfile --no-loadscope-reorder)
