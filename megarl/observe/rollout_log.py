@@ -285,7 +285,7 @@ def _format_columns(file: Path, part: pq.ParquetFile) -> list[str]:
     supported = range(min(COLUMNS_SINCE_FORMAT) - 1, FORMAT + 1)
     if (file_format := _read_metadata(file, part, "format")) not in supported:
         raise ConfigError(
-            f"{file} is of format {file_format}, but this program reads only formats {supported[0]} to {FORMAT} only"
+            f"{file} is of format {file_format}, but this program reads only formats {supported[0]} to {FORMAT}"
         )
     later = {name for format, names in COLUMNS_SINCE_FORMAT.items() if format > file_format for name in names}
     return [name for name in SCHEMA.names if name not in later]
