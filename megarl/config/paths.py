@@ -27,8 +27,8 @@ def substitute_env(text: str, where: str) -> str:
     listed in `rollout.pass_env`.
     """
 
-    def value(found: re.Match[str]) -> str:
-        name, default = found.groups()
+    def value(match: re.Match[str]) -> str:
+        name, default = match.groups()
         if name not in os.environ and default is None:
             raise ConfigError(f"{where}: ${{{name}}} is not set; name it in rollout.pass_env and set it for the run")
         return os.environ.get(name, default or "")

@@ -152,14 +152,14 @@ def _check_events(text: str, where: str) -> None:
             depth -= 1
 
 
-def _check_node(node: yaml.Node, where: str, sizes: dict[int, int], above: tuple[int, ...]) -> int:
+def _check_node(node: yaml.Node, where: str, sizes: dict[int, int], parents: tuple[int, ...]) -> int:
     """Count the values of a node, with aliases expanded. Raises ConfigError for too many values or an invalid key."""
     line = node.start_mark.line + 1
-    if id(node) in above:
+    if id(node) in parents:
         raise ConfigError(f"{where}, line {line}: the anchor is part of itself")
     if id(node) in sizes:
         return sizes[id(node)]
-    ancestors, size = (*above, id(node)), 1
+    ancestors, size = (*parents, id(node)), 1
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key, value in node.value:

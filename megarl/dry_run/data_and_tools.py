@@ -126,28 +126,28 @@ class _RowChecker:
     min_fitting: int = 1
     """Minimum number of rows that are short enough."""
 
-    def check_file(self, path: str, name: str, seen: _FileStats, order: str = "") -> None:
+    def check_file(self, path: str, name: str, stats: _FileStats, order: str = "") -> None:
         """Check one file. Raises ConfigError if none of its rows is short enough."""
         if not Path(path).exists():
             return
         rows, fits, error = self._open_rows(path, name, order)
         deadline = time.monotonic() + MAX_FILE_SECONDS
         for tokens, key in rows:
-            seen.num_rows += 1
-            seen.is_ordered = seen.is_ordered or not math.isnan(key)
+            stats.num_rows += 1
+            stats.is_ordered = stats.is_ordered or not math.isnan(key)
             if fits(tokens):
-                seen.num_fitting += 1
+                stats.num_fitting += 1
             else:
-                seen.shortest = min(seen.shortest or sum(tokens), sum(tokens))
-            is_settled = seen.num_fitting >= self.min_fitting and (not order or seen.is_ordered)
-            if (seen.num_rows >= MAX_ROWS and is_settled) or time.monotonic() > deadline:
+                stats.shortest = min(stats.shortest or sum(tokens), sum(tokens))
+            is_settled = stats.num_fitting >= self.min_fitting and (not order or stats.is_ordered)
+            if (stats.num_rows >= MAX_ROWS and is_settled) or time.monotonic() > deadline:
                 break
         else:
-            seen.is_complete = True
-        if seen.is_complete and seen.num_rows and not seen.num_fitting:
-            raise error(seen.num_rows, seen.shortest)
-        if dropped := seen.num_rows - seen.num_fitting:
-            scope = f"of {seen.num_rows}" if seen.is_complete else f"of the first {seen.num_rows}"
+            stats.is_complete = True
+        if stats.is_complete and stats.num_rows and not stats.num_fitting:
+            raise error(stats.num_rows, stats.shortest)
+        if dropped := stats.num_rows - stats.num_fitting:
+            scope = f"of {stats.num_rows}" if stats.is_complete else f"of the first {stats.num_rows}"
             self.warnings.append(f"{path}: {dropped} {scope} rows are too long and will be excluded")
 
     def _open_rows(
@@ -212,27 +212,27 @@ def should_check_offered(config: Config, declared: Requirements) -> bool:
     return declared.item == "prompts" and bool(declared.trained_roles) and not config.rollout.replay
 
 
-def check_offered(prompts: Iterable[Prompt], known: EnvironmentCatalog) -> None:
+def check_offered(prompts: Iterable[Prompt], catalog: EnvironmentCatalog) -> None:
     """Raise ConfigError for an entry of `rollout.tools` or `rollout.environments` that no prompt uses.
 
     Stops reading prompts once all entries are used.
     """
-    tools = {tool.spec for tool in known.tools.values()}
-    environments = {entry.spec for entry in known.environments.values()}
+    tools = {tool.spec for tool in catalog.tools.values()}
+    environments = {entry.spec for entry in catalog.environments.values()}
     listed: set[str] = set()
     named: set[str] = set()
     for prompt in prompts:
         if not tools and not environments:
             return
-        environment = known.find_environment(prompt)
+        environment = catalog.find_environment(prompt)
         if environment is not None:
             environments.discard(environment.spec)
             named.add(environment.name)
         listed.update(prompt.tools)
         if environment is None or environment.kind != "agent":
-            offered = {schema["function"]["name"] for schema in known.select_schemas(prompt)}
-            tools -= {tool.spec for name, tool in known.tools.items() if name in offered}
-    for name, tool in known.tools.items():
+            offered = {schema["function"]["name"] for schema in catalog.select_schemas(prompt)}
+            tools -= {tool.spec for name, tool in catalog.tools.items() if name in offered}
+    for name, tool in catalog.tools.items():
         if tool.spec in tools:
             reason = (
                 f"the data's column `tools` lists {_format_names(listed)}; add {name} to it, omit the column, so that "
@@ -243,7 +243,7 @@ def check_offered(prompts: Iterable[Prompt], known: EnvironmentCatalog) -> None:
             raise ConfigError(
                 f"{TOOLS_KEY}: no prompt offers {name} of {tool.spec}: {reason} or remove it from {TOOLS_KEY}"
             )
-    for environment in known.environments.values():
+    for environment in catalog.environments.values():
         if environment.spec in environments:
             raise ConfigError(
                 f"{ENVIRONMENTS_KEY}: no prompt has {environment.name} of {environment.spec}, all have "

@@ -67,10 +67,10 @@ def policy_and_critic(
     return hf, critic
 
 
-def check_same_tokenizer(config: Config, which: str, path: str, must: str) -> None:
+def check_same_tokenizer(config: Config, source: str, path: str, reason: str) -> None:
     """Raise ConfigError unless a model's tokenizer has the policy's vocabulary; skipped if the policy is not on disk.
 
-    which: the key and the path. must: the reason.
+    source: the key and the path. reason: why the vocabularies must be the same.
     """
     if not config.model.path or not Path(config.model.path).exists():
         return
@@ -87,15 +87,15 @@ def check_same_tokenizer(config: Config, which: str, path: str, must: str) -> No
         if difference
         else "one of them has no vocabulary to compare"
     )
-    raise ConfigError(f"{which} has another tokenizer than model.path={config.model.path}: {what}; {must}")
+    raise ConfigError(f"{source} has another tokenizer than model.path={config.model.path}: {what}; {reason}")
 
 
-def check_positions(hf: HFConfig, config: Config, which: str) -> None:
+def check_positions(hf: HFConfig, config: Config, source: str) -> None:
     """Raise ConfigError if a conversation may have more tokens than a model has positions."""
     longest = int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
     if config.rollout.max_context > longest:
         raise ConfigError(
-            f"rollout.max_context={config.rollout.max_context} is beyond the {longest} positions of {which}; lower it"
+            f"rollout.max_context={config.rollout.max_context} is beyond the {longest} positions of {source}; lower it"
         )
 
 
@@ -224,24 +224,25 @@ def read_served_models(
     config: Config,
     declared: Requirements,
     registered: Mapping[str, RegisteredWorker],
-    judged: bool,
+    has_builtin_reward: bool,
     dry_run: bool,
     warnings: list[str],
 ) -> ServedModels:
     """Read the configurations of all models that are not trained. Raises ConfigError.
 
-    hf: the policy's. judged: a built-in worker computes the reward, and its options are valid. `warnings` gets a line
-    for what is surely not intended.
+    hf: the policy's. has_builtin_reward: a built-in worker computes the reward, and its options are valid.
+    `warnings` gets a line for what is surely not intended.
     """
 
-    def of(role: str) -> RegisteredWorker:
+    def worker_of(role: str) -> RegisteredWorker:
         return registered.get(role, RegisteredWorker())
 
     classifier = None
-    if judged:
-        classifier = _read_classifier(hf, config, worker_options(config, "reward", of("reward")), dry_run, warnings)
+    if has_builtin_reward:
+        options = worker_options(config, "reward", worker_of("reward"))
+        classifier = _read_classifier(hf, config, options, dry_run, warnings)
     rewards = _reward_model(hf, config, declared, dry_run, warnings)
-    teachers = [role for role in declared.roles if resolve_worker(config, declared, role, of(role)) == TEACHER]
+    teachers = [role for role in declared.roles if resolve_worker(config, declared, role, worker_of(role)) == TEACHER]
     others = _read_role_models(hf, config, declared, teachers, dry_run, warnings)
     return ServedModels(({} if rewards is None else {"reward": rewards}) | others, classifier)
 
@@ -266,26 +267,29 @@ def _reward_model(
         raise ConfigError(
             f"reward.model={path} has no {VALUE_HEAD}: it is not a reward model; train one with algorithm=reward_model"
         )
-    must = "the reward model reads the policy's tokens, so it must have its tokenizer and vocabulary"
+    reason = "the reward model reads the policy's tokens, so it must have its tokenizer and vocabulary"
     if reward_config.get("vocab_size") != hf.get("vocab_size"):
         raise ConfigError(
             f"reward.model={path} has a vocabulary of {reward_config.get('vocab_size')}, the policy of "
-            f"{hf.get('vocab_size')}; {must}"
+            f"{hf.get('vocab_size')}; {reason}"
         )
-    check_same_tokenizer(config, f"reward.model={path}", path, must)
+    check_same_tokenizer(config, f"reward.model={path}", path, reason)
     check_positions(reward_config, config, f"reward.model={path}")
     return reward_config
 
 
 def _read_classifier(
-    hf: HFConfig, config: Config, given: dict[str, Any], dry_run: bool, warnings: list[str]
+    hf: HFConfig, config: Config, worker_settings: dict[str, Any], dry_run: bool, warnings: list[str]
 ) -> tuple[HFConfig, int, str] | None:
-    """Return `ServedModels.classifier`. Its tokenizer may differ from the policy's. given: options of its worker."""
+    """Return `ServedModels.classifier`. Its tokenizer may differ from the policy's.
+
+    worker_settings: options of its worker.
+    """
     path = config.reward.model
     model, service = role_backends(config, "reward")
     if not path or model != "transformers":
         return None
-    options = ClassifierOptions.read(options_for_model(given, service))
+    options = ClassifierOptions.read(options_for_model(worker_settings, service))
     if dry_run and not Path(path).exists():
         warnings.append(f"reward.model={path} not found; planned as if it were the policy's model")
         return hf, sum(param_count(hf).values()), options.dtype
@@ -335,13 +339,13 @@ def _read_role_models(
             raise ConfigError(
                 f"{key}={path} is a classifier, {configs[role]['architectures'][0]}, which has no log-probs of tokens"
             )
-        must = f"the {role} reads the policy's tokens, so it must have its tokenizer and at least its vocabulary"
+        reason = f"the {role} reads the policy's tokens, so it must have its tokenizer and at least its vocabulary"
         if int(configs[role]["vocab_size"]) < int(hf["vocab_size"]):
             raise ConfigError(
                 f"{key}={path} has a vocabulary of {configs[role]['vocab_size']}, the policy of {hf['vocab_size']}; "
-                f"{must}"
+                f"{reason}"
             )
-        check_same_tokenizer(config, f"{key}={path}", path, must)
+        check_same_tokenizer(config, f"{key}={path}", path, reason)
         if declared.has_rollout:
             check_positions(configs[role], config, f"{key}={path}")
     return configs

@@ -251,7 +251,7 @@ def validate(
         )
     ):
         return Report(errors, warnings, {}, [])
-    (others,) = served_models
+    (served,) = served_models
     does_divide = True
     if declared.trained_roles:
         does_divide = passes(checks.check_training_layout, hf, config) and passes(
@@ -259,7 +259,7 @@ def validate(
         )
     if critic_hf is not None and (critic_hf is not hf or config.critic.parallel or "critic" in config.placement):
         does_divide = passes(checks.check_role_layout, critic_hf, config, "critic") and does_divide
-    for role, model in others.megatron_configs.items():
+    for role, model in served.megatron_configs.items():
         if model is hf and not role_settings(config, role).parallel:
             continue
         does_divide = passes(checks.check_role_layout, model, config, role) and does_divide
@@ -288,13 +288,13 @@ def validate(
         return Report(errors, warnings, {}, [])
     if not dry_run:
         passes(checks.check_disk_space, hf, critic_hf, config, declared, warnings)
-    stages = others.stages(config, declared)
+    stages = served.stages(config, declared)
     plans = {
         group_label: plan_memory(hf, config, declared, critic_hf, stages, role)
         for group_label, role in _group_ranks(config, declared.roles, stages).items()
     }
     (label, memory), *other_plans = plans.items()
-    facts = _facts(hf, critic_hf, others, config, declared)
+    facts = _facts(hf, critic_hf, served, config, declared)
     return Report(errors, warnings, facts, memory, label if other_plans else "", dict(other_plans))
 
 
@@ -342,7 +342,7 @@ def _describe_ranks(placement: Placement, roles: Sequence[str], ranks: Sequence[
 
 
 def _facts(
-    hf: HFConfig, critic_hf: HFConfig | None, others: ServedModels, config: Config, declared: Requirements
+    hf: HFConfig, critic_hf: HFConfig | None, served_models: ServedModels, config: Config, declared: Requirements
 ) -> dict[str, list[tuple[str, str]]]:
     parallel, rollout, run = config.parallel, config.rollout, config.run
     settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
@@ -355,7 +355,7 @@ def _facts(
         ("architecture", family_of(hf).architecture),
         ("parameters", _count(sum(counts.values())) + (f", {_count(counts['experts'])} in experts" if experts else "")),
         ("critic", "none" if critic_hf is None else _count(sum(critic_counts.values()))),
-        *((role, _count(others.count_params(role))) for role in others.roles),
+        *((role, _count(served_models.count_params(role))) for role in served_models.roles),
     ]
     if config.lora.rank:
         adapters = adapter_params(family_of(hf).params(hf, 1), config.lora)
@@ -376,7 +376,7 @@ def _facts(
         layout.append(("layers by stage", " ".join(map(str, layers)) + parts))
     if "critic" in roles and placement.ranks_of("critic") != placement.ranks_of("actor"):
         layout += _describe_parallel(role_parallel(config, "critic"), "critic's ", bool(experts))
-    for role, model_of in others.megatron_configs.items():
+    for role, model_of in served_models.megatron_configs.items():
         if placement.ranks_of(role) != placement.ranks_of("actor") or role_settings(config, role).parallel:
             layout += _describe_parallel(
                 role_parallel(config, role), f"{role}'s ", bool(family_of(model_of).num_experts(model_of))
@@ -416,13 +416,13 @@ def _facts(
     return facts
 
 
-def _describe_weight_sync(hf: HFConfig, config: Config, here: int) -> list[tuple[str, str]]:
-    """Describe the traffic of a weight sync. here: ranks per machine."""
+def _describe_weight_sync(hf: HFConfig, config: Config, ranks_per_node: int) -> list[tuple[str, str]]:
+    """Describe the traffic of a weight sync. ranks_per_node: ranks per machine."""
     plan = plan_from_config(hf, config)
     transfers, engines = plan.list_transfers(), len(plan.rank_map.engine)
-    is_remote = transfers.src // here != transfers.dst // here
+    is_remote = transfers.src // ranks_per_node != transfers.dst // ranks_per_node
     received, over_network = transfers.nbytes.sum() / engines, transfers.nbytes[is_remote].sum() / engines
-    network = f", {_bytes(int(over_network))} of it over the network" if plan.world > here else ""
+    network = f", {_bytes(int(over_network))} of it over the network" if plan.world > ranks_per_node else ""
     receiver = "each rank" if plan.rank_map.is_colocated else "each rank of an engine"
     return [
         ("weights are sent as", WIRE_FORMATS[plan.assignment.wire]),
@@ -455,15 +455,15 @@ def _describe_host_memory(hf: HFConfig, config: Config, declared: Requirements, 
     return rows + [(f"- {name}", _bytes(amount)) for name, amount in parts.items() if amount]
 
 
-def _describe_parallel(parallel: ParallelConfig, whose: str, experts: bool) -> list[tuple[str, str]]:
+def _describe_parallel(parallel: ParallelConfig, prefix: str, experts: bool) -> list[tuple[str, str]]:
     """Describe the parallel layout of a model."""
     context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
     dp = parallel.world_size // (parallel.tp * parallel.cp * parallel.pp)
-    rows = [(f"{whose}dense layers", f"tp {parallel.tp}{context} x pp {parallel.pp} x dp {dp}")]
+    rows = [(f"{prefix}dense layers", f"tp {parallel.tp}{context} x pp {parallel.pp} x dp {dp}")]
     if experts:
         etp_text = f"etp {parallel.etp} x " if parallel.etp > 1 else ""
         expert_dp = parallel.world_size // (parallel.ep * parallel.etp * parallel.pp)
-        rows.append((f"{whose}experts", f"{etp_text}ep {parallel.ep} x pp {parallel.pp} x dp {expert_dp}"))
+        rows.append((f"{prefix}experts", f"{etp_text}ep {parallel.ep} x pp {parallel.pp} x dp {expert_dp}"))
     return rows
 
 

@@ -72,26 +72,26 @@ class Search:
     recompute_modes: tuple[str, ...] = RECOMPUTE_MODES
     should_size_engines: bool = True
 
-    def plan_layout(self, parallel: ParallelConfig, way: str) -> LayoutPlan:
+    def plan_layout(self, parallel: ParallelConfig, recompute: str) -> LayoutPlan:
         """Plan one layout. Raises ConfigError if it does not divide."""
-        config = apply_layout(self.hf, self.config, parallel, way)
+        config = apply_layout(self.hf, self.config, parallel, recompute)
         return LayoutPlan(
-            config, way, plan_memory(self.hf, config, self.declared, self.critic_hf), self.time.seconds(config)
+            config, recompute, plan_memory(self.hf, config, self.declared, self.critic_hf), self.time.seconds(config)
         )
 
-    def fits(self, one: LayoutPlan) -> bool:
-        return one.peak <= USABLE_FRACTION * self.gpu_bytes
+    def fits(self, plan: LayoutPlan) -> bool:
+        return plan.peak <= USABLE_FRACTION * self.gpu_bytes
 
-    def fit_engine(self, one: LayoutPlan) -> LayoutPlan:
+    def fit_engine(self, plan: LayoutPlan) -> LayoutPlan:
         """Return the plan with the smallest engine that fits beside the training states, or unchanged if none does."""
-        if self.should_size_engines and self.declared.has_rollout and not self.fits(one):
+        if self.should_size_engines and self.declared.has_rollout and not self.fits(plan):
             for tp, ep in engine_sizes(self.hf, self.config, self.declared):
-                config = replace(one.config, rollout=replace(one.config.rollout, tp=tp, ep=ep))
+                config = replace(plan.config, rollout=replace(plan.config.rollout, tp=tp, ep=ep))
                 memory = plan_memory(self.hf, config, self.declared, self.critic_hf)
-                candidate = replace(one, config=config, memory=memory)
+                candidate = replace(plan, config=config, memory=memory)
                 if self.fits(candidate):
                     return candidate
-        return one
+        return plan
 
     def find_fitting(self) -> list[LayoutPlan]:
         """Return the layouts that fit, in ascending order of modelled seconds.
@@ -108,7 +108,7 @@ class Search:
         if best.config.parallel.pp > 1:
             for vpp in (2, 3, 4, 6, 8):
                 plans += self._try_layout(replace(best.config.parallel, vpp=vpp))
-        return sorted(plans, key=lambda one: one.total)
+        return sorted(plans, key=lambda plan: plan.total)
 
     def _iter_fitting(self, etp: int) -> Iterator[LayoutPlan]:
         base = self.config.parallel
@@ -149,15 +149,15 @@ class Search:
         return sizes
 
 
-def select_best(found: list[LayoutPlan]) -> LayoutPlan:
+def select_best(plans: list[LayoutPlan]) -> LayoutPlan:
     """Select from layouts that fit, at least one, by `RULE`."""
-    least = min(one.total for one in found)
+    least = min(plan.total for plan in plans)
 
-    def ranks(one: LayoutPlan) -> tuple[int, int, float]:
-        layout = one.config.parallel
-        return layout.tp * layout.pp * layout.cp, layout.ep * layout.etp, one.total
+    def ranks(plan: LayoutPlan) -> tuple[int, int, float]:
+        layout = plan.config.parallel
+        return layout.tp * layout.pp * layout.cp, layout.ep * layout.etp, plan.total
 
-    return min((one for one in found if one.total <= TIE_RATIO * least), key=ranks)
+    return min((plan for one in plans if plan.total <= TIE_RATIO * least), key=ranks)
 
 
 def check_feasible(hf: HFConfig, config: Config, declared: Requirements) -> None:
@@ -170,7 +170,7 @@ def check_feasible(hf: HFConfig, config: Config, declared: Requirements) -> None
         plan_from_config(hf, config)
 
 
-def apply_layout(hf: HFConfig, config: Config, parallel: ParallelConfig, way: str) -> Config:
+def apply_layout(hf: HFConfig, config: Config, parallel: ParallelConfig, recompute: str) -> Config:
     """Return the configuration with this layout, a split of the layers, and one of `RECOMPUTE_MODES`.
 
     Raises ConfigError if the layers cannot be split.
@@ -188,7 +188,7 @@ def apply_layout(hf: HFConfig, config: Config, parallel: ParallelConfig, way: st
             f"{layers} layers cannot be split over pp={parallel.pp} stages of vpp={parallel.vpp} parts, even "
             f"with other numbers on the first and last; the nearest valid settings: {', or '.join(remedies)}"
         )
-    megatron = {**split, **recompute_settings(hf, way), **config.model.megatron}
+    megatron = {**split, **recompute_settings(hf, recompute), **config.model.megatron}
     return replace(config, parallel=parallel, model=replace(config.model, megatron=megatron))
 
 
@@ -219,15 +219,15 @@ def split_layers(num_layers: int, pp: int, vpp: int = 1) -> dict[str, int] | Non
     }
 
 
-def recompute_settings(hf: HFConfig, way: str) -> dict[str, Any]:
+def recompute_settings(hf: HFConfig, mode: str) -> dict[str, Any]:
     """Return the keys of `model.megatron` for one of `RECOMPUTE_MODES`.
 
     Selective recomputes the activation of experts, which needs no matrix product, and the up-projection of latent
     attention; of dense models the MLP.
     """
-    if way == "full":
+    if mode == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if way == "none":
+    if mode == "none":
         return {}
     settings = family_of(hf).megatron_config(hf)
     modules = ["moe_act"] if settings.get("num_moe_experts") else ["mlp"]
@@ -254,7 +254,7 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def nearest(number: int, of: list[int]) -> list[int]:
+def nearest(number: int, candidates: list[int]) -> list[int]:
     """Return the largest number below and the smallest above, if any."""
-    below, above = [n for n in of if n < number], [n for n in of if n > number]
+    below, above = [n for n in candidates if n < number], [n for n in candidates if n > number]
     return below[-1:] + above[:1]
