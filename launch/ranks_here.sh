@@ -8,7 +8,7 @@ import sys
 
 from megarl.launch import exit_status as ending
 from megarl.config import ConfigError, load_config
-from megarl.dry_run.plan import validate
+from megarl.dry_run.validation import validate
 from megarl.parallel.rendezvous import check_rendezvous
 
 try:

@@ -108,7 +108,7 @@ def run_chat(options: Namespace) -> int:
 
 def converse(config: Config, options: Namespace) -> int:
     """Start an engine and answer line by line."""
-    from megarl.dry_run.plan import validate
+    from megarl.dry_run.validation import validate
     from megarl.engine.sglang_engine import Engine
     from megarl.environments.catalog import load_catalog
 

@@ -24,10 +24,10 @@ from megarl.config.paths import expand_config_paths
 from megarl.controllers.controller import StepResult, load_requirements, make_controller
 from megarl.controllers.evaluation import Evaluator
 from megarl.data.loader import PromptLoader
-from megarl.dry_run.data_and_tools import check_offered, read_chat, should_check_offered
+from megarl.dry_run.data_checks import check_offered, read_chat, should_check_offered
 from megarl.dry_run.model_folders import vocabulary_hash
-from megarl.dry_run.plan import validate
 from megarl.dry_run.rollout_checks import check_enough_prompts
+from megarl.dry_run.validation import validate
 from megarl.item_reader import ItemReader
 from megarl.launch import exit_status
 from megarl.launch.exit_status import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
@@ -250,7 +250,7 @@ class HybridFlow:
                 check_offered((item for items in (items, self.eval_items) for item in items), self.chat.catalog)
         records = config.track.save_rollouts and self.requirements.has_rollout
         vocabulary = vocabulary_hash(config.model.path) if records else ""
-        self.log = RunLog(config, self.job, vocabulary, trains=bool(self.requirements.trained_roles))
+        self.log = RunLog(config, self.job, vocabulary, is_training=bool(self.requirements.trained_roles))
         self.spread = ZeroSpreadWarning(self.requirements)
         return report.warnings
 
@@ -315,7 +315,7 @@ class HybridFlow:
             self.watchdog = HangWatchdog(
                 *(self.job, self.log.run_dir, self.clock, self.layouts.keys()),
                 alarm=self.log.alarm_any_rank,
-                tell=lambda rank, text: exit_status.notify_launcher("late", text, rank),
+                notify_launcher=lambda rank, text: exit_status.notify_launcher("late", text, rank),
             )
             self.watchdog.start()
         if self.log.is_writer:

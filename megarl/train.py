@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config = load_config(options.config, options.overrides)
         if options.dry_run:
-            from megarl.dry_run.plan import render, validate
+            from megarl.dry_run.validation import render, validate
             from megarl.observe import run_folder
 
             report = validate(config, dry_run=True)
@@ -106,7 +106,7 @@ def _print(text: str) -> None:
 def start_ranks(config: Config, arguments: Sequence[str]) -> int:
     """Check the configuration, run this program as all ranks on this machine, and return their exit status."""
     from megarl.controllers.controller import load_requirements
-    from megarl.dry_run.plan import validate
+    from megarl.dry_run.validation import validate
     from megarl.engine.engine_host import HOST_VARIABLE
     from megarl.engine.sglang_engine import start_host
     from megarl.launch import launcher, restarts

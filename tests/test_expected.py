@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.config import ConfigError, from_dict
-from megarl.dry_run.plan import Expectation, check_expectations, parse_expectations
+from megarl.dry_run.validation import Expectation, check_expectations, parse_expectations
 
 pytestmark = pytest.mark.alone
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.config import load_config
-from megarl.dry_run import plan
+from megarl.dry_run import validation
 from megarl.engine import engine_host, sglang_engine
 from megarl.launch import launcher
 from megarl.launch.exit_status import RunOutcome
@@ -148,7 +148,7 @@ def test_the_launcher_has_one_host_for_the_engines_of_all_ranks(
     closed: list[bool] = []
     host = SimpleNamespace(path="/the/socket", close=lambda: closed.append(True))
     monkeypatch.setattr(sglang_engine, "start_host", lambda config: host)
-    monkeypatch.setattr(plan, "validate", lambda config: plan.Report([], [], {}, []))
+    monkeypatch.setattr(validation, "validate", lambda config: validation.Report([], [], {}, []))
 
     def run(self: launcher.Launch, environment: dict[str, str]) -> tuple[RunOutcome, None]:
         seen.append(environment.get(engine_host.HOST_VARIABLE, os.environ.get(engine_host.HOST_VARIABLE)))

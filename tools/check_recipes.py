@@ -23,7 +23,7 @@ from rich.table import Table
 
 from megarl.config import Config, ConfigError, load_config
 from megarl.config.command_line import Parser, parse_path_text, run_cli
-from megarl.dry_run.plan import check_expectations, parse_expectations
+from megarl.dry_run.validation import check_expectations, parse_expectations
 
 TASK = "runs/quickstart/"
 """Folder of launch/quickstart.sh's output, as recipes of the quickstart's task name it."""

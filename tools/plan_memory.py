@@ -27,8 +27,8 @@ from rich.table import Table
 from megarl.config import Config, ConfigError, ParallelConfig, from_dict
 from megarl.config.command_line import Parser, float_in_range, int_in_range, parse_path_text, run_cli
 from megarl.controllers.controller import load_requirements
-from megarl.dry_run.plan import memory_table, summarize_peak
 from megarl.dry_run.suggest_layout import RECOMPUTE_MODES, RULE, LayoutPlan, Search, check_feasible, select_best
+from megarl.dry_run.validation import memory_table, summarize_peak
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory
 from megarl.models.registry import family_of

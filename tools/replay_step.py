@@ -327,7 +327,7 @@ def main(arguments: Sequence[str]) -> int:
     request = run, step, chosen.stop_at, chosen.pdb, chosen.alone, tuple(chosen.overrides)
     if chosen.folder is not None:
         return take(Order(*request, chosen.folder))
-    from megarl.dry_run.plan import validate
+    from megarl.dry_run.validation import validate
 
     if chosen.stop_at:
         Debugger().stop_at(chosen.stop_at)

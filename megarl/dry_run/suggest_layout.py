@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.config import Config, ConfigError, ParallelConfig
-from megarl.dry_run import settings as checks
+from megarl.dry_run import config_checks as checks
 from megarl.models.family import HFConfig
 from megarl.models.memory import StageMemory, plan_memory
 from megarl.models.registry import family_of
@@ -157,7 +157,7 @@ def select_best(plans: list[LayoutPlan]) -> LayoutPlan:
         layout = plan.config.parallel
         return layout.tp * layout.pp * layout.cp, layout.ep * layout.etp, plan.total
 
-    return min((plan for one in plans if plan.total <= TIE_RATIO * least), key=ranks)
+    return min((plan for plan in plans if plan.total <= TIE_RATIO * least), key=ranks)
 
 
 def check_feasible(hf: HFConfig, config: Config, declared: Requirements) -> None:

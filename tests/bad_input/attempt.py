@@ -129,7 +129,7 @@ def forked(module: str, number: int, folder: Path, material: Path) -> dict[str, 
 
 
 if __name__ == "__main__":
-    import megarl.dry_run.plan
+    import megarl.dry_run.validation
     import megarl.flow
     import megarl.train  # noqa: F401
 

@@ -16,7 +16,7 @@ from real_boxes import needs_boxes  # noqa: E402
 
 from megarl.config import ConfigError, from_dict  # noqa: E402
 from megarl.controllers.controller import load_requirements  # noqa: E402
-from megarl.dry_run.plan import check_sandbox  # noqa: E402
+from megarl.dry_run.validation import check_sandbox  # noqa: E402
 from megarl.sandbox import runner_client  # noqa: E402
 from megarl.sandbox.box import probe  # noqa: E402
 

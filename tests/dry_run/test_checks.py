@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.controller import load_requirements
-from megarl.dry_run.settings import check_data, check_drafts
+from megarl.dry_run.config_checks import check_data, check_drafts
 
 pytestmark = pytest.mark.alone
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.config import Config, ConfigError, from_dict, load_config, server_args, to_dict
-from megarl.dry_run.plan import Report, render, validate
+from megarl.dry_run.validation import Report, render, validate
 from megarl.workers.worker_registry import RegisteredWorker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -733,7 +733,7 @@ def test_as_a_command(tmp_path: Path) -> None:
     assert "parallel.ep=5 does not divide the 16 ranks" in bad.stdout + bad.stderr
     # Nothing was started for it: neither Megatron nor SGLang, nor transformers.
     heavy = ("megatron.core", "sglang", "transformers")
-    probe = f"import sys, megarl.dry_run.plan; print([name for name in {heavy} if name in sys.modules])"
+    probe = f"import sys, megarl.dry_run.validation; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stdout
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.dry_run import data_and_tools
-from megarl.dry_run.plan import validate
+from megarl.dry_run import data_checks
+from megarl.dry_run.validation import validate
 from megarl.environments.catalog import load_catalog
 from megarl.types import Prompt
 
@@ -154,7 +154,7 @@ def test_what_is_well_passes_and_long_rows_are_counted(model: Path, tmp_path: Pa
 def test_further_rows_are_read_while_something_is_open(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_and_tools, "MAX_ROWS", 2)
+    monkeypatch.setattr(data_checks, "MAX_ROWS", 2)
     long: dict[str, Any] = {"prompt": "many words " * 100}
     made = config(model, tmp_path, [long, long, long, {"level": 1}, {"tools": ["none"]}], rollout=SLOW)
     assert wrong(made) == ""  # the fourth is short enough, and nobody looks at the fifth
@@ -167,14 +167,14 @@ def test_what_is_offered_by_prompts_of_any_file() -> None:
 
     known = load_catalog(RolloutConfig(tools=(CALCULATOR, "odd_tools:waits"), environments=(GUESS, ODD)))
     both = [Prompt("a", (USER,), ground_truth=1), Prompt("b", (USER,), ground_truth=1, extra={"environment": "Odd"})]
-    data_and_tools.check_offered(both, known)
+    data_checks.check_offered(both, known)
     listing = [Prompt(one.id, one.messages, ground_truth=1, tools=("calculator",), extra=one.extra) for one in both]
     with pytest.raises(
         ConfigError, match="rollout.tools: no prompt offers waits of odd_tools:waits: .* lists calculator"
     ):
-        data_and_tools.check_offered(listing, known)
+        data_checks.check_offered(listing, known)
     with pytest.raises(ConfigError, match="rollout.environments: no prompt has Odd of odd_worlds:Odd, all have Guess"):
-        data_and_tools.check_offered(both[:1], known)
+        data_checks.check_offered(both[:1], known)
     agent = load_catalog(RolloutConfig(tools=(CALCULATOR,), environments=("agents_of_tests:calculating",)))
     with pytest.raises(ConfigError, match="no prompt offers calculator .* all prompts are for an agent, .* remove it"):
-        data_and_tools.check_offered(both[:1], agent)
+        data_checks.check_offered(both[:1], agent)

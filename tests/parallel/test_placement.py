@@ -179,7 +179,7 @@ def test_what_does_not_fit(placement: dict[str, Any], sections: dict[str, Any], 
 )
 def test_engines_fit_their_ranks(rollout: str, tp: int, here: int, message: str) -> None:
     from megarl.controllers.controller import load_requirements
-    from megarl.dry_run.settings import check_nodes
+    from megarl.dry_run.config_checks import check_nodes
 
     chosen = config({"rollout": rollout}, parallel={"ranks_per_node": here}, rollout={"tp": tp})
     if not message:

@@ -80,7 +80,7 @@ def project(tmp_path: Path) -> Path:
     """A folder to submit from whose megarl.train is the payload."""
     shutil.copytree(ROOT / "megarl", tmp_path / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "megarl" / "train.py").write_text(PAYLOAD)
-    (tmp_path / "megarl" / "dry_run" / "plan.py").write_text(STAND_IN)
+    (tmp_path / "megarl" / "dry_run" / "validation.py").write_text(STAND_IN)
     (tmp_path / "launch").mkdir()
     shutil.copy(ROOT / "launch" / "ranks_here.sh", tmp_path / "launch")
     (tmp_path / ".venv" / "bin").mkdir(parents=True)

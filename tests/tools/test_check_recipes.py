@@ -14,7 +14,7 @@ import check_recipes  # noqa: E402
 import trials  # noqa: E402
 
 from megarl.config import ConfigError, load_config  # noqa: E402
-from megarl.dry_run.plan import parse_expectations  # noqa: E402
+from megarl.dry_run.validation import parse_expectations  # noqa: E402
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import compare_algorithms  # noqa: E402
 import trials  # noqa: E402
 
 from megarl.config import ConfigError, load_config  # noqa: E402
-from megarl.dry_run.plan import validate  # noqa: E402
+from megarl.dry_run.validation import validate  # noqa: E402
 
 pytestmark = pytest.mark.alone
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megarl.config import from_dict
-from megarl.dry_run.plan import validate
+from megarl.dry_run.validation import validate
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools/plan_memory.py"

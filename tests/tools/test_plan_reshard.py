@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megarl.config import from_dict
-from megarl.dry_run.plan import validate
+from megarl.dry_run.validation import validate
 from megarl.models.registry import load_hf_config
 from megarl.reshard.plan.bound import NETWORK_SLACK, compute_bound
 from megarl.reshard.plan.cost_report import LinkSpeeds, build_report, format_bytes, summarize

@@ -2,7 +2,7 @@
 
 `validate` runs at the start of every run, so that a mistake costs seconds instead of a wait in the queue. `--dry-run`
 prints its report and stops. It starts no rank, device, Megatron or engine: a laptop checks a recipe for 512 GPUs. Only
-a dry run also reads the tokenizer and the data (`data_and_tools.py`), which a run reads anyway in its first seconds.
+a dry run also reads the tokenizer and the data (`data_checks.py`), which a run reads anyway in its first seconds.
 
 `check_sandbox` hands the sandbox settings to every process and probes the sandbox.
 
@@ -31,8 +31,8 @@ from megarl.config import Config, ConfigError, ParallelConfig, Range, strict
 from megarl.config.server_args import check_installed, check_sampling
 from megarl.controllers.controller import load_requirements, make_controller
 from megarl.controllers.rollout_correction import check_correction
-from megarl.dry_run import data_and_tools, model_folders
-from megarl.dry_run import settings as checks
+from megarl.dry_run import config_checks as checks
+from megarl.dry_run import data_checks, model_folders
 from megarl.dry_run.model_folders import ServedModels, read_served_models
 from megarl.dry_run.rollout_checks import (
     check_asynchronous,
@@ -305,16 +305,16 @@ def _check_chats(
     if not config.model.path or not Path(config.model.path).is_dir():
         return
     chats: list[ChatTemplate] = []
-    if not passes(lambda: chats.append(data_and_tools.read_chat(hf, config, declared))):
+    if not passes(lambda: chats.append(data_checks.read_chat(hf, config, declared))):
         return
     (chat,) = chats
     if declared.has_engines(config):
-        passes(data_and_tools.check_tool_calls, hf, config, chat, warnings)
-    if declared.item == "rows" or not passes(data_and_tools.check_rows, hf, config, declared, chat, warnings):
+        passes(data_checks.check_tool_calls, hf, config, chat, warnings)
+    if declared.item == "rows" or not passes(data_checks.check_rows, hf, config, declared, chat, warnings):
         return
-    all_exist = all(Path(path).exists() for paths in data_and_tools.list_files(config) for path in paths)
-    if all_exist and data_and_tools.should_check_offered(config, declared):
-        passes(data_and_tools.check_offered, data_and_tools.iter_file_prompts(config), chat.catalog)
+    all_exist = all(Path(path).exists() for paths in data_checks.list_files(config) for path in paths)
+    if all_exist and data_checks.should_check_offered(config, declared):
+        passes(data_checks.check_offered, data_checks.iter_file_prompts(config), chat.catalog)
 
 
 def _group_ranks(config: Config, roles: Sequence[str], served: Iterable[str]) -> dict[str, str]:
