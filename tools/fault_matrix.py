@@ -26,27 +26,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from faults import soaking
-from faults.job import WentOtherwise, shortened
+from faults.fixtures import Fixtures
+from faults.job import UnexpectedOutcome, shortened
+from faults.results import RowResult, as_json, table, total
 from faults.rows import ROWS, by_scenario, chosen
-from faults.seen import Seen, as_json, table, total
-from faults.workshop import Workshop
 from rich.console import Console
 
 from megarl.config.command_line import Parser, check_writable_file, check_writable_folder, float_in_range, run_cli
 from megarl.config.strict import ConfigError
 
 
-def tried(shop: Workshop, numbers: list[int]) -> dict[int, Seen]:
+def run_scenarios(fixtures: Fixtures, numbers: list[int]) -> dict[int, RowResult]:
     """Return the observations of these rows; a row that could not be tried is not as expected, with the reason."""
-    results: dict[int, Seen] = {}
+    results: dict[int, RowResult] = {}
     for scenario, wanted in by_scenario(numbers).items():
         try:
-            for number, seen in importlib.import_module(f"faults.{scenario}").show(shop, wanted):
-                shop.say(f"row {number} {'is as expected' if seen.ok else 'is NOT as expected'}: {seen.text}")
-                results[number] = replace(seen, text=seen.text.replace(f"{shop.folder}/", ""))
-        except (WentOtherwise, ConfigError, OSError) as error:
+            for number, result in importlib.import_module(f"faults.{scenario}").run_scenario(fixtures, wanted):
+                fixtures.say(f"row {number} {'is as expected' if result.ok else 'is NOT as expected'}: {result.text}")
+                results[number] = replace(result, text=result.text.replace(f"{fixtures.folder}/", ""))
+        except (UnexpectedOutcome, ConfigError, OSError) as error:
             for number in wanted:
-                results.setdefault(number, Seen(False, shortened(f"{type(error).__name__}: {error}", 300)))
+                results.setdefault(number, RowResult(False, shortened(f"{type(error).__name__}: {error}", 300)))
     return results
 
 
@@ -77,19 +77,21 @@ def main() -> int:
     os.umask(0o077)
     console, began = Console(width=max(Console().width, 160)), time.monotonic()
     errors = Console(stderr=True)
-    shop = Workshop(folder, lambda text: errors.print(f"{time.monotonic() - began:6.1f} s  {text}", highlight=False))
+    fixtures = Fixtures(
+        folder, lambda text: errors.print(f"{time.monotonic() - began:6.1f} s  {text}", highlight=False)
+    )
     try:
         if options.soak:
-            report = soaking.soak(shop, 60 * options.soak, options.every)
+            report = soaking.soak(fixtures, 60 * options.soak, options.every)
             console.print(soaking.table(report))
             good, written = report.ok, report.as_json()
         else:
-            results = tried(shop, numbers)
+            results = run_scenarios(fixtures, numbers)
             console.print(table(results))
             console.print(f"{total(results)}, in {time.monotonic() - began:.0f} s")
-            good, written = all(seen.ok for seen in results.values()), as_json(results)
+            good, written = all(result.ok for result in results.values()), as_json(results)
     finally:
-        shop.close()
+        fixtures.close()
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
     if options.json:

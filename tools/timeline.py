@@ -22,11 +22,11 @@ from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
+from intervals import Intervals, common, seconds, union, without
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from stretches import Times, common, seconds, union, without
 
 from megarl.config import ConfigError
 from megarl.config.command_line import Parser, check_writable_file, run_cli
@@ -204,10 +204,10 @@ def chosen(text: str, run: Run) -> list[int]:
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
-def busy(run: Run, begin: float, end: float) -> dict[str, dict[int, Times]]:
+def busy(run: Run, begin: float, end: float) -> dict[str, dict[int, Intervals]]:
     """Return, by kind of work and by rank, when it worked between two times; also `wait` and `data`, while the rank was
     not working in another thread."""
-    result: dict[str, dict[int, Times]] = {}
+    result: dict[str, dict[int, Intervals]] = {}
     for (rank, _), spans in run.spans.items():
         for span in innermost(spans):
             if span.category not in (STEP, REMOTE):
@@ -223,7 +223,7 @@ def busy(run: Run, begin: float, end: float) -> dict[str, dict[int, Times]]:
     return merged
 
 
-def at_work(by_who: Mapping[str, Mapping[int, Times]], rank: int | None = None) -> Times:
+def at_work(by_who: Mapping[str, Mapping[int, Intervals]], rank: int | None = None) -> Intervals:
     """Return when any kind of work was going on, on one rank or on any."""
     works = [by_rank for who, by_rank in by_who.items() if who not in NO_WORK]
     return union(

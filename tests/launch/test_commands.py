@@ -80,7 +80,7 @@ def test_they_are_found() -> None:
     assert {"-m megarl.train", "-m megarl.torchrun", "launch/ppo_hello.py", "tools/report.py"} - found == {
         "launch/ppo_hello.py"  # given to torchrun
     }
-    parts = {f"tools/{name}.py" for name in ("local_ranks", "stretches", "trials", "flow_rank")}  # of others
+    parts = {f"tools/{name}.py" for name in ("local_ranks", "intervals", "trials", "flow_rank")}  # of others
     assert {f"tools/{path.name}" for path in ROOT.glob("tools/*.py")} - found == parts
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
 
-from faults import damage, dying, judging, played, rows, saving, seen, soaking  # noqa: E402
+from faults import damage, dying, judging, recorded_answers, results, rows, saving, soaking  # noqa: E402
 from faults.job import checkpoints, metrics_of, same_weights, shortened  # noqa: E402
 from faults.points import INSTALL, Moment, Point, stage_of  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
@@ -40,23 +40,23 @@ def test_rows_are_chosen_by_numbers_and_ranges() -> None:
 
 
 def test_a_row_is_as_expected_when_all_of_its_facts_are() -> None:
-    findings = seen.Findings()
+    findings = results.Findings()
     assert findings.add(True, "it ended", "it did not end")
-    assert findings.seen(1.5, lost=0) == seen.Seen(True, "it ended", 1.5, None, 0)
+    assert findings.result(1.5, lost=0) == results.RowResult(True, "it ended", 1.5, None, 0)
     assert not findings.add(False, "it is named", "nobody is named")
     assert not findings.add(False, "the rest is there")
-    assert findings.seen() == seen.Seen(False, "it ended; nobody is named; NOT: the rest is there")
+    assert findings.result() == results.RowResult(False, "it ended; nobody is named; NOT: the rest is there")
 
 
 def test_the_table_and_the_file_say_the_same() -> None:
-    found = {2: seen.Seen(False, "it hung", 3.25), 1: seen.Seen(True, "all well", 0.5, 12.0, 0)}
+    found = {2: results.RowResult(False, "it hung", 3.25), 1: results.RowResult(True, "all well", 0.5, 12.0, 0)}
     console = Console(width=160, record=True, file=open("/dev/null", "w"))
-    console.print(seen.table(found))
+    console.print(results.table(found))
     lines = [line.split() for line in console.export_text().splitlines() if line.strip()]
     first, second = (next(line for line in lines if line[0] == number) for number in "12")
     assert first[-4:] == ["yes", "0.5", "12.0", "0"] and second[-2:] == ["NO", "3.2"]
-    assert seen.total(found) == "1 of 2 rows are as expected"
-    tree = json.loads(json.dumps(seen.as_json(found)))
+    assert results.total(found) == "1 of 2 rows are as expected"
+    tree = json.loads(json.dumps(results.as_json(found)))
     assert (tree["ok"], tree["of"], list(tree["rows"])) == (1, 2, ["1", "2"])
     assert tree["rows"]["2"]["text"] == "it hung"
     assert tree["rows"]["1"]["expected"] == rows.ROWS[1].expected
@@ -144,15 +144,15 @@ def tokenizer_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_recorded_answers_are_those_that_were_asked_for(tmp_path: Path, tokenizer_folder: Path) -> None:
-    record = played.record(tmp_path / "run", tokenizer_folder, (1, 2), 3, 2, ranks=2)
+    record = recorded_answers.record(tmp_path / "run", tokenizer_folder, (1, 2), 3, 2, ranks=2)
     for step in (1, 2):
         found = read_rollouts(record, step)
         assert [one.group for one in found] == [0, 0, 1, 1, 2, 2]
-        assert [one.answer for one in found] == [played.wordy(step, n // 2, n % 2) for n in range(6)]
+        assert [one.answer for one in found] == [recorded_answers.wordy(step, n // 2, n % 2) for n in range(6)]
         assert all(one.num_actions == len(one.turns[1].logprobs) > 0 for one in found)
         halves = [read_rollouts(record, step, rank, 2) for rank in (0, 1)]
         assert [len(half) for half in halves] == [3, 3]
-    assert {played.even(one) for one in found} <= {0.0, 1.0}
+    assert {recorded_answers.even(one) for one in found} <= {0.0, 1.0}
 
 
 def test_answers_ask_for_what_is_in_brackets() -> None:

@@ -148,7 +148,7 @@ def test_each_kind_has_a_mark_of_its_own() -> None:
     }
 
 
-def test_stretches() -> None:
+def test_intervals() -> None:
     one, other = [(0.0, 4.0), (6.0, 8.0)], [(1.0, 2.0), (3.0, 7.0)]
     assert timeline.union([(3, 7), (1, 2), (2, 2.5), (5, 5)]) == [(1, 2.5), (3, 7)]
     assert timeline.common(one, other) == [(1, 2), (3, 4), (6, 7)]

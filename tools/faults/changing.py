@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from faults.fixtures import SFT_STEPS, STEPS, Fixtures, run_rows
 from faults.job import same_weights, shortened
+from faults.results import Findings, RowResult
 from faults.saving import resumed_from
-from faults.seen import Findings, Seen
-from faults.workshop import SFT_STEPS, STEPS, Workshop, one_by_one
 from megarl.config import describe_ranges
 
 TOLERANCE = 1e-6
@@ -26,8 +26,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
 """Layouts that resume a checkpoint of a run with TP 2 and EP 2."""
 
 
-def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
-    yield from one_by_one(shop, wanted, {16: _layouts, 17: _other_runs})
+def run_scenario(fixtures: Fixtures, wanted: Sequence[int]) -> Iterator[tuple[int, RowResult]]:
+    yield from run_rows(fixtures, wanted, {16: _layouts, 17: _other_runs})
 
 
 def furthest(one: Path, other: Path) -> float:
@@ -47,43 +47,41 @@ def copied(run: Path, place: Path, without: int = 0) -> Path:
     return place / "run"
 
 
-def _layouts(shop: Workshop) -> Seen:
+def _layouts(fixtures: Fixtures) -> RowResult:
     """Repeat the last step in each layout; in one, only export, which gives the same bits."""
-    findings, undisturbed = Findings(), shop.undisturbed()
+    findings, undisturbed = Findings(), fixtures.undisturbed()
     for number, (name, layout) in enumerate(LAYOUTS.items()):
-        run_dir = copied(undisturbed, shop.place(f"row_16_{number}"), without=STEPS)
+        run_dir = copied(undisturbed, fixtures.new_folder(f"row_16_{number}"), without=STEPS)
         settings: dict[str, Any] = {f"parallel__{key}": value for key, value in layout.items()}
-        with shop.replayed(run_dir, run__resume="auto", **settings) as job:
-            ended = job.ended()
+        with fixtures.start_replayed(run_dir, run__resume="auto", **settings) as job:
+            ended = job.wait()
         if findings.add(ended.status == 0, f"{name} goes on", f"{name}: {ended.why}"):
             far = furthest(run_dir, undisturbed)
             findings.add(far <= TOLERANCE, f"and is within {far:.0e}")
-    run_dir = copied(undisturbed, shop.place("row_16_export"))
-    with shop.replayed(run_dir, run__resume="auto", parallel__tp=1, parallel__ep=1, parallel__pp=2) as job:
-        findings.add(
-            job.ended().status == 0 and same_weights(run_dir, undisturbed), "exported with PP 2: the same bits"
-        )
-    return findings.seen(lost=0)
+    run_dir = copied(undisturbed, fixtures.new_folder("row_16_export"))
+    with fixtures.start_replayed(run_dir, run__resume="auto", parallel__tp=1, parallel__ep=1, parallel__pp=2) as job:
+        findings.add(job.wait().status == 0 and same_weights(run_dir, undisturbed), "exported with PP 2: the same bits")
+    return findings.result(lost=0)
 
 
-def _other_runs(shop: Workshop) -> Seen:
-    findings, undisturbed = Findings(), shop.undisturbed_sft()
-    run_dir = copied(undisturbed, shop.place("row_17"), without=SFT_STEPS)
-    with shop.sft(run_dir, run__resume="auto", run__seed=2) as job:
-        ended = job.ended()
+def _other_runs(fixtures: Fixtures) -> RowResult:
+    findings, undisturbed = Findings(), fixtures.undisturbed_sft()
+    run_dir = copied(undisturbed, fixtures.new_folder("row_17"), without=SFT_STEPS)
+    with fixtures.start_sft(run_dir, run__resume="auto", run__seed=2) as job:
+        ended = job.wait()
     findings.add(ended.status == 2 and "run.seed" in ended.why, f"another seed: {shortened(ended.why, 100)}")
-    data = shop.material / "sft.jsonl"
+    data = fixtures.material / "sft.jsonl"
     before = data.read_text()
     try:
         data.write_text(before.replace("What is", "Tell me"))
-        with shop.sft(run_dir, run__resume="auto") as job:
-            ended = job.ended()
+        with fixtures.start_sft(run_dir, run__resume="auto") as job:
+            ended = job.wait()
         findings.add(
             ended.status == 2 and not (run_dir / "export").exists(), f"other data: {shortened(ended.why, 100)}"
         )
         if "forced" in describe_ranges()["run.resume"]:
-            with shop.sft(run_dir, run__resume="forced") as job:
-                ended = job.ended()
+            with fixtures.start_sft(run_dir, run__resume="forced") as job:
+                ended = job.wait()
             resumed = resumed_from(job.log)[-1:]
             forced = ended.status == 0 and resumed == [SFT_STEPS - 1] and not same_weights(run_dir, undisturbed)
             findings.add(forced, "run.resume=forced goes on all the same", f"forced: {ended.why}")
@@ -91,4 +89,4 @@ def _other_runs(shop: Workshop) -> Seen:
             findings.add(False, "", "nothing forces it")
     finally:
         data.write_text(before)
-    return findings.seen()
+    return findings.result()

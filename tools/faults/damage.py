@@ -7,11 +7,11 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from faults.fixtures import SFT_STEPS, Fixtures
 from faults.job import same_weights, shortened
 from faults.points import Point
+from faults.results import Findings, RowResult
 from faults.saving import resumed_from
-from faults.seen import Findings, Seen
-from faults.workshop import SFT_STEPS, Workshop
 
 
 def shard(folder: Path) -> Path:
@@ -52,11 +52,11 @@ DAMAGE = {9: (truncate,), 10: (flip_a_bit,), 11: (remove_shard, remove_metadata)
 """Damages by row, each to a checkpoint of its own."""
 
 
-def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
+def run_scenario(fixtures: Fixtures, wanted: Sequence[int]) -> Iterator[tuple[int, RowResult]]:
     """Show all rows in one run: its newest checkpoints are damaged, and while it continues from an older one, another
     job wants its folder."""
-    shop.say(f"rows {', '.join(map(str, wanted))}")
-    undisturbed, run_dir = shop.undisturbed_sft(), shop.place("damaged") / "run"
+    fixtures.say(f"rows {', '.join(map(str, wanted))}")
+    undisturbed, run_dir = fixtures.undisturbed_sft(), fixtures.new_folder("damaged") / "run"
     shutil.copytree(undisturbed, run_dir)
     shutil.rmtree(run_dir / "export")
     step, done = SFT_STEPS, {number: [] for number in DAMAGE if number in wanted}  # type: ignore[var-annotated]
@@ -69,15 +69,15 @@ def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
         shutil.rmtree(run_dir / "checkpoints" / f"step_{step:06d}")
         step -= 1
     hold = Point("held", "save:tmp", step + 1)
-    with shop.sft(run_dir, [hold], run__resume="auto") as job:
+    with fixtures.start_sft(run_dir, [hold], run__resume="auto") as job:
         job.reached("held")
         refused = None
         if 15 in wanted:
-            with shop.sft(run_dir, run__resume="auto") as other:
-                refused = other.ended()
+            with fixtures.start_sft(run_dir, run__resume="auto") as other:
+                refused = other.wait()
                 seconds = refused.at - other.began
-        job.go_on("held")
-        ended = job.ended()
+        job.release("held")
+        ended = job.wait()
     log, exact = job.log, same_weights(run_dir, undisturbed)
     fell_back = resumed_from(log)[-1:] == [step]
     for number, files in done.items():
@@ -89,10 +89,10 @@ def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
             findings.add(named, f"skipped: {message}", f"{file} is not named ({message or 'nothing is said'})")
         findings.add(fell_back, f"went on from step {step}", f"went on from {resumed_from(log)}")
         findings.add(ended.status == 0 and exact, "to the weights of the undisturbed run, bit for bit")
-        yield number, findings.seen()
+        yield number, findings.result()
     if refused is not None:
         findings = Findings()
         findings.add(refused.status == 2, "exit status 2", f"exit status {refused.status}")
         findings.add("in use by" in refused.why, refused.why)
         findings.add(ended.status == 0 and exact, "the first one was not disturbed")
-        yield 15, findings.seen(detect=seconds)
+        yield 15, findings.result(detect=seconds)

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from faults.job import ROOT, Job, WentOtherwise, metrics_of, shortened
+from faults.fixtures import SFT_STEPS, STEPS, Fixtures, run_rows
+from faults.job import ROOT, Job, UnexpectedOutcome, metrics_of, shortened
 from faults.points import Point
+from faults.results import Findings, RowResult
 from faults.saving import whole
-from faults.seen import Findings, Seen
-from faults.workshop import SFT_STEPS, STEPS, Workshop, one_by_one
 
 FILLER = "filler"
 _FULL = ("Errno 28", "No space", "Errno 27", "File too large")
@@ -55,7 +55,7 @@ class Disk:
         script = f'mount -t tmpfs -o size={self.megabytes}m none "$1"' if self.megabytes else read_only
         done = subprocess.run([*self.prefix, "sh", "-c", script, "sh", self.folder], capture_output=True, text=True)
         if done.returncode:
-            raise WentOtherwise(f"no file system could be made at {self.folder}: {done.stderr.strip()}")
+            raise UnexpectedOutcome(f"no file system could be made at {self.folder}: {done.stderr.strip()}")
 
     def fill(self) -> None:
         with (self.inside / FILLER).open("wb") as file:
@@ -92,38 +92,38 @@ class Quota:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
 
 
-def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
-    yield from one_by_one(shop, wanted, {12: _full_in_a_save, 13: _read_only, 28: _full_for_logs})
+def run_scenario(fixtures: Fixtures, wanted: Sequence[int]) -> Iterator[tuple[int, RowResult]]:
+    yield from run_rows(fixtures, wanted, {12: _full_in_a_save, 13: _read_only, 28: _full_for_logs})
 
 
 STAND_IN = "by RLIMIT_FSIZE, as nothing can be mounted here"
 LINE = re.compile(r"ALARM: could not write checkpoint \S*(step_\d+): (.*)")
 
 
-def _full_in_a_save(shop: Workshop) -> Seen:
+def _full_in_a_save(fixtures: Fixtures) -> RowResult:
     """Fill the disk of the checkpoints while the second one is written, and free it afterwards."""
-    findings, run_dir = Findings(), shop.place("row_12") / "run"
+    findings, run_dir = Findings(), fixtures.new_folder("row_12") / "run"
     folder = run_dir / "checkpoints"
     disk = Disk(folder, 150) if can_mount() else None
     points = [Point("begun", "forward", 1), Point("writing", "save:data", 2)]
     try:
-        with shop.sft(run_dir, points, disk.prefix if disk else (), run__keep_checkpoints=2) as job:
+        with fixtures.start_sft(run_dir, points, disk.prefix if disk else (), run__keep_checkpoints=2) as job:
             job.reached("begun")  # an existing folder of checkpoints would belong to another run
             if disk:
                 disk.mount()
-            job.go_on("begun")
+            job.release("begun")
             job.reached("writing")
             full = disk or Quota(job)
             moment = time.time()
             full.fill()
-            job.go_on("writing")
+            job.release("writing")
             job.wait_for(lambda: LINE.search(job.log + job.output), "an alarm")
             detect = time.time() - moment
             where = disk.inside if disk else folder
             view = where.parent
             findings.add(whole(view, 1), "the old checkpoint is intact")
             full.free()
-            ended = job.ended()
+            ended = job.wait()
         match = LINE.search(job.log + job.output)
         assert match is not None
         findings.add(match[1] == "step_000002", f"alarm: {shortened(match[2], 90)}")
@@ -134,16 +134,16 @@ def _full_in_a_save(shop: Workshop) -> Seen:
         findings.add(all(whole(view, int(name[5:])) for name in expected), "and are whole")
         if disk is None:
             findings.add(True, STAND_IN)
-        return findings.seen(detect)
+        return findings.result(detect)
     finally:
         if disk:
             disk.close()
 
 
-def _read_only(shop: Workshop) -> Seen:
+def _read_only(fixtures: Fixtures) -> RowResult:
     """Resume a run from checkpoints on a read-only disk."""
-    findings, run_dir = Findings(), shop.place("row_13") / "run"
-    shutil.copytree(shop.undisturbed_sft(), run_dir)
+    findings, run_dir = Findings(), fixtures.new_folder("row_13") / "run"
+    shutil.copytree(fixtures.undisturbed_sft(), run_dir)
     shutil.rmtree(run_dir / "export")
     folder = run_dir / "checkpoints"
     shutil.rmtree(folder / f"step_{SFT_STEPS:06d}")
@@ -151,8 +151,8 @@ def _read_only(shop: Workshop) -> Seen:
     disk = Disk(folder) if can_mount() else None
     try:
         disk.mount() if disk else folder.chmod(0o500)
-        with shop.sft(run_dir, (), disk.prefix if disk else (), run__resume="auto") as job:
-            ended = job.ended()
+        with fixtures.start_sft(run_dir, (), disk.prefix if disk else (), run__resume="auto") as job:
+            ended = job.wait()
         findings.add(ended.status == 2, "exit status 2", f"exit status {ended.status}")
         findings.add("checkpoints" in ended.why, ended.why)
         steps = len(job.metrics()) - before
@@ -160,7 +160,7 @@ def _read_only(shop: Workshop) -> Seen:
         if disk is None:
             root = "root writes there all the same, and nothing can be mounted here"
             findings.add(os.getuid() != 0, "by its mode, as nothing can be mounted here", root)
-        return findings.seen(detect=ended.at - job.began)
+        return findings.result(detect=ended.at - job.began)
     finally:
         if disk:
             disk.close()
@@ -168,15 +168,15 @@ def _read_only(shop: Workshop) -> Seen:
             folder.chmod(0o700)
 
 
-def _full_for_logs(shop: Workshop) -> Seen:
+def _full_for_logs(fixtures: Fixtures) -> RowResult:
     """Fill the disk of the run folder from the first step on: metrics, log, TensorBoard, recorded rollouts."""
-    findings, run_dir = Findings(), shop.place("row_28") / "run"
+    findings, run_dir = Findings(), fixtures.new_folder("row_28") / "run"
     disk = Disk(run_dir, 20) if can_mount() else None
     alone = {"parallel__world_size": 1, "parallel__tp": 1, "parallel__ep": 1, "run__save_every": 0}
     try:
         if disk:
             disk.mount()
-        with shop.replayed(
+        with fixtures.start_replayed(
             run_dir,
             (),
             disk.prefix if disk else (),
@@ -189,7 +189,7 @@ def _full_for_logs(shop: Workshop) -> Seen:
             job.wait_for(job.metrics, "the first step")
             full = disk or Quota(job)
             full.fill()
-            ended = job.ended()
+            ended = job.wait()
         findings.add(ended.status == 0, "the run came to its end", f"the run ended: {ended.why}")
         done = f"step {STEPS}/{STEPS}" in job.output
         findings.add(done, f"all {STEPS} steps were trained, as the terminal says", "the terminal does not say so")
@@ -205,7 +205,7 @@ def _full_for_logs(shop: Workshop) -> Seen:
         findings.add(full_then, written, "the disk was not full")
         if disk is None:
             findings.add(True, STAND_IN)
-        return findings.seen(lost=0)
+        return findings.result(lost=0)
     finally:
         if disk:
             disk.close()

@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from faults.job import SAME_BITS, Ended, Job, read_text, same_weights, shortened
+from faults.fixtures import KEYS, STEPS, Fixtures, run_rows
+from faults.job import SAME_BITS, Job, JobExit, read_text, same_weights, shortened
 from faults.points import Point
-from faults.seen import Findings, Seen
-from faults.workshop import KEYS, STEPS, Workshop, one_by_one
+from faults.results import Findings, RowResult
 
 RESTARTS = "run.max_restarts"
 TIMEOUT_S = 20
@@ -21,22 +21,26 @@ AT = 3
 """Step of the fault; a checkpoint of the step before exists."""
 
 
-def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
-    yield from one_by_one(shop, wanted, {1: _forward, 2: _all_reduce, 3: _stopped, 29: _slowed})
+def run_scenario(fixtures: Fixtures, wanted: Sequence[int]) -> Iterator[tuple[int, RowResult]]:
+    yield from run_rows(fixtures, wanted, {1: _forward, 2: _all_reduce, 3: _stopped, 29: _slowed})
 
 
-def restarting(shop: Workshop, name: str, points: Sequence[Point], **settings: Any) -> Job:
+def restarting(fixtures: Fixtures, name: str, points: Sequence[Point], **settings: Any) -> Job:
     """Start a run that restarts by itself, if this program can do that."""
     more: dict[str, Any] = {"run__max_restarts": 2} if RESTARTS in KEYS else {}
-    return shop.replayed(shop.place(name) / "run", points, run__distributed_timeout_s=TIMEOUT_S, **more, **settings)
+    return fixtures.start_replayed(
+        fixtures.new_folder(name) / "run", points, run__distributed_timeout_s=TIMEOUT_S, **more, **settings
+    )
 
 
-def again(shop: Workshop, job: Job, ended: Ended, findings: Findings, **settings: Any) -> None:
+def again(fixtures: Fixtures, job: Job, ended: JobExit, findings: Findings, **settings: Any) -> None:
     """Check that the run has restarted by itself; otherwise resume it, as a person would."""
     if findings.add(ended.status == 0, "started again by itself", f"not started again by itself ({ended.why})"):
         return
-    with shop.replayed(job.run_dir, (), run__resume="auto", run__distributed_timeout_s=TIMEOUT_S, **settings) as second:
-        findings.add(second.ended().status == 0, "gone on with by hand")
+    with fixtures.start_replayed(
+        job.run_dir, (), run__resume="auto", run__distributed_timeout_s=TIMEOUT_S, **settings
+    ) as second:
+        findings.add(second.wait().status == 0, "gone on with by hand")
 
 
 def ranks_gone(job: Job, pids: Sequence[int], since: float, seconds: float) -> float | None:
@@ -55,49 +59,49 @@ def step_again(job: Job, step: int, since: float) -> float | None:
     return next((row["time"] - since for row in rows), None)
 
 
-def _forward(shop: Workshop) -> Seen:
-    return _killed(shop, "forward")
+def _forward(fixtures: Fixtures) -> RowResult:
+    return _killed(fixtures, "forward")
 
 
-def _all_reduce(shop: Workshop) -> Seen:
-    return _killed(shop, "all_reduce")
+def _all_reduce(fixtures: Fixtures) -> RowResult:
+    return _killed(fixtures, "all_reduce")
 
 
-def _killed(shop: Workshop, at: str) -> Seen:
-    undisturbed, findings = shop.undisturbed(), Findings()
-    with restarting(shop, f"killed_in_{at}", [Point("there", at, AT, rank=1)]) as job:
+def _killed(fixtures: Fixtures, at: str) -> RowResult:
+    undisturbed, findings = fixtures.undisturbed(), Findings()
+    with restarting(fixtures, f"killed_in_{at}", [Point("there", at, AT, rank=1)]) as job:
         pid = job.reached("there")["pid"]
         others = [other for rank, other in job.ranks().items() if other != pid]
         if at == "all_reduce":
             time.sleep(0.3)  # the point is just before the all-reduce
         moment = job.send(pid, signal.SIGKILL)
-        job.go_on("there")
+        job.release("there")
         detect = ranks_gone(job, others, moment, TIMEOUT_S + 30)
         findings.add(
             detect is not None and detect <= TIMEOUT_S,
             f"its peer ended after {detect or 0:.1f} s",
             f"its peer did not end within the {TIMEOUT_S} s of run.distributed_timeout_s",
         )
-        ended = job.ended()
-        again(shop, job, ended, findings)
+        ended = job.wait()
+        again(fixtures, job, ended, findings)
         findings.add(same_weights(job.run_dir, undisturbed), SAME_BITS)
-        return findings.seen(detect, step_again(job, AT, moment), lost=0)
+        return findings.result(detect, step_again(job, AT, moment), lost=0)
 
 
-def _stopped(shop: Workshop) -> Seen:
-    undisturbed, findings = shop.undisturbed(), Findings()
-    with restarting(shop, "row_3", [Point("there", "forward", AT, rank=1)]) as job:
+def _stopped(fixtures: Fixtures) -> RowResult:
+    undisturbed, findings = fixtures.undisturbed(), Findings()
+    with restarting(fixtures, "row_3", [Point("there", "forward", AT, rank=1)]) as job:
         job.reached("there")
         ranks = job.ranks()
         moment = job.send(ranks[1], signal.SIGSTOP)
-        job.go_on("there")
+        job.release("there")
         detect = ranks_gone(job, [ranks[0]], moment, 3 * TIMEOUT_S + 30)
         findings.add(
             detect is not None and detect <= TIMEOUT_S + 10,
             f"its peer ended after {detect or 0:.1f} s with run.distributed_timeout_s={TIMEOUT_S}",
             f"not detected within run.distributed_timeout_s={TIMEOUT_S}",
         )
-        ended = job.ended()
+        ended = job.wait()
         output = "\n".join([job.log, job.output, *ended.lines])
         findings.add(bool(re.search(r"rank 1\b", output)), "rank 1 is named", "rank 1 is not named")
         stacks = [file for file in job.run_dir.rglob("*") if file.is_file() and _is_stacks(read_text(file))]
@@ -106,9 +110,9 @@ def _stopped(shop: Workshop) -> Seen:
             f"stacks of ranks are in {', '.join(file.name for file in stacks[:3])}",
             "no stacks were written",
         )
-        again(shop, job, ended, findings)
+        again(fixtures, job, ended, findings)
         findings.add(same_weights(job.run_dir, undisturbed), SAME_BITS)
-        return findings.seen(detect, step_again(job, AT, moment), lost=0)
+        return findings.result(detect, step_again(job, AT, moment), lost=0)
 
 
 def _is_stacks(text: str) -> bool:
@@ -116,27 +120,27 @@ def _is_stacks(text: str) -> bool:
     return 'File "' in text and ("Thread 0x" in text or "most recent call first" in text)
 
 
-def _slowed(shop: Workshop) -> Seen:
+def _slowed(fixtures: Fixtures) -> RowResult:
     """Slow a rank to a tenth of its speed: stop and continue it, 20 times per second."""
     findings = Findings()
     overrides: dict[str, Any] = {"run__num_rollout": 2 * STEPS, "run__save_every": 0, "run__export": False}
     overrides |= {
         "parallel__tp": 1,
         "parallel__ep": 1,
-        "rollout__replay": shop.longer_answers,
+        "rollout__replay": fixtures.longer_answers,
     }  # no tensor or expert parallelism: each rank works by itself
-    with restarting(shop, "row_29", [], **overrides) as job:
+    with restarting(fixtures, "row_29", [], **overrides) as job:
         job.wait_for(lambda: job.metrics(), "the first step")
         slow = Slow(job.ranks()[1])
         try:
-            ended = job.ended()
+            ended = job.wait()
         finally:
             slow.over()
         findings.add(ended.status == 0, "the run came to its end", f"the run ended: {ended.why}")
         lines = [line for line in job.log.splitlines() if _names(line)]
         named = findings.add(bool(lines), f"said: {shortened(lines[0] if lines else '', 120)}", "rank 1 is not named")
         at = slow.began + (0.0 if not named else max(0.0, _second_of(lines[0]) - slow.began))
-        return findings.seen(at - slow.began if named else None, lost=0)
+        return findings.result(at - slow.began if named else None, lost=0)
 
 
 def _names(line: str) -> bool:

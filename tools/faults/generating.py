@@ -13,13 +13,13 @@ from typing import Any
 
 import psutil
 
-from faults.job import Ended, Job, WentOtherwise, read_text, shortened
+from faults.fixtures import GROUPS, KEYS, SAMPLES, Fixtures, run_row
+from faults.job import Job, JobExit, UnexpectedOutcome, read_text, shortened
 from faults.judging import NOTES
 from faults.points import Point
+from faults.results import Findings, RowResult
 from faults.saving import resumed_from
-from faults.seen import Findings, Seen
 from faults.tooling import HANG, HUNG, SEEN
-from faults.workshop import GROUPS, KEYS, SAMPLES, Workshop, tried
 from megarl.launch.exit_status import REQUEUE_EXIT_CODE
 from megarl.observe.rollout_log import is_complete, read_rollouts
 from megarl.types import Rollout
@@ -34,9 +34,9 @@ STEPS = {22: 1, 18: 2, 19: 3, 4: 4, 5: 6, 6: 8, 7: 10}
 LAST = 11
 
 
-def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
-    chain = Chain(shop, wanted)
-    works: dict[int, Callable[[Chain, Findings, int], Seen]] = {
+def run_scenario(fixtures: Fixtures, wanted: Sequence[int]) -> Iterator[tuple[int, RowResult]]:
+    chain = Chain(fixtures, wanted)
+    works: dict[int, Callable[[Chain, Findings, int], RowResult]] = {
         22: _hung_tool,
         18: _asked_to_stop,
         19: _asked_to_stop,
@@ -49,8 +49,8 @@ def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
         for number, work in works.items():
             if number not in wanted:
                 continue
-            shop.say(f"row {number}")
-            yield number, tried(chain.row, work, number)
+            fixtures.say(f"row {number}")
+            yield number, run_row(chain.row, work, number)
     finally:
         chain.close()
 
@@ -58,9 +58,9 @@ def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
 class Chain:
     """One run, across restarts."""
 
-    def __init__(self, shop: Workshop, wanted: Sequence[int]) -> None:
-        self.shop, self.place = shop, shop.place("generating")
-        self.notes, self.run_dir = self.place / "notes", self.place / "run"
+    def __init__(self, fixtures: Fixtures, wanted: Sequence[int]) -> None:
+        self.fixtures, self.folder = fixtures, fixtures.new_folder("generating")
+        self.notes, self.run_dir = self.folder / "notes", self.folder / "run"
         self.notes.mkdir()
         os.environ[NOTES] = str(self.notes)
         numbers = [STEPS[number] for number in wanted]
@@ -77,7 +77,7 @@ class Chain:
         """Return the running job; restart the run if it has ended."""
         if self.job is None or self.job.process.poll() is not None:
             limits = {HANGS: HANG_S} if HANGS in KEYS else {}
-            self.job = self.shop.generated(
+            self.job = self.fixtures.start_generated(
                 self.run_dir,
                 self.points,
                 {"run.num_rollout": LAST, "rollout.tool_timeout": TOOL_S, "run.resume": "auto", **limits},
@@ -89,7 +89,7 @@ class Chain:
             self.job.kill_all()
         del os.environ[NOTES]
 
-    def row(self, work: Callable[[Chain, Findings, int], Seen], number: int) -> Seen:
+    def row(self, work: Callable[[Chain, Findings, int], RowResult], number: int) -> RowResult:
         self.alive()
         return work(self, Findings(), number)
 
@@ -130,7 +130,7 @@ class Chain:
         candidates = [process for process in psutil.Process().children(recursive=True) if _writes_to(process, log)]
         servers = [process for process in candidates if len(process.children()) > 1]
         if not servers:
-            raise WentOtherwise(f"engine {index} is not there")
+            raise UnexpectedOutcome(f"engine {index} is not there")
         server = max(servers, key=psutil.Process.create_time)
         return min(server.children(), key=psutil.Process.create_time)
 
@@ -145,7 +145,7 @@ def _writes_to(process: psutil.Process, log: str) -> bool:
 # --- tools and signals ------------------------------------------------------------------------------------------------
 
 
-def _hung_tool(chain: Chain, findings: Findings, number: int) -> Seen:
+def _hung_tool(chain: Chain, findings: Findings, number: int) -> RowResult:
     step = STEPS[number]
     chain.done(step)
     messages = [
@@ -160,10 +160,10 @@ def _hung_tool(chain: Chain, findings: Findings, number: int) -> Seen:
     findings.add(pid > 0 and not os.path.exists(f"/proc/{pid}"), "its process was killed")
     aborted = _aborted(chain, step)
     findings.add(not aborted, "its conversation went on")
-    return findings.seen(detect=float(TOOL_S), lost=aborted)
+    return findings.result(detect=float(TOOL_S), lost=aborted)
 
 
-def _asked_to_stop(chain: Chain, findings: Findings, number: int) -> Seen:
+def _asked_to_stop(chain: Chain, findings: Findings, number: int) -> RowResult:
     """Send the stop signal in two situations: while answers are running, and again while the run saves."""
     step, what = STEPS[number], {18: signal.SIGUSR1, 19: signal.SIGTERM}[number]
     chain.in_the_middle(step)
@@ -173,8 +173,8 @@ def _asked_to_stop(chain: Chain, findings: Findings, number: int) -> Seen:
     time.sleep(max(0.0, moment + 3.0 - time.time()))
     again = job.send(job.process.pid, what)
     time.sleep(1.0)
-    job.go_on(f"save_{step}")
-    ended = job.ended()
+    job.release(f"save_{step}")
+    ended = job.wait()
     right = ended.status == REQUEUE_EXIT_CODE
     findings.add(right, f"exit status {ended.status}: {ended.why}", f"exit status {ended.status}: {ended.why}")
     took = ended.at - moment - 4.0  # minus the time that the tool held it
@@ -182,13 +182,13 @@ def _asked_to_stop(chain: Chain, findings: Findings, number: int) -> Seen:
     second = chain.alive()
     second.wait_for(lambda: resumed_from(second.log)[-1:] == [step], f"a resume from step {step}")
     findings.add(True, f"goes on from step {step}: the save was completed")
-    return findings.seen(detect=again - moment, recover=time.time() - ended.at, lost=_aborted(chain, step))
+    return findings.result(detect=again - moment, recover=time.time() - ended.at, lost=_aborted(chain, step))
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
-def _killed_engine(chain: Chain, findings: Findings, number: int) -> Seen:
+def _killed_engine(chain: Chain, findings: Findings, number: int) -> RowResult:
     chain.in_the_middle(STEPS[number])
     before = chain.rewarded()
     engine = chain.engine()
@@ -196,7 +196,7 @@ def _killed_engine(chain: Chain, findings: Findings, number: int) -> Seen:
     return _recovered(chain, findings, number, time.time(), before)
 
 
-def _hanging_engine(chain: Chain, findings: Findings, number: int) -> Seen:
+def _hanging_engine(chain: Chain, findings: Findings, number: int) -> RowResult:
     chain.in_the_middle(STEPS[number])
     before = chain.rewarded()
     engine = chain.engine()
@@ -219,7 +219,7 @@ def _is_dead(process: psutil.Process) -> bool:
         return True
 
 
-def _recovered(chain: Chain, findings: Findings, number: int, moment: float, before: int) -> Seen:
+def _recovered(chain: Chain, findings: Findings, number: int, moment: float, before: int) -> RowResult:
     """Check that the step continued without its engine, and that the engine was restarted with the weights."""
     step, job = STEPS[number], chain.alive_or_not()
     detect = None
@@ -232,7 +232,7 @@ def _recovered(chain: Chain, findings: Findings, number: int, moment: float, bef
 
     job.wait_for(over, f"the end of step {step}")
     if not findings.add(step in chain.rows(), "the step was not lost", f"the run ended: {_why(job)}"):
-        return findings.seen(detect, lost=None)
+        return findings.result(detect, lost=None)
     recover = time.time() - moment
     again = chain.rewarded() - before
     whole = GROUPS * SAMPLES
@@ -240,7 +240,7 @@ def _recovered(chain: Chain, findings: Findings, number: int, moment: float, bef
     aborted = _aborted(chain, step)
     findings.add(not aborted, "all lost ones were generated again", f"{aborted} were aborted")
     _well(chain, findings, step + 1)
-    return findings.seen(detect, recover, lost=aborted)
+    return findings.result(detect, recover, lost=aborted)
 
 
 def _well(chain: Chain, findings: Findings, step: int) -> None:
@@ -284,33 +284,33 @@ def _aborted(chain: Chain, step: int) -> int:
 # --- weight syncs ----------------------------------------------------------------------------------------------------
 
 
-def _broken_push(chain: Chain, findings: Findings, number: int) -> Seen:
+def _broken_push(chain: Chain, findings: Findings, number: int) -> RowResult:
     step, job = STEPS[number], chain.alive()
     job.reached("push")
     engine = chain.engine()
     engine.kill()
     moment = time.time()
-    job.go_on("push")
+    job.release("push")
     job.wait_for(lambda: step in chain.rows() or job.process.poll() is not None, f"the end of step {step}")
     if not findings.add(job.process.poll() is None, "the run went on", f"the run ended: {_ended(job).why}"):
-        return findings.seen()
+        return findings.result()
     recover = time.time() - moment
     _well(chain, findings, step + 1)
-    return findings.seen(recover=recover, lost=_aborted(chain, step + 1))
+    return findings.result(recover=recover, lost=_aborted(chain, step + 1))
 
 
-def _ended(job: Job) -> Ended:
-    return job.ended() if job.process.poll() is not None else Ended(0, [], 0.0)
+def _ended(job: Job) -> JobExit:
+    return job.wait() if job.process.poll() is not None else JobExit(0, [], 0.0)
 
 
-def _flipped_bit(chain: Chain, findings: Findings, number: int) -> Seen:
+def _flipped_bit(chain: Chain, findings: Findings, number: int) -> RowResult:
     step, job = STEPS[number], chain.alive()
     flipped = job.reached("wire")
-    ended = job.ended()
+    ended = job.wait()
     findings.add(ended.status == 2, "exit status 2", f"exit status {ended.status}")
     match = re.search(r"arrived|checksum|hash|bits|other weights than were sent", ended.why)
     named = bool(match) and f"version {step}" in ended.why
     findings.add(named, shortened(ended.why, 140), shortened(ended.why, 140))
     after = chain.run_dir / "rollouts" / f"step_{step + 1:06d}"
     findings.add(not after.exists(), "nothing was generated with it")
-    return findings.seen(detect=ended.at - flipped["time"], lost=0)
+    return findings.result(detect=ended.at - flipped["time"], lost=0)

@@ -26,12 +26,12 @@ SAME_BITS = "the weights are those of the undisturbed run, bit for bit"
 _LOOK_S = 0.02
 
 
-class WentOtherwise(Exception):
+class UnexpectedOutcome(Exception):
     """Raised if the run did not reach the point of the fault, or did not end. Describes what it did."""
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobExit:
     status: int
     lines: list[str]
     """Lines of stderr."""
@@ -95,16 +95,16 @@ class Job:
 
     # --- waiting
 
-    def wait_for(self, there: Callable[[], Any], what: str, seconds: float = PATIENCE_S) -> Any:
-        """Return the first true value of `there`. Raises WentOtherwise if the run ends first, or on timeout."""
+    def wait_for(self, condition: Callable[[], Any], what: str, seconds: float = PATIENCE_S) -> Any:
+        """Return the first true value of `condition`. Raises UnexpectedOutcome if the run ends first, or on timeout."""
         deadline = time.monotonic() + seconds
-        while not (result := there()):
+        while not (result := condition()):
             if self.process.poll() is not None:
-                if result := there():
+                if result := condition():
                     return result
-                raise WentOtherwise(f"the run ended before {what}: {self.ended().why}")
+                raise UnexpectedOutcome(f"the run ended before {what}: {self.wait().why}")
             if time.monotonic() > deadline:
-                raise WentOtherwise(f"{what} did not come in {seconds:g} s")
+                raise UnexpectedOutcome(f"{what} did not come in {seconds:g} s")
             time.sleep(_LOOK_S)
         return result
 
@@ -120,18 +120,18 @@ class Job:
             return None
         return mark
 
-    def go_on(self, name: str) -> None:
+    def release(self, name: str) -> None:
         (self.points / f"{name}.go").touch()
 
-    def ended(self, seconds: float = PATIENCE_S) -> Ended:
+    def wait(self, seconds: float = PATIENCE_S) -> JobExit:
         try:
             status = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise WentOtherwise(f"the run did not end in {seconds:g} s") from None
+            raise UnexpectedOutcome(f"the run did not end in {seconds:g} s") from None
         at = time.time()
         self._errors.seek(0)
         lines = [line for line in self._errors.read().splitlines() if line.strip()]
-        return Ended(status if status >= 0 else 128 - status, lines, at)
+        return JobExit(status if status >= 0 else 128 - status, lines, at)
 
     # --- its processes
 
@@ -158,7 +158,7 @@ class Job:
     def send(self, pid: int, number: int) -> float:
         """Send a signal to a process of the run. Return the time."""
         if pid not in {process.pid for process in self.family()}:
-            raise WentOtherwise(f"process {pid} is none of the run's any more")
+            raise UnexpectedOutcome(f"process {pid} is none of the run's any more")
         os.kill(pid, number)
         return time.time()
 
@@ -225,9 +225,9 @@ def checkpoints(run_dir: Path) -> list[str]:
         return []
 
 
-def same_weights(one: Path, other: Path) -> bool:
+def same_weights(first: Path, second: Path) -> bool:
     """Return whether two runs have exported the same bits."""
-    files = [sorted((path / "export").glob("*.safetensors")) for path in (one, other)]
+    files = [sorted((path / "export").glob("*.safetensors")) for path in (first, second)]
     if not files[0] or len(files[0]) != len(files[1]):
         return False
     return all(a.read_bytes() == b.read_bytes() for a, b in zip(*files, strict=True))

@@ -6,35 +6,35 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
+from faults.fixtures import GROUPS, SAMPLES, STEPS, Fixtures, run_rows
 from faults.job import shortened
 from faults.points import Point
-from faults.seen import Findings, Seen
-from faults.workshop import GROUPS, SAMPLES, STEPS, Workshop, one_by_one
+from faults.results import Findings, RowResult
 from megarl.observe.rollout_log import read_records
 
 MOST = 1
 """Maximum number of updates skipped in a row."""
 
 
-def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
-    yield from one_by_one(shop, wanted, {20: _gradient, 21: _log_probs})
+def run_scenario(fixtures: Fixtures, wanted: Sequence[int]) -> Iterator[tuple[int, RowResult]]:
+    yield from run_rows(fixtures, wanted, {20: _gradient, 21: _log_probs})
 
 
-def _gradient(shop: Workshop) -> Seen:
+def _gradient(fixtures: Fixtures) -> RowResult:
     """Run two data parallel ranks; the second spoils its gradients in step 2, and again in steps 4 and 5."""
     findings = Findings()
     once = Point("once", "gradient", 2, rank=1)
     twice = Point("twice", "gradient", 4, rank=1, again=MOST)
-    with shop.replayed(
-        shop.place("row_20") / "run",
+    with fixtures.start_replayed(
+        fixtures.new_folder("row_20") / "run",
         [once, twice],
         run__num_rollout=6,
         run__max_skipped_updates=MOST,
-        rollout__replay=shop.longer_answers,
+        rollout__replay=fixtures.longer_answers,
         parallel__tp=1,
         parallel__ep=1,
     ) as job:
-        ended = job.ended()
+        ended = job.wait()
     rows = {row["step"]: row for row in job.metrics()}
     skipped = [step for step, row in rows.items() if row.get("actor/skipped")]
     findings.add(
@@ -49,16 +49,16 @@ def _gradient(shop: Workshop) -> Seen:
         f"{MOST + 1} in a row: {shortened(back[0] if back else ended.why, 110)}",
         f"{MOST + 1} in a row: {ended.why}",
     )
-    return findings.seen(lost=GROUPS * SAMPLES * len(skipped))
+    return findings.result(lost=GROUPS * SAMPLES * len(skipped))
 
 
-def _log_probs(shop: Workshop) -> Seen:
+def _log_probs(fixtures: Fixtures) -> RowResult:
     """Make the trainer's log-probs of one sample NaN in step 2."""
     findings = Findings()
     point = Point("nan", "logprobs", 2)
     # With two updates per step, log-probs are computed before the updates.
-    with shop.replayed(
-        shop.place("row_21") / "run",
+    with fixtures.start_replayed(
+        fixtures.new_folder("row_21") / "run",
         [point],
         run__num_update=2,
         run__ppo_epochs=2,
@@ -67,7 +67,7 @@ def _log_probs(shop: Workshop) -> Seen:
         parallel__ep=1,
     ) as job:
         job.reached("nan")
-        ended = job.ended()
+        ended = job.wait()
     findings.add(ended.status == 0, "the run went on", f"the run ended: {ended.why}")
     rows = {row["step"]: row for row in job.metrics()}
     counted = {name: value for name, value in rows.get(2, {}).items() if "nonfinite" in name and value}
@@ -80,4 +80,4 @@ def _log_probs(shop: Workshop) -> Seen:
         findings.add(left_out and lost == 1, "nothing was learned from it, and no other", f"left out: {lost}")
     good = all(math.isfinite(row.get("actor/loss", math.nan)) for row in rows.values()) and len(rows) == STEPS
     findings.add(good, "losses are numbers", "there are no losses of all steps")
-    return findings.seen(lost=lost)
+    return findings.result(lost=lost)

@@ -75,9 +75,9 @@ class Moment:
             self.hold()
 
 
-def install(given: str) -> None:
+def install(settings: str) -> None:
     """Install the points in this process. given: the value of the environment variable."""
-    tree = json.loads(given)
+    tree = json.loads(settings)
     moments = [Moment(Point(**fields), Path(tree["folder"])) for fields in tree["points"]]
     if not moments:
         return

@@ -7,11 +7,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from faults.fixtures import Fixtures
 from faults.job import shortened
 from faults.judging import HUGE, NOTES, Service, asks
-from faults.played import record, wordy
-from faults.seen import Findings, Seen
-from faults.workshop import Workshop
+from faults.recorded_answers import record, wordy
+from faults.results import Findings, RowResult
 from megarl.observe.rollout_log import read_records
 from megarl.observe.rollout_table import Record
 
@@ -39,18 +39,18 @@ def answer(step: int, group: int, sample: int) -> str:
     return wordy(step, group, sample) + request
 
 
-def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
-    shop.say(f"rows {', '.join(map(str, wanted))}")
-    place = shop.place("rewarding")
+def run_scenario(fixtures: Fixtures, wanted: Sequence[int]) -> Iterator[tuple[int, RowResult]]:
+    fixtures.say(f"rows {', '.join(map(str, wanted))}")
+    place = fixtures.new_folder("rewarding")
     notes = place / "notes"
     notes.mkdir()
-    replay = record(place / "answers", shop.material / "model", (1, 2), len(WORDS), SAMPLES, answer)
+    replay = record(place / "answers", fixtures.material / "model", (1, 2), len(WORDS), SAMPLES, answer)
     service = Service()
     os.environ[NOTES] = str(notes)
     options = {"url": service.url, "private": True, "timeout": TIMEOUT_S, "tries": TRIES, "pause": PAUSE_S}
     options |= {"batch": 1, "concurrency": 8, "answer_mb": 1.0}
     try:
-        with shop.replayed(
+        with fixtures.start_replayed(
             place / "run",
             parallel__world_size=1,
             parallel__tp=1,
@@ -67,7 +67,7 @@ def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
             reward__max_failed_frac=0.9,
             roles={"reward": {"backend": "http", "options": options}},
         ) as job:
-            ended = job.ended()
+            ended = job.wait()
     finally:
         service.close()
         del os.environ[NOTES]
@@ -125,7 +125,7 @@ class Step:
 Rows = Sequence[Mapping[str, float]]
 
 
-def _errors(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> Seen:
+def _errors(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> RowResult:
     lost = first.masked(findings, "error")
     first.others_are_right(findings, 0)
     tries = [times for key, times in service.asked.items() if asks(key) == "error"]
@@ -134,19 +134,19 @@ def _errors(findings: Findings, first: Step, second: Step, service: Service, not
     findings.add(has_paused, f"{TRIES} tries each, {min(gaps, default=0):.2f} to {max(gaps, default=0):.2f} s apart")
     once = first.asking("once")
     findings.add(bool(once) and not once[0].rollout.unscored, "one that failed once has its reward")
-    return findings.seen(lost=lost)
+    return findings.result(lost=lost)
 
 
-def _late(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> Seen:
+def _late(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> RowResult:
     lost = first.masked(findings, "hang")
     slow = first.asking("slow")
     findings.add(bool(slow) and not slow[0].rollout.unscored, "a slow answer is waited for")
     first.others_are_right(findings, 1)
     findings.add(len(rows) == 2, "the step finished")
-    return findings.seen(detect=TIMEOUT_S * TRIES, lost=lost)
+    return findings.result(detect=TIMEOUT_S * TRIES, lost=lost)
 
 
-def _rejected(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> Seen:
+def _rejected(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> RowResult:
     lost = first.masked(findings, "malformed", "nan", "text", "huge")
     findings.add(
         0 < service.sent < HUGE / 50,
@@ -156,20 +156,20 @@ def _rejected(findings: Findings, first: Step, second: Step, service: Service, n
     failed = sum(bool(record.rollout.unscored.get("service")) for record in first.records) / len(first.records)
     counted = bool(rows) and abs(rows[0].get("reward/service_failed_frac", -1) - failed) < 1e-6
     findings.add(counted, f"counted: reward/service_failed_frac {failed:.2f}")
-    return findings.seen(lost=lost)
+    return findings.result(lost=lost)
 
 
-def _functions(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> Seen:
+def _functions(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> RowResult:
     lost = first.masked(findings, "raise", "loop", "leave")
     pids = {file.name: int(file.read_text()) for file in notes.iterdir()}
     is_killed = "loop" in pids and not os.path.exists(f"/proc/{pids['loop']}")
     findings.add(is_killed, "the process that hung was killed")
     fine = all(not record.rollout.unscored for record in second.records)
     findings.add(fine, "in the next step all have a reward, by the one slot that the pool has")
-    return findings.seen(detect=TIMEOUT_S, lost=lost)
+    return findings.result(detect=TIMEOUT_S, lost=lost)
 
 
-def _groups(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> Seen:
+def _groups(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> RowResult:
     masked, flat = first.group(4), first.group(5)
     findings.add(all(record.advantages is None for record in masked), f"{len(masked)} of a masked group are skipped")
     level = {record.rollout.reward for record in flat}
@@ -180,4 +180,4 @@ def _groups(findings: Findings, first: Step, second: Step, service: Service, not
     finite = all(map(math.isfinite, (*numbers, *advantages)))
     findings.add(bool(numbers) and finite, f"all of {len(numbers)} figures are numbers")
     findings.add(len(rows) == 2 and rows[1].get("actor/grad_norm", 0) > 0, "the run goes on learning")
-    return findings.seen(lost=len(masked))
+    return findings.result(lost=len(masked))

@@ -14,7 +14,7 @@ class Row:
     injected: str
     expected: str
     scenario: str
-    """Module of this package whose `show` injects it, along with other rows of the same runs."""
+    """Module of this package whose `run_scenario` injects it, along with other rows of the same runs."""
     short: bool = False
     """Whether `--short` includes it: it takes seconds and needs no engine."""
 

@@ -16,10 +16,10 @@ import psutil
 from rich import box
 from rich.table import Table
 
-from faults.job import Job, WentOtherwise, metrics_of, same_weights
-from faults.played import record
-from faults.seen import Seen
-from faults.workshop import GROUPS, KEYS, SAMPLES, Workshop, finished
+from faults.fixtures import GROUPS, KEYS, SAMPLES, Fixtures, wait_until_finished
+from faults.job import Job, UnexpectedOutcome, metrics_of, same_weights
+from faults.recorded_answers import record
+from faults.results import RowResult
 
 IN_MATRIX_S, EVERY_S = 60.0, 15.0
 """Length of the soak of row 30, and average seconds between its kills."""
@@ -90,36 +90,39 @@ def recovered(rows: Sequence[Mapping[str, Any]], at: float, step: int) -> float 
     return float(min(times) - at) if times else None
 
 
-def show(shop: Workshop, wanted: Sequence[int]) -> Iterator[tuple[int, Seen]]:
-    report = soak(shop, IN_MATRIX_S, EVERY_S)
+def run_scenario(fixtures: Fixtures, wanted: Sequence[int]) -> Iterator[tuple[int, RowResult]]:
+    report = soak(fixtures, IN_MATRIX_S, EVERY_S)
     shares = ", ".join(f"{share} %: {seconds:.0f} s" for share, seconds in report.percentiles().items())
     text = f"{len(report.kills)} kills in {report.steps} steps; "
     text += "the weights are the same bits" if report.same else "NOT the weights of the undisturbed run"
     text += f"; effective {report.effective:.2f} of the time, undisturbed {report.undisturbed:.2f}; recovery {shares}"
     text += f"; {report.by_hand} of the starts by hand" if report.by_hand else "; started again by itself"
     recover = percentile(report.recoveries, 50) if report.recoveries else None
-    yield 30, Seen(report.ok and bool(report.recoveries), text, recover=recover, lost=report.missing * GROUPS * SAMPLES)
+    yield (
+        30,
+        RowResult(report.ok and bool(report.recoveries), text, recover=recover, lost=report.missing * GROUPS * SAMPLES),
+    )
 
 
-def soak(shop: Workshop, seconds: float, every: float, seed: int = 1) -> Report:
+def soak(fixtures: Fixtures, seconds: float, every: float, seed: int = 1) -> Report:
     """Run the soak. seconds: period in which it kills; it continues until the run is done. every: average seconds
     between kills."""
-    times = [row["time"] for row in metrics_of(shop.undisturbed())]
+    times = [row["time"] for row in metrics_of(fixtures.undisturbed())]
     step_s = statistics.median(later - earlier for earlier, later in zip(times, times[1:], strict=False))
     steps = max(8, min(10_000, int(SHARE * seconds / step_s)))
-    shop.say(f"soak: {steps} steps of {step_s:.1f} s, a kill every {every:g} s on average")
-    place = shop.place("soak")
-    answers = record(place / "answers", shop.material / "model", range(1, steps + 1), GROUPS, SAMPLES, ranks=2)
+    fixtures.say(f"soak: {steps} steps of {step_s:.1f} s, a kill every {every:g} s on average")
+    place = fixtures.new_folder("soak")
+    answers = record(place / "answers", fixtures.material / "model", range(1, steps + 1), GROUPS, SAMPLES, ranks=2)
     overrides: dict[str, Any] = {
         "rollout__replay": answers,
         "run__num_rollout": steps,
         "run__distributed_timeout_s": TIMEOUT_S,
     }
     overrides |= {"run__max_restarts": 1000} if RESTARTS in KEYS else {}
-    whole = finished(shop.replayed(place / "undisturbed", **overrides), _patience(seconds))
-    shop.say(f"soak: undisturbed it takes {whole:.0f} s")
+    whole = wait_until_finished(fixtures.start_replayed(place / "undisturbed", **overrides), _patience(seconds))
+    fixtures.say(f"soak: undisturbed it takes {whole:.0f} s")
     began = time.time()
-    kills, by_hand = _under_kills(shop, place / "run", overrides, seconds, every, random.Random(seed))
+    kills, by_hand = _under_kills(fixtures, place / "run", overrides, seconds, every, random.Random(seed))
     took, rows = time.time() - began, metrics_of(place / "run")
     done = {row["step"] for row in rows}
     return Report(
@@ -140,7 +143,7 @@ def _patience(seconds: float) -> float:
 
 
 def _under_kills(
-    shop: Workshop, run_dir: Path, given: dict[str, Any], seconds: float, every: float, draw: random.Random
+    fixtures: Fixtures, run_dir: Path, settings: dict[str, Any], seconds: float, every: float, draw: random.Random
 ) -> tuple[list[tuple[str, float, int]], int]:
     """Run to the end under kills. Return what was killed, when, and after which step; and the number of starts by the
     tool."""
@@ -148,24 +151,24 @@ def _under_kills(
     starts, began = 0, time.time()
     due = began + draw.expovariate(1 / every)
     while True:
-        with shop.replayed(run_dir, run__resume="auto", **given) as job:
+        with fixtures.start_replayed(run_dir, run__resume="auto", **settings) as job:
             while job.process.poll() is None:
                 if due < time.time() < began + seconds:
                     step = max((row["step"] for row in job.metrics()), default=0)
                     if what := _kill_one(job, draw):
                         kills.append((what, time.time(), step))
-                        shop.say(f"soak: killed a {what} behind step {step}")
+                        fixtures.say(f"soak: killed a {what} behind step {step}")
                     due = time.time() + draw.expovariate(1 / every)
                 if time.time() > began + _patience(seconds):
-                    raise WentOtherwise(f"the soak was not done after {time.time() - began:.0f} s")
+                    raise UnexpectedOutcome(f"the soak was not done after {time.time() - began:.0f} s")
                 time.sleep(0.05)
-            ended = job.ended()
+            ended = job.wait()
         if ended.status == 0:
             return kills, starts
         if not kills:
-            raise WentOtherwise(f"the run ended before anything was killed: {ended.why}")
+            raise UnexpectedOutcome(f"the run ended before anything was killed: {ended.why}")
         starts += 1
-        shop.say(f"soak: started by hand after: {ended.why}")
+        fixtures.say(f"soak: started by hand after: {ended.why}")
 
 
 def _kill_one(job: Job, draw: random.Random) -> str:
@@ -182,7 +185,7 @@ def _kill_one(job: Job, draw: random.Random) -> str:
         return ""
     try:
         job.send(draw.choice(pids), signal.SIGSTOP if what == "rank that hangs" else signal.SIGKILL)
-    except (WentOtherwise, ProcessLookupError, psutil.Error):
+    except (UnexpectedOutcome, ProcessLookupError, psutil.Error):
         return ""
     return what
 

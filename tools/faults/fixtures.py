@@ -10,11 +10,11 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from faults.job import PATIENCE_S, ROOT, Job, WentOtherwise, shortened
+from faults.job import PATIENCE_S, ROOT, Job, UnexpectedOutcome, shortened
 from faults.judging import NOTES
-from faults.played import record
 from faults.points import Point
-from faults.seen import Seen
+from faults.recorded_answers import record
+from faults.results import RowResult
 from megarl.config import Config, ConfigError, describe_keys
 
 STEPS, GROUPS, SAMPLES = 4, 4, 4
@@ -29,7 +29,7 @@ data: {prompts_per_step: 4}
 rollout: {samples_per_prompt: 4, max_context: 256, max_new_tokens: 64, max_turns: 1}
 kl: {apply_to: none}
 actor_optimizer: {lr: 0.01, warmup_fraction: 0.0}
-reward: {functions: ["faults.played:even"], processes: 1}
+reward: {functions: ["faults.recorded_answers:even"], processes: 1}
 track: {progress: false, trackers: []}
 """
 SFT = """
@@ -44,14 +44,14 @@ track: {progress: false, trackers: []}
 KEYS = {name for name, _ in describe_keys()}
 
 
-class Workshop:
+class Fixtures:
     """folder: for all files of the tool. say: reports progress to people."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder, self.say = folder.resolve(), say
         self._closing: list[Callable[[], None]] = []
 
-    def place(self, name: str) -> Path:
+    def new_folder(self, name: str) -> Path:
         """Create a new folder."""
         folder = self.folder / name
         folder.mkdir(parents=True)
@@ -67,7 +67,7 @@ class Workshop:
         command += ["--demonstrations", "60", "--train", "64"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
-            raise WentOtherwise(f"tools/make_quickstart.py: {done.stderr.strip()[-300:]}")
+            raise UnexpectedOutcome(f"tools/make_quickstart.py: {done.stderr.strip()[-300:]}")
         rows = ({"id": str(number), "prompt": f"Say numbers, {number}.", "ground_truth": 0} for number in range(64))
         (target / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (target / "grpo.yaml").write_text(CONFIG)
@@ -96,7 +96,9 @@ class Workshop:
 
     # --- runs
 
-    def sft(self, run_dir: Path, points: Sequence[Point] = (), prefix: Sequence[str] = (), **settings: Any) -> Job:
+    def start_sft(
+        self, run_dir: Path, points: Sequence[Point] = (), prefix: Sequence[str] = (), **settings: Any
+    ) -> Job:
         """Start an SFT run on one rank, which takes seconds to start. settings: keys with `__` for the dot."""
         overrides = {
             "model.path": self.material / "model",
@@ -106,7 +108,9 @@ class Workshop:
         overrides = {"parallel.world_size": 1, **overrides}
         return Job(run_dir, self.material / "sft.yaml", overrides, points, prefix)
 
-    def replayed(self, run_dir: Path, points: Sequence[Point] = (), prefix: Sequence[str] = (), **settings: Any) -> Job:
+    def start_replayed(
+        self, run_dir: Path, points: Sequence[Point] = (), prefix: Sequence[str] = (), **settings: Any
+    ) -> Job:
         """Start GRPO on two ranks, on recorded answers."""
         paths = {"model.path": self.material / "model", "data.train": self.material / "questions.jsonl"}
         overrides: dict[str, Any] = {**paths, "parallel.world_size": 2, "parallel.tp": 2, "parallel.ep": 2}
@@ -121,7 +125,7 @@ class Workshop:
         next to it, in talks.jsonl."""
         from faults.tooling import calculator
 
-        place = self.place("caller")
+        place = self.new_folder("caller")
         function = {"name": "calculator", "arguments": {"expression": "61+17"}}
         question = {"role": "user", "content": "What is 61+17?"}
         called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
@@ -136,10 +140,10 @@ class Workshop:
         (place / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         slow = {"actor_optimizer__lr": 0.005, "actor_optimizer__schedule": "constant"}
         more: dict[str, Any] = {"data__train": place / "lessons.jsonl", "data__prompts_per_step": 16, **slow}
-        finished(self.sft(place / "run", run__num_rollout=10, run__save_every=0, **more))
+        wait_until_finished(self.start_sft(place / "run", run__num_rollout=10, run__save_every=0, **more))
         return place
 
-    def generated(self, run_dir: Path, points: Sequence[Point], settings: dict[str, Any]) -> Job:
+    def start_generated(self, run_dir: Path, points: Sequence[Point], settings: dict[str, Any]) -> Job:
         """Start GRPO of that policy, on two ranks with an engine each, with tools. The entropy bonus changes the
         weights, whatever the answers are."""
         overrides = {
@@ -156,18 +160,18 @@ class Workshop:
         }
         return Job(run_dir, self.material / "grpo.yaml", overrides, points, host=self.host())
 
-    @cache  # noqa: B019  there is one workshop
+    @cache  # noqa: B019  one instance exists
     def undisturbed(self) -> Path:
         """Run folder of an undisturbed run on recorded answers."""
-        run_dir = self.place("undisturbed") / "run"
-        finished(self.replayed(run_dir))
+        run_dir = self.new_folder("undisturbed") / "run"
+        wait_until_finished(self.start_replayed(run_dir))
         return run_dir
 
     @cache  # noqa: B019
     def undisturbed_sft(self) -> Path:
         """Run folder of an undisturbed SFT run, with checkpoints of all steps."""
-        run_dir = self.place("undisturbed_sft") / "run"
-        finished(self.sft(run_dir))
+        run_dir = self.new_folder("undisturbed_sft") / "run"
+        wait_until_finished(self.start_sft(run_dir))
         return run_dir
 
     def close(self) -> None:
@@ -176,30 +180,30 @@ class Workshop:
         self._closing.clear()
 
 
-def one_by_one(
-    shop: Workshop, wanted: Sequence[int], works: Mapping[int, Callable[[Workshop], Seen]]
-) -> Iterator[tuple[int, Seen]]:
+def run_rows(
+    fixtures: Fixtures, wanted: Sequence[int], works: Mapping[int, Callable[[Fixtures], RowResult]]
+) -> Iterator[tuple[int, RowResult]]:
     """Run rows that have their own runs: an error in one does not stop the others."""
     for number, work in works.items():
         if number in wanted:
-            shop.say(f"row {number}")
-            yield number, tried(work, shop)
+            fixtures.say(f"row {number}")
+            yield number, run_row(work, fixtures)
 
 
-def tried(work: Callable[..., Seen], *arguments: Any) -> Seen:
+def run_row(work: Callable[..., RowResult], *arguments: Any) -> RowResult:
     """Return a row's observations, or a failed result with the reason."""
     try:
         return work(*arguments)
-    except (WentOtherwise, ConfigError, OSError) as error:
-        return Seen(False, shortened(str(error), 300))
+    except (UnexpectedOutcome, ConfigError, OSError) as error:
+        return RowResult(False, shortened(str(error), 300))
 
 
-def finished(job: Job, seconds: float = PATIENCE_S) -> float:
-    """Wait for the end of an undisturbed run. Return its seconds. Raises WentOtherwise."""
+def wait_until_finished(job: Job, seconds: float = PATIENCE_S) -> float:
+    """Wait for the end of an undisturbed run. Return its seconds. Raises UnexpectedOutcome."""
     with job:
-        done = job.ended(seconds)
+        done = job.wait(seconds)
         if done.status:
-            raise WentOtherwise(f"a run that nothing was done to ended with status {done.status}: {done.why}")
+            raise UnexpectedOutcome(f"a run that nothing was done to ended with status {done.status}: {done.why}")
         return done.at - job.began
 
 

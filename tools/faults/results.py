@@ -1,4 +1,4 @@
-"""Observations of a row, and the table of all rows."""
+"""The result of a row, and the table of all rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from faults.rows import ROWS
 
 
 @dataclass(frozen=True)
-class Seen:
+class RowResult:
     """ok: whether the row is as expected. detect, recover: seconds from the fault to its first trace that a user can
     see, and to where the run continued after it; None if there is nothing to measure. lost: samples generated or
     recorded for the run and never trained on; None if it has none."""
@@ -39,36 +39,44 @@ class Findings:
         self.facts.append((ok, yes if ok else no or f"NOT: {yes}"))
         return ok
 
-    def seen(self, detect: float | None = None, recover: float | None = None, lost: int | None = None) -> Seen:
-        return Seen(all(ok for ok, _ in self.facts), "; ".join(text for _, text in self.facts), detect, recover, lost)
+    def result(self, detect: float | None = None, recover: float | None = None, lost: int | None = None) -> RowResult:
+        return RowResult(
+            all(ok for ok, _ in self.facts), "; ".join(text for _, text in self.facts), detect, recover, lost
+        )
 
 
-def table(found: Mapping[int, Seen]) -> Table:
-    result = Table(box=box.SIMPLE, padding=(0, 1), expand=True)
+def table(results: Mapping[int, RowResult]) -> Table:
+    rendered = Table(box=box.SIMPLE, padding=(0, 1), expand=True)
     for name, ratio in (("row", None), ("injected", 3), ("expected", 3), ("seen", 8), ("ok", None)):
-        result.add_column(name, ratio=ratio)
+        rendered.add_column(name, ratio=ratio)
     for name in ("detect s", "recover s", "lost"):
-        result.add_column(name, justify="right")
-    for number, seen in sorted(found.items()):
+        rendered.add_column(name, justify="right")
+    for number, result in sorted(results.items()):
         row = ROWS[number]
         figures = (
             "" if figure is None else f"{figure:.1f}" if isinstance(figure, float) else str(figure)
-            for figure in (seen.detect, seen.recover, seen.lost)
+            for figure in (result.detect, result.recover, result.lost)
         )
-        result.add_row(
-            str(number), row.injected, row.expected, seen.text, "yes" if seen.ok else "NO", *figures, end_section=True
+        rendered.add_row(
+            str(number),
+            row.injected,
+            row.expected,
+            result.text,
+            "yes" if result.ok else "NO",
+            *figures,
+            end_section=True,
         )
-    return result
+    return rendered
 
 
-def total(found: Mapping[int, Seen]) -> str:
+def total(results: Mapping[int, RowResult]) -> str:
     """Return `29 of 30`, counting the rows that were tried."""
-    return f"{sum(seen.ok for seen in found.values())} of {len(found)} rows are as expected"
+    return f"{sum(result.ok for result in results.values())} of {len(results)} rows are as expected"
 
 
-def as_json(found: Mapping[int, Seen]) -> dict[str, Any]:
+def as_json(results: Mapping[int, RowResult]) -> dict[str, Any]:
     rows = {
-        str(number): {"injected": ROWS[number].injected, "expected": ROWS[number].expected, **asdict(seen)}
-        for number, seen in sorted(found.items())
+        str(number): {"injected": ROWS[number].injected, "expected": ROWS[number].expected, **asdict(result)}
+        for number, result in sorted(results.items())
     }
-    return {"rows": rows, "ok": sum(seen.ok for seen in found.values()), "of": len(found)}
+    return {"rows": rows, "ok": sum(result.ok for result in results.values()), "of": len(results)}
