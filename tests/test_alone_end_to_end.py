@@ -113,7 +113,7 @@ def test_engines_alone_write_what_a_trainer_alone_trains_on(folder: Path, tmp_pa
     train(folder, tmp_path / "made", *alone, "run.num_rollout=1", "run.eval_every=1", "run.eval_samples=2", host=host)
     train(folder, tmp_path / "made", *alone, "run.num_rollout=2", "run.resume=auto", host=host)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:8]]
-    made = [read_rollouts(tmp_path / "made", step, whole=True) for step in (1, 2)]
+    made = [read_rollouts(tmp_path / "made", step, include_trainer_columns=True) for step in (1, 2)]
     for step, rollouts in enumerate(made):
         assert len(rollouts) == 16
         for one in rollouts:

@@ -31,18 +31,18 @@ KINDS = ("nothing", "trackers", "ranges", "nothing again")
 ROW = ("What is 3 * (4 + 5)?" * 4, "<tool_call> 3 * (4 + 5) </tool_call> 27" * 4, 1.0, 60, "stop")
 
 
-class InTurn(Tracker):
+class AlternatingTracker(Tracker):
     """Passes steps to the trackers only in their own blocks; metrics.jsonl has all steps."""
 
     block = 6
     clock: Clock | None = None
 
-    def log(self, step: int, metrics: Mapping[str, float], now: int = 0) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], current_step: int = 0) -> None:
         from torch.profiler import record_function
 
         outlets = self._workers
         self._workers = outlets if self.kind(step) == "trackers" else []
-        super().log(step, metrics, now)
+        super().log(step, metrics, current_step)
         self.table(step, [(step, *ROW)] * 4)
         self._workers = outlets
         if self.clock is not None:
@@ -66,7 +66,7 @@ def run(settings: Sequence[str]) -> tuple[dict[int, float], dict[int, float]]:
         def _start(self) -> None:
             super()._start()
             log = self.log
-            log._tracker = tracker = InTurn(log.run_dir, self.config.track.trackers, log._warn)
+            log._tracker = tracker = AlternatingTracker(log.run_dir, self.config.track.trackers, log._warn)
             tracker.clock = self.clock
 
         def _finish_step(self, result: Any) -> dict[str, float]:
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(names) - set(TRACKERS):
         raise ConfigError(f"--trackers: {', '.join(sorted(unknown))} is none of {', '.join(TRACKERS)}")
     check_trackers(names)
-    InTurn.block = options.steps
+    AlternatingTracker.block = options.steps
     warm = len(KINDS) * options.steps  # warm-up: opening trackers takes seconds
     steps = warm + options.blocks * warm
     with tempfile.TemporaryDirectory() as run_dir:
@@ -125,7 +125,7 @@ def timed(seconds: Mapping[int, float], kind: str, warm: int) -> float:
     own_steps = [
         took
         for step, took in seconds.items()
-        if step > warm and InTurn.kind(step) == kind and (step - 1) % InTurn.block
+        if step > warm and AlternatingTracker.kind(step) == kind and (step - 1) % AlternatingTracker.block
     ]
     return statistics.median(own_steps)
 

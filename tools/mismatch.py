@@ -128,7 +128,7 @@ def table(found: dict[str, Any]) -> list[str]:
 
 def take_apart(options: argparse.Namespace) -> int:
     step = find_step(options.run, options.step)
-    records = read_records(options.run, step, whole=True, without=["routing"])
+    records = read_records(options.run, step, include_trainer_columns=True, exclude=["routing"])
     gaps = compute_gaps(records, step - 1)
     result: dict[str, Any] = {
         "run": str(options.run),

@@ -56,14 +56,14 @@ class Clock:
         self._lock = threading.Lock()
 
     @contextmanager
-    def phase(self, name: str, who: str = "rank") -> Iterator[None]:
+    def phase(self, name: str, category: str = "rank") -> Iterator[None]:
         """Open a span whose duration also counts towards `time/<name>`."""
         if self.on_phase is not None:
             self.on_phase(name)
         start = time.monotonic()
-        self._phase_stack.append((name, who))
+        self._phase_stack.append((name, category))
         try:
-            with self.span(name, who):
+            with self.span(name, category):
                 yield
         finally:
             self._phase_stack.pop()
@@ -71,7 +71,7 @@ class Clock:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
 
     @contextmanager
-    def span(self, name: str, who: str = "rank", ranks: Sequence[int] = ()) -> Iterator[None]:
+    def span(self, name: str, category: str = "rank", ranks: Sequence[int] = ()) -> Iterator[None]:
         """Record a span for the timeline only. Spans of one thread must nest or be disjoint."""
         profiler_range = self.profiler_range
         start = self._update_position()
@@ -79,10 +79,10 @@ class Clock:
             if profiler_range is None:
                 yield
             else:
-                with profiler_range(name if who == "rank" else f"{name} ({who})"):
+                with profiler_range(name if category == "rank" else f"{name} ({category})"):
                     yield
         finally:
-            self.add_span(name, who, start, self._update_position(), ranks)
+            self.add_span(name, category, start, self._update_position(), ranks)
 
     def _update_position(self) -> float:
         """Return the current time; on the main thread, record it in `position` as progress."""
@@ -112,13 +112,13 @@ class Clock:
         return spans
 
     def add_span(
-        self, name: str, who: str, begin: float, end: float, ranks: Sequence[int] = (), thread: str = ""
+        self, name: str, category: str, begin: float, end: float, ranks: Sequence[int] = (), thread: str = ""
     ) -> None:
         """Record a finished span, given in `time.monotonic` seconds. thread: its thread if not the current one."""
-        if who in (WAIT, DATA) and end - begin < MIN_SPAN_S:
+        if category in (WAIT, DATA) and end - begin < MIN_SPAN_S:
             return
         current = threading.current_thread()
         main_name = "main" if current is threading.main_thread() else ""
         thread_name = thread or main_name or current.name.rstrip("_0123456789")
         with self._lock:
-            self._spans.append(Span(name, who, thread_name, begin + _EPOCH_OFFSET_S, end + _EPOCH_OFFSET_S, ranks))
+            self._spans.append(Span(name, category, thread_name, begin + _EPOCH_OFFSET_S, end + _EPOCH_OFFSET_S, ranks))

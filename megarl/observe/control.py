@@ -38,10 +38,10 @@ class ControlUpdate(NamedTuple):
 
 
 class Control:
-    """Applies the control file to `controlled`. Created on every rank; `say` logs a line."""
+    """Applies the control file to `controlled`. Created on every rank; `log` logs a line."""
 
-    def __init__(self, run_dir: Path, controlled: Sequence[Controllable], say: Callable[[str], None]) -> None:
-        self._file, self._log = run_dir / CONTROL_FILE, say
+    def __init__(self, run_dir: Path, controlled: Sequence[Controllable], log: Callable[[str], None]) -> None:
+        self._file, self._log = run_dir / CONTROL_FILE, log
         self._keys = {
             key: (component, parse) for component in controlled for key, parse in component.controls().items()
         }
@@ -66,15 +66,15 @@ class Control:
         except OSError as error:
             return ControlUpdate({}, f"{self._file} cannot be read: {error.strerror}", f"{error.errno}")
 
-    def apply(self, step: int, orders: ControlUpdate) -> None:
+    def apply(self, step: int, update: ControlUpdate) -> None:
         """Apply what the first rank has read. Called on all ranks at the start of a step."""
-        for key, value in orders.values.items():
+        for key, value in update.values.items():
             if key not in self._applied or self._applied[key] != value:
                 self._log(f"{CONTROL_FILE}, from step {step} on: {key}={value}")
                 self._apply_value(key, value)
-        if orders.error and orders.digest != self._last_digest:
-            self._log(f"warning: {orders.error}; it changes nothing")
-        self._last_digest = orders.digest
+        if update.error and update.digest != self._last_digest:
+            self._log(f"warning: {update.error}; it changes nothing")
+        self._last_digest = update.digest
 
     def _parse(self, data: bytes) -> dict[str, Any]:
         """Parse values by `section.key`. Raises ConfigError."""

@@ -48,20 +48,20 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
-def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Return the unbiased pass@k estimate for one prompt with `right` correct out of `samples` responses.
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Return the unbiased pass@k estimate for one prompt with `num_correct` correct out of `num_samples` responses.
 
     Computed as 1 minus the product of 1 - k / i for i from n - c + 1 to n, whose factors stay below 1 and so cannot
     overflow. Raises ValueError unless 0 <= right <= samples and 1 <= k <= samples.
     """
-    if not 0 <= right <= samples:
-        raise ValueError(f"{right} of {samples} answers cannot be right")
-    if not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} needs at least {k} answers to a problem, and at least 1; there are {samples}")
-    if samples - right < k:
+    if not 0 <= num_correct <= num_samples:
+        raise ValueError(f"{num_correct} of {num_samples} answers cannot be right")
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"pass@{k} needs at least {k} answers to a problem, and at least 1; there are {num_samples}")
+    if num_samples - num_correct < k:
         return 1.0
     fail_prob = 1.0
-    for i in range(samples - right + 1, samples + 1):
+    for i in range(num_samples - num_correct + 1, num_samples + 1):
         fail_prob *= 1.0 - k / i
     return 1.0 - fail_prob
 
@@ -91,11 +91,11 @@ class ScoredResponse:
     num_tokens: int
 
     @classmethod
-    def from_rollout(cls, rollout: Rollout, unnamed: str = DEFAULT_SOURCE) -> ScoredResponse:
+    def from_rollout(cls, rollout: Rollout, default_source: str = DEFAULT_SOURCE) -> ScoredResponse:
         """Build from a rollout that has a reward. unnamed: source name if the prompt has none."""
         prompt = rollout.prompt
         is_truncated = rollout.status in TRUNCATED_STATUSES
-        return cls(prompt.id, prompt.data_source or unnamed, rollout.reward, is_truncated, rollout.num_actions)
+        return cls(prompt.id, prompt.data_source or default_source, rollout.reward, is_truncated, rollout.num_actions)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class EvalMetrics:
         return tree
 
 
-def collect_scored(rollouts: Iterable[Rollout], unnamed: str = DEFAULT_SOURCE) -> list[ScoredResponse]:
+def collect_scored(rollouts: Iterable[Rollout], default_source: str = DEFAULT_SOURCE) -> list[ScoredResponse]:
     """Return responses that have a reward: not aborted, no reward part failed. An episode with branches counts once."""
     scored, seen = [], set()
     for rollout in rollouts:
@@ -146,33 +146,38 @@ def collect_scored(rollouts: Iterable[Rollout], unnamed: str = DEFAULT_SOURCE) -
             if key in seen:
                 continue
             seen.add(key)
-        scored.append(ScoredResponse.from_rollout(rollout, unnamed))
+        scored.append(ScoredResponse.from_rollout(rollout, default_source))
     return scored
 
 
 def compute_metrics(
-    answers: Sequence[ScoredResponse], ks: Sequence[int], right: float = CORRECT_REWARD, seed: int = 0
+    responses: Sequence[ScoredResponse], ks: Sequence[int], correct_threshold: float = CORRECT_REWARD, seed: int = 0
 ) -> dict[str, EvalMetrics]:
     """Return metrics by data source in order of appearance, plus `all` if there are several sources."""
     sources: dict[str, list[ScoredResponse]] = {}
-    for answer in answers:
-        sources.setdefault(answer.source, []).append(answer)
-    metrics = {name: _compute_source_metrics(members, ks, right, seed) for name, members in sources.items()}
+    for response in responses:
+        sources.setdefault(response.source, []).append(response)
+    metrics = {
+        name: _compute_source_metrics(source_responses, ks, correct_threshold, seed)
+        for name, source_responses in sources.items()
+    }
     if len(metrics) > 1:
-        metrics[ALL if ALL not in metrics else f"({ALL})"] = _compute_source_metrics(answers, ks, right, seed)
+        metrics[ALL if ALL not in metrics else f"({ALL})"] = _compute_source_metrics(
+            responses, ks, correct_threshold, seed
+        )
     return metrics
 
 
 def _compute_source_metrics(
-    answers: Sequence[ScoredResponse], ks: Sequence[int], right: float, seed: int
+    responses: Sequence[ScoredResponse], ks: Sequence[int], correct_threshold: float, seed: int
 ) -> EvalMetrics:
     prompts: dict[str, list[float]] = {}
-    for answer in answers:
-        prompts.setdefault(answer.prompt_id, []).append(answer.reward)
+    for response in responses:
+        prompts.setdefault(response.prompt_id, []).append(response.reward)
     pass_at, pass_prompts = {}, {}
     for k in ks:
         estimates = [
-            pass_at_k(len(rewards), sum(reward >= right for reward in rewards), k)
+            pass_at_k(len(rewards), sum(reward >= correct_threshold for reward in rewards), k)
             for rewards in prompts.values()
             if len(rewards) >= k
         ]
@@ -181,10 +186,10 @@ def _compute_source_metrics(
             pass_at[k] = _estimate(estimates, seed)
     return EvalMetrics(
         prompts=len(prompts),
-        answers=len(answers),
+        answers=len(responses),
         reward=_estimate([statistics.fmean(rewards) for rewards in prompts.values()], seed),
-        cut_off=statistics.fmean(answer.is_truncated for answer in answers),
-        tokens=statistics.fmean(answer.num_tokens for answer in answers),
+        cut_off=statistics.fmean(response.is_truncated for response in responses),
+        tokens=statistics.fmean(response.num_tokens for response in responses),
         pass_at=pass_at,
         pass_prompts=pass_prompts,
     )
@@ -194,11 +199,11 @@ def _estimate(values: Sequence[float], seed: int) -> Estimate:
     return Estimate(statistics.fmean(values), *bootstrap_interval(values, seed))
 
 
-def format_table(found: Mapping[str, EvalMetrics], ks: Sequence[int]) -> str:
+def format_table(metrics_by_source: Mapping[str, EvalMetrics], ks: Sequence[int]) -> str:
     """Format a table for the terminal, one line per data source."""
     header = ["source", "prompts", "answers", "reward [95 %]", *(f"pass@{k} [95 %]" for k in ks), "cut off", "tokens"]
     lines = [header]
-    for name, metrics in found.items():
+    for name, metrics in metrics_by_source.items():
         lines.append(
             [
                 "".join(char if char.isprintable() else "?" for char in name)[:60],
@@ -221,14 +226,14 @@ def format_table(found: Mapping[str, EvalMetrics], ks: Sequence[int]) -> str:
     return "\n".join(row.rstrip() for row in rows)
 
 
-def _cell(one: Estimate | None) -> str:
-    if one is None or math.isnan(one.value):
+def _cell(estimate: Estimate | None) -> str:
+    if estimate is None or math.isnan(estimate.value):
         return "-"
-    return f"{one.value:.3f} [{one.low:.3f}, {one.high:.3f}]"
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
 def iter_json_rows(
-    rollouts: Iterable[Rollout], right: float, unnamed: str = DEFAULT_SOURCE
+    rollouts: Iterable[Rollout], correct_threshold: float, default_source: str = DEFAULT_SOURCE
 ) -> Iterator[dict[str, Any]]:
     """Yield one JSON-serializable row per rollout.
 
@@ -236,17 +241,17 @@ def iter_json_rows(
     and start with the prompt's.
 
     Args:
-        right: reward from which on a response counts as correct.
-        unnamed: as in `ScoredResponse.from_rollout`.
+        correct_threshold: reward from which on a response counts as correct.
+        default_source: as in `ScoredResponse.from_rollout`.
     """
     for rollout in rollouts:
         has_reward = rollout.status != "aborted" and not rollout.unscored
         yield {
             "id": rollout.prompt.id,
-            "data_source": rollout.prompt.data_source or unnamed,
+            "data_source": rollout.prompt.data_source or default_source,
             "group": rollout.group,
             "reward": rollout.reward if has_reward else None,
-            "right": rollout.reward >= right if has_reward else None,
+            "right": rollout.reward >= correct_threshold if has_reward else None,
             "status": rollout.status,
             "turns": sum(turn.is_action for turn in rollout.turns),
             "tokens": rollout.num_actions,

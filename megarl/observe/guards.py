@@ -23,16 +23,16 @@ SKIPPED, SKIP_LIMIT_SUFFIX = "/skipped", "_consecutive_skips"
 row."""
 
 
-def check_guards(config: Config, declared: Requirements, warnings: list[str]) -> None:
+def check_guards(config: Config, requirements: Requirements, warnings: list[str]) -> None:
     """Raise ConfigError for a guard on a metric that the algorithm lacks; warn of a guard that can never act."""
     guards = config.guards
     load_bands(guards)
-    if guards.ppo_kl is not None and not declared.has_rollout:
-        raise ConfigError(f"guards.ppo_kl is set, but algorithm={declared.name} has no actor/ppo_kl; remove it")
-    if guards.kl is not None and "reference" not in declared.roles:
+    if guards.ppo_kl is not None and not requirements.has_rollout:
+        raise ConfigError(f"guards.ppo_kl is set, but algorithm={requirements.name} has no actor/ppo_kl; remove it")
+    if guards.kl is not None and "reference" not in requirements.roles:
         raise ConfigError(
-            f"guards.kl is set, but algorithm={declared.name} with kl.apply_to={config.kl.apply_to} has no reference; "
-            "remove it"
+            f"guards.kl is set, but algorithm={requirements.name} with kl.apply_to={config.kl.apply_to} has no "
+            "reference; remove it"
         )
     if guards.ppo_kl is not None and config.run.num_update == 1 and not config.rollout.asynchronous:
         warnings.append(
@@ -42,10 +42,10 @@ def check_guards(config: Config, declared: Requirements, warnings: list[str]) ->
 
 
 class Guards:
-    """Tracks what the guards did. `say` logs a line, `alarm` raises an alarm."""
+    """Tracks what the guards did. `log` logs a line, `alarm` raises an alarm."""
 
-    def __init__(self, settings: GuardsConfig, say: Callable[[str], None], alarm: Callable[[str], None]) -> None:
-        self._settings, self._log, self._alarm = settings, say, alarm
+    def __init__(self, settings: GuardsConfig, log: Callable[[str], None], alarm: Callable[[str], None]) -> None:
+        self._settings, self._log, self._alarm = settings, log, alarm
         self._bands = load_bands(settings)
         self._out_of_band: set[str] = set()
         self._rollbacks = self._consecutive_rollbacks = 0
@@ -81,9 +81,9 @@ class Guards:
             guard_metrics["guards/out_of_band"] = self._check_bands(step, metrics)
         return guard_metrics
 
-    def record_restore(self, checkpoint: int) -> None:
-        """Record that the models were restored from the checkpoint of step `checkpoint`."""
-        self.skip_limited_roles, self.restored_step = (), checkpoint
+    def record_restore(self, step: int) -> None:
+        """Record that the models were restored from the checkpoint of step `step`."""
+        self.skip_limited_roles, self.restored_step = (), step
         self._num_restores += 1
 
     def raise_if_stopped(self) -> None:

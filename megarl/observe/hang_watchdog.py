@@ -53,10 +53,10 @@ def read_stack_state(thread: int) -> StackState:
     """Inspect the stack of the thread with this ident."""
     frame = sys._current_frames().get(thread)
     waits = frame is not None and any(part in frame.f_code.co_filename for part in _WAIT_FILES)
-    own_frame: FrameType | None = frame
-    while own_frame is not None and not _is_ours(own_frame.f_code.co_filename):
-        own_frame = own_frame.f_back
-    shown = own_frame or frame
+    megarl_frame: FrameType | None = frame
+    while megarl_frame is not None and not _is_ours(megarl_frame.f_code.co_filename):
+        megarl_frame = megarl_frame.f_back
+    shown = megarl_frame or frame
     if shown is None:
         return StackState(False, "nowhere")
     code = shown.f_code
@@ -75,24 +75,24 @@ SLOW_STEPS = 2
 """Consecutive slow steps before a rank is reported: a single one may be a page read from disk."""
 
 
-def find_slowest(worked: Sequence[Mapping[str, float]]) -> tuple[int, str, float, float] | None:
+def find_slowest(work_seconds: Sequence[Mapping[str, float]]) -> tuple[int, str, float, float] | None:
     """Return (rank, phase, seconds, median of the other ranks) for the largest excess over that median.
 
     None if no phase has two ranks.
 
     Args:
-        worked: seconds of work by phase, per rank.
+        work_seconds: seconds of work by phase, per rank.
     """
     best: tuple[float, tuple[int, str, float, float]] | None = None
-    for phase in sorted({name for seconds in worked for name in seconds}):
-        ranks = [rank for rank, seconds in enumerate(worked) if phase in seconds]
+    for phase in sorted({name for seconds in work_seconds for name in seconds}):
+        ranks = [rank for rank, seconds in enumerate(work_seconds) if phase in seconds]
         if len(ranks) < 2:
             continue
-        slowest = max(ranks, key=lambda rank: worked[rank][phase])
-        others_median = median(worked[rank][phase] for rank in ranks if rank != slowest)
-        excess = worked[slowest][phase] - others_median
+        slowest = max(ranks, key=lambda rank: work_seconds[rank][phase])
+        others_median = median(work_seconds[rank][phase] for rank in ranks if rank != slowest)
+        excess = work_seconds[slowest][phase] - others_median
         if best is None or excess > best[0]:
-            best = excess, (slowest, phase, worked[slowest][phase], others_median)
+            best = excess, (slowest, phase, work_seconds[slowest][phase], others_median)
     return best[1] if best else None
 
 
@@ -108,9 +108,9 @@ class StragglerDetector:
         self._recent_slowest: list[int] = []
         self._reported_rank = -1
 
-    def check(self, step: int, worked: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], str]:
+    def check(self, step: int, work_seconds: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], str]:
         """Return the step's straggler metrics and a log line, empty if nothing changed; identical on all ranks."""
-        slowest = find_slowest(worked)
+        slowest = find_slowest(work_seconds)
         if slowest is None:
             return {}, ""
         rank, phase, seconds, others_median = slowest
@@ -156,9 +156,9 @@ _PROCESS_STATES = {
 }
 
 
-def margin(patience: float) -> float:
+def margin(timeout: float) -> float:
     """Return how many seconds before the timeout a rank counts as hanging."""
-    return min(max(patience / 10, 3.0), 60.0, patience / 2)
+    return min(max(timeout / 10, 3.0), 60.0, timeout / 2)
 
 
 class HangWatchdog(threading.Thread):
@@ -168,7 +168,8 @@ class HangWatchdog(threading.Thread):
         clock: its `position` shows the main thread's progress.
         roles: categories of the phases whose duration is compared between ranks.
         alarm: raises an alarm from any rank.
-        tell: tells the launcher that the given rank causes the failures that follow; an empty text withdraws this.
+        notify_launcher: tells the launcher that the given rank causes the failures that follow; an empty text withdraws
+            this.
     """
 
     def __init__(
@@ -178,10 +179,11 @@ class HangWatchdog(threading.Thread):
         clock: Clock,
         roles: Collection[str],
         alarm: Callable[[str], None],
-        tell: Callable[[int, str], object],
+        notify_launcher: Callable[[int, str], object],
     ) -> None:
         super().__init__(name="lookout", daemon=True)
-        self._job, self._clock, self._roles, self._alarm, self._notify_launcher = job, clock, roles, alarm, tell
+        self._job, self._clock, self._roles = job, clock, roles
+        self._alarm, self._notify_launcher = alarm, notify_launcher
         self._main = threading.main_thread().ident or 0
         self._logs = run_dir / "logs"
         self._logs.mkdir(exist_ok=True)
@@ -260,16 +262,16 @@ class HangWatchdog(threading.Thread):
                     self._dump_stacks()
 
     def _sample(self, seconds: float) -> None:
-        phase, who = self._clock.position[:2]
-        if who in self._roles and not read_stack_state(self._main).waits:
+        phase, category = self._clock.position[:2]
+        if category in self._roles and not read_stack_state(self._main).waits:
             with self._lock:
                 self._work_seconds[phase] = self._work_seconds.get(phase, 0.0) + seconds
 
     def _report_hang(self, seconds: float) -> None:
         """Ask all ranks for their state and report it, unless another rank already does."""
-        own_rank = str(self._job.rank)
+        rank = str(self._job.rank)
         number = self._report_number
-        if self._store.compare_set(f"{_KEY}/{number}", "", own_rank).decode() != own_rank:
+        if self._store.compare_set(f"{_KEY}/{number}", "", rank).decode() != rank:
             return
         self._collecting.set()
         try:
@@ -308,13 +310,15 @@ class HangWatchdog(threading.Thread):
                 True,
             )
 
-    def _publish_state(self, number: int, rank: int, place: StackState, stacks: bool, silent: bool = False) -> None:
-        state = {**place._asdict(), "stacks": stacks, "silent": silent}
+    def _publish_state(
+        self, number: int, rank: int, stack_state: StackState, stacks: bool, silent: bool = False
+    ) -> None:
+        state = {**stack_state._asdict(), "stacks": stacks, "silent": silent}
         name = f"{_KEY}/{number}/{rank}"
         self._store.set(name, seal(json.dumps(state).encode(), name))
 
-    def _find_silent(self, number: int, of: Collection[int]) -> list[int]:
-        return [rank for rank in of if not self._store.check([f"{_KEY}/{number}/{rank}"])]
+    def _find_silent(self, number: int, peers: Collection[int]) -> list[int]:
+        return [rank for rank in peers if not self._store.check([f"{_KEY}/{number}/{rank}"])]
 
     def _collect(self, number: int, seconds: float) -> None:
         """Collect the states of all ranks, raise the alarm and tell the launcher. Runs in a separate thread."""
@@ -349,34 +353,34 @@ def _read_state(store: Any, name: str) -> dict[str, Any] | None:
 
 
 def summarize_states(
-    said: Sequence[dict[str, Any] | None], nodes: Sequence[str], seconds: float, logs: Path
+    states: Sequence[dict[str, Any] | None], nodes: Sequence[str], seconds: float, logs: Path
 ) -> tuple[int | None, str]:
     """Return the rank that the others wait for, None if all wait for each other, and a log line.
 
     Args:
-        said: published state of each rank: `waits`, `where`, `stacks`, and `silent` if another rank published it. None
-            if its whole node is silent.
+        states: published state of each rank: `waits`, `where`, `stacks`, and `silent` if another rank published it.
+            None if its whole node is silent.
     """
-    unreachable = [rank for rank, state in enumerate(said) if state is None]
-    silent = [rank for rank, state in enumerate(said) if state is not None and state["silent"]]
-    busy = [rank for rank, state in enumerate(said) if state is not None and not state["waits"]]
+    unreachable = [rank for rank, state in enumerate(states) if state is None]
+    silent = [rank for rank, state in enumerate(states) if state is not None and state["silent"]]
+    busy = [rank for rank, state in enumerate(states) if state is not None and not state["waits"]]
     culprits = unreachable or silent or busy
     if culprits:
-        words = [f"rank {rank} on node {nodes[rank]} {_describe_state(said[rank])}" for rank in culprits[:4]]
+        words = [f"rank {rank} on node {nodes[rank]} {_describe_state(states[rank])}" for rank in culprits[:4]]
         more = f" and {len(culprits) - 4} more" if len(culprits) > 4 else ""
         line = f"the others have waited {seconds:.0f} s for {'; and for '.join(words)}{more}"
     else:
-        places = [f"rank {rank} at {state['where']}" for rank, state in enumerate(said[:4]) if state is not None]
+        places = [f"rank {rank} at {state['where']}" for rank, state in enumerate(states[:4]) if state is not None]
         line = f"all ranks have waited {seconds:.0f} s for each other: {'; '.join(places)}"
-    no_stacks = [rank for rank, state in enumerate(said) if state is None or not state["stacks"]]
+    no_stacks = [rank for rank, state in enumerate(states) if state is None or not state["stacks"]]
     missing = f", but for rank {', '.join(map(str, no_stacks))}, which could not write its stacks" if no_stacks else ""
     return culprits[0] if culprits else None, f"{line}. The stacks of all ranks are in {logs}/rank_N.log{missing}"
 
 
-def _describe_state(one: dict[str, Any] | None) -> str:
-    if one is None:
+def _describe_state(state: dict[str, Any] | None) -> str:
+    if state is None:
         return "whose node does not respond"
-    return f"which {one['where']}" if one["silent"] else f"which is at {one['where']}"
+    return f"which {state['where']}" if state["silent"] else f"which is at {state['where']}"
 
 
 def _state(pid: int) -> str:

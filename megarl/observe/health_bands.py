@@ -118,26 +118,26 @@ def load_bands(settings: GuardsConfig) -> dict[str, Band]:
             raise ConfigError("guards.bands is set, but guards.alarms=false disables it; set it to true")
         return {}
     bands = dict(BANDS)
-    for metric, ends in settings.bands.items():
+    for metric, bounds in settings.bands.items():
         if metric == LOGPROB_DIFF:
             continue
-        if ends is None:
+        if bounds is None:
             bands.pop(metric, None)
         else:
-            lower, upper = _parse_bounds(metric, ends)
+            lower, upper = _parse_bounds(metric, bounds)
             bands[metric] = replace(bands.get(metric, Band(metric, None, None)), lower=lower, upper=upper)
     return {name: band for name, band in bands.items() if (band.lower, band.upper) != (None, None)}
 
 
-def _parse_bounds(metric: str, ends: Any) -> tuple[float | None, float | None]:
-    def is_bound(end: Any) -> bool:
-        number = isinstance(end, (int, float)) and not isinstance(end, bool)
-        return end is None or (number and math.isfinite(end))
+def _parse_bounds(metric: str, bounds: Any) -> tuple[float | None, float | None]:
+    def is_bound(bound: Any) -> bool:
+        is_number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
+        return bound is None or (is_number and math.isfinite(bound))
 
-    is_pair = isinstance(ends, (list, tuple)) and len(ends) == 2 and all(map(is_bound, ends))
-    if not is_pair or ends == [None, None] or (None not in ends and ends[0] > ends[1]):
+    is_pair = isinstance(bounds, (list, tuple)) and len(bounds) == 2 and all(map(is_bound, bounds))
+    if not is_pair or bounds == [None, None] or (None not in bounds and bounds[0] > bounds[1]):
         raise ConfigError(
             f"guards.bands.{metric} must be two numbers, the lower one first, or null for an open end, such as "
-            f"[0.4, 0.6] or [2000, null], not {str(ends)[:80]}"
+            f"[0.4, 0.6] or [2000, null], not {str(bounds)[:80]}"
         )
-    return ends[0], ends[1]
+    return bounds[0], bounds[1]

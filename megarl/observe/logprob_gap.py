@@ -75,16 +75,16 @@ class LogprobGaps:
         return self.trainer - self.engine
 
 
-def compute_gaps(records: Sequence[Record], version: int) -> LogprobGaps:
+def compute_gaps(records: Sequence[Record], weight_version: int) -> LogprobGaps:
     """Compute the gaps of a step's records, which must include sampling masks.
 
     Args:
-        version: weight version of the trainer in that step.
+        weight_version: weight version of the trainer in that step.
     """
     parts = [
         columns_of_rollout
         for record_index, record in enumerate(records)
-        if (columns_of_rollout := _rollout_columns(record_index, record, version)) is not None
+        if (columns_of_rollout := _rollout_columns(record_index, record, weight_version)) is not None
     ]
     columns = [np.concatenate([part[i] for part in parts]) if parts else np.zeros(0) for i in range(9)]
     engine, replayed, unreplayed, cause_ids, staleness, mask_sizes, cached, record_index, token_index = columns
@@ -105,7 +105,7 @@ def compute_gaps(records: Sequence[Record], version: int) -> LogprobGaps:
     )
 
 
-def _rollout_columns(number: int, record: Record, version: int) -> tuple[np.ndarray, ...] | None:
+def _rollout_columns(record_index: int, record: Record, weight_version: int) -> tuple[np.ndarray, ...] | None:
     """Return the columns of one rollout's sampled tokens; None without trainer log-probs or sampled tokens."""
     rollout, trainer = record.rollout, record.trainer_logprobs
     if trainer is None or not rollout.num_actions:
@@ -113,14 +113,16 @@ def _rollout_columns(number: int, record: Record, version: int) -> tuple[np.ndar
     lengths = [len(turn.token_ids) for turn in rollout.turns]
     is_action = np.repeat([turn.is_action for turn in rollout.turns], lengths)
     engine = np.concatenate([turn.logprobs for turn in rollout.turns if turn.is_action]).astype(np.float64)
-    staleness = np.concatenate([version - turn.token_versions for turn in rollout.turns if turn.is_action]).clip(min=0)
+    staleness = np.concatenate([weight_version - turn.token_versions for turn in rollout.turns if turn.is_action]).clip(
+        min=0
+    )
     turn_index = np.cumsum([turn.is_action for turn in rollout.turns])
     turn = np.repeat(turn_index, lengths)[is_action]
     sampling_mask = rollout.sampling_mask
     mask_sizes = np.zeros(len(engine), np.int32) if sampling_mask is None else sampling_mask.counts.numpy()
-    carried, cached = np.maximum.accumulate(staleness) > 0, _cached_by_token(rollout)
+    has_stale_prefix, cached = np.maximum.accumulate(staleness) > 0, _cached_by_token(rollout)
     cause_ids = np.select(
-        [staleness > 0, carried, mask_sizes > 0, cached == 0, cached > 0, turn <= 1], [0, 1, 2, 3, 4, 5], 6
+        [staleness > 0, has_stale_prefix, mask_sizes > 0, cached == 0, cached > 0, turn <= 1], [0, 1, 2, 3, 4, 5], 6
     )
     unreplayed = (
         np.full(len(engine), np.nan) if trainer.unreplayed is None else trainer.unreplayed[is_action].astype(np.float64)
@@ -135,7 +137,7 @@ def _rollout_columns(number: int, record: Record, version: int) -> tuple[np.ndar
         staleness,
         mask_sizes,
         cached,
-        positions * 0 + number,
+        positions * 0 + record_index,
         positions,
     )
 
@@ -215,14 +217,14 @@ TWIN_KINDS = ("cached for one, not for the other", "cached for both", "cached fo
 """How the two requests that reported a token's log-prob differ; `Cause.name` in `compare_twins`."""
 
 
-def compare_twins(records: Sequence[Record], version: int) -> list[Cause]:
+def compare_twins(records: Sequence[Record], weight_version: int) -> list[Cause]:
     """Compare the engine's log-probs of the same token after the same prefix, by what was cached for each.
 
     Each token is compared with the first of its twins without cached tokens or, if all had some, with the first twin.
-    Only tokens count that were sampled from the full vocabulary with weights `version`, after no token of other
+    Only tokens count that were sampled from the full vocabulary with weights `weight_version`, after no token of other
     weights, and whose cached tokens are on record. Trainer log-probs are not needed. `share` is always 0 here.
     """
-    parts = [part for record in records if (part := _hash_prefixes(record.rollout, version)) is not None]
+    parts = [part for record in records if (part := _hash_prefixes(record.rollout, weight_version)) is not None]
     if not parts:
         return []
     key, cached, logprob = (np.concatenate([part[i] for part in parts]) for i in range(3))
@@ -237,7 +239,7 @@ def compare_twins(records: Sequence[Record], version: int) -> list[Cause]:
     return [_summarize_part(name, part, 0.0) for name, part in gaps_by_kind if len(part)]
 
 
-def _hash_prefixes(rollout: Rollout, version: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+def _hash_prefixes(rollout: Rollout, weight_version: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """Return, for the tokens that can have twins: [n] uint64 hash of the sequence up to and including each, [n] bool
     whether its turn had cached tokens, and [n] float64 engine log-probs."""
     action_turns = [turn for turn in rollout.turns if turn.is_action]
@@ -247,7 +249,7 @@ def _hash_prefixes(rollout: Rollout, version: int) -> tuple[np.ndarray, np.ndarr
     ids = rollout.token_ids.astype(np.uint64)
     prefix = np.cumsum(_splitmix64(_splitmix64(ids) + np.arange(len(ids), dtype=np.uint64)), dtype=np.uint64)[is_action]
     cached = _cached_by_token(rollout)
-    is_other_version = np.concatenate([turn.token_versions for turn in action_turns]) != version
+    is_other_version = np.concatenate([turn.token_versions for turn in action_turns]) != weight_version
     keep = ~np.maximum.accumulate(is_other_version) & (cached >= 0)
     if rollout.sampling_mask is not None:
         keep &= rollout.sampling_mask.counts.numpy() == 0

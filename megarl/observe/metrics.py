@@ -27,9 +27,9 @@ WARN_AFTER_STEPS = 3
 class ZeroSpreadWarning:
     """Watches `ZERO_SPREAD` over a run. All ranks see the same metrics."""
 
-    def __init__(self, declared: Requirements) -> None:
-        self._is_enabled = declared.is_group_relative and "critic" not in declared.roles
-        self._is_refilled = declared.has_dynamic_sampling
+    def __init__(self, requirements: Requirements) -> None:
+        self._is_enabled = requirements.is_group_relative and "critic" not in requirements.roles
+        self._is_refilled = requirements.has_dynamic_sampling
         self._zero_spread_steps = 0
 
     def check(self, step: int, metrics: Mapping[str, float]) -> str:
@@ -43,14 +43,14 @@ class ZeroSpreadWarning:
         if self._zero_spread_steps != WARN_AFTER_STEPS:
             return ""
         mean = metrics["rollout/reward_mean"]
-        other = "" if self._is_refilled else ", or set algorithm=dapo, which samples until prompts' rewards differ"
+        remedy = "" if self._is_refilled else ", or set algorithm=dapo, which samples until prompts' rewards differ"
         return (
             f"step {step}: for {WARN_AFTER_STEPS} steps all answers to each prompt have had the same reward "
             f"({ZERO_SPREAD} 1, mean {mean:.3g}): they do not distinguish answers, and nothing is learned from them. "
             "Read some answers (tools/view_rollouts.py): does the reward recognize right answers? If so, use easier "
             "prompts if all are wrong (or sft first), harder ones if all are right; or raise "
             "rollout.samples_per_prompt or "
-            f"rollout.temperature{other}"
+            f"rollout.temperature{remedy}"
         )
 
 
@@ -131,8 +131,8 @@ def _compute_reward_metrics(rollouts: Rollouts) -> dict[str, float]:
     if (num_groups := int(group_index.max()) + 1) < len(rollouts):
         zeros = rollouts.reward.new_zeros(2, num_groups)
         lowest, highest = (
-            zeros[i].scatter_reduce(0, group_index, rollouts.reward, reduce=way, include_self=False)
-            for i, way in enumerate(("amin", "amax"))
+            zeros[i].scatter_reduce(0, group_index, rollouts.reward, reduce=reduction, include_self=False)
+            for i, reduction in enumerate(("amin", "amax"))
         )
         metrics["rollout/zero_spread_frac"] = _mean(lowest == highest)
     parts = rollouts.reward_parts
@@ -173,14 +173,14 @@ class SourceMeans:
     def __init__(self) -> None:
         self._sums: dict[str, dict[str, list[float]]] = {}  # metric -> source -> [sum, sum of weights]
 
-    def add(self, figure: str, sums: torch.Tensor, weights: torch.Tensor, rollouts: Rollouts) -> None:
+    def add(self, metric: str, sums: torch.Tensor, weights: torch.Tensor, rollouts: Rollouts) -> None:
         """Add a batch.
 
         Args:
             sums: [N] sum of the metric per rollout.
             weights: [N] weight per rollout, such as its tokens.
         """
-        by_source = self._sums.setdefault(figure, {})
+        by_source = self._sums.setdefault(metric, {})
         for index, source in enumerate(rollouts.sources):
             mask = rollouts.source == index
             totals = by_source.setdefault(source, [0.0, 0.0])
@@ -188,14 +188,14 @@ class SourceMeans:
             totals[1] += float(weights[mask].sum(dtype=torch.float64))
 
     def result(self) -> dict[str, float]:
-        """Return the mean per metric, and `<figure>/<source>` for 2 to `MAX_SOURCES` sources."""
+        """Return the mean per metric, and `<metric>/<source>` for 2 to `MAX_SOURCES` sources."""
         means = {}
-        for figure, by_source in self._sums.items():
+        for metric, by_source in self._sums.items():
             sums, weights = zip(*by_source.values(), strict=True)
-            means[figure] = math.fsum(sums) / math.fsum(weights)
+            means[metric] = math.fsum(sums) / math.fsum(weights)
             if 1 < len(by_source) <= MAX_SOURCES:
                 means |= {
-                    f"{figure}/{name or DEFAULT_SOURCE}": value / weight for name, (value, weight) in by_source.items()
+                    f"{metric}/{name or DEFAULT_SOURCE}": value / weight for name, (value, weight) in by_source.items()
                 }
         return means
 
@@ -205,10 +205,10 @@ def mask_by_source(source: torch.Tensor, names: tuple[str, ...]) -> dict[str, to
 
     Empty for a single source, and for more than `MAX_SOURCES`, whose metrics nobody would read.
     """
-    present = torch.unique(source).tolist()
-    if not 1 < len(present) <= MAX_SOURCES:
+    source_ids = torch.unique(source).tolist()
+    if not 1 < len(source_ids) <= MAX_SOURCES:
         return {}
-    return {names[number] or DEFAULT_SOURCE: source == number for number in present}
+    return {names[source_id] or DEFAULT_SOURCE: source == source_id for source_id in source_ids}
 
 
 def _mean(numbers: torch.Tensor) -> float:

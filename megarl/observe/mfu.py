@@ -42,13 +42,13 @@ class RoleFlops:
         self.update_flops += self.flops.forward(sizes) + self.flops.backward(sizes)
 
 
-def select_remote_clocks(works: Iterable[RoleFlops]) -> dict[int, list[str]]:
+def select_remote_clocks(roles: Iterable[RoleFlops]) -> dict[int, list[str]]:
     """Return the ranks other than 0 whose clocks `compute_throughput` reads, with those phases.
 
     Ascending by rank, and identical on all ranks.
     """
     phases_by_rank: dict[int, list[str]] = {}
-    for role in works:
+    for role in roles:
         if role.first_rank:
             phases_by_rank.setdefault(role.first_rank, []).append(f"time/{role.phase}")
     return dict(sorted(phases_by_rank.items()))
@@ -59,13 +59,13 @@ PhaseTimes = Mapping[str, float]
 
 
 def compute_throughput(
-    works: Iterable[RoleFlops],
+    roles: Iterable[RoleFlops],
     times: PhaseTimes,
     world: int,
     peak: float | None,
-    elsewhere: Mapping[int, PhaseTimes] = MappingProxyType({}),
+    remote_times: Mapping[int, PhaseTimes] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """Return the throughput metrics of a step and reset the counters in `works`.
+    """Return the throughput metrics of a step and reset the counters in `roles`.
 
     `perf/tflops_per_gpu` counts everything that models computed on Megatron, over the whole step and all ranks: how
     much of the machine training had. `perf/<role>_tflops_per_gpu` counts a role's updates (its forward passes if it is
@@ -76,22 +76,22 @@ def compute_throughput(
         times: phase times of this rank's clock.
         world: number of ranks.
         peak: peak FLOP/s of a GPU; None if unknown.
-        elsewhere: phase times of other ranks' clocks, for roles whose `first_rank` they are.
+        remote_times: phase times of other ranks' clocks, for roles whose `first_rank` they are.
     """
     rates: dict[str, float] = {}
     total_flops = 0.0
-    for role in works:
+    for role in roles:
         total_flops += role.forward_flops + role.update_flops
         role_flops = role.update_flops if role.is_trained else role.forward_flops
-        seconds = elsewhere.get(role.first_rank, times).get(f"time/{role.phase}", 0.0)
+        seconds = remote_times.get(role.first_rank, times).get(f"time/{role.phase}", 0.0)
         if role_flops and seconds > 0:
             rates[f"{role.name}_"] = role_flops / seconds / role.num_ranks
         role.forward_flops = role.update_flops = 0.0
     if total_flops and times.get("time/step", 0.0) > 0:
         rates[""] = total_flops / times["time/step"] / world
-    metrics = {f"perf/{who}tflops_per_gpu": rate / 1e12 for who, rate in rates.items()}
+    metrics = {f"perf/{prefix}tflops_per_gpu": rate / 1e12 for prefix, rate in rates.items()}
     if peak:
-        metrics |= {f"perf/{who}mfu": rate / peak for who, rate in rates.items()}
+        metrics |= {f"perf/{prefix}mfu": rate / peak for prefix, rate in rates.items()}
     return metrics
 
 
@@ -99,12 +99,12 @@ class GpuMonitor:
     """Samples this rank's GPU every `SAMPLE_INTERVAL_S` seconds in a background thread.
 
     Args:
-        look: returns recent utilization in [0, 1] and bytes of memory in use by any process, or None if unavailable,
-            which stops the sampling.
+        read_usage: returns recent utilization in [0, 1] and bytes of memory in use by any process, or None if
+            unavailable, which stops the sampling.
     """
 
-    def __init__(self, look: Callable[[], tuple[float, int] | None]) -> None:
-        self._read_usage = look
+    def __init__(self, read_usage: Callable[[], tuple[float, int] | None]) -> None:
+        self._read_usage = read_usage
         self._samples: list[tuple[float, int]] = []
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -122,8 +122,8 @@ class GpuMonitor:
         if not samples:
             return {}
         return {
-            "perf/gpu_utilization": sum(busy for busy, _ in samples) / len(samples),
-            "perf/gpu_memory_gib": max(taken for _, taken in samples) / 2**30,
+            "perf/gpu_utilization": sum(utilization for utilization, _ in samples) / len(samples),
+            "perf/gpu_memory_gib": max(memory for _, memory in samples) / 2**30,
         }
 
     def close(self) -> None:

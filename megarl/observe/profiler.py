@@ -70,11 +70,11 @@ class StepProfiler:
         clock: Clock,
         folder: Path,
         rank: int,
-        say: Callable[[str], None],
-        opened: Callable[[], Window] | None = None,
+        log: Callable[[str], None],
+        create_window: Callable[[], Window] | None = None,
     ) -> None:
-        self._steps, self._clock, self._folder, self._rank, self._log = set(steps), clock, folder, rank, say
-        self._create_window = opened or (CudaWindow if device.has_cuda() else HostWindow)
+        self._steps, self._clock, self._folder, self._rank, self._log = set(steps), clock, folder, rank, log
+        self._create_window = create_window or (CudaWindow if device.has_cuda() else HostWindow)
         self._window: Window | None = None
         self._first = self._last = 0
 

@@ -61,7 +61,7 @@ class Progress:
         total: number of steps.
         live: whether to redraw in place; None to do so if the output is a terminal.
         bands: health bands by metric; the display shows whether each metric is within its band.
-        counts: whether to display step counts.
+        has_steps: whether to display step counts.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Progress:
         enabled: bool = True,
         live: bool | None = None,
         bands: Mapping[str, Band] | None = None,
-        counts: bool = True,
+        has_steps: bool = True,
     ) -> None:
         self.title = title
-        self.has_steps = counts
+        self.has_steps = has_steps
         """Whether step counts are displayed; a standalone evaluation has only one step."""
         self.bands = bands or {}
         self.total = total
@@ -130,15 +130,15 @@ class Progress:
             text += f", {estimate[0]:.0%}, {format_duration(estimate[1])} left"
         return text
 
-    def report_long_phase(self, said: float) -> float:
+    def report_long_phase(self, last_report: float) -> float:
         """Log the current phase if it began, and was last logged, at least `REPORT_INTERVAL_S` ago.
 
         Args:
-            said: time of the last such line; the return value is its update.
+            last_report: time of the last such line; the return value is its update.
         """
         now = time.monotonic()
-        if not self._phase or now - max(said, self._phase_began) < REPORT_INTERVAL_S:
-            return said
+        if not self._phase or now - max(last_report, self._phase_began) < REPORT_INTERVAL_S:
+            return last_report
         self.log(f"now: {self.describe_phase()}")
         return now
 
@@ -264,10 +264,10 @@ class Progress:
         ]
 
 
-def _report_long_phases(progress: weakref.ref[Progress], ends: threading.Event) -> None:
-    """Log long phases until `ends` is set or the display is garbage-collected."""
+def _report_long_phases(progress: weakref.ref[Progress], closing: threading.Event) -> None:
+    """Log long phases until `closing` is set or the display is garbage-collected."""
     last_report = time.monotonic()
-    while not ends.wait(REPORT_INTERVAL_S / 4):
+    while not closing.wait(REPORT_INTERVAL_S / 4):
         if (display := progress()) is None:
             return
         last_report = display.report_long_phase(last_report)

@@ -57,31 +57,31 @@ def needs_trainer_columns(config: Config) -> bool:
     return config.train.routing_replay or config.rollout.has_truncated_sampling
 
 
-def check_replay(config: Config, hf: HFConfig, vocabulary: str = "", until: int = 0) -> None:
+def check_replay(config: Config, hf: HFConfig, vocab_hash: str = "", max_step: int = 0) -> None:
     """Check that the recording has the rollouts of all steps to take and fits the configuration.
 
     Checks counts, vocabulary and the shape of routing. Reads only `_CHECKED_COLUMNS` and the like, not tokens and
     messages, which are checked when they are replayed.
 
     Args:
-        vocabulary: hash of the tokenizer's vocabulary, as recorded by the rollout log; empty if unknown.
-        until: last step to check; 0 for all.
+        vocab_hash: hash of the tokenizer's vocabulary, as recorded by the rollout log; empty if unknown.
+        max_step: last step to check; 0 for all.
 
     Raises:
         ConfigError: if the recording does not fit.
     """
-    recorded = ReplaySource.parse(config.rollout.replay)
-    folder, key = recorded.folder, f"rollout.replay={config.rollout.replay}"
+    source = ReplaySource.parse(config.rollout.replay)
+    folder, key = source.folder, f"rollout.replay={config.rollout.replay}"
     if not folder.is_dir():
         raise ConfigError(f"{key}: no such run folder")
     if not (folder / "rollouts").is_dir():
         raise ConfigError(f"{key} has no folder rollouts; name a run with track.save_rollouts=true")
-    first_step, last_step = 1, until or config.run.num_rollout
+    first_step, last_step = 1, max_step or config.run.num_rollout
     if config.run.resumes:  # steps up to the checkpoint are not repeated
         saved = (path.name.removeprefix("step_") for path in Path(config.run.dir, "checkpoints").glob("step_*"))
         first_step += max((int(number) for number in saved if number.isdecimal()), default=0)
     for step in range(first_step, last_step + 1):
-        recorded_step = recorded.recorded_step(step)
+        recorded_step = source.recorded_step(step)
         if not step_folder(folder, recorded_step).is_dir():
             available = recorded_steps(folder)
             available_text = f"it has steps {available[0]} to {available[-1]}" if available else "it has none"
@@ -90,10 +90,10 @@ def check_replay(config: Config, hf: HFConfig, vocabulary: str = "", until: int 
                 remedy = f"{folder}@{available[0]} begins with its first"
             name = step_folder(folder, recorded_step).name
             raise ConfigError(f"{key} has no rollouts of step {recorded_step} ({name}), {available_text}: {remedy}")
-        _check_step(folder, recorded_step, config, hf, vocabulary)
+        _check_step(folder, recorded_step, config, hf, vocab_hash)
 
 
-def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocabulary: str) -> None:
+def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocab_hash: str) -> None:
     """Raise ConfigError unless the step's rollouts could have been generated with this configuration."""
     prompts, samples = config.data.prompts_per_step, config.rollout.samples_per_prompt
     shape = routing_shape(hf, config.model.megatron) if config.train.routing_replay else None
@@ -102,23 +102,23 @@ def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocabula
     sizes: Counter[int] = Counter()
     episodes: set[tuple[int, int]] = set()
     for file, part in open_complete_parts(run_dir, step):
-        if vocabulary and (recorded_hash := read_vocabulary_hash(part)) and recorded_hash != vocabulary:
+        if vocab_hash and (recorded_hash := read_vocabulary_hash(part)) and recorded_hash != vocab_hash:
             raise ConfigError(
                 f"{file} was recorded with another tokenizer than that of model.path={config.model.path}; set "
                 f"model.path to a model with the same tokenizer"
             )
         _check_range(file, part, int(hf["vocab_size"]))
         for number, row in enumerate(iter_rows(file, part, (*_CHECKED_COLUMNS, "routing_shape", *counts))):
-            where = f"{file}, row {number}"
+            location = f"{file}, row {number}"
             try:
                 check_turns(row)
             except ValueError as error:
-                raise ConfigError(f"{where}, is not a recorded rollout: {error}") from None
+                raise ConfigError(f"{location}, is not a recorded rollout: {error}") from None
             if row["logprob"] is not None and not math.isfinite(row["logprob"]):
-                raise ConfigError(f"{where}: a log-prob is not finite")
+                raise ConfigError(f"{location}: a log-prob is not finite")
             if (length := int(row["turn_lengths"].sum())) > config.rollout.max_context:
                 raise ConfigError(
-                    f"{where}: a rollout of {length} tokens, beyond rollout.max_context="
+                    f"{location}: a rollout of {length} tokens, beyond rollout.max_context="
                     f"{config.rollout.max_context}: it is of another configuration"
                 )
             if row["status"] != "aborted" and row["turn_is_action"].any():
@@ -132,16 +132,16 @@ def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocabula
                         else f"that of {recorded_routing[1]} layers with {recorded_routing[2]} experts each"
                     )
                     raise ConfigError(
-                        f"train.routing_replay=true, but {where}, has {recorded_shape}, and this model has "
+                        f"train.routing_replay=true, but {location}, has {recorded_shape}, and this model has "
                         f"{expected_shape[0]} layers with {expected_shape[1]}: replay a run that "
                         "recorded it (with train.routing_replay and track.save_replay_data), or set "
                         "train.routing_replay=false"
                     )
                 if counts and row["support_counts"] is None:
                     raise ConfigError(
-                        f"sampling is truncated by rollout.top_p, top_k or min_p, but {where}, has no sampling masks: "
-                        "replay a run that recorded them (with the same keys and track.save_replay_data), or reset "
-                        "these keys"
+                        f"sampling is truncated by rollout.top_p, top_k or min_p, but {location}, has no sampling "
+                        "masks: replay a run that recorded them (with the same keys and track.save_replay_data), or "
+                        "reset these keys"
                     )
             episode = row["group"], row["episode"]
             sizes[row["group"]] += row["episode"] < 0 or episode not in episodes  # an episode has a row per branch
@@ -165,7 +165,7 @@ def _read_prompts_per_step(run_dir: Path) -> int | None:
         return None
 
 
-def _check_range(file: Path, part: pq.ParquetFile, words: int) -> None:
+def _check_range(file: Path, part: pq.ParquetFile, vocab_size: int) -> None:
     """Check token ids and log-probs by parquet's column statistics, without reading them. words: vocabulary size."""
     for group in range(part.num_row_groups):
         row_group = part.metadata.row_group(group)
@@ -176,10 +176,10 @@ def _check_range(file: Path, part: pq.ParquetFile, words: int) -> None:
             if name in ("token_ids", "prompt_token_ids", "support_ids"):
                 if statistics.min < 0:
                     raise ConfigError(f"{file} is not a file of recorded rollouts: a token id is negative")
-                if statistics.max >= words:
+                if statistics.max >= vocab_size:
                     raise ConfigError(
-                        f"{file} has the token {statistics.max}, and the model of model.path has {words} tokens: it "
-                        f"was recorded with another model"
+                        f"{file} has the token {statistics.max}, and the model of model.path has {vocab_size} tokens: "
+                        "it was recorded with another model"
                     )
             if name == "logprobs" and not (math.isfinite(statistics.min) and math.isfinite(statistics.max)):
                 raise ConfigError(f"{file}: a log-prob is not finite")

@@ -52,8 +52,8 @@ FORMAT = 6
 """Version of the file format; changes with the columns."""
 
 
-def _list(kind: pa.DataType) -> pa.DataType:
-    return pa.list_(pa.field("element", kind, nullable=False))
+def _list(item_type: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("element", item_type, nullable=False))
 
 
 _COLUMNS_BY_TYPE: dict[pa.DataType, tuple[str, ...]] = {

@@ -71,8 +71,8 @@ class RolloutLog:
     Args:
         warn: called by `write`, `drain` and `close`, on the caller's thread, with the first failure to write. Nothing
             is raised, and later failures are silent.
-        records: whether to write routing and sampling masks (`TRAINER_COLUMNS`).
-        vocabulary: hash of the tokenizer's vocabulary.
+        save_replay_data: whether to write routing and sampling masks (`TRAINER_COLUMNS`).
+        vocab_hash: hash of the tokenizer's vocabulary.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class RolloutLog:
         run_dir: str | Path,
         rank: int,
         warn: Callable[[str], None],
-        records: bool = True,
-        vocabulary: str = "",
+        save_replay_data: bool = True,
+        vocab_hash: str = "",
     ) -> None:
         self._run_dir = run_dir
         self._rank = rank
         self._warn = warn
-        self._has_trainer_columns, self._vocabulary = records, vocabulary
+        self._has_trainer_columns, self._vocab_hash = save_replay_data, vocab_hash
         self._warned = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-log")
         self._pending_write: Future[None] | None = None
@@ -98,7 +98,7 @@ class RolloutLog:
         numbers: Sequence[int],
         rollouts: Sequence[Rollout],
         advantages: Sequence[np.ndarray | None] | None = None,
-        trainer: Sequence[TrainerLogprobs | None] | None = None,
+        trainer_logprobs: Sequence[TrainerLogprobs | None] | None = None,
     ) -> None:
         """Queue this rank's rollouts of a step for writing. Call once per step.
 
@@ -109,7 +109,7 @@ class RolloutLog:
             total: rollouts of the step on all ranks.
             numbers: index of each rollout in the step.
             advantages: [tokens] float32 per rollout, None for a rollout that was not trained on.
-            trainer: trainer log-probs per rollout, likewise.
+            trainer_logprobs: trainer log-probs per rollout, likewise.
         """
         self.drain()
         if rollouts:
@@ -118,7 +118,7 @@ class RolloutLog:
                 rollouts = [replace(rollout, routing=None, sampling_mask=None) for rollout in rollouts]
             file = part_file(self._run_dir, step, self._rank)
             self._pending_write = self._thread.submit(
-                write_part, file, step, total, numbers, rollouts, advantage_list, self._vocabulary, trainer
+                write_part, file, step, total, numbers, rollouts, advantage_list, self._vocab_hash, trainer_logprobs
             )
 
     def drain(self) -> None:
@@ -153,17 +153,17 @@ def write_part(
     numbers: Sequence[int],
     rollouts: Sequence[Rollout],
     advantages: Sequence[np.ndarray | None] | None = None,
-    vocabulary: str = "",
-    trainer: Sequence[TrainerLogprobs | None] | None = None,
+    vocab_hash: str = "",
+    trainer_logprobs: Sequence[TrainerLogprobs | None] | None = None,
 ) -> None:
     """Write some of a step's rollouts to `file`, which appears atomically. Arguments as for `RolloutLog.write`.
 
     Raises OSError, and ValueError or OverflowError for values that the columns cannot hold.
     """
-    metadata = {"megarl.format": FORMAT, "megarl.step": step, "megarl.total": total, "megarl.vocabulary": vocabulary}
+    metadata = {"megarl.format": FORMAT, "megarl.step": step, "megarl.total": total, "megarl.vocabulary": vocab_hash}
     schema = SCHEMA.with_metadata({name: str(value) for name, value in metadata.items()})
     advantage_list = [None] * len(rollouts) if advantages is None else advantages
-    trainer_list = [None] * len(rollouts) if trainer is None else trainer
+    trainer_list = [None] * len(rollouts) if trainer_logprobs is None else trainer_logprobs
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}")  # readers of whole folders skip dot files
     try:
@@ -198,30 +198,37 @@ def _record_bytes(rollout: Rollout) -> int:
 # --- reading --------------------------------------------------------------------------------------------------
 
 
-def read_rollouts(run_dir: str | Path, step: int, rank: int = 0, world: int = 1, whole: bool = False) -> list[Rollout]:
+def read_rollouts(
+    run_dir: str | Path, step: int, rank: int = 0, world: int = 1, include_trainer_columns: bool = False
+) -> list[Rollout]:
     """Return a step's rollouts in order, equal to those written.
 
     Args:
         rank, world: return only the rollouts written by ranks congruent to `rank` modulo `world`, so that a smaller
             world covers the files of a larger one.
-        whole: include `TRAINER_COLUMNS`: routing and sampling masks.
+        include_trainer_columns: include `TRAINER_COLUMNS`: routing and sampling masks.
 
     Raises:
         ConfigError: if the step is incomplete, or a file is damaged or of an unknown format.
     """
-    return [record.rollout for record in read_records(run_dir, step, rank, world, whole)]
+    return [record.rollout for record in read_records(run_dir, step, rank, world, include_trainer_columns)]
 
 
 def read_records(
-    run_dir: str | Path, step: int, rank: int = 0, world: int = 1, whole: bool = False, without: Sequence[str] = ()
+    run_dir: str | Path,
+    step: int,
+    rank: int = 0,
+    world: int = 1,
+    include_trainer_columns: bool = False,
+    exclude: Sequence[str] = (),
 ) -> list[Record]:
     """Like `read_rollouts`, with indices, advantages and trainer log-probs.
 
     Args:
-        without: columns to omit even if `whole`.
+        exclude: columns to omit even if `include_trainer_columns`.
     """
     records = []
-    names = [name for name in SCHEMA.names if name not in (without if whole else TRAINER_COLUMNS)]
+    names = [name for name in SCHEMA.names if name not in (exclude if include_trainer_columns else TRAINER_COLUMNS)]
     for file, part in open_complete_parts(run_dir, step):
         if int(_PART_NAME.fullmatch(file.name)[1]) % world != rank:  # type: ignore[index]
             continue
@@ -268,12 +275,12 @@ def _open_parts(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFi
         with _raise_config_error(file):
             part = pq.ParquetFile(file.absolute(), page_checksum_verification=True)
         names = _format_columns(file, part)
-        if wrong := [name for name in names if name not in part.schema_arrow.names]:
-            raise ConfigError(f"{file} is not a file of recorded rollouts: it has no column {wrong[0]!r}")
-        if wrong := [name for name in names if not part.schema_arrow.field(name).equals(SCHEMA.field(name))]:
-            kind, expected = part.schema_arrow.field(wrong[0]), SCHEMA.field(wrong[0])
-            problem = "may be null" if kind.type == expected.type else f"is of {kind.type}, not of {expected.type}"
-            raise ConfigError(f"{file} is not a file of recorded rollouts: its column {wrong[0]!r} {problem}")
+        if invalid := [name for name in names if name not in part.schema_arrow.names]:
+            raise ConfigError(f"{file} is not a file of recorded rollouts: it has no column {invalid[0]!r}")
+        if invalid := [name for name in names if not part.schema_arrow.field(name).equals(SCHEMA.field(name))]:
+            field, expected = part.schema_arrow.field(invalid[0]), SCHEMA.field(invalid[0])
+            problem = "may be null" if field.type == expected.type else f"is of {field.type}, not of {expected.type}"
+            raise ConfigError(f"{file} is not a file of recorded rollouts: its column {invalid[0]!r} {problem}")
         if (recorded_step := _read_metadata(file, part, "step")) != step:
             raise ConfigError(f"{file} is of step {recorded_step}: it has been moved")
         parts.append((file, part))

@@ -44,12 +44,12 @@ def to_batch(
     numbers: Sequence[int],
     rollouts: Sequence[Rollout],
     advantages: Sequence[np.ndarray | None],
-    trainer: Sequence[TrainerLogprobs | None] | None = None,
+    trainer_logprobs: Sequence[TrainerLogprobs | None] | None = None,
 ) -> pa.RecordBatch:
     """Convert rollouts to a record batch with one row each.
 
-    `advantages` and `trainer` have one value per token of each rollout. Raises ValueError or OverflowError for values
-    that the columns cannot hold.
+    `advantages` and `trainer_logprobs` have one value per token of each rollout. Raises ValueError or OverflowError for
+    values that the columns cannot hold.
     """
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     lengths = np.array([len(turn.token_ids) for turn in turns], np.int32)
@@ -61,12 +61,16 @@ def to_batch(
     logprobs = _concat(
         [turn.logprobs if turn.is_action else zeros[: len(turn.token_ids)] for turn in turns], np.float32
     )
-    sizes, trainer_logprobs = np.diff(ends).tolist(), [None] * len(rollouts) if trainer is None else trainer
+    sizes = np.diff(ends).tolist()
+    recorded_logprobs = [None] * len(rollouts) if trainer_logprobs is None else trainer_logprobs
     branches = [rollout.branch for rollout in rollouts]
     spans = list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
     mask = np.repeat(is_action, lengths)
     is_turn_0 = [_starts_with_prompt(rollout) for rollout in rollouts]
-    prompt_ids = [() if same else rollout.prompt.token_ids for same, rollout in zip(is_turn_0, rollouts, strict=True)]
+    prompt_ids = [
+        () if is_in_turns else rollout.prompt.token_ids
+        for is_in_turns, rollout in zip(is_turn_0, rollouts, strict=True)
+    ]
     prompt_values: dict[int, tuple[str, ...]] = {}  # samples share a prompt object
     for rollout in rollouts:
         if id(rollout.prompt) not in prompt_values:
@@ -118,7 +122,7 @@ def to_batch(
         "trainer_logprobs": _float_lists(
             [
                 None if logprobs_of_rollout is None else logprobs_of_rollout.logprobs
-                for logprobs_of_rollout in trainer_logprobs
+                for logprobs_of_rollout in recorded_logprobs
             ],
             sizes,
             "log-probs",
@@ -126,7 +130,7 @@ def to_batch(
         "unreplayed_logprobs": _float_lists(
             [
                 None if logprobs_of_rollout is None else logprobs_of_rollout.unreplayed
-                for logprobs_of_rollout in trainer_logprobs
+                for logprobs_of_rollout in recorded_logprobs
             ],
             sizes,
             "log-probs",
@@ -148,8 +152,8 @@ def _dump_versions(rollout: Rollout) -> str | None:
     return exact_json.dumps(versions) if versions else None
 
 
-def _spans(found: Any) -> tuple[tuple[int, int], ...]:
-    return tuple((int(version), int(tokens)) for version, tokens in found)
+def _spans(spans: Any) -> tuple[tuple[int, int], ...]:
+    return tuple((int(version), int(tokens)) for version, tokens in spans)
 
 
 def _starts_with_prompt(rollout: Rollout) -> bool:
@@ -174,11 +178,11 @@ def _concat(parts: Sequence[Any], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *(np.asarray(part, dtype) for part in parts)])
 
 
-def _float_lists(values: Sequence[np.ndarray | None], sizes: Sequence[int], what: str) -> tuple[Any, ...]:
+def _float_lists(values: Sequence[np.ndarray | None], sizes: Sequence[int], name: str) -> tuple[Any, ...]:
     """Build a nullable column of one float per token."""
     for array, size in zip(values, sizes, strict=True):
         if array is not None and len(array) != size:
-            raise ValueError(f"{len(array)} {what} for a rollout of {size} tokens")
+            raise ValueError(f"{len(array)} {name} for a rollout of {size} tokens")
     arrays = [np.zeros(0, np.float32) if array is None else array for array in values]
     return _offsets(map(len, arrays)), _concat(arrays, np.float32), [array is None for array in values]
 
@@ -193,12 +197,12 @@ def _tensor_bytes(record: torch.Tensor) -> memoryview:
     return record.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _array(column: Any, kind: pa.DataType) -> pa.Array:
-    if not isinstance(column, tuple) or not pa.types.is_list(kind):
-        return pa.array(column, kind)
+def _array(column: Any, data_type: pa.DataType) -> pa.Array:
+    if not isinstance(column, tuple) or not pa.types.is_list(data_type):
+        return pa.array(column, data_type)
     ends, values, *missing = column
     mask = pa.array(*missing, pa.bool_()) if missing else None
-    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(values), type=kind, mask=mask)
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(values), type=data_type, mask=mask)
 
 
 # --- rows to rollouts -----------------------------------------------------------------------------------------
@@ -240,7 +244,7 @@ def to_record(row: dict[str, Any]) -> Record:
     if invalid := [name for name, value in reward_parts.items() if type(value) not in (int, float)]:
         raise ValueError(f"its reward part {invalid[0]} is {reward_parts[invalid[0]]!r}, not a number")
     unscored = _load_json(row, "unscored", dict)
-    if invalid := [part for part, why in unscored.items() if not isinstance(why, str)]:
+    if invalid := [part for part, reason in unscored.items() if not isinstance(reason, str)]:
         raise ValueError(f"the reason why it has no {invalid[0]} is {unscored[invalid[0]]!r}, not text")
     prompt = Prompt(
         id=row["id"],
@@ -267,8 +271,8 @@ def to_record(row: dict[str, Any]) -> Record:
     for name in ("advantages", "trainer_logprobs", "unreplayed_logprobs"):
         if (values := row.get(name)) is not None and len(values) != len(tokens):
             raise ValueError(f"{len(values)} {name} for a rollout of {len(tokens)} tokens")
-    logs = row.get("trainer_logprobs")
-    trainer = None if logs is None else TrainerLogprobs(logs, row.get("unreplayed_logprobs"))
+    trainer_logprobs = row.get("trainer_logprobs")
+    trainer = None if trainer_logprobs is None else TrainerLogprobs(trainer_logprobs, row.get("unreplayed_logprobs"))
     return Record(row["number"], rollout, row["advantage"], row["advantages"], trainer)
 
 

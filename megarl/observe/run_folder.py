@@ -140,12 +140,12 @@ class RunFolder:
     Nothing in the folder changes before `begin`; a `release` before that restores the folder as it was.
     """
 
-    def __init__(self, path: Path, config: Config, resumes: bool, lock: IO[str], made: list[Path]) -> None:
+    def __init__(self, path: Path, config: Config, is_resumed: bool, lock: IO[str], created: list[Path]) -> None:
         self.path = path
-        self.is_resumed = resumes
+        self.is_resumed = is_resumed
         self._config = config
         self._lock: IO[str] | None = lock
-        self._created = made
+        self._created = created
         """Paths created by `claim`, innermost first."""
 
     def begin(self, step: int = 0) -> list[Change]:
@@ -314,8 +314,8 @@ def _is_ours(readme: Path) -> bool:
         return False
 
 
-def _create_folders(path: Path, made: list[Path]) -> None:
-    """Like `mkdir -p`; prepend the created folders to `made`."""
+def _create_folders(path: Path, created: list[Path]) -> None:
+    """Like `mkdir -p`; prepend the created folders to `created`."""
     missing = []
     while not path.exists():
         if path.is_symlink():
@@ -326,7 +326,7 @@ def _create_folders(path: Path, made: list[Path]) -> None:
         raise OSError(errno.ENOTDIR, f"{path} is not a folder")
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
-        made.insert(0, folder)
+        created.insert(0, folder)
     if missing:
         missing[0].chmod(PRIVATE_MODE)  # regardless of the umask
 
@@ -356,8 +356,8 @@ def _probe(folder: Path) -> None:
         raise _unusable(folder, error) from None
 
 
-def _remove_created(made: list[Path]) -> None:
-    for path in made:
+def _remove_created(created: list[Path]) -> None:
+    for path in created:
         with contextlib.suppress(OSError):  # another job has written into it
             path.unlink() if path.name == ".lock" else path.rmdir()
 

@@ -38,14 +38,14 @@ class RunLog:
     folder changes before `begin`. Failures to write are warned of once per kind.
 
     Args:
-        vocabulary: hash of the tokenizer's vocabulary, stored with recorded rollouts.
-        trains: whether anything is trained.
+        vocab_hash: hash of the tokenizer's vocabulary, stored with recorded rollouts.
+        is_training: whether anything is trained.
 
     Raises:
         ConfigError: on all ranks, if the run folder cannot be claimed.
     """
 
-    def __init__(self, config: Config, job: ranks.Job, vocabulary: str = "", trains: bool = True) -> None:
+    def __init__(self, config: Config, job: ranks.Job, vocab_hash: str = "", is_training: bool = True) -> None:
         self.run_dir = Path(config.run.dir)
         self.is_writer = job.rank == 0
         self._rank = job.rank
@@ -70,7 +70,7 @@ class RunLog:
             enabled=self.is_writer,
             live=None if config.track.progress else False,
             bands=load_bands(config.guards),
-            counts=trains or config.run.num_rollout > 1,
+            has_steps=is_training or config.run.num_rollout > 1,
         )
         self.guards = Guards(config.guards, self.log, self.alarm)
         self._tracker: Tracker | None = None
@@ -81,7 +81,7 @@ class RunLog:
         self._webhook = Webhook(url, config.run.dir) if url else None
         self._rollouts: RolloutLog | None = None
         if config.track.save_rollouts:
-            self._rollouts = RolloutLog(self.run_dir, job.rank, self._warn, config.track.save_replay_data, vocabulary)
+            self._rollouts = RolloutLog(self.run_dir, job.rank, self._warn, config.track.save_replay_data, vocab_hash)
         self._timeline = Timeline(self.run_dir, job.rank, self._warn)
         if self._folder is None or not self._folder.is_resumed:
             self._pending_lines = None
@@ -224,10 +224,10 @@ class RunLog:
         self.guards.raise_if_stopped()
         return metrics
 
-    def record_failed_step(self, step: int, made: Sequence[Rollouts]) -> None:
+    def record_failed_step(self, step: int, parts: Sequence[Rollouts]) -> None:
         """Record the rollouts sampled so far by a step that failed, so that it can be replayed. Not collective."""
-        if made and step > self._last_recorded_step and self._rollouts is not None:
-            rollouts = Rollouts.concat(made)
+        if parts and step > self._last_recorded_step and self._rollouts is not None:
+            rollouts = Rollouts.concat(parts)
             self._rollouts.write(step, len(rollouts), rollouts.local_indices.tolist(), rollouts.local)
 
     def _write(self, step: int, metrics: Mapping[str, float], rollouts: Rollouts | None) -> None:
@@ -258,21 +258,21 @@ class RunLog:
         self._tracker.log(step, metrics, self._step)
         self._append_line(self._progress.report_evaluation(step, metrics))
 
-    def log_end(self, error: BaseException, orderly: bool, cause: str = "") -> None:
+    def log_end(self, error: BaseException, is_graceful: bool, cause: str = "") -> None:
         """Log in log.txt why the run ends early.
 
-        Unless the end is `orderly` or the user's error, write the traceback to logs/rank_N.log and add a note on this
-        to the error.
+        Unless the end is graceful or the user's error, write the traceback to logs/rank_N.log and add a note on this to
+        the error.
 
         Args:
             cause: message of another rank whose failure caused this error.
         """
         if self.is_writer:
-            message = cause or (str(error) if orderly else f"{type(error).__name__}: {error}")
+            message = cause or (str(error) if is_graceful else f"{type(error).__name__}: {error}")
             self._append_line(message)
-            if not orderly:
+            if not is_graceful:
                 self._post(f"the run has ended: {message}")
-        if orderly or (isinstance(error, ConfigError) and error.__cause__ is None):
+        if is_graceful or (isinstance(error, ConfigError) and error.__cause__ is None):
             return
         file = self.run_dir / "logs" / f"rank_{self._rank}.log"
         try:

@@ -45,15 +45,15 @@ class Tracker:
             for name in names
         ]
 
-    def log(self, step: int, metrics: Mapping[str, float], now: int = 0) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], current_step: int = 0) -> None:
         """Append a line `{"step": ..., "time": seconds since the Unix epoch, name: value, ...}` and feed the trackers.
 
         Trackers write in the background, because all ranks wait for this one. A step may have several lines (training,
         evaluation); after a resume the last value of a metric counts.
 
         Args:
-            now: the current step, if later than `step`. Append-only trackers log the metrics at that step, with their
-                own step as `eval/after_step`.
+            current_step: the run's step, if later than `step`. Append-only trackers log the metrics at that step, with
+                their own step as `eval/after_step`.
         """
         if not self._started:
             self._started = True
@@ -61,7 +61,7 @@ class Tracker:
         line = exact_json.dumps({"step": step, "time": time.time(), **metrics}) + "\n"
         self._try("metrics.jsonl", lambda: self._append(line))
         for worker in self._workers:
-            worker.log_metrics(step, metrics, now)
+            worker.log_metrics(step, metrics, current_step)
         self._check_failures()
 
     def alarm(self, step: int, text: str) -> None:
@@ -103,14 +103,14 @@ class Tracker:
         partial.write_text("".join(exact_json.dumps(line) + "\n" for line in kept_lines), encoding="utf-8")
         partial.replace(self.path)
 
-    def _try(self, what: str, write: Any) -> None:
+    def _try(self, target: str, write: Any) -> None:
         """Call `write` and survive any failure; warn of the first failure of each kind."""
         try:
             write()
         except Exception as error:  # noqa: BLE001 - whatever a tracker's library raises must not end a training run
-            if what not in self._failed:
-                self._warn(f"could not write {what}: {error}; training continues without it")
-            self._failed.add(what)
+            if target not in self._failed:
+                self._warn(f"could not write {target}: {error}; training continues without it")
+            self._failed.add(target)
 
 
 def read_metrics(run_dir: str | Path) -> dict[int, dict[str, float]]:

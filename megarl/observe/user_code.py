@@ -61,7 +61,7 @@ def find(config: Config) -> dict[str, Path]:
     return files
 
 
-def record(run_dir: Path, config: Config, step: int, resumes: bool) -> list[tuple[str, str | None, str | None]]:
+def record(run_dir: Path, config: Config, step: int, is_resumed: bool) -> list[tuple[str, str | None, str | None]]:
     """Copy the user's files into FOLDER and return what changed since the last start.
 
     For a run resumed after step `step`, return (file, old hash, new hash) for each changed file, with None for a file
@@ -73,14 +73,14 @@ def record(run_dir: Path, config: Config, step: int, resumes: bool) -> list[tupl
     files = find(config)
     new = {name: _hash(file) for name, file in files.items()}
     index = folder / "files.json"
-    old = _read_index(index) if resumes else None
+    old = _read_index(index) if is_resumed else None
     changed = [] if old is None else sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     if old is None and not files:
         return []
     if old is None:
         if folder.exists() and not index.is_file():
             raise ConfigError(f"run.dir={run_dir} has a {FOLDER} that no run wrote; set run.dir to a new folder")
-        if not resumes:
+        if not is_resumed:
             shutil.rmtree(folder, ignore_errors=True)  # left by a start that completed no step
     elif not changed:
         return []

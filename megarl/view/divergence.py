@@ -14,7 +14,7 @@ _VOLATILE_PREFIXES = ("time/", "perf/", "memory/")
 """Prefixes of metrics that differ between any two runs."""
 
 
-def find_divergence(one: RunData, other: RunData) -> dict[str, Any]:
+def find_divergence(run: RunData, other: RunData) -> dict[str, Any]:
     """Return {steps, tokens, metrics} for the first differences between two runs.
 
     - steps: number of recorded steps that both have.
@@ -23,16 +23,16 @@ def find_divergence(one: RunData, other: RunData) -> dict[str, Any]:
     - metrics: {step, names} of the first differing metrics, or None.
     """
     notes = Notes()
-    steps = sorted(set(list_steps(one.path, notes)) & set(list_steps(other.path, notes)))
+    steps = sorted(set(list_steps(run.path, notes)) & set(list_steps(other.path, notes)))
     tokens = next(
-        (difference for step in steps if (difference := _first_token_difference(one.path, other.path, step, notes))),
+        (difference for step in steps if (difference := _first_token_difference(run.path, other.path, step, notes))),
         None,
     )
-    return {"steps": len(steps), "tokens": tokens, "metrics": _first_metric_difference(one, other)}
+    return {"steps": len(steps), "tokens": tokens, "metrics": _first_metric_difference(run, other)}
 
 
-def _first_token_difference(one: Path, other: Path, step: int, notes: Notes) -> dict[str, Any] | None:
-    tokens_a, tokens_b = _read_tokens(one, step, notes), _read_tokens(other, step, notes)
+def _first_token_difference(run_dir: Path, other_dir: Path, step: int, notes: Notes) -> dict[str, Any] | None:
+    tokens_a, tokens_b = _read_tokens(run_dir, step, notes), _read_tokens(other_dir, step, notes)
     for number in sorted(tokens_a.keys() & tokens_b.keys()):
         a, b = tokens_a[number], tokens_b[number]
         shared = min(len(a), len(b))
@@ -56,9 +56,9 @@ def _read_tokens(run_dir: Path, step: int, notes: Notes) -> dict[int, np.ndarray
     return tokens
 
 
-def _first_metric_difference(one: RunData, other: RunData) -> dict[str, Any] | None:
-    for step in sorted(one.metrics.keys() & other.metrics.keys()):
-        a, b = one.metrics[step], other.metrics[step]
+def _first_metric_difference(run: RunData, other: RunData) -> dict[str, Any] | None:
+    for step in sorted(run.metrics.keys() & other.metrics.keys()):
+        a, b = run.metrics[step], other.metrics[step]
         shared = [name for name in sorted(a.keys() & b.keys()) if not name.startswith(_VOLATILE_PREFIXES)]
         if different := [
             name for name in shared if a[name] != b[name] and not (a[name] != a[name] and b[name] != b[name])

@@ -51,7 +51,7 @@ class LoadedRun:
         return [*self.run.notes, *self.index.notes]
 
 
-def load(path: Path, spans: SpanLoader | None = None, reader: IndexReader | None = None) -> LoadedRun:
+def load(path: Path, load_spans: SpanLoader | None = None, reader: IndexReader | None = None) -> LoadedRun:
     """Load a run folder. Raises ConfigError if it does not exist.
 
     Args:
@@ -61,7 +61,7 @@ def load(path: Path, spans: SpanLoader | None = None, reader: IndexReader | None
     index = read_index(path) if reader is None else reader.read()
     if len(index) and not tokenizer_folders(path):
         run.notes.append(f"{path}: there is no tokenizer at its model.path, nor an export; tokens are shown as numbers")
-    return LoadedRun(run, index, None if spans is None else spans(path))
+    return LoadedRun(run, index, None if load_spans is None else load_spans(path))
 
 
 def find_divergences(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ def find_divergences(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
 
 
 def build_overview(
-    runs: Sequence[LoadedRun], live: bool = False, parted: Sequence[dict[str, Any]] | None = None
+    runs: Sequence[LoadedRun], live: bool = False, divergences: Sequence[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
     """Return the `overview` block, all that the first view needs. parted: the runs' `find_divergences` if known."""
     return {
@@ -79,7 +79,7 @@ def build_overview(
             for loaded in runs
         ],
         "live": live,
-        "partings": find_divergences(runs) if parted is None else list(parted),
+        "partings": find_divergences(runs) if divergences is None else list(divergences),
     }
 
 
@@ -115,14 +115,14 @@ def render_block(name: str, value: Any) -> str:
 def write_page(
     runs: Sequence[LoadedRun],
     file: Path,
-    details: int = DEFAULT_DETAILS,
-    said: Callable[[str], None] = lambda text: None,
+    max_rollouts: int = DEFAULT_DETAILS,
+    log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, int]:
     """Write the page, and its files into `<name>_files`.
 
     Args:
-        details: number of rollouts, over all runs, whose tokens are written.
-        said: called with progress messages.
+        max_rollouts: number of rollouts, over all runs, whose tokens are written.
+        log: called with progress messages.
 
     Returns:
         `page` and `beside`, bytes of the page and of its files, and `rollouts`, the number of rollouts with tokens.
@@ -138,11 +138,11 @@ def write_page(
     blocks: dict[str, Any] = {"overview": build_overview(runs)}
     beside_bytes, num_rollouts = 0, 0
     for run_index, loaded in enumerate(runs):
-        chosen = select_rollouts(loaded.index, details // len(runs))
+        chosen = select_rollouts(loaded.index, max_rollouts // len(runs))
         decoder, notes = TokenDecoder(load_decoder(loaded.run.path)), Notes()
         files_by_step: dict[str, list[list[int]]] = {}
         for step, numbers in chosen.items():
-            said(f"{loaded.run.name}: tokens of step {step}")
+            log(f"{loaded.run.name}: tokens of step {step}")
             parts = split_into_files(read_details(loaded.run.path, step, numbers, decoder, notes))
             for file_index, part in enumerate(parts):
                 name = f"tokens-{run_index}-{step}-{file_index}"
@@ -166,19 +166,19 @@ def write_page(
     }
 
 
-def select_rollouts(index: Index, most: int) -> dict[int, set[int] | None]:
-    """Select at most `most` rollouts whose tokens are shown: their numbers by step, None for a whole step.
+def select_rollouts(index: Index, max_rollouts: int) -> dict[int, set[int] | None]:
+    """Select at most `max_rollouts` rollouts whose tokens are shown: their numbers by step, None for a whole step.
 
     If not all fit, select the whole last and first steps as far as possible, and an equal number of best and worst
     rollouts of each other step.
     """
     step, number, reward = (index.columns[name] for name in ("step", "number", "reward"))
     steps = sorted(set(step.tolist()))
-    if len(index) <= most:
+    if len(index) <= max_rollouts:
         return dict.fromkeys(steps)
     rows = {s: step_rows for s, step_rows in zip(steps, _rows(step, steps), strict=True)}
     chosen: dict[int, set[int] | None] = {}
-    budget = most
+    budget = max_rollouts
     for s in dict.fromkeys((steps[-1], steps[0])):
         if len(rows[s]) <= budget // 2:
             chosen[s] = None

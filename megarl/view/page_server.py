@@ -35,9 +35,9 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, paths: Sequence[Path], port: int = 0, spans: SpanLoader | None = None) -> None:
+    def __init__(self, paths: Sequence[Path], port: int = 0, load_spans: SpanLoader | None = None) -> None:
         self.key = secrets.token_urlsafe(24)
-        self._paths, self._spans = list(paths), spans
+        self._paths, self._load_spans = list(paths), load_spans
         self._lock = threading.Lock()
         self._token_texts: dict[int, TokenDecoder] = {}
         self._run_sizes: list[tuple[int, int]] | None = None
@@ -50,7 +50,9 @@ class Server(ThreadingHTTPServer):
             raise ConfigError(f"--serve {port}: {reason}; name another port, or none for one that is free") from None
 
     def _load(self) -> None:
-        loaded_runs = [load(path, self._spans, reader) for path, reader in zip(self._paths, self._readers, strict=True)]
+        loaded_runs = [
+            load(path, self._load_spans, reader) for path, reader in zip(self._paths, self._readers, strict=True)
+        ]
         run_sizes = [(len(loaded.index), len(loaded.run.metrics)) for loaded in loaded_runs]
         if run_sizes != self._run_sizes:
             self._divergences, self._run_sizes = find_divergences(loaded_runs), run_sizes
@@ -69,7 +71,7 @@ class Server(ThreadingHTTPServer):
 
     def overview(self) -> dict[str, Any]:
         runs = self.get_runs()
-        return build_overview(runs, live=True, parted=self._divergences)
+        return build_overview(runs, live=True, divergences=self._divergences)
 
     def render_block(self, name: str) -> str | None:
         """Render the script that passes a block to the page; None if there is no such block."""
@@ -117,11 +119,11 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._answer(404, "text/plain", "No such block.\n")
 
-    def _answer(self, status: int, kind: str, text: str) -> None:
+    def _answer(self, status: int, content_type: str, text: str) -> None:
         content = text.encode()
         self.send_response(status)
         for name, value in {
-            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Type": f"{content_type}; charset=utf-8",
             "Content-Length": str(len(content)),
             "Cache-Control": "no-store",
             "X-Content-Type-Options": "nosniff",

@@ -146,25 +146,27 @@ class _Parser:
         self._position += 1
         return True
 
-    def _expect(self, wanted: str) -> tuple[str, str]:
+    def _expect(self, expected: str) -> tuple[str, str]:
         if self._position >= len(self._tokens):
-            raise self._syntax_error(wanted)
+            raise self._syntax_error(expected)
         self._position += 1
         return self._tokens[self._position - 1]
 
-    def _syntax_error(self, wanted: str, back: int = 0) -> ConfigError:
+    def _syntax_error(self, expected: str, back: int = 0) -> ConfigError:
         index = self._position - back
         actual = repr(self._tokens[index][1][:30]) if index < len(self._tokens) else "the end"
-        return ConfigError(f"{self._option}: expected {wanted}, found {actual}; write such as 'reward<0.5 and turns>2'")
+        return ConfigError(
+            f"{self._option}: expected {expected}, found {actual}; write such as 'reward<0.5 and turns>2'"
+        )
 
 
-def _text_condition(name: str, sign: str, wanted: str, option: str) -> Condition:
+def _text_condition(name: str, sign: str, text: str, option: str) -> Condition:
     if sign == "~":
-        return lambda row: wanted in str(row[name])
+        return lambda row: text in str(row[name])
     if sign not in ("=", "==", "!="):
         raise ConfigError(f"{option}: {name} is text, which is compared by =, != or ~, not by {sign}")
     is_equal = sign != "!="
-    return lambda row: (row[name] == wanted) is is_equal
+    return lambda row: (row[name] == text) is is_equal
 
 
 def _number_condition(name: str, sign: str, text: str, option: str) -> Condition:

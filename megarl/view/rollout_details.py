@@ -140,25 +140,25 @@ class Detail(dict[str, Any]):
 
 
 def read_details(
-    run_dir: Path, step: int, numbers: set[int] | None, words: TokenDecoder, notes: Notes | None = None
+    run_dir: Path, step: int, numbers: set[int] | None, decoder: TokenDecoder, notes: Notes | None = None
 ) -> Iterator[Detail]:
     """Yield the requested rollouts of a step, all if `numbers` is None. Damaged ones are noted and skipped."""
     notes = Notes() if notes is None else notes
     for part in open_parts(run_dir, step, notes):
         for group in range(part.file.num_row_groups):
-            yield from _read_group_details(part, group, step, numbers, words, notes)
+            yield from _read_group_details(part, group, step, numbers, decoder, notes)
 
 
 def _read_group_details(
-    part: Part, group: int, step: int, numbers: set[int] | None, words: TokenDecoder, notes: Notes
+    part: Part, group: int, step: int, numbers: set[int] | None, decoder: TokenDecoder, notes: Notes
 ) -> Iterator[Detail]:
     numbers_table = read_group(part, group, ["number"], notes)
     if numbers_table is None:
         return
     rows = list(range(numbers_table.num_rows))
     if numbers is not None:
-        is_wanted = pc.is_in(numbers_table.column("number"), pa.array(sorted(numbers), pa.int32()))
-        rows = np.flatnonzero(is_wanted.to_numpy()).tolist()
+        is_requested = pc.is_in(numbers_table.column("number"), pa.array(sorted(numbers), pa.int32()))
+        rows = np.flatnonzero(is_requested.to_numpy()).tolist()
     if not rows:
         return
     table = read_group(part, group, [name for name in COLUMNS if name in part.names], notes)
@@ -166,28 +166,28 @@ def _read_group_details(
         return
     for row in rows:
         try:
-            yield _build_detail(table.slice(row, 1), step, words)
+            yield _build_detail(table.slice(row, 1), step, decoder)
         except (*READ_ERRORS, RecursionError) as error:
             number = numbers_table.column("number")[row].as_py()
             notes.add(f"{part.path}: rollout {number} is inconsistent and is excluded: {format_error(error)}")
 
 
-def _build_detail(row: pa.Table, step: int, words: TokenDecoder) -> Detail:
+def _build_detail(row: pa.Table, step: int, decoder: TokenDecoder) -> Detail:
     detail = Detail(step=step, **{name: finite_or_none(cell(row, name, 0)) for name in _SCALAR_COLUMNS})
     texts = {name: cell(row, name, 0) for name in _JSON_COLUMNS}
     values_json = {name: None if text is None else exact_json.loads(text) for name, text in texts.items()}
     detail["reward_parts"] = {
         str(name): finite_or_none(value) for name, value in (values_json["reward_parts"] or {}).items()
     }
-    detail["unscored"] = {str(part): str(why) for part, why in (values_json["unscored"] or {}).items()}
+    detail["unscored"] = {str(part): str(reason) for part, reason in (values_json["unscored"] or {}).items()}
     detail["ground_truth"] = texts["ground_truth"]
     detail["messages"] = [_message(message) for message in values_json["messages"] or ()]
-    lengths, written = (flatten_lists(row, name)[0] for name in _TURN_COLUMNS[:2])
+    lengths, action_flags = (flatten_lists(row, name)[0] for name in _TURN_COLUMNS[:2])
     versions, rewards, cached = (
         flatten_lists(row, name)[0].tolist() if _has(row, name) else [None] * len(lengths) for name in _TURN_COLUMNS[2:]
     )
     version_spans = values_json["turn_versions"] or {}
-    if not len(lengths) == len(written) == len(versions) == len(rewards) == len(cached):
+    if not len(lengths) == len(action_flags) == len(versions) == len(rewards) == len(cached):
         raise ValueError("its columns disagree on the number of turns")
     detail["turns"] = [
         {
@@ -201,7 +201,7 @@ def _build_detail(row: pa.Table, step: int, words: TokenDecoder) -> Detail:
             "cached": None if num_cached is None or num_cached < 0 else num_cached,
         }
         for turn_index, (count, is_action, version, reward, num_cached) in enumerate(
-            zip(lengths, written, versions, rewards, cached, strict=True)
+            zip(lengths, action_flags, versions, rewards, cached, strict=True)
         )
     ]
     ids = (
@@ -211,7 +211,7 @@ def _build_detail(row: pa.Table, step: int, words: TokenDecoder) -> Detail:
     )
     if int(lengths.sum()) != len(ids):
         raise ValueError(f"turns of {int(lengths.sum())} tokens with {len(ids)} token ids")
-    detail["ids"], detail["words"] = ids.tolist(), words.decode_each(ids.tolist())
+    detail["ids"], detail["words"] = ids.tolist(), decoder.decode_each(ids.tolist())
     for name in _TOKEN_COLUMNS:
         detail[name.removesuffix("_logprobs")] = _read_token_column(row, name, len(ids))
     return detail

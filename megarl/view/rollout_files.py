@@ -67,13 +67,13 @@ def open_parts(run_dir: Path, step: int, notes: Notes) -> list[Part]:
         try:
             part = Part(path, pq.ParquetFile(path.absolute(), page_checksum_verification=True))
             missing = [name for name in REQUIRED_COLUMNS if name not in part.names]
-            wrong = [name for name in part.names & set(SCHEMA.names) if not _fits(part, name)]
+            invalid = [name for name in part.names & set(SCHEMA.names) if not _fits(part, name)]
         except READ_ERRORS as error:
             notes.add(f"{path} is damaged, or not a file of recorded rollouts, and is excluded: {format_error(error)}")
             continue
-        if missing or any(name in REQUIRED_COLUMNS for name in wrong):
+        if missing or any(name in REQUIRED_COLUMNS for name in invalid):
             notes.add(
-                f"{path} is not a file of recorded rollouts and is excluded: column {(missing + wrong)[0]!r} is "
+                f"{path} is not a file of recorded rollouts and is excluded: column {(missing + invalid)[0]!r} is "
                 f"missing or invalid"
             )
             continue

@@ -135,13 +135,13 @@ def _files(run_dir: Path, step: int) -> object:
     return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
-def _index_step(run_dir: Path, step: int, texts: dict[str, _TextTable], notes: Notes) -> dict[str, np.ndarray]:
+def _index_step(run_dir: Path, step: int, text_tables: dict[str, _TextTable], notes: Notes) -> dict[str, np.ndarray]:
     """Return [n] columns of a step, sorted by number; empty if nothing can be read."""
     groups = []
     for part in open_parts(run_dir, step, notes):
         for _, table in iter_groups(part, _READ_COLUMNS, notes):
             try:
-                groups.append(_index_group(table, texts))
+                groups.append(_index_group(table, text_tables))
             except READ_ERRORS as error:
                 problem = f"{table.num_rows} rollouts are inconsistent and are excluded: {format_error(error)}"
                 notes.add(f"{part.path}: {problem}")
@@ -155,7 +155,7 @@ def _index_step(run_dir: Path, step: int, texts: dict[str, _TextTable], notes: N
     return {name: column[order] for name, column in joined.items()}
 
 
-def _index_group(table: pa.Table, texts: dict[str, _TextTable]) -> dict[str, np.ndarray]:
+def _index_group(table: pa.Table, text_tables: dict[str, _TextTable]) -> dict[str, np.ndarray]:
     """Return [n] columns of a row group, without `step`.
 
     Here `staleness` and `newest` are the oldest and newest weight versions that sampled a token, -1 if none did.
@@ -189,25 +189,25 @@ def _index_group(table: pa.Table, texts: dict[str, _TextTable]) -> dict[str, np.
         text_column = (
             table.column(column) if column in table.column_names else pa.chunked_array([pa.array(["?"] * size)])
         )
-        result[name] = texts[name].encode(text_column)
+        result[name] = text_tables[name].encode(text_column)
     return result
 
 
-def _numbers(table: pa.Table, name: str, kind: type) -> np.ndarray:
+def _numbers(table: pa.Table, name: str, dtype: type) -> np.ndarray:
     if name not in table.column_names:
-        return np.full(table.num_rows, 0 if kind is np.int64 else np.nan, kind)
+        return np.full(table.num_rows, 0 if dtype is np.int64 else np.nan, dtype)
     column = table.column(name).combine_chunks()
-    if kind is np.int64:
+    if dtype is np.int64:
         column = column.fill_null(0)
-    return np.asarray(column.to_numpy(zero_copy_only=False), kind)
+    return np.asarray(column.to_numpy(zero_copy_only=False), dtype)
 
 
 def _version_range(
-    table: pa.Table, versions: np.ndarray, written: np.ndarray, ends: np.ndarray
+    table: pa.Table, versions: np.ndarray, is_action: np.ndarray, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return [n] oldest and newest weight versions that sampled a token, -1 if none did."""
     size, row_of_turn = len(ends) - 1, np.repeat(np.arange(len(ends) - 1), np.diff(ends))
-    is_sampled = written & (versions >= 0)
+    is_sampled = is_action & (versions >= 0)
     oldest, newest = np.full(size, 2**31, np.int64), np.full(size, -1, np.int64)
     np.minimum.at(oldest, row_of_turn[is_sampled], versions[is_sampled])
     np.maximum.at(newest, row_of_turn[is_sampled], versions[is_sampled])

@@ -49,7 +49,7 @@ def test_prompts_with_too_few_scored_answers_are_in_no_pass_at_k() -> None:
 
 def test_what_is_right_may_be_said() -> None:
     assert compute_metrics(answers("a", [0.4, 0.6]), [1])["a"].pass_at[1].value == 0.5
-    assert compute_metrics(answers("a", [0.4, 0.6]), [1], right=0.7)["a"].pass_at[1].value == 0.0
+    assert compute_metrics(answers("a", [0.4, 0.6]), [1], correct_threshold=0.7)["a"].pass_at[1].value == 0.0
 
 
 def test_aborted_and_unscored_answers_count_in_nothing() -> None:

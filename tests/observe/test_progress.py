@@ -70,7 +70,7 @@ def test_the_display_shows_phase_step_and_figures() -> None:
 
 
 def test_an_evaluation_alone_counts_no_steps() -> None:
-    progress = Progress("GENERATE", 1, live=False, counts=False)
+    progress = Progress("GENERATE", 1, live=False, has_steps=False)
     progress.begin_step(1)
     progress.end_step(1, METRICS)
     assert progress.format_step(1, METRICS).startswith("all answered:  reward 0.500")

@@ -28,7 +28,7 @@ def example(group: int = 0, episode: int = -1, **records: Any) -> Rollout:
 
 def written(run_dir: Path, rollouts: list[Rollout], step: int = 1, vocabulary: str = "") -> None:
     file = part_file(run_dir, step, 0)
-    write_part(file, step, len(rollouts), range(len(rollouts)), rollouts, vocabulary=vocabulary)
+    write_part(file, step, len(rollouts), range(len(rollouts)), rollouts, vocab_hash=vocabulary)
 
 
 def config(run_dir: Path, replay: str = "", **sections: Any) -> Config:
@@ -57,7 +57,7 @@ def test_a_folder_may_have_such_a_name_itself(tmp_path: Path) -> None:
 def test_only_the_steps_that_are_taken_must_be_there(tmp_path: Path) -> None:
     written(tmp_path, [example()], step=5)
     check_replay(config(tmp_path, f"{tmp_path}@5"), HF)
-    check_replay(config(tmp_path, f"{tmp_path}@5", run={"num_rollout": 90}), HF, until=1)
+    check_replay(config(tmp_path, f"{tmp_path}@5", run={"num_rollout": 90}), HF, max_step=1)
     with pytest.raises(ConfigError, match=r"no rollouts of step 1 \(step_000001\), it has steps 5 to 5: .*@5 begins"):
         check_replay(config(tmp_path), HF)
     with pytest.raises(ConfigError, match=r"no rollouts of step 6 .*, it has steps 5 to 5: lower run.num_rollout=2"):

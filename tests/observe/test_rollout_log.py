@@ -105,7 +105,7 @@ def test_records_are_read_where_they_are_asked_for(tmp_path: Path) -> None:
     support = SamplingMask.from_rows([[7, 1], [8], [9, 2, 3]])
     rollouts = [example(routing=record) for record in records] + [example(sampling_mask=support), example()]
     file = written(tmp_path, rollouts)
-    light, whole = read_rollouts(tmp_path, 12), read_rollouts(tmp_path, 12, whole=True)
+    light, whole = read_rollouts(tmp_path, 12), read_rollouts(tmp_path, 12, include_trainer_columns=True)
     assert light == whole == rollouts  # which are not compared by their records
     assert all(one.routing is None and one.sampling_mask is None for one in light)
     for one, record in zip(whole, [*records, None, None], strict=True):
@@ -124,10 +124,10 @@ def test_records_can_be_left_out_and_fill_row_groups(tmp_path: Path, monkeypatch
     monkeypatch.setattr(rollout_log, "ROW_GROUP_TOKENS", 20)
     rollouts = [example(routing=torch.zeros((8, 3, 6), dtype=torch.uint8)) for _ in range(4)]  # 144 bytes, as 12 tokens
     assert pq.ParquetFile(written(tmp_path, rollouts)).num_row_groups == 4
-    log = RolloutLog(tmp_path, 0, pytest.fail, records=False, vocabulary="words")
+    log = RolloutLog(tmp_path, 0, pytest.fail, save_replay_data=False, vocab_hash="words")
     log.write(1, 4, range(4), rollouts)
     log.close()
-    assert [one.routing for one in read_rollouts(tmp_path, 1, whole=True)] == [None] * 4
+    assert [one.routing for one in read_rollouts(tmp_path, 1, include_trainer_columns=True)] == [None] * 4
     assert read_vocabulary_hash(pq.ParquetFile(part_file(tmp_path, 1, 0))) == "words"
 
 
@@ -150,7 +150,7 @@ def test_records_that_are_none(tmp_path: Path, name: str) -> None:
     )
     cell(file, column, value)
     with pytest.raises(ConfigError) as error:
-        read_rollouts(tmp_path, 12, whole=True)
+        read_rollouts(tmp_path, 12, include_trainer_columns=True)
     assert str(error.value).startswith(f"{file}, row 1, ") and says in str(error.value)
 
 
@@ -289,7 +289,7 @@ def test_files_of_earlier_formats_are_read_without_what_came_later(tmp_path: Pat
         pq.write_table(
             table.replace_schema_metadata({**about, b"megarl.format": str(format).encode()}), file, compression="zstd"
         )
-        found = read_rollouts(tmp_path, 12, whole=True)
+        found = read_rollouts(tmp_path, 12, include_trainer_columns=True)
         known = [one if format > 4 else dataclasses.replace(one, branch=None) for one in rollouts]
         assert found == known and is_complete(tmp_path, 12)
         assert {turn.cached_tokens for one in found for turn in one.turns} == {-1}

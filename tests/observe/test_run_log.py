@@ -151,9 +151,9 @@ def test_what_ends_a_run_is_written_down(tmp_path: Path) -> None:
 
     logs = [RunLog(config(tmp_path), place(rank)) for rank in (0, 1)]
     fault, mistake = fail(ZeroDivisionError("no \udcff")), fail(ConfigError("run.dir is wrong"))
-    logs[1].log_end(fault, orderly=False)
-    logs[0].log_end(mistake, orderly=False)
-    logs[0].log_end(fail(SystemExit("ended by SIGTERM")), orderly=True)
+    logs[1].log_end(fault, is_graceful=False)
+    logs[0].log_end(mistake, is_graceful=False)
+    logs[0].log_end(fail(SystemExit("ended by SIGTERM")), is_graceful=True)
     for log in logs:
         log.close()
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank_1.log"]

@@ -92,7 +92,7 @@ def test_alarms_of_a_run_reach_it_and_the_log_never_has_the_url(server: Server, 
     log = RunLog(config(tmp_path, server.url), Job(0, 1, 0))
     log.begin_step(3)
     log.alarm("the disk is full")
-    log.log_end(RuntimeError("all is lost"), orderly=False)
+    log.log_end(RuntimeError("all is lost"), is_graceful=False)
     log.close()
     assert [(body["step"], body["alarm"]) for body in server.bodies] == [
         (3, "the disk is full"),

@@ -16,20 +16,20 @@ pytestmark = pytest.mark.alone
 
 
 def test_kinds_take_turns_and_the_first_step_of_a_block_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_observe.InTurn, "block", 2)
-    kinds = [bench_observe.InTurn.kind(step) for step in range(1, 11)]
+    monkeypatch.setattr(bench_observe.AlternatingTracker, "block", 2)
+    kinds = [bench_observe.AlternatingTracker.kind(step) for step in range(1, 11)]
     assert kinds[::2] == kinds[1::2] == [*bench_observe.KINDS, "nothing"]
     seconds = {step: float(step) for step in range(1, 17)}
     assert bench_observe.timed(seconds, "trackers", warm=8) == 12.0
 
 
 def test_trackers_get_the_steps_of_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_observe.InTurn, "block", 1)
-    tracker = bench_observe.InTurn(tmp_path, ())
+    monkeypatch.setattr(bench_observe.AlternatingTracker, "block", 1)
+    tracker = bench_observe.AlternatingTracker(tmp_path, ())
     given: list[int] = []
 
     class Noted:
-        def log_metrics(self, step: int, values: object, now: int) -> None:
+        def log_metrics(self, step: int, values: object, current_step: int) -> None:
             given.append(step)
 
         def log_table(self, step: int, rows: object) -> None:

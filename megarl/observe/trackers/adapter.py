@@ -57,13 +57,13 @@ class TrackerRun:
     """The run that a tracker is opened for.
 
     Args:
-        first: step of the first metrics.
+        first_step: step of the first metrics.
         id: the tracker's run id so far; empty for a new run.
         config: configuration without secrets.
     """
 
     run_dir: Path
-    first: int = 0
+    first_step: int = 0
     id: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -90,10 +90,10 @@ class TrackerState:
             return {}
         return {name: value for name, value in values.items() if step > self.step or name not in self._names}
 
-    def save(self, name: str, step: int, values: Mapping[str, float]) -> None:
-        """Save that the tracker has these metrics, under its run id `name`."""
+    def save(self, run_id: str, step: int, values: Mapping[str, float]) -> None:
+        """Save that the tracker has these metrics, under its run id `run_id`."""
         self._names = {*values} | (self._names if step == self.step else set())
-        self.id, self.step = name, step
+        self.id, self.step = run_id, step
         self._file.parent.mkdir(exist_ok=True)
         partial = self._file.with_suffix(".tmp")
         text = json.dumps({"id": self.id, "step": self.step, "names": sorted(self._names)})
@@ -162,33 +162,33 @@ class TrackerWorker:
 
     Args:
         title: name of the tracker in messages.
-        opened: opens the adapter for a run.
-        told: the run to open.
-        standing: what the tracker already has.
+        open_adapter: opens the adapter for a run.
+        run: the run to open.
+        state: what the tracker already has.
     """
 
     def __init__(
-        self, title: str, opened: Callable[[TrackerRun], TrackerAdapter], told: TrackerRun, standing: TrackerState
+        self, title: str, open_adapter: Callable[[TrackerRun], TrackerAdapter], run: TrackerRun, state: TrackerState
     ) -> None:
-        self.title, self._open_adapter, self._run, self._state = title, opened, told, standing
+        self.title, self._open_adapter, self._run, self._state = title, open_adapter, run, state
         self._queue: queue.Queue[Callable[[TrackerAdapter], None] | None] = queue.Queue(QUEUE_SIZE)
         self._failures: list[str] = []
         self._is_reported = False
         self._is_disabled = False
         self._thread: threading.Thread | None = None
 
-    def log_metrics(self, step: int, values: Mapping[str, float], now: int = 0) -> None:
-        """Queue metrics. now: the current step, at which append-only trackers log metrics of earlier steps."""
+    def log_metrics(self, step: int, values: Mapping[str, float], current_step: int = 0) -> None:
+        """Queue metrics. current_step: the run's step, at which append-only trackers log metrics of earlier steps."""
         metrics = dict(values)
-        self._put(step, lambda sink: self._write(sink, step, metrics, now))
+        self._put(step, lambda adapter: self._write(adapter, step, metrics, current_step))
 
     def log_text(self, step: int, text: str) -> None:
-        self._put(step, lambda sink: sink.log_text(step, text))
+        self._put(step, lambda adapter: adapter.log_text(step, text))
 
     def log_table(self, step: int, rows: Sequence[Row]) -> None:
-        def write(sink: TrackerAdapter) -> None:
-            if not sink.is_append_only or step >= self._state.step:
-                sink.log_table(step, rows)
+        def write(adapter: TrackerAdapter) -> None:
+            if not adapter.is_append_only or step >= self._state.step:
+                adapter.log_table(step, rows)
 
         self._put(step, write)
 
@@ -216,7 +216,7 @@ class TrackerWorker:
         if self._is_disabled:
             return
         if self._thread is None:
-            self._run = replace(self._run, first=step, id=self._state.id)
+            self._run = replace(self._run, first_step=step, id=self._state.id)
             self._thread = threading.Thread(target=self._serve, name=self.title, daemon=True)
             self._thread.start()
         try:
@@ -244,11 +244,11 @@ class TrackerWorker:
         except (Exception, SystemExit) as error:  # noqa: BLE001
             self._failures.append(redact_secrets(str(error)) or type(error).__name__)
 
-    def _write(self, sink: TrackerAdapter, step: int, values: Mapping[str, float], now: int) -> None:
-        if sink.is_append_only and now > step:
-            step, values = now, {**values, "eval/after_step": float(step)}
-        if not sink.is_append_only:
-            sink.log_metrics(step, values)
+    def _write(self, adapter: TrackerAdapter, step: int, values: Mapping[str, float], current_step: int) -> None:
+        if adapter.is_append_only and current_step > step:
+            step, values = current_step, {**values, "eval/after_step": float(step)}
+        if not adapter.is_append_only:
+            adapter.log_metrics(step, values)
         elif new := self._state.filter_new(step, values):
-            sink.log_metrics(step, new)
-            self._state.save(sink.id, step, new)
+            adapter.log_metrics(step, new)
+            self._state.save(adapter.id, step, new)

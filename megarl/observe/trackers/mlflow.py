@@ -20,35 +20,35 @@ _LONGEST_VALUE = 6000
 class MLflow:
     is_append_only: ClassVar[bool] = True
 
-    def __init__(self, told: TrackerRun) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            uri = (told.run_dir / "mlflow").resolve().as_uri()
+            uri = (run.run_dir / "mlflow").resolve().as_uri()
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow discourages file stores
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
         self._metric, self._param, self._client = Metric, Param, MlflowClient(tracking_uri=uri)
-        self.id = told.id if told.id and self._reopen_run(told.id) else self._create_run(told)
+        self.id = run.id if run.id and self._reopen_run(run.id) else self._create_run(run)
 
-    def _reopen_run(self, run: str) -> bool:
+    def _reopen_run(self, run_id: str) -> bool:
         try:
-            self._client.update_run(run, status="RUNNING")
+            self._client.update_run(run_id, status="RUNNING")
         except Exception:  # noqa: BLE001  its store was removed: start a new run
             return False
         return True
 
-    def _create_run(self, told: TrackerRun) -> str:
+    def _create_run(self, run: TrackerRun) -> str:
         experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         existing = self._client.get_experiment_by_name(experiment_name)
         experiment = existing.experiment_id if existing else self._client.create_experiment(experiment_name)
-        run: str = self._client.create_run(experiment, run_name=told.name).info.run_id
-        params = [self._param(sanitize_name(key), text[:_LONGEST_VALUE]) for key, text in flat(told.config)]
+        run_id: str = self._client.create_run(experiment, run_name=run.name).info.run_id
+        params = [self._param(sanitize_name(key), text[:_LONGEST_VALUE]) for key, text in flat(run.config)]
         for start in range(0, len(params), _PARAMS_PER_REQUEST):
-            self._client.log_batch(run, params=params[start : start + _PARAMS_PER_REQUEST])
-        self._client.log_text(run, json.dumps(dict(told.config), indent=1, default=str), "config.json")
-        return run
+            self._client.log_batch(run_id, params=params[start : start + _PARAMS_PER_REQUEST])
+        self._client.log_text(run_id, json.dumps(dict(run.config), indent=1, default=str), "config.json")
+        return run_id
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
@@ -68,12 +68,12 @@ class MLflow:
         self._client.set_terminated(self.id)
 
 
-def flat(tree: Mapping[str, Any], before: str = "") -> list[tuple[str, str]]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Flatten a configuration to (`section.key`, value as text) pairs, with keys as on the command line."""
     pairs = []
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
-            pairs += flat(value, f"{before}{name}.")
+            pairs += flat(value, f"{prefix}{name}.")
         else:
-            pairs.append((f"{before}{name}", value if isinstance(value, str) else json.dumps(value, default=str)))
+            pairs.append((f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, default=str)))
     return pairs

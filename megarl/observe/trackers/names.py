@@ -51,8 +51,8 @@ def check_trackers(names: Sequence[str]) -> None:
             )
 
 
-def open_adapter(name: str, told: TrackerRun) -> TrackerAdapter:
+def open_adapter(name: str, run: TrackerRun) -> TrackerAdapter:
     """Open a tracker's adapter for a run. Raises whatever its package raises."""
     info = TRACKERS[name]
-    adapter: TrackerAdapter = getattr(importlib.import_module(f"megarl.observe.trackers.{name}"), info.class_name)(told)
+    adapter: TrackerAdapter = getattr(importlib.import_module(f"megarl.observe.trackers.{name}"), info.class_name)(run)
     return adapter

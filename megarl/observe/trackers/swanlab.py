@@ -16,21 +16,21 @@ from megarl.observe.trackers.adapter import COLUMNS, PROJECT, Row, TrackerRun, s
 class SwanLab:
     is_append_only: ClassVar[bool] = True
 
-    def __init__(self, told: TrackerRun) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         import swanlab
 
         self._swanlab = swanlab
-        self.id = told.id or secrets.token_hex(8)
-        folder = told.run_dir / "swanlab"
+        self.id = run.id or secrets.token_hex(8)
+        folder = run.run_dir / "swanlab"
         folder.mkdir(exist_ok=True)
         self._run = swanlab.init(
             project=os.environ.get("SWANLAB_PROJECT") or PROJECT,
-            name=told.name,
+            name=run.name,
             id=self.id,
             resume="allow",
             log_dir=str(folder),
             mode=os.environ.get("SWANLAB_MODE") or None,  # type: ignore[arg-type]
-            config=dict(told.config),
+            config=dict(run.config),
             settings=swanlab.Settings(interactive=False),
         )
 

@@ -23,13 +23,13 @@ class TensorBoard:
     is_append_only: ClassVar[bool] = False
     id = ""
 
-    def __init__(self, told: TrackerRun) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary  # takes seconds to import
 
         self._proto, self._records, self._summary = event_pb2, RecordWriter, summary
-        folder = told.run_dir / "tensorboard"
+        folder = run.run_dir / "tensorboard"
         is_resumed = folder.is_dir() and any(folder.iterdir())
         folder.mkdir(exist_ok=True)
         now = time.time_ns()  # part of the file name, by which readers sort
@@ -37,7 +37,7 @@ class TensorBoard:
         events = [self._event(file_version="brain.Event:2")]
         if is_resumed:
             restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            events.append(self._event(step=told.first + 1, session_log=restart))
+            events.append(self._event(step=run.first_step + 1, session_log=restart))
         self._append(events)
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:

@@ -18,19 +18,19 @@ from megarl.observe.trackers.adapter import COLUMNS, PROJECT, Row, TrackerRun
 class Wandb:
     is_append_only: ClassVar[bool] = True  # wandb rejects steps before the last one
 
-    def __init__(self, told: TrackerRun) -> None:
+    def __init__(self, run: TrackerRun) -> None:
         _require_key()
         import wandb
 
         self._wandb = wandb
-        self.id = told.id or secrets.token_hex(4)
+        self.id = run.id or secrets.token_hex(4)
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
-            name=os.environ.get("WANDB_NAME") or told.name,
+            name=os.environ.get("WANDB_NAME") or run.name,
             id=self.id,
             resume="allow",
-            dir=str(told.run_dir),
-            config=dict(told.config),
+            dir=str(run.run_dir),
+            config=dict(run.config),
             # Capture neither terminal output, nor code, nor the command line.
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, disable_code=True, x_disable_meta=True

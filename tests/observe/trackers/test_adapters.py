@@ -87,7 +87,7 @@ def test_tensorboard_without_room_raises_once_a_step_and_writes_on_when_there_is
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     figures = {f"figure_{number}": 0.5 for number in range(50)}
-    sink = open_adapter("tensorboard", TrackerRun(tmp_path, first=1))
+    sink = open_adapter("tensorboard", TrackerRun(tmp_path, first_step=1))
     sink.log_metrics(1, figures)
     (file,) = (tmp_path / "tensorboard").iterdir()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

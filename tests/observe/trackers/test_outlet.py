@@ -76,7 +76,7 @@ def test_it_is_told_everything_in_order(tmp_path: Path, made: list[Played]) -> N
     tracker.close()
     (sink,) = made
     assert sink.given == [(0, {"eval/x": 0.5}), (1, {"x": 1.0}), (1, 1), (1, "look"), (1, {"eval/x": 0.75})]
-    assert sink.closed and sink.told.first == 0 and sink.told.config == {"run": {"seed": 1}}
+    assert sink.closed and sink.told.first_step == 0 and sink.told.config == {"run": {"seed": 1}}
 
 
 def test_a_resumed_run_goes_on_in_the_same_run_and_gives_no_step_twice(tmp_path: Path, made: list[Played]) -> None:
@@ -101,9 +101,9 @@ def test_figures_of_an_earlier_step_come_at_the_one_under_way(tmp_path: Path, ma
     """An evaluation beside training is over later: W&B and others refuse a step before the last one."""
     tracker = Tracker(tmp_path, ["wandb"])
     tracker.log(3, {"x": 1.0})
-    tracker.log(1, {"eval/x": 0.5}, now=3)
+    tracker.log(1, {"eval/x": 0.5}, current_step=3)
     tracker.log(4, {"x": 2.0})
-    tracker.log(4, {"eval/x": 0.75}, now=4)
+    tracker.log(4, {"eval/x": 0.75}, current_step=4)
     tracker.close()
     at_3, later = (3, {"eval/x": 0.5, "eval/after_step": 1.0}), [(4, {"x": 2.0}), (4, {"eval/x": 0.75})]
     assert made[0].given == [(3, {"x": 1.0}), at_3, *later]
