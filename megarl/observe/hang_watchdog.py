@@ -56,11 +56,11 @@ def read_stack_state(thread: int) -> StackState:
     megarl_frame: FrameType | None = frame
     while megarl_frame is not None and not _is_ours(megarl_frame.f_code.co_filename):
         megarl_frame = megarl_frame.f_back
-    shown = megarl_frame or frame
-    if shown is None:
+    innermost = megarl_frame or frame
+    if innermost is None:
         return StackState(False, "nowhere")
-    code = shown.f_code
-    return StackState(waits, f"{code.co_filename}, line {shown.f_lineno}, in {code.co_name}")
+    code = innermost.f_code
+    return StackState(waits, f"{code.co_filename}, line {innermost.f_lineno}, in {code.co_name}")
 
 
 def _is_ours(file: str) -> bool:
@@ -366,9 +366,9 @@ def summarize_states(
     busy = [rank for rank, state in enumerate(states) if state is not None and not state["waits"]]
     culprits = unreachable or silent or busy
     if culprits:
-        words = [f"rank {rank} on node {nodes[rank]} {_describe_state(states[rank])}" for rank in culprits[:4]]
+        descriptions = [f"rank {rank} on node {nodes[rank]} {_describe_state(states[rank])}" for rank in culprits[:4]]
         more = f" and {len(culprits) - 4} more" if len(culprits) > 4 else ""
-        line = f"the others have waited {seconds:.0f} s for {'; and for '.join(words)}{more}"
+        line = f"the others have waited {seconds:.0f} s for {'; and for '.join(descriptions)}{more}"
     else:
         places = [f"rank {rank} at {state['where']}" for rank, state in enumerate(states[:4]) if state is not None]
         line = f"all ranks have waited {seconds:.0f} s for each other: {'; '.join(places)}"

@@ -80,7 +80,7 @@ _COLUMNS_BY_TYPE: dict[pa.DataType, tuple[str, ...]] = {
     _list(pa.float32()): ("logprobs", "advantages", "trainer_logprobs", "unreplayed_logprobs"),
     _list(pa.float64()): ("turn_rewards",),
 }
-TYPES = {name: kind for kind, names in _COLUMNS_BY_TYPE.items() for name in names}
+TYPES = {name: data_type for data_type, names in _COLUMNS_BY_TYPE.items() for name in names}
 ORDER = (
     *("number", "group", "episode", "status", "failure", "reward", "reward_parts", "unscored", "advantage", "logprob"),
     "tool_calls",

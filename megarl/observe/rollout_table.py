@@ -54,17 +54,17 @@ def to_batch(
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     lengths = np.array([len(turn.token_ids) for turn in turns], np.int32)
     is_action = np.array([turn.is_action for turn in turns], bool)
-    turn_ends = _offsets([len(rollout.turns) for rollout in rollouts])
-    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[turn_ends]
+    turn_offsets = _offsets([len(rollout.turns) for rollout in rollouts])
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[turn_offsets]
     tokens = _concat([turn.token_ids for turn in turns], np.int32)
     zeros = np.zeros(int(lengths.max(initial=0)), np.float32)
     logprobs = _concat(
         [turn.logprobs if turn.is_action else zeros[: len(turn.token_ids)] for turn in turns], np.float32
     )
-    sizes = np.diff(ends).tolist()
+    sizes = np.diff(offsets).tolist()
     recorded_logprobs = [None] * len(rollouts) if trainer_logprobs is None else trainer_logprobs
     branches = [rollout.branch for rollout in rollouts]
-    spans = list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
+    spans = list(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True))
     mask = np.repeat(is_action, lengths)
     is_turn_0 = [_starts_with_prompt(rollout) for rollout in rollouts]
     prompt_ids = [
@@ -94,14 +94,14 @@ def to_batch(
             name: [getattr(rollout, name) for rollout in rollouts]
             for name in ("tool_calls", "tool_errors", "drafted", "accepted", "seed")
         },
-        "turn_lengths": (turn_ends, lengths),
-        "turn_is_action": (turn_ends, is_action),
-        "turn_weight_version": (turn_ends, np.array([turn.weight_version for turn in turns], np.int32)),
+        "turn_lengths": (turn_offsets, lengths),
+        "turn_is_action": (turn_offsets, is_action),
+        "turn_weight_version": (turn_offsets, np.array([turn.weight_version for turn in turns], np.int32)),
         "turn_versions": [_dump_versions(rollout) for rollout in rollouts],
-        "turn_cached_tokens": (turn_ends, np.array([turn.cached_tokens for turn in turns], np.int32)),
-        "turn_rewards": (turn_ends, np.array([turn.reward for turn in turns], np.float64)),
-        "token_ids": (ends, tokens),
-        "logprobs": (ends, logprobs),
+        "turn_cached_tokens": (turn_offsets, np.array([turn.cached_tokens for turn in turns], np.int32)),
+        "turn_rewards": (turn_offsets, np.array([turn.reward for turn in turns], np.float64)),
+        "token_ids": (offsets, tokens),
+        "logprobs": (offsets, logprobs),
         "advantages": _float_lists(advantages, sizes, "advantages"),
         "messages": [exact_json.dumps(rollout.messages) for rollout in rollouts],
         **dict(zip(_PROMPT_COLUMNS, prompts, strict=True)),
@@ -200,9 +200,9 @@ def _tensor_bytes(record: torch.Tensor) -> memoryview:
 def _array(column: Any, data_type: pa.DataType) -> pa.Array:
     if not isinstance(column, tuple) or not pa.types.is_list(data_type):
         return pa.array(column, data_type)
-    ends, values, *missing = column
+    offsets, values, *missing = column
     mask = pa.array(*missing, pa.bool_()) if missing else None
-    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(values), type=data_type, mask=mask)
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values), type=data_type, mask=mask)
 
 
 # --- rows to rollouts -----------------------------------------------------------------------------------------
@@ -223,17 +223,17 @@ def to_record(row: dict[str, Any]) -> Record:
     """
     check_turns(row)
     tokens, logprobs = row["token_ids"], row["logprobs"]
-    ends = _offsets(row["turn_lengths"]).tolist()
-    if not ends[-1] == len(tokens) == len(logprobs):
-        raise ValueError(f"turns of {ends[-1]} tokens with {len(tokens)} token ids and {len(logprobs)} logprobs")
+    offsets = _offsets(row["turn_lengths"]).tolist()
+    if not offsets[-1] == len(tokens) == len(logprobs):
+        raise ValueError(f"turns of {offsets[-1]} tokens with {len(tokens)} token ids and {len(logprobs)} logprobs")
     if len(tokens) and tokens.min() < 0:
         raise ValueError("a token id is negative")
     columns = (row[name].tolist() for name in ("turn_is_action", "turn_weight_version", "turn_rewards"))
     cached = row.get("turn_cached_tokens")
-    cached_tokens = [-1] * (len(ends) - 1) if cached is None else cached.tolist()
-    spans = zip(ends, ends[1:], *columns, cached_tokens, strict=False)
+    cached_tokens = [-1] * (len(offsets) - 1) if cached is None else cached.tolist()
+    spans = zip(offsets, offsets[1:], *columns, cached_tokens, strict=False)
     version_spans = {} if row["turn_versions"] is None else _load_json(row, "turn_versions", dict)
-    turn_versions = [_spans(version_spans.get(str(number), ())) for number in range(len(ends) - 1)]
+    turn_versions = [_spans(version_spans.get(str(number), ())) for number in range(len(offsets) - 1)]
     turns = tuple(
         Turn(
             tokens[a:b], logprobs[a:b] if is_action else no_logprobs(), is_action, version, versions, reward, num_cached
@@ -322,13 +322,13 @@ def check_turns(row: dict[str, Any]) -> None:
         raise ValueError("a turn has a negative length")
 
 
-def _load_json(row: dict[str, Any], name: str, kind: Callable[..., Any] | None = None) -> Any:
+def _load_json(row: dict[str, Any], name: str, expected_type: Callable[..., Any] | None = None) -> Any:
     try:
         value = exact_json.loads(row[name])
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{name}: {error}") from None
-    if kind is not None and type(value) is not kind:
-        raise ValueError(f"{name} is {row[name][:50]}, not a {kind.__name__}")
+    if expected_type is not None and type(value) is not expected_type:
+        raise ValueError(f"{name} is {row[name][:50]}, not a {expected_type.__name__}")
     return value
 
 
@@ -337,6 +337,6 @@ def _column_values(column: pa.Array) -> list[Any]:
         return [None if not value.is_valid else np.frombuffer(value.as_buffer(), np.uint8) for value in column]
     if not pa.types.is_list(column.type):
         return column.to_pylist()
-    values, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.to_pylist()
+    values, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_pylist()
     validity = column.is_valid().to_pylist()
-    return [values[a:b] if is_valid else None for a, b, is_valid in zip(ends, ends[1:], validity, strict=False)]
+    return [values[a:b] if is_valid else None for a, b, is_valid in zip(offsets, offsets[1:], validity, strict=False)]

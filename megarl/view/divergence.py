@@ -50,9 +50,9 @@ def _read_tokens(run_dir: Path, step: int, notes: Notes) -> dict[int, np.ndarray
         if "token_ids" not in part.names:
             continue
         for _, table in iter_groups(part, ("number", "token_ids"), notes):
-            ids, ends = flatten_lists(table, "token_ids")
+            ids, offsets = flatten_lists(table, "token_ids")
             for row, number in enumerate(table.column("number").to_pylist()):
-                tokens[number] = ids[ends[row] : ends[row + 1]]
+                tokens[number] = ids[offsets[row] : offsets[row + 1]]
     return tokens
 
 

@@ -212,8 +212,8 @@ def split_into_files(details: Iterable[Detail]) -> Iterator[list[Detail]]:
 
 
 def _rows(step: np.ndarray, steps: list[int]) -> list[np.ndarray]:
-    ends = [*np.searchsorted(step, steps).tolist(), len(step)]  # the index is sorted by step
-    return [np.arange(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    offsets = [*np.searchsorted(step, steps).tolist(), len(step)]  # the index is sorted by step
+    return [np.arange(a, b) for a, b in zip(offsets, offsets[1:], strict=False)]
 
 
 def _static(name: str) -> str:

@@ -123,15 +123,15 @@ class _Parser:
         return self._parse_comparison()
 
     def _parse_comparison(self) -> Condition:
-        kind, name = self._expect("a column")
-        if kind != "word":
+        token_type, name = self._expect("a column")
+        if token_type != "word":
             raise self._syntax_error("a column", back=1)
         check_column(name, self._option)
-        kind, sign = self._expect("a sign such as <")
-        if kind != "sign" or sign in "()":
+        token_type, sign = self._expect("a sign such as <")
+        if token_type != "sign" or sign in "()":
             raise self._syntax_error("a sign such as <", back=1)
-        kind, value = self._expect("a value")
-        if kind == "sign":
+        token_type, value = self._expect("a value")
+        if token_type == "sign":
             raise self._syntax_error("a value", back=1)
         return (
             _text_condition(name, sign, value, self._option)

@@ -119,10 +119,10 @@ def flatten_lists(table: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
     return values[offsets[0] : offsets[-1]], offsets - offsets[0]
 
 
-def sums(values: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the [n] sums of n concatenated lists with offsets `ends`."""
+def sums(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return the [n] sums of n concatenated lists, given their [n + 1] `offsets`."""
     running = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
-    result: np.ndarray = running[ends[1:]] - running[ends[:-1]]
+    result: np.ndarray = running[offsets[1:]] - running[offsets[:-1]]
     return result
 
 

@@ -161,21 +161,21 @@ def _index_group(table: pa.Table, text_tables: dict[str, _TextTable]) -> dict[st
     Here `staleness` and `newest` are the oldest and newest weight versions that sampled a token, -1 if none did.
     """
     size = table.num_rows
-    lengths, ends = flatten_lists(table, "turn_lengths")
-    is_action, other_ends = flatten_lists(table, "turn_is_action")
-    if not np.array_equal(ends, other_ends) or (len(lengths) and lengths.min() < 0):
+    lengths, offsets = flatten_lists(table, "turn_lengths")
+    is_action, other_offsets = flatten_lists(table, "turn_is_action")
+    if not np.array_equal(offsets, other_offsets) or (len(lengths) and lengths.min() < 0):
         raise ValueError("columns disagree on the number of turns, or a length is negative")
     result = {
-        "length": sums(lengths, ends),
-        "actions": sums(lengths * is_action, ends),
-        "turns": sums(is_action, ends),
+        "length": sums(lengths, offsets),
+        "actions": sums(lengths * is_action, offsets),
+        "turns": sums(is_action, offsets),
         "staleness": np.full(size, -1, np.int64),
         "newest": np.full(size, -1, np.int64),
     }
     if "turn_weight_version" in table.column_names:
-        versions, version_ends = flatten_lists(table, "turn_weight_version")
-        if np.array_equal(ends, version_ends):
-            result["staleness"], result["newest"] = _version_range(table, versions, is_action.astype(bool), ends)
+        versions, version_offsets = flatten_lists(table, "turn_weight_version")
+        if np.array_equal(offsets, version_offsets):
+            result["staleness"], result["newest"] = _version_range(table, versions, is_action.astype(bool), offsets)
     for name in ("number", "group", "tool_calls", "tool_errors"):
         result[name] = _numbers(table, name, np.int64)
     for name in _FLOAT_COLUMNS:
@@ -203,10 +203,10 @@ def _numbers(table: pa.Table, name: str, dtype: type) -> np.ndarray:
 
 
 def _version_range(
-    table: pa.Table, versions: np.ndarray, is_action: np.ndarray, ends: np.ndarray
+    table: pa.Table, versions: np.ndarray, is_action: np.ndarray, offsets: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return [n] oldest and newest weight versions that sampled a token, -1 if none did."""
-    size, row_of_turn = len(ends) - 1, np.repeat(np.arange(len(ends) - 1), np.diff(ends))
+    size, row_of_turn = len(offsets) - 1, np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
     is_sampled = is_action & (versions >= 0)
     oldest, newest = np.full(size, 2**31, np.int64), np.full(size, -1, np.int64)
     np.minimum.at(oldest, row_of_turn[is_sampled], versions[is_sampled])
