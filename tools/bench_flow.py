@@ -40,16 +40,16 @@ from rich.table import Table
 from megarl.config.command_line import Parser, check_writable_file, int_in_range, run_cli
 from megarl.config.strict import ConfigError
 
-PLAYED = "model"
+MOCK_MODEL = "model"
 EVERY_S = 0.03
 """Seconds between samples of the memory."""
 
 
-class Watch:
+class MemoryWatch:
     """Samples the memory of all ranks, by the phase that the ranks report."""
 
     def __init__(self) -> None:
-        self._label, self.found = Path(), {}  # type: ignore[var-annotated]
+        self._label, self.samples = Path(), {}  # type: ignore[var-annotated]
         self._over = threading.Event()
 
     def look_into(self, folder: Path) -> None:
@@ -64,14 +64,14 @@ class Watch:
             label = self._label.read_text() if self._label.exists() else ""
             if label:
                 total = sum(map(pss, pids))
-                self.found.setdefault(label, []).append(total)
+                self.samples.setdefault(label, []).append(total)
 
     def result(self) -> dict[str, int]:
         """Return peak bytes above the baseline: of the rollouts, of a step, and of recording while the batch is alive;
         0 for a phase too short to sample."""
         self._over.set()
-        before = min(self.found["baseline"])
-        peaks = {label: max(samples) - before for label, samples in self.found.items()}
+        before = min(self.samples["baseline"])
+        peaks = {label: max(samples) - before for label, samples in self.samples.items()}
         return {label: peaks.get(label, 0) for label in ("rollouts", "step", "log")}
 
 
@@ -84,7 +84,7 @@ def pss(pid: int) -> int:
     return sum(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("Pss:"))
 
 
-def ranks_of(order: dict[str, Any], root: Path = ROOT, watch: Watch | None = None) -> list[dict[str, Any]]:
+def run_ranks(order: dict[str, Any], root: Path = ROOT, watch: MemoryWatch | None = None) -> list[dict[str, Any]]:
     """Run the ranks and return each rank's result. Without `watch`, memory is not sampled."""
     with tempfile.TemporaryDirectory(prefix="bench_flow_") as folder:
         if watch is not None:
@@ -96,10 +96,10 @@ def ranks_of(order: dict[str, Any], root: Path = ROOT, watch: Watch | None = Non
         return results
 
 
-def measured(order: dict[str, Any], root: Path) -> dict[str, Any]:
+def measure(order: dict[str, Any], root: Path) -> dict[str, Any]:
     """Measure a revision at one number of ranks."""
-    watch = Watch()
-    by_rank = ranks_of(order, root, watch)
+    watch = MemoryWatch()
+    by_rank = run_ranks(order, root, watch)
     memory = watch.result()
     summary = figures(by_rank, memory)
     return summary if order["before"] else summary | {"beside": planned.beside(order, by_rank)}
@@ -107,12 +107,12 @@ def measured(order: dict[str, Any], root: Path) -> dict[str, Any]:
 
 def figures(by_rank: Sequence[dict[str, Any]], memory: dict[str, int]) -> dict[str, Any]:
     """Aggregate the ranks' results by size: medians over the repeats, of the slowest rank, and the most bytes."""
-    found: dict[str, Any] = {"memory": memory}
+    results: dict[str, Any] = {"memory": memory}
     for size in SIZES:
         steps = [rank[size] for rank in by_rank]
         parts = [medians([step["parts"] for step in rank]) for rank in steps]
-        slowest = max(parts, key=lambda found: sum(found.values()))
-        found[size] = {
+        slowest = max(parts, key=lambda seconds: sum(seconds.values()))
+        results[size] = {
             "parts": slowest,
             "seconds": sum(slowest.values()),
             "busy": max(statistics.median(step["busy"] for step in rank) for rank in steps),
@@ -121,17 +121,17 @@ def figures(by_rank: Sequence[dict[str, Any]], memory: dict[str, int]) -> dict[s
             "tokens": steps[0][0]["tokens"],
             "metrics": steps[0][-1]["metrics"],
         }
-    return found
+    return results
 
 
 def medians(repeats: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return median seconds by part, without the mocked part."""
-    names = sorted({name for step in repeats for name in step} - {PLAYED})
+    names = sorted({name for step in repeats for name in step} - {MOCK_MODEL})
     return {name: statistics.median(step.get(name, 0.0) for step in repeats) for name in names}
 
 
 @contextmanager
-def checked_out(revision: str) -> Iterator[Path]:
+def checkout(revision: str) -> Iterator[Path]:
     """Check out another revision of this repository into a temporary folder."""
     folder = Path(tempfile.mkdtemp(prefix="bench_flow_")) / "before"
     process = git("worktree", "add", "--detach", str(folder), revision)
@@ -150,11 +150,11 @@ def git(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
-def table_of(found: dict[str, dict[int, Any]]) -> Table:
+def make_table(results: dict[str, dict[int, Any]]) -> Table:
     """Build a table: one column per revision and number of ranks, one row per part and metric."""
     columns = [
         (name, world, results_by_size)
-        for name, by_world in found.items()
+        for name, by_world in results.items()
         for world, results_by_size in by_world.items()
     ]
     table = Table("", *(f"{name}\n{world} ranks" for name, world, _ in columns), box=box.SIMPLE)
@@ -171,7 +171,7 @@ def table_of(found: dict[str, dict[int, Any]]) -> Table:
         "a token's over a quarter's", *(f"{growth(results_by_size):.2f}" for _, _, results_by_size in columns)
     )
     for kind in ("seconds", "busy"):
-        lines = [line_of(results_by_size, kind) for _, _, results_by_size in columns]
+        lines = [format_line(results_by_size, kind) for _, _, results_by_size in columns]
         label = "of a processor" if kind == "busy" else "of the slowest rank"
         table.add_row(f"{label}, ms a million tokens", *(f"{1e9 * slope:.0f}" for slope, _, _ in lines))
         table.add_row("  ms of none", *(f"{1e3 * start:.0f}" for _, start, _ in lines))
@@ -191,7 +191,7 @@ def growth(figures: dict[str, Any]) -> float:
     return float(full["busy"] / full["tokens"] / (few["busy"] / few["tokens"]))
 
 
-def line_of(figures: dict[str, Any], kind: str) -> tuple[float, float, float]:
+def format_line(figures: dict[str, Any], kind: str) -> tuple[float, float, float]:
     """Fit seconds linearly to tokens by least squares. Return seconds per token, fixed seconds, and the largest
     deviation relative to the largest value."""
     tokens = np.array([figures[size]["tokens"] for size in SIZES], float)
@@ -200,10 +200,10 @@ def line_of(figures: dict[str, Any], kind: str) -> tuple[float, float, float]:
     return float(slope), float(start), float(np.abs(slope * tokens + start - seconds).max() / seconds.max())
 
 
-def different(one: dict[str, float], other: dict[str, float]) -> list[str]:
+def differing_metrics(first: dict[str, float], second: dict[str, float]) -> list[str]:
     """Return the metrics that two revisions share and that differ beyond rounding, without metrics of time."""
-    common = sorted(name for name in one.keys() & other.keys() if not name.startswith(("time/", "perf/")))
-    return [name for name in common if abs(one[name] - other[name]) > 1e-4 * max(1.0, abs(one[name]))]
+    common = sorted(name for name in first.keys() & second.keys() if not name.startswith(("time/", "perf/")))
+    return [name for name in common if abs(first[name] - second[name]) > 1e-4 * max(1.0, abs(first[name]))]
 
 
 def main() -> int:
@@ -259,11 +259,11 @@ def main() -> int:
     check_writable_file(chosen.json, "--json")
     if chosen.against and git("rev-parse", "--verify", f"{chosen.against}^{{commit}}").returncode:
         raise ConfigError(f"--against {chosen.against}: this repository has no such revision")
-    results: dict[str, dict[int, Any]] = {"now": {world: measured(item, ROOT) for world, item in orders.items()}}
+    results: dict[str, dict[int, Any]] = {"now": {world: measure(item, ROOT) for world, item in orders.items()}}
     if chosen.against:
-        with checked_out(chosen.against) as folder:
-            results[chosen.against] = {chosen.ranks[-1]: measured(order(chosen.ranks[-1], True), folder)}
-    console.print(table_of(results))
+        with checkout(chosen.against) as folder:
+            results[chosen.against] = {chosen.ranks[-1]: measure(order(chosen.ranks[-1], True), folder)}
+    console.print(make_table(results))
     if chosen.planned:
         for world, item in results["now"].items():
             table = Table(f"{world} ranks, M", "planned", "measured", "", box=box.SIMPLE)
@@ -278,7 +278,7 @@ def main() -> int:
             f"1/{before['full']['sent'] / now['full']['sent']:.1f}, memory "
             f"1/{before['memory']['step'] / now['memory']['step']:.1f} of {chosen.against}"
         )
-        odd = different(now["full"]["metrics"], before["full"]["metrics"])
+        odd = differing_metrics(now["full"]["metrics"], before["full"]["metrics"])
         console.print(f"other metrics: {', '.join(odd)}" if odd else "all metrics are the same")
     if chosen.json:
         chosen.json.write_text(json.dumps(results, indent=1))

@@ -36,10 +36,10 @@ from megarl.rollout.scheduler import Group, gather_rollouts
 from megarl.types import Ids, Message, Prompt, as_token_ids
 
 END, WORD, CALL = 1, 2, 3
-KNOWN = EnvironmentCatalog({"tool": Tool({"type": "function", "function": {"name": "tool"}}, lambda: "")})
+CATALOG = EnvironmentCatalog({"tool": Tool({"type": "function", "function": {"name": "tool"}}, lambda: "")})
 
 
-class Played:
+class MockEngine:
     """A mocked engine: the length of an answer depends only on the sample's seed and the turn, not on engine or
     time."""
 
@@ -50,8 +50,8 @@ class Played:
         options, prompt_ids = self.options, np.asarray(ids)
         turn = int((prompt_ids == 0).sum())
         begun = len(prompt_ids) - 1 - int(np.flatnonzero(prompt_ids == 0)[-1])
-        dice = random.Random(f"{params['sampling_seed']}/{turn}")
-        length = max(1, round(dice.lognormvariate(0.0, options.sigma) * options.tokens))
+        rng = random.Random(f"{params['sampling_seed']}/{turn}")
+        length = max(1, round(rng.lognormvariate(0.0, options.sigma) * options.tokens))
         last = CALL if turn < options.turns else END
         length = min(max(length - begun, 1), params["max_new_tokens"])
         start, stops = time.perf_counter(), self.stops
@@ -72,16 +72,16 @@ class Played:
         self.stops = asyncio.Event()
 
 
-class Chat:
+class MockChatTemplate:
     """The parts of a chat that a conversation needs: id 0 is the header of the policy's turn."""
 
     end_token_ids, end_of_call = frozenset({END, CALL}), CALL
     control_tokens = SimpleNamespace(escape=str)
 
-    catalog = KNOWN
+    catalog = CATALOG
 
     def select_schemas(self, prompt: Prompt) -> list[dict[str, Any]]:
-        return KNOWN.select_schemas(prompt)
+        return CATALOG.select_schemas(prompt)
 
     def decode(self, ids: Ids) -> str:
         return ""
@@ -96,9 +96,9 @@ class Chat:
         return [WORD, 0]
 
 
-class Tools(EnvironmentPool):
+class SlowTools(EnvironmentPool):
     def __init__(self, seconds: float) -> None:
-        super().__init__(KNOWN, 60.0, 1)
+        super().__init__(CATALOG, 60.0, 1)
         self.seconds = seconds
 
     async def call_tool(self, name: str, arguments: Any) -> ToolResult:
@@ -120,12 +120,12 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
         concurrency=options.concurrency,
         max_staleness=options.max_staleness,
     )
-    engines = [Played(options) for _ in range(options.engines)]
-    carried: list[list[Group]] = [[] for _ in engines]
+    engines = [MockEngine(options) for _ in range(options.engines)]
+    carried_groups: list[list[Group]] = [[] for _ in engines]
     oversample = options.oversample if kind == "queue and over-sampling" else 1.0
     seconds, groups, tokens, num_restarted, num_handed = 0.0, 0, 0, 0, 0
     for step in range(options.steps):
-        num_carried = sum(map(len, carried))
+        num_carried = sum(map(len, carried_groups))
         count = round(options.prompts * oversample) - num_carried
         prompts = [Prompt(str(num_handed + number), (), [WORD, 0]) for number in range(count)]  # type: ignore[arg-type]
         counts = LocalKVStore()
@@ -133,8 +133,8 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
 
         calls = []
         for number, engine in enumerate(engines):
-            tools = Tools(options.tool_s)
-            chat: Any = Chat()
+            tools = SlowTools(options.tool_s)
+            chat: Any = MockChatTemplate()
             engine.version = step
             first, last = (edges[number], edges[number + 1]) if kind == "even slices" else (0, count)
             tickets = GroupQueue(count, len(engines), counts, "step", num_carried)
@@ -148,14 +148,14 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
                 seed=step,
                 first_group=first,
                 num_needed_groups=options.prompts if oversample > 1 else None,
-                partial_groups=carried[number],
+                partial_groups=carried_groups[number],
                 version=step,
             )
             calls.append(call)
         start = time.perf_counter()
         results = await asyncio.gather(*calls)
         seconds += time.perf_counter() - start
-        carried = [result.partials for result in results]
+        carried_groups = [result.partials for result in results]
         groups += len({rollout.group for result in results for rollout in result.rollouts})
         tokens += sum(rollout.num_actions for result in results for rollout in result.rollouts)
         num_restarted += sum(result.num_stale for result in results)

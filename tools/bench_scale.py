@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from bench_flow import PLAYED, ranks_of
+from bench_flow import MOCK_MODEL, run_ranks
 from flow import planned
 from flow.answers import SIZES, Shape
 from rich import box
@@ -129,7 +129,7 @@ def steps_of(order: Mapping[str, Any], by_rank: Sequence[Mapping[str, Any]]) -> 
             planning = paper.step(rank, all_of[0]["seed"]).seconds
             busy = {
                 name: statistics.median(step["busy_parts"].get(name, 0.0) for step in all_of)
-                for name in {name for step in all_of for name in step["busy_parts"]} - {PLAYED}
+                for name in {name for step in all_of for name in step["busy_parts"]} - {MOCK_MODEL}
             }
             spent = sum(busy.get(name, 0.0) for name in PLANS)
             for name_of in PLANS:  # plans are part of these, and counted separately
@@ -189,7 +189,7 @@ def main() -> int:
     small = chosen.small, chosen.small_length, chosen.repeats
     orders = [order(2, 4, *small), order(2, 16, *small), order(4, 4, *small, tp=2)]
     last = order(8, 8, *small, tp=2, pp=2, engine_tp=4)
-    taken = [(item, ranks_of(item)) for item in (*orders, last)]
+    taken = [(item, run_ranks(item)) for item in (*orders, last)]
     if chosen.json:
         chosen.json.write_text(json.dumps(taken))
     report(chosen, taken, Console(width=120))

@@ -60,7 +60,7 @@ LOOP, CLIENTS, SERVER = WAYS = ("by the loop", "by the clients", "by the server"
 WORDS = {"role": "user", "content": "Are you sure? Say it again, and say how you have found it."}
 
 
-class Played:
+class MockEngine:
     """A mocked engine that answers at once, with as many tokens as requested."""
 
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
@@ -87,13 +87,13 @@ def prompts(chat: ChatTemplate, options: argparse.Namespace, number: int) -> lis
 
 def lengths(options: argparse.Namespace) -> list[list[int]]:
     """Return the number of tokens of each turn of each conversation."""
-    dice = random.Random(options.tokens)
+    rng = random.Random(options.tokens)
     least, most = (options.tokens, options.tokens) if options.even else (1, 2 * options.tokens - 1)
-    return [[dice.randint(least, most) for _ in range(options.turns)] for _ in range(options.conversations)]
+    return [[rng.randint(least, most) for _ in range(options.turns)] for _ in range(options.conversations)]
 
 
-async def directly(
-    policy: Policy, chat: ChatTemplate, asked: list[Prompt], params: dict[str, Any], options: Any
+async def run_loop(
+    policy: Policy, chat: ChatTemplate, session_prompts: list[Prompt], params: dict[str, Any], options: Any
 ) -> None:
     async def converse(prompt: Prompt, tokens: list[int]) -> None:
         ids, routed = prompt.token_ids, 0
@@ -106,16 +106,19 @@ async def directly(
             behind = as_token_ids(chat.encode_continuation([WORDS], (), int(generated.token_ids[-1])))
             ids = np.concatenate([ids, generated.token_ids, behind])
 
-    await asyncio.gather(*map(converse, asked, lengths(options)))
+    await asyncio.gather(*map(converse, session_prompts, lengths(options)))
 
 
-async def through(
-    server: SessionServer, policy: Policy, asked: list[Prompt], params: dict[str, Any], clients: Any
+async def run_server(
+    server: SessionServer, policy: Policy, session_prompts: list[Prompt], params: dict[str, Any], clients: Any
 ) -> None:
     """Run the conversations through the session server. Return the branches that result."""
-    recordings: list[AgentSession] = [server.open(prompt, policy, params) for prompt in asked]
+    recordings: list[AgentSession] = [server.open(prompt, policy, params) for prompt in session_prompts]
     clients.send(
-        [(sent.base_url, sent.key, list(prompt.messages)) for sent, prompt in zip(recordings, asked, strict=True)]
+        [
+            (sent.base_url, sent.key, list(prompt.messages))
+            for sent, prompt in zip(recordings, session_prompts, strict=True)
+        ]
     )
     news, loop = asyncio.Event(), asyncio.get_running_loop()
     loop.add_reader(clients.fileno(), news.set)
@@ -139,7 +142,7 @@ class Direct:
     `Client`."""
 
     engine: tuple[Any, ...]
-    asked: list[Prompt]
+    session_prompts: list[Prompt]
     params: dict[str, Any]
 
 
@@ -167,8 +170,8 @@ def play_clients(pipe: Any, other_end: Any, options: argparse.Namespace) -> None
 
     async def themselves(wanted: Direct) -> None:
         async with Client(*wanted.engine) as client:
-            await directly(client, chats[0], wanted.asked, wanted.params, options)
-        pipe.send(len(wanted.asked))
+            await run_loop(client, chats[0], wanted.session_prompts, wanted.params, options)
+        pipe.send(len(wanted.session_prompts))
 
     while True:
         try:
@@ -189,7 +192,7 @@ async def compare(
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS if engine is not None or way != CLIENTS}
     ways = list(times)
     async with AsyncExitStack() as stack:
-        policy: Policy = Played()
+        policy: Policy = MockEngine()
         engine_settings: tuple[Any, ...] = ()
         if engine is not None:
             shape = routing_shape(load_hf_config(engine.config.model.path), {})
@@ -207,12 +210,12 @@ async def compare(
                 round_prompts = prompts(chat, options, len(WAYS) * number + WAYS.index(way))
                 start = time.perf_counter(), time.process_time()
                 if way == LOOP:
-                    await directly(policy, chat, round_prompts, params, options)
+                    await run_loop(policy, chat, round_prompts, params, options)
                 elif way == CLIENTS:
                     clients.send(Direct(engine_settings, round_prompts, params))
                     await asyncio.to_thread(clients.recv)
                 else:
-                    await through(server, policy, round_prompts, params, clients)
+                    await run_server(server, policy, round_prompts, params, clients)
                 took = time.perf_counter() - start[0], time.process_time() - start[1]
                 times[way] += [took] if number else []
                 if number:
@@ -238,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     theirs.close()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            times = _found(options, Path(folder), clients)
+            times = _run_benchmark(options, Path(folder), clients)
     finally:
         clients.close()
         process.join()
@@ -261,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _found(options: argparse.Namespace, run: Path, clients: Any) -> dict[str, list[tuple[float, float]]]:
+def _run_benchmark(options: argparse.Namespace, run: Path, clients: Any) -> dict[str, list[tuple[float, float]]]:
     model = options.folder.resolve() / "model"
     settings = {"max_context": 2048, "max_new_tokens": 2 * options.tokens, "concurrency": options.conversations}
     config: Config = from_dict(

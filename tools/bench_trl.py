@@ -96,7 +96,7 @@ def wait_for_turn() -> None:
         os._exit(0)  # the bench is over
 
 
-def tell(figures: dict[str, float]) -> None:
+def report_metrics(figures: dict[str, float]) -> None:
     print("STEP " + json.dumps(figures), flush=True)
 
 
@@ -159,13 +159,13 @@ class Side:
 # ---- the two sides
 
 
-def be_megarl(options: argparse.Namespace) -> None:
+def run_megarl(options: argparse.Namespace) -> None:
     from megarl.controllers.controller import StepResult
     from megarl.flow import HybridFlow
     from megarl.launch.exit_status import exit_on_error
     from megarl.parallel import ranks
 
-    class InTurn(HybridFlow):
+    class TimedRun(HybridFlow):
         def _begin_step(self) -> None:
             if self.job.rank == 0:
                 wait_for_turn()
@@ -177,14 +177,14 @@ def be_megarl(options: argparse.Namespace) -> None:
             metrics = super()._finish_step(result)
             if self.job.rank == 0:
                 seconds = {name[5:]: value for name, value in metrics.items() if name.startswith("time/")}
-                tell(seconds | {"tokens": metrics["rollout/response_length_mean"]})
+                report_metrics(seconds | {"tokens": metrics["rollout/response_length_mean"]})
             return metrics
 
     with exit_on_error():
-        InTurn("configs/quickstart.yaml", options.overrides).run()
+        TimedRun("configs/quickstart.yaml", options.overrides).run()
 
 
-def be_trl(options: argparse.Namespace) -> None:
+def run_trl(options: argparse.Namespace) -> None:
     """Run the TRL side. Runs in TRL's environment, without MegaRL."""
     import time
 
@@ -200,9 +200,9 @@ def be_trl(options: argparse.Namespace) -> None:
     def timed(name: str) -> Any:
         work = getattr(GRPOTrainer, name)
 
-        def call(*arguments: Any, **given: Any) -> Any:
+        def call(*arguments: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
-            result = work(*arguments, **given)
+            result = work(*arguments, **kwargs)
             seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
             return result
 
@@ -211,7 +211,7 @@ def be_trl(options: argparse.Namespace) -> None:
     for name in ("_generate", "_generate_and_score_completions"):
         timed(name)
 
-    class InTurn(TrainerCallback):  # type: ignore[misc]
+    class TimedRun(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             wait_for_turn()
             seconds.clear()
@@ -222,7 +222,7 @@ def be_trl(options: argparse.Namespace) -> None:
             generate = seconds["_generate"]
             scored = seconds["_generate_and_score_completions"]
             phases = {"generate": generate, "reference_logprobs": scored - generate, "actor_update": step - scored}
-            tell(phases | {"step": step} | count)
+            report_metrics(phases | {"step": step} | count)
 
     def reward(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         count["tokens"] = sum(map(len, completion_ids)) / len(completion_ids)
@@ -256,7 +256,7 @@ def be_trl(options: argparse.Namespace) -> None:
         args=settings,
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(options.folder / "model", padding_side="left"),
-        callbacks=[InTurn()],
+        callbacks=[TimedRun()],
     ).train()
 
 
@@ -332,16 +332,16 @@ def compare(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     return results
 
 
-def show(work: str, found: dict[str, list[dict[str, float]]]) -> None:
-    print(f"{work}: {WORKS[work][0] * SAMPLES} answers a step; medians of {len(found['MegaRL'])} steps, seconds")
-    names = list(dict.fromkeys(name for steps in found.values() for name in steps[0]))
-    print(f"{'':24}" + "".join(f"{side:>10}" for side in found))
+def show(work: str, results: dict[str, list[dict[str, float]]]) -> None:
+    print(f"{work}: {WORKS[work][0] * SAMPLES} answers a step; medians of {len(results['MegaRL'])} steps, seconds")
+    names = list(dict.fromkeys(name for steps in results.values() for name in steps[0]))
+    print(f"{'':24}" + "".join(f"{side:>10}" for side in results))
     for name in names:
-        row = [statistics.median([step.get(name, 0.0) for step in steps]) for steps in found.values()]
+        row = [statistics.median([step.get(name, 0.0) for step in steps]) for steps in results.values()]
         print(f"{name:24}" + "".join(f"{value:10.3f}" for value in row))
-    if "TRL" in found:
+    if "TRL" in results:
         for name, what in (("step", "times as fast"), ("CPU seconds", "of TRL's CPU seconds over MegaRL's")):
-            ratios = sorted(b[name] / a[name] for a, b in zip(found["MegaRL"], found["TRL"], strict=True))
+            ratios = sorted(b[name] / a[name] for a, b in zip(results["MegaRL"], results["TRL"], strict=True))
             quarters = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
             print(f"{statistics.median(ratios):.2f} {what} (quarters {quarters[0]:.2f} to {quarters[1]:.2f})")
 
@@ -372,9 +372,9 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     options = parse()
     if options.be == "trl":
-        be_trl(options)
+        run_trl(options)
     elif options.be == "megarl":
-        be_megarl(options)
+        run_megarl(options)
     else:
         show(options.work, compare(options))
     return 0

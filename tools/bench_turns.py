@@ -59,23 +59,23 @@ def lengths(options: argparse.Namespace, seed: object) -> list[int]:
     """Return the number of tokens of a conversation's turns."""
     if options.even:
         return [options.tokens] * options.turns
-    dice = random.Random(f"lengths {seed}")
-    drawn = (round(dice.expovariate(1 / options.tokens)) for _ in range(options.turns))
+    rng = random.Random(f"lengths {seed}")
+    drawn = (round(rng.expovariate(1 / options.tokens)) for _ in range(options.turns))
     return [min(max(2, tokens), LONGEST * options.tokens) for tokens in drawn]
 
 
 def seconds_of(options: argparse.Namespace, seed: object) -> list[float]:
     """Return the seconds of a conversation's calls, one after each of its turns but the last."""
-    dice = random.Random(f"seconds {seed}")
-    return [options.tool_s if options.even else dice.expovariate(1 / options.tool_s) for _ in range(options.turns - 1)]
+    rng = random.Random(f"seconds {seed}")
+    return [options.tool_s if options.even else rng.expovariate(1 / options.tool_s) for _ in range(options.turns - 1)]
 
 
-def waiting(calls: Sequence[Sequence[float]]) -> tuple[float, float]:
+def tool_wait_seconds(calls: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Return (turn by turn, by the loop): seconds that pass in calls alone. calls: seconds of each, by conversation."""
     return sum(map(max, zip(*calls, strict=True))), max(map(sum, calls))
 
 
-class Writes:
+class FixedLengthEngine:
     """Engine that writes each turn's planned number of tokens and then ends it, so that the conversation calls a
     tool."""
 
@@ -96,12 +96,12 @@ class Writes:
         await self._client.stop()
 
 
-class InStep:
+class LockstepPolicy:
     """Policy that answers only after all conversations have asked, and returns only after all are answered."""
 
-    def __init__(self, policy: Policy, conversations: int, at_once: int) -> None:
+    def __init__(self, policy: Policy, conversations: int, max_concurrency: int) -> None:
         self._policy, self._gate = policy, asyncio.Barrier(conversations)
-        self._room = asyncio.Semaphore(at_once)
+        self._room = asyncio.Semaphore(max_concurrency)
 
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
         await self._gate.wait()
@@ -153,7 +153,7 @@ async def compare(engine: Engine, chat: ChatTemplate, options: argparse.Namespac
         for way in (TURNS, LOOP):  # warm-up, not counted
             await timed(engine, chat, short, client, way, 0)
         for number in range(1, options.rounds + 1):
-            alone = waiting([seconds_of(options, seed) for seed in seeds(options, number)])
+            alone = tool_wait_seconds([seconds_of(options, seed) for seed in seeds(options, number)])
             for way, seconds in zip((TURNS, LOOP), alone, strict=True):
                 times[f"{way}, waiting alone"].append(seconds)
             for way in (TURNS, LOOP) if number % 2 else (LOOP, TURNS):
@@ -179,13 +179,13 @@ async def timed(
     for i, seed in enumerate(seeds(options, number)):
         text = f"{number}{options.turns}{way[0]}{i}: what is {i}+{2 * i}?"
         prompts.append(Prompt(text, ({"role": "user", "content": text},), ground_truth=seed))
-    policy: Policy = Writes(client, chat.end_of_turn, options)
-    at_once = options.concurrency
+    policy: Policy = FixedLengthEngine(client, chat.end_of_turn, options)
+    max_concurrency = options.concurrency
     if way == TURNS:
-        policy = InStep(policy, options.conversations, options.concurrency)
-        at_once = options.conversations
+        policy = LockstepPolicy(policy, options.conversations, options.concurrency)
+        max_concurrency = options.conversations
     sessions: Any = SlowSessions(options, chat.select_schemas(prompts[0]))
-    around = RolloutContext(chat, sessions, parse, from_dict(settings(options, at_once)).rollout)
+    around = RolloutContext(chat, sessions, parse, from_dict(settings(options, max_concurrency)).rollout)
     start = time.perf_counter()
     done = await gather_rollouts(
         prompts, GroupQueue(len(prompts)), policy, around, samples=1, greedy=False, seed=number

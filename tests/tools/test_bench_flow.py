@@ -46,7 +46,7 @@ def test_figures_are_medians_of_repeats_on_the_slowest_rank() -> None:
 
 def test_metrics_differ_beyond_rounding_only() -> None:
     now = {"a": 1.0, "b": 100.0, "c": 0.0, "time/step": 1.0, "new": 3.0}
-    assert bench_flow.different(now, {"a": 1.00005, "b": 100.02, "c": 0.0, "time/step": 9.0}) == ["b"]
+    assert bench_flow.differing_metrics(now, {"a": 1.00005, "b": 100.02, "c": 0.0, "time/step": 9.0}) == ["b"]
 
 
 def test_a_small_run(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.alone
 
 def test_waiting_alone_by_hand() -> None:
     calls = [[1.0, 2.0, 1.0], [3.0, 0.0, 0.5], [0.0, 0.0, 4.5]]
-    assert bench_turns.waiting(calls) == (3.0 + 2.0 + 4.5, 4.5)
+    assert bench_turns.tool_wait_seconds(calls) == (3.0 + 2.0 + 4.5, 4.5)
 
 
 def test_both_ways_draw_the_same_and_about_the_average() -> None:
@@ -32,4 +32,4 @@ def test_both_ways_draw_the_same_and_about_the_average() -> None:
 def test_evenly_nothing_is_won_by_waiting() -> None:
     options = Namespace(turns=3, tokens=16, tool_s=0.5, even=True)
     assert bench_turns.lengths(options, 1) == [16, 16, 16]
-    assert bench_turns.waiting([bench_turns.seconds_of(options, seed) for seed in range(9)]) == (1.0, 1.0)
+    assert bench_turns.tool_wait_seconds([bench_turns.seconds_of(options, seed) for seed in range(9)]) == (1.0, 1.0)

@@ -16,7 +16,7 @@ from megarl.parallel import ranks
 from megarl.types import Prompt, Rollout, Turn  # of the other revision, with tuples in their fields
 
 
-class Before:
+class BaselineAdapter:
     """Every rank has every rollout, pickled, as tuples of numbers; every model's outputs go to all ranks."""
 
     @staticmethod
@@ -24,7 +24,7 @@ class Before:
         return int(place.rank)
 
     @staticmethod
-    def of_log(place: Any) -> Any:
+    def log_context(place: Any) -> Any:
         return place
 
     @staticmethod
@@ -36,17 +36,17 @@ class Before:
         return None
 
     @staticmethod
-    def opened(model: Any, batch: Any, arguments: Any, forward_only: bool) -> tuple[Any, Any, tuple[int, ...]]:
+    def unpack_batch(model: Any, batch: Any, arguments: Any, forward_only: bool) -> tuple[Any, Any, tuple[int, ...]]:
         def take(make: Callable[..., Any], indices: Sequence[int], *rest: Any) -> Any:
             return make(batch, indices, *rest)
 
         return model._plan(batch, forward_only)[model.ranks.dp_rank], take, model.layers
 
     @staticmethod
-    def rollouts(group: int, made: Sequence[Answer]) -> list[Rollout]:
-        rollouts, prompt_ids = [], tuple(made[0].prompt.tolist())
+    def rollouts(group: int, group_answers: Sequence[Answer]) -> list[Rollout]:
+        rollouts, prompt_ids = [], tuple(group_answers[0].prompt.tolist())
         prompt = Prompt(str(group), (), prompt_ids)  # type: ignore[arg-type]
-        for answer in made:
+        for answer in group_answers:
             turns = [Turn(prompt.token_ids)]
             for ids, logprobs in answer.turns:
                 turn: Any = tuple(ids.tolist()), tuple(logprobs.tolist()), bool(len(logprobs))
@@ -59,8 +59,8 @@ class Before:
         return rollouts
 
     @staticmethod
-    def gathered(mine: Sequence[Rollout]) -> list[Rollout]:
-        return [rollout for share in ranks.all_gather_objects(mine) for rollout in share]
+    def gather_rollouts(local_rollouts: Sequence[Rollout]) -> list[Rollout]:
+        return [rollout for share in ranks.all_gather_objects(local_rollouts) for rollout in share]
 
     @staticmethod
     def machines(size: int) -> None:

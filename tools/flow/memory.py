@@ -41,11 +41,11 @@ def in_common() -> int:
     return 0
 
 
-def held() -> int:
+def used_bytes() -> int:
     return given_out() + in_common()
 
 
-class Looking:
+class PeakSampler:
     """Samples the peak memory in each part, above the level before. part: the current part of the main thread."""
 
     def __init__(self, before: int, part: Callable[[], str]) -> None:
@@ -57,7 +57,7 @@ class Looking:
     def _look(self) -> None:
         while not self._over.wait(EVERY_S):
             part = self._part()
-            self.most[part] = max(self.most.get(part, 0), held() - self._before)
+            self.most[part] = max(self.most.get(part, 0), used_bytes() - self._before)
 
     def stop(self) -> dict[str, int]:
         self._over.set()
@@ -65,7 +65,7 @@ class Looking:
         return self.most
 
 
-def settled() -> int:
+def settled_bytes() -> int:
     """Return the memory in use while nothing is running."""
     gc.collect()
-    return held()
+    return used_bytes()

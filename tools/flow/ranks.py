@@ -1,6 +1,6 @@
 """A rank of `bench_flow.py`: steps of a real controller on real batches, with mocked answers and models.
 
-Everything between engine, model and optimizer is the code of the repository that this runs in. `Played` is a
+Everything between engine, model and optimizer is the code of the repository that this runs in. `MockModel` is a
 `MegatronModel` whose schedule builds the micro-batches, reads the columns that the loss declares, and returns values
 derived from the tokens, so that the results of two revisions can be compared.
 """
@@ -41,12 +41,12 @@ from megarl.workers.model_worker import TrainingWorker
 from megarl.workers.reward import RewardWorker
 
 
-class Played(MegatronModel):
+class MockModel(MegatronModel):
     """A model's interface in a step, without the model."""
 
-    def __init__(self, config: Config, place: ranks.Ranks, role: Any, shape: Shape, parts: Parts, how: Any) -> None:
+    def __init__(self, config: Config, place: ranks.Ranks, role: Any, shape: Shape, parts: Parts, adapter: Any) -> None:
         self.config, self.ranks, self.role, self.mtp_layers = config, place, role, 0
-        self.quadratic_cost, self.parts, self.how = QUADRATIC, parts, how
+        self.quadratic_cost, self.parts, self.adapter = QUADRATIC, parts, adapter
         chunk = SimpleNamespace(
             config=SimpleNamespace(num_moe_experts=None),
             parameters=lambda: [torch.zeros(1, requires_grad=True)],
@@ -61,7 +61,7 @@ class Played(MegatronModel):
             self.replay_shape = routing_of(shape)
             self.layers = tuple(range(shape.layers))[place.pp_rank :: place.pp]
         self._reader = self  # type: ignore[assignment]
-        how.prepare(self)
+        adapter.prepare(self)
 
     @contextmanager
     def _on_device(self, states: bool = True) -> Iterator[None]:
@@ -70,7 +70,7 @@ class Played(MegatronModel):
     def read(self, micro: MicroBatch, emitted: torch.Tensor, temperature: float, *more: Any) -> ModelOutput:
         with self.parts.of(NOT_OURS):
             tokens = micro.batch.tokens.long()
-            entropy = None if self.how.names(self.role) == 1 else torch.zeros(len(tokens))
+            entropy = None if self.adapter.names(self.role) == 1 else torch.zeros(len(tokens))
             numbers = -1.0 - (tokens % 13).float() / 13
             return ModelOutput(logprobs=numbers, entropy=entropy, values=-numbers / 2)
 
@@ -88,7 +88,7 @@ class Played(MegatronModel):
         """Request the micro-batches one after another, as Megatron's schedule would; the last stage returns output."""
         *plan, consume, forward_only = (*arguments, *named.values())
         place, done = torch.device("cpu"), []
-        rank_plan, take, layers = self.how.opened(self, rows, plan, forward_only)
+        rank_plan, take, layers = self.adapter.unpack_batch(self, rows, plan, forward_only)
         at = self.ranks.tp, self.ranks.cp, self.ranks.cp_rank
         replayed = ReplayShard(layers, self.ranks.tp, self.ranks.tp_rank) if self.replay_shape is not None else None
         for indices in rank_plan:
@@ -108,17 +108,17 @@ LOSS_READS = {
 }
 
 
-class PlayedRollout:
+class MockRollout:
     """Engines of `tp` ranks each, which answer at once."""
 
-    def __init__(self, config: Config, mine: Sequence[Rollout], parts: Parts, how: Any) -> None:
-        self.mine, self.parts, self.how = mine, parts, how
+    def __init__(self, config: Config, local_rollouts: Sequence[Rollout], parts: Parts, adapter: Any) -> None:
+        self.local_rollouts, self.parts, self.adapter = local_rollouts, parts, adapter
         self.share = 1.0
 
     def generate(self, items: Sequence[Any], samples: int, held_out: bool = False) -> Any:
         with self.parts.of("figures"):
-            count = int(len(self.mine) * self.share) // samples * samples
-            return self.how.gathered(self.mine[:count])
+            count = int(len(self.local_rollouts) * self.share) // samples * samples
+            return self.adapter.gather_rollouts(self.local_rollouts[:count])
 
     def sleep(self) -> None:
         return None
@@ -127,7 +127,7 @@ class PlayedRollout:
         return None
 
 
-class Now:
+class CurrentAdapter:
     """How this revision does what the benchmark needs to know."""
 
     parcels = 0
@@ -138,7 +138,7 @@ class Now:
         return int(place.job.rank)
 
     @staticmethod
-    def of_log(place: Any) -> Any:
+    def log_context(place: Any) -> Any:
         return place.job
 
     @staticmethod
@@ -158,7 +158,7 @@ class Now:
         )
 
     @staticmethod
-    def opened(model: Any, rows: Any, arguments: Any, forward_only: bool) -> tuple[Any, Any, tuple[int, ...]]:
+    def unpack_batch(model: Any, rows: Any, arguments: Any, forward_only: bool) -> tuple[Any, Any, tuple[int, ...]]:
         def take(make: Callable[..., Any], indices: Sequence[int], *rest: Any) -> Any:
             return make(rows.select(indices), indices, *rest)
 
@@ -166,9 +166,9 @@ class Now:
         return arguments[0][model.ranks.dp_rank], take, layers
 
     @staticmethod
-    def rollouts(group: int, made: Sequence[Answer]) -> list[Rollout]:
-        rollouts, prompt = [], Prompt(str(group), (), made[0].prompt)
-        for answer in made:
+    def rollouts(group: int, group_answers: Sequence[Answer]) -> list[Rollout]:
+        rollouts, prompt = [], Prompt(str(group), (), group_answers[0].prompt)
+        for answer in group_answers:
             turns = [Turn(ids, logprobs, bool(len(logprobs))) for ids, logprobs in answer.turns]
             routing = None if answer.routing is None else torch.from_numpy(answer.routing)
             rollouts.append(
@@ -177,11 +177,11 @@ class Now:
         return rollouts
 
     @staticmethod
-    def gathered(mine: Sequence[Rollout]) -> Any:
+    def gather_rollouts(local_rollouts: Sequence[Rollout]) -> Any:
         from megarl.parallel import row_exchange
         from megarl.types import Rollouts
 
-        return Rollouts.gather(mine, [rollout.group for rollout in mine], row_exchange.WorldComm())
+        return Rollouts.gather(local_rollouts, [rollout.group for rollout in local_rollouts], row_exchange.WorldComm())
 
     @staticmethod
     def machines(size: int) -> None:
@@ -194,7 +194,7 @@ class Now:
         def counted(parcels: Mapping[int, Any]) -> dict[int, Any]:
             before = sum(post.bytes_sent.values())
             received = exchange(parcels)
-            Now.parcels += sum(post.bytes_sent.values()) - before
+            CurrentAdapter.parcels += sum(post.bytes_sent.values()) - before
             return received
 
         post.exchange_objects = counted  # type: ignore[method-assign]
@@ -211,7 +211,7 @@ class Now:
         """Return the bytes of rows that this rank has written for others."""
         from megarl.parallel import row_exchange
 
-        return sum(row_exchange.get_row_exchange().bytes_sent.values()) - Now.parcels
+        return sum(row_exchange.get_row_exchange().bytes_sent.values()) - CurrentAdapter.parcels
 
     @staticmethod
     def is_own(file: Path, rank: int) -> bool:
@@ -223,22 +223,24 @@ def trivial(rollout: Rollout) -> float:
     return rollout.seed % 7 / 7
 
 
-def flow_of(config: Config, place: Any, mine: Sequence[Rollout], shape: Shape, parts: Parts, how: Any) -> Any:
+def make_flow(
+    config: Config, place: Any, local_rollouts: Sequence[Rollout], shape: Shape, parts: Parts, adapter: Any
+) -> Any:
     """Return the roles of a flow: the real workers, with mocked models."""
-    context = Context(config, how.of_log(place), {}, None, Clock(), Path(config.run.dir), {})  # type: ignore[arg-type]
+    context = Context(config, adapter.log_context(place), {}, None, Clock(), Path(config.run.dir), {})  # type: ignore[arg-type]
     actor, critic = ActorWorker(context), CriticWorker(context)
-    actor.model = Played(config, place, "actor", shape, parts, how)
-    critic.model = Played(config, place, "critic", shape, parts, how)
+    actor.model = MockModel(config, place, "actor", shape, parts, adapter)
+    critic.model = MockModel(config, place, "critic", shape, parts, adapter)
     reference = ReferenceWorker(context, actor)
     reference.use_reference_weights = nullcontext
     reward = RewardWorker(context, trivial)
-    rollout = PlayedRollout(config, mine, parts, how)
+    rollout = MockRollout(config, local_rollouts, parts, adapter)
     return SimpleNamespace(
         config=config, rollout=rollout, actor=actor, critic=critic, reference=reference, reward=reward
     )
 
 
-def watch_parts(parts: Parts, how: Any, controller: Controller, log: Any) -> None:
+def watch_parts(parts: Parts, adapter: Any, controller: Controller, log: Any) -> None:
     parts.around(RewardWorker, "score", "rewards")
     parts.around(TrainBatch, "from_rollouts", "columns")
     plans = sys.modules.get("megarl.megatron.distribution", megatron_model)
@@ -250,7 +252,7 @@ def watch_parts(parts: Parts, how: Any, controller: Controller, log: Any) -> Non
     parts.around(controller, "step", "token functions")
     parts.around(sys.modules[__name__], "rollout_metrics", "metrics")
     parts.around(log, "end_step", "log")
-    how.timed(parts)
+    adapter.timed(parts)
 
 
 def written() -> int:
@@ -259,7 +261,7 @@ def written() -> int:
         return int(dict(line.split(": ") for line in file.read().splitlines())["wchar"])
 
 
-def measure(order: Mapping[str, Any], how: Any = Now) -> None:
+def measure(order: Mapping[str, Any], adapter: Any = CurrentAdapter) -> None:
     """Run as one of the ranks: warm up, then take steps at each of SIZES, then one step with memory sampling."""
     torch.set_num_threads(1)
     messages.count()
@@ -267,22 +269,22 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
     folder = Path(order["folder"])
     config = config_of(order, folder)
     place = ranks.initialize(config.parallel, 1800.0)
-    how.machines(order["per_machine"])
-    rank, world = how.rank(place), order["ranks"]
+    adapter.machines(order["per_machine"])
+    rank, world = adapter.rank(place), order["ranks"]
     from megarl.observe.run_log import RunLog
 
-    log, parts, controller = RunLog(config, how.of_log(place)), Parts(), make_controller(config)
+    log, parts, controller = RunLog(config, adapter.log_context(place)), Parts(), make_controller(config)
 
-    def made(shape: Shape) -> list[Rollout]:
+    def make_rollouts(shape: Shape) -> list[Rollout]:
         if rank % order["engine_tp"]:
             return []
         engines, engine = world // order["engine_tp"], rank // order["engine_tp"]
         local_groups = [group for group in range(groups(shape)) if group * engines // groups(shape) == engine]
-        return [rollout for group in local_groups for rollout in how.rollouts(group, list(answers(shape, group)))]
+        return [rollout for group in local_groups for rollout in adapter.rollouts(group, list(answers(shape, group)))]
 
     small = replace(shape, sequences=min(shape.sequences, world * shape.samples), lengths="64")
-    flow = flow_of(config, place, made(small), shape, parts, how)
-    watch_parts(parts, how, controller, log)
+    flow = make_flow(config, place, make_rollouts(small), shape, parts, adapter)
+    watch_parts(parts, adapter, controller, log)
     step = 0
 
     def one_step(share: float, watched: bool = False) -> dict[str, Any]:
@@ -291,7 +293,7 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
         flow.rollout.share = share
         parts.seconds.clear()
         parts.busy.clear()
-        parts.computed, counted, posted = 0, messages.taken_part(), how.posted()
+        parts.computed, counted, posted = 0, messages.taken_part(), adapter.posted()
         ranks.barrier()
         wrote = written()
         with parts.of("log"):
@@ -306,7 +308,7 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
         with parts.of("log") if watched else nullcontext():
             if settling := getattr(log, "make_drain", None):
                 settling()()
-        logged = sum(file.stat().st_size for file in folder.rglob("*") if how.is_own(file, rank))
+        logged = sum(file.stat().st_size for file in folder.rglob("*") if adapter.is_own(file, rank))
         sent = written() - wrote - logged
         ranks.barrier()  # all ranks have read their counters
         shutil.rmtree(folder / "run" / "rollouts", ignore_errors=True) if rank == 0 else None
@@ -317,7 +319,7 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
             busy=sum(parts.busy.values()) - parts.busy.get(NOT_OURS, 0.0),
             busy_parts=dict(parts.busy),
             sent=sent,
-            posted=how.posted() - posted,
+            posted=adapter.posted() - posted,
             collectives=messages.taken_part() - counted,
             computed=parts.computed,
             seed=step - 1,
@@ -336,22 +338,22 @@ def measure(order: Mapping[str, Any], how: Any = Now) -> None:
         ranks.barrier()
 
     one_step(1.0)
-    flow.rollout.mine = []
+    flow.rollout.local_rollouts = []
     mark("baseline")
-    before = memory.settled()
-    flow.rollout.mine = made(shape)
-    in_use = {"rollouts": memory.settled() - before}
+    before = memory.settled_bytes()
+    flow.rollout.local_rollouts = make_rollouts(shape)
+    in_use = {"rollouts": memory.settled_bytes() - before}
     mark("rollouts")
     mark("", 0.0)
     sizes = {}
     for name, share in SIZES.items():
         sizes[name] = [one_step(share) for _ in range(order["repeats"])]
     mark("step", 0.0)
-    looking = memory.Looking(before, lambda: parts.moment)
+    looking = memory.PeakSampler(before, lambda: parts.moment)
     one_step(1.0, watched=True)
     in_use |= looking.stop()
     mark("", 0.0)
-    num_tokens = sum(rollout.num_tokens for rollout in flow.rollout.mine) if how is Now else 0
+    num_tokens = sum(rollout.num_tokens for rollout in flow.rollout.local_rollouts) if adapter is CurrentAdapter else 0
     group = ranks.host_group()
     waits = {"latency": messages.latency(group), "wire": messages.wire(group)}
     everything = ranks.all_gather_objects(sizes | waits | {"held": in_use, "own": num_tokens})
@@ -368,8 +370,8 @@ def main(text: str) -> None:
     except ValueError:
         raise ConfigError("its argument is JSON, which tools/bench_flow.py makes: start that one") from None
     if order["before"]:
-        from flow.before import Before
+        from flow.before import BaselineAdapter
 
-        measure(order, Before)
+        measure(order, BaselineAdapter)
     else:
         measure(order)
