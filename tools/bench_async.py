@@ -54,7 +54,7 @@ def settings(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def timed(options: argparse.Namespace, kind: str, host: str) -> dict[str, float]:
+def run_timed(options: argparse.Namespace, kind: str, host: str) -> dict[str, float]:
     """Return a run's median step seconds by phase, and the means of its metrics."""
     with tempfile.TemporaryDirectory() as run_dir:
         command = [sys.executable, "-W", "ignore", "-m", "megarl.train", "configs/quickstart.yaml"]
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = load_config(ROOT / "configs/quickstart.yaml", settings(options))
     host = start_host(config, threads=1)
     try:
-        rounds = [{kind: timed(options, kind, host.path) for kind in KINDS} for _ in range(options.rounds)]
+        rounds = [{kind: run_timed(options, kind, host.path) for kind in KINDS} for _ in range(options.rounds)]
     finally:
         host.close()
     names = list(rounds[0]["synchronous"])

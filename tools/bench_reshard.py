@@ -373,15 +373,15 @@ def network(gbit: float) -> Callable[[], None]:
     return remove
 
 
-def show(world: int, found: dict[str, Any], options: argparse.Namespace) -> None:
+def show(world: int, results: dict[str, Any], options: argparse.Namespace) -> None:
     where = "one machine" if options.nodes == 1 else f"two nodes, {options.gbit:g} Gbit/s between them"
     print(
-        f"\n{world} ranks, {where}, a model of {found['reshard']['model_mib']:.0f} MiB; wire: "
+        f"\n{world} ranks, {where}, a model of {results['reshard']['model_mib']:.0f} MiB; wire: "
         + ("bytes over loopback" if options.nodes == 1 else "bytes between the nodes")
     )
     print(f"  {'':10}{'seconds':>9}{'ratio':>8}{'wire MiB':>10}{'peak MiB':>10}{'prepare s':>11}{'first s':>9}")
-    reshard = found["reshard"]
-    for name, result in found.items():
+    reshard = results["reshard"]
+    for name, result in results.items():
         if "problem" in result:
             print(f"  {name:10}does not run: {result['problem']}")
             continue

@@ -29,18 +29,18 @@ TASK = "runs/quickstart/"
 """Folder of launch/quickstart.sh's output, as recipes of the quickstart's task name it."""
 
 
-def small() -> list[Path]:
+def find_small_recipes() -> list[Path]:
     """Return the configurations of the quickstart's task that have targets and fit this machine."""
-    most = max(3, os.cpu_count() or 1)
+    max_ranks = max(3, os.cpu_count() or 1)
     configs = []
     for path in sorted((trials.ROOT / "configs").glob("*.yaml")):
         config = load_config(path)
-        if config.expect and config.model.path.startswith(TASK) and config.parallel.world_size <= most:
+        if config.expect and config.model.path.startswith(TASK) and config.parallel.world_size <= max_ranks:
             configs.append(path)
     return configs
 
 
-def of_task(config: Config, folder: Path) -> list[str]:
+def quickstart_overrides(config: Config, folder: Path) -> list[str]:
     """Return overrides that make a recipe read this folder instead of runs/quickstart; none for a recipe that does not
     name it. Raises ConfigError if the folder lacks a file that it reads."""
     named = {"model.path": (config.model.path,), "data.train": config.data.train, "data.eval": config.data.eval}
@@ -67,14 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/checked"))
     options = parser.parse_intermixed_args(arguments)
     overrides = [word for word in options.configs if "=" in word]
-    files = [Path(parse_path_text(word)) for word in options.configs if "=" not in word] or small()
+    files = [Path(parse_path_text(word)) for word in options.configs if "=" not in word] or find_small_recipes()
     table, missed = Table("recipe", "figure", "expected", "found", "", box=box.SIMPLE_HEAD), 0
     for file in files:
         config = load_config(file, overrides)
         expected = parse_expectations(config)
         if not expected:
             raise ConfigError(f"{file} expects nothing: give it a section `expect`")
-        task_overrides = of_task(config, options.quickstart.resolve())
+        task_overrides = quickstart_overrides(config, options.quickstart.resolve())
         metrics = trials.run(str(file.resolve()), [*task_overrides, *overrides], options.out.resolve() / file.stem)
         for name, (figure, good) in check_expectations(expected, metrics).items():
             shown = "not told" if figure is None else f"{figure:.4g}"

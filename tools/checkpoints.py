@@ -38,7 +38,7 @@ PARTS = ("world", "tp", "cp", "pp", "vpp", "ep", "etp")
 """Names of the numbers in a manifest's layout."""
 
 
-def about(folder: Path, hashes: bool) -> dict[str, Any]:
+def describe(folder: Path, hashes: bool) -> dict[str, Any]:
     """Return the values of a line of `list`."""
     fault, saved = check_checkpoint(folder, hashes), manifest.read(folder)
     tree, files = ({}, {}) if isinstance(saved, str) else saved
@@ -53,7 +53,7 @@ def about(folder: Path, hashes: bool) -> dict[str, Any]:
         "written": (folder / manifest.FILE_NAME).stat().st_mtime if files else folder.stat().st_mtime,
         "config": tree.get("config", ""),
         "code": tree.get("code", ""),
-        "holds": holds(files),
+        "holds": list_contents(files),
     }
 
 
@@ -69,29 +69,29 @@ def layout_of(tree: Mapping[str, Any]) -> str:
     )
 
 
-def holds(files: Mapping[str, Entry]) -> list[str]:
+def list_contents(files: Mapping[str, Entry]) -> list[str]:
     """Return the contents by name: models, and folders of other state."""
     others = {name.partition("/")[0] for name in files if "/" in name} - set(list_models(files))
     return [*list_models(files), *sorted(others)]
 
 
-def listed(run: Path, options: Namespace) -> int:
+def list_run(run: Path, options: Namespace) -> int:
     if not run.is_dir():
         raise ConfigError(f"no run folder {run}")
     if not (run / "checkpoints").is_dir():
         raise ConfigError(f"{run} has no checkpoints: is it a run folder, and was run.save_every set?")
-    rows = [about(folder, options.hash) for folder in list_checkpoints(run)]
+    rows = [describe(folder, options.hash) for folder in list_checkpoints(run)]
     if options.json:
         print(json.dumps(rows, indent=1))
         return 0
     if not rows:
         print(f"{run / 'checkpoints'} is empty")
     for row in rows:
-        print(line_of(row))
+        print(format_line(row))
     return 0
 
 
-def line_of(row: Mapping[str, Any]) -> str:
+def format_line(row: Mapping[str, Any]) -> str:
     by = " ".join(f"{name} {row[name]}" for name in ("config", "code") if row[name])
     parts = [
         row["name"],
@@ -108,19 +108,19 @@ def line_of(row: Mapping[str, Any]) -> str:
 # --- show ----------------------------------------------------------------------------------------------------
 
 
-def shown(path: Path, options: Namespace) -> int:
+def show_checkpoint(path: Path, options: Namespace) -> int:
     folder = resolve_checkpoint(path)
-    facts = about(folder, options.hash) | {"path": str(folder)} | dict(contents(folder))
+    facts = describe(folder, options.hash) | {"path": str(folder)} | dict(describe_contents(folder))
     if options.json:
         print(json.dumps(facts, indent=1, default=str))
         return 0
-    print(f"{folder}\n  {line_of(facts)}")
-    for name, value in contents(folder):
+    print(f"{folder}\n  {format_line(facts)}")
+    for name, value in describe_contents(folder):
         print(f"  {name:<12}{value if isinstance(value, str) else json.dumps(value, default=str)}")
     return 0
 
 
-def contents(folder: Path) -> Iterator[tuple[str, Any]]:
+def describe_contents(folder: Path) -> Iterator[tuple[str, Any]]:
     """Return (name, description) of each part, as far as it can be read."""
     saved = manifest.read(folder)
     if isinstance(saved, str):
@@ -185,7 +185,7 @@ def rollouts_in(files: list[Path]) -> int:
 # --- convert -----------------------------------------------------------------------------------------------------
 
 
-def configured(folder: Path, options: Namespace) -> Config:
+def load_run_config(folder: Path, options: Namespace) -> Config:
     """Return the configuration of a checkpoint's run. Raises ConfigError."""
     file = options.config or folder.parent.parent / "config.yaml"
     if not file.is_file():
@@ -198,7 +198,7 @@ def configured(folder: Path, options: Namespace) -> Config:
     return config
 
 
-def converted(path: Path, options: Namespace) -> int:
+def convert_checkpoint(path: Path, options: Namespace) -> int:
     from megarl.chat_format.chat_template import ChatTemplate
     from megarl.checkpoint.to_hf import convert, convert_adapter
     from megarl.controllers.controller import load_requirements
@@ -211,7 +211,7 @@ def converted(path: Path, options: Namespace) -> int:
         raise ConfigError(f"{out} exists; name a folder that is not there yet")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"{out}: no folder {out.absolute().parent}; create it first")
-    config = configured(folder, options)
+    config = load_run_config(folder, options)
     declared = load_requirements(config)
     role = options.role or declared.main_role
     saved = manifest.read(folder)
@@ -246,7 +246,7 @@ def main() -> int:
     assert __doc__
     parser = Parser(__doc__)
     commands = parser.add_subparsers(dest="command", metavar="list | show | convert")
-    for name, work in (("list", listed), ("show", shown), ("convert", converted)):
+    for name, work in (("list", list_run), ("show", show_checkpoint), ("convert", convert_checkpoint)):
         command = commands.add_parser(name, description=__doc__)
         command.add_argument("path", type=Path)
         command.set_defaults(work=work)

@@ -48,7 +48,7 @@ LAST = 5
 Metrics = Mapping[int, Mapping[str, float]]
 
 
-def comparable() -> list[str]:
+def list_comparable() -> list[str]:
     """Return the recipes that learn from rewards and need no more than a policy, a critic and a reference."""
     roles = {"rollout", "actor", "critic", "reference", "reward"}
     requirements = {name: load_requirements(from_dict({"algorithm": name})) for name in RECIPES}
@@ -82,14 +82,14 @@ def figures(metrics: Metrics) -> dict[str, float]:
     }
 
 
-def table(found: Mapping[str, Sequence[Mapping[str, float]]]) -> Table:
+def table(results: Mapping[str, Sequence[Mapping[str, float]]]) -> Table:
     """Build a table with a row per algorithm: means over seeds."""
-    names = list(next(iter(found.values()))[0])
+    names = list(next(iter(results.values()))[0])
     result = Table(box=box.SIMPLE_HEAD)
     result.add_column("algorithm")
     for name in names:
         result.add_column(name, justify="right")
-    for algorithm, runs in found.items():
+    for algorithm, runs in results.items():
         cells = [statistics.fmean(run[name] for run in runs) for name in names]
         result.add_row(algorithm, *("-" if math.isnan(cell) else f"{cell:.3f}" for cell in cells))
     return result
@@ -117,13 +117,13 @@ def plot(runs: Mapping[str, Sequence[Metrics]], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path, help="of launch/quickstart.sh")
-    parser.add_argument("--algorithms", nargs="+", default=comparable())
+    parser.add_argument("--algorithms", nargs="+", default=list_comparable())
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--out", type=Path, default=Path("runs/compared"), help="run folders, table.json, curves.png")
     parser.add_argument("overrides", nargs="*", help="key=value, of all runs")
     options = parser.parse_intermixed_args(arguments)
-    if unknown := [name for name in options.algorithms if name not in comparable()]:
-        raise ConfigError(f"--algorithms: {unknown[0]} is none of {', '.join(comparable())}")
+    if unknown := [name for name in options.algorithms if name not in list_comparable()]:
+        raise ConfigError(f"--algorithms: {unknown[0]} is none of {', '.join(list_comparable())}")
     common = [*trials.quickstart(options.folder.resolve()), "run.export=false", *options.overrides]
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.algorithms:  # a mistake in any of them fails before an hour of runs

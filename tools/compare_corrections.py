@@ -75,7 +75,7 @@ def figures(rows: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
     return means
 
 
-def ran(options: argparse.Namespace, name: str, staleness: int, seed: int, host: str) -> dict[str, float]:
+def run_or_load(options: argparse.Namespace, name: str, staleness: int, seed: int, host: str) -> dict[str, float]:
     """Return the metrics of a run; start it unless it has already finished."""
     run_dir = options.folder / "corrections" / f"{name}_staleness{staleness}_seed{seed}"
     return figures(trials.run(CONFIG, settings(options, name, staleness, seed), run_dir, host))
@@ -102,7 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{'':22}" + "".join(f"{title:>12}" for title in titles), flush=True)
         for staleness in options.staleness:
             for name in names:
-                results = [ran(options, name, staleness, seed, host.path) for seed in range(1, options.seeds + 1)]
+                results = [
+                    run_or_load(options, name, staleness, seed, host.path) for seed in range(1, options.seeds + 1)
+                ]
                 values = [statistics.fmean(result[title] for result in results) for title in titles]
                 title = f"{name}, staleness {staleness}"
                 print(f"{title:22}" + "".join(f"{value:12.3g}" for value in values), flush=True)

@@ -19,7 +19,7 @@ from megarl.config.paths import expand_spec
 from megarl.environments import harbor, verifiers
 
 
-def rows_of(spec: str, evaluation: bool = False) -> list[dict[str, Any]]:
+def read_rows(spec: str, evaluation: bool = False) -> list[dict[str, Any]]:
     """Return rows for data.train. Raises ConfigError for an environment without tasks."""
     prefix, _, rest = spec.partition(":")
     if prefix == "harbor":
@@ -59,7 +59,7 @@ def make() -> int:
     options.spec = expand_spec(options.spec, "SPEC")
     if options.target.suffix != ".jsonl":
         raise ConfigError(f"{options.target} must end in .jsonl")
-    rows = rows_of(options.spec, options.evaluation)
+    rows = read_rows(options.spec, options.evaluation)
     write(rows, options.target)
     print(f"{options.target}: {len(rows)} prompts")
     return 0

@@ -37,7 +37,7 @@ REMEDY = (
 )
 
 
-def looked(run: Path, step: int) -> bool:
+def has_trainer_logprobs(run: Path, step: int) -> bool:
     """Return whether a step's rollouts have log-probs of the trainer."""
     return any(
         row["trainer_logprobs"] is not None
@@ -56,13 +56,13 @@ def find_step(run: Path, step: int | None) -> int:
     if step is not None:
         if step not in steps:
             raise ConfigError(f"{run} has no rollouts of step {step}; it has steps {steps[0]} to {steps[-1]}")
-        if not looked(run, step):
+        if not has_trainer_logprobs(run, step):
             raise ConfigError(f"{run} has no log-probs of the trainer for step {step}: {REMEDY}")
         return step
     if len(steps) > 1 and not is_complete(run, steps[-1]):
         steps.pop()  # it is still being written
     for last in reversed(steps):
-        if looked(run, last):
+        if has_trainer_logprobs(run, last):
             return last
     raise ConfigError(f"{run} has no log-probs of the trainer, of any step: {REMEDY}")
 
@@ -85,7 +85,7 @@ def decoder(run: Path) -> Any:
     return lambda ids: " ".join(map(str, ids))
 
 
-def described(records: Sequence[Record], gaps: LogprobGaps, worst: int, decode: Any) -> list[dict[str, Any]]:
+def describe_tokens(records: Sequence[Record], gaps: LogprobGaps, worst: int, decode: Any) -> list[dict[str, Any]]:
     """Describe the worst tokens, with their rollout's number, prompt and text."""
     descriptions = []
     for token in find_worst(gaps, worst):
@@ -98,35 +98,35 @@ def described(records: Sequence[Record], gaps: LogprobGaps, worst: int, decode: 
     return descriptions
 
 
-def shown(text: str) -> str:
+def escape_text(text: str) -> str:
     """Return the text in one line, without terminal control characters."""
     return json.dumps(text, ensure_ascii=False)[1:-1] if text.isprintable() else ascii(text)[1:-1]
 
 
-def table(found: dict[str, Any]) -> list[str]:
+def table(results: dict[str, Any]) -> list[str]:
     rows = [f"{'cause':<31}{'tokens':>10}{'mean':>11}{'p99':>11}{'largest':>11}{'share':>8}"]
-    for row in found["causes"]:
+    for row in results["causes"]:
         figures = "".join(f"{row[name]:>11.2e}" for name in ("mean", "p99", "largest"))
         share = f"{row['share']:>7.1%}" if row["name"] != "all" else ""
         rows.append(f"{row['name']:<31}{row['tokens']:>10,}{figures} {share}".rstrip())
-    if found["twins"]:
+    if results["twins"]:
         rows.append("\nthe engine against itself: the same token behind the same tokens, something before it was")
-        for row in found["twins"]:
+        for row in results["twins"]:
             figures = "".join(f"{row[name]:>11.2e}" for name in ("mean", "p99", "largest"))
             rows.append(f"{row['name']:<34}{row['tokens']:>7,}{figures}")
-    for row in found["worst"]:
+    for row in results["worst"]:
         rows.append(
-            f"\nrollout {row['rollout']}, prompt {shown(row['prompt'])}, token {row['token']}: gap {row['gap']:+.3e}, "
+            f"\nrollout {row['rollout']}, prompt {escape_text(row['prompt'])}, token {row['token']}: gap {row['gap']:+.3e}, "
             f"engine {row['engine']:.4f}, trainer {row['trainer']:.4f}: {row['cause']}"
             + (f", {row['staleness']} versions behind" if row["staleness"] else "")
             + (f", one of {row['choices']} words" if row["choices"] else "")
             + (f", {row['cached']} tokens cached" if row["cached"] > 0 else "")
         )
-        rows.append(f"  {shown(row['before'])} >>{shown(row['text'])}<<")
+        rows.append(f"  {escape_text(row['before'])} >>{escape_text(row['text'])}<<")
     return rows
 
 
-def take_apart(options: argparse.Namespace) -> int:
+def decompose(options: argparse.Namespace) -> int:
     step = find_step(options.run, options.step)
     records = read_records(options.run, step, include_trainer_columns=True, exclude=["routing"])
     gaps = compute_gaps(records, step - 1)
@@ -139,7 +139,7 @@ def take_apart(options: argparse.Namespace) -> int:
         "not_finite": gaps.num_nonfinite,
         "causes": [dataclasses.asdict(cause) for cause in summarize_causes(gaps)],
         "twins": [dataclasses.asdict(cause) for cause in compare_twins(records, step - 1)],
-        "worst": described(records, gaps, options.worst, decoder(options.run)) if options.worst else [],
+        "worst": describe_tokens(records, gaps, options.worst, decoder(options.run)) if options.worst else [],
     }
     if options.json:
         print(json.dumps(result))
@@ -168,7 +168,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    return run_cli(lambda: take_apart(parse(arguments)))
+    return run_cli(lambda: decompose(parse(arguments)))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def base_config(options: argparse.Namespace, world: int, engine: dict[str, int])
     )
 
 
-def given_layouts(options: argparse.Namespace) -> list[ParallelConfig]:
+def parse_layouts(options: argparse.Namespace) -> list[ParallelConfig]:
     layouts = []
     for text in options.layout:
         chosen = sizes(text, {**LAYOUT, "world": options.gpus or -1}, "--layout")
@@ -78,13 +78,13 @@ def layout_text(parallel: ParallelConfig) -> str:
     return " ".join(f"{name.upper()}{getattr(parallel, name)}" for name in names) or "DP only"
 
 
-def judged_table(found: list[LayoutPlan], search: Search, chosen: LayoutPlan | None) -> Table:
+def layout_table(plans: list[LayoutPlan], search: Search, chosen: LayoutPlan | None) -> Table:
     """Build a table with a row per layout: memory of the fullest rank in GB, modelled seconds of a step."""
     table = Table(box=box.SIMPLE_HEAD)
     bytes_of = ("states", "in training", "generating", "in a push")
     for name in ("layout", "GPUs", "recompute", "engine", *bytes_of, "fits", "step"):
         table.add_column(name, justify="left" if name in ("layout", "recompute", "engine") else "right", no_wrap=True)
-    for judged in found:
+    for judged in plans:
         config, memory = judged.config, judged.memory
         rows = [max(sum(stage.states.values()) for stage in memory), max(stage.training_total for stage in memory)]
         rows += [max(stage.generation_total for stage in memory), max(stage.weight_sync_total for stage in memory)]
@@ -93,7 +93,7 @@ def judged_table(found: list[LayoutPlan], search: Search, chosen: LayoutPlan | N
             str(config.parallel.world_size),
             judged.recompute,
             f"TP{config.rollout.tp} EP{config.rollout.ep}" if search.declared.has_rollout else "-",
-            *(f"{float_in_range / 1e9:.1f}" for float_in_range in rows),
+            *(f"{num_bytes / 1e9:.1f}" for num_bytes in rows),
             "yes" if search.fits(judged) else "no",
             f"{judged.total:.2f} s",
             style="bold" if judged is chosen else None,
@@ -101,7 +101,7 @@ def judged_table(found: list[LayoutPlan], search: Search, chosen: LayoutPlan | N
     return table
 
 
-def print_whole(console: Console, table: Table) -> None:
+def print_full_width(console: Console, table: Table) -> None:
     """Print at full width, also on a narrow console such as the 80 columns of a pipe: a truncated number is worse than
     a wrapped line."""
     room = console.options.update(max_width=10_000)
@@ -109,19 +109,22 @@ def print_whole(console: Console, table: Table) -> None:
     Console(file=console.file, width=max(needed, console.width)).print(table)
 
 
-def reason(one: LayoutPlan, search: Search, others: int) -> str:
+def reason(layout_plan: LayoutPlan, search: Search, others: int) -> str:
     """Return a sentence on why this layout is suggested."""
-    shares = sorted(((seconds, what) for what, seconds in one.seconds.items() if seconds), reverse=True)
+    shares = sorted(((seconds, what) for what, seconds in layout_plan.seconds.items() if seconds), reverse=True)
     spent = ", ".join(
-        f"{seconds / one.total:.0%} {NAMES[what]}" for seconds, what in shares if seconds > 0.005 * one.total
+        f"{seconds / layout_plan.total:.0%} {NAMES[what]}"
+        for seconds, what in shares
+        if seconds > 0.005 * layout_plan.total
     )
-    layout = layout_text(one.config.parallel)
+    layout = layout_text(layout_plan.config.parallel)
+    recomputation = "no recomputation" if layout_plan.recompute == "none" else f"{layout_plan.recompute} recomputation"
     of = f"of {others} layouts that fit, by the rule" if others > 1 else "the only layout that fits"
     return (
-        f"Suggested: {layout}, {'no recomputation' if one.recompute == 'none' else f'{one.recompute} recomputation'}: "
+        f"Suggested: {layout}, {recomputation}: "
         f"{of}; "
-        f"{one.peak / 1e9:.1f} of {search.gpu_bytes / 1e9:g} GB at its fullest, and of the modelled "
-        f"{one.total:.2f} s {spent}."
+        f"{layout_plan.peak / 1e9:.1f} of {search.gpu_bytes / 1e9:g} GB at its fullest, and of the modelled "
+        f"{layout_plan.total:.2f} s {spent}."
     )
 
 
@@ -139,17 +142,17 @@ NAMES = {
 }
 
 
-def as_json(one: LayoutPlan, search: Search) -> dict[str, Any]:
-    config = one.config
+def as_json(layout_plan: LayoutPlan, search: Search) -> dict[str, Any]:
+    config = layout_plan.config
     return {
         "layout": {"world": config.parallel.world_size} | {name: getattr(config.parallel, name) for name in LAYOUT},
-        "recompute": one.recompute,
+        "recompute": layout_plan.recompute,
         "megatron": config.model.megatron,
         "rollout": {"tp": config.rollout.tp, "ep": config.rollout.ep} if search.declared.has_rollout else None,
-        "peak_bytes": one.peak,
-        "fits": search.fits(one),
-        "modelled_seconds": one.seconds,
-        "stages": [stage_json(stage) for stage in one.memory],
+        "peak_bytes": layout_plan.peak,
+        "fits": search.fits(layout_plan),
+        "modelled_seconds": layout_plan.seconds,
+        "stages": [stage_json(stage) for stage in layout_plan.memory],
     }
 
 
@@ -160,20 +163,20 @@ def stage_json(stage: StageMemory) -> dict[str, Any]:
 
 def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
     """Judge the given layouts, or search for some. Returns 1 if none fits."""
-    layouts = given_layouts(options)
+    layouts = parse_layouts(options)
     engine = sizes(options.rollout, ENGINE, "--rollout") if options.rollout else {}
     worlds = [parallel.world_size for parallel in layouts] or [options.gpus]
     if not worlds[0]:
         raise ConfigError("--gpus is not given; without --layout it is needed, to search for layouts of so many")
     length = (options.context or options.tokens) // 2
     time = StepTime(hf, options.batch_tokens, length, GPUSpec())
-    ways = (options.recompute,) if options.recompute else RECOMPUTE_MODES
+    modes = (options.recompute,) if options.recompute else RECOMPUTE_MODES
 
     def search_of(world: int) -> Search:
         config = base_config(options, world, engine)
         declared = load_requirements(config)
         critic = hf if "critic" in declared.roles else None
-        return Search(hf, critic, config, declared, options.gpu_gb * 1e9, time, ways, should_size_engines=not engine)
+        return Search(hf, critic, config, declared, options.gpu_gb * 1e9, time, modes, should_size_engines=not engine)
 
     search = search_of(worlds[0])
     judged: list[LayoutPlan] = []
@@ -208,7 +211,7 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
     if chosen is not None and not any(candidate is chosen for candidate in rows_shown):
         rows_shown = [*rows_shown, chosen]
     if rows_shown:
-        print_whole(console, judged_table(rows_shown, search, chosen))
+        print_full_width(console, layout_table(rows_shown, search, chosen))
     if len(fitting) > len(rows_shown):
         console.print(f"The fastest of {len(fitting)} that fit.\n")
     console.print(why + "\n")
@@ -217,14 +220,14 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
         if shown.config.model.megatron:
             console.print("model.megatron: " + json.dumps(shown.config.model.megatron))
         console.print(f"{layout_text(shown.config.parallel)}:")
-        print_whole(console, memory_table(shown.memory))
+        print_full_width(console, memory_table(shown.memory))
         console.print(summarize_peak(shown.peak))
     return 0 if chosen else 1
 
 
 def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
     """Build the models on this machine's CPU, as all ranks of the layout, and count the bytes of their tensors."""
-    layouts = given_layouts(options) or [ParallelConfig(options.gpus or 1, options.gpus_per_node)]
+    layouts = parse_layouts(options) or [ParallelConfig(options.gpus or 1, options.gpus_per_node)]
     if len(layouts) != 1:
         raise ConfigError("--measure builds one layout; give one --layout")
     base = base_config(options, layouts[0].world_size, {})
@@ -282,7 +285,7 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
         console.print(
             f"{Path(options.model).name}, {options.dtype}: {layout_text(config.parallel)}, bytes", style="bold"
         )
-        print_whole(console, table)
+        print_full_width(console, table)
     return 0 if worst <= 0.05 else 1
 
 

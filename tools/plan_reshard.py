@@ -94,7 +94,7 @@ def model_config(name: str) -> HFConfig:
     return load_hf_config(MODELS.get(name, name))
 
 
-def configured(options: argparse.Namespace, hf: HFConfig) -> Config:
+def build_config(options: argparse.Namespace, hf: HFConfig) -> Config:
     """Return the configuration of a run in these layouts, after a run's checks. Raises ConfigError."""
     train, engine = sizes(options.train, TRAIN, "--train"), sizes(options.engine, ENGINE, "--engine")
     train_ranks, engine_ranks = (
@@ -212,23 +212,23 @@ def split_line(megatron: Mapping[str, Any], train: TrainLayout) -> str:
     return f"The stages have {counts} layers; a run needs model.megatron={json.dumps(dict(megatron))} for that."
 
 
-def table(found: dict[str, Any], receivers: int) -> Table:
+def table(metrics: dict[str, Any], receivers: int) -> Table:
     """Build a table of the bounded quantities, per GPU; means are over the engines' GPUs."""
     grid = Table(box=box.SIMPLE_HEAD, title_justify="left")
     for name in ("", "plan", "bound", "ratio"):
         grid.add_column(name, justify="right" if name else "left")
     for name, what in (("cross", "received"), ("internode", "received over the network")):
-        values = (found[f"{name}_bytes"] / receivers, found[f"{name}_bound"] / receivers)
-        grid.add_row(f"{what}, mean GPU", *map(format_bytes, values), f"{found[f'{name}_ratio']:.4f}")
+        values = (metrics[f"{name}_bytes"] / receivers, metrics[f"{name}_bound"] / receivers)
+        grid.add_row(f"{what}, mean GPU", *map(format_bytes, values), f"{metrics[f'{name}_ratio']:.4f}")
     for name, what in (
         ("send", "sent"),
         ("recv", "received"),
         ("nic_send", "sent over the network"),
         ("nic_recv", "received over the network"),
     ):
-        values = (found[f"{name}_max"], found[f"{name}_bound"])
-        grid.add_row(f"{what}, busiest GPU", *map(format_bytes, values), f"{found[f'{name}_max_over_bound']:.4f}")
-    staging, buckets = found["staging_peak_bytes"], 2 * found["bucket_bytes"]
+        values = (metrics[f"{name}_max"], metrics[f"{name}_bound"])
+        grid.add_row(f"{what}, busiest GPU", *map(format_bytes, values), f"{metrics[f'{name}_max_over_bound']:.4f}")
+    staging, buckets = metrics["staging_peak_bytes"], 2 * metrics["bucket_bytes"]
     grid.add_row("staging, two buckets", format_bytes(staging), format_bytes(buckets), f"{staging / buckets:.4f}")
     return grid
 
@@ -297,7 +297,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     )
     hf = on_the_wire(model_config(options.model), options.wire)
     family_of(hf).check(hf)
-    config = configured(options, hf)
+    config = build_config(options, hf)
     check_feasible(hf, config, load_requirements(config))
     paper = build_report(lambda: plan_from_config(hf, config))
     train, engine = paper.plan.train, paper.plan.engine

@@ -45,7 +45,7 @@ LARGEST = 256 << 20
 
 
 @dataclass(frozen=True)
-class Made:
+class ConvertedRow:
     """A converted row; the reward compares with `truth`."""
 
     source: str
@@ -59,29 +59,29 @@ class Made:
 class Adapter:
     """A data set: its splits, and the conversion of a row, which raises ValueError for a row of another format."""
 
-    make: Callable[[Row], Made]
+    convert_row: Callable[[Row], ConvertedRow]
     splits: tuple[str, ...] = ("test",)
 
 
-def of_gsm8k(row: Row) -> Made:
+def convert_gsm8k(row: Row) -> ConvertedRow:
     """Convert a row of GSM8K (Cobbe et al., arXiv:2110.14168): the answer ends in `#### <result>`."""
     question, answer = _text(row, "question", of="GSM8K"), _text(row, "answer", of="GSM8K")
     _, marker, result = answer.rpartition("####")
     result = result.strip().replace(",", "")
     if not marker or not result:
         raise ValueError("the answer does not end in '#### <result>'")
-    return Made("openai/gsm8k", question + STEPS, result, "math", {"answer": answer, "question": question})
+    return ConvertedRow("openai/gsm8k", question + STEPS, result, "math", {"answer": answer, "question": question})
 
 
-def of_math500(row: Row) -> Made:
+def convert_math500(row: Row) -> ConvertedRow:
     """Convert a row of MATH-500: the 500 problems of MATH (arXiv:2103.03874) that Lightman et al., arXiv:2305.20050,
     held out."""
     problem, truth = _text(row, "problem", of="MATH-500"), _truth(row, "MATH-500")
     extra = {name: row[name] for name in ("subject", "level", "unique_id") if row.get(name) is not None}
-    return Made("HuggingFaceH4/MATH-500", problem + BOXED, truth, "math", extra)
+    return ConvertedRow("HuggingFaceH4/MATH-500", problem + BOXED, truth, "math", extra)
 
 
-def of_aime(row: Row) -> Made:
+def convert_aime(row: Row) -> ConvertedRow:
     """Convert a problem of the American Invitational Mathematics Examination; its result is an integer up to 999."""
     row = {name.lower(): value for name, value in row.items()}  # some files have ID, Problem, Answer
     problem, truth = _text(row, "problem", "question", of="AIME"), _truth(row, "AIME")
@@ -89,22 +89,22 @@ def of_aime(row: Row) -> Made:
         raise ValueError(f"the answer {truth[:40]!r} is no whole number from 0 to 999")
     year = str(row.get("year") or "")
     extra = {name: str(row[name]) for name in ("id", "url", "year") if row.get(name) is not None}
-    return Made(f"aime{year}" if year.isdigit() else "aime", problem + ANSWER, str(int(truth)), "math", extra)
+    return ConvertedRow(f"aime{year}" if year.isdigit() else "aime", problem + ANSWER, str(int(truth)), "math", extra)
 
 
-def of_humaneval(row: Row) -> Made:
+def convert_humaneval(row: Row) -> ConvertedRow:
     """Convert a row of HumanEval (Chen et al., arXiv:2107.03374)."""
     prompt, test, entry = (_text(row, name, of="HumanEval") for name in ("prompt", "test", "entry_point"))
     truth = json.dumps({"prompt": prompt, "test": test, "entry_point": entry})
     extra = {"task_id": str(row.get("task_id") or ""), "entry_point": entry}
-    return Made("openai/openai_humaneval", f"{COMPLETE}{prompt.rstrip()}\n```", truth, "code", extra)
+    return ConvertedRow("openai/openai_humaneval", f"{COMPLETE}{prompt.rstrip()}\n```", truth, "code", extra)
 
 
 ADAPTERS = {
-    "gsm8k": Adapter(of_gsm8k, ("train", "test")),
-    "math500": Adapter(of_math500),
-    "aime": Adapter(of_aime),
-    "humaneval": Adapter(of_humaneval),
+    "gsm8k": Adapter(convert_gsm8k, ("train", "test")),
+    "math500": Adapter(convert_math500),
+    "aime": Adapter(convert_aime),
+    "humaneval": Adapter(convert_humaneval),
 }
 
 
@@ -155,12 +155,12 @@ def find_file(source: Path) -> Path:
     return files[0]
 
 
-def rows_of(file: Path) -> Iterable[tuple[str, Row]]:
+def iter_rows(file: Path) -> Iterable[tuple[str, Row]]:
     """Return (where, row) of each row of a file. Raises ConfigError."""
-    return _listed(file) if file.suffix.lower() == ".json" else read_rows(file)
+    return _read_json_list(file) if file.suffix.lower() == ".json" else read_rows(file)
 
 
-def _listed(file: Path) -> Iterator[tuple[str, Row]]:
+def _read_json_list(file: Path) -> Iterator[tuple[str, Row]]:
     if file.stat().st_size > LARGEST:
         raise ConfigError(f"{file} has more than {LARGEST >> 20} MiB; make it .jsonl, a row a line")
     try:
@@ -182,7 +182,7 @@ def convert(rows: Iterable[tuple[str, Row]], adapter: Adapter, split: str) -> li
     converted = []
     for index, (where, row) in enumerate(rows):
         try:
-            record = adapter.make(row)
+            record = adapter.convert_row(row)
             messages = [{"role": "user", "content": record.text}]
             by_source.check(Prompt(str(index), tuple(messages), data_source=record.source, ground_truth=record.truth))
         except ValueError as error:
@@ -206,7 +206,7 @@ def prepare(name: str, source: Path, target: Path) -> dict[str, int]:
     adapter, tables = ADAPTERS[name], {}
     for split in adapter.splits:
         file = find_split(source, split) if len(adapter.splits) > 1 else find_file(source)
-        rows = convert(rows_of(file), adapter, split)
+        rows = convert(iter_rows(file), adapter, split)
         if not rows:
             raise ConfigError(f"{file} holds no problems")
         tables[split] = pyarrow.Table.from_pylist(rows)

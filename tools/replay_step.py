@@ -62,7 +62,7 @@ class Order(NamedTuple):
 # --- the configuration ----------------------------------------------------------------------------------------
 
 
-def as_it_was(run: Path, step: int) -> Config:
+def load_recorded_config(run: Path, step: int) -> Config:
     """Return the run's configuration at a step, without changes made when the run was resumed after it."""
     config = load_config(run / "config.yaml")
     tree = to_dict(config)
@@ -93,7 +93,7 @@ def config_of(order: Order) -> Config:
         *("track.progress=false", "track.save_rollouts=false", "track.trackers=[]"),
         *(ALONE if order.alone else ()),
     ]
-    tree = to_dict(as_it_was(order.run, order.step))
+    tree = to_dict(load_recorded_config(order.run, order.step))
     if order.alone:
         for role in tree["roles"].values():
             role.pop("parallel", None)
@@ -184,20 +184,20 @@ class Debugger(pdb.Pdb):
         if self.breaks:
             sys.settrace(self.trace_dispatch)
 
-    def here(self) -> None:
+    def break_here(self) -> None:
         """Stop at the caller, like `breakpoint()`."""
         frame: FrameType | None = sys._getframe(1)
         self.set_trace(frame)
 
 
-def nowhere() -> None:
+def ignore_breakpoint() -> None:
     """Replace `breakpoint()` on ranks without a debugger, and in earlier steps."""
 
 
 # --- the step -------------------------------------------------------------------------------------------------
 
 
-def take(order: Order) -> int:
+def run_replay(order: Order) -> int:
     """Run the replay as one of the ranks, or as the only one."""
     from megarl.flow import HybridFlow
     from megarl.launch import exit_status
@@ -212,10 +212,10 @@ def take(order: Order) -> int:
         def _begin_step(self) -> None:
             super()._begin_step()
             if looks and self.step == order.step and "controller" in vars(self):
-                sys.breakpointhook = debugger.here
+                sys.breakpointhook = debugger.break_here
                 debugger.begin()
 
-    sys.breakpointhook = nowhere
+    sys.breakpointhook = ignore_breakpoint
     try:
         Replayed(config_of(order)).run(until=order.step)
     except BdbQuit:
@@ -326,7 +326,7 @@ def main(arguments: Sequence[str]) -> int:
         check_step(run, step)
     request = run, step, chosen.stop_at, chosen.pdb, chosen.alone, tuple(chosen.overrides)
     if chosen.folder is not None:
-        return take(Order(*request, chosen.folder))
+        return run_replay(Order(*request, chosen.folder))
     from megarl.dry_run.validation import validate
 
     if chosen.stop_at:
@@ -336,7 +336,7 @@ def main(arguments: Sequence[str]) -> int:
         config = config_of(order)
         validate(config, until=step).raise_errors()
         announce(order)
-        return take(order) if config.parallel.world_size == 1 else launch(order, config)
+        return run_replay(order) if config.parallel.world_size == 1 else launch(order, config)
     except ConfigError:
         shutil.rmtree(order.folder)  # nothing was produced; its checkpoints are links
         with suppress(OSError):

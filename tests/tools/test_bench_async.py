@@ -32,7 +32,7 @@ def test_the_ratio_is_of_steps_in_the_same_round(
         return {"step": next(seconds), "generate": 1.0, "train": 1.0, "staleness_mean": 0.5}
 
     monkeypatch.setattr(bench_async, "start_host", lambda config, threads: Host())
-    monkeypatch.setattr(bench_async, "timed", timed)
+    monkeypatch.setattr(bench_async, "run_timed", timed)
     assert bench_async.main([str(tmp_path), "--rounds", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["step", "generate", "train", "staleness_mean", "times", "as", "fast"]

@@ -39,7 +39,7 @@ def test_what_is_reached_and_what_is_missed(recipe: Path, capsys: pytest.Capture
 
 
 def test_the_small_ones_are_found() -> None:
-    names = [path.name for path in check_recipes.small()]
+    names = [path.name for path in check_recipes.find_small_recipes()]
     quick = ["quickstart.yaml", "quickstart_async.yaml", "quickstart_sft.yaml", "quickstart_split.yaml"]
     assert names == quick  # and none whose weights a machine may lack
 
@@ -48,19 +48,22 @@ def test_those_of_the_quickstarts_task_are_given_its_folder(tmp_path: Path) -> N
     configs = trials.ROOT / "configs"
     warm_up, ppo = (load_config(configs / name) for name in ("quickstart_sft.yaml", "quickstart.yaml"))
     with pytest.raises(ConfigError, match="model is not there: call launch/quickstart.sh first"):
-        check_recipes.of_task(warm_up, tmp_path)
+        check_recipes.quickstart_overrides(warm_up, tmp_path)
     for name in ("model", "sft/export"):
         (tmp_path / name).mkdir(parents=True)
     for name in ("sft.jsonl", "train.jsonl", "eval.jsonl"):
         (tmp_path / name).touch()
     at = str(tmp_path)
-    assert check_recipes.of_task(warm_up, tmp_path) == [f"model.path={at}/model", f"data.train={at}/sft.jsonl"]
+    assert check_recipes.quickstart_overrides(warm_up, tmp_path) == [
+        f"model.path={at}/model",
+        f"data.train={at}/sft.jsonl",
+    ]
     own = [f"model.path={at}/sft/export", f"data.train={at}/train.jsonl", f"data.eval={at}/eval.jsonl"]
-    assert check_recipes.of_task(ppo, tmp_path) == own
+    assert check_recipes.quickstart_overrides(ppo, tmp_path) == own
     mixed = load_config(configs / "quickstart_sft.yaml", ["data.train=[runs/quickstart/sft.jsonl,mine.jsonl]"])
     with pytest.raises(ConfigError, match="mine.jsonl is not there"):
-        check_recipes.of_task(mixed, tmp_path)
-    assert check_recipes.of_task(load_config(configs / "sft.yaml"), tmp_path) == []
+        check_recipes.quickstart_overrides(mixed, tmp_path)
+    assert check_recipes.quickstart_overrides(load_config(configs / "sft.yaml"), tmp_path) == []
 
 
 RECIPES = sorted((trials.ROOT / "configs").glob("*.yaml"))

@@ -101,7 +101,7 @@ def test_a_run_that_fails_ends_it(folder: Path, monkeypatch: pytest.MonkeyPatch)
         trials.run("a.yaml", [], folder / "x")
 
 
-@pytest.mark.parametrize("name", compare_algorithms.comparable())
+@pytest.mark.parametrize("name", compare_algorithms.list_comparable())
 def test_all_can_run(folder: Path, name: str) -> None:
     """But for the model, which is not there: nothing else is wrong with them."""
     given = [f"algorithm={name}", *compare_algorithms.OWN.get(name, []), *trials.quickstart(folder)]
@@ -120,6 +120,6 @@ def test_the_page_has_what_came_of_each() -> None:
     """A row of each algorithm that can be compared, in which it has learned the task; and the plot."""
     page = (trials.ROOT / "megarl/controllers/README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| [\d.]+, ([\d.]+) \| [\d.]+, ([\d.]+) \|", page, flags=re.MULTILINE)
-    assert [name for name, _, _ in rows] == compare_algorithms.comparable()
+    assert [name for name, _, _ in rows] == compare_algorithms.list_comparable()
     assert all(float(figure) >= 0.8 for _, *held_out in rows for figure in held_out)
     assert "(compared.png)" in page and (trials.ROOT / "megarl/controllers/compared.png").is_file()
