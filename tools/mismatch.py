@@ -116,8 +116,8 @@ def table(results: dict[str, Any]) -> list[str]:
             rows.append(f"{row['name']:<34}{row['tokens']:>7,}{figures}")
     for row in results["worst"]:
         rows.append(
-            f"\nrollout {row['rollout']}, prompt {escape_text(row['prompt'])}, token {row['token']}: gap {row['gap']:+.3e}, "
-            f"engine {row['engine']:.4f}, trainer {row['trainer']:.4f}: {row['cause']}"
+            f"\nrollout {row['rollout']}, prompt {escape_text(row['prompt'])}, token {row['token']}: "
+            f"gap {row['gap']:+.3e}, engine {row['engine']:.4f}, trainer {row['trainer']:.4f}: {row['cause']}"
             + (f", {row['staleness']} versions behind" if row["staleness"] else "")
             + (f", one of {row['choices']} words" if row["choices"] else "")
             + (f", {row['cached']} tokens cached" if row["cached"] > 0 else "")

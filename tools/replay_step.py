@@ -184,7 +184,7 @@ class Debugger(pdb.Pdb):
         if self.breaks:
             sys.settrace(self.trace_dispatch)
 
-    def break_here(self) -> None:
+    def open_debugger(self) -> None:
         """Stop at the caller, like `breakpoint()`."""
         frame: FrameType | None = sys._getframe(1)
         self.set_trace(frame)
@@ -212,7 +212,7 @@ def run_replay(order: Order) -> int:
         def _begin_step(self) -> None:
             super()._begin_step()
             if looks and self.step == order.step and "controller" in vars(self):
-                sys.breakpointhook = debugger.break_here
+                sys.breakpointhook = debugger.open_debugger
                 debugger.begin()
 
     sys.breakpointhook = ignore_breakpoint
