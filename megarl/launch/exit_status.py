@@ -13,6 +13,7 @@ and may restart the run (`restarts.py`). A rank without a launcher prints the li
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -118,9 +119,17 @@ def catch_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, a background job
             signal.signal(number, _on_signal)
+    # Python restores the default actions when it finalizes. A SIGTERM of torch's agent, which ends ranks that exit after
+    # the first, would then kill a rank that has saved and reported.
+    atexit.register(_ignore_signals)
     signal.signal(signal.SIGUSR1, _request_stop)  # threads started earlier may receive it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def save_on_sigterm() -> None:
