@@ -325,7 +325,7 @@ def test_a_rank_is_named_by_its_roles_where_it_has_its_own() -> None:
         7,
         "error: rank 0 (actor, reference) exited with status 7 without an error message",
     )
-    assert determine_outcome({2: 7}, [], roles=roles)[1].startswith("error: rank 2 ended")
+    assert determine_outcome({2: 7}, [], roles=roles)[1].startswith("error: rank 2 exited")
 
 
 # --- what others say to a launcher ------------------------------------------------------------------------------------
@@ -418,6 +418,19 @@ def test_a_run_whose_rank_says_what_is_no_word_goes_on(tmp_path: Path, torchrun:
     code, lines = ended(process)
     assert (code, lines[1:]) == (85, ["saved step 3"])
     assert lines[0].startswith("warning: dropped b'not json', which is not a message from a rank")
+
+
+def test_a_rank_that_has_saved_is_not_ended_while_its_interpreter_finalizes(tmp_path: Path) -> None:
+    """torch's agent sends SIGTERM to ranks that exit after the first."""
+    body = """
+    class Late:
+        def __del__(self, sleep=time.sleep): sleep(3.0 * rank)
+    globals()["late"] = Late()  # deleted after Python has restored the default actions of signals
+    ending.save_on_sigterm(); wait(); stop_together()"""
+    process = run_by_torchrun(tmp_path, body)
+    pids(tmp_path, process)
+    process.terminate()
+    assert ended(process) == (85, ["saved step 3"])
 
 
 def run_by_torchrun(folder: Path, body: str) -> subprocess.Popen[str]:
