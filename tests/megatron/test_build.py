@@ -17,7 +17,7 @@ import pytest
         ("experts", ["parallel.ep=3", "4 experts"]),
         ("dense", ["parallel.ep=2", "no experts"]),
         ("layers", ["2 layers", "parallel.pp=3"]),
-        ("window", ["model.megatron.window_size", "config.json says"]),
+        ("window", ["model.megatron.window_size", "config.json determines"]),
         ("fused router", ["model.megatron.moe_router_fusion"]),
         ("dropout", ["model.megatron.attention_dropout", "soft cap"]),
     ],
