@@ -30,9 +30,9 @@ class Dying(RolloutWorker):
         if (engine := self.engines.lead_engine) is not None:
             order = engine.call_loader
 
-            def and_die(payloads: list[str], draft: bool = False, lasting: bool = False) -> None:
+            def and_die(payloads: list[str], draft: bool = False, is_session: bool = False) -> None:
                 self._die("push")
-                order(payloads, draft, lasting)
+                order(payloads, draft, is_session)
 
             engine.call_loader = and_die  # type: ignore[method-assign]
 

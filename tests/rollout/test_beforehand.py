@@ -76,7 +76,7 @@ def test_generation_beside_training_needs_ranks_of_its_own_and_is_warned_of_wher
     on_policy = replace(config, rollout=replace(config.rollout, max_staleness=0))
     check_asynchronous(on_policy, uncorrected(on_policy), warnings)
     assert len(warnings) == 1
-    with pytest.raises(ConfigError, match="rank 0 is the actor's, too"):
+    with pytest.raises(ConfigError, match="rank 0 also runs the actor"):
         check_asynchronous(replace(config, placement={}), load_requirements(config), [])
     for key, value, what in (("oversample", 1.5, "set only one of them"), ("replay", "runs/x", "need no generation")):
         odd = replace(config, rollout=replace(config.rollout, **{key: value}))

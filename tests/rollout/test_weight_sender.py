@@ -188,8 +188,8 @@ def test_an_engine_that_dies_in_the_middle_is_noted_at_once_and_what_became_of_i
         engine.fail = "dead"
         return 0
 
-    def order_(payloads: list[str], draft: bool = False, lasting: bool = False) -> None:
-        Obedient.call_loader(engine, payloads, draft, lasting)
+    def order_(payloads: list[str], draft: bool = False, is_session: bool = False) -> None:
+        Obedient.call_loader(engine, payloads, draft, is_session)
         if engine.fail:
             raise EngineLost("died", "engine 0 does not respond")
 
