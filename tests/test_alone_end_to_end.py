@@ -125,7 +125,7 @@ def test_engines_alone_write_what_a_trainer_alone_trains_on(folder: Path, tmp_pa
     evaluated = [row for row in metrics if "eval/reward_greedy" in row]
     assert evaluated and all(row["eval/weight_version"] == 0 for row in evaluated)
     assert all(row["eval/pass_at_1"] <= row["eval/pass_at_2"] for row in evaluated)
-    assert not any(name.startswith(("actor/", "critic/", "time/push")) for row in metrics for name in row)
+    assert not any(name.startswith(("actor/", "critic/", "time/weight_sync")) for row in metrics for name in row)
     assert not (tmp_path / "made/export").exists()
     assert {path.name for path in (tmp_path / "made/rollouts/step_000001").iterdir()} == {
         "rank_00000.parquet",
