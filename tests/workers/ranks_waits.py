@@ -69,13 +69,13 @@ def slow(made: Any, prompts: Any, **_: Any) -> GenerationResult:
     return GenerationResult([Rollout(PROMPT, TURNS, seed=RANKS.job.rank)], [])
 
 
-def one_fails(made: Any, prompts: Any, look: Callable[[], None], **_: Any) -> GenerationResult:
+def one_fails(made: Any, prompts: Any, check: Callable[[], None], **_: Any) -> GenerationResult:
     """The tools of the second engine fail at once; the first would go on for an hour."""
     if RANKS.job.rank:
         raise RuntimeError("the processes of the tools are gone")
     for _ in range(36000):
         time.sleep(0.1)
-        look()
+        check()
     return GenerationResult([], [])
 
 
@@ -84,18 +84,18 @@ def aborted(share: list[str]) -> Callable[..., GenerationResult]:
     return lambda made, prompts, **_: GenerationResult(rollouts, [])
 
 
-def one_is_lost(made: Any, prompts: Any, tickets: GroupQueue, **_: Any) -> GenerationResult:
+def one_is_lost(made: Any, prompts: Any, queue: GroupQueue, **_: Any) -> GenerationResult:
     """Of two engines each begins a group. The second is lost in it, or the only one in the second of its two."""
     calls = made.__dict__.setdefault("calls", [])
     calls.append(len(calls))
-    back = tickets.claim_returned()
-    mine = [tickets.claim()] if back is None else [back.number]
+    back = queue.claim_returned()
+    mine = [queue.claim()] if back is None else [back.number]
     if made.engines.engine_index == len(made.engines.engine_ranks) - 1 and len(calls) < 2:
         if len(made.engines.engine_ranks) == 1:
-            mine.append(tickets.claim())
+            mine.append(queue.claim())
         lost = EngineLost("died", "engine is not running; the last lines")
         made.engines.engine_restart.report_lost(lost)
-        tickets.return_group(ReturnedGroup(mine.pop(), (), 3))
+        queue.return_group(ReturnedGroup(mine.pop(), (), 3))
         return GenerationResult(rollouts_of(mine), [], engine_loss=lost, num_interrupted=3)
     return GenerationResult(rollouts_of(mine), [], num_restarted=0 if back is None else back.num_interrupted)
 
