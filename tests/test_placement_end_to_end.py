@@ -139,7 +139,9 @@ def test_generation_beside_training_is_as_synchronous_at_lag_0(
         if "eval/reward_greedy" in row:
             assert row["eval/weight_version"] == row["step"] <= row["eval/weight_version_last"] <= 3
     train(folder, tmp_path / "alone", *ALONE, f"rollout.replay={run_dir}", "run.save_every=0")
-    of_engines = [name for name in rows[0] if name.startswith(("rollout/staleness", "rollout/group_age", "rollout/idle"))]
+    of_engines = [
+        name for name in rows[0] if name.startswith(("rollout/staleness", "rollout/group_age", "rollout/idle"))
+    ]
     assert_same_figures(rows, steps_of(tmp_path / "alone"), *of_engines)
     assert_same_weights(run_dir, tmp_path / "alone")
 

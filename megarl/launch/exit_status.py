@@ -119,8 +119,8 @@ def catch_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, a background job
             signal.signal(number, _on_signal)
-    # Python restores the default actions when it finalizes. A SIGTERM of torch's agent, which ends ranks that exit after
-    # the first, would then kill a rank that has saved and reported.
+    # Python restores the default actions when it finalizes. A SIGTERM of torch's agent, which ends ranks that exit
+    # after the first, would then kill a rank that has saved and reported.
     atexit.register(_ignore_signals)
     signal.signal(signal.SIGUSR1, _request_stop)  # threads started earlier may receive it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
