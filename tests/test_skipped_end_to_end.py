@@ -61,7 +61,7 @@ def test_too_many_in_a_row_go_back_to_the_checkpoint_before_them_and_the_run_goe
     assert [step.get("guards/checkpoint_restores") for step in steps] == [None] * 4 + [1, 1]
     (alarm,) = lines_of(run_dir, "ALARM")
     assert "step 4: 4 consecutive updates of the actor were skipped since step 3" in alarm
-    assert f"those of {run_dir}/checkpoints/step_000002 again" in alarm
+    assert f"Rolled back weights and optimizer states to {run_dir}/checkpoints/step_000002" in alarm
     # The schedule is that of the checkpoint; the engine has its weights; the data are the next ones.
     rates = [step["actor/lr"] for step in steps]
     assert rates[2] == rates[3] and len({rates[0], rates[1], rates[2], rates[4], rates[5]}) == 5
