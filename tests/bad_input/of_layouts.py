@@ -24,8 +24,12 @@ CASES = [
     placed("a rank twice", ("names rank 2 twice",), "{actor: '0-3,2'}"),
     placed("a role misspelt", ("placement.critc", "did you mean placement.critic"), "{critc: 0-3}"),
     placed("a role of another algorithm", ("grpo has no such role",), "{critic: 0-3}", EIGHT, "algorithm=grpo"),
-    placed("a reference elsewhere", ("placement.reference=4-7", "leave"), "{actor: 0-3, reference: 4-7}"),
-    placed("an actor without ranks", ("placement.actor=cpu", "name some"), "{actor: cpu}"),
+    placed(
+        "a reference elsewhere",
+        ("placement.reference=4-7", "remove placement.reference"),
+        "{actor: 0-3, reference: 4-7}",
+    ),
+    placed("an actor without ranks", ("placement.actor=cpu", "name ranks"), "{actor: cpu}"),
     placed("a model without ranks", ("reward.model runs",), "{reward: cpu}", EIGHT, "reward.model=FOLDER/model"),
     placed("roles that share some ranks", ("0-4", "4-7", "the same ranks"), "{actor: 0-4, critic: 4-7}"),
     placed("engines on some of the actor's", ("0-3", "0-5", "rollout may"), "{actor: 0-3, rollout: 0-5}"),
@@ -42,13 +46,21 @@ CASES = [
         "engines of other ranks", ("rollout.tp=4", "1, 2, 3, 6"), "{actor: 6-7, rollout: 0-5}", EIGHT, "rollout.tp=4"
     ),
     placed(
-        "engines of no neighbours", ("ranks 2,4", "neighbours"), "{actor: '3', rollout: '0-2,4'}", EIGHT, "rollout.tp=2"
+        "engines of no neighbours",
+        ("ranks 2,4", "must be adjacent"),
+        "{actor: '3', rollout: '0-2,4'}",
+        EIGHT,
+        "rollout.tp=2",
     ),
     placed(
         "a step ahead, colocated", ("rollout.asynchronous needs", "rank 0", "placement.rollout"), "{}", EIGHT, AHEAD
     ),
     placed(
-        "a step ahead, on some ranks", ("rank 4", "critic's"), "{actor: 0-3, critic: 4-7, rollout: 4-7}", EIGHT, AHEAD
+        "a step ahead, on some ranks",
+        ("rank 4", "also runs the critic"),
+        "{actor: 0-3, critic: 4-7, rollout: 4-7}",
+        EIGHT,
+        AHEAD,
     ),
     placed("a step ahead, replayed", ("rollout.replay", "set the first to false"), APART, EIGHT, AHEAD, REPLAYED),
     placed("a step ahead and more prompts", ("oversample=1.5", "only one of them"), APART, EIGHT, AHEAD, MORE),

@@ -344,14 +344,16 @@ CASES = [
         ("has no tokenizer", "tokenizer.json"),
         prepare=lambda folder: [path.unlink() for path in (folder / "model").glob("tokenizer*")] and None,
     ),
-    Case("an empty tokenizer", ("tokenizer.json is no tokenizer",), prepare=holds("tokenizer.json", "")),
-    Case("a binary tokenizer", ("tokenizer.json is no tokenizer",), prepare=holds("tokenizer.json", bytes(range(256)))),
+    Case("an empty tokenizer", ("tokenizer.json is not a tokenizer",), prepare=holds("tokenizer.json", "")),
+    Case(
+        "a binary tokenizer", ("tokenizer.json is not a tokenizer",), prepare=holds("tokenizer.json", bytes(range(256)))
+    ),
     Case(
         "a tokenizer without a model",
-        ("tokenizer.json is no tokenizer",),
+        ("tokenizer.json is not a tokenizer",),
         prepare=holds("tokenizer.json", '{"version": "1.0"}'),
     ),
-    Case("a tokenizer that is a list", ("tokenizer.json is no tokenizer",), prepare=holds("tokenizer.json", "[]")),
+    Case("a tokenizer that is a list", ("tokenizer.json is not a tokenizer",), prepare=holds("tokenizer.json", "[]")),
     Case(
         "a garbled tokenizer_config",
         ("tokenizer_config.json is not valid JSON",),

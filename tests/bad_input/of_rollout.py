@@ -239,7 +239,7 @@ CASES = [
     ),
     Case(
         "sampling was not cut off when it was recorded",
-        ("rollout.top_p, top_k or min_p", "row 0, has no sampling masks", "set these keys back"),
+        ("rollout.top_p, top_k or min_p", "row 0, has no sampling masks", "reset these keys"),
         (*REPLAY, "rollout.top_k=20"),
         recorded(),
     ),
@@ -329,7 +329,7 @@ CASES = [
         "a file of a later program",
         about(format=str(FORMAT + 1)),
         f"format {FORMAT + 1}",
-        f"formats 3 to {FORMAT} only",
+        f"formats 3 to {FORMAT}",
     ),
     Case("a prompt with a sample of another", (STEP_2, OTHER), REPLAY, cell("group", 3)),
     Case("a prompt from beyond the step", (STEP_2, OTHER), REPLAY, cell("group", 77)),

@@ -286,7 +286,7 @@ CASES = [
     Case("something at the export's place", ("run/export exists", "run.dir"), (), folder_at("run/export")),
     Case("an export over the model", ("came from", "run.dir"), (), exported_over_model),
     Case("something at the adapter's place", ("run/adapter", "run.dir"), ("lora.rank=4",), folder_at("run/adapter")),
-    Case("no room for the export", ("1.0 MB free", "for the export", "free disk space"), (), full),
+    Case("no room for the export", ("1.0 MB free", "for the export", "free space"), (), full),
     Case("no room for checkpoints", ("2 x", "for checkpoints", "keep_checkpoints"), ("run.save_every=1",), full),
     Case("no room for checkpoints alone", ("for checkpoints",), ("run.save_every=1", "run.export=false"), full),
 ]

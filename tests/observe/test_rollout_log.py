@@ -459,7 +459,7 @@ def test_files_that_are_damaged_or_others(tmp_path: Path) -> None:
     says(
         lambda table: table.replace_schema_metadata({**about, b"megarl.format": b"7"}),
         "format 7",
-        "formats 3 to 6 only",
+        "formats 3 to 6",
     )
     says(lambda table: table.replace_schema_metadata({**about, b"megarl.step": b"3"}), "is of step 3")
     says(lambda table: table.replace_schema_metadata({**about, b"megarl.total": b"-1"}), "no megarl.total")
