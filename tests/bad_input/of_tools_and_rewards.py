@@ -167,8 +167,8 @@ CASES = [
         given=("reward.functions=[]",),
     ),
     environment("an adapter", "", "nowhere.json", specs='"mcp:nowhere.json"'),
-    row("of no such name", '{"environment": "Othre"}', "'Othre', is none of rollout.environments; did you mean Other?"),
-    row("of a number", '{"environment": 3}', "'3', is none of rollout.environments"),
+    row("of no such name", '{"environment": "Othre"}', "'Othre', is not in rollout.environments; did you mean Other?"),
+    row("of a number", '{"environment": 3}', "'3', is not in rollout.environments"),
     row("without what it needs", '{"board": "gone"}', "has no column 'board', which reset of mine:Own needs"),
     row(
         "with a tool of another",

@@ -48,7 +48,7 @@ FILES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "no file": (no_config, ("no configuration file", FILE)),
     "a folder": (a_folder, ("is a folder; name the configuration file", FILE)),
     "binary": (holds(bytes(range(256))), ("not UTF-8 text", "save it as UTF-8")),
-    "zeros": (holds(b"run: {seed: 1}\0\0"), ("no text", FILE)),
+    "zeros": (holds(b"run: {seed: 1}\0\0"), ("not text", FILE)),
     "Latin-1": (holds("run:\n  dir: läufe\n".encode("latin-1")), ("not UTF-8 text", "line 2")),
     "UTF-16": (holds("run: {seed: 1}\n".encode("utf-16")), ("not UTF-8 text", "line 1")),
     "too large": (holds(b"#" * (2 << 20)), ("larger than 1 MiB",)),

@@ -33,7 +33,10 @@ FUNCTIONS = {
     math_verify: "42",
     math_verify_strict: r"\frac{1}{3}",
 }
-NAMED = [pytest.param(function, truth, id=function.__name__) for function, truth in FUNCTIONS.items()]
+NAMED = [
+    pytest.param(function, truth, id=f"{number} {getattr(function, '__name__', 'partial')}")
+    for number, (function, truth) in enumerate(FUNCTIONS.items())
+]
 
 
 @pytest.mark.parametrize(("function", "truth"), NAMED)
