@@ -109,5 +109,5 @@ def test_a_script_that_builds_the_flow_is_code_of_the_run(tmp_path: Path, monkey
     script.write_text("import beside_it\n")
     (tmp_path / "beside_it.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     assert set(user_code.find(Config())) == {"hello.py", "beside_it.py"}
