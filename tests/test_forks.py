@@ -26,7 +26,8 @@ MINE = '''
 
 import torch
 
-from megarl.controllers.controller import MetricMeans, StepResult, split_mini_batches
+from megarl.controllers.controller import StepResult
+from megarl.controllers.mini_batches import MetricMeans, split_mini_batches
 from megarl.controllers.sft import SFTController
 from megarl.types import TokenLoss, TrainBatch
 
