@@ -233,7 +233,7 @@ def test_a_script_says_what_the_configuration_would() -> None:
     assert role_settings(with_role(named, "reward", None, None, "http"), "reward").worker == ""
     assert worker_options(named, "reward", RegisteredWorker(options={"url": "u"})) == {"batch": 2, "url": "u"}
     assert config.model.path == "" and from_dict({}).roles == {}
-    with pytest.raises(ConfigError, match=r"^register_worker\('rollout'\): the rollout has no model of its own"):
+    with pytest.raises(ConfigError, match=r"^register_worker\('rollout'\): the rollout has no separate model"):
         with_role(config, "rollout", "/x", None)
 
 
@@ -257,7 +257,7 @@ def test_a_family_of_a_fork_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -
     assert family_of({"architectures": ["LabForSequenceClassification"]}) is dense.QWEN3
     with pytest.raises(ConfigError, match=r"known: Qwen2ForCausalLM, .*, LabForCausalLM, OddForCausalLM$"):
         family_of({"architectures": ["NobodyForCausalLM"]})
-    with pytest.raises(ConfigError, match=r"^the family of OddForCausalLM: megarl\.models\.dense:partial is no "):
+    with pytest.raises(ConfigError, match=r"^the family of OddForCausalLM: megarl\.models\.dense:partial is not a "):
         family_of({"architectures": ["OddForCausalLM"]})
 
 
