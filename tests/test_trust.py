@@ -30,7 +30,7 @@ COLLECTIVES = {
 ALLOWED = {
     ("megarl/parallel/job_secret.py", "pickle.loads"): (1, "behind a keyed hash that only ranks of the job can make"),
     ("megarl/rewards/reward_process.py", "pickle.loads"): (
-        2,
+        1,
         "what a rank hands to its own child by an inherited socket; answers are JSON",
     ),
     ("megarl/environments/environment_process.py", "pickle.loads"): (2, "what a rank hands to its own child, likewise"),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Flow(Protocol):
-    """What a controller uses of the flow that runs it, which is a `megarl.flow.HybridFlow`."""
+    """Interface of the flow that runs a controller, implemented by `megarl.flow.HybridFlow`."""
 
     config: Config
     step: int

@@ -25,7 +25,7 @@ from megarl.workers.async_rollout import PendingGeneration, newest_version
 
 
 class SamplingMode(NamedTuple):
-    """How held-out prompts are sampled, and the name of this mode in metrics."""
+    """A way of sampling held-out prompts, and its name in metrics."""
 
     name: str
     greedy: bool

@@ -20,7 +20,7 @@ START_METHOD = "fork"
 """How SGLang starts its processes. Importing SGLang takes 10 core-seconds; forked processes inherit the import."""
 _STUBS = Path(__file__).with_name("stubs")
 HAS_MEMORY_SAVER = False
-"""Whether a sleeping engine frees its memory. Host memory stays allocated."""
+"""A sleeping engine does not free its memory: host memory stays allocated."""
 MAX_KV_TOKENS = 131072
 """Default cap of the KV cache, see `rollout.sglang.max_total_tokens`. Memory is allocated only as it is used."""
 

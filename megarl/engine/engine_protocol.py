@@ -1,4 +1,4 @@
-"""How rollouts see an engine, or a script in its place: protocols, results and errors."""
+"""Interface of engines for rollouts: protocols, results and errors."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ _WATCH_POLL_S = 1.0
 _SILENCE_S = 5.0
 """With requests pending, ask for a sign of life after this long without a response."""
 _DEATH_CHECK_S = 3.0
-"""How long a failed engine may take to be recognized as dead."""
+"""Seconds in which a failed engine must be recognized as dead."""
 _NOISE = re.compile(
     r"nanobind:| - (leaked|\.\.\. skipped)|See https://nanobind|\s*\^*\s*$"
     r"|\[[^]]*\] Ignore import error|Multi-thread loading shards"

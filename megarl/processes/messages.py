@@ -85,7 +85,10 @@ def iter_orders(wire: socket.socket) -> Iterator[tuple[int, bytes]]:
 
 
 def _decode(body: bytes, text_size: int) -> Frame:
-    message = json.loads(body[:text_size])
+    try:
+        message = json.loads(body[:text_size])
+    except RecursionError:
+        raise ValueError("a frame that is nested too deeply") from None
     sizes = message.pop("sizes", None) if isinstance(message, dict) else None
     if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError("a frame without the sizes of its blobs")

@@ -179,7 +179,7 @@ def serve(wire: socket.socket, shared_args: dict[str, Any], order: dict[str, Any
         asyncio.run(_serve_async(wire, functions, shared_args["limit"]))
         return
     for number, content in iter_orders(wire):
-        function, rollout = pickle.loads(content)
+        function, rollout = _decode_call(content)
         wire.sendall(encode_frame({"number": number, **_encode_verdict(call(functions[function], rollout))}))
 
 
@@ -197,9 +197,15 @@ async def _serve_async(wire: socket.socket, functions: Sequence[RewardFunction],
             number, content = await read_order(reader)
         except asyncio.IncompleteReadError:
             return
-        task = asyncio.create_task(answer_call(number, *pickle.loads(content)))
+        task = asyncio.create_task(answer_call(number, *_decode_call(content)))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+
+
+def _decode_call(content: bytes) -> tuple[int, Rollout]:
+    """Return the index of the function and its argument, as this process's rank has pickled them."""
+    function, rollout = pickle.loads(content)
+    return function, rollout
 
 
 def _encode_verdict(verdict: RewardResult) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class HttpOptions:
     pause: Annotated[float, Range(0, _MAX_PAUSE_S)] = 0.5
     """Maximum delay in seconds before the second attempt. Doubles with each further attempt, up to 10 s."""
     private: bool = False
-    """Whether to allow addresses of this machine and of private networks."""
+    """Allow addresses of this machine and of private networks."""
     auth_env: str = ""
     """Name of an environment variable, set on all ranks. Its value is sent as `Authorization: Bearer ..`, or unchanged
     if it names another scheme. It never appears in a file or a log."""

@@ -46,7 +46,8 @@ def test_pieces_of_a_stream() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"[]", b"{}", b'{"sizes": 1}', b'{"sizes": [-1]}', b'{"sizes": [true]}', b'{"sizes": [1]}', b"{"]
+    "body",
+    [b"[]", b"{}", b'{"sizes": 1}', b'{"sizes": [-1]}', b'{"sizes": [true]}', b'{"sizes": [1]}', b"{", b"[" * 100_000],
 )
 def test_what_is_no_frame(body: bytes) -> None:
     with pytest.raises(ValueError):

@@ -286,7 +286,7 @@ class Assignment:
 
     @cached_property
     def matrices(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Who needs and who holds the cell groups of each kind: [groups, world] and [groups, ranks of a stage] bool.
+        """Ranks that need and ranks that hold the cell groups of each kind: bool [groups, world], [groups, width].
 
         The second is the same on each stage that has the kind.
         """
