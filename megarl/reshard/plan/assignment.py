@@ -286,9 +286,9 @@ class Assignment:
 
     @cached_property
     def matrices(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ranks that need and ranks that hold the cell groups of each kind: bool [groups, world], [groups, width].
+        """Masks of the ranks that need and of those that hold the cell groups of each kind.
 
-        The second is the same on each stage that has the kind.
+        Shapes [groups, world] and [groups, stage_ranks]; the second is the same on each stage that has the kind.
         """
         train, engine_ranks = self.train, self.rank_map.engine
         local = np.arange(train.stage_ranks)
