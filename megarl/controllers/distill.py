@@ -24,17 +24,8 @@ from megarl.algorithms.token_stats import token_mean
 from megarl.config import Config, ConfigError, Weight
 from megarl.config.strict import PositiveFloat
 from megarl.controllers.controller import Flow, StepResult
-from megarl.controllers.mini_batches import MetricMeans, split_mini_batches
-from megarl.controllers.policy_gradient import (
-    PolicyController,
-    add_metrics,
-    apply_loss_masks,
-    mask_nonfinite,
-    policy_loss,
-    policy_loss_columns,
-    select_trainable,
-)
-from megarl.controllers.rollout_correction import apply_correction, compute_old_logprobs
+from megarl.controllers.mini_batches import MetricMeans
+from megarl.controllers.policy_gradient import PolicyUpdateController, policy_loss, policy_loss_columns
 from megarl.types import ModelOutput, Prompt, TokenLoss, TrainBatch, reads
 from megarl.types.requirements import Requirements
 
@@ -54,14 +45,10 @@ class DistillOptions:
     synonyms = {"centre": "center_advantages", "bound": "advantage_clip"}
 
 
-class DistillController(PolicyController):
+class DistillController(PolicyUpdateController):
     """Distills from the role `teacher`, which needs the policy's tokenizer: `roles: {teacher: {model: FOLDER}}`."""
 
     Options = DistillOptions
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.steps = 0
 
     @classmethod
     def read_options(cls, config: Config) -> Any:
@@ -84,33 +71,20 @@ class DistillController(PolicyController):
     def declare_requirements(cls, config: Config) -> Requirements:
         return replace(super().declare_requirements(config), is_group_relative=cls.read_options(config).reward_coef > 0)
 
-    @property
-    def has_reward(self) -> bool:
-        """Whether rollouts get a reward, to learn from or only to log."""
-        return "reward" in self.roles(self.config)
-
     def load_eval_items(self, flow: Flow) -> Sequence[Prompt]:
         """Return the held-out prompts; empty without a reward to rate answers."""
-        return super().load_eval_items(flow) if self.has_reward else ()
+        return super().load_eval_items(flow) if "reward" in self.roles(self.config) else ()
 
     def step(self, flow: Flow, items: Sequence[Prompt]) -> StepResult:
         config = self.config
 
         # 1. Experience: rollouts, and log-probs of policy and teacher.
-        rollouts = flow.rollout.generate(items, config.rollout.samples_per_prompt)
-        if self.has_reward:
-            rollouts = flow.reward.score(rollouts)
-        flow.rollout.sleep()
-        trained_rollouts = select_trainable(rollouts, config)
-        batch = TrainBatch.from_rollouts(trained_rollouts)
-        futures = compute_old_logprobs(flow, batch), flow.teacher.forward(batch)
-        policy, teacher = (future.wait() for future in futures)
-        batch, (policy, teacher), masked = mask_nonfinite(flow, trained_rollouts, batch, policy, teacher)
-        batch, metrics = apply_correction(flow, batch, policy, self.steps)
-        assert policy.logprobs is not None and teacher.logprobs is not None
+        experience = self.collect_experience(flow, items)
+        batch, policy, metrics = self.run_models(flow, experience)
+        assert policy.logprobs is not None and batch.ref_logprobs is not None
 
         # 2. Advantages: the teacher's preference for each token, plus the reward's where it has a weight.
-        advantages = torch.where(batch.loss_mask, teacher.logprobs - policy.logprobs, 0.0)
+        advantages = torch.where(batch.loss_mask, batch.ref_logprobs - policy.logprobs, 0.0)
         metrics["distill/reverse_kl"] = -token_mean(advantages, batch.loss_mask, batch.all_reduce)
         if (clip := self.options.advantage_clip) is not None:
             advantages = advantages.clamp(-clip, clip)
@@ -124,25 +98,15 @@ class DistillController(PolicyController):
             advantages = advantages + weight * spread_to_tokens(
                 per_episode[batch.local_indices], batch.cu_seqlens, batch.loss_mask
             )
-        batch, _, masked_later = mask_nonfinite(flow, trained_rollouts, batch.with_(advantages=advantages))
-        metrics = add_metrics(add_metrics(metrics, masked), masked_later)
+        batch, metrics = self.mask_again(flow, experience, batch.with_(advantages=advantages), metrics)
 
-        # 3. Updates.
+        # 3. Updates, then the weight sync.
         @reads(*policy_loss_columns(config))
         def actor_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
             return policy_loss(output, part, config, 0.0)
 
         means = MetricMeans()
-        for mini in split_mini_batches(apply_loss_masks(batch, trained_rollouts, config), config, seed=self.steps):
+        for mini in self.mini_batches(experience, batch):
             means.add(flow.actor.update(mini, actor_loss))
-
-        # 4. Weight sync.
         flow.rollout.update_weights(flow.actor)
-        self.steps += 1
-        return StepResult(metrics | means.sync(), rollouts, batch, trained_rollouts)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = state["steps"]
+        return self.finish_step(experience, batch, metrics | means.sync(), kl_mean=None)

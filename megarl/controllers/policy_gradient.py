@@ -158,8 +158,10 @@ class PolicyUpdateController(PolicyController):
         self.steps = 0
 
     def collect_experience(self, flow: Flow, items: Sequence[Prompt]) -> Experience:
-        """Sample the prompts and score the rollouts."""
-        rollouts = flow.reward.score(flow.rollout.generate(items, self.config.rollout.samples_per_prompt))
+        """Sample the prompts, and score the rollouts if the algorithm has a reward."""
+        rollouts = flow.rollout.generate(items, self.config.rollout.samples_per_prompt)
+        if "reward" in self.roles(self.config):
+            rollouts = flow.reward.score(rollouts)
         return Experience(rollouts, select_trainable(rollouts, self.config))
 
     def needs_policy_logprobs(self) -> bool:
@@ -168,8 +170,8 @@ class PolicyUpdateController(PolicyController):
 
     def run_models(self, flow: Flow, experience: Experience) -> tuple[TrainBatch, ModelOutput, dict[str, float]]:
         """Run the models over the rollouts and mask sequences with non-finite values. Returns the batch with
-        `old_logprobs`, `ref_logprobs`, `values` and correction weights, as far as the algorithm uses them; the policy's
-        output before the updates; and metrics."""
+        `old_logprobs`, `ref_logprobs` (of the reference or the teacher), `values` and correction weights, as far as the
+        algorithm uses them; the policy's output before the updates; and metrics."""
         flow.rollout.sleep()
         rollouts = experience.trained_rollouts
         batch = TrainBatch.from_rollouts(rollouts)
@@ -177,7 +179,8 @@ class PolicyUpdateController(PolicyController):
         # Start all passes before waiting for the first: roles on separate ranks run at the same time.
         policy_future = compute_old_logprobs(flow, batch, self.needs_policy_logprobs())
         critic = flow.critic.forward(batch) if "critic" in roles else None
-        reference = flow.reference.forward(batch) if "reference" in roles else None
+        ref_role = next((role for role in ("reference", "teacher") if role in roles), None)
+        reference = getattr(flow, ref_role).forward(batch) if ref_role else None
         if reference is not None:
             batch = batch.with_(ref_logprobs=reference.wait().logprobs)
         if critic is not None:
@@ -220,7 +223,8 @@ class PolicyUpdateController(PolicyController):
         return {"kl": self.kl.state_dict(), "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.kl = self.kl.restored(state["kl"])
+        if "kl" in state:
+            self.kl = self.kl.restored(state["kl"])
         self.steps = state["steps"]
 
 

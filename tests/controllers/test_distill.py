@@ -55,7 +55,7 @@ def run(config: Config, steps: int, everyone: Comm = LOCAL, world: int = 1) -> t
     found = [controller.step(flow, prompts).metrics for _ in range(steps)]
     restored = make_controller(config)
     restored.load_state_dict(controller.state_dict())
-    assert restored.state_dict() == {"steps": steps}
+    assert restored.state_dict() == controller.state_dict() and restored.state_dict()["steps"] == steps
     return flow, found
 
 
