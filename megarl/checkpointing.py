@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,15 @@ from megarl.checkpoint import disk_space
 from megarl.checkpoint.manifest import Entry, host_state
 from megarl.checkpoint.provenance import collect_provenance
 from megarl.checkpoint.store import CheckpointStore, RankWrite, StorageError
-from megarl.config import Config, ConfigError
-from megarl.controllers.controller import Controller
-from megarl.data.loader import PromptLoader
+from megarl.config import ConfigError
+from megarl.controllers.controller import Flow
 from megarl.launch import exit_status
 from megarl.megatron.dist_checkpoint import WRITERS, StagedCheckpoint, async_copy_bytes, restore_model
-from megarl.observe.clock import Clock
 from megarl.observe.control import Control
 from megarl.observe.run_folder import describe_fresh_start
-from megarl.observe.run_log import RunLog
 from megarl.parallel import ranks, row_exchange
 from megarl.parallel.host_copy import StagingBuffer
 from megarl.parallel.placement import placement_of, role_parallel
-from megarl.types.requirements import Requirements
-from megarl.workers.context import Worker
 from megarl.workers.model_worker import TrainingWorker
 
 EXPORT_RETRY_S = 10.0
@@ -43,28 +38,14 @@ class Checkpointer:
 
     A checkpoint holds the trained models, the state of workers and controller, and the position of the loop.
 
-    workers: by role, in the order in which they started; filled by the flow after `find_checkpoint`. needs: bytes of a
-    checkpoint and an export. last_step: the step after which the run ends. sync_weights: called after models have been
-    restored, gives the engines their weights.
+    flow: its workers start after `find_checkpoint`. needs: bytes of a checkpoint and an export.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        requirements: Requirements,
-        job: ranks.Job,
-        clock: Clock,
-        log: RunLog,
-        loader: PromptLoader[Any],
-        controller: Controller,
-        workers: Mapping[str, Worker],
-        needs: disk_space.SpaceEstimate,
-        last_step: int,
-        sync_weights: Callable[[], None],
-    ) -> None:
-        self.config, self.requirements, self.job, self.clock, self.log = config, requirements, job, clock, log
-        self.loader, self.controller, self.workers, self.needs = loader, controller, workers, needs
-        self.last_step, self.sync_weights = last_step, sync_weights
+    def __init__(self, flow: Flow, needs: disk_space.SpaceEstimate) -> None:
+        self.flow, self.needs = flow, needs
+        self.config, self.requirements, self.job = flow.config, flow.requirements, flow.job
+        self.clock, self.log, self.loader, self.controller = flow.clock, flow.log, flow.loader, flow.controller
+        self.workers = flow.workers
         self.control: Control | None = None
         """Settings changed during the run, which a checkpoint holds too; set by the flow once the workers are ready."""
         self.save_error: StorageError | None = None
@@ -95,7 +76,7 @@ class Checkpointer:
         skipped = [worker.first_skipped_step for worker in self.workers.values() if isinstance(worker, TrainingWorker)]
         first_skipped = min((number for number in skipped if number is not None), default=None)
         states = ranks.all_gather_objects((exit_status.is_stop_requested(), self.store.is_written(), first_skipped))
-        is_last = step == self.last_step
+        is_last = step == self.flow.last_step
         stop = any(is_asked for is_asked, _, _ in states) and not is_last
         self.store.keep_before_step = min((number for _, _, number in states if number is not None), default=None)
         is_due = stop or bool(run.save_every and (is_last or step % run.save_every == 0))
@@ -154,7 +135,7 @@ class Checkpointer:
                 if raise_on_error:
                     raise
                 failure = error
-        continues = step < self.last_step
+        continues = step < self.flow.last_step
         self.log.alarm(f"{failure}. {'Training continues; free disk space' if continues else 'No checkpoint follows'}")
         return failure
 
@@ -301,7 +282,7 @@ class Checkpointer:
         for worker in self.workers.values():
             if isinstance(worker, TrainingWorker):
                 worker.on_rollback()
-        self.sync_weights()
+        self.flow.sync_weights()
         guards.record_restore(self.store.read_step(folder))
         self.log.alarm(
             f"step {step}: {reason}. Rolled back weights and optimizer states to {folder}; training continues with the "

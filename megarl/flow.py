@@ -160,7 +160,7 @@ class HybridFlow:
         self.step = step
         self.log.begin_step(step)
         self.profile.begin(step)
-        self._begin_step()
+        self.begin_step()
         self.control.apply(step, ranks.broadcast_object(self.control.read() if self.log.is_writer else None))
 
     def _finish_step(self, result: StepResult) -> dict[str, float]:
@@ -194,7 +194,7 @@ class HybridFlow:
         metrics["perf/peak_memory_gib"] = device.peak_memory_bytes() / 2**30
         return self.log.end_step(self.step, metrics, result.rollouts, result.batch, result.trained_rollouts)
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
         """Tell the workers the current step, which seeds what they sample."""
         for worker in self.workers.values():
             worker.begin_step(self.step)
@@ -324,19 +324,7 @@ class HybridFlow:
         needs = disk_space.estimate_space(
             self.hf_config, load_hf_config(critic_path) if critic_path else None, config, self.requirements
         )
-        self.checkpointer = Checkpointer(
-            config,
-            self.requirements,
-            self.job,
-            self.clock,
-            self.log,
-            self.loader,
-            self.controller,
-            self.workers,
-            needs,
-            self.last_step,
-            self._sync_weights,
-        )
+        self.checkpointer = Checkpointer(self, needs)
         checkpoint = self.checkpointer.find_checkpoint()
         for note in self.data.notes:
             self.log.log(note)
@@ -363,28 +351,19 @@ class HybridFlow:
         for worker in self.workers.values():
             worker.wait_ready()
         self.control = self.checkpointer.control = Control(self.log.run_dir, list(self.workers.values()), self.log.log)
-        self.evaluator = Evaluator(
-            self.controller,
-            self,
-            self.eval_items,
-            config.run.eval_every,
-            self.requirements.has_rollout and config.rollout.asynchronous,
-            self.clock,
-            self.log,
-            self._begin_step,
-        )
+        self.evaluator = Evaluator(self, self.eval_items)
         for line in sum(ranks.all_gather_objects(self._describe_models()), []):
             self.log.log(line)
         self.checkpointer.check_copies()
         if checkpoint is not None:
             self.step = self.checkpointer.resume(checkpoint)
-            self._begin_step()
-            self._sync_weights()
+            self.begin_step()
+            self.sync_weights()
             changes = self.checkpointer.store.describe_changes(checkpoint) if self.log.is_writer else ""
             self.log.log(f"resumed from {checkpoint} after step {self.step}{changes}")
         self.clock.lap()
 
-    def _sync_weights(self) -> None:
+    def sync_weights(self) -> None:
         """Sync restored weights to the engines, if there are any; no update precedes this."""
         if "rollout" in self.workers and "actor" in self.workers:
             self.rollout.sleep()  # as in a step: a weight sync never coexists with a KV cache

@@ -166,12 +166,12 @@ def run_megarl(options: argparse.Namespace) -> None:
     from megarl.parallel import ranks
 
     class TimedRun(HybridFlow):
-        def _begin_step(self) -> None:
+        def begin_step(self) -> None:
             if self.job.rank == 0:
                 wait_for_turn()
             ranks.barrier()
             self.clock.lap()
-            super()._begin_step()
+            super().begin_step()
 
         def _finish_step(self, result: StepResult) -> dict[str, float]:
             metrics = super()._finish_step(result)

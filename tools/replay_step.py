@@ -209,8 +209,8 @@ def run_replay(order: Order) -> int:
         debugger.stop_at(order.stop_at)  # on all ranks, so that all raise the same error
 
     class Replayed(HybridFlow):
-        def _begin_step(self) -> None:
-            super()._begin_step()
+        def begin_step(self) -> None:
+            super().begin_step()
             if looks and self.step == order.step and "controller" in vars(self):
                 sys.breakpointhook = debugger.open_debugger
                 debugger.begin()

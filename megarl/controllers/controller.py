@@ -17,8 +17,11 @@ from megarl.types.requirements import ITEM_KINDS, ItemKind, Requirements
 if TYPE_CHECKING:
     from megarl.data.loader import PromptLoader
     from megarl.item_reader import ItemReader
+    from megarl.observe.clock import Clock
     from megarl.observe.run_log import RunLog
+    from megarl.parallel.ranks import Job
     from megarl.workers.actor import ActorWorker, ReferenceWorker
+    from megarl.workers.context import Worker
     from megarl.workers.critic import CriticWorker, RewardModelWorker
     from megarl.workers.reward import RewardWorker
     from megarl.workers.rollout import RolloutWorker
@@ -28,10 +31,18 @@ class Flow(Protocol):
     """Interface of the flow that runs a controller, implemented by `megarl.flow.HybridFlow`."""
 
     config: Config
+    requirements: Requirements
+    job: Job
+    controller: Controller
     step: int
+    last_step: int
+    """The step after which the run ends."""
     data: ItemReader
     loader: PromptLoader[Any]
+    clock: Clock
     log: RunLog
+    workers: dict[str, Worker]
+    """The workers by role, in the order in which they started."""
     rollout: RolloutWorker
     actor: ActorWorker
     reference: ReferenceWorker
@@ -42,6 +53,12 @@ class Flow(Protocol):
     def __getattr__(self, name: str) -> Any:
         """Return the worker of any other role that the controller lists."""
         ...
+
+    def begin_step(self) -> None:
+        """Tell the workers the current step, which seeds what they sample."""
+
+    def sync_weights(self) -> None:
+        """Sync restored weights to the engines, if there are any; no update precedes this."""
 
 
 @dataclass(frozen=True)

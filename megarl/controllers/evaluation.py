@@ -7,17 +7,15 @@ most one evaluation runs at a time."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from megarl.config import Config, ConfigError
-from megarl.controllers.controller import Controller, Evaluation, Flow
-from megarl.observe.clock import Clock
+from megarl.controllers.controller import Evaluation, Flow
 from megarl.observe.eval_metrics import CORRECT_REWARD, pass_at_k
 from megarl.observe.metrics import mask_by_source, rollout_metrics
-from megarl.observe.run_log import RunLog
 from megarl.rewards.composite import summarize_unscored
 from megarl.rollout.aborted import check_abort_limit
 from megarl.types import Rollouts
@@ -102,25 +100,14 @@ def pass_at_k_metrics(rollouts: Rollouts, samples: int) -> dict[str, float]:
 class Evaluator:
     """Runs the evaluations of a run.
 
-    flow: the flow that the controller's methods receive. items: held-out items; without any, evaluation is off. every:
-    steps between evaluations; 0 turns them off. is_async: whether generation has ranks of its own. begin_step: called
-    before each evaluation, so that its seeds do not depend on what the step before sampled.
+    items: held-out items; without any, evaluation is off.
     """
 
-    def __init__(
-        self,
-        controller: Controller,
-        flow: Flow,
-        items: Sequence[Any],
-        every: int,
-        is_async: bool,
-        clock: Clock,
-        log: RunLog,
-        begin_step: Callable[[], None],
-    ) -> None:
-        self._controller, self._flow, self._items = controller, flow, items
-        self._every, self._is_async = every, is_async
-        self._clock, self._log, self._begin_step = clock, log, begin_step
+    def __init__(self, flow: Flow, items: Sequence[Any]) -> None:
+        self._flow, self._items = flow, items
+        self._every = flow.config.run.eval_every
+        self._is_async = flow.requirements.has_rollout and flow.config.rollout.asynchronous
+        """Whether generation has ranks of its own."""
         self._pending: tuple[int, Evaluation] | None = None
         """The running evaluation, and the step after which it began."""
 
@@ -131,13 +118,14 @@ class Evaluator:
     def run(self, step: int) -> dict[str, float]:
         """Evaluate the current weights. Returns metrics, or {} if the evaluation continues during the next steps."""
         self.poll(wait=True)
-        self._begin_step()
-        evaluation = self._controller.begin_evaluation(self._flow, self._items) if self._is_async else None
+        flow = self._flow
+        flow.begin_step()  # so that the seeds do not depend on what the last step sampled
+        evaluation = flow.controller.begin_evaluation(flow, self._items) if self._is_async else None
         if evaluation is not None:
             self._pending = step, evaluation
-            self._clock.lap()
+            flow.clock.lap()
             return {}
-        return self._report(step, self._controller.evaluate(self._flow, self._items))
+        return self._report(step, flow.controller.evaluate(flow, self._items))
 
     def poll(self, wait: bool) -> dict[str, float]:
         """Return the metrics of a finished asynchronous evaluation; {} if it is still running or has failed."""
@@ -147,18 +135,18 @@ class Evaluator:
         try:
             metrics = evaluation.result()
         except ConfigError as error:
-            self._clock.lap()
-            self._log.alarm(f"the evaluation after step {step} failed: {error}")
+            self._flow.clock.lap()
+            self._flow.log.alarm(f"the evaluation after step {step} failed: {error}")
             return {}
         return self._report(step, metrics)
 
     def drop(self) -> None:
         """Abandon the running evaluation of a run that stops early."""
         if self._pending is not None:
-            self._log.log(f"the evaluation after step {self._pending[0]} has not finished and is skipped")
+            self._flow.log.log(f"the evaluation after step {self._pending[0]} has not finished and is skipped")
             self._pending = None
 
     def _report(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        self._clock.lap()  # evaluation is not part of a training step's time
-        self._log.log_evaluation(step, metrics)
+        self._flow.clock.lap()  # evaluation is not part of a training step's time
+        self._flow.log.log_evaluation(step, metrics)
         return metrics

@@ -47,7 +47,12 @@ class Run:
             begin_evaluation=lambda flow, items: self.begun(looks, error),
             evaluate=lambda flow, items: {"eval/weight_version": float(self.step)},
         )
-        self.evaluator = Evaluator(controller, self, ["prompt"], every, beside, log, log, lambda: None)
+        self.controller, self.log, self.clock, self.begin_step = controller, log, log, lambda: None
+        self.config = SimpleNamespace(
+            run=SimpleNamespace(eval_every=every), rollout=SimpleNamespace(asynchronous=beside)
+        )
+        self.requirements = SimpleNamespace(has_rollout=True)
+        self.evaluator = Evaluator(self, ["prompt"])  # type: ignore[arg-type]
 
     def begun(self, looks: int, error: str) -> Under:
         self.told.append(f"begun {self.step}")
