@@ -62,7 +62,7 @@ def test_what_could_have_been_drawn_is_in_the_checkpoint(
     checkpoint = "checkpoints/step_000002"
     shutil.copytree(oversampled / checkpoint, tmp_path / checkpoint)
     shutil.copy(oversampled / "config.yaml", tmp_path / "config.yaml")
-    held = [group for file in (tmp_path / checkpoint / "carried").iterdir() for group in read_groups(file)]
+    held = [group for file in (tmp_path / checkpoint / "partial_groups").iterdir() for group in read_groups(file)]
     written = [one for group in held for one in group if len(one.turns) > 1]
     assert written and all(one.sampling_masks for one in written)
     pipeline = ["parallel.tp=1", "parallel.pp=2", "parallel.ep=1"]

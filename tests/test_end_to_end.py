@@ -293,7 +293,7 @@ def test_one_engine_goes_on_with_what_two_have_left(oversampled: Path, folder: P
     checkpoint = "checkpoints/step_000002"
     shutil.copytree(oversampled / checkpoint, tmp_path / checkpoint)
     shutil.copy(oversampled / "config.yaml", tmp_path / "config.yaml")
-    files = sorted((tmp_path / checkpoint / "carried").iterdir())
+    files = sorted((tmp_path / checkpoint / "partial_groups").iterdir())
     held = [group for file in files for group in read_groups(file)]
     alone = ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1"]
     train(folder, tmp_path, *OVERSAMPLED, *alone, "run.resume=auto", host=host)

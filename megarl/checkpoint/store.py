@@ -2,7 +2,7 @@
 
     <run>/checkpoints/step_000020/
         actor/ critic/     Megatron's own distributed checkpoint: weights, fp32 masters, optimizer, scheduler
-        carried/           unfinished conversations, one file per engine (rollout.oversample)
+        partial_groups/    unfinished conversations, one file per engine (rollout.oversample)
         host.json          loader position, controller state, step and sample counters
         rng_00003.pt       random states of Python, numpy, torch and Megatron, per rank
         manifest.json      every file with its size and SHA-256; written last

@@ -49,14 +49,8 @@ class PendingGeneration:
         current_version: Callable[[], int],
         wait_phase: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._future, self._queue, self._comm, self._current_version, self._wait_phase = (
-            future,
-            queue,
-            comm,
-            current_version,
-            wait_phase,
-        )
-        self.start_version = start_version
+        self._future, self._queue, self._comm, self._wait_phase = future, queue, comm, wait_phase
+        self.start_version, self._current_version = start_version, current_version
 
     def is_done(self) -> bool:
         """True if all ranks are done. Collective."""
@@ -118,12 +112,8 @@ class RolloutStream:
         on_busy_interval: OnBusyInterval,
     ) -> None:
         self._config, self._next_prompts, self._comm, self._runner = config, next_prompts, comm, runner
-        self._num_engines, self._kv_store, self._step_seed, self._on_generated = (
-            num_engines,
-            kv_store,
-            step_seed,
-            on_busy_interval,
-        )
+        self._num_engines, self._kv_store = num_engines, kv_store
+        self._step_seed, self._on_busy_interval = step_seed, on_busy_interval
         self._samples = 0
         self._last_admitted_step = 0
         """The last step whose prompts were admitted; 0 before the stream starts."""
@@ -153,7 +143,7 @@ class RolloutStream:
                 groups = -(-(1 + max_staleness) * len(prompts) // self._num_engines)
                 group_queue = GroupQueue(UNLIMITED, self._num_engines, self._kv_store, STREAM_NAME)
                 self._runner.start_stream(
-                    group_queue, samples=samples, max_groups=groups, on_busy_interval=self._on_generated
+                    group_queue, samples=samples, max_groups=groups, on_busy_interval=self._on_busy_interval
                 )
             self._admit(step, prompts)
         self._admit_until(step, step + max_staleness)
@@ -177,21 +167,12 @@ class RolloutStream:
             self._runner.admit(prompts, self._step_seed(step))
 
     def update_metrics(self, result: GenerationResult | None, rollouts: Rollouts) -> None:
-        """Compute the metrics of a step's generation. mine: this engine's result, None without an engine.
-        Collective."""
+        """Compute the metrics of a step's generation. result: this engine's; None without an engine. Collective."""
         rows: list[list[float]] = []
         if result is not None:
-            ages = result.group_ages
-            age_stats = [sum(ages), max(ages, default=0.0), len(ages)]
-            rows.append(
-                [
-                    result.num_slots * result.seconds,
-                    result.busy_seconds,
-                    *age_stats,
-                    result.num_interrupted,
-                    result.num_restarted,
-                ]
-            )
+            ages, offered_s = result.group_ages, result.num_slots * result.seconds
+            row = [offered_s, result.busy_seconds, sum(ages), max(ages, default=0.0), len(ages)]
+            rows.append([*row, result.num_interrupted, result.num_restarted])
         table = self._comm.all_gather_rows(torch.tensor(rows, dtype=torch.float64).reshape(-1, 7))
         offered, busy, age_sum, oldest, groups, interrupted, restarted = table.T
         self.lost_counts = int(interrupted.sum()), int(restarted.sum())
@@ -222,8 +203,8 @@ def staleness_metrics(rollouts: Rollouts) -> dict[str, float]:
     return {f"rollout/staleness_{name}": value for name, value in stats.items()}
 
 
-FOLDER = "carried"
-"""Checkpoint folder with one file per engine."""
+FOLDER = "partial_groups"
+"""Checkpoint folder with one file per engine; until version 0.2 it was `carried`."""
 
 
 @dataclass(frozen=True)
@@ -291,13 +272,11 @@ class Oversampling:
     ) -> None:
         """Keep the partial groups and return unused prompts to the loader. Collective.
 
-        result: this engine's result, None without an engine. taken: prompts that were started.
+        result: this engine's; None without an engine. num_started: prompts that were started.
         """
-        rows = (
-            []
-            if result is None
-            else [[result.num_slots, result.seconds, result.busy_seconds, len(result.partials), result.num_stale]]
-        )
+        rows: list[list[float]] = []
+        if result is not None:
+            rows.append([result.num_slots, result.seconds, result.busy_seconds, len(result.partials), result.num_stale])
         table = self._comm.all_gather_rows(torch.tensor(rows, dtype=torch.float64).reshape(-1, 5))
         slots, seconds, busy, partials, restarted = table.T
         if plan.is_training:
@@ -329,18 +308,11 @@ class Oversampling:
         """
         error = ""
         try:
-            contents = manifest.read(folder)
-            names = (
-                []
-                if isinstance(contents, str)
-                else sorted(name for name in contents[1] if name.startswith(f"{FOLDER}/"))
-            )
-            files = [folder / name for name in names]
-            self._partial_groups = (
-                assign_groups(files, self._engine_index, self._num_engines)
-                if files and self._engine_index is not None
-                else []
-            )
+            self._partial_groups, contents = [], manifest.read(folder)
+            names = () if isinstance(contents, str) else sorted(contents[1])
+            files = [folder / name for name in names if name.startswith((f"{FOLDER}/", "carried/"))]
+            if files and self._engine_index is not None:
+                self._partial_groups = assign_groups(files, self._engine_index, self._num_engines)
         except ConfigError as failure:
             error = str(failure)
         if errors := [text for text in self._comm.all_gather_objects(error) if text]:
@@ -353,9 +325,8 @@ class Oversampling:
                 f"rollout.asynchronous=true cannot continue: set it to false until a checkpoint has none, which "
                 f"rollout.oversample=1 achieves"
             )
-        if (
-            self._num_partial_groups and self._replays_routing and self._config.max_staleness
-        ):  # see check_replayed_prefixes
+        # See `check_replayed_prefixes`.
+        if self._num_partial_groups and self._replays_routing and self._config.max_staleness:
             raise ConfigError(
                 f"{folder} has {self._num_partial_groups} groups of partial rollouts (rollout.oversample), "
                 "whose routing train.routing_replay=true cannot replay: set it to false until a checkpoint has none, "

@@ -11,6 +11,7 @@ import torch
 from megarl.checkpoint.manifest import Write, write_nothing
 from megarl.config import ConfigError
 from megarl.engine.engine_protocol import EngineLost
+from megarl.engine.sglang_engine import Engine
 from megarl.engine.tool_calls import check_parser
 from megarl.models.routing import routing_shape
 from megarl.observe.clock import REMOTE, WAIT
@@ -116,17 +117,12 @@ class RolloutWorker(Worker):
         if not chat.tools:
             return
         limit, is_family_default = config.request_timeout, not config.tool_call_parser
-        problem = self.engines.run_on_leads(
-            lambda engine: check_parser(
-                chat,
-                engine.url,
-                engine.api_key,
-                engine.tool_call_parser,
-                engine.tool_call_marker,
-                limit,
-                is_family_default,
-            )
-        )
+
+        def check(engine: Engine) -> str:
+            parser, marker = engine.tool_call_parser, engine.tool_call_marker
+            return check_parser(chat, engine.url, engine.api_key, parser, marker, limit, is_family_default)
+
+        problem = self.engines.run_on_leads(check)
         for text in ranks.all_gather_objects(problem):
             if text:
                 raise ConfigError(text)
@@ -305,12 +301,8 @@ class RolloutWorker(Worker):
 
     def _has_missing_groups(self, queue: GroupQueue, num_needed: int | None) -> bool:
         """True if groups are missing after an engine loss. No engine may claim groups meanwhile. Collective."""
-        return self._any_rank(
-            queue.count_unclaimed() > 0 if num_needed is None else queue.count_complete() < num_needed
-        )
-
-    def _any_rank(self, flag: bool) -> bool:
-        return any(ranks.all_gather_objects(flag))
+        is_missing = queue.count_unclaimed() > 0 if num_needed is None else queue.count_complete() < num_needed
+        return any(ranks.all_gather_objects(is_missing))
 
     def _count_lost(self, counts: Sequence[int]) -> None:
         for name, more in zip(self._lost_counts, counts, strict=True):
@@ -330,9 +322,8 @@ class RolloutWorker(Worker):
             if collected is not None:
                 result = collected
             # Completed groups of lost engines are collected, too.
-            if self.engines.recovery.has_available_engine or not self._any_rank(
-                self._runner is not None and collected is None
-            ):
+            is_missing = self._runner is not None and collected is None
+            if self.engines.recovery.has_available_engine or not any(ranks.all_gather_objects(is_missing)):
                 break
             self.engines.wait_for_engine(self._resume_stream)
         rollouts = _gather_rollouts(result.rollouts if result else [], self.version)

@@ -18,15 +18,8 @@ from megarl.rollout.session_server.recording import SessionMetrics
 from megarl.types import Comm
 
 SESSION_COUNTERS = (
-    "sessions",
-    "requests",
-    "refused",
-    "failed",
-    "forks",
-    "branches",
-    "drift",
-    "over_max_turns",
-    "observations_truncated",
+    *("sessions", "requests", "refused", "failed", "forks"),
+    *("branches", "drift", "over_max_turns", "observations_truncated"),
 )
 
 
@@ -90,13 +83,8 @@ class ToolMonitor:
         log: Callable[[str], None],
         alarm: Callable[[str], None],
     ) -> None:
-        self._is_enabled, self._max_failed_share, self._comm, self._runner = (
-            is_enabled,
-            config.max_tool_failed_frac,
-            comm,
-            runner,
-        )
-        self._log, self._alarm = log, alarm
+        self._is_enabled, self._max_failed_share = is_enabled, config.max_tool_failed_frac
+        self._comm, self._runner, self._log, self._alarm = comm, runner, log, alarm
         self._last_calls: dict[str, ToolCallStats] = {}
         self._tools: dict[str, _ToolState] = {}
 
@@ -147,12 +135,9 @@ class ToolMonitor:
         called = {name: tool.step_calls for name, tool in self._tools.items() if tool.step_calls.num_calls}
         if not called:
             return {}
-        failed_frac = sum(calls.num_failed for calls in called.values()) / sum(
-            calls.num_calls for calls in called.values()
-        )
-        return {"rollout/tool_failed_frac": failed_frac} | {
-            f"tool/{name}_failed_frac": calls.num_failed / calls.num_calls for name, calls in called.items()
-        }
+        fractions = {f"tool/{name}_failed_frac": calls.num_failed / calls.num_calls for name, calls in called.items()}
+        total = sum(called.values(), ToolCallStats())
+        return {"rollout/tool_failed_frac": total.num_failed / total.num_calls} | fractions
 
 
 def _describe_failures(name: str, calls: ToolCallStats) -> str:

@@ -59,7 +59,7 @@ def same(one: list[Group], other: list[Group]) -> bool:
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     groups = [group(1, 3), group(2, 3), ()]
-    file = tmp_path / "carried" / "engine_00000.bin"
+    file = tmp_path / "partial_groups" / "engine_00000.bin"
     entry = write_groups(file, groups)
     assert entry == hash_file(file)
     found = read_groups(file)

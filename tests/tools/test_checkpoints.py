@@ -192,8 +192,8 @@ def test_a_list_says_of_each_checkpoint_what_it_is_and_what_is_wrong_with_it(too
 
 def test_one_is_shown_with_what_is_in_it(tool: Tool, run: Path) -> None:
     newest = run / "checkpoints/step_000012"
-    (newest / "carried").mkdir()
-    (newest / "carried/engine_00000.bin").write_text('{"groups": [[{}, {}], [{}]], "arrays": []}\n')
+    (newest / "partial_groups").mkdir()
+    (newest / "partial_groups/engine_00000.bin").write_text('{"groups": [[{}, {}], [{}]], "arrays": []}\n')
     seal(newest, 12)
     text = tool("show", run)
     padding = 2 * (256 - HF["vocab_size"]) * HF["hidden_size"]  # of the embedding and the output layer

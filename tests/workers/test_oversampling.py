@@ -102,7 +102,7 @@ class Run:
     def save(self, folder: Path) -> str:
         entries = self.rank.all_gather_objects({path.name: entry for path, entry in self.ahead.save()(folder).items()})
         if self.rank.rank == 0:
-            files = {f"carried/{name}": entry._asdict() for part in entries for name, entry in part.items()}
+            files = {f"partial_groups/{name}": entry._asdict() for part in entries for name, entry in part.items()}
             host = {"host.json": {"bytes": 0, "sha256": ""}}
             (folder / manifest.FILE_NAME).write_text(json.dumps({"files": files | host}))
         self.rank.all_gather_objects(None)
@@ -258,11 +258,23 @@ def test_what_was_kept_is_not_gone_on_with_where_routing_is_replayed(tmp_path: P
     anew.resume(tmp_path, state)
 
 
+def test_reads_the_folder_name_of_earlier_versions(tmp_path: Path) -> None:
+    run = Run(LOCAL, 1, LocalKVStore(), oversample=2.0)
+    run.steps(1, 2)
+    state = run.save(tmp_path)
+    (tmp_path / "partial_groups").rename(tmp_path / "carried")
+    listed = tmp_path / manifest.FILE_NAME
+    listed.write_text(listed.read_text().replace("partial_groups/", "carried/"))
+    resumed = Run(LOCAL, 1, LocalKVStore())
+    resumed.resume(tmp_path, state)
+    assert resumed.ahead._num_partial_groups == run.ahead._num_partial_groups > 0
+
+
 def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     run = Run(LOCAL, 1, LocalKVStore(), oversample=2.0)
     run.steps(1, 2)
     state = run.save(tmp_path)
-    (tmp_path / "carried/engine_00000.bin").write_text("{}\n")
+    (tmp_path / "partial_groups/engine_00000.bin").write_text("{}\n")
     with pytest.raises(ConfigError, match="does not hold conversations of this program"):
         Run(LOCAL, 1, LocalKVStore()).resume(tmp_path, state)
 
