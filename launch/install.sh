@@ -121,7 +121,7 @@ else
 fi
 install "megarl itself" 1 --no-deps --no-build-isolation --editable . || failed
 
-# On a CPU SGLang imports only in an engine, which makes up for what is lacking there; tests/rollout/ do that. On a machine that
+# On a CPU SGLang imports only in an engine, which makes up for what is lacking there; tests/engine/ do that. On a machine that
 # has a GPU everything imports; where an image is made, none has, and what needs the driver is not tried.
 modules="torch transformers megatron.core megarl"
 [ "$platform" = cpu ] || ! has_gpu || modules+=" transformer_engine.pytorch sglang sglang.srt.entrypoints.engine"

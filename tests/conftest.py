@@ -6,12 +6,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:
+    from engines import Running
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tests"))  # what tests of several folders share
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests/helpers")]  # what tests of several folders share
 
 from rank_jobs import HAS_GPU, RankJobs, shared_jobs  # noqa: E402
 
@@ -32,6 +35,34 @@ def host() -> Iterator[str]:
     host = start_host(Config(), threads=1)
     yield host.path
     host.close()
+
+
+@pytest.fixture(scope="session")
+def qwen3_moe(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    import engines
+    import tiny_models
+
+    with engines.start(host, tiny_models.qwen3_moe(), tmp_path_factory.mktemp("qwen3_moe")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def deepseek_v3(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    import engines
+    import tiny_models
+
+    with engines.start(host, tiny_models.deepseek_v3(), tmp_path_factory.mktemp("deepseek_v3")) as running:
+        yield running
+
+
+@pytest.fixture
+def qwen3_moe_split(host: str, tmp_path: Path) -> Iterator[Running]:
+    """Two tensor parallel ranks, each with half of the experts."""
+    import engines
+    import tiny_models
+
+    with engines.start(host, tiny_models.qwen3_moe(), tmp_path, tp=2, ep=2) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

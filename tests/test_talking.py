@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import sys
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "rollout"))
-
-from scripted import CHAT, CONFIG, TOKENIZER, Fails, Script, call, parse  # noqa: E402
+from scripted import CHAT, CONFIG, TOKENIZER, Fails, Script, call, parse
 
 from megarl.chat import ChatConversation, IncrementalDetokenizer, describe_tools, printable
 from megarl.chat_format.chat_template import ChatTemplate

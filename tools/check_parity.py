@@ -127,7 +127,7 @@ def run_engine(family: str, layout: str) -> dict[str, float]:
 def engine_gap(family: str, layout: str) -> dict[str, float]:
     """Return the largest difference between SGLang's and transformers' log-probs of the tokens that the layouts are
     checked on."""
-    sys.path.insert(0, str(ROOT / "tests/rollout"))
+    sys.path.insert(0, str(ROOT / "tests/helpers"))
     import reference
     import tiny
     import tiny_models

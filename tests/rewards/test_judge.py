@@ -1,4 +1,4 @@
-"""A generative judge, played by a server that says what the test wants; a real engine is in tests/rollout."""
+"""A generative judge, played by a server that says what the test wants; a real engine is in `test_judge_engine.py`."""
 
 from __future__ import annotations
 

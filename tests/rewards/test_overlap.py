@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
-
-from scripted import CHAT, CONFIG, PROMPT, Script, parse  # noqa: E402
+from scripted import CHAT, CONFIG, PROMPT, Script, parse
 
 from megarl.engine.engine_protocol import Generation  # noqa: E402
 from megarl.environments.process_sessions import EnvironmentPool  # noqa: E402

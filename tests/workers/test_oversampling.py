@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted import CHAT, CONFIG, PROMPT, Writer, parse
 from thread_ranks import Thread, as_ranks
 
 from megarl.checkpoint import manifest
@@ -27,10 +27,6 @@ from megarl.rollout.scheduler import gather_rollouts
 from megarl.types import Prompt, Rollout, Rollouts
 from megarl.types.comm import LOCAL
 from megarl.workers.async_rollout import Oversampling
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
-
-from scripted import CHAT, CONFIG, PROMPT, Writer, parse  # noqa: E402
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 

@@ -1,6 +1,6 @@
 """Memory that runs out, on two ranks: what is agreed on, and whether the result is that of a run that had the memory.
 
-    ranks_fitting.py dp|tp|pp|ep
+    ranks_oom_retry.py dp|tp|pp|ep
 
 `dp`: a rank's memory runs out in the middle of a pass, once for real. Else: when it is asked for, before ranks begin
 together.

@@ -1,6 +1,6 @@
 """A policy that is driven too far, on two ranks: `shared`, a replica each, or `apart`, the policy on the second only.
 
-    ranks_going_back.py shared|apart float32|bfloat16 FOLDER
+    ranks_kl_rollback.py shared|apart float32|bfloat16 FOLDER
 
 Updates are real ones, of the real loss, at a rate that is too high in one step. Prints how far what it went back to is
 from what it was, and what became of the rates, of the other updates, and of a checkpoint.

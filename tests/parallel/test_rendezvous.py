@@ -76,7 +76,7 @@ for flags in (os.O_RDONLY, os.O_RDWR):
 
 def test_what_somebody_else_puts_into_a_store_is_refused(run_ranks: Run, tmp_path: Path) -> None:
     """Of ranks that meet at a port, which nobody has to show anything for."""
-    first, second = run_ranks(2, "tests/parallel/ranks_forged.py", str(tmp_path))
+    first, second = run_ranks(2, "tests/parallel/ranks_forged_messages.py", str(tmp_path))
     assert first["prefix"], "he has not written where ranks read"
     assert first["notes"] == [True] * 3
     assert {first["last words"], second["last words"]} == {""}

@@ -61,7 +61,7 @@ def test_every_bit_is_carried(
         experts = int(sizes.get("ep", 1)) * int(sizes.get("etp", 1))
         world = int(sizes.get("pp", 1)) * max(dense, experts)
         arguments = family, role, layout, json.dumps(settings), str(source), str(target)
-        results = run_ranks(world, "tests/checkpoint/ranks_carried.py", *arguments)
+        results = run_ranks(world, "tests/checkpoint/ranks_dist_checkpoint_reader.py", *arguments)
         assert all(result == results[0] for result in results)
         return results[0]
 

@@ -11,7 +11,7 @@ from megarl.checkpoint.export import Owner, find_owners
 from megarl.config import ConfigError
 from megarl.models.layout_algebra import HFTensor, Param, Replicated
 
-SCRIPT = "tests/checkpoint/ranks_gather.py"
+SCRIPT = "tests/checkpoint/ranks_export.py"
 Run = Callable[..., list[dict[str, Any]]]
 
 

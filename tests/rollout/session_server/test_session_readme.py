@@ -15,7 +15,7 @@ from megarl.config import Config
 from megarl.types import Branch
 
 pytestmark = pytest.mark.alone
-PAGE = (Path(__file__).resolve().parents[2] / "megarl/rollout/session_server/README.md").read_text()
+PAGE = (Path(__file__).resolve().parents[3] / "megarl/rollout/session_server/README.md").read_text()
 
 
 def test_the_example() -> None:

@@ -176,7 +176,7 @@ def parsed() -> dict[str, dict[str, tuple[ParsedResponse, Calls | None]]]:
 def read(texts: list[tuple[str, str]], schemas: list[dict[str, Any]]) -> list[ParsedResponse]:
     """Of each (parser, text), what a conversation is told. One process for all."""
     root = Path(__file__).parents[2]
-    program = [sys.executable, str(Path(__file__).with_name("sglang_parsers.py"))]
+    program = [sys.executable, str(root / "tests/helpers/sglang_parsers.py")]
     orders = json.dumps([[parser, text, schemas] for parser, text in texts])
     done = subprocess.run(program, input=orders, capture_output=True, text=True, cwd=root, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -17,14 +17,14 @@ Run = Callable[..., list[dict[str, Any]]]
 
 def test_all_ranks_talk_first_and_those_of_each_pipeline(run_ranks: Run) -> None:
     """NCCL makes a group in its first use, in which all of its ranks must then take part."""
-    results = run_ranks(4, "tests/parallel/ranks_meeting.py", "meet")
+    results = run_ranks(4, "tests/parallel/ranks_rendezvous.py", "meet")
     for rank, result in enumerate(results):
         everybody, pipeline = [0, 1, 2, 3], [rank % 2, rank % 2 + 2]
         assert result["found"] == [everybody, pipeline, everybody]
 
 
 def test_two_runs_of_one_rank_each_at_once(run_ranks: Run, tmp_path: Path) -> None:
-    run_ranks(2, "tests/parallel/ranks_meeting.py", "alone", str(tmp_path), timeout=120.0, whole=False)
+    run_ranks(2, "tests/parallel/ranks_rendezvous.py", "alone", str(tmp_path), timeout=120.0, whole=False)
 
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

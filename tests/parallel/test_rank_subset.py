@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 Run = Callable[..., list[dict[str, Any]]]
-SCRIPT = "tests/parallel/ranks_subset.py"
+SCRIPT = "tests/parallel/ranks_rank_subset.py"
 ACTOR: dict[str, Any] = dict(family="qwen3_moe", role="actor", layout=dict(tp=2, ep=2), steps=2)
 STAGES: dict[str, Any] = dict(family="deepseek_v3", role="critic", layout=dict(pp=2), steps=3)
 REPLICAS: dict[str, Any] = dict(family="qwen3_moe", role="critic", layout=dict(ep=2), steps=3)

@@ -160,7 +160,7 @@ def found(
         "tutor": teacher("tutor", pp=2),
     }
     (folder / "jobs.json").write_text(json.dumps({"rollouts": conversations, "jobs": jobs}))
-    results = run_ranks(3, "tests/workers/ranks_judges.py", str(folder), timeout=400.0)
+    results = run_ranks(3, "tests/workers/ranks_reward_backends.py", str(folder), timeout=400.0)
     return {"ranks": results, "models": models, "conversations": conversations, "another": other}
 
 

@@ -10,7 +10,7 @@ import pytest
 import tiny_models
 import torch
 from compare import PROMPTS
-from conftest import Running, start
+from engines import Running, start
 
 from megarl.engine.client import Client
 from megarl.engine.engine_protocol import Generation, RequestFailed

@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, run_ranks: Callable[..., list[
 
     def start(run_dir: Path, event: str, *overrides: str) -> list[dict[str, Any]]:
         given = [f"model.path={folder}/model", f"data.train={folder}/sft.jsonl", f"run.dir={run_dir}", *overrides]
-        return run_ranks(2, "tests/checkpoint/ranks_beside.py", event, str(folder / "config.yaml"), *given)
+        return run_ranks(2, "tests/checkpoint/ranks_async_save.py", event, str(folder / "config.yaml"), *given)
 
     return start
 

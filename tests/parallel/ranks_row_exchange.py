@@ -1,6 +1,6 @@
 """Ranks that deliver rows to each other: random cases against a gather of everything, and what must hold besides.
 
-    ranks_delivery.py WHAT SEED [PER_MACHINE]
+    ranks_row_exchange.py WHAT SEED [PER_MACHINE]
 
 Prints what was wrong, and what was sent.
 """

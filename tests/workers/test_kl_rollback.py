@@ -29,7 +29,7 @@ def ranks(
     request: pytest.FixtureRequest, run_ranks: Callable[..., list[dict[str, Any]]], folder: Path
 ) -> list[dict[str, Any]]:
     """Of two replicas of the policy, and of a policy on the second rank alone."""
-    return run_ranks(2, "tests/workers/ranks_going_back.py", *request.param.split(), str(folder))
+    return run_ranks(2, "tests/workers/ranks_kl_rollback.py", *request.param.split(), str(folder))
 
 
 def test_a_step_that_goes_well_is_left_alone(ranks: list[dict[str, Any]]) -> None:

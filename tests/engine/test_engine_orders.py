@@ -13,7 +13,7 @@ import pytest
 import tiny_models
 import torch
 from compare import assert_equals, generate
-from conftest import Running, start
+from engines import Running, start
 from orders import check_orders, overwrite
 from safetensors.torch import load_file
 from transformers import PreTrainedModel

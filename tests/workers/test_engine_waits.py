@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture(scope="module")
 def found(run_ranks: Callable[..., list[dict[str, Any]]]) -> dict[str, Any]:
     """What both ranks saw; a wait for what never comes would run into the limit."""
-    first, second = run_ranks(2, "tests/workers/ranks_waits.py", timeout=180.0)
+    first, second = run_ranks(2, "tests/workers/ranks_engine_waits.py", timeout=180.0)
     assert first.pop("gone", False), "a peer that died was not noticed"
     assert first == second
     return first

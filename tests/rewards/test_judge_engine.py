@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import Running
+from engines import Running
 
 from megarl.rewards.judge import Judge, JudgeOptions
 from megarl.types import Prompt, Rollout, Turn

@@ -22,8 +22,8 @@ import templates
 import tiny_models
 import torch
 from compare import generate, recorded
-from conftest import Running, start
 from engine_config import make_config
+from engines import Running, start
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import ConfigError
@@ -379,7 +379,14 @@ def is_running(process: psutil.Process) -> bool:
 def held_engine(model: Path, run: Path, host: str) -> Iterator[subprocess.Popen[str]]:
     """A rank that has started an engine and waits."""
     rank = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("hold_engine.py")), str(model), str(run)],
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            str(Path(__file__).parents[1] / "helpers/hold_engine.py"),
+            str(model),
+            str(run),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -10,8 +10,8 @@ import pytest
 import tiny_models
 import torch
 from compare import PROMPTS, assert_equals
-from conftest import Running, start
 from drafter import Drafter, foreseeable
+from engines import Running, start
 from orders import overwrite
 
 from megarl.chat_format.chat_template import ChatTemplate

@@ -13,7 +13,7 @@ import pytest
 import tiny_models
 import torch
 from compare import recorded
-from conftest import Running, start
+from engines import Running, start
 from openai import AsyncOpenAI
 
 from megarl.chat_format.chat_template import ChatTemplate

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = "tests/parallel/ranks_delivery.py"
+SCRIPT = "tests/parallel/ranks_row_exchange.py"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import tiny_models
 import torch
 from compare import assert_equals
-from conftest import Running
+from engines import Running
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 

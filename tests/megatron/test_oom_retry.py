@@ -14,7 +14,7 @@ SAME = 1e-6
 @pytest.fixture(scope="module")
 def alone(run_ranks: Run) -> list[dict[str, Any]]:
     """Each rank has a whole model; the second one's memory runs out."""
-    return run_ranks(2, "tests/megatron/ranks_fitting.py", "dp")
+    return run_ranks(2, "tests/megatron/ranks_oom_retry.py", "dp")
 
 
 def test_a_guard_that_does_nothing_changes_nothing(alone: list[dict[str, Any]]) -> None:
@@ -75,7 +75,7 @@ def test_without_the_guard_it_is_an_error(alone: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("layout", ["tp", "pp", "ep"])
 def test_ranks_that_compute_together_ask_for_memory_first(run_ranks: Run, layout: str) -> None:
-    for found in run_ranks(2, "tests/megatron/ranks_fitting.py", layout):
+    for found in run_ranks(2, "tests/megatron/ranks_oom_retry.py", layout):
         assert found["short"]["gap"] <= SAME
         budget, recomputes, often = found["short"]["state"]
         assert budget <= 14 and not recomputes and often >= 1

@@ -1,0 +1,45 @@
+"""Start a real engine on a tiny model; `conftest.py` has the fixtures that share one per model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from engine_config import make_config
+from transformers import PreTrainedModel
+
+from megarl.config import Config
+from megarl.engine.engine_host import HOST_VARIABLE
+from megarl.engine.sglang_engine import Engine
+
+
+@dataclass(frozen=True)
+class Running:
+    """An engine and the model that it started with."""
+
+    engine: Engine
+    config: Config
+    model: PreTrainedModel
+    folder: Path
+
+
+@contextmanager
+def start(host: str, model: PreTrainedModel, folder: Path, **rollout: Any) -> Iterator[Running]:
+    path = tiny_models.save(model, folder / "model")
+    config = make_config(path, folder / "run", **rollout)
+    records = replace(config.train, routing_replay=hasattr(model.config, "num_experts_per_tok"))
+    config = replace(config, train=records)
+    engine = Engine(config, threads=1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(HOST_VARIABLE, host)
+        engine.start()
+    try:
+        engine.wait_ready()
+        yield Running(engine, config, model, path)
+    finally:
+        engine.shutdown()
