@@ -41,8 +41,8 @@ def has_trainer_logprobs(run: Path, step: int) -> bool:
     """Return whether a step's rollouts have log-probs of the trainer."""
     return any(
         row["trainer_logprobs"] is not None
-        for file, part in open_complete_parts(run, step)
-        for row in iter_rows(file, part, ["trainer_logprobs"])
+        for part in open_complete_parts(run, step)
+        for row in iter_rows(part, ["trainer_logprobs"])
     )
 
 

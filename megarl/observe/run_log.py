@@ -246,7 +246,7 @@ class RunLog:
         """Append this rank's spans to its timeline."""
         self._timeline.write(spans)
 
-    def make_drain(self) -> Callable[[], None]:
+    def make_drain(self) -> Callable[[], object]:
         """Return a function that waits, on any thread, until the rollouts recorded so far are on disk."""
         return (lambda: None) if self._rollouts is None else self._rollouts.make_drain()
 

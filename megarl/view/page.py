@@ -19,11 +19,12 @@ from urllib.parse import quote
 
 import numpy as np
 
+from megarl.utils.text import write_atomically
 from megarl.view.column_codec import to_json
 from megarl.view.divergence import find_divergence
 from megarl.view.rollout_details import Detail, TokenDecoder, load_decoder, read_details, tokenizer_folders
 from megarl.view.rollout_files import Notes
-from megarl.view.rollout_index import Index, IndexReader, read_index
+from megarl.view.rollout_index import Index, IndexReader
 from megarl.view.run_data import RunData, read_run
 
 SCRIPTS = ("blocks", "query", "curves", "phases", "table", "tokens", "prompts", "compare", "main")
@@ -58,7 +59,7 @@ def load(path: Path, load_spans: SpanLoader | None = None, reader: IndexReader |
         reader: cached reader of this folder, for repeated loads.
     """
     run = read_run(path)
-    index = read_index(path) if reader is None else reader.read()
+    index = (reader or IndexReader(path)).read()
     if len(index) and not tokenizer_folders(path):
         run.notes.append(f"{path}: there is no tokenizer at its model.path, nor an export; tokens are shown as numbers")
     return LoadedRun(run, index, None if load_spans is None else load_spans(path))
@@ -69,18 +70,13 @@ def find_divergences(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
     return [find_divergence(runs[0].run, other.run) for other in runs[1:]]
 
 
-def build_overview(
-    runs: Sequence[LoadedRun], live: bool = False, divergences: Sequence[dict[str, Any]] | None = None
-) -> dict[str, Any]:
-    """Return the `overview` block, all that the first view needs. parted: the runs' `find_divergences` if known."""
-    return {
-        "runs": [
-            {**loaded.run.to_dict(), "notes": loaded.notes, "spans": loaded.spans, "rollouts": len(loaded.index)}
-            for loaded in runs
-        ],
-        "live": live,
-        "partings": find_divergences(runs) if divergences is None else list(divergences),
-    }
+def build_overview(runs: Sequence[LoadedRun], divergences: list[dict[str, Any]], live: bool = False) -> dict[str, Any]:
+    """Return the `overview` block, all that the first view needs. divergences: the runs' `find_divergences`."""
+    run_blocks = [
+        {**loaded.run.to_dict(), "notes": loaded.notes, "spans": loaded.spans, "rollouts": len(loaded.index)}
+        for loaded in runs
+    ]
+    return {"runs": run_blocks, "live": live, "partings": divergences}
 
 
 def render_page(blocks: Mapping[str, Any], folder: str, title: str) -> str:
@@ -88,15 +84,9 @@ def render_page(blocks: Mapping[str, Any], folder: str, title: str) -> str:
     style = _static("uPlot.min.css") + _static("style.css")
     scripts = [_static("uPlot.iife.min.js"), *(_static(f"{name}.js") for name in SCRIPTS)]
     hashes = " ".join(map(_hash, scripts))
-    policy = "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src {hashes} 'strict-dynamic'",
-            f"style-src {_hash(style)}",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
+    policy = (
+        f"default-src 'none'; script-src {hashes} 'strict-dynamic'; style-src {_hash(style)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
     )
     data = {**blocks, "page": {"folder": folder, "title": title}}
     opening = '<script type="application/json" id="block-'
@@ -132,10 +122,9 @@ def write_page(
     """
     folder = file.with_name(f"{file.stem}_files")
     folder.mkdir(exist_ok=True)
-    for pattern in ("tokens-*.js", "index-*.js"):  # of the page that is overwritten
-        for old_file in folder.glob(pattern):
-            old_file.unlink()
-    blocks: dict[str, Any] = {"overview": build_overview(runs)}
+    for old_file in (*folder.glob("tokens-*.js"), *folder.glob("index-*.js")):  # of the page that is overwritten
+        old_file.unlink()
+    blocks: dict[str, Any] = {"overview": build_overview(runs, find_divergences(runs))}
     beside_bytes, num_rollouts = 0, 0
     for run_index, loaded in enumerate(runs):
         chosen = select_rollouts(loaded.index, max_rollouts // len(runs))
@@ -176,7 +165,7 @@ def select_rollouts(index: Index, max_rollouts: int) -> dict[int, set[int] | Non
     steps = sorted(set(step.tolist()))
     if len(index) <= max_rollouts:
         return dict.fromkeys(steps)
-    rows = {s: step_rows for s, step_rows in zip(steps, _rows(step, steps), strict=True)}
+    rows = {s: np.flatnonzero(step == s) for s in steps}
     chosen: dict[int, set[int] | None] = {}
     budget = max_rollouts
     for s in dict.fromkeys((steps[-1], steps[0])):
@@ -187,12 +176,9 @@ def select_rollouts(index: Index, max_rollouts: int) -> dict[int, set[int] | Non
     per_step = budget // max(1, len(others))
     for s in others:
         order = rows[s][np.argsort(reward[rows[s]], kind="stable")]
-        selected = (
-            [*order[: per_step // 2], *order[len(order) - (per_step - per_step // 2) :]]
-            if per_step < len(order)
-            else order
-        )
-        if len(selected):
+        num_best = per_step - per_step // 2
+        selected = {*order[: per_step // 2], *order[max(0, len(order) - num_best) :]}
+        if selected:
             chosen[s] = set(number[list(selected)].tolist())
     return dict(sorted(chosen.items()))
 
@@ -211,11 +197,6 @@ def split_into_files(details: Iterable[Detail]) -> Iterator[list[Detail]]:
         yield part
 
 
-def _rows(step: np.ndarray, steps: list[int]) -> list[np.ndarray]:
-    offsets = [*np.searchsorted(step, steps).tolist(), len(step)]  # the index is sorted by step
-    return [np.arange(a, b) for a, b in zip(offsets, offsets[1:], strict=False)]
-
-
 def _static(name: str) -> str:
     return (files("megarl.view") / "static" / name).read_text(encoding="utf-8")
 
@@ -225,12 +206,5 @@ def _hash(text: str) -> str:
 
 
 def _write(file: Path, text: str) -> int:
-    content = text.encode()
-    partial = file.with_name(f".{file.name}.part")
-    try:
-        partial.write_bytes(content)
-        partial.replace(file)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    return len(content)
+    write_atomically(file, text)
+    return len(text.encode())

@@ -21,12 +21,12 @@ from megarl.config import ConfigError
 from megarl.observe import rollout_log
 from megarl.observe.rollout_columns import COLUMNS_SINCE_FORMAT, SCHEMA
 from megarl.observe.rollout_log import (
+    Part,
     RolloutLog,
     is_complete,
     part_file,
     read_records,
     read_rollouts,
-    read_vocabulary_hash,
     recorded_steps,
     remove_after,
     write_part,
@@ -128,7 +128,7 @@ def test_records_can_be_left_out_and_fill_row_groups(tmp_path: Path, monkeypatch
     log.write(1, 4, range(4), rollouts)
     log.close()
     assert [one.routing for one in read_rollouts(tmp_path, 1, include_trainer_columns=True)] == [None] * 4
-    assert read_vocabulary_hash(pq.ParquetFile(part_file(tmp_path, 1, 0))) == "words"
+    assert Part.open(part_file(tmp_path, 1, 0)).read_metadata("vocabulary") == "words"
 
 
 RECORDS: dict[str, tuple[str, Any, str]] = {
