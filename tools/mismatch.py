@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from megarl.config import ConfigError
@@ -135,7 +136,7 @@ def decompose(options: argparse.Namespace) -> int:
         "step": step,
         "tokens": len(gaps),
         "rollouts": len(records) - gaps.num_missing,
-        "routing_measured": bool((gaps.routing == gaps.routing).any()),
+        "routing_measured": bool(np.isfinite(gaps.tokens["routing"]).any()),
         "not_finite": gaps.num_nonfinite,
         "causes": [dataclasses.asdict(cause) for cause in summarize_causes(gaps)],
         "twins": [dataclasses.asdict(cause) for cause in compare_twins(records, step - 1)],
