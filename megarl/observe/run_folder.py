@@ -20,6 +20,7 @@ from megarl.config import Config, ConfigError, load_config, to_dict
 from megarl.observe import user_code
 from megarl.observe.tracker import read_metrics
 from megarl.observe.webhook import ENV_PREFIX
+from megarl.utils.text import one_line, write_atomically
 
 
 def last_step(run: Path) -> int:
@@ -37,36 +38,10 @@ def describe_fresh_start(run: Path) -> str:
     return f"no checkpoint in the run folder yet: starting afresh{repeated}"
 
 
-def has_checkpoints(run: Path) -> bool:
-    """Return whether there are checkpoints, complete or not; a resume checks for completeness."""
-    return any((run / "checkpoints").glob("step_*"))
-
-
-def is_finished(run: Path, config: Config) -> bool:
-    """Return whether the run of this configuration is finished in this folder.
-
-    It is if its export is there or, without export, if its last step has metrics.
-    """
-    if config.run.export:
-        return (run / "export" / "config.json").is_file()
-    return last_step(run) >= config.run.num_rollout
-
-
 IDENTITY_KEYS = (
-    "algorithm",
-    "run.seed",
-    "model.path",
-    "model.dtype",
-    "data.train",
-    "data.mixture_weights",
-    "data.curriculum_key",
-    "data.prompt_key",
-    "data.label_key",
-    "data.prompts_per_step",
-    "data.shuffle",
-    "lora.",
-    "critic.path",
-    "train.mtp_loss_coef",
+    *("algorithm", "run.seed", "model.path", "model.dtype", "data.train", "data.mixture_weights"),
+    *("data.curriculum_key", "data.prompt_key", "data.label_key", "data.prompts_per_step", "data.shuffle"),
+    *("lora.", "critic.path", "train.mtp_loss_coef"),
 )
 """Keys and key prefixes that identify a run: what is trained, and on which data in which order. For
 `train.mtp_loss_coef` only whether it is 0 matters. All other keys may change on resume and apply from there on."""
@@ -158,11 +133,11 @@ class RunFolder:
         text = yaml.safe_dump(redact_config(self._config), sort_keys=False, allow_unicode=True)
         try:
             for change in changes:
-                record = {"step": step + 1, **change._asdict(), "time": time.time()}
                 with (self.path / "changes.jsonl").open("a", encoding="utf-8") as file:
+                    record = {"step": step + 1, **change._asdict(), "time": time.time()}
                     file.write(json.dumps(record, default=str) + "\n")
-            _write(self.path / "config.yaml", text)
-            _write(self.path / "README.txt", README)
+            write_atomically(self.path / "config.yaml", text)
+            write_atomically(self.path / "README.txt", README)
             code = user_code.record(self.path, self._config, step, self.is_resumed)
         except OSError as error:
             raise _unusable(self.path, error) from None
@@ -252,8 +227,7 @@ def check_earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
             if target.exists() and not _is_ours(path / "README.txt"):
                 raise ConfigError(
                     f"run.dir={path} is not a run folder and has a {target.name} that a run would overwrite; set "
-                    f"run.dir "
-                    "to a new folder"
+                    "run.dir to a new folder"
                 )
         return []
     if not file.is_file():
@@ -262,31 +236,30 @@ def check_earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
         old = load_config(file)
         changes = diff_configs(old, config)
     except (OSError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(
-            f"run folder {path} has results, but {file} cannot be read as their configuration ({reason}); set run.dir "
-            "to another folder"
+            f"run folder {path} has results, but {file} cannot be read as their configuration "
+            f"({one_line(error, 200)}); set run.dir to another folder"
         ) from None
     identity_changes = [change for change in changes if _is_identity(change)]
     if identity_changes and config.run.resume != "forced":
-        shown = "; ".join(map(str, identity_changes[:8])) + (
-            f"; and {len(identity_changes) - 8} more" if len(identity_changes) > 8 else ""
-        )
+        more = f"; and {len(identity_changes) - 8} more" if len(identity_changes) > 8 else ""
         raise ConfigError(
-            f"run folder {path} belongs to another run ({shown}); set run.dir to another folder, set these keys "
-            "back, or set run.resume=forced to continue with them anyway"
+            f"run folder {path} belongs to another run ({'; '.join(map(str, identity_changes[:8]))}{more}); set "
+            "run.dir to another folder, set these keys back, or set run.resume=forced to continue with them anyway"
         )
-    if not resume:
-        if not has_checkpoints(path):
-            raise ConfigError(
-                f"run folder {path} already contains this run, without a checkpoint from which run.resume=auto could "
-                "continue it; set run.dir to another one"
-            )
+    has_checkpoints = any((path / CHECKPOINTS).glob("step_*"))  # complete or not; a resume checks for completeness
+    if not resume and has_checkpoints:
         raise ConfigError(
             f"run folder {path} already contains this run; set run.resume=auto to continue it, or run.dir to another "
             f"one"
         )
-    if is_finished(path, old) and not has_checkpoints(path):
+    if not resume:
+        raise ConfigError(
+            f"run folder {path} already contains this run, without a checkpoint from which run.resume=auto could "
+            "continue it; set run.dir to another one"
+        )
+    has_export, has_last_step = (path / "export/config.json").is_file(), last_step(path) >= old.run.num_rollout
+    if (has_export if old.run.export else has_last_step) and not has_checkpoints:
         raise ConfigError(
             f"run folder {path} already contains this run, finished and without a checkpoint (run.save_every): "
             f"run.resume={config.run.resume} would start afresh and overwrite its rollouts and its export; set run.dir "
@@ -341,9 +314,8 @@ def _restrict_access(path: Path) -> None:
     try:
         path.chmod(PRIVATE_MODE)
     except OSError as error:
-        warnings.warn(
-            f"other users may be able to read {path}, whose mode cannot be set: {error.strerror}", stacklevel=4
-        )
+        message = f"other users may be able to read {path}, whose mode cannot be set: {error.strerror}"
+        warnings.warn(message, stacklevel=4)
 
 
 def _probe(folder: Path) -> None:
@@ -383,20 +355,8 @@ def _lock(path: Path) -> IO[str]:
 
 
 def _close(lock: IO[str]) -> None:
-    try:
+    with contextlib.suppress(OSError):  # the disk is full, which has been reported
         lock.close()
-    except OSError:
-        pass  # the disk is full, which has been reported
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_suffix(".tmp")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:

@@ -24,7 +24,7 @@ from megarl.observe.run_folder import Change, RunFolder, claim, redact_config
 from megarl.observe.timeline import Timeline
 from megarl.observe.tracker import Tracker
 from megarl.observe.trackers.adapter import make_rows
-from megarl.observe.webhook import Webhook, resolve_url
+from megarl.observe.webhook import Webhook, resolve_webhook
 from megarl.parallel import ranks
 from megarl.rewards.composite import summarize_unscored
 from megarl.rollout.aborted import summarize_aborts
@@ -47,13 +47,10 @@ class RunLog:
 
     def __init__(self, config: Config, job: ranks.Job, vocab_hash: str = "", is_training: bool = True) -> None:
         self.run_dir = Path(config.run.dir)
-        self.is_writer = job.rank == 0
-        self._rank = job.rank
+        self.is_writer, self._rank = job.rank == 0, job.rank
         self._warned: set[str] = set()
         self._webhook: Webhook | None = None
-        self._step = 0
-        self._last_recorded_step = 0
-        """The last step whose rollouts are recorded."""
+        self._step = self._last_recorded_step = 0
         self._folder: RunFolder | None = None
         self._pending_lines: list[str] | None = []
         """Lines logged before `begin`; None afterwards."""
@@ -76,9 +73,8 @@ class RunLog:
         self._tracker: Tracker | None = None
         if self.is_writer:
             self._tracker = Tracker(self.run_dir, config.track.trackers, self._warn, redact_config(config))
-        self._shows_rollouts = config.track.save_rollouts
-        url = resolve_url(config.track.webhook) if self.is_writer and config.track.webhook else ""
-        self._webhook = Webhook(url, config.run.dir) if url else None
+            if url := resolve_webhook(config.track.webhook):
+                self._webhook = Webhook(url, config.run.dir)
         self._rollouts: RolloutLog | None = None
         if config.track.save_rollouts:
             self._rollouts = RolloutLog(self.run_dir, job.rank, self._warn, config.track.save_replay_data, vocab_hash)
@@ -139,9 +135,7 @@ class RunLog:
                 file.writelines(json.dumps({"step": step, **rollout}) + "\n" for rollout in rollouts)
         except OSError as error:
             self._warn(f"could not write quarantine.jsonl: {error.strerror}; training continues without it")
-        shown = ", ".join(
-            f"{entry['prompt']} ({', '.join(entry['not_finite']) or 'a branch'})" for entry in rollouts[:3]
-        )
+        shown = ", ".join(f"{row['prompt']} ({', '.join(row['not_finite']) or 'a branch'})" for row in rollouts[:3])
         more = f" and {len(rollouts) - 3} more" if len(rollouts) > 3 else ""
         self.alarm(f"step {step}: masked rollouts with non-finite values: {shown}{more}; see quarantine.jsonl")
 
@@ -209,16 +203,9 @@ class RunLog:
             ConfigError: on all ranks, if a guard ends the run.
         """
         metrics = {**metrics, **self.guards.check(step, metrics)}
-        if rollouts is not None and self._rollouts is not None:
-            trained_on = rollouts if trained is None else trained
-            advantages, trainer_logprobs = (
-                split_advantages(rollouts, batch, trained_on),
-                split_trainer_logprobs(rollouts, batch, trained_on),
-            )
-            self._rollouts.write(
-                step, len(rollouts), rollouts.local_indices.tolist(), rollouts.local, advantages, trainer_logprobs
-            )
-            self._last_recorded_step = step
+        if rollouts is not None:
+            trained = rollouts if trained is None else trained
+            self._record(step, rollouts, *(() if batch is None else split_batch(batch, trained, rollouts)))
         if self.is_writer:
             self._write(step, metrics, rollouts)
         self.guards.raise_if_stopped()
@@ -226,19 +213,25 @@ class RunLog:
 
     def record_failed_step(self, step: int, parts: Sequence[Rollouts]) -> None:
         """Record the rollouts sampled so far by a step that failed, so that it can be replayed. Not collective."""
-        if parts and step > self._last_recorded_step and self._rollouts is not None:
-            rollouts = Rollouts.concat(parts)
-            self._rollouts.write(step, len(rollouts), rollouts.local_indices.tolist(), rollouts.local)
+        if parts and step > self._last_recorded_step:
+            self._record(step, Rollouts.concat(parts))
+
+    def _record(self, step: int, rollouts: Rollouts, *batch_values: Any) -> None:
+        if self._rollouts is not None:
+            numbers = rollouts.local_indices.tolist()
+            self._rollouts.write(step, len(rollouts), numbers, rollouts.local, *batch_values)
+            self._last_recorded_step = step
 
     def _write(self, step: int, metrics: Mapping[str, float], rollouts: Rollouts | None) -> None:
         assert self._tracker is not None
         self._tracker.log(step, metrics)
-        if rollouts is not None and self._shows_rollouts:
-            self._tracker.table(step, make_rows(step, rollouts.local))
-        if rollouts is not None and (reasons := summarize_aborts(rollouts)):
-            self.log(f"step {step}: aborted rollouts, excluded from training: {reasons}")
-        if rollouts is not None and (reasons := summarize_unscored(rollouts)):
-            self.log(f"step {step}: rollouts without a reward, excluded from training: {reasons}")
+        if rollouts is not None:
+            if self._rollouts is not None:
+                self._tracker.table(step, make_rows(step, rollouts.local))
+            if reasons := summarize_aborts(rollouts):
+                self.log(f"step {step}: aborted rollouts, excluded from training: {reasons}")
+            if reasons := summarize_unscored(rollouts):
+                self.log(f"step {step}: rollouts without a reward, excluded from training: {reasons}")
         self._progress.end_step(step, metrics)
         self._append_line(self._progress.format_step(step, metrics))
 
@@ -313,42 +306,29 @@ class RunLog:
             self._post(text)
 
 
-def split_advantages(rollouts: Rollouts, batch: TrainBatch | None, trained: Rollouts) -> list[np.ndarray | None]:
-    """Split the batch's advantages by rollout.
+def split_batch(
+    batch: TrainBatch, trained: Rollouts, rollouts: Rollouts
+) -> tuple[list[np.ndarray | None], list[TrainerLogprobs | None]]:
+    """Return advantages ([tokens] float32) and trainer log-probs per local rollout, as views of the batch.
+
+    None for rollouts that were not trained on, and if they were not computed.
 
     Args:
         batch: made of the `trained` rollouts in their order.
-
-    Returns:
-        [tokens] float32 per local rollout, a view of the batch; None if it was not trained on or has no advantages.
     """
-    return _split_by_rollout(rollouts, batch, trained, None if batch is None else batch.advantages)
-
-
-def split_trainer_logprobs(
-    rollouts: Rollouts, batch: TrainBatch | None, trained: Rollouts
-) -> list[TrainerLogprobs | None]:
-    """Split the batch's trainer log-probs by rollout, like `split_advantages`; None if they were not computed."""
-    logprob_lists, unreplayed = (
-        _split_by_rollout(rollouts, batch, trained, _mask_actions(batch, name))
-        for name in ("trainer_logprobs", "unreplayed_logprobs")
-    )
-    return [
-        None if logprobs is None else TrainerLogprobs(logprobs, unreplayed_logprobs)
-        for logprobs, unreplayed_logprobs in zip(logprob_lists, unreplayed, strict=True)
-    ]
-
-
-def _mask_actions(batch: TrainBatch | None, name: str) -> torch.Tensor | None:
-    column = None if batch is None else getattr(batch, name)
-    return None if batch is None or column is None else torch.where(batch.loss_mask, column, 0.0)
-
-
-def _split_by_rollout(
-    rollouts: Rollouts, batch: TrainBatch | None, trained: Rollouts, column: torch.Tensor | None
-) -> list[np.ndarray | None]:
-    if batch is None or column is None:
-        return [None] * len(rollouts.local)
     ends = batch.cu_seqlens[1:-1].tolist()
-    values_by_id = dict(zip(map(id, trained.local), np.split(column.numpy(), ends), strict=False))
-    return [values_by_id.get(id(rollout)) for rollout in rollouts.local]
+
+    def split(column: torch.Tensor | None) -> list[np.ndarray | None]:
+        parts = [] if column is None else np.split(column.numpy(), ends)
+        values_by_id = dict(zip(map(id, trained.local), parts, strict=False))
+        return [values_by_id.get(id(rollout)) for rollout in rollouts.local]
+
+    logprobs, unreplayed = (
+        split(None if column is None else torch.where(batch.loss_mask, column, 0.0))
+        for column in (batch.trainer_logprobs, batch.unreplayed_logprobs)
+    )
+    trainer_logprobs = [
+        None if values is None else TrainerLogprobs(values, unreplayed_values)
+        for values, unreplayed_values in zip(logprobs, unreplayed, strict=True)
+    ]
+    return split(batch.advantages), trainer_logprobs

@@ -22,6 +22,7 @@ from typing import Any
 
 import megarl
 from megarl.config import Config, ConfigError, to_dict
+from megarl.utils.text import write_atomically
 
 FOLDER = "code"
 CHANGES = "changes.jsonl"
@@ -71,7 +72,7 @@ def record(run_dir: Path, config: Config, step: int, is_resumed: bool) -> list[t
     """
     folder = run_dir / FOLDER
     files = find(config)
-    new = {name: _hash(file) for name, file in files.items()}
+    new = {name: hashlib.sha256(file.read_bytes()).hexdigest()[:HASH_CHARS] for name, file in files.items()}
     index = folder / "files.json"
     old = _read_index(index) if is_resumed else None
     changed = [] if old is None else sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
@@ -85,23 +86,24 @@ def record(run_dir: Path, config: Config, step: int, is_resumed: bool) -> list[t
     elif not changed:
         return []
     for name in changed:
-        if (folder / name).is_file():
-            _move(folder / name, folder / f"until_step_{step:06d}" / name)
+        source, target = folder / name, folder / f"until_step_{step:06d}" / name
+        # An existing target is the code of the steps taken so far; a later start at the same step has taken none.
+        if target.exists():
+            source.unlink(missing_ok=True)
+        elif source.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            source.replace(target)
     for name, file in files.items():
         target = folder / name
         if file.stat().st_size <= MAX_COPY_BYTES:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.read_bytes())
     folder.mkdir(exist_ok=True)
-    partial = index.with_suffix(".tmp")  # a start killed before `replace` keeps the old index
-    partial.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    partial.replace(index)
-    if not changed:
-        return []
+    write_atomically(index, json.dumps(new, indent=1, sort_keys=True) + "\n")
     changes = [(name, (old or {}).get(name), new.get(name)) for name in changed]
-    with (folder / CHANGES).open("a", encoding="utf-8") as lines:
-        for name, before, after in changes:
-            line = {"step": step + 1, "file": name, "old": before, "new": after, "time": time.time()}
+    for name, before, after in changes:
+        line = {"step": step + 1, "file": name, "old": before, "new": after, "time": time.time()}
+        with (folder / CHANGES).open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(line) + "\n")
     return changes
 
@@ -167,10 +169,6 @@ def _imported_names(file: Path, package: str) -> list[str]:
     return names
 
 
-def _hash(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:HASH_CHARS]
-
-
 def _read_index(index: Path) -> dict[str, str] | None:
     """Return the file hashes of the last start; None if the index is missing or invalid."""
     try:
@@ -179,15 +177,3 @@ def _read_index(index: Path) -> dict[str, str] | None:
         return None
     is_ours = isinstance(tree, dict) and all(isinstance(text, str) for text in tree.values())
     return tree if is_ours and all(".." not in Path(name).parts for name in tree) else None
-
-
-def _move(source: Path, target: Path) -> None:
-    """Move a file unless the target exists.
-
-    An existing target is the code of the steps taken so far; a later start at the same step has taken none.
-    """
-    if target.exists():
-        source.unlink()
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    source.replace(target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ def one_line(error: BaseException, max_chars: int | None = None) -> str:
 
 def write_atomically(file: Path, text: str) -> None:
     """Write a file that appears at once and whole. A file that cannot be written is left as it was."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial = file.with_name(f".{file.name}.tmp")
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(file)
