@@ -6,48 +6,44 @@ run. Without CUDA torch's profiler writes a Chrome trace, `<run>/profile/rank_00
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.config import Config, ConfigError
 from megarl.observe.clock import Clock
 from megarl.parallel import device
+from megarl.utils.text import one_line
 
 
 class Window(Protocol):
     """An open profiling window. `stop` may write `file` and returns where to find the profile."""
 
-    def annotate(self, name: str) -> AbstractContextManager[Any]: ...
+    @property
+    def annotate(self) -> Callable[[str], AbstractContextManager[Any]]: ...
 
     def stop(self, file: Path) -> str: ...
 
 
 class CudaWindow:
     def __init__(self) -> None:
+        self.annotate = device.profiler_range
         device.profiler_start()
-
-    def annotate(self, name: str) -> AbstractContextManager[Any]:
-        return device.profiler_range(name)
 
     def stop(self, file: Path) -> str:
         device.profiler_stop()
-        return (
-            "in what nsys writes, if `nsys profile -c cudaProfilerApi --capture-range-end=repeat` has started the run"
-        )
+        command = "nsys profile -c cudaProfilerApi --capture-range-end=repeat"
+        return f"in what nsys writes, if `{command}` has started the run"
 
 
 class HostWindow:
     def __init__(self) -> None:
         from torch.profiler import ProfilerActivity, profile, record_function
 
+        self.annotate: Callable[[str], AbstractContextManager[Any]] = record_function
         self._profile: Any = profile(activities=[ProfilerActivity.CPU])
-        self._range: Callable[[str], AbstractContextManager[Any]] = record_function
         self._profile.start()
-
-    def annotate(self, name: str) -> AbstractContextManager[Any]:
-        return self._range(name)
 
     def stop(self, file: Path) -> str:
         self._profile.stop()
@@ -85,7 +81,9 @@ class StepProfiler:
         self._last = step
         if self._window is None:
             self._first = step
-            self._try(self._start_window)
+            with self._survive_failure():
+                self._window = self._create_window()
+                self._clock.profiler_range = self._window.annotate
 
     def end(self, step: int) -> None:
         """Close the window after step `step` unless the next step is profiled, too."""
@@ -99,18 +97,16 @@ class StepProfiler:
             return
         steps = f"{self._first}-{self._last}" if self._last > self._first else f"{self._first}"
         file = self._folder / f"rank_{self._rank:05d}_steps_{steps}.json"
-        self._try(lambda: self._log(f"profile of steps {steps}: {window.stop(file)}"))
+        with self._survive_failure():
+            self._log(f"profile of steps {steps}: {window.stop(file)}")
 
-    def _start_window(self) -> None:
-        self._window = self._create_window()
-        self._clock.profiler_range = self._window.annotate
-
-    def _try(self, work: Callable[[], None]) -> None:
+    @contextmanager
+    def _survive_failure(self) -> Iterator[None]:
         try:
-            work()
+            yield
         except Exception as error:  # noqa: BLE001  such as a full disk, or another active profiler
             self._steps = set()
-            self._log(f"could not profile: {' '.join(str(error).split())[:200]}; training continues without it")
+            self._log(f"could not profile: {one_line(error, 200)}; training continues without it")
 
 
 def check_profile(config: Config) -> None:

@@ -11,6 +11,7 @@ import socket
 import stat
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -202,7 +203,7 @@ def claim_and_begin(run_dir: str | Path, config: Config, resume: bool) -> RunFol
 
 def diff_configs(old: Config, new: Config) -> list[Change]:
     """Return the keys that differ, sorted, except `UNREPORTED_KEYS`."""
-    before, after = _leaves(to_dict(old)), _leaves(to_dict(new))
+    before, after = flatten(to_dict(old)), flatten(to_dict(new))
     return [
         Change(key, before.get(key), after.get(key))
         for key in sorted(before.keys() | after.keys())
@@ -366,12 +367,11 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
     )
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a configuration by `section.key`, as on the command line."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         # Pass-through mappings (model.megatron, rollout.sglang) may be empty, which counts as a value.
-        if isinstance(value, dict) and value:
-            leaves |= _leaves(value, f"{prefix}{key}.")
-        else:
-            leaves[prefix + str(key)] = value
+        is_section = isinstance(value, Mapping) and value
+        leaves |= flatten(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
     return leaves

@@ -14,14 +14,13 @@ import numpy as np
 import torch
 
 from megarl.config import Config, ConfigError
-from megarl.observe.clock import Span
+from megarl.observe.clock import Span, Timeline
 from megarl.observe.guards import Guards
 from megarl.observe.health_bands import load_bands
 from megarl.observe.progress import Progress
 from megarl.observe.rollout_log import RolloutLog, remove_after
 from megarl.observe.rollout_table import TrainerLogprobs
 from megarl.observe.run_folder import Change, RunFolder, claim, redact_config
-from megarl.observe.timeline import Timeline
 from megarl.observe.tracker import Tracker
 from megarl.observe.trackers.adapter import make_rows
 from megarl.observe.webhook import Webhook, resolve_webhook

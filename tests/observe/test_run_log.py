@@ -10,10 +10,9 @@ import pytest
 from thread_ranks import Thread, as_ranks
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.observe.clock import Span
+from megarl.observe.clock import Span, timeline_file
 from megarl.observe.rollout_log import part_file, read_rollouts, recorded_steps, write_part
 from megarl.observe.run_log import RunLog
-from megarl.observe.timeline import timeline_file
 from megarl.observe.tracker import read_metrics
 from megarl.parallel.ranks import Job
 from megarl.types import Prompt, Rollout, Rollouts, Turn
