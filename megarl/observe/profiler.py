@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.config import Config, ConfigError
 from megarl.observe.clock import Clock
@@ -17,16 +17,9 @@ from megarl.parallel import device
 from megarl.utils.text import one_line
 
 
-class Window(Protocol):
-    """An open profiling window. `stop` may write `file` and returns where to find the profile."""
-
-    @property
-    def annotate(self) -> Callable[[str], AbstractContextManager[Any]]: ...
-
-    def stop(self, file: Path) -> str: ...
-
-
 class CudaWindow:
+    """An open profiling window: `annotate` opens a named range, `stop` returns where to find the profile."""
+
     def __init__(self) -> None:
         self.annotate = device.profiler_range
         device.profiler_start()
@@ -38,6 +31,8 @@ class CudaWindow:
 
 
 class HostWindow:
+    """Likewise; `stop` writes the profile to `file`."""
+
     def __init__(self) -> None:
         from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -67,11 +62,11 @@ class StepProfiler:
         folder: Path,
         rank: int,
         log: Callable[[str], None],
-        create_window: Callable[[], Window] | None = None,
+        create_window: Callable[[], Any] | None = None,
     ) -> None:
         self._steps, self._clock, self._folder, self._rank, self._log = set(steps), clock, folder, rank, log
         self._create_window = create_window or (CudaWindow if device.has_cuda() else HostWindow)
-        self._window: Window | None = None
+        self._window: Any = None
         self._first = self._last = 0
 
     def begin(self, step: int) -> None:

@@ -12,6 +12,7 @@ import stat
 import time
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -110,19 +111,19 @@ class Change(NamedTuple):
         return f"{self.key}: {self.old!r} -> {self.new!r}"
 
 
+@dataclass
 class RunFolder:
     """A locked run folder. The lock ends with `release` or with the process, however it dies.
 
     Nothing in the folder changes before `begin`; a `release` before that restores the folder as it was.
     """
 
-    def __init__(self, path: Path, config: Config, is_resumed: bool, lock: IO[str], created: list[Path]) -> None:
-        self.path = path
-        self.is_resumed = is_resumed
-        self._config = config
-        self._lock: IO[str] | None = lock
-        self._created = created
-        """Paths created by `claim`, innermost first."""
+    path: Path
+    is_resumed: bool
+    _config: Config
+    _lock: IO[str] | None
+    _created: list[Path]
+    """Paths created by `claim`, innermost first."""
 
     def begin(self, step: int = 0) -> list[Change]:
         """Write config.yaml, README.txt and the user's code, for a run that continues after step `step`.
@@ -173,7 +174,7 @@ def claim(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
         _probe(path)
         if config.run.save_every and (path / CHECKPOINTS).is_dir():
             _probe(path / CHECKPOINTS)  # or else the first checkpoint would fail, hours later
-        return RunFolder(path, config, resume and _has_results(path), lock, created)
+        return RunFolder(path, resume and _has_results(path), config, lock, created)
     except (OSError, ConfigError) as error:
         if lock is not None:
             _close(lock)
@@ -211,12 +212,6 @@ def diff_configs(old: Config, new: Config) -> list[Change]:
     ]
 
 
-def _is_identity(change: Change) -> bool:
-    if change.key == "train.mtp_loss_coef":
-        return bool(change.old) != bool(change.new)
-    return change.key.startswith(IDENTITY_KEYS)
-
-
 def check_earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
     """Return the changes since the run in this folder was last started; empty if there is no such run. Read-only.
 
@@ -241,7 +236,12 @@ def check_earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
             f"run folder {path} has results, but {file} cannot be read as their configuration "
             f"({one_line(error, 200)}); set run.dir to another folder"
         ) from None
-    identity_changes = [change for change in changes if _is_identity(change)]
+    identity_changes = [
+        change
+        for change in changes
+        if change.key.startswith(IDENTITY_KEYS)
+        and (change.key != "train.mtp_loss_coef" or bool(change.old) != bool(change.new))
+    ]
     if identity_changes and config.run.resume != "forced":
         more = f"; and {len(identity_changes) - 8} more" if len(identity_changes) > 8 else ""
         raise ConfigError(

@@ -6,7 +6,7 @@ import json
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megarl.config import Config, ConfigError
-from megarl.observe.clock import Span, Timeline
+from megarl.observe.clock import Timeline
 from megarl.observe.guards import Guards
 from megarl.observe.health_bands import load_bands
 from megarl.observe.progress import Progress
@@ -60,7 +60,7 @@ class RunLog:
                 self._folder.begin()
 
         self._on_lead(prepare)
-        self._progress = Progress(
+        self.progress = Progress(
             config.algorithm.rpartition(":")[2].upper(),
             config.run.num_rollout,
             enabled=self.is_writer,
@@ -77,7 +77,7 @@ class RunLog:
         self._rollouts: RolloutLog | None = None
         if config.track.save_rollouts:
             self._rollouts = RolloutLog(self.run_dir, job.rank, self._warn, config.track.save_replay_data, vocab_hash)
-        self._timeline = Timeline(self.run_dir, job.rank, self._warn)
+        self.timeline = Timeline(self.run_dir, job.rank, self._warn)
         if self._folder is None or not self._folder.is_resumed:
             self._pending_lines = None
         self.log(f"run folder {self.run_dir}")
@@ -148,37 +148,29 @@ class RunLog:
 
     def _on_lead(self, work: Callable[[], None]) -> None:
         """Run `work` on rank 0 and raise its ConfigError on all ranks. Collective."""
-        error = None
+        message = ""
         if self.is_writer:
             try:
                 work()
-            except ConfigError as failure:
-                error = str(failure)
-        error = ranks.broadcast_object(error)
-        if error:
+            except ConfigError as error:
+                message = str(error)
+        message = ranks.broadcast_object(message)
+        if message:
             if self._folder is not None:
                 self._folder.release()
-            raise ConfigError(error)
+            raise ConfigError(message)
 
     def log(self, text: str) -> None:
         """Log a line to the terminal and log.txt. Does nothing on other ranks than 0."""
         if self.is_writer:
-            self._progress.log(text)
+            self.progress.log(text)
             self._append_line(text)
-
-    def begin_phase(self, name: str) -> None:
-        """Show the current phase on the display."""
-        self._progress.begin_phase(name)
-
-    def update_phase(self, done: int, total: int) -> None:
-        """Report progress of the current phase."""
-        self._progress.update_phase(done, total)
 
     def begin_step(self, step: int) -> None:
         """Start step `step`, counted from 1."""
         self._step = step
         self._check_webhook()
-        self._progress.begin_step(step)
+        self.progress.begin_step(step)
 
     def end_step(
         self,
@@ -231,12 +223,8 @@ class RunLog:
                 self.log(f"step {step}: aborted rollouts, excluded from training: {reasons}")
             if reasons := summarize_unscored(rollouts):
                 self.log(f"step {step}: rollouts without a reward, excluded from training: {reasons}")
-        self._progress.end_step(step, metrics)
-        self._append_line(self._progress.format_step(step, metrics))
-
-    def write_spans(self, spans: Iterable[Span]) -> None:
-        """Append this rank's spans to its timeline."""
-        self._timeline.write(spans)
+        self.progress.end_step(step, metrics)
+        self._append_line(self.progress.format_step(step, metrics))
 
     def make_drain(self) -> Callable[[], object]:
         """Return a function that waits, on any thread, until the rollouts recorded so far are on disk."""
@@ -248,7 +236,7 @@ class RunLog:
             return
         assert self._tracker is not None
         self._tracker.log(step, metrics, self._step)
-        self._append_line(self._progress.report_evaluation(step, metrics))
+        self._append_line(self.progress.report_evaluation(step, metrics))
 
     def log_end(self, error: BaseException, is_graceful: bool, cause: str = "") -> None:
         """Log in log.txt why the run ends early.
@@ -276,7 +264,7 @@ class RunLog:
             pass  # the traceback goes to the terminal instead
 
     def close(self) -> None:
-        self._progress.close()
+        self.progress.close()
         if self._rollouts is not None:
             self._rollouts.close()
         if self._tracker is not None:

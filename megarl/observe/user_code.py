@@ -18,7 +18,6 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import megarl
 from megarl.config import Config, ConfigError, to_dict
@@ -33,7 +32,8 @@ MAX_COPY_BYTES = 1 << 20
 HASH_CHARS = 16
 """Length of the hexadecimal SHA-256 prefix."""
 
-_SPEC = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]")
+_SPEC = re.compile(r'(?<!\\)"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]')
+"""A string `module:name` in JSON."""
 _MEGARL = Path(megarl.__file__).resolve().parent
 _INSTALLED = tuple(
     Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
@@ -43,7 +43,7 @@ _INSTALLED = tuple(
 def find(config: Config) -> dict[str, Path]:
     """Return the user's source files by their names in FOLDER, such as `lab/sign.py` for the module `lab.sign`."""
     files: dict[str, Path] = {}
-    pending = [match[1] for text in _iter_strings(to_dict(config)) if (match := _SPEC.match(text))]
+    pending = _SPEC.findall(json.dumps(to_dict(config)))
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script and _is_user_file(Path(script)):
         files[Path(script).name] = Path(script).resolve()
@@ -108,20 +108,9 @@ def record(run_dir: Path, config: Config, step: int, is_resumed: bool) -> list[t
     return changes
 
 
-def _iter_strings(tree: Any) -> Iterator[str]:
-    if isinstance(tree, str):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _iter_strings(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _iter_strings(value)
-
-
 def _module_files(module: str) -> Iterator[tuple[str, Path]]:
     """Yield (dotted name, file) of a module and its parent packages; nothing if not found or not the user's."""
-    top, *remaining = module.split(".")
+    top, *parts = module.split(".")
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError, AttributeError):
@@ -129,20 +118,16 @@ def _module_files(module: str) -> Iterator[tuple[str, Path]]:
     if spec is None:
         return
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    file = Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
-    name = top
-    while True:
+    name, file = top, Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+    for part in (*parts, None):
         if file is not None:
             if not _is_user_file(file):
                 return
             yield name, file.resolve()
-        if not remaining:
-            return
-        part = remaining.pop(0)
-        name = f"{name}.{part}"
-        files = [path for folder in folders for path in (folder / part / "__init__.py", folder / f"{part}.py")]
-        file = next(filter(Path.is_file, files), None)
-        folders = [folder / part for folder in folders if (folder / part).is_dir()]
+        if part is not None:
+            files = [path for folder in folders for path in (folder / part / "__init__.py", folder / f"{part}.py")]
+            name, file = f"{name}.{part}", next(filter(Path.is_file, files), None)
+            folders = [folder / part for folder in folders if (folder / part).is_dir()]
 
 
 def _is_user_file(file: Path) -> bool:

@@ -47,7 +47,7 @@ def resolve_webhook(setting: str) -> str:
         if not os.environ.get(name, "").strip():
             raise ConfigError(f"{KEY}: the environment variable {name} is not set; export it before the run")
         setting = os.environ[name].strip()
-    if is_known_private(_parse_url(setting).hostname or "") and not _is_private_allowed():
+    if is_known_private(_parse_url(setting).hostname or "") and os.environ.get(PRIVATE_ENV) != "1":
         raise ConfigError(f"{KEY} is on this machine or in a private network: export {PRIVATE_ENV}=1 if it is yours")
     return setting
 
@@ -64,10 +64,6 @@ def _parse_url(url: str) -> SplitResult:
             "one"
         )
     return parts
-
-
-def _is_private_allowed() -> bool:
-    return os.environ.get(PRIVATE_ENV) == "1"
 
 
 class Webhook:
@@ -143,7 +139,7 @@ def _connect(host: str, port: int) -> socket.socket:
     """Connect to an allowed address of `host`. The check and the connection use the same resolved address."""
     problem: OSError = OSError(0, "no such host")
     for family, sock_type, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        if not _is_private_allowed() and not is_public(str(address[0])):
+        if os.environ.get(PRIVATE_ENV) != "1" and not is_public(str(address[0])):
             problem = OSError(0, f"it is on this machine or in a private network; {PRIVATE_ENV}=1 allows it")
             continue
         connection = socket.socket(family, sock_type, protocol)

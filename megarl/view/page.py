@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -39,44 +38,29 @@ SpanLoader = Callable[[Path], "Mapping[str, Any] | None"]
 """Loads the timeline of a run folder; None if it has none."""
 
 
-@dataclass
-class LoadedRun:
-    """A run with all that the page shows of it."""
-
-    run: RunData
-    index: Index
-    spans: Mapping[str, Any] | None = None
-
-    @property
-    def notes(self) -> list[str]:
-        return [*self.run.notes, *self.index.notes]
-
-
-def load(path: Path, load_spans: SpanLoader | None = None, reader: IndexReader | None = None) -> LoadedRun:
-    """Load a run folder. Raises ConfigError if it does not exist.
+def load(path: Path, load_spans: SpanLoader | None = None, reader: IndexReader | None = None) -> RunData:
+    """Load a run folder with its rollouts and timeline. Raises ConfigError if it does not exist.
 
     Args:
         reader: cached reader of this folder, for repeated loads.
     """
     run = read_run(path)
-    index = (reader or IndexReader(path)).read()
-    if len(index) and not tokenizer_folders(path):
+    run.index = (reader or IndexReader(path)).read()
+    if len(run.index) and not tokenizer_folders(path):
         run.notes.append(f"{path}: there is no tokenizer at its model.path, nor an export; tokens are shown as numbers")
-    return LoadedRun(run, index, None if load_spans is None else load_spans(path))
+    run.notes += run.index.notes
+    run.spans = None if load_spans is None else load_spans(path)
+    return run
 
 
-def find_divergences(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
+def find_divergences(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     """Compare the first run with each other one."""
-    return [find_divergence(runs[0].run, other.run) for other in runs[1:]]
+    return [find_divergence(runs[0], other) for other in runs[1:]]
 
 
-def build_overview(runs: Sequence[LoadedRun], divergences: list[dict[str, Any]], live: bool = False) -> dict[str, Any]:
+def build_overview(runs: Sequence[RunData], divergences: list[dict[str, Any]], live: bool = False) -> dict[str, Any]:
     """Return the `overview` block, all that the first view needs. divergences: the runs' `find_divergences`."""
-    run_blocks = [
-        {**loaded.run.to_dict(), "notes": loaded.notes, "spans": loaded.spans, "rollouts": len(loaded.index)}
-        for loaded in runs
-    ]
-    return {"runs": run_blocks, "live": live, "partings": divergences}
+    return {"runs": [run.to_dict() for run in runs], "live": live, "partings": divergences}
 
 
 def render_page(blocks: Mapping[str, Any], folder: str, title: str) -> str:
@@ -102,17 +86,11 @@ def render_block(name: str, value: Any) -> str:
     return f'megarl.take("{name}", {to_json(value)});\n'
 
 
-def write_page(
-    runs: Sequence[LoadedRun],
-    file: Path,
-    max_rollouts: int = DEFAULT_DETAILS,
-    log: Callable[[str], None] = lambda text: None,
-) -> dict[str, int]:
+def write_page(runs: Sequence[RunData], file: Path, max_rollouts: int = DEFAULT_DETAILS) -> dict[str, int]:
     """Write the page, and its files into `<name>_files`.
 
     Args:
         max_rollouts: number of rollouts, over all runs, whose tokens are written.
-        log: called with progress messages.
 
     Returns:
         `page` and `beside`, bytes of the page and of its files, and `rollouts`, the number of rollouts with tokens.
@@ -126,28 +104,27 @@ def write_page(
         old_file.unlink()
     blocks: dict[str, Any] = {"overview": build_overview(runs, find_divergences(runs))}
     beside_bytes, num_rollouts = 0, 0
-    for run_index, loaded in enumerate(runs):
-        chosen = select_rollouts(loaded.index, max_rollouts // len(runs))
-        decoder, notes = TokenDecoder(load_decoder(loaded.run.path)), Notes()
+    for run_index, run in enumerate(runs):
+        chosen = select_rollouts(run.index, max_rollouts // len(runs))
+        decoder, notes = TokenDecoder(load_decoder(run.path)), Notes()
         files_by_step: dict[str, list[list[int]]] = {}
         for step, numbers in chosen.items():
-            log(f"{loaded.run.name}: tokens of step {step}")
-            parts = split_into_files(read_details(loaded.run.path, step, numbers, decoder, notes))
+            parts = split_into_files(read_details(run.path, step, numbers, decoder, notes))
             for file_index, part in enumerate(parts):
                 name = f"tokens-{run_index}-{step}-{file_index}"
                 beside_bytes += _write(folder / f"{name}.js", render_block(name, part))
                 files_by_step.setdefault(str(step), []).append([detail["number"] for detail in part])
                 num_rollouts += len(part)
-        blocks["overview"]["runs"][run_index]["notes"] += [note for note in notes if note not in loaded.notes]
+        blocks["overview"]["runs"][run_index]["notes"] += [note for note in notes if note not in run.notes]
         blocks[f"places-{run_index}"] = files_by_step
-        name, content = f"index-{run_index}", loaded.index.to_dict()
+        name, content = f"index-{run_index}", run.index.to_dict()
         if sum(len(column["data"]) for column in content["columns"].values()) <= MAX_INLINE_BYTES // len(runs):
             blocks[name] = content
         else:
             beside_bytes += _write(folder / f"{name}.js", render_block(name, content))
     if not any(folder.iterdir()):
         folder.rmdir()
-    title = "MegaRL: " + ", ".join(loaded.run.name for loaded in runs)
+    title = "MegaRL: " + ", ".join(run.name for run in runs)
     return {
         "page": _write(file, render_page(blocks, f"{quote(folder.name)}/", title)),
         "beside": beside_bytes,

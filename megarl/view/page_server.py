@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.view.page import LoadedRun, SpanLoader, build_overview, find_divergences, load, render_block, render_page
+from megarl.view.page import SpanLoader, build_overview, find_divergences, load, render_block, render_page
 from megarl.view.rollout_details import TokenDecoder, load_decoder, read_details
 from megarl.view.rollout_files import Notes
 from megarl.view.rollout_index import IndexReader
+from megarl.view.run_data import RunData
 
 HOSTS = ("127.0.0.1", "localhost")
 REFRESH_S = 5.0
@@ -51,7 +52,7 @@ class Server(ThreadingHTTPServer):
 
     def _load(self) -> None:
         runs = [load(path, self._load_spans, reader) for path, reader in zip(self._paths, self._readers, strict=True)]
-        run_sizes = [(len(loaded.index), len(loaded.run.metrics)) for loaded in runs]
+        run_sizes = [(len(run.index), len(run.metrics)) for run in runs]
         if run_sizes != self._run_sizes:
             self._divergences, self._run_sizes = find_divergences(runs), run_sizes
         self._runs, self._loaded_at = runs, time.monotonic()
@@ -60,7 +61,7 @@ class Server(ThreadingHTTPServer):
     def address(self) -> str:
         return f"http://{HOSTS[0]}:{self.server_address[1]}/{self.key}/"
 
-    def get_runs(self) -> list[LoadedRun]:
+    def get_runs(self) -> list[RunData]:
         """Return the runs, reloaded if they are older than `REFRESH_S`."""
         with self._lock:
             if time.monotonic() - self._loaded_at > REFRESH_S:
@@ -88,7 +89,7 @@ class Server(ThreadingHTTPServer):
         return None
 
     def render_page(self) -> str:
-        title = "MegaRL: " + ", ".join(loaded.run.name for loaded in self.get_runs())
+        title = "MegaRL: " + ", ".join(run.name for run in self.get_runs())
         return render_page({"overview": self.overview()}, "data/", title)
 
 

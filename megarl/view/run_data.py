@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from megarl.observe.health_bands import BANDS, Band, load_bands
 from megarl.observe.tracker import collect_metrics, iter_lines
 from megarl.utils.text import one_line
 from megarl.view.column_codec import pack
+from megarl.view.rollout_index import Index
 
 _ALARM = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  ALARM: (.*)")
 _STEP = re.compile(r"\bstep (\d{1,12})\b")
@@ -35,6 +38,8 @@ class RunData:
         metrics: by step.
         has_band_alarms: whether the run's guards watch `bands`.
         alarms: (step, time, text).
+        index: the rollouts; empty until `page.load` has read it.
+        spans: the timeline, likewise; None if there is none.
     """
 
     path: Path
@@ -46,6 +51,8 @@ class RunData:
     has_band_alarms: bool = False
     alarms: list[tuple[int, str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    index: Index = field(default_factory=lambda: Index({"step": np.zeros(0, np.int64)}, {}))
+    spans: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for the page, with packed `metrics`, NaN where a step lacks one."""
@@ -71,7 +78,9 @@ class RunData:
             "bands": bands,
             "watched": self.has_band_alarms,
             "alarms": [list(alarm) for alarm in self.alarms],
-            "notes": self.notes,
+            "notes": list(self.notes),
+            "spans": self.spans,
+            "rollouts": len(self.index),
         }
 
 
@@ -143,7 +152,8 @@ def _read_metrics(run: RunData) -> None:
     invalid_lines, rows = [], []
     for number, row in iter_lines(text):
         if row is not None:
-            rows.append({name: value for name, value in row.items() if _is_number(value)})
+            is_number = {name: type(value) in (int, float) and abs(value) != inf for name, value in row.items()}
+            rows.append({name: value for name, value in row.items() if is_number[name]})
         elif number <= text.count("\n") or not run.is_running:  # a running process may be writing the last line
             invalid_lines.append(number)
     run.metrics = collect_metrics(rows)
@@ -152,10 +162,6 @@ def _read_metrics(run: RunData) -> None:
         run.notes.append(f"{file}: line {invalid_lines[0]}{more} cannot be read and is excluded")
     if not run.metrics:
         run.notes.append(f"{file} has no metrics yet")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) != float("inf")
 
 
 def _read_alarms(run: RunData) -> None:

@@ -31,14 +31,13 @@ class MLflow:
         from mlflow.entities import Metric, Param
 
         self._metric, self._param, self._client = Metric, Param, MlflowClient(tracking_uri=uri)
-        self.id = run.id if run.id and self._reopen_run(run.id) else self._create_run(run)
-
-    def _reopen_run(self, run_id: str) -> bool:
+        self.id = run.id
         try:
-            self._client.update_run(run_id, status="RUNNING")
+            if run.id:
+                self._client.update_run(run.id, status="RUNNING")
         except Exception:  # noqa: BLE001  its store was removed: start a new run
-            return False
-        return True
+            self.id = ""
+        self.id = self.id or self._create_run(run)
 
     def _create_run(self, run: TrackerRun) -> str:
         experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
