@@ -5,9 +5,6 @@ A watchdog thread on each rank notices when the main thread has made no progress
 and publishes in the job's store whether it is waiting. For a rank that does not respond, another rank of its node steps
 in: it sends the signal on which faulthandler dumps the stacks without Python, and reads the process state from the
 kernel. A stopped process cannot write anything.
-
-`read_stack_state` tells from a thread's stack whether it waits for other ranks. `StragglerDetector` compares the time
-that ranks spend in shared phases and finds the one that the others wait for step after step.
 """
 
 from __future__ import annotations

@@ -35,10 +35,7 @@ _COLUMNS: tuple[tuple[str, pa.DataType, bool], ...] = (
     ("unscored", TEXT, not NULL),  # JSON {part: reason} if it has no reward
     ("advantage", DOUBLE, NULL),  # mean over the policy's tokens; null if there are none
     ("logprob", DOUBLE, NULL),  # likewise
-    ("tool_calls", INT, not NULL),
-    ("tool_errors", INT, not NULL),
-    ("drafted", INT, not NULL),
-    ("accepted", INT, not NULL),
+    *((name, INT, not NULL) for name in ("tool_calls", "tool_errors", "drafted", "accepted")),
     ("seed", LONG, not NULL),
     ("turn_lengths", INTS, not NULL),  # tokens per turn; turn 0 is the prompt
     ("turn_is_action", _list(BOOL), not NULL),  # whether the policy generated the turn
@@ -52,10 +49,7 @@ _COLUMNS: tuple[tuple[str, pa.DataType, bool], ...] = (
     ("messages", TEXT, not NULL),  # JSON, the conversation as text
     ("id", TEXT, not NULL),  # of the prompt, like the columns up to prompt_token_ids
     ("data_source", TEXT, not NULL),
-    ("ground_truth", TEXT, not NULL),  # JSON, like the next three
-    ("tools", TEXT, not NULL),
-    ("extra", TEXT, not NULL),
-    ("prompt_messages", TEXT, not NULL),
+    *((name, TEXT, not NULL) for name in ("ground_truth", "tools", "extra", "prompt_messages")),  # JSON
     ("prompt_token_ids", INTS, NULL),  # null if equal to turn 0
     # Experts chosen for the first tokens, with `train.routing_replay`; 1 or 2 bytes each
     ("routing", pa.large_binary(), NULL),

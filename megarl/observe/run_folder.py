@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -56,48 +57,7 @@ UNREPORTED_KEYS = ("run.resume", "run.dir", "track.")
 CHECKPOINTS = "checkpoints"
 RESULT_NAMES = ("metrics.jsonl", "rollouts", CHECKPOINTS, "export")
 
-README = """\
-This folder is one run of MegaRL. What is in it:
-
-config.yaml      every key of the configuration as it ran; to repeat it, in the project's folder:
-                 .venv/bin/python -m megarl.train <this folder>/config.yaml run.dir=...
-changes.jsonl    keys that were changed when the run was resumed, each with the first step that it held for
-                 ({"step": 21, "key": "actor_optimizer.lr", "old": 1e-06, "new": 5e-07, "time": ...}); config.yaml has
-                 the last values. What a run is cannot change: algorithm, run.seed, model.path, model.dtype, data.train
-                 and how it is dealt out, lora, critic.path, and whether train.mtp_loss_coef is 0;
-                 run.resume=forced goes on all the same, as far as the checkpoint fits
-code/            your own modules that config.yaml names, such as a reward function, and what they import; a resume says
-                 which of them changed. code/changes.jsonl has the steps, code/until_step_000020/ what they were
-control.yaml     yours, if you like: what may change while it runs, from the next step on, such as
-                 reward: {weights: {gsm8k: 0.5, model: 0.5}}
-log.txt          what the run said, with the time
-logs/            what each SGLang engine said; the traceback of a rank that failed; where all threads of all ranks were
-                 when one of them hung
-metrics.jsonl    one line of metrics per step and per evaluation: {"step": 12, "time": ..., "rollout/reward_mean": ...}
-tensorboard/     the same for TensorBoard: .venv/bin/python -m tensorboard.main --logdir <this folder>
-wandb/ swanlab/ mlflow/   and for other trackers, where track.trackers names them; trackers/ has how far these are
-rollouts/        step_000012/ holds every conversation of step 12, a part of them in the file of each rank: words, turns
-                 with token ids, log-probs and advantages, reward, seed. Look:
-                 .venv/bin/python tools/view_rollouts.py <this folder> --step 12
-                 or as a table, which megarl/observe/rollout_columns.py explains:
-                 pandas.read_parquet("<this folder>/rollouts/step_000012")
-quarantine.jsonl rollouts of which a log-prob, a value or an advantage was not finite, if there were any: nothing was
-                 trained on them. rollouts/ has them; their prompt and seed are said here
-timeline/        who did what when, a file for each rank, which Perfetto reads. Look, and join them to one:
-                 .venv/bin/python tools/timeline.py <this folder> --out timeline.json
-profile/         with track.profile_steps and without CUDA, a Chrome trace of each rank over these steps
-checkpoints/     step_000020/ is the whole state after step 20; `run.resume=auto` continues from the newest. What is in
-                 them, and the model of one as a Hugging Face folder:
-                 .venv/bin/python tools/checkpoints.py list <this folder>
-export/          the trained policy as a Hugging Face folder, written at the end
-adapter/         with LoRA, its adapters alone, as PEFT writes them
-.lock            held by the process that writes here; it may be deleted when none runs
-
-It is its owner's alone (mode 0700). To let others of your group look: chmod g+rx <this folder>
-
-A table and a plot of it all: .venv/bin/python tools/report.py <this folder>
-A page to look through it in a browser: .venv/bin/python tools/view.py <this folder>
-"""
+README = files("megarl.observe").joinpath("run_folder_readme.txt").read_text(encoding="utf-8")
 
 
 class Change(NamedTuple):

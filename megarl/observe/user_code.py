@@ -70,22 +70,24 @@ def record(run_dir: Path, config: Config, step: int, is_resumed: bool) -> list[t
 
     Raises OSError if the folder cannot be written, and ConfigError if it was not created by a run.
     """
-    folder = run_dir / FOLDER
-    files = find(config)
-    new = {name: hashlib.sha256(file.read_bytes()).hexdigest()[:HASH_CHARS] for name, file in files.items()}
+    folder, files = run_dir / FOLDER, find(config)
     index = folder / "files.json"
+    new = {name: hashlib.sha256(file.read_bytes()).hexdigest()[:HASH_CHARS] for name, file in files.items()}
     old = _read_index(index) if is_resumed else None
-    changed = [] if old is None else sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-    if old is None and not files:
+    known = new if old is None else old
+    changes = [
+        (name, known.get(name), new.get(name))
+        for name in sorted(known.keys() | new.keys())
+        if known.get(name) != new.get(name)
+    ]
+    if not changes and (old is not None or not files):
         return []
     if old is None:
         if folder.exists() and not index.is_file():
             raise ConfigError(f"run.dir={run_dir} has a {FOLDER} that no run wrote; set run.dir to a new folder")
         if not is_resumed:
             shutil.rmtree(folder, ignore_errors=True)  # left by a start that completed no step
-    elif not changed:
-        return []
-    for name in changed:
+    for name, _, _ in changes:
         source, target = folder / name, folder / f"until_step_{step:06d}" / name
         # An existing target is the code of the steps taken so far; a later start at the same step has taken none.
         if target.exists():
@@ -100,7 +102,6 @@ def record(run_dir: Path, config: Config, step: int, is_resumed: bool) -> list[t
             target.write_bytes(file.read_bytes())
     folder.mkdir(exist_ok=True)
     write_atomically(index, json.dumps(new, indent=1, sort_keys=True) + "\n")
-    changes = [(name, (old or {}).get(name), new.get(name)) for name in changed]
     for name, before, after in changes:
         line = {"step": step + 1, "file": name, "old": before, "new": after, "time": time.time()}
         with (folder / CHANGES).open("a", encoding="utf-8") as lines:

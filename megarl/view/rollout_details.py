@@ -107,12 +107,9 @@ healthy run. The last two are only in steps with trainer log-probs."""
 COLUMNS = (*_SCALAR_COLUMNS, *_JSON_COLUMNS, *_TURN_COLUMNS, "token_ids", *_TOKEN_COLUMNS)
 
 
-class Detail(dict[str, Any]):
-    """A rollout as the page shows it.
-
-    Scalars; `turns` as {tokens, written, version, runs, reward, cached}; and per token `words`, `ids`, `logprobs`,
-    `advantages`, `trainer`, `unreplayed`, each None if not recorded.
-    """
+Detail = dict[str, Any]
+"""A rollout as the page shows it: scalars; `turns` as {tokens, written, version, runs, reward, cached}; and per token
+`words`, `ids`, `logprobs`, `advantages`, `trainer`, `unreplayed`, each None if not recorded."""
 
 
 def read_details(
@@ -138,7 +135,7 @@ def read_details(
 
 def _build_detail(row: dict[str, Any], step: int, decoder: TokenDecoder) -> Detail:
     """Build a rollout from its row, in which columns that the file lacks are None."""
-    detail = Detail(step=step, **{name: finite_or_none(row[name]) for name in _SCALAR_COLUMNS})
+    detail: Detail = {"step": step, **{name: finite_or_none(row[name]) for name in _SCALAR_COLUMNS}}
     trees = {name: None if row[name] is None else exact_json.loads(row[name]) for name in _JSON_COLUMNS}
     detail["reward_parts"] = {str(name): finite_or_none(value) for name, value in (trees["reward_parts"] or {}).items()}
     detail["unscored"] = {str(part): str(reason) for part, reason in (trees["unscored"] or {}).items()}

@@ -122,9 +122,9 @@ def _index_group(table: pa.Table, text_ids: dict[str, dict[str, int]]) -> dict[s
         raise ValueError("columns disagree on the number of turns, or a length is negative")
     rows = np.repeat(np.arange(size), np.diff(offsets))  # row of each turn
     result = {
-        "length": _sum_by_row(lengths, rows, size),
-        "actions": _sum_by_row(lengths * is_action, rows, size),
-        "turns": _sum_by_row(is_action, rows, size),
+        "length": np.bincount(rows, lengths, size).astype(np.int64),
+        "actions": np.bincount(rows, lengths * is_action, size).astype(np.int64),
+        "turns": np.bincount(rows, is_action, size).astype(np.int64),
         "staleness": np.full(size, -1, np.int64),
         "newest": np.full(size, -1, np.int64),
     }
@@ -147,12 +147,6 @@ def _index_group(table: pa.Table, text_ids: dict[str, dict[str, int]]) -> dict[s
         ids = text_ids[name]
         result[name] = np.array([ids.setdefault(text or "", len(ids)) for text in texts], np.int64)
     return result
-
-
-def _sum_by_row(values: np.ndarray, rows: np.ndarray, size: int) -> np.ndarray:
-    sums = np.zeros(size, np.int64)
-    np.add.at(sums, rows, values)
-    return sums
 
 
 def _numbers(table: pa.Table, name: str, dtype: type) -> np.ndarray:

@@ -118,9 +118,8 @@ def _read_config(run: RunData) -> None:
     file = run.path / "config.yaml"
     run.bands = {name: band for name, band in BANDS.items() if (band.lower, band.upper) != (None, None)}
     if not file.is_file():
-        run.notes.append(
-            f"{run.path} has no config.yaml: it is incomplete or not a run folder; using the default bands"
-        )
+        problem = "has no config.yaml: it is incomplete or not a run folder"
+        run.notes.append(f"{run.path} {problem}; using the default bands")
         return
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
