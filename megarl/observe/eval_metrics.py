@@ -6,8 +6,6 @@ They resample prompts, not responses, because the responses to one prompt are co
 pass@k is the unbiased estimator 1 - C(n - c, k) / C(n, k) for n samples of which c are correct: Chen et al., Evaluating
 Large Language Models Trained on Code (arXiv:2107.03374), equation 1. The plug-in estimator 1 - (1 - c / n)^k is biased
 (their appendix A).
-
-`iter_json_rows` exports the responses as JSON rows for readers without this package.
 """
 
 from __future__ import annotations
@@ -60,10 +58,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
         raise ValueError(f"pass@{k} needs at least {k} answers to a problem, and at least 1; there are {num_samples}")
     if num_samples - num_correct < k:
         return 1.0
-    fail_prob = 1.0
-    for i in range(num_samples - num_correct + 1, num_samples + 1):
-        fail_prob *= 1.0 - k / i
-    return 1.0 - fail_prob
+    return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_correct + 1, num_samples + 1))
 
 
 CORRECT_REWARD = 0.5
@@ -190,12 +185,8 @@ def iter_json_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield one JSON-serializable row per rollout.
 
-    `reward` and `right` are null if the rollout was aborted or a reward part failed. `messages` are in OpenAI's format
-    and start with the prompt's.
-
-    Args:
-        correct_threshold: reward from which on a response counts as correct.
-        default_source: as in `compute_metrics`.
+    `reward` and `right` (at least `correct_threshold`) are null if the rollout was aborted or a reward part failed.
+    `messages` are in OpenAI's format and start with the prompt's. default_source: as in `compute_metrics`.
     """
     for rollout in rollouts:
         is_scored = has_reward(rollout)

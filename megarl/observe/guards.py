@@ -29,10 +29,8 @@ def check_guards(config: Config, requirements: Requirements, warnings: list[str]
     if guards.ppo_kl is not None and not requirements.has_rollout:
         raise ConfigError(f"guards.ppo_kl is set, but algorithm={requirements.name} has no actor/ppo_kl; remove it")
     if guards.kl is not None and "reference" not in requirements.roles:
-        raise ConfigError(
-            f"guards.kl is set, but algorithm={requirements.name} with kl.apply_to={config.kl.apply_to} has no "
-            "reference; remove it"
-        )
+        algorithm = f"algorithm={requirements.name} with kl.apply_to={config.kl.apply_to}"
+        raise ConfigError(f"guards.kl is set, but {algorithm} has no reference; remove it")
     if guards.ppo_kl is not None and config.run.num_update == 1 and not config.rollout.asynchronous:
         warnings.append(
             "guards.ppo_kl never acts with run.num_update=1: actor/ppo_kl measures a step's earlier updates, and there "

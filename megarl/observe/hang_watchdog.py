@@ -13,14 +13,15 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from types import FrameType
 from typing import IO, Any, NamedTuple
 
 from megarl.observe.clock import Clock
@@ -37,6 +38,7 @@ _WAIT_FILES = (
     "/megarl/parallel/node_links.py",
 )
 """Source files whose functions wait for other ranks when they are the innermost frame."""
+_OUR_FILE = re.compile(r"^(?!.*/megarl/parallel/).*/megarl/")
 
 
 class StackState(NamedTuple):
@@ -52,13 +54,8 @@ def read_stack_state(thread: int) -> StackState:
     if frame is None:
         return StackState(False, "nowhere")
     waits = any(part in frame.f_code.co_filename for part in _WAIT_FILES)
-    innermost: FrameType | None = frame
-    while innermost is not None:
-        file = innermost.f_code.co_filename
-        if "/megarl/" in file and "/megarl/parallel/" not in file:
-            break
-        innermost = innermost.f_back
-    innermost = innermost or frame
+    frames = (caller for caller, _ in traceback.walk_stack(frame))
+    innermost = next((caller for caller in frames if _OUR_FILE.search(caller.f_code.co_filename)), frame)
     code = innermost.f_code
     return StackState(waits, f"{code.co_filename}, line {innermost.f_lineno}, in {code.co_name}")
 
@@ -74,10 +71,7 @@ SLOW_STEPS = 2
 def find_slowest(work_seconds: Sequence[Mapping[str, float]]) -> tuple[int, str, float, float] | None:
     """Return (rank, phase, seconds, median of the other ranks) for the largest excess over that median.
 
-    None if no phase has two ranks.
-
-    Args:
-        work_seconds: seconds of work by phase, per rank.
+    work_seconds: seconds of work by phase, per rank. None if no phase has two ranks.
     """
     candidates = []
     for phase in sorted({name for seconds in work_seconds for name in seconds}):
@@ -90,11 +84,7 @@ def find_slowest(work_seconds: Sequence[Mapping[str, float]]) -> tuple[int, str,
 
 
 class StragglerDetector:
-    """Reports a rank once when it is slow for `SLOW_STEPS` steps, and again when it has recovered.
-
-    Args:
-        nodes: node name of each rank.
-    """
+    """Reports a rank once when it is slow for `SLOW_STEPS` steps, and again when it has recovered."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self._nodes = nodes
@@ -316,10 +306,8 @@ class HangWatchdog(threading.Thread):
         return self._logs / f"rank_{rank}.log"
 
     def _log_size(self, rank: int) -> int:
-        try:
-            return self._log_path(rank).stat().st_size
-        except OSError:
-            return 0
+        file = self._log_path(rank)
+        return file.stat().st_size if file.exists() else 0
 
 
 def summarize_states(

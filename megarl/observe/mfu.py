@@ -105,15 +105,10 @@ class GpuMonitor:
         self._samples: list[tuple[float, int]] = []
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        if self._sample():
-            threading.Thread(target=self._watch, name="gpu", daemon=True).start()
+        threading.Thread(target=self._watch, name="gpu", daemon=True).start()
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics since the last call.
-
-        `perf/gpu_utilization` is the mean utilization; `perf/gpu_memory_gib` is the peak memory in use, including that
-        of engines and other processes.
-        """
+        """Return mean utilization and peak memory, including that of other processes, since the last call."""
         with self._lock:
             samples, self._samples = self._samples, []
         if not samples:
@@ -125,12 +120,8 @@ class GpuMonitor:
         self._closing.set()
 
     def _watch(self) -> None:
-        while not self._closing.wait(SAMPLE_INTERVAL_S) and self._sample():
-            pass
-
-    def _sample(self) -> bool:
-        usage = self._read_usage()
-        if usage is not None:
+        while (usage := self._read_usage()) is not None:
             with self._lock:
                 self._samples.append(usage)
-        return usage is not None
+            if self._closing.wait(SAMPLE_INTERVAL_S):
+                return

@@ -34,9 +34,6 @@ ROW_GROUP_TOKENS = 1 << 20
 TOKEN_BYTES = 12
 """Bytes of a token with its log-prob and advantage; routing and sampling masks count as a token per so many bytes."""
 
-_PART_NAME = re.compile(r"rank_\d{5,9}\.parquet")
-"""Name of a rank's file."""
-
 
 def step_folder(run_dir: str | Path, step: int) -> Path:
     """Return the folder of a step's rollouts. Steps count from 1."""
@@ -77,14 +74,12 @@ class Part(NamedTuple):
 
 def list_parts(run_dir: str | Path, step: int) -> list[Path]:
     """Return the files of a step."""
-    return sorted(path for path in step_folder(run_dir, step).glob("rank_*") if _PART_NAME.fullmatch(path.name))
+    paths = step_folder(run_dir, step).glob("rank_*")
+    return sorted(path for path in paths if re.fullmatch(r"rank_\d{5,9}\.parquet", path.name))
 
 
 def remove_after(run_dir: str | Path, step: int) -> None:
-    """Remove the rollouts of steps after `step`, which will be repeated, possibly by another number of ranks.
-
-    Raises OSError.
-    """
+    """Remove the rollouts of steps after `step`, which will be repeated, possibly by another number of ranks."""
     for later in recorded_steps(run_dir):
         if later > step:
             shutil.rmtree(step_folder(run_dir, later))
@@ -217,13 +212,12 @@ def read_rollouts(
 ) -> list[Rollout]:
     """Return a step's rollouts in order, equal to those written.
 
+    Raises ConfigError if the step is incomplete, or a file is damaged or of an unknown format.
+
     Args:
         rank, world: return only the rollouts written by ranks congruent to `rank` modulo `world`, so that a smaller
             world covers the files of a larger one.
         include_trainer_columns: include `TRAINER_COLUMNS`: routing and sampling masks.
-
-    Raises:
-        ConfigError: if the step is incomplete, or a file is damaged or of an unknown format.
     """
     return [record.rollout for record in read_records(run_dir, step, rank, world, include_trainer_columns)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import traceback
@@ -197,8 +198,8 @@ class RunLog:
         if rollouts is not None:
             trained = rollouts if trained is None else trained
             self._record(step, rollouts, *(() if batch is None else split_batch(batch, trained, rollouts)))
-        if self.is_writer:
-            self._write(step, metrics, rollouts)
+        if self._tracker is not None:
+            self._log_step(self._tracker, step, metrics, rollouts)
         self.guards.raise_if_stopped()
         return metrics
 
@@ -213,12 +214,11 @@ class RunLog:
             self._rollouts.write(step, len(rollouts), numbers, rollouts.local, *batch_values)
             self._last_recorded_step = step
 
-    def _write(self, step: int, metrics: Mapping[str, float], rollouts: Rollouts | None) -> None:
-        assert self._tracker is not None
-        self._tracker.log(step, metrics)
+    def _log_step(self, tracker: Tracker, step: int, metrics: Mapping[str, float], rollouts: Rollouts | None) -> None:
+        tracker.log(step, metrics)
         if rollouts is not None:
             if self._rollouts is not None:
-                self._tracker.table(step, make_rows(step, rollouts.local))
+                tracker.table(step, make_rows(step, rollouts.local))
             if reasons := summarize_aborts(rollouts):
                 self.log(f"step {step}: aborted rollouts, excluded from training: {reasons}")
             if reasons := summarize_unscored(rollouts):
@@ -232,20 +232,15 @@ class RunLog:
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log evaluation metrics of the state after `step` steps."""
-        if not self.is_writer:
-            return
-        assert self._tracker is not None
-        self._tracker.log(step, metrics, self._step)
-        self._append_line(self.progress.report_evaluation(step, metrics))
+        if self._tracker is not None:
+            self._tracker.log(step, metrics, self._step)
+            self._append_line(self.progress.report_evaluation(step, metrics))
 
     def log_end(self, error: BaseException, is_graceful: bool, cause: str = "") -> None:
-        """Log in log.txt why the run ends early.
+        """Log in log.txt why the run ends early: `cause`, the message of another rank whose failure caused this error.
 
         Unless the end is graceful or the user's error, write the traceback to logs/rank_N.log and add a note on this to
         the error.
-
-        Args:
-            cause: message of another rank whose failure caused this error.
         """
         if self.is_writer:
             message = cause or (str(error) if is_graceful else f"{type(error).__name__}: {error}")
@@ -255,13 +250,11 @@ class RunLog:
         if is_graceful or (isinstance(error, ConfigError) and error.__cause__ is None):
             return
         file = self.run_dir / "logs" / f"rank_{self._rank}.log"
-        try:
+        with contextlib.suppress(OSError):  # the traceback goes to the terminal instead
             file.parent.mkdir(exist_ok=True)
             with file.open("a", encoding="utf-8", errors="backslashreplace") as log:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{''.join(traceback.format_exception(error))}\n")
             error.add_note(f"the full traceback is in {file}")
-        except OSError:
-            pass  # the traceback goes to the terminal instead
 
     def close(self) -> None:
         self.progress.close()

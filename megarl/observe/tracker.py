@@ -12,25 +12,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.config import ConfigError
-from megarl.observe.trackers.adapter import Row, TrackerAdapter, TrackerRun, TrackerWorker
+from megarl.observe.trackers.adapter import Row, TrackerAdapter, TrackerRun, TrackerState, TrackerWorker
 from megarl.utils import exact_json
 from megarl.utils.text import write_atomically
 
 
 class TrackerInfo(NamedTuple):
-    """A tracker that `track.trackers` can name, by the name of its package and of the adapter's module.
-
-    Args:
-        title: display name.
-        class_name: adapter class.
-        distribution: what to install if the package is missing.
-    """
+    """A tracker that `track.trackers` can name."""
 
     title: str
-    class_name: str
-    distribution: str
+    class_name: str  # of the adapter
+    distribution: str  # what pip installs
 
 
+# By the name of the tracker's package, which is also that of the adapter's module.
 TRACKERS = {
     "tensorboard": TrackerInfo("TensorBoard", "TensorBoard", "tensorboard"),
     "wandb": TrackerInfo("W&B", "Wandb", "wandb"),
@@ -79,9 +74,9 @@ class Tracker:
         self._warn = warn
         self.path = run_dir / "metrics.jsonl"
         self._has_started = self._has_failed = False
-        run = TrackerRun(run_dir, config=config or {})
+        run, states = TrackerRun(run_dir, config=config or {}), run_dir / "trackers"
         self._workers = [
-            TrackerWorker(TRACKERS[name].title, run, run_dir / "trackers" / f"{name}.json", partial(open_adapter, name))
+            TrackerWorker(TRACKERS[name].title, run, TrackerState(states / f"{name}.json"), partial(open_adapter, name))
             for name in names
         ]
 

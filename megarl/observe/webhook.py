@@ -107,8 +107,8 @@ class Webhook:
             try:
                 problem = self._send(*alarm)
             except Exception as error:  # noqa: BLE001  the run goes on; messages are dropped: one may have the URL
-                reason = error.strerror if isinstance(error, OSError) and error.strerror else ""
-                problem = f"{type(error).__name__}{f': {reason}' if reason else ''}"
+                reason = error.strerror if isinstance(error, OSError) else ""
+                problem = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
             if problem and not has_failed:
                 has_failed = True
                 self._failure = f"an alarm could not be posted to {KEY} ({problem}); it is retried with the next one"

@@ -29,10 +29,11 @@ def pack(values: np.ndarray) -> dict[str, Any]:
             values = indices
         else:
             values = numbers.astype(np.float32)
-    low, high = (int(values.min()), int(values.max())) if len(values) and values.dtype.kind != "f" else (0, 0)
-    kind = "u8" if low >= 0 and high < 256 else "u16" if low >= 0 and high < 1 << 16 else "i32"
     if values.dtype.kind == "f" and len(values):
         kind = "f32"
+    else:
+        low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
+        kind = "u8" if low >= 0 and high < 256 else "u16" if low >= 0 and high < 1 << 16 else "i32"
     raw = values.astype({"u8": "<u1", "u16": "<u2", "i32": "<i4", "f32": "<f4"}[kind]).tobytes()
     return packed | {"kind": kind, "data": base64.b64encode(zlib.compress(raw, 6)).decode()}
 

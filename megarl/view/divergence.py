@@ -25,10 +25,8 @@ def find_divergence(run: RunData, other: RunData) -> dict[str, Any]:
     """
     notes = Notes()
     steps = sorted(set(list_steps(run.path, notes)) & set(list_steps(other.path, notes)))
-    tokens = next(
-        (difference for step in steps if (difference := _first_token_difference(run.path, other.path, step, notes))),
-        None,
-    )
+    differences = (_first_token_difference(run.path, other.path, step, notes) for step in steps)
+    tokens = next(filter(None, differences), None)
     return {"steps": len(steps), "tokens": tokens, "metrics": _first_metric_difference(run, other)}
 
 

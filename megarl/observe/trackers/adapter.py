@@ -144,23 +144,15 @@ CLOSE_TIMEOUT_S = 20.0
 
 
 class TrackerWorker:
-    """Feeds one tracker from a queue. Only `_serve` runs in the thread, and what it calls.
-
-    Args:
-        title: name of the tracker in messages.
-        state_file: file of the tracker's progress.
-        open_adapter: opens the adapter for a run.
-    """
+    """Feeds one tracker from a queue. Only `_serve` runs in the thread, and what it calls."""
 
     def __init__(
-        self, title: str, run: TrackerRun, state_file: Path, open_adapter: Callable[[TrackerRun], TrackerAdapter]
+        self, title: str, run: TrackerRun, state: TrackerState, open_adapter: Callable[[TrackerRun], TrackerAdapter]
     ) -> None:
-        self.title, self._run, self._open_adapter = title, run, open_adapter
-        self._state = TrackerState(state_file)
+        self.title, self._run, self._state, self._open_adapter = title, run, state, open_adapter
         self._queue: queue.Queue[Callable[[TrackerAdapter], None] | None] = queue.Queue(QUEUE_SIZE)
         self._failures: list[str] = []
-        self._is_reported = False
-        self._is_disabled = False
+        self._is_reported = self._is_disabled = False
         self._thread: threading.Thread | None = None
 
     def log_metrics(self, step: int, values: Mapping[str, float], current_step: int = 0) -> None:
