@@ -14,10 +14,7 @@ from megarl.types import Branch, Prompt, Rollout, SamplingMask, Status, Turn, no
 from megarl.types.arrays import concat
 from megarl.utils import exact_json
 
-_PLAIN_FIELDS = (
-    *("status", "reward", "seed", "group", "episode"),
-    *("tool_calls", "tool_errors", "drafted", "accepted"),
-)
+_PLAIN_FIELDS = ("status", "seed", "group", "episode", "tool_calls", "tool_errors", "drafted", "accepted")
 """Fields of a rollout that are columns as they are."""
 
 
@@ -91,6 +88,7 @@ def _rollout_columns(rollout: Rollout) -> dict[str, Any]:
     return {
         **{name: getattr(rollout, name) for name in _PLAIN_FIELDS},
         "failure": _escape_surrogates(rollout.failure),
+        "reward": float(rollout.reward),
         "reward_parts": exact_json.dumps(rollout.reward_parts),
         "unscored": exact_json.dumps(rollout.unscored),
         "logprob": _mean(concat([turn.logprobs for turn in turns], np.float32)),
@@ -99,7 +97,7 @@ def _rollout_columns(rollout: Rollout) -> dict[str, Any]:
         "turn_weight_version": [turn.weight_version for turn in turns],
         "turn_versions": exact_json.dumps(versions) if versions else None,
         "turn_cached_tokens": [turn.cached_tokens for turn in turns],
-        "turn_rewards": [turn.reward for turn in turns],
+        "turn_rewards": [float(turn.reward) for turn in turns],
         "token_ids": rollout.token_ids,
         "logprobs": concat(logprobs, np.float32),
         "messages": exact_json.dumps(rollout.messages),
@@ -183,6 +181,7 @@ def to_record(row: dict[str, Any]) -> Record:
         turns=turns,
         messages=tuple(_load_json(row, "messages", list)),
         failure=row["failure"],
+        reward=row["reward"],
         reward_parts=reward_parts,
         unscored=unscored,
         routing=_read_routing(row, len(tokens)),

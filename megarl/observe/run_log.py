@@ -195,7 +195,7 @@ class RunLog:
             ConfigError: on all ranks, if a guard ends the run.
         """
         metrics = {**metrics, **self.guards.check(step, metrics)}
-        if rollouts is not None:
+        if rollouts is not None and self._rollouts is not None:
             trained = rollouts if trained is None else trained
             self._record(step, rollouts, *(() if batch is None else split_batch(batch, trained, rollouts)))
         if self._tracker is not None:

@@ -74,7 +74,7 @@ def record(run_dir: Path, config: Config, step: int, is_resumed: bool) -> list[t
     index = folder / "files.json"
     new = {name: hashlib.sha256(file.read_bytes()).hexdigest()[:HASH_CHARS] for name, file in files.items()}
     old = _read_index(index) if is_resumed else None
-    known = new if old is None else old
+    known = new if old is None else old  # a first start changes nothing
     changes = [
         (name, known.get(name), new.get(name))
         for name in sorted(known.keys() | new.keys())

@@ -145,17 +145,17 @@ def _build_detail(row: dict[str, Any], step: int, decoder: TokenDecoder) -> Deta
     turn_columns = [[None] * num_turns if row[name] is None else row[name].tolist() for name in _TURN_COLUMNS]
     if any(len(column) != num_turns for column in turn_columns):
         raise ValueError("its columns disagree on the number of turns")
+    version_spans = trees["turn_versions"] or {}
     detail["turns"] = [
         {
             "tokens": length,
             "written": is_action,
             "version": version,
-            "runs": [[int(span_version), int(count)] for span_version, count in spans],
+            "runs": [[int(span_version), int(count)] for span_version, count in version_spans.get(str(turn), ())],
             "reward": finite_or_none(reward),
             "cached": None if num_cached is None or num_cached < 0 else num_cached,
         }
         for turn, (length, is_action, version, reward, num_cached) in enumerate(zip(*turn_columns, strict=True))
-        for spans in [(trees["turn_versions"] or {}).get(str(turn), ())]
     ]
     ids = [0] * num_tokens if row["token_ids"] is None else row["token_ids"].tolist()
     if num_tokens != len(ids):
@@ -165,9 +165,8 @@ def _build_detail(row: dict[str, Any], step: int, decoder: TokenDecoder) -> Deta
         values = row[name]
         if values is not None and len(values) != num_tokens:
             raise ValueError(f"{len(values)} {name} for {num_tokens} tokens")
-        detail[name.removesuffix("_logprobs")] = (
-            None if values is None else [finite_or_none(round(value, digits)) for value in values.tolist()]
-        )
+        rounded = None if values is None else [finite_or_none(round(value, digits)) for value in values.tolist()]
+        detail[name.removesuffix("_logprobs")] = rounded
     return detail
 
 

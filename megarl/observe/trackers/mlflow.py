@@ -44,10 +44,10 @@ class MLflow:
         existing = self._client.get_experiment_by_name(experiment_name)
         experiment = existing.experiment_id if existing else self._client.create_experiment(experiment_name)
         run_id: str = self._client.create_run(experiment, run_name=run.name).info.run_id
-        params = [
-            self._param(sanitize_name(key), (value if isinstance(value, str) else json.dumps(value))[:_LONGEST_VALUE])
-            for key, value in flatten(run.config).items()
-        ]
+        params = []
+        for key, value in flatten(run.config).items():
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            params.append(self._param(sanitize_name(key), text[:_LONGEST_VALUE]))
         for start in range(0, len(params), _PARAMS_PER_REQUEST):
             self._client.log_batch(run_id, params=params[start : start + _PARAMS_PER_REQUEST])
         self._client.log_text(run_id, json.dumps(dict(run.config), indent=1, default=str), "config.json")
