@@ -32,8 +32,7 @@ TEXT_COLUMNS = ("prompt", "source", "status")
 MAX_CHARS, MAX_DEPTH = 1000, 40
 
 _TOKEN = re.compile(
-    r"""\s*(?:(?P<paren>[()])|(?P<sign><=|>=|==|!=|[<>=~])|"(?P<quoted>[^"]*)"|'(?P<quoted2>[^']*)'"""
-    r"""|(?P<word>[^\s<>=!~()"']+))"""
+    r"""\s*(?:(?P<paren>[()])|(?P<sign><=|>=|==|!=|[<>=~])|(?P<quoted>"[^"]*"|'[^']*')|(?P<word>[^\s<>=!~()"']+))"""
 )
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
@@ -69,7 +68,8 @@ class _Parser:
             if match is None:
                 rest = text[position : position + 30].strip()
                 raise ConfigError(f"{option}: cannot read {rest!r}; write such as 'reward<0.5'")
-            self._tokens.append((str(match.lastgroup).rstrip("2"), match[match.lastgroup or 0]))
+            kind, token = str(match.lastgroup), match[match.lastgroup or 0]
+            self._tokens.append((kind, token[1:-1] if kind == "quoted" else token))
             position = match.end()
 
     def parse(self) -> Condition:
