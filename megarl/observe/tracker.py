@@ -133,8 +133,8 @@ class Tracker:
         if self.path.is_file():
             names = metrics.keys() - {"step", "time"}
             rows = [row for _, row in iter_lines(self.path.read_text(encoding="utf-8")) if row is not None]
-            kept = [row for row in rows if row["step"] < step or row["step"] == step and not names & row.keys()]
-            write_atomically(self.path, "".join(exact_json.dumps(row) + "\n" for row in kept))
+            remaining = [row for row in rows if row["step"] < step or row["step"] == step and not names & row.keys()]
+            write_atomically(self.path, "".join(exact_json.dumps(row) + "\n" for row in remaining))
 
 
 def iter_lines(text: str) -> Iterator[tuple[int, dict[str, Any] | None]]:

@@ -142,7 +142,8 @@ def select_rollouts(index: Index, max_rollouts: int) -> dict[int, set[int] | Non
     steps = sorted(set(step.tolist()))
     if len(index) <= max_rollouts:
         return dict.fromkeys(steps)
-    rows = {s: np.flatnonzero(step == s) for s in steps}
+    step_rows = np.split(np.arange(len(index)), np.searchsorted(step, steps[1:]))  # the index is sorted by step
+    rows = dict(zip(steps, step_rows, strict=True))
     chosen: dict[int, set[int] | None] = {}
     budget = max_rollouts
     for s in dict.fromkeys((steps[-1], steps[0])):
