@@ -70,6 +70,7 @@ setup(
     package_data={
         "": ["*.md", "py.typed"],
         "megarl.cpu": ["stubs/*.py", "stubs/*/*.py"],
+        "megarl.observe": ["*.txt"],
         "megarl.view": ["static/*"],
     },
     install_requires=imported(),

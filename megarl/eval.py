@@ -15,10 +15,10 @@ eval.json beside the rollouts, which tools/view_rollouts.py shows.
 from __future__ import annotations
 
 import json
-import os
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -140,17 +140,18 @@ def check_ground_truths(config: Config) -> int:
 def report(options: Namespace, config: Config, target: Any, samples: int, num_prompts: int, seconds: float) -> int:
     """Print the table; write eval.json and answers.jsonl."""
     from megarl.checkpoint.provenance import code_revision
-    from megarl.observe.eval_metrics import collect_scored, compute_metrics, format_table, iter_json_rows
+    from megarl.observe.eval_metrics import compute_metrics, format_table, iter_json_rows, select_scored
     from megarl.observe.rollout_log import read_rollouts
     from megarl.utils import exact_json
+    from megarl.utils.text import write_atomically
 
     out = Path(config.run.dir)
     rollouts = read_rollouts(out, 1)
-    # With several files, rows without a source are counted under the first file's name.
-    answers = collect_scored(rollouts, options.data[0].stem)
+    answers = select_scored(rollouts)
     if not answers:
         raise ConfigError(f"no answer has a reward; see {out}/log.txt")
-    metrics = compute_metrics(answers, options.k, options.right, config.run.seed)
+    # With several files, rows without a source are counted under the first file's name.
+    metrics = compute_metrics(answers, options.k, options.right, config.run.seed, options.data[0].stem)
     tree = {
         "target": options.target,
         "model": target.model,
@@ -168,11 +169,11 @@ def report(options: Namespace, config: Config, target: Any, samples: int, num_pr
         "without_reward": len(rollouts) - len(answers),
         "seconds": round(seconds, 1),
         "code": code_revision(),
-        "sources": {name: entry.as_json() for name, entry in metrics.items()},
+        "sources": {name: asdict(entry) for name, entry in metrics.items()},
     }
     lines = (exact_json.dumps(line) for line in iter_json_rows(rollouts, options.right, options.data[0].stem))
-    write_atomic(out / "answers.jsonl", "".join(f"{line}\n" for line in lines))
-    write_atomic(out / "eval.json", json.dumps(tree, indent=1) + "\n")
+    write_atomically(out / "answers.jsonl", "".join(f"{line}\n" for line in lines))
+    write_atomically(out / "eval.json", json.dumps(tree, indent=1) + "\n")
     weights = f"step {target.step}" if target.step is not None else target.model
     subject = options.target if weights == options.target else f"{options.target} ({weights})"
     print(f"{subject}: {samples} answer{'s' if samples > 1 else ''} to each prompt")
@@ -182,13 +183,6 @@ def report(options: Namespace, config: Config, target: Any, samples: int, num_pr
     print(f"{out}/eval.json, answers.jsonl")
     print(format_command("tools/view_rollouts.py", out), flush=True)
     return 0
-
-
-def write_atomic(file: Path, text: str) -> None:
-    """Write the file atomically."""
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(file)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

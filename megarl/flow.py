@@ -177,7 +177,7 @@ class HybridFlow:
         if alarm := self.spread.check(self.step, metrics):
             self.log.alarm(alarm)
         metrics |= self.loader.epoch_metrics() | self.clock.lap(self.step)
-        self.log.write_spans(self.clock.drain_spans())
+        self.log.timeline.write(self.clock.drain_spans())
         self.profile.end(self.step)
         if result.batch is not None:
             metrics |= batch_metrics(result.batch, metrics["time/step"], self.job.world)
@@ -297,7 +297,7 @@ class HybridFlow:
                 wait_listeners.set_wait_listener(None)
                 wait_listeners.set_progress_listener(None)
                 self.profile.close()
-                self.log.write_spans(self.clock.drain_spans())
+                self.log.timeline.write(self.clock.drain_spans())
             self.log.close()
             if is_finished:
                 row_exchange.close_row_exchange()
@@ -305,9 +305,9 @@ class HybridFlow:
 
     def _start(self) -> None:
         config = self.config
-        self.clock = Clock(self.log.begin_phase)
+        self.clock = Clock(self.log.progress.begin_phase)
         wait_listeners.set_wait_listener(self.clock.span)
-        wait_listeners.set_progress_listener(self.log.update_phase if self.log.is_writer else None)
+        wait_listeners.set_progress_listener(self.log.progress.update_phase if self.log.is_writer else None)
         self.profile = StepProfiler(
             *(config.track.profile_steps, self.clock, self.log.run_dir / "profile", self.job.rank), self.log.log
         )

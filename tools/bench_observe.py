@@ -23,8 +23,7 @@ from typing import Any
 from megarl.config import ConfigError, load_config
 from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.observe.clock import Clock
-from megarl.observe.tracker import Tracker
-from megarl.observe.trackers.names import TRACKERS, check_trackers
+from megarl.observe.tracker import TRACKERS, Tracker, check_trackers
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("nothing", "trackers", "ranges", "nothing again")

@@ -21,13 +21,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+import numpy as np
 
 from megarl.config import ConfigError
 from megarl.config.command_line import Parser, int_in_range, run_cli
 from megarl.observe.logprob_gap import LogprobGaps, compare_twins, compute_gaps, find_worst, summarize_causes
 from megarl.observe.rollout_log import is_complete, iter_rows, open_complete_parts, read_records, recorded_steps
 from megarl.observe.rollout_table import Record
+from megarl.view.rollout_details import Decode, load_decoder_or_default
 
 BEFORE = 12
 """Number of tokens to show before one of the worst."""
@@ -41,8 +42,8 @@ def has_trainer_logprobs(run: Path, step: int) -> bool:
     """Return whether a step's rollouts have log-probs of the trainer."""
     return any(
         row["trainer_logprobs"] is not None
-        for file, part in open_complete_parts(run, step)
-        for row in iter_rows(file, part, ["trainer_logprobs"])
+        for part in open_complete_parts(run, step)
+        for row in iter_rows(part, ["trainer_logprobs"])
     )
 
 
@@ -67,25 +68,7 @@ def find_step(run: Path, step: int | None) -> int:
     raise ConfigError(f"{run} has no log-probs of the trainer, of any step: {REMEDY}")
 
 
-def decoder(run: Path) -> Any:
-    """Return a function from ids to text: the tokenizer of the run's model, or of its export; without either,
-    numbers."""
-    try:
-        model = Path(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"]["path"])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, yaml.YAMLError):
-        model = run / "export"
-    for folder in (model, run / "export"):
-        if (folder / "tokenizer_config.json").is_file():
-            from transformers import AutoTokenizer
-
-            try:
-                return AutoTokenizer.from_pretrained(folder, local_files_only=True).decode
-            except Exception:  # readers of a broken file may raise anything
-                continue
-    return lambda ids: " ".join(map(str, ids))
-
-
-def describe_tokens(records: Sequence[Record], gaps: LogprobGaps, worst: int, decode: Any) -> list[dict[str, Any]]:
+def describe_tokens(records: Sequence[Record], gaps: LogprobGaps, worst: int, decode: Decode) -> list[dict[str, Any]]:
     """Describe the worst tokens, with their rollout's number, prompt and text."""
     descriptions = []
     for token in find_worst(gaps, worst):
@@ -135,11 +118,13 @@ def decompose(options: argparse.Namespace) -> int:
         "step": step,
         "tokens": len(gaps),
         "rollouts": len(records) - gaps.num_missing,
-        "routing_measured": bool((gaps.routing == gaps.routing).any()),
+        "routing_measured": bool(np.isfinite(gaps.tokens["routing"]).any()),
         "not_finite": gaps.num_nonfinite,
         "causes": [dataclasses.asdict(cause) for cause in summarize_causes(gaps)],
         "twins": [dataclasses.asdict(cause) for cause in compare_twins(records, step - 1)],
-        "worst": describe_tokens(records, gaps, options.worst, decoder(options.run)) if options.worst else [],
+        "worst": describe_tokens(records, gaps, options.worst, load_decoder_or_default(options.run))
+        if options.worst
+        else [],
     }
     if options.json:
         print(json.dumps(result))

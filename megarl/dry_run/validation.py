@@ -52,8 +52,8 @@ from megarl.models.routing import routing_shape
 from megarl.observe.guards import check_guards
 from megarl.observe.profiler import check_profile
 from megarl.observe.replayed_rollouts import check_replay
-from megarl.observe.trackers.names import check_trackers
-from megarl.observe.webhook import check_webhook
+from megarl.observe.tracker import check_trackers
+from megarl.observe.webhook import resolve_webhook
 from megarl.parallel.placement import (
     Placement,
     check_placement,
@@ -223,7 +223,7 @@ def validate(
     passes(checks.check_algorithm, config, declared, warnings)
     passes(check_correction, config, declared)
     passes(check_guards, config, declared, warnings)
-    passes(check_webhook, config.track.webhook)
+    passes(resolve_webhook, config.track.webhook)
     passes(check_trackers, config.track.trackers)
     passes(check_profile, config)
     reward = (registered or {}).get("reward", RegisteredWorker())

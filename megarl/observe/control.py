@@ -30,7 +30,7 @@ class Controllable(Protocol):
 
 
 class ControlUpdate(NamedTuple):
-    """Content of the control file: values by key, or an error message. `digest` identifies the file's version."""
+    """Values by key in the control file, or an error message and a digest of the content that has the error."""
 
     values: dict[str, Any]
     error: str = ""
@@ -60,9 +60,9 @@ class Control:
                 raise ConfigError(f"{self._file} {problem}; put a YAML file there, or remove it")
             with self._file.open("rb") as file:
                 data = file.read(plain_yaml.MAX_BYTES + 1)
-            return ControlUpdate(self._parse(data), digest=_digest(data))
+            return ControlUpdate(self._parse(data))
         except ConfigError as error:
-            return ControlUpdate({}, str(error), _digest(data or str(error).encode()))
+            return ControlUpdate({}, str(error), hashlib.blake2s(data or str(error).encode()).hexdigest())
         except OSError as error:
             return ControlUpdate({}, f"{self._file} cannot be read: {error.strerror}", f"{error.errno}")
 
@@ -115,7 +115,3 @@ class Control:
                 continue
             self._log(f"as {CONTROL_FILE} has set it: {key}={parsed}")
             self._apply_value(key, parsed)
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2s(data).hexdigest()

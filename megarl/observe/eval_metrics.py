@@ -6,8 +6,6 @@ They resample prompts, not responses, because the responses to one prompt are co
 pass@k is the unbiased estimator 1 - C(n - c, k) / C(n, k) for n samples of which c are correct: Chen et al., Evaluating
 Large Language Models Trained on Code (arXiv:2107.03374), equation 1. The plug-in estimator 1 - (1 - c / n)^k is biased
 (their appendix A).
-
-`iter_json_rows` exports the responses as JSON rows for readers without this package.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -60,10 +58,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
         raise ValueError(f"pass@{k} needs at least {k} answers to a problem, and at least 1; there are {num_samples}")
     if num_samples - num_correct < k:
         return 1.0
-    fail_prob = 1.0
-    for i in range(num_samples - num_correct + 1, num_samples + 1):
-        fail_prob *= 1.0 - k / i
-    return 1.0 - fail_prob
+    return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_correct + 1, num_samples + 1))
 
 
 CORRECT_REWARD = 0.5
@@ -71,31 +66,8 @@ CORRECT_REWARD = 0.5
 ALL = "all"
 TRUNCATED_STATUSES = ("length", "max_turns")
 """Statuses of responses that hit a length or turn limit."""
-
-
 DEFAULT_SOURCE = "unnamed"
 """Name for prompts without a data source."""
-
-
-@dataclass(frozen=True)
-class ScoredResponse:
-    """The fields of a rollout that evaluation metrics need.
-
-    `prompt_id` is unique over all prompts; `num_tokens` counts the policy's tokens only.
-    """
-
-    prompt_id: str
-    source: str
-    reward: float
-    is_truncated: bool
-    num_tokens: int
-
-    @classmethod
-    def from_rollout(cls, rollout: Rollout, default_source: str = DEFAULT_SOURCE) -> ScoredResponse:
-        """Build from a rollout that has a reward. unnamed: source name if the prompt has none."""
-        prompt = rollout.prompt
-        is_truncated = rollout.status in TRUNCATED_STATUSES
-        return cls(prompt.id, prompt.data_source or default_source, rollout.reward, is_truncated, rollout.num_actions)
 
 
 @dataclass(frozen=True)
@@ -106,6 +78,13 @@ class Estimate:
     low: float
     high: float
 
+    @staticmethod
+    def of(values: Sequence[float], seed: int) -> Estimate:
+        return Estimate(statistics.fmean(values), *bootstrap_interval(values, seed))
+
+    def __str__(self) -> str:
+        return "-" if math.isnan(self.value) else f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
 
 @dataclass(frozen=True)
 class EvalMetrics:
@@ -114,7 +93,7 @@ class EvalMetrics:
     Args:
         reward: mean over prompts of each prompt's mean reward.
         cut_off: fraction of responses that were truncated.
-        tokens: mean response length.
+        tokens: mean response length, of the policy's tokens only.
         pass_at: pass@k by k, over the prompts with at least k scored responses.
         pass_prompts: number of those prompts, by k.
     """
@@ -124,79 +103,68 @@ class EvalMetrics:
     reward: Estimate
     cut_off: float
     tokens: float
-    pass_at: Mapping[int, Estimate] = field(default_factory=dict)
-    pass_prompts: Mapping[int, int] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain JSON values; keys are strings."""
-        tree = asdict(self)
-        tree["pass_at"] = {str(k): asdict(estimate) for k, estimate in self.pass_at.items()}
-        tree["pass_prompts"] = {str(k): count for k, count in self.pass_prompts.items()}
-        return tree
+    pass_at: Mapping[int, Estimate]
+    pass_prompts: Mapping[int, int]
 
 
-def collect_scored(rollouts: Iterable[Rollout], default_source: str = DEFAULT_SOURCE) -> list[ScoredResponse]:
-    """Return responses that have a reward: not aborted, no reward part failed. An episode with branches counts once."""
-    scored, seen = [], set()
-    for rollout in rollouts:
-        if rollout.status == "aborted" or rollout.unscored:
-            continue
-        if rollout.episode >= 0:
-            key = (rollout.group, rollout.episode)
-            if key in seen:
-                continue
-            seen.add(key)
-        scored.append(ScoredResponse.from_rollout(rollout, default_source))
+def has_reward(rollout: Rollout) -> bool:
+    """Return whether a rollout was not aborted and no part of its reward failed."""
+    return rollout.status != "aborted" and not rollout.unscored
+
+
+def select_scored(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """Return the rollouts that have a reward. An episode with branches counts once."""
+    scored, episodes = [], set()
+    for rollout in filter(has_reward, rollouts):
+        episode = rollout.group, rollout.episode
+        if rollout.episode < 0 or episode not in episodes:
+            episodes.add(episode)
+            scored.append(rollout)
     return scored
 
 
 def compute_metrics(
-    responses: Sequence[ScoredResponse], ks: Sequence[int], correct_threshold: float = CORRECT_REWARD, seed: int = 0
+    rollouts: Sequence[Rollout],
+    ks: Sequence[int],
+    correct_threshold: float = CORRECT_REWARD,
+    seed: int = 0,
+    default_source: str = DEFAULT_SOURCE,
 ) -> dict[str, EvalMetrics]:
-    """Return metrics by data source in order of appearance, plus `all` if there are several sources."""
-    sources: dict[str, list[ScoredResponse]] = {}
-    for response in responses:
-        sources.setdefault(response.source, []).append(response)
-    metrics = {
-        name: _compute_source_metrics(source_responses, ks, correct_threshold, seed)
-        for name, source_responses in sources.items()
-    }
-    if len(metrics) > 1:
-        metrics[ALL if ALL not in metrics else f"({ALL})"] = _compute_source_metrics(
-            responses, ks, correct_threshold, seed
-        )
-    return metrics
+    """Return metrics of rollouts with a reward by data source in order of appearance, plus `all` of several sources.
+
+    default_source: name for prompts without a data source.
+    """
+    sources: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        sources.setdefault(rollout.prompt.data_source or default_source, []).append(rollout)
+    if len(sources) > 1:
+        sources[ALL if ALL not in sources else f"({ALL})"] = list(rollouts)
+    return {name: _compute_source_metrics(part, ks, correct_threshold, seed) for name, part in sources.items()}
 
 
 def _compute_source_metrics(
-    responses: Sequence[ScoredResponse], ks: Sequence[int], correct_threshold: float, seed: int
+    rollouts: Sequence[Rollout], ks: Sequence[int], correct_threshold: float, seed: int
 ) -> EvalMetrics:
     prompts: dict[str, list[float]] = {}
-    for response in responses:
-        prompts.setdefault(response.prompt_id, []).append(response.reward)
-    pass_at, pass_prompts = {}, {}
-    for k in ks:
-        estimates = [
+    for rollout in rollouts:
+        prompts.setdefault(rollout.prompt.id, []).append(rollout.reward)
+    pass_rates = {
+        k: [
             pass_at_k(len(rewards), sum(reward >= correct_threshold for reward in rewards), k)
             for rewards in prompts.values()
             if len(rewards) >= k
         ]
-        pass_prompts[k] = len(estimates)
-        if estimates:
-            pass_at[k] = _estimate(estimates, seed)
+        for k in ks
+    }
     return EvalMetrics(
         prompts=len(prompts),
-        answers=len(responses),
-        reward=_estimate([statistics.fmean(rewards) for rewards in prompts.values()], seed),
-        cut_off=statistics.fmean(response.is_truncated for response in responses),
-        tokens=statistics.fmean(response.num_tokens for response in responses),
-        pass_at=pass_at,
-        pass_prompts=pass_prompts,
+        answers=len(rollouts),
+        reward=Estimate.of([statistics.fmean(rewards) for rewards in prompts.values()], seed),
+        cut_off=statistics.fmean(rollout.status in TRUNCATED_STATUSES for rollout in rollouts),
+        tokens=statistics.fmean(rollout.num_actions for rollout in rollouts),
+        pass_at={k: Estimate.of(rates, seed) for k, rates in pass_rates.items() if rates},
+        pass_prompts={k: len(rates) for k, rates in pass_rates.items()},
     )
-
-
-def _estimate(values: Sequence[float], seed: int) -> Estimate:
-    return Estimate(statistics.fmean(values), *bootstrap_interval(values, seed))
 
 
 def format_table(metrics_by_source: Mapping[str, EvalMetrics], ks: Sequence[int]) -> str:
@@ -204,32 +172,12 @@ def format_table(metrics_by_source: Mapping[str, EvalMetrics], ks: Sequence[int]
     header = ["source", "prompts", "answers", "reward [95 %]", *(f"pass@{k} [95 %]" for k in ks), "cut off", "tokens"]
     lines = [header]
     for name, metrics in metrics_by_source.items():
-        lines.append(
-            [
-                "".join(char if char.isprintable() else "?" for char in name)[:60],
-                str(metrics.prompts),
-                str(metrics.answers),
-                _cell(metrics.reward),
-                *(_cell(metrics.pass_at.get(k)) for k in ks),
-                f"{100 * metrics.cut_off:.1f} %",
-                f"{metrics.tokens:.1f}",
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = [
-        "  ".join(
-            cell.ljust(width) if not column_index else cell.rjust(width)
-            for column_index, (cell, width) in enumerate(pairs)
-        )
-        for pairs in (zip(line, widths, strict=True) for line in lines)
-    ]
-    return "\n".join(row.rstrip() for row in rows)
-
-
-def _cell(estimate: Estimate | None) -> str:
-    if estimate is None or math.isnan(estimate.value):
-        return "-"
-    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+        printable_name = "".join(char if char.isprintable() else "?" for char in name)[:60]
+        counts, pass_rates = (metrics.prompts, metrics.answers), (metrics.pass_at.get(k, "-") for k in ks)
+        cells = (*counts, metrics.reward, *pass_rates, f"{100 * metrics.cut_off:.1f} %", f"{metrics.tokens:.1f}")
+        lines.append([printable_name, *map(str, cells)])
+    first_width, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join([name.ljust(first_width), *map(str.rjust, cells, widths)]) for name, *cells in lines)
 
 
 def iter_json_rows(
@@ -237,21 +185,17 @@ def iter_json_rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield one JSON-serializable row per rollout.
 
-    `reward` and `right` are null if the rollout was aborted or a reward part failed. `messages` are in OpenAI's format
-    and start with the prompt's.
-
-    Args:
-        correct_threshold: reward from which on a response counts as correct.
-        default_source: as in `ScoredResponse.from_rollout`.
+    `reward` and `right` (at least `correct_threshold`) are null if the rollout was aborted or a reward part failed.
+    `messages` are in OpenAI's format and start with the prompt's. default_source: as in `compute_metrics`.
     """
     for rollout in rollouts:
-        has_reward = rollout.status != "aborted" and not rollout.unscored
+        is_scored = has_reward(rollout)
         yield {
             "id": rollout.prompt.id,
             "data_source": rollout.prompt.data_source or default_source,
             "group": rollout.group,
-            "reward": rollout.reward if has_reward else None,
-            "right": rollout.reward >= correct_threshold if has_reward else None,
+            "reward": rollout.reward if is_scored else None,
+            "right": rollout.reward >= correct_threshold if is_scored else None,
             "status": rollout.status,
             "turns": sum(turn.is_action for turn in rollout.turns),
             "tokens": rollout.num_actions,

@@ -6,6 +6,7 @@ This module reads their traces in a step's metrics, which are the same on all ra
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,12 +16,10 @@ from megarl.types.requirements import Requirements
 
 MAX_CONSECUTIVE_ROLLBACKS = 3
 """The run stops after this many consecutive steps that ended in a rollback."""
-OOM_SUFFIX = "_out_of_memory"
-"""Suffix of the metric that counts how often a model ran out of memory: guards/<role>_out_of_memory."""
-
-SKIPPED, SKIP_LIMIT_SUFFIX = "/skipped", "_consecutive_skips"
-"""Suffixes of the metrics for skipped updates of a role, and for exceeding `run.max_skipped_updates` of them in a
-row."""
+_OOM_COUNT = re.compile(r"guards/(.+)_out_of_memory")
+"""Metric that counts how often a role's model ran out of memory."""
+_SKIP_LIMIT = re.compile(r"guards/(.+)_consecutive_skips")
+"""Metric of a role that exceeds `run.max_skipped_updates` consecutive skipped updates."""
 
 
 def check_guards(config: Config, requirements: Requirements, warnings: list[str]) -> None:
@@ -30,10 +29,8 @@ def check_guards(config: Config, requirements: Requirements, warnings: list[str]
     if guards.ppo_kl is not None and not requirements.has_rollout:
         raise ConfigError(f"guards.ppo_kl is set, but algorithm={requirements.name} has no actor/ppo_kl; remove it")
     if guards.kl is not None and "reference" not in requirements.roles:
-        raise ConfigError(
-            f"guards.kl is set, but algorithm={requirements.name} with kl.apply_to={config.kl.apply_to} has no "
-            "reference; remove it"
-        )
+        algorithm = f"algorithm={requirements.name} with kl.apply_to={config.kl.apply_to}"
+        raise ConfigError(f"guards.kl is set, but {algorithm} has no reference; remove it")
     if guards.ppo_kl is not None and config.run.num_update == 1 and not config.rollout.asynchronous:
         warnings.append(
             "guards.ppo_kl never acts with run.num_update=1: actor/ppo_kl measures a step's earlier updates, and there "
@@ -61,12 +58,8 @@ class Guards:
     def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Log and alarm on what happened in a step. Return the metrics of the enabled guards."""
         guard_metrics: dict[str, float] = {}
-        skipped = [value for name, value in metrics.items() if name.endswith(SKIPPED)]
-        self.skip_limited_roles = tuple(
-            name.removeprefix("guards/").removesuffix(SKIP_LIMIT_SUFFIX)
-            for name in sorted(metrics)
-            if name.endswith(SKIP_LIMIT_SUFFIX)
-        )
+        skipped = [value for name, value in metrics.items() if name.endswith("/skipped")]
+        self.skip_limited_roles = tuple(match[1] for match in map(_SKIP_LIMIT.fullmatch, sorted(metrics)) if match)
         if skipped and not any(skipped):
             self.restored_step = None
         if self._num_restores:
@@ -125,8 +118,8 @@ class Guards:
 
     def _check_memory(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, count in metrics.items():
-            role = name.removeprefix("guards/").removesuffix(OOM_SUFFIX)
-            if not name.endswith(OOM_SUFFIX) or count <= self._oom_counts.get(role, 0.0):
+            match = _OOM_COUNT.fullmatch(name)
+            if match is None or count <= self._oom_counts.get(role := match[1], 0.0):
                 continue
             self._oom_counts[role] = count
             budget = metrics.get(f"guards/{role}_token_budget", 0.0)

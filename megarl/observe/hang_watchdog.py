@@ -5,9 +5,6 @@ A watchdog thread on each rank notices when the main thread has made no progress
 and publishes in the job's store whether it is waiting. For a rank that does not respond, another rank of its node steps
 in: it sends the signal on which faulthandler dumps the stacks without Python, and reads the process state from the
 kernel. A stopped process cannot write anything.
-
-`read_stack_state` tells from a thread's stack whether it waits for other ranks. `StragglerDetector` compares the time
-that ranks spend in shared phases and finds the one that the others wait for step after step.
 """
 
 from __future__ import annotations
@@ -16,14 +13,15 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from types import FrameType
 from typing import IO, Any, NamedTuple
 
 from megarl.observe.clock import Clock
@@ -40,6 +38,7 @@ _WAIT_FILES = (
     "/megarl/parallel/node_links.py",
 )
 """Source files whose functions wait for other ranks when they are the innermost frame."""
+_OUR_FILE = re.compile(r"^(?!.*/megarl/parallel/).*/megarl/")
 
 
 class StackState(NamedTuple):
@@ -52,19 +51,13 @@ class StackState(NamedTuple):
 def read_stack_state(thread: int) -> StackState:
     """Inspect the stack of the thread with this ident."""
     frame = sys._current_frames().get(thread)
-    waits = frame is not None and any(part in frame.f_code.co_filename for part in _WAIT_FILES)
-    megarl_frame: FrameType | None = frame
-    while megarl_frame is not None and not _is_ours(megarl_frame.f_code.co_filename):
-        megarl_frame = megarl_frame.f_back
-    innermost = megarl_frame or frame
-    if innermost is None:
+    if frame is None:
         return StackState(False, "nowhere")
+    waits = any(part in frame.f_code.co_filename for part in _WAIT_FILES)
+    frames = (caller for caller, _ in traceback.walk_stack(frame))
+    innermost = next((caller for caller in frames if _OUR_FILE.search(caller.f_code.co_filename)), frame)
     code = innermost.f_code
     return StackState(waits, f"{code.co_filename}, line {innermost.f_lineno}, in {code.co_name}")
-
-
-def _is_ours(file: str) -> bool:
-    return "/megarl/" in file and "/megarl/parallel/" not in file
 
 
 SLOW_RATIO = 3.0
@@ -78,30 +71,20 @@ SLOW_STEPS = 2
 def find_slowest(work_seconds: Sequence[Mapping[str, float]]) -> tuple[int, str, float, float] | None:
     """Return (rank, phase, seconds, median of the other ranks) for the largest excess over that median.
 
-    None if no phase has two ranks.
-
-    Args:
-        work_seconds: seconds of work by phase, per rank.
+    work_seconds: seconds of work by phase, per rank. None if no phase has two ranks.
     """
-    best: tuple[float, tuple[int, str, float, float]] | None = None
+    candidates = []
     for phase in sorted({name for seconds in work_seconds for name in seconds}):
-        ranks = [rank for rank, seconds in enumerate(work_seconds) if phase in seconds]
-        if len(ranks) < 2:
-            continue
-        slowest = max(ranks, key=lambda rank: work_seconds[rank][phase])
-        others_median = median(work_seconds[rank][phase] for rank in ranks if rank != slowest)
-        excess = work_seconds[slowest][phase] - others_median
-        if best is None or excess > best[0]:
-            best = excess, (slowest, phase, work_seconds[slowest][phase], others_median)
-    return best[1] if best else None
+        seconds_by_rank = {rank: seconds[phase] for rank, seconds in enumerate(work_seconds) if phase in seconds}
+        if len(seconds_by_rank) > 1:
+            slowest = max(seconds_by_rank, key=lambda rank: seconds_by_rank[rank])
+            slowest_seconds = seconds_by_rank.pop(slowest)
+            candidates.append((slowest, phase, slowest_seconds, median(seconds_by_rank.values())))
+    return max(candidates, key=lambda candidate: candidate[2] - candidate[3], default=None)
 
 
 class StragglerDetector:
-    """Reports a rank once when it is slow for `SLOW_STEPS` steps, and again when it has recovered.
-
-    Args:
-        nodes: node name of each rank.
-    """
+    """Reports a rank once when it is slow for `SLOW_STEPS` steps, and again when it has recovered."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
         self._nodes = nodes
@@ -119,20 +102,15 @@ class StragglerDetector:
         self._recent_slowest = [*self._recent_slowest, rank][-SLOW_STEPS:] if is_slow else []
         metrics = {"perf/slowest_rank": float(rank), "perf/slowest_ratio": ratio}
         line = ""
-        if (
-            len(self._recent_slowest) == SLOW_STEPS
-            and set(self._recent_slowest) == {rank}
-            and rank != self._reported_rank
-        ):
+        if self._recent_slowest == [rank] * SLOW_STEPS and rank != self._reported_rank:
             self._reported_rank = rank
             line = (
                 f"step {step}: rank {rank} on node {self._nodes[rank]} is slow and delays the others: "
                 f"{seconds:.1f} s of work in {phase}, {ratio:.1f} times as much as the others' {others_median:.1f} s"
             )
         elif not is_slow and self._reported_rank >= 0:
-            line = (
-                f"step {step}: rank {self._reported_rank} on node {self._nodes[self._reported_rank]} is no longer slow"
-            )
+            node_name = self._nodes[self._reported_rank]
+            line = f"step {step}: rank {self._reported_rank} on node {node_name} is no longer slow"
             self._reported_rank = -1
         return metrics, line
 
@@ -185,6 +163,7 @@ class HangWatchdog(threading.Thread):
         self._job, self._clock, self._roles = job, clock, roles
         self._alarm, self._notify_launcher = alarm, notify_launcher
         self._main = threading.main_thread().ident or 0
+        self._is_notified, self._collecting, self._closing = False, threading.Event(), threading.Event()
         self._logs = run_dir / "logs"
         self._logs.mkdir(exist_ok=True)
         self._log: IO[str] = self._log_path(job.rank).open("a", encoding="utf-8")
@@ -200,22 +179,16 @@ class HangWatchdog(threading.Thread):
         ranks.barrier()  # all ranks have registered their faulthandler
         self._store: Any = rendezvous.open_store_connection()
         self._work_seconds: dict[str, float] = {}
+        """Seconds per phase in which the main thread worked rather than waited."""
         self._lock = threading.Lock()
         self._stragglers = StragglerDetector(self.nodes)
         self._report_number = 0
-        self._collecting = threading.Event()
-        self._is_notified = False
-        self._closing = threading.Event()
-
-    def lap(self) -> dict[str, float]:
-        """Return seconds per phase in which the main thread worked rather than waited, since the last call."""
-        with self._lock:
-            seconds, self._work_seconds = self._work_seconds, {}
-        return seconds
 
     def check_step(self, step: int) -> tuple[dict[str, float], str]:
         """Return straggler metrics and a log line (or "") for a finished step. Collective."""
-        seconds_by_rank = ranks.all_gather_objects(self.lap())
+        with self._lock:
+            work_seconds, self._work_seconds = self._work_seconds, {}
+        seconds_by_rank = ranks.all_gather_objects(work_seconds)
         if self._is_notified:  # but all ranks have reached this point
             self._is_notified = False
             self._notify_launcher(self._job.rank, "")
@@ -288,13 +261,13 @@ class HangWatchdog(threading.Thread):
         self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} a rank hangs; threads of this rank:\n")
         self._log.flush()
         faulthandler.dump_traceback(self._log, all_threads=True)
-        state = read_stack_state(self._main)
-        self._publish_state(number, self._job.rank, state, stacks=True)
+        self._publish_state(number, self._job.rank, read_stack_state(self._main), has_stacks=True)
         if self._store.add(f"{_KEY}/{number}/{self.nodes[self._job.rank]}", 1) != 1:
             return  # another rank takes care of this node
-        deadline = time.monotonic() + RESPONSE_TIMEOUT_S
-        while (silent := self._find_silent(number, self._node_peers)) and time.monotonic() < deadline:
+        deadline, silent = time.monotonic() + RESPONSE_TIMEOUT_S, list(self._node_peers)
+        while silent and time.monotonic() < deadline:
             time.sleep(SAMPLE_INTERVAL_S)
+            silent = [rank for rank in silent if not self._store.check([f"{_KEY}/{number}/{rank}"])]
         sizes = {rank: self._log_size(rank) for rank in silent}
         for rank in silent:
             with contextlib.suppress(OSError):
@@ -302,23 +275,14 @@ class HangWatchdog(threading.Thread):
         if silent:
             time.sleep(DUMP_WAIT_S)
         for rank in silent:
-            self._publish_state(
-                number,
-                rank,
-                StackState(False, _state(self._node_peers[rank][0])),
-                self._log_size(rank) > sizes[rank],
-                True,
-            )
+            state = StackState(False, _describe_process(self._node_peers[rank][0]))
+            self._publish_state(number, rank, state, self._log_size(rank) > sizes[rank], is_silent=True)
 
     def _publish_state(
-        self, number: int, rank: int, stack_state: StackState, stacks: bool, silent: bool = False
+        self, number: int, rank: int, state: StackState, has_stacks: bool, is_silent: bool = False
     ) -> None:
-        state = {**stack_state._asdict(), "stacks": stacks, "silent": silent}
-        name = f"{_KEY}/{number}/{rank}"
-        self._store.set(name, seal(json.dumps(state).encode(), name))
-
-    def _find_silent(self, number: int, peers: Collection[int]) -> list[int]:
-        return [rank for rank in peers if not self._store.check([f"{_KEY}/{number}/{rank}"])]
+        name, content = f"{_KEY}/{number}/{rank}", {**state._asdict(), "stacks": has_stacks, "silent": is_silent}
+        self._store.set(name, seal(json.dumps(content).encode(), name))
 
     def _collect(self, number: int, seconds: float) -> None:
         """Collect the states of all ranks, raise the alarm and tell the launcher. Runs in a separate thread."""
@@ -327,7 +291,11 @@ class HangWatchdog(threading.Thread):
         deadline = time.monotonic() + COLLECT_TIMEOUT_S
         while not all(store.check([name]) for name in names) and time.monotonic() < deadline:
             time.sleep(SAMPLE_INTERVAL_S)
-        states = [_read_state(store, name) for name in names]
+        states: list[dict[str, Any] | None] = [None] * len(names)
+        for rank, name in enumerate(names):
+            with contextlib.suppress(ForgedError):
+                if store.check([name]):
+                    states[rank] = json.loads(bytes(unseal(store.get(name), name)))
         culprit, line = summarize_states(states, self.nodes, seconds, self._logs)
         self._alarm(line)
         if culprit is not None:
@@ -338,18 +306,8 @@ class HangWatchdog(threading.Thread):
         return self._logs / f"rank_{rank}.log"
 
     def _log_size(self, rank: int) -> int:
-        try:
-            return self._log_path(rank).stat().st_size
-        except OSError:
-            return 0
-
-
-def _read_state(store: Any, name: str) -> dict[str, Any] | None:
-    """Return the state published under `name`; None if there is none or it is forged."""
-    if store.check([name]):
-        with contextlib.suppress(ForgedError):
-            return dict(json.loads(bytes(unseal(store.get(name), name))))
-    return None
+        file = self._log_path(rank)
+        return file.stat().st_size if file.exists() else 0
 
 
 def summarize_states(
@@ -366,24 +324,24 @@ def summarize_states(
     busy = [rank for rank, state in enumerate(states) if state is not None and not state["waits"]]
     culprits = unreachable or silent or busy
     if culprits:
-        descriptions = [f"rank {rank} on node {nodes[rank]} {_describe_state(states[rank])}" for rank in culprits[:4]]
+        places = {rank: "whose node does not respond" for rank in unreachable}
+        places |= {
+            rank: f"which {'' if state['silent'] else 'is at '}{state['where']}"
+            for rank, state in enumerate(states)
+            if state is not None
+        }
+        descriptions = [f"rank {rank} on node {nodes[rank]} {places[rank]}" for rank in culprits[:4]]
         more = f" and {len(culprits) - 4} more" if len(culprits) > 4 else ""
         line = f"the others have waited {seconds:.0f} s for {'; and for '.join(descriptions)}{more}"
     else:
-        places = [f"rank {rank} at {state['where']}" for rank, state in enumerate(states[:4]) if state is not None]
-        line = f"all ranks have waited {seconds:.0f} s for each other: {'; '.join(places)}"
+        waiting = [f"rank {rank} at {state['where']}" for rank, state in enumerate(states[:4]) if state is not None]
+        line = f"all ranks have waited {seconds:.0f} s for each other: {'; '.join(waiting)}"
     no_stacks = [rank for rank, state in enumerate(states) if state is None or not state["stacks"]]
     missing = f", but for rank {', '.join(map(str, no_stacks))}, which could not write its stacks" if no_stacks else ""
     return culprits[0] if culprits else None, f"{line}. The stacks of all ranks are in {logs}/rank_N.log{missing}"
 
 
-def _describe_state(state: dict[str, Any] | None) -> str:
-    if state is None:
-        return "whose node does not respond"
-    return f"which {state['where']}" if state["silent"] else f"which is at {state['where']}"
-
-
-def _state(pid: int) -> str:
+def _describe_process(pid: int) -> str:
     """Describe the kernel's state of a process, worded to follow "which"."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

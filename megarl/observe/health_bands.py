@@ -44,9 +44,8 @@ class Band:
         return f"{value:.4g}, {side or 'in'} {self}" if side != "not a number" else f"{side}, of {self}"
 
     def get_remedy(self, value: float) -> str:
-        return {"below": self.low_remedy, "above": self.high_remedy, "not a number": NAN_REMEDY, "": ""}[
-            self.side(value)
-        ]
+        remedies = {"below": self.low_remedy, "above": self.high_remedy, "not a number": NAN_REMEDY, "": ""}
+        return remedies[self.side(value)]
 
     def __str__(self) -> str:
         if self.lower is None:
@@ -119,22 +118,17 @@ def load_bands(settings: GuardsConfig) -> dict[str, Band]:
         return {}
     bands = dict(BANDS)
     for metric, bounds in settings.bands.items():
-        if metric == LOGPROB_DIFF:
-            continue
         if bounds is None:
             bands.pop(metric, None)
-        else:
+        elif metric != LOGPROB_DIFF:
             lower, upper = _parse_bounds(metric, bounds)
             bands[metric] = replace(bands.get(metric, Band(metric, None, None)), lower=lower, upper=upper)
     return {name: band for name, band in bands.items() if (band.lower, band.upper) != (None, None)}
 
 
 def _parse_bounds(metric: str, bounds: Any) -> tuple[float | None, float | None]:
-    def is_bound(bound: Any) -> bool:
-        is_number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
-        return bound is None or (is_number and math.isfinite(bound))
-
-    is_pair = isinstance(bounds, (list, tuple)) and len(bounds) == 2 and all(map(is_bound, bounds))
+    is_pair = isinstance(bounds, (list, tuple)) and len(bounds) == 2
+    is_pair = is_pair and all(type(bound) in (int, float, type(None)) and math.isfinite(bound or 0) for bound in bounds)
     if not is_pair or bounds == [None, None] or (None not in bounds and bounds[0] > bounds[1]):
         raise ConfigError(
             f"guards.bands.{metric} must be two numbers, the lower one first, or null for an open end, such as "

@@ -50,29 +50,37 @@ REMAINDER_CAUSES = (
 ROUTING = "routing"
 
 
+_TOKEN_FIELDS = {
+    "record": np.int64,  # index of the record
+    "token": np.int64,  # index in its rollout
+    "engine": np.float64,  # log-prob
+    "trainer": np.float64,  # log-prob, through its own experts where these were computed
+    "routing": np.float64,  # gap due to routing; nan if not measured
+    "remainder": np.float64,  # gap without routing
+    "cause_id": np.int8,  # index into REMAINDER_CAUSES
+    "staleness": np.int32,  # weight versions between sampling and the trainer
+    "mask_size": np.int32,  # size of the sampling support; 0 for the full vocabulary
+    "cached_tokens": np.int32,  # cached tokens at the start of its turn; -1 if not recorded
+}
+_TOKEN = np.dtype(list(_TOKEN_FIELDS.items()))
+
+
 @dataclass(frozen=True)
 class LogprobGaps:
-    """Gaps of the n sampled tokens for which both sides have finite log-probs."""
+    """Gaps of the sampled tokens for which both sides have finite log-probs."""
 
-    engine: np.ndarray  # [n] float64 log-probs
-    trainer: np.ndarray  # [n] float64 log-probs, through its own experts where these were computed
-    routing: np.ndarray  # [n] float64, gap due to routing; nan if not measured
-    remainder: np.ndarray  # [n] float64, gap without routing
-    cause_ids: np.ndarray  # [n] int8, index into REMAINDER_CAUSES
-    staleness: np.ndarray  # [n] int32, weight versions between sampling and the trainer
-    mask_sizes: np.ndarray  # [n] int32, size of the sampling support; 0 for the full vocabulary
-    cached_tokens: np.ndarray  # [n] int32, cached tokens at the start of its turn; -1 if not recorded
-    positions: np.ndarray  # [n, 2] int64, record index and token index within it
+    tokens: np.ndarray  # [n] _TOKEN
     num_missing: int = 0  # rollouts without trainer log-probs
     num_nonfinite: int = 0  # tokens left out because a log-prob is not finite
 
     def __len__(self) -> int:
-        return len(self.engine)
+        return len(self.tokens)
 
     @property
     def gap(self) -> np.ndarray:
         """[n] log p_trainer - log p_engine."""
-        return self.trainer - self.engine
+        gap: np.ndarray = self.tokens["trainer"] - self.tokens["engine"]
+        return gap
 
 
 def compute_gaps(records: Sequence[Record], weight_version: int) -> LogprobGaps:
@@ -81,73 +89,44 @@ def compute_gaps(records: Sequence[Record], weight_version: int) -> LogprobGaps:
     Args:
         weight_version: weight version of the trainer in that step.
     """
-    parts = [
-        columns_of_rollout
-        for record_index, record in enumerate(records)
-        if (columns_of_rollout := _rollout_columns(record_index, record, weight_version)) is not None
-    ]
-    columns = [np.concatenate([part[i] for part in parts]) if parts else np.zeros(0) for i in range(9)]
-    engine, replayed, unreplayed, cause_ids, staleness, mask_sizes, cached, record_index, token_index = columns
-    trainer = np.where(np.isnan(unreplayed), replayed, unreplayed)
-    keep = np.isfinite(engine) & np.isfinite(trainer) & np.isfinite(replayed)
-    return LogprobGaps(
-        engine=engine[keep],
-        trainer=trainer[keep],
-        routing=(unreplayed - replayed)[keep],
-        remainder=(replayed - engine)[keep],
-        cause_ids=cause_ids[keep].astype(np.int8),
-        staleness=staleness[keep].astype(np.int32),
-        mask_sizes=mask_sizes[keep].astype(np.int32),
-        cached_tokens=cached[keep].astype(np.int32),
-        positions=np.stack([record_index, token_index], 1).astype(np.int64)[keep],
-        num_missing=sum(record.trainer_logprobs is None for record in records),
-        num_nonfinite=int((~keep).sum()),
-    )
+    parts = [_sampled_tokens(index, record, weight_version) for index, record in enumerate(records)]
+    tokens = np.concatenate([np.zeros(0, _TOKEN), *parts])
+    is_finite = np.isfinite(tokens["engine"]) & np.isfinite(tokens["trainer"]) & np.isfinite(tokens["remainder"])
+    num_missing = sum(record.trainer_logprobs is None for record in records)
+    return LogprobGaps(tokens[is_finite], num_missing, int((~is_finite).sum()))
 
 
-def _rollout_columns(record_index: int, record: Record, weight_version: int) -> tuple[np.ndarray, ...] | None:
-    """Return the columns of one rollout's sampled tokens; None without trainer log-probs or sampled tokens."""
+def _sampled_tokens(record_index: int, record: Record, weight_version: int) -> np.ndarray:
+    """Return the [n] sampled tokens of one rollout; none without trainer log-probs."""
     rollout, trainer = record.rollout, record.trainer_logprobs
-    if trainer is None or not rollout.num_actions:
-        return None
-    lengths = [len(turn.token_ids) for turn in rollout.turns]
-    is_action = np.repeat([turn.is_action for turn in rollout.turns], lengths)
-    engine = np.concatenate([turn.logprobs for turn in rollout.turns if turn.is_action]).astype(np.float64)
-    staleness = np.concatenate([weight_version - turn.token_versions for turn in rollout.turns if turn.is_action]).clip(
-        min=0
-    )
-    turn_index = np.cumsum([turn.is_action for turn in rollout.turns])
-    turn = np.repeat(turn_index, lengths)[is_action]
-    sampling_mask = rollout.sampling_mask
-    mask_sizes = np.zeros(len(engine), np.int32) if sampling_mask is None else sampling_mask.counts.numpy()
-    has_stale_prefix, cached = np.maximum.accumulate(staleness) > 0, _cached_by_token(rollout)
-    cause_ids = np.select(
-        [staleness > 0, has_stale_prefix, mask_sizes > 0, cached == 0, cached > 0, turn <= 1], [0, 1, 2, 3, 4, 5], 6
-    )
-    unreplayed = (
-        np.full(len(engine), np.nan) if trainer.unreplayed is None else trainer.unreplayed[is_action].astype(np.float64)
-    )
-    positions = np.flatnonzero(is_action)
-    trainer_logprobs = trainer.logprobs[is_action].astype(np.float64)
-    return (
-        engine,
-        trainer_logprobs,
-        unreplayed,
-        cause_ids,
-        staleness,
-        mask_sizes,
-        cached,
-        positions * 0 + record_index,
-        positions,
-    )
+    tokens = np.zeros(0 if trainer is None else rollout.num_actions, _TOKEN)
+    if trainer is None or not len(tokens):
+        return tokens
+    turns, mask = rollout.turns, rollout.sampling_mask
+    lengths = [len(turn.token_ids) for turn in turns]
+    is_action = np.repeat([turn.is_action for turn in turns], lengths)
+    versions = np.concatenate([turn.token_versions for turn in turns if turn.is_action])
+    replayed = trainer.logprobs[is_action].astype(np.float64)
+    unreplayed = np.nan if trainer.unreplayed is None else trainer.unreplayed[is_action].astype(np.float64)
+    tokens["record"], tokens["token"] = record_index, np.flatnonzero(is_action)
+    tokens["engine"] = np.concatenate([turn.logprobs for turn in turns if turn.is_action])
+    tokens["trainer"] = np.where(np.isnan(unreplayed), replayed, unreplayed)
+    tokens["routing"], tokens["remainder"] = unreplayed - replayed, replayed - tokens["engine"]
+    tokens["staleness"] = staleness = (weight_version - versions).clip(min=0)
+    tokens["mask_size"] = mask_sizes = np.zeros(len(tokens), np.int32) if mask is None else mask.counts.numpy()
+    tokens["cached_tokens"] = cached = _cached_by_token(rollout)
+    has_stale_prefix = np.maximum.accumulate(staleness) > 0
+    is_first_turn = np.repeat(np.cumsum([turn.is_action for turn in turns]) <= 1, lengths)[is_action]
+    conditions = [staleness > 0, has_stale_prefix, mask_sizes > 0, cached == 0, cached > 0, is_first_turn]
+    tokens["cause_id"] = np.select(conditions, range(6), 6)
+    return tokens
 
 
 def _cached_by_token(rollout: Rollout) -> np.ndarray:
     """Return [actions] int32: for each sampled token, the cached tokens at the start of its turn."""
-    action_turns = [turn for turn in rollout.turns if turn.is_action]
+    turns = [turn for turn in rollout.turns if turn.is_action]
     return np.repeat(
-        np.array([turn.cached_tokens for turn in action_turns], np.int32),
-        [len(turn.token_ids) for turn in action_turns],
+        np.array([turn.cached_tokens for turn in turns], np.int32), [len(turn.token_ids) for turn in turns]
     )
 
 
@@ -171,21 +150,17 @@ class Cause:
 
 def summarize_causes(gaps: LogprobGaps) -> list[Cause]:
     """Return one entry per cause that has tokens, largest share first, then the whole gap as `all`."""
-    has_routing = ~np.isnan(gaps.routing)
-    parts = {ROUTING: np.abs(gaps.routing[has_routing])}
-    parts |= {name: np.abs(gaps.remainder[gaps.cause_ids == i]) for i, name in enumerate(REMAINDER_CAUSES)}
+    routing, remainder, cause_ids = (gaps.tokens[name] for name in ("routing", "remainder", "cause_id"))
+    parts = {ROUTING: np.abs(routing[~np.isnan(routing)])}
+    parts |= {name: np.abs(remainder[cause_ids == i]) for i, name in enumerate(REMAINDER_CAUSES)}
     total = sum(float(part.sum()) for part in parts.values())
     causes = [_summarize_part(name, part, total) for name, part in parts.items() if len(part)]
-    gap = np.abs(gaps.gap)
-    return [
-        *sorted(causes, key=lambda cause: -cause.share),
-        *([_summarize_part("all", gap, 0.0)] if len(gap) else []),
-    ]
+    whole = [_summarize_part("all", np.abs(gaps.gap), 0.0)] if len(gaps) else []
+    return sorted(causes, key=lambda cause: -cause.share) + whole
 
 
 def _summarize_part(name: str, part: np.ndarray, total: float) -> Cause:
-    part_sum = float(part.sum())
-    share = part_sum / total if total else 1.0 if name == "all" else 0.0
+    share = float(part.sum()) / total if total else 1.0 if name == "all" else 0.0
     p99 = float(np.quantile(part, 0.99, method="higher"))
     return Cause(name, len(part), float(part.mean()), p99, float(part.max()), share)
 
@@ -194,21 +169,14 @@ def find_worst(gaps: LogprobGaps, count: int) -> list[dict[str, Any]]:
     """Return the tokens with the largest |gap|: position, both log-probs, and the cause of the larger part."""
     order = np.argsort(-np.abs(gaps.gap), kind="stable")[:count]
     rows = []
-    for i in order.tolist():
-        routing = float(np.nan_to_num(gaps.routing[i]))
+    for gap, values in zip(gaps.gap[order].tolist(), gaps.tokens[order].tolist(), strict=True):
+        token = dict(zip(_TOKEN_FIELDS, values, strict=True))
+        routing = float(np.nan_to_num(token["routing"]))
+        remainder_cause = REMAINDER_CAUSES[token["cause_id"]]
         rows.append(
-            {
-                "record": int(gaps.positions[i, 0]),
-                "token": int(gaps.positions[i, 1]),
-                "gap": float(gaps.gap[i]),
-                "engine": float(gaps.engine[i]),
-                "trainer": float(gaps.trainer[i]),
-                "routing": routing,
-                "staleness": int(gaps.staleness[i]),
-                "choices": int(gaps.mask_sizes[i]),
-                "cached": int(gaps.cached_tokens[i]),
-                "cause": ROUTING if abs(routing) > abs(gaps.remainder[i]) else REMAINDER_CAUSES[gaps.cause_ids[i]],
-            }
+            {name: token[name] for name in ("record", "token", "engine", "trainer", "staleness")}
+            | {"gap": gap, "routing": routing, "choices": token["mask_size"], "cached": token["cached_tokens"]}
+            | {"cause": ROUTING if abs(routing) > abs(token["remainder"]) else remainder_cause}
         )
     return rows
 

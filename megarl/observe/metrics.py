@@ -174,12 +174,7 @@ class SourceMeans:
         self._sums: dict[str, dict[str, list[float]]] = {}  # metric -> source -> [sum, sum of weights]
 
     def add(self, metric: str, sums: torch.Tensor, weights: torch.Tensor, rollouts: Rollouts) -> None:
-        """Add a batch.
-
-        Args:
-            sums: [N] sum of the metric per rollout.
-            weights: [N] weight per rollout, such as its tokens.
-        """
+        """Add a batch: [N] sums of the metric and weights per rollout, such as its tokens."""
         by_source = self._sums.setdefault(metric, {})
         for index, source in enumerate(rollouts.sources):
             mask = rollouts.source == index
@@ -201,10 +196,7 @@ class SourceMeans:
 
 
 def mask_by_source(source: torch.Tensor, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Return an [N] bool mask per source that occurs in `source`.
-
-    Empty for a single source, and for more than `MAX_SOURCES`, whose metrics nobody would read.
-    """
+    """Return an [N] bool mask per source that occurs in `source`, for 2 to `MAX_SOURCES` sources; else empty."""
     source_ids = torch.unique(source).tolist()
     if not 1 < len(source_ids) <= MAX_SOURCES:
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -54,16 +55,12 @@ def select_remote_clocks(roles: Iterable[RoleFlops]) -> dict[int, list[str]]:
     return dict(sorted(phases_by_rank.items()))
 
 
-PhaseTimes = Mapping[str, float]
-"""Seconds of a step by `time/<phase>`, as returned by `Clock.lap`."""
-
-
 def compute_throughput(
     roles: Iterable[RoleFlops],
-    times: PhaseTimes,
+    times: Mapping[str, float],
     world: int,
     peak: float | None,
-    remote_times: Mapping[int, PhaseTimes] = MappingProxyType({}),
+    remote_times: Mapping[int, Mapping[str, float]] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Return the throughput metrics of a step and reset the counters in `roles`.
 
@@ -73,10 +70,10 @@ def compute_throughput(
     `perf/<role>_mfu` are the same as a fraction of it. Computation in engines is not counted.
 
     Args:
-        times: phase times of this rank's clock.
+        times: seconds by `time/<phase>` of this rank's clock.
         world: number of ranks.
         peak: peak FLOP/s of a GPU; None if unknown.
-        remote_times: phase times of other ranks' clocks, for roles whose `first_rank` they are.
+        remote_times: the same of other ranks' clocks, for roles whose `first_rank` they are.
     """
     rates: dict[str, float] = {}
     total_flops = 0.0
@@ -108,34 +105,23 @@ class GpuMonitor:
         self._samples: list[tuple[float, int]] = []
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        if self._sample():
-            threading.Thread(target=self._watch, name="gpu", daemon=True).start()
+        threading.Thread(target=self._watch, name="gpu", daemon=True).start()
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics since the last call.
-
-        `perf/gpu_utilization` is the mean utilization; `perf/gpu_memory_gib` is the peak memory in use, including that
-        of engines and other processes.
-        """
+        """Return mean utilization and peak memory, including that of other processes, since the last call."""
         with self._lock:
             samples, self._samples = self._samples, []
         if not samples:
             return {}
-        return {
-            "perf/gpu_utilization": sum(utilization for utilization, _ in samples) / len(samples),
-            "perf/gpu_memory_gib": max(memory for _, memory in samples) / 2**30,
-        }
+        utilization, memory = zip(*samples, strict=True)
+        return {"perf/gpu_utilization": statistics.fmean(utilization), "perf/gpu_memory_gib": max(memory) / 2**30}
 
     def close(self) -> None:
         self._closing.set()
 
     def _watch(self) -> None:
-        while not self._closing.wait(SAMPLE_INTERVAL_S) and self._sample():
-            pass
-
-    def _sample(self) -> bool:
-        usage = self._read_usage()
-        if usage is not None:
+        while (usage := self._read_usage()) is not None:
             with self._lock:
                 self._samples.append(usage)
-        return usage is not None
+            if self._closing.wait(SAMPLE_INTERVAL_S):
+                return

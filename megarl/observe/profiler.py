@@ -6,48 +6,39 @@ run. Without CUDA torch's profiler writes a Chrome trace, `<run>/profile/rank_00
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.config import Config, ConfigError
 from megarl.observe.clock import Clock
 from megarl.parallel import device
-
-
-class Window(Protocol):
-    """An open profiling window. `stop` may write `file` and returns where to find the profile."""
-
-    def annotate(self, name: str) -> AbstractContextManager[Any]: ...
-
-    def stop(self, file: Path) -> str: ...
+from megarl.utils.text import one_line
 
 
 class CudaWindow:
-    def __init__(self) -> None:
-        device.profiler_start()
+    """An open profiling window: `annotate` opens a named range, `stop` returns where to find the profile."""
 
-    def annotate(self, name: str) -> AbstractContextManager[Any]:
-        return device.profiler_range(name)
+    def __init__(self) -> None:
+        self.annotate = device.profiler_range
+        device.profiler_start()
 
     def stop(self, file: Path) -> str:
         device.profiler_stop()
-        return (
-            "in what nsys writes, if `nsys profile -c cudaProfilerApi --capture-range-end=repeat` has started the run"
-        )
+        command = "nsys profile -c cudaProfilerApi --capture-range-end=repeat"
+        return f"in what nsys writes, if `{command}` has started the run"
 
 
 class HostWindow:
+    """Likewise; `stop` writes the profile to `file`."""
+
     def __init__(self) -> None:
         from torch.profiler import ProfilerActivity, profile, record_function
 
+        self.annotate: Callable[[str], AbstractContextManager[Any]] = record_function
         self._profile: Any = profile(activities=[ProfilerActivity.CPU])
-        self._range: Callable[[str], AbstractContextManager[Any]] = record_function
         self._profile.start()
-
-    def annotate(self, name: str) -> AbstractContextManager[Any]:
-        return self._range(name)
 
     def stop(self, file: Path) -> str:
         self._profile.stop()
@@ -71,11 +62,11 @@ class StepProfiler:
         folder: Path,
         rank: int,
         log: Callable[[str], None],
-        create_window: Callable[[], Window] | None = None,
+        create_window: Callable[[], Any] | None = None,
     ) -> None:
         self._steps, self._clock, self._folder, self._rank, self._log = set(steps), clock, folder, rank, log
         self._create_window = create_window or (CudaWindow if device.has_cuda() else HostWindow)
-        self._window: Window | None = None
+        self._window: Any = None
         self._first = self._last = 0
 
     def begin(self, step: int) -> None:
@@ -85,7 +76,9 @@ class StepProfiler:
         self._last = step
         if self._window is None:
             self._first = step
-            self._try(self._start_window)
+            with self._survive_failure():
+                self._window = self._create_window()
+                self._clock.profiler_range = self._window.annotate
 
     def end(self, step: int) -> None:
         """Close the window after step `step` unless the next step is profiled, too."""
@@ -99,18 +92,16 @@ class StepProfiler:
             return
         steps = f"{self._first}-{self._last}" if self._last > self._first else f"{self._first}"
         file = self._folder / f"rank_{self._rank:05d}_steps_{steps}.json"
-        self._try(lambda: self._log(f"profile of steps {steps}: {window.stop(file)}"))
+        with self._survive_failure():
+            self._log(f"profile of steps {steps}: {window.stop(file)}")
 
-    def _start_window(self) -> None:
-        self._window = self._create_window()
-        self._clock.profiler_range = self._window.annotate
-
-    def _try(self, work: Callable[[], None]) -> None:
+    @contextmanager
+    def _survive_failure(self) -> Iterator[None]:
         try:
-            work()
+            yield
         except Exception as error:  # noqa: BLE001  such as a full disk, or another active profiler
             self._steps = set()
-            self._log(f"could not profile: {' '.join(str(error).split())[:200]}; training continues without it")
+            self._log(f"could not profile: {one_line(error, 200)}; training continues without it")
 
 
 def check_profile(config: Config) -> None:

@@ -61,7 +61,7 @@ class Progress:
         total: number of steps.
         live: whether to redraw in place; None to do so if the output is a terminal.
         bands: health bands by metric; the display shows whether each metric is within its band.
-        has_steps: whether to display step counts.
+        has_steps: whether to display step counts; a standalone evaluation has only one step.
     """
 
     def __init__(
@@ -73,18 +73,13 @@ class Progress:
         bands: Mapping[str, Band] | None = None,
         has_steps: bool = True,
     ) -> None:
-        self.title = title
-        self.has_steps = has_steps
-        """Whether step counts are displayed; a standalone evaluation has only one step."""
-        self.bands = bands or {}
-        self.total = total
-        self.enabled = enabled
+        self.title, self.total, self.enabled = title, total, enabled
+        self.bands, self.has_steps = bands or {}, has_steps
         self.last_step = 0
         self._values: dict[str, float] = {}
         self._last: Mapping[str, float] = {}
         """Metrics of the last step only."""
-        self._phase = "starting"
-        self._phase_began = time.monotonic()
+        self._phase, self._phase_began = "starting", time.monotonic()
         self._phase_progress = (0, 0)
         """(done, total) of the current phase; 0 if it does not report progress."""
         self._phase_seconds: dict[str, float] = {}
@@ -130,18 +125,6 @@ class Progress:
             text += f", {estimate[0]:.0%}, {format_duration(estimate[1])} left"
         return text
 
-    def report_long_phase(self, last_report: float) -> float:
-        """Log the current phase if it began, and was last logged, at least `REPORT_INTERVAL_S` ago.
-
-        Args:
-            last_report: time of the last such line; the return value is its update.
-        """
-        now = time.monotonic()
-        if not self._phase or now - max(last_report, self._phase_began) < REPORT_INTERVAL_S:
-            return last_report
-        self.log(f"now: {self.describe_phase()}")
-        return now
-
     def begin_step(self, step: int) -> None:
         """Start timing step `step`, counted from 1."""
         self.last_step = step - 1
@@ -158,12 +141,12 @@ class Progress:
     def report_evaluation(self, step: int, metrics: Mapping[str, float]) -> str:
         """Display evaluation metrics of the state after `step` steps. Return the logged line."""
         self._values |= metrics
-        shown = {name.removeprefix("eval/"): value for name, value in metrics.items() if _is_shown(name)}
-        values_text = "  ".join(f"{name} {value:.3f}" for name, value in shown.items())
-        first_version, last_version = (metrics.get(f"eval/weight_version{end}", -1.0) for end in ("", "_last"))
-        versions = (
-            f", by the weights of {first_version:.0f} to {last_version:.0f}" if last_version > first_version else ""
+        values_text = "  ".join(
+            f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if _is_shown(name)
         )
+        first_version, last_version = (metrics.get(f"eval/weight_version{end}", -1.0) for end in ("", "_last"))
+        has_newer = last_version > first_version
+        versions = f", by the weights of {first_version:.0f} to {last_version:.0f}" if has_newer else ""
         line = f"held out, after step {step}{versions}: {values_text}"
         self.log(line)
         return line
@@ -174,22 +157,24 @@ class Progress:
         parts += [f"{title} {value}" for title, value in select_displayed(metrics)]
         if dominant := format_dominant_phases(metrics):
             parts.append(dominant)
-        if out_of_band := [
-            band.title for name, band in self.bands.items() if name in metrics and band.side(metrics[name])
-        ]:
+        banded = [(band, metrics[name]) for name, band in self.bands.items() if name in metrics]
+        if out_of_band := [band.title for band, value in banded if band.side(value)]:
             parts.append(f"out of band: {', '.join(out_of_band)}")
-        remaining = self.estimate_remaining()
-        if remaining is not None and remaining >= 0.5 and step < self.total:  # 0.5 s is what rounds to a second
-            parts.append(f"{format_duration(remaining)} left")
+        if step < self.total and (remaining := self.describe_remaining()):
+            parts.append(remaining)
         return "  ".join(parts)
 
     def log(self, text: str) -> None:
         """Print a permanent line above the live display."""
         if self.enabled:
-            self._console.print(
-                Text(text), soft_wrap=True
-            )  # only the terminal wraps, so that copied text has no line breaks
+            # Only the terminal wraps, so that copied text has no line breaks.
+            self._console.print(Text(text), soft_wrap=True)
             self._console.file.flush()
+
+    def describe_remaining(self) -> str:
+        """Format the remaining time, such as `12:34 left`; empty if it is unknown or would round to 0."""
+        seconds = self.estimate_remaining()
+        return "" if seconds is None or seconds < 0.5 else f"{format_duration(seconds)} left"
 
     def estimate_remaining(self) -> float | None:
         """Estimate the remaining seconds by the mean of the last 20 steps, evaluations included.
@@ -212,65 +197,55 @@ class Progress:
             self._live = None
 
     def _render(self) -> RenderableType:
-        remaining = self.estimate_remaining()
         header = Table.grid(padding=(0, 2))
         header.add_row(
             Text(self.title, style="bold"),
             Text(f"step {self.last_step}/{self.total}" if self.has_steps else ""),
             ProgressBar(total=max(1, self.total), completed=self.last_step, width=30),
-            Text(
-                "" if remaining is None or remaining < 0.5 or not self._phase else f"{format_duration(remaining)} left"
-            ),
+            Text(self.describe_remaining() if self._phase else ""),
         )
         rows: list[Any] = [header]
         if self._phase:
             rows.append(self._render_phase())
         if dominant := format_dominant_phases(self._last):
             rows.append(Text(f"last step: {dominant}", style="dim"))
-        cells = select_displayed(self._values)
+        cells = [(title, value, "bold") for title, value in select_displayed(self._values)]
         cells += [
-            (f"held-out {name.removeprefix('eval/').removeprefix('reward_')}", f"{value:.3f}")
+            (f"held-out {name.removeprefix('eval/').removeprefix('reward_')}", f"{value:.3f}", "bold")
             for name, value in self._values.items()
             if _is_shown(name)
         ]
-        if cells:
-            texts = [Text.assemble((f"{title} ", "dim"), (value, "bold")) for title, value in cells]
+        banded = [(band, self._values[name]) for name, band in self.bands.items() if name in self._values]
+        band_cells = [
+            (band.title, band.describe(value), "bold red" if band.side(value) else "green") for band, value in banded
+        ]
+        for line in filter(None, (cells, band_cells)):
+            texts = [Text.assemble((f"{title} ", "dim"), (value, style)) for title, value, style in line]
             rows.append(Columns(texts, padding=(0, 3)))
-        if banded := self._render_bands():
-            rows.append(Columns(banded, padding=(0, 3)))
         return Group(*rows)
 
     def _render_phase(self) -> RenderableType:
         """Render the current phase, with a bar if it is long."""
         row = Table.grid(padding=(0, 2))
-        text = Text(f"now: {self.describe_phase()}", style="cyan")
+        cells: list[Any] = [Text(f"now: {self.describe_phase()}", style="cyan")]
         elapsed, estimate = time.monotonic() - self._phase_began, self.estimate_phase()
-        if elapsed + (estimate[1] if estimate else 0.0) < MIN_BAR_S:
-            row.add_row(text)
-        elif estimate is None:
-            row.add_row(text, ProgressBar(pulse=True, width=20))  # duration unknown
-        else:
-            row.add_row(text, ProgressBar(total=1.0, completed=estimate[0], width=20))
+        if elapsed + (estimate[1] if estimate else 0.0) >= MIN_BAR_S:
+            fraction = 0.0 if estimate is None else estimate[0]
+            cells.append(ProgressBar(total=1.0, completed=fraction, pulse=estimate is None, width=20))
+        row.add_row(*cells)
         return row
-
-    def _render_bands(self) -> list[Text]:
-        """Render the position of each metric relative to its band."""
-        values = [(band, self._values[name]) for name, band in self.bands.items() if name in self._values]
-        return [
-            Text.assemble(
-                (f"{band.title} ", "dim"), (band.describe(value), "bold red" if band.side(value) else "green")
-            )
-            for band, value in values
-        ]
 
 
 def _report_long_phases(progress: weakref.ref[Progress], closing: threading.Event) -> None:
-    """Log long phases until `closing` is set or the display is garbage-collected."""
+    """Log phases that last, every `REPORT_INTERVAL_S`, until `closing` is set or the display is garbage-collected."""
     last_report = time.monotonic()
     while not closing.wait(REPORT_INTERVAL_S / 4):
         if (display := progress()) is None:
             return
-        last_report = display.report_long_phase(last_report)
+        now = time.monotonic()
+        if display._phase and now - max(last_report, display._phase_began) >= REPORT_INTERVAL_S:
+            display.log(f"now: {display.describe_phase()}")
+            last_report = now
         del display
 
 
@@ -288,13 +263,13 @@ def format_dominant_phases(metrics: Mapping[str, float]) -> str:
     step_seconds = metrics.get("time/step", 0.0)
     if not step_seconds > 0:
         return ""
-    shares = {
-        name.removeprefix("time/").replace("_", " "): seconds / step_seconds
+    phases = [
+        (seconds / step_seconds, name.removeprefix("time/").replace("_", " "))
         for name, seconds in metrics.items()
         if name.startswith("time/") and name != "time/step"
-    }
-    largest = sorted(shares.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {min(1.0, share):.0%}" for name, share in largest[:3] if share >= DOMINANT_SHARE)
+    ]
+    largest = sorted(phases, key=lambda phase: -phase[0])[:3]
+    return ", ".join(f"{name} {min(1.0, share):.0%}" for share, name in largest if share >= DOMINANT_SHARE)
 
 
 def _is_shown(name: str) -> bool:

@@ -6,25 +6,17 @@ import math
 import re
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
-
-import pyarrow.parquet as pq
+from typing import Any, NamedTuple
 
 from megarl.config import Config, ConfigError, load_config
 from megarl.models.layout_algebra import HFConfig
-from megarl.models.routing import routing_shape
-from megarl.observe.rollout_log import iter_rows, open_complete_parts, read_vocabulary_hash, recorded_steps, step_folder
+from megarl.models.routing import RoutingShape, routing_shape
+from megarl.observe.rollout_log import Part, iter_rows, open_complete_parts, recorded_steps, step_folder
 from megarl.observe.rollout_table import check_turns
 
 _CHECKED_COLUMNS = (
-    "number",
-    "group",
-    "episode",
-    "status",
-    "logprob",
-    "turn_lengths",
-    "turn_is_action",
-    "turn_weight_version",
+    *("number", "group", "episode", "status", "logprob"),
+    *("turn_lengths", "turn_is_action", "turn_weight_version", "routing_shape"),
 )
 """Columns needed to check a step against a configuration; about a thousandth of the file."""
 _SPEC = re.compile(r"(.+)@(\d{1,9})")
@@ -60,8 +52,7 @@ def needs_trainer_columns(config: Config) -> bool:
 def check_replay(config: Config, hf: HFConfig, vocab_hash: str = "", max_step: int = 0) -> None:
     """Check that the recording has the rollouts of all steps to take and fits the configuration.
 
-    Checks counts, vocabulary and the shape of routing. Reads only `_CHECKED_COLUMNS` and the like, not tokens and
-    messages, which are checked when they are replayed.
+    Checks counts, vocabulary and the shape of routing. Tokens and messages are checked when they are replayed.
 
     Args:
         vocab_hash: hash of the tokenizer's vocabulary, as recorded by the rollout log; empty if unknown.
@@ -80,36 +71,34 @@ def check_replay(config: Config, hf: HFConfig, vocab_hash: str = "", max_step: i
     if config.run.resumes:  # steps up to the checkpoint are not repeated
         saved = (path.name.removeprefix("step_") for path in Path(config.run.dir, "checkpoints").glob("step_*"))
         first_step += max((int(number) for number in saved if number.isdecimal()), default=0)
-    for step in range(first_step, last_step + 1):
-        recorded_step = source.recorded_step(step)
-        if not step_folder(folder, recorded_step).is_dir():
+    for step in map(source.recorded_step, range(first_step, last_step + 1)):
+        if not step_folder(folder, step).is_dir():
             available = recorded_steps(folder)
             available_text = f"it has steps {available[0]} to {available[-1]}" if available else "it has none"
             remedy = f"lower run.num_rollout={last_step}, or replay a run of as many steps"
-            if available and available[0] > recorded_step:
+            if available and available[0] > step:
                 remedy = f"{folder}@{available[0]} begins with its first"
-            name = step_folder(folder, recorded_step).name
-            raise ConfigError(f"{key} has no rollouts of step {recorded_step} ({name}), {available_text}: {remedy}")
-        _check_step(folder, recorded_step, config, hf, vocab_hash)
+            name = step_folder(folder, step).name
+            raise ConfigError(f"{key} has no rollouts of step {step} ({name}), {available_text}: {remedy}")
+        _check_step(folder, step, config, hf, vocab_hash)
 
 
 def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocab_hash: str) -> None:
     """Raise ConfigError unless the step's rollouts could have been generated with this configuration."""
     prompts, samples = config.data.prompts_per_step, config.rollout.samples_per_prompt
     shape = routing_shape(hf, config.model.megatron) if config.train.routing_replay else None
-    expected_shape = None if shape is None else [len(shape.moe_layers), shape.topk]
     counts = ("support_counts",) if config.rollout.has_truncated_sampling else ()
     sizes: Counter[int] = Counter()
     episodes: set[tuple[int, int]] = set()
-    for file, part in open_complete_parts(run_dir, step):
-        if vocab_hash and (recorded_hash := read_vocabulary_hash(part)) and recorded_hash != vocab_hash:
+    for part in open_complete_parts(run_dir, step):
+        if vocab_hash and part.read_metadata("vocabulary") not in ("", vocab_hash):
             raise ConfigError(
-                f"{file} was recorded with another tokenizer than that of model.path={config.model.path}; set "
+                f"{part.path} was recorded with another tokenizer than that of model.path={config.model.path}; set "
                 f"model.path to a model with the same tokenizer"
             )
-        _check_range(file, part, int(hf["vocab_size"]))
-        for number, row in enumerate(iter_rows(file, part, (*_CHECKED_COLUMNS, "routing_shape", *counts))):
-            location = f"{file}, row {number}"
+        _check_range(part, int(hf["vocab_size"]))
+        for number, row in enumerate(iter_rows(part, (*_CHECKED_COLUMNS, *counts))):
+            location = f"{part.path}, row {number}"
             try:
                 check_turns(row)
             except ValueError as error:
@@ -122,27 +111,7 @@ def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocab_ha
                     f"{config.rollout.max_context}: it is of another configuration"
                 )
             if row["status"] != "aborted" and row["turn_is_action"].any():
-                recorded_routing = row["routing_shape"]
-                if expected_shape is not None and (
-                    recorded_routing is None or recorded_routing[1:].tolist() != expected_shape
-                ):
-                    recorded_shape = (
-                        "no routing"
-                        if recorded_routing is None
-                        else f"that of {recorded_routing[1]} layers with {recorded_routing[2]} experts each"
-                    )
-                    raise ConfigError(
-                        f"train.routing_replay=true, but {location}, has {recorded_shape}, and this model has "
-                        f"{expected_shape[0]} layers with {expected_shape[1]}: replay a run that "
-                        "recorded it (with train.routing_replay and track.save_replay_data), or set "
-                        "train.routing_replay=false"
-                    )
-                if counts and row["support_counts"] is None:
-                    raise ConfigError(
-                        f"sampling is truncated by rollout.top_p, top_k or min_p, but {location}, has no sampling "
-                        "masks: replay a run that recorded them (with the same keys and track.save_replay_data), or "
-                        "reset these keys"
-                    )
+                _check_trainer_columns(row, location, shape, bool(counts))
             episode = row["group"], row["episode"]
             sizes[row["group"]] += row["episode"] < 0 or episode not in episodes  # an episode has a row per branch
             episodes.add(episode)
@@ -157,6 +126,26 @@ def _check_step(run_dir: Path, step: int, config: Config, hf: HFConfig, vocab_ha
         )
 
 
+def _check_trainer_columns(row: dict[str, Any], location: str, shape: RoutingShape | None, needs_masks: bool) -> None:
+    """Raise ConfigError unless the row has routing of this shape, if any, and sampling masks if they are needed."""
+    if shape is not None:
+        recorded, expected = row["routing_shape"], [len(shape.moe_layers), shape.topk]
+        if recorded is None or recorded[1:].tolist() != expected:
+            actual = "no routing"
+            if recorded is not None:
+                actual = f"that of {recorded[1]} layers with {recorded[2]} experts each"
+            raise ConfigError(
+                f"train.routing_replay=true, but {location}, has {actual}, and this model has {expected[0]} layers "
+                f"with {expected[1]}: replay a run that recorded it (with train.routing_replay and "
+                "track.save_replay_data), or set train.routing_replay=false"
+            )
+    if needs_masks and row["support_counts"] is None:
+        raise ConfigError(
+            f"sampling is truncated by rollout.top_p, top_k or min_p, but {location}, has no sampling masks: replay a "
+            "run that recorded them (with the same keys and track.save_replay_data), or reset these keys"
+        )
+
+
 def _read_prompts_per_step(run_dir: Path) -> int | None:
     """Return the recorded run's `data.prompts_per_step`; None if its configuration cannot be read."""
     try:
@@ -165,21 +154,21 @@ def _read_prompts_per_step(run_dir: Path) -> int | None:
         return None
 
 
-def _check_range(file: Path, part: pq.ParquetFile, vocab_size: int) -> None:
-    """Check token ids and log-probs by parquet's column statistics, without reading them. words: vocabulary size."""
-    for group in range(part.num_row_groups):
-        row_group = part.metadata.row_group(group)
+def _check_range(part: Part, vocab_size: int) -> None:
+    """Check token ids and log-probs by parquet's column statistics, without reading them."""
+    metadata = part.file.metadata
+    for row_group in map(metadata.row_group, range(metadata.num_row_groups)):
         for column in map(row_group.column, range(row_group.num_columns)):
             name, statistics = column.path_in_schema.split(".")[0], column.statistics
             if statistics is None or not statistics.has_min_max:
                 continue
             if name in ("token_ids", "prompt_token_ids", "support_ids"):
                 if statistics.min < 0:
-                    raise ConfigError(f"{file} is not a file of recorded rollouts: a token id is negative")
+                    raise ConfigError(f"{part.path} is not a file of recorded rollouts: a token id is negative")
                 if statistics.max >= vocab_size:
                     raise ConfigError(
-                        f"{file} has the token {statistics.max}, and the model of model.path has {vocab_size} tokens: "
-                        "it was recorded with another model"
+                        f"{part.path} has the token {statistics.max}, and the model of model.path has {vocab_size} "
+                        "tokens: it was recorded with another model"
                     )
             if name == "logprobs" and not (math.isfinite(statistics.min) and math.isfinite(statistics.max)):
-                raise ConfigError(f"{file}: a log-prob is not finite")
+                raise ConfigError(f"{part.path}: a log-prob is not finite")

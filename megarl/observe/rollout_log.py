@@ -8,6 +8,7 @@ when its files together have as many rollouts as each file's metadata say that t
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 from collections import Counter
@@ -16,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -26,14 +27,12 @@ from megarl.config import ConfigError
 from megarl.observe.rollout_columns import COLUMNS_SINCE_FORMAT, DICTIONARY_COLUMNS, FORMAT, SCHEMA, TRAINER_COLUMNS
 from megarl.observe.rollout_table import Record, TrainerLogprobs, iter_table_rows, to_batch, to_record
 from megarl.types import Rollout
+from megarl.utils.text import one_line
 
 ROW_GROUP_TOKENS = 1 << 20
 """Tokens per row group. While a row group is written, it is held in memory twice."""
 TOKEN_BYTES = 12
 """Bytes of a token with its log-prob and advantage; routing and sampling masks count as a token per so many bytes."""
-
-_PART_NAME = re.compile(r"rank_(\d{5,9})\.parquet")
-"""Name of a rank's file."""
 
 
 def step_folder(run_dir: str | Path, step: int) -> Path:
@@ -52,11 +51,35 @@ def recorded_steps(run_dir: str | Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def remove_after(run_dir: str | Path, step: int) -> None:
-    """Remove the rollouts of steps after `step`, which will be repeated, possibly by another number of ranks.
+class Part(NamedTuple):
+    """A rank's file of a step, open for reading."""
 
-    Raises OSError.
-    """
+    path: Path
+    file: pq.ParquetFile
+
+    @staticmethod
+    def open(path: Path) -> Part:
+        return Part(path, pq.ParquetFile(path.absolute(), page_checksum_verification=True))
+
+    @property
+    def names(self) -> set[str]:
+        """Columns that the file has."""
+        return set(self.file.schema_arrow.names)
+
+    def read_metadata(self, name: str) -> str:
+        """Return an entry of the file's metadata, such as `vocabulary`; empty if missing."""
+        metadata = self.file.schema_arrow.metadata or {}
+        return str(metadata.get(f"megarl.{name}".encode(), b"").decode(errors="replace"))
+
+
+def list_parts(run_dir: str | Path, step: int) -> list[Path]:
+    """Return the files of a step."""
+    paths = step_folder(run_dir, step).glob("rank_*")
+    return sorted(path for path in paths if re.fullmatch(r"rank_\d{5,9}\.parquet", path.name))
+
+
+def remove_after(run_dir: str | Path, step: int) -> None:
+    """Remove the rollouts of steps after `step`, which will be repeated, possibly by another number of ranks."""
     for later in recorded_steps(run_dir):
         if later > step:
             shutil.rmtree(step_folder(run_dir, later))
@@ -83,11 +106,9 @@ class RolloutLog:
         save_replay_data: bool = True,
         vocab_hash: str = "",
     ) -> None:
-        self._run_dir = run_dir
-        self._rank = rank
-        self._warn = warn
-        self._has_trainer_columns, self._vocab_hash = save_replay_data, vocab_hash
-        self._warned = False
+        self._run_dir, self._rank, self._warn = run_dir, rank, warn
+        self._save_replay_data, self._vocab_hash = save_replay_data, vocab_hash
+        self._has_warned = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-log")
         self._pending_write: Future[None] | None = None
 
@@ -113,33 +134,26 @@ class RolloutLog:
         """
         self.drain()
         if rollouts:
-            advantage_list = [None] * len(rollouts) if advantages is None else list(advantages)
-            if not self._has_trainer_columns:
+            if not self._save_replay_data:
                 rollouts = [replace(rollout, routing=None, sampling_mask=None) for rollout in rollouts]
             file = part_file(self._run_dir, step, self._rank)
             self._pending_write = self._thread.submit(
-                write_part, file, step, total, numbers, rollouts, advantage_list, self._vocab_hash, trainer_logprobs
+                write_part, file, step, total, numbers, rollouts, advantages, self._vocab_hash, trainer_logprobs
             )
 
     def drain(self) -> None:
         """Wait until everything queued is on disk; warn if it could not be written."""
         if self._pending_write is None:
             return
-        error = self._pending_write.exception()
-        self._pending_write = None
-        if error is not None and not self._warned:
-            self._warned = True
-            reason = " ".join(str(error).split()) or type(error).__name__
-            self._warn(f"could not record rollouts: {reason}; training continues without them")
+        error, self._pending_write = self._pending_write.exception(), None
+        if error is not None and not self._has_warned:
+            self._has_warned = True
+            self._warn(f"could not record rollouts: {one_line(error)}; training continues without them")
 
-    def make_drain(self) -> Callable[[], None]:
+    def make_drain(self) -> Callable[[], object]:
         """Return a function that waits, on any thread, for what is queued now but not for later writes."""
-        pending = [] if self._pending_write is None else [self._pending_write]
-
-        def drain() -> None:
-            wait(pending)  # a failure is reported by the next `write` or `drain`
-
-        return drain
+        # A failure is reported by the next `write` or `drain`.
+        return functools.partial(wait, [] if self._pending_write is None else [self._pending_write])
 
     def close(self) -> None:
         self.drain()
@@ -162,37 +176,32 @@ def write_part(
     """
     metadata = {"megarl.format": FORMAT, "megarl.step": step, "megarl.total": total, "megarl.vocabulary": vocab_hash}
     schema = SCHEMA.with_metadata({name: str(value) for name, value in metadata.items()})
-    advantage_list = [None] * len(rollouts) if advantages is None else advantages
-    trainer_list = [None] * len(rollouts) if trainer_logprobs is None else trainer_logprobs
+    advantages = [None] * len(rollouts) if advantages is None else advantages
+    trainer_logprobs = [None] * len(rollouts) if trainer_logprobs is None else trainer_logprobs
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}")  # readers of whole folders skip dot files
     try:
         with pq.ParquetWriter(
             partial.absolute(), schema, compression="zstd", use_dictionary=DICTIONARY_COLUMNS, write_page_checksum=True
         ) as writer:
-            for start, end in _split_row_groups(rollouts):
-                part = slice(start, end)
-                writer.write_batch(to_batch(numbers[part], rollouts[part], advantage_list[part], trainer_list[part]))
+            for rows in _split_row_groups(rollouts):
+                writer.write_batch(to_batch(numbers[rows], rollouts[rows], advantages[rows], trainer_logprobs[rows]))
         partial.replace(file)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
 
 
-def _split_row_groups(rollouts: Sequence[Rollout]) -> Iterator[tuple[int, int]]:
+def _split_row_groups(rollouts: Sequence[Rollout]) -> Iterator[slice]:
     start = tokens = 0
     for end, rollout in enumerate(rollouts, 1):
-        tokens += rollout.num_tokens + _record_bytes(rollout) // TOKEN_BYTES
+        mask = rollout.sampling_mask
+        num_bytes = 0 if rollout.routing is None else rollout.routing.nbytes
+        num_bytes += 0 if mask is None else mask.counts.nbytes + mask.ids.nbytes
+        tokens += rollout.num_tokens + num_bytes // TOKEN_BYTES
         if tokens >= ROW_GROUP_TOKENS or end == len(rollouts):
-            yield start, end
+            yield slice(start, end)
             start, tokens = end, 0
-
-
-def _record_bytes(rollout: Rollout) -> int:
-    routing, sampling_mask = rollout.routing, rollout.sampling_mask
-    return (0 if routing is None else routing.nbytes) + (
-        0 if sampling_mask is None else sampling_mask.counts.nbytes + sampling_mask.ids.nbytes
-    )
 
 
 # --- reading --------------------------------------------------------------------------------------------------
@@ -203,13 +212,12 @@ def read_rollouts(
 ) -> list[Rollout]:
     """Return a step's rollouts in order, equal to those written.
 
+    Raises ConfigError if the step is incomplete, or a file is damaged or of an unknown format.
+
     Args:
         rank, world: return only the rollouts written by ranks congruent to `rank` modulo `world`, so that a smaller
             world covers the files of a larger one.
         include_trainer_columns: include `TRAINER_COLUMNS`: routing and sampling masks.
-
-    Raises:
-        ConfigError: if the step is incomplete, or a file is damaged or of an unknown format.
     """
     return [record.rollout for record in read_records(run_dir, step, rank, world, include_trainer_columns)]
 
@@ -229,33 +237,33 @@ def read_records(
     """
     records = []
     names = [name for name in SCHEMA.names if name not in (exclude if include_trainer_columns else TRAINER_COLUMNS)]
-    for file, part in open_complete_parts(run_dir, step):
-        if int(_PART_NAME.fullmatch(file.name)[1]) % world != rank:  # type: ignore[index]
+    for part in open_complete_parts(run_dir, step):
+        if int(part.path.stem.removeprefix("rank_")) % world != rank:
             continue
-        for number, row in enumerate(iter_rows(file, part, names)):
+        for number, row in enumerate(iter_rows(part, names)):
             try:
                 records.append(to_record(row))
             except (TypeError, ValueError) as error:
-                raise ConfigError(f"{file}, row {number}, is not a recorded rollout: {error}") from None
+                raise ConfigError(f"{part.path}, row {number}, is not a recorded rollout: {error}") from None
     return sorted(records, key=lambda record: record.number)
 
 
 def is_complete(run_dir: str | Path, step: int) -> bool:
     """Return whether all rollouts of a step are on disk. Raises ConfigError if a file is damaged."""
-    parts = _open_parts(run_dir, step)
-    return bool(parts) and sum(part.metadata.num_rows for _, part in parts) == _read_metadata(*parts[0], "total")
+    parts = _open_valid_parts(run_dir, step)
+    return bool(parts) and sum(part.file.metadata.num_rows for part in parts) == _read_integer(parts[0], "total")
 
 
-def open_complete_parts(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFile]]:
+def open_complete_parts(run_dir: str | Path, step: int) -> list[Part]:
     """Open the files of a step. Raises ConfigError unless they hold each of its rollouts exactly once."""
     folder = step_folder(run_dir, step)
-    parts = _open_parts(run_dir, step)
+    parts = _open_valid_parts(run_dir, step)
     if not parts:
         raise ConfigError(f"{run_dir} has no rollouts of step {step}: no file rank_*.parquet in {folder}")
-    totals = {_read_metadata(file, part, "total") for file, part in parts}
+    totals = {_read_integer(part, "total") for part in parts}
     if len(totals) > 1:
         raise ConfigError(f"{folder} has files of steps of {min(totals)} and of {max(totals)} rollouts: from two runs")
-    counts = Counter(row["number"] for file, part in parts for row in iter_rows(file, part, ["number"]))
+    counts = Counter(row["number"] for part in parts for row in iter_rows(part, ["number"]))
     if duplicates := [number for number, count in counts.items() if count > 1]:
         raise ConfigError(f"{folder} has rollout {min(duplicates)} twice: its files are from two runs")
     (total,) = totals
@@ -269,62 +277,55 @@ def open_complete_parts(run_dir: str | Path, step: int) -> list[tuple[Path, pq.P
     return parts
 
 
-def _open_parts(run_dir: str | Path, step: int) -> list[tuple[Path, pq.ParquetFile]]:
+def _open_valid_parts(run_dir: str | Path, step: int) -> list[Part]:
     parts = []
-    for file in sorted(file for file in step_folder(run_dir, step).glob("rank_*") if _PART_NAME.fullmatch(file.name)):
-        with _raise_config_error(file):
-            part = pq.ParquetFile(file.absolute(), page_checksum_verification=True)
-        names = _format_columns(file, part)
-        if invalid := [name for name in names if name not in part.schema_arrow.names]:
-            raise ConfigError(f"{file} is not a file of recorded rollouts: it has no column {invalid[0]!r}")
-        if invalid := [name for name in names if not part.schema_arrow.field(name).equals(SCHEMA.field(name))]:
-            field, expected = part.schema_arrow.field(invalid[0]), SCHEMA.field(invalid[0])
-            problem = "may be null" if field.type == expected.type else f"is of {field.type}, not of {expected.type}"
-            raise ConfigError(f"{file} is not a file of recorded rollouts: its column {invalid[0]!r} {problem}")
-        if (recorded_step := _read_metadata(file, part, "step")) != step:
-            raise ConfigError(f"{file} is of step {recorded_step}: it has been moved")
-        parts.append((file, part))
+    for path in list_parts(run_dir, step):
+        with _raise_config_error(path):
+            part = Part.open(path)
+        for field in map(SCHEMA.field, _format_columns(part)):
+            if field.name not in part.names:
+                raise ConfigError(f"{path} is not a file of recorded rollouts: it has no column {field.name!r}")
+            if not (actual := part.file.schema_arrow.field(field.name)).equals(field):
+                problem = "may be null" if actual.type == field.type else f"is of {actual.type}, not of {field.type}"
+                raise ConfigError(f"{path} is not a file of recorded rollouts: its column {field.name!r} {problem}")
+        if (recorded_step := _read_integer(part, "step")) != step:
+            raise ConfigError(f"{path} is of step {recorded_step}: it has been moved")
+        parts.append(part)
     return parts
 
 
-def _format_columns(file: Path, part: pq.ParquetFile) -> list[str]:
+def _format_columns(part: Part) -> list[str]:
     """Return the columns of the file's format. Raises ConfigError for an unsupported format."""
     supported = range(min(COLUMNS_SINCE_FORMAT) - 1, FORMAT + 1)
-    if (file_format := _read_metadata(file, part, "format")) not in supported:
+    if (file_format := _read_integer(part, "format")) not in supported:
         raise ConfigError(
-            f"{file} is of format {file_format}, but this program reads only formats {supported[0]} to {FORMAT}"
+            f"{part.path} is of format {file_format}, but this program reads only formats {supported[0]} to {FORMAT}"
         )
     later = {name for format, names in COLUMNS_SINCE_FORMAT.items() if format > file_format for name in names}
     return [name for name in SCHEMA.names if name not in later]
 
 
-def _read_metadata(file: Path, part: pq.ParquetFile, name: str) -> int:
-    """Return an integer from the file's metadata."""
-    value = (part.schema_arrow.metadata or {}).get(f"megarl.{name}".encode(), b"")
-    if not value.isdigit():
-        raise ConfigError(f"{file} is not a file of recorded rollouts: its metadata have no megarl.{name}")
-    return int(value)
+def _read_integer(part: Part, name: str) -> int:
+    if not (text := part.read_metadata(name)).isdecimal():
+        raise ConfigError(f"{part.path} is not a file of recorded rollouts: its metadata have no megarl.{name}")
+    return int(text)
 
 
-def iter_rows(file: Path, part: pq.ParquetFile, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+def iter_rows(part: Part, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield these columns of each row; None for columns newer than the file's format. Raises ConfigError."""
-    available = set(_format_columns(file, part))
+    available = set(_format_columns(part))
     missing = dict.fromkeys(name for name in columns if name not in available)
-    for group in range(part.num_row_groups):
-        with _raise_config_error(file):
-            rows = list(iter_table_rows(part.read_row_group(group, [name for name in columns if name in available])))
+    for group in range(part.file.num_row_groups):
+        with _raise_config_error(part.path):
+            table = part.file.read_row_group(group, [name for name in columns if name in available])
+            rows = list(iter_table_rows(table))
         yield from ({**row, **missing} for row in rows) if missing else rows
 
 
-def read_vocabulary_hash(part: pq.ParquetFile) -> str:
-    """Return the hash of the tokenizer's vocabulary; empty if not recorded."""
-    return str((part.schema_arrow.metadata or {}).get(b"megarl.vocabulary", b"").decode(errors="replace"))
-
-
 @contextmanager
-def _raise_config_error(file: Path) -> Iterator[None]:
+def _raise_config_error(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ConfigError(f"{file} is not a file of recorded rollouts, or is damaged: {reason}") from None
+        reason = one_line(error, 300)
+        raise ConfigError(f"{path} is not a file of recorded rollouts, or is damaged: {reason}") from None

@@ -11,6 +11,9 @@ import socket
 import stat
 import time
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -20,6 +23,7 @@ from megarl.config import Config, ConfigError, load_config, to_dict
 from megarl.observe import user_code
 from megarl.observe.tracker import read_metrics
 from megarl.observe.webhook import ENV_PREFIX
+from megarl.utils.text import one_line, write_atomically
 
 
 def last_step(run: Path) -> int:
@@ -37,36 +41,10 @@ def describe_fresh_start(run: Path) -> str:
     return f"no checkpoint in the run folder yet: starting afresh{repeated}"
 
 
-def has_checkpoints(run: Path) -> bool:
-    """Return whether there are checkpoints, complete or not; a resume checks for completeness."""
-    return any((run / "checkpoints").glob("step_*"))
-
-
-def is_finished(run: Path, config: Config) -> bool:
-    """Return whether the run of this configuration is finished in this folder.
-
-    It is if its export is there or, without export, if its last step has metrics.
-    """
-    if config.run.export:
-        return (run / "export" / "config.json").is_file()
-    return last_step(run) >= config.run.num_rollout
-
-
 IDENTITY_KEYS = (
-    "algorithm",
-    "run.seed",
-    "model.path",
-    "model.dtype",
-    "data.train",
-    "data.mixture_weights",
-    "data.curriculum_key",
-    "data.prompt_key",
-    "data.label_key",
-    "data.prompts_per_step",
-    "data.shuffle",
-    "lora.",
-    "critic.path",
-    "train.mtp_loss_coef",
+    *("algorithm", "run.seed", "model.path", "model.dtype", "data.train", "data.mixture_weights"),
+    *("data.curriculum_key", "data.prompt_key", "data.label_key", "data.prompts_per_step", "data.shuffle"),
+    *("lora.", "critic.path", "train.mtp_loss_coef"),
 )
 """Keys and key prefixes that identify a run: what is trained, and on which data in which order. For
 `train.mtp_loss_coef` only whether it is 0 matters. All other keys may change on resume and apply from there on."""
@@ -79,48 +57,7 @@ UNREPORTED_KEYS = ("run.resume", "run.dir", "track.")
 CHECKPOINTS = "checkpoints"
 RESULT_NAMES = ("metrics.jsonl", "rollouts", CHECKPOINTS, "export")
 
-README = """\
-This folder is one run of MegaRL. What is in it:
-
-config.yaml      every key of the configuration as it ran; to repeat it, in the project's folder:
-                 .venv/bin/python -m megarl.train <this folder>/config.yaml run.dir=...
-changes.jsonl    keys that were changed when the run was resumed, each with the first step that it held for
-                 ({"step": 21, "key": "actor_optimizer.lr", "old": 1e-06, "new": 5e-07, "time": ...}); config.yaml has
-                 the last values. What a run is cannot change: algorithm, run.seed, model.path, model.dtype, data.train
-                 and how it is dealt out, lora, critic.path, and whether train.mtp_loss_coef is 0;
-                 run.resume=forced goes on all the same, as far as the checkpoint fits
-code/            your own modules that config.yaml names, such as a reward function, and what they import; a resume says
-                 which of them changed. code/changes.jsonl has the steps, code/until_step_000020/ what they were
-control.yaml     yours, if you like: what may change while it runs, from the next step on, such as
-                 reward: {weights: {gsm8k: 0.5, model: 0.5}}
-log.txt          what the run said, with the time
-logs/            what each SGLang engine said; the traceback of a rank that failed; where all threads of all ranks were
-                 when one of them hung
-metrics.jsonl    one line of metrics per step and per evaluation: {"step": 12, "time": ..., "rollout/reward_mean": ...}
-tensorboard/     the same for TensorBoard: .venv/bin/python -m tensorboard.main --logdir <this folder>
-wandb/ swanlab/ mlflow/   and for other trackers, where track.trackers names them; trackers/ has how far these are
-rollouts/        step_000012/ holds every conversation of step 12, a part of them in the file of each rank: words, turns
-                 with token ids, log-probs and advantages, reward, seed. Look:
-                 .venv/bin/python tools/view_rollouts.py <this folder> --step 12
-                 or as a table, which megarl/observe/rollout_columns.py explains:
-                 pandas.read_parquet("<this folder>/rollouts/step_000012")
-quarantine.jsonl rollouts of which a log-prob, a value or an advantage was not finite, if there were any: nothing was
-                 trained on them. rollouts/ has them; their prompt and seed are said here
-timeline/        who did what when, a file for each rank, which Perfetto reads. Look, and join them to one:
-                 .venv/bin/python tools/timeline.py <this folder> --out timeline.json
-profile/         with track.profile_steps and without CUDA, a Chrome trace of each rank over these steps
-checkpoints/     step_000020/ is the whole state after step 20; `run.resume=auto` continues from the newest. What is in
-                 them, and the model of one as a Hugging Face folder:
-                 .venv/bin/python tools/checkpoints.py list <this folder>
-export/          the trained policy as a Hugging Face folder, written at the end
-adapter/         with LoRA, its adapters alone, as PEFT writes them
-.lock            held by the process that writes here; it may be deleted when none runs
-
-It is its owner's alone (mode 0700). To let others of your group look: chmod g+rx <this folder>
-
-A table and a plot of it all: .venv/bin/python tools/report.py <this folder>
-A page to look through it in a browser: .venv/bin/python tools/view.py <this folder>
-"""
+README = files("megarl.observe").joinpath("run_folder_readme.txt").read_text(encoding="utf-8")
 
 
 class Change(NamedTuple):
@@ -134,19 +71,19 @@ class Change(NamedTuple):
         return f"{self.key}: {self.old!r} -> {self.new!r}"
 
 
+@dataclass
 class RunFolder:
     """A locked run folder. The lock ends with `release` or with the process, however it dies.
 
     Nothing in the folder changes before `begin`; a `release` before that restores the folder as it was.
     """
 
-    def __init__(self, path: Path, config: Config, is_resumed: bool, lock: IO[str], created: list[Path]) -> None:
-        self.path = path
-        self.is_resumed = is_resumed
-        self._config = config
-        self._lock: IO[str] | None = lock
-        self._created = created
-        """Paths created by `claim`, innermost first."""
+    path: Path
+    is_resumed: bool
+    _config: Config
+    _lock: IO[str] | None
+    _created: list[Path]
+    """Paths created by `claim`, innermost first."""
 
     def begin(self, step: int = 0) -> list[Change]:
         """Write config.yaml, README.txt and the user's code, for a run that continues after step `step`.
@@ -158,11 +95,11 @@ class RunFolder:
         text = yaml.safe_dump(redact_config(self._config), sort_keys=False, allow_unicode=True)
         try:
             for change in changes:
-                record = {"step": step + 1, **change._asdict(), "time": time.time()}
                 with (self.path / "changes.jsonl").open("a", encoding="utf-8") as file:
+                    record = {"step": step + 1, **change._asdict(), "time": time.time()}
                     file.write(json.dumps(record, default=str) + "\n")
-            _write(self.path / "config.yaml", text)
-            _write(self.path / "README.txt", README)
+            write_atomically(self.path / "config.yaml", text)
+            write_atomically(self.path / "README.txt", README)
             code = user_code.record(self.path, self._config, step, self.is_resumed)
         except OSError as error:
             raise _unusable(self.path, error) from None
@@ -197,7 +134,7 @@ def claim(run_dir: str | Path, config: Config, resume: bool) -> RunFolder:
         _probe(path)
         if config.run.save_every and (path / CHECKPOINTS).is_dir():
             _probe(path / CHECKPOINTS)  # or else the first checkpoint would fail, hours later
-        return RunFolder(path, config, resume and _has_results(path), lock, created)
+        return RunFolder(path, resume and _has_results(path), config, lock, created)
     except (OSError, ConfigError) as error:
         if lock is not None:
             _close(lock)
@@ -227,18 +164,12 @@ def claim_and_begin(run_dir: str | Path, config: Config, resume: bool) -> RunFol
 
 def diff_configs(old: Config, new: Config) -> list[Change]:
     """Return the keys that differ, sorted, except `UNREPORTED_KEYS`."""
-    before, after = _leaves(to_dict(old)), _leaves(to_dict(new))
+    before, after = flatten(to_dict(old)), flatten(to_dict(new))
     return [
         Change(key, before.get(key), after.get(key))
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and not key.startswith(UNREPORTED_KEYS)
     ]
-
-
-def _is_identity(change: Change) -> bool:
-    if change.key == "train.mtp_loss_coef":
-        return bool(change.old) != bool(change.new)
-    return change.key.startswith(IDENTITY_KEYS)
 
 
 def check_earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
@@ -252,8 +183,7 @@ def check_earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
             if target.exists() and not _is_ours(path / "README.txt"):
                 raise ConfigError(
                     f"run.dir={path} is not a run folder and has a {target.name} that a run would overwrite; set "
-                    f"run.dir "
-                    "to a new folder"
+                    "run.dir to a new folder"
                 )
         return []
     if not file.is_file():
@@ -262,31 +192,35 @@ def check_earlier_run(path: Path, config: Config, resume: bool) -> list[Change]:
         old = load_config(file)
         changes = diff_configs(old, config)
     except (OSError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(
-            f"run folder {path} has results, but {file} cannot be read as their configuration ({reason}); set run.dir "
-            "to another folder"
+            f"run folder {path} has results, but {file} cannot be read as their configuration "
+            f"({one_line(error, 200)}); set run.dir to another folder"
         ) from None
-    identity_changes = [change for change in changes if _is_identity(change)]
+    identity_changes = [
+        change
+        for change in changes
+        if change.key.startswith(IDENTITY_KEYS)
+        and (change.key != "train.mtp_loss_coef" or bool(change.old) != bool(change.new))
+    ]
     if identity_changes and config.run.resume != "forced":
-        shown = "; ".join(map(str, identity_changes[:8])) + (
-            f"; and {len(identity_changes) - 8} more" if len(identity_changes) > 8 else ""
-        )
+        more = f"; and {len(identity_changes) - 8} more" if len(identity_changes) > 8 else ""
         raise ConfigError(
-            f"run folder {path} belongs to another run ({shown}); set run.dir to another folder, set these keys "
-            "back, or set run.resume=forced to continue with them anyway"
+            f"run folder {path} belongs to another run ({'; '.join(map(str, identity_changes[:8]))}{more}); set "
+            "run.dir to another folder, set these keys back, or set run.resume=forced to continue with them anyway"
         )
-    if not resume:
-        if not has_checkpoints(path):
-            raise ConfigError(
-                f"run folder {path} already contains this run, without a checkpoint from which run.resume=auto could "
-                "continue it; set run.dir to another one"
-            )
+    has_checkpoints = any((path / CHECKPOINTS).glob("step_*"))  # complete or not; a resume checks for completeness
+    if not resume and has_checkpoints:
         raise ConfigError(
             f"run folder {path} already contains this run; set run.resume=auto to continue it, or run.dir to another "
             f"one"
         )
-    if is_finished(path, old) and not has_checkpoints(path):
+    if not resume:
+        raise ConfigError(
+            f"run folder {path} already contains this run, without a checkpoint from which run.resume=auto could "
+            "continue it; set run.dir to another one"
+        )
+    has_export, has_last_step = (path / "export/config.json").is_file(), last_step(path) >= old.run.num_rollout
+    if (has_export if old.run.export else has_last_step) and not has_checkpoints:
         raise ConfigError(
             f"run folder {path} already contains this run, finished and without a checkpoint (run.save_every): "
             f"run.resume={config.run.resume} would start afresh and overwrite its rollouts and its export; set run.dir "
@@ -341,9 +275,8 @@ def _restrict_access(path: Path) -> None:
     try:
         path.chmod(PRIVATE_MODE)
     except OSError as error:
-        warnings.warn(
-            f"other users may be able to read {path}, whose mode cannot be set: {error.strerror}", stacklevel=4
-        )
+        message = f"other users may be able to read {path}, whose mode cannot be set: {error.strerror}"
+        warnings.warn(message, stacklevel=4)
 
 
 def _probe(folder: Path) -> None:
@@ -383,20 +316,8 @@ def _lock(path: Path) -> IO[str]:
 
 
 def _close(lock: IO[str]) -> None:
-    try:
+    with contextlib.suppress(OSError):  # the disk is full, which has been reported
         lock.close()
-    except OSError:
-        pass  # the disk is full, which has been reported
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_suffix(".tmp")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:
@@ -406,12 +327,11 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
     )
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a configuration by `section.key`, as on the command line."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         # Pass-through mappings (model.megatron, rollout.sglang) may be empty, which counts as a value.
-        if isinstance(value, dict) and value:
-            leaves |= _leaves(value, f"{prefix}{key}.")
-        else:
-            leaves[prefix + str(key)] = value
+        is_section = isinstance(value, Mapping) and value
+        leaves |= flatten(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
     return leaves

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,16 @@ import numpy as np
 import torch
 
 from megarl.config import Config, ConfigError
-from megarl.observe.clock import Span
+from megarl.observe.clock import Timeline
 from megarl.observe.guards import Guards
 from megarl.observe.health_bands import load_bands
 from megarl.observe.progress import Progress
 from megarl.observe.rollout_log import RolloutLog, remove_after
 from megarl.observe.rollout_table import TrainerLogprobs
 from megarl.observe.run_folder import Change, RunFolder, claim, redact_config
-from megarl.observe.timeline import Timeline
 from megarl.observe.tracker import Tracker
 from megarl.observe.trackers.adapter import make_rows
-from megarl.observe.webhook import Webhook, resolve_url
+from megarl.observe.webhook import Webhook, resolve_webhook
 from megarl.parallel import ranks
 from megarl.rewards.composite import summarize_unscored
 from megarl.rollout.aborted import summarize_aborts
@@ -47,13 +47,10 @@ class RunLog:
 
     def __init__(self, config: Config, job: ranks.Job, vocab_hash: str = "", is_training: bool = True) -> None:
         self.run_dir = Path(config.run.dir)
-        self.is_writer = job.rank == 0
-        self._rank = job.rank
+        self.is_writer, self._rank = job.rank == 0, job.rank
         self._warned: set[str] = set()
         self._webhook: Webhook | None = None
-        self._step = 0
-        self._last_recorded_step = 0
-        """The last step whose rollouts are recorded."""
+        self._step = self._last_recorded_step = 0
         self._folder: RunFolder | None = None
         self._pending_lines: list[str] | None = []
         """Lines logged before `begin`; None afterwards."""
@@ -64,7 +61,7 @@ class RunLog:
                 self._folder.begin()
 
         self._on_lead(prepare)
-        self._progress = Progress(
+        self.progress = Progress(
             config.algorithm.rpartition(":")[2].upper(),
             config.run.num_rollout,
             enabled=self.is_writer,
@@ -76,13 +73,12 @@ class RunLog:
         self._tracker: Tracker | None = None
         if self.is_writer:
             self._tracker = Tracker(self.run_dir, config.track.trackers, self._warn, redact_config(config))
-        self._shows_rollouts = config.track.save_rollouts
-        url = resolve_url(config.track.webhook) if self.is_writer and config.track.webhook else ""
-        self._webhook = Webhook(url, config.run.dir) if url else None
+            if url := resolve_webhook(config.track.webhook):
+                self._webhook = Webhook(url, config.run.dir)
         self._rollouts: RolloutLog | None = None
         if config.track.save_rollouts:
             self._rollouts = RolloutLog(self.run_dir, job.rank, self._warn, config.track.save_replay_data, vocab_hash)
-        self._timeline = Timeline(self.run_dir, job.rank, self._warn)
+        self.timeline = Timeline(self.run_dir, job.rank, self._warn)
         if self._folder is None or not self._folder.is_resumed:
             self._pending_lines = None
         self.log(f"run folder {self.run_dir}")
@@ -139,9 +135,7 @@ class RunLog:
                 file.writelines(json.dumps({"step": step, **rollout}) + "\n" for rollout in rollouts)
         except OSError as error:
             self._warn(f"could not write quarantine.jsonl: {error.strerror}; training continues without it")
-        shown = ", ".join(
-            f"{entry['prompt']} ({', '.join(entry['not_finite']) or 'a branch'})" for entry in rollouts[:3]
-        )
+        shown = ", ".join(f"{row['prompt']} ({', '.join(row['not_finite']) or 'a branch'})" for row in rollouts[:3])
         more = f" and {len(rollouts) - 3} more" if len(rollouts) > 3 else ""
         self.alarm(f"step {step}: masked rollouts with non-finite values: {shown}{more}; see quarantine.jsonl")
 
@@ -155,37 +149,29 @@ class RunLog:
 
     def _on_lead(self, work: Callable[[], None]) -> None:
         """Run `work` on rank 0 and raise its ConfigError on all ranks. Collective."""
-        error = None
+        message = ""
         if self.is_writer:
             try:
                 work()
-            except ConfigError as failure:
-                error = str(failure)
-        error = ranks.broadcast_object(error)
-        if error:
+            except ConfigError as error:
+                message = str(error)
+        message = ranks.broadcast_object(message)
+        if message:
             if self._folder is not None:
                 self._folder.release()
-            raise ConfigError(error)
+            raise ConfigError(message)
 
     def log(self, text: str) -> None:
         """Log a line to the terminal and log.txt. Does nothing on other ranks than 0."""
         if self.is_writer:
-            self._progress.log(text)
+            self.progress.log(text)
             self._append_line(text)
-
-    def begin_phase(self, name: str) -> None:
-        """Show the current phase on the display."""
-        self._progress.begin_phase(name)
-
-    def update_phase(self, done: int, total: int) -> None:
-        """Report progress of the current phase."""
-        self._progress.update_phase(done, total)
 
     def begin_step(self, step: int) -> None:
         """Start step `step`, counted from 1."""
         self._step = step
         self._check_webhook()
-        self._progress.begin_step(step)
+        self.progress.begin_step(step)
 
     def end_step(
         self,
@@ -210,62 +196,51 @@ class RunLog:
         """
         metrics = {**metrics, **self.guards.check(step, metrics)}
         if rollouts is not None and self._rollouts is not None:
-            trained_on = rollouts if trained is None else trained
-            advantages, trainer_logprobs = (
-                split_advantages(rollouts, batch, trained_on),
-                split_trainer_logprobs(rollouts, batch, trained_on),
-            )
-            self._rollouts.write(
-                step, len(rollouts), rollouts.local_indices.tolist(), rollouts.local, advantages, trainer_logprobs
-            )
-            self._last_recorded_step = step
-        if self.is_writer:
-            self._write(step, metrics, rollouts)
+            trained = rollouts if trained is None else trained
+            self._record(step, rollouts, *(() if batch is None else split_batch(batch, trained, rollouts)))
+        if self._tracker is not None:
+            self._log_step(self._tracker, step, metrics, rollouts)
         self.guards.raise_if_stopped()
         return metrics
 
     def record_failed_step(self, step: int, parts: Sequence[Rollouts]) -> None:
         """Record the rollouts sampled so far by a step that failed, so that it can be replayed. Not collective."""
-        if parts and step > self._last_recorded_step and self._rollouts is not None:
-            rollouts = Rollouts.concat(parts)
-            self._rollouts.write(step, len(rollouts), rollouts.local_indices.tolist(), rollouts.local)
+        if parts and step > self._last_recorded_step:
+            self._record(step, Rollouts.concat(parts))
 
-    def _write(self, step: int, metrics: Mapping[str, float], rollouts: Rollouts | None) -> None:
-        assert self._tracker is not None
-        self._tracker.log(step, metrics)
-        if rollouts is not None and self._shows_rollouts:
-            self._tracker.table(step, make_rows(step, rollouts.local))
-        if rollouts is not None and (reasons := summarize_aborts(rollouts)):
-            self.log(f"step {step}: aborted rollouts, excluded from training: {reasons}")
-        if rollouts is not None and (reasons := summarize_unscored(rollouts)):
-            self.log(f"step {step}: rollouts without a reward, excluded from training: {reasons}")
-        self._progress.end_step(step, metrics)
-        self._append_line(self._progress.format_step(step, metrics))
+    def _record(self, step: int, rollouts: Rollouts, *batch_values: Any) -> None:
+        if self._rollouts is not None:
+            numbers = rollouts.local_indices.tolist()
+            self._rollouts.write(step, len(rollouts), numbers, rollouts.local, *batch_values)
+            self._last_recorded_step = step
 
-    def write_spans(self, spans: Iterable[Span]) -> None:
-        """Append this rank's spans to its timeline."""
-        self._timeline.write(spans)
+    def _log_step(self, tracker: Tracker, step: int, metrics: Mapping[str, float], rollouts: Rollouts | None) -> None:
+        tracker.log(step, metrics)
+        if rollouts is not None:
+            if self._rollouts is not None:
+                tracker.table(step, make_rows(step, rollouts.local))
+            if reasons := summarize_aborts(rollouts):
+                self.log(f"step {step}: aborted rollouts, excluded from training: {reasons}")
+            if reasons := summarize_unscored(rollouts):
+                self.log(f"step {step}: rollouts without a reward, excluded from training: {reasons}")
+        self.progress.end_step(step, metrics)
+        self._append_line(self.progress.format_step(step, metrics))
 
-    def make_drain(self) -> Callable[[], None]:
+    def make_drain(self) -> Callable[[], object]:
         """Return a function that waits, on any thread, until the rollouts recorded so far are on disk."""
         return (lambda: None) if self._rollouts is None else self._rollouts.make_drain()
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log evaluation metrics of the state after `step` steps."""
-        if not self.is_writer:
-            return
-        assert self._tracker is not None
-        self._tracker.log(step, metrics, self._step)
-        self._append_line(self._progress.report_evaluation(step, metrics))
+        if self._tracker is not None:
+            self._tracker.log(step, metrics, self._step)
+            self._append_line(self.progress.report_evaluation(step, metrics))
 
     def log_end(self, error: BaseException, is_graceful: bool, cause: str = "") -> None:
-        """Log in log.txt why the run ends early.
+        """Log in log.txt why the run ends early: `cause`, the message of another rank whose failure caused this error.
 
         Unless the end is graceful or the user's error, write the traceback to logs/rank_N.log and add a note on this to
         the error.
-
-        Args:
-            cause: message of another rank whose failure caused this error.
         """
         if self.is_writer:
             message = cause or (str(error) if is_graceful else f"{type(error).__name__}: {error}")
@@ -275,16 +250,14 @@ class RunLog:
         if is_graceful or (isinstance(error, ConfigError) and error.__cause__ is None):
             return
         file = self.run_dir / "logs" / f"rank_{self._rank}.log"
-        try:
+        with contextlib.suppress(OSError):  # the traceback goes to the terminal instead
             file.parent.mkdir(exist_ok=True)
             with file.open("a", encoding="utf-8", errors="backslashreplace") as log:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{''.join(traceback.format_exception(error))}\n")
             error.add_note(f"the full traceback is in {file}")
-        except OSError:
-            pass  # the traceback goes to the terminal instead
 
     def close(self) -> None:
-        self._progress.close()
+        self.progress.close()
         if self._rollouts is not None:
             self._rollouts.close()
         if self._tracker is not None:
@@ -313,42 +286,29 @@ class RunLog:
             self._post(text)
 
 
-def split_advantages(rollouts: Rollouts, batch: TrainBatch | None, trained: Rollouts) -> list[np.ndarray | None]:
-    """Split the batch's advantages by rollout.
+def split_batch(
+    batch: TrainBatch, trained: Rollouts, rollouts: Rollouts
+) -> tuple[list[np.ndarray | None], list[TrainerLogprobs | None]]:
+    """Return advantages ([tokens] float32) and trainer log-probs per local rollout, as views of the batch.
+
+    None for rollouts that were not trained on, and if they were not computed.
 
     Args:
         batch: made of the `trained` rollouts in their order.
-
-    Returns:
-        [tokens] float32 per local rollout, a view of the batch; None if it was not trained on or has no advantages.
     """
-    return _split_by_rollout(rollouts, batch, trained, None if batch is None else batch.advantages)
-
-
-def split_trainer_logprobs(
-    rollouts: Rollouts, batch: TrainBatch | None, trained: Rollouts
-) -> list[TrainerLogprobs | None]:
-    """Split the batch's trainer log-probs by rollout, like `split_advantages`; None if they were not computed."""
-    logprob_lists, unreplayed = (
-        _split_by_rollout(rollouts, batch, trained, _mask_actions(batch, name))
-        for name in ("trainer_logprobs", "unreplayed_logprobs")
-    )
-    return [
-        None if logprobs is None else TrainerLogprobs(logprobs, unreplayed_logprobs)
-        for logprobs, unreplayed_logprobs in zip(logprob_lists, unreplayed, strict=True)
-    ]
-
-
-def _mask_actions(batch: TrainBatch | None, name: str) -> torch.Tensor | None:
-    column = None if batch is None else getattr(batch, name)
-    return None if batch is None or column is None else torch.where(batch.loss_mask, column, 0.0)
-
-
-def _split_by_rollout(
-    rollouts: Rollouts, batch: TrainBatch | None, trained: Rollouts, column: torch.Tensor | None
-) -> list[np.ndarray | None]:
-    if batch is None or column is None:
-        return [None] * len(rollouts.local)
     ends = batch.cu_seqlens[1:-1].tolist()
-    values_by_id = dict(zip(map(id, trained.local), np.split(column.numpy(), ends), strict=False))
-    return [values_by_id.get(id(rollout)) for rollout in rollouts.local]
+
+    def split(column: torch.Tensor | None) -> list[np.ndarray | None]:
+        parts = [] if column is None else np.split(column.numpy(), ends)
+        values_by_id = dict(zip(map(id, trained.local), parts, strict=False))
+        return [values_by_id.get(id(rollout)) for rollout in rollouts.local]
+
+    logprobs, unreplayed = (
+        split(None if column is None else torch.where(batch.loss_mask, column, 0.0))
+        for column in (batch.trainer_logprobs, batch.unreplayed_logprobs)
+    )
+    trainer_logprobs = [
+        None if values is None else TrainerLogprobs(values, unreplayed_values)
+        for values, unreplayed_values in zip(logprobs, unreplayed, strict=True)
+    ]
+    return split(batch.advantages), trainer_logprobs

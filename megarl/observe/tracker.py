@@ -2,16 +2,57 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megarl.observe.trackers.adapter import Row, TrackerRun, TrackerState, TrackerWorker
-from megarl.observe.trackers.names import TRACKERS, open_adapter
+from megarl.config import ConfigError
+from megarl.observe.trackers.adapter import Row, TrackerAdapter, TrackerRun, TrackerState, TrackerWorker
 from megarl.utils import exact_json
+from megarl.utils.text import write_atomically
+
+
+class TrackerInfo(NamedTuple):
+    """A tracker that `track.trackers` can name."""
+
+    title: str
+    class_name: str  # of the adapter
+    distribution: str  # what pip installs
+
+
+# By the name of the tracker's package, which is also that of the adapter's module.
+TRACKERS = {
+    "tensorboard": TrackerInfo("TensorBoard", "TensorBoard", "tensorboard"),
+    "wandb": TrackerInfo("W&B", "Wandb", "wandb"),
+    "swanlab": TrackerInfo("SwanLab", "SwanLab", "swanlab"),
+    "mlflow": TrackerInfo("MLflow", "MLflow", "mlflow-skinny"),
+}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError for a tracker that is not installed or is named twice. Imports nothing."""
+    for name in names:
+        if list(names).count(name) > 1:
+            raise ConfigError(f"track.trackers: {name} is named twice; name each tracker once")
+        try:
+            is_installed = importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError):
+            is_installed = False
+        if not is_installed:
+            command = f"pip install {TRACKERS[name].distribution}"
+            raise ConfigError(f"track.trackers: {name} is not installed; run `{command}`, or remove it from the list")
+
+
+def open_adapter(name: str, run: TrackerRun) -> TrackerAdapter:
+    """Open a tracker's adapter for a run. Raises whatever its package raises."""
+    module = importlib.import_module(f"megarl.observe.trackers.{name}")
+    adapter: TrackerAdapter = getattr(module, TRACKERS[name].class_name)(run)
+    return adapter
 
 
 class Tracker:
@@ -32,16 +73,10 @@ class Tracker:
     ) -> None:
         self._warn = warn
         self.path = run_dir / "metrics.jsonl"
-        self._started = False
-        self._failed: set[str] = set()
-        tracker_run = TrackerRun(run_dir, config=config or {})
+        self._has_started = self._has_failed = False
+        run, states = TrackerRun(run_dir, config=config or {}), run_dir / "trackers"
         self._workers = [
-            TrackerWorker(
-                TRACKERS[name].title,
-                partial(open_adapter, name),
-                tracker_run,
-                TrackerState(run_dir / "trackers" / f"{name}.json"),
-            )
+            TrackerWorker(TRACKERS[name].title, run, TrackerState(states / f"{name}.json"), partial(open_adapter, name))
             for name in names
         ]
 
@@ -55,11 +90,16 @@ class Tracker:
             current_step: the run's step, if later than `step`. Append-only trackers log the metrics at that step, with
                 their own step as `eval/after_step`.
         """
-        if not self._started:
-            self._started = True
-            self._try("metrics.jsonl", lambda: self._drop_repeated(step, metrics))
-        line = exact_json.dumps({"step": step, "time": time.time(), **metrics}) + "\n"
-        self._try("metrics.jsonl", lambda: self._append(line))
+        try:
+            if not self._has_started:
+                self._has_started = True
+                self._drop_repeated(step, metrics)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(exact_json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
+        except (OSError, ValueError) as error:
+            if not self._has_failed:
+                self._warn(f"could not write metrics.jsonl: {error}; training continues without it")
+            self._has_failed = True
         for worker in self._workers:
             worker.log_metrics(step, metrics, current_step)
         self._check_failures()
@@ -85,52 +125,41 @@ class Tracker:
             worker.close()
         self._check_failures()
 
-    def _append(self, line: str) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line)
-
     def _drop_repeated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Drop the lines of steps that a resumed run repeats, and a line truncated by a crash.
 
         Lines of `step` itself are dropped only if they share a name with `metrics`: those of an evaluation stay.
         """
-        if not self.path.is_file():
-            return
-        names = metrics.keys() - {"step", "time"}
-        lines = _whole_lines(self.path)
-        kept_lines = [line for line in lines if line["step"] < step or line["step"] == step and not names & line.keys()]
-        partial = self.path.with_suffix(".tmp")
-        partial.write_text("".join(exact_json.dumps(line) + "\n" for line in kept_lines), encoding="utf-8")
-        partial.replace(self.path)
+        if self.path.is_file():
+            names = metrics.keys() - {"step", "time"}
+            rows = [row for _, row in iter_lines(self.path.read_text(encoding="utf-8")) if row is not None]
+            remaining = [row for row in rows if row["step"] < step or row["step"] == step and not names & row.keys()]
+            write_atomically(self.path, "".join(exact_json.dumps(row) + "\n" for row in remaining))
 
-    def _try(self, target: str, write: Any) -> None:
-        """Call `write` and survive any failure; warn of the first failure of each kind."""
-        try:
-            write()
-        except Exception as error:  # noqa: BLE001 - whatever a tracker's library raises must not end a training run
-            if target not in self._failed:
-                self._warn(f"could not write {target}: {error}; training continues without it")
-            self._failed.add(target)
+
+def iter_lines(text: str) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield number and content of each line of a metrics.jsonl; None for a damaged line."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                row = exact_json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            is_valid = isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < 2**53
+            yield number, row if is_valid else None
+
+
+def collect_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
+    """Return metrics by step, ascending; the last value of a metric counts."""
+    steps: dict[int, dict[str, float]] = {}
+    for row in rows:
+        values = {name: value for name, value in row.items() if name not in ("step", "time")}
+        steps.setdefault(row["step"], {}).update(values)
+    return dict(sorted(steps.items()))
 
 
 def read_metrics(run_dir: str | Path) -> dict[int, dict[str, float]]:
     """Return metrics by step, also of a run in progress; empty if there are none."""
     path = Path(run_dir) / "metrics.jsonl"
-    steps: dict[int, dict[str, float]] = {}
-    if path.is_file():
-        for line in _whole_lines(path):
-            values = {name: value for name, value in line.items() if name not in ("step", "time")}
-            steps.setdefault(line["step"], {}).update(values)
-    return dict(sorted(steps.items()))
-
-
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            line = exact_json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-    return lines
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return collect_metrics(row for _, row in iter_lines(text) if row is not None)

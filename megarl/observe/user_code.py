@@ -18,10 +18,10 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import megarl
 from megarl.config import Config, ConfigError, to_dict
+from megarl.utils.text import write_atomically
 
 FOLDER = "code"
 CHANGES = "changes.jsonl"
@@ -32,7 +32,8 @@ MAX_COPY_BYTES = 1 << 20
 HASH_CHARS = 16
 """Length of the hexadecimal SHA-256 prefix."""
 
-_SPEC = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]")
+_SPEC = re.compile(r'(?<!\\)"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]')
+"""A string `module:name` in JSON."""
 _MEGARL = Path(megarl.__file__).resolve().parent
 _INSTALLED = tuple(
     Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
@@ -42,7 +43,7 @@ _INSTALLED = tuple(
 def find(config: Config) -> dict[str, Path]:
     """Return the user's source files by their names in FOLDER, such as `lab/sign.py` for the module `lab.sign`."""
     files: dict[str, Path] = {}
-    pending = [match[1] for text in _iter_strings(to_dict(config)) if (match := _SPEC.match(text))]
+    pending = _SPEC.findall(json.dumps(to_dict(config)))
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script and _is_user_file(Path(script)):
         files[Path(script).name] = Path(script).resolve()
@@ -69,57 +70,48 @@ def record(run_dir: Path, config: Config, step: int, is_resumed: bool) -> list[t
 
     Raises OSError if the folder cannot be written, and ConfigError if it was not created by a run.
     """
-    folder = run_dir / FOLDER
-    files = find(config)
-    new = {name: _hash(file) for name, file in files.items()}
+    folder, files = run_dir / FOLDER, find(config)
     index = folder / "files.json"
+    new = {name: hashlib.sha256(file.read_bytes()).hexdigest()[:HASH_CHARS] for name, file in files.items()}
     old = _read_index(index) if is_resumed else None
-    changed = [] if old is None else sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-    if old is None and not files:
+    known = new if old is None else old  # a first start changes nothing
+    changes = [
+        (name, known.get(name), new.get(name))
+        for name in sorted(known.keys() | new.keys())
+        if known.get(name) != new.get(name)
+    ]
+    if not changes and (old is not None or not files):
         return []
     if old is None:
         if folder.exists() and not index.is_file():
             raise ConfigError(f"run.dir={run_dir} has a {FOLDER} that no run wrote; set run.dir to a new folder")
         if not is_resumed:
             shutil.rmtree(folder, ignore_errors=True)  # left by a start that completed no step
-    elif not changed:
-        return []
-    for name in changed:
-        if (folder / name).is_file():
-            _move(folder / name, folder / f"until_step_{step:06d}" / name)
+    for name, _, _ in changes:
+        source, target = folder / name, folder / f"until_step_{step:06d}" / name
+        # An existing target is the code of the steps taken so far; a later start at the same step has taken none.
+        if target.exists():
+            source.unlink(missing_ok=True)
+        elif source.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            source.replace(target)
     for name, file in files.items():
         target = folder / name
         if file.stat().st_size <= MAX_COPY_BYTES:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.read_bytes())
     folder.mkdir(exist_ok=True)
-    partial = index.with_suffix(".tmp")  # a start killed before `replace` keeps the old index
-    partial.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    partial.replace(index)
-    if not changed:
-        return []
-    changes = [(name, (old or {}).get(name), new.get(name)) for name in changed]
-    with (folder / CHANGES).open("a", encoding="utf-8") as lines:
-        for name, before, after in changes:
-            line = {"step": step + 1, "file": name, "old": before, "new": after, "time": time.time()}
+    write_atomically(index, json.dumps(new, indent=1, sort_keys=True) + "\n")
+    for name, before, after in changes:
+        line = {"step": step + 1, "file": name, "old": before, "new": after, "time": time.time()}
+        with (folder / CHANGES).open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(line) + "\n")
     return changes
 
 
-def _iter_strings(tree: Any) -> Iterator[str]:
-    if isinstance(tree, str):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _iter_strings(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _iter_strings(value)
-
-
 def _module_files(module: str) -> Iterator[tuple[str, Path]]:
     """Yield (dotted name, file) of a module and its parent packages; nothing if not found or not the user's."""
-    top, *remaining = module.split(".")
+    top, *parts = module.split(".")
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError, AttributeError):
@@ -127,20 +119,16 @@ def _module_files(module: str) -> Iterator[tuple[str, Path]]:
     if spec is None:
         return
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    file = Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
-    name = top
-    while True:
+    name, file = top, Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+    for part in (*parts, None):
         if file is not None:
             if not _is_user_file(file):
                 return
             yield name, file.resolve()
-        if not remaining:
-            return
-        part = remaining.pop(0)
-        name = f"{name}.{part}"
-        files = [path for folder in folders for path in (folder / part / "__init__.py", folder / f"{part}.py")]
-        file = next(filter(Path.is_file, files), None)
-        folders = [folder / part for folder in folders if (folder / part).is_dir()]
+        if part is not None:
+            files = [path for folder in folders for path in (folder / part / "__init__.py", folder / f"{part}.py")]
+            name, file = f"{name}.{part}", next(filter(Path.is_file, files), None)
+            folders = [folder / part for folder in folders if (folder / part).is_dir()]
 
 
 def _is_user_file(file: Path) -> bool:
@@ -167,10 +155,6 @@ def _imported_names(file: Path, package: str) -> list[str]:
     return names
 
 
-def _hash(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:HASH_CHARS]
-
-
 def _read_index(index: Path) -> dict[str, str] | None:
     """Return the file hashes of the last start; None if the index is missing or invalid."""
     try:
@@ -179,15 +163,3 @@ def _read_index(index: Path) -> dict[str, str] | None:
         return None
     is_ours = isinstance(tree, dict) and all(isinstance(text, str) for text in tree.values())
     return tree if is_ours and all(".." not in Path(name).parts for name in tree) else None
-
-
-def _move(source: Path, target: Path) -> None:
-    """Move a file unless the target exists.
-
-    An existing target is the code of the steps taken so far; a later start at the same step has taken none.
-    """
-    if target.exists():
-        source.unlink()
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    source.replace(target)

@@ -16,7 +16,6 @@ import socket
 import ssl
 import threading
 import time
-from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 from megarl.config import ConfigError
@@ -34,14 +33,13 @@ _CLOSE_TIMEOUT_S = 5.0
 """How long the end of a run waits for pending alarms."""
 
 
-def check_webhook(setting: str) -> None:
-    """Raise ConfigError, without the URL in its text, for a URL that is invalid or not allowed."""
-    if setting:
-        resolve_url(setting)
+def resolve_webhook(setting: str) -> str:
+    """Return the URL that `track.webhook` means in this process's environment; empty if it is not set.
 
-
-def resolve_url(setting: str) -> str:
-    """Return the URL that `track.webhook` means in this process's environment. Raises like `check_webhook`."""
+    Raises ConfigError, without the URL in its text, for a URL that is invalid or not allowed.
+    """
+    if not setting:
+        return ""
     if setting.startswith(ENV_PREFIX):
         name = setting.removeprefix(ENV_PREFIX)
         if not _NAME.fullmatch(name):
@@ -49,13 +47,12 @@ def resolve_url(setting: str) -> str:
         if not os.environ.get(name, "").strip():
             raise ConfigError(f"{KEY}: the environment variable {name} is not set; export it before the run")
         setting = os.environ[name].strip()
-    parts = _parts(setting)
-    if is_known_private(parts.hostname or "") and not _is_private_allowed():
+    if is_known_private(_parse_url(setting).hostname or "") and os.environ.get(PRIVATE_ENV) != "1":
         raise ConfigError(f"{KEY} is on this machine or in a private network: export {PRIVATE_ENV}=1 if it is yours")
     return setting
 
 
-def _parts(url: str) -> SplitResult:
+def _parse_url(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
@@ -69,22 +66,12 @@ def _parts(url: str) -> SplitResult:
     return parts
 
 
-def _is_private_allowed() -> bool:
-    return os.environ.get(PRIVATE_ENV) == "1"
-
-
-@dataclass(frozen=True)
-class Alarm:
-    text: str
-    step: int
-
-
 class Webhook:
     """Posts the alarms of a run one by one in a background thread. `post` neither raises nor blocks."""
 
     def __init__(self, url: str, run: str) -> None:
         self._url, self._run, self._host = url, run, socket.gethostname()
-        self._queue: queue.Queue[Alarm | None] = queue.Queue(_QUEUE_SIZE)
+        self._queue: queue.Queue[tuple[str, int] | None] = queue.Queue(_QUEUE_SIZE)
         self._num_dropped = 0
         self._failure = ""
         self._thread: threading.Thread | None = None
@@ -94,7 +81,7 @@ class Webhook:
             self._thread = threading.Thread(target=self._serve, name="webhook", daemon=True)
             self._thread.start()
         try:
-            self._queue.put_nowait(Alarm(text, step))
+            self._queue.put_nowait((text, step))
         except queue.Full:
             self._num_dropped += 1
 
@@ -118,26 +105,21 @@ class Webhook:
         has_failed = False
         while (alarm := self._queue.get()) is not None:
             try:
-                problem = self._send(alarm)
+                problem = self._send(*alarm)
             except Exception as error:  # noqa: BLE001  the run goes on; messages are dropped: one may have the URL
-                reason = error.strerror if isinstance(error, OSError) and error.strerror else ""
-                problem = f"{type(error).__name__}{f': {reason}' if reason else ''}"
+                reason = error.strerror if isinstance(error, OSError) else ""
+                problem = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
             if problem and not has_failed:
                 has_failed = True
                 self._failure = f"an alarm could not be posted to {KEY} ({problem}); it is retried with the next one"
 
-    def _send(self, alarm: Alarm) -> str:
+    def _send(self, alarm: str, step: int) -> str:
         """Post an alarm. Return what is wrong with the response, empty if it was accepted."""
         num_dropped, self._num_dropped = self._num_dropped, 0
         dropped_note = f" ({num_dropped} further alarms were dropped)" if num_dropped else ""
-        body = {
-            "text": f"MegaRL {self._run} on {self._host}, step {alarm.step}: {alarm.text}{dropped_note}",
-            "run": self._run,
-            "step": alarm.step,
-            "alarm": alarm.text,
-            "host": self._host,
-        }
-        parts = _parts(self._url)
+        text = f"MegaRL {self._run} on {self._host}, step {step}: {alarm}{dropped_note}"
+        body = {"text": text, "run": self._run, "step": step, "alarm": alarm, "host": self._host}
+        parts = _parse_url(self._url)
         host = parts.hostname or ""
         port = parts.port or (443 if parts.scheme == "https" else 80)
         connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
@@ -157,7 +139,7 @@ def _connect(host: str, port: int) -> socket.socket:
     """Connect to an allowed address of `host`. The check and the connection use the same resolved address."""
     problem: OSError = OSError(0, "no such host")
     for family, sock_type, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        if not _is_private_allowed() and not is_public(str(address[0])):
+        if os.environ.get(PRIVATE_ENV) != "1" and not is_public(str(address[0])):
             problem = OSError(0, f"it is on this machine or in a private network; {PRIVATE_ENV}=1 allows it")
             continue
         connection = socket.socket(family, sock_type, protocol)

@@ -1,7 +1,8 @@
-"""Make text encodable: text from a file, a tool or a policy's JSON may contain lone surrogates."""
+"""Text: whole files, messages of one line, and strings that may contain lone surrogates."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 100
@@ -17,6 +18,22 @@ def find_media_type(value: Any) -> str:
         if kind in _MEDIA_TYPES and {kind, "data", "source"} & part.keys():
             return str(kind)
     return ""
+
+
+def one_line(error: BaseException, max_chars: int | None = None) -> str:
+    """Return an error's message in one line, or its type if it has none."""
+    return " ".join(str(error).split())[:max_chars] or type(error).__name__
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Write a file that appears at once and whole. A file that cannot be written is left as it was."""
+    partial = file.with_name(f".{file.name}.tmp")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def replace_surrogates(value: Any, max_depth: int = MAX_DEPTH) -> Any:

@@ -29,16 +29,13 @@ def pack(values: np.ndarray) -> dict[str, Any]:
             values = indices
         else:
             values = numbers.astype(np.float32)
-    kind = _kind(values)
+    if values.dtype.kind == "f" and len(values):
+        kind = "f32"
+    else:
+        low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
+        kind = "u8" if low >= 0 and high < 256 else "u16" if low >= 0 and high < 1 << 16 else "i32"
     raw = values.astype({"u8": "<u1", "u16": "<u2", "i32": "<i4", "f32": "<f4"}[kind]).tobytes()
     return packed | {"kind": kind, "data": base64.b64encode(zlib.compress(raw, 6)).decode()}
-
-
-def _kind(values: np.ndarray) -> str:
-    if values.dtype.kind == "f" and len(values):
-        return "f32"
-    lowest, highest = (int(values.min()), int(values.max())) if len(values) else (0, 0)
-    return "u8" if 0 <= lowest and highest < 256 else "u16" if 0 <= lowest and highest < 1 << 16 else "i32"
 
 
 def finite_or_none(value: Any) -> Any:

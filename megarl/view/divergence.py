@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.view.rollout_files import Notes, flatten_lists, iter_groups, list_steps, open_parts
+from megarl.observe.rollout_table import iter_table_rows
+from megarl.view.rollout_files import Notes, iter_groups, list_steps, open_parts
 from megarl.view.run_data import RunData
 
 _VOLATILE_PREFIXES = ("time/", "perf/", "memory/")
@@ -24,10 +25,8 @@ def find_divergence(run: RunData, other: RunData) -> dict[str, Any]:
     """
     notes = Notes()
     steps = sorted(set(list_steps(run.path, notes)) & set(list_steps(other.path, notes)))
-    tokens = next(
-        (difference for step in steps if (difference := _first_token_difference(run.path, other.path, step, notes))),
-        None,
-    )
+    differences = (_first_token_difference(run.path, other.path, step, notes) for step in steps)
+    tokens = next(filter(None, differences), None)
     return {"steps": len(steps), "tokens": tokens, "metrics": _first_metric_difference(run, other)}
 
 
@@ -45,23 +44,19 @@ def _first_token_difference(run_dir: Path, other_dir: Path, step: int, notes: No
 
 
 def _read_tokens(run_dir: Path, step: int, notes: Notes) -> dict[int, np.ndarray]:
-    tokens: dict[int, np.ndarray] = {}
-    for part in open_parts(run_dir, step, notes):
-        if "token_ids" not in part.names:
-            continue
-        for _, table in iter_groups(part, ("number", "token_ids"), notes):
-            ids, offsets = flatten_lists(table, "token_ids")
-            for row, number in enumerate(table.column("number").to_pylist()):
-                tokens[number] = ids[offsets[row] : offsets[row + 1]]
-    return tokens
+    return {
+        row["number"]: row["token_ids"]
+        for part in open_parts(run_dir, step, notes)
+        if "token_ids" in part.names
+        for _, table in iter_groups(part, ("number", "token_ids"), notes)
+        for row in iter_table_rows(table)
+    }
 
 
 def _first_metric_difference(run: RunData, other: RunData) -> dict[str, Any] | None:
     for step in sorted(run.metrics.keys() & other.metrics.keys()):
         a, b = run.metrics[step], other.metrics[step]
         shared = [name for name in sorted(a.keys() & b.keys()) if not name.startswith(_VOLATILE_PREFIXES)]
-        if different := [
-            name for name in shared if a[name] != b[name] and not (a[name] != a[name] and b[name] != b[name])
-        ]:
+        if different := [name for name in shared if not np.array_equal(a[name], b[name], equal_nan=True)]:
             return {"step": step, "names": different[:8]}
     return None

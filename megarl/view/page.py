@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -19,11 +18,12 @@ from urllib.parse import quote
 
 import numpy as np
 
+from megarl.utils.text import write_atomically
 from megarl.view.column_codec import to_json
 from megarl.view.divergence import find_divergence
 from megarl.view.rollout_details import Detail, TokenDecoder, load_decoder, read_details, tokenizer_folders
 from megarl.view.rollout_files import Notes
-from megarl.view.rollout_index import Index, IndexReader, read_index
+from megarl.view.rollout_index import Index, IndexReader
 from megarl.view.run_data import RunData, read_run
 
 SCRIPTS = ("blocks", "query", "curves", "phases", "table", "tokens", "prompts", "compare", "main")
@@ -38,49 +38,29 @@ SpanLoader = Callable[[Path], "Mapping[str, Any] | None"]
 """Loads the timeline of a run folder; None if it has none."""
 
 
-@dataclass
-class LoadedRun:
-    """A run with all that the page shows of it."""
-
-    run: RunData
-    index: Index
-    spans: Mapping[str, Any] | None = None
-
-    @property
-    def notes(self) -> list[str]:
-        return [*self.run.notes, *self.index.notes]
-
-
-def load(path: Path, load_spans: SpanLoader | None = None, reader: IndexReader | None = None) -> LoadedRun:
-    """Load a run folder. Raises ConfigError if it does not exist.
+def load(path: Path, load_spans: SpanLoader | None = None, reader: IndexReader | None = None) -> RunData:
+    """Load a run folder with its rollouts and timeline. Raises ConfigError if it does not exist.
 
     Args:
         reader: cached reader of this folder, for repeated loads.
     """
     run = read_run(path)
-    index = read_index(path) if reader is None else reader.read()
-    if len(index) and not tokenizer_folders(path):
+    run.index = (reader or IndexReader(path)).read()
+    if len(run.index) and not tokenizer_folders(path):
         run.notes.append(f"{path}: there is no tokenizer at its model.path, nor an export; tokens are shown as numbers")
-    return LoadedRun(run, index, None if load_spans is None else load_spans(path))
+    run.notes += run.index.notes
+    run.spans = None if load_spans is None else load_spans(path)
+    return run
 
 
-def find_divergences(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
+def find_divergences(runs: Sequence[RunData]) -> list[dict[str, Any]]:
     """Compare the first run with each other one."""
-    return [find_divergence(runs[0].run, other.run) for other in runs[1:]]
+    return [find_divergence(runs[0], other) for other in runs[1:]]
 
 
-def build_overview(
-    runs: Sequence[LoadedRun], live: bool = False, divergences: Sequence[dict[str, Any]] | None = None
-) -> dict[str, Any]:
-    """Return the `overview` block, all that the first view needs. parted: the runs' `find_divergences` if known."""
-    return {
-        "runs": [
-            {**loaded.run.to_dict(), "notes": loaded.notes, "spans": loaded.spans, "rollouts": len(loaded.index)}
-            for loaded in runs
-        ],
-        "live": live,
-        "partings": find_divergences(runs) if divergences is None else list(divergences),
-    }
+def build_overview(runs: Sequence[RunData], divergences: list[dict[str, Any]], live: bool = False) -> dict[str, Any]:
+    """Return the `overview` block, all that the first view needs. divergences: the runs' `find_divergences`."""
+    return {"runs": [run.to_dict() for run in runs], "live": live, "partings": divergences}
 
 
 def render_page(blocks: Mapping[str, Any], folder: str, title: str) -> str:
@@ -88,15 +68,9 @@ def render_page(blocks: Mapping[str, Any], folder: str, title: str) -> str:
     style = _static("uPlot.min.css") + _static("style.css")
     scripts = [_static("uPlot.iife.min.js"), *(_static(f"{name}.js") for name in SCRIPTS)]
     hashes = " ".join(map(_hash, scripts))
-    policy = "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src {hashes} 'strict-dynamic'",
-            f"style-src {_hash(style)}",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
+    policy = (
+        f"default-src 'none'; script-src {hashes} 'strict-dynamic'; style-src {_hash(style)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
     )
     data = {**blocks, "page": {"folder": folder, "title": title}}
     opening = '<script type="application/json" id="block-'
@@ -112,17 +86,11 @@ def render_block(name: str, value: Any) -> str:
     return f'megarl.take("{name}", {to_json(value)});\n'
 
 
-def write_page(
-    runs: Sequence[LoadedRun],
-    file: Path,
-    max_rollouts: int = DEFAULT_DETAILS,
-    log: Callable[[str], None] = lambda text: None,
-) -> dict[str, int]:
+def write_page(runs: Sequence[RunData], file: Path, max_rollouts: int = DEFAULT_DETAILS) -> dict[str, int]:
     """Write the page, and its files into `<name>_files`.
 
     Args:
         max_rollouts: number of rollouts, over all runs, whose tokens are written.
-        log: called with progress messages.
 
     Returns:
         `page` and `beside`, bytes of the page and of its files, and `rollouts`, the number of rollouts with tokens.
@@ -132,33 +100,31 @@ def write_page(
     """
     folder = file.with_name(f"{file.stem}_files")
     folder.mkdir(exist_ok=True)
-    for pattern in ("tokens-*.js", "index-*.js"):  # of the page that is overwritten
-        for old_file in folder.glob(pattern):
-            old_file.unlink()
-    blocks: dict[str, Any] = {"overview": build_overview(runs)}
+    for old_file in (*folder.glob("tokens-*.js"), *folder.glob("index-*.js")):  # of the page that is overwritten
+        old_file.unlink()
+    blocks: dict[str, Any] = {"overview": build_overview(runs, find_divergences(runs))}
     beside_bytes, num_rollouts = 0, 0
-    for run_index, loaded in enumerate(runs):
-        chosen = select_rollouts(loaded.index, max_rollouts // len(runs))
-        decoder, notes = TokenDecoder(load_decoder(loaded.run.path)), Notes()
+    for run_index, run in enumerate(runs):
+        chosen = select_rollouts(run.index, max_rollouts // len(runs))
+        decoder, notes = TokenDecoder(load_decoder(run.path)), Notes()
         files_by_step: dict[str, list[list[int]]] = {}
         for step, numbers in chosen.items():
-            log(f"{loaded.run.name}: tokens of step {step}")
-            parts = split_into_files(read_details(loaded.run.path, step, numbers, decoder, notes))
+            parts = split_into_files(read_details(run.path, step, numbers, decoder, notes))
             for file_index, part in enumerate(parts):
                 name = f"tokens-{run_index}-{step}-{file_index}"
                 beside_bytes += _write(folder / f"{name}.js", render_block(name, part))
                 files_by_step.setdefault(str(step), []).append([detail["number"] for detail in part])
                 num_rollouts += len(part)
-        blocks["overview"]["runs"][run_index]["notes"] += [note for note in notes if note not in loaded.notes]
+        blocks["overview"]["runs"][run_index]["notes"] += [note for note in notes if note not in run.notes]
         blocks[f"places-{run_index}"] = files_by_step
-        name, content = f"index-{run_index}", loaded.index.to_dict()
+        name, content = f"index-{run_index}", run.index.to_dict()
         if sum(len(column["data"]) for column in content["columns"].values()) <= MAX_INLINE_BYTES // len(runs):
             blocks[name] = content
         else:
             beside_bytes += _write(folder / f"{name}.js", render_block(name, content))
     if not any(folder.iterdir()):
         folder.rmdir()
-    title = "MegaRL: " + ", ".join(loaded.run.name for loaded in runs)
+    title = "MegaRL: " + ", ".join(run.name for run in runs)
     return {
         "page": _write(file, render_page(blocks, f"{quote(folder.name)}/", title)),
         "beside": beside_bytes,
@@ -176,7 +142,8 @@ def select_rollouts(index: Index, max_rollouts: int) -> dict[int, set[int] | Non
     steps = sorted(set(step.tolist()))
     if len(index) <= max_rollouts:
         return dict.fromkeys(steps)
-    rows = {s: step_rows for s, step_rows in zip(steps, _rows(step, steps), strict=True)}
+    step_rows = np.split(np.arange(len(index)), np.searchsorted(step, steps[1:]))  # the index is sorted by step
+    rows = dict(zip(steps, step_rows, strict=True))
     chosen: dict[int, set[int] | None] = {}
     budget = max_rollouts
     for s in dict.fromkeys((steps[-1], steps[0])):
@@ -187,12 +154,9 @@ def select_rollouts(index: Index, max_rollouts: int) -> dict[int, set[int] | Non
     per_step = budget // max(1, len(others))
     for s in others:
         order = rows[s][np.argsort(reward[rows[s]], kind="stable")]
-        selected = (
-            [*order[: per_step // 2], *order[len(order) - (per_step - per_step // 2) :]]
-            if per_step < len(order)
-            else order
-        )
-        if len(selected):
+        num_best = per_step - per_step // 2
+        selected = {*order[: per_step // 2], *order[max(0, len(order) - num_best) :]}
+        if selected:
             chosen[s] = set(number[list(selected)].tolist())
     return dict(sorted(chosen.items()))
 
@@ -211,11 +175,6 @@ def split_into_files(details: Iterable[Detail]) -> Iterator[list[Detail]]:
         yield part
 
 
-def _rows(step: np.ndarray, steps: list[int]) -> list[np.ndarray]:
-    offsets = [*np.searchsorted(step, steps).tolist(), len(step)]  # the index is sorted by step
-    return [np.arange(a, b) for a, b in zip(offsets, offsets[1:], strict=False)]
-
-
 def _static(name: str) -> str:
     return (files("megarl.view") / "static" / name).read_text(encoding="utf-8")
 
@@ -225,12 +184,5 @@ def _hash(text: str) -> str:
 
 
 def _write(file: Path, text: str) -> int:
-    content = text.encode()
-    partial = file.with_name(f".{file.name}.part")
-    try:
-        partial.write_bytes(content)
-        partial.replace(file)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    return len(content)
+    write_atomically(file, text)
+    return len(text.encode())

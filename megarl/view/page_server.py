@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError
-from megarl.view.page import LoadedRun, SpanLoader, build_overview, find_divergences, load, render_block, render_page
+from megarl.view.page import SpanLoader, build_overview, find_divergences, load, render_block, render_page
 from megarl.view.rollout_details import TokenDecoder, load_decoder, read_details
 from megarl.view.rollout_files import Notes
 from megarl.view.rollout_index import IndexReader
+from megarl.view.run_data import RunData
 
 HOSTS = ("127.0.0.1", "localhost")
 REFRESH_S = 5.0
@@ -39,7 +40,7 @@ class Server(ThreadingHTTPServer):
         self.key = secrets.token_urlsafe(24)
         self._paths, self._load_spans = list(paths), load_spans
         self._lock = threading.Lock()
-        self._token_texts: dict[int, TokenDecoder] = {}
+        self._decoders: dict[int, TokenDecoder] = {}
         self._run_sizes: list[tuple[int, int]] | None = None
         self._readers = [IndexReader(path) for path in paths]
         self._load()
@@ -50,19 +51,17 @@ class Server(ThreadingHTTPServer):
             raise ConfigError(f"--serve {port}: {reason}; name another port, or none for one that is free") from None
 
     def _load(self) -> None:
-        loaded_runs = [
-            load(path, self._load_spans, reader) for path, reader in zip(self._paths, self._readers, strict=True)
-        ]
-        run_sizes = [(len(loaded.index), len(loaded.run.metrics)) for loaded in loaded_runs]
+        runs = [load(path, self._load_spans, reader) for path, reader in zip(self._paths, self._readers, strict=True)]
+        run_sizes = [(len(run.index), len(run.metrics)) for run in runs]
         if run_sizes != self._run_sizes:
-            self._divergences, self._run_sizes = find_divergences(loaded_runs), run_sizes
-        self._runs, self._loaded_at = loaded_runs, time.monotonic()
+            self._divergences, self._run_sizes = find_divergences(runs), run_sizes
+        self._runs, self._loaded_at = runs, time.monotonic()
 
     @property
     def address(self) -> str:
         return f"http://{HOSTS[0]}:{self.server_address[1]}/{self.key}/"
 
-    def get_runs(self) -> list[LoadedRun]:
+    def get_runs(self) -> list[RunData]:
         """Return the runs, reloaded if they are older than `REFRESH_S`."""
         with self._lock:
             if time.monotonic() - self._loaded_at > REFRESH_S:
@@ -70,8 +69,7 @@ class Server(ThreadingHTTPServer):
             return self._runs
 
     def overview(self) -> dict[str, Any]:
-        runs = self.get_runs()
-        return build_overview(runs, live=True, divergences=self._divergences)
+        return build_overview(self.get_runs(), self._divergences, live=True)
 
     def render_block(self, name: str) -> str | None:
         """Render the script that passes a block to the page; None if there is no such block."""
@@ -82,18 +80,16 @@ class Server(ThreadingHTTPServer):
         if (match := _TOKENS.fullmatch(name)) and int(match[1]) < len(self._paths):
             run, step, number = map(int, match.groups())
             with self._lock:
-                if run not in self._token_texts:
-                    self._token_texts[run] = TokenDecoder(load_decoder(self._paths[run]))
+                if run not in self._decoders:
+                    self._decoders[run] = TokenDecoder(load_decoder(self._paths[run]))
                 notes = Notes()
-                details = list(read_details(self._paths[run], step, {number}, self._token_texts[run], notes))
-            return render_block(
-                name, details or {"error": "; ".join(notes) or f"there is no rollout {number} of step {step}"}
-            )
+                details = list(read_details(self._paths[run], step, {number}, self._decoders[run], notes))
+            error = "; ".join(notes) or f"there is no rollout {number} of step {step}"
+            return render_block(name, details or {"error": error})
         return None
 
     def render_page(self) -> str:
-        runs = self.get_runs()
-        title = "MegaRL: " + ", ".join(loaded.run.name for loaded in runs)
+        title = "MegaRL: " + ", ".join(run.name for run in self.get_runs())
         return render_page({"overview": self.overview()}, "data/", title)
 
 

@@ -21,36 +21,22 @@ from megarl.config.strict import ConfigError
 Value = float | str | None
 Condition = Callable[[Mapping[str, Value]], bool]
 
-COLUMNS: dict[str, str] = {
-    "step": "in which it was sampled",
-    "number": "which of its step, from 0",
-    "group": "which prompt of its step",
-    "prompt": "id of the prompt",
-    "source": "data source of the prompt",
-    "status": "stop, length, max_turns or aborted",
-    "reward": "none where it has none",
-    "advantage": "mean over the policy's tokens",
-    "logprob": "mean over the policy's tokens",
-    "length": "tokens",
-    "actions": "tokens that the policy wrote",
-    "turns": "turns of the policy",
-    "tool_calls": "",
-    "tool_errors": "calls that failed",
-    "staleness": "versions by which its oldest token is behind the newest of its step",
-}
-"""Columns of the rollout index, with their descriptions."""
+COLUMNS = (
+    *("step", "number", "group", "prompt", "source", "status", "reward", "advantage", "logprob"),
+    *("length", "actions", "turns", "tool_calls", "tool_errors", "staleness"),
+)
+"""Columns of the rollout index. number: in its step, from 0. group: index of the prompt in its step. prompt, source: id
+and data source of the prompt. advantage, logprob: means over the policy's tokens. length: tokens; actions: those of the
+policy. turns: of the policy. staleness: versions by which its oldest token is behind the newest of its step."""
 TEXT_COLUMNS = ("prompt", "source", "status")
 MAX_CHARS, MAX_DEPTH = 1000, 40
 
-_TOKEN = re.compile(r"""\s*(?:(<=|>=|==|!=|[<>=~()])|"([^"]*)"|'([^']*)'|([^\s<>=!~()"']+))""")
+_TOKEN = re.compile(
+    r"""\s*(?:(?P<paren>[()])|(?P<sign><=|>=|==|!=|[<>=~])|(?P<quoted>"[^"]*"|'[^']*')|(?P<word>[^\s<>=!~()"']+))"""
+)
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-    "=": operator.eq,
-    "==": operator.eq,
-    "!=": operator.ne,
+    **{"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge},
+    **{"=": operator.eq, "==": operator.eq, "!=": operator.ne},
 }
 
 
@@ -68,28 +54,23 @@ def parse_condition(text: str, option: str = "--where") -> Condition:
     """
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{option}: a condition has at most {MAX_CHARS} characters, not {len(text)}")
-    return _Parser(_tokenize(text, option), option).parse()
-
-
-def _tokenize(text: str, option: str) -> list[tuple[str, str]]:
-    tokens, position = [], 0
-    end = len(text.rstrip())
-    while position < end:
-        match = _TOKEN.match(text, position)
-        if match is None:
-            raise ConfigError(
-                f"{option}: cannot read {text[position : position + 30].strip()!r}; write such as 'reward<0.5'"
-            )
-        sign, double, single, word = match.groups()
-        quoted = double if double is not None else single
-        tokens.append(("sign", sign) if sign else ("text", quoted) if quoted is not None else ("word", word))
-        position = match.end()
-    return tokens
+    return _Parser(text, option).parse()
 
 
 class _Parser:
-    def __init__(self, tokens: list[tuple[str, str]], option: str) -> None:
-        self._tokens, self._option, self._position = tokens, option, 0
+    def __init__(self, text: str, option: str) -> None:
+        self._option, self._position = option, 0
+        self._tokens: list[tuple[str, str]] = []
+        """(kind, text), where kind is paren, sign, quoted or word."""
+        position, text = 0, text.rstrip()
+        while position < len(text):
+            match = _TOKEN.match(text, position)
+            if match is None:
+                rest = text[position : position + 30].strip()
+                raise ConfigError(f"{option}: cannot read {rest!r}; write such as 'reward<0.5'")
+            kind, token = str(match.lastgroup), match[match.lastgroup or 0]
+            self._tokens.append((kind, token[1:-1] if kind == "quoted" else token))
+            position = match.end()
 
     def parse(self) -> Condition:
         condition = self._parse_or(0)
@@ -101,13 +82,13 @@ class _Parser:
         parts = [self._parse_and(depth)]
         while self._accept("or"):
             parts.append(self._parse_and(depth))
-        return parts[0] if len(parts) == 1 else lambda row: any(part(row) for part in parts)
+        return lambda row: any(part(row) for part in parts)
 
     def _parse_and(self, depth: int) -> Condition:
         parts = [self._parse_term(depth)]
         while self._accept("and"):
             parts.append(self._parse_term(depth))
-        return parts[0] if len(parts) == 1 else lambda row: all(part(row) for part in parts)
+        return lambda row: all(part(row) for part in parts)
 
     def _parse_term(self, depth: int) -> Condition:
         if depth > MAX_DEPTH:
@@ -120,70 +101,51 @@ class _Parser:
             if not self._accept(")"):
                 raise self._syntax_error("a closing parenthesis")
             return inner
-        return self._parse_comparison()
+        name = check_column(self._expect("a column", "word"), self._option)
+        sign = self._expect("a sign such as <", "sign")
+        value = self._expect("a value", "word", "quoted")
+        compare = self._compare_text if name in TEXT_COLUMNS else self._compare_number
+        return compare(name, sign, value)
 
-    def _parse_comparison(self) -> Condition:
-        token_type, name = self._expect("a column")
-        if token_type != "word":
-            raise self._syntax_error("a column", back=1)
-        check_column(name, self._option)
-        token_type, sign = self._expect("a sign such as <")
-        if token_type != "sign" or sign in "()":
-            raise self._syntax_error("a sign such as <", back=1)
-        token_type, value = self._expect("a value")
-        if token_type == "sign":
-            raise self._syntax_error("a value", back=1)
-        return (
-            _text_condition(name, sign, value, self._option)
-            if name in TEXT_COLUMNS
-            else _number_condition(name, sign, value, self._option)
-        )
+    def _compare_text(self, name: str, sign: str, text: str) -> Condition:
+        if sign == "~":
+            return lambda row: text in str(row[name])
+        if sign not in ("=", "==", "!="):
+            raise ConfigError(f"{self._option}: {name} is text, which is compared by =, != or ~, not by {sign}")
+        return lambda row: (row[name] == text) is (sign != "!=")
+
+    def _compare_number(self, name: str, sign: str, text: str) -> Condition:
+        if sign == "~":
+            remedy = "compare it by =, <, >, <=, >= or !="
+            raise ConfigError(f"{self._option}: {name} is a number, which ~ does not fit; {remedy}")
+        try:
+            number = float(text)
+        except ValueError:
+            raise ConfigError(f"{self._option}: {name} is a number, but {text[:30]!r} is not") from None
+        if math.isnan(number):
+            raise ConfigError(f"{self._option}: nothing can be compared with {text[:30]!r}")
+
+        def holds(row: Mapping[str, Value]) -> bool:
+            value = row[name]
+            if value is None or isinstance(value, str) or math.isnan(value):
+                return sign == "!="
+            return _OPERATORS[sign](value, number)
+
+        return holds
 
     def _accept(self, word: str) -> bool:
-        token = self._tokens[self._position] if self._position < len(self._tokens) else ("", "")
-        if token[0] == "text" or token[1] != word:
-            return False
-        self._position += 1
-        return True
+        is_next = self._tokens[self._position : self._position + 1] in ([("word", word)], [("paren", word)])
+        self._position += is_next
+        return is_next
 
-    def _expect(self, expected: str) -> tuple[str, str]:
-        if self._position >= len(self._tokens):
+    def _expect(self, expected: str, *kinds: str) -> str:
+        if self._position >= len(self._tokens) or self._tokens[self._position][0] not in kinds:
             raise self._syntax_error(expected)
         self._position += 1
-        return self._tokens[self._position - 1]
+        return self._tokens[self._position - 1][1]
 
-    def _syntax_error(self, expected: str, back: int = 0) -> ConfigError:
-        index = self._position - back
-        actual = repr(self._tokens[index][1][:30]) if index < len(self._tokens) else "the end"
+    def _syntax_error(self, expected: str) -> ConfigError:
+        actual = repr(self._tokens[self._position][1][:30]) if self._position < len(self._tokens) else "the end"
         return ConfigError(
             f"{self._option}: expected {expected}, found {actual}; write such as 'reward<0.5 and turns>2'"
         )
-
-
-def _text_condition(name: str, sign: str, text: str, option: str) -> Condition:
-    if sign == "~":
-        return lambda row: text in str(row[name])
-    if sign not in ("=", "==", "!="):
-        raise ConfigError(f"{option}: {name} is text, which is compared by =, != or ~, not by {sign}")
-    is_equal = sign != "!="
-    return lambda row: (row[name] == text) is is_equal
-
-
-def _number_condition(name: str, sign: str, text: str, option: str) -> Condition:
-    if sign == "~":
-        raise ConfigError(f"{option}: {name} is a number, which ~ does not fit; compare it by =, <, >, <=, >= or !=")
-    try:
-        number = float(text)
-    except ValueError:
-        raise ConfigError(f"{option}: {name} is a number, but {text[:30]!r} is not") from None
-    if math.isnan(number):
-        raise ConfigError(f"{option}: nothing can be compared with {text[:30]!r}")
-    compare = _OPERATORS[sign]
-
-    def holds(row: Mapping[str, Value]) -> bool:
-        value = row[name]
-        if value is None or isinstance(value, str) or math.isnan(value):
-            return sign == "!="
-        return compare(value, number)
-
-    return holds

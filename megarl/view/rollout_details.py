@@ -5,27 +5,17 @@ Token ids are decoded with the run's tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import yaml
 
+from megarl.observe.rollout_table import iter_table_rows
 from megarl.utils import exact_json
+from megarl.utils.text import one_line
 from megarl.view.column_codec import finite_or_none
-from megarl.view.rollout_files import (
-    READ_ERRORS,
-    Notes,
-    Part,
-    cell,
-    flatten_lists,
-    format_error,
-    open_parts,
-    read_group,
-)
+from megarl.view.rollout_files import READ_ERRORS, Notes, iter_groups, open_parts, read_group
 
 Decode = Callable[[list[int]], str]
 REPLACEMENT_CHAR = "\ufffd"
@@ -75,29 +65,26 @@ class TokenDecoder:
         self._decode = decode
         self._cache: dict[int, str] = {}
 
-    def decode_each(self, ids: Sequence[int]) -> list[str]:
+    def decode_each(self, ids: list[int]) -> list[str]:
         """Return the text of each token.
 
         A character that spans several tokens is assigned to the last one; the others are empty. Bytes that are not
         UTF-8 become U+FFFD each.
         """
-        texts = [self._decode_token(int(token)) for token in ids]
+        for token in set(ids) - self._cache.keys():
+            self._cache[token] = self._decode_ids([token])
+        texts = [self._cache[token] for token in ids]
         index = 0
         while index < len(texts):
             if REPLACEMENT_CHAR in texts[index]:
                 for count in range(2, min(MAX_TOKENS_PER_CHAR, len(texts) - index) + 1):
-                    text = self._decode_ids([int(token) for token in ids[index : index + count]])
+                    text = self._decode_ids(ids[index : index + count])
                     if REPLACEMENT_CHAR not in text:
                         texts[index : index + count] = [""] * (count - 1) + [text]
                         index += count - 1
                         break
             index += 1
         return texts
-
-    def _decode_token(self, token: int) -> str:
-        if token not in self._cache:
-            self._cache[token] = self._decode_ids([token])
-        return self._cache[token]
 
     def _decode_ids(self, ids: list[int]) -> str:
         if self._decode is None:
@@ -108,35 +95,21 @@ class TokenDecoder:
             return f"[{' '.join(map(str, ids))}]"
 
 
-_SCALAR_COLUMNS: tuple[str, ...] = (
-    "number",
-    "group",
-    "episode",
-    "status",
-    "failure",
-    "reward",
-    "advantage",
-    "logprob",
-    "tool_calls",
+_SCALAR_COLUMNS = (
+    *("number", "group", "episode", "status", "failure", "reward", "advantage", "logprob", "tool_calls", "tool_errors"),
+    *("seed", "id", "data_source", "branch", "forks", "drift"),
 )
-_SCALAR_COLUMNS += ("tool_errors", "seed", "id", "data_source", "branch", "forks", "drift")
 _JSON_COLUMNS = ("reward_parts", "unscored", "ground_truth", "turn_versions", "messages")
 _TURN_COLUMNS = ("turn_lengths", "turn_is_action", "turn_weight_version", "turn_rewards", "turn_cached_tokens")
-_TOKEN_COLUMNS = ("logprobs", "advantages", "trainer_logprobs", "unreplayed_logprobs")
-"""One float per token; the last two only in steps with trainer log-probs."""
+_TOKEN_COLUMNS = {"logprobs": 7, "advantages": 5, "trainer_logprobs": 7, "unreplayed_logprobs": 7}
+"""Columns of one float per token, with the decimal places that are shown: differences of two log-probs are 1e-6 in a
+healthy run. The last two are only in steps with trainer log-probs."""
 COLUMNS = (*_SCALAR_COLUMNS, *_JSON_COLUMNS, *_TURN_COLUMNS, "token_ids", *_TOKEN_COLUMNS)
-DIGITS = {"advantages": 5}
-"""Decimal places of per-token values, which are shown as a color and a few digits."""
-LOGPROB_DIGITS = 7
-"""Decimal places of log-probs: the page shows differences of two, which are 1e-6 in a healthy run."""
 
 
-class Detail(dict[str, Any]):
-    """A rollout as the page shows it.
-
-    Scalars; `turns` as {tokens, written, version, runs, reward, cached}; and per token `words`, `ids`, `logprobs`,
-    `advantages`, `trainer`, `unreplayed`, each None if not recorded.
-    """
+Detail = dict[str, Any]
+"""A rollout as the page shows it: scalars; `turns` as {tokens, written, version, runs, reward, cached}; and per token
+`words`, `ids`, `logprobs`, `advantages`, `trainer`, `unreplayed`, each None if not recorded."""
 
 
 def read_details(
@@ -145,90 +118,56 @@ def read_details(
     """Yield the requested rollouts of a step, all if `numbers` is None. Damaged ones are noted and skipped."""
     notes = Notes() if notes is None else notes
     for part in open_parts(run_dir, step, notes):
-        for group in range(part.file.num_row_groups):
-            yield from _read_group_details(part, group, step, numbers, decoder, notes)
+        for group, numbers_table in iter_groups(part, ["number"], notes):
+            group_numbers = numbers_table.column("number").to_pylist()
+            rows = [row for row, number in enumerate(group_numbers) if numbers is None or number in numbers]
+            table = read_group(part, group, COLUMNS, notes) if rows else None
+            if table is None:
+                continue
+            for row in rows:
+                try:
+                    (values,) = iter_table_rows(table.slice(row, 1))
+                    yield _build_detail({**dict.fromkeys(COLUMNS), **values}, step, decoder)
+                except (*READ_ERRORS, RecursionError) as error:
+                    problem = f"rollout {group_numbers[row]} is inconsistent and is excluded: {one_line(error, 200)}"
+                    notes.add(f"{part.path}: {problem}")
 
 
-def _read_group_details(
-    part: Part, group: int, step: int, numbers: set[int] | None, decoder: TokenDecoder, notes: Notes
-) -> Iterator[Detail]:
-    numbers_table = read_group(part, group, ["number"], notes)
-    if numbers_table is None:
-        return
-    rows = list(range(numbers_table.num_rows))
-    if numbers is not None:
-        is_requested = pc.is_in(numbers_table.column("number"), pa.array(sorted(numbers), pa.int32()))
-        rows = np.flatnonzero(is_requested.to_numpy()).tolist()
-    if not rows:
-        return
-    table = read_group(part, group, [name for name in COLUMNS if name in part.names], notes)
-    if table is None:
-        return
-    for row in rows:
-        try:
-            yield _build_detail(table.slice(row, 1), step, decoder)
-        except (*READ_ERRORS, RecursionError) as error:
-            number = numbers_table.column("number")[row].as_py()
-            notes.add(f"{part.path}: rollout {number} is inconsistent and is excluded: {format_error(error)}")
-
-
-def _build_detail(row: pa.Table, step: int, decoder: TokenDecoder) -> Detail:
-    detail = Detail(step=step, **{name: finite_or_none(cell(row, name, 0)) for name in _SCALAR_COLUMNS})
-    texts = {name: cell(row, name, 0) for name in _JSON_COLUMNS}
-    values_json = {name: None if text is None else exact_json.loads(text) for name, text in texts.items()}
-    detail["reward_parts"] = {
-        str(name): finite_or_none(value) for name, value in (values_json["reward_parts"] or {}).items()
-    }
-    detail["unscored"] = {str(part): str(reason) for part, reason in (values_json["unscored"] or {}).items()}
-    detail["ground_truth"] = texts["ground_truth"]
-    detail["messages"] = [_message(message) for message in values_json["messages"] or ()]
-    lengths, action_flags = (flatten_lists(row, name)[0] for name in _TURN_COLUMNS[:2])
-    versions, rewards, cached = (
-        flatten_lists(row, name)[0].tolist() if _has(row, name) else [None] * len(lengths) for name in _TURN_COLUMNS[2:]
-    )
-    version_spans = values_json["turn_versions"] or {}
-    if not len(lengths) == len(action_flags) == len(versions) == len(rewards) == len(cached):
+def _build_detail(row: dict[str, Any], step: int, decoder: TokenDecoder) -> Detail:
+    """Build a rollout from its row, in which columns that the file lacks are None."""
+    detail: Detail = {"step": step, **{name: finite_or_none(row[name]) for name in _SCALAR_COLUMNS}}
+    trees = {name: None if row[name] is None else exact_json.loads(row[name]) for name in _JSON_COLUMNS}
+    detail["reward_parts"] = {str(name): finite_or_none(value) for name, value in (trees["reward_parts"] or {}).items()}
+    detail["unscored"] = {str(part): str(reason) for part, reason in (trees["unscored"] or {}).items()}
+    detail["ground_truth"] = row["ground_truth"]
+    detail["messages"] = [_message(message) for message in trees["messages"] or ()]
+    num_turns, num_tokens = len(row["turn_lengths"]), int(row["turn_lengths"].sum())
+    turn_columns = [[None] * num_turns if row[name] is None else row[name].tolist() for name in _TURN_COLUMNS]
+    if any(len(column) != num_turns for column in turn_columns):
         raise ValueError("its columns disagree on the number of turns")
+    version_spans = trees["turn_versions"] or {}
     detail["turns"] = [
         {
-            "tokens": int(count),
-            "written": bool(is_action),
+            "tokens": length,
+            "written": is_action,
             "version": version,
-            "runs": [
-                [int(weight_version), int(tokens)] for weight_version, tokens in version_spans.get(str(turn_index), ())
-            ],
+            "runs": [[int(span_version), int(count)] for span_version, count in version_spans.get(str(turn), ())],
             "reward": finite_or_none(reward),
             "cached": None if num_cached is None or num_cached < 0 else num_cached,
         }
-        for turn_index, (count, is_action, version, reward, num_cached) in enumerate(
-            zip(lengths, action_flags, versions, rewards, cached, strict=True)
-        )
+        for turn, (length, is_action, version, reward, num_cached) in enumerate(zip(*turn_columns, strict=True))
     ]
-    ids = (
-        flatten_lists(row, "token_ids")[0]
-        if "token_ids" in row.column_names
-        else np.zeros(int(lengths.sum()), np.int32)
-    )
-    if int(lengths.sum()) != len(ids):
-        raise ValueError(f"turns of {int(lengths.sum())} tokens with {len(ids)} token ids")
-    detail["ids"], detail["words"] = ids.tolist(), decoder.decode_each(ids.tolist())
-    for name in _TOKEN_COLUMNS:
-        detail[name.removesuffix("_logprobs")] = _read_token_column(row, name, len(ids))
+    ids = [0] * num_tokens if row["token_ids"] is None else row["token_ids"].tolist()
+    if num_tokens != len(ids):
+        raise ValueError(f"turns of {num_tokens} tokens with {len(ids)} token ids")
+    detail["ids"], detail["words"] = ids, decoder.decode_each(ids)
+    for name, digits in _TOKEN_COLUMNS.items():
+        values = row[name]
+        if values is not None and len(values) != num_tokens:
+            raise ValueError(f"{len(values)} {name} for {num_tokens} tokens")
+        rounded = None if values is None else [finite_or_none(round(value, digits)) for value in values.tolist()]
+        detail[name.removesuffix("_logprobs")] = rounded
     return detail
-
-
-def _has(row: pa.Table, name: str) -> bool:
-    return name in row.column_names and bool(row.column(name)[0].is_valid)
-
-
-def _read_token_column(row: pa.Table, name: str, tokens: int) -> list[float | None] | None:
-    if not _has(row, name):
-        return None
-    values = flatten_lists(row, name)[0]
-    if len(values) != tokens:
-        raise ValueError(f"{len(values)} {name} for {tokens} tokens")
-    digits = DIGITS.get(name, LOGPROB_DIGITS)
-    return [finite_or_none(round(value, digits)) for value in values.astype(np.float64).tolist()]
 
 
 def _message(message: Any) -> dict[str, str]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ import yaml
 
 from megarl.config import ConfigError, load_config
 from megarl.observe.health_bands import BANDS, Band, load_bands
-from megarl.utils import exact_json
+from megarl.observe.tracker import collect_metrics, iter_lines
+from megarl.utils.text import one_line
 from megarl.view.column_codec import pack
+from megarl.view.rollout_index import Index
 
 _ALARM = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  ALARM: (.*)")
 _STEP = re.compile(r"\bstep (\d{1,12})\b")
@@ -34,6 +38,8 @@ class RunData:
         metrics: by step.
         has_band_alarms: whether the run's guards watch `bands`.
         alarms: (step, time, text).
+        index: the rollouts; empty until `page.load` has read it.
+        spans: the timeline, likewise; None if there is none.
     """
 
     path: Path
@@ -45,6 +51,8 @@ class RunData:
     has_band_alarms: bool = False
     alarms: list[tuple[int, str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    index: Index = field(default_factory=lambda: Index({"step": np.zeros(0, np.int64)}, {}))
+    spans: Mapping[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for the page, with packed `metrics`, NaN where a step lacks one."""
@@ -54,7 +62,11 @@ class RunData:
             name: pack(np.array([self.metrics[step].get(name, np.nan) for step in steps], np.float32)) for name in names
         }
         bands = {
-            name: {"least": band.lower, "most": band.upper, **_remedies(band)} for name, band in self.bands.items()
+            name: {
+                **{"title": band.title, "least": band.lower, "most": band.upper},
+                **{"low": band.low_remedy, "high": band.high_remedy},
+            }
+            for name, band in self.bands.items()
         }
         return {
             "name": self.name,
@@ -66,12 +78,10 @@ class RunData:
             "bands": bands,
             "watched": self.has_band_alarms,
             "alarms": [list(alarm) for alarm in self.alarms],
-            "notes": self.notes,
+            "notes": list(self.notes),
+            "spans": self.spans,
+            "rollouts": len(self.index),
         }
-
-
-def _remedies(band: Band) -> dict[str, str]:
-    return {"title": band.title, "low": band.low_remedy, "high": band.high_remedy}
 
 
 def read_run(path: Path) -> RunData:
@@ -108,9 +118,8 @@ def _read_config(run: RunData) -> None:
     file = run.path / "config.yaml"
     run.bands = {name: band for name, band in BANDS.items() if (band.lower, band.upper) != (None, None)}
     if not file.is_file():
-        run.notes.append(
-            f"{run.path} has no config.yaml: it is incomplete or not a run folder; using the default bands"
-        )
+        problem = "has no config.yaml: it is incomplete or not a run folder"
+        run.notes.append(f"{run.path} {problem}; using the default bands")
         return
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -118,14 +127,14 @@ def _read_config(run: RunData) -> None:
             raise ValueError("it is not a mapping")
         run.algorithm = str(tree.get("algorithm", "?"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        run.notes.append(f"{file} cannot be read ({_line(error)}); using the default bands")
+        run.notes.append(f"{file} cannot be read ({one_line(error, 200)}); using the default bands")
         return
     try:
         guards = load_config(file).guards
         if guards.alarms:
             run.bands, run.has_band_alarms = load_bands(guards), True
     except (ConfigError, OSError, ValueError, RecursionError, TypeError) as error:
-        problem = _line(error).partition(" (known here:")[0]  # the list is long, and that of this version
+        problem = one_line(error, 200).partition(" (known here:")[0]  # the list is long, and that of this version
         run.notes.append(f"{file} is of another version of MegaRL ({problem}); using the default bands")
 
 
@@ -137,35 +146,21 @@ def _read_metrics(run: RunData) -> None:
         run.notes.append(f"{run.path} has no metrics.jsonl: no step is done yet, or it is not a run folder")
         return
     except OSError as error:
-        run.notes.append(f"{file} cannot be read ({_line(error)})")
+        run.notes.append(f"{file} cannot be read ({one_line(error, 200)})")
         return
-    invalid_lines, lines = [], text.split("\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = exact_json.loads(line)
-            step = row["step"]
-            if type(step) is not int or not 0 <= step < 2**53:
-                raise ValueError("its step is not a number")
-        except (ValueError, LookupError, TypeError, RecursionError):
-            if number < len(lines) or not run.is_running:  # a running process may be writing the last line
-                invalid_lines.append(number)
-            continue
-        values = {name: value for name, value in row.items() if name not in ("step", "time") and _is_number(value)}
-        run.metrics.setdefault(step, {}).update(values)
-    run.metrics = dict(sorted(run.metrics.items()))
+    invalid_lines, rows = [], []
+    for number, row in iter_lines(text):
+        if row is not None:
+            is_number = {name: type(value) in (int, float) and abs(value) != inf for name, value in row.items()}
+            rows.append({name: value for name, value in row.items() if is_number[name]})
+        elif number <= text.count("\n") or not run.is_running:  # a running process may be writing the last line
+            invalid_lines.append(number)
+    run.metrics = collect_metrics(rows)
     if invalid_lines:
-        invalid_text = f"line {invalid_lines[0]}" + (
-            f" and {len(invalid_lines) - 1} more" if len(invalid_lines) > 1 else ""
-        )
-        run.notes.append(f"{file}: {invalid_text} cannot be read and is excluded")
+        more = f" and {len(invalid_lines) - 1} more" if len(invalid_lines) > 1 else ""
+        run.notes.append(f"{file}: line {invalid_lines[0]}{more} cannot be read and is excluded")
     if not run.metrics:
         run.notes.append(f"{file} has no metrics yet")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) != float("inf")
 
 
 def _read_alarms(run: RunData) -> None:
@@ -183,7 +178,3 @@ def _read_alarms(run: RunData) -> None:
     if len(alarms) > MAX_ALARMS:
         run.notes.append(f"{file} has {len(alarms)} alarms; the last {MAX_ALARMS} are shown")
     run.alarms = alarms[-MAX_ALARMS:]
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

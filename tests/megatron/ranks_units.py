@@ -780,7 +780,9 @@ def repeating() -> list[str]:
     )
     said: list[str] = []
     flow.log = SimpleNamespace(
-        alarm=said.append, write_spans=lambda spans: None, end_step=lambda step, metrics, *others: metrics
+        alarm=said.append,
+        timeline=SimpleNamespace(write=lambda spans: None),
+        end_step=lambda step, metrics, *others: metrics,
     )
     for flow.step in range(1, 5):
         flow._finish_step(StepResult({"rollout/zero_spread_frac": 1.0, "rollout/reward_mean": 0.0}))

@@ -1,18 +1,25 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
-from megarl.observe.eval_metrics import ScoredResponse, collect_scored, compute_metrics, format_table
+from megarl.observe.eval_metrics import compute_metrics, format_table, select_scored
 from megarl.types import Prompt, Rollout, Turn
 
 pytestmark = pytest.mark.alone
 
 
-def answers(source: str, *rewards: list[float]) -> list[ScoredResponse]:
+def answers(source: str, *rewards: list[float]) -> list[Rollout]:
+    """Of 10 tokens to the first prompt, of 11 to the second ..., cut off where the reward is negative."""
     return [
-        ScoredResponse(f"{source}-{prompt}", source, reward, is_truncated=reward < 0, num_tokens=10 + prompt)
+        Rollout(
+            Prompt(f"{source}-{prompt}", (), data_source=source),
+            (Turn([1]), Turn([2] * (10 + prompt), [0.0] * (10 + prompt), True, 0)),
+            status="length" if reward < 0 else "stop",
+            reward=reward,
+        )
         for prompt, own in enumerate(rewards)
         for reward in own
     ]
@@ -53,7 +60,7 @@ def test_what_is_right_may_be_said() -> None:
 
 
 def test_aborted_and_unscored_answers_count_in_nothing() -> None:
-    found = collect_scored(
+    scored = select_scored(
         [
             rollout("p", 1.0),
             rollout("p", 0.0, status="aborted"),
@@ -61,14 +68,15 @@ def test_aborted_and_unscored_answers_count_in_nothing() -> None:
             rollout("p", 0.5, status="max_turns"),
         ]
     )
-    assert [(one.reward, one.is_truncated, one.num_tokens) for one in found] == [(1.0, False, 3), (0.5, True, 3)]
-    assert found[0].source == "unnamed"
-    assert collect_scored([rollout("a", 1.0)], "sums")[0].source == "sums"
+    assert [one.reward for one in scored] == [1.0, 0.5]
+    (found,) = compute_metrics(scored, [1]).items()
+    assert found[0] == "unnamed" and (found[1].answers, found[1].cut_off, found[1].tokens) == (2, 0.5, 3)
+    assert list(compute_metrics(scored, [1], default_source="sums")) == ["sums"]
 
 
 def test_an_episode_in_branches_counts_once() -> None:
     rollouts = [rollout("p", 1.0, episode=0), rollout("p", 1.0, episode=0), rollout("p", 0.0, episode=1)]
-    assert [one.reward for one in collect_scored(rollouts)] == [1.0, 0.0]
+    assert [one.reward for one in select_scored(rollouts)] == [1.0, 0.0]
 
 
 def test_table_and_json() -> None:
@@ -77,5 +85,5 @@ def test_table_and_json() -> None:
     assert lines[0].split() == "source prompts answers reward [95 %] pass@1 [95 %] pass@2 [95 %] cut off tokens".split()
     assert lines[1].startswith("openai/gsm8k") and "0.500 [0.500, 0.500]" in lines[1]
     assert "\x1b" not in format_table(found, [1, 2]) and len({line.index("%") for line in lines[1:]}) == 1
-    tree = json.loads(json.dumps(found["openai/gsm8k"].as_json()))
+    tree = json.loads(json.dumps(dataclasses.asdict(found["openai/gsm8k"])))
     assert tree["pass_at"]["2"] == {"value": 1.0, "low": 1.0, "high": 1.0} and tree["pass_prompts"]["1"] == 1

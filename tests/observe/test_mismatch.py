@@ -12,6 +12,7 @@ from megarl.observe.logprob_gap import (
     REMAINDER_CAUSES,
     ROUTING,
     TWIN_KINDS,
+    LogprobGaps,
     compare_twins,
     compute_gaps,
     find_worst,
@@ -37,11 +38,15 @@ def two_turns(*versions: int) -> tuple[Turn, ...]:
     return Turn((1, 2)), first, Turn((4,)), Turn((9,), (-0.5,), is_action=True, weight_version=versions[-1])
 
 
+def causes(gaps: LogprobGaps) -> list[str]:
+    return [REMAINDER_CAUSES[i] for i in gaps.tokens["cause_id"]]
+
+
 def test_one_pass_of_new_weights_is_kernels_by_turn() -> None:
     gaps = compute_gaps([record(two_turns(3), [0, 0, -1.25, -2, 0, -0.375])], 3)
-    assert gaps.gap.tolist() == [-0.25, 0, 0.125] and np.isnan(gaps.routing).all()
-    assert [REMAINDER_CAUSES[i] for i in gaps.cause_ids] == [FIRST, FIRST, LATER]
-    assert gaps.positions.tolist() == [[0, 2], [0, 3], [0, 5]]
+    assert gaps.gap.tolist() == [-0.25, 0, 0.125] and np.isnan(gaps.tokens["routing"]).all()
+    assert causes(gaps) == [FIRST, FIRST, LATER]
+    assert gaps.tokens[["record", "token"]].tolist() == [(0, 2), (0, 3), (0, 5)]
     first, later, whole = summarize_causes(gaps)
     assert (first.name, first.tokens, first.mean, first.p99, first.largest) == (FIRST, 2, 0.125, 0.25, 0.25)
     assert (later.name, later.tokens, later.mean) == (LATER, 1, 0.125)
@@ -52,8 +57,8 @@ def test_one_pass_of_new_weights_is_kernels_by_turn() -> None:
 def test_routing_is_what_two_passes_differ_by_and_comes_on_top() -> None:
     replayed, free = [0, 0, -1.125, -2, 0, -0.5], [0, 0, -1.125, -3, 0, -0.25]
     gaps = compute_gaps([record(two_turns(3), replayed, free)], 3)
-    assert gaps.routing.tolist() == [0, -1, 0.25] and gaps.remainder.tolist() == [-0.125, 0, 0]
-    assert gaps.gap.tolist() == [-0.125, -1, 0.25] == (gaps.routing + gaps.remainder).tolist()
+    assert gaps.tokens["routing"].tolist() == [0, -1, 0.25] and gaps.tokens["remainder"].tolist() == [-0.125, 0, 0]
+    assert gaps.gap.tolist() == [-0.125, -1, 0.25] == (gaps.tokens["routing"] + gaps.tokens["remainder"]).tolist()
     found = {cause.name: cause for cause in summarize_causes(gaps)}
     assert (found[ROUTING].tokens, found[ROUTING].largest) == (3, 1)
     assert found[ROUTING].share == pytest.approx(1.25 / 1.375) and found[FIRST].share == pytest.approx(0.125 / 1.375)
@@ -63,16 +68,16 @@ def test_routing_is_what_two_passes_differ_by_and_comes_on_top() -> None:
 def test_older_weights_and_what_stands_behind_their_tokens() -> None:
     said = [0, 0, -1.5, -2, 0, -0.5]
     fresh = compute_gaps([record(two_turns(2, 3), said)], 3)
-    assert [REMAINDER_CAUSES[i] for i in fresh.cause_ids] == [STALE, STALE, CARRIED] and fresh.staleness.tolist() == [
+    assert causes(fresh) == [STALE, STALE, CARRIED] and fresh.tokens["staleness"].tolist() == [
         1,
         1,
         0,
     ]
     replayed = compute_gaps([record(two_turns(2, 3), said, said)], 3)
-    assert [REMAINDER_CAUSES[i] for i in replayed.cause_ids] == [STALE, STALE, CARRIED]
+    assert causes(replayed) == [STALE, STALE, CARRIED]
     mixed = Turn((7, 8), (-1.0, -2.0), is_action=True, weight_version=3, versions=((1, 1), (3, 1)))
     gaps = compute_gaps([record((Turn((1,)), mixed), [0, -1.5, -2])], 3)
-    assert [REMAINDER_CAUSES[i] for i in gaps.cause_ids] == [STALE, CARRIED] and gaps.staleness.tolist() == [2, 0]
+    assert causes(gaps) == [STALE, CARRIED] and gaps.tokens["staleness"].tolist() == [2, 0]
     assert find_worst(gaps, 1) == [
         {
             "record": 0,
@@ -93,7 +98,7 @@ def test_tokens_that_could_be_few_words_are_apart() -> None:
     gaps = compute_gaps(
         [record(two_turns(3), [0, 0, -1.5, -2, 0, -0.5], sampling_mask=SamplingMask.from_rows([[7, 3], [], [9]]))], 3
     )
-    assert [REMAINDER_CAUSES[i] for i in gaps.cause_ids] == [CUT, FIRST, CUT] and gaps.mask_sizes.tolist() == [2, 0, 1]
+    assert causes(gaps) == [CUT, FIRST, CUT] and gaps.tokens["mask_size"].tolist() == [2, 0, 1]
 
 
 def served(*cached: int) -> tuple[Turn, ...]:
@@ -107,7 +112,7 @@ def served(*cached: int) -> tuple[Turn, ...]:
 def test_turns_with_something_in_the_cache_are_apart_from_those_with_nothing() -> None:
     said = [0, 0, -1.5, -2, 0, -0.5]
     gaps = compute_gaps([record(served(0, 4), said), record(served(1, 0), said), record(served(-1, -1), said)], 3)
-    assert [REMAINDER_CAUSES[i] for i in gaps.cause_ids] == [
+    assert causes(gaps) == [
         FRESH,
         FRESH,
         CACHED,
@@ -118,11 +123,9 @@ def test_turns_with_something_in_the_cache_are_apart_from_those_with_nothing() -
         FIRST,
         LATER,
     ]
-    assert gaps.cached_tokens.tolist() == [0, 0, 4, 1, 1, 0, -1, -1, -1]
+    assert gaps.tokens["cached_tokens"].tolist() == [0, 0, 4, 1, 1, 0, -1, -1, -1]
     stale = compute_gaps([record(served(0, 4), said)], 4)
-    assert {REMAINDER_CAUSES[i] for i in stale.cause_ids} == {STALE}, (
-        "what older weights chose says nothing of the cache"
-    )
+    assert set(causes(stale)) == {STALE}, "what older weights chose says nothing of the cache"
 
 
 def moved(turns: tuple[Turn, ...], by: float) -> tuple[Turn, ...]:

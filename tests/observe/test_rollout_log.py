@@ -21,18 +21,18 @@ from megarl.config import ConfigError
 from megarl.observe import rollout_log
 from megarl.observe.rollout_columns import COLUMNS_SINCE_FORMAT, SCHEMA
 from megarl.observe.rollout_log import (
+    Part,
     RolloutLog,
     is_complete,
     part_file,
     read_records,
     read_rollouts,
-    read_vocabulary_hash,
     recorded_steps,
     remove_after,
     write_part,
 )
 from megarl.observe.rollout_table import TrainerLogprobs
-from megarl.observe.run_log import split_advantages, split_trainer_logprobs
+from megarl.observe.run_log import split_batch
 from megarl.types import Branch, Prompt, Rollout, Rollouts, SamplingMask, TrainBatch, Turn
 from megarl.utils import exact_json
 
@@ -128,7 +128,7 @@ def test_records_can_be_left_out_and_fill_row_groups(tmp_path: Path, monkeypatch
     log.write(1, 4, range(4), rollouts)
     log.close()
     assert [one.routing for one in read_rollouts(tmp_path, 1, include_trainer_columns=True)] == [None] * 4
-    assert read_vocabulary_hash(pq.ParquetFile(part_file(tmp_path, 1, 0))) == "words"
+    assert Part.open(part_file(tmp_path, 1, 0)).read_metadata("vocabulary") == "words"
 
 
 RECORDS: dict[str, tuple[str, Any, str]] = {
@@ -235,7 +235,8 @@ def test_advantages_stand_beside_the_rollouts_that_were_trained_on(tmp_path: Pat
     batch = TrainBatch.from_rollouts([first, last])
     batch = batch.with_(advantages=torch.arange(16, dtype=torch.float32))
     rollouts = [first, aborted, last]
-    written(tmp_path, rollouts, split_advantages(Rollouts.gather(rollouts), batch, Rollouts.gather([first, last])))
+    every, trained = Rollouts.gather(rollouts), Rollouts.gather([first, last])
+    written(tmp_path, rollouts, split_batch(batch, trained, every)[0])
     records = read_records(tmp_path, 12)
     assert [record.rollout.status for record in records] == ["length", "aborted", "length"]
     assert [None if r.advantages is None else r.advantages.tolist() for r in records] == [
@@ -248,11 +249,7 @@ def test_advantages_stand_beside_the_rollouts_that_were_trained_on(tmp_path: Pat
         None,
         pytest.approx((11 + 12 + 15) / 3),
     ]
-    assert split_advantages(Rollouts.gather(rollouts), None, Rollouts.gather(rollouts)) == [None] * 3
-    assert (
-        split_advantages(Rollouts.gather(rollouts), batch.with_(advantages=None), Rollouts.gather(rollouts))
-        == [None] * 3
-    )
+    assert split_batch(batch.with_(advantages=None), trained, every)[0] == [None] * 3
 
 
 def test_what_the_trainer_says_stands_beside_what_the_engine_said(tmp_path: Path) -> None:
@@ -261,15 +258,11 @@ def test_what_the_trainer_says_stands_beside_what_the_engine_said(tmp_path: Path
     aborted = dataclasses.replace(first, status="aborted")
     rollouts, trained = Rollouts.gather([first, aborted, last]), Rollouts.gather([first, last])
     batch = TrainBatch.from_rollouts([first, last])
-    assert (
-        split_trainer_logprobs(rollouts, None, trained)
-        == split_trainer_logprobs(rollouts, batch, trained)
-        == [None] * 3
-    )
+    assert split_batch(batch, trained, rollouts)[1] == [None] * 3
     batch = batch.with_(trainer_logprobs=-torch.arange(1.0, 17))
-    says = split_trainer_logprobs(rollouts, batch, trained)
+    _, says = split_batch(batch, trained, rollouts)
     assert says[0] is not None and says[0].unreplayed is None
-    says = split_trainer_logprobs(rollouts, batch.with_(unreplayed_logprobs=-torch.arange(16.0)), trained)
+    _, says = split_batch(batch.with_(unreplayed_logprobs=-torch.arange(16.0)), trained, rollouts)
     write_part(part_file(tmp_path, 12, 0), 12, 3, range(3), rollouts.local, None, "", says)
     found = [record.trainer_logprobs for record in read_records(tmp_path, 12)]
     assert found[0] is not None and found[1] is None and found[2] is not None

@@ -148,7 +148,7 @@ def test_a_place_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
         claim_and_begin(tmp_path / "file/run", CONFIG, resume=False)
     full = tmp_path / "full"
     full.mkdir()
-    (full / "config.tmp").symlink_to("/dev/full")
+    (full / ".config.yaml.tmp").symlink_to("/dev/full")
     with pytest.raises(ConfigError, match="No space left"):
         claim_and_begin(full, CONFIG, resume=False)
     assert not (full / "config.yaml").exists()

@@ -10,10 +10,9 @@ import pytest
 from thread_ranks import Thread, as_ranks
 
 from megarl.config import Config, ConfigError, from_dict
-from megarl.observe.clock import Span
+from megarl.observe.clock import Span, timeline_file
 from megarl.observe.rollout_log import part_file, read_rollouts, recorded_steps, write_part
 from megarl.observe.run_log import RunLog
-from megarl.observe.timeline import timeline_file
 from megarl.observe.tracker import read_metrics
 from megarl.parallel.ranks import Job
 from megarl.types import Prompt, Rollout, Rollouts, Turn
@@ -40,13 +39,13 @@ def test_every_rank_writes_its_timeline_and_a_disk_that_fails_is_warned_of_once(
     span = Span("step 1", "step", "main", 1.0, 2.0)
     logs = [RunLog(config(tmp_path), place(rank)) for rank in (0, 1)]
     for log in logs:
-        log.write_spans([span])
+        log.timeline.write([span])
     assert all(timeline_file(tmp_path, rank).is_file() for rank in (0, 1))
     shutil.rmtree(tmp_path / "timeline")
     (tmp_path / "timeline").write_text("no folder")
     with pytest.warns(UserWarning, match="could not write the timeline") as said:
-        logs[1].write_spans([span])
-        logs[1].write_spans([span])
+        logs[1].timeline.write([span])
+        logs[1].timeline.write([span])
     assert len(said) == 1
     for log in logs:
         log.close()
@@ -71,7 +70,7 @@ def test_a_run_of_two_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     log.log_evaluation(0, {"eval/reward_greedy": 0.5})
     for step in (1, 2):
         log.begin_step(step)
-        log.begin_phase("generate")
+        log.progress.begin_phase("generate")
         log.end_step(step, {"rollout/reward_mean": step / 2}, Rollouts.gather([ROLLOUT]))
     log.close()
     assert list(read_metrics(tmp_path)) == [0, 1, 2]
@@ -87,7 +86,7 @@ def test_a_run_of_two_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_another_rank_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = RunLog(config(tmp_path / "run"), place(1))
     log.begin_step(1)
-    log.begin_phase("generate")
+    log.progress.begin_phase("generate")
     log.log_evaluation(0, {"eval/reward_greedy": 0.5})
     log.end_step(1, {"rollout/reward_mean": 0.5}, Rollouts.gather([]))
     log.log("hello")

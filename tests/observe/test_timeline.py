@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.observe.clock import Span
-from megarl.observe.timeline import Timeline, timeline_file
+from megarl.observe.clock import Span, Timeline, timeline_file
 
 pytestmark = pytest.mark.alone
 

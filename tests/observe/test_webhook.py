@@ -17,7 +17,7 @@ from megarl.config import Config, ConfigError, from_dict, load_config
 from megarl.observe import webhook as module
 from megarl.observe.run_folder import claim_and_begin
 from megarl.observe.run_log import RunLog
-from megarl.observe.webhook import Webhook, check_webhook, resolve_url
+from megarl.observe.webhook import Webhook, resolve_webhook
 from megarl.parallel.ranks import Job
 
 pytestmark = pytest.mark.alone
@@ -155,7 +155,7 @@ def test_nobody_there_and_somebody_who_never_answers(
 def test_a_flood_is_bounded_and_says_how_many_it_left_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     hook, go = Webhook(server.url, "r"), threading.Event()
     send = hook._send
-    monkeypatch.setattr(hook, "_send", lambda alarm: (go.wait(), send(alarm))[1])
+    monkeypatch.setattr(hook, "_send", lambda *alarm: (go.wait(), send(*alarm))[1])
     began = time.monotonic()
     for number in range(1000):
         hook.post(f"alarm {number}", number)
@@ -170,13 +170,13 @@ def test_private_addresses_are_refused_unless_they_are_allowed(monkeypatch: pyte
     monkeypatch.delenv(module.PRIVATE_ENV, raising=False)
     for url in ("http://127.0.0.1:8000/x", "http://localhost/x", "http://10.0.0.3/x", "http://[::1]/x"):
         with pytest.raises(ConfigError, match="private network: export MEGARL_WEBHOOK_PRIVATE=1"):
-            check_webhook(url)
+            resolve_webhook(url)
     hook = Webhook(f"http://localhost:9/{SECRET}", "r")  # a name may come to mean another address later
     hook.post("one", 1)
     hook.close()
     assert "private network" in hook.pop_failure()
     monkeypatch.setenv(module.PRIVATE_ENV, "1")
-    check_webhook("http://127.0.0.1:8000/x")
+    resolve_webhook("http://127.0.0.1:8000/x")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_private_addresses_are_refused_unless_they_are_allowed(monkeypatch: pyte
 )
 def test_what_is_no_url_is_refused_without_being_repeated(url: str) -> None:
     with pytest.raises(ConfigError, match="track.webhook is not a URL such as") as refused:
-        check_webhook(url)
+        resolve_webhook(url)
     assert "marked" not in str(refused.value)
 
 
@@ -192,11 +192,11 @@ def test_it_may_be_named_by_a_variable_and_not_given_on_the_command_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HOOK", " https://hooks.example.com/T0/x\n")
-    assert resolve_url("env:HOOK") == "https://hooks.example.com/T0/x"
+    assert resolve_webhook("env:HOOK") == "https://hooks.example.com/T0/x"
     with pytest.raises(ConfigError, match="variable NO_HOOK is not set"):
-        resolve_url("env:NO_HOOK")
+        resolve_webhook("env:NO_HOOK")
     with pytest.raises(ConfigError, match="must be the name of an environment variable"):
-        resolve_url("env:https://marked")
+        resolve_webhook("env:https://marked")
     (tmp_path / "c.yaml").write_text("track: {webhook: https://hooks.example.com/T0/x}")
     assert load_config(tmp_path / "c.yaml").track.webhook
     with pytest.raises(ConfigError, match="is visible to everybody on this machine"):

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import ConfigError
-from megarl.observe.clock import DATA, REMOTE, STEP, WAIT, Span
-from megarl.observe.timeline import Timeline, timeline_file
+from megarl.observe.clock import DATA, REMOTE, STEP, WAIT, Span, Timeline, timeline_file
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 

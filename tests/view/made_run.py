@@ -11,10 +11,9 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from megarl.config import Config
-from megarl.observe.clock import Span
+from megarl.observe.clock import Span, Timeline
 from megarl.observe.rollout_log import part_file, write_part
 from megarl.observe.run_folder import claim_and_begin
-from megarl.observe.timeline import Timeline
 from megarl.observe.tracker import Tracker
 from megarl.types import Prompt, Rollout, Turn
 

@@ -22,7 +22,7 @@ from megarl.view.divergence import find_divergence
 from megarl.view.page import load
 from megarl.view.rollout_details import TokenDecoder, load_decoder, read_details
 from megarl.view.rollout_files import Notes
-from megarl.view.rollout_index import IndexReader, read_index
+from megarl.view.rollout_index import IndexReader
 from megarl.view.run_data import read_run
 
 sys.path.append(str(Path(__file__).resolve().parent))
@@ -46,7 +46,7 @@ def test_a_run_as_plain_data(run_dir: Path) -> None:
 
 
 def test_the_index_has_a_row_for_each_rollout(run_dir: Path) -> None:
-    index = read_index(run_dir)
+    index = IndexReader(run_dir).read()
     assert index.notes == [] and len(index) == 12
     columns = index.columns
     assert columns["step"].tolist() == [1] * 4 + [2] * 4 + [3] * 4 and columns["number"].tolist() == [0, 1, 2, 3] * 3
@@ -134,7 +134,7 @@ def test_where_two_runs_part(tmp_path: Path, run_dir: Path) -> None:
 
 
 def test_an_empty_folder_says_so(tmp_path: Path) -> None:
-    run, index = read_run(tmp_path), read_index(tmp_path)
+    run, index = read_run(tmp_path), IndexReader(tmp_path).read()
     assert len(run.notes) == 2 and "config.yaml" in run.notes[0] and "metrics.jsonl" in run.notes[1]
     assert len(index) == 0 and "has no recorded rollouts" in index.notes[0]
     with pytest.raises(ConfigError, match="no run folder"):
@@ -148,7 +148,7 @@ def test_of_a_broken_folder_the_rest_is_shown(run_dir: Path) -> None:
     part_file(run_dir, 3, 1).write_bytes(whole[: len(whole) // 2])
     (run_dir / "metrics.jsonl").write_bytes(b'{"step": 1, "a": 2.0}\n{"step": \xff\xfe\n[]\n{"step": 2, "a": 3}\n')
     (run_dir / "config.yaml").write_text("guards: {alarms: true}\nnobody: 1\nalgorithm: ppo\n")
-    run, index = read_run(run_dir), read_index(run_dir)
+    run, index = read_run(run_dir), IndexReader(run_dir).read()
     assert run.metrics == {1: {"a": 2.0}, 2: {"a": 3}} and run.algorithm == "ppo"
     assert "of another version of MegaRL (unknown key nobody)" in run.notes[0] and "line 2 and 1 more" in run.notes[1]
     assert index.columns["step"].tolist() == [1, 1, 2, 2, 3, 3]
@@ -162,7 +162,7 @@ def test_files_of_another_format_are_read_as_far_as_they_go(run_dir: Path) -> No
     table = pq.read_table(file).drop_columns(["advantage", "turn_weight_version", "advantages", "data_source"])
     about = {**table.schema.metadata, b"megarl.format": b"1"}
     pq.write_table(table.replace_schema_metadata(about), file)
-    index, notes = read_index(run_dir), Notes()
+    index, notes = IndexReader(run_dir).read(), Notes()
     assert len(index) == 12 and any("files of format 1" in note for note in index.notes)
     (found,) = read_details(run_dir, 3, {0}, TokenDecoder(None), notes)
     assert found["advantages"] is None and found["turns"][1]["version"] is None

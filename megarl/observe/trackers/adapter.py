@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from megarl.types import Rollout
+from megarl.utils.text import one_line, write_atomically
 
 PROJECT = "megarl"
 """Project name, unless the tracker's own environment variable sets another."""
@@ -95,10 +96,8 @@ class TrackerState:
         self._names = {*values} | (self._names if step == self.step else set())
         self.id, self.step = run_id, step
         self._file.parent.mkdir(exist_ok=True)
-        partial = self._file.with_suffix(".tmp")
         text = json.dumps({"id": self.id, "step": self.step, "names": sorted(self._names)})
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(self._file)
+        write_atomically(self._file, text)
 
 
 def sanitize_name(name: str) -> str:
@@ -107,13 +106,13 @@ def sanitize_name(name: str) -> str:
     return "/".join(parts)[:_MAX_NAME_CHARS].rstrip("/ .")
 
 
-def redact_secrets(text: str) -> str:
-    """Return an error message as one line, without secrets from environment variables and URLs."""
-    line = " ".join(text.split())
+def redact_secrets(error: BaseException) -> str:
+    """Return an error's message in one line, without secrets from environment variables and URLs."""
+    message = one_line(error)
     secrets = {value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= 6}
     for secret in sorted(secrets, key=len, reverse=True):
-        line = line.replace(secret, "***")
-    return _URL_CREDENTIALS.sub("//***@", line)[:300]
+        message = message.replace(secret, "***")
+    return _URL_CREDENTIALS.sub("//***@", message)[:300]
 
 
 MAX_ROLLOUTS = 4
@@ -127,26 +126,13 @@ def make_rows(step: int, rollouts: Sequence[Rollout]) -> list[Row]:
     first_samples: dict[int, Rollout] = {}
     for rollout in rollouts:
         first_samples.setdefault(rollout.group, rollout)
-    return [
-        (
-            step,
-            _truncate(_last_user_message(sample)),
-            _truncate(sample.answer),
-            float(sample.reward),
-            sample.num_tokens,
-            sample.status,
-        )
-        for sample in islice(first_samples.values(), MAX_ROLLOUTS)
-    ]
-
-
-def _last_user_message(rollout: Rollout) -> str:
-    user_messages = [message for message in rollout.prompt.messages if message.get("role") == "user"]
-    return str(user_messages[-1].get("content") or "") if user_messages else ""
-
-
-def _truncate(text: str) -> str:
-    return text if len(text) <= MAX_CELL_CHARS else text[:MAX_CELL_CHARS] + " ..."
+    rows = []
+    for sample in islice(first_samples.values(), MAX_ROLLOUTS):
+        user_texts = [message.get("content") for message in sample.prompt.messages if message.get("role") == "user"]
+        texts = str(user_texts[-1] or "") if user_texts else "", sample.answer
+        cells = (text if len(text) <= MAX_CELL_CHARS else text[:MAX_CELL_CHARS] + " ..." for text in texts)
+        rows.append((step, *cells, float(sample.reward), sample.num_tokens, sample.status))
+    return rows
 
 
 QUEUE_SIZE = 256
@@ -158,23 +144,15 @@ CLOSE_TIMEOUT_S = 20.0
 
 
 class TrackerWorker:
-    """Feeds one tracker from a queue. Only `_serve` runs in the thread, and what it calls.
-
-    Args:
-        title: name of the tracker in messages.
-        open_adapter: opens the adapter for a run.
-        run: the run to open.
-        state: what the tracker already has.
-    """
+    """Feeds one tracker from a queue. Only `_serve` runs in the thread, and what it calls."""
 
     def __init__(
-        self, title: str, open_adapter: Callable[[TrackerRun], TrackerAdapter], run: TrackerRun, state: TrackerState
+        self, title: str, run: TrackerRun, state: TrackerState, open_adapter: Callable[[TrackerRun], TrackerAdapter]
     ) -> None:
-        self.title, self._open_adapter, self._run, self._state = title, open_adapter, run, state
+        self.title, self._run, self._state, self._open_adapter = title, run, state, open_adapter
         self._queue: queue.Queue[Callable[[TrackerAdapter], None] | None] = queue.Queue(QUEUE_SIZE)
         self._failures: list[str] = []
-        self._is_reported = False
-        self._is_disabled = False
+        self._is_reported = self._is_disabled = False
         self._thread: threading.Thread | None = None
 
     def log_metrics(self, step: int, values: Mapping[str, float], current_step: int = 0) -> None:
@@ -235,14 +213,14 @@ class TrackerWorker:
                 work(adapter)
                 consecutive_failures = 0
             except (Exception, SystemExit) as error:  # noqa: BLE001  a library may raise anything; the run goes on
-                self._failures.append(redact_secrets(str(error)) or type(error).__name__)
+                self._failures.append(redact_secrets(error))
                 consecutive_failures += 1
                 self._is_disabled = consecutive_failures >= MAX_FAILURES
         try:
             if adapter is not None:
                 adapter.close()
         except (Exception, SystemExit) as error:  # noqa: BLE001
-            self._failures.append(redact_secrets(str(error)) or type(error).__name__)
+            self._failures.append(redact_secrets(error))
 
     def _write(self, adapter: TrackerAdapter, step: int, values: Mapping[str, float], current_step: int) -> None:
         if adapter.is_append_only and current_step > step:

@@ -6,8 +6,9 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from megarl.observe.run_folder import flatten
 from megarl.observe.trackers.adapter import COLUMNS, PROJECT, Row, TrackerRun, sanitize_name
 
 _METRICS_PER_REQUEST = 1000
@@ -30,21 +31,23 @@ class MLflow:
         from mlflow.entities import Metric, Param
 
         self._metric, self._param, self._client = Metric, Param, MlflowClient(tracking_uri=uri)
-        self.id = run.id if run.id and self._reopen_run(run.id) else self._create_run(run)
-
-    def _reopen_run(self, run_id: str) -> bool:
+        self.id = run.id
         try:
-            self._client.update_run(run_id, status="RUNNING")
+            if run.id:
+                self._client.update_run(run.id, status="RUNNING")
         except Exception:  # noqa: BLE001  its store was removed: start a new run
-            return False
-        return True
+            self.id = ""
+        self.id = self.id or self._create_run(run)
 
     def _create_run(self, run: TrackerRun) -> str:
         experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         existing = self._client.get_experiment_by_name(experiment_name)
         experiment = existing.experiment_id if existing else self._client.create_experiment(experiment_name)
         run_id: str = self._client.create_run(experiment, run_name=run.name).info.run_id
-        params = [self._param(sanitize_name(key), text[:_LONGEST_VALUE]) for key, text in flat(run.config)]
+        params = []
+        for key, value in flatten(run.config).items():
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            params.append(self._param(sanitize_name(key), text[:_LONGEST_VALUE]))
         for start in range(0, len(params), _PARAMS_PER_REQUEST):
             self._client.log_batch(run_id, params=params[start : start + _PARAMS_PER_REQUEST])
         self._client.log_text(run_id, json.dumps(dict(run.config), indent=1, default=str), "config.json")
@@ -66,14 +69,3 @@ class MLflow:
 
     def close(self) -> None:
         self._client.set_terminated(self.id)
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Flatten a configuration to (`section.key`, value as text) pairs, with keys as on the command line."""
-    pairs = []
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            pairs += flat(value, f"{prefix}{name}.")
-        else:
-            pairs.append((f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, default=str)))
-    return pairs

@@ -179,7 +179,7 @@ def test_names_that_a_tracker_takes() -> None:
 
 def test_no_secret_is_in_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
-    assert redact_secrets("bad key 0123456789abcdef\nof you") == "bad key *** of you"
+    assert redact_secrets(ValueError("bad key 0123456789abcdef\nof you")) == "bad key *** of you"
 
 
 def test_a_table_has_the_first_answer_of_a_few_prompts() -> None:
