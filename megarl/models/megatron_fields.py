@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError, foreign_dataclasses
-from megarl.models.activation_memory import RECOMPUTE_MODULES
+from megarl.models.activation_memory import RECOMPUTED_TENSORS
 from megarl.models.family import NO_EXTRAS, Extras
 
 CONFIG_KEYS = {
@@ -150,9 +150,9 @@ def _check_recompute(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError for combinations of recompute fields that Megatron would reject only after startup."""
     section, granularity = "model.megatron.", settings.get("recompute_granularity")
     for name in settings.get("recompute_modules") or ():
-        if name not in RECOMPUTE_MODULES:
-            hint = foreign_dataclasses.did_you_mean(name, RECOMPUTE_MODULES)
-            raise ConfigError(f"{section}recompute_modules: {name} is not one of {', '.join(RECOMPUTE_MODULES)}{hint}")
+        if name not in RECOMPUTED_TENSORS:
+            hint = foreign_dataclasses.did_you_mean(name, RECOMPUTED_TENSORS)
+            raise ConfigError(f"{section}recompute_modules: {name} is not one of {', '.join(RECOMPUTED_TENSORS)}{hint}")
     present = [name for name in ("recompute_method", "recompute_num_layers") if settings.get(name) is not None]
     if granularity == "full" and len(present) < 2:
         raise ConfigError(f"{section}recompute_granularity=full needs recompute_method and recompute_num_layers, too")

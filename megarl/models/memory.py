@@ -16,27 +16,24 @@ from typing import Any, NamedTuple, TypeVar
 
 from megarl.config import Config, LoraConfig, ParallelConfig
 from megarl.models.activation_memory import (
-    activation_elements,
+    DTYPE_BYTES,
     layer_elements,
     logits_bytes,
-    micro_batch_bytes,
-    micro_batches_in_flight,
+    megatron_settings,
+    training_bytes,
 )
 from megarl.models.blocks import embedding, final_params
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.host_memory import checkpoint_copy
-from megarl.models.layout_algebra import HFTensor, Param, QKVSharding, Replicated, local_shape
+from megarl.models.layout_algebra import HFTensor, Param, QKVSharding, Replicated, layer_of, local_shape
 from megarl.models.lora_tables import adapter_params
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.parallel.placement import placement_of, role_config
 from megarl.types.requirements import Requirements
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-Stage = TypeVar("Stage")
 REWARD_WEIGHTS = "reward model weights"
-NO_LORA = LoraConfig()
 
 
 @dataclass(frozen=True)
@@ -86,6 +83,18 @@ class InferenceStage(NamedTuple):
     logits: int = 0
 
 
+class TrainedStage(NamedTuple):
+    """Memory, in bytes, of a rank of a pipeline stage of a trained model."""
+
+    layers: tuple[int, ...]
+    activations: int
+    inputs: int  # of its micro-batches
+    states: dict[str, int]
+
+
+Stage = TypeVar("Stage", InferenceStage, TrainedStage)
+
+
 class ElementCounts(NamedTuple):
     """Numbers of elements on a rank.
 
@@ -121,19 +130,17 @@ def plan_memory(
         stages.
     """
     lead = main_role or requirements.main_role
-    placement = placement_of(config)
-    ranks, served_models = set(placement.ranks_of(lead)), inference_models or {}
-    local_roles = {
-        role for role in ("actor", "critic", *served_models, "rollout") if ranks & set(placement.ranks_of(role))
-    } | {lead}
-    if lead == "rollout":
-        local_roles = {lead}
+    placement, inference = placement_of(config), inference_models or {}
+    local_roles = {lead}
+    if lead != "rollout":
+        ranks = set(placement.ranks_of(lead))
+        roles = ("actor", "critic", "rollout", *inference)
+        local_roles |= {role for role in roles if ranks & set(placement.ranks_of(role))}
+    rollout, size, tokens = config.rollout, DTYPE_BYTES[config.model.dtype], _tokens(config, requirements)
     hf_by_role = {"actor": hf, "reward_model": hf, "critic": critic_hf}
-    rollout, size = config.rollout, DTYPE_BYTES[config.model.dtype]
-    tokens = _tokens(config, requirements)
     trained = {
-        role: _states_and_activations(model, role_config(config, role), role.replace("_", " "), tokens)
-        for role in (() if lead in served_models else (lead, "critic"))
+        role: _trained_stages(model, role_config(config, role), role, tokens)
+        for role in (() if lead in inference else (lead, "critic"))
         if role in local_roles and (model := hf_by_role.get(role)) is not None
     }
     engine: dict[str, int] = {}
@@ -143,33 +150,25 @@ def plan_memory(
         drafts = bool(rollout.num_speculative_tokens)
         engine["engine weights"] = engine_bytes(hf, rollout.tp, size, drafts)
         engine["engine KV cache"] = cached * kv_elements(hf, rollout.tp, drafts) * size
+    lead_stages: Sequence[InferenceStage | TrainedStage] = inference.get(lead) or trained.get(lead) or ()
+    layers = [stage.layers for stage in lead_stages] or [()]
+    computes = trained or local_roles & inference.keys() - {"reward"}
     stages: list[StageMemory] = []
-    layers: list[tuple[int, ...]] = [()]
-    tp = 1
-    if lead in served_models:
-        layers = [stage.layers for stage in served_models[lead]]
-    elif (model := hf_by_role.get(lead)) is not None:
-        parallel = role_config(config, lead).parallel
-        layers, tp = _layers(_settings(model, config), parallel), parallel.tp
     for stage, stage_layer_ids in enumerate(layers):
         states: dict[str, int] = {}
-        computes = trained or local_roles & served_models.keys() - {"reward"}
         training = {"activations": 0, "logits": 0, "micro-batches": 0} if computes else {}
         for model_stages in trained.values():
-            model_states, activations, micro_batches = max(
-                _overlapping_stages(model_stages, stage, len(layers)), key=lambda one: sum(one[0].values())
-            )
-            states |= model_states
+            largest = max(_overlapping(model_stages, stage, len(layers)), key=lambda part: sum(part.states.values()))
+            states |= largest.states
             # One model computes at a time, so the larger of the two counts.
-            training["activations"] = max(training["activations"], activations)
-            training["micro-batches"] = max(training["micro-batches"], micro_batches)
+            training["activations"] = max(training["activations"], largest.activations)
+            training["micro-batches"] = max(training["micro-batches"], largest.inputs)
         if stage == len(layers) - 1 and lead == "actor":
-            vocab_size, hidden = int(hf["vocab_size"]), int(hf["hidden_size"])
-            at_once = config.train.logits_chunk_size
-            training["logits"] = logits_bytes(vocab_size, hidden, tp, tokens, at_once, size)
+            tp, at_once = role_config(config, lead).parallel.tp, config.train.logits_chunk_size
+            training["logits"] = logits_bytes(hf["vocab_size"], hf["hidden_size"], tp, tokens, at_once, size)
         generation, push, host = dict(engine), {}, checkpoint_copy(config, states, trained)
-        for role in (role for role in served_models if role in local_roles):
-            fullest = max(_overlapping_stages(served_models[role], stage, len(layers)), key=lambda one: one.weights)
+        for role in (role for role in inference if role in local_roles):
+            fullest = max(_overlapping(inference[role], stage, len(layers)), key=lambda part: part.weights)
             if role == "reward":  # it scores while the engine is awake
                 states[REWARD_WEIGHTS] = fullest.weights
                 generation["reward model activations"] = fullest.activations
@@ -192,44 +191,26 @@ def plan_memory(
     return stages
 
 
-def _overlapping_stages(stages: Sequence[Stage], stage: int, count: int) -> Sequence[Stage]:
+def _overlapping(stages: Sequence[Stage], stage: int, count: int) -> Sequence[Stage]:
     """Return another model's stages on the ranks of stage `stage` of `count`. Stages are runs of consecutive ranks."""
     return stages[stage * len(stages) // count : -(-(stage + 1) * len(stages) // count)]
 
 
-def _states_and_activations(
-    hf: HFConfig, config: Config, role: str, tokens: int
-) -> list[tuple[dict[str, int], int, int]]:
-    """Return, by pipeline stage of a model, the bytes of its states by part, of activations and of micro-batches.
-
-    tokens: of a micro-batch on a rank.
-    """
-    parallel, size = config.parallel, DTYPE_BYTES[config.model.dtype]
-    settings = _settings(hf, config)
-    layers = _layers(settings, parallel)
+def _trained_stages(hf: HFConfig, config: Config, role: str, tokens: int) -> list[TrainedStage]:
+    """Return the memory of a trained model by pipeline stage. tokens: of a micro-batch on a rank."""
+    parallel, size, is_actor = config.parallel, DTYPE_BYTES[config.model.dtype], role == "actor"
+    settings, layers = _settings_and_layers(hf, config)
     dp = parallel.world_size // (parallel.tp * parallel.pp)  # including cp: optimizer states are sharded over both
     expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep * parallel.etp))
-    results = []
-    mtp = num_trained_mtp(hf, config) if role == "actor" else 0
-    for stage, elements in enumerate(stage_elements(hf, parallel, layers, role != "actor", config.lora, bool(mtp))):
-        states = state_bytes(elements, dp, expert_dp, size)
-        stage_layer_ids, count = layers[stage], len(layers[stage]) // parallel.vpp
-        runs = [stage_layer_ids[i * count : (i + 1) * count] for i in range(parallel.vpp)]
-        stage_mtp = mtp if stage == parallel.pp - 1 else 0  # each costs about as much as the last layer
-        in_flight = micro_batches_in_flight(parallel.pp, stage, parallel.vpp)
-        if settings.get("fp8"):  # MTP layers are not recomputed in FP8
-            activations = stage_mtp * layer_elements(settings, layers[-1][-1], parallel.etp) * tokens // parallel.tp
-        else:
-            activations, runs[-1] = 0, runs[-1] + layers[-1][-1:] * stage_mtp
-        activations += activation_elements(settings, runs, parallel.tp, tokens, in_flight, parallel.etp)
-        is_first_and_last = stage == 0, stage == parallel.pp - 1
-        replays = role == "actor" and config.train.routing_replay
-        micro_batch = micro_batch_bytes(
-            settings, stage_layer_ids, tokens, parallel.tp, parallel.cp, *is_first_and_last, mtp, replays
-        )
-        states = {f"{role} {part}": amount for part, amount in states.items()}
-        results.append((states, activations * size, ceil(micro_batch * in_flight)))
-    return results
+    mtp = num_trained_mtp(hf, config) if is_actor else 0
+    replays = is_actor and config.train.routing_replay
+    stages = []
+    for stage, elements in enumerate(stage_elements(hf, parallel, layers, not is_actor, config.lora, bool(mtp))):
+        parts = state_bytes(elements, dp, expert_dp, size)
+        states = {f"{role.replace('_', ' ')} {part}": amount for part, amount in parts.items()}
+        activations, inputs = training_bytes(settings, layers, stage, parallel, tokens, size, mtp, replays)
+        stages.append(TrainedStage(layers[stage], activations, ceil(inputs), states))
+    return stages
 
 
 def inference_stages(
@@ -237,16 +218,16 @@ def inference_stages(
 ) -> list[InferenceStage]:
     """Return the memory of an inference-only model by pipeline stage. head: whether it has a value head."""
     parallel, tokens, size = config.parallel, _tokens(config, requirements), DTYPE_BYTES[dtype]
-    settings = _settings(hf, config)
-    layers = _layers(settings, parallel)
+    settings, layers = _settings_and_layers(hf, config)
     stages = []
     for stage_layer_ids, elements in zip(layers, stage_elements(hf, parallel, layers, head), strict=True):
         widest = max((layer_elements(settings, layer, parallel.etp) for layer in stage_layer_ids), default=0)
         weights = size * (sum(elements) - elements.biases) + 4 * elements.biases
         stages.append(InferenceStage(stage_layer_ids, weights, size * widest * tokens // parallel.tp))
     if not head:
-        vocab_size, hidden, at_once = int(hf["vocab_size"]), int(hf["hidden_size"]), config.train.logits_chunk_size
-        stages[-1] = stages[-1]._replace(logits=logits_bytes(vocab_size, hidden, parallel.tp, tokens, at_once, size))
+        at_once = config.train.logits_chunk_size
+        logits = logits_bytes(hf["vocab_size"], hf["hidden_size"], parallel.tp, tokens, at_once, size)
+        stages[-1] = stages[-1]._replace(logits=logits)
     return stages
 
 
@@ -266,14 +247,10 @@ def _tokens(config: Config, requirements: Requirements) -> int:
     return max(config.train.max_tokens_per_gpu, -(-longest // config.parallel.cp))
 
 
-def _settings(hf: HFConfig, config: Config) -> dict[str, Any]:
-    """Return Megatron's fields and `post_norms`, for which Megatron has no field."""
-    family = family_of(hf)
-    return {**family.megatron_config(hf), **config.model.megatron, "post_norms": family.extras(hf).post_norms}
-
-
-def _layers(settings: Mapping[str, Any], parallel: ParallelConfig) -> list[tuple[int, ...]]:
-    return stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
+def _settings_and_layers(hf: HFConfig, config: Config) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
+    """Return `megatron_settings` and the decoder layers of each stage."""
+    settings, parallel = megatron_settings(hf, config), config.parallel
+    return settings, stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
 
 
 def unique_params(hf: HFConfig, mtp: bool = False) -> list[tuple[Param, int]]:
@@ -314,7 +291,7 @@ def stage_elements(
     parallel: ParallelConfig,
     stages: Sequence[Sequence[int]],
     head: bool = False,
-    lora: LoraConfig = NO_LORA,
+    lora: LoraConfig | None = None,
     mtp: bool = False,
 ) -> list[ElementCounts]:
     """Return the element counts on one rank of each pipeline stage.
@@ -325,11 +302,13 @@ def stage_elements(
     head: whether a value head replaces the output layer.
     mtp: include the multi-token prediction layers.
     """
-    layers, end_counts, copy = _count_elements(_text(hf), parallel.tp, parallel.etp, parallel.ep, head, lora, mtp)
-    counts = [_sum(layers[layer] for layer in stage_layer_ids) for stage_layer_ids in stages]
-    counts[0] = _sum([counts[0], end_counts["embedding"]])
-    counts[-1] = _sum([counts[-1], end_counts["final"], *([copy] if len(stages) > 1 else [])])
-    return counts
+    by_layer = _count_elements(_text(hf), parallel.tp, parallel.etp, parallel.ep, head, lora or LoraConfig(), mtp)
+    names: list[list[int | str]] = [list(stage) for stage in stages]
+    names[0].append("embedding")
+    names[-1].append("final")
+    if len(stages) > 1:
+        names[-1].append("embedding copy")
+    return [_sum(by_layer.get(name, ElementCounts()) for name in stage) for stage in names]
 
 
 def _sum(parts: Iterable[ElementCounts]) -> ElementCounts:
@@ -339,8 +318,8 @@ def _sum(parts: Iterable[ElementCounts]) -> ElementCounts:
 @cache
 def _count_elements(
     text: str, tp: int, etp: int, ep: int, head: bool, lora: LoraConfig, mtp: bool
-) -> tuple[list[ElementCounts], dict[str, ElementCounts], ElementCounts]:
-    """Return a rank's element counts of each layer, of the embedding and the final layers, and of the embedding's copy.
+) -> dict[int | str, ElementCounts]:
+    """Return a rank's element counts of each layer, of the embedding, of the final layers, and of the embedding's copy.
 
     The last stage holds that copy if the embedding is tied or used by multi-token prediction.
     """
@@ -351,25 +330,22 @@ def _count_elements(
     is_tied = all(param.megatron != "output_layer.weight" for param in params)
     if lora.rank:
         params = params + adapter_params(params, lora)
-    layers = [ElementCounts() for _ in range(int(hf["num_hidden_layers"]))]
-    end_counts = {"embedding": ElementCounts(), "final": ElementCounts()}
+    counts: dict[int | str, ElementCounts] = {}
     for param in params:
-        if param.expert is None:
-            size = prod(local_shape(param, tp, 0))
-        else:
-            size = prod(local_shape(param, etp, 0)) * experts // ep
-        is_frozen = lora.rank and param.slot is not None  # adapters and a value head have no engine slot
-        field = (
-            "biases" if param.is_buffer else "frozen" if is_frozen else "dense" if param.expert is None else "expert"
-        )
-        counts = ElementCounts(**{field: size})
-        if param.megatron.startswith("decoder.layers."):
-            layer = int(param.megatron.split(".")[2])
-            layers[layer] = _sum([layers[layer], counts])
-        else:
-            part = "embedding" if param.megatron.startswith("embedding.") else "final"
-            end_counts[part] = _sum([end_counts[part], counts])
-    return layers, end_counts, end_counts["embedding"] if is_tied or mtp else ElementCounts()
+        field, size = "dense", prod(local_shape(param, tp if param.expert is None else etp, 0))
+        if param.expert is not None:
+            field, size = "expert", size * experts // ep
+        if param.is_buffer:
+            field = "biases"
+        elif lora.rank and param.slot is not None:  # adapters and a value head have no engine slot
+            field = "frozen"
+        layer = layer_of(param.megatron)
+        end = "embedding" if param.megatron.startswith("embedding.") else "final"
+        part = end if layer is None else layer
+        counts[part] = _sum([counts.get(part, ElementCounts()), ElementCounts(**{field: size})])
+    if is_tied or mtp:
+        counts["embedding copy"] = counts["embedding"]
+    return counts
 
 
 def state_bytes(elements: ElementCounts, dp: int, expert_dp: int, size: int) -> dict[str, int]:
@@ -422,8 +398,7 @@ def kv_elements(hf: HFConfig, tp: int, drafts: bool = False) -> int:
     if settings.get("multi_latent_attention"):
         return layers * (int(settings["kv_lora_rank"]) + int(settings["qk_pos_emb_head_dim"]))
     heads = max(1, int(settings["num_query_groups"]) // tp)
-    size = int(settings["kv_channels"] or settings["hidden_size"] // settings["num_attention_heads"])
-    return 2 * layers * heads * size
+    return 2 * layers * heads * int(settings["kv_channels"])
 
 
 def sync_staging_bytes(bucket: int, weights: int, engine: int) -> int:
