@@ -7,7 +7,6 @@ embeddings. DeepSeek-LLM is Llama by its config.json.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from megarl.config import ConfigError
@@ -28,23 +27,11 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 """Parameters of rope_type llama3 that Megatron hard-codes."""
 
 
-def _megatron_config(hf: HFConfig, check: Callable[[HFConfig], None], bias: bool, qk_norm: bool) -> dict[str, Any]:
-    check(hf)
-    return blocks.gqa_config(hf, bias, qk_norm)
-
-
 def _gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
-    options = rope_options(hf)
-    is_scaled = options["rope_type"] == "llama3"
-    return blocks.gpt_kwargs(hf) | (
-        dict(rope_scaling=True, rope_scaling_factor=float(need(options, "factor"))) if is_scaled else {}
-    )
-
-
-def _layer(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool, qk_norm: bool) -> list[Param]:
-    megatron_prefix, hf_prefix, key = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp", "intermediate_size"
-    mlp = blocks.gated_mlp(megatron_prefix, hf_prefix, need(hf, "hidden_size"), need(hf, key), key)
-    return blocks.gqa_params(hf, layer, bias, qk_norm) + mlp
+    kwargs, options = blocks.gpt_kwargs(hf), rope_options(hf)
+    if options["rope_type"] == "llama3":
+        kwargs |= dict(rope_scaling=True, rope_scaling_factor=float(need(options, "factor")))
+    return kwargs
 
 
 def _check(hf: HFConfig, keys: dict[str, Any] | None = None) -> None:
@@ -87,16 +74,14 @@ def _family(
     bias: bool = False,
     qk_norm: bool = False,
 ) -> Family:
-    return Family(
-        architecture,
-        model_type,
-        check,
-        partial(_megatron_config, check=check, bias=bias, qk_norm=qk_norm),
-        _gpt_kwargs,
-        partial(_layer, bias=bias, qk_norm=qk_norm),
-        lambda hf: 0,
-        tool_call_parser=parser,
-    )
+    def megatron_config(hf: HFConfig) -> dict[str, Any]:
+        check(hf)
+        return blocks.gqa_config(hf, bias, qk_norm)
+
+    def rows(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
+        return blocks.gqa_params(hf, layer, bias, qk_norm) + blocks.dense_mlp(hf, layer)
+
+    return Family(architecture, model_type, check, megatron_config, _gpt_kwargs, rows, lambda hf: 0, parser)
 
 
 QWEN2 = _family("Qwen2ForCausalLM", "qwen2", _check_qwen2, "qwen25", bias=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.models import blocks
 from megarl.models.config_json import need
-from megarl.models.layout_algebra import HFConfig, Param
+from megarl.models.layout_algebra import HFConfig, Param, split_param
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,10 @@ class Family:
         layers = range(need(hf, "num_hidden_layers") + (self.num_mtp_layers(hf) if mtp else 0))
         experts = range(self.num_experts(hf))
         rows = [row for layer in layers for row in self.layer(hf, layer, experts)]
-        return blocks.check_divisible(blocks.embedding(hf) + rows + blocks.final_params(hf), tp, etp)
+        table = blocks.embedding(hf) + rows + blocks.final_params(hf)
+        for param in table:
+            split_param(param, tp if param.expert is None else etp, 0)  # raises if it does not divide
+        return table
 
 
 VALUE_HEAD = "score.weight"

@@ -52,12 +52,11 @@ def _extras(hf: HFConfig) -> Extras:
 
 
 def _layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
-    megatron_prefix, hf_prefix, key = f"decoder.layers.{layer}", f"model.layers.{layer}", "intermediate_size"
-    hidden = need(hf, "hidden_size")
+    megatron_prefix, hf_prefix, hidden = f"decoder.layers.{layer}", f"model.layers.{layer}", need(hf, "hidden_size")
     return [
         *blocks.gqa_params(hf, layer, before_mlp="pre_feedforward_layernorm"),
         blocks.norm(f"{megatron_prefix}.post_self_attn_layernorm", f"{hf_prefix}.post_attention_layernorm", hidden),
-        *blocks.gated_mlp(f"{megatron_prefix}.mlp", f"{hf_prefix}.mlp", hidden, need(hf, key), key),
+        *blocks.dense_mlp(hf, layer),
         blocks.norm(f"{megatron_prefix}.post_mlp_layernorm", f"{hf_prefix}.post_feedforward_layernorm", hidden),
     ]
 
@@ -91,13 +90,5 @@ def _check(hf: HFConfig) -> None:
 
 
 FAMILY = Family(
-    "Gemma2ForCausalLM",
-    "gemma2",
-    _check,
-    _config,
-    blocks.gpt_kwargs,
-    _layer,
-    lambda hf: 0,
-    tool_call_parser="pythonic",
-    extras=_extras,
+    "Gemma2ForCausalLM", "gemma2", _check, _config, blocks.gpt_kwargs, _layer, lambda hf: 0, "pythonic", extras=_extras
 )

@@ -17,7 +17,7 @@ from megarl.models.layout_algebra import HFConfig, Param
 
 def _config(hf: HFConfig) -> dict[str, Any]:
     _check(hf)
-    return blocks.gqa_config(hf, *_options(hf)) | deepseek.experts_config(hf) | deepseek.sigmoid_routing(hf)
+    return blocks.gqa_config(hf, *_options(hf)) | deepseek.experts_config(hf) | deepseek.SIGMOID_ROUTING
 
 
 def _gpt_kwargs(hf: HFConfig) -> dict[str, Any]:

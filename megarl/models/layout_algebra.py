@@ -8,7 +8,7 @@ intervals.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -21,7 +21,6 @@ PADDING = -1  # `Slice.source` of padding rows, which are zeros
 VOCAB_MULTIPLE = 128  # Megatron pads the vocabulary to a multiple of this times TP
 ENGINE_VOCAB_MULTIPLE = 64  # SGLang pads to a multiple of this, times TP unless TP divides it
 
-
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
@@ -32,7 +31,6 @@ FUSED_NORMS = {
 
 Maps their names there to their canonical names, within a layer.
 """
-
 
 HFConfig = Mapping[str, Any]  # config.json as plain values
 
@@ -76,13 +74,17 @@ class Replicated(Sharding):
 
 @dataclass(frozen=True)
 class Dim0Sharding(Sharding):
-    """Equal blocks along dim 0 (column parallel) that never split one of the `num_units` units, such as heads."""
+    """Equal blocks along dim 0 (column parallel) that never split one of the `num_units` units, such as heads.
+
+    With sources gate and up, a shard is [gate_r; up_r].
+    """
 
     num_units: int
     unit_name: str
 
     def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
-        return ShardSpec(0, (_block(0, sources[0][0], self.num_units, self.unit_name, tp, rank),))
+        blocks = (_block(s, shape[0], self.num_units, self.unit_name, tp, rank) for s, shape in enumerate(sources))
+        return ShardSpec(0, tuple(blocks))
 
 
 @dataclass(frozen=True)
@@ -110,24 +112,11 @@ class QKVSharding(Sharding):
 
 
 @dataclass(frozen=True)
-class GateUpSharding(Sharding):
-    """Sources gate, up; a shard is [gate_r; up_r]."""
-
-    num_units: int
-    unit_name: str
-
-    def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
-        return ShardSpec(0, tuple(_block(s, sources[s][0], self.num_units, self.unit_name, tp, rank) for s in (0, 1)))
-
-
-@dataclass(frozen=True)
 class VocabSharding(Sharding):
     """Equal row blocks of the vocabulary padded to `VOCAB_MULTIPLE` x TP. The last ranks may hold only padding."""
 
     def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
-        rows = sources[0][0]
-        local = padded_vocab(rows, tp) // tp
-        return _padded_spec(rows, local, rank)
+        return _padded_spec(sources[0][0], padded_vocab(sources[0][0], tp) // tp, rank)
 
 
 @dataclass(frozen=True)
@@ -141,9 +130,8 @@ class EngineQKVSharding(Sharding):
         q = _block(0, sources[0][0], self.num_heads, "num_attention_heads", tp, rank)
         ranks_per_group = max(1, tp // self.num_kv_heads)
         if tp > self.num_kv_heads and tp % self.num_kv_heads:
-            raise _NotDivisible(
-                f"num_key_value_heads={self.num_kv_heads} cannot be repeated over {tp} tensor parallel ranks"
-            )
+            reason = f"num_key_value_heads={self.num_kv_heads} cannot be repeated over {tp} tensor parallel ranks"
+            raise IndivisibleError(reason)
         parts, part = tp // ranks_per_group, rank // ranks_per_group
         kv = [_block(s, sources[s][0], self.num_kv_heads, "num_key_value_heads", parts, part) for s in (1, 2)]
         return ShardSpec(0, (q, *kv))
@@ -154,8 +142,7 @@ class EngineVocabSharding(Sharding):
     """SGLang's sharding of the vocabulary: equal row blocks, padded to `ENGINE_VOCAB_MULTIPLE`."""
 
     def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
-        rows = sources[0][0]
-        multiple = ENGINE_VOCAB_MULTIPLE
+        rows, multiple = sources[0][0], ENGINE_VOCAB_MULTIPLE
         if -(-rows // multiple) * multiple % tp:
             multiple *= tp
         return _padded_spec(rows, -(-rows // multiple) * multiple // tp, rank)
@@ -208,21 +195,18 @@ class Param:
 
 
 def split_param(param: Param, tp: int, rank: int) -> ShardSpec:
-    """Return the shard of tensor parallel rank `rank` of `tp`; for a routed expert, these are the expert TP's.
-
-    Raises ConfigError if the parameter does not divide by `tp`.
-    """
-    if not 0 <= rank < tp:
-        raise ValueError(f"rank {rank} of {tp} tensor parallel ranks")
+    """Return the shard of tensor parallel rank `rank` of `tp`; for a routed expert, these are the expert TP's."""
     return split_with(param, param.sharding, tp, rank)
 
 
 def split_with(param: Param, sharding: Sharding, size: int, rank: int) -> ShardSpec:
-    """Return the shard of rank `rank` of `size` under `sharding`. Raises ConfigError if it does not divide."""
+    """Return the shard of rank `rank` of `size` under `sharding`. Raises IndivisibleError if it does not divide."""
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} of {size} tensor parallel ranks")
     try:
         return sharding.split([tensor.shape for tensor in param.hf], size, rank)
-    except _NotDivisible as error:
-        raise IndivisibleError(" + ".join(tensor.name for tensor in param.hf), str(error)) from None
+    except IndivisibleError as error:
+        raise IndivisibleError(error.reason, " + ".join(tensor.name for tensor in param.hf)) from None
 
 
 def local_shape(param: Param, tp: int, rank: int) -> tuple[int, ...]:
@@ -235,9 +219,24 @@ def local_shape(param: Param, tp: int, rank: int) -> tuple[int, ...]:
 
 def shard(param: Param, tensors: Mapping[str, torch.Tensor], tp: int, rank: int) -> torch.Tensor:
     """Return the shard of `rank`, a new contiguous tensor, from the full HF tensors by name."""
+    return assemble_shard(
+        param, tp, rank, lambda name, dim, start, stop: tensors[name].narrow(dim, start, stop - start)
+    )
+
+
+def assemble_shard(
+    param: Param, tp: int, rank: int, read: Callable[[str, int, int, int], torch.Tensor]
+) -> torch.Tensor:
+    """Return the shard of `rank`, a new contiguous tensor. read: (HF name, dim, start, stop) -> that slice."""
     dim, slices = split_param(param, tp, rank)
-    sources = [tensors[tensor.name] for tensor in param.hf]
-    return torch.cat([_slice_tensor(sources, dim, s) for s in slices], dim=dim)
+    parts: list[torch.Tensor] = []
+    for source, start, stop in slices:
+        if source == PADDING:
+            part = parts[-1] if parts else read(param.hf[0].name, dim, 0, 1)
+            parts.append(part.new_zeros(*part.shape[:dim], stop - start, *part.shape[dim + 1 :]))
+        else:
+            parts.append(read(param.hf[source].name, dim, start, stop))
+    return torch.cat(parts, dim=dim)
 
 
 def unshard(param: Param, shards: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -246,17 +245,15 @@ def unshard(param: Param, shards: Sequence[torch.Tensor]) -> dict[str, torch.Ten
     for rank, local in enumerate(shards):
         expected = local_shape(param, len(shards), rank)
         if tuple(local.shape) != expected:
-            raise ValueError(
-                f"{param.megatron}: the shard of rank {rank} has shape {tuple(local.shape)}, not {expected}"
-            )
+            shape = tuple(local.shape)
+            raise ValueError(f"{param.megatron}: the shard of rank {rank} has shape {shape}, not {expected}")
         dim, slices = split_param(param, len(shards), rank)
         offset = 0
         for source, start, stop in slices:
+            size = stop - start
             if source != PADDING:
-                full[param.hf[source].name].narrow(dim, start, stop - start).copy_(
-                    local.narrow(dim, offset, stop - start)
-                )
-            offset += stop - start
+                full[param.hf[source].name].narrow(dim, start, size).copy_(local.narrow(dim, offset, size))
+            offset += size
     return full
 
 
@@ -272,14 +269,10 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-class _NotDivisible(Exception):
-    pass
-
-
 class IndivisibleError(ConfigError):
     """A tensor does not divide by the number of ranks. reason: without the tensor's name."""
 
-    def __init__(self, name: str, reason: str) -> None:
+    def __init__(self, reason: str, name: str = "") -> None:
         super().__init__(f"{name} cannot be cut: {reason}")
         self.reason = reason
 
@@ -287,7 +280,7 @@ class IndivisibleError(ConfigError):
 def _units_per_rank(count: int, of: str, tp: int) -> int:
     if count % tp:
         sizes = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-        raise _NotDivisible(f"{of}={count} does not divide by tensor parallel size {tp}; sizes that do: {sizes}")
+        raise IndivisibleError(f"{of}={count} does not divide by tensor parallel size {tp}; sizes that do: {sizes}")
     return count // tp
 
 
@@ -301,11 +294,3 @@ def _padded_spec(rows: int, local: int, rank: int) -> ShardSpec:
     start, stop = min(rows, rank * local), min(rows, (rank + 1) * local)
     slices = (Slice(0, start, stop), Slice(PADDING, 0, local - (stop - start)))
     return ShardSpec(0, tuple(s for s in slices if s.stop > s.start))
-
-
-def _slice_tensor(sources: Sequence[torch.Tensor], dim: int, part: Slice) -> torch.Tensor:
-    if part.source != PADDING:
-        return sources[part.source].narrow(dim, part.start, part.stop - part.start)
-    shape = list(sources[0].shape)
-    shape[dim] = part.stop - part.start
-    return sources[0].new_zeros(shape)

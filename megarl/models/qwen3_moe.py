@@ -69,18 +69,10 @@ def _check(hf: HFConfig) -> None:
 
 
 def _num_experts(hf: HFConfig) -> int:
-    return int(
-        need(hf, "num_local_experts" if "num_local_experts" in hf else "num_experts")
-    )  # transformers 5 accepts both names
+    # transformers 5 accepts both names
+    return int(need(hf, "num_local_experts" if "num_local_experts" in hf else "num_experts"))
 
 
 FAMILY = Family(
-    "Qwen3MoeForCausalLM",
-    "qwen3_moe",
-    _check,
-    megatron_config,
-    blocks.gpt_kwargs,
-    layer,
-    _num_experts,
-    tool_call_parser="qwen25",
+    "Qwen3MoeForCausalLM", "qwen3_moe", _check, megatron_config, blocks.gpt_kwargs, layer, _num_experts, "qwen25"
 )

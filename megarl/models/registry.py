@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.config import Config, ConfigError, plugins, strict
 from megarl.models import deepseek, dense, gemma2, glm4_moe, qwen3_moe
-from megarl.models.config_json import has_tied_embeddings
+from megarl.models.config_json import need
 from megarl.models.family import CAUSAL_LM, CLASSIFIER, Family, HFConfig
 from megarl.models.layout_algebra import Param
 
@@ -92,7 +92,7 @@ def num_trained_mtp(hf: HFConfig, config: Config) -> int:
             f"that are "
             "implemented; set it to 0"
         )
-    if has_tied_embeddings(hf) and config.parallel.pp > 1:
+    if need(hf, "tie_word_embeddings") and config.parallel.pp > 1:
         raise ConfigError(
             "train.mtp_loss_coef with tie_word_embeddings=true and parallel.pp above 1 is not implemented: Megatron "
             "would give "

@@ -48,9 +48,9 @@ class GPUSpec:
     layer_overhead: float = 0.5e-3
     moe_layer_overhead: float = 2.5e-3
 
-    def transfer_seconds(self, nbytes: float, network_share: float) -> float:
-        """Return the exposed seconds of a transfer. far: fraction over the network, concurrent with the rest."""
-        return self.exposed_seconds(nbytes * network_share, nbytes * (1 - network_share))
+    def transfer_seconds(self, nbytes: float, crosses_nodes: bool) -> float:
+        """Return the exposed seconds of a transfer over the network, or else within a node."""
+        return self.exposed_seconds(nbytes, 0.0) if crosses_nodes else self.exposed_seconds(0.0, nbytes)
 
     def exposed_seconds(self, network_bytes: float, node_bytes: float) -> float:
         """Return the exposed seconds of `network_bytes` over the network and concurrent `node_bytes` in a node."""
@@ -91,9 +91,8 @@ class StepTime:
         seconds["recomputation"] = seconds["arithmetic"] / 3 * recomputed
         widths = (layers - moe_layers) * elementwise_elements(settings, False)
         widths += moe_layers * elementwise_elements(settings, True) if moe_layers else 0
-        seconds["memory"] = (
-            elementwise_passes(recomputed) * widths * size * group_tokens / tp / machine.memory_bandwidth
-        )
+        # Element-wise operations have one forward pass and two for backward, plus recomputation.
+        seconds["memory"] = (3 + recomputed) * widths * size * group_tokens / tp / machine.memory_bandwidth
         micro_batches = ceil(replica / (cp * config.train.max_tokens_per_gpu))
         if parallel.vpp > 1:
             micro_batches = ceil(micro_batches / pp) * pp
@@ -102,49 +101,31 @@ class StepTime:
         )
         # Attention and dense MLPs gather and scatter, and gather once more for weight gradients.
         gathers = (2 * passes + 1) * (2 * layers - moe_layers) * (tp - 1) / tp
-        seconds["tensor"] = machine.transfer_seconds(
-            gathers * group_tokens * hidden * size, network_share=0 if tp <= node else 1
-        )
-        kv = 2 * int(settings.get("num_query_groups") or settings["num_attention_heads"]) * _head(settings)
+        seconds["tensor"] = machine.transfer_seconds(gathers * group_tokens * hidden * size, tp > node)
+        kv = 2 * int(settings.get("num_query_groups") or settings["num_attention_heads"]) * _head_dim(settings)
         ring = (passes + 1) * layers * (cp - 1) / tp
-        seconds["context"] = machine.transfer_seconds(
-            ring * group_tokens * kv * size, network_share=0 if tp * cp <= node else 1
-        )
+        seconds["context"] = machine.transfer_seconds(ring * group_tokens * kv * size, tp * cp > node)
         chosen = int(settings.get("moe_router_topk") or 0) * group_tokens / tp  # tokens that a rank sends to experts
         span = ep * etp
         dispatched = 2 * passes * moe_layers * group_tokens / tp * hidden * size
-        seconds["expert"] = machine.exposed_seconds(
-            *(dispatched * copies for copies in dispatch_copies(settings, span, ep, node))
-        )
-        seconds["expert"] += machine.transfer_seconds(
-            (2 * passes + 1) * moe_layers * (etp - 1) * chosen * hidden * size, network_share=0
-        )
+        far, near = dispatch_copies(settings, span, ep, node)
+        seconds["expert"] = machine.exposed_seconds(dispatched * far, dispatched * near)
+        gathered = (2 * passes + 1) * moe_layers * (etp - 1) * chosen * hidden * size
+        seconds["expert"] += machine.transfer_seconds(gathered, crosses_nodes=False)
 
         # Every part of the stage sends forward and back. The next stage's ranks are one stage's ranks apart.
-        far = 0 if parallel.world_size // pp < node else 1
         sent = 2 * parallel.vpp * group_tokens / tp * hidden * size if pp > 1 else 0
-        seconds["pipeline"] = machine.transfer_seconds(sent, far)
-
+        seconds["pipeline"] = machine.transfer_seconds(sent, parallel.world_size // pp >= node)
         seconds["waits"] = sum(seconds.values()) * (pp - 1) / (micro_batches * parallel.vpp)
 
+        def sync(elements: int, stride: int) -> float:
+            """Return the seconds to reduce-scatter fp32 gradients and all-gather weights over ranks `stride` apart."""
+            ranks = parallel.world_size // (stride * pp)
+            return machine.transfer_seconds(elements * (4 + size) * (ranks - 1) / ranks, ranks * stride > node)
+
         elements = stage_elements(self.hf, parallel, stages)
-        seconds["data"] = max(
-            self._sync(stage.dense, parallel.world_size // (tp * pp), tp, node, size)
-            + self._sync(stage.expert, parallel.world_size // (span * pp), span, node, size)
-            for stage in elements
-        )
+        seconds["data"] = max(sync(stage.dense, tp) + sync(stage.expert, span) for stage in elements)
         return seconds
-
-    def _sync(self, elements: int, ranks: int, stride: int, node: int, size: int) -> float:
-        """Return the seconds to reduce-scatter fp32 gradients and all-gather weights. apart: rank stride."""
-        return self.machine.transfer_seconds(
-            elements * (4 + size) * (ranks - 1) / ranks, network_share=0 if ranks * stride <= node else 1
-        )
-
-
-def elementwise_passes(anew: float) -> float:
-    """Return the passes of element-wise operations: one forward, two for backward, plus recomputation."""
-    return 3 + anew
 
 
 def elementwise_elements(settings: Mapping[str, Any], moe: bool) -> float:
@@ -170,9 +151,8 @@ def dispatch_copies(settings: Mapping[str, Any], span: int, ep: int, node: int) 
     leaving = chosen * (ep - 1) / ep
     far = leaving * (1 - 1 / nodes)
     if settings.get("moe_token_dispatcher_type") == "flex":
-        limit = nodes * min(
-            1.0, (settings.get("moe_router_group_topk") or 1) / (settings.get("moe_router_num_groups") or 1)
-        )
+        groups, group_topk = settings.get("moe_router_num_groups") or 1, settings.get("moe_router_group_topk") or 1
+        limit = nodes * min(1.0, group_topk / groups)
         far = min(far, limit * (1 - (1 - 1 / limit) ** chosen) * (1 - 1 / nodes))
     return far, leaving / nodes
 
@@ -182,11 +162,12 @@ def recomputed_share(settings: Mapping[str, Any]) -> float:
     granularity = settings.get("recompute_granularity")
     if granularity != "selective":
         return 1.0 if granularity == "full" else 0.0
-    modules = settings.get("recompute_modules") or ()
+    modules = set(settings.get("recompute_modules") or ())
+    recomputed_parts = modules | ({"shared_experts"} if "moe" in modules else set())
     hidden = int(settings["hidden_size"])
     recomputed, total = 0.0, 0.0
     for layer in range(int(settings["num_layers"])):
-        parts = {"attention": float(_attention(settings))}
+        parts = {"attention": float(_attention_weights(settings))}
         if is_moe(settings, layer):
             chosen = 3 * hidden * int(settings["moe_ffn_hidden_size"]) * int(settings["moe_router_topk"])
             shared = 3 * hidden * int(settings.get("moe_shared_expert_intermediate_size") or 0)
@@ -194,29 +175,26 @@ def recomputed_share(settings: Mapping[str, Any]) -> float:
         else:
             parts["mlp"] = 3 * hidden * int(settings["ffn_hidden_size"])
         total += sum(parts.values())
-        names = {*modules} | ({"shared_experts"} if "moe" in modules else set())
-        recomputed += sum(amount for name, amount in parts.items() if name in names)
-        recomputed += _latent_up(settings) if "mla_up_proj" in modules else 0
+        recomputed += sum(amount for name, amount in parts.items() if name in recomputed_parts)
+        recomputed += _latent_up_weights(settings) if "mla_up_proj" in modules else 0
     return recomputed / total
 
 
-def _attention(settings: Mapping[str, Any]) -> int:
+def _attention_weights(settings: Mapping[str, Any]) -> int:
     """Return the number of weights in a layer's attention."""
     hidden, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
     if not settings.get("multi_latent_attention"):
-        return hidden * _head(settings) * 2 * (heads + int(settings["num_query_groups"]))
+        return hidden * _head_dim(settings) * 2 * (heads + int(settings["num_query_groups"]))
     down = int(settings.get("q_lora_rank") or 0) + int(settings["kv_lora_rank"]) + int(settings["qk_pos_emb_head_dim"])
-    return hidden * down + _latent_up(settings) + hidden * heads * int(settings["v_head_dim"])
+    return hidden * down + _latent_up_weights(settings) + hidden * heads * _head_dim(settings)
 
 
-def _latent_up(settings: Mapping[str, Any]) -> int:
+def _latent_up_weights(settings: Mapping[str, Any]) -> int:
     """Return the number of these that project latents up to queries, keys and values."""
     heads, nope = int(settings["num_attention_heads"]), int(settings["qk_head_dim"])
     query = (nope + int(settings["qk_pos_emb_head_dim"])) * int(settings.get("q_lora_rank") or settings["hidden_size"])
     return heads * (query + (nope + int(settings["v_head_dim"])) * int(settings["kv_lora_rank"]))
 
 
-def _head(settings: Mapping[str, Any]) -> int:
-    if settings.get("multi_latent_attention"):
-        return int(settings["v_head_dim"])
-    return int(settings["kv_channels"] or settings["hidden_size"] // settings["num_attention_heads"])
+def _head_dim(settings: Mapping[str, Any]) -> int:
+    return int(settings["v_head_dim" if settings.get("multi_latent_attention") else "kv_channels"])
