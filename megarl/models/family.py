@@ -71,16 +71,19 @@ class Family:
         """Return SGLang's tool-call parser for the model of this config.json."""
         return self.parsers_by_type.get(str(hf.get("model_type")), self.tool_call_parser)
 
-    def params(self, hf: HFConfig, tp: int, etp: int = 1, mtp: bool = False) -> list[Param]:
+    def params(
+        self, hf: HFConfig, tp: int, etp: int = 1, mtp: bool = False, max_experts: int | None = None
+    ) -> list[Param]:
         """Return every trained parameter of the model, layer by layer.
 
         Raises ConfigError unless routed experts divide by `etp` and all other parameters by `tp`.
 
         mtp: include the multi-token prediction layers.
+        max_experts: include only the first routed experts of each layer.
         """
         self.check(hf)
         layers = range(need(hf, "num_hidden_layers") + (self.num_mtp_layers(hf) if mtp else 0))
-        experts = range(self.num_experts(hf))
+        experts = range(self.num_experts(hf))[:max_experts]
         rows = [row for layer in layers for row in self.layer(hf, layer, experts)]
         table = blocks.embedding(hf) + rows + blocks.final_params(hf)
         for param in table:

@@ -8,7 +8,7 @@ intervals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -294,3 +294,37 @@ def _padded_spec(rows: int, local: int, rank: int) -> ShardSpec:
     start, stop = min(rows, rank * local), min(rows, (rank + 1) * local)
     slices = (Slice(0, start, stop), Slice(PADDING, 0, local - (stop - start)))
     return ShardSpec(0, tuple(s for s in slices if s.stop > s.start))
+
+
+class Chunk(NamedTuple):
+    """A rectangular part of a tensor that is a contiguous run of its elements, as distributed checkpoints store it."""
+
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def range_chunks(shape: Sequence[int], start: int, stop: int) -> Iterator[Chunk]:
+    """Split the elements [start, stop) of a tensor, in row-major order, into at most 2 len(shape) - 1 chunks.
+
+    >>> [(*chunk,) for chunk in range_chunks((3, 4), 2, 12)]
+    [((0, 2), (1, 2)), ((1, 0), (2, 4))]
+    """
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield Chunk((start,) * len(shape), (stop - start,) * len(shape))
+        return
+    row = prod(shape[1:])
+
+    def row_chunks(number: int) -> Iterator[Chunk]:
+        low, high = max(0, start - number * row), min(row, stop - number * row)
+        for offset, sizes in range_chunks(shape[1:], low, high):
+            yield Chunk((number, *offset), (1, *sizes))
+
+    first, last = -(-start // row), stop // row  # of the whole rows
+    if start % row:
+        yield from row_chunks(first - 1)
+    if first < last:
+        yield Chunk((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))
+    if stop % row and first <= last:
+        yield from row_chunks(last)

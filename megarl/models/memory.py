@@ -22,7 +22,6 @@ from megarl.models.activation_memory import (
     megatron_settings,
     training_bytes,
 )
-from megarl.models.blocks import embedding, final_params
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.host_memory import checkpoint_copy
@@ -272,12 +271,8 @@ def _unique_params(text: str, mtp: bool) -> list[tuple[Param, int]]:
     """Implement `unique_params`, cached by the config's text: a layout search needs the same table many times."""
     hf = json.loads(text)
     family = family_of(hf)
-    family.check(hf)
-    count = family.num_experts(hf)
-    rows = embedding(hf) + final_params(hf)
-    for layer in range(int(hf["num_hidden_layers"]) + (family.num_mtp_layers(hf) if mtp else 0)):
-        rows += family.layer(hf, layer, range(min(1, count)))
-    return [(row, 1 if row.expert is None else count) for row in rows]
+    rows = family.params(hf, 1, mtp=mtp, max_experts=1)
+    return [(row, 1 if row.expert is None else family.num_experts(hf)) for row in rows]
 
 
 def critic_params(policy: Sequence[Param], hidden: int) -> list[Param]:
