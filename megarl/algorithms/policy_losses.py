@@ -75,59 +75,36 @@ class PolicyLossInput:
         return torch.zeros_like(self.loss_mask) if self.marked is None else self.marked & self.loss_mask
 
 
-def ppo_policy_loss(
-    logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    loss_mask: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float | None = None,
-    dual_clip: float | None = None,
-) -> TokenLoss:
-    """Return PPO's loss, [T] (arXiv:1707.06347, eq. 7, negated), bounded for negative advantages by `dual_clip`.
+def ppo_loss(inputs: PolicyLossInput, clip: Clip, options: object = None) -> TokenLoss:
+    """Return PPO's loss, [T] (arXiv:1707.06347, eq. 7, negated), bounded for negative advantages by the dual clip.
 
         ratio = exp(logprobs - old_logprobs), at most e^20
-        loss  = max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))
-        loss  = min(loss, -A * dual_clip) where A < 0          (arXiv:1912.09729, eq. 5)
+        loss  = max(-A * ratio, -A * clip(ratio, 1 - clip.low, 1 + clip.high))
+        loss  = min(loss, -A * clip.dual) where A < 0          (arXiv:1912.09729, eq. 5)
 
-    All inputs are [T], aligned as in `types/`; `clip_high` None means `clip_low`. The gradient flows into `logprobs`
-    only. Loss, gradient and metrics are 0 where `loss_mask` is False, whatever the other inputs are there.
+    The gradient flows into `logprobs` only. Has no options.
 
     Metrics: `actor/pg_clipfrac` 1 where clipping changed the loss, `actor/pg_clipfrac_lower` 1 where the dual clip did,
     `actor/ppo_kl` old - new log-probs, the k1 estimate of KL(old || new).
     """
-    if dual_clip is not None and dual_clip <= 1.0:
-        raise ValueError(f"dual_clip must be greater than 1, not {dual_clip}")
-    clip_high = clip_low if clip_high is None else clip_high
-    zeros = torch.zeros_like(logprobs)
-    # Mask before exp: 0 * inf would be NaN, in the loss and in the gradient.
-    log_ratio = torch.where(loss_mask, logprobs - old_logprobs, zeros)
-    advantages = torch.where(loss_mask, advantages, zeros)
-    ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
-    plain = -advantages * ratio
-    clipped = -advantages * torch.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)
-    loss = torch.maximum(plain, clipped)
-    metrics = {"actor/pg_clipfrac": (clipped > plain).to(loss.dtype), "actor/ppo_kl": -log_ratio.detach()}
-    if dual_clip is not None:
-        bound = -advantages * dual_clip
-        bounded = (advantages < 0) & (loss > bound)
-        loss = torch.where(bounded, bound, loss)
-        metrics["actor/pg_clipfrac_lower"] = bounded.to(loss.dtype)
-    return TokenLoss(loss=loss, metrics=metrics)
+    if clip.dual is not None and clip.dual <= 1.0:
+        raise ValueError(f"dual_clip must be greater than 1, not {clip.dual}")
+    result = _clipped_loss(inputs, inputs.log_ratio, clip.low, clip.low if clip.high is None else clip.high)
+    if clip.dual is None:
+        return result
+    bound = -inputs.advantage * clip.dual
+    bounded = (inputs.advantage < 0) & (result.loss > bound)
+    metrics = {"actor/pg_clipfrac_lower": bounded.to(bound.dtype)}
+    return TokenLoss(torch.where(bounded, bound, result.loss), result.metrics | metrics)
 
 
-def ppo_loss(inputs: PolicyLossInput, clip: Clip, options: object = None) -> TokenLoss:
-    """`ppo_policy_loss` with `loss.clip`, `loss.clip_high` and `loss.dual_clip`; has no options."""
-    return ppo_policy_loss(
-        inputs.logprobs,
-        inputs.old_logprobs,
-        inputs.advantages,
-        inputs.loss_mask,
-        clip_low=clip.low,
-        clip_high=clip.high,
-        dual_clip=clip.dual,
-    )
+def _clipped_loss(inputs: PolicyLossInput, log_ratio: torch.Tensor, low: float, high: float) -> TokenLoss:
+    """Return max(-A ratio, -A clip(ratio, 1 - low, 1 + high)), [T], with `actor/pg_clipfrac` and `actor/ppo_kl`."""
+    ratio, advantage = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO)), inputs.advantage
+    plain, clipped = -advantage * ratio, -advantage * ratio.clamp(1.0 - low, 1.0 + high)
+    was_clipped = (clipped > plain).to(plain.dtype)
+    metrics = {"actor/pg_clipfrac": was_clipped, "actor/ppo_kl": -inputs.log_ratio.detach()}
+    return TokenLoss(torch.maximum(plain, clipped), metrics)
 
 
 Bound = Annotated[float, Range(above=0, most=1000)]
@@ -155,10 +132,10 @@ def gspo_loss(inputs: PolicyLossInput, clip: Clip, options: GSPOOptions) -> Toke
         loss_i = max(-A_i s_i, -A_i clip(s_i, 1 - clip_low, 1 + clip_high))
 
     Every action token carries the loss of its sequence; A is the token's own if it differs within a sequence. Metrics:
-    `actor/pg_clipfrac`, `actor/ppo_kl` as in `ppo_policy_loss`, `actor/sequence_clipfrac` the share of clipped
+    `actor/pg_clipfrac`, `actor/ppo_kl` as in `ppo_loss`, `actor/sequence_clipfrac` the share of clipped
     sequences.
     """
-    return _clipped_loss(inputs, _expand_to_tokens(_sequence_log_ratio(inputs), inputs), options)
+    return _sequence_clipped_loss(inputs, _expand_to_tokens(_sequence_means(inputs.log_ratio, inputs), inputs), options)
 
 
 def gspo_token_loss(inputs: PolicyLossInput, clip: Clip, options: GSPOOptions) -> TokenLoss:
@@ -170,8 +147,8 @@ def gspo_token_loss(inputs: PolicyLossInput, clip: Clip, options: GSPOOptions) -
     Meant for advantages per token. Equal to GSPO if a sequence has one advantage and the mean is over sequences.
     """
     log_ratio = inputs.log_ratio
-    sequence_log_ratio = _expand_to_tokens(_sequence_log_ratio(inputs), inputs).detach()
-    return _clipped_loss(inputs, sequence_log_ratio + (log_ratio - log_ratio.detach()), options)
+    sequence_log_ratio = _expand_to_tokens(_sequence_means(log_ratio, inputs), inputs).detach()
+    return _sequence_clipped_loss(inputs, sequence_log_ratio + (log_ratio - log_ratio.detach()), options)
 
 
 def gmpo_loss(inputs: PolicyLossInput, clip: Clip, options: GMPOOptions) -> TokenLoss:
@@ -198,19 +175,10 @@ def gmpo_loss(inputs: PolicyLossInput, clip: Clip, options: GMPOOptions) -> Toke
     return TokenLoss(-advantage * torch.exp(mean), metrics)
 
 
-def _clipped_loss(inputs: PolicyLossInput, log_ratio: torch.Tensor, options: GSPOOptions) -> TokenLoss:
-    ratio, advantage = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO)), inputs.advantage
-    plain = -advantage * ratio
-    clipped = -advantage * ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
-    was_clipped = (clipped > plain).to(plain.dtype)
-    metrics = {"actor/pg_clipfrac": was_clipped, "actor/ppo_kl": -inputs.log_ratio.detach()}
-    sequence_metrics = {"actor/sequence_clipfrac": _sequence_means(was_clipped, inputs)}
-    return TokenLoss(torch.maximum(plain, clipped), metrics, sequence_metrics)
-
-
-def _sequence_log_ratio(inputs: PolicyLossInput) -> torch.Tensor:
-    """Return [n] the mean log ratio of each sequence's action tokens; 0 without any."""
-    return _sequence_means(inputs.log_ratio, inputs)
+def _sequence_clipped_loss(inputs: PolicyLossInput, log_ratio: torch.Tensor, options: GSPOOptions) -> TokenLoss:
+    result = _clipped_loss(inputs, log_ratio, options.clip_low, options.clip_high)
+    clipfrac = _sequence_means(result.metrics["actor/pg_clipfrac"], inputs)
+    return TokenLoss(result.loss, result.metrics, {"actor/sequence_clipfrac": clipfrac})
 
 
 def _sequence_means(x: torch.Tensor, inputs: PolicyLossInput) -> torch.Tensor:
@@ -308,7 +276,7 @@ def clip_cov_loss(inputs: PolicyLossInput, clip: Clip, options: ClipCovOptions) 
     """Return the loss of Clip-Cov, [T]: PPO's clipped loss, and 0 without a gradient on marked tokens.
 
     The paper's loss (section 4.3) is -A rho without a clip: the recipe `clip_cov` opens the clips of `loss`. Metrics:
-    those of `ppo_policy_loss`, and `actor/cov_frac` 1 on marked tokens.
+    those of `ppo_loss`, and `actor/cov_frac` 1 on marked tokens.
     """
     ppo = ppo_loss(inputs, clip)
     loss = torch.where(inputs.marked_actions, torch.zeros_like(ppo.loss), ppo.loss)
@@ -338,7 +306,7 @@ def mark_in_range(mini: TrainBatch, options: ClipCovOptions, seed: int) -> torch
     with clip_cov_lb < Cov < clip_cov_ub; all of these if there are fewer. Collective."""
     covariance, actions = _covariance(mini)
     eligible = mini.loss_mask & (covariance > options.clip_cov_lb) & (covariance < options.clip_cov_ub)
-    return _sample_tokens(mini, eligible, _num_marked(options.clip_cov_ratio, actions), seed)
+    return _sample_tokens(mini, eligible, max(1, int(options.clip_cov_ratio * actions)), seed)
 
 
 def mark_largest(mini: TrainBatch, options: KLCovOptions, seed: int) -> torch.Tensor:
@@ -349,7 +317,7 @@ def mark_largest(mini: TrainBatch, options: KLCovOptions, seed: int) -> torch.Te
     """
     covariance, actions = _covariance(mini)
     eligible = mini.loss_mask & (covariance > 0)
-    num_eligible, wanted = int(mini.all_reduce(eligible.sum())), _num_marked(options.kl_cov_ratio, actions)
+    num_eligible, wanted = int(mini.all_reduce(eligible.sum())), max(1, int(options.kl_cov_ratio * actions))
     if num_eligible <= wanted:
         return eligible
     (threshold,) = kth_values(covariance[eligible], (num_eligible - wanted + 1,), mini.all_reduce)
@@ -364,10 +332,6 @@ def _sample_tokens(mini: TrainBatch, eligible: torch.Tensor, count: int, seed: i
     keys = _random_keys(mini, seed)
     (threshold,) = kth_values(keys[eligible], (count,), mini.all_reduce)
     return eligible & (keys <= threshold)
-
-
-def _num_marked(share: float, actions: int) -> int:
-    return max(1, int(share * actions))
 
 
 def _covariance(mini: TrainBatch) -> tuple[torch.Tensor, int]:
