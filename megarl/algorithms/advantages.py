@@ -163,11 +163,14 @@ def gae(
     cu_seqlens: torch.Tensor,
     gamma: float,
     lam: float | torch.Tensor,
+    critic_lam: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalized advantage estimation (arXiv:1506.02438, eq. 16) over the action tokens of each sequence.
 
     `rewards`, `values`, `loss_mask` are [T], `cu_seqlens` is [n + 1]; `lam` is a number, or [n] for one per sequence.
-    Returns (advantages, returns), both [T], 0 outside the action tokens; returns = advantages + values.
+    Returns (advantages, returns), both [T], 0 outside the action tokens; returns = advantages + values, with the lambda
+    `critic_lam` if it is set (VC-PPO, arXiv:2503.01491): with 1 the critic learns from the rewards to go instead of its
+    own values, so that a reward at the end of a long sequence reaches its beginning.
 
     Only action tokens are steps of the decision process. After a tool call the next state is that of the next action,
     after the tool's response, and gamma and lambda skip the tool's tokens. The end state of a sequence has value 0,
@@ -182,6 +185,9 @@ def gae(
     itself, no action would see the costs and rewards of later branches, such as their KL and turn rewards, and no
     critic would judge a summary.
     """
+    if critic_lam is not None:
+        args = rewards, values, loss_mask, cu_seqlens, gamma
+        return gae(*args, lam)[0], gae(*args, critic_lam)[1]
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     lengths = cu_seqlens.diff().tolist()
     columns = (rewards, values, loss_mask, advantages, returns)
@@ -193,25 +199,6 @@ def gae(
         block_size = max(1, MAX_BLOCK_STEPS // counts[longest_first[0]])
         block, longest_first = longest_first[:block_size], longest_first[block_size:]
         _compute_block_gae([sequences[i] for i in block], [counts[i] for i in block], gamma, lams[block])
-    return advantages, returns
-
-
-def decoupled_gae(
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    loss_mask: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    gamma: float,
-    lam: float | torch.Tensor,
-    critic_lam: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gae` with separate lambdas for the policy's advantages and the critic's returns (VC-PPO, arXiv:2503.01491).
-
-    With `critic_lam` 1 the critic learns from the rewards to go instead of its own values, so that a reward at the end
-    of a long sequence reaches its beginning.
-    """
-    advantages, _ = gae(rewards, values, loss_mask, cu_seqlens, gamma, lam)
-    _, returns = gae(rewards, values, loss_mask, cu_seqlens, gamma, critic_lam)
     return advantages, returns
 
 

@@ -52,11 +52,6 @@ class Episodes:
         first[1:] = ids[1:] != ids[:-1]
         return Episodes(first.cumsum(0) - 1)
 
-    @staticmethod
-    def singletons(count: int) -> Episodes:
-        """Return `count` sequences, each an episode by itself."""
-        return Episodes(torch.arange(count))
-
     def __len__(self) -> int:
         """E."""
         return int(self.episode_ids[-1]) + 1 if len(self.episode_ids) else 0
@@ -108,7 +103,7 @@ class Episodes:
 def assign_episode_ids(group: torch.Tensor, episode: torch.Tensor, **shared: torch.Tensor) -> torch.Tensor:
     """Return [N] episode ids, unique over all groups: the index of the episode's first branch.
 
-    group, episode: [N] as in `Rollout`; a negative episode is a rollout without branches. same: [N] values that all
+    group, episode: [N] as in `Rollout`; a negative episode is a rollout without branches. shared: [N] values that all
     branches of an episode must share. Raises ValueError if branches are not adjacent or differ in such a value.
     """
     is_branch, pairs = episode >= 0, torch.stack([group, episode], dim=1)

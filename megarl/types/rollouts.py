@@ -108,9 +108,8 @@ class Turn:
     @property
     def token_versions(self) -> Ids:
         """[tokens] version of the weights that sampled each token."""
-        return np.repeat(
-            np.array([run[0] for run in self.version_spans], np.int32), [tokens for _, tokens in self.version_spans]
-        )
+        versions, tokens = zip(*self.version_spans, strict=True)
+        return np.repeat(np.array(versions, np.int32), tokens)
 
 
 @dataclass(frozen=True)
@@ -189,10 +188,8 @@ def as_branches(conversations: Sequence[Rollout], episode: int) -> tuple[Rollout
     """
     if len(conversations) < 2:
         return tuple(conversations)
-    last = conversations[-1]
-    return tuple(
-        replace(rollout, episode=episode, status=last.status, failure=last.failure) for rollout in conversations
-    )
+    status, failure = conversations[-1].status, conversations[-1].failure
+    return tuple(replace(rollout, episode=episode, status=status, failure=failure) for rollout in conversations)
 
 
 ROLLOUT_STATS: dict[str, Callable[[Rollout], float]] = {
@@ -262,11 +259,7 @@ class Rollouts:
         Branches of an episode must be adjacent in the order, and on one rank. episode: [N] episode ids, if known.
         """
         last_branches = _last_branches(rollouts)
-        keys = (
-            torch.zeros(len(rollouts), dtype=torch.int64)
-            if order is None
-            else torch.as_tensor(order, dtype=torch.int64)
-        )
+        keys = torch.as_tensor([0] * len(rollouts) if order is None else order, dtype=torch.int64)
         local_info = (
             sorted({name for rollout in rollouts for name in rollout.reward_parts}),
             [rollout.failure or "no reason on record" for rollout in last_branches if rollout.status == "aborted"],
@@ -277,35 +270,27 @@ class Rollouts:
         parts = sorted({name for names, *_ in all_info for name in names})
         sources = sorted({name for _, _, names, _ in all_info for name in names})
         source_index = {name: index for index, name in enumerate(sources)}
-        local_stats = [
-            [*(get(rollout) for get in ROLLOUT_STATS.values()), source_index[rollout.prompt.data_source]]
-            for rollout in rollouts
-        ]
+        getters = [*ROLLOUT_STATS.values(), lambda rollout: source_index[rollout.prompt.data_source]]
+        local_stats = [[get(rollout) for get in getters] for rollout in rollouts]
         rewards = [[rollout.reward, *(rollout.reward_parts.get(name, 0.0) for name in parts)] for rollout in rollouts]
-        stats = torch.tensor(local_stats, dtype=torch.int64).reshape(len(rollouts), len(ROLLOUT_STATS) + 1)
+        stats = torch.tensor(local_stats, dtype=torch.int64).reshape(len(rollouts), len(getters))
         sort_keys = torch.stack([keys, torch.full_like(keys, comm.rank)], dim=1)
         scores = torch.tensor(rewards, dtype=torch.float64).reshape(len(rollouts), 1 + len(parts))
         # One collective for both: rewards travel as the int64 view of their bits.
         table = comm.all_gather_rows(torch.cat([sort_keys, stats, scores.view(torch.int64)], dim=1))
         table = table[torch.sort(table[:, 0], stable=True).indices]
-        scores = table[:, 3 + len(ROLLOUT_STATS) :].contiguous().view(torch.float64)
-        local_indices = (table[:, 1] == comm.rank).nonzero().squeeze(1)
+        columns = {name: table[:, i].contiguous() for i, name in enumerate(("home", *ROLLOUT_STATS, "source"), 1)}
+        home, scores = columns["home"], table[:, 2 + len(getters) :].contiguous().view(torch.float64)
         # Stable like the sort of `table`, so both orders agree.
         local_order = torch.sort(keys, stable=True).indices.tolist()
-        home, columns = (
-            table[:, 1].contiguous(),
-            {name: table[:, i].contiguous() for i, name in enumerate(ROLLOUT_STATS, 2)},
-        )
         if episode is None:
             episode = assign_episode_ids(columns["group"], columns["episode"], home=home, status=columns["status"])
         return Rollouts(
             local=tuple(rollouts[i] for i in local_order),
-            local_indices=local_indices,
-            home=home,
+            local_indices=(home == comm.rank).nonzero().squeeze(1),
             **columns | {"episode": episode},
             reward=scores[:, 0].contiguous(),
             reward_parts={name: scores[:, column].contiguous() for column, name in enumerate(parts, 1)},
-            source=table[:, 2 + len(ROLLOUT_STATS)].contiguous(),
             sources=tuple(sources),
             failures=tuple(reason for _, reasons, *_ in all_info for reason in reasons),
             unscored_reasons=tuple(entry for *_, failed in all_info for entry in failed),
@@ -322,7 +307,6 @@ class Rollouts:
         """
         last, sizes = parts[-1], [len(part) for part in parts]
         names = sorted({name for part in parts for name in part.reward_parts})
-        zeros = [torch.zeros(size, dtype=torch.float64) for size in sizes]
         offsets = np.cumsum([0, *sizes[:-1]]).tolist()
         sources = tuple(sorted({source for part in parts for source in part.sources}))
         source_maps = [torch.tensor([sources.index(source) for source in part.sources] or [0]) for part in parts]
@@ -330,9 +314,8 @@ class Rollouts:
             name: torch.cat([getattr(part, name) for part in parts]) for name in ("home", *ROLLOUT_STATS, "reward")
         }
         episode_offsets = np.cumsum([0, *(max(part.episode.tolist(), default=0) + 1 for part in parts)]).tolist()
-        columns["episode"] = torch.cat(
-            [part.episode + start for part, start in zip(parts, episode_offsets, strict=False)]
-        )
+        episodes = [part.episode + start for part, start in zip(parts, episode_offsets, strict=False)]
+        columns["episode"] = torch.cat(episodes)
         return replace(
             last,
             local=tuple(rollout for part in parts for rollout in part.local),
@@ -341,9 +324,7 @@ class Rollouts:
             source=torch.cat([source_map[part.source] for part, source_map in zip(parts, source_maps, strict=True)]),
             sources=sources,
             reward_parts={
-                name: torch.cat(
-                    [part.reward_parts.get(name, missing) for part, missing in zip(parts, zeros, strict=True)]
-                )
+                name: torch.cat([part.reward_parts.get(name, torch.zeros_like(part.reward)) for part in parts])
                 for name in names
             },
             failures=tuple(reason for part in parts for reason in part.failures),
@@ -370,15 +351,10 @@ class Rollouts:
             return self
         names = ("actions", "turns", "tool_calls", "tool_errors", "drafted", "accepted", "sampling_mask_sizes")
         counts: dict[str, Any] = {name: episodes.sum_branches(getattr(self, name)) for name in names}
-        longest = self.length.new_zeros(len(episodes)).scatter_reduce(
-            0, episodes.episode_ids, self.length, reduce="amax"
-        )
-        return replace(
-            self.select(episodes.is_last),
-            **counts,
-            prompt_length=self.prompt_length[episodes.first],
-            length=longest,
-        )
+        shortest = self.length.new_zeros(len(episodes))
+        counts["length"] = shortest.scatter_reduce(0, episodes.episode_ids, self.length, reduce="amax")
+        counts["prompt_length"] = self.prompt_length[episodes.first]
+        return replace(self.select(episodes.is_last), **counts)
 
     @property
     def staleness(self) -> torch.Tensor:
