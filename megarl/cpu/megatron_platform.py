@@ -1,9 +1,8 @@
 """Patches that let Megatron-Core 0.16.1 run on a machine without CUDA.
 
 `install()` runs once per process, on the import of `megarl.megatron`, before anything imports `megatron.core`. It does
-nothing on a machine with a GPU. `PATCHED` lists every patched name with its reason, and a test pins that list. Patches
-cover only Megatron's uses of `torch.cuda` and the few places in Megatron that need CUDA or Transformer Engine. Modules
-that differ on the CPU are in `megatron_modules.py` and enter through Megatron's own layer specs.
+nothing on a machine with a GPU. A test pins the list of patched names. Modules that differ on the CPU are in
+`megatron_modules.py` and enter through Megatron's own layer specs.
 """
 
 from __future__ import annotations
@@ -147,9 +146,8 @@ def _patch_megatron() -> None:
             import megatron.core.jit as jit
     finally:
         torch.compile = compile_  # type: ignore[assignment]
-    jit.disable_jit_fuser()
-    why = "torch.compile would run a C++ compiler for small fusions; Megatron's own switch"
-    PATCHED["megatron.core.jit.jit_fuser"] = why
+    jit.disable_jit_fuser()  # Megatron's own switch
+    PATCHED["megatron.core.jit.jit_fuser"] = "torch.compile would run a C++ compiler for small fusions"
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -10,6 +10,7 @@ SGLang has no CPU implementation, or one that does not sample but takes the most
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,10 +58,7 @@ def build_tree_kernel_efficient_cpu(
     draft_token_num: int,
     tree_mask_mode: int,
 ) -> None:
-    """Describe the chain as SGLang's tree, without siblings, in place.
-
-    tree_mask is unchanged, because attention is causal.
-    """
+    """Describe the chain as SGLang's tree, without siblings, in place. tree_mask stays: attention is causal."""
     if topk != 1:
         raise NotImplementedError("speculative decoding on a CPU: one draft at a time only")
     n = draft_token_num
@@ -84,10 +82,7 @@ def verify_tree_greedy_cpu(
     retrive_next_sibling: torch.Tensor,
     target_predict: torch.Tensor,
 ) -> None:
-    """Accept proposals while they equal the policy's most likely tokens, `target_predict` [sequences, n].
-
-    Writes its results in place, see `_write_accepted`.
-    """
+    """Accept proposals while they equal the policy's most likely tokens, `target_predict` [sequences, n], in place."""
     accepted = candidates[:, 1:] == target_predict[:, :-1]
     _write_accepted(target_predict, accepted, predicts, accept_index, accept_token_num)
 
@@ -151,18 +146,17 @@ def _write_accepted(
 
 def keep_top_k(probs: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Keep the k [n] most likely tokens in each row of `probs` [n, vocabulary], renormalised."""
-    order = probs.argsort(dim=-1, descending=True, stable=True)
-    filtered = probs.scatter(-1, order, (torch.arange(probs.shape[-1]) < k[:, None]) * probs.gather(-1, order))
-    return filtered / filtered.sum(-1, keepdim=True)
+    return _keep_sorted(probs, lambda ordered: torch.arange(ordered.shape[-1]) < k[:, None])
 
 
 def keep_top_p(probs: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Keep the most likely tokens with total probability p [n] in each row of `probs` [n, vocabulary], renormalised.
+    """Keep the most likely tokens with total probability p [n] in each row, like SGLang's usual sampler."""
+    return _keep_sorted(probs, lambda ordered: ordered.cumsum(-1) - ordered <= p[:, None])
 
-    Equals SGLang's sampler without speculation.
-    """
+
+def _keep_sorted(probs: torch.Tensor, keep: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    filtered = probs.scatter(-1, order, ordered * (ordered.cumsum(-1) - ordered <= p[:, None]))
+    filtered = probs.scatter(-1, order, ordered * keep(ordered))
     return filtered / filtered.sum(-1, keepdim=True)
 
 
@@ -202,8 +196,6 @@ def install() -> None:
 
     class Step(TorchNativeAttnBackend):  # type: ignore[misc, valid-type]
         """A step of the draft layer, which sees the `ahead` tokens proposed so far after `seq_lens` others."""
-
-        ahead = 0
 
         def forward_decode(
             self, q: Any, k: Any, v: Any, layer: Any, batch: Any, *rest: Any, **options: Any

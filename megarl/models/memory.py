@@ -95,18 +95,12 @@ Stage = TypeVar("Stage", InferenceStage, TrainedStage)
 
 
 class ElementCounts(NamedTuple):
-    """Numbers of elements on a rank.
+    """Numbers of elements on a rank."""
 
-    dense: trained dense parameters, vocabulary padding included.
-    expert: trained parameters of routed experts.
-    frozen: parameters that LoRA freezes.
-    biases: the routers' expert biases, not trained and kept in fp32.
-    """
-
-    dense: int = 0
-    expert: int = 0
-    frozen: int = 0
-    biases: int = 0
+    dense: int = 0  # trained dense parameters, vocabulary padding included
+    expert: int = 0  # trained parameters of routed experts
+    frozen: int = 0  # parameters that LoRA freezes
+    biases: int = 0  # the routers' expert biases, not trained and kept in fp32
 
 
 def plan_memory(
@@ -121,12 +115,9 @@ def plan_memory(
 
     Roles that `placement` puts on other ranks are left out. Raises ConfigError if the layout does not divide the model.
 
-    critic_hf: config of the critic's model; None without a critic. If the critic has its own layout, the fullest of its
-        stages on these ranks counts.
-    inference_models: inference-only models by role, as from `inference_stages` or as a single stage. The fullest stage
-        counts.
-    main_role: the role whose ranks and stages to plan for instead; `rollout` for ranks with engines only, which have no
-        stages.
+    critic_hf: None without a critic. If the critic has its own layout, the fullest of its stages on these ranks counts.
+    inference_models: stages of inference-only models by role; the fullest on these ranks counts.
+    main_role: the role to plan for instead; `rollout` for ranks with engines only, which have no stages.
     """
     lead = main_role or requirements.main_role
     placement, inference = placement_of(config), inference_models or {}
@@ -231,10 +222,7 @@ def inference_stages(
 
 
 def classifier_stages(hf: HFConfig, elements: int, dtype: str, config: Config) -> list[InferenceStage]:
-    """Return the memory of any classifier, replicated on each of its ranks.
-
-    Activations assume a typical layer: six times the hidden size plus three times the MLP's size per token.
-    """
+    """Return the memory of any classifier, replicated on each of its ranks. Activations assume a typical layer."""
     layers, size = tuple(range(int(hf.get("num_hidden_layers") or 1))), DTYPE_BYTES[dtype]
     width = 6 * int(hf.get("hidden_size") or 0) + 3 * int(hf.get("intermediate_size") or 0)
     return [InferenceStage(layers, size * elements, size * width * config.train.max_tokens_per_gpu)]
@@ -255,14 +243,12 @@ def _settings_and_layers(hf: HFConfig, config: Config) -> tuple[dict[str, Any], 
 def unique_params(hf: HFConfig, mtp: bool = False) -> list[tuple[Param, int]]:
     """Return the family's table with one routed expert per layer, and the multiplicity of each parameter.
 
-    Two orders of magnitude shorter than the full table of a model with many experts.
-
     mtp: include the multi-token prediction layers.
     """
-    return _unique_params(_text(hf), mtp)
+    return _unique_params(_to_json(hf), mtp)
 
 
-def _text(hf: HFConfig) -> str:
+def _to_json(hf: HFConfig) -> str:
     return json.dumps(dict(hf), sort_keys=True)
 
 
@@ -293,11 +279,11 @@ def stage_elements(
 
     Raises ConfigError if tp or etp does not divide the model, or a LoRA target does not exist.
 
-    stages: the decoder layers of each stage, see `stage_layers`.
+    stages: the decoder layers of each stage.
     head: whether a value head replaces the output layer.
     mtp: include the multi-token prediction layers.
     """
-    by_layer = _count_elements(_text(hf), parallel.tp, parallel.etp, parallel.ep, head, lora or LoraConfig(), mtp)
+    by_layer = _count_elements(_to_json(hf), parallel.tp, parallel.etp, parallel.ep, head, lora or LoraConfig(), mtp)
     names: list[list[int | str]] = [list(stage) for stage in stages]
     names[0].append("embedding")
     names[-1].append("final")
@@ -363,8 +349,7 @@ def state_bytes(elements: ElementCounts, dp: int, expert_dp: int, size: int) -> 
 def engine_bytes(hf: HFConfig, tp: int, size: int, drafts: bool = False) -> int:
     """Return the bytes of weights on one rank of an SGLang engine.
 
-    A rank has 1 / tp of the experts, whether these are distributed (EP) or sharded (TP). KV heads are replicated if
-    fewer than ranks; latents, norms and routers always are.
+    A rank has 1 / tp of the experts, whether these are distributed (EP) or sharded (TP).
 
     size: bytes per element. FP8 weights of an FP8 checkpoint take one byte, plus a scale per block.
     drafts: include the multi-token prediction layers.
@@ -387,18 +372,13 @@ def kv_elements(hf: HFConfig, tp: int, drafts: bool = False) -> int:
 
     drafts: include the multi-token prediction layers.
     """
-    family = family_of(hf)
-    settings = family.megatron_config(hf)
+    family, settings = family_of(hf), family_of(hf).megatron_config(hf)
     layers = int(settings["num_layers"]) + (family.num_mtp_layers(hf) if drafts else 0)
     if settings.get("multi_latent_attention"):
         return layers * (int(settings["kv_lora_rank"]) + int(settings["qk_pos_emb_head_dim"]))
-    heads = max(1, int(settings["num_query_groups"]) // tp)
-    return 2 * layers * heads * int(settings["kv_channels"])
+    return 2 * layers * max(1, int(settings["num_query_groups"]) // tp) * int(settings["kv_channels"])
 
 
 def sync_staging_bytes(bucket: int, weights: int, engine: int) -> int:
-    """Return an upper bound on the staging memory of a weight sync on a rank.
-
-    Two half buckets to send from and two to receive into, none larger than the data to send or receive.
-    """
+    """Return an upper bound on a rank's staging memory of a weight sync: two half buckets to send, two to receive."""
     return 2 * min(bucket // 2, weights) + 2 * min(bucket // 2, engine)
