@@ -96,6 +96,5 @@ class AdaptiveKL:
         """
         if state.get("initial", self.initial) != self.initial:
             return self
-        return replace(
-            self, coef=float(state["coef"]) if self.target is None else min(float(state["coef"]), self.max_coef)
-        )
+        coef = float(state["coef"])
+        return replace(self, coef=coef if self.target is None else min(coef, self.max_coef))

@@ -1,22 +1,9 @@
-"""Policy losses of `loss.policy_loss` and their options. `POLICY_LOSSES` is the table; `README.md` lists the papers.
+"""Policy losses of `loss.policy_loss` and their options. `POLICY_LOSSES` is the table.
 
-- PPO's clipped loss, with dual clip.
-- GSPO, GSPO-token and GMPO use one importance ratio per sequence, the geometric mean of its tokens' ratios. Each action
-  token carries the loss of its sequence: `loss.agg_mode: seq-mean-token-mean` then gives the papers' mean over
-  sequences, while `token-mean` weights a sequence by its length. Sequences must be whole, which they are in a
-  micro-batch on every rank that computes a loss. A branch of an episode counts as a sequence.
-- CISPO and SAPO weight a token instead of clipping it: CISPO by a bounded ratio, SAPO by a soft gate.
-- Clip-Cov and KL-Cov (arXiv:2505.22617) mask or penalize the few tokens that make the policy's entropy fall.
-
-Entropy falls with the covariance of log-prob and advantage. The contribution of a token, among the N action tokens of a
-mini-batch, is
-
-    Cov(y_i) = (log pi(y_i) - mean_j log pi(y_j)) (A(y_i) - mean_j A(y_j))                     (section 4.2)
-
-which depends on all of them, so tokens are marked before the mini-batch is split into micro-batches. Each rank marks
-its own tokens; the means and thresholds are computed with `all_reduce`. The log-probs are those from before the first
-update on the batch, which the advantages belong to as well; those of a later update would need another forward pass.
-The marks depend on the tokens and on `seed`, not on which rank holds them, up to rounding at a threshold.
+GSPO, GSPO-token and GMPO use one importance ratio per sequence, the geometric mean of its tokens' ratios. Each action
+token carries the loss of its sequence: `loss.agg_mode: seq-mean-token-mean` then gives the papers' mean over sequences,
+while `token-mean` weights a sequence by its length. Sequences must be whole, which they are in a micro-batch on every
+rank that computes a loss. A branch of an episode counts as a sequence.
 """
 
 from __future__ import annotations
@@ -120,8 +107,7 @@ class GSPOOptions:
 @dataclass(frozen=True)
 class GMPOOptions:
     clip_low: Bound = 0.4
-    """A token's log ratio is clipped to [-clip_low, clip_high]: by default its ratio to [e^-0.4, e^0.4], as in the
-    paper."""
+    """A token's log ratio is clipped to [-clip_low, clip_high]; the defaults are the paper's."""
     clip_high: Bound = 0.4
 
 
@@ -135,7 +121,7 @@ def gspo_loss(inputs: PolicyLossInput, clip: Clip, options: GSPOOptions) -> Toke
     `actor/pg_clipfrac`, `actor/ppo_kl` as in `ppo_loss`, `actor/sequence_clipfrac` the share of clipped
     sequences.
     """
-    return _sequence_clipped_loss(inputs, _expand_to_tokens(_sequence_means(inputs.log_ratio, inputs), inputs), options)
+    return _sequence_clipped_loss(inputs, _spread_means(inputs.log_ratio, inputs), options)
 
 
 def gspo_token_loss(inputs: PolicyLossInput, clip: Clip, options: GSPOOptions) -> TokenLoss:
@@ -147,7 +133,7 @@ def gspo_token_loss(inputs: PolicyLossInput, clip: Clip, options: GSPOOptions) -
     Meant for advantages per token. Equal to GSPO if a sequence has one advantage and the mean is over sequences.
     """
     log_ratio = inputs.log_ratio
-    sequence_log_ratio = _expand_to_tokens(_sequence_means(log_ratio, inputs), inputs).detach()
+    sequence_log_ratio = _spread_means(log_ratio, inputs).detach()
     return _sequence_clipped_loss(inputs, sequence_log_ratio + (log_ratio - log_ratio.detach()), options)
 
 
@@ -167,7 +153,7 @@ def gmpo_loss(inputs: PolicyLossInput, clip: Clip, options: GMPOOptions) -> Toke
     clipped = log_ratio.clamp(-options.clip_low, options.clip_high)
     bounded = torch.where(advantage > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
     bounded = torch.where(inputs.loss_mask & (advantage != 0), bounded, torch.zeros_like(bounded))
-    mean = _expand_to_tokens(_sequence_means(bounded, inputs), inputs).clamp(max=MAX_LOG_RATIO)
+    mean = _spread_means(bounded, inputs).clamp(max=MAX_LOG_RATIO)
     metrics = {
         "actor/pg_clipfrac": (bounded != log_ratio).where(advantage != 0, torch.zeros_like(inputs.loss_mask)).to(mean),
         "actor/ppo_kl": -log_ratio.detach(),
@@ -191,11 +177,12 @@ def _sequence_means(x: torch.Tensor, inputs: PolicyLossInput) -> torch.Tensor:
     return torch.stack(means) if means else x[:0]
 
 
-def _expand_to_tokens(x: torch.Tensor, inputs: PolicyLossInput) -> torch.Tensor:
-    """[n] -> [T], 0 where `loss_mask` is False."""
+def _spread_means(x: torch.Tensor, inputs: PolicyLossInput) -> torch.Tensor:
+    """[T] -> [T]: `_sequence_means` at each action token, else 0."""
     lengths = inputs.cu_seqlens.diff().tolist()
-    parts = [x[:0], *(value.expand(length) for value, length in zip(x, lengths, strict=True))]
-    return torch.where(inputs.loss_mask, torch.cat(parts), torch.zeros_like(inputs.logprobs))
+    means = zip(_sequence_means(x, inputs), lengths, strict=True)
+    spread = torch.cat([x[:0], *(mean.expand(length) for mean, length in means)])
+    return torch.where(inputs.loss_mask, spread, torch.zeros_like(inputs.logprobs))
 
 
 @dataclass(frozen=True)
@@ -272,6 +259,15 @@ class KLCovOptions:
     synonyms = {"share": "kl_cov_ratio"}
 
 
+# Clip-Cov and KL-Cov (arXiv:2505.22617) mask or penalize the few tokens that make the policy's entropy fall. Entropy
+# falls with the covariance of log-prob and advantage, to which token i of the N action tokens of a mini-batch adds
+#
+#     Cov(y_i) = (log pi(y_i) - mean_j log pi(y_j)) (A(y_i) - mean_j A(y_j))                     (section 4.2)
+#
+# This depends on all tokens, so they are marked before the mini-batch is split into micro-batches, by the log-probs
+# from before the first update on the batch. Each rank marks its own tokens; the means and thresholds are all-reduced.
+
+
 def clip_cov_loss(inputs: PolicyLossInput, clip: Clip, options: ClipCovOptions) -> TokenLoss:
     """Return the loss of Clip-Cov, [T]: PPO's clipped loss, and 0 without a gradient on marked tokens.
 
@@ -311,10 +307,7 @@ def mark_in_range(mini: TrainBatch, options: ClipCovOptions, seed: int) -> torch
 
 def mark_largest(mini: TrainBatch, options: KLCovOptions, seed: int) -> torch.Tensor:
     """Return [T] bool: the max(1, floor(kl_cov_ratio N)) of all ranks' N action tokens with the largest positive
-    covariance.
-
-    Ties at the threshold, of which a confident policy has many, are broken at random. Collective.
-    """
+    covariance. Ties, of which a confident policy has many, are broken at random. Collective."""
     covariance, actions = _covariance(mini)
     eligible = mini.loss_mask & (covariance > 0)
     num_eligible, wanted = int(mini.all_reduce(eligible.sum())), max(1, int(options.kl_cov_ratio * actions))
@@ -329,7 +322,9 @@ def _sample_tokens(mini: TrainBatch, eligible: torch.Tensor, count: int, seed: i
     """Sample `count` of all ranks' eligible tokens; [T] bool of the local ones. All if there are no more."""
     if int(mini.all_reduce(eligible.sum())) <= count:
         return eligible
-    keys = _random_keys(mini, seed)
+    # fp32 sort keys from a hash of a token's sequence and position, so that they do not depend on its rank.
+    bits = _hash_bits(_hash_bits(mini.sequence_ids + _hash_bits(torch.tensor(seed))) + mini.positions)
+    keys = (bits % 0x7F800000).int().view(torch.float32)  # non-negative, below infinity
     (threshold,) = kth_values(keys[eligible], (count,), mini.all_reduce)
     return eligible & (keys <= threshold)
 
@@ -343,13 +338,6 @@ def _covariance(mini: TrainBatch) -> tuple[torch.Tensor, int]:
     _, mean_logprob, mean_advantage = sums / sums[0].clamp(min=1)
     product = (logprobs - mean_logprob) * (advantages - mean_advantage)
     return torch.where(mask, product, 0.0).float(), int(sums[0])
-
-
-def _random_keys(mini: TrainBatch, seed: int) -> torch.Tensor:
-    """Return [T] non-negative fp32 sort keys: a hash of the token's sequence in the mini-batch, its position and the
-    seed, with the bits reinterpreted as a float."""
-    bits = _hash_bits(_hash_bits(mini.sequence_ids + _hash_bits(torch.tensor(seed))) + mini.positions)
-    return (bits % 0x7F800000).int().view(torch.float32)  # below infinity
 
 
 def _hash_bits(x: torch.Tensor) -> torch.Tensor:
