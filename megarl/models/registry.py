@@ -1,4 +1,4 @@
-"""Model families by name. To add one, write a file with its table and add it here, or declare an entry point."""
+"""Model families by name. To add one, write its table and add it here, or declare an entry point."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config, ConfigError, plugins, strict
-from megarl.models import deepseek, dense, gemma2, glm4_moe, qwen3_moe
+from megarl.models import deepseek, gqa
 from megarl.models.config_json import need
 from megarl.models.family import CAUSAL_LM, CLASSIFIER, Family, HFConfig
 from megarl.models.layout_algebra import Param
 
-_DENSE = (dense.QWEN2, dense.QWEN3, dense.LLAMA, gemma2.FAMILY)
-_MOE = (qwen3_moe.FAMILY, deepseek.V2, deepseek.V3, glm4_moe.FAMILY)
+_DENSE = (gqa.QWEN2, gqa.QWEN3, gqa.LLAMA, gqa.GEMMA2)
+_MOE = (gqa.QWEN3_MOE, deepseek.V2, deepseek.V3, gqa.GLM4_MOE)
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _DENSE + _MOE}
 
 ENTRY_POINT_GROUP = "megarl.families"
