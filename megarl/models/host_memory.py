@@ -1,9 +1,7 @@
 """Estimate the host memory of a step's values, by part, from a configuration alone.
 
-Rollouts and the columns of their tokens stay on the rank that generated them, and a model receives only the rows that
-it computes. So a machine holds its share of a step, whatever the number of machines, plus data in transit between
-ranks. Messages and texts are left out, because their sizes are unknown in advance. So is freed memory that a process's
-allocator retains.
+A machine holds its share of a step, whatever the number of machines, plus data in transit between ranks. Messages and
+texts are left out, because their sizes are unknown in advance, and so is freed memory that an allocator retains.
 """
 
 from __future__ import annotations
@@ -52,17 +50,12 @@ def column_bytes(config: Config, requirements: Requirements) -> int:
 
 @dataclass(frozen=True)
 class BatchSize:
-    """The size of a step's batch.
-
-    moved_share: the share of rows that are computed on a rank other than their home.
-    """
+    """The size of a step's batch."""
 
     tokens: int
     sequences: int
     max_length: int
-    moved_share: float = 1.0
-    mask_size: float | None = None
-    """With truncated sampling, the mean number of ids per token in the sampling mask; None for `top_k`."""
+    moved_share: float = 1.0  # of rows that are computed on a rank other than their home
 
 
 def step_bytes(
@@ -77,16 +70,14 @@ def step_bytes(
     """
     largest = max(bytes_by_phase(config, requirements, batch, routing).values(), key=lambda parts: sum(parts.values()))
     if config.track.save_rollouts:
-        token_bytes = TOKEN_BYTES + 2 * FLOAT_BYTES + _routing_bytes(routing) + _mask_bytes(config, batch)
+        token_bytes = TOKEN_BYTES + 2 * FLOAT_BYTES + _routing_bytes(routing) + _mask_bytes(config)
         recorded = _machine_share(config) * batch.tokens * token_bytes
         largest = largest | {"recording the step before": recorded + recording_bytes(config, batch, routing)}
     return {name: ceil(amount) for name, amount in largest.items()}
 
 
 def checkpoint_copy(config: Config, states: Mapping[str, int], trained: Iterable[str]) -> dict[str, int]:
-    """Return an upper bound on a rank's copy of its models for `run.save_async`, in bytes.
-
-    Weights that ranks have in common are copied by one of them.
+    """Return an upper bound on the bytes of a rank's copy of its models for `run.save_async`.
 
     states: bytes of the trained roles' weights and optimizers.
     """
@@ -102,7 +93,7 @@ def recording_bytes(config: Config, batch: BatchSize, routing: RoutingShape | No
     """Return the working memory for recording a step, beside the recorded values themselves, in bytes."""
     home_ranks, extra_records = _num_home_ranks(config), 0.0
     if config.track.save_replay_data:
-        extra_records = (_routing_bytes(routing) + _mask_bytes(config, batch)) / (TOKEN_BYTES + 2 * FLOAT_BYTES)
+        extra_records = (_routing_bytes(routing) + _mask_bytes(config)) / (TOKEN_BYTES + 2 * FLOAT_BYTES)
     rank_tokens = _machine_share(config) * batch.tokens * (1 + extra_records) / home_ranks
     return home_ranks * RECORD_BYTES * min(RECORD_CHUNK_TOKENS, rank_tokens)
 
@@ -118,7 +109,7 @@ def bytes_by_phase(
     machine_tokens, record = _machine_share(config) * batch.tokens, _routing_bytes(routing)
     parallel, machine_ranks, home_ranks = config.parallel, _ranks_per_machine(config), _num_home_ranks(config)
     machines = parallel.world_size // machine_ranks
-    columns, mask_bytes = column_bytes(config, requirements), _mask_bytes(config, batch)
+    columns, mask_bytes = column_bytes(config, requirements), _mask_bytes(config)
     passes = max(1, config.run.num_update // config.run.ppo_epochs)
     mini_tokens, item_bytes = machine_tokens / passes, routing.dtype.itemsize if routing is not None else 1
 
@@ -205,7 +196,6 @@ def _routing_bytes(routing: RoutingShape | None) -> int:
     return 0 if routing is None else len(routing.moe_layers) * routing.topk * routing.dtype.itemsize
 
 
-def _mask_bytes(config: Config, batch: BatchSize) -> float:
+def _mask_bytes(config: Config) -> float:
     """Return the bytes per token of sampling masks, a count and ids; 0 without truncated sampling."""
-    ids = max(0, config.rollout.top_k) if batch.mask_size is None else batch.mask_size
-    return FLOAT_BYTES * (1 + ids) if config.rollout.has_truncated_sampling else 0.0
+    return FLOAT_BYTES * (1 + max(0, config.rollout.top_k)) if config.rollout.has_truncated_sampling else 0.0

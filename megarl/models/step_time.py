@@ -14,12 +14,13 @@ from math import ceil
 from typing import Any
 
 from megarl.config import Config
-from megarl.models.activation_memory import is_moe
+from megarl.models.activation_memory import DTYPE_BYTES, is_moe
 from megarl.models.family import HFConfig
 from megarl.models.flops import active_expert_params, active_params, quadratic_cost
-from megarl.models.memory import DTYPE_BYTES, stage_elements
+from megarl.models.layout_algebra import Param
+from megarl.models.memory import stage_elements, unique_params
 from megarl.models.pipeline_stages import stage_layers
-from megarl.models.registry import family_of
+from megarl.models.registry import family_of, part_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class StepTime:
         layers = max(len(stage) for stage in stages)
         moe_layers = max(sum(is_moe(settings, layer) for layer in stage) for stage in stages)
 
-        recomputed = recomputed_share(settings)
+        recomputed = recomputed_share(self.hf, settings)
         passes = 2 + recomputed  # of communication: forward, backward, recomputed forward
         stage_fraction = layers / int(settings["num_layers"])
         rate = machine.flops * (machine.fp8_speedup if settings.get("fp8") else 1)
@@ -157,43 +158,31 @@ def dispatch_copies(settings: Mapping[str, Any], span: int, ep: int, node: int) 
     return far, leaving / nodes
 
 
-def recomputed_share(settings: Mapping[str, Any]) -> float:
+def recomputed_share(hf: HFConfig, settings: Mapping[str, Any]) -> float:
     """Return the fraction of the forward pass's matrix products that is recomputed."""
     granularity = settings.get("recompute_granularity")
     if granularity != "selective":
         return 1.0 if granularity == "full" else 0.0
     modules = set(settings.get("recompute_modules") or ())
-    recomputed_parts = modules | ({"shared_experts"} if "moe" in modules else set())
-    hidden = int(settings["hidden_size"])
     recomputed, total = 0.0, 0.0
-    for layer in range(int(settings["num_layers"])):
-        parts = {"attention": float(_attention_weights(settings))}
-        if is_moe(settings, layer):
-            chosen = 3 * hidden * int(settings["moe_ffn_hidden_size"]) * int(settings["moe_router_topk"])
-            shared = 3 * hidden * int(settings.get("moe_shared_expert_intermediate_size") or 0)
-            parts |= {"moe": chosen, "shared_experts": shared}
-        else:
-            parts["mlp"] = 3 * hidden * int(settings["ffn_hidden_size"])
-        total += sum(parts.values())
-        recomputed += sum(amount for name, amount in parts.items() if name in recomputed_parts)
-        recomputed += _latent_up_weights(settings) if "mla_up_proj" in modules else 0
+    for param, _ in unique_params(hf):
+        names, size = _recompute_modules(param), float(param.size)
+        if "moe" in names and param.expert is not None:
+            size *= int(settings["moe_router_topk"])
+        total += size if names else 0
+        recomputed += size if names & modules else 0
     return recomputed / total
 
 
-def _attention_weights(settings: Mapping[str, Any]) -> int:
-    """Return the number of weights in a layer's attention."""
-    hidden, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
-    if not settings.get("multi_latent_attention"):
-        return hidden * _head_dim(settings) * 2 * (heads + int(settings["num_query_groups"]))
-    down = int(settings.get("q_lora_rank") or 0) + int(settings["kv_lora_rank"]) + int(settings["qk_pos_emb_head_dim"])
-    return hidden * down + _latent_up_weights(settings) + hidden * heads * _head_dim(settings)
-
-
-def _latent_up_weights(settings: Mapping[str, Any]) -> int:
-    """Return the number of these that project latents up to queries, keys and values."""
-    heads, nope = int(settings["num_attention_heads"]), int(settings["qk_head_dim"])
-    query = (nope + int(settings["qk_pos_emb_head_dim"])) * int(settings.get("q_lora_rank") or settings["hidden_size"])
-    return heads * (query + (nope + int(settings["v_head_dim"])) * int(settings["kv_lora_rank"]))
+def _recompute_modules(param: Param) -> set[str]:
+    """Return those of Megatron's `recompute_modules` that contain a matrix; none for other parameters."""
+    part = part_of(param)
+    if part == "attention" and len(param.hf[0].shape) == 2:
+        is_up = any(name in param.megatron for name in ("linear_q_up_proj", "linear_q_proj", "linear_kv_up_proj"))
+        return {"attention", "mla_up_proj"} if is_up else {"attention"}
+    if ".shared_experts." in param.megatron:
+        return {"shared_experts", "moe"}
+    return {"experts": {"moe"}, "dense mlp": {"mlp"}}.get(part, set())
 
 
 def _head_dim(settings: Mapping[str, Any]) -> int:

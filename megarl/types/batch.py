@@ -146,8 +146,7 @@ class TrainBatch:
 
     @property
     def cu_episodes(self) -> torch.Tensor:
-        """`cu_seqlens` of the local episodes, whose branches are adjacent. Turns a function of sequences into a
-        function of episodes."""
+        """`cu_seqlens` of the local episodes; turns a function of sequences into a function of episodes."""
         return self.local_episodes.merge_cu_seqlens(self.cu_seqlens)
 
     @property
@@ -194,10 +193,9 @@ class TrainBatch:
         shift = self.cu_seqlens[rows] - starts[:-1]
         tokens = torch.arange(int(starts[-1])) + torch.repeat_interleave(shift, lengths)
         changes: dict[str, Any] = {name: getattr(self, name)[tokens] for name in self.columns()}
-        if self.routing is not None:
-            changes["routing"] = tuple(self.routing[row] for row in rows.tolist())
-        if self.sampling_mask is not None:
-            changes["sampling_mask"] = tuple(self.sampling_mask[row] for row in rows.tolist())
+        for name in ("routing", "sampling_mask"):
+            if (records := getattr(self, name)) is not None:
+                changes[name] = tuple(records[row] for row in rows.tolist())
         if self.sharding is not None:
             names = ("lengths", "routed_tokens", "home", "sampling_mask_sizes")
             columns = {name: column for name in names if (column := getattr(self.sharding, name)) is not None}
@@ -235,8 +233,7 @@ def _pack_routing(rollouts: Rollouts) -> tuple[torch.Tensor, ...] | None:
 
 
 def _pack_sampling_masks(rollouts: Rollouts) -> tuple[SamplingMask, ...] | None:
-    """Return the sampling masks of the local rollouts over all their tokens, unrestricted at tokens that the policy did
-    not sample; None if no rollout on any rank has one."""
+    """Return the sampling masks of the local rollouts, unrestricted outside actions; None if no rank has one."""
     if not bool((rollouts.sampling_mask_sizes > 0).any()):
         return None
     masks = []
@@ -279,8 +276,8 @@ class TokenLoss:
     def reduce_metrics(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
         """Return each metric's share of its mean over the mini-batch; the caller sums over micro-batches and ranks.
 
-        A metric is a mean over the mini-batch's action tokens, or over its sequences with action tokens, however the
-        loss is averaged. Without `counts`, as for a reward model, metrics are weighted like the loss.
+        Means are over the mini-batch's action tokens, or over its sequences with action tokens, however the loss is
+        averaged. Without `counts`, as for a reward model, metrics are weighted like the loss.
         """
         counts, weights = batch.counts, batch.loss_weights
         assert weights is not None
@@ -326,4 +323,4 @@ def get_declared_columns(loss: Callable[..., Any]) -> tuple[str, ...] | None:
 def select_columns(loss: Callable[..., Any], batch: TrainBatch) -> tuple[str, ...]:
     """Return the columns of `batch` that the loss receives."""
     declared = get_declared_columns(loss)
-    return tuple(name for name in batch.columns() if declared is None or name in declared or name in REQUIRED_COLUMNS)
+    return tuple(name for name in batch.columns() if declared is None or name in (*declared, *REQUIRED_COLUMNS))

@@ -25,18 +25,12 @@ import torch
 
 @dataclass(frozen=True)
 class Branch:
-    """Position of a rollout among the branches of its episode, and how its client changed the history.
+    """Position of a rollout among the branches of its episode, and how its client changed the history; for logging."""
 
-    For logging only: training uses the ids that the engine saw, whatever this says.
-    """
-
-    number: int
-    """Counted from 0, in the order of the branches' last responses."""
-    forks: int
-    """How often the client left a history that it had begun, over the whole episode; equal on all its branches."""
+    number: int  # from 0, in the order of the branches' last responses
+    forks: int  # how often the client left a history that it had begun, over the whole episode
     has_drifted: bool
-    """Whether rendering and tokenizing the history from scratch would have given other ids in the request for the last
-    response."""
+    """Whether rendering and tokenizing the history from scratch would have given other ids in the last request."""
 
 
 @dataclass(frozen=True)
