@@ -44,10 +44,9 @@ def activation_elements(
     Sequence parallelism divides everything by tp. Tokens are assumed to spread evenly over the experts, whose inputs
     are replicated within an etp group.
 
-    With `recompute_granularity=full` and method uniform, each run of `recompute_num_layers` layers saves only its
-    input. With method block, the first `recompute_num_layers` layers of a part save only their inputs, and the others
-    save everything. Selective recomputation drops the outputs of its modules. Recomputed tensors exist for one layer,
-    or one run, at a time.
+    Full recomputation saves only the inputs of runs of `recompute_num_layers` layers (method uniform), or of the first
+    `recompute_num_layers` layers of a part (block). Selective recomputation drops the outputs of its modules.
+    Recomputed tensors exist for one layer, or one run, at a time.
 
     settings: see `megatron_settings`.
     parts: the layers of the stage, one part per model chunk.
@@ -81,9 +80,8 @@ def activation_elements(
 def micro_batches_in_flight(pp: int, stage: int, vpp: int = 1) -> float:
     """Return the largest number of micro-batches whose activations a stage holds at once, given enough micro-batches.
 
-    1F1B: those sent to the next stage before the first one returns. Interleaved (arXiv:2104.04473 section 2.2), a stage
-    runs pp micro-batches through its first part before it starts the second. The result counts micro-batches over all
-    parts; on the first stage it is pp + (pp - 1) / vpp, as in arXiv:2205.05198.
+    1F1B: those sent to the next stage before the first one returns. Interleaved (arXiv:2104.04473 section 2.2): on the
+    first stage pp + (pp - 1) / vpp, as in arXiv:2205.05198.
     """
     if vpp == 1:
         return pp - stage
@@ -128,17 +126,11 @@ def is_moe(settings: Mapping[str, Any], layer: int) -> bool:
 
 
 def logits_bytes(vocab_size: int, hidden: int, tp: int, tokens: int, chunk_tokens: int, size: int) -> int:
-    """Estimate the bytes that `megatron/logprobs.py` needs for a micro-batch.
-
-    These are: the logits of `chunk_tokens` tokens, once in the model's dtype and four times in fp32; the gradient of
-    the output layer's weight, an fp32 sum and a summand; and the hidden states with their gradient.
-    """
+    """Estimate the bytes that `megatron/logprobs.py` needs for a micro-batch."""
     local_vocab = padded_vocab(vocab_size, tp) // tp
-    return (
-        min(tokens, chunk_tokens) * local_vocab * (size + 16)
-        + local_vocab * hidden * (4 + size)
-        + 2 * tokens * hidden * size
-    )
+    logits = min(tokens, chunk_tokens) * local_vocab * (size + 16)  # once in the model's dtype and four times in fp32
+    weight_gradient = local_vocab * hidden * (4 + size)  # an fp32 sum and a summand
+    return logits + weight_gradient + 2 * tokens * hidden * size  # hidden states with their gradient
 
 
 def micro_batch_bytes(
@@ -154,18 +146,14 @@ def micro_batch_bytes(
 ) -> int:
     """Return an upper bound on the device bytes of a micro-batch's inputs, as `megatron/micro_batch.py` moves them.
 
-    The first stage has tokens and positions, 8 bytes each. The last stage has the target tokens and, for the tokens of
-    all cp ranks, three 8-byte indices, the mask, and at most nine fp32 columns. Multi-token prediction layers need
-    further tokens. Routing replay takes 2 bytes per token and chosen expert in `layers`, for the tokens that sequence
-    parallelism assigns to this rank.
-
     tokens: of the micro-batch on this rank, after context parallelism.
     mtp: number of multi-token prediction layers.
+    replays: whether expert choices are replayed, those of the tokens that sequence parallelism assigns to this rank.
     """
-    total = 16 * tokens if first or (last and mtp) else 0
-    if last:
+    total = 16 * tokens if first or (last and mtp) else 0  # tokens and positions, 8 bytes each
+    if last:  # target tokens, and for the tokens of all cp ranks 3 indices, the mask, and at most 9 fp32 columns
         total += 8 * (1 + mtp) * tokens + (3 * 8 + 1 + 9 * 4) * tokens * cp
-    if replays:
+    if replays:  # 2 bytes per choice
         experts = sum(is_moe(settings, layer) for layer in layers) * int(settings.get("moe_router_topk") or 0)
         total += -(-2 * experts * tokens // tp)
     return total

@@ -1,7 +1,5 @@
 """Read config.json strictly: reject options that a table does not implement, wrong types and values out of range.
 
-Types are those of `config/strict.py`. Errors name the key.
-
 An absent key has the default of its configuration class in transformers (`DEFAULTS`), with which SGLang reads the file
 too. A key without a default there or here is required. `tests/models/test_config_keys.py` checks for every such key
 that trainer and transformers agree.
@@ -24,42 +22,34 @@ Experts = Annotated[int, Range(1, 4096)]
 Few = Annotated[int, Range(0, 1000)]
 """Upper bounds beyond any real model, so that building a table of all layers and experts takes seconds at most."""
 
+_Share = Annotated[float, Range(above=0, most=1)]
 FIELDS: dict[str, Any] = {
-    "vocab_size": Size,
-    "hidden_size": Size,
-    "intermediate_size": Size,
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), Size),
     "num_hidden_layers": Layers,
     "num_attention_heads": Heads,
     "num_key_value_heads": Heads | None,
     "head_dim": Size | None,
     "max_position_embeddings": PositiveInt,
+    "original_max_position_embeddings": PositiveInt | None,
     "rms_norm_eps": Annotated[float, Range(above=0, below=1)],
     "initializer_range": Annotated[float, Range(0, 100)],
-    "tie_word_embeddings": bool,
-    "attention_bias": bool,
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias"), bool),
     "rope_theta": PositiveFloat,
-    "rope_scaling": dict | None,
-    "rope_parameters": dict | None,
-    "original_max_position_embeddings": PositiveInt | None,
-    "partial_rotary_factor": Annotated[float, Range(above=0, most=1)],
+    "partial_rotary_factor": _Share,
     "layer_types": list[str] | None,
-    "quantization_config": dict | None,
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), dict | None),
 }
 """Keys that families read, with their types. Null is rejected unless the type allows it, as in transformers."""
 
 ROPE: dict[str, Any] = {
-    "type": str,
-    "rope_type": str,
+    **dict.fromkeys(("type", "rope_type"), str),
     "rope_theta": PositiveFloat,
-    "partial_rotary_factor": Annotated[float, Range(above=0, most=1)],
+    "partial_rotary_factor": _Share,
     "factor": Annotated[float, Range(1, 1e6)],
     "original_max_position_embeddings": PositiveInt,
-    "beta_fast": PositiveFloat | None,
-    "beta_slow": PositiveFloat | None,
-    "low_freq_factor": PositiveFloat,
-    "high_freq_factor": PositiveFloat,
-    "mscale": Annotated[float, Range(0, 1000)] | None,
-    "mscale_all_dim": Annotated[float, Range(0, 1000)] | None,
+    **dict.fromkeys(("beta_fast", "beta_slow"), PositiveFloat | None),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), PositiveFloat),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), Annotated[float, Range(0, 1000)] | None),
     "attention_factor": float | None,
     "truncate": bool,
 }
@@ -116,9 +106,7 @@ ENGINE_ONLY = frozenset(
     "language_config llm_config text_config thinker_config".split()
 ) | {"per_layer_config"}  # read by transformers
 """Keys that change what SGLang, or transformers' generic code, computes in any model, but not what the trainer does.
-
-A family that reads one of them lists it among its fields.
-"""
+A family that reads one of them lists it among its fields."""
 
 
 def require_types(hf: Mapping[str, Any], family_fields: Mapping[str, Any] | None = None) -> None:
@@ -215,7 +203,6 @@ def require_common(
     """Raise ConfigError for options that no family implements.
 
     partial_rotary: whether this family supports rotating only a part of each head.
-    activation: the activation of its MLPs.
     layer_types: the attention type of each layer; None for full attention everywhere.
     """
     is_fp8(hf)  # raises for any other quantisation
@@ -244,8 +231,7 @@ def rope_options(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return normalised rotary options: `rope_theta`, `rope_type`, `partial_rotary_factor` and those of the type.
 
     transformers 5 writes `rope_parameters`; earlier versions wrote `rope_theta` and `rope_scaling`. Raises ConfigError
-    if both are present and differ: transformers and SGLang would use `rope_scaling` alone and ignore even the
-    rope_theta of `rope_parameters`, which is not what a user who adds a YaRN block to a folder wants.
+    if both are present and differ: transformers and SGLang would ignore all of `rope_parameters`.
     """
     scaling, parameters = hf.get("rope_scaling"), hf.get("rope_parameters")
     options = _rope(hf, scaling or parameters)

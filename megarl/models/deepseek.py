@@ -35,28 +35,18 @@ from megarl.models.family import Extras, Family
 from megarl.models.layout_algebra import Dim0Sharding, Dim1Sharding, EngineSlot, HFConfig, HFTensor, Param, Replicated
 
 FIELDS: dict[str, Any] = {
-    "n_routed_experts": Experts,
-    "num_experts_per_tok": Experts,
-    "n_shared_experts": Few,
+    **dict.fromkeys(("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"), Experts),
+    **dict.fromkeys(("n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers"), Few),
+    **dict.fromkeys(("scoring_func", "topk_method"), str),
     "moe_intermediate_size": Size,
-    "first_k_dense_replace": Few,
     "routed_scaling_factor": PositiveFloat,
-    "n_group": Experts,
-    "topk_group": Experts,
     "norm_topk_prob": bool,
-    "num_nextn_predict_layers": Few,
-    "num_mtp_layers": Few,
-    "scoring_func": str,
-    "topk_method": str,
     "moe_layer_freq": int,
 }
 """Fields of routing and experts, shared with GLM-4.5."""
 LATENT: dict[str, Any] = {
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), Size),
     "q_lora_rank": Size | None,
-    "kv_lora_rank": Size,
-    "qk_nope_head_dim": Size,
-    "qk_rope_head_dim": Size,
-    "v_head_dim": Size,
 }
 """Fields of attention."""
 

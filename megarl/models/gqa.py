@@ -106,9 +106,7 @@ _GEMMA2_FIELDS: dict[str, Any] = {
     "head_dim": Size,
     "num_key_value_heads": Heads,
     "sliding_window": PositiveInt,
-    "query_pre_attn_scalar": PositiveFloat,
-    "attn_logit_softcapping": PositiveFloat,
-    "final_logit_softcapping": PositiveFloat,
+    **dict.fromkeys(("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"), PositiveFloat),
 }
 
 
@@ -176,9 +174,7 @@ GEMMA2 = Family(
 # Qwen3-MoE: norms of q and k, and softmax-routed experts in every layer.
 
 _QWEN3_MOE_FIELDS: dict[str, Any] = {
-    "num_experts": Experts,
-    "num_local_experts": Experts,
-    "num_experts_per_tok": Experts,
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), Experts),
     "moe_intermediate_size": Size,
     "num_key_value_heads": Heads,
     "norm_topk_prob": bool,

@@ -148,11 +148,8 @@ class HFWeights:
         self._open_files: dict[str, Any] = {}
 
     def names(self) -> list[str]:
-        return [
-            name
-            for name in self._files
-            if not (name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in self._files)
-        ]
+        scales = {name + SCALE_SUFFIX for name in self._files}
+        return [name for name in self._files if name not in scales]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
@@ -283,17 +280,14 @@ def save_hf(
 ) -> None:
     """Write an HF folder: the streamed tensors, with config, tokenizer and untrained tensors of `source_folder`.
 
-    Everything is written to `<folder>.tmp`, which replaces `folder` when it is complete.
+    Everything is written to `<folder>.tmp`, which replaces `folder` when it is complete. Raises ConfigError for a
+    missing, unknown, repeated or misshapen tensor, or if `folder` holds something else, and OSError if writing fails.
 
     dtype: target dtype of tensors whose dtype the table does not fix; None casts nothing.
     max_shard_bytes: about the size of a file, which is also held in memory; of `LazyTensor`s only one is.
     write: if False, only drain the stream, for ranks that take part in a gather but do not write. The writer also
         drains it before raising, so that no rank is left waiting in a collective.
-    table, config: those of another model on the same trunk, instead of the source's: a classifier made from a policy,
-        or a model with multi-token prediction layers.
-
-    Raises ConfigError for a missing, unknown, repeated or misshapen tensor, or if `folder` holds something else.
-    Raises OSError if writing fails. In either case nothing is left behind.
+    table, config: those of another model on the same trunk, instead of the source's, such as a classifier.
     """
     stream, error = iter(tensors), None
     if write:
