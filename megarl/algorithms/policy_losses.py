@@ -117,9 +117,8 @@ def gspo_loss(inputs: PolicyLossInput, clip: Clip, options: GSPOOptions) -> Toke
         s_i    = (pi(y_i) / pi_old(y_i))^(1 / |y_i|) = exp(mean over its action tokens of log pi - log pi_old)
         loss_i = max(-A_i s_i, -A_i clip(s_i, 1 - clip_low, 1 + clip_high))
 
-    Every action token carries the loss of its sequence; A is the token's own if it differs within a sequence. Metrics:
-    `actor/pg_clipfrac`, `actor/ppo_kl` as in `ppo_loss`, `actor/sequence_clipfrac` the share of clipped
-    sequences.
+    A is the token's own if it differs within a sequence. Metrics: `actor/pg_clipfrac`, `actor/ppo_kl` as in `ppo_loss`,
+    `actor/sequence_clipfrac` the share of clipped sequences.
     """
     return _sequence_clipped_loss(inputs, _spread_means(inputs.log_ratio, inputs), options)
 
@@ -145,9 +144,8 @@ def gmpo_loss(inputs: PolicyLossInput, clip: Clip, options: GMPOOptions) -> Toke
         loss_i = -A_i g_i
 
     This is the paper's objective, with min[rho A, clip(rho, e^-clip_low, e^clip_high) A] of each token inside the
-    geometric mean. Every action token carries the loss of its sequence; if A differs within a sequence, each token uses
-    its own A, and its sign for the clip. Metrics: `actor/pg_clipfrac` 1 where the clip changed a token's ratio,
-    `actor/ppo_kl`.
+    geometric mean. If A differs within a sequence, each token uses its own A, and its sign for the clip. Metrics:
+    `actor/pg_clipfrac` 1 where the clip changed a token's ratio, `actor/ppo_kl`.
     """
     log_ratio, advantage = inputs.log_ratio, inputs.advantage
     clipped = log_ratio.clamp(-options.clip_low, options.clip_high)

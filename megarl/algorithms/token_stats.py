@@ -1,7 +1,6 @@
-"""Sums over sequences, statistics over the tokens of all ranks, and helpers to process [T] columns in little memory.
+"""Sums over sequences, and statistics over the tokens of all ranks, bitwise equal everywhere, in little memory.
 
-Each rank passes its own tokens and gets the statistic over all ranks' tokens, bitwise equal everywhere. Only a few
-numbers or a histogram go through `all_reduce`; on a single rank it is `local_all_reduce`."""
+Each rank passes its own tokens. Only a few numbers or a histogram go through `all_reduce`."""
 
 from __future__ import annotations
 
@@ -116,7 +115,7 @@ def iter_blocks(*columns: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def _reduce_sum_and_count(local_sum: torch.Tensor, local_count: int, all_reduce: AllReduce) -> tuple[torch.Tensor, int]:
-    """All-reduce a sum and a count together, in fp64 because fp32 would round the count."""
+    # in fp64 because fp32 would round the count
     both = all_reduce(torch.stack([local_sum.double(), local_sum.new_tensor(local_count, dtype=torch.float64)]))
     return both[0].to(local_sum.dtype), int(both[1])
 

@@ -101,12 +101,7 @@ def is_classifier(hf: HFConfig) -> bool:
 
 
 def padding_of(hf: HFConfig, pad_token_id: int | None, end_of_turn: int) -> int | None:
-    """Return a padding token with which no conversation ends.
-
-    None if neither tokenizer nor config.json has one; HF's class then accepts one conversation at a time.
-
-    pad_token_id: the tokenizer's.
-    """
+    """Return a padding token with which no conversation ends, the tokenizer's or that of config.json, if any."""
     candidates = (pad_token_id, hf.get("pad_token_id"))
     return next((token for token in candidates if token not in (None, end_of_turn)), None)
 
@@ -114,9 +109,8 @@ def padding_of(hf: HFConfig, pad_token_id: int | None, end_of_turn: int) -> int 
 def classifier_config(hf: HFConfig, architecture: str, pad_token_id: int | None) -> dict[str, Any]:
     """Return the config.json of a classifier with one label on the trunk of `hf`, a policy or a classifier.
 
-    architecture: the policy's.
-    pad_token_id: padding token of HF's classifiers. They score the last token that differs from it, so texts must not
-        end with it. Without one they reject batches of more than one text.
+    architecture: the policy's. pad_token_id: HF's classifiers score the last token that differs from it, so texts must
+    not end with it. Without one they reject batches of more than one text.
     """
     return {
         **hf,

@@ -19,10 +19,7 @@ from megarl.models.registry import family_of, param_count, part_of
 
 
 def active_params(hf: HFConfig) -> float:
-    """Return the number of active weights per token: all but the embedding, and of the experts the chosen ones.
-
-    Includes norms and biases, which FLOPs counting leaves out, because this serves to compare sequences.
-    """
+    """Return the number of active weights per token: all but the embedding, and of the experts the chosen ones."""
     counts = param_count(hf)
     active = float(sum(counts.values()) - counts["embedding"] - counts["experts"]) + active_expert_params(hf)
     return active if counts["head"] else active + counts["embedding"]  # a tied head
@@ -84,10 +81,9 @@ PEAK_FLOPS: dict[str, float] = {
 }
 """Dense bf16 operations per second on tensor cores, by the words in CUDA's name of the GPU.
 
-From NVIDIA's data sheets, which mostly give the value with 2:4 sparsity, twice the dense one, or from the source in the
-comment. The values were taken from quotations, not from NVIDIA's own pages. Those of A100, H100, H200, B200 and L40S
-agree with torchtitan's table (pytorch/torchtitan, torchtitan/tools/utils.py), which cites these pages. FP8 training is
-measured against bf16 too, so that runs are comparable.
+From quotations of NVIDIA's data sheets, which mostly give the value with 2:4 sparsity, twice the dense one. Those of
+A100, H100, H200, B200 and L40S agree with torchtitan's table (torchtitan/tools/utils.py). FP8 training is measured
+against bf16 too, so that runs are comparable.
 """
 
 
@@ -100,23 +96,15 @@ def peak_flops(gpu: str) -> float | None:
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating point operations of a model.
+    """Floating point operations of a model."""
 
-    forward_per_token: of the forward pass, without attention pairs and output layer.
-    backward_per_token: of the backward pass: gradients of activations and of trained weights.
-    head_forward, head_backward: of the output layer, per token with logits.
-    attention_per_pair: of attention per pair of tokens, over all layers without a window.
-    windowed_per_pair: of attention per pair of tokens, over all layers with a window.
-    window: number of keys that a query sees in these layers, including its own.
-    """
-
-    forward_per_token: float
-    backward_per_token: float
-    head_forward: float
+    forward_per_token: float  # without attention pairs and output layer
+    backward_per_token: float  # gradients of activations and of trained weights
+    head_forward: float  # of the output layer, per token with logits
     head_backward: float
-    attention_per_pair: float
-    windowed_per_pair: float = 0.0
-    window: int = 0
+    attention_per_pair: float  # of tokens, over all layers without a window
+    windowed_per_pair: float = 0.0  # over all layers with a window
+    window: int = 0  # number of keys that a query sees in these layers, including its own
 
     def forward(self, lengths: Iterable[int], logits: int | None = None) -> float:
         """Return the operations of a forward pass. logits: the number of tokens with logits; all by default."""

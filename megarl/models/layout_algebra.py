@@ -1,9 +1,8 @@
 """The weight-layout algebra: which slices of which HF tensors form the shard of a tensor parallel rank.
 
-A `Param` is one Megatron parameter with its HF tensors, its `Sharding`, and the `EngineSlot` where SGLang keeps it,
-with SGLang's sharding. A sharding answers one question, as plain data: the `ShardSpec` of rank r out of n, a list of
-intervals to concatenate along one dimension. Loading, export, weight sync and the dry-run plans all derive from those
-intervals.
+A `Param` is one Megatron parameter with its HF tensors, its `Sharding`, and the `EngineSlot` where SGLang keeps it. A
+sharding answers one question: the `ShardSpec` of rank r out of n, a list of intervals to concatenate along one
+dimension. Loading, export, weight sync and the dry-run plans all derive from those intervals.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ FUSED_NORMS = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-"""Norms that Transformer Engine fuses into the following linear layer, as in Megatron's checkpoints.
-
-Maps their names there to their canonical names, within a layer.
-"""
+"""Norms that Transformer Engine fuses into the following linear layer: their names there -> canonical names."""
 
 HFConfig = Mapping[str, Any]  # config.json as plain values
 
@@ -170,22 +166,15 @@ class EngineSlot:
 
 @dataclass(frozen=True)
 class Param:
-    """One Megatron parameter: its canonical name, its HF tensors and its sharding.
-
-    megatron: canonical name, with global layer and expert numbers, as in Megatron's local spec with one MLP per expert.
-    slot: where the engine keeps it; None if the engine does not have it, such as a value head.
-    expert: index of its routed expert. Such a parameter is on the expert grid (expert parallel, with its own tensor
-        parallel size) instead of the dense one.
-    dtype: fixed dtype, whatever the model's dtype is.
-    is_buffer: whether it is a buffer, not a trained parameter.
-    """
+    """One Megatron parameter: its canonical name, its HF tensors and its sharding."""
 
     megatron: str
+    """Canonical name, with global layer and expert numbers, as in Megatron's local spec with one MLP per expert."""
     hf: tuple[HFTensor, ...]
     sharding: Sharding
-    slot: EngineSlot | None = None
-    expert: int | None = None
-    dtype: torch.dtype | None = None
+    slot: EngineSlot | None = None  # None if the engine does not have it, such as a value head
+    expert: int | None = None  # index of its routed expert; such a parameter is on the expert grid
+    dtype: torch.dtype | None = None  # fixed, whatever the model's dtype is
     is_buffer: bool = False
 
     @property
@@ -277,15 +266,16 @@ class IndivisibleError(ConfigError):
         self.reason = reason
 
 
-def _units_per_rank(count: int, of: str, tp: int) -> int:
+def _units_per_rank(count: int, unit_name: str, tp: int) -> int:
     if count % tp:
         sizes = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-        raise IndivisibleError(f"{of}={count} does not divide by tensor parallel size {tp}; sizes that do: {sizes}")
+        problem = f"{unit_name}={count} does not divide by tensor parallel size {tp}"
+        raise IndivisibleError(f"{problem}; sizes that do: {sizes}")
     return count // tp
 
 
-def _block(source: int, length: int, count: int, of: str, tp: int, rank: int) -> Slice:
-    block = _units_per_rank(count, of, tp) * (length // count)
+def _block(source: int, length: int, count: int, unit_name: str, tp: int, rank: int) -> Slice:
+    block = _units_per_rank(count, unit_name, tp) * (length // count)
     return Slice(source, rank * block, (rank + 1) * block)
 
 

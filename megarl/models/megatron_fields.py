@@ -65,11 +65,7 @@ MODEL_FIELDS = frozenset(
     "dsa_indexer_head_dim dsa_indexer_n_heads dsa_indexer_topk mamba_head_dim mamba_num_groups mamba_num_heads "
     "mamba_state_dim".split()
 )
-"""Fields that define what the model computes, which config.json decides.
-
-Other values would train different weights, or leave out those of some layers. A family's table may set further fields;
-those may be overridden.
-"""
+"""Fields that define what the model computes, which config.json decides. Others of a family may be overridden."""
 
 DDP_FORBIDDEN = {
     "use_distributed_optimizer": "it is always on",
@@ -111,12 +107,8 @@ def _parse_fields(classes: tuple[tuple[str, str], ...]) -> dict[str, foreign_dat
 
 
 def check(settings: Mapping[str, Any], mla: bool, extras: Extras = NO_EXTRAS) -> None:
-    """Raise ConfigError for a key of `model.megatron` that Megatron does not have, that is reserved, or that conflicts.
-
-    Errors on unknown keys suggest the closest match.
-
-    extras: the model's features beyond Megatron, with which some keys conflict.
-    """
+    """Raise ConfigError for a key of `model.megatron` that Megatron does not have, that is reserved, or that conflicts
+    with `extras`, the model's features beyond Megatron."""
     for name in settings:
         if name in CONFIG_KEYS:
             raise ConfigError(f"model.megatron.{name} has its own key: set {CONFIG_KEYS[name]}")

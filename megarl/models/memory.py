@@ -37,11 +37,10 @@ REWARD_WEIGHTS = "reward model weights"
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory, in bytes, of each rank of a pipeline stage of a model, the actor unless another is named.
+    """Memory, in bytes, of each rank of a pipeline stage of a model.
 
-    During training the engine sleeps and holds no memory. During weight sync it holds its weights and staging buffers,
-    and during generation its weights and KV cache. In these two phases the states of actor and critic stay on the
-    device or, with `train.offload`, are offloaded, except for the weights being synced.
+    During training the engine sleeps and holds no memory. During weight sync and generation the states of actor and
+    critic stay on the device or, with `train.offload`, are offloaded, except for the weights being synced.
     """
 
     stage: int
@@ -333,9 +332,9 @@ def state_bytes(elements: ElementCounts, dp: int, expert_dp: int, size: int) -> 
     """Return the bytes of weights, fp32 gradients, and the rank's shard of master weights and two moments.
 
     Per element, with the optimizer sharded over d ranks: 6 + 12 / d bytes in bf16 and 8 + 8 / d in fp32, where the
-    weights are their own masters. Source: the table in Megatron-Core's guide to its distributed optimizer. States of
-    dense parameters are sharded over data and context parallel ranks, those of experts over the ranks that hold the
-    same experts.
+    weights are their own masters, as in Megatron-Core's guide to its distributed optimizer.
+
+    dp, expert_dp: ranks over which states of dense parameters, and those of experts, are sharded.
     """
     dense, expert, frozen, biases = elements
     states = 12 if size == 2 else 8

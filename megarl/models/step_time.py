@@ -1,9 +1,7 @@
 """Model the seconds of a training step by layout, to rank the layouts that `tools/plan_memory.py` suggests.
 
-Matrix products run at one rate, those of experts at a lower one; all other operations run at memory bandwidth. Each
-layer costs launch overhead per micro-batch. Links run at their bandwidth, partly overlapped with arithmetic. Experts
-get equal loads. The constants are fitted to nine published runs (`models/README.md` compares them with the model);
-nothing has been measured on a GPU here.
+The constants are fitted to nine published runs (`models/README.md` compares them with the model); nothing has been
+measured on a GPU here. Experts get equal loads.
 """
 
 from __future__ import annotations
@@ -27,26 +25,17 @@ from megarl.models.registry import family_of, part_of
 class GPUSpec:
     """Effective rates of a GPU, by default an H100 or H200.
 
-    The defaults are jointly fitted to published runs, each below its nominal limit: 989e12 operations per second in
-    bf16, 3.35e12 bytes per second of memory, and per direction 50e9 of network (400 Gbit/s) and 450e9 of NVLink.
-
-    flops: operations per second of large matrix products in bf16.
-    fp8_speedup: factor on `flops` in FP8.
-    expert_efficiency: factor on `flops` for the grouped, narrow matrix products of experts.
-    memory_bandwidth: bytes per second.
-    network_bandwidth, nvlink_bandwidth: bytes per second and direction.
-    comm_overlap: fraction of traffic that overlaps with arithmetic.
-    layer_overhead, moe_layer_overhead: seconds per micro-batch to launch a layer's kernels, forward and backward.
+    The defaults are jointly fitted to published runs, each below its nominal limit.
     """
 
-    flops: float = 600e12
-    fp8_speedup: float = 1.6
-    expert_efficiency: float = 0.75
-    memory_bandwidth: float = 2.5e12
-    network_bandwidth: float = 40e9
-    nvlink_bandwidth: float = 270e9
-    comm_overlap: float = 0.5
-    layer_overhead: float = 0.5e-3
+    flops: float = 600e12  # per second, of large matrix products in bf16; nominally 989e12
+    fp8_speedup: float = 1.6  # factor on `flops`
+    expert_efficiency: float = 0.75  # factor on `flops` for the grouped, narrow matrix products of experts
+    memory_bandwidth: float = 2.5e12  # bytes per second; nominally 3.35e12
+    network_bandwidth: float = 40e9  # bytes per second and direction; nominally 50e9, 400 Gbit/s
+    nvlink_bandwidth: float = 270e9  # likewise; nominally 450e9
+    comm_overlap: float = 0.5  # fraction of traffic that overlaps with arithmetic
+    layer_overhead: float = 0.5e-3  # seconds per micro-batch to launch a layer's kernels, forward and backward
     moe_layer_overhead: float = 2.5e-3
 
     def transfer_seconds(self, nbytes: float, crosses_nodes: bool) -> float:
@@ -130,16 +119,12 @@ class StepTime:
 
 
 def elementwise_elements(settings: Mapping[str, Any], moe: bool) -> float:
-    """Return the elements per token that a layer's forward pass reads and writes outside of matrix products.
-
-    These are norms, residual, rotation, attention operands and the MLP's activation. An MoE layer adds the copies of
-    the token for each chosen expert, out and back.
-    """
+    """Return the elements per token that a layer's forward pass reads and writes outside of matrix products."""
     hidden = int(settings["hidden_size"])
     if not moe:
         return 20 * hidden + 3 * int(settings["ffn_hidden_size"])
     shared = int(settings.get("moe_shared_expert_intermediate_size") or 0)
-    per_expert = 6 * hidden + 3 * int(settings["moe_ffn_hidden_size"])
+    per_expert = 6 * hidden + 3 * int(settings["moe_ffn_hidden_size"])  # with copies of the token, out and back
     return 20 * hidden + 3 * shared + int(settings["moe_router_topk"]) * per_expert
 
 
