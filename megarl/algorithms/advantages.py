@@ -1,8 +1,7 @@
 """Token rewards, and advantages: per sequence (GRPO, RLOO, OPO) and per token (GAE and its variants), with whitening.
 
-Per-sequence functions take and return [N] over all sequences of a batch and give the same result on every rank, without
-communication. If episodes have several branches, N counts episodes: each has its reward once, and the action tokens of
-all its branches."""
+Per-sequence functions take and return [N] over all sequences of a batch, or over its episodes if these have several
+branches, and give the same result on every rank, without communication."""
 
 from __future__ import annotations
 

@@ -42,11 +42,8 @@ def constant_weights(loss_mask: torch.Tensor, length: int, sequences: int) -> to
 
 
 def pair_mean_weights(cu_seqlens: torch.Tensor, all_reduce: AllReduce = local_all_reduce) -> torch.Tensor:
-    """Return [T] fp32 weights that turn a sum of `bradley_terry` losses into their mean over all ranks' pairs.
-
-    1 / pairs at the last token of each chosen sequence, which has an even index. Both sequences of a pair must be on
-    one rank.
-    """
+    """Return [T] fp32 weights that turn a sum of `bradley_terry` losses into their mean over all ranks' pairs:
+    1 / pairs at the last token of each chosen sequence. Both sequences of a pair must be on one rank."""
     chosen = cu_seqlens[1:][0::2] - 1
     weights = torch.zeros(int(cu_seqlens[-1]))
     weights[chosen] = 1.0 / max(1, int(all_reduce(chosen.new_tensor(len(chosen)))))

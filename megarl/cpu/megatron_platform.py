@@ -59,7 +59,6 @@ def install() -> bool:
     # the cache before patching: it would otherwise hold the patched functions, and buffers would stay unset.
     _device._device_constructors()
     _patch_cuda_namespace()
-    _patch_generator()
     _patch_tensors()
     _patch_megatron()
     return True
@@ -83,9 +82,6 @@ def _patch_cuda_namespace() -> None:
     _patch(cuda, "stream", lambda *args: contextlib.nullcontext(), "side streams are entered with it")
     for name in ("range_push", "range_pop"):
         _patch(cuda.nvtx, name, lambda *args: None, "raises without CUDA")
-
-
-def _patch_generator() -> None:
     generator = torch.default_generator
     why = "Megatron's random states are those of the 'cuda' generator; here that is the CPU's"
     for module in (torch.cuda, torch.cuda.random):

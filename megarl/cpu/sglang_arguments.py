@@ -15,12 +15,10 @@ from megarl.config import Config, ConfigError
 from megarl.parallel import shared_memory
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
-
 START_METHOD = "fork"
 """How SGLang starts its processes. Importing SGLang takes 10 core-seconds; forked processes inherit the import."""
 _STUBS = Path(__file__).with_name("stubs")
-HAS_MEMORY_SAVER = False
-"""A sleeping engine does not free its memory: host memory stays allocated."""
+HAS_MEMORY_SAVER = False  # a sleeping engine does not free its memory
 MAX_KV_TOKENS = 131072
 """Default cap of the KV cache, see `rollout.sglang.max_total_tokens`. Memory is allocated only as it is used."""
 _CPU_VALUES = {

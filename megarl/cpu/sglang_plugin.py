@@ -1,7 +1,6 @@
 """SGLang plug-in that secures the rendezvous of its processes, and completes its CPU path for machines without AMX.
 
-It runs in each of SGLang's processes. SGLang finds it through the entry point group `sglang.srt.plugins`, which
-setup.py declares.
+SGLang runs it in each process, through the entry point group `sglang.srt.plugins` in setup.py.
 """
 
 from __future__ import annotations
@@ -128,10 +127,7 @@ def _patch_models() -> None:
     scaled = factory.get_rope_cpu
 
     def rope(*arguments: Any) -> torch.nn.Module:
-        """Support DeepSeek without rope_scaling, which SGLang's CPU variant asserts but the generic one does not need.
-
-        Take head and rotary size, positions, base, style, scaling, dtype, partial rotary factor and device.
-        """
+        """Support DeepSeek without rope_scaling (the sixth argument), which SGLang's CPU variant asserts."""
         has_scaling = len(arguments) > 5 and arguments[5]
         return scaled(*arguments) if has_scaling else factory.get_rope(*arguments[:8])
 
@@ -149,10 +145,9 @@ def _patch_models() -> None:
 
 
 def _patch_expert_parallel() -> None:
-    """Support expert parallelism, in which the dispatcher marks experts on other ranks with id -1.
+    """Support expert parallelism, in which experts on other ranks have id -1, which SGLang's torch path cannot count.
 
-    SGLang's torch path counts tokens by scattering to the expert id, which fails for -1. `local_experts` replaces it.
-    The sum over ranks, which SGLang computes anyway, adds the other ranks' contributions.
+    SGLang sums over ranks anyway.
     """
     from sglang.srt.layers.moe import fused_moe_native
 

@@ -179,14 +179,12 @@ def install() -> None:
     base_extend = TorchNativeAttnBackend.forward_extend
 
     def extend(self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *rest: Any, **options: Any) -> torch.Tensor:
-        """Decode a window's tokens like as many sequences, each of which sees one token more than the previous.
-
-        `seq_lens` exclude the window when the policy verifies it, and include it when the draft layer reads it.
-        """
+        """Decode a window's tokens like as many sequences, each of which sees one token more than the previous."""
         mode = batch.forward_mode
         if not (mode.is_target_verify() or mode.is_draft_extend_v2()):
             return base_extend(self, q, k, v, layer, batch, *rest, **options)
         n = len(q) // len(batch.seq_lens)
+        # The policy verifies a window after `seq_lens` tokens; the draft layer reads it as their end.
         prefix_lens = batch.seq_lens if mode.is_target_verify() else batch.seq_lens - n
         lengths = (prefix_lens[:, None] + torch.arange(1, n + 1)).flatten()
         rows = _decode_batch(batch, batch.req_pool_indices.repeat_interleave(n), lengths)
@@ -224,10 +222,7 @@ def install() -> None:
 
 
 def _decode_batch(batch: Any, requests: torch.Tensor, lengths: torch.Tensor) -> SimpleNamespace:
-    """Return what the backend's decoding reads of a batch.
-
-    requests: [tokens], the request whose keys each token sees. lengths: [tokens], the number of these keys.
-    """
+    """Return what decoding reads of a batch, of which token i sees the first `lengths[i]` keys of `requests[i]`."""
     return SimpleNamespace(
         out_cache_loc=batch.out_cache_loc, req_pool_indices=requests, seq_lens=lengths, encoder_lens=None
     )

@@ -59,9 +59,8 @@ def require_heads(hf: HFConfig) -> None:
     if heads % kv_heads:
         raise ConfigError(f"config.json: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
     if not read(hf, "head_dim") and hidden % heads:
-        raise ConfigError(
-            f"config.json: num_attention_heads={heads} does not divide hidden_size={hidden}, and there is no head_dim"
-        )
+        problem = f"num_attention_heads={heads} does not divide hidden_size={hidden}"
+        raise ConfigError(f"config.json: {problem}, and there is no head_dim")
     rotary_dim = head_dim(hf) * rope_options(hf)["partial_rotary_factor"]
     if rotary_dim % 2:
         raise ConfigError(f"config.json: rotary embeddings turn pairs, not {rotary_dim:g} of head_dim={head_dim(hf)}")

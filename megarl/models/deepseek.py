@@ -15,22 +15,9 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.config.strict import PositiveFloat
-from megarl.models import blocks
+from megarl.models import blocks, config_json
 from megarl.models.blocks import HEADS, norm, weight
-from megarl.models.config_json import (
-    Experts,
-    Few,
-    Size,
-    need,
-    read,
-    require,
-    require_common,
-    require_experts,
-    require_present,
-    require_same,
-    require_types,
-    rope_options,
-)
+from megarl.models.config_json import Experts, Few, Size, need, read, rope_options
 from megarl.models.family import Extras, Family
 from megarl.models.layout_algebra import Dim0Sharding, Dim1Sharding, EngineSlot, HFConfig, HFTensor, Param, Replicated
 
@@ -51,11 +38,7 @@ LATENT: dict[str, Any] = {
 """Fields of attention."""
 
 
-def _config_v3(hf: HFConfig) -> dict[str, Any]:
-    _check_v3(hf)
-    return _config(hf) | SIGMOID_ROUTING
-
-
+SOFTMAX_ROUTING: dict[str, Any] = dict(moe_router_score_function="softmax", moe_router_pre_softmax=True)
 SIGMOID_ROUTING: dict[str, Any] = dict(
     moe_router_score_function="sigmoid",
     moe_router_enable_expert_bias=True,
@@ -64,25 +47,13 @@ SIGMOID_ROUTING: dict[str, Any] = dict(
 """Megatron's fields for sigmoid routing with a balancing bias."""
 
 
-def _config_v2(hf: HFConfig) -> dict[str, Any]:
-    _check_v2(hf)
-    return _config(hf) | dict(moe_router_score_function="softmax", moe_router_pre_softmax=True)
-
-
 def _group_counts(hf: HFConfig) -> tuple[int, int]:
     """Return the numbers of expert groups and of chosen groups. DeepSeek-V2 without groups has null for both."""
-    if read(hf, "n_group") is None:
-        return 1, 1
-    return need(hf, "n_group"), need(hf, "topk_group")
+    return (1, 1) if read(hf, "n_group") is None else (need(hf, "n_group"), need(hf, "topk_group"))
 
 
-def _has_group_limit(hf: HFConfig) -> bool:
-    """Return whether experts are chosen from some groups only; choosing all groups is no limit."""
-    groups, chosen = _group_counts(hf)
-    return chosen < groups
-
-
-def _config(hf: HFConfig) -> dict[str, Any]:
+def _config(hf: HFConfig, check: Callable[[HFConfig], None], routing: dict[str, Any]) -> dict[str, Any]:
+    check(hf)
     return {
         **blocks.common_config(hf),
         **experts_config(hf),
@@ -96,6 +67,7 @@ def _config(hf: HFConfig) -> dict[str, Any]:
         # Megatron's MLA rotates pairs (0, 1), (2, 3).. itself, like HF's rope_interleave: weights stay unchanged.
         "rotary_interleaved": False,
         **_rope(hf),
+        **routing,
     }
 
 
@@ -229,8 +201,8 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
     if options["rope_type"] != "yarn":
         rope_type = options["rope_type"]
         raise ConfigError(f"config.json: rope_type={rope_type!r} is not implemented (implemented: default, yarn)")
-    require(options, "attention_factor", None)
-    require(options, "truncate", True)
+    config_json.require(options, "attention_factor", None)
+    config_json.require(options, "truncate", True)
     mscale, all_dim = options.get("mscale"), options.get("mscale_all_dim")
     if bool(mscale) != bool(all_dim):
         if all_dim:
@@ -251,33 +223,34 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
 
 
 def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
-    require_types(hf, fields)
-    require_common(hf)
+    config_json.require_types(hf, fields)
+    config_json.require_common(hf)
     if need(hf, "qk_rope_head_dim") % 2:
         raise ConfigError(f"config.json: rotary embeddings turn pairs, not qk_rope_head_dim={hf['qk_rope_head_dim']}")
-    require(hf, "attention_bias", False)
-    require_present(hf, "moe_layer_freq", 1)
+    config_json.require(hf, "attention_bias", False)
+    config_json.require_present(hf, "moe_layer_freq", 1)
     read(hf, "num_key_value_heads")
-    require(hf, "num_key_value_heads", need(hf, HEADS), (None,))
+    config_json.require(hf, "num_key_value_heads", need(hf, HEADS), (None,))
     # transformers also writes and reads two redundant head sizes.
     rope_dim = need(hf, "qk_rope_head_dim")
     for key, size in {"head_dim": rope_dim, "qk_head_dim": need(hf, "qk_nope_head_dim") + rope_dim}.items():
         if key in hf:
-            require(hf, key, size)
-    require(hf, "rms_norm_eps", 1e-6)  # SGLang applies it to the latents' norms, for which transformers has 1e-6
+            config_json.require(hf, key, size)
+    # SGLang applies it to the latents' norms, for which transformers has 1e-6
+    config_json.require(hf, "rms_norm_eps", 1e-6)
     _rope(hf)
 
 
 def _check_v2(hf: HFConfig) -> None:
     _check(hf, FIELDS | LATENT | {"n_group": Experts | None, "topk_group": Experts | None})
-    require(hf, "mlp_bias", False)
-    require(hf, "rope_interleave", True)
-    require_same(hf, "n_routed_experts", "num_experts")
-    require_present(hf, "scoring_func", "softmax")
-    require(hf, "topk_method", "greedy", ("group_limited_greedy",))
+    config_json.require(hf, "mlp_bias", False)
+    config_json.require(hf, "rope_interleave", True)
+    config_json.require_same(hf, "n_routed_experts", "num_experts")
+    config_json.require_present(hf, "scoring_func", "softmax")
+    config_json.require(hf, "topk_method", "greedy", ("group_limited_greedy",))
     if need(hf, "topk_method") != "greedy":
         need(hf, "n_group")
-    require(hf, "norm_topk_prob", False)
+    config_json.require(hf, "norm_topk_prob", False)
     groups, group_topk = _group_counts(hf)
     if group_topk < groups and need(hf, "topk_method") == "greedy":
         raise ConfigError(
@@ -289,15 +262,15 @@ def _check_v2(hf: HFConfig) -> None:
 
 def _check_v3(hf: HFConfig) -> None:
     _check(hf, FIELDS | LATENT)
-    require(hf, "rope_interleave", True)
-    require_present(hf, "scoring_func", "sigmoid")
-    require_present(hf, "topk_method", "noaux_tc")
+    config_json.require(hf, "rope_interleave", True)
+    config_json.require_present(hf, "scoring_func", "sigmoid")
+    config_json.require_present(hf, "topk_method", "noaux_tc")
     check_sigmoid_routing(hf)
 
 
 def require_groups(hf: HFConfig) -> None:
     """Raise ConfigError if experts cannot be chosen as the config requires."""
-    require_experts(hf, experts := num_experts(hf))
+    config_json.require_experts(hf, experts := num_experts(hf))
     groups, chosen = _group_counts(hf)
     if chosen > groups:
         raise ConfigError(f"config.json: topk_group={chosen} of n_group={groups} groups")
@@ -312,16 +285,16 @@ def require_groups(hf: HFConfig) -> None:
 
 def check_sigmoid_routing(hf: HFConfig) -> None:
     """Raise ConfigError for options that `SIGMOID_ROUTING` does not implement."""
-    require(hf, "scoring_func", "sigmoid")
-    require_same(hf, "n_routed_experts", "num_local_experts")
-    require_same(hf, "num_nextn_predict_layers", "num_mtp_layers")
-    topk, (_, group_topk) = need(hf, "num_experts_per_tok"), _group_counts(hf)
+    config_json.require(hf, "scoring_func", "sigmoid")
+    config_json.require_same(hf, "n_routed_experts", "num_local_experts")
+    config_json.require_same(hf, "num_nextn_predict_layers", "num_mtp_layers")
+    topk, (groups, group_topk) = need(hf, "num_experts_per_tok"), _group_counts(hf)
     if need(hf, "norm_topk_prob") != (topk > 1):
         raise ConfigError(
             f"config.json: norm_topk_prob={need(hf, 'norm_topk_prob')} with num_experts_per_tok={topk} is not "
             "implemented: Megatron normalises the weights of sigmoid routing exactly when there is more than one"
         )
-    if _has_group_limit(hf) and topk // group_topk != 2:
+    if group_topk < groups and topk // group_topk != 2:
         raise ConfigError(
             f"config.json: num_experts_per_tok={topk} with topk_group={group_topk} is not implemented: HF ranks a "
             f"group by its best 2 experts, Megatron by num_experts_per_tok / topk_group = {topk // group_topk}"
@@ -342,18 +315,18 @@ V2 = Family(
     "DeepseekV2ForCausalLM",
     "deepseek_v2",
     _check_v2,
-    _config_v2,
+    partial(_config, check=_check_v2, routing=SOFTMAX_ROUTING),
     blocks.gpt_kwargs,
     _decoder_layer,
     num_experts,
     tool_call_parser="deepseekv3",
-    extras=lambda hf: Extras(has_group_max_routing=_has_group_limit(hf)),
+    extras=lambda hf: Extras(has_group_max_routing=experts_config(hf)["moe_router_num_groups"] is not None),
 )
 V3 = Family(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
     _check_v3,
-    _config_v3,
+    partial(_config, check=_check_v3, routing=SIGMOID_ROUTING),
     blocks.gpt_kwargs,
     _layer_v3,
     num_experts,

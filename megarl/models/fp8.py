@@ -20,10 +20,8 @@ import torch
 from megarl.config import ConfigError, strict
 from megarl.models.layout_algebra import Param
 
-BLOCK = 128
-"""Side length of the blocks that share a scale."""
-SCALE_SUFFIX = "_scale_inv"
-"""Suffix to a matrix's name for its scale grid, [ceil(R / 128), ceil(C / 128)]."""
+BLOCK = 128  # side length of the blocks that share a scale
+SCALE_SUFFIX = "_scale_inv"  # of the name of a matrix's scale grid, [ceil(R / 128), ceil(C / 128)]
 _IMPLEMENTED = {
     "quant_method": ("fp8",),
     "weight_block_size": ([BLOCK, BLOCK],),

@@ -15,30 +15,17 @@ from torch.nn.functional import gelu
 
 from megarl.config import ConfigError
 from megarl.config.strict import PositiveFloat, PositiveInt
-from megarl.models import blocks, deepseek
-from megarl.models.config_json import (
-    Experts,
-    Heads,
-    Size,
-    need,
-    require,
-    require_common,
-    require_default_rope,
-    require_experts,
-    require_present,
-    require_same,
-    require_types,
-    rope_options,
-)
+from megarl.models import blocks, config_json, deepseek
+from megarl.models.config_json import Experts, Heads, Size, need, rope_options
 from megarl.models.family import Extras, Family
 from megarl.models.layout_algebra import HFConfig, Param
 
 
 def _check(hf: HFConfig, fields: dict[str, Any] | None = None, partial_rotary: bool = False) -> None:
-    require_types(hf, fields)
-    require_common(hf, partial_rotary)
+    config_json.require_types(hf, fields)
+    config_json.require_common(hf, partial_rotary)
     blocks.require_heads(hf)
-    require_default_rope(hf)
+    config_json.require_default_rope(hf)
 
 
 # Dense families: Qwen2 has biases of q, k and v, Qwen3 has norms of q and k, and Llama 3.1 scales rotary embeddings.
@@ -49,18 +36,18 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 def _check_qwen3(hf: HFConfig) -> None:
     _check(hf, {"head_dim": Size})
-    require(hf, "attention_bias", False)
+    config_json.require(hf, "attention_bias", False)
 
 
 def _check_llama(hf: HFConfig) -> None:
-    require_types(hf)
-    require_common(hf)
+    config_json.require_types(hf)
+    config_json.require_common(hf)
     blocks.require_heads(hf)
-    require(hf, "attention_bias", False)
-    require(hf, "mlp_bias", False)
+    config_json.require(hf, "attention_bias", False)
+    config_json.require(hf, "mlp_bias", False)
     options = rope_options(hf)
     if options["rope_type"] != "llama3":
-        require_default_rope(hf)
+        config_json.require_default_rope(hf)
         return
     for key, value in LLAMA3.items():
         if (actual := need(options, key)) != value:
@@ -111,15 +98,15 @@ _GEMMA2_FIELDS: dict[str, Any] = {
 
 
 def _check_gemma2(hf: HFConfig) -> None:
-    require_types(hf, _GEMMA2_FIELDS)
+    config_json.require_types(hf, _GEMMA2_FIELDS)
     blocks.require_heads(hf)
-    require_common(hf, activation="gelu_pytorch_tanh", layer_types=_gemma2_layer_types(hf))
-    require_default_rope(hf)
-    require(hf, "hidden_activation", "gelu_pytorch_tanh")
-    require(hf, "attention_bias", False)
-    require(hf, "use_bidirectional_attention", None, (False,))
-    require(hf, "tie_word_embeddings", True)
-    require_present(hf, "hidden_act", "gelu_pytorch_tanh")
+    config_json.require_common(hf, activation="gelu_pytorch_tanh", layer_types=_gemma2_layer_types(hf))
+    config_json.require_default_rope(hf)
+    config_json.require(hf, "hidden_activation", "gelu_pytorch_tanh")
+    config_json.require(hf, "attention_bias", False)
+    config_json.require(hf, "use_bidirectional_attention", None, (False,))
+    config_json.require(hf, "tie_word_embeddings", True)
+    config_json.require_present(hf, "hidden_act", "gelu_pytorch_tanh")
     _gemma2_extras(hf)  # raises for null caps, which SGLang cannot read either
 
 
@@ -183,11 +170,11 @@ _QWEN3_MOE_FIELDS: dict[str, Any] = {
 
 def _check_qwen3_moe(hf: HFConfig) -> None:
     _check(hf, _QWEN3_MOE_FIELDS)
-    require_same(hf, "num_experts", "num_local_experts")
-    require_experts(hf, _num_experts(hf))
-    require(hf, "attention_bias", False)
-    require(hf, "decoder_sparse_step", 1)
-    require(hf, "mlp_only_layers", [], (None,))
+    config_json.require_same(hf, "num_experts", "num_local_experts")
+    config_json.require_experts(hf, _num_experts(hf))
+    config_json.require(hf, "attention_bias", False)
+    config_json.require(hf, "decoder_sparse_step", 1)
+    config_json.require(hf, "mlp_only_layers", [], (None,))
     if need(hf, "num_experts_per_tok") == 1 and need(hf, "norm_topk_prob"):
         # The single expert's weight would always be 1, so the router could not learn. Megatron rejects it too.
         raise ConfigError("config.json: norm_topk_prob=True with num_experts_per_tok=1 is not implemented")

@@ -36,15 +36,12 @@ The same number of bytes of other records counts as a token.
 
 
 def column_bytes(config: Config, requirements: Requirements) -> int:
-    """Return the bytes per token of a training batch's columns.
-
-    Columns are ids and mask, log-probs of engine and policy, and advantages. A reference adds its log-probs; a critic
-    adds values, rewards and returns; generation from older weights adds staleness; and a correction adds its weights.
-    """
-    num_columns = 3 + ("reference" in requirements.roles) + (3 if "critic" in requirements.roles else 0)
-    rollout = config.rollout
-    num_columns += rollout.max_staleness > 0 and (rollout.asynchronous or rollout.oversample > 1)
-    num_columns += config.correction.kind != "none"
+    """Return the bytes per token of a training batch's columns."""
+    roles, rollout = requirements.roles, config.rollout
+    num_columns = 3 + ("reference" in roles)  # log-probs of engine and policy, advantages; log-probs of the reference
+    num_columns += 3 if "critic" in roles else 0  # values, rewards, returns
+    num_columns += rollout.max_staleness > 0 and (rollout.asynchronous or rollout.oversample > 1)  # staleness
+    num_columns += config.correction.kind != "none"  # weights of the correction
     return TOKEN_BYTES + FLAG_BYTES + FLOAT_BYTES * num_columns
 
 
@@ -64,9 +61,7 @@ def step_bytes(
     """Return the peak host memory, by part, of all ranks of a machine together, in bytes.
 
     The peak is that of the largest phase of `bytes_by_phase`, while the previous step is still being recorded. Engines
-    are assumed to have equal shares of the batch.
-
-    routing: shape of the replayed routing records; None without replay.
+    are assumed to have equal shares of the batch. routing: None without replay.
     """
     largest = max(bytes_by_phase(config, requirements, batch, routing).values(), key=lambda parts: sum(parts.values()))
     if config.track.save_rollouts:
@@ -103,8 +98,7 @@ def bytes_by_phase(
 ) -> dict[str, dict[str, float]]:
     """Return host memory by phase and part, for the phases of a step that need most.
 
-    These are: a forward pass over all tokens, computing advantages, cutting a mini-batch, and an update on it. Within a
-    machine, rows are read in place. To another machine they are sent once, and as much is received.
+    Within a machine, rows are read in place. To another machine they are sent once, and as much is received.
     """
     machine_tokens, record = _machine_share(config) * batch.tokens, _routing_bytes(routing)
     parallel, machine_ranks, home_ranks = config.parallel, _ranks_per_machine(config), _num_home_ranks(config)

@@ -153,15 +153,13 @@ class EngineSlot:
     """Where SGLang keeps a parameter: in its tensor `name`, from index `offset` along the sharded dimension.
 
     On the "expert" grid, `name` is a tensor of all local experts, stacked along an extra first dimension.
-
-    is_draft: whether it is in the engine's draft model, which has the multi-token prediction layers.
     """
 
     name: str
     sharding: Sharding
     grid: EngineGrid
     offset: int = 0
-    is_draft: bool = False
+    is_draft: bool = False  # in the engine's draft model, which has the multi-token prediction layers
 
 
 @dataclass(frozen=True)

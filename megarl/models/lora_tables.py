@@ -40,7 +40,8 @@ def adapted_weights(params: Iterable[Param], targets: Sequence[str]) -> list[Par
     Raises ConfigError for a target that matches none.
     """
     linear = [p for p in params if len(p.hf[0].shape) == 2 and part_of(p) in ("attention", "dense mlp", "experts")]
-    paths = [_module_path(param) for param in linear]
+    modules = [param.megatron.removesuffix(".weight").split(".") for param in linear]
+    paths = [".".join(part for part in module if not part.isdigit()) for module in modules]
     for target in targets:
         if not any(path.endswith(f".{target}") for path in paths):
             known = ", ".join(sorted({path.rpartition(".")[2] for path in paths}))
@@ -114,8 +115,3 @@ def peft_config(params: Sequence[Param], lora: LoraConfig, base: str) -> dict[st
 
 def _factor(weight: str, factor: str) -> str:
     return f"{weight.removesuffix('.weight')}.{factor}.weight"
-
-
-def _module_path(param: Param) -> str:
-    """Return the module path without numbers, such as decoder.layers.mlp.experts.linear_fc1."""
-    return ".".join(part for part in param.megatron.removesuffix(".weight").split(".") if not part.isdigit())

@@ -15,13 +15,7 @@ from math import ceil, prod
 from typing import Any, NamedTuple, TypeVar
 
 from megarl.config import Config, LoraConfig, ParallelConfig
-from megarl.models.activation_memory import (
-    DTYPE_BYTES,
-    layer_elements,
-    logits_bytes,
-    megatron_settings,
-    training_bytes,
-)
+from megarl.models.activation_memory import DTYPE_BYTES, layer_elements, logits_bytes, megatron_settings, training_bytes
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.host_memory import checkpoint_copy

@@ -15,9 +15,7 @@ _DENSE = (gqa.QWEN2, gqa.QWEN3, gqa.LLAMA, gqa.GEMMA2)
 _MOE = (gqa.QWEN3_MOE, deepseek.V2, deepseek.V3, gqa.GLM4_MOE)
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _DENSE + _MOE}
 
-ENTRY_POINT_GROUP = "megarl.families"
-"""Entry point group for families of other packages, each named by its architecture in config.json."""
-
+ENTRY_POINT_GROUP = "megarl.families"  # of families of other packages, each named by its architecture
 PARTS = ("embedding", "attention", "dense mlp", "experts", "router", "norms", "head")
 
 

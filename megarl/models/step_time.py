@@ -92,7 +92,8 @@ class StepTime:
         # Attention and dense MLPs gather and scatter, and gather once more for weight gradients.
         gathers = (2 * passes + 1) * (2 * layers - moe_layers) * (tp - 1) / tp
         seconds["tensor"] = machine.transfer_seconds(gathers * group_tokens * hidden * size, tp > node)
-        kv = 2 * int(settings.get("num_query_groups") or settings["num_attention_heads"]) * _head_dim(settings)
+        head_dim = settings["v_head_dim" if settings.get("multi_latent_attention") else "kv_channels"]
+        kv = 2 * int(settings.get("num_query_groups") or settings["num_attention_heads"]) * int(head_dim)
         ring = (passes + 1) * layers * (cp - 1) / tp
         seconds["context"] = machine.transfer_seconds(ring * group_tokens * kv * size, tp * cp > node)
         chosen = int(settings.get("moe_router_topk") or 0) * group_tokens / tp  # tokens that a rank sends to experts
@@ -168,7 +169,3 @@ def _recompute_modules(param: Param) -> set[str]:
     if ".shared_experts." in param.megatron:
         return {"shared_experts", "moe"}
     return {"experts": {"moe"}, "dense mlp": {"mlp"}}.get(part, set())
-
-
-def _head_dim(settings: Mapping[str, Any]) -> int:
-    return int(settings["v_head_dim" if settings.get("multi_latent_attention") else "kv_channels"])

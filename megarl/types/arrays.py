@@ -2,9 +2,8 @@
 
 A sampling mask holds the ids that could have been sampled at a token under `top_p`, `top_k` or `min_p`. The policy is
 then the softmax over these ids alone, and the trainer must use the same distribution:
-log pi(a) = x_a - log sum_j exp(x_j) over the ids j in the mask of a, for any weights, current or reference. The mask is
-recorded from the weights that sampled (arXiv:2512.02556, section 3.1, "Keep Sampling Mask"): a mask that the trainer
-recomputed would differ near the threshold and might lack the sampled token."""
+log pi(a) = x_a - log sum_j exp(x_j) over the ids j in the mask of a. The mask is recorded from the weights that sampled
+(arXiv:2512.02556, section 3.1): a recomputed one would differ near the threshold and might lack the sampled token."""
 
 from __future__ import annotations
 

@@ -265,8 +265,7 @@ class ModelOutput:
 class TokenLoss:
     """Return value of a loss: a number per token, and metrics per token or per sequence.
 
-    The optimizer step minimizes sum(loss_weights * loss). The weights are shares of the global mini-batch, so the
-    result does not depend on the split into ranks and micro-batches.
+    The optimizer step minimizes sum(loss_weights * loss), with weights that are shares of the global mini-batch.
     """
 
     loss: torch.Tensor  # [T], differentiable
