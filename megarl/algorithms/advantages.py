@@ -14,7 +14,6 @@ from megarl.algorithms.token_stats import iter_blocks, masked_select, sequence_s
 from megarl.types import AllReduce, local_all_reduce
 
 Estimator = Literal["grpo", "rloo", "reinforce_pp_baseline", "opo"]
-"""Estimators of `sequence_advantages`."""
 
 
 def sequence_advantages(

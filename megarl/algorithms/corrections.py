@@ -23,8 +23,7 @@ from megarl.types import AllReduce, local_all_reduce
 CorrectionKind = Literal["none", "tis", "icepop", "mis", "reject"]
 RatioLevel = Literal["token", "sequence", "geometric"]
 
-LAST_STALENESS_BUCKET = 3
-"""Metrics by staleness have buckets 0, 1, 2, and this value or more."""
+LAST_STALENESS_BUCKET = 3  # metrics by staleness have buckets 0, 1, 2, and this value or more
 
 
 @dataclass(frozen=True)

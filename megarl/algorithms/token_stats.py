@@ -11,9 +11,7 @@ import torch
 
 from megarl.types import AllReduce, local_all_reduce
 
-BLOCK = 1 << 16
-"""Tokens processed at a time, to avoid [T] intermediates."""
-
+BLOCK = 1 << 16  # tokens processed at a time, to avoid [T] intermediates
 DIGITS = ((20, 11), (10, 10), (0, 10))
 """Radix digits of the 31 bits below the sign in `kth_values`: (lowest bit, number of bits), most significant first."""
 

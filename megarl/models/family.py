@@ -27,8 +27,7 @@ class Extras:
     """Group-limited routing ranks a group of experts by its best expert, not by a sum over several."""
 
 
-NO_EXTRAS = Extras()
-"""For a model that Megatron's configuration describes completely."""
+NO_EXTRAS = Extras()  # for a model that Megatron's configuration describes completely
 
 
 @dataclass(frozen=True)

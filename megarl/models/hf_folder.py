@@ -132,8 +132,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 _MTP_COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
 """Tensors that checkpoints duplicate in multi-token prediction layers, and their originals."""
-FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3")
-"""Supported dtypes of stored weights, by safetensors name."""
+FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3")  # supported dtypes of stored weights, by safetensors name
 
 
 class HFWeights:

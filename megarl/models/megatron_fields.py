@@ -77,9 +77,7 @@ DDP_FORBIDDEN = {
 }
 """Fields of DistributedDataParallelConfig that cannot be set, and why."""
 
-FP8_RECIPE = "tensorwise"
-"""Default recipe of `model.megatron.fp8`: current per-tensor scales, on Hopper and Blackwell."""
-
+FP8_RECIPE = "tensorwise"  # default of `model.megatron.fp8`: current per-tensor scales, on Hopper and Blackwell
 _NEVER_NEGATIVE = ("_coeff", "_rate", "_std", "_eps", "epsilon", "_factor")
 _DDP = (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),)
 _CLASSES = (
