@@ -44,7 +44,7 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_what_is_alone_is_as_it_was(count: int) -> None:
-    episodes, x = Episodes.singletons(count), torch.randn(count, dtype=torch.float64)
+    episodes, x = Episodes.from_ids(torch.arange(count)), torch.randn(count, dtype=torch.float64)
     assert len(episodes) == count and bool(episodes.is_last.all())
     for found in (episodes.take_last(x), episodes.sum_branches(x), episodes.expand(x)):
         assert torch.equal(found, x)

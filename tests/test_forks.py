@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config import ConfigError, from_dict, plugins
 from megarl.controllers.controller import load_requirements
-from megarl.models import dense
+from megarl.models import gqa
 from megarl.models.registry import family_of
 from megarl.parallel.placement import role_parallel, role_settings, with_role
 from megarl.workers.worker_registry import RegisteredWorker, check_roles, load_worker, resolve_worker, worker_options
@@ -249,15 +249,15 @@ def test_a_role_of_a_fork_may_have_a_layout_of_its_own() -> None:
 
 def test_a_family_of_a_fork_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {
-        "LabForCausalLM": EntryPoint("LabForCausalLM", "megarl.models.dense:QWEN3", "megarl.families"),
-        "OddForCausalLM": EntryPoint("OddForCausalLM", "megarl.models.dense:partial", "megarl.families"),
+        "LabForCausalLM": EntryPoint("LabForCausalLM", "megarl.models.gqa:QWEN3", "megarl.families"),
+        "OddForCausalLM": EntryPoint("OddForCausalLM", "megarl.models.gqa:partial", "megarl.families"),
     }
     monkeypatch.setattr(plugins, "list_entry_points", lambda group: own if group == "megarl.families" else {})
-    assert family_of({"architectures": ["LabForCausalLM"]}) is dense.QWEN3
-    assert family_of({"architectures": ["LabForSequenceClassification"]}) is dense.QWEN3
+    assert family_of({"architectures": ["LabForCausalLM"]}) is gqa.QWEN3
+    assert family_of({"architectures": ["LabForSequenceClassification"]}) is gqa.QWEN3
     with pytest.raises(ConfigError, match=r"known: Qwen2ForCausalLM, .*, LabForCausalLM, OddForCausalLM$"):
         family_of({"architectures": ["NobodyForCausalLM"]})
-    with pytest.raises(ConfigError, match=r"^the family of OddForCausalLM: megarl\.models\.dense:partial is not a "):
+    with pytest.raises(ConfigError, match=r"^the family of OddForCausalLM: megarl\.models\.gqa:partial is not a "):
         family_of({"architectures": ["OddForCausalLM"]})
 
 

@@ -1,8 +1,7 @@
 """Token rewards, and advantages: per sequence (GRPO, RLOO, OPO) and per token (GAE and its variants), with whitening.
 
-Per-sequence functions take and return [N] over all sequences of a batch and give the same result on every rank, without
-communication. If episodes have several branches, N counts episodes: each has its reward once, and the action tokens of
-all its branches."""
+Per-sequence functions take and return [N] over all sequences of a batch, or over its episodes if these have several
+branches, and give the same result on every rank, without communication."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from megarl.algorithms.token_stats import iter_blocks, masked_select, sequence_s
 from megarl.types import AllReduce, local_all_reduce
 
 Estimator = Literal["grpo", "rloo", "reinforce_pp_baseline", "opo"]
-"""Estimators of `sequence_advantages`."""
 
 
 def sequence_advantages(
@@ -100,8 +98,8 @@ def penalised_rewards(reward: torch.Tensor, penalty: torch.Tensor, group: torch.
 def whiten_sequences(x: torch.Tensor, actions: torch.Tensor, excluded: torch.Tensor | None = None) -> torch.Tensor:
     """Normalize `x` [N] over the batch, as REINFORCE++ does (arXiv:2501.03262, eq. 10).
 
-    (x - mean) / sqrt(var + 1e-8), each sequence weighted by its action tokens: the same as `whiten` of the values
-    broadcast to these tokens. The result is 0 if all included values are equal.
+    (x - mean) / sqrt(var + 1e-8), each sequence weighted by its action tokens, as `whiten` does for the values at these
+    tokens. The result is 0 if all included values are equal.
     """
     is_included = torch.ones_like(actions, dtype=torch.bool) if excluded is None else ~excluded
     values = torch.where(is_included, x.double(), 0.0)
@@ -146,14 +144,10 @@ class _Groups:
 
     def is_uniform(self) -> torch.Tensor:
         """[N] bool: True if all rewards of the sample's group are equal."""
-        initial = self.reward.new_zeros(2, len(self.size))
-        lowest, highest = (
-            initial[i].scatter_reduce(
-                0, self.group_ids[self.is_included], self.reward[self.is_included], reduce=reduction, include_self=False
-            )
-            for i, reduction in enumerate(("amin", "amax"))
-        )
-        return self.expand(lowest == highest)
+        initial = self.reward.new_zeros(len(self.size))
+        ids, reward = self.group_ids[self.is_included], self.reward[self.is_included]
+        lowest = initial.scatter_reduce(0, ids, reward, reduce="amin", include_self=False)
+        return self.expand(lowest == initial.scatter_reduce(0, ids, reward, reduce="amax", include_self=False))
 
 
 def gae(
@@ -163,11 +157,14 @@ def gae(
     cu_seqlens: torch.Tensor,
     gamma: float,
     lam: float | torch.Tensor,
+    critic_lam: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalized advantage estimation (arXiv:1506.02438, eq. 16) over the action tokens of each sequence.
 
     `rewards`, `values`, `loss_mask` are [T], `cu_seqlens` is [n + 1]; `lam` is a number, or [n] for one per sequence.
-    Returns (advantages, returns), both [T], 0 outside the action tokens; returns = advantages + values.
+    Returns (advantages, returns), both [T], 0 outside the action tokens; returns = advantages + values, with the lambda
+    `critic_lam` if it is set (VC-PPO, arXiv:2503.01491): with 1 the critic learns from the rewards to go instead of its
+    own values, so that a reward at the end of a long sequence reaches its beginning.
 
     Only action tokens are steps of the decision process. After a tool call the next state is that of the next action,
     after the tool's response, and gamma and lambda skip the tool's tokens. The end state of a sequence has value 0,
@@ -176,12 +173,13 @@ def gae(
         delta_k = r_k + gamma * V_{k+1} - V_k,  A_k = delta_k + gamma * lam * A_{k+1}   for action k of a sequence
 
     For episodes in several branches, pass the `cu_seqlens` of episodes: the action after the last one of a branch is
-    then the first one of the next branch. The agent did continue there, from a history that it had shortened or gone
-    back in, and V_{k+1} is the critic's value of the new state. If a branch ended with value 0, the critic would learn
-    that an agent which summarizes its history has lost. If each branch got the reward at its end, like an episode by
-    itself, no action would see the costs and rewards of later branches, such as their KL and turn rewards, and no
-    critic would judge a summary.
+    then the first one of the next branch. If a branch ended with value 0, the critic would learn that an agent which
+    summarizes its history has lost. If each branch got the reward at its end, no action would see the costs and rewards
+    of later branches, and no critic would judge a summary.
     """
+    if critic_lam is not None:
+        args = rewards, values, loss_mask, cu_seqlens, gamma
+        return gae(*args, lam)[0], gae(*args, critic_lam)[1]
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     lengths = cu_seqlens.diff().tolist()
     columns = (rewards, values, loss_mask, advantages, returns)
@@ -193,25 +191,6 @@ def gae(
         block_size = max(1, MAX_BLOCK_STEPS // counts[longest_first[0]])
         block, longest_first = longest_first[:block_size], longest_first[block_size:]
         _compute_block_gae([sequences[i] for i in block], [counts[i] for i in block], gamma, lams[block])
-    return advantages, returns
-
-
-def decoupled_gae(
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    loss_mask: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    gamma: float,
-    lam: float | torch.Tensor,
-    critic_lam: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gae` with separate lambdas for the policy's advantages and the critic's returns (VC-PPO, arXiv:2503.01491).
-
-    With `critic_lam` 1 the critic learns from the rewards to go instead of its own values, so that a reward at the end
-    of a long sequence reaches its beginning.
-    """
-    advantages, _ = gae(rewards, values, loss_mask, cu_seqlens, gamma, lam)
-    _, returns = gae(rewards, values, loss_mask, cu_seqlens, gamma, critic_lam)
     return advantages, returns
 
 
@@ -229,8 +208,7 @@ def rewards_to_go(
 ) -> torch.Tensor:
     """Return the rewards to go of each action token, [T]: sum_{j >= k} gamma^(j - k) r_j over actions; 0 elsewhere.
 
-    For REINFORCE++ (arXiv:2501.03262, eq. 9: r - coef sum_{i >= t} KL_i, with `rewards` from `token_rewards`) and ReMax
-    (arXiv:2310.10505). Equals `gae` with zero values and lambda 1; `rewards`, `loss_mask` [T], `cu_seqlens` [n + 1].
+    For REINFORCE++ (arXiv:2501.03262, eq. 9, with `rewards` from `token_rewards`) and ReMax (arXiv:2310.10505).
     """
     return gae(rewards, torch.zeros_like(rewards), loss_mask, cu_seqlens, gamma, 1.0)[0]
 
@@ -244,10 +222,8 @@ def _compute_block_gae(
 ) -> None:
     """Write advantages and returns of sequences sorted by decreasing number of actions.
 
-    Each sequence is (rewards, values, mask, advantages, returns), all views. `lam` is fp64, one per sequence.
-
-    Only the recursion runs step by step. Row k holds the k-th last action of every sequence, so that one row is one
-    step of all sequences, and exhausted sequences are at its end.
+    Each sequence is (rewards, values, mask, advantages, returns), all views. `lam` is fp64, one per sequence. Row k of
+    the recursion holds the k-th last action of every sequence, with exhausted sequences at its end.
     """
     longest, first = counts[0], sequences[0][0]
     delta = first.new_zeros(len(sequences), longest)
@@ -313,13 +289,10 @@ def token_rewards(
 ) -> torch.Tensor:
     """Return [T] rewards: the outcome on the last action token of each sequence, minus `kl_coef * kl` on each one.
 
-    `sequence_reward` [N], `cu_seqlens` [N + 1], `loss_mask` [T] bool, `kl` [T] nats (read at action tokens only).
-    `turn_rewards` [T]: the part of `sequence_reward` that belongs to turns, at the tokens that receive it (read at
-    action tokens only); the outcome is the remainder. Without the KL, the rewards of a sequence always sum to its
-    `sequence_reward`. A sequence without an action token gets no reward.
-
-    For episodes in several branches pass the `cu_seqlens` of episodes: the outcome is then on the last action of the
-    last branch that has one.
+    `sequence_reward` [N], `cu_seqlens` [N + 1], `loss_mask` [T] bool, `kl` [T] nats. `turn_rewards` [T]: the part of
+    `sequence_reward` that belongs to turns, at the tokens that receive it; the outcome is the remainder. Without the
+    KL, the rewards of a sequence always sum to its `sequence_reward`, unless it has no action token. For episodes in
+    several branches pass the `cu_seqlens` of episodes.
     """
     if kl is None:
         rewards = sequence_reward.new_zeros(len(loss_mask))

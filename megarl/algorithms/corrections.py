@@ -23,8 +23,7 @@ from megarl.types import AllReduce, local_all_reduce
 CorrectionKind = Literal["none", "tis", "icepop", "mis", "reject"]
 RatioLevel = Literal["token", "sequence", "geometric"]
 
-LAST_STALENESS_BUCKET = 3
-"""Metrics by staleness have buckets 0, 1, 2, and this value or more."""
+LAST_STALENESS_BUCKET = 3  # metrics by staleness have buckets 0, 1, 2, and this value or more
 
 
 @dataclass(frozen=True)
@@ -130,25 +129,22 @@ def correction_metrics(
     """
     token_masks, sequence_masks = _split_by_staleness(loss_mask, cu_seqlens, staleness)
     sequence_ratio = torch.exp(sequence_sums(log_ratio.double(), cu_seqlens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-    is_kept = sequence_sums((correction.weights > 0).int(), cu_seqlens) > 0
+    is_rejected = sequence_sums((correction.weights > 0).int(), cu_seqlens) == 0
     values, sums = [], []
     for mask, sequence_mask in zip(token_masks, sequence_masks, strict=True):
-        logs, weights, sequence_ratios = (
-            masked_select(log_ratio, mask, torch.float64),
-            masked_select(correction.weights, mask),
-            sequence_ratio[sequence_mask],
-        )
-        ratios = torch.exp(logs)
+        logs, weights = masked_select(log_ratio, mask, torch.float64), masked_select(correction.weights, mask)
+        ratios, sequence_ratios = torch.exp(logs), sequence_ratio[sequence_mask]
         values.append(ratios.float())
-        parts = [float(part.sum()) for part in (-logs, ratios - 1.0 - logs, weights.double(), weights == 0)]
-        parts += [float(torch.count_nonzero(mask & part)) for part in (correction.is_above, correction.is_below)]
-        parts += [
+        parts = [-logs, ratios - 1.0 - logs, weights.double(), weights == 0]
+        parts += [mask & correction.is_above, mask & correction.is_below]
+        sequence_parts = [sequence_ratios, sequence_ratios.square(), is_rejected[sequence_mask]]
+        local_sums = [
+            len(logs),
+            *(part.sum() for part in parts),
             len(sequence_ratios),
-            float(sequence_ratios.sum()),
-            float(sequence_ratios.square().sum()),
-            float(torch.count_nonzero(~is_kept[sequence_mask])),
+            *(p.sum() for p in sequence_parts),
         ]
-        sums.append(torch.tensor([len(logs), *parts], dtype=torch.float64))
+        sums.append(torch.tensor(local_sums, dtype=torch.float64))
     table = all_reduce(torch.stack(sums))
     nonempty = [row for row, tokens in enumerate(table[:, 0].tolist()) if tokens]
     if not nonempty:
@@ -156,9 +152,8 @@ def correction_metrics(
     counts = [int(table[row, 0]) for row in nonempty]
     shares = [tuple(-(-count * percent // 100) for percent in (5, 50, 95, 100)) for count in counts]
     result: dict[str, float] = {}
-    for row, ks in zip(
-        nonempty, batched_kth_values([values[row] for row in nonempty], shares, all_reduce), strict=True
-    ):
+    quantiles = batched_kth_values([values[row] for row in nonempty], shares, all_reduce)
+    for row, ks in zip(nonempty, quantiles, strict=True):
         tokens, kl, k3, weight, masked, above, below, sequences, ratio_sum, square_sum, rejected = table[row].tolist()
         metrics = dict(zip(("ratio_p5", "ratio_p50", "ratio_p95", "ratio_max"), ks, strict=True))
         metrics |= {"kl": kl / tokens, "k3_kl": k3 / tokens, "rollout_is_mean": weight / tokens}

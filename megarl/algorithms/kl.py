@@ -26,9 +26,8 @@ def kl_estimate(
     k1's is zero.
 
     k3_unbiased = k3 exp(logprobs - old_logprobs) is right in value and gradient for tokens that an earlier policy,
-    `old_logprobs`, sampled (arXiv:2512.02556, section 3.1). None means on policy; the value then equals k3's. This
-    ratio and the ratio to the reference, exp(-d), are clamped to at most e^20. The estimate is 0 where `loss_mask` is
-    False, whatever the log-probs are there.
+    `old_logprobs`, sampled (arXiv:2512.02556, section 3.1). None means on policy. Both ratios are clamped to at most
+    e^20. The estimate is 0 where `loss_mask` is False, whatever the log-probs are there.
     """
     mask = torch.ones_like(logprobs, dtype=torch.bool) if loss_mask is None else loss_mask
     zeros = torch.zeros_like(logprobs)
@@ -70,9 +69,8 @@ class AdaptiveKL:
     def updated(self, kl: float, rollouts: int) -> AdaptiveKL:
         """Return the controller after `rollouts` rollouts with mean KL per token `kl`.
 
-        error = clip(kl / target - 1, -0.2, 0.2); coef <- min(coef * (1 + error * rollouts / horizon), max_coef): the
-        coefficient rises while the KL is above its target. A KL above `max_kl` sets coef to 0, which no later factor
-        changes. Raises ValueError for a non-finite `kl`; workers ensure finite log-probs.
+        error = clip(kl / target - 1, -0.2, 0.2); coef <- min(coef * (1 + error * rollouts / horizon), max_coef). A KL
+        above `max_kl` sets coef to 0 for good. Raises ValueError for a non-finite `kl`.
         """
         if not math.isfinite(kl):
             raise ValueError(f"the KL to the reference is {kl}: the policy has diverged")
@@ -90,12 +88,8 @@ class AdaptiveKL:
         return {"coef": self.coef, "initial": self.initial}
 
     def restored(self, state: dict[str, float]) -> AdaptiveKL:
-        """Return this controller with a saved coefficient. Target, horizon and bound stay those of the configuration.
-
-        Keeps the configured coefficient if the saved one started from another value: the user has changed it.
-        """
+        """Return this controller with a saved coefficient, unless the user has changed the initial one since."""
         if state.get("initial", self.initial) != self.initial:
             return self
-        return replace(
-            self, coef=float(state["coef"]) if self.target is None else min(float(state["coef"]), self.max_coef)
-        )
+        coef = float(state["coef"])
+        return replace(self, coef=coef if self.target is None else min(coef, self.max_coef))

@@ -1,14 +1,11 @@
-"""Losses other than the policy's, and the token weights that aggregate a loss.
-
-The critic's clipped regression loss, the Bradley-Terry loss of a reward model (1952), VAPO's imitation loss on correct
-responses, and the weight of each token in the loss of a batch.
-"""
+"""Losses other than the policy's, and the token weights that aggregate a loss."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
+from megarl.algorithms.advantages import spread_to_tokens
 from megarl.algorithms.token_stats import count_action_tokens, masked_select
 from megarl.types import AllReduce, TokenLoss, TrainBatch, local_all_reduce
 
@@ -29,14 +26,9 @@ def sequence_mean_weights(cu_seqlens: torch.Tensor, loss_mask: torch.Tensor, seq
     sequences: N, the sequences of the global mini-batch with an action token; others have weight 0. An episode in
     several branches (`types.Episodes`) counts as one: pass the `cu_seqlens` of episodes, and N counts episodes.
     """
-    lengths = cu_seqlens.diff().tolist()
-    masks = loss_mask.split(lengths)
+    masks = loss_mask.split(cu_seqlens.diff().tolist())
     actions = torch.tensor([int(torch.count_nonzero(mask)) for mask in masks], dtype=torch.int64)
-    token_weights = 1.0 / (actions.clamp(min=1) * max(sequences, 1))
-    weights = torch.zeros(len(loss_mask))
-    for part, mask, weight in zip(weights.split(lengths), masks, token_weights, strict=True):
-        part.masked_fill_(mask, weight)
-    return weights
+    return spread_to_tokens(1.0 / (actions.clamp(min=1) * max(sequences, 1)), cu_seqlens, loss_mask)
 
 
 def constant_weights(loss_mask: torch.Tensor, length: int, sequences: int) -> torch.Tensor:
@@ -50,11 +42,8 @@ def constant_weights(loss_mask: torch.Tensor, length: int, sequences: int) -> to
 
 
 def pair_mean_weights(cu_seqlens: torch.Tensor, all_reduce: AllReduce = local_all_reduce) -> torch.Tensor:
-    """Return [T] fp32 weights that turn a sum of `bradley_terry` losses into their mean over all ranks' pairs.
-
-    1 / pairs at the last token of each chosen sequence, which has an even index. Both sequences of a pair must be on
-    one rank.
-    """
+    """Return [T] fp32 weights that turn a sum of `bradley_terry` losses into their mean over all ranks' pairs:
+    1 / pairs at the last token of each chosen sequence. Both sequences of a pair must be on one rank."""
     chosen = cu_seqlens[1:][0::2] - 1
     weights = torch.zeros(int(cu_seqlens[-1]))
     weights[chosen] = 1.0 / max(1, int(all_reduce(chosen.new_tensor(len(chosen)))))
@@ -109,22 +98,19 @@ def explained_variance(
     actual = masked_select(returns, loss_mask, torch.float64)
     unexplained = actual - masked_select(values, loss_mask)
     weight = len(actual) / count  # 1 on a single rank, which then gets exactly its local mean and variance
-    local_moments = torch.stack(
-        [torch.stack(_moments(actual)), torch.stack(_moments(unexplained))]
-    )  # [2, mean and variance]
+    local_moments = torch.stack([_moments(actual), _moments(unexplained)])  # [2, mean and variance]
     means = all_reduce(weight * local_moments[:, 0])
     # If all returns are equal, the mean differs from them by fp64 rounding only, so it is exact in their own dtype.
     num_different = torch.count_nonzero(actual != means[0].to(returns.dtype))
     variances = weight * (local_moments[:, 1] + (local_moments[:, 0] - means).square())
-    variance, unexplained_variance, different = all_reduce(
-        torch.cat([variances, num_different[None].to(variances.dtype)])
-    )
+    sums = torch.cat([variances, num_different[None].to(variances.dtype)])
+    variance, unexplained_variance, different = all_reduce(sums)
     return float(1.0 - unexplained_variance / variance) if different else 0.0
 
 
-def _moments(share: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _moments(share: torch.Tensor) -> torch.Tensor:
     """Return mean and (population) variance of [n] fp64; 0 if empty."""
-    return (share.mean(), share.var(correction=0)) if len(share) else (share.new_zeros(()), share.new_zeros(()))
+    return torch.stack([share.mean(), share.var(correction=0)]) if len(share) else share.new_zeros(2)
 
 
 def bradley_terry(scores: torch.Tensor, cu_seqlens: torch.Tensor, group: torch.Tensor) -> TokenLoss:
@@ -163,10 +149,8 @@ def positive_nll(logprobs: torch.Tensor, part: TrainBatch) -> TokenLoss:
     """
     assert part.counts is not None and part.loss_weights is not None
     lengths = part.cu_seqlens.diff().to(logprobs.device)
-    is_positive = (
-        torch.repeat_interleave(part.sequence_reward[part.local_indices].to(logprobs.device) > 0, lengths)
-        & part.loss_mask
-    )
+    has_reward = part.sequence_reward[part.local_indices].to(logprobs.device) > 0
+    is_positive = torch.repeat_interleave(has_reward, lengths) & part.loss_mask
     zeros = torch.zeros_like(logprobs)
     nll = torch.where(is_positive, -logprobs, zeros) / max(part.counts.positive_actions, 1)
     loss = torch.where(is_positive, nll / part.loss_weights.where(is_positive, torch.ones_like(zeros)), zeros)

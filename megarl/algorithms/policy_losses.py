@@ -1,22 +1,9 @@
-"""Policy losses of `loss.policy_loss` and their options. `POLICY_LOSSES` is the table; `README.md` lists the papers.
+"""Policy losses of `loss.policy_loss` and their options. `POLICY_LOSSES` is the table.
 
-- PPO's clipped loss, with dual clip.
-- GSPO, GSPO-token and GMPO use one importance ratio per sequence, the geometric mean of its tokens' ratios. Each action
-  token carries the loss of its sequence: `loss.agg_mode: seq-mean-token-mean` then gives the papers' mean over
-  sequences, while `token-mean` weights a sequence by its length. Sequences must be whole, which they are in a
-  micro-batch on every rank that computes a loss. A branch of an episode counts as a sequence.
-- CISPO and SAPO weight a token instead of clipping it: CISPO by a bounded ratio, SAPO by a soft gate.
-- Clip-Cov and KL-Cov (arXiv:2505.22617) mask or penalize the few tokens that make the policy's entropy fall.
-
-Entropy falls with the covariance of log-prob and advantage. The contribution of a token, among the N action tokens of a
-mini-batch, is
-
-    Cov(y_i) = (log pi(y_i) - mean_j log pi(y_j)) (A(y_i) - mean_j A(y_j))                     (section 4.2)
-
-which depends on all of them, so tokens are marked before the mini-batch is split into micro-batches. Each rank marks
-its own tokens; the means and thresholds are computed with `all_reduce`. The log-probs are those from before the first
-update on the batch, which the advantages belong to as well; those of a later update would need another forward pass.
-The marks depend on the tokens and on `seed`, not on which rank holds them, up to rounding at a threshold.
+GSPO, GSPO-token and GMPO use one importance ratio per sequence, the geometric mean of its tokens' ratios. Each action
+token carries the loss of its sequence: `loss.agg_mode: seq-mean-token-mean` then gives the papers' mean over sequences,
+while `token-mean` weights a sequence by its length. Sequences must be whole, which they are in a micro-batch on every
+rank that computes a loss. A branch of an episode counts as a sequence.
 """
 
 from __future__ import annotations
@@ -75,59 +62,36 @@ class PolicyLossInput:
         return torch.zeros_like(self.loss_mask) if self.marked is None else self.marked & self.loss_mask
 
 
-def ppo_policy_loss(
-    logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    loss_mask: torch.Tensor,
-    *,
-    clip_low: float,
-    clip_high: float | None = None,
-    dual_clip: float | None = None,
-) -> TokenLoss:
-    """Return PPO's loss, [T] (arXiv:1707.06347, eq. 7, negated), bounded for negative advantages by `dual_clip`.
+def ppo_loss(inputs: PolicyLossInput, clip: Clip, options: object = None) -> TokenLoss:
+    """Return PPO's loss, [T] (arXiv:1707.06347, eq. 7, negated), bounded for negative advantages by the dual clip.
 
         ratio = exp(logprobs - old_logprobs), at most e^20
-        loss  = max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))
-        loss  = min(loss, -A * dual_clip) where A < 0          (arXiv:1912.09729, eq. 5)
+        loss  = max(-A * ratio, -A * clip(ratio, 1 - clip.low, 1 + clip.high))
+        loss  = min(loss, -A * clip.dual) where A < 0          (arXiv:1912.09729, eq. 5)
 
-    All inputs are [T], aligned as in `types/`; `clip_high` None means `clip_low`. The gradient flows into `logprobs`
-    only. Loss, gradient and metrics are 0 where `loss_mask` is False, whatever the other inputs are there.
+    The gradient flows into `logprobs` only. Has no options.
 
     Metrics: `actor/pg_clipfrac` 1 where clipping changed the loss, `actor/pg_clipfrac_lower` 1 where the dual clip did,
     `actor/ppo_kl` old - new log-probs, the k1 estimate of KL(old || new).
     """
-    if dual_clip is not None and dual_clip <= 1.0:
-        raise ValueError(f"dual_clip must be greater than 1, not {dual_clip}")
-    clip_high = clip_low if clip_high is None else clip_high
-    zeros = torch.zeros_like(logprobs)
-    # Mask before exp: 0 * inf would be NaN, in the loss and in the gradient.
-    log_ratio = torch.where(loss_mask, logprobs - old_logprobs, zeros)
-    advantages = torch.where(loss_mask, advantages, zeros)
-    ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
-    plain = -advantages * ratio
-    clipped = -advantages * torch.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)
-    loss = torch.maximum(plain, clipped)
-    metrics = {"actor/pg_clipfrac": (clipped > plain).to(loss.dtype), "actor/ppo_kl": -log_ratio.detach()}
-    if dual_clip is not None:
-        bound = -advantages * dual_clip
-        bounded = (advantages < 0) & (loss > bound)
-        loss = torch.where(bounded, bound, loss)
-        metrics["actor/pg_clipfrac_lower"] = bounded.to(loss.dtype)
-    return TokenLoss(loss=loss, metrics=metrics)
+    if clip.dual is not None and clip.dual <= 1.0:
+        raise ValueError(f"dual_clip must be greater than 1, not {clip.dual}")
+    result = _clipped_loss(inputs, inputs.log_ratio, clip.low, clip.low if clip.high is None else clip.high)
+    if clip.dual is None:
+        return result
+    bound = -inputs.advantage * clip.dual
+    bounded = (inputs.advantage < 0) & (result.loss > bound)
+    metrics = {"actor/pg_clipfrac_lower": bounded.to(bound.dtype)}
+    return TokenLoss(torch.where(bounded, bound, result.loss), result.metrics | metrics)
 
 
-def ppo_loss(inputs: PolicyLossInput, clip: Clip, options: object = None) -> TokenLoss:
-    """`ppo_policy_loss` with `loss.clip`, `loss.clip_high` and `loss.dual_clip`; has no options."""
-    return ppo_policy_loss(
-        inputs.logprobs,
-        inputs.old_logprobs,
-        inputs.advantages,
-        inputs.loss_mask,
-        clip_low=clip.low,
-        clip_high=clip.high,
-        dual_clip=clip.dual,
-    )
+def _clipped_loss(inputs: PolicyLossInput, log_ratio: torch.Tensor, low: float, high: float) -> TokenLoss:
+    """Return max(-A ratio, -A clip(ratio, 1 - low, 1 + high)), [T], with `actor/pg_clipfrac` and `actor/ppo_kl`."""
+    ratio, advantage = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO)), inputs.advantage
+    plain, clipped = -advantage * ratio, -advantage * ratio.clamp(1.0 - low, 1.0 + high)
+    was_clipped = (clipped > plain).to(plain.dtype)
+    metrics = {"actor/pg_clipfrac": was_clipped, "actor/ppo_kl": -inputs.log_ratio.detach()}
+    return TokenLoss(torch.maximum(plain, clipped), metrics)
 
 
 Bound = Annotated[float, Range(above=0, most=1000)]
@@ -143,8 +107,7 @@ class GSPOOptions:
 @dataclass(frozen=True)
 class GMPOOptions:
     clip_low: Bound = 0.4
-    """A token's log ratio is clipped to [-clip_low, clip_high]: by default its ratio to [e^-0.4, e^0.4], as in the
-    paper."""
+    """A token's log ratio is clipped to [-clip_low, clip_high]; the defaults are the paper's."""
     clip_high: Bound = 0.4
 
 
@@ -154,11 +117,10 @@ def gspo_loss(inputs: PolicyLossInput, clip: Clip, options: GSPOOptions) -> Toke
         s_i    = (pi(y_i) / pi_old(y_i))^(1 / |y_i|) = exp(mean over its action tokens of log pi - log pi_old)
         loss_i = max(-A_i s_i, -A_i clip(s_i, 1 - clip_low, 1 + clip_high))
 
-    Every action token carries the loss of its sequence; A is the token's own if it differs within a sequence. Metrics:
-    `actor/pg_clipfrac`, `actor/ppo_kl` as in `ppo_policy_loss`, `actor/sequence_clipfrac` the share of clipped
-    sequences.
+    A is the token's own if it differs within a sequence. Metrics: `actor/pg_clipfrac`, `actor/ppo_kl` as in `ppo_loss`,
+    `actor/sequence_clipfrac` the share of clipped sequences.
     """
-    return _clipped_loss(inputs, _expand_to_tokens(_sequence_log_ratio(inputs), inputs), options)
+    return _sequence_clipped_loss(inputs, _spread_means(inputs.log_ratio, inputs), options)
 
 
 def gspo_token_loss(inputs: PolicyLossInput, clip: Clip, options: GSPOOptions) -> TokenLoss:
@@ -170,8 +132,8 @@ def gspo_token_loss(inputs: PolicyLossInput, clip: Clip, options: GSPOOptions) -
     Meant for advantages per token. Equal to GSPO if a sequence has one advantage and the mean is over sequences.
     """
     log_ratio = inputs.log_ratio
-    sequence_log_ratio = _expand_to_tokens(_sequence_log_ratio(inputs), inputs).detach()
-    return _clipped_loss(inputs, sequence_log_ratio + (log_ratio - log_ratio.detach()), options)
+    sequence_log_ratio = _spread_means(log_ratio, inputs).detach()
+    return _sequence_clipped_loss(inputs, sequence_log_ratio + (log_ratio - log_ratio.detach()), options)
 
 
 def gmpo_loss(inputs: PolicyLossInput, clip: Clip, options: GMPOOptions) -> TokenLoss:
@@ -182,15 +144,14 @@ def gmpo_loss(inputs: PolicyLossInput, clip: Clip, options: GMPOOptions) -> Toke
         loss_i = -A_i g_i
 
     This is the paper's objective, with min[rho A, clip(rho, e^-clip_low, e^clip_high) A] of each token inside the
-    geometric mean. Every action token carries the loss of its sequence; if A differs within a sequence, each token uses
-    its own A, and its sign for the clip. Metrics: `actor/pg_clipfrac` 1 where the clip changed a token's ratio,
-    `actor/ppo_kl`.
+    geometric mean. If A differs within a sequence, each token uses its own A, and its sign for the clip. Metrics:
+    `actor/pg_clipfrac` 1 where the clip changed a token's ratio, `actor/ppo_kl`.
     """
     log_ratio, advantage = inputs.log_ratio, inputs.advantage
     clipped = log_ratio.clamp(-options.clip_low, options.clip_high)
     bounded = torch.where(advantage > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
     bounded = torch.where(inputs.loss_mask & (advantage != 0), bounded, torch.zeros_like(bounded))
-    mean = _expand_to_tokens(_sequence_means(bounded, inputs), inputs).clamp(max=MAX_LOG_RATIO)
+    mean = _spread_means(bounded, inputs).clamp(max=MAX_LOG_RATIO)
     metrics = {
         "actor/pg_clipfrac": (bounded != log_ratio).where(advantage != 0, torch.zeros_like(inputs.loss_mask)).to(mean),
         "actor/ppo_kl": -log_ratio.detach(),
@@ -198,19 +159,10 @@ def gmpo_loss(inputs: PolicyLossInput, clip: Clip, options: GMPOOptions) -> Toke
     return TokenLoss(-advantage * torch.exp(mean), metrics)
 
 
-def _clipped_loss(inputs: PolicyLossInput, log_ratio: torch.Tensor, options: GSPOOptions) -> TokenLoss:
-    ratio, advantage = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO)), inputs.advantage
-    plain = -advantage * ratio
-    clipped = -advantage * ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
-    was_clipped = (clipped > plain).to(plain.dtype)
-    metrics = {"actor/pg_clipfrac": was_clipped, "actor/ppo_kl": -inputs.log_ratio.detach()}
-    sequence_metrics = {"actor/sequence_clipfrac": _sequence_means(was_clipped, inputs)}
-    return TokenLoss(torch.maximum(plain, clipped), metrics, sequence_metrics)
-
-
-def _sequence_log_ratio(inputs: PolicyLossInput) -> torch.Tensor:
-    """Return [n] the mean log ratio of each sequence's action tokens; 0 without any."""
-    return _sequence_means(inputs.log_ratio, inputs)
+def _sequence_clipped_loss(inputs: PolicyLossInput, log_ratio: torch.Tensor, options: GSPOOptions) -> TokenLoss:
+    result = _clipped_loss(inputs, log_ratio, options.clip_low, options.clip_high)
+    clipfrac = _sequence_means(result.metrics["actor/pg_clipfrac"], inputs)
+    return TokenLoss(result.loss, result.metrics, {"actor/sequence_clipfrac": clipfrac})
 
 
 def _sequence_means(x: torch.Tensor, inputs: PolicyLossInput) -> torch.Tensor:
@@ -223,11 +175,12 @@ def _sequence_means(x: torch.Tensor, inputs: PolicyLossInput) -> torch.Tensor:
     return torch.stack(means) if means else x[:0]
 
 
-def _expand_to_tokens(x: torch.Tensor, inputs: PolicyLossInput) -> torch.Tensor:
-    """[n] -> [T], 0 where `loss_mask` is False."""
+def _spread_means(x: torch.Tensor, inputs: PolicyLossInput) -> torch.Tensor:
+    """[T] -> [T]: `_sequence_means` at each action token, else 0."""
     lengths = inputs.cu_seqlens.diff().tolist()
-    parts = [x[:0], *(value.expand(length) for value, length in zip(x, lengths, strict=True))]
-    return torch.where(inputs.loss_mask, torch.cat(parts), torch.zeros_like(inputs.logprobs))
+    means = zip(_sequence_means(x, inputs), lengths, strict=True)
+    spread = torch.cat([x[:0], *(mean.expand(length) for mean, length in means)])
+    return torch.where(inputs.loss_mask, spread, torch.zeros_like(inputs.logprobs))
 
 
 @dataclass(frozen=True)
@@ -304,11 +257,20 @@ class KLCovOptions:
     synonyms = {"share": "kl_cov_ratio"}
 
 
+# Clip-Cov and KL-Cov (arXiv:2505.22617) mask or penalize the few tokens that make the policy's entropy fall. Entropy
+# falls with the covariance of log-prob and advantage, to which token i of the N action tokens of a mini-batch adds
+#
+#     Cov(y_i) = (log pi(y_i) - mean_j log pi(y_j)) (A(y_i) - mean_j A(y_j))                     (section 4.2)
+#
+# This depends on all tokens, so they are marked before the mini-batch is split into micro-batches, by the log-probs
+# from before the first update on the batch. Each rank marks its own tokens; the means and thresholds are all-reduced.
+
+
 def clip_cov_loss(inputs: PolicyLossInput, clip: Clip, options: ClipCovOptions) -> TokenLoss:
     """Return the loss of Clip-Cov, [T]: PPO's clipped loss, and 0 without a gradient on marked tokens.
 
     The paper's loss (section 4.3) is -A rho without a clip: the recipe `clip_cov` opens the clips of `loss`. Metrics:
-    those of `ppo_policy_loss`, and `actor/cov_frac` 1 on marked tokens.
+    those of `ppo_loss`, and `actor/cov_frac` 1 on marked tokens.
     """
     ppo = ppo_loss(inputs, clip)
     loss = torch.where(inputs.marked_actions, torch.zeros_like(ppo.loss), ppo.loss)
@@ -338,18 +300,15 @@ def mark_in_range(mini: TrainBatch, options: ClipCovOptions, seed: int) -> torch
     with clip_cov_lb < Cov < clip_cov_ub; all of these if there are fewer. Collective."""
     covariance, actions = _covariance(mini)
     eligible = mini.loss_mask & (covariance > options.clip_cov_lb) & (covariance < options.clip_cov_ub)
-    return _sample_tokens(mini, eligible, _num_marked(options.clip_cov_ratio, actions), seed)
+    return _sample_tokens(mini, eligible, max(1, int(options.clip_cov_ratio * actions)), seed)
 
 
 def mark_largest(mini: TrainBatch, options: KLCovOptions, seed: int) -> torch.Tensor:
     """Return [T] bool: the max(1, floor(kl_cov_ratio N)) of all ranks' N action tokens with the largest positive
-    covariance.
-
-    Ties at the threshold, of which a confident policy has many, are broken at random. Collective.
-    """
+    covariance. Ties, of which a confident policy has many, are broken at random. Collective."""
     covariance, actions = _covariance(mini)
     eligible = mini.loss_mask & (covariance > 0)
-    num_eligible, wanted = int(mini.all_reduce(eligible.sum())), _num_marked(options.kl_cov_ratio, actions)
+    num_eligible, wanted = int(mini.all_reduce(eligible.sum())), max(1, int(options.kl_cov_ratio * actions))
     if num_eligible <= wanted:
         return eligible
     (threshold,) = kth_values(covariance[eligible], (num_eligible - wanted + 1,), mini.all_reduce)
@@ -361,13 +320,11 @@ def _sample_tokens(mini: TrainBatch, eligible: torch.Tensor, count: int, seed: i
     """Sample `count` of all ranks' eligible tokens; [T] bool of the local ones. All if there are no more."""
     if int(mini.all_reduce(eligible.sum())) <= count:
         return eligible
-    keys = _random_keys(mini, seed)
+    # fp32 sort keys from a hash of a token's sequence and position, so that they do not depend on its rank.
+    bits = _hash_bits(_hash_bits(mini.sequence_ids + _hash_bits(torch.tensor(seed))) + mini.positions)
+    keys = (bits % 0x7F800000).int().view(torch.float32)  # non-negative, below infinity
     (threshold,) = kth_values(keys[eligible], (count,), mini.all_reduce)
     return eligible & (keys <= threshold)
-
-
-def _num_marked(share: float, actions: int) -> int:
-    return max(1, int(share * actions))
 
 
 def _covariance(mini: TrainBatch) -> tuple[torch.Tensor, int]:
@@ -379,13 +336,6 @@ def _covariance(mini: TrainBatch) -> tuple[torch.Tensor, int]:
     _, mean_logprob, mean_advantage = sums / sums[0].clamp(min=1)
     product = (logprobs - mean_logprob) * (advantages - mean_advantage)
     return torch.where(mask, product, 0.0).float(), int(sums[0])
-
-
-def _random_keys(mini: TrainBatch, seed: int) -> torch.Tensor:
-    """Return [T] non-negative fp32 sort keys: a hash of the token's sequence in the mini-batch, its position and the
-    seed, with the bits reinterpreted as a float."""
-    bits = _hash_bits(_hash_bits(mini.sequence_ids + _hash_bits(torch.tensor(seed))) + mini.positions)
-    return (bits % 0x7F800000).int().view(torch.float32)  # below infinity
 
 
 def _hash_bits(x: torch.Tensor) -> torch.Tensor:

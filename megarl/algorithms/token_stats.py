@@ -1,7 +1,6 @@
-"""Sums over sequences, statistics over the tokens of all ranks, and helpers to process [T] columns in little memory.
+"""Sums over sequences, and statistics over the tokens of all ranks, bitwise equal everywhere, in little memory.
 
-Each rank passes its own tokens and gets the statistic over all ranks' tokens, bitwise equal everywhere. Only a few
-numbers or a histogram go through `all_reduce`; on a single rank it is `local_all_reduce`."""
+Each rank passes its own tokens. Only a few numbers or a histogram go through `all_reduce`."""
 
 from __future__ import annotations
 
@@ -12,9 +11,7 @@ import torch
 
 from megarl.types import AllReduce, local_all_reduce
 
-BLOCK = 1 << 16
-"""Tokens processed at a time, to avoid [T] intermediates."""
-
+BLOCK = 1 << 16  # tokens processed at a time, to avoid [T] intermediates
 DIGITS = ((20, 11), (10, 10), (0, 10))
 """Radix digits of the 31 bits below the sign in `kth_values`: (lowest bit, number of bits), most significant first."""
 
@@ -24,8 +21,7 @@ class DiffStats:
     """Absolute difference of two columns over all action tokens."""
 
     largest: float
-    p95: float
-    """Smallest observed value that 95 % of the tokens (rounded up) do not exceed."""
+    p95: float  # smallest observed value that 95 % of the tokens (rounded up) do not exceed
     mean: float
 
 
@@ -78,8 +74,11 @@ def batched_kth_values(
     # (tensor index, known bits) -> local values that share these bits
     shares = {(index, 0): x.view(torch.int32) for index, x in enumerate(tensors) if ks[index]}
     for shift, width in DIGITS:
-        counts = all_reduce(torch.stack([_histogram(share, shift, width) for share in shares.values()]))
-        histograms = dict(zip(shares, counts, strict=True))
+        local_counts = torch.zeros(len(shares), 1 << width, dtype=torch.int64, device=tensors[0].device)
+        for row, share in zip(local_counts, shares.values(), strict=True):
+            for part in share.split(BLOCK):
+                row += torch.bincount((part >> shift) & ((1 << width) - 1), minlength=1 << width)
+        histograms = dict(zip(shares, all_reduce(local_counts), strict=True))
         next_shares: dict[tuple[int, int], torch.Tensor] = {}
         for i, (index, _) in enumerate(queries):
             prefix = (index, result_bits[i])
@@ -114,16 +113,9 @@ def iter_blocks(*columns: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def _reduce_sum_and_count(local_sum: torch.Tensor, local_count: int, all_reduce: AllReduce) -> tuple[torch.Tensor, int]:
-    """All-reduce a sum and a count together, in fp64 because fp32 would round the count."""
+    # in fp64 because fp32 would round the count
     both = all_reduce(torch.stack([local_sum.double(), local_sum.new_tensor(local_count, dtype=torch.float64)]))
     return both[0].to(local_sum.dtype), int(both[1])
-
-
-def _histogram(bits: torch.Tensor, shift: int, width: int) -> torch.Tensor:
-    counts = torch.zeros(1 << width, dtype=torch.int64, device=bits.device)
-    for part in bits.split(BLOCK):
-        counts += torch.bincount((part >> shift) & ((1 << width) - 1), minlength=1 << width)
-    return counts
 
 
 def sequence_sums(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import torch
 
-from megarl.algorithms.advantages import decoupled_gae, gae, length_adaptive_lam, token_rewards, whiten
+from megarl.algorithms.advantages import gae, length_adaptive_lam, token_rewards, whiten
 from megarl.algorithms.losses import explained_variance, positive_nll, value_loss
 from megarl.config import Config, Range, Weight
 from megarl.config.strict import Share
@@ -98,7 +98,5 @@ class PPOController(PolicyUpdateController):
         lam: float | torch.Tensor = config.lam
         if alpha := self.options.length_adaptive_alpha:
             lam = length_adaptive_lam(batch.local_episodes.sum_branches(rollouts.actions[batch.local_indices]), alpha)
-        if critic_lam is None and isinstance(lam, float):
-            return gae(rewards, values, batch.loss_mask, batch.cu_episodes, config.gamma, lam)
-        critic_lam = config.lam if critic_lam is None else critic_lam
-        return decoupled_gae(rewards, values, batch.loss_mask, batch.cu_episodes, config.gamma, lam, critic_lam)
+            critic_lam = config.lam if critic_lam is None else critic_lam
+        return gae(rewards, values, batch.loss_mask, batch.cu_episodes, config.gamma, lam, critic_lam)

@@ -31,11 +31,9 @@ LENGTH_MULTIPLE = 32
 class PackedAttention(MegatronModule):
     """Causal core attention on `scaled_dot_product_attention`, for GQA and MLA, sequence by sequence.
 
-    This costs the sum of the squared lengths. One call with a block-diagonal mask would cost the square of the sum,
-    forty times as much for a micro-batch of forty equal sequences. Short sequences are numerous, and a call for each
-    would cost more than its computation, so sequences of about the same length share one call, see `LENGTH_MULTIPLE`. A
-    sequence's output does not depend on the others. With context parallelism every rank gathers all keys and values,
-    and computes the two parts of each sequence whose queries it has.
+    This costs the sum of the squared lengths; one call with a block-diagonal mask would cost the square of the sum.
+    Sequences of about the same length share a call, as one for each would cost more than its computation. With context
+    parallelism every rank gathers all keys and values, and computes the two parts of each sequence that it has.
     """
 
     def __init__(
@@ -70,10 +68,9 @@ class PackedAttention(MegatronModule):
         """
         if packed_seq_params is None:
             return self._attend(query, key, value)
-        lengths = packed_seq_params.cu_seqlens_q.diff().long()
-        if self.config.context_parallel_size == 1:
-            return self._attend_by_length(query, key, value, lengths)
-        return self._attend_context_parallel(query, key, value, packed_seq_params.cu_seqlens_q)
+        if self.config.context_parallel_size > 1:
+            return self._attend_context_parallel(query, key, value, packed_seq_params.cu_seqlens_q)
+        return self._attend_by_length(query, key, value, packed_seq_params.cu_seqlens_q.diff().long())
 
     def _attend_by_length(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor
@@ -175,15 +172,13 @@ def _walk(node: Any, seen: set[int]) -> None:
     seen.add(id(node))
     if isinstance(node, mla.MLASelfAttentionSubmodules):
         node.linear_q_down_proj = node.linear_kv_down_proj = DuplicatedLinear
+    replacements = {DotProductAttention: PackedAttention, WrappedTorchNorm: RMSNorm}
     if isinstance(node, list):
         for item in node:
             _walk(item, seen)
     elif dataclasses.is_dataclass(node):
-        for item in dataclasses.fields(node):
-            value = getattr(node, item.name)
-            if value is DotProductAttention:
-                setattr(node, item.name, PackedAttention)
-            elif value is WrappedTorchNorm:
-                setattr(node, item.name, RMSNorm)
+        for name, value in vars(node).items():
+            if isinstance(value, type) and value in replacements:
+                setattr(node, name, replacements[value])
             else:
                 _walk(value, seen)

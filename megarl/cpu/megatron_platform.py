@@ -1,9 +1,8 @@
 """Patches that let Megatron-Core 0.16.1 run on a machine without CUDA.
 
 `install()` runs once per process, on the import of `megarl.megatron`, before anything imports `megatron.core`. It does
-nothing on a machine with a GPU. `PATCHED` lists every patched name with its reason, and a test pins that list. Patches
-cover only Megatron's uses of `torch.cuda` and the few places in Megatron that need CUDA or Transformer Engine. Modules
-that differ on the CPU are in `megatron_modules.py` and enter through Megatron's own layer specs.
+nothing on a machine with a GPU. A test pins the list of patched names. Modules that differ on the CPU are in
+`megatron_modules.py` and enter through Megatron's own layer specs.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ def install() -> bool:
     # the cache before patching: it would otherwise hold the patched functions, and buffers would stay unset.
     _device._device_constructors()
     _patch_cuda_namespace()
-    _patch_generator()
     _patch_tensors()
     _patch_megatron()
     return True
@@ -84,9 +82,6 @@ def _patch_cuda_namespace() -> None:
     _patch(cuda, "stream", lambda *args: contextlib.nullcontext(), "side streams are entered with it")
     for name in ("range_push", "range_pop"):
         _patch(cuda.nvtx, name, lambda *args: None, "raises without CUDA")
-
-
-def _patch_generator() -> None:
     generator = torch.default_generator
     why = "Megatron's random states are those of the 'cuda' generator; here that is the CPU's"
     for module in (torch.cuda, torch.cuda.random):
@@ -147,9 +142,8 @@ def _patch_megatron() -> None:
             import megatron.core.jit as jit
     finally:
         torch.compile = compile_  # type: ignore[assignment]
-    jit.disable_jit_fuser()
-    why = "torch.compile would run a C++ compiler for small fusions; Megatron's own switch"
-    PATCHED["megatron.core.jit.jit_fuser"] = why
+    jit.disable_jit_fuser()  # Megatron's own switch
+    PATCHED["megatron.core.jit.jit_fuser"] = "torch.compile would run a C++ compiler for small fusions"
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -15,16 +15,12 @@ from megarl.config import Config, ConfigError
 from megarl.parallel import shared_memory
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
-
 START_METHOD = "fork"
 """How SGLang starts its processes. Importing SGLang takes 10 core-seconds; forked processes inherit the import."""
 _STUBS = Path(__file__).with_name("stubs")
-HAS_MEMORY_SAVER = False
-"""A sleeping engine does not free its memory: host memory stays allocated."""
+HAS_MEMORY_SAVER = False  # a sleeping engine does not free its memory
 MAX_KV_TOKENS = 131072
 """Default cap of the KV cache, see `rollout.sglang.max_total_tokens`. Memory is allocated only as it is used."""
-
-
 _CPU_VALUES = {
     "attention_backend": ("torch_native",),
     "prefill_attention_backend": (),
@@ -77,7 +73,6 @@ def environment(tp: int, engines: int, threads: int) -> dict[str, str]:
     """
     cores = sorted(os.sched_getaffinity(0))
     threads = threads or max(1, len(cores) // (engines * tp))
-    path = os.pathsep.join(filter(None, [str(_STUBS), os.environ.get("PYTHONPATH", "")]))
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": str(threads),
@@ -86,7 +81,7 @@ def environment(tp: int, engines: int, threads: int) -> dict[str, str]:
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(tp)),
         "TORCHDYNAMO_DISABLE": "1",  # compiling small functions would take seconds and a C++ compiler
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": path,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(_STUBS), os.environ.get("PYTHONPATH", "")])),
     }
 
 
@@ -98,9 +93,8 @@ def allocate(size: int) -> torch.Tensor:
 def pack(tensors: NamedTensors) -> bytes:
     """Pack tensors in memory of `allocate` for a process on this machine, as a pickle of [("shared", tensor)].
 
-    The tensor's bytes are JSON with the shared-memory handle of each tensor. torch's own sharing is not used: it starts
-    a helper process, and when that is killed, nothing can be shared any more and freeing shared memory aborts this
-    process.
+    The tensor's bytes are JSON with the shared-memory handle of each tensor. torch's own sharing starts a helper
+    process; when that is killed, nothing can be shared any more and freeing shared memory aborts this process.
     """
     handles = json.dumps({name: shared_memory.export_handle(tensor) for name, tensor in tensors})
     return pickle.dumps([("shared", torch.frombuffer(bytearray(handles.encode()), dtype=torch.uint8))])

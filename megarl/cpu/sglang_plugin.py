@@ -1,7 +1,6 @@
 """SGLang plug-in that secures the rendezvous of its processes, and completes its CPU path for machines without AMX.
 
-It runs in each of SGLang's processes. SGLang finds it through the entry point group `sglang.srt.plugins`, which
-setup.py declares.
+SGLang runs it in each process, through the entry point group `sglang.srt.plugins` in setup.py.
 """
 
 from __future__ import annotations
@@ -94,16 +93,11 @@ def register() -> None:
     bind_store_addresses()
     if SECRET_ENV in os.environ:
         seal_pickles()
-    if not is_cpu():
-        return
-    _register_absorbed_mla()
-    _patch_rope()
-    _patch_expert_parallel()
-    _patch_decode_attention()
-    _patch_logit_cap()
-    sglang_speculative.install()
-    _patch_tp_sharding()
-    _patch_host_memory()
+    if is_cpu():
+        _patch_models()
+        _patch_expert_parallel()
+        _patch_attention()
+        sglang_speculative.install()
 
 
 def seal_pickles() -> None:
@@ -120,36 +114,40 @@ def seal_pickles() -> None:
         vars(module)["pickle"] = SealedPickle(f"a pickle of {module.__name__}")
 
 
-def _register_absorbed_mla() -> None:
-    """Register the absorbed form of DeepSeek's attention for the torch_native backend.
-
-    SGLang registers none for it, and its fallback for prompts needs another backend's kernel. The absorbed form (q and
-    output multiplied into the latent space) needs only matrix products.
-    """
+def _patch_models() -> None:
+    from sglang.srt.layers.rotary_embedding import factory
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+    from sglang.srt.model_executor import model_runner
     from sglang.srt.models.deepseek_common import attention_backend_handler as choice
 
+    # DeepSeek's attention: SGLang registers no form for torch_native, and its fallback for prompts needs another
+    # backend's kernel. The absorbed form (q and output multiplied into the latent space) needs only matrix products.
     choice.AttentionBackendRegistry.register("torch_native", lambda attn, batch: choice.AttnForwardMethod.MLA)
-
-
-def _patch_rope() -> None:
-    """Support DeepSeek without rope_scaling, which SGLang's CPU variant asserts but the generic one does not need."""
-    from sglang.srt.layers.rotary_embedding import factory
 
     scaled = factory.get_rope_cpu
 
     def rope(*arguments: Any) -> torch.nn.Module:
-        """Take head and rotary size, positions, base, style, scaling, dtype, partial rotary factor and device."""
+        """Support DeepSeek without rope_scaling (the sixth argument), which SGLang's CPU variant asserts."""
         has_scaling = len(arguments) > 5 and arguments[5]
         return scaled(*arguments) if has_scaling else factory.get_rope(*arguments[:8])
 
     factory.get_rope_cpu = rope
 
+    # For AMX, SGLang pads MLP widths and heads per rank instead of repeating key-value heads. Ranks would then hold
+    # other slices than on GPUs, which the tables in `models` describe.
+    model_runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, load_config, tp_size: model_config
+
+    def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_: Any) -> torch.Tensor:
+        """Allocate host buffers, such as that for routed experts, without registering them with CUDA."""
+        return torch.empty(dims, dtype=dtype, device=device)
+
+    ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
 
 def _patch_expert_parallel() -> None:
-    """Support expert parallelism, in which the dispatcher marks experts on other ranks with id -1.
+    """Support expert parallelism, in which experts on other ranks have id -1, which SGLang's torch path cannot count.
 
-    SGLang's torch path counts tokens by scattering to the expert id, which fails for -1. `local_experts` replaces it.
-    The sum over ranks, which SGLang computes anyway, adds the other ranks' contributions.
+    SGLang sums over ranks anyway.
     """
     from sglang.srt.layers.moe import fused_moe_native
 
@@ -187,11 +185,19 @@ def local_experts(
     return out
 
 
-def _patch_decode_attention() -> None:
-    """Batch the backend's decode attention, which loops over sequences in Python and so slows down with batch size."""
+def _patch_attention() -> None:
+    """Batch the backend's decode attention, which loops over sequences, and apply the soft cap that it ignores."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     sequential_decode = TorchNativeAttnBackend._run_sdpa_forward_decode
+    uncapped_extend = TorchNativeAttnBackend._run_sdpa_forward_extend
+
+    def record_cap(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(self: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **options: Any) -> torch.Tensor:
+            self.logit_cap = layer.logit_cap
+            return forward(self, q, k, v, layer, *rest, **options)
+
+        return run
 
     def decode(self: Any, *arguments: Any, scaling: float | None = None, **options: Any) -> torch.Tensor:
         query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens = arguments
@@ -201,28 +207,9 @@ def _patch_decode_attention() -> None:
         output.copy_(decode_attention(query, k_cache, v_cache, slots, seq_lens, scaling, self.logit_cap, window))
         return output
 
-    TorchNativeAttnBackend._run_sdpa_forward_decode = decode
-
-
-def _patch_logit_cap() -> None:
-    """Apply a layer's soft cap of attention logits, which the backend ignores.
-
-    The cap is recorded before each layer, and applied here to prompts and in `_patch_decode_attention` to decoding.
-    """
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-    def record_cap(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def run(self: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **options: Any) -> torch.Tensor:
-            self.logit_cap = layer.logit_cap
-            return forward(self, q, k, v, layer, *rest, **options)
-
-        return run
-
-    uncapped = TorchNativeAttnBackend._run_sdpa_forward_extend
-
     def extend(self: Any, *arguments: Any, scaling: float | None = None, **options: Any) -> torch.Tensor:
         if not self.logit_cap:
-            return uncapped(self, *arguments, scaling=scaling, **options)
+            return uncapped_extend(self, *arguments, scaling=scaling, **options)
         query, output, k_cache, v_cache, req_to_token, requests, lengths, _, new_lengths, encoder_lens = arguments
         if encoder_lens is not None or scaling is None or not options["causal"]:
             raise NotImplementedError("a soft cap on a CPU: causal self attention only")
@@ -231,28 +218,7 @@ def _patch_logit_cap() -> None:
         output.copy_(extend_attention(query, *caches, scaling, self.logit_cap, window))
         return output
 
+    TorchNativeAttnBackend._run_sdpa_forward_decode = decode
     TorchNativeAttnBackend._run_sdpa_forward_extend = extend
     TorchNativeAttnBackend.forward_extend = record_cap(TorchNativeAttnBackend.forward_extend)
     TorchNativeAttnBackend.forward_decode = record_cap(TorchNativeAttnBackend.forward_decode)
-
-
-def _patch_tp_sharding() -> None:
-    """Keep the model's sizes under tensor parallelism, as on GPUs.
-
-    For AMX, SGLang pads MLP widths to a multiple of 32 per rank, and heads until each rank has its own key-value heads,
-    instead of repeating these. Ranks would then hold other slices than on GPUs, with padding, while the tables in
-    `models` describe the slices on GPUs.
-    """
-    from sglang.srt.model_executor import model_runner
-
-    model_runner.adjust_config_with_unaligned_cpu_tp = lambda model_config, load_config, tp_size: model_config
-
-
-def _patch_host_memory() -> None:
-    """Allocate host buffers, such as that for routed experts, without registering them with CUDA."""
-    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
-
-    def allocate(dims: tuple[int, ...], dtype: torch.dtype, device: str, **_: Any) -> torch.Tensor:
-        return torch.empty(dims, dtype=dtype, device=device)
-
-    ALLOC_MEMORY_FUNCS["cpu"] = allocate

@@ -10,6 +10,7 @@ SGLang has no CPU implementation, or one that does not sample but takes the most
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,10 +58,7 @@ def build_tree_kernel_efficient_cpu(
     draft_token_num: int,
     tree_mask_mode: int,
 ) -> None:
-    """Describe the chain as SGLang's tree, without siblings, in place.
-
-    tree_mask is unchanged, because attention is causal.
-    """
+    """Describe the chain as SGLang's tree, without siblings, in place. tree_mask stays: attention is causal."""
     if topk != 1:
         raise NotImplementedError("speculative decoding on a CPU: one draft at a time only")
     n = draft_token_num
@@ -84,10 +82,7 @@ def verify_tree_greedy_cpu(
     retrive_next_sibling: torch.Tensor,
     target_predict: torch.Tensor,
 ) -> None:
-    """Accept proposals while they equal the policy's most likely tokens, `target_predict` [sequences, n].
-
-    Writes its results in place, see `_write_accepted`.
-    """
+    """Accept proposals while they equal the policy's most likely tokens, `target_predict` [sequences, n], in place."""
     accepted = candidates[:, 1:] == target_predict[:, :-1]
     _write_accepted(target_predict, accepted, predicts, accept_index, accept_token_num)
 
@@ -151,18 +146,17 @@ def _write_accepted(
 
 def keep_top_k(probs: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Keep the k [n] most likely tokens in each row of `probs` [n, vocabulary], renormalised."""
-    order = probs.argsort(dim=-1, descending=True, stable=True)
-    filtered = probs.scatter(-1, order, (torch.arange(probs.shape[-1]) < k[:, None]) * probs.gather(-1, order))
-    return filtered / filtered.sum(-1, keepdim=True)
+    return _keep_sorted(probs, lambda ordered: torch.arange(ordered.shape[-1]) < k[:, None])
 
 
 def keep_top_p(probs: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Keep the most likely tokens with total probability p [n] in each row of `probs` [n, vocabulary], renormalised.
+    """Keep the most likely tokens with total probability p [n] in each row, like SGLang's usual sampler."""
+    return _keep_sorted(probs, lambda ordered: ordered.cumsum(-1) - ordered <= p[:, None])
 
-    Equals SGLang's sampler without speculation.
-    """
+
+def _keep_sorted(probs: torch.Tensor, keep: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    filtered = probs.scatter(-1, order, ordered * (ordered.cumsum(-1) - ordered <= p[:, None]))
+    filtered = probs.scatter(-1, order, ordered * keep(ordered))
     return filtered / filtered.sum(-1, keepdim=True)
 
 
@@ -185,14 +179,12 @@ def install() -> None:
     base_extend = TorchNativeAttnBackend.forward_extend
 
     def extend(self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *rest: Any, **options: Any) -> torch.Tensor:
-        """Decode a window's tokens like as many sequences, each of which sees one token more than the previous.
-
-        `seq_lens` exclude the window when the policy verifies it, and include it when the draft layer reads it.
-        """
+        """Decode a window's tokens like as many sequences, each of which sees one token more than the previous."""
         mode = batch.forward_mode
         if not (mode.is_target_verify() or mode.is_draft_extend_v2()):
             return base_extend(self, q, k, v, layer, batch, *rest, **options)
         n = len(q) // len(batch.seq_lens)
+        # The policy verifies a window after `seq_lens` tokens; the draft layer reads it as their end.
         prefix_lens = batch.seq_lens if mode.is_target_verify() else batch.seq_lens - n
         lengths = (prefix_lens[:, None] + torch.arange(1, n + 1)).flatten()
         rows = _decode_batch(batch, batch.req_pool_indices.repeat_interleave(n), lengths)
@@ -202,8 +194,6 @@ def install() -> None:
 
     class Step(TorchNativeAttnBackend):  # type: ignore[misc, valid-type]
         """A step of the draft layer, which sees the `ahead` tokens proposed so far after `seq_lens` others."""
-
-        ahead = 0
 
         def forward_decode(
             self, q: Any, k: Any, v: Any, layer: Any, batch: Any, *rest: Any, **options: Any
@@ -232,10 +222,7 @@ def install() -> None:
 
 
 def _decode_batch(batch: Any, requests: torch.Tensor, lengths: torch.Tensor) -> SimpleNamespace:
-    """Return what the backend's decoding reads of a batch.
-
-    requests: [tokens], the request whose keys each token sees. lengths: [tokens], the number of these keys.
-    """
+    """Return what decoding reads of a batch, of which token i sees the first `lengths[i]` keys of `requests[i]`."""
     return SimpleNamespace(
         out_cache_loc=batch.out_cache_loc, req_pool_indices=requests, seq_lens=lengths, encoder_lens=None
     )

@@ -36,7 +36,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megarl.config import Config
 from megarl.megatron.output_layers import ValueHead
 from megarl.megatron.parameter_names import named_params, unwrap
-from megarl.models.layout_algebra import Dim1Sharding, GateUpSharding, Param, Replicated, shard, split_with
+from megarl.models.layout_algebra import Dim1Sharding, Param, Replicated, shard, split_with
 from megarl.models.lora_tables import LORA_A, LORA_B, adapted_weights, factor_names, factor_params, merge_adapter
 from megarl.models.registry import family_of
 
@@ -138,7 +138,7 @@ class Adapters(torch.nn.Module):
                 prepend_axis_num=prepended_axes,
             )
             # Each rank's shard consists of a gate half and an up half.
-            is_gated = isinstance(param.sharding, GateUpSharding)
+            is_gated = len(param.hf) == 2
             state[f"{prefix}{name}"] = (
                 apply_swiglu_sharded_factory(sharded_tensor, tuple(offsets)) if is_gated else sharded_tensor
             )

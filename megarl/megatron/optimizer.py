@@ -2,8 +2,8 @@
 
 For a distributed checkpoint each rank writes its own shard of the optimizer state, and nothing is gathered. A data
 parallel rank holds a contiguous range of the flat parameter buffer, so it holds a row-major range of a parameter's
-elements, which may start anywhere. Checkpoints are read as rectangular boxes of tensors, in any layout. Such a range is
-a few boxes.
+elements, which may start anywhere. Checkpoints are read as rectangular chunks of tensors, in any layout. Such a range
+is a few chunks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config import OptimizerConfig
-from megarl.models.flat_runs import boxes
+from megarl.models.layout_algebra import range_chunks
 from megarl.parallel.rank_subset import use_member_world
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -75,21 +75,21 @@ def _shard_flat_range(sharded: Any, prefix: str, flat: torch.Tensor, start: int)
         # The last entry is the data parallel rank. It makes no replicas, since each holds other elements.
         replica_id = piece.replica_id[:-1]
         for offset, sizes in (
-            boxes(view.shape, position - piece_start, stop - piece_start) if not any(replica_id) else ()
+            range_chunks(view.shape, position - piece_start, stop - piece_start) if not any(replica_id) else ()
         ):
-            box = flat[position - start : position - start + prod(sizes)]
+            chunk = flat[position - start : position - start + prod(sizes)]
             position += prod(sizes)
             local_shape = (1,) * prepended_axes + sizes
             global_offset = piece.global_offset
             yield ShardedTensor(
                 key=piece.key,
-                data=box.view(local_shape),
-                dtype=box.dtype,
+                data=chunk.view(local_shape),
+                dtype=chunk.dtype,
                 local_shape=local_shape,
                 global_shape=piece.global_shape,
                 global_offset=(
                     *global_offset[:prepended_axes],
-                    *(low + box_offset for low, box_offset in zip(global_offset[prepended_axes:], offset, strict=True)),
+                    *(low + index for low, index in zip(global_offset[prepended_axes:], offset, strict=True)),
                 ),
                 axis_fragmentations=None,  # no regular grid
             )

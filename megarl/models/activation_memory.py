@@ -1,8 +1,7 @@
 """Estimate the memory of a training step beyond the model states: activations saved for the backward pass, and logits.
 
 The inputs of matrix products, norms, activation functions and flash attention are saved, counted as in arXiv:2205.05198
-section 4, for gated MLPs, grouped-query or latent attention, and routed experts. The docstrings state the units.
-`working_bytes` is what a rank reserves before a micro-batch.
+section 4, for gated MLPs, grouped-query or latent attention, and routed experts.
 """
 
 from __future__ import annotations
@@ -10,13 +9,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megarl.config import Config
-from megarl.models.layout_algebra import padded_vocab
+from megarl.config import Config, ParallelConfig
+from megarl.models.layout_algebra import HFConfig, padded_vocab
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, num_trained_mtp
 
 if TYPE_CHECKING:
     from megarl.parallel.ranks import Ranks
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+RECOMPUTED_TENSORS = {
+    "core_attn": (),  # flash attention saves no tensors of its own
+    "layernorm": ("norm outputs",),
+    "mla_up_proj": ("qkv",),
+    "mlp": ("mlp",),
+    "moe_act": ("products",),
+    "moe": ("dispatched", "gate, up", "products", "shared expert"),
+    "shared_experts": ("shared expert",),
+}
+"""The tensors that each of Megatron's `recompute_modules` recomputes."""
+
+
+def megatron_settings(hf: HFConfig, config: Config) -> dict[str, Any]:
+    """Return Megatron's fields and `post_norms`, for which Megatron has no field."""
+    family = family_of(hf)
+    return {**family.megatron_config(hf), **config.model.megatron, "post_norms": family.extras(hf).post_norms}
 
 
 def activation_elements(
@@ -27,24 +44,25 @@ def activation_elements(
     Sequence parallelism divides everything by tp. Tokens are assumed to spread evenly over the experts, whose inputs
     are replicated within an etp group.
 
-    With `recompute_granularity=full` and method uniform, each run of `recompute_num_layers` layers saves only its
-    input. With method block, the first `recompute_num_layers` layers of a part save only their inputs, and the others
-    save everything. Selective recomputation drops the outputs of its modules. Recomputed tensors exist for one layer,
-    or one run, at a time.
+    Full recomputation saves only the inputs of runs of `recompute_num_layers` layers (method uniform), or of the first
+    `recompute_num_layers` layers of a part (block). Selective recomputation drops the outputs of its modules.
+    Recomputed tensors exist for one layer, or one run, at a time.
 
-    settings: Megatron's fields of the model, and `post_norms`, see `family.Extras`.
+    settings: see `megatron_settings`.
     parts: the layers of the stage, one part per model chunk.
     tokens: of a micro-batch on this rank, after context parallelism.
     in_flight: see `micro_batches_in_flight`.
     """
     hidden = int(settings["hidden_size"])
     saved, recomputed = 0, [0]
+    modules = settings.get("recompute_modules") or ["core_attn"]
+    recomputed_names = {name for module in modules for name in RECOMPUTED_TENSORS.get(module, ())}
     for part in parts:
         layers = [_layer_tensors(settings, layer, etp) for layer in part]
         layer_sizes = [sum(layer.values()) for layer in layers]
         layers_per_run = int(settings.get("recompute_num_layers") or 1)
         if settings.get("recompute_granularity") == "selective":
-            dropped = [_recomputed_elements(settings, layer) for layer in layers]
+            dropped = [sum(layer.get(name, 0) for name in recomputed_names) for layer in layers]
             saved += sum(layer_sizes) - sum(dropped)
             recomputed += dropped
         elif settings.get("recompute_granularity") != "full":
@@ -62,9 +80,8 @@ def activation_elements(
 def micro_batches_in_flight(pp: int, stage: int, vpp: int = 1) -> float:
     """Return the largest number of micro-batches whose activations a stage holds at once, given enough micro-batches.
 
-    1F1B: those sent to the next stage before the first one returns. Interleaved (arXiv:2104.04473 section 2.2), a stage
-    runs pp micro-batches through its first part before it starts the second. The result counts micro-batches over all
-    parts; on the first stage it is pp + (pp - 1) / vpp, as in arXiv:2205.05198.
+    1F1B: those sent to the next stage before the first one returns. Interleaved (arXiv:2104.04473 section 2.2): on the
+    first stage pp + (pp - 1) / vpp, as in arXiv:2205.05198.
     """
     if vpp == 1:
         return pp - stage
@@ -100,27 +117,6 @@ def _layer_tensors(settings: Mapping[str, Any], layer: int, etp: int) -> dict[st
     return tensors
 
 
-_RECOMPUTED_TENSORS = {
-    "core_attn": (),  # flash attention saves no tensors of its own
-    "layernorm": ("norm outputs",),
-    "mla_up_proj": ("qkv",),
-    "mlp": ("mlp",),
-    "moe_act": ("products",),
-    "moe": ("dispatched", "gate, up", "products", "shared expert"),
-    "shared_experts": ("shared expert",),
-}
-"""The tensors that each of Megatron's `recompute_modules` recomputes."""
-RECOMPUTE_MODULES = tuple(_RECOMPUTED_TENSORS)
-
-
-def _recomputed_elements(settings: Mapping[str, Any], layer: Mapping[str, int]) -> int:
-    """Return the elements of a layer that selective recomputation does not save."""
-    modules = settings.get("recompute_modules") or ["core_attn"]
-    return sum(
-        layer.get(name, 0) for name in {name for module in modules for name in _RECOMPUTED_TENSORS.get(module, ())}
-    )
-
-
 def is_moe(settings: Mapping[str, Any], layer: int) -> bool:
     """Return whether a layer has routed experts."""
     if not settings.get("num_moe_experts"):
@@ -130,17 +126,11 @@ def is_moe(settings: Mapping[str, Any], layer: int) -> bool:
 
 
 def logits_bytes(vocab_size: int, hidden: int, tp: int, tokens: int, chunk_tokens: int, size: int) -> int:
-    """Estimate the bytes that `megatron/logprobs.py` needs for a micro-batch.
-
-    These are: the logits of `chunk_tokens` tokens, once in the model's dtype and four times in fp32; the gradient of
-    the output layer's weight, an fp32 sum and a summand; and the hidden states with their gradient.
-    """
+    """Estimate the bytes that `megatron/logprobs.py` needs for a micro-batch."""
     local_vocab = padded_vocab(vocab_size, tp) // tp
-    return (
-        min(tokens, chunk_tokens) * local_vocab * (size + 16)
-        + local_vocab * hidden * (4 + size)
-        + 2 * tokens * hidden * size
-    )
+    logits = min(tokens, chunk_tokens) * local_vocab * (size + 16)  # once in the model's dtype and four times in fp32
+    weight_gradient = local_vocab * hidden * (4 + size)  # an fp32 sum and a summand
+    return logits + weight_gradient + 2 * tokens * hidden * size  # hidden states with their gradient
 
 
 def micro_batch_bytes(
@@ -156,28 +146,49 @@ def micro_batch_bytes(
 ) -> int:
     """Return an upper bound on the device bytes of a micro-batch's inputs, as `megatron/micro_batch.py` moves them.
 
-    The first stage has tokens and positions, 8 bytes each. The last stage has the target tokens and, for the tokens of
-    all cp ranks, three 8-byte indices, the mask, and at most nine fp32 columns. Multi-token prediction layers need
-    further tokens. Routing replay takes 2 bytes per token and chosen expert in `layers`, for the tokens that sequence
-    parallelism assigns to this rank.
-
     tokens: of the micro-batch on this rank, after context parallelism.
     mtp: number of multi-token prediction layers.
+    replays: whether expert choices are replayed, those of the tokens that sequence parallelism assigns to this rank.
     """
-    total = 16 * tokens if first or (last and mtp) else 0
-    if last:
+    total = 16 * tokens if first or (last and mtp) else 0  # tokens and positions, 8 bytes each
+    if last:  # target tokens, and for the tokens of all cp ranks 3 indices, the mask, and at most 9 fp32 columns
         total += 8 * (1 + mtp) * tokens + (3 * 8 + 1 + 9 * 4) * tokens * cp
-    if replays:
+    if replays:  # 2 bytes per choice
         experts = sum(is_moe(settings, layer) for layer in layers) * int(settings.get("moe_router_topk") or 0)
         total += -(-2 * experts * tokens // tp)
     return total
 
 
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+def training_bytes(
+    settings: Mapping[str, Any],
+    stages: Sequence[Sequence[int]],
+    stage: int,
+    parallel: ParallelConfig | Ranks,
+    tokens: int,
+    size: int,
+    mtp: int = 0,
+    replays: bool = False,
+) -> tuple[int, float]:
+    """Return the bytes of activations and of micro-batch inputs on a rank of a stage, for all micro-batches in flight.
+
+    stages: the decoder layers of each stage. size: bytes per element. For the others see `micro_batch_bytes`.
+    """
+    is_last = stage == parallel.pp - 1
+    layers, count = stages[stage], len(stages[stage]) // parallel.vpp
+    parts = [layers[i * count : (i + 1) * count] for i in range(parallel.vpp)]
+    mtp_layers = list(stages[-1][-1:]) * mtp if is_last else []  # each costs about as much as the last layer
+    if settings.get("fp8"):  # MTP layers are not recomputed in FP8
+        elements = sum(layer_elements(settings, i, parallel.etp) for i in mtp_layers) * tokens // parallel.tp
+    else:
+        elements, parts[-1] = 0, [*parts[-1], *mtp_layers]
+    in_flight = micro_batches_in_flight(parallel.pp, stage, parallel.vpp)
+    elements += activation_elements(settings, parts, parallel.tp, tokens, in_flight, parallel.etp)
+    inputs = micro_batch_bytes(settings, layers, tokens, parallel.tp, parallel.cp, stage == 0, is_last, mtp, replays)
+    return elements * size, inputs * in_flight
 
 
 def working_bytes(
-    hf: Mapping[str, Any], config: Config, ranks: Ranks, role: str, tokens: int, trains: bool, recomputes: bool = False
+    hf: HFConfig, config: Config, ranks: Ranks, role: str, tokens: int, trains: bool, recomputes: bool = False
 ) -> int:
     """Estimate the bytes that this rank needs for a pass: activations, logits and micro-batch inputs.
 
@@ -186,28 +197,19 @@ def working_bytes(
     tokens: of a micro-batch on this rank.
     recomputes: full recomputation, overriding `model.megatron`.
     """
-    size = 4 if config.model.dtype == "float32" else 2
-    family = family_of(hf)
-    settings = {**family.megatron_config(hf), **config.model.megatron, "post_norms": family.extras(hf).post_norms}
-    settings |= FULL_RECOMPUTE if recomputes else {}
-    layers = stage_layers(int(settings["num_layers"]), ranks.pp, settings, ranks.vpp)
-    local_layers, is_last = layers[ranks.pp_rank], ranks.pp_rank == ranks.pp - 1
-    mtp = num_trained_mtp(hf, config) if role == "actor" and trains and is_last else 0
-    count = len(local_layers) // ranks.vpp
-    runs = [local_layers[i * count : (i + 1) * count] for i in range(ranks.vpp)]
-    in_flight = micro_batches_in_flight(ranks.pp, ranks.pp_rank, ranks.vpp) if trains else 1
+    size, settings, stage = DTYPE_BYTES[config.model.dtype], megatron_settings(hf, config), ranks.pp_rank
+    if recomputes:
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    stages, is_last = stage_layers(int(settings["num_layers"]), ranks.pp, settings, ranks.vpp), stage == ranks.pp - 1
     if trains:
-        runs[-1] = runs[-1] + layers[-1][-1:] * mtp
-        saved = activation_elements(settings, runs, ranks.tp, tokens, in_flight, ranks.etp)
+        mtp = num_trained_mtp(hf, config) if role == "actor" else 0
+        activations, inputs = training_bytes(settings, stages, stage, ranks, tokens, size, mtp)
     else:
-        saved = (
-            max((layer_elements(settings, layer, ranks.etp) for layer in local_layers), default=0) * tokens // ranks.tp
-        )
-    micro_batch = micro_batch_bytes(
-        settings, local_layers, tokens, ranks.tp, ranks.cp, ranks.pp_rank == 0, is_last, mtp
-    )
+        widest = max((layer_elements(settings, layer, ranks.etp) for layer in stages[stage]), default=0)
+        activations = widest * tokens // ranks.tp * size
+        inputs = micro_batch_bytes(settings, stages[stage], tokens, ranks.tp, ranks.cp, stage == 0, is_last)
     logits = 0
     if is_last and role == "actor":
         hidden, at_once = int(hf["hidden_size"]), config.train.logits_chunk_size
         logits = logits_bytes(int(hf["vocab_size"]), hidden, ranks.tp, tokens, at_once, size)
-    return round(saved * size + micro_batch * in_flight) + logits
+    return round(activations + inputs) + logits

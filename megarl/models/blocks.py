@@ -1,4 +1,4 @@
-"""Building blocks of family tables: parameter rows, Megatron's fields, and the divisibility check."""
+"""Building blocks of family tables: parameter rows and Megatron's fields."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from torch.nn.functional import silu
 
 from megarl.config import ConfigError
-from megarl.models.config_json import has_tied_embeddings, need, read, rope_options
+from megarl.models.config_json import need, read, rope_options
 from megarl.models.layout_algebra import (
+    Dim0Sharding,
     Dim1Sharding,
     EngineGrid,
     EngineQKVSharding,
     EngineSlot,
     EngineVocabSharding,
-    GateUpSharding,
     HFConfig,
     HFTensor,
     Param,
@@ -23,15 +23,9 @@ from megarl.models.layout_algebra import (
     Replicated,
     Sharding,
     VocabSharding,
-    split_param,
 )
 
-
-def check_divisible(params: list[Param], tp: int, etp: int) -> list[Param]:
-    """Return the table. Raise ConfigError for the first tensor that `tp`, or `etp` for experts, does not divide."""
-    for param in params:
-        split_param(param, tp if param.expert is None else etp, 0)
-    return params
+HEADS = "num_attention_heads"
 
 
 def common_config(hf: HFConfig) -> dict[str, Any]:
@@ -40,7 +34,7 @@ def common_config(hf: HFConfig) -> dict[str, Any]:
         num_layers=need(hf, "num_hidden_layers"),
         hidden_size=need(hf, "hidden_size"),
         ffn_hidden_size=need(hf, "intermediate_size"),
-        num_attention_heads=need(hf, "num_attention_heads"),
+        num_attention_heads=need(hf, HEADS),
         normalization="RMSNorm",
         layernorm_epsilon=need(hf, "rms_norm_eps"),
         gated_linear_unit=True,
@@ -61,15 +55,12 @@ def gqa_config(hf: HFConfig, bias: bool = False, qk_norm: bool = False) -> dict[
 
 def require_heads(hf: HFConfig) -> None:
     """Raise ConfigError if heads do not divide, or if rotary embeddings cannot rotate them in pairs."""
-    heads, hidden = need(hf, "num_attention_heads"), need(hf, "hidden_size")
-    if heads % num_kv_heads(hf):
-        raise ConfigError(
-            f"config.json: num_key_value_heads={num_kv_heads(hf)} does not divide num_attention_heads={heads}"
-        )
+    heads, kv_heads, hidden = need(hf, HEADS), num_kv_heads(hf), need(hf, "hidden_size")
+    if heads % kv_heads:
+        raise ConfigError(f"config.json: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
     if not read(hf, "head_dim") and hidden % heads:
-        raise ConfigError(
-            f"config.json: num_attention_heads={heads} does not divide hidden_size={hidden}, and there is no head_dim"
-        )
+        problem = f"num_attention_heads={heads} does not divide hidden_size={hidden}"
+        raise ConfigError(f"config.json: {problem}, and there is no head_dim")
     rotary_dim = head_dim(hf) * rope_options(hf)["partial_rotary_factor"]
     if rotary_dim % 2:
         raise ConfigError(f"config.json: rotary embeddings turn pairs, not {rotary_dim:g} of head_dim={head_dim(hf)}")
@@ -82,52 +73,55 @@ def gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
         max_sequence_length=need(hf, "max_position_embeddings"),
         position_embedding_type="rope",
         rotary_base=float(rope_options(hf)["rope_theta"]),
-        share_embeddings_and_output_weights=has_tied_embeddings(hf),
+        share_embeddings_and_output_weights=need(hf, "tie_word_embeddings"),
     )
 
 
 def num_kv_heads(hf: HFConfig) -> int:
-    """Return the number of key-value heads."""
-    return int(read(hf, "num_key_value_heads") or need(hf, "num_attention_heads"))
+    return int(read(hf, "num_key_value_heads") or need(hf, HEADS))
 
 
 def head_dim(hf: HFConfig) -> int:
-    return int(read(hf, "head_dim") or need(hf, "hidden_size") // need(hf, "num_attention_heads"))
+    return int(read(hf, "head_dim") or need(hf, "hidden_size") // need(hf, HEADS))
 
 
-def simple_param(
+def weight(
     megatron: str,
     hf: str,
     shape: tuple[int, ...],
     sharding: Sharding,
     grid: EngineGrid = "attention",
     slot: str = "",
-    at: int = 0,
+    offset: int = 0,
 ) -> Param:
-    """Return a parameter with one HF tensor, which the engine keeps under that name and shards in the same way."""
-    return Param(megatron, (HFTensor(hf, shape),), sharding, EngineSlot(slot or hf, sharding, grid, at))
+    """Return the parameter `<megatron>.weight` with one HF tensor, which the engine keeps and shards in the same way.
+
+    slot, offset: the engine's tensor and the index in it, if it fuses this weight with others.
+    """
+    name = f"{hf}.weight"
+    return Param(
+        f"{megatron}.weight", (HFTensor(name, shape),), sharding, EngineSlot(slot or name, sharding, grid, offset)
+    )
 
 
 def embedding(hf: HFConfig) -> list[Param]:
-    shape = (need(hf, "vocab_size"), need(hf, "hidden_size"))
-    return [_vocab("embedding.word_embeddings.weight", "model.embed_tokens.weight", shape, "embedding")]
+    return [_vocab_weight("embedding.word_embeddings", "model.embed_tokens", hf, "embedding")]
 
 
 def final_params(hf: HFConfig) -> list[Param]:
     """Return the final norm, and the output layer unless it is tied to the embedding."""
-    vocab, hidden = need(hf, "vocab_size"), need(hf, "hidden_size")
-    rows = [simple_param("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), Replicated())]
-    if not has_tied_embeddings(hf):
-        rows.append(_vocab("output_layer.weight", "lm_head.weight", (vocab, hidden), "head"))
-    return rows
+    rows = [norm("decoder.final_layernorm", "model.norm", need(hf, "hidden_size"))]
+    return rows if need(hf, "tie_word_embeddings") else [*rows, _vocab_weight("output_layer", "lm_head", hf, "head")]
 
 
-def _vocab(megatron: str, hf: str, shape: tuple[int, int], grid: EngineGrid) -> Param:
-    return Param(megatron, (HFTensor(hf, shape),), VocabSharding(), EngineSlot(hf, EngineVocabSharding(), grid))
+def _vocab_weight(megatron: str, name: str, hf: HFConfig, grid: EngineGrid) -> Param:
+    tensor = HFTensor(f"{name}.weight", (need(hf, "vocab_size"), need(hf, "hidden_size")))
+    slot = EngineSlot(tensor.name, EngineVocabSharding(), grid)
+    return Param(f"{megatron}.weight", (tensor,), VocabSharding(), slot)
 
 
 def norm(megatron: str, hf: str, size: int) -> Param:
-    return simple_param(f"{megatron}.weight", f"{hf}.weight", (size,), Replicated())
+    return weight(megatron, hf, (size,), Replicated())
 
 
 def gqa_params(
@@ -143,34 +137,26 @@ def gqa_params(
     qk_norm: add norms of q and k.
     before_mlp: HF's name of the second norm.
     """
-    hidden, heads, size, kv_heads = (
-        need(hf, "hidden_size"),
-        need(hf, "num_attention_heads"),
-        head_dim(hf),
-        num_kv_heads(hf),
-    )
+    hidden, heads, size, kv_heads = need(hf, "hidden_size"), need(hf, HEADS), head_dim(hf), num_kv_heads(hf)
     megatron_layer, hf_layer = f"decoder.layers.{layer}", f"model.layers.{layer}"
     megatron_prefix, hf_prefix = f"{megatron_layer}.self_attention", f"{hf_layer}.self_attn"
-    sizes = {"q": heads * size, "k": kv_heads * size, "v": kv_heads * size}
-    engine_sharding, sharding = EngineQKVSharding(heads, kv_heads), QKVSharding(kv_heads)
-    weights = tuple(HFTensor(f"{hf_prefix}.{x}_proj.weight", (rows, hidden)) for x, rows in sizes.items())
-    slot = EngineSlot(f"{hf_prefix}.qkv_proj.weight", engine_sharding, "attention")
+    row_counts = {"q": heads * size, "k": kv_heads * size, "v": kv_heads * size}
     rows = [norm(f"{megatron_layer}.input_layernorm", f"{hf_layer}.input_layernorm", hidden)]
-    rows.append(Param(f"{megatron_prefix}.linear_qkv.weight", weights, sharding, slot))
-    if bias:
-        biases = tuple(HFTensor(f"{hf_prefix}.{x}_proj.bias", (rows,)) for x, rows in sizes.items())
-        slot = EngineSlot(f"{hf_prefix}.qkv_proj.bias", engine_sharding, "attention")
-        rows.append(Param(f"{megatron_prefix}.linear_qkv.bias", biases, sharding, slot))
+    for kind, columns in {"weight": (hidden,), **({"bias": ()} if bias else {})}.items():
+        tensors = tuple(HFTensor(f"{hf_prefix}.{x}_proj.{kind}", (n, *columns)) for x, n in row_counts.items())
+        slot = EngineSlot(f"{hf_prefix}.qkv_proj.{kind}", EngineQKVSharding(heads, kv_heads), "attention")
+        rows.append(Param(f"{megatron_prefix}.linear_qkv.{kind}", tensors, QKVSharding(kv_heads), slot))
     if qk_norm:
         rows += [norm(f"{megatron_prefix}.{x}_layernorm", f"{hf_prefix}.{x}_norm", size) for x in ("q", "k")]
-    output = Dim1Sharding(heads, "num_attention_heads")
-    rows.append(
-        simple_param(
-            f"{megatron_prefix}.linear_proj.weight", f"{hf_prefix}.o_proj.weight", (hidden, heads * size), output
-        )
-    )
+    output, shape = Dim1Sharding(heads, HEADS), (hidden, heads * size)
+    rows.append(weight(f"{megatron_prefix}.linear_proj", f"{hf_prefix}.o_proj", shape, output))
     rows.append(norm(f"{megatron_layer}.pre_mlp_layernorm", f"{hf_layer}.{before_mlp}", hidden))
     return rows
+
+
+def dense_mlp(hf: HFConfig, layer: int) -> list[Param]:
+    key, hidden = "intermediate_size", need(hf, "hidden_size")
+    return gated_mlp(f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp", hidden, need(hf, key), key)
 
 
 def gated_mlp(
@@ -184,28 +170,23 @@ def gated_mlp(
     """
     gate_up = tuple(HFTensor(f"{hf}.{x}_proj.weight", (ffn, hidden)) for x in ("gate", "up"))
     down = (HFTensor(f"{hf}.down_proj.weight", (hidden, ffn)),)
-    gate_up_sharding, down_sharding = GateUpSharding(ffn, width_key), Dim1Sharding(ffn, width_key)
-    if expert is None:
-        slots = [
-            EngineSlot(f"{hf}.gate_up_proj.weight", gate_up_sharding, grid),
-            EngineSlot(f"{hf}.down_proj.weight", down_sharding, grid),
-        ]
-    else:
-        stack = hf.rpartition(".")[0]  # without the expert's number
-        slots = [
-            EngineSlot(f"{stack}.w13_weight", gate_up_sharding, "expert"),
-            EngineSlot(f"{stack}.w2_weight", down_sharding, "expert"),
-        ]
+    names = f"{hf}.gate_up_proj.weight", f"{hf}.down_proj.weight"
+    if expert is not None:
+        stack, grid = hf.rpartition(".")[0], "expert"  # without the expert's number
+        names = f"{stack}.w13_weight", f"{stack}.w2_weight"
     return [
-        Param(f"{megatron}.linear_fc1.weight", gate_up, gate_up_sharding, slots[0], expert),
-        Param(f"{megatron}.linear_fc2.weight", down, down_sharding, slots[1], expert),
+        Param(f"{megatron}.{fc}.weight", tensors, sharding, EngineSlot(name, sharding, grid), expert)
+        for fc, tensors, sharding, name in (
+            ("linear_fc1", gate_up, Dim0Sharding(ffn, width_key), names[0]),
+            ("linear_fc2", down, Dim1Sharding(ffn, width_key), names[1]),
+        )
     ]
 
 
 def moe_params(layer: int, hidden: int, ffn: int, count: int, experts: Iterable[int]) -> list[Param]:
     """Return a layer's router weight and the routed experts `experts`, out of `count`."""
     megatron, hf = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
-    rows = [simple_param(f"{megatron}.router.weight", f"{hf}.gate.weight", (count, hidden), Replicated())]
+    rows = [weight(f"{megatron}.router", f"{hf}.gate", (count, hidden), Replicated())]
     for e in experts:
         rows += gated_mlp(f"{megatron}.experts.{e}", f"{hf}.experts.{e}", hidden, ffn, "moe_intermediate_size", e)
     return rows

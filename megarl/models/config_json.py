@@ -1,7 +1,5 @@
 """Read config.json strictly: reject options that a table does not implement, wrong types and values out of range.
 
-Types are those of `config/strict.py`. Errors name the key.
-
 An absent key has the default of its configuration class in transformers (`DEFAULTS`), with which SGLang reads the file
 too. A key without a default there or here is required. `tests/models/test_config_keys.py` checks for every such key
 that trainer and transformers agree.
@@ -24,42 +22,34 @@ Experts = Annotated[int, Range(1, 4096)]
 Few = Annotated[int, Range(0, 1000)]
 """Upper bounds beyond any real model, so that building a table of all layers and experts takes seconds at most."""
 
+_Share = Annotated[float, Range(above=0, most=1)]
 FIELDS: dict[str, Any] = {
-    "vocab_size": Size,
-    "hidden_size": Size,
-    "intermediate_size": Size,
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), Size),
     "num_hidden_layers": Layers,
     "num_attention_heads": Heads,
     "num_key_value_heads": Heads | None,
     "head_dim": Size | None,
     "max_position_embeddings": PositiveInt,
+    "original_max_position_embeddings": PositiveInt | None,
     "rms_norm_eps": Annotated[float, Range(above=0, below=1)],
     "initializer_range": Annotated[float, Range(0, 100)],
-    "tie_word_embeddings": bool,
-    "attention_bias": bool,
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias"), bool),
     "rope_theta": PositiveFloat,
-    "rope_scaling": dict | None,
-    "rope_parameters": dict | None,
-    "original_max_position_embeddings": PositiveInt | None,
-    "partial_rotary_factor": Annotated[float, Range(above=0, most=1)],
+    "partial_rotary_factor": _Share,
     "layer_types": list[str] | None,
-    "quantization_config": dict | None,
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), dict | None),
 }
 """Keys that families read, with their types. Null is rejected unless the type allows it, as in transformers."""
 
 ROPE: dict[str, Any] = {
-    "type": str,
-    "rope_type": str,
+    **dict.fromkeys(("type", "rope_type"), str),
     "rope_theta": PositiveFloat,
-    "partial_rotary_factor": Annotated[float, Range(above=0, most=1)],
+    "partial_rotary_factor": _Share,
     "factor": Annotated[float, Range(1, 1e6)],
     "original_max_position_embeddings": PositiveInt,
-    "beta_fast": PositiveFloat | None,
-    "beta_slow": PositiveFloat | None,
-    "low_freq_factor": PositiveFloat,
-    "high_freq_factor": PositiveFloat,
-    "mscale": Annotated[float, Range(0, 1000)] | None,
-    "mscale_all_dim": Annotated[float, Range(0, 1000)] | None,
+    **dict.fromkeys(("beta_fast", "beta_slow"), PositiveFloat | None),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), PositiveFloat),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), Annotated[float, Range(0, 1000)] | None),
     "attention_factor": float | None,
     "truncate": bool,
 }
@@ -116,68 +106,61 @@ ENGINE_ONLY = frozenset(
     "language_config llm_config text_config thinker_config".split()
 ) | {"per_layer_config"}  # read by transformers
 """Keys that change what SGLang, or transformers' generic code, computes in any model, but not what the trainer does.
-
-A family that reads one of them lists it among its fields.
-"""
+A family that reads one of them lists it among its fields."""
 
 
-def require_types(hf: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
+def require_types(hf: Mapping[str, Any], family_fields: Mapping[str, Any] | None = None) -> None:
     """Raise ConfigError for a field of the wrong type or out of range, or for a field that only the engine would read.
 
     Families call this first, because their other checks read the fields.
 
-    own: the family's fields, in addition to `FIELDS`.
+    family_fields: in addition to `FIELDS`.
     """
-    name, fields = _name(hf), {**FIELDS, **(own or {})}
-    _require_kinds(hf, hf, fields)
+    fields = {**FIELDS, **(family_fields or {})}
+    _check_types(hf, hf, fields)
     for block in ("rope_scaling", "rope_parameters"):
         options = hf.get(block) or {}
         if any(isinstance(value, dict) for value in options.values()):
-            raise ConfigError(f"config.json of {name}: {block} per layer type are not implemented")
+            raise _error(hf, f"{block} per layer type are not implemented")
         for key in sorted(options.keys() - ROPE.keys()):
-            raise ConfigError(f"config.json of {name}: {block}.{key} is not implemented; known: {', '.join(ROPE)}")
-        _require_kinds(hf, options, ROPE, f"{block}.")
+            raise _error(hf, f"{block}.{key} is not implemented; known: {', '.join(ROPE)}")
+        _check_types(hf, options, ROPE, f"{block}.")
     rope_options(hf)  # raises if the blocks contradict each other
     for key in sorted(ENGINE_ONLY - fields.keys()):
         if hf.get(key) not in (None, False):
-            raise ConfigError(
-                f"config.json of {name}: {key}={strict.short_repr(hf[key])} is not implemented in training; remove it"
-            )
+            raise _error(hf, f"{key}={strict.short_repr(hf[key])} is not implemented in training; remove it")
 
 
-def _require_kinds(
-    hf: Mapping[str, Any], values: Mapping[str, Any], kinds: Mapping[str, Any], within: str = ""
-) -> None:
-    """Check the types of `values`, config.json or a block of it. within: the block's name and a dot."""
-    for key, kind in kinds.items():
+def _check_types(hf: Mapping[str, Any], values: Mapping[str, Any], types: Mapping[str, Any], prefix: str = "") -> None:
+    """Check `values`, config.json or a block of it. prefix: of the keys in errors."""
+    for key, kind in types.items():
         if values.get(key) is not None:
-            strict.check_value(values[key], kind, f"config.json of {_name(hf)}: {within}{key}")
+            strict.check_value(values[key], kind, f"config.json of {_name(hf)}: {prefix}{key}")
         elif key in values and type(None) not in get_args(kind):
-            raise ConfigError(f"config.json of {_name(hf)} has no {within}{key}: it is null")
+            raise ConfigError(f"config.json of {_name(hf)} has no {prefix}{key}: it is null")
 
 
 def require_present(hf: Mapping[str, Any], key: str, value: Any) -> None:
-    """Raise ConfigError if a key is absent that SGLang reads without a default and transformers does not read."""
+    """Like `require`, for a key that SGLang reads without a default and transformers does not read."""
     if hf.get(key) is None:
         raise ConfigError(f"config.json of {_name(hf)} has no {key}, which SGLang reads; add {json.dumps(value)}")
+    require(hf, key, value)
 
 
 def require_experts(hf: Mapping[str, Any], experts: int) -> None:
     """Raise ConfigError if more experts are chosen than exist, or if the table would take too long to build."""
     layers, topk = need(hf, "num_hidden_layers"), need(hf, "num_experts_per_tok")
     if topk > experts:
-        raise ConfigError(f"config.json of {_name(hf)}: num_experts_per_tok={topk}, but there are {experts} experts")
+        raise _error(hf, f"num_experts_per_tok={topk}, but there are {experts} experts")
     if layers * experts > 1 << 17:
-        raise ConfigError(f"config.json of {_name(hf)}: no model has {experts} experts in each of {layers} layers")
+        raise _error(hf, f"no model has {experts} experts in each of {layers} layers")
 
 
 def require_same(hf: Mapping[str, Any], key: str, other: str) -> None:
     """Raise ConfigError if two names of one option have different values."""
     if key in hf and other in hf and hf[key] != hf[other]:
-        raise ConfigError(
-            f"config.json of {_name(hf)}: {key}={strict.short_repr(hf[key])} and "
-            f"{other}={strict.short_repr(hf[other])} are two names of an option; remove one"
-        )
+        options = f"{key}={strict.short_repr(hf[key])} and {other}={strict.short_repr(hf[other])}"
+        raise _error(hf, f"{options} are two names of an option; remove one")
 
 
 def read(hf: Mapping[str, Any], key: str) -> Any:
@@ -208,8 +191,7 @@ def require(hf: Mapping[str, Any], key: str, default: Any, allowed: tuple[Any, .
     value = hf[key] if key in hf else _defaults(hf).get(key, default)
     if value != default and value not in allowed:
         implemented = ", ".join(str(item) for item in (default, *allowed))
-        option = f"{key}={strict.short_repr(value)}"
-        raise ConfigError(f"config.json of {_name(hf)}: {option} is not implemented (implemented: {implemented})")
+        raise _error(hf, f"{key}={strict.short_repr(value)} is not implemented (implemented: {implemented})")
 
 
 def require_common(
@@ -221,7 +203,6 @@ def require_common(
     """Raise ConfigError for options that no family implements.
 
     partial_rotary: whether this family supports rotating only a part of each head.
-    activation: the activation of its MLPs.
     layer_types: the attention type of each layer; None for full attention everywhere.
     """
     is_fp8(hf)  # raises for any other quantisation
@@ -233,39 +214,32 @@ def require_common(
         require(hf, "partial_rotary_factor", 1.0)
     require(hf, "rope_is_neox_style", True)
     require(hf, "pruned_heads", {}, (None,))
-    types = hf.get("layer_types") or ()
+    types = list(hf.get("layer_types") or ())
     if layer_types is not None:
-        if types and list(types) != list(layer_types):
-            raise ConfigError(
-                f"config.json of {_name(hf)}: layer_types={strict.short_repr(types)} is not implemented: it would be "
-                f"{strict.short_repr(list(layer_types))}"
-            )
+        if types and types != list(layer_types):
+            expected = strict.short_repr(list(layer_types))
+            raise _error(hf, f"layer_types={strict.short_repr(types)} is not implemented: it would be {expected}")
         return
     for layer_type in types:
         if layer_type != "full_attention":
-            raise ConfigError(f"config.json of {_name(hf)}: layer_types with {layer_type!r} is not implemented")
+            raise _error(hf, f"layer_types with {layer_type!r} is not implemented")
     if types and len(types) != (layers := need(hf, "num_hidden_layers")):
-        raise ConfigError(f"config.json of {_name(hf)}: layer_types has {len(types)} entries for {layers} layers")
-
-
-def has_tied_embeddings(hf: Mapping[str, Any]) -> bool:
-    """Return whether the output layer is tied to the embedding. Gemma 2's published config.json omits the key."""
-    return bool(need(hf, "tie_word_embeddings"))
+        raise _error(hf, f"layer_types has {len(types)} entries for {layers} layers")
 
 
 def rope_options(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return normalised rotary options: `rope_theta`, `rope_type`, `partial_rotary_factor` and those of the type.
 
     transformers 5 writes `rope_parameters`; earlier versions wrote `rope_theta` and `rope_scaling`. Raises ConfigError
-    if both are present and differ: transformers and SGLang would use `rope_scaling` alone and ignore even the
-    rope_theta of `rope_parameters`, which is not what a user who adds a YaRN block to a folder wants.
+    if both are present and differ: transformers and SGLang would ignore all of `rope_parameters`.
     """
     scaling, parameters = hf.get("rope_scaling"), hf.get("rope_parameters")
     options = _rope(hf, scaling or parameters)
     if scaling and parameters and options != _rope(hf, parameters):
-        raise ConfigError(
-            f"config.json of {_name(hf)}: rope_scaling and rope_parameters are both there and differ; keep one of "
-            "them, with rope_type, rope_theta and all else in it"
+        raise _error(
+            hf,
+            "rope_scaling and rope_parameters are both there and differ; keep one of them, with rope_type, rope_theta "
+            "and all else in it",
         )
     return options
 
@@ -276,27 +250,25 @@ def _rope(hf: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, A
     options["rope_type"] = options.get("rope_type") or legacy_type or "default"
     for key in ("rope_theta", "partial_rotary_factor"):
         options.setdefault(key, need(hf, key))
-    original_length = hf.get("original_max_position_embeddings")
-    if (
-        original_length is not None
-        and options["rope_type"] != "default"
-        and original_length != options.get("original_max_position_embeddings")
-    ):
-        raise ConfigError(
-            f"config.json of {_name(hf)}: original_max_position_embeddings={strict.short_repr(original_length)} beside "
-            f"{strict.short_repr(options.get('original_max_position_embeddings'))} in rope_scaling or rope_parameters: "
-            "transformers and SGLang differ in which counts; give the right one there alone"
+    length, block_length = (source.get("original_max_position_embeddings") for source in (hf, options))
+    if length is not None and options["rope_type"] != "default" and length != block_length:
+        raise _error(
+            hf,
+            f"original_max_position_embeddings={strict.short_repr(length)} beside {strict.short_repr(block_length)} in "
+            "rope_scaling or rope_parameters: transformers and SGLang differ in which counts; give the right one there "
+            "alone",
         )
     return options
 
 
 def require_default_rope(hf: Mapping[str, Any]) -> None:
     """Raise ConfigError for any scaled rotary embeddings."""
-    options = rope_options(hf)
-    if options["rope_type"] != "default":
-        raise ConfigError(
-            f"config.json of {_name(hf)}: rope_type={options['rope_type']!r} is not implemented (implemented: default)"
-        )
+    if (rope_type := rope_options(hf)["rope_type"]) != "default":
+        raise _error(hf, f"rope_type={rope_type!r} is not implemented (implemented: default)")
+
+
+def _error(hf: Mapping[str, Any], problem: str) -> ConfigError:
+    return ConfigError(f"config.json of {_name(hf)}: {problem}")
 
 
 def _name(hf: Mapping[str, Any]) -> str:

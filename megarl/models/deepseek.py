@@ -15,121 +15,69 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.config.strict import PositiveFloat
-from megarl.models import blocks
-from megarl.models.config_json import (
-    Experts,
-    Few,
-    Size,
-    need,
-    read,
-    require,
-    require_common,
-    require_experts,
-    require_present,
-    require_same,
-    require_types,
-    rope_options,
-)
+from megarl.models import blocks, config_json
+from megarl.models.blocks import HEADS, norm, weight
+from megarl.models.config_json import Experts, Few, Size, need, read, rope_options
 from megarl.models.family import Extras, Family
 from megarl.models.layout_algebra import Dim0Sharding, Dim1Sharding, EngineSlot, HFConfig, HFTensor, Param, Replicated
 
-HEADS = "num_attention_heads"
 FIELDS: dict[str, Any] = {
-    "n_routed_experts": Experts,
-    "num_experts_per_tok": Experts,
-    "n_shared_experts": Few,
+    **dict.fromkeys(("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"), Experts),
+    **dict.fromkeys(("n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers"), Few),
+    **dict.fromkeys(("scoring_func", "topk_method"), str),
     "moe_intermediate_size": Size,
-    "first_k_dense_replace": Few,
     "routed_scaling_factor": PositiveFloat,
-    "n_group": Experts,
-    "topk_group": Experts,
     "norm_topk_prob": bool,
-    "num_nextn_predict_layers": Few,
-    "num_mtp_layers": Few,
-    "scoring_func": str,
-    "topk_method": str,
     "moe_layer_freq": int,
 }
 """Fields of routing and experts, shared with GLM-4.5."""
 LATENT: dict[str, Any] = {
+    **dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), Size),
     "q_lora_rank": Size | None,
-    "kv_lora_rank": Size,
-    "qk_nope_head_dim": Size,
-    "qk_rope_head_dim": Size,
-    "v_head_dim": Size,
 }
 """Fields of attention."""
 
 
-def _config_v3(hf: HFConfig) -> dict[str, Any]:
-    _check_v3(hf)
-    return _config(hf) | sigmoid_routing(hf)
-
-
-def sigmoid_routing(hf: HFConfig) -> dict[str, Any]:
-    """Return Megatron's fields for sigmoid routing with groups and a balancing bias."""
-    return _groups(hf) | dict(
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_router_bias_update_rate=0.0,  # updating the bias would change the policy outside of the loss
-    )
-
-
-def _config_v2(hf: HFConfig) -> dict[str, Any]:
-    _check_v2(hf)
-    return _config(hf) | _groups(hf) | dict(moe_router_score_function="softmax", moe_router_pre_softmax=True)
-
-
-def _extras_v2(hf: HFConfig) -> Extras:
-    return Extras(has_group_max_routing=_has_group_limit(hf))
-
-
-def _groups(hf: HFConfig) -> dict[str, Any]:
-    groups, chosen = _group_counts(hf)
-    is_limited = chosen < groups
-    return dict(
-        moe_router_num_groups=groups if is_limited else None,
-        moe_router_group_topk=chosen if is_limited else None,
-    )
-
-
-def _has_group_limit(hf: HFConfig) -> bool:
-    """Return whether experts are chosen from some groups only; choosing all groups is no limit."""
-    groups, chosen = _group_counts(hf)
-    return chosen < groups
+SOFTMAX_ROUTING: dict[str, Any] = dict(moe_router_score_function="softmax", moe_router_pre_softmax=True)
+SIGMOID_ROUTING: dict[str, Any] = dict(
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_bias_update_rate=0.0,  # updating the bias would change the policy outside of the loss
+)
+"""Megatron's fields for sigmoid routing with a balancing bias."""
 
 
 def _group_counts(hf: HFConfig) -> tuple[int, int]:
     """Return the numbers of expert groups and of chosen groups. DeepSeek-V2 without groups has null for both."""
-    if read(hf, "n_group") is None:
-        return 1, 1
-    return need(hf, "n_group"), need(hf, "topk_group")
+    return (1, 1) if read(hf, "n_group") is None else (need(hf, "n_group"), need(hf, "topk_group"))
 
 
-def _config(hf: HFConfig) -> dict[str, Any]:
-    return (
-        blocks.common_config(hf)
-        | experts_config(hf)
-        | dict(
-            multi_latent_attention=True,
-            q_lora_rank=read(hf, "q_lora_rank"),
-            kv_lora_rank=need(hf, "kv_lora_rank"),
-            qk_head_dim=need(hf, "qk_nope_head_dim"),
-            qk_pos_emb_head_dim=need(hf, "qk_rope_head_dim"),
-            v_head_dim=need(hf, "v_head_dim"),
-            qk_layernorm=True,  # the norms of the latents
-            # Megatron's MLA rotates pairs (0, 1), (2, 3).. itself, like HF's rope_interleave: weights stay unchanged.
-            rotary_interleaved=False,
-            **_rope(hf),
-        )
-    )
+def _config(hf: HFConfig, check: Callable[[HFConfig], None], routing: dict[str, Any]) -> dict[str, Any]:
+    check(hf)
+    return {
+        **blocks.common_config(hf),
+        **experts_config(hf),
+        "multi_latent_attention": True,
+        "q_lora_rank": read(hf, "q_lora_rank"),
+        "kv_lora_rank": need(hf, "kv_lora_rank"),
+        "qk_head_dim": need(hf, "qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": need(hf, "qk_rope_head_dim"),
+        "v_head_dim": need(hf, "v_head_dim"),
+        "qk_layernorm": True,  # the norms of the latents
+        # Megatron's MLA rotates pairs (0, 1), (2, 3).. itself, like HF's rope_interleave: weights stay unchanged.
+        "rotary_interleaved": False,
+        **_rope(hf),
+        **routing,
+    }
 
 
 def experts_config(hf: HFConfig) -> dict[str, Any]:
-    """Return Megatron's fields for MoE layers after dense layers, with shared experts."""
-    dense = _dense_layers(hf)
+    """Return Megatron's fields for MoE layers after dense layers, with groups and shared experts."""
+    dense, (groups, chosen) = _dense_layers(hf), _group_counts(hf)
     shared = need(hf, "n_shared_experts") * need(hf, "moe_intermediate_size")
     return dict(
+        moe_router_num_groups=groups if chosen < groups else None,
+        moe_router_group_topk=chosen if chosen < groups else None,
         num_moe_experts=need(hf, "n_routed_experts"),
         moe_layer_freq=[0] * dense + [1] * (need(hf, "num_hidden_layers") - dense),
         moe_ffn_hidden_size=need(hf, "moe_intermediate_size"),
@@ -147,49 +95,32 @@ def _layer_v3(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
     return rows(hf, layer) if layer < need(hf, "num_hidden_layers") else mtp_layer(hf, layer, rows)
 
 
-def _layer_v2(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
-    return _decoder_layer(hf, layer, experts, bias=False)
-
-
-def _decoder_layer(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Param]:
-    hidden = need(hf, "hidden_size")
-    megatron_prefix, hf_prefix = f"decoder.layers.{layer}", f"model.layers.{layer}"
+def _decoder_layer(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool = False) -> list[Param]:
+    megatron, hf_layer, hidden = f"decoder.layers.{layer}", f"model.layers.{layer}", need(hf, "hidden_size")
     return [
-        blocks.norm(f"{megatron_prefix}.input_layernorm", f"{hf_prefix}.input_layernorm", hidden),
+        norm(f"{megatron}.input_layernorm", f"{hf_layer}.input_layernorm", hidden),
         *_attention(hf, layer),
-        blocks.norm(f"{megatron_prefix}.pre_mlp_layernorm", f"{hf_prefix}.post_attention_layernorm", hidden),
+        norm(f"{megatron}.pre_mlp_layernorm", f"{hf_layer}.post_attention_layernorm", hidden),
         *mlp(hf, layer, experts, bias),
     ]
 
 
 def mlp(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Param]:
     """Return the MLP of a dense layer, or the router, its bias if any, experts and shared experts of an MoE layer."""
-    hidden, moe_ffn = need(hf, "hidden_size"), need(hf, "moe_intermediate_size")
-    shared = need(hf, "n_shared_experts")
-    megatron_prefix, hf_prefix = f"decoder.layers.{layer}", f"model.layers.{layer}"
     if layer < _dense_layers(hf):
-        ffn = need(hf, "intermediate_size")
-        return blocks.gated_mlp(f"{megatron_prefix}.mlp", f"{hf_prefix}.mlp", hidden, ffn, "intermediate_size")
-    router, *routed = blocks.moe_params(layer, hidden, moe_ffn, num_experts(hf), experts)
-    rows = [router]
+        return blocks.dense_mlp(hf, layer)
+    hidden, ffn, shared = need(hf, "hidden_size"), need(hf, "moe_intermediate_size"), need(hf, "n_shared_experts")
+    megatron, hf_mlp = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}.mlp"
+    rows = blocks.moe_params(layer, hidden, ffn, num_experts(hf), experts)
     if bias:
-        expert_bias = blocks.simple_param(
-            f"{megatron_prefix}.mlp.router.expert_bias",
-            f"{hf_prefix}.mlp.gate.e_score_correction_bias",
-            (num_experts(hf),),
-            Replicated(),
-        )
-        rows.append(replace(expert_bias, dtype=torch.float32, is_buffer=True))
-    rows += routed
+        tensor = HFTensor(f"{hf_mlp}.gate.e_score_correction_bias", (num_experts(hf),))
+        slot = EngineSlot(tensor.name, Replicated(), "attention")
+        name = f"{megatron}.router.expert_bias"
+        rows.insert(1, Param(name, (tensor,), Replicated(), slot, dtype=torch.float32, is_buffer=True))
     if shared:
-        rows += blocks.gated_mlp(
-            f"{megatron_prefix}.mlp.shared_experts",
-            f"{hf_prefix}.mlp.shared_experts",
-            hidden,
-            shared * moe_ffn,
-            "moe_intermediate_size x n_shared_experts",
-            grid="shared",
-        )
+        width = "moe_intermediate_size x n_shared_experts"
+        names = f"{megatron}.shared_experts", f"{hf_mlp}.shared_experts"
+        rows += blocks.gated_mlp(*names, hidden, shared * ffn, width, grid="shared")
     return rows
 
 
@@ -201,25 +132,23 @@ def mtp_layer(hf: HFConfig, layer: int, decoder_layer: Callable[[HFConfig, int],
     layer: HF's number, past the decoder's layers.
     decoder_layer: returns the table of an MoE layer of the decoder.
     """
-    hidden, mtp_index = need(hf, "hidden_size"), layer - need(hf, "num_hidden_layers")
-    megatron_prefix, hf_prefix, draft = f"mtp.layers.{mtp_index}", f"model.layers.{layer}", "model"
-    names = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
-    rows = []
-    for megatron_name, hf_name in names.items():
-        row = blocks.norm(f"{megatron_prefix}.{megatron_name}", f"{hf_prefix}.{hf_name}", hidden)
-        rows.append(
-            replace(row, slot=EngineSlot(f"{draft}.{hf_name}.weight", Replicated(), "attention", is_draft=True))
-        )
-    joint = HFTensor(f"{hf_prefix}.eh_proj.weight", (hidden, 2 * hidden))
-    joint_slot = EngineSlot(f"{draft}.eh_proj.weight", Replicated(), "attention", is_draft=True)
-    rows.append(Param(f"{megatron_prefix}.eh_proj.weight", (joint,), Dim0Sharding(hidden, "hidden_size"), joint_slot))
-    # The rest is a decoder layer. Make it an MoE layer, however few layers the model has.
-    moe_hf = {**hf, "num_hidden_layers": layer + 1, "first_k_dense_replace": 0}
-    for row in decoder_layer(moe_hf, layer):
+    hidden, first = need(hf, "hidden_size"), need(hf, "num_hidden_layers")
+    megatron, hf_layer = f"mtp.layers.{layer - first}", f"model.layers.{layer}"
+
+    def draft(row: Param, prefix: str) -> Param:
         assert row.slot is not None
-        megatron_name = row.megatron.replace(f"decoder.layers.{layer}.", f"{megatron_prefix}.transformer_layer.")
-        slot = row.slot.name.replace(f"{hf_prefix}.", f"{draft}.decoder.")
-        rows.append(replace(row, megatron=megatron_name, slot=replace(row.slot, name=slot, is_draft=True)))
+        slot = replace(row.slot, name=row.slot.name.replace(f"{hf_layer}.", prefix), is_draft=True)
+        return replace(row, slot=slot)
+
+    names = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
+    joint = weight(f"{megatron}.eh_proj", f"{hf_layer}.eh_proj", (hidden, 2 * hidden), Replicated())
+    rows = [norm(f"{megatron}.{name}", f"{hf_layer}.{hf_name}", hidden) for name, hf_name in names.items()]
+    rows.append(replace(joint, sharding=Dim0Sharding(hidden, "hidden_size")))
+    rows = [draft(row, "model.") for row in rows]
+    # The rest is a decoder layer. Make it an MoE layer, however few layers the model has.
+    for row in decoder_layer({**hf, "num_hidden_layers": layer + 1, "first_k_dense_replace": 0}, layer):
+        name = row.megatron.replace(f"decoder.layers.{layer}.", f"{megatron}.transformer_layer.")
+        rows.append(draft(replace(row, megatron=name), "model.decoder."))
     return rows
 
 
@@ -234,53 +163,28 @@ def untrained_prefixes(hf: HFConfig) -> tuple[str, ...]:
 
 
 def _attention(hf: HFConfig, layer: int) -> list[Param]:
-    megatron_prefix, hf_prefix = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
+    megatron, hf_prefix = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
     hidden, heads, latent = need(hf, "hidden_size"), need(hf, HEADS), need(hf, "kv_lora_rank")
     nope, rope, value = need(hf, "qk_nope_head_dim"), need(hf, "qk_rope_head_dim"), need(hf, "v_head_dim")
-    by_head = Dim0Sharding(heads, HEADS)
-    query = heads * (nope + rope)
-    rows = []
-    fused = ""
-    if rank := read(hf, "q_lora_rank"):
+    whole, by_head = Replicated(), Dim0Sharding(heads, HEADS)
+    query, rank, fused = heads * (nope + rope), read(hf, "q_lora_rank"), ""
+    if rank:
         fused = f"{hf_prefix}.fused_qkv_a_proj_with_mqa.weight"
-        q_a = (rank, hidden)
-        rows += [
-            blocks.simple_param(
-                f"{megatron_prefix}.linear_q_down_proj.weight",
-                f"{hf_prefix}.q_a_proj.weight",
-                q_a,
-                Replicated(),
-                slot=fused,
-            ),
-            blocks.norm(f"{megatron_prefix}.q_layernorm", f"{hf_prefix}.q_a_layernorm", rank),
-            blocks.simple_param(
-                f"{megatron_prefix}.linear_q_up_proj.weight", f"{hf_prefix}.q_b_proj.weight", (query, rank), by_head
-            ),
+        rows = [
+            weight(f"{megatron}.linear_q_down_proj", f"{hf_prefix}.q_a_proj", (rank, hidden), whole, slot=fused),
+            norm(f"{megatron}.q_layernorm", f"{hf_prefix}.q_a_layernorm", rank),
+            weight(f"{megatron}.linear_q_up_proj", f"{hf_prefix}.q_b_proj", (query, rank), by_head),
         ]
     else:
-        rows.append(
-            blocks.simple_param(
-                f"{megatron_prefix}.linear_q_proj.weight", f"{hf_prefix}.q_proj.weight", (query, hidden), by_head
-            )
-        )
-    down, up = (latent + rope, hidden), (heads * (nope + value), latent)
-    output = Dim1Sharding(heads, HEADS)
-    return rows + [
-        blocks.simple_param(
-            f"{megatron_prefix}.linear_kv_down_proj.weight",
-            f"{hf_prefix}.kv_a_proj_with_mqa.weight",
-            down,
-            Replicated(),
-            slot=fused,
-            at=rank or 0,
-        ),
-        blocks.norm(f"{megatron_prefix}.kv_layernorm", f"{hf_prefix}.kv_a_layernorm", latent),
-        blocks.simple_param(
-            f"{megatron_prefix}.linear_kv_up_proj.weight", f"{hf_prefix}.kv_b_proj.weight", up, by_head
-        ),
-        blocks.simple_param(
-            f"{megatron_prefix}.linear_proj.weight", f"{hf_prefix}.o_proj.weight", (hidden, heads * value), output
-        ),
+        rows = [weight(f"{megatron}.linear_q_proj", f"{hf_prefix}.q_proj", (query, hidden), by_head)]
+    down, up, output = (latent + rope, hidden), (heads * (nope + value), latent), (hidden, heads * value)
+    kv_down = f"{megatron}.linear_kv_down_proj", f"{hf_prefix}.kv_a_proj_with_mqa"
+    return [
+        *rows,
+        weight(*kv_down, down, whole, slot=fused, offset=rank or 0),
+        norm(f"{megatron}.kv_layernorm", f"{hf_prefix}.kv_a_layernorm", latent),
+        weight(f"{megatron}.linear_kv_up_proj", f"{hf_prefix}.kv_b_proj", up, by_head),
+        weight(f"{megatron}.linear_proj", f"{hf_prefix}.o_proj", output, Dim1Sharding(heads, HEADS)),
     ]
 
 
@@ -292,15 +196,13 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
     """
     options = rope_options(hf)
     theta = float(options["rope_theta"])
-    if options["rope_type"] == "default":
-        # a factor of 1 keeps Megatron from scaling the softmax
+    if options["rope_type"] == "default":  # a factor of 1 keeps Megatron from scaling the softmax
         return dict(rope_type="rope", rotary_base=theta, rotary_scaling_factor=1.0, mscale=1.0, mscale_all_dim=0.0)
     if options["rope_type"] != "yarn":
-        raise ConfigError(
-            f"config.json: rope_type={options['rope_type']!r} is not implemented (implemented: default, yarn)"
-        )
-    require(options, "attention_factor", None)
-    require(options, "truncate", True)
+        rope_type = options["rope_type"]
+        raise ConfigError(f"config.json: rope_type={rope_type!r} is not implemented (implemented: default, yarn)")
+    config_json.require(options, "attention_factor", None)
+    config_json.require(options, "truncate", True)
     mscale, all_dim = options.get("mscale"), options.get("mscale_all_dim")
     if bool(mscale) != bool(all_dim):
         if all_dim:
@@ -321,58 +223,54 @@ def _rope(hf: HFConfig) -> dict[str, Any]:
 
 
 def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
-    require_types(hf, fields)
-    require_common(hf)
+    config_json.require_types(hf, fields)
+    config_json.require_common(hf)
     if need(hf, "qk_rope_head_dim") % 2:
         raise ConfigError(f"config.json: rotary embeddings turn pairs, not qk_rope_head_dim={hf['qk_rope_head_dim']}")
-    require(hf, "attention_bias", False)
-    require_present(hf, "moe_layer_freq", 1)
-    require(hf, "moe_layer_freq", 1)
+    config_json.require(hf, "attention_bias", False)
+    config_json.require_present(hf, "moe_layer_freq", 1)
     read(hf, "num_key_value_heads")
-    require(hf, "num_key_value_heads", need(hf, HEADS), (None,))
+    config_json.require(hf, "num_key_value_heads", need(hf, HEADS), (None,))
     # transformers also writes and reads two redundant head sizes.
     rope_dim = need(hf, "qk_rope_head_dim")
     for key, size in {"head_dim": rope_dim, "qk_head_dim": need(hf, "qk_nope_head_dim") + rope_dim}.items():
         if key in hf:
-            require(hf, key, size)
-    require(hf, "rms_norm_eps", 1e-6)  # SGLang applies it to the latents' norms, for which transformers has 1e-6
+            config_json.require(hf, key, size)
+    # SGLang applies it to the latents' norms, for which transformers has 1e-6
+    config_json.require(hf, "rms_norm_eps", 1e-6)
     _rope(hf)
 
 
 def _check_v2(hf: HFConfig) -> None:
     _check(hf, FIELDS | LATENT | {"n_group": Experts | None, "topk_group": Experts | None})
-    require(hf, "mlp_bias", False)
-    require(hf, "rope_interleave", True)
-    require_same(hf, "n_routed_experts", "num_experts")
-    require_present(hf, "scoring_func", "softmax")
-    require(hf, "scoring_func", "softmax")
-    require(hf, "topk_method", "greedy", ("group_limited_greedy",))
+    config_json.require(hf, "mlp_bias", False)
+    config_json.require(hf, "rope_interleave", True)
+    config_json.require_same(hf, "n_routed_experts", "num_experts")
+    config_json.require_present(hf, "scoring_func", "softmax")
+    config_json.require(hf, "topk_method", "greedy", ("group_limited_greedy",))
     if need(hf, "topk_method") != "greedy":
         need(hf, "n_group")
-    require(hf, "norm_topk_prob", False)
-    if _has_group_limit(hf):
-        groups, group_topk = _group_counts(hf)
-        if need(hf, "topk_method") == "greedy":
-            raise ConfigError(
-                f"config.json: topk_method='greedy' with topk_group={group_topk} of n_group={groups} is not "
-                "implemented: SGLang would limit the choice to these groups; HF does with "
-                "topk_method='group_limited_greedy'"
-            )
+    config_json.require(hf, "norm_topk_prob", False)
+    groups, group_topk = _group_counts(hf)
+    if group_topk < groups and need(hf, "topk_method") == "greedy":
+        raise ConfigError(
+            f"config.json: topk_method='greedy' with topk_group={group_topk} of n_group={groups} is not implemented: "
+            "SGLang would limit the choice to these groups; HF does with topk_method='group_limited_greedy'"
+        )
     require_groups(hf)
 
 
 def _check_v3(hf: HFConfig) -> None:
     _check(hf, FIELDS | LATENT)
-    require(hf, "rope_interleave", True)
-    require_present(hf, "scoring_func", "sigmoid")
-    require_present(hf, "topk_method", "noaux_tc")
-    require(hf, "topk_method", "noaux_tc")
+    config_json.require(hf, "rope_interleave", True)
+    config_json.require_present(hf, "scoring_func", "sigmoid")
+    config_json.require_present(hf, "topk_method", "noaux_tc")
     check_sigmoid_routing(hf)
 
 
 def require_groups(hf: HFConfig) -> None:
     """Raise ConfigError if experts cannot be chosen as the config requires."""
-    require_experts(hf, experts := num_experts(hf))
+    config_json.require_experts(hf, experts := num_experts(hf))
     groups, chosen = _group_counts(hf)
     if chosen > groups:
         raise ConfigError(f"config.json: topk_group={chosen} of n_group={groups} groups")
@@ -386,17 +284,17 @@ def require_groups(hf: HFConfig) -> None:
 
 
 def check_sigmoid_routing(hf: HFConfig) -> None:
-    """Raise ConfigError for options that `sigmoid_routing` does not implement."""
-    require(hf, "scoring_func", "sigmoid")
-    require_same(hf, "n_routed_experts", "num_local_experts")
-    require_same(hf, "num_nextn_predict_layers", "num_mtp_layers")
-    topk, (_, group_topk) = need(hf, "num_experts_per_tok"), _group_counts(hf)
+    """Raise ConfigError for options that `SIGMOID_ROUTING` does not implement."""
+    config_json.require(hf, "scoring_func", "sigmoid")
+    config_json.require_same(hf, "n_routed_experts", "num_local_experts")
+    config_json.require_same(hf, "num_nextn_predict_layers", "num_mtp_layers")
+    topk, (groups, group_topk) = need(hf, "num_experts_per_tok"), _group_counts(hf)
     if need(hf, "norm_topk_prob") != (topk > 1):
         raise ConfigError(
             f"config.json: norm_topk_prob={need(hf, 'norm_topk_prob')} with num_experts_per_tok={topk} is not "
             "implemented: Megatron normalises the weights of sigmoid routing exactly when there is more than one"
         )
-    if _has_group_limit(hf) and topk // group_topk != 2:
+    if group_topk < groups and topk // group_topk != 2:
         raise ConfigError(
             f"config.json: num_experts_per_tok={topk} with topk_group={group_topk} is not implemented: HF ranks a "
             f"group by its best 2 experts, Megatron by num_experts_per_tok / topk_group = {topk // group_topk}"
@@ -417,18 +315,18 @@ V2 = Family(
     "DeepseekV2ForCausalLM",
     "deepseek_v2",
     _check_v2,
-    _config_v2,
+    partial(_config, check=_check_v2, routing=SOFTMAX_ROUTING),
     blocks.gpt_kwargs,
-    _layer_v2,
+    _decoder_layer,
     num_experts,
     tool_call_parser="deepseekv3",
-    extras=_extras_v2,
+    extras=lambda hf: Extras(has_group_max_routing=experts_config(hf)["moe_router_num_groups"] is not None),
 )
 V3 = Family(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
     _check_v3,
-    _config_v3,
+    partial(_config, check=_check_v3, routing=SIGMOID_ROUTING),
     blocks.gpt_kwargs,
     _layer_v3,
     num_experts,

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.models import blocks
 from megarl.models.config_json import need
-from megarl.models.layout_algebra import HFConfig, Param
+from megarl.models.layout_algebra import HFConfig, Param, split_param
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,7 @@ class Extras:
     """Group-limited routing ranks a group of experts by its best expert, not by a sum over several."""
 
 
-NO_EXTRAS = Extras()
-"""For a model that Megatron's configuration describes completely."""
+NO_EXTRAS = Extras()  # for a model that Megatron's configuration describes completely
 
 
 @dataclass(frozen=True)
@@ -71,18 +70,24 @@ class Family:
         """Return SGLang's tool-call parser for the model of this config.json."""
         return self.parsers_by_type.get(str(hf.get("model_type")), self.tool_call_parser)
 
-    def params(self, hf: HFConfig, tp: int, etp: int = 1, mtp: bool = False) -> list[Param]:
+    def params(
+        self, hf: HFConfig, tp: int, etp: int = 1, mtp: bool = False, max_experts: int | None = None
+    ) -> list[Param]:
         """Return every trained parameter of the model, layer by layer.
 
         Raises ConfigError unless routed experts divide by `etp` and all other parameters by `tp`.
 
         mtp: include the multi-token prediction layers.
+        max_experts: include only the first routed experts of each layer.
         """
         self.check(hf)
         layers = range(need(hf, "num_hidden_layers") + (self.num_mtp_layers(hf) if mtp else 0))
-        experts = range(self.num_experts(hf))
+        experts = range(self.num_experts(hf))[:max_experts]
         rows = [row for layer in layers for row in self.layer(hf, layer, experts)]
-        return blocks.check_divisible(blocks.embedding(hf) + rows + blocks.final_params(hf), tp, etp)
+        table = blocks.embedding(hf) + rows + blocks.final_params(hf)
+        for param in table:
+            split_param(param, tp if param.expert is None else etp, 0)  # raises if it does not divide
+        return table
 
 
 VALUE_HEAD = "score.weight"
@@ -95,12 +100,7 @@ def is_classifier(hf: HFConfig) -> bool:
 
 
 def padding_of(hf: HFConfig, pad_token_id: int | None, end_of_turn: int) -> int | None:
-    """Return a padding token with which no conversation ends.
-
-    None if neither tokenizer nor config.json has one; HF's class then accepts one conversation at a time.
-
-    pad_token_id: the tokenizer's.
-    """
+    """Return a padding token with which no conversation ends, the tokenizer's or that of config.json, if any."""
     candidates = (pad_token_id, hf.get("pad_token_id"))
     return next((token for token in candidates if token not in (None, end_of_turn)), None)
 
@@ -108,9 +108,8 @@ def padding_of(hf: HFConfig, pad_token_id: int | None, end_of_turn: int) -> int 
 def classifier_config(hf: HFConfig, architecture: str, pad_token_id: int | None) -> dict[str, Any]:
     """Return the config.json of a classifier with one label on the trunk of `hf`, a policy or a classifier.
 
-    architecture: the policy's.
-    pad_token_id: padding token of HF's classifiers. They score the last token that differs from it, so texts must not
-        end with it. Without one they reject batches of more than one text.
+    architecture: the policy's. pad_token_id: HF's classifiers score the last token that differs from it, so texts must
+    not end with it. Without one they reject batches of more than one text.
     """
     return {
         **hf,

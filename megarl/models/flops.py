@@ -9,25 +9,19 @@ for load balancing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import LoraConfig
 from megarl.models.family import HFConfig
-from megarl.models.layout_algebra import Param
 from megarl.models.lora_tables import adapted_weights
 from megarl.models.registry import family_of, param_count, part_of
 
 
 def active_params(hf: HFConfig) -> float:
-    """Return the number of active weights per token: all but the embedding, and of the experts the chosen ones.
-
-    Includes norms and biases, which FLOPs counting leaves out, because this serves to compare sequences.
-    """
-    settings, counts = family_of(hf).megatron_config(hf), param_count(hf)
-    active = float(sum(counts.values()) - counts["embedding"] - counts["experts"])
-    if experts := settings.get("num_moe_experts"):
-        active += counts["experts"] * settings["moe_router_topk"] / experts
+    """Return the number of active weights per token: all but the embedding, and of the experts the chosen ones."""
+    counts = param_count(hf)
+    active = float(sum(counts.values()) - counts["embedding"] - counts["experts"]) + active_expert_params(hf)
     return active if counts["head"] else active + counts["embedding"]  # a tied head
 
 
@@ -87,10 +81,9 @@ PEAK_FLOPS: dict[str, float] = {
 }
 """Dense bf16 operations per second on tensor cores, by the words in CUDA's name of the GPU.
 
-From NVIDIA's data sheets, which mostly give the value with 2:4 sparsity, twice the dense one, or from the source in the
-comment. The values were taken from quotations, not from NVIDIA's own pages. Those of A100, H100, H200, B200 and L40S
-agree with torchtitan's table (pytorch/torchtitan, torchtitan/tools/utils.py), which cites these pages. FP8 training is
-measured against bf16 too, so that runs are comparable.
+From quotations of NVIDIA's data sheets, which mostly give the value with 2:4 sparsity, twice the dense one. Those of
+A100, H100, H200, B200 and L40S agree with torchtitan's table (torchtitan/tools/utils.py). FP8 training is measured
+against bf16 too, so that runs are comparable.
 """
 
 
@@ -103,23 +96,15 @@ def peak_flops(gpu: str) -> float | None:
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating point operations of a model.
+    """Floating point operations of a model."""
 
-    forward_per_token: of the forward pass, without attention pairs and output layer.
-    backward_per_token: of the backward pass: gradients of activations and of trained weights.
-    head_forward, head_backward: of the output layer, per token with logits.
-    attention_per_pair: of attention per pair of tokens, over all layers without a window.
-    windowed_per_pair: of attention per pair of tokens, over all layers with a window.
-    window: number of keys that a query sees in these layers, including its own.
-    """
-
-    forward_per_token: float
-    backward_per_token: float
-    head_forward: float
+    forward_per_token: float  # without attention pairs and output layer
+    backward_per_token: float  # gradients of activations and of trained weights
+    head_forward: float  # of the output layer, per token with logits
     head_backward: float
-    attention_per_pair: float
-    windowed_per_pair: float = 0.0
-    window: int = 0
+    attention_per_pair: float  # of tokens, over all layers without a window
+    windowed_per_pair: float = 0.0  # over all layers with a window
+    window: int = 0  # number of keys that a query sees in these layers, including its own
 
     def forward(self, lengths: Iterable[int], logits: int | None = None) -> float:
         """Return the operations of a forward pass. logits: the number of tokens with logits; all by default."""
@@ -129,20 +114,16 @@ class Flops:
     def backward(self, lengths: Iterable[int], logits: int | None = None) -> float:
         """Return the operations of the backward pass. Attention needs gradients of both factors of its two products."""
         tokens, attention = self._count_tokens(lengths)
-        return (
-            tokens * self.backward_per_token
-            + (tokens if logits is None else logits) * self.head_backward
-            + 2 * attention
-        )
+        head = (tokens if logits is None else logits) * self.head_backward
+        return tokens * self.backward_per_token + head + 2 * attention
 
     def _count_tokens(self, lengths: Iterable[int]) -> tuple[int, float]:
         """Return the number of tokens, and the operations of attention in a forward pass."""
         tokens, attention = 0, 0.0
         for length in lengths:
             tokens += length
-            attention += self.attention_per_pair * (
-                length * (length + 1) / 2
-            ) + self.windowed_per_pair * windowed_pairs(length, self.window)
+            windowed = self.windowed_per_pair * windowed_pairs(length, self.window)
+            attention += self.attention_per_pair * (length * (length + 1) / 2) + windowed
         return tokens, attention
 
 
@@ -162,48 +143,30 @@ def model_flops(hf: HFConfig, lora: LoraConfig | None = None, has_scalar_head: b
     """
     family = family_of(hf)
     settings, table = family.megatron_config(hf), family.params(hf, 1)
-    experts = int(settings.get("num_moe_experts") or 0)
-    chosen = int(settings["moe_router_topk"]) / experts if experts else 1.0
-    layers = [param for param in table if part_of(param) not in ("embedding", "head", "norms") and not param.is_buffer]
-    base = 2 * sum(_active_share(param, chosen) * param.size for param in layers if _is_matrix(param))
-    adapters = 0.0
-    trains_all = lora is None or lora.rank == 0
-    if lora is not None and lora.rank:
+    experts = settings.get("num_moe_experts")
+    expert_share = settings["moe_router_topk"] / experts if experts else 1.0  # fraction of tokens that use an expert
+    base, adapters = 0.0, 0.0
+    for param in table:
+        is_matrix = len(param.hf[0].shape) == 2 and not param.is_buffer
+        if is_matrix and part_of(param) not in ("embedding", "head", "norms"):
+            base += (expert_share if param.expert is not None else 1.0) * param.size
+    base *= 2
+    has_adapters = lora is not None and lora.rank > 0
+    if lora is not None and has_adapters:
         for param in adapted_weights(table, lora.target_modules):
             rows, columns = sum(tensor.shape[0] for tensor in param.hf), param.hf[0].shape[1]
-            adapters += 2 * _active_share(param, chosen) * lora.rank * (rows + columns)
-    vocab_size = 1 if has_scalar_head else int(hf["vocab_size"])
-    head = 2.0 * vocab_size * int(settings["hidden_size"])
-    # A critic's head is a single row and always trained.
-    flops = Flops(
-        forward_per_token=base + adapters,
-        backward_per_token=(2 if trains_all else 1) * base + 2 * adapters,
-        head_forward=head,
-        head_backward=(2 if trains_all or has_scalar_head else 1) * head,
-        attention_per_pair=0.0,
-    )
-    return _with_attention(flops, settings)
-
-
-def _with_attention(flops: Flops, settings: Mapping[str, Any]) -> Flops:
-    count = int(settings["num_layers"])
+            adapters += 2 * (expert_share if param.expert is not None else 1.0) * lora.rank * (rows + columns)
+    head = 2.0 * (1 if has_scalar_head else int(hf["vocab_size"])) * int(settings["hidden_size"])
+    layers = int(settings["num_layers"])
     per_pair = 2.0 * int(settings["num_attention_heads"]) * attention_width(settings)
     window, pattern = settings.get("window_size"), settings.get("window_attn_skip_freq")
-    if not window:
-        return replace(flops, attention_per_pair=count * per_pair)
-    windowed_layers = sum(pattern) if isinstance(pattern, list) else count
-    return replace(
-        flops,
-        attention_per_pair=(count - windowed_layers) * per_pair,
+    windowed_layers = 0 if not window else sum(pattern) if isinstance(pattern, list) else layers
+    return Flops(
+        forward_per_token=base + adapters,
+        backward_per_token=(1 if has_adapters else 2) * base + 2 * adapters,
+        head_forward=head,
+        head_backward=(1 if has_adapters and not has_scalar_head else 2) * head,  # a critic's head is always trained
+        attention_per_pair=(layers - windowed_layers) * per_pair,
         windowed_per_pair=windowed_layers * per_pair,
-        window=int(window[0]) + 1,
+        window=int(window[0]) + 1 if window else 0,
     )
-
-
-def _active_share(param: Param, expert_share: float) -> float:
-    """Return the fraction of tokens that use a weight."""
-    return expert_share if param.expert is not None else 1.0
-
-
-def _is_matrix(param: Param) -> bool:
-    return len(param.hf[0].shape) == 2

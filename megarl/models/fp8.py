@@ -5,12 +5,9 @@ Definition, for a block x (BF16 or FP32) of the logical tensor, where the last b
     scale = max(amax |x|, 1e-4) / 448        FP32, correctly rounded; the checkpoint's `weight_scale_inv`
     q = e4m3fn(x * (1 / scale))              1 / scale and the product are rounded to FP32, the cast to nearest even
 
-This equals `per_block_cast_to_fp8` of DeepGEMM (deep_gemm/utils/math.py) without UE8M0, bit for bit. SGLang does not
-quantise blocks on loading but takes them from the checkpoint. Where it casts a BF16 weight itself, it uses this
-function (models/dots3_common; with scales rounded up to powers of two, its own copy in quantization/fp8_utils.py), and
-its DeepSeek kernels are DeepGEMM's. Other converters divide x / scale, or do not bound amax, which turns a block of
-zeros into NaN; their last bits differ. A NaN amax makes its whole block NaN, and an infinite one makes it zeros and
-NaN. The sign of a NaN depends on the device.
+This equals `per_block_cast_to_fp8` of DeepGEMM (deep_gemm/utils/math.py) without UE8M0, bit for bit, as SGLang's own
+casts do. Other converters divide x / scale, or do not bound amax, which turns a block of zeros into NaN; their last
+bits differ. A NaN amax makes its whole block NaN, and an infinite one makes it zeros and NaN.
 """
 
 from __future__ import annotations
@@ -23,10 +20,8 @@ import torch
 from megarl.config import ConfigError, strict
 from megarl.models.layout_algebra import Param
 
-BLOCK = 128
-"""Side length of the blocks that share a scale."""
-SCALE_SUFFIX = "_scale_inv"
-"""Suffix to a matrix's name for its scale grid, [ceil(R / 128), ceil(C / 128)]."""
+BLOCK = 128  # side length of the blocks that share a scale
+SCALE_SUFFIX = "_scale_inv"  # of the name of a matrix's scale grid, [ceil(R / 128), ceil(C / 128)]
 _IMPLEMENTED = {
     "quant_method": ("fp8",),
     "weight_block_size": ([BLOCK, BLOCK],),
@@ -36,10 +31,8 @@ _IMPLEMENTED = {
 }
 
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
-"""The largest number of e4m3fn."""
-MIN_AMAX = 1e-4
-"""Lower bound on the amax of a scale."""
+FP8_MAX = 448.0  # the largest number of e4m3fn
+MIN_AMAX = 1e-4  # lower bound on the amax of a scale
 _CHUNK_ELEMENTS = 1 << 22  # bounds temporary memory
 
 
@@ -53,10 +46,10 @@ def is_fp8(hf: Mapping[str, Any]) -> bool:
     if quantization is None:
         return False
     for key, implemented in _IMPLEMENTED.items():
-        if quantization.get(key) not in implemented:
+        if (value := quantization.get(key)) not in implemented:
             raise ConfigError(
-                f"config.json: quantization_config with {key}={quantization.get(key)!r} is not implemented "
-                f"(implemented: {', '.join(map(repr, implemented))}); convert the weights to bfloat16"
+                f"config.json: quantization_config with {key}={value!r} is not implemented (implemented: "
+                f"{', '.join(map(repr, implemented))}); convert the weights to bfloat16"
             )
     excluded = quantization.get("modules_to_not_convert") or quantization.get("ignored_layers") or []
     strict.check_value(excluded, list[str], "config.json: modules_to_not_convert of quantization_config")
@@ -85,11 +78,7 @@ def grid_shape(shape: Sequence[int]) -> tuple[int, int]:
 def block_amax(weight: torch.Tensor, r0: int, c0: int, grid_shape: Sequence[int]) -> torch.Tensor:
     """Return the largest |element| of each logical block within a shard, [*grid_shape] FP32.
 
-    Blocks outside of the shard have 0; blocks with a NaN have NaN. Raises ValueError unless the shard lies within the
-    grid and is BF16 or FP32.
-
-    weight: the shard, [rows, columns].
-    r0, c0: position of its first element in the logical tensor.
+    Blocks outside of the shard have 0; blocks with a NaN have NaN. For the arguments see `quantise`.
     """
     grid = torch.zeros(*grid_shape, dtype=torch.float32, device=weight.device)
     if weight.numel():
@@ -130,12 +119,12 @@ def compute_scales(amax: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(weight: torch.Tensor, scales: torch.Tensor, r0: int, c0: int) -> torch.Tensor:
-    """Quantise a box of a logical tensor to e4m3fn, [rows, columns].
+    """Quantise a shard of a logical tensor to e4m3fn, [rows, columns].
 
-    Raises ValueError unless the box lies within the grid and is BF16 or FP32.
+    Raises ValueError unless the shard lies within the grid and is BF16 or FP32.
 
     scales: of the whole tensor.
-    r0, c0: position of the box's first element in the logical tensor.
+    r0, c0: position of the shard's first element in the logical tensor.
     """
     factors = 1.0 / scales[_block_slices(weight, r0, c0, scales)]
     quantised = torch.empty(weight.shape, dtype=FP8, device=weight.device)
@@ -155,11 +144,11 @@ def dequantise(
     return (quantised.float() * _expand_blocks(local_scales, quantised, r0 % BLOCK, c0 % BLOCK)).to(dtype)
 
 
-def _expand_blocks(values: torch.Tensor, box: torch.Tensor, top: int, left: int) -> torch.Tensor:
-    """Return the value of each element's block, in the shape of `box`.
+def _expand_blocks(values: torch.Tensor, part: torch.Tensor, top: int, left: int) -> torch.Tensor:
+    """Return the value of each element's block, in the shape of `part`.
 
-    top, left: position of the box's first element relative to the first block of `values`.
+    top, left: position of its first element relative to the first block of `values`.
     """
-    rows = torch.arange(top, top + box.shape[0], device=box.device) // BLOCK
-    columns = torch.arange(left, left + box.shape[1], device=box.device) // BLOCK
+    rows = torch.arange(top, top + part.shape[0], device=part.device) // BLOCK
+    columns = torch.arange(left, left + part.shape[1], device=part.device) // BLOCK
     return values[rows][:, columns]

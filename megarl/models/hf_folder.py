@@ -2,9 +2,8 @@
 
 FP8 matrices are dequantised to bfloat16 on reading. FP8 folders are never written.
 
-Tensors are streamed into files of bounded size. The safetensors library needs all tensors of a file in memory and
-copies them. Here a tensor may be read just before it is written, so that only one is in memory at a time. The bytes are
-the same as the library's.
+The safetensors library needs all tensors of a file in memory and copies them. Here a tensor may be read just before it
+is written, so that only one is in memory at a time. The bytes are the same as the library's.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from megarl.config import ConfigError
 from megarl.config.strict import describe_lfs_pointer, read_json
 from megarl.models.fp8 import SCALE_SUFFIX, dequantise, grid_shape, is_fp8
-from megarl.models.layout_algebra import PADDING, Param, split_param
+from megarl.models.layout_algebra import Param, assemble_shard
 from megarl.models.registry import family_of, load_hf_config
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -45,9 +45,6 @@ _DTYPE_NAMES = {  # in the library's order within a file, which aligns each tens
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-DTYPES_BY_NAME = {kind: dtype for dtype, kind in _DTYPE_NAMES.items()}
-"""torch dtypes by their safetensors names."""
-_ORDER = {dtype: number for number, dtype in enumerate(_DTYPE_NAMES)}
 
 
 class LazyTensor(NamedTuple):
@@ -67,7 +64,8 @@ def num_bytes(tensor: TensorSource) -> int:
 
 def write_file(tensors: Mapping[str, TensorSource], path: Path) -> None:
     """Write a safetensors file with permissions according to the umask. Raises OSError."""
-    names = sorted(tensors, key=lambda name: (_ORDER[tensors[name].dtype], name))
+    dtypes = list(_DTYPE_NAMES)
+    names = sorted(tensors, key=lambda name: (dtypes.index(tensors[name].dtype), name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name in names:
@@ -79,17 +77,12 @@ def write_file(tensors: Mapping[str, TensorSource], path: Path) -> None:
     with path.open("wb") as file:
         file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
         for name in names:
-            file.write(_tensor_bytes(tensors[name], name))
-
-
-def _tensor_bytes(tensor: TensorSource, name: str) -> memoryview:
-    """Return the tensor's bytes, without a copy if it is contiguous on the host."""
-    data = tensor.read() if isinstance(tensor, LazyTensor) else tensor
-    if (tuple(data.shape), data.dtype) != (tuple(tensor.shape), tensor.dtype):
-        raise ValueError(
-            f"{name} was declared as {tensor.dtype} {tuple(tensor.shape)} and is {data.dtype} {tuple(data.shape)}"
-        )
-    return data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            tensor = tensors[name]
+            data = tensor.read() if isinstance(tensor, LazyTensor) else tensor
+            declared, actual = (tensor.dtype, tuple(tensor.shape)), (data.dtype, tuple(data.shape))
+            if declared != actual:
+                raise ValueError(f"{name} was declared as {declared[0]} {declared[1]} and is {actual[0]} {actual[1]}")
+            file.write(data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 class ShardWriter:
@@ -133,20 +126,13 @@ class ShardWriter:
         self.pending, self.shard_bytes = {}, 0
 
 
-COPIED_SUFFIXES = {
-    ".json",
-    ".txt",
-    ".model",
-    ".jinja",
-    ".tiktoken",
-    ".py",
-}  # config, tokenizer, and custom code that config.json names
+COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+"""Of config, tokenizer, and custom code that config.json names."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 _MTP_COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
 """Tensors that checkpoints duplicate in multi-token prediction layers, and their originals."""
-FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3")
-"""Supported dtypes of stored weights, by safetensors name."""
+FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3")  # supported dtypes of stored weights, by safetensors name
 
 
 class HFWeights:
@@ -161,7 +147,8 @@ class HFWeights:
         self._open_files: dict[str, Any] = {}
 
     def names(self) -> list[str]:
-        return [name for name in self._files if not self._is_scale(name)]
+        scales = {name + SCALE_SUFFIX for name in self._files}
+        return [name for name in self._files if name not in scales]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
@@ -172,8 +159,10 @@ class HFWeights:
         return dequantise(tensor, self._tensor(name + SCALE_SUFFIX)) if name + SCALE_SUFFIX in self._files else tensor
 
     def get_lazy(self, name: str) -> LazyTensor:
-        """Return the full tensor as a `LazyTensor`."""
-        dtype = torch.bfloat16 if name + SCALE_SUFFIX in self._files else DTYPES_BY_NAME[self._slice(name).get_dtype()]
+        stored = self._slice(name).get_dtype()
+        dtype = next(dtype for dtype, kind in _DTYPE_NAMES.items() if kind == stored)
+        if name + SCALE_SUFFIX in self._files:
+            dtype = torch.bfloat16
         return LazyTensor(self.shape(name), dtype, lambda: self.get(name))
 
     def get_slice(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
@@ -186,15 +175,7 @@ class HFWeights:
 
     def get_shard(self, param: Param, tp: int, rank: int) -> torch.Tensor:
         """Return the shard of rank `rank` of `tp`, a new tensor. Like `layout_algebra.shard`, without full tensors."""
-        dim, slices = split_param(param, tp, rank)
-        parts = [self.get_slice(param.hf[s.source].name, dim, s.start, s.stop) for s in slices if s.source != PADDING]
-        padding = sum(s.stop - s.start for s in slices if s.source == PADDING)
-        if padding:
-            shape = list(param.hf[0].shape)
-            shape[dim] = padding
-            dtype = parts[0].dtype if parts else self.get_slice(param.hf[0].name, 0, 0, 1).dtype
-            parts.append(torch.zeros(shape, dtype=dtype))
-        return torch.cat(parts, dim=dim)
+        return assemble_shard(param, tp, rank, self.get_slice)
 
     def check(self, hf: dict[str, Any], optional: Collection[str] = (), mtp: bool = False) -> None:
         """Raise ConfigError, naming the tensor, unless these are exactly the tensors of the model in `hf`.
@@ -210,19 +191,17 @@ class HFWeights:
         if missing := [name for name in expected if name not in self._files]:
             hint = "; config.json has tie_word_embeddings=false, is it tied?" if missing == [HEAD] else ""
             raise ConfigError(f"{where} {_summarize_names(missing)} missing{hint}")
-        prefixes = family.untrained_prefixes(hf)
-        allowed = expected.keys() | set(optional)
-        extra = [name for name in self.names() if name not in allowed and not _is_ignored(name, prefixes)]
+        allowed, prefixes = expected.keys() | set(optional), family.untrained_prefixes(hf)
+        extra = [name for name in self.names() if name not in allowed and not name.startswith(prefixes)]
+        extra = [name for name in extra if not name.endswith("rotary_emb.inv_freq")]  # derived; old files have it
         if HEAD in extra:  # the config ties the embeddings
             extra.remove(HEAD)  # some checkpoints duplicate the tied weight
             if not torch.equal(self.get(HEAD), self.get(EMBEDDING)):
-                raise ConfigError(
-                    f"{where} {HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=true"
-                )
+                problem = f"{HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=true"
+                raise ConfigError(f"{where} {problem}")
         if extra:
-            raise ConfigError(
-                f"{where} {_summarize_names(extra)} not part of {family.architecture} with this config.json"
-            )
+            problem = f"{_summarize_names(extra)} not part of {family.architecture} with this config.json"
+            raise ConfigError(f"{where} {problem}")
         for name, shape in expected.items():
             if self.shape(name) != shape:
                 raise ConfigError(f"{where} {name} has shape {self.shape(name)}; config.json asks for {shape}")
@@ -245,9 +224,6 @@ class HFWeights:
                 raise ConfigError(f"{self.folder}: {scales} is missing: FP8 weights mean nothing without their scales")
             if self.shape(scales) != (expected := grid_shape(self.shape(name))):
                 raise ConfigError(f"{self.folder}: {scales} has shape {self.shape(scales)}; {name} needs {expected}")
-
-    def _is_scale(self, name: str) -> bool:
-        return name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in self._files
 
     def _tensor(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._read(name, lambda file: file.get_tensor(name))
@@ -303,31 +279,31 @@ def save_hf(
 ) -> None:
     """Write an HF folder: the streamed tensors, with config, tokenizer and untrained tensors of `source_folder`.
 
-    Everything is written to `<folder>.tmp`, which replaces `folder` when it is complete.
+    Everything is written to `<folder>.tmp`, which replaces `folder` when it is complete. Raises ConfigError for a
+    missing, unknown, repeated or misshapen tensor, or if `folder` holds something else, and OSError if writing fails.
 
     dtype: target dtype of tensors whose dtype the table does not fix; None casts nothing.
     max_shard_bytes: about the size of a file, which is also held in memory; of `LazyTensor`s only one is.
     write: if False, only drain the stream, for ranks that take part in a gather but do not write. The writer also
         drains it before raising, so that no rank is left waiting in a collective.
-    table, config: those of another model on the same trunk, instead of the source's: a classifier made from a policy,
-        or a model with multi-token prediction layers.
-
-    Raises ConfigError for a missing, unknown, repeated or misshapen tensor, or if `folder` holds something else.
-    Raises OSError if writing fails. In either case nothing is left behind.
+    table, config: those of another model on the same trunk, instead of the source's, such as a classifier.
     """
-    stream = iter(tensors)
-    try:
-        if write:
-            _write(Path(folder), stream, Path(source_folder), dtype, max_shard_bytes, table, config)
-    except Exception:
-        shutil.rmtree(_staging(Path(folder)), ignore_errors=True)
-        _drain(stream)
-        raise
-    _drain(stream)
+    stream, error = iter(tensors), None
+    if write:
+        try:
+            check_target(Path(folder), Path(source_folder))
+            with _replacing(Path(folder)) as staging:
+                _write(staging, stream, Path(source_folder), dtype, max_shard_bytes, table, config)
+        except Exception as failure:
+            error = failure
+    for _ in stream:
+        pass
+    if error is not None:
+        raise error
 
 
 def _write(
-    folder: Path,
+    staging: Path,
     stream: Iterator[tuple[str, TensorSource]],
     source: Path,
     dtype: torch.dtype | None,
@@ -335,22 +311,18 @@ def _write(
     table: Sequence[Param] | None,
     config: Mapping[str, Any] | None,
 ) -> None:
-    check_target(folder, source)
     hf = load_hf_config(source)
     family = family_of(hf)
     rows = [(param, tensor) for param in table or family.params(hf, 1) for tensor in param.hf]
     open_shapes = {tensor.name: tensor.shape for _, tensor in rows}
-    trained = set(open_shapes)
-    mtp_tensors = _mtp_tensors(source, family.untrained_prefixes(hf))
-    copies: dict[str, list[str]] = {}
-    for name in mtp_tensors:
-        if original := _MTP_COPIES.get(_LAYER.sub("", name)):
-            copies.setdefault(original, []).append(name)
     fixed_dtype = {tensor.name for param, tensor in rows if param.dtype is not None}
+    prefixes, untrained, copies = family.untrained_prefixes(hf), [], {}
+    if prefixes and ((source / SINGLE).is_file() or (source / INDEX).is_file()):
+        weights = open_hf(source)
+        untrained = [name for name in weights.names() if name.startswith(prefixes) and name not in open_shapes]
+        originals = {name: _MTP_COPIES.get(_LAYER.sub("", name)) for name in untrained}
+        copies = {name: original for name, original in originals.items() if original}
 
-    staging = _staging(folder)
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
     files = ShardWriter(staging, max_shard_bytes)
     for name, tensor in stream:
         if name not in open_shapes:
@@ -360,20 +332,24 @@ def _write(
         is_float = tensor.dtype.is_floating_point
         cast = dtype if dtype is not None and name not in fixed_dtype and is_float else tensor.dtype
         host_tensor = _cast_on_host(tensor, cast)
-        for name_or_copy in (name, *copies.get(name, ())):
+        for name_or_copy in (name, *(copy for copy, original in copies.items() if original == name)):
             files.add(name_or_copy, host_tensor)
     if open_shapes:
-        raise ConfigError(f"{folder}: {_summarize_names(list(open_shapes))} missing")
-    for name, weights in mtp_tensors.items():
-        if name not in trained and not any(name in names for names in copies.values()):
+        raise ConfigError(f"{staging.with_suffix('')}: {_summarize_names(list(open_shapes))} missing")
+    for name in untrained:
+        if name not in copies:
             files.add(name, weights.get_lazy(name))
     files.finish()
 
     for file in source.iterdir():
         if file.is_file() and file.suffix in COPIED_SUFFIXES and not file.name.endswith(".safetensors.index.json"):
             shutil.copyfile(file, staging / file.name)
-    _update_config(staging / "config.json", hf, dict(config or hf), dtype)
-    _replace(folder, staging)
+    # Update the model and dtype in config.json; leave the file untouched if it is correct already.
+    new_hf = {field: value for field, value in (config or hf).items() if field != "quantization_config"}
+    key = "dtype" if "dtype" in new_hf else "torch_dtype"
+    dtype_name = new_hf.get(key) if dtype is None else str(dtype).removeprefix("torch.")
+    if new_hf != hf or hf.get(key) != dtype_name:
+        (staging / "config.json").write_text(json.dumps({**new_hf, key: dtype_name}, indent=2) + "\n")
 
 
 def save_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
@@ -381,17 +357,10 @@ def save_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapp
 
     Raises OSError if writing fails, and leaves nothing behind.
     """
-    staging = _staging(folder)
-    shutil.rmtree(staging, ignore_errors=True)
     host_tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    try:
-        staging.mkdir(parents=True)
+    with _replacing(folder) as staging:
         write_file(host_tensors, staging / "adapter_model.safetensors")
         (staging / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    except OSError:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    _replace(folder, staging)
 
 
 def check_target(folder: Path, source: Path) -> None:
@@ -412,34 +381,22 @@ def _cast_on_host(tensor: TensorSource, dtype: torch.dtype) -> TensorSource:
     return tensor.detach().to("cpu", dtype, copy=True).contiguous()
 
 
-def _staging(folder: Path) -> Path:
-    return folder.with_name(folder.name + ".tmp")
-
-
-def _replace(folder: Path, staging: Path) -> None:
-    old = folder.with_name(folder.name + ".old")
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that replaces `folder`, or is removed on an exception."""
+    staging, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+    except Exception:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         os.rename(folder, old)
     os.rename(staging, folder)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _mtp_tensors(source: Path, prefixes: tuple[str, ...]) -> dict[str, HFWeights]:
-    """Return the names of the source's multi-token prediction tensors, each with the weights to read it from."""
-    if not prefixes or not ((source / SINGLE).is_file() or (source / INDEX).is_file()):
-        return {}
-    weights = open_hf(source)
-    return {name: weights for name in weights.names() if name.startswith(prefixes)}
-
-
-def _update_config(file: Path, written: dict[str, Any], hf: dict[str, Any], dtype: torch.dtype | None) -> None:
-    """Update the model and dtype in config.json; leave the file untouched if it is correct already."""
-    key = "dtype" if "dtype" in hf else "torch_dtype"
-    name = hf.get(key) if dtype is None else str(dtype).removeprefix("torch.")
-    unquantized = {field: value for field, value in hf.items() if field != "quantization_config"}
-    if unquantized != written or written.get(key) != name:
-        file.write_text(json.dumps({**unquantized, key: name}, indent=2) + "\n")
 
 
 def _open(file: Path) -> Any:
@@ -448,20 +405,8 @@ def _open(file: Path) -> Any:
     except FileNotFoundError:
         raise ConfigError(f"{file} is missing") from None
     except (SafetensorError, OSError) as error:
-        raise ConfigError(
-            describe_lfs_pointer(file) or f"{file} is truncated or not a safetensors file: {error}"
-        ) from None
-
-
-def _drain(stream: Iterator[Any]) -> None:
-    for _ in stream:
-        pass
-
-
-def _is_ignored(name: str, prefixes: tuple[str, ...]) -> bool:
-    return name.startswith(prefixes) or name.endswith(
-        "rotary_emb.inv_freq"
-    )  # the latter is derived; only old files have it
+        problem = describe_lfs_pointer(file) or f"{file} is truncated or not a safetensors file: {error}"
+        raise ConfigError(problem) from None
 
 
 def _summarize_names(names: list[str]) -> str:

@@ -1,9 +1,7 @@
 """Estimate the host memory of a step's values, by part, from a configuration alone.
 
-Rollouts and the columns of their tokens stay on the rank that generated them, and a model receives only the rows that
-it computes. So a machine holds its share of a step, whatever the number of machines, plus data in transit between
-ranks. Messages and texts are left out, because their sizes are unknown in advance. So is freed memory that a process's
-allocator retains.
+A machine holds its share of a step, whatever the number of machines, plus data in transit between ranks. Messages and
+texts are left out, because their sizes are unknown in advance, and so is freed memory that an allocator retains.
 """
 
 from __future__ import annotations
@@ -18,56 +16,43 @@ from megarl.types.requirements import Requirements
 
 TOKEN_BYTES, FLOAT_BYTES, FLAG_BYTES, INDEX_BYTES = 4, 4, 1, 8
 """Bytes of a token id, a per-token number, a loss-mask flag, and an index."""
-MICRO_BATCH_OVERHEAD = 5 * INDEX_BYTES
-"""Bytes per token of a micro-batch beside its columns: ids, next ids, positions, and two token indices."""
+MICRO_BATCH_OVERHEAD = 5 * INDEX_BYTES  # per token beside its columns: ids, next ids, positions, two token indices
 EXPERT_CHOICE_BYTES = 8
 """Bytes per recorded expert choice while micro-batches are built.
 
 A choice is concatenated with the others in its stored dtype, then a tensor parallel rank's choices are looked up, and
 exist as int16 of this micro-batch and of the current one.
 """
-GAE_ELEMENTS = 1 << 24
-"""Elements that `algorithms.advantages.gae` processes at a time, see `MAX_BLOCK_STEPS` there."""
-TENSOR_VIEW_BYTES = 512
-"""Bytes of the tensor object for a row of that rectangle."""
+MASK_PICK_BYTES = 2 * INDEX_BYTES  # per sampling-mask id that a micro-batch gathers: source and target indices
+GAE_ELEMENTS = 1 << 24  # that `algorithms.advantages.gae` processes at a time, see `MAX_BLOCK_STEPS` there
+TENSOR_VIEW_BYTES = 512  # of the tensor object for a row of them
 PENDING_CHECKPOINT = "checkpoint under way"
-RECORD_CHUNK_TOKENS = 1 << 20
-"""Tokens of the chunk of rollout records that a rank writes at a time, see `observe.rollout_log`."""
+RECORD_CHUNK_TOKENS = 1 << 20  # tokens of records that a rank writes at a time, see `observe.rollout_log`
 RECORD_BYTES = 3 * (TOKEN_BYTES + 2 * FLOAT_BYTES)
-"""Bytes per token of such a chunk, with log-prob and advantage: as columns, encoded, and compressed.
+"""Bytes per token of these records, with log-prob and advantage: as columns, encoded, and compressed.
 
 The same number of bytes of other records counts as a token.
 """
-MASK_PICK_BYTES = 2 * INDEX_BYTES
-"""Bytes per sampling-mask id while a micro-batch's ids are gathered: source and target indices."""
 
 
 def column_bytes(config: Config, requirements: Requirements) -> int:
-    """Return the bytes per token of a training batch's columns.
-
-    Columns are ids and mask, log-probs of engine and policy, and advantages. A reference adds its log-probs; a critic
-    adds values, rewards and returns; generation from older weights adds staleness; and a correction adds its weights.
-    """
-    num_columns = 3 + ("reference" in requirements.roles) + (3 if "critic" in requirements.roles else 0)
-    rollout = config.rollout
-    num_columns += rollout.max_staleness > 0 and (rollout.asynchronous or rollout.oversample > 1)
-    num_columns += config.correction.kind != "none"
+    """Return the bytes per token of a training batch's columns."""
+    roles, rollout = requirements.roles, config.rollout
+    num_columns = 3 + ("reference" in roles)  # log-probs of engine and policy, advantages; log-probs of the reference
+    num_columns += 3 if "critic" in roles else 0  # values, rewards, returns
+    num_columns += rollout.max_staleness > 0 and (rollout.asynchronous or rollout.oversample > 1)  # staleness
+    num_columns += config.correction.kind != "none"  # weights of the correction
     return TOKEN_BYTES + FLAG_BYTES + FLOAT_BYTES * num_columns
 
 
 @dataclass(frozen=True)
 class BatchSize:
-    """The size of a step's batch.
-
-    moved_share: the share of rows that are computed on a rank other than their home.
-    """
+    """The size of a step's batch."""
 
     tokens: int
     sequences: int
     max_length: int
-    moved_share: float = 1.0
-    mask_size: float | None = None
-    """With truncated sampling, the mean number of ids per token in the sampling mask; None for `top_k`."""
+    moved_share: float = 1.0  # of rows that are computed on a rank other than their home
 
 
 def step_bytes(
@@ -76,24 +61,18 @@ def step_bytes(
     """Return the peak host memory, by part, of all ranks of a machine together, in bytes.
 
     The peak is that of the largest phase of `bytes_by_phase`, while the previous step is still being recorded. Engines
-    are assumed to have equal shares of the batch.
-
-    routing: shape of the replayed routing records; None without replay.
+    are assumed to have equal shares of the batch. routing: None without replay.
     """
     largest = max(bytes_by_phase(config, requirements, batch, routing).values(), key=lambda parts: sum(parts.values()))
     if config.track.save_rollouts:
-        machine_tokens = _machine_share(config) * batch.tokens
-        recorded = machine_tokens * (
-            TOKEN_BYTES + 2 * FLOAT_BYTES + _routing_bytes(routing) + _mask_bytes(config, batch)
-        )
+        token_bytes = TOKEN_BYTES + 2 * FLOAT_BYTES + _routing_bytes(routing) + _mask_bytes(config)
+        recorded = _machine_share(config) * batch.tokens * token_bytes
         largest = largest | {"recording the step before": recorded + recording_bytes(config, batch, routing)}
     return {name: ceil(amount) for name, amount in largest.items()}
 
 
 def checkpoint_copy(config: Config, states: Mapping[str, int], trained: Iterable[str]) -> dict[str, int]:
-    """Return an upper bound on a rank's copy of its models for `run.save_async`, in bytes.
-
-    Weights that ranks have in common are copied by one of them.
+    """Return an upper bound on the bytes of a rank's copy of its models for `run.save_async`.
 
     states: bytes of the trained roles' weights and optimizers.
     """
@@ -109,12 +88,9 @@ def recording_bytes(config: Config, batch: BatchSize, routing: RoutingShape | No
     """Return the working memory for recording a step, beside the recorded values themselves, in bytes."""
     home_ranks, extra_records = _num_home_ranks(config), 0.0
     if config.track.save_replay_data:
-        extra_records = (_routing_bytes(routing) + _mask_bytes(config, batch)) / (TOKEN_BYTES + 2 * FLOAT_BYTES)
-    return (
-        home_ranks
-        * RECORD_BYTES
-        * min(RECORD_CHUNK_TOKENS, _machine_share(config) * batch.tokens * (1 + extra_records) / home_ranks)
-    )
+        extra_records = (_routing_bytes(routing) + _mask_bytes(config)) / (TOKEN_BYTES + 2 * FLOAT_BYTES)
+    rank_tokens = _machine_share(config) * batch.tokens * (1 + extra_records) / home_ranks
+    return home_ranks * RECORD_BYTES * min(RECORD_CHUNK_TOKENS, rank_tokens)
 
 
 def bytes_by_phase(
@@ -122,92 +98,81 @@ def bytes_by_phase(
 ) -> dict[str, dict[str, float]]:
     """Return host memory by phase and part, for the phases of a step that need most.
 
-    These are: a forward pass over all tokens, computing advantages, cutting a mini-batch, and an update on it. Within a
-    machine, rows are read in place. To another machine they are sent once, and as much is received.
+    Within a machine, rows are read in place. To another machine they are sent once, and as much is received.
     """
     machine_tokens, record = _machine_share(config) * batch.tokens, _routing_bytes(routing)
     parallel, machine_ranks, home_ranks = config.parallel, _ranks_per_machine(config), _num_home_ranks(config)
     machines = parallel.world_size // machine_ranks
-    columns = column_bytes(config, requirements)
+    columns, mask_bytes = column_bytes(config, requirements), _mask_bytes(config)
     passes = max(1, config.run.num_update // config.run.ppo_epochs)
     mini_tokens, item_bytes = machine_tokens / passes, routing.dtype.itemsize if routing is not None else 1
-    choice = _mask_bytes(config, batch)
 
-    def at(columns: int, parts: dict[str, float]) -> dict[str, float]:
-        base_parts = {
+    def base_parts(columns: int) -> dict[str, float]:
+        """Return the rollouts and the batch. columns: bytes per token of the latter."""
+        base = {
             "rollouts": machine_tokens * (TOKEN_BYTES + FLOAT_BYTES),
             "records of routing": machine_tokens * record,
         }
-        if choice:
-            base_parts["records of sampling"] = (
-                machine_tokens * choice * (2 if columns else 1)
-            )  # the batch holds masks of all tokens in addition
+        if mask_bytes:  # the batch holds masks of all tokens in addition
+            base["records of sampling"] = machine_tokens * mask_bytes * (2 if columns else 1)
         if config.rollout.asynchronous and config.rollout.max_staleness:
-            pending = config.rollout.max_staleness * machine_tokens * (TOKEN_BYTES + FLOAT_BYTES + record + choice)
-            base_parts["rollouts of later steps"] = pending
-        return base_parts | {"columns of the batch": machine_tokens * columns} | parts
+            pending = config.rollout.max_staleness * machine_tokens * (TOKEN_BYTES + FLOAT_BYTES + record + mask_bytes)
+            base["rollouts of later steps"] = pending
+        return base | {"columns of the batch": machine_tokens * columns}
 
-    def computing(rows: float, sent: int, each: int, record: int, choice: float) -> dict[str, float]:
+    def pass_parts(rows: float, sent: int, row_bytes: int, record: int, mask_bytes: float) -> dict[str, float]:
         """Return the memory of a pass over rows: exchange buffers and micro-batches.
 
         Records are concatenated, sent, and concatenated again for a stage's layers. Then there is a current micro-batch
         while the next is being built, assuming equal micro-batches, as few as possible. A single rank sends nothing.
 
-        choice: bytes per token of sampling masks, which the last stages read.
+        mask_bytes: per token of sampling masks, which the last stages read.
         """
         stage = record / parallel.pp
-        moved = (sent + record + choice) * batch.moved_share * (2 - 1 / machines)
-        sending = rows * (moved + record + choice + (stage if parallel.pp > 1 else 0.0))
+        moved = (sent + record + mask_bytes) * batch.moved_share * (2 - 1 / machines)
+        sending = rows * (moved + record + mask_bytes + (stage if parallel.pp > 1 else 0.0))
         received = rows * (moved + stage)
         rank = rows * (parallel.tp * parallel.cp * parallel.pp) / machine_ranks
         micro = min(rank, max(rank / ceil(rank / (config.train.max_tokens_per_gpu * parallel.cp)), batch.max_length))
         choices = stage * (1 + (EXPERT_CHOICE_BYTES / item_bytes - 1) / parallel.tp)
-        picked = (2 * choice + MASK_PICK_BYTES * max(0.0, choice / FLOAT_BYTES - 1) + choice) / (
-            parallel.pp * parallel.cp
-        )
-        micro_bytes = machine_ranks * micro * (2 * (each + MICRO_BATCH_OVERHEAD) + 2 * INDEX_BYTES + choices + picked)
+        picked = 2 * mask_bytes + MASK_PICK_BYTES * max(0.0, mask_bytes / FLOAT_BYTES - 1) + mask_bytes
+        columns = 2 * (row_bytes + MICRO_BATCH_OVERHEAD) + 2 * INDEX_BYTES
+        micro_bytes = machine_ranks * micro * (columns + choices + picked / (parallel.pp * parallel.cp))
         if parallel.world_size == 1:
             sending, received = 0.0, 0.0
-        peak = (sending, 0.0) if sending > received + micro_bytes else (received, micro_bytes)
-        return dict(zip(("buffers of exchanges", "micro-batches at work"), peak, strict=True))
+        exchange, working = (sending, 0.0) if sending > received + micro_bytes else (received, micro_bytes)
+        return {"buffers of exchanges": exchange, "micro-batches at work": working}
 
     if not requirements.trained_roles:
-        return {"generating": at(0, {})}
+        return {"generating": base_parts(0)}
     initial_columns = TOKEN_BYTES + FLAG_BYTES + FLOAT_BYTES  # columns before the first forward pass
     num_forwards = sum(role in requirements.roles for role in ("actor", "reference", "critic"))
-    mini_batches = machine_tokens * FLOAT_BYTES if passes == 1 else mini_tokens * (columns + FLOAT_BYTES)
+    reference_masks = mask_bytes if "reference" in requirements.roles else 0.0
     forwards = [  # the policy's, with replay, and the last one without replay
-        at(initial_columns + FLOAT_BYTES, computing(machine_tokens, TOKEN_BYTES, initial_columns, record, choice)),
-        at(
-            initial_columns + FLOAT_BYTES * num_forwards,
-            computing(
-                machine_tokens, TOKEN_BYTES, initial_columns, 0, choice if "reference" in requirements.roles else 0.0
-            ),
-        ),
+        base_parts(initial_columns + FLOAT_BYTES)
+        | pass_parts(machine_tokens, TOKEN_BYTES, initial_columns, record, mask_bytes),
+        base_parts(initial_columns + FLOAT_BYTES * num_forwards)
+        | pass_parts(machine_tokens, TOKEN_BYTES, initial_columns, 0, reference_masks),
     ]
+    mini_batches = machine_tokens * FLOAT_BYTES if passes == 1 else mini_tokens * (columns + FLOAT_BYTES)
+    cutting = mini_batches if passes == 1 else mini_batches + mini_tokens * (columns + INDEX_BYTES)
+    mini_columns = columns + FLOAT_BYTES
     phases = {
         "forward": max(forwards, key=lambda parts: sum(parts.values())),
-        "cutting": at(
-            columns,
-            {"mini-batches": mini_batches if passes == 1 else mini_batches + mini_tokens * (columns + INDEX_BYTES)},
-        ),
-        "update": at(
-            columns,
-            {"mini-batches": mini_batches}
-            | computing(mini_tokens, columns + FLOAT_BYTES, columns + FLOAT_BYTES, record, choice),
-        ),
+        "cutting": base_parts(columns) | {"mini-batches": cutting},
+        "update": base_parts(columns)
+        | {"mini-batches": mini_batches}
+        | pass_parts(mini_tokens, mini_columns, mini_columns, record, mask_bytes),
     }
     if "critic" in requirements.roles:
         steps = min(GAE_ELEMENTS, batch.max_length * batch.sequences * _machine_share(config) / home_ranks)
-        rows = machine_tokens * (FLOAT_BYTES + INDEX_BYTES) + home_ranks * (
-            2 * FLOAT_BYTES * steps + TENSOR_VIEW_BYTES * batch.max_length
-        )
-        phases["advantages"] = at(columns, {"functions of tokens": rows})
+        block_bytes = 2 * FLOAT_BYTES * steps + TENSOR_VIEW_BYTES * batch.max_length
+        rows = machine_tokens * (FLOAT_BYTES + INDEX_BYTES) + home_ranks * block_bytes
+        phases["advantages"] = base_parts(columns) | {"functions of tokens": rows}
     return phases
 
 
 def _ranks_per_machine(config: Config) -> int:
-    """Return the number of ranks on a machine."""
     return min(config.parallel.world_size, config.parallel.ranks_per_node)
 
 
@@ -225,8 +190,6 @@ def _routing_bytes(routing: RoutingShape | None) -> int:
     return 0 if routing is None else len(routing.moe_layers) * routing.topk * routing.dtype.itemsize
 
 
-def _mask_bytes(config: Config, batch: BatchSize) -> float:
+def _mask_bytes(config: Config) -> float:
     """Return the bytes per token of sampling masks, a count and ids; 0 without truncated sampling."""
-    if not config.rollout.has_truncated_sampling:
-        return 0.0
-    return FLOAT_BYTES * (1 + (max(0, config.rollout.top_k) if batch.mask_size is None else batch.mask_size))
+    return FLOAT_BYTES * (1 + max(0, config.rollout.top_k)) if config.rollout.has_truncated_sampling else 0.0

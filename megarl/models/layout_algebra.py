@@ -1,14 +1,13 @@
 """The weight-layout algebra: which slices of which HF tensors form the shard of a tensor parallel rank.
 
-A `Param` is one Megatron parameter with its HF tensors, its `Sharding`, and the `EngineSlot` where SGLang keeps it,
-with SGLang's sharding. A sharding answers one question, as plain data: the `ShardSpec` of rank r out of n, a list of
-intervals to concatenate along one dimension. Loading, export, weight sync and the dry-run plans all derive from those
-intervals.
+A `Param` is one Megatron parameter with its HF tensors, its `Sharding`, and the `EngineSlot` where SGLang keeps it. A
+sharding answers one question: the `ShardSpec` of rank r out of n, a list of intervals to concatenate along one
+dimension. Loading, export, weight sync and the dry-run plans all derive from those intervals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -21,18 +20,13 @@ PADDING = -1  # `Slice.source` of padding rows, which are zeros
 VOCAB_MULTIPLE = 128  # Megatron pads the vocabulary to a multiple of this times TP
 ENGINE_VOCAB_MULTIPLE = 64  # SGLang pads to a multiple of this, times TP unless TP divides it
 
-
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-"""Norms that Transformer Engine fuses into the following linear layer, as in Megatron's checkpoints.
-
-Maps their names there to their canonical names, within a layer.
-"""
-
+"""Norms that Transformer Engine fuses into the following linear layer: their names there -> canonical names."""
 
 HFConfig = Mapping[str, Any]  # config.json as plain values
 
@@ -76,13 +70,17 @@ class Replicated(Sharding):
 
 @dataclass(frozen=True)
 class Dim0Sharding(Sharding):
-    """Equal blocks along dim 0 (column parallel) that never split one of the `num_units` units, such as heads."""
+    """Equal blocks along dim 0 (column parallel) that never split one of the `num_units` units, such as heads.
+
+    With sources gate and up, a shard is [gate_r; up_r].
+    """
 
     num_units: int
     unit_name: str
 
     def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
-        return ShardSpec(0, (_block(0, sources[0][0], self.num_units, self.unit_name, tp, rank),))
+        blocks = (_block(s, shape[0], self.num_units, self.unit_name, tp, rank) for s, shape in enumerate(sources))
+        return ShardSpec(0, tuple(blocks))
 
 
 @dataclass(frozen=True)
@@ -110,24 +108,11 @@ class QKVSharding(Sharding):
 
 
 @dataclass(frozen=True)
-class GateUpSharding(Sharding):
-    """Sources gate, up; a shard is [gate_r; up_r]."""
-
-    num_units: int
-    unit_name: str
-
-    def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
-        return ShardSpec(0, tuple(_block(s, sources[s][0], self.num_units, self.unit_name, tp, rank) for s in (0, 1)))
-
-
-@dataclass(frozen=True)
 class VocabSharding(Sharding):
     """Equal row blocks of the vocabulary padded to `VOCAB_MULTIPLE` x TP. The last ranks may hold only padding."""
 
     def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
-        rows = sources[0][0]
-        local = padded_vocab(rows, tp) // tp
-        return _padded_spec(rows, local, rank)
+        return _padded_spec(sources[0][0], padded_vocab(sources[0][0], tp) // tp, rank)
 
 
 @dataclass(frozen=True)
@@ -141,9 +126,8 @@ class EngineQKVSharding(Sharding):
         q = _block(0, sources[0][0], self.num_heads, "num_attention_heads", tp, rank)
         ranks_per_group = max(1, tp // self.num_kv_heads)
         if tp > self.num_kv_heads and tp % self.num_kv_heads:
-            raise _NotDivisible(
-                f"num_key_value_heads={self.num_kv_heads} cannot be repeated over {tp} tensor parallel ranks"
-            )
+            reason = f"num_key_value_heads={self.num_kv_heads} cannot be repeated over {tp} tensor parallel ranks"
+            raise IndivisibleError(reason)
         parts, part = tp // ranks_per_group, rank // ranks_per_group
         kv = [_block(s, sources[s][0], self.num_kv_heads, "num_key_value_heads", parts, part) for s in (1, 2)]
         return ShardSpec(0, (q, *kv))
@@ -154,8 +138,7 @@ class EngineVocabSharding(Sharding):
     """SGLang's sharding of the vocabulary: equal row blocks, padded to `ENGINE_VOCAB_MULTIPLE`."""
 
     def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
-        rows = sources[0][0]
-        multiple = ENGINE_VOCAB_MULTIPLE
+        rows, multiple = sources[0][0], ENGINE_VOCAB_MULTIPLE
         if -(-rows // multiple) * multiple % tp:
             multiple *= tp
         return _padded_spec(rows, -(-rows // multiple) * multiple // tp, rank)
@@ -170,35 +153,26 @@ class EngineSlot:
     """Where SGLang keeps a parameter: in its tensor `name`, from index `offset` along the sharded dimension.
 
     On the "expert" grid, `name` is a tensor of all local experts, stacked along an extra first dimension.
-
-    is_draft: whether it is in the engine's draft model, which has the multi-token prediction layers.
     """
 
     name: str
     sharding: Sharding
     grid: EngineGrid
     offset: int = 0
-    is_draft: bool = False
+    is_draft: bool = False  # in the engine's draft model, which has the multi-token prediction layers
 
 
 @dataclass(frozen=True)
 class Param:
-    """One Megatron parameter: its canonical name, its HF tensors and its sharding.
-
-    megatron: canonical name, with global layer and expert numbers, as in Megatron's local spec with one MLP per expert.
-    slot: where the engine keeps it; None if the engine does not have it, such as a value head.
-    expert: index of its routed expert. Such a parameter is on the expert grid (expert parallel, with its own tensor
-        parallel size) instead of the dense one.
-    dtype: fixed dtype, whatever the model's dtype is.
-    is_buffer: whether it is a buffer, not a trained parameter.
-    """
+    """One Megatron parameter: its canonical name, its HF tensors and its sharding."""
 
     megatron: str
+    """Canonical name, with global layer and expert numbers, as in Megatron's local spec with one MLP per expert."""
     hf: tuple[HFTensor, ...]
     sharding: Sharding
-    slot: EngineSlot | None = None
-    expert: int | None = None
-    dtype: torch.dtype | None = None
+    slot: EngineSlot | None = None  # None if the engine does not have it, such as a value head
+    expert: int | None = None  # index of its routed expert; such a parameter is on the expert grid
+    dtype: torch.dtype | None = None  # fixed, whatever the model's dtype is
     is_buffer: bool = False
 
     @property
@@ -208,21 +182,18 @@ class Param:
 
 
 def split_param(param: Param, tp: int, rank: int) -> ShardSpec:
-    """Return the shard of tensor parallel rank `rank` of `tp`; for a routed expert, these are the expert TP's.
-
-    Raises ConfigError if the parameter does not divide by `tp`.
-    """
-    if not 0 <= rank < tp:
-        raise ValueError(f"rank {rank} of {tp} tensor parallel ranks")
+    """Return the shard of tensor parallel rank `rank` of `tp`; for a routed expert, these are the expert TP's."""
     return split_with(param, param.sharding, tp, rank)
 
 
 def split_with(param: Param, sharding: Sharding, size: int, rank: int) -> ShardSpec:
-    """Return the shard of rank `rank` of `size` under `sharding`. Raises ConfigError if it does not divide."""
+    """Return the shard of rank `rank` of `size` under `sharding`. Raises IndivisibleError if it does not divide."""
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} of {size} tensor parallel ranks")
     try:
         return sharding.split([tensor.shape for tensor in param.hf], size, rank)
-    except _NotDivisible as error:
-        raise IndivisibleError(" + ".join(tensor.name for tensor in param.hf), str(error)) from None
+    except IndivisibleError as error:
+        raise IndivisibleError(error.reason, " + ".join(tensor.name for tensor in param.hf)) from None
 
 
 def local_shape(param: Param, tp: int, rank: int) -> tuple[int, ...]:
@@ -235,9 +206,24 @@ def local_shape(param: Param, tp: int, rank: int) -> tuple[int, ...]:
 
 def shard(param: Param, tensors: Mapping[str, torch.Tensor], tp: int, rank: int) -> torch.Tensor:
     """Return the shard of `rank`, a new contiguous tensor, from the full HF tensors by name."""
+    return assemble_shard(
+        param, tp, rank, lambda name, dim, start, stop: tensors[name].narrow(dim, start, stop - start)
+    )
+
+
+def assemble_shard(
+    param: Param, tp: int, rank: int, read: Callable[[str, int, int, int], torch.Tensor]
+) -> torch.Tensor:
+    """Return the shard of `rank`, a new contiguous tensor. read: (HF name, dim, start, stop) -> that slice."""
     dim, slices = split_param(param, tp, rank)
-    sources = [tensors[tensor.name] for tensor in param.hf]
-    return torch.cat([_slice_tensor(sources, dim, s) for s in slices], dim=dim)
+    parts: list[torch.Tensor] = []
+    for source, start, stop in slices:
+        if source == PADDING:
+            part = parts[-1] if parts else read(param.hf[0].name, dim, 0, 1)
+            parts.append(part.new_zeros(*part.shape[:dim], stop - start, *part.shape[dim + 1 :]))
+        else:
+            parts.append(read(param.hf[source].name, dim, start, stop))
+    return torch.cat(parts, dim=dim)
 
 
 def unshard(param: Param, shards: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -246,17 +232,15 @@ def unshard(param: Param, shards: Sequence[torch.Tensor]) -> dict[str, torch.Ten
     for rank, local in enumerate(shards):
         expected = local_shape(param, len(shards), rank)
         if tuple(local.shape) != expected:
-            raise ValueError(
-                f"{param.megatron}: the shard of rank {rank} has shape {tuple(local.shape)}, not {expected}"
-            )
+            shape = tuple(local.shape)
+            raise ValueError(f"{param.megatron}: the shard of rank {rank} has shape {shape}, not {expected}")
         dim, slices = split_param(param, len(shards), rank)
         offset = 0
         for source, start, stop in slices:
+            size = stop - start
             if source != PADDING:
-                full[param.hf[source].name].narrow(dim, start, stop - start).copy_(
-                    local.narrow(dim, offset, stop - start)
-                )
-            offset += stop - start
+                full[param.hf[source].name].narrow(dim, start, size).copy_(local.narrow(dim, offset, size))
+            offset += size
     return full
 
 
@@ -272,27 +256,24 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-class _NotDivisible(Exception):
-    pass
-
-
 class IndivisibleError(ConfigError):
     """A tensor does not divide by the number of ranks. reason: without the tensor's name."""
 
-    def __init__(self, name: str, reason: str) -> None:
+    def __init__(self, reason: str, name: str = "") -> None:
         super().__init__(f"{name} cannot be cut: {reason}")
         self.reason = reason
 
 
-def _units_per_rank(count: int, of: str, tp: int) -> int:
+def _units_per_rank(count: int, unit_name: str, tp: int) -> int:
     if count % tp:
         sizes = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-        raise _NotDivisible(f"{of}={count} does not divide by tensor parallel size {tp}; sizes that do: {sizes}")
+        problem = f"{unit_name}={count} does not divide by tensor parallel size {tp}"
+        raise IndivisibleError(f"{problem}; sizes that do: {sizes}")
     return count // tp
 
 
-def _block(source: int, length: int, count: int, of: str, tp: int, rank: int) -> Slice:
-    block = _units_per_rank(count, of, tp) * (length // count)
+def _block(source: int, length: int, count: int, unit_name: str, tp: int, rank: int) -> Slice:
+    block = _units_per_rank(count, unit_name, tp) * (length // count)
     return Slice(source, rank * block, (rank + 1) * block)
 
 
@@ -303,9 +284,35 @@ def _padded_spec(rows: int, local: int, rank: int) -> ShardSpec:
     return ShardSpec(0, tuple(s for s in slices if s.stop > s.start))
 
 
-def _slice_tensor(sources: Sequence[torch.Tensor], dim: int, part: Slice) -> torch.Tensor:
-    if part.source != PADDING:
-        return sources[part.source].narrow(dim, part.start, part.stop - part.start)
-    shape = list(sources[0].shape)
-    shape[dim] = part.stop - part.start
-    return sources[0].new_zeros(shape)
+class Chunk(NamedTuple):
+    """A rectangular part of a tensor that is a contiguous run of its elements, as distributed checkpoints store it."""
+
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def range_chunks(shape: Sequence[int], start: int, stop: int) -> Iterator[Chunk]:
+    """Split the elements [start, stop) of a tensor, in row-major order, into at most 2 len(shape) - 1 chunks.
+
+    >>> [(*chunk,) for chunk in range_chunks((3, 4), 2, 12)]
+    [((0, 2), (1, 2)), ((1, 0), (2, 4))]
+    """
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield Chunk((start,) * len(shape), (stop - start,) * len(shape))
+        return
+    row = prod(shape[1:])
+
+    def row_chunks(number: int) -> Iterator[Chunk]:
+        low, high = max(0, start - number * row), min(row, stop - number * row)
+        for offset, sizes in range_chunks(shape[1:], low, high):
+            yield Chunk((number, *offset), (1, *sizes))
+
+    first, last = -(-start // row), stop // row  # of the whole rows
+    if start % row:
+        yield from row_chunks(first - 1)
+    if first < last:
+        yield Chunk((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))
+    if stop % row and first <= last:
+        yield from row_chunks(last)

@@ -40,21 +40,20 @@ def adapted_weights(params: Iterable[Param], targets: Sequence[str]) -> list[Par
     Raises ConfigError for a target that matches none.
     """
     linear = [p for p in params if len(p.hf[0].shape) == 2 and part_of(p) in ("attention", "dense mlp", "experts")]
-    paths = {param.megatron: _path(param) for param in linear}
+    modules = [param.megatron.removesuffix(".weight").split(".") for param in linear]
+    paths = [".".join(part for part in module if not part.isdigit()) for module in modules]
     for target in targets:
-        if not any(_matches_target(target, path) for path in paths.values()):
-            known = sorted({path.rpartition(".")[2] for path in paths.values()})
-            raise ConfigError(
-                f"lora.target_modules: {target} names no linear layer of this model; it has {', '.join(known)}"
-            )
-    return [p for p in linear if not targets or any(_matches_target(target, paths[p.megatron]) for target in targets)]
+        if not any(path.endswith(f".{target}") for path in paths):
+            known = ", ".join(sorted({path.rpartition(".")[2] for path in paths}))
+            raise ConfigError(f"lora.target_modules: {target} names no linear layer of this model; it has {known}")
+    suffixes = tuple(f".{target}" for target in targets) or ""  # every path ends with ""
+    return [param for param, path in zip(linear, paths, strict=True) if path.endswith(suffixes)]
 
 
 def adapter_params(params: Iterable[Param], lora: LoraConfig) -> list[Param]:
     """Return the table of all adapters of a model, A and B of each weight in turn. Raises as `adapted_weights`."""
-    return [
-        factor for param in adapted_weights(params, lora.target_modules) for factor in factor_params(param, lora.rank)
-    ]
+    weights = adapted_weights(params, lora.target_modules)
+    return [factor for weight in weights for factor in factor_params(weight, lora.rank)]
 
 
 def factor_params(param: Param, rank: int) -> tuple[Param, Param]:
@@ -63,11 +62,10 @@ def factor_params(param: Param, rank: int) -> tuple[Param, Param]:
     is_row_parallel = isinstance(param.sharding, Dim1Sharding)  # Megatron's row parallel
     a = HFTensor(_factor(param.hf[0].name, "lora_A"), (rank, param.hf[0].shape[1]))
     b = tuple(HFTensor(_factor(tensor.name, "lora_B"), (tensor.shape[0], rank)) for tensor in param.hf)
+    a_sharding, b_sharding = (param.sharding, Replicated()) if is_row_parallel else (Replicated(), param.sharding)
     return (
-        replace(
-            param, megatron=a_name, hf=(a,), sharding=param.sharding if is_row_parallel else Replicated(), slot=None
-        ),
-        replace(param, megatron=b_name, hf=b, sharding=Replicated() if is_row_parallel else param.sharding, slot=None),
+        replace(param, megatron=a_name, hf=(a,), sharding=a_sharding, slot=None),
+        replace(param, megatron=b_name, hf=b, sharding=b_sharding, slot=None),
     )
 
 
@@ -117,12 +115,3 @@ def peft_config(params: Sequence[Param], lora: LoraConfig, base: str) -> dict[st
 
 def _factor(weight: str, factor: str) -> str:
     return f"{weight.removesuffix('.weight')}.{factor}.weight"
-
-
-def _path(param: Param) -> str:
-    """Return the module path without numbers, such as decoder.layers.mlp.experts.linear_fc1."""
-    return ".".join(part for part in param.megatron.removesuffix(".weight").split(".") if not part.isdigit())
-
-
-def _matches_target(target: str, path: str) -> bool:
-    return path.endswith(f".{target}")

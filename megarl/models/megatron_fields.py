@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import ConfigError, foreign_dataclasses
-from megarl.models.activation_memory import RECOMPUTE_MODULES
+from megarl.models.activation_memory import RECOMPUTED_TENSORS
 from megarl.models.family import NO_EXTRAS, Extras
 
 CONFIG_KEYS = {
@@ -65,11 +65,7 @@ MODEL_FIELDS = frozenset(
     "dsa_indexer_head_dim dsa_indexer_n_heads dsa_indexer_topk mamba_head_dim mamba_num_groups mamba_num_heads "
     "mamba_state_dim".split()
 )
-"""Fields that define what the model computes, which config.json decides.
-
-Other values would train different weights, or leave out those of some layers. A family's table may set further fields;
-those may be overridden.
-"""
+"""Fields that define what the model computes, which config.json decides. Others of a family may be overridden."""
 
 DDP_FORBIDDEN = {
     "use_distributed_optimizer": "it is always on",
@@ -81,30 +77,22 @@ DDP_FORBIDDEN = {
 }
 """Fields of DistributedDataParallelConfig that cannot be set, and why."""
 
-FP8_RECIPE = "tensorwise"
-"""Default recipe of `model.megatron.fp8`: current per-tensor scales, on Hopper and Blackwell."""
-
+FP8_RECIPE = "tensorwise"  # default of `model.megatron.fp8`: current per-tensor scales, on Hopper and Blackwell
 _NEVER_NEGATIVE = ("_coeff", "_rate", "_std", "_eps", "epsilon", "_factor")
-_DDP = ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig")
+_DDP = (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),)
 _CLASSES = (
     ("model_parallel_config.py", "ModelParallelConfig"),
     ("transformer/transformer_config.py", "TransformerConfig"),
 )
-_MLA = ("transformer/transformer_config.py", "MLATransformerConfig")
-
-
-def known_fields(mla: bool) -> frozenset[str]:
-    """Return the field names of TransformerConfig or MLATransformerConfig. Raises ConfigError without Megatron."""
-    return _fields(*_CLASSES, *([_MLA] if mla else []))
-
-
-def _fields(*classes: tuple[str, str]) -> frozenset[str]:
-    return frozenset(_parse_fields(*classes))
+_MLA_CLASSES = (*_CLASSES, ("transformer/transformer_config.py", "MLATransformerConfig"))
 
 
 @functools.cache
-def _parse_fields(*classes: tuple[str, str]) -> dict[str, foreign_dataclasses.Field]:
-    """Return the fields of dataclasses by name; later classes override earlier ones."""
+def _parse_fields(classes: tuple[tuple[str, str], ...]) -> dict[str, foreign_dataclasses.Field]:
+    """Return the fields of dataclasses by name; later classes override earlier ones.
+
+    Raises ConfigError without Megatron.
+    """
     spec = importlib.util.find_spec("megatron.core")  # finds the package without importing it
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError("Megatron-Core is not installed; run `bash launch/install.sh`")
@@ -117,23 +105,14 @@ def _parse_fields(*classes: tuple[str, str]) -> dict[str, foreign_dataclasses.Fi
 
 
 def check(settings: Mapping[str, Any], mla: bool, extras: Extras = NO_EXTRAS) -> None:
-    """Raise ConfigError for a key of `model.megatron` that Megatron does not have, that is reserved, or that conflicts.
-
-    Errors on unknown keys suggest the closest match.
-
-    extras: the model's features beyond Megatron, with which some keys conflict.
-    """
+    """Raise ConfigError for a key of `model.megatron` that Megatron does not have, that is reserved, or that conflicts
+    with `extras`, the model's features beyond Megatron."""
     for name in settings:
         if name in CONFIG_KEYS:
             raise ConfigError(f"model.megatron.{name} has its own key: set {CONFIG_KEYS[name]}")
-        if name in FORBIDDEN:
-            raise ConfigError(f"model.megatron.{name} cannot be set: {FORBIDDEN[name]}")
-        if name in MODEL_FIELDS and name in known_fields(True):
+        if name in MODEL_FIELDS:
             raise ConfigError(f"model.megatron.{name} cannot be set: the model's config.json decides it; remove it")
-        if name not in known_fields(mla):
-            class_name = "MLATransformerConfig" if mla else "TransformerConfig"
-            raise ConfigError(_unknown("model.megatron", name, class_name, known_fields(mla)))
-    check_types("model.megatron", settings, *_CLASSES, *([_MLA] if mla else []))
+    _check_fields("model.megatron", settings, _MLA_CLASSES if mla else _CLASSES, FORBIDDEN)
     _check_recompute(settings)
     if settings.get("fp8_recipe") == "delayed":  # Megatron's own default
         raise ConfigError(
@@ -150,9 +129,9 @@ def _check_recompute(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError for combinations of recompute fields that Megatron would reject only after startup."""
     section, granularity = "model.megatron.", settings.get("recompute_granularity")
     for name in settings.get("recompute_modules") or ():
-        if name not in RECOMPUTE_MODULES:
-            hint = foreign_dataclasses.did_you_mean(name, RECOMPUTE_MODULES)
-            raise ConfigError(f"{section}recompute_modules: {name} is not one of {', '.join(RECOMPUTE_MODULES)}{hint}")
+        if name not in RECOMPUTED_TENSORS:
+            hint = foreign_dataclasses.did_you_mean(name, RECOMPUTED_TENSORS)
+            raise ConfigError(f"{section}recompute_modules: {name} is not one of {', '.join(RECOMPUTED_TENSORS)}{hint}")
     present = [name for name in ("recompute_method", "recompute_num_layers") if settings.get(name) is not None]
     if granularity == "full" and len(present) < 2:
         raise ConfigError(f"{section}recompute_granularity=full needs recompute_method and recompute_num_layers, too")
@@ -162,11 +141,24 @@ def _check_recompute(settings: Mapping[str, Any]) -> None:
         raise ConfigError(f"{section}recompute_num_layers must be at least 1, not {settings['recompute_num_layers']}")
 
 
-def check_types(section: str, settings: Mapping[str, Any], *classes: tuple[str, str]) -> None:
-    """Raise ConfigError for a value that does not fit its field's type, or is out of range for any model."""
+def check_ddp(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a key of `train.ddp` that Megatron does not have, with a suggestion, or is reserved."""
+    _check_fields("train.ddp", settings, _DDP, DDP_FORBIDDEN)
+
+
+def _check_fields(
+    section: str, settings: Mapping[str, Any], classes: tuple[tuple[str, str], ...], forbidden: Mapping[str, str]
+) -> None:
+    """Raise ConfigError for a key that is no field or forbidden, and for a value of the wrong type or out of range."""
+    fields = _parse_fields(classes)
     for name, value in settings.items():
         key = f"{section}.{name}"
-        foreign_dataclasses.check_field_value(key, value, _parse_fields(*classes)[name])
+        if name in forbidden:
+            raise ConfigError(f"{key} cannot be set: {forbidden[name]}")
+        if name not in fields:
+            suggestion = foreign_dataclasses.did_you_mean(name, fields)
+            raise ConfigError(f"{key} is not a field of Megatron's {classes[-1][1]}{suggestion}")
+        foreign_dataclasses.check_field_value(key, value, fields[name])
         numbers = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int | float)]
         if name.endswith("dropout") and any(not 0 <= number < 1 for number in numbers):
             raise ConfigError(f"{key} is a share: it must be at least 0 and below 1, not {value}")
@@ -174,17 +166,3 @@ def check_types(section: str, settings: Mapping[str, Any], *classes: tuple[str, 
             raise ConfigError(f"{key} must not be negative, but is {value}")
         if name == "bucket_size" and value == 0:
             raise ConfigError(f"{key} must be above 0, or null for one bucket, not 0")
-
-
-def check_ddp(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a key of `train.ddp` that Megatron does not have, with a suggestion, or is reserved."""
-    for name in settings:
-        if name in DDP_FORBIDDEN:
-            raise ConfigError(f"train.ddp.{name} cannot be set: {DDP_FORBIDDEN[name]}")
-        if name not in _fields(_DDP):
-            raise ConfigError(_unknown("train.ddp", name, _DDP[1], _fields(_DDP)))
-    check_types("train.ddp", settings, _DDP)
-
-
-def _unknown(section: str, name: str, kind: str, known: frozenset[str]) -> str:
-    return f"{section}.{name} is not a field of Megatron's {kind}{foreign_dataclasses.did_you_mean(name, known)}"

@@ -1,14 +1,9 @@
 """Set the flags that decide on which tensor parallel ranks a parameter counts in the gradient norm.
 
 Megatron adds a parameter's gradient to the norm on every tensor parallel rank if `tensor_model_parallel` is set, else
-on the first rank only. Megatron's own layers set the flag according to their sharding. Transformer Engine's do not
-always, and no error is raised:
-
-- Grouped experts with EP or expert TP are built as if not parallel. Without the flag, experts on all ranks but the
-  first drop out of the norm, and gradients are clipped too little (NVIDIA/Megatron-LM#5916).
-- Replicated linear layers have the flag, so DeepSeek's down projections count TP times (ROCm/TransformerEngine#715).
-
-The family's table defines each parameter's sharding, so the table sets the flag.
+on the first rank only. Transformer Engine's layers do not always set it according to their sharding: grouped experts
+lack it, so gradients are clipped too little (NVIDIA/Megatron-LM#5916), and replicated linear layers have it
+(ROCm/TransformerEngine#715). The family's table defines each parameter's sharding, so the table sets the flag.
 """
 
 from __future__ import annotations

@@ -49,13 +49,8 @@ def _counts(num_layers: int, pp: int, settings: Mapping[str, Any]) -> list[int] 
     """Return the number of layers of each stage, or None if they do not divide."""
     first, last = ([settings[name]] if settings.get(name) is not None else [] for name in (FIRST, LAST))
     middle, stages = num_layers - sum(first) - sum(last), pp - len(first) - len(last)
-    if (
-        middle < 0
-        or stages < 0
-        or (pp == 1 and stages == 0)
-        or (middle > 0) != (stages > 0)
-        or (stages and middle % stages)
-    ):
+    is_full = pp > 1 and stages == 0 == middle
+    if not is_full and (stages < 1 or middle < 1 or middle % stages):
         return None
     return [*first, *([middle // stages] * stages if stages else []), *last]
 
@@ -69,14 +64,14 @@ def _remedy(num_layers: int, pp: int, settings: Mapping[str, Any], vpp: int) -> 
 
     ends = {name: settings[name] for name in (FIRST, LAST) if settings.get(name) is not None}
     removal = f"remove model.megatron.{' and '.join(ends)}"
-    sizes = range(num_layers // pp + 1, 0, -1)
-    uneven = [{LAST: size} for size in sizes]
-    uneven += [{FIRST: size, LAST: size - less} for size in sizes for less in (0, 1) if size > less]
+    descending = range(num_layers // pp + 1, 0, -1)
+    uneven = [{LAST: size} for size in descending]
+    uneven += [{FIRST: size, LAST: size - less} for size in descending for less in (0, 1) if size > less]
     remedies = []
     if ends and fits(pp, {}):
         remedies.append(removal)
-    elif feasible := [one for one in uneven if pp > 1 and fits(pp, one)]:
-        best = min(feasible, key=lambda one: (max(_counts(num_layers, pp, one) or ()), one[LAST]))
+    elif feasible := [sizes for sizes in uneven if pp > 1 and fits(pp, sizes)]:
+        best = min(feasible, key=lambda sizes: (max(_counts(num_layers, pp, sizes) or ()), sizes[LAST]))
         remedies.append("set model.megatron." + " and ".join(f"{name}={count}" for name, count in best.items()))
         if FIRST in ends and FIRST not in best:
             remedies[-1] += f" and remove {FIRST}"

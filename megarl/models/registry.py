@@ -1,4 +1,4 @@
-"""Model families by name. To add one, write a file with its table and add it here, or declare an entry point."""
+"""Model families by name. To add one, write its table and add it here, or declare an entry point."""
 
 from __future__ import annotations
 
@@ -6,22 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config, ConfigError, plugins, strict
-from megarl.models import deepseek, dense, gemma2, glm4_moe, qwen3_moe
-from megarl.models.config_json import has_tied_embeddings
+from megarl.models import deepseek, gqa
+from megarl.models.config_json import need
 from megarl.models.family import CAUSAL_LM, CLASSIFIER, Family, HFConfig
 from megarl.models.layout_algebra import Param
 
-FAMILIES: dict[str, Family] = {
-    family.architecture: family
-    for family in (
-        *(dense.QWEN2, dense.QWEN3, dense.LLAMA, gemma2.FAMILY),
-        *(qwen3_moe.FAMILY, deepseek.V2, deepseek.V3, glm4_moe.FAMILY),
-    )
-}
+_DENSE = (gqa.QWEN2, gqa.QWEN3, gqa.LLAMA, gqa.GEMMA2)
+_MOE = (gqa.QWEN3_MOE, deepseek.V2, deepseek.V3, gqa.GLM4_MOE)
+FAMILIES: dict[str, Family] = {family.architecture: family for family in _DENSE + _MOE}
 
-ENTRY_POINT_GROUP = "megarl.families"
-"""Entry point group for families of other packages, each named by its architecture in config.json."""
-
+ENTRY_POINT_GROUP = "megarl.families"  # of families of other packages, each named by its architecture
 PARTS = ("embedding", "attention", "dense mlp", "experts", "router", "norms", "head")
 
 
@@ -30,15 +24,12 @@ def family_of(hf: HFConfig) -> Family:
 
     Raises ConfigError if no family is registered for it.
     """
-    name = (hf.get("architectures") or [None])[0]
-    if name is None:
-        name = next((f.architecture for f in FAMILIES.values() if f.model_type == hf.get("model_type")), None)
-    architecture, model_type = str(name).replace(CLASSIFIER, CAUSAL_LM), hf.get("model_type")
+    model_type = str(hf.get("model_type"))
+    architecture_by_type = {family.model_type: family.architecture for family in FAMILIES.values()}
+    name = (hf.get("architectures") or [None])[0] or architecture_by_type.get(model_type)
+    architecture = str(name).replace(CLASSIFIER, CAUSAL_LM)
     if architecture in FAMILIES:
-        type_architecture = next(
-            (f.architecture for f in FAMILIES.values() if f.model_type == model_type), architecture
-        )
-        if type_architecture != architecture:
+        if (type_architecture := architecture_by_type.get(model_type, architecture)) != architecture:
             raise ConfigError(
                 f"config.json: architectures has {name}, but model_type={model_type} is {type_architecture}, by which "
                 "transformers and SGLang read the other keys; set the right model_type"
@@ -46,38 +37,33 @@ def family_of(hf: HFConfig) -> Family:
         return FAMILIES[architecture]
     declared = plugins.list_entry_points(ENTRY_POINT_GROUP)
     if architecture in declared:
-        family = plugins.load(declared[architecture].value, f"the family of {architecture}")
+        path, subject = declared[architecture].value, f"the family of {architecture}"
+        family = plugins.load(path, subject)
         if not isinstance(family, Family):
-            raise ConfigError(
-                f"the family of {architecture}: {declared[architecture].value} is not a megarl.models.family.Family"
-            )
+            raise ConfigError(f"{subject}: {path} is not a megarl.models.family.Family")
         return family
     known = ", ".join([*FAMILIES, *declared])
-    raise ConfigError(f"no model family for the architecture {name or hf.get('model_type')}; known: {known}")
+    raise ConfigError(f"no model family for the architecture {name or model_type}; known: {known}")
 
 
 def load_hf_config(path: str | Path) -> dict[str, Any]:
     """Read config.json, given its path or that of its folder, as plain values. Raises ConfigError."""
-    file = Path(path)
-    if file.is_dir():
-        file = file / "config.json"
-        if not file.is_file():
-            adapters = file.with_name("adapter_config.json")
-            if adapters.is_file():
-                base = strict.read_json(adapters).get("base_model_name_or_path")
-                raise ConfigError(
-                    f"{path} is a folder of PEFT's: adapters without the model that they adapt, "
-                    f"{strict.short_repr(base)}; merge them into it (merge_and_unload, save_pretrained) "
-                    "and name that folder"
-                )
-            raise ConfigError(f"no config.json in {path}: it is not an HF model folder")
+    folder = Path(path)
+    file = folder / "config.json" if folder.is_dir() else folder
+    adapters = folder / "adapter_config.json"
+    if not file.is_file() and adapters.is_file():
+        base = strict.short_repr(strict.read_json(adapters).get("base_model_name_or_path"))
+        raise ConfigError(
+            f"{path} is a folder of PEFT's: adapters without the model that they adapt, {base}; merge them into it "
+            "(merge_and_unload, save_pretrained) and name that folder"
+        )
     if not file.is_file():
-        raise ConfigError(f"no model folder or config.json at {path}")
+        no_config = f"no config.json in {path}: it is not an HF model folder"
+        raise ConfigError(no_config if folder.is_dir() else f"no model folder or config.json at {path}")
     values = strict.read_json(file)
     for key, kind in {"architectures": list[str] | None, "model_type": str | None}.items():
-        strict.check_value(
-            values.get(key), kind, f"{file}: {key}"
-        )  # these select the family, which checks all other keys
+        # These select the family, which checks all other keys.
+        strict.check_value(values.get(key), kind, f"{file}: {key}")
     return values
 
 
@@ -89,14 +75,13 @@ def num_trained_mtp(hf: HFConfig, config: Config) -> int:
     if not family.num_mtp_layers(hf):
         raise ConfigError(
             f"train.mtp_loss_coef={weight:g}, but this {family.architecture} has no layers of multi-token prediction "
-            f"that are "
-            "implemented; set it to 0"
+            "that are implemented; set it to 0"
         )
-    if has_tied_embeddings(hf) and config.parallel.pp > 1:
+    if need(hf, "tie_word_embeddings") and config.parallel.pp > 1:
         raise ConfigError(
             "train.mtp_loss_coef with tie_word_embeddings=true and parallel.pp above 1 is not implemented: Megatron "
-            "would give "
-            "the last stage an embedding and an output layer of its own; set parallel.pp=1 or train.mtp_loss_coef=0"
+            "would give the last stage an embedding and an output layer of its own; set parallel.pp=1 or "
+            "train.mtp_loss_coef=0"
         )
     if config.lora.rank:
         raise ConfigError("train.mtp_loss_coef trains whole layers, lora.rank adapters alone; set one of them to 0")
@@ -121,7 +106,7 @@ def part_of(param: Param) -> str:
 
 def param_count(hf: HFConfig) -> dict[str, int]:
     """Return the number of elements of each part of the model, without padding. A tied head counts as embedding."""
-    counts = dict.fromkeys(PARTS, 0)
-    for param in family_of(hf).params(hf, 1):
-        counts[part_of(param)] += param.size
+    counts, family = dict.fromkeys(PARTS, 0), family_of(hf)
+    for param in family.params(hf, 1, max_experts=1):
+        counts[part_of(param)] += param.size * (1 if param.expert is None else family.num_experts(hf))
     return counts

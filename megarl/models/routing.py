@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megarl.config import ConfigError
+from megarl.models.activation_memory import is_moe
 from megarl.models.layout_algebra import HFConfig
 from megarl.models.registry import family_of
 
@@ -37,11 +38,10 @@ def routing_shape(hf: HFConfig, megatron: Mapping[str, Any]) -> RoutingShape:
     if not settings.get("num_moe_experts"):
         name = family_of(hf).architecture
         raise ConfigError(f"train.routing_replay=true, but {name} has no experts; set it to false")
-    layers, frequency = int(settings["num_layers"]), settings.get("moe_layer_freq", 1)
-    pattern = frequency if isinstance(frequency, list) else [layer % frequency == 0 for layer in range(layers)]
+    layers = int(settings["num_layers"])
     return RoutingShape(
         num_layers=layers,
-        moe_layers=tuple(layer for layer in range(layers) if pattern[layer]),
+        moe_layers=tuple(layer for layer in range(layers) if is_moe(settings, layer)),
         topk=int(settings["moe_router_topk"]),
         num_experts=int(settings["num_moe_experts"]),
     )

@@ -1,9 +1,7 @@
 """Model the seconds of a training step by layout, to rank the layouts that `tools/plan_memory.py` suggests.
 
-Matrix products run at one rate, those of experts at a lower one; all other operations run at memory bandwidth. Each
-layer costs launch overhead per micro-batch. Links run at their bandwidth, partly overlapped with arithmetic. Experts
-get equal loads. The constants are fitted to nine published runs (`models/README.md` compares them with the model);
-nothing has been measured on a GPU here.
+The constants are fitted to nine published runs (`models/README.md` compares them with the model); nothing has been
+measured on a GPU here. Experts get equal loads.
 """
 
 from __future__ import annotations
@@ -14,43 +12,35 @@ from math import ceil
 from typing import Any
 
 from megarl.config import Config
-from megarl.models.activation_memory import is_moe
+from megarl.models.activation_memory import DTYPE_BYTES, is_moe
 from megarl.models.family import HFConfig
 from megarl.models.flops import active_expert_params, active_params, quadratic_cost
-from megarl.models.memory import DTYPE_BYTES, stage_elements
+from megarl.models.layout_algebra import Param
+from megarl.models.memory import stage_elements, unique_params
 from megarl.models.pipeline_stages import stage_layers
-from megarl.models.registry import family_of
+from megarl.models.registry import family_of, part_of
 
 
 @dataclass(frozen=True)
 class GPUSpec:
     """Effective rates of a GPU, by default an H100 or H200.
 
-    The defaults are jointly fitted to published runs, each below its nominal limit: 989e12 operations per second in
-    bf16, 3.35e12 bytes per second of memory, and per direction 50e9 of network (400 Gbit/s) and 450e9 of NVLink.
-
-    flops: operations per second of large matrix products in bf16.
-    fp8_speedup: factor on `flops` in FP8.
-    expert_efficiency: factor on `flops` for the grouped, narrow matrix products of experts.
-    memory_bandwidth: bytes per second.
-    network_bandwidth, nvlink_bandwidth: bytes per second and direction.
-    comm_overlap: fraction of traffic that overlaps with arithmetic.
-    layer_overhead, moe_layer_overhead: seconds per micro-batch to launch a layer's kernels, forward and backward.
+    The defaults are jointly fitted to published runs, each below its nominal limit.
     """
 
-    flops: float = 600e12
-    fp8_speedup: float = 1.6
-    expert_efficiency: float = 0.75
-    memory_bandwidth: float = 2.5e12
-    network_bandwidth: float = 40e9
-    nvlink_bandwidth: float = 270e9
-    comm_overlap: float = 0.5
-    layer_overhead: float = 0.5e-3
+    flops: float = 600e12  # per second, of large matrix products in bf16; nominally 989e12
+    fp8_speedup: float = 1.6  # factor on `flops`
+    expert_efficiency: float = 0.75  # factor on `flops` for the grouped, narrow matrix products of experts
+    memory_bandwidth: float = 2.5e12  # bytes per second; nominally 3.35e12
+    network_bandwidth: float = 40e9  # bytes per second and direction; nominally 50e9, 400 Gbit/s
+    nvlink_bandwidth: float = 270e9  # likewise; nominally 450e9
+    comm_overlap: float = 0.5  # fraction of traffic that overlaps with arithmetic
+    layer_overhead: float = 0.5e-3  # seconds per micro-batch to launch a layer's kernels, forward and backward
     moe_layer_overhead: float = 2.5e-3
 
-    def transfer_seconds(self, nbytes: float, network_share: float) -> float:
-        """Return the exposed seconds of a transfer. far: fraction over the network, concurrent with the rest."""
-        return self.exposed_seconds(nbytes * network_share, nbytes * (1 - network_share))
+    def transfer_seconds(self, nbytes: float, crosses_nodes: bool) -> float:
+        """Return the exposed seconds of a transfer over the network, or else within a node."""
+        return self.exposed_seconds(nbytes, 0.0) if crosses_nodes else self.exposed_seconds(0.0, nbytes)
 
     def exposed_seconds(self, network_bytes: float, node_bytes: float) -> float:
         """Return the exposed seconds of `network_bytes` over the network and concurrent `node_bytes` in a node."""
@@ -82,7 +72,7 @@ class StepTime:
         layers = max(len(stage) for stage in stages)
         moe_layers = max(sum(is_moe(settings, layer) for layer in stage) for stage in stages)
 
-        recomputed = recomputed_share(settings)
+        recomputed = recomputed_share(self.hf, settings)
         passes = 2 + recomputed  # of communication: forward, backward, recomputed forward
         stage_fraction = layers / int(settings["num_layers"])
         rate = machine.flops * (machine.fp8_speedup if settings.get("fp8") else 1)
@@ -91,9 +81,8 @@ class StepTime:
         seconds["recomputation"] = seconds["arithmetic"] / 3 * recomputed
         widths = (layers - moe_layers) * elementwise_elements(settings, False)
         widths += moe_layers * elementwise_elements(settings, True) if moe_layers else 0
-        seconds["memory"] = (
-            elementwise_passes(recomputed) * widths * size * group_tokens / tp / machine.memory_bandwidth
-        )
+        # Element-wise operations have one forward pass and two for backward, plus recomputation.
+        seconds["memory"] = (3 + recomputed) * widths * size * group_tokens / tp / machine.memory_bandwidth
         micro_batches = ceil(replica / (cp * config.train.max_tokens_per_gpu))
         if parallel.vpp > 1:
             micro_batches = ceil(micro_batches / pp) * pp
@@ -102,62 +91,41 @@ class StepTime:
         )
         # Attention and dense MLPs gather and scatter, and gather once more for weight gradients.
         gathers = (2 * passes + 1) * (2 * layers - moe_layers) * (tp - 1) / tp
-        seconds["tensor"] = machine.transfer_seconds(
-            gathers * group_tokens * hidden * size, network_share=0 if tp <= node else 1
-        )
-        kv = 2 * int(settings.get("num_query_groups") or settings["num_attention_heads"]) * _head(settings)
+        seconds["tensor"] = machine.transfer_seconds(gathers * group_tokens * hidden * size, tp > node)
+        head_dim = settings["v_head_dim" if settings.get("multi_latent_attention") else "kv_channels"]
+        kv = 2 * int(settings.get("num_query_groups") or settings["num_attention_heads"]) * int(head_dim)
         ring = (passes + 1) * layers * (cp - 1) / tp
-        seconds["context"] = machine.transfer_seconds(
-            ring * group_tokens * kv * size, network_share=0 if tp * cp <= node else 1
-        )
+        seconds["context"] = machine.transfer_seconds(ring * group_tokens * kv * size, tp * cp > node)
         chosen = int(settings.get("moe_router_topk") or 0) * group_tokens / tp  # tokens that a rank sends to experts
         span = ep * etp
         dispatched = 2 * passes * moe_layers * group_tokens / tp * hidden * size
-        seconds["expert"] = machine.exposed_seconds(
-            *(dispatched * copies for copies in dispatch_copies(settings, span, ep, node))
-        )
-        seconds["expert"] += machine.transfer_seconds(
-            (2 * passes + 1) * moe_layers * (etp - 1) * chosen * hidden * size, network_share=0
-        )
+        far, near = dispatch_copies(settings, span, ep, node)
+        seconds["expert"] = machine.exposed_seconds(dispatched * far, dispatched * near)
+        gathered = (2 * passes + 1) * moe_layers * (etp - 1) * chosen * hidden * size
+        seconds["expert"] += machine.transfer_seconds(gathered, crosses_nodes=False)
 
         # Every part of the stage sends forward and back. The next stage's ranks are one stage's ranks apart.
-        far = 0 if parallel.world_size // pp < node else 1
         sent = 2 * parallel.vpp * group_tokens / tp * hidden * size if pp > 1 else 0
-        seconds["pipeline"] = machine.transfer_seconds(sent, far)
-
+        seconds["pipeline"] = machine.transfer_seconds(sent, parallel.world_size // pp >= node)
         seconds["waits"] = sum(seconds.values()) * (pp - 1) / (micro_batches * parallel.vpp)
 
+        def sync(elements: int, stride: int) -> float:
+            """Return the seconds to reduce-scatter fp32 gradients and all-gather weights over ranks `stride` apart."""
+            ranks = parallel.world_size // (stride * pp)
+            return machine.transfer_seconds(elements * (4 + size) * (ranks - 1) / ranks, ranks * stride > node)
+
         elements = stage_elements(self.hf, parallel, stages)
-        seconds["data"] = max(
-            self._sync(stage.dense, parallel.world_size // (tp * pp), tp, node, size)
-            + self._sync(stage.expert, parallel.world_size // (span * pp), span, node, size)
-            for stage in elements
-        )
+        seconds["data"] = max(sync(stage.dense, tp) + sync(stage.expert, span) for stage in elements)
         return seconds
-
-    def _sync(self, elements: int, ranks: int, stride: int, node: int, size: int) -> float:
-        """Return the seconds to reduce-scatter fp32 gradients and all-gather weights. apart: rank stride."""
-        return self.machine.transfer_seconds(
-            elements * (4 + size) * (ranks - 1) / ranks, network_share=0 if ranks * stride <= node else 1
-        )
-
-
-def elementwise_passes(anew: float) -> float:
-    """Return the passes of element-wise operations: one forward, two for backward, plus recomputation."""
-    return 3 + anew
 
 
 def elementwise_elements(settings: Mapping[str, Any], moe: bool) -> float:
-    """Return the elements per token that a layer's forward pass reads and writes outside of matrix products.
-
-    These are norms, residual, rotation, attention operands and the MLP's activation. An MoE layer adds the copies of
-    the token for each chosen expert, out and back.
-    """
+    """Return the elements per token that a layer's forward pass reads and writes outside of matrix products."""
     hidden = int(settings["hidden_size"])
     if not moe:
         return 20 * hidden + 3 * int(settings["ffn_hidden_size"])
     shared = int(settings.get("moe_shared_expert_intermediate_size") or 0)
-    per_expert = 6 * hidden + 3 * int(settings["moe_ffn_hidden_size"])
+    per_expert = 6 * hidden + 3 * int(settings["moe_ffn_hidden_size"])  # with copies of the token, out and back
     return 20 * hidden + 3 * shared + int(settings["moe_router_topk"]) * per_expert
 
 
@@ -170,53 +138,34 @@ def dispatch_copies(settings: Mapping[str, Any], span: int, ep: int, node: int) 
     leaving = chosen * (ep - 1) / ep
     far = leaving * (1 - 1 / nodes)
     if settings.get("moe_token_dispatcher_type") == "flex":
-        limit = nodes * min(
-            1.0, (settings.get("moe_router_group_topk") or 1) / (settings.get("moe_router_num_groups") or 1)
-        )
+        groups, group_topk = settings.get("moe_router_num_groups") or 1, settings.get("moe_router_group_topk") or 1
+        limit = nodes * min(1.0, group_topk / groups)
         far = min(far, limit * (1 - (1 - 1 / limit) ** chosen) * (1 - 1 / nodes))
     return far, leaving / nodes
 
 
-def recomputed_share(settings: Mapping[str, Any]) -> float:
+def recomputed_share(hf: HFConfig, settings: Mapping[str, Any]) -> float:
     """Return the fraction of the forward pass's matrix products that is recomputed."""
     granularity = settings.get("recompute_granularity")
     if granularity != "selective":
         return 1.0 if granularity == "full" else 0.0
-    modules = settings.get("recompute_modules") or ()
-    hidden = int(settings["hidden_size"])
+    modules = set(settings.get("recompute_modules") or ())
     recomputed, total = 0.0, 0.0
-    for layer in range(int(settings["num_layers"])):
-        parts = {"attention": float(_attention(settings))}
-        if is_moe(settings, layer):
-            chosen = 3 * hidden * int(settings["moe_ffn_hidden_size"]) * int(settings["moe_router_topk"])
-            shared = 3 * hidden * int(settings.get("moe_shared_expert_intermediate_size") or 0)
-            parts |= {"moe": chosen, "shared_experts": shared}
-        else:
-            parts["mlp"] = 3 * hidden * int(settings["ffn_hidden_size"])
-        total += sum(parts.values())
-        names = {*modules} | ({"shared_experts"} if "moe" in modules else set())
-        recomputed += sum(amount for name, amount in parts.items() if name in names)
-        recomputed += _latent_up(settings) if "mla_up_proj" in modules else 0
+    for param, _ in unique_params(hf):
+        names, size = _recompute_modules(param), float(param.size)
+        if "moe" in names and param.expert is not None:
+            size *= int(settings["moe_router_topk"])
+        total += size if names else 0
+        recomputed += size if names & modules else 0
     return recomputed / total
 
 
-def _attention(settings: Mapping[str, Any]) -> int:
-    """Return the number of weights in a layer's attention."""
-    hidden, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
-    if not settings.get("multi_latent_attention"):
-        return hidden * _head(settings) * 2 * (heads + int(settings["num_query_groups"]))
-    down = int(settings.get("q_lora_rank") or 0) + int(settings["kv_lora_rank"]) + int(settings["qk_pos_emb_head_dim"])
-    return hidden * down + _latent_up(settings) + hidden * heads * int(settings["v_head_dim"])
-
-
-def _latent_up(settings: Mapping[str, Any]) -> int:
-    """Return the number of these that project latents up to queries, keys and values."""
-    heads, nope = int(settings["num_attention_heads"]), int(settings["qk_head_dim"])
-    query = (nope + int(settings["qk_pos_emb_head_dim"])) * int(settings.get("q_lora_rank") or settings["hidden_size"])
-    return heads * (query + (nope + int(settings["v_head_dim"])) * int(settings["kv_lora_rank"]))
-
-
-def _head(settings: Mapping[str, Any]) -> int:
-    if settings.get("multi_latent_attention"):
-        return int(settings["v_head_dim"])
-    return int(settings["kv_channels"] or settings["hidden_size"] // settings["num_attention_heads"])
+def _recompute_modules(param: Param) -> set[str]:
+    """Return those of Megatron's `recompute_modules` that contain a matrix; none for other parameters."""
+    part = part_of(param)
+    if part == "attention" and len(param.hf[0].shape) == 2:
+        is_up = any(name in param.megatron for name in ("linear_q_up_proj", "linear_q_proj", "linear_kv_up_proj"))
+        return {"attention", "mla_up_proj"} if is_up else {"attention"}
+    if ".shared_experts." in param.megatron:
+        return {"shared_experts", "moe"}
+    return {"experts": {"moe"}, "dense mlp": {"mlp"}}.get(part, set())

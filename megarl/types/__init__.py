@@ -46,43 +46,10 @@ then those of the distribution over these ids.
 agent's conversation may become several sequences, which form one episode: `episodes.py`.
 """
 
+# ruff: noqa: F401
 from megarl.types.arrays import Ids, Logprobs, SamplingMask, as_token_ids, no_logprobs
 from megarl.types.batch import TOKEN_COLUMNS, BatchSharding, Counts, ModelOutput, TokenLoss, TrainBatch, reads
 from megarl.types.comm import LOCAL, AllReduce, Comm, LocalComm, local_all_reduce
 from megarl.types.episodes import Branch, Episodes
 from megarl.types.reward_values import Reward, RewardFailure, RewardResult
 from megarl.types.rollouts import ROLLOUT_STATS, STATUSES, Message, Prompt, Rollout, Rollouts, Status, Turn, as_branches
-
-__all__ = [
-    "LOCAL",
-    "TOKEN_COLUMNS",
-    "Counts",
-    "Episodes",
-    "ROLLOUT_STATS",
-    "STATUSES",
-    "LocalComm",
-    "Branch",
-    "Comm",
-    "RewardFailure",
-    "Ids",
-    "Logprobs",
-    "Message",
-    "ModelOutput",
-    "Prompt",
-    "Reward",
-    "Rollout",
-    "Rollouts",
-    "BatchSharding",
-    "Status",
-    "SamplingMask",
-    "TokenLoss",
-    "AllReduce",
-    "TrainBatch",
-    "Turn",
-    "RewardResult",
-    "local_all_reduce",
-    "as_branches",
-    "as_token_ids",
-    "no_logprobs",
-    "reads",
-]

@@ -2,9 +2,8 @@
 
 A sampling mask holds the ids that could have been sampled at a token under `top_p`, `top_k` or `min_p`. The policy is
 then the softmax over these ids alone, and the trainer must use the same distribution:
-log pi(a) = x_a - log sum_j exp(x_j) over the ids j in the mask of a, for any weights, current or reference. The mask is
-recorded from the weights that sampled (arXiv:2512.02556, section 3.1, "Keep Sampling Mask"): a mask that the trainer
-recomputed would differ near the threshold and might lack the sampled token."""
+log pi(a) = x_a - log sum_j exp(x_j) over the ids j in the mask of a. The mask is recorded from the weights that sampled
+(arXiv:2512.02556, section 3.1): a recomputed one would differ near the threshold and might lack the sampled token."""
 
 from __future__ import annotations
 
@@ -18,12 +17,8 @@ import torch
 
 Ids = npt.NDArray[np.int32]
 """[tokens] int32, read-only. Dataclasses accept any sequence of integers and convert it."""
-
 Logprobs = npt.NDArray[np.float32]
 """[tokens] float32, read-only. Dataclasses accept any sequence of numbers and convert it."""
-
-
-_MAX_TOKEN_ID = 2**31 - 1
 
 
 def as_token_ids(values: npt.ArrayLike) -> Ids:
@@ -36,14 +31,13 @@ def as_token_ids(values: npt.ArrayLike) -> Ids:
         raise ValueError(f"token ids are a list of whole numbers, not {str(values)[:80]}")
     if ids.size and ids.min() < 0:
         raise ValueError(f"a token id is negative: {ids.min()}")
-    if ids.dtype != np.int32 and ids.size and ids.max() > _MAX_TOKEN_ID:
+    if ids.dtype != np.int32 and ids.size and ids.max() >= 2**31:
         raise ValueError(f"no token has the id {ids.max()}")
     return as_read_only(ids.astype(np.int32, copy=False), values)
 
 
 def as_read_only(array: npt.NDArray[Any], source: object) -> npt.NDArray[Any]:
-    """Make `array` read-only. If it is the caller's own array (`source`), return a read-only view and leave that one
-    writable."""
+    """Return `array` read-only; a view if it is the caller's own array, `source`, which stays writable."""
     if array.flags.writeable:
         array = array.view() if array is source else array
         array.setflags(write=False)
@@ -59,13 +53,9 @@ def no_logprobs() -> Logprobs:
 
 
 def fields_equal(left: object, right: object) -> bool:
-    """Compare two instances of a dataclass field by field: arrays by content, NaN equal to NaN. Skips fields with
-    `compare=False`."""
-    for item in (item for item in fields(left) if item.compare):  # type: ignore[arg-type]
-        a, b = getattr(left, item.name), getattr(right, item.name)
-        if not (np.array_equal(a, b, equal_nan=True) if isinstance(a, np.ndarray) else a == b):
-            return False
-    return True
+    """Compare the fields of two dataclasses that have `compare` set: arrays by content, NaN equal to NaN."""
+    pairs = ((getattr(left, f.name), getattr(right, f.name)) for f in fields(left) if f.compare)  # type: ignore[arg-type]
+    return all(np.array_equal(a, b, equal_nan=True) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
 
 
 def concat(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -104,11 +94,10 @@ class SamplingMask:
 
     def index_select(self, rows: torch.Tensor) -> SamplingMask:
         """Return the masks of the tokens `rows` ([m] int64), in this order; -1 gives an unrestricted token."""
-        valid = rows >= 0
-        sources = rows.where(valid, 0)
         if not len(self.counts):
             return SamplingMask.unrestricted(len(rows))
-        counts = self.counts.long()
+        valid, counts = rows >= 0, self.counts.long()
+        sources = rows.where(valid, 0)
         sizes = counts[sources] * valid
         starts = (counts.cumsum(0) - counts)[sources] - (sizes.cumsum(0) - sizes)
         ids = self.ids[torch.arange(int(sizes.sum())) + torch.repeat_interleave(starts, sizes)]

@@ -91,20 +91,14 @@ class TrainBatch:
             staleness = torch.from_numpy(np.where(mask, np.maximum(rollouts.version - versions, 0), 0).astype(np.int32))
         turn_rewards = None
         if bool((rollouts.rewarded_turns > 0).any()):
-            reward_column = np.zeros(len(mask), dtype=np.float32)
-            turn_ends = np.cumsum(lengths, dtype=np.int64)
-            for turn, length, end in zip(turns, lengths, turn_ends.tolist(), strict=True):
+            turn_rewards = torch.zeros(len(mask))
+            for turn, length, end in zip(turns, lengths, np.cumsum(lengths, dtype=np.int64).tolist(), strict=True):
                 if length and turn.reward:
-                    reward_column[end - 1] = turn.reward
-            turn_rewards = torch.from_numpy(reward_column)
-        sharding = BatchSharding(
-            rollouts.length,
-            rollouts.routed_tokens,
-            rollouts.home,
-            rollouts.local_indices,
-            rollouts.comm,
-            rollouts.sampling_mask_sizes,
-        )
+                    turn_rewards[end - 1] = turn.reward
+        sharding = None
+        if not isinstance(rollouts.comm, LocalComm):
+            columns = rollouts.length, rollouts.routed_tokens, rollouts.home, rollouts.local_indices
+            sharding = BatchSharding(*columns, rollouts.comm, rollouts.sampling_mask_sizes)
         return TrainBatch(
             tokens=torch.from_numpy(concat([turn.token_ids for turn in turns], np.int32)),
             cu_seqlens=torch.from_numpy(starts),
@@ -117,7 +111,7 @@ class TrainBatch:
             turn_rewards=turn_rewards,
             routing=_pack_routing(rollouts),
             sampling_mask=_pack_sampling_masks(rollouts),
-            sharding=None if isinstance(rollouts.comm, LocalComm) else sharding,
+            sharding=sharding,
         )
 
     @property
@@ -143,7 +137,7 @@ class TrainBatch:
     @property
     def episodes(self) -> Episodes:
         """The episodes of all N sequences."""
-        return Episodes.singletons(self.num_sequences) if self.episode is None else Episodes.from_ids(self.episode)
+        return Episodes.from_ids(torch.arange(self.num_sequences) if self.episode is None else self.episode)
 
     @property
     def local_episodes(self) -> Episodes:
@@ -152,8 +146,7 @@ class TrainBatch:
 
     @property
     def cu_episodes(self) -> torch.Tensor:
-        """`cu_seqlens` of the local episodes, whose branches are adjacent. Turns a function of sequences into a
-        function of episodes."""
+        """`cu_seqlens` of the local episodes; turns a function of sequences into a function of episodes."""
         return self.local_episodes.merge_cu_seqlens(self.cu_seqlens)
 
     @property
@@ -200,20 +193,17 @@ class TrainBatch:
         shift = self.cu_seqlens[rows] - starts[:-1]
         tokens = torch.arange(int(starts[-1])) + torch.repeat_interleave(shift, lengths)
         changes: dict[str, Any] = {name: getattr(self, name)[tokens] for name in self.columns()}
-        if self.routing is not None:
-            changes["routing"] = tuple(self.routing[row] for row in rows.tolist())
-        if self.sampling_mask is not None:
-            changes["sampling_mask"] = tuple(self.sampling_mask[row] for row in rows.tolist())
+        for name in ("routing", "sampling_mask"):
+            if (records := getattr(self, name)) is not None:
+                changes[name] = tuple(records[row] for row in rows.tolist())
         if self.sharding is not None:
-            sharding_columns = {
-                name: getattr(self.sharding, name)[sequences] for name in ("lengths", "routed_tokens", "home")
-            }
-            if self.sharding.sampling_mask_sizes is not None:
-                sharding_columns["sampling_mask_sizes"] = self.sharding.sampling_mask_sizes[sequences]
-            changes["sharding"] = replace(self.sharding, local_indices=selected, **sharding_columns)
-        changes |= {"group": self.group[sequences], "sequence_reward": self.sequence_reward[sequences]}
-        if self.episode is not None:
-            changes["episode"] = self.episode[sequences]
+            names = ("lengths", "routed_tokens", "home", "sampling_mask_sizes")
+            columns = {name: column for name in names if (column := getattr(self.sharding, name)) is not None}
+            columns = {name: column[sequences] for name, column in columns.items()}
+            changes["sharding"] = replace(self.sharding, local_indices=selected, **columns)
+        for name in ("group", "sequence_reward", "episode"):
+            if (column := getattr(self, name)) is not None:
+                changes[name] = column[sequences]
         return self.with_(cu_seqlens=starts, **changes)
 
     def columns(self) -> tuple[str, ...]:
@@ -221,17 +211,8 @@ class TrainBatch:
         return tuple(name for name in TOKEN_COLUMNS if getattr(self, name) is not None)
 
 
-_NON_TOKEN_FIELDS = (
-    "cu_seqlens",
-    "group",
-    "episode",
-    "sequence_reward",
-    "routing",
-    "sampling_mask",
-    "sharding",
-    "counts",
-)
-TOKEN_COLUMNS = tuple(item.name for item in fields(TrainBatch) if item.name not in _NON_TOKEN_FIELDS)
+_OTHER_FIELDS = "cu_seqlens group episode sequence_reward routing sampling_mask sharding counts".split()
+TOKEN_COLUMNS = tuple(item.name for item in fields(TrainBatch) if item.name not in _OTHER_FIELDS)
 """Names of the [T] tensors of a batch."""
 
 
@@ -252,20 +233,17 @@ def _pack_routing(rollouts: Rollouts) -> tuple[torch.Tensor, ...] | None:
 
 
 def _pack_sampling_masks(rollouts: Rollouts) -> tuple[SamplingMask, ...] | None:
-    """Return the sampling masks of the local rollouts over all their tokens, unrestricted at tokens that the policy did
-    not sample; None if no rollout on any rank has one."""
+    """Return the sampling masks of the local rollouts, unrestricted outside actions; None if no rank has one."""
     if not bool((rollouts.sampling_mask_sizes > 0).any()):
         return None
     masks = []
     for rollout in rollouts.local:
         is_action = torch.cat([torch.full((len(turn.token_ids),), turn.is_action) for turn in rollout.turns])
-        mask = (
-            SamplingMask.unrestricted(rollout.num_actions) if rollout.sampling_mask is None else rollout.sampling_mask
-        )
-        if len(mask) != rollout.num_actions:
-            raise ValueError(
-                f"a rollout whose policy chose {rollout.num_actions} tokens has sampling masks of {len(mask)}"
-            )
+        mask, actions = rollout.sampling_mask, rollout.num_actions
+        if mask is None:
+            mask = SamplingMask.unrestricted(actions)
+        if len(mask) != actions:
+            raise ValueError(f"a rollout whose policy chose {actions} tokens has sampling masks of {len(mask)}")
         token_mask = mask.index_select((is_action.cumsum(0) - 1).where(is_action, -1))
         if bool((outside := token_mask.excludes(torch.tensor(rollout.token_ids))).any()):
             raise ValueError(f"token {int(outside.nonzero()[0])} of a rollout is not in its sampling mask")
@@ -287,8 +265,7 @@ class ModelOutput:
 class TokenLoss:
     """Return value of a loss: a number per token, and metrics per token or per sequence.
 
-    The optimizer step minimizes sum(loss_weights * loss). The weights are shares of the global mini-batch, so the
-    result does not depend on the split into ranks and micro-batches.
+    The optimizer step minimizes sum(loss_weights * loss), with weights that are shares of the global mini-batch.
     """
 
     loss: torch.Tensor  # [T], differentiable
@@ -298,8 +275,8 @@ class TokenLoss:
     def reduce_metrics(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
         """Return each metric's share of its mean over the mini-batch; the caller sums over micro-batches and ranks.
 
-        A metric is a mean over the mini-batch's action tokens, or over its sequences with action tokens, however the
-        loss is averaged. Without `counts`, as for a reward model, metrics are weighted like the loss.
+        Means are over the mini-batch's action tokens, or over its sequences with action tokens, however the loss is
+        averaged. Without `counts`, as for a reward model, metrics are weighted like the loss.
         """
         counts, weights = batch.counts, batch.loss_weights
         assert weights is not None
@@ -345,4 +322,4 @@ def get_declared_columns(loss: Callable[..., Any]) -> tuple[str, ...] | None:
 def select_columns(loss: Callable[..., Any], batch: TrainBatch) -> tuple[str, ...]:
     """Return the columns of `batch` that the loss receives."""
     declared = get_declared_columns(loss)
-    return tuple(name for name in batch.columns() if declared is None or name in declared or name in REQUIRED_COLUMNS)
+    return tuple(name for name in batch.columns() if declared is None or name in (*declared, *REQUIRED_COLUMNS))

@@ -14,11 +14,6 @@ AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a small tensor over all ranks' shares of a batch. Same shape and dtype, bitwise equal on every rank."""
 
 
-def local_all_reduce(x: torch.Tensor) -> torch.Tensor:
-    """The `AllReduce` of a single rank: the identity."""
-    return x
-
-
 class Comm(Protocol):
     """Communicator over all ranks of a job. Every method is collective and returns the same on all ranks."""
 
@@ -54,3 +49,4 @@ class LocalComm:
 
 
 LOCAL = LocalComm()
+local_all_reduce: AllReduce = LOCAL.all_reduce

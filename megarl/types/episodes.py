@@ -25,18 +25,12 @@ import torch
 
 @dataclass(frozen=True)
 class Branch:
-    """Position of a rollout among the branches of its episode, and how its client changed the history.
+    """Position of a rollout among the branches of its episode, and how its client changed the history; for logging."""
 
-    For logging only: training uses the ids that the engine saw, whatever this says.
-    """
-
-    number: int
-    """Counted from 0, in the order of the branches' last responses."""
-    forks: int
-    """How often the client left a history that it had begun, over the whole episode; equal on all its branches."""
+    number: int  # from 0, in the order of the branches' last responses
+    forks: int  # how often the client left a history that it had begun, over the whole episode
     has_drifted: bool
-    """Whether rendering and tokenizing the history from scratch would have given other ids in the request for the last
-    response."""
+    """Whether rendering and tokenizing the history from scratch would have given other ids in the last request."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +45,6 @@ class Episodes:
         first = torch.ones(len(ids), dtype=torch.bool)
         first[1:] = ids[1:] != ids[:-1]
         return Episodes(first.cumsum(0) - 1)
-
-    @staticmethod
-    def singletons(count: int) -> Episodes:
-        """Return `count` sequences, each an episode by itself."""
-        return Episodes(torch.arange(count))
 
     def __len__(self) -> int:
         """E."""
@@ -108,7 +97,7 @@ class Episodes:
 def assign_episode_ids(group: torch.Tensor, episode: torch.Tensor, **shared: torch.Tensor) -> torch.Tensor:
     """Return [N] episode ids, unique over all groups: the index of the episode's first branch.
 
-    group, episode: [N] as in `Rollout`; a negative episode is a rollout without branches. same: [N] values that all
+    group, episode: [N] as in `Rollout`; a negative episode is a rollout without branches. shared: [N] values that all
     branches of an episode must share. Raises ValueError if branches are not adjacent or differ in such a value.
     """
     is_branch, pairs = episode >= 0, torch.stack([group, episode], dim=1)

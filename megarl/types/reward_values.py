@@ -56,8 +56,7 @@ def parse_reward(value: Any, turns: int, subject: str = "it") -> Reward:
             raise RewardError(f"{subject} returned {unknown[0]!r}, which is not reward, parts or turns")
         if "reward" not in value and value.get("turns") is None:
             raise RewardError(f"{subject} returned neither `reward` nor `turns`")
-        present = {name: item for name, item in value.items() if item is not None or name == "reward"}
-        value = Reward(**present)
+        value = Reward(**{name: item for name, item in value.items() if item is not None or name == "reward"})
     if not isinstance(value, Reward):
         return Reward(parse_number(value, subject))
     if not isinstance(value.parts, Mapping) or not all(isinstance(name, str) and name for name in value.parts):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -39,11 +39,9 @@ STATUSES: tuple[Status, ...] = get_args(Status)
 class Prompt:
     """A task from a data set.
 
-    `token_ids` are the rendered chat with the generation prompt, filled in by the loader; `tools` are the names
-    of the tools that the policy may call. `ground_truth` and `extra` are for the reward and never reach the policy.
-
-    The ids are an array that turn 0 of all samples shares, and become Python ints only inside a request. An array takes
-    4 bytes per token; a tuple takes 8, and up to 32 for the int.
+    `token_ids` are the rendered chat with the generation prompt, filled in by the loader, in an array that turn 0 of
+    all samples shares; `tools` are the names of the tools that the policy may call. `ground_truth` and `extra` are for
+    the reward and never reach the policy.
     """
 
     id: str
@@ -79,8 +77,7 @@ class Turn:
     reward: float = 0.0
     """Reward of an action turn by itself; a part of the rollout's reward."""
     cached_tokens: int = field(default=-1, compare=False)
-    """Tokens before an action turn that the engine had in its prefix cache; -1 if not recorded. It depends on the order
-    of requests, so otherwise equal turns may differ in it."""
+    """Tokens before an action turn that the engine had in its prefix cache; -1 if not recorded."""
 
     def __post_init__(self) -> None:
         logprobs = np.asarray(self.logprobs, dtype=np.float32)
@@ -108,9 +105,8 @@ class Turn:
     @property
     def token_versions(self) -> Ids:
         """[tokens] version of the weights that sampled each token."""
-        return np.repeat(
-            np.array([run[0] for run in self.version_spans], np.int32), [tokens for _, tokens in self.version_spans]
-        )
+        versions, tokens = zip(*self.version_spans, strict=True)
+        return np.repeat(np.array(versions, np.int32), tokens)
 
 
 @dataclass(frozen=True)
@@ -134,7 +130,7 @@ class Rollout:
     tool_errors: int = 0
     routing: torch.Tensor | None = field(default=None, compare=False, repr=False)
     """[recorded tokens, MoE layers, topk]: the experts that processed each of the leading tokens in the engine, in any
-    order. uint8 for models with at most 256 experts, else int16. None if not recorded."""
+    order; uint8 or int16."""
     sampling_mask: SamplingMask | None = field(default=None, compare=False, repr=False)
     """Sampling masks of the policy's tokens, in order. None if sampling was never truncated."""
     drafted: int = 0
@@ -149,8 +145,7 @@ class Rollout:
     """Failed parts of the reward and the reason of each. If any, `reward` is 0 and meaningless."""
     episode: int = -1
     """Number within the group that the branches of an agent's episode share; -1 for an episode without branches. Status
-    and reward are equal on all branches. Each sampled token, call and draft counts in exactly one branch; in the other
-    branches the tokens belong to turns with `is_action` False."""
+    and reward are equal on all branches. Each sampled token, call and draft counts in exactly one branch."""
     branch: Branch | None = None
     """Position within an agent's episode, also if it has a single branch; None for all other rollouts."""
 
@@ -189,10 +184,8 @@ def as_branches(conversations: Sequence[Rollout], episode: int) -> tuple[Rollout
     """
     if len(conversations) < 2:
         return tuple(conversations)
-    last = conversations[-1]
-    return tuple(
-        replace(rollout, episode=episode, status=last.status, failure=last.failure) for rollout in conversations
-    )
+    status, failure = conversations[-1].status, conversations[-1].failure
+    return tuple(replace(rollout, episode=episode, status=status, failure=failure) for rollout in conversations)
 
 
 ROLLOUT_STATS: dict[str, Callable[[Rollout], float]] = {
@@ -262,53 +255,39 @@ class Rollouts:
         Branches of an episode must be adjacent in the order, and on one rank. episode: [N] episode ids, if known.
         """
         last_branches = _last_branches(rollouts)
-        keys = (
-            torch.zeros(len(rollouts), dtype=torch.int64)
-            if order is None
-            else torch.as_tensor(order, dtype=torch.int64)
-        )
+        keys = torch.as_tensor([0] * len(rollouts) if order is None else order, dtype=torch.int64)
         local_info = (
             sorted({name for rollout in rollouts for name in rollout.reward_parts}),
-            [rollout.failure or "no reason on record" for rollout in last_branches if rollout.status == "aborted"],
             sorted({rollout.prompt.data_source for rollout in rollouts}),
+            [rollout.failure or "no reason on record" for rollout in last_branches if rollout.status == "aborted"],
             [(part, why, rollout.prompt.id) for rollout in last_branches for part, why in rollout.unscored.items()],
         )
-        all_info = comm.all_gather_objects(local_info)
-        parts = sorted({name for names, *_ in all_info for name in names})
-        sources = sorted({name for _, _, names, _ in all_info for name in names})
-        source_index = {name: index for index, name in enumerate(sources)}
-        local_stats = [
-            [*(get(rollout) for get in ROLLOUT_STATS.values()), source_index[rollout.prompt.data_source]]
-            for rollout in rollouts
-        ]
+        part_names, source_names, failures, unscored = zip(*comm.all_gather_objects(local_info), strict=True)
+        parts, sources = (sorted(set(chain.from_iterable(names))) for names in (part_names, source_names))
+        getters = [*ROLLOUT_STATS.values(), lambda rollout: sources.index(rollout.prompt.data_source)]
+        local_stats = [[get(rollout) for get in getters] for rollout in rollouts]
         rewards = [[rollout.reward, *(rollout.reward_parts.get(name, 0.0) for name in parts)] for rollout in rollouts]
-        stats = torch.tensor(local_stats, dtype=torch.int64).reshape(len(rollouts), len(ROLLOUT_STATS) + 1)
+        stats = torch.tensor(local_stats, dtype=torch.int64).reshape(len(rollouts), len(getters))
         sort_keys = torch.stack([keys, torch.full_like(keys, comm.rank)], dim=1)
         scores = torch.tensor(rewards, dtype=torch.float64).reshape(len(rollouts), 1 + len(parts))
         # One collective for both: rewards travel as the int64 view of their bits.
         table = comm.all_gather_rows(torch.cat([sort_keys, stats, scores.view(torch.int64)], dim=1))
         table = table[torch.sort(table[:, 0], stable=True).indices]
-        scores = table[:, 3 + len(ROLLOUT_STATS) :].contiguous().view(torch.float64)
-        local_indices = (table[:, 1] == comm.rank).nonzero().squeeze(1)
+        columns = {name: table[:, i].contiguous() for i, name in enumerate(("home", *ROLLOUT_STATS, "source"), 1)}
+        home, scores = columns["home"], table[:, 2 + len(getters) :].contiguous().view(torch.float64)
         # Stable like the sort of `table`, so both orders agree.
         local_order = torch.sort(keys, stable=True).indices.tolist()
-        home, columns = (
-            table[:, 1].contiguous(),
-            {name: table[:, i].contiguous() for i, name in enumerate(ROLLOUT_STATS, 2)},
-        )
         if episode is None:
             episode = assign_episode_ids(columns["group"], columns["episode"], home=home, status=columns["status"])
         return Rollouts(
             local=tuple(rollouts[i] for i in local_order),
-            local_indices=local_indices,
-            home=home,
+            local_indices=(home == comm.rank).nonzero().squeeze(1),
             **columns | {"episode": episode},
             reward=scores[:, 0].contiguous(),
             reward_parts={name: scores[:, column].contiguous() for column, name in enumerate(parts, 1)},
-            source=table[:, 2 + len(ROLLOUT_STATS)].contiguous(),
             sources=tuple(sources),
-            failures=tuple(reason for _, reasons, *_ in all_info for reason in reasons),
-            unscored_reasons=tuple(entry for *_, failed in all_info for entry in failed),
+            failures=tuple(chain.from_iterable(failures)),
+            unscored_reasons=tuple(chain.from_iterable(unscored)),
             version=version,
             comm=comm,
         )
@@ -322,7 +301,6 @@ class Rollouts:
         """
         last, sizes = parts[-1], [len(part) for part in parts]
         names = sorted({name for part in parts for name in part.reward_parts})
-        zeros = [torch.zeros(size, dtype=torch.float64) for size in sizes]
         offsets = np.cumsum([0, *sizes[:-1]]).tolist()
         sources = tuple(sorted({source for part in parts for source in part.sources}))
         source_maps = [torch.tensor([sources.index(source) for source in part.sources] or [0]) for part in parts]
@@ -330,24 +308,21 @@ class Rollouts:
             name: torch.cat([getattr(part, name) for part in parts]) for name in ("home", *ROLLOUT_STATS, "reward")
         }
         episode_offsets = np.cumsum([0, *(max(part.episode.tolist(), default=0) + 1 for part in parts)]).tolist()
-        columns["episode"] = torch.cat(
-            [part.episode + start for part, start in zip(parts, episode_offsets, strict=False)]
-        )
+        episodes = [part.episode + start for part, start in zip(parts, episode_offsets, strict=False)]
+        columns["episode"] = torch.cat(episodes)
         return replace(
             last,
-            local=tuple(rollout for part in parts for rollout in part.local),
+            local=tuple(chain.from_iterable(part.local for part in parts)),
             local_indices=torch.cat([part.local_indices + offset for part, offset in zip(parts, offsets, strict=True)]),
             **columns,
             source=torch.cat([source_map[part.source] for part, source_map in zip(parts, source_maps, strict=True)]),
             sources=sources,
             reward_parts={
-                name: torch.cat(
-                    [part.reward_parts.get(name, missing) for part, missing in zip(parts, zeros, strict=True)]
-                )
+                name: torch.cat([part.reward_parts.get(name, torch.zeros_like(part.reward)) for part in parts])
                 for name in names
             },
-            failures=tuple(reason for part in parts for reason in part.failures),
-            unscored_reasons=tuple(entry for part in parts for entry in part.unscored_reasons),
+            failures=tuple(chain.from_iterable(part.failures for part in parts)),
+            unscored_reasons=tuple(chain.from_iterable(part.unscored_reasons for part in parts)),
         )
 
     def __len__(self) -> int:
@@ -363,22 +338,17 @@ class Rollouts:
         return Episodes.from_ids(self.episode)
 
     def merge_branches(self) -> Rollouts:
-        """Return one rollout per episode: the last branch, with counts (action tokens, turns, tool calls and so on)
-        summed over all branches, the prompt length of the first branch, and the length of the longest."""
+        """Return one rollout per episode: the last branch, with the sum of all branches' counts, the prompt length of
+        the first and the length of the longest."""
         episodes = self.episodes
         if len(episodes) == len(self):
             return self
         names = ("actions", "turns", "tool_calls", "tool_errors", "drafted", "accepted", "sampling_mask_sizes")
         counts: dict[str, Any] = {name: episodes.sum_branches(getattr(self, name)) for name in names}
-        longest = self.length.new_zeros(len(episodes)).scatter_reduce(
-            0, episodes.episode_ids, self.length, reduce="amax"
-        )
-        return replace(
-            self.select(episodes.is_last),
-            **counts,
-            prompt_length=self.prompt_length[episodes.first],
-            length=longest,
-        )
+        shortest = self.length.new_zeros(len(episodes))
+        counts["length"] = shortest.scatter_reduce(0, episodes.episode_ids, self.length, reduce="amax")
+        counts["prompt_length"] = self.prompt_length[episodes.first]
+        return replace(self.select(episodes.is_last), **counts)
 
     @property
     def staleness(self) -> torch.Tensor:

@@ -8,7 +8,6 @@ from thread_ranks import as_ranks
 
 from megarl.algorithms import advantages, token_stats
 from megarl.algorithms.advantages import (
-    decoupled_gae,
     gae,
     length_adaptive_lam,
     rewards_to_go,
@@ -144,7 +143,7 @@ def test_each_sequence_has_its_own_lambda(seed, steps, monkeypatch):
 
 def test_the_policys_lambda_is_not_the_critics():
     rewards, values, mask, cu = random_batch(5)
-    advantages, returns = decoupled_gae(rewards, values, mask, cu, 1.0, 0.3, 1.0)
+    advantages, returns = gae(rewards, values, mask, cu, 1.0, 0.3, 1.0)
     assert torch.equal(advantages, gae(rewards, values, mask, cu, 1.0, 0.3)[0])
     torch.testing.assert_close(returns, gae(rewards, torch.zeros_like(values), mask, cu, 1.0, 1.0)[0])
 

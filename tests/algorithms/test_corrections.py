@@ -19,7 +19,7 @@ from megarl.algorithms.corrections import (
     correction_metrics,
     log_ratios,
 )
-from megarl.algorithms.policy_losses import ppo_policy_loss
+from megarl.algorithms.policy_losses import Clip, PolicyLossInput, ppo_loss
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -126,7 +126,7 @@ def test_without_bounds_the_gradient_is_that_on_policy(level: Any, length: int) 
     logprobs, engine = logits.log_softmax(-1)[step, tokens], behaviour[step, tokens]
     advantages = torch.repeat_interleave(reward, length)
     weights = compute_correction(log_ratios(logprobs, engine, mask), mask, cu, "tis", level, 0.0, 1e9).weights
-    loss = ppo_policy_loss(logprobs, logprobs.detach(), advantages, mask, clip_low=0.2).loss * weights
+    loss = ppo_loss(PolicyLossInput(logprobs, logprobs.detach(), advantages, mask, cu), Clip(0.2)).loss * weights
     chance = engine.reshape(count, length).sum(1).exp()
     (found,) = torch.autograd.grad((loss * torch.repeat_interleave(chance, length)).sum(), logits, retain_graph=True)
     expected_reward = (logprobs.reshape(count, length).sum(1).exp() * reward).sum()
@@ -141,7 +141,7 @@ def test_decoupled_ppo_is_the_ratio_to_who_drew_it() -> None:
     now, prox, behaviour = (torch.randn(4, generator=draw, dtype=torch.float64).log_softmax(-1) for _ in range(3))
     advantages = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
     weights = compute_correction(log_ratios(prox, behaviour, mask), mask, cu, "tis", "token", 0.0, 1e9).weights
-    loss = ppo_policy_loss(now, prox, advantages, mask, clip_low=1.0, clip_high=100.0).loss * weights
+    loss = ppo_loss(PolicyLossInput(now, prox, advantages, mask, cu), Clip(1.0, high=100.0)).loss * weights
     assert float((behaviour.exp() * loss).sum()) == pytest.approx(-float((now.exp() * advantages).sum()))
 
 

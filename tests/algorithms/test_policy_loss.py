@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megarl.algorithms.losses import token_mean_weights
-from megarl.algorithms.policy_losses import ppo_policy_loss
+from megarl.algorithms.policy_losses import Clip, PolicyLossInput, ppo_loss
+from megarl.types import TokenLoss
 
 pytestmark = pytest.mark.alone
 
@@ -23,17 +24,20 @@ CASES = [
 ]
 
 
+def ppo(logprobs, old_logprobs, advantages, mask, clip: Clip) -> TokenLoss:
+    cu_seqlens = torch.tensor([0, len(logprobs)])
+    return ppo_loss(PolicyLossInput(logprobs, old_logprobs, advantages, mask, cu_seqlens), clip)
+
+
 @pytest.mark.parametrize("ratio, advantage, loss, clipped, bounded, gradient", CASES)
 def test_by_hand(ratio, advantage, loss, clipped, bounded, gradient):
     logprobs = torch.tensor([math.log(ratio) - 1.0], dtype=F64, requires_grad=True)
-    result = ppo_policy_loss(
+    result = ppo(
         logprobs,
         torch.tensor([-1.0], dtype=F64),
         torch.tensor([advantage], dtype=F64),
         torch.tensor([True]),
-        clip_low=0.2,
-        clip_high=0.2,
-        dual_clip=3.0,
+        Clip(0.2, high=0.2, dual=3.0),
     )
     assert float(result.loss.detach()) == pytest.approx(loss, abs=1e-12)
     assert float(result.metrics["actor/pg_clipfrac"]) == clipped
@@ -47,10 +51,10 @@ def test_by_hand(ratio, advantage, loss, clipped, bounded, gradient):
 def test_clip_higher_and_no_dual_clip():
     logprobs = torch.log(torch.tensor([1.25, 4.0], dtype=F64))
     args = (torch.zeros(2, dtype=F64), torch.tensor([1.0, -1.0], dtype=F64), torch.tensor([True, True]))
-    assert ppo_policy_loss(logprobs, *args, clip_low=0.2, clip_high=0.28).loss.tolist() == pytest.approx([-1.25, 4.0])
-    assert ppo_policy_loss(logprobs, *args, clip_low=0.2).loss.tolist() == pytest.approx([-1.2, 4.0])
+    assert ppo(logprobs, *args, Clip(0.2, high=0.28)).loss.tolist() == pytest.approx([-1.25, 4.0])
+    assert ppo(logprobs, *args, Clip(0.2)).loss.tolist() == pytest.approx([-1.2, 4.0])
     with pytest.raises(ValueError, match="dual_clip"):
-        ppo_policy_loss(logprobs, *args, clip_low=0.2, dual_clip=1.0)
+        ppo(logprobs, *args, Clip(0.2, dual=1.0))
 
 
 def loop_loss(new, old, advantage, low, high, dual):
@@ -68,16 +72,14 @@ def test_against_a_loop(seed):
         loop_loss(a, b, c, 0.2, 0.3, 3.0) if m else 0.0
         for a, b, c, m in zip(new.tolist(), old.tolist(), advantage.tolist(), mask.tolist(), strict=True)
     ]
-    result = ppo_policy_loss(new, old, advantage, mask, clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    result = ppo(new, old, advantage, mask, Clip(0.2, high=0.3, dual=3.0))
     torch.testing.assert_close(result.loss, torch.tensor(expected, dtype=F64), rtol=1e-12, atol=1e-12)
 
 
 def test_first_update_has_the_policy_gradient():
     # With old == new the gradient of the loss in logprobs is -A, and nothing is clipped.
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    result = ppo_policy_loss(
-        logprobs, logprobs.detach(), torch.tensor([2.0, -3.0]), torch.ones(2).bool(), clip_low=0.2, dual_clip=3.0
-    )
+    result = ppo(logprobs, logprobs.detach(), torch.tensor([2.0, -3.0]), torch.ones(2).bool(), Clip(0.2, dual=3.0))
     result.loss.sum().backward()
     assert logprobs.grad is not None and logprobs.grad.tolist() == [-2.0, 3.0]
     assert all(float(metric.abs().sum()) == 0 for metric in result.metrics.values())
@@ -88,7 +90,7 @@ def test_masked_positions_are_harmless(garbage):
     mask = torch.tensor([True, False, False, False])
     logprobs = torch.tensor([-1.0, garbage, 0.0, 0.0], requires_grad=True)
     old, advantages = torch.tensor([-1.0, 0.0, garbage, 0.0]), torch.tensor([1.0, 0.0, 0.0, garbage])
-    result = ppo_policy_loss(logprobs, old, advantages, mask, clip_low=0.2, dual_clip=3.0)
+    result = ppo(logprobs, old, advantages, mask, Clip(0.2, dual=3.0))
     assert result.loss.tolist() == [-1.0, 0, 0, 0]
     for metric in result.metrics.values():
         assert metric[1:].tolist() == [0, 0, 0] and not metric.requires_grad
@@ -98,9 +100,7 @@ def test_masked_positions_are_harmless(garbage):
 
 def test_a_huge_ratio_has_a_finite_gradient():
     logprobs = torch.tensor([0.0], requires_grad=True)
-    result = ppo_policy_loss(
-        logprobs, torch.tensor([-500.0]), torch.tensor([-1.0]), torch.tensor([True]), clip_low=0.2, dual_clip=3.0
-    )
+    result = ppo(logprobs, torch.tensor([-500.0]), torch.tensor([-1.0]), torch.tensor([True]), Clip(0.2, dual=3.0))
     result.loss.sum().backward()
     assert float(result.loss.detach()) == 3.0
     assert logprobs.grad is not None and float(logprobs.grad) == 0.0
@@ -114,7 +114,7 @@ def test_weighted_sum_does_not_depend_on_how_the_batch_is_cut(seed):
     weights = token_mean_weights(mask, int(mask.sum())).double()
 
     def total(index):
-        result = ppo_policy_loss(new[index], old[index], advantage[index], mask[index], clip_low=0.2, dual_clip=3.0)
+        result = ppo(new[index], old[index], advantage[index], mask[index], Clip(0.2, dual=3.0))
         return float((weights[index] * result.loss).sum())
 
     whole = total(torch.arange(120))

@@ -19,7 +19,7 @@ from megarl.algorithms.policy_losses import (
     NoOptions,
     PolicyLoss,
     PolicyLossInput,
-    ppo_policy_loss,
+    ppo_loss,
 )
 from megarl.config import Config, ConfigError, from_dict
 from megarl.controllers.controller import make_controller
@@ -289,8 +289,8 @@ def test_only_what_has_advantages_is_marked() -> None:
 def test_ppo_is_what_it_was_bit_by_bit() -> None:
     batch, new = made()
     assert batch.old_logprobs is not None and batch.advantages is not None
-    args = (new, batch.old_logprobs, batch.advantages, batch.loss_mask)
-    expected = ppo_policy_loss(*args, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+    inputs = PolicyLossInput(new, batch.old_logprobs, batch.advantages, batch.loss_mask, batch.cu_seqlens)
+    expected = ppo_loss(inputs, Clip(0.2, 0.28, 3.0))
     found = policy_loss(
         ModelOutput(logprobs=new), batch, from_dict({"loss": {"clip_high": 0.28}, "kl": {"apply_to": "none"}}), 0
     )

@@ -6,18 +6,18 @@ from math import prod
 import pytest
 import torch
 
-from megarl.models.flat_runs import Box, boxes
+from megarl.models.layout_algebra import Chunk, range_chunks
 
 pytestmark = pytest.mark.alone
 
 
 def test_by_hand() -> None:
     """Of four rows of five: from the middle of the first, three elements of the last."""
-    assert list(boxes((4, 5), 3, 18)) == [Box((0, 3), (1, 2)), Box((1, 0), (2, 5)), Box((3, 0), (1, 3))]
-    assert list(boxes((4, 5), 6, 8)) == [Box((1, 1), (1, 2))]
-    assert list(boxes((4, 5), 0, 20)) == [Box((0, 0), (4, 5))]
-    assert list(boxes((), 0, 1)) == [Box((), ())]
-    assert list(boxes((7,), 2, 2)) == []
+    assert list(range_chunks((4, 5), 3, 18)) == [Chunk((0, 3), (1, 2)), Chunk((1, 0), (2, 5)), Chunk((3, 0), (1, 3))]
+    assert list(range_chunks((4, 5), 6, 8)) == [Chunk((1, 1), (1, 2))]
+    assert list(range_chunks((4, 5), 0, 20)) == [Chunk((0, 0), (4, 5))]
+    assert list(range_chunks((), 0, 1)) == [Chunk((), ())]
+    assert list(range_chunks((7,), 2, 2)) == []
 
 
 def test_any_run_is_its_boxes_one_after_the_other() -> None:
@@ -25,11 +25,11 @@ def test_any_run_is_its_boxes_one_after_the_other() -> None:
         size = prod(shape)
         whole = torch.arange(size).view(shape)
         for start, stop in itertools.combinations_with_replacement(range(size + 1), 2):
-            found = list(boxes(shape, start, stop))
+            found = list(range_chunks(shape, start, stop))
             assert len(found) <= 2 * len(shape) - 1
             parts = [
-                whole[tuple(slice(low, low + length) for low, length in zip(box.offset, box.sizes, strict=True))]
-                for box in found
+                whole[tuple(slice(low, low + length) for low, length in zip(chunk.offset, chunk.sizes, strict=True))]
+                for chunk in found
             ]
-            assert [tuple(part.shape) for part in parts] == [box.sizes for box in found]
+            assert [tuple(part.shape) for part in parts] == [chunk.sizes for chunk in found]
             assert [number for part in parts for number in part.reshape(-1).tolist()] == list(range(start, stop))

@@ -12,7 +12,6 @@ from megarl.models.layout_algebra import (
     PADDING,
     Dim0Sharding,
     Dim1Sharding,
-    GateUpSharding,
     HFTensor,
     Param,
     QKVSharding,
@@ -70,7 +69,7 @@ def test_qkv_interleaves_by_query_group() -> None:
 
 
 def test_gate_and_up_are_stacked_per_rank() -> None:
-    fc1 = param(GateUpSharding(4, "ffn"), gate=(4, 1), up=(4, 1))
+    fc1 = param(Dim0Sharding(4, "ffn"), gate=(4, 1), up=(4, 1))
     values = {"gate": column(0, 1, 2, 3), "up": column(10, 11, 12, 13)}
     assert shard(fc1, values, 1, 0).flatten().tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
     assert shard(fc1, values, 2, 1).flatten().tolist() == [2, 3, 12, 13]
@@ -100,7 +99,7 @@ def test_experts_are_whole_but_their_cut_answers_for_a_grid_of_their_own() -> No
         (Dim0Sharding(6, "num_attention_heads"), {"q_b": (12, 1)}, "q_b cannot be cut: num_attention_heads=6"),
         (Dim1Sharding(6, "num_attention_heads"), {"o": (1, 12)}, "o cannot be cut: num_attention_heads=6"),
         (
-            GateUpSharding(6, "intermediate_size"),
+            Dim0Sharding(6, "intermediate_size"),
             {"g": (6, 1), "u": (6, 1)},
             "g + u cannot be cut: intermediate_size=6",
         ),
@@ -133,7 +132,7 @@ def cases(draw: st.DrawFn) -> tuple[Param, int]:
                 (Replicated(), [(size, hidden)]),
                 (Dim0Sharding(count, "units"), [(count * size, hidden)]),
                 (Dim1Sharding(count, "units"), [(hidden, count * size)]),
-                (GateUpSharding(count, "units"), [(count * size, hidden)] * 2),
+                (Dim0Sharding(count, "units"), [(count * size, hidden)] * 2),
                 (QKVSharding(count), [(count * size * hidden, 2), (count * size, 2), (count * size, 2)]),
                 (QKVSharding(count), [(count * size * hidden,), (count * size,), (count * size,)]),
                 (VocabSharding(), [(draw(st.integers(1, 700)), hidden)]),

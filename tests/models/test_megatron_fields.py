@@ -13,14 +13,13 @@ from megarl.config import ConfigError, foreign_dataclasses
 from megarl.models.megatron_fields import (
     _CLASSES,
     _DDP,
-    _MLA,
+    _MLA_CLASSES,
     CONFIG_KEYS,
     FORBIDDEN,
     MODEL_FIELDS,
     _parse_fields,
     check,
     check_ddp,
-    known_fields,
 )
 from megarl.models.registry import family_of
 
@@ -41,12 +40,12 @@ print("RESULT", json.dumps([[item.name for item in dataclasses.fields(kind) if i
 def test_fields_are_megatrons_own() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, check=True)
     plain, mla_too = json.loads(done.stdout.partition("RESULT ")[2].splitlines()[0])
-    for names, mla in ((plain, False), (mla_too, True)):
-        own = set(names)
-        assert own <= known_fields(mla)
-        assert not {name for name in known_fields(mla) - own if not name.startswith("_")}
-    assert (CONFIG_KEYS.keys() | FORBIDDEN.keys()) <= known_fields(False)
-    assert known_fields(True) >= MODEL_FIELDS
+    for names, classes in ((plain, _CLASSES), (mla_too, _MLA_CLASSES)):
+        own, fields = set(names), _parse_fields(classes).keys()
+        assert own <= fields
+        assert not {name for name in fields - own if not name.startswith("_")}
+    assert (CONFIG_KEYS.keys() | FORBIDDEN.keys()) <= _parse_fields(_CLASSES).keys()
+    assert _parse_fields(_MLA_CLASSES).keys() >= MODEL_FIELDS
 
 
 FREE = {
@@ -114,6 +113,6 @@ def test_values_of_the_gradient_buffers_fit_theirs() -> None:
 
 def test_every_default_fits_its_own_field() -> None:
     """So that what is refused is not what Megatron takes by itself."""
-    for name, field in {**_parse_fields(*_CLASSES, _MLA), **_parse_fields(_DDP)}.items():
+    for name, field in {**_parse_fields(_MLA_CLASSES), **_parse_fields(_DDP)}.items():
         if field.default is not ...:
             foreign_dataclasses.check_field_value(name, field.default, field)

@@ -114,13 +114,13 @@ def test_context_parallel_traffic() -> None:
 def test_what_is_computed_twice() -> None:
     settings = family_of(DENSE).megatron_config(DENSE) | {"recompute_granularity": "selective"}
     mlp, attention = 3 * 64 * 96, 64 * 16 * 2 * (4 + 2)
-    assert recomputed_share(settings) == 0  # core_attn: no matrix product of weights
-    assert recomputed_share(settings | {"recompute_modules": ["mlp"]}) == pytest.approx(mlp / (mlp + attention))
+    assert recomputed_share(DENSE, settings) == 0  # core_attn: no matrix product of weights
+    assert recomputed_share(DENSE, settings | {"recompute_modules": ["mlp"]}) == pytest.approx(mlp / (mlp + attention))
     hf = load_hf_config(MODELS / "deepseek_v3.json")
     latent = family_of(hf).megatron_config(hf) | {"recompute_granularity": "selective"}
-    assert recomputed_share(latent | {"recompute_modules": ["moe_act"]}) == 0
+    assert recomputed_share(hf, latent | {"recompute_modules": ["moe_act"]}) == 0
     # q up 1536 x 24576 and kv up 512 x 32768, of 187 M in attention and 396 M in MLPs (nine experts of 44 M).
-    share = recomputed_share(latent | {"recompute_modules": ["mla_up_proj"]})
+    share = recomputed_share(hf, latent | {"recompute_modules": ["mla_up_proj"]})
     assert share == pytest.approx(54.5e6 / (187.1e6 + 396.4e6), rel=0.01)
 
 
