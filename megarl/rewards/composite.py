@@ -6,9 +6,10 @@ If any part failed, the rollout has no reward: it is `unscored`, and `reward.max
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from megarl.config import ConfigError, RewardConfig
@@ -105,6 +106,23 @@ def mark_unscored(verdicts: Mapping[str, RewardResult], parts: Sequence[str]) ->
     """
     missing = [part for part in parts if part not in verdicts]
     return dict(verdicts) if has_failed(verdicts) or not missing else {**verdicts, missing[0]: NOT_SCORED}
+
+
+async def call_while(call: Callable[[int], Awaitable[bool]], count: int, max_concurrent: int) -> None:
+    """Await `call(0)` to `call(count - 1)`. Once one returns False, cancel the others."""
+    semaphore = asyncio.Semaphore(max_concurrent)
+
+    async def run(number: int) -> None:
+        async with semaphore:
+            should_continue = await call(number)
+        if not should_continue:
+            for task in set(tasks) - {asyncio.current_task()}:
+                task.cancel()
+
+    tasks = [asyncio.create_task(run(number)) for number in range(count)]
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            raise result
 
 
 def summarize_unscored(rollouts: Rollouts) -> str:
