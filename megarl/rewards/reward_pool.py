@@ -1,8 +1,7 @@
 """Call reward functions in worker processes, each call with a timeout, concurrently with the rank's work.
 
 A function may hang, crash, exit the interpreter, or exhaust memory: its process is then killed and replaced, and only
-that call fails. The pools of `concurrent.futures` and `multiprocessing` do not serve here: they run the user's script
-again in each process, break when a process dies, and leak what it has started.
+that call fails. The pools of the standard library break when a process dies, and leak what it has started.
 """
 
 from __future__ import annotations
@@ -20,12 +19,9 @@ from megarl.config import ConfigError, plugins
 from megarl.processes.children import NO_LIMITS, ProcessLimits
 from megarl.processes.worker_process import ForkServer, WorkerPool, WorkerProcess, WorkerUnavailable
 from megarl.rewards.functions import RewardFunction
-from megarl.rewards.reward_process import MAX_CONCURRENT, Kind, count_actions, decode_verdict, describe_timeout
+from megarl.rewards.reward_process import GRACE_S, MAX_CONCURRENT, count_actions, decode_verdict, describe_timeout
 from megarl.types import Rollout
 from megarl.types.reward_values import RewardFailure, RewardResult
-
-GRACE_S = 10.0
-"""Extra seconds for a process of coroutine functions, which enforces the timeout itself, to report it."""
 
 Verdicts = Mapping[str, RewardResult]
 """Verdicts by function name."""
@@ -70,32 +66,37 @@ class RewardPool:
         limits: ProcessLimits = NO_LIMITS,
         max_concurrent: int = MAX_CONCURRENT,
     ) -> None:
-        self._max_concurrent = max_concurrent
-        self._names, self._limit = list(functions), limit
-        self._kinds: list[Kind] = ["async" if plugins.is_async(function) else "sync" for function in functions.values()]
-        present = sorted(set(self._kinds))
-        self._sizes = {kind: max(1, (size + index) // len(present)) for index, kind in enumerate(present)}
-        self._log = log
+        self._names, self._limit, self._log = list(functions), limit, log
+        self._kinds = ["async" if plugins.is_async(function) else "sync" for function in functions.values()]
         self._fork_server = ForkServer(
             "megarl.rewards.reward_process:serve", {"specs": list(specs), "limit": limit}, log, limits
         )
+        self._pools: dict[str, WorkerPool] = {}
+        present = sorted(set(self._kinds))
+        for index, kind in enumerate(present):
+            size_of_kind = max(1, (size + index) // len(present))
+            leases = 1 if kind == "sync" else max_concurrent
+            self._pools[kind] = WorkerPool(self._fork_server, {"kind": kind}, size_of_kind, size_of_kind, leases)
+        self._pools["alone"] = WorkerPool(self._fork_server, {"kind": "async"}, size=1)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._starting, self._closed = threading.Lock(), False
-        self._first_starts: list[asyncio.Task[None]] = []
+        self._first_starts: list[Future[None]] = []
 
     def start(self) -> None:
         """Start a process of each kind in the background."""
         with self._starting:
             if not self._thread.is_alive():
                 self._thread.start()
-                asyncio.run_coroutine_threadsafe(self._set_up(), self._loop).result()
+                for kind in sorted(set(self._kinds)):
+                    first_start = _start_first(self._pools[kind])
+                    self._first_starts.append(asyncio.run_coroutine_threadsafe(first_start, self._loop))
 
     def wait_ready(self) -> None:
         """Wait for the started processes. Raises ConfigError if worker processes cannot load the functions."""
-        for start in self._first_starts:
+        for first_start in self._first_starts:
             try:
-                asyncio.run_coroutine_threadsafe(_result(start), self._loop).result()
+                first_start.result()
             except WorkerUnavailable as error:
                 raise ConfigError(f"reward.functions={list(self._names)}: {error}; see {self._log}") from None
 
@@ -128,16 +129,6 @@ class RewardPool:
                 self._loop.close()
 
     # --- in the pool's thread
-
-    async def _set_up(self) -> None:
-        self._pools: dict[str, WorkerPool] = {
-            kind: WorkerPool(
-                self._fork_server, {"kind": kind}, size, size, 1 if kind == "sync" else self._max_concurrent
-            )
-            for kind, size in self._sizes.items()
-        }
-        self._first_starts = [asyncio.create_task(_start_first(pool)) for pool in self._pools.values()]
-        self._pools["alone"] = WorkerPool(self._fork_server, {"kind": "async"}, size=1)
 
     async def _collect_verdicts(self, rollout: Rollout, completed: dict[str, RewardResult]) -> Verdicts:
         async def call_function(function: int, name: str) -> None:
@@ -172,18 +163,17 @@ class RewardPool:
             return self._log_failure(function, rollout, RewardFailure(reason))
         try:
             verdict = decode_verdict(await process.request(order, limit), count_actions(rollout))
-        except (TimeoutError, WorkerUnavailable) as error:
+        except BaseException as error:
             pool.kill(process)
-            if is_concurrent:
-                return None
-            reason = describe_timeout(self._limit) if isinstance(error, TimeoutError) else str(error)
+            if isinstance(error, TimeoutError | WorkerUnavailable):
+                if is_concurrent:
+                    return None
+                reason = describe_timeout(self._limit) if isinstance(error, TimeoutError) else str(error)
+            elif isinstance(error, ConfigError | LookupError | TypeError):
+                reason = f"its process sent a garbled answer: {error!r}"
+            else:  # a bug of ours, or the end of the pool
+                raise
             verdict = RewardFailure(reason)
-        except (ConfigError, LookupError, TypeError) as error:
-            pool.kill(process)
-            verdict = RewardFailure(f"its process sent a garbled answer: {error!r}")
-        except BaseException:  # a bug of ours, or the end of the pool
-            pool.kill(process)
-            raise
         else:
             pool.release(process)
         return self._log_failure(function, rollout, verdict)
@@ -208,7 +198,3 @@ class RewardPool:
 
 async def _start_first(pool: WorkerPool) -> None:
     pool.release(await pool.acquire())
-
-
-async def _result(task: asyncio.Task[None]) -> None:
-    await task

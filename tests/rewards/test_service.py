@@ -135,7 +135,7 @@ def test_what_comes_back_is_named_with_its_address(server: Judging, answer: Any,
 def test_one_that_failed_leaves_the_others(server: Judging) -> None:
     server.answers = [(200, b'[1, null, {"reward": 3, "parts": {"a": 1}}]')]
     first, second, third = service(server, batch=3).score(ROLLOUTS[:3])
-    assert (first, third) == ((1.0, {}), Reward(3.0, {"a": 1.0}))
+    assert (first, third) == (Reward(1.0), Reward(3.0, {"a": 1.0}))
     assert isinstance(second, RewardFailure) and "it returned a NoneType" in second.reason
 
 
