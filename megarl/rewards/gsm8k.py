@@ -6,8 +6,16 @@ import re
 from decimal import Decimal
 
 from megarl.rewards.functions import with_prompt_check
-from megarl.rewards.stated_answer import extract_boxed, extract_final_part, extract_tagged, find_box, find_numbers
-from megarl.rewards.stated_answer import has_false_equation, join_thousands, parse_number
+from megarl.rewards.stated_answer import (
+    extract_boxed,
+    extract_final_part,
+    extract_tagged,
+    find_box,
+    find_numbers,
+    has_false_equation,
+    join_thousands,
+    parse_number,
+)
 from megarl.types import Prompt, Rollout
 
 _NOT_THE_NUMBER = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\^\s*(?:\{[^{}]*\}|\w)")  # units and their exponents
