@@ -36,6 +36,9 @@ class WorkerUnavailable(OSError):
         self.loading = loading
 
 
+_READ_ERRORS = (asyncio.IncompleteReadError, OSError, ValueError, LookupError, TypeError)
+
+
 class _WorkerExited(Exception):
     """The process that should respond has exited."""
 
@@ -73,7 +76,11 @@ class ForkServer:
         except OSError as error:
             raise WorkerUnavailable(f"could not start a process for it: {error}") from None
         process = WorkerProcess(reader, writer, exit_status)
-        await process.load()
+        try:
+            await process.load()
+        except BaseException:
+            process.end()
+            raise
         return process
 
     def _start(self) -> socket.socket:
@@ -135,7 +142,7 @@ class WorkerProcess:
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._count = 0
         self._listening: asyncio.Task[None] | None = None
-        self._has_exited = False
+        self.is_alive = True
 
     async def load(self) -> None:
         """Wait until the worker is ready. Raises WorkerUnavailable if it fails to load."""
@@ -147,25 +154,16 @@ class WorkerProcess:
                     loading = str(message["loading"])
                     message, _ = await read_frame(self._reader, MAX_BYTES)
         except TimeoutError:
-            self.end()
             problem = f"did not load in another process within {LOAD_LIMIT_S:g} s"
             raise WorkerUnavailable(f"{loading or 'its module'} {problem}", loading) from None
-        except (asyncio.IncompleteReadError, OSError, ValueError, TypeError):
+        except _READ_ERRORS:
             self.end()
             what = f"loading {loading or 'its module'} in another process"
             raise WorkerUnavailable(f"{what}, {await self.describe_exit()}", loading) from None
-        except BaseException:
-            self.end()
-            raise
         if "ready" not in message:
-            self.end()
             raise WorkerUnavailable(f"another process could not load it: {message.get('error')}")
         self.ready_message = message["ready"]
         self._listening = asyncio.create_task(self._listen())
-
-    @property
-    def is_alive(self) -> bool:
-        return not self._has_exited
 
     async def request(self, order: bytes, limit: float) -> dict[str, Any]:
         """Send a request and return the response.
@@ -173,7 +171,7 @@ class WorkerProcess:
         Raises WorkerUnavailable if the process has exited, TimeoutError if there is no response in time; the process is
         then still busy and should be ended.
         """
-        if self._has_exited:
+        if not self.is_alive:
             raise WorkerUnavailable(await self.describe_exit())
         self._count += 1
         number = self._count
@@ -205,14 +203,14 @@ class WorkerProcess:
                 message, _ = await read_frame(self._reader, MAX_BYTES)
                 if (response := self._pending.get(message["number"])) is not None and not response.done():
                     response.set_result(message)
-        except (asyncio.IncompleteReadError, OSError, ValueError, LookupError, TypeError):
+        except _READ_ERRORS:
             pass
         finally:
             self.end()
 
     def end(self) -> None:
         """Have the process killed, together with everything that its functions have started."""
-        self._has_exited = True
+        self.is_alive = False
         self._writer.transport.abort()  # do not wait for it to read what was sent
         for response in self._pending.values():
             if not response.done():

@@ -1,9 +1,8 @@
 """Runs in the answer's box: execute the answer or call its functions, and report the outcome. Knows no expected value.
 
-The answer shares the interpreter and can forge any report, so a report is data to be compared outside the box, by the
-process that has the expected values. Each test runs in its own process, forked after the answer's imports, so
-`sys.exit`, `os._exit`, an endless loop, or leftovers of one test affect that test alone. Uses only the standard library
-and `plain.py`.
+The answer can forge any report, so a report is data to be compared outside the box. Each test runs in its own process,
+forked after the answer's imports, so an exit, an endless loop, or leftovers of one test affect that test alone. Uses
+only the standard library and `plain.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from typing import Any
 
 from megarl.rewards.code.plain import decode, encode
 
-_NAME = "solution"
 _CHUNK = 1 << 16
 WALL_CLOCK_FACTOR = 4
 """Wall-clock seconds allowed per CPU second, because other processes run concurrently."""
@@ -33,8 +31,7 @@ WALL_CLOCK_FACTOR = 4
 
 def load(sources: list[str], setup: str, post_setup: str) -> dict[str, Any]:
     """Execute the first source that compiles and return its namespace. Raises whatever the source raises."""
-    module = ModuleType(_NAME)
-    sys.modules[_NAME] = module
+    module = sys.modules["solution"] = ModuleType("solution")
     sys.setrecursionlimit(50_000)
     exec(compile(setup, "<given>", "exec"), module.__dict__)
     exec(_compiled(sources), module.__dict__)
@@ -62,9 +59,8 @@ def call(names: Mapping[str, Any], request: Mapping[str, Any]) -> Any:
     else:
         name = request["name"]
         function = names[name] if name in names else getattr(names["Solution"](), name)
-        value = function(
-            *map(decode, request["args"]), **{key: decode(argument) for key, argument in request["kwargs"].items()}
-        )
+        keywords = {key: decode(argument) for key, argument in request["kwargs"].items()}
+        value = function(*map(decode, request["args"]), **keywords)
     return encode(value)
 
 
@@ -120,8 +116,7 @@ def _run(program: Any, stdin: str, pipe: int) -> int:
     os.close(pipe)
     sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
-    module = ModuleType("__main__")
-    sys.modules["__main__"] = module
+    module = sys.modules["__main__"] = ModuleType("__main__")
     sys.setrecursionlimit(50_000)
     status = 0
     try:

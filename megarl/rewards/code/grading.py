@@ -1,11 +1,8 @@
 """Reward function for code: extract the code from an answer and count the hidden tests that it passes.
 
-The verdict is computed outside the sandbox, on values from its boxes.
-
 Program and call tests run in one box, which receives the inputs but not the expected values. Assertion tests use two
-boxes: the answer's, where its functions run, and the test's, where the test's text runs; requests between the two pass
-through here as plain values. A test passes only if its result arrives and is correct: an exit status proves nothing,
-and whatever an answer prints, patches, or forges is just a result.
+boxes, one for the answer's functions and one for the test's text. A test passes only if its result arrives and is
+correct: an exit status proves nothing, and whatever an answer prints, patches, or forges is just a result.
 """
 
 from __future__ import annotations
@@ -66,9 +63,9 @@ class Grading:
             )
 
     def limits(self, output_bytes: int = 1 << 21, input_bytes: int = 0) -> Limits:
-        """Return a box's limits. room: bytes of results. given: bytes of the largest input."""
-        disk = 64 + (input_bytes >> 20)
-        return Limits(self.total_seconds + _STARTING_S, self.memory_mb, disk_mb=disk, output_bytes=output_bytes)
+        """Return a box's limits. output_bytes: of all results. input_bytes: of the largest input."""
+        disk_mb = 64 + (input_bytes >> 20)
+        return Limits(self.total_seconds + _STARTING_S, self.memory_mb, disk_mb=disk_mb, output_bytes=output_bytes)
 
 
 @dataclass(frozen=True)
@@ -144,7 +141,7 @@ async def _run_tests(
     harness = embed_modules("plain", "answering")
     harness += f"{embed_module_ref('answering')}.main(send, json.load(sys.stdin.buffer))"
     input_bytes = max(
-        len(test.stdin.encode(errors="replace")) if isinstance(test, ProgramTest) else 0 for test in tests
+        len(test.stdin.encode(errors="replace") if isinstance(test, ProgramTest) else b"") for test in tests
     )
     limits = grading.limits(min(_MAX_OUTPUT_BYTES, 2 * result_bytes * len(tests) + _RESULT_BYTES_RANGE[0]), input_bytes)
     return (await box.run_harness(harness, len(tests), stdin=json.dumps(job).encode(), limits=limits)).results
@@ -172,10 +169,7 @@ def _choose_result_bytes(tests: Sequence[ProgramTest | CallTest]) -> int:
 
 
 def _has_passed(test: ProgramTest | CallTest, outcome: Any) -> bool:
-    """Compare a result with the expectation.
-
-    outcome: arbitrary data from the box, trusted only as the value to compare.
-    """
+    """Compare a result, arbitrary data from the box, with the expectation."""
     if not isinstance(outcome, dict):
         return False
     if isinstance(test, ProgramTest):
@@ -193,68 +187,58 @@ def _has_passed(test: ProgramTest | CallTest, outcome: Any) -> bool:
 async def _grade_assertions(
     sources: list[str], problem: Problem, tests: Sequence[AssertionTest], box: Sandbox, grading: Grading
 ) -> int:
-    """Run assertion tests with two interpreters, one for the answer and one for the tests.
+    """Run assertion tests with two interpreters, one for the answer and one for the tests, and relay their calls.
 
     Raises ValueError for an invalid test.
     """
-    passed = 0
     async with contextlib.AsyncExitStack() as stack:
         judge = await stack.enter_async_context(await box.interpreter(grading.limits()))
         answer = await stack.enter_async_context(await box.interpreter(grading.limits()))
-        session = _AssertionSession(judge, answer, grading)
-        if not await session.load_answer(sources, problem):
-            return 0
-        for test in tests:
-            is_passed = await session.run_test(problem, test)
-            if is_passed is None:
-                break
-            passed += is_passed
-    return passed
+        return await _AssertionSession(judge, answer, grading).run(sources, problem, tests)
 
 
 class _AssertionSession:
-    """Relay calls between a test and an answer until the test or the time has ended."""
+    """Relays calls between tests and an answer until the tests or the time have ended."""
 
     def __init__(self, test_interpreter: Interpreter, answer_interpreter: Interpreter, grading: Grading) -> None:
         self.test_interpreter, self.answer_interpreter = test_interpreter, answer_interpreter
         self.call_seconds = WALL_CLOCK_FACTOR * grading.seconds
         self.remaining_seconds = grading.total_seconds
 
-    async def load_answer(self, sources: list[str], problem: Problem) -> bool:
-        """Load the answer and the harnesses. Returns whether the answer could be loaded."""
-        for interpreter, names in (
-            (self.test_interpreter, ("plain", "judging")),
-            (self.answer_interpreter, ("plain", "answering")),
-        ):
-            prepared = await interpreter.run(embed_modules(*names), _STARTING_S + self.call_seconds)
+    async def run(self, sources: list[str], problem: Problem, tests: Sequence[AssertionTest]) -> int:
+        """Load the answer, run the tests, and return how many have passed."""
+        for interpreter, name in ((self.test_interpreter, "judging"), (self.answer_interpreter, "answering")):
+            prepared = await interpreter.run(embed_modules("plain", name), _STARTING_S + self.call_seconds)
             if not prepared.ok:
                 raise RuntimeError(f"the sandbox's interpreter does not start: {prepared.stderr or prepared.reason}")
+        load = f"{embed_module_ref('answering')}.load"
         setup_data = embed_data({"sources": [""], "setup": problem.setup, "post_setup": ""})
-        prepared = await self.answer_interpreter.run(
-            f"{embed_module_ref('answering')}.load(**{setup_data})", self.call_seconds
-        )
+        prepared = await self.answer_interpreter.run(f"{load}(**{setup_data})", self.call_seconds)
         if not prepared.ok:
             raise ValueError(f"the setup of its tests fails in the sandbox: {prepared.stderr[-300:]}")
         answer_data = embed_data({"sources": sources, "setup": problem.setup, "post_setup": problem.post_setup})
-        loaded = await self.answer_interpreter.run(
-            f"_megarl = {embed_module_ref('answering')}.load(**{answer_data})", self.call_seconds
-        )
+        loaded = await self.answer_interpreter.run(f"_megarl = {load}(**{answer_data})", self.call_seconds)
         self.remaining_seconds -= loaded.seconds
-        return loaded.ok
+        num_passed = 0
+        for test in tests if loaded.ok else ():
+            is_passed = await self._run_test(problem, test)
+            if is_passed is None:
+                break
+            num_passed += is_passed
+        return num_passed
 
-    async def run_test(self, problem: Problem, test: AssertionTest) -> bool | None:
+    async def _run_test(self, problem: Problem, test: AssertionTest) -> bool | None:
         """Run a test. Returns whether it passed, or None if no further test can run."""
+        judging, answering = embed_module_ref("judging"), embed_module_ref("answering")
         allow_nan = _NAN.search(problem.assertion_setup + test.source) is not None
         arguments = {"setup": problem.assertion_setup, "source": test.source, "names": problem.functions}
         test_data = embed_data({**arguments, "allow_nan": allow_nan})
-        message = await self._evaluate(self.test_interpreter, f"{embed_module_ref('judging')}.begin(**{test_data})")
+        message = await self._evaluate(self.test_interpreter, f"{judging}.begin(**{test_data})")
         while message is not None and "passed" not in message:
-            call = {name: message[name] for name in ("name", "args", "kwargs")}
-            outcome = await self._evaluate(
-                self.answer_interpreter, f"{embed_module_ref('answering')}.reply(_megarl, {embed_data(call)})"
-            )
+            call = embed_data({name: message[name] for name in ("name", "args", "kwargs")})
+            outcome = await self._evaluate(self.answer_interpreter, f"{answering}.reply(_megarl, {call})")
             reply = embed_data({"lost": True} if outcome is None else outcome)
-            message = await self._evaluate(self.test_interpreter, f"{embed_module_ref('judging')}.step({reply})")
+            message = await self._evaluate(self.test_interpreter, f"{judging}.step({reply})")
             if outcome is None:
                 return None
         if message is not None and message.get("wrong"):
@@ -268,9 +252,8 @@ class _AssertionSession:
         code = f"print('\\n' + {_MARK!r} + {expression}, flush=True)"
         output = await interpreter.run(code, min(self.call_seconds, self.remaining_seconds))
         self.remaining_seconds -= output.seconds
-        lines = output.stdout.split(_MARK)
         try:
-            message = json.loads(lines[-1]) if output.ok and len(lines) > 1 else None
+            message = json.loads(output.stdout.rpartition(_MARK)[2]) if output.ok and _MARK in output.stdout else None
         except (ValueError, RecursionError):
             return None
         return message if isinstance(message, dict) else None
@@ -373,18 +356,14 @@ def matches_output(expected: str, printed: str) -> bool:
         return True
     if len(expected_lines) != len(printed_lines):
         return False
-    for expected_line, printed_line in zip(expected_lines, printed_lines, strict=True):
-        expected_words, printed_words = expected_line.split(), printed_line.split()
-        if len(expected_words) != len(printed_words) or not all(map(_same_word, expected_words, printed_words)):
-            return False
-    return True
+    lines = [
+        (expected.split(), printed.split()) for expected, printed in zip(expected_lines, printed_lines, strict=True)
+    ]
+    return all(len(expected) == len(printed) and all(map(_same_word, expected, printed)) for expected, printed in lines)
 
 
 def _lines(text: str) -> list[str]:
-    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
+    return "\n".join(line.rstrip() for line in text.split("\n")).rstrip("\n").split("\n")
 
 
 def _same_word(expected: str, printed: str) -> bool:
