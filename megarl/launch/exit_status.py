@@ -49,16 +49,15 @@ ExitKind = Literal["stopped", "ended", "mistake", "fault", "lost"]
 
 
 class RunOutcome(NamedTuple):
-    """The combined outcome of all ranks: exit status, reason (empty on success) and kind.
-
-    killed: by an external signal. late: a rank for which others have waited too long. asked: requested by the user.
-    rank: the rank that caused the outcome, if known.
-    """
+    """The combined outcome of all ranks."""
 
     status: int
     text: str
+    """The reason, empty on success."""
     kind: Literal["done", "stopped", "asked", "mistake", "fault", "killed", "lost", "late"]
+    """killed: by an external signal. late: others have waited too long. asked: requested by the user."""
     rank: int = -1
+    """The rank that caused the outcome, if known."""
 
 
 class GracefulExit(SystemExit):
@@ -99,11 +98,7 @@ class _Signals:
 
 
 def catch_signals() -> None:
-    """Install signal handlers: signals end this process in an orderly way; SIGUSR1 requests a stop after the step.
-
-    Slurm sends SIGUSR1 to every process of a job and would kill those without a handler, such as torch's shared memory
-    manager. It is therefore blocked, which later child processes inherit, and polled as a pending signal.
-    """
+    """Install signal handlers: signals end this process in an orderly way; SIGUSR1 requests a stop after the step."""
     if threading.current_thread() is not threading.main_thread():
         return
     if launcher_address := os.environ.pop(LAUNCHER_ENV, ""):
@@ -119,6 +114,8 @@ def catch_signals() -> None:
         # after the first, would then kill a rank that has saved and reported.
         atexit.register(signal.signal, number, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, _request_stop)  # threads started earlier may receive it
+    # Slurm sends SIGUSR1 to every process of a job and would kill those without a handler, such as torch's shared
+    # memory manager. It is therefore blocked, which later child processes inherit, and polled as a pending signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
@@ -188,11 +185,8 @@ def run_and_exit(program: Callable[[], int]) -> NoReturn:
 
 
 def report_error(error: BaseException) -> int:
-    """Report why this process ends, to the launcher or on stderr, and return its exit status.
-
-    Ignores signals from here on: torch's agent sends one to ranks that end after the first.
-    """
-    begin_exit()
+    """Report why this process ends, to the launcher or on stderr, and return its exit status."""
+    begin_exit()  # torch's agent sends a signal to ranks that end after the first
     kind, status, text = classify_error(error)
     if notify_launcher(kind, text[-8000:]):
         return status

@@ -57,26 +57,18 @@ _FAULT_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 
 @dataclass(frozen=True)
 class RankMessage:
-    """Message of a rank at its end.
-
-    Kind `run`: sent at its start (`exit_status.register_run`). Kind `late`: about this rank, from another; an empty
-    text withdraws it.
-    """
+    """Message of a rank at its end."""
 
     rank: int
     kind: ExitKind | Literal["run", "late"]
+    """`run`: sent at its start (`exit_status.register_run`). `late`: from another rank; an empty text withdraws it."""
     text: str
 
 
-_KINDS = (*get_args(ExitKind), "run", "late")
-
-
 class RankMessages:
-    """Messages of ranks about why they end. `environment` tells the ranks where to write them.
+    """Messages of ranks about why they end: JSON lines in a file of `processes/memory_files.py`.
 
-    Ranks append JSON lines to a memory file of this process, which they open through /proc. The kernel permits that
-    only to processes of this user, so that no other user can write to it or fill it up. Invalid messages are dropped
-    and counted.
+    environment: tells the ranks where to write them. num_dropped: number of lines that were no valid message.
     """
 
     def __init__(self) -> None:
@@ -87,7 +79,6 @@ class RankMessages:
         self._offset = 0
         self._lock = threading.Lock()
         self.num_dropped = 0
-        """Lines that were no valid message."""
 
     def read(self) -> list[RankMessage]:
         """Return all messages so far. Thread-safe."""
@@ -97,8 +88,8 @@ class RankMessages:
                 *lines, self._partial_line = (self._partial_line + more).split(b"\n")
                 for line in filter(None, lines):
                     try:
-                        self._messages.append(parse_message(json.loads(line)))
-                    except (ValueError, RecursionError):
+                        self._messages.append(parse_message(line))
+                    except (ValueError, TypeError, RecursionError):
                         self.num_dropped += 1
                         if self.num_dropped == 1:
                             text = f"warning: dropped {line[:80]!r}, which is not a message from a rank to its launcher"
@@ -124,16 +115,15 @@ class RankMessages:
         os.close(self._file)
 
 
-def parse_message(content: object) -> RankMessage:
-    """Validate a message. Raises ValueError."""
-    if not isinstance(content, dict) or set(content) != {"rank", "kind", "text"}:
-        raise ValueError("not the fields of a word")
-    rank, kind, text = content["rank"], content["kind"], content["text"]
-    if type(rank) is not int or rank < 0 or kind not in _KINDS or not isinstance(text, str):
-        raise ValueError("not the values of a word")
-    if kind == "run":
-        RestartPolicy.from_json(text)
-    return RankMessage(rank, kind, text)
+def parse_message(line: bytes) -> RankMessage:
+    """Parse and validate a message. Raises ValueError, TypeError or RecursionError."""
+    message = RankMessage(**json.loads(line))
+    is_known = message.kind in (*get_args(ExitKind), "run", "late")
+    if type(message.rank) is not int or message.rank < 0 or not is_known or not isinstance(message.text, str):
+        raise ValueError("not the values of a message")
+    if message.kind == "run":
+        RestartPolicy.from_json(message.text)
+    return message
 
 
 def determine_outcome(
@@ -157,11 +147,8 @@ def determine_outcome(
     late = [message for message in messages if message.kind == "late"][-1:]
     messages = [message for message in messages if message.kind not in ("run", "late")]
     ranks_with_message = {message.rank for message in (*messages, *late) if message.text}
-    signal_by_rank = {
-        rank: -code
-        for rank, code in codes.items()
-        if code < 0 and rank not in ranks_with_message and -code != stop_signal
-    }
+    silent = {rank: code for rank, code in codes.items() if rank not in ranks_with_message}
+    signal_by_rank = {rank: -code for rank, code in silent.items() if code < 0 and -code != stop_signal}
     for rank, number in signal_by_rank.items():
         if number != signal.SIGABRT:  # also raised by libraries that lose a peer
             return _killed_outcome(rank, number, roles)
@@ -175,8 +162,8 @@ def determine_outcome(
         return RunOutcome(1, late[0].text, "late", late[0].rank)
     for rank, number in signal_by_rank.items():
         return _killed_outcome(rank, number, roles)
-    for rank, code in codes.items():
-        if code > 0 and rank not in ranks_with_message:
+    for rank, code in silent.items():
+        if code > 0:
             text = f"error: {_describe_rank(rank, roles)} exited with status {code} without an error message"
             return RunOutcome(code, text, "fault", rank)
     for message in messages:
@@ -190,9 +177,8 @@ def determine_outcome(
 
 def _killed_outcome(rank: int, number: int, roles: Mapping[int, str]) -> RunOutcome:
     name = signal_name(number)
-    kind: Literal["fault", "killed"] = "fault" if name in _FAULT_SIGNALS else "killed"
     text = f"error: {_describe_rank(rank, roles)} was killed by {name}{_SIGNAL_HINTS.get(name, '')}"
-    return RunOutcome(128 + number, text, kind, rank)
+    return RunOutcome(128 + number, text, "fault" if name in _FAULT_SIGNALS else "killed", rank)
 
 
 def _describe_rank(rank: int, roles: Mapping[int, str]) -> str:
@@ -201,9 +187,6 @@ def _describe_rank(rank: int, roles: Mapping[int, str]) -> str:
 
 class RankSupervisor(ABC):
     """Passes signals on to the ranks of this machine, ends all of them once one has failed, and kills those that stay.
-
-    Kills a rank that stays stopped by SIGSTOP. Ranks detect a hang themselves (`observe/hang_watchdog.py`), but not
-    while they wait for storage, which has a much longer timeout, and not if all of them are stopped.
 
     saves_on_sigterm: the first SIGTERM makes ranks save, without a time limit. grace: seconds that interrupted ranks
     have to exit.
@@ -277,6 +260,7 @@ class RankSupervisor(ABC):
         self.signal_all(signal.SIGINT)
 
     def _kill_stopped_rank(self, now: float) -> None:
+        """Kill a rank that stays stopped (SIGSTOP), which others do not notice while they wait for storage."""
         policy = self.messages.restart_policy()
         if policy is None or self._has_killed_stopped:
             return
@@ -293,8 +277,8 @@ class RankSupervisor(ABC):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 reason = f"for {seconds:.0f} s, longer than run.distributed_timeout_s={policy.timeout_s:g}"
-                text = f"error: rank {rank} has been stopped (SIGSTOP) {reason}, and was killed"
-                return self.messages.add_late(rank, text)
+                self.messages.add_late(rank, f"error: rank {rank} has been stopped (SIGSTOP) {reason}, and was killed")
+                return
 
 
 class Launch(RankSupervisor):
@@ -368,10 +352,7 @@ def run_with_restarts(
     """Run a job, with restarts, and return its exit status. If that is not 0, a line on stderr says why.
 
     attempt: starts all ranks with these environment variables and returns when they have ended. decide: decides what
-    follows. pending: see `record_signals`.
-
-    Before each restart and at the end, all descendant processes have been ended and their kernel resources freed. For
-    that this process must inherit orphans (`processes/children.py`).
+    follows, once all descendants have ended, which this process must inherit. pending: see `record_signals`.
     """
     other_children, restarts = list_children(), 0
     while True:

@@ -1,8 +1,7 @@
 """Coordination between the launchers of a job's nodes: failures of ranks, and the joint decision to restart.
 
-They meet in a store that node 0's launcher serves at MASTER_ADDR:MASTER_PORT for the whole job; ranks meet at another
-port, which node 0 chooses for each start. Node 0 collects how the ranks of each node have ended and decides for all.
-The store authenticates nobody, so messages are JSON with a keyed hash of the shared secret.
+They meet in a store that node 0's launcher serves at MASTER_ADDR:MASTER_PORT for the whole job, and node 0 decides for
+all. The store authenticates nobody, so messages are JSON with a keyed hash of the shared secret.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ _ACK_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class NodeReport:
-    """How the ranks of one node have ended.
-
-    codes, words (their messages), stop_signal: see `launcher.determine_outcome`. problem: error of torchrun itself.
-    """
+    """How the ranks of one node have ended, see `launcher.determine_outcome`. problem: error of torchrun itself."""
 
     node: str
     has_succeeded: bool = False
@@ -50,7 +46,7 @@ class NodeReport:
 
     @property
     def has_failed(self) -> bool:
-        """Whether ranks of other nodes must end, too; if all were asked to stop, they do so by themselves."""
+        """Whether ranks of other nodes must end, too; those that were asked to stop do so by themselves."""
         return bool(self.problem) or any(code not in (0, REQUEUE_EXIT_CODE) for code in self.codes.values())
 
     def to_json(self) -> str:

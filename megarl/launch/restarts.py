@@ -1,8 +1,7 @@
 """Decide whether a failed run restarts, from which step, and after how long.
 
 Only failures that may not recur are retried: a killed or hung rank, a lost machine, a fault. Not retried: user
-mistakes, requested stops, and runs without checkpoints (`run.save_every`). A launcher knows a run by what the
-node's first rank has registered (`exit_status.register_run`).
+mistakes, requested stops, and runs without checkpoints (`run.save_every`).
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ _TAIL = 1 << 16
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Restart settings registered by a run: its folder, `run.save_every`, `run.max_restarts` and
-    `run.distributed_timeout_s`."""
+    """Settings that a run registers: its folder, `run.save_every`, `run.max_restarts`, `run.distributed_timeout_s`."""
 
     run_dir: str
     save_every: int
@@ -51,8 +49,6 @@ class RestartDecision(NamedTuple):
     """What to do after the ranks of a run have ended.
 
     should_restart: restart after `wait_s` seconds; otherwise exit with `status`. text: line to print, empty on success.
-    exclude_node: node that a restart elsewhere should avoid, because repeated failures since the last new checkpoint
-    all occurred on it.
     """
 
     should_restart: bool
@@ -60,6 +56,7 @@ class RestartDecision(NamedTuple):
     text: str
     wait_s: float = 0.0
     exclude_node: str = ""
+    """Node that a restart elsewhere should avoid: all repeated failures since the last new checkpoint were on it."""
 
 
 class RestartTracker:
@@ -116,23 +113,19 @@ def append_to_log(policy: RestartPolicy | None, text: str) -> None:
 
 def find_newest_step(run_dir: Path) -> int:
     """Return the step of the newest checkpoint, 0 if there is none. Validity is checked when it is loaded."""
-    try:
-        names = [_STEP.fullmatch(path.name) for path in (run_dir / "checkpoints").iterdir()]
-    except OSError:
-        return 0
-    return max((int(match[1]) for match in names if match), default=0)
+    matches = []
+    with contextlib.suppress(OSError):
+        matches = [_STEP.fullmatch(path.name) for path in (run_dir / "checkpoints").iterdir()]
+    return max((int(match[1]) for match in matches if match), default=0)
 
 
 def read_last_step(run_dir: Path) -> int:
     """Return the step of the last metrics written, 0 if there are none."""
-    try:
-        with (run_dir / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL))
-            for line in reversed(file.read().splitlines()):
-                with contextlib.suppress(ValueError, TypeError, KeyError):
-                    return int(json.loads(line)["step"])
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), (run_dir / "metrics.jsonl").open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - _TAIL))
+        for line in reversed(file.read().splitlines()):
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                return int(json.loads(line)["step"])
     return 0
 
 

@@ -26,10 +26,7 @@ _EXIT_STATUS_TIMEOUT_S = 2.0
 
 
 class WorkerUnavailable(OSError):
-    """A worker process could not start or has exited; the message can follow the name of a function.
-
-    loading: what it was loading, if known.
-    """
+    """A worker process could not start or has exited; the message can follow a name. loading: what it was loading."""
 
     def __init__(self, message: str, loading: str = "") -> None:
         super().__init__(message)
@@ -130,12 +127,10 @@ class ForkServer:
 
 
 class WorkerProcess:
-    """A worker process that answers requests, concurrent ones in any order. Created by a `ForkServer`.
-
-    ready_message: what it sent when it was ready.
-    """
+    """A worker process that answers requests, concurrent ones in any order. Created by a `ForkServer`."""
 
     ready_message: Any = None
+    """What it sent when it was ready."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, status: asyncio.Future[int]) -> None:
         self._reader, self._writer, self._status = reader, writer, status

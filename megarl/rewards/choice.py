@@ -89,10 +89,7 @@ def extract_letter(answer: str) -> str | None:
 
 
 def _parse_letter(value: Any) -> str | None:
-    r"""Return the letter of a box or a ground truth, which may be decorated or followed by its text.
-
-    Examples: `\text{B}`, `(b)`, `B. Paris`.
-    """
+    r"""Return the letter of a box or a ground truth, such as `\text{B}`, `(b)` or `B. Paris`."""
     text = str(value).strip()
     if match := re.match(r"[(\[]?([A-E])[.):\]]\s", text):
         return match[1]

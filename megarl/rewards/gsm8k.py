@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
+from functools import partial
 
 from megarl.rewards.functions import with_prompt_check
 from megarl.rewards.stated_answer import (
@@ -32,20 +33,17 @@ def parse_truth(prompt: Prompt) -> Decimal:
 
 
 @with_prompt_check(parse_truth)
-def gsm8k(rollout: Rollout) -> float:
+def gsm8k(rollout: Rollout, strict: bool = False) -> float:
     r"""Return 1.0 if the answer's number equals `prompt.ground_truth`, else 0.0.
 
     The number is the one after the last `####` or in the last `\boxed{}`, whichever comes later; else the one between
-    `<answer>` tags; else the last number of the answer. With tags, marks before them do not count. `3 = 5` states no
-    result. Raises ValueError for a ground truth that is not a number.
+    `<answer>` tags; else, unless `strict`, the last number of the answer. With tags, marks before them do not count.
+    `3 = 5` states no result. Raises ValueError for a ground truth that is not a number.
     """
-    return float(final_number(rollout.answer, strict=False) == parse_truth(rollout.prompt))
+    return float(final_number(rollout.answer, strict) == parse_truth(rollout.prompt))
 
 
-@with_prompt_check(parse_truth)
-def gsm8k_strict(rollout: Rollout) -> float:
-    r"""As `gsm8k`, but an answer without `####`, `\boxed{}`, or `<answer>` tags is wrong."""
-    return float(final_number(rollout.answer, strict=True) == parse_truth(rollout.prompt))
+gsm8k_strict = with_prompt_check(parse_truth)(partial(gsm8k, strict=True))
 
 
 def final_number(answer: str, strict: bool) -> Decimal | None:

@@ -65,10 +65,7 @@ class JudgeOptions(HttpOptions):
 
     @classmethod
     def read(cls, options: dict[str, Any]) -> Self:
-        """Parse options.
-
-        Raises ConfigError as `HttpOptions.read` does, and for a template or pattern that cannot give a score.
-        """
+        """Parse options. Raises ConfigError as `HttpOptions.read` does, and if they cannot give a score."""
         texts = {name: options[name] for name in ("prompt", "pattern") if name in options}  # may span several lines
         result = super().read({name: value for name, value in options.items() if name not in texts})
         for name, text in texts.items():
@@ -155,14 +152,13 @@ def fill_template(template: str, rollout: Rollout) -> str:
 
 def format_question(messages: Sequence[Message]) -> str:
     """Return the prompt's text: the content alone for a single message, else each message with its role."""
-    texts = [(str(message.get("role")), _text(message.get("content"))) for message in messages]
-    return texts[0][1] if len(texts) == 1 else "\n\n".join(f"{role}: {text}" for role, text in texts)
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, list | tuple):
-        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return str(content or "")
+    texts = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        texts.append(str(content or "") if len(messages) == 1 else f"{message.get('role')}: {content or ''}")
+    return "\n\n".join(texts)
 
 
 def extract_completion(data: bytes) -> str:

@@ -152,10 +152,7 @@ def to_failure(error: BaseException) -> RewardFailure:
 
 
 def serve(wire: socket.socket, shared_args: dict[str, Any], order: dict[str, Any]) -> None:
-    """Load the functions and answer requests until the other end closes.
-
-    shared_args: {"specs", "limit"}; order: {"kind"}.
-    """
+    """Load the functions and answer requests until the other end closes. shared_args: specs, limit; order: kind."""
     try:
         functions = list(load_functions(shared_args["specs"]).values())
     except ConfigError as error:

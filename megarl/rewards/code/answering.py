@@ -50,10 +50,7 @@ def _compiled(sources: list[str]) -> Any:
 
 
 def call(names: Mapping[str, Any], request: Mapping[str, Any]) -> Any:
-    """Run one call and return its encoded value.
-
-    Uses a method of class `Solution` if there is one (LeetCode's form).
-    """
+    """Run one call, maybe of a method of class `Solution` (LeetCode's form), and return its encoded value."""
     if "source" in request:
         value = eval(compile(request["source"], "<test>", "eval"), dict(names))
     else:
@@ -147,7 +144,10 @@ def _run_forked(work: Callable[[int], int], seconds: float, max_bytes: int) -> d
     output = bytearray()
     deadline, is_late = monotonic() + WALL_CLOCK_FACTOR * seconds, False
     while len(output) <= max_bytes:
-        remaining = min(deadline - monotonic(), seconds - _read_cpu_seconds(child))
+        cpu_seconds = 0.0
+        with contextlib.suppress(OSError):
+            cpu_seconds = clock_gettime((~child << 3) | 2)  # the kernel's clock id of a process, with all its threads
+        remaining = min(deadline - monotonic(), seconds - cpu_seconds)
         if remaining <= 0:
             is_late = True
             break
@@ -164,14 +164,6 @@ def _run_forked(work: Callable[[int], int], seconds: float, max_bytes: int) -> d
     if exit_status is None:
         return {"late": True}
     return {"out": output.decode(errors="replace"), "status": exit_status}
-
-
-def _read_cpu_seconds(process: int) -> float:
-    """Return the CPU seconds of all threads of a process."""
-    try:
-        return clock_gettime((~process << 3) | 2)  # the kernel's clock id of a process
-    except OSError:
-        return 0.0
 
 
 def _reap(child: int, seconds: float) -> int | None:

@@ -8,7 +8,6 @@ correct: an exit status proves nothing, and whatever an answer prints, patches, 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import re
@@ -58,9 +57,8 @@ class Grading:
 
     def __post_init__(self) -> None:
         if self.max_tests < 1 or not (0 < self.seconds and 0 < self.total_seconds < math.inf) or self.memory_mb < 0:
-            raise ConfigError(
-                f"{self}: max_tests must be at least 1, seconds and total_seconds above 0, memory_mb not below 0"
-            )
+            bounds = "max_tests must be at least 1, seconds and total_seconds above 0, memory_mb not below 0"
+            raise ConfigError(f"{self}: {bounds}")
 
     def limits(self, output_bytes: int = 1 << 21, input_bytes: int = 0) -> Limits:
         """Return a box's limits. output_bytes: of all results. input_bytes: of the largest input."""
@@ -102,14 +100,16 @@ async def grade(code: str, problem: Problem, box: Sandbox, grading: Grading = Gr
             passed += _has_passed(test, results.get(index))
             await asyncio.sleep(0)  # comparing megabytes takes a while: let other tasks run
     if assertions:
-        passed += await _grade_assertions(sources, problem, assertions, box, grading)
+        limits = grading.limits()
+        async with await box.interpreter(limits) as judge, await box.interpreter(limits) as answer:
+            passed += await _AssertionSession(judge, answer, grading).run(sources, problem, assertions)
     return GradeResult(passed, len(selected))
 
 
 async def _check_sandbox(problem_setup: str, box: Sandbox, grading: Grading) -> None:
-    """Check that a known-correct answer yields a result, so that a broken sandbox is not mistaken for a wrong answer.
+    """Raise RuntimeError if the sandbox is broken, rather than the answer wrong, or ValueError if the setup is.
 
-    Runs at most once per minute and setup. Raises RuntimeError if it does not, ValueError if the setup is to blame.
+    Runs a known-correct answer, at most once per minute and setup.
     """
     last_checked = _last_checked.setdefault(box, {})
     for setup in ("", problem_setup):
@@ -157,10 +157,7 @@ def _request(test: ProgramTest | CallTest) -> dict[str, Any]:
 
 
 def _choose_result_bytes(tests: Sequence[ProgramTest | CallTest]) -> int:
-    """Return the size limit of a result.
-
-    The same for all tests, because the size itself could give away an answer ("NO" is shorter than "YES").
-    """
+    """Return the size limit of a result: the same for all tests, because a size could give away an answer ("NO")."""
     longest = max(len(test.stdout) if isinstance(test, ProgramTest) else len(repr(test.expected)) for test in tests)
     size = _RESULT_BYTES_RANGE[0]
     while size < 8 * longest and size < _RESULT_BYTES_RANGE[1]:
@@ -184,21 +181,8 @@ def _has_passed(test: ProgramTest | CallTest, outcome: Any) -> bool:
         return False
 
 
-async def _grade_assertions(
-    sources: list[str], problem: Problem, tests: Sequence[AssertionTest], box: Sandbox, grading: Grading
-) -> int:
-    """Run assertion tests with two interpreters, one for the answer and one for the tests, and relay their calls.
-
-    Raises ValueError for an invalid test.
-    """
-    async with contextlib.AsyncExitStack() as stack:
-        judge = await stack.enter_async_context(await box.interpreter(grading.limits()))
-        answer = await stack.enter_async_context(await box.interpreter(grading.limits()))
-        return await _AssertionSession(judge, answer, grading).run(sources, problem, tests)
-
-
 class _AssertionSession:
-    """Relays calls between tests and an answer until the tests or the time have ended."""
+    """Relays calls between tests and an answer, which run in two interpreters, until the tests or the time end."""
 
     def __init__(self, test_interpreter: Interpreter, answer_interpreter: Interpreter, grading: Grading) -> None:
         self.test_interpreter, self.answer_interpreter = test_interpreter, answer_interpreter
@@ -206,7 +190,7 @@ class _AssertionSession:
         self.remaining_seconds = grading.total_seconds
 
     async def run(self, sources: list[str], problem: Problem, tests: Sequence[AssertionTest]) -> int:
-        """Load the answer, run the tests, and return how many have passed."""
+        """Load the answer, run the tests, and return how many have passed. Raises ValueError for an invalid test."""
         for interpreter, name in ((self.test_interpreter, "judging"), (self.answer_interpreter, "answering")):
             prepared = await interpreter.run(embed_modules("plain", name), _STARTING_S + self.call_seconds)
             if not prepared.ok:
@@ -311,10 +295,7 @@ def is_correct(test: CallTest, value: Any) -> bool:
 
 
 def matches_json(expected: Any, value: Any) -> bool:
-    """Compare as JSON would serialize the value: tuples are lists, keys are strings.
-
-    Expected floats have a tolerance.
-    """
+    """Compare as JSON would serialize the value: tuples are lists, keys are strings. Floats have a tolerance."""
     if isinstance(expected, float) and not isinstance(value, bool) and isinstance(value, int | float):
         return is_close(expected, value)
     if isinstance(expected, list):
@@ -404,10 +385,7 @@ def extract_code(answer: str) -> str:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """Return (lower-case language tag, content) of each fenced block.
-
-    A block ends at the next fence that begins a line, or without one at the next fence.
-    """
+    """Return (tag, content) of each fenced block, which ends at the next fence, preferably on a new line."""
     blocks, position = [], 0
     closing_fences: Iterator[int] = (match.end() for match in _END.finditer(text))
     end = next(closing_fences, -1)

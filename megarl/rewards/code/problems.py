@@ -35,11 +35,7 @@ class ProgramTest:
 
 @dataclass(frozen=True)
 class CallTest:
-    """A call of the answer's function.
-
-    Either `source` is the call, a Python expression without the expected value, or `name` is called with plain
-    `arguments`.
-    """
+    """A call of the answer's function: a Python expression `source`, or a call of `name` with plain `arguments`."""
 
     expected: Any
     comparison: Comparison = "equal"
@@ -239,10 +235,9 @@ def parse_humaneval(test: str, entry_point: str, prompt: str) -> Problem:
 
 
 def extract_call(statement: ast.stmt, names: set[str], setup_visible: bool = True) -> CallTest | None:
-    """Return the call test that an assertion amounts to, or None if it is more complex.
+    """Return the call test of an assertion that compares a call with a literal, or asserts its truth; else None.
 
-    It must compare a call with a literal, or assert a call's truth. setup_visible: whether the answer's box has the
-    names that the setup defines, so that arguments may use them.
+    setup_visible: whether the answer's box has the names that the setup defines, so that arguments may use them.
     """
     if not isinstance(statement, ast.Assert):
         return None
@@ -317,11 +312,8 @@ def _collect_modules(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def _find_undefined(free_names: set[str], functions: Sequence[str], call_test: CallTest | None) -> list[str]:
-    """Return the undefined names that a test may compare with, as in `assert close(f(1), 2)`.
-
-    An answer that defined them would grade itself. They are harmless if the answer must produce a value, or if they are
-    classes.
-    """
+    """Return the undefined names that a test may compare with, as in `assert close(f(1), 2)`: an answer that defined
+    them would grade itself. They are harmless if the answer must produce a value, or if they are classes."""
     if functions:
         return sorted(free_names - set(functions))
     if call_test is not None and call_test.comparison == "equal" and not isinstance(call_test.expected, bool | None):
