@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import io
 import logging
 import os
@@ -168,13 +167,10 @@ def _run_attempt(options: argparse.Namespace, port: int, supervisor: _AgentSuper
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     # With `--rdzv-backend=c10d` the agents of several nodes exchange pickles.
     vars(dynamic_rendezvous)["pickle"] = SealedPickle("rendezvous", launcher_key())
-    attempt_options = copy.copy(options)
-    attempt_options.master_port = port
     codes: dict[int, int] = {}
-    problem = ""
-    has_succeeded = False
+    problem, has_succeeded = "", False
     try:
-        run(attempt_options)
+        run(argparse.Namespace(**{**vars(options), "master_port": port}))
         has_succeeded = True
     except ChildFailedError as error:
         first_failure = min(failure.timestamp for failure in error.failures.values())

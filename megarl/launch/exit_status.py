@@ -113,7 +113,7 @@ def catch_signals() -> None:
         # Python restores the default actions when it finalizes. A SIGTERM of torch's agent, which ends ranks that exit
         # after the first, would then kill a rank that has saved and reported.
         atexit.register(signal.signal, number, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, _request_stop)  # threads started earlier may receive it
+    signal.signal(signal.SIGUSR1, _on_signal)  # threads started earlier may receive it
     # Slurm sends SIGUSR1 to every process of a job and would kill those without a handler, such as torch's shared
     # memory manager. It is therefore blocked, which later child processes inherit, and polled as a pending signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
@@ -145,11 +145,10 @@ def begin_exit() -> None:
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # tasks that end with the process
 
 
-def _request_stop(number: int, frame: FrameType | None) -> None:
-    _Signals.is_stop_requested = True
-
-
 def _on_signal(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGUSR1:
+        _Signals.is_stop_requested = True
+        return
     can_save = _Signals.should_save_on_sigterm and number != signal.SIGINT
     is_repeated = time.monotonic() - _Signals.last_signal_time < SIGNAL_DEBOUNCE_S
     if is_repeated and (_Signals.is_ending or (_Signals.is_stop_requested and can_save)):

@@ -309,8 +309,8 @@ class Launch(RankSupervisor):
                 for rank in range(self.world):
                     numbers = {"RANK": rank, "LOCAL_RANK": rank}
                     numbers |= {"WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
-                    rank_variables = self.messages.environment | {name: str(value) for name, value in numbers.items()}
-                    variables = {**os.environ, **environment, **rank_variables}
+                    rank_variables = {name: str(number) for name, number in numbers.items()}
+                    variables = {**os.environ, **environment, **self.messages.environment, **rank_variables}
                     self.ranks.append(subprocess.Popen(self.command, env=variables))
             while self.running_pids():
                 self._forward_pending()

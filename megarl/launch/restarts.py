@@ -79,7 +79,9 @@ class RestartTracker:
             return RestartDecision(False, outcome.status, outcome.text)
         folder = Path(policy.run_dir)
         newest, step = find_newest_step(folder), read_last_step(folder) + 1
-        fault = (_normalize_error(outcome.text), step) if outcome.kind == "fault" else None
+        # Without numbers and log path, the error is equal on another rank.
+        last_line = outcome.text.rpartition("\n")[2].partition("; the full traceback")[0]
+        fault = (re.sub(r"\d+", "#", last_line), step) if outcome.kind == "fault" else None
         is_repeated, self._last_fault = fault is not None and fault == self._last_fault, fault
         if newest > self._newest:
             self._count, self._failed_nodes = 0, []
@@ -127,8 +129,3 @@ def read_last_step(run_dir: Path) -> int:
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 return int(json.loads(line)["step"])
     return 0
-
-
-def _normalize_error(text: str) -> str:
-    """Return the error without numbers and log path, so that it is equal on another rank."""
-    return re.sub(r"\d+", "#", text.splitlines()[-1].partition("; the full traceback")[0]) if text else ""

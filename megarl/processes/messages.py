@@ -30,10 +30,6 @@ def encode_frame(message: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> byt
     return b"".join([_HEAD.pack(len(text), sum(map(len, blobs))), text, *blobs])
 
 
-def encode_order(number: int, content: bytes) -> bytes:
-    return encode_frame({"number": number}, [content])
-
-
 class FrameDecoder:
     """Reassembles whole frames from pieces of a stream."""
 

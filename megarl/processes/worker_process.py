@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.processes.children import ProcessLimits, clean_environment
-from megarl.processes.messages import MAX_BYTES, encode_order, read_frame
+from megarl.processes.messages import MAX_BYTES, encode_frame, read_frame
 
 LOAD_LIMIT_S = 120.0
 """Seconds that importing the user's modules may take."""
@@ -171,7 +171,7 @@ class WorkerProcess:
         self._count += 1
         number = self._count
         response = self._pending[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(encode_order(number, order))
+        self._writer.write(encode_frame({"number": number}, [order]))
         try:
             async with asyncio.timeout(limit):
                 return dict(await response)

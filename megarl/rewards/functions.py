@@ -57,13 +57,11 @@ _NAMED = 3
 _MAX_BAD_FRACTION = 0.5
 """A file with a larger fraction of unusable rows belongs to another function, rather than having a few bad rows."""
 
-Check = Callable[[Prompt], Any]
-"""Raises ValueError for a prompt whose ground truth cannot be used."""
 F = TypeVar("F", bound=Callable[..., Any])  # a reward function
 
 
-def with_prompt_check(check: Check) -> Callable[[F], F]:
-    """Decorate a reward function with the check of its prompts, as attribute `check`."""
+def with_prompt_check(check: Callable[[Prompt], Any]) -> Callable[[F], F]:
+    """Decorate a reward function with its attribute `check`, which raises ValueError for an unusable ground truth."""
 
     def decorate(function: F) -> F:
         setattr(function, "check", check)  # noqa: B010  functions have no such attribute by themselves

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
-from functools import partial
 
 from megarl.rewards.functions import with_prompt_check
 from megarl.rewards.stated_answer import (
@@ -43,7 +42,10 @@ def gsm8k(rollout: Rollout, strict: bool = False) -> float:
     return float(final_number(rollout.answer, strict) == parse_truth(rollout.prompt))
 
 
-gsm8k_strict = with_prompt_check(parse_truth)(partial(gsm8k, strict=True))
+@with_prompt_check(parse_truth)
+def gsm8k_strict(rollout: Rollout) -> float:
+    r"""As `gsm8k`, but an answer without `####`, `\boxed{}`, or `<answer>` tags is wrong."""
+    return gsm8k(rollout, strict=True)
 
 
 def final_number(answer: str, strict: bool) -> Decimal | None:

@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import re
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import math_verify as library
@@ -43,10 +43,7 @@ def is_safe_to_parse(text: str) -> bool:
     """Return whether a text is cheap to parse: short, shallow, and without expensive operators. Runs in linear time."""
     if len(text) > MAX_CHARS:
         return False
-    depth = deepest = 0
-    for char in text:
-        depth += _BRACKETS.get(char, 0)
-        deepest = max(deepest, depth)
+    deepest = max(itertools.accumulate(_BRACKETS.get(char, 0) for char in text), default=0)
     is_expensive = _EXPENSIVE.search(_SMALL_BINOMIAL.sub("", text))
     return deepest <= MAX_DEPTH and not is_expensive and not ("matrix}" in text and "^" in text)
 
@@ -180,8 +177,7 @@ def math_verify(rollout: Rollout, strict: bool = False) -> float:
     than 6 brackets, or needs to be worked out first: integrals, sums, limits, numbers of a million bits. Two things
     that math-verify accepts are wrong as well: a false equation (`3=5` for 5), and a word with reordered letters
     (`stop` for `post`), which it reads as a product. A truth of three or more letters that are not in alphabetical
-    order is a word; `abc` is a product. strict: an answer without `\boxed{}` is wrong. Raises ValueError for a ground
-    truth that cannot be parsed.
+    order is a word; `abc` is a product. Raises ValueError for a ground truth that cannot be parsed.
     """
     truth = _extract_truth(rollout.prompt)
     gold = _truth(truth)
@@ -201,7 +197,10 @@ def math_verify(rollout: Rollout, strict: bool = False) -> float:
     return float(library.verify(gold, parsed, timeout_seconds=_NO_LIMIT))
 
 
-math_verify_strict = with_prompt_check(_check)(partial(math_verify, strict=True))
+@with_prompt_check(_check)
+def math_verify_strict(rollout: Rollout) -> float:
+    r"""As `math_verify`, but an answer without `\boxed{}` is wrong."""
+    return math_verify(rollout, strict=True)
 
 
 def _is_other_word(truth: str, parsed: list[Any]) -> bool:

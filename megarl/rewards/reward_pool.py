@@ -7,13 +7,15 @@ that call fails. The pools of the standard library break when a process dies, an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from megarl.config import ConfigError, plugins
 from megarl.processes.children import NO_LIMITS, ProcessLimits
@@ -27,8 +29,7 @@ Verdicts = Mapping[str, RewardResult]
 """Verdicts by function name."""
 
 
-@dataclass(frozen=True)
-class PendingVerdicts:
+class PendingVerdicts(NamedTuple):
     """Verdicts on one rollout that are still being computed. completed: those available so far, by function name."""
 
     future: Future[Verdicts]
@@ -71,13 +72,12 @@ class RewardPool:
         self._fork_server = ForkServer(
             "megarl.rewards.reward_process:serve", {"specs": list(specs), "limit": limit}, log, limits
         )
-        self._pools: dict[str, WorkerPool] = {}
+        self._pools = {"alone": WorkerPool(self._fork_server, {"kind": "async"}, size=1)}
         present = sorted(set(self._kinds))
         for index, kind in enumerate(present):
             size_of_kind = max(1, (size + index) // len(present))
             leases = 1 if kind == "sync" else max_concurrent
             self._pools[kind] = WorkerPool(self._fork_server, {"kind": kind}, size_of_kind, size_of_kind, leases)
-        self._pools["alone"] = WorkerPool(self._fork_server, {"kind": "async"}, size=1)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._starting, self._closed = threading.Lock(), False
@@ -108,14 +108,13 @@ class RewardPool:
         copied_rollout = replace(
             rollout, routing=None, sampling_mask=None, reward=0.0, reward_parts={}, unscored={}, group=0, episode=-1
         )
+        completed: dict[str, RewardResult] = {}
         if self._closed:
             (never := Future[Verdicts]()).cancel()
-            return PendingVerdicts(never, {})
+            return PendingVerdicts(never, completed)
         self.start()
-        completed: dict[str, RewardResult] = {}
-        return PendingVerdicts(
-            asyncio.run_coroutine_threadsafe(self._collect_verdicts(copied_rollout, completed), self._loop), completed
-        )
+        verdicts = self._collect_verdicts(copied_rollout, completed)
+        return PendingVerdicts(asyncio.run_coroutine_threadsafe(verdicts, self._loop), completed)
 
     def close(self) -> None:
         """End all processes; calls that are under way are cancelled. Safe to call twice."""
@@ -125,20 +124,24 @@ class RewardPool:
                 asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join()
-            if not self._loop.is_closed():
-                self._loop.close()
+            self._loop.close()
 
     # --- in the pool's thread
 
     async def _collect_verdicts(self, rollout: Rollout, completed: dict[str, RewardResult]) -> Verdicts:
-        async def call_function(function: int, name: str) -> None:
-            verdict = await self._call_function(self._kinds[function], function, rollout)
+        async def call_function(index: int, name: str) -> None:
+            verdict = await self._call_function(self._kinds[index], index, rollout)
             if verdict is None:
-                verdict = await self._call_function("alone", function, rollout)
+                verdict = await self._call_function("alone", index, rollout)
             assert verdict is not None
             completed[name] = verdict
+            if isinstance(verdict, RewardFailure):
+                when, line = time.strftime("%Y-%m-%d %H:%M:%S"), " ".join(verdict.reason.split())
+                with contextlib.suppress(OSError):  # the rollout records it, too
+                    with self._log.open("a", encoding="utf-8", errors="backslashreplace") as log:
+                        log.write(f"{when}  {name} of prompt {rollout.prompt.id!r}: {line}\n")
 
-        await asyncio.gather(*(call_function(number, name) for number, name in enumerate(self._names)))
+        await asyncio.gather(*(call_function(index, name) for index, name in enumerate(self._names)))
         return {name: completed[name] for name in self._names}
 
     async def _call_function(self, pool_name: str, function: int, rollout: Rollout) -> RewardResult | None:
@@ -147,7 +150,7 @@ class RewardPool:
         try:
             process = await pool.acquire()
         except WorkerUnavailable as error:
-            return self._log_failure(function, rollout, RewardFailure(str(error)))
+            return RewardFailure(str(error))
         # Once it has begun, a call goes on when nobody waits for it any more: its process is busy until it ends.
         return await asyncio.shield(self._request(pool, process, function, rollout, pool_name == "async"))
 
@@ -159,35 +162,19 @@ class RewardPool:
             order = pickle.dumps((function, rollout), 5)
         except Exception as error:  # objects from a data set or a tool
             pool.release(process)
-            reason = f"the conversation cannot be sent to its process: {plugins.format_error(error)}"
-            return self._log_failure(function, rollout, RewardFailure(reason))
+            return RewardFailure(f"the conversation cannot be sent to its process: {plugins.format_error(error)}")
         try:
             verdict = decode_verdict(await process.request(order, limit), count_actions(rollout))
+            pool.release(process)
+            return verdict
         except BaseException as error:
             pool.kill(process)
             if isinstance(error, TimeoutError | WorkerUnavailable):
-                if is_concurrent:
-                    return None
                 reason = describe_timeout(self._limit) if isinstance(error, TimeoutError) else str(error)
-            elif isinstance(error, ConfigError | LookupError | TypeError):
-                reason = f"its process sent a garbled answer: {error!r}"
-            else:  # a bug of ours, or the end of the pool
-                raise
-            verdict = RewardFailure(reason)
-        else:
-            pool.release(process)
-        return self._log_failure(function, rollout, verdict)
-
-    def _log_failure(self, function: int, rollout: Rollout, verdict: RewardResult) -> RewardResult:
-        """Append a failure to the log, next to what the function printed. Returns the verdict."""
-        if isinstance(verdict, RewardFailure):
-            when, line = time.strftime("%Y-%m-%d %H:%M:%S"), " ".join(verdict.reason.split())
-            try:
-                with self._log.open("a", encoding="utf-8", errors="backslashreplace") as log:
-                    log.write(f"{when}  {self._names[function]} of prompt {rollout.prompt.id!r}: {line}\n")
-            except OSError:
-                pass  # the rollout records it, too
-        return verdict
+                return None if is_concurrent else RewardFailure(reason)
+            if isinstance(error, ConfigError | LookupError | TypeError):
+                return RewardFailure(f"its process sent a garbled answer: {error!r}")
+            raise  # a bug of ours, or the end of the pool
 
     async def _shut_down(self) -> None:
         for task in (tasks := asyncio.all_tasks() - {asyncio.current_task()}):

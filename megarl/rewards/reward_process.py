@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 from megarl.config import ConfigError, plugins
 from megarl.config.plugins import is_async
@@ -96,10 +96,6 @@ def limit_call(seconds: float, description: str) -> Iterator[None]:
             raise RewardTimeout
 
 
-Kind = Literal["sync", "async"]
-"""Functions that a process calls one at a time, or coroutine functions that it awaits concurrently."""
-
-
 def describe_timeout(limit: float) -> str:
     """Return the failure reason for a call that took longer than `limit` seconds."""
     return f"it took longer than reward.timeout={limit:g} s; make it faster or raise reward.timeout"
@@ -152,7 +148,11 @@ def to_failure(error: BaseException) -> RewardFailure:
 
 
 def serve(wire: socket.socket, shared_args: dict[str, Any], order: dict[str, Any]) -> None:
-    """Load the functions and answer requests until the other end closes. shared_args: specs, limit; order: kind."""
+    """Load the functions and answer requests until the other end closes.
+
+    shared_args: {"specs", "limit"}. order: {"kind"}: `sync` for functions that are called one at a time, or `async` for
+    coroutine functions, which are awaited concurrently.
+    """
     try:
         functions = list(load_functions(shared_args["specs"]).values())
     except ConfigError as error:

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from megarl.config import Config, ConfigError, plugins, strict
 from megarl.models.family import is_classifier
 from megarl.parallel import device
+from megarl.rewards.service import OPTIONS_PREFIX
 from megarl.types import Ids, Rollout, as_token_ids
 from megarl.utils.text import replace_surrogates
-
-OPTIONS_PREFIX = "roles.reward.options."
 
 
 @dataclass(frozen=True)
@@ -162,11 +162,9 @@ class Classifier:
         scores = [0.0] * len(texts)
         lengths = [len(text) for text in texts]
         for batch in batches(lengths, 1 if self.padding is None else budget):
-            longest = max(lengths[i] for i in batch)
-            ids = torch.full((len(batch), longest), self.padding or 0, dtype=torch.int64)
-            mask = torch.zeros_like(ids)
-            for row, i in enumerate(batch):
-                ids[row, : lengths[i]], mask[row, : lengths[i]] = texts[i], 1
+            rows = [texts[i].long() for i in batch]
+            ids = pad_sequence(rows, batch_first=True, padding_value=self.padding or 0)
+            mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
             logits = self.model(input_ids=ids.to(target_device), attention_mask=mask.to(target_device)).logits
             for i, score in zip(batch, logits[:, self.label].float().tolist(), strict=True):
                 scores[i] = score

@@ -16,7 +16,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 from urllib.parse import parse_qsl, urlsplit
 
 import aiohttp
@@ -89,8 +89,7 @@ class HttpOptions:
         return result
 
 
-@dataclass(frozen=True)
-class HttpResponse:
+class HttpResponse(NamedTuple):
     """A successful response. url: the URL that responded."""
 
     url: str

@@ -106,7 +106,6 @@ def _call(pipe: int, names: Mapping[str, Any], test: Mapping[str, Any]) -> int:
 def _run(program: Any, stdin: str, pipe: int) -> int:
     with tempfile.TemporaryFile(dir=os.getcwd()) as file:
         file.write(stdin.encode(errors="replace"))
-        file.flush()
         file.seek(0)
         os.dup2(file.fileno(), 0)
     os.dup2(pipe, 1)

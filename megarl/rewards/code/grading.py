@@ -31,7 +31,7 @@ from megarl.sandbox.results import Limits
 from megarl.types import Prompt, Rollout
 from megarl.types.reward_values import Reward
 
-_RESULT_BYTES_RANGE = (1 << 16, 1 << 22)
+_RESULT_BYTES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _MAX_OUTPUT_BYTES = 1 << 26
 _AGAIN_S = 60.0
 _MAX_REMEMBERED = 256
@@ -143,7 +143,7 @@ async def _run_tests(
     input_bytes = max(
         len(test.stdin.encode(errors="replace") if isinstance(test, ProgramTest) else b"") for test in tests
     )
-    limits = grading.limits(min(_MAX_OUTPUT_BYTES, 2 * result_bytes * len(tests) + _RESULT_BYTES_RANGE[0]), input_bytes)
+    limits = grading.limits(min(_MAX_OUTPUT_BYTES, 2 * result_bytes * len(tests) + _RESULT_BYTES[0]), input_bytes)
     return (await box.run_harness(harness, len(tests), stdin=json.dumps(job).encode(), limits=limits)).results
 
 
@@ -159,10 +159,7 @@ def _request(test: ProgramTest | CallTest) -> dict[str, Any]:
 def _choose_result_bytes(tests: Sequence[ProgramTest | CallTest]) -> int:
     """Return the size limit of a result: the same for all tests, because a size could give away an answer ("NO")."""
     longest = max(len(test.stdout) if isinstance(test, ProgramTest) else len(repr(test.expected)) for test in tests)
-    size = _RESULT_BYTES_RANGE[0]
-    while size < 8 * longest and size < _RESULT_BYTES_RANGE[1]:
-        size *= 4
-    return size
+    return next((size for size in _RESULT_BYTES if size >= 8 * longest), _RESULT_BYTES[-1])
 
 
 def _has_passed(test: ProgramTest | CallTest, outcome: Any) -> bool:
@@ -173,10 +170,8 @@ def _has_passed(test: ProgramTest | CallTest, outcome: Any) -> bool:
         printed = outcome.get("out")
         exited_cleanly = type(outcome.get("status")) is int and outcome["status"] == 0
         return exited_cleanly and isinstance(printed, str) and matches_output(test.stdout, printed)
-    if "value" not in outcome:
-        return False
     try:
-        return is_correct(test, decode(outcome["value"]))
+        return "value" in outcome and is_correct(test, decode(outcome["value"]))
     except DecodeError:
         return False
 
@@ -312,10 +307,8 @@ def matches_json(expected: Any, value: Any) -> bool:
 
 def _key(key: Any) -> Any:
     """Return a dict key as JSON writes it."""
-    if key is None or isinstance(key, bool):
-        return {None: "null", True: "true", False: "false"}[key]
-    if isinstance(key, int) and key.bit_length() < 10_000:
-        return str(key)
+    if key is None or (isinstance(key, int) and key.bit_length() < 10_000):
+        return json.dumps(key)
     return repr(key) if isinstance(key, float) else key
 
 
@@ -419,11 +412,7 @@ class HiddenTests:
         self.grading, self.partial_credit = grading, partial_credit
 
     async def __call__(self, rollout: Rollout) -> Reward:
-        """Score a rollout. The sub-part `passed` is the fraction of tests passed.
-
-        Raises ValueError for a ground truth without tests or with invalid ones, and ConfigError or RuntimeError if
-        there is no working sandbox.
-        """
+        """Score a rollout. The sub-part `passed` is the fraction of tests passed. Raises as `grade` and `check`."""
         problem = parse_problem(rollout.prompt.ground_truth)
         result = await grade(extract_code(rollout.answer), problem, self._box, self.grading)
         reward = result.pass_rate if self.partial_credit else float(result.passed == result.tests)

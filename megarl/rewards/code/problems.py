@@ -149,7 +149,11 @@ def parse_statements(
     trees = [parse_python(source, f"its test {source[:80]!r}") for source in sources]
     for tree in trees:
         tree.body = [statement for statement in tree.body if not _is_trivial(statement)]
-    modules = _collect_modules(trees) - collect_bound_names(parse_python(setup, "its setup"))
+    # Data sets often leave importing the modules whose members the tests use to the harness.
+    attributes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    modules = {node.value.id for node in attributes if isinstance(node.value, ast.Name)}
+    modules &= sys.stdlib_module_names | _MODULE_ALIASES.keys()
+    modules -= set().union(*map(collect_bound_names, [*trees, parse_python(setup, "its setup")]))
     setup = "\n".join([*(f"import {_MODULE_ALIASES.get(name, name)}" for name in sorted(modules)), setup]).strip()
     setup_tree = parse_python(setup, "its setup")
     defined_names = _BUILTIN | collect_bound_names(setup_tree)
@@ -302,13 +306,6 @@ def _is_call_of(node: ast.expr, names: set[str], setup_visible: bool) -> bool:
 def _is_trivial(statement: ast.stmt) -> bool:
     """Return whether a statement is like `assert True, "..."`."""
     return isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Constant) and bool(statement.test.value)
-
-
-def _collect_modules(trees: Sequence[ast.Module]) -> set[str]:
-    """Return the modules whose members the tests use; data sets often leave importing them to the harness."""
-    attributes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    bases = {node.value.id for node in attributes if isinstance(node.value, ast.Name)}
-    return (bases - set().union(*map(collect_bound_names, trees))) & (sys.stdlib_module_names | _MODULE_ALIASES.keys())
 
 
 def _find_undefined(free_names: set[str], functions: Sequence[str], call_test: CallTest | None) -> list[str]:
