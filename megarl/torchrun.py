@@ -1,8 +1,8 @@
 """A torchrun with orderly shutdown and restarts: .venv/bin/python -m megarl.torchrun [options] -m megarl.train CONFIG
 
-Torch's agent turns a signal into a traceback, kills ranks 30 seconds after it, reports every failure as status 1 in
-dozens of lines, and leaves a folder in /tmp. Here ranks get time to save, `launch/restarts.py` decides on restarts, on
-all nodes alike (`launch/nodes.py`), and each node ends with one line and an exit status of `launch/exit_status.py`.
+Torch's agent turns a signal into a traceback, kills ranks 30 seconds after it, and reports every failure as status 1 in
+dozens of lines. Here ranks get time to save, `launch/restarts.py` decides on restarts, on all nodes alike
+(`launch/nodes.py`), and each node ends with one line and an exit status of `launch/exit_status.py`.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _run_with_restarts(options: argparse.Namespace, supervisor: _AgentSupervisor
             port = options.master_port if nodes is None else nodes.agree_port()
             supervisor.nodes = nodes
             report = _run_attempt(options, port, supervisor, node.get_name(nodes.node_rank if nodes else None))
-        supervisor.nodes = None
+        supervisor.nodes, supervisor.notice_deadline = None, float("inf")  # the ranks have exited
         if nodes is not None and report.has_failed:
             nodes.announce_failure()
         is_deciding = int(options.node_rank) == 0 and may_restart

@@ -1,13 +1,6 @@
-"""Orderly exit of a run's processes: one line that gives the reason, and a documented exit status.
+"""Orderly exit of a run's processes: one line that gives the reason, and an exit status that `launch/README.md` lists.
 
-    0          done
-    1          a fault of the program, or another rank was lost; the line names the log with the whole traceback
-    2          a user's mistake
-    85         asked to stop (SIGTERM, SIGUSR1) and saved: continue with run.resume=auto
-    86         the same fault at the same step after a restart: another restart is useless
-    128 + n    ended by signal n without saving: 130 Ctrl-C, 137 killed by the kernel, 143 SIGTERM
-
-A rank with a launcher reports to it, and it prints the root cause. A rank without one prints its own line.
+A rank with a launcher reports to it, and the launcher prints the root cause. A rank without one prints its own line.
 """
 
 from __future__ import annotations
@@ -33,6 +26,7 @@ from megarl.processes import memory_files, node
 from megarl.processes.children import die_with_parent
 
 REQUEUE_EXIT_CODE, REPEATED_FAULT_EXIT_CODE = 85, 86
+"""Exit statuses of a run that was asked to stop and saved, and of one that hit the same fault after a restart."""
 LAUNCHER_ENV = "MEGARL_LAUNCHER"
 """Environment variable: the launcher's pid and the file for messages of its ranks."""
 RESTART_COUNT_ENV = "MEGARL_RESTARTED"

@@ -205,7 +205,7 @@ class RankSupervisor(ABC):
         """Reset the state for ranks that start now."""
         self.messages.clear()
         self.killed: set[int] = set()
-        self._deadline = self._notice_deadline = float("inf")
+        self._deadline = self.notice_deadline = float("inf")
         self._stopped_since: dict[int, float] = {}
         self._last_look = 0.0
         self._has_killed_stopped = False
@@ -248,9 +248,9 @@ class RankSupervisor(ABC):
         now = time.monotonic()
         if now - self._last_look >= _STOPPED_POLL_S:
             self._kill_stopped_rank(now)
-        if self._notice_deadline == float("inf") and self.has_failed_rank():
-            self._notice_deadline = now + NOTICE_S
-        if now > self._notice_deadline and self._deadline == float("inf"):
+        if self.notice_deadline == float("inf") and self.has_failed_rank():
+            self.notice_deadline = now + NOTICE_S
+        if now > self.notice_deadline and self._deadline == float("inf"):
             self._interrupt_all()
         if now > self._deadline:
             self.killed |= self.signal_all(signal.SIGKILL)
@@ -282,10 +282,7 @@ class RankSupervisor(ABC):
 
 
 class Launch(RankSupervisor):
-    """One start of `command` as `world` ranks.
-
-    pending: list of received signals, see `record_signals`. roles: see `determine_outcome`.
-    """
+    """One start of `command` as `world` ranks. pending: see `record_signals`. roles: see `determine_outcome`."""
 
     def __init__(
         self,

@@ -1,12 +1,9 @@
 """Fork worker processes for user code: `python -m megarl.processes.forkserver FD PARENT MODULE:SERVE SHARED_ARGS`.
 
-The module of SERVE is imported here once, so that a replacement starts fast. SERVE loads the user's modules itself,
-because not everything that an import does survives a fork. FD is a socket that receives {"number", "order"} with one
-end of a socket for the worker, and sends {"number", "status"} when the worker has ended.
-
-Each worker is two processes: a supervisor, and the process that it forks for the code. As subreaper the supervisor
-adopts every orphan. When the other end of the socket closes, which the kernel does for a killed rank, or when the inner
-process ends, the supervisor kills all of them before it exits.
+The module of SERVE is imported here once; SERVE loads the user's modules itself, because not everything that an import
+does survives a fork. FD is a socket that receives {"number", "order"} with one end of a socket for the worker, and
+sends {"number", "status"} when it has ended. Each worker is two processes: a supervisor, and the process that it forks
+for the code. The supervisor adopts every orphan, and kills all of them once the inner process or the rank has ended.
 """
 
 from __future__ import annotations
@@ -187,10 +184,8 @@ def _kill(pids: Iterable[int], trackers: bool = False) -> None:
 
 
 def _end_all(seconds: float) -> None:
-    """Kill the children, and orphans as they are adopted, until none is left or `seconds` have passed.
-
-    Resource trackers are killed only after a grace period, in which they clean up shared memory and exit by themselves.
-    """
+    """Kill the children, and orphans as they are adopted, until none is left or `seconds` have passed."""
+    # Resource trackers get a grace period, in which they clean up shared memory and exit by themselves.
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and (pids := list_children()):
         _kill(pids, trackers=time.monotonic() > deadline - seconds + _TRACKER_GRACE_S)

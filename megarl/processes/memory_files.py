@@ -1,7 +1,6 @@
 """In-memory files shared between processes of one user: nameless, and opened through their creator's /proc.
 
-The kernel lets a process open one only if it may inspect the creator: the same user, or root. There is nothing to clean
-up: a file disappears with its creator, however that ends.
+Only the same user or root may open one, and a file disappears with its creator, however that ends.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Wire format between a process of a run and the processes that it starts: frames of JSON and binary blobs.
 
 A frame is the byte lengths of its two parts, the JSON object `message`, in which `sizes` lists the sizes of the blobs,
-and the blobs. An order has a `number`, which identifies its response, and one blob. Responses of workers are JSON
-alone, and so are their initial frames: {"loading": what} any number of times, then {"ready": ...} or {"error": why}.
-Uses only the standard library, because the process that starts boxes has no packages.
+and the blobs. An order has a `number`, which identifies its response, and one blob. Responses of workers are JSON,
+after the frames {"loading": what}, any number of times, and {"ready": ...} or {"error": why}. Uses only the standard
+library, because the process that starts boxes has no packages.
 """
 
 from __future__ import annotations

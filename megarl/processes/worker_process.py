@@ -43,9 +43,8 @@ class _WorkerExited(Exception):
 class ForkServer:
     """Start worker processes through `forkserver.py`, which is started on first use and restarted after it has died.
 
-    serve: `module:name` of the function that each worker calls as `serve(wire, shared_args, order)`. shared_args: JSON
-    data for all workers; modules listed in its `preload` are imported once, before any fork. log: file for the workers'
-    output.
+    serve: `module:name`, a `forkserver.ServeFunction`. shared_args: JSON data for all workers; modules listed in its
+    `preload` are imported once, before any fork. log: file for the workers' output.
     """
 
     def __init__(self, serve: str, shared_args: Mapping[str, Any], log: Path, limits: ProcessLimits) -> None:
@@ -161,11 +160,8 @@ class WorkerProcess:
         self._listening = asyncio.create_task(self._listen())
 
     async def request(self, order: bytes, limit: float) -> dict[str, Any]:
-        """Send a request and return the response.
-
-        Raises WorkerUnavailable if the process has exited, TimeoutError if there is no response in time; the process is
-        then still busy and should be ended.
-        """
+        """Send a request and return the response. Raises WorkerUnavailable if the process has exited, TimeoutError if
+        it does not respond in time; it is then still busy and should be ended."""
         if not self.is_alive:
             raise WorkerUnavailable(await self.describe_exit())
         self._count += 1

@@ -44,10 +44,7 @@ class BySource:
         self.sources = dict(sources)
 
     def __call__(self, rollout: Rollout) -> Any:
-        """Return what the data source's function returns. Raises ValueError for an unknown data source.
-
-        A coroutine function runs to completion here, so a process makes such calls one at a time.
-        """
+        """Return what the data source's function returns; a coroutine function runs to completion, one at a time."""
         value = self.function_for(rollout.prompt.data_source)(rollout)
         return self._loop.run(value) if inspect.iscoroutine(value) else value
 

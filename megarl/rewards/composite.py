@@ -55,10 +55,9 @@ def clear_reward(rollout: Rollout) -> Rollout:
 def combine_episode_rewards(
     rollouts: Rollouts, verdicts: Sequence[Mapping[str, RewardResult]], weights: Weights
 ) -> list[Rollout]:
-    """Return the local rollouts with their rewards.
+    """Return the local rollouts with their episodes' rewards; only the last branches get turn rewards.
 
-    verdicts: one per episode that was not aborted, on its last branch. Only the last branch gets turn rewards; all
-    branches get the episode's reward.
+    verdicts: one per episode that was not aborted, on its last branch.
     """
     next_verdict, episodes = iter(verdicts), Episodes.from_ids(rollouts.episode[rollouts.local_indices])
     last_branches = [

@@ -1,8 +1,7 @@
 """Rewards from a generative judge: a model behind an OpenAI-compatible API of SGLang, vLLM, or another server.
 
-The policy's text may hold anything and is inserted as it is; nothing in it is substituted again. `{fence}` is derived
-from the answer's own hash, so the answer cannot contain it and cannot close what it encloses. That separates the answer
-from the template; it does not keep a judge from believing what it reads.
+The policy's text may hold anything and is inserted as it is. `{fence}` is derived from the answer's own hash, so the
+answer cannot contain it. That separates it from the template; it does not keep a judge from believing what it reads.
 """
 
 from __future__ import annotations

@@ -53,8 +53,7 @@ class RewardPool:
     functions: by name, loaded from `specs`, in the same order. limit: seconds per call. size: number of processes, each
     started when first needed. Functions and coroutine functions use separate processes, at least one of each kind; one
     extra process isolates a call after a process of concurrent calls has died. log: file for what functions print.
-    limits: limits of the processes, which inherit nothing else of this process's environment. max_concurrent:
-    concurrent calls of coroutine functions per process; time spent waiting for a free slot does not count.
+    limits: limits of the processes. max_concurrent: concurrent calls of coroutine functions per process.
     """
 
     def __init__(
@@ -101,10 +100,7 @@ class RewardPool:
                 raise ConfigError(f"reward.functions={list(self._names)}: {error}; see {self._log}") from None
 
     def submit(self, rollout: Rollout) -> PendingVerdicts:
-        """Score a rollout with every function. Thread-safe.
-
-        The functions receive a copy without the engine's records, group, episode, and reward.
-        """
+        """Score a rollout, without the engine's records, group, episode and reward, by all functions. Thread-safe."""
         copied_rollout = replace(
             rollout, routing=None, sampling_mask=None, reward=0.0, reward_parts={}, unscored={}, group=0, episode=-1
         )

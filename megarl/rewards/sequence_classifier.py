@@ -67,10 +67,7 @@ def resolve_label(hf: Mapping[str, Any], options: ClassifierOptions, path: str) 
 
 
 class ClassifierTokenizer:
-    """Turns rollouts into a classifier's input ids.
-
-    Raises ConfigError if the classifier has no tokenizer, or another one than the policy without a chat template.
-    """
+    """Turns rollouts into a classifier's input ids. Raises ConfigError if it lacks a tokenizer or a chat template."""
 
     def __init__(self, path: str, hf: Mapping[str, Any], policy_tokenizer: Any, options: ClassifierOptions) -> None:
         from transformers import AutoTokenizer

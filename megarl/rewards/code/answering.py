@@ -64,8 +64,7 @@ def call(names: Mapping[str, Any], request: Mapping[str, Any]) -> Any:
 def main(send: Callable[[int, Any], None], job: Mapping[str, Any]) -> None:
     """Run the tests in order, each for at most `seconds` of CPU, and send each outcome.
 
-    An outcome is {"value"}, {"raised"}, {"out", "status"}, {"late"}, or {"large"}. The first test that times out is the
-    last that runs.
+    An outcome is {"value"}, {"raised"}, {"out", "status"}, {"large"}, or {"late"}, after which no further test runs.
     """
     devnull = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):

@@ -79,10 +79,8 @@ class GradeResult:
 
 
 async def grade(code: str, problem: Problem, box: Sandbox, grading: Grading = Grading()) -> GradeResult:  # noqa: B008
-    """Run the tests of a problem on code as `extract_code` returns it. Empty code passes none.
-
-    Raises ConfigError or RuntimeError if there is no working sandbox, and ValueError for invalid tests.
-    """
+    """Run the tests of a problem on code from `extract_code`. Raises ConfigError or RuntimeError if there is no working
+    sandbox, and ValueError for invalid tests."""
     selected = problem.select_tests(grading.max_tests)
     if not code.strip():
         return GradeResult(0, len(selected))

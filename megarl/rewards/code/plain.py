@@ -38,8 +38,7 @@ class Opaque:
 def encode(value: Any, max_values: int = 1 << 20) -> Any:
     """Return a value as JSON data: null, booleans, small integers, and strings unchanged, anything else as [kind, ..].
 
-    Exhausts an iterator. Raises OverflowError for more than `max_values` values in total, or containers nested too
-    deeply.
+    Exhausts an iterator. Raises OverflowError for more than `max_values` values, or too deeply nested containers.
     """
     remaining = [max_values]
 
