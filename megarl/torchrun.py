@@ -1,142 +1,93 @@
 """A torchrun with orderly shutdown and restarts: .venv/bin/python -m megarl.torchrun [options] -m megarl.train CONFIG
 
-Torch's agent turns a signal into a traceback, kills ranks 30 seconds after it, reports every failure as status 1 in
-dozens of lines, and leaves a folder in /tmp. Here ranks get time to save, `launch/restarts.py` decides on restarts, on
-all nodes alike (`launch/nodes.py`), and each node ends with one line and an exit status of `launch/exit_status.py`.
+Torch's agent turns a signal into a traceback, kills ranks 30 seconds after it, and reports every failure as status 1 in
+dozens of lines. Here ranks get time to save, `launch/restarts.py` decides on restarts, on all nodes alike
+(`launch/nodes.py`), and each node ends with one line and an exit status of `launch/exit_status.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import io
 import logging
 import os
+import re
 import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl import __version__
 from megarl.launch import launcher
-from megarl.launch.exit_status import RESTART_COUNT_ENV, SIGNAL_DEBOUNCE_S, signal_name
-from megarl.launch.launcher import StoppedRankMonitor
-from megarl.launch.nodes import MultiNode, NodeReport, SingleNode, node_name
-from megarl.launch.restarts import append_to_log
+from megarl.launch.exit_status import signal_name
+from megarl.launch.nodes import MultiNode, NodeReport, decide_restart
+from megarl.launch.restarts import RestartDecision, RestartPolicy, RestartTracker
 from megarl.parallel.job_secret import SealedPickle, launcher_key
-from megarl.processes.children import end_orphans, inherit_orphans, list_children
+from megarl.processes import node
+from megarl.processes.children import inherit_orphans, list_children
 from megarl.processes.temp_folders import TempFolder
 
 _FAILURE_POLL_S = 1.0
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class _SignalForwarder(threading.Thread):
-    """Forward signals to the ranks and read their messages, also while the agent waits in C++ for other nodes.
+class _AgentSupervisor(launcher.RankSupervisor):
+    """Supervises the ranks that torch's agent has started, in a thread, because the agent waits in C++ for other nodes.
 
-    Also interrupts the local ranks once those of another node have failed.
+    Interrupts the local ranks once those of another node have failed; for local failures the agent does so.
     """
 
     def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.messages = launcher.RankMessages()
-        self.stop_signal = 0
-        self.has_killed = False
-        self.has_remote_failure: Callable[[], bool] = bool  # on another node
+        super().__init__()
+        self.nodes: MultiNode | None = None
+        """Nodes to watch for failures while an attempt runs."""
         self.log_folder = TempFolder("megarl-torchrun-")  # the agent would create one and leave it behind
-        self._is_asked_twice = False  # two stop signals have been forwarded
-        self._deadline = float("inf")
-        self._notice_deadline = float("inf")
-        self._last_signal_times: dict[int, float] = {}
-        self._stopped_monitor = StoppedRankMonitor()
+        self._last_failure_check = 0.0
         self._signals, write = os.pipe2(os.O_NONBLOCK)
-        os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in _HANDLED:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda *_: None)  # only the byte in the wakeup pipe counts
+        threading.Thread(target=self._run, daemon=True).start()
 
-    def begin_attempt(self, has_failed: Callable[[], bool]) -> None:
-        """Reset the state for ranks that start now."""
-        self.messages.clear()
-        self.has_killed, self._deadline, self._notice_deadline = False, float("inf"), float("inf")
-        self._stopped_monitor = StoppedRankMonitor()
-        self.has_remote_failure = has_failed
-
-    def end_attempt(self) -> None:
-        """Stop watching for remote failures: the ranks have exited."""
-        self.has_remote_failure, self._notice_deadline = bool, float("inf")
-
-    def run(self) -> None:
-        last_poll = 0.0
+    def _run(self) -> None:
         while True:
             if select.select([self._signals], [], [], 0.2)[0]:
                 for number in os.read(self._signals, 64):
                     if number in _HANDLED:
-                        self._forward(number)
-            self.messages.read()
-            self.messages.add_late(self._stopped_monitor.poll(_find_rank_pids, self.messages.restart_policy()))
-            now = time.monotonic()
-            if now - last_poll > _FAILURE_POLL_S and self._notice_deadline == float("inf"):
-                last_poll = now
-                with contextlib.suppress(RuntimeError):  # node 0 is gone; the peers of its ranks notice
-                    self._notice_deadline = now + launcher.NOTICE_S if self.has_remote_failure() else float("inf")
-            if now > self._notice_deadline and self._deadline == float("inf"):
-                self._interrupt_all()
-            if now > self._deadline:
-                self.has_killed = True
-                _signal_ranks(signal.SIGKILL)
+                        has_ranks = bool(self.running_pids())
+                        if self.forward_signal(number) and not has_ranks:
+                            self.log_folder.close()
+                            # Silence what follows: the agent's C++ wait reports its interruption there.
+                            stderr = os.dup(2)
+                            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+                            os.write(stderr, f"ended by {signal_name(number)}\n".encode())
+                            os._exit(128 + number)
+            self.poll()
 
-    def _interrupt_all(self) -> int:
-        self._deadline = min(self._deadline, time.monotonic() + launcher.GRACE_S)
-        return _signal_ranks(signal.SIGINT)
+    def running_pids(self) -> dict[int, int]:
+        pids: dict[int, int] = {}
+        for pid in list_children():  # all of them are ranks
+            variables = b""
+            with contextlib.suppress(OSError):  # it has exited
+                variables = Path(f"/proc/{pid}/environ").read_bytes()
+            match = re.search(rb"(?:^|\0)RANK=(\d+)", variables)
+            pids[int(match[1]) if match else -pid] = pid
+        return pids
 
-    def _forward(self, signum: int) -> None:
-        if time.monotonic() - self._last_signal_times.get(signum, 0.0) < SIGNAL_DEBOUNCE_S:
-            return
-        self._last_signal_times[signum] = time.monotonic()
-        if signum == signal.SIGINT or self._is_asked_twice:
-            num_signaled = self._interrupt_all()
-        else:
-            num_signaled = _signal_ranks(signum)  # a second one ends ranks, except those writing a checkpoint
-            self._is_asked_twice = self.stop_signal != 0
-        if self.stop_signal != signal.SIGINT:
-            self.stop_signal = signum
-        if not num_signaled:
-            self.log_folder.close()
-            _write_final_line(f"ended by {signal_name(signum)}")
-            os._exit(128 + signum)
-
-
-def _write_final_line(text: str) -> None:
-    """Write the last line to stderr and silence what follows: the agent's C++ wait reports its interruption there."""
-    stderr = os.dup(2)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    os.write(stderr, f"{text}\n".encode())
-
-
-def _signal_ranks(signum: int) -> int:
-    """Send a signal to all child processes, which are the ranks. Return their number."""
-    sent = 0
-    for pid in list_children():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signum)
-            sent += 1
-    return sent
-
-
-def _find_rank_pids() -> dict[int, int]:
-    """Return the pids of the ranks that this process has started, by rank."""
-    pids: dict[int, int] = {}
-    for pid in list_children():
-        with contextlib.suppress(OSError):  # it has exited
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            pids |= {int(variable[5:]): pid for variable in variables if variable.startswith(b"RANK=")}
-    return pids
+    def has_failed_rank(self) -> bool:
+        now = time.monotonic()
+        if self.nodes is None or now - self._last_failure_check < _FAILURE_POLL_S:
+            return False
+        self._last_failure_check = now
+        try:
+            return self.nodes.has_remote_failure()
+        except RuntimeError:  # node 0 is gone; the peers of its ranks notice
+            return False
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -153,20 +104,19 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     inherit_orphans()
-    forwarder = _SignalForwarder()
-    forwarder.start()
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGUSR1}
-    )  # Slurm sends it to every process; only the ranks handle it
+    supervisor = _AgentSupervisor()
+    # Slurm sends SIGUSR1 to every process; only the ranks handle it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        if list(sys.argv[1:] if arguments is None else arguments)[:1] in (["-V"], ["--version"]):
+        if list(arguments[:1]) in (["-V"], ["--version"]):
             print(f"MegaRL {__version__}")
             return 0
-        options = _parse(sys.argv[1:] if arguments is None else arguments)
-        options.log_dir = options.log_dir or forwarder.log_folder.path
+        options = _parse(arguments)
+        options.log_dir = options.log_dir or supervisor.log_folder.path
         options.signals_to_handle = "SIGQUIT"
         options.shutdown_timeout = int(launcher.GRACE_S)
-        return _run_with_restarts(options, forwarder)
+        return _run_with_restarts(options, supervisor)
     except ValueError as error:
         print(f"error: torchrun: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2
@@ -174,47 +124,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: torchrun: {_rendezvous_error(error)}", file=sys.stderr, flush=True)
         return 1
     finally:
-        forwarder.log_folder.close()
+        supervisor.log_folder.close()
 
 
-def _run_with_restarts(options: argparse.Namespace, forwarder: _SignalForwarder) -> int:
-    """Do what `launcher.run_with_restarts` does, on each node."""
+def _run_with_restarts(options: argparse.Namespace, supervisor: _AgentSupervisor) -> int:
     from megarl.parallel.rendezvous import serve_local_store
 
-    nodes, static = _join_nodes(options), options.rdzv_backend == "static" or options.standalone
-    number, attempt = int(options.node_rank), 0
-    while True:
-        os.environ.update({**forwarder.messages.environment, RESTART_COUNT_ENV: str(attempt)})
-        forwarder.begin_attempt(lambda: nodes.has_remote_failure(attempt))  # noqa: B023  called within this attempt only
+    is_static, count = options.rdzv_backend == "static", int(str(options.nnodes).rpartition(":")[2])
+    may_restart = is_static or options.standalone  # with other rendezvous backends, nodes do not hear of each other
+    tracker, nodes = RestartTracker(), None
+    if is_static and count > 1 and not options.standalone:
+        nodes = MultiNode(int(options.node_rank), count, options.master_addr, int(options.master_port))
+
+    def attempt(environment: Mapping[str, str]) -> tuple[NodeReport, RestartPolicy | None]:
+        os.environ.update({**supervisor.messages.environment, **environment})
+        supervisor.begin_attempt()
         with contextlib.ExitStack() as stack:
-            if static and nodes.num_nodes == 1:
+            if nodes is None and may_restart:
                 os.environ.update(stack.enter_context(serve_local_store()))
-            port = nodes.agree_port(attempt, options.master_port)
-            report = _run_attempt(options, port, forwarder, node_name(number, nodes.num_nodes))
-        forwarder.end_attempt()
-        if report.has_failed:
-            nodes.announce_failure(attempt)
-        end_orphans((), launcher.ORPHAN_TIMEOUT_S)
-        # With other rendezvous backends, nodes do not hear of each other.
-        decision = nodes.decide_next(attempt, report, forwarder.messages.restart_policy() if static else None)
-        if decision.text:
-            print(decision.text, file=sys.stderr, flush=True)
-        if not decision.should_restart:
-            return decision.status
-        if number == 0:
-            append_to_log(forwarder.messages.restart_policy(), decision.text.splitlines()[-1])
-        time.sleep(decision.wait_s)  # a signal during the wait ends this process
-        attempt += 1
+            port = options.master_port if nodes is None else nodes.agree_port()
+            supervisor.nodes = nodes
+            report = _run_attempt(options, port, supervisor, node.get_name(nodes.node_rank if nodes else None))
+        supervisor.nodes, supervisor.notice_deadline = None, float("inf")  # the ranks have exited
+        if nodes is not None and report.has_failed:
+            nodes.announce_failure()
+        is_deciding = int(options.node_rank) == 0 and may_restart
+        return report, supervisor.messages.restart_policy() if is_deciding else None
+
+    def decide(report: NodeReport, policy: RestartPolicy | None) -> RestartDecision:
+        return decide_restart(tracker, [report], policy) if nodes is None else nodes.decide_next(report, policy)
+
+    return launcher.run_with_restarts(attempt, decide)  # a signal between two attempts ends this process
 
 
-def _join_nodes(options: argparse.Namespace) -> SingleNode:
-    count = int(str(options.nnodes).rpartition(":")[2])
-    if count == 1 or options.standalone or options.rdzv_backend != "static":
-        return SingleNode()
-    return MultiNode(int(options.node_rank), count, options.master_addr, int(options.master_port))
-
-
-def _run_attempt(options: argparse.Namespace, port: int, forwarder: _SignalForwarder, name: str) -> NodeReport:
+def _run_attempt(options: argparse.Namespace, port: int, supervisor: _AgentSupervisor, name: str) -> NodeReport:
     """Run the ranks of this node once and wait until they have exited."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
@@ -224,21 +167,17 @@ def _run_attempt(options: argparse.Namespace, port: int, forwarder: _SignalForwa
         logging.getLogger(logger).setLevel(logging.CRITICAL)
     # With `--rdzv-backend=c10d` the agents of several nodes exchange pickles.
     vars(dynamic_rendezvous)["pickle"] = SealedPickle("rendezvous", launcher_key())
-    attempt_options = copy.copy(options)
-    attempt_options.master_port = port
     codes: dict[int, int] = {}
-    problem = ""
-    succeeded = False
+    problem, has_succeeded = "", False
     try:
-        run(attempt_options)
-        succeeded = True
+        run(argparse.Namespace(**{**vars(options), "master_port": port}))
+        has_succeeded = True
     except ChildFailedError as error:
         first_failure = min(failure.timestamp for failure in error.failures.values())
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         for rank, failure in error.failures.items():
-            ended_by_us = forwarder.has_killed or failure.timestamp >= first_failure + launcher.GRACE_S - 1
-            if failure.exitcode == -signal.SIGKILL and ended_by_us:
-                del codes[rank]
+            ended_by_us = supervisor.killed or failure.timestamp >= first_failure + launcher.GRACE_S - 1
+            if failure.exitcode != -signal.SIGKILL or not ended_by_us:
+                codes[rank] = failure.exitcode
     except ValueError:
         raise
     except Exception as error:
@@ -246,7 +185,8 @@ def _run_attempt(options: argparse.Namespace, port: int, forwarder: _SignalForwa
     ranks_per_node = int(options.nproc_per_node) if str(options.nproc_per_node).isdigit() else 0
     first_rank = ranks_per_node * int(options.node_rank)
     ranks = tuple(range(first_rank, first_rank + ranks_per_node))
-    return NodeReport(name, succeeded, codes, tuple(forwarder.messages.read()), forwarder.stop_signal, problem, ranks)
+    messages = tuple(supervisor.messages.read())
+    return NodeReport(name, has_succeeded, codes, messages, supervisor.stop_signal, problem, ranks)
 
 
 def _rendezvous_error(error: Exception) -> str:

@@ -145,7 +145,7 @@ def start_ranks(config: Config, arguments: Sequence[str]) -> int:
                 host.close()
 
     with launcher.record_signals(pending):
-        return launcher.run_with_restarts(attempt, pending)
+        return launcher.run_with_restarts(attempt, restarts.RestartTracker().decide, pending)
 
 
 if __name__ == "__main__":

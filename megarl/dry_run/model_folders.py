@@ -25,7 +25,7 @@ from megarl.models.hf_folder import open_hf
 from megarl.models.memory import InferenceStage, classifier_stages, inference_stages
 from megarl.models.registry import family_of, load_hf_config, param_count
 from megarl.parallel.placement import BUILTIN_ROLES, is_on_megatron, role_backends, role_config, role_settings
-from megarl.rewards.reward_settings import options_for_model
+from megarl.rewards.reward_settings import options_without
 from megarl.rewards.sequence_classifier import ClassifierOptions, get_context_length, resolve_label
 from megarl.types.requirements import Requirements
 from megarl.workers.worker_registry import TEACHER, RegisteredWorker, resolve_worker, worker_options
@@ -289,7 +289,7 @@ def _read_classifier(
     model, service = role_backends(config, "reward")
     if not path or model != "transformers":
         return None
-    options = ClassifierOptions.read(options_for_model(worker_settings, service))
+    options = ClassifierOptions.read(options_without(worker_settings, service))
     if dry_run and not Path(path).exists():
         warnings.append(f"reward.model={path} not found; planned as if it were the policy's model")
         return hf, sum(param_count(hf).values()), options.dtype

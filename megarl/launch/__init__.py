@@ -1,4 +1,1 @@
-"""Start, watch, end and restart the processes of a run, on one machine and by torchrun on several.
-
-Ranks import `exit_status.py`; the rest is for the launcher.
-"""
+"""Start, watch, end and restart the processes of a run, on one machine and by torchrun on several."""

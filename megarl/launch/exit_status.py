@@ -1,14 +1,6 @@
-"""Orderly exit of a run's processes: one line that gives the reason, and a documented exit status.
+"""Orderly exit of a run's processes: one line that gives the reason, and an exit status that `launch/README.md` lists.
 
-    0          done
-    1          a fault of the program, or another rank was lost; the line names the log with the whole traceback
-    2          a user's mistake
-    85         asked to stop (SIGTERM, SIGUSR1) and saved: continue with run.resume=auto
-    86         the same fault at the same step after a restart: another restart is useless
-    128 + n    ended by signal n without saving: 130 Ctrl-C, 137 killed by the kernel, 143 SIGTERM
-
-A rank with a launcher (`launcher.py`, `torchrun.py`) reports to it; the launcher determines the root cause, prints it,
-and may restart the run (`restarts.py`). A rank without a launcher prints the line itself.
+A rank with a launcher reports to it, and the launcher prints the root cause. A rank without one prints its own line.
 """
 
 from __future__ import annotations
@@ -33,10 +25,8 @@ from megarl.config.command_line import missing_package_hint
 from megarl.processes import memory_files, node
 from megarl.processes.children import die_with_parent
 
-REQUEUE_EXIT_CODE = 85
-"""Exit status of a run that was asked to stop (SIGUSR1, SIGTERM) and saved: continue with run.resume=auto."""
-REPEATED_FAULT_EXIT_CODE = 86
-"""Exit status of a restarted run that hit the same fault at the same step."""
+REQUEUE_EXIT_CODE, REPEATED_FAULT_EXIT_CODE = 85, 86
+"""Exit statuses of a run that was asked to stop and saved, and of one that hit the same fault after a restart."""
 LAUNCHER_ENV = "MEGARL_LAUNCHER"
 """Environment variable: the launcher's pid and the file for messages of its ranks."""
 RESTART_COUNT_ENV = "MEGARL_RESTARTED"
@@ -53,16 +43,15 @@ ExitKind = Literal["stopped", "ended", "mistake", "fault", "lost"]
 
 
 class RunOutcome(NamedTuple):
-    """The combined outcome of all ranks: exit status, reason (empty on success) and kind.
-
-    killed: by an external signal. late: a rank for which others have waited too long. asked: requested by the user.
-    rank: the rank that caused the outcome, if known.
-    """
+    """The combined outcome of all ranks."""
 
     status: int
     text: str
+    """The reason, empty on success."""
     kind: Literal["done", "stopped", "asked", "mistake", "fault", "killed", "lost", "late"]
+    """killed: by an external signal. late: others have waited too long. asked: requested by the user."""
     rank: int = -1
+    """The rank that caused the outcome, if known."""
 
 
 class GracefulExit(SystemExit):
@@ -103,11 +92,7 @@ class _Signals:
 
 
 def catch_signals() -> None:
-    """Install signal handlers: signals end this process in an orderly way; SIGUSR1 requests a stop after the step.
-
-    Slurm sends SIGUSR1 to every process of a job and would kill those without a handler, such as torch's shared memory
-    manager. It is therefore blocked, which later child processes inherit, and polled as a pending signal.
-    """
+    """Install signal handlers: signals end this process in an orderly way; SIGUSR1 requests a stop after the step."""
     if threading.current_thread() is not threading.main_thread():
         return
     if launcher_address := os.environ.pop(LAUNCHER_ENV, ""):
@@ -119,17 +104,14 @@ def catch_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, a background job
             signal.signal(number, _on_signal)
-    # Python restores the default actions when it finalizes. A SIGTERM of torch's agent, which ends ranks that exit
-    # after the first, would then kill a rank that has saved and reported.
-    atexit.register(_ignore_signals)
-    signal.signal(signal.SIGUSR1, _request_stop)  # threads started earlier may receive it
+        # Python restores the default actions when it finalizes. A SIGTERM of torch's agent, which ends ranks that exit
+        # after the first, would then kill a rank that has saved and reported.
+        atexit.register(signal.signal, number, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, _on_signal)  # threads started earlier may receive it
+    # Slurm sends SIGUSR1 to every process of a job and would kill those without a handler, such as torch's shared
+    # memory manager. It is therefore blocked, which later child processes inherit, and polled as a pending signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-
-
-def _ignore_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def save_on_sigterm() -> None:
@@ -157,11 +139,10 @@ def begin_exit() -> None:
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # tasks that end with the process
 
 
-def _request_stop(number: int, frame: FrameType | None) -> None:
-    _Signals.is_stop_requested = True
-
-
 def _on_signal(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGUSR1:
+        _Signals.is_stop_requested = True
+        return
     can_save = _Signals.should_save_on_sigterm and number != signal.SIGINT
     is_repeated = time.monotonic() - _Signals.last_signal_time < SIGNAL_DEBOUNCE_S
     if is_repeated and (_Signals.is_ending or (_Signals.is_stop_requested and can_save)):
@@ -197,11 +178,8 @@ def run_and_exit(program: Callable[[], int]) -> NoReturn:
 
 
 def report_error(error: BaseException) -> int:
-    """Report why this process ends, to the launcher or on stderr, and return its exit status.
-
-    Ignores signals from here on: torch's agent sends one to ranks that end after the first.
-    """
-    begin_exit()
+    """Report why this process ends, to the launcher or on stderr, and return its exit status."""
+    begin_exit()  # torch's agent sends a signal to ranks that end after the first
     kind, status, text = classify_error(error)
     if notify_launcher(kind, text[-8000:]):
         return status
@@ -214,8 +192,7 @@ def notify_launcher(kind: str, text: str, rank: int | None = None) -> bool:
     """Send the launcher a message about this rank or another; return False if there is no launcher to receive it."""
     if _Signals.launcher is None:
         return False
-    local_rank = int(os.environ.get("RANK", "0"))
-    message = {"rank": local_rank if rank is None else rank, "kind": kind, "text": text}
+    message = {"rank": int(os.environ.get("RANK", "0")) if rank is None else rank, "kind": kind, "text": text}
     try:
         # Starts with a newline, because a rank that was killed while writing may have left half a line.
         memory_files.append(_Signals.launcher, b"\n" + json.dumps(message).encode() + b"\n")
@@ -245,46 +222,32 @@ def classify_error(error: BaseException) -> tuple[ExitKind, int, str]:
     subject = f"rank {os.environ.get('RANK', '0')}" if os.environ.get("WORLD_SIZE", "1") != "1" else "the run"
     if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         subject += f" on node {node.get_name()}"
-    traceback_note = next(
-        (note for note in getattr(error, "__notes__", ()) if note.startswith(TRACEBACK_NOTE_PREFIX)), ""
-    )
+    traceback_notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(TRACEBACK_NOTE_PREFIX)]
+    suffix = "".join(f"; {note}" for note in traceback_notes[:1])
     if lost := _lost_peer(error):
-        return (
-            "lost",
-            1,
-            _join_lines(
-                f"error: {subject} lost another rank: {lost}{_describe_foreign_users()}"
-                + (f"; {traceback_note}" if traceback_note else "")
-            ),
-        )
+        users = ""
+        with contextlib.suppress(OSError, ValueError):
+            # Another user who is connected to the job's ports may have taken a rank's place.
+            if names := ", ".join(map(str, node.list_connected_users())):
+                users = f"; user {names} of this machine is connected to its ports (SECURITY.md, What is not closed)"
+        return "lost", 1, _join_lines(f"error: {subject} lost another rank: {lost}{users}{suffix}")
     if isinstance(error, ConfigError):
         return "mistake", 2, _join_lines(f"error: {error}")
     if missing := missing_package_hint(error):
         return "mistake", 2, _join_lines(f"error: {missing}")
     frames = traceback.extract_tb(error.__traceback__)
     location = f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
-    line = _join_lines(
-        f"error: {subject} failed: {type(error).__name__}: {error}{location}"
-        + (f"; {traceback_note}" if traceback_note else "")
-    )
-    return "fault", 1, line if traceback_note else "".join(traceback.format_exception(error)) + line
-
-
-def _describe_foreign_users() -> str:
-    """Describe other users connected to the job's ports, who may have taken a rank's place."""
-    with contextlib.suppress(OSError, ValueError):
-        if users := node.list_connected_users():
-            names = ", ".join(map(str, users))
-            return f"; user {names} of this machine is connected to its ports (SECURITY.md, What is not closed)"
-    return ""
+    line = _join_lines(f"error: {subject} failed: {type(error).__name__}: {error}{location}{suffix}")
+    return "fault", 1, line if suffix else "".join(traceback.format_exception(error)) + line
 
 
 def signal_name(number: int) -> str:
+    if number == signal.SIGINT:
+        return "Ctrl-C (SIGINT)"
     try:
-        name = signal.Signals(number).name
+        return signal.Signals(number).name
     except ValueError:
-        name = f"signal {number}"
-    return {"SIGINT": "Ctrl-C (SIGINT)"}.get(name, name)
+        return f"signal {number}"
 
 
 def _lost_peer(error: BaseException | None) -> str:
@@ -306,9 +269,8 @@ def _join_lines(text: str) -> str:
 def _is_first_report(text: str) -> bool:
     """Return whether no other rank has reported this text: for a mistake all ranks raise the same error."""
     ranks = sys.modules.get("megarl.parallel.ranks")
-    if ranks is not None:
-        is_first = ranks.is_first_report(text)
-        if is_first is not None:
-            return bool(is_first)
+    is_first = None if ranks is None else ranks.is_first_report(text)
+    if is_first is not None:
+        return bool(is_first)
     local = os.environ.get("LOCAL_RANK", "0")
     return not local.isdigit() or int(local) == 0  # a mistake may affect one node only

@@ -1,11 +1,7 @@
-"""Run the ranks of a job as processes of this machine. They start together; when one fails, the others are ended.
+"""Run the ranks of a job as processes of this machine, end all of them when one fails, and restart the run.
 
 Ranks report why they end (`exit_status.notify_launcher`) in memory that only processes of this user can open. The
 launcher prints the root cause in one line, not the follow-up errors of ranks that lost a peer.
-
-`StoppedRankMonitor` detects ranks that were stopped by SIGSTOP if no other rank does. Ranks detect a hang themselves
-(`observe/hang_watchdog.py`) after `run.distributed_timeout_s`, but not while they wait for storage, which has a much
-longer timeout, and not if all of them are stopped.
 """
 
 from __future__ import annotations
@@ -18,10 +14,11 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from megarl.launch.exit_status import (
     LAUNCHER_ENV,
@@ -32,7 +29,7 @@ from megarl.launch.exit_status import (
     RunOutcome,
     signal_name,
 )
-from megarl.launch.restarts import RestartPolicy, RestartTracker, append_to_log
+from megarl.launch.restarts import RestartDecision, RestartPolicy, append_to_log
 from megarl.processes import memory_files
 from megarl.processes.children import end_orphans, is_stopped, list_children
 
@@ -41,41 +38,6 @@ STOPPED_MARGIN_S = 15.0
 _STOPPED_POLL_S = 1.0
 _SUSPEND_GAP_S = 10.0
 """Seconds between two polls above which the launcher was suspended (Ctrl-Z, `scontrol suspend`), with its ranks."""
-
-
-class StoppedRankMonitor:
-    """Tracks how long each rank of a launcher has been stopped."""
-
-    def __init__(self) -> None:
-        self._since: dict[int, float] = {}
-        self._last_poll = 0.0
-        self._over = False
-
-    def poll(self, ranks: Callable[[], Mapping[int, int]], policy: RestartPolicy | None) -> tuple[int, str] | None:
-        """Kill a rank that has been stopped for too long and return it with a message; the launcher ends the others.
-
-        ranks: returns the pids of the running ranks by rank. Call this repeatedly; most calls do nothing.
-        """
-        now = time.monotonic()
-        if policy is None or self._over or now - self._last_poll < _STOPPED_POLL_S:
-            return None
-        if now - self._last_poll > _SUSPEND_GAP_S:
-            self._since.clear()
-        self._last_poll = now
-        for rank, pid in ranks().items():
-            if not is_stopped(pid):
-                self._since.pop(pid, None)
-                continue
-            seconds = now - self._since.setdefault(pid, now)
-            if seconds > policy.timeout_s + STOPPED_MARGIN_S:
-                self._over = True
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                reason = f"for {seconds:.0f} s, longer than run.distributed_timeout_s={policy.timeout_s:g}"
-                return rank, f"error: rank {rank} has been stopped (SIGSTOP) {reason}, and was killed"
-        return None
-
-
 GRACE_S = 10.0
 """Seconds that ranks get to close their engines and files before they are killed."""
 NOTICE_S = 3.0
@@ -89,34 +51,24 @@ _SIGNAL_HINTS = {
     "SIGBUS": " (for example when /dev/shm is full)",
     "SIGABRT": " (by a library that aborted; its last lines are above)",
 }
-
-
 _FAULT_SIGNALS = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 """Signals that a program causes itself."""
 
 
 @dataclass(frozen=True)
 class RankMessage:
-    """Message of a rank at its end.
-
-    Kind `run`: sent at its start (`exit_status.register_run`). Kind `late`: about this rank, from another; an empty
-    text withdraws it.
-    """
+    """Message of a rank at its end."""
 
     rank: int
     kind: ExitKind | Literal["run", "late"]
+    """`run`: sent at its start (`exit_status.register_run`). `late`: from another rank; an empty text withdraws it."""
     text: str
 
 
-_KINDS = (*get_args(ExitKind), "run", "late")
-
-
 class RankMessages:
-    """Messages of ranks about why they end. `environment` tells the ranks where to write them.
+    """Messages of ranks about why they end: JSON lines in a file of `processes/memory_files.py`.
 
-    Ranks append JSON lines to a memory file of this process, which they open through /proc. The kernel permits that
-    only to processes of this user, so that no other user can write to it or fill it up. Invalid messages are dropped
-    and counted.
+    environment: tells the ranks where to write them. num_dropped: number of lines that were no valid message.
     """
 
     def __init__(self) -> None:
@@ -127,7 +79,6 @@ class RankMessages:
         self._offset = 0
         self._lock = threading.Lock()
         self.num_dropped = 0
-        """Lines that were no valid message."""
 
     def read(self) -> list[RankMessage]:
         """Return all messages so far. Thread-safe."""
@@ -136,28 +87,24 @@ class RankMessages:
                 self._offset += len(more)
                 *lines, self._partial_line = (self._partial_line + more).split(b"\n")
                 for line in filter(None, lines):
-                    self._parse_line(line)
+                    try:
+                        self._messages.append(parse_message(line))
+                    except (ValueError, TypeError, RecursionError):
+                        self.num_dropped += 1
+                        if self.num_dropped == 1:
+                            text = f"warning: dropped {line[:80]!r}, which is not a message from a rank to its launcher"
+                            print(text, file=sys.stderr, flush=True)
         return self._messages
-
-    def _parse_line(self, line: bytes) -> None:
-        try:
-            self._messages.append(parse_message(json.loads(line)))
-        except (ValueError, RecursionError):
-            self.num_dropped += 1
-            if self.num_dropped == 1:
-                text = f"warning: dropped {line[:80]!r}, which is not a message from a rank to its launcher"
-                print(text, file=sys.stderr, flush=True)
 
     def restart_policy(self) -> RestartPolicy | None:
         """Return the restart policy that the run has registered, if any."""
         policies = [message for message in self._messages if message.kind == "run"]
         return RestartPolicy.from_json(policies[-1].text) if policies else None
 
-    def add_late(self, report: tuple[int, str] | None) -> None:
+    def add_late(self, rank: int, text: str) -> None:
         """Add a message about a rank that cannot report itself."""
-        if report is not None:
-            with self._lock:
-                self._messages.append(RankMessage(report[0], "late", report[1]))
+        with self._lock:
+            self._messages.append(RankMessage(rank, "late", text))
 
     def clear(self) -> None:
         """Discard the messages of ranks that have ended."""
@@ -168,16 +115,15 @@ class RankMessages:
         os.close(self._file)
 
 
-def parse_message(content: object) -> RankMessage:
-    """Validate a message. Raises ValueError."""
-    if not isinstance(content, dict) or set(content) != {"rank", "kind", "text"}:
-        raise ValueError("not the fields of a word")
-    rank, kind, text = content["rank"], content["kind"], content["text"]
-    if type(rank) is not int or rank < 0 or kind not in _KINDS or not isinstance(text, str):
-        raise ValueError("not the values of a word")
-    if kind == "run":
-        RestartPolicy.from_json(text)
-    return RankMessage(rank, kind, text)
+def parse_message(line: bytes) -> RankMessage:
+    """Parse and validate a message. Raises ValueError, TypeError or RecursionError."""
+    message = RankMessage(**json.loads(line))
+    is_known = message.kind in (*get_args(ExitKind), "run", "late")
+    if type(message.rank) is not int or message.rank < 0 or not is_known or not isinstance(message.text, str):
+        raise ValueError("not the values of a message")
+    if message.kind == "run":
+        RestartPolicy.from_json(message.text)
+    return message
 
 
 def determine_outcome(
@@ -188,8 +134,8 @@ def determine_outcome(
 ) -> RunOutcome:
     """Combine the ends of all ranks to one outcome.
 
-    codes: exit code by rank, negative for a signal; without ranks that the launcher has killed. asked: the signal with
-    which all were asked to end. roles: description of ranks (role or node) for the error.
+    codes: exit code by rank, negative for a signal; without ranks that the launcher has killed. stop_signal: the signal
+    by which all were asked to end. roles: description of ranks (role or node) for the error.
     """
     if codes and all(code in (0, REQUEUE_EXIT_CODE) for code in codes.values()):
         stopped = [message for message in messages if message.kind == "stopped"]
@@ -201,11 +147,8 @@ def determine_outcome(
     late = [message for message in messages if message.kind == "late"][-1:]
     messages = [message for message in messages if message.kind not in ("run", "late")]
     ranks_with_message = {message.rank for message in (*messages, *late) if message.text}
-    signal_by_rank = {
-        rank: -code
-        for rank, code in codes.items()
-        if code < 0 and rank not in ranks_with_message and -code != stop_signal
-    }
+    silent = {rank: code for rank, code in codes.items() if rank not in ranks_with_message}
+    signal_by_rank = {rank: -code for rank, code in silent.items() if code < 0 and -code != stop_signal}
     for rank, number in signal_by_rank.items():
         if number != signal.SIGABRT:  # also raised by libraries that lose a peer
             return _killed_outcome(rank, number, roles)
@@ -219,14 +162,10 @@ def determine_outcome(
         return RunOutcome(1, late[0].text, "late", late[0].rank)
     for rank, number in signal_by_rank.items():
         return _killed_outcome(rank, number, roles)
-    for rank, code in codes.items():
-        if code > 0 and rank not in ranks_with_message:
-            return RunOutcome(
-                code,
-                f"error: {_describe_rank(rank, roles)} exited with status {code} without an error message",
-                "fault",
-                rank,
-            )
+    for rank, code in silent.items():
+        if code > 0:
+            text = f"error: {_describe_rank(rank, roles)} exited with status {code} without an error message"
+            return RunOutcome(code, text, "fault", rank)
     for message in messages:
         if message.kind == "lost":
             return RunOutcome(1, message.text, "lost")
@@ -238,25 +177,112 @@ def determine_outcome(
 
 def _killed_outcome(rank: int, number: int, roles: Mapping[int, str]) -> RunOutcome:
     name = signal_name(number)
-    kind: Literal["fault", "killed"] = "fault" if name in _FAULT_SIGNALS else "killed"
-    return RunOutcome(
-        128 + number,
-        f"error: {_describe_rank(rank, roles)} was killed by {name}{_SIGNAL_HINTS.get(name, '')}",
-        kind,
-        rank,
-    )
+    text = f"error: {_describe_rank(rank, roles)} was killed by {name}{_SIGNAL_HINTS.get(name, '')}"
+    return RunOutcome(128 + number, text, "fault" if name in _FAULT_SIGNALS else "killed", rank)
 
 
 def _describe_rank(rank: int, roles: Mapping[int, str]) -> str:
     return f"rank {rank} ({roles[rank]})" if rank in roles else f"rank {rank}"
 
 
-class Launch:
-    """One start of `command` as `world` ranks.
+class RankSupervisor(ABC):
+    """Passes signals on to the ranks of this machine, ends all of them once one has failed, and kills those that stay.
 
-    saves_on_sigterm: the first SIGTERM makes ranks save, without a time limit. pending: list of received signals, see
-    `record_signals`. roles: see `determine_outcome`.
+    saves_on_sigterm: the first SIGTERM makes ranks save, without a time limit. grace: seconds that interrupted ranks
+    have to exit.
     """
+
+    def __init__(self, saves_on_sigterm: bool = True, grace: float = GRACE_S) -> None:
+        self.saves_on_sigterm, self.grace = saves_on_sigterm, grace
+        self.messages = RankMessages()
+        self.stop_signal = 0
+        """The signal by which the run was asked to stop."""
+        self._last_signal_times: dict[int, float] = {}
+        self._is_asked_twice = False  # two stop signals have been forwarded
+        self.begin_attempt()
+
+    def begin_attempt(self) -> None:
+        """Reset the state for ranks that start now."""
+        self.messages.clear()
+        self.killed: set[int] = set()
+        self._deadline = self.notice_deadline = float("inf")
+        self._stopped_since: dict[int, float] = {}
+        self._last_look = 0.0
+        self._has_killed_stopped = False
+
+    @abstractmethod
+    def running_pids(self) -> dict[int, int]:
+        """Return the pids of the running ranks, by rank."""
+
+    @abstractmethod
+    def has_failed_rank(self) -> bool:
+        """Return whether a rank has failed for which the others must end."""
+
+    def signal_all(self, number: int) -> set[int]:
+        """Send a signal to all running ranks and return them."""
+        running = self.running_pids()
+        for pid in running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return set(running)
+
+    def forward_signal(self, number: int) -> bool:
+        """Handle a signal that this process has received. Return False if it repeats a recent one."""
+        now = time.monotonic()
+        if now - self._last_signal_times.get(number, float("-inf")) < SIGNAL_DEBOUNCE_S:
+            return False  # sent twice, as by `timeout`
+        self._last_signal_times[number] = now
+        if self.stop_signal and self._deadline < float("inf"):
+            self._deadline = 0.0  # second request
+        elif number == signal.SIGINT or not self.saves_on_sigterm or self._is_asked_twice:
+            self._interrupt_all()
+        else:
+            self.signal_all(number)  # a second one ends ranks, except those writing a checkpoint
+            self._is_asked_twice = self.stop_signal != 0
+        self.stop_signal = self.stop_signal if self.stop_signal == signal.SIGINT else number
+        return True
+
+    def poll(self) -> None:
+        """Read messages and enforce the deadlines. Call this repeatedly."""
+        self.messages.read()
+        now = time.monotonic()
+        if now - self._last_look >= _STOPPED_POLL_S:
+            self._kill_stopped_rank(now)
+        if self.notice_deadline == float("inf") and self.has_failed_rank():
+            self.notice_deadline = now + NOTICE_S
+        if now > self.notice_deadline and self._deadline == float("inf"):
+            self._interrupt_all()
+        if now > self._deadline:
+            self.killed |= self.signal_all(signal.SIGKILL)
+
+    def _interrupt_all(self) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + self.grace)
+        self.signal_all(signal.SIGINT)
+
+    def _kill_stopped_rank(self, now: float) -> None:
+        """Kill a rank that stays stopped (SIGSTOP), which others do not notice while they wait for storage."""
+        policy = self.messages.restart_policy()
+        if policy is None or self._has_killed_stopped:
+            return
+        if now - self._last_look > _SUSPEND_GAP_S:
+            self._stopped_since.clear()
+        self._last_look = now
+        for rank, pid in self.running_pids().items():
+            if not is_stopped(pid):
+                self._stopped_since.pop(pid, None)
+                continue
+            seconds = now - self._stopped_since.setdefault(pid, now)
+            if seconds > policy.timeout_s + STOPPED_MARGIN_S:
+                self._has_killed_stopped = True
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                reason = f"for {seconds:.0f} s, longer than run.distributed_timeout_s={policy.timeout_s:g}"
+                self.messages.add_late(rank, f"error: rank {rank} has been stopped (SIGSTOP) {reason}, and was killed")
+                return
+
+
+class Launch(RankSupervisor):
+    """One start of `command` as `world` ranks. pending: see `record_signals`. roles: see `determine_outcome`."""
 
     def __init__(
         self,
@@ -267,106 +293,74 @@ class Launch:
         roles: Mapping[int, str] = MappingProxyType({}),
         pending: list[int] | None = None,
     ) -> None:
-        self.command, self.world, self.saves, self.grace, self.roles = command, world, saves_on_sigterm, grace, roles
+        super().__init__(saves_on_sigterm, grace)
+        self.command, self.world, self.roles = command, world, roles
         self.ranks: list[subprocess.Popen[bytes]] = []
-        self.pending: list[int] = [] if pending is None else pending  # received signals
-        self.stop_signal = 0
-        self.deadline = float("inf")
-        self.failed_at = float("inf")
-        self._last_signal_times: dict[int, float] = {}
-        self._is_asked_twice = False  # two stop signals have been forwarded
-        self._stopped_monitor = StoppedRankMonitor()
+        self.pending: list[int] = [] if pending is None else pending
 
     def run(self, environment: Mapping[str, str]) -> tuple[RunOutcome, RestartPolicy | None]:
         """Run until all ranks have ended. Return the outcome and the run's restart policy."""
-        messages = RankMessages()
-        killed: set[int] = set()
         try:
-            self._start({**environment, **messages.environment})
-            while any(rank.poll() is None for rank in self.ranks):
-                self._poll()
-                messages.read()
-                messages.add_late(self._stopped_monitor.poll(self._running_pids, messages.restart_policy()))
-                if time.monotonic() > self.deadline:
-                    killed |= self._signal_all(signal.SIGKILL)
+            # Signals are blocked until ranks handle them from their first line on, see `exit_status.catch_signals`.
+            with block_signals(_FORWARDED_SIGNALS):
+                for rank in range(self.world):
+                    numbers = {"RANK": rank, "LOCAL_RANK": rank}
+                    numbers |= {"WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
+                    rank_variables = {name: str(number) for name, number in numbers.items()}
+                    variables = {**os.environ, **environment, **self.messages.environment, **rank_variables}
+                    self.ranks.append(subprocess.Popen(self.command, env=variables))
+            while self.running_pids():
+                self._forward_pending()
+                self.poll()
                 time.sleep(_POLL_S)
-            self._poll()  # signals that arrived in the meantime
-            codes = {n: rank.returncode for n, rank in enumerate(self.ranks) if n not in killed}
-            return determine_outcome(codes, messages.read(), self.stop_signal, self.roles), messages.restart_policy()
+            self._forward_pending()  # signals that arrived in the meantime
+            codes = {n: rank.returncode for n, rank in enumerate(self.ranks) if n not in self.killed}
+            outcome = determine_outcome(codes, self.messages.read(), self.stop_signal, self.roles)
+            return outcome, self.messages.restart_policy()
         finally:
-            self._signal_all(signal.SIGKILL)
-            for rank in self.ranks:
-                rank.wait()
-            messages.close()
+            self.signal_all(signal.SIGKILL)
+            for rank_process in self.ranks:
+                rank_process.wait()
+            self.messages.close()
 
-    def _start(self, environment: Mapping[str, str]) -> None:
-        # Signals are blocked until ranks handle them from their first line on, see `exit_status.catch_signals`.
-        with block_signals(_FORWARDED_SIGNALS):
-            for rank in range(self.world):
-                numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
-                rank_variables = {name: str(number) for name, number in numbers.items()}
-                self.ranks.append(subprocess.Popen(self.command, env={**os.environ, **environment, **rank_variables}))
+    def running_pids(self) -> dict[int, int]:
+        return {n: rank.pid for n, rank in enumerate(self.ranks) if rank.poll() is None}
 
-    def _poll(self) -> None:
-        """Forward received signals; end all ranks once one has failed."""
+    def has_failed_rank(self) -> bool:
+        return any(rank.poll() not in (None, 0, REQUEUE_EXIT_CODE) for rank in self.ranks)
+
+    def _forward_pending(self) -> None:
         while self.pending:
             number = self.pending.pop(0)
             if number == signal.SIGUSR1:
-                self._signal_all(number)
-                continue
-            if time.monotonic() - self._last_signal_times.get(number, 0.0) < SIGNAL_DEBOUNCE_S:
-                continue  # sent twice, as by `timeout`
-            self._last_signal_times[number] = time.monotonic()
-            if self.stop_signal and self.deadline < float("inf"):
-                self.deadline = 0.0  # second request
-            elif number == signal.SIGINT or not self.saves or self._is_asked_twice:
-                self._end()
+                self.signal_all(number)
             else:
-                self._signal_all(number)  # a second one ends ranks, except those writing a checkpoint
-                self._is_asked_twice = self.stop_signal != 0
-            self.stop_signal = self.stop_signal if self.stop_signal == signal.SIGINT else number
-        failed = any(rank.poll() not in (None, 0, REQUEUE_EXIT_CODE) for rank in self.ranks)
-        if failed:
-            self.failed_at = min(self.failed_at, time.monotonic())
-            if time.monotonic() - self.failed_at > NOTICE_S and self.deadline == float("inf"):
-                self._end()
+                self.forward_signal(number)
 
-    def _end(self) -> None:
-        self._signal_all(signal.SIGINT)
-        self.deadline = time.monotonic() + self.grace
 
-    def _running_pids(self) -> dict[int, int]:
-        return {n: rank.pid for n, rank in enumerate(self.ranks) if rank.poll() is None}
-
-    def _signal_all(self, number: int) -> set[int]:
-        """Send a signal to all running ranks and return them."""
-        running = {n: rank for n, rank in enumerate(self.ranks) if rank.poll() is None}
-        for rank in running.values():
-            rank.send_signal(number)
-        return set(running)
+Result = TypeVar("Result")
 
 
 def run_with_restarts(
-    attempt: Callable[[Mapping[str, str]], tuple[RunOutcome, RestartPolicy | None]], pending: list[int]
+    attempt: Callable[[Mapping[str, str]], tuple[Result, RestartPolicy | None]],
+    decide: Callable[[Result, RestartPolicy | None], RestartDecision],
+    pending: Sequence[int] = (),
 ) -> int:
-    """Run a job, with restarts as `restarts.py` decides, and return its exit status.
+    """Run a job, with restarts, and return its exit status. If that is not 0, a line on stderr says why.
 
-    If the status is not 0, a line on stderr says why. attempt: starts all ranks with these environment variables and
-    returns when they have ended. pending: see `record_signals`.
-
-    Before each restart and at the end, all descendant processes have been ended and their kernel resources freed. For
-    that this process must inherit orphans (`processes/children.py`).
+    attempt: starts all ranks with these environment variables and returns when they have ended. decide: decides what
+    follows, once all descendants have ended, which this process must inherit. pending: see `record_signals`.
     """
-    restarts, other_children = RestartTracker(), list_children()
+    other_children, restarts = list_children(), 0
     while True:
-        outcome, rules = attempt({RESTART_COUNT_ENV: str(restarts.attempts)})
+        result, policy = attempt({RESTART_COUNT_ENV: str(restarts)})
         end_orphans(other_children, ORPHAN_TIMEOUT_S)
-        decision = restarts.decide(outcome, rules)
+        decision = decide(result, policy)
         if decision.text:
             print(decision.text, file=sys.stderr, flush=True)
         if not decision.should_restart:
             return decision.status
-        append_to_log(rules, decision.text.splitlines()[-1])
+        append_to_log(policy, decision.text.splitlines()[-1])
         deadline = time.monotonic() + decision.wait_s
         while time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -374,6 +368,7 @@ def run_with_restarts(
                 if number != signal.SIGUSR1:
                     print(f"ended by {signal_name(number)}", file=sys.stderr, flush=True)
                     return 128 + number
+        restarts += 1
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
-"""Decide whether a failed run restarts, from which step, and after how long. README.md lists the causes of an end.
+"""Decide whether a failed run restarts, from which step, and after how long.
 
 Only failures that may not recur are retried: a killed or hung rank, a lost machine, a fault. Not retried: user
-mistakes, requested stops, and runs without checkpoints (`run.save_every`). A launcher knows a run by what the
-node's first rank has registered (`exit_status.register_run`).
+mistakes, requested stops, and runs without checkpoints (`run.save_every`).
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ _TAIL = 1 << 16
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Restart settings registered by a run: its folder, `run.save_every`, `run.max_restarts` and
-    `run.distributed_timeout_s`."""
+    """Settings that a run registers: its folder, `run.save_every`, `run.max_restarts`, `run.distributed_timeout_s`."""
 
     run_dir: str
     save_every: int
@@ -36,26 +34,21 @@ class RestartPolicy:
     @staticmethod
     def from_json(text: str) -> RestartPolicy:
         """Parse JSON. Raises ValueError if it is not a valid policy."""
-        tree = json.loads(text)
-        if not isinstance(tree, dict) or not set(tree) <= {"run_dir", "save_every", "max_restarts", "timeout_s"}:
-            raise ValueError("not the fields of rules")
         try:
-            rules = RestartPolicy(**tree)
+            policy = RestartPolicy(**json.loads(text))
         except TypeError as error:
             raise ValueError(str(error)) from None
-        counts = (rules.save_every, rules.max_restarts)
-        is_plain = isinstance(rules.run_dir, str) and all(type(count) is int and count >= 0 for count in counts)
-        if not is_plain or type(rules.timeout_s) not in (int, float) or not rules.timeout_s > 0:
-            raise ValueError("not the values of rules")
-        return rules
+        counts = (policy.save_every, policy.max_restarts)
+        is_valid = isinstance(policy.run_dir, str) and all(type(count) is int and count >= 0 for count in counts)
+        if not is_valid or type(policy.timeout_s) not in (int, float) or not policy.timeout_s > 0:
+            raise ValueError("not the values of a restart policy")
+        return policy
 
 
 class RestartDecision(NamedTuple):
     """What to do after the ranks of a run have ended.
 
     should_restart: restart after `wait_s` seconds; otherwise exit with `status`. text: line to print, empty on success.
-    exclude_node: node that a restart elsewhere should avoid, because repeated failures since the last new checkpoint
-    all occurred on it.
     """
 
     should_restart: bool
@@ -63,53 +56,54 @@ class RestartDecision(NamedTuple):
     text: str
     wait_s: float = 0.0
     exclude_node: str = ""
+    """Node that a restart elsewhere should avoid: all repeated failures since the last new checkpoint were on it."""
 
 
 class RestartTracker:
     """Count the restarts of one run since its last new checkpoint, and remember its last fault."""
 
     def __init__(self) -> None:
-        self.attempts = 0
-        """Total number of restarts."""
-        self._count = 0
+        self._total = 0  # restarts of the run
+        self._count = 0  # restarts since the last new checkpoint
         self._newest = -1
         self._last_fault: tuple[str, int] | None = None
         self._failed_nodes: list[str] = []
 
-    def decide(self, outcome: RunOutcome, policy: RestartPolicy | None, where: str = "") -> RestartDecision:
+    def decide(self, outcome: RunOutcome, policy: RestartPolicy | None, failed_node: str = "") -> RestartDecision:
         """Decide what follows an end of all ranks; call once per end.
 
-        policy: None if the run ended before it registered them. where: the node that failed, of several.
+        policy: None if the run ended before it registered one. failed_node: its name, if there are several.
         """
-        if outcome.kind not in ("killed", "fault", "lost", "late") or policy is None:
-            return RestartDecision(False, outcome.status, outcome.text)
-        if not policy.save_every or not policy.max_restarts:
+        may_recover = outcome.kind in ("killed", "fault", "lost", "late")
+        if not may_recover or policy is None or not policy.save_every or not policy.max_restarts:
             return RestartDecision(False, outcome.status, outcome.text)
         folder = Path(policy.run_dir)
         newest, step = find_newest_step(folder), read_last_step(folder) + 1
-        fault = (_normalize_error(outcome.text), step) if outcome.kind == "fault" else None
+        # Without numbers and log path, the error is equal on another rank.
+        last_line = outcome.text.rpartition("\n")[2].partition("; the full traceback")[0]
+        fault = (re.sub(r"\d+", "#", last_line), step) if outcome.kind == "fault" else None
         is_repeated, self._last_fault = fault is not None and fault == self._last_fault, fault
         if newest > self._newest:
             self._count, self._failed_nodes = 0, []
         self._newest = newest
-        self._failed_nodes.append(where)
+        self._failed_nodes.append(failed_node)
         if is_repeated:
             reason = f"that is the same error at step {step} as last time, so the run does not restart"
-            return RestartDecision(False, REPEATED_FAULT_EXIT_CODE, _append_reason(outcome.text, reason))
+            return RestartDecision(False, REPEATED_FAULT_EXIT_CODE, f"{outcome.text}; {reason}")
         if self._count >= policy.max_restarts:
             count_text = "once" if self._count == 1 else f"{self._count} times"
             reason = f"it has restarted {count_text} without a new checkpoint (run.max_restarts) and stops"
-            leave_out = where if self._count and set(self._failed_nodes) == {where} else ""
-            return RestartDecision(False, outcome.status, _append_reason(outcome.text, reason), exclude_node=leave_out)
+            exclude_node = failed_node if self._count and set(self._failed_nodes) == {failed_node} else ""
+            return RestartDecision(False, outcome.status, f"{outcome.text}; {reason}", exclude_node=exclude_node)
         wait_s = min(FIRST_WAIT_S * 4**self._count, LONGEST_WAIT_S)
         self._count += 1
-        self.attempts += 1
-        where = f"checkpoint step_{newest:06d}" if newest else "the beginning, since there is no checkpoint yet"
+        self._total += 1
+        start = f"checkpoint step_{newest:06d}" if newest else "the beginning, since there is no checkpoint yet"
         reason = (
-            f"restarting in {wait_s:g} s from {where} (restart {self.attempts} of this run, {self._count} of "
+            f"restarting in {wait_s:g} s from {start} (restart {self._total} of this run, {self._count} of "
             f"{policy.max_restarts} without a new checkpoint)"
         )
-        return RestartDecision(True, outcome.status, _append_reason(outcome.text, reason), wait_s)
+        return RestartDecision(True, outcome.status, f"{outcome.text}; {reason}", wait_s)
 
 
 def append_to_log(policy: RestartPolicy | None, text: str) -> None:
@@ -121,30 +115,17 @@ def append_to_log(policy: RestartPolicy | None, text: str) -> None:
 
 def find_newest_step(run_dir: Path) -> int:
     """Return the step of the newest checkpoint, 0 if there is none. Validity is checked when it is loaded."""
-    try:
-        names = [_STEP.fullmatch(path.name) for path in (run_dir / "checkpoints").iterdir()]
-    except OSError:
-        return 0
-    return max((int(match[1]) for match in names if match), default=0)
+    matches = []
+    with contextlib.suppress(OSError):
+        matches = [_STEP.fullmatch(path.name) for path in (run_dir / "checkpoints").iterdir()]
+    return max((int(match[1]) for match in matches if match), default=0)
 
 
 def read_last_step(run_dir: Path) -> int:
     """Return the step of the last metrics written, 0 if there are none."""
-    try:
-        with (run_dir / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL))
-            for line in reversed(file.read().splitlines()):
-                with contextlib.suppress(ValueError, TypeError, KeyError):
-                    return int(json.loads(line)["step"])
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), (run_dir / "metrics.jsonl").open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - _TAIL))
+        for line in reversed(file.read().splitlines()):
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                return int(json.loads(line)["step"])
     return 0
-
-
-def _append_reason(text: str, why: str) -> str:
-    return f"{text}; {why}"
-
-
-def _normalize_error(text: str) -> str:
-    """Return the error without numbers and log path, so that it is equal on another rank, log or address."""
-    return re.sub(r"\d+", "#", text.splitlines()[-1].partition("; the full traceback")[0]) if text else ""

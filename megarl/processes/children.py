@@ -19,11 +19,8 @@ _LOOK_S = 0.02
 
 
 def list_children() -> list[int]:
-    """Return the pids of the children of all threads, including adopted orphans after `inherit_orphans`.
-
-    When a thread ends, the kernel moves its children to another thread, which may have been read already. The listing
-    is therefore repeated until no thread has ended during it.
-    """
+    """Return the pids of the children of all threads, including adopted orphans after `inherit_orphans`."""
+    # When a thread ends, its children move to another thread, which may have been read already: read again.
     while True:
         pids: list[int] = []
         threads = os.listdir("/proc/self/task")
@@ -64,11 +61,8 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_tracker(pid: int) -> bool:
-    """Return whether a process is one of Python's resource trackers.
-
-    A tracker exits by itself after the processes that it serves, and only then removes the semaphores that they left in
-    shared memory.
-    """
+    """Return whether a process is one of Python's resource trackers, which remove what others left in shared memory
+    after these have exited, and then exit themselves."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as command:
             return b"resource_tracker" in command.read()
@@ -81,10 +75,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int, death_signal: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent dies, or the parent's thread that started it.
-
-    parent: its pid; if it is already gone, this process exits at once.
-    """
+    """Have the kernel send this process a signal when `parent`, or its thread that started this one, dies; exit if it
+    has already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
@@ -110,13 +102,12 @@ INHERITED_VARIABLES = (
 
 @dataclass(frozen=True)
 class ProcessLimits:
-    """Limits of a worker process.
-
-    pass_env: further variables to inherit if set. memory_mb: MiB of data that a process may have; 0 for no limit.
-    """
+    """Limits of a worker process."""
 
     pass_env: tuple[str, ...] = ()
+    """Further variables to inherit if set."""
     memory_mb: int = 0
+    """MiB of data that a process may have; 0 for no limit."""
 
 
 NO_LIMITS = ProcessLimits()
@@ -132,18 +123,11 @@ def clean_environment(pass_env: Sequence[str] = (), source: Mapping[str, str] | 
 
 
 def apply_limits(memory_mb: int) -> None:
-    """Limit memory and disable core dumps, for this process and separately for each that it starts.
-
-    Also makes the kernel's OOM killer prefer such a process over a rank.
-    """
-    _lower(resource.RLIMIT_CORE, 0)
-    if memory_mb:
-        _lower(resource.RLIMIT_DATA, memory_mb << 20)
+    """Limit memory and disable core dumps of this process and of each that it starts; the OOM killer prefers them."""
+    limits = {resource.RLIMIT_CORE: 0} | ({resource.RLIMIT_DATA: memory_mb << 20} if memory_mb else {})
+    for kind, limit in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("500")
-
-
-def _lower(kind: int, limit: int) -> None:
-    hard = resource.getrlimit(kind)[1]
-    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(kind, (limit, limit))

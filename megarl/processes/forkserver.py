@@ -1,15 +1,9 @@
 """Fork worker processes for user code: `python -m megarl.processes.forkserver FD PARENT MODULE:SERVE SHARED_ARGS`.
 
-Everything they need is imported here once, so that a replacement starts fast: the module of SERVE, which each worker
-calls as `serve(wire, shared_args, order)`. SERVE loads the user's modules itself, because not everything that an import
-does survives a fork. SHARED_ARGS is JSON shared by all workers: {"memory_mb"} and what `serve` needs. FD is a socket
-that receives {"number", "order"} with one end of a socket for the worker, and sends {"number", "status"} when the
-worker has ended.
-
-Each worker is two processes: a supervisor, and the process that it forks for the code. As subreaper the supervisor
-adopts every orphan, daemons with their own session included. When the other end of the socket closes, which the kernel
-does for a killed rank, or when the inner process ends, the supervisor kills all of them before it exits. Their output
-goes through the supervisor into the log, up to a limit per worker.
+The module of SERVE is imported here once; SERVE loads the user's modules itself, because not everything that an import
+does survives a fork. FD is a socket that receives {"number", "order"} with one end of a socket for the worker, and
+sends {"number", "status"} when it has ended. Each worker is two processes: a supervisor, and the process that it forks
+for the code. The supervisor adopts every orphan, and kills all of them once the inner process or the rank has ended.
 """
 
 from __future__ import annotations
@@ -24,7 +18,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from megarl.config import plugins
@@ -38,6 +32,7 @@ from megarl.processes.children import (
 )
 
 ServeFunction = Callable[[socket.socket, dict[str, Any], dict[str, Any]], None]
+"""Called as `serve(wire, shared_args, order)`. shared_args: {"memory_mb", "preload"} and what `serve` needs."""
 MAX_OUTPUT_BYTES, OUTPUT_BYTES_PER_S = 1 << 18, 1 << 12
 """Maximum bytes of a worker's logged output, and the additional bytes that it may print per second of its life."""
 _LOOK_MS = 50
@@ -68,7 +63,7 @@ def main(orders: socket.socket, parent: int, serve: ServeFunction, shared_args: 
             children[pid] = message["number"]
         for pid, status in _reap():
             if pid in children:
-                _kill(_drop_trackers(set(list_children()) - children.keys()))  # orphans of a killed supervisor
+                _kill(set(list_children()) - children.keys())  # orphans of a killed supervisor
                 with contextlib.suppress(OSError):
                     orders.send(json.dumps({"number": children.pop(pid), "status": status}).encode())
     _end_all(_END_LIMIT_S)
@@ -111,25 +106,25 @@ def _supervise(wire: socket.socket, serve: ServeFunction, shared_args: dict[str,
 
 
 class _OutputForwarder:
-    """Forward a worker's output from a pipe to the log."""
+    """Forwards a worker's output from a pipe to the log, up to a limit."""
 
     def __init__(self, fd: int) -> None:
-        self._reading, self._began, self._written, self._is_complete = fd, time.monotonic(), 0, True
+        self._fd, self._start, self._num_written, self._is_complete = fd, time.monotonic(), 0, True
 
     def forward(self) -> bool:
         """Forward the next part. Returns False once every writer has closed the pipe."""
         try:
-            part = os.read(self._reading, 1 << 16)
+            part = os.read(self._fd, 1 << 16)
         except BlockingIOError:
             return True
-        allowed = MAX_OUTPUT_BYTES + int(OUTPUT_BYTES_PER_S * (time.monotonic() - self._began)) - self._written
-        accepted = part[: max(0, allowed)]
+        limit = MAX_OUTPUT_BYTES + int(OUTPUT_BYTES_PER_S * (time.monotonic() - self._start))
+        accepted = part[: max(0, limit - self._num_written)]
         with contextlib.suppress(OSError):  # disk full
             if accepted:
                 os.write(2, accepted)
             if self._is_complete and len(accepted) < len(part):
                 os.write(2, b"\n--- it prints too much: this is not all of it\n")
-        self._written += len(accepted)
+        self._num_written += len(accepted)
         self._is_complete = len(accepted) == len(part)
         return bool(part)
 
@@ -180,24 +175,20 @@ def _reap() -> list[tuple[int, int]]:
     return ended
 
 
-def _kill(pids: set[int]) -> None:
+def _kill(pids: Iterable[int], trackers: bool = False) -> None:
+    """Kill processes, resource trackers only if asked to."""
     for pid in pids:
         with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _drop_trackers(pids: set[int]) -> set[int]:
-    return {pid for pid in pids if not is_tracker(pid)}
+            if trackers or not is_tracker(pid):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _end_all(seconds: float) -> None:
-    """Kill the children, and orphans as they are adopted, until none is left or `seconds` have passed.
-
-    Resource trackers are killed only after a grace period, in which they clean up shared memory and exit by themselves.
-    """
+    """Kill the children, and orphans as they are adopted, until none is left or `seconds` have passed."""
+    # Resource trackers get a grace period, in which they clean up shared memory and exit by themselves.
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and (pids := set(list_children())):
-        _kill(pids if time.monotonic() > deadline - seconds + _TRACKER_GRACE_S else _drop_trackers(pids))
+    while time.monotonic() < deadline and (pids := list_children()):
+        _kill(pids, trackers=time.monotonic() > deadline - seconds + _TRACKER_GRACE_S)
         _reap()
         time.sleep(0.002)
 

@@ -1,7 +1,6 @@
 """In-memory files shared between processes of one user: nameless, and opened through their creator's /proc.
 
-The kernel lets a process open one only if it may inspect the creator: the same user, or root. There is nothing to clean
-up: a file disappears with its creator, however that ends.
+Only the same user or root may open one, and a file disappears with its creator, however that ends.
 """
 
 from __future__ import annotations
@@ -18,19 +17,13 @@ def create(name: str) -> int:
 
 
 def build_path(descriptor: int) -> str:
-    """Return the path by which another process of this user opens a file of this process: `NAME@/proc/PID/fd/NUMBER`.
-
-    `resolve_path` checks the name.
-    """
+    """Return the path by which another process of this user finds a file of this one: `NAME@/proc/PID/fd/NUMBER`."""
     proc_path = f"/proc/{os.getpid()}/fd/{descriptor}"
     return f"{os.readlink(proc_path)}@{proc_path}"
 
 
 def resolve_path(path: str) -> str:
-    """Return the part of `build_path`'s result to open.
-
-    Raises FileNotFoundError if the creator has ended, because its pid may have been reused.
-    """
+    """Return what to open. Raises FileNotFoundError if the creator has ended, as its pid may have been reused."""
     name, _, proc_path = path.rpartition("@")
     if os.readlink(proc_path) != name:
         raise FileNotFoundError(f"{proc_path} is not {name} any more")
@@ -40,8 +33,6 @@ def resolve_path(path: str) -> str:
 def append(path: str, data: bytes) -> None:
     """Append to the file with this path. Raises OSError if it is gone."""
     descriptor = os.open(resolve_path(path), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    try:
+    with open(descriptor, "ab", buffering=0) as file:
         while data:
-            data = data[os.write(descriptor, data) :]
-    finally:
-        os.close(descriptor)
+            data = data[file.write(data) :]

@@ -1,17 +1,14 @@
 """Wire format between a process of a run and the processes that it starts: frames of JSON and binary blobs.
 
-Worker processes of rewards, tools, and environments use it, and so does the process that starts boxes. A frame is the
-byte lengths of its two parts, the JSON object `message`, in which `sizes` lists the sizes of the blobs, and the blobs.
-
-An order has a `number`, which identifies its response, and one blob, whose content the two sides agree on. Responses of
-workers are JSON alone, and so are their initial frames: {"loading": what} any number of times, then {"ready": ...} or
-{"error": why}. A rank never unpickles what it receives.
-
-Uses only the standard library, because the process that starts boxes has no packages.
+A frame is the byte lengths of its two parts, the JSON object `message`, in which `sizes` lists the sizes of the blobs,
+and the blobs. An order has a `number`, which identifies its response, and one blob. Responses of workers are JSON,
+after the frames {"loading": what}, any number of times, and {"ready": ...} or {"error": why}. Uses only the standard
+library, because the process that starts boxes has no packages.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import struct
@@ -31,10 +28,6 @@ def encode_frame(message: Mapping[str, Any], blobs: Sequence[bytes] = ()) -> byt
     """Encode a frame. Raises TypeError, ValueError, or RecursionError for a value that JSON cannot hold."""
     text = json.dumps({**message, "sizes": [len(blob) for blob in blobs]}).encode()
     return b"".join([_HEAD.pack(len(text), sum(map(len, blobs))), text, *blobs])
-
-
-def encode_order(number: int, content: bytes) -> bytes:
-    return encode_frame({"number": number}, [content])
 
 
 class FrameDecoder:
@@ -94,8 +87,5 @@ def _decode(body: bytes, text_size: int) -> Frame:
         raise ValueError("a frame without the sizes of its blobs")
     if text_size + sum(sizes) != len(body):
         raise ValueError("a frame whose blobs differ from its declared sizes")
-    blobs, start = [], text_size
-    for size in sizes:
-        blobs.append(body[start : start + size])
-        start += size
-    return message, blobs
+    starts = itertools.accumulate(sizes, initial=text_size)
+    return message, [body[start : start + size] for start, size in zip(starts, sizes, strict=False)]

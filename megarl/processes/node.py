@@ -24,13 +24,13 @@ _ESTABLISHED = "01"
 
 
 def list_connected_users() -> list[int]:
-    """Return the other users whose processes on this machine have a TCP connection with this process.
-
-    The result is sorted numeric user ids.
-    """
+    """Return the ids of other users whose processes on this machine have a TCP connection with this process."""
+    sockets = set()  # inodes of this process's sockets
+    for link in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            sockets.add(os.readlink(link.path).removeprefix("socket:[").removesuffix("]"))
     connections: set[tuple[str, str]] = set()
     users: dict[tuple[str, str], int] = {}
-    sockets = _list_sockets()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -40,12 +40,3 @@ def list_connected_users() -> list[int]:
                 elif inode != "0":  # inode 0: the socket has no process and hence no user
                     users[local_end, remote_end] = int(user)
     return sorted({users[connection] for connection in connections & users.keys()} - {os.getuid()})
-
-
-def _list_sockets() -> set[str]:
-    """Return the inodes of this process's sockets."""
-    inodes = set()
-    for link in os.scandir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            inodes.add(os.readlink(link.path).removeprefix("socket:[").removesuffix("]"))
-    return inodes

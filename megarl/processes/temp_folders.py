@@ -1,8 +1,7 @@
 """Temporary folders that live as long as processes need them, and removal of stale ones.
 
-The owner of a folder holds a lock on it. Forked processes inherit the lock, and the kernel releases it when the last of
-them has ended, however they ended. The next program of the same user that creates a folder with the same prefix removes
-the unlocked ones.
+The owner of a folder holds a lock on it, which forked processes inherit and the kernel releases when the last of them
+has ended. The next program of the same user that creates a folder with the same prefix removes the unlocked ones.
 """
 
 from __future__ import annotations
@@ -39,8 +38,10 @@ class TempFolder:
         self._clear = clear
         parent = tempfile.gettempdir()
         parent = parent if len(parent) < _MAX_PATH_CHARS else "/tmp"
-        for path in _list_stale(parent, prefix):
-            clear(path)
+        with contextlib.suppress(OSError), os.scandir(parent) as entries:
+            for path in [entry.path for entry in entries if entry.name.startswith(prefix)]:
+                if _is_stale(path):
+                    clear(path)
         self.path = tempfile.mkdtemp(prefix=prefix, dir=parent)
         self.lock = os.open(self.path, _FOLDER)
         fcntl.flock(self.lock, fcntl.LOCK_SH)
@@ -59,24 +60,16 @@ class TempFolder:
         self.close()
 
 
-def _list_stale(parent: str, prefix: str) -> list[str]:
-    """Return this user's folders with this prefix that no process has locked."""
-    paths: list[str] = []
-    with contextlib.suppress(OSError), os.scandir(parent) as entries:
-        paths = [entry.path for entry in entries if entry.name.startswith(prefix)]
-    return [path for path in paths if _is_stale(path)]
-
-
 def _is_stale(path: str) -> bool:
+    """Return whether a folder is this user's and no process has locked it."""
     try:
         folder = os.open(path, _FOLDER)
     except OSError:
         return False
     try:
         info = os.fstat(folder)
-        if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) != 0o700:
-            return False
-        if time.time() - info.st_ctime < _MIN_AGE_S:
+        is_private = info.st_uid == os.geteuid() and stat.S_IMODE(info.st_mode) == 0o700
+        if not is_private or time.time() - info.st_ctime < _MIN_AGE_S:
             return False
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.processes.children import ProcessLimits, clean_environment
-from megarl.processes.messages import MAX_BYTES, encode_order, read_frame
+from megarl.processes.messages import MAX_BYTES, encode_frame, read_frame
 
 LOAD_LIMIT_S = 120.0
 """Seconds that importing the user's modules may take."""
@@ -26,14 +26,14 @@ _EXIT_STATUS_TIMEOUT_S = 2.0
 
 
 class WorkerUnavailable(OSError):
-    """A worker process could not start or has exited; the message can follow the name of a function.
-
-    loading: what it was loading, if known.
-    """
+    """A worker process could not start or has exited; the message can follow a name. loading: what it was loading."""
 
     def __init__(self, message: str, loading: str = "") -> None:
         super().__init__(message)
         self.loading = loading
+
+
+_READ_ERRORS = (asyncio.IncompleteReadError, OSError, ValueError, LookupError, TypeError)
 
 
 class _WorkerExited(Exception):
@@ -43,9 +43,8 @@ class _WorkerExited(Exception):
 class ForkServer:
     """Start worker processes through `forkserver.py`, which is started on first use and restarted after it has died.
 
-    serve: `module:name` of the function that each worker calls as `serve(wire, shared_args, order)`. shared_args: JSON
-    data for all workers; modules listed in its `preload` are imported once, before any fork. log: file for the workers'
-    output.
+    serve: `module:name`, a `forkserver.ServeFunction`. shared_args: JSON data for all workers; modules listed in its
+    `preload` are imported once, before any fork. log: file for the workers' output.
     """
 
     def __init__(self, serve: str, shared_args: Mapping[str, Any], log: Path, limits: ProcessLimits) -> None:
@@ -73,7 +72,11 @@ class ForkServer:
         except OSError as error:
             raise WorkerUnavailable(f"could not start a process for it: {error}") from None
         process = WorkerProcess(reader, writer, exit_status)
-        await process.load()
+        try:
+            await process.load()
+        except BaseException:
+            process.end()
+            raise
         return process
 
     def _start(self) -> socket.socket:
@@ -123,19 +126,17 @@ class ForkServer:
 
 
 class WorkerProcess:
-    """A worker process that answers requests, concurrent ones in any order. Created by a `ForkServer`.
-
-    ready_message: what it sent when it was ready.
-    """
+    """A worker process that answers requests, concurrent ones in any order. Created by a `ForkServer`."""
 
     ready_message: Any = None
+    """What it sent when it was ready."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, status: asyncio.Future[int]) -> None:
         self._reader, self._writer, self._status = reader, writer, status
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._count = 0
         self._listening: asyncio.Task[None] | None = None
-        self._has_exited = False
+        self.is_alive = True
 
     async def load(self) -> None:
         """Wait until the worker is ready. Raises WorkerUnavailable if it fails to load."""
@@ -147,38 +148,26 @@ class WorkerProcess:
                     loading = str(message["loading"])
                     message, _ = await read_frame(self._reader, MAX_BYTES)
         except TimeoutError:
-            self.end()
             problem = f"did not load in another process within {LOAD_LIMIT_S:g} s"
             raise WorkerUnavailable(f"{loading or 'its module'} {problem}", loading) from None
-        except (asyncio.IncompleteReadError, OSError, ValueError, TypeError):
+        except _READ_ERRORS:
             self.end()
             what = f"loading {loading or 'its module'} in another process"
             raise WorkerUnavailable(f"{what}, {await self.describe_exit()}", loading) from None
-        except BaseException:
-            self.end()
-            raise
         if "ready" not in message:
-            self.end()
             raise WorkerUnavailable(f"another process could not load it: {message.get('error')}")
         self.ready_message = message["ready"]
         self._listening = asyncio.create_task(self._listen())
 
-    @property
-    def is_alive(self) -> bool:
-        return not self._has_exited
-
     async def request(self, order: bytes, limit: float) -> dict[str, Any]:
-        """Send a request and return the response.
-
-        Raises WorkerUnavailable if the process has exited, TimeoutError if there is no response in time; the process is
-        then still busy and should be ended.
-        """
-        if self._has_exited:
+        """Send a request and return the response. Raises WorkerUnavailable if the process has exited, TimeoutError if
+        it does not respond in time; it is then still busy and should be ended."""
+        if not self.is_alive:
             raise WorkerUnavailable(await self.describe_exit())
         self._count += 1
         number = self._count
         response = self._pending[number] = asyncio.get_running_loop().create_future()
-        self._writer.write(encode_order(number, order))
+        self._writer.write(encode_frame({"number": number}, [order]))
         try:
             async with asyncio.timeout(limit):
                 return dict(await response)
@@ -205,14 +194,14 @@ class WorkerProcess:
                 message, _ = await read_frame(self._reader, MAX_BYTES)
                 if (response := self._pending.get(message["number"])) is not None and not response.done():
                     response.set_result(message)
-        except (asyncio.IncompleteReadError, OSError, ValueError, LookupError, TypeError):
+        except _READ_ERRORS:
             pass
         finally:
             self.end()
 
     def end(self) -> None:
         """Have the process killed, together with everything that its functions have started."""
-        self._has_exited = True
+        self.is_alive = False
         self._writer.transport.abort()  # do not wait for it to read what was sent
         for response in self._pending.values():
             if not response.done():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from megarl.rewards.stated_answer import find_numbers, parse_number
+from megarl.rewards.gsm8k import parse_truth
+from megarl.rewards.stated_answer import find_numbers
 from megarl.types import Rollout
 
 
@@ -14,13 +15,10 @@ def arithmetic(rollout: Rollout) -> float:
     A statement is a complete text of the policy that contains a word, such as "The answer is 72."; a bare number, a
     tool call, or a truncated text does not count. Raises ValueError for a ground truth that is not a number.
     """
-    truth = parse_number(rollout.prompt.ground_truth)
-    if truth is None:
-        raise ValueError(f"the ground truth {rollout.prompt.ground_truth!r} is not a number")
+    truth = parse_truth(rollout.prompt)
     last = rollout.messages[-1] if rollout.messages else {"role": "none"}
     if last["role"] != "assistant" or last.get("tool_calls") or rollout.status in ("length", "aborted"):
         return 0.0
     text = rollout.answer
-    if "<tool_call" in text or not re.search(r"[^\W\d_]", text):
-        return 0.0
-    return float(find_numbers(text)[-1:] == [truth])
+    is_statement = "<tool_call" not in text and re.search(r"[^\W\d_]", text)
+    return float(bool(is_statement) and find_numbers(text)[-1:] == [truth])

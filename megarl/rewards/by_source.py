@@ -19,37 +19,16 @@ from megarl.types import Prompt, Rollout
 
 SOURCES: Mapping[str, RewardFunction] = {
     "openai/gsm8k": gsm8k,
-    "lighteval/MATH": math_verify,
-    "DigitalLearningGmbH/MATH-lighteval": math_verify,
-    "HuggingFaceH4/MATH-500": math_verify,
-    "numina_aops_forum": math_verify,
-    "numina_synthetic_math": math_verify,
-    "numina_amc_aime": math_verify,
-    "numina_synthetic_amc": math_verify,
-    "numina_cn_k12": math_verify,
-    "numina_olympiads": math_verify,
-    "math_dapo": math_dapo,
-    "math": math_dapo,
-    "math_dapo_reasoning": math_dapo,
-    "aime*": math_dapo,
-    "searchR1_nq": exact_match,
-    "searchR1_triviaqa": exact_match,
-    "searchR1_popqa": exact_match,
-    "searchR1_hotpotqa": exact_match,
-    "searchR1_2wikimultihopqa": exact_match,
-    "searchR1_musique": exact_match,
-    "searchR1_bamboogle": exact_match,
+    **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), math_verify),
+    **dict.fromkeys(("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime"), math_verify),
+    **dict.fromkeys(("numina_synthetic_amc", "numina_cn_k12", "numina_olympiads"), math_verify),
+    **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning", "aime*"), math_dapo),
+    **dict.fromkeys(("searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa"), exact_match),
+    **dict.fromkeys(("searchR1_2wikimultihopqa", "searchR1_musique", "searchR1_bamboogle"), exact_match),
     "rajpurkar/squad": f1,
-    "cais/mmlu": choice,
-    "allenai/ai2_arc": choice,
-    "tau/commonsense_qa": choice,
-    "apps": hidden_tests,
-    "codecontests": hidden_tests,
-    "codeforces": hidden_tests,
-    "taco": hidden_tests,
-    "openai/openai_humaneval": hidden_tests,
-    "google-research-datasets/mbpp": hidden_tests,
-    "livecodebench/*": hidden_tests,
+    **dict.fromkeys(("cais/mmlu", "allenai/ai2_arc", "tau/commonsense_qa"), choice),
+    **dict.fromkeys(("apps", "codecontests", "codeforces", "taco", "openai/openai_humaneval"), hidden_tests),
+    **dict.fromkeys(("google-research-datasets/mbpp", "livecodebench/*"), hidden_tests),
 }
 """The names are verl's, so that its parquet files work unchanged; those with a `/` are data sets on the Hub. A name
 that ends with `*` matches every data source with that prefix."""
@@ -63,13 +42,9 @@ class BySource:
 
     def __init__(self, sources: Mapping[str, RewardFunction]) -> None:
         self.sources = dict(sources)
-        self._prefixes = sorted((name[:-1] for name in sources if name.endswith("*")), key=len, reverse=True)
 
     def __call__(self, rollout: Rollout) -> Any:
-        """Return what the data source's function returns. Raises ValueError for an unknown data source.
-
-        A coroutine function runs to completion here, so a process makes such calls one at a time.
-        """
+        """Return what the data source's function returns; a coroutine function runs to completion, one at a time."""
         value = self.function_for(rollout.prompt.data_source)(rollout)
         return self._loop.run(value) if inspect.iscoroutine(value) else value
 
@@ -88,9 +63,8 @@ class BySource:
         """Return the function of a data source: an exact match, else the longest matching prefix."""
         if source in self.sources:
             return self.sources[source]
-        for prefix in self._prefixes:
-            if source.startswith(prefix):
-                return self.sources[f"{prefix}*"]
+        if patterns := [name for name in self.sources if name.endswith("*") and source.startswith(name[:-1])]:
+            return self.sources[max(patterns, key=len)]
         raise ValueError(
             f"no reward for the data source {source[:100]!r}; name a function in reward.functions, or give one to "
             f"megarl.rewards.by_source.BySource (known: {', '.join(self.sources)})"

@@ -64,7 +64,11 @@ def extract_letter(answer: str) -> str | None:
     after_keyword: tuple[int, str] | None = None
     for keyword in _MARK.finditer(answer):
         match = _LETTER_AFTER_MARK.match(answer[keyword.end() : keyword.end() + _WINDOW])
-        if match and _is_stated_letter(answer, keyword.end() + match.end(), match):
+        if match is None or _DENIED.match(answer, end := keyword.end() + match.end(), end + _WINDOW):
+            continue
+        # A lower-case letter counts only in brackets or if no word follows.
+        is_clear = match["letter"].isupper() or match["open"] or not re.match(r"\s{1,8}\w|-", answer[end : end + 10])
+        if is_clear:
             after_keyword = keyword.end() + match.start("letter"), match["letter"].upper()
     box = extract_boxed(answer)
     if box is not None and find_box(answer) > (after_keyword[0] - 10 if after_keyword else -1):
@@ -76,32 +80,16 @@ def extract_letter(answer: str) -> str | None:
             return match["letter"]
     candidates = [(match.start(), match[1] or match[2]) for match in _HIGHLIGHTED_LETTER.finditer(answer)]
     candidates += [(match.start(), match[1]) for match in _ALONE.finditer(answer)]
-    tail = answer[-20:]
-    if trailing := _LAST.search(tail):
-        candidates.append((len(answer) - len(tail) + trailing.start(), trailing[1]))
+    if trailing := _LAST.search(answer[-20:]):
+        candidates.append((max(0, len(answer) - 20) + trailing.start(), trailing[1]))
     if candidates:
         return max(candidates)[1]
     leading = _FIRST.match(answer) if "\n" not in answer.strip() else None
     return leading[1] if leading else None
 
 
-def _is_stated_letter(answer: str, end: int, match: re.Match[str]) -> bool:
-    """Return whether the letter after a keyword counts as stated.
-
-    It does not if it is called wrong. A lower-case letter counts only in brackets or if no word follows.
-    """
-    if _DENIED.match(answer, end, end + _WINDOW):
-        return False
-    if match["letter"].isupper() or match["open"]:
-        return True
-    return not re.match(r"\s{1,8}\w|-", answer[end : end + 10])
-
-
 def _parse_letter(value: Any) -> str | None:
-    r"""Return the letter of a box or a ground truth, which may be decorated or followed by its text.
-
-    Examples: `\text{B}`, `(b)`, `B. Paris`.
-    """
+    r"""Return the letter of a box or a ground truth, such as `\text{B}`, `(b)` or `B. Paris`."""
     text = str(value).strip()
     if match := re.match(r"[(\[]?([A-E])[.):\]]\s", text):
         return match[1]

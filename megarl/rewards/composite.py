@@ -1,14 +1,11 @@
-"""Combine the parts of a reward (functions, environments, a model, a service) into one number by weights.
-
-If any part failed, the rollout has no reward: it is `unscored`, and `reward.max_failed_frac` limits how many may be.
-`Rollout.env_reward` holds the environment's part.
-"""
+"""Combine the parts of a reward (functions, environments, a model, a service) into one number by weights."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from megarl.config import ConfigError, RewardConfig
@@ -18,17 +15,14 @@ from megarl.types.reward_values import RewardError, RewardFailure, RewardResult,
 PART = "environment"
 NO_REWARD = RewardFailure("its agent returned no reward, and there are no reward.functions")
 """An agent may leave the reward to the reward functions, which must then exist."""
-
-
 Weights = Mapping[str, float]
 """Weights by part; a missing part has weight 1."""
 
 
 def combine_reward(rollout: Rollout, verdicts: Mapping[str, RewardResult], weights: Weights) -> Rollout:
-    """Return the rollout with its total reward, its unweighted parts, and its turn rewards.
+    """Return the rollout with its total reward, its unweighted parts and sub-parts `part/name`, and its turn rewards.
 
-    Sub-parts are recorded as `part/name`. If a part failed, or the total exceeds `MAX_REWARD`, there is no reward:
-    `unscored` holds the reasons, and no turn has a reward either.
+    If a part failed, or the total exceeds `MAX_REWARD`, there is no reward: `unscored` holds the reasons.
     """
     successes = {name: verdict for name, verdict in verdicts.items() if not isinstance(verdict, RewardFailure)}
     parts: dict[str, float] = {}
@@ -61,10 +55,9 @@ def clear_reward(rollout: Rollout) -> Rollout:
 def combine_episode_rewards(
     rollouts: Rollouts, verdicts: Sequence[Mapping[str, RewardResult]], weights: Weights
 ) -> list[Rollout]:
-    """Return the local rollouts with their rewards.
+    """Return the local rollouts with their episodes' rewards; only the last branches get turn rewards.
 
-    verdicts: one per episode that was not aborted, on its last branch. Only the last branch gets turn rewards; all
-    branches get the episode's reward.
+    verdicts: one per episode that was not aborted, on its last branch.
     """
     next_verdict, episodes = iter(verdicts), Episodes.from_ids(rollouts.episode[rollouts.local_indices])
     last_branches = [
@@ -72,15 +65,11 @@ def combine_episode_rewards(
         for rollout in (rollouts.local[number] for number in episodes.last.tolist())
     ]
     result = []
-    for index, (number, is_last) in enumerate(
-        zip(episodes.episode_ids.tolist(), episodes.is_last.tolist(), strict=True)
-    ):
-        last = last_branches[number]
-        if is_last:
-            result.append(last)
-            continue
-        rewards = {"reward": last.reward, "reward_parts": last.reward_parts, "unscored": last.unscored}
-        result.append(replace(clear_reward(rollouts.local[index]), **rewards))
+    episode_ids, is_last_branch = episodes.episode_ids.tolist(), episodes.is_last.tolist()
+    for rollout, number, is_last in zip(rollouts.local, episode_ids, is_last_branch, strict=True):
+        last, branch = last_branches[number], clear_reward(rollout)
+        branch = replace(branch, reward=last.reward, reward_parts=last.reward_parts, unscored=last.unscored)
+        result.append(last if is_last else branch)
     return result
 
 
@@ -99,19 +88,30 @@ def has_failed(verdicts: Mapping[str, RewardResult]) -> bool:
 
 
 def mark_unscored(verdicts: Mapping[str, RewardResult], parts: Sequence[str]) -> dict[str, RewardResult]:
-    """Mark a rollout that is no longer waited for.
-
-    Its first missing part becomes `NOT_SCORED`, unless another part has failed.
-    """
+    """Mark a rollout that is no longer waited for: its first missing part as `NOT_SCORED`, unless a part has failed."""
     missing = [part for part in parts if part not in verdicts]
     return dict(verdicts) if has_failed(verdicts) or not missing else {**verdicts, missing[0]: NOT_SCORED}
 
 
-def summarize_unscored(rollouts: Rollouts) -> str:
-    """Return the failure reasons, the most frequent first; empty without failures.
+async def call_while(call: Callable[[int], Awaitable[bool]], count: int, max_concurrent: int) -> None:
+    """Await `call(0)` to `call(count - 1)`. Once one returns False, cancel the others."""
+    semaphore = asyncio.Semaphore(max_concurrent)
 
-    Format: `12 x gsm8k: it raised ... (on the sample '7'), ...`.
-    """
+    async def run(number: int) -> None:
+        async with semaphore:
+            should_continue = await call(number)
+        if not should_continue:
+            for task in set(tasks) - {asyncio.current_task()}:
+                task.cancel()
+
+    tasks = [asyncio.create_task(run(number)) for number in range(count)]
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            raise result
+
+
+def summarize_unscored(rollouts: Rollouts) -> str:
+    """Return the failure reasons, the most frequent first: `12 x gsm8k: it raised ... (on the sample '7'), ...`."""
     failed = [entry for entry in rollouts.unscored_reasons if entry[1] != NOT_SCORED.reason]
     counts = Counter((part, why) for part, why, _ in failed)
     first_samples = {(part, why): sample for part, why, sample in reversed(failed)}
@@ -123,10 +123,7 @@ def summarize_unscored(rollouts: Rollouts) -> str:
 
 
 def check_unscored(rollouts: Rollouts, config: RewardConfig) -> None:
-    """Raise ConfigError if more than `reward.max_failed_frac` of the rollouts have no reward.
-
-    Aborted rollouts do not count, and the branches of an episode count as one rollout.
-    """
+    """Raise ConfigError if more than `reward.max_failed_frac` of the rollouts that were not aborted have no reward."""
     rollouts = rollouts.merge_branches()
     count, of = int((rollouts.unscored > 0).sum()), int((~rollouts.has_status("aborted")).sum())
     if too_many(count, of, config):

@@ -6,6 +6,7 @@ in its table 1 puts the answer after it, between <answer> and </answer>.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 
@@ -22,16 +23,11 @@ def in_tags(rollout: Rollout, tags: Sequence[str], opened: bool = False) -> floa
     opened: the chat template opens the first tag at the end of the prompt, so the policy does not write it.
     """
     text = f"<{tags[0]}>{rollout.answer}" if opened else rollout.answer
-    position, content = 0, ""
-    for tag in tags:
-        start, end = text.find(f"<{tag}>", position), text.find(f"</{tag}>", position)
-        if not position <= start < end or text[position:start].strip():
-            return 0.0
-        if text.count(f"<{tag}>") != 1 or text.count(f"</{tag}>") != 1:
-            return 0.0
-        content = text[start + len(tag) + 2 : end].strip()
-        position = end + len(tag) + 3
-    return float(bool(content) and not text[position:].strip())
+    if not all(text.count(f"<{tag}>") == text.count(f"</{tag}>") == 1 for tag in tags):
+        return 0.0
+    form = r"\s*".join(f"<{re.escape(tag)}>(.*)</{re.escape(tag)}>" for tag in tags)
+    match = re.fullmatch(rf"\s*{form}\s*", text, re.DOTALL)
+    return float(match is not None and match[len(tags)].strip() != "")
 
 
 format_reward = partial(in_tags, tags=("think", "answer"))

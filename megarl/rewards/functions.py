@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,10 +28,9 @@ def load_functions(names: Sequence[str]) -> dict[str, RewardFunction]:
     for name in names:
         if list(names).count(name) > 1:
             raise ConfigError(f"reward.functions: {name} is listed twice")
-        function, attribute = plugins.load(name, "reward.functions"), name.partition(":")[2]
-        functions[attribute if attribute not in functions else name] = check_function(
-            function, f"reward.functions: {name}"
-        )
+        function = check_function(plugins.load(name, "reward.functions"), f"reward.functions: {name}")
+        attribute = name.partition(":")[2]
+        functions[attribute if attribute not in functions else name] = function
     return functions
 
 
@@ -57,13 +57,11 @@ _NAMED = 3
 _MAX_BAD_FRACTION = 0.5
 """A file with a larger fraction of unusable rows belongs to another function, rather than having a few bad rows."""
 
-Check = Callable[[Prompt], Any]
-"""Raises ValueError for a prompt whose ground truth cannot be used."""
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., Any])  # a reward function
 
 
-def with_prompt_check(check: Check) -> Callable[[F], F]:
-    """Decorate a reward function with the check of its prompts, as attribute `check`."""
+def with_prompt_check(check: Callable[[Prompt], Any]) -> Callable[[F], F]:
+    """Decorate a reward function with its attribute `check`, which raises ValueError for an unusable ground truth."""
 
     def decorate(function: F) -> F:
         setattr(function, "check", check)  # noqa: B010  functions have no such attribute by themselves
@@ -91,27 +89,24 @@ def check_truths(
     checks = {name: check for name, function in functions.items() if (check := getattr(function, "check", None))}
     if not checks:
         return []
-    rejected: dict[str, list[str]] = {name: [] for name in checks}
-    counts = dict.fromkeys(checks, 0)
+    counts, examples = Counter[str](), defaultdict[str, list[str]](list)
     num_checked, deadline, messages = 0, time.monotonic() + seconds, []
-    for where, prompt in rows:
+    for location, prompt in rows:
         for name, check in checks.items():
             try:
                 check(prompt)
             except ValueError as error:
                 counts[name] += 1
-                if len(rejected[name]) < _NAMED:
-                    rejected[name].append(f"{where}: {' '.join(str(error).split())[:300]}")
+                if counts[name] <= _NAMED:
+                    examples[name].append(f"{location}: {' '.join(str(error).split())[:300]}")
         num_checked += 1
         if time.monotonic() >= deadline:
             messages.append(f"{path}: the first {num_checked} rows' ground truths were checked in {seconds:g} s")
             break
-    for name, examples in rejected.items():
-        if examples:
-            line = (
-                f"{counts[name]} of {num_checked} rows have no ground truth that {name} can use; {'; '.join(examples)}"
-            )
-            if counts[name] > _MAX_BAD_FRACTION * num_checked:
-                raise ConfigError(f"{path}: {line}")
-            messages.append(f"{path}: {line}")
+    for name, count in counts.items():
+        line = f"{path}: {count} of {num_checked} rows have no ground truth that {name} can use; "
+        line += "; ".join(examples[name])
+        if count > _MAX_BAD_FRACTION * num_checked:
+            raise ConfigError(line)
+        messages.append(line)
     return messages

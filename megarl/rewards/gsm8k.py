@@ -23,28 +23,29 @@ _WORDS = re.compile(r"\\(?:text|mathrm|mbox)(?=\s*\{)")
 _MINUS = re.compile(r"^[\s$*]*[-\N{MINUS SIGN}]\s+(?=[$0-9.])")
 
 
-def _truth(prompt: Prompt) -> Decimal:
+def parse_truth(prompt: Prompt) -> Decimal:
+    """Return the ground truth. Raises ValueError if it is not a number."""
     truth = parse_number(prompt.ground_truth)
     if truth is None:
         raise ValueError(f"the ground truth {prompt.ground_truth!r} is not a number")
     return truth
 
 
-@with_prompt_check(_truth)
-def gsm8k(rollout: Rollout) -> float:
+@with_prompt_check(parse_truth)
+def gsm8k(rollout: Rollout, strict: bool = False) -> float:
     r"""Return 1.0 if the answer's number equals `prompt.ground_truth`, else 0.0.
 
     The number is the one after the last `####` or in the last `\boxed{}`, whichever comes later; else the one between
-    `<answer>` tags; else the last number of the answer. With tags, marks before them do not count. `3 = 5` states no
-    result. Raises ValueError for a ground truth that is not a number.
+    `<answer>` tags; else, unless `strict`, the last number of the answer. With tags, marks before them do not count.
+    `3 = 5` states no result. Raises ValueError for a ground truth that is not a number.
     """
-    return _compare(rollout, final_number(rollout.answer, strict=False))
+    return float(final_number(rollout.answer, strict) == parse_truth(rollout.prompt))
 
 
-@with_prompt_check(_truth)
+@with_prompt_check(parse_truth)
 def gsm8k_strict(rollout: Rollout) -> float:
     r"""As `gsm8k`, but an answer without `####`, `\boxed{}`, or `<answer>` tags is wrong."""
-    return _compare(rollout, final_number(rollout.answer, strict=True))
+    return gsm8k(rollout, strict=True)
 
 
 def final_number(answer: str, strict: bool) -> Decimal | None:
@@ -61,22 +62,14 @@ def final_number(answer: str, strict: bool) -> Decimal | None:
         result = answer
     if has_false_equation(_strip_latex(result)):
         return None
-    if numbers := _parse_marked(result):
+    plain = join_thousands(_strip_latex(result))
+    last_side = plain.rpartition("=")[2]
+    plain = _MINUS.sub("-", last_side if parse_number(last_side) is not None else plain)
+    # Without another number, \text{42} is one and not a unit.
+    if numbers := find_numbers(plain) or find_numbers(_strip_latex(_WORDS.sub("", result))):
         return numbers[0] if hashes > box else numbers[-1]
     numbers = [] if strict else find_numbers(_strip_latex(answer))
     return numbers[-1] if numbers else None
-
-
-def _parse_marked(text: str) -> list[Decimal]:
-    """Return the numbers of a marked result."""
-    plain = join_thousands(_strip_latex(text))
-    last_side = plain.rpartition("=")[2]
-    plain = _MINUS.sub("-", last_side if parse_number(last_side) is not None else plain)
-    return find_numbers(plain) or find_numbers(_strip_latex(_WORDS.sub("", text)))  # \text{42} is not a unit
-
-
-def _compare(rollout: Rollout, number: Decimal | None) -> float:
-    return float(number == _truth(rollout.prompt))
 
 
 def _strip_latex(text: str) -> str:

@@ -1,18 +1,13 @@
 """Rewards from a generative judge: a model behind an OpenAI-compatible API of SGLang, vLLM, or another server.
 
-Each rollout is one request, `POST {url}/chat/completions`, where a URL without a path gets `/v1`. The only message is
-the template `prompt` with `{question}`, `{answer}`, `{ground_truth}`, and `{fence}` filled in. The score is the last
-match of `pattern` in the judge's response, after its thinking.
-
-The policy's text is data and may hold anything: it is inserted as it is, and nothing in it is substituted again.
-`{fence}` is derived from the answer's own hash, so the answer cannot contain it and cannot close what it encloses. That
-separates the answer from the template; it does not keep a judge from believing what it reads.
+The policy's text may hold anything and is inserted as it is. `{fence}` is derived from the answer's own hash, so the
+answer cannot contain it. That separates it from the template; it does not keep a judge from believing what it reads.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -23,10 +18,8 @@ import regex
 from megarl.config import ConfigError, plugins, strict
 from megarl.rewards.service import OPTIONS_PREFIX, HttpOptions, HttpResponse, HttpScorer, preview
 from megarl.types import Message, Rollout
-from megarl.types.reward_values import MAX_REWARD, RewardFailure, ServiceReward
+from megarl.types.reward_values import MAX_REWARD, Reward, RewardResult
 
-PART = "judge"
-"""Name of this part of the reward."""
 _FIELDS = ("question", "answer", "ground_truth", "fence")
 _FIELD = regex.compile(r"\{([a-z_]+)\}")
 _RESERVED_KEYS = ("model", "messages", "stream", "n")
@@ -71,10 +64,7 @@ class JudgeOptions(HttpOptions):
 
     @classmethod
     def read(cls, options: dict[str, Any]) -> Self:
-        """Parse options.
-
-        Raises ConfigError as `HttpOptions.read` does, and for a template or pattern that cannot give a score.
-        """
+        """Parse options. Raises ConfigError as `HttpOptions.read` does, and if they cannot give a score."""
         texts = {name: options[name] for name in ("prompt", "pattern") if name in options}  # may span several lines
         result = super().read({name: value for name, value in options.items() if name not in texts})
         for name, text in texts.items():
@@ -88,16 +78,13 @@ class JudgeOptions(HttpOptions):
         if "answer" not in used_fields:
             raise ConfigError(f"{OPTIONS_PREFIX}prompt has no {{answer}}: the judge would not see what it judges")
         if unknown := sorted(used_fields - set(_FIELDS)):
-            raise ConfigError(
-                f"{OPTIONS_PREFIX}prompt has {{{unknown[0]}}}; known are "
-                f"{', '.join(f'{{{field_name}}}' for field_name in _FIELDS)}"
-            )
+            known = ", ".join(f"{{{name}}}" for name in _FIELDS)
+            raise ConfigError(f"{OPTIONS_PREFIX}prompt has {{{unknown[0]}}}; known are {known}")
         try:
             regex.compile(result.pattern)
         except regex.error as error:
-            raise ConfigError(
-                f"{OPTIONS_PREFIX}pattern: {result.pattern!r} is not a valid regular expression: {error}"
-            ) from None
+            problem = f"{result.pattern!r} is not a valid regular expression: {error}"
+            raise ConfigError(f"{OPTIONS_PREFIX}pattern: {problem}") from None
         if not -MAX_REWARD <= result.min_score < result.max_score <= MAX_REWARD:
             raise ConfigError(
                 f"{OPTIONS_PREFIX}min_score={result.min_score:g} must be below "
@@ -111,32 +98,23 @@ class JudgeOptions(HttpOptions):
 class Judge(HttpScorer):
     """Client of a generative judge."""
 
-    part, path = PART, "/chat/completions"
+    part, path, status_path = "judge", "/chat/completions", "/models"
+    options: JudgeOptions
 
     def __init__(self, options: JudgeOptions) -> None:
         super().__init__(options, "judge", batch_size=1)
-        self.options = options
         self._pattern = regex.compile(options.pattern)
 
-    def check_reachable(self) -> None:
-        self.client.check_reachable("/models")
-
-    def _encode(self, rollout: Rollout) -> bytes | RewardFailure:
+    def _encode(self, rollout: Rollout) -> Mapping[str, Any]:
         message = {"role": "user", "content": fill_template(self.options.prompt, rollout)}
         request = {"temperature": 0, "max_tokens": 1024, **self.options.request}
-        try:
-            return orjson.dumps({"model": self.options.model, "messages": [message], **request})
-        except TypeError as error:  # a lone surrogate
-            return RewardFailure(f"the sample cannot be sent to a judge as JSON: {error}")
+        return {"model": self.options.model, "messages": [message], **request}
 
-    def _join(self, texts: Sequence[bytes]) -> bytes:
-        return texts[0]
-
-    def _parse(self, response: HttpResponse, count: int) -> Sequence[ServiceReward | RewardFailure]:
+    def _parse(self, response: HttpResponse, count: int) -> Sequence[RewardResult]:
         try:
-            return [(self._score(extract_completion(response.data)), {})]
+            return [Reward(self._score(extract_completion(response.data)))]
         except ValueError as error:
-            return [self.client.to_failure(response.url, str(error))]
+            return [self.to_failure(response.url, str(error))]
 
     def _score(self, text: str) -> float:
         score_text = ""
@@ -154,20 +132,18 @@ class Judge(HttpScorer):
         except ValueError:
             raise ValueError(f"{OPTIONS_PREFIX}pattern found {preview(score_text)!r}, which is not a number") from None
         if not self.options.min_score <= score <= self.options.max_score:
-            raise ValueError(
-                f"its score {score:g} is not from {self.options.min_score:g} to {self.options.max_score:g}"
-            )
+            bounds = f"{self.options.min_score:g} to {self.options.max_score:g}"
+            raise ValueError(f"its score {score:g} is not from {bounds}")
         return score
 
 
 def fill_template(template: str, rollout: Rollout) -> str:
     """Fill a rollout into the template. Inserted text is not substituted again."""
-    truth = rollout.prompt.ground_truth
-    answer = rollout.answer
+    truth, answer = rollout.prompt.ground_truth, rollout.answer
     values = {
         "question": format_question(rollout.prompt.messages),
         "answer": answer,
-        "ground_truth": truth if isinstance(truth, str) else "" if truth is None else str(truth),
+        "ground_truth": "" if truth is None else str(truth),
         "fence": hashlib.sha256(answer.encode(errors="replace")).hexdigest()[:16],
     }
     return str(_FIELD.sub(lambda match: values[match[1]], template))
@@ -175,14 +151,13 @@ def fill_template(template: str, rollout: Rollout) -> str:
 
 def format_question(messages: Sequence[Message]) -> str:
     """Return the prompt's text: the content alone for a single message, else each message with its role."""
-    texts = [(str(message.get("role")), _text(message.get("content"))) for message in messages]
-    return texts[0][1] if len(texts) == 1 else "\n\n".join(f"{role}: {text}" for role, text in texts)
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, list | tuple):
-        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return str(content or "")
+    texts = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        texts.append(str(content or "") if len(messages) == 1 else f"{message.get('role')}: {content or ''}")
+    return "\n\n".join(texts)
 
 
 def extract_completion(data: bytes) -> str:

@@ -65,16 +65,8 @@ def normalize(text: str) -> str:
 
 
 def _strip_formatting(text: str) -> str:
-    """Remove formatting. A space between two digits stays."""
-    text = " ".join(_unwrapped(text).replace("{,}", ",").replace(r"\$", "").split())
-    return _SPACING.sub("", join_thousands(text)).rstrip(".")
-
-
-def _unwrapped(text: str) -> str:
-    r"""Remove `\text{}` and similar commands, keeping their content."""
-    while match := _WRAPPED.search(text):
-        content = extract_braced(text, match.end())
-        if content is None:
-            return text
+    r"""Remove formatting, and `\text{}` around its content. A space between two digits stays."""
+    while (match := _WRAPPED.search(text)) and (content := extract_braced(text, match.end())) is not None:
         text = text[: match.start()] + content + text[match.end() + len(content) + 2 :]
-    return text
+    text = " ".join(text.replace("{,}", ",").replace(r"\$", "").split())
+    return _SPACING.sub("", join_thousands(text)).rstrip(".")

@@ -1,11 +1,8 @@
-r"""Mathematics (MATH and similar): is the result equal to the ground truth, however it is written?
+r"""Mathematics (MATH, Hendrycks et al., arXiv:2103.03874): is the result equal to the ground truth, however written?
 
-Uses the library math-verify (Hugging Face, Apache 2.0), which parses LaTeX and plain expressions into sympy: 1/2 equals
-0.5, \frac{2}{4}, and 50\%; x+1 equals 1+x; {1,2} equals {2,1}. MATH is Hendrycks et al., arXiv:2103.03874.
-
-The library's timeouts use signals, which only work in a main thread, so they are off. Instead, expressions that would
-be expensive to evaluate count as wrong: `9^{9^{9}}` has 370 million digits, `\binom{10^9}{10^8}` as many, and no
-correct answer has that size. `reward.timeout` bounds the rest, as for every function.
+Uses the library math-verify, which parses LaTeX and plain expressions into sympy. Its timeouts use signals, which only
+work in a main thread, so they are off. Instead, expressions that would be expensive to evaluate count as wrong:
+`9^{9^{9}}` has 370 million digits, and no correct answer has that size. `reward.timeout` bounds the rest.
 """
 
 from __future__ import annotations
@@ -46,19 +43,13 @@ def is_safe_to_parse(text: str) -> bool:
     """Return whether a text is cheap to parse: short, shallow, and without expensive operators. Runs in linear time."""
     if len(text) > MAX_CHARS:
         return False
-    depth = deepest = 0
-    for char in text:
-        depth += _BRACKETS.get(char, 0)
-        deepest = max(deepest, depth)
+    deepest = max(itertools.accumulate(_BRACKETS.get(char, 0) for char in text), default=0)
     is_expensive = _EXPENSIVE.search(_SMALL_BINOMIAL.sub("", text))
     return deepest <= MAX_DEPTH and not is_expensive and not ("matrix}" in text and "^" in text)
 
 
 def is_safe_to_evaluate(expression: Any) -> bool:
-    """Return whether a parsed expression is cheap to evaluate and compare.
-
-    Its numbers must have few bits and its expansion few terms.
-    """
+    """Return whether a parsed expression is cheap to evaluate and compare: few bits, and few terms when expanded."""
     if isinstance(expression, str):
         return True
     parts = list(expression) if isinstance(expression, sympy.MatrixBase) else [expression]
@@ -73,34 +64,31 @@ def is_different(left: Any, right: Any, tolerance: float = 1e-4) -> bool:
 
     They are if their values differ clearly at some assignment of their variables, or if one is a set or tuple of
     several elements and the other is not. False where this cannot tell: two sets, equations, texts, products of
-    variables that may be words, and percentages, which also count as their plain numbers. within: tolerance relative to
-    the larger value and to 1.
+    variables that may be words, and percentages. tolerance: relative to the larger value and to 1.
     """
     is_collection = [isinstance(part, sympy.Set | sympy.Tuple) and len(part.args) > 1 for part in (left, right)]
     if any(is_collection) and any(isinstance(part, sympy.Expr) for part in (left, right)):
         return True
     if not (isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr)):
         return False
-    if any(
-        isinstance(part, sympy.MatrixExpr) or _is_symbol_product(part) or part.has(sympy.UnevaluatedExpr)
-        for part in (left, right)
-    ):
-        return False
+    for part in (left, right):
+        # math-verify compares products of letters as words: it reads AB as A times B.
+        factors = part.args if isinstance(part, sympy.Mul) else (part,)
+        is_word = all(isinstance(factor, sympy.Symbol) for factor in factors)
+        if is_word or isinstance(part, sympy.MatrixExpr) or part.has(sympy.UnevaluatedExpr):
+            return False
     symbols = sorted(left.free_symbols | right.free_symbols, key=str)
     values = {symbol: sympy.Float(0.37 + 0.59 * number) for number, symbol in enumerate(symbols)}
     try:
         # mpmath values have no exponent limit
-        one_value, other_value = (part.evalf(15, subs=values)._to_mpmath(53) for part in (left, right))
+        left_value, right_value = (part.evalf(15, subs=values)._to_mpmath(53) for part in (left, right))
     except Exception:  # sympy raises many kinds for non-numeric values
         return False
-    return bool(abs(one_value - other_value) > tolerance * max(1.0, abs(one_value), abs(other_value)))
+    return bool(abs(left_value - right_value) > tolerance * max(1.0, abs(left_value), abs(right_value)))
 
 
 def has_contradiction(expression: Any) -> bool:
-    """Return whether an equation, or a chain of them, has different numbers on two sides.
-
-    A decimal may be rounded by up to 5 %.
-    """
+    """Return whether an equation or a chain of them has different numbers on two sides, which may be rounded by 5 %."""
     chain = expression.args if isinstance(expression, And) else (expression,)
     if not all(isinstance(part, sympy.Eq) for part in chain):
         return False
@@ -111,17 +99,8 @@ def has_contradiction(expression: Any) -> bool:
     )
 
 
-def _is_symbol_product(expression: Any) -> bool:
-    """Return whether an expression may be letters that math-verify compares as such: it reads AB as A times B."""
-    parts = expression.args if isinstance(expression, sympy.Mul) else (expression,)
-    return all(isinstance(part, sympy.Symbol) for part in parts)
-
-
 def _bits(node: Any) -> float:
-    """Return an upper bound of the bits of an expression's largest number, before or after the point.
-
-    Infinite if unbounded.
-    """
+    """Return an upper bound of the bits of an expression's largest number, before or after its point, or infinity."""
     if isinstance(node, sympy.Rational):
         return float(max(abs(int(node.p)).bit_length(), int(node.q).bit_length()))
     if isinstance(node, sympy.Float):
@@ -186,7 +165,7 @@ def _extract_truth(prompt: Prompt) -> str:
 
 
 @with_prompt_check(_check)
-def math_verify(rollout: Rollout) -> float:
+def math_verify(rollout: Rollout, strict: bool = False) -> float:
     r"""Return 1.0 if the answer's result equals `prompt.ground_truth`, else 0.0.
 
     The result is the content of the last `\boxed{}` or, without one, the formula or number that math-verify finds in
@@ -200,16 +179,6 @@ def math_verify(rollout: Rollout) -> float:
     (`stop` for `post`), which it reads as a product. A truth of three or more letters that are not in alphabetical
     order is a word; `abc` is a product. Raises ValueError for a ground truth that cannot be parsed.
     """
-    return _compared(rollout, strict=False)
-
-
-@with_prompt_check(_check)
-def math_verify_strict(rollout: Rollout) -> float:
-    r"""As `math_verify`, but an answer without `\boxed{}` is wrong."""
-    return _compared(rollout, strict=True)
-
-
-def _compared(rollout: Rollout, strict: bool) -> float:
     truth = _extract_truth(rollout.prompt)
     gold = _truth(truth)
     answer = extract_final_part(rollout.answer)
@@ -228,13 +197,16 @@ def _compared(rollout: Rollout, strict: bool) -> float:
     return float(library.verify(gold, parsed, timeout_seconds=_NO_LIMIT))
 
 
+@with_prompt_check(_check)
+def math_verify_strict(rollout: Rollout) -> float:
+    r"""As `math_verify`, but an answer without `\boxed{}` is wrong."""
+    return math_verify(rollout, strict=True)
+
+
 def _is_other_word(truth: str, parsed: list[Any]) -> bool:
     """Return whether the truth is a word and the answer is a product of letters that do not spell it."""
-    if (
-        not _WORD.fullmatch(truth)
-        or sorted(truth.lower()) == list(truth.lower())
-        or isinstance(parsed[0], sympy.Symbol)
-    ):
+    is_word = _WORD.fullmatch(truth) and sorted(truth.lower()) != list(truth.lower())
+    if not is_word or isinstance(parsed[0], sympy.Symbol):
         return False
     return _NO_LETTER.sub("", str(parsed[-1])).lower() != truth.lower()
 

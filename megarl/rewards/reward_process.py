@@ -1,13 +1,7 @@
 """Call reward functions: in worker processes with a timeout, or in the rank for functions that cannot leave it.
 
-A forked worker process runs `serve`. A request is the pickle of a function's index and the rollout; a response is
-either {"number", "reward", "parts", "turns"} or {"number", "failed": why}.
-
-`Deadline` limits a call in the main thread. Functions may use `signal.alarm`, which works only there, so they run
-there, and a watchdog thread sends an otherwise unused signal whose handler raises. Where that has no effect, as in C
-code or in a function that catches everything, the thread logs an error and exits the process.
-
-`score` calls functions that a script passes as objects, such as closures, which no other process could import.
+A forked worker process runs `serve`; a request is the pickle of a function's index and the rollout. `score` calls
+functions that a script passes as objects, such as closures, which no other process could import.
 """
 
 from __future__ import annotations
@@ -23,97 +17,83 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Literal
+from types import FrameType
+from typing import Any
 
 from megarl.config import ConfigError, plugins
 from megarl.config.plugins import is_async
 from megarl.processes.messages import encode_frame, iter_orders, read_order
-from megarl.rewards.composite import mark_unscored
+from megarl.rewards.composite import call_while, mark_unscored
 from megarl.rewards.functions import RewardFunction, load_functions
 from megarl.types import Rollout
-from megarl.types.reward_values import Reward, RewardError, RewardFailure, RewardResult, parse_number, parse_reward
+from megarl.types.reward_values import RewardError, RewardFailure, RewardResult, parse_number, parse_reward
 
 TIMEOUT_SIGNAL = signal.SIGRTMIN + 7
 GRACE_S = 10.0
 """Seconds that a function has to return after the timeout signal."""
 MAX_CONCURRENT = 64
 """Concurrent calls of coroutine functions per process."""
-_AGAIN_S = 1.0
-_LOOK_S = 0.1
+_SIGNAL_INTERVAL_S = 1.0
+_PACKAGE_FOLDER = Path(__file__).parents[1]
 
 
 class RewardTimeout(BaseException):
     """Raised in the main thread when a call exceeds its timeout. Not an Exception, because functions catch those."""
 
 
-class Deadline:
-    """Limit the time between `begin` and `end` within its `with` block.
+@contextmanager
+def limit_call(seconds: float, description: str) -> Iterator[None]:
+    """Raise RewardTimeout out of the block once it has taken longer than `seconds`.
 
-    Raises RewardTimeout out of a call that takes longer. Works in the main thread only: other threads cannot be
-    interrupted, so there only the last resort remains, exiting the process.
+    The block may use `signal.alarm`, so a watchdog thread interrupts it by an otherwise unused signal, which only the
+    main thread can receive. Where that has no effect, as in another thread, in C code or in a function that catches
+    everything, the watchdog logs an error with the description and exits the process.
     """
+    if math.isinf(seconds):
+        yield
+        return
+    finished, has_raised = threading.Event(), False
+    is_main = threading.current_thread() is threading.main_thread()
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._call: tuple[str, float] | None = None  # description of the running call, and its deadline
-        self._raised = False
-        self._closed = threading.Event()
-        self._main = threading.current_thread() is threading.main_thread()
-
-    def __enter__(self) -> Deadline:
-        if self._main:
-            self._previous_handler = signal.signal(TIMEOUT_SIGNAL, self._raise)
-        self._watching = threading.Thread(target=self._watch, name="reward deadline", daemon=True)
-        self._watching.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._call = None
-        self._closed.set()
-        self._watching.join()
-        if self._main:
-            signal.signal(TIMEOUT_SIGNAL, self._previous_handler)
-
-    def begin(self, description: str) -> None:
-        """Start the clock for a call. description: names the call in the error line if the process has to exit."""
-        self._raised = False
-        self._call = description, time.monotonic() + self.seconds
-
-    def end(self) -> None:
-        """Stop the clock. Raises RewardTimeout if the function swallowed it."""
-        self._call = None
-        if self._raised:
+    def raise_timeout(number: int, frame: FrameType | None) -> None:
+        nonlocal has_raised
+        if not finished.is_set():
+            has_raised = True
             raise RewardTimeout
 
-    def _raise(self, number: int, frame: FrameType | None) -> None:
-        if self._call is not None:
-            self._raised = True
-            raise RewardTimeout
-
-    def _watch(self) -> None:
-        last_signal = 0.0
-        while not self._closed.wait(_LOOK_S):
-            call, now = self._call, time.monotonic()
-            if call is None or now < call[1]:
-                last_signal = 0.0
-            elif now > call[1] + GRACE_S:
-                line = f"error: {call[0]} took longer than reward.timeout={self.seconds:g} s and does not stop\n"
-                os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode(errors="replace"))
-                os._exit(2)
-            elif self._main and now - last_signal >= _AGAIN_S:
-                last_signal = now
+    def watch() -> None:
+        if finished.wait(seconds):
+            return
+        deadline = time.monotonic() + GRACE_S
+        while (remaining := deadline - time.monotonic()) > 0:
+            if is_main:
                 signal.pthread_kill(threading.main_thread().ident or 0, TIMEOUT_SIGNAL)
+            if finished.wait(min(_SIGNAL_INTERVAL_S, remaining)):
+                return
+        line = f"error: {description} took longer than reward.timeout={seconds:g} s and does not stop\n"
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, line.encode(errors="replace"))
+        os._exit(2)
 
-
-Kind = Literal["sync", "async"]
-"""Functions that a process calls one at a time, or coroutine functions that it awaits concurrently."""
+    previous_handler = signal.signal(TIMEOUT_SIGNAL, raise_timeout) if is_main else None
+    watchdog = threading.Thread(target=watch, name="reward deadline", daemon=True)
+    watchdog.start()
+    try:
+        try:
+            yield
+        finally:
+            finished.set()
+    finally:
+        finished.set()  # the signal may arrive just before it is set
+        watchdog.join()
+        if is_main:
+            signal.signal(TIMEOUT_SIGNAL, previous_handler)
+        if has_raised:  # the function may have swallowed it
+            raise RewardTimeout
 
 
 def describe_timeout(limit: float) -> str:
@@ -121,14 +101,14 @@ def describe_timeout(limit: float) -> str:
     return f"it took longer than reward.timeout={limit:g} s; make it faster or raise reward.timeout"
 
 
-def call(function: RewardFunction, rollout: Rollout) -> RewardResult:
-    """Call a function and return its reward or failure.
-
-    Every exception becomes a failure, `SystemExit` included, except KeyboardInterrupt.
-    """
+def call(function: RewardFunction, rollout: Rollout, limit: float = math.inf, name: str = "") -> RewardResult:
+    """Call a function and return its reward or failure. limit: seconds. name: of the function, see `limit_call`."""
     try:
-        return parse_reward(function(rollout), count_actions(rollout))
-    except BaseException as error:  # noqa: B036  whatever the user's function raises
+        with limit_call(limit, f"reward function {name} on the sample {rollout.prompt.id!r}"):
+            return parse_reward(function(rollout), count_actions(rollout))
+    except RewardTimeout:
+        return RewardFailure(describe_timeout(limit))
+    except BaseException as error:  # noqa: B036  whatever the user's function raises, sys.exit too
         return to_failure(error)
 
 
@@ -151,13 +131,16 @@ def count_actions(rollout: Rollout) -> int:
 
 
 def to_failure(error: BaseException) -> RewardFailure:
-    """Convert an exception into a one-line failure. Re-raises KeyboardInterrupt."""
-    if isinstance(error, KeyboardInterrupt):
+    """Convert an exception into a one-line failure. Re-raises KeyboardInterrupt and what our signal handlers raise."""
+    frames = traceback.extract_tb(error.__traceback__)
+    source_file = Path(frames[-1].filename)
+    is_ours = source_file.is_relative_to(_PACKAGE_FOLDER) and source_file.parent != Path(__file__).parent
+    if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and is_ours):
         raise error
     if isinstance(error, RewardError):
         return RewardFailure(str(error))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) != Path(__file__)]
-    location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    user_frames = [frame for frame in frames if Path(frame.filename) != Path(__file__)]
+    location = f" ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else ""
     return RewardFailure(f"it raised {plugins.format_error(error)}{location}")
 
 
@@ -167,7 +150,8 @@ def to_failure(error: BaseException) -> RewardFailure:
 def serve(wire: socket.socket, shared_args: dict[str, Any], order: dict[str, Any]) -> None:
     """Load the functions and answer requests until the other end closes.
 
-    shared_args: {"specs", "limit"}; order: {"kind"}.
+    shared_args: {"specs", "limit"}. order: {"kind"}: `sync` for functions that are called one at a time, or `async` for
+    coroutine functions, which are awaited concurrently.
     """
     try:
         functions = list(load_functions(shared_args["specs"]).values())
@@ -180,7 +164,7 @@ def serve(wire: socket.socket, shared_args: dict[str, Any], order: dict[str, Any
         return
     for number, content in iter_orders(wire):
         function, rollout = _decode_call(content)
-        wire.sendall(encode_frame({"number": number, **_encode_verdict(call(functions[function], rollout))}))
+        wire.sendall(encode_frame({"number": number, **asdict(call(functions[function], rollout))}))
 
 
 async def _serve_async(wire: socket.socket, functions: Sequence[RewardFunction], limit: float) -> None:
@@ -190,7 +174,7 @@ async def _serve_async(wire: socket.socket, functions: Sequence[RewardFunction],
 
     async def answer_call(number: int, function: int, rollout: Rollout) -> None:
         verdict = await call_async(functions[function], rollout, limit)
-        writer.write(encode_frame({"number": number, **_encode_verdict(verdict)}))
+        writer.write(encode_frame({"number": number, **asdict(verdict)}))
 
     while True:
         try:
@@ -208,23 +192,15 @@ def _decode_call(content: bytes) -> tuple[int, Rollout]:
     return function, rollout
 
 
-def _encode_verdict(verdict: RewardResult) -> dict[str, Any]:
-    if isinstance(verdict, RewardFailure):
-        return {"failed": verdict.reason}
-    return {"reward": verdict.reward, "parts": dict(verdict.parts), "turns": list(verdict.turns)}
-
-
 def decode_verdict(response: Mapping[str, Any], num_turns: int) -> RewardResult:
     """Decode a response. Raises RewardError or KeyError for a malformed one."""
-    if "failed" in response:
-        return RewardFailure(str(response["failed"]))
+    if "reason" in response:
+        return RewardFailure(str(response["reason"]))
     parse_number(response["reward"], "it")
-    reward = parse_reward({name: response[name] for name in ("reward", "parts", "turns")}, num_turns)
-    assert isinstance(reward, Reward)
-    return reward
+    return parse_reward({name: response[name] for name in ("reward", "parts", "turns")}, num_turns)
 
 
-_PACKAGE_FOLDER = Path(__file__).parents[1]
+# --- in the rank ----------------------------------------------------------------------------------------------
 
 
 def score(
@@ -252,89 +228,26 @@ def score(
                 failed.add(number)
         return len(failed) <= max_failed
 
-    deadline = Deadline(timeout) if functions and math.isfinite(timeout) else None
-    with deadline or nullcontext():
-        for name, function in functions.items():
-            if is_async(function):
-                asyncio.run(_score_async(name, function, rollouts, timeout, record))
-                continue
+    async def score_async(name: str, number: int) -> bool:
+        verdict = await call_async(functions[name], _copy_rollout(rollouts[number]), timeout)
+        return record(number, name, verdict)
+
+    for name, function in functions.items():
+        if is_async(function):
+            asyncio.run(call_while(partial(score_async, name), len(rollouts), MAX_CONCURRENT))
+        else:
             for number, rollout in enumerate(rollouts):
-                if len(failed) > max_failed or not record(
-                    number, name, _call_with_deadline(name, function, rollout, deadline)
-                ):
+                if not record(number, name, call(function, _copy_rollout(rollout), timeout, name)):
                     break
-    if len(failed) > max_failed:
-        return [mark_unscored(verdict_by_name, list(functions)) for verdict_by_name in verdicts]
+        if len(failed) > max_failed:
+            return [mark_unscored(verdict_by_name, list(functions)) for verdict_by_name in verdicts]
     return verdicts
-
-
-async def _score_async(
-    name: str,
-    function: RewardFunction,
-    rollouts: Sequence[Rollout],
-    timeout: float,
-    record: Callable[[int, str, RewardResult], bool],
-) -> None:
-    semaphore = asyncio.Semaphore(MAX_CONCURRENT)
-
-    async def score_rollout(number: int, rollout: Rollout) -> None:
-        async with semaphore:
-            verdict = await call_async(function, _copy_rollout(rollout), timeout)
-        if not record(number, name, verdict):
-            for task in set(tasks) - {asyncio.current_task()}:
-                task.cancel()
-
-    tasks = [asyncio.create_task(score_rollout(number, rollout)) for number, rollout in enumerate(rollouts)]
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
-            raise result
-
-
-def _call_with_deadline(
-    name: str, function: RewardFunction, rollout: Rollout, deadline: Deadline | None
-) -> RewardResult:
-    copied_rollout = _copy_rollout(rollout)
-    try:
-        try:
-            if deadline is not None:
-                deadline.begin(f"reward function {name} on the sample {rollout.prompt.id!r}")
-            return parse_reward(function(copied_rollout), count_actions(rollout))
-        finally:
-            if deadline is not None:
-                deadline.end()
-    except RewardTimeout:
-        return RewardFailure(describe_timeout(0.0 if deadline is None else deadline.seconds))
-    except BaseException as error:  # noqa: B036  whatever the user's function raises, sys.exit too
-        source_file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        if (
-            isinstance(error, SystemExit)
-            and source_file.is_relative_to(_PACKAGE_FOLDER)
-            and source_file.parent != Path(__file__).parent
-        ):
-            raise  # raised by one of our signal handlers, which interrupted the function
-        return to_failure(error)
 
 
 def _copy_rollout(rollout: Rollout) -> Rollout:
     """Return the rollout with copies of everything that a function could mutate."""
-    prompt = replace(
-        rollout.prompt,
-        messages=_copy_value(rollout.prompt.messages),
-        ground_truth=_copy_value(rollout.prompt.ground_truth),
-        extra=_copy_value(rollout.prompt.extra),
-    )
+    prompt, messages = copy.deepcopy((rollout.prompt, rollout.messages))
     turns = tuple(map(replace, rollout.turns))  # constructing a turn makes its arrays read-only; pickling undoes it
-    messages = _copy_value(rollout.messages)
     return replace(
         rollout, prompt=prompt, turns=turns, messages=messages, reward_parts={}, routing=None, sampling_mask=None
     )
-
-
-def _copy_value(value: Any) -> Any:
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if type(value) is dict:
-        return {key: _copy_value(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)([_copy_value(item) for item in value])
-    return copy.deepcopy(value)

@@ -14,20 +14,16 @@ from megarl.rewards import composite
 from megarl.rewards.functions import load_functions
 from megarl.rewards.judge import Judge, JudgeOptions
 from megarl.rewards.sequence_classifier import ClassifierOptions
-from megarl.rewards.service import HttpOptions, HttpScorer, Service, ServiceOptions
+from megarl.rewards.service import HttpScorer, Service, ServiceOptions
 from megarl.types.requirements import Requirements
 from megarl.types.reward_values import MAX_REWARD
 
-_SERVICE_OPTIONS = {"http": ServiceOptions, "judge": JudgeOptions}
+_OPTIONS = {"http": ServiceOptions, "judge": JudgeOptions, "transformers": ClassifierOptions}
 
 
-def options_for_model(options: Mapping[str, Any], service: str) -> dict[str, Any]:
-    """Return the role's options that configure the backend of `reward.model`. service: the other backend, if any."""
-    return _without(options, _SERVICE_OPTIONS.get(service))
-
-
-def _without(options: Mapping[str, Any], other: type[ClassifierOptions] | type[HttpOptions] | None) -> dict[str, Any]:
-    """Return the options without `reward_fn` and those of the other backend."""
+def options_without(options: Mapping[str, Any], other_backend: str) -> dict[str, Any]:
+    """Return the role's options without `reward_fn` and those of its other backend, if any."""
+    other = _OPTIONS.get(other_backend)
     other_names = {field.name for field in dataclasses.fields(other)} if other else set()
     return {name: value for name, value in options.items() if name not in other_names and name != "reward_fn"}
 
@@ -35,20 +31,17 @@ def _without(options: Mapping[str, Any], other: type[ClassifierOptions] | type[H
 def build_service(config: Config, options: Mapping[str, Any]) -> HttpScorer | None:
     """Build the client of the reward service or judge, None without one. Raises ConfigError for invalid options."""
     model, service_backend = role_backends(config, "reward")
-    service_options = _without(options, ClassifierOptions if model == "transformers" else None)
+    service_options = options_without(options, model)
     if service_backend == "http":
         return Service(ServiceOptions.read(service_options))
     return Judge(JudgeOptions.read(service_options)) if service_backend == "judge" else None
 
 
 def check_reward(config: Config, requirements: Requirements, options: dict[str, Any]) -> None:
-    """Raise ConfigError if nothing computes a reward, or if a backend and its options do not match.
-
-    options: options of the role's worker, one of ours; may include `reward_fn`.
-    """
+    """Raise ConfigError if nothing computes a reward, or if a backend and its options do not match."""
     functions, model = list(load_functions(config.reward.functions)), config.reward.model
     backend, service_backend = role_backends(config, "reward")
-    model_opts = options_for_model(options, service_backend)
+    model_opts = options_without(options, service_backend)
     service = build_service(config, options)
     if not service and backend != "transformers" and model_opts:
         raise ConfigError(
@@ -69,8 +62,8 @@ def check_reward(config: Config, requirements: Requirements, options: dict[str, 
         )
     reward_fn = options.get("reward_fn")
     function_names = functions if reward_fn is None else [getattr(reward_fn, "__name__", "reward_fn")]
-    other_names = [composite.PART] if has_environment else []
-    other_names += [*(["model"] if model else []), *([service.part] if service else [])]
+    parts = (has_environment and composite.PART, model and "model", service and service.part)
+    other_names = [part for part in parts if part]
     check_names(function_names, other_names)
     check_weights(config.reward.weights, [*function_names, *other_names])
 
@@ -83,10 +76,7 @@ def check_names(functions: Collection[str], other_parts: Collection[str]) -> Non
 
 
 def has_environment_reward(config: RolloutConfig, has_other_parts: bool) -> bool:
-    """Return whether any environment has a `reward`. others: whether the reward has other parts.
-
-    Raises ConfigError for an environment without a reward if there are no other parts either.
-    """
+    """Return whether any environment has a `reward`. Raises ConfigError for one without any part of the reward."""
     environments = load_catalog(config).environments.values()
     for environment in environments:
         if not environment.has_reward and not has_other_parts:

@@ -10,16 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from megarl.config import Config, ConfigError, plugins, strict
 from megarl.models.family import is_classifier
 from megarl.parallel import device
+from megarl.rewards.service import OPTIONS_PREFIX
 from megarl.types import Ids, Rollout, as_token_ids
 from megarl.utils.text import replace_surrogates
-
-OPTIONS_PREFIX = "roles.reward.options."
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,7 @@ class ClassifierOptions:
 
 
 def resolve_label(hf: Mapping[str, Any], options: ClassifierOptions, path: str) -> int:
-    """Return the index of the logit that is the score.
-
-    Raises ConfigError if `path` is not a classifier, or if the label is unknown or ambiguous.
-    """
+    """Return the index of the logit that is the score. Raises ConfigError for no classifier, and for a wrong label."""
     if not is_classifier(hf):
         architecture = (hf.get("architectures") or ["nothing"])[0]
         raise ConfigError(
@@ -58,27 +54,20 @@ def resolve_label(hf: Mapping[str, Any], options: ClassifierOptions, path: str) 
     names = [str(id2label.get(str(i), f"LABEL_{i}")) for i in range(int(hf.get("num_labels") or len(id2label) or 2))]
     if not options.label and len(names) > 1:
         raise ConfigError(
-            f"reward.model={path} has {len(names)} labels, and a score is one number: set "
-            f"{OPTIONS_PREFIX}label to the one "
-            f"whose logit it is ({', '.join(names[:20])})"
+            f"reward.model={path} has {len(names)} labels, and a score is one number: set {OPTIONS_PREFIX}label to the "
+            f"one whose logit it is ({', '.join(names[:20])})"
         )
-    if not options.label:
-        return 0
     numbers = list(map(str, range(len(names))))
-    for candidates in (names, numbers):
-        if options.label in candidates:
-            return candidates.index(options.label)
+    for labels in (names, numbers, [""]):
+        if options.label in labels:
+            return labels.index(options.label)
     raise ConfigError(
         f"{OPTIONS_PREFIX}label={options.label}: reward.model={path} has the labels {', '.join(names[:20])}"
     )
 
 
 class ClassifierTokenizer:
-    """Turn rollouts into a classifier's input ids.
-
-    policy_tokenizer: the policy's tokenizer. Raises ConfigError if the classifier has no tokenizer, or has a different
-    one without a chat template.
-    """
+    """Turns rollouts into a classifier's input ids. Raises ConfigError if it lacks a tokenizer or a chat template."""
 
     def __init__(self, path: str, hf: Mapping[str, Any], policy_tokenizer: Any, options: ClassifierOptions) -> None:
         from transformers import AutoTokenizer
@@ -100,7 +89,16 @@ class ClassifierTokenizer:
 
     def tokenize(self, rollout: Rollout) -> Ids:
         """Return the input ids. Raises ConfigError for a conversation that is too long or that the template rejects."""
-        ids = rollout.token_ids if self.is_policy_tokenizer else self._render(rollout)
+        ids = rollout.token_ids
+        if not self.is_policy_tokenizer:
+            try:
+                text = self.tokenizer.apply_chat_template(list(rollout.messages), tokenize=False)
+            except Exception as error:  # jinja2's errors, and errors that a template raises on purpose
+                raise ConfigError(
+                    f"the chat template of reward.model={self.path} cannot render the sample {rollout.prompt.id!r}: "
+                    f"{plugins.format_error(error)[:500]}"
+                ) from None
+            ids = as_token_ids(self.tokenizer.encode(replace_surrogates(str(text)), add_special_tokens=False))
         if not len(ids):
             raise ConfigError(f"reward.model={self.path}: the sample is empty: {rollout.prompt.id!r}")
         if len(ids) > self.limit and self.on_overlong == "error":
@@ -111,30 +109,15 @@ class ClassifierTokenizer:
             )
         return ids
 
-    def _render(self, rollout: Rollout) -> Ids:
-        try:
-            text = self.tokenizer.apply_chat_template(list(rollout.messages), tokenize=False)
-        except Exception as error:  # jinja2's errors, and errors that a template raises on purpose
-            raise ConfigError(
-                f"the chat template of reward.model={self.path} cannot render the sample {rollout.prompt.id!r}: "
-                f"{plugins.format_error(error)[:500]}"
-            ) from None
-        return as_token_ids(self.tokenizer.encode(replace_surrogates(str(text)), add_special_tokens=False))
-
 
 def get_context_length(hf: Mapping[str, Any], tokenizer_limit: int) -> int:
     """Return the context length in tokens: at most `tokenizer_limit`, which is huge if the tokenizer does not know."""
-    context_length = next(
-        (hf[name] for name in ("max_position_embeddings", "n_positions") if hf.get(name)), tokenizer_limit
-    )
+    context_length = hf.get("max_position_embeddings") or hf.get("n_positions") or tokenizer_limit
     return min(int(context_length), tokenizer_limit)
 
 
 class Classifier:
-    """The unsharded classifier in a folder, on this rank's device.
-
-    Raises ConfigError if transformers cannot load it or finds weights missing.
-    """
+    """The unsharded classifier in a folder. Raises ConfigError if transformers cannot load it or misses weights."""
 
     def __init__(self, path: str, label: int, options: ClassifierOptions) -> None:
         from transformers import AutoModelForSequenceClassification
@@ -176,11 +159,9 @@ class Classifier:
         scores = [0.0] * len(texts)
         lengths = [len(text) for text in texts]
         for batch in batches(lengths, 1 if self.padding is None else budget):
-            longest = max(lengths[i] for i in batch)
-            ids = torch.full((len(batch), longest), self.padding or 0, dtype=torch.int64)
-            mask = torch.zeros_like(ids)
-            for row, i in enumerate(batch):
-                ids[row, : lengths[i]], mask[row, : lengths[i]] = texts[i], 1
+            rows = [texts[i].long() for i in batch]
+            ids = pad_sequence(rows, batch_first=True, padding_value=self.padding or 0)
+            mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
             logits = self.model(input_ids=ids.to(target_device), attention_mask=mask.to(target_device)).logits
             for i, score in zip(batch, logits[:, self.label].float().tolist(), strict=True):
                 scores[i] = score
@@ -188,13 +169,9 @@ class Classifier:
 
 
 def batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Return batches of text indices, longest first.
-
-    A batch has at most `budget` tokens, padded to its longest text.
-    """
-    order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist()
+    """Return batches of text indices, longest first, of at most `budget` tokens padded to the longest text."""
     result: list[list[int]] = []
-    for i in order:
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if result and (len(result[-1]) + 1) * lengths[result[-1][0]] <= budget:
             result[-1].append(i)
         else:

@@ -1,21 +1,7 @@
-"""Rewards from an external service over HTTP, and the HTTP client that judges use, too.
+"""Rewards from an external service over HTTP, whose protocol `SCORERS.md` documents, and the client of such services.
 
-The complete protocol: each request is a `POST` with `Content-Type: application/json` and a batch of conversations:
-
-    {"conversations": [{"id": "17", "data_source": "gsm8k", "prompt": [{"role": "user", "content": "2+3?"}],
-                        "messages": [.., {"role": "assistant", "content": "5"}], "answer": "5", "status": "stop",
-                        "ground_truth": "5", "extra": {}}]}
-
-`messages` is the whole conversation, `prompt` its beginning, `answer` the policy's last message, and `status` the
-reason why it ended; the other fields come from the data set's row. The response has status 200 and is a JSON list with
-one entry per conversation, in order: a number, or `{"reward": 0.5, "parts": {"style": 0.2}}`. The parts are logged but
-not added. Before the first step each URL receives a `GET`, to which any response will do.
-
-An entry of any other form fails its rollout. A response that is not such a list fails all rollouts of its request. A
-lost connection, a timeout, and the statuses 429 and 5xx are transient: the request is retried on the next URL after an
-exponentially growing delay. Anything else is final. Redirects are not followed, and proxies from the environment are
-ignored. Loopback and private addresses are refused unless the options allow them. The check runs when a connection is
-made, on the address that it goes to, so a name that later resolves to another address is refused, too.
+A lost connection, a timeout, and the statuses 429 and 5xx are retried on the next URL; anything else is final. Whether
+an address is public is checked when a connection is made, so a name that later resolves to another one is refused, too.
 """
 
 from __future__ import annotations
@@ -28,9 +14,9 @@ import random
 import re
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 from urllib.parse import parse_qsl, urlsplit
 
 import aiohttp
@@ -39,9 +25,9 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, sto
 
 from megarl.config import Config, ConfigError, Range, plugins, strict
 from megarl.config.strict import PositiveInt, Seconds
-from megarl.rewards.composite import NOT_SCORED
+from megarl.rewards.composite import NOT_SCORED, call_while
 from megarl.types import Rollout
-from megarl.types.reward_values import RewardError, RewardFailure, ServiceReward, parse_number
+from megarl.types.reward_values import Reward, RewardError, RewardFailure, RewardResult, parse_number
 from megarl.utils.addresses import is_known_private, is_public
 
 OPTIONS_PREFIX = "roles.reward.options."
@@ -88,13 +74,11 @@ class HttpOptions:
                 is_valid = False
             if not is_valid:
                 raise ConfigError(f"{OPTIONS_PREFIX}url: {url!r} is not a URL such as http://judge:8000/score")
-            if parts.username or parts.password:
+            query = parse_qsl(parts.query, keep_blank_values=True)
+            has_key = any(_SECRET.search(name) for name, _ in query)
+            if secret := "a password" if parts.username or parts.password else "a key" if has_key else "":
                 raise ConfigError(
-                    f"{OPTIONS_PREFIX}url holds a password, which would be in every log; use {OPTIONS_PREFIX}auth_env"
-                )
-            if any(_SECRET.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True)):
-                raise ConfigError(
-                    f"{OPTIONS_PREFIX}url holds a key, which would be in every log; use {OPTIONS_PREFIX}auth_env"
+                    f"{OPTIONS_PREFIX}url holds {secret}, which would be in every log; use {OPTIONS_PREFIX}auth_env"
                 )
             if not result.private and is_known_private(parts.hostname or ""):
                 raise ConfigError(f"{OPTIONS_PREFIX}url: {url} {_remedy(parts.hostname or '')}")
@@ -105,87 +89,123 @@ class HttpOptions:
         return result
 
 
-@dataclass(frozen=True)
-class HttpResponse:
+class HttpResponse(NamedTuple):
     """A successful response. url: the URL that responded."""
 
     url: str
     data: bytes
 
 
-class HttpClient:
-    """Client of one service. service_name: its name in messages."""
+class HttpScorer(ABC):
+    """Client of a service that scores rollouts, up to `batch_size` per request. service_name: its name in messages."""
 
-    def __init__(self, options: HttpOptions, service_name: str) -> None:
-        self.options, self.service_name = options, service_name
+    part: str
+    """Name of its part of the reward."""
+    path, status_path = "", ""
+    """Appended to the URLs of requests, and of the check whether they respond."""
+
+    def __init__(self, options: HttpOptions, service_name: str, batch_size: int) -> None:
+        self.options, self.service_name, self._batch_size = options, service_name, batch_size
         self._random = random.Random()  # separate from the generator that a checkpoint restores
-        self._limit = int(options.answer_mb * 1e6)
+
+    @abstractmethod
+    def _encode(self, rollout: Rollout) -> Mapping[str, Any]:
+        """Return what is sent of a rollout."""
+
+    def _join(self, texts: Sequence[bytes]) -> bytes:
+        """Return the body of a request for these encoded rollouts."""
+        return texts[0]
+
+    @abstractmethod
+    def _parse(self, response: HttpResponse, count: int) -> Sequence[RewardResult]:
+        """Return the `count` rewards of a response."""
 
     def check_credentials(self) -> None:
         """Raise ConfigError if this process lacks the `auth_env` variable."""
         self._headers()
 
-    def check_reachable(self, path: str = "") -> None:
+    def check_reachable(self) -> None:
         """Raise ConfigError unless each URL responds, with whatever status."""
-        asyncio.run(self._check_reachable(path))
+
+        async def check() -> None:
+            async with self._session() as session:
+                for url in self.options.url:
+                    response = await self._request_with_retry(session, [url], self.status_path, None)
+                    if isinstance(response, RewardFailure):
+                        raise ConfigError(response.reason)
+
+        asyncio.run(check())
+
+    def score(self, rollouts: Sequence[Rollout], max_failed: float = math.inf) -> list[RewardResult]:
+        """Return the reward of each rollout, or the reason of a failure.
+
+        max_failed: once more rollouts than this have failed, the others are no longer sent and are `NOT_SCORED`.
+        """
+        results: list[RewardResult] = [NOT_SCORED] * len(rollouts)
+        encoded: list[tuple[int, bytes]] = []
+        for number, rollout in enumerate(rollouts):
+            try:
+                encoded.append((number, orjson.dumps(self._encode(rollout), option=orjson.OPT_SERIALIZE_NUMPY)))
+            except TypeError as error:  # also a lone surrogate
+                reason = f"the sample cannot be sent to a {self.service_name} as JSON: {error}"
+                results[number] = RewardFailure(reason)
+        num_failed = len(rollouts) - len(encoded)
+        batches = [encoded[i : i + self._batch_size] for i in range(0, len(encoded), self._batch_size)]
+
+        def record(index: int, response: HttpResponse | RewardFailure) -> bool:
+            nonlocal num_failed
+            count = len(batches[index])
+            parsed = [response] * count if isinstance(response, RewardFailure) else self._parse(response, count)
+            for (number, _), result in zip(batches[index], parsed, strict=True):
+                results[number] = result
+                num_failed += isinstance(result, RewardFailure)
+            return num_failed <= max_failed
+
+        self.post_all([self._join([text for _, text in batch]) for batch in batches], record)
+        return results
 
     def post_all(
         self,
         bodies: Sequence[bytes],
-        path: str = "",
-        should_continue: Callable[[int, HttpResponse | RewardFailure], bool] = lambda number, answer: True,
+        should_continue: Callable[[int, HttpResponse | RewardFailure], bool] = lambda number, response: True,
     ) -> list[HttpResponse | RewardFailure]:
         """Send one request per body and return the responses in order.
 
         should_continue: called with each response as it arrives. Once it returns False, no further request is sent,
         requests in flight are cancelled, and bodies without a response get `NOT_SCORED`. Only status 200 is a response.
         """
-        return asyncio.run(self._post_all(bodies, path, should_continue))
+        urls = self.options.url
+        responses: list[HttpResponse | RewardFailure] = [NOT_SCORED] * len(bodies)
 
-    def max_duration(self, requests: int) -> float:
-        """Return the maximum seconds that this many requests may take."""
-        num_rounds = -(-requests // self.options.concurrency)
+        async def post_bodies() -> None:
+            async def post(number: int) -> bool:
+                start = number % len(urls)
+                rotation = urls[start:] + urls[:start]
+                responses[number] = await self._request_with_retry(session, rotation, self.path, bodies[number])
+                return should_continue(number, responses[number])
+
+            async with self._session() as session:
+                await call_while(post, len(bodies), self.options.concurrency)
+
+        asyncio.run(post_bodies())
+        return responses
+
+    def max_duration(self, count: int) -> float:
+        """Return the maximum seconds that this many rollouts of a rank may take."""
+        num_rounds = -(-count // (self._batch_size * self.options.concurrency))
         return num_rounds * self.options.tries * (self.options.timeout + _MAX_PAUSE_S)
 
     def to_failure(self, url: str, problem: str) -> RewardFailure:
         """Return a one-line failure with secrets redacted."""
-        return RewardFailure(self._redact(f"the {self.service_name} {url}: {problem}"))
-
-    async def _check_reachable(self, path: str) -> None:
-        async with self._session() as session:
-            for url in self.options.url:
-                response = await self._request_with_retry(session, [url], path, None)
-                if isinstance(response, RewardFailure):
-                    raise ConfigError(response.reason)
-
-    async def _post_all(
-        self, bodies: Sequence[bytes], path: str, should_continue: Callable[[int, HttpResponse | RewardFailure], bool]
-    ) -> list[HttpResponse | RewardFailure]:
-        semaphore = asyncio.Semaphore(self.options.concurrency)
-        urls = self.options.url
-        responses: list[HttpResponse | RewardFailure] = [NOT_SCORED] * len(bodies)
-
-        async def post(number: int, body: bytes) -> None:
-            async with semaphore:
-                start = number % len(urls)
-                responses[number] = await self._request_with_retry(session, urls[start:] + urls[:start], path, body)
-            if not should_continue(number, responses[number]):
-                for task in set(tasks) - {asyncio.current_task()}:
-                    task.cancel()
-
-        async with self._session() as session:
-            tasks = [asyncio.create_task(post(number, body)) for number, body in enumerate(bodies)]
-            for result in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
-                    raise result
-        return responses
+        text = f"the {self.service_name} {url}: {problem}"
+        if self.options.auth_env:
+            text = text.replace(self._secret().partition(" ")[2], "***")
+        return RewardFailure(text)
 
     def _session(self) -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(limit=0, happy_eyeballs_delay=None, socket_factory=self._socket)
-        timeout = aiohttp.ClientTimeout(total=self.options.timeout)
         return aiohttp.ClientSession(
-            timeout=timeout,
-            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=self.options.timeout),
+            connector=aiohttp.TCPConnector(limit=0, happy_eyeballs_delay=None, socket_factory=self._socket),
             headers=self._headers(),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -203,11 +223,9 @@ class HttpClient:
             return HttpResponse(url, await self._request(session, url.rstrip("/") + path if path else url, body))
 
         tries = self.options.tries
+        is_transient = retry_if_exception_type(_TransientError)
         retrying = AsyncRetrying(
-            stop=stop_after_attempt(tries),
-            wait=self._retry_delay,
-            retry=retry_if_exception_type(_TransientError),
-            reraise=True,
+            stop=stop_after_attempt(tries), wait=self._retry_delay, retry=is_transient, reraise=True
         )
         try:
             return await retrying(attempt)
@@ -217,10 +235,7 @@ class HttpClient:
             return self.to_failure(url, str(error))
 
     def _retry_delay(self, state: RetryCallState) -> float:
-        """Return the seconds before the next attempt.
-
-        The jitter keeps requests that failed together from retrying together.
-        """
+        """Return the seconds before the next attempt, with jitter so that failed requests do not retry together."""
         longest: float = self.options.pause * 2.0 ** min(state.attempt_number - 1, 30)
         return min(longest, _MAX_PAUSE_S) * self._random.uniform(0.5, 1.0)
 
@@ -231,7 +246,7 @@ class HttpClient:
                 status, data = response.status, bytearray()
                 async for chunk in response.content.iter_chunked(_CHUNK):
                     data += chunk
-                    if len(data) > self._limit:
+                    if len(data) > self.options.answer_mb * 1e6:
                         raise _PermanentError(
                             f"its answer has more than {self.options.answer_mb:g} MB; see {OPTIONS_PREFIX}answer_mb"
                         )
@@ -245,9 +260,9 @@ class HttpClient:
         if body is None or status == 200:
             return bytes(data)
         if 300 <= status < 400:
+            target = preview(location.encode())
             raise _PermanentError(
-                f"it redirects to {preview(location.encode())}, which is not followed; set {OPTIONS_PREFIX}url to its "
-                f"target"
+                f"it redirects to {target}, which is not followed; set {OPTIONS_PREFIX}url to its target"
             )
         problem = f"it answered with status {status}: {preview(data)}"
         raise (_TransientError if status >= 500 or status == 429 else _PermanentError)(problem)
@@ -271,12 +286,6 @@ class HttpClient:
             raise ConfigError(f"{prefix} holds characters that are not allowed in a header")
         return secret if " " in secret else f"Bearer {secret}"
 
-    def _redact(self, text: str) -> str:
-        if not self.options.auth_env:
-            return text
-        _, _, secret = self._secret().partition(" ")
-        return text.replace(secret, "***")
-
 
 def preview(data: bytes | bytearray | str) -> str:
     """Return the beginning of a response, for a message."""
@@ -297,8 +306,6 @@ class _TransientError(_PermanentError):
     pass
 
 
-PART = "service"
-"""Name of this part of the reward."""
 _MAX_PARTS = 32
 _PART_NAME = re.compile(r"[\w./-]{1,64}", re.ASCII)
 
@@ -311,76 +318,17 @@ class ServiceOptions(HttpOptions):
     """Conversations per request."""
 
 
-class HttpScorer(ABC):
-    """Client that scores rollouts by requests, each of which holds up to `batch_size` rollouts."""
-
-    part: str
-    """Name of its part of the reward."""
-    path = ""
-    """Appended to the URLs of requests."""
-
-    def __init__(self, options: HttpOptions, service_name: str, batch_size: int) -> None:
-        self.client, self._batch_size = HttpClient(options, service_name), batch_size
-
-    def check_reachable(self) -> None:
-        """Raise ConfigError unless each URL responds, with whatever status."""
-        self.client.check_reachable()
-
-    def score(self, rollouts: Sequence[Rollout], max_failed: float = math.inf) -> list[ServiceReward | RewardFailure]:
-        """Return the reward of each rollout, or the reason of a failure.
-
-        max_failed: once more rollouts than this have failed, the others are no longer sent and are `NOT_SCORED`.
-        """
-        rewards: list[ServiceReward | RewardFailure] = [NOT_SCORED] * len(rollouts)
-        encoded: list[tuple[int, bytes]] = []
-        for number, rollout in enumerate(rollouts):
-            text = self._encode(rollout)
-            if isinstance(text, RewardFailure):
-                rewards[number] = text
-            else:
-                encoded.append((number, text))
-        failed = len(rollouts) - len(encoded)
-        batches = [encoded[i : i + self._batch_size] for i in range(0, len(encoded), self._batch_size)]
-
-        def record(index: int, response: HttpResponse | RewardFailure) -> bool:
-            nonlocal failed
-            count = len(batches[index])
-            parsed = [response] * count if isinstance(response, RewardFailure) else self._parse(response, count)
-            for (number, _), reward in zip(batches[index], parsed, strict=True):
-                rewards[number] = reward
-                failed += isinstance(reward, RewardFailure)
-            return failed <= max_failed
-
-        self.client.post_all([self._join([text for _, text in batch]) for batch in batches], self.path, record)
-        return rewards
-
-    def max_duration(self, count: int) -> float:
-        """Return the maximum seconds that this many rollouts of a rank may take."""
-        return self.client.max_duration(-(-count // self._batch_size))
-
-    @abstractmethod
-    def _encode(self, rollout: Rollout) -> bytes | RewardFailure: ...
-
-    @abstractmethod
-    def _join(self, texts: Sequence[bytes]) -> bytes:
-        """Return the body of a request for these encoded rollouts."""
-
-    @abstractmethod
-    def _parse(self, response: HttpResponse, count: int) -> Sequence[ServiceReward | RewardFailure]:
-        """Return the `count` rewards of a response."""
-
-
 class Service(HttpScorer):
     """Client of a reward service."""
 
-    part = PART
+    part = "service"
 
     def __init__(self, options: ServiceOptions) -> None:
         super().__init__(options, "reward service", options.batch)
 
-    def _encode(self, rollout: Rollout) -> bytes | RewardFailure:
+    def _encode(self, rollout: Rollout) -> Mapping[str, Any]:
         prompt = rollout.prompt
-        fields = {
+        return {
             "id": prompt.id,
             "data_source": prompt.data_source,
             "prompt": prompt.messages,
@@ -390,46 +338,41 @@ class Service(HttpScorer):
             "ground_truth": prompt.ground_truth,
             "extra": prompt.extra,
         }
-        try:
-            return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
-        except TypeError as error:
-            return RewardFailure(f"the sample cannot be sent to a reward service as JSON: {error}")
 
     def _join(self, texts: Sequence[bytes]) -> bytes:
         return b'{"conversations": [' + b", ".join(texts) + b"]}"
 
-    def _parse(self, response: HttpResponse, count: int) -> Sequence[ServiceReward | RewardFailure]:
+    def _parse(self, response: HttpResponse, count: int) -> Sequence[RewardResult]:
         try:
             entries = orjson.loads(response.data)
         except ValueError:
             problem = f"its answer is not JSON: {preview(response.data)}"
-            return [self.client.to_failure(response.url, problem)] * count
+            return [self.to_failure(response.url, problem)] * count
         if not isinstance(entries, list) or len(entries) != count:
             what = f"a list of {len(entries)}" if isinstance(entries, list) else f"a {type(entries).__name__}"
             problem = f"its answer to {count} conversations must be a list of as many, not {what}: "
-            return [self.client.to_failure(response.url, problem + preview(response.data))] * count
-        return [self._parse_entry(response.url, entry) for entry in entries]
-
-    def _parse_entry(self, url: str, entry: Any) -> ServiceReward | RewardFailure:
-        parts: dict[str, Any] = {}
-        try:
-            if isinstance(entry, dict):
-                if "reward" not in entry:
-                    raise RewardError(f"it returned no `reward`, but {preview(strict.short_repr(entry))}")
-                entry, parts = entry["reward"], _check_parts(entry.get("parts") or {})
-            reward = parse_number(entry, "it")
-            return reward, {name: parse_number(part, f"it, as the part {name},") for name, part in parts.items()}
-        except RewardError as error:
-            return self.client.to_failure(url, str(error))
+            return [self.to_failure(response.url, problem + preview(response.data))] * count
+        results: list[RewardResult] = []
+        for entry in entries:
+            try:
+                results.append(_parse_entry(entry))
+            except RewardError as error:
+                results.append(self.to_failure(response.url, str(error)))
+        return results
 
 
-def _check_parts(parts: Any) -> dict[str, Any]:
-    """Return the parts of an entry. Their names are restricted, because they become log columns and metric names."""
+def _parse_entry(entry: Any) -> Reward:
+    if not isinstance(entry, dict):
+        return Reward(parse_number(entry, "it"))
+    if "reward" not in entry:
+        raise RewardError(f"it returned no `reward`, but {preview(strict.short_repr(entry))}")
+    parts = entry.get("parts") or {}
     if not isinstance(parts, dict):
         raise RewardError(f"it returned `parts` that are not a mapping, but {preview(strict.short_repr(parts))}")
     if len(parts) > _MAX_PARTS:
         raise RewardError(f"it returned {len(parts)} parts; {_MAX_PARTS} are allowed")
-    for name in parts:
+    for name in parts:  # it becomes a column of the log and a metric
         if not _PART_NAME.fullmatch(name):
             raise RewardError(f"it returned a part with the name {preview(strict.short_repr(name))}; use letters")
-    return parts
+    reward = parse_number(entry["reward"], "it")
+    return Reward(reward, {name: parse_number(part, f"it, as the part {name},") for name, part in parts.items()})

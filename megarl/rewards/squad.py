@@ -42,7 +42,12 @@ def f1(rollout: Rollout) -> float:
     no words: 1.0 if both have none, else 0.0. Extraction and normalization are those of `exact_match`.
     """
     answer = Counter(normalize(extract_answer(rollout.answer)).split())
-    return max(_f1(answer, Counter(normalize(truth).split())) for truth in parse_truths(rollout.prompt.ground_truth))
+    scores = []
+    for text in parse_truths(rollout.prompt.ground_truth):
+        truth = Counter(normalize(text).split())
+        num_words = answer.total() + truth.total()
+        scores.append(2 * (answer & truth).total() / num_words if answer and truth else float(num_words == 0))
+    return max(scores)
 
 
 def normalize(text: str) -> str:
@@ -59,17 +64,7 @@ def parse_truths(ground_truth: Any) -> list[str]:
         answers = answers.tolist()
     if isinstance(answers, str | int | float) and not isinstance(answers, bool):
         answers = [answers]
-    if (
-        not isinstance(answers, list | tuple)
-        or not answers
-        or not all(isinstance(answer, str | int | float) for answer in answers)
-    ):
+    is_list = isinstance(answers, list | tuple) and len(answers) > 0
+    if not is_list or not all(isinstance(answer, str | int | float) for answer in answers):
         raise ValueError(f"the ground truth {str(ground_truth)[:200]!r} is neither a text nor a list of them")
     return [str(answer) for answer in answers]
-
-
-def _f1(answer: Counter[str], truth: Counter[str]) -> float:
-    words = answer.total() + truth.total()
-    if not answer or not truth:
-        return float(words == 0)
-    return 2 * (answer & truth).total() / words

@@ -13,10 +13,7 @@ _GROUPS = re.compile(r"(?<![\d.,])[0-9]{1,3}(?:(?:\\[,;:! ]|\{\\?,\}|[ \u00a0\u2
 
 
 def join_thousands(text: str) -> str:
-    r"""Join the digit groups of numbers in a result: `1 080`, `1\,080`, `1{,}080` become `1080`.
-
-    Not for prose, where the first form may be two numbers.
-    """
+    r"""Join the digit groups of a result, not of prose: `1 080`, `1\,080`, `1{,}080` become `1080`."""
     return _GROUPS.sub(lambda match: re.sub(r"[^0-9]", "", match.group()), text)
 
 
@@ -50,6 +47,7 @@ def parse_number(value: object) -> Decimal | None:
     return numbers[0]
 
 
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # or an escaped character
 _BARE = re.compile(r"[^\s$\\{}]{1,50}")
 
 
@@ -63,34 +61,23 @@ def extract_boxed(text: str) -> str | None:
     start = find_box(text)
     if start < 0:
         return None
-    start += len(r"\boxed") if text.startswith(r"\boxed", start) else len(r"\fbox")
-    while text[start : start + 1].isspace():
-        start += 1
-    if text[start : start + 1] == "{":
-        content = extract_braced(text, start)
+    text = text[start:].removeprefix(r"\boxed").removeprefix(r"\fbox").lstrip()
+    if text.startswith("{"):
+        content = extract_braced(text, 0)
         return None if content is None else content.strip()
-    token = _BARE.match(text, start)  # TeX also boxes a single token without braces: \boxed5
+    token = _BARE.match(text)  # TeX also boxes a single token without braces: \boxed5
     return token.group() if token else None
 
 
 def extract_braced(text: str, start: int) -> str | None:
-    r"""Return the content of the braces that open at `start`, or None if none open there or they are unclosed.
-
-    Escaped braces `\{` and `\}` do not count.
-    """
+    r"""Return the content of the braces that open at `start`, or None if none do or they are unclosed. `\{` is none."""
     if text[start : start + 1] != "{":
         return None
-    depth, position = 0, start
-    while position < len(text):
-        if text[position] == "\\":
-            position += 1
-        elif text[position] == "{":
-            depth += 1
-        elif text[position] == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start + 1 : position]
-        position += 1
+    depth = 0
+    for match in _BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(match.group(), 0)
+        if depth == 0:
+            return text[start + 1 : match.start()]
     return None
 
 

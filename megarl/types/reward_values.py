@@ -35,9 +35,6 @@ class RewardFailure:
 
 RewardResult = Reward | RewardFailure
 
-ServiceReward = tuple[float, dict[str, float]]
-"""The amount that a service adds to a rollout's reward, and its parts by name."""
-
 MAX_REWARD = 1e6
 """Above it fp32 cannot distinguish advantages: sums of squares have 24 bits."""
 

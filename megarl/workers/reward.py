@@ -35,7 +35,7 @@ from megarl.rewards.functions import check_function, load_functions
 from megarl.rewards.reward_pool import PendingVerdicts, RewardPool, Verdicts
 from megarl.rewards.reward_process import GRACE_S, MAX_CONCURRENT, score
 from megarl.rewards.reward_settings import build_service, check_names, check_weights, has_environment_reward
-from megarl.types import Reward, RewardFailure, RewardResult, Rollout, Rollouts, Turn
+from megarl.types import Reward, RewardResult, Rollout, Rollouts, Turn
 from megarl.workers.context import Context, Worker
 
 
@@ -146,7 +146,7 @@ class RewardWorker(Worker):
     def start(self) -> None:
         """Raises ConfigError if the service does not respond."""
         if self.service is not None:
-            run_on_all(self.service.client.check_credentials)
+            run_on_all(self.service.check_credentials)
             run_on_all(self.service.check_reachable, rank_zero_only=True)
 
     def wait_ready(self) -> None:
@@ -203,8 +203,7 @@ class RewardWorker(Worker):
         results: list[RewardResult] = []
 
         def ask_service() -> None:
-            for result in service.score(rollouts.local, self.config.reward.max_failed_frac * len(rollouts)):
-                results.append(result if isinstance(result, RewardFailure) else Reward(*result))
+            results.extend(service.score(rollouts.local, self.config.reward.max_failed_frac * len(rollouts)))
 
         with with_timeout(max(self.config.run.distributed_timeout_s, service.max_duration(max_local))):
             run_on_all(ask_service)

@@ -15,7 +15,7 @@ from megarl.data.packing import partition
 from megarl.models.registry import load_hf_config
 from megarl.parallel.placement import placement_of, role_backends, role_config
 from megarl.parallel.ranks import run_on_all
-from megarl.rewards.reward_settings import options_for_model
+from megarl.rewards.reward_settings import options_without
 from megarl.rewards.sequence_classifier import Classifier, ClassifierOptions, ClassifierTokenizer, resolve_label
 from megarl.types import Rollout, Rollouts, TrainBatch
 from megarl.types.reward_values import RewardResult, parse_model_score
@@ -70,7 +70,7 @@ class ClassifierRewardWorker(RewardWorker):
 
     def __init__(self, context: Context, reward_fn: Callable[[Rollout], float] | None = None, **options: Any) -> None:
         super().__init__(context, reward_fn, **options)
-        self.options = ClassifierOptions.read(options_for_model(options, role_backends(self.config, "reward")[1]))
+        self.options = ClassifierOptions.read(options_without(options, role_backends(self.config, "reward")[1]))
         self.members = placement_of(self.config).ranks_of("reward")
         self._truncated_frac = 0.0
 

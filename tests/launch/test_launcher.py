@@ -28,7 +28,7 @@ ENVIRONMENT |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 LAUNCHER = """
 import sys
-from megarl.launch import launcher
+from megarl.launch import launcher, restarts
 from megarl.processes.children import inherit_orphans
 launcher.ORPHAN_TIMEOUT_S = 1.0
 launcher.STOPPED_MARGIN_S = 0.5
@@ -38,7 +38,7 @@ def attempt(environment):
     return launch.run(environment)
 inherit_orphans()
 with launcher.record_signals(pending):
-    sys.exit(launcher.run_with_restarts(attempt, pending))
+    sys.exit(launcher.run_with_restarts(attempt, restarts.RestartTracker().decide, pending))
 """
 RANK = """
 import os, pathlib, sys, time

@@ -83,20 +83,23 @@ def test_what_no_launcher_of_the_job_has_said_is_refused(monkeypatch: pytest.Mon
         port = int(probe.getsockname()[1])
     first = MultiNode(0, 2, "127.0.0.1", port)
     second = MultiNode(1, 2, "127.0.0.1", port)
-    assert first.agree_port(0, 0) == second.agree_port(0, 0)
+    assert first.agree_port(0) == second.agree_port(0)
     somebody = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     somebody.set("1/port", "1")
+    second.attempt = 1
     with pytest.raises(ForgedError):
-        second.agree_port(1, 0)
+        second.agree_port(0)
     somebody.set("2/port", somebody.get("0/port"))  # what was said of something else
+    second.attempt = 2
     with pytest.raises(ForgedError):
-        second.agree_port(2, 0)
+        second.agree_port(0)
     somebody.set("0/next", '[true, 0, "", 0.0, ""]')
-    after = second.decide_next(0, NodeReport("n1"), None)
+    second.attempt = 0
+    after = second.decide_next(NodeReport("n1"), None)
     assert not after.should_restart and "no longer responds: refused" in after.text
     monkeypatch.setenv("MEGARL_SECRET", "b" * 32)
     with pytest.raises(ForgedError, match="its nodes have different secrets, see MEGARL_SECRET in SECURITY.md"):
-        MultiNode(1, 2, "127.0.0.1", port).agree_port(0, 0)
+        MultiNode(1, 2, "127.0.0.1", port).agree_port(0)
 
 
 class TwoNodes:

@@ -12,7 +12,6 @@ from megarl.processes.messages import (
     Frame,
     FrameDecoder,
     encode_frame,
-    encode_order,
     iter_orders,
     read_frame,
     read_order,
@@ -65,13 +64,13 @@ def test_what_is_cut_off_or_too_long() -> None:
 
 def test_orders_have_numbers() -> None:
     ours, theirs = socket.socketpair()
-    ours.sendall(encode_order(7, b"do") + encode_order(8, b""))
+    ours.sendall(encode_frame({"number": 7}, [b"do"]) + encode_frame({"number": 8}, [b""]))
     ours.close()
     assert [(number, bytes(content)) for number, content in iter_orders(theirs)] == [(7, b"do"), (8, b"")]
 
     async def one() -> tuple[int, bytes]:
         reader = asyncio.StreamReader()
-        reader.feed_data(encode_order(-1, b"x"))
+        reader.feed_data(encode_frame({"number": -1}, [b"x"]))
         number, content = await read_order(reader)
         return number, bytes(content)
 

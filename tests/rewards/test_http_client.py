@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config import ConfigError
 from megarl.rewards import service as module
-from megarl.rewards.service import HttpClient, HttpOptions, HttpResponse, preview
+from megarl.rewards.service import HttpOptions, HttpResponse, Service, ServiceOptions, preview
 from megarl.types.reward_values import RewardFailure
 from megarl.utils.addresses import is_public
 
@@ -29,8 +29,8 @@ def server() -> Iterator[Judging]:
         yield judging
 
 
-def asker(url: Any, **options: Any) -> HttpClient:
-    return HttpClient(HttpOptions.read({"url": url, "pause": 0, "tries": 2, **options}), "service")
+def asker(url: Any, **options: Any) -> Service:
+    return Service(ServiceOptions.read({"url": url, "pause": 0, "tries": 2, **options}))
 
 
 @pytest.mark.alone
@@ -177,7 +177,8 @@ def test_what_is_secret_is_sent_and_never_said(
 def test_hosts_that_no_name_can_be_are_asked_once(name: str) -> None:
     (failed,) = asker(f"http://{name}:1/x").post_all([b"1"])
     assert isinstance(failed, RewardFailure) and failed.reason.endswith("; set roles.reward.options.url")
-    assert failed.reason.startswith(f"the service http://{name}:1/x: UnicodeError: ") and "tries" not in failed.reason
+    assert failed.reason.startswith(f"the reward service http://{name}:1/x: UnicodeError: ")
+    assert "tries" not in failed.reason
 
 
 @pytest.mark.alone
@@ -229,7 +230,7 @@ def test_an_answer_has_a_largest_size(server: Judging) -> None:
 
 @pytest.mark.alone
 def test_pauses_double_and_end(server: Judging) -> None:
-    one = HttpClient(HttpOptions.read({"url": server.url, "private": True, "pause": 1}), "service")
+    one = Service(ServiceOptions.read({"url": server.url, "private": True, "pause": 1}))
     state: Any = type("State", (), {})()
     for attempt, most in ((1, 1), (2, 2), (3, 4), (4, 8), (5, 10), (400, 10)):
         state.attempt_number = attempt

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megarl.config import ConfigError
 from megarl.rewards.judge import PROMPT, Judge, JudgeOptions, fill_template, format_question
 from megarl.types import Prompt, Rollout, Turn
-from megarl.types.reward_values import RewardFailure
+from megarl.types.reward_values import Reward, RewardFailure
 
 sys.path.insert(0, str(Path(__file__).parent))
 from judging_server import Judging, says  # noqa: E402
@@ -49,7 +49,7 @@ def judge(server: Judging, **options: Any) -> Judge:
 def test_what_is_sent(server: Judging) -> None:
     prompt = 'Q {question}\nA {answer}\nT {ground_truth} {"json": 1} {0} {}'
     one = judge(server, prompt=prompt, pattern=r"\d+", request={"max_tokens": 7, "seed": 3}, max_score=100)
-    assert one.score([rollout("five")]) == [(36.0, {})]
+    assert one.score([rollout("five")]) == [Reward(36.0)]
     ((kind, path, body),) = server.requests
     assert (kind, path) == ("POST", "/v1/chat/completions")
     content = 'Q 2+3?\nA five\nT 5 {"json": 1} {0} {}'
@@ -76,7 +76,7 @@ def test_where_it_is(server: Judging, end: str, path: str) -> None:
 def test_scores_are_in_their_order(server: Judging) -> None:
     server.answers = [0.2, 0.0, 0.1]
     rollouts = [rollout("x" * number, number=number) for number in (3, 1, 4, 1, 5)]
-    assert judge(server, concurrency=3).score(rollouts) == [(3, {}), (1, {}), (4, {}), (1, {}), (5, {})]
+    assert judge(server, concurrency=3).score(rollouts) == [Reward(3), Reward(1), Reward(4), Reward(1), Reward(5)]
     assert judge(server).score([]) == [] and server.most == 3
 
 
@@ -96,7 +96,7 @@ def test_scores_are_in_their_order(server: Judging) -> None:
 )
 def test_the_last_score_counts(server: Judging, text: str, score: float) -> None:
     server.answers = [(200, json.dumps(says(text)).encode())]
-    assert judge(server).score([rollout("five")]) == [(score, {})]
+    assert judge(server).score([rollout("five")]) == [Reward(score)]
 
 
 def said(text: Any, **about: Any) -> tuple[int, bytes]:
@@ -138,7 +138,7 @@ def test_what_gives_no_score(server: Judging, answer: Any, complaint: str | None
     server.answers = [answer, answer]
     (found,) = judge(server, tries=2).score([rollout("five")])
     if complaint is None:
-        assert found == (5.0, {})
+        assert found == Reward(5.0)
     else:
         assert isinstance(found, RewardFailure) and complaint in found.reason and found.reason.isprintable()
         assert found.reason.startswith(f"the judge {server.address}/v1: ")
@@ -147,7 +147,7 @@ def test_what_gives_no_score(server: Judging, answer: Any, complaint: str | None
 def test_one_that_failed_leaves_the_others(server: Judging) -> None:
     server.answers = [said("no")]
     first, second, third = judge(server, concurrency=1).score([rollout("a"), rollout("\ud800"), rollout("abc")])
-    assert isinstance(first, RewardFailure) and third == (3.0, {})
+    assert isinstance(first, RewardFailure) and third == Reward(3.0)
     assert isinstance(second, RewardFailure) and second.reason.startswith(
         "the sample cannot be sent to a judge as JSON: "
     )
@@ -156,8 +156,8 @@ def test_one_that_failed_leaves_the_others(server: Judging) -> None:
 def test_patterns_of_ones_own(server: Judging) -> None:
     server.answers = [said("A [[7]] b"), said("verdict 9 of 10"), said("grade: B"), said("5" * 30 + "x")]
     rated = judge(server, pattern=r"\[\[(\d+)\]\]")
-    assert rated.score([rollout("x")]) == [(7.0, {})]
-    assert judge(server, pattern=r"\d(?= of)").score([rollout("x")]) == [(9.0, {})]
+    assert rated.score([rollout("x")]) == [Reward(7.0)]
+    assert judge(server, pattern=r"\d(?= of)").score([rollout("x")]) == [Reward(9.0)]
     (odd,) = judge(server, pattern=r"grade: (.)").score([rollout("x")])
     assert isinstance(odd, RewardFailure) and "found 'B', which is not a number" in odd.reason
 

@@ -35,7 +35,7 @@ def test_an_engine_scores(asked: dict[str, Any]) -> None:
     one = judge(asked, request={"max_tokens": 12, "regex": "Score: [0-9]"})
     one.check_reachable()
     found = one.score([rollout("5"), rollout("six"), rollout("5")])
-    scores = [said[0] for said in found if not isinstance(said, RewardFailure)]
+    scores = [said.reward for said in found if not isinstance(said, RewardFailure)]
     assert len(scores) == 3 and scores[0] == scores[2] and all(0 <= score <= 9 for score in scores), found
 
 

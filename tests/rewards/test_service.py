@@ -15,7 +15,7 @@ from megarl.config import ConfigError
 from megarl.rewards.composite import NOT_SCORED
 from megarl.rewards.service import Service, ServiceOptions
 from megarl.types import Prompt, Rollout, Turn
-from megarl.types.reward_values import RewardFailure
+from megarl.types.reward_values import Reward, RewardFailure
 
 sys.path.insert(0, str(Path(__file__).parent))
 from judging_server import Judging  # noqa: E402
@@ -44,7 +44,7 @@ def service(server: Judging, **options: Any) -> Service:
 
 def test_what_is_sent(server: Judging) -> None:
     one = rollout(3, "a b", ground_truth=np.int64(2), extra={"level": [1, 2]})
-    assert service(server).score([one]) == [(2.0, {"style": 0.5})]
+    assert service(server).score([one]) == [Reward(2.0, {"style": 0.5})]
     ((kind, path, body),) = server.requests
     assert (kind, path) == ("POST", "/score")
     user, said = ({"role": "user", "content": "how many?"}, {"role": "assistant", "content": "a b"})
@@ -55,7 +55,7 @@ def test_what_is_sent(server: Judging) -> None:
 def test_answers_are_in_their_order_however_long_they_take(server: Judging) -> None:
     server.answers = [0.3, 0.0, 0.1]
     found = service(server, batch=2, concurrency=3).score(ROLLOUTS)
-    assert found == [(number, {"style": 0.5}) for number in range(1, 8)]
+    assert found == [Reward(number, {"style": 0.5}) for number in range(1, 8)]
     assert sorted(len(batch) for batch in server.batches()) == [1, 2, 2, 2]
     assert service(server).score([]) == []
 
@@ -69,7 +69,7 @@ def test_so_many_requests_at_once() -> None:
 
 def test_plain_numbers_will_do() -> None:
     with Judging(lambda conversation: len(conversation["answer"]) > 4) as judging:
-        assert service(judging).score(ROLLOUTS[:2]) == [(0.0, {}), (1.0, {})]
+        assert service(judging).score(ROLLOUTS[:2]) == [Reward(0.0), Reward(1.0)]
 
 
 def test_several_addresses_in_turn(server: Judging) -> None:
@@ -81,7 +81,7 @@ def test_several_addresses_in_turn(server: Judging) -> None:
 def test_what_may_pass_is_tried_again(server: Judging) -> None:
     """A lost connection, a time-out, an overload, a failure."""
     server.answers = [None, 5.0, (429, b"slowly"), (503, b"not yet")]
-    assert service(server, timeout=0.5).score(ROLLOUTS[:1]) == [(1.0, {"style": 0.5})]
+    assert service(server, timeout=0.5).score(ROLLOUTS[:1]) == [Reward(1.0, {"style": 0.5})]
     assert len(server.requests) == 5
 
 
@@ -135,7 +135,7 @@ def test_what_comes_back_is_named_with_its_address(server: Judging, answer: Any,
 def test_one_that_failed_leaves_the_others(server: Judging) -> None:
     server.answers = [(200, b'[1, null, {"reward": 3, "parts": {"a": 1}}]')]
     first, second, third = service(server, batch=3).score(ROLLOUTS[:3])
-    assert (first, third) == ((1.0, {}), (3.0, {"a": 1.0}))
+    assert (first, third) == (Reward(1.0), Reward(3.0, {"a": 1.0}))
     assert isinstance(second, RewardFailure) and "it returned a NoneType" in second.reason
 
 
@@ -148,7 +148,7 @@ def test_a_request_that_failed_leaves_the_others(server: Judging) -> None:
 def test_what_cannot_be_sent_is_not(server: Judging) -> None:
     odd = [rollout(1, "x", extra={"a": {1}}), ROLLOUTS[1], rollout(2, "\ud800")]
     first, second, third = service(server).score(odd)
-    assert second == (2.0, {"style": 0.5})
+    assert second == Reward(2.0, {"style": 0.5})
     for failed in (first, third):
         assert isinstance(failed, RewardFailure)
         assert failed.reason.startswith("the sample cannot be sent to a reward service as JSON: ")

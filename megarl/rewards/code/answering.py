@@ -1,9 +1,8 @@
 """Runs in the answer's box: execute the answer or call its functions, and report the outcome. Knows no expected value.
 
-The answer shares the interpreter and can forge any report, so a report is data to be compared outside the box, by the
-process that has the expected values. Each test runs in its own process, forked after the answer's imports, so
-`sys.exit`, `os._exit`, an endless loop, or leftovers of one test affect that test alone. Uses only the standard library
-and `plain.py`.
+The answer can forge any report, so a report is data to be compared outside the box. Each test runs in its own process,
+forked after the answer's imports, so an exit, an endless loop, or leftovers of one test affect that test alone. Uses
+only the standard library and `plain.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from typing import Any
 
 from megarl.rewards.code.plain import decode, encode
 
-_NAME = "solution"
 _CHUNK = 1 << 16
 WALL_CLOCK_FACTOR = 4
 """Wall-clock seconds allowed per CPU second, because other processes run concurrently."""
@@ -33,8 +31,7 @@ WALL_CLOCK_FACTOR = 4
 
 def load(sources: list[str], setup: str, post_setup: str) -> dict[str, Any]:
     """Execute the first source that compiles and return its namespace. Raises whatever the source raises."""
-    module = ModuleType(_NAME)
-    sys.modules[_NAME] = module
+    module = sys.modules["solution"] = ModuleType("solution")
     sys.setrecursionlimit(50_000)
     exec(compile(setup, "<given>", "exec"), module.__dict__)
     exec(_compiled(sources), module.__dict__)
@@ -53,26 +50,21 @@ def _compiled(sources: list[str]) -> Any:
 
 
 def call(names: Mapping[str, Any], request: Mapping[str, Any]) -> Any:
-    """Run one call and return its encoded value.
-
-    Uses a method of class `Solution` if there is one (LeetCode's form).
-    """
+    """Run one call, maybe of a method of class `Solution` (LeetCode's form), and return its encoded value."""
     if "source" in request:
         value = eval(compile(request["source"], "<test>", "eval"), dict(names))
     else:
         name = request["name"]
         function = names[name] if name in names else getattr(names["Solution"](), name)
-        value = function(
-            *map(decode, request["args"]), **{key: decode(argument) for key, argument in request["kwargs"].items()}
-        )
+        keywords = {key: decode(argument) for key, argument in request["kwargs"].items()}
+        value = function(*map(decode, request["args"]), **keywords)
     return encode(value)
 
 
 def main(send: Callable[[int, Any], None], job: Mapping[str, Any]) -> None:
     """Run the tests in order, each for at most `seconds` of CPU, and send each outcome.
 
-    An outcome is {"value"}, {"raised"}, {"out", "status"}, {"late"}, or {"large"}. The first test that times out is the
-    last that runs.
+    An outcome is {"value"}, {"raised"}, {"out", "status"}, {"large"}, or {"late"}, after which no further test runs.
     """
     devnull = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
@@ -113,15 +105,13 @@ def _call(pipe: int, names: Mapping[str, Any], test: Mapping[str, Any]) -> int:
 def _run(program: Any, stdin: str, pipe: int) -> int:
     with tempfile.TemporaryFile(dir=os.getcwd()) as file:
         file.write(stdin.encode(errors="replace"))
-        file.flush()
         file.seek(0)
         os.dup2(file.fileno(), 0)
     os.dup2(pipe, 1)
     os.close(pipe)
     sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
     sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)
-    module = ModuleType("__main__")
-    sys.modules["__main__"] = module
+    module = sys.modules["__main__"] = ModuleType("__main__")
     sys.setrecursionlimit(50_000)
     status = 0
     try:
@@ -152,7 +142,10 @@ def _run_forked(work: Callable[[int], int], seconds: float, max_bytes: int) -> d
     output = bytearray()
     deadline, is_late = monotonic() + WALL_CLOCK_FACTOR * seconds, False
     while len(output) <= max_bytes:
-        remaining = min(deadline - monotonic(), seconds - _read_cpu_seconds(child))
+        cpu_seconds = 0.0
+        with contextlib.suppress(OSError):
+            cpu_seconds = clock_gettime((~child << 3) | 2)  # the kernel's clock id of a process, with all its threads
+        remaining = min(deadline - monotonic(), seconds - cpu_seconds)
         if remaining <= 0:
             is_late = True
             break
@@ -169,14 +162,6 @@ def _run_forked(work: Callable[[int], int], seconds: float, max_bytes: int) -> d
     if exit_status is None:
         return {"late": True}
     return {"out": output.decode(errors="replace"), "status": exit_status}
-
-
-def _read_cpu_seconds(process: int) -> float:
-    """Return the CPU seconds of all threads of a process."""
-    try:
-        return clock_gettime((~process << 3) | 2)  # the kernel's clock id of a process
-    except OSError:
-        return 0.0
 
 
 def _reap(child: int, seconds: float) -> int | None:

@@ -1,17 +1,13 @@
 """Reward function for code: extract the code from an answer and count the hidden tests that it passes.
 
-The verdict is computed outside the sandbox, on values from its boxes.
-
 Program and call tests run in one box, which receives the inputs but not the expected values. Assertion tests use two
-boxes: the answer's, where its functions run, and the test's, where the test's text runs; requests between the two pass
-through here as plain values. A test passes only if its result arrives and is correct: an exit status proves nothing,
-and whatever an answer prints, patches, or forges is just a result.
+boxes, one for the answer's functions and one for the test's text. A test passes only if its result arrives and is
+correct: an exit status proves nothing, and whatever an answer prints, patches, or forges is just a result.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import re
@@ -35,7 +31,7 @@ from megarl.sandbox.results import Limits
 from megarl.types import Prompt, Rollout
 from megarl.types.reward_values import Reward
 
-_RESULT_BYTES_RANGE = (1 << 16, 1 << 22)
+_RESULT_BYTES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _MAX_OUTPUT_BYTES = 1 << 26
 _AGAIN_S = 60.0
 _MAX_REMEMBERED = 256
@@ -61,14 +57,13 @@ class Grading:
 
     def __post_init__(self) -> None:
         if self.max_tests < 1 or not (0 < self.seconds and 0 < self.total_seconds < math.inf) or self.memory_mb < 0:
-            raise ConfigError(
-                f"{self}: max_tests must be at least 1, seconds and total_seconds above 0, memory_mb not below 0"
-            )
+            bounds = "max_tests must be at least 1, seconds and total_seconds above 0, memory_mb not below 0"
+            raise ConfigError(f"{self}: {bounds}")
 
     def limits(self, output_bytes: int = 1 << 21, input_bytes: int = 0) -> Limits:
-        """Return a box's limits. room: bytes of results. given: bytes of the largest input."""
-        disk = 64 + (input_bytes >> 20)
-        return Limits(self.total_seconds + _STARTING_S, self.memory_mb, disk_mb=disk, output_bytes=output_bytes)
+        """Return a box's limits. output_bytes: of all results. input_bytes: of the largest input."""
+        disk_mb = 64 + (input_bytes >> 20)
+        return Limits(self.total_seconds + _STARTING_S, self.memory_mb, disk_mb=disk_mb, output_bytes=output_bytes)
 
 
 @dataclass(frozen=True)
@@ -84,10 +79,8 @@ class GradeResult:
 
 
 async def grade(code: str, problem: Problem, box: Sandbox, grading: Grading = Grading()) -> GradeResult:  # noqa: B008
-    """Run the tests of a problem on code as `extract_code` returns it. Empty code passes none.
-
-    Raises ConfigError or RuntimeError if there is no working sandbox, and ValueError for invalid tests.
-    """
+    """Run the tests of a problem on code from `extract_code`. Raises ConfigError or RuntimeError if there is no working
+    sandbox, and ValueError for invalid tests."""
     selected = problem.select_tests(grading.max_tests)
     if not code.strip():
         return GradeResult(0, len(selected))
@@ -105,14 +98,16 @@ async def grade(code: str, problem: Problem, box: Sandbox, grading: Grading = Gr
             passed += _has_passed(test, results.get(index))
             await asyncio.sleep(0)  # comparing megabytes takes a while: let other tasks run
     if assertions:
-        passed += await _grade_assertions(sources, problem, assertions, box, grading)
+        limits = grading.limits()
+        async with await box.interpreter(limits) as judge, await box.interpreter(limits) as answer:
+            passed += await _AssertionSession(judge, answer, grading).run(sources, problem, assertions)
     return GradeResult(passed, len(selected))
 
 
 async def _check_sandbox(problem_setup: str, box: Sandbox, grading: Grading) -> None:
-    """Check that a known-correct answer yields a result, so that a broken sandbox is not mistaken for a wrong answer.
+    """Raise RuntimeError if the sandbox is broken, rather than the answer wrong, or ValueError if the setup is.
 
-    Runs at most once per minute and setup. Raises RuntimeError if it does not, ValueError if the setup is to blame.
+    Runs a known-correct answer, at most once per minute and setup.
     """
     last_checked = _last_checked.setdefault(box, {})
     for setup in ("", problem_setup):
@@ -144,9 +139,9 @@ async def _run_tests(
     harness = embed_modules("plain", "answering")
     harness += f"{embed_module_ref('answering')}.main(send, json.load(sys.stdin.buffer))"
     input_bytes = max(
-        len(test.stdin.encode(errors="replace")) if isinstance(test, ProgramTest) else 0 for test in tests
+        len(test.stdin.encode(errors="replace") if isinstance(test, ProgramTest) else b"") for test in tests
     )
-    limits = grading.limits(min(_MAX_OUTPUT_BYTES, 2 * result_bytes * len(tests) + _RESULT_BYTES_RANGE[0]), input_bytes)
+    limits = grading.limits(min(_MAX_OUTPUT_BYTES, 2 * result_bytes * len(tests) + _RESULT_BYTES[0]), input_bytes)
     return (await box.run_harness(harness, len(tests), stdin=json.dumps(job).encode(), limits=limits)).results
 
 
@@ -160,101 +155,67 @@ def _request(test: ProgramTest | CallTest) -> dict[str, Any]:
 
 
 def _choose_result_bytes(tests: Sequence[ProgramTest | CallTest]) -> int:
-    """Return the size limit of a result.
-
-    The same for all tests, because the size itself could give away an answer ("NO" is shorter than "YES").
-    """
+    """Return the size limit of a result: the same for all tests, because a size could give away an answer ("NO")."""
     longest = max(len(test.stdout) if isinstance(test, ProgramTest) else len(repr(test.expected)) for test in tests)
-    size = _RESULT_BYTES_RANGE[0]
-    while size < 8 * longest and size < _RESULT_BYTES_RANGE[1]:
-        size *= 4
-    return size
+    return next((size for size in _RESULT_BYTES if size >= 8 * longest), _RESULT_BYTES[-1])
 
 
 def _has_passed(test: ProgramTest | CallTest, outcome: Any) -> bool:
-    """Compare a result with the expectation.
-
-    outcome: arbitrary data from the box, trusted only as the value to compare.
-    """
+    """Compare a result, arbitrary data from the box, with the expectation."""
     if not isinstance(outcome, dict):
         return False
     if isinstance(test, ProgramTest):
         printed = outcome.get("out")
         exited_cleanly = type(outcome.get("status")) is int and outcome["status"] == 0
         return exited_cleanly and isinstance(printed, str) and matches_output(test.stdout, printed)
-    if "value" not in outcome:
-        return False
     try:
-        return is_correct(test, decode(outcome["value"]))
+        return "value" in outcome and is_correct(test, decode(outcome["value"]))
     except DecodeError:
         return False
 
 
-async def _grade_assertions(
-    sources: list[str], problem: Problem, tests: Sequence[AssertionTest], box: Sandbox, grading: Grading
-) -> int:
-    """Run assertion tests with two interpreters, one for the answer and one for the tests.
-
-    Raises ValueError for an invalid test.
-    """
-    passed = 0
-    async with contextlib.AsyncExitStack() as stack:
-        judge = await stack.enter_async_context(await box.interpreter(grading.limits()))
-        answer = await stack.enter_async_context(await box.interpreter(grading.limits()))
-        session = _AssertionSession(judge, answer, grading)
-        if not await session.load_answer(sources, problem):
-            return 0
-        for test in tests:
-            is_passed = await session.run_test(problem, test)
-            if is_passed is None:
-                break
-            passed += is_passed
-    return passed
-
-
 class _AssertionSession:
-    """Relay calls between a test and an answer until the test or the time has ended."""
+    """Relays calls between tests and an answer, which run in two interpreters, until the tests or the time end."""
 
     def __init__(self, test_interpreter: Interpreter, answer_interpreter: Interpreter, grading: Grading) -> None:
         self.test_interpreter, self.answer_interpreter = test_interpreter, answer_interpreter
         self.call_seconds = WALL_CLOCK_FACTOR * grading.seconds
         self.remaining_seconds = grading.total_seconds
 
-    async def load_answer(self, sources: list[str], problem: Problem) -> bool:
-        """Load the answer and the harnesses. Returns whether the answer could be loaded."""
-        for interpreter, names in (
-            (self.test_interpreter, ("plain", "judging")),
-            (self.answer_interpreter, ("plain", "answering")),
-        ):
-            prepared = await interpreter.run(embed_modules(*names), _STARTING_S + self.call_seconds)
+    async def run(self, sources: list[str], problem: Problem, tests: Sequence[AssertionTest]) -> int:
+        """Load the answer, run the tests, and return how many have passed. Raises ValueError for an invalid test."""
+        for interpreter, name in ((self.test_interpreter, "judging"), (self.answer_interpreter, "answering")):
+            prepared = await interpreter.run(embed_modules("plain", name), _STARTING_S + self.call_seconds)
             if not prepared.ok:
                 raise RuntimeError(f"the sandbox's interpreter does not start: {prepared.stderr or prepared.reason}")
+        load = f"{embed_module_ref('answering')}.load"
         setup_data = embed_data({"sources": [""], "setup": problem.setup, "post_setup": ""})
-        prepared = await self.answer_interpreter.run(
-            f"{embed_module_ref('answering')}.load(**{setup_data})", self.call_seconds
-        )
+        prepared = await self.answer_interpreter.run(f"{load}(**{setup_data})", self.call_seconds)
         if not prepared.ok:
             raise ValueError(f"the setup of its tests fails in the sandbox: {prepared.stderr[-300:]}")
         answer_data = embed_data({"sources": sources, "setup": problem.setup, "post_setup": problem.post_setup})
-        loaded = await self.answer_interpreter.run(
-            f"_megarl = {embed_module_ref('answering')}.load(**{answer_data})", self.call_seconds
-        )
+        loaded = await self.answer_interpreter.run(f"_megarl = {load}(**{answer_data})", self.call_seconds)
         self.remaining_seconds -= loaded.seconds
-        return loaded.ok
+        num_passed = 0
+        for test in tests if loaded.ok else ():
+            is_passed = await self._run_test(problem, test)
+            if is_passed is None:
+                break
+            num_passed += is_passed
+        return num_passed
 
-    async def run_test(self, problem: Problem, test: AssertionTest) -> bool | None:
+    async def _run_test(self, problem: Problem, test: AssertionTest) -> bool | None:
         """Run a test. Returns whether it passed, or None if no further test can run."""
+        judging, answering = embed_module_ref("judging"), embed_module_ref("answering")
         allow_nan = _NAN.search(problem.assertion_setup + test.source) is not None
         arguments = {"setup": problem.assertion_setup, "source": test.source, "names": problem.functions}
         test_data = embed_data({**arguments, "allow_nan": allow_nan})
-        message = await self._evaluate(self.test_interpreter, f"{embed_module_ref('judging')}.begin(**{test_data})")
+        message = await self._evaluate(self.test_interpreter, f"{judging}.begin(**{test_data})")
         while message is not None and "passed" not in message:
-            call = {name: message[name] for name in ("name", "args", "kwargs")}
-            outcome = await self._evaluate(
-                self.answer_interpreter, f"{embed_module_ref('answering')}.reply(_megarl, {embed_data(call)})"
-            )
+            call = embed_data({name: message[name] for name in ("name", "args", "kwargs")})
+            outcome = await self._evaluate(self.answer_interpreter, f"{answering}.reply(_megarl, {call})")
             reply = embed_data({"lost": True} if outcome is None else outcome)
-            message = await self._evaluate(self.test_interpreter, f"{embed_module_ref('judging')}.step({reply})")
+            message = await self._evaluate(self.test_interpreter, f"{judging}.step({reply})")
             if outcome is None:
                 return None
         if message is not None and message.get("wrong"):
@@ -268,9 +229,8 @@ class _AssertionSession:
         code = f"print('\\n' + {_MARK!r} + {expression}, flush=True)"
         output = await interpreter.run(code, min(self.call_seconds, self.remaining_seconds))
         self.remaining_seconds -= output.seconds
-        lines = output.stdout.split(_MARK)
         try:
-            message = json.loads(lines[-1]) if output.ok and len(lines) > 1 else None
+            message = json.loads(output.stdout.rpartition(_MARK)[2]) if output.ok and _MARK in output.stdout else None
         except (ValueError, RecursionError):
             return None
         return message if isinstance(message, dict) else None
@@ -328,10 +288,7 @@ def is_correct(test: CallTest, value: Any) -> bool:
 
 
 def matches_json(expected: Any, value: Any) -> bool:
-    """Compare as JSON would serialize the value: tuples are lists, keys are strings.
-
-    Expected floats have a tolerance.
-    """
+    """Compare as JSON would serialize the value: tuples are lists, keys are strings. Floats have a tolerance."""
     if isinstance(expected, float) and not isinstance(value, bool) and isinstance(value, int | float):
         return is_close(expected, value)
     if isinstance(expected, list):
@@ -348,10 +305,8 @@ def matches_json(expected: Any, value: Any) -> bool:
 
 def _key(key: Any) -> Any:
     """Return a dict key as JSON writes it."""
-    if key is None or isinstance(key, bool):
-        return {None: "null", True: "true", False: "false"}[key]
-    if isinstance(key, int) and key.bit_length() < 10_000:
-        return str(key)
+    if key is None or (isinstance(key, int) and key.bit_length() < 10_000):
+        return json.dumps(key)
     return repr(key) if isinstance(key, float) else key
 
 
@@ -373,18 +328,14 @@ def matches_output(expected: str, printed: str) -> bool:
         return True
     if len(expected_lines) != len(printed_lines):
         return False
-    for expected_line, printed_line in zip(expected_lines, printed_lines, strict=True):
-        expected_words, printed_words = expected_line.split(), printed_line.split()
-        if len(expected_words) != len(printed_words) or not all(map(_same_word, expected_words, printed_words)):
-            return False
-    return True
+    lines = [
+        (expected.split(), printed.split()) for expected, printed in zip(expected_lines, printed_lines, strict=True)
+    ]
+    return all(len(expected) == len(printed) and all(map(_same_word, expected, printed)) for expected, printed in lines)
 
 
 def _lines(text: str) -> list[str]:
-    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
+    return "\n".join(line.rstrip() for line in text.split("\n")).rstrip("\n").split("\n")
 
 
 def _same_word(expected: str, printed: str) -> bool:
@@ -425,10 +376,7 @@ def extract_code(answer: str) -> str:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """Return (lower-case language tag, content) of each fenced block.
-
-    A block ends at the next fence that begins a line, or without one at the next fence.
-    """
+    """Return (tag, content) of each fenced block, which ends at the next fence, preferably on a new line."""
     blocks, position = [], 0
     closing_fences: Iterator[int] = (match.end() for match in _END.finditer(text))
     end = next(closing_fences, -1)
@@ -462,11 +410,7 @@ class HiddenTests:
         self.grading, self.partial_credit = grading, partial_credit
 
     async def __call__(self, rollout: Rollout) -> Reward:
-        """Score a rollout. The sub-part `passed` is the fraction of tests passed.
-
-        Raises ValueError for a ground truth without tests or with invalid ones, and ConfigError or RuntimeError if
-        there is no working sandbox.
-        """
+        """Score a rollout. The sub-part `passed` is the fraction of tests passed. Raises as `grade` and `check`."""
         problem = parse_problem(rollout.prompt.ground_truth)
         result = await grade(extract_code(rollout.answer), problem, self._box, self.grading)
         reward = result.pass_rate if self.partial_credit else float(result.passed == result.tests)

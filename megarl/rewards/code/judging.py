@@ -1,13 +1,14 @@
 """Runs in the test's box, without the answer: execute tests that cannot be decomposed into calls.
 
-Stubs stand in for the answer's functions: each requests a call and receives a plain value, an exception's name, or
-nothing. A test runs in a thread, and `step` advances it from one stub call to the next: it takes the result of the last
-call and returns the next request or the test's outcome. Uses only the standard library and `plain.py`.
+Stubs stand in for the answer's functions. A test runs in a thread, and `step` advances it from one stub call to the
+next: it takes the result of the last call and returns the next request or the test's outcome. Uses only the standard
+library and `plain.py`.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import json
 import queue
 import threading
@@ -17,12 +18,8 @@ from typing import Any
 from megarl.rewards.code.plain import DecodeError, decode, encode
 
 _BLOCKED_EXCEPTIONS = (
-    "StopIteration",
-    "StopAsyncIteration",
-    "GeneratorExit",
-    "NameError",
-    "UnboundLocalError",
-    "ImportError",
+    *("StopIteration", "StopAsyncIteration", "GeneratorExit"),
+    *("NameError", "UnboundLocalError", "ImportError"),
 )
 """An answer could use these to end a test's loop early, or to look like a mistake of the test."""
 
@@ -68,13 +65,8 @@ class AssertionRun:
             if self.lost:
                 raise AnswerLost
             self.calls += 1
-            self.requests.put(
-                {
-                    "name": name,
-                    "args": list(map(encode, args)),
-                    "kwargs": {key: encode(value) for key, value in kwargs.items()},
-                }
-            )
+            keywords = {key: encode(value) for key, value in kwargs.items()}
+            self.requests.put({"name": name, "args": list(map(encode, args)), "kwargs": keywords})
             return self._decode_reply(self.replies.get())
 
         function.__name__ = name
@@ -82,11 +74,8 @@ class AssertionRun:
 
     def _decode_reply(self, reply: Mapping[str, Any]) -> Any:
         if "value" in reply:
-            try:
+            with contextlib.suppress(DecodeError):
                 value = decode(reply["value"])
-            except DecodeError:
-                value = None
-            else:
                 if self.allow_nan or not _has_nan(reply["value"]):
                     return value
         elif "raised" in reply:
@@ -103,10 +92,7 @@ def _exception(name: Any) -> BaseException:
 
 
 def _has_nan(data: Any) -> bool:
-    """Return whether an encoded value contains NaN.
-
-    Comparisons with NaN are false, so `not value > limit` would pass.
-    """
+    """Return whether an encoded value contains NaN, with which `not value > limit` would pass."""
     if not isinstance(data, list):
         return False
     if data[0] in ("float", "complex"):

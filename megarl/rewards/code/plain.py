@@ -1,16 +1,18 @@
 """Exchange plain values between processes that do not trust each other, as JSON. No pickle, no eval.
 
-Decoding yields only None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, and dict, whatever the
-sender had: an instance of a subclass with its own `__eq__` arrives as the plain value beneath it, and any other object
-as `Opaque`, which equals nothing. Uses only the standard library, because this module also runs in boxes.
+An instance of a subclass with its own `__eq__` arrives as the plain value beneath it, and any object that is not a
+plain value as `Opaque`, which equals nothing. Uses only the standard library, because this module also runs in boxes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 DEPTH = 100
 """Maximum nesting depth of containers."""
+_SEQUENCES = (list, tuple, set, frozenset)
+_CONTAINERS: dict[str, Any] = {base.__name__: base for base in _SEQUENCES} | {"iterator": iter}
 _SMALL = 1 << 53  # JSON numbers hold smaller integers exactly in any language
 _MAX_COLLISIONS = 64  # maximum members of a set or keys of a dict with the same hash, as (-1, -2) and (-2, -1) have
 
@@ -27,18 +29,16 @@ class Opaque:
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
-    def __eq__(self, other: object) -> bool:
+    def _refuse(self, other: object = None) -> bool:
         raise TypeError(f"a {self.kind} is not a plain value")
 
-    def __bool__(self) -> bool:
-        raise TypeError(f"a {self.kind} is not a plain value")
+    __eq__ = __bool__ = _refuse
 
 
 def encode(value: Any, max_values: int = 1 << 20) -> Any:
     """Return a value as JSON data: null, booleans, small integers, and strings unchanged, anything else as [kind, ..].
 
-    Exhausts an iterator. Raises OverflowError for more than `max_values` values in total, or containers nested too
-    deeply.
+    Exhausts an iterator. Raises OverflowError for more than `max_values` values, or too deeply nested containers.
     """
     remaining = [max_values]
 
@@ -65,14 +65,9 @@ def encode(value: Any, max_values: int = 1 << 20) -> Any:
             return ["bytes", bytes(value).hex()]
         if issubclass(kind, complex):
             return ["complex", float.hex(value.real), float.hex(value.imag)]
-        if issubclass(kind, list):
-            return ["list", *encode_items(list.__iter__(value), depth)]
-        if issubclass(kind, tuple):
-            return ["tuple", *encode_items(tuple.__iter__(value), depth)]
-        if issubclass(kind, set):
-            return ["set", *encode_items(set.__iter__(value), depth)]
-        if issubclass(kind, frozenset):
-            return ["frozenset", *encode_items(frozenset.__iter__(value), depth)]
+        for base in _SEQUENCES:
+            if issubclass(kind, base):
+                return [base.__name__, *encode_items(base.__iter__(value), depth)]
         if issubclass(kind, dict):
             return ["dict", *(item for pair in dict.items(value) for item in encode_items(pair, depth))]
         if kind.__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
@@ -116,25 +111,11 @@ def _decoded(data: Any, depth: int) -> Any:
             return Opaque(rest[0][:80])
         return float.fromhex(rest[0]) if kind == "float" else complex(*map(float.fromhex, rest))
     values = [_decoded(item, depth + 1) for item in rest]
-    if kind == "list":
-        return values
-    if kind == "tuple":
-        return tuple(values)
-    if kind == "iterator":
-        return iter(values)
-    if kind in ("set", "frozenset"):
-        return set(_check_hashes(values)) if kind == "set" else frozenset(_check_hashes(values))
+    keys = values if kind in ("set", "frozenset") else values[::2] if kind == "dict" else []
+    if max(Counter(map(hash, keys)).values(), default=0) > _MAX_COLLISIONS:
+        raise DecodeError("keys that share a hash")  # crafted keys would make the hash table slow
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind](values)
     if kind == "dict" and len(values) % 2 == 0:
-        return dict(zip(_check_hashes(values[::2]), values[1::2], strict=True))
+        return dict(zip(keys, values[1::2], strict=True))
     raise DecodeError("no kind of value")
-
-
-def _check_hashes(keys: list[Any]) -> list[Any]:
-    """Return the keys, or raise DecodeError if too many share a hash: crafted keys would make the hash table slow."""
-    counts: dict[int, int] = {}
-    for key in keys:
-        hash_value = hash(key)
-        counts[hash_value] = counts.get(hash_value, 0) + 1
-        if counts[hash_value] > _MAX_COLLISIONS:
-            raise DecodeError("keys that share a hash")
-    return keys

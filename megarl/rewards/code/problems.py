@@ -1,28 +1,14 @@
-"""Parse hidden tests in the formats of common data sets into a `Problem`.
+"""Parse hidden tests in the formats of common data sets, which `SCORERS.md` lists, into a `Problem`.
 
-Pure functions; an unknown format raises ValueError with the reason.
-
-    {"prompt", "test", "entry_point"}                               HumanEval, HumanEval+
-    {"test_list", "test_setup_code"?, "test_imports"?}               MBPP; MBPP+ has `test`, a text
-    {"inputs", "outputs", "fn_name"?}, or that as `input_output`     APPS, TACO, verl's and PRIME's
-    {"public_test_cases"?, "private_test_cases", "metadata"?}        LiveCodeBench
-    [{"input", "output", "fn_name"?, "testtype" | "type"?}, ..]      also as `test_cases` or `tests`
-    ["assert ..", ..], or Python source with assertions or functions `test_..`
-
-Each may be a value or its JSON. Packed tests are JSON, base64 of zlib-compressed JSON, or base64 of a zlib-compressed
-pickle of JSON, as in LiveCodeBench. Nothing is unpickled: the text is parsed out of a pickle that holds one string.
-
-Simple assertions are decomposed: `assert f(3) == [1, 2]` becomes the call `f(3)`, which goes to the answer's box, and
-the value `[1, 2]`, which stays outside. Anything more complex, such as `assert abs(f(3) - 0.1) < 1e-6` or statements
-that depend on one another, runs in a second box, which executes the test's text and exchanges only plain values with
-the answer. That text always comes from the data set, never from the policy.
+Nothing is unpickled: packed tests are parsed out of a pickle that holds one string. Simple assertions are decomposed:
+`assert f(3) == [1, 2]` becomes the call `f(3)`, which goes to the answer's box, and the value `[1, 2]`, which stays
+outside. Anything more complex runs in a second box, which exchanges only plain values with the answer.
 """
 
 from __future__ import annotations
 
 import ast
 import base64
-import binascii
 import builtins
 import json
 import pickletools
@@ -34,7 +20,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 Comparison = Literal["equal", "json", "packed", "is", "true", "false"]
-"""How to compare a value: with `==`; as JSON (`compare.matches_json`); as JSON where a list of one item also stands for
+"""How to compare a value: with `==`; as JSON (`grading.matches_json`); as JSON where a list of one item also stands for
 the item, as in APPS (`packed`); by identity with None, True, or False (`is`); or by truth value."""
 
 
@@ -48,11 +34,7 @@ class ProgramTest:
 
 @dataclass(frozen=True)
 class CallTest:
-    """A call of the answer's function.
-
-    Either `source` is the call, a Python expression without the expected value, or `name` is called with plain
-    `arguments`.
-    """
+    """A call of the answer's function: a Python expression `source`, or a call of `name` with plain `arguments`."""
 
     expected: Any
     comparison: Comparison = "equal"
@@ -105,12 +87,11 @@ _FRAMING_OPCODES = ("PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT",
 @lru_cache(maxsize=16)
 def unpack_tests(text: str) -> Any:
     """Decode packed tests. Cached for the samples of a prompt, so do not mutate the result. Raises ValueError."""
-    first_char = text.lstrip()[:1]
-    if first_char in ("[", "{", '"'):
-        return _parse_json(text)
+    if text.lstrip()[:1] in ("[", "{", '"'):
+        return _parse_json(text, "it")
     try:
         data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise ValueError("it is neither JSON nor base64") from None
     decompressor = zlib.decompressobj()
     try:
@@ -121,8 +102,9 @@ def unpack_tests(text: str) -> Any:
         raise ValueError(f"it has more than {MAX_BYTES >> 20} MiB")
     if not decompressor.eof:
         raise ValueError("it is truncated")
-    value = _parse_json(read_pickled_text(data) if data[:1] == b"\x80" else data.decode(errors="replace"))
-    return _parse_json(value) if isinstance(value, str) else value
+    text = read_pickled_text(data) if data[:1] == b"\x80" else data.decode(errors="replace")
+    value = _parse_json(text, "it")
+    return _parse_json(value, "it") if isinstance(value, str) else value
 
 
 def read_pickled_text(data: bytes) -> str:
@@ -141,11 +123,11 @@ def read_pickled_text(data: bytes) -> str:
     return texts[0]
 
 
-def _parse_json(text: str) -> Any:
+def _parse_json(text: str, subject: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not JSON: {error}") from None
+        raise ValueError(f"{subject} is not JSON: {error}") from None
 
 
 _BUILTIN = frozenset([*dir(builtins), "__name__"])
@@ -166,7 +148,11 @@ def parse_statements(
     trees = [parse_python(source, f"its test {source[:80]!r}") for source in sources]
     for tree in trees:
         tree.body = [statement for statement in tree.body if not _is_trivial(statement)]
-    modules = _collect_modules(trees) - collect_bound_names(parse_python(setup, "its setup"))
+    # Data sets often leave importing the modules whose members the tests use to the harness.
+    attributes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    modules = {node.value.id for node in attributes if isinstance(node.value, ast.Name)}
+    modules &= sys.stdlib_module_names | _MODULE_ALIASES.keys()
+    modules -= set().union(*map(collect_bound_names, [*trees, parse_python(setup, "its setup")]))
     setup = "\n".join([*(f"import {_MODULE_ALIASES.get(name, name)}" for name in sorted(modules)), setup]).strip()
     setup_tree = parse_python(setup, "its setup")
     defined_names = _BUILTIN | collect_bound_names(setup_tree)
@@ -205,12 +191,10 @@ def parse_test_module(source: str, setup: str = "") -> Problem:
     imports = [node for node in module.body if isinstance(node, ast.ImportFrom) and node.module in _ANSWER_MODULES]
     functions = [alias.name for node in imports for alias in node.names if alias.name != "*"]
     body = [node for node in module.body if node not in imports]
-    test_nodes: list[ast.stmt] = [
-        node for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test")
-    ]
-    if not test_nodes and all(
-        isinstance(node, ast.Assert | ast.Import | ast.ImportFrom) or _is_text(node) for node in body
-    ):
+    test_nodes: list[ast.stmt] = []
+    test_nodes += [node for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
+    simple = ast.Assert | ast.Import | ast.ImportFrom
+    if not test_nodes and all(isinstance(node, simple) or _is_text(node) for node in body):
         test_nodes = [node for node in body if isinstance(node, ast.Assert) and not _is_trivial(node)]
     if not test_nodes:
         return parse_statements([ast.unparse(ast.Module(body, []))], setup, False, functions)
@@ -232,17 +216,20 @@ def parse_humaneval(test: str, entry_point: str, prompt: str) -> Problem:
         raise ValueError(f"its `entry_point` {entry_point[:80]!r} is not a function name")
     check = checks[-1]
     candidate = check.args.args[0].arg
-    helpers = ast.unparse(
-        ast.Module([node for node in module.body if node is not check and not _is_check_call(node)], [])
-    )
-    body = [_Renamed(candidate, entry_point).visit(node) for node in check.body]
-    body = [node for node in body if not isinstance(node, ast.Pass) and not _is_text(node)]
+    calls = [node for node in module.body if isinstance(node, ast.Expr) and "check" in collect_read_names(node)]
+    helpers = ast.unparse(ast.Module([node for node in module.body if node is not check and node not in calls], []))
+    for node in ast.walk(check):
+        if isinstance(node, ast.Name) and node.id == candidate:
+            node.id = entry_point
+    body = [node for node in check.body if not isinstance(node, ast.Pass) and not _is_text(node)]
     if all(isinstance(node, ast.Assert) for node in body):
         sources = [ast.unparse(node) for node in body if not _is_trivial(node)]
     else:
         check.args, check.body = ast.parse("lambda: 0", mode="eval").body.args, body  # type: ignore[attr-defined]
         sources = [_as_statements(check)]
-    answer_setup = _drop_function(prompt, entry_point)
+    # The prompt's imports and other functions, without the requested one.
+    context = [node for node in parse_python(prompt, "its `prompt`").body if getattr(node, "name", "") != entry_point]
+    answer_setup = ast.unparse(ast.Module(context, []))
     return replace(
         parse_statements(sources, f"{answer_setup}\n{helpers}", False, [entry_point]),
         setup=answer_setup,
@@ -251,23 +238,19 @@ def parse_humaneval(test: str, entry_point: str, prompt: str) -> Problem:
 
 
 def extract_call(statement: ast.stmt, names: set[str], setup_visible: bool = True) -> CallTest | None:
-    """Return the call test that an assertion amounts to, or None if it is more complex.
+    """Return the call test of an assertion that compares a call with a literal, or asserts its truth; else None.
 
-    It must compare a call with a literal, or assert a call's truth. setup_visible: whether the answer's box has the
-    names that the setup defines, so that arguments may use them.
+    setup_visible: whether the answer's box has the names that the setup defines, so that arguments may use them.
     """
     if not isinstance(statement, ast.Assert):
         return None
     test = statement.test
-    if (
-        isinstance(test, ast.UnaryOp)
-        and isinstance(test.op, ast.Not)
-        and _is_call_of(test.operand, names, setup_visible)
-    ):
-        return CallTest(None, "false", ast.unparse(test.operand))
+    comparison: Comparison = "true"
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        comparison, test = "false", test.operand
     if _is_call_of(test, names, setup_visible):
-        return CallTest(None, "true", ast.unparse(test))
-    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        return CallTest(None, comparison, ast.unparse(test))
+    if comparison == "false" or not isinstance(test, ast.Compare) or len(test.ops) != 1:
         return None
     sides = [test.left, test.comparators[0]]
     for call, other in (sides, sides[::-1]):
@@ -296,16 +279,14 @@ def collect_bound_names(tree: ast.AST) -> set[str]:
     """Return the names that a tree binds, in any scope."""
     names: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler):
+            names.add(node.name or "")
         elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             names.add(node.id)
         elif isinstance(node, ast.alias):
             names.add((node.asname or node.name).partition(".")[0])
         elif isinstance(node, ast.arg):
             names.add(node.arg)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            names.add(node.name)
     return names
 
 
@@ -326,39 +307,19 @@ def _is_trivial(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Constant) and bool(statement.test.value)
 
 
-def _collect_modules(trees: Sequence[ast.Module]) -> set[str]:
-    """Return the modules whose members the tests use; data sets often leave importing them to the harness."""
-    bases = {
-        node.value.id
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    }
-    return (bases - set().union(*map(collect_bound_names, trees))) & (sys.stdlib_module_names | _MODULE_ALIASES.keys())
-
-
 def _find_undefined(free_names: set[str], functions: Sequence[str], call_test: CallTest | None) -> list[str]:
-    """Return the undefined names that a test may compare with, as in `assert close(f(1), 2)`.
-
-    An answer that defined them would grade itself. They are harmless if the answer must produce a value, or if they are
-    classes.
-    """
+    """Return the undefined names that a test may compare with, as in `assert close(f(1), 2)`: an answer that defined
+    them would grade itself. They are harmless if the answer must produce a value, or if they are classes."""
     if functions:
         return sorted(free_names - set(functions))
-    if call_test is not None and call_test.comparison == "equal" and call_test.expected is not None:
-        if not isinstance(call_test.expected, bool):
-            return []
+    if call_test is not None and call_test.comparison == "equal" and not isinstance(call_test.expected, bool | None):
+        return []
     suspects = [name for name in sorted(free_names) if call_test is None or not name[0].isupper()]
     return suspects if len(suspects) > 1 else []
 
 
 def _is_text(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-
-
-def _is_check_call(statement: ast.stmt) -> bool:
-    """Return whether a top-level statement of HumanEval's tests uses `check` itself."""
-    return isinstance(statement, ast.Expr) and "check" in collect_read_names(statement)
 
 
 def _as_statements(test: ast.stmt) -> str:
@@ -369,22 +330,6 @@ def _as_statements(test: ast.stmt) -> str:
     if len(test.body) == 1 and isinstance(test.body[0], ast.Assert):
         return ast.unparse(test.body[0])
     return f"{ast.unparse(test)}\n{test.name}()"
-
-
-def _drop_function(prompt: str, entry_point: str) -> str:
-    """Return a prompt's imports and other functions, without the requested one."""
-    body = parse_python(prompt, "its `prompt`").body
-    return ast.unparse(ast.Module([node for node in body if getattr(node, "name", None) != entry_point], []))
-
-
-class _Renamed(ast.NodeTransformer):
-    """Replace a parameter's name with the function's."""
-
-    def __init__(self, old: str, new: str) -> None:
-        self.old, self.new = old, new
-
-    def visit_Name(self, node: ast.Name) -> Any:
-        return ast.copy_location(ast.Name(self.new, node.ctx), node) if node.id == self.old else node
 
 
 DEFAULT_IMPORTS = """\
@@ -413,14 +358,14 @@ def _parse_text(text: str) -> Problem:
     """Parse the tests of a text, once for all samples of a prompt."""
     if not text.strip():
         raise ValueError("the ground truth is empty; it must hold tests")
-    if text.lstrip()[0] in "[{":
-        try:
-            return _parse_value(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"the ground truth is not JSON: {error}") from None
-        except RecursionError:
-            raise ValueError("the ground truth is JSON that is too deep") from None
-    return parse_test_module(text)
+    if text.lstrip()[0] not in "[{":
+        return parse_test_module(text)
+    try:
+        return _parse_value(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the ground truth is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("the ground truth is JSON that is too deep") from None
 
 
 def _parse_value(truth: Any) -> Problem:
@@ -430,9 +375,13 @@ def _parse_value(truth: Any) -> Problem:
         return _parse_text(truth)
     if isinstance(truth, list) and truth and all(isinstance(item, str) for item in truth):
         return parse_statements(truth)
-    if isinstance(truth, list) and truth and all(isinstance(item, Mapping) for item in truth):
+    if _is_list_of_mappings(truth):
         return _build_from_cases(truth, "")
     raise ValueError(f"the ground truth has no tests in a known format, but {_shown(truth)}; known are {_FORMATS}")
+
+
+def _is_list_of_mappings(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
 def _parse_mapping(truth: Mapping[str, Any]) -> Problem:
@@ -446,24 +395,23 @@ def _parse_mapping(truth: Mapping[str, Any]) -> Problem:
             raise ValueError("its `test_list` is not a list of assertions")
         return parse_statements(sources, setup)
     if "entry_point" in truth and "test" in truth:
-        return parse_humaneval(
-            _text_field(truth, "test"), _text_field(truth, "entry_point"), str(truth.get("prompt") or "")
-        )
+        for key in ("test", "entry_point"):
+            if not isinstance(truth[key], str):
+                raise ValueError(f"its `{key}` is {_shown(truth[key])}, not a text")
+        return parse_humaneval(truth["test"], truth["entry_point"], str(truth.get("prompt") or ""))
     if "public_test_cases" in truth or "private_test_cases" in truth:
-        metadata = _json_field(truth.get("metadata") or {}, "metadata")
+        metadata = truth.get("metadata") or {}
+        metadata = _parse_json(metadata, "its `metadata`") if isinstance(metadata, str) else metadata
         name = _name(metadata.get("func_name") if isinstance(metadata, Mapping) else None)
-        cases = [
-            case for key in ("public_test_cases", "private_test_cases") for case in _parse_cases(truth.get(key), key)
-        ]
-        return _build_from_cases(cases, name)
+        keys = ("public_test_cases", "private_test_cases")
+        return _build_from_cases([case for key in keys for case in _parse_cases(truth.get(key), key)], name)
     if "test" in truth and isinstance(truth["test"], str):
         return parse_test_module(truth["test"], "\n".join(map(str, truth.get("test_imports") or [])))
     for key in _NESTED_KEYS:
         if truth.get(key) not in (None, ""):
-            nested = truth[key]
-            if isinstance(nested, list) and nested and all(isinstance(item, Mapping) for item in nested):
-                return _build_from_cases(nested, _name(truth.get("fn_name")))
-            return _parse_value(nested)
+            if _is_list_of_mappings(truth[key]):
+                return _build_from_cases(truth[key], _name(truth.get("fn_name")))
+            return _parse_value(truth[key])
     raise ValueError(f"the ground truth has the keys {_shown(list(truth))}; known are {_FORMATS}")
 
 
@@ -487,9 +435,11 @@ def _build_from_cases(cases: Sequence[Mapping[str, Any]], name: str) -> Problem:
         if "input" not in case or "output" not in case:
             raise ValueError(f"its test {number} has the keys {_shown(list(case))}, not `input` and `output`")
     kinds = {str(case.get("testtype") or case.get("type") or "") for case in cases}
-    metadata = [case.get("metadata") for case in cases]
-    inner_names = [entry.get("func_name") if isinstance(entry, Mapping) else None for entry in metadata]
-    names = {_name(case.get("fn_name") or inner) or name for case, inner in zip(cases, inner_names, strict=True)}
+    names = set()
+    for case in cases:
+        metadata = case.get("metadata")
+        inner_name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+        names.add(_name(case.get("fn_name") or inner_name) or name)
     is_functional = bool(kinds & {"functional", "function_call", "function"}) or (kinds == {""} and names != {""})
     if len(kinds) > 1 or len(names) > 1:
         raise ValueError(f"its tests are of several kinds ({_shown(sorted(kinds | names))}); they must be of one")
@@ -506,9 +456,7 @@ def _build_from_lists(inputs: Sequence[Any], outputs: Sequence[Any], name: str) 
         raise ValueError("it has no tests")
     pairs = zip(inputs, outputs, strict=True)
     if not name:
-        return Problem(
-            tuple(ProgramTest(_to_stdio(stdin, "input"), _to_stdio(stdout, "output")) for stdin, stdout in pairs)
-        )
+        return Problem(tuple(ProgramTest(_to_stdio(i, "input"), _to_stdio(o, "output")) for i, o in pairs))
     calls: list[tuple[tuple[Any, ...], Any]] = []
     for number, (arguments, expected) in enumerate(pairs):
         if isinstance(arguments, str):
@@ -519,12 +467,10 @@ def _build_from_lists(inputs: Sequence[Any], outputs: Sequence[Any], name: str) 
             calls.append((tuple(arguments), expected))
         else:
             raise ValueError(f"its input {number} is {_shown(arguments)}, not a list of arguments or lines of JSON")
-    packed = all(isinstance(expected, list) and len(expected) == 1 for _, expected in calls)
-    comparison: Comparison = "packed" if packed else "json"
-    return Problem(
-        tuple(CallTest(value, comparison, name=name, arguments=arguments) for arguments, value in calls),
-        setup=DEFAULT_IMPORTS,
-    )
+    is_packed = all(isinstance(expected, list) and len(expected) == 1 for _, expected in calls)
+    comparison: Comparison = "packed" if is_packed else "json"
+    tests = [CallTest(value, comparison, name=name, arguments=arguments) for arguments, value in calls]
+    return Problem(tuple(tests), setup=DEFAULT_IMPORTS)
 
 
 def _line(text: str, number: int) -> Any:
@@ -544,25 +490,10 @@ def _to_stdio(value: Any, what: str) -> str:
 
 
 def _read_list(truth: Mapping[str, Any], key: str) -> list[Any]:
-    items = _json_field(truth[key], key)
+    items = _parse_json(truth[key], f"its `{key}`") if isinstance(truth[key], str) else truth[key]
     if not isinstance(items, list):
         raise ValueError(f"its `{key}` is {_shown(items)}, not a list")
     return items
-
-
-def _text_field(truth: Mapping[str, Any], key: str) -> str:
-    if not isinstance(truth[key], str):
-        raise ValueError(f"its `{key}` is {_shown(truth[key])}, not a text")
-    return str(truth[key])
-
-
-def _json_field(value: Any, key: str) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"its `{key}` is not JSON: {error}") from None
 
 
 def _name(value: Any) -> str:
@@ -587,5 +518,4 @@ def to_plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return repr(text[:100]) if isinstance(value, str) else text[:100]
+    return repr(value[:100]) if isinstance(value, str) else json.dumps(value, default=str)[:100]
