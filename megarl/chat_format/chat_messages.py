@@ -144,6 +144,11 @@ def format_call_id(name: str, number: int) -> str:
     return f"functions.{name}:{number}"
 
 
+def format_call(name: str, arguments: Any, call_id: str) -> dict[str, Any]:
+    """Return a tool call as in OpenAI's messages, except that `arguments` may be a mapping."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def normalize_message(message: Message, number: int = 0) -> Message:
     """Return the message with text content and the fields that templates read for its role.
 
@@ -189,7 +194,7 @@ def _normalize_call(call: Any, where: str) -> dict[str, Any]:
             loaded = arguments
         arguments = loaded if isinstance(loaded, dict) else arguments
     call_id = replace_surrogates(str(call.get("id") or format_call_id(name, 0)))
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return format_call(name, arguments, call_id)
 
 
 def escape_message(message: Message, controls: ControlTokens) -> Message:

@@ -27,6 +27,7 @@ from megarl.chat_format.chat_messages import (
     escape_schemas,
     find_marks,
     find_reasoning,
+    format_call,
     format_call_id,
     is_open,
     is_reasoning_dropped,
@@ -366,8 +367,7 @@ class ChatTemplate:
         arguments = make_example_arguments(schema)
         user: Message = {"role": "user", "content": "x"}
         result = normalize_message({"role": "tool", "name": name, "content": _TOOL_RESULT})
-        function = {"name": name, "arguments": arguments}
-        call = {"type": "function", "id": format_call_id(name, 0), "function": function}
+        call = format_call(name, arguments, format_call_id(name, 0))
         rendered, problem = [], ""
         for form in CALL_FORMATS:
             turn = form({"role": "assistant", "content": "", "tool_calls": [call]})
@@ -474,8 +474,7 @@ def _make_placeholder(role: str, words: bool, calls: bool, number: int) -> Messa
     """Make a message of this kind whose words can be found in the rendered text."""
     message = normalize_message({"role": role, "content": f"MESSAGE{number}WORDS" if words else ""})
     name = f"MESSAGE{number}CALL"
-    call = {"id": format_call_id(name, 0), "type": "function", "function": {"name": name, "arguments": {}}}
-    return {**message, "tool_calls": [call]} if calls else message
+    return {**message, "tool_calls": [format_call(name, {}, format_call_id(name, 0))]} if calls else message
 
 
 def _list_words(message: Message) -> list[str]:

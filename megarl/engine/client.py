@@ -71,19 +71,15 @@ class Client:
         assert self._session is not None
         await self._session.close()
 
-    async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
-        """Continue `ids` by at most `params["max_new_tokens"]` tokens.
+    async def generate(
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: TokenCallback | None = None
+    ) -> Generation:
+        """Continue `ids` by at most `params["max_new_tokens"]` tokens, which `on_tokens` gets as they arrive.
 
         Raises RequestFailed if this request gets no valid response. Server-side errors and lost connections are retried
         a few times first. Any other RuntimeError concerns the engine: it is lost (`EngineLost`), or its
         weights are not the expected version.
         """
-        return await self.stream(ids, params, routed)
-
-    async def stream(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: TokenCallback | None = None
-    ) -> Generation:
-        """Run `generate`, and pass tokens to `on_tokens` as they arrive."""
         is_truncated = self.should_request_masks and is_truncated_sampling(params)
         body: dict[str, Any] = {"input_ids": ids, "sampling_params": params, "return_logprob": not is_truncated}
         if is_truncated:  # return_logprob would be over the whole vocabulary

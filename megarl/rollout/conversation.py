@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.chat_format.chat_messages import format_call_id
+from megarl.chat_format.chat_messages import format_call, format_call_id
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.chat_format.observations import count_reserved_tokens, truncate_observations
 from megarl.config import ConfigError, RolloutConfig
 from megarl.engine.engine_protocol import Policy, RequestFailed
-from megarl.engine.tool_calls import ParsedResponse, ParseFunction
+from megarl.engine.tool_calls import ParseFunction
 from megarl.environments.process_sessions import EnvironmentPool, EnvironmentSession
 from megarl.environments.protocol import SessionLost
 from megarl.rollout.partial_rollouts import PartialRollout, merge_turns
@@ -173,10 +173,7 @@ class _Conversation:
         out = await self._policy.generate(context, {**self._params, "max_new_tokens": budget}, state.num_routed)
         turns, last_token = state.turns, None
         if len(out.token_ids):
-            new_turn, last_token = (
-                Turn(out.token_ids, out.logprobs, True, out.weight_version, out.versions, cached_tokens=out.cached),
-                int(out.token_ids[-1]),
-            )
+            new_turn, last_token = out.to_turn(), int(out.token_ids[-1])
             turns = (*turns[:-1], merge_turns(turns[-1], new_turn)) if state.num_turn_tokens else (*turns, new_turn)
         state = self.state = replace(
             state,
@@ -223,7 +220,12 @@ class _Conversation:
         known_names = {schema["function"]["name"] for schema in schemas}
         names = [call.name if call.name in known_names else "error" for call in reply.calls]
         call_ids = [format_call_id(name, number) for number, name in enumerate([*names, "error"], state.tool_calls)]
-        assistant_message = _make_assistant_message(reply, call_ids)
+        assistant_message: Message = {"role": "assistant", "content": reply.text}
+        if reply.calls:
+            assistant_message["tool_calls"] = [
+                format_call(call.name, call.arguments, call_id)
+                for call, call_id in zip(reply.calls, call_ids, strict=False)
+            ]
         if not reply.calls and not reply.error:
             self._append_messages(assistant_message)
             return "stop"
@@ -278,16 +280,6 @@ class _Conversation:
             if not working.done():
                 working.cancel()
                 await asyncio.gather(working, return_exceptions=True)
-
-
-def _make_assistant_message(parsed: ParsedResponse, ids: Sequence[str]) -> Message:
-    message: Message = {"role": "assistant", "content": parsed.text}
-    if parsed.calls:
-        message["tool_calls"] = [
-            {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call, call_id in zip(parsed.calls, ids, strict=False)
-        ]
-    return message
 
 
 def build_sampling_params(config: RolloutConfig, chat: ChatTemplate, greedy: bool, seed: int) -> dict[str, Any]:

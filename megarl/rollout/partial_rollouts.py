@@ -163,18 +163,19 @@ Group = tuple[PartialRollout, ...]
 
 
 def merge_turns(turn: Turn, more: Turn) -> Turn:
-    """Concatenate two parts of a policy turn. `cached_tokens` is that of the request that started it."""
+    """Concatenate two parts of a policy turn. `cached_tokens` is that of the request that sampled its first token."""
     spans: list[tuple[int, int]] = []
     for version, tokens in (*turn.version_spans, *more.version_spans):
-        previous_tokens = spans.pop()[1] if spans and spans[-1][0] == version else 0
-        spans.append((version, previous_tokens + tokens))
+        if tokens:
+            previous_tokens = spans.pop()[1] if spans and spans[-1][0] == version else 0
+            spans.append((version, previous_tokens + tokens))
     return Turn(
         np.concatenate([turn.token_ids, more.token_ids]),
         np.concatenate([turn.logprobs, more.logprobs]),
         is_action=True,
-        weight_version=more.weight_version,
+        weight_version=spans[-1][0] if spans else more.weight_version,
         versions=tuple(spans) if len(spans) > 1 else (),
-        cached_tokens=turn.cached_tokens,
+        cached_tokens=turn.cached_tokens if len(turn.token_ids) else more.cached_tokens,
     )
 
 

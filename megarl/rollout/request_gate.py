@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from megarl.engine.engine_protocol import Generation, Policy, StreamingPolicy, TokenCallback
+from megarl.engine.engine_protocol import Generation, Policy, TokenCallback
 from megarl.rollout.conversation import Halted
+from megarl.rollout.partial_rollouts import merge_turns
 from megarl.types import Ids, SamplingMask, as_token_ids
 
 _RETRY_S = 0.1
@@ -78,7 +80,8 @@ class RequestGate:
         while self.num_requests:
             self._no_requests.clear()
             await self.policy.stop()
-            await _wait_for_event(self._no_requests, _RETRY_S)  # then repeat: a request may have been in flight
+            with suppress(TimeoutError):  # then repeat: a request may have been in flight
+                await asyncio.wait_for(self._no_requests.wait(), _RETRY_S)
 
     async def drain(self) -> None:
         """Wait until all conversations have ended; the caller must prevent new ones."""
@@ -125,25 +128,34 @@ class RequestSlot:
     def __init__(self, gate: RequestGate) -> None:
         self._gate, self._is_idle, self._num_requests = gate, False, 0
 
-    async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
-        return await self.stream(ids, params, routed)
-
-    async def stream(
+    async def generate(
         self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: TokenCallback | None = None
     ) -> Generation:
         self._num_requests += 1
         self._set_idle(is_idle=False)
         async with self._gate.free_slots:
             try:
-                generation = await self._generate(ids, params, routed, on_tokens)
+                generation = await self._request(ids, params, routed, on_tokens)
                 while generation.finish_reason == "abort" and not self._gate.open.is_set():
-                    generation = await self._continue(generation, ids, params, routed, on_tokens)
+                    new_ids, budget = generation.token_ids, params["max_new_tokens"] - len(generation.token_ids)
+                    if len(new_ids) and int(new_ids[-1]) in params.get("stop_token_ids", ()):
+                        return replace(
+                            generation, finish_reason="stop", abort_reason=""
+                        )  # it was done before the abort
+                    if not budget:
+                        return replace(generation, finish_reason="length", abort_reason="")
+                    num_routed = routed + (0 if generation.routing is None else len(generation.routing))
+                    context = np.concatenate([as_token_ids(ids), new_ids])
+                    remaining = {**params, "max_new_tokens": budget}
+                    generation = merge_generations(
+                        generation, await self._request(context, remaining, num_routed, on_tokens)
+                    )
                 return generation
             finally:
                 self._num_requests -= 1
                 self._set_idle(is_idle=not self._num_requests)  # an agent may send concurrent requests
 
-    async def _generate(
+    async def _request(
         self, ids: Ids | Sequence[int], params: dict[str, Any], num_routed: int, on_tokens: TokenCallback | None
     ) -> Generation:
         gate = self._gate
@@ -152,30 +164,9 @@ class RequestSlot:
             raise Halted
         gate.count_requests(1)
         try:
-            if on_tokens is not None and isinstance(gate.policy, StreamingPolicy):
-                return await gate.policy.stream(ids, params, num_routed, on_tokens)
-            return await gate.policy.generate(ids, params, num_routed)
+            return await gate.policy.generate(ids, params, num_routed, on_tokens)
         finally:
             gate.count_requests(-1)
-
-    async def _continue(
-        self,
-        generation: Generation,
-        ids: Ids | Sequence[int],
-        params: dict[str, Any],
-        routed: int,
-        on_tokens: TokenCallback | None,
-    ) -> Generation:
-        new_ids, budget = generation.token_ids, params["max_new_tokens"] - len(generation.token_ids)
-        if len(new_ids) and int(new_ids[-1]) in params.get("stop_token_ids", ()):
-            return replace(generation, finish_reason="stop", abort_reason="")  # it finished just before the abort
-        if not budget:
-            return replace(generation, finish_reason="length", abort_reason="")
-        num_routed = routed + (0 if generation.routing is None else len(generation.routing))
-        context = np.concatenate([as_token_ids(ids), new_ids])
-        return merge_generations(
-            generation, await self._generate(context, {**params, "max_new_tokens": budget}, num_routed, on_tokens)
-        )
 
     def mark_idle(self) -> None:
         """Mark the conversation as not needing the policy until its next request."""
@@ -197,37 +188,20 @@ class RequestSlot:
 def merge_generations(first: Generation, second: Generation) -> Generation:
     """Join an aborted generation with its continuation.
 
-    A token's routing comes from the request that ran it first, and `cached` from the request that wrote the first
-    token.
+    A token's routing comes from the request that ran it first.
     """
-    spans = [span for span in (*_version_spans(first), *_version_spans(second)) if span[1]]
-    versions: list[tuple[int, int]] = []
-    for version, tokens in spans:
-        previous_tokens = versions.pop()[1] if versions and versions[-1][0] == version else 0
-        versions.append((version, previous_tokens + tokens))
+    turn = merge_turns(first.to_turn(), second.to_turn())
     routings = [part for part in (first.routing, second.routing) if part is not None]
     masks = [part for part in (first.sampling_mask, second.sampling_mask) if part is not None]
     return replace(
         second,
-        token_ids=np.concatenate([first.token_ids, second.token_ids]),
-        logprobs=np.concatenate([first.logprobs, second.logprobs]),
-        weight_version=versions[-1][0] if versions else second.weight_version,
-        versions=tuple(versions) if len(versions) > 1 else (),
+        token_ids=turn.token_ids,
+        logprobs=turn.logprobs,
+        weight_version=turn.weight_version,
+        versions=turn.versions,
         routing=torch.cat(routings) if routings else None,
         sampling_mask=SamplingMask.concat(masks) if masks else None,
         drafted=first.drafted + second.drafted,
         accepted=first.accepted + second.accepted,
-        cached=first.cached if len(first.token_ids) else second.cached,
+        cached=turn.cached_tokens,
     )
-
-
-def _version_spans(generation: Generation) -> tuple[tuple[int, int], ...]:
-    return generation.versions or ((generation.weight_version, len(generation.token_ids)),)
-
-
-async def _wait_for_event(event: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        pass

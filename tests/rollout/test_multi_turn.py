@@ -87,7 +87,9 @@ class Recorded(Script):
         self.lost = lost
         self.routed: list[int] = []
 
-    async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+    async def generate(
+        self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+    ) -> Generation:
         self.routed.append(routed)
         out = await super().generate(context, params)
         places = torch.arange(routed, len(context) + len(out.token_ids) - 1, dtype=torch.int16)

@@ -57,7 +57,9 @@ class Cut(Script):
         super().__init__(*later)
         self.first, self.stopped = first, asyncio.Event()
 
-    async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+    async def generate(
+        self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+    ) -> Generation:
         if not self.stopped.is_set():
             self.asked.append((list(context), params))
             await self.stopped.wait()

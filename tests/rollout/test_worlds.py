@@ -124,7 +124,9 @@ class Halts(Script):
         super().__init__(*lines)
         self.halt = asyncio.Event()
 
-    async def generate(self, context: Any, params: dict[str, Any], routed: int = 0) -> Generation:
+    async def generate(
+        self, context: Any, params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+    ) -> Generation:
         if self.asked:
             self.halt.set()
         return await super().generate(context, params, routed)

@@ -36,7 +36,9 @@ def test_a_conversation_in_the_format_of_a_family(name: str, cut: bool) -> None:
     asked: list[str] = []
 
     class Says:
-        async def generate(self, ids: Any, params: dict[str, Any], routed: int = 0) -> Generation:
+        async def generate(
+            self, ids: Any, params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        ) -> Generation:
             asked.append(chat.decode(ids))
             tokens = as_token_ids(chat.tokenizer.encode(lines[len(asked) - 1], add_special_tokens=False))
             ended = int(tokens[-1]) in chat.end_token_ids
@@ -59,7 +61,7 @@ def test_a_conversation_in_the_format_of_a_family(name: str, cut: bool) -> None:
         messages: list[Any] = [ASK]
         for turn in range(3):
             request = CompletionRequest(normalize_messages(messages), TOOLS)
-            (choice,) = (await recording.answer(request, recording.locate_request(request))).choices
+            (choice,) = await recording.answer(request, recording.locate_request(request))
             messages.append(choice.message)
             calls = choice.message.get("tool_calls", [])
             assert len(calls) == (turn == 0)

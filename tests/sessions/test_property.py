@@ -61,7 +61,7 @@ def test_each_sampled_token_is_an_action_once(steps: list[dict[str, Any]], lines
         except RequestRefused as refused:
             assert refused.code == "context_length_exceeded"
             return
-        heads.extend((*messages, choice.message) for choice in answered.choices)
+        heads.extend((*messages, choice.message) for choice in answered)
 
     async def everything() -> None:
         if at_once:

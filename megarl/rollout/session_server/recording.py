@@ -8,27 +8,23 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from typing import Any, TypeVar
 
 import numpy as np
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import ConfigError, RolloutConfig
-from megarl.engine.engine_protocol import Generation, Policy, RequestFailed, StreamingPolicy
+from megarl.engine.engine_protocol import Generation, Policy, RequestFailed, TokenCallback
 from megarl.rollout.conversation import Halted, derive_seed
 from megarl.rollout.partial_rollouts import PartialRollout
-from megarl.rollout.request_gate import merge_generations
 from megarl.rollout.session_server.rendering import ContextOverflow, MessageRenderer, RenderedMessages, get_last
 from megarl.rollout.session_server.requests import (
     CompletionRequest,
-    Digest,
-    MessageCache,
     RequestRefused,
-    extend_digest,
+    hash_prefixes,
     normalize_messages,
 )
-from megarl.rollout.session_server.responses import EMPTY_CHOICE, CompletionResponse, Field, StreamedResponse, new_id
+from megarl.rollout.session_server.responses import EMPTY_CHOICE, Choice, Field, StreamedResponse
 from megarl.rollout.session_server.token_tree import Node, Schemas, TokenTree
 from megarl.types import Branch, Ids, Message, Prompt
 
@@ -88,23 +84,6 @@ class SessionContext:
     log: Callable[[str], None] = lambda line: None
 
 
-@dataclass(frozen=True)
-class TreePosition:
-    """Where in the tree a request is answered.
-
-    Attributes:
-        ids: the context sent to the engine
-        num_routed: leading ids with known routing
-        is_past_last_turn: the answer at `node` was the policy's last, so the engine is not asked
-    """
-
-    node: Node
-    history: Digest
-    ids: Ids
-    num_routed: int
-    is_past_last_turn: bool = False
-
-
 class AgentSession:
     """A session as seen by its owner.
 
@@ -122,7 +101,6 @@ class AgentSession:
         params: Mapping[str, Any],
         deadline: float | None = None,
         seed: int = 0,
-        halt: asyncio.Event | None = None,
     ) -> None:
         self.id, self.key = secrets.token_hex(8), f"sk-{secrets.token_urlsafe(24)}"
         self.base_url = f"{url}/s/{self.id}/v1"
@@ -132,8 +110,7 @@ class AgentSession:
         self.failure = ""
         self.params = dict(params)
         self._context, self._prompt, self._seed = context, prompt, seed
-        self._policy_ready = asyncio.Event()
-        self.set_policy(policy, halt or asyncio.Event(), deadline)
+        self._policy, self._deadline = policy, deadline
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._unanswered: dict[Node, str] = {}
@@ -141,18 +118,8 @@ class AgentSession:
         self._num_asked: Counter[bytes] = Counter()
         self._prompt_request = _make_prompt_request(context.renderer.chat, prompt)
         self._drift_by_leaf: dict[Node, bool] = {}
-        self.message_cache = MessageCache()
 
     # --- for the owner
-
-    def set_policy(self, policy: Policy, halt: asyncio.Event, deadline: float | None = None) -> None:
-        """Continue with another policy, as in a later step.
-
-        Halted requests keep their tokens. While `halt` is set, a request that the policy aborts waits for the next
-        policy; the client does not notice.
-        """
-        self._policy, self._halt, self._deadline = policy, halt, deadline
-        self._policy_ready.set()
 
     def fail(self, reason: str) -> None:
         """Refuse further requests and abort all branches for this reason; the first reason counts."""
@@ -221,17 +188,25 @@ class AgentSession:
                 raise  # the client disconnected
             raise RequestRefused("the session is closed", status=503, code="session_closed") from None
 
-    def locate_request(self, request: CompletionRequest) -> TreePosition:
-        """Find or add the context of a request in the tree. Raises RequestRefused."""
+    def locate_request(self, request: CompletionRequest) -> Node:
+        """Find or add the context of a request in the tree. Raises RequestRefused.
+
+        A request that follows the policy's last allowed answer is located at that answer.
+        """
         self._check_open()
         for name in request.ignored:
             self.metrics.ignored[name] += 1
             self._context.log(name)
-        tree, messages = self.tree, request.messages
-        digests = self.message_cache.hash_prefixes(messages, request.schemas)
+        tree, messages, max_turns = self.tree, request.messages, self._context.config.max_turns
+        digests = hash_prefixes(messages, request.schemas)
         answer, count = tree.find_answer(digests, messages)
-        if answer is not None and answer.num_turns >= self._context.config.max_turns:
-            return self._locate_past_limit(answer, digests[-1])
+        if answer is not None and answer.num_turns >= max_turns:
+            answer.end_reason = "max_turns"
+            self.metrics.over_max_turns += 1
+            if self.metrics.over_max_turns > _MAX_EXTRA_REQUESTS:
+                reason = f"the policy has used its {max_turns} turns (rollout.max_turns)"
+                raise RequestRefused(reason, "messages", "max_turns_exceeded")
+            return answer
         node = tree.find_context(answer, digests[-1])
         if node is None:
             parent, rendered = self._render_context(answer, messages, count, request.schemas)
@@ -239,36 +214,30 @@ class AgentSession:
             self.metrics.observations_truncated += rendered.num_truncated
         self.metrics.requests += 1
         self.metrics.forks = tree.num_forks
-        return TreePosition(node, digests[-1], node.tokens, node.num_routed)
+        return node
 
     def make_streamed_response(
-        self, request: CompletionRequest, position: TreePosition, send: Callable[[Field, str], None]
+        self, request: CompletionRequest, node: Node, send: Callable[[Field, str], None]
     ) -> StreamedResponse:
         """Create the stream that `answer` feeds while the engine generates."""
-        return StreamedResponse(self._context.renderer.chat, request, str(position.node.messages[-1]["role"]), send)
+        return StreamedResponse(self._context.renderer.chat, request, str(node.messages[-1]["role"]), send)
 
     async def answer(
-        self,
-        request: CompletionRequest,
-        position: TreePosition,
-        response_id: str = "",
-        streams: Sequence[StreamedResponse] = (),
-    ) -> CompletionResponse:
+        self, request: CompletionRequest, node: Node, streams: Sequence[StreamedResponse] = ()
+    ) -> Sequence[Choice]:
         """Sample the policy's answers and add them to the tree. Raises RequestRefused.
 
         Args:
-            response_id: id of the response
-            streams: one stream per choice, fed during generation if the policy supports it
+            node: from `locate_request`
+            streams: one stream per choice, fed during generation if the policy streams
         """
-        node = position.node
-        response_id = response_id or new_id()
-        if position.is_past_last_turn:
-            return CompletionResponse(response_id, self.model, len(position.ids), (EMPTY_CHOICE,) * request.num_choices)
+        if node.generation is not None:  # the policy's last answer
+            return (EMPTY_CHOICE,) * request.num_choices
         try:
-            generations = await self._sample(request, position, streams)
             async with asyncio.timeout_at(self._deadline):
-                choices = [await self._context.renderer.read_answer(one, request, node) for one in generations]
-            if not all(one.is_prefix_of(choice.message) for one, choice in zip(streams, choices, strict=False)):
+                generations = await self._sample(request, node, streams)
+                choices = [await self._context.renderer.read_answer(output, request, node) for output in generations]
+            if not all(stream.is_prefix_of(choice.message) for stream, choice in zip(streams, choices, strict=False)):
                 raise RequestFailed("the final answer differs from what was streamed to the client")
         except TimeoutError:
             self.fail(_TIMEOUT_REASON)
@@ -280,8 +249,8 @@ class AgentSession:
             raise self._fail_request(node, f"{type(error).__name__}: {error}", 503) from None
         self._unanswered.pop(node, None)
         for choice in choices:
-            self.tree.add_answer(node, extend_digest(position.history, choice.message), choice, position.num_routed)
-        return CompletionResponse(response_id, self.model, len(position.ids), tuple(choices))
+            self.tree.add_answer(node, choice)
+        return choices
 
     def _check_open(self) -> None:
         if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
@@ -318,39 +287,27 @@ class AgentSession:
             if answer is not None:
                 answer.end_reason = "length"
             raise RequestRefused(
-                f"the messages are {error.tokens} tokens, and a conversation may have {config.max_context} with its "
+                f"the messages are {error} tokens, and a conversation may have {config.max_context} with its "
                 "answer (rollout.max_context)",
                 "messages",
                 "context_length_exceeded",
             ) from None
 
-    def _locate_past_limit(self, answer: Node, history: Digest) -> TreePosition:
-        """Handle a request that follows the policy's last allowed answer."""
-        answer.end_reason = "max_turns"
-        self.metrics.over_max_turns += 1
-        if self.metrics.over_max_turns > _MAX_EXTRA_REQUESTS:
-            max_turns = self._context.config.max_turns
-            raise RequestRefused(
-                f"the policy has used its {max_turns} turns (rollout.max_turns)", "messages", "max_turns_exceeded"
-            )
-        return TreePosition(answer, history, answer.tokens, 0, is_past_last_turn=True)
-
     async def _sample(
-        self, request: CompletionRequest, position: TreePosition, streams: Sequence[StreamedResponse]
+        self, request: CompletionRequest, node: Node, streams: Sequence[StreamedResponse]
     ) -> list[Generation]:
-        config, ids = self._context.config, position.ids
+        config, ids = self._context.config, node.tokens
         budget = min(config.max_new_tokens, config.max_context - len(ids))
         budget = budget if request.max_tokens is None else min(budget, request.max_tokens)
         params = {**self.params, "max_new_tokens": budget}
         if request.stop_strings:
             params["stop"] = list(request.stop_strings)
-        seeds = self._derive_seeds(ids, request.num_choices)
-
-        if request.num_choices == 1:
-            return [await self._generate(position, {**params, **seeds[0]}, *streams)]
+        callbacks: Sequence[TokenCallback | None] = [stream.add_tokens for stream in streams] or [
+            None
+        ] * request.num_choices
         tasks = [
-            asyncio.ensure_future(self._generate(position, {**params, **seed}, stream))
-            for seed, stream in zip(seeds, streams or repeat(None, len(seeds)), strict=True)
+            asyncio.ensure_future(self._generate(ids, {**params, **seed}, node.num_routed, on_tokens))
+            for seed, on_tokens in zip(self._derive_seeds(ids, request.num_choices), callbacks, strict=True)
         ]
         try:
             return list(await asyncio.gather(*tasks))
@@ -359,40 +316,19 @@ class AgentSession:
                 task.cancel()
 
     async def _generate(
-        self, position: TreePosition, params: dict[str, Any], stream: StreamedResponse | None = None
+        self, ids: Ids, params: dict[str, Any], num_routed: int, on_tokens: TokenCallback | None
     ) -> Generation:
-        """Generate one answer; if it is halted midway, continue with the next policy."""
-        ids, routed, budget = position.ids, position.num_routed, params["max_new_tokens"]
-        generation: Generation | None = None
-        while True:
-            await self._policy_ready.wait()
-            policy, halt = self._policy, self._halt
-            num_generated = 0 if generation is None else len(generation.token_ids)
-            context = ids if generation is None else np.concatenate([ids, generation.token_ids])
-            num_routed = (
-                routed if generation is None or generation.routing is None else routed + len(generation.routing)
-            )
-            try:
-                async with asyncio.timeout_at(self._deadline):
-                    request_params = {**params, "max_new_tokens": budget - num_generated}
-                    if stream is not None and isinstance(policy, StreamingPolicy):
-                        continuation = await policy.stream(context, request_params, num_routed, stream.add_tokens)
-                    else:
-                        continuation = await policy.generate(context, request_params, num_routed)
-                generation = continuation if generation is None else merge_generations(generation, continuation)
-            except Halted:
-                pass
-            else:
-                is_complete = (
-                    len(generation.token_ids) == budget
-                    or get_last(generation.token_ids) in self._context.renderer.chat.end_token_ids
-                )
-                if generation.finish_reason != "abort" or is_complete:
-                    return generation
-                if not halt.is_set():
-                    raise RequestFailed(generation.abort_reason or "the engine aborted the answer")
-            if policy is self._policy:
-                self._policy_ready.clear()
+        try:
+            generation = await self._policy.generate(ids, params, num_routed, on_tokens)
+        except Halted:
+            raise RequestFailed("generation was halted") from None
+        is_complete = (
+            len(generation.token_ids) == params["max_new_tokens"]
+            or get_last(generation.token_ids) in self._context.renderer.chat.end_token_ids
+        )
+        if generation.finish_reason == "abort" and not is_complete:
+            raise RequestFailed(generation.abort_reason or "the engine aborted the answer")
+        return generation
 
     def _derive_seeds(self, ids: Ids, count: int) -> list[dict[str, int]]:
         """Return sampling seeds for `count` answers to the same ids.
