@@ -188,7 +188,7 @@ async def timed(
     if way == TURNS:
         policy = LockstepPolicy(policy, options.conversations, options.concurrency)
         max_concurrency = options.conversations
-    sessions: Any = SlowSessions(options, chat.select_schemas(prompts[0]))
+    sessions: Any = SlowSessions(options, chat.catalog.select_schemas(prompts[0]))
     around = RolloutContext(chat, sessions, parse, from_dict(settings(options, max_concurrency)).rollout)
     start = time.perf_counter()
     done = await gather_rollouts(

@@ -235,30 +235,25 @@ def _escape_value(value: Any, controls: ControlTokens, tags: bool = True) -> Any
     return [_escape_value(item, controls, tags) for item in value] if isinstance(value, list | tuple) else value
 
 
-def blank_result(message: Message) -> Message:
-    """Replace a tool result by a dummy, around which the template writes the same tokens."""
-    return {**_DUMMY_RESULT, "content": "0"} if message["role"] == "tool" else message
-
-
 def redact_message(message: Message) -> Message:
     """Replace a message in which the tokenizer reads control tokens that are not spelled in it."""
     return {**(_DUMMY_RESULT if message["role"] == "tool" else message), "content": _REDACTED}
 
 
-def _dump_arguments(arguments: Any) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
+def with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the call with its arguments as JSON text, as OpenAI has them."""
+    return {**call, "function": {**call["function"], "arguments": dump_arguments(call["function"]["arguments"])}}
+
+
+def dump_arguments(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _make_call_format(content: str | None, as_text: bool) -> CallFormat:
     def form(message: Message) -> Message:
         if not message.get("tool_calls"):
             return message
-        calls = [
-            {**call, "function": {**call["function"], "arguments": _dump_arguments(call["function"]["arguments"])}}
-            if as_text and not isinstance(call["function"]["arguments"], str)
-            else call
-            for call in message["tool_calls"]
-        ]
+        calls = [with_text_arguments(call) if as_text else call for call in message["tool_calls"]]
         return {**message, "content": message["content"] or content, "tool_calls": calls}
 
     return form
@@ -304,7 +299,7 @@ class EscapedEncoder:
     """Encodes messages without control tokens from anyone but the template. `tokenize` encodes a text as is."""
 
     def __init__(self, controls: ControlTokens, tokenize: Callable[[str], list[int]]) -> None:
-        self._controls, self._tokenise = controls, tokenize
+        self._controls, self._tokenize = controls, tokenize
         self._template_tokens: dict[Hashable, list[int]] = {}
         """Control tokens that the template writes around a number of tool results, by cache key."""
 
@@ -321,7 +316,7 @@ class EscapedEncoder:
             escape_message(normalize_message(message, number), controls) for number, message in enumerate(messages)
         ]
         text = render(escaped)
-        ids = self._tokenise(text)
+        ids = self._tokenize(text)
         if controls.filter_ids(ids) != controls.find_ids(text):
             escaped = [
                 redact_message(candidate)
@@ -329,27 +324,29 @@ class EscapedEncoder:
                 else candidate
                 for candidate in escaped
             ]
-            ids = self._tokenise(render(escaped))
+            ids = self._tokenize(render(escaped))
         num_results = sum(message["role"] == "tool" for message in escaped)
         if num_results:
             key = None if cache_key is None or num_results < len(escaped) else (num_results, cache_key())
             if controls.filter_ids(ids) != self._find_template_tokens(escaped, render, key):
                 escaped = [redact_message(message) if message["role"] == "tool" else message for message in escaped]
-                ids = self._tokenise(render(escaped))
+                ids = self._tokenize(render(escaped))
         return ids
 
     def _find_template_tokens(self, ready: Sequence[Message], render: RenderMessages, key: Hashable) -> list[int]:
+        """Find the control tokens that the template writes around dummies in place of the tool results."""
         tokens = self._template_tokens.get(key)
         if tokens is None:
-            tokens = self._controls.filter_ids(self._tokenise(render([blank_result(message) for message in ready])))
+            dummies = [{**_DUMMY_RESULT, "content": "0"} if message["role"] == "tool" else message for message in ready]
+            tokens = self._controls.filter_ids(self._tokenize(render(dummies)))
             if key is not None and len(self._template_tokens) < _MAX_CACHED:
                 self._template_tokens[key] = tokens
         return tokens
 
     def _has_forged_tokens(self, text: str) -> bool:
         """Return whether an escaped text has control tokens other than the tags spelled in it."""
-        tags = [self._tokenise(tag) for tag in self._controls.find_tags(text)]
-        return self._controls.filter_ids(self._tokenise(text)) != [token for ids in tags for token in ids]
+        tags = [self._tokenize(tag) for tag in self._controls.find_tags(text)]
+        return self._controls.filter_ids(self._tokenize(text)) != [token for ids in tags for token in ids]
 
 
 MARKS = (
@@ -405,37 +402,3 @@ def is_open(text: str, marks: tuple[str, str]) -> bool:
     """Return whether a turn's text so far leaves reasoning open."""
     opening, closing = marks
     return text.rfind(opening) > text.rfind(closing)
-
-
-_REASONING_TEXT = "REASONINGWORDS"
-
-
-def is_reasoning_dropped(
-    render: Callable[[Message, Sequence[Message]], str],
-    marks: tuple[str, str],
-    behind: Sequence[Message],
-    result: Message,
-) -> bool:
-    """Return whether a template drops the reasoning of an assistant turn if the messages `behind` follow.
-
-    The test uses OpenAI's reasoning field if the template knows it, else reasoning inside the content. Raises
-    ConfigError if `render` does.
-
-    Args:
-        render: renders a turn and the messages that follow it
-        result: any tool result
-    """
-    opening, closing = marks
-    by_field = {"role": "assistant", "content": "x", "reasoning_content": _REASONING_TEXT}
-    in_text = {"role": "assistant", "content": f"{opening}\n{_REASONING_TEXT}\n{closing}\n\nx"}
-
-    def reads_field() -> bool:
-        for following in ([], [result]):
-            try:
-                if _REASONING_TEXT in render(by_field, following):
-                    return True
-            except ConfigError:
-                pass
-        return False
-
-    return _REASONING_TEXT not in render(by_field if reads_field() else in_text, behind)

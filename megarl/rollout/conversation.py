@@ -132,7 +132,7 @@ class _Conversation:
         task = state.prompt
         session = await self._run_unless_halted(self._context.environments.open_session(task))
         self.state = replace(state, session=session)
-        if session.messages == task.messages and session.schemas == chat.select_schemas(task):
+        if session.messages == task.messages and session.schemas == chat.catalog.select_schemas(task):
             return
         prompt = replace(task, messages=session.messages)
         try:

@@ -352,6 +352,6 @@ def _make_prompt_request(chat: ChatTemplate, prompt: Prompt) -> tuple[tuple[Mess
     if not len(prompt.token_ids):
         return None
     try:
-        return normalize_messages(prompt.messages), tuple(chat.select_schemas(prompt))
+        return normalize_messages(prompt.messages), tuple(chat.catalog.select_schemas(prompt))
     except (RequestRefused, ConfigError):
         return None

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.chat_format.chat_messages import format_call, format_call_id, is_open
+from megarl.chat_format.chat_messages import dump_arguments, format_call, format_call_id, is_open
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.chat_format.observations import count_reserved_tokens, truncate_observations
 from megarl.config import ConfigError, RolloutConfig
 from megarl.engine.engine_protocol import Generation
 from megarl.engine.tool_calls import ParsedResponse, ParseFunction
 from megarl.rollout.session_server.requests import CompletionRequest
-from megarl.rollout.session_server.responses import Choice, cut_at_stop, dump_arguments
+from megarl.rollout.session_server.responses import Choice, cut_at_stop
 from megarl.rollout.session_server.token_tree import Node, Schemas
 from megarl.types import Ids, Message, as_token_ids
 

@@ -5,7 +5,6 @@ A stream sends only text that is certain to be part of the final answer.
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import time
@@ -16,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
+from megarl.chat_format.chat_messages import with_text_arguments
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.engine.engine_protocol import Generation
 from megarl.rollout.session_server.requests import CompletionRequest
@@ -130,16 +130,9 @@ def format_error(message: str, status: int, param: str | None = None, code: str 
 
 def _to_openai_message(message: Message) -> Message:
     """Convert a message for the client: arguments become text, and empty content null if there are calls."""
-    calls = [
-        {**call, "function": {**call["function"], "arguments": dump_arguments(call["function"]["arguments"])}}
-        for call in message.get("tool_calls", ())
-    ]
+    calls = [with_text_arguments(call) for call in message.get("tool_calls", ())]
     converted = {**message, "content": message["content"] or (None if calls else "")}
     return {**converted, "tool_calls": calls} if calls else converted
-
-
-def dump_arguments(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _format_logprobs(choice: Choice) -> dict[str, Any] | None:
