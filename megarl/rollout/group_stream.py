@@ -175,23 +175,13 @@ class GroupStream:
         )
 
     async def pause(self, mode: OnWeightSync) -> None:
-        """Free the policy for a weight sync; nothing starts until `resume`.
-
-        `mode` says what becomes of running requests: abort them and continue later ("retract"), keep them in an engine
-        that pauses itself ("in_place"), or wait for them ("wait"). A lost engine is free.
-        """
-        if mode == "wait":
-            self._gate.is_admitting = False
-            await self._gate.drain()
-        else:
-            self._gate.close()
-            if mode == "retract":
-                try:
-                    await self._gate.abort_requests()
-                except EngineLost as lost:
-                    self._on_engine_lost(lost)
-                    async with self._changed:
-                        await self._changed.wait_for(lambda: self.is_lost)
+        """Free the policy for a weight sync until `resume`, see `RequestGate.pause`. A lost engine is free."""
+        try:
+            await self._gate.pause(mode)
+        except EngineLost as lost:
+            self._on_engine_lost(lost)
+            async with self._changed:
+                await self._changed.wait_for(lambda: self.is_lost)
         if (busy_interval := self._gate.pop_busy_interval()) is not None:
             self._on_busy_interval(*busy_interval)
 

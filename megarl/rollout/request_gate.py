@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.config import OnWeightSync
 from megarl.engine.engine_protocol import Generation, Policy, TokenCallback
 from megarl.rollout.conversation import Halted
 from megarl.rollout.partial_rollouts import merge_turns
@@ -65,29 +66,30 @@ class RequestGate:
         self.halt.set()
         self.changed.set()
 
-    def close(self) -> None:
-        """Block new requests until `reopen`."""
+    async def pause(self, mode: OnWeightSync) -> None:
+        """Free the policy for a weight sync; nothing starts until `reopen`. Raises EngineLost.
+
+        `mode` says what becomes of running requests: abort them and continue later ("retract"), keep them in an engine
+        that pauses itself ("in_place"), or let their conversations end ("wait").
+        """
+        if mode == "wait":
+            self.is_admitting = False
+            while self.num_conversations:
+                self._no_conversations.clear()
+                await self._no_conversations.wait()
+            return
         self.open.clear()
+        while self.num_requests and mode == "retract":
+            self._no_requests.clear()
+            await self.policy.stop()
+            with suppress(TimeoutError):  # then repeat: a request may have been in flight
+                await asyncio.wait_for(self._no_requests.wait(), _RETRY_S)
 
     def reopen(self) -> None:
         """Admit conversations and requests again, and continue aborted requests."""
         self.is_admitting = True
         self.open.set()
         self.changed.set()
-
-    async def abort_requests(self) -> None:
-        """Abort all requests and wait until the policy has returned their partial outputs. Close the gate first."""
-        while self.num_requests:
-            self._no_requests.clear()
-            await self.policy.stop()
-            with suppress(TimeoutError):  # then repeat: a request may have been in flight
-                await asyncio.wait_for(self._no_requests.wait(), _RETRY_S)
-
-    async def drain(self) -> None:
-        """Wait until all conversations have ended; the caller must prevent new ones."""
-        while self.num_conversations:
-            self._no_conversations.clear()
-            await self._no_conversations.wait()
 
     def measure_busy_seconds(self) -> float:
         """Return the seconds with open requests, summed over concurrent requests."""

@@ -229,23 +229,16 @@ class RolloutRunner:
     async def _pause(self, mode: OnWeightSync) -> None:
         await self._pause_lock.acquire()
         self._is_paused = True
-        paused = [self._drain_gate(room, mode) for room in self._client_by_gate]
+        paused = [self._pause_gate(gate, mode) for gate in self._client_by_gate]
         if self._stream is not None:
             paused.append(self._run_unless_stream_fails(self._stream.pause(mode)))
         await asyncio.gather(*paused)
 
-    async def _drain_gate(self, gate: RequestGate, mode: OnWeightSync) -> None:
-        """Like `GroupStream.pause`; if the engine is lost, the generation that uses the gate notices it too."""
-        if mode == "wait":
-            gate.is_admitting = False
-            await gate.drain()
-            return
-        gate.close()
-        if mode == "retract":
-            try:
-                await gate.abort_requests()
-            except EngineLost as lost:
-                self._on_engine_lost(lost)
+    async def _pause_gate(self, gate: RequestGate, mode: OnWeightSync) -> None:
+        try:
+            await gate.pause(mode)
+        except EngineLost as lost:  # the generation that uses the gate notices it, too
+            self._on_engine_lost(lost)
 
     def resume(self) -> None:
         """Continue with the new weights; if the stream's engine was lost, reconnect with a new client."""
@@ -261,9 +254,9 @@ class RolloutRunner:
 
     async def _resume(self, reconnect: bool = False) -> None:
         """Reopen all gates. `reconnect` reconnects the stream with a new client."""
-        for room, client in self._client_by_gate.items():
+        for gate, client in self._client_by_gate.items():
             client.weight_version = self._engine.weight_version
-            room.reopen()
+            gate.reopen()
         if self._stream is not None and reconnect:
             await self._reconnect_stream(self._stream)
         elif self._stream is not None and self._client is not None:
@@ -331,14 +324,14 @@ class RolloutRunner:
                     assert self._parse is not None
                     return await self._parse(text, schemas)
 
-                server = SessionServer(self._chat, parse, self._config, log=self._log_line)
+                def log(line: str) -> None:
+                    assert self._environments is not None
+                    self._environments.error_log.write("agents", "", line, line)
+
+                server = SessionServer(self._chat, parse, self._config, log=log)
                 await server.start()
                 self._session_server = server
         return self._session_server
-
-    def _log_line(self, line: str) -> None:
-        if self._environments is not None:
-            self._environments.error_log.write("agents", "", line, line)
 
     @property
     def tool_call_stats(self) -> dict[str, ToolCallStats]:

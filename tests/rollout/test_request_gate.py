@@ -80,8 +80,7 @@ def through_a_push(first: Generation, *later: Generation) -> tuple[Generation, l
         )
         while not room.num_requests:
             await asyncio.sleep(0.001)
-        room.close()
-        await room.abort_requests()
+        await room.pause("retract")
         assert room.num_requests == 0
         before = len(policy.asked)
         await asyncio.sleep(0.01)
