@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,6 @@ from megarl.rollout.scheduler import (
     find_first_error,
     make_group,
     open_slots,
-    restart_unfinished,
     run_group,
     to_rollouts,
     wait_forever,
@@ -68,12 +68,8 @@ class GroupStream:
         on_engine_lost: Callable[[EngineLost], None] = lambda lost: None,
     ) -> None:
         self._queue, self._context = queue, context
-        self._samples, self._timeout, self._on_busy_interval, self._on_engine_lost = (
-            samples,
-            timeout,
-            on_busy_interval,
-            on_engine_lost,
-        )
+        self._samples, self._timeout = samples, timeout
+        self._on_busy_interval, self._on_engine_lost = on_busy_interval, on_engine_lost
         self._gate = RequestGate(policy, max(1, min(context.config.concurrency, samples * max_groups)), context.halt)
         self._admitted: dict[int, tuple[Prompt, int, int]] = {}
         """By group number: the prompt, the seed of its step, and the group's index within the step."""
@@ -153,26 +149,20 @@ class GroupStream:
         for number in range(self._num_collected, end_number):
             del self._admitted[number]
         self._num_collected = end_number
-        (last_collected_at, self._collected_at), (previous_busy, self._busy_seconds) = (
-            (self._collected_at, now),
-            (self._busy_seconds, self._gate.measure_busy_seconds()),
-        )
-        (num_interrupted, self._num_interrupted), (num_restarted, self._num_restarted) = (
-            (self._num_interrupted, 0),
-            (self._num_restarted, 0),
-        )
-        num_slots, seconds = self._gate.num_slots, now - last_collected_at
-        busy_seconds = self._busy_seconds - previous_busy
-        return GenerationResult(
+        busy_seconds = self._gate.measure_busy_seconds()
+        result = GenerationResult(
             rollouts,
             [],
-            num_slots=num_slots,
-            seconds=seconds,
-            busy_seconds=busy_seconds,
+            num_slots=self._gate.num_slots,
+            seconds=now - self._collected_at,
+            busy_seconds=busy_seconds - self._busy_seconds,
             group_ages=ages,
-            num_interrupted=num_interrupted,
-            num_restarted=num_restarted,
+            num_interrupted=self._num_interrupted,
+            num_restarted=self._num_restarted,
         )
+        self._collected_at, self._busy_seconds = now, busy_seconds
+        self._num_interrupted = self._num_restarted = 0
+        return result
 
     async def pause(self, mode: OnWeightSync) -> None:
         """Free the policy for a weight sync until `resume`, see `RequestGate.pause`. A lost engine is free."""
@@ -211,14 +201,12 @@ class GroupStream:
     async def _handle_engine_loss(self, error: EngineLost) -> None:
         self._on_engine_lost(error)
         await self._queue_updates.wait_all()
-        for number, active in self._active_groups.items():
-            group = restart_unfinished(active)
-            num_interrupted = sum(partial.status is None for partial in group)
-            self._num_interrupted += num_interrupted
-            await asyncio.to_thread(self._queue.return_group, ReturnedGroup(number, group, num_interrupted))
+        unfinished = [ReturnedGroup.restart(number, group) for number, group in self._active_groups.items()]
+        self._num_interrupted += sum(group.num_interrupted for group in unfinished)
+        for group in (*unfinished, *self._pending_groups.values()):
+            await asyncio.to_thread(self._queue.return_group, group)
+        for number in self._active_groups:
             del self._start_times[number]
-        for pending in self._pending_groups.values():
-            await asyncio.to_thread(self._queue.return_group, pending)
         self._active_groups, self._pending_groups = {}, {}
         await asyncio.to_thread(self._queue.count_lost_engines, 1)
         self.is_lost = True
@@ -226,13 +214,11 @@ class GroupStream:
 
     async def _wait_for_group(self) -> None:
         """Wait for a change, at most until it is time to check for returned groups again."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(_RETURNED_POLL_S), self._changed:
                 await self._changed.wait_for(
                     lambda: min(self._pending_groups, default=self._num_admitted) < self._num_admitted
                 )
-        except TimeoutError:
-            pass
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -129,6 +129,12 @@ class ReturnedGroup:
     group: Group | None
     num_interrupted: int = 0
 
+    @staticmethod
+    def restart(number: int, group: Sequence[PartialRollout]) -> ReturnedGroup:
+        """Keep finished conversations and restart the rest, so that no session of another engine remains."""
+        restarted = tuple(partial if partial.status is not None else partial.restart() for partial in group)
+        return ReturnedGroup(number, restarted, sum(partial.status is None for partial in group))
+
 
 async def wait_forever() -> None:
     await asyncio.Event().wait()
@@ -275,15 +281,15 @@ async def gather_rollouts(
         has_enough = (
             num_needed_groups is not None and await asyncio.to_thread(queue.count_complete) >= num_needed_groups
         )
-        unfinished = [(number, restart_unfinished(group)) for number, group in active.values()]
-        num_interrupted = sum(partial.status is None for _, group in unfinished for partial in group)
-        unfinished += [(0, restart_unfinished(group)) for group in remaining_partials]
+        unfinished = [ReturnedGroup.restart(number, group) for number, group in active.values()]
+        num_interrupted = sum(returned.num_interrupted for returned in unfinished)
+        unfinished += [ReturnedGroup.restart(0, group) for group in remaining_partials]
         remaining_partials.clear()
-        for number, group in unfinished:
+        for returned in unfinished:
             if has_enough:
-                partials.append(group)
+                assert returned.group is not None
+                partials.append(returned.group)
             else:
-                returned = ReturnedGroup(number, group, sum(partial.status is None for partial in group))
                 await asyncio.to_thread(queue.return_group, returned)
     rollouts = [
         partial for number in sorted(complete) for partial in to_rollouts(complete[number], first_group + number)
@@ -325,11 +331,6 @@ def make_group(prompt: Prompt, chat: ChatTemplate, seed: int, group: int, sample
     return tuple(PartialRollout.begin(prompt, derive_seed(seed, group, sample)) for sample in range(samples))
 
 
-def restart_unfinished(group: Sequence[PartialRollout]) -> Group:
-    """Keep finished conversations and restart the rest, so that no session of another engine remains."""
-    return tuple(partial if partial.status is not None else partial.restart() for partial in group)
-
-
 def open_slots(group: Sequence[PartialRollout], gate: RequestGate) -> dict[int, RequestSlot]:
     """Open a request slot for each unfinished conversation, keyed by sample."""
     return {sample: gate.open_slot() for sample, partial in enumerate(group) if partial.status is None}
@@ -348,16 +349,16 @@ async def run_group(
     `on_aborted` is called with the reason as soon as a conversation is aborted.
     """
 
-    async def converse(sample: int, seat: RequestSlot) -> None:
+    async def converse(sample: int, slot: RequestSlot) -> None:
         partial = group[sample]
         params = build_sampling_params(context.config, context.chat, greedy, partial.seed)
         if partial.session is None and context.chat.catalog.environments:
-            seat.mark_idle()  # a reset may take a while
+            slot.mark_idle()  # a reset may take a while
         try:
             is_agent = context.chat.catalog.is_run_by_agent(partial.prompt)
-            result = await (run_agent if is_agent else run_conversation)(partial, seat, context, params, deadline)
+            result = await (run_agent if is_agent else run_conversation)(partial, slot, context, params, deadline)
         finally:
-            seat.release()
+            slot.release()
         group[sample] = result
         if result.status not in (None, "aborted"):
             context.on_rollout_finished(result.to_rollout(0))  # an episode is scored by its last branch
@@ -365,8 +366,8 @@ async def run_group(
             await on_aborted(result.failure)
 
     async with asyncio.TaskGroup() as task_group:
-        for sample, seat in slots.items():
-            task_group.create_task(converse(sample, seat))
+        for sample, slot in slots.items():
+            task_group.create_task(converse(sample, slot))
 
 
 def to_rollouts(group: Group, number: int) -> list[Rollout]:
