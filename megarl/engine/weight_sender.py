@@ -101,9 +101,7 @@ class WeightSender:
                 self._session_request = _start_session(self.engine, payloads)
                 is_connected = self._wait_connected(channel, self._session_request)
             self.gather_payloads("connected" if is_connected else "")
-        elif self.gather_payloads("")[
-            0
-        ]:  # the lead's engine rank has connected, so the request has reached all of them
+        elif self.gather_payloads("")[0]:  # the lead's engine rank has connected: the request has reached all of them
             is_connected = self._wait_connected(channel, None)
         if is_connected and not self.errors:
             self._channel = channel
@@ -141,10 +139,8 @@ class WeightSender:
             self._record_error(error)
             return {}
         self.mismatches += answer.get("differ", [])
-        if mismatched := answer.get("wrong"):
-            self.errors.append(
-                f"the engine's weights differ from those sent: {', '.join(mismatched[:3])} ({len(mismatched)})"
-            )
+        if wrong := answer.get("wrong"):
+            self.errors.append(f"the engine's weights differ from those sent: {', '.join(wrong[:3])} ({len(wrong)})")
         return answer
 
     def _record_error(self, error: EngineError) -> None:
@@ -206,10 +202,9 @@ def _start_session(engine: Engine, payloads: list[str]) -> Future[None]:
     def run() -> None:
         try:
             engine.call_loader(payloads, is_session=True)
+            future.set_result(None)
         except BaseException as error:  # noqa: B036  re-raised by `Future.result`
             future.set_exception(error)
-        else:
-            future.set_result(None)
 
     threading.Thread(target=run, name="push", daemon=True).start()
     return future
