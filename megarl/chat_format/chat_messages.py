@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,58 +40,36 @@ class ControlTokens:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    @cached_property
-    def texts(self) -> list[str]:
-        """Texts of all control tokens, longest first."""
-        tokens = self._tokenizer.added_tokens_decoder.values()
-        texts = {str(token) for token in tokens if token.special or any(mark in str(token) for mark in _CONTROL_CHARS)}
-        return sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text))
-
-    @cached_property
-    def tags(self) -> frozenset[str]:
-        special = {str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special}
-        return frozenset(text for text in self.texts if _TAG.fullmatch(text) and text not in special)
-
-    @cached_property
-    def ids(self) -> frozenset[int]:
-        texts = set(self.texts)
-        return frozenset(index for index, token in self._tokenizer.added_tokens_decoder.items() if str(token) in texts)
+        text_by_id, special = {}, set()
+        for index, token in tokenizer.added_tokens_decoder.items():
+            text = str(token)
+            if len(text) > 1 and (token.special or any(mark in text for mark in _CONTROL_CHARS)):
+                text_by_id[index] = text
+            if token.special:
+                special.add(text)
+        self.ids = frozenset(text_by_id)
+        self.texts = sorted(text_by_id.values(), key=lambda text: (-len(text), text))
+        self.tags = frozenset(text for text in self.texts if _TAG.fullmatch(text) and text not in special)
+        self._id_by_text = {text: int(tokenizer.convert_tokens_to_ids(text)) for text in self.texts}
+        self._pattern = re.compile("|".join(map(re.escape, self.texts)))
+        self._tag_pattern = re.compile("|".join(re.escape(tag) for tag in self.texts if tag in self.tags))
+        self._first_char_pattern = re.compile("|".join(sorted({re.escape(text[0]) for text in self.texts})))
 
     def find_first(self, text: str) -> ControlToken | None:
         """Find the first control token spelled in a text."""
         match = self._pattern.search(text) if self.texts else None
-        return match and ControlToken(int(self._tokenizer.convert_tokens_to_ids(match[0])), *match.span())
-
-    @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, self.texts)))
-
-    @cached_property
-    def _by_text(self) -> dict[str, int]:
-        return {text: int(self._tokenizer.convert_tokens_to_ids(text)) for text in self.texts}
-
-    @cached_property
-    def _first_char_pattern(self) -> re.Pattern[str]:
-        """Matches the first character of any control token, which most texts do not contain."""
-        return re.compile(f"[{re.escape(''.join(sorted({text[0] for text in self.texts})))}]")
+        return match and ControlToken(self._id_by_text[match[0]], *match.span())
 
     def filter_ids(self, ids: Sequence[int]) -> list[int]:
-        control_ids = self.ids
-        return [token for token in ids if token in control_ids]
+        return [token for token in ids if token in self.ids]
 
     def find_ids(self, text: str) -> list[int]:
         """Return the ids of the control tokens spelled in a text, in order."""
-        by_text = self._by_text
-        return [by_text[spelled] for spelled in self._pattern.findall(text)] if by_text else []
+        return [self._id_by_text[spelled] for spelled in self._pattern.findall(text)] if self.texts else []
 
     def escape(self, text: str, tags: bool = True) -> str:
-        """Insert a backslash into everything the tokenizer would read as a control token.
-
-        `tags` selects whether tags are escaped too.
-        """
-        may_contain = bool(self.texts) and self._first_char_pattern.search(text) is not None
+        """Insert a backslash into everything the tokenizer would read as a control token; tags only if `tags`."""
+        may_contain = bool(self.texts) and self._first_char_pattern.search(text) is not None  # false for most texts
         while may_contain:
             may_contain = False
             for token in self.texts:
@@ -104,16 +81,9 @@ class ControlTokens:
         """Return the tags in a text, in order."""
         return self._tag_pattern.findall(text) if self.tags else []
 
-    @cached_property
-    def _tag_pattern(self) -> re.Pattern[str]:
-        return re.compile("|".join(re.escape(tag) for tag in self.texts if tag in self.tags))
-
 
 def read_eos_ids(file: Path) -> tuple[int, ...]:
-    """Return eos_token_id of a generation_config.json, empty if the file does not exist.
-
-    Raises ConfigError if the file or the value is invalid.
-    """
+    """Return eos_token_id of a generation_config.json, empty without one. Raises ConfigError if it is invalid."""
     if not file.is_file():
         return ()
     try:
@@ -137,10 +107,7 @@ CallFormat = Callable[[Message], Message]
 
 
 def format_call_id(name: str, number: int) -> str:
-    """Return a tool call's id in Kimi K2's format; other templates accept any.
-
-    `number` counts all calls of the conversation.
-    """
+    """Return the id of a conversation's call `number` in Kimi K2's format; other templates accept any."""
     return f"functions.{name}:{number}"
 
 
@@ -216,10 +183,7 @@ def escape_message(message: Message, controls: ControlTokens) -> Message:
 
 
 def escape_schemas(schemas: Sequence[dict[str, Any]], controls: ControlTokens) -> list[dict[str, Any]]:
-    """Escape control tokens in tool schemas, which a client or a tool server may have written.
-
-    Tags are kept as in `escape_message`.
-    """
+    """Escape control tokens but tags in tool schemas, which a client or a tool server may have written."""
     text = repr(schemas)
     if len(controls.find_ids(text)) == len(controls.find_tags(text)):  # nearly always true
         return list(schemas)
@@ -268,24 +232,19 @@ Arguments are a mapping or OpenAI's text; missing content is "" or None.
 """
 
 
-_EXAMPLES: dict[str, Any] = {
-    **{"string": "some words", "number": 1.5, "integer": 2, "boolean": True},
-    **{"array": [], "object": {}},
-}
+_EXAMPLES = {"string": "some words", "number": 1.5, "integer": 2, "boolean": True, "array": [], "object": {}}
 
 
 def make_example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
     """Return valid arguments for a schema: the required ones, else the first."""
     parameters = schema["function"].get("parameters") or {}
     properties = parameters.get("properties") or {}
-    names = parameters.get("required") or list(properties)[:1]
     arguments = {}
-    for name in names:
+    for name in parameters.get("required") or list(properties)[:1]:
         property_schema = properties.get(name) or {}
         kind = property_schema.get("type")
-        arguments[name] = (
-            property_schema.get("enum") or [_EXAMPLES.get(kind if isinstance(kind, str) else "string", "words")]
-        )[0]
+        example = _EXAMPLES.get(kind if isinstance(kind, str) else "string", "words")
+        arguments[name] = (property_schema.get("enum") or [example])[0]
     return arguments
 
 

@@ -108,7 +108,7 @@ class Client:
                 raise RequestFailed(f"the engine's response is invalid: {error!r}") from None
 
     def _parse_generation(self, answer: dict[str, Any], prompt_len: int, routed: int, is_truncated: bool) -> Generation:
-        """Parse the response to a prompt of `prompt_len` tokens; `is_truncated`: sampling was truncated.
+        """Parse the response to a prompt of `prompt_len` tokens.
 
         The partial response of an aborted request is kept if it is complete: as many log-probs as tokens, for those
         same tokens, all finite, with the sampling mask if sampling was truncated and with routing if it is recorded.
@@ -164,11 +164,7 @@ class Client:
         )
 
     def _check_version(self, meta: dict[str, Any], request_version: int | None) -> None:
-        """Raise RuntimeError if the response came from unexpected weights.
-
-        SGLang reports the version that chose the last token, or spans of versions if they changed mid-response.
-        request_version: the version when the request was sent.
-        """
+        """Raise RuntimeError if the response came from weights outside of `request_version` to the current version."""
         if request_version is None or self.weight_version is None:
             return
         for span in meta.get("weight_versions") or [{"version": meta["weight_version"]}]:
@@ -214,8 +210,8 @@ class Client:
     async def is_alive(self, seconds: float) -> bool:
         """Return whether /health succeeds within `seconds`. SGLang's own health check takes up to 20 s."""
         assert self._session is not None, "the client is used outside `async with`"
+        timeout = aiohttp.ClientTimeout(total=seconds)
         try:
-            timeout = aiohttp.ClientTimeout(total=seconds)
             async with self._session.get(f"{self._url}/health", timeout=timeout) as answer:
                 return answer.status == 200
         except (TimeoutError, aiohttp.ClientError):
@@ -242,7 +238,10 @@ class Client:
             except (aiohttp.ClientError, UnicodeError) as client_error:
                 raise RequestFailed(f"the engine's answer to {path} cannot be read: {client_error!r}") from None
             if attempt == _MAX_ATTEMPTS:
-                await self._raise_if_lost()
+                for _ in range(round(_DEATH_CHECK_S / _RETRY_DELAY_S)):
+                    self._check_running()
+                    await asyncio.sleep(_RETRY_DELAY_S)
+                self._check_running()
                 raise RequestFailed(f"the engine cannot be reached: {error}") from None
             await asyncio.sleep(_RETRY_DELAY_S * attempt)
         raise AssertionError("unreachable")
@@ -257,14 +256,6 @@ class Client:
             if on_tokens is not None and answer.status == 200:
                 return 200, await _merge_stream(answer, on_tokens)
             return answer.status, await answer.text()
-
-    async def _raise_if_lost(self) -> None:
-        """Raise EngineLost if the engine's process ends within a few seconds."""
-        until = time.monotonic() + _DEATH_CHECK_S
-        self._check_running()
-        while time.monotonic() < until:
-            await asyncio.sleep(_RETRY_DELAY_S)
-            self._check_running()
 
 
 def is_truncated_sampling(params: Mapping[str, Any]) -> bool:
@@ -337,11 +328,8 @@ def _parse_json(path: str, data: bytes | str | dict[str, Any]) -> Any:
 
 @contextmanager
 def _pause_gc() -> Iterator[None]:
-    """Disable Python's garbage collector while parsing.
-
-    The thousands of short-lived lists in a response trigger collections over everything that torch and others keep
-    alive, which take longer than the parsing itself.
-    """
+    """Disable garbage collection while parsing: a response's thousands of short-lived lists would trigger collections
+    over everything that torch keeps alive, which take longer than the parsing itself."""
     enabled = gc.isenabled()
     gc.disable()
     try:

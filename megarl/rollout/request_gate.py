@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -38,25 +38,26 @@ class RequestGate:
         self.free_slots = asyncio.Semaphore(num_slots)
         self.num_conversations = self.num_idle = self.num_requests = 0
         self.is_admitting = True
-        self.changed = asyncio.Event()
+        self._changed = asyncio.Event()
         self.open = asyncio.Event()
         self.open.set()
         self._busy_seconds, self._counted_at = 0.0, time.monotonic()
         self._busy_interval: tuple[float, float] | None = None
-        self._no_requests, self._no_conversations = asyncio.Event(), asyncio.Event()
 
     async def wait_for_room(self) -> bool:
         """Wait for room for another conversation; return False if all must stop."""
-        while not self.halt.is_set():
-            has_room = (
-                self.num_conversations - self.num_idle < self.num_slots
-                and self.num_conversations < OVERCOMMIT * self.num_slots
-            )
-            if has_room and self.is_admitting and self.open.is_set():
-                return True
-            self.changed.clear()
-            await self.changed.wait()
-        return False
+        await self._wait_until(lambda: self.halt.is_set() or self._has_room())
+        return not self.halt.is_set()
+
+    def _has_room(self) -> bool:
+        has_free_slot = self.num_conversations - self.num_idle < self.num_slots
+        is_below_limit = self.num_conversations < OVERCOMMIT * self.num_slots
+        return has_free_slot and is_below_limit and self.is_admitting and self.open.is_set()
+
+    async def _wait_until(self, is_met: Callable[[], bool]) -> None:
+        while not is_met():
+            self._changed.clear()
+            await self._changed.wait()
 
     def open_slot(self) -> RequestSlot:
         self.num_conversations += 1
@@ -64,7 +65,7 @@ class RequestGate:
 
     def stop(self) -> None:
         self.halt.set()
-        self.changed.set()
+        self.notify()
 
     async def pause(self, mode: OnWeightSync) -> None:
         """Free the policy for a weight sync; nothing starts until `reopen`. Raises EngineLost.
@@ -74,22 +75,19 @@ class RequestGate:
         """
         if mode == "wait":
             self.is_admitting = False
-            while self.num_conversations:
-                self._no_conversations.clear()
-                await self._no_conversations.wait()
+            await self._wait_until(lambda: not self.num_conversations)
             return
         self.open.clear()
         while self.num_requests and mode == "retract":
-            self._no_requests.clear()
             await self.policy.stop()
             with suppress(TimeoutError):  # then repeat: a request may have been in flight
-                await asyncio.wait_for(self._no_requests.wait(), _RETRY_S)
+                await asyncio.wait_for(self._wait_until(lambda: not self.num_requests), _RETRY_S)
 
     def reopen(self) -> None:
         """Admit conversations and requests again, and continue aborted requests."""
         self.is_admitting = True
         self.open.set()
-        self.changed.set()
+        self.notify()
 
     def measure_busy_seconds(self) -> float:
         """Return the seconds with open requests, summed over concurrent requests."""
@@ -113,11 +111,7 @@ class RequestGate:
 
     def notify(self) -> None:
         """Wake all waiters after a change."""
-        if not self.num_requests:
-            self._no_requests.set()
-        if not self.num_conversations:
-            self._no_conversations.set()
-        self.changed.set()
+        self._changed.set()
 
 
 class RequestSlot:
