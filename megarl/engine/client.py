@@ -91,21 +91,20 @@ class Client:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed}
         self.num_pending += 1
         try:
-            status, data = await self._post("/generate", body, on_tokens)
+            status, answer = await self._post("/generate", body, on_tokens)
         finally:
             self.num_pending -= 1
         self.last_response_time = time.monotonic()
-        with _pause_gc():
-            answer = _parse_json("/generate", data)
-            if status == 503 and "timeout reached" in str(answer):
-                raise RequestFailed("the engine did not finish within rollout.request_timeout")
-            if status != 200:
-                raise RequestFailed(f"the engine refused to generate: {str(answer)[:300]}")
-            try:
-                self._check_version(answer["meta_info"], request_version)
+        if status == 503 and "timeout reached" in str(answer):
+            raise RequestFailed("the engine did not finish within rollout.request_timeout")
+        if status != 200:
+            raise RequestFailed(f"the engine refused to generate: {str(answer)[:300]}")
+        try:
+            self._check_version(answer["meta_info"], request_version)
+            with _pause_gc():
                 return self._parse_generation(answer, len(ids), routed, is_truncated)
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
-                raise RequestFailed(f"the engine's response is invalid: {error!r}") from None
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise RequestFailed(f"the engine's response is invalid: {error!r}") from None
 
     def _parse_generation(self, answer: dict[str, Any], prompt_len: int, routed: int, is_truncated: bool) -> Generation:
         """Parse the response to a prompt of `prompt_len` tokens.
@@ -195,8 +194,7 @@ class Client:
         `generate` does.
         """
         body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
-        status, data = await self._post("/parse_function_call", body)
-        answer = _parse_json("/parse_function_call", data)
+        status, answer = await self._post("/parse_function_call", body)
         if status in (400, 500):  # the parser raised
             return None
         try:
@@ -217,10 +215,8 @@ class Client:
         except (TimeoutError, aiohttp.ClientError):
             return False
 
-    async def _post(
-        self, path: str, body: dict[str, Any], on_tokens: TokenCallback | None = None
-    ) -> tuple[int, bytes | str | dict[str, Any]]:
-        """Return status and response body: bytes for JSON, a merged dict for a stream, else text."""
+    async def _post(self, path: str, body: dict[str, Any], on_tokens: TokenCallback | None = None) -> tuple[int, Any]:
+        """Return the status and the response: parsed JSON, a stream merged as such, else text."""
         body = body if on_tokens is None else {**body, "stream": True}
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         for attempt in range(1, _MAX_ATTEMPTS + 1):
@@ -235,8 +231,8 @@ class Client:
                 raise RequestFailed(f"the engine did not answer {path} within {self._timeout.total:g} s") from None
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as client_error:
                 error = client_error
-            except (aiohttp.ClientError, UnicodeError) as client_error:
-                raise RequestFailed(f"the engine's answer to {path} cannot be read: {client_error!r}") from None
+            except (aiohttp.ClientError, ValueError) as invalid:
+                raise RequestFailed(f"the engine's answer to {path} cannot be read: {invalid!r}") from None
             if attempt == _MAX_ATTEMPTS:
                 for _ in range(round(_DEATH_CHECK_S / _RETRY_DELAY_S)):
                     self._check_running()
@@ -246,13 +242,13 @@ class Client:
             await asyncio.sleep(_RETRY_DELAY_S * attempt)
         raise AssertionError("unreachable")
 
-    async def _request(
-        self, path: str, data: bytes, on_tokens: TokenCallback | None
-    ) -> tuple[int, bytes | str | dict[str, Any]]:
+    async def _request(self, path: str, data: bytes, on_tokens: TokenCallback | None) -> tuple[int, Any]:
         assert self._session is not None, "the client is used outside `async with`"
         async with self._session.post(self._url + path, data=data, headers=_JSON) as answer:
             if answer.content_type == "application/json":
-                return answer.status, await answer.read()
+                content = await answer.read()
+                with _pause_gc():
+                    return answer.status, orjson.loads(content)
             if on_tokens is not None and answer.status == 200:
                 return 200, await _merge_stream(answer, on_tokens)
             return answer.status, await answer.text()
@@ -317,13 +313,6 @@ async def _merge_stream(answer: aiohttp.ClientResponse, on_tokens: TokenCallback
                 raise RequestFailed(f"the engine's response is invalid: {error!r}") from None
     merged["meta_info"] |= lists
     return merged
-
-
-def _parse_json(path: str, data: bytes | str | dict[str, Any]) -> Any:
-    try:
-        return orjson.loads(data) if isinstance(data, bytes) else data
-    except ValueError as error:
-        raise RequestFailed(f"the engine's answer to {path} cannot be read: {error!r}") from None
 
 
 @contextmanager

@@ -25,8 +25,7 @@ from megarl.rollout.scheduler import (
     Group,
     ReturnedGroup,
     ShieldedTasks,
-    find_engine_loss,
-    find_first_error,
+    get_engine_loss,
     make_group,
     open_slots,
     run_group,
@@ -116,10 +115,7 @@ class GroupStream:
                     self._active_groups[number], self._start_times[number] = list(partials), time.monotonic()
                     task_group.create_task(self._run_group(number, open_slots(partials, self._gate)))
         except BaseExceptionGroup as errors:
-            engine_loss = find_engine_loss(errors)
-            if engine_loss is None:
-                raise find_first_error(errors) from None
-            await self._handle_engine_loss(engine_loss)
+            await self._handle_engine_loss(get_engine_loss(errors))
 
     async def reconnect(self, policy: Policy, context: RolloutContext) -> None:
         """Attach the restarted engine as a new policy; `run` may then be called again."""

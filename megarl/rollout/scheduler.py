@@ -42,29 +42,23 @@ async def run_agent(
     """
     loop = asyncio.get_running_loop()
     server = await context.get_session_server()
-    recording = server.open(partial.prompt, policy, params, deadline, partial.seed)
+    session = server.open(partial.prompt, policy, params, deadline, partial.seed)
     limit = context.config.step_timeout if deadline is None else max(0.0, deadline - loop.time())
     value = None
     try:
-        value = await context.environments.run_agent(partial.prompt, recording.base_url, recording.key, limit)
+        value = await context.environments.run_agent(partial.prompt, session.base_url, session.key, limit)
     except SessionLost as error:
-        recording.fail(str(error))
+        session.fail(str(error))
     finally:
-        await server.close(recording)
-    *earlier, last = recording.collect_branches()
-    if last.status == "aborted":
-        return replace(last, earlier_branches=tuple(earlier))
-    return replace(last, earlier_branches=tuple(earlier), env_reward=_make_verdict(value, last))
-
-
-def _make_verdict(value: Any, last: PartialRollout) -> RewardResult | None:
-    """Parse an agent's return value; None leaves the reward to the reward functions."""
-    if value is None:
-        return None
-    try:
-        return parse_reward(value, sum(turn.is_action for turn in last.turns))
-    except (RewardError, TypeError) as error:
-        return RewardFailure(f"the agent: {error}")
+        await server.close(session)
+    *earlier, last = session.collect_branches()
+    reward: RewardResult | None = None  # left to the reward functions
+    if value is not None and last.status != "aborted":
+        try:
+            reward = parse_reward(value, sum(turn.is_action for turn in last.turns))
+        except (RewardError, TypeError) as error:
+            reward = RewardFailure(f"the agent: {error}")
+    return replace(last, earlier_branches=tuple(earlier), env_reward=reward)
 
 
 _POLL_S = 0.1
@@ -272,9 +266,7 @@ async def gather_rollouts(
             for watcher in watchers:
                 watcher.cancel()
     except BaseExceptionGroup as errors:
-        engine_loss = find_engine_loss(errors)
-        if engine_loss is None:
-            raise find_first_error(errors) from None
+        engine_loss = get_engine_loss(errors)
     num_interrupted = 0
     if engine_loss is not None:
         await queue_updates.wait_all()
@@ -379,18 +371,14 @@ def _is_finished(group: Sequence[PartialRollout]) -> bool:
     return all(partial.status is not None for partial in group)
 
 
-def find_first_error(error: BaseException) -> BaseException:
-    """Return the first leaf of nested exception groups."""
+def get_engine_loss(errors: BaseExceptionGroup[BaseException]) -> EngineLost:
+    """Return the first `EngineLost` among concurrent errors, which it may have caused. Without one, raise the first."""
+    error: BaseException = errors.subgroup(EngineLost) or errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    if not isinstance(error, EngineLost):
+        raise error from None
     return error
-
-
-def find_engine_loss(error: BaseException) -> EngineLost | None:
-    """Find an `EngineLost` among concurrent errors; it may have caused the others."""
-    if isinstance(error, BaseExceptionGroup):
-        return next((loss for child in error.exceptions if (loss := find_engine_loss(child)) is not None), None)
-    return error if isinstance(error, EngineLost) else None
 
 
 async def _stop_when_enough(queue: GroupQueue, num_needed_groups: int, gate: RequestGate) -> None:

@@ -189,19 +189,15 @@ class StreamedResponse:
             return
         self._text += text[len(previous_text) :]
         self._window_start, self._window_end = self._window_end, len(self._ids)
-        reasoning, content = self._find_certain_text()
-        self._send("reasoning_content", reasoning)
-        self._send("content", content)
+        fields: tuple[Field, Field] = ("reasoning_content", "content")
+        for name, certain in zip(fields, self._find_certain_text(), strict=True):
+            if new_text := certain[len(self.sent[name]) :]:
+                self.sent[name] = certain
+                self._on_text(name, new_text)
 
     def is_prefix_of(self, message: Message) -> bool:
         """Return whether the text sent so far is a prefix of the final message."""
         return all(str(message.get(name) or "").startswith(sent) for name, sent in self.sent.items())
-
-    def _send(self, name: Field, text: str) -> None:
-        new_text = text[len(self.sent[name]) :]
-        if new_text:
-            self.sent[name] = text
-            self._on_text(name, new_text)
 
     def _find_certain_text(self) -> tuple[str, str]:
         """Return the reasoning and content that no further token can change."""
