@@ -15,7 +15,7 @@ from templates import PUBLISHED
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.engine.engine_protocol import Generation
 from megarl.engine.tool_calls import ParsedResponse, ToolCall
-from megarl.rollout.session_server.recording import AgentSession, SessionContext
+from megarl.rollout.session_server.recording import AgentSession
 from megarl.rollout.session_server.rendering import MessageRenderer
 from megarl.rollout.session_server.requests import CompletionRequest, normalize_messages
 from megarl.types import Prompt, as_token_ids
@@ -53,9 +53,7 @@ def test_a_conversation_in_the_format_of_a_family(name: str, cut: bool) -> None:
             else ParsedResponse(text)
         )
 
-    recording = AgentSession(
-        SessionContext(MessageRenderer(chat, parse), CONFIG), "", Prompt("p", (ASK,)), Says(), PARAMS
-    )
+    recording = AgentSession(MessageRenderer(chat, parse, CONFIG), "", Prompt("p", (ASK,)), Says(), PARAMS)
 
     async def converse() -> None:
         messages: list[Any] = [ASK]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megarl.chat_format.chat_template import ChatTemplate
-from megarl.config import ConfigError, RolloutConfig
+from megarl.config import ConfigError
 from megarl.engine.engine_protocol import Generation, Policy, RequestFailed, TokenCallback
 from megarl.rollout.conversation import Halted, derive_seed
 from megarl.rollout.partial_rollouts import PartialRollout
@@ -24,7 +24,7 @@ from megarl.rollout.session_server.requests import (
     hash_prefixes,
     normalize_messages,
 )
-from megarl.rollout.session_server.responses import EMPTY_CHOICE, Choice, Field, StreamedResponse
+from megarl.rollout.session_server.responses import EMPTY_CHOICE, Choice, StreamedResponse
 from megarl.rollout.session_server.token_tree import Node, Schemas, TokenTree
 from megarl.types import Branch, Ids, Message, Prompt
 
@@ -69,23 +69,12 @@ class SessionMetrics:
             setattr(self, name, getattr(self, name) + value)
 
 
-@dataclass(frozen=True)
-class SessionContext:
-    """What sessions need besides the policy.
-
-    Attributes:
-        model: the policy's name for clients
-        log: called with the name of each ignored field
-    """
-
-    renderer: MessageRenderer
-    config: RolloutConfig
-    model: str = "policy"
-    log: Callable[[str], None] = lambda line: None
-
-
 class AgentSession:
     """A session as seen by its owner.
+
+    Args:
+        model: the policy's name for clients
+        log_ignored: called with the name of each ignored field
 
     Attributes:
         id, key, base_url: how the client reaches it
@@ -94,29 +83,31 @@ class AgentSession:
 
     def __init__(
         self,
-        context: SessionContext,
+        renderer: MessageRenderer,
         url: str,
         prompt: Prompt,
         policy: Policy,
         params: Mapping[str, Any],
         deadline: float | None = None,
         seed: int = 0,
+        model: str = "policy",
+        log_ignored: Callable[[str], None] = lambda field: None,
     ) -> None:
         self.id, self.key = secrets.token_hex(8), f"sk-{secrets.token_urlsafe(24)}"
         self.base_url = f"{url}/s/{self.id}/v1"
-        self.model = context.model
+        self.model = model
         self.tree = TokenTree()
         self.metrics = SessionMetrics(sessions=1)
         self.failure = ""
         self.params = dict(params)
-        self._context, self._prompt, self._seed = context, prompt, seed
-        self._policy, self._deadline = policy, deadline
+        self.renderer, self._prompt, self._policy = renderer, prompt, policy
+        self._deadline, self._seed, self._log_ignored = deadline, seed, log_ignored
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._unanswered: dict[Node, str] = {}
         self._unexpected_error: Exception | None = None
         self._num_asked: Counter[bytes] = Counter()
-        self._prompt_request = _make_prompt_request(context.renderer.chat, prompt)
+        self._prompt_request = _make_prompt_request(renderer.chat, prompt)
         self._drift_by_leaf: dict[Node, bool] = {}
 
     # --- for the owner
@@ -158,7 +149,7 @@ class AgentSession:
     def _has_drift(self, leaf: Node) -> bool:
         """Return `MessageRenderer.has_drift`, cached because it renders the whole conversation."""
         if leaf not in self._drift_by_leaf:
-            self._drift_by_leaf[leaf] = self._context.renderer.has_drift(leaf)
+            self._drift_by_leaf[leaf] = self.renderer.has_drift(leaf)
         return self._drift_by_leaf[leaf]
 
     async def close(self) -> None:
@@ -196,8 +187,8 @@ class AgentSession:
         self._check_open()
         for name in request.ignored:
             self.metrics.ignored[name] += 1
-            self._context.log(name)
-        tree, messages, max_turns = self.tree, request.messages, self._context.config.max_turns
+            self._log_ignored(name)
+        tree, messages, max_turns = self.tree, request.messages, self.renderer.config.max_turns
         digests = hash_prefixes(messages, request.schemas)
         answer, count = tree.find_answer(digests, messages)
         if answer is not None and answer.num_turns >= max_turns:
@@ -216,12 +207,6 @@ class AgentSession:
         self.metrics.forks = tree.num_forks
         return node
 
-    def make_streamed_response(
-        self, request: CompletionRequest, node: Node, send: Callable[[Field, str], None]
-    ) -> StreamedResponse:
-        """Create the stream that `answer` feeds while the engine generates."""
-        return StreamedResponse(self._context.renderer.chat, request, str(node.messages[-1]["role"]), send)
-
     async def answer(
         self, request: CompletionRequest, node: Node, streams: Sequence[StreamedResponse] = ()
     ) -> Sequence[Choice]:
@@ -236,7 +221,7 @@ class AgentSession:
         try:
             async with asyncio.timeout_at(self._deadline):
                 generations = await self._sample(request, node, streams)
-                choices = [await self._context.renderer.read_answer(output, request, node) for output in generations]
+                choices = [await self.renderer.read_answer(output, request, node) for output in generations]
             if not all(stream.is_prefix_of(choice.message) for stream, choice in zip(streams, choices, strict=False)):
                 raise RequestFailed("the final answer differs from what was streamed to the client")
         except TimeoutError:
@@ -273,21 +258,20 @@ class AgentSession:
 
         Raises RequestRefused.
         """
-        renderer, config = self._context.renderer, self._context.config
+        prompt_ids, max_context = self._prompt.token_ids, self.renderer.config.max_context
         try:
             if answer is not None:
-                return renderer.render_continuation(answer, messages, count, schemas, config)
-            prompt_ids = self._prompt.token_ids
-            if (messages, schemas) == self._prompt_request and len(prompt_ids) < config.max_context:
+                return self.renderer.render_continuation(answer, messages, count, schemas)
+            if (messages, schemas) == self._prompt_request and len(prompt_ids) < max_context:
                 return None, RenderedMessages(prompt_ids, messages)
-            return None, renderer.render_conversation(messages, schemas, config)
+            return None, self.renderer.render_conversation(messages, schemas)
         except ConfigError as error:
             raise RequestRefused(str(error), "messages") from None
         except ContextOverflow as error:
             if answer is not None:
                 answer.end_reason = "length"
             raise RequestRefused(
-                f"the messages are {error} tokens, and a conversation may have {config.max_context} with its "
+                f"the messages are {error} tokens, and a conversation may have {max_context} with its "
                 "answer (rollout.max_context)",
                 "messages",
                 "context_length_exceeded",
@@ -296,7 +280,7 @@ class AgentSession:
     async def _sample(
         self, request: CompletionRequest, node: Node, streams: Sequence[StreamedResponse]
     ) -> list[Generation]:
-        config, ids = self._context.config, node.tokens
+        config, ids = self.renderer.config, node.tokens
         budget = min(config.max_new_tokens, config.max_context - len(ids))
         budget = budget if request.max_tokens is None else min(budget, request.max_tokens)
         params = {**self.params, "max_new_tokens": budget}
@@ -324,7 +308,7 @@ class AgentSession:
             raise RequestFailed("generation was halted") from None
         is_complete = (
             len(generation.token_ids) == params["max_new_tokens"]
-            or get_last(generation.token_ids) in self._context.renderer.chat.end_token_ids
+            or get_last(generation.token_ids) in self.renderer.chat.end_token_ids
         )
         if generation.finish_reason == "abort" and not is_complete:
             raise RequestFailed(generation.abort_reason or "the engine aborted the answer")

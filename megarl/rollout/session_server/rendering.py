@@ -51,17 +51,15 @@ class RenderedMessages:
 class MessageRenderer:
     """Renders messages with a chat template and parses answers."""
 
-    def __init__(self, chat: ChatTemplate, parse: ParseFunction) -> None:
-        self.chat, self._parse = chat, parse
+    def __init__(self, chat: ChatTemplate, parse: ParseFunction, config: RolloutConfig) -> None:
+        self.chat, self._parse, self.config = chat, parse, config
 
-    def render_conversation(
-        self, messages: Sequence[Message], schemas: Schemas, config: RolloutConfig
-    ) -> RenderedMessages:
+    def render_conversation(self, messages: Sequence[Message], schemas: Schemas) -> RenderedMessages:
         """Render a whole conversation from a client. Raises ContextOverflow and ConfigError."""
-        return self._render(messages, schemas, config, 0, lambda said: self.chat.encode_conversation(said, schemas))
+        return self._render(messages, schemas, 0, lambda said: self.chat.encode_conversation(said, schemas))
 
     def render_continuation(
-        self, answer: Node, messages: Sequence[Message], count: int, schemas: Schemas, config: RolloutConfig
+        self, answer: Node, messages: Sequence[Message], count: int, schemas: Schemas
     ) -> tuple[Node | None, RenderedMessages]:
         """Render the messages that follow an answer, and return them with the answer they must be attached to.
 
@@ -73,12 +71,10 @@ class MessageRenderer:
             count: length of that prefix
         """
         last_token = int(answer.ids[-1])
-        num_context = len(answer.tokens)
         continuation = self._render(
             messages[count:],
             schemas,
-            config,
-            num_context,
+            len(answer.tokens),
             lambda said: self.chat.encode_continuation(said, schemas, last_token),
         )
         path = answer.path()
@@ -110,12 +106,11 @@ class MessageRenderer:
         self,
         messages: Sequence[Message],
         schemas: Schemas,
-        config: RolloutConfig,
         before: int,
         encode: Callable[[Sequence[Message]], list[int]],
     ) -> RenderedMessages:
         """Render and truncate the messages; `before` is the number of tokens that precede them."""
-        room = config.max_context - before - 1
+        config, room = self.config, self.config.max_context - before - 1
         texts = [
             text
             for message in messages

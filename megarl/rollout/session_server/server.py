@@ -14,7 +14,7 @@ from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
 from megarl.engine.engine_protocol import Policy
 from megarl.engine.tool_calls import ParseFunction
-from megarl.rollout.session_server.recording import AgentSession, SessionContext, SessionMetrics
+from megarl.rollout.session_server.recording import AgentSession, SessionMetrics
 from megarl.rollout.session_server.rendering import MessageRenderer
 from megarl.rollout.session_server.requests import CompletionRequest, RequestRefused, parse_request
 from megarl.rollout.session_server.responses import (
@@ -56,7 +56,7 @@ class SessionServer:
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._log, self._warned = log, set[str]()
-        self._context = SessionContext(MessageRenderer(chat, parse), config, model, self._warn_ignored)
+        self._renderer, self._model = MessageRenderer(chat, parse, config), model
         self._sessions: dict[str, AgentSession] = {}
         self._closed_metrics = SessionMetrics()
         self._runner: web.AppRunner | None = None
@@ -91,7 +91,9 @@ class SessionServer:
             seed: seed recorded in its rollouts
         """
         assert self.url, "call start first"
-        session = AgentSession(self._context, self.url, prompt, policy, params, deadline, seed)
+        session = AgentSession(
+            self._renderer, self.url, prompt, policy, params, deadline, seed, self._model, self._warn_ignored
+        )
         self._sessions[session.id] = session
         return session
 
@@ -188,7 +190,7 @@ async def _stream_response(
             pieces.append(output.format_chunk(index, {field: text}))
             changed.set()
 
-        return session.make_streamed_response(completion_request, node, send)
+        return StreamedResponse(session.renderer.chat, completion_request, str(node.messages[-1]["role"]), send)
 
     streams = [make_stream(index) for index in range(completion_request.num_choices)]
     answer_task = asyncio.ensure_future(session.run_request(lambda: session.answer(completion_request, node, streams)))
