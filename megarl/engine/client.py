@@ -346,9 +346,8 @@ def decode_routing(text: str | None, tokens: int, shape: RoutingShape) -> torch.
     """Decode SGLang's routing record of `tokens` tokens.
 
     The record is base64 of int32 [tokens, layers, topk]; the result is [tokens, MoE layers, topk], uint8 for up to 256
-    experts, else int16. SGLang stores the record next to the KV cache: a token whose keys and values come from another
-    request's cache entry has the experts that computed them. Raises RequestFailed if the record is missing or belongs
-    to another size or model.
+    experts, else int16. A token whose keys and values come from another request's cache entry has the experts that
+    computed them. Raises RequestFailed if the record is missing or belongs to another size or model.
     """
     if text is None:
         raise RequestFailed("the engine did not record routing; set train.routing_replay=false")

@@ -280,7 +280,7 @@ def build_response(
     except (ValueError, RecursionError):  # broken, or nested too deeply
         return malformed
     if escaped.num_calls > len(calls):
-        return ParsedResponse(malformed.text, calls, malformed.error)
+        return replace(malformed, calls=calls)
     return ParsedResponse(escaped.restore_text(normal_text) if calls else text, calls)
 
 

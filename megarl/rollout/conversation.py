@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-async def reject_agents() -> SessionServer:
-    raise RuntimeError("agents are not available here")
-
-
 @dataclass(frozen=True)
 class RolloutContext:
     """Everything a conversation needs besides the policy.
@@ -37,7 +33,7 @@ class RolloutContext:
         halt: set to stop all conversations where they are, to continue in a later step. Whoever sets it must make the
             policy return its open requests.
         on_rollout_finished: called with each finished conversation, except aborted ones; its group number is not set
-        get_session_server: returns the server that agents query, started on first use
+        get_session_server: returns the server that agents query, started on first use; None without agents
     """
 
     chat: ChatTemplate
@@ -46,7 +42,7 @@ class RolloutContext:
     config: RolloutConfig
     halt: asyncio.Event = field(default_factory=asyncio.Event)
     on_rollout_finished: Callable[[Rollout], None] = lambda rollout: None
-    get_session_server: Callable[[], Awaitable[SessionServer]] = reject_agents
+    get_session_server: Callable[[], Awaitable[SessionServer]] | None = None
 
 
 class Halted(Exception):
@@ -199,10 +195,8 @@ class _Conversation:
 
     def _decode_turn(self) -> str:
         """Decode the policy's last turn, without its end token."""
-        chat, tokens = (
-            self._context.chat,
-            self.state.turns[-1].token_ids if self.state.num_turn_tokens else as_token_ids(()),
-        )
+        chat, state = self._context.chat, self.state
+        tokens = state.turns[-1].token_ids if state.num_turn_tokens else as_token_ids(())
         return chat.decode(tokens[:-1] if len(tokens) and int(tokens[-1]) in chat.end_token_ids else tokens)
 
     def _append_messages(self, *messages: Message) -> None:
@@ -226,21 +220,13 @@ class _Conversation:
                 format_call(call.name, call.arguments, call_id)
                 for call, call_id in zip(reply.calls, call_ids, strict=False)
             ]
-        if not reply.calls and not reply.error:
+        has_call = bool(reply.calls or reply.error)
+        if not has_call or state.num_turns == config.max_turns:
             self._append_messages(assistant_message)
-            return "stop"
-        if state.num_turns == config.max_turns:
-            self._append_messages(assistant_message)
-            return "max_turns"
-        call_numbers = range(state.tool_calls, state.tool_calls + len(reply.calls))
-        results = await self._run_unless_halted(
-            asyncio.gather(
-                *(
-                    self._session.call(number, call.name, call.arguments)
-                    for number, call in zip(call_numbers, reply.calls, strict=True)
-                )
-            )
-        )
+            return "max_turns" if has_call else "stop"
+        calls = enumerate(reply.calls, state.tool_calls)
+        work = asyncio.gather(*(self._session.call(number, call.name, call.arguments) for number, call in calls))
+        results = await self._run_unless_halted(work)
         texts = [*(result.text for result in results), *([f"Error: {reply.error}"] if reply.error else ())]
         observations: list[Message] = [  # the template never sees the name of a tool that does not exist
             {"role": "tool", "name": name, "tool_call_id": call_id, "content": text}

@@ -48,10 +48,8 @@ class GroupStream:
 
     Args:
         queue: unlimited queue, shared by the engines
-        samples: conversations per group
         max_groups: maximum number of concurrent groups, also bounded by `config.concurrency`
-        timeout: timeout of one group's conversations
-        on_engine_lost: called when the engine is lost
+        timeout: seconds for the conversations of one group
     """
 
     def __init__(
@@ -83,7 +81,6 @@ class GroupStream:
         self.is_lost = False
         """True from the loss of the engine until `reconnect`."""
         self._num_interrupted = self._num_restarted = 0
-        self._changed = asyncio.Condition()
         self._collected_at, self._busy_seconds = time.monotonic(), 0.0
 
     async def admit(self, prompts: Sequence[Prompt], seed: int) -> None:
@@ -91,7 +88,7 @@ class GroupStream:
         for group, prompt in enumerate(prompts):
             self._admitted[self._num_admitted + group] = prompt, seed, group
         self._num_admitted += len(prompts)
-        await self._notify()
+        self._gate.notify()
 
     async def run(self, watch: Callable[[], Coroutine[Any, Any, None]] = wait_forever) -> None:
         """Start admitted groups until cancelled.
@@ -104,10 +101,12 @@ class GroupStream:
                 task_group.create_task(watch())
                 while await self._gate.wait_for_room():
                     await self._queue_updates.run(self._claim_group())
-                    if (number := min(self._pending_groups, default=self._num_admitted)) >= self._num_admitted:
-                        await self._wait_for_group()
+                    if not self._has_admitted_group():
+                        with suppress(TimeoutError):  # then check for returned groups again
+                            await asyncio.wait_for(self._gate.wait_until(self._has_admitted_group), _RETURNED_POLL_S)
                         continue
                     await self._gate.wait_for_room()  # a pause may have started meanwhile
+                    number = min(self._pending_groups)
                     prompt, seed, group = self._admitted[number]
                     pending = self._pending_groups.pop(number)
                     partials = pending.group or make_group(prompt, self._context.chat, seed, group, self._samples)
@@ -166,13 +165,15 @@ class GroupStream:
             await self._gate.pause(mode)
         except EngineLost as lost:
             self._on_engine_lost(lost)
-            async with self._changed:
-                await self._changed.wait_for(lambda: self.is_lost)
+            await self._gate.wait_until(lambda: self.is_lost)
         if (busy_interval := self._gate.pop_busy_interval()) is not None:
             self._on_busy_interval(*busy_interval)
 
     async def resume(self) -> None:
         self._gate.reopen()
+
+    def _has_admitted_group(self) -> bool:
+        return min(self._pending_groups, default=self._num_admitted) < self._num_admitted
 
     async def _claim_group(self) -> None:
         """Claim a group to start: one that a lost engine returned, otherwise a new one."""
@@ -206,16 +207,4 @@ class GroupStream:
         self._active_groups, self._pending_groups = {}, {}
         await asyncio.to_thread(self._queue.count_lost_engines, 1)
         self.is_lost = True
-        await self._notify()
-
-    async def _wait_for_group(self) -> None:
-        """Wait for a change, at most until it is time to check for returned groups again."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_RETURNED_POLL_S), self._changed:
-                await self._changed.wait_for(
-                    lambda: min(self._pending_groups, default=self._num_admitted) < self._num_admitted
-                )
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        self._gate.notify()

@@ -46,7 +46,7 @@ class RequestGate:
 
     async def wait_for_room(self) -> bool:
         """Wait for room for another conversation; return False if all must stop."""
-        await self._wait_until(lambda: self.halt.is_set() or self._has_room())
+        await self.wait_until(lambda: self.halt.is_set() or self._has_room())
         return not self.halt.is_set()
 
     def _has_room(self) -> bool:
@@ -54,7 +54,8 @@ class RequestGate:
         is_below_limit = self.num_conversations < OVERCOMMIT * self.num_slots
         return has_free_slot and is_below_limit and self.is_admitting and self.open.is_set()
 
-    async def _wait_until(self, is_met: Callable[[], bool]) -> None:
+    async def wait_until(self, is_met: Callable[[], bool]) -> None:
+        """Wait until a condition holds, which is checked after each `notify`."""
         while not is_met():
             self._changed.clear()
             await self._changed.wait()
@@ -75,13 +76,13 @@ class RequestGate:
         """
         if mode == "wait":
             self.is_admitting = False
-            await self._wait_until(lambda: not self.num_conversations)
+            await self.wait_until(lambda: not self.num_conversations)
             return
         self.open.clear()
         while self.num_requests and mode == "retract":
             await self.policy.stop()
             with suppress(TimeoutError):  # then repeat: a request may have been in flight
-                await asyncio.wait_for(self._wait_until(lambda: not self.num_requests), _RETRY_S)
+                await asyncio.wait_for(self.wait_until(lambda: not self.num_requests), _RETRY_S)
 
     def reopen(self) -> None:
         """Admit conversations and requests again, and continue aborted requests."""

@@ -36,11 +36,9 @@ async def run_agent(
 
     The result is the last branch of the episode; all others are in `earlier_branches`. It is `aborted` if the agent
     raises, its process dies, it never queries the policy, it is not done by `deadline`, or one of its requests failed.
-
-    Args:
-        params, deadline: as in `run_conversation`
     """
     loop = asyncio.get_running_loop()
+    assert context.get_session_server is not None, "agents are not available here"
     server = await context.get_session_server()
     session = server.open(partial.prompt, policy, params, deadline, partial.seed)
     limit = context.config.step_timeout if deadline is None else max(0.0, deadline - loop.time())
@@ -76,10 +74,8 @@ class GenerationResult:
         partials: groups to continue in a later step, on this engine
         num_stale: conversations restarted because their first tokens were too stale
         num_slots: maximum number of concurrent requests to the policy
-        seconds: duration of the generation
         busy_seconds: slot-seconds during which a request was running
         group_ages: for a stream, seconds since each group started
-        engine_loss: why the engine was lost, or None
         num_interrupted: conversations that were running on the engine when it was lost
         num_restarted: conversations of lost engines that were restarted on this one
     """
@@ -270,9 +266,8 @@ async def gather_rollouts(
     num_interrupted = 0
     if engine_loss is not None:
         await queue_updates.wait_all()
-        has_enough = (
-            num_needed_groups is not None and await asyncio.to_thread(queue.count_complete) >= num_needed_groups
-        )
+        num_complete = await asyncio.to_thread(queue.count_complete)
+        has_enough = num_needed_groups is not None and num_complete >= num_needed_groups
         unfinished = [ReturnedGroup.restart(number, group) for number, group in active.values()]
         num_interrupted = sum(returned.num_interrupted for returned in unfinished)
         unfinished += [ReturnedGroup.restart(0, group) for group in remaining_partials]
@@ -283,11 +278,8 @@ async def gather_rollouts(
                 partials.append(returned.group)
             else:
                 await asyncio.to_thread(queue.return_group, returned)
-    rollouts = [
-        partial for number in sorted(complete) for partial in to_rollouts(complete[number], first_group + number)
-    ]
     return GenerationResult(
-        rollouts,
+        [rollout for number in sorted(complete) for rollout in to_rollouts(complete[number], first_group + number)],
         [*partials, *remaining_partials],
         num_stale,
         gate.num_slots,

@@ -69,7 +69,7 @@ class Grown:
 
 
 def test_branches_by_hand() -> None:
-    branches = Grown().tree.collect_branches(PROMPT, 4)
+    branches = [branch for _, branch in Grown().tree.collect_branches(PROMPT, 4)]
     found = [[(turn.token_ids.tolist(), turn.is_action) for turn in branch.turns] for branch in branches]
     assert found == [
         [([1, 2], False), ([5, 6], True)],  # what was asked without an answer is no part of it
@@ -150,7 +150,7 @@ def test_what_could_be_sampled_is_of_the_actions_of_a_branch() -> None:
     below = tree.add_context(a, a, behind, as_token_ids([2]), [ask])
     for _ in range(2):
         tree.add_answer(below, whole)
-    both, second = tree.collect_branches(PROMPT, 0)
+    (_, both), (_, second) = tree.collect_branches(PROMPT, 0)
     joined = SamplingMask.concat(both.sampling_masks)
     assert joined.counts.tolist() == [2, 1, 0] and joined.ids.tolist() == [3, 5, 4]
     assert second.sampling_masks == ()
@@ -165,4 +165,4 @@ def test_statuses() -> None:
     node.end_reason = "length"
     long = Generation(as_token_ids([5]), np.zeros(1), "length", 0)
     tree.add_answer(root, Choice({"role": "assistant", "content": "3"}, "length", long))
-    assert [branch.status for branch in tree.collect_branches(PROMPT, 0)] == ["stop", "stop", "length", "length"]
+    assert [branch.status for _, branch in tree.collect_branches(PROMPT, 0)] == ["stop", "stop", "length", "length"]

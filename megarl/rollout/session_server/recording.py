@@ -125,20 +125,17 @@ class AgentSession:
         """
         if self._unexpected_error is not None:
             raise self._unexpected_error
-        forks, leaves = self.tree.num_forks, self.tree.find_leaves()
-        branches = tuple(
-            replace(partial, branch=Branch(index, forks, self._has_drift(leaf)))
-            for index, (partial, leaf) in enumerate(
-                zip(self.tree.collect_branches(self._prompt, self._seed), leaves, strict=True)
-            )
-        )
+        branches = [
+            replace(partial, branch=Branch(index, self.tree.num_forks, self._has_drift(leaf)))
+            for index, (leaf, partial) in enumerate(self.tree.collect_branches(self._prompt, self._seed))
+        ]
         failure = self.failure or next(iter(self._unanswered.values()), "")
         if not branches:
             failure = failure or "the session made no request"
-            branches = (PartialRollout.begin(self._prompt, self._seed),)
-        return (
-            tuple(replace(partial, status="aborted", failure=failure) for partial in branches) if failure else branches
-        )
+            branches = [PartialRollout.begin(self._prompt, self._seed)]
+        if failure:
+            branches = [replace(partial, status="aborted", failure=failure) for partial in branches]
+        return tuple(branches)
 
     def count_branches(self) -> None:
         """Update the metrics that are known only at the end."""

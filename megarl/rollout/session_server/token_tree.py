@@ -176,21 +176,21 @@ class TokenTree:
         self._answers.setdefault(history, []).append(node)
         return node
 
-    def collect_branches(self, prompt: Prompt, seed: int) -> tuple[PartialRollout, ...]:
-        """Return one conversation per leaf, in the order in which the leaves were sampled.
+    def collect_branches(self, prompt: Prompt, seed: int) -> list[tuple[Node, PartialRollout]]:
+        """Return one conversation per leaf, with the leaf, in the order in which the leaves were sampled.
 
         An answer shared by several branches is an action in the first and context in the others. The status is `length`
         if the last answer was truncated or left no room to continue, `max_turns` if it was the last one allowed, else
         `stop`.
         """
-        branches: list[PartialRollout] = []
+        branches: list[tuple[Node, PartialRollout]] = []
         trained: set[Node] = set()
         for leaf in self.find_leaves():
             path = leaf.path()
             new_answers = [node for node in path if node.generation is not None and node not in trained]
             trained.update(new_answers)
-            branches.append(_make_partial(path, new_answers, prompt, seed))
-        return tuple(branches)
+            branches.append((leaf, _make_partial(path, new_answers, prompt, seed)))
+        return branches
 
     def find_leaves(self) -> list[Node]:
         """Return answers without a later answer below them, in the order in which they were sampled."""
