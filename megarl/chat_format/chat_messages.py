@@ -226,11 +226,7 @@ def _make_call_format(content: str | None, as_text: bool) -> CallFormat:
 CALL_FORMATS: Sequence[CallFormat] = tuple(
     _make_call_format(content, as_text) for content in ("", None) for as_text in (False, True)
 )
-"""Forms of messages with calls.
-
-Arguments are a mapping or OpenAI's text; missing content is "" or None.
-"""
-
+"""Forms of messages with calls: arguments are a mapping or OpenAI's text, and missing content is "" or None."""
 
 _EXAMPLES = {"string": "some words", "number": 1.5, "integer": 2, "boolean": True, "array": [], "object": {}}
 
@@ -327,16 +323,6 @@ class ReasoningSpan:
     inner_start: int
     inner_end: int
     stop: int
-
-
-def find_marks(tokenizer: Any) -> tuple[str, str] | None:
-    """Find a model's marks, as two added tokens or as words in its template; None if it does not reason."""
-    added_tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-    template = str(tokenizer.chat_template)
-    for opening, closing in MARKS:
-        if {opening, closing} <= added_tokens or closing in template:
-            return opening, closing
-    return None
 
 
 def find_reasoning(text: str, marks: tuple[str, str], opened: bool) -> ReasoningSpan | None:

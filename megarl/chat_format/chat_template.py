@@ -18,12 +18,12 @@ from typing import Any
 
 from megarl.chat_format.chat_messages import (
     CALL_FORMATS,
+    MARKS,
     CallFormat,
     ControlTokens,
     EscapedEncoder,
     ReasoningSpan,
     escape_schemas,
-    find_marks,
     find_reasoning,
     format_call,
     format_call_id,
@@ -132,11 +132,7 @@ class ChatTemplate:
             )
 
     def check_tools(self) -> None:
-        """Raise ConfigError if the template cannot hold a conversation with tool calls.
-
-        It must write a call, and continue after its end exactly as it writes the whole conversation; see
-        `render_calls`.
-        """
+        """Raise ConfigError if the template cannot hold a conversation with tool calls, see `render_calls`."""
         if self.tools:
             user: Message = {"role": "user", "content": "x"}
             self._apply_template([user], [tool.schema for tool in self.tools.values()], generate=True)
@@ -144,10 +140,7 @@ class ChatTemplate:
             self.render_calls(name)
 
     def encode_prompt(self, prompt: Prompt, schemas: Sequence[dict[str, Any]] | None = None) -> list[int]:
-        """Encode the prompt's messages, its tools and the head of the policy's first turn.
-
-        `schemas` overrides the prompt's known tools.
-        """
+        """Encode the prompt's messages, its tools or `schemas`, and the head of the policy's first turn."""
         tool_schemas = self.catalog.select_schemas(prompt) if schemas is None else schemas
         return self.encode(self._apply_template(prompt.messages, tool_schemas, generate=True))
 
@@ -177,10 +170,7 @@ class ChatTemplate:
 
     @cached_property
     def end_of_call(self) -> int | None:
-        """The token between the policy's turn and a tool result, which must end every turn with calls.
-
-        None if the template does not support tool results.
-        """
+        """The token between the policy's turn and a tool result, which ends a turn with calls; None if unsupported."""
         return self._find_end_token("tool")
 
     @cached_property
@@ -240,10 +230,7 @@ class ChatTemplate:
         return rest[end.stop :] if has_ended else rest
 
     def encode_conversation(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]] = ()) -> list[int]:
-        """Encode a whole conversation written by others, and the head of the policy's turn.
-
-        Control tokens are escaped, and errors raised, as in `encode_continuation`.
-        """
+        """Encode a whole conversation, escaped as in `encode_continuation`, and the head of the policy's turn."""
 
         def make(ready: Sequence[Message]) -> str:
             form = self._get_call_format(_role_pattern(ready), behind=False)
@@ -255,8 +242,10 @@ class ChatTemplate:
 
     @cached_property
     def reasoning_marks(self) -> tuple[str, str] | None:
-        """Opening and closing marks of the model's reasoning; None if it does not reason."""
-        return find_marks(self.tokenizer)
+        """Opening and closing marks of reasoning, as added tokens or in the template; None if the model has none."""
+        added_tokens = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
+        template = str(self.tokenizer.chat_template)
+        return next((marks for marks in MARKS if {*marks} <= added_tokens or marks[1] in template), None)
 
     def find_reasoning_range(self, ids: Ids | Sequence[int], after: str = "user") -> range | None:
         """Return which of a turn's ids are reasoning, including its marks; None if there is none.
@@ -276,10 +265,7 @@ class ChatTemplate:
         )
 
     def split_reasoning(self, text: str, after: str = "user") -> tuple[str, str]:
-        """Split a turn's text, without its end token, into (reasoning, content) as in OpenAI's messages, without marks.
-
-        See `find_reasoning_range` for `after`.
-        """
+        """Split a turn's text, without its end token, into (reasoning, content) as in OpenAI's messages."""
         span = self._find_reasoning(text, after)
         return (text[span.inner_start : span.inner_end].strip(), text[span.stop :].lstrip()) if span else ("", text)
 
@@ -302,11 +288,9 @@ class ChatTemplate:
         return self._drops_reasoning_before[pattern]
 
     def _find_reasoning(self, text: str, after: str) -> ReasoningSpan | None:
-        return (
-            None
-            if self.reasoning_marks is None
-            else find_reasoning(text, self.reasoning_marks, self._is_reasoning_opened(after))
-        )
+        if self.reasoning_marks is None:
+            return None
+        return find_reasoning(text, self.reasoning_marks, self._is_reasoning_opened(after))
 
     def _is_reasoning_opened(self, after: str) -> bool:
         """Return whether the template opens the reasoning of a turn that answers `after`."""
@@ -384,9 +368,9 @@ class ChatTemplate:
         return rendered
 
     def _get_call_format(self, pattern: _RolePattern, behind: bool) -> CallFormat:
-        """Return the call format in which the template drops none of these messages.
+        """Return the call format in which the template drops none of these messages; raise ConfigError without one.
 
-        Raises ConfigError if there is none. `behind` says whether they follow a policy turn.
+        `behind` says whether they follow a policy turn.
         """
         call_format = self._call_formats.get((pattern, behind))
         if call_format is None:
@@ -408,17 +392,15 @@ class ChatTemplate:
                 problem = problem or str(error)
                 continue
             end = self.control_tokens.find_first(text)
-            words = [word for placeholder in messages for word in _list_words(placeholder)]
-            missing = [
-                placeholder["role"] for placeholder in messages for word in _list_words(placeholder) if word not in text
-            ]
+            words = [(word, placeholder["role"]) for placeholder in messages for word in _list_words(placeholder)]
+            missing = [role for word, role in words if word not in text]
             if missing:
                 problem = problem or (
                     f"the chat template of model.path omits a message of role {missing[0]}, or what it calls"
                     + (", where it follows the policy's turn" if behind else "")
                     + f"; give it another role, or remove it (the roles: {_join_roles(messages)})"
                 )
-            elif behind and (end is None or any(text.find(word) < end.start for word in words)):
+            elif behind and (end is None or any(text.find(word) < end.start for word, _ in words)):
                 problem = problem or "the chat template of model.path ends a turn with no control token"
             else:
                 working.append((len(text), form))

@@ -118,19 +118,22 @@ def _remove_engine_files(folder: Path) -> None:
 
 def remove_host_folder(path: str) -> None:
     """Remove the folder of a host, and what its engines have left."""
-    with contextlib.suppress(OSError):
-        for folder in Path(path).iterdir():
-            if folder.is_dir():
-                _remove_engine_files(folder)
+    _remove_engine_folders(Path(path))
     shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_engine_folders(host_folder: Path, is_dead: Callable[[Path], bool] = lambda folder: True) -> None:
+    with contextlib.suppress(OSError):
+        for folder in host_folder.iterdir():
+            if folder.is_dir() and is_dead(folder):
+                _remove_engine_files(folder)
 
 
 class EngineHost:
     """Accepts connections of ranks, and forks a supervisor for each.
 
-    listener: socket where ranks connect, bound by the process that started the host. folder: the host's folder, which
-    contains the listener's socket. preload: import SGLang here, for all engines. starter: pidfd of the process that
-    started the host.
+    listener: socket in the host's `folder` where ranks connect. preload: import SGLang here, for all engines. starter:
+    pidfd of the process that started the host.
     """
 
     def __init__(self, listener: socket.socket, folder: Path, preload: bool, starter: int) -> None:
@@ -164,10 +167,7 @@ class EngineHost:
 
     def _remove_dead_folders(self) -> None:
         """Remove the folders of supervisors that were killed."""
-        with contextlib.suppress(OSError):
-            for folder in self._folder.iterdir():
-                if folder.is_dir() and not Path(f"/proc/{folder.name}").exists():
-                    _remove_engine_files(folder)
+        _remove_engine_folders(self._folder, lambda folder: not Path(f"/proc/{folder.name}").exists())
 
     def _clean_up(self) -> None:
         """Remove dead supervisors' folders, and the host's if its starter is gone and no supervisor uses it."""

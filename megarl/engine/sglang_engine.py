@@ -20,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -136,10 +136,8 @@ def pack_payload(tensors: NamedTensors) -> str:
 class Engine:
     """Life cycle of one engine. Not thread-safe; one object per engine, on its lead rank.
 
-    config: model, dtype, rollout.* and run.* are read.
     index: number of the engine within the job; names its log `<run.dir>/logs/engine_<index>.log`.
-    threads: per tensor parallel rank on a CPU; 0 for its share of the cores. With a shared host, the host's value
-    counts.
+    threads: per tensor parallel rank on a CPU; 0 for its share of the cores. A shared host's value takes precedence.
     first_device: the engine's first GPU.
     nnodes, node_rank, dist_init_addr ("host:port"): for an engine across machines, with one object on each. Only the
     one with node_rank 0 generates.
@@ -381,13 +379,10 @@ class Engine:
 
     def wake_weights(self) -> None:
         """Onload the weights alone, for a weight sync. On a GPU their contents are lost, so the sync must follow."""
-        self._wake("weights")
+        self.wake(("weights",))
 
-    def wake(self) -> None:
+    def wake(self, parts: Sequence[str] = _MEMORY_TAGS) -> None:
         """Onload everything that is still offloaded, before generating."""
-        self._wake(*_MEMORY_TAGS)
-
-    def _wake(self, *parts: str) -> None:
         asleep = [part for part in parts if part in self._asleep]
         if not asleep:
             return

@@ -25,10 +25,9 @@ ANSWER_BYTES = 1 << 20
 
 
 class OrderBuffer:
-    """Shared memory for orders to one engine rank, and for its answers. Reusable, for one order at a time.
+    """Memory for orders to one engine rank, one at a time, and for its answers, shared on the engine rank's device.
 
-    Memory can be shared only within a machine, and on GPUs only within one device: SGLang would copy tensors from
-    anywhere else. So everything is allocated on the engine rank's device.
+    SGLang would copy tensors from anywhere else.
     """
 
     def __init__(self) -> None:
@@ -168,10 +167,7 @@ class WeightSender:
         self._buckets = []
 
     def close_channel(self) -> None:
-        """Hang up on the engine rank, which then waits for no more orders.
-
-        Neither collective nor blocking, so that an aborted weight sync can call it, too.
-        """
+        """Hang up on the engine rank. Neither collective nor blocking, so that an aborted weight sync can call it."""
         channel, self._channel, self._is_answer_pending = self._channel, None, False
         if channel is not None:
             channel.close()

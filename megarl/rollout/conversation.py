@@ -157,10 +157,7 @@ class _Conversation:
         return replace(now, session=None)
 
     async def _generate_turn(self) -> Status | None:
-        """Generate the policy's turn, or the rest of it. Returns None if the turn may end with a call.
-
-        A token's routing comes from the first request that ran it, which is the one that sampled the next token.
-        """
+        """Generate the policy's turn, or the rest of it. Returns None if the turn may end with a call."""
         chat, config, state = self._context.chat, self._context.config, self.state
         context = state.token_ids
         budget = min(config.max_new_tokens - state.num_turn_tokens, config.max_context - len(context))

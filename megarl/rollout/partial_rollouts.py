@@ -87,13 +87,12 @@ class PartialRollout:
         `more` is None if they were sampled without truncation, as an earlier run may have done for all tokens.
         """
         if more is None:
-            return (
-                (*self.sampling_masks, SamplingMask.unrestricted(tokens))
-                if self.sampling_masks and tokens
-                else self.sampling_masks
-            )
+            if not self.sampling_masks or not tokens:
+                return self.sampling_masks
+            more = SamplingMask.unrestricted(tokens)
         num_sampled = sum(len(turn.token_ids) for turn in self.turns if turn.is_action)
-        return (*(self.sampling_masks or ((SamplingMask.unrestricted(num_sampled),) if num_sampled else ())), more)
+        earlier = self.sampling_masks or ((SamplingMask.unrestricted(num_sampled),) if num_sampled else ())
+        return (*earlier, more)
 
     @property
     def oldest_version(self) -> int | None:
@@ -103,10 +102,7 @@ class PartialRollout:
         )
 
     def to_rollouts(self, group: int, sample: int) -> list[Rollout]:
-        """Convert a finished conversation to rollouts of this sample, one per branch.
-
-        All branches share the status of the last.
-        """
+        """Convert a finished conversation to rollouts, one per branch, which all have the status of the last."""
         return list(as_branches([branch.to_rollout(group) for branch in (*self.earlier_branches, self)], sample))
 
     def to_rollout(self, group: int) -> Rollout:
@@ -189,10 +185,9 @@ def read_groups(file: Path) -> list[Group]:
 
 
 def assign_groups(files: Sequence[Path], engine: int, num_engines: int) -> list[Group]:
-    """Return the groups that an engine continues.
+    """Return the groups that an engine continues: its previous ones, or its share if the number of engines has changed.
 
-    If the number of engines is unchanged, each engine gets its previous groups; otherwise groups are dealt out
-    round-robin. `files` belong to the previous engines, in order.
+    `files` belong to the previous engines, in order.
     """
     if len(files) == num_engines:
         return read_groups(files[engine])

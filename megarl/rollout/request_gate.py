@@ -183,10 +183,7 @@ class RequestSlot:
 
 
 def merge_generations(first: Generation, second: Generation) -> Generation:
-    """Join an aborted generation with its continuation.
-
-    A token's routing comes from the request that ran it first.
-    """
+    """Join an aborted generation with its continuation. A token's routing comes from the request that ran it first."""
     turn = merge_turns(first.to_turn(), second.to_turn())
     routings = [part for part in (first.routing, second.routing) if part is not None]
     masks = [part for part in (first.sampling_mask, second.sampling_mask) if part is not None]

@@ -110,15 +110,11 @@ class RolloutRunner:
 
         Args:
             queue: queue shared by the engines that receive the same prompts; by default this engine takes all groups
-            samples: rollouts per prompt, `config.samples_per_prompt` by default
             seed: seed of the step; each sample records its own, derived from it
             check: called every second in a thread; an exception it raises ends the generation
             held_out: sample with the evaluation settings
-
-        Returns:
-            a future of the rollouts, ordered by group and then by sample, and of the groups to continue later
         """
-        engine, config = self._engine, self._config.eval_config if held_out else self._config
+        config = self._config.eval_config if held_out else self._config
 
         async def run() -> GenerationResult:
             deadline = asyncio.get_running_loop().time() + config.step_timeout
@@ -137,9 +133,9 @@ class RolloutRunner:
                     deadline=deadline,
                     num_needed_groups=num_needed_groups,
                     partial_groups=partial_groups,
-                    version=engine.weight_version,
+                    version=self._engine.weight_version,
                     num_total=num_total,
-                    watch=partial(self._watch, client, engine.start_number),
+                    watch=partial(self._watch, client, self._engine.start_number),
                     on_gate_opened=lambda gate: self._client_by_gate.update({gate: client}),
                 )
                 try:
@@ -193,10 +189,7 @@ class RolloutRunner:
         self._submit(self._running_stream.admit(prompts, seed)).result()
 
     def collect(self, count: int, check: Callable[[], None] = lambda: None) -> Future[GenerationResult | None]:
-        """Return this engine's share of the next `count` groups once these are complete on all engines.
-
-        The result is None if no engine is left to complete them. `check` is as in `start_generation`.
-        """
+        """Return the result of `GroupStream.collect`. `check` is as in `start_generation`."""
 
         async def run() -> GenerationResult | None:
             result = await _run_watched(self._run_unless_stream_fails(self._running_stream.collect(count)), check)

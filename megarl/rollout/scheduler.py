@@ -109,10 +109,9 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class ReturnedGroup:
-    """A group that a lost engine had started, stripped of its sessions.
+    """A group that a lost engine had started, stripped of its sessions; None if it had only claimed the number.
 
-    `group` is None if the engine had only claimed the number. `num_interrupted` counts its conversations that were
-    running.
+    `num_interrupted` counts its conversations that were running.
     """
 
     number: int

@@ -30,10 +30,7 @@ from megarl.types import Branch, Ids, Message, Prompt
 
 T = TypeVar("T")
 _MAX_EXTRA_REQUESTS = 32
-"""Requests beyond `rollout.max_turns` that get an empty answer.
-
-Further ones get an error, to stop agents that never end.
-"""
+"""Requests beyond `rollout.max_turns` that get an empty answer; further ones get an error, to end the agent."""
 _TIMEOUT_REASON = "it did not finish within rollout.step_timeout"
 
 
@@ -137,12 +134,6 @@ class AgentSession:
             branches = [replace(partial, status="aborted", failure=failure) for partial in branches]
         return tuple(branches)
 
-    def count_branches(self) -> None:
-        """Update the metrics that are known only at the end."""
-        leaves = self.tree.find_leaves()
-        self.metrics.branches = len(leaves)
-        self.metrics.drift = sum(map(self._has_drift, leaves))
-
     def _has_drift(self, leaf: Node) -> bool:
         """Return `MessageRenderer.has_drift`, cached because it renders the whole conversation."""
         if leaf not in self._drift_by_leaf:
@@ -150,20 +141,20 @@ class AgentSession:
         return self._drift_by_leaf[leaf]
 
     async def close(self) -> None:
-        """Cancel running requests and refuse further ones."""
+        """Cancel running requests, refuse further ones, and update the metrics that are known only at the end."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        leaves = self.tree.find_leaves()
+        self.metrics.branches = len(leaves)
+        self.metrics.drift = sum(map(self._has_drift, leaves))
 
     # --- for the client
 
     async def run_request(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run `work`; cancel it when the session closes or the caller is cancelled.
-
-        Raises RequestRefused if the session is closed or has failed.
-        """
+        """Run `work` until the session closes, which raises RequestRefused, or the caller is cancelled."""
         self._check_open()
         task = asyncio.ensure_future(work())
         self._tasks.add(task)

@@ -112,17 +112,13 @@ def _normalize_call(call: Any, where: str) -> dict[str, Any]:
     name = _read_string(function.get("name"), f"{where}.function.name")
     arguments = function.get("arguments")
     _check(isinstance(arguments, str | dict), f"{where}.function.arguments", " must be a string of JSON")
-    arguments = parse_arguments(arguments if isinstance(arguments, str) else json.dumps(arguments))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    try:
+        arguments = replace_surrogates(json.loads(text or "{}"))
+    except (ValueError, RecursionError):
+        arguments = text
     call_id = _read_string(call.get("id"), f"{where}.id")
     return format_call(name, arguments, call_id)
-
-
-def parse_arguments(arguments: str) -> Any:
-    """Parse arguments as JSON; return the text unchanged if it is invalid."""
-    try:
-        return replace_surrogates(json.loads(arguments or "{}"))
-    except (ValueError, RecursionError):
-        return arguments
 
 
 def _read_string(value: Any, where: str) -> str:

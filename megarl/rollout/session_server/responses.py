@@ -24,7 +24,6 @@ from megarl.types.arrays import no_ids, no_logprobs
 from megarl.utils.text import replace_surrogates
 
 FinishReason = Literal["stop", "length", "tool_calls"]
-DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": waiting\n\n"
 """A stream comment, which clients ignore."""
 
@@ -98,7 +97,7 @@ class ResponseFormat:
             yield self.format_chunk(index, {}, choice.finish_reason)
         if usage:
             yield format_event({**self._make_head(".chunk"), "choices": [], "usage": self._count_usage(choices)})
-        yield DONE
+        yield b"data: [DONE]\n\n"
 
     def _make_head(self, kind: str) -> dict[str, Any]:
         return {

@@ -101,7 +101,6 @@ class SessionServer:
         """Close a session and abort its running requests. Its branches are kept; safe to call twice."""
         if self._sessions.pop(session.id, None) is not None:
             await session.close()
-            session.count_branches()
             self._closed_metrics.add(session.metrics)
 
     @property
