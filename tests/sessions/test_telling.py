@@ -39,14 +39,13 @@ class Spoken(Numbered):
         self, context: Any, params: dict[str, Any], routed: int = 0, on_tokens: Any = None
     ) -> Generation:
         said = await super().generate(context, params, routed)
-        for token in said.token_ids.tolist():
+        for token in said.token_ids.tolist() if on_tokens is not None else ():
             try:
                 await self.go.acquire()
             except asyncio.CancelledError:
                 self.cancelled += 1
                 raise
-            if on_tokens is not None:
-                on_tokens(as_token_ids([token]))
+            on_tokens(as_token_ids([token]))
         return said
 
 
