@@ -315,10 +315,7 @@ MARKS = (
 
 @dataclass(frozen=True)
 class ReasoningSpan:
-    """Reasoning at the start of a turn's text.
-
-    It ends before `stop`, including its marks, and spans `inner_start` to `inner_end` (exclusive) without them.
-    """
+    """Reasoning at the start of a turn's text: all before `stop`, and without marks `inner_start` to `inner_end`."""
 
     inner_start: int
     inner_end: int

@@ -426,7 +426,7 @@ class Engine:
             return text.decode(errors="replace")
 
     def _is_port_in_use(self) -> bool:
-        """Return whether any line of this attempt's log says so; long tracebacks of several processes may follow it."""
+        """Search all of this attempt's log: long tracebacks of several processes may follow the line."""
         with self.log.open(errors="replace") as log:
             log.seek(self._log_offset)
             return any(_PORT_IN_USE.search(line) for line in log)

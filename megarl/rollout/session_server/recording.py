@@ -303,10 +303,9 @@ class AgentSession:
         return generation
 
     def _derive_seeds(self, ids: Ids, count: int) -> list[dict[str, int]]:
-        """Return sampling seeds for `count` answers to the same ids.
+        """Return different seeds for all answers to the same ids, since equal ones would sample equal answers.
 
-        The first answer uses the run's seed. All others, including those of later requests, get different seeds, since
-        equal seeds would sample equal answers.
+        The first answer uses the run's seed.
         """
         if "sampling_seed" not in self.params:
             return [{}] * count
