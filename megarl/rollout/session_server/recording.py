@@ -274,9 +274,7 @@ class AgentSession:
         params = {**self.params, "max_new_tokens": budget}
         if request.stop_strings:
             params["stop"] = list(request.stop_strings)
-        callbacks: Sequence[TokenCallback | None] = [stream.add_tokens for stream in streams] or [
-            None
-        ] * request.num_choices
+        callbacks = [streams[index].add_tokens if streams else None for index in range(request.num_choices)]
         tasks = [
             asyncio.ensure_future(self._generate(ids, {**params, **seed}, node.num_routed, on_tokens))
             for seed, on_tokens in zip(self._derive_seeds(ids, request.num_choices), callbacks, strict=True)

@@ -56,7 +56,7 @@ class MessageRenderer:
 
     def render_conversation(self, messages: Sequence[Message], schemas: Schemas) -> RenderedMessages:
         """Render a whole conversation from a client. Raises ContextOverflow and ConfigError."""
-        return self._render(messages, schemas, 0, lambda said: self.chat.encode_conversation(said, schemas))
+        return self._render(messages, schemas, 0, lambda shown: self.chat.encode_conversation(shown, schemas))
 
     def render_continuation(
         self, answer: Node, messages: Sequence[Message], count: int, schemas: Schemas
@@ -75,7 +75,7 @@ class MessageRenderer:
             messages[count:],
             schemas,
             len(answer.tokens),
-            lambda said: self.chat.encode_continuation(said, schemas, last_token),
+            lambda shown: self.chat.encode_continuation(shown, schemas, last_token),
         )
         path = answer.path()
         is_dropped = [
@@ -93,14 +93,14 @@ class MessageRenderer:
             else node.ids
             for node, current, drops_next in zip(path, is_dropped, [*is_dropped[1:], False], strict=True)
         ]
-        parent, kept_nodes = path[first_dropped - 1].parent, path[first_dropped - 1 :]
-        recorded_messages = [message for node in kept_nodes for message in node.messages]
-        said = [
+        parent, replaced_nodes = path[first_dropped - 1].parent, path[first_dropped - 1 :]
+        recorded_messages = [message for node in replaced_nodes for message in node.messages]
+        history = [
             current if current["role"] == "tool" else sent
             for current, sent in zip(recorded_messages, messages[count - len(recorded_messages) : count], strict=True)
         ]
         ids = np.concatenate([*ids_per_node[first_dropped - 1 :], continuation.ids])
-        return parent, RenderedMessages(ids, (*said, *continuation.messages), continuation.num_truncated)
+        return parent, RenderedMessages(ids, (*history, *continuation.messages), continuation.num_truncated)
 
     def _render(
         self,
