@@ -512,16 +512,15 @@ class EngineRestart:
     def restart_if_lost(self, error: EngineError) -> bool:
         """Return whether the engine that failed with `error` is lost. If so, its restart begins."""
         until = time.monotonic() + _DEATH_CHECK_S
-        try:
-            while not isinstance(error, EngineLost):
-                if time.monotonic() >= until:
-                    return False
+        while not isinstance(error, EngineLost) and time.monotonic() < until:
+            try:
                 self.engine.check_running()
                 time.sleep(0.1)
-        except EngineLost as lost:
-            error = lost
-        self.report_lost(error)
-        return True
+            except EngineLost as lost:
+                error = lost
+        if isinstance(error, EngineLost):
+            self.report_lost(error)
+        return isinstance(error, EngineLost)
 
     def pop_error(self) -> EngineLost | None:
         """Return the error that the engine was lost by, and clear it."""
