@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError
 from megarl.config.command_line import Parser, parse_path_text, run_cli
-from megarl.engine.engine_protocol import Generation, Policy, StreamingPolicy
+from megarl.engine.engine_protocol import Generation, Policy, TokenCallback
 from megarl.engine.tool_calls import ParseFunction, check_parser, make_parser
 from megarl.environments.process_sessions import EnvironmentPool, EnvironmentSession
 from megarl.environments.protocol import SessionLost, ToolResult
@@ -279,14 +279,12 @@ class _StreamingPolicy:
     def __init__(self, policy: Policy, chat: ChatTemplate, listener: Terminal) -> None:
         self._policy, self._chat, self._listener = policy, chat, listener
 
-    async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+    async def generate(
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: TokenCallback | None = None
+    ) -> Generation:
         detokenizer = IncrementalDetokenizer(self._chat, self._listener.on_text)
         try:
-            if isinstance(self._policy, StreamingPolicy):
-                return await self._policy.stream(ids, params, routed, detokenizer.add)
-            generation = await self._policy.generate(ids, params, routed)
-            detokenizer.add(as_token_ids(generation.token_ids))
-            return generation
+            return await self._policy.generate(ids, params, routed, detokenizer.add)
         finally:
             detokenizer.end()
             self._listener.on_turn_end()

@@ -46,7 +46,9 @@ class MockEngine:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.stops, self.busy, self.version = options, asyncio.Event(), 0.0, 0
 
-    async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+    async def generate(
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+    ) -> Generation:
         options, prompt_ids = self.options, np.asarray(ids)
         turn = int((prompt_ids == 0).sum())
         begun = len(prompt_ids) - 1 - int(np.flatnonzero(prompt_ids == 0)[-1])

@@ -84,7 +84,9 @@ class FixedLengthEngine:
         self._left: dict[int, list[int]] = {}
         """Lengths of the remaining turns, by the seeds of conversations."""
 
-    async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+    async def generate(
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+    ) -> Generation:
         seed = params["sampling_seed"]
         length = self._left.setdefault(seed, lengths(self._options, seed)).pop(0)
         turn_params = {**params, "max_new_tokens": length, "ignore_eos": True, "stop_token_ids": []}
@@ -103,7 +105,9 @@ class LockstepPolicy:
         self._policy, self._gate = policy, asyncio.Barrier(conversations)
         self._room = asyncio.Semaphore(max_concurrency)
 
-    async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+    async def generate(
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+    ) -> Generation:
         await self._gate.wait()
         async with self._room:
             generated = await self._policy.generate(ids, params, routed)
@@ -184,7 +188,7 @@ async def timed(
     if way == TURNS:
         policy = LockstepPolicy(policy, options.conversations, options.concurrency)
         max_concurrency = options.conversations
-    sessions: Any = SlowSessions(options, chat.select_schemas(prompts[0]))
+    sessions: Any = SlowSessions(options, chat.catalog.select_schemas(prompts[0]))
     around = RolloutContext(chat, sessions, parse, from_dict(settings(options, max_concurrency)).rollout)
     start = time.perf_counter()
     done = await gather_rollouts(

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,58 +40,36 @@ class ControlTokens:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    @cached_property
-    def texts(self) -> list[str]:
-        """Texts of all control tokens, longest first."""
-        tokens = self._tokenizer.added_tokens_decoder.values()
-        texts = {str(token) for token in tokens if token.special or any(mark in str(token) for mark in _CONTROL_CHARS)}
-        return sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text))
-
-    @cached_property
-    def tags(self) -> frozenset[str]:
-        special = {str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special}
-        return frozenset(text for text in self.texts if _TAG.fullmatch(text) and text not in special)
-
-    @cached_property
-    def ids(self) -> frozenset[int]:
-        texts = set(self.texts)
-        return frozenset(index for index, token in self._tokenizer.added_tokens_decoder.items() if str(token) in texts)
+        text_by_id, special = {}, set()
+        for index, token in tokenizer.added_tokens_decoder.items():
+            text = str(token)
+            if len(text) > 1 and (token.special or any(mark in text for mark in _CONTROL_CHARS)):
+                text_by_id[index] = text
+            if token.special:
+                special.add(text)
+        self.ids = frozenset(text_by_id)
+        self.texts = sorted(text_by_id.values(), key=lambda text: (-len(text), text))
+        self.tags = frozenset(text for text in self.texts if _TAG.fullmatch(text) and text not in special)
+        self._id_by_text = {text: int(tokenizer.convert_tokens_to_ids(text)) for text in self.texts}
+        self._pattern = re.compile("|".join(map(re.escape, self.texts)))
+        self._tag_pattern = re.compile("|".join(re.escape(tag) for tag in self.texts if tag in self.tags))
+        self._first_char_pattern = re.compile("|".join(sorted({re.escape(text[0]) for text in self.texts})))
 
     def find_first(self, text: str) -> ControlToken | None:
         """Find the first control token spelled in a text."""
         match = self._pattern.search(text) if self.texts else None
-        return match and ControlToken(int(self._tokenizer.convert_tokens_to_ids(match[0])), *match.span())
-
-    @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, self.texts)))
-
-    @cached_property
-    def _by_text(self) -> dict[str, int]:
-        return {text: int(self._tokenizer.convert_tokens_to_ids(text)) for text in self.texts}
-
-    @cached_property
-    def _first_char_pattern(self) -> re.Pattern[str]:
-        """Matches the first character of any control token, which most texts do not contain."""
-        return re.compile(f"[{re.escape(''.join(sorted({text[0] for text in self.texts})))}]")
+        return match and ControlToken(self._id_by_text[match[0]], *match.span())
 
     def filter_ids(self, ids: Sequence[int]) -> list[int]:
-        control_ids = self.ids
-        return [token for token in ids if token in control_ids]
+        return [token for token in ids if token in self.ids]
 
     def find_ids(self, text: str) -> list[int]:
         """Return the ids of the control tokens spelled in a text, in order."""
-        by_text = self._by_text
-        return [by_text[spelled] for spelled in self._pattern.findall(text)] if by_text else []
+        return [self._id_by_text[spelled] for spelled in self._pattern.findall(text)] if self.texts else []
 
     def escape(self, text: str, tags: bool = True) -> str:
-        """Insert a backslash into everything the tokenizer would read as a control token.
-
-        `tags` selects whether tags are escaped too.
-        """
-        may_contain = bool(self.texts) and self._first_char_pattern.search(text) is not None
+        """Insert a backslash into everything the tokenizer would read as a control token; tags only if `tags`."""
+        may_contain = bool(self.texts) and self._first_char_pattern.search(text) is not None  # false for most texts
         while may_contain:
             may_contain = False
             for token in self.texts:
@@ -104,16 +81,9 @@ class ControlTokens:
         """Return the tags in a text, in order."""
         return self._tag_pattern.findall(text) if self.tags else []
 
-    @cached_property
-    def _tag_pattern(self) -> re.Pattern[str]:
-        return re.compile("|".join(re.escape(tag) for tag in self.texts if tag in self.tags))
-
 
 def read_eos_ids(file: Path) -> tuple[int, ...]:
-    """Return eos_token_id of a generation_config.json, empty if the file does not exist.
-
-    Raises ConfigError if the file or the value is invalid.
-    """
+    """Return eos_token_id of a generation_config.json, empty without one. Raises ConfigError if it is invalid."""
     if not file.is_file():
         return ()
     try:
@@ -137,11 +107,13 @@ CallFormat = Callable[[Message], Message]
 
 
 def format_call_id(name: str, number: int) -> str:
-    """Return a tool call's id in Kimi K2's format; other templates accept any.
-
-    `number` counts all calls of the conversation.
-    """
+    """Return the id of a conversation's call `number` in Kimi K2's format; other templates accept any."""
     return f"functions.{name}:{number}"
+
+
+def format_call(name: str, arguments: Any, call_id: str) -> dict[str, Any]:
+    """Return a tool call as in OpenAI's messages, except that `arguments` may be a mapping."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def normalize_message(message: Message, number: int = 0) -> Message:
@@ -189,7 +161,7 @@ def _normalize_call(call: Any, where: str) -> dict[str, Any]:
             loaded = arguments
         arguments = loaded if isinstance(loaded, dict) else arguments
     call_id = replace_surrogates(str(call.get("id") or format_call_id(name, 0)))
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return format_call(name, arguments, call_id)
 
 
 def escape_message(message: Message, controls: ControlTokens) -> Message:
@@ -211,10 +183,7 @@ def escape_message(message: Message, controls: ControlTokens) -> Message:
 
 
 def escape_schemas(schemas: Sequence[dict[str, Any]], controls: ControlTokens) -> list[dict[str, Any]]:
-    """Escape control tokens in tool schemas, which a client or a tool server may have written.
-
-    Tags are kept as in `escape_message`.
-    """
+    """Escape control tokens but tags in tool schemas, which a client or a tool server may have written."""
     text = repr(schemas)
     if len(controls.find_ids(text)) == len(controls.find_tags(text)):  # nearly always true
         return list(schemas)
@@ -230,30 +199,25 @@ def _escape_value(value: Any, controls: ControlTokens, tags: bool = True) -> Any
     return [_escape_value(item, controls, tags) for item in value] if isinstance(value, list | tuple) else value
 
 
-def blank_result(message: Message) -> Message:
-    """Replace a tool result by a dummy, around which the template writes the same tokens."""
-    return {**_DUMMY_RESULT, "content": "0"} if message["role"] == "tool" else message
-
-
 def redact_message(message: Message) -> Message:
     """Replace a message in which the tokenizer reads control tokens that are not spelled in it."""
     return {**(_DUMMY_RESULT if message["role"] == "tool" else message), "content": _REDACTED}
 
 
-def _dump_arguments(arguments: Any) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
+def with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return the call with its arguments as JSON text, as OpenAI has them."""
+    return {**call, "function": {**call["function"], "arguments": dump_arguments(call["function"]["arguments"])}}
+
+
+def dump_arguments(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _make_call_format(content: str | None, as_text: bool) -> CallFormat:
     def form(message: Message) -> Message:
         if not message.get("tool_calls"):
             return message
-        calls = [
-            {**call, "function": {**call["function"], "arguments": _dump_arguments(call["function"]["arguments"])}}
-            if as_text and not isinstance(call["function"]["arguments"], str)
-            else call
-            for call in message["tool_calls"]
-        ]
+        calls = [with_text_arguments(call) if as_text else call for call in message["tool_calls"]]
         return {**message, "content": message["content"] or content, "tool_calls": calls}
 
     return form
@@ -262,30 +226,21 @@ def _make_call_format(content: str | None, as_text: bool) -> CallFormat:
 CALL_FORMATS: Sequence[CallFormat] = tuple(
     _make_call_format(content, as_text) for content in ("", None) for as_text in (False, True)
 )
-"""Forms of messages with calls.
+"""Forms of messages with calls: arguments are a mapping or OpenAI's text, and missing content is "" or None."""
 
-Arguments are a mapping or OpenAI's text; missing content is "" or None.
-"""
-
-
-_EXAMPLES: dict[str, Any] = {
-    **{"string": "some words", "number": 1.5, "integer": 2, "boolean": True},
-    **{"array": [], "object": {}},
-}
+_EXAMPLES = {"string": "some words", "number": 1.5, "integer": 2, "boolean": True, "array": [], "object": {}}
 
 
 def make_example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
     """Return valid arguments for a schema: the required ones, else the first."""
     parameters = schema["function"].get("parameters") or {}
     properties = parameters.get("properties") or {}
-    names = parameters.get("required") or list(properties)[:1]
     arguments = {}
-    for name in names:
+    for name in parameters.get("required") or list(properties)[:1]:
         property_schema = properties.get(name) or {}
         kind = property_schema.get("type")
-        arguments[name] = (
-            property_schema.get("enum") or [_EXAMPLES.get(kind if isinstance(kind, str) else "string", "words")]
-        )[0]
+        example = _EXAMPLES.get(kind if isinstance(kind, str) else "string", "words")
+        arguments[name] = (property_schema.get("enum") or [example])[0]
     return arguments
 
 
@@ -299,7 +254,7 @@ class EscapedEncoder:
     """Encodes messages without control tokens from anyone but the template. `tokenize` encodes a text as is."""
 
     def __init__(self, controls: ControlTokens, tokenize: Callable[[str], list[int]]) -> None:
-        self._controls, self._tokenise = controls, tokenize
+        self._controls, self._tokenize = controls, tokenize
         self._template_tokens: dict[Hashable, list[int]] = {}
         """Control tokens that the template writes around a number of tool results, by cache key."""
 
@@ -316,7 +271,7 @@ class EscapedEncoder:
             escape_message(normalize_message(message, number), controls) for number, message in enumerate(messages)
         ]
         text = render(escaped)
-        ids = self._tokenise(text)
+        ids = self._tokenize(text)
         if controls.filter_ids(ids) != controls.find_ids(text):
             escaped = [
                 redact_message(candidate)
@@ -324,27 +279,29 @@ class EscapedEncoder:
                 else candidate
                 for candidate in escaped
             ]
-            ids = self._tokenise(render(escaped))
+            ids = self._tokenize(render(escaped))
         num_results = sum(message["role"] == "tool" for message in escaped)
         if num_results:
             key = None if cache_key is None or num_results < len(escaped) else (num_results, cache_key())
             if controls.filter_ids(ids) != self._find_template_tokens(escaped, render, key):
                 escaped = [redact_message(message) if message["role"] == "tool" else message for message in escaped]
-                ids = self._tokenise(render(escaped))
+                ids = self._tokenize(render(escaped))
         return ids
 
     def _find_template_tokens(self, ready: Sequence[Message], render: RenderMessages, key: Hashable) -> list[int]:
+        """Find the control tokens that the template writes around dummies in place of the tool results."""
         tokens = self._template_tokens.get(key)
         if tokens is None:
-            tokens = self._controls.filter_ids(self._tokenise(render([blank_result(message) for message in ready])))
+            dummies = [{**_DUMMY_RESULT, "content": "0"} if message["role"] == "tool" else message for message in ready]
+            tokens = self._controls.filter_ids(self._tokenize(render(dummies)))
             if key is not None and len(self._template_tokens) < _MAX_CACHED:
                 self._template_tokens[key] = tokens
         return tokens
 
     def _has_forged_tokens(self, text: str) -> bool:
         """Return whether an escaped text has control tokens other than the tags spelled in it."""
-        tags = [self._tokenise(tag) for tag in self._controls.find_tags(text)]
-        return self._controls.filter_ids(self._tokenise(text)) != [token for ids in tags for token in ids]
+        tags = [self._tokenize(tag) for tag in self._controls.find_tags(text)]
+        return self._controls.filter_ids(self._tokenize(text)) != [token for ids in tags for token in ids]
 
 
 MARKS = (
@@ -358,24 +315,11 @@ MARKS = (
 
 @dataclass(frozen=True)
 class ReasoningSpan:
-    """Reasoning at the start of a turn's text.
-
-    It ends before `stop`, including its marks, and spans `inner_start` to `inner_end` (exclusive) without them.
-    """
+    """Reasoning at the start of a turn's text: all before `stop`, and without marks `inner_start` to `inner_end`."""
 
     inner_start: int
     inner_end: int
     stop: int
-
-
-def find_marks(tokenizer: Any) -> tuple[str, str] | None:
-    """Find a model's marks, as two added tokens or as words in its template; None if it does not reason."""
-    added_tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-    template = str(tokenizer.chat_template)
-    for opening, closing in MARKS:
-        if {opening, closing} <= added_tokens or closing in template:
-            return opening, closing
-    return None
 
 
 def find_reasoning(text: str, marks: tuple[str, str], opened: bool) -> ReasoningSpan | None:
@@ -400,37 +344,3 @@ def is_open(text: str, marks: tuple[str, str]) -> bool:
     """Return whether a turn's text so far leaves reasoning open."""
     opening, closing = marks
     return text.rfind(opening) > text.rfind(closing)
-
-
-_REASONING_TEXT = "REASONINGWORDS"
-
-
-def is_reasoning_dropped(
-    render: Callable[[Message, Sequence[Message]], str],
-    marks: tuple[str, str],
-    behind: Sequence[Message],
-    result: Message,
-) -> bool:
-    """Return whether a template drops the reasoning of an assistant turn if the messages `behind` follow.
-
-    The test uses OpenAI's reasoning field if the template knows it, else reasoning inside the content. Raises
-    ConfigError if `render` does.
-
-    Args:
-        render: renders a turn and the messages that follow it
-        result: any tool result
-    """
-    opening, closing = marks
-    by_field = {"role": "assistant", "content": "x", "reasoning_content": _REASONING_TEXT}
-    in_text = {"role": "assistant", "content": f"{opening}\n{_REASONING_TEXT}\n{closing}\n\nx"}
-
-    def reads_field() -> bool:
-        for following in ([], [result]):
-            try:
-                if _REASONING_TEXT in render(by_field, following):
-                    return True
-            except ConfigError:
-                pass
-        return False
-
-    return _REASONING_TEXT not in render(by_field if reads_field() else in_text, behind)

@@ -6,8 +6,6 @@ rendered, and the text after the token that ends the policy's turn is tokenized 
 Templates end a turn in one of two ways, and both are detected. Most close it, as with <|im_end|>. GLM's add nothing:
 the policy writes the token that opens the next turn, <|observation|> after a call and <|user|> after a statement.
 Either way that token is the policy's own, the last of its turn, and an observation follows it.
-
-`TextCodec` encodes and decodes text, with the tokenizer's Rust library where that gives the same ids, at half the cost.
 """
 
 from __future__ import annotations
@@ -20,16 +18,16 @@ from typing import Any
 
 from megarl.chat_format.chat_messages import (
     CALL_FORMATS,
+    MARKS,
     CallFormat,
     ControlTokens,
     EscapedEncoder,
     ReasoningSpan,
     escape_schemas,
-    find_marks,
     find_reasoning,
+    format_call,
     format_call_id,
     is_open,
-    is_reasoning_dropped,
     make_example_arguments,
     normalize_message,
     read_eos_ids,
@@ -44,29 +42,8 @@ from megarl.utils.text import replace_surrogates
 _TOKENIZER_METHODS = ("encode", "_encode_plus", "decode", "_decode")
 
 
-class TextCodec:
-    """Encodes and decodes text with a transformers tokenizer."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._backend = _find_backend(tokenizer)
-
-    def encode(self, text: str) -> list[int]:
-        """Encode a text; control tokens it spells are encoded as such, and none are added."""
-        text, backend = replace_surrogates(text), self._backend
-        if backend is not None and backend.truncation is None and backend.padding is None:  # other code may set these
-            return list(backend.encode(text, add_special_tokens=False).ids)
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids to text, including control tokens."""
-        if self._backend is not None:
-            return str(self._backend.decode(ids, skip_special_tokens=False))
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
 def _find_backend(tokenizer: Any) -> Any:
-    """Return the `tokenizers` object if it does all of the tokenizer's work, or None if other code takes part."""
+    """Return the tokenizer's Rust library, which is twice as fast, or None if other code takes part."""
     from transformers import PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -80,6 +57,7 @@ def _find_backend(tokenizer: Any) -> Any:
 
 _POLICY_TURN = "POLICYTURN"  # placeholder for the policy's text: a word that no template adds or changes
 _TOOL_RESULT = "TOOLRESULT"  # placeholder for a tool result or a user message
+_REASONING = "REASONINGWORDS"  # placeholder for the policy's reasoning
 _DUMMY_TURNS: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _POLICY_TURN}]
 
 _RolePattern = tuple[tuple[str, bool, bool], ...]
@@ -112,9 +90,10 @@ class ChatTemplate:
         """All tools known before a conversation starts, by name."""
         self.eos = tuple(eos)
         self.control_tokens = ControlTokens(tokenizer)
-        self._codec = TextCodec(tokenizer)
+        self._backend = _find_backend(tokenizer)
         self._call_formats: dict[tuple[_RolePattern, bool], CallFormat | str] = {}
         self._is_opened_after: dict[str, bool] = {}
+        self._drops_reasoning_before: dict[_RolePattern, bool] = {}
         self._encoder = EscapedEncoder(self.control_tokens, self.encode)
 
     @classmethod
@@ -153,36 +132,31 @@ class ChatTemplate:
             )
 
     def check_tools(self) -> None:
-        """Raise ConfigError if the template cannot hold a conversation with tool calls.
-
-        It must write a call, and continue after its end exactly as it writes the whole conversation; see
-        `render_calls`.
-        """
+        """Raise ConfigError if the template cannot hold a conversation with tool calls, see `render_calls`."""
         if self.tools:
             user: Message = {"role": "user", "content": "x"}
             self._apply_template([user], [tool.schema for tool in self.tools.values()], generate=True)
         for name in self.tools:
             self.render_calls(name)
 
-    def select_schemas(self, prompt: Prompt) -> list[dict[str, Any]]:
-        """Return schemas of the tools this prompt allows. Raises ConfigError as `EnvironmentCatalog` does."""
-        return self.catalog.select_schemas(prompt)
-
     def encode_prompt(self, prompt: Prompt, schemas: Sequence[dict[str, Any]] | None = None) -> list[int]:
-        """Encode the prompt's messages, its tools and the head of the policy's first turn.
-
-        `schemas` overrides the prompt's known tools.
-        """
-        tool_schemas = self.select_schemas(prompt) if schemas is None else schemas
+        """Encode the prompt's messages, its tools or `schemas`, and the head of the policy's first turn."""
+        tool_schemas = self.catalog.select_schemas(prompt) if schemas is None else schemas
         return self.encode(self._apply_template(prompt.messages, tool_schemas, generate=True))
 
     def decode(self, ids: Ids | Sequence[int]) -> str:
         """Decode ids to text, including control tokens."""
-        return self._codec.decode(as_token_ids(ids).tolist())
+        tokens = as_token_ids(ids).tolist()
+        if self._backend is not None:
+            return str(self._backend.decode(tokens, skip_special_tokens=False))
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def encode(self, text: str) -> list[int]:
         """Encode a text; control tokens it spells are encoded as such, and none are added."""
-        return self._codec.encode(text)
+        text, backend = replace_surrogates(text), self._backend
+        if backend is not None and backend.truncation is None and backend.padding is None:  # other code may set these
+            return list(backend.encode(text, add_special_tokens=False).ids)
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     @cached_property
     def end_of_turn(self) -> int:
@@ -196,10 +170,7 @@ class ChatTemplate:
 
     @cached_property
     def end_of_call(self) -> int | None:
-        """The token between the policy's turn and a tool result, which must end every turn with calls.
-
-        None if the template does not support tool results.
-        """
+        """The token between the policy's turn and a tool result, which ends a turn with calls; None if unsupported."""
         return self._find_end_token("tool")
 
     @cached_property
@@ -259,10 +230,7 @@ class ChatTemplate:
         return rest[end.stop :] if has_ended else rest
 
     def encode_conversation(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]] = ()) -> list[int]:
-        """Encode a whole conversation written by others, and the head of the policy's turn.
-
-        Control tokens are escaped, and errors raised, as in `encode_continuation`.
-        """
+        """Encode a whole conversation, escaped as in `encode_continuation`, and the head of the policy's turn."""
 
         def make(ready: Sequence[Message]) -> str:
             form = self._get_call_format(_role_pattern(ready), behind=False)
@@ -274,8 +242,10 @@ class ChatTemplate:
 
     @cached_property
     def reasoning_marks(self) -> tuple[str, str] | None:
-        """Opening and closing marks of the model's reasoning; None if it does not reason."""
-        return find_marks(self.tokenizer)
+        """Opening and closing marks of reasoning, as added tokens or in the template; None if the model has none."""
+        added_tokens = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
+        template = str(self.tokenizer.chat_template)
+        return next((marks for marks in MARKS if {*marks} <= added_tokens or marks[1] in template), None)
 
     def find_reasoning_range(self, ids: Ids | Sequence[int], after: str = "user") -> range | None:
         """Return which of a turn's ids are reasoning, including its marks; None if there is none.
@@ -295,10 +265,7 @@ class ChatTemplate:
         )
 
     def split_reasoning(self, text: str, after: str = "user") -> tuple[str, str]:
-        """Split a turn's text, without its end token, into (reasoning, content) as in OpenAI's messages, without marks.
-
-        See `find_reasoning_range` for `after`.
-        """
+        """Split a turn's text, without its end token, into (reasoning, content) as in OpenAI's messages."""
         span = self._find_reasoning(text, after)
         return (text[span.inner_start : span.inner_end].strip(), text[span.stop :].lstrip()) if span else ("", text)
 
@@ -308,20 +275,22 @@ class ChatTemplate:
         return span.stop if span else 0
 
     def is_reasoning_dropped(self, behind: Sequence[Message]) -> bool:
-        """Return whether the template drops the reasoning of a policy turn if these messages follow.
+        """Return whether the template drops the reasoning of a policy turn if these normalized messages follow.
 
-        This concerns only the rendering of a whole conversation, not the continuation of recorded ids. Errors are as in
-        `encode_continuation`.
+        This concerns only the rendering of a whole conversation, not the continuation of recorded ids. Raises
+        ConfigError if the template cannot render the messages.
         """
-        pattern = _role_pattern([normalize_message(message, number) for number, message in enumerate(behind)])
-        return self.reasoning_marks is not None and self._is_dropped_before(pattern)
+        if self.reasoning_marks is None:
+            return False
+        pattern = _role_pattern(behind)
+        if pattern not in self._drops_reasoning_before:
+            self._drops_reasoning_before[pattern] = self._is_dropped_before(pattern, self.reasoning_marks)
+        return self._drops_reasoning_before[pattern]
 
     def _find_reasoning(self, text: str, after: str) -> ReasoningSpan | None:
-        return (
-            None
-            if self.reasoning_marks is None
-            else find_reasoning(text, self.reasoning_marks, self._is_reasoning_opened(after))
-        )
+        if self.reasoning_marks is None:
+            return None
+        return find_reasoning(text, self.reasoning_marks, self._is_reasoning_opened(after))
 
     def _is_reasoning_opened(self, after: str) -> bool:
         """Return whether the template opens the reasoning of a turn that answers `after`."""
@@ -334,27 +303,33 @@ class ChatTemplate:
                 self._is_opened_after[after] = False
         return self._is_opened_after[after]
 
-    def _is_dropped_before(self, pattern: _RolePattern) -> bool:
-        placeholders = [_make_placeholder(*kind, number) for number, kind in enumerate(pattern)]
+    def _is_dropped_before(self, pattern: _RolePattern, marks: tuple[str, str]) -> bool:
+        """Test it with OpenAI's reasoning field if the template knows it, else with reasoning inside the content."""
+        behind = [_make_placeholder(*kind, number) for number, kind in enumerate(pattern)]
+        result = _make_placeholder("tool", True, False, len(pattern))
         calls = _make_placeholder("assistant", False, True, len(pattern))["tool_calls"]
+        by_field = {"role": "assistant", "content": "x", "reasoning_content": _REASONING}
+        in_text = {"role": "assistant", "content": f"{marks[0]}\n{_REASONING}\n{marks[1]}\n\nx"}
 
-        def render(turn: Message, following: Sequence[Message]) -> str:
+        def is_shown(turn: Message, following: Sequence[Message]) -> bool:
             if following and following[0]["role"] == "tool":
                 turn = {**turn, "tool_calls": calls}
-            first_error: ConfigError | None = None
+            errors = []
             for form in CALL_FORMATS:
+                formatted = [form(message) for message in (_DUMMY_TURNS[0], turn, *following)]
                 try:
-                    formatted = [form(message) for message in (_DUMMY_TURNS[0], turn, *following)]
-                    return self._apply_template(formatted, generate=bool(following))
+                    return _REASONING in self._apply_template(formatted, generate=bool(following))
                 except ConfigError as error:
-                    first_error = first_error or error
-            assert first_error is not None
-            raise first_error
+                    errors.append(error)
+            raise errors[0]
 
-        assert self.reasoning_marks is not None
-        return is_reasoning_dropped(
-            render, self.reasoning_marks, placeholders, _make_placeholder("tool", True, False, len(pattern))
-        )
+        def reads_field(following: Sequence[Message]) -> bool:
+            try:
+                return is_shown(by_field, following)
+            except ConfigError:
+                return False
+
+        return not is_shown(by_field if reads_field([]) or reads_field([result]) else in_text, behind)
 
     def render_calls(self, name: str) -> list[tuple[str, dict[str, Any]]]:
         """Return how the template writes a call of the tool, as (text, arguments) for each supported call format.
@@ -366,8 +341,7 @@ class ChatTemplate:
         arguments = make_example_arguments(schema)
         user: Message = {"role": "user", "content": "x"}
         result = normalize_message({"role": "tool", "name": name, "content": _TOOL_RESULT})
-        function = {"name": name, "arguments": arguments}
-        call = {"type": "function", "id": format_call_id(name, 0), "function": function}
+        call = format_call(name, arguments, format_call_id(name, 0))
         rendered, problem = [], ""
         for form in CALL_FORMATS:
             turn = form({"role": "assistant", "content": "", "tool_calls": [call]})
@@ -394,9 +368,9 @@ class ChatTemplate:
         return rendered
 
     def _get_call_format(self, pattern: _RolePattern, behind: bool) -> CallFormat:
-        """Return the call format in which the template drops none of these messages.
+        """Return the call format in which the template drops none of these messages; raise ConfigError without one.
 
-        Raises ConfigError if there is none. `behind` says whether they follow a policy turn.
+        `behind` says whether they follow a policy turn.
         """
         call_format = self._call_formats.get((pattern, behind))
         if call_format is None:
@@ -418,17 +392,15 @@ class ChatTemplate:
                 problem = problem or str(error)
                 continue
             end = self.control_tokens.find_first(text)
-            words = [word for placeholder in messages for word in _list_words(placeholder)]
-            missing = [
-                placeholder["role"] for placeholder in messages for word in _list_words(placeholder) if word not in text
-            ]
+            words = [(word, placeholder["role"]) for placeholder in messages for word in _list_words(placeholder)]
+            missing = [role for word, role in words if word not in text]
             if missing:
                 problem = problem or (
                     f"the chat template of model.path omits a message of role {missing[0]}, or what it calls"
                     + (", where it follows the policy's turn" if behind else "")
                     + f"; give it another role, or remove it (the roles: {_join_roles(messages)})"
                 )
-            elif behind and (end is None or any(text.find(word) < end.start for word in words)):
+            elif behind and (end is None or any(text.find(word) < end.start for word, _ in words)):
                 problem = problem or "the chat template of model.path ends a turn with no control token"
             else:
                 working.append((len(text), form))
@@ -474,8 +446,7 @@ def _make_placeholder(role: str, words: bool, calls: bool, number: int) -> Messa
     """Make a message of this kind whose words can be found in the rendered text."""
     message = normalize_message({"role": role, "content": f"MESSAGE{number}WORDS" if words else ""})
     name = f"MESSAGE{number}CALL"
-    call = {"id": format_call_id(name, 0), "type": "function", "function": {"name": name, "arguments": {}}}
-    return {**message, "tool_calls": [call]} if calls else message
+    return {**message, "tool_calls": [format_call(name, {}, format_call_id(name, 0))]} if calls else message
 
 
 def _list_words(message: Message) -> list[str]:

@@ -48,34 +48,30 @@ def truncate_observations(
     Returns:
         the messages as the policy reads them and their ids; None if not even a mark in place of each result fits
     """
-    outputs = [
-        _ToolOutput(chat, replace_surrogates(str(message["content"])), max_tokens_per_result)
+    outputs = {
+        number: _ToolOutput(chat, replace_surrogates(str(message["content"])), max_tokens_per_result)
+        for number, message in enumerate(messages)
         if message["role"] == "tool"
-        else None
-        for message in messages
-    ]
+    }
     encode_messages = encode or (lambda messages: chat.encode_continuation(messages, schemas))
 
     def truncate_to(limit: int) -> tuple[list[Message], list[int]]:
-        truncated = [
-            message if output is None else {**message, "content": output.truncate(limit)}
-            for message, output in zip(messages, outputs, strict=True)
-        ]
+        truncated = list(messages)
+        for number, output in outputs.items():
+            truncated[number] = {**messages[number], "content": output.truncate(limit)}
         return truncated, encode_messages(truncated)
 
     def fits(encoded: tuple[list[Message], list[int]], num_free: int) -> bool:
         return len(encoded[1]) <= max_tokens - num_free
 
     longest = truncate_to(max_tokens_per_result)
-    if fits(longest, num_reserved) or all(output is None for output in outputs):
+    if fits(longest, num_reserved) or not outputs:
         return longest if fits(longest, 0) else None
     best_fit = truncate_to(0)
     if not fits(best_fit, num_reserved):
         return best_fit if fits(best_fit, 0) else None
-    low, high = (
-        0,
-        max_tokens_per_result,
-    )  # measure the rendered length: a template that shows results as JSON adds tokens
+    low, high = 0, max_tokens_per_result
+    # Measure the rendered length: a template that shows results as JSON adds tokens.
     while high - low > max(1, max_tokens_per_result // _SEARCH_STEPS):
         middle = (low + high) // 2
         truncated = truncate_to(middle)
@@ -84,10 +80,9 @@ def truncate_observations(
 
 
 class _ToolOutput:
-    """One tool result, tokenized lazily.
+    """One tool result, tokenized lazily. Of a very long text only head and tail are, and the length is an estimate.
 
-    Of a very long text only head and tail are tokenized and the length is an estimate; a short text is not tokenized at
-    all. `max_tokens` is the maximum number of tokens ever shown.
+    `max_tokens` is the maximum number of tokens ever shown.
     """
 
     def __init__(self, chat: ChatTemplate, text: str, max_tokens: int) -> None:
@@ -102,17 +97,13 @@ class _ToolOutput:
         if num_skipped <= 0:
             tokens = chat.encode(chat.control_tokens.escape(text))
             return tokens, tokens, len(tokens), ""
-        head, tail = (
-            chat.encode(chat.control_tokens.escape(text_part)) for text_part in (text[:window], text[-window:])
-        )
+        head, tail = (chat.encode(chat.control_tokens.escape(part)) for part in (text[:window], text[-window:]))
         num_read = len(head) + len(tail)
         return head, tail, num_read + num_skipped * num_read // (2 * window), "about "
 
     def truncate(self, max_tokens: int) -> str:
-        """Return the text in at most `max_tokens` tokens, with a mark that counts those left out of its middle.
-
-        Returns the whole text if the mark would be longer.
-        """
+        """Return the text in at most `max_tokens` tokens, with a mark that counts those left out of its middle, or the
+        whole text if the mark would be longer."""
         if _MAX_TOKENS_PER_BYTE * len(self._text.encode()) < max_tokens:
             return self._text
         chat = self._chat
@@ -122,10 +113,8 @@ class _ToolOutput:
             return self._text
         num_kept = max_tokens - len(chat.encode(mark))
         while num_kept > 0:
-            head, tail = (
-                head_tokens[: (num_kept + 1) // 2],
-                tail_tokens[len(tail_tokens) - min(num_kept // 2, len(tail_tokens)) :],
-            )
+            head = head_tokens[: (num_kept + 1) // 2]
+            tail = tail_tokens[max(0, len(tail_tokens) - num_kept // 2) :]
             omission_mark = self._format_mark(length - len(head) - len(tail))
             # Drop characters whose tokens are split.
             shown = chat.decode(head).rstrip("\ufffd") + omission_mark + chat.decode(tail).lstrip("\ufffd")

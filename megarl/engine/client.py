@@ -71,19 +71,15 @@ class Client:
         assert self._session is not None
         await self._session.close()
 
-    async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
-        """Continue `ids` by at most `params["max_new_tokens"]` tokens.
+    async def generate(
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: TokenCallback | None = None
+    ) -> Generation:
+        """Continue `ids` by at most `params["max_new_tokens"]` tokens, which `on_tokens` gets as they arrive.
 
         Raises RequestFailed if this request gets no valid response. Server-side errors and lost connections are retried
         a few times first. Any other RuntimeError concerns the engine: it is lost (`EngineLost`), or its
         weights are not the expected version.
         """
-        return await self.stream(ids, params, routed)
-
-    async def stream(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: TokenCallback | None = None
-    ) -> Generation:
-        """Run `generate`, and pass tokens to `on_tokens` as they arrive."""
         is_truncated = self.should_request_masks and is_truncated_sampling(params)
         body: dict[str, Any] = {"input_ids": ids, "sampling_params": params, "return_logprob": not is_truncated}
         if is_truncated:  # return_logprob would be over the whole vocabulary
@@ -95,24 +91,23 @@ class Client:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed}
         self.num_pending += 1
         try:
-            status, data = await self._post("/generate", body, on_tokens)
+            status, answer = await self._post("/generate", body, on_tokens)
         finally:
             self.num_pending -= 1
         self.last_response_time = time.monotonic()
-        with _pause_gc():
-            answer = _parse_json("/generate", data)
-            if status == 503 and "timeout reached" in str(answer):
-                raise RequestFailed("the engine did not finish within rollout.request_timeout")
-            if status != 200:
-                raise RequestFailed(f"the engine refused to generate: {str(answer)[:300]}")
-            try:
-                self._check_version(answer["meta_info"], request_version)
+        if status == 503 and "timeout reached" in str(answer):
+            raise RequestFailed("the engine did not finish within rollout.request_timeout")
+        if status != 200:
+            raise RequestFailed(f"the engine refused to generate: {str(answer)[:300]}")
+        try:
+            self._check_version(answer["meta_info"], request_version)
+            with _pause_gc():
                 return self._parse_generation(answer, len(ids), routed, is_truncated)
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
-                raise RequestFailed(f"the engine's response is invalid: {error!r}") from None
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise RequestFailed(f"the engine's response is invalid: {error!r}") from None
 
     def _parse_generation(self, answer: dict[str, Any], prompt_len: int, routed: int, is_truncated: bool) -> Generation:
-        """Parse the response to a prompt of `prompt_len` tokens; `is_truncated`: sampling was truncated.
+        """Parse the response to a prompt of `prompt_len` tokens.
 
         The partial response of an aborted request is kept if it is complete: as many log-probs as tokens, for those
         same tokens, all finite, with the sampling mask if sampling was truncated and with routing if it is recorded.
@@ -168,11 +163,7 @@ class Client:
         )
 
     def _check_version(self, meta: dict[str, Any], request_version: int | None) -> None:
-        """Raise RuntimeError if the response came from unexpected weights.
-
-        SGLang reports the version that chose the last token, or spans of versions if they changed mid-response.
-        request_version: the version when the request was sent.
-        """
+        """Raise RuntimeError if the response came from weights outside of `request_version` to the current version."""
         if request_version is None or self.weight_version is None:
             return
         for span in meta.get("weight_versions") or [{"version": meta["weight_version"]}]:
@@ -203,8 +194,7 @@ class Client:
         `generate` does.
         """
         body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
-        status, data = await self._post("/parse_function_call", body)
-        answer = _parse_json("/parse_function_call", data)
+        status, answer = await self._post("/parse_function_call", body)
         if status in (400, 500):  # the parser raised
             return None
         try:
@@ -218,17 +208,15 @@ class Client:
     async def is_alive(self, seconds: float) -> bool:
         """Return whether /health succeeds within `seconds`. SGLang's own health check takes up to 20 s."""
         assert self._session is not None, "the client is used outside `async with`"
+        timeout = aiohttp.ClientTimeout(total=seconds)
         try:
-            timeout = aiohttp.ClientTimeout(total=seconds)
             async with self._session.get(f"{self._url}/health", timeout=timeout) as answer:
                 return answer.status == 200
         except (TimeoutError, aiohttp.ClientError):
             return False
 
-    async def _post(
-        self, path: str, body: dict[str, Any], on_tokens: TokenCallback | None = None
-    ) -> tuple[int, bytes | str | dict[str, Any]]:
-        """Return status and response body: bytes for JSON, a merged dict for a stream, else text."""
+    async def _post(self, path: str, body: dict[str, Any], on_tokens: TokenCallback | None = None) -> tuple[int, Any]:
+        """Return the status and the response: parsed JSON, a stream merged as such, else text."""
         body = body if on_tokens is None else {**body, "stream": True}
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         for attempt in range(1, _MAX_ATTEMPTS + 1):
@@ -243,32 +231,27 @@ class Client:
                 raise RequestFailed(f"the engine did not answer {path} within {self._timeout.total:g} s") from None
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as client_error:
                 error = client_error
-            except (aiohttp.ClientError, UnicodeError) as client_error:
-                raise RequestFailed(f"the engine's answer to {path} cannot be read: {client_error!r}") from None
+            except (aiohttp.ClientError, ValueError) as invalid:
+                raise RequestFailed(f"the engine's answer to {path} cannot be read: {invalid!r}") from None
             if attempt == _MAX_ATTEMPTS:
-                await self._raise_if_lost()
+                for _ in range(round(_DEATH_CHECK_S / _RETRY_DELAY_S)):
+                    self._check_running()
+                    await asyncio.sleep(_RETRY_DELAY_S)
+                self._check_running()
                 raise RequestFailed(f"the engine cannot be reached: {error}") from None
             await asyncio.sleep(_RETRY_DELAY_S * attempt)
         raise AssertionError("unreachable")
 
-    async def _request(
-        self, path: str, data: bytes, on_tokens: TokenCallback | None
-    ) -> tuple[int, bytes | str | dict[str, Any]]:
+    async def _request(self, path: str, data: bytes, on_tokens: TokenCallback | None) -> tuple[int, Any]:
         assert self._session is not None, "the client is used outside `async with`"
         async with self._session.post(self._url + path, data=data, headers=_JSON) as answer:
             if answer.content_type == "application/json":
-                return answer.status, await answer.read()
+                content = await answer.read()
+                with _pause_gc():
+                    return answer.status, orjson.loads(content)
             if on_tokens is not None and answer.status == 200:
                 return 200, await _merge_stream(answer, on_tokens)
             return answer.status, await answer.text()
-
-    async def _raise_if_lost(self) -> None:
-        """Raise EngineLost if the engine's process ends within a few seconds."""
-        until = time.monotonic() + _DEATH_CHECK_S
-        self._check_running()
-        while time.monotonic() < until:
-            await asyncio.sleep(_RETRY_DELAY_S)
-            self._check_running()
 
 
 def is_truncated_sampling(params: Mapping[str, Any]) -> bool:
@@ -332,20 +315,10 @@ async def _merge_stream(answer: aiohttp.ClientResponse, on_tokens: TokenCallback
     return merged
 
 
-def _parse_json(path: str, data: bytes | str | dict[str, Any]) -> Any:
-    try:
-        return orjson.loads(data) if isinstance(data, bytes) else data
-    except ValueError as error:
-        raise RequestFailed(f"the engine's answer to {path} cannot be read: {error!r}") from None
-
-
 @contextmanager
 def _pause_gc() -> Iterator[None]:
-    """Disable Python's garbage collector while parsing.
-
-    The thousands of short-lived lists in a response trigger collections over everything that torch and others keep
-    alive, which take longer than the parsing itself.
-    """
+    """Disable garbage collection while parsing: a response's thousands of short-lived lists would trigger collections
+    over everything that torch keeps alive, which take longer than the parsing itself."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -373,9 +346,8 @@ def decode_routing(text: str | None, tokens: int, shape: RoutingShape) -> torch.
     """Decode SGLang's routing record of `tokens` tokens.
 
     The record is base64 of int32 [tokens, layers, topk]; the result is [tokens, MoE layers, topk], uint8 for up to 256
-    experts, else int16. SGLang stores the record next to the KV cache: a token whose keys and values come from another
-    request's cache entry has the experts that computed them. Raises RequestFailed if the record is missing or belongs
-    to another size or model.
+    experts, else int16. A token whose keys and values come from another request's cache entry has the experts that
+    computed them. Raises RequestFailed if the record is missing or belongs to another size or model.
     """
     if text is None:
         raise RequestFailed("the engine did not record routing; set train.routing_replay=false")

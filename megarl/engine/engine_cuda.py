@@ -1,9 +1,4 @@
-"""SGLang settings on a machine with GPUs. `cpu/sglang_arguments.py` is the counterpart for CPUs.
-
-`check_allocator` refuses `expandable_segments`, because the engine receives weights by CUDA IPC: blocks of torch's
-allocator are then no CUDA allocations that an IPC handle could name. Whether another process can open them depends on
-torch, driver and container, and SGLang's memory saver refuses the setting.
-"""
+"""SGLang settings on a machine with GPUs. `cpu/sglang_arguments.py` is the counterpart for CPUs."""
 
 from __future__ import annotations
 
@@ -27,8 +22,13 @@ ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables from which torch reads allocator settings; it added the second in 2.9 and still reads the first."""
 
 
-def check_allocator(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if the environment sets `expandable_segments`."""
+def check(settings: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError if the environment sets `expandable_segments`. Any setting is allowed, see `server_args.check`.
+
+    The engine receives weights by CUDA IPC: blocks of torch's allocator are then no CUDA allocations that an IPC handle
+    could name. Whether another process can open them depends on torch, driver and container, and SGLang's memory saver
+    refuses the setting.
+    """
     for name in ALLOCATOR_VARIABLES:
         for setting in environ.get(name, "").split(","):
             key, _, value = setting.partition(":")
@@ -37,11 +37,6 @@ def check_allocator(environ: Mapping[str, str]) -> None:
                     f"{name}={environ[name][:200]}: with expandable_segments weights cannot be shared with an engine's "
                     f"process, and SGLang's memory saver refuses it; remove expandable_segments from the variable"
                 )
-
-
-def check(settings: Mapping[str, Any]) -> None:
-    """Check that the allocator can share memory. Any setting that passes `server_args.check` is allowed."""
-    check_allocator(os.environ)
 
 
 def server_args(config: Config, first_device: int) -> dict[str, Any]:

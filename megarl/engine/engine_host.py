@@ -2,23 +2,19 @@
 
     python -m megarl.engine.engine_host FD PARENT FOLDER [preload]
 
-Importing SGLang takes ten seconds of a core. With `preload` the host imports it once and all processes of all engines
-are forked from the host. Without, because a process that has used CUDA cannot be forked, each server is a program of
-its own. `HostProcess` and `HostedServer` are the ranks' side.
+Importing SGLang takes ten seconds of a core. With `preload` the host imports it once and forks all processes of all
+engines. Without, because a process that has used CUDA cannot be forked, each server is a program of its own.
 
-The host forks a supervisor for each connection. A rank must not be a server's parent, because SGLang kills its parent's
-whole process tree when a start fails; and a server must not outlive its rank, however the rank dies. So the supervisor
-starts the server and ends it when the connection closes; for a killed rank the kernel closes it. As subreaper the
-supervisor inherits whatever the server leaves behind, so no process escapes. The host ends, with all supervisors, at
-SIGTERM, which the kernel sends when the process that started it dies.
+The host forks a supervisor for each connection of a rank, which carries one line of JSON {"log": path, "environment":
+{...}, "settings": {...}} and, when the server has ended, its exit status as a line. The supervisor starts the server
+and ends it when the connection closes; for a killed rank the kernel closes it. A rank must not be a server's parent,
+because SGLang kills its parent's whole process tree when a start fails. As subreaper the supervisor inherits whatever
+the server leaves behind. The host ends, with all supervisors, at SIGTERM, which the kernel sends when its starter dies.
 
-Each supervisor has a scratch folder for its engine, named by its pid, within the host's folder. The supervisor removes
-it together with what SGLang has left in shared memory; if the supervisor was killed, the host does. The process that
-started the host removes the host's folder; if that is gone, the last of these processes to end does. A host that was
-killed is started again with the same folder and socket.
-
-A connection carries one line of JSON {"log": path, "environment": {...}, "settings": {...}} and, when the server has
-ended, its exit status as a line.
+Each supervisor has a scratch folder, named by its pid, within the host's folder, and removes it together with what
+SGLang has left in shared memory; if the supervisor was killed, the host does. The host's starter removes the host's
+folder; if it is gone, the last of these processes to end does. A host that was killed is started again with the same
+folder and socket.
 """
 
 from __future__ import annotations
@@ -110,10 +106,9 @@ def _instance_id(folder: Path) -> str:
 
 
 def _remove_engine_files(folder: Path) -> None:
-    """Remove what a dead engine has left: its folder, and the shared-memory file by which its processes report their
-    load.
+    """Remove a dead engine's folder, and the file by which its processes report their load, which SGLang never removes.
 
-    SGLang never removes that file; its name is as in `sglang.srt.managers.load_snapshot`.
+    That file's name is as in `sglang.srt.managers.load_snapshot`.
     """
     name = _instance_id(folder)
     digest = hashlib.blake2s(name.encode(), digest_size=4).hexdigest()
@@ -123,19 +118,22 @@ def _remove_engine_files(folder: Path) -> None:
 
 def remove_host_folder(path: str) -> None:
     """Remove the folder of a host, and what its engines have left."""
-    with contextlib.suppress(OSError):
-        for folder in Path(path).iterdir():
-            if folder.is_dir():
-                _remove_engine_files(folder)
+    _remove_engine_folders(Path(path))
     shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_engine_folders(host_folder: Path, is_dead: Callable[[Path], bool] = lambda folder: True) -> None:
+    with contextlib.suppress(OSError):
+        for folder in host_folder.iterdir():
+            if folder.is_dir() and is_dead(folder):
+                _remove_engine_files(folder)
 
 
 class EngineHost:
     """Accepts connections of ranks, and forks a supervisor for each.
 
-    listener: socket where ranks connect, bound by the process that started the host. folder: the host's folder, which
-    contains the listener's socket. preload: import SGLang here, for all engines. starter: pidfd of the process that
-    started the host.
+    listener: socket in the host's `folder` where ranks connect. preload: import SGLang here, for all engines. starter:
+    pidfd of the process that started the host.
     """
 
     def __init__(self, listener: socket.socket, folder: Path, preload: bool, starter: int) -> None:
@@ -169,10 +167,7 @@ class EngineHost:
 
     def _remove_dead_folders(self) -> None:
         """Remove the folders of supervisors that were killed."""
-        with contextlib.suppress(OSError):
-            for folder in self._folder.iterdir():
-                if folder.is_dir() and not Path(f"/proc/{folder.name}").exists():
-                    _remove_engine_files(folder)
+        _remove_engine_folders(self._folder, lambda folder: not Path(f"/proc/{folder.name}").exists())
 
     def _clean_up(self) -> None:
         """Remove dead supervisors' folders, and the host's if its starter is gone and no supervisor uses it."""
@@ -344,7 +339,13 @@ class HostProcess:
             with contextlib.suppress(OSError):  # the next poll finds it ended again
                 self._start()
         self._closing.wait()
-        self._terminate()
+        self.process.terminate()
+        self.process.send_signal(signal.SIGCONT)  # a stopped process would not receive SIGTERM
+        try:
+            self.process.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
     def _start(self) -> None:
         self.process = subprocess.Popen(
@@ -360,15 +361,6 @@ class HostProcess:
             env=self._environment,
             start_new_session=True,  # Ctrl-C reaches only this process, which then ends the host
         )
-
-    def _terminate(self) -> None:
-        self.process.terminate()
-        self.process.send_signal(signal.SIGCONT)  # a stopped process would not receive SIGTERM
-        try:
-            self.process.wait(timeout=15)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
 
 
 def _warn(text: str) -> None:
@@ -388,26 +380,23 @@ class HostedServer:
         self._socket.connect(path)
         self._socket.sendall(json.dumps(request).encode() + b"\n")
 
-    def poll(self) -> int | None:
+    def poll(self, timeout: float = 0.0) -> int | None:
         """Return None while it runs or is about to, else its exit status; -9 if nobody was left to report it."""
-        return self._wait(0.0)
-
-    def close(self) -> None:
-        """End it, and return when all of its processes are gone, or after 15 seconds."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-        self._wait(15.0)
-        self._socket.close()
-
-    def _wait(self, seconds: float) -> int | None:
         with self._poll_lock:
-            if self._status is None and select.select([self._socket], [], [], seconds)[0]:
+            if self._status is None and select.select([self._socket], [], [], timeout)[0]:
                 try:
                     line = self._socket.recv(64)
                 except ConnectionError:
                     line = b""
                 self._status, self.is_abandoned = (int(line), False) if line else (-9, True)
             return self._status
+
+    def close(self) -> None:
+        """End it, and return when all of its processes are gone, or after 15 seconds."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        self.poll(timeout=15.0)
+        self._socket.close()
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 import torch
 
-from megarl.types import Ids, Logprobs, SamplingMask
+from megarl.types import Ids, Logprobs, SamplingMask, Turn
 
 
 class RequestFailed(RuntimeError):
@@ -45,35 +45,31 @@ class Generation:
     abort_reason: str = ""
     cached: int = -1
 
-
-class Policy(Protocol):
-    """Anything that can continue a conversation: an engine, or a script in a test."""
-
-    async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
-        """Continue `ids` under SGLang's sampling `params`.
-
-        If routing is recorded, the caller already has that of the first `routed` tokens. The result covers the rest,
-        except the last generated token, which the engine has not run. Raises RequestFailed.
-        """
-        ...
-
-    async def stop(self) -> None:
-        """Abort the running requests; each returns what it has generated. Later requests are not affected."""
-        ...
+    def to_turn(self) -> Turn:
+        """Return the tokens as a turn of the policy."""
+        return Turn(self.token_ids, self.logprobs, True, self.weight_version, self.versions, cached_tokens=self.cached)
 
 
 TokenCallback = Callable[[Ids], None]
 """Receives the next tokens of a response while it is generated."""
 
 
-@runtime_checkable
-class StreamingPolicy(Protocol):
-    """A policy that can stream tokens."""
+class Policy(Protocol):
+    """Anything that can continue a conversation: an engine, or a script in a test."""
 
-    async def stream(
-        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int, on_tokens: TokenCallback
+    async def generate(
+        self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: TokenCallback | None = None
     ) -> Generation:
-        """Run `Policy.generate`, with the same result, and pass tokens to `on_tokens` as they arrive."""
+        """Continue `ids` under SGLang's sampling `params`.
+
+        If routing is recorded, the caller already has that of the first `routed` tokens. The result covers the rest,
+        except the last generated token, which the engine has not run. `on_tokens` gets the tokens as they arrive.
+        Raises RequestFailed.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """Abort the running requests; each returns what it has generated. Later requests are not affected."""
         ...
 
 

@@ -1,14 +1,12 @@
 """Programs that import SGLang: the HTTP server of an engine, and its tool-call parsers without an engine.
 
-The server runs in a process forked from `engine_host.py`, or as a program that reads its settings from stdin:
-{"server_args": {...}, "facts": path, "tool_call_parser": name, "start_method": name or "", "instance": name,
-"secret": text}. It writes to `facts` what the rank must know about SGLang's tool-call parser, so that a rank never has
-to import SGLang. `main` has the only patches of SGLang outside of `cpu/`: how processes start, and the names of their
-shared memory.
+The server runs in a process forked from `engine_host.py`, or as a program that reads its settings from stdin. It writes
+to the file `facts` what the rank must know about SGLang's tool-call parser, so that a rank never has to import SGLang.
+`main` has the only patches of SGLang outside of `cpu/`: how processes start, and the names of their shared memory.
 
 With the argument `parsers`, the program answers `ParserProcess`, for the dry run. Each line of stdin is JSON: [parser,
 text, schemas] is answered on stdout by a line with the result of `Client.parse_tool_calls`, [parser] by the parser's
-`tool_call_marker`.
+marker.
 """
 
 from __future__ import annotations
@@ -30,11 +28,7 @@ _MAX_ANSWER_BYTES = 1 << 26
 
 
 def find_tool_call_marker(parser: str) -> str:
-    """Return the text by which SGLang's parser recognizes tool calls; empty if there is none.
-
-    A response contains it once per call if the parser marks single calls, or else exactly when the parser sees any
-    call.
-    """
+    """Return the text by which SGLang's parser recognizes tool calls, or a section of them; empty if there is none."""
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
     detector = FunctionCallParser(tools=[], tool_call_parser=parser).detector
@@ -57,7 +51,7 @@ def import_sglang() -> None:
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Run the server until it ends, then kill its child processes."""
+    """Run the server until it ends, then kill its child processes. settings: see `Engine._launch`."""
     from megarl.cpu import sglang_plugin
     from megarl.parallel.job_secret import SECRET_ENV
     from megarl.parallel.rendezvous import STORE_FOLDER_ENV

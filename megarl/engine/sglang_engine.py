@@ -20,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -124,26 +124,20 @@ def check_platform(config: Config) -> None:
 
 def allocate(size: int) -> torch.Tensor:
     """Allocate [size] uint8 that can be shared with the engine rank on the same device, see `pack_payload`."""
-    tensor: torch.Tensor = _platform().allocate(size)
-    return tensor
+    return _platform().allocate(size)  # type: ignore[no-any-return]
 
 
 def pack_payload(tensors: NamedTensors) -> str:
-    """Encode a payload for the engine rank on the same device.
-
-    The payload only says where the data are; they must stay there until the engine has answered. tensors: from
-    `allocate`.
-    """
+    """Encode where tensors from `allocate` are, for the engine rank on the same device. They must stay there until it
+    has answered."""
     return base64.b64encode(_platform().pack(tensors)).decode()
 
 
 class Engine:
     """Life cycle of one engine. Not thread-safe; one object per engine, on its lead rank.
 
-    config: model, dtype, rollout.* and run.* are read.
     index: number of the engine within the job; names its log `<run.dir>/logs/engine_<index>.log`.
-    threads: per tensor parallel rank on a CPU; 0 for its share of the cores. With a shared host, the host's value
-    counts.
+    threads: per tensor parallel rank on a CPU; 0 for its share of the cores. A shared host's value takes precedence.
     first_device: the engine's first GPU.
     nnodes, node_rank, dist_init_addr ("host:port"): for an engine across machines, with one object on each. Only the
     one with node_rank 0 generates.
@@ -270,8 +264,8 @@ class Engine:
     def wait_ready(self, timeout: float | None = None) -> None:
         """Block until the engine answers; `timeout` defaults to `rollout.start_timeout` seconds.
 
-        Raises EngineError with the last log lines if it dies or times out. If another process has taken its port in the
-        meantime, or the engine was killed together with its host, it is launched again, a few times.
+        Raises EngineError with the last log lines if it dies or times out. It is launched again, a few times, if
+        another process has taken its port, or it was killed together with its host.
         """
         limit = self.config.rollout.start_timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
@@ -303,10 +297,7 @@ class Engine:
             return False
 
     def check_running(self, start_number: int = 0) -> None:
-        """Raise EngineLost if the engine is gone.
-
-        start_number: the `start_number` at which it was known to run; a later start counts as another engine.
-        """
+        """Raise EngineLost if the engine is gone; one that was started again since `start_number` is another."""
         server = self._server  # another thread may restart the engine meanwhile
         if (start_number and start_number != self.start_number) or server is None or server.poll() is not None:
             raise EngineLost(
@@ -321,25 +312,16 @@ class Engine:
         )
         return EngineLost("hangs", text, seconds)
 
-    def check_alive(self) -> None:
-        """Raise EngineLost if the engine is gone, EngineError if it may not generate."""
-        self.check_running()
-        if not self.is_usable:
-            raise EngineError(f"engine {self.index} lacks weights; sync them first")
-
     def begin_update(self) -> None:
         """Open a weight update for `call_loader`. The engine is unusable until `end_update` with a version."""
         self.is_usable = False
         self._call("/begin_weight_update")
 
     def call_loader(self, payloads: list[str], draft: bool = False, is_session: bool = False) -> None:
-        """Have the weight loader on each of the engine's ranks execute its payload, one per rank, see
-        `weight_sender.py`.
+        """Have the weight loader on each of the engine's ranks execute its payload, see `weight_sender.py`.
 
-        Returns when all ranks are done; their answers are in the shared memory that the payloads name.
-
-        draft: address the draft model, which has the multi-token prediction layers. is_session: use a long timeout, for
-        the request that spans a weight sync.
+        Returns when all are done; their answers are in the shared memory that the payloads name. draft: address the
+        draft model, which has the multi-token prediction layers. is_session: the request spans a weight sync.
         """
         body = {
             "serialized_named_tensors": payloads,
@@ -353,18 +335,15 @@ class Engine:
     def end_update(self, version: int | None) -> None:
         """Close the weight update.
 
-        version: weight version that the engine now holds completely; it generates with it from now on. None if the
-        update failed: the engine stays unusable.
-
-        The KV cache may be offloaded: flushing it only resets the bookkeeping, as SGLang does itself after offloading.
-        While generation is paused the cache stays: paused responses go on with it, and later requests use a separate
-        prefix cache, keyed by the version.
+        version: weight version that the engine now holds completely; None if the update failed: the engine stays
+        unusable. While generation is paused the KV cache stays: paused responses go on with it, and later requests use
+        a separate prefix cache, keyed by the version.
         """
         self._call("/end_weight_update")
         if version is None:
             return
         if not self.is_paused:
-            self._flush_cache()  # computed with the old weights
+            self._flush_cache()  # computed with the old weights; if it is offloaded, this resets the bookkeeping
         self._call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self.weight_version, self.is_usable = version, True
 
@@ -400,13 +379,10 @@ class Engine:
 
     def wake_weights(self) -> None:
         """Onload the weights alone, for a weight sync. On a GPU their contents are lost, so the sync must follow."""
-        self._wake("weights")
+        self.wake(("weights",))
 
-    def wake(self) -> None:
+    def wake(self, parts: Sequence[str] = _MEMORY_TAGS) -> None:
         """Onload everything that is still offloaded, before generating."""
-        self._wake(*_MEMORY_TAGS)
-
-    def _wake(self, *parts: str) -> None:
         asleep = [part for part in parts if part in self._asleep]
         if not asleep:
             return
@@ -450,7 +426,7 @@ class Engine:
             return text.decode(errors="replace")
 
     def _is_port_in_use(self) -> bool:
-        """Return whether any line of this attempt's log says so; long tracebacks of several processes may follow it."""
+        """Search all of this attempt's log: long tracebacks of several processes may follow the line."""
         with self.log.open(errors="replace") as log:
             log.seek(self._log_offset)
             return any(_PORT_IN_USE.search(line) for line in log)
@@ -465,8 +441,7 @@ class Engine:
 async def watch(engine: Engine, client: Client, hang_timeout: float, start_number: int = 0) -> NoReturn:
     """Watch an engine until it is lost; raises EngineLost with the reason.
 
-    hang_timeout: seconds that it may go without a sign of life while requests are pending. start_number: as for
-    `check_running`.
+    hang_timeout: seconds that it may go without a sign of life while requests are pending.
 
     Signs of life are a response, and SGLang's health check. The check passes when the scheduler has finished a batch
     since it was called: with running requests that is one token of theirs, otherwise one token generated for the check.
@@ -516,11 +491,9 @@ class EngineRestart:
         return self._start_future is not None
 
     def report_lost(self, error: EngineLost) -> None:
-        """Record that the engine is lost, and start it again if all of its processes belong to this rank.
-
-        A watcher that polls rarely may report a start that has since been replaced; such reports are ignored.
-        """
+        """Record that the engine is lost, and start it again if all of its processes belong to this rank."""
         with self._lock:
+            # A watcher that polls rarely may report a start that has since been replaced.
             is_stale = error.start_number and error.start_number != self.engine.start_number
             if self._error is not None or self._start_future is not None or is_stale:
                 return

@@ -66,12 +66,10 @@ _MAX_JSON_ATTEMPTS = 50
 
 @dataclass(frozen=True)
 class EscapedText:
-    """A response's text, made safe for a parser, and what it takes to restore the parsed calls.
+    """A response's text and tool schemas, made safe for a parser, and what it takes to restore the parsed calls.
 
-    text, schemas: input for the parser.
-    num_calls: number of calls that the text begins, as far as visible.
-    argument_texts: placeholder -> original text of an argument. literal_values: placeholder -> value of a literal.
-    originals: placeholder -> what to restore in text outside of calls.
+    num_calls: number of calls that the text begins, as far as visible. argument_texts, literal_values: by placeholder,
+    the original text of an argument, or the value of a literal. originals: by placeholder, text outside of calls.
     """
 
     text: str
@@ -92,13 +90,14 @@ class EscapedText:
         if not isinstance(parsed, dict):
             return parsed
         properties = ((schema or {}).get("function", {}).get("parameters") or {}).get("properties") or {}
-        return {name: self._restore_argument(value, properties.get(name)) for name, value in parsed.items()}
-
-    def _restore_argument(self, value: Any, schema: dict[str, Any] | None) -> Any:
-        if isinstance(value, str) and value.strip() in self.argument_texts:
-            text = self.argument_texts[value.strip()]
-            return text if schema is None else coerce_argument(text, schema)
-        return self._restore_literals(value)
+        arguments = {}
+        for name, value in parsed.items():
+            if isinstance(value, str) and value.strip() in self.argument_texts:
+                text = self.argument_texts[value.strip()]
+                arguments[name] = coerce_argument(text, properties[name]) if properties.get(name) is not None else text
+            else:
+                arguments[name] = self._restore_literals(value)
+        return arguments
 
     def _restore_literals(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -166,6 +165,10 @@ def _escape_literals(text: str, schemas: Sequence[dict[str, Any]]) -> EscapedTex
 
 def _escape_json_strings(text: str, schemas: Sequence[dict[str, Any]], marker: str) -> EscapedText:
     """Write `<` and `[` as escapes in strings of the JSON after a marker."""
+
+    def escape(match: re.Match[str]) -> str:
+        return match[0].replace("<", "\\u003c").replace("[", "\\u005b")
+
     position = text.find(marker) if marker else -1
     if position < 0:
         return EscapedText(text, list(schemas))
@@ -180,7 +183,7 @@ def _escape_json_strings(text: str, schemas: Sequence[dict[str, Any]], marker: s
         except (ValueError, RecursionError):
             end = start + 1
         segment = text[start:end]
-        escaped = segment if end == start + 1 else _STRING.sub(_escape_string, segment)
+        escaped = segment if end == start + 1 else _STRING.sub(escape, segment)
         if escaped != segment:
             originals[escaped] = segment
         parts += [text[position:start], escaped]
@@ -188,16 +191,11 @@ def _escape_json_strings(text: str, schemas: Sequence[dict[str, Any]], marker: s
     return EscapedText("".join([*parts, text[position:]]), list(schemas), originals=originals)
 
 
-def _escape_string(match: re.Match[str]) -> str:
-    return match[0].replace("<", "\\u003c").replace("[", "\\u005b")
-
-
 def _with_string_arguments(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the tool's schema with all arguments declared as strings."""
     function = schema["function"]
     parameters = function.get("parameters") or {}
-    names = parameters.get("properties") or {}
-    strings = {**parameters, "properties": {name: {"type": "string"} for name in names}}
+    strings = {**parameters, "properties": {name: {"type": "string"} for name in parameters.get("properties") or {}}}
     return {**schema, "function": {**function, "parameters": strings}}
 
 
@@ -264,10 +262,9 @@ def build_response(
     escaped: EscapedText,
     answer: tuple[str, Sequence[dict[str, Any]]] | None,
 ) -> ParsedResponse:
-    """Build the ParsedResponse from SGLang's `answer` to the escaped text; None means that its parser failed.
+    """Build the response from SGLang's `answer` to the escaped text; None means that its parser failed.
 
-    SGLang silently drops a call that it cannot parse. So if fewer calls were parsed than the text begins, that is an
-    error.
+    SGLang silently drops a call that it cannot parse, so fewer calls than the text begins are an error.
     """
     malformed = ParsedResponse(text, error="the tool call is malformed: it must be in the format of the instructions")
     if answer is None:
@@ -283,13 +280,15 @@ def build_response(
     except (ValueError, RecursionError):  # broken, or nested too deeply
         return malformed
     if escaped.num_calls > len(calls):
-        return ParsedResponse(malformed.text, calls, malformed.error)
+        return replace(malformed, calls=calls)
     return ParsedResponse(escaped.restore_text(normal_text) if calls else text, calls)
 
 
 def parser_name(setting: str, hf: HFConfig) -> str:
-    """Return the parser named by `rollout.tool_call_parser`, or the model family's if that is empty. Raises
-    ConfigError for a parser that SGLang does not have."""
+    """Return the parser named by `rollout.tool_call_parser`, or the model family's if that is empty.
+
+    Raises ConfigError for a parser that SGLang does not have.
+    """
     if setting and tool_call_parsers() and setting not in tool_call_parsers():
         closest = closest_match(setting, tool_call_parsers())
         hint = f"did you mean {closest}? Leave it empty" if closest else "leave it empty"
@@ -302,12 +301,10 @@ def parser_name(setting: str, hf: HFConfig) -> str:
 def check_parser(
     chat: ChatTemplate, url: str, api_key: str, name: str, marker: str, timeout: float, is_family_default: bool = False
 ) -> str:
-    """Check that the engine's parser `name` reads the tool calls that this model's template writes.
+    """Check that the engine's parser `name` reads each tool's call as this model's template writes it.
 
-    Each tool is called once as the template writes it, and the parser must return the same call. Returns the problem in
-    one line, empty if there is none.
-
-    is_family_default: the parser is the model family's default, since none is configured.
+    is_family_default: the parser is the model family's, since none is configured. Returns the problem in one line,
+    empty if there is none.
     """
 
     async def run_check() -> str:

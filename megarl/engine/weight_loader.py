@@ -49,32 +49,23 @@ class EngineTimeout(EngineError):
 
 
 def _send_json(connection: socket.socket, content: dict[str, Any]) -> None:
-    data = json.dumps(content).encode()
-    connection.sendall(_LENGTH.pack(len(data)) + data)
-
-
-def _receive_bytes(connection: socket.socket, count: int) -> bytearray:
-    """Receive `count` bytes; fewer if the other side hangs up."""
-    data = bytearray()
-    while len(data) < count and (chunk := connection.recv(min(count - len(data), 1 << 20))):
-        data += chunk
-    return data
+    connection.sendall(json.dumps(content).encode() + b"\n")
 
 
 def _receive_json(connection: socket.socket) -> dict[str, Any] | None:
-    """Receive one message; None if the other side hangs up."""
-    header = _receive_bytes(connection, _LENGTH.size)
-    if len(header) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(header)
-    data = _receive_bytes(connection, length)
-    return dict(json.loads(data)) if len(data) == length else None
+    """Receive one line; None if the other side hangs up. The two sides take turns, so nothing follows the line."""
+    data = bytearray()
+    while not data.endswith(b"\n"):
+        if not (chunk := connection.recv(1 << 20)):
+            return None
+        data += chunk
+    return dict(json.loads(data))
 
 
 def serve_orders(path: str, execute: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
-    """Engine side: execute orders from the socket at `path` in sequence and answer each, until the other side hangs up.
+    """Engine side: execute orders from the socket at `path` and answer each, until the other side hangs up.
 
-    Returns the number of orders. `execute` must not raise.
+    Returns their number. `execute` must not raise.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
@@ -93,8 +84,8 @@ class WeightChannel:
 
     One request with `path` opens it: the loader connects to that socket, in a folder that only this user may enter, and
     executes orders until the trainer hangs up. So a round costs one message each way within the machine, and involves
-    neither HTTP nor SGLang's other processes nor other ranks. Orders and answers are JSON, each after its length as 8
-    bytes, little-endian; weights never take this way. If either process dies, the kernel hangs up.
+    neither HTTP nor SGLang's other processes nor other ranks. Orders and answers are lines of JSON; weights never take
+    this way. If either process dies, the kernel hangs up.
 
     timeout: seconds that the engine rank may take to connect, and to execute an order.
     """
@@ -122,9 +113,8 @@ class WeightChannel:
                     if over:
                         return False
                     if time.monotonic() > deadline:
-                        raise EngineTimeout(
-                            f"an engine rank did not start the weight sync within {self.timeout:g} s"
-                        ) from None
+                        text = f"an engine rank did not start the weight sync within {self.timeout:g} s"
+                        raise EngineTimeout(text) from None
         finally:
             self._listener.close()
             self._folder.close()
@@ -196,10 +186,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
 
 
 def open_shared(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the tensors that a trainer rank shares, by name.
-
-    On a CPU a single tensor "shared" says where the others are; see `cpu.sglang_arguments.pack`.
-    """
+    """Return a rank's tensors by name. On a CPU "shared" says where they are, see `cpu.sglang_arguments.pack`."""
     shared = dict(named_tensors)
     if "shared" not in shared:
         return shared
@@ -216,17 +203,17 @@ def _session(model: torch.nn.Module, path: str, buckets: Sequence[torch.Tensor])
     _DRAFT_MODELS.clear()
 
     def execute(order: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = {}
         try:
+            answer: dict[str, Any] = {}
             for target in drafts if order["draft"] else [model]:
                 for key, names in _run_order(target, order, buckets[order["bucket"]]).items():
                     answer[key] = [*answer.get(key, []), *names]
             if not answer:
                 raise ValueError("no draft model has joined the session")
             device.synchronize(buckets[0], whole=True)  # SGLang may use other CUDA streams
+            return answer
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
-        return answer
 
     return {"orders": serve_orders(path, execute)}
 
@@ -284,11 +271,8 @@ _TENSOR_CACHE: WeakKeyDictionary[torch.nn.Module, tuple[str | None, dict[str, to
 
 
 def _get_tensors(model: torch.nn.Module, sync_id: str | None) -> dict[str, torch.Tensor]:
-    """Return `writable_tensors`, cached for one weight sync.
-
-    Walking the modules of a large model takes longer than a round's copies. SGLang may replace tensors between weight
-    syncs.
-    """
+    """Return `writable_tensors`, cached for one weight sync: walking a large model takes longer than a round's copies,
+    and SGLang may replace tensors between weight syncs."""
     cached = _TENSOR_CACHE.get(model)
     if cached is None or sync_id is None or cached[0] != sync_id:
         cached = _TENSOR_CACHE[model] = sync_id, writable_tensors(model)
@@ -340,13 +324,11 @@ def find_layout_oddities(model: torch.nn.Module) -> list[str]:
 def _check_expert_location() -> list[str]:
     """Check SGLang's expert location table, if it is loaded: each expert must be in the slot of its number."""
     module = sys.modules.get("sglang.srt.eplb.expert_location")
-    table = module.get_global_expert_location_metadata() if module is not None else None
-    if table is None:
+    if module is None or (table := module.get_global_expert_location_metadata()) is None:
         return []
     physical_to_logical = table.physical_to_logical_map_cpu
-    if bool((physical_to_logical == torch.arange(physical_to_logical.shape[1]) % table.num_logical_experts).all()):
-        return []
-    return ["the engine's experts are not at their index (init_expert_location)"]
+    is_identity = physical_to_logical == torch.arange(physical_to_logical.shape[1]) % table.num_logical_experts
+    return [] if bool(is_identity.all()) else ["the engine's experts are not at their index (init_expert_location)"]
 
 
 class _WriteTarget(NamedTuple):
@@ -373,7 +355,7 @@ def _write(
         if name in tensors and _dtype(tensors[name]) != dtype:
             raise ValueError(f"{name} is {_dtype(tensors[name])} in the engine, not {dtype}")
     # Validate all boxes before writing any.
-    boxes = [_resolve_target(tensors, order["tensor_dtype"], bucket, *entry) for entry in order["slices"]]
+    boxes = [_resolve_target(tensors, order["tensor_dtype"], bucket, entry) for entry in order["slices"]]
     if writes:
         dense: list[tuple[torch.Tensor, int]] = []
         for box in boxes:
@@ -392,19 +374,10 @@ def _write(
 
 
 def _resolve_target(
-    tensors: dict[str, torch.Tensor],
-    dtypes: dict[str, str],
-    bucket: torch.Tensor,
-    name: str,
-    index: int,
-    r0: int,
-    r1: int,
-    c0: int,
-    c1: int,
-    offset: int,
-    hash_offset: int,
+    tensors: dict[str, torch.Tensor], dtypes: dict[str, str], bucket: torch.Tensor, entry: Sequence[Any]
 ) -> _WriteTarget:
     """Return the views that a slice names. Raises ValueError if the slice does not fit its tensor or the bucket."""
+    name, index, r0, r1, c0, c1, offset, hash_offset = entry
     if name not in tensors:
         raise ValueError(f"the engine has no tensor {name}")
     if name not in dtypes:

@@ -25,10 +25,9 @@ ANSWER_BYTES = 1 << 20
 
 
 class OrderBuffer:
-    """Shared memory for orders to one engine rank, and for its answers. Reusable, for one order at a time.
+    """Memory for orders to one engine rank, one at a time, and for its answers, shared on the engine rank's device.
 
-    Memory can be shared only within a machine, and on GPUs only within one device: SGLang would copy tensors from
-    anywhere else. So everything is allocated on the engine rank's device.
+    SGLang would copy tensors from anywhere else.
     """
 
     def __init__(self) -> None:
@@ -101,9 +100,7 @@ class WeightSender:
                 self._session_request = _start_session(self.engine, payloads)
                 is_connected = self._wait_connected(channel, self._session_request)
             self.gather_payloads("connected" if is_connected else "")
-        elif self.gather_payloads("")[
-            0
-        ]:  # the lead's engine rank has connected, so the request has reached all of them
+        elif self.gather_payloads("")[0]:  # the lead's engine rank has connected: the request has reached all of them
             is_connected = self._wait_connected(channel, None)
         if is_connected and not self.errors:
             self._channel = channel
@@ -141,10 +138,8 @@ class WeightSender:
             self._record_error(error)
             return {}
         self.mismatches += answer.get("differ", [])
-        if mismatched := answer.get("wrong"):
-            self.errors.append(
-                f"the engine's weights differ from those sent: {', '.join(mismatched[:3])} ({len(mismatched)})"
-            )
+        if wrong := answer.get("wrong"):
+            self.errors.append(f"the engine's weights differ from those sent: {', '.join(wrong[:3])} ({len(wrong)})")
         return answer
 
     def _record_error(self, error: EngineError) -> None:
@@ -172,10 +167,7 @@ class WeightSender:
         self._buckets = []
 
     def close_channel(self) -> None:
-        """Hang up on the engine rank, which then waits for no more orders.
-
-        Neither collective nor blocking, so that an aborted weight sync can call it, too.
-        """
+        """Hang up on the engine rank. Neither collective nor blocking, so that an aborted weight sync can call it."""
         channel, self._channel, self._is_answer_pending = self._channel, None, False
         if channel is not None:
             channel.close()
@@ -206,10 +198,9 @@ def _start_session(engine: Engine, payloads: list[str]) -> Future[None]:
     def run() -> None:
         try:
             engine.call_loader(payloads, is_session=True)
+            future.set_result(None)
         except BaseException as error:  # noqa: B036  re-raised by `Future.result`
             future.set_exception(error)
-        else:
-            future.set_result(None)
 
     threading.Thread(target=run, name="push", daemon=True).start()
     return future

@@ -12,10 +12,7 @@ _MAX_REASONS = 3
 
 
 class TooManyAborted(RuntimeError):
-    """Too many rollouts are aborted to satisfy `rollout.max_aborted_frac`, while others are still running.
-
-    `failures` holds the reasons of one engine's aborted rollouts.
-    """
+    """More than `rollout.max_aborted_frac` are aborted while others run. `failures` has one engine's reasons."""
 
     def __init__(self, count: int, total: int, failures: Sequence[str]) -> None:
         super().__init__(f"{count} of {total} rollouts were aborted")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.chat_format.chat_messages import format_call_id
+from megarl.chat_format.chat_messages import format_call, format_call_id
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.chat_format.observations import count_reserved_tokens, truncate_observations
 from megarl.config import ConfigError, RolloutConfig
 from megarl.engine.engine_protocol import Policy, RequestFailed
-from megarl.engine.tool_calls import ParsedResponse, ParseFunction
+from megarl.engine.tool_calls import ParseFunction
 from megarl.environments.process_sessions import EnvironmentPool, EnvironmentSession
 from megarl.environments.protocol import SessionLost
 from megarl.rollout.partial_rollouts import PartialRollout, merge_turns
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-async def reject_agents() -> SessionServer:
-    raise RuntimeError("agents are not available here")
-
-
 @dataclass(frozen=True)
 class RolloutContext:
     """Everything a conversation needs besides the policy.
@@ -37,7 +33,7 @@ class RolloutContext:
         halt: set to stop all conversations where they are, to continue in a later step. Whoever sets it must make the
             policy return its open requests.
         on_rollout_finished: called with each finished conversation, except aborted ones; its group number is not set
-        get_session_server: returns the server that agents query, started on first use
+        get_session_server: returns the server that agents query, started on first use; None without agents
     """
 
     chat: ChatTemplate
@@ -46,7 +42,7 @@ class RolloutContext:
     config: RolloutConfig
     halt: asyncio.Event = field(default_factory=asyncio.Event)
     on_rollout_finished: Callable[[Rollout], None] = lambda rollout: None
-    get_session_server: Callable[[], Awaitable[SessionServer]] = reject_agents
+    get_session_server: Callable[[], Awaitable[SessionServer]] | None = None
 
 
 class Halted(Exception):
@@ -132,7 +128,7 @@ class _Conversation:
         task = state.prompt
         session = await self._run_unless_halted(self._context.environments.open_session(task))
         self.state = replace(state, session=session)
-        if session.messages == task.messages and session.schemas == chat.select_schemas(task):
+        if session.messages == task.messages and session.schemas == chat.catalog.select_schemas(task):
             return
         prompt = replace(task, messages=session.messages)
         try:
@@ -161,10 +157,7 @@ class _Conversation:
         return replace(now, session=None)
 
     async def _generate_turn(self) -> Status | None:
-        """Generate the policy's turn, or the rest of it. Returns None if the turn may end with a call.
-
-        A token's routing comes from the first request that ran it, which is the one that sampled the next token.
-        """
+        """Generate the policy's turn, or the rest of it. Returns None if the turn may end with a call."""
         chat, config, state = self._context.chat, self._context.config, self.state
         context = state.token_ids
         budget = min(config.max_new_tokens - state.num_turn_tokens, config.max_context - len(context))
@@ -173,10 +166,7 @@ class _Conversation:
         out = await self._policy.generate(context, {**self._params, "max_new_tokens": budget}, state.num_routed)
         turns, last_token = state.turns, None
         if len(out.token_ids):
-            new_turn, last_token = (
-                Turn(out.token_ids, out.logprobs, True, out.weight_version, out.versions, cached_tokens=out.cached),
-                int(out.token_ids[-1]),
-            )
+            new_turn, last_token = out.to_turn(), int(out.token_ids[-1])
             turns = (*turns[:-1], merge_turns(turns[-1], new_turn)) if state.num_turn_tokens else (*turns, new_turn)
         state = self.state = replace(
             state,
@@ -202,10 +192,8 @@ class _Conversation:
 
     def _decode_turn(self) -> str:
         """Decode the policy's last turn, without its end token."""
-        chat, tokens = (
-            self._context.chat,
-            self.state.turns[-1].token_ids if self.state.num_turn_tokens else as_token_ids(()),
-        )
+        chat, state = self._context.chat, self.state
+        tokens = state.turns[-1].token_ids if state.num_turn_tokens else as_token_ids(())
         return chat.decode(tokens[:-1] if len(tokens) and int(tokens[-1]) in chat.end_token_ids else tokens)
 
     def _append_messages(self, *messages: Message) -> None:
@@ -223,22 +211,19 @@ class _Conversation:
         known_names = {schema["function"]["name"] for schema in schemas}
         names = [call.name if call.name in known_names else "error" for call in reply.calls]
         call_ids = [format_call_id(name, number) for number, name in enumerate([*names, "error"], state.tool_calls)]
-        assistant_message = _make_assistant_message(reply, call_ids)
-        if not reply.calls and not reply.error:
+        assistant_message: Message = {"role": "assistant", "content": reply.text}
+        if reply.calls:
+            assistant_message["tool_calls"] = [
+                format_call(call.name, call.arguments, call_id)
+                for call, call_id in zip(reply.calls, call_ids, strict=False)
+            ]
+        has_call = bool(reply.calls or reply.error)
+        if not has_call or state.num_turns == config.max_turns:
             self._append_messages(assistant_message)
-            return "stop"
-        if state.num_turns == config.max_turns:
-            self._append_messages(assistant_message)
-            return "max_turns"
-        call_numbers = range(state.tool_calls, state.tool_calls + len(reply.calls))
-        results = await self._run_unless_halted(
-            asyncio.gather(
-                *(
-                    self._session.call(number, call.name, call.arguments)
-                    for number, call in zip(call_numbers, reply.calls, strict=True)
-                )
-            )
-        )
+            return "max_turns" if has_call else "stop"
+        calls = enumerate(reply.calls, state.tool_calls)
+        work = asyncio.gather(*(self._session.call(number, call.name, call.arguments) for number, call in calls))
+        results = await self._run_unless_halted(work)
         texts = [*(result.text for result in results), *([f"Error: {reply.error}"] if reply.error else ())]
         observations: list[Message] = [  # the template never sees the name of a tool that does not exist
             {"role": "tool", "name": name, "tool_call_id": call_id, "content": text}
@@ -278,16 +263,6 @@ class _Conversation:
             if not working.done():
                 working.cancel()
                 await asyncio.gather(working, return_exceptions=True)
-
-
-def _make_assistant_message(parsed: ParsedResponse, ids: Sequence[str]) -> Message:
-    message: Message = {"role": "assistant", "content": parsed.text}
-    if parsed.calls:
-        message["tool_calls"] = [
-            {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call, call_id in zip(parsed.calls, ids, strict=False)
-        ]
-    return message
 
 
 def build_sampling_params(config: RolloutConfig, chat: ChatTemplate, greedy: bool, seed: int) -> dict[str, Any]:

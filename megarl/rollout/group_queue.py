@@ -55,8 +55,7 @@ class GroupQueue:
 
     Args:
         num_groups: number of groups to start, numbered from 0
-        num_engines: number of engines that share them
-        board, name: store of the counters and their prefix in it, the same for all engines of this generation and used
+        store, name: store of the counters and their prefix in it, the same for all engines of this generation and used
             by no other
         num_partial_groups: groups that engines continue besides these
     """
@@ -75,10 +74,8 @@ class GroupQueue:
         self._reclaimed: set[int] = set()
         """Indices of returned groups that some engine has claimed again."""
         self.groups_per_engine = -(-(num_groups + num_partial_groups) // num_engines)
-        """Groups per engine if dealt evenly, the maximum number an engine should start at once.
-
-        Otherwise the first engine to ask would claim all of a small generation while the others idle.
-        """
+        """Maximum number of groups that an engine should start at once. Otherwise the first engine to ask would claim
+        all of a small generation while the others idle."""
 
     def claim(self) -> int | None:
         """Claim the next group and return its number, or None if all are claimed."""
@@ -92,10 +89,7 @@ class GroupQueue:
         return min(self._store.add(self._claimed_key, 0), self._num_groups)
 
     def mark_complete(self, step: int = 0) -> int:
-        """Count a group as complete, and return how many were complete before, over all engines.
-
-        The result is unique per call. `step` selects a separate counter.
-        """
+        """Count a group as complete, and return how many were before, over all engines. Each step has its counter."""
         return self._store.add(f"{self._complete_key}/{step}", 1) - 1
 
     def count_complete(self, step: int = 0) -> int:

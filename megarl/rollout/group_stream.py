@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -24,11 +25,9 @@ from megarl.rollout.scheduler import (
     Group,
     ReturnedGroup,
     ShieldedTasks,
-    find_engine_loss,
-    find_first_error,
+    get_engine_loss,
     make_group,
     open_slots,
-    restart_unfinished,
     run_group,
     to_rollouts,
     wait_forever,
@@ -49,10 +48,8 @@ class GroupStream:
 
     Args:
         queue: unlimited queue, shared by the engines
-        samples: conversations per group
         max_groups: maximum number of concurrent groups, also bounded by `config.concurrency`
-        timeout: timeout of one group's conversations
-        on_engine_lost: called when the engine is lost
+        timeout: seconds for the conversations of one group
     """
 
     def __init__(
@@ -68,12 +65,8 @@ class GroupStream:
         on_engine_lost: Callable[[EngineLost], None] = lambda lost: None,
     ) -> None:
         self._queue, self._context = queue, context
-        self._samples, self._timeout, self._on_busy_interval, self._on_engine_lost = (
-            samples,
-            timeout,
-            on_busy_interval,
-            on_engine_lost,
-        )
+        self._samples, self._timeout = samples, timeout
+        self._on_busy_interval, self._on_engine_lost = on_busy_interval, on_engine_lost
         self._gate = RequestGate(policy, max(1, min(context.config.concurrency, samples * max_groups)), context.halt)
         self._admitted: dict[int, tuple[Prompt, int, int]] = {}
         """By group number: the prompt, the seed of its step, and the group's index within the step."""
@@ -88,7 +81,6 @@ class GroupStream:
         self.is_lost = False
         """True from the loss of the engine until `reconnect`."""
         self._num_interrupted = self._num_restarted = 0
-        self._changed = asyncio.Condition()
         self._collected_at, self._busy_seconds = time.monotonic(), 0.0
 
     async def admit(self, prompts: Sequence[Prompt], seed: int) -> None:
@@ -96,7 +88,7 @@ class GroupStream:
         for group, prompt in enumerate(prompts):
             self._admitted[self._num_admitted + group] = prompt, seed, group
         self._num_admitted += len(prompts)
-        await self._notify()
+        self._gate.notify()
 
     async def run(self, watch: Callable[[], Coroutine[Any, Any, None]] = wait_forever) -> None:
         """Start admitted groups until cancelled.
@@ -109,10 +101,12 @@ class GroupStream:
                 task_group.create_task(watch())
                 while await self._gate.wait_for_room():
                     await self._queue_updates.run(self._claim_group())
-                    if (number := min(self._pending_groups, default=self._num_admitted)) >= self._num_admitted:
-                        await self._wait_for_group()
+                    if not self._has_admitted_group():
+                        with suppress(TimeoutError):  # then check for returned groups again
+                            await asyncio.wait_for(self._gate.wait_until(self._has_admitted_group), _RETURNED_POLL_S)
                         continue
                     await self._gate.wait_for_room()  # a pause may have started meanwhile
+                    number = min(self._pending_groups)
                     prompt, seed, group = self._admitted[number]
                     pending = self._pending_groups.pop(number)
                     partials = pending.group or make_group(prompt, self._context.chat, seed, group, self._samples)
@@ -120,10 +114,7 @@ class GroupStream:
                     self._active_groups[number], self._start_times[number] = list(partials), time.monotonic()
                     task_group.create_task(self._run_group(number, open_slots(partials, self._gate)))
         except BaseExceptionGroup as errors:
-            engine_loss = find_engine_loss(errors)
-            if engine_loss is None:
-                raise find_first_error(errors) from None
-            await self._handle_engine_loss(engine_loss)
+            await self._handle_engine_loss(get_engine_loss(errors))
 
     async def reconnect(self, policy: Policy, context: RolloutContext) -> None:
         """Attach the restarted engine as a new policy; `run` may then be called again."""
@@ -153,50 +144,36 @@ class GroupStream:
         for number in range(self._num_collected, end_number):
             del self._admitted[number]
         self._num_collected = end_number
-        (last_collected_at, self._collected_at), (previous_busy, self._busy_seconds) = (
-            (self._collected_at, now),
-            (self._busy_seconds, self._gate.measure_busy_seconds()),
-        )
-        (num_interrupted, self._num_interrupted), (num_restarted, self._num_restarted) = (
-            (self._num_interrupted, 0),
-            (self._num_restarted, 0),
-        )
-        num_slots, seconds = self._gate.num_slots, now - last_collected_at
-        busy_seconds = self._busy_seconds - previous_busy
-        return GenerationResult(
+        busy_seconds = self._gate.measure_busy_seconds()
+        result = GenerationResult(
             rollouts,
             [],
-            num_slots=num_slots,
-            seconds=seconds,
-            busy_seconds=busy_seconds,
+            num_slots=self._gate.num_slots,
+            seconds=now - self._collected_at,
+            busy_seconds=busy_seconds - self._busy_seconds,
             group_ages=ages,
-            num_interrupted=num_interrupted,
-            num_restarted=num_restarted,
+            num_interrupted=self._num_interrupted,
+            num_restarted=self._num_restarted,
         )
+        self._collected_at, self._busy_seconds = now, busy_seconds
+        self._num_interrupted = self._num_restarted = 0
+        return result
 
     async def pause(self, mode: OnWeightSync) -> None:
-        """Free the policy for a weight sync; nothing starts until `resume`.
-
-        `mode` says what becomes of running requests: abort them and continue later ("retract"), keep them in an engine
-        that pauses itself ("in_place"), or wait for them ("wait"). A lost engine is free.
-        """
-        if mode == "wait":
-            self._gate.is_admitting = False
-            await self._gate.drain()
-        else:
-            self._gate.close()
-            if mode == "retract":
-                try:
-                    await self._gate.abort_requests()
-                except EngineLost as lost:
-                    self._on_engine_lost(lost)
-                    async with self._changed:
-                        await self._changed.wait_for(lambda: self.is_lost)
+        """Free the policy for a weight sync until `resume`, see `RequestGate.pause`. A lost engine is free."""
+        try:
+            await self._gate.pause(mode)
+        except EngineLost as lost:
+            self._on_engine_lost(lost)
+            await self._gate.wait_until(lambda: self.is_lost)
         if (busy_interval := self._gate.pop_busy_interval()) is not None:
             self._on_busy_interval(*busy_interval)
 
     async def resume(self) -> None:
         self._gate.reopen()
+
+    def _has_admitted_group(self) -> bool:
+        return min(self._pending_groups, default=self._num_admitted) < self._num_admitted
 
     async def _claim_group(self) -> None:
         """Claim a group to start: one that a lost engine returned, otherwise a new one."""
@@ -221,29 +198,13 @@ class GroupStream:
     async def _handle_engine_loss(self, error: EngineLost) -> None:
         self._on_engine_lost(error)
         await self._queue_updates.wait_all()
-        for number, active in self._active_groups.items():
-            group = restart_unfinished(active)
-            num_interrupted = sum(partial.status is None for partial in group)
-            self._num_interrupted += num_interrupted
-            await asyncio.to_thread(self._queue.return_group, ReturnedGroup(number, group, num_interrupted))
+        unfinished = [ReturnedGroup.restart(number, group) for number, group in self._active_groups.items()]
+        self._num_interrupted += sum(group.num_interrupted for group in unfinished)
+        for group in (*unfinished, *self._pending_groups.values()):
+            await asyncio.to_thread(self._queue.return_group, group)
+        for number in self._active_groups:
             del self._start_times[number]
-        for pending in self._pending_groups.values():
-            await asyncio.to_thread(self._queue.return_group, pending)
         self._active_groups, self._pending_groups = {}, {}
         await asyncio.to_thread(self._queue.count_lost_engines, 1)
         self.is_lost = True
-        await self._notify()
-
-    async def _wait_for_group(self) -> None:
-        """Wait for a change, at most until it is time to check for returned groups again."""
-        try:
-            async with asyncio.timeout(_RETURNED_POLL_S), self._changed:
-                await self._changed.wait_for(
-                    lambda: min(self._pending_groups, default=self._num_admitted) < self._num_admitted
-                )
-        except TimeoutError:
-            pass
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+        self._gate.notify()

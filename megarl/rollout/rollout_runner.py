@@ -110,15 +110,11 @@ class RolloutRunner:
 
         Args:
             queue: queue shared by the engines that receive the same prompts; by default this engine takes all groups
-            samples: rollouts per prompt, `config.samples_per_prompt` by default
             seed: seed of the step; each sample records its own, derived from it
             check: called every second in a thread; an exception it raises ends the generation
             held_out: sample with the evaluation settings
-
-        Returns:
-            a future of the rollouts, ordered by group and then by sample, and of the groups to continue later
         """
-        engine, config = self._engine, self._config.eval_config if held_out else self._config
+        config = self._config.eval_config if held_out else self._config
 
         async def run() -> GenerationResult:
             deadline = asyncio.get_running_loop().time() + config.step_timeout
@@ -137,9 +133,9 @@ class RolloutRunner:
                     deadline=deadline,
                     num_needed_groups=num_needed_groups,
                     partial_groups=partial_groups,
-                    version=engine.weight_version,
+                    version=self._engine.weight_version,
                     num_total=num_total,
-                    watch=partial(self._watch, client, engine.start_number),
+                    watch=partial(self._watch, client, self._engine.start_number),
                     on_gate_opened=lambda gate: self._client_by_gate.update({gate: client}),
                 )
                 try:
@@ -169,42 +165,31 @@ class RolloutRunner:
         """Start continuous generation until `close`; see `GroupStream`. The engine must be ready."""
 
         async def start() -> None:
-            client = await self._new_stream_client()
-            context, seconds = self._make_context(client, self._config), self._config.step_timeout
+            client = await self._new_client().__aenter__()
             self._stream = GroupStream(
                 queue,
                 client,
-                context,
+                self._make_context(client, self._config),
                 samples=samples,
                 max_groups=max_groups,
-                timeout=seconds,
+                timeout=self._config.step_timeout,
                 on_busy_interval=on_busy_interval,
                 on_engine_lost=self._on_engine_lost,
             )
-            self._stream_task = self._start_stream_task(self._stream, client)
+            self._run_stream(self._stream, client)
 
         self._submit(start()).result()
 
-    def _start_stream_task(self, stream: GroupStream, client: Client) -> asyncio.Task[None]:
-        self._stream_engine_start = self._engine.start_number
-        return asyncio.create_task(stream.run(partial(self._watch, client, self._stream_engine_start)))
-
-    async def _new_stream_client(self) -> Client:
-        old_client, self._client = self._client, None
-        if old_client is not None:
-            await old_client.__aexit__(None, None, None)
-        self._client = await self._new_client().__aenter__()
-        return self._client
+    def _run_stream(self, stream: GroupStream, client: Client) -> None:
+        self._client, self._stream_engine_start = client, self._engine.start_number
+        self._stream_task = asyncio.create_task(stream.run(partial(self._watch, client, self._stream_engine_start)))
 
     def admit(self, prompts: Sequence[Prompt], seed: int) -> None:
         """Allow the groups of one more step to start."""
         self._submit(self._running_stream.admit(prompts, seed)).result()
 
     def collect(self, count: int, check: Callable[[], None] = lambda: None) -> Future[GenerationResult | None]:
-        """Return this engine's share of the next `count` groups once these are complete on all engines.
-
-        The future's result is None if no engine is left to complete them. `check` is as in `start_generation`.
-        """
+        """Return the result of `GroupStream.collect`. `check` is as in `start_generation`."""
 
         async def run() -> GenerationResult | None:
             result = await _run_watched(self._run_unless_stream_fails(self._running_stream.collect(count)), check)
@@ -213,10 +198,7 @@ class RolloutRunner:
         return self._submit(run())
 
     def pause(self, mode: OnWeightSync) -> None:
-        """Free the engine for a weight sync, until `resume`.
-
-        Requests in progress are aborted, held in the engine or awaited, as `mode` says. A lost engine is free.
-        """
+        """Free the engine for a weight sync until `resume`, see `RequestGate.pause`. A lost engine is free."""
         if self._stream is None and not self._client_by_gate:
             return
         self._submit(self._pause(mode)).result()
@@ -229,56 +211,46 @@ class RolloutRunner:
     async def _pause(self, mode: OnWeightSync) -> None:
         await self._pause_lock.acquire()
         self._is_paused = True
-        paused = [self._drain_gate(room, mode) for room in self._client_by_gate]
+        paused = [self._pause_gate(gate, mode) for gate in self._client_by_gate]
         if self._stream is not None:
             paused.append(self._run_unless_stream_fails(self._stream.pause(mode)))
         await asyncio.gather(*paused)
 
-    async def _drain_gate(self, gate: RequestGate, mode: OnWeightSync) -> None:
-        """Like `GroupStream.pause`; if the engine is lost, the generation that uses the gate notices it too."""
-        if mode == "wait":
-            gate.is_admitting = False
-            await gate.drain()
-            return
-        gate.close()
-        if mode == "retract":
-            try:
-                await gate.abort_requests()
-            except EngineLost as lost:
-                self._on_engine_lost(lost)
+    async def _pause_gate(self, gate: RequestGate, mode: OnWeightSync) -> None:
+        try:
+            await gate.pause(mode)
+        except EngineLost as lost:  # the generation that uses the gate notices it, too
+            self._on_engine_lost(lost)
 
     def resume(self) -> None:
         """Continue with the new weights; if the stream's engine was lost, reconnect with a new client."""
         if self._stream is None and not self._is_paused:
             return
-        stream = self._stream
-        needs_reconnect = stream is not None and (
-            stream.is_lost or self._stream_engine_start != self._engine.start_number
+        needs_reconnect = self._stream is not None and (
+            self._stream.is_lost or self._stream_engine_start != self._engine.start_number
         )
         if not needs_reconnect:
             self._engine.resume_generation()
         self._submit(self._resume(needs_reconnect)).result()
 
     async def _resume(self, reconnect: bool = False) -> None:
-        """Reopen all gates. `reconnect` reconnects the stream with a new client."""
-        for room, client in self._client_by_gate.items():
+        """Reopen all gates, that of the stream with a new client if `reconnect`."""
+        for gate, client in self._client_by_gate.items():
             client.weight_version = self._engine.weight_version
-            room.reopen()
+            gate.reopen()
         if self._stream is not None and reconnect:
-            await self._reconnect_stream(self._stream)
+            assert self._stream_task is not None and self._client is not None
+            await asyncio.wait([self._stream_task])
+            await self._client.__aexit__(None, None, None)
+            client = await self._new_client().__aenter__()
+            await self._stream.reconnect(client, self._make_context(client, self._config))
+            self._run_stream(self._stream, client)
         elif self._stream is not None and self._client is not None:
             self._client.weight_version = self._engine.weight_version
             await self._stream.resume()
         if self._is_paused:
             self._is_paused = False
             self._pause_lock.release()
-
-    async def _reconnect_stream(self, stream: GroupStream) -> None:
-        if self._stream_task is not None:
-            await asyncio.wait([self._stream_task])
-        client = await self._new_stream_client()
-        await stream.reconnect(client, self._make_context(client, self._config))
-        self._stream_task = self._start_stream_task(stream, client)
 
     @property
     def _running_stream(self) -> GroupStream:
@@ -324,21 +296,21 @@ class RolloutRunner:
 
     async def _get_session_server(self) -> SessionServer:
         """Start the server for agents on first use. Its sessions may outlive a client, as in a stream."""
+
+        async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> ParsedResponse:
+            assert self._parse is not None
+            return await self._parse(text, schemas)
+
+        def log(line: str) -> None:
+            assert self._environments is not None
+            self._environments.error_log.write("agents", "", line, line)
+
         async with self._server_lock:
             if self._session_server is None:
-
-                async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> ParsedResponse:
-                    assert self._parse is not None
-                    return await self._parse(text, schemas)
-
-                server = SessionServer(self._chat, parse, self._config, log=self._log_line)
+                server = SessionServer(self._chat, parse, self._config, log=log)
                 await server.start()
                 self._session_server = server
         return self._session_server
-
-    def _log_line(self, line: str) -> None:
-        if self._environments is not None:
-            self._environments.error_log.write("agents", "", line, line)
 
     @property
     def tool_call_stats(self) -> dict[str, ToolCallStats]:
@@ -359,10 +331,7 @@ class RolloutRunner:
         return asyncio.run_coroutine_threadsafe(read_metrics(), self._loop).result()
 
     async def _drop_aborted(self, result: GenerationResult) -> GenerationResult:
-        """Stop the engine from working on aborted rollouts.
-
-        The engine drops all requests; a stream resumes its own.
-        """
+        """Stop the engine from working on aborted rollouts: it drops all requests, and a stream resumes its own."""
         if result.engine_loss is not None or (self._stream is not None and self._stream.is_lost):
             return result
         statuses = [conversation.status for group in result.partials for conversation in group]
@@ -379,7 +348,6 @@ class RolloutRunner:
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if not self._thread.is_alive():
             self._thread.start()
-
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:

@@ -36,35 +36,27 @@ async def run_agent(
 
     The result is the last branch of the episode; all others are in `earlier_branches`. It is `aborted` if the agent
     raises, its process dies, it never queries the policy, it is not done by `deadline`, or one of its requests failed.
-
-    Args:
-        params, deadline: as in `run_conversation`
     """
     loop = asyncio.get_running_loop()
+    assert context.get_session_server is not None, "agents are not available here"
     server = await context.get_session_server()
-    recording = server.open(partial.prompt, policy, params, deadline, partial.seed)
+    session = server.open(partial.prompt, policy, params, deadline, partial.seed)
     limit = context.config.step_timeout if deadline is None else max(0.0, deadline - loop.time())
     value = None
     try:
-        value = await context.environments.run_agent(partial.prompt, recording.base_url, recording.key, limit)
+        value = await context.environments.run_agent(partial.prompt, session.base_url, session.key, limit)
     except SessionLost as error:
-        recording.fail(str(error))
+        session.fail(str(error))
     finally:
-        await server.close(recording)
-    *earlier, last = recording.collect_branches()
-    if last.status == "aborted":
-        return replace(last, earlier_branches=tuple(earlier))
-    return replace(last, earlier_branches=tuple(earlier), env_reward=_make_verdict(value, last))
-
-
-def _make_verdict(value: Any, last: PartialRollout) -> RewardResult | None:
-    """Parse an agent's return value; None leaves the reward to the reward functions."""
-    if value is None:
-        return None
-    try:
-        return parse_reward(value, sum(turn.is_action for turn in last.turns))
-    except (RewardError, TypeError) as error:
-        return RewardFailure(f"the agent: {error}")
+        await server.close(session)
+    *earlier, last = session.collect_branches()
+    reward: RewardResult | None = None  # left to the reward functions
+    if value is not None and last.status != "aborted":
+        try:
+            reward = parse_reward(value, sum(turn.is_action for turn in last.turns))
+        except (RewardError, TypeError) as error:
+            reward = RewardFailure(f"the agent: {error}")
+    return replace(last, earlier_branches=tuple(earlier), env_reward=reward)
 
 
 _POLL_S = 0.1
@@ -82,10 +74,8 @@ class GenerationResult:
         partials: groups to continue in a later step, on this engine
         num_stale: conversations restarted because their first tokens were too stale
         num_slots: maximum number of concurrent requests to the policy
-        seconds: duration of the generation
         busy_seconds: slot-seconds during which a request was running
         group_ages: for a stream, seconds since each group started
-        engine_loss: why the engine was lost, or None
         num_interrupted: conversations that were running on the engine when it was lost
         num_restarted: conversations of lost engines that were restarted on this one
     """
@@ -119,15 +109,20 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class ReturnedGroup:
-    """A group that a lost engine had started, stripped of its sessions.
+    """A group that a lost engine had started, stripped of its sessions; None if it had only claimed the number.
 
-    `group` is None if the engine had only claimed the number. `num_interrupted` counts its conversations that were
-    running.
+    `num_interrupted` counts its conversations that were running.
     """
 
     number: int
     group: Group | None
     num_interrupted: int = 0
+
+    @staticmethod
+    def restart(number: int, group: Sequence[PartialRollout]) -> ReturnedGroup:
+        """Keep finished conversations and restart the rest, so that no session of another engine remains."""
+        restarted = tuple(partial if partial.status is not None else partial.restart() for partial in group)
+        return ReturnedGroup(number, restarted, sum(partial.status is None for partial in group))
 
 
 async def wait_forever() -> None:
@@ -266,30 +261,24 @@ async def gather_rollouts(
             for watcher in watchers:
                 watcher.cancel()
     except BaseExceptionGroup as errors:
-        engine_loss = find_engine_loss(errors)
-        if engine_loss is None:
-            raise find_first_error(errors) from None
+        engine_loss = get_engine_loss(errors)
     num_interrupted = 0
     if engine_loss is not None:
         await queue_updates.wait_all()
-        has_enough = (
-            num_needed_groups is not None and await asyncio.to_thread(queue.count_complete) >= num_needed_groups
-        )
-        unfinished = [(number, restart_unfinished(group)) for number, group in active.values()]
-        num_interrupted = sum(partial.status is None for _, group in unfinished for partial in group)
-        unfinished += [(0, restart_unfinished(group)) for group in remaining_partials]
+        num_complete = await asyncio.to_thread(queue.count_complete)
+        has_enough = num_needed_groups is not None and num_complete >= num_needed_groups
+        unfinished = [ReturnedGroup.restart(number, group) for number, group in active.values()]
+        num_interrupted = sum(returned.num_interrupted for returned in unfinished)
+        unfinished += [ReturnedGroup.restart(0, group) for group in remaining_partials]
         remaining_partials.clear()
-        for number, group in unfinished:
+        for returned in unfinished:
             if has_enough:
-                partials.append(group)
+                assert returned.group is not None
+                partials.append(returned.group)
             else:
-                returned = ReturnedGroup(number, group, sum(partial.status is None for partial in group))
                 await asyncio.to_thread(queue.return_group, returned)
-    rollouts = [
-        partial for number in sorted(complete) for partial in to_rollouts(complete[number], first_group + number)
-    ]
     return GenerationResult(
-        rollouts,
+        [rollout for number in sorted(complete) for rollout in to_rollouts(complete[number], first_group + number)],
         [*partials, *remaining_partials],
         num_stale,
         gate.num_slots,
@@ -325,11 +314,6 @@ def make_group(prompt: Prompt, chat: ChatTemplate, seed: int, group: int, sample
     return tuple(PartialRollout.begin(prompt, derive_seed(seed, group, sample)) for sample in range(samples))
 
 
-def restart_unfinished(group: Sequence[PartialRollout]) -> Group:
-    """Keep finished conversations and restart the rest, so that no session of another engine remains."""
-    return tuple(partial if partial.status is not None else partial.restart() for partial in group)
-
-
 def open_slots(group: Sequence[PartialRollout], gate: RequestGate) -> dict[int, RequestSlot]:
     """Open a request slot for each unfinished conversation, keyed by sample."""
     return {sample: gate.open_slot() for sample, partial in enumerate(group) if partial.status is None}
@@ -348,16 +332,16 @@ async def run_group(
     `on_aborted` is called with the reason as soon as a conversation is aborted.
     """
 
-    async def converse(sample: int, seat: RequestSlot) -> None:
+    async def converse(sample: int, slot: RequestSlot) -> None:
         partial = group[sample]
         params = build_sampling_params(context.config, context.chat, greedy, partial.seed)
         if partial.session is None and context.chat.catalog.environments:
-            seat.mark_idle()  # a reset may take a while
+            slot.mark_idle()  # a reset may take a while
         try:
             is_agent = context.chat.catalog.is_run_by_agent(partial.prompt)
-            result = await (run_agent if is_agent else run_conversation)(partial, seat, context, params, deadline)
+            result = await (run_agent if is_agent else run_conversation)(partial, slot, context, params, deadline)
         finally:
-            seat.release()
+            slot.release()
         group[sample] = result
         if result.status not in (None, "aborted"):
             context.on_rollout_finished(result.to_rollout(0))  # an episode is scored by its last branch
@@ -365,8 +349,8 @@ async def run_group(
             await on_aborted(result.failure)
 
     async with asyncio.TaskGroup() as task_group:
-        for sample, seat in slots.items():
-            task_group.create_task(converse(sample, seat))
+        for sample, slot in slots.items():
+            task_group.create_task(converse(sample, slot))
 
 
 def to_rollouts(group: Group, number: int) -> list[Rollout]:
@@ -378,18 +362,14 @@ def _is_finished(group: Sequence[PartialRollout]) -> bool:
     return all(partial.status is not None for partial in group)
 
 
-def find_first_error(error: BaseException) -> BaseException:
-    """Return the first leaf of nested exception groups."""
+def get_engine_loss(errors: BaseExceptionGroup[BaseException]) -> EngineLost:
+    """Return the first `EngineLost` among concurrent errors, which it may have caused. Without one, raise the first."""
+    error: BaseException = errors.subgroup(EngineLost) or errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    if not isinstance(error, EngineLost):
+        raise error from None
     return error
-
-
-def find_engine_loss(error: BaseException) -> EngineLost | None:
-    """Find an `EngineLost` among concurrent errors; it may have caused the others."""
-    if isinstance(error, BaseExceptionGroup):
-        return next((loss for child in error.exceptions if (loss := find_engine_loss(child)) is not None), None)
-    return error if isinstance(error, EngineLost) else None
 
 
 async def _stop_when_enough(queue: GroupQueue, num_needed_groups: int, gate: RequestGate) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from megarl.parallel.kv_store import KVStore
 from megarl.rollout.aborted import TooManyAborted, check_abort_limit, format_abort_error
 from megarl.rollout.group_queue import GroupQueue
 from megarl.rollout.rollout_runner import RolloutRunner
-from megarl.rollout.scheduler import GenerationResult, Group, ReturnedGroup, restart_unfinished
+from megarl.rollout.scheduler import GenerationResult, Group, ReturnedGroup
 from megarl.types import Prompt, Rollout, Rollouts
 from megarl.workers.actor import ActorWorker
 from megarl.workers.async_rollout import STREAM_NAME, Oversampling, PendingGeneration, RolloutStream
@@ -271,7 +272,7 @@ class RolloutWorker(Worker):
         recovery = self.engines.recovery
         if not recovery.is_available(self.engines.engine_index):
             for group in groups:
-                queue.return_group(ReturnedGroup(0, restart_unfinished(group)))
+                queue.return_group(replace(ReturnedGroup.restart(0, group), num_interrupted=0))
             groups = ()
         if recovery.restarting or recovery.unsynced:
             ranks.barrier()  # otherwise other engines might look for them before they are returned

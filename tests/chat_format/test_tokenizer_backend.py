@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from megarl.chat_format.chat_template import TextCodec
+from megarl.chat_format.chat_template import ChatTemplate
 
 TOKENIZER = tiny_models.tokenizer()
 WORDS = st.text() | st.sampled_from(["<|im_end|>", " <|im_start|>user\n", "<tool_call>", "  ", "\ud83d"])
@@ -18,7 +18,7 @@ WORDS = st.text() | st.sampled_from(["<|im_end|>", " <|im_start|>user\n", "<tool
 
 @given(st.lists(WORDS).map("".join))
 def test_it_spells_as_the_tokenizer_does(text: str) -> None:
-    own = TextCodec(TOKENIZER)
+    own = ChatTemplate(TOKENIZER)
     whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     ids = own.encode(text)
     assert ids == TOKENIZER.encode(whole, add_special_tokens=False)
@@ -27,7 +27,7 @@ def test_it_spells_as_the_tokenizer_does(text: str) -> None:
 
 def test_settings_that_others_have_left_do_not_count() -> None:
     tokenizer = tiny_models.tokenizer()
-    own, text = TextCodec(tokenizer), "one two three four"
+    own, text = ChatTemplate(tokenizer), "one two three four"
     whole = own.encode(text)
     tokenizer(text, truncation=True, max_length=2, padding="max_length")
     assert own.encode(text) == whole
@@ -41,7 +41,7 @@ class _Reversed(PreTrainedTokenizerFast):  # type: ignore[misc]
 @pytest.mark.parametrize("settings", [{}, {"split_special_tokens": True}])
 def test_a_tokenizer_that_does_more_is_asked_itself(settings: dict[str, Any]) -> None:
     kind = PreTrainedTokenizerFast if settings else _Reversed
-    tokenizer = kind(tokenizer_object=tiny_models.tokenizer().backend_tokenizer, **settings)
+    tokenizer = kind(tokenizer_object=tiny_models.tokenizer().backend_tokenizer, chat_template="x", **settings)
     text = "<|im_end|>abc"
-    assert TextCodec(tokenizer).encode(text) == list(tokenizer.encode(text, add_special_tokens=False))
-    assert TextCodec(tokenizer).encode(text) != TextCodec(TOKENIZER).encode(text)
+    assert ChatTemplate(tokenizer).encode(text) == list(tokenizer.encode(text, add_special_tokens=False))
+    assert ChatTemplate(tokenizer).encode(text) != ChatTemplate(TOKENIZER).encode(text)

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config import ConfigError
-from megarl.engine import engine_cuda
-from megarl.engine.engine_cuda import ALLOCATOR_VARIABLES, check_allocator
+from megarl.engine.engine_cuda import ALLOCATOR_VARIABLES, check
 
 pytestmark = pytest.mark.alone
 
@@ -13,15 +12,15 @@ pytestmark = pytest.mark.alone
 @pytest.mark.parametrize("value", ["expandable_segments:True", "max_split_size_mb:64, expandable_segments: true"])
 def test_an_allocator_that_cannot_share_its_memory_is_refused(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}={value}: with expandable_segments weights cannot be shared"):
-        check_allocator({name: value})
+        check({}, {name: value})
 
 
 def test_others_are_not() -> None:
-    check_allocator({})
-    check_allocator(dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:False,max_split_size_mb:64"))
+    check({}, {})
+    check({}, dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:False,max_split_size_mb:64"))
 
 
 def test_it_is_asked_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ALLOCATOR_VARIABLES[0], "expandable_segments:True")
     with pytest.raises(ConfigError, match=ALLOCATOR_VARIABLES[0]):
-        engine_cuda.check({})
+        check({})

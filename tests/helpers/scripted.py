@@ -45,14 +45,19 @@ class Script:
         self.asked: list[tuple[list[int], dict[str, Any]]] = []
         self.at_once = self.most_at_once = 0
 
-    async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+    async def generate(
+        self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+    ) -> Generation:
         self.asked.append((list(context), params))
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         await asyncio.sleep(0.001)
         self.at_once -= 1
         line = self.lines[min(len(self.asked), len(self.lines)) - 1]
-        return said(line) if isinstance(line, str) else line
+        generation = said(line) if isinstance(line, str) else line
+        if on_tokens is not None:
+            on_tokens(as_token_ids(generation.token_ids))
+        return generation
 
     async def stop(self) -> None:
         """It is quick enough."""
@@ -81,7 +86,9 @@ async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> ParsedResponse:
 class Fails(Script):
     """Says its lines; those that are exceptions it raises, and at `None` it is never done."""
 
-    async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+    async def generate(
+        self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+    ) -> Generation:
         line: Any = self.lines[len(self.asked)]
         self.asked.append((list(context), params))
         if line is None:
@@ -111,7 +118,9 @@ class Writer:
         self.written = self.stops = 0
         self.at_once = self.most_at_once = 0
 
-    async def generate(self, context: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+    async def generate(
+        self, context: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+    ) -> Generation:
         known, stops, finish = list(map(int, context)), self.stops, "length"
         self.at_once += 1
         self.most_at_once = max(self.at_once, self.most_at_once)

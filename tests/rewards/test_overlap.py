@@ -31,7 +31,9 @@ class AfterTheReward(Script):
         super().__init__("3")
         self.mark, self.waited = mark, 0
 
-    async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+    async def generate(
+        self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+    ) -> Generation:
         first = not self.asked
         answer = await super().generate(context, params, routed)
         while not first and not self.mark.exists():
@@ -71,7 +73,9 @@ def test_what_failed_is_not_shown_to_anybody() -> None:
     told: list[str] = []
 
     class Late(Script):
-        async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+        async def generate(
+            self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        ) -> Generation:
             if self.asked:
                 await asyncio.sleep(600)
             return await super().generate(context, params, routed)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from scripted import CONFIG, END, TOKENIZER, Script, ids, parse, said
 
@@ -19,10 +20,9 @@ from megarl.environments.catalog import load_catalog
 from megarl.environments.process_sessions import EnvironmentPool
 from megarl.rollout.conversation import RolloutContext, run_conversation
 from megarl.rollout.group_queue import GroupQueue
-from megarl.rollout.partial_rollouts import PartialRollout, from_record, to_record
+from megarl.rollout.partial_rollouts import PartialRollout, read_groups, write_groups
 from megarl.rollout.scheduler import gather_rollouts
 from megarl.types import Prompt, Reward, RewardFailure, Rollouts
-from megarl.utils import exact_json
 
 pytestmark = pytest.mark.alone
 
@@ -124,7 +124,9 @@ class Halts(Script):
         super().__init__(*lines)
         self.halt = asyncio.Event()
 
-    async def generate(self, context: Any, params: dict[str, Any], routed: int = 0) -> Generation:
+    async def generate(
+        self, context: Any, params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+    ) -> Generation:
         if self.asked:
             self.halt.set()
         return await super().generate(context, params, routed)
@@ -182,9 +184,9 @@ def test_a_reset_is_not_waited_for_where_all_are_to_stop() -> None:
 
 
 def read_back(partial: PartialRollout) -> PartialRollout:
-    arrays: list[np.ndarray] = []
-    record = to_record(partial, lambda array: (arrays.append(array.copy()), len(arrays) - 1)[1])
-    return from_record(exact_json.loads(exact_json.dumps(record)), arrays.__getitem__)
+    with tempfile.TemporaryDirectory() as folder:
+        write_groups(Path(folder, "file"), [(partial,)])
+        return read_groups(Path(folder, "file"))[0][0]
 
 
 @pytest.mark.parametrize("verdict", [None, RewardFailure("why"), Reward(1.0, {"a": 2.0}, (0.5,))])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import templates
 import torch
@@ -32,16 +33,14 @@ from scripted import (
 )
 
 from megarl.chat_format.chat_template import ChatTemplate
-from megarl.config import ConfigError
 from megarl.engine.engine_protocol import Generation, RequestFailed
 from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.environments.catalog import load_tools
 from megarl.environments.process_sessions import EnvironmentPool
 from megarl.environments.protocol import ToolResult
 from megarl.rollout.conversation import RolloutContext, build_sampling_params, run_conversation
-from megarl.rollout.partial_rollouts import PartialRollout, from_record, to_record
+from megarl.rollout.partial_rollouts import PartialRollout, read_groups, write_groups
 from megarl.types import Prompt, Rollout, SamplingMask, TrainBatch, Turn
-from megarl.utils import exact_json
 
 pytestmark = pytest.mark.alone
 
@@ -87,7 +86,9 @@ class Recorded(Script):
         self.lost = lost
         self.routed: list[int] = []
 
-    async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+    async def generate(
+        self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+    ) -> Generation:
         self.routed.append(routed)
         out = await super().generate(context, params)
         places = torch.arange(routed, len(context) + len(out.token_ids) - 1, dtype=torch.int16)
@@ -377,9 +378,9 @@ def test_sampling_params() -> None:
 
 
 def read_back(partial: PartialRollout) -> PartialRollout:
-    arrays: list[np.ndarray] = []
-    record = to_record(partial, lambda array: (arrays.append(array.copy()), len(arrays) - 1)[1])
-    return from_record(exact_json.loads(exact_json.dumps(record)), arrays.__getitem__)
+    with tempfile.TemporaryDirectory() as folder:
+        write_groups(Path(folder, "file"), [(partial,)])
+        return read_groups(Path(folder, "file"))[0][0]
 
 
 def written(
@@ -507,12 +508,3 @@ def test_a_call_whose_tool_was_at_work_is_made_once() -> None:
     assert [message["role"] for message in ended.messages] == ["user", "assistant", "tool", "assistant"]
     assert (ended.status, ended.tool_calls, tools.times, len(script.asked)) == ("stop", 1, 1, 2)
     assert [turn.is_action for turn in ended.turns] == [False, True, False, True]
-
-
-@pytest.mark.parametrize("field", ["turns", "prompt", "routing", "status"])
-def test_a_damaged_record_is_one_error(field: str) -> None:
-    arrays: list[np.ndarray] = []
-    record = to_record(begun(), lambda array: (arrays.append(array), len(arrays) - 1)[1])
-    record[field] = {"turns": [{"token_ids": 0}], "prompt": {}, "routing": [7], "status": "odd"}[field]
-    with pytest.raises(ConfigError, match="not a recorded conversation"):
-        from_record(record, arrays.__getitem__)

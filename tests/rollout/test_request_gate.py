@@ -57,7 +57,9 @@ class Cut(Script):
         super().__init__(*later)
         self.first, self.stopped = first, asyncio.Event()
 
-    async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+    async def generate(
+        self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+    ) -> Generation:
         if not self.stopped.is_set():
             self.asked.append((list(context), params))
             await self.stopped.wait()
@@ -78,8 +80,7 @@ def through_a_push(first: Generation, *later: Generation) -> tuple[Generation, l
         )
         while not room.num_requests:
             await asyncio.sleep(0.001)
-        room.close()
-        await room.abort_requests()
+        await room.pause("retract")
         assert room.num_requests == 0
         before = len(policy.asked)
         await asyncio.sleep(0.01)

@@ -112,7 +112,9 @@ def test_once_too_many_are_aborted_the_others_are_not_waited_for() -> None:
 
 def test_a_failing_engine_is_one_error() -> None:
     class Gone(Script):
-        async def generate(self, context: Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+        async def generate(
+            self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        ) -> Generation:
             raise RuntimeError("the engine cannot be reached")
 
     with pytest.raises(RuntimeError, match="cannot be reached"):
@@ -318,7 +320,9 @@ def test_while_a_tool_runs_the_engine_writes_for_somebody_else() -> None:
             return ToolResult("3", True)
 
     class Policy(Script):
-        async def generate(self, context: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+        async def generate(
+            self, context: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        ) -> Generation:
             assert self.at_once == 0
             out = await super().generate(context, params, routed)
             if len(self.asked) == 2:

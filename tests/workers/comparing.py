@@ -15,7 +15,6 @@ import torch
 
 from megarl.config import ConfigError
 from megarl.engine import weight_loader
-from megarl.engine.sglang_engine import EngineError
 from megarl.environments.catalog import EnvironmentCatalog
 from megarl.models.registry import family_of
 from megarl.observe.clock import Clock
@@ -94,11 +93,7 @@ def found(config: Any, hf: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
                 worker.wait_ready()
             except ConfigError as error:
                 problem = str(error)
-        usable = True
-        try:
-            assert worker.engines.engine is not None
-            worker.engines.engine.check_alive()
-        except EngineError:
-            usable = False
+        assert worker.engines.engine is not None
+        usable = worker.engines.engine.is_usable
         results[spoil.__name__] = {"problem": problem, "usable": usable, "calls": worker.calls}
     return results

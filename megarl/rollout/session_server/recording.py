@@ -8,36 +8,29 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from typing import Any, TypeVar
 
 import numpy as np
 
 from megarl.chat_format.chat_template import ChatTemplate
-from megarl.config import ConfigError, RolloutConfig
-from megarl.engine.engine_protocol import Generation, Policy, RequestFailed, StreamingPolicy
+from megarl.config import ConfigError
+from megarl.engine.engine_protocol import Generation, Policy, RequestFailed, TokenCallback
 from megarl.rollout.conversation import Halted, derive_seed
 from megarl.rollout.partial_rollouts import PartialRollout
-from megarl.rollout.request_gate import merge_generations
 from megarl.rollout.session_server.rendering import ContextOverflow, MessageRenderer, RenderedMessages, get_last
 from megarl.rollout.session_server.requests import (
     CompletionRequest,
-    Digest,
-    MessageCache,
     RequestRefused,
-    extend_digest,
+    hash_prefixes,
     normalize_messages,
 )
-from megarl.rollout.session_server.responses import EMPTY_CHOICE, CompletionResponse, Field, StreamedResponse, new_id
+from megarl.rollout.session_server.responses import EMPTY_CHOICE, Choice, StreamedResponse
 from megarl.rollout.session_server.token_tree import Node, Schemas, TokenTree
 from megarl.types import Branch, Ids, Message, Prompt
 
 T = TypeVar("T")
 _MAX_EXTRA_REQUESTS = 32
-"""Requests beyond `rollout.max_turns` that get an empty answer.
-
-Further ones get an error, to stop agents that never end.
-"""
+"""Requests beyond `rollout.max_turns` that get an empty answer; further ones get an error, to end the agent."""
 _TIMEOUT_REASON = "it did not finish within rollout.step_timeout"
 
 
@@ -73,40 +66,12 @@ class SessionMetrics:
             setattr(self, name, getattr(self, name) + value)
 
 
-@dataclass(frozen=True)
-class SessionContext:
-    """What sessions need besides the policy.
-
-    Attributes:
-        model: the policy's name for clients
-        log: called with the name of each ignored field
-    """
-
-    renderer: MessageRenderer
-    config: RolloutConfig
-    model: str = "policy"
-    log: Callable[[str], None] = lambda line: None
-
-
-@dataclass(frozen=True)
-class TreePosition:
-    """Where in the tree a request is answered.
-
-    Attributes:
-        ids: the context sent to the engine
-        num_routed: leading ids with known routing
-        is_past_last_turn: the answer at `node` was the policy's last, so the engine is not asked
-    """
-
-    node: Node
-    history: Digest
-    ids: Ids
-    num_routed: int
-    is_past_last_turn: bool = False
-
-
 class AgentSession:
     """A session as seen by its owner.
+
+    Args:
+        model: the policy's name for clients
+        log_ignored: called with the name of each ignored field
 
     Attributes:
         id, key, base_url: how the client reaches it
@@ -115,44 +80,34 @@ class AgentSession:
 
     def __init__(
         self,
-        context: SessionContext,
+        renderer: MessageRenderer,
         url: str,
         prompt: Prompt,
         policy: Policy,
         params: Mapping[str, Any],
         deadline: float | None = None,
         seed: int = 0,
-        halt: asyncio.Event | None = None,
+        model: str = "policy",
+        log_ignored: Callable[[str], None] = lambda field: None,
     ) -> None:
         self.id, self.key = secrets.token_hex(8), f"sk-{secrets.token_urlsafe(24)}"
         self.base_url = f"{url}/s/{self.id}/v1"
-        self.model = context.model
+        self.model = model
         self.tree = TokenTree()
         self.metrics = SessionMetrics(sessions=1)
         self.failure = ""
         self.params = dict(params)
-        self._context, self._prompt, self._seed = context, prompt, seed
-        self._policy_ready = asyncio.Event()
-        self.set_policy(policy, halt or asyncio.Event(), deadline)
+        self.renderer, self._prompt, self._policy = renderer, prompt, policy
+        self._deadline, self._seed, self._log_ignored = deadline, seed, log_ignored
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._unanswered: dict[Node, str] = {}
         self._unexpected_error: Exception | None = None
         self._num_asked: Counter[bytes] = Counter()
-        self._prompt_request = _make_prompt_request(context.renderer.chat, prompt)
+        self._prompt_request = _make_prompt_request(renderer.chat, prompt)
         self._drift_by_leaf: dict[Node, bool] = {}
-        self.message_cache = MessageCache()
 
     # --- for the owner
-
-    def set_policy(self, policy: Policy, halt: asyncio.Event, deadline: float | None = None) -> None:
-        """Continue with another policy, as in a later step.
-
-        Halted requests keep their tokens. While `halt` is set, a request that the policy aborts waits for the next
-        policy; the client does not notice.
-        """
-        self._policy, self._halt, self._deadline = policy, halt, deadline
-        self._policy_ready.set()
 
     def fail(self, reason: str) -> None:
         """Refuse further requests and abort all branches for this reason; the first reason counts."""
@@ -167,48 +122,39 @@ class AgentSession:
         """
         if self._unexpected_error is not None:
             raise self._unexpected_error
-        forks, leaves = self.tree.num_forks, self.tree.find_leaves()
-        branches = tuple(
-            replace(partial, branch=Branch(index, forks, self._has_drift(leaf)))
-            for index, (partial, leaf) in enumerate(
-                zip(self.tree.collect_branches(self._prompt, self._seed), leaves, strict=True)
-            )
-        )
+        branches = [
+            replace(partial, branch=Branch(index, self.tree.num_forks, self._has_drift(leaf)))
+            for index, (leaf, partial) in enumerate(self.tree.collect_branches(self._prompt, self._seed))
+        ]
         failure = self.failure or next(iter(self._unanswered.values()), "")
         if not branches:
             failure = failure or "the session made no request"
-            branches = (PartialRollout.begin(self._prompt, self._seed),)
-        return (
-            tuple(replace(partial, status="aborted", failure=failure) for partial in branches) if failure else branches
-        )
-
-    def count_branches(self) -> None:
-        """Update the metrics that are known only at the end."""
-        leaves = self.tree.find_leaves()
-        self.metrics.branches = len(leaves)
-        self.metrics.drift = sum(map(self._has_drift, leaves))
+            branches = [PartialRollout.begin(self._prompt, self._seed)]
+        if failure:
+            branches = [replace(partial, status="aborted", failure=failure) for partial in branches]
+        return tuple(branches)
 
     def _has_drift(self, leaf: Node) -> bool:
         """Return `MessageRenderer.has_drift`, cached because it renders the whole conversation."""
         if leaf not in self._drift_by_leaf:
-            self._drift_by_leaf[leaf] = self._context.renderer.has_drift(leaf)
+            self._drift_by_leaf[leaf] = self.renderer.has_drift(leaf)
         return self._drift_by_leaf[leaf]
 
     async def close(self) -> None:
-        """Cancel running requests and refuse further ones."""
+        """Cancel running requests, refuse further ones, and update the metrics that are known only at the end."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+        leaves = self.tree.find_leaves()
+        self.metrics.branches = len(leaves)
+        self.metrics.drift = sum(map(self._has_drift, leaves))
 
     # --- for the client
 
     async def run_request(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run `work`; cancel it when the session closes or the caller is cancelled.
-
-        Raises RequestRefused if the session is closed or has failed.
-        """
+        """Run `work` until the session closes, which raises RequestRefused, or the caller is cancelled."""
         self._check_open()
         task = asyncio.ensure_future(work())
         self._tasks.add(task)
@@ -221,17 +167,25 @@ class AgentSession:
                 raise  # the client disconnected
             raise RequestRefused("the session is closed", status=503, code="session_closed") from None
 
-    def locate_request(self, request: CompletionRequest) -> TreePosition:
-        """Find or add the context of a request in the tree. Raises RequestRefused."""
+    def locate_request(self, request: CompletionRequest) -> Node:
+        """Find or add the context of a request in the tree. Raises RequestRefused.
+
+        A request that follows the policy's last allowed answer is located at that answer.
+        """
         self._check_open()
         for name in request.ignored:
             self.metrics.ignored[name] += 1
-            self._context.log(name)
-        tree, messages = self.tree, request.messages
-        digests = self.message_cache.hash_prefixes(messages, request.schemas)
+            self._log_ignored(name)
+        tree, messages, max_turns = self.tree, request.messages, self.renderer.config.max_turns
+        digests = hash_prefixes(messages, request.schemas)
         answer, count = tree.find_answer(digests, messages)
-        if answer is not None and answer.num_turns >= self._context.config.max_turns:
-            return self._locate_past_limit(answer, digests[-1])
+        if answer is not None and answer.num_turns >= max_turns:
+            answer.end_reason = "max_turns"
+            self.metrics.over_max_turns += 1
+            if self.metrics.over_max_turns > _MAX_EXTRA_REQUESTS:
+                reason = f"the policy has used its {max_turns} turns (rollout.max_turns)"
+                raise RequestRefused(reason, "messages", "max_turns_exceeded")
+            return answer
         node = tree.find_context(answer, digests[-1])
         if node is None:
             parent, rendered = self._render_context(answer, messages, count, request.schemas)
@@ -239,36 +193,24 @@ class AgentSession:
             self.metrics.observations_truncated += rendered.num_truncated
         self.metrics.requests += 1
         self.metrics.forks = tree.num_forks
-        return TreePosition(node, digests[-1], node.tokens, node.num_routed)
-
-    def make_streamed_response(
-        self, request: CompletionRequest, position: TreePosition, send: Callable[[Field, str], None]
-    ) -> StreamedResponse:
-        """Create the stream that `answer` feeds while the engine generates."""
-        return StreamedResponse(self._context.renderer.chat, request, str(position.node.messages[-1]["role"]), send)
+        return node
 
     async def answer(
-        self,
-        request: CompletionRequest,
-        position: TreePosition,
-        response_id: str = "",
-        streams: Sequence[StreamedResponse] = (),
-    ) -> CompletionResponse:
+        self, request: CompletionRequest, node: Node, streams: Sequence[StreamedResponse] = ()
+    ) -> Sequence[Choice]:
         """Sample the policy's answers and add them to the tree. Raises RequestRefused.
 
         Args:
-            response_id: id of the response
-            streams: one stream per choice, fed during generation if the policy supports it
+            node: from `locate_request`
+            streams: one stream per choice, fed during generation if the policy streams
         """
-        node = position.node
-        response_id = response_id or new_id()
-        if position.is_past_last_turn:
-            return CompletionResponse(response_id, self.model, len(position.ids), (EMPTY_CHOICE,) * request.num_choices)
+        if node.generation is not None:  # the policy's last answer
+            return (EMPTY_CHOICE,) * request.num_choices
         try:
-            generations = await self._sample(request, position, streams)
             async with asyncio.timeout_at(self._deadline):
-                choices = [await self._context.renderer.read_answer(one, request, node) for one in generations]
-            if not all(one.is_prefix_of(choice.message) for one, choice in zip(streams, choices, strict=False)):
+                generations = await self._sample(request, node, streams)
+                choices = [await self.renderer.read_answer(output, request, node) for output in generations]
+            if not all(stream.is_prefix_of(choice.message) for stream, choice in zip(streams, choices, strict=False)):
                 raise RequestFailed("the final answer differs from what was streamed to the client")
         except TimeoutError:
             self.fail(_TIMEOUT_REASON)
@@ -280,8 +222,8 @@ class AgentSession:
             raise self._fail_request(node, f"{type(error).__name__}: {error}", 503) from None
         self._unanswered.pop(node, None)
         for choice in choices:
-            self.tree.add_answer(node, extend_digest(position.history, choice.message), choice, position.num_routed)
-        return CompletionResponse(response_id, self.model, len(position.ids), tuple(choices))
+            self.tree.add_answer(node, choice)
+        return choices
 
     def _check_open(self) -> None:
         if self._deadline is not None and asyncio.get_running_loop().time() >= self._deadline:
@@ -304,53 +246,38 @@ class AgentSession:
 
         Raises RequestRefused.
         """
-        renderer, config = self._context.renderer, self._context.config
+        prompt_ids, max_context = self._prompt.token_ids, self.renderer.config.max_context
         try:
             if answer is not None:
-                return renderer.render_continuation(answer, messages, count, schemas, config)
-            prompt_ids = self._prompt.token_ids
-            if (messages, schemas) == self._prompt_request and len(prompt_ids) < config.max_context:
+                return self.renderer.render_continuation(answer, messages, count, schemas)
+            if (messages, schemas) == self._prompt_request and len(prompt_ids) < max_context:
                 return None, RenderedMessages(prompt_ids, messages)
-            return None, renderer.render_conversation(messages, schemas, config)
+            return None, self.renderer.render_conversation(messages, schemas)
         except ConfigError as error:
             raise RequestRefused(str(error), "messages") from None
         except ContextOverflow as error:
             if answer is not None:
                 answer.end_reason = "length"
             raise RequestRefused(
-                f"the messages are {error.tokens} tokens, and a conversation may have {config.max_context} with its "
+                f"the messages are {error} tokens, and a conversation may have {max_context} with its "
                 "answer (rollout.max_context)",
                 "messages",
                 "context_length_exceeded",
             ) from None
 
-    def _locate_past_limit(self, answer: Node, history: Digest) -> TreePosition:
-        """Handle a request that follows the policy's last allowed answer."""
-        answer.end_reason = "max_turns"
-        self.metrics.over_max_turns += 1
-        if self.metrics.over_max_turns > _MAX_EXTRA_REQUESTS:
-            max_turns = self._context.config.max_turns
-            raise RequestRefused(
-                f"the policy has used its {max_turns} turns (rollout.max_turns)", "messages", "max_turns_exceeded"
-            )
-        return TreePosition(answer, history, answer.tokens, 0, is_past_last_turn=True)
-
     async def _sample(
-        self, request: CompletionRequest, position: TreePosition, streams: Sequence[StreamedResponse]
+        self, request: CompletionRequest, node: Node, streams: Sequence[StreamedResponse]
     ) -> list[Generation]:
-        config, ids = self._context.config, position.ids
+        config, ids = self.renderer.config, node.tokens
         budget = min(config.max_new_tokens, config.max_context - len(ids))
         budget = budget if request.max_tokens is None else min(budget, request.max_tokens)
         params = {**self.params, "max_new_tokens": budget}
         if request.stop_strings:
             params["stop"] = list(request.stop_strings)
-        seeds = self._derive_seeds(ids, request.num_choices)
-
-        if request.num_choices == 1:
-            return [await self._generate(position, {**params, **seeds[0]}, *streams)]
+        callbacks = [streams[index].add_tokens if streams else None for index in range(request.num_choices)]
         tasks = [
-            asyncio.ensure_future(self._generate(position, {**params, **seed}, stream))
-            for seed, stream in zip(seeds, streams or repeat(None, len(seeds)), strict=True)
+            asyncio.ensure_future(self._generate(ids, {**params, **seed}, node.num_routed, on_tokens))
+            for seed, on_tokens in zip(self._derive_seeds(ids, request.num_choices), callbacks, strict=True)
         ]
         try:
             return list(await asyncio.gather(*tasks))
@@ -359,46 +286,24 @@ class AgentSession:
                 task.cancel()
 
     async def _generate(
-        self, position: TreePosition, params: dict[str, Any], stream: StreamedResponse | None = None
+        self, ids: Ids, params: dict[str, Any], num_routed: int, on_tokens: TokenCallback | None
     ) -> Generation:
-        """Generate one answer; if it is halted midway, continue with the next policy."""
-        ids, routed, budget = position.ids, position.num_routed, params["max_new_tokens"]
-        generation: Generation | None = None
-        while True:
-            await self._policy_ready.wait()
-            policy, halt = self._policy, self._halt
-            num_generated = 0 if generation is None else len(generation.token_ids)
-            context = ids if generation is None else np.concatenate([ids, generation.token_ids])
-            num_routed = (
-                routed if generation is None or generation.routing is None else routed + len(generation.routing)
-            )
-            try:
-                async with asyncio.timeout_at(self._deadline):
-                    request_params = {**params, "max_new_tokens": budget - num_generated}
-                    if stream is not None and isinstance(policy, StreamingPolicy):
-                        continuation = await policy.stream(context, request_params, num_routed, stream.add_tokens)
-                    else:
-                        continuation = await policy.generate(context, request_params, num_routed)
-                generation = continuation if generation is None else merge_generations(generation, continuation)
-            except Halted:
-                pass
-            else:
-                is_complete = (
-                    len(generation.token_ids) == budget
-                    or get_last(generation.token_ids) in self._context.renderer.chat.end_token_ids
-                )
-                if generation.finish_reason != "abort" or is_complete:
-                    return generation
-                if not halt.is_set():
-                    raise RequestFailed(generation.abort_reason or "the engine aborted the answer")
-            if policy is self._policy:
-                self._policy_ready.clear()
+        try:
+            generation = await self._policy.generate(ids, params, num_routed, on_tokens)
+        except Halted:
+            raise RequestFailed("generation was halted") from None
+        is_complete = (
+            len(generation.token_ids) == params["max_new_tokens"]
+            or get_last(generation.token_ids) in self.renderer.chat.end_token_ids
+        )
+        if generation.finish_reason == "abort" and not is_complete:
+            raise RequestFailed(generation.abort_reason or "the engine aborted the answer")
+        return generation
 
     def _derive_seeds(self, ids: Ids, count: int) -> list[dict[str, int]]:
-        """Return sampling seeds for `count` answers to the same ids.
+        """Return different seeds for all answers to the same ids, since equal ones would sample equal answers.
 
-        The first answer uses the run's seed. All others, including those of later requests, get different seeds, since
-        equal seeds would sample equal answers.
+        The first answer uses the run's seed.
         """
         if "sampling_seed" not in self.params:
             return [{}] * count
@@ -416,6 +321,6 @@ def _make_prompt_request(chat: ChatTemplate, prompt: Prompt) -> tuple[tuple[Mess
     if not len(prompt.token_ids):
         return None
     try:
-        return normalize_messages(prompt.messages), tuple(chat.select_schemas(prompt))
+        return normalize_messages(prompt.messages), tuple(chat.catalog.select_schemas(prompt))
     except (RequestRefused, ConfigError):
         return None

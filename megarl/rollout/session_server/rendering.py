@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from megarl.chat_format.chat_messages import format_call_id, is_open
+from megarl.chat_format.chat_messages import dump_arguments, format_call, format_call_id, is_open
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.chat_format.observations import count_reserved_tokens, truncate_observations
 from megarl.config import ConfigError, RolloutConfig
 from megarl.engine.engine_protocol import Generation
-from megarl.engine.tool_calls import ParsedResponse, ParseFunction, ToolCall
+from megarl.engine.tool_calls import ParsedResponse, ParseFunction
 from megarl.rollout.session_server.requests import CompletionRequest
-from megarl.rollout.session_server.responses import Choice, dump_arguments
+from megarl.rollout.session_server.responses import Choice, cut_at_stop
 from megarl.rollout.session_server.token_tree import Node, Schemas
 from megarl.types import Ids, Message, as_token_ids
 
@@ -32,14 +31,7 @@ _SPLIT_TOKENS = 16
 
 
 class ContextOverflow(Exception):
-    """The messages leave no room for an answer.
-
-    `tokens` is their token count including the context before them, as text.
-    """
-
-    def __init__(self, tokens: str) -> None:
-        super().__init__(tokens)
-        self.tokens = tokens
+    """The messages leave no room for an answer. Its text is their token count, including the context before them."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +49,17 @@ class RenderedMessages:
 
 
 class MessageRenderer:
-    """Renders messages with a chat template and parses answers. Caches what it learns about the template."""
+    """Renders messages with a chat template and parses answers."""
 
-    def __init__(self, chat: ChatTemplate, parse: ParseFunction) -> None:
-        self.chat, self._parse = chat, parse
-        self._drop_by_pattern: dict[tuple[tuple[str, bool, bool], ...], bool] = {}
-        self._text_by_token: dict[int, str] = {}
+    def __init__(self, chat: ChatTemplate, parse: ParseFunction, config: RolloutConfig) -> None:
+        self.chat, self._parse, self.config = chat, parse, config
 
-    def render_conversation(
-        self, messages: Sequence[Message], schemas: Schemas, config: RolloutConfig
-    ) -> RenderedMessages:
+    def render_conversation(self, messages: Sequence[Message], schemas: Schemas) -> RenderedMessages:
         """Render a whole conversation from a client. Raises ContextOverflow and ConfigError."""
-        return self._render(messages, schemas, config, 0, lambda said: self.chat.encode_conversation(said, schemas))
+        return self._render(messages, schemas, 0, lambda shown: self.chat.encode_conversation(shown, schemas))
 
     def render_continuation(
-        self, answer: Node, messages: Sequence[Message], count: int, schemas: Schemas, config: RolloutConfig
+        self, answer: Node, messages: Sequence[Message], count: int, schemas: Schemas
     ) -> tuple[Node | None, RenderedMessages]:
         """Render the messages that follow an answer, and return them with the answer they must be attached to.
 
@@ -83,17 +71,15 @@ class MessageRenderer:
             count: length of that prefix
         """
         last_token = int(answer.ids[-1])
-        num_context = len(answer.tokens)
         continuation = self._render(
             messages[count:],
             schemas,
-            config,
-            num_context,
-            lambda said: self.chat.encode_continuation(said, schemas, last_token),
+            len(answer.tokens),
+            lambda shown: self.chat.encode_continuation(shown, schemas, last_token),
         )
         path = answer.path()
         is_dropped = [
-            bool(node.num_reasoning_tokens) and self._is_reasoning_dropped(messages[node.num_messages :])
+            bool(node.num_reasoning_tokens) and self.chat.is_reasoning_dropped(messages[node.num_messages :])
             for node in path
         ]
         if True not in is_dropped:
@@ -107,30 +93,32 @@ class MessageRenderer:
             else node.ids
             for node, current, drops_next in zip(path, is_dropped, [*is_dropped[1:], False], strict=True)
         ]
-        parent, kept_nodes = path[first_dropped - 1].parent, path[first_dropped - 1 :]
-        recorded_messages = [message for node in kept_nodes for message in node.messages]
-        said = [
+        parent, replaced_nodes = path[first_dropped - 1].parent, path[first_dropped - 1 :]
+        recorded_messages = [message for node in replaced_nodes for message in node.messages]
+        history = [
             current if current["role"] == "tool" else sent
             for current, sent in zip(recorded_messages, messages[count - len(recorded_messages) : count], strict=True)
         ]
         ids = np.concatenate([*ids_per_node[first_dropped - 1 :], continuation.ids])
-        return parent, RenderedMessages(ids, (*said, *continuation.messages), continuation.num_truncated)
+        return parent, RenderedMessages(ids, (*history, *continuation.messages), continuation.num_truncated)
 
     def _render(
         self,
         messages: Sequence[Message],
         schemas: Schemas,
-        config: RolloutConfig,
         before: int,
         encode: Callable[[Sequence[Message]], list[int]],
     ) -> RenderedMessages:
         """Render and truncate the messages; `before` is the number of tokens that precede them."""
-        room = config.max_context - before - 1
+        config, room = self.config, self.config.max_context - before - 1
         texts = [
             text
             for message in messages
             if message["role"] != "tool"
-            for text in (message["content"], *_argument_texts(message))
+            for text in (
+                message["content"],
+                *(dump_arguments(call["function"]["arguments"]) for call in message.get("tool_calls", ())),
+            )
         ]
         self._check_length(texts, room, before)
         truncated = truncate_observations(
@@ -157,16 +145,6 @@ class MessageRenderer:
                 if count > max_tokens:
                     raise ContextOverflow(f"more than {before + count}")
 
-    def _is_reasoning_dropped(self, behind: Sequence[Message]) -> bool:
-        """Return whether the template drops a turn's reasoning if these messages follow."""
-        pattern = tuple(
-            (message["role"], bool(message["content"]), bool(message.get("tool_calls"))) for message in behind
-        )
-        cache = self._drop_by_pattern
-        if pattern not in cache:
-            cache[pattern] = self.chat.is_reasoning_dropped(behind)
-        return cache[pattern]
-
     def _strip_open_reasoning(self, ids: Ids) -> Ids:
         """Remove the mark by which the template opens reasoning at the end of a context."""
         marks = self.chat.reasoning_marks
@@ -181,11 +159,8 @@ class MessageRenderer:
         chat, ids = self.chat, np.asarray(generation.token_ids, np.int32)
         last_token, previous_role = get_last(ids), node.messages[-1]["role"]
         content_ids = ids[:-1] if last_token in chat.end_token_ids else ids
-        full_text = chat.decode(content_ids)
-        stop_positions = [full_text.find(stop) for stop in request.stop_strings if stop in full_text]
-        reasoning, text = chat.split_reasoning(
-            full_text[: min(stop_positions)] if stop_positions else full_text, previous_role
-        )
+        text, is_stopped = cut_at_stop(chat.decode(content_ids), request.stop_strings)
+        reasoning, text = chat.split_reasoning(text, previous_role)
         reply = ParsedResponse(text)
         if request.schemas and last_token is not None and last_token == chat.end_of_call:
             reply = await self._parse(text, request.schemas)
@@ -195,25 +170,18 @@ class MessageRenderer:
         if reply.calls:
             num_previous_calls = sum(ancestor.num_calls for ancestor in node.path())
             message["tool_calls"] = [
-                _format_call(call, number) for number, call in enumerate(reply.calls, num_previous_calls)
+                format_call(call.name, call.arguments, format_call_id(call.name, number))
+                for number, call in enumerate(reply.calls, num_previous_calls)
             ]
-        is_truncated = (
-            generation.finish_reason == "length" and last_token not in chat.end_token_ids and not stop_positions
-        )
+        is_truncated = generation.finish_reason == "length" and last_token not in chat.end_token_ids and not is_stopped
         return Choice(
             message,
             "tool_calls" if reply.calls else "length" if is_truncated else "stop",
             generation,
-            token_texts=tuple(map(self._decode_token, ids.tolist())) if request.logprobs else None,
+            token_texts=tuple(chat.decode([token]) for token in ids.tolist()) if request.logprobs else None,
             num_reasoning_tokens=self._count_reasoning_tokens(content_ids, previous_role),
             num_parse_errors=int(bool(reply.error)),
         )
-
-    def _decode_token(self, token: int) -> str:
-        cache = self._text_by_token
-        if token not in cache:
-            cache[token] = self.chat.decode([token])
-        return cache[token]
 
     def _count_reasoning_tokens(self, ids: Ids, after: str) -> int:
         """Count an answer's leading reasoning tokens, including the whitespace after them."""
@@ -235,15 +203,6 @@ class MessageRenderer:
         except ConfigError:
             return True
         return not np.array_equal(as_token_ids(fresh), path[-1].tokens)
-
-
-def _argument_texts(message: Message) -> list[str]:
-    return [dump_arguments(call["function"]["arguments"]) for call in message.get("tool_calls", ())]
-
-
-def _format_call(call: ToolCall, number: int) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": format_call_id(call.name, number), "type": "function", "function": function}
 
 
 def get_last(ids: Ids) -> int | None:

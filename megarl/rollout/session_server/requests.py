@@ -11,32 +11,20 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import orjson
 
+from megarl.chat_format.chat_messages import format_call
 from megarl.types import Message
 from megarl.utils.text import replace_surrogates
 
-_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _MEDIA_TYPES = {
-    "image_url": "images",
-    "input_image": "images",
-    "image": "images",
-    "input_audio": "audio",
-    "audio": "audio",
-    "audio_url": "audio",
-    "video_url": "videos",
-    "video": "videos",
-    "file": "files",
-    "input_file": "files",
+    **dict.fromkeys(("image_url", "input_image", "image"), "images"),
+    **dict.fromkeys(("input_audio", "audio", "audio_url"), "audio"),
+    **dict.fromkeys(("video_url", "video"), "videos"),
+    **dict.fromkeys(("file", "input_file"), "files"),
 }
 """Content part types that are not text, mapped to their names in error messages."""
 
@@ -49,110 +37,51 @@ class RequestRefused(Exception):
         self.param, self.code, self.status = param, code, status
 
 
-class MessageCache:
-    """The previous request of a client.
-
-    Clients send the whole conversation each time; the unchanged prefix is neither parsed nor hashed again.
-    """
-
-    def __init__(self) -> None:
-        self._raw_messages: list[Any] = []
-        self._messages: tuple[Message, ...] = ()
-        self._hashed_messages: tuple[Message, ...] = ()
-        self._prefix_digests: list[Digest] = []
-
-    def match_prefix(self, messages: Sequence[Any]) -> tuple[Message, ...]:
-        """Return the normalized prefix that these messages share with the previous request.
-
-        The prefix ends at a call whose arguments are not a string: numbers and booleans may be equal without being
-        identical.
-        """
-        count = 0
-        for message, cached in zip(messages, self._raw_messages, strict=False):
-            if message != cached or not all(
-                isinstance(call["function"]["arguments"], str) for call in cached.get("tool_calls") or ()
-            ):
-                break
-            count += 1
-        return self._messages[:count]
-
-    def store(self, messages: Sequence[Any], normalized: tuple[Message, ...]) -> None:
-        self._raw_messages, self._messages = list(messages), normalized
-
-    def hash_prefixes(self, messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> list[Digest]:
-        """Like the function `hash_prefixes`, but reuse digests of the previous request."""
-        digests = [_digest(list(schemas))]
-        if self._prefix_digests and self._prefix_digests[0] == digests[0]:
-            shared = takewhile(lambda pair: pair[0] is pair[1], zip(messages, self._hashed_messages, strict=False))
-            digests = self._prefix_digests[: 1 + sum(1 for _ in shared)]
-        for message in messages[len(digests) - 1 :]:
-            digests.append(extend_digest(digests[-1], message))
-        self._hashed_messages, self._prefix_digests = tuple(messages), digests
-        return digests
+def _check(is_valid: bool, where: str, problem: str, code: str | None = None) -> None:
+    """Raise RequestRefused with `where` followed by `problem` unless the field at `where` is valid."""
+    if not is_valid:
+        raise RequestRefused(where + problem, where, code)
 
 
-def normalize_messages(messages: Any, cache: MessageCache | None = None) -> tuple[Message, ...]:
-    """Parse and normalize the messages of a request. Raises RequestRefused if they are invalid.
-
-    `cache` caches the client's previous request.
-    """
+def normalize_messages(messages: Any) -> tuple[Message, ...]:
+    """Parse and normalize the messages of a request. Raises RequestRefused if they are invalid."""
     if not isinstance(messages, list | tuple) or not messages:
         raise RequestRefused("'messages' must be a list of at least one message", "messages")
-    normalized: list[Message] = [] if cache is None else list(cache.match_prefix(messages))
-    names = {call["id"]: call["function"]["name"] for parsed in normalized for call in parsed.get("tool_calls", ())}
-    for number, message in enumerate(messages[len(normalized) :], len(normalized)):
-        parsed = _normalize_message(message, f"messages[{number}]", names)
-        names |= {call["id"]: call["function"]["name"] for call in parsed.get("tool_calls", ())}
-        normalized.append(parsed)
-    if normalized[-1]["role"] == "assistant":
-        at = f"messages[{len(normalized) - 1}]"
-        raise RequestRefused(f"{at}: the last message is the assistant's; there is nothing to answer", at)
-    if cache is not None:
-        cache.store(messages, tuple(normalized))
+    normalized: list[Message] = []
+    tool_by_call_id: dict[str, str] = {}
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
+        normalized.append(_normalize_message(message, where, tool_by_call_id))
+        tool_by_call_id |= {call["id"]: call["function"]["name"] for call in normalized[-1].get("tool_calls", ())}
+    is_answered = normalized[-1]["role"] == "assistant"
+    _check(not is_answered, where, ": the last message is the assistant's; there is nothing to answer")
     return tuple(normalized)
 
 
-def _normalize_message(message: Any, where: str, names: dict[str, str]) -> Message:
-    """Normalize one message. `names` maps the ids of earlier calls to their tools."""
-    if not isinstance(message, dict):
-        raise RequestRefused(f"{where} must be an object", where)
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise RequestRefused(
-            f"{where}.role must be one of {', '.join(_ROLES)}, not {str(role)[:40]!r}", f"{where}.role"
-        )
-    result: Message = {"role": _ROLES[role], "content": _join_content(message.get("content"), f"{where}.content")}
-    if message.get("audio") is not None:
-        raise RequestRefused(f"{where}.audio: audio is not supported", f"{where}.audio")
-    if message.get("function_call") is not None:
-        raise RequestRefused(f"{where}.function_call is deprecated; use tool_calls", f"{where}.function_call")
-    calls = message.get("tool_calls")
+def _normalize_message(message: Any, where: str, tool_by_call_id: dict[str, str]) -> Message:
+    _check(isinstance(message, dict), where, " must be an object")
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    is_known = isinstance(role, str) and role in _ROLES
+    _check(is_known, f"{where}.role", f" must be one of {', '.join(_ROLES)}, not {str(role)[:40]!r}")
+    result: Message = {"role": _ROLES[role], "content": _join_content(content, f"{where}.content")}
+    _check(message.get("audio") is None, f"{where}.audio", ": audio is not supported")
+    _check(message.get("function_call") is None, f"{where}.function_call", " is deprecated; use tool_calls")
     if role == "assistant":
-        reasoning = message.get("reasoning_content")
-        if reasoning is not None:
+        if (reasoning := message.get("reasoning_content")) is not None:
             result["reasoning_content"] = _read_string(reasoning, f"{where}.reasoning_content")
         if calls is not None:
-            if not isinstance(calls, list):
-                raise RequestRefused(f"{where}.tool_calls must be a list", f"{where}.tool_calls")
-            if calls:
-                result["tool_calls"] = [
-                    _normalize_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
-                ]
-        if message.get("content") is None and not result.get("tool_calls"):
-            result["content"] = str(_join_content(message.get("refusal"), f"{where}.refusal"))
+            _check(isinstance(calls, list), f"{where}.tool_calls", " must be a list")
+        if calls:
+            result["tool_calls"] = [_normalize_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+        elif content is None:
+            result["content"] = _join_content(message.get("refusal"), f"{where}.refusal")
         return result
-    if calls:
-        raise RequestRefused(f"{where}.tool_calls: only messages of the assistant call tools", f"{where}.tool_calls")
-    if message.get("content") is None:
-        raise RequestRefused(f"{where}.content is missing", f"{where}.content")
+    _check(not calls, f"{where}.tool_calls", ": only messages of the assistant call tools")
+    _check(content is not None, f"{where}.content", " is missing")
     if role == "tool":
-        call_id = _read_string(message.get("tool_call_id"), f"{where}.tool_call_id")
-        if call_id not in names:
-            raise RequestRefused(
-                f"{where}.tool_call_id={call_id[:80]!r} is of no call in the messages before it",
-                f"{where}.tool_call_id",
-            )
-        result |= {"tool_call_id": call_id, "name": names[call_id]}
+        call_id = _read_string(message.get("tool_call_id"), at := f"{where}.tool_call_id")
+        _check(call_id in tool_by_call_id, at, f"={call_id[:80]!r} is of no call in the messages before it")
+        result |= {"tool_call_id": call_id, "name": tool_by_call_id[call_id]}
     elif message.get("name") is not None:
         result["name"] = _read_string(message["name"], f"{where}.name")
     return result
@@ -160,56 +89,41 @@ def _normalize_message(message: Any, where: str, names: dict[str, str]) -> Messa
 
 def _join_content(content: Any, where: str) -> str:
     """Join the parts of a content into one string."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return str(replace_surrogates(content))
-    if not isinstance(content, list):
-        raise RequestRefused(f"{where} must be a string or a list of parts", where)
+    if content is None or isinstance(content, str):
+        return content or ""
+    _check(isinstance(content, list), where, " must be a string or a list of parts")
     return "".join(_read_part(part, f"{where}[{number}]") for number, part in enumerate(content))
 
 
 def _read_part(part: Any, where: str) -> str:
     if isinstance(part, str):
-        return str(replace_surrogates(part))
+        return part
     kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind in _MEDIA_TYPES:
-        raise RequestRefused(
-            f"{where}: {_MEDIA_TYPES[kind]} ({kind}) are not supported; send text", where, "unsupported_content"
-        )
-    if kind not in ("text", "refusal"):
-        raise RequestRefused(f"{where}.type must be 'text', not {str(kind)[:40]!r}", f"{where}.type")
+    media = _MEDIA_TYPES.get(kind) if isinstance(kind, str) else None
+    _check(media is None, where, f": {media} ({kind}) are not supported; send text", "unsupported_content")
+    _check(kind in ("text", "refusal"), f"{where}.type", f" must be 'text', not {str(kind)[:40]!r}")
     return _read_string(part.get(kind), f"{where}.{kind}")
 
 
 def _normalize_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or call.get("type", "function") != "function":
-        raise RequestRefused(f"{where} must be an object with type 'function' and a function", where)
+    function: Any = call.get("function") if isinstance(call, dict) else None
+    is_function = isinstance(function, dict) and call.get("type", "function") == "function"
+    _check(is_function, where, " must be an object with type 'function' and a function")
     name = _read_string(function.get("name"), f"{where}.function.name")
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = parse_arguments(arguments)
-    elif not isinstance(arguments, dict):
-        raise RequestRefused(f"{where}.function.arguments must be a string of JSON", f"{where}.function.arguments")
-    else:
-        arguments = parse_arguments(json.dumps(arguments))
-    call_id = _read_string(call.get("id"), f"{where}.id")
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def parse_arguments(arguments: str) -> Any:
-    """Parse arguments as JSON; return the text unchanged if it is invalid."""
+    _check(isinstance(arguments, str | dict), f"{where}.function.arguments", " must be a string of JSON")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     try:
-        return replace_surrogates(json.loads(arguments or "{}"))
+        arguments = replace_surrogates(json.loads(text or "{}"))
     except (ValueError, RecursionError):
-        return replace_surrogates(arguments)
+        arguments = text
+    call_id = _read_string(call.get("id"), f"{where}.id")
+    return format_call(name, arguments, call_id)
 
 
 def _read_string(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise RequestRefused(f"{where} must be a string", where)
-    return str(replace_surrogates(value))
+    _check(isinstance(value, str), where, " must be a string")
+    return str(value)
 
 
 def normalize_tools(tools: Any) -> tuple[dict[str, Any], ...]:
@@ -219,19 +133,18 @@ def normalize_tools(tools: Any) -> tuple[dict[str, Any], ...]:
     if not isinstance(tools, list):
         raise RequestRefused("'tools' must be a list", "tools")
     for number, tool in enumerate(tools):
-        at = f"tools[{number}]"
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or tool.get("type") != "function":
-            raise RequestRefused(f"{at} must be an object with type 'function' and a function", at)
-        if not _read_string(function.get("name"), f"{at}.function.name"):
-            raise RequestRefused(f"{at}.function.name is empty", f"{at}.function.name")
-        if not isinstance(function.get("parameters"), dict | None):
-            raise RequestRefused(f"{at}.function.parameters must be an object", f"{at}.function.parameters")
+        where = f"tools[{number}]"
+        function: Any = tool.get("function") if isinstance(tool, dict) else None
+        is_function = isinstance(function, dict) and tool.get("type") == "function"
+        _check(is_function, where, " must be an object with type 'function' and a function")
+        where += ".function"
+        _check(_read_string(function.get("name"), f"{where}.name") != "", f"{where}.name", " is empty")
+        _check(isinstance(function.get("parameters"), dict | None), f"{where}.parameters", " must be an object")
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
         raise RequestRefused("two of 'tools' have the same name", "tools")
     try:
-        return tuple(replace_surrogates(tools))
+        return tuple(replace_surrogates(tools))  # checks the depth of nesting, too
     except ValueError as error:
         raise RequestRefused(f"'tools' cannot be read: {error}", "tools") from None
 
@@ -275,12 +188,16 @@ MAX_STOPS = 16
 
 _SUPPORTED_FIELDS = (
     {"model", "messages", "tools", "tool_choice", "n", "max_tokens", "max_completion_tokens"}
-    | {"stop", "stream", "stream_options", "logprobs"}
+    | {"stop", "stream", "stream_options", "logprobs", "modalities"}
 )  # fmt: skip
 _NO_EFFECT_FIELDS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "verbosity"}
 """Fields that cannot change an answer."""
-_ACCEPTED_FIELDS = (_SUPPORTED_FIELDS | _NO_EFFECT_FIELDS) - {"tool_choice"}
-"""Fields accepted with any value."""
+_NEUTRAL_VALUES = (
+    {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "parallel_tool_calls": True, "top_logprobs": 0}
+    | {"response_format": {"type": "text"}, "logit_bias": {}}
+    | {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
+)  # fmt: skip
+"""Values with which a field has no effect, unless the run sets the field itself."""
 _UNSUPPORTED_FIELDS = {
     "functions": "it is deprecated; use tools",
     "function_call": "it is deprecated; use tool_choice",
@@ -310,46 +227,48 @@ class CompletionRequest:
     ignored: tuple[str, ...] = ()
 
 
-def parse_request(
-    body: bytes, model: str, params: Mapping[str, Any], cache: MessageCache | None = None
-) -> CompletionRequest:
+def parse_request(body: bytes, model: str, params: Mapping[str, Any]) -> CompletionRequest:
     """Parse a request body. Raises RequestRefused.
 
     Args:
         model: name of the only model
         params: the run's sampling parameters
-        cache: the client's message cache
     """
     fields = _load_json(body)
     if not isinstance(fields, dict):
         raise RequestRefused("the body must be a JSON object")
-    present = {name: value for name, value in fields.items() if value is not None}
-    if "model" not in present:
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if "model" not in fields:
         raise RequestRefused(f"'model' is missing; the model is {model!r}", "model")
-    if present["model"] != model:
-        requested = str(present["model"])[:80]
+    if fields["model"] != model:
+        requested = str(fields["model"])[:80]
         raise RequestRefused(f"the model {requested!r} does not exist; use {model!r}", "model", "model_not_found")
     for name, reason in _UNSUPPORTED_FIELDS.items():
-        if name in present:
+        if name in fields:
             raise RequestRefused(f"'{name}': {reason}", name)
-    if present.get("modalities", ["text"]) != ["text"]:
+    if fields.get("modalities", ["text"]) != ["text"]:
         raise RequestRefused("'modalities': only text is supported", "modalities")
-    messages, tools = normalize_messages(present.get("messages"), cache), normalize_tools(present.get("tools"))
-    choice = present.get("tool_choice", "auto")
-    if not isinstance(choice, str | dict) or choice not in ("auto", "none", "required") and isinstance(choice, str):
+    messages, tools = normalize_messages(fields.get("messages")), normalize_tools(fields.get("tools"))
+    choice = fields.get("tool_choice", "auto")
+    if not isinstance(choice, dict) and choice not in ("auto", "none", "required"):
         raise RequestRefused("'tool_choice' must be 'none' or 'auto'; others are not supported", "tool_choice")
-    stream = _read_flag(present, "stream")
-    limits = [_read_count(present, name) for name in ("max_tokens", "max_completion_tokens") if name in present]
+    options, stream = fields.get("stream_options", {}), _read_flag(fields, "stream")
+    if stream and not isinstance(options, dict):
+        raise RequestRefused("'stream_options' must be an object", "stream_options")
+    limits = [_read_count(fields, name) for name in ("max_tokens", "max_completion_tokens") if name in fields]
+    neutral = {**_NEUTRAL_VALUES, **params}
+    candidates = fields.keys() - _SUPPORTED_FIELDS - _NO_EFFECT_FIELDS
+    ignored = {name for name in candidates if name not in neutral or fields[name] != neutral[name]}
     return CompletionRequest(
         messages=messages,
         schemas=() if choice == "none" else tools,
-        num_choices=_read_count(present, "n", MAX_CHOICES) if "n" in present else 1,
+        num_choices=_read_count(fields, "n", MAX_CHOICES) if "n" in fields else 1,
         max_tokens=min(limits, default=None),
-        stop_strings=_read_stops(present.get("stop", [])),
+        stop_strings=_read_stops(fields.get("stop", [])),
         stream=stream,
-        include_usage=not stream or _read_include_usage(present.get("stream_options", {})),
-        logprobs=_read_flag(present, "logprobs"),
-        ignored=tuple(sorted(_find_ignored(present, params))),
+        include_usage=not stream or _read_flag(options, "include_usage"),
+        logprobs=_read_flag(fields, "logprobs"),
+        ignored=tuple(sorted(ignored if choice in ("auto", "none") else ignored | {"tool_choice"})),
     )
 
 
@@ -358,32 +277,9 @@ def _load_json(body: bytes) -> Any:
         return orjson.loads(body)
     except ValueError:
         try:  # it accepts lone surrogates, which policies write
-            return json.loads(body)
+            return replace_surrogates(json.loads(body))
         except (ValueError, RecursionError) as error:
             raise RequestRefused(f"the body is not JSON: {str(error)[:200]}") from None
-
-
-def _find_ignored(fields: Mapping[str, Any], params: Mapping[str, Any]) -> set[str]:
-    candidates = fields.keys() - _ACCEPTED_FIELDS
-    if not candidates:  # true for most requests
-        return set()
-    effective = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, **params}
-    without_effect = {
-        name for name in ("temperature", "top_p", "top_k", "min_p") if fields.get(name) == effective[name]
-    }
-    neutral_values: dict[str, tuple[Any, ...]] = {
-        "tool_choice": ("auto", "none"),
-        "parallel_tool_calls": (True,),
-        "top_logprobs": (0,),
-        "response_format": ({"type": "text"},),
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
-        "repetition_penalty": (1,),
-        "logit_bias": ({},),
-        "modalities": (["text"],),
-    }
-    without_effect |= {name for name, values in neutral_values.items() if fields.get(name) in values}
-    return {str(replace_surrogates(name)) for name in candidates - without_effect}
 
 
 def _read_flag(fields: Mapping[str, Any], name: str) -> bool:
@@ -395,7 +291,7 @@ def _read_flag(fields: Mapping[str, Any], name: str) -> bool:
 
 def _read_count(fields: Mapping[str, Any], name: str, most: int | None = None) -> int:
     value = fields[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or (most is not None and value > most):
+    if type(value) is not int or value < 1 or (most is not None and value > most):
         upper_bound = "" if most is None else f" up to {most}"
         raise RequestRefused(f"'{name}' must be a whole number from 1{upper_bound}, not {str(value)[:40]}", name)
     return value
@@ -407,10 +303,4 @@ def _read_stops(value: Any) -> tuple[str, ...]:
         raise RequestRefused("'stop' must be a string or a list of strings, none of them empty", "stop")
     if len(stops) > MAX_STOPS:
         raise RequestRefused(f"'stop' has {len(stops)} strings; at most {MAX_STOPS} are allowed", "stop")
-    return tuple(replace_surrogates(stops))
-
-
-def _read_include_usage(options: Any) -> bool:
-    if not isinstance(options, dict):
-        raise RequestRefused("'stream_options' must be an object", "stream_options")
-    return _read_flag(options, "include_usage")
+    return tuple(stops)

@@ -5,17 +5,17 @@ A stream sends only text that is certain to be part of the final answer.
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import orjson
 
+from megarl.chat_format.chat_messages import with_text_arguments
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.engine.engine_protocol import Generation
 from megarl.rollout.session_server.requests import CompletionRequest
@@ -24,7 +24,6 @@ from megarl.types.arrays import no_ids, no_logprobs
 from megarl.utils.text import replace_surrogates
 
 FinishReason = Literal["stop", "length", "tool_calls"]
-DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": waiting\n\n"
 """A stream comment, which clients ignore."""
 
@@ -55,16 +54,61 @@ EMPTY_CHOICE = Choice(
 
 
 @dataclass(frozen=True)
-class CompletionResponse:
-    """All answers to a request. `num_prompt_tokens` is the length of its context."""
+class ResponseFormat:
+    """Formats the response to one request. `num_prompt_tokens` is the length of its context."""
 
-    id: str
     model: str
     num_prompt_tokens: int
-    choices: tuple[Choice, ...]
+    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
 
-    def usage(self) -> dict[str, int]:
-        num_generated = sum(len(choice.generation.token_ids) for choice in self.choices)
+    def format_completion(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Format the body of a response that is not streamed."""
+        formatted = [
+            {
+                "index": index,
+                "message": {"refusal": None, **_to_openai_message(choice.message)},
+                "finish_reason": choice.finish_reason,
+                "logprobs": _format_logprobs(choice),
+            }
+            for index, choice in enumerate(choices)
+        ]
+        return {**self._make_head(""), "choices": formatted, "usage": self._count_usage(choices)}
+
+    def format_chunk(
+        self, index: int, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None
+    ) -> bytes:
+        """Format the next piece of choice `index` in a stream."""
+        choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
+        return format_event({**self._make_head(".chunk"), "choices": [choice]})
+
+    def format_stream_end(
+        self, choices: Sequence[Choice], usage: bool, sent_by_choice: Sequence[Mapping[Any, str]]
+    ) -> Iterator[bytes]:
+        """Format the rest of a stream. `sent_by_choice` is the text sent so far of each choice, by field."""
+        for index, (choice, sent_texts) in enumerate(zip(choices, sent_by_choice, strict=True)):
+            message = _to_openai_message(choice.message)
+            if reasoning := str(message.get("reasoning_content") or "")[len(sent_texts["reasoning_content"]) :]:
+                yield self.format_chunk(index, {"reasoning_content": reasoning})
+            content = str(message["content"] or "")[len(sent_texts["content"]) :]
+            if content or choice.token_texts is not None:
+                yield self.format_chunk(index, {"content": content}, logprobs=_format_logprobs(choice))
+            for call_index, call in enumerate(message.get("tool_calls", ())):
+                yield self.format_chunk(index, {"tool_calls": [{"index": call_index, **call}]})
+            yield self.format_chunk(index, {}, choice.finish_reason)
+        if usage:
+            yield format_event({**self._make_head(".chunk"), "choices": [], "usage": self._count_usage(choices)})
+        yield b"data: [DONE]\n\n"
+
+    def _make_head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": f"chat.completion{kind}",
+            "created": int(time.time()),
+            "model": self.model,
+        }
+
+    def _count_usage(self, choices: Sequence[Choice]) -> dict[str, int]:
+        num_generated = sum(len(choice.generation.token_ids) for choice in choices)
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": num_generated,
@@ -72,106 +116,22 @@ class CompletionResponse:
         }
 
 
-def format_completion(response: CompletionResponse) -> bytes:
-    """Format the body of a response that is not streamed."""
-    choices = [
-        {
-            "index": index,
-            "message": {"refusal": None, **_to_openai_message(choice.message)},
-            "finish_reason": choice.finish_reason,
-            "logprobs": _format_logprobs(choice),
-        }
-        for index, choice in enumerate(response.choices)
-    ]
-    return orjson.dumps({**_make_head(response.id, response.model, ""), "choices": choices, "usage": response.usage()})
-
-
-def format_stream_start(response_id: str, model: str, choices: int) -> Iterator[bytes]:
-    """Format the first chunk of each choice."""
-    for index in range(choices):
-        yield _format_chunk(response_id, model, index, {"role": "assistant", "content": ""})
-
-
-def format_delta(response_id: str, model: str, index: int, field: str, text: str) -> bytes:
-    """Format the next piece of an answer in progress."""
-    return _format_chunk(response_id, model, index, {field: text})
-
-
-def format_stream_end(
-    response: CompletionResponse, usage: bool, sent_by_choice: Sequence[Mapping[Any, str]]
-) -> Iterator[bytes]:
-    """Format the rest of a stream. `sent_by_choice` is the text sent so far of each choice, by field."""
-    response_id, model = response.id, response.model
-    for index, (choice, sent_texts) in enumerate(zip(response.choices, sent_by_choice, strict=True)):
-        message = _to_openai_message(choice.message)
-        if reasoning := str(message.get("reasoning_content") or "")[len(sent_texts["reasoning_content"]) :]:
-            yield _format_chunk(response_id, model, index, {"reasoning_content": reasoning})
-        content = str(message["content"] or "")[len(sent_texts["content"]) :]
-        if content or choice.token_texts is not None:
-            yield _format_chunk(response_id, model, index, {"content": content}, logprobs=_format_logprobs(choice))
-        for call_index, call in enumerate(message.get("tool_calls", ())):
-            yield _format_chunk(response_id, model, index, {"tool_calls": [{"index": call_index, **call}]})
-        yield _format_chunk(response_id, model, index, {}, choice.finish_reason)
-    if usage:
-        yield _format_event({**_make_head(response_id, model, ".chunk"), "choices": [], "usage": response.usage()})
-    yield DONE
-
-
-def format_error(message: str, status: int, param: str | None = None, code: str | None = None) -> bytes:
-    kind_by_status = {401: "authentication_error", 404: "not_found_error"}
-    kind = kind_by_status.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return orjson.dumps({"error": {"message": replace_surrogates(message), "type": kind, "param": param, "code": code}})
-
-
-def format_error_event(message: str) -> bytes:
-    """Format an error within a stream that has started."""
-    return b"data: " + format_error(message, 500) + b"\n\n"
-
-
-def new_id() -> str:
-    """Return a new response id."""
-    return f"chatcmpl-{secrets.token_hex(12)}"
-
-
-def format_model(name: str) -> bytes:
-    return orjson.dumps(_model_object(name))
-
-
-def format_models(name: str) -> bytes:
-    return orjson.dumps({"object": "list", "data": [_model_object(name)]})
-
-
-def _model_object(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "megarl"}
-
-
-def _make_head(response_id: str, model: str, kind: str) -> dict[str, Any]:
-    return {"id": response_id, "object": f"chat.completion{kind}", "created": int(time.time()), "model": model}
-
-
-def _format_event(value: Any) -> bytes:
+def format_event(value: Any) -> bytes:
+    """Format an event of a stream."""
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-def _format_chunk(
-    response_id: str, model: str, index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None
-) -> bytes:
-    choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
-    return _format_event({**_make_head(response_id, model, ".chunk"), "choices": [choice]})
+def format_error(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kind_by_status = {401: "authentication_error", 404: "not_found_error"}
+    kind = kind_by_status.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": replace_surrogates(message), "type": kind, "param": param, "code": code}}
 
 
 def _to_openai_message(message: Message) -> Message:
     """Convert a message for the client: arguments become text, and empty content null if there are calls."""
-    calls = [
-        {**call, "function": {**call["function"], "arguments": dump_arguments(call["function"]["arguments"])}}
-        for call in message.get("tool_calls", ())
-    ]
+    calls = [with_text_arguments(call) for call in message.get("tool_calls", ())]
     converted = {**message, "content": message["content"] or (None if calls else "")}
     return {**converted, "tool_calls": calls} if calls else converted
-
-
-def dump_arguments(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _format_logprobs(choice: Choice) -> dict[str, Any] | None:
@@ -228,25 +188,22 @@ class StreamedResponse:
             return
         self._text += text[len(previous_text) :]
         self._window_start, self._window_end = self._window_end, len(self._ids)
-        reasoning, content = self._find_certain_text()
-        self._send("reasoning_content", reasoning)
-        self._send("content", content)
+        fields: tuple[Field, Field] = ("reasoning_content", "content")
+        for name, certain in zip(fields, self._find_certain_text(), strict=True):
+            if new_text := certain[len(self.sent[name]) :]:
+                self.sent[name] = certain
+                self._on_text(name, new_text)
 
     def is_prefix_of(self, message: Message) -> bool:
         """Return whether the text sent so far is a prefix of the final message."""
         return all(str(message.get(name) or "").startswith(sent) for name, sent in self.sent.items())
 
-    def _send(self, name: Field, text: str) -> None:
-        new_text = text[len(self.sent[name]) :]
-        if new_text:
-            self.sent[name] = text
-            self._on_text(name, new_text)
-
     def _find_certain_text(self) -> tuple[str, str]:
         """Return the reasoning and content that no further token can change."""
-        text, chat, request = self._text, self._chat, self._request
-        stop_positions = [text.find(stop) for stop in request.stop_strings if stop in text]
-        text = text[: min(stop_positions)] if stop_positions else _strip_partial_match(text, request.stop_strings)
+        chat, request = self._chat, self._request
+        text, is_stopped = cut_at_stop(self._text, request.stop_strings)
+        if not is_stopped:
+            text = _strip_partial_match(text, request.stop_strings)
         if chat.reasoning_marks is not None:
             text = _strip_partial_match(text, chat.reasoning_marks)
             if not chat.find_content_start(text, self._previous_role):
@@ -258,6 +215,12 @@ class StreamedResponse:
             call_start = _CALL_START.search(content)
             content = content[: call_start.start()] if call_start else content
         return reasoning, content.rstrip()
+
+
+def cut_at_stop(text: str, stop_strings: Sequence[str]) -> tuple[str, bool]:
+    """Return the text before the first stop string, and whether there is one."""
+    stop = min((text.find(string) for string in stop_strings if string in text), default=None)
+    return text[:stop], stop is not None
 
 
 def _strip_partial_match(text: str, words: tuple[str, ...]) -> str:

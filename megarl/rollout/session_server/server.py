@@ -7,17 +7,25 @@ import hmac
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
 from megarl.engine.engine_protocol import Policy
 from megarl.engine.tool_calls import ParseFunction
-from megarl.rollout.session_server import responses
-from megarl.rollout.session_server.recording import AgentSession, SessionContext, SessionMetrics, TreePosition
+from megarl.rollout.session_server.recording import AgentSession, SessionMetrics
 from megarl.rollout.session_server.rendering import MessageRenderer
 from megarl.rollout.session_server.requests import CompletionRequest, RequestRefused, parse_request
-from megarl.rollout.session_server.responses import Field, StreamedResponse
+from megarl.rollout.session_server.responses import (
+    KEEPALIVE,
+    Field,
+    ResponseFormat,
+    StreamedResponse,
+    format_error,
+    format_event,
+)
+from megarl.rollout.session_server.token_tree import Node
 from megarl.types import Prompt
 
 MAX_BODY_BYTES = 16 * 2**20
@@ -48,7 +56,7 @@ class SessionServer:
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._log, self._warned = log, set[str]()
-        self._context = SessionContext(MessageRenderer(chat, parse), config, model, self._warn_ignored)
+        self._renderer, self._model = MessageRenderer(chat, parse, config), model
         self._sessions: dict[str, AgentSession] = {}
         self._closed_metrics = SessionMetrics()
         self._runner: web.AppRunner | None = None
@@ -74,7 +82,6 @@ class SessionServer:
         params: Mapping[str, Any],
         deadline: float | None = None,
         seed: int = 0,
-        halt: asyncio.Event | None = None,
     ) -> AgentSession:
         """Open a new session.
 
@@ -82,32 +89,32 @@ class SessionServer:
             params: sampling parameters without max_new_tokens, as from `build_sampling_params`
             deadline: event-loop time at which the session fails; running requests are aborted and later ones refused
             seed: seed recorded in its rollouts
-            halt: as in `AgentSession.set_policy`
         """
         assert self.url, "call start first"
-        recording = AgentSession(self._context, self.url, prompt, policy, params, deadline, seed, halt)
-        self._sessions[recording.id] = recording
-        return recording
+        session = AgentSession(
+            self._renderer, self.url, prompt, policy, params, deadline, seed, self._model, self._warn_ignored
+        )
+        self._sessions[session.id] = session
+        return session
 
     async def close(self, session: AgentSession) -> None:
         """Close a session and abort its running requests. Its branches are kept; safe to call twice."""
         if self._sessions.pop(session.id, None) is not None:
             await session.close()
-            session.count_branches()
             self._closed_metrics.add(session.metrics)
 
     @property
     def metrics(self) -> SessionMetrics:
         """Metrics over all sessions so far; drift and branches cover closed sessions only."""
         total = SessionMetrics()
-        for metrics in (self._closed_metrics, *(recording.metrics for recording in self._sessions.values())):
+        for metrics in (self._closed_metrics, *(session.metrics for session in self._sessions.values())):
             total.add(metrics)
         return total
 
     async def aclose(self) -> None:
         """Close all sessions and stop listening; safe to call twice."""
-        for recording in list(self._sessions.values()):
-            await self.close(recording)
+        for session in list(self._sessions.values()):
+            await self.close(session)
         runner, self._runner, self.url = self._runner, None, ""
         if runner is not None:
             await runner.cleanup()
@@ -123,24 +130,23 @@ class SessionServer:
             )
 
     def _find_session(self, request: web.Request) -> AgentSession:
-        recording = self._sessions.get(request.match_info["id"])
-        if recording is None:
+        session = self._sessions.get(request.match_info["id"])
+        if session is None:
             raise RequestRefused("no such session, or it is closed", status=404, code="session_not_found")
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         client_key = key.strip().encode(errors="replace")  # headers may hold any bytes
-        if kind.lower() != "bearer" or not hmac.compare_digest(client_key, recording.key.encode()):
+        if kind.lower() != "bearer" or not hmac.compare_digest(client_key, session.key.encode()):
             raise RequestRefused("the key belongs to another session", status=401, code="invalid_api_key")
-        return recording
+        return session
 
     async def _handle_models(self, request: web.Request) -> web.StreamResponse:
-        session = self._find_session(request)
-        requested = request.match_info.get("model", session.model)
-        if requested != session.model:
+        name, requested = self._find_session(request).model, request.match_info.get("model")
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "megarl"}
+        if requested is None:
+            return _json_response({"object": "list", "data": [model]})
+        if requested != name:
             raise RequestRefused(f"the model {requested[:80]!r} does not exist", "model", "model_not_found", 404)
-        is_single = "model" in request.match_info
-        return _json_response(
-            responses.format_model(session.model) if is_single else responses.format_models(session.model)
-        )
+        return _json_response(model)
 
     async def _handle_completion(self, request: web.Request) -> web.StreamResponse:
         session = self._find_session(request)
@@ -148,23 +154,27 @@ class SessionServer:
         try:
             if coding := request.headers.get("Content-Encoding"):
                 raise RequestRefused(f"the body has the encoding {coding[:40]!r}; send it unencoded")
-            completion_request = parse_request(body, session.model, session.params, session.message_cache)
-            position = session.locate_request(completion_request)
+            completion_request = parse_request(body, session.model, session.params)
+            node = session.locate_request(completion_request)
         except RequestRefused:
             session.metrics.refused += 1
             raise
         except Exception as error:  # our bug: fail the session so that its reaction is not trained on
             session.fail(f"a request cannot be read: {type(error).__name__}: {error}")
             raise RequestRefused(session.failure, status=503) from error
+        output = ResponseFormat(session.model, len(node.tokens))
         if completion_request.stream:
-            return await _stream_response(request, session, completion_request, position)
-        return _json_response(
-            responses.format_completion(await session.run_request(lambda: session.answer(completion_request, position)))
-        )
+            return await _stream_response(request, session, completion_request, node, output)
+        choices = await session.run_request(lambda: session.answer(completion_request, node))
+        return _json_response(output.format_completion(choices))
 
 
 async def _stream_response(
-    request: web.Request, session: AgentSession, completion_request: CompletionRequest, position: TreePosition
+    request: web.Request,
+    session: AgentSession,
+    completion_request: CompletionRequest,
+    node: Node,
+    output: ResponseFormat,
 ) -> web.StreamResponse:
     """Stream a response to the client.
 
@@ -172,23 +182,21 @@ async def _stream_response(
     disconnects, the request is cancelled.
     """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    pieces, changed, response_id = list[bytes](), asyncio.Event(), responses.new_id()
+    pieces, changed = list[bytes](), asyncio.Event()
 
     def make_stream(index: int) -> StreamedResponse:
-        def say(field: Field, text: str) -> None:
-            pieces.append(responses.format_delta(response_id, session.model, index, field, text))
+        def send(field: Field, text: str) -> None:
+            pieces.append(output.format_chunk(index, {field: text}))
             changed.set()
 
-        return session.make_streamed_response(completion_request, position, say)
+        return StreamedResponse(session.renderer.chat, completion_request, str(node.messages[-1]["role"]), send)
 
     streams = [make_stream(index) for index in range(completion_request.num_choices)]
-    answer_task = asyncio.ensure_future(
-        session.run_request(lambda: session.answer(completion_request, position, response_id, streams))
-    )
+    answer_task = asyncio.ensure_future(session.run_request(lambda: session.answer(completion_request, node, streams)))
     answer_task.add_done_callback(lambda _: changed.set())
     try:
         await response.prepare(request)
-        pieces[:0] = responses.format_stream_start(response_id, session.model, completion_request.num_choices)
+        pieces[:0] = [output.format_chunk(index, {"role": "assistant", "content": ""}) for index in range(len(streams))]
         while True:
             is_done = answer_task.done()
             if pieces:
@@ -201,13 +209,13 @@ async def _stream_response(
                     await changed.wait()
                 changed.clear()
             except TimeoutError:
-                await response.write(responses.KEEPALIVE)
+                await response.write(KEEPALIVE)
         try:
-            events = responses.format_stream_end(
+            events = output.format_stream_end(
                 answer_task.result(), completion_request.include_usage, [stream.sent for stream in streams]
             )
         except RequestRefused as error:
-            events = iter([responses.format_error_event(str(error))])
+            events = iter([format_event(format_error(str(error), 500))])
         for event in events:
             await response.write(event)
         await response.write_eof()
@@ -220,8 +228,8 @@ async def _stream_response(
         answer_task.cancel()
 
 
-def _json_response(body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
+def _json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=orjson.dumps(content), status=status, content_type="application/json", headers=headers)
 
 
 @web.middleware
@@ -231,15 +239,13 @@ async def _handle_errors(
     try:
         return await handler(request)
     except RequestRefused as error:
-        body = responses.format_error(str(error), error.status, error.param, error.code)
-        return _json_response(body, error.status, _NO_RETRY if error.status == 503 else None)
+        content = format_error(str(error), error.status, error.param, error.code)
+        return _json_response(content, error.status, _NO_RETRY if error.status == 503 else None)
     except web.HTTPException as error:
-        return _json_response(responses.format_error(_describe_http_error(request, error), error.status), error.status)
-
-
-def _describe_http_error(request: web.Request, error: web.HTTPException) -> str:
-    if error.status == 404:
-        return f"there is no {request.path[:200]}; sessions serve /v1/chat/completions and /v1/models"
-    if error.status == 413:
-        return f"the body is larger than {MAX_BODY_BYTES} bytes"
-    return f"{request.method} {request.path[:200]}: {error.reason}"
+        path = request.path[:200]
+        reasons = {
+            404: f"there is no {path}; sessions serve /v1/chat/completions and /v1/models",
+            413: f"the body is larger than {MAX_BODY_BYTES} bytes",
+        }
+        message = reasons.get(error.status, f"{request.method} {path}: {error.reason}")
+        return _json_response(format_error(message, error.status), error.status)

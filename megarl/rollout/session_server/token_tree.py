@@ -14,7 +14,7 @@ import numpy as np
 
 from megarl.engine.engine_protocol import Generation
 from megarl.rollout.partial_rollouts import PartialRollout
-from megarl.rollout.session_server.requests import Digest
+from megarl.rollout.session_server.requests import Digest, extend_digest
 from megarl.rollout.session_server.responses import Choice
 from megarl.types import Ids, Message, Prompt, SamplingMask, Status, Turn
 
@@ -29,6 +29,7 @@ class Node:
         parent: None for a root, which is a context
         ids: its tokens, [n] int32
         messages: the same as text
+        history: digest of all of the client's messages up to this node
         schemas: for a context, the available tools
         generation: for an answer, what the engine returned
         num_routed_before: for an answer, tokens whose routing was known before the request
@@ -43,6 +44,7 @@ class Node:
     parent: Node | None
     ids: Ids
     messages: tuple[Message, ...]
+    history: Digest
     schemas: Schemas = ()
     generation: Generation | None = None
     num_routed_before: int = 0
@@ -127,7 +129,7 @@ class TokenTree:
         return None, 0
 
     def find_context(self, answer: Node | None, history: Digest) -> Node | None:
-        """Return the context of these messages after the `answer` answer, if it exists."""
+        """Return the context of these messages after an answer, if it exists."""
         return self._contexts.get((answer, history))
 
     def add_context(
@@ -146,7 +148,7 @@ class TokenTree:
             history: digest of all messages up to this one
         """
         turns = 0 if answer is None else answer.num_turns
-        node = self._contexts[answer, history] = Node(parent, ids, tuple(messages), schemas, num_turns=turns)
+        node = self._contexts[answer, history] = Node(parent, ids, tuple(messages), history, schemas, num_turns=turns)
         siblings = self.roots if parent is None else parent.children
         self.num_forks += bool(siblings)
         siblings.append(node)
@@ -154,14 +156,16 @@ class TokenTree:
             answer.is_continued = True
         return node
 
-    def add_answer(self, context: Node, history: Digest, choice: Choice, num_routed: int) -> Node:
-        """Add a sampled answer below a context. `history` includes its message as returned to the client."""
+    def add_answer(self, context: Node, choice: Choice) -> Node:
+        """Add a sampled answer below a context."""
+        history = extend_digest(context.history, choice.message)
         node = Node(
             context,
             np.asarray(choice.generation.token_ids, np.int32),
             (choice.message,),
+            history,
             generation=choice.generation,
-            num_routed_before=num_routed,
+            num_routed_before=context.num_routed,
             num_calls=len(choice.message.get("tool_calls", ())),
             num_parse_errors=choice.num_parse_errors,
             num_reasoning_tokens=choice.num_reasoning_tokens,
@@ -172,21 +176,21 @@ class TokenTree:
         self._answers.setdefault(history, []).append(node)
         return node
 
-    def collect_branches(self, prompt: Prompt, seed: int) -> tuple[PartialRollout, ...]:
-        """Return one conversation per leaf, in the order in which the leaves were sampled.
+    def collect_branches(self, prompt: Prompt, seed: int) -> list[tuple[Node, PartialRollout]]:
+        """Return one conversation per leaf, with the leaf, in the order in which the leaves were sampled.
 
         An answer shared by several branches is an action in the first and context in the others. The status is `length`
         if the last answer was truncated or left no room to continue, `max_turns` if it was the last one allowed, else
         `stop`.
         """
-        branches: list[PartialRollout] = []
+        branches: list[tuple[Node, PartialRollout]] = []
         trained: set[Node] = set()
         for leaf in self.find_leaves():
             path = leaf.path()
             new_answers = [node for node in path if node.generation is not None and node not in trained]
             trained.update(new_answers)
-            branches.append(_make_partial(path, new_answers, prompt, seed))
-        return tuple(branches)
+            branches.append((leaf, _make_partial(path, new_answers, prompt, seed)))
+        return branches
 
     def find_leaves(self) -> list[Node]:
         """Return answers without a later answer below them, in the order in which they were sampled."""
@@ -206,19 +210,6 @@ class TokenTree:
 def _make_partial(path: Sequence[Node], nodes: Sequence[Node], prompt: Prompt, seed: int) -> PartialRollout:
     """Convert a path to a conversation. `nodes` lists the answers that are actions."""
     actions = {node: node.generation for node in nodes if node.generation is not None}
-    turns = [
-        Turn(node.ids)
-        if sampled is None
-        else Turn(
-            node.ids,
-            sampled.logprobs,
-            True,
-            sampled.weight_version,
-            sampled.versions,
-            cached_tokens=sampled.cached,
-        )
-        for node, sampled in ((node, actions.get(node)) for node in path)
-    ]
     routing, num_routed = [], 0
     for node in path:
         if node.generation is not None and node.generation.routing is not None:
@@ -227,14 +218,18 @@ def _make_partial(path: Sequence[Node], nodes: Sequence[Node], prompt: Prompt, s
             num_routed += len(node.generation.routing)
     leaf, sampled = path[-1], list(actions.values())
     status: Status = leaf.end_reason or ("length" if sampled[-1].finish_reason == "length" else "stop")
+    masks = [
+        SamplingMask.unrestricted(len(action.token_ids)) if action.sampling_mask is None else action.sampling_mask
+        for action in sampled
+    ]
     has_masks = any(action.sampling_mask is not None for action in sampled)
     return PartialRollout(
         prompt=prompt,
         seed=seed,
-        turns=tuple(turns),
+        turns=tuple(actions[node].to_turn() if node in actions else Turn(node.ids) for node in path),
         messages=tuple(message for node in path for message in node.messages),
         routing=tuple(routing),
-        sampling_masks=tuple(_get_sampling_mask(action) for action in sampled) if has_masks else (),
+        sampling_masks=tuple(masks) if has_masks else (),
         num_turn_tokens=len(leaf.ids),
         is_turn_complete=True,
         num_turns=len(nodes),
@@ -243,12 +238,4 @@ def _make_partial(path: Sequence[Node], nodes: Sequence[Node], prompt: Prompt, s
         drafted=sum(action.drafted for action in sampled),
         accepted=sum(action.accepted for action in sampled),
         status=status,
-    )
-
-
-def _get_sampling_mask(generation: Generation) -> SamplingMask:
-    return (
-        SamplingMask.unrestricted(len(generation.token_ids))
-        if generation.sampling_mask is None
-        else generation.sampling_mask
     )

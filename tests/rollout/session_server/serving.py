@@ -85,7 +85,9 @@ class Numbered:
     def ids(self, text: str) -> Sequence[int]:
         return ids(text)
 
-    async def generate(self, context: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
+    async def generate(
+        self, context: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+    ) -> Generation:
         number = len(self.calls)
         line = self.lines[number % len(self.lines)]
         known = list(map(int, context))

@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +21,7 @@ from megarl.chat_format.chat_template import ChatTemplate
 from megarl.engine.engine_protocol import Generation
 from megarl.rollout.session_server.requests import CompletionRequest
 from megarl.rollout.session_server.responses import StreamedResponse
-from megarl.types import Ids, as_token_ids
+from megarl.types import as_token_ids
 
 pytestmark = pytest.mark.alone
 
@@ -36,11 +35,11 @@ class Spoken(Numbered):
         super().__init__(*lines)
         self.go, self.cancelled = asyncio.Semaphore(0), 0
 
-    async def stream(
-        self, context: Any, params: dict[str, Any], routed: int, on_tokens: Callable[[Ids], None]
+    async def generate(
+        self, context: Any, params: dict[str, Any], routed: int = 0, on_tokens: Any = None
     ) -> Generation:
-        said = await self.generate(context, params, routed)
-        for token in said.token_ids.tolist():
+        said = await super().generate(context, params, routed)
+        for token in said.token_ids.tolist() if on_tokens is not None else ():
             try:
                 await self.go.acquire()
             except asyncio.CancelledError:
@@ -132,9 +131,9 @@ def test_a_client_that_hangs_up_prints_nothing(
 
 def test_what_turns_out_otherwise_is_an_error_and_not_recorded() -> None:
     class Odd(Spoken):
-        async def stream(self, context: Any, params: Any, routed: int, on_tokens: Callable[[Ids], None]) -> Generation:
+        async def generate(self, context: Any, params: Any, routed: int = 0, on_tokens: Any = None) -> Generation:
             on_tokens(as_token_ids(ids("Something else")))
-            return await self.generate(context, params, routed)
+            return await Numbered.generate(self, context, params, routed)
 
     async def test(served: Served) -> None:
         with pytest.raises(openai.APIError, match="differs from what was streamed"):

@@ -11,7 +11,6 @@ import aiohttp
 import httpx
 import openai
 import pytest
-import torch
 from scripted import CHAT, CONFIG, END, HEAD, PROMPT, call, ids
 from serving import ASK, PARAMS, Numbered, Served, run, serving
 
@@ -303,39 +302,15 @@ def test_the_prompts_own_ids_are_used_where_the_client_begins_with_them() -> Non
     run(test, policy, prompt=replace(PROMPT, token_ids=own))
 
 
-def test_what_is_halted_goes_on_by_the_next_policy_and_its_client_does_not_notice() -> None:
-    """One answer was cut off in the middle, another had not begun."""
-    halt = asyncio.Event()
-
-    class Halts(Numbered):
-        async def generate(self, context: Any, params: dict[str, Any], routed: int = 0) -> Any:
-            if halt.is_set():
-                raise Halted
-            whole = await super().generate(context, params, routed)
-            halt.set()
-            assert whole.routing is not None
-            part = replace(whole, token_ids=whole.token_ids[:2], logprobs=whole.logprobs[:2], finish_reason="abort")
-            return replace(part, routing=whole.routing[: len(context) + 1 - routed], weight_version=3)
+def test_a_request_of_a_generation_that_is_halted_fails() -> None:
+    class Stops(Numbered):
+        async def generate(self, *args: Any, **settings: Any) -> Any:
+            raise Halted
 
     async def test(served: Served) -> None:
-        recording = served.recording
-        recording.set_policy(Halts("It is 3"), halt)
-        first = asyncio.create_task(served.create(ASK, max_tokens=5))
-        while not halt.is_set():
-            await asyncio.sleep(0.01)
-        second = asyncio.create_task(served.create([*ASK, *ASK]))
-        while recording.metrics.requests < 2:
-            await asyncio.sleep(0.01)
-        later = Numbered("so...")
-        recording.set_policy(later, asyncio.Event())
-        assert (await first).choices[0].message.content == CHAT.decode(ids("It is 3")[:2]) + "so"
-        assert (await second).choices[0].message.content == "so"
-        context, params, routed, _ = next(one for one in later.calls if one[0][: len(FIRST)] == list(FIRST))
-        assert context == [*FIRST, *ids("It is 3")[:2]] and params["max_new_tokens"] == 3
-        assert routed == len(context) - 1
-        branch = recording.collect_branches()[0]
-        assert branch.turns[1].logprobs.tolist()[:2] == [-1, -2] and branch.status == "length"
-        assert branch.turns[1].version_spans[0] == (3, 2)
-        assert torch.cat(branch.routing)[:, 0, 0].tolist() == list(range(branch.num_tokens - 1))
+        with pytest.raises(openai.InternalServerError, match="generation was halted"):
+            await served.create(ASK)
+        (branch,) = served.recording.collect_branches()
+        assert (branch.status, branch.failure) == ("aborted", "generation was halted")
 
-    run(test, Numbered("never"))
+    run(test, Stops("never"))

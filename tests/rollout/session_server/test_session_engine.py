@@ -115,7 +115,9 @@ def test_what_was_sampled_is_what_is_recorded_bit_for_bit(running: Running) -> N
         said: list[Generation] = []
 
         class Between:
-            async def generate(self, ids: Any, params: dict[str, Any], routed: int = 0) -> Generation:
+            async def generate(
+                self, ids: Any, params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+            ) -> Generation:
                 asked.append((list(ids), params["sampling_seed"]))
                 answer = await client.generate(ids, params, routed)
                 said.append(answer)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from megarl.rollout.session_server.requests import (
     CompletionRequest,
-    MessageCache,
     RequestRefused,
     extend_digest,
     hash_prefixes,
@@ -29,8 +28,8 @@ def assistant(content: Any = "y", **fields: Any) -> dict[str, Any]:
 
 
 def test_the_one_form() -> None:
-    found = normalize_messages(
-        [
+    found = ask(
+        messages=[
             {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
             {"role": "user", "content": "half \ud83d", "name": "Ann", "odd": 1},
             assistant(None, tool_calls=[CALL], refusal=None, audio=None, annotations=[]),
@@ -39,7 +38,7 @@ def test_the_one_form() -> None:
             assistant(None, refusal="I will not"),
             USER,
         ]
-    )
+    ).messages
     function = {"name": "f", "arguments": {"b": 1, "a": "x"}}
     assert found == (
         {"role": "system", "content": "ab"},
@@ -220,32 +219,3 @@ def test_whatever_comes_is_read_or_refused(fields: dict[str, Any]) -> None:
         assert refused.status == 400 and str(refused)
     else:
         hash_prefixes(found.messages, found.schemas)
-
-
-def test_what_was_heard_before_is_not_read_again() -> None:
-    """And what comes of it is what comes of reading all of it, also where a beginning is another."""
-    heard = MessageCache()
-
-    def both(messages: list[Any], schemas: Any = ()) -> tuple[Any, ...]:
-        found, afresh = normalize_messages(messages, heard), normalize_messages(json.loads(json.dumps(messages)))
-        assert found == afresh
-        known = heard.hash_prefixes(found, schemas)
-        assert known == hash_prefixes(afresh, schemas) and len(known) == len(messages) + 1
-        return found
-
-    def calling(arguments: Any) -> dict[str, Any]:
-        call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
-        return {"role": "assistant", "content": None, "tool_calls": [call]}
-
-    asked, result = {"role": "user", "content": "1+2?"}, {"role": "tool", "tool_call_id": "c", "content": "3"}
-    first = both([asked, calling('{"a": 1}'), result])
-    longer = both([asked, calling('{"a": 1}'), result, {"role": "assistant", "content": "3"}, asked])
-    assert all(a is b for a, b in zip(first, longer, strict=False))
-    both([asked, calling('{"a": 1}'), result, {"role": "assistant", "content": "4"}, asked], [{"type": "function"}])
-    both([asked, calling('{"a": true}'), result])
-    for arguments in ({"a": 1}, {"a": True}, {"a": 1.0}):  # equal, and other histories
-        assert both([asked, calling(arguments), result])[1]["tool_calls"][0]["function"]["arguments"] == arguments
-    with pytest.raises(RequestRefused, match="of no call"):
-        normalize_messages([asked, result], heard)
-    both([asked, calling("{}"), result])
-    both([asked])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scripted import CHAT, CONFIG, PROMPT, call, parse
 from serving import PARAMS, Numbered
 
-from megarl.rollout.session_server.recording import AgentSession, SessionContext
+from megarl.rollout.session_server.recording import AgentSession
 from megarl.rollout.session_server.rendering import MessageRenderer
 from megarl.rollout.session_server.requests import CompletionRequest, RequestRefused
 
@@ -49,7 +49,7 @@ def behind(history: tuple[Any, ...], say: str) -> tuple[Any, ...]:
 @given(st.lists(STEP, min_size=1, max_size=9), st.permutations(LINES), st.booleans())
 def test_each_sampled_token_is_an_action_once(steps: list[dict[str, Any]], lines: list[str], at_once: bool) -> None:
     policy = Numbered(*lines)
-    recording = AgentSession(SessionContext(MessageRenderer(CHAT, parse), CONFIG), "", PROMPT, policy, PARAMS)
+    recording = AgentSession(MessageRenderer(CHAT, parse, CONFIG), "", PROMPT, policy, PARAMS)
     heads: list[tuple[Any, ...]] = [()]
 
     async def ask(step: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ def test_each_sampled_token_is_an_action_once(steps: list[dict[str, Any]], lines
         except RequestRefused as refused:
             assert refused.code == "context_length_exceeded"
             return
-        heads.extend((*messages, choice.message) for choice in answered.choices)
+        heads.extend((*messages, choice.message) for choice in answered)
 
     async def everything() -> None:
         if at_once:

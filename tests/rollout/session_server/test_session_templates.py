@@ -15,7 +15,7 @@ from templates import PUBLISHED
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.engine.engine_protocol import Generation
 from megarl.engine.tool_calls import ParsedResponse, ToolCall
-from megarl.rollout.session_server.recording import AgentSession, SessionContext
+from megarl.rollout.session_server.recording import AgentSession
 from megarl.rollout.session_server.rendering import MessageRenderer
 from megarl.rollout.session_server.requests import CompletionRequest, normalize_messages
 from megarl.types import Prompt, as_token_ids
@@ -36,7 +36,9 @@ def test_a_conversation_in_the_format_of_a_family(name: str, cut: bool) -> None:
     asked: list[str] = []
 
     class Says:
-        async def generate(self, ids: Any, params: dict[str, Any], routed: int = 0) -> Generation:
+        async def generate(
+            self, ids: Any, params: dict[str, Any], routed: int = 0, on_tokens: Any = None
+        ) -> Generation:
             asked.append(chat.decode(ids))
             tokens = as_token_ids(chat.tokenizer.encode(lines[len(asked) - 1], add_special_tokens=False))
             ended = int(tokens[-1]) in chat.end_token_ids
@@ -51,15 +53,13 @@ def test_a_conversation_in_the_format_of_a_family(name: str, cut: bool) -> None:
             else ParsedResponse(text)
         )
 
-    recording = AgentSession(
-        SessionContext(MessageRenderer(chat, parse), CONFIG), "", Prompt("p", (ASK,)), Says(), PARAMS
-    )
+    recording = AgentSession(MessageRenderer(chat, parse, CONFIG), "", Prompt("p", (ASK,)), Says(), PARAMS)
 
     async def converse() -> None:
         messages: list[Any] = [ASK]
         for turn in range(3):
             request = CompletionRequest(normalize_messages(messages), TOOLS)
-            (choice,) = (await recording.answer(request, recording.locate_request(request))).choices
+            (choice,) = await recording.answer(request, recording.locate_request(request))
             messages.append(choice.message)
             calls = choice.message.get("tool_calls", [])
             assert len(calls) == (turn == 0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megarl.engine.engine_protocol import Generation
-from megarl.rollout.session_server.requests import extend_digest, hash_prefixes
+from megarl.rollout.session_server.requests import hash_prefixes
 from megarl.rollout.session_server.responses import Choice
 from megarl.rollout.session_server.token_tree import Node, TokenTree
 from megarl.types import Message, Prompt, SamplingMask, as_token_ids
@@ -64,13 +64,12 @@ class Grown:
     def answer(self, name: str, above: str, words: str, *tokens: int) -> None:
         parent = self.nodes[above]
         choice = says(words, *tokens, routed=parent.num_routed, asked=len(parent.tokens))
-        history = extend_digest(hash_prefixes(self.said[above], ())[-1], choice.message)
-        self.nodes[name] = self.tree.add_answer(parent, history, choice, parent.num_routed)
+        self.nodes[name] = self.tree.add_answer(parent, choice)
         self.said[name] = [*self.said[above], choice.message]
 
 
 def test_branches_by_hand() -> None:
-    branches = Grown().tree.collect_branches(PROMPT, 4)
+    branches = [branch for _, branch in Grown().tree.collect_branches(PROMPT, 4)]
     found = [[(turn.token_ids.tolist(), turn.is_action) for turn in branch.turns] for branch in branches]
     assert found == [
         [([1, 2], False), ([5, 6], True)],  # what was asked without an answer is no part of it
@@ -131,7 +130,7 @@ def test_reasoning_that_is_told_must_be_the_same() -> None:
     for number, thoughts in enumerate(("hm", "so")):
         choice = says("A", 2 + number, routed=0, asked=1)
         choice.message["reasoning_content"] = thoughts
-        nodes.append(tree.add_answer(root, extend_digest(hash_prefixes([ask], ())[-1], choice.message), choice, 0))
+        nodes.append(tree.add_answer(root, choice))
 
     def find(**fields: str) -> Node | None:
         messages = [ask, {"role": "assistant", "content": "A", **fields}, user("w")]
@@ -146,12 +145,12 @@ def test_what_could_be_sampled_is_of_the_actions_of_a_branch() -> None:
     root = tree.add_context(None, None, first, as_token_ids([1]), [ask])
     cut = says("A", 3, 4, routed=0, asked=1, sampling_mask=SamplingMask.from_rows([[3, 5], [4]]))
     whole = says("B", 6, routed=2, asked=4)
-    a = tree.add_answer(root, extend_digest(first, cut.message), cut, 0)
+    a = tree.add_answer(root, cut)
     behind = hash_prefixes([ask, cut.message, ask], ())[-1]
     below = tree.add_context(a, a, behind, as_token_ids([2]), [ask])
     for _ in range(2):
-        tree.add_answer(below, extend_digest(behind, whole.message), whole, 2)
-    both, second = tree.collect_branches(PROMPT, 0)
+        tree.add_answer(below, whole)
+    (_, both), (_, second) = tree.collect_branches(PROMPT, 0)
     joined = SamplingMask.concat(both.sampling_masks)
     assert joined.counts.tolist() == [2, 1, 0] and joined.ids.tolist() == [3, 5, 4]
     assert second.sampling_masks == ()
@@ -162,8 +161,8 @@ def test_statuses() -> None:
     root = tree.add_context(None, None, hash_prefixes([ask], ())[-1], as_token_ids([1]), [ask])
     for number in range(3):
         choice = says(str(number), 2, routed=0, asked=1)
-        node = tree.add_answer(root, extend_digest(hash_prefixes([ask], ())[-1], choice.message), choice, 0)
+        node = tree.add_answer(root, choice)
     node.end_reason = "length"
     long = Generation(as_token_ids([5]), np.zeros(1), "length", 0)
-    tree.add_answer(root, b"", Choice({"role": "assistant", "content": "3"}, "length", long), 0)
-    assert [branch.status for branch in tree.collect_branches(PROMPT, 0)] == ["stop", "stop", "length", "length"]
+    tree.add_answer(root, Choice({"role": "assistant", "content": "3"}, "length", long))
+    assert [branch.status for _, branch in tree.collect_branches(PROMPT, 0)] == ["stop", "stop", "length", "length"]
