@@ -11,12 +11,13 @@ files, in its working directory /tmp. It has no network and sees no other proces
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
 import os
+import secrets
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from megarl.config import ConfigError, SandboxConfig, strict
@@ -29,7 +30,6 @@ from megarl.sandbox.harness import (
     SESSION_COMMAND,
     encode_preamble,
     list_faults,
-    new_nonce,
     parse_results,
 )
 from megarl.sandbox.results import HarnessResult, Limits, Output, Probe, Result
@@ -67,14 +67,14 @@ def probe(settings: SandboxConfig) -> Probe:
     return asyncio.run(probe_sandbox())
 
 
-class Interpreter:
+class Interpreter(contextlib.AbstractAsyncContextManager["Interpreter"]):
     """A Python session in its own box, which keeps its names between calls. Bound to one event loop."""
 
     def __init__(self, client: RunnerClient, limits: dict[str, Any]) -> None:
         self._client, self._limits = client, limits
         self._number = 0
         """Number of the box; 0 without one."""
-        self._closed = False
+        self._is_closed = False
         self._calling = asyncio.Lock()
 
     async def run(self, code: str, seconds: float | None = None) -> Output:
@@ -85,7 +85,7 @@ class Interpreter:
         next call starts a new session. Never raises for what the code does; raises SandboxError if there is no box.
         """
         async with self._calling:
-            if self._closed:
+            if self._is_closed:
                 return Output(False, "", "", 0.0, "closed")
             response, blobs = await self._call(code, seconds or self._limits["seconds"])
             stdout, stderr = (blob.decode(errors="replace") for blob in blobs[:2])
@@ -97,15 +97,12 @@ class Interpreter:
 
     async def close(self) -> None:
         """End the session. Further calls return at once with reason `closed`."""
-        self._closed = True
+        self._is_closed = True
         if self._number and self._client.runner_info is not None:
             await self._client.send({"number": self._number, "kind": "end"}, ())
             self._number = 0
 
-    async def __aenter__(self) -> Interpreter:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def _call(self, code: str, seconds: float) -> Frame:
@@ -138,9 +135,9 @@ class Sandbox:
 
     def __init__(self, settings: SandboxConfig) -> None:
         self.settings = settings
-        self._service = SandboxFusion(settings) if settings.backend.startswith(("http://", "https://")) else None
         check_backend(settings)
-        self._client = RunnerClient(settings)
+        is_service = settings.backend.startswith(("http://", "https://"))
+        self._client = SandboxFusion(settings) if is_service else RunnerClient(settings)
         self._probed: Probe | None = None
 
     @classmethod
@@ -173,11 +170,8 @@ class Sandbox:
         """
         for name in (*files, *fetch):
             check_path(name)
-        command = check_command(command)
-        if self._service is not None:
-            return await self._service.run(command, files, stdin, self._limits(limits), fetch)
-        response, blobs = await self._run_in_box(command, files, stdin, limits, fetch, b"")
-        return _result(response, blobs)
+        result, _ = await self._client.run(check_command(command), files, stdin, self._limits(limits), fetch)
+        return result
 
     async def run_harness(
         self,
@@ -197,13 +191,10 @@ class Sandbox:
         """
         for name in files:
             check_path(name)
-        nonce = new_nonce()
-        opening = encode_preamble(nonce, harness)
-        if self._service is not None:
-            run, channel_bytes = await self._service.run_harness(opening, nonce, files, stdin, self._limits(limits))
-            return HarnessResult(parse_results(channel_bytes, nonce, count), count, run)
-        response, blobs = await self._run_in_box(HARNESS_COMMAND, files, stdin, limits, (), opening)
-        return HarnessResult(parse_results(blobs[2], nonce, count), count, _result(response, blobs))
+        nonce = secrets.token_hex(16)
+        preamble = encode_preamble(nonce, harness)
+        run, sent = await self._client.run(HARNESS_COMMAND, files, stdin, self._limits(limits), (), preamble)
+        return HarnessResult(parse_results(sent, nonce, count), count, run)
 
     async def interpreter(self, limits: Limits = Limits()) -> Interpreter:  # noqa: B008
         """Create a session. It occupies one of `sandbox.max_boxes` only during a call.
@@ -211,7 +202,7 @@ class Sandbox:
         `limits.seconds` applies to each call. Raises ConfigError if boxes cannot work here, or if the backend keeps no
         state.
         """
-        if self._service is not None:
+        if isinstance(self._client, SandboxFusion):
             raise ConfigError(
                 "sandbox.backend: a service with SandboxFusion's API keeps no state between calls, and interpreter "
                 "sessions need it; set sandbox.backend=bubblewrap, or run whole programs"
@@ -231,18 +222,19 @@ class Sandbox:
     @property
     def runner_pid(self) -> int:
         """Pid of the process that starts the boxes; 0 without one."""
-        return self._client.pid
+        return 0 if isinstance(self._client, SandboxFusion) else self._client.pid
 
     async def close(self) -> None:
         """End everything that the sandbox has started, including runs in flight."""
-        self._client.close()
-        if self._service is not None:
-            await self._service.close()
+        if isinstance(self._client, SandboxFusion):
+            await self._client.close()
+        else:
+            self._client.close()
 
     async def _probe(self) -> Probe:
         backend = self.settings.backend
-        if self._service is not None:
-            await self._service.check()
+        if isinstance(self._client, SandboxFusion):
+            await self._client.check()
             return Probe(backend, ("the service's sandbox",))
         try:
             harness_result = await self.run_harness(PROBE_SOURCE, 1, limits=PROBE_LIMITS)
@@ -259,42 +251,5 @@ class Sandbox:
         assert self._client.runner_info is not None
         return Probe(backend, tuple(self._client.runner_info["layers"]), tuple(self._client.runner_info["missing"]))
 
-    async def _run_in_box(
-        self,
-        command: Sequence[str],
-        files: Mapping[str, bytes],
-        stdin: bytes,
-        limits: Limits,
-        fetch: Sequence[str],
-        preamble: bytes,
-    ) -> Frame:
-        await self._client.connect()
-        order = {
-            "number": self._client.next_number(),
-            "kind": "run",
-            "session": False,
-            "channel": bool(preamble),
-            "command": command,
-            "files": list(files),
-            "fetch": list(fetch),
-            "limits": self._limits(limits),
-        }
-        return await self._client.request(order, [stdin, preamble, *files.values()])
-
     def _limits(self, limits: Limits) -> dict[str, Any]:
         return {**dataclasses.asdict(limits), "memory_mb": limits.memory_mb or self.settings.memory_mb}
-
-
-def _result(response: dict[str, Any], blobs: Sequence[bytes]) -> Result:
-    files = dict(zip(response["files"], blobs[3:], strict=True))
-    is_ok = response["status"] == 0 and not response["reason"]
-    return Result(
-        is_ok,
-        response["status"],
-        blobs[0],
-        blobs[1],
-        response["seconds"],
-        response["reason"],
-        files,
-        response["refused"],
-    )

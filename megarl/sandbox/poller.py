@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import select
 from collections.abc import Callable
+from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 
 _PIECE = 1 << 16
 
@@ -13,8 +13,7 @@ class Poller:
     """Waits for all descriptors that have a listener or unsent data."""
 
     def __init__(self) -> None:
-        self._poll = select.epoll()
-        self._polled: dict[int, int] = {}
+        self._selector = DefaultSelector()
         self._listeners: dict[int, Callable[[], None]] = {}
         self._pending: dict[int, bytearray] = {}
         self._closing: set[int] = set()
@@ -43,11 +42,11 @@ class Poller:
 
     def wait(self, seconds: float) -> None:
         """Wait at most `seconds` for events and call the listeners."""
-        for fd, events in self._poll.poll(max(0.0, seconds)):
-            if events & ~select.EPOLLIN and fd in self._pending:
-                self._write(fd)
-            if events & ~select.EPOLLOUT and fd in self._listeners:
-                self._listeners[fd]()
+        for key, events in self._selector.select(max(0.0, seconds)):
+            if events & EVENT_WRITE and key.fd in self._pending:
+                self._write(key.fd)
+            if events & EVENT_READ and key.fd in self._listeners:
+                self._listeners[key.fd]()
 
     def _write(self, fd: int) -> None:
         data, num_written = self._pending[fd], 0
@@ -67,16 +66,11 @@ class Poller:
             self._update(fd)
 
     def _update(self, fd: int) -> None:
-        wanted = (select.EPOLLIN if fd in self._listeners else 0) | (select.EPOLLOUT if fd in self._pending else 0)
-        registered = self._polled.get(fd, 0)
-        if wanted == registered:
-            return
-        if not wanted:
-            self._poll.unregister(fd)
-            del self._polled[fd]
-            return
-        if registered:
-            self._poll.modify(fd, wanted)
+        events = (EVENT_READ if fd in self._listeners else 0) | (EVENT_WRITE if fd in self._pending else 0)
+        if fd not in self._selector.get_map():
+            if events:
+                self._selector.register(fd, events)
+        elif events:
+            self._selector.modify(fd, events)
         else:
-            self._poll.register(fd, wanted)
-        self._polled[fd] = wanted
+            self._selector.unregister(fd)
