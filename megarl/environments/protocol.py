@@ -1,26 +1,7 @@
-"""The interface of environments, and the description of one that the rank has without importing it.
+"""The interface of environments, and the description of one that the rank has without importing it; see `README.md`.
 
-    class Guess:
-        def reset(self, ground_truth: int) -> str:
-            self.number, self.tries = ground_truth, 0
-            return "I think of a number from 1 to 100."
-
-        def guess(self, number: int) -> str:
-            '''Compare a number with mine.
-
-            Args:
-                number: from 1 to 100
-            '''
-            self.tries += 1
-            return "right" if number == self.number else "higher" if number < self.number else "lower"
-
-        def reward(self, answer: str) -> float:
-            return float(answer.strip() == str(self.number)) - 0.01 * self.tries
-
-`Environment` below has the rules. `rollout.environments: [my_module:Guess]` selects it; with several, a prompt's column
-`environment` names its own. Any method may be a coroutine. An object of the class lives from `reset` to the end of one
-conversation, in a process that no other conversation uses meanwhile; the next conversation gets a new object. This
-module imports nothing heavy, because those processes import it.
+An object of a class lives from `reset` to the end of one conversation, in a process that no other conversation uses
+meanwhile; the next conversation gets a new object. Imports nothing heavy, because those processes import it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.plugins import is_generator
+from megarl.config.plugins import format_error, is_generator
 from megarl.config.strict import ConfigError
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -39,16 +39,6 @@ class Tool:
     @property
     def name(self) -> str:
         return str(self.schema["function"]["name"])
-
-
-def format_error(error: BaseException, named: bool = True) -> str:
-    """Format an error in one line; `named` prefixes its class, which stands alone if there is no message."""
-    kind = type(error).__name__
-    try:
-        text = " ".join(str(error).split())[:2000]
-    except Exception:  # __str__ may be user code
-        text = ""
-    return f"{kind}: {text}" if text and named else text or kind
 
 
 def check_schema(schema: Any, spec: str, key: str = "rollout.tools") -> None:
