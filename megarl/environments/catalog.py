@@ -9,18 +9,16 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megarl.config.strict import ConfigError, closest_match
+from megarl.config import ConfigError, RolloutConfig
+from megarl.config.strict import closest_match
 from megarl.environments.loading import ENVIRONMENTS_KEY, TOOLS_KEY
 from megarl.environments.protocol import EnvironmentInfo
 from megarl.environments.tools import Tool
 from megarl.processes.children import ProcessLimits
 from megarl.processes.worker_process import ForkServer, WorkerUnavailable
-
-if TYPE_CHECKING:
-    from megarl.config import RolloutConfig
-    from megarl.types import Prompt
+from megarl.types import Prompt
 
 SERVE = "megarl.environments.environment_process:serve"
 COLUMN = "environment"
@@ -150,8 +148,6 @@ def load_catalog(config: RolloutConfig) -> EnvironmentCatalog:
 
 def load_tools(specs: Sequence[str]) -> dict[str, Tool]:
     """Return tools by name; errors as in `load_catalog`. Their functions cannot be called in this process."""
-    from megarl.config import RolloutConfig
-
     return dict(load_catalog(RolloutConfig(tools=tuple(specs))).tools)
 
 

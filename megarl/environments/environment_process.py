@@ -52,8 +52,7 @@ def serve(wire: socket.socket, settings: dict[str, Any], order: dict[str, Any]) 
         if any(entry.info.is_async for entry in loaded):
             asyncio.run(_serve_async(wire, worker))
             return
-        _run_sync(worker.connect())
-        wire.sendall(encode_frame({"ready": worker.describe()}))
+        _run_sync(worker.connect(wire))
     except ConfigError as error:
         wire.sendall(encode_frame({"error": str(error)}))
         return
@@ -63,8 +62,7 @@ def serve(wire: socket.socket, settings: dict[str, Any], order: dict[str, Any]) 
 
 async def _serve_async(wire: socket.socket, worker: _EnvironmentWorker) -> None:
     """Serve one order at a time in a loop that keeps running in between, for connections that must stay alive."""
-    await worker.connect()
-    wire.sendall(encode_frame({"ready": worker.describe()}))
+    await worker.connect(wire)
     wire.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=wire)
     while True:
@@ -97,8 +95,8 @@ class _EnvironmentWorker:
         """Which of the user's methods runs, for messages."""
         self._start_folder = os.getcwd()
 
-    async def connect(self) -> None:
-        """Create the objects behind stateless tools. Raises ConfigError."""
+    async def connect(self, wire: socket.socket) -> None:
+        """Create the objects behind stateless tools, and send the descriptions. Raises ConfigError."""
         for index, entry in enumerate(self._loaded):
             if entry.info.kind != "tools":
                 continue
@@ -114,9 +112,7 @@ class _EnvironmentWorker:
                     self._loaded[index] = LoadedEnvironment(info, entry.target)
             except BaseException as error:  # noqa: B036
                 raise ConfigError(f"{TOOLS_KEY}: {entry.info.spec} cannot be started: {format_error(error)}") from None
-
-    def describe(self) -> list[dict[str, Any]]:
-        return [dataclasses.asdict(entry.info) for entry in self._loaded]
+        wire.sendall(encode_frame({"ready": [dataclasses.asdict(entry.info) for entry in self._loaded]}))
 
     async def handle_order(self, order: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to an order; whatever it raises becomes {"failed", "kind", "trace"}."""
@@ -203,11 +199,11 @@ def dump_output(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def truncate_middle(text: str, limit: int = OUTPUT_LIMIT) -> str:
-    """Replace the middle of a text longer than `limit` characters."""
-    if len(text) <= limit:
+def truncate_middle(text: str) -> str:
+    """Replace the middle of a text longer than `OUTPUT_LIMIT`."""
+    if len(text) <= OUTPUT_LIMIT:
         return text
-    half = limit // 2
+    half = OUTPUT_LIMIT // 2
     return f"{text[:half]} ... ({len(text) - 2 * half} characters cut) ... {text[-half:]}"
 
 

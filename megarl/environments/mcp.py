@@ -1,17 +1,8 @@
-"""MCP servers as tools: `mcp:FILE.json`, a file in the format common to MCP clients.
-
-    {"mcpServers": {
-        "files": {"command": "npx", "args": ["-y", "@modelcontextprotocol/server-filesystem", "/data"],
-                  "env": {"A": "b"}, "tools": ["read_text_file"]},
-        "search": {"url": "http://127.0.0.1:8000/mcp", "headers": {"Authorization": "Bearer ${SEARCH_KEY}"}}}}
+"""MCP servers as tools: `mcp:FILE.json`, a file in the format common to MCP clients (`ADAPTERS.md`).
 
 Each session has its own servers: a process for each `command` (stdio), a client for each `url` (streamable HTTP). The
-servers' tools are listed when the session starts. A server's environment variables are PATH, HOME and the like, and
-those of its entry; `${NAME}` in a value is read from the session's environment, which has what `rollout.pass_env`
-lists.
-
-The SDK is the official one, `mcp`, 1.30 or 2. Only their common API is used; fields that they name differently are read
-in wire format.
+SDK is the official one, `mcp`, 1.30 or 2. Only their common API is used; fields that they name differently are read in
+wire format.
 """
 
 from __future__ import annotations

@@ -304,8 +304,8 @@ class EnvironmentSession:
         that a conversation halted mid-call can continue. Raises SessionLost if the environment is lost.
         """
         if number not in self._call_tasks or self._call_tasks[number].cancelled():
-            self._call_tasks[number] = asyncio.create_task(self._call(name, arguments))
-            self._call_tasks[number].add_done_callback(_retrieve_exception)
+            task = self._call_tasks[number] = asyncio.create_task(self._call(name, arguments))
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait any more
         return await asyncio.shield(self._call_tasks[number])
 
     async def _call(self, name: str, arguments: Any) -> ToolResult:
@@ -356,12 +356,6 @@ class EnvironmentSession:
                 process.kill("the conversation has ended")
             else:
                 self._pool.run_later(process.close())
-
-
-def _retrieve_exception(task: asyncio.Task[ToolResult]) -> None:
-    """Mark the exception as retrieved, because nobody may be waiting for it any more."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _apply_reset(prompt: tuple[Message, ...], reply: Any, name: str) -> tuple[Message, ...]:

@@ -7,7 +7,7 @@ import json
 import re
 import types
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from megarl.config.plugins import format_error
 from megarl.config.strict import ConfigError
@@ -48,7 +48,10 @@ def build_schema(function: Callable[..., Any], where: str, bound: bool = False) 
         if parameter.default is parameter.empty:
             required.append(parameter.name)
         else:
-            property_schema["default"] = _check_default(parameter.default, label)
+            try:
+                property_schema["default"] = json.loads(json.dumps(parameter.default, allow_nan=False))
+            except (TypeError, ValueError, RecursionError):
+                raise ConfigError(f"{label} has a default that is not JSON; use None") from None
         properties[parameter.name] = property_schema
     if unknown := [argument for argument in argument_docs if argument not in properties]:
         raise ConfigError(f"{where}: its docstring describes an argument {unknown[0]}, which it does not have")
@@ -59,14 +62,9 @@ def build_schema(function: Callable[..., Any], where: str, bound: bool = False) 
 def get_parameters(function: Callable[..., Any], where: str, bound: bool = False) -> list[inspect.Parameter]:
     """Return the parameters with resolved type hints. Raises ConfigError."""
     try:
-        parameters = list(inspect.signature(function).parameters.values())
-        hints = get_type_hints(function, include_extras=True)
+        return list(inspect.signature(function, eval_str=True).parameters.values())[bound:]
     except Exception as error:  # a hint may be any expression
         raise ConfigError(f"{where}: its type hints cannot be read: {format_error(error)}") from None
-    return [
-        parameter.replace(annotation=hints.get(parameter.name, parameter.annotation))
-        for parameter in parameters[bound:]
-    ]
 
 
 def hint_to_schema(hint: Any, where: str) -> dict[str, Any]:
@@ -122,10 +120,3 @@ def parse_docstring(doc: str) -> tuple[str, Mapping[str, str]]:
             elif current:
                 arguments[current] = f"{arguments[current]} {line.strip()}".strip()
     return " ".join(" ".join(head).split()), arguments
-
-
-def _check_default(value: Any, where: str) -> Any:
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError, RecursionError):
-        raise ConfigError(f"{where} has a default that is not JSON; use None") from None

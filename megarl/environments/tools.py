@@ -7,6 +7,7 @@ are the user's own code, which may hang, crash or print, and so run in another p
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import json
 import re
@@ -47,21 +48,22 @@ def check_schema(schema: Any, spec: str, key: str = "rollout.tools") -> None:
     Templates, parsers and `find_argument_error` must be able to read it.
     """
 
-    def need(fine: bool, what: str) -> None:
-        if not fine:
+    def need(is_valid: bool, what: str) -> None:
+        if not is_valid:
             raise ConfigError(f"{key}: {spec} has no OpenAI function schema: {what}")
 
     need(isinstance(schema, dict) and schema.get("type") == "function", "it must have type=function")
     function = schema.get("function")
     need(isinstance(function, dict), "`function` must be a mapping")
     name, parameters = function.get("name"), function.get("parameters")
-    has_valid_name = isinstance(name, str) and bool(_NAME.fullmatch(name))
-    need(has_valid_name, "its name must be 1 to 64 of the characters a-zA-Z0-9_.-")
+    need(
+        isinstance(name, str) and bool(_NAME.fullmatch(name)), "its name must be 1 to 64 of the characters a-zA-Z0-9_.-"
+    )
     need(isinstance(function.get("description", ""), str), "`description` must be text")
     need(parameters is None or isinstance(parameters, dict), "`parameters` must be a mapping")
     properties, required = (parameters or {}).get("properties") or {}, (parameters or {}).get("required") or []
-    fine = isinstance(properties, dict) and all(isinstance(entry, dict) for entry in properties.values())
-    need(fine, "`properties` must map names to mappings")
+    are_mappings = isinstance(properties, dict) and all(isinstance(entry, dict) for entry in properties.values())
+    need(are_mappings, "`properties` must map names to mappings")
     need(isinstance(required, list | tuple), "`required` must be a list of names")
     for argument in required:
         need(argument in properties, f"`required` names {argument!r}, which is not among its `properties`")
@@ -149,18 +151,12 @@ def _read_value(text: str) -> Any:
     """Parse as JSON, else as a Python literal; `_UNPARSED` if neither works or a number is not finite."""
     if text.lower() in _LITERALS:
         return _LITERALS[text.lower()]
-    for read in (json.loads, _parse_literal):
-        try:
-            return json.loads(json.dumps(read(text), allow_nan=False))
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            pass
-    return _UNPARSED
-
-
-def _parse_literal(text: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escape sequences
-        return ast.literal_eval(text)
+        for read in (json.loads, ast.literal_eval):
+            with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                return json.loads(json.dumps(read(text), allow_nan=False))
+    return _UNPARSED
 
 
 def _is_of_type(value: Any, name: str) -> bool:

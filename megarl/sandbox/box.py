@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.config import ConfigError, SandboxConfig, strict
-from megarl.processes.messages import Frame
 from megarl.sandbox.file_transfer import check_command, check_path
 from megarl.sandbox.harness import (
     HARNESS_COMMAND,
@@ -87,7 +86,18 @@ class Interpreter(contextlib.AbstractAsyncContextManager["Interpreter"]):
         async with self._calling:
             if self._is_closed:
                 return Output(False, "", "", 0.0, "closed")
-            response, blobs = await self._call(code, seconds or self._limits["seconds"])
+            await self._client.connect()
+            if self._number == 0:
+                self._number = next(self._client.numbers)
+                order = {"kind": "open", "session": True, "channel": True, "files": [], "fetch": []}
+                order |= {"number": self._number, "command": SESSION_COMMAND, "limits": self._limits}
+                await self._client.send(order, [b"", b""])
+            call = {"number": self._number, "kind": "call", "seconds": seconds or self._limits["seconds"]}
+            try:
+                response, blobs = await self._client.request(call, [json.dumps(code).encode() + b"\n"])
+            except BaseException:
+                self._number = 0
+                raise
             stdout, stderr = (blob.decode(errors="replace") for blob in blobs[:2])
             if response["kind"] == "called":
                 is_ok = blobs[3] == b"1"
@@ -104,20 +114,6 @@ class Interpreter(contextlib.AbstractAsyncContextManager["Interpreter"]):
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
-
-    async def _call(self, code: str, seconds: float) -> Frame:
-        """Send a call to the session's box, which is opened first if there is none."""
-        await self._client.connect()
-        if self._number == 0:
-            self._number = self._client.next_number()
-            order = {"number": self._number, "kind": "open", "session": True, "channel": True, "files": [], "fetch": []}
-            await self._client.send({**order, "command": SESSION_COMMAND, "limits": self._limits}, [b"", b""])
-        call = {"number": self._number, "kind": "call", "seconds": seconds}
-        try:
-            return await self._client.request(call, [json.dumps(code).encode() + b"\n"])
-        except BaseException:
-            self._number = 0
-            raise
 
 
 def check_backend(settings: SandboxConfig) -> None:
@@ -138,7 +134,6 @@ class Sandbox:
         check_backend(settings)
         is_service = settings.backend.startswith(("http://", "https://"))
         self._client = SandboxFusion(settings) if is_service else RunnerClient(settings)
-        self._probed: Probe | None = None
 
     @classmethod
     def from_environment(cls) -> Sandbox:
@@ -211,27 +206,10 @@ class Sandbox:
         return Interpreter(self._client, self._limits(limits))
 
     async def probe(self) -> Probe:
-        """Return the isolation layers; cached. Runs a box.
+        """Return the isolation layers. Runs a box.
 
         Raises ConfigError, with the reason and the remedy, if boxes cannot work here or a required layer does not hold.
         """
-        if self._probed is None:
-            self._probed = await self._probe()
-        return self._probed
-
-    @property
-    def runner_pid(self) -> int:
-        """Pid of the process that starts the boxes; 0 without one."""
-        return 0 if isinstance(self._client, SandboxFusion) else self._client.pid
-
-    async def close(self) -> None:
-        """End everything that the sandbox has started, including runs in flight."""
-        if isinstance(self._client, SandboxFusion):
-            await self._client.close()
-        else:
-            self._client.close()
-
-    async def _probe(self) -> Probe:
         backend = self.settings.backend
         if isinstance(self._client, SandboxFusion):
             await self._client.check()
@@ -250,6 +228,18 @@ class Sandbox:
             )
         assert self._client.runner_info is not None
         return Probe(backend, tuple(self._client.runner_info["layers"]), tuple(self._client.runner_info["missing"]))
+
+    @property
+    def runner_pid(self) -> int:
+        """Pid of the process that starts the boxes; 0 without one."""
+        return 0 if isinstance(self._client, SandboxFusion) else self._client.pid
+
+    async def close(self) -> None:
+        """End everything that the sandbox has started, including runs in flight."""
+        if isinstance(self._client, SandboxFusion):
+            await self._client.close()
+        else:
+            self._client.close()
 
     def _limits(self, limits: Limits) -> dict[str, Any]:
         return {**dataclasses.asdict(limits), "memory_mb": limits.memory_mb or self.settings.memory_mb}

@@ -3,10 +3,9 @@
 Cgroups are created below our own cgroup, so limits of a batch system or a container still hold for all of it. With
 cgroup v2 they may also be next to it, if our user owns the parent folder. Most machines delegate none.
 
-The watchdog knows the memory usage of a box, and the earliest time that it could exceed its limit. It sums over all
-descendants of the box's first process, which adopts every orphan: anonymous, shared, and swapped-out memory and page
-tables; plus the box's files, which are in memory, too. The filter of `seccomp.py` denies boxes memory that would not be
-counted. Sockets count with their maximum buffers.
+The watchdog sums over all descendants of the box's first process, which adopts every orphan: anonymous, shared, and
+swapped-out memory and page tables; plus the box's files, which are in memory, too, and its sockets with their maximum
+buffers. The filter of `seccomp.py` denies boxes memory that would not be counted.
 """
 
 from __future__ import annotations

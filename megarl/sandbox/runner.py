@@ -1,12 +1,7 @@
 """The process that starts boxes. It holds nothing worth stealing and ends with the process that started it.
 
-    python -I -S -c "..." FD PARENT, as `runner_client.py` starts it
-
-Its environment is empty and its only open file is the socket FD. The first message says what to set up, and the answer
-says what it has become or why it cannot. Requests follow.
-
-`BoxLimit` bounds the number of concurrent boxes on a machine by locks on the bytes of a file, which the kernel releases
-when a process dies.
+Its environment is empty and its only open file is the socket to `runner_client.py`. The first message says what to set
+up, and the answer says what it has become or why it cannot. Requests follow.
 """
 
 from __future__ import annotations
@@ -15,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import platform
+import re
 import resource
 import shutil
 import signal
@@ -33,11 +29,11 @@ from megarl.sandbox import mounts
 from megarl.sandbox.box_memory import Cgroups
 from megarl.sandbox.box_process import Box
 from megarl.sandbox.namespace import BoxHost, WarmPool
-from megarl.sandbox.spawning import Spawner, has_nproc_per_box
+from megarl.sandbox.spawning import Spawner
 
 
 class BoxLimit:
-    """Limit on running boxes, shared by all processes that have the same file open."""
+    """Limit on the boxes that run on this machine: locks on the bytes of a file, which the kernel releases at exit."""
 
     def __init__(self, path: str, count: int) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -78,10 +74,6 @@ class Runner:
     """All boxes of one process."""
 
     def __init__(self, wire: socket.socket, decoder: FrameDecoder, setup: dict[str, Any]) -> None:
-        self.layers: list[str] = []
-        self.missing: list[str] = []
-        self.pid = os.getpid()
-        """As seen from outside its namespaces."""
         self._decoder = decoder
         self._boxes: dict[int, Box] = {}
         self._slots: dict[Box, int] = {}
@@ -89,35 +81,32 @@ class Runner:
         root = setup["root"]
         mounts.make_private_folder(root)
         self._box_limit = BoxLimit(f"{root}/turns", setup["processes"])
-        nproc_per_box = has_nproc_per_box() and not setup["old"]
+        kernel = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
+        has_nproc_per_box = kernel >= (5, 14) and not setup["old"]  # older ones count processes per user
         cgroups = None
+        pid, layers, missing = os.getpid(), list[str](), list[str]()
         if setup["bwrap"]:
             cgroups = Cgroups.find() if setup["cgroups"] else None
-            description, self.pid = mounts.enter_namespaces(
+            description, pid = mounts.enter_namespaces(
                 root, setup["python"], setup["packages"], cgroups.transfer_ownership if cgroups else lambda user: None
             )
-            self.layers = [description, "bubblewrap: private namespaces, read-only files"]
+            layers = [description, "bubblewrap: private namespaces, read-only files"]
         spawner = Spawner(setup["bwrap"], root, setup["python"])
         folder = f"{root}/boxes" if setup["bwrap"] else tempfile.mkdtemp(prefix="boxes-", dir=root)
-        self.host = BoxHost(wire.detach(), folder, spawner, cgroups, nproc_per_box)
+        self.host = BoxHost(wire.detach(), folder, spawner, cgroups, has_nproc_per_box)
         if spawner.is_boxed:
-            self._describe_layers()
+            layers += [*(["seccomp"] if spawner.has_seccomp else []), "resource limits"]
+            layers.append("memory cgroup" if cgroups else "memory watchdog")
+        if spawner.is_boxed and not spawner.has_seccomp:
+            missing.append(f"no seccomp filter for {platform.machine()}")
+        if spawner.is_boxed and not has_nproc_per_box:
+            missing.append("this kernel counts processes per user only; the watchdog counts those of each box")
+        if spawner.is_boxed and not cgroups:
+            missing.append("no memory cgroup is delegated to this process; the watchdog enforces the limit")
+        self.info = {"pid": pid, "layers": layers, "missing": missing}
+        """For the client; the pid is as seen from outside its namespaces."""
         self.warm_pool = WarmPool(self.host, setup["processes"])
         self.host.poller.listen(self.host.wire, self._on_readable)
-
-    def _describe_layers(self) -> None:
-        if self.host.spawner.has_seccomp:
-            self.layers.append("seccomp")
-        else:
-            self.missing.append(f"no seccomp filter for {platform.machine()}")
-        self.layers.append("resource limits")
-        if not self.host.has_nproc_per_box:
-            self.missing.append("this kernel counts processes per user only; the watchdog counts those of each box")
-        if self.host.cgroups:
-            self.layers.append("memory cgroup")
-        else:
-            self.layers.append("memory watchdog")
-            self.missing.append("no memory cgroup is delegated to this process; the watchdog enforces the limit")
 
     def run(self) -> None:
         """Serve until the other end of the wire closes."""
@@ -229,8 +218,7 @@ def main(wire: socket.socket, parent: int) -> None:
         wire.sendall(encode_frame({"number": 0, "kind": "refused", "why": str(error)}))
         return
     runner.host.poller.listen(parent_fd, runner.shut_down)
-    info = {"pid": runner.pid, "layers": runner.layers, "missing": runner.missing}
-    runner.host.send({"number": 0, "kind": "ready", **info})
+    runner.host.send({"number": 0, "kind": "ready", **runner.info})
     for order, blobs in frames[1:]:
         runner.handle_order(order, blobs)
     runner.run()

@@ -58,7 +58,7 @@ class RunnerClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sending: asyncio.Lock | None = None
         self._decoder = FrameDecoder()
-        self._numbers = itertools.count(1)
+        self.numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Frame]] = {}
         self.runner_info: dict[str, Any] | None = None
         """The process's first message, as number 0: what isolates its boxes, or why it can start none."""
@@ -103,7 +103,7 @@ class RunnerClient:
         """
         await self.connect()
         order = {
-            "number": self.next_number(),
+            "number": next(self.numbers),
             "kind": "run",
             "session": False,
             "channel": bool(preamble),
@@ -151,9 +151,6 @@ class RunnerClient:
         """Pid of the process that starts boxes; 0 without one."""
         return int(self.runner_info["pid"]) if self.runner_info is not None and self._owner == os.getpid() else 0
 
-    def next_number(self) -> int:
-        return next(self._numbers)
-
     def close(self, reason: str = "the sandbox was closed") -> None:
         """End the process and with it all boxes. The next run starts another process.
 
@@ -191,12 +188,15 @@ class RunnerClient:
                 cwd="/",
                 start_new_session=True,
             )
+        specs = [importlib.util.find_spec(name) for name in _PACKAGES]
+        packages = [os.path.dirname(spec.origin) for spec in specs if spec is not None and spec.origin]
+        packages += [f"{folder}.libs" for folder in packages if os.path.isdir(f"{folder}.libs")]
         setup = {
             "root": f"/tmp/megarl-sandbox-{os.getuid()}",
             "processes": self._settings.max_boxes,
             "bwrap": bwrap,
             "python": os.path.realpath(sys.base_prefix),
-            "packages": _find_packages(),
+            "packages": packages,
             "cgroups": self.has_cgroups,
             "old": self.is_old_kernel,
         }
@@ -222,10 +222,3 @@ class RunnerClient:
             future = self._pending.pop(message["number"], None)
             if future is not None and not future.done():
                 future.set_result((message, blobs))
-
-
-def _find_packages() -> list[str]:
-    """Return the folders of the `_PACKAGES` that this interpreter has outside the standard library."""
-    specs = [importlib.util.find_spec(name) for name in _PACKAGES]
-    folders = [os.path.dirname(spec.origin) for spec in specs if spec is not None and spec.origin]
-    return folders + [f"{folder}.libs" for folder in folders if os.path.isdir(f"{folder}.libs")]

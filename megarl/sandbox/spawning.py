@@ -132,11 +132,6 @@ def posix_spawn(
             os.close(fd)
 
 
-def has_nproc_per_box() -> bool:
-    """Return whether the kernel counts processes per user namespace (since 5.14) rather than per user."""
-    return tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (5, 14)
-
-
 def set_limits(
     pid: int, limits: Mapping[str, int | float], memory: int, is_session: bool, limit_processes: bool
 ) -> None:

@@ -281,7 +281,7 @@ def test_any_event_loop_and_any_process_may_use_it():
 
 def test_the_probe_says_what_protects(box):
     probe = box.probe()
-    assert probe.backend == "bubblewrap" and probe is box.probe()
+    assert probe.backend == "bubblewrap" and probe == box.probe()
     assert (
         at_start(SandboxConfig()) is at_start(SandboxConfig())
         and at_start(SandboxConfig()).layers[1:] == probe.layers[1:]
