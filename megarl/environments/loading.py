@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -83,19 +84,19 @@ def _describe_class(cls: type, spec: str, key: str) -> EnvironmentInfo:
             f"the other"
         )
     schemas: list[dict[str, Any]] = []
-    for name, (function, is_bound) in methods.items():
+    for name, method in methods.items():
         if "tools" not in methods and not name.startswith("_") and name not in RESERVED_METHODS:
-            schemas.append(build_schema(function, f"{where}.{name}", is_bound))
+            schemas.append(build_schema(method, f"{where}.{name}"))
             check_schema(schemas[-1], spec, key)
     if not (schemas or methods.keys() & {"tools", "reset", "reward"}):
         raise ConfigError(f"{where} is not an environment: it has no reset, no reward and no tool method")
     required: tuple[str, ...] = ()
     accepted: tuple[str, ...] | None = ()
     if "reset" in methods:
-        required, accepted = _list_arguments(*methods["reset"], f"{where}.reset")
+        required, accepted = _list_arguments(methods["reset"], f"{where}.reset")
     reward_arguments: tuple[str, ...] = ()
     if "reward" in methods:
-        needed, optional = _list_arguments(*methods["reward"], f"{where}.reward")
+        needed, optional = _list_arguments(methods["reward"], f"{where}.reward")
         if unknown := [name for name in needed if name not in REWARD_ARGUMENTS]:
             available = ", ".join(REWARD_ARGUMENTS)
             raise ConfigError(f"{where}.reward takes {unknown[0]}; available arguments are {available}")
@@ -115,33 +116,28 @@ def _describe_class(cls: type, spec: str, key: str) -> EnvironmentInfo:
         reward_arguments=reward_arguments,
         timeout=float(timeout),
         is_sandboxed=bool(getattr(cls, "sandboxed", False)),
-        is_async=any(inspect.iscoroutinefunction(function) for function, _ in methods.values()),
+        is_async=any(map(inspect.iscoroutinefunction, methods.values())),
     )
 
 
-def _get_method(cls: type, name: str, where: str) -> tuple[Callable[..., Any], bool] | None:
-    """Return a method defined by the user, and whether its first parameter is the object; None if it is none.
+def _get_method(cls: type, name: str, where: str) -> Callable[..., Any] | None:
+    """Return a method defined by the user, as if bound to an object; None if it is none.
 
     Private ones are included, to detect whether any is a coroutine function.
     """
     attribute = inspect.getattr_static(cls, name, None)
-    is_bound = not isinstance(attribute, staticmethod)
     function = attribute.__func__ if isinstance(attribute, staticmethod | classmethod) else attribute
-    if not inspect.isfunction(function):
-        if name in RESERVED_METHODS and callable(function):
-            return function, is_bound
+    if not inspect.isfunction(function) and not (name in RESERVED_METHODS and callable(function)):
         return None
     if not name.startswith("_") and (inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)):
         raise ConfigError(f"{where}.{name} is a generator; it must return")
-    return function, is_bound
+    return function if isinstance(attribute, staticmethod) else types.MethodType(function, cls)
 
 
-def _list_arguments(
-    function: Callable[..., Any], bound: bool, where: str
-) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+def _list_arguments(method: Callable[..., Any], where: str) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
     """Return the names of the arguments that a method requires and those it accepts, None for all."""
     required, accepted, accepts_all = [], [], False
-    for parameter in get_parameters(function, where, bound):
+    for parameter in get_parameters(method, where):
         if parameter.kind is parameter.VAR_KEYWORD:
             accepts_all = True
         elif parameter.kind is parameter.POSITIONAL_ONLY:

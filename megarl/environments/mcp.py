@@ -163,17 +163,17 @@ class Connection:
     async def start(self) -> None:
         """Connect. Raises SessionLost if the server does not start, ConfigError if it cannot."""
         self._task = asyncio.create_task(self._run())
-        ready = asyncio.create_task(self._ready.wait())
-        await asyncio.wait((self._task, ready), timeout=START_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
-        if self._ready.is_set():
-            return
+        self._task.add_done_callback(lambda task: self._ready.set())
         reason = f"did not answer within {START_LIMIT_S:g} s"
-        if self._task.done() and not self._task.cancelled():
-            error = self._task.exception()
-            if isinstance(error, ConfigError):
-                raise error
-            reason = f"did not start: {_describe_error(error)}"
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ready.wait(), START_LIMIT_S)
+            if not self._task.done():
+                return
+            if not self._task.cancelled():
+                error = self._task.exception()
+                if isinstance(error, ConfigError):
+                    raise error
+                reason = f"did not start: {_describe_error(error)}"
         lost_error = self._make_lost_error(reason)
         await self.close()
         raise lost_error

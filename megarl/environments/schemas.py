@@ -11,24 +11,17 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from megarl.config.plugins import format_error
 from megarl.config.strict import ConfigError
+from megarl.environments.tools import JSON_TYPES
 
-_JSON_TYPES: dict[Any, str] = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    dict: "object",
-    list: "array",
-}
+_JSON_TYPES: dict[Any, str] = {types[-1]: name for name, types in JSON_TYPES.items() if name != "null"}
 _SECTION = re.compile(r"\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?)\s*:\s*")
 _ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
 
-def build_schema(function: Callable[..., Any], where: str, bound: bool = False) -> dict[str, Any]:
+def build_schema(function: Callable[..., Any], where: str) -> dict[str, Any]:
     """Return {"type": "function", "function": {name, description, parameters}}.
 
-    `bound` skips the first parameter, which is the object. Raises ConfigError, prefixed with `where`, if the docstring
-    or a type hint is missing, or a hint has no JSON schema.
+    Raises ConfigError, prefixed with `where`, if the docstring or a type hint is missing, or a hint has no JSON schema.
     """
     name = str(getattr(function, "__name__", ""))
     description, argument_docs = parse_docstring(inspect.getdoc(function) or "")
@@ -36,7 +29,7 @@ def build_schema(function: Callable[..., Any], where: str, bound: bool = False) 
         raise ConfigError(f"{where} needs a docstring, which the policy reads")
     properties: dict[str, Any] = {}
     required = []
-    for parameter in get_parameters(function, where, bound):
+    for parameter in get_parameters(function, where):
         label = f"{where}: the argument {parameter.name}"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ConfigError(f"{label} must be usable as a keyword, not * or **")
@@ -59,10 +52,10 @@ def build_schema(function: Callable[..., Any], where: str, bound: bool = False) 
     return {"type": "function", "function": {"name": name, "description": description, "parameters": arguments}}
 
 
-def get_parameters(function: Callable[..., Any], where: str, bound: bool = False) -> list[inspect.Parameter]:
+def get_parameters(function: Callable[..., Any], where: str) -> list[inspect.Parameter]:
     """Return the parameters with resolved type hints. Raises ConfigError."""
     try:
-        return list(inspect.signature(function, eval_str=True).parameters.values())[bound:]
+        return list(inspect.signature(function, eval_str=True).parameters.values())
     except Exception as error:  # a hint may be any expression
         raise ConfigError(f"{where}: its type hints cannot be read: {format_error(error)}") from None
 

@@ -94,7 +94,7 @@ def check_function(tool: Tool, spec: str) -> None:
             ) from None
 
 
-_JSON_TYPES: dict[str, tuple[type, ...]] = {
+JSON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "number": (int, float),
     "integer": (int,),
@@ -120,10 +120,10 @@ def read_declared_types(schema: dict[str, Any]) -> set[str]:
                 return set()
             names |= option_types
     if not names and isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
-        names = {name for value in values for name in _JSON_TYPES if _is_of_type(value, name)}
+        names = {name for value in values for name in JSON_TYPES if _is_of_type(value, name)}
     if names and schema.get("nullable"):
         names.add("null")
-    return names if names <= set(_JSON_TYPES) else set()
+    return names if names <= set(JSON_TYPES) else set()
 
 
 def coerce_argument(text: str, schema: dict[str, Any]) -> Any:
@@ -160,7 +160,7 @@ def _read_value(text: str) -> Any:
 
 
 def _is_of_type(value: Any, name: str) -> bool:
-    return isinstance(value, _JSON_TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
+    return isinstance(value, JSON_TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
 
 
 def find_argument_error(schema: dict[str, Any], arguments: Any) -> str:

@@ -161,11 +161,9 @@ class _TaskSetRunner:
     def build_prompt(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         user_prompt = row.get("prompt") or ""
         system = [{"role": "system", "content": row["system_prompt"]}] if row.get("system_prompt") else []
-        return system + (
-            [{"role": "user", "content": user_prompt}]
-            if isinstance(user_prompt, str)
-            else [dict(message) for message in user_prompt]
-        )
+        if isinstance(user_prompt, str):
+            return [*system, {"role": "user", "content": user_prompt}]
+        return [*system, *map(dict, user_prompt)]
 
     async def run_episode(self, row: Mapping[str, Any], base_url: str, api_key: str) -> tuple[float, Mapping[str, Any]]:
         from openai import AsyncOpenAI

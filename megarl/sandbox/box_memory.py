@@ -113,9 +113,7 @@ class Cgroups:
             os.closerange(pidfd + 1, 4096)
             if self._version == 2:
                 _write(f"{os.path.dirname(self._folder)}/cgroup.procs", str(os.getpid()))
-            poller = select.poll()
-            poller.register(pidfd, select.POLLIN)
-            poller.poll()
+            select.select([pidfd], [], [])
             for _ in range(_CLEANING_TRIES):  # the last boxes may still be exiting
                 if _remove(self._folder):
                     break

@@ -79,9 +79,7 @@ def _become_init() -> int:
         _, status = os.waitpid(init_pid, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    poller = select.poll()
-    poller.register(parent_fd, select.POLLIN)
-    if poller.poll(0):  # the parent had exited before the death signal was set
+    if select.select([parent_fd], [], [], 0)[0]:  # the parent had exited before the death signal was set
         os._exit(1)
     os.close(parent_fd)
     outer_pid = int(os.readlink("/proc/self"))

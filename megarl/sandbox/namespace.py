@@ -279,19 +279,22 @@ class WarmPool:
             if now >= demand.last + IDLE_S:
                 self._forget(spec)
         wake_time = min((demand.last for demand in self._demand.values()), default=now) + IDLE_S
-        missing = self._find_missing_spec(now)
-        if missing is None:
-            return wake_time
-        if now < self._retry_at:
-            return min(wake_time, self._retry_at)
-        try:
-            namespace = self._create(missing, *self._demand[missing].disk_limits)
-        except OSError:
-            self._retry_at = now + AGAIN_S
-            return min(wake_time, self._retry_at)
-        namespace.on_exited = partial(self._on_lost, namespace)
-        self._idle.append(namespace)
-        return now
+        for spec, demand in reversed(self._demand.items()):  # the most recently requested first
+            if len(self._list_idle(spec)) >= min(MAX_IDLE_PER_SPEC, demand.times - 1):
+                continue
+            if len(self._idle) >= self._max_idle and not self._make_room(now):
+                continue
+            if now < self._retry_at:
+                return min(wake_time, self._retry_at)
+            try:
+                namespace = self._create(spec, *demand.disk_limits)
+            except OSError:
+                self._retry_at = now + AGAIN_S
+                return min(wake_time, self._retry_at)
+            namespace.on_exited = partial(self._on_lost, namespace)
+            self._idle.append(namespace)
+            return now
+        return wake_time
 
     def close(self) -> None:
         """Kill all idle namespaces."""
@@ -300,15 +303,6 @@ class WarmPool:
 
     def _list_idle(self, spec: BoxSpec) -> list[BoxNamespace]:
         return [namespace for namespace in self._idle if namespace.spec == spec]
-
-    def _find_missing_spec(self, now: float) -> BoxSpec | None:
-        """Return the most recently requested spec that has too few idle namespaces and room for another."""
-        for spec, demand in reversed(self._demand.items()):
-            if len(self._list_idle(spec)) < min(MAX_IDLE_PER_SPEC, demand.times - 1) and (
-                len(self._idle) < self._max_idle or self._make_room(now)
-            ):
-                return spec
-        return None
 
     def _make_room(self, now: float) -> bool:
         for spec, demand in self._demand.items():

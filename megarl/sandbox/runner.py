@@ -15,7 +15,6 @@ import resource
 import shutil
 import signal
 import socket
-import struct
 import tempfile
 import time
 from collections import deque
@@ -47,22 +46,15 @@ class BoxLimit:
             number = (self._last + i) % self._count
             if number not in self._taken:
                 with contextlib.suppress(OSError):
-                    self._lock(number, fcntl.F_WRLCK)
+                    fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
                     self._taken.add(number)
                     self._last = number
                     return number
         return None
 
     def release(self, number: int) -> None:
-        self._lock(number, fcntl.F_UNLCK)
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, number)
         self._taken.remove(number)
-
-    def _lock(self, number: int, kind: int) -> None:
-        """Lock or unlock a slot. Raises OSError.
-
-        The lock belongs to the open file, not to the process, so it also excludes within a process.
-        """
-        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", kind, os.SEEK_SET, number, 1, 0))
 
 
 _LATEST_S = 3600.0
@@ -83,28 +75,17 @@ class Runner:
         self._box_limit = BoxLimit(f"{root}/turns", setup["processes"])
         kernel = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
         has_nproc_per_box = kernel >= (5, 14) and not setup["old"]  # older ones count processes per user
-        cgroups = None
-        pid, layers, missing = os.getpid(), list[str](), list[str]()
+        cgroups = Cgroups.find() if setup["bwrap"] and setup["cgroups"] else None
+        self.info: dict[str, Any] = {"pid": os.getpid(), "layers": [], "missing": []}
+        """For the client; the pid is as seen from outside its namespaces."""
         if setup["bwrap"]:
-            cgroups = Cgroups.find() if setup["cgroups"] else None
-            description, pid = mounts.enter_namespaces(
-                root, setup["python"], setup["packages"], cgroups.transfer_ownership if cgroups else lambda user: None
-            )
-            layers = [description, "bubblewrap: private namespaces, read-only files"]
+            transfer = cgroups.transfer_ownership if cgroups else lambda user: None
+            user, self.info["pid"] = mounts.enter_namespaces(root, setup["python"], setup["packages"], transfer)
         spawner = Spawner(setup["bwrap"], root, setup["python"])
         folder = f"{root}/boxes" if setup["bwrap"] else tempfile.mkdtemp(prefix="boxes-", dir=root)
         self.host = BoxHost(wire.detach(), folder, spawner, cgroups, has_nproc_per_box)
-        if spawner.is_boxed:
-            layers += [*(["seccomp"] if spawner.has_seccomp else []), "resource limits"]
-            layers.append("memory cgroup" if cgroups else "memory watchdog")
-        if spawner.is_boxed and not spawner.has_seccomp:
-            missing.append(f"no seccomp filter for {platform.machine()}")
-        if spawner.is_boxed and not has_nproc_per_box:
-            missing.append("this kernel counts processes per user only; the watchdog counts those of each box")
-        if spawner.is_boxed and not cgroups:
-            missing.append("no memory cgroup is delegated to this process; the watchdog enforces the limit")
-        self.info = {"pid": pid, "layers": layers, "missing": missing}
-        """For the client; the pid is as seen from outside its namespaces."""
+        if setup["bwrap"]:
+            self.info["layers"], self.info["missing"] = _describe_layers(user, self.host)
         self.warm_pool = WarmPool(self.host, setup["processes"])
         self.host.poller.listen(self.host.wire, self._on_readable)
 
@@ -194,6 +175,21 @@ class Runner:
         if not self.host.spawner.is_boxed:
             shutil.rmtree(self.host.folder, ignore_errors=True)
         os._exit(0)
+
+
+def _describe_layers(user: str, host: BoxHost) -> tuple[list[str], list[str]]:
+    """Return the layers of isolation in words, and the optional ones that are missing."""
+    layers, missing = [user, "bubblewrap: private namespaces, read-only files", "resource limits"], []
+    if host.spawner.has_seccomp:
+        layers.append("seccomp")
+    else:
+        missing.append(f"no seccomp filter for {platform.machine()}")
+    if not host.has_nproc_per_box:
+        missing.append("this kernel counts processes per user only; the watchdog counts those of each box")
+    layers.append("memory cgroup" if host.cgroups else "memory watchdog")
+    if not host.cgroups:
+        missing.append("no memory cgroup is delegated to this process; the watchdog enforces the limit")
+    return layers, missing
 
 
 def main(wire: socket.socket, parent: int) -> None:
