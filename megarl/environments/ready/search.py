@@ -14,7 +14,7 @@ MAX_CHARS = 1000
 
 
 class Search:
-    """BM25 (sqlite's FTS5) over a JSONL file of {"title", "text"}, which a prompt's column `corpus` or a subclass names:
+    """BM25 (sqlite's FTS5) over a JSONL file of {"title", "text"}. A prompt's column `corpus` or a subclass names it:
     `class LabSearch(Search): corpus = "docs.jsonl"`."""
 
     corpus = ""
