@@ -67,13 +67,11 @@ class EnvironmentCatalog:
                 f"({available})"
             )
         row = build_row(prompt)
-        for column in environment.required_columns:
-            if column not in row:
-                available = ", ".join(row)
-                raise ConfigError(
-                    f"prompt {prompt.id} has no column {column!r}, which reset of {environment.spec} needs "
-                    f"(it has {available})"
-                )
+        if missing := [column for column in environment.required_columns if column not in row]:
+            raise ConfigError(
+                f"prompt {prompt.id} has no column {missing[0]!r}, which reset of {environment.spec} needs "
+                f"(it has {', '.join(row)})"
+            )
         return environment
 
     def is_run_by_agent(self, prompt: Prompt) -> bool:
@@ -105,11 +103,8 @@ class EnvironmentCatalog:
 
 def build_row(prompt: Prompt) -> dict[str, Any]:
     """Return the prompt's columns, as `reset` and agents receive them."""
-    columns = {
-        "prompt": [dict(message) for message in prompt.messages],
-        "ground_truth": prompt.ground_truth,
-        "data_source": prompt.data_source,
-    }
+    messages = [dict(message) for message in prompt.messages]
+    columns = {"prompt": messages, "ground_truth": prompt.ground_truth, "data_source": prompt.data_source}
     return {**prompt.extra, **columns}
 
 

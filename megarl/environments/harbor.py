@@ -54,8 +54,8 @@ class HarborTask:
     async def reset(self, task: str) -> None:
         if task not in self.tasks:
             raise ConfigError(f"no task {task!r}; tasks are {', '.join(self.tasks)}")
-        chosen = self.tasks[task]
-        self._machine = Container(chosen) if chosen.has_container else TaskSandbox(chosen)
+        machine_class = Container if self.tasks[task].has_container else TaskSandbox
+        self._machine = machine_class(self.tasks[task])
         await self._machine.start()
 
     async def bash(self, command: str) -> str:

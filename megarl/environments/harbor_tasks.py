@@ -1,7 +1,6 @@
 """Read task folders in Harbor's format: `task.toml`, `instruction.md`, `environment/`, `tests/test.sh`.
 
-An unsupported feature of a task is an error that names it, never ignored: a task that runs in another setting than its
-author's is another task.
+An unsupported feature is an error that names it: without it the task would be another one.
 """
 
 from __future__ import annotations

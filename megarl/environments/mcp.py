@@ -13,7 +13,6 @@ import io
 import json
 import logging
 import os
-import re
 import tempfile
 from pathlib import Path
 from typing import Any, Self
@@ -31,7 +30,6 @@ END_LIMIT_S = 8.0
 _MAX_PAGES = 100
 _MAX_STDERR_BYTES = 1 << 20  # bytes of a server's stderr that are kept
 _MAX_INVALID_LINES = 1000  # a server is dropped after this many lines that are not messages
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _IGNORED_KEYS = {"alwaysAllow", "autoApprove", "timeout", "trust", "icon"}
 """Keys that other clients use in the same file."""
 
@@ -207,7 +205,7 @@ class Connection:
             return transport[0], transport[1]
         from mcp.client.stdio import StdioServerParameters, stdio_client
 
-        # Bounded by `_trim`; an unread pipe would block the server.
+        # `call` bounds its size; an unread pipe would block the server.
         self._stderr = tempfile.TemporaryFile("ab+", buffering=0)
         # Python's paths are ours, not the server's, and left out.
         names = ("PATH", "HOME", "LANG", "TZ", "TMPDIR")
@@ -240,16 +238,9 @@ class Connection:
         """Return the tools that its entry offers. Raises ConfigError for one that the server lacks."""
         available = [tool["name"] for tool in self._tools]
         offered = available if not self._server.tools or "*" in self._server.tools else self._server.tools
-        for name in offered:
-            if name not in available:
-                raise ConfigError(
-                    f"MCP server {self.name} has no tool {name!r}; it has: {', '.join(available) or 'none'}"
-                )
-            if not _NAME.fullmatch(name):
-                raise ConfigError(
-                    f"MCP server {self.name} has a tool {name!r}, whose name is not 1 to 64 of the characters "
-                    "a-zA-Z0-9_.-; list those to offer in the entry's `tools`"
-                )
+        if missing := [name for name in offered if name not in available]:
+            tools = ", ".join(available) or "none"
+            raise ConfigError(f"MCP server {self.name} has no tool {missing[0]!r}; it has: {tools}")
         return [tool for tool in self._tools if tool["name"] in offered]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
@@ -269,7 +260,9 @@ class Connection:
             raise ToolFailed(_describe_error(error)) from None
         finally:
             call_task.cancel()
-            self._trim()
+            with contextlib.suppress(OSError, ValueError):
+                if self._stderr.seek(0, os.SEEK_END) > _MAX_STDERR_BYTES:
+                    self._stderr.truncate(0)
         text = format_result(result)
         if result.get("isError"):
             raise ToolFailed(text or f"the tool {name} failed without an error message")
@@ -284,11 +277,6 @@ class Connection:
             # A server need not support ping: "method not found" is a response too.
             return getattr(getattr(error, "error", None), "code", None) == -32601
         return True
-
-    def _trim(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            if self._stderr.seek(0, os.SEEK_END) > _MAX_STDERR_BYTES:
-                self._stderr.truncate(0)
 
     def _make_lost_error(self, why: str) -> SessionLost:
         """Return the error with the last line of the server's stderr."""

@@ -1,8 +1,4 @@
-"""The rank's side of tools and environments: one session per conversation. User code is never imported into the rank.
-
-`WorkerPool` leases processes of one kind to one conversation at a time, and reuses them. `ErrorLog` and `ToolCallStats`
-log and count errors inside tools and environments, of which the policy reads only a line.
-"""
+"""The rank's side of tools and environments: one session per conversation. User code is never imported into the rank."""
 
 from __future__ import annotations
 
@@ -240,25 +236,23 @@ class _EnvironmentProcess:
         name, limit = self.info.name, limit or self._timeout
         method = f"{name}: {what}" if what else name
         try:
-            try:
-                content = pickle.dumps(order, 5)
-            except Exception as error:  # raised by values of the dataset
-                raise WorkerUnavailable(f"the row cannot be sent to its process: {format_error(error)}") from None
+            content = pickle.dumps(order, 5)
+        except Exception as error:  # raised by values of the dataset
+            raise self.kill(f"{method}: the row cannot be sent to its process: {format_error(error)}") from None
+        try:
             answer = await self._worker.request(content, limit)
-        except TimeoutError:
-            lost = self.kill(f"{method} was stopped after {limit:g} s")
-        except WorkerUnavailable as error:
-            lost = self.kill(f"{method}: {error}")
+        except (TimeoutError, WorkerUnavailable) as error:
+            is_late = not isinstance(error, WorkerUnavailable)
+            lost = self.kill(f"{method} was stopped after {limit:g} s" if is_late else f"{method}: {error}")
+            self._error_log.write(name, topic, str(lost), what)
+            raise lost from None
         except BaseException:  # cancelled midway
             self.kill(f"{method} was truncated")
             raise
-        else:
-            if "failed" not in answer:
-                return answer
+        if "failed" in answer:
             self._error_log.write_answer(name, topic, answer["failed"], answer)
             raise SessionLost(f"{name}: {answer['failed']}")
-        self._error_log.write(name, topic, str(lost), what)
-        raise lost
+        return answer
 
     def kill(self, reason: str) -> SessionLost:
         """Kill the process. Returns the error that further requests raise."""

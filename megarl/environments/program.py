@@ -1,8 +1,7 @@
 """`program:COMMAND`: an agent that is any program, in any language, with a client of OpenAI's API.
 
-It receives the row as JSON on stdin, and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment. The last
-line it prints is the reward, a number or {"reward", "parts", "turns"}; without one, `reward.functions` compute it. Its
-stderr goes to the log of the tools.
+It reads the row as JSON on stdin, and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL from its environment. The last
+line it prints is the reward, a number or {"reward", "parts", "turns"}; without one, `reward.functions` compute it.
 """
 
 from __future__ import annotations

@@ -9,14 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 EnvironmentKind = Literal["tools", "environment", "agent"]
-"""Kind of an entry of `rollout.tools` or `rollout.environments`.
-
-- tools: stateless, called in whichever process is free.
-- environment: one object per conversation.
-- agent: a coroutine function that is a client of the policy,
-  `async def run(row, base_url, api_key) -> float | dict | None`. It has a process to itself during an episode; the
-  process is then reused.
-"""
+"""Stateless tools, called in whichever process is free; an environment with an object per conversation; or an agent, a
+client of the policy: `async def run(row, base_url, api_key) -> float | dict | None`."""
 
 ADAPTER_PREFIXES = ("mcp", "verifiers", "harbor", "program")
 """`mcp:FILE` stands for the class or agent that `megarl.environments.mcp:environment` makes of FILE."""

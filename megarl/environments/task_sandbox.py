@@ -1,7 +1,6 @@
 """The sandbox for tasks without an image: workdir `/app`, no network, the machine's Python and /usr.
 
-The verifier runs in a separate box, with the tests and the policy's files in /app: none of the policy's processes run
-there, and none of the tests exist in the policy's box.
+The verifier runs in a separate box with the tests and the policy's files: none of the policy's processes run there.
 """
 
 from __future__ import annotations

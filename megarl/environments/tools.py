@@ -1,7 +1,6 @@
 """Stateless tools: an OpenAI function schema and a Python function, listed in `rollout.tools` as `module:name`.
 
-A function with type hints and a docstring works too; its schema is built from them. Tools run without a sandbox: they
-are the user's own code, which may hang, crash or print, and so run in another process.
+They are the user's own code, not sandboxed, which may hang, crash or print, and so run in another process.
 """
 
 from __future__ import annotations
@@ -56,9 +55,8 @@ def check_schema(schema: Any, spec: str, key: str = "rollout.tools") -> None:
     function = schema.get("function")
     need(isinstance(function, dict), "`function` must be a mapping")
     name, parameters = function.get("name"), function.get("parameters")
-    need(
-        isinstance(name, str) and bool(_NAME.fullmatch(name)), "its name must be 1 to 64 of the characters a-zA-Z0-9_.-"
-    )
+    has_valid_name = isinstance(name, str) and bool(_NAME.fullmatch(name))
+    need(has_valid_name, f"its name must be 1 to 64 of the characters a-zA-Z0-9_.-, not {str(name)[:80]!r}")
     need(isinstance(function.get("description", ""), str), "`description` must be text")
     need(parameters is None or isinstance(parameters, dict), "`parameters` must be a mapping")
     properties, required = (parameters or {}).get("properties") or {}, (parameters or {}).get("required") or []

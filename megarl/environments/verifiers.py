@@ -117,7 +117,7 @@ class _LegacyRunner:
 
         # No timeout and no retry: the run has its own limits, and a repeated request is another sample.
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=None, max_retries=0) as client:
-            model = await _fetch_model_name(client)
+            model = (await client.models.list()).data[0].id
             state = await self._environment.run_rollout(dict(row), OpenAIChatCompletionsClient(client), model, {})
         if error := state.get("error"):
             raise RuntimeError(f"{error.get('error_chain_repr') or error}"[:1000])
@@ -172,7 +172,7 @@ class _TaskSetRunner:
             self._serving = self._environment.serving()
             await self._serving.__aenter__()
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-            model = await _fetch_model_name(client)
+            model = (await client.models.list()).data[0].id
         os.environ[_API_KEY_VARIABLE] = api_key
         endpoint = self._package.EvalClientConfig(base_url=base_url, api_key_var=_API_KEY_VARIABLE)
         context = self._package.ModelContext(client=endpoint, model=model, sampling=self._package.SamplingConfig())
@@ -183,8 +183,3 @@ class _TaskSetRunner:
             raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors)[:1000] or "no episode")
         trace = episode.traces[-1]
         return trace.reward, {**trace.metrics, **{name: part.score for name, part in trace.rewards.items()}}
-
-
-async def _fetch_model_name(client: Any) -> str:
-    """Return the policy's model name."""
-    return str((await client.models.list()).data[0].id)

@@ -1,8 +1,4 @@
-r"""The sandbox API: `Sandbox` runs a command in a box, a harness that returns results, or a Python session.
-
-    box = Sandbox.from_environment()
-    result = await box.run(["python3", "main.py"], {"main.py": b"print(input())"}, stdin=b"hello")
-    result.ok, result.stdout  # True, b"hello\n"
+"""The sandbox API: `Sandbox` runs a command in a box, a harness that returns results, or a Python session (`README.md`).
 
 A box contains only Python (`python3`, with numpy and sympy if this machine's interpreter has them), /usr, and the given
 files, in its working directory /tmp. It has no network and sees no other process and nothing else of this machine.
@@ -232,7 +228,8 @@ class Sandbox:
     @property
     def runner_pid(self) -> int:
         """Pid of the process that starts the boxes; 0 without one."""
-        return 0 if isinstance(self._client, SandboxFusion) else self._client.pid
+        info = None if isinstance(self._client, SandboxFusion) else self._client.runner_info
+        return int(info["pid"]) if info else 0
 
     async def close(self) -> None:
         """End everything that the sandbox has started, including runs in flight."""

@@ -1,11 +1,7 @@
-"""Memory limit of a box: a memory cgroup where this machine delegates some, else a watchdog.
+"""Memory limit of a box: a memory cgroup below our own where this machine delegates some, else a watchdog.
 
-Cgroups are created below our own cgroup, so limits of a batch system or a container still hold for all of it. With
-cgroup v2 they may also be next to it, if our user owns the parent folder. Most machines delegate none.
-
-The watchdog sums over all descendants of the box's first process, which adopts every orphan: anonymous, shared, and
-swapped-out memory and page tables; plus the box's files, which are in memory, too, and its sockets with their maximum
-buffers. The filter of `seccomp.py` denies boxes memory that would not be counted.
+The watchdog sums up the memory of all descendants of the box's first process, which adopts every orphan, the box's
+files, and its sockets with their maximum buffers. `seccomp.py` denies boxes memory that would not be counted.
 """
 
 from __future__ import annotations

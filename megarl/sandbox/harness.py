@@ -1,7 +1,4 @@
-"""Harnesses: their private channel, and the one that probes a box's isolation from inside before it is trusted.
-
-Uses only the standard library.
-"""
+"""Harnesses: their private channel, and the one that probes a box from inside. Uses only the standard library."""
 
 from __future__ import annotations
 

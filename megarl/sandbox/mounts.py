@@ -1,9 +1,7 @@
-"""Namespaces and mounts of the process that starts boxes.
+"""Namespaces and mounts of the process that starts boxes, which gives up root for good (`README.md` says why).
 
-That process runs as nobody. As root it gives up its user id for real, because the root of a user namespace created by
-true root can write to `/proc/sys`. It then enters its own user and mount namespaces, in which it can mount a file
-system of fixed size and file count for each box, and its own PID namespace as the first process, so that the kernel
-ends all boxes with it, whatever ended it and whatever state they are in.
+In its user and mount namespaces it can mount a file system of fixed size and file count for each box. It is the first
+process of its PID namespace, so the kernel ends all boxes with it, whatever ended it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""A prepared box before anything runs in it: file system, pipes, namespaces with mounts, and a gate where it waits.
+"""Prepared boxes before anything runs in them: file system, pipes, namespaces with mounts, and a gate where they wait.
 
-Bubblewrap does all of that before it reads from the gate; after it, only one fork and the command remain.
-
-`WarmPool` prepares namespaces ahead of time for the specs that were requested more than once recently: same command,
-same memory. Each is handed out once and ends with its box. Only a few wait, and they are ended when nobody requests
-their spec any more.
+Bubblewrap does all of that before it reads from the gate; after it, only one fork and the command remain. `WarmPool`
+prepares them ahead of time, for the specs (same command, same memory) that were requested more than once recently.
 """
 
 from __future__ import annotations

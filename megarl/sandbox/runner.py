@@ -73,9 +73,9 @@ class Runner:
         root = setup["root"]
         mounts.make_private_folder(root)
         self._box_limit = BoxLimit(f"{root}/turns", setup["processes"])
-        kernel = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
-        has_nproc_per_box = kernel >= (5, 14) and not setup["old"]  # older ones count processes per user
-        cgroups = Cgroups.find() if setup["bwrap"] and setup["cgroups"] else None
+        # Older kernels count processes per user.
+        has_nproc_per_box = tuple(map(int, re.findall(r"\d+", platform.release())[:2])) >= (5, 14)
+        cgroups = Cgroups.find() if setup["bwrap"] else None
         self.info: dict[str, Any] = {"pid": os.getpid(), "layers": [], "missing": []}
         """For the client; the pid is as seen from outside its namespaces."""
         if setup["bwrap"]:

@@ -46,10 +46,6 @@ class SandboxError(RuntimeError):
 class RunnerClient:
     """Belongs to the process that created it, and to one event loop at a time."""
 
-    has_cgroups, is_old_kernel = True, False
-    """Whether to look for memory cgroups; whether to treat the kernel as older than 5.14. Tests of the watchdog set
-    these."""
-
     def __init__(self, settings: SandboxConfig) -> None:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
@@ -146,11 +142,6 @@ class RunnerClient:
                 self.close(_LOST)
                 raise SandboxError(f"the process that starts boxes exited: {error}") from None
 
-    @property
-    def pid(self) -> int:
-        """Pid of the process that starts boxes; 0 without one."""
-        return int(self.runner_info["pid"]) if self.runner_info is not None and self._owner == os.getpid() else 0
-
     def close(self, reason: str = "the sandbox was closed") -> None:
         """End the process and with it all boxes. The next run starts another process.
 
@@ -197,8 +188,6 @@ class RunnerClient:
             "bwrap": bwrap,
             "python": os.path.realpath(sys.base_prefix),
             "packages": packages,
-            "cgroups": self.has_cgroups,
-            "old": self.is_old_kernel,
         }
         client_socket.sendall(encode_frame(setup))
         client_socket.setblocking(False)

@@ -1,8 +1,7 @@
 """System calls available to a box: a BPF program for `bwrap --seccomp`, built without libseccomp.
 
 A deny-list on top of what an unprivileged process in its own namespaces may do, so ordinary programs do not notice it.
-It covers calls with a history of kernel exploits, those that inspect other processes, and those that allocate memory
-which no process accounts for and a watchdog could not count. Calls newer than this list fail as nonexistent.
+Calls newer than this list fail as nonexistent.
 """
 
 from __future__ import annotations
