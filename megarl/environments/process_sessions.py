@@ -1,4 +1,4 @@
-"""The rank's side of tools and environments: one session per conversation. User code is never imported into the rank."""
+"""The rank's side of tools and environments: one session per conversation. A rank never imports user code."""
 
 from __future__ import annotations
 

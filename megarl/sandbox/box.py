@@ -1,4 +1,4 @@
-"""The sandbox API: `Sandbox` runs a command in a box, a harness that returns results, or a Python session (`README.md`).
+"""The sandbox API: `Sandbox` runs a command in a box, a harness that returns results, or a Python session.
 
 A box contains only Python (`python3`, with numpy and sympy if this machine's interpreter has them), /usr, and the given
 files, in its working directory /tmp. It has no network and sees no other process and nothing else of this machine.
@@ -138,11 +138,8 @@ class Sandbox:
         try:
             tree = json.loads(settings_json)
         except ValueError:
-            tree = None
-        if not isinstance(tree, dict):
-            raise ConfigError(
-                f"{VARIABLE} must hold the section sandbox as JSON, not {strict.short_repr(settings_json)}"
-            )
+            value = strict.short_repr(settings_json)
+            raise ConfigError(f"{VARIABLE} must hold the section sandbox as JSON, not {value}") from None
         return cls(strict.build_dataclass(SandboxConfig, tree, "sandbox.", root=SandboxConfig))
 
     async def run(

@@ -81,8 +81,8 @@ class Box:
         self._blobs = ()
         self._start_clock(_SETTING_UP_S, first_check=_SETTING_UP_S)
         spec = BoxSpec(tuple(self._order["command"]), self._order["channel"], self._memory)
-        self._namespace = self._warm_pool.take(spec, int(self._limits["disk_mb"]), int(self._limits["files"]))
-        namespace = self._namespace
+        namespace = self._warm_pool.take(spec, int(self._limits["disk_mb"]), int(self._limits["files"]))
+        self._namespace = namespace
         namespace.on_started, namespace.on_exited = self._on_started, self._finish
         for name, content in zip(self._order["files"], contents, strict=True):
             write_file(f"{namespace.folder}/tmp", name, content)

@@ -98,16 +98,8 @@ class RunnerClient:
         preamble: first bytes on the channel; without it there is none.
         """
         await self.connect()
-        order = {
-            "number": next(self.numbers),
-            "kind": "run",
-            "session": False,
-            "channel": bool(preamble),
-            "command": command,
-            "files": list(files),
-            "fetch": list(fetch),
-            "limits": limits,
-        }
+        order: dict[str, Any] = {"number": next(self.numbers), "kind": "run", "session": False, "limits": limits}
+        order |= {"command": command, "channel": bool(preamble), "files": list(files), "fetch": list(fetch)}
         response, (stdout, stderr, channel, *contents) = await self.request(order, [stdin, preamble, *files.values()])
         fetched = dict(zip(response["files"], contents, strict=True))
         status, reason, seconds = response["status"], response["reason"], response["seconds"]
