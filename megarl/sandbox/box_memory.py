@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator
 from megarl.processes.children import ignore_signals
 
 _NAME = "megarl-sandbox-"
-_CLEANING_TRIES = 200
 
 
 class Cgroups:
@@ -110,7 +109,7 @@ class Cgroups:
             if self._version == 2:
                 _write(f"{os.path.dirname(self._folder)}/cgroup.procs", str(os.getpid()))
             select.select([pidfd], [], [])
-            for _ in range(_CLEANING_TRIES):  # the last boxes may still be exiting
+            for _ in range(200):  # the last boxes may still be exiting
                 if _remove(self._folder):
                     break
                 time.sleep(0.05)

@@ -50,7 +50,6 @@ _FLOOD = 64
 """A session that prints more than this multiple of its output limit is ended, because reading it costs us time."""
 _SETTING_UP_S = 60.0
 _PIECE = 1 << 16
-_IDLE_CHECK_S = 3600.0
 
 
 class Box:
@@ -111,7 +110,7 @@ class Box:
         """End the box if it exceeds a limit. Returns the time of the next check."""
         namespace = self._namespace
         if not self.is_running or self._reason or namespace is None:
-            return now + _IDLE_CHECK_S
+            return now + 3600.0
         if now >= self._deadline:
             self.end("time")
         elif now >= self._next_check:

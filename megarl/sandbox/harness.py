@@ -12,7 +12,6 @@ from megarl.sandbox.results import Limits, Result
 _ISOLATED_PYTHON = ["python3", "-I", "-S", "-c"]
 HARNESS_COMMAND = [*_ISOLATED_PYTHON, Path(__file__).with_name("inside_harness.py").read_text(encoding="utf-8")]
 SESSION_COMMAND = [*_ISOLATED_PYTHON, Path(__file__).with_name("inside_session.py").read_text(encoding="utf-8")]
-_DIGITS = 9
 
 
 def encode_preamble(nonce: str, source: str) -> bytes:
@@ -32,7 +31,7 @@ def parse_results(data: bytes, nonce: str, count: int) -> dict[int, Any]:
     for line in data.split(b"\n")[:-1]:  # after the last newline there is nothing or an incomplete line
         head, _, rest = line.partition(b" ")
         digits, _, text = rest.partition(b" ")
-        if not hmac.compare_digest(head, nonce.encode()) or len(digits) > _DIGITS or not digits.isdigit():
+        if not hmac.compare_digest(head, nonce.encode()) or len(digits) > 9 or not digits.isdigit():
             continue
         number = int(digits)
         if number in results:
