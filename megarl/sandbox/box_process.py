@@ -59,7 +59,7 @@ class Box:
         self.number: int = order["number"]
         self.is_running = True
         """Whether the box occupies a slot: always, except a session between its calls."""
-        self.is_finished = False
+        self.is_ending = self.is_finished = False
         self._host, self._warm_pool = host, warm_pool
         self._order, self._limits, self._blobs = order, order["limits"], blobs
         self._is_session: bool = order["session"]
@@ -132,6 +132,7 @@ class Box:
 
         failure: why the box could not start.
         """
+        self.is_ending = True
         self._reason, self._failure = self._reason or reason, self._failure or failure
         if self._namespace is not None:
             self._namespace.kill()
@@ -142,7 +143,7 @@ class Box:
         """Report the outcome and remove the box, once nothing runs in it any more."""
         if self.is_finished:
             return
-        self.is_finished = True
+        self.is_ending = self.is_finished = True
         namespace = self._namespace
         files, refused = dict[str, bytes](), dict[str, str]()
         if namespace is not None:

@@ -110,7 +110,7 @@ class Runner:
         """Start the first waiting boxes and calls, one for each free slot."""
         while self._waiting:
             box, begin = self._waiting[0]
-            if not box.is_finished:
+            if not box.is_ending:
                 slot = self._box_limit.acquire()
                 if slot is None:
                     return
@@ -145,15 +145,7 @@ class Runner:
                 self._waiting.append((box, box.start))
         elif box is None or box.is_finished:
             if kind == "call":
-                outcome: dict[str, Any] = {
-                    "status": None,
-                    "reason": "exit",
-                    "seconds": 0.0,
-                    "files": [],
-                    "refused": {},
-                    "failure": "",
-                }
-                self.host.send({"number": number, "kind": "ended", **outcome}, [b"", b"", b""])
+                self.host.send({"number": number, "kind": "ended", "reason": "exit", "seconds": 0.0}, [b"", b"", b""])
         elif kind == "call":
             self._waiting.append((box, partial(box.call, order["seconds"], blobs[0])))
         else:
