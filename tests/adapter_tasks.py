@@ -81,7 +81,7 @@ def harbor(draw: random.Random, well: bool, folder: Path) -> tuple[Row, Conversa
 
 TASKS: dict[str, tuple[Task, list[dict[str, Any]]]] = {
     "mcp": (mcp, [ADDS]),
-    "harbor": (harbor, [build_schema(HarborTask.bash, "bash", bound=True)]),
+    "harbor": (harbor, [build_schema(HarborTask().bash, "bash")]),
 }
 """With the schemas of their tools."""
 if find_spec("mcp") is None:  # an extra: pip install -e .[mcp]

@@ -129,15 +129,15 @@ def schemas() -> dict[str, list[dict[str, Any]]]:
     from megarl.environments.schemas import build_schema
 
     def of(function: Any) -> list[dict[str, Any]]:
-        return [build_schema(function, function.__name__, bound=True)]
+        return [build_schema(function, function.__name__)]
 
-    python = of(Python.python)
+    python = of(Python().python)
     return {
-        "tool": of(Calculator.calculator),
+        "tool": of(Calculator().calculator),
         "maths": python,
         "code": python,
-        "game": of(Guess.guess),
-        "search": of(Search.search),
+        "game": of(Guess().guess),
+        "search": of(Search().search),
     }
 
 

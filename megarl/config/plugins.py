@@ -61,10 +61,11 @@ def call_targets(function: Any) -> tuple[Any, ...]:
     return function, getattr(function, "func", None), type(function).__call__
 
 
-def format_error(error: BaseException) -> str:
-    """Format an exception of user code as one line."""
+def format_error(error: BaseException, named: bool = True) -> str:
+    """Format an exception of user code as one line; `named` prefixes its class, which stands alone without a text."""
+    kind = type(error).__name__
     try:
-        text = " ".join(str(error).split())[:1000]
+        text = " ".join(str(error).split())[:2000]
     except Exception:  # __str__ is user code
         text = ""
-    return f"{type(error).__name__}: {text}"
+    return f"{kind}: {text}" if text and named else text or kind

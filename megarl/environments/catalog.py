@@ -9,18 +9,16 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megarl.config.strict import ConfigError, closest_match
-from megarl.environments.loading import ENVIRONMENTS_KEY, TOOLS_KEY, check_spec
+from megarl.config import ConfigError, RolloutConfig
+from megarl.config.strict import closest_match
+from megarl.environments.loading import ENVIRONMENTS_KEY, TOOLS_KEY
 from megarl.environments.protocol import EnvironmentInfo
 from megarl.environments.tools import Tool
-from megarl.processes.children import NO_LIMITS, ProcessLimits
+from megarl.processes.children import ProcessLimits
 from megarl.processes.worker_process import ForkServer, WorkerUnavailable
-
-if TYPE_CHECKING:
-    from megarl.config import RolloutConfig
-    from megarl.types import Prompt
+from megarl.types import Prompt
 
 SERVE = "megarl.environments.environment_process:serve"
 COLUMN = "environment"
@@ -69,22 +67,17 @@ class EnvironmentCatalog:
                 f"({available})"
             )
         row = build_row(prompt)
-        for column in environment.required_columns:
-            if column not in row:
-                available = ", ".join(row)
-                raise ConfigError(
-                    f"prompt {prompt.id} has no column {column!r}, which reset of {environment.spec} needs "
-                    f"(it has {available})"
-                )
+        if missing := [column for column in environment.required_columns if column not in row]:
+            raise ConfigError(
+                f"prompt {prompt.id} has no column {missing[0]!r}, which reset of {environment.spec} needs "
+                f"(it has {', '.join(row)})"
+            )
         return environment
 
     def is_run_by_agent(self, prompt: Prompt) -> bool:
         """Return whether an agent runs the prompt's conversations."""
-        return (
-            bool(self.environments)
-            and (environment := self.find_environment(prompt)) is not None
-            and environment.kind == "agent"
-        )
+        environment = self.find_environment(prompt)
+        return environment is not None and environment.kind == "agent"
 
     def select_schemas(self, prompt: Prompt, schemas: Sequence[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
         """Return schemas of the tools this prompt allows: those it lists, else all, its environment's first.
@@ -110,11 +103,8 @@ class EnvironmentCatalog:
 
 def build_row(prompt: Prompt) -> dict[str, Any]:
     """Return the prompt's columns, as `reset` and agents receive them."""
-    columns = {
-        "prompt": [dict(message) for message in prompt.messages],
-        "ground_truth": prompt.ground_truth,
-        "data_source": prompt.data_source,
-    }
+    messages = [dict(message) for message in prompt.messages]
+    columns = {"prompt": messages, "ground_truth": prompt.ground_truth, "data_source": prompt.data_source}
     return {**prompt.extra, **columns}
 
 
@@ -124,8 +114,8 @@ def load_catalog(config: RolloutConfig) -> EnvironmentCatalog:
     Raises ConfigError if an entry cannot be loaded or described, its module ends the process or times out, or two
     entries share a name.
     """
-    limits = ProcessLimits(config.pass_env, config.tool_memory_mb)
-    described = _describe_all(config.tools, config.environments, limits)
+    specs = [(TOOLS_KEY, spec) for spec in config.tools] + [(ENVIRONMENTS_KEY, spec) for spec in config.environments]
+    described = _describe_all(tuple(dict.fromkeys(specs)), ProcessLimits(config.pass_env, config.tool_memory_mb))
     tools: dict[str, Tool] = {}
     for spec in config.tools:
         for schema in described[TOOLS_KEY, spec].schemas:
@@ -153,8 +143,6 @@ def load_catalog(config: RolloutConfig) -> EnvironmentCatalog:
 
 def load_tools(specs: Sequence[str]) -> dict[str, Tool]:
     """Return tools by name; errors as in `load_catalog`. Their functions cannot be called in this process."""
-    from megarl.config import RolloutConfig
-
     return dict(load_catalog(RolloutConfig(tools=tuple(specs))).tools)
 
 
@@ -163,44 +151,35 @@ def _refuse_call(**arguments: Any) -> str:
 
 
 @functools.cache
-def _describe_all(
-    tools: tuple[str, ...], environments: tuple[str, ...], limits: ProcessLimits = NO_LIMITS
-) -> Mapping[tuple[str, str], EnvironmentInfo]:
-    specs = {(TOOLS_KEY, spec): None for spec in tools} | {(ENVIRONMENTS_KEY, spec): None for spec in environments}
-    for key, spec in specs:
-        check_spec(spec, key)
+def _describe_all(specs: tuple[tuple[str, str], ...], limits: ProcessLimits) -> dict[tuple[str, str], EnvironmentInfo]:
+    """Load each (key, spec) in another process and return the descriptions that it sends."""
     if not specs:
         return {}
+
+    async def load(log: Path) -> list[dict[str, Any]]:
+        fork_server = ForkServer(SERVE, {}, log, limits)
+        try:
+            process = await fork_server.start_worker({"load": specs})
+            process.end()
+            return list(process.ready_message)
+        except WorkerUnavailable as error:
+            failed_spec = error.loading or ", ".join(spec for _, spec in specs)
+            key = next((key for key, spec in specs if spec == failed_spec), TOOLS_KEY)
+            if "could not load it: " in (message := str(error)):
+                raise ConfigError(message.partition("could not load it: ")[2]) from None
+            hint = " ".join(log.read_text(errors="replace").split())[-300:] if log.is_file() else ""
+            hint = f" ({hint})" if hint else "; maybe its module ends the interpreter"
+            raise ConfigError(f"{key}: {message}{hint}") from None
+        finally:
+            await asyncio.to_thread(fork_server.close)
+
     # asyncio.run needs its own thread: an event loop may be running in this one.
     with ThreadPoolExecutor(1) as executor, tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log")
-        descriptions = executor.submit(asyncio.run, _load_descriptions(list(specs), log, limits)).result()
-    return dict(zip(specs, descriptions, strict=True))
-
-
-async def _load_descriptions(
-    specs: Sequence[tuple[str, str]], log: Path, limits: ProcessLimits
-) -> list[EnvironmentInfo]:
-    fork_server = ForkServer(SERVE, {}, log, limits)
-    try:
-        process = await fork_server.start_worker({"load": specs})
-        process.end()
-        return [
-            EnvironmentInfo(**{name: _lists_to_tuples(value) for name, value in description.items()})
-            for description in process.ready_message
-        ]
-    except WorkerUnavailable as error:
-        failed_spec = error.loading or ", ".join(spec for _, spec in specs)
-        key = next((key for key, spec in specs if spec == failed_spec), TOOLS_KEY)
-        if "could not load it: " in (message := str(error)):
-            raise ConfigError(message.partition("could not load it: ")[2]) from None
-        hint = " ".join(log.read_text(errors="replace").split())[-300:] if log.is_file() else ""
-        hint = f" ({hint})" if hint else "; maybe its module ends the interpreter"
-        raise ConfigError(f"{key}: {message}{hint}") from None
-    finally:
-        await asyncio.to_thread(fork_server.close)
-
-
-def _lists_to_tuples(value: Any) -> Any:
-    """Convert a list, which JSON makes of a tuple, back to a tuple; the outermost level only."""
-    return tuple(value) if isinstance(value, list) else value
+        descriptions = executor.submit(asyncio.run, load(Path(folder, "log"))).result()
+    described = {}
+    for spec, description in zip(specs, descriptions, strict=True):  # JSON has made lists of tuples
+        fields: dict[str, Any] = {
+            n: tuple(value) if isinstance(value, list) else value for n, value in description.items()
+        }
+        described[spec] = EnvironmentInfo(**fields)
+    return described

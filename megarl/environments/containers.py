@@ -14,6 +14,7 @@ import subprocess
 import tarfile
 import tempfile
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 from megarl.config import ConfigError
@@ -49,6 +50,10 @@ def find_runtime() -> str:
     raise ConfigError("containers are not available here: " + "; ".join(failures))
 
 
+def _format_env(env: Mapping[str, str], where: str) -> list[str]:
+    return [option for name, value in env.items() for option in ("--env", f"{name}={substitute_env(value, where)}")]
+
+
 class Container:
     """A task's container for one session. It ends when its stdin closes, so it never outlives this process."""
 
@@ -61,33 +66,21 @@ class Container:
 
     async def start(self) -> None:
         """Start the container. Raises SessionLost if its image cannot be built or it does not start."""
-        task, where = self.task, f"task {self.task.name}"
-        image = task.image or await asyncio.to_thread(self._build_image)
-        options = [
-            "run",
-            "--rm",
-            "-i",
-            "--name",
-            self._name,
-            "--pids-limit",
-            str(_MAX_PROCESSES),
-            "--entrypoint",
-            "cat",
-        ]
+        settings, where = self.task.environment, f"task {self.task.name}"
+        image = settings.docker_image or await asyncio.to_thread(self._build_image)
+        options = ["--rm", "-i", "--name", self._name, "--pids-limit", str(_MAX_PROCESSES), "--entrypoint", "cat"]
         options += ["--security-opt", "no-new-privileges"]
-        options += ["--memory", f"{task.memory_mb}m"] if task.memory_mb else []
-        options += ["--cpus", f"{task.cpus:g}"] if task.cpus else []
-        options += ["--workdir", task.workdir] if task.workdir else []
-        options += [] if task.has_network else ["--network", "none"]
-        for name, value in task.env.items():
-            options += ["--env", f"{name}={substitute_env(value, where)}"]
+        options += ["--memory", f"{int(settings.memory_mb)}m"] if settings.memory_mb else []
+        options += ["--cpus", f"{settings.cpus:g}"] if settings.cpus else []
+        options += ["--workdir", settings.workdir] if settings.workdir else []
+        options += [] if self.task.has_network else ["--network", "none"]
         self._process = await asyncio.create_subprocess_exec(
-            *(self._runtime, *options, image),
+            *(self._runtime, "run", *options, *_format_env(settings.env, where), image),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
         )
-        async with asyncio.timeout(task.build_timeout):  # may include a download from a registry
+        async with asyncio.timeout(settings.build_timeout_sec):  # may include a download from a registry
             while (await self._run_command("exec", self._name, "true"))[0] != 0:
                 if self._process.returncode is not None:
                     assert self._process.stderr is not None
@@ -106,13 +99,12 @@ class Container:
             fcntl.flock(lock, fcntl.LOCK_EX)  # all sessions of a group need it at the same time
             if subprocess.run([self._runtime, "image", "inspect", image], capture_output=True).returncode == 0:
                 return image
+            command = [self._runtime, "build", "-q", "-t", image, str(folder)]
+            limit = self.task.environment.build_timeout_sec
             try:
-                command = [self._runtime, "build", "-q", "-t", image, str(folder)]
-                result = subprocess.run(command, capture_output=True, timeout=self.task.build_timeout)
+                result = subprocess.run(command, capture_output=True, timeout=limit)
             except subprocess.TimeoutExpired:
-                raise SessionLost(
-                    f"task {self.task.name}: building its image took more than {self.task.build_timeout:g} s"
-                ) from None
+                raise SessionLost(f"task {self.task.name}: building its image took more than {limit:g} s") from None
         if result.returncode:
             stderr = result.stderr.decode(errors="replace").strip()[-300:]
             raise SessionLost(f"task {self.task.name}: its image cannot be built: {stderr}")
@@ -120,11 +112,8 @@ class Container:
 
     async def run(self, command: str, seconds: float) -> tuple[int | None, str]:
         """Run a command in a new shell and return its status and output; the status is None after a timeout."""
-        user = ["--user", self.task.user] if self.task.user else []
-        command_line = ["timeout", "-s", "KILL", f"{seconds:g}", "bash", "-c", command]
-        status, output = await self._run_command(
-            "exec", *user, self._name, *command_line, limit=seconds + _COMMAND_TIMEOUT_S
-        )
+        user = ["--user", self.task.agent.user] if self.task.agent.user else []
+        status, output = await self._run_bash(user, seconds, "-c", command)
         if status in (125, 126, 127, 137, None) and (await self._run_command("exec", self._name, "true"))[0] != 0:
             self.is_lost = True
         return (None if status == 137 else status), output
@@ -137,23 +126,25 @@ class Container:
         """
         await self._run_command("exec", "--user", "0", self._name, "bash", "-c", "kill -9 -1")
         fresh = "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier && chmod 777 /logs/verifier"
-        await self._run_checked("exec", "--user", "0", self._name, "bash", "-c", fresh)
-        await self._run_checked("cp", f"{self.task.folder / 'tests'}/.", f"{self._name}:/tests")
-        where = f"task {self.task.name}"
-        options = ["--user", self.task.verifier_user] if self.task.verifier_user else []
-        for name, value in self.task.verifier_env.items():
-            options += ["--env", f"{name}={substitute_env(value, where)}"]
-        command_line = ["timeout", "-s", "KILL", f"{self.task.verifier_timeout:g}", "bash", "/tests/test.sh"]
-        status, output = await self._run_command(
-            "exec", *options, self._name, *command_line, limit=self.task.verifier_timeout + _COMMAND_TIMEOUT_S
-        )
+        for command in (
+            ["exec", "--user", "0", self._name, "bash", "-c", fresh],
+            ["cp", f"{self.task.folder / 'tests'}/.", f"{self._name}:/tests"],
+        ):
+            status, data = await self._run_command(*command)
+            if status != 0:
+                message = data.decode(errors="replace").strip()[-300:]
+                raise SessionLost(f"task {self.task.name}: its container failed: {message}")
+        verifier = self.task.verifier
+        options = ["--user", verifier.user] if verifier.user else []
+        options += _format_env(verifier.env, f"task {self.task.name}")
+        status, output = await self._run_bash(options, verifier.timeout_sec, "/tests/test.sh")
         self.is_lost = status in (None, 137)
         files = {name: await self._read_file(f"/logs/verifier/{name}") for name in REWARD_FILES}
         return {name: data for name, data in files.items() if data is not None}, output
 
     async def _read_file(self, path: str) -> bytes | None:
         """Read a regular file of the container; symbolic links are not followed."""
-        status, data = await self._run_command_bytes("cp", f"{self._name}:{path}", "-", max_bytes=4 * MAX_REWARD_BYTES)
+        status, data = await self._run_command("cp", f"{self._name}:{path}", "-", max_bytes=4 * MAX_REWARD_BYTES)
         if status != 0:
             return None
         with contextlib.suppress(tarfile.TarError), tarfile.open(fileobj=io.BytesIO(data)) as packed:
@@ -162,16 +153,12 @@ class Container:
                 return file.read()
         return None
 
-    async def _run_checked(self, *command: str) -> None:
-        status, output = await self._run_command(*command)
-        if status != 0:
-            raise SessionLost(f"task {self.task.name}: its container failed: {output.strip()[-300:]}")
+    async def _run_bash(self, options: list[str], seconds: float, *arguments: str) -> tuple[int | None, str]:
+        command = ["exec", *options, self._name, "timeout", "-s", "KILL", f"{seconds:g}", "bash", *arguments]
+        status, output = await self._run_command(*command, limit=seconds + _COMMAND_TIMEOUT_S)
+        return status, output.decode(errors="replace")
 
-    async def _run_command(self, *command: str, limit: float = _COMMAND_TIMEOUT_S) -> tuple[int | None, str]:
-        status, data = await self._run_command_bytes(*command, limit=limit)
-        return status, data.decode(errors="replace")
-
-    async def _run_command_bytes(
+    async def _run_command(
         self, *command: str, limit: float = _COMMAND_TIMEOUT_S, max_bytes: int = 2 * _OUTPUT_PART_BYTES
     ) -> tuple[int | None, bytes]:
         """Run a command of the container runtime and return its status and output.

@@ -27,10 +27,11 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.config.plugins import format_error
 from megarl.config.strict import ConfigError
 from megarl.environments.loading import TOOLS_KEY, LoadedEnvironment, load, with_schemas
 from megarl.environments.protocol import SessionLost
-from megarl.environments.tools import Tool, format_error
+from megarl.environments.tools import Tool
 from megarl.processes.messages import encode_frame, iter_orders, read_order
 from megarl.utils.text import find_media_type
 
@@ -51,8 +52,7 @@ def serve(wire: socket.socket, settings: dict[str, Any], order: dict[str, Any]) 
         if any(entry.info.is_async for entry in loaded):
             asyncio.run(_serve_async(wire, worker))
             return
-        _run_sync(worker.connect())
-        wire.sendall(encode_frame({"ready": worker.describe()}))
+        _run_sync(worker.connect(wire))
     except ConfigError as error:
         wire.sendall(encode_frame({"error": str(error)}))
         return
@@ -62,8 +62,7 @@ def serve(wire: socket.socket, settings: dict[str, Any], order: dict[str, Any]) 
 
 async def _serve_async(wire: socket.socket, worker: _EnvironmentWorker) -> None:
     """Serve one order at a time in a loop that keeps running in between, for connections that must stay alive."""
-    await worker.connect()
-    wire.sendall(encode_frame({"ready": worker.describe()}))
+    await worker.connect(wire)
     wire.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=wire)
     while True:
@@ -92,10 +91,12 @@ class _EnvironmentWorker:
         self._tools: dict[str, Any] = {}
         """Of `rollout.tools`: by spec, a `Tool` or an object with `tools` and `call`."""
         self._environment: Any = None
+        self._stage = ""
+        """Which of the user's methods runs, for messages."""
         self._start_folder = os.getcwd()
 
-    async def connect(self) -> None:
-        """Create the objects behind stateless tools. Raises ConfigError."""
+    async def connect(self, wire: socket.socket) -> None:
+        """Create the objects behind stateless tools, and send the descriptions. Raises ConfigError."""
         for index, entry in enumerate(self._loaded):
             if entry.info.kind != "tools":
                 continue
@@ -111,42 +112,40 @@ class _EnvironmentWorker:
                     self._loaded[index] = LoadedEnvironment(info, entry.target)
             except BaseException as error:  # noqa: B036
                 raise ConfigError(f"{TOOLS_KEY}: {entry.info.spec} cannot be started: {format_error(error)}") from None
-
-    def describe(self) -> list[dict[str, Any]]:
-        return [dataclasses.asdict(entry.info) for entry in self._loaded]
+        wire.sendall(encode_frame({"ready": [dataclasses.asdict(entry.info) for entry in self._loaded]}))
 
     async def handle_order(self, order: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = await getattr(self, f"_{order['do']}")(order)
+        """Return the answer to an order; whatever it raises becomes {"failed", "kind", "trace"}."""
+        try:
+            answer: dict[str, Any] = await getattr(self, f"_{order['do']}")(order)
+        except BaseException as error:  # noqa: B036  SystemExit and the like must not end the process silently
+            frames = traceback.extract_tb(error.__traceback__)
+            user_frames = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE_FOLDER)]
+            location = f" ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else ""
+            answer = {"failed": f"{self._stage} raised {format_error(error)}{location}", **_describe_error(error)}
         with contextlib.suppress(OSError):  # a tool may have changed the working directory
             os.chdir(self._start_folder)
         return answer
 
     async def _begin(self, order: dict[str, Any]) -> dict[str, Any]:
-        (entry,), stage = self._loaded, "it"
-        info = entry.info
-        try:
-            self._environment = entry.target()
-            stage = "reset"
-            row = {
-                name: value
-                for name, value in order["row"].items()
-                if info.accepted_columns is None or name in info.accepted_columns
-            }
-            messages = (
-                await _await_value(self._environment.reset(**row)) if hasattr(self._environment, "reset") else None
-            )
+        (entry,) = self._loaded
+        info, self._stage = entry.info, "it"
+        self._environment = entry.target()
+        messages = None
+        if hasattr(self._environment, "reset"):
+            self._stage = "reset"
+            row, accepted = order["row"], info.accepted_columns
+            columns = {name: value for name, value in row.items() if accepted is None or name in accepted}
+            messages = await _await_value(self._environment.reset(**columns))
             if not isinstance(messages, str | list | tuple | None):
                 raise TypeError(f"it returned a {type(messages).__name__}: it must return None, text or messages")
-            stage = "tools"
-            schemas = await _await_value(self._environment.tools()) if info.has_dynamic_tools else info.schemas
-            all_schemas = with_schemas(info, schemas, info.name).schemas
-            json.dumps(messages)
-        except BaseException as error:  # noqa: B036
-            return _make_failure(stage, error)
-        return {"messages": messages, "schemas": all_schemas}
+        self._stage = "tools"
+        schemas = await _await_value(self._environment.tools()) if info.has_dynamic_tools else info.schemas
+        schemas = with_schemas(info, schemas, info.name).schemas
+        json.dumps(messages)
+        return {"messages": messages, "schemas": schemas}
 
     async def _call(self, order: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = {}
         name, arguments = order["name"], order["arguments"]
         try:
             target = self._tools[order["spec"]] if order["spec"] else self._environment
@@ -156,38 +155,30 @@ class _EnvironmentWorker:
                 value = target.call(name, arguments)
             else:
                 value = getattr(target, name)(**arguments)
-            ok, text = True, dump_output(await _await_value(value))
+            return {"ok": True, "text": truncate_middle(dump_output(await _await_value(value)))}
         except SessionLost as error:
             return {**_describe_error(error), "lost": format_error(error, named=False)}
-        except BaseException as error:  # noqa: B036  SystemExit and the like must not end the process silently
-            ok, text = False, f"Error: {format_error(error, named=False)}"
-            answer = _describe_error(error)
-        return {**answer, "ok": ok, "text": truncate_middle(text)}
+        except BaseException as error:  # noqa: B036
+            text = truncate_middle(f"Error: {format_error(error, named=False)}")
+            return {**_describe_error(error), "ok": False, "text": text}
 
     async def _reward(self, order: dict[str, Any]) -> dict[str, Any]:
-        accepted = self._loaded[0].info.reward_arguments
-        try:
-            value = await _await_value(self._environment.reward(**{name: order[name] for name in accepted}))
-            return {"value": to_json_value(value)}
-        except BaseException as error:  # noqa: B036
-            return _make_failure("reward", error)
+        self._stage = "reward"
+        arguments = {name: order[name] for name in self._loaded[0].info.reward_arguments}
+        return {"value": to_json_value(await _await_value(self._environment.reward(**arguments)))}
 
     async def _end(self, order: dict[str, Any]) -> dict[str, Any]:
+        self._stage = "close"
         environment, self._environment = self._environment, None
-        try:
-            if environment is not None and hasattr(environment, "close"):
-                await _await_value(environment.close())
-        except BaseException as error:  # noqa: B036
-            return _make_failure("close", error)
+        if hasattr(environment, "close"):
+            await _await_value(environment.close())
         return {}
 
     async def _run(self, order: dict[str, Any]) -> dict[str, Any]:
+        self._stage = "it"
         try:
-            run = self._loaded[0].target
-            value = await run(row=order["row"], base_url=order["base_url"], api_key=order["api_key"])
-            return {"value": to_json_value(value)}
-        except BaseException as error:  # noqa: B036
-            return _make_failure("it", error)
+            arguments = {name: order[name] for name in ("row", "base_url", "api_key")}
+            return {"value": to_json_value(await self._loaded[0].target(**arguments))}
         finally:
             pending_tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in pending_tasks:
@@ -208,11 +199,11 @@ def dump_output(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def truncate_middle(text: str, limit: int = OUTPUT_LIMIT) -> str:
-    """Replace the middle of a text longer than `limit` characters."""
-    if len(text) <= limit:
+def truncate_middle(text: str) -> str:
+    """Replace the middle of a text longer than `OUTPUT_LIMIT`."""
+    if len(text) <= OUTPUT_LIMIT:
         return text
-    half = limit // 2
+    half = OUTPUT_LIMIT // 2
     return f"{text[:half]} ... ({len(text) - 2 * half} characters cut) ... {text[-half:]}"
 
 
@@ -220,22 +211,10 @@ def to_json_value(value: Any) -> Any:
     """Convert a reward to JSON values. Raises TypeError with a readable message if that is impossible."""
     if all(hasattr(value, name) for name in ("reward", "parts", "turns")):
         value = {name: getattr(value, name) for name in ("reward", "parts", "turns")}
-    try:
-        return json.loads(json.dumps(value, default=_array_to_list))
+    try:  # scalars and arrays of numpy and torch have `tolist`
+        return json.loads(json.dumps(value, default=lambda array: array.tolist()))
     except (TypeError, ValueError, AttributeError, RecursionError):
         raise TypeError(f"it returned a {type(value).__name__}; it must return a number") from None
-
-
-def _array_to_list(value: Any) -> Any:
-    # numpy and torch scalars and arrays; anything else raises AttributeError, which the caller handles
-    return value.tolist()
-
-
-def _make_failure(what: str, error: BaseException) -> dict[str, Any]:
-    frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE_FOLDER)]
-    location = f" ({user_frames[-1].filename}:{user_frames[-1].lineno})" if user_frames else ""
-    return {"failed": f"{what} raised {format_error(error)}{location}", **_describe_error(error)}
 
 
 def _describe_error(error: BaseException) -> dict[str, str]:

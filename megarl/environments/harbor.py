@@ -1,63 +1,41 @@
 """Task folders in Harbor's format as environments: `harbor:FOLDER`.
 
-The policy has a tool `bash`; the reward is what the task's verifier writes. A prompt's column `task` names the folder;
-`.venv/bin/python tools/environment_rows.py harbor:FOLDER FILE.jsonl` makes prompts of all tasks. A task with an image
-runs in a docker or podman container, whichever is available; one without in the sandbox. There is no fallback.
+The policy has a tool `bash`; the reward is what the task's verifier writes. A prompt's column `task` names the folder.
+A task with an image runs in a container, one without in the sandbox; there is no fallback. See `ADAPTERS.md`.
 """
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.config import ConfigError
 from megarl.environments.containers import Container, find_runtime
 from megarl.environments.harbor_tasks import Task, parse_reward, read_tasks
 from megarl.environments.protocol import SessionLost
-from megarl.environments.task_boxes import TaskBox
+from megarl.environments.task_sandbox import TaskSandbox
+from megarl.sandbox.box import Sandbox, probe
 
 COMMAND_LIMIT_S = 120.0
 """Timeout of one of the policy's commands."""
 _MARGIN_S = 120.0
 
 
-class TaskMachine(Protocol):
-    """Where one session's task runs. `is_lost` is set if the policy's actions ended it."""
-
-    is_lost: bool
-
-    async def start(self) -> None: ...
-
-    async def run(self, command: str, seconds: float) -> tuple[int | None, str]: ...
-
-    async def verify(self) -> tuple[dict[str, bytes], str]: ...
-
-    async def close(self) -> None: ...
-
-
 def environment(folder: str) -> type[HarborTask]:
     """Return the class for `harbor:FOLDER`. Raises ConfigError if a task of the folder cannot run here."""
-    tasks, has_probed = read_tasks(folder), False
+    tasks = read_tasks(folder)
     for task in tasks:
         try:
-            if task.image or task.has_dockerfile:
+            if task.has_container:
                 find_runtime()
             else:
-                box = TaskBox(task)
-                if not has_probed:
-                    asyncio.run(box.probe())
-                has_probed = True
+                TaskSandbox(task)  # checks its settings
+                probe(Sandbox.from_environment().settings)
         except ConfigError as error:
-            requirement = (
-                "has its own image" if task.image or task.has_dockerfile else "has no image, which is for the sandbox"
-            )
-            raise ConfigError(f"task {task.name} {requirement}: {error}") from None
-    max_seconds = max(task.build_timeout + task.verifier_timeout for task in tasks) + _MARGIN_S
-    attributes = {
-        "tasks": {task.name: task for task in tasks},
-        "timeout": max(max_seconds, COMMAND_LIMIT_S + _MARGIN_S),
-    }
-    return type("HarborTask", (HarborTask,), attributes)
+            image = "has its own image" if task.has_container else "has no image, which is for the sandbox"
+            raise ConfigError(f"task {task.name} {image}: {error}") from None
+    max_seconds = max(task.environment.build_timeout_sec + task.verifier.timeout_sec for task in tasks)
+    timeout = max(max_seconds, COMMAND_LIMIT_S) + _MARGIN_S
+    return type("HarborTask", (HarborTask,), {"tasks": {task.name: task for task in tasks}, "timeout": timeout})
 
 
 def rows(folder: str) -> list[dict[str, Any]]:
@@ -71,13 +49,13 @@ class HarborTask:
 
     tasks: dict[str, Task] = {}
     timeout = 0.0
-    _machine: TaskMachine | None = None
+    _machine: Container | TaskSandbox | None = None
 
     async def reset(self, task: str) -> None:
         if task not in self.tasks:
             raise ConfigError(f"no task {task!r}; tasks are {', '.join(self.tasks)}")
-        chosen = self.tasks[task]
-        self._machine = Container(chosen) if chosen.image or chosen.has_dockerfile else TaskBox(chosen)
+        machine_class = Container if self.tasks[task].has_container else TaskSandbox
+        self._machine = machine_class(self.tasks[task])
         await self._machine.start()
 
     async def bash(self, command: str) -> str:

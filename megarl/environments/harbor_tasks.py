@@ -1,7 +1,6 @@
 """Read task folders in Harbor's format: `task.toml`, `instruction.md`, `environment/`, `tests/test.sh`.
 
-An unsupported feature of a task is an error that names it, never ignored: a task that runs in another setting than its
-author's is another task.
+An unsupported feature is an error that names it: without it the task would be another one.
 """
 
 from __future__ import annotations
@@ -10,9 +9,10 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import BaseModel, Field, ValidationError
 
 from megarl.config import ConfigError
 
@@ -22,35 +22,48 @@ MAX_REWARD_BYTES = 1 << 20
 _MAX_DEPTH = 6  # levels of subfolders searched
 
 
-@dataclass(frozen=True)
-class Task:
-    """A task.
+_Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-    Without `image` and `has_dockerfile` it runs in the sandbox. Times are in seconds and sizes in MiB; 0 means
-    unspecified.
+
+class _EnvironmentTable(BaseModel, strict=True):
+    """`[environment]` of task.toml, in seconds and MiB; 0 means unspecified."""
+
+    docker_image: str = ""
+    workdir: str = ""
+    env: dict[str, str] = {}
+    build_timeout_sec: _Number = 600.0
+    memory_mb: _Number = 0
+    storage_mb: _Number = 0
+    cpus: _Number = 0
+
+
+class _VerifierTable(BaseModel, strict=True):
+    env: dict[str, str] = {}
+    user: str = ""
+    timeout_sec: _Number = 600.0
+
+
+class _AgentTable(BaseModel, strict=True):
+    user: str = ""
+
+
+class Task(BaseModel, strict=True, frozen=True):
+    """A task, with the tables of its task.toml.
 
     Attributes:
         name: its folder, relative to the one given
-        image: image in a registry
-        has_dockerfile: its image is built from a Dockerfile
+        has_container: whether it has an image or a Dockerfile; otherwise it runs in the sandbox
+        has_network: whether its container may use the network
     """
 
     name: str
     folder: Path
     instruction: str
-    image: str = ""
-    has_dockerfile: bool = False
-    workdir: str = ""
-    has_network: bool = True
-    env: Mapping[str, str] = field(default_factory=dict)
-    verifier_env: Mapping[str, str] = field(default_factory=dict)
-    user: str = ""
-    verifier_user: str = ""
-    verifier_timeout: float = 600.0
-    build_timeout: float = 600.0
-    memory_mb: int = 0
-    storage_mb: int = 0
-    cpus: float = 0.0
+    has_container: bool
+    has_network: bool
+    environment: _EnvironmentTable = _EnvironmentTable()
+    verifier: _VerifierTable = _VerifierTable()
+    agent: _AgentTable = _AgentTable()
 
 
 def read_tasks(folder: str) -> tuple[Task, ...]:
@@ -87,7 +100,9 @@ def _read_task(root: Path, folder: Path) -> Task:
     need("steps" not in settings, "has several steps; only tasks of one step can be run")
     need((folder / "instruction.md").is_file(), "has no instruction.md")
     need((folder / "tests" / "test.sh").is_file(), "has no verifier, tests/test.sh; without one there is no reward")
-    environment, verifier, agent = (_get_table(settings, key, where) for key in ("environment", "verifier", "agent"))
+    for key in ("environment", "verifier", "agent"):
+        need(isinstance(settings.setdefault(key, {}), dict), f"`{key}` in task.toml must be a table")
+    environment, verifier = settings["environment"], settings["verifier"]
     need(verifier.get("environment_mode", "shared") == "shared", "needs a separate container for its verifier")
     for key, what in (("environment", "a separate environment"), ("collect", "hooks that collect files")):
         need(key not in verifier, f"has {what} for its verifier, which is not supported")
@@ -99,54 +114,23 @@ def _read_task(root: Path, folder: Path) -> Task:
     need(not compose_files, f"has {compose_files[:1]}; only a single container is supported")
     mode = environment.get("network_mode", "public" if environment.get("allow_internet", True) else "no-network")
     need(mode in ("public", "no-network"), f"wants the network mode {mode!r}; supported are public and no-network")
-    text = (folder / "instruction.md").read_text(encoding="utf-8")
-    return Task(
-        name,
-        folder,
-        _strip_canary(text),
-        str(environment.get("docker_image") or ""),
-        (folder / "environment" / "Dockerfile").is_file() and not environment.get("docker_image"),
-        str(environment.get("workdir") or ""),
-        mode == "public",
-        _get_strings(environment, "env", f"{where}: [environment]"),
-        _get_strings(verifier, "env", f"{where}: [verifier]"),
-        str(agent.get("user") or ""),
-        str(verifier.get("user") or ""),
-        _get_number(verifier, "timeout_sec", 600.0, f"{where}: [verifier]"),
-        _get_number(environment, "build_timeout_sec", 600.0, f"{where}: [environment]"),
-        int(_get_number(environment, "memory_mb", 0, f"{where}: [environment]")),
-        int(_get_number(environment, "storage_mb", 0, f"{where}: [environment]")),
-        _get_number(environment, "cpus", 0, f"{where}: [environment]"),
-    )
-
-
-def _get_table(document: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
-    table = document.get(key) or {}
-    if not isinstance(table, dict):
-        raise ConfigError(f"{where}: `{key}` in task.toml must be a table")
-    return table
-
-
-def _get_strings(table: Mapping[str, Any], key: str, where: str) -> dict[str, str]:
-    strings = table.get(key) or {}
-    if not isinstance(strings, dict) or not all(isinstance(value, str) for value in strings.values()):
-        raise ConfigError(f"{where}: `{key}` must map names to text")
-    return strings
-
-
-def _get_number(table: Mapping[str, Any], key: str, default: float, where: str) -> float:
-    number = table.get(key, default)
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
-        raise ConfigError(f"{where}: `{key}` must be a number that is not negative")
-    return float(number)
-
-
-def _strip_canary(text: str) -> str:
-    """Strip leading lines that only mark the text as excluded from training data."""
-    lines = text.split("\n")
+    lines = (folder / "instruction.md").read_text(encoding="utf-8").split("\n")
+    # Leading lines may only mark the text as excluded from training data.
     while lines and (not lines[0].strip() or ("canary" in lines[0].lower() and lines[0].startswith(("#", "<!--")))):
         lines.pop(0)
-    return "\n".join(lines).strip()
+    try:
+        return Task(
+            **{key: settings[key] for key in ("environment", "verifier", "agent")},
+            name=name,
+            folder=folder,
+            instruction="\n".join(lines).strip(),
+            has_container=bool(environment.get("docker_image")) or (folder / "environment" / "Dockerfile").is_file(),
+            has_network=mode == "public",
+        )
+    except ValidationError as error:
+        fault = error.errors()[0]
+        keys = ".".join(map(str, fault["loc"]))
+        raise ConfigError(f"{where}: `{keys}` in task.toml: {fault['msg']}") from None
 
 
 def parse_reward(files: Mapping[str, bytes]) -> tuple[float, dict[str, float]]:

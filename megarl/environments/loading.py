@@ -5,21 +5,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megarl.config.plugins import is_async
+from megarl.config import plugins
+from megarl.config.plugins import format_error
 from megarl.config.strict import ConfigError
-from megarl.environments.protocol import (
-    ADAPTER_PREFIXES,
-    RESERVED_METHODS,
-    REWARD_ARGUMENTS,
-    EnvironmentInfo,
-    EnvironmentKind,
-)
+from megarl.environments.protocol import ADAPTER_PREFIXES, RESERVED_METHODS, REWARD_ARGUMENTS, EnvironmentInfo
 from megarl.environments.schemas import build_schema, get_parameters
-from megarl.environments.tools import Tool, check_function, check_schema, format_error
+from megarl.environments.tools import Tool, check_function, check_schema
 
 TOOLS_KEY, ENVIRONMENTS_KEY = "rollout.tools", "rollout.environments"
 
@@ -34,68 +30,46 @@ class LoadedEnvironment:
 
 def load(spec: str, key: str) -> LoadedEnvironment:
     """Load an entry of `rollout.tools` or `rollout.environments`. Raises ConfigError with one line."""
-    prefix, _, rest = spec.partition(":")
-    target = _load_adapter(prefix, rest, key) if prefix in ADAPTER_PREFIXES else _import_target(spec, key)
-    where, name = f"{key}: {spec}", rest
+    prefix, _, name = spec.partition(":")
+    where, is_adapter = f"{key}: {spec}", prefix in ADAPTER_PREFIXES and name != ""
+    if is_adapter:
+        try:
+            target = importlib.import_module(f"megarl.environments.{prefix}").environment(name)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        except BaseException as error:  # noqa: B036  a required package may raise anything
+            raise ConfigError(f"{where} cannot be loaded: {format_error(error)}") from None
+    else:
+        target = plugins.load(spec, key)
+    kind = type(target).__name__
+    if isinstance(target, type):
+        if key == TOOLS_KEY and not is_adapter:
+            raise ConfigError(f"{where} is a {kind}: name a class in {ENVIRONMENTS_KEY}")
+        return LoadedEnvironment(_describe_class(target, spec, key), target)
     if key == TOOLS_KEY:
-        if isinstance(target, type):
-            if prefix not in ADAPTER_PREFIXES:
-                raise ConfigError(f"{where} is a {type(target).__name__}: name a class in {ENVIRONMENTS_KEY}")
-            return LoadedEnvironment(_describe_class(target, spec, name, where, "tools"), target)
         if inspect.isfunction(target):
             target = Tool(build_schema(target, where), target, spec)
         if not isinstance(target, Tool):
             raise ConfigError(
-                f"{where} is a {type(target).__name__}, not a megarl.environments.tools.Tool or a function "
-                "with type hints"
+                f"{where} is a {kind}, not a megarl.environments.tools.Tool or a function with type hints"
             )
         check_schema(target.schema, spec)
         check_function(target, spec)
+        is_async = plugins.is_async(target.function)
         return LoadedEnvironment(
-            EnvironmentInfo(spec, target.name, "tools", (target.schema,), is_async=is_async(target.function)), target
+            EnvironmentInfo(spec, target.name, "tools", (target.schema,), is_async=is_async), target
         )
-    if isinstance(target, type):
-        return LoadedEnvironment(_describe_class(target, spec, name, where, "environment"), target)
-    if inspect.iscoroutinefunction(target):
-        try:
-            inspect.signature(target).bind(row=None, base_url="", api_key="")
-        except TypeError as error:
-            raise ConfigError(f"{where} must take row, base_url and api_key: {error}") from None
-        return LoadedEnvironment(EnvironmentInfo(spec, name, "agent", has_reward=True, is_async=True), target)
-    raise ConfigError(
-        f"{where} is a {type(target).__name__}, neither a class nor a coroutine function run(row, base_url, api_key)"
-    )
-
-
-def _load_adapter(prefix: str, rest: str, key: str) -> Any:
-    module = f"megarl.environments.{prefix}"
+    if not inspect.iscoroutinefunction(target):
+        raise ConfigError(f"{where} is a {kind}, neither a class nor a coroutine function run(row, base_url, api_key)")
     try:
-        return importlib.import_module(module).environment(rest)
-    except BaseException as error:  # noqa: B036  a required package may raise anything
-        if isinstance(error, ConfigError):
-            raise ConfigError(f"{key}: {prefix}:{rest}: {error}") from None
-        raise ConfigError(f"{key}: {prefix}:{rest} cannot be loaded: {format_error(error)}") from None
+        inspect.signature(target).bind(row=None, base_url="", api_key="")
+    except TypeError as error:
+        raise ConfigError(f"{where} must take row, base_url and api_key: {error}") from None
+    return LoadedEnvironment(EnvironmentInfo(spec, name, "agent", has_reward=True, is_async=True), target)
 
 
-def _import_target(spec: str, key: str) -> Any:
-    module, _, name = spec.partition(":")
-    try:
-        target = getattr(importlib.import_module(module), name, None)
-    except BaseException as error:  # noqa: B036  an import may raise anything, including SystemExit
-        raise ConfigError(f"{key}: cannot import {module} of {spec!r}: {format_error(error)}") from None
-    if target is None:
-        raise ConfigError(f"{key}: {module} has no {name}")
-    return target
-
-
-def check_spec(spec: str, key: str) -> None:
-    """Raise ConfigError if the spec is not of the form module:name."""
-    module, _, name = spec.partition(":")
-    if not module or not name or module.startswith("."):
-        raise ConfigError(f"{key}: {spec!r} is not of the form module:name")
-
-
-def _describe_class(cls: type, spec: str, name: str, where: str, kind: EnvironmentKind) -> EnvironmentInfo:
+def _describe_class(cls: type, spec: str, key: str) -> EnvironmentInfo:
+    where = f"{key}: {spec}"
     try:
         inspect.signature(cls).bind()
     except TypeError as error:
@@ -109,62 +83,61 @@ def _describe_class(cls: type, spec: str, name: str, where: str, kind: Environme
             f"{where} has a method {present} but not {missing}; a dynamic set of tools needs both: rename it, or add "
             f"the other"
         )
-    has_dynamic_tools = "tools" in methods
-    schemas: tuple[dict[str, Any], ...] = ()
-    if not has_dynamic_tools:
-        tool_names = [name for name in methods if not name.startswith("_") and name not in RESERVED_METHODS]
-        schemas = tuple(build_schema(*methods[name][:1], f"{where}.{name}", methods[name][1]) for name in tool_names)
-        for schema in schemas:
-            check_schema(schema, spec, where.partition(":")[0])
-    if not (has_dynamic_tools or schemas or "reset" in methods or "reward" in methods):
+    schemas: list[dict[str, Any]] = []
+    for name, method in methods.items():
+        if "tools" not in methods and not name.startswith("_") and name not in RESERVED_METHODS:
+            schemas.append(build_schema(method, f"{where}.{name}"))
+            check_schema(schemas[-1], spec, key)
+    if not (schemas or methods.keys() & {"tools", "reset", "reward"}):
         raise ConfigError(f"{where} is not an environment: it has no reset, no reward and no tool method")
-    required, accepted = _inspect_reset(*methods["reset"], f"{where}.reset") if "reset" in methods else ((), ())
+    required: tuple[str, ...] = ()
+    accepted: tuple[str, ...] | None = ()
+    if "reset" in methods:
+        required, accepted = _list_arguments(methods["reset"], f"{where}.reset")
+    reward_arguments: tuple[str, ...] = ()
+    if "reward" in methods:
+        needed, optional = _list_arguments(methods["reward"], f"{where}.reward")
+        if unknown := [name for name in needed if name not in REWARD_ARGUMENTS]:
+            available = ", ".join(REWARD_ARGUMENTS)
+            raise ConfigError(f"{where}.reward takes {unknown[0]}; available arguments are {available}")
+        reward_arguments = tuple(name for name in REWARD_ARGUMENTS if optional is None or name in optional)
     timeout = getattr(cls, "timeout", 0)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout < math.inf:
         raise ConfigError(f"{where}: its `timeout` must be a number of seconds, not {str(timeout)[:80]!r}")
     return EnvironmentInfo(
         spec,
-        name,
-        kind,
-        schemas,
-        has_dynamic_tools,
+        spec.partition(":")[2],
+        "tools" if key == TOOLS_KEY else "environment",
+        tuple(schemas),
+        "tools" in methods,
         required,
         accepted,
         has_reward="reward" in methods,
-        reward_arguments=_inspect_reward(*methods["reward"], f"{where}.reward") if "reward" in methods else (),
+        reward_arguments=reward_arguments,
         timeout=float(timeout),
         is_sandboxed=bool(getattr(cls, "sandboxed", False)),
-        is_async=any(inspect.iscoroutinefunction(function) for function, _ in methods.values()),
+        is_async=any(map(inspect.iscoroutinefunction, methods.values())),
     )
 
 
-Method = tuple[Callable[..., Any], bool]
-"""A function, and whether its first parameter is the object."""
-
-
-def _get_method(cls: type, name: str, where: str) -> Method | None:
-    """Return a method defined by the user, or None.
+def _get_method(cls: type, name: str, where: str) -> Callable[..., Any] | None:
+    """Return a method defined by the user, as if bound to an object; None if it is none.
 
     Private ones are included, to detect whether any is a coroutine function.
     """
     attribute = inspect.getattr_static(cls, name, None)
-    is_bound = not isinstance(attribute, staticmethod)
     function = attribute.__func__ if isinstance(attribute, staticmethod | classmethod) else attribute
-    if not inspect.isfunction(function):
-        if name in RESERVED_METHODS and callable(function):
-            return function, is_bound
+    if not inspect.isfunction(function) and not (name in RESERVED_METHODS and callable(function)):
         return None
     if not name.startswith("_") and (inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)):
         raise ConfigError(f"{where}.{name} is a generator; it must return")
-    return function, is_bound
+    return function if isinstance(attribute, staticmethod) else types.MethodType(function, cls)
 
 
-def _inspect_reset(
-    function: Callable[..., Any], bound: bool, where: str
-) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """Return the columns that `reset` requires and those it accepts, None for all."""
+def _list_arguments(method: Callable[..., Any], where: str) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+    """Return the names of the arguments that a method requires and those it accepts, None for all."""
     required, accepted, accepts_all = [], [], False
-    for parameter in get_parameters(function, where, bound):
+    for parameter in get_parameters(method, where):
         if parameter.kind is parameter.VAR_KEYWORD:
             accepts_all = True
         elif parameter.kind is parameter.POSITIONAL_ONLY:
@@ -174,19 +147,6 @@ def _inspect_reset(
             if parameter.default is parameter.empty:
                 required.append(parameter.name)
     return tuple(required), None if accepts_all else tuple(accepted)
-
-
-def _inspect_reward(function: Callable[..., Any], bound: bool, where: str) -> tuple[str, ...]:
-    """Return which of `REWARD_ARGUMENTS` it takes."""
-    accepted = []
-    for parameter in get_parameters(function, where, bound):
-        if parameter.name in REWARD_ARGUMENTS:
-            accepted.append(parameter.name)
-        elif parameter.kind is parameter.VAR_KEYWORD:
-            accepted += [name for name in REWARD_ARGUMENTS if name not in accepted]
-        elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
-            raise ConfigError(f"{where} takes {parameter.name}; available arguments are {', '.join(REWARD_ARGUMENTS)}")
-    return tuple(accepted)
 
 
 def with_schemas(info: EnvironmentInfo, schemas: Any, key: str) -> EnvironmentInfo:

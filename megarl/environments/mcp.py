@@ -1,17 +1,8 @@
-"""MCP servers as tools: `mcp:FILE.json`, a file in the format common to MCP clients.
-
-    {"mcpServers": {
-        "files": {"command": "npx", "args": ["-y", "@modelcontextprotocol/server-filesystem", "/data"],
-                  "env": {"A": "b"}, "tools": ["read_text_file"]},
-        "search": {"url": "http://127.0.0.1:8000/mcp", "headers": {"Authorization": "Bearer ${SEARCH_KEY}"}}}}
+"""MCP servers as tools: `mcp:FILE.json`, a file in the format common to MCP clients (`ADAPTERS.md`).
 
 Each session has its own servers: a process for each `command` (stdio), a client for each `url` (streamable HTTP). The
-servers' tools are listed when the session starts. A server's environment variables are PATH, HOME and the like, and
-those of its entry; `${NAME}` in a value is read from the session's environment, which has what `rollout.pass_env`
-lists.
-
-The SDK is the official one, `mcp`, 1.30 or 2. Only their common API is used; fields that they name differently are read
-in wire format.
+SDK is the official one, `mcp`, 1.30 or 2. Only their common API is used; fields that they name differently are read in
+wire format.
 """
 
 from __future__ import annotations
@@ -22,15 +13,15 @@ import io
 import json
 import logging
 import os
-import re
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Self
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from megarl.config import ConfigError
 from megarl.config.paths import substitute_env
+from megarl.config.plugins import format_error
 from megarl.environments.protocol import SessionLost
 
 START_LIMIT_S = 60.0
@@ -39,25 +30,34 @@ END_LIMIT_S = 8.0
 _MAX_PAGES = 100
 _MAX_STDERR_BYTES = 1 << 20  # bytes of a server's stderr that are kept
 _MAX_INVALID_LINES = 1000  # a server is dropped after this many lines that are not messages
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_KEYS = {"type", "command", "args", "env", "cwd", "url", "headers", "tools", "disabled", "description"}
 _IGNORED_KEYS = {"alwaysAllow", "autoApprove", "timeout", "trust", "icon"}
 """Keys that other clients use in the same file."""
-_HTTP_TYPES = ("http", "streamable-http", "streamableHttp")
 
 
-@dataclass(frozen=True)
-class ServerConfig:
+class ServerConfig(BaseModel, strict=True):
     """An entry of `mcpServers`, with either `command` or `url`. `tools` lists those to offer; empty means all."""
 
-    name: str
-    command: str = ""
-    args: tuple[str, ...] = ()
-    env: dict[str, str] = field(default_factory=dict)
-    cwd: str | None = None
-    url: str = ""
-    headers: dict[str, str] = field(default_factory=dict)
-    tools: tuple[str, ...] = ()
+    type: str = ""
+    command: str = Field("", min_length=1)
+    args: list[str] = []
+    env: dict[str, str] | None = None
+    cwd: str | None = Field(None, min_length=1)
+    url: str = Field("", pattern="^https?://")
+    headers: dict[str, str] | None = None
+    tools: list[str] = []
+    disabled: bool = False
+    description: Any = None
+
+    @model_validator(mode="after")
+    def _check_transport(self) -> Self:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("needs either `command` or `url`")
+        if self.type == "sse":
+            raise ValueError("is of type sse, which MCP has removed; use its streamable HTTP address")
+        key, types = ("command", ["stdio"]) if self.command else ("url", ["http", "streamable-http", "streamableHttp"])
+        if self.type not in ("", *types):
+            raise ValueError(f"is of type {self.type!r}, which does not fit `{key}`")
+        return self
 
 
 def environment(file: str) -> type[McpTools]:
@@ -66,11 +66,10 @@ def environment(file: str) -> type[McpTools]:
     return type("McpTools", (McpTools,), {"servers": read_servers(file)})
 
 
-def read_servers(file: str) -> tuple[ServerConfig, ...]:
-    """Read a file's servers. `${NAME}` is not substituted yet."""
-    path = Path(file)
+def read_servers(file: str) -> dict[str, ServerConfig]:
+    """Read a file's enabled servers, by name. `${NAME}` is not substituted yet."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -78,60 +77,30 @@ def read_servers(file: str) -> tuple[ServerConfig, ...]:
     entries = content.get("mcpServers") if isinstance(content, dict) else None
     if not isinstance(entries, dict):
         raise ConfigError(f'{file} must be {{"mcpServers": {{NAME: {{"command": ...}} or {{"url": ...}}}}}}')
-    content = [_parse_server(f"server {name}", name, entry) for name, entry in entries.items()]
-    servers = tuple(server for server in content if server is not None)
+    servers = {}
+    for name, entry in entries.items():
+        if not isinstance(entry, dict):
+            raise ConfigError(f"server {name}: must be a mapping")
+        if entry.get("disabled") is True:
+            continue
+        if unknown := sorted(entry.keys() - ServerConfig.model_fields.keys() - _IGNORED_KEYS):
+            known = ", ".join(sorted(ServerConfig.model_fields))
+            raise ConfigError(f"server {name}: has an unknown key {unknown[0]!r}; known keys are {known}")
+        try:
+            servers[name] = ServerConfig(**entry)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            keys = "".join(f"`{key}`: " for key in fault["loc"])
+            raise ConfigError(f"server {name}: {keys}{fault['msg'].removeprefix('Value error, ')}") from None
     if not servers:
         raise ConfigError(f"{file} has no enabled server")
     return servers
 
 
-def _parse_server(where: str, name: str, entry: Any) -> ServerConfig | None:
-    def need(fine: bool, what: str) -> None:
-        if not fine:
-            raise ConfigError(f"{where}: {what}")
-
-    need(isinstance(entry, dict), "must be a mapping")
-    need(isinstance(entry.get("disabled", False), bool), "`disabled` must be true or false")
-    if entry.get("disabled"):
-        return None
-    if unknown := sorted(set(entry) - _KEYS - _IGNORED_KEYS):
-        need(False, f"has an unknown key {unknown[0]!r}; known keys are {', '.join(sorted(_KEYS))}")
-    need(("command" in entry) != ("url" in entry), "needs either `command` or `url`")
-    transport = entry.get("type", "stdio" if "command" in entry else "http")
-    need(transport != "sse", "is of type sse, which MCP has removed; use its streamable HTTP address")
-    is_matching = transport == "stdio" if "command" in entry else transport in _HTTP_TYPES
-    need(is_matching, f"is of type {transport!r}, which does not fit `{'command' if 'command' in entry else 'url'}`")
-    for key in ("command", "cwd", "url"):
-        need(key not in entry or (isinstance(entry[key], str) and bool(entry[key])), f"`{key}` must be text")
-    for key in ("args", "tools"):
-        fine = isinstance(entry.get(key, []), list) and all(isinstance(item, str) for item in entry.get(key, []))
-        need(fine, f"`{key}` must be a list of texts")
-    for key in ("env", "headers"):
-        mapping = entry.get(key) or {}
-        need(
-            isinstance(mapping, dict) and all(isinstance(value, str) for value in mapping.values()),
-            f"`{key}` must map to text",
-        )
-    need(
-        "url" not in entry or entry["url"].startswith(("http://", "https://")),
-        "`url` must begin with http:// or https://",
-    )
-    return ServerConfig(
-        name,
-        entry.get("command", ""),
-        tuple(entry.get("args", ())),
-        dict(entry.get("env") or {}),
-        entry.get("cwd"),
-        entry.get("url", ""),
-        dict(entry.get("headers") or {}),
-        () if "*" in entry.get("tools", ()) else tuple(entry.get("tools", ())),
-    )
-
-
 class McpTools:
     """The tools of MCP servers for one session. `environment` makes the class for a spec."""
 
-    servers: tuple[ServerConfig, ...] = ()
+    servers: dict[str, ServerConfig] = {}
 
     def __init__(self) -> None:
         self._connections: list[Connection] = []
@@ -143,21 +112,21 @@ class McpTools:
 
         Raises ConfigError for mistakes in the file, and SessionLost for a server that does not start.
         """
-        self._connections = [Connection(server) for server in self.servers]
+        self._connections = [Connection(name, server) for name, server in self.servers.items()]
         await asyncio.gather(*(connection.start() for connection in self._connections))
         for connection in self._connections:
             for tool in connection.select_tools():
                 name = tool["name"]
                 if name in self._connection_by_tool:
-                    first_server, second_server = self._connection_by_tool[name].server.name, connection.server.name
-                    subject = (
-                        f"server {first_server} has two tools"
-                        if first_server == second_server
-                        else f"servers {first_server} and {second_server} both have a tool"
-                    )
+                    first, second = self._connection_by_tool[name].name, connection.name
+                    subject = f"servers {first} and {second} both have a tool"
+                    if first == second:
+                        subject = f"server {first} has two tools"
                     raise ConfigError(f"MCP: {subject} of the name {name}; list those to offer in the entry's `tools`")
                 self._connection_by_tool[name] = connection
-                self._schemas.append(to_openai_schema(tool))
+                parameters = tool.get("inputSchema") or {"type": "object", "properties": {}}
+                function = {"name": name, "description": tool.get("description") or "", "parameters": parameters}
+                self._schemas.append({"type": "function", "function": function})
 
     def tools(self) -> list[dict[str, Any]]:
         """Return OpenAI schemas of the tools that the servers offered when the session started."""
@@ -179,30 +148,30 @@ class ToolFailed(RuntimeError):
 class Connection:
     """A client of one server. The SDK's contexts must be exited by the task that entered them, which is `_run`."""
 
-    def __init__(self, server: ServerConfig) -> None:
-        self.server = server
+    def __init__(self, name: str, server: ServerConfig) -> None:
+        self.name, self._server = name, server
         self._tools: list[dict[str, Any]] = []
         self._session: Any = None
         self._ready = asyncio.Event()
         self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._num_invalid_lines = 0
-        self._stderr: BinaryIO = io.BytesIO()
+        self._stderr: Any = io.BytesIO()
 
     async def start(self) -> None:
         """Connect. Raises SessionLost if the server does not start, ConfigError if it cannot."""
         self._task = asyncio.create_task(self._run())
-        ready = asyncio.create_task(self._ready.wait())
-        await asyncio.wait((self._task, ready), timeout=START_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
-        if self._ready.is_set():
-            return
+        self._task.add_done_callback(lambda task: self._ready.set())
         reason = f"did not answer within {START_LIMIT_S:g} s"
-        if self._task.done() and not self._task.cancelled():
-            error = self._task.exception()
-            if isinstance(error, ConfigError):
-                raise error
-            reason = f"did not start: {format_error(error)}"
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ready.wait(), START_LIMIT_S)
+            if not self._task.done():
+                return
+            if not self._task.cancelled():
+                error = self._task.exception()
+                if isinstance(error, ConfigError):
+                    raise error
+                reason = f"did not start: {_describe_error(error)}"
         lost_error = self._make_lost_error(reason)
         await self.close()
         raise lost_error
@@ -224,29 +193,32 @@ class Connection:
             self._task.cancel()
 
     async def _transport(self, stack: contextlib.AsyncExitStack) -> tuple[Any, Any]:
-        where = f"MCP server {self.server.name}"
-        if self.server.url:
+        where = f"MCP server {self.name}"
+        if self._server.url:
             from mcp.client.streamable_http import streamable_http_client
             from mcp.shared._httpx_utils import create_mcp_http_client
 
-            headers = {key: substitute_env(value, where) for key, value in self.server.headers.items()}
+            headers = {key: substitute_env(value, where) for key, value in (self._server.headers or {}).items()}
             client = await stack.enter_async_context(create_mcp_http_client(headers=headers))
-            streams: Any = streamable_http_client(substitute_env(self.server.url, where), http_client=client)
+            streams: Any = streamable_http_client(substitute_env(self._server.url, where), http_client=client)
             transport = await stack.enter_async_context(streams)
             return transport[0], transport[1]
         from mcp.client.stdio import StdioServerParameters, stdio_client
 
-        # Bounded by `_trim`; an unread pipe would block the server.
+        # `call` bounds its size; an unread pipe would block the server.
         self._stderr = tempfile.TemporaryFile("ab+", buffering=0)
+        # Python's paths are ours, not the server's, and left out.
+        names = ("PATH", "HOME", "LANG", "TZ", "TMPDIR")
+        env = {key: value for key, value in os.environ.items() if key in names or key.startswith("LC_")}
+        env |= {key: substitute_env(value, where) for key, value in (self._server.env or {}).items()}
         parameters = StdioServerParameters(
-            command=substitute_env(self.server.command, where),
-            args=[substitute_env(argument, where) for argument in self.server.args],
-            env=_build_env() | {key: substitute_env(value, where) for key, value in self.server.env.items()},
-            cwd=self.server.cwd,
+            command=substitute_env(self._server.command, where),
+            args=[substitute_env(argument, where) for argument in self._server.args],
+            env=env,
+            cwd=self._server.cwd,
             encoding_error_handler="replace",
         )
-        errlog: Any = self._stderr  # the SDK only needs its fileno
-        stdio: Any = stdio_client(parameters, errlog=errlog)
+        stdio: Any = stdio_client(parameters, errlog=self._stderr)  # the SDK only needs its fileno
         read, write = await stack.enter_async_context(stdio)
         return read, write
 
@@ -254,32 +226,22 @@ class Connection:
         tools: list[dict[str, Any]] = []
         cursor = None
         for _ in range(_MAX_PAGES):
-            page = _dump_model(
-                await self._session.list_tools(params=_import_sdk().types.PaginatedRequestParams(cursor=cursor))
-            )
+            params = _import_sdk().types.PaginatedRequestParams(cursor=cursor)
+            page = _dump_model(await self._session.list_tools(params=params))
             tools += page["tools"]
             cursor = page.get("nextCursor")
             if not cursor:
                 return tools
         raise self._make_lost_error(f"has more than {_MAX_PAGES} pages of tools")
 
-    def select_tools(self) -> Iterable[dict[str, Any]]:
-        """Yield the tools that its entry offers. Raises ConfigError for one that the server lacks."""
+    def select_tools(self) -> list[dict[str, Any]]:
+        """Return the tools that its entry offers. Raises ConfigError for one that the server lacks."""
         available = [tool["name"] for tool in self._tools]
-        for name in self.server.tools:
-            if name not in available:
-                raise ConfigError(
-                    f"MCP server {self.server.name} has no tool {name!r}; it has: {', '.join(available) or 'none'}"
-                )
-        for tool in self._tools:
-            if self.server.tools and tool["name"] not in self.server.tools:
-                continue
-            if not _NAME.fullmatch(tool["name"]):
-                raise ConfigError(
-                    f"MCP server {self.server.name} has a tool {tool['name']!r}, whose name is not 1 to 64 of the "
-                    "characters a-zA-Z0-9_.-; list those to offer in the entry's `tools`"
-                )
-            yield tool
+        offered = available if not self._server.tools or "*" in self._server.tools else self._server.tools
+        if missing := [name for name in offered if name not in available]:
+            tools = ", ".join(available) or "none"
+            raise ConfigError(f"MCP server {self.name} has no tool {missing[0]!r}; it has: {tools}")
+        return [tool for tool in self._tools if tool["name"] in offered]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         assert self._task is not None
@@ -295,10 +257,12 @@ class Connection:
         except Exception as error:
             if not await self._is_responding():
                 raise self._make_lost_error("is gone") from None
-            raise ToolFailed(format_error(error)) from None
+            raise ToolFailed(_describe_error(error)) from None
         finally:
             call_task.cancel()
-            self._trim()
+            with contextlib.suppress(OSError, ValueError):
+                if self._stderr.seek(0, os.SEEK_END) > _MAX_STDERR_BYTES:
+                    self._stderr.truncate(0)
         text = format_result(result)
         if result.get("isError"):
             raise ToolFailed(text or f"the tool {name} failed without an error message")
@@ -314,16 +278,11 @@ class Connection:
             return getattr(getattr(error, "error", None), "code", None) == -32601
         return True
 
-    def _trim(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            if self._stderr.seek(0, os.SEEK_END) > _MAX_STDERR_BYTES:
-                self._stderr.truncate(0)
-
     def _make_lost_error(self, why: str) -> SessionLost:
         """Return the error with the last line of the server's stderr."""
         if self._num_invalid_lines:
             why += f", and wrote {self._num_invalid_lines} lines that are not MCP messages"
-        why = f"MCP server {self.server.name} {why}"
+        why = f"MCP server {self.name} {why}"
         with contextlib.suppress(OSError, ValueError):
             self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - 2000))
             lines = self._stderr.read().decode(errors="replace").split("\n")
@@ -347,13 +306,6 @@ class Connection:
         self._stderr.close()
 
 
-def to_openai_schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """Convert an MCP tool in wire format to an OpenAI schema."""
-    parameters = tool.get("inputSchema") or {"type": "object", "properties": {}}
-    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
 def format_result(result: dict[str, Any]) -> str:
     """Return a call result as text. Other content is named in its place, because the policy reads only text."""
     parts = []
@@ -374,19 +326,13 @@ def format_result(result: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def format_error(error: BaseException | None) -> str:
+def _describe_error(error: BaseException | None) -> str:
     """Format the first error inside a task group's exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if error is None or type(error).__name__ in ("BrokenResourceError", "ClosedResourceError"):  # from anyio
         return "it ended"
-    return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
-
-
-def _build_env() -> dict[str, str]:
-    """Return the variables that any program needs. Python's paths are ours, not the server's, and left out."""
-    names = ("PATH", "HOME", "LANG", "TZ", "TMPDIR")
-    return {key: value for key, value in os.environ.items() if key in names or key.startswith("LC_")}
+    return format_error(error)
 
 
 def _dump_model(value: Any) -> dict[str, Any]:

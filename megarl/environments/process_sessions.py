@@ -1,8 +1,4 @@
-"""The rank's side of tools and environments: one session per conversation. User code is never imported into the rank.
-
-`WorkerPool` leases processes of one kind to one conversation at a time, and reuses them. `ErrorLog` and `ToolCallStats`
-log and count errors inside tools and environments, of which the policy reads only a line.
-"""
+"""The rank's side of tools and environments: one session per conversation. A rank never imports user code."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import os
 import pickle
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +69,10 @@ class ErrorLog:
             with self._file.open("a", encoding="utf-8", errors="replace") as file:
                 file.write(text)
 
+    def write_answer(self, name: str, arguments: Any, what: str, answer: Mapping[str, Any]) -> None:
+        """Append an error that a process reported."""
+        self.write(name, arguments, what, str(answer.get("kind")), str(answer.get("trace")))
+
 
 AGENT_PRELOAD = ("openai", "openai.resources.chat")
 """Modules that most agents import, which takes a second; preloaded once for all agent processes, if installed."""
@@ -118,28 +118,19 @@ class EnvironmentPool:
         `EnvironmentCatalog.find_environment`.
         """
         environment = self.catalog.find_environment(prompt)
-        if environment is not None and environment.kind == "agent":
-            raise RuntimeError(f"{environment.spec} is an agent, which is run, not reset")
         if environment is None:
             return EnvironmentSession(self, prompt.messages, self.catalog.select_schemas(prompt))
-        name, pool = environment.name, self._environment_processes[environment.name]
+        if environment.kind == "agent":
+            raise RuntimeError(f"{environment.spec} is an agent, which is run, not reset")
+        process = await self._lease(environment)
         try:
-            process = await pool.acquire()
-        except WorkerUnavailable as error:
-            raise SessionLost(f"{name}: {error}") from None
-        world = _EnvironmentProcess(environment, pool, process)
-        try:
-            answer = await self.request(world, {"do": "begin", "row": build_row(prompt)}, "reset")
-            if "failed" in answer:
-                self.error_log.write(
-                    name, prompt.id, answer["failed"], str(answer.get("kind")), str(answer.get("trace"))
-                )
-                raise SessionLost(f"{name}: {answer['failed']}")
-            messages = _apply_reset(prompt.messages, answer["messages"], name)
-            return EnvironmentSession(self, messages, self.catalog.select_schemas(prompt, answer["schemas"]), world)
+            answer = await process.request({"do": "begin", "row": build_row(prompt)}, "reset", prompt.id)
+            messages = _apply_reset(prompt.messages, answer["messages"], environment.name)
+            schemas = self.catalog.select_schemas(prompt, answer["schemas"])
         except BaseException:
-            pool.kill(process)
+            process.kill(f"{environment.name}: reset failed")
             raise
+        return EnvironmentSession(self, messages, schemas, process)
 
     async def run_agent(self, prompt: Prompt, base_url: str, api_key: str, limit: float) -> Any:
         """Run an agent as a client of the policy, in an exclusive process, and return its result.
@@ -148,68 +139,59 @@ class EnvironmentPool:
         """
         environment = self.catalog.find_environment(prompt)
         assert environment is not None and environment.kind == "agent"
-        pool = self._environment_processes[environment.name]
+        process = await self._lease(environment)
+        order = {"do": "run", "row": build_row(prompt), "base_url": base_url, "api_key": api_key}
         try:
-            process = await pool.acquire()
+            answer = await process.request(order, "", prompt.id, limit)
+        except BaseException:  # unknown work may still be running in it
+            process.kill(f"{environment.name} failed")
+            raise
+        process.release()
+        return answer.get("value")
+
+    async def _lease(self, environment: EnvironmentInfo) -> _EnvironmentProcess:
+        workers = self._environment_processes[environment.name]
+        try:
+            worker = await workers.acquire()
         except WorkerUnavailable as error:
             raise SessionLost(f"{environment.name}: {error}") from None
-        order = {"do": "run", "row": build_row(prompt), "base_url": base_url, "api_key": api_key}
-        has_succeeded = False
-        try:
-            answer = await process.request(_pickle_order(order), limit)
-            has_succeeded = "failed" not in answer
-        except TimeoutError:
-            raise SessionLost(f"{environment.name} was stopped after {limit:g} s") from None
-        except (WorkerUnavailable, _UnpicklableOrder) as error:
-            raise SessionLost(f"{environment.name}: {error}") from None
-        finally:
-            if has_succeeded:
-                pool.release(process)
-            else:  # unknown work may still be running in it
-                pool.kill(process)
-        if "failed" in answer:
-            self.error_log.write(
-                environment.name, prompt.id, answer["failed"], str(answer.get("kind")), str(answer.get("trace"))
-            )
-            raise SessionLost(f"{environment.name}: {answer['failed']}")
-        return answer.get("value")
+        return _EnvironmentProcess(environment, workers, worker, environment.timeout or self.timeout, self.error_log)
 
     async def call_tool(self, name: str, arguments: Any) -> ToolResult:
         """Call a tool of `rollout.tools`. Raises nothing: any failure becomes the result's text."""
         try:
             process = await self._tool_processes.acquire()
         except WorkerUnavailable as error:
-            return self.record_failure(name, arguments, "the tool's process did not start", "start", str(error))
+            return self._record_failure(name, arguments, "the tool's process did not start", "start", str(error))
         order = {"do": "call", "spec": self.catalog.tools[name].spec, "name": name, "arguments": arguments}
+        is_usable = False  # not if the call is cancelled: its answer must not reach another one
         try:
-            answer = await process.request(_pickle_order(order), self.timeout)
+            answer = await process.request(pickle.dumps(order, 5), self.timeout)
             if "lost" in answer:
-                self._tool_processes.kill(process)
-                return self.record_failure(
-                    name, arguments, answer["lost"], str(answer.get("kind")), str(answer.get("trace"))
-                )
+                kind, trace = str(answer.get("kind")), str(answer.get("trace"))
+                return self._record_failure(name, arguments, answer["lost"], kind, trace)
             result = self.record_result(name, arguments, answer)
+            is_usable = True
+            return result
         except TimeoutError:
-            self._tool_processes.kill(process)
-            return self.record_failure(name, arguments, f"the tool was stopped after {self.timeout:g} s", "late")
+            return self._record_failure(name, arguments, f"the tool was stopped after {self.timeout:g} s", "late")
         except (WorkerUnavailable, LookupError, ValueError, TypeError) as error:
-            self._tool_processes.kill(process)
-            return self.record_failure(name, arguments, "the tool's process died", "died", str(error))
-        except BaseException:  # cancelled mid-call: the answer must not reach another call
-            self._tool_processes.kill(process)
-            raise
-        self._tool_processes.release(process)
-        return result
+            return self._record_failure(name, arguments, "the tool's process died", "died", str(error))
+        finally:
+            if is_usable:
+                self._tool_processes.release(process)
+            else:
+                self._tool_processes.kill(process)
 
     def record_result(self, name: str, arguments: Any, output: Mapping[str, Any]) -> ToolResult:
         """Convert a process's answer. Raises LookupError or ValueError if it is invalid."""
         result = ToolResult(replace_surrogates(str(output["text"])), bool(output["ok"]))
         self._count_call(name, "" if result.ok else f"{result.text.removeprefix('Error: ')} ({output.get('kind')})")
         if not result.ok:
-            self.error_log.write(name, arguments, result.text, str(output.get("kind")), str(output.get("trace")))
+            self.error_log.write_answer(name, arguments, result.text, output)
         return result
 
-    def record_failure(self, name: str, arguments: Any, what: str, kind: str, output: str = "") -> ToolResult:
+    def _record_failure(self, name: str, arguments: Any, what: str, kind: str, output: str = "") -> ToolResult:
         self._count_call(name, " ".join(f"{what} {output}".split()))
         self.error_log.write(name, arguments, what, kind, output)
         return ToolResult(f"Error: {what}", False)
@@ -218,19 +200,7 @@ class EnvironmentPool:
         stats = ToolCallStats(1, int(bool(failure)), failure[:500])
         self.tool_call_stats[name] = self.tool_call_stats.get(name, ToolCallStats()) + stats
 
-    async def request(self, process: _EnvironmentProcess, order: Mapping[str, Any], what: str) -> dict[str, Any]:
-        """Send an order to an environment's process. Raises SessionLost if there is no answer."""
-        limit = process.info.timeout or self.timeout
-        try:
-            return await process.process.request(_pickle_order(order), limit)
-        except TimeoutError:
-            reason = f"{what} was stopped after {limit:g} s"
-        except (WorkerUnavailable, _UnpicklableOrder) as error:
-            reason = f"{what}: {error}"
-        self.error_log.write(process.info.name, "", reason, what)
-        raise SessionLost(f"{process.info.name}: {reason}")
-
-    def run_later(self, work: Any) -> None:
+    def run_later(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in the background, after its conversation has ended."""
         task = asyncio.ensure_future(work)
         self._closing_tasks.add(task)
@@ -245,12 +215,60 @@ class EnvironmentPool:
 
 
 class _EnvironmentProcess:
-    """An environment's object, in its leased process."""
+    """A process leased to one conversation: an environment's object, or an agent."""
 
-    def __init__(self, info: EnvironmentInfo, pool: WorkerPool, process: WorkerProcess) -> None:
-        self.info, self.pool, self.process = info, pool, process
+    def __init__(
+        self, info: EnvironmentInfo, workers: WorkerPool, worker: WorkerProcess, timeout: float, error_log: ErrorLog
+    ) -> None:
+        self.info, self._workers, self._worker = info, workers, worker
+        self._timeout, self._error_log = timeout, error_log
         self.lock = asyncio.Lock()
         self.lost_reason = ""
+
+    async def request(self, order: Mapping[str, Any], what: str, topic: str = "", limit: float = 0.0) -> dict[str, Any]:
+        """Send an order and return its answer. Raises SessionLost if it fails, or if the process is lost.
+
+        what: the method that runs, "" for an agent. topic: what it is about, for the log. limit: seconds, 0 for the
+        environment's timeout.
+        """
+        if self.lost_reason:
+            raise SessionLost(self.lost_reason)
+        name, limit = self.info.name, limit or self._timeout
+        method = f"{name}: {what}" if what else name
+        try:
+            content = pickle.dumps(order, 5)
+        except Exception as error:  # raised by values of the dataset
+            raise self.kill(f"{method}: the row cannot be sent to its process: {format_error(error)}") from None
+        try:
+            answer = await self._worker.request(content, limit)
+        except (TimeoutError, WorkerUnavailable) as error:
+            is_late = not isinstance(error, WorkerUnavailable)
+            lost = self.kill(f"{method} was stopped after {limit:g} s" if is_late else f"{method}: {error}")
+            self._error_log.write(name, topic, str(lost), what)
+            raise lost from None
+        except BaseException:  # cancelled midway
+            self.kill(f"{method} was truncated")
+            raise
+        if "failed" in answer:
+            self._error_log.write_answer(name, topic, answer["failed"], answer)
+            raise SessionLost(f"{name}: {answer['failed']}")
+        return answer
+
+    def kill(self, reason: str) -> SessionLost:
+        """Kill the process. Returns the error that further requests raise."""
+        self.lost_reason = self.lost_reason or reason
+        self._workers.kill(self._worker)
+        return SessionLost(self.lost_reason)
+
+    def release(self) -> None:
+        self._workers.release(self._worker)
+
+    async def close(self) -> None:
+        """Close the environment's object and release the process."""
+        with contextlib.suppress(SessionLost):
+            await self.request({"do": "end"}, "close")
+        if not self.lost_reason:
+            self.release()
 
 
 class EnvironmentSession:
@@ -280,8 +298,8 @@ class EnvironmentSession:
         that a conversation halted mid-call can continue. Raises SessionLost if the environment is lost.
         """
         if number not in self._call_tasks or self._call_tasks[number].cancelled():
-            self._call_tasks[number] = asyncio.create_task(self._call(name, arguments))
-            self._call_tasks[number].add_done_callback(_retrieve_exception)
+            task = self._call_tasks[number] = asyncio.create_task(self._call(name, arguments))
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may wait any more
         return await asyncio.shield(self._call_tasks[number])
 
     async def _call(self, name: str, arguments: Any) -> ToolResult:
@@ -290,21 +308,19 @@ class EnvironmentSession:
             return ToolResult(f"Error: unknown tool {name!r}; available: {available}", False)
         if argument_error := find_argument_error(self._schema_by_name[name], arguments):
             return ToolResult(f"Error: {argument_error}", False)
-        process, pool = self._process, self._pool
-        if process is None or name in pool.catalog.tools:
-            return await pool.call_tool(name, arguments)
+        process = self._process
+        if process is None or name in self._pool.catalog.tools:
+            return await self._pool.call_tool(name, arguments)
         async with process.lock:  # calls run one at a time, in the policy's order
             order = {"do": "call", "spec": "", "name": name, "arguments": arguments}
-            answer = await self._request(process, order, f"the tool {name}")
+            answer = await process.request(order, f"the tool {name}")
             if "lost" in answer:
-                pool.error_log.write(name, arguments, answer["lost"], str(answer.get("kind")), str(answer.get("trace")))
-                self._mark_lost(process, f"{process.info.name}: {answer['lost']}")
-                raise SessionLost(process.lost_reason)
+                self._pool.error_log.write_answer(name, arguments, answer["lost"], answer)
+                raise process.kill(f"{process.info.name}: {answer['lost']}")
             try:
-                return pool.record_result(name, arguments, answer)
+                return self._pool.record_result(name, arguments, answer)
             except (LookupError, ValueError, TypeError) as error:
-                self._mark_lost(process, f"{process.info.name}: garbled answer: {error!r}")
-                raise SessionLost(process.lost_reason) from None
+                raise process.kill(f"{process.info.name}: garbled answer: {error!r}") from None
 
     async def reward(self, answer: str, messages: Sequence[Message], turns: Sequence[str]) -> RewardResult | None:
         """Return the environment's reward, or None if it has no `reward`. Raises nothing."""
@@ -314,34 +330,12 @@ class EnvironmentSession:
         order = {"do": "reward", "answer": answer, "messages": list(messages), "turns": list(turns)}
         try:
             async with process.lock:
-                reply = await self._request(process, order, "reward")
+                reply = await process.request(order, "reward", answer[:200])
+            return parse_reward(reply.get("value"), len(turns))
         except SessionLost as error:
             return RewardFailure(str(error))
-        if "failed" in reply:
-            self._pool.error_log.write(
-                process.info.name, answer[:200], reply["failed"], str(reply.get("kind")), str(reply.get("trace"))
-            )
-            return RewardFailure(f"{process.info.name}: {reply['failed']}")
-        try:
-            return parse_reward(reply.get("value"), len(turns))
         except (RewardError, TypeError) as error:
             return RewardFailure(f"{process.info.name}: reward: {error}")
-
-    async def _request(self, process: _EnvironmentProcess, order: Mapping[str, Any], what: str) -> dict[str, Any]:
-        if process.lost_reason:
-            raise SessionLost(process.lost_reason)
-        try:
-            return await self._pool.request(process, order, what)
-        except SessionLost as error:
-            self._mark_lost(process, str(error))
-            raise
-        except BaseException:  # cancelled midway
-            self._mark_lost(process, f"{process.info.name}: {what} was truncated")
-            raise
-
-    def _mark_lost(self, process: _EnvironmentProcess, why: str) -> None:
-        process.lost_reason = why
-        process.pool.kill(process.process)
 
     def close(self) -> None:
         """Release the process after the environment's `close`; safe to call twice.
@@ -353,36 +347,9 @@ class EnvironmentSession:
         process, self._process = self._process, None
         if process is not None and not process.lost_reason:
             if process.lock.locked():
-                self._mark_lost(process, "the conversation has ended")
+                process.kill("the conversation has ended")
             else:
-                self._pool.run_later(self._close_environment(process))
-
-    async def _close_environment(self, process: _EnvironmentProcess) -> None:
-        try:
-            answer = await self._request(process, {"do": "end"}, "close")
-        except SessionLost:
-            return
-        if "failed" in answer:
-            name = process.info.name
-            self._pool.error_log.write(name, "", answer["failed"], str(answer.get("kind")), str(answer.get("trace")))
-        process.pool.release(process.process)
-
-
-class _UnpicklableOrder(ValueError):
-    """An order holds a value that cannot be pickled."""
-
-
-def _pickle_order(order: Mapping[str, Any]) -> bytes:
-    try:
-        return pickle.dumps(order, 5)
-    except Exception as error:  # raised by values of the dataset
-        raise _UnpicklableOrder(f"the row cannot be sent to its process: {format_error(error)}") from None
-
-
-def _retrieve_exception(task: asyncio.Task[ToolResult]) -> None:
-    """Mark the exception as retrieved, because nobody may be waiting for it any more."""
-    if not task.cancelled():
-        task.exception()
+                self._pool.run_later(process.close())
 
 
 def _apply_reset(prompt: tuple[Message, ...], reply: Any, name: str) -> tuple[Message, ...]:

@@ -1,8 +1,7 @@
 """`program:COMMAND`: an agent that is any program, in any language, with a client of OpenAI's API.
 
-It receives the row as JSON on stdin, and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment. The last
-line it prints is the reward, a number or {"reward", "parts", "turns"}; without one, `reward.functions` compute it. Its
-stderr goes to the log of the tools.
+It reads the row as JSON on stdin, and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL from its environment. The last
+line it prints is the reward, a number or {"reward", "parts", "turns"}; without one, `reward.functions` compute it.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import json
 import os
 import shlex
 import shutil
+import tempfile
 from typing import Any
 
 from megarl.config.strict import ConfigError
@@ -33,16 +33,18 @@ def environment(command: str) -> Any:
         raise ConfigError(f"no program {arguments[0]!r} in PATH ({os.environ.get('PATH', '')})")
 
     async def run(row: dict[str, Any], base_url: str, api_key: str) -> Any:
-        variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *arguments, stdin=pipe, stdout=pipe, limit=MAX_OUTPUT_BYTES, env={**os.environ, **variables}
-        )
-        try:
-            assert process.stdin is not None and process.stdout is not None
-            output, _ = await asyncio.gather(
-                _read_tail(process.stdout), _write_row(process.stdin, json.dumps(row).encode())
+        env = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(json.dumps(row).encode())
+            stdin.seek(0)
+            process = await asyncio.create_subprocess_exec(
+                *arguments, stdin=stdin, stdout=asyncio.subprocess.PIPE, limit=MAX_OUTPUT_BYTES, env=env
             )
+        output = b""
+        try:
+            assert process.stdout is not None
+            while chunk := await process.stdout.read(1 << 16):
+                output = (output + chunk)[-MAX_OUTPUT_BYTES:]
             status = await process.wait()
         finally:
             if process.returncode is None:
@@ -52,23 +54,6 @@ def environment(command: str) -> Any:
         return parse_reward(output)
 
     return run
-
-
-async def _write_row(stdin: asyncio.StreamWriter, row: bytes) -> None:
-    try:
-        stdin.write(row)
-        await stdin.drain()
-        stdin.close()
-    except (BrokenPipeError, ConnectionResetError):  # the program does not read its stdin
-        pass
-
-
-async def _read_tail(stdout: asyncio.StreamReader) -> bytes:
-    """Read to the end and return the last `MAX_OUTPUT_BYTES` bytes."""
-    tail = b""
-    while chunk := await stdout.read(1 << 16):
-        tail = (tail + chunk)[-MAX_OUTPUT_BYTES:]
-    return tail
 
 
 def parse_reward(output: bytes) -> Any:

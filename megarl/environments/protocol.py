@@ -1,42 +1,16 @@
-"""The interface of environments, and the description of one that the rank has without importing it.
+"""What the rank and an environment's process know of each other. `README.md` has the interface of environments.
 
-    class Guess:
-        def reset(self, ground_truth: int) -> str:
-            self.number, self.tries = ground_truth, 0
-            return "I think of a number from 1 to 100."
-
-        def guess(self, number: int) -> str:
-            '''Compare a number with mine.
-
-            Args:
-                number: from 1 to 100
-            '''
-            self.tries += 1
-            return "right" if number == self.number else "higher" if number < self.number else "lower"
-
-        def reward(self, answer: str) -> float:
-            return float(answer.strip() == str(self.number)) - 0.01 * self.tries
-
-`Environment` below has the rules. `rollout.environments: [my_module:Guess]` selects it; with several, a prompt's column
-`environment` names its own. Any method may be a coroutine. An object of the class lives from `reset` to the end of one
-conversation, in a process that no other conversation uses meanwhile; the next conversation gets a new object. This
-module imports nothing heavy, because those processes import it.
+Imports nothing heavy, because those processes import it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 EnvironmentKind = Literal["tools", "environment", "agent"]
-"""Kind of an entry of `rollout.tools` or `rollout.environments`.
-
-- tools: stateless, called in whichever process is free.
-- environment: one object per conversation.
-- agent: a coroutine function that is a client of the policy,
-  `async def run(row, base_url, api_key) -> float | dict | None`. It has a process to itself during an episode; the
-  process is then reused.
-"""
+"""Stateless tools, called in whichever process is free; an environment with an object per conversation; or an agent, a
+client of the policy: `async def run(row, base_url, api_key) -> float | dict | None`."""
 
 ADAPTER_PREFIXES = ("mcp", "verifiers", "harbor", "program")
 """`mcp:FILE` stands for the class or agent that `megarl.environments.mcp:environment` makes of FILE."""
@@ -51,42 +25,6 @@ REWARD_ARGUMENTS = ("answer", "messages", "turns")
 - messages: list of chat messages, the whole conversation.
 - turns: list of str, each policy turn as written, including calls.
 """
-
-
-class Environment(Protocol):
-    """An environment class; its constructor takes no arguments.
-
-    Every other public method is a tool: its name, docstring and type hints make the schema (`schemas.py`). A class
-    whose tools are known only at run time has two methods instead, sync or async:
-
-        def tools(self) -> list[dict]:              OpenAI schemas, requested after `reset`
-        def call(self, name: str, arguments: dict) -> Any
-
-    An attribute `timeout` sets the seconds that each method may take, in place of `rollout.tool_timeout`.
-    """
-
-    def reset(self, **row: Any) -> Any:
-        """Start a conversation. Optional.
-
-        `row` holds the prompt's columns: `prompt` (list of messages), `ground_truth`, `data_source`, and all others of
-        the dataset; without `**`, only those the signature names.
-
-        Returns None, or text for a further user message after the prompt's, or a list of messages to replace the
-        prompt's. An exception aborts the conversation.
-        """
-
-    def reward(self) -> Any:
-        """Return the conversation's reward: a number, or {"reward", "parts", "turns"} as from a reward function.
-
-        It may declare any of `REWARD_ARGUMENTS`. Optional if `reward.functions` is set; it becomes the part
-        `environment` of the reward.
-        """
-
-    def close(self) -> None:
-        """Release resources. Optional.
-
-        Called once, even if the conversation was aborted, unless the process had to be killed.
-        """
 
 
 @dataclass(frozen=True)

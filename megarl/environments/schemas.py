@@ -7,28 +7,21 @@ import json
 import re
 import types
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from megarl.config.plugins import format_error
 from megarl.config.strict import ConfigError
+from megarl.environments.tools import JSON_TYPES
 
-_JSON_TYPES: dict[Any, str] = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    dict: "object",
-    list: "array",
-}
+_JSON_TYPES: dict[Any, str] = {types[-1]: name for name, types in JSON_TYPES.items() if name != "null"}
 _SECTION = re.compile(r"\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?)\s*:\s*")
 _ARGUMENT = re.compile(r"(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
 
-def build_schema(function: Callable[..., Any], where: str, bound: bool = False) -> dict[str, Any]:
+def build_schema(function: Callable[..., Any], where: str) -> dict[str, Any]:
     """Return {"type": "function", "function": {name, description, parameters}}.
 
-    `bound` skips the first parameter, which is the object. Raises ConfigError, prefixed with `where`, if the docstring
-    or a type hint is missing, or a hint has no JSON schema.
+    Raises ConfigError, prefixed with `where`, if the docstring or a type hint is missing, or a hint has no JSON schema.
     """
     name = str(getattr(function, "__name__", ""))
     description, argument_docs = parse_docstring(inspect.getdoc(function) or "")
@@ -36,7 +29,7 @@ def build_schema(function: Callable[..., Any], where: str, bound: bool = False) 
         raise ConfigError(f"{where} needs a docstring, which the policy reads")
     properties: dict[str, Any] = {}
     required = []
-    for parameter in get_parameters(function, where, bound):
+    for parameter in get_parameters(function, where):
         label = f"{where}: the argument {parameter.name}"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ConfigError(f"{label} must be usable as a keyword, not * or **")
@@ -48,7 +41,10 @@ def build_schema(function: Callable[..., Any], where: str, bound: bool = False) 
         if parameter.default is parameter.empty:
             required.append(parameter.name)
         else:
-            property_schema["default"] = _check_default(parameter.default, label)
+            try:
+                property_schema["default"] = json.loads(json.dumps(parameter.default, allow_nan=False))
+            except (TypeError, ValueError, RecursionError):
+                raise ConfigError(f"{label} has a default that is not JSON; use None") from None
         properties[parameter.name] = property_schema
     if unknown := [argument for argument in argument_docs if argument not in properties]:
         raise ConfigError(f"{where}: its docstring describes an argument {unknown[0]}, which it does not have")
@@ -56,17 +52,12 @@ def build_schema(function: Callable[..., Any], where: str, bound: bool = False) 
     return {"type": "function", "function": {"name": name, "description": description, "parameters": arguments}}
 
 
-def get_parameters(function: Callable[..., Any], where: str, bound: bool = False) -> list[inspect.Parameter]:
+def get_parameters(function: Callable[..., Any], where: str) -> list[inspect.Parameter]:
     """Return the parameters with resolved type hints. Raises ConfigError."""
     try:
-        parameters = list(inspect.signature(function).parameters.values())
-        hints = get_type_hints(function, include_extras=True)
+        return list(inspect.signature(function, eval_str=True).parameters.values())
     except Exception as error:  # a hint may be any expression
         raise ConfigError(f"{where}: its type hints cannot be read: {format_error(error)}") from None
-    return [
-        parameter.replace(annotation=hints.get(parameter.name, parameter.annotation))
-        for parameter in parameters[bound:]
-    ]
 
 
 def hint_to_schema(hint: Any, where: str) -> dict[str, Any]:
@@ -122,10 +113,3 @@ def parse_docstring(doc: str) -> tuple[str, Mapping[str, str]]:
             elif current:
                 arguments[current] = f"{arguments[current]} {line.strip()}".strip()
     return " ".join(" ".join(head).split()), arguments
-
-
-def _check_default(value: Any, where: str) -> Any:
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError, RecursionError):
-        raise ConfigError(f"{where} has a default that is not JSON; use None") from None

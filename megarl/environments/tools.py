@@ -1,12 +1,12 @@
 """Stateless tools: an OpenAI function schema and a Python function, listed in `rollout.tools` as `module:name`.
 
-A function with type hints and a docstring works too; its schema is built from them. Tools run without a sandbox: they
-are the user's own code, which may hang, crash or print, and so run in another process.
+They are the user's own code, not sandboxed, which may hang, crash or print, and so run in another process.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import json
 import re
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.plugins import is_generator
+from megarl.config.plugins import format_error, is_generator
 from megarl.config.strict import ConfigError
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -41,24 +41,14 @@ class Tool:
         return str(self.schema["function"]["name"])
 
 
-def format_error(error: BaseException, named: bool = True) -> str:
-    """Format an error in one line; `named` prefixes its class, which stands alone if there is no message."""
-    kind = type(error).__name__
-    try:
-        text = " ".join(str(error).split())[:2000]
-    except Exception:  # __str__ may be user code
-        text = ""
-    return f"{kind}: {text}" if text and named else text or kind
-
-
 def check_schema(schema: Any, spec: str, key: str = "rollout.tools") -> None:
     """Raise ConfigError unless it is an OpenAI function schema.
 
     Templates, parsers and `find_argument_error` must be able to read it.
     """
 
-    def need(fine: bool, what: str) -> None:
-        if not fine:
+    def need(is_valid: bool, what: str) -> None:
+        if not is_valid:
             raise ConfigError(f"{key}: {spec} has no OpenAI function schema: {what}")
 
     need(isinstance(schema, dict) and schema.get("type") == "function", "it must have type=function")
@@ -66,12 +56,12 @@ def check_schema(schema: Any, spec: str, key: str = "rollout.tools") -> None:
     need(isinstance(function, dict), "`function` must be a mapping")
     name, parameters = function.get("name"), function.get("parameters")
     has_valid_name = isinstance(name, str) and bool(_NAME.fullmatch(name))
-    need(has_valid_name, "its name must be 1 to 64 of the characters a-zA-Z0-9_.-")
+    need(has_valid_name, f"its name must be 1 to 64 of the characters a-zA-Z0-9_.-, not {str(name)[:80]!r}")
     need(isinstance(function.get("description", ""), str), "`description` must be text")
     need(parameters is None or isinstance(parameters, dict), "`parameters` must be a mapping")
     properties, required = (parameters or {}).get("properties") or {}, (parameters or {}).get("required") or []
-    fine = isinstance(properties, dict) and all(isinstance(entry, dict) for entry in properties.values())
-    need(fine, "`properties` must map names to mappings")
+    are_mappings = isinstance(properties, dict) and all(isinstance(entry, dict) for entry in properties.values())
+    need(are_mappings, "`properties` must map names to mappings")
     need(isinstance(required, list | tuple), "`required` must be a list of names")
     for argument in required:
         need(argument in properties, f"`required` names {argument!r}, which is not among its `properties`")
@@ -102,7 +92,7 @@ def check_function(tool: Tool, spec: str) -> None:
             ) from None
 
 
-_JSON_TYPES: dict[str, tuple[type, ...]] = {
+JSON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "number": (int, float),
     "integer": (int,),
@@ -128,10 +118,10 @@ def read_declared_types(schema: dict[str, Any]) -> set[str]:
                 return set()
             names |= option_types
     if not names and isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
-        names = {name for value in values for name in _JSON_TYPES if _is_of_type(value, name)}
+        names = {name for value in values for name in JSON_TYPES if _is_of_type(value, name)}
     if names and schema.get("nullable"):
         names.add("null")
-    return names if names <= set(_JSON_TYPES) else set()
+    return names if names <= set(JSON_TYPES) else set()
 
 
 def coerce_argument(text: str, schema: dict[str, Any]) -> Any:
@@ -159,22 +149,16 @@ def _read_value(text: str) -> Any:
     """Parse as JSON, else as a Python literal; `_UNPARSED` if neither works or a number is not finite."""
     if text.lower() in _LITERALS:
         return _LITERALS[text.lower()]
-    for read in (json.loads, _parse_literal):
-        try:
-            return json.loads(json.dumps(read(text), allow_nan=False))
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escape sequences
+        for read in (json.loads, ast.literal_eval):
+            with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                return json.loads(json.dumps(read(text), allow_nan=False))
     return _UNPARSED
 
 
-def _parse_literal(text: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escape sequences
-        return ast.literal_eval(text)
-
-
 def _is_of_type(value: Any, name: str) -> bool:
-    return isinstance(value, _JSON_TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
+    return isinstance(value, JSON_TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
 
 
 def find_argument_error(schema: dict[str, Any], arguments: Any) -> str:

@@ -1,9 +1,7 @@
 """Environments of the `verifiers` package as agents: `verifiers:NAME`, or `verifiers:NAME{"argument": "value"}`.
 
 NAME and the arguments are passed to `vf.load_environment` (verifiers up to 0.3). Alternatively, NAME is a task set of
-`verifiers.v1` (from 0.3), and the arguments are its `EnvConfig`: {"taskset": {...}, "agent": {...}}. The environment
-plays an episode as a client of the policy; its reward becomes the rollout's, and its metrics the parts.
-`.venv/bin/python tools/environment_rows.py verifiers:NAME FILE.jsonl` makes prompts of its dataset.
+`verifiers.v1` (from 0.3), and the arguments are its `EnvConfig`: {"taskset": {...}, "agent": {...}}. See `ADAPTERS.md`.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.config import ConfigError
 
@@ -21,18 +19,6 @@ INSTALL_HINT = "needs the package verifiers: pip install --no-deps -r launch/req
 COLUMN = "verifiers"
 """Column of a row that holds the environment's own row."""
 _API_KEY_VARIABLE = "MEGARL_POLICY_KEY"
-
-
-class EpisodeRunner(Protocol):
-    """Common interface to both generations of the package."""
-
-    def list_rows(self, evaluation: bool) -> list[dict[str, Any]]:
-        """Return the environment's own rows as JSON values."""
-
-    def build_prompt(self, row: Mapping[str, Any]) -> list[dict[str, Any]]: ...
-
-    async def run_episode(self, row: Mapping[str, Any], base_url: str, api_key: str) -> tuple[float, Mapping[str, Any]]:
-        """Return an episode's reward and metrics. Raises RuntimeError if it did not finish."""
 
 
 def environment(spec: str) -> Callable[..., Coroutine[Any, Any, dict[str, Any]]]:
@@ -46,7 +32,8 @@ def environment(spec: str) -> Callable[..., Coroutine[Any, Any, dict[str, Any]]]
                 f"the row has no column {COLUMN!r}; tools/environment_rows.py verifiers:{spec} creates them"
             )
         reward, metrics = await runner.run_episode(environment_row, base_url, api_key)
-        return {"reward": float(reward), "parts": _filter_finite(metrics)}
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, bool | int | float)}
+        return {"reward": float(reward), "parts": {name: x for name, x in numbers.items() if math.isfinite(x)}}
 
     return run
 
@@ -54,20 +41,21 @@ def environment(spec: str) -> Callable[..., Coroutine[Any, Any, dict[str, Any]]]
 def rows(spec: str, evaluation: bool = False) -> list[dict[str, Any]]:
     """Return a row of `data.train` for each row of its dataset, or of its evaluation dataset if `evaluation`."""
     runner = load_environment(spec)
-    result = []
-    for number, environment_row in enumerate(runner.list_rows(evaluation)):
-        columns = {
+    name, _ = _parse_spec(spec)
+    return [
+        {
+            "id": f"{name}-{number}",
             "prompt": runner.build_prompt(environment_row),
             "ground_truth": environment_row.get("answer") or "",
-            "data_source": _parse_spec(spec)[0],
+            "data_source": name,
+            "environment": spec,
+            COLUMN: environment_row,
         }
-        result.append(
-            {"id": f"{_parse_spec(spec)[0]}-{number}", **columns, "environment": spec, COLUMN: environment_row}
-        )
-    return result
+        for number, environment_row in enumerate(runner.list_rows(evaluation))
+    ]
 
 
-def load_environment(spec: str) -> EpisodeRunner:
+def load_environment(spec: str) -> _LegacyRunner | _TaskSetRunner:
     name, arguments = _parse_spec(spec)
     try:
         importlib.import_module("verifiers")
@@ -95,13 +83,8 @@ def _parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     return name.strip(), arguments
 
 
-def _filter_finite(metrics: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {name: value for name, value in metrics.items() if isinstance(value, bool | int | float)}
-    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
-
-
 class _LegacyRunner:
-    """A `vf.Environment` of verifiers up to 0.3."""
+    """A `vf.Environment` of verifiers up to 0.3. `_TaskSetRunner` has the same methods."""
 
     def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
         try:
@@ -117,6 +100,7 @@ class _LegacyRunner:
             raise ConfigError(f"{name} rewards a group as a whole; episodes are scored one by one here")
 
     def list_rows(self, evaluation: bool) -> list[dict[str, Any]]:
+        """Return the environment's own rows as JSON values."""
         dataset = self._environment.get_eval_dataset() if evaluation else self._environment.get_dataset()
         return [dict(row) for row in dataset]
 
@@ -127,12 +111,13 @@ class _LegacyRunner:
         return [{name: value for name, value in message.items() if value is not None} for message in messages]
 
     async def run_episode(self, row: Mapping[str, Any], base_url: str, api_key: str) -> tuple[float, Mapping[str, Any]]:
+        """Return an episode's reward and metrics. Raises RuntimeError if it did not finish."""
         from openai import AsyncOpenAI
         from verifiers.clients import OpenAIChatCompletionsClient
 
         # No timeout and no retry: the run has its own limits, and a repeated request is another sample.
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=None, max_retries=0) as client:
-            model = await _fetch_model_name(client)
+            model = (await client.models.list()).data[0].id
             state = await self._environment.run_rollout(dict(row), OpenAIChatCompletionsClient(client), model, {})
         if error := state.get("error"):
             raise RuntimeError(f"{error.get('error_chain_repr') or error}"[:1000])
@@ -176,11 +161,9 @@ class _TaskSetRunner:
     def build_prompt(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         user_prompt = row.get("prompt") or ""
         system = [{"role": "system", "content": row["system_prompt"]}] if row.get("system_prompt") else []
-        return system + (
-            [{"role": "user", "content": user_prompt}]
-            if isinstance(user_prompt, str)
-            else [dict(message) for message in user_prompt]
-        )
+        if isinstance(user_prompt, str):
+            return [*system, {"role": "user", "content": user_prompt}]
+        return [*system, *map(dict, user_prompt)]
 
     async def run_episode(self, row: Mapping[str, Any], base_url: str, api_key: str) -> tuple[float, Mapping[str, Any]]:
         from openai import AsyncOpenAI
@@ -189,7 +172,7 @@ class _TaskSetRunner:
             self._serving = self._environment.serving()
             await self._serving.__aenter__()
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-            model = await _fetch_model_name(client)
+            model = (await client.models.list()).data[0].id
         os.environ[_API_KEY_VARIABLE] = api_key
         endpoint = self._package.EvalClientConfig(base_url=base_url, api_key_var=_API_KEY_VARIABLE)
         context = self._package.ModelContext(client=endpoint, model=model, sampling=self._package.SamplingConfig())
@@ -200,8 +183,3 @@ class _TaskSetRunner:
             raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors)[:1000] or "no episode")
         trace = episode.traces[-1]
         return trace.reward, {**trace.metrics, **{name: part.score for name, part in trace.rewards.items()}}
-
-
-async def _fetch_model_name(client: Any) -> str:
-    """Return the policy's model name."""
-    return str((await client.models.list()).data[0].id)

@@ -1,8 +1,4 @@
-r"""The sandbox API: `Sandbox` runs a command in a box, a harness that returns results, or a Python session.
-
-    box = Sandbox.from_environment()
-    result = await box.run(["python3", "main.py"], {"main.py": b"print(input())"}, stdin=b"hello")
-    result.ok, result.stdout  # True, b"hello\n"
+"""The sandbox API: `Sandbox` runs a command in a box, a harness that returns results, or a Python session.
 
 A box contains only Python (`python3`, with numpy and sympy if this machine's interpreter has them), /usr, and the given
 files, in its working directory /tmp. It has no network and sees no other process and nothing else of this machine.
@@ -11,16 +7,16 @@ files, in its working directory /tmp. It has no network and sees no other proces
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
 import os
+import secrets
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from megarl.config import ConfigError, SandboxConfig, strict
-from megarl.processes.messages import Frame
 from megarl.sandbox.file_transfer import check_command, check_path
 from megarl.sandbox.harness import (
     HARNESS_COMMAND,
@@ -29,7 +25,6 @@ from megarl.sandbox.harness import (
     SESSION_COMMAND,
     encode_preamble,
     list_faults,
-    new_nonce,
     parse_results,
 )
 from megarl.sandbox.results import HarnessResult, Limits, Output, Probe, Result
@@ -67,14 +62,14 @@ def probe(settings: SandboxConfig) -> Probe:
     return asyncio.run(probe_sandbox())
 
 
-class Interpreter:
+class Interpreter(contextlib.AbstractAsyncContextManager["Interpreter"]):
     """A Python session in its own box, which keeps its names between calls. Bound to one event loop."""
 
     def __init__(self, client: RunnerClient, limits: dict[str, Any]) -> None:
         self._client, self._limits = client, limits
         self._number = 0
         """Number of the box; 0 without one."""
-        self._closed = False
+        self._is_closed = False
         self._calling = asyncio.Lock()
 
     async def run(self, code: str, seconds: float | None = None) -> Output:
@@ -85,9 +80,20 @@ class Interpreter:
         next call starts a new session. Never raises for what the code does; raises SandboxError if there is no box.
         """
         async with self._calling:
-            if self._closed:
+            if self._is_closed:
                 return Output(False, "", "", 0.0, "closed")
-            response, blobs = await self._call(code, seconds or self._limits["seconds"])
+            await self._client.connect()
+            if self._number == 0:
+                self._number = next(self._client.numbers)
+                order = {"kind": "open", "session": True, "channel": True, "files": [], "fetch": []}
+                order |= {"number": self._number, "command": SESSION_COMMAND, "limits": self._limits}
+                await self._client.send(order, [b"", b""])
+            call = {"number": self._number, "kind": "call", "seconds": seconds or self._limits["seconds"]}
+            try:
+                response, blobs = await self._client.request(call, [json.dumps(code).encode() + b"\n"])
+            except BaseException:
+                self._number = 0
+                raise
             stdout, stderr = (blob.decode(errors="replace") for blob in blobs[:2])
             if response["kind"] == "called":
                 is_ok = blobs[3] == b"1"
@@ -97,30 +103,13 @@ class Interpreter:
 
     async def close(self) -> None:
         """End the session. Further calls return at once with reason `closed`."""
-        self._closed = True
+        self._is_closed = True
         if self._number and self._client.runner_info is not None:
             await self._client.send({"number": self._number, "kind": "end"}, ())
             self._number = 0
 
-    async def __aenter__(self) -> Interpreter:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
-
-    async def _call(self, code: str, seconds: float) -> Frame:
-        """Send a call to the session's box, which is opened first if there is none."""
-        await self._client.connect()
-        if self._number == 0:
-            self._number = self._client.next_number()
-            order = {"number": self._number, "kind": "open", "session": True, "channel": True, "files": [], "fetch": []}
-            await self._client.send({**order, "command": SESSION_COMMAND, "limits": self._limits}, [b"", b""])
-        call = {"number": self._number, "kind": "call", "seconds": seconds}
-        try:
-            return await self._client.request(call, [json.dumps(code).encode() + b"\n"])
-        except BaseException:
-            self._number = 0
-            raise
 
 
 def check_backend(settings: SandboxConfig) -> None:
@@ -138,10 +127,9 @@ class Sandbox:
 
     def __init__(self, settings: SandboxConfig) -> None:
         self.settings = settings
-        self._service = SandboxFusion(settings) if settings.backend.startswith(("http://", "https://")) else None
         check_backend(settings)
-        self._client = RunnerClient(settings)
-        self._probed: Probe | None = None
+        is_service = settings.backend.startswith(("http://", "https://"))
+        self._client = SandboxFusion(settings) if is_service else RunnerClient(settings)
 
     @classmethod
     def from_environment(cls) -> Sandbox:
@@ -150,11 +138,8 @@ class Sandbox:
         try:
             tree = json.loads(settings_json)
         except ValueError:
-            tree = None
-        if not isinstance(tree, dict):
-            raise ConfigError(
-                f"{VARIABLE} must hold the section sandbox as JSON, not {strict.short_repr(settings_json)}"
-            )
+            value = strict.short_repr(settings_json)
+            raise ConfigError(f"{VARIABLE} must hold the section sandbox as JSON, not {value}") from None
         return cls(strict.build_dataclass(SandboxConfig, tree, "sandbox.", root=SandboxConfig))
 
     async def run(
@@ -173,11 +158,8 @@ class Sandbox:
         """
         for name in (*files, *fetch):
             check_path(name)
-        command = check_command(command)
-        if self._service is not None:
-            return await self._service.run(command, files, stdin, self._limits(limits), fetch)
-        response, blobs = await self._run_in_box(command, files, stdin, limits, fetch, b"")
-        return _result(response, blobs)
+        result, _ = await self._client.run(check_command(command), files, stdin, self._limits(limits), fetch)
+        return result
 
     async def run_harness(
         self,
@@ -197,13 +179,10 @@ class Sandbox:
         """
         for name in files:
             check_path(name)
-        nonce = new_nonce()
-        opening = encode_preamble(nonce, harness)
-        if self._service is not None:
-            run, channel_bytes = await self._service.run_harness(opening, nonce, files, stdin, self._limits(limits))
-            return HarnessResult(parse_results(channel_bytes, nonce, count), count, run)
-        response, blobs = await self._run_in_box(HARNESS_COMMAND, files, stdin, limits, (), opening)
-        return HarnessResult(parse_results(blobs[2], nonce, count), count, _result(response, blobs))
+        nonce = secrets.token_hex(16)
+        preamble = encode_preamble(nonce, harness)
+        run, sent = await self._client.run(HARNESS_COMMAND, files, stdin, self._limits(limits), (), preamble)
+        return HarnessResult(parse_results(sent, nonce, count), count, run)
 
     async def interpreter(self, limits: Limits = Limits()) -> Interpreter:  # noqa: B008
         """Create a session. It occupies one of `sandbox.max_boxes` only during a call.
@@ -211,7 +190,7 @@ class Sandbox:
         `limits.seconds` applies to each call. Raises ConfigError if boxes cannot work here, or if the backend keeps no
         state.
         """
-        if self._service is not None:
+        if isinstance(self._client, SandboxFusion):
             raise ConfigError(
                 "sandbox.backend: a service with SandboxFusion's API keeps no state between calls, and interpreter "
                 "sessions need it; set sandbox.backend=bubblewrap, or run whole programs"
@@ -220,29 +199,13 @@ class Sandbox:
         return Interpreter(self._client, self._limits(limits))
 
     async def probe(self) -> Probe:
-        """Return the isolation layers; cached. Runs a box.
+        """Return the isolation layers. Runs a box.
 
         Raises ConfigError, with the reason and the remedy, if boxes cannot work here or a required layer does not hold.
         """
-        if self._probed is None:
-            self._probed = await self._probe()
-        return self._probed
-
-    @property
-    def runner_pid(self) -> int:
-        """Pid of the process that starts the boxes; 0 without one."""
-        return self._client.pid
-
-    async def close(self) -> None:
-        """End everything that the sandbox has started, including runs in flight."""
-        self._client.close()
-        if self._service is not None:
-            await self._service.close()
-
-    async def _probe(self) -> Probe:
         backend = self.settings.backend
-        if self._service is not None:
-            await self._service.check()
+        if isinstance(self._client, SandboxFusion):
+            await self._client.check()
             return Probe(backend, ("the service's sandbox",))
         try:
             harness_result = await self.run_harness(PROBE_SOURCE, 1, limits=PROBE_LIMITS)
@@ -259,42 +222,18 @@ class Sandbox:
         assert self._client.runner_info is not None
         return Probe(backend, tuple(self._client.runner_info["layers"]), tuple(self._client.runner_info["missing"]))
 
-    async def _run_in_box(
-        self,
-        command: Sequence[str],
-        files: Mapping[str, bytes],
-        stdin: bytes,
-        limits: Limits,
-        fetch: Sequence[str],
-        preamble: bytes,
-    ) -> Frame:
-        await self._client.connect()
-        order = {
-            "number": self._client.next_number(),
-            "kind": "run",
-            "session": False,
-            "channel": bool(preamble),
-            "command": command,
-            "files": list(files),
-            "fetch": list(fetch),
-            "limits": self._limits(limits),
-        }
-        return await self._client.request(order, [stdin, preamble, *files.values()])
+    @property
+    def runner_pid(self) -> int:
+        """Pid of the process that starts the boxes; 0 without one."""
+        info = None if isinstance(self._client, SandboxFusion) else self._client.runner_info
+        return int(info["pid"]) if info else 0
+
+    async def close(self) -> None:
+        """End everything that the sandbox has started, including runs in flight."""
+        if isinstance(self._client, SandboxFusion):
+            await self._client.close()
+        else:
+            self._client.close()
 
     def _limits(self, limits: Limits) -> dict[str, Any]:
         return {**dataclasses.asdict(limits), "memory_mb": limits.memory_mb or self.settings.memory_mb}
-
-
-def _result(response: dict[str, Any], blobs: Sequence[bytes]) -> Result:
-    files = dict(zip(response["files"], blobs[3:], strict=True))
-    is_ok = response["status"] == 0 and not response["reason"]
-    return Result(
-        is_ok,
-        response["status"],
-        blobs[0],
-        blobs[1],
-        response["seconds"],
-        response["reason"],
-        files,
-        response["refused"],
-    )

@@ -1,12 +1,7 @@
-"""Memory limit of a box: a memory cgroup where this machine delegates some, else a watchdog.
+"""Memory limit of a box: a memory cgroup below our own where this machine delegates some, else a watchdog.
 
-Cgroups are created below our own cgroup, so limits of a batch system or a container still hold for all of it. With
-cgroup v2 they may also be next to it, if our user owns the parent folder. Most machines delegate none.
-
-The watchdog knows the memory usage of a box, and the earliest time that it could exceed its limit. It sums over all
-descendants of the box's first process, which adopts every orphan: anonymous, shared, and swapped-out memory and page
-tables; plus the box's files, which are in memory, too. The filter of `seccomp.py` denies boxes memory that would not be
-counted. Sockets count with their maximum buffers.
+The watchdog sums up the memory of all descendants of the box's first process, which adopts every orphan, the box's
+files, and its sockets with their maximum buffers. `seccomp.py` denies boxes memory that would not be counted.
 """
 
 from __future__ import annotations
@@ -18,10 +13,11 @@ import platform
 import select
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+from megarl.processes.children import ignore_signals
 
 _NAME = "megarl-sandbox-"
-_CLEANING_TRIES = 200
 
 
 class Cgroups:
@@ -29,8 +25,9 @@ class Cgroups:
 
     def __init__(self, folder: str, version: int) -> None:
         self._folder, self._version = folder, version
+        self._limit_file = "memory.max" if version == 2 else "memory.limit_in_bytes"
         self._pending_removal: set[str] = set()
-        self._made = 0
+        self._count = 0
 
     @classmethod
     def find(cls) -> Cgroups | None:
@@ -50,10 +47,8 @@ class Cgroups:
     def join(self, pid: int, limit: int) -> str:
         """Put a process and its descendants into a new cgroup with a limit in bytes."""
         group = self._create_group()
-        if self._version == 2:
-            _write(f"{group}/memory.max", str(limit))
-        else:
-            _write(f"{group}/memory.limit_in_bytes", str(limit))
+        _write(f"{group}/{self._limit_file}", str(limit))
+        if self._version == 1:
             with contextlib.suppress(OSError):
                 _write(f"{group}/memory.memsw.limit_in_bytes", str(limit))
         _write(f"{group}/cgroup.procs", str(pid))
@@ -61,33 +56,25 @@ class Cgroups:
 
     def remove_group(self, group: str) -> bool:
         """Remove a cgroup whose processes have ended. Returns whether one was killed for its memory."""
-        is_oom_killed = self._count_oom_kills(group) > 0
+        events = _text(f"{group}/{'memory.events' if self._version == 2 else 'memory.oom_control'}").splitlines()
+        num_kills = next((int(line.split()[1]) for line in events if line.startswith("oom_kill ")), 0)
         self._pending_removal.add(group)
         # A group whose last process is still exiting is removed after the next box.
         for old in tuple(self._pending_removal):
             with contextlib.suppress(OSError):
                 os.rmdir(old)
                 self._pending_removal.remove(old)
-        return is_oom_killed
+        return num_kills > 0
 
     def _create_group(self) -> str:
-        self._made += 1
-        group = f"{self._folder}/{self._made}"
+        self._count += 1
+        group = f"{self._folder}/{self._count}"
         os.mkdir(group)
         if self._version == 2:
-            with contextlib.suppress(OSError):
-                _write(f"{group}/memory.swap.max", "0")
-            with contextlib.suppress(OSError):
-                _write(f"{group}/memory.oom.group", "1")
+            for name, value in (("memory.swap.max", "0"), ("memory.oom.group", "1")):
+                with contextlib.suppress(OSError):
+                    _write(f"{group}/{name}", value)
         return group
-
-    def _count_oom_kills(self, group: str) -> int:
-        name = "memory.events" if self._version == 2 else "memory.oom_control"
-        with contextlib.suppress(OSError), open(f"{group}/{name}") as file:
-            for line in file:
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-        return 0
 
     def _set_up(self) -> bool:
         try:
@@ -99,7 +86,7 @@ class Cgroups:
                 _write(f"{self._create_group()}/cgroup.procs", str(os.getpid()))
                 _write(f"{self._folder}/cgroup.subtree_control", "+memory")
             probe = self._create_group()
-            _write(f"{probe}/memory.{'max' if self._version == 2 else 'limit_in_bytes'}", str(64 << 20))
+            _write(f"{probe}/{self._limit_file}", str(64 << 20))
             os.rmdir(probe)
         except OSError:
             with contextlib.suppress(OSError):
@@ -115,17 +102,14 @@ class Cgroups:
         if os.fork():
             return
         try:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN)
+            ignore_signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
             pidfd = os.pidfd_open(runner_pid)
             os.closerange(0, pidfd)
             os.closerange(pidfd + 1, 4096)
             if self._version == 2:
                 _write(f"{os.path.dirname(self._folder)}/cgroup.procs", str(os.getpid()))
-            poller = select.poll()
-            poller.register(pidfd, select.POLLIN)
-            poller.poll()
-            for _ in range(_CLEANING_TRIES):  # the last boxes may still be exiting
+            select.select([pidfd], [], [])
+            for _ in range(200):  # the last boxes may still be exiting
                 if _remove(self._folder):
                     break
                 time.sleep(0.05)
@@ -136,35 +120,30 @@ class Cgroups:
 def _iter_candidates() -> Iterator[tuple[str, int]]:
     """Iterate over (folder, cgroup version) where a memory cgroup may be created, the nearest first.
 
-    Removes stale cgroups of ours there.
+    Removes cgroups of ours there whose owner and cleaner were both killed.
     """
-    with open("/proc/self/cgroup") as file:
-        rows = [line.rstrip("\n").split(":", 2) for line in file]
-    for _, kinds, path in rows:
-        if kinds in ("", "memory"):
-            version = 2 if kinds == "" else 1
-            root = "/sys/fs/cgroup" if version == 2 else "/sys/fs/cgroup/memory"
-            needed = "cgroup.controllers" if version == 2 else "memory.limit_in_bytes"
-            parts = [part for part in path.split("/") if part and part != ".."]
-            for depth in range(len(parts), -1, -1):
-                folder = "/".join([root, *parts[:depth]])
-                if depth < len(parts) and (version == 1 or os.geteuid() == 0):
-                    break
-                if os.path.exists(f"{folder}/{needed}") and os.access(folder, os.W_OK):
-                    _remove_stale(folder)
-                    yield folder, version
-
-
-def _remove_stale(folder: str) -> None:
-    """Remove cgroups whose owner and cleaner were both killed."""
-    for name in os.listdir(folder):
-        number = name.removeprefix(_NAME)
-        if name.startswith(_NAME) and number.isdecimal() and not os.path.exists(f"/proc/{number}"):
-            _remove(f"{folder}/{name}")
+    for line in _text("/proc/self/cgroup").splitlines():
+        _, kinds, path = line.split(":", 2)
+        if kinds not in ("", "memory"):
+            continue
+        version = 2 if kinds == "" else 1
+        root = "/sys/fs/cgroup" if version == 2 else "/sys/fs/cgroup/memory"
+        needed = "cgroup.controllers" if version == 2 else "memory.limit_in_bytes"
+        parts = [part for part in path.split("/") if part and part != ".."]
+        for depth in range(len(parts), -1, -1):
+            folder = "/".join([root, *parts[:depth]])
+            if depth < len(parts) and (version == 1 or os.geteuid() == 0):
+                break
+            if os.path.exists(f"{folder}/{needed}") and os.access(folder, os.W_OK):
+                for name in os.listdir(folder):
+                    pid = name.removeprefix(_NAME)
+                    if name.startswith(_NAME) and pid.isdecimal() and not os.path.exists(f"/proc/{pid}"):
+                        _remove(f"{folder}/{name}")
+                yield folder, version
 
 
 def _remove(folder: str) -> bool:
-    """Remove a cgroup with its children. Returns whether it is gone."""
+    """Remove a cgroup with its children. Returns whether it no longer exists."""
     with contextlib.suppress(OSError):
         for below, _, _ in os.walk(folder, topdown=False):
             os.rmdir(below)
@@ -183,7 +162,6 @@ _SOCKET = 212_992
 """Maximum bytes buffered by a socket: the kernel's default, which no box can raise."""
 _KCMP = {"x86_64": 312, "aarch64": 272}.get(platform.machine())
 _KCMP_VM = 1
-_COUNTED = ("RssAnon:", "RssShmem:", "VmSwap:", "VmPTE:")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -193,17 +171,20 @@ def measure_memory(root_pid: int, files_path: str | None) -> int:
 
 
 def measure_exact(root_pid: int, files_path: str | None) -> int:
-    """As `measure_memory`, but count shared pages once. Slow."""
+    """As `measure_memory`, but count pages that several processes share once. Slow."""
+    total = _measure_files(root_pid, files_path)
     pids: list[int] = []
-    for pid in list_descendants(root_pid):  # a vforked process uses its parent's memory itself
-        if not any(_same_memory(pid, other) for other in pids):
+    for pid in list_descendants(root_pid):
+        # A vforked process uses its parent's memory itself.
+        if _KCMP is None or all(_libc.syscall(_KCMP, pid, other, _KCMP_VM, 0, 0) != 0 for other in pids):
             pids.append(pid)
-    return sum(_proportional(pid) for pid in pids) + _measure_files(root_pid, files_path)
+            total += _sum(f"/proc/{pid}/smaps_rollup", ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")) or _resident(pid)
+    return total
 
 
-def compute_check_delay(used_bytes: int, limit: int, cores: int) -> float:
+def compute_check_delay(used_bytes: int, limit: int) -> float:
     """Return the seconds until a box that uses `used_bytes` bytes could reach its limit."""
-    return min(_MAX_CHECK_S, max(MIN_CHECK_S, (limit - used_bytes) / (_FASTEST * cores)))
+    return min(_MAX_CHECK_S, max(MIN_CHECK_S, (limit - used_bytes) / (_FASTEST * (os.cpu_count() or 1))))
 
 
 def list_descendants(root_pid: int) -> list[int]:
@@ -221,16 +202,11 @@ def stop_processes(root_pid: int) -> None:
     """Stop `root_pid` and its descendants, including those that they fork meanwhile."""
     stopped: set[int] = set()
     while new := set(list_descendants(root_pid)) - stopped:
-        _signal(new, signal.SIGSTOP)
+        signal_processes(new, signal.SIGSTOP)
         stopped |= new
 
 
-def resume_processes(root_pid: int) -> None:
-    """Undo `stop_processes`."""
-    _signal(set(list_descendants(root_pid)), signal.SIGCONT)
-
-
-def _signal(pids: set[int], number: signal.Signals) -> None:
+def signal_processes(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, number)
@@ -248,24 +224,11 @@ def _measure_files(root_pid: int, files_path: str | None) -> int:
 
 
 def _resident(pid: int) -> int:
-    return _sum(f"/proc/{pid}/status", _COUNTED)
-
-
-def _proportional(pid: int) -> int:
-    """Return the bytes of all pages except those of files on disk, with shared pages divided among their processes."""
-    return _sum(f"/proc/{pid}/smaps_rollup", ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")) or _resident(pid)
+    return _sum(f"/proc/{pid}/status", ("RssAnon:", "RssShmem:", "VmSwap:", "VmPTE:"))
 
 
 def _sum(path: str, names: tuple[str, ...]) -> int:
-    total = 0
-    for line in _text(path).splitlines():
-        if line.startswith(names):
-            total += int(line.split()[1]) << 10
-    return total
-
-
-def _same_memory(pid: int, other_pid: int) -> bool:
-    return _KCMP is not None and _libc.syscall(_KCMP, pid, other_pid, _KCMP_VM, 0, 0) == 0
+    return sum(int(line.split()[1]) << 10 for line in _text(path).splitlines() if line.startswith(names))
 
 
 def _text(path: str) -> str:

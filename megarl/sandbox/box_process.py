@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.sandbox.box_memory import (
     MIN_CHECK_S,
@@ -15,11 +15,11 @@ from megarl.sandbox.box_memory import (
     list_descendants,
     measure_exact,
     measure_memory,
-    resume_processes,
+    signal_processes,
     stop_processes,
 )
 from megarl.sandbox.file_transfer import fetch_files, write_file
-from megarl.sandbox.namespace import BoxNamespace, BoxSpec, NamespaceHost, WarmPool
+from megarl.sandbox.namespace import BoxHost, BoxNamespace, BoxSpec, WarmPool
 from megarl.sandbox.spawning import CHANNEL, set_limits
 
 
@@ -34,8 +34,8 @@ class TruncatedOutput:
     def add(self, data: bytes) -> None:
         self.total += len(data)
         head_room = self._half - len(self._head)
-        self._head += data[:head_room] if head_room > 0 else b""
-        self._tail += data[max(0, head_room) :]
+        self._head += data[:head_room]
+        self._tail += data[head_room:]
         if len(self._tail) > 4 * self._half:
             del self._tail[: -self._half]
 
@@ -50,30 +50,18 @@ _FLOOD = 64
 """A session that prints more than this multiple of its output limit is ended, because reading it costs us time."""
 _SETTING_UP_S = 60.0
 _PIECE = 1 << 16
-_IDLE_CHECK_S = 3600.0
-
-
-class BoxHost(NamespaceHost, Protocol):
-    """Interface that a box needs from its host process."""
-
-    warm_pool: WarmPool
-    cores: int
-    has_nproc_per_box: bool
-
-    def send(self, message: dict[str, Any], blobs: Sequence[bytes]) -> None: ...
-    def on_call_finished(self, box: Box) -> None: ...
-    def on_box_ended(self, box: Box) -> None: ...
 
 
 class Box:
     """The box of one order: a command with its files, or a session that is called repeatedly."""
 
-    def __init__(self, host: BoxHost, order: dict[str, Any], blobs: Sequence[bytes]) -> None:
+    def __init__(self, host: BoxHost, warm_pool: WarmPool, order: dict[str, Any], blobs: Sequence[bytes]) -> None:
         self.number: int = order["number"]
-        self.has_started = False
-        """Whether the box has a process."""
-        self.is_finished = False
-        self._host, self._order, self._limits, self._blobs = host, order, order["limits"], blobs
+        self.is_running = True
+        """Whether the box occupies a slot: always, except a session between its calls."""
+        self.is_ending = self.is_finished = False
+        self._host, self._warm_pool = host, warm_pool
+        self._order, self._limits, self._blobs = order, order["limits"], blobs
         self._is_session: bool = order["session"]
         self._max_output = int(self._limits["output_bytes"])
         self._memory = int(self._limits["memory_mb"]) << 20
@@ -81,23 +69,20 @@ class Box:
         self._outputs = {number: TruncatedOutput(self._max_output) for number in (1, 2, CHANNEL)}
         self._call_line = bytearray()
         self._status: int | None = None
-        self._reason = self._fault = ""
-        self._is_running = True
+        self._reason = self._failure = ""
         self._seconds = float(self._limits["seconds"])
-        self._began = time.monotonic()
-        self._deadline = self._began + _SETTING_UP_S
-        self._next_check = self._deadline
+        self._next_check = self._deadline = 0.0
+        self._start_clock(_SETTING_UP_S, first_check=_SETTING_UP_S)
 
     def start(self) -> None:
-        """Start the box. Raises OSError or ValueError; then `fail` cleans up."""
+        """Start the box. Raises OSError or ValueError; then `end` cleans up."""
         stdin, channel, *contents = self._blobs
         self._blobs = ()
-        self._began = time.monotonic()
-        self._deadline = self._next_check = self._began + _SETTING_UP_S
+        self._start_clock(_SETTING_UP_S, first_check=_SETTING_UP_S)
         spec = BoxSpec(tuple(self._order["command"]), self._order["channel"], self._memory)
-        namespace = self._host.warm_pool.take(spec, int(self._limits["disk_mb"]), int(self._limits["files"]))
-        self._namespace, self.has_started = namespace, True
-        namespace.on_started, namespace.on_exited = self._on_started, self.finish
+        namespace = self._warm_pool.take(spec, int(self._limits["disk_mb"]), int(self._limits["files"]))
+        self._namespace = namespace
+        namespace.on_started, namespace.on_exited = self._on_started, self._finish
         for name, content in zip(self._order["files"], contents, strict=True):
             write_file(f"{namespace.folder}/tmp", name, content)
         for number, fd in namespace.fds.items():
@@ -115,16 +100,17 @@ class Box:
             self.start()
         else:
             self._outputs = {number: TruncatedOutput(self._max_output) for number in self._outputs}
-            self._start_clock()
-            resume_processes(self._namespace.init_pid)
+            self.is_running = True
+            self._start_clock(seconds)
+            signal_processes(list_descendants(self._namespace.init_pid), signal.SIGCONT)
         assert self._namespace is not None
         self._host.poller.send(self._namespace.fds[CHANNEL], data)
 
     def check_limits(self, now: float) -> float:
         """End the box if it exceeds a limit. Returns the time of the next check."""
         namespace = self._namespace
-        if not self._is_running or self._reason or namespace is None:
-            return now + _IDLE_CHECK_S
+        if not self.is_running or self._reason or namespace is None:
+            return now + 3600.0
         if now >= self._deadline:
             self.end("time")
         elif now >= self._next_check:
@@ -134,46 +120,43 @@ class Box:
                 size = measure_exact(namespace.init_pid, files)
             if size > self._memory:
                 self.end("memory")
-            self._next_check = now + compute_check_delay(size, self._memory, self._host.cores)
-            if not self._host.has_nproc_per_box:  # an old kernel, where only the watchdog counts per box
+            self._next_check = now + compute_check_delay(size, self._memory)
+            if not self._host.has_nproc_per_box:
                 self._next_check = now + MIN_CHECK_S
                 if len(list_descendants(namespace.init_pid)) > int(self._limits["processes"]) + 1:
                     self.end("processes")
         return min(self._deadline, self._next_check)
 
-    def end(self, reason: str) -> None:
-        """Kill everything in the box. `finish` follows when the processes have ended."""
-        self._reason = self._reason or reason
-        if self._namespace is not None:
-            self._namespace.kill()
+    def end(self, reason: str = "", failure: str = "") -> None:
+        """Kill everything in the box, and report the outcome when the processes have ended.
 
-    def fail(self, reason: str) -> None:
-        """Report that the box could not start, and clean up."""
-        self._fault = reason
+        failure: why the box could not start.
+        """
+        self.is_ending = True
+        self._reason, self._failure = self._reason or reason, self._failure or failure
         if self._namespace is not None:
             self._namespace.kill()
         else:
-            self.finish()
+            self._finish()
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Report the outcome and remove the box, once nothing runs in it any more."""
         if self.is_finished:
             return
-        self.is_finished = True
+        self.is_ending = self.is_finished = True
         namespace = self._namespace
-        failure, files, refused = self._fault, dict[str, bytes](), dict[str, str]()
+        files, refused = dict[str, bytes](), dict[str, str]()
         if namespace is not None:
             for number in tuple(namespace.fds):
                 self._read(number)
             if namespace.was_oom_killed():
                 self._reason = "memory"
-            failure = failure or self._determine_failure(namespace)
+            self._failure = self._failure or self._determine_failure(namespace)
             files, refused = fetch_files(f"{namespace.folder}/tmp", self._order["fetch"], 16 * self._max_output)
-        message = {"kind": "ended", "files": list(files), "refused": refused, "failure": failure}
+        message = {"kind": "ended", "files": list(files), "refused": refused, "failure": self._failure}
         self._answer(message, list(files.values()))
         if namespace is not None:
             namespace.remove()
-        self._host.on_box_ended(self)
 
     def _determine_failure(self, namespace: BoxNamespace) -> str:
         """Determine the exit status and reason. Returns why there was no box, empty if there was one."""
@@ -197,7 +180,7 @@ class Box:
     def _on_started(self) -> None:
         """Set the limits of the first process and start the clock."""
         assert self._namespace is not None
-        if self._reason or self._fault:  # ended before it started
+        if self._reason or self._failure:  # ended before it started
             self._namespace.kill()
             return
         try:
@@ -206,13 +189,13 @@ class Box:
             self._namespace.open_gate()
         except OSError as error:  # ended right after it started
             self._namespace.error = str(error)
-            self.end("")
+            self.end()
             return
-        self._start_clock()
+        self._start_clock(self._seconds)
 
-    def _start_clock(self) -> None:
-        self._is_running, self._began = True, time.monotonic()
-        self._deadline, self._next_check = self._began + self._seconds, self._began + MIN_CHECK_S
+    def _start_clock(self, seconds: float, first_check: float = MIN_CHECK_S) -> None:
+        self._began = time.monotonic()
+        self._deadline, self._next_check = self._began + seconds, self._began + first_check
 
     def _on_readable(self, number: int) -> None:
         if self._read(number):
@@ -250,15 +233,14 @@ class Box:
         assert self._namespace is not None
         line, _, rest = bytes(self._call_line).partition(b"\n")
         self._call_line = bytearray(rest)
-        if not self._is_running or self._reason:
+        if not self.is_running or self._reason:
             return  # forged by code that should not be running
         for number in (1, 2):
             if number in self._namespace.fds:
                 self._read(number)
         self._answer({"kind": "called"}, [line])
-        self._is_running = False
+        self.is_running = False
         stop_processes(self._namespace.init_pid)  # no watchdog until the next call
-        self._host.on_call_finished(self)
 
     def _answer(self, message: dict[str, Any], blobs: Sequence[bytes]) -> None:
         header = {"number": self.number, "status": self._status, "reason": self._reason}

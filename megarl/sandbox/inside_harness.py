@@ -1,7 +1,4 @@
-"""Runs in a box: a harness that sends results on the private channel.
-
-Imports nothing of megarl and holds no answers.
-"""
+"""Runs in a box: a harness that sends results on the private channel. Imports nothing of megarl, holds no answers."""
 
 
 def _main() -> None:

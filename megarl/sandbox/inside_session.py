@@ -49,7 +49,6 @@ def _main() -> None:
         count += 1
         name = f"<call {count}>"
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-        is_ok = False
         try:
             is_ok = run(source, name)
             sys.stdout.flush()

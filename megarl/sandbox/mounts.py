@@ -1,9 +1,7 @@
-"""Namespaces and mounts of the process that starts boxes.
+"""Namespaces and mounts of the process that starts boxes, which gives up root for good (`README.md` says why).
 
-That process runs as nobody. As root it gives up its user id for real, because the root of a user namespace created by
-true root can write to `/proc/sys`. It then enters its own user and mount namespaces, in which it can mount a file
-system of fixed size and file count for each box, and its own PID namespace as the first process, so that the kernel
-ends all boxes with it, whatever ended it and whatever state they are in.
+In its user and mount namespaces it can mount a file system of fixed size and file count for each box. It is the first
+process of its PID namespace, so the kernel ends all boxes with it, whatever ended it.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID = 0x20000, 0x10000000, 0x20000000
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
 _NOBODY = 65534
+_PAGES_OF_FOLDERS, _NUM_FOLDERS = 1 << 16, 8  # our folders in the file system of a box, beyond its limits
 _FIRST_RUNNER_UID = 0x70000000
 """Each process that starts boxes has its own user id from here on, so that none can reach another's."""
 
@@ -78,9 +77,7 @@ def _become_init() -> int:
         _, status = os.waitpid(init_pid, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    poller = select.poll()
-    poller.register(parent_fd, select.POLLIN)
-    if poller.poll(0):  # the parent had exited before the death signal was set
+    if select.select([parent_fd], [], [], 0)[0]:  # the parent had exited before the death signal was set
         os._exit(1)
     os.close(parent_fd)
     outer_pid = int(os.readlink("/proc/self"))
@@ -94,14 +91,14 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
     _call("mount", *arguments, what=f"mounting {target}")
 
 
-def mount_tmpfs(path: str, size: int, files: int) -> None:
-    """Mount a tmpfs with a limit on bytes and files."""
-    mount("tmpfs", path, "tmpfs", _MS_NOSUID | _MS_NODEV, f"mode=0700,size={size},nr_inodes={files}")
+def mount_tmpfs(path: str, disk_mb: int, files: int, resize: bool = False) -> None:
+    """Mount a tmpfs with room for `disk_mb` MiB in `files` files, or change the limits of one that is mounted.
 
-
-def resize_tmpfs(path: str, size: int, files: int) -> None:
-    """Change the limits of a file system from `mount_tmpfs`, including its bind mounts elsewhere."""
-    mount("tmpfs", path, "tmpfs", _MS_REMOUNT | _MS_NOSUID | _MS_NODEV, f"size={size},nr_inodes={files}")
+    The latter includes its bind mounts elsewhere. Raises OSError.
+    """
+    flags = _MS_NOSUID | _MS_NODEV | (_MS_REMOUNT if resize else 0)
+    limits = f"size={(disk_mb << 20) + _PAGES_OF_FOLDERS},nr_inodes={files + _NUM_FOLDERS}"
+    mount("tmpfs", path, "tmpfs", flags, limits if resize else f"mode=0700,{limits}")
 
 
 def unmount(path: str) -> None:

@@ -1,10 +1,7 @@
-"""A prepared box before anything runs in it: file system, pipes, namespaces with mounts, and a gate where it waits.
+"""Prepared boxes before anything runs in them: file system, pipes, namespaces with mounts, and a gate where they wait.
 
-Bubblewrap does all of that before it reads from the gate; after it, only one fork and the command remain.
-
-`WarmPool` prepares namespaces ahead of time for the specs that were requested more than once recently: same command,
-same memory. Each is handed out once and ends with its box. Only a few wait, and they are ended when nobody requests
-their spec any more.
+Bubblewrap does all of that before it reads from the gate; after it, only one fork and the command remain. `WarmPool`
+prepares them ahead of time, for the specs (same command, same memory) that were requested more than once recently.
 """
 
 from __future__ import annotations
@@ -19,33 +16,108 @@ import signal
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
+from typing import Any
 
+from megarl.processes.messages import encode_frame
 from megarl.sandbox import mounts
 from megarl.sandbox.box_memory import Cgroups
-from megarl.sandbox.poller import Poller
-from megarl.sandbox.spawning import CHANNEL, BareSpawner, Spawner
+from megarl.sandbox.spawning import CHANNEL, GATE, STATUS, Spawner
 
 _PIECE = 1 << 16
 _START_TIMEOUT_S = 30.0
 """Bubblewrap reports its first process within milliseconds, or never."""
-_OWN_FILES = 8
-"""Our own folders in its file system."""
 
 
-class NamespaceHost(Protocol):
-    """Interface that a namespace needs from its host process."""
+class Poller:
+    """Event loop for pipes and sockets that have a listener or unsent data. Only `wait` blocks."""
 
-    root: str
-    spawner: Spawner | BareSpawner
+    def __init__(self) -> None:
+        self._selector = DefaultSelector()
+        self._listeners: dict[int, Callable[[], None]] = {}
+        self._pending: dict[int, bytearray] = {}
+        self._closing: set[int] = set()
+
+    def listen(self, fd: int, listener: Callable[[], None]) -> None:
+        """Call the listener whenever there is something to read, or the other end has closed."""
+        os.set_blocking(fd, False)
+        self._listeners[fd] = listener
+        self._update(fd)
+
+    def send(self, fd: int, data: bytes, close_after: bool = False) -> None:
+        """Write as the other end accepts it. With `close_after`, close the descriptor after this data."""
+        if close_after:
+            self._closing.add(fd)
+        os.set_blocking(fd, False)
+        self._pending.setdefault(fd, bytearray()).extend(data)
+        self._write(fd)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor and discard its unsent data."""
+        self._listeners.pop(fd, None)
+        self._pending.pop(fd, None)
+        self._closing.discard(fd)
+        self._update(fd)
+        os.close(fd)
+
+    def wait(self, seconds: float) -> None:
+        """Wait at most `seconds` for events and call the listeners."""
+        for key, events in self._selector.select(max(0.0, seconds)):
+            if events & EVENT_WRITE and key.fd in self._pending:
+                self._write(key.fd)
+            if events & EVENT_READ and key.fd in self._listeners:
+                self._listeners[key.fd]()
+
+    def _write(self, fd: int) -> None:
+        data, num_written = self._pending[fd], 0
+        try:
+            while num_written < len(data):
+                num_written += os.write(fd, data[num_written : num_written + _PIECE])
+        except BlockingIOError:
+            del data[:num_written]
+            self._update(fd)
+            return
+        except OSError:  # the reader has closed it
+            pass
+        del self._pending[fd]
+        if fd in self._closing:
+            self.close(fd)
+        else:
+            self._update(fd)
+
+    def _update(self, fd: int) -> None:
+        events = (EVENT_READ if fd in self._listeners else 0) | (EVENT_WRITE if fd in self._pending else 0)
+        if fd not in self._selector.get_map():
+            if events:
+                self._selector.register(fd, events)
+        elif events:
+            self._selector.modify(fd, events)
+        else:
+            self._selector.unregister(fd)
+
+
+@dataclass
+class BoxHost:
+    """Resources that all boxes of a process share."""
+
+    wire: int
+    """Socket to the client."""
+    folder: str
+    """Folder for the file systems of boxes."""
+    spawner: Spawner
     cgroups: Cgroups | None
-    poller: Poller
+    has_nproc_per_box: bool
+    """Whether the kernel counts processes per box; otherwise the watchdog does."""
+    poller: Poller = field(default_factory=Poller)
+    namespaces: dict[int, BoxNamespace] = field(default_factory=dict)
+    """By the pid of bubblewrap, until that is reaped."""
 
-    def on_namespace_started(self, namespace: BoxNamespace) -> None: ...
-    def on_namespace_removed(self, namespace: BoxNamespace) -> None: ...
+    def send(self, message: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+        """Send a frame to the client."""
+        self.poller.send(self.wire, encode_frame(message, blobs))
 
 
 @dataclass(frozen=True)
@@ -61,9 +133,9 @@ class BoxSpec:
 class BoxNamespace:
     """Namespaces for one box. Never reused: they end with the box."""
 
-    def __init__(self, host: NamespaceHost, number: int, spec: BoxSpec, disk_mb: int, files: int) -> None:
+    def __init__(self, host: BoxHost, number: int, spec: BoxSpec, disk_mb: int, files: int) -> None:
         self.spec = spec
-        self.folder = f"{host.root}/boxes/{number}"
+        self.folder = f"{host.folder}/{number}"
         self.fds: dict[int, int] = {}
         """Our ends of its stdout, stderr, and channel, by their number in the box."""
         self.bwrap_pid = self.init_pid = 0
@@ -89,22 +161,25 @@ class BoxNamespace:
         spawner = self._host.spawner
         os.mkdir(self.folder, 0o700)
         if spawner.is_boxed:
-            mounts.mount_tmpfs(self.folder, *_compute_tmpfs_size(*self._disk_limits))
+            mounts.mount_tmpfs(self.folder, *self._disk_limits)
         for name in ("tmp", "shm"):
             os.mkdir(f"{self.folder}/{name}", 0o700)
         box_fds: dict[int, int] = {}
         try:
             box_fds[0], self._stdin = os.pipe2(os.O_CLOEXEC)
+            box_fds[GATE], self._gate = os.pipe2(os.O_CLOEXEC)
             for number in (1, 2):
                 self.fds[number], box_fds[number] = os.pipe2(os.O_CLOEXEC)
             if self.spec.has_channel:
                 local_end, box_end = socket.socketpair()
                 self.fds[CHANNEL], box_fds[CHANNEL] = local_end.detach(), box_end.detach()
-            self.bwrap_pid, self._status_end, self._gate = spawner.start(self.spec.command, self.folder, box_fds)
+            if spawner.is_boxed:
+                self._status_end, box_fds[STATUS] = os.pipe2(os.O_CLOEXEC)
+            self.bwrap_pid = spawner.start(self.spec.command, self.folder, box_fds, self._gate)
         finally:
             for fd in box_fds.values():
                 os.close(fd)
-        self._host.on_namespace_started(self)
+        self._host.namespaces[self.bwrap_pid] = self
         if spawner.is_boxed:
             self._host.poller.listen(self._status_end, self._read_status)
         else:
@@ -113,7 +188,7 @@ class BoxNamespace:
     def resize(self, disk_mb: int, files: int) -> None:
         """Change the disk limits. Raises OSError."""
         if (disk_mb, files) != self._disk_limits:
-            mounts.resize_tmpfs(self.folder, *_compute_tmpfs_size(disk_mb, files))
+            mounts.mount_tmpfs(self.folder, disk_mb, files, resize=True)
             self._disk_limits = disk_mb, files
 
     def is_alive(self) -> bool:
@@ -134,8 +209,7 @@ class BoxNamespace:
 
     def open_gate(self) -> None:
         """Let the command start."""
-        if self._gate >= 0:
-            os.write(self._gate, b"\n")
+        os.write(self._gate, b"\n")
 
     def kill(self) -> None:
         """Kill everything in the box; `on_exited` is called when the processes have ended.
@@ -175,18 +249,17 @@ class BoxNamespace:
     def remove(self) -> None:
         """Release everything, once nothing runs in the box any more."""
         self.was_oom_killed()
-        for fd in (*self.fds.values(), self._status_end, self._init_pidfd, self._stdin):
+        for fd in (*self.fds.values(), self._status_end, self._init_pidfd, self._stdin, self._gate):
             if fd >= 0:
                 self._host.poller.close(fd)
-        if self._gate >= 0:
-            os.close(self._gate)
         self.fds.clear()
         self._status_end = self._init_pidfd = self._stdin = self._gate = -1
         if self._host.spawner.is_boxed:
             with contextlib.suppress(OSError):
                 mounts.unmount(self.folder)
         shutil.rmtree(self.folder, ignore_errors=True)
-        self._host.on_namespace_removed(self)
+        if self._host.namespaces.get(self.bwrap_pid) is self:
+            del self._host.namespaces[self.bwrap_pid]
 
     def _on_init_started(self, init_pid: int) -> None:
         try:
@@ -194,9 +267,7 @@ class BoxNamespace:
             if self._host.cgroups:
                 self._group = self._host.cgroups.join(init_pid, self.spec.memory_bytes)
         except OSError as error:  # ended right after it started
-            self.error = str(error)
-            self.kill()
-            return
+            self.error, self._is_killed = str(error), True
         if self._is_killed:
             self.kill()
             return
@@ -208,8 +279,7 @@ class BoxNamespace:
             piece = os.read(self._status_end, _PIECE)
         except BlockingIOError:
             return
-        self._status_text += piece
-        *lines, self._status_text = self._status_text.split(b"\n")
+        *lines, self._status_text = (self._status_text + piece).split(b"\n")
         for line in lines:
             message = json.loads(line)
             if "child-pid" in message:
@@ -220,10 +290,6 @@ class BoxNamespace:
         if not piece:
             self._host.poller.close(self._status_end)
             self._status_end = -1
-
-
-def _compute_tmpfs_size(disk_mb: int, files: int) -> tuple[int, int]:
-    return (disk_mb << 20) + _PIECE, files + _OWN_FILES
 
 
 MAX_IDLE, MAX_IDLE_PER_SPEC = 8, 4
@@ -248,7 +314,7 @@ class _Demand:
 class WarmPool:
     """Idle namespaces of one process that starts boxes, in its event loop."""
 
-    def __init__(self, host: NamespaceHost, max_boxes: int) -> None:
+    def __init__(self, host: BoxHost, max_boxes: int) -> None:
         self._host = host
         self._max_idle = min(MAX_IDLE, max_boxes) if host.spawner.is_boxed else 0
         self._idle: list[BoxNamespace] = []
@@ -258,20 +324,17 @@ class WarmPool:
 
     def take(self, spec: BoxSpec, disk_mb: int, files: int) -> BoxNamespace:
         """Return an unused namespace: an idle one, or a new one. Raises OSError."""
-        previous = self._demand.pop(spec, None)
-        times = previous.times + 1 if previous else 1
+        times = self._demand.pop(spec).times + 1 if spec in self._demand else 1
         self._demand[spec] = _Demand(times, time.monotonic(), (disk_mb, files))
         while len(self._demand) > _REMEMBERED:
             self._forget(next(iter(self._demand)))
         for namespace in self._list_idle(spec):
-            self._idle.remove(namespace)
-            try:
+            with contextlib.suppress(OSError):  # if it cannot be resized, a new one raises the reason, if there is any
                 if namespace.is_alive():
                     namespace.resize(disk_mb, files)
+                    self._idle.remove(namespace)
                     return namespace
-            except OSError:  # cannot be resized; a new one raises the reason, if there is any
-                pass
-            _discard(namespace)
+            self._discard(namespace)
         return self._create(spec, disk_mb, files)
 
     def refill(self, now: float) -> float:
@@ -280,54 +343,49 @@ class WarmPool:
             if now >= demand.last + IDLE_S:
                 self._forget(spec)
         wake_time = min((demand.last for demand in self._demand.values()), default=now) + IDLE_S
-        missing = self._find_missing_spec(now)
-        if missing is None:
-            return wake_time
-        if now < self._retry_at:
-            return min(wake_time, self._retry_at)
-        try:
-            namespace = self._create(missing, *self._demand[missing].disk_limits)
-        except OSError:
-            self._retry_at = now + AGAIN_S
-            return min(wake_time, self._retry_at)
-        namespace.on_exited = partial(self._on_lost, namespace)
-        self._idle.append(namespace)
-        return now
+        for spec, demand in reversed(self._demand.items()):  # the most recently requested first
+            if len(self._list_idle(spec)) >= min(MAX_IDLE_PER_SPEC, demand.times - 1):
+                continue
+            if len(self._idle) >= self._max_idle and not self._make_room(now):
+                continue
+            if now < self._retry_at:
+                return min(wake_time, self._retry_at)
+            try:
+                namespace = self._create(spec, *demand.disk_limits)
+            except OSError:
+                self._retry_at = now + AGAIN_S
+                return min(wake_time, self._retry_at)
+            namespace.on_exited = partial(self._on_lost, namespace)
+            self._idle.append(namespace)
+            return now
+        return wake_time
 
     def close(self) -> None:
         """Kill all idle namespaces."""
-        for namespace in self._idle:
-            _discard(namespace)
-        self._idle = []
-        self._demand.clear()
+        for spec in tuple(self._demand):
+            self._forget(spec)
 
     def _list_idle(self, spec: BoxSpec) -> list[BoxNamespace]:
         return [namespace for namespace in self._idle if namespace.spec == spec]
-
-    def _find_missing_spec(self, now: float) -> BoxSpec | None:
-        """Return the most recently requested spec that has too few idle namespaces and room for another."""
-        for spec, demand in reversed(self._demand.items()):
-            if len(self._list_idle(spec)) < min(MAX_IDLE_PER_SPEC, demand.times - 1) and (
-                len(self._idle) < self._max_idle or self._make_room(now)
-            ):
-                return spec
-        return None
 
     def _make_room(self, now: float) -> bool:
         for spec, demand in self._demand.items():
             if now < demand.last + _STALE_S:
                 return False
             if idle := self._list_idle(spec):
-                self._idle.remove(idle[0])
-                _discard(idle[0])
+                self._discard(idle[0])
                 return True
         return False
 
     def _forget(self, spec: BoxSpec) -> None:
         del self._demand[spec]
         for namespace in self._list_idle(spec):
-            self._idle.remove(namespace)
-            _discard(namespace)
+            self._discard(namespace)
+
+    def _discard(self, namespace: BoxNamespace) -> None:
+        self._idle.remove(namespace)
+        namespace.on_exited = namespace.remove
+        namespace.kill()
 
     def _on_lost(self, namespace: BoxNamespace) -> None:
         """Handle a namespace that ended while idle."""
@@ -346,8 +404,3 @@ class WarmPool:
             namespace.remove()
             raise
         return namespace
-
-
-def _discard(namespace: BoxNamespace) -> None:
-    namespace.on_exited = namespace.remove
-    namespace.kill()

@@ -65,10 +65,7 @@ class HarnessResult:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every result has arrived.
-
-        Says nothing about correctness, which the caller checks against the expected answers.
-        """
+        """Whether every result has arrived, correct or not."""
         return len(self.results) == self.count
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from megarl.config import ConfigError, SandboxConfig
 from megarl.processes.messages import Frame, FrameDecoder, encode_frame
+from megarl.sandbox.results import Result
 
 _ROOT = Path(__file__).resolve().parents[2]
 _START = """
@@ -27,6 +28,7 @@ main(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
 _PACKAGES = ("numpy", "sympy", "mpmath")
 """Packages in a box besides the standard library, if this interpreter has them."""
 _READY_S = 60.0
+_LOST = "the process that starts boxes exited; the next run starts a new one"
 _PIECE = 1 << 20
 REMEDY = (
     "install bubblewrap (apt install bubblewrap) and let unprivileged users create namespaces: "
@@ -44,10 +46,6 @@ class SandboxError(RuntimeError):
 class RunnerClient:
     """Belongs to the process that created it, and to one event loop at a time."""
 
-    has_cgroups, is_old_kernel = True, False
-    """Whether to look for memory cgroups; whether to treat the kernel as older than 5.14. Tests of the watchdog set
-    these."""
-
     def __init__(self, settings: SandboxConfig) -> None:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
@@ -56,11 +54,10 @@ class RunnerClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sending: asyncio.Lock | None = None
         self._decoder = FrameDecoder()
-        self._numbers = itertools.count(1)
+        self.numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Frame]] = {}
-        self._greeting_future: asyncio.Future[Frame] | None = None
-        self._greeting: dict[str, Any] | None = None
         self.runner_info: dict[str, Any] | None = None
+        """The process's first message, as number 0: what isolates its boxes, or why it can start none."""
 
     async def connect(self) -> None:
         """Start the process if needed and attach it to this event loop.
@@ -74,26 +71,47 @@ class RunnerClient:
             assert self._wire is not None
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.remove_reader(self._wire)
-            self._loop, self._sending, self._pending, self._greeting_future = loop, asyncio.Lock(), {}, None
+            self._loop, self._sending, self._pending = loop, asyncio.Lock(), {}
             loop.add_reader(self._wire, self._on_readable)
-        if self.runner_info is None:
-            if self._greeting is None:
-                self._greeting_future = self._greeting_future or self._add_pending(0)
-                await asyncio.wait_for(asyncio.shield(self._greeting_future), _READY_S)
-            greeting = self._greeting
-            assert greeting is not None
-            if greeting["kind"] == "refused":
-                self.close()
-                raise ConfigError(
-                    f"sandbox.backend=bubblewrap does not work on this machine: {greeting['why']}. Remedy: {REMEDY}"
-                )
-            self.runner_info = greeting
+        if self.runner_info is not None:
+            info = self.runner_info
+        else:
+            greeting = self._pending.setdefault(0, loop.create_future())
+            info, _ = await asyncio.wait_for(asyncio.shield(greeting), _READY_S)
+        if info["kind"] == "refused":
+            self.close()
+            raise ConfigError(
+                f"sandbox.backend=bubblewrap does not work on this machine: {info['why']}. Remedy: {REMEDY}"
+            )
+
+    async def run(
+        self,
+        command: Sequence[str],
+        files: Mapping[str, bytes],
+        stdin: bytes,
+        limits: Mapping[str, Any],
+        fetch: Sequence[str],
+        preamble: bytes = b"",
+    ) -> tuple[Result, bytes]:
+        """Run a command in a new box. Returns the result, and what it wrote to its private channel.
+
+        preamble: first bytes on the channel; without it there is none.
+        """
+        await self.connect()
+        order: dict[str, Any] = {"number": next(self.numbers), "kind": "run", "session": False, "limits": limits}
+        order |= {"command": command, "channel": bool(preamble), "files": list(files), "fetch": list(fetch)}
+        response, (stdout, stderr, channel, *contents) = await self.request(order, [stdin, preamble, *files.values()])
+        fetched = dict(zip(response["files"], contents, strict=True))
+        status, reason, seconds = response["status"], response["reason"], response["seconds"]
+        is_ok = status == 0 and not reason
+        return Result(is_ok, status, stdout, stderr, seconds, reason, fetched, response["refused"]), channel
 
     async def request(self, order: Mapping[str, Any], blobs: Sequence[bytes]) -> Frame:
         """Send an order and wait for its response. Cancelling this ends the box. Raises SandboxError."""
         number = order["number"]
         try:
-            future = self._add_pending(number)
+            assert self._loop is not None
+            self._pending[number] = future = self._loop.create_future()
             await self.send(order, blobs)
             response, contents = await future
         except asyncio.CancelledError:
@@ -111,21 +129,16 @@ class RunnerClient:
             if self._wire is None:
                 raise SandboxError("the sandbox was closed")
             try:
-                await self._loop.sock_sendall(self._wire, encode_frame(dict(order), blobs))
+                await self._loop.sock_sendall(self._wire, encode_frame(order, blobs))
             except OSError as error:
-                self._on_lost()
+                self.close(_LOST)
                 raise SandboxError(f"the process that starts boxes exited: {error}") from None
 
-    @property
-    def pid(self) -> int:
-        """Pid of the process that starts boxes; 0 without one."""
-        return int(self.runner_info["pid"]) if self.runner_info is not None and self._owner == os.getpid() else 0
+    def close(self, reason: str = "the sandbox was closed") -> None:
+        """End the process and with it all boxes. The next run starts another process.
 
-    def next_number(self) -> int:
-        return next(self._numbers)
-
-    def close(self) -> None:
-        """End the process and with it all boxes."""
+        reason: error of the pending requests.
+        """
         wire, process, self._wire, self._process, self.runner_info = self._wire, self._process, None, None, None
         if wire is not None:
             if self._loop is not None and not self._loop.is_closed() and self._owner == os.getpid():
@@ -134,15 +147,10 @@ class RunnerClient:
         if process is not None and self._owner == os.getpid():
             process.wait()
         self._loop = None
-        for future in self._pending.values():
+        futures, self._pending = self._pending, {}
+        for future in futures.values():
             if not future.done():
-                future.set_exception(SandboxError("the sandbox was closed"))
-        self._pending = {}
-
-    def _add_pending(self, number: int) -> asyncio.Future[Frame]:
-        assert self._loop is not None
-        self._pending[number] = future = self._loop.create_future()
-        return future
+                future.set_exception(SandboxError(reason))
 
     def _start(self) -> None:
         bwrap = ""
@@ -163,19 +171,20 @@ class RunnerClient:
                 cwd="/",
                 start_new_session=True,
             )
+        specs = [importlib.util.find_spec(name) for name in _PACKAGES]
+        packages = [os.path.dirname(spec.origin) for spec in specs if spec is not None and spec.origin]
+        packages += [f"{folder}.libs" for folder in packages if os.path.isdir(f"{folder}.libs")]
         setup = {
             "root": f"/tmp/megarl-sandbox-{os.getuid()}",
             "processes": self._settings.max_boxes,
             "bwrap": bwrap,
             "python": os.path.realpath(sys.base_prefix),
-            "packages": _find_packages(),
-            "cgroups": self.has_cgroups,
-            "old": self.is_old_kernel,
+            "packages": packages,
         }
         client_socket.sendall(encode_frame(setup))
         client_socket.setblocking(False)
         self._wire, self._owner, self._loop, self.runner_info = client_socket, os.getpid(), None, None
-        self._decoder, self._pending, self._greeting = FrameDecoder(), {}, None
+        self._decoder, self._pending = FrameDecoder(), {}
 
     def _on_readable(self) -> None:
         assert self._wire is not None
@@ -186,33 +195,11 @@ class RunnerClient:
         except OSError:
             piece = b""
         if not piece:
-            self._on_lost()
+            self.close(_LOST)
             return
         for message, blobs in self._decoder.feed(piece):
-            if "number" not in message:
-                self._greeting = message
-            future = self._pending.pop(message.get("number", 0), None)
+            if message["number"] == 0:
+                self.runner_info = message
+            future = self._pending.pop(message["number"], None)
             if future is not None and not future.done():
                 future.set_result((message, blobs))
-
-    def _on_lost(self) -> None:
-        """Fail the pending requests. The next run starts another process."""
-        futures, self._pending = self._pending, {}
-        self.close()
-        for future in futures.values():
-            if not future.done():
-                future.set_exception(
-                    SandboxError("the process that starts boxes exited; the next run starts a new one")
-                )
-
-
-def _find_packages() -> list[str]:
-    """Return the folders of the `_PACKAGES` that this interpreter has outside the standard library."""
-    folders: list[str] = []
-    for name in _PACKAGES:
-        spec = importlib.util.find_spec(name)
-        folder = os.path.dirname(spec.origin) if spec is not None and spec.origin else ""
-        if folder:
-            libraries = f"{folder}.libs"
-            folders += [folder, libraries] if os.path.isdir(libraries) else [folder]
-    return folders

@@ -1,97 +1,50 @@
 """System calls available to a box: a BPF program for `bwrap --seccomp`, built without libseccomp.
 
 A deny-list on top of what an unprivileged process in its own namespaces may do, so ordinary programs do not notice it.
-It covers three kinds of calls: those with a history of kernel exploits (namespaces, mounts, bpf, io_uring, keys,
-userfaultfd, perf ...), those that inspect other processes, and those that allocate memory which no process accounts for
-(System V and POSIX queues, memfd, shared anonymous mappings, large socket and pipe buffers) and a watchdog could not
-count. Calls newer than this list fail as nonexistent.
+Calls newer than this list fail as nonexistent.
 """
 
 from __future__ import annotations
 
 import errno
+import re
 import struct
 from collections.abc import Sequence
 
 _EPERM, _ENOSYS = errno.EPERM, errno.ENOSYS
 
-# Syscall numbers on x86_64 and aarch64; None if the machine lacks the call.
+# Each call with its number on x86_64, and on aarch64 or - if that lacks it.
+_CALLS = """
+# namespaces and mounts
+unshare 272 97              setns 308 268               mount 165 40                umount2 166 39
+pivot_root 155 41           chroot 161 51               open_tree 428 428           move_mount 429 429
+fsopen 430 430              fsconfig 431 431            fsmount 432 432             fspick 433 433
+mount_setattr 442 442       open_by_handle_at 304 265   name_to_handle_at 303 264
+# other processes
+ptrace 101 117              process_vm_readv 310 270    process_vm_writev 311 271   process_madvise 440 440
+pidfd_getfd 438 438         kcmp 312 272
+# calls with a history of exploits
+bpf 321 280                 perf_event_open 298 241     userfaultfd 323 282         io_uring_setup 425 425
+io_uring_enter 426 426      io_uring_register 427 427   io_setup 206 0              fanotify_init 300 262
+add_key 248 217             request_key 249 218         keyctl 250 219
+# the machine
+kexec_load 246 104          kexec_file_load 320 294     init_module 175 105         finit_module 313 273
+delete_module 176 106       reboot 169 142              swapon 167 224              swapoff 168 225
+syslog 103 116              acct 163 89                 quotactl 179 60             quotactl_fd 443 443
+settimeofday 164 170        clock_settime 227 112       clock_adjtime 305 266       adjtimex 159 171
+sethostname 170 161         setdomainname 171 162       vhangup 153 58              personality 135 92
+# old calls
+lookup_dcookie 212 18       nfsservctl 180 42           iopl 172 -                  ioperm 173 -
+modify_ldt 154 -            uselib 134 -                ustat 136 -                 _sysctl 156 -
+# memory that no process accounts for
+mbind 237 235               set_mempolicy 238 237       migrate_pages 256 238       set_mempolicy_home_node 450 450
+move_pages 279 239          memfd_create 319 279        memfd_secret 447 447        shmget 29 194
+shmat 30 196                shmctl 31 195               semget 64 190               msgget 68 186
+msgsnd 69 189               mq_open 240 180             vmsplice 278 75
+"""
 DENIED: dict[str, tuple[int | None, int | None]] = {
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "open_by_handle_at": (304, 265),
-    "name_to_handle_at": (303, 264),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "pidfd_getfd": (438, 438),
-    "kcmp": (312, 272),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "io_setup": (206, 0),
-    "fanotify_init": (300, 262),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "reboot": (169, 142),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "syslog": (103, 116),
-    "acct": (163, 89),
-    "quotactl": (179, 60),
-    "quotactl_fd": (443, 443),
-    "lookup_dcookie": (212, 18),
-    "nfsservctl": (180, 42),
-    "vhangup": (153, 58),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-    "modify_ldt": (154, None),
-    "uselib": (134, None),
-    "ustat": (136, None),
-    "_sysctl": (156, None),
-    "personality": (135, 92),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "clock_adjtime": (305, 266),
-    "adjtimex": (159, 171),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "mbind": (237, 235),
-    "set_mempolicy": (238, 237),
-    "set_mempolicy_home_node": (450, 450),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "shmctl": (31, 195),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "msgsnd": (69, 189),
-    "mq_open": (240, 180),
-    "vmsplice": (278, 75),
+    name: (int(x86_64), None if aarch64 == "-" else int(aarch64))
+    for name, x86_64, aarch64 in re.findall(r"(\w+) (\d+) (\d+|-)", _CALLS)
 }
 _MAX_SYSCALL = 450
 """Later calls fail with ENOSYS in a box; C libraries have fallbacks."""

@@ -20,28 +20,12 @@ FOLDERS = ("app", "tests", "logs")
 """Folders of the root that are links to folders in /tmp, which a program may create; tasks in Harbor's format expect
 them."""
 CHANNEL = 3
-_ARGUMENTS, _FILTER, _STATUS, _GATE, _HELD = 10, 11, 12, 13, 14
-"""Descriptor numbers of bubblewrap's own files; none is visible in the box."""
-_GATE_OF_SHELL = 9
+GATE, _ARGUMENTS, _FILTER, STATUS, _HELD = 9, 10, 11, 12, 13
+"""Descriptor numbers of bubblewrap's own files, none of which is visible in the box. A shell needs a digit."""
 _DEVICES = ("null", "full", "random", "urandom")  # no zero: mapping it is memory that no watchdog counts
 _LEAST_ADDRESS_SPACE = 4 << 30
 _DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ)
 """Signals that Python ignores; reset to their default in the box."""
-
-
-def build_environment(python: str) -> dict[str, str]:
-    """Return the environment of a box, and of bubblewrap, because a box can read bubblewrap's in /proc/1/environ."""
-    return {
-        "PATH": f"{python}/bin:/usr/local/bin:/usr/bin:/bin",
-        "HOME": "/tmp",
-        "TMPDIR": "/tmp",
-        "LANG": "C.UTF-8",
-        "TZ": "UTC",
-        "PYTHONPATH": PACKAGES,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
 
 
 def build_bwrap_arguments(root: str, python: str, version: tuple[int, ...]) -> list[str]:
@@ -78,112 +62,74 @@ def build_bwrap_arguments(root: str, python: str, version: tuple[int, ...]) -> l
 
 
 class Spawner:
-    """Starts commands in boxes, each with its own folders."""
-
-    is_boxed = True
+    """Starts commands in boxes; without bubblewrap in their own folder and session, with nothing but limits."""
 
     def __init__(self, bwrap: str, root: str, python: str) -> None:
-        self._bwrap = bwrap
-        version_text = subprocess.run([bwrap, "--version"], env={}, capture_output=True, text=True).stdout
-        self._view = build_bwrap_arguments(root, python, tuple(map(int, re.findall(r"\d+", version_text))))
-        self._environment = build_environment(python)
-        code = seccomp.build_filter(platform.machine())
-        self.has_seccomp = code is not None
-        self._filter = _create_memory_file(code or b"")
+        self._bwrap, self.is_boxed = bwrap, bool(bwrap)
+        # Also of bubblewrap, because a box can read bubblewrap's in /proc/1/environ.
+        self._environment = {
+            "PATH": f"{python}/bin:/usr/local/bin:/usr/bin:/bin",
+            "HOME": "/tmp",
+            "TMPDIR": "/tmp",
+            "LANG": "C.UTF-8",
+            "TZ": "UTC",
+            "PYTHONPATH": PACKAGES,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        self._seccomp_filter = seccomp.build_filter(platform.machine()) if bwrap else None
+        self.has_seccomp = self._seccomp_filter is not None
+        if bwrap:
+            version = subprocess.run([bwrap, "--version"], env={}, capture_output=True, text=True).stdout
+            self._view = build_bwrap_arguments(root, python, tuple(map(int, re.findall(r"\d+", version))))
 
-    def start(self, command: Sequence[str], folder: str, fds: Mapping[int, int]) -> tuple[int, int, int]:
-        """Start bubblewrap. Returns its pid and our ends of two pipes, status and gate.
+    def start(self, command: Sequence[str], folder: str, fds: Mapping[int, int], gate: int) -> int:
+        """Start a command, which waits until a line is written to `gate`. Returns the pid of bubblewrap or a shell.
 
-        On the first, bubblewrap reports the pid of the box's init and finally the command's exit status. The command
-        starts once a line is written to the second. fds: the box's standard files and channel, by number in the box.
+        fds: open files by their number in the new process: the box's standard files and channel, the other end of the
+        gate (`GATE`), and a pipe (`STATUS`) on which bubblewrap reports the pid of the box's init and finally the
+        command's exit status.
 
         The box's init holds the gate open as well. Otherwise, if this process ended, bubblewrap would take the end of
         the pipe for a line and start the command, without limits, just before it is killed for that.
         """
+        if not self.is_boxed:
+            script = f'read _ <&{GATE} || exit; exec {GATE}<&-; cd "$0" && exec "$@"'
+            environment = {**self._environment, "HOME": f"{folder}/tmp", "TMPDIR": f"{folder}/tmp"}
+            arguments = ["/bin/sh", "-c", script, f"{folder}/tmp", *command]
+            return posix_spawn("/bin/sh", arguments, environment, fds, new_session=True)
         options = [*self._view, "--bind", f"{folder}/shm", "/dev/shm", "--remount-ro", "/dev"]
         options += ["--bind", f"{folder}/tmp", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
-        options += ["--json-status-fd", str(_STATUS), "--block-fd", str(_GATE)]
-        options += ["--sync-fd", str(_HELD)]
-        if self.has_seccomp:
-            options += ["--seccomp", str(_FILTER)]
+        options += ["--json-status-fd", str(STATUS), "--block-fd", str(GATE), "--sync-fd", str(_HELD)]
+        options += ["--seccomp", str(_FILTER)] if self.has_seccomp else []
         options_fd = _create_memory_file("\0".join(options).encode() + b"\0")
-        status_fd, status_writer = os.pipe2(os.O_CLOEXEC)
-        gate_reader, gate = os.pipe2(os.O_CLOEXEC)
-        filter_fd = os.open(f"/proc/self/fd/{self._filter}", os.O_RDONLY | os.O_CLOEXEC)  # with its own offset
-        box_fds = {
-            **fds,
-            _ARGUMENTS: options_fd,
-            _FILTER: filter_fd,
-            _STATUS: status_writer,
-            _GATE: gate_reader,
-            _HELD: gate,
-        }
+        filter_fd = _create_memory_file(self._seccomp_filter or b"")
         try:
-            pid = posix_spawn(
-                self._bwrap, ["bwrap", "--args", str(_ARGUMENTS), "--", *command], self._environment, box_fds
-            )
-        except BaseException:
-            os.close(status_fd)
-            os.close(gate)
-            raise
+            arguments = ["bwrap", "--args", str(_ARGUMENTS), "--", *command]
+            fds = {**fds, _ARGUMENTS: options_fd, _FILTER: filter_fd, _HELD: gate}
+            return posix_spawn(self._bwrap, arguments, self._environment, fds)
         finally:
-            for fd in (options_fd, filter_fd, status_writer, gate_reader):
-                os.close(fd)
-        return pid, status_fd, gate
-
-
-class BareSpawner:
-    """Starts commands without isolation: in their own folder and session, with limits."""
-
-    is_boxed = False
-    has_seccomp = False
-
-    def __init__(self, python: str) -> None:
-        self._environment = build_environment(python)
-
-    def start(self, command: Sequence[str], folder: str, fds: Mapping[int, int]) -> tuple[int, int, int]:
-        """As `Spawner.start`, without the status pipe."""
-        script = f'read _ <&{_GATE_OF_SHELL} || exit; exec {_GATE_OF_SHELL}<&-; cd "$0" && exec "$@"'
-        shell_command = ["/bin/sh", "-c", script, f"{folder}/tmp", *command]
-        environment = {**self._environment, "HOME": f"{folder}/tmp", "TMPDIR": f"{folder}/tmp"}
-        gate_reader, gate = os.pipe2(os.O_CLOEXEC)
-        try:
-            pid = posix_spawn(
-                "/bin/sh", shell_command, environment, {**fds, _GATE_OF_SHELL: gate_reader}, new_session=True
-            )
-        except BaseException:
-            os.close(gate)
-            raise
-        finally:
-            os.close(gate_reader)
-        return pid, -1, gate
+            os.close(options_fd)
+            os.close(filter_fd)
 
 
 def posix_spawn(
-    path: str, command: Sequence[str], environment: Mapping[str, str], fds: Mapping[int, int], new_session: bool = False
+    path: str, command: list[str], environment: Mapping[str, str], fds: Mapping[int, int], new_session: bool = False
 ) -> int:
     """Start a program that inherits only these descriptors, by their numbers there. Raises OSError.
 
-    new_session: start it in a new session. Descriptors that already have such a number are first duplicated out of the
-    way.
+    Descriptors that already have such a number are first duplicated out of the way.
     """
-    duplicates: list[int] = []
-    actions: list[tuple[int, int, int]] = []
+    duplicates: dict[int, int] = {}
     try:
         for number, fd in fds.items():
-            duplicates.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64))
-            actions.append((os.POSIX_SPAWN_DUP2, duplicates[-1], number))
-        return os.posix_spawn(
-            path, list(command), dict(environment), file_actions=actions, setsid=new_session, setsigdef=_DEFAULT
-        )
+            duplicates[number] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64)
+        actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in duplicates.items()]
+        return os.posix_spawn(path, command, environment, file_actions=actions, setsid=new_session, setsigdef=_DEFAULT)
     finally:
-        for fd in duplicates:
+        for fd in duplicates.values():
             os.close(fd)
-
-
-def has_nproc_per_box() -> bool:
-    """Return whether the kernel counts processes per user namespace (since 5.14) rather than per user."""
-    return tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (5, 14)
 
 
 def set_limits(

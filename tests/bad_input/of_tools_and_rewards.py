@@ -102,7 +102,7 @@ CASES = [
     tool("relative", "", "is not of the form module:name", spec='".mine:f"'),
     tool("a path", "", "cannot import", spec='"some/mine.py:f"'),
     tool("missing module", "", "cannot import no_such_module", spec="no_such_module:f"),
-    tool("another name", "", "has no slide_rule", spec="megarl.environments.ready.calculator:slide_rule"),
+    tool("another name", "", "has no 'slide_rule'", spec="megarl.environments.ready.calculator:slide_rule"),
     tool("twice", "", "both called calculator", spec=f"{CALCULATOR},{CALCULATOR}"),
     tool(
         "two of one name",

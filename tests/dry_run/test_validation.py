@@ -184,7 +184,7 @@ def test_lora_is_planned(plan) -> None:
         (["reward.functions=[megarl.rewards.gsm8k:nothing]"], r"has no 'nothing'"),
         (
             ["rollout.tools=[megarl.environments.ready.calculator:abacus]"],
-            r"megarl.environments.ready.calculator has no abacus",
+            r"megarl.environments.ready.calculator has no 'abacus'",
         ),
         (["data.train=''"], r"data.train is not set; .*prompts"),
         (["algorithm=sft", "data.train=''"], r"data.train is not set; .*conversations"),

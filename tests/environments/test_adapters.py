@@ -147,8 +147,8 @@ def test_the_pages_examples(tmp_path: Path) -> None:
     page = (Path(mcp.__file__).parent / "ADAPTERS.md").read_text(encoding="utf-8")
     (servers,) = re.findall(r"```json servers.json\n(.*?)```", page, re.DOTALL)
     (tmp_path / "servers.json").write_text(servers)
-    files, search = mcp.read_servers(str(tmp_path / "servers.json"))
-    assert (files.command, files.tools, search.url) == ("npx", ("read_text_file",), "http://127.0.0.1:8000/mcp")
+    files, search = mcp.read_servers(str(tmp_path / "servers.json")).values()
+    assert (files.command, files.tools, search.url) == ("npx", ["read_text_file"], "http://127.0.0.1:8000/mcp")
     configs = [yaml.safe_load(text) for text in re.findall(r"```yaml config\n(.*?)```", page, re.DOTALL)]
     found = [from_dict(config).rollout for config in configs]
     assert [one.tools + one.environments for one in found] == [

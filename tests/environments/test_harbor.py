@@ -269,8 +269,8 @@ def test_an_image_without_an_engine_is_refused(tmp_path: Path, monkeypatch: pyte
         ("[environment]\ngpus = 1", "wants GPUs"),
         ("[environment]\nnetwork_mode = 'allowlist'", "wants the network mode 'allowlist'"),
         ("[environment]\nmcp_servers = [{name = 'a'}]", "has `mcp_servers` in its environment"),
-        ("[environment]\nenv = {A = 1}", "`env` must map names to text"),
-        ("[verifier]\ntimeout_sec = 'long'", "`timeout_sec` must be a number"),
+        ("[environment]\nenv = {A = 1}", "`environment.env.A` in task.toml: Input should be a valid string"),
+        ("[verifier]\ntimeout_sec = 'long'", "`verifier.timeout_sec` in task.toml: Input should be a valid number"),
         ("environment = 3", "`environment` in task.toml must be a table"),
     ],
 )

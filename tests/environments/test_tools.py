@@ -289,7 +289,7 @@ def test_bad_calls_are_refused_in_words(name: str, arguments: Any, complaint: st
     [
         ("calculator", "calculator"),
         ("no_such_module:x", "cannot import no_such_module"),
-        ("odd_tools:weather", "odd_tools has no weather"),
+        ("odd_tools:weather", "odd_tools has no 'weather'"),
         ("odd_tools:not_a_tool", "is a int, not"),
     ],
 )

@@ -138,7 +138,7 @@ def test_a_gate_stays_shut_when_who_could_open_it_is_gone(box):
 
     def shut(first):
         try:
-            ends = [os.readlink(f"/proc/{first}/fd/{end}") for end in (13, 14)]
+            ends = [os.readlink(f"/proc/{first}/fd/{end}") for end in (9, 13)]
         except FileNotFoundError:  # the last box is on its way out
             return False
         return ends[0] == ends[1] and ends[0].startswith("pipe:")

@@ -1,5 +1,4 @@
-"""A calculator as a tool and as an environment. It walks the syntax tree of an expression and never runs it as
-Python."""
+"""A calculator as a tool and as an environment. It never runs an expression as Python."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from collections.abc import Callable
 from megarl.environments.tools import Tool
 
 _MAX_CHARS = 200
-_MAX_BITS = 512  # of an intermediate integer: no expression may cost more than a glance
+_MAX_BITS = 512  # of an intermediate integer, to bound the cost of an expression
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -23,10 +22,9 @@ _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of numbers, + - * / // % **, signs and parentheses, as text.
+    """Return the value of an arithmetic expression as text; whole results of / have no fraction.
 
-    Whole results of / are written without a fraction. Raises ValueError, in words for the policy, for anything else,
-    for division by zero and for numbers past 512 bits.
+    Raises ValueError, worded for the policy, for anything else, division by zero, and numbers of more than 512 bits.
     """
     if len(expression) > _MAX_CHARS:
         raise ValueError(f"the expression is longer than {_MAX_CHARS} characters")
@@ -38,9 +36,7 @@ def calculate(expression: str) -> str:
         raise ValueError("division by zero") from None
     except OverflowError:
         raise ValueError("the number is too large") from None
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return str(value)
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def _evaluate(node: ast.expr) -> int | float:

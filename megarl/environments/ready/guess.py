@@ -1,4 +1,4 @@
-"""A game that has to be played to be won: find a number by asking."""
+"""A game of several turns: guess a number."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 
 class Guess:
-    """`ground_truth` is the number, from 1 to `most`. The reward is 1 where it was guessed, less a little for each try
-    beyond the first; a guess of what is excluded already costs that turn as much again."""
+    """`ground_truth` is the number, from 1 to `most`. The reward is 1 if it was guessed, minus `cost` for each further
+    try; a guess that earlier answers exclude counts as two tries."""
 
     most = 100
     cost = 0.02
@@ -36,5 +36,5 @@ class Guess:
         return "lower"
 
     def reward(self) -> dict[str, Any]:
-        worth = max(0.0, 1.0 - self.cost * (self._tries - 1)) if self._is_solved else 0.0
-        return {"reward": worth, "parts": {"tries": self._tries}}
+        reward = max(0.0, 1.0 - self.cost * (self._tries - 1)) if self._is_solved else 0.0
+        return {"reward": reward, "parts": {"tries": self._tries}}

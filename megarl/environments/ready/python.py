@@ -8,11 +8,11 @@ from megarl.sandbox.results import Limits
 
 
 class Python:
-    """What the policy runs has no network and nothing of this machine; names stay from call to call."""
+    """A Python interpreter without network or access to this machine; names persist between calls."""
 
     sandboxed = True
     limits = Limits()
-    """A fork may ask for others: `class Quick(Python): limits = Limits(seconds=2.0)`."""
+    """Subclasses may change them: `class Quick(Python): limits = Limits(seconds=2.0)`."""
 
     async def reset(self) -> None:
         self._box = Sandbox.from_environment()

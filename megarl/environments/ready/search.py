@@ -1,5 +1,4 @@
-"""Search in documents of one's own, for questions whose answer stands in them; the reward is
-`megarl.rewards.squad:exact_match`, or another that reads the answer."""
+"""Full-text search for questions about a corpus; the reward is `megarl.rewards.squad:exact_match`, or another."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ MAX_CHARS = 1000
 
 
 class Search:
-    """By words, ranked by BM25 (sqlite's FTS5). The documents are of the file that a prompt's column `corpus` names, or
-    the class: `class OfTheLab(Search): corpus = "docs.jsonl"`; a line for each, {"title", "text"}."""
+    """BM25 (sqlite's FTS5) over a JSONL file of {"title", "text"}. A prompt's column `corpus` or a subclass names it:
+    `class LabSearch(Search): corpus = "docs.jsonl"`."""
 
     corpus = ""
 
@@ -35,17 +34,17 @@ class Search:
         words = re.findall(r"\w+", query)
         if not words:
             raise ValueError("the query has no word")
-        wanted = " OR ".join(f'"{word}"' for word in words)
-        found = self._index.execute(
+        query = " OR ".join(f'"{word}"' for word in words)
+        rows = self._index.execute(
             "SELECT title, text FROM documents WHERE documents MATCH ? ORDER BY bm25(documents), rowid LIMIT ?",
-            (wanted, max(1, min(count, MAX_RESULTS))),
-        ).fetchall()
-        return "\n".join(f"{title}: {text[:MAX_CHARS]}" for title, text in found) or "nothing found"
+            (query, max(1, min(count, MAX_RESULTS))),
+        )
+        return "\n".join(f"{title}: {text[:MAX_CHARS]}" for title, text in rows) or "nothing found"
 
 
 @cache
 def build_index(corpus: str) -> sqlite3.Connection:
-    """Made once in a process. Raises ValueError for a line that is no document, OSError."""
+    """Index a corpus, once per process. Raises OSError, and ValueError for a line that is not a document."""
     index = sqlite3.connect(":memory:")
     index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text, tokenize='porter')")
     with Path(corpus).open(encoding="utf-8") as file:

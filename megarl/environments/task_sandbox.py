@@ -1,7 +1,6 @@
-"""Sandbox boxes for tasks without an image: workdir `/app`, no network, the machine's Python and /usr.
+"""The sandbox for tasks without an image: workdir `/app`, no network, the machine's Python and /usr.
 
-The verifier runs in a separate box, with the tests and the policy's files in /app: none of the policy's processes run
-there, and none of the tests exist in the policy's box.
+The verifier runs in a separate box with the tests and the policy's files: none of the policy's processes run there.
 """
 
 from __future__ import annotations
@@ -64,29 +63,23 @@ tar xzf tests.tgz -C tests && rm state.tgz tests.tgz && cd {WORKDIR} && exec bas
 """
 
 
-class TaskBox:
+class TaskSandbox:
     """A task's box for one session."""
 
     def __init__(self, task: Task) -> None:
-        if task.workdir not in ("", WORKDIR):
-            raise ConfigError(f"task {task.name}: works in {task.workdir}; without an image it must be {WORKDIR}")
+        if (workdir := task.environment.workdir) not in ("", WORKDIR):
+            raise ConfigError(f"task {task.name}: works in {workdir}; without an image it must be {WORKDIR}")
         self.task = task
         self.is_lost = False
         self._sandbox = Sandbox.from_environment()
         self._interpreter: Interpreter | None = None
-        disk = min(task.storage_mb or _MAX_DISK_MB, _MAX_DISK_MB)
-        self._limits = {"memory_mb": task.memory_mb, "disk_mb": disk, "output_bytes": _MAX_OUTPUT_BYTES}
-
-    async def probe(self) -> None:
-        """Raise ConfigError if no box can be created."""
-        try:
-            await self._sandbox.probe()
-        finally:
-            await self._sandbox.close()
+        self._memory_mb = int(task.environment.memory_mb)
 
     async def start(self) -> None:
         """Create the box. Raises ConfigError if none can be created, SessionLost if it does not start."""
-        self._interpreter = await self._sandbox.interpreter(Limits(seconds=60.0, **self._limits))
+        disk = min(int(self.task.environment.storage_mb) or _MAX_DISK_MB, _MAX_DISK_MB)
+        limits = Limits(seconds=60.0, memory_mb=self._memory_mb, disk_mb=disk, output_bytes=_MAX_OUTPUT_BYTES)
+        self._interpreter = await self._sandbox.interpreter(limits)
         files = _pack_folder(self.task.folder / "environment")
         result = await self._interpreter.run(f"{_BOX_CODE}\n_unpack({base64.b64encode(files).decode()!r})")
         if not result.ok:
@@ -95,7 +88,7 @@ class TaskBox:
     async def run(self, command: str, seconds: float) -> tuple[int | None, str]:
         """Run a command in a new shell and return its status and output; the status is None after a timeout."""
         where = f"task {self.task.name}"
-        env = {name: substitute_env(value, where) for name, value in self.task.env.items()}
+        env = {name: substitute_env(value, where) for name, value in self.task.environment.env.items()}
         reply = await self._run_in_box(f"_run({command!r}, {seconds}, {env!r})", seconds + 10)
         if self.is_lost:
             return None, reply
@@ -126,11 +119,11 @@ class TaskBox:
         if self.is_lost:
             return {}, f"the sandbox was terminated ({output[:100]})"
         where = f"task {self.task.name}"
-        env = [f"{name}={substitute_env(value, where)}" for name, value in self.task.verifier_env.items()]
+        env = [f"{name}={substitute_env(value, where)}" for name, value in self.task.verifier.env.items()]
         result = await self._sandbox.run(
             ["env", *env, "bash", "-c", _VERIFY_SCRIPT],
             {"state.tgz": packed_state, "tests.tgz": _pack_folder(self.task.folder / "tests")},
-            limits=Limits(seconds=self.task.verifier_timeout, memory_mb=self.task.memory_mb, disk_mb=4 * _MAX_DISK_MB),
+            limits=Limits(seconds=self.task.verifier.timeout_sec, memory_mb=self._memory_mb, disk_mb=4 * _MAX_DISK_MB),
             fetch=[f"logs/verifier/{name}" for name in REWARD_FILES],
         )
         self.is_lost = result.reason not in ("", "exit", "signal")
