@@ -21,7 +21,16 @@ from numpy.typing import NDArray
 
 from megarl.config import ConfigError
 from megarl.models.fp8 import SCALE_SUFFIX, grid_shape, is_quantised
-from megarl.models.layout_algebra import PADDING, EngineGrid, EngineSlot, Param, ShardSpec, layer_of, split_with
+from megarl.models.layout_algebra import (
+    PADDING,
+    EngineGrid,
+    EngineSlot,
+    Param,
+    ShardSpec,
+    layer_of,
+    local_shape,
+    split_with,
+)
 
 Wire = Literal["bf16", "fp32", "fp8"]
 """Format of the weights that are sent."""
@@ -66,7 +75,7 @@ class TrainLayout:
         if self.ranks and len(self.ranks) != self.world:
             raise ConfigError(f"a layout of {self.world} trainer ranks cannot be placed on {len(self.ranks)} ranks")
         for size, of in ((self.tp * self.cp, "tp x cp"), (self.ep * self.etp, "ep x etp")):
-            if self.world % self.pp or self.stage_ranks % size:
+            if self.world % (self.pp * size):
                 raise ConfigError(
                     f"{of} x pp = {size} x {self.pp} does not divide the {self.world} ranks of the trainer"
                 )
@@ -97,6 +106,10 @@ class TrainLayout:
                 return stage
         raise ConfigError(f"layer {layer} is not on any pipeline stage")
 
+    def owner_of(self, param: Param, num_experts: int) -> tuple[int, int | None]:
+        """Return the stage of a parameter, and the expert parallel rank of its expert, None for other parameters."""
+        return self.stage_of(param), None if param.expert is None else param.expert // (num_experts // self.ep)
+
     def num_shards(self, expert: bool) -> int:
         """Return the number of shards of a parameter."""
         return self.etp if expert else self.tp
@@ -110,9 +123,8 @@ class TrainLayout:
 
     def has_param(self, rank: int, param: Param, num_experts: int) -> bool:
         """Return whether a rank has a shard of this parameter."""
-        if rank // self.stage_ranks != self.stage_of(param):
-            return False
-        return param.expert is None or param.expert // (num_experts // self.ep) == self.ep_rank(rank)
+        stage, ep_rank = self.owner_of(param, num_experts)
+        return rank // self.stage_ranks == stage and ep_rank in (None, self.ep_rank(rank))
 
     def slices_of_rank(self, rank: int, param: Param) -> list[ShardSlice]:
         """Return the slices of a rank that has a shard of the parameter."""
@@ -337,8 +349,7 @@ EngineTensors = Mapping[str, tuple[str, Sequence[int]]]
 def find_shard_problems(
     local: Mapping[str, torch.Tensor], params: Iterable[Param], train: TrainLayout, rank: int, num_experts: int
 ) -> list[str]:
-    """List how a rank's shards (canonical name -> tensor) differ from the layout table, and which are not finite; one
-    line each.
+    """List how a rank's shards (canonical name -> tensor) differ from the layout table; one line each.
 
     rank: job rank; one that does not train has no shards.
     """
@@ -351,25 +362,21 @@ def find_shard_problems(
         if name not in local:
             problems.append(f"rank {rank} lacks {name}")
             continue
-        dim, slices = split_with(
-            param, param.sharding, train.num_shards(expert), train.shard_index(trainer_rank, expert)
-        )
-        shape = list(param.hf[0].shape)
-        shape[dim] = sum(piece.stop - piece.start for piece in slices)
-        if list(local[name].shape) != shape:
-            problems.append(f"{name} on rank {rank} has shape {tuple(local[name].shape)}, not {tuple(shape)}")
+        shape = local_shape(param, train.num_shards(expert), train.shard_index(trainer_rank, expert))
+        if tuple(local[name].shape) != shape:
+            problems.append(f"{name} on rank {rank} has shape {tuple(local[name].shape)}, not {shape}")
     unknown = sorted(local.keys() - expected - {TIED_EMBEDDING})
-    problems += [f"rank {rank} has {name}, which is not in the table" for name in unknown]
-    return problems + [f"{name} on rank {rank} is not finite" for name in _find_nonfinite(local)]
+    return problems + [f"rank {rank} has {name}, which is not in the table" for name in unknown]
 
 
-def _find_nonfinite(local: Mapping[str, torch.Tensor]) -> list[str]:
+def find_nonfinite(local: Mapping[str, torch.Tensor], rank: int) -> list[str]:
+    """List the shards of a rank that are not finite; one line each."""
     if not local:
         return []
     # A sum is finite only if all elements are. It may also overflow, so check the suspects element by element.
     sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in local.values()])
     suspects = [name for name, is_finite in zip(local, torch.isfinite(sums).tolist(), strict=True) if not is_finite]
-    return [name for name in suspects if not bool(torch.isfinite(local[name]).all())]
+    return [f"{name} on rank {rank} is not finite" for name in suspects if not torch.isfinite(local[name]).all()]
 
 
 def find_engine_problems(

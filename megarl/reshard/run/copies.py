@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.models.fp8 import BLOCK, FP8, block_amax, compute_scales, grid_shape, quantise
+from megarl.models.fp8 import FP8, grid_shape, quantise
 from megarl.reshard.run.checksum import device_hash
 from megarl.reshard.run.scale_grids import BlockScales
 
@@ -47,25 +47,21 @@ def unpack(buffer: torch.Tensor, boxes: Sequence[Box]) -> None:
 
 def pack_fp8(boxes: Sequence[Box], scaled: Sequence[BlockScales], buffer: torch.Tensor) -> None:
     """Quantise boxes (BF16, FP32) as `models.fp8.quantise` does, and write one byte per element from each box's offset
-    on.
-
-    scaled: one per box. On CUDA each element is read once, in one launch per dtype. Raises ValueError if a box does not
-    fit its place or its grid, or is to compute scales but has only part of a block.
-    """
+    on. Raises ValueError, before writing anything, if a box does not fit its place or its grid. scaled: one per box."""
     targets = [_place(view, offset, buffer, FP8) for view, offset in boxes]
-    for (view, _), scales in zip(boxes, scaled, strict=True):
-        _check_scaled(view, scales)
+    for (view, _), (grid, r0, c0) in zip(boxes, scaled, strict=True):
+        if view.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"weights are quantised from BF16 or FP32, not from {view.dtype}")
+        if grid.dtype != torch.float32 or grid.dim() != 2 or grid.device != view.device:
+            raise ValueError("scales are FP32 [block rows, block columns] on the device of the box")
+        rows, columns = grid_shape((r0 + view.shape[0], c0 + view.shape[1]))
+        if r0 < 0 or c0 < 0 or rows > grid.shape[0] or columns > grid.shape[1]:
+            raise ValueError(f"a box of shape {list(view.shape)} at {r0}, {c0} is outside of the grid of scales")
     if buffer.is_cuda:
         _kernels().pack_fp8(boxes, scaled, buffer)
         return
     for (view, _), scales, target in zip(boxes, scaled, targets, strict=True):
-        if scales.should_compute:
-            top, left = scales.r0 // BLOCK, scales.c0 // BLOCK
-            rows, columns = grid_shape(view.shape)
-            scales.grid[top : top + rows, left : left + columns] = compute_scales(
-                block_amax(view, 0, 0, (rows, columns))
-            )
-        target.copy_(quantise(view, scales.grid, scales.r0, scales.c0))
+        target.copy_(quantise(view, *scales))
 
 
 def device_hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -85,37 +81,13 @@ def device_hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _place(view: torch.Tensor, offset: int, buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a box's bytes in the buffer, as `dtype` in the box's shape."""
     if view.dim() != 2 or (view.shape[1] > 1 and view.stride(1) != 1):
-        raise ValueError(
-            f"a box of shape {list(view.shape)} and strides {view.stride()} has no adjacent rows' elements"
-        )
+        raise ValueError(f"a box of shape {list(view.shape)} and strides {view.stride()} has no adjacent elements")
     stop = offset + view.numel() * dtype.itemsize
     if offset < 0 or stop > buffer.numel() or offset % dtype.itemsize:
         raise ValueError(f"bytes {offset}:{stop} of a buffer of {buffer.numel()} do not fit {dtype}")
     if view.device != buffer.device:
         raise ValueError(f"a box on {view.device} and a buffer on {buffer.device}")
     return buffer[offset:stop].view(dtype).view(view.shape)
-
-
-def _check_scaled(view: torch.Tensor, scales: BlockScales) -> None:
-    if view.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"weights are quantised from BF16 or FP32, not from {view.dtype}")
-    if scales.grid.dtype != torch.float32 or scales.grid.dim() != 2 or scales.grid.device != view.device:
-        raise ValueError("scales are FP32 [block rows, block columns] on the device of the box")
-    rows, columns = grid_shape((scales.r0 + view.shape[0], scales.c0 + view.shape[1]))
-    if scales.r0 < 0 or scales.c0 < 0 or rows > scales.grid.shape[0] or columns > scales.grid.shape[1]:
-        raise ValueError(
-            f"a box of shape {list(view.shape)} at {scales.r0}, {scales.c0} is outside of the grid of scales"
-        )
-    if scales.should_compute:
-        dims = (
-            (scales.r0, view.shape[0], rows, scales.grid.shape[0]),
-            (scales.c0, view.shape[1], columns, scales.grid.shape[1]),
-        )
-        for start, size, last, blocks in dims:
-            if start % BLOCK or ((start + size) % BLOCK and last != blocks):
-                raise ValueError(
-                    f"a box of shape {list(view.shape)} at {scales.r0}, {scales.c0} cuts a block of {BLOCK}"
-                )
 
 
 def _kernels() -> ModuleType:

@@ -25,17 +25,12 @@ of blocks that the rank holds part of are valid."""
 
 
 class BlockScales(NamedTuple):
-    """Position of a quantised box in its logical tensor, and that tensor's scales.
-
-    grid: FP32 scales of the whole tensor, [ceil(R / 128), ceil(C / 128)]. r0, c0: position of the box's first element.
-    should_compute: compute the scales of the box's blocks and write them to the grid in the same pass. The box must
-    then consist of whole blocks, except at the tensor's end.
-    """
+    """FP32 scales of a whole logical tensor, [ceil(R / 128), ceil(C / 128)], and the position of a box's first element
+    in that tensor."""
 
     grid: torch.Tensor
     r0: int
     c0: int
-    should_compute: bool = False
 
 
 def has_split_blocks(param: Param, train: TrainLayout) -> bool:
