@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint import disk_space
-from megarl.checkpoint.manifest import Entry, host_state
+from megarl.checkpoint.manifest import Entry, host_state, list_checkpoints
 from megarl.checkpoint.provenance import collect_provenance
 from megarl.checkpoint.store import CheckpointStore, RankWrite, StorageError
 from megarl.config import Config, ConfigError
@@ -188,11 +188,11 @@ class Checkpointer:
             except OSError as error:
                 is_late = ranks.broadcast_object(time.monotonic() - began > timeout)
                 if is_late or any(ranks.all_gather_objects(exit_status.is_stop_requested())):
-                    checkpoints = self.store.list_checkpoints() or ["none, for run.save_every=0"]
+                    complete = [str(path) for path in list_checkpoints(self.log.run_dir) if path.suffix != ".tmp"]
+                    newest = complete[-1] if complete else "none, for run.save_every=0"
                     raise ConfigError(
                         f"could not export to {folder}: {error}; free disk space and restart with run.resume=auto, "
-                        f"from "
-                        f"the newest checkpoint, {checkpoints[-1]}"
+                        f"from the newest checkpoint, {newest}"
                     ) from None
                 if not has_alarmed:
                     self.log.alarm(f"cannot export to {folder}: {error}. Waiting for space, for up to {timeout:g} s")
@@ -236,12 +236,10 @@ class Checkpointer:
 
         def check_data() -> None:
             """Check that the data are those that the checkpoint was written with, before anything starts."""
-            host = host_state(folder) if folder else None
-            if isinstance(host, dict) and isinstance(saved := host.get("loader"), dict):  # otherwise `resume` raises
+            if folder and isinstance(saved := host_state(folder).get("loader"), dict):  # otherwise `resume` raises
                 self.loader.check(saved, run.resume == "forced")
 
-        if folder is not None:
-            ranks.run_on_all(check_data, rank_zero_only=True)
+        ranks.run_on_all(check_data, rank_zero_only=True)
         self.log.begin(step)
         if folder is None:
             self.log.log(describe_fresh_start(self.log.run_dir))

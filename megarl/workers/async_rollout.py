@@ -329,13 +329,7 @@ class Oversampling:
         """
         error = ""
         try:
-            contents = manifest.read(folder)
-            names = (
-                []
-                if isinstance(contents, str)
-                else sorted(name for name in contents[1] if name.startswith(f"{FOLDER}/"))
-            )
-            files = [folder / name for name in names]
+            files = [folder / name for name in sorted(manifest.read(folder)[1]) if name.startswith(f"{FOLDER}/")]
             self._partial_groups = (
                 assign_groups(files, self._engine_index, self._num_engines)
                 if files and self._engine_index is not None
