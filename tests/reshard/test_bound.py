@@ -251,7 +251,7 @@ def brute_force(case: Case, table: list[Param], found: Bound) -> None:
     for name, least in (("nic_send", found.nic_send), ("nic_recv", found.nic_recv), ("send", found.send)):
         check_best_set(least, jobs[name], Counter(), 0.0, world, name)
     inside = jobs["send"] - jobs["nic_send"]  # `send` counts those over the network, too
-    check_best_set(found.send_beside, inside, jobs["nic_send"], NETWORK_SLACK * found.nic_send, world, "send")
+    check_best_set(found.send_capped, inside, jobs["nic_send"], NETWORK_SLACK * found.nic_send, world, "send")
 
 
 def check_best_set(

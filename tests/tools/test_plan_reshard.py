@@ -221,7 +221,7 @@ def test_more_than_the_least_is_said() -> None:
         engine = EngineLayout(tp, ep)
         least = compute_bound(hf, train, engine, 12)
         paper = build_report(partial(ReshardPlan, hf, train, engine, 12))
-        ratio = (paper.network_out.sum(0) + paper.inside_out.sum(0)).max() / least.send_beside
+        ratio = (paper.network + paper.inside)[0].sum(0).max() / least.send_capped
         assert (ratio > NETWORK_SLACK) == said
         line = f"The busiest GPU sends {ratio:.2f} of what some GPU has to send"
         assert any(line in sentence for sentence in summarize(paper, least, LinkSpeeds())) == said

@@ -33,10 +33,10 @@ done by U and V. Of the latter, V does at most `cap` |V|, so some rank of U send
 
 This, too, holds for any U and V, and the best two give everything that is forced. To see that, let the jobs flow to a
 rank through an edge of capacity `cap` if they are over the network, and from the rank through one of capacity x: all
-jobs fit if and only if no cut is smaller than they are, and a cut is such a U and V. `send_beside` is this bound with
+jobs fit if and only if no cut is smaller than they are, and a cut is such a U and V. `send_capped` is this bound with
 `cap` = NETWORK_SLACK times `nic_send`: the least that the busiest rank sends in all, in any plan in which no rank sends
 more than NETWORK_SLACK times `nic_send` over the network. `send` is the bound without a cap, V empty; a plan that comes
-closer to it than `send_beside` has a rank that sends more than the cap over the network.
+closer to it than `send_capped` has a rank that sends more than the cap over the network.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Floats = NDArray[np.float64]
 BLOCK = 128  # rows and columns of an FP8 block; each has an fp32 scale
 SCALE_BYTES = 4
 NETWORK_SLACK = 1.05
-"""In the plans that `send_beside` bounds, no rank sends more than this times `nic_send` over the network."""
+"""In the plans that `send_capped` bounds, no rank sends more than this times `nic_send` over the network."""
 SHARING_ROUNDS = 400  # iterations of the fractional sharing that suggests busy sets; more raise the bound only a little
 MARGINS = (0.0, 0.003, 0.01)  # relative differences that count as equal there, since loads never become quite equal
 
@@ -73,7 +73,7 @@ class Bound:
     """Bounds in bytes.
 
     model_bytes: the whole model once. needed, local, cross: per rank. internode: per node. The others: of the busiest
-    rank; `send_beside` is for plans that keep to NETWORK_SLACK over the network. For the senders' bounds and
+    rank; `send_capped` is for plans that keep to NETWORK_SLACK over the network. For the senders' bounds and
     `nic_recv`, `attainable` is the load in the best sharing of the jobs that was found, and `forced_on` are the ranks
     of the set that forces the bound.
     """
@@ -84,7 +84,7 @@ class Bound:
     cross: Ints
     internode: Ints
     send: float
-    send_beside: float
+    send_capped: float
     recv: float
     nic_send: float
     nic_recv: float
@@ -163,7 +163,7 @@ def compute_bound(
     classes = _partition_ranks(train, rank_map)
     all_jobs = {"nic_send": nic_send, "nic_recv": nic_recv, "send": send}
     bounds = {name: jobs.bound_busiest(world, classes) for name, jobs in all_jobs.items()}
-    bounds["send_beside"] = send.bound_busiest(world, classes, bounds["nic_send"]) if nic_send.bytes else bounds["send"]
+    bounds["send_capped"] = send.bound_busiest(world, classes, bounds["nic_send"]) if nic_send.bytes else bounds["send"]
     return Bound(
         model_bytes=sum(int(member.columns.weight.sum()) for member in model),
         needed=needed,
@@ -171,7 +171,7 @@ def compute_bound(
         cross=needed - local,
         internode=internode,
         send=bounds["send"].lower_bound,
-        send_beside=max(bounds["send"].lower_bound, bounds["send_beside"].lower_bound),
+        send_capped=max(bounds["send"].lower_bound, bounds["send_capped"].lower_bound),
         recv=float((needed - local).max()),
         nic_send=bounds["nic_send"].lower_bound,
         nic_recv=bounds["nic_recv"].lower_bound,

@@ -227,18 +227,18 @@ def _item_bytes(param: Param, wire: Wire, quantised: bool, scale: bool) -> int:
 class ByteIndex(NamedTuple):
     """All cell groups of all kinds, concatenated into one linear byte range, as arrays.
 
-    start [C + 1]: first byte of each cell. kind, cell, expert [C]: which cell it is (expert -1: none). unit_bytes [C]:
-    bytes that stay together. cell_group_start [F + 1]: first byte of each cell group; cell_group_kind [F].
+    start [C + 1]: first byte of each cell. cell, expert [C]: which of `cells` it is, for which expert (-1: none).
+    row_bytes, unit_bytes [C]: bytes of a row, and bytes that stay together. cell_group_start [F + 1]: first byte of
+    each cell group.
     """
 
     start: np.ndarray
-    kind: np.ndarray
     cell: np.ndarray
     cells: list[Cell]
     expert: np.ndarray
+    row_bytes: np.ndarray
     unit_bytes: np.ndarray
     cell_group_start: np.ndarray
-    cell_group_kind: np.ndarray
 
     def snap_to_cut(self, position: np.ndarray) -> np.ndarray:
         """Return for each position the nearest one at or before it where a cut is allowed."""
@@ -253,28 +253,16 @@ class ByteIndex(NamedTuple):
 def build_byte_index(kinds: Sequence[LayerKind]) -> ByteIndex:
     """Concatenate the cell groups, in the order of the kinds and their lists."""
     cells: list[Cell] = []
-    index, experts, kind_numbers, group_sizes, group_kinds = [], [], [], [], []
-    for number, kind in enumerate(kinds):
-        for group in kind.cell_groups:
-            first = len(cells)
-            cells += group.cells
-            indices = np.arange(first, len(cells))
-            index.append(np.tile(indices, len(group.experts)))
-            members = np.array([-1 if e is None else e for e in group.experts])
-            experts.append(np.repeat(members, len(indices)))
-            kind_numbers.append(np.full(len(indices) * len(members), number))
-            group_sizes.append(len(indices) * len(members))
-            group_kinds.append(number)
+    index, experts, group_sizes = [], [], [0]
+    for group in (group for kind in kinds for group in kind.cell_groups):
+        indices = np.arange(len(cells), len(cells) + len(group.cells))
+        cells += group.cells
+        index.append(np.tile(indices, len(group.experts)))
+        experts.append(np.repeat([-1 if expert is None else expert for expert in group.experts], len(indices)))
+        group_sizes.append(len(index[-1]))
     cell = np.concatenate(index)
-    sizes = np.array([c.nbytes for c in cells], dtype=np.int64)[cell]
-    start = np.concatenate([[0], np.cumsum(sizes)])
-    return ByteIndex(
-        start=start,
-        kind=np.concatenate(kind_numbers),
-        cell=cell,
-        cells=cells,
-        expert=np.concatenate(experts),
-        unit_bytes=np.array([c.unit_bytes for c in cells], dtype=np.int64)[cell],
-        cell_group_start=start[np.concatenate([[0], np.cumsum(group_sizes)])],
-        cell_group_kind=np.array(group_kinds),
-    )
+    sizes = np.array([(c.nbytes, (c.c1 - c.c0) * c.item_bytes, c.unit_bytes) for c in cells], dtype=np.int64)
+    nbytes, row_bytes, unit_bytes = sizes[cell].T
+    start = np.concatenate([[0], np.cumsum(nbytes)])
+    cell_group_start = start[np.cumsum(group_sizes)]
+    return ByteIndex(start, cell, cells, np.concatenate(experts), row_bytes, unit_bytes, cell_group_start)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -327,19 +326,13 @@ class RankPlan:
         count = np.where(end > begin, last - first, 0)
         index = np.repeat(np.arange(len(count)), count)
         cell = first[index] + np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
-        row_bytes = self._row_bytes[cell]
+        row_bytes = byte_index.row_bytes[cell]
         r0 = (np.maximum(begin[index], byte_index.start[cell]) - byte_index.start[cell]) // row_bytes
         r1 = (np.minimum(end[index], byte_index.start[cell + 1]) - byte_index.start[cell]) // row_bytes
         block_round = part + (operation >= FORWARD_RECEIVE)
         sort = np.lexsort((r0, cell, order[index], peer[index], operation[index], block_round[index]))
         columns = (block_round[index], operation[index], peer[index], cell, r0, r1)
         return _Table(*(column[sort] for column in columns))
-
-    @cached_property
-    def _row_bytes(self) -> np.ndarray:
-        """Bytes per row of each cell of the byte index."""
-        byte_index = self.plan.assignment.byte_index
-        return np.array([(c.c1 - c.c0) * c.item_bytes for c in byte_index.cells], dtype=np.int64)[byte_index.cell]
 
     def round(self, number: int) -> Round:
         """Build round `number` of the plan."""
