@@ -54,7 +54,15 @@ from megarl.models.config_json import need
 from megarl.models.fp8 import is_quantised
 from megarl.models.layout_algebra import HFConfig, Param
 from megarl.models.registry import family_of
-from megarl.reshard.plan.layout import EngineLayout, RankMap, ShardSlice, TrainLayout, Wire, build_rank_map
+from megarl.reshard.plan.layout import (
+    EngineLayout,
+    RankMap,
+    ShardSlice,
+    TrainLayout,
+    Wire,
+    build_rank_map,
+    wire_itemsize,
+)
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -214,13 +222,6 @@ def expand_to_ranks(
     return holds, needs
 
 
-def bytes_per_element(param: Param, wire: Wire) -> int:
-    """Return the bytes of a weight on the wire, without scales."""
-    if wire == "fp8" and is_quantised(param):
-        return 1
-    return 4 if wire == "fp32" or (param.dtype is not None and param.dtype.itemsize == 4) else 2
-
-
 def _param_signature(param: Param, engine: EngineLayout) -> Any:
     """Return what makes two parameters the same except for their names and experts."""
     slot = engine.slot_of(param)
@@ -249,7 +250,7 @@ def _columns(params: Iterable[Param], train: TrainLayout, engine: EngineLayout, 
             shape = (*tensor.shape, 1)[:2]
             boxes = [[_box(part, shape) for part in parts if part.source == source] for parts in [*holds, *needs]]
             member, cells = _atoms(boxes, shape)
-            columns.append((member, cells * bytes_per_element(param, wire) * count))
+            columns.append((member, cells * wire_itemsize(param, wire) * count))
             if is_fp8:
                 # A rank that holds any cell of a block has its scale: blocks are quantised before they are cut.
                 grid = [[[(a // BLOCK, -(-b // BLOCK)) for a, b in box] for box in rank] for rank in boxes]

@@ -21,7 +21,7 @@ from megarl.models.config_json import need
 from megarl.models.fp8 import BLOCK, is_quantised
 from megarl.models.layout_algebra import HFConfig, Param, layer_of
 from megarl.models.registry import family_of
-from megarl.reshard.plan.layout import EngineLayout, ShardSlice, TrainLayout, Wire
+from megarl.reshard.plan.layout import EngineLayout, ShardSlice, TrainLayout, Wire, wire_itemsize
 
 
 class Cell(NamedTuple):
@@ -164,10 +164,14 @@ def _cells(
     quantised = wire == "fp8" and is_quantised(param)
     for source, tensor in enumerate(param.hf):
         shape = tensor.shape if len(tensor.shape) == 2 else (tensor.shape[0], 1)
+        if quantised:
+            _check_blocks(tensor.name, shape, chain(*engine_slices), source)
         for scale in (False, True) if quantised else (False,):
-            held_boxes = [_boxes(side, source, shape, scale) for side in train_slices]
-            needed_boxes = [_boxes(side, source, shape, scale, tensor.name) for side in engine_slices]
-            item = _item_bytes(param, wire, quantised, scale)
+            held_boxes, needed_boxes = (
+                [_boxes(slices, source, shape, BLOCK if scale else 1) for slices in side]
+                for side in (train_slices, engine_slices)
+            )
+            item = 4 if scale else wire_itemsize(param, wire)
             unit = BLOCK if quantised and not scale else 1
             boxes = list(chain(*held_boxes, *needed_boxes))
             rows = sorted({edge for box in boxes for edge in box[:2]})
@@ -187,41 +191,39 @@ def _cells(
 
 
 def _boxes(
-    side: Sequence[ShardSlice], source: int, shape: tuple[int, ...], scale: bool, name: str = ""
+    slices: Iterable[ShardSlice], source: int, shape: tuple[int, ...], unit: int
 ) -> list[tuple[int, int, int, int]]:
-    """Return a shard's boxes (r0, r1, c0, c1) of a tensor or its scale grid. With `name`, blocks must not be cut."""
+    """Return a shard's boxes (r0, r1, c0, c1) of a tensor, in elements, or of its scale grid, in units of a block."""
     boxes = []
-    for interval in side:
+    for interval in slices:
+        if interval.source == source:
+            box = [0, shape[0], 0, shape[1]]
+            box[2 * interval.dim : 2 * interval.dim + 2] = interval.start, interval.stop
+            boxes.append((box[0] // unit, -(-box[1] // unit), box[2] // unit, -(-box[3] // unit)))
+    return boxes
+
+
+def _check_blocks(name: str, shape: tuple[int, ...], slices: Iterable[ShardSlice], source: int) -> None:
+    """Raise ConfigError if the engine cuts or shifts the blocks of a quantised tensor."""
+    for interval in slices:
         if interval.source != source:
             continue
-        box = [0, shape[0], 0, shape[1]]
-        box[2 * interval.dim : 2 * interval.dim + 2] = interval.start, interval.stop
-        if name and scale and any(edge % BLOCK and edge != shape[i // 2] for i, edge in enumerate(box)):
+        if any(edge % BLOCK and edge != shape[interval.dim] for edge in (interval.start, interval.stop)):
             raise ConfigError(
                 f"{name} cannot be sent as FP8: the engine cuts it at {interval.start} and {interval.stop}, through a "
                 f"block of {BLOCK}; use another tensor or expert parallel size for the engine, or an engine in BF16"
             )
-        if name and scale and interval.offset % BLOCK:
+        if interval.offset % BLOCK:
             raise ConfigError(
                 f"{name} cannot be sent as FP8: in the engine's tensor it begins at {interval.offset}, within a block "
                 f"of {BLOCK}; use an engine in BF16"
             )
-        if scale:
-            box = [box[0] // BLOCK, -(-box[1] // BLOCK), box[2] // BLOCK, -(-box[3] // BLOCK)]
-        boxes.append((box[0], box[1], box[2], box[3]))
-    return boxes
 
 
 def _shards_containing(side: Sequence[Sequence[tuple[int, int, int, int]]], row: int, column: int) -> tuple[int, ...]:
     return tuple(
         part for part, boxes in enumerate(side) if any(r0 <= row < r1 and c0 <= column < c1 for r0, r1, c0, c1 in boxes)
     )
-
-
-def _item_bytes(param: Param, wire: Wire, quantised: bool, scale: bool) -> int:
-    if scale or wire == "fp32" or (param.dtype is not None and param.dtype.itemsize == 4):
-        return 4
-    return 1 if quantised else 2
 
 
 class ByteIndex(NamedTuple):

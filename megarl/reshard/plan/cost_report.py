@@ -273,8 +273,9 @@ def summarize(report: CostReport, bound: Bound, links: LinkSpeeds) -> list[str]:
         f"It goes in {report.plan.rounds} rounds through staging of two buckets of "
         f"{report.plan.bucket_bytes >> 20} MiB. Modelled, not measured, at {links.network_bandwidth / 1e9:g} GB/s of "
         f"network and {links.nvlink_bandwidth / 1e9:g} GB/s inside a node per GPU and direction, "
-        f"{1e6 * links.round_overhead:g} us between rounds and {1e3 * links.send_overhead:g} ms at least for each, to hand over the one before: "
-        f"{seconds:.3g} s if all ranks run the rounds in lockstep, {busiest:.3g} s if no rank waited for another."
+        f"{1e6 * links.round_overhead:g} us between rounds and {1e3 * links.send_overhead:g} ms at least for each, to "
+        f"hand over the one before: {seconds:.3g} s if all ranks run the rounds in lockstep, {busiest:.3g} s if no rank "
+        "waited for another."
     )
     if minimum := max(bound.nic_send, bound.nic_recv) / links.network_bandwidth:
         sentences[-1] += (
@@ -349,8 +350,8 @@ def render_page(title: str, report: CostReport, bound: Bound, links: LinkSpeeds,
         *(f"<p>{escape(sentence)}</p>" for sentence in sentences),
         "<h2>Traffic between GPUs</h2>",
         f"<p class='note'>Rows send, columns receive; a row or column is {unit}. {network} over the network, "
-        f"{intranode} inside a node; the darker, the more. Lines divide the stages of the trainer (rows) and the engines (columns). "
-        "Hover for figures.</p>",
+        f"{intranode} inside a node; the darker, the more. Lines divide the stages of the trainer (rows) and the "
+        "engines (columns). Hover for figures.</p>",
         _render_map(report) if has_several_nodes else "<p>There is one node: nothing crosses the network.</p>",
         f"<h2>Each GPU's bytes {scope}</h2>",
         "<p class='note'>GPUs in order, the stages behind one another. Dashed: the least that is possible for the "

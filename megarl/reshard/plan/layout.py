@@ -36,6 +36,13 @@ Wire = Literal["bf16", "fp32", "fp8"]
 """Format of the weights that are sent."""
 
 
+def wire_itemsize(param: Param, wire: Wire) -> int:
+    """Return the bytes of an element of a parameter on the wire. Scales have 4."""
+    if wire == "fp8" and is_quantised(param):
+        return 1
+    return 4 if wire == "fp32" or (param.dtype is not None and param.dtype.itemsize == 4) else 2
+
+
 class ShardSlice(NamedTuple):
     """An interval of an HF tensor within a local tensor.
 
