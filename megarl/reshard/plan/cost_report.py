@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.reshard.plan.bound import NETWORK_SLACK, Bound
-from megarl.reshard.plan.planner import ALIGN, FORWARD_RECEIVE, FORWARD_SEND, LOCAL, SEND, RankPlan, ReshardPlan
+from megarl.reshard.plan.planner import FORWARD_RECEIVE, FORWARD_SEND, LOCAL, SEND, RankPlan, ReshardPlan, align
 
 Floats = NDArray[np.float64]
 
@@ -112,8 +112,7 @@ def tabulate_messages(rank: RankPlan) -> Messages:
         sends = (table.operation == SEND) | (table.operation == FORWARD_SEND)
         forward = table.operation >= FORWARD_RECEIVE
         peer = np.where(table.operation == LOCAL, rank.rank, table.peer)
-        aligned = -(-size // ALIGN) * ALIGN
-        values = np.stack([size, np.where(forward, size, 0), aligned, np.ones_like(size)])
+        values = np.stack([size, np.where(forward, size, 0), align(size), np.ones_like(size)])
         by_table[number] = _sum_by_key(np.stack([table.block_round, sends, peer]), values)
     all_rounds = []
     for block in rank.plan.round_blocks:
@@ -122,7 +121,7 @@ def tabulate_messages(rank: RankPlan) -> Messages:
             all_rounds.append(np.stack([number + block.first_round, *others]))
     all_messages = np.concatenate(all_rounds, axis=1)
     number, sends, peer, nbytes, forwarded, aligned, pieces = _sum_by_key(all_messages[:3], all_messages[3:])
-    staged = aligned + -(-HASH_BYTES * pieces // ALIGN) * ALIGN
+    staged = aligned + align(HASH_BYTES * pieces)
     return Messages(number, sends.astype(bool), peer, nbytes, forwarded, staged)
 
 
@@ -274,8 +273,8 @@ def summarize(report: CostReport, bound: Bound, links: LinkSpeeds) -> list[str]:
         f"{report.plan.bucket_bytes >> 20} MiB. Modelled, not measured, at {links.network_bandwidth / 1e9:g} GB/s of "
         f"network and {links.nvlink_bandwidth / 1e9:g} GB/s inside a node per GPU and direction, "
         f"{1e6 * links.round_overhead:g} us between rounds and {1e3 * links.send_overhead:g} ms at least for each, to "
-        f"hand over the one before: {seconds:.3g} s if all ranks run the rounds in lockstep, {busiest:.3g} s if no rank "
-        "waited for another."
+        f"hand over the one before: {seconds:.3g} s if all ranks run the rounds in lockstep, {busiest:.3g} s if no "
+        "rank waited for another."
     )
     if minimum := max(bound.nic_send, bound.nic_recv) / links.network_bandwidth:
         sentences[-1] += (

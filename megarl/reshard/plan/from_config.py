@@ -120,7 +120,18 @@ def engine_layout(config: Config) -> EngineLayout:
         raise ConfigError(f"rollout.sglang.moe_dense_tp_size={dense}: SGLang knows 1 and rollout.tp={tp} only")
     sends_tokens = settings.get("moe_a2a_backend", "none") != "none"
     if sends_tokens:
-        _check_a2a(config)
+        where = f"rollout.sglang.moe_a2a_backend={settings['moe_a2a_backend']}"
+        if config.rollout.ep != tp:
+            raise ConfigError(
+                f"{where} divides the experts among all ranks of an engine: set rollout.ep to rollout.tp={tp}"
+            )
+        if tokens := config.rollout.num_speculative_tokens:
+            raise ConfigError(
+                f"{where} with rollout.num_speculative_tokens={tokens}: not reviewed for the shared experts of a draft "
+                "model; set only one of them"
+            )
+        if settings.get("enforce_shared_experts_fusion"):
+            raise ConfigError(f"{where} with enforce_shared_experts_fusion: not tested; remove the second")
     return EngineLayout(
         tp,
         config.rollout.ep,
@@ -128,27 +139,9 @@ def engine_layout(config: Config) -> EngineLayout:
         mlp_tp=int(dense or 0),
         shared_tp=1 if sends_tokens else 0,  # SGLang then has the shared experts whole on each rank
         head_tp=tp // attention if settings.get("enable_dp_lm_head") else 0,
-        draft=bool(
-            config.rollout.num_speculative_tokens and config.train.mtp_loss_coef
-        ),  # an untrained draft model stays as loaded
+        # An untrained draft model stays as loaded.
+        draft=bool(config.rollout.num_speculative_tokens and config.train.mtp_loss_coef),
     )
-
-
-def _check_a2a(config: Config) -> None:
-    """Check the settings that go with an all-to-all backend of the experts."""
-    settings, rollout = config.rollout.sglang, config.rollout
-    where = f"rollout.sglang.moe_a2a_backend={settings['moe_a2a_backend']}"
-    if rollout.ep != rollout.tp:
-        raise ConfigError(
-            f"{where} divides the experts among all ranks of an engine: set rollout.ep to rollout.tp={rollout.tp}"
-        )
-    if rollout.num_speculative_tokens:
-        raise ConfigError(
-            f"{where} with rollout.num_speculative_tokens={rollout.num_speculative_tokens}: not reviewed for the "
-            "shared experts of a draft model; set only one of them"
-        )
-    if settings.get("enforce_shared_experts_fusion"):
-        raise ConfigError(f"{where} with enforce_shared_experts_fusion: not tested; remove the second")
 
 
 def build_plan(
@@ -158,18 +151,11 @@ def build_plan(
     train_ranks: Sequence[int] | None = None,
     engine_ranks: Sequence[int] | None = None,
 ) -> ReshardPlan:
-    """Build the weight-sync plan.
+    """Build the weight-sync plan. Raises ConfigError if the weights cannot be synced.
 
     train_ranks, engine_ranks: job ranks of the trainer, in the order of its layout, and of the engines, one after
-    another; all ranks of the job by default. Raises ConfigError if the weights cannot be synced.
+    another; all ranks of the job by default.
     """
-    world = config.parallel.world_size
-    for side, ranks in (("trainer", train_ranks), ("engines", engine_ranks)):
-        if ranks is not None and not all(0 <= rank < world for rank in ranks):
-            invalid = next(rank for rank in ranks if not 0 <= rank < world)
-            raise ConfigError(f"the ranks of the {side} name rank {invalid}: the job has ranks 0 to {world - 1}")
-        if ranks is not None and not ranks:
-            raise ConfigError(f"the {side}'s ranks: none given; name some of the job's {world}")
     wire = WIRE_BY_DTYPE.get(config.model.dtype)
     if wire is None:
         raise ConfigError(f"model.dtype={config.model.dtype}: weights can be synced in {' or '.join(WIRE_BY_DTYPE)}")
@@ -177,14 +163,15 @@ def build_plan(
         if wire != "bf16":
             raise ConfigError(
                 f"model.dtype={config.model.dtype}: the engine of an FP8 checkpoint keeps the rest in bfloat16; set "
-                f"model.dtype=bfloat16"
+                "model.dtype=bfloat16"
             )
         wire = "fp8"
     ranks_per_node, bucket_bytes = config.parallel.ranks_per_node, config.rollout.weight_sync_bucket_mb << 20
     try:
         train = train_layout(hf, config, train_ranks)
         if train_ranks is not None or engine_ranks is not None:
-            engine = replace(engine, ranks=tuple(range(world) if engine_ranks is None else engine_ranks))
+            all_ranks = range(config.parallel.world_size)
+            engine = replace(engine, ranks=tuple(all_ranks if engine_ranks is None else engine_ranks))
         return ReshardPlan(hf, train, engine, ranks_per_node, bucket_bytes, wire)
     except ConfigError as error:
         raise ConfigError(f"the weights cannot be synced to the engines: {error}") from None

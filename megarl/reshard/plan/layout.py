@@ -203,10 +203,8 @@ class EngineLayout:
     def expert_indices(self, position: int, param: Param, num_experts: int) -> list[int]:
         """Return every index of this expert in a rank's stacked tensor; [0] for tensors that are not stacked."""
         slot = self.slot_of(param)
-        if slot is None:
-            return []
-        if slot.grid != "expert":
-            return [0]
+        if slot is None or slot.grid != "expert":
+            return [] if slot is None else [0]
         local = self.experts_at(position, layer_of(param.megatron), num_experts)
         if param.expert is None:
             return [len(local)]  # the fused shared expert
@@ -227,9 +225,7 @@ class EngineLayout:
     def slices_of_rank(self, position: int, param: Param) -> list[ShardSlice]:
         """Return the slices that an engine rank needs of a parameter that it has."""
         slot = self.slot_of(param)
-        if slot is None:
-            return []
-        return self.slices_of_shard(self.shard_index(position, slot.grid), param)
+        return [] if slot is None else self.slices_of_shard(self.shard_index(position, slot.grid), param)
 
     def slices_of_shard(self, part: int, param: Param) -> list[ShardSlice]:
         """Return the slices of shard `part`."""
@@ -267,8 +263,7 @@ def _to_shard_slices(spec: ShardSpec) -> list[ShardSlice]:
 
 def even_stages(num_layers: int, pp: int, counts: Sequence[int] = ()) -> tuple[tuple[int, ...], ...]:
     """Divide consecutive layers over stages: `counts` per stage, or evenly, with larger stages first."""
-    if not counts:
-        counts = [num_layers // pp + (stage < num_layers % pp) for stage in range(pp)]
+    counts = counts or [num_layers // pp + (stage < num_layers % pp) for stage in range(pp)]
     if len(counts) != pp or sum(counts) != num_layers or min(counts) < 0:
         raise ConfigError(f"{list(counts)} are not layer counts of {pp} stages with {num_layers} in total")
     starts = [sum(counts[:stage]) for stage in range(pp)]
@@ -406,9 +401,8 @@ def find_engine_problems(
         elif tuple(tensors[name][1]) != shape:
             problems.append(f"{name} has shape {tuple(tensors[name][1])} in the engine, not {shape}")
         elif tensors[name][0] not in types:
-            problems.append(
-                f"{name} is {tensors[name][0]} in the engine, but it is sent as {' or '.join(sorted(types))}"
-            )
+            sent_as = " or ".join(sorted(types))
+            problems.append(f"{name} is {tensors[name][0]} in the engine, but it is sent as {sent_as}")
     return problems
 
 

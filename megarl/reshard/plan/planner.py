@@ -9,9 +9,8 @@ forwarded within the node in the next one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +22,13 @@ from megarl.reshard.plan.layout import EngineLayout, TrainLayout, Wire
 
 ALIGN = 16
 """Every piece of a message starts at a multiple of this many bytes."""
+
+
+def align(nbytes: Any) -> Any:
+    """Round a number of bytes, or an array of them, up to a multiple of `ALIGN`."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
 _OVERHEAD = ALIGN + 8  # maximum extra bytes per piece: alignment and hash
 
 RECEIVE, SEND, LOCAL, FORWARD_RECEIVE, FORWARD_SEND = range(5)
@@ -67,15 +73,6 @@ class Round(NamedTuple):
     sends: tuple[PeerMessage, ...]
     receives: tuple[PeerMessage, ...]
     local: tuple[TensorPiece, ...]
-
-
-def compute_offsets(pieces: Sequence[TensorPiece], first: int = 0) -> tuple[list[int], int]:
-    """Return each piece's offset in a buffer, starting at `first`, and the offset after the last piece."""
-    offsets = []
-    for piece in pieces:
-        offsets.append(first)
-        first += -(-piece.nbytes // ALIGN) * ALIGN
-    return offsets, first
 
 
 @dataclass(frozen=True)
