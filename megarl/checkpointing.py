@@ -8,12 +8,15 @@ import hashlib
 import socket
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megarl.checkpoint import disk_space
 from megarl.checkpoint.manifest import Entry, host_state, list_checkpoints
-from megarl.checkpoint.provenance import collect_provenance
+from megarl.checkpoint.provenance import code_revision, config_hash
 from megarl.checkpoint.store import CheckpointStore, RankWrite, StorageError
 from megarl.config import Config, ConfigError
 from megarl.controllers.controller import Controller
@@ -44,15 +47,13 @@ class Checkpointer:
     A checkpoint holds the trained models, the state of workers and controller, and the position of the loop.
 
     workers: by role, in the order in which they started; filled by the flow after `find_checkpoint`. needs: bytes of a
-    checkpoint and an export. last_step: the step after which the run ends. sync_weights: called after models have been
-    restored, gives the engines their weights.
+    checkpoint and an export. last_step: the step after which the run ends.
     """
 
     def __init__(
         self,
         config: Config,
         requirements: Requirements,
-        job: ranks.Job,
         clock: Clock,
         log: RunLog,
         loader: PromptLoader[Any],
@@ -60,11 +61,10 @@ class Checkpointer:
         workers: Mapping[str, Worker],
         needs: disk_space.SpaceEstimate,
         last_step: int,
-        sync_weights: Callable[[], None],
     ) -> None:
-        self.config, self.requirements, self.job, self.clock, self.log = config, requirements, job, clock, log
-        self.loader, self.controller, self.workers, self.needs = loader, controller, workers, needs
-        self.last_step, self.sync_weights = last_step, sync_weights
+        self.config, self.requirements, self.clock, self.log = config, requirements, clock, log
+        self.loader, self.controller, self.workers = loader, controller, workers
+        self.needs, self.last_step = needs, last_step
         self.control: Control | None = None
         """Settings changed during the run, which a checkpoint holds too; set by the flow once the workers are ready."""
         self.save_error: StorageError | None = None
@@ -102,9 +102,8 @@ class Checkpointer:
         if self.store.pending_step is not None and (is_due or all(is_written for _, is_written, _ in states)):
             self._finish_save()  # memory allows only one at a time
         if is_due:
-            self.save_error = self._save(
-                step, in_background=run.save_async and not (stop or is_last), raise_on_error=stop
-            )
+            in_background = run.save_async and not (stop or is_last)
+            self.save_error = self._save(step, in_background, raise_on_error=stop)
         return stop
 
     def _save(self, step: int, in_background: bool, raise_on_error: bool) -> StorageError | None:
@@ -165,11 +164,12 @@ class Checkpointer:
             return
         name = f"megarl/ends by {hashlib.sha256(f'{type(error).__name__} {error}'.encode()).hexdigest()}"
         with contextlib.suppress(Exception):  # the run ends for another reason
+            world = torch.distributed.get_world_size()
             arrived, deadline = ranks.add_to_counter(name, 1), time.monotonic() + JOINT_EXIT_TIMEOUT_S
-            while arrived < self.job.world and time.monotonic() < deadline:
+            while arrived < world and time.monotonic() < deadline:
                 time.sleep(0.02)
                 arrived = ranks.add_to_counter(name, 0)
-            if arrived == self.job.world:
+            if arrived == world:
                 self._finish_save()
 
     def export(self) -> None:
@@ -180,9 +180,8 @@ class Checkpointer:
         while True:
             try:
                 with ranks.with_timeout(timeout):
-                    ranks.run_on_all(
-                        lambda: disk_space.check_free_space(folder, self.needs.export), rank_zero_only=True
-                    )
+                    check_space = partial(disk_space.check_free_space, folder, self.needs.export)
+                    ranks.run_on_all(check_space, rank_zero_only=True)
                     ranks.run_on_all(lambda: trained.export(folder) if trained.model is not None else None)
                     return
             except OSError as error:
@@ -201,23 +200,17 @@ class Checkpointer:
 
     def _open_store(self) -> CheckpointStore:
         run, parallel, placement = self.config.run, self.config.parallel, placement_of(self.config)
-        layout = self.job.world, parallel.tp, parallel.cp, parallel.pp, parallel.vpp, parallel.ep, parallel.etp
-        other_layouts = [] if placement.is_colocated else [placement.describe(self.requirements.roles)]
+        sizes = ("tp", "cp", "pp", "vpp", "ep", "etp")
+        layout = [torch.distributed.get_world_size(), *(getattr(parallel, name) for name in sizes)]
+        if not placement.is_colocated:
+            layout.append(placement.describe(self.requirements.roles))
         for role in self.requirements.trained_roles:
-            if (role_layout := role_parallel(self.config, role)) != dataclasses.replace(
-                parallel, world_size=role_layout.world_size
-            ):
-                other_layouts.append(
-                    f"{role}: tp={role_layout.tp} cp={role_layout.cp} pp={role_layout.pp} vpp={role_layout.vpp} "
-                    f"ep={role_layout.ep} etp={role_layout.etp}"
-                )
+            role_layout = role_parallel(self.config, role)
+            if role_layout != dataclasses.replace(parallel, world_size=role_layout.world_size):
+                layout.append(f"{role}: " + " ".join(f"{name}={getattr(role_layout, name)}" for name in sizes))
+        provenance = {"config": config_hash(self.config), "code": code_revision()} if ranks.is_lead() else {}
         store = CheckpointStore(
-            self.log.run_dir,
-            run.keep_checkpoints,
-            run.storage_timeout_s,
-            (*layout, *other_layouts),
-            self.log.log,
-            collect_provenance(self.config) if self.job.rank == 0 else None,
+            self.log.run_dir, run.keep_checkpoints, run.storage_timeout_s, layout, self.log.log, provenance
         )
         store.remove_unfinished()
         return store
@@ -271,18 +264,17 @@ class Checkpointer:
         for role, model in self.trained_models().items():
             restore_model(model, folder / role)
 
-    def rollback(self, step: int) -> None:
+    def rollback(self, step: int, sync_weights: Callable[[], None]) -> None:
         """Roll all trained models back after too many skipped updates in a row: restore weights and optimizer states
         from the newest checkpoint before the first of them, and continue with the next data. Raises ConfigError on all
-        ranks if there is no checkpoint, or if the models were rolled back before and no step has succeeded since."""
+        ranks if there is no checkpoint, or if the models were rolled back before and no step has succeeded since.
+
+        sync_weights: gives the engines the restored weights.
+        """
         guards = self.log.guards
-        local_failures = [
-            worker.skip_failure
-            for worker in self.workers.values()
-            if isinstance(worker, TrainingWorker) and worker.skip_failure
-        ]
-        failures = [failure for rank_failures in ranks.all_gather_objects(local_failures) for failure in rank_failures]
-        first_skipped, reason = min(failures)
+        trained = [worker for worker in self.workers.values() if isinstance(worker, TrainingWorker)]
+        local_failures = [worker.skip_failure for worker in trained if worker.skip_failure]
+        first_skipped, reason = min(sum(ranks.all_gather_objects(local_failures), []))
         if guards.restored_step is not None:
             raise ConfigError(
                 f"{reason}. The models were already rolled back to step {guards.restored_step} for this reason, and no "
@@ -296,10 +288,9 @@ class Checkpointer:
 
         with self.clock.phase("rollback"), ranks.with_timeout(self.config.run.storage_timeout_s):
             ranks.run_on_all(lambda: self._restore_models(folder))
-        for worker in self.workers.values():
-            if isinstance(worker, TrainingWorker):
-                worker.on_rollback()
-        self.sync_weights()
+        for worker in trained:
+            worker.on_rollback()
+        sync_weights()
         guards.record_restore(self.store.read_step(folder))
         self.log.alarm(
             f"step {step}: {reason}. Rolled back weights and optimizer states to {folder}; training continues with the "

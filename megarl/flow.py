@@ -139,7 +139,7 @@ class HybridFlow:
                 should_roll_back = bool(self.log.guards.skip_limited_roles)
                 evaluator.poll(wait=should_roll_back)
                 if should_roll_back:
-                    checkpointer.rollback(self.step)
+                    checkpointer.rollback(self.step, self._sync_weights)
                 if checkpointer.save_if_due(self.step):
                     evaluator.drop()
                     raise exit_status.GracefulExit(
@@ -327,7 +327,6 @@ class HybridFlow:
         self.checkpointer = Checkpointer(
             config,
             self.requirements,
-            self.job,
             self.clock,
             self.log,
             self.loader,
@@ -335,7 +334,6 @@ class HybridFlow:
             self.workers,
             needs,
             self.last_step,
-            self._sync_weights,
         )
         checkpoint = self.checkpointer.find_checkpoint()
         for note in self.data.notes:
