@@ -1,8 +1,4 @@
-"""Read and verify checkpoint manifests, and find valid checkpoints.
-
-`manifest.json` lists every file with size and SHA-256. Hashing takes one core per 1.5 GB/s, so files are hashed while
-they are written, and by all ranks together.
-"""
+"""Read and verify checkpoint manifests, which list every file with size and SHA-256, and find valid checkpoints."""
 
 from __future__ import annotations
 

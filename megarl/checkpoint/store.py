@@ -1,16 +1,6 @@
 """Checkpoints on disk: written to a temporary name, renamed when complete; loading finds the newest valid one.
 
-    <run>/checkpoints/step_000020/
-        actor/ critic/     Megatron's own distributed checkpoint: weights, fp32 masters, optimizer, scheduler
-        carried/           unfinished conversations, one file per engine (rollout.oversample)
-        host.json          loader position, controller state, step and sample counters
-        rng_00003.pt       random states of Python, numpy, torch and Megatron, per rank
-        manifest.json      every file with its size and SHA-256; written last
-    <run>/checkpoints/latest   the name of the newest one
-
-A folder counts only under its final name, which it gets when all of its files are on disk. Hashing is distributed: the
-rank that writes a file hashes it, and on loading each rank verifies its share. `BackgroundWrite` is the thread that
-writes a rank's part while the rank trains; it does not communicate.
+`README.md` lists a folder's files. The rank that writes a file hashes it; on loading each rank verifies its share.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Convert a checkpoint's model to an HF folder without ranks, byte-identical to the run's own export.
 
-Works tensor by tensor, from the checkpoint's files to those of the HF folder. Memory holds one Megatron tensor, which
-is several of HF's (a layer's q, k and v, an expert's gate and up), the piece that is being read, and with LoRA what
-merging an adapter in fp32 takes: at most 6 times the largest tensor in fp32, whatever their number.
+Works tensor by tensor: memory holds one Megatron tensor and, with LoRA, what merging an adapter takes, at most 6 times
+the largest tensor in fp32.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ def brute_force(case: Case, table: list[Param], found: Bound) -> None:
 def check_best_set(
     found: float, own: Counter[frozenset[int]], capped: Counter[frozenset[int]], cap: float, world: int, name: str
 ) -> None:
-    """Every way to choose a set U, and where jobs are `cap_logits` a set V besides: see `reshard/plan/bound.py`."""
+    """Every way to choose a set U, and where jobs are capped a set V besides: see `megarl/reshard/README.md`."""
     best = 0.0
     for part in itertools.product((0, 1, 2) if capped else (0, 1), repeat=world):
         u = frozenset(rank for rank in range(world) if part[rank] == 1)

@@ -19,7 +19,7 @@ from megarl.config import ConfigError
 from megarl.reshard.plan.bound import NETWORK_SLACK, Bound, compute_bound
 from megarl.reshard.plan.cost_report import Messages, tabulate_messages
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, even_stages
-from megarl.reshard.plan.planner import ReshardPlan
+from megarl.reshard.plan.planner import RankPlan, ReshardPlan
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
@@ -92,7 +92,7 @@ def test_a_plan_is_the_same_each_time_and_adds_up(seed: int) -> None:
     case = random_case(seed) if seed % 2 else apart(seed)
     plan, again = plan_of(case), plan_of(case)
     for rank in {0, plan.world // 2, plan.world - 1}:
-        mine, other = plan.plan_rank(rank), again.plan_rank(rank)
+        mine, other = RankPlan(plan, rank), RankPlan(again, rank)
         rounds = [mine.round(number) for number in range(plan.rounds)]
         assert rounds == [other.round(number) for number in range(again.rounds)], f"seed {seed}"
         expected = set()
@@ -142,7 +142,7 @@ def all_ranks(request: pytest.FixtureRequest) -> tuple[ReshardPlan, list[Message
     if request.param == "other ranks":
         arguments = (DEEPSEEK, *placed(TrainLayout(256, 8, 32, even_stages(61, 8)), arguments[2], halves(512)), 8)
     plan = ReshardPlan(*arguments)
-    return plan, [tabulate_messages(plan.plan_rank(rank)) for rank in range(512)]
+    return plan, [tabulate_messages(RankPlan(plan, rank)) for rank in range(512)]
 
 
 def test_the_ends_of_all_messages_agree_and_fit_the_buckets(all_ranks: tuple[ReshardPlan, list[Messages]]) -> None:

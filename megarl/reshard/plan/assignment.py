@@ -1,9 +1,7 @@
 """Decide who sends what to whom: exactly what a rank needs and lacks, from the least busy owners.
 
-Every rank computes the same assignment from the configuration alone, in integers, without communication. What several
-ranks of a node need enters the node once, split into parts. Each of these ranks receives one part (its entries) and
-forwards it to the others. Layers of the same kind on a stage are assigned alike, so each of them is balanced on its
-own. `distribute` and `balance` divide bytes over ranks such that the busiest rank has as little as possible.
+Every rank computes the same assignment from the configuration alone, in integers. What several ranks of a node need
+enters the node once, split into parts: each of these ranks receives its entries and forwards them to the others.
 """
 
 from __future__ import annotations

@@ -1,43 +1,5 @@
-"""Lower bounds: the fewest bytes that any plan can move, and the fewest that its busiest rank can. They are what the
-planner is judged by.
-
-They are computed independently of the planner and by another method, or they would prove nothing. Every HF tensor is
-cut into atoms at all places where either side cuts it, so that a rank holds an atom whole or not at all. Two boolean
-matrices, `holds[rank, atom]` and `needs[rank, atom]`, then describe everything. Layers of one kind, and experts with
-the same owners, have the same columns; these are stored once and weighted.
-
-**Bytes.** A rank has to receive what it needs and does not hold; a node, the union of what its ranks need minus the
-union of what they hold.
-
-**The busiest rank.** Sending is a set of jobs, each with a number of bytes and the ranks that can do it. However the
-jobs are shared out, the ranks of a set S do at least the jobs that nobody outside of S can do, so one of them does at
-least `bytes of those jobs / |S|`. This is a bound for any S, and the best S gives everything that ownership forces. The
-code tries single ranks, ranks that hold the same parts, stages, nodes, all ranks, and the sets that a fractional
-sharing of the jobs keeps busy. The load of that sharing shows how much a better S could add. The jobs, per atom and
-node, where the network carries no byte into a node twice:
-
-- `nic_send`: the node needs and lacks the atom: one copy enters, from any rank that holds it. (Nodes do not relay to
-  nodes.)
-- `nic_recv`: one of the node's ranks that need the atom receives that copy: nobody receives what it does not need.
-- `send`, over all links: that copy again; and if k of the node's ranks need it, k - 1 copies inside of the node, which
-  any of these k may send, since any may be the first to have it. If the node does hold the atom and k others of its
-  ranks need it, one copy can only come from the holders in the node, and k - 1 from them or from those that need it.
-- `recv`, over all links: each rank's jobs are its own; the bound is the rank that lacks most.
-
-**Both quantities of a sender at once.** A rank with much to send inside of its node should send less over the network;
-then others have to send more over it. If nobody may send more than `cap` over the network, take two disjoint sets of
-ranks, U and V. The jobs inside nodes that only U can do, and those over the network that only U and V can do, are
-done by U and V. Of the latter, V does at most `cap` |V|, so some rank of U sends at least
-
-    (bytes of the former + bytes of the latter - cap |V|) / |U|    in all.
-
-This, too, holds for any U and V, and the best two give everything that is forced. To see that, let the jobs flow to a
-rank through an edge of capacity `cap` if they are over the network, and from the rank through one of capacity x: all
-jobs fit if and only if no cut is smaller than they are, and a cut is such a U and V. `send_capped` is this bound with
-`cap` = NETWORK_SLACK times `nic_send`: the least that the busiest rank sends in all, in any plan in which no rank sends
-more than NETWORK_SLACK times `nic_send` over the network. `send` is the bound without a cap, V empty; a plan that comes
-closer to it than `send_capped` has a rank that sends more than the cap over the network.
-"""
+"""Lower bounds: the fewest bytes that any plan can move, and the fewest that its busiest rank can, by other code and
+another method than the planner's. `README.md` derives them under "The bound"."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Divide the model into cells, the units that have to move from one set of ranks to another.
+"""Divide the model into cells, boxes of HF tensors that no shard boundary of either side crosses.
 
-A `Cell` is a box of one HF tensor that no shard boundary of either side crosses, so any rank holds or needs it as a
-whole or not at all. Cells with the same holders and the same needers form a `CellGroup`, which is a sequence of bytes:
-its cells one after another, each row by row. Layers of the same kind have the same cells, which are computed once per
-kind, whatever the model's size.
+Cells with the same holders and needers form a cell group: a sequence of bytes, cell after cell and row by row. The
+cells of a kind of layer are computed once, whatever the model's size.
 """
 
 from __future__ import annotations

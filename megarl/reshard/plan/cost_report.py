@@ -139,7 +139,7 @@ def build_report(build_plan: Callable[[], ReshardPlan]) -> CostReport:
     seconds, ranks = [], build_plan().rank_map.participants
     for rank in sorted({ranks[0], ranks[len(ranks) // 2], ranks[-1]}):
         begin = time.perf_counter()
-        build_plan().plan_rank(rank)
+        RankPlan(build_plan(), rank)
         seconds.append(time.perf_counter() - begin)
     begin = time.perf_counter()
     plan = build_plan()
@@ -150,7 +150,7 @@ def build_report(build_plan: Callable[[], ReshardPlan]) -> CostReport:
     num_messages = num_bytes = 0
     for rank in range(world):
         begin = time.perf_counter()
-        rank_plan = plan.plan_rank(rank)
+        rank_plan = RankPlan(plan, rank)
         all_seconds += time.perf_counter() - begin
         messages = tabulate_messages(rank_plan)
         is_remote, leaves_rank = messages.peer // ranks_per_node != rank // ranks_per_node, messages.peer != rank

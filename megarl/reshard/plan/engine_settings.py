@@ -1,13 +1,7 @@
 """SGLang settings that keep an engine's weights where the layout tables say they are, from reading SGLang 0.5.23.
 
-A setting that moves, swaps or repacks weights without changing a shape would make the weight sync write to wrong
-places: hashes agree, and the engine computes something else. Settings that concern weights are therefore allowed by
-name only, and those of a later SGLang are refused until somebody has read what they do. In addition, a started engine
-describes its layers, and the description is compared (`find_layout_oddities` in `engine/weight_loader.py`); if they
-differ, the run ends before training.
-
-The tables list every way of SGLang 0.5.23 to compute experts, quantise, dispatch tokens and place experts: supported by
-the layout, or refused by name with a reason. A test fails for every choice in SGLang's source that has no entry.
+A setting that moves, swaps or repacks weights without changing a shape would make weight syncs write to wrong places
+while all hashes agree. So settings that concern weights are allowed by name only, and unread ones are refused.
 """
 
 from __future__ import annotations

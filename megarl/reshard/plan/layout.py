@@ -1,9 +1,7 @@
-"""Layouts: where every tensor lies on the trainer's ranks and on the engines' ranks.
+"""Layouts: where every tensor lies on the trainer's ranks and on the engines' ranks, as plain data.
 
-Plain data for any number of ranks, without processes. The checks before a weight sync compare the shards, the engine's
-tensors and the plans of all ranks with them. A `ShardSlice` is an interval of one HF tensor within a local
-tensor of one rank. Everything that the reshard moves is an intersection of such intervals of both sides. `RankMap` says
-which ranks of the job are trainer ranks, engine ranks, or both.
+Everything that the reshard moves is an intersection of `ShardSlice`s of both sides. The checks before a weight sync
+compare the shards, the engine's tensors and the plans of all ranks with the layouts.
 """
 
 from __future__ import annotations

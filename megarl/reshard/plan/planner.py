@@ -1,10 +1,7 @@
-"""A weight sync in rounds: what each rank sends, receives and keeps in each of them.
+"""A weight sync in rounds: what each rank sends, receives and forwards in each of them.
 
-The layers of all stages proceed side by side: the first of each stage in the first block, the second in the second, and
-so on. A block takes as many rounds as its busiest rank needs for a staging buffer of bounded size: every transfer is
-cut into that many parts. Blocks that fit one round together are merged. In a round a rank sends and receives everything
-at once, and all ranks go through the rounds in the same order, so there is no deadlock. What arrives in a round is
-forwarded within the node in the next one.
+The layers of all stages proceed side by side, in blocks that take as many rounds as the bounded staging buffer of their
+busiest rank needs. All ranks go through the same rounds, each exchanging everything at once, so nothing deadlocks.
 """
 
 from __future__ import annotations
@@ -127,10 +124,6 @@ class ReshardPlan:
         """Return whether any rank receives something for an engine's draft model in this round."""
         members = [member for block, _ in self.blocks_in_round(number) for member in block.members]
         return max((layer for _, layer in members if layer is not None), default=0) >= int(self.hf["num_hidden_layers"])
-
-    def plan_rank(self, rank: int) -> RankPlan:
-        """Return one rank's part of the plan."""
-        return RankPlan(self, rank)
 
     def _build_blocks(self) -> list[RoundBlock]:
         groups = self.assignment.layer_groups

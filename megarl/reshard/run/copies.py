@@ -1,8 +1,5 @@
-"""Copy many boxes of tensors into one buffer of bytes, and out of it.
-
-On a CPU these are loops, which define the result; on CUDA a single kernel launch handles all boxes
-(`megarl.reshard.run.triton_kernels`).
-"""
+"""Copy many boxes of tensors into one buffer of bytes, and out of it, by loops that define the result on a CPU and by a
+single kernel launch on CUDA (`triton_kernels.py`)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
 """Execute a rank's plan: pack, send, receive, forward, and pass each round's data to the engine process of this rank.
 
-A message's data are its pieces, each at a multiple of `ALIGN` bytes, followed by 8 bytes per piece: the piece's hash at
-its owner, if the piece is to be verified. Forwarders pass the hash on with the piece. So if a bit changes on the way,
-the engine computes a different hash from its own tensor.
-
-On an FP8 wire the owner quantises matrices: before the first round, ranks that share a block agree on its scale. What
-is packed is then FP8, or a box of the scale grid.
+A message's data are its pieces, each at a multiple of `ALIGN` bytes, and then 8 bytes per piece: its hash at the owner
+if it is to be verified, which the engine compares with a hash of its own tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from megarl.models.fp8 import BLOCK, FP8, SCALE_SUFFIX, is_quantised, quantise
 from megarl.models.layout_algebra import EngineSlot, Param
 from megarl.models.registry import family_of
 from megarl.reshard.plan.layout import ShardSlice
-from megarl.reshard.plan.planner import ReshardPlan, Round, TensorPiece, align
+from megarl.reshard.plan.planner import RankPlan, ReshardPlan, Round, TensorPiece, align
 from megarl.reshard.run import copies
 from megarl.reshard.run.scale_grids import BlockScales, Grids, compute_scale_grids
 
@@ -110,7 +106,7 @@ class Executor:
         self.allocate = allocate
         self.num_syncs = 0
         self.quantised_params = self._find_quantised_params()
-        rank_plan = plan.plan_rank(rank)
+        rank_plan = RankPlan(plan, rank)
         self.prepared_rounds: list[_PreparedRound] = []
         for number in range(plan.rounds):
             forwardable = self.prepared_rounds[-1].forwardable if number else {}

@@ -1,8 +1,5 @@
-"""Compute the scales of a rank's FP8 matrices.
-
-Several trainer ranks may share a block. Its amax is the maximum of theirs, so that quantising a shard gives the same
-bits as quantising the whole tensor and cutting it afterwards.
-"""
+"""Compute the scales of a rank's FP8 matrices. Trainer ranks that share a block take the maximum of their amax, so that
+quantising a shard gives the same bits as quantising the whole tensor."""
 
 from __future__ import annotations
 

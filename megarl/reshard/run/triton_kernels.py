@@ -1,10 +1,7 @@
 """Triton kernels: `pack`, `unpack`, `pack_fp8` and `device_hashes` of `copies.py` in one launch each.
 
-A table on the device describes the boxes or tensors, and each program handles one tile: a number of units of one box,
-such that all tiles cost about the same. A second table maps tiles to boxes. Both go to the device in one copy. A hash
-is a sum modulo 2^64, so programs may add their parts in any order.
-
-Under Triton's interpreter (TRITON_INTERPRET=1 before the import) the same code runs on CPU tensors.
+A table on the device describes the boxes or tensors, and another assigns each program a tile of one of them. Under
+Triton's interpreter (TRITON_INTERPRET=1 before the import) the same code runs on CPU tensors.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
