@@ -120,11 +120,11 @@ def check_copy_memory(needed: Sequence[tuple[str, int, int]]) -> list[str]:
     lines = []
     for machine in dict.fromkeys(name for name, _, _ in needed):
         total = sum(copy_bytes for name, copy_bytes, _ in needed if name == machine)
-        if total > (available := min(free for name, _, free in needed if name == machine)):
+        available = min(free for name, _, free in needed if name == machine)
+        if total > available:
             lines.append(
                 f"an asynchronous save copies up to {format_bytes(total)} on {machine}, where "
-                f"{format_bytes(available)} of "
-                "memory are free: set run.save_async=false"
+                f"{format_bytes(available)} of memory are free: set run.save_async=false"
             )
     return lines
 

@@ -196,12 +196,10 @@ MIN_PIECE = 64 << 10
 
 
 class Entries(NamedTuple):
-    """Bytes [lo, hi) of the byte index that go from `src` to `dst`, a rank of a node that needs them. Arrays, sorted by
-    layer_group, dst, src, lo.
+    """Bytes [lo, hi) of the byte index that go from `src` to `dst`; arrays, sorted by layer_group, dst, src, lo.
 
     layer_group: number of the (stage, kind); the entry applies to each of its layers. receivers: the ranks of dst's
-    node that need and lack the bytes, dst among them, as bits; bit 0 is the node's first rank. dst forwards to the
-    others.
+    node that need and lack the bytes, as bits from the node's first rank on. dst is one and forwards to the others.
     """
 
     lo: np.ndarray
@@ -255,13 +253,7 @@ class Assignment:
     """
 
     def __init__(
-        self,
-        hf: HFConfig,
-        train: TrainLayout,
-        engine: EngineLayout,
-        ranks_per_node: int,
-        wire: Wire = "bf16",
-        min_piece: int = MIN_PIECE,
+        self, hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node: int, wire: Wire, min_piece: int
     ) -> None:
         self.hf, self.train, self.engine, self.wire = hf, train, engine, wire
         self.rank_map = build_rank_map(train, engine, ranks_per_node)

@@ -117,36 +117,27 @@ def _signature(params: Sequence[Param], layer: int | None) -> tuple[object, ...]
 def _build_cell_groups(
     params: Sequence[Param], experts: int, train: TrainLayout, engine: EngineLayout, wire: Wire, min_piece: int
 ) -> list[CellGroup]:
-    dense: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Cell]] = {}
-    routed: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Cell]] = {}
+    cells: dict[tuple[bool, tuple[int, ...], tuple[int, ...]], list[Cell]] = {}
     for number, param in enumerate(params):
-        slot = engine.slot_of(param)
-        if slot is None:
+        if (slot := engine.slot_of(param)) is None:
             continue
         shard_of = [engine.shard_index(position, slot.grid) for position in range(engine.tp)]
         for cell, train_shards, engine_shards in _cells(number, param, train, engine, wire, min_piece):
-            if param.expert is None:
-                positions = tuple(p for p, shard in enumerate(shard_of) if shard in engine_shards)
-                dense.setdefault((train_shards, positions), []).append(cell)
-            else:
-                routed.setdefault((train_shards, engine_shards), []).append(cell)
-    cell_groups = [
-        CellGroup(train_shards, None, positions, (None,), tuple(cells))
-        for (train_shards, positions), cells in dense.items()
-    ]
+            positions = tuple(p for p, shard in enumerate(shard_of) if shard in engine_shards)
+            cells.setdefault((param.expert is not None, train_shards, positions), []).append(cell)
+    dense, routed = ([(*key[1:], tuple(cells[key])) for key in cells if key[0] == expert] for expert in (False, True))
+    cell_groups = [CellGroup(shards, None, positions, (None,), members) for shards, positions, members in dense]
     if routed:
-        template = next(param for param in params if param.expert is not None)
-        groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-        experts_per_rank = experts // train.ep
-        layer = layer_of(template.megatron)
+        experts_by_owner: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        layer = layer_of(params[0].megatron)
         experts_of = [set(engine.experts_at(p, layer, experts)) for p in range(engine.tp)]
         for expert in range(experts):
             expert_positions = tuple(p for p in range(engine.tp) if expert in experts_of[p])
-            groups.setdefault((expert // experts_per_rank, expert_positions), []).append(expert)
-        for (ep_rank, expert_positions), members in groups.items():
-            for (train_shards, engine_shards), cells in routed.items():
-                positions = tuple(p for p in expert_positions if engine.shard_index(p, "expert") in engine_shards)
-                cell_groups.append(CellGroup(train_shards, ep_rank, positions, tuple(members), tuple(cells)))
+            experts_by_owner.setdefault((expert // (experts // train.ep), expert_positions), []).append(expert)
+        for (ep_rank, expert_positions), numbers in experts_by_owner.items():
+            for shards, positions, members in routed:
+                receivers = tuple(p for p in expert_positions if p in positions)
+                cell_groups.append(CellGroup(shards, ep_rank, receivers, tuple(numbers), members))
     return cell_groups
 
 

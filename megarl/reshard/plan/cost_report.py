@@ -15,6 +15,7 @@ from megarl.reshard.plan.bound import NETWORK_SLACK, Bound
 from megarl.reshard.plan.planner import FORWARD_RECEIVE, FORWARD_SEND, LOCAL, SEND, RankPlan, ReshardPlan, align
 
 Floats = NDArray[np.float64]
+Colour = tuple[int, int, int]
 
 # Of the HTML page.
 CELLS = 64  # maximum cells per side of the map; more nodes share cells
@@ -35,11 +36,9 @@ HASH_BYTES = 8  # per piece, after the pieces of the message
 
 
 class Messages(NamedTuple):
-    """The messages that one rank sends and receives; arrays with one entry per message. Data that stay on the rank
-    count as a message from itself.
+    """The messages that one rank sends and receives; arrays. Data that stay on the rank count as a message from itself.
 
-    nbytes: bytes of the pieces. forwarded: bytes of the pieces that are forwarded. staged: bytes in the buffer, with
-    alignment and hashes.
+    nbytes: bytes of all pieces; forwarded: of those that are forwarded; staged: in the buffer, with alignment and hashes.
     """
 
     round: np.ndarray
@@ -310,15 +309,13 @@ def _describe_rank(plan: ReshardPlan, rank: int) -> str:
 def _describe_ranks(ranks: tuple[int, ...], plan: ReshardPlan) -> str:
     if len(ranks) == 1:
         return f"one GPU, {ranks[0]}"
-    inside = {stage_of(plan, rank) for rank in ranks}
-    stage, node = inside.pop(), ranks[0] // plan.rank_map.ranks_per_node
-    of_stage = f" of stage {stage}" if not inside and stage is not None else ""
+    ranks_per_node = plan.rank_map.ranks_per_node
+    stages, nodes = {stage_of(plan, rank) for rank in ranks}, {rank // ranks_per_node for rank in ranks}
+    of_stage = f" of stage {min(stages)}" if len(stages) == 1 and None not in stages else ""  # type: ignore[type-var]
     if of_stage and len(ranks) == plan.train.stage_ranks:
         return f"the {len(ranks)} GPUs{of_stage}"
-    if len(ranks) == plan.rank_map.ranks_per_node and {rank // plan.rank_map.ranks_per_node for rank in ranks} == {
-        node
-    }:
-        return f"the {len(ranks)} GPUs of node {node}"
+    if len(ranks) == ranks_per_node and len(nodes) == 1:
+        return f"the {len(ranks)} GPUs of node {min(nodes)}"
     return f"{len(ranks)} GPUs" + (of_stage or " together")
 
 
@@ -369,7 +366,7 @@ def render_page(title: str, report: CostReport, bound: Bound, links: LinkSpeeds,
     return "\n".join(parts)
 
 
-def _shade(colour: tuple[int, int, int], amount: float) -> str:
+def _shade(colour: Colour, amount: float) -> str:
     """Blend from nearly white (0) to the colour (1)."""
     red, green, blue = (round(245 + (part - 245) * amount) for part in colour)
     return f"#{red:02x}{green:02x}{blue:02x}"
@@ -399,11 +396,10 @@ def _render_map(report: CostReport) -> str:
                 f"<rect x='{x:.1f}' y='{y:.1f}' width='{size:.1f}' height='{size:.1f}' fill='{_shade(colour, amount)}'>"
                 f"<title>{title}</title></rect>"
             )
-    train, engine, ranks_per_node = report.plan.train, report.plan.engine, report.plan.assignment.ranks_per_node
-    unit = ranks_per_node * step
-    lines = []
-    rank_map = report.plan.rank_map
-    for ranks, is_row, side_ranks in ((train.stage_ranks, True, rank_map.train), (engine.tp, False, rank_map.engine)):
+    plan, rank_map, lines = report.plan, report.plan.rank_map, []
+    unit = rank_map.ranks_per_node * step
+    sides = (plan.train.stage_ranks, True, rank_map.train), (plan.engine.tp, False, rank_map.engine)
+    for ranks, is_row, side_ranks in sides:
         if ranks < unit:
             continue  # several share each cell
         for number, first in enumerate(side_ranks[::ranks].tolist()):
@@ -420,9 +416,8 @@ def _render_map(report: CostReport) -> str:
             if not is_row and space >= 16:
                 word = f"engine {number}" if space >= 60 else str(number)
                 lines.append(f"<text x='{x + space / 2:.1f}' y='14' text-anchor='middle'>{word}</text>")
-    inside = "".join(cells) + "".join(lines)
     width = LABEL_WIDTH + SIDE + 10
-    return f"<svg viewBox='0 0 {width} {SIDE + 30}' width='{width}'>{inside}</svg>"
+    return f"<svg viewBox='0 0 {width} {SIDE + 30}' width='{width}'>{''.join(cells + lines)}</svg>"
 
 
 def _stage_marks(report: CostReport) -> list[tuple[int, str]]:
@@ -440,12 +435,7 @@ def _is_contiguous(ranks: np.ndarray) -> bool:
 
 
 def _render_chart(
-    values: Floats,
-    lower_bound: float,
-    name: str,
-    colour: tuple[int, int, int],
-    marks: list[tuple[int, str]],
-    unit: str = "",
+    values: Floats, lower_bound: float, name: str, colour: Colour, marks: list[tuple[int, str]], unit: str = ""
 ) -> str:
     """Render one column per value, and a dashed line at `lower_bound`. marks: (first index, label) of sections."""
 
@@ -454,11 +444,11 @@ def _render_chart(
 
     maximum = max(float(values.max()), lower_bound) or 1.0
     step = (WIDTH - LABEL_WIDTH) / len(values)
-    bars = []
-    path = f"M{LABEL_WIDTH} {HEIGHT}"
-    for index, value in enumerate(values):
-        path += f"V{HEIGHT - value / maximum * (HEIGHT - 20):.1f}H{LABEL_WIDTH + (index + 1) * step:.1f}"
-    bars.append(f"<path d='{path}V{HEIGHT}Z' fill='{_shade(colour, 0.7)}'/>")
+    columns = "".join(
+        f"V{HEIGHT - value / maximum * (HEIGHT - 20):.1f}H{LABEL_WIDTH + index * step:.1f}"
+        for index, value in enumerate(values, 1)
+    )
+    bars = [f"<path d='M{LABEL_WIDTH} {HEIGHT}{columns}V{HEIGHT}Z' fill='{_shade(colour, 0.7)}'/>"]
     for level, dash, word in ((lower_bound, "6 3", "least"), (float(values.mean()), "1 3", "mean")):
         if level:
             y = HEIGHT - level / maximum * (HEIGHT - 20)

@@ -4,17 +4,13 @@ single kernel launch on CUDA (`triton_kernels.py`)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from megarl.models.fp8 import FP8, grid_shape, quantise
 from megarl.reshard.run.checksum import device_hash
 from megarl.reshard.run.scale_grids import BlockScales
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
 
 Box = tuple[torch.Tensor, int]
 """(view, offset): a view [rows, columns] of any dtype, with adjacent elements within a row, and the byte offset of
@@ -87,7 +83,7 @@ def _place(view: torch.Tensor, offset: int, buffer: torch.Tensor, dtype: torch.d
     return buffer[offset:stop].view(dtype).view(view.shape)
 
 
-def _kernels() -> ModuleType:
+def _kernels() -> Any:
     # Import Triton only on a GPU: it needs a compiler and a driver, and is slow to import.
     from megarl.reshard.run import triton_kernels
 

@@ -49,9 +49,8 @@ def compute_scale_grids(
 ) -> Grids:
     """Compute the scales of all of `params` that a rank holds parts of: its quantised ones, in the order of the table.
 
-    local: shards [rows, columns] by Megatron name. rank: the trainer's numbering. combine: called at most twice, for
-    dense parameters and for experts, which are shared with different ranks, and only for the parameters that
-    `has_split_blocks` selects. So nothing is exchanged if each block is on one rank.
+    local: shards [rows, columns] by Megatron name. rank: the trainer's numbering. reduce_max: called at most once for
+    dense parameters and once for experts, with those that `has_split_blocks` selects.
     """
     amax: Grids = {}
     shared: dict[bool, list[tuple[str, int]]] = {False: [], True: []}

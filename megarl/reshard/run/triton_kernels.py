@@ -217,15 +217,10 @@ _FIELDS = 7  # per table row, including the first tile
 def hashes(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
     """Return [n] int64, see `copies.device_hashes`, and the indices of the tensors that are not rows of adjacent
     elements. The hashes of these are left 0."""
-    unsupported: list[int] = []
+    rows = list(map(_rows, tensors))
+    fields = [(index, *fields) for index, fields in enumerate(rows) if fields is not None]
+    unsupported = [index for index, fields in enumerate(rows) if fields is None]
     result = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
-    fields: list[tuple[int, ...]] = []
-    for index, tensor in enumerate(tensors):
-        rows = _rows(tensor)
-        if rows is None:
-            unsupported.append(index)
-        else:
-            fields.append((index, *rows))
     if not fields:
         return result, unsupported
     table = np.array(fields, dtype=np.int64)
@@ -237,10 +232,8 @@ def hashes(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
 
 
 def _rows(tensor: torch.Tensor) -> tuple[int, int, int, int, int] | None:
-    """Return address, bytes per row, bytes from row to row, total bytes, and whether all of these are multiples of 8.
-
-    None if the tensor does not consist of rows of adjacent elements.
-    """
+    """Return address, bytes per row, bytes from row to row, total bytes, and whether all but the total are multiples of
+    8; None if the tensor does not consist of rows of adjacent elements."""
     item, total = tensor.element_size(), tensor.numel() * tensor.element_size()
     if tensor.is_contiguous():
         row = step = total
