@@ -31,10 +31,7 @@ def write_nothing(folder: Path) -> dict[Path, Entry]:
 
 
 class HashingFile:
-    """A new file that is hashed as it is written sequentially.
-
-    `failure` keeps the OSError of a failed write, which torch turns into a RuntimeError.
-    """
+    """A new file that is hashed as it is written. `failure` is the OSError of a failed write, for torch hides it."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")

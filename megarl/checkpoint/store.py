@@ -12,6 +12,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,8 +39,7 @@ class BackgroundWrite:
 
     def __init__(self, work: WriteTask) -> None:
         self._work, self._cancelled = work, threading.Event()
-        self._written: Mapping[Path, Entry] | None = None
-        self._error: BaseException | None = None
+        self._written: Future[Mapping[Path, Entry]] = Future()
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -47,21 +47,19 @@ class BackgroundWrite:
         thread_id = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread_id, min(19, os.getpriority(os.PRIO_PROCESS, thread_id) + NICENESS))
         try:
-            self._written = self._work(self._cancelled.is_set)
+            self._written.set_result(self._work(self._cancelled.is_set))
         except BaseException as error:  # noqa: B036  raised by `result`
-            self._error = error
+            self._written.set_exception(error)
 
     def is_done(self) -> bool:
         """Return whether the task has completed or failed."""
-        return not self._thread.is_alive()
+        return self._written.done()
 
     def result(self) -> Mapping[Path, Entry]:
         """Wait and return the files written. Raises OSError if the task failed."""
-        self._thread.join()
-        if self._written is not None:
-            return self._written
-        error = self._error
-        raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
+        if (error := self._written.exception()) is not None:
+            raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
+        return self._written.result()
 
     def cancel(self) -> None:
         """Ask the task to stop, and wait for at most `CANCEL_TIMEOUT_S`."""
@@ -114,11 +112,8 @@ class StorageError(ConfigError):
 
 
 class RankWrite(NamedTuple):
-    """One rank's part of a checkpoint, captured when this was created.
-
-    write: writes the rank's files in a thread, without communication; polls whether to stop. finish: called by all
-    ranks after all have written. Both raise OSError.
-    """
+    """One rank's part of a checkpoint, captured when this was created. write: writes the rank's files in a thread,
+    without communication. finish: called by all ranks after all have written. Both raise OSError."""
 
     write: WriteTask
     finish: Callable[[], None] = lambda: None
@@ -127,7 +122,6 @@ class RankWrite(NamedTuple):
 class _PendingSave(NamedTuple):
     final: Path
     partial: Path
-    step: int
     finish: Callable[[], None]
     background: BackgroundWrite
 
@@ -188,7 +182,7 @@ class CheckpointStore:
                 _, entry = manifest.write_hashed(rng_file, lambda stream: stream.write(states.getbuffer()))
                 return {**written, rng_file: entry}
 
-            self._pending = _PendingSave(final, partial, step, part.finish, BackgroundWrite(work))
+            self._pending = _PendingSave(final, partial, part.finish, BackgroundWrite(work))
 
         with ranks.with_timeout(self.storage_timeout_s):
             try:
@@ -200,7 +194,7 @@ class CheckpointStore:
     @property
     def pending_step(self) -> int | None:
         """Step of the checkpoint that is being written, or None. The same on all ranks."""
-        return None if self._pending is None else self._pending.step
+        return None if self._pending is None else manifest.step_of(self._pending.final)
 
     def is_written(self) -> bool:
         """Return whether this rank's write has completed or failed. Not collective."""
@@ -213,10 +207,10 @@ class CheckpointStore:
         StorageError on all ranks; earlier checkpoints are untouched then, and the partial one is removed.
         """
         assert self._pending is not None, "call begin first"
-        final, partial, step, finish, background = self._pending
+        final, partial, finish, background = self._pending
         with ranks.with_timeout(self.storage_timeout_s):
             try:
-                self._write_manifest(partial, step, finish, background)
+                self._write_manifest(partial, finish, background)
                 ranks.run_on_all(lambda: self._commit(partial, final), rank_zero_only=True)
             except OSError as error:
                 raise self._discard(final, partial, error) from None
@@ -288,7 +282,7 @@ class CheckpointStore:
             self._log(f"{folder.name} was written in another layout: random states are seeded again from its step")
         return host
 
-    def _write_manifest(self, partial: Path, step: int, finish: Callable[[], None], written: BackgroundWrite) -> None:
+    def _write_manifest(self, partial: Path, finish: Callable[[], None], written: BackgroundWrite) -> None:
         """Complete the ranks' parts and write the manifest. Call after all ranks have written."""
 
         def local_files() -> dict[str, Entry]:
@@ -306,7 +300,7 @@ class CheckpointStore:
             for name in unhashed:
                 sync(partial / name)
             content = {
-                "step": step,
+                "step": manifest.step_of(partial),
                 "world_size": torch.distributed.get_world_size(),
                 "layout": self.layout,
                 **self.provenance,

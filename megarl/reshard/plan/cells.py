@@ -77,10 +77,6 @@ def list_layer_kinds(
     """Return the kinds of layers of the whole model. Raises ConfigError if a layout does not divide the model."""
     family = family_of(hf)
     family.check(hf)
-    first, last = blocks.embedding(hf), blocks.final_params(hf)
-    kinds: dict[tuple[object, object], LayerKind] = {}
-    for params, stage in ((first, 0), (last, train.pp - 1)):
-        kinds[_signature(params, None), ()] = LayerKind(params, [(stage, None)], [])
     num_layers, experts = int(hf["num_hidden_layers"]), family.num_experts(hf)
     extra = family.num_mtp_layers(hf) if engine.draft else 0
     if extra > 1:
@@ -89,12 +85,13 @@ def list_layer_kinds(
         raise ConfigError(f"an engine that fuses the shared expert has one, the model {shared}")
     if experts % train.ep:
         raise ConfigError(f"parallel.ep={train.ep} does not divide the model's {experts} experts")
-    for layer in range(num_layers + extra):
-        params = family.layer(hf, layer, range(min(1, experts)))
-        key = _signature(params, layer), engine.experts.get(layer, ())
+    layers: list[tuple[int | None, list[Param]]] = [(None, blocks.embedding(hf)), (None, blocks.final_params(hf))]
+    layers += [(layer, family.layer(hf, layer, range(min(1, experts)))) for layer in range(num_layers + extra)]
+    kinds: dict[tuple[object, object], LayerKind] = {}
+    for layer, params in layers:
+        key = _signature(params, layer), () if layer is None else engine.experts.get(layer, ())
         kind = kinds.setdefault(key, LayerKind(params, [], []))
-        stage = train.stage_of_layer(layer if layer < num_layers else None)
-        kind.layers.append((stage, layer))
+        kind.layers.append((train.stage_of(params[0]), layer))
     for kind in kinds.values():
         kind.cell_groups = _build_cell_groups(kind.params, experts, train, engine, wire, min_piece)
     return list(kinds.values())

@@ -9,12 +9,10 @@ from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megarl.reshard.plan.bound import NETWORK_SLACK, Bound
+from megarl.reshard.plan.bound import NETWORK_SLACK, Bound, Floats
 from megarl.reshard.plan.planner import FORWARD_RECEIVE, FORWARD_SEND, LOCAL, SEND, RankPlan, ReshardPlan, align
 
-Floats = NDArray[np.float64]
 Colour = tuple[int, int, int]
 
 # Of the HTML page.
@@ -38,7 +36,7 @@ HASH_BYTES = 8  # per piece, after the pieces of the message
 class Messages(NamedTuple):
     """The messages that one rank sends and receives; arrays. Data that stay on the rank count as a message from itself.
 
-    nbytes: bytes of all pieces; forwarded: of those that are forwarded; staged: in the buffer, with alignment and hashes.
+    nbytes: bytes of all pieces; forwarded: of those that are forwarded; staged: in the buffer, aligned, with hashes.
     """
 
     round: np.ndarray
@@ -311,7 +309,7 @@ def _describe_ranks(ranks: tuple[int, ...], plan: ReshardPlan) -> str:
         return f"one GPU, {ranks[0]}"
     ranks_per_node = plan.rank_map.ranks_per_node
     stages, nodes = {stage_of(plan, rank) for rank in ranks}, {rank // ranks_per_node for rank in ranks}
-    of_stage = f" of stage {min(stages)}" if len(stages) == 1 and None not in stages else ""  # type: ignore[type-var]
+    of_stage = f" of stage {next(iter(stages))}" if len(stages) == 1 and None not in stages else ""
     if of_stage and len(ranks) == plan.train.stage_ranks:
         return f"the {len(ranks)} GPUs{of_stage}"
     if len(ranks) == ranks_per_node and len(nodes) == 1:

@@ -76,7 +76,7 @@ def build_plan(
     """Build the weight-sync plan. Raises ConfigError if the weights cannot be synced.
 
     train_ranks, engine_ranks: job ranks of the trainer, in the order of its layout, and of the engines, one after
-    another; all ranks of the job by default.
+    another; all ranks by default.
     """
     wire = WIRE_BY_DTYPE.get(config.model.dtype)
     if wire is None:

@@ -101,11 +101,9 @@ class TrainLayout:
 
     def stage_of(self, param: Param) -> int:
         """Return the stage of a parameter: the first for the embedding, the last for what follows the decoder."""
-        return self.stage_of_layer(layer_of(param.megatron), first=param.megatron.startswith("embedding."))
-
-    def stage_of_layer(self, layer: int | None, first: bool = False) -> int:
+        layer = layer_of(param.megatron)
         if layer is None:
-            return 0 if first else self.pp - 1
+            return 0 if param.megatron.startswith("embedding.") else self.pp - 1
         for stage, layers in enumerate(self.stages):
             if layer in layers:
                 return stage

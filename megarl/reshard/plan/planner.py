@@ -239,7 +239,6 @@ class RankPlan:
 
     def __init__(self, plan: ReshardPlan, rank: int) -> None:
         self.plan, self.rank = plan, rank
-        self.rounds = plan.rounds
         operations = self._operations()
         self.tables: dict[tuple[int, int], _Table] = {}
         for block in plan.round_blocks:

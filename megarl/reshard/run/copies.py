@@ -18,8 +18,7 @@ its elements in the buffer, row by row. The offset is a multiple of the element 
 
 
 def pack(boxes: Sequence[Box], buffer: torch.Tensor) -> None:
-    """Copy boxes into a buffer of bytes (uint8 [n], contiguous). Raises ValueError, before writing anything, if a
-    box does not fit."""
+    """Copy boxes into a buffer, uint8 [n]. Raises ValueError, before writing anything, if a box does not fit."""
     targets = [_place(view, offset, buffer, view.dtype) for view, offset in boxes]
     if buffer.is_cuda:
         _kernels().pack(boxes, buffer)

@@ -276,9 +276,8 @@ class Executor:
         hf, train, family = plan.hf, plan.train, family_of(plan.hf)
         if plan.assignment.wire != "fp8" or self.trainer_rank is None:
             return []
-        experts_per_rank = self.num_experts // train.ep
-        first_expert = train.ep_rank(self.trainer_rank) * experts_per_rank
-        experts = range(first_expert, first_expert + experts_per_rank)
+        count = self.num_experts // train.ep
+        experts = range(train.ep_rank(self.trainer_rank) * count, (train.ep_rank(self.trainer_rank) + 1) * count)
         layers = int(hf["num_hidden_layers"]) + (family.num_mtp_layers(hf) if plan.engine.draft else 0)
         return [
             param
@@ -315,10 +314,7 @@ class Executor:
 def _transfer(
     receives: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]], what: str, rank: int
 ) -> list[tuple[dist.Work, int]]:
-    """Start receiving from and sending to these ranks; return each request with its peer.
-
-    All operations form one group on NCCL, and effectively so on gloo.
-    """
+    """Start receiving from and sending to these ranks, in one group on NCCL; return each request with its peer."""
     operations = [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in receives]
     operations += [dist.P2POp(dist.isend, tensor, peer) for peer, tensor in sends]
     if not operations:
