@@ -53,7 +53,7 @@ class StageMemory:
     states: dict[str, int]  # of actor and critic
     training: dict[str, int]  # in addition, during training
     generation: dict[str, int]  # in addition, during generation
-    push: dict[str, int]  # in addition, during weight sync
+    weight_sync: dict[str, int]  # in addition, during weight sync
     host: dict[str, int]  # in host memory
     is_offloaded: bool
 
@@ -70,7 +70,7 @@ class StageMemory:
     @property
     def weight_sync_total(self) -> int:
         states = self.states.get("actor weights", 0) if self.is_offloaded else sum(self.states.values())
-        return states + sum(self.push.values())
+        return states + sum(self.weight_sync.values())
 
     @property
     def peak(self) -> int:
@@ -167,7 +167,7 @@ def plan_memory(
             vocab_size, hidden = int(hf["vocab_size"]), int(hf["hidden_size"])
             at_once = config.train.logits_chunk_size
             training["logits"] = logits_bytes(vocab_size, hidden, tp, tokens, at_once, size)
-        generation, push, host = dict(engine), {}, checkpoint_copy(config, states, trained)
+        generation, weight_sync, host = dict(engine), {}, checkpoint_copy(config, states, trained)
         for role in (role for role in served_models if role in local_roles):
             fullest = max(_overlapping_stages(served_models[role], stage, len(layers)), key=lambda one: one.weights)
             if role == "reward":  # it scores while the engine is awake
@@ -180,7 +180,7 @@ def plan_memory(
         if requirements.has_rollout and requirements.trained_roles:
             weights, engine_weights = states.get("actor weights", 0), engine.get("engine weights", 0)
             if staged := sync_staging_bytes(rollout.weight_sync_bucket_mb << 20, weights, engine_weights):
-                push.update({"engine weights": engine_weights, "reshard staging": staged})
+                weight_sync.update({"engine weights": engine_weights, "reshard staging": staged})
             if weights and "reference" in requirements.roles and not config.lora.rank:
                 host["reference weights"] = weights
             if weights and config.guards.ppo_kl:
@@ -188,7 +188,7 @@ def plan_memory(
             if config.train.offload and states:
                 host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
         offloaded = requirements.has_rollout and config.train.offload
-        stages.append(StageMemory(stage, stage_layer_ids, states, training, generation, push, host, offloaded))
+        stages.append(StageMemory(stage, stage_layer_ids, states, training, generation, weight_sync, host, offloaded))
     return stages
 
 
