@@ -44,9 +44,9 @@ class BackgroundWrite:
         self._thread.start()
 
     def _run(self) -> None:
-        thread_id = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread_id, min(19, os.getpriority(os.PRIO_PROCESS, thread_id) + NICENESS))
         try:
+            thread_id = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread_id, min(19, os.getpriority(os.PRIO_PROCESS, thread_id) + NICENESS))
             self._written.set_result(self._work(self._cancelled.is_set))
         except BaseException as error:  # noqa: B036  raised by `result`
             self._written.set_exception(error)
