@@ -65,8 +65,8 @@ class _PreparedRound(NamedTuple):
     """What this rank does in a round.
 
     sends, receives: (peer, begin, end) of each message in the send or receive buffer. forwards: (offset in the previous
-    round's receive buffer, offset in the send buffer, bytes) of pieces and hashes. forwardable: pieces received
-    directly, by `_key`. orders: as many on all ranks, with different slices.
+    round's receive buffer, offset in the send buffer, bytes) of pieces and hashes. orders: as many on all ranks, with
+    different slices.
     """
 
     sends: list[tuple[int, int, int]]
@@ -74,7 +74,6 @@ class _PreparedRound(NamedTuple):
     packs: list[_Packed]
     local_packs: list[_Packed]
     forwards: list[tuple[int, int, int]]
-    forwardable: dict[Any, _Placed]
     orders: list[_WriteOrder]
     send_bytes: int
     receive_bytes: int
@@ -108,18 +107,19 @@ class Executor:
         self.quantised_params = self._find_quantised_params()
         rank_plan = RankPlan(plan, rank)
         self.prepared_rounds: list[_PreparedRound] = []
+        received: dict[Any, _Placed] = {}
         for number in range(plan.rounds):
-            forwardable = self.prepared_rounds[-1].forwardable if number else {}
-            self.prepared_rounds.append(
-                self._prepare_round(rank_plan.round(number), forwardable, plan.has_draft(number))
-            )
+            prepared, received = self._prepare_round(rank_plan.round(number), received, plan.has_draft(number))
+            self.prepared_rounds.append(prepared)
         self.send_bytes = max((step.send_bytes for step in self.prepared_rounds), default=0)
         self.receive_bytes = max((step.receive_bytes for step in self.prepared_rounds), default=0)
         if max(self.send_bytes, self.receive_bytes) > plan.bucket_bytes // 2:
             raise AssertionError("a round is larger than half a bucket")  # a bug in the planner
 
-    def _prepare_round(self, round_: Round, received: Mapping[Any, _Placed], has_draft: bool) -> _PreparedRound:
-        """Lay out the messages of a round. received: what the previous round received directly."""
+    def _prepare_round(
+        self, round_: Round, received: Mapping[Any, _Placed], has_draft: bool
+    ) -> tuple[_PreparedRound, dict[Any, _Placed]]:
+        """Lay out a round. received: what the previous one received directly, by `_key`; also returned for this one."""
         sends, packs, forwards, send_end = [], [], [], 0
         for message in round_.sends:
             begin = send_end
@@ -146,7 +146,8 @@ class Executor:
             sample = self._sample_index(piece)
             slices += [(sample, [name, index, *box, offset, hash_offset]) for index, *box in boxes]
         local_packs = [self._pack_of(entry) for entry in local]
-        return _PreparedRound(sends, receives, packs, local_packs, forwards, forwardable, orders, send_end, receive_end)
+        prepared = _PreparedRound(sends, receives, packs, local_packs, forwards, orders, send_end, receive_end)
+        return prepared, forwardable
 
     def _targets(self, piece: TensorPiece) -> tuple[EngineSlot, str, list[tuple[int, int, int, int, int]]]:
         """Return slot, tensor name, and (index, rows, columns) of each copy; several if an expert is replicated."""
@@ -208,11 +209,8 @@ class Executor:
             current, other = number % 2, 1 - number % 2
             if number == 0:
                 self._pack(step.packs, local, grids, send_buffers[current], verified_samples)
-            views = [
-                (receive_buffers[other][None, begin : begin + nbytes], target)
-                for begin, target, nbytes in step.forwards
-            ]
-            copies.pack(views, send_buffers[current])
+            previous = receive_buffers[other][None]
+            copies.pack([(previous[:, at : at + size], to) for at, to, size in step.forwards], send_buffers[current])
             what = f"the weight sync of version {version}, round {number} of {len(self.prepared_rounds)}"
             receives = [(peer, receive_buffers[current][begin:end]) for peer, begin, end in step.receives]
             sends = [(peer, send_buffers[current][begin:end]) for peer, begin, end in step.sends]
