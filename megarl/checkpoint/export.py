@@ -40,7 +40,9 @@ def gather_hf(
     num_experts = 1 + max((param.expert for param in params if param.expert is not None), default=-1)
     dtypes = sorted({d for *_, d in reports if d is not None}, key=str)  # a stage may have none of the parameters
     rank, dtype = ranks.job.rank, next(iter(dtypes), None)
-    problems = [f"the ranks' parameters have different types: {', '.join(map(str, dtypes))}"] if dtypes[1:] else []
+    problems = []
+    if len(dtypes) > 1:
+        problems.append(f"the ranks' parameters have different types: {', '.join(map(str, dtypes))}")
     problems += find_shard_problems(local, params, train, rank, num_experts)
     for name, expected in ((param.megatron, param.dtype or dtype) for param in params):
         if name in local and local[name].dtype != expected:
