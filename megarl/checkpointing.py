@@ -8,12 +8,15 @@ import hashlib
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megarl.checkpoint import disk_space
-from megarl.checkpoint.manifest import Entry, host_state
-from megarl.checkpoint.provenance import collect_provenance
+from megarl.checkpoint.manifest import Entry, host_state, list_checkpoints
+from megarl.checkpoint.provenance import code_revision, config_hash
 from megarl.checkpoint.store import CheckpointStore, RankWrite, StorageError
 from megarl.config import ConfigError
 from megarl.controllers.controller import Flow
@@ -43,9 +46,8 @@ class Checkpointer:
 
     def __init__(self, flow: Flow, needs: disk_space.SpaceEstimate) -> None:
         self.flow, self.needs = flow, needs
-        self.config, self.requirements, self.job = flow.config, flow.requirements, flow.job
-        self.clock, self.log, self.loader, self.controller = flow.clock, flow.log, flow.loader, flow.controller
-        self.workers = flow.workers
+        self.config, self.requirements, self.clock, self.log = flow.config, flow.requirements, flow.clock, flow.log
+        self.loader, self.controller, self.workers = flow.loader, flow.controller, flow.workers
         self.control: Control | None = None
         """Settings changed during the run, which a checkpoint holds too; set by the flow once the workers are ready."""
         self.save_error: StorageError | None = None
@@ -83,9 +85,8 @@ class Checkpointer:
         if self.store.pending_step is not None and (is_due or all(is_written for _, is_written, _ in states)):
             self._finish_save()  # memory allows only one at a time
         if is_due:
-            self.save_error = self._save(
-                step, in_background=run.save_async and not (stop or is_last), raise_on_error=stop
-            )
+            in_background = run.save_async and not (stop or is_last)
+            self.save_error = self._save(step, in_background, raise_on_error=stop)
         return stop
 
     def _save(self, step: int, in_background: bool, raise_on_error: bool) -> StorageError | None:
@@ -146,11 +147,12 @@ class Checkpointer:
             return
         name = f"megarl/ends by {hashlib.sha256(f'{type(error).__name__} {error}'.encode()).hexdigest()}"
         with contextlib.suppress(Exception):  # the run ends for another reason
+            world = torch.distributed.get_world_size()
             arrived, deadline = ranks.add_to_counter(name, 1), time.monotonic() + JOINT_EXIT_TIMEOUT_S
-            while arrived < self.job.world and time.monotonic() < deadline:
+            while arrived < world and time.monotonic() < deadline:
                 time.sleep(0.02)
                 arrived = ranks.add_to_counter(name, 0)
-            if arrived == self.job.world:
+            if arrived == world:
                 self._finish_save()
 
     def export(self) -> None:
@@ -161,19 +163,18 @@ class Checkpointer:
         while True:
             try:
                 with ranks.with_timeout(timeout):
-                    ranks.run_on_all(
-                        lambda: disk_space.check_free_space(folder, self.needs.export), rank_zero_only=True
-                    )
+                    check_space = partial(disk_space.check_free_space, folder, self.needs.export)
+                    ranks.run_on_all(check_space, rank_zero_only=True)
                     ranks.run_on_all(lambda: trained.export(folder) if trained.model is not None else None)
                     return
             except OSError as error:
                 is_late = ranks.broadcast_object(time.monotonic() - began > timeout)
                 if is_late or any(ranks.all_gather_objects(exit_status.is_stop_requested())):
-                    checkpoints = self.store.list_checkpoints() or ["none, for run.save_every=0"]
+                    complete = [str(path) for path in list_checkpoints(self.log.run_dir) if path.suffix != ".tmp"]
+                    newest = complete[-1] if complete else "none, for run.save_every=0"
                     raise ConfigError(
                         f"could not export to {folder}: {error}; free disk space and restart with run.resume=auto, "
-                        f"from "
-                        f"the newest checkpoint, {checkpoints[-1]}"
+                        f"from the newest checkpoint, {newest}"
                     ) from None
                 if not has_alarmed:
                     self.log.alarm(f"cannot export to {folder}: {error}. Waiting for space, for up to {timeout:g} s")
@@ -182,23 +183,17 @@ class Checkpointer:
 
     def _open_store(self) -> CheckpointStore:
         run, parallel, placement = self.config.run, self.config.parallel, placement_of(self.config)
-        layout = self.job.world, parallel.tp, parallel.cp, parallel.pp, parallel.vpp, parallel.ep, parallel.etp
-        other_layouts = [] if placement.is_colocated else [placement.describe(self.requirements.roles)]
+        sizes = ("tp", "cp", "pp", "vpp", "ep", "etp")
+        layout = [torch.distributed.get_world_size(), *(getattr(parallel, name) for name in sizes)]
+        if not placement.is_colocated:
+            layout.append(placement.describe(self.requirements.roles))
         for role in self.requirements.trained_roles:
-            if (role_layout := role_parallel(self.config, role)) != dataclasses.replace(
-                parallel, world_size=role_layout.world_size
-            ):
-                other_layouts.append(
-                    f"{role}: tp={role_layout.tp} cp={role_layout.cp} pp={role_layout.pp} vpp={role_layout.vpp} "
-                    f"ep={role_layout.ep} etp={role_layout.etp}"
-                )
+            role_layout = role_parallel(self.config, role)
+            if role_layout != dataclasses.replace(parallel, world_size=role_layout.world_size):
+                layout.append(f"{role}: " + " ".join(f"{name}={getattr(role_layout, name)}" for name in sizes))
+        provenance = {"config": config_hash(self.config), "code": code_revision()} if ranks.is_lead() else {}
         store = CheckpointStore(
-            self.log.run_dir,
-            run.keep_checkpoints,
-            run.storage_timeout_s,
-            (*layout, *other_layouts),
-            self.log.log,
-            collect_provenance(self.config) if self.job.rank == 0 else None,
+            self.log.run_dir, run.keep_checkpoints, run.storage_timeout_s, layout, self.log.log, provenance
         )
         store.remove_unfinished()
         return store
@@ -217,12 +212,10 @@ class Checkpointer:
 
         def check_data() -> None:
             """Check that the data are those that the checkpoint was written with, before anything starts."""
-            host = host_state(folder) if folder else None
-            if isinstance(host, dict) and isinstance(saved := host.get("loader"), dict):  # otherwise `resume` raises
+            if folder and isinstance(saved := host_state(folder).get("loader"), dict):  # otherwise `resume` raises
                 self.loader.check(saved, run.resume == "forced")
 
-        if folder is not None:
-            ranks.run_on_all(check_data, rank_zero_only=True)
+        ranks.run_on_all(check_data, rank_zero_only=True)
         self.log.begin(step)
         if folder is None:
             self.log.log(describe_fresh_start(self.log.run_dir))
@@ -259,13 +252,9 @@ class Checkpointer:
         from the newest checkpoint before the first of them, and continue with the next data. Raises ConfigError on all
         ranks if there is no checkpoint, or if the models were rolled back before and no step has succeeded since."""
         guards = self.log.guards
-        local_failures = [
-            worker.skip_failure
-            for worker in self.workers.values()
-            if isinstance(worker, TrainingWorker) and worker.skip_failure
-        ]
-        failures = [failure for rank_failures in ranks.all_gather_objects(local_failures) for failure in rank_failures]
-        first_skipped, reason = min(failures)
+        trained = [worker for worker in self.workers.values() if isinstance(worker, TrainingWorker)]
+        local_failures = [worker.skip_failure for worker in trained if worker.skip_failure]
+        first_skipped, reason = min(sum(ranks.all_gather_objects(local_failures), []))
         if guards.restored_step is not None:
             raise ConfigError(
                 f"{reason}. The models were already rolled back to step {guards.restored_step} for this reason, and no "
@@ -279,9 +268,8 @@ class Checkpointer:
 
         with self.clock.phase("rollback"), ranks.with_timeout(self.config.run.storage_timeout_s):
             ranks.run_on_all(lambda: self._restore_models(folder))
-        for worker in self.workers.values():
-            if isinstance(worker, TrainingWorker):
-                worker.on_rollback()
+        for worker in trained:
+            worker.on_rollback()
         self.flow.sync_weights()
         guards.record_restore(self.store.read_step(folder))
         self.log.alarm(

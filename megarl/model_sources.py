@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from megarl.checkpoint import manifest
-from megarl.checkpoint.manifest import list_models, resolve_checkpoint
+from megarl.checkpoint.manifest import resolve_checkpoint
 from megarl.checkpoint.to_hf import convert
 from megarl.config import Config, ConfigError, RolloutConfig, load_config, plain_yaml
 from megarl.config.hub import folder_of
@@ -111,18 +111,10 @@ def _checkpoint_target(argument: str, folder: Path) -> Target:
             f"it with tools/checkpoints.py and name the result"
         )
     run = load_config(file)
-    contents = manifest.read(folder)
-    if isinstance(contents, str):
-        raise ConfigError(f"{folder} is not a complete checkpoint: {contents}")
-    tree, files = contents
-    requirements = load_requirements(run)
-    if "actor" not in list_models(files) or requirements.has_scalar_head:
-        raise ConfigError(f"{folder} has no policy; it has {', '.join(list_models(files)) or 'no model'}")
-    actor_files = [name for name in files if name.startswith("actor/")]
-    for check in (manifest.check_sizes, manifest.check_hashes):
-        if fault := check(folder, files, actor_files):
-            raise ConfigError(f"{folder} is damaged: {fault}; name another checkpoint")
-    step = tree.get("step")
+    manifest.check_model(folder, "actor")
+    if load_requirements(run).has_scalar_head:
+        raise ConfigError(f"{folder} has no policy: its model is a classifier")
+    step = manifest.read(folder)[0].get("step")
     settings = _read_settings(file)
     return Target(argument, run.model.path, folder, step if isinstance(step, int) else None, run, settings)
 

@@ -23,6 +23,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,17 @@ PARTS = ("world", "tp", "cp", "pp", "vpp", "ep", "etp")
 
 def describe(folder: Path, hashes: bool) -> dict[str, Any]:
     """Return the values of a line of `list`."""
-    fault, saved = check_checkpoint(folder, hashes), manifest.read(folder)
-    tree, files = ({}, {}) if isinstance(saved, str) else saved
+    fault: str | None = None
+    tree: dict[str, Any] = {}
+    files: dict[str, Entry] = {}
+    try:
+        tree, files = manifest.read(folder)
+    except ConfigError:
+        pass  # `check_checkpoint` says why
+    try:
+        check_checkpoint(folder, hashes)
+    except ConfigError as error:
+        fault = str(error)
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     return {
         "name": folder.name,
@@ -122,10 +132,10 @@ def show_checkpoint(path: Path, options: Namespace) -> int:
 
 def describe_contents(folder: Path) -> Iterator[tuple[str, Any]]:
     """Return (name, description) of each part, as far as it can be read."""
-    saved = manifest.read(folder)
-    if isinstance(saved, str):
+    try:
+        _, files = manifest.read(folder)
+    except ConfigError:
         return
-    files = saved[1]
     for role in list_models(files):
         try:
             yield role, model_in(folder / role)
@@ -135,8 +145,8 @@ def describe_contents(folder: Path) -> Iterator[tuple[str, Any]]:
         yield "carried", conversations_in([folder / name for name in carried])
     if buffered := sorted(name for name in files if name.startswith("buffer/") and name.endswith(".parquet")):
         yield "buffer", f"{rollouts_in([folder / name for name in buffered])} rollouts of earlier steps"
-    host = manifest.host_state(folder)
-    if isinstance(host, dict):
+    with suppress(ConfigError):
+        host = manifest.host_state(folder)
         if isinstance(loader := host.get("loader"), dict):
             yield "loader", f"{loader.get('samples')} prompts handed out"
         for name in ("controller", "guards", "control"):
@@ -190,12 +200,7 @@ def load_run_config(folder: Path, options: Namespace) -> Config:
     file = options.config or folder.parent.parent / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"there is no {file}, the configuration of the run of {folder}; name it by --config")
-    config = load_config(file, options.overrides)
-    saved = manifest.read(folder)
-    written = "" if isinstance(saved, str) else saved[0].get("config", "")
-    if written and written != config_hash(config):
-        print("note: the configuration has changed since this checkpoint was written", file=sys.stderr)
-    return config
+    return load_config(file, options.overrides)
 
 
 def convert_checkpoint(path: Path, options: Namespace) -> int:
@@ -214,16 +219,10 @@ def convert_checkpoint(path: Path, options: Namespace) -> int:
     config = load_run_config(folder, options)
     declared = load_requirements(config)
     role = options.role or declared.main_role
-    saved = manifest.read(folder)
-    if isinstance(saved, str):
-        raise ConfigError(f"{folder} is not a complete checkpoint: {saved}")
-    files = saved[1]
-    if role not in list_models(files):
-        raise ConfigError(f"{folder} has no {role}; it has {', '.join(list_models(files)) or 'no model'}")
-    role_files = [name for name in files if name.startswith(f"{role}/")]
-    for look in (manifest.check_sizes, manifest.check_hashes):
-        if fault := look(folder, files, role_files):
-            raise ConfigError(f"{folder} is damaged: {fault}; convert another checkpoint")
+    manifest.check_model(folder, role)
+    written = manifest.read(folder)[0].get("config")
+    if written and written != config_hash(config):
+        print("note: the configuration has changed since this checkpoint was written", file=sys.stderr)
 
     source = Path(config.critic.path or config.model.path if role == "critic" else config.model.path)
     hf = load_hf_config(source)

@@ -157,7 +157,7 @@ def as_json(layout_plan: LayoutPlan, search: Search) -> dict[str, Any]:
 
 
 def stage_json(stage: StageMemory) -> dict[str, Any]:
-    parts = {name: getattr(stage, name) for name in ("states", "training", "generation", "push", "host")}
+    parts = {name: getattr(stage, name) for name in ("states", "training", "generation", "weight_sync", "host")}
     return {"stage": stage.stage, "layers": list(stage.layers), **parts}
 
 

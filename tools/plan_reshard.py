@@ -15,10 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -39,7 +41,7 @@ from megarl.models.fp8 import BLOCK
 from megarl.models.pipeline_stages import stage_layers
 from megarl.models.registry import family_of, load_hf_config
 from megarl.parallel.placement import format_ranges
-from megarl.reshard.plan.bound import Bound, compute_bound
+from megarl.reshard.plan.bound import Bound, Columns, compute_bound, expand_to_ranks, list_layer_columns
 from megarl.reshard.plan.cost_report import (
     LinkSpeeds,
     build_report,
@@ -48,8 +50,8 @@ from megarl.reshard.plan.cost_report import (
     render_page,
     summarize,
 )
-from megarl.reshard.plan.from_config import SplitAdvice, advise_split, plan_from_config
-from megarl.reshard.plan.layout import EngineLayout, TrainLayout, even_stages
+from megarl.reshard.plan.from_config import plan_from_config
+from megarl.reshard.plan.layout import EngineLayout, TrainLayout, Wire, build_rank_map, even_stages
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs/models"
 MODELS = {file.stem.replace("_", "-"): file for file in sorted(FOLDER.glob("*.json"))}
@@ -231,6 +233,80 @@ def table(metrics: dict[str, Any], receivers: int) -> Table:
     staging, buckets = metrics["staging_peak_bytes"], 2 * metrics["bucket_bytes"]
     grid.add_row("staging, two buckets", format_bytes(staging), format_bytes(buckets), f"{staging / buckets:.4f}")
     return grid
+
+
+SPLIT_TOLERANCE = 1.002  # among splits within this factor of the best, prefer the most even
+
+
+@dataclass(frozen=True)
+class SplitAdvice:
+    """Layers of each stage, and bytes that each GPU of the busiest stage has to send: current and recommended."""
+
+    current: tuple[int, ...]
+    recommended: tuple[int, ...]
+    current_bytes: float
+    recommended_bytes: float
+
+    @property
+    def gain(self) -> float:
+        return 1 - self.recommended_bytes / self.current_bytes if self.current_bytes else 0.0
+
+
+def advise_split(
+    hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node: int, wire: Wire = "bf16", vpp: int = 1
+) -> SplitAdvice:
+    """Find the best of all splits of the layers over the stages that a run can have.
+
+    Weights that only one stage holds can be sent only by its GPUs, so the stage with the most to send sets the pace.
+    This minimises its bytes, and does not consider whether the stages also balance in compute.
+
+    The first and the last stage may have any number of layers, those in between have equal numbers, and each stage has
+    at least one layer, or one for each of its `vpp` parts. Bytes are those that leave the node, or those that leave the
+    GPU if there is only one node.
+    """
+    model = list_layer_columns(hf, train, engine, wire)
+    rank_map = build_rank_map(train, engine, ranks_per_node)
+    costs_by_stage: dict[tuple[int, int], float] = {}
+
+    def cost(columns: Columns, stage: int) -> float:
+        """Return the bytes that each GPU of the stage has to send for a layer placed there."""
+        key = id(columns), stage
+        if key not in costs_by_stage:
+            size = rank_map.ranks_per_node if rank_map.ranks_per_node < rank_map.world else 1
+            holds, needs = (
+                np.array(matrix.reshape(-1, size, len(columns.weight)).any(1))
+                for matrix in expand_to_ranks(columns, stage, train, engine, rank_map)
+            )
+            costs_by_stage[key] = float((columns.weight * (needs & ~holds).sum(0)).sum() / train.stage_ranks)
+        return costs_by_stage[key]
+
+    fixed = [sum(cost(m.columns, m.stage) for m in model if m.layer is None and m.stage == s) for s in range(train.pp)]
+    layers = [member.columns for member in model if member.layer is not None]
+    costs = np.array([[cost(columns, s) for columns in layers] for s in range(train.pp)])
+
+    def busiest(stages: Sequence[Sequence[int]]) -> float:
+        return max(fixed[s] + float(costs[s, list(layer_ids)].sum()) for s, layer_ids in enumerate(stages))
+
+    current = tuple(len(layer_ids) for layer_ids in train.stages)
+    loads = {current: busiest(train.stages)}
+    for counts in splits(len(layers), train.pp, vpp):
+        ends = {"num_layers_in_first_pipeline_stage": counts[0], "num_layers_in_last_pipeline_stage": counts[-1]}
+        loads[counts] = busiest(stage_layers(len(layers), train.pp, ends if train.pp > 1 else {}, vpp))
+    limit = min(loads.values()) * SPLIT_TOLERANCE
+    best = min((sum(count**2 for count in counts), load, counts) for counts, load in loads.items() if load <= limit)
+    return SplitAdvice(current, best[2], loads[current], best[1])
+
+
+def splits(layers: int, pp: int, vpp: int = 1) -> Iterator[tuple[int, ...]]:
+    """Yield the numbers of layers per stage, in all ways that a run can have them."""
+    if pp == 1:
+        yield (layers,)
+        return
+    for middle in range(vpp, layers, vpp) if pp > 2 else (0,):
+        ends = layers - middle * (pp - 2)
+        for first in range(vpp, ends - vpp + 1, vpp):
+            if (ends - first) % vpp == 0:
+                yield (first, *[middle] * (pp - 2), ends - first)
 
 
 def advice_line(advice: SplitAdvice) -> str:

@@ -80,10 +80,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def can_hold_files(folder: Path) -> bool:
-    """Return False for /proc, /sys and the like, whose file systems have no size. The folder need not exist yet.
-
-    Raises OSError.
-    """
+    """Return False for /proc and the like, which have no size. The folder need not exist yet. Raises OSError."""
     return os.statvfs(_existing_parent(folder)).f_blocks > 0
 
 
@@ -113,18 +110,16 @@ def free_memory() -> int:
 
 
 def check_copy_memory(needed: Sequence[tuple[str, int, int]]) -> list[str]:
-    """Return a line for each machine whose memory cannot hold the copies of asynchronous saves.
-
-    needed: for each rank its machine's name, the bytes of its copy, and the free bytes of the machine.
-    """
+    """Return a line for each machine whose memory cannot hold the copies of asynchronous saves. needed: for each rank
+    its machine's name, the bytes of its copy, and the free bytes of the machine."""
     lines = []
     for machine in dict.fromkeys(name for name, _, _ in needed):
         total = sum(copy_bytes for name, copy_bytes, _ in needed if name == machine)
-        if total > (available := min(free for name, _, free in needed if name == machine)):
+        available = min(free for name, _, free in needed if name == machine)
+        if total > available:
             lines.append(
                 f"an asynchronous save copies up to {format_bytes(total)} on {machine}, where "
-                f"{format_bytes(available)} of "
-                "memory are free: set run.save_async=false"
+                f"{format_bytes(available)} of memory are free: set run.save_async=false"
             )
     return lines
 

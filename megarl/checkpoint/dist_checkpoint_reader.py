@@ -1,11 +1,7 @@
 """Read Megatron's distributed checkpoint of a model as a mapping of whole tensors, without Megatron or ranks.
 
-A folder has files `__RANK_N.distcp`, in which each rank's shards follow one another, and `.metadata`, a pickled table
-of the location of each shard. At most the requested tensor and one shard of it are in memory.
-
 Importing this module makes reading a checkpoint safe in this process: torch unpickles `.metadata`, and non-tensors with
-`weights_only=False`, either of which could run any code. Here the table may name only the classes that it consists of,
-and the rest is loaded like weights. Megatron's `common.pt` and the random states are loaded by torch's safe default.
+`weights_only=False`, either of which could run any code. Here only the classes of a checkpoint's table are allowed.
 """
 
 from __future__ import annotations
@@ -78,8 +74,6 @@ default_planner.DefaultLoadPlanner.load_bytes = _require_safe_load(default_plann
 
 
 METADATA_FILE = ".metadata"
-COMMON_FILE = "common.pt"
-"""File of everything that is no parameter tensor: the schedule, and the state of guards."""
 
 
 class StoredShard(NamedTuple):
@@ -98,7 +92,7 @@ class StoredTensor(NamedTuple):
     shards: tuple[StoredShard, ...]
 
 
-class CheckpointReader(Mapping[str, StoredTensor]):
+class CheckpointReader(dict[str, StoredTensor]):
     """A checkpoint's tensors by Megatron's names. Raises ConfigError if it is damaged or not a checkpoint."""
 
     def __init__(self, folder: Path) -> None:
@@ -112,28 +106,16 @@ class CheckpointReader(Mapping[str, StoredTensor]):
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(f"{folder / METADATA_FILE} cannot be read ({type(error).__name__}: {reason})") from None
         try:
-            self._tensors = {
-                name: _parse_tensor(name, stored_metadata, contents.storage_data)
-                for name, stored_metadata in contents.state_dict_metadata.items()
-                if isinstance(stored_metadata, metadata.TensorStorageMetadata)
-            }
+            for name, about in contents.state_dict_metadata.items():
+                if isinstance(about, metadata.TensorStorageMetadata):
+                    self[name] = _parse_tensor(name, about, contents.storage_data)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{folder / METADATA_FILE} has another format ({type(error).__name__}: {error})"
-            ) from None
-
-    def __getitem__(self, name: str) -> StoredTensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Any:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{folder / METADATA_FILE} has another format ({reason})") from None
 
     def read(self, name: str, at: Sequence[int] = ()) -> torch.Tensor:
         """Return a whole tensor, or its slice at leading indices, on the host. Raises ConfigError if incomplete."""
-        stored = self._tensors[name]
+        stored = self[name]
         at, shape = tuple(at), stored.shape[len(at) :]
         result, filled = torch.empty(shape, dtype=stored.dtype), 0
         for piece in stored.shards:
@@ -163,13 +145,11 @@ class CheckpointReader(Mapping[str, StoredTensor]):
 def _parse_tensor(name: str, about: Any, places: Mapping[Any, Any]) -> StoredTensor:
     pieces = []
     for chunk in about.chunks:
-        start = tuple(chunk.offsets)
         location = places[metadata.MetadataIndex(name, chunk.offsets)]
         if location.transform_descriptors:
             raise ValueError(f"{name} is compressed with {location.transform_descriptors}")
         if Path(location.relative_path).name != location.relative_path:
             raise ValueError(f"{name} is listed in {location.relative_path!r}")
-        pieces.append(
-            StoredShard(start, tuple(chunk.sizes), location.relative_path, int(location.offset), int(location.length))
-        )
+        file, offset, length = location.relative_path, int(location.offset), int(location.length)
+        pieces.append(StoredShard(tuple(chunk.offsets), tuple(chunk.sizes), file, offset, length))
     return StoredTensor(tuple(about.size), about.properties.dtype, tuple(pieces))

@@ -2,68 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megarl.config import ConfigError
 from megarl.models.layout_algebra import Param, layer_of, local_shape, unshard
 from megarl.parallel import device
 from megarl.parallel.ranks import Ranks, all_gather_objects, use_layout
-
-
-class Owner(NamedTuple):
-    """Location of a parameter.
-
-    Its pipeline stage, and the expert-parallel rank whose expert tensor-parallel ranks shard it, or None if it is
-    sharded over tensor-parallel ranks.
-    """
-
-    stage: int
-    ep_rank: int | None
-
-
-def find_owners(params: Sequence[Param], stages: Sequence[Collection[int]], ep: int) -> dict[str, Owner]:
-    """Return the owner of each parameter by canonical name, given the layers of each stage.
-
-    The embedding is on the first stage, the final norm and the output layer on the last; experts are assigned to the
-    `ep` ranks in contiguous blocks. Raises ConfigError if a layer's experts do not divide or a layer is not on exactly
-    one stage.
-    """
-    stage_of: dict[int, int] = {}
-    for stage, layers in enumerate(stages):
-        for layer_index in layers:
-            if layer_index in stage_of:
-                raise ConfigError(f"layer {layer_index} is on the pipeline stages {stage_of[layer_index]} and {stage}")
-            stage_of[layer_index] = stage
-    experts: dict[int | None, int] = {}
-    for param in params:
-        layer = layer_of(param.megatron)
-        if param.expert is not None:
-            experts[layer] = max(experts.get(layer, 0), param.expert + 1)
-    result = {}
-    for param in params:
-        layer = layer_of(param.megatron)
-        if layer is None:
-            stage = 0 if param.megatron.startswith("embedding.") else len(stages) - 1
-        elif layer in stage_of:
-            stage = stage_of[layer]
-        else:
-            raise ConfigError(f"layer {layer} is not on any pipeline stage")
-        ep_rank = None
-        if param.expert is not None:
-            if experts[layer] % ep:
-                sizes = [n for n in range(1, experts[layer] + 1) if experts[layer] % n == 0]
-                raise ConfigError(
-                    f"the {experts[layer]} experts of layer {layer} do not divide by parallel.ep={ep}; "
-                    f"sizes that do: {', '.join(map(str, sizes))}"
-                )
-            ep_rank = param.expert // (experts[layer] // ep)
-        result[param.megatron] = Owner(stage, ep_rank)
-    return result
+from megarl.reshard.plan.layout import TrainLayout, find_shard_problems
 
 
 def gather_hf(
@@ -85,26 +33,25 @@ def gather_hf(
         ep_group = parallel_state.get_expert_model_parallel_group()
         etp_group = parallel_state.get_expert_tensor_parallel_group()
     layers = sorted({layer for layer in map(layer_of, local) if layer is not None})
-    dtype = next((local[p.megatron].dtype for p in params if p.dtype is None and p.megatron in local), None)
-    reports = all_gather_objects((ranks.pp_rank, layers, dtype), ranks.host_group)
-    stages: list[list[int]] = [
-        next(stage_layers for stage, stage_layers, _ in reports if stage == s) for s in range(ranks.pp)
-    ]
-    owner = find_owners(params, stages, ranks.ep)
-    dtypes = sorted({str(d) for *_, d in reports if d is not None})  # a stage may have none of the table's parameters
-    dtype = next((d for *_, d in reports if d is not None), None)
-    problems = [
-        *([f"the ranks' parameters have different types: {', '.join(dtypes)}"] if len(dtypes) > 1 else []),
-        *(
-            problem
-            for rank_problems in all_gather_objects(_problems(local, params, owner, ranks, dtype), ranks.host_group)
-            for problem in rank_problems
-        ),
-    ]
-    if problems:
+    local_dtype = next((local[p.megatron].dtype for p in params if p.dtype is None and p.megatron in local), None)
+    reports = all_gather_objects((ranks.pp_rank, layers, local_dtype), ranks.host_group)
+    stages = tuple(next(tuple(layers) for stage, layers, _ in reports if stage == s) for s in range(ranks.pp))
+    train = TrainLayout(ranks.role_world, ranks.tp, ranks.ep, stages, ranks.etp, ranks.cp, ranks.members)
+    num_experts = 1 + max((param.expert for param in params if param.expert is not None), default=-1)
+    dtypes = sorted({d for *_, d in reports if d is not None}, key=str)  # a stage may have none of the parameters
+    rank, dtype = ranks.job.rank, next(iter(dtypes), None)
+    problems = []
+    if len(dtypes) > 1:
+        problems.append(f"the ranks' parameters have different types: {', '.join(map(str, dtypes))}")
+    problems += find_shard_problems(local, params, train, rank, num_experts)
+    for name, expected in ((param.megatron, param.dtype or dtype) for param in params):
+        if name in local and local[name].dtype != expected:
+            problems.append(f"{name} on rank {rank} is {local[name].dtype}, not {expected}")
+    if problems := sum(all_gather_objects(problems, ranks.host_group), []):
         raise ValueError(f"the model's shards do not fit its table: {problems[0]} ({len(problems)} such)")
     assert dtype is not None  # an empty model is a problem above
 
+    owner = {param.megatron: train.owner_of(param, num_experts) for param in params}
     for bucket in _split_buckets(params, owner, dtype, bucket_bytes, ranks):
         stage, ep_rank = owner[bucket[0].megatron]
         parts, part = ranks.tp_size_and_rank(ep_rank is not None)
@@ -128,34 +75,12 @@ def gather_hf(
             yield from unshard(param, shards).items()
 
 
-def _problems(
-    local: Mapping[str, torch.Tensor],
-    params: Sequence[Param],
-    owner: Mapping[str, Owner],
-    ranks: Ranks,
-    dtype: torch.dtype | None,
-) -> list[str]:
-    """Return the mismatches between this rank's shards and the table, one line each."""
-    problems = []
-    for param in params:
-        stage, ep_rank = owner[param.megatron]
-        if stage != ranks.pp_rank or ep_rank not in (None, ranks.ep_rank):
-            continue
-        if param.megatron not in local:
-            problems.append(f"rank {ranks.job.rank} lacks {param.megatron}")
-            continue
-        tensor, shape = local[param.megatron], local_shape(param, *ranks.tp_size_and_rank(param.expert is not None))
-        if tuple(tensor.shape) != shape:
-            problems.append(f"{param.megatron} on rank {ranks.job.rank} has shape {tuple(tensor.shape)}, not {shape}")
-        if tensor.dtype != (param.dtype or dtype):
-            problems.append(f"{param.megatron} on rank {ranks.job.rank} is {tensor.dtype}, not {param.dtype or dtype}")
-    # With a tied head, Megatron has a copy of the embedding as output layer on the last stage; it is not sent.
-    unknown = [name for name in local if name not in owner and name != "output_layer.weight"]
-    return problems + [f"rank {ranks.job.rank} has {name}, which is not in the table" for name in unknown]
-
-
 def _split_buckets(
-    params: Sequence[Param], owner: Mapping[str, Owner], dtype: torch.dtype, bucket_bytes: int, ranks: Ranks
+    params: Sequence[Param],
+    owner: Mapping[str, tuple[int, int | None]],
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    ranks: Ranks,
 ) -> Iterator[list[Param]]:
     """Split the table into buckets of consecutive parameters with one owner and one dtype; the same on all ranks."""
     bucket: list[Param] = []

@@ -1,8 +1,4 @@
-"""Read and verify checkpoint manifests, and find valid checkpoints.
-
-`manifest.json` lists every file with size and SHA-256. Hashing takes one core per 1.5 GB/s, so files are hashed while
-they are written, and by all ranks together.
-"""
+"""Read and verify checkpoint manifests, which list every file with size and SHA-256, and find valid checkpoints."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
@@ -34,10 +31,7 @@ def write_nothing(folder: Path) -> dict[Path, Entry]:
 
 
 class HashingFile:
-    """A new file that is hashed as it is written sequentially.
-
-    `failure` keeps the OSError of a failed write, which torch turns into a RuntimeError.
-    """
+    """A new file that is hashed as it is written. `failure` is the OSError of a failed write, for torch hides it."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -106,84 +100,79 @@ def split_by_size(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
     return result
 
 
-def read(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]] | str:
-    """Return the manifest and its files, or a description of its fault."""
+def read(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
+    """Return the manifest and its files. Raises ConfigError with its fault."""
     try:
         tree = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
         files = {name: Entry(entry["bytes"], entry["sha256"]) for name, entry in tree["files"].items()}
     except FileNotFoundError:
-        return f"{FILE_NAME} is missing"
+        raise ConfigError(f"{FILE_NAME} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"{FILE_NAME} is broken ({type(error).__name__})"
+        raise ConfigError(f"{FILE_NAME} is broken ({type(error).__name__})") from None
     for name, entry in files.items():
         is_relative = not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
         if not is_relative or type(entry.bytes) is not int or not isinstance(entry.sha256, str):
-            return f"{FILE_NAME} is broken (its entry {name!r})"
-    if missing := next((name for name in ("host.json",) if name not in files), None):
-        return f"{FILE_NAME} does not list {missing}"
+            raise ConfigError(f"{FILE_NAME} is broken (its entry {name!r})")
+    if "host.json" not in files:
+        raise ConfigError(f"{FILE_NAME} does not list host.json")
     return tree, files
 
 
-def check_sizes(folder: Path, files: Mapping[str, Entry], names: Iterable[str]) -> str | None:
+def check_sizes(folder: Path, files: Mapping[str, Entry], names: Iterable[str]) -> None:
+    """Raise ConfigError for the first of these files that is missing or has another size."""
     for name in names:
         try:
             size = (folder / name).stat().st_size
         except OSError:
-            return f"{name} is missing"
+            raise ConfigError(f"{name} is missing") from None
         if not (folder / name).is_file() or size != files[name].bytes:
-            return f"{name} is truncated or of another size"
-    return None
+            raise ConfigError(f"{name} is truncated or of another size")
 
 
-def check_hashes(folder: Path, files: Mapping[str, Entry], names: Iterable[str]) -> str | None:
+def check_hashes(folder: Path, files: Mapping[str, Entry], names: Iterable[str]) -> None:
+    """Raise ConfigError for the first of these files that has other contents."""
     for name in names:
         try:
             entry = hash_file(folder / name)
         except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
+            raise ConfigError(f"{name} cannot be read ({error.strerror})") from None
         if entry.sha256 != files[name].sha256:
-            return f"{name} differs from its checksum"
-    return None
+            raise ConfigError(f"{name} differs from its checksum")
 
 
-def host_state(folder: Path) -> dict[str, Any] | str:
-    """Return host.json, or a description of its fault."""
+def host_state(folder: Path) -> dict[str, Any]:
+    """Return host.json. Raises ConfigError with its fault."""
     try:
         tree = json.loads((folder / "host.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        return f"host.json is broken ({type(error).__name__})"
+        raise ConfigError(f"host.json is broken ({type(error).__name__})") from None
     if not isinstance(tree, dict) or type(tree.get("step")) is not int:
-        return "host.json does not name its step"
+        raise ConfigError("host.json does not name its step")
     return tree
 
 
-METADATA_FILE = ".metadata"
-"""Name of the metadata file in a model's folder."""
+def step_of(folder: Path) -> int:
+    """Return the step that the name of a checkpoint's folder says."""
+    return int(folder.stem.removeprefix("step_"))
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first, including unfinished ones."""
-    folders = {}
-    for path in (run / "checkpoints").iterdir():
-        name = path.name.removesuffix(".tmp")
-        if path.is_dir() and name.startswith("step_") and name[5:].isdecimal():
-            folders[int(name[5:]), path.name] = path
-    return [folders[key] for key in sorted(folders)]
+    """Return the checkpoints of a run, oldest first, including unfinished ones, which end in `.tmp`. Raises OSError."""
+    folder = run / "checkpoints"
+    paths = folder.iterdir() if folder.exists() else ()
+    checkpoints = [path for path in paths if path.is_dir() and re.fullmatch(r"step_\d{6,}(\.tmp)?", path.name)]
+    return sorted(checkpoints, key=lambda path: (step_of(path), path.name))
 
 
-def check_checkpoint(folder: Path, hashes: bool) -> str | None:
-    """Return a description of a checkpoint's fault, or None."""
+def check_checkpoint(folder: Path, hashes: bool) -> None:
+    """Raise ConfigError with the fault of a checkpoint."""
     if folder.name.endswith(".tmp"):
-        return "was never completed"
-    contents = read(folder)
-    if isinstance(contents, str):
-        return contents
-    files = contents[1]
-    fault = check_sizes(folder, files, files)
-    if fault is None and hashes:
-        fault = check_hashes(folder, files, files)
-    host = host_state(folder)
-    return fault or (host if isinstance(host, str) else None)
+        raise ConfigError("was never completed")
+    _, files = read(folder)
+    check_sizes(folder, files, files)
+    if hashes:
+        check_hashes(folder, files, files)
+    host_state(folder)
 
 
 def resolve_checkpoint(path: Path) -> Path:
@@ -193,14 +182,33 @@ def resolve_checkpoint(path: Path) -> Path:
     if (path / FILE_NAME).is_file():
         return path
     if path.name.startswith("step_"):
-        raise ConfigError(f"{path} is not a complete checkpoint: {check_checkpoint(path, hashes=False)}")
+        fault = "was never completed" if path.suffix == ".tmp" else f"{FILE_NAME} is missing"
+        raise ConfigError(f"{path} is not a complete checkpoint: {fault}")
     if not (path / "checkpoints").is_dir():
         raise ConfigError(f"{path} is neither a checkpoint ({FILE_NAME} is missing) nor a run folder with checkpoints")
     for folder in reversed(list_checkpoints(path)):
-        if check_checkpoint(folder, hashes=False) is None:
+        with contextlib.suppress(ConfigError):
+            check_checkpoint(folder, hashes=False)
             return folder
     raise ConfigError(f"{path / 'checkpoints'} has no complete checkpoint")
 
 
+def check_model(folder: Path, role: str) -> None:
+    """Raise ConfigError unless a checkpoint has the model of a role, undamaged."""
+    try:
+        _, files = read(folder)
+    except ConfigError as fault:
+        raise ConfigError(f"{folder} is not a complete checkpoint: {fault}") from None
+    if role not in list_models(files):
+        raise ConfigError(f"{folder} has no {role}; it has {', '.join(list_models(files)) or 'no model'}")
+    names = [name for name in files if name.startswith(f"{role}/")]
+    try:
+        check_sizes(folder, files, names)
+        check_hashes(folder, files, names)
+    except ConfigError as fault:
+        raise ConfigError(f"{folder} is damaged: {fault}; use another checkpoint") from None
+
+
 def list_models(files: Mapping[str, Entry]) -> list[str]:
-    return sorted(name.removesuffix(f"/{METADATA_FILE}") for name in files if name.endswith(f"/{METADATA_FILE}"))
+    """Return the roles whose models are among the files of a checkpoint."""
+    return sorted(name.removesuffix("/.metadata") for name in files if name.endswith("/.metadata"))

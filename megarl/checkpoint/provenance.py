@@ -20,11 +20,6 @@ GIT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "HOME", "XDG_CONFIG_HOME")
 """Environment variables passed to git. Others may hold secrets, and GIT_DIR would redirect it."""
 
 
-def collect_provenance(config: Config) -> dict[str, str]:
-    """Return the provenance entries of a manifest. Call on one rank: it runs git, or reads all sources."""
-    return {"config": config_hash(config), "code": code_revision()}
-
-
 def describe_changes(written: Mapping[str, object], current: Mapping[str, str]) -> list[str]:
     """Describe what differs from the program that wrote a manifest; entries that it lacks are skipped."""
     names = {"code": "by other code", "config": "under another configuration"}
@@ -46,7 +41,7 @@ def config_hash(config: Config) -> str:
 def code_revision(sources: Path = SOURCES) -> str:
     """Return git's commit, with `+` and a hash of the sources if they differ from it; without git that hash alone.
 
-    Sources of a fork in another repository are not included.
+    Sources of a fork in another repository are not included. Call on one rank: it runs git, or reads all sources.
     """
     commit = _run_git(sources, "rev-parse", "HEAD")
     changed = _run_git(sources, "status", "--porcelain", "--", ".")

@@ -1,16 +1,6 @@
 """Checkpoints on disk: written to a temporary name, renamed when complete; loading finds the newest valid one.
 
-    <run>/checkpoints/step_000020/
-        actor/ critic/     Megatron's own distributed checkpoint: weights, fp32 masters, optimizer, scheduler
-        partial_groups/    unfinished conversations, one file per engine (rollout.oversample)
-        host.json          loader position, controller state, step and sample counters
-        rng_00003.pt       random states of Python, numpy, torch and Megatron, per rank
-        manifest.json      every file with its size and SHA-256; written last
-    <run>/checkpoints/latest   the name of the newest one
-
-A folder counts only under its final name, which it gets when all of its files are on disk. Hashing is distributed: the
-rank that writes a file hashes it, and on loading each rank verifies its share. `BackgroundWrite` is the thread that
-writes a rank's part while the rank trains; it does not communicate.
+`README.md` lists a folder's files. The rank that writes a file hashes it; on loading each rank verifies its share.
 """
 
 from __future__ import annotations
@@ -19,10 +9,10 @@ import io
 import json
 import os
 import random
-import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,30 +39,27 @@ class BackgroundWrite:
 
     def __init__(self, work: WriteTask) -> None:
         self._work, self._cancelled = work, threading.Event()
-        self._written: Mapping[Path, Entry] | None = None
-        self._error: BaseException | None = None
+        self._written: Future[Mapping[Path, Entry]] = Future()
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        thread_id = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread_id, min(19, os.getpriority(os.PRIO_PROCESS, thread_id) + NICENESS))
         try:
-            self._written = self._work(self._cancelled.is_set)
+            thread_id = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread_id, min(19, os.getpriority(os.PRIO_PROCESS, thread_id) + NICENESS))
+            self._written.set_result(self._work(self._cancelled.is_set))
         except BaseException as error:  # noqa: B036  raised by `result`
-            self._error = error
+            self._written.set_exception(error)
 
     def is_done(self) -> bool:
         """Return whether the task has completed or failed."""
-        return not self._thread.is_alive()
+        return self._written.done()
 
     def result(self) -> Mapping[Path, Entry]:
         """Wait and return the files written. Raises OSError if the task failed."""
-        self._thread.join()
-        if self._written is not None:
-            return self._written
-        error = self._error
-        raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
+        if (error := self._written.exception()) is not None:
+            raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
+        return self._written.result()
 
     def cancel(self) -> None:
         """Ask the task to stop, and wait for at most `CANCEL_TIMEOUT_S`."""
@@ -120,19 +107,13 @@ def reseed(step: int) -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(step + 1)
 
 
-STEP_PATTERN = re.compile(r"step_(\d{6,})")
-
-
 class StorageError(ConfigError):
     """A checkpoint could not be written. Earlier ones are intact, and training can continue."""
 
 
 class RankWrite(NamedTuple):
-    """One rank's part of a checkpoint, captured when this was created.
-
-    write: writes the rank's files in a thread, without communication; polls whether to stop. finish: called by all
-    ranks after all have written. Both raise OSError.
-    """
+    """One rank's part of a checkpoint, captured when this was created. write: writes the rank's files in a thread,
+    without communication. finish: called by all ranks after all have written. Both raise OSError."""
 
     write: WriteTask
     finish: Callable[[], None] = lambda: None
@@ -141,7 +122,6 @@ class RankWrite(NamedTuple):
 class _PendingSave(NamedTuple):
     final: Path
     partial: Path
-    step: int
     finish: Callable[[], None]
     background: BackgroundWrite
 
@@ -162,7 +142,7 @@ class CheckpointStore:
         log: Callable[[str], None] | None = None,
         provenance: Mapping[str, str] | None = None,
     ) -> None:
-        self.folder = run_dir / "checkpoints"
+        self.run_dir, self.folder = run_dir, run_dir / "checkpoints"
         self.keep = max(1, keep)
         self.keep_before_step: int | None = None
         """Keep the newest checkpoint from before this step in addition to `keep`, for rollbacks."""
@@ -172,13 +152,6 @@ class CheckpointStore:
         self._pending: _PendingSave | None = None
         self._removal: threading.Thread | None = None
         self._log = log or (lambda text: print(text, flush=True) if ranks.is_lead() else None)
-
-    def save(self, step: int, host: dict[str, Any], stage: Callable[[Path], RankWrite], needed: int = 0) -> Path:
-        """Write step `step` and wait for it: `begin` and `finish`."""
-        self.begin(step, host, stage, needed)
-        folder = self.finish()
-        ranks.run_on_all(self._await_removal, rank_zero_only=True)
-        return folder
 
     def begin(self, step: int, host: dict[str, Any], stage: Callable[[Path], RankWrite], needed: int = 0) -> None:
         """Start to write step `step`, after `finish` of the previous one. All state may change once this returns.
@@ -194,23 +167,26 @@ class CheckpointStore:
         text, states = json.dumps(host), io.BytesIO()
         torch.save(capture_rng_state(), states)
 
-        def small_files() -> dict[Path, Entry]:
-            rng_file = partial / rng_file_name()
-            if ranks.is_lead():
-                (partial / "host.json").write_text(text)
-            return {rng_file: manifest.write_hashed(rng_file, lambda stream: stream.write(states.getbuffer()))[1]}
+        def prepare_folder() -> None:
+            self._remove_partial()
+            disk_space.check_free_space(self.folder, needed)
+            partial.mkdir(parents=True)
 
         def start_write() -> None:
-            part = stage(partial)
+            part, rng_file = stage(partial), partial / rng_file_name()
 
             def work(ended: Callable[[], bool]) -> dict[Path, Entry]:
-                return {**part.write(ended), **small_files()}
+                written = part.write(ended)
+                if ranks.is_lead():
+                    (partial / "host.json").write_text(text)
+                _, entry = manifest.write_hashed(rng_file, lambda stream: stream.write(states.getbuffer()))
+                return {**written, rng_file: entry}
 
-            self._pending = _PendingSave(final, partial, step, part.finish, BackgroundWrite(work))
+            self._pending = _PendingSave(final, partial, part.finish, BackgroundWrite(work))
 
         with ranks.with_timeout(self.storage_timeout_s):
             try:
-                ranks.run_on_all(lambda: self._prepare_folder(partial, needed), rank_zero_only=True)
+                ranks.run_on_all(prepare_folder, rank_zero_only=True)
                 ranks.run_on_all(start_write)
             except OSError as error:
                 raise self._discard(final, partial, error) from None
@@ -218,7 +194,7 @@ class CheckpointStore:
     @property
     def pending_step(self) -> int | None:
         """Step of the checkpoint that is being written, or None. The same on all ranks."""
-        return None if self._pending is None else self._pending.step
+        return None if self._pending is None else manifest.step_of(self._pending.final)
 
     def is_written(self) -> bool:
         """Return whether this rank's write has completed or failed. Not collective."""
@@ -231,10 +207,10 @@ class CheckpointStore:
         StorageError on all ranks; earlier checkpoints are untouched then, and the partial one is removed.
         """
         assert self._pending is not None, "call begin first"
-        final, partial, step, finish, background = self._pending
+        final, partial, finish, background = self._pending
         with ranks.with_timeout(self.storage_timeout_s):
             try:
-                self._write_manifest(partial, step, finish, background)
+                self._write_manifest(partial, finish, background)
                 ranks.run_on_all(lambda: self._commit(partial, final), rank_zero_only=True)
             except OSError as error:
                 raise self._discard(final, partial, error) from None
@@ -264,14 +240,15 @@ class CheckpointStore:
                 steps = ranks.run_on_all(self._steps, rank_zero_only=True)[0]
             except OSError as error:
                 raise ConfigError(f"cannot list checkpoints in {self.folder}: {error}") from None
-            for folder in reversed(
-                [candidate for candidate in steps or () if before is None or _parse_step(candidate) < before]
-            ):
-                fault = self._check_checkpoint(folder)
-                if fault is None:
+            for folder in reversed(steps or ()):
+                if before is not None and manifest.step_of(folder) >= before:
+                    continue
+                try:
+                    _verify(folder)
                     return folder
-                faults.append(f"{folder.name}: {fault}")
-                self._log(f"skipping checkpoint {folder}: {fault}")
+                except ConfigError as fault:
+                    faults.append(f"{folder.name}: {fault}")
+                    self._log(f"skipping checkpoint {folder}: {fault}")
         if faults and before is None:
             raise ConfigError(
                 f"none of the checkpoints in {self.folder} is complete ({'; '.join(faults)}): copy one there, "
@@ -279,30 +256,25 @@ class CheckpointStore:
             )
         return None
 
-    def list_checkpoints(self) -> list[str]:
-        """Return the existing checkpoints, oldest first, without verifying them."""
-        return [str(folder) for folder in ranks.run_on_all(self._steps, rank_zero_only=True)[0] or ()]
-
     def read_step(self, folder: Path) -> int:
         """Return the step of a checkpoint, on all ranks."""
-        return int(ranks.run_on_all(lambda: _read_host_state(folder)["step"], rank_zero_only=True)[0] or 0)
+        return int(ranks.run_on_all(lambda: manifest.host_state(folder)["step"], rank_zero_only=True)[0] or 0)
 
     def describe_changes(self, folder: Path) -> str:
         """On the lead, describe how a checkpoint's writer differs from the running code, as a suffix of a log line."""
-        contents = manifest.read(folder)
-        changes = () if isinstance(contents, str) else describe_changes(contents[0], self.provenance)
-        return "".join(f", written {text}" for text in changes)
+        written, _ = manifest.read(folder)
+        return "".join(f", written {text}" for text in describe_changes(written, self.provenance))
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore this rank's random states and return the host state of a folder that `find_newest` returned.
 
         If the layout differs from the checkpoint's, random states are seeded from its step instead.
         """
-        contents, host, name = manifest.read(folder), _read_host_state(folder), rng_file_name()
-        if isinstance(contents, str):
-            raise ConfigError(f"checkpoint {folder} changed while it was read: {contents}")
-        tree, files = contents
-        world = torch.distributed.get_world_size()
+        try:
+            (tree, files), host = manifest.read(folder), manifest.host_state(folder)
+        except ConfigError as fault:
+            raise ConfigError(f"checkpoint {folder} changed while it was read: {fault}") from None
+        name, world = rng_file_name(), torch.distributed.get_world_size()
         if (tree.get("world_size"), tree.get("layout")) == (world, self.layout) and name in files:
             restore_rng_state(torch.load(folder / name, weights_only=True))
         else:
@@ -310,7 +282,7 @@ class CheckpointStore:
             self._log(f"{folder.name} was written in another layout: random states are seeded again from its step")
         return host
 
-    def _write_manifest(self, partial: Path, step: int, finish: Callable[[], None], written: BackgroundWrite) -> None:
+    def _write_manifest(self, partial: Path, finish: Callable[[], None], written: BackgroundWrite) -> None:
         """Complete the ranks' parts and write the manifest. Call after all ranks have written."""
 
         def local_files() -> dict[str, Entry]:
@@ -320,7 +292,7 @@ class CheckpointStore:
         ranks.run_on_all(finish)
         unhashed = ranks.run_on_all(lambda: _list_unhashed(partial, reported), rank_zero_only=True)[0]
         assert unhashed is not None
-        local_names = manifest.split_by_size(unhashed, torch.distributed.get_world_size())[torch.distributed.get_rank()]
+        local_names = _local_share(unhashed)
         hashed = ranks.run_on_all(lambda: {name: manifest.hash_file(partial / name) for name in local_names})
         files = reported | _merge_files(hashed)
 
@@ -328,18 +300,15 @@ class CheckpointStore:
             for name in unhashed:
                 sync(partial / name)
             content = {
-                "step": step,
+                "step": manifest.step_of(partial),
                 "world_size": torch.distributed.get_world_size(),
                 "layout": self.layout,
                 **self.provenance,
                 "files": {name: files[name]._asdict() for name in sorted(files)},
             }
             (partial / manifest.FILE_NAME).write_text(json.dumps(content, indent=1))
-            for path in (
-                partial / manifest.FILE_NAME,
-                *(item for item in partial.rglob("*") if item.is_dir()),
-                partial,
-            ):
+            folders = (path for path in partial.rglob("*") if path.is_dir())
+            for path in (partial / manifest.FILE_NAME, *folders, partial):
                 sync(path)
 
         ranks.run_on_all(describe, rank_zero_only=True)
@@ -355,17 +324,9 @@ class CheckpointStore:
         ranks.barrier()
         return StorageError(f"could not write checkpoint {final}: {error}; earlier checkpoints are intact")
 
-    def _prepare_folder(self, partial: Path, needed: int) -> None:
-        self._remove_partial()
-        disk_space.check_free_space(self.folder, needed)
-        partial.mkdir(parents=True)
-
-    def _await_removal(self) -> None:
+    def _remove_partial(self) -> None:
         if self._removal is not None:
             self._removal.join()
-
-    def _remove_partial(self) -> None:
-        self._await_removal()
         for partial in self.folder.glob("step_*.tmp"):
             shutil.rmtree(partial)
 
@@ -388,9 +349,8 @@ class CheckpointStore:
 
     def _remove_old(self, name: str) -> None:
         steps = self._steps()
-        rollback_target = [
-            path for path in steps if self.keep_before_step is not None and _parse_step(path) < self.keep_before_step
-        ][-1:]
+        before = self.keep_before_step
+        rollback_target = [path for path in steps if before is not None and manifest.step_of(path) < before][-1:]
         removed = []
         for folder in steps[: -self.keep]:
             if folder.name != name and folder not in rollback_target:  # a run may have restarted among old checkpoints
@@ -408,40 +368,24 @@ class CheckpointStore:
                 self._log(f"checkpoints are written, but {folder} cannot be removed: {error}")
 
     def _steps(self) -> list[Path]:
-        """Return the folders of checkpoints, oldest first; ignore everything else."""
-        try:
-            matches = [(STEP_PATTERN.fullmatch(path.name), path) for path in self.folder.iterdir() if path.is_dir()]
-        except FileNotFoundError:
-            return []
-        return [path for _, path in sorted((int(match[1]), path) for match, path in matches if match)]
-
-    def _check_checkpoint(self, folder: Path) -> str | None:
-        """Return the fault of a checkpoint, or None, on all ranks. Checks sizes, then hashes; ranks share the files."""
-        contents = ranks.run_on_all(lambda: manifest.read(folder), rank_zero_only=True)[0]
-        if contents is None or isinstance(contents, str):
-            return contents
-        _, files = contents
-        sizes = {name: entry.bytes for name, entry in files.items()}
-        local_names = manifest.split_by_size(sizes, torch.distributed.get_world_size())[torch.distributed.get_rank()]
-        for fault in (manifest.check_sizes, manifest.check_hashes):
-            faults = ranks.run_on_all(lambda fault=fault: fault(folder, files, local_names))  # type: ignore[misc]
-            if first_fault := next((text for text in faults if text), None):
-                return first_fault
-        host = ranks.run_on_all(lambda: manifest.host_state(folder), rank_zero_only=True)[0]
-        return host if isinstance(host, str) else None
+        """Return the folders of complete checkpoints, oldest first."""
+        return [folder for folder in manifest.list_checkpoints(self.run_dir) if folder.suffix != ".tmp"]
 
 
-def _parse_step(folder: Path) -> int:
-    match = STEP_PATTERN.fullmatch(folder.name)
-    assert match is not None
-    return int(match[1])
+def _verify(folder: Path) -> None:
+    """Check sizes, then hashes, of a checkpoint; ranks share the files. Raises ConfigError on all ranks."""
+    contents = ranks.run_on_all(lambda: manifest.read(folder), rank_zero_only=True)[0]
+    assert contents is not None
+    _, files = contents
+    names = _local_share({name: entry.bytes for name, entry in files.items()})
+    ranks.run_on_all(lambda: manifest.check_sizes(folder, files, names))
+    ranks.run_on_all(lambda: manifest.check_hashes(folder, files, names))
+    ranks.run_on_all(lambda: manifest.host_state(folder), rank_zero_only=True)
 
 
-def _read_host_state(folder: Path) -> dict[str, Any]:
-    host = manifest.host_state(folder)
-    if isinstance(host, str):
-        raise ConfigError(f"checkpoint {folder} changed while it was read: {host}")
-    return host
+def _local_share(sizes: Mapping[str, int]) -> list[str]:
+    """Return the files that this rank hashes, about as many bytes as every other."""
+    return manifest.split_by_size(sizes, torch.distributed.get_world_size())[torch.distributed.get_rank()]
 
 
 def _merge_files(parts: Sequence[Mapping[str, Entry] | None]) -> dict[str, Entry]:

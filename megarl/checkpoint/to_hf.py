@@ -1,15 +1,14 @@
 """Convert a checkpoint's model to an HF folder without ranks, byte-identical to the run's own export.
 
-Works tensor by tensor, from the checkpoint's files to those of the HF folder. Memory holds one Megatron tensor, which
-is several of HF's (a layer's q, k and v, an expert's gate and up), the piece that is being read, and with LoRA what
-merging an adapter in fp32 takes: at most `MEMORY_FACTOR` times the largest tensor, whatever their number.
+Works tensor by tensor: memory holds one Megatron tensor and, with LoRA, what merging an adapter takes, at most 6 times
+the largest tensor in fp32.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,6 @@ from megarl.models.lora_tables import (
     peft_tensors,
 )
 
-MEMORY_FACTOR = 6
-"""Peak memory in multiples of the largest Megatron tensor, in its own type and in fp32.
-
-It counts the tensor, a piece as it is read and as it is unpacked, the sum with its adapter, and the two HF tensors made
-of it.
-"""
 _LAYER = re.compile(r"((?:decoder|mtp)\.layers)\.(\d+)\.(transformer_layer\.)?(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.*)")
 _FUSED_NAMES = {canonical: fused for fused, canonical in FUSED_NORMS.items()}
@@ -43,11 +36,11 @@ _FUSED_NAMES = {canonical: fused for fused, canonical in FUSED_NORMS.items()}
 class CheckpointParams:
     """Whole parameters of a checkpoint by the table's canonical names, as with tp=1 and with any vocabulary padding.
 
-    The last parameter read is cached.
+    merged: canonical name of each weight with an adapter -> its two factors and their scale.
     """
 
-    def __init__(self, found: CheckpointReader) -> None:
-        self._reader = found
+    def __init__(self, reader: CheckpointReader, merged: Mapping[str, tuple[Param, Param, float]]) -> None:
+        self._reader, self._merged = reader, merged
         self._cached: tuple[str, torch.Tensor] | None = None
 
     def locate(self, param: Param) -> tuple[str, tuple[int, ...]]:
@@ -65,9 +58,15 @@ class CheckpointParams:
         return self._reader[self.locate(param)[0]].dtype
 
     def read(self, param: Param) -> torch.Tensor:
+        """Return a parameter, merged with its adapter. The last one is cached."""
         if self._cached is None or self._cached[0] != param.megatron:
             self._cached = None  # never hold two
-            self._cached = param.megatron, self._reader.read(*self.locate(param))
+            whole = self._reader.read(*self.locate(param))
+            if param.megatron in self._merged:
+                *factors, scale = self._merged[param.megatron]
+                a, b = (self._reader.read(*self.locate(factor)) for factor in factors)
+                whole = merge_adapter(whole, a, b, scale)
+            self._cached = param.megatron, whole
         return self._cached[1]
 
     def check(self, param: Param) -> None:
@@ -107,36 +106,6 @@ def _candidate_locations(param: Param) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{stack}.{number}.{inner}{name}", indices
 
 
-def iter_hf_tensors(
-    weights: CheckpointParams, table: Sequence[Param], merged: Mapping[str, tuple[Param, Param, float]]
-) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield (HF name, tensor) in the table's order, like `gather_hf`.
-
-    merged: canonical name of each weight with an adapter -> its two factors and their scale.
-    """
-
-    def read_whole(param: Param) -> torch.Tensor:
-        if param.megatron not in merged:
-            return weights.read(param)
-        a, b, scale = merged[param.megatron]
-        rows, columns = weights.read(a), weights.read(b)
-        return merge_adapter(weights.read(param), rows, columns, scale)
-
-    cache: list[tuple[str, torch.Tensor]] = []
-
-    def read(param: Param, source: int) -> torch.Tensor:
-        if not cache or cache[0][0] != param.megatron:
-            cache.clear()
-            cache.append((param.megatron, read_whole(param)))
-        return extract_hf_tensor(param, cache[0][1], source)
-
-    for param in table:
-        weights.check(param)
-        dtype = weights.dtype(param)
-        for source, tensor in enumerate(param.hf):
-            yield tensor.name, LazyTensor(tensor.shape, dtype, lambda p=param, s=source: read(p, s))  # type: ignore[misc]
-
-
 def extract_hf_tensor(param: Param, whole: torch.Tensor, source: int) -> torch.Tensor:
     """Return the part of a whole Megatron tensor that is HF tensor number `source`."""
     dim, slices = split_with(param, param.sharding, 1, 0)
@@ -163,19 +132,26 @@ def convert(
     table: the model's parameters. classifier: config.json of a model with a scalar head. Raises ConfigError if the
     checkpoint is of another model, and OSError if writing fails, in which case nothing is left behind.
     """
-    weights, merged = CheckpointParams(CheckpointReader(folder)), {}
+    merged = {}
     if config.lora.rank:
         scale = config.lora.alpha / config.lora.rank
         factors = {param.megatron: param for param in adapter_params(table, config.lora)}
         for param in adapted_weights(table, config.lora.target_modules):
             a, b = (factors[name] for name in factor_names(param.megatron))
             merged[param.megatron] = a, b, scale
-    stream = list(iter_hf_tensors(weights, table, merged))
+    weights = CheckpointParams(CheckpointReader(folder), merged)
+
+    def read(param: Param, source: int) -> torch.Tensor:
+        return extract_hf_tensor(param, weights.read(param), source)
+
+    stream = []
+    for param in table:
+        weights.check(param)
+        stored_dtype = weights.dtype(param)
+        for number, tensor in enumerate(param.hf):
+            stream.append((tensor.name, LazyTensor(tensor.shape, stored_dtype, partial(read, param, number))))
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    fixed_dtypes = {tensor.name: param.dtype for param in table for tensor in param.hf if param.dtype is not None}
-    disk_space.check_free_space(
-        out, sum(prod(tensor.shape) * fixed_dtypes.get(name, dtype).itemsize for name, tensor in stream)
-    )
+    disk_space.check_free_space(out, sum(param.size * (param.dtype or dtype).itemsize for param in table))
     save_hf(out, stream, source, dtype, table=table, config=classifier)
 
 
@@ -183,7 +159,7 @@ def convert_adapter(folder: Path, out: Path, config: Config, table: Sequence[Par
     """Write only the adapters in `folder`, in PEFT's format. Holds all of them in memory. Raises like `convert`."""
     if not config.lora.rank:
         raise ConfigError("this run has no adapters (lora.rank=0); convert the model itself")
-    weights, settings = CheckpointParams(CheckpointReader(folder)), config.lora
+    weights, settings = CheckpointParams(CheckpointReader(folder), {}), config.lora
     factors = {
         tensor.name: extract_hf_tensor(param, weights.read(param), number).clone()
         for param in adapter_params(table, settings)

@@ -42,7 +42,7 @@ class StageMemory:
     states: dict[str, int]  # of actor and critic
     training: dict[str, int]  # in addition, during training
     generation: dict[str, int]  # in addition, during generation
-    push: dict[str, int]  # in addition, during weight sync
+    weight_sync: dict[str, int]  # in addition, during weight sync
     host: dict[str, int]  # in host memory
     is_offloaded: bool
 
@@ -59,7 +59,7 @@ class StageMemory:
     @property
     def weight_sync_total(self) -> int:
         states = self.states.get("actor weights", 0) if self.is_offloaded else sum(self.states.values())
-        return states + sum(self.push.values())
+        return states + sum(self.weight_sync.values())
 
     @property
     def peak(self) -> int:
@@ -149,7 +149,7 @@ def plan_memory(
         if stage == len(layers) - 1 and lead == "actor":
             tp, at_once = role_config(config, lead).parallel.tp, config.train.logits_chunk_size
             training["logits"] = logits_bytes(hf["vocab_size"], hf["hidden_size"], tp, tokens, at_once, size)
-        generation, push, host = dict(engine), {}, checkpoint_copy(config, states, trained)
+        generation, weight_sync, host = dict(engine), {}, checkpoint_copy(config, states, trained)
         for role in (role for role in inference if role in local_roles):
             fullest = max(_overlapping(inference[role], stage, len(layers)), key=lambda part: part.weights)
             if role == "reward":  # it scores while the engine is awake
@@ -162,7 +162,7 @@ def plan_memory(
         if requirements.has_rollout and requirements.trained_roles:
             weights, engine_weights = states.get("actor weights", 0), engine.get("engine weights", 0)
             if staged := sync_staging_bytes(rollout.weight_sync_bucket_mb << 20, weights, engine_weights):
-                push.update({"engine weights": engine_weights, "reshard staging": staged})
+                weight_sync.update({"engine weights": engine_weights, "reshard staging": staged})
             if weights and "reference" in requirements.roles and not config.lora.rank:
                 host["reference weights"] = weights
             if weights and config.guards.ppo_kl:
@@ -170,7 +170,7 @@ def plan_memory(
             if config.train.offload and states:
                 host["states, while generating"] = sum(states[name] for name in states if "gradients" not in name)
         offloaded = requirements.has_rollout and config.train.offload
-        stages.append(StageMemory(stage, stage_layer_ids, states, training, generation, push, host, offloaded))
+        stages.append(StageMemory(stage, stage_layer_ids, states, training, generation, weight_sync, host, offloaded))
     return stages
 
 

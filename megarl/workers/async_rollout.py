@@ -308,9 +308,9 @@ class Oversampling:
         """
         error = ""
         try:
-            self._partial_groups, contents = [], manifest.read(folder)
-            names = () if isinstance(contents, str) else sorted(contents[1])
+            names = sorted(manifest.read(folder)[1])
             files = [folder / name for name in names if name.startswith((f"{FOLDER}/", "carried/"))]
+            self._partial_groups = []
             if files and self._engine_index is not None:
                 self._partial_groups = assign_groups(files, self._engine_index, self._num_engines)
         except ConfigError as failure:

@@ -21,6 +21,7 @@ from megarl.reshard.plan.layout import (
     find_digest_mismatch,
     find_engine_problems,
     find_layout_problems,
+    find_nonfinite,
     find_shard_problems,
     plan_digest,
 )
@@ -107,7 +108,7 @@ class WeightSync:
         where = f"the weight sync of version {version}"
         self._has_lost_engine = False
         problems = find_shard_problems(local, self.params, self.plan.train, self.job.rank, self.num_experts)
-        self._raise_if_any(problems, where)
+        self._raise_if_any(problems + find_nonfinite(local, self.job.rank), where)
         problems, lost = self._gather_live_problems(self._run_on_engine(lambda engine: engine.begin_update()))
         if not (problems or lost):
             sender = self._make_sender()

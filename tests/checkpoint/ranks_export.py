@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from megarl.checkpoint.export import find_owners, gather_hf
+from megarl.checkpoint.export import gather_hf
 from megarl.config import ParallelConfig
 from megarl.models.layout_algebra import Param, shard
 from megarl.models.registry import family_of
 from megarl.parallel import ranks
+from megarl.reshard.plan.layout import TrainLayout
 
 COMMON: dict[str, Any] = {
     "vocab_size": 150,
@@ -49,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "v_head_dim": 4,
     },
 }
-STAGES = {1: [[0, 1, 2]], 2: [[0], [1, 2]]}  # uneven on purpose
+STAGES = {1: ((0, 1, 2),), 2: ((0,), (1, 2))}  # uneven on purpose
 
 
 FAULTS = ("missing", "misshapen", "dtype", "unknown")
@@ -78,11 +79,10 @@ def random_weights(params: list[Param]) -> Tensors:
 
 
 def cut(params: list[Param], full: Tensors, place: ranks.Ranks) -> Tensors:
-    owner = find_owners(params, STAGES[place.pp], place.ep)
+    layout = TrainLayout(place.job.world, place.tp, place.ep, STAGES[place.pp], place.etp)
     local = {}
     for param in params:
-        stage, ep_rank = owner[param.megatron]
-        if stage == place.pp_rank and ep_rank in (None, place.ep_rank):
+        if layout.has_param(place.job.rank, param, num_experts=4):
             mine = shard(param, full, *place.tp_size_and_rank(param.expert is not None))
             local[param.megatron] = mine.requires_grad_(not param.is_buffer)
     return local
@@ -124,8 +124,10 @@ def main(tp: int, pp: int, ep: int, etp: int) -> None:
         params = family_of(hf).params(hf, tp, etp)
         full = random_weights(params)
         local = cut(params, full, place)
-        if family == "qwen2" and place.pp_rank == pp - 1:
-            local["output_layer.weight"] = torch.zeros(1)  # Megatron's copy of the tied embedding
+        if family == "qwen2" and place.pp_rank == pp - 1 > 0:
+            local["embedding.word_embeddings.weight"] = full[
+                "model.embed_tokens.weight"
+            ]  # Megatron's copy for the head
         result[family] = [is_exact(list(gather_hf(local, params, place, size)), full) for size in (1, 2000, 1 << 30)]
         if family == "qwen3_moe":
             result["held_everything"] = len(local) == len(params)

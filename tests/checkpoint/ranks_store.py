@@ -26,6 +26,16 @@ from megarl.config import ConfigError, ParallelConfig
 from megarl.parallel import ranks
 
 
+class Store(CheckpointStore):
+    def save(self, step: int, host: dict[str, Any], stage: Callable[[Path], RankWrite], needed: int = 0) -> Path:
+        self.begin(step, host, stage, needed)
+        folder = self.finish()
+        if self._removal is not None:
+            self._removal.join()
+        ranks.barrier()
+        return folder
+
+
 def parts(content: str) -> Callable[[Path], RankWrite]:
     def write(target: Path) -> dict[Path, Entry]:
         (target / f"part_{torch.distributed.get_rank()}.bin").write_text(content)
@@ -57,7 +67,7 @@ def whole(folder: Path) -> dict[str, object]:
     """Rotation, random states, failures to write, damage."""
     place = ranks.initialize(ParallelConfig(world_size=2), timeout_s=60)
     said: list[str] = []
-    ours = CheckpointStore(folder, keep=2, layout=(2, 1), log=said.append)
+    ours = Store(folder, keep=2, layout=(2, 1), log=said.append)
     place_of, rank = folder / "checkpoints", place.job.rank
     facts: dict[str, object] = {"found_before": ours.find_newest() is not None}
     for step in (1, 2, 3):
@@ -66,7 +76,7 @@ def whole(folder: Path) -> dict[str, object]:
     facts["latest"] = (place_of / "latest").read_text()
     ranks.barrier()  # the other may still be looking
 
-    spares = CheckpointStore(folder / "spares", keep=2)
+    spares = Store(folder / "spares", keep=2)
     spares.keep_before_step = 3  # updates have been skipped from then on
     for step in range(1, 6):
         spares.save(step, {"step": step}, parts(f"step {step}"))
@@ -81,7 +91,7 @@ def whole(folder: Path) -> dict[str, object]:
     facts["host"] = ours.load(place_of / "step_000004")
     facts["rng_equal"] = draws() == expected
     facts["said"] = list(said)
-    other = CheckpointStore(folder, keep=2, layout=(2, 2), log=said.append)
+    other = Store(folder, keep=2, layout=(2, 2), log=said.append)
     other.load(place_of / "step_000004")
     first = draws()
     other.load(place_of / "step_000004")
@@ -184,7 +194,7 @@ def slow(folder: Path) -> dict[str, object]:
     chosen = tiny.config(world=2, ep=2)
     place = ranks.initialize(chosen.parallel, timeout_s=60)
     model = MegatronModel(tiny.HF["qwen3_moe"], chosen, place, "actor", total_updates=3)
-    ours = CheckpointStore(folder, keep=2, storage_timeout_s=100)
+    ours = Store(folder, keep=2, storage_timeout_s=100)
     hash_file, finish, sharded_state = manifest.hash_file, manifest.HashingFile.finish, optimizer.sharded_state
     verified: list[str] = []
 
@@ -238,7 +248,7 @@ def slow(folder: Path) -> dict[str, object]:
 def killed(folder: Path) -> dict[str, object]:
     """A rank that dies in a save, for which the other would wait an hour."""
     place = ranks.initialize(ParallelConfig(world_size=2), timeout_s=3600)
-    ours = CheckpointStore(folder, keep=2, storage_timeout_s=3600)
+    ours = Store(folder, keep=2, storage_timeout_s=3600)
 
     def write(target: Path) -> dict[Path, Entry]:
         if place.job.rank == 1:

@@ -102,8 +102,8 @@ def test_roles_on_ranks_of_their_own(plan) -> None:
     for stage in critics:  # which receive what is pushed, and send nothing
         assert {name.split()[0] for name in stage.states} == {"critic"} and stage.host == {}
         assert stage.generation.keys() == report.memory[0].generation.keys() == {"engine weights", "engine KV cache"}
-        assert stage.push["engine weights"] == report.memory[0].push["engine weights"]
-        assert stage.push["reshard staging"] < report.memory[0].push["reshard staging"]
+        assert stage.weight_sync["engine weights"] == report.memory[0].weight_sync["engine weights"]
+        assert stage.weight_sync["reshard staging"] < report.memory[0].weight_sync["reshard staging"]
         assert stage.training["activations"] > 0 and stage.training["logits"] == 0
     text = render(report)
     assert f"on {report.memory_label}\n" in text and f"on {whose}\n" in text
@@ -117,11 +117,14 @@ def test_a_set_of_ranks_for_each_role(plan) -> None:
     assert report.memory_label == "ranks 0-1: actor, reference, reward"
     assert list(report.other_memory) == ["rank 2: critic", "rank 3: rollout"]
     (actor,), ((critic,), (engine,)) = report.memory, report.other_memory.values()
-    assert actor.generation == {} and actor.push["engine weights"] == 0 < actor.push["reshard staging"]
-    assert critic.generation == critic.push == {} and "states, while generating" in critic.host
+    assert actor.generation == {} and actor.weight_sync["engine weights"] == 0 < actor.weight_sync["reshard staging"]
+    assert critic.generation == critic.weight_sync == {} and "states, while generating" in critic.host
     assert engine.states == engine.training == engine.host == {} and engine.layers == ()
     weights, cache = engine.generation["engine weights"], engine.generation["engine KV cache"]
-    assert engine.peak == max(weights + cache, sum(engine.push.values())) and engine.push["engine weights"] == weights
+    assert (
+        engine.peak == max(weights + cache, sum(engine.weight_sync.values()))
+        and engine.weight_sync["engine weights"] == weights
+    )
     received = dict(report.facts["weight sync"])["each rank of an engine receives"]
     assert received == "1.1 MB on average"  # all 0.53 M parameters, in bf16
     assert "engines only" in render(report)

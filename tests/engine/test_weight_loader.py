@@ -16,7 +16,7 @@ import torch
 from megarl.engine import weight_loader
 from megarl.engine.sglang_engine import EngineError, allocate
 from megarl.engine.weight_sender import OrderBuffer
-from megarl.reshard.run.checksum import slice_hash
+from megarl.reshard.run.checksum import device_hash
 
 pytestmark = pytest.mark.alone
 
@@ -78,7 +78,7 @@ def test_describe_lists_what_a_checkpoint_has() -> None:
 def test_boxes_are_written_and_nothing_else() -> None:
     model = Model()
     a, b, c = torch.randn(2, 3), torch.randn(3, 2).bfloat16(), torch.randn(3)
-    hashes = torch.tensor([slice_hash(a), slice_hash(b), slice_hash(c)])
+    hashes = torch.tensor([device_hash(a), device_hash(b), device_hash(c)])
     bucket = bucket_of(a, b, c, hashes)  # at 0, 32, 48, 64
     order = write(
         ["experts", 2, 1, 3, 2, 5, 0, 64],
@@ -99,7 +99,7 @@ def test_boxes_are_written_and_nothing_else() -> None:
 
 def test_a_flipped_bit_is_found_where_it_is_asked_for() -> None:
     matrix, vector = torch.randn(4, 6).bfloat16(), torch.randn(5)
-    bucket = bucket_of(matrix, vector, torch.tensor([slice_hash(matrix), slice_hash(vector)]))  # at 0, 48, 80
+    bucket = bucket_of(matrix, vector, torch.tensor([device_hash(matrix), device_hash(vector)]))  # at 0, 48, 80
     checked = write(["matrix", -1, 0, 4, 0, 6, 0, 80], ["vector", -1, 0, 5, 0, 1, 48, 88])
     assert obey(Model(), checked, bucket) == {"wrong": []}
     bucket[11] ^= 4
@@ -111,7 +111,7 @@ def test_a_flipped_bit_is_found_where_it_is_asked_for() -> None:
 def test_what_holds_other_bits_is_named_and_nothing_is_written() -> None:
     model, vector = Model(), torch.randn(5)
     held = model.matrix.data.clone()
-    bucket = bucket_of(held, vector, torch.tensor([slice_hash(held), slice_hash(vector)]))  # at 0, 48, 80
+    bucket = bucket_of(held, vector, torch.tensor([device_hash(held), device_hash(vector)]))  # at 0, 48, 80
     asked = write(["matrix", -1, 0, 4, 0, 6, 0, 80], ["vector", -1, 0, 5, 0, 1, 48, 88], do="compare")
     assert obey(model, asked, bucket) == {"differ": ["vector"]}
     assert torch.equal(model.matrix.data, held) and not torch.equal(model.vector.data, vector)
@@ -123,7 +123,7 @@ def test_what_holds_other_bits_is_named_and_nothing_is_written() -> None:
 def test_what_is_written_over_afterwards_is_found() -> None:
     """The hash is of the tensor in the end, not of the copy."""
     one, two = torch.ones(5), torch.full((5,), 2.0)
-    bucket = bucket_of(one, two, torch.tensor([slice_hash(one), slice_hash(two)]))  # at 0, 32, 64
+    bucket = bucket_of(one, two, torch.tensor([device_hash(one), device_hash(two)]))  # at 0, 32, 64
     order = write(["vector", -1, 0, 5, 0, 1, 0, 64], ["vector", -1, 0, 5, 0, 1, 32, 72])
     assert obey(Model(), order, bucket) == {"wrong": ["vector"]}
 

@@ -18,7 +18,7 @@ from megarl.engine.weight_sender import OrderBuffer
 from megarl.models.layout_algebra import Param
 from megarl.models.registry import family_of, load_hf_config
 from megarl.reshard.plan.layout import EngineLayout, engine_shapes
-from megarl.reshard.run.checksum import slice_hash
+from megarl.reshard.run.checksum import device_hash
 
 
 def check_orders(running: Running, layout: EngineLayout, new: PreTrainedModel, folder: Path) -> None:
@@ -97,7 +97,7 @@ def write_order(
                 box = box.to(getattr(torch, dtypes[slot.name]))
                 r0, c0 = (offset, 0) if dim == 0 else (0, offset)
                 r1, c1 = r0 + box.shape[0], c0 + (box.shape[1] if box.dim() == 2 else 1)
-                where = add(box), add(torch.tensor([slice_hash(box)]))
+                where = add(box), add(torch.tensor([device_hash(box)]))
                 stacked = index if slot.grid == "expert" else -1
                 slices.append([slot.name, stacked, r0, r1, c0, c1, *where])
     data = torch.cat(parts)

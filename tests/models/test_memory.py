@@ -344,18 +344,24 @@ def test_reshard_staging() -> None:
     assert sync_staging_bytes(1 << 30, 10**10, 10**10) == 2 << 30
     assert sync_staging_bytes(1 << 30, 1000, 500) == 3000  # no more than there is
     grpo = planned(QWEN2, config_of(algorithm="grpo", rollout={"weight_sync_bucket_mb": 1}))[0]
-    assert grpo.push["reshard staging"] == 4 * grpo.states["actor weights"] < 2 << 20
-    states, engine, cache = sum(grpo.states.values()), grpo.push["engine weights"], grpo.generation["engine KV cache"]
+    assert grpo.weight_sync["reshard staging"] == 4 * grpo.states["actor weights"] < 2 << 20
+    states, engine, cache = (
+        sum(grpo.states.values()),
+        grpo.weight_sync["engine weights"],
+        grpo.generation["engine KV cache"],
+    )
     assert grpo.generation == {"engine weights": engine, "engine KV cache": cache} and engine > 0 and cache > 0
     assert grpo.generation_total == states + engine + cache
-    assert grpo.weight_sync_total == states + engine + grpo.push["reshard staging"]  # the KV cache comes back after it
+    assert (
+        grpo.weight_sync_total == states + engine + grpo.weight_sync["reshard staging"]
+    )  # the KV cache comes back after it
 
 
 def test_states_can_leave_the_device_while_engines_generate() -> None:
     stay, leave = (planned(QWEN2, config_of(train={"offload": offload}), QWEN2)[0] for offload in (False, True))
     assert leave.generation_total == sum(leave.generation.values())
     engine = leave.generation["engine weights"]
-    assert leave.weight_sync_total == leave.states["actor weights"] + engine + leave.push["reshard staging"]
+    assert leave.weight_sync_total == leave.states["actor weights"] + engine + leave.weight_sync["reshard staging"]
     assert stay.weight_sync_total == leave.weight_sync_total + sum(stay.states.values()) - stay.states["actor weights"]
     states = [amount for name, amount in stay.states.items() if "gradients" not in name]
     assert leave.host["states, while generating"] == sum(states)
@@ -399,7 +405,7 @@ def test_a_critic_in_a_layout_of_its_own() -> None:
 
 def test_what_a_run_without_rollouts_needs() -> None:
     sft = planned(QWEN2, config_of(algorithm="sft"))[0]
-    assert sft.generation == {} and sft.push == {} and sft.host == {}
+    assert sft.generation == {} and sft.weight_sync == {} and sft.host == {}
     grpo = planned(QWEN2, config_of(algorithm="grpo", kl={"apply_to": "none"}))[0]
     assert grpo.generation["engine weights"] == sum(param_count(QWEN2).values()) * 2
     assert grpo.host == {}

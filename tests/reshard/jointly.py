@@ -1,6 +1,6 @@
 """How little a plan's busiest rank can send, by linear programming: for tests.
 
-Who may do what is as in `reshard/plan/bound.py`, whose sets of ranks it judges; whoever may do a job may do any part
+Who may do what is as in `megarl/reshard/README.md`, whose sets of ranks it judges; whoever may do a job may do any part
 of it.
 """
 

@@ -18,7 +18,7 @@ from megarl.models.fp8 import is_quantised
 from megarl.models.layout_algebra import PADDING, HFConfig, Param, Sharding, split_with
 from megarl.models.registry import family_of
 from megarl.reshard.plan.layout import EngineLayout, ShardSlice, TrainLayout
-from megarl.reshard.plan.planner import ALIGN, PeerMessage, ReshardPlan, Round, TensorPiece
+from megarl.reshard.plan.planner import ALIGN, PeerMessage, RankPlan, ReshardPlan, Round, TensorPiece
 
 EMPTY = -1  # of the engine's tensors: padding, or not written yet
 BLOCK = 128
@@ -228,7 +228,7 @@ def simulate(plan: ReshardPlan, hf: HFConfig, wire: str, ranks_per_node: int) ->
     world = max(*model.ours, *theirs) + 3  # some behind the last that takes part
     position = {rank: number % engine.tp for number, rank in enumerate(theirs)}
     tensors = {rank: {name: np.full_like(w, EMPTY) for name, w in wanted[at].items()} for rank, at in position.items()}
-    ranks = [plan.plan_rank(rank) for rank in range(world)]
+    ranks = [RankPlan(plan, rank) for rank in range(world)]
     received: list[dict[Key, np.ndarray]] = [{} for _ in range(world)]
     total: Counter[tuple[int, int]] = Counter()
     fullest = 0.0

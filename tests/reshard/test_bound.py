@@ -251,13 +251,13 @@ def brute_force(case: Case, table: list[Param], found: Bound) -> None:
     for name, least in (("nic_send", found.nic_send), ("nic_recv", found.nic_recv), ("send", found.send)):
         check_best_set(least, jobs[name], Counter(), 0.0, world, name)
     inside = jobs["send"] - jobs["nic_send"]  # `send` counts those over the network, too
-    check_best_set(found.send_beside, inside, jobs["nic_send"], NETWORK_SLACK * found.nic_send, world, "send")
+    check_best_set(found.send_capped, inside, jobs["nic_send"], NETWORK_SLACK * found.nic_send, world, "send")
 
 
 def check_best_set(
     found: float, own: Counter[frozenset[int]], capped: Counter[frozenset[int]], cap: float, world: int, name: str
 ) -> None:
-    """Every way to choose a set U, and where jobs are `cap_logits` a set V besides: see `reshard/plan/bound.py`."""
+    """Every way to choose a set U, and where jobs are capped a set V besides: see `megarl/reshard/README.md`."""
     best = 0.0
     for part in itertools.product((0, 1, 2) if capped else (0, 1), repeat=world):
         u = frozenset(rank for rank in range(world) if part[rank] == 1)

@@ -15,6 +15,7 @@ from megarl.reshard.plan.layout import (
     find_digest_mismatch,
     find_engine_problems,
     find_layout_problems,
+    find_nonfinite,
     find_shard_problems,
     plan_digest,
 )
@@ -76,10 +77,19 @@ def test_each_fault_names_tensor_and_rank(local: dict[str, torch.Tensor]) -> Non
     for value in (float("nan"), float("inf")):
         broken = local[EXPERT].clone()
         broken[1, 2] = value
-        assert problems(**{EXPERT: broken}) == [f"{EXPERT} on rank 3 is not finite"]
-    assert problems(**{EXPERT: torch.full((8, 4), 3e38)}) == []  # whose sum is not finite
+        assert find_nonfinite({**local, EXPERT: broken}, 3) == [f"{EXPERT} on rank 3 is not finite"]
+    assert find_nonfinite({**local, EXPERT: torch.full((8, 4), 3e38)}, 3) == []  # whose sum is not finite
     del local[EXPERT]
     assert find_shard_problems(local, PARAMS, TRAIN, 3, 4) == [f"rank 3 lacks {EXPERT}"]
+
+
+def test_owners() -> None:
+    owner = {param.megatron: TRAIN.owner_of(param, 4) for param in PARAMS}
+    assert owner["embedding.word_embeddings.weight"] == owner["decoder.layers.0.input_layernorm.weight"] == (0, None)
+    assert [owner[f"decoder.layers.1.mlp.experts.{e}.linear_fc1.weight"] for e in range(4)] == [
+        (1, e // 2) for e in range(4)
+    ]
+    assert owner["decoder.final_layernorm.weight"] == owner["output_layer.weight"] == (1, None)
 
 
 def test_an_engine_of_another_model_is_found_out() -> None:

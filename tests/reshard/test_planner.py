@@ -19,7 +19,7 @@ from megarl.config import ConfigError
 from megarl.reshard.plan.bound import NETWORK_SLACK, Bound, compute_bound
 from megarl.reshard.plan.cost_report import Messages, tabulate_messages
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, even_stages
-from megarl.reshard.plan.planner import ReshardPlan
+from megarl.reshard.plan.planner import RankPlan, ReshardPlan
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
@@ -66,7 +66,7 @@ def check(case: Case, seed: int) -> None:
 
 
 def check_bytes_and_bounds(plan: ReshardPlan, least: Bound, where: str) -> dict[str, float]:
-    """Bytes as few as can be, and bounds that hold; returns how far each busiest rank is from them. `send_beside` is of
+    """Bytes as few as can be, and bounds that hold; returns how far each busiest rank is from them. `send_capped` is of
     plans that keep to SLACK over the network."""
     sent, here = plan.list_transfers(), plan.assignment.ranks_per_node
     far = sent.src // here != sent.dst // here
@@ -80,7 +80,7 @@ def check_bytes_and_bounds(plan: ReshardPlan, least: Bound, where: str) -> dict[
         ("recv", sent.dst, far | True),
     ):
         busiest = float(np.bincount(ranks[chosen], sent.nbytes[chosen], 1).max())
-        bounds = [name, "send_beside"] if name == "send" and found["nic_send"] <= NETWORK_SLACK else [name]
+        bounds = [name, "send_capped"] if name == "send" and found["nic_send"] <= NETWORK_SLACK else [name]
         for which in bounds:
             found[which] = busiest / max(getattr(least, which), 1.0)
             assert busiest >= getattr(least, which) * (1 - 1e-9), f"{where}{which} is more than was sent"
@@ -92,7 +92,7 @@ def test_a_plan_is_the_same_each_time_and_adds_up(seed: int) -> None:
     case = random_case(seed) if seed % 2 else apart(seed)
     plan, again = plan_of(case), plan_of(case)
     for rank in {0, plan.world // 2, plan.world - 1}:
-        mine, other = plan.plan_rank(rank), again.plan_rank(rank)
+        mine, other = RankPlan(plan, rank), RankPlan(again, rank)
         rounds = [mine.round(number) for number in range(plan.rounds)]
         assert rounds == [other.round(number) for number in range(again.rounds)], f"seed {seed}"
         expected = set()
@@ -142,7 +142,7 @@ def all_ranks(request: pytest.FixtureRequest) -> tuple[ReshardPlan, list[Message
     if request.param == "other ranks":
         arguments = (DEEPSEEK, *placed(TrainLayout(256, 8, 32, even_stages(61, 8)), arguments[2], halves(512)), 8)
     plan = ReshardPlan(*arguments)
-    return plan, [tabulate_messages(plan.plan_rank(rank)) for rank in range(512)]
+    return plan, [tabulate_messages(RankPlan(plan, rank)) for rank in range(512)]
 
 
 def test_the_ends_of_all_messages_agree_and_fit_the_buckets(all_ranks: tuple[ReshardPlan, list[Messages]]) -> None:
@@ -271,9 +271,9 @@ def test_balance_of_layouts_that_nobody_chose(layout: tuple[dict[str, Any], Trai
     nobody can meet that of plans that spare the network and the other."""
     least = compute_bound(*layout, 8)
     ratios = check_bytes_and_bounds(ReshardPlan(*layout, 8), least, "")
-    assert ratios.pop("send") <= 1.05 * least.send_beside / least.send
+    assert ratios.pop("send") <= 1.05 * least.send_capped / least.send
     assert len(ratios) == 4 and max(ratios.values()) <= 1.05, ratios
-    for value, within in ((least.send_beside, NETWORK_SLACK * least.nic_send), (least.send, np.inf)):
+    for value, within in ((least.send_capped, NETWORK_SLACK * least.nic_send), (least.send, np.inf)):
         assert value == pytest.approx(least_sent(*layout, 8, within), rel=1e-3)
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from megarl.config import ConfigError, foreign_dataclasses, server_args
 from megarl.reshard.plan import engine_settings
-from megarl.reshard.plan import engine_settings as runners
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
@@ -33,7 +32,7 @@ def members(file: str, name: str) -> set[str]:
 
 def undecided(choices: set[str], setting: str) -> set[str]:
     """Choices without a verdict, and verdicts on what is no choice."""
-    return choices ^ runners.TABLES[setting].keys()
+    return choices ^ engine_settings.TABLES[setting].keys()
 
 
 @pytest.mark.parametrize(
@@ -51,31 +50,36 @@ def test_every_choice_that_sglang_lists_is_decided(setting: str, constant: str) 
 
 def test_every_way_to_send_tokens_is_decided() -> None:
     assert not undecided(members("layers/moe/utils.py", "MoeA2ABackend"), "moe_a2a_backend")
-    assert set(server_args.load_fields()["moe_a2a_backend"].choices or ()) <= runners.A2A.keys()
+    assert (
+        set(server_args.load_fields()["moe_a2a_backend"].choices or ())
+        <= engine_settings.TABLES["moe_a2a_backend"].keys()
+    )
 
 
 def test_what_the_layers_know_beside_the_settings_is_decided() -> None:
     """Ascend's alone cannot be chosen."""
-    assert members("layers/moe/utils.py", "MoeRunnerBackend") - runners.RUNNERS.keys() == {"ascend"}
+    assert members("layers/moe/utils.py", "MoeRunnerBackend") - engine_settings.TABLES["moe_runner_backend"].keys() == {
+        "ascend"
+    }
 
 
 def test_where_experts_are_is_refused() -> None:
-    for name in runners.PLACEMENTS:
+    for name in engine_settings.PLACEMENTS:
         assert name in server_args.load_fields() and name not in engine_settings._ALLOWED
 
 
-@pytest.mark.parametrize("setting", runners.TABLES)
+@pytest.mark.parametrize("setting", engine_settings.TABLES)
 def test_the_start_check_reads_the_table(setting: str) -> None:
-    for choice, verdict in runners.TABLES[setting].items():
+    for choice, verdict in engine_settings.TABLES[setting].items():
         if choice not in (server_args.load_fields()[setting].choices or (choice,)):
             continue
-        if verdict.bf16:
+        if verdict.is_supported:
             engine_settings.check({setting: choice})
         else:
             with pytest.raises(ConfigError, match=f"rollout.sglang.{setting}={choice} may change"):
                 engine_settings.check({setting: choice})
-    assert runners.supported_choices(setting) == tuple(
-        name for name, verdict in runners.TABLES[setting].items() if verdict.bf16
+    assert engine_settings.supported_choices(setting) == tuple(
+        name for name, verdict in engine_settings.TABLES[setting].items() if verdict.is_supported
     )
 
 
@@ -88,11 +92,11 @@ def test_on_blackwell_scales_that_are_repacked_are_refused() -> None:
     sent = {"moe_a2a_backend": "deepep"}
     started = {**sent, **engine_settings.choose_runner(sent, blackwell=True)}
     with pytest.raises(ConfigError, match="moe_runner_backend=deep_gemm, which rollout.sglang.moe_a2a_backend=deepep"):
-        runners.check_blackwell(started, fp8=True)
+        engine_settings.check_blackwell(started, fp8=True)
     with pytest.raises(ConfigError, match="fp8_gemm_runner_backend=deep_gemm: with an FP8 checkpoint"):
-        runners.check_blackwell({"fp8_gemm_runner_backend": "deep_gemm"}, fp8=True)
-    runners.check_blackwell(started, fp8=False)
-    runners.check_blackwell(engine_settings.choose_runner({}, blackwell=True), fp8=True)
+        engine_settings.check_blackwell({"fp8_gemm_runner_backend": "deep_gemm"}, fp8=True)
+    engine_settings.check_blackwell(started, fp8=False)
+    engine_settings.check_blackwell(engine_settings.choose_runner({}, blackwell=True), fp8=True)
 
 
 def test_sglang_repacks_scales_there_and_marks_them() -> None:
@@ -113,7 +117,7 @@ HIDDEN_BY = {
 
 def test_sglang_leaves_in_place_what_is_carried_and_marks_the_rest() -> None:
     """Its own code, that runs when weights are loaded, as on Hopper and on Blackwell; see `post_load.py`."""
-    choices = [*runners.supported_choices("moe_runner_backend"), *(choice for choice, _ in HIDDEN_BY)]
+    choices = [*engine_settings.supported_choices("moe_runner_backend"), *(choice for choice, _ in HIDDEN_BY)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "megarl/cpu/stubs"), str(ROOT / "tests")])
     command = [sys.executable, "-W", "ignore", "tests/reshard/post_load.py", ",".join(choices)]
     environment = {**os.environ, "PYTHONPATH": path, **engine_settings.ENVIRONMENT}
@@ -139,7 +143,21 @@ def test_the_experts_of_every_family_are_the_same_kind_of_layer(model: str) -> N
     assert any("get_moe_impl_class" in call for call in calls)
 
 
+def as_markdown() -> str:
+    """The tables as `README.md` has them."""
+    lines = ["| setting | choice | BF16, FP32 | FP8 in blocks | why |", "|---|---|---|---|---|"]
+    for setting, table in engine_settings.TABLES.items():
+        by_verdict: dict[engine_settings.Verdict, list[str]] = {}
+        for name, verdict in table.items():
+            by_verdict.setdefault(verdict, []).append(name)
+        for (is_supported, why), names in by_verdict.items():
+            word = "supported" if is_supported else "refused"
+            lines.append(f"| {setting} | {', '.join(names)} | {word} | {word} | {why} |")
+    lines += [f"| {name} | any | refused | refused | {why} |" for name, why in engine_settings.PLACEMENTS.items()]
+    return "\n".join(lines)
+
+
 def test_the_readme_has_the_table() -> None:
     text = (ROOT / "megarl/reshard/README.md").read_text()
     begin, end = "<!-- runners: megarl/reshard/plan/engine_settings.py -->\n", "\n<!-- /runners -->"
-    assert text[text.index(begin) + len(begin) : text.index(end)] == runners.as_markdown()
+    assert text[text.index(begin) + len(begin) : text.index(end)] == as_markdown()

@@ -78,7 +78,7 @@ def test_which_of_several_layouts_fit(tool: Tool) -> None:
     for row in found["layouts"]:
         peaks = []
         for stage in row["stages"]:
-            parts = (sum(stage[name].values()) for name in ("states", "training", "generation", "push"))
+            parts = (sum(stage[name].values()) for name in ("states", "training", "generation", "weight_sync"))
             states, training, generation, push = parts
             peaks.append(states + max(training, generation, push))
         assert max(peaks) == row["peak_bytes"]
@@ -119,7 +119,7 @@ def test_a_dry_run_says_the_same(tool: Tool) -> None:
     report = validate(from_dict(tree), dry_run=True)
     assert report.ok, report.errors
     for stage, planned in zip(row["stages"], report.memory, strict=True):
-        for name in ("states", "training", "generation", "push", "host"):
+        for name in ("states", "training", "generation", "weight_sync", "host"):
             assert stage[name] == getattr(planned, name)
 
 

@@ -198,11 +198,10 @@ def _on_the_wire(moment: Moment) -> None:
 
     original = Executor._pack
 
-    def packed(self: Any, parcels: Any, local: Any, grids: Any, out: Any, *others: Any) -> None:
-        original(self, parcels, local, grids, out, *others)
-        for parcel in parcels if moment.is_now() else ():
-            if parcel.message.direct and moment.mark():
-                out[parcel.piece_offsets[0]] ^= 1
+    def packed(self: Any, packs: Any, local: Any, grids: Any, out: Any, *others: Any) -> None:
+        original(self, packs, local, grids, out, *others)
+        if packs and moment.is_now() and moment.mark():
+            out[packs[0].placed.offset] ^= 1
 
     Executor._pack = packed  # type: ignore
 

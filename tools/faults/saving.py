@@ -13,6 +13,7 @@ from faults.job import SAME_BITS, Job, checkpoints, same_weights, shortened
 from faults.points import Point
 from faults.results import Findings, RowResult
 from megarl.checkpoint import manifest
+from megarl.config import ConfigError
 
 ASYNCHRONOUS = "run.save_async"
 STAGES = ("tmp", "data", "manifest", "rename", "latest")
@@ -32,11 +33,11 @@ def resumed_from(log: str) -> list[int]:
 def whole(run_dir: Path, step: int) -> bool:
     """Return whether a checkpoint exists and its files match its manifest."""
     folder = run_dir / "checkpoints" / f"step_{step:06d}"
-    entries = manifest.read(folder)
-    if isinstance(entries, str):
+    try:
+        manifest.check_checkpoint(folder, hashes=True)
+        return True
+    except ConfigError:
         return False
-    _, files = entries
-    return not (manifest.check_sizes(folder, files, files) or manifest.check_hashes(folder, files, files))
 
 
 def _stages(fixtures: Fixtures) -> RowResult:

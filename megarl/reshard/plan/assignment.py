@@ -1,9 +1,7 @@
 """Decide who sends what to whom: exactly what a rank needs and lacks, from the least busy owners.
 
-Every rank computes the same assignment from the configuration alone, in integers, without communication. What several
-ranks of a node need enters the node once, split into parts. Each of these ranks receives one part (its entries) and
-forwards it to the others. Layers of the same kind on a stage are assigned alike, so each of them is balanced on its
-own. `distribute` and `balance` divide bytes over ranks such that the busiest rank has as little as possible.
+Every rank computes the same assignment from the configuration alone, in integers. What several ranks of a node need
+enters the node once, split into parts: each of these ranks receives its entries and forwards them to the others.
 """
 
 from __future__ import annotations
@@ -198,12 +196,10 @@ MIN_PIECE = 64 << 10
 
 
 class Entries(NamedTuple):
-    """Bytes [lo, hi) of the byte index that go from `src` to `dst`, a rank of a node that needs them. Arrays, sorted by
-    layer_group, dst, src, lo.
+    """Bytes [lo, hi) of the byte index that go from `src` to `dst`; arrays, sorted by layer_group, dst, src, lo.
 
     layer_group: number of the (stage, kind); the entry applies to each of its layers. receivers: the ranks of dst's
-    node that need and lack the bytes, dst among them, as bits; bit 0 is the node's first rank. dst forwards to the
-    others.
+    node that need and lack the bytes, as bits from the node's first rank on. dst is one and forwards to the others.
     """
 
     lo: np.ndarray
@@ -257,13 +253,7 @@ class Assignment:
     """
 
     def __init__(
-        self,
-        hf: HFConfig,
-        train: TrainLayout,
-        engine: EngineLayout,
-        ranks_per_node: int,
-        wire: Wire = "bf16",
-        min_piece: int = MIN_PIECE,
+        self, hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node: int, wire: Wire, min_piece: int
     ) -> None:
         self.hf, self.train, self.engine, self.wire = hf, train, engine, wire
         self.rank_map = build_rank_map(train, engine, ranks_per_node)
@@ -400,7 +390,7 @@ class Assignment:
         """Group demands to distribute them among the `candidates`, ranks of their node as bits; see `group_units`."""
         ranks_per_node = self.ranks_per_node
         keys = np.stack([_count_bits(candidates), demands.node, candidates], axis=1)
-        return group_units(keys, weight, lambda key: int(key[1]) * ranks_per_node + _bit_positions(int(key[2])))
+        return group_units(keys, weight, lambda key: key[1] * ranks_per_node + set_bits(key[2:], ranks_per_node)[0])
 
     def _cut_demands(
         self,
@@ -475,32 +465,29 @@ class Assignment:
         demands, _, rank = self._cut_demands(demands, *self._distribute_copies(demands, sent), copies=True)
         bit = 1 << rank % ranks_per_node
         forwards = demands.receivers & bit > 0
-        parts, dst = [demands.select(forwards)], [rank[forwards]]
-        for position in range(ranks_per_node):
-            is_copy = ~forwards & (demands.receivers >> position & 1 == 1)
-            copy = demands.select(is_copy)
-            parts.append(copy._replace(receivers=np.full(len(copy.lo), 1 << position), local_holders=bit[is_copy]))
-            dst.append(copy.node * ranks_per_node + position)
-        return NodeDemands(*map(np.concatenate, zip(*parts, strict=True))), np.concatenate(dst)
+        position, copy = set_bits(np.where(forwards, 0, demands.receivers), ranks_per_node)
+        copies = demands.select(copy)._replace(receivers=1 << position, local_holders=bit[copy])
+        both = NodeDemands(*map(np.concatenate, zip(demands.select(forwards), copies, strict=True)))
+        return both, np.concatenate([rank[forwards], copies.node * ranks_per_node + position])
 
     def list_transfers(self) -> Transfers:
         """Return every transfer of a whole weight sync, entries and forwards, all layers together."""
         entries = self.entries
         size = (entries.hi - entries.lo) * self._layer_counts[entries.layer_group]
-        src, dst, nbytes = [entries.src], [entries.dst], [size]
-        for bit in range(self.ranks_per_node):
-            receiver = entries.dst // self.ranks_per_node * self.ranks_per_node + bit
-            is_received = (entries.receivers >> bit & 1 == 1) & (receiver != entries.dst)
-            src.append(entries.dst[is_received])
-            dst.append(receiver[is_received])
-            nbytes.append(size[is_received])
-        return Transfers(np.concatenate(src), np.concatenate(dst), np.concatenate(nbytes))
+        node, own_bit = np.divmod(entries.dst, self.ranks_per_node)
+        bit, entry = set_bits(entries.receivers & ~(1 << own_bit), self.ranks_per_node)
+        return Transfers(
+            np.concatenate([entries.src, entries.dst[entry]]),
+            np.concatenate([entries.dst, node[entry] * self.ranks_per_node + bit]),
+            np.concatenate([size, size[entry]]),
+        )
+
+
+def set_bits(masks: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the position of each bit below `width` that is set, ascending, and the index of its mask."""
+    position, index = np.nonzero(masks >> np.arange(width)[:, None] & 1)
+    return position, index
 
 
 def _count_bits(mask: np.ndarray) -> np.ndarray:
-    bits = np.unpackbits(mask.astype(np.int64).view(np.uint8).reshape(len(mask), 8), axis=1)
-    return bits.sum(axis=1).astype(np.int64)
-
-
-def _bit_positions(mask: int) -> np.ndarray:
-    return np.array([bit for bit in range(mask.bit_length()) if mask >> bit & 1], dtype=np.int64)
+    return np.bitwise_count(mask).astype(np.int64)

@@ -1,43 +1,5 @@
-"""Lower bounds: the fewest bytes that any plan can move, and the fewest that its busiest rank can. They are what the
-planner is judged by.
-
-They are computed independently of the planner and by another method, or they would prove nothing. Every HF tensor is
-cut into atoms at all places where either side cuts it, so that a rank holds an atom whole or not at all. Two boolean
-matrices, `holds[rank, atom]` and `needs[rank, atom]`, then describe everything. Layers of one kind, and experts with
-the same owners, have the same columns; these are stored once and weighted.
-
-**Bytes.** A rank has to receive what it needs and does not hold; a node, the union of what its ranks need minus the
-union of what they hold.
-
-**The busiest rank.** Sending is a set of jobs, each with a number of bytes and the ranks that can do it. However the
-jobs are shared out, the ranks of a set S do at least the jobs that nobody outside of S can do, so one of them does at
-least `bytes of those jobs / |S|`. This is a bound for any S, and the best S gives everything that ownership forces. The
-code tries single ranks, ranks that hold the same parts, stages, nodes, all ranks, and the sets that a fractional
-sharing of the jobs keeps busy. The load of that sharing shows how much a better S could add. The jobs, per atom and
-node, where the network carries no byte into a node twice:
-
-- `nic_send`: the node needs and lacks the atom: one copy enters, from any rank that holds it. (Nodes do not relay to
-  nodes.)
-- `nic_recv`: one of the node's ranks that need the atom receives that copy: nobody receives what it does not need.
-- `send`, over all links: that copy again; and if k of the node's ranks need it, k - 1 copies inside of the node, which
-  any of these k may send, since any may be the first to have it. If the node does hold the atom and k others of its
-  ranks need it, one copy can only come from the holders in the node, and k - 1 from them or from those that need it.
-- `recv`, over all links: each rank's jobs are its own; the bound is the rank that lacks most.
-
-**Both quantities of a sender at once.** A rank with much to send inside of its node should send less over the network;
-then others have to send more over it. If nobody may send more than `cap` over the network, take two disjoint sets of
-ranks, U and V. The jobs inside nodes that only U can do, and those over the network that only U and V can do, are
-done by U and V. Of the latter, V does at most `cap` |V|, so some rank of U sends at least
-
-    (bytes of the former + bytes of the latter - cap |V|) / |U|    in all.
-
-This, too, holds for any U and V, and the best two give everything that is forced. To see that, let the jobs flow to a
-rank through an edge of capacity `cap` if they are over the network, and from the rank through one of capacity x: all
-jobs fit if and only if no cut is smaller than they are, and a cut is such a U and V. `send_beside` is this bound with
-`cap` = NETWORK_SLACK times `nic_send`: the least that the busiest rank sends in all, in any plan in which no rank sends
-more than NETWORK_SLACK times `nic_send` over the network. `send` is the bound without a cap, V empty; a plan that comes
-closer to it than `send_beside` has a rank that sends more than the cap over the network.
-"""
+"""Lower bounds: the fewest bytes that any plan can move, and the fewest that its busiest rank can, by other code and
+another method than the planner's. `README.md` derives them under "The bound"."""
 
 from __future__ import annotations
 
@@ -54,7 +16,15 @@ from megarl.models.config_json import need
 from megarl.models.fp8 import is_quantised
 from megarl.models.layout_algebra import HFConfig, Param
 from megarl.models.registry import family_of
-from megarl.reshard.plan.layout import EngineLayout, RankMap, ShardSlice, TrainLayout, Wire, build_rank_map
+from megarl.reshard.plan.layout import (
+    EngineLayout,
+    RankMap,
+    ShardSlice,
+    TrainLayout,
+    Wire,
+    build_rank_map,
+    wire_itemsize,
+)
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -63,7 +33,7 @@ Floats = NDArray[np.float64]
 BLOCK = 128  # rows and columns of an FP8 block; each has an fp32 scale
 SCALE_BYTES = 4
 NETWORK_SLACK = 1.05
-"""In the plans that `send_beside` bounds, no rank sends more than this times `nic_send` over the network."""
+"""In the plans that `send_capped` bounds, no rank sends more than this times `nic_send` over the network."""
 SHARING_ROUNDS = 400  # iterations of the fractional sharing that suggests busy sets; more raise the bound only a little
 MARGINS = (0.0, 0.003, 0.01)  # relative differences that count as equal there, since loads never become quite equal
 
@@ -73,7 +43,7 @@ class Bound:
     """Bounds in bytes.
 
     model_bytes: the whole model once. needed, local, cross: per rank. internode: per node. The others: of the busiest
-    rank; `send_beside` is for plans that keep to NETWORK_SLACK over the network. For the senders' bounds and
+    rank; `send_capped` is for plans that keep to NETWORK_SLACK over the network. For the senders' bounds and
     `nic_recv`, `attainable` is the load in the best sharing of the jobs that was found, and `forced_on` are the ranks
     of the set that forces the bound.
     """
@@ -84,7 +54,7 @@ class Bound:
     cross: Ints
     internode: Ints
     send: float
-    send_beside: float
+    send_capped: float
     recv: float
     nic_send: float
     nic_recv: float
@@ -163,7 +133,7 @@ def compute_bound(
     classes = _partition_ranks(train, rank_map)
     all_jobs = {"nic_send": nic_send, "nic_recv": nic_recv, "send": send}
     bounds = {name: jobs.bound_busiest(world, classes) for name, jobs in all_jobs.items()}
-    bounds["send_beside"] = send.bound_busiest(world, classes, bounds["nic_send"]) if nic_send.bytes else bounds["send"]
+    bounds["send_capped"] = send.bound_busiest(world, classes, bounds["nic_send"]) if nic_send.bytes else bounds["send"]
     return Bound(
         model_bytes=sum(int(member.columns.weight.sum()) for member in model),
         needed=needed,
@@ -171,7 +141,7 @@ def compute_bound(
         cross=needed - local,
         internode=internode,
         send=bounds["send"].lower_bound,
-        send_beside=max(bounds["send"].lower_bound, bounds["send_beside"].lower_bound),
+        send_capped=max(bounds["send"].lower_bound, bounds["send_capped"].lower_bound),
         recv=float((needed - local).max()),
         nic_send=bounds["nic_send"].lower_bound,
         nic_recv=bounds["nic_recv"].lower_bound,
@@ -214,13 +184,6 @@ def expand_to_ranks(
     return holds, needs
 
 
-def bytes_per_element(param: Param, wire: Wire) -> int:
-    """Return the bytes of a weight on the wire, without scales."""
-    if wire == "fp8" and is_quantised(param):
-        return 1
-    return 4 if wire == "fp32" or (param.dtype is not None and param.dtype.itemsize == 4) else 2
-
-
 def _param_signature(param: Param, engine: EngineLayout) -> Any:
     """Return what makes two parameters the same except for their names and experts."""
     slot = engine.slot_of(param)
@@ -249,7 +212,7 @@ def _columns(params: Iterable[Param], train: TrainLayout, engine: EngineLayout, 
             shape = (*tensor.shape, 1)[:2]
             boxes = [[_box(part, shape) for part in parts if part.source == source] for parts in [*holds, *needs]]
             member, cells = _atoms(boxes, shape)
-            columns.append((member, cells * bytes_per_element(param, wire) * count))
+            columns.append((member, cells * wire_itemsize(param, wire) * count))
             if is_fp8:
                 # A rank that holds any cell of a block has its scale: blocks are quantised before they are cut.
                 grid = [[[(a // BLOCK, -(-b // BLOCK)) for a, b in box] for box in rank] for rank in boxes]

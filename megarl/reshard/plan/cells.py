@@ -1,9 +1,7 @@
-"""Divide the model into cells, the units that have to move from one set of ranks to another.
+"""Divide the model into cells, boxes of HF tensors that no shard boundary of either side crosses.
 
-A `Cell` is a box of one HF tensor that no shard boundary of either side crosses, so any rank holds or needs it as a
-whole or not at all. Cells with the same holders and the same needers form a `CellGroup`, which is a sequence of bytes:
-its cells one after another, each row by row. Layers of the same kind have the same cells, which are computed once per
-kind, whatever the model's size.
+Cells with the same holders and needers form a cell group: a sequence of bytes, cell after cell and row by row. The
+cells of a kind of layer are computed once, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from megarl.models.config_json import need
 from megarl.models.fp8 import BLOCK, is_quantised
 from megarl.models.layout_algebra import HFConfig, Param, layer_of
 from megarl.models.registry import family_of
-from megarl.reshard.plan.layout import EngineLayout, ShardSlice, TrainLayout, Wire
+from megarl.reshard.plan.layout import EngineLayout, ShardSlice, TrainLayout, Wire, wire_itemsize
 
 
 class Cell(NamedTuple):
@@ -79,10 +77,6 @@ def list_layer_kinds(
     """Return the kinds of layers of the whole model. Raises ConfigError if a layout does not divide the model."""
     family = family_of(hf)
     family.check(hf)
-    first, last = blocks.embedding(hf), blocks.final_params(hf)
-    kinds: dict[tuple[object, object], LayerKind] = {}
-    for params, stage in ((first, 0), (last, train.pp - 1)):
-        kinds[_signature(params, None), ()] = LayerKind(params, [(stage, None)], [])
     num_layers, experts = int(hf["num_hidden_layers"]), family.num_experts(hf)
     extra = family.num_mtp_layers(hf) if engine.draft else 0
     if extra > 1:
@@ -91,12 +85,13 @@ def list_layer_kinds(
         raise ConfigError(f"an engine that fuses the shared expert has one, the model {shared}")
     if experts % train.ep:
         raise ConfigError(f"parallel.ep={train.ep} does not divide the model's {experts} experts")
-    for layer in range(num_layers + extra):
-        params = family.layer(hf, layer, range(min(1, experts)))
-        key = _signature(params, layer), engine.experts.get(layer, ())
+    layers: list[tuple[int | None, list[Param]]] = [(None, blocks.embedding(hf)), (None, blocks.final_params(hf))]
+    layers += [(layer, family.layer(hf, layer, range(min(1, experts)))) for layer in range(num_layers + extra)]
+    kinds: dict[tuple[object, object], LayerKind] = {}
+    for layer, params in layers:
+        key = _signature(params, layer), () if layer is None else engine.experts.get(layer, ())
         kind = kinds.setdefault(key, LayerKind(params, [], []))
-        stage = train.stage_of_layer(layer if layer < num_layers else None)
-        kind.layers.append((stage, layer))
+        kind.layers.append((train.stage_of(params[0]), layer))
     for kind in kinds.values():
         kind.cell_groups = _build_cell_groups(kind.params, experts, train, engine, wire, min_piece)
     return list(kinds.values())
@@ -119,36 +114,27 @@ def _signature(params: Sequence[Param], layer: int | None) -> tuple[object, ...]
 def _build_cell_groups(
     params: Sequence[Param], experts: int, train: TrainLayout, engine: EngineLayout, wire: Wire, min_piece: int
 ) -> list[CellGroup]:
-    dense: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Cell]] = {}
-    routed: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Cell]] = {}
+    cells: dict[tuple[bool, tuple[int, ...], tuple[int, ...]], list[Cell]] = {}
     for number, param in enumerate(params):
-        slot = engine.slot_of(param)
-        if slot is None:
+        if (slot := engine.slot_of(param)) is None:
             continue
         shard_of = [engine.shard_index(position, slot.grid) for position in range(engine.tp)]
         for cell, train_shards, engine_shards in _cells(number, param, train, engine, wire, min_piece):
-            if param.expert is None:
-                positions = tuple(p for p, shard in enumerate(shard_of) if shard in engine_shards)
-                dense.setdefault((train_shards, positions), []).append(cell)
-            else:
-                routed.setdefault((train_shards, engine_shards), []).append(cell)
-    cell_groups = [
-        CellGroup(train_shards, None, positions, (None,), tuple(cells))
-        for (train_shards, positions), cells in dense.items()
-    ]
+            positions = tuple(p for p, shard in enumerate(shard_of) if shard in engine_shards)
+            cells.setdefault((param.expert is not None, train_shards, positions), []).append(cell)
+    dense, routed = ([(*key[1:], tuple(cells[key])) for key in cells if key[0] == expert] for expert in (False, True))
+    cell_groups = [CellGroup(shards, None, positions, (None,), members) for shards, positions, members in dense]
     if routed:
-        template = next(param for param in params if param.expert is not None)
-        groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-        experts_per_rank = experts // train.ep
-        layer = layer_of(template.megatron)
+        experts_by_owner: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        layer = layer_of(params[0].megatron)
         experts_of = [set(engine.experts_at(p, layer, experts)) for p in range(engine.tp)]
         for expert in range(experts):
             expert_positions = tuple(p for p in range(engine.tp) if expert in experts_of[p])
-            groups.setdefault((expert // experts_per_rank, expert_positions), []).append(expert)
-        for (ep_rank, expert_positions), members in groups.items():
-            for (train_shards, engine_shards), cells in routed.items():
-                positions = tuple(p for p in expert_positions if engine.shard_index(p, "expert") in engine_shards)
-                cell_groups.append(CellGroup(train_shards, ep_rank, positions, tuple(members), tuple(cells)))
+            experts_by_owner.setdefault((expert // (experts // train.ep), expert_positions), []).append(expert)
+        for (ep_rank, expert_positions), numbers in experts_by_owner.items():
+            for shards, positions, members in routed:
+                receivers = tuple(p for p in expert_positions if p in positions)
+                cell_groups.append(CellGroup(shards, ep_rank, receivers, tuple(numbers), members))
     return cell_groups
 
 
@@ -164,10 +150,14 @@ def _cells(
     quantised = wire == "fp8" and is_quantised(param)
     for source, tensor in enumerate(param.hf):
         shape = tensor.shape if len(tensor.shape) == 2 else (tensor.shape[0], 1)
+        if quantised:
+            _check_blocks(tensor.name, shape, chain(*engine_slices), source)
         for scale in (False, True) if quantised else (False,):
-            held_boxes = [_boxes(side, source, shape, scale) for side in train_slices]
-            needed_boxes = [_boxes(side, source, shape, scale, tensor.name) for side in engine_slices]
-            item = _item_bytes(param, wire, quantised, scale)
+            held_boxes, needed_boxes = (
+                [_boxes(slices, source, shape, BLOCK if scale else 1) for slices in side]
+                for side in (train_slices, engine_slices)
+            )
+            item = 4 if scale else wire_itemsize(param, wire)
             unit = BLOCK if quantised and not scale else 1
             boxes = list(chain(*held_boxes, *needed_boxes))
             rows = sorted({edge for box in boxes for edge in box[:2]})
@@ -187,29 +177,33 @@ def _cells(
 
 
 def _boxes(
-    side: Sequence[ShardSlice], source: int, shape: tuple[int, ...], scale: bool, name: str = ""
+    slices: Iterable[ShardSlice], source: int, shape: tuple[int, ...], unit: int
 ) -> list[tuple[int, int, int, int]]:
-    """Return a shard's boxes (r0, r1, c0, c1) of a tensor or its scale grid. With `name`, blocks must not be cut."""
+    """Return a shard's boxes (r0, r1, c0, c1) of a tensor, in elements, or of its scale grid, in units of a block."""
     boxes = []
-    for interval in side:
+    for interval in slices:
+        if interval.source == source:
+            box = [0, shape[0], 0, shape[1]]
+            box[2 * interval.dim : 2 * interval.dim + 2] = interval.start, interval.stop
+            boxes.append((box[0] // unit, -(-box[1] // unit), box[2] // unit, -(-box[3] // unit)))
+    return boxes
+
+
+def _check_blocks(name: str, shape: tuple[int, ...], slices: Iterable[ShardSlice], source: int) -> None:
+    """Raise ConfigError if the engine cuts or shifts the blocks of a quantised tensor."""
+    for interval in slices:
         if interval.source != source:
             continue
-        box = [0, shape[0], 0, shape[1]]
-        box[2 * interval.dim : 2 * interval.dim + 2] = interval.start, interval.stop
-        if name and scale and any(edge % BLOCK and edge != shape[i // 2] for i, edge in enumerate(box)):
+        if any(edge % BLOCK and edge != shape[interval.dim] for edge in (interval.start, interval.stop)):
             raise ConfigError(
                 f"{name} cannot be sent as FP8: the engine cuts it at {interval.start} and {interval.stop}, through a "
                 f"block of {BLOCK}; use another tensor or expert parallel size for the engine, or an engine in BF16"
             )
-        if name and scale and interval.offset % BLOCK:
+        if interval.offset % BLOCK:
             raise ConfigError(
                 f"{name} cannot be sent as FP8: in the engine's tensor it begins at {interval.offset}, within a block "
                 f"of {BLOCK}; use an engine in BF16"
             )
-        if scale:
-            box = [box[0] // BLOCK, -(-box[1] // BLOCK), box[2] // BLOCK, -(-box[3] // BLOCK)]
-        boxes.append((box[0], box[1], box[2], box[3]))
-    return boxes
 
 
 def _shards_containing(side: Sequence[Sequence[tuple[int, int, int, int]]], row: int, column: int) -> tuple[int, ...]:
@@ -218,27 +212,21 @@ def _shards_containing(side: Sequence[Sequence[tuple[int, int, int, int]]], row:
     )
 
 
-def _item_bytes(param: Param, wire: Wire, quantised: bool, scale: bool) -> int:
-    if scale or wire == "fp32" or (param.dtype is not None and param.dtype.itemsize == 4):
-        return 4
-    return 1 if quantised else 2
-
-
 class ByteIndex(NamedTuple):
     """All cell groups of all kinds, concatenated into one linear byte range, as arrays.
 
-    start [C + 1]: first byte of each cell. kind, cell, expert [C]: which cell it is (expert -1: none). unit_bytes [C]:
-    bytes that stay together. cell_group_start [F + 1]: first byte of each cell group; cell_group_kind [F].
+    start [C + 1]: first byte of each cell. cell, expert [C]: which of `cells` it is, for which expert (-1: none).
+    row_bytes, unit_bytes [C]: bytes of a row, and bytes that stay together. cell_group_start [F + 1]: first byte of
+    each cell group.
     """
 
     start: np.ndarray
-    kind: np.ndarray
     cell: np.ndarray
     cells: list[Cell]
     expert: np.ndarray
+    row_bytes: np.ndarray
     unit_bytes: np.ndarray
     cell_group_start: np.ndarray
-    cell_group_kind: np.ndarray
 
     def snap_to_cut(self, position: np.ndarray) -> np.ndarray:
         """Return for each position the nearest one at or before it where a cut is allowed."""
@@ -253,28 +241,16 @@ class ByteIndex(NamedTuple):
 def build_byte_index(kinds: Sequence[LayerKind]) -> ByteIndex:
     """Concatenate the cell groups, in the order of the kinds and their lists."""
     cells: list[Cell] = []
-    index, experts, kind_numbers, group_sizes, group_kinds = [], [], [], [], []
-    for number, kind in enumerate(kinds):
-        for group in kind.cell_groups:
-            first = len(cells)
-            cells += group.cells
-            indices = np.arange(first, len(cells))
-            index.append(np.tile(indices, len(group.experts)))
-            members = np.array([-1 if e is None else e for e in group.experts])
-            experts.append(np.repeat(members, len(indices)))
-            kind_numbers.append(np.full(len(indices) * len(members), number))
-            group_sizes.append(len(indices) * len(members))
-            group_kinds.append(number)
+    index, experts, group_sizes = [], [], [0]
+    for group in (group for kind in kinds for group in kind.cell_groups):
+        indices = np.arange(len(cells), len(cells) + len(group.cells))
+        cells += group.cells
+        index.append(np.tile(indices, len(group.experts)))
+        experts.append(np.repeat([-1 if expert is None else expert for expert in group.experts], len(indices)))
+        group_sizes.append(len(index[-1]))
     cell = np.concatenate(index)
-    sizes = np.array([c.nbytes for c in cells], dtype=np.int64)[cell]
-    start = np.concatenate([[0], np.cumsum(sizes)])
-    return ByteIndex(
-        start=start,
-        kind=np.concatenate(kind_numbers),
-        cell=cell,
-        cells=cells,
-        expert=np.concatenate(experts),
-        unit_bytes=np.array([c.unit_bytes for c in cells], dtype=np.int64)[cell],
-        cell_group_start=start[np.concatenate([[0], np.cumsum(group_sizes)])],
-        cell_group_kind=np.array(group_kinds),
-    )
+    sizes = np.array([(c.nbytes, (c.c1 - c.c0) * c.item_bytes, c.unit_bytes) for c in cells], dtype=np.int64)
+    nbytes, row_bytes, unit_bytes = sizes[cell].T
+    start = np.concatenate([[0], np.cumsum(nbytes)])
+    cell_group_start = start[np.cumsum(group_sizes)]
+    return ByteIndex(start, cell, cells, np.concatenate(experts), row_bytes, unit_bytes, cell_group_start)

@@ -9,12 +9,11 @@ from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megarl.reshard.plan.bound import NETWORK_SLACK, Bound
-from megarl.reshard.plan.planner import ALIGN, FORWARD_RECEIVE, FORWARD_SEND, LOCAL, SEND, RankPlan, ReshardPlan
+from megarl.reshard.plan.bound import NETWORK_SLACK, Bound, Floats
+from megarl.reshard.plan.planner import FORWARD_RECEIVE, FORWARD_SEND, LOCAL, SEND, RankPlan, ReshardPlan, align
 
-Floats = NDArray[np.float64]
+Colour = tuple[int, int, int]
 
 # Of the HTML page.
 CELLS = 64  # maximum cells per side of the map; more nodes share cells
@@ -35,11 +34,9 @@ HASH_BYTES = 8  # per piece, after the pieces of the message
 
 
 class Messages(NamedTuple):
-    """The messages that one rank sends and receives; arrays with one entry per message. Data that stay on the rank
-    count as a message from itself.
+    """The messages that one rank sends and receives; arrays. Data that stay on the rank count as a message from itself.
 
-    nbytes: bytes of the pieces. forwarded: bytes of the pieces that are forwarded. staged: bytes in the buffer, with
-    alignment and hashes.
+    nbytes: bytes of all pieces; forwarded: of those that are forwarded; staged: in the buffer, aligned, with hashes.
     """
 
     round: np.ndarray
@@ -78,8 +75,8 @@ class LinkSpeeds:
 class CostReport:
     """A plan with all ranks' messages.
 
-    Arrays are [rounds, ranks] bytes: sent and received over the network (between nodes) and inside a node, and
-    staged. node_matrix: [nodes, nodes] bytes from node to node.
+    network, inside, staged: [2, rounds, ranks] bytes that each rank sends and receives over the network (between nodes)
+    and inside a node, and stages for that. node_matrix: [nodes, nodes] bytes from node to node.
     """
 
     plan: ReshardPlan
@@ -87,51 +84,41 @@ class CostReport:
     all_ranks_seconds: float
     num_messages: int
     message_bytes: int
-    network_out: Floats
-    network_in: Floats
-    inside_out: Floats
-    inside_in: Floats
-    staged_out: Floats
-    staged_in: Floats
+    network: Floats
+    inside: Floats
+    staged: Floats
     node_matrix: Floats
 
     def round_seconds(self, links: LinkSpeeds) -> Floats:
         """Return the duration of each round, that of its busiest rank, if all ranks go through them in step."""
-        out = links.transfer_seconds(self.network_out, self.inside_out)
-        into = links.transfer_seconds(self.network_in, self.inside_in)
-        seconds: Floats = np.maximum(np.maximum(out, into).max(axis=1), links.send_overhead) + links.round_overhead
+        busiest = links.transfer_seconds(self.network, self.inside).max(axis=(0, 2))
+        seconds: Floats = np.maximum(busiest, links.send_overhead) + links.round_overhead
         return seconds
 
     def busiest_seconds(self, links: LinkSpeeds) -> float:
         """Return the duration for the busiest rank if no rank waited for another."""
-        out = links.transfer_seconds(self.network_out.sum(0), self.inside_out.sum(0))
-        into = links.transfer_seconds(self.network_in.sum(0), self.inside_in.sum(0))
-        rounds = len(self.network_out)
-        return max(float(np.maximum(out, into).max()), rounds * links.send_overhead) + rounds * links.round_overhead
+        busiest = float(links.transfer_seconds(self.network.sum(1), self.inside.sum(1)).max())
+        return max(busiest, self.plan.rounds * links.send_overhead) + self.plan.rounds * links.round_overhead
 
 
 def tabulate_messages(rank: RankPlan) -> Messages:
     """Return a rank's messages, computed from its tables without an object per piece."""
-    byte_index = rank.plan.assignment.byte_index
-    width = np.array([(c.c1 - c.c0) * c.item_bytes for c in byte_index.cells], dtype=np.int64)
     by_table: dict[tuple[int, int], np.ndarray] = {}
     for number, table in rank.tables.items():
-        size = (table.r1 - table.r0) * width[byte_index.cell[table.cell]]
+        size = (table.r1 - table.r0) * rank.plan.assignment.byte_index.row_bytes[table.cell]
         sends = (table.operation == SEND) | (table.operation == FORWARD_SEND)
         forward = table.operation >= FORWARD_RECEIVE
         peer = np.where(table.operation == LOCAL, rank.rank, table.peer)
-        aligned = -(-size // ALIGN) * ALIGN
-        values = np.stack([size, np.where(forward, size, 0), aligned, np.ones_like(size)])
+        values = np.stack([size, np.where(forward, size, 0), align(size), np.ones_like(size)])
         by_table[number] = _sum_by_key(np.stack([table.block_round, sends, peer]), values)
     all_rounds = []
     for block in rank.plan.round_blocks:
         for group, _ in block.members:
-            table_sums = by_table[group, block.num_parts].copy()
-            table_sums[0] += block.first_round
-            all_rounds.append(table_sums)
+            number, *others = by_table[group, block.num_parts]
+            all_rounds.append(np.stack([number + block.first_round, *others]))
     all_messages = np.concatenate(all_rounds, axis=1)
     number, sends, peer, nbytes, forwarded, aligned, pieces = _sum_by_key(all_messages[:3], all_messages[3:])
-    staged = aligned + -(-HASH_BYTES * pieces // ALIGN) * ALIGN
+    staged = aligned + align(HASH_BYTES * pieces)
     return Messages(number, sends.astype(bool), peer, nbytes, forwarded, staged)
 
 
@@ -149,45 +136,41 @@ def build_report(build_plan: Callable[[], ReshardPlan]) -> CostReport:
     seconds, ranks = [], build_plan().rank_map.participants
     for rank in sorted({ranks[0], ranks[len(ranks) // 2], ranks[-1]}):
         begin = time.perf_counter()
-        build_plan().plan_rank(rank)
+        RankPlan(build_plan(), rank)
         seconds.append(time.perf_counter() - begin)
     begin = time.perf_counter()
     plan = build_plan()
     all_seconds = time.perf_counter() - begin
     world, ranks_per_node = plan.world, plan.assignment.ranks_per_node
-    network_out, network_in, inside_out, inside_in, staged_out, staged_in = np.zeros((6, plan.rounds, world))
-    total = np.zeros((world // ranks_per_node, world // ranks_per_node))
+    network, inside, staged = np.zeros((3, 2, plan.rounds, world))
+    node_matrix = np.zeros((world // ranks_per_node, world // ranks_per_node))
     num_messages = num_bytes = 0
     for rank in range(world):
         begin = time.perf_counter()
-        rank_plan = plan.plan_rank(rank)
+        rank_plan = RankPlan(plan, rank)
         all_seconds += time.perf_counter() - begin
         messages = tabulate_messages(rank_plan)
         is_remote, leaves_rank = messages.peer // ranks_per_node != rank // ranks_per_node, messages.peer != rank
-        for sends, network, inside, staged in (
-            (True, network_out, inside_out, staged_out),
-            (False, network_in, inside_in, staged_in),
-        ):
-            chosen = messages.is_send == sends
+        for direction, chosen in enumerate((messages.is_send, ~messages.is_send)):
             for target, mask, value in (
                 (network, chosen & is_remote, messages.nbytes),
                 (inside, chosen & leaves_rank & ~is_remote, messages.nbytes),
                 (staged, chosen, messages.staged),
             ):
-                target[:, rank] = np.bincount(messages.round[mask], value[mask], plan.rounds)
+                target[direction, :, rank] = np.bincount(messages.round[mask], value[mask], plan.rounds)
         received = ~messages.is_send & leaves_rank
         num_messages += int(received.sum())
         num_bytes += int(messages.nbytes[received].sum())
-        node_in = total[:, rank // ranks_per_node]
+        node_in = node_matrix[:, rank // ranks_per_node]
         np.add.at(node_in, messages.peer[received] // ranks_per_node, messages.nbytes[received])
-    arrays = network_out, network_in, inside_out, inside_in, staged_out, staged_in
-    return CostReport(plan, max(seconds), all_seconds, num_messages, num_bytes, *arrays, node_matrix=total)
+    arrays = network, inside, staged, node_matrix
+    return CostReport(plan, max(seconds), all_seconds, num_messages, num_bytes, *arrays)
 
 
 def compute_metrics(report: CostReport, bound: Bound, links: LinkSpeeds) -> dict[str, Any]:
     """Return the plan compared with the bound; bytes of all ranks together, or of the busiest one."""
-    network_out, network_in = report.network_out.sum(0), report.network_in.sum(0)
-    sent, received = network_out + report.inside_out.sum(0), network_in + report.inside_in.sum(0)
+    network_out, network_in = report.network.sum(1)
+    sent, received = (report.network + report.inside).sum(1)
     metrics: dict[str, Any] = {
         "plan_seconds": round(report.plan_seconds, 4),
         "all_ranks_seconds": round(report.all_ranks_seconds, 3),
@@ -209,10 +192,10 @@ def compute_metrics(report: CostReport, bound: Bound, links: LinkSpeeds) -> dict
         metrics[f"{name}_max_over_bound"] = _ratio(of_ranks.max(), lower_bound)
     metrics |= {
         # Bound on `send` for plans that keep to NETWORK_SLACK over the network.
-        "send_beside_bound": round(bound.send_beside),
-        "send_max_over_beside_bound": _ratio(sent.max(), bound.send_beside),
+        "send_capped_bound": round(bound.send_capped),
+        "send_max_over_capped_bound": _ratio(sent.max(), bound.send_capped),
         # As allocated: twice the largest round, for each direction.
-        "staging_peak_bytes": int((2 * (report.staged_out.max(0) + report.staged_in.max(0))).max()),
+        "staging_peak_bytes": int(2 * report.staged.max(1).sum(0).max()),
         "bucket_bytes": report.plan.bucket_bytes,
         "messages": report.num_messages,
         "mean_message_bytes": round(report.message_bytes / max(report.num_messages, 1)),
@@ -225,7 +208,7 @@ def compute_metrics(report: CostReport, bound: Bound, links: LinkSpeeds) -> dict
             "nic_bytes_per_second": links.network_bandwidth,
             "nvlink_bytes_per_second": links.nvlink_bandwidth,
             "seconds_per_round": links.round_overhead,
-            "seconds_per_hand_over": links.send_overhead,
+            "send_overhead_seconds": links.send_overhead,
         },
     }
     if lower_bound := max(bound.nic_send, bound.nic_recv) / links.network_bandwidth:
@@ -237,13 +220,13 @@ def summarize(report: CostReport, bound: Bound, links: LinkSpeeds) -> list[str]:
     """Describe the metrics in sentences."""
     train, ranks_per_node = report.plan.train, report.plan.assignment.ranks_per_node
     engines, nodes = len(report.plan.rank_map.engine), report.plan.world // ranks_per_node
-    network_out, network_in = report.network_out.sum(0), report.network_in.sum(0)
-    sent, received = network_out + report.inside_out.sum(0), network_in + report.inside_in.sum(0)
+    network_out, network_in = report.network.sum(1)
+    sent, received = (report.network + report.inside).sum(1)
     gathered = engines * bound.model_bytes
     sentences = [
         f"Each GPU{'' if report.plan.rank_map.is_colocated else ' of an engine'} needs "
-        f"{format_bytes(bound.needed_bytes / engines)}, "
-        f"has {format_bytes(bound.local_bytes / engines)} of it and receives {format_bytes(received.sum() / engines)}; "
+        f"{format_bytes(bound.needed_bytes / engines)}, has {format_bytes(bound.local_bytes / engines)} of it and "
+        f"receives {format_bytes(received.sum() / engines)}; "
         f"a gather of the whole model would send it {format_bytes(bound.model_bytes)}"
         + (f", {gathered / received.sum():.0f} times as much." if received.any() else ".")
     ]
@@ -268,14 +251,14 @@ def summarize(report: CostReport, bound: Bound, links: LinkSpeeds) -> list[str]:
                     f"{_describe_ranks(forced, report.plan)}, {reason}."
                 )
             sentences.append(line)
-        if bound.send_beside > 1.001 * bound.send:
+        if bound.send_capped > 1.001 * bound.send:
             sentences.append(
                 f"Over all links the busiest GPU sends {format_bytes(sent.max())}. Were the network of no account, "
                 f"{format_bytes(bound.send)} would suffice: GPUs that send most inside their nodes would leave the "
-                f"network to others. Some GPU sends {format_bytes(bound.send_beside)} at least, or one sends more than "
+                f"network to others. Some GPU sends {format_bytes(bound.send_capped)} at least, or one sends more than "
                 f"{NETWORK_SLACK:g} of the least over the network."
             )
-        if (ratio := sent.max() / max(bound.send_beside, 1.0)) > NETWORK_SLACK:
+        if (ratio := sent.max() / max(bound.send_capped, 1.0)) > NETWORK_SLACK:
             sentences.append(
                 f"The busiest GPU sends {ratio:.2f} of what some GPU has to send in all where the network is spared: "
                 "the planner levels what goes over the network first, and what goes inside nodes less well for engines "
@@ -284,12 +267,11 @@ def summarize(report: CostReport, bound: Bound, links: LinkSpeeds) -> list[str]:
     seconds, busiest = float(report.round_seconds(links).sum()), report.busiest_seconds(links)
     sentences.append(
         f"It goes in {report.plan.rounds} rounds through staging of two buckets of "
-        f"{report.plan.bucket_bytes >> 20} MiB. "
-        f"Modelled, not measured, at {links.network_bandwidth / 1e9:g} GB/s of network and "
-        f"{links.nvlink_bandwidth / 1e9:g} GB/s inside a node per GPU and direction, {1e6 * links.round_overhead:g} us "
-        f"between rounds and "
-        f"{1e3 * links.send_overhead:g} ms at least for each, to hand over the one before: {seconds:.3g} s if all "
-        f"ranks run the rounds in lockstep, {busiest:.3g} s if no rank waited for another."
+        f"{report.plan.bucket_bytes >> 20} MiB. Modelled, not measured, at {links.network_bandwidth / 1e9:g} GB/s of "
+        f"network and {links.nvlink_bandwidth / 1e9:g} GB/s inside a node per GPU and direction, "
+        f"{1e6 * links.round_overhead:g} us between rounds and {1e3 * links.send_overhead:g} ms at least for each, to "
+        f"hand over the one before: {seconds:.3g} s if all ranks run the rounds in lockstep, {busiest:.3g} s if no "
+        "rank waited for another."
     )
     if minimum := max(bound.nic_send, bound.nic_recv) / links.network_bandwidth:
         sentences[-1] += (
@@ -325,15 +307,13 @@ def _describe_rank(plan: ReshardPlan, rank: int) -> str:
 def _describe_ranks(ranks: tuple[int, ...], plan: ReshardPlan) -> str:
     if len(ranks) == 1:
         return f"one GPU, {ranks[0]}"
-    inside = {stage_of(plan, rank) for rank in ranks}
-    stage, node = inside.pop(), ranks[0] // plan.rank_map.ranks_per_node
-    of_stage = f" of stage {stage}" if not inside and stage is not None else ""
+    ranks_per_node = plan.rank_map.ranks_per_node
+    stages, nodes = {stage_of(plan, rank) for rank in ranks}, {rank // ranks_per_node for rank in ranks}
+    of_stage = f" of stage {next(iter(stages))}" if len(stages) == 1 and None not in stages else ""
     if of_stage and len(ranks) == plan.train.stage_ranks:
         return f"the {len(ranks)} GPUs{of_stage}"
-    if len(ranks) == plan.rank_map.ranks_per_node and {rank // plan.rank_map.ranks_per_node for rank in ranks} == {
-        node
-    }:
-        return f"the {len(ranks)} GPUs of node {node}"
+    if len(ranks) == ranks_per_node and len(nodes) == 1:
+        return f"the {len(ranks)} GPUs of node {min(nodes)}"
     return f"{len(ranks)} GPUs" + (of_stage or " together")
 
 
@@ -347,24 +327,31 @@ def _ratio(value: float, minimum: float) -> float:
 def render_page(title: str, report: CostReport, bound: Bound, links: LinkSpeeds, sentences: Sequence[str]) -> str:
     """Return the HTML page. sentences: paragraphs at its top, in order."""
     has_several_nodes = len(report.node_matrix) > 1
-    sent, received = report.network_out.sum(0), report.network_in.sum(0)
-    scope, bound_out, bound_in = "over the network", bound.nic_send, bound.nic_recv
-    if not has_several_nodes:
-        sent, received = report.inside_out.sum(0), report.inside_in.sum(0)
-        scope, bound_out, bound_in = "", bound.send, bound.recv
+    if has_several_nodes:
+        values, scope, bounds = report.network, "over the network", (bound.nic_send, bound.nic_recv)
+    else:
+        values, scope, bounds = report.inside, "", (bound.send, bound.recv)
+    sent, received = values.sum(1)
     seconds = report.round_seconds(links) * 1e3
+    nodes_per_cell = -(-len(report.node_matrix) // CELLS)
+    unit = "a node" if nodes_per_cell == 1 else f"{nodes_per_cell} nodes together"
+    network, intranode = (
+        f"<span style='background:{_shade(colour, 0.8)}'>&emsp;</span>" for colour in (NETWORK_COLOUR, INTRANODE_COLOUR)
+    )
     parts = [
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}</style>",
         f"<h1>{escape(title)}</h1>",
         *(f"<p>{escape(sentence)}</p>" for sentence in sentences),
         "<h2>Traffic between GPUs</h2>",
-        f"<p class='note'>{_legend(report)}</p>",
+        f"<p class='note'>Rows send, columns receive; a row or column is {unit}. {network} over the network, "
+        f"{intranode} inside a node; the darker, the more. Lines divide the stages of the trainer (rows) and the "
+        "engines (columns). Hover for figures.</p>",
         _render_map(report) if has_several_nodes else "<p>There is one node: nothing crosses the network.</p>",
         f"<h2>Each GPU's bytes {scope}</h2>",
         "<p class='note'>GPUs in order, the stages behind one another. Dashed: the least that is possible for the "
         "busiest one; dotted: the mean.</p>",
-        _render_chart(sent, bound_out, f"sent {scope}", NETWORK_COLOUR, _stage_marks(report)),
-        _render_chart(received, bound_in, f"received {scope}", NETWORK_COLOUR, _stage_marks(report)),
+        _render_chart(sent, bounds[0], f"sent {scope}", NETWORK_COLOUR, _stage_marks(report)),
+        _render_chart(received, bounds[1], f"received {scope}", NETWORK_COLOUR, _stage_marks(report)),
         "<h2>The busiest GPUs</h2>",
         _render_busiest(report),
         "<h2>Rounds</h2>",
@@ -377,20 +364,7 @@ def render_page(title: str, report: CostReport, bound: Bound, links: LinkSpeeds,
     return "\n".join(parts)
 
 
-def _legend(report: CostReport) -> str:
-    step = -(-len(report.node_matrix) // CELLS)
-    unit = "a node" if step == 1 else f"{step} nodes together"
-    network, intranode = (
-        f"<span style='background:{_shade(colour, 0.8)}'>&emsp;</span>" for colour in (NETWORK_COLOUR, INTRANODE_COLOUR)
-    )
-    return (
-        f"Rows send, columns receive; a row or column is {unit}. "
-        f"{network} over the network, {intranode} inside a node; the darker, the "
-        "more. Lines divide the stages of the trainer (rows) and the engines (columns). Hover for figures."
-    )
-
-
-def _shade(colour: tuple[int, int, int], amount: float) -> str:
+def _shade(colour: Colour, amount: float) -> str:
     """Blend from nearly white (0) to the colour (1)."""
     red, green, blue = (round(245 + (part - 245) * amount) for part in colour)
     return f"#{red:02x}{green:02x}{blue:02x}"
@@ -420,11 +394,10 @@ def _render_map(report: CostReport) -> str:
                 f"<rect x='{x:.1f}' y='{y:.1f}' width='{size:.1f}' height='{size:.1f}' fill='{_shade(colour, amount)}'>"
                 f"<title>{title}</title></rect>"
             )
-    train, engine, ranks_per_node = report.plan.train, report.plan.engine, report.plan.assignment.ranks_per_node
-    unit = ranks_per_node * step
-    lines = []
-    rank_map = report.plan.rank_map
-    for ranks, is_row, side_ranks in ((train.stage_ranks, True, rank_map.train), (engine.tp, False, rank_map.engine)):
+    plan, rank_map, lines = report.plan, report.plan.rank_map, []
+    unit = rank_map.ranks_per_node * step
+    sides = (plan.train.stage_ranks, True, rank_map.train), (plan.engine.tp, False, rank_map.engine)
+    for ranks, is_row, side_ranks in sides:
         if ranks < unit:
             continue  # several share each cell
         for number, first in enumerate(side_ranks[::ranks].tolist()):
@@ -441,9 +414,8 @@ def _render_map(report: CostReport) -> str:
             if not is_row and space >= 16:
                 word = f"engine {number}" if space >= 60 else str(number)
                 lines.append(f"<text x='{x + space / 2:.1f}' y='14' text-anchor='middle'>{word}</text>")
-    inside = "".join(cells) + "".join(lines)
     width = LABEL_WIDTH + SIDE + 10
-    return f"<svg viewBox='0 0 {width} {SIDE + 30}' width='{width}'>{inside}</svg>"
+    return f"<svg viewBox='0 0 {width} {SIDE + 30}' width='{width}'>{''.join(cells + lines)}</svg>"
 
 
 def _stage_marks(report: CostReport) -> list[tuple[int, str]]:
@@ -461,12 +433,7 @@ def _is_contiguous(ranks: np.ndarray) -> bool:
 
 
 def _render_chart(
-    values: Floats,
-    lower_bound: float,
-    name: str,
-    colour: tuple[int, int, int],
-    marks: list[tuple[int, str]],
-    unit: str = "",
+    values: Floats, lower_bound: float, name: str, colour: Colour, marks: list[tuple[int, str]], unit: str = ""
 ) -> str:
     """Render one column per value, and a dashed line at `lower_bound`. marks: (first index, label) of sections."""
 
@@ -475,11 +442,11 @@ def _render_chart(
 
     maximum = max(float(values.max()), lower_bound) or 1.0
     step = (WIDTH - LABEL_WIDTH) / len(values)
-    bars = []
-    path = f"M{LABEL_WIDTH} {HEIGHT}"
-    for index, value in enumerate(values):
-        path += f"V{HEIGHT - value / maximum * (HEIGHT - 20):.1f}H{LABEL_WIDTH + (index + 1) * step:.1f}"
-    bars.append(f"<path d='{path}V{HEIGHT}Z' fill='{_shade(colour, 0.7)}'/>")
+    columns = "".join(
+        f"V{HEIGHT - value / maximum * (HEIGHT - 20):.1f}H{LABEL_WIDTH + index * step:.1f}"
+        for index, value in enumerate(values, 1)
+    )
+    bars = [f"<path d='M{LABEL_WIDTH} {HEIGHT}{columns}V{HEIGHT}Z' fill='{_shade(colour, 0.7)}'/>"]
     for level, dash, word in ((lower_bound, "6 3", "least"), (float(values.mean()), "1 3", "mean")):
         if level:
             y = HEIGHT - level / maximum * (HEIGHT - 20)
@@ -501,19 +468,16 @@ def _render_chart(
 def _render_busiest(report: CostReport, count: int = 8) -> str:
     ranks_per_node = report.plan.assignment.ranks_per_node
     columns = {
-        "sent over the network": report.network_out.sum(0),
-        "received over the network": report.network_in.sum(0),
-        "sent in the node": report.inside_out.sum(0),
-        "received in the node": report.inside_in.sum(0),
+        f"{verb} {where}": values
+        for where, bytes_ in (("over the network", report.network), ("in the node", report.inside))
+        for verb, values in zip(("sent", "received"), bytes_.sum(1), strict=True)
     }
     order = np.argsort(-(columns["sent over the network"] + columns["sent in the node"]), kind="stable")[:count]
     rows = ["<tr>" + "".join(f"<th>{name}</th>" for name in ("GPU", "stage", "node", "engine", *columns)) + "</tr>"]
     for rank in order.tolist():
         stage, engine = stage_of(report.plan, rank), report.plan.rank_map.engine_rank(rank)
         cells = (rank, stage, rank // ranks_per_node, None if engine is None else engine // report.plan.engine.tp)
-        values = [
-            *("-" if cell is None else str(cell) for cell in cells),
-            *(format_bytes(column[rank]) for column in columns.values()),
-        ]
+        values = ["-" if cell is None else str(cell) for cell in cells]
+        values += [format_bytes(column[rank]) for column in columns.values()]
         rows.append("<tr>" + "".join(f"<td>{value}</td>" for value in values) + "</tr>")
     return f"<table>{''.join(rows)}</table>"

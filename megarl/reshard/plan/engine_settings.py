@@ -1,13 +1,7 @@
 """SGLang settings that keep an engine's weights where the layout tables say they are, from reading SGLang 0.5.23.
 
-A setting that moves, swaps or repacks weights without changing a shape would make the weight sync write to wrong
-places: hashes agree, and the engine computes something else. Settings that concern weights are therefore allowed by
-name only, and those of a later SGLang are refused until somebody has read what they do. In addition, a started engine
-describes its layers, and the description is compared (`find_layout_oddities` in `engine/weight_loader.py`); if they
-differ, the run ends before training.
-
-The tables list every way of SGLang 0.5.23 to compute experts, quantise, dispatch tokens and place experts: supported by
-the layout, or refused by name with a reason. A test fails for every choice in SGLang's source that has no entry.
+A setting that moves, swaps or repacks weights without changing a shape would make weight syncs write to wrong places
+while all hashes agree. So settings that concern weights are allowed by name only, and unread ones are refused.
 """
 
 from __future__ import annotations
@@ -20,142 +14,117 @@ from megarl.config.server_args import load_fields
 
 
 class Verdict(NamedTuple):
-    """Verdict on whether weights stay where the tables of `models/` say, per checkpoint dtype, with the reason.
-    "bf16" includes FP32; "fp8" is e4m3 with a scale per block of 128 x 128."""
+    """Whether an engine with this choice keeps weights where the tables of `models/` say, in BF16, in FP32 and in FP8
+    with a scale per block of 128 x 128; and why."""
 
-    bf16: bool
-    fp8: bool
+    is_supported: bool
     why: str
 
 
-def _supported(why: str) -> Verdict:
-    return Verdict(True, True, why)
-
-
-def _refused(why: str) -> Verdict:
-    return Verdict(False, False, why)
-
-
-def _refused_all(choices: str, why: str) -> dict[str, Verdict]:
-    return dict.fromkeys(choices.split(), _refused(why))
+def _verdicts(supported: Mapping[str, str], refused: Mapping[str, str]) -> dict[str, Verdict]:
+    """Return the verdict on each choice, from two tables of choices, separated by spaces, with a reason."""
+    tables = (True, supported), (False, refused)
+    return {name: Verdict(ok, why) for ok, table in tables for names, why in table.items() for name in names.split()}
 
 
 _UNREAD = "its effect on weights has not been reviewed"
-_LORA = "for adapters in the engine; MegaRL merges adapters before a weight sync"
-
-RUNNERS: dict[str, Verdict] = {
-    "triton": _supported("w13 is [gate; up], w2 as in the checkpoint, scales FP32"),
-    "deep_gemm": _supported("as triton; with FP8 on Blackwell it repacks the scales (ue8m0), which is refused there"),
-    "auto": _refused("on Blackwell it is one that swaps gate and up; without the setting MegaRL names triton"),
-    "triton_kernel": _refused("has experts transposed"),
-    "flashinfer_trtllm": _refused("has [up; gate], padded to 128 and packed into blocks"),
-    **_refused_all("experimental_sgl_trtllm flashinfer_trtllm_routed", "shares the blocks of flashinfer_trtllm"),
-    "flashinfer_cutlass": _refused("has [up; gate]"),
-    "flashinfer_mxfp4": _refused("for MXFP4 checkpoints, which are not implemented"),
-    **_refused_all("flashinfer_cutedsl cutlass experimental_sgl_marlin", _UNREAD),
-    **_refused_all("flashinfer_megamoe megamoe marlin humming", "repacks experts"),
-    "aiter": _refused("shuffles experts in tiles of 16 x 16"),
-    **_refused_all("lora_cutedsl lora_triton lora_marlin", _LORA),
-    "hpc_ops": _refused("computes with a copy of the scales"),
-    "intel_xpu": _refused("for Intel's GPUs"),
-}
-"""Choices of moe_runner_backend and speculative_moe_runner_backend."""
-
-A2A: dict[str, Verdict] = {
-    "none": _supported("experts by ep, the shared ones cut by tp"),
-    "deepep": _supported("the shared experts whole on each rank; needs rollout.ep = rollout.tp"),
-    **_refused_all("megamoe flashinfer_megamoe", "repacks experts"),
-    **_refused_all("ascend_fuseep ascend_tp", "for Ascend"),
-    **_refused_all("mori mooncake nixl flashinfer deepep_v2 pplx", _UNREAD),
-    "customized": _refused("it runs arbitrary code"),
-}
-"""Choices of moe_a2a_backend."""
-
-_ITSELF = "the engine quantises at its start; synced weights have another type"
 _INTEGERS = "matrices as packed integers, which training has no values for"
-
-QUANTISATIONS: dict[str, Verdict] = {
-    "fp8": _refused(f"{_ITSELF}; a checkpoint whose config.json has quantization_config in blocks of 128 is supported"),
-    "mxfp8": _refused(f"{_ITSELF}; scales of 32 are not implemented"),
-    "w8a8_fp8": _refused("a scale for each row, which a weight sync does not produce"),
-    "unquant": _refused("overrides what the checkpoint declares"),
-    **_refused_all(
-        "auto-round auto-round-int8 awq awq_marlin bitsandbytes gguf gptq gptq_marlin moe_wna16 w4afp8 w8a8_int8",
-        _INTEGERS,
-    ),
-    **_refused_all("compressed-tensors modelopt", "of many kinds, none of which is implemented"),
-    "humming": _refused("repacks weights"),
-    **_refused_all("mlx_q4 mlx_q8 modelslim mxfp_w4a8 quark quark_int4fp8_moe quark_mxfp4", "for other hardware"),
-    **_refused_all(
-        "modelopt_fp4 modelopt_mixed mxfp4 nvfp4_online petit_nvfp4", "FP4, which a weight sync does not produce"
-    ),
-    "modelopt_fp8": _refused("a scale for each tensor, which a weight sync does not produce"),
-}
-"""Choices of quantization as a setting. `models/fp8.py` reads the checkpoint's own quantization_config."""
-
-FP8_GEMM: dict[str, Verdict] = {
-    "auto": _supported("as deep_gemm; on Blackwell MegaRL names triton"),
-    "triton": _supported("matrices and FP32 scales as in the checkpoint"),
-    "deep_gemm": _supported("as triton; on Blackwell it repacks the scales (ue8m0), which is refused there"),
-    **_refused_all("flashinfer_trtllm flashinfer_cutlass flashinfer_deepgemm flashinfer_cutedsl cutlass", _UNREAD),
-    "aiter": _refused("shuffles matrices"),
-}
-"""Choices of fp8_gemm_runner_backend."""
-
-PLACEMENTS: dict[str, Verdict] = {
-    "init_expert_location": _refused("experts must be at their index; trivial, the default, ensures that"),
-    "ep_num_redundant_experts": _refused("copies of experts, which EPLB moves while the engine runs"),
-    "enable_eplb": _refused("moves experts while the engine runs"),
-    "elastic_ep_backend": _refused("relocates experts when a rank fails"),
-    "moe_dp_size": _refused("another grid of experts than rollout.ep and rollout.tp"),
-    "enable_waterfill": _refused("has the shared expert among the routed ones, on whichever rank has least to do"),
-    "enable_paged_experts": _refused(_UNREAD),
-}
-"""Settings that determine where experts are."""
+_QUANTISED = "the engine quantises at its start; synced weights have another type"
 
 TABLES: dict[str, dict[str, Verdict]] = {
-    "moe_runner_backend": RUNNERS,
-    "moe_a2a_backend": A2A,
-    "quantization": QUANTISATIONS,
-    "fp8_gemm_runner_backend": FP8_GEMM,
+    "moe_runner_backend": _verdicts(
+        {
+            "triton": "w13 is [gate; up], w2 as in the checkpoint, scales FP32",
+            "deep_gemm": "as triton; with FP8 on Blackwell it repacks the scales (ue8m0), which is refused there",
+        },
+        {
+            "auto": "on Blackwell it is one that swaps gate and up; without the setting MegaRL names triton",
+            "triton_kernel": "has experts transposed",
+            "flashinfer_trtllm": "has [up; gate], padded to 128 and packed into blocks",
+            "experimental_sgl_trtllm flashinfer_trtllm_routed": "shares the blocks of flashinfer_trtllm",
+            "flashinfer_cutlass": "has [up; gate]",
+            "flashinfer_mxfp4": "for MXFP4 checkpoints, which are not implemented",
+            "flashinfer_cutedsl cutlass experimental_sgl_marlin": _UNREAD,
+            "flashinfer_megamoe megamoe marlin humming": "repacks experts",
+            "aiter": "shuffles experts in tiles of 16 x 16",
+            "lora_cutedsl lora_triton lora_marlin": "for adapters in the engine; MegaRL merges adapters before a "
+            "weight sync",
+            "hpc_ops": "computes with a copy of the scales",
+            "intel_xpu": "for Intel's GPUs",
+        },
+    ),
+    "moe_a2a_backend": _verdicts(
+        {
+            "none": "experts by ep, the shared ones cut by tp",
+            "deepep": "the shared experts whole on each rank; needs rollout.ep = rollout.tp",
+        },
+        {
+            "megamoe flashinfer_megamoe": "repacks experts",
+            "ascend_fuseep ascend_tp": "for Ascend",
+            "mori mooncake nixl flashinfer deepep_v2 pplx": _UNREAD,
+            "customized": "it runs arbitrary code",
+        },
+    ),
+    # As a setting; `models/fp8.py` reads the checkpoint's own quantization_config.
+    "quantization": _verdicts(
+        {},
+        {
+            "fp8": f"{_QUANTISED}; a checkpoint whose config.json has quantization_config in blocks of 128 is "
+            "supported",
+            "mxfp8": f"{_QUANTISED}; scales of 32 are not implemented",
+            "w8a8_fp8": "a scale for each row, which a weight sync does not produce",
+            "unquant": "overrides what the checkpoint declares",
+            "auto-round auto-round-int8 awq awq_marlin bitsandbytes gguf": _INTEGERS,
+            "gptq gptq_marlin moe_wna16 w4afp8 w8a8_int8": _INTEGERS,
+            "compressed-tensors modelopt": "of many kinds, none of which is implemented",
+            "humming": "repacks weights",
+            "mlx_q4 mlx_q8 modelslim mxfp_w4a8 quark quark_int4fp8_moe quark_mxfp4": "for other hardware",
+            "modelopt_fp4 modelopt_mixed mxfp4 nvfp4_online petit_nvfp4": "FP4, which a weight sync does not produce",
+            "modelopt_fp8": "a scale for each tensor, which a weight sync does not produce",
+        },
+    ),
+    "fp8_gemm_runner_backend": _verdicts(
+        {
+            "auto": "as deep_gemm; on Blackwell MegaRL names triton",
+            "triton": "matrices and FP32 scales as in the checkpoint",
+            "deep_gemm": "as triton; on Blackwell it repacks the scales (ue8m0), which is refused there",
+        },
+        {
+            "flashinfer_trtllm flashinfer_cutlass flashinfer_deepgemm flashinfer_cutedsl cutlass": _UNREAD,
+            "aiter": "shuffles matrices",
+        },
+    ),
 }
-"""SGLang setting -> verdict on each of its choices."""
+"""SGLang setting -> verdict on each of its choices. speculative_moe_runner_backend has those of moe_runner_backend."""
+
+PLACEMENTS = {
+    "init_expert_location": "experts must be at their index; trivial, the default, ensures that",
+    "ep_num_redundant_experts": "copies of experts, which EPLB moves while the engine runs",
+    "enable_eplb": "moves experts while the engine runs",
+    "elastic_ep_backend": "relocates experts when a rank fails",
+    "moe_dp_size": "another grid of experts than rollout.ep and rollout.tp",
+    "enable_waterfill": "has the shared expert among the routed ones, on whichever rank has least to do",
+    "enable_paged_experts": _UNREAD,
+}
+"""Settings that determine where experts are, with the reason why they are refused."""
 
 
 def supported_choices(setting: str) -> tuple[str, ...]:
     """Return the choices of a setting that leave weights in place."""
-    return tuple(name for name, verdict in TABLES[setting].items() if verdict.bf16)
+    return tuple(name for name, verdict in TABLES[setting].items() if verdict.is_supported)
 
 
 def check_blackwell(settings: Mapping[str, Any], fp8: bool) -> None:
     """Raise ConfigError for a setting of an engine that repacks the scales of an FP8 checkpoint on Blackwell."""
-    if not fp8:
-        return
+    a2a = settings.get("moe_a2a_backend", "none")
     for name in ("moe_runner_backend", "speculative_moe_runner_backend", "fp8_gemm_runner_backend"):
-        if settings.get(name) == "deep_gemm":
-            reason = ""
-            if name == "moe_runner_backend" and settings.get("moe_a2a_backend", "none") != "none":
-                reason = f", which rollout.sglang.moe_a2a_backend={settings['moe_a2a_backend']} needs"
+        if fp8 and settings.get(name) == "deep_gemm":
+            needs_it = name == "moe_runner_backend" and a2a != "none"
+            reason = f", which rollout.sglang.moe_a2a_backend={a2a} needs" if needs_it else ""
             raise ConfigError(
                 f"rollout.sglang.{name}=deep_gemm{reason}: with an FP8 checkpoint it repacks the scales on this GPU "
                 f"(Blackwell), so weights cannot be synced; remove both, or convert the weights to bfloat16"
             )
-
-
-def as_markdown() -> str:
-    """Return the tables for `README.md`; a test compares them."""
-    lines = ["| setting | choice | BF16, FP32 | FP8 in blocks | why |", "|---|---|---|---|---|"]
-    words = {True: "supported", False: "refused"}
-    for setting, table in TABLES.items():
-        by_why: dict[Verdict, list[str]] = {}
-        for name, verdict in table.items():
-            by_why.setdefault(verdict, []).append(name)
-        lines += [
-            f"| {setting} | {', '.join(names)} | {words[verdict.bf16]} | {words[verdict.fp8]} | {verdict.why} |"
-            for verdict, names in by_why.items()
-        ]
-    lines += [f"| {name} | any | refused | refused | {verdict.why} |" for name, verdict in PLACEMENTS.items()]
-    return "\n".join(lines)
 
 
 _ANY = object()
@@ -239,17 +208,15 @@ def check(settings: Mapping[str, Any]) -> None:
         if (value is None) if name in _NO_SAFE_DEFAULT else (value == field.default):
             continue
         remedy = _REMEDIES.get(name, f"use one of {', '.join(allowed)}" if allowed else "remove it")
-        verdict = TABLES.get(name.removeprefix("speculative_"), {}).get(str(value)) or PLACEMENTS.get(name)
-        if verdict is not None and name not in _REMEDIES:
-            remedy = f"{verdict.why}; {remedy}"
+        verdict = TABLES.get(name.removeprefix("speculative_"), {}).get(str(value))
+        if name not in _REMEDIES and (why := verdict.why if verdict else PLACEMENTS.get(name)):
+            remedy = f"{why}; {remedy}"
         raise ConfigError(f"rollout.sglang.{name}={value} may change an engine's weights: {remedy}")
 
 
 def choose_runner(settings: Mapping[str, Any], blackwell: bool) -> dict[str, str]:
-    """Return the backends for a GPU engine where `rollout.sglang` does not set them.
-
-    On Blackwell, SGLang's own choice would be flashinfer_trtllm for experts, which swaps gate and up, and deep_gemm for
-    FP8, which repacks the scales.
-    """
+    """Return the backends for a GPU engine where `rollout.sglang` does not set them."""
+    # On Blackwell, SGLang's own choice would be flashinfer_trtllm for experts, which swaps gate and up, and deep_gemm
+    # for FP8, which repacks the scales.
     runner = "triton" if settings.get("moe_a2a_backend", "none") == "none" else "deep_gemm"
     return {"moe_runner_backend": runner} | ({"fp8_gemm_runner_backend": "triton"} if blackwell else {})

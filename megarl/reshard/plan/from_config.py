@@ -1,15 +1,9 @@
-"""Layouts and weight-sync plans for a configuration, and advice on splitting layers over pipeline stages.
-
-Weights that only one stage holds can be sent only by its GPUs, so the stage with the most to send sets the pace.
-`advise_split` minimises its bytes; it does not consider whether the stages also balance in compute.
-"""
+"""Layouts and weight-sync plans for a configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import replace
 
 from megarl.config import Config, ConfigError, server_args
 from megarl.models.fp8 import is_fp8
@@ -17,80 +11,8 @@ from megarl.models.layout_algebra import HFConfig
 from megarl.models.pipeline_stages import stage_layers
 from megarl.parallel.placement import placement_of
 from megarl.reshard.plan import engine_settings
-from megarl.reshard.plan.bound import Columns, expand_to_ranks, list_layer_columns
-from megarl.reshard.plan.layout import EngineLayout, TrainLayout, Wire, build_rank_map
+from megarl.reshard.plan.layout import EngineLayout, TrainLayout, Wire
 from megarl.reshard.plan.planner import ReshardPlan
-
-SPLIT_TOLERANCE = 1.002  # among splits within this factor of the best, prefer the most even
-
-
-@dataclass(frozen=True)
-class SplitAdvice:
-    """Layers of each stage, and bytes that each GPU of the busiest stage has to send: current and recommended."""
-
-    current: tuple[int, ...]
-    recommended: tuple[int, ...]
-    current_bytes: float
-    recommended_bytes: float
-
-    @property
-    def gain(self) -> float:
-        return 1 - self.recommended_bytes / self.current_bytes if self.current_bytes else 0.0
-
-
-def advise_split(
-    hf: HFConfig, train: TrainLayout, engine: EngineLayout, ranks_per_node: int, wire: Wire = "bf16", vpp: int = 1
-) -> SplitAdvice:
-    """Find the best of all splits that a run can have.
-
-    The first and the last stage may have any number of layers, those in between have equal numbers, and each stage has
-    at least one layer, or one for each of its `vpp` parts. Bytes are those that leave the node, or those that leave the
-    GPU if there is only one node.
-    """
-    model = list_layer_columns(hf, train, engine, wire)
-    rank_map = build_rank_map(train, engine, ranks_per_node)
-    costs_by_stage: dict[tuple[int, int], float] = {}
-
-    def cost(columns: Columns, stage: int) -> float:
-        """Return the bytes that each GPU of the stage has to send for a layer placed there."""
-        key = id(columns), stage
-        if key not in costs_by_stage:
-            size = rank_map.ranks_per_node if rank_map.ranks_per_node < rank_map.world else 1
-            holds, needs = (
-                np.array(matrix.reshape(-1, size, len(columns.weight)).any(1))
-                for matrix in expand_to_ranks(columns, stage, train, engine, rank_map)
-            )
-            costs_by_stage[key] = float((columns.weight * (needs & ~holds).sum(0)).sum() / train.stage_ranks)
-        return costs_by_stage[key]
-
-    fixed = [sum(cost(m.columns, m.stage) for m in model if m.layer is None and m.stage == s) for s in range(train.pp)]
-    layers = [member.columns for member in model if member.layer is not None]
-    costs = np.array([[cost(columns, s) for columns in layers] for s in range(train.pp)])
-
-    def busiest(stages: Sequence[Sequence[int]]) -> float:
-        return max(fixed[s] + float(costs[s, list(layer_ids)].sum()) for s, layer_ids in enumerate(stages))
-
-    current = tuple(len(layer_ids) for layer_ids in train.stages)
-    loads = {current: busiest(train.stages)}
-    for counts in splits(len(layers), train.pp, vpp):
-        ends = {"num_layers_in_first_pipeline_stage": counts[0], "num_layers_in_last_pipeline_stage": counts[-1]}
-        loads[counts] = busiest(stage_layers(len(layers), train.pp, ends if train.pp > 1 else {}, vpp))
-    limit = min(loads.values()) * SPLIT_TOLERANCE
-    best = min((sum(count**2 for count in counts), load, counts) for counts, load in loads.items() if load <= limit)
-    return SplitAdvice(current, best[2], loads[current], best[1])
-
-
-def splits(layers: int, pp: int, vpp: int = 1) -> Iterator[tuple[int, ...]]:
-    """Yield the numbers of layers per stage, in all ways that a run can have them."""
-    if pp == 1:
-        yield (layers,)
-        return
-    for middle in range(vpp, layers, vpp) if pp > 2 else (0,):
-        ends = layers - middle * (pp - 2)
-        for first in range(vpp, ends - vpp + 1, vpp):
-            if (ends - first) % vpp == 0:
-                yield (first, *[middle] * (pp - 2), ends - first)
-
 
 WIRE_BY_DTYPE: dict[str, Wire] = {"bfloat16": "bf16", "float32": "fp32"}
 
@@ -120,7 +42,18 @@ def engine_layout(config: Config) -> EngineLayout:
         raise ConfigError(f"rollout.sglang.moe_dense_tp_size={dense}: SGLang knows 1 and rollout.tp={tp} only")
     sends_tokens = settings.get("moe_a2a_backend", "none") != "none"
     if sends_tokens:
-        _check_a2a(config)
+        where = f"rollout.sglang.moe_a2a_backend={settings['moe_a2a_backend']}"
+        if config.rollout.ep != tp:
+            raise ConfigError(
+                f"{where} divides the experts among all ranks of an engine: set rollout.ep to rollout.tp={tp}"
+            )
+        if tokens := config.rollout.num_speculative_tokens:
+            raise ConfigError(
+                f"{where} with rollout.num_speculative_tokens={tokens}: not reviewed for the shared experts of a draft "
+                "model; set only one of them"
+            )
+        if settings.get("enforce_shared_experts_fusion"):
+            raise ConfigError(f"{where} with enforce_shared_experts_fusion: not tested; remove the second")
     return EngineLayout(
         tp,
         config.rollout.ep,
@@ -128,27 +61,9 @@ def engine_layout(config: Config) -> EngineLayout:
         mlp_tp=int(dense or 0),
         shared_tp=1 if sends_tokens else 0,  # SGLang then has the shared experts whole on each rank
         head_tp=tp // attention if settings.get("enable_dp_lm_head") else 0,
-        draft=bool(
-            config.rollout.num_speculative_tokens and config.train.mtp_loss_coef
-        ),  # an untrained draft model stays as loaded
+        # An untrained draft model stays as loaded.
+        draft=bool(config.rollout.num_speculative_tokens and config.train.mtp_loss_coef),
     )
-
-
-def _check_a2a(config: Config) -> None:
-    """Check the settings that go with an all-to-all backend of the experts."""
-    settings, rollout = config.rollout.sglang, config.rollout
-    where = f"rollout.sglang.moe_a2a_backend={settings['moe_a2a_backend']}"
-    if rollout.ep != rollout.tp:
-        raise ConfigError(
-            f"{where} divides the experts among all ranks of an engine: set rollout.ep to rollout.tp={rollout.tp}"
-        )
-    if rollout.num_speculative_tokens:
-        raise ConfigError(
-            f"{where} with rollout.num_speculative_tokens={rollout.num_speculative_tokens}: not reviewed for the "
-            "shared experts of a draft model; set only one of them"
-        )
-    if settings.get("enforce_shared_experts_fusion"):
-        raise ConfigError(f"{where} with enforce_shared_experts_fusion: not tested; remove the second")
 
 
 def build_plan(
@@ -158,18 +73,11 @@ def build_plan(
     train_ranks: Sequence[int] | None = None,
     engine_ranks: Sequence[int] | None = None,
 ) -> ReshardPlan:
-    """Build the weight-sync plan.
+    """Build the weight-sync plan. Raises ConfigError if the weights cannot be synced.
 
     train_ranks, engine_ranks: job ranks of the trainer, in the order of its layout, and of the engines, one after
-    another; all ranks of the job by default. Raises ConfigError if the weights cannot be synced.
+    another; all ranks by default.
     """
-    world = config.parallel.world_size
-    for side, ranks in (("trainer", train_ranks), ("engines", engine_ranks)):
-        if ranks is not None and not all(0 <= rank < world for rank in ranks):
-            invalid = next(rank for rank in ranks if not 0 <= rank < world)
-            raise ConfigError(f"the ranks of the {side} name rank {invalid}: the job has ranks 0 to {world - 1}")
-        if ranks is not None and not ranks:
-            raise ConfigError(f"the {side}'s ranks: none given; name some of the job's {world}")
     wire = WIRE_BY_DTYPE.get(config.model.dtype)
     if wire is None:
         raise ConfigError(f"model.dtype={config.model.dtype}: weights can be synced in {' or '.join(WIRE_BY_DTYPE)}")
@@ -177,14 +85,15 @@ def build_plan(
         if wire != "bf16":
             raise ConfigError(
                 f"model.dtype={config.model.dtype}: the engine of an FP8 checkpoint keeps the rest in bfloat16; set "
-                f"model.dtype=bfloat16"
+                "model.dtype=bfloat16"
             )
         wire = "fp8"
     ranks_per_node, bucket_bytes = config.parallel.ranks_per_node, config.rollout.weight_sync_bucket_mb << 20
     try:
         train = train_layout(hf, config, train_ranks)
         if train_ranks is not None or engine_ranks is not None:
-            engine = replace(engine, ranks=tuple(range(world) if engine_ranks is None else engine_ranks))
+            all_ranks = range(config.parallel.world_size)
+            engine = replace(engine, ranks=tuple(all_ranks if engine_ranks is None else engine_ranks))
         return ReshardPlan(hf, train, engine, ranks_per_node, bucket_bytes, wire)
     except ConfigError as error:
         raise ConfigError(f"the weights cannot be synced to the engines: {error}") from None

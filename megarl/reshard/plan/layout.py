@@ -1,9 +1,7 @@
-"""Layouts: where every tensor lies on the trainer's ranks and on the engines' ranks.
+"""Layouts: where every tensor lies on the trainer's ranks and on the engines' ranks, as plain data.
 
-Plain data for any number of ranks, without processes. The checks before a weight sync compare the shards, the engine's
-tensors and the plans of all ranks with them. A `ShardSlice` is an interval of one HF tensor within a local
-tensor of one rank. Everything that the reshard moves is an intersection of such intervals of both sides. `RankMap` says
-which ranks of the job are trainer ranks, engine ranks, or both.
+Everything that the reshard moves is an intersection of `ShardSlice`s of both sides. The checks before a weight sync
+compare the shards, the engine's tensors and the plans of all ranks with the layouts.
 """
 
 from __future__ import annotations
@@ -21,10 +19,26 @@ from numpy.typing import NDArray
 
 from megarl.config import ConfigError
 from megarl.models.fp8 import SCALE_SUFFIX, grid_shape, is_quantised
-from megarl.models.layout_algebra import PADDING, EngineGrid, EngineSlot, Param, ShardSpec, layer_of, split_with
+from megarl.models.layout_algebra import (
+    PADDING,
+    EngineGrid,
+    EngineSlot,
+    Param,
+    ShardSpec,
+    layer_of,
+    local_shape,
+    split_with,
+)
 
 Wire = Literal["bf16", "fp32", "fp8"]
 """Format of the weights that are sent."""
+
+
+def wire_itemsize(param: Param, wire: Wire) -> int:
+    """Return the bytes of an element of a parameter on the wire. Scales have 4."""
+    if wire == "fp8" and is_quantised(param):
+        return 1
+    return 4 if wire == "fp32" or (param.dtype is not None and param.dtype.itemsize == 4) else 2
 
 
 class ShardSlice(NamedTuple):
@@ -66,7 +80,7 @@ class TrainLayout:
         if self.ranks and len(self.ranks) != self.world:
             raise ConfigError(f"a layout of {self.world} trainer ranks cannot be placed on {len(self.ranks)} ranks")
         for size, of in ((self.tp * self.cp, "tp x cp"), (self.ep * self.etp, "ep x etp")):
-            if self.world % self.pp or self.stage_ranks % size:
+            if self.world % (self.pp * size):
                 raise ConfigError(
                     f"{of} x pp = {size} x {self.pp} does not divide the {self.world} ranks of the trainer"
                 )
@@ -87,15 +101,17 @@ class TrainLayout:
 
     def stage_of(self, param: Param) -> int:
         """Return the stage of a parameter: the first for the embedding, the last for what follows the decoder."""
-        return self.stage_of_layer(layer_of(param.megatron), first=param.megatron.startswith("embedding."))
-
-    def stage_of_layer(self, layer: int | None, first: bool = False) -> int:
+        layer = layer_of(param.megatron)
         if layer is None:
-            return 0 if first else self.pp - 1
+            return 0 if param.megatron.startswith("embedding.") else self.pp - 1
         for stage, layers in enumerate(self.stages):
             if layer in layers:
                 return stage
         raise ConfigError(f"layer {layer} is not on any pipeline stage")
+
+    def owner_of(self, param: Param, num_experts: int) -> tuple[int, int | None]:
+        """Return the stage of a parameter, and the expert parallel rank of its expert, None for other parameters."""
+        return self.stage_of(param), None if param.expert is None else param.expert // (num_experts // self.ep)
 
     def num_shards(self, expert: bool) -> int:
         """Return the number of shards of a parameter."""
@@ -110,9 +126,8 @@ class TrainLayout:
 
     def has_param(self, rank: int, param: Param, num_experts: int) -> bool:
         """Return whether a rank has a shard of this parameter."""
-        if rank // self.stage_ranks != self.stage_of(param):
-            return False
-        return param.expert is None or param.expert // (num_experts // self.ep) == self.ep_rank(rank)
+        stage, ep_rank = self.owner_of(param, num_experts)
+        return rank // self.stage_ranks == stage and ep_rank in (None, self.ep_rank(rank))
 
     def slices_of_rank(self, rank: int, param: Param) -> list[ShardSlice]:
         """Return the slices of a rank that has a shard of the parameter."""
@@ -184,10 +199,8 @@ class EngineLayout:
     def expert_indices(self, position: int, param: Param, num_experts: int) -> list[int]:
         """Return every index of this expert in a rank's stacked tensor; [0] for tensors that are not stacked."""
         slot = self.slot_of(param)
-        if slot is None:
-            return []
-        if slot.grid != "expert":
-            return [0]
+        if slot is None or slot.grid != "expert":
+            return [] if slot is None else [0]
         local = self.experts_at(position, layer_of(param.megatron), num_experts)
         if param.expert is None:
             return [len(local)]  # the fused shared expert
@@ -208,9 +221,7 @@ class EngineLayout:
     def slices_of_rank(self, position: int, param: Param) -> list[ShardSlice]:
         """Return the slices that an engine rank needs of a parameter that it has."""
         slot = self.slot_of(param)
-        if slot is None:
-            return []
-        return self.slices_of_shard(self.shard_index(position, slot.grid), param)
+        return [] if slot is None else self.slices_of_shard(self.shard_index(position, slot.grid), param)
 
     def slices_of_shard(self, part: int, param: Param) -> list[ShardSlice]:
         """Return the slices of shard `part`."""
@@ -248,8 +259,7 @@ def _to_shard_slices(spec: ShardSpec) -> list[ShardSlice]:
 
 def even_stages(num_layers: int, pp: int, counts: Sequence[int] = ()) -> tuple[tuple[int, ...], ...]:
     """Divide consecutive layers over stages: `counts` per stage, or evenly, with larger stages first."""
-    if not counts:
-        counts = [num_layers // pp + (stage < num_layers % pp) for stage in range(pp)]
+    counts = counts or [num_layers // pp + (stage < num_layers % pp) for stage in range(pp)]
     if len(counts) != pp or sum(counts) != num_layers or min(counts) < 0:
         raise ConfigError(f"{list(counts)} are not layer counts of {pp} stages with {num_layers} in total")
     starts = [sum(counts[:stage]) for stage in range(pp)]
@@ -337,8 +347,7 @@ EngineTensors = Mapping[str, tuple[str, Sequence[int]]]
 def find_shard_problems(
     local: Mapping[str, torch.Tensor], params: Iterable[Param], train: TrainLayout, rank: int, num_experts: int
 ) -> list[str]:
-    """List how a rank's shards (canonical name -> tensor) differ from the layout table, and which are not finite; one
-    line each.
+    """List how a rank's shards (canonical name -> tensor) differ from the layout table; one line each.
 
     rank: job rank; one that does not train has no shards.
     """
@@ -351,25 +360,21 @@ def find_shard_problems(
         if name not in local:
             problems.append(f"rank {rank} lacks {name}")
             continue
-        dim, slices = split_with(
-            param, param.sharding, train.num_shards(expert), train.shard_index(trainer_rank, expert)
-        )
-        shape = list(param.hf[0].shape)
-        shape[dim] = sum(piece.stop - piece.start for piece in slices)
-        if list(local[name].shape) != shape:
-            problems.append(f"{name} on rank {rank} has shape {tuple(local[name].shape)}, not {tuple(shape)}")
+        shape = local_shape(param, train.num_shards(expert), train.shard_index(trainer_rank, expert))
+        if tuple(local[name].shape) != shape:
+            problems.append(f"{name} on rank {rank} has shape {tuple(local[name].shape)}, not {shape}")
     unknown = sorted(local.keys() - expected - {TIED_EMBEDDING})
-    problems += [f"rank {rank} has {name}, which is not in the table" for name in unknown]
-    return problems + [f"{name} on rank {rank} is not finite" for name in _find_nonfinite(local)]
+    return problems + [f"rank {rank} has {name}, which is not in the table" for name in unknown]
 
 
-def _find_nonfinite(local: Mapping[str, torch.Tensor]) -> list[str]:
+def find_nonfinite(local: Mapping[str, torch.Tensor], rank: int) -> list[str]:
+    """List the shards of a rank that are not finite; one line each."""
     if not local:
         return []
     # A sum is finite only if all elements are. It may also overflow, so check the suspects element by element.
     sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in local.values()])
     suspects = [name for name, is_finite in zip(local, torch.isfinite(sums).tolist(), strict=True) if not is_finite]
-    return [name for name in suspects if not bool(torch.isfinite(local[name]).all())]
+    return [f"{name} on rank {rank} is not finite" for name in suspects if not torch.isfinite(local[name]).all()]
 
 
 def find_engine_problems(
@@ -392,9 +397,8 @@ def find_engine_problems(
         elif tuple(tensors[name][1]) != shape:
             problems.append(f"{name} has shape {tuple(tensors[name][1])} in the engine, not {shape}")
         elif tensors[name][0] not in types:
-            problems.append(
-                f"{name} is {tensors[name][0]} in the engine, but it is sent as {' or '.join(sorted(types))}"
-            )
+            sent_as = " or ".join(sorted(types))
+            problems.append(f"{name} is {tensors[name][0]} in the engine, but it is sent as {sent_as}")
     return problems
 
 

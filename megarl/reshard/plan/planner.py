@@ -1,29 +1,31 @@
-"""A weight sync in rounds: what each rank sends, receives and keeps in each of them.
+"""A weight sync in rounds: what each rank sends, receives and forwards in each of them.
 
-The layers of all stages proceed side by side: the first of each stage in the first block, the second in the second, and
-so on. A block takes as many rounds as its busiest rank needs for a staging buffer of bounded size: every transfer is
-cut into that many parts. Blocks that fit one round together are merged. In a round a rank sends and receives everything
-at once, and all ranks go through the rounds in the same order, so there is no deadlock. What arrives in a round is
-forwarded within the node in the next one.
+The layers of all stages proceed side by side, in blocks that take as many rounds as the bounded staging buffer of their
+busiest rank needs. All ranks go through the same rounds, each exchanging everything at once, so nothing deadlocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megarl.config import ConfigError
 from megarl.models.layout_algebra import HFConfig, Param
 from megarl.models.registry import family_of
-from megarl.reshard.plan.assignment import MIN_PIECE, Assignment
+from megarl.reshard.plan.assignment import MIN_PIECE, Assignment, set_bits
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, Wire
 
 ALIGN = 16
 """Every piece of a message starts at a multiple of this many bytes."""
+
+
+def align(nbytes: Any) -> Any:
+    """Round a number of bytes, or an array of them, up to a multiple of `ALIGN`."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
 _OVERHEAD = ALIGN + 8  # maximum extra bytes per piece: alignment and hash
 
 RECEIVE, SEND, LOCAL, FORWARD_RECEIVE, FORWARD_SEND = range(5)
@@ -68,15 +70,6 @@ class Round(NamedTuple):
     sends: tuple[PeerMessage, ...]
     receives: tuple[PeerMessage, ...]
     local: tuple[TensorPiece, ...]
-
-
-def compute_offsets(pieces: Sequence[TensorPiece], first: int = 0) -> tuple[list[int], int]:
-    """Return each piece's offset in a buffer, starting at `first`, and the offset after the last piece."""
-    offsets = []
-    for piece in pieces:
-        offsets.append(first)
-        first += -(-piece.nbytes // ALIGN) * ALIGN
-    return offsets, first
 
 
 @dataclass(frozen=True)
@@ -132,10 +125,6 @@ class ReshardPlan:
         members = [member for block, _ in self.blocks_in_round(number) for member in block.members]
         return max((layer for _, layer in members if layer is not None), default=0) >= int(self.hf["num_hidden_layers"])
 
-    def plan_rank(self, rank: int) -> RankPlan:
-        """Return one rank's part of the plan."""
-        return RankPlan(self, rank)
-
     def _build_blocks(self) -> list[RoundBlock]:
         groups = self.assignment.layer_groups
         members_by_stage: dict[int, list[tuple[int, int | None]]] = {}
@@ -144,58 +133,45 @@ class ReshardPlan:
         for members in members_by_stage.values():  # parameters outside of the decoder come before its layers
             members.sort(key=lambda member: -1 if member[1] is None else member[1])
         sizes, overheads, forwarded = self._count_bytes()
-        forwards = np.array(forwarded.any(axis=(0, 2)))
         capacity = self.bucket_bytes // 2
-        blocks: list[RoundBlock] = []
-        pending: list[tuple[int, int | None]] = []  # members of the next block, which fit one round
 
-        def flush() -> None:
-            if pending:
-                blocks.append(RoundBlock(1, 1 + int(any(forwards[group] for group, _ in pending)), tuple(pending)))
-                pending.clear()
+        def fits_round(members: list[tuple[int, int | None]]) -> bool:
+            index = [group for group, _ in members]
+            return bool((sizes[:, index] + overheads[0][:, index]).sum(axis=1).max() <= capacity)
 
+        steps: list[tuple[int, list[tuple[int, int | None]]]] = []  # number of parts, and members that move together
         for number in range(max(len(members) for members in members_by_stage.values())):
             present = [members[number] for _, members in sorted(members_by_stage.items()) if number < len(members)]
-            index = [group for group, _ in pending + present]
-            if (sizes[:, index] + overheads[0][:, index]).sum(axis=1).max() <= capacity:
-                pending += present
-                continue
-            flush()
-            index = [group for group, _ in present]
-            size, (whole, cut) = sizes[:, index].sum(axis=1), overheads[:, :, index].sum(axis=2)
-            if (size + whole).max() <= capacity:
-                pending += present
-                continue
-            available = capacity - cut
-            if available.min() <= 0:
-                raise ConfigError(
-                    f"a bucket of {self.bucket_bytes} bytes (rollout.weight_sync_bucket_mb) is too small to move this "
-                    f"model in rounds: at least {2 * int(cut.max()) + 2 * ALIGN} are needed"
-                )
-            parts = int(np.ceil(size / available).max())
-            blocks.append(RoundBlock(parts, parts + int(any(forwards[group] for group in index)), tuple(present)))
-        flush()
-        return self._overlap_blocks(blocks, sizes, overheads, forwarded)
+            if steps and steps[-1][0] == 1 and fits_round(steps[-1][1] + present):
+                steps[-1][1].extend(present)
+            elif fits_round(present):
+                steps.append((1, present))
+            else:
+                index = [group for group, _ in present]
+                cut = overheads[1][:, index].sum(axis=1)
+                if cut.max() >= capacity:
+                    raise ConfigError(
+                        f"a bucket of {self.bucket_bytes} bytes (rollout.weight_sync_bucket_mb) is too small to move "
+                        f"this model in rounds: at least {2 * int(cut.max()) + 2 * ALIGN} are needed"
+                    )
+                steps.append((int(np.ceil(sizes[:, index].sum(axis=1) / (capacity - cut)).max()), present))
 
-    def _overlap_blocks(
-        self, round_blocks: list[RoundBlock], sizes: np.ndarray, overheads: np.ndarray, forwarded: np.ndarray
-    ) -> list[RoundBlock]:
-        """Overlap each block's forward-only round with the next block's first round, if both fit into one."""
         blocks: list[RoundBlock] = []
         first = 0
-        for block in round_blocks:
+        for parts, members in steps:
+            index = [group for group, _ in members]
             if blocks and blocks[-1].rounds > blocks[-1].num_parts:
-                previous_groups = [group for group, _ in blocks[-1].members]
-                groups = [group for group, _ in block.members]
-                forward_bytes = forwarded[:, previous_groups].sum(axis=1) / blocks[-1].num_parts
-                forward_bytes += np.where(
-                    forward_bytes > 0, overheads[int(blocks[-1].num_parts > 1)][:, previous_groups].sum(axis=1), 0
-                )
-                first_bytes = (sizes - forwarded)[:, groups].sum(axis=1) / block.num_parts
-                first_bytes += overheads[int(block.num_parts > 1)][:, groups].sum(axis=1)
-                first -= int((forward_bytes + first_bytes).max() <= self.bucket_bytes // 2)
-            blocks.append(replace(block, first_round=first))
-            first += block.rounds
+                # Overlap the forward-only round of the previous block with the first one of this, if both fit into one.
+                previous = [group for group, _ in blocks[-1].members]
+                forward_bytes = forwarded[:, previous].sum(axis=1) / blocks[-1].num_parts
+                overhead = overheads[int(blocks[-1].num_parts > 1)][:, previous].sum(axis=1)
+                forward_bytes += np.where(forward_bytes > 0, overhead, 0)
+                first_bytes = (sizes - forwarded)[:, index].sum(axis=1) / parts
+                first_bytes += overheads[int(parts > 1)][:, index].sum(axis=1)
+                first -= int((forward_bytes + first_bytes).max() <= capacity)
+            rounds = parts + int(forwarded[:, index].any())
+            blocks.append(RoundBlock(parts, rounds, tuple(members), first))
+            first += rounds
         return blocks
 
     def _count_bytes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -216,29 +192,21 @@ class ReshardPlan:
         size = entries.hi - entries.lo
         whole = (last - first) * _OVERHEAD
         cut = whole + np.minimum(largest[kind[entries.layer_group]], size)
-        quantities = np.stack([size, whole, cut]).astype(np.float64)
-        flat = np.zeros((3, 2, groups * world))
-        direct = np.zeros((2, groups * world))
+        quantities = np.stack([size, whole, cut])
 
-        def add(direction: int, rank: np.ndarray, chosen: np.ndarray, times: np.ndarray | int = 1) -> None:
-            index = entries.layer_group[chosen] * world + rank
-            for quantity in range(3):
-                weight = quantities[quantity][chosen] * times
-                flat[quantity, direction] += np.bincount(index, weight, groups * world)
+        def add_up(rank: np.ndarray, group: np.ndarray, weights: np.ndarray) -> np.ndarray:
+            sums = [np.bincount(group * world + rank, weight, groups * world) for weight in weights]
+            return np.stack(sums).reshape(len(sums), groups, world)
 
-        everything = np.ones(len(size), dtype=bool)
-        add(0, entries.src, everything)
-        direct[0] = flat[0, 0]
-        direct[1] = np.bincount(entries.layer_group * world + entries.dst, size, groups * world)
-        node = entries.dst // ranks_per_node * ranks_per_node
-        copies = np.zeros(len(size), dtype=np.int64)
-        for bit in range(ranks_per_node):
-            receives = entries.receivers >> bit & 1 == 1
-            copies += receives
-            add(1, (node + bit)[receives], receives)
-        add(0, entries.dst, everything, copies - 1)
-        total = flat.reshape(3, 2, groups, world)
-        forwarded = total[0] - direct.reshape(2, groups, world)
+        bit, entry = set_bits(entries.receivers, ranks_per_node)
+        receiver = entries.dst[entry] // ranks_per_node * ranks_per_node + bit
+        sent = add_up(entries.src, entries.layer_group, quantities)
+        received = add_up(receiver, entries.layer_group[entry], quantities[:, entry])
+        num_forwards = np.bincount(entry, minlength=len(size)) - 1
+        forwards = add_up(entries.dst, entries.layer_group, quantities * num_forwards)
+        entering = add_up(entries.dst, entries.layer_group, quantities[:1])
+        forwarded = np.stack([forwards[0], received[0] - entering[0]])
+        total = np.stack([sent + forwards, received], axis=1)
         for number, group in enumerate(plan.layer_groups):
             needs, holds = plan.matrices[group.kind]
             stage_ranks = plan.ranks_on_stage(group.stage)
@@ -271,7 +239,6 @@ class RankPlan:
 
     def __init__(self, plan: ReshardPlan, rank: int) -> None:
         self.plan, self.rank = plan, rank
-        self.rounds = plan.rounds
         operations = self._operations()
         self.tables: dict[tuple[int, int], _Table] = {}
         for block in plan.round_blocks:
@@ -286,23 +253,20 @@ class RankPlan:
         node, bit = rank // ranks_per_node, rank % ranks_per_node
         operations = []
 
-        def add(operation: int, peer: np.ndarray, chosen: np.ndarray) -> None:
-            number = np.nonzero(chosen)[0]
-            kind = np.full(len(number), operation)
-            operations.append(
-                np.stack([entries.layer_group[number], kind, peer, number, entries.lo[number], entries.hi[number]])
-            )
-
         is_received = entries.dst == rank
-        add(RECEIVE, entries.src[is_received], is_received)
-        is_sent = entries.src == rank
-        add(SEND, entries.dst[is_sent], is_sent)
-        is_forwarded = (entries.dst // ranks_per_node == node) & ~is_received & (entries.receivers >> bit & 1 == 1)
-        add(FORWARD_RECEIVE, entries.dst[is_forwarded], is_forwarded)
-        for other_bit in range(ranks_per_node):
-            if other_bit != bit:
-                forwards = is_received & (entries.receivers >> other_bit & 1 == 1)
-                add(FORWARD_SEND, np.full(int(forwards.sum()), node * ranks_per_node + other_bit), forwards)
+        in_node = (entries.dst // ranks_per_node == node) & (entries.receivers >> bit & 1 == 1)
+        received, sent = np.flatnonzero(is_received), np.flatnonzero(entries.src == rank)
+        forwarded_to_rank = np.flatnonzero(in_node & ~is_received)
+        other_bit, forward = set_bits(entries.receivers[received] & ~(1 << bit), ranks_per_node)
+        for operation, peer, chosen in (
+            (RECEIVE, entries.src[received], received),
+            (SEND, entries.dst[sent], sent),
+            (FORWARD_RECEIVE, entries.dst[forwarded_to_rank], forwarded_to_rank),
+            (FORWARD_SEND, node * ranks_per_node + other_bit, received[forward]),
+        ):
+            kind = np.full(len(chosen), operation)
+            columns = entries.layer_group[chosen], kind, peer, chosen, entries.lo[chosen], entries.hi[chosen]
+            operations.append(np.stack(columns))
         trainer_rank = plan.train.trainer_rank(rank)
         stage, stage_position = divmod(trainer_rank, plan.train.stage_ranks) if trainer_rank is not None else (-1, 0)
         for number, group in enumerate(plan.layer_groups):
@@ -310,9 +274,9 @@ class RankPlan:
                 needs, holds = plan.matrices[group.kind]
                 stays_local = np.nonzero(needs[:, rank] & holds[:, stage_position])[0]
                 local_groups = stays_local + plan.first_cell_group[group.kind]
-                columns = [np.full(len(local_groups), value) for value in (number, LOCAL, rank)]
+                constants = [np.full(len(local_groups), value) for value in (number, LOCAL, rank)]
                 starts = plan.byte_index.cell_group_start
-                operations.append(np.stack([*columns, local_groups, starts[local_groups], starts[local_groups + 1]]))
+                operations.append(np.stack([*constants, local_groups, starts[local_groups], starts[local_groups + 1]]))
         return np.concatenate(operations, axis=1)
 
     def _table(self, operations: np.ndarray, parts: int) -> _Table:
@@ -327,19 +291,13 @@ class RankPlan:
         count = np.where(end > begin, last - first, 0)
         index = np.repeat(np.arange(len(count)), count)
         cell = first[index] + np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
-        row_bytes = self._row_bytes[cell]
+        row_bytes = byte_index.row_bytes[cell]
         r0 = (np.maximum(begin[index], byte_index.start[cell]) - byte_index.start[cell]) // row_bytes
         r1 = (np.minimum(end[index], byte_index.start[cell + 1]) - byte_index.start[cell]) // row_bytes
         block_round = part + (operation >= FORWARD_RECEIVE)
         sort = np.lexsort((r0, cell, order[index], peer[index], operation[index], block_round[index]))
         columns = (block_round[index], operation[index], peer[index], cell, r0, r1)
         return _Table(*(column[sort] for column in columns))
-
-    @cached_property
-    def _row_bytes(self) -> np.ndarray:
-        """Bytes per row of each cell of the byte index."""
-        byte_index = self.plan.assignment.byte_index
-        return np.array([(c.c1 - c.c0) * c.item_bytes for c in byte_index.cells], dtype=np.int64)[byte_index.cell]
 
     def round(self, number: int) -> Round:
         """Build round `number` of the plan."""
@@ -369,20 +327,15 @@ class RankPlan:
         byte_index, kind = plan.byte_index, plan.layer_kinds[plan.layer_groups[group].kind]
         numbers = table.cell[rows]
         experts = byte_index.expert[numbers]
-        expert_ids = sorted(set(experts.tolist()) - {-1})
+        expert_ids = sorted(set(experts.tolist()) - {-1}) or [0]
         params = kind.params if layer is None else family_of(plan.hf).layer(plan.hf, layer, expert_ids)
-        dense = [param for param in params if param.expert is None]
-        routed = {expert: [param for param in params if param.expert == expert] for expert in expert_ids}
-        counts = [0, 0]  # number of dense and of expert parameters so far
-        positions = []
-        for param in kind.params:
-            positions.append(counts[param.expert is not None])
-            counts[param.expert is not None] += 1
+        params_of = {expert: [param for param in params if param.expert in (None, expert)] for expert in expert_ids}
+        params_of[-1] = params_of[expert_ids[0]]  # like kind.params, with another expert
         pieces = []
         columns = (byte_index.cell[numbers], experts, table.r0[rows], table.r1[rows])
         for number, expert, r0, r1 in zip(*(column.tolist() for column in columns), strict=True):
             cell = byte_index.cells[number]
-            param = (dense if expert < 0 else routed[expert])[positions[cell.param]]
+            param = params_of[expert][cell.param]
             row_range, column_range = (cell.r0 + r0, cell.r0 + r1), (cell.c0, cell.c1)
             pieces.append(TensorPiece(param, cell.source, row_range, column_range, cell.item_bytes, cell.is_scale))
         return pieces

@@ -13,11 +13,6 @@ WORDS = {"cpu": 1 << 16, "cuda": 1 << 22}
 memory."""
 
 
-def slice_hash(tensor: torch.Tensor) -> int:
-    """Return `device_hash` as an int; synchronizes with the device."""
-    return int(device_hash(tensor))
-
-
 def device_hash(tensor: torch.Tensor) -> torch.Tensor:
     """Return a hash of a tensor's bytes in row-major order: [] int64, for any dtype, shape and strides.
 

@@ -1,23 +1,16 @@
-"""Copy many boxes of tensors into one buffer of bytes, and out of it.
-
-On a CPU these are loops, which define the result; on CUDA a single kernel launch handles all boxes
-(`megarl.reshard.run.triton_kernels`).
-"""
+"""Copy many boxes of tensors into one buffer of bytes, and out of it, by loops that define the result on a CPU and by a
+single kernel launch on CUDA (`triton_kernels.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
-from megarl.models.fp8 import BLOCK, FP8, block_amax, compute_scales, grid_shape, quantise
+from megarl.models.fp8 import FP8, grid_shape, quantise
 from megarl.reshard.run.checksum import device_hash
 from megarl.reshard.run.scale_grids import BlockScales
-
-if TYPE_CHECKING:
-    from types import ModuleType
-
 
 Box = tuple[torch.Tensor, int]
 """(view, offset): a view [rows, columns] of any dtype, with adjacent elements within a row, and the byte offset of
@@ -25,8 +18,7 @@ its elements in the buffer, row by row. The offset is a multiple of the element 
 
 
 def pack(boxes: Sequence[Box], buffer: torch.Tensor) -> None:
-    """Copy boxes into a buffer of bytes (uint8 [n], contiguous). Raises ValueError, before writing anything, if a
-    box does not fit."""
+    """Copy boxes into a buffer, uint8 [n]. Raises ValueError, before writing anything, if a box does not fit."""
     targets = [_place(view, offset, buffer, view.dtype) for view, offset in boxes]
     if buffer.is_cuda:
         _kernels().pack(boxes, buffer)
@@ -47,25 +39,21 @@ def unpack(buffer: torch.Tensor, boxes: Sequence[Box]) -> None:
 
 def pack_fp8(boxes: Sequence[Box], scaled: Sequence[BlockScales], buffer: torch.Tensor) -> None:
     """Quantise boxes (BF16, FP32) as `models.fp8.quantise` does, and write one byte per element from each box's offset
-    on.
-
-    scaled: one per box. On CUDA each element is read once, in one launch per dtype. Raises ValueError if a box does not
-    fit its place or its grid, or is to compute scales but has only part of a block.
-    """
+    on. Raises ValueError, before writing anything, if a box does not fit its place or its grid. scaled: one per box."""
     targets = [_place(view, offset, buffer, FP8) for view, offset in boxes]
-    for (view, _), scales in zip(boxes, scaled, strict=True):
-        _check_scaled(view, scales)
+    for (view, _), (grid, r0, c0) in zip(boxes, scaled, strict=True):
+        if view.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"weights are quantised from BF16 or FP32, not from {view.dtype}")
+        if grid.dtype != torch.float32 or grid.dim() != 2 or grid.device != view.device:
+            raise ValueError("scales are FP32 [block rows, block columns] on the device of the box")
+        rows, columns = grid_shape((r0 + view.shape[0], c0 + view.shape[1]))
+        if r0 < 0 or c0 < 0 or rows > grid.shape[0] or columns > grid.shape[1]:
+            raise ValueError(f"a box of shape {list(view.shape)} at {r0}, {c0} is outside of the grid of scales")
     if buffer.is_cuda:
         _kernels().pack_fp8(boxes, scaled, buffer)
         return
     for (view, _), scales, target in zip(boxes, scaled, targets, strict=True):
-        if scales.should_compute:
-            top, left = scales.r0 // BLOCK, scales.c0 // BLOCK
-            rows, columns = grid_shape(view.shape)
-            scales.grid[top : top + rows, left : left + columns] = compute_scales(
-                block_amax(view, 0, 0, (rows, columns))
-            )
-        target.copy_(quantise(view, scales.grid, scales.r0, scales.c0))
+        target.copy_(quantise(view, *scales))
 
 
 def device_hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -85,9 +73,7 @@ def device_hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _place(view: torch.Tensor, offset: int, buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a box's bytes in the buffer, as `dtype` in the box's shape."""
     if view.dim() != 2 or (view.shape[1] > 1 and view.stride(1) != 1):
-        raise ValueError(
-            f"a box of shape {list(view.shape)} and strides {view.stride()} has no adjacent rows' elements"
-        )
+        raise ValueError(f"a box of shape {list(view.shape)} and strides {view.stride()} has no adjacent elements")
     stop = offset + view.numel() * dtype.itemsize
     if offset < 0 or stop > buffer.numel() or offset % dtype.itemsize:
         raise ValueError(f"bytes {offset}:{stop} of a buffer of {buffer.numel()} do not fit {dtype}")
@@ -96,29 +82,7 @@ def _place(view: torch.Tensor, offset: int, buffer: torch.Tensor, dtype: torch.d
     return buffer[offset:stop].view(dtype).view(view.shape)
 
 
-def _check_scaled(view: torch.Tensor, scales: BlockScales) -> None:
-    if view.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"weights are quantised from BF16 or FP32, not from {view.dtype}")
-    if scales.grid.dtype != torch.float32 or scales.grid.dim() != 2 or scales.grid.device != view.device:
-        raise ValueError("scales are FP32 [block rows, block columns] on the device of the box")
-    rows, columns = grid_shape((scales.r0 + view.shape[0], scales.c0 + view.shape[1]))
-    if scales.r0 < 0 or scales.c0 < 0 or rows > scales.grid.shape[0] or columns > scales.grid.shape[1]:
-        raise ValueError(
-            f"a box of shape {list(view.shape)} at {scales.r0}, {scales.c0} is outside of the grid of scales"
-        )
-    if scales.should_compute:
-        dims = (
-            (scales.r0, view.shape[0], rows, scales.grid.shape[0]),
-            (scales.c0, view.shape[1], columns, scales.grid.shape[1]),
-        )
-        for start, size, last, blocks in dims:
-            if start % BLOCK or ((start + size) % BLOCK and last != blocks):
-                raise ValueError(
-                    f"a box of shape {list(view.shape)} at {scales.r0}, {scales.c0} cuts a block of {BLOCK}"
-                )
-
-
-def _kernels() -> ModuleType:
+def _kernels() -> Any:
     # Import Triton only on a GPU: it needs a compiler and a driver, and is slow to import.
     from megarl.reshard.run import triton_kernels
 

@@ -1,17 +1,14 @@
 """Execute a rank's plan: pack, send, receive, forward, and pass each round's data to the engine process of this rank.
 
-A message's data are its pieces, each at a multiple of `ALIGN` bytes, followed by 8 bytes per piece: the piece's hash at
-its owner, if the piece is to be verified. Forwarders pass the hash on with the piece. So if a bit changes on the way,
-the engine computes a different hash from its own tensor.
-
-On an FP8 wire the owner quantises matrices: before the first round, ranks that share a block agree on its scale. What
-is packed is then FP8, or a box of the scale grid.
+A message's data are its pieces, each at a multiple of `ALIGN` bytes, and then 8 bytes per piece: its hash at the owner
+if it is to be verified, which the engine compares with a hash of its own tensor.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import accumulate
 from secrets import token_hex
 from typing import Any, NamedTuple
 
@@ -22,7 +19,7 @@ from megarl.models.fp8 import BLOCK, FP8, SCALE_SUFFIX, is_quantised, quantise
 from megarl.models.layout_algebra import EngineSlot, Param
 from megarl.models.registry import family_of
 from megarl.reshard.plan.layout import ShardSlice
-from megarl.reshard.plan.planner import ALIGN, PeerMessage, ReshardPlan, Round, TensorPiece, compute_offsets
+from megarl.reshard.plan.planner import RankPlan, ReshardPlan, Round, TensorPiece, align
 from megarl.reshard.run import copies
 from megarl.reshard.run.scale_grids import BlockScales, Grids, compute_scale_grids
 
@@ -42,22 +39,20 @@ class WeightSyncError(RuntimeError):
     """A weight sync failed; the message names the tensor or the ranks."""
 
 
-class _PlacedMessage(NamedTuple):
-    """A message, or the pieces that stay on this rank, with offsets in this rank's buffer for the pieces and their
-    hashes.
+class _Placed(NamedTuple):
+    """A piece with the offsets of its bytes and of its hash in a buffer."""
 
-    sources: for each piece of this rank's shards, the shard's name, rows and columns (of scales: in the grid), and the
-    sample index (see `_sample_index`). forwards: for each piece to forward, the offsets of the piece and of its hash in
-    the previous round's buffer.
-    """
-
-    message: PeerMessage
-    begin: int
-    end: int
-    piece_offsets: list[int]
+    piece: TensorPiece
+    offset: int
     hash_offset: int
-    sources: list[tuple[str, int, int, int, int, int]]
-    forwards: list[tuple[int, int]]
+
+
+class _Packed(NamedTuple):
+    """A piece of this rank's shards to pack, with its rows and columns there, or of scales, in the grid."""
+
+    placed: _Placed
+    box: tuple[int, int, int, int]
+    sample: int  # see `_sample_index`
 
 
 class _WriteOrder(NamedTuple):
@@ -67,10 +62,21 @@ class _WriteOrder(NamedTuple):
 
 
 class _PreparedRound(NamedTuple):
-    sends: list[_PlacedMessage]
-    receives: list[_PlacedMessage]
-    local: _PlacedMessage
-    orders: list[_WriteOrder]  # the same number on all ranks, with different slices
+    """What this rank does in a round.
+
+    sends, receives: (peer, begin, end) of each message in the send or receive buffer. forwards: (offset in the previous
+    round's receive buffer, offset in the send buffer, bytes) of pieces and hashes. orders: as many on all ranks, with
+    different slices.
+    """
+
+    sends: list[tuple[int, int, int]]
+    receives: list[tuple[int, int, int]]
+    packs: list[_Packed]
+    local_packs: list[_Packed]
+    forwards: list[tuple[int, int, int]]
+    orders: list[_WriteOrder]
+    send_bytes: int
+    receive_bytes: int
 
 
 def is_fully_verified(sync_number: int, period: int) -> bool:
@@ -99,36 +105,49 @@ class Executor:
         self.allocate = allocate
         self.num_syncs = 0
         self.quantised_params = self._find_quantised_params()
-        rank_plan = plan.plan_rank(rank)
+        rank_plan = RankPlan(plan, rank)
         self.prepared_rounds: list[_PreparedRound] = []
+        received: dict[Any, _Placed] = {}
         for number in range(plan.rounds):
-            previous_receives = self.prepared_rounds[-1].receives if number else []
-            self.prepared_rounds.append(
-                self._prepare_round(rank_plan.round(number), previous_receives, plan.has_draft(number))
-            )
-        self.send_bytes = max((step.sends[-1].end for step in self.prepared_rounds if step.sends), default=0)
-        self.receive_bytes = max((step.local.end for step in self.prepared_rounds), default=0)
+            prepared, received = self._prepare_round(rank_plan.round(number), received, plan.has_draft(number))
+            self.prepared_rounds.append(prepared)
+        self.send_bytes = max((step.send_bytes for step in self.prepared_rounds), default=0)
+        self.receive_bytes = max((step.receive_bytes for step in self.prepared_rounds), default=0)
         if max(self.send_bytes, self.receive_bytes) > plan.bucket_bytes // 2:
             raise AssertionError("a round is larger than half a bucket")  # a bug in the planner
 
-    def _prepare_round(self, round_: Round, before: Sequence[_PlacedMessage], has_draft: bool) -> _PreparedRound:
-        received_offsets = {
-            _key(piece): (placed.piece_offsets[number], placed.hash_offset + 8 * number)
-            for placed in before
-            for number, piece in enumerate(placed.message.direct)
-        }
-        sends, _ = _place_messages(round_.sends, 0, received_offsets, self._source)
-        receives, end = _place_messages(round_.receives, 0)
-        (local,), _ = _place_messages([PeerMessage(self.rank, round_.local, ())], end, received_offsets, self._source)
+    def _prepare_round(
+        self, round_: Round, received: Mapping[Any, _Placed], has_draft: bool
+    ) -> tuple[_PreparedRound, dict[Any, _Placed]]:
+        """Lay out a round. received: what the previous one received directly, by `_key`; also returned for this one."""
+        sends, packs, forwards, send_end = [], [], [], 0
+        for message in round_.sends:
+            begin = send_end
+            placed, send_end = _place_message(message.pieces, begin)
+            sends.append((message.peer, begin, send_end))
+            packs += [self._pack_of(entry) for entry in placed[: len(message.direct)]]
+            for piece, offset, hash_offset in placed[len(message.direct) :]:
+                previous = received[_key(piece)]
+                forwards += [(previous.offset, offset, piece.nbytes), (previous.hash_offset, hash_offset, 8)]
+        receives, written, receive_end = [], [], 0
+        forwardable: dict[Any, _Placed] = {}
+        for message in round_.receives:
+            begin = receive_end
+            placed, receive_end = _place_message(message.pieces, begin)
+            receives.append((message.peer, begin, receive_end))
+            written += placed
+            forwardable |= {_key(entry.piece): entry for entry in placed[: len(message.direct)]}
+        local, receive_end = _place_message(round_.local, receive_end)
         orders = [_WriteOrder(draft, [], {}) for draft in ((False, True) if has_draft else (False,))]
-        for placed in (*receives, local):
-            for number, (piece, offset) in enumerate(zip(placed.message.pieces, placed.piece_offsets, strict=True)):
-                slot, name, boxes = self._targets(piece)
-                _, slices, dtypes = orders[slot.is_draft]
-                dtypes[name] = str(WIRE_DTYPES[piece.item_bytes]).removeprefix("torch.")
-                hash_offset, sample = placed.hash_offset + 8 * number, self._sample_index(piece)
-                slices += [(sample, [name, index, *box, offset, hash_offset]) for index, *box in boxes]
-        return _PreparedRound(sends, receives, local, orders)
+        for piece, offset, hash_offset in written + local:
+            slot, name, boxes = self._targets(piece)
+            _, slices, dtypes = orders[slot.is_draft]
+            dtypes[name] = str(WIRE_DTYPES[piece.item_bytes]).removeprefix("torch.")
+            sample = self._sample_index(piece)
+            slices += [(sample, [name, index, *box, offset, hash_offset]) for index, *box in boxes]
+        local_packs = [self._pack_of(entry) for entry in local]
+        prepared = _PreparedRound(sends, receives, packs, local_packs, forwards, orders, send_end, receive_end)
+        return prepared, forwardable
 
     def _targets(self, piece: TensorPiece) -> tuple[EngineSlot, str, list[tuple[int, int, int, int, int]]]:
         """Return slot, tensor name, and (index, rows, columns) of each copy; several if an expert is replicated."""
@@ -136,7 +155,12 @@ class Executor:
         slot = engine.slot_of(piece.param)
         assert slot is not None and position is not None
         intervals = engine.slices_of_rank(position, piece.param)
-        box = _locate_piece(_to_scale_slices(intervals) if piece.is_scale else intervals, piece)
+        if piece.is_scale:  # the engine cuts the grid like the tensor
+            intervals = [
+                ShardSlice(source, dim, start // BLOCK, -(-stop // BLOCK), offset // BLOCK)
+                for source, dim, start, stop, offset in intervals
+            ]
+        box = _locate_piece(intervals, piece)
         is_stacked = slot.grid == "expert"
         indices = engine.expert_indices(position, piece.param, self.num_experts) if is_stacked else [-1]
         return slot, slot.name + (SCALE_SUFFIX if piece.is_scale else ""), [(index, *box) for index in indices]
@@ -184,23 +208,18 @@ class Executor:
         for number, step in enumerate(self.prepared_rounds):
             current, other = number % 2, 1 - number % 2
             if number == 0:
-                self._pack(step.sends, local, grids, send_buffers[current], verified_samples)
-            self._pack_forwards(step.sends, send_buffers[current], receive_buffers[other])
+                self._pack(step.packs, local, grids, send_buffers[current], verified_samples)
+            previous = receive_buffers[other][None]
+            copies.pack([(previous[:, at : at + size], to) for at, to, size in step.forwards], send_buffers[current])
             what = f"the weight sync of version {version}, round {number} of {len(self.prepared_rounds)}"
-            requests = _transfer(
-                [
-                    (placed.message.peer, receive_buffers[current][placed.begin : placed.end])
-                    for placed in step.receives
-                ],
-                [(placed.message.peer, send_buffers[current][placed.begin : placed.end]) for placed in step.sends],
-                what,
-                self.rank,
-            )
+            receives = [(peer, receive_buffers[current][begin:end]) for peer, begin, end in step.receives]
+            sends = [(peer, send_buffers[current][begin:end]) for peer, begin, end in step.sends]
+            requests = _transfer(receives, sends, what, self.rank)
             if number:
                 pass_on(self.prepared_rounds[number - 1], receive_buffers[other])
-            self._pack([step.local], local, grids, receive_buffers[current], verified_samples)
+            self._pack(step.local_packs, local, grids, receive_buffers[current], verified_samples)
             if number + 1 < len(self.prepared_rounds):
-                self._pack(self.prepared_rounds[number + 1].sends, local, grids, send_buffers[other], verified_samples)
+                self._pack(self.prepared_rounds[number + 1].packs, local, grids, send_buffers[other], verified_samples)
             wait_for_engine()  # the next round overwrites the buffer that was passed on
             _wait(requests, what, self.rank)
         if self.prepared_rounds:
@@ -212,38 +231,35 @@ class Executor:
 
     def _pack(
         self,
-        messages: Sequence[_PlacedMessage],
+        packs: Sequence[_Packed],
         local: Mapping[str, torch.Tensor],
         grids: Grids,
         buffer: torch.Tensor,
         verified_samples: Container[int],
     ) -> None:
-        """Fill messages with pieces of this rank's shards, and the hashes of those that are to be verified."""
+        """Write pieces of this rank's shards to a buffer, and the hashes of those that are to be verified."""
         boxes: list[copies.Box] = []
         to_quantise: list[copies.Box] = []
         scales: list[BlockScales] = []
         to_hash: list[tuple[int, torch.Tensor]] = []  # (index of the hash as a word of the buffer, box)
         fp8_hashes: list[tuple[int, torch.Tensor]] = []
         shards: dict[str, torch.Tensor] = {}  # cached, since `local` may compute a tensor on each access
-        for placed in messages:
-            direct = zip(placed.message.direct, placed.piece_offsets, placed.sources, strict=False)
-            for number, (piece, offset, (name, r0, r1, c0, c1, sample)) in enumerate(direct):
-                if not piece.is_scale and name not in shards:
-                    shards[name] = local[name]
-                source = grids[name, piece.source] if piece.is_scale else shards[name]
-                box = (source if source.dim() == 2 else source[:, None])[r0:r1, c0:c1]
-                hash_index = placed.hash_offset // 8 + number
-                # Hash the intended data, not the buffer that goes on the wire.
-                if (dtype := WIRE_DTYPES[piece.item_bytes]) == FP8:
-                    to_quantise.append((box, offset))
-                    scales.append(BlockScales(grids[name, piece.source], piece.rows[0], piece.columns[0]))
-                    if sample in verified_samples:  # now, so that the quantised boxes of a round never live together
-                        quantised = quantise(box, scales[-1].grid, scales[-1].r0, scales[-1].c0)
-                        fp8_hashes.append((hash_index, copies.device_hashes([quantised])))
-                else:
-                    boxes.append((box.to(dtype), offset))
-                    if sample in verified_samples:
-                        to_hash.append((hash_index, boxes[-1][0]))
+        for (piece, offset, hash_offset), (r0, r1, c0, c1), sample in packs:
+            name, dtype = piece.param.megatron, WIRE_DTYPES[piece.item_bytes]
+            if not piece.is_scale and name not in shards:
+                shards[name] = local[name]
+            source = grids[name, piece.source] if piece.is_scale else shards[name]
+            box = (source if source.dim() == 2 else source[:, None])[r0:r1, c0:c1]
+            # Hash the intended data, not the buffer that goes on the wire.
+            if dtype == FP8:
+                to_quantise.append((box, offset))
+                scales.append(BlockScales(grids[name, piece.source], piece.rows[0], piece.columns[0]))
+                if sample in verified_samples:  # now, so that the quantised boxes of a round never live together
+                    fp8_hashes.append((hash_offset // 8, copies.device_hashes([quantise(box, *scales[-1])])))
+            else:
+                boxes.append((box.to(dtype), offset))
+                if sample in verified_samples:
+                    to_hash.append((hash_offset // 8, boxes[-1][0]))
         copies.pack(boxes, buffer)
         copies.pack_fp8(to_quantise, scales, buffer)
         if to_hash or fp8_hashes:
@@ -252,27 +268,14 @@ class Executor:
             indices = torch.tensor([index for index, _ in to_hash + fp8_hashes], device=buffer.device)
             words[indices] = torch.cat([*hashes, *(value for _, value in fp8_hashes)])
 
-    def _pack_forwards(
-        self, messages: Sequence[_PlacedMessage], buffer: torch.Tensor, previous_buffer: torch.Tensor
-    ) -> None:
-        """Fill messages with the pieces to forward, and their hashes, from the previous round's buffer."""
-        boxes: list[copies.Box] = []
-        for placed in messages:
-            to_forward = zip(placed.message.forward, placed.forwards, strict=True)
-            for number, (piece, (offset, hash_offset)) in enumerate(to_forward, len(placed.message.direct)):
-                boxes.append((previous_buffer[None, offset : offset + piece.nbytes], placed.piece_offsets[number]))
-                boxes.append((previous_buffer[None, hash_offset : hash_offset + 8], placed.hash_offset + 8 * number))
-        copies.pack(boxes, buffer)
-
     def _find_quantised_params(self) -> list[Param]:
         """Return the parameters that this rank holds parts of and sends to the engines in FP8."""
         plan = self.plan
         hf, train, family = plan.hf, plan.train, family_of(plan.hf)
         if plan.assignment.wire != "fp8" or self.trainer_rank is None:
             return []
-        experts_per_rank = self.num_experts // train.ep
-        first_expert = train.ep_rank(self.trainer_rank) * experts_per_rank
-        experts = range(first_expert, first_expert + experts_per_rank)
+        count = self.num_experts // train.ep
+        experts = range(train.ep_rank(self.trainer_rank) * count, (train.ep_rank(self.trainer_rank) + 1) * count)
         layers = int(hf["num_hidden_layers"]) + (family.num_mtp_layers(hf) if plan.engine.draft else 0)
         return [
             param
@@ -296,21 +299,20 @@ class Executor:
         parts = maximum.split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
-    def _source(self, piece: TensorPiece) -> tuple[str, int, int, int, int, int]:
+    def _pack_of(self, placed: _Placed) -> _Packed:
+        piece = placed.piece
         if piece.is_scale:  # the grid is whole on each rank
-            return (piece.param.megatron, *piece.rows, *piece.columns, self._sample_index(piece))
-        assert self.trainer_rank is not None
-        box = _locate_piece(self.plan.train.slices_of_rank(self.trainer_rank, piece.param), piece)
-        return (piece.param.megatron, *box, self._sample_index(piece))
+            box = (*piece.rows, *piece.columns)
+        else:
+            assert self.trainer_rank is not None
+            box = _locate_piece(self.plan.train.slices_of_rank(self.trainer_rank, piece.param), piece)
+        return _Packed(placed, box, self._sample_index(piece))
 
 
 def _transfer(
     receives: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]], what: str, rank: int
 ) -> list[tuple[dist.Work, int]]:
-    """Start receiving from and sending to these ranks; return each request with its peer.
-
-    All operations form one group on NCCL, and effectively so on gloo.
-    """
+    """Start receiving from and sending to these ranks, in one group on NCCL; return each request with its peer."""
     operations = [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in receives]
     operations += [dist.P2POp(dist.isend, tensor, peer) for peer, tensor in sends]
     if not operations:
@@ -334,14 +336,6 @@ def _wait(requests: Sequence[tuple[dist.Work, int]], what: str, rank: int) -> No
             raise WeightSyncError(f"{what} failed between ranks {rank} and {peer}: {error}") from error
 
 
-def _to_scale_slices(intervals: Sequence[ShardSlice]) -> list[ShardSlice]:
-    """Convert slices of a tensor to slices of its scale grid, which the engine cuts alike."""
-    return [
-        ShardSlice(item.source, item.dim, item.start // BLOCK, -(-item.stop // BLOCK), item.offset // BLOCK)
-        for item in intervals
-    ]
-
-
 def _locate_piece(intervals: Sequence[ShardSlice], piece: TensorPiece) -> tuple[int, int, int, int]:
     """Return rows and columns of a piece within the local tensor made of these intervals."""
     for interval in intervals:
@@ -354,22 +348,14 @@ def _locate_piece(intervals: Sequence[ShardSlice], piece: TensorPiece) -> tuple[
     raise AssertionError(f"{piece.param.megatron} is not on this rank")  # a bug in the planner
 
 
-def _place_messages(
-    messages: Sequence[PeerMessage],
-    begin: int,
-    received_offsets: Mapping[Any, tuple[int, int]] | None = None,
-    source: Callable[[TensorPiece], tuple[str, int, int, int, int, int]] | None = None,
-) -> tuple[list[_PlacedMessage], int]:
-    """Lay messages out one after another; return them with the end offset. received_offsets: of what they forward."""
-    placed = []
-    for message in messages:
-        offsets, hash_offset = compute_offsets(message.pieces, begin)
-        end = hash_offset + -(-8 * len(offsets) // ALIGN) * ALIGN
-        forwards = [received_offsets[_key(piece)] for piece in message.forward] if received_offsets is not None else []
-        sources = [source(piece) for piece in message.direct] if source is not None else []
-        placed.append(_PlacedMessage(message, begin, end, offsets, hash_offset, sources, forwards))
-        begin = end
-    return placed, begin
+def _place_message(pieces: Sequence[TensorPiece], begin: int) -> tuple[list[_Placed], int]:
+    """Lay out the pieces of a message and then their hashes from offset `begin` on; return them with the end offset."""
+    *offsets, hash_offset = accumulate((align(piece.nbytes) for piece in pieces), initial=begin)
+    placed = [
+        _Placed(piece, offset, hash_offset + 8 * number)
+        for number, (piece, offset) in enumerate(zip(pieces, offsets, strict=True))
+    ]
+    return placed, hash_offset + align(8 * len(placed))
 
 
 def _key(piece: TensorPiece) -> tuple[Any, ...]:

@@ -1,8 +1,5 @@
-"""Compute the scales of a rank's FP8 matrices.
-
-Several trainer ranks may share a block. Its amax is the maximum of theirs, so that quantising a shard gives the same
-bits as quantising the whole tensor and cutting it afterwards.
-"""
+"""Compute the scales of a rank's FP8 matrices. Trainer ranks that share a block take the maximum of their amax, so that
+quantising a shard gives the same bits as quantising the whole tensor."""
 
 from __future__ import annotations
 
@@ -25,17 +22,12 @@ of blocks that the rank holds part of are valid."""
 
 
 class BlockScales(NamedTuple):
-    """Position of a quantised box in its logical tensor, and that tensor's scales.
-
-    grid: FP32 scales of the whole tensor, [ceil(R / 128), ceil(C / 128)]. r0, c0: position of the box's first element.
-    should_compute: compute the scales of the box's blocks and write them to the grid in the same pass. The box must
-    then consist of whole blocks, except at the tensor's end.
-    """
+    """FP32 scales of a whole logical tensor, [ceil(R / 128), ceil(C / 128)], and the position of a box's first element
+    in that tensor."""
 
     grid: torch.Tensor
     r0: int
     c0: int
-    should_compute: bool = False
 
 
 def has_split_blocks(param: Param, train: TrainLayout) -> bool:
@@ -57,9 +49,8 @@ def compute_scale_grids(
 ) -> Grids:
     """Compute the scales of all of `params` that a rank holds parts of: its quantised ones, in the order of the table.
 
-    local: shards [rows, columns] by Megatron name. rank: the trainer's numbering. combine: called at most twice, for
-    dense parameters and for experts, which are shared with different ranks, and only for the parameters that
-    `has_split_blocks` selects. So nothing is exchanged if each block is on one rank.
+    local: shards [rows, columns] by Megatron name. rank: the trainer's numbering. reduce_max: called at most once for
+    dense parameters and once for experts, with those that `has_split_blocks` selects.
     """
     amax: Grids = {}
     shared: dict[bool, list[tuple[str, int]]] = {False: [], True: []}

@@ -1,10 +1,7 @@
 """Triton kernels: `pack`, `unpack`, `pack_fp8` and `device_hashes` of `copies.py` in one launch each.
 
-A table on the device describes the boxes or tensors, and each program handles one tile: a number of units of one box,
-such that all tiles cost about the same. A second table maps tiles to boxes. Both go to the device in one copy. A hash
-is a sum modulo 2^64, so programs may add their parts in any order.
-
-Under Triton's interpreter (TRITON_INTERPRET=1 before the import) the same code runs on CPU tensors.
+A table on the device describes the boxes or tensors, and another assigns each program a tile of one of them. Under
+Triton's interpreter (TRITON_INTERPRET=1 before the import) the same code runs on CPU tensors.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -19,9 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megarl.models.fp8 import BLOCK, FP8_MAX, MIN_AMAX
-from megarl.reshard.run.checksum import MIX
-from megarl.reshard.run.checksum import STEP as _STEP
+from megarl.models.fp8 import BLOCK
+from megarl.reshard.run import checksum
 from megarl.reshard.run.scale_grids import BlockScales
 
 Box = tuple[torch.Tensor, int]  # (view, offset), see `copies.Box`
@@ -60,7 +56,7 @@ def _launch(sides: list[tuple[int, ...]], buffer: torch.Tensor) -> None:
     jobs = jobs[(jobs[:, 2] > 0) & (jobs[:, 3] > 0)]
     if not len(jobs):
         return
-    source, source_step, row, rows, target, target_step = (jobs[:, i] for i in (0, 1, 2, 3, 4, 5))
+    source, source_step, row, rows, target, target_step = jobs[:, :6].T
     is_contiguous = (rows == 1) | ((source_step == row) & (target_step == row))  # adjacent rows are one long row
     row, source_step, target_step = (
         np.where(is_contiguous, v, w) for v, w in ((row * rows, row), (0, source_step), (0, target_step))
@@ -81,11 +77,8 @@ def _launch(sides: list[tuple[int, ...]], buffer: torch.Tensor) -> None:
 
 
 def _tables(fields: np.ndarray, counts: np.ndarray, buffer: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return an int64 tensor on the device and the number of tiles. The tensor has each box's first tile and fields,
-    then each tile's box.
-
-    counts: tiles per box.
-    """
+    """Return an int64 tensor on the device, of each box's first tile and fields and then each tile's box, and the
+    number of tiles. counts: tiles per box."""
     first_tile = np.cumsum(counts) - counts
     boxes = np.concatenate([first_tile[None], fields]).T.ravel()
     tiles = np.repeat(np.arange(len(counts)), counts)
@@ -142,7 +135,7 @@ def pack_fp8(boxes: Sequence[Box], scaled: Sequence[BlockScales], buffer: torch.
             table = np.array(fields, dtype=np.int64)
             tables, tiles = _tables(table[:, 1:].T, table[:, 0], buffer)
             with torch.cuda.device_of(buffer):
-                constants = name, BLOCK, _ROWS, FP8_MAX, MIN_AMAX, not _INTERPRETED
+                constants = name, BLOCK, _ROWS, not _INTERPRETED
                 _quantise[(tiles,)](tables, len(fields), *constants, num_warps=_WARPS)
 
 
@@ -152,31 +145,20 @@ def _quantised(view: torch.Tensor, offset: int, scales: BlockScales, buffer: tor
     down, across = -(-(top + rows) // BLOCK), -(-(left + columns) // BLOCK)
     target = buffer.data_ptr() + offset
     row_stride = view.stride(0)
-    is_aligned = not (
-        view.data_ptr() % 16 or row_stride * view.element_size() % 16 or target % 16 or columns % 16 or left % 16
-    )
+    is_aligned = not any(n % 16 for n in (view.data_ptr(), row_stride * view.element_size(), target, columns, left))
     is_aligned = is_aligned and max(row_stride, columns) * BLOCK < 1 << 31  # that path uses 32-bit indices
     grid = scales.grid[scales.r0 // BLOCK :, scales.c0 // BLOCK :]
     if grid.stride(1) != 1 and grid.shape[1] > 1:
         raise ValueError("the scales of a row of blocks are not adjacent")
     geometry = view.data_ptr(), row_stride, rows, columns, target, top, left, across
-    return down * across, *geometry, grid.data_ptr(), grid.stride(0), scales.should_compute, is_aligned
+    return down * across, *geometry, grid.data_ptr(), grid.stride(0), is_aligned
 
 
 @triton.jit(do_not_specialize=["boxes"])
-def _quantise(
-    tables,
-    boxes,
-    TYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    MAX: tl.constexpr,
-    LEAST: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
+def _quantise(tables, boxes, TYPE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HARDWARE: tl.constexpr):
     """Quantise one tile: a block of the logical tensor, or the part of it that the box has."""
     tile = tl.program_id(0)
-    field = tables + tl.load(tables + boxes * 13 + tile) * 13
+    field = tables + tl.load(tables + boxes * 12 + tile) * 12
     number = (tile - tl.load(field)).to(tl.int32)
     source, step = tl.load(field + 1), tl.load(field + 2)
     rows, columns, target = tl.load(field + 3), tl.load(field + 4), tl.load(field + 5)
@@ -184,65 +166,32 @@ def _quantise(
     down = number // across
     right = number - down * across
     top, left = down * BLOCK - tl.load(field + 6), right * BLOCK - tl.load(field + 7)
-    scale = tl.cast(tl.load(field + 9), tl.pointer_type(tl.float32)) + down * tl.load(field + 10) + right
-    should_compute = tl.load(field + 11)
+    scales = tl.cast(tl.load(field + 9), tl.pointer_type(tl.float32))
+    scale = tl.load(scales + down * tl.load(field + 10) + right)
     is_whole = (top >= 0) & (left >= 0) & (top + BLOCK <= rows) & (left + BLOCK <= columns)
-    if is_whole & (tl.load(field + 12) != 0):
+    if is_whole & (tl.load(field + 11) != 0):
         # Only this branch hints multiples of 16 bytes to the compiler, so that it moves 16 bytes at once.
         row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
         begin = tl.cast(source + (top * step + left) * (TYPE.primitive_bitwidth // 8), tl.pointer_type(TYPE))
         values = tl.load(tl.multiple_of(begin, 16) + row * (step.to(tl.int32) // 8 * 8) + column)
-        if should_compute != 0:
-            factor = _scale(_magnitude(values), MAX, LEAST)
-            tl.store(scale, factor)
-        else:
-            factor = tl.load(scale)
         begin = tl.cast(target + top * columns + left, tl.pointer_type(tl.int8))
         places = tl.multiple_of(begin, 16) + row * (columns.to(tl.int32) // 16 * 16) + column
-        tl.store(places, _quotient(values, factor, HARDWARE))
+        tl.store(places, _quotient(values, scale, HARDWARE))
     else:
-        # A few rows at a time: masks and addresses of a whole block would take all registers. Computing a scale reads
-        # the data twice, only at the ends of tensors; the second read hits the cache.
-        origin = tl.cast(source, tl.pointer_type(TYPE))
-        if should_compute != 0:
-            largest = tl.full((), 0, tl.int32)
-            for first in range(0, BLOCK, ROWS):
-                at, _, mask = _strip(top + first, left, rows, columns, step, ROWS, BLOCK)
-                largest = tl.maximum(largest, _magnitude(tl.load(origin + at, mask=mask, other=0.0)))
-            factor = _scale(largest, MAX, LEAST)
-            tl.store(scale, factor)
-        else:
-            factor = tl.load(scale)
+        # A few rows at a time: masks and addresses of a whole block would take all registers.
+        origin, output = tl.cast(source, tl.pointer_type(TYPE)), tl.cast(target, tl.pointer_type(tl.int8))
         for first in range(0, BLOCK, ROWS):
-            at, to, mask = _strip(top + first, left, rows, columns, step, ROWS, BLOCK)
-            values = tl.load(origin + at, mask=mask, other=0.0)
-            tl.store(tl.cast(target, tl.pointer_type(tl.int8)) + to, _quotient(values, factor, HARDWARE), mask=mask)
+            row = top + first + tl.arange(0, ROWS)[:, None]
+            column = left + tl.arange(0, BLOCK)[None, :]
+            mask = (row >= 0) & (column >= 0) & (row < rows) & (column < columns)
+            values = tl.load(origin + row * step + column, mask=mask, other=0.0)
+            tl.store(output + row * columns + column, _quotient(values, scale, HARDWARE), mask=mask)
 
 
 @triton.jit
-def _strip(top, left, rows, columns, step, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the offsets of ROWS rows of a block in the box and in the buffer, and a mask of what the box has."""
-    row, column = top + tl.arange(0, ROWS)[:, None], left + tl.arange(0, BLOCK)[None, :]
-    mask = (row >= 0) & (column >= 0) & (row < rows) & (column < columns)
-    return row * step + column, row * columns + column, mask
-
-
-@triton.jit
-def _magnitude(values):
-    """Return the bits of the largest |FP32|. As integers they sort in the same order, with NaN above all numbers."""
-    return tl.max(values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _scale(bits, MAX: tl.constexpr, LEAST: tl.constexpr):
-    bits = tl.maximum(bits, tl.full((), LEAST, tl.float32).to(tl.int32, bitcast=True))
-    return tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full((), MAX, tl.float32))
-
-
-@triton.jit
-def _quotient(values, factor, HARDWARE: tl.constexpr):
+def _quotient(values, scale, HARDWARE: tl.constexpr):
     """Return x * (1 / scale) as e4m3fn bytes: round to nearest even, saturate, drop the sign of NaN."""
-    y = values.to(tl.float32) * tl.div_rn(tl.full((), 1.0, tl.float32), factor)
+    y = values.to(tl.float32) * tl.div_rn(tl.full((), 1.0, tl.float32), scale)
     if HARDWARE:
         code = y.to(tl.float8e4nv).to(tl.int8, bitcast=True)
     else:
@@ -257,30 +206,21 @@ def _quotient(values, factor, HARDWARE: tl.constexpr):
     return code
 
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-# Kernel arguments have Triton types, not Python types.
-
-
 WORDS = 4096
 """8-byte words per program."""
 _AT_ONCE = 1024
-STEP = tl.constexpr(_STEP)
-FIRST, SECOND = (tl.constexpr(factor) for _, factor in MIX)  # after shifts by 30 and 27
+STEP = tl.constexpr(checksum.STEP)
+FIRST, SECOND = (tl.constexpr(factor) for _, factor in checksum.MIX)  # after shifts by 30 and 27
 _FIELDS = 7  # per table row, including the first tile
 
 
 def hashes(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
     """Return [n] int64, see `copies.device_hashes`, and the indices of the tensors that are not rows of adjacent
     elements. The hashes of these are left 0."""
-    unsupported: list[int] = []
+    rows = list(map(_rows, tensors))
+    fields = [(index, *fields) for index, fields in enumerate(rows) if fields is not None]
+    unsupported = [index for index, fields in enumerate(rows) if fields is None]
     result = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
-    fields: list[tuple[int, ...]] = []
-    for index, tensor in enumerate(tensors):
-        rows = _rows(tensor)
-        if rows is None:
-            unsupported.append(index)
-        else:
-            fields.append((index, *rows))
     if not fields:
         return result, unsupported
     table = np.array(fields, dtype=np.int64)
@@ -292,10 +232,8 @@ def hashes(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
 
 
 def _rows(tensor: torch.Tensor) -> tuple[int, int, int, int, int] | None:
-    """Return address, bytes per row, bytes from row to row, total bytes, and whether all of these are multiples of 8.
-
-    None if the tensor does not consist of rows of adjacent elements.
-    """
+    """Return address, bytes per row, bytes from row to row, total bytes, and whether all but the total are multiples of
+    8; None if the tensor does not consist of rows of adjacent elements."""
     item, total = tensor.element_size(), tensor.numel() * tensor.element_size()
     if tensor.is_contiguous():
         row = step = total
