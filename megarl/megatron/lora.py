@@ -34,7 +34,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from megarl.config import Config
-from megarl.megatron.output_layers import ValueHead
+from megarl.megatron.model_layers import ValueHead
 from megarl.megatron.parameter_names import named_params, unwrap
 from megarl.models.layout_algebra import Dim1Sharding, GateUpSharding, Param, Replicated, shard, split_with
 from megarl.models.lora_tables import LORA_A, LORA_B, adapted_weights, factor_names, factor_params, merge_adapter

@@ -10,7 +10,8 @@ what it needs, by `on_device` and `loss_batch`: a middle stage copies only its p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from math import lcm
 from typing import Any
@@ -21,7 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megarl.config.strict import ConfigError
 from megarl.megatron.routing_replay import ReplayShard
 from megarl.parallel.context_parallel import zigzag
-from megarl.types import TOKEN_COLUMNS, ModelOutput, SamplingMask, TokenLoss, TrainBatch
+from megarl.types import TOKEN_COLUMNS, SamplingMask, TrainBatch
 from megarl.types.batch import REQUIRED_COLUMNS, get_declared_columns
 
 
@@ -73,10 +74,11 @@ class MicroBatch:
         return emitted[self.on_device("unpadded_indices")]
 
 
-def call_loss(loss: Callable[..., TokenLoss], output: ModelOutput, part: TrainBatch) -> TokenLoss:
-    """Call a loss. Raises ConfigError for one that fails on a column that it has not declared, which is None."""
+@contextmanager
+def explain_hidden_columns(loss: Callable[..., Any]) -> Iterator[None]:
+    """Raise ConfigError if the loss, called in the block, fails on a column that it has not declared, which is None."""
     try:
-        return loss(output, part)
+        yield
     except (AssertionError, AttributeError, TypeError) as error:
         is_about_none = isinstance(error, AssertionError) or "NoneType" in str(error)
         if (declared := get_declared_columns(loss)) is None or not is_about_none:

@@ -49,18 +49,15 @@ def use_member_world() -> Iterator[None]:
     """
     from megatron.core import parallel_state
 
-    member_group = (
-        parallel_state.get_intra_distributed_optimizer_instance_group()
-    )  # Megatron has a single instance here
+    # Megatron has a single instance here.
+    member_group = parallel_state.get_intra_distributed_optimizer_instance_group()
     if member_group.size() == dist.get_world_size():
         yield
         return
     group_ranks = dist.distributed_c10d._world.pg_group_ranks
     previous = dist.GroupMember.WORLD, group_ranks[member_group]
-    dist.GroupMember.WORLD, group_ranks[member_group] = (
-        member_group,
-        {rank: rank for rank in range(member_group.size())},
-    )
+    role_ranks = {rank: rank for rank in range(member_group.size())}
+    dist.GroupMember.WORLD, group_ranks[member_group] = member_group, role_ranks
     try:
         yield
     finally:

@@ -63,10 +63,6 @@ class Ranks:
         return self.members.index(self.job.rank)
 
     @property
-    def role_world(self) -> int:
-        return len(self.members)
-
-    @property
     def host_group(self) -> dist.ProcessGroup:
         """Gloo group of the members, for values on the host."""
         return _hosts[self.members]
@@ -83,7 +79,7 @@ class Ranks:
 
 _host_group: dist.ProcessGroup | None = None
 _timeout_s = 1800.0
-_hosts: dict[tuple[int, ...], Any] = {}
+_hosts: dict[tuple[int, ...], dist.ProcessGroup] = {}
 """Gloo groups by members, one for each set of ranks that has a layout."""
 _layouts: dict[tuple[Any, ...], dict[str, Any]] = {}
 """Globals of Megatron's parallel_state by (members, sizes), one set per layout."""
@@ -184,9 +180,8 @@ def create_layout(
     if member_ranks not in _hosts:
         _hosts[member_ranks] = new_host_group(member_ranks)
     previous = _group_globals(parallel_state)
-    if not _layouts:
-        _layouts[()] = previous  # Megatron without groups
-    vars(parallel_state).update(_layouts.get(key, _layouts[()]))
+    without_groups = _layouts.setdefault((), previous)
+    vars(parallel_state).update(_layouts.get(key, without_groups))
     if key not in _layouts:
         with use_member_groups(member_ranks):
             parallel_state.initialize_model_parallel(
@@ -199,38 +194,33 @@ def create_layout(
                 distributed_timeout_minutes=max(1, int(timeout_s // 60)),
             )
         _layouts[key] = _group_globals(parallel_state)
-        _set_timeouts(
-            list(dist.distributed_c10d._world.pg_map), timeout_s
-        )  # Megatron creates some with torch's default
+        _set_timeouts(timeout_s)  # Megatron creates some groups with torch's default
         if is_member and parallel.pp > 1:  # other groups only run collectives of all their ranks
             warm_up_group(parallel_state.get_pipeline_model_parallel_group())
         if is_member and not tensor_parallel.get_cuda_rng_tracker().get_states():
             tensor_parallel.model_parallel_cuda_manual_seed(1)
-    ranks = _coordinates(parallel_state, parallel, job, member_ranks) if is_member else None
+    ranks = None
+    if is_member:
+        ranks = Ranks(
+            job=job,
+            members=member_ranks,
+            tp=parallel.tp,
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            pp=parallel.pp,
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            ep=parallel.ep,
+            ep_rank=parallel_state.get_expert_model_parallel_rank(),
+            dp=parallel_state.get_data_parallel_world_size(),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            cp=parallel.cp,
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            etp=parallel.etp,
+            etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+            vpp=parallel.vpp,
+        )
     if not is_member or previous["_DATA_PARALLEL_GROUP"] is not None:
         vars(parallel_state).update(previous)
     return ranks
-
-
-def _coordinates(parallel_state: Any, parallel: ParallelConfig, job: Job, members: tuple[int, ...]) -> Ranks:
-    """Return this rank's coordinates in Megatron's current layout."""
-    return Ranks(
-        job=job,
-        members=members,
-        tp=parallel.tp,
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        pp=parallel.pp,
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        ep=parallel.ep,
-        ep_rank=parallel_state.get_expert_model_parallel_rank(),
-        dp=parallel_state.get_data_parallel_world_size(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        cp=parallel.cp,
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        etp=parallel.etp,
-        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
-        vpp=parallel.vpp,
-    )
 
 
 @contextmanager
@@ -261,21 +251,20 @@ def with_timeout(seconds: float) -> Iterator[None]:
     global _timeout_s
     previous_s, _timeout_s = _timeout_s, seconds
     try:
-        _set_timeouts(list(dist.distributed_c10d._world.pg_map), seconds)
+        _set_timeouts(seconds)
         yield
     finally:
         _timeout_s = previous_s
-        _set_timeouts(list(dist.distributed_c10d._world.pg_map), previous_s)
+        _set_timeouts(previous_s)
 
 
 def current_timeout() -> float:
-    """Return the current timeout of waits for other ranks in seconds: `run.distributed_timeout_s`, or that of
-    `with_timeout`."""
+    """Return the timeout of waits for other ranks in seconds: that of `with_timeout` or `run.distributed_timeout_s`."""
     return _timeout_s
 
 
-def _set_timeouts(groups: Iterable[dist.ProcessGroup], seconds: float) -> None:
-    for group in groups:
+def _set_timeouts(seconds: float) -> None:
+    for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -306,8 +295,7 @@ def host_group() -> dist.ProcessGroup:
 
 def layout_group(members: tuple[int, ...]) -> dist.ProcessGroup:
     """Return the gloo group of the members of a layout."""
-    group: dist.ProcessGroup = _hosts[members]
-    return group
+    return _hosts[members]
 
 
 def new_host_group(members: Iterable[int]) -> dist.ProcessGroup:

@@ -46,7 +46,7 @@ def build(part: dict[str, Any], place: ranks.Ranks) -> Any:
     if layout.get("pp", 1) > 1 and tiny.HF[family]["num_hidden_layers"] == 3:
         megatron["num_layers_in_first_pipeline_stage"] = 1
     sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
-    config = tiny.config(world=place.role_world, **layout, **sections, model={"megatron": megatron})
+    config = tiny.config(world=len(place.members), **layout, **sections, model={"megatron": megatron})
     weights = {name: tensor.clone() for name, tensor in reference.Trainer(family, role).tensors().items()}
     model = MegatronModel(tiny.HF[family], config, place, role, total_updates=9)
     model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))

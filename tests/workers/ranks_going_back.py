@@ -16,7 +16,10 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "megatron"))
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[1] / "megatron"),
+    str(Path(__file__).resolve().parents[2] / "tools"),
+]
 torch.set_num_threads(1)
 
 import tiny  # noqa: E402
@@ -169,11 +172,11 @@ def not_a_number(actor: ActorWorker) -> bool:
 
 def kept_bytes(actor: ActorWorker) -> list[int]:
     """What the copy takes, and what weights and this rank's states do."""
-    from megarl.megatron.memory_stats import model_state_bytes
+    from plan_memory import model_state_bytes
 
     assert actor.model is not None
     parts = model_state_bytes(actor.model)
-    return [actor.model._rollback_snapshot.nbytes, parts["weights"] + parts["optimizer"]]
+    return [actor.model._rollback_snapshot.host_copy.size, parts["weights"] + parts["optimizer"]]
 
 
 if __name__ == "__main__":
