@@ -8,7 +8,6 @@ is local to each rank and may run in a thread.
 from __future__ import annotations
 
 import functools
-import io
 import logging
 import os
 import pickle
@@ -65,16 +64,11 @@ class StagedCheckpoint:
         if request.async_fn is not None:  # this rank has something to write
             _, self._buckets, self._results = request.async_fn_args
             self._transforms = request.async_fn.args[0][0]
-        if staging is not None:
-            self._copy_tensors(staging)
+        if staging is not None:  # replace the tensors, so that this save no longer refers to the model's memory
+            copies = iter(staging.copy_to_host([tensor for _, _, (_, items) in self._buckets for _, tensor in items]))
+            for _, _, (_, items) in self._buckets:
+                items[:] = [(item, next(copies)) for item, _ in items]
         self._raise_failures()
-
-    def _copy_tensors(self, staging: StagingBuffer) -> None:
-        """Replace the tensors by host copies, so that this save no longer refers to the model's memory."""
-        tensors = [tensor for _, _, (_, items) in self._buckets for _, tensor in items]
-        copies = iter(staging.copy_to_host(tensors))
-        for _, _, (_, items) in self._buckets:
-            items[:] = [(item, next(copies)) for item, _ in items]
 
     def write(self, threads: int = 1, ended: Callable[[], bool] = lambda: False) -> dict[Path, Entry]:
         """Write, hash and sync this rank's files, and return their manifest entries.
@@ -88,17 +82,19 @@ class StagedCheckpoint:
         def write_file(bucket: Bucket) -> list[Any]:
             path, key, (objects, tensors) = bucket
 
-            def all_items(stream: HashingFile) -> list[Any]:
-                write_results, serialization = [], SerializationFormat.TORCH_SAVE
+            def write_items(stream: HashingFile) -> list[Any]:
+                results, serialization = [], SerializationFormat.TORCH_SAVE
                 for item, data in [*objects, *tensors]:
                     if ended():
                         raise InterruptedError("the run has ended")
-                    data = _compact_on_host(data)
-                    write_results.append(_write_item(self._transforms, stream, data, item, key, serialization))  # type: ignore[arg-type]
-                return write_results
+                    if isinstance(data, torch.Tensor):  # torch saves the whole storage behind a tensor
+                        data = data.to(device.host())
+                        data = data if data.untyped_storage().nbytes() == data.nbytes else data.clone()
+                    results.append(_write_item(self._transforms, stream, data, item, key, serialization))  # type: ignore[arg-type]
+                return results
 
-            write_results, written[Path(path)] = write_hashed(Path(path), all_items)
-            return write_results
+            results, written[Path(path)] = write_hashed(Path(path), write_items)
+            return results
 
         if not self._buckets:
             return {}
@@ -147,20 +143,8 @@ def async_copy_bytes(model: MegatronModel) -> int:
     return sum(tensor.nbytes for tensor in copied)
 
 
-def save_model(model: MegatronModel, folder: Path) -> dict[Path, Entry]:
-    """Write weights, fp32 masters, optimizer and scheduler, and return the manifest entries of this rank's files.
-
-    Collective over the model's ranks. The files are hashed and synced. Raises OSError on all ranks if one cannot write.
-    """
-    staged = StagedCheckpoint(model, folder)
-    written: dict[Path, Entry] = {}
-    ranks.run_on_all(lambda: written.update(staged.write(threads=WRITERS)), group=model.ranks.host_group)
-    staged.finish()
-    return written
-
-
 def restore_model(model: MegatronModel, folder: Path) -> None:
-    """Load a checkpoint of `save_model` into a model built with the same settings, in the same or another layout.
+    """Load a `StagedCheckpoint` into a model built with the same settings, in the same or another layout.
 
     Collective over the model's ranks. Raises ConfigError if the checkpoint does not fit the model.
     """
@@ -182,14 +166,6 @@ def restore_model(model: MegatronModel, folder: Path) -> None:
 
 
 # --- patches of Megatron-Core ----------------------------------------------------------------------------------------
-
-
-def _compact_on_host(data: io.BytesIO | torch.Tensor) -> io.BytesIO | torch.Tensor:
-    """Return a host tensor that owns its whole storage, because torch saves the whole storage behind a tensor."""
-    if not isinstance(data, torch.Tensor):
-        return data
-    data = data.to(device.host())
-    return data if data.untyped_storage().nbytes() == data.nbytes else data.clone()
 
 
 def _prepare_write_data(self: Any, plan: Any, planner: Any) -> None:

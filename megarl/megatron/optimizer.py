@@ -27,8 +27,6 @@ from megarl.config import OptimizerConfig
 from megarl.models.flat_runs import boxes
 from megarl.parallel.rank_subset import use_member_world
 
-STATES = ("param", "exp_avg", "exp_avg_sq")
-
 
 def local_state_shards(part: Any, model_state: dict[str, Any]) -> list[ShardedTensor]:
     """Return this rank's masters and moments in one of Megatron's distributed optimizers as sharded tensors.
@@ -44,12 +42,10 @@ def local_state_shards(part: Any, model_state: dict[str, Any]) -> list[ShardedTe
     for buffer in part.gbuf_ranges:
         for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
             for param, ranges in bucket["param_map"].items():
-                values, param_range = part._get_main_param_and_optimizer_states(param), ranges["param"]
-                for state in STATES:
+                values, start = part._get_main_param_and_optimizer_states(param), ranges["param"].start
+                for state in ("param", "exp_avg", "exp_avg_sq"):
                     flat = values[state].detach().view(-1).float()
-                    shards += _shard_flat_range(
-                        sharded_by_param[param], f"optimizer.state.{state}.", flat, param_range.start
-                    )
+                    shards += _shard_flat_range(sharded_by_param[param], f"optimizer.state.{state}.", flat, start)
     return shards
 
 
@@ -73,24 +69,19 @@ def _shard_flat_range(sharded: Any, prefix: str, flat: torch.Tensor, start: int)
         position, stop = max(start, piece_start), min(start + len(flat), piece_start + view.numel())
         prepended_axes = piece.prepend_axis_num
         # The last entry is the data parallel rank. It makes no replicas, since each holds other elements.
-        replica_id = piece.replica_id[:-1]
-        for offset, sizes in (
-            boxes(view.shape, position - piece_start, stop - piece_start) if not any(replica_id) else ()
-        ):
+        is_replica = any(piece.replica_id[:-1])
+        for offset, sizes in () if is_replica else boxes(view.shape, position - piece_start, stop - piece_start):
             box = flat[position - start : position - start + prod(sizes)]
             position += prod(sizes)
             local_shape = (1,) * prepended_axes + sizes
-            global_offset = piece.global_offset
+            starts = zip(piece.global_offset[prepended_axes:], offset, strict=True)
             yield ShardedTensor(
                 key=piece.key,
                 data=box.view(local_shape),
                 dtype=box.dtype,
                 local_shape=local_shape,
                 global_shape=piece.global_shape,
-                global_offset=(
-                    *global_offset[:prepended_axes],
-                    *(low + box_offset for low, box_offset in zip(global_offset[prepended_axes:], offset, strict=True)),
-                ),
+                global_offset=(*piece.global_offset[:prepended_axes], *(first + skipped for first, skipped in starts)),
                 axis_fragmentations=None,  # no regular grid
             )
 
@@ -167,10 +158,10 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool)
     experts or a rank's shard has no parameters, keeps only rank 0's settings, and gathers everything on the first data
     parallel rank.
     """
-    if not is_loading:
-        return {name: local_state_shards(part, model_state) for name, part in _dist_optimizers(optimizer)}
     return {
         name: part.sharded_param_state_fully_reshardable(model_state, True, {})
+        if is_loading
+        else local_state_shards(part, model_state)
         for name, part in _dist_optimizers(optimizer)
     }
 

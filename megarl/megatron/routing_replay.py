@@ -119,14 +119,9 @@ class ReplayShard:
         return experts
 
 
-def make_replay_shard(chunk: torch.nn.Module, tp: int, tp_rank: int, record_layers: Sequence[int]) -> ReplayShard:
-    """Return a chunk's shard. of: the layers of the record, as indices among all MoE layers."""
-    return ReplayShard(tuple(list(record_layers).index(layer) for layer in _chunk_layers(chunk)), tp, tp_rank)
-
-
 def replayed_layers(chunks: Sequence[torch.nn.Module]) -> tuple[int, ...]:
-    """Return the layers of all chunks that replay, as indices among all MoE layers."""
-    return tuple(layer for chunk in chunks for layer in _chunk_layers(chunk))
+    """Return the layers of these chunks that replay, as indices among all MoE layers."""
+    return tuple(router.router_replay.moe_layer_index for chunk in chunks for router in _routers(chunk))
 
 
 def start_micro_batch(chunk: torch.nn.Module, routing: torch.Tensor | None, shape: RoutingShape) -> None:
@@ -135,7 +130,7 @@ def start_micro_batch(chunk: torch.nn.Module, routing: torch.Tensor | None, shap
     routing: as from the chunk's `ReplayShard.select`. Raises ConfigError if it does not fit this model.
     """
     if routing is not None:
-        check(routing, shape, _chunk_layers(chunk))
+        check(routing, shape, replayed_layers([chunk]))
     for index, router in enumerate(_routers(chunk)):
         router.router_replay.set_recorded(None if routing is None else routing[:, index], chunk.training)
 
@@ -172,11 +167,6 @@ def check(routing: torch.Tensor, shape: RoutingShape, layers: Sequence[int]) -> 
             f"{shape.moe_layers[layers[layer]]}, not {shape.topk} different ones of {shape.num_experts}; the engine "
             "does not record this model's routing: set train.routing_replay=false"
         )
-
-
-def _chunk_layers(chunk: torch.nn.Module) -> tuple[int, ...]:
-    """Return the chunk's layers that replay, as indices among all MoE layers."""
-    return tuple(router.router_replay.moe_layer_index for router in _routers(chunk))
 
 
 def _routers(chunk: torch.nn.Module) -> Iterator[Any]:

@@ -398,7 +398,8 @@ class MegatronModel:
         def iter_micro_batches(chunk: torch.nn.Module) -> Iterator[MicroBatch]:
             replay_shard = None
             if self.replay_shape is not None:
-                replay_shard = routing_replay.make_replay_shard(chunk, self.ranks.tp, self.ranks.tp_rank, rows.layers)
+                layers = tuple(rows.layers.index(layer) for layer in routing_replay.replayed_layers([chunk]))
+                replay_shard = routing_replay.ReplayShard(layers, self.ranks.tp, self.ranks.tp_rank)
             return (
                 make_micro_batch(rows.select(indices), indices, target_device, *padding_args, mtp_layers, replay_shard)
                 for indices in track_current(micro_batches)

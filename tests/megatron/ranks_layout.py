@@ -342,9 +342,9 @@ def spoilt(result: TokenLoss) -> TokenLoss:
 
 def resume(model: Any, build: Any, batch: TrainBatch, loss_fn: Any, folder: str) -> bool:
     """Save, step; load into a fresh model, step: equal bits."""
-    from megarl.megatron.dist_checkpoint import restore_model, save_model
+    from megarl.megatron.dist_checkpoint import restore_model
 
-    save_model(model, Path(folder))
+    tiny.save_model(model, Path(folder))
     first = model.train_step(batch, loss_fn)
     fresh = build()
     restore_model(fresh, Path(folder))

@@ -55,7 +55,7 @@ def build(part: dict[str, Any], place: ranks.Ranks) -> Any:
 
 def trained(part: dict[str, Any], place: ranks.Ranks) -> dict[str, Any]:
     from megarl.checkpoint.export import gather_hf
-    from megarl.megatron.dist_checkpoint import restore_model, save_model
+    from megarl.megatron.dist_checkpoint import restore_model
     from megarl.megatron.optimizer import state_tensors
 
     while "after" in part and not (FOLDER / part["after"] / "done").exists():
@@ -67,7 +67,7 @@ def trained(part: dict[str, Any], place: ranks.Ranks) -> dict[str, Any]:
     found["forward"] = digest(model.forward(batch).values())
     found["states"] = digest([*model.local_params().values(), *state_tensors(model.optimizer)])
     found["export"] = digest(tensor for _, tensor in gather_hf(model.merged_params(), model.params(), place))
-    save_model(model, FOLDER / part["name"])
+    tiny.save_model(model, FOLDER / part["name"])
     if place.role_rank == 0:
         (FOLDER / part["name"] / "done").touch()
     return found

@@ -26,7 +26,7 @@ import tiny  # noqa: E402
 
 from megarl.config import from_dict  # noqa: E402
 from megarl.controllers.policy_gradient import policy_loss, policy_loss_columns  # noqa: E402
-from megarl.megatron.dist_checkpoint import restore_model, save_model  # noqa: E402
+from megarl.megatron.dist_checkpoint import restore_model  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
 from megarl.parallel import ranks  # noqa: E402
 from megarl.parallel.ranks import create_role_layouts  # noqa: E402
@@ -111,7 +111,7 @@ def main() -> dict[str, Any]:
     result["moved"] = not same(held(actor), before) or actor.model is None
     folder = FOLDER / f"checkpoint_{sys.argv[1]}_{DTYPE}"
     if actor.model is not None:
-        save_model(actor.model, folder)
+        tiny.save_model(actor.model, folder)
     other = make()
     if other.model is not None:
         restore_model(other.model, folder)
