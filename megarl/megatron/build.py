@@ -1,11 +1,7 @@
 """Build Megatron's `GPTModel` from an HF config, wrapped for data parallelism.
 
-Uses Transformer Engine's layer spec on CUDA, and the local spec with `cpu/megatron_modules.py` elsewhere. The family's
-table decides what the model computes, our configuration decides its parallelism and dtype, and `model.megatron`
-overrides every field that neither of them owns.
-
-`select_fusions` enables the fused Apex kernels that Megatron has found; Megatron itself would only fail at the first
-use of a missing one. Transformer Engine's fusions come with its modules.
+The family's table decides what the model computes, our configuration decides its parallelism and dtype, and
+`model.megatron` overrides every field that neither of them owns.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Save and load a Megatron model with its optimizer and scheduler, as a Megatron distributed checkpoint.
-
-A save has three parts. `StagedCheckpoint` plans it and stages the tensors, `StagedCheckpoint.write` writes and hashes
-this rank's files, and `StagedCheckpoint.finish` writes the metadata. The first and the last are collective. The write
-is local to each rank and may run in a thread.
-"""
+"""Save and load a Megatron model with its optimizer and scheduler, as a Megatron distributed checkpoint."""
 
 from __future__ import annotations
 
@@ -27,9 +22,8 @@ from megarl.checkpoint.manifest import Entry, HashingFile, write_hashed
 from megarl.config import ConfigError
 from megarl.megatron.optimizer import state_tensors
 from megarl.megatron.trainer_model import MegatronModel  # first: it patches Megatron-Core for machines without a GPU
-from megarl.parallel import device, ranks
+from megarl.parallel import ranks
 from megarl.parallel.host_copy import StagingBuffer
-from megarl.parallel.rank_subset import use_member_world
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing import serialization  # isort: skip
@@ -49,7 +43,10 @@ _failures: list[Exception] = []
 
 
 class StagedCheckpoint:
-    """A planned save of a model. With `staging`, tensors are copied, so that training may continue meanwhile."""
+    """A planned save of a model; `write` writes this rank's files and `finish` the metadata.
+
+    Planning and finishing are collective. With `staging`, tensors are copied, so that training may continue meanwhile.
+    """
 
     def __init__(self, model: MegatronModel, folder: Path, staging: StagingBuffer | None = None) -> None:
         self._ranks = model.ranks
@@ -88,7 +85,7 @@ class StagedCheckpoint:
                     if ended():
                         raise InterruptedError("the run has ended")
                     if isinstance(data, torch.Tensor):  # torch saves the whole storage behind a tensor
-                        data = data.to(device.host())
+                        data = data.cpu()
                         data = data if data.untyped_storage().nbytes() == data.nbytes else data.clone()
                     results.append(_write_item(self._transforms, stream, data, item, key, serialization))  # type: ignore[arg-type]
                 return results
@@ -117,7 +114,7 @@ class StagedCheckpoint:
 
     @contextmanager
     def _activate_ranks(self) -> Iterator[None]:
-        with ranks.use_layout(self._ranks), use_member_world():
+        with ranks.use_layout(self._ranks), ranks.use_member_world():
             try:
                 yield
             except CheckpointException as error:  # on all ranks
@@ -133,10 +130,7 @@ class StagedCheckpoint:
 
 
 def async_copy_bytes(model: MegatronModel) -> int:
-    """Return an upper bound on the bytes that this rank copies for an asynchronous save.
-
-    Weights that are replicated over data parallel ranks are written by one of them each.
-    """
+    """Return an upper bound on the bytes that this rank copies for an asynchronous save."""
     copied = [*model.local_params().values(), *model.local_adapters().values()]
     if model.optimizer is not None:
         copied += [tensor for tensor in state_tensors(model.optimizer) if tensor.dim()]
@@ -151,7 +145,7 @@ def restore_model(model: MegatronModel, folder: Path) -> None:
     with ranks.use_layout(model.ranks):
         try:
             template = model.sharded_state_dict(is_loading=True)
-            with use_member_world():
+            with ranks.use_member_world():
                 state = dist_checkpointing.load(template, str(folder))
         except (
             *(CheckpointException, dist_checkpointing.core.CheckpointingException),
@@ -184,10 +178,7 @@ def _prepare_write_data(self: Any, plan: Any, planner: Any) -> None:
 
 
 def _defer_failure(write: Callable[..., Any]) -> Callable[..., Any]:
-    """Record the errors of `write` instead of raising.
-
-    Rank 0 calls `write` between two collectives; an exception would leave the other ranks waiting in the second.
-    """
+    """Record the errors of `write`, which rank 0 calls between two collectives, instead of raising."""
 
     @functools.wraps(write)
     def wrapper(*arguments: Any, **named: Any) -> Any:

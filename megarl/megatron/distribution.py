@@ -1,10 +1,7 @@
 """Dispatch a batch's sequences to the ranks of a model, and collect per-token outputs on the sequences' home ranks.
 
 The micro-batch plan is a function of sequence lengths and home ranks, so every rank knows what every other rank needs
-without asking. The first stage needs the tokens. The last stage needs the tokens, the columns that the loss reads and,
-with truncated sampling, the sampling masks. Middle stages need only lengths. Stages with experts get the recorded
-routing of their own layers. Sequences stay with the replica that already holds them, as far as the replicas' work stays
-balanced.
+without asking. Middle pipeline stages need only lengths, and stages with experts the routing of their own layers.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,78 +33,57 @@ class ModelRank:
     """A rank's position in a model's layout, and what it needs of a batch."""
 
     dp_rank: int
-    needs_tokens: bool
-    """Whether it needs the tokens of its micro-batches: it is the first or the last stage."""
-    is_last_stage: bool
-    """Whether it emits the outputs and computes losses."""
-    is_reporter: bool
-    """Whether it is the one rank of its replica that reports outputs and metrics."""
-    replayed_layers: tuple[int, ...]
-    """MoE layers on this rank that replay recorded routing, as indices among all MoE layers."""
+    needs_tokens: bool  # it is the first or the last stage
+    is_last_stage: bool  # it emits the outputs and computes losses
+    is_reporter: bool  # it is the one rank of its replica that reports outputs and metrics
+    replayed_layers: tuple[int, ...]  # its MoE layers that replay recorded routing, as indices among all MoE layers
 
 
-class LocalRows:
-    """A rank's part of a batch: the sequences of its micro-batches.
+class LocalRows(NamedTuple):
+    """A rank's part of a batch: the sequences of its micro-batches, by index."""
 
-    layers: the MoE layers that the routing records cover.
-    """
-
-    def __init__(
-        self,
-        batch: TrainBatch,
-        columns: Mapping[str, Mapping[int, torch.Tensor]],
-        records: Mapping[int, torch.Tensor] | None,
-        layers: tuple[int, ...],
-        sampling_masks: Mapping[int, SamplingMask] | None = None,
-    ) -> None:
-        self._batch, self._columns, self._records, self.layers = batch, columns, records, layers
-        self._sampling_masks = sampling_masks
+    batch: TrainBatch
+    columns: Mapping[str, Mapping[int, torch.Tensor]]
+    records: Mapping[int, torch.Tensor] | None
+    layers: tuple[int, ...]  # the MoE layers that the routing records cover
+    sampling_masks: Mapping[int, SamplingMask] | None
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """Return a batch of these sequences. Columns that this rank does not need are zeros or None."""
         index_tensor = torch.as_tensor(list(indices), dtype=torch.int64)
-        lengths = self._batch.lengths[index_tensor]
+        lengths = self.batch.lengths[index_tensor]
         fields: dict[str, Any] = {}
-        for name, rows in self._columns.items():
-            fields[name] = torch.cat([rows[i] for i in indices]) if len(indices) else getattr(self._batch, name)[:0]
+        for name, rows in self.columns.items():
+            fields[name] = torch.cat([rows[i] for i in indices]) if len(indices) else getattr(self.batch, name)[:0]
         for name in ("tokens", "loss_mask", "rollout_logprobs"):
             if name not in fields:
-                fields[name] = torch.zeros(int(lengths.sum()), dtype=getattr(self._batch, name).dtype)
+                fields[name] = torch.zeros(int(lengths.sum()), dtype=getattr(self.batch, name).dtype)
         return TrainBatch(
             cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-            group=self._batch.group[index_tensor],
-            sequence_reward=self._batch.sequence_reward[index_tensor],
-            routing=None if self._records is None else tuple(self._records[i] for i in indices),
-            counts=self._batch.counts,
-            sampling_mask=None if self._sampling_masks is None else tuple(self._sampling_masks[i] for i in indices),
+            group=self.batch.group[index_tensor],
+            sequence_reward=self.batch.sequence_reward[index_tensor],
+            routing=None if self.records is None else tuple(self.records[i] for i in indices),
+            counts=self.batch.counts,
+            sampling_mask=None if self.sampling_masks is None else tuple(self.sampling_masks[i] for i in indices),
             **fields,
         )
 
 
 @dataclass(frozen=True)
 class BatchDispatcher:
-    """Splits a model's work among its ranks.
+    """Splits a model's work among its ranks. Every rank of the job has an equal instance.
 
-    Every rank of the job has an equal instance. Ranks outside the model send it rows and receive the outputs of their
-    own sequences.
-
-    token_budget: tokens of a micro-batch, over all context parallel ranks.
-    quadratic_cost: see `models.flops`.
-    multiple: the number of micro-batches is a multiple of this.
-    should_keep_groups: whether training keeps the sequences of a group in one micro-batch.
-    routing_shape: shape of the routing records that the model replays; None without replay.
-    has_logits: whether the model emits token distributions, which depend on the sampling masks.
+    Ranks outside the model send it rows and receive the outputs of their own sequences.
     """
 
-    model_ranks: Mapping[int, ModelRank]
-    """By job rank, for each rank that the model is on."""
+    model_ranks: Mapping[int, ModelRank]  # by job rank, for each rank that the model is on
     dp: int
-    token_budget: int
-    quadratic_cost: float
-    multiple: int
-    should_keep_groups: bool
-    routing_shape: RoutingShape | None
-    has_logits: bool = False
+    token_budget: int  # of a micro-batch, over all context parallel ranks
+    quadratic_cost: float  # see `models.flops`
+    multiple: int  # the number of micro-batches is a multiple of this
+    should_keep_groups: bool  # whether training keeps the sequences of a group in one micro-batch
+    routing_shape: RoutingShape | None  # of the routing records that the model replays; None without replay
+    has_logits: bool = False  # whether the model emits token distributions, which depend on the sampling masks
 
     @property
     def this_rank(self) -> ModelRank | None:

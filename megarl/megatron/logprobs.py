@@ -16,8 +16,6 @@ costs a third more work for this one layer. Ranks communicate per-token values o
 needs no communication, since every rank has z and H. Logits are computed in the weight's dtype and used in fp32. A
 chunk covers some tokens times this rank's vocabulary or, with truncated sampling, the few candidates of each token, for
 which rows of the weight are gathered.
-
-`OutputReader` turns the last pipeline stage's output for a micro-batch into per-token values.
 """
 
 from __future__ import annotations
@@ -258,20 +256,13 @@ def _all_reduce(values: torch.Tensor, operation: Any, group: dist.ProcessGroup |
 
 @dataclass(frozen=True)
 class OutputReader:
-    """Turns the last pipeline stage's output into per-token values.
+    """Turns the last pipeline stage's output into per-token values."""
 
-    model: the GPTModel of the last stage.
-    role: the model's role.
-    vocab_size: without padding.
-    chunk_tokens: number of tokens whose logits exist at the same time.
-    cap: soft cap of the logits, if above 0.
-    """
-
-    model: Any
+    model: Any  # the GPTModel of the last stage
     role: str
-    vocab_size: int
-    chunk_tokens: int
-    cap: float
+    vocab_size: int  # without padding
+    chunk_tokens: int  # number of tokens whose logits exist at the same time
+    cap: float  # soft cap of the logits, if above 0
 
     def read(
         self, micro: MicroBatch, emitted: torch.Tensor, temperature: float, with_entropy: bool = True
@@ -281,7 +272,7 @@ class OutputReader:
         Every context parallel rank gets all values of the micro-batch and computes the same loss.
         """
         if self.role == "reward_model":
-            return ModelOutput(scores=micro.remove_padding(_gather_context(micro, emitted[0, :, 0].float())))
+            return ModelOutput(scores=micro.align(_gather_context(micro, emitted[0, :, 0].float()), offset=0))
         if self.role == "critic":
             return ModelOutput(values=micro.align(_gather_context(micro, emitted[0, :, 0].float())))
         weight = self._output_weight()

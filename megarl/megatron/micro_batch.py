@@ -2,10 +2,7 @@
 
 Sequences are packed end to end: P tokens with padding, of which a context parallel rank has the P / cp that
 `parallel/context_parallel.py` assigns to it. Padding follows each sequence, where causal attention ignores it, or all
-of them, as a sequence of its own.
-
-A micro-batch is built on the host when Megatron's schedule reaches it. Each pipeline stage copies to its device only
-what it needs, by `on_device` and `loss_batch`: a middle stage copies only its part of the routing.
+of them, as a sequence of its own. Each pipeline stage copies to its device only what it needs.
 """
 
 from __future__ import annotations
@@ -66,10 +63,6 @@ class MicroBatch:
         """Shift [P] values, index t about token t + offset, to [T], index t about token t; 0 where there is none."""
         shifted = emitted.roll(offset)[self.on_device("unpadded_indices")]
         return torch.where(self.on_device("sequence_positions") >= offset, shifted, torch.zeros_like(shifted))
-
-    def remove_padding(self, emitted: torch.Tensor) -> torch.Tensor:
-        """Return the [T] of [P] emitted values, index t about the tokens up to and including t."""
-        return emitted[self.on_device("unpadded_indices")]
 
 
 @contextmanager

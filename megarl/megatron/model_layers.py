@@ -32,9 +32,8 @@ from megarl.cpu.megatron_modules import PackedAttention
 class ValueHead(torch.nn.Module):
     """A value head in place of `output_layer`: a [1, hidden] weight, initially zero, replicated over TP, without bias.
 
-    Each rank applies it to its part of the sequence and gathers the values, so every rank has all values and computes
-    the same loss. The gather's backward therefore only slices. The weight's gradient is a sum over the ranks' parts of
-    the sequence, which Megatron computes for every parameter marked `sequence_parallel`.
+    With sequence parallelism each rank applies it to its part of the sequence and gathers all values. Every rank then
+    computes the same loss, so the gather's backward only slices, and Megatron sums the weight's gradient.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -52,11 +51,7 @@ class ValueHead(torch.nn.Module):
 
 
 class DeferredLogits(ColumnParallelLinear):  # type: ignore[misc]
-    """Megatron's output layer, except that it emits its input, [s, b, hidden].
-
-    `logprobs.py` computes the logits, some tokens at a time. With sequence parallelism every rank gets the whole
-    sequence, and gradients are summed over ranks.
-    """
+    """Megatron's output layer, except that it emits its input, [s, b, hidden]; `logprobs.py` computes the logits."""
 
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         if self.sequence_parallel:
@@ -205,7 +200,7 @@ def group_max_topk(
 class GroupMaxTopK:
     """Overrides the router's top-k by `group_max_topk`, through Megatron's hook for routing replay.
 
-    That hook is the only place where a router's choice can be overridden. Wraps the replay already installed, if any.
+    Wraps the replay already installed, if any.
     """
 
     def __init__(self, replay: Any) -> None:

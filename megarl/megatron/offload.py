@@ -1,9 +1,5 @@
 """Host copies of a model: `WeightSnapshot` for rollbacks, and `MemoryOffload`, which frees the device for the engine.
 
-A snapshot is one host copy of this rank's trained weights and its shard of master weights and moments, as
-`models.memory.state_bytes` counts them without gradients. Its memory is allocated once, and pinned on machines with
-GPUs. Capturing it costs one copy of these bytes to the host.
-
 Offloaded tensors keep their storages, which are resized to zero and refilled later. So all references to them
 (parameters that are views of a buffer, Megatron's maps between the two) stay valid.
 """

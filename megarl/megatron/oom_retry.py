@@ -1,9 +1,5 @@
 """Out of memory: a model's ranks agree on smaller micro-batches and retry the pass.
 
-A retry gives the result of a run that had enough memory. It uses nothing of the aborted pass: weights change in the
-optimizer step only, gradients are zeroed before each try, and the loss is a sum over micro-batches, however they are
-split.
-
 A rank that fails must not leave its peers in a collective. With data parallelism alone, a pass has no collective before
 gradient reduction, so all ranks report just before it whether they ran out of memory. Where ranks compute together (tp,
 cp, pp, ep, or gradient reduction overlapping the backward pass), each rank first allocates, in one block, the planned
@@ -44,8 +40,7 @@ class OOMReport(NamedTuple):
     """The micro-batch in which a rank ran out of memory."""
 
     tokens: int
-    num_units: int
-    """Sequences of the micro-batch, or groups if these are not split."""
+    num_units: int  # sequences, or groups if these are not split
     message: str
 
 
@@ -78,10 +73,8 @@ class OOMRetry:
         self._is_enabled = config.guards.oom_retry
         self.token_budget, self.should_recompute, self.num_ooms = dispatcher.token_budget, False, 0
         self._current_sequences: Sequence[int] = ()
-        self._message = ""
-        """This rank's out-of-memory error in the current pass."""
-        self._reports: list[OOMReport] | None = None
-        """All ranks' reports on the current pass; None until gathered."""
+        self._message = ""  # this rank's out-of-memory error in the current pass
+        self._reports: list[OOMReport] | None = None  # of all ranks on the current pass; None until gathered
         settings = unwrap(chunks[0]).config
         self._has_collectives = (
             ranks.tp * ranks.cp * ranks.pp * ranks.ep * ranks.etp > 1

@@ -1,9 +1,7 @@
 """Megatron's distributed optimizer and learning-rate schedule, with a step that skips non-finite gradients.
 
-For a distributed checkpoint each rank writes its own shard of the optimizer state, and nothing is gathered. A data
-parallel rank holds a contiguous range of the flat parameter buffer, so it holds a row-major range of a parameter's
-elements, which may start anywhere. Checkpoints are read as rectangular boxes of tensors, in any layout. Such a range is
-a few boxes.
+A data parallel rank holds a contiguous range of the flat parameter buffer, so it holds a row-major range of a
+parameter's elements, which may start anywhere. In a checkpoint it writes this range as a few rectangular boxes.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config import OptimizerConfig
 from megarl.models.flat_runs import boxes
-from megarl.parallel.rank_subset import use_member_world
+from megarl.parallel.ranks import use_member_world
 
 
 def local_state_shards(part: Any, model_state: dict[str, Any]) -> list[ShardedTensor]:
@@ -50,11 +48,7 @@ def local_state_shards(part: Any, model_state: dict[str, Any]) -> list[ShardedTe
 
 
 def _shard_flat_range(sharded: Any, prefix: str, flat: torch.Tensor, start: int) -> Iterator[ShardedTensor]:
-    """Split a flat range of a parameter into sharded tensors, one per rectangular box.
-
-    sharded: the parameter, which Megatron may store as several tensors.
-    flat: its elements from `start` on.
-    """
+    """Split `flat`, a parameter's elements from `start` on, into sharded tensors, one per rectangular box."""
     meta_tensor = torch.empty(sharded.data.shape, dtype=flat.dtype, device="meta")
     if isinstance(sharded, ShardedTensorFactory):
         pieces = list(nested_values(replace(sharded, key=prefix + sharded.key, data=meta_tensor).build()))
@@ -153,9 +147,8 @@ def iter_step_holders(optimizer: Any) -> Iterator[dict[str, Any]]:
 def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
     """Return masters and moments for Megatron's distributed checkpoint, loadable in any layout by `load_state`.
 
-    For saving, these are views of this rank's own shard. Settings such as betas are left out because the configuration
-    owns them, and the step count because the scheduler has it. Megatron's own version fails if a pipeline stage has no
-    experts or a rank's shard has no parameters, keeps only rank 0's settings, and gathers everything on the first data
+    The configuration owns settings such as betas, and the scheduler has the step count. Megatron's own version fails if
+    a pipeline stage has no experts or a rank's shard has no parameters, and gathers everything on the first data
     parallel rank.
     """
     return {
@@ -182,10 +175,7 @@ def load_state(optimizer: Any, state: dict[str, Any], steps: int) -> None:
 
 
 def _dist_optimizers(optimizer: Any) -> list[tuple[str, Any]]:
-    """Return the names and distributed optimizers of dense parameters and of experts.
-
-    A rank may have no experts, and if no parameter of a kind is trained (LoRA), its optimizer is a stub.
-    """
+    """Return the distributed optimizers of dense parameters and of experts, those that have parameters, by name."""
     parts = enumerate(optimizer.chained_optimizers)
     return [(f"part{i}", part) for i, part in parts if not part.is_stub_optimizer and part.buffers]
 

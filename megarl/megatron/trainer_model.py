@@ -1,7 +1,6 @@
 """A policy, critic or reward model on Megatron-Core: forward pass, training step, weights and state.
 
-All ranks call every method with the same batch, of which each rank holds its own sequences. This module splits the
-batch over data parallel ranks and into micro-batches, and runs them through Megatron's pipeline schedule.
+All ranks call every method with the same batch, of which each rank holds its own sequences.
 """
 
 from __future__ import annotations
@@ -34,8 +33,9 @@ from megarl.models.lora_tables import adapter_params
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import RoutingShape, routing_shape
-from megarl.parallel import device, wait_listeners
+from megarl.parallel import device
 from megarl.parallel.ranks import Ranks, all_gather_objects, use_layout
+from megarl.parallel.wait_listeners import track_progress
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
 from megarl.types.batch import select_columns
 
@@ -114,10 +114,7 @@ class MegatronModel:
         total_updates: int = 1,
         trains: bool = True,
     ) -> None:
-        self.hf_config = hf_config
-        self.config = config
-        self.ranks = ranks
-        self.role = role
+        self.hf_config, self.config, self.ranks, self.role = hf_config, config, ranks, role
         self.mtp_layers = num_trained_mtp(hf_config, config) if role == "actor" and trains else 0
         self.optimizer: Any = None
         self.replay_shape: RoutingShape | None = None
@@ -193,8 +190,7 @@ class MegatronModel:
         table = {param.megatron: param for param in self.params()}
         not_finite = []
         local = self.local_params()
-        for number, (name, tensor) in enumerate(local.items()):
-            wait_listeners.report_progress(number, len(local))
+        for name, tensor in track_progress(local.items(), len(local)):
             value = get(table[name], *self.ranks.tp_size_and_rank(table[name].expert is not None))
             if value.shape != tensor.shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)} here, not {tuple(value.shape)}")
@@ -240,37 +236,31 @@ class MegatronModel:
         Weights are exchanged in place, tensor by tensor, so `tensors` holds the model's own weights within the block.
         No update may happen inside.
         """
-        self._exchange(tensors)
+
+        def exchange() -> None:
+            for name, tensor in self.local_params().items():
+                current = tensor.to("cpu", copy=True)
+                tensor.copy_(tensors[name])
+                tensors[name].copy_(current)
+
+        if differing := tensors.keys() ^ self.local_params().keys():
+            raise ValueError(f"these are not this model's weights: {sorted(differing)[:5]} differ")
+        exchange()
         try:
             yield
         finally:
-            self._exchange(tensors)
-
-    def _exchange(self, tensors: dict[str, torch.Tensor]) -> None:
-        local = self.local_params()
-        if tensors.keys() != local.keys():
-            raise ValueError(f"these are not this model's weights: {sorted(tensors.keys() ^ local.keys())[:5]} differ")
-        for name, tensor in local.items():
-            current = tensor.to("cpu", copy=True)
-            tensor.copy_(tensors[name])
-            tensors[name].copy_(current)
+            exchange()
 
     # ---- device memory
 
     def offload(self, weights: bool = True) -> int:
-        """Free device memory and return the number of bytes freed.
-
-        Moves optimizer states, and weights if `weights` is set, to the host and drops gradients. The next call that
-        needs them onloads them again.
-        """
+        """Move optimizer states, and weights if set, to the host until needed; drop gradients; return bytes freed."""
         params = [param for chunk in self.chunks for param in chunk.parameters()]
         freed = 0
         if self.optimizer is not None:
             buffers = (buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers)
-            grads = [buffer.grad_data for buffer in buffers]
-            freed += self._optimizer_offload.offload(
-                optimizer.state_tensors(self.optimizer), drop=grads, exclude=params
-            )
+            states, grads = optimizer.state_tensors(self.optimizer), [buffer.grad_data for buffer in buffers]
+            freed += self._optimizer_offload.offload(states, drop=grads, exclude=params)
         return freed + (self._weight_offload.offload(params) if weights else 0)
 
     @contextmanager
@@ -366,23 +356,14 @@ class MegatronModel:
                 f"{name}.lr"
             )
         metrics = sum_metrics(local_metrics for local_metrics, _ in gathered)
-        metrics.update({f"{self.role}/{name}": value for name, value in aux_losses.items()})
-        metrics.update(
-            {
-                f"{self.role}/grad_norm": norm,
-                f"{self.role}/lr": float(self.scheduler.get_lr({})),
-                f"{self.role}/tokens": float(total_tokens),
-                f"{self.role}/skipped": float(not is_taken),
-            }
-        )
-        return metrics
+        lr, tokens = float(self.scheduler.get_lr({})), float(total_tokens)
+        step_metrics = {"grad_norm": norm, "lr": lr, "tokens": tokens, "skipped": float(not is_taken)}
+        return metrics | {f"{self.role}/{name}": value for name, value in (aux_losses | step_metrics).items()}
 
     def _schedule(
         self, rows: LocalRows, plan: MicroBatchPlan, loss_func: Callable[..., Any], forward_only: bool
     ) -> list[Any]:
-        """Run this rank's micro-batches through Megatron's schedule.
-
-        Returns the third results of `loss_func(micro_batch, output)` on the last stage.
+        """Run Megatron's schedule; the last stage returns the third results of `loss_func(micro_batch, output)`.
 
         A chunk's micro-batch is built when the schedule reaches it, and released after the chunk's pass except for what
         autograd saves. So the device holds only the micro-batches in flight.

@@ -1,12 +1,9 @@
 """Encode host values as bytes for other ranks: plain data that executes no code when it is read.
 
 A value is None, bool, number, text, bytes, path, date, dtype, array, tensor (decoded on the host), or a list, tuple,
-set, mapping, dataclass or NamedTuple of such. An object that occurs more than once, such as an array shared by all
-samples of a prompt, is sent once.
-
-The bytes are a pickle in which only the functions of `_FUNCTIONS` can be called. Classes are sent by name. The reader
-accepts classes of this package and of modules that it has already imported, and only dataclasses or NamedTuples, whose
-fields it sets without calling `__init__`.
+set, mapping, dataclass or NamedTuple of such. The bytes are a pickle in which only `_FUNCTIONS` can be called. Classes
+are sent by name. The reader accepts dataclasses and NamedTuples of this package and of modules that it has already
+imported, and sets their fields without calling `__init__`.
 """
 
 from __future__ import annotations

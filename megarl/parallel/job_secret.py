@@ -1,12 +1,11 @@
 """The secret of a job, with which its ranks authenticate each other's messages over any transport.
 
-torch's TCP store and gloo's ports accept connections from anyone. Messages between ranks therefore carry a keyed hash
-(`seal`, `unseal`), and content without the right hash is rejected before it is interpreted. What torch, Megatron-Core
-and SGLang pickle themselves goes through `SealedPickle`; everything else is plain data (`encoding.py`).
+torch's TCP store and gloo's ports accept connections from anyone. Messages between ranks therefore carry a keyed hash,
+and content without the right hash is rejected before it is interpreted.
 
 A launcher generates a secret for each start of its ranks and passes it in the environment. Launchers of several nodes,
 and ranks started by other means, take MEGARL_SECRET from their environment, or else the user's secret in
-`~/.local/state/megarl/secret`, mode 0600, created on first use. The secret is never written to a store or a log.
+`~/.local/state/megarl/secret`. The secret is never written to a store or a log.
 """
 
 from __future__ import annotations

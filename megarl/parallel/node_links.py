@@ -1,9 +1,7 @@
 """Links between the ranks on one machine: Unix sockets that carry file descriptors.
 
 Host names cannot tell which ranks share a machine: two machines may share a name, and containers change it. Instead,
-each rank tries to connect to every lower one over an abstract Unix socket with a random name. Such sockets exist within
-one kernel only, leave no file behind and close however their process ends. Receiving a descriptor needs neither a
-common PID namespace nor permission to inspect the other process.
+each rank tries to connect to every lower one over an abstract Unix socket, which exists within one kernel only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Each role's settings and ranks, and checks of its layout. Pure: no process is asked.
 
-`parallel.world_size` counts the job's ranks. A role's world is the number of its ranks: `role_parallel` returns a
-layout with that as world_size, and the sizes of `parallel` (the actor's) or of the role's own layout.
+A role's layout has the number of its ranks as world_size, and the sizes of `parallel` or of the role's own layout.
 """
 
 from __future__ import annotations

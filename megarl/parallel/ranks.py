@@ -17,7 +17,6 @@ from megarl.config import Config, ConfigError, ParallelConfig
 from megarl.parallel import collectives, device, job_secret, rendezvous
 from megarl.parallel.encoding import decode, encode
 from megarl.parallel.placement import check_layout, is_on_megatron, placement_of, role_parallel
-from megarl.parallel.rank_subset import use_member_groups
 from megarl.parallel.wait_listeners import traced
 
 T = TypeVar("T")
@@ -95,8 +94,8 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
 def join(world_size: int, timeout_s: float = 1800.0) -> Job:
     """Join the process group that torchrun describes in the environment. Call once, before creating layouts.
 
-    All ranks communicate once before this returns: NCCL creates a communicator on first use, and a weight sync or a
-    pipeline exchange, in which not all ranks may take part, must not be the first.
+    All ranks communicate once before this returns: NCCL creates a communicator on first use, which must not be an
+    exchange in which not all ranks take part.
     """
     global _host_group, _timeout_s
     env = rendezvous.read_launch_env()
@@ -234,6 +233,56 @@ def use_layout(ranks: Ranks) -> Iterator[None]:
         yield
     finally:
         vars(parallel_state).update(previous)
+
+
+@contextmanager
+def use_member_groups(members: Sequence[int]) -> Iterator[None]:
+    """Make `initialize_model_parallel` create groups of `members` (job ranks, ascending) within the block.
+
+    Megatron takes the members for the whole job: the ranks that its RankGenerator lists are indices of the members. All
+    ranks of the job must enter, because creating a group is collective over the job.
+    """
+    from megatron.core import parallel_state
+
+    class AmongMembers(parallel_state.RankGenerator):  # type: ignore[misc]
+        def get_ranks(self, token: str) -> list[list[int]]:
+            return [[members[index] for index in indices] for indices in super().get_ranks(token)]
+
+    generator, world_size = parallel_state.RankGenerator, dist.get_world_size
+
+    def size(group: Any = None) -> int:
+        return len(members) if group is None else world_size(group)
+
+    parallel_state.RankGenerator = AmongMembers
+    dist.get_world_size = size  # Megatron calls the package's function; torch's own modules do not
+    try:
+        yield
+    finally:
+        parallel_state.RankGenerator, dist.get_world_size = generator, world_size
+
+
+@contextmanager
+def use_member_world() -> Iterator[None]:
+    """Make the members of Megatron's current layout torch's default group within the block, with ranks from 0.
+
+    For code without a group of its own: distributed checkpoints, and the optimizer's parameter groups. Groups with job
+    rank numbers must not be used within the block.
+    """
+    from megatron.core import parallel_state
+
+    # Megatron has a single instance here.
+    member_group = parallel_state.get_intra_distributed_optimizer_instance_group()
+    if member_group.size() == dist.get_world_size():
+        yield
+        return
+    group_ranks = dist.distributed_c10d._world.pg_group_ranks
+    previous = dist.GroupMember.WORLD, group_ranks[member_group]
+    role_ranks = {rank: rank for rank in range(member_group.size())}
+    dist.GroupMember.WORLD, group_ranks[member_group] = member_group, role_ranks
+    try:
+        yield
+    finally:
+        dist.GroupMember.WORLD, group_ranks[member_group] = previous
 
 
 def _group_globals(parallel_state: Any) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """Rendezvous of a job's ranks: environment variables of the launcher, and the torch store in which they meet.
 
-torch's TCPStore authenticates nobody and listens on all addresses of a machine, and whoever can write to it can make
-ranks connect to an attacker. Ranks and engines on one machine therefore meet in a file that only this user can open. A
-store for several machines is bound to the address at which others reach it, and its values carry a keyed hash
-(`job_secret.py`).
+torch's TCPStore authenticates nobody, listens on all addresses of a machine, and can make ranks connect to an attacker.
+Ranks and engines on one machine therefore meet in a file that only this user can open. A store for several machines is
+bound to the address at which others reach it, and its values carry a keyed hash (`job_secret.py`).
 """
 
 from __future__ import annotations

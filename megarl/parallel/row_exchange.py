@@ -1,15 +1,12 @@
 """Send rows of packed columns from the ranks that hold them to the ranks that need them.
 
-Within a machine, the rank that holds a row writes it once into memory that its readers map: no copy per reader, and no
-copy at all of a column that already lies in shared memory. To another machine each row is sent once, by gloo, to one of
-the ranks that need it, and its neighbors map the memory in which it arrives. If ranks of one machine cannot open each
-other's memory, each counts as a machine of its own.
-
-    exchange = RowExchange()
-    delivery = exchange.deliver({"tokens": tokens}, {"tokens": (torch.int32, ())}, batch.lengths, batch.home, wants)
+    specs = {"tokens": (torch.int32, ())}
+    delivery = RowExchange().deliver({"tokens": tokens}, specs, batch.lengths, batch.home, wants)
     rows = delivery.rows("tokens")  # waits; one [length] for each of wants[rank], in order
 
-Senders do not wait for readers. `WorldComm` implements `types.Comm` for the group of all ranks of the job.
+Within a machine, the rank that holds a row writes it once into memory that its readers map; a column that already lies
+in shared memory is not copied. To another machine each row is sent once, by gloo, to one of the ranks that need it, and
+its neighbors map the memory in which it arrives. Senders do not wait for readers.
 """
 
 from __future__ import annotations

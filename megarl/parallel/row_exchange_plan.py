@@ -1,9 +1,7 @@
 """Plan which rows move where: plain data, computed by each rank from what all ranks know.
 
-Ranks on one machine read the same memory, so rows leave a home for a machine once. The home writes the rows that its
-neighbors want into one shared memory. Each sequence that another machine needs is sent to one of the ranks there that
-want it, and the others read it from that rank's memory. All ranks compute the same memory layouts, so no layout is
-communicated.
+The home of a row writes it into one shared memory for all its neighbors, and sends it to one of the ranks of each other
+machine that want it. All ranks compute the same memory layouts, so no layout is communicated.
 """
 
 from __future__ import annotations
@@ -198,8 +196,7 @@ class ExchangePlan:
         """Yield each part that ranks of a machine need, with the rank that is sent each sequence (-1 for none).
 
         The sequences of one home that the same ranks want are split into runs with equal numbers of tokens, one for
-        each of these ranks. The starting rank depends on the home alone, so the home and every rank of the machine
-        compute the same.
+        each of these ranks. The home and every rank of the machine compute the same.
         """
         homes = self.homes[sequences]
         for part, rows in _group_by_part(column_group, members):

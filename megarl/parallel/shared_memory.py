@@ -1,8 +1,8 @@
 """Memory that processes of one machine share without copies, created by memfd_create: no name and no file.
 
-It never outlives its processes, and the limit of /dev/shm does not apply. A tensor keeps its memory alive; the last one
-frees it. A process that receives the file descriptor maps the same pages privately: its writes change its own copy of a
-page only. A process that receives a handle of `export_handle` maps them shared.
+A tensor keeps its memory alive; the last one of all processes frees it. A process that receives the file descriptor
+maps the same pages privately: its writes change its own copy of a page only. A process that receives a handle of
+`export_handle` maps them shared.
 """
 
 from __future__ import annotations
