@@ -229,10 +229,8 @@ class BatchDispatcher:
         """
         outputs = outputs if self.is_reporter else []
         if batch.sharding is None:
-            merged = assemble(
-                batch, ranks.all_gather_objects(outputs, ranks.layout_group(tuple(sorted(self.model_ranks))))
-            )
-            return lambda: merged
+            group = ranks.layout_group(tuple(sorted(self.model_ranks)))
+            outputs = list(chain.from_iterable(ranks.all_gather_objects(outputs, group)))
         reported: dict[str, dict[int, torch.Tensor]] = {name: {} for name in names}
         for indices, values in outputs:
             sizes = batch.lengths[list(indices)].tolist()
@@ -241,6 +239,8 @@ class BatchDispatcher:
         columns = {
             name: torch.cat([torch.zeros(0), *(rows[i] for i in sorted(rows))]) for name, rows in reported.items()
         }
+        if batch.sharding is None:
+            return lambda: columns
         specs: dict[str, RowSpec] = {name: (torch.float32, ()) for name in names}
         sources = torch.empty(batch.num_sequences, dtype=torch.int64)
         for rank, model_rank in self.model_ranks.items():
@@ -261,18 +261,6 @@ class BatchDispatcher:
     def join_train_step(self, batch: TrainBatch, columns: Iterable[str]) -> None:
         """Take part in `MegatronModel.train_step` on a rank outside the model. columns: those that the loss reads."""
         self.dispatch(batch, self.plan(batch, forward_only=False), columns)
-
-
-def assemble(batch: TrainBatch, gathered: Sequence[Sequence[MicroBatchOutput]]) -> dict[str, torch.Tensor]:
-    """Merge all replicas' micro-batch outputs into [T] values by name, in the order of an unsharded batch."""
-    result: dict[str, torch.Tensor] = {}
-    for indices, outputs in (item for replica_outputs in gathered for item in replica_outputs):
-        spans = [torch.arange(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])) for i in indices]
-        for name, values in outputs.items():
-            full = result.setdefault(name, torch.zeros(len(batch.tokens)))
-            if spans:
-                full[torch.cat(spans)] = values
-    return result
 
 
 def make_model_rank(layout: Ranks, layers: tuple[int, ...]) -> ModelRank:

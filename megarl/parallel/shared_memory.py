@@ -42,13 +42,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     descriptor = create(size)
     memory = mmap.mmap(descriptor, size)
     tensor = torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
-    _allocations[tensor.data_ptr()] = descriptor, size
-    weakref.finalize(memory, _forget, tensor.data_ptr()).atexit = False  # tensors may be read until interpreter exit
+    address = tensor.data_ptr()
+    _allocations[address] = descriptor, size
+    finalizer = weakref.finalize(memory, lambda: os.close(_allocations.pop(address)[0]))
+    finalizer.atexit = False  # tensors may be read until interpreter exit
     return tensor
-
-
-def _forget(address: int) -> None:
-    os.close(_allocations.pop(address)[0])
 
 
 def find_region(tensor: torch.Tensor) -> MemoryRegion | None:

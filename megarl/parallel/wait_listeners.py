@@ -51,14 +51,9 @@ def set_progress_listener(listener: Callable[[int, int], None] | None) -> None:
     _progress_listener = listener
 
 
-def report_progress(done: int, total: int) -> None:
-    """Report progress of the current phase, in any unit, such as tensors. Costs nothing without a listener."""
-    if _progress_listener is not None:
-        _progress_listener(done, total)
-
-
 def track_progress(items: Iterable[Item], total: int) -> Iterator[Item]:
-    """Iterate over the items and report how many of `total` have been consumed."""
+    """Iterate over the items and report how many of `total` have been consumed in the current phase."""
     for number, item in enumerate(items):
-        report_progress(number, total)
+        if _progress_listener is not None:
+            _progress_listener(number, total)
         yield item
