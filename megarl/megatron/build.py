@@ -138,9 +138,8 @@ def build_chunks(
 ) -> list[Any]:
     """Build this rank's part of the model: `parallel.vpp` chunks with arbitrary weights.
 
-    mtp_layers: number of multi-token prediction layers.
-    trains: if True, wrap the chunks in DistributedDataParallel, which allocates gradient buffers; otherwise freeze
-        their weights.
+    mtp_layers: number of multi-token prediction layers. trains: wrap the chunks in DistributedDataParallel, which
+    allocates gradient buffers; otherwise their weights are frozen.
     """
     settings = transformer_config(hf, config)
     settings.mtp_num_layers = mtp_layers or None

@@ -160,11 +160,10 @@ class BatchDispatcher:
         Returns this rank's rows by column and sequence index; empty unless it is a receiver.
         """
         assert batch.sharding is not None
-        by_replica, receivers = [list(chain.from_iterable(micros)) for micros in plan], set(receivers)
-        wants = [
-            by_replica[self.model_ranks[rank].dp_rank] if rank in receivers else []
-            for rank in range(dist.get_world_size())
-        ]
+        sequences, receivers = [list(chain.from_iterable(micros)) for micros in plan], set(receivers)
+        wants: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+        for rank in receivers:
+            wants[rank] = sequences[self.model_ranks[rank].dp_rank]
         if not specs or not any(wants):
             return {name: {} for name in specs}
         exchange, local_sequences = row_exchange.get_row_exchange(), wants[dist.get_rank()]

@@ -39,4 +39,4 @@ def gather_context(
     if len(positions) == 1:
         return local
     gathered: torch.Tensor = gather_from_sequence_parallel_region(local, not same_gradient, group)
-    return gathered.index_select(0, positions.flatten().argsort())
+    return gathered.index_select(0, positions.flatten().argsort().to(local.device))

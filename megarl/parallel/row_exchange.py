@@ -106,7 +106,7 @@ class RowExchange:
         if not readers:
             return
         selection = plan.local_selection(self.rank)
-        needed = {name for cut, _, _ in selection for name in cut.columns}
+        needed = {name for group, _, _ in selection for name in group.columns}
         regions = {name: region for name in needed if (region := shared_memory.find_region(local_columns[name]))}
         blocks, size = plan.blocks(selection, exclude=regions)
         descriptor = shared_memory.create(size)
@@ -281,8 +281,8 @@ class Delivery:
                     rows = memory.narrow(0, int(starts[at[index]]), int(lengths[wants[index]]))
                     rows_by_want[index] = rows if block.part == part else _select(rows, part)
         dtype, tail = plan.kinds[name]
-        nothing = _select(torch.empty((0, *tail), dtype=dtype), part)
-        return [nothing if rows is None else rows for rows in rows_by_want]
+        no_rows = _select(torch.empty((0, *tail), dtype=dtype), part)
+        return [no_rows if rows is None else rows for rows in rows_by_want]
 
     def _wait_for_blocks(self) -> Iterator[tuple[Block, torch.Tensor]]:
         """Yield all memory that holds rows for this rank, as blocks."""
