@@ -54,7 +54,7 @@ class Wires:
         self.hosts: set[str] = set()
         """Names of the groups that are gloo's on a GPU, too."""
         self.members: dict[str, list[int]] = {}
-        """Ranks of the job, by group: torch may be told other numbers for a while (`parallel/rank_subset.py`)."""
+        """Ranks of the job, by group: torch may be told other numbers for a while (`ranks.use_member_world`)."""
         self.batch: int | None = None
         self._works: dict[int, tuple[Any, int]] = {}  # the work stays: another must not have its id
         self._numbers = itertools.count()

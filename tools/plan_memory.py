@@ -225,6 +225,26 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
     return 0 if chosen else 1
 
 
+def model_state_bytes(model: Any) -> dict[str, int]:
+    """Return the bytes of a MegatronModel's `weights`, `gradients` and `optimizer` on this rank, from its tensors.
+
+    Weights include the routers' expert biases. Gradients are Megatron's buffers, which pad parameters to multiples of
+    64 elements. The optimizer's are this rank's moments, and master weights unless they are the model's own weights.
+    """
+    from megarl.megatron.optimizer import state_tensors
+
+    weights = list(model.local_params().values())
+    buffers = [buffer for chunk in model.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    weight_storages = {tensor.untyped_storage().data_ptr() for tensor in weights}
+    states = [tensor for tensor in state_tensors(model.optimizer) if tensor.dim()]  # without step counts
+    separate = [tensor for tensor in states if tensor.untyped_storage().data_ptr() not in weight_storages]
+    return {
+        "weights": sum(tensor.nbytes for tensor in weights),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "optimizer": sum(tensor.nbytes for tensor in separate),
+    }
+
+
 def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
     """Build the models on this machine's CPU, as all ranks of the layout, and count the bytes of their tensors."""
     layouts = parse_layouts(options) or [ParallelConfig(options.gpus or 1, options.gpus_per_node)]
@@ -250,7 +270,6 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
 
     os.environ.setdefault("MASTER_PORT", str(parallel_ranks.free_port()))
     job = parallel_ranks.initialize(config.parallel)
-    from megarl.megatron.memory_stats import model_state_bytes
     from megarl.megatron.trainer_model import MegatronModel
 
     counted: dict[str, int] = {}

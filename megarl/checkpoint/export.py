@@ -36,7 +36,7 @@ def gather_hf(
     local_dtype = next((local[p.megatron].dtype for p in params if p.dtype is None and p.megatron in local), None)
     reports = all_gather_objects((ranks.pp_rank, layers, local_dtype), ranks.host_group)
     stages = tuple(next(tuple(layers) for stage, layers, _ in reports if stage == s) for s in range(ranks.pp))
-    train = TrainLayout(ranks.role_world, ranks.tp, ranks.ep, stages, ranks.etp, ranks.cp, ranks.members)
+    train = TrainLayout(len(ranks.members), ranks.tp, ranks.ep, stages, ranks.etp, ranks.cp, ranks.members)
     num_experts = 1 + max((param.expert for param in params if param.expert is not None), default=-1)
     dtypes = sorted({d for *_, d in reports if d is not None}, key=str)  # a stage may have none of the parameters
     rank, dtype = ranks.job.rank, next(iter(dtypes), None)

@@ -1,7 +1,6 @@
 """Everything that touches Megatron-Core: model building, heads, log-probs, the training step and checkpoints.
 
 Importing this package patches Megatron-Core for machines without a GPU (`cpu/megatron_platform.py`).
-`parallel/ranks.py` imports it for that reason alone.
 """
 
 import sys
@@ -17,8 +16,7 @@ from megarl.parallel import device  # noqa: E402
 def _import_core() -> None:
     """Import Megatron-Core, patched for this machine, before anything else in this package can import it.
 
-    Hides wandb during the import. Megatron-Core would otherwise import it on every rank, which takes a second or two
-    and leaves two temporary folders per rank. MegaRL never logs to wandb through Megatron.
+    Hides wandb, whose import takes a second or two and leaves two temporary folders per rank.
     """
     is_hidden = "wandb" not in sys.modules
     if is_hidden:

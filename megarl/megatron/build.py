@@ -1,11 +1,7 @@
 """Build Megatron's `GPTModel` from an HF config, wrapped for data parallelism.
 
-Uses Transformer Engine's layer spec on CUDA, and the local spec with `cpu/megatron_modules.py` elsewhere. The family's
-table decides what the model computes, our configuration decides its parallelism and dtype, and `model.megatron`
-overrides every field that neither of them owns.
-
-`select_fusions` enables the fused Apex kernels that Megatron has found; Megatron itself would only fail at the first
-use of a missing one. Transformer Engine's fusions come with its modules.
+The family's table decides what the model computes, our configuration decides its parallelism and dtype, and
+`model.megatron` overrides every field that neither of them owns.
 """
 
 from __future__ import annotations
@@ -28,11 +24,18 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.config import Config, ConfigError
-from megarl.megatron.gemma_layers import CappedAttention, PostNormLayer, scale_embedding
+from megarl.cpu import megatron_modules
 from megarl.megatron.lora import add_adapters
-from megarl.megatron.output_layers import DeferredLogits, MTPModel, ValueHead
+from megarl.megatron.model_layers import (
+    CappedAttention,
+    DeferredLogits,
+    GroupLimitedRouter,
+    MTPModel,
+    PostNormLayer,
+    ScaledEmbedding,
+    ValueHead,
+)
 from megarl.megatron.parameter_names import named_params
-from megarl.megatron.router import GroupLimitedRouter
 from megarl.models import megatron_fields as fields
 from megarl.models import norm_counting
 from megarl.models.family import Extras
@@ -135,9 +138,8 @@ def build_chunks(
 ) -> list[Any]:
     """Build this rank's part of the model: `parallel.vpp` chunks with arbitrary weights.
 
-    mtp_layers: number of multi-token prediction layers.
-    trains: if True, wrap the chunks in DistributedDataParallel, which allocates gradient buffers; otherwise freeze
-        their weights.
+    mtp_layers: number of multi-token prediction layers. trains: wrap the chunks in DistributedDataParallel, which
+    allocates gradient buffers; otherwise their weights are frozen.
     """
     settings = transformer_config(hf, config)
     settings.mtp_num_layers = mtp_layers or None
@@ -177,7 +179,9 @@ def _build_chunk(
         arguments["share_embeddings_and_output_weights"] = False
     spec = _layer_spec(settings, extras, vp_stage)
     if settings.mtp_num_layers:
-        arguments["mtp_block_spec"] = _mtp_spec(settings, spec, vp_stage)
+        has_te = device.has_cuda()
+        mtp_spec = get_gpt_mtp_block_spec(settings, spec, use_transformer_engine=has_te, vp_stage=vp_stage)
+        arguments["mtp_block_spec"] = mtp_spec if has_te else megatron_modules.adapt_local_spec(mtp_spec)
     model = (MTPModel if settings.mtp_num_layers else GPTModel)(
         config=settings,
         transformer_layer_spec=spec,
@@ -188,11 +192,13 @@ def _build_chunk(
         **arguments,
     )
     if is_first and extras.embedding_scale != 1:
-        scale_embedding(model.embedding, extras.embedding_scale)
+        model.embedding.__class__ = ScaledEmbedding  # same parameters and state, different forward
+        # HF and SGLang round the scale to the model's dtype, too.
+        model.embedding.scale = float(torch.tensor(extras.embedding_scale, dtype=settings.params_dtype))
     if role != "actor" and is_last:
         model.output_layer = ValueHead(settings)
     elif is_last:
-        model.output_layer.__class__ = DeferredLogits  # same parameters and state, different forward
+        model.output_layer.__class__ = DeferredLogits
     # Megatron treats routed experts as dense parameters unless EP > 1. But their replicas lie on different ranks: those
     # on other TP or CP ranks see other tokens, so gradients must be summed over these too.
     for name, parameter in model.named_parameters():
@@ -208,25 +214,14 @@ def _build_chunk(
     return model.to(device.device())
 
 
-def _mtp_spec(settings: TransformerConfig, decoder: Any, vp_stage: int | None) -> Any:
-    """Return the spec of multi-token prediction layers, or None if the stage has none."""
-    if device.has_cuda():
-        return get_gpt_mtp_block_spec(settings, decoder, use_transformer_engine=True, vp_stage=vp_stage)
-    from megarl.cpu.megatron_modules import adapt_local_spec
-
-    return adapt_local_spec(get_gpt_mtp_block_spec(settings, decoder, use_transformer_engine=False, vp_stage=vp_stage))
-
-
 def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | None) -> Any:
     if device.has_cuda():
         from megatron.core.extensions.transformer_engine import TENorm as norm
 
         spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=True, vp_stage=vp_stage)
     else:
-        from megarl.cpu.megatron_modules import RMSNorm as norm
-        from megarl.cpu.megatron_modules import adapt_local_spec
-
-        spec = adapt_local_spec(
+        norm = megatron_modules.RMSNorm
+        spec = megatron_modules.adapt_local_spec(
             get_gpt_decoder_block_spec(
                 settings, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
             )

@@ -1,14 +1,8 @@
-"""Save and load a Megatron model with its optimizer and scheduler, as a Megatron distributed checkpoint.
-
-A save has three parts. `StagedCheckpoint` plans it and stages the tensors, `StagedCheckpoint.write` writes and hashes
-this rank's files, and `StagedCheckpoint.finish` writes the metadata. The first and the last are collective. The write
-is local to each rank and may run in a thread.
-"""
+"""Save and load a Megatron model with its optimizer and scheduler, as a Megatron distributed checkpoint."""
 
 from __future__ import annotations
 
 import functools
-import io
 import logging
 import os
 import pickle
@@ -28,9 +22,8 @@ from megarl.checkpoint.manifest import Entry, HashingFile, write_hashed
 from megarl.config import ConfigError
 from megarl.megatron.optimizer import state_tensors
 from megarl.megatron.trainer_model import MegatronModel  # first: it patches Megatron-Core for machines without a GPU
-from megarl.parallel import device, ranks
+from megarl.parallel import ranks
 from megarl.parallel.host_copy import StagingBuffer
-from megarl.parallel.rank_subset import use_member_world
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing import serialization  # isort: skip
@@ -50,7 +43,10 @@ _failures: list[Exception] = []
 
 
 class StagedCheckpoint:
-    """A planned save of a model. With `staging`, tensors are copied, so that training may continue meanwhile."""
+    """A planned save of a model; `write` writes this rank's files and `finish` the metadata.
+
+    Planning and finishing are collective. With `staging`, tensors are copied, so that training may continue meanwhile.
+    """
 
     def __init__(self, model: MegatronModel, folder: Path, staging: StagingBuffer | None = None) -> None:
         self._ranks = model.ranks
@@ -65,16 +61,11 @@ class StagedCheckpoint:
         if request.async_fn is not None:  # this rank has something to write
             _, self._buckets, self._results = request.async_fn_args
             self._transforms = request.async_fn.args[0][0]
-        if staging is not None:
-            self._copy_tensors(staging)
+        if staging is not None:  # replace the tensors, so that this save no longer refers to the model's memory
+            copies = iter(staging.copy_to_host([tensor for _, _, (_, items) in self._buckets for _, tensor in items]))
+            for _, _, (_, items) in self._buckets:
+                items[:] = [(item, next(copies)) for item, _ in items]
         self._raise_failures()
-
-    def _copy_tensors(self, staging: StagingBuffer) -> None:
-        """Replace the tensors by host copies, so that this save no longer refers to the model's memory."""
-        tensors = [tensor for _, _, (_, items) in self._buckets for _, tensor in items]
-        copies = iter(staging.copy_to_host(tensors))
-        for _, _, (_, items) in self._buckets:
-            items[:] = [(item, next(copies)) for item, _ in items]
 
     def write(self, threads: int = 1, ended: Callable[[], bool] = lambda: False) -> dict[Path, Entry]:
         """Write, hash and sync this rank's files, and return their manifest entries.
@@ -88,17 +79,19 @@ class StagedCheckpoint:
         def write_file(bucket: Bucket) -> list[Any]:
             path, key, (objects, tensors) = bucket
 
-            def all_items(stream: HashingFile) -> list[Any]:
-                write_results, serialization = [], SerializationFormat.TORCH_SAVE
+            def write_items(stream: HashingFile) -> list[Any]:
+                results, serialization = [], SerializationFormat.TORCH_SAVE
                 for item, data in [*objects, *tensors]:
                     if ended():
                         raise InterruptedError("the run has ended")
-                    data = _compact_on_host(data)
-                    write_results.append(_write_item(self._transforms, stream, data, item, key, serialization))  # type: ignore[arg-type]
-                return write_results
+                    if isinstance(data, torch.Tensor):  # torch saves the whole storage behind a tensor
+                        data = data.cpu()
+                        data = data if data.untyped_storage().nbytes() == data.nbytes else data.clone()
+                    results.append(_write_item(self._transforms, stream, data, item, key, serialization))  # type: ignore[arg-type]
+                return results
 
-            write_results, written[Path(path)] = write_hashed(Path(path), all_items)
-            return write_results
+            results, written[Path(path)] = write_hashed(Path(path), write_items)
+            return results
 
         if not self._buckets:
             return {}
@@ -121,7 +114,7 @@ class StagedCheckpoint:
 
     @contextmanager
     def _activate_ranks(self) -> Iterator[None]:
-        with ranks.use_layout(self._ranks), use_member_world():
+        with ranks.use_layout(self._ranks), ranks.use_member_world():
             try:
                 yield
             except CheckpointException as error:  # on all ranks
@@ -137,37 +130,22 @@ class StagedCheckpoint:
 
 
 def async_copy_bytes(model: MegatronModel) -> int:
-    """Return an upper bound on the bytes that this rank copies for an asynchronous save.
-
-    Weights that are replicated over data parallel ranks are written by one of them each.
-    """
+    """Return an upper bound on the bytes that this rank copies for an asynchronous save."""
     copied = [*model.local_params().values(), *model.local_adapters().values()]
     if model.optimizer is not None:
         copied += [tensor for tensor in state_tensors(model.optimizer) if tensor.dim()]
     return sum(tensor.nbytes for tensor in copied)
 
 
-def save_model(model: MegatronModel, folder: Path) -> dict[Path, Entry]:
-    """Write weights, fp32 masters, optimizer and scheduler, and return the manifest entries of this rank's files.
-
-    Collective over the model's ranks. The files are hashed and synced. Raises OSError on all ranks if one cannot write.
-    """
-    staged = StagedCheckpoint(model, folder)
-    written: dict[Path, Entry] = {}
-    ranks.run_on_all(lambda: written.update(staged.write(threads=WRITERS)), group=model.ranks.host_group)
-    staged.finish()
-    return written
-
-
 def restore_model(model: MegatronModel, folder: Path) -> None:
-    """Load a checkpoint of `save_model` into a model built with the same settings, in the same or another layout.
+    """Load a `StagedCheckpoint` into a model built with the same settings, in the same or another layout.
 
     Collective over the model's ranks. Raises ConfigError if the checkpoint does not fit the model.
     """
     with ranks.use_layout(model.ranks):
         try:
             template = model.sharded_state_dict(is_loading=True)
-            with use_member_world():
+            with ranks.use_member_world():
                 state = dist_checkpointing.load(template, str(folder))
         except (
             *(CheckpointException, dist_checkpointing.core.CheckpointingException),
@@ -182,14 +160,6 @@ def restore_model(model: MegatronModel, folder: Path) -> None:
 
 
 # --- patches of Megatron-Core ----------------------------------------------------------------------------------------
-
-
-def _compact_on_host(data: io.BytesIO | torch.Tensor) -> io.BytesIO | torch.Tensor:
-    """Return a host tensor that owns its whole storage, because torch saves the whole storage behind a tensor."""
-    if not isinstance(data, torch.Tensor):
-        return data
-    data = data.to(device.host())
-    return data if data.untyped_storage().nbytes() == data.nbytes else data.clone()
 
 
 def _prepare_write_data(self: Any, plan: Any, planner: Any) -> None:
@@ -208,10 +178,7 @@ def _prepare_write_data(self: Any, plan: Any, planner: Any) -> None:
 
 
 def _defer_failure(write: Callable[..., Any]) -> Callable[..., Any]:
-    """Record the errors of `write` instead of raising.
-
-    Rank 0 calls `write` between two collectives; an exception would leave the other ranks waiting in the second.
-    """
+    """Record the errors of `write`, which rank 0 calls between two collectives, instead of raising."""
 
     @functools.wraps(write)
     def wrapper(*arguments: Any, **named: Any) -> Any:

@@ -1,18 +1,15 @@
 """Dispatch a batch's sequences to the ranks of a model, and collect per-token outputs on the sequences' home ranks.
 
 The micro-batch plan is a function of sequence lengths and home ranks, so every rank knows what every other rank needs
-without asking. The first stage needs the tokens. The last stage needs the tokens, the columns that the loss reads and,
-with truncated sampling, the sampling masks. Middle stages need only lengths. Stages with experts get the recorded
-routing of their own layers. Sequences stay with the replica that already holds them, as far as the replicas' work stays
-balanced.
+without asking. Middle pipeline stages need only lengths, and stages with experts the routing of their own layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,79 +33,57 @@ class ModelRank:
     """A rank's position in a model's layout, and what it needs of a batch."""
 
     dp_rank: int
-    needs_tokens: bool
-    """Whether it needs the tokens of its micro-batches: it is the first or the last stage."""
-    is_last_stage: bool
-    """Whether it emits the outputs and computes losses."""
-    is_reporter: bool
-    """Whether it is the one rank of its replica that reports outputs and metrics."""
-    replayed_layers: tuple[int, ...]
-    """MoE layers on this rank that replay recorded routing, as indices among all MoE layers."""
+    needs_tokens: bool  # it is the first or the last stage
+    is_last_stage: bool  # it emits the outputs and computes losses
+    is_reporter: bool  # it is the one rank of its replica that reports outputs and metrics
+    replayed_layers: tuple[int, ...]  # its MoE layers that replay recorded routing, as indices among all MoE layers
 
 
-class LocalRows:
-    """A rank's part of a batch: the sequences of its micro-batches.
+class LocalRows(NamedTuple):
+    """A rank's part of a batch: the sequences of its micro-batches, by index."""
 
-    layers: the MoE layers that the routing records cover.
-    """
-
-    def __init__(
-        self,
-        batch: TrainBatch,
-        columns: Mapping[str, Mapping[int, torch.Tensor]],
-        records: Mapping[int, torch.Tensor] | None,
-        layers: tuple[int, ...],
-        sampling_masks: Mapping[int, SamplingMask] | None = None,
-    ) -> None:
-        self._batch, self._columns, self._records, self.layers = batch, columns, records, layers
-        self._sampling_masks = sampling_masks
-        self._lengths = batch.lengths
+    batch: TrainBatch
+    columns: Mapping[str, Mapping[int, torch.Tensor]]
+    records: Mapping[int, torch.Tensor] | None
+    layers: tuple[int, ...]  # the MoE layers that the routing records cover
+    sampling_masks: Mapping[int, SamplingMask] | None
 
     def select(self, indices: Sequence[int]) -> TrainBatch:
         """Return a batch of these sequences. Columns that this rank does not need are zeros or None."""
         index_tensor = torch.as_tensor(list(indices), dtype=torch.int64)
-        lengths = self._lengths[index_tensor]
+        lengths = self.batch.lengths[index_tensor]
         fields: dict[str, Any] = {}
-        for name, rows in self._columns.items():
-            fields[name] = torch.cat([rows[i] for i in indices]) if len(indices) else getattr(self._batch, name)[:0]
+        for name, rows in self.columns.items():
+            fields[name] = torch.cat([rows[i] for i in indices]) if len(indices) else getattr(self.batch, name)[:0]
         for name in ("tokens", "loss_mask", "rollout_logprobs"):
             if name not in fields:
-                fields[name] = torch.zeros(int(lengths.sum()), dtype=getattr(self._batch, name).dtype)
+                fields[name] = torch.zeros(int(lengths.sum()), dtype=getattr(self.batch, name).dtype)
         return TrainBatch(
             cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
-            group=self._batch.group[index_tensor],
-            sequence_reward=self._batch.sequence_reward[index_tensor],
-            routing=None if self._records is None else tuple(self._records[i] for i in indices),
-            counts=self._batch.counts,
-            sampling_mask=None if self._sampling_masks is None else tuple(self._sampling_masks[i] for i in indices),
+            group=self.batch.group[index_tensor],
+            sequence_reward=self.batch.sequence_reward[index_tensor],
+            routing=None if self.records is None else tuple(self.records[i] for i in indices),
+            counts=self.batch.counts,
+            sampling_mask=None if self.sampling_masks is None else tuple(self.sampling_masks[i] for i in indices),
             **fields,
         )
 
 
 @dataclass(frozen=True)
 class BatchDispatcher:
-    """Splits a model's work among its ranks.
+    """Splits a model's work among its ranks. Every rank of the job has an equal instance.
 
-    Every rank of the job has an equal instance. Ranks outside the model send it rows and receive the outputs of their
-    own sequences.
-
-    token_budget: tokens of a micro-batch, over all context parallel ranks.
-    quadratic_cost: see `models.flops`.
-    multiple: the number of micro-batches is a multiple of this.
-    should_keep_groups: whether training keeps the sequences of a group in one micro-batch.
-    routing_shape: shape of the routing records that the model replays; None without replay.
-    has_logits: whether the model emits token distributions, which depend on the sampling masks.
+    Ranks outside the model send it rows and receive the outputs of their own sequences.
     """
 
-    model_ranks: Mapping[int, ModelRank]
-    """By job rank, for each rank that the model is on."""
+    model_ranks: Mapping[int, ModelRank]  # by job rank, for each rank that the model is on
     dp: int
-    token_budget: int
-    quadratic_cost: float
-    multiple: int
-    should_keep_groups: bool
-    routing_shape: RoutingShape | None
-    has_logits: bool = False
+    token_budget: int  # of a micro-batch, over all context parallel ranks
+    quadratic_cost: float  # see `models.flops`
+    multiple: int  # the number of micro-batches is a multiple of this
+    should_keep_groups: bool  # whether training keeps the sequences of a group in one micro-batch
+    routing_shape: RoutingShape | None  # of the routing records that the model replays; None without replay
+    has_logits: bool = False  # whether the model emits token distributions, which depend on the sampling masks
 
     @property
     def this_rank(self) -> ModelRank | None:
@@ -137,105 +112,109 @@ class BatchDispatcher:
 
         columns: those that the last stage reads.
         """
-        names, replays = tuple(columns), self.routing_shape is not None and batch.routing is not None
+        names, shape = tuple(columns), self.routing_shape
+        records = None if shape is None else batch.routing
+        sampling_masks = batch.sampling_mask if self.has_logits else None
+        for record in records or ():
+            assert shape is not None
+            check_shape(record, shape)
         if batch.sharding is None:
-            all_columns = {name: _split_by_sequence(getattr(batch, name), batch) for name in names}
-            layers = tuple(range(len(self.routing_shape.moe_layers))) if self.routing_shape is not None else ()
-            records = None if not replays or batch.routing is None else dict(enumerate(batch.routing))
-            for record in (records or {}).values():
-                assert self.routing_shape is not None
-                check_shape(record, self.routing_shape)
-            sampling_masks = (
-                dict(enumerate(batch.sampling_mask)) if self.has_logits and batch.sampling_mask is not None else None
+            lengths = batch.lengths.tolist()
+            return LocalRows(
+                batch,
+                {name: dict(enumerate(getattr(batch, name).split(lengths))) for name in names},
+                None if records is None else dict(enumerate(records)),
+                () if shape is None else tuple(range(len(shape.moe_layers))),
+                None if sampling_masks is None else dict(enumerate(sampling_masks)),
             )
-            return LocalRows(batch, all_columns, records, layers, sampling_masks)
-        sharding, needs = batch.sharding, self._sequences_by_rank(plan)
-        local_sequences = needs.get(dist.get_rank(), [])
+        last_stages = [rank for rank, model_rank in self.model_ranks.items() if model_rank.is_last_stage]
+        with_tokens = [rank for rank, model_rank in self.model_ranks.items() if model_rank.needs_tokens]
         local_columns: dict[str, dict[int, torch.Tensor]] = {}
-        for column_names, is_receiver in (
-            (
-                [name for name in names if name == "tokens"],
-                {rank: model_rank.needs_tokens for rank, model_rank in self.model_ranks.items()},
-            ),
-            (
-                [name for name in names if name != "tokens"],
-                {rank: model_rank.is_last_stage for rank, model_rank in self.model_ranks.items()},
-            ),
+        for column_names, receivers in (
+            ([name for name in names if name == "tokens"], with_tokens),
+            ([name for name in names if name != "tokens"], last_stages),
         ):
-            requested = self._as_list({rank: need for rank, need in needs.items() if is_receiver[rank]})
-            if not column_names or not any(requested):
-                continue
-            source_columns = {name: getattr(batch, name) for name in column_names}
-            row_specs: dict[str, RowSpec] = {name: (column.dtype, ()) for name, column in source_columns.items()}
-            arrived = row_exchange.get_row_exchange().deliver(
-                source_columns, row_specs, sharding.lengths, sharding.home, requested
-            )
-            if is_receiver.get(dist.get_rank()):
-                local_columns |= {
-                    name: dict(zip(local_sequences, arrived.rows(name), strict=True)) for name in column_names
-                }
-        records = self._dispatch_routing(batch, needs) if replays else None
-        sampling_masks = (
-            self._dispatch_sampling_masks(batch, needs) if self.has_logits and batch.sampling_mask is not None else None
-        )
+            sources = {name: getattr(batch, name) for name in column_names}
+            specs: dict[str, RowSpec] = {name: (column.dtype, ()) for name, column in sources.items()}
+            local_columns |= self._deliver(batch, plan, sources, specs, batch.sharding.lengths, receivers)
         return LocalRows(
-            batch, local_columns, records, self.this_rank.replayed_layers if self.this_rank else (), sampling_masks
+            batch,
+            local_columns,
+            None if records is None else self._dispatch_routing(batch, plan, records),
+            self.this_rank.replayed_layers if self.this_rank else (),
+            None if sampling_masks is None else self._dispatch_sampling_masks(batch, plan, sampling_masks, last_stages),
         )
 
-    def _sequences_by_rank(self, plan: MicroBatchPlan) -> dict[int, list[int]]:
-        return {
-            rank: list(chain.from_iterable(plan[model_rank.dp_rank])) for rank, model_rank in self.model_ranks.items()
-        }
+    def _deliver(
+        self,
+        batch: TrainBatch,
+        plan: MicroBatchPlan,
+        columns: Mapping[str, torch.Tensor],
+        specs: Mapping[str, RowSpec],
+        lengths: torch.Tensor | Mapping[str, torch.Tensor],
+        receivers: Collection[int],
+        parts: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    ) -> dict[str, dict[int, torch.Tensor]]:
+        """Send rows to the ranks in `receivers`, which need them for their micro-batches.
 
-    @staticmethod
-    def _as_list(needs: Mapping[int, list[int]]) -> list[list[int]]:
-        return [needs.get(rank, []) for rank in range(dist.get_world_size())]
+        Returns this rank's rows by column and sequence index; empty unless it is a receiver.
+        """
+        assert batch.sharding is not None
+        sequences, receivers = [list(chain.from_iterable(micros)) for micros in plan], set(receivers)
+        wants: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+        for rank in receivers:
+            wants[rank] = sequences[self.model_ranks[rank].dp_rank]
+        if not specs or not any(wants):
+            return {name: {} for name in specs}
+        exchange, local_sequences = row_exchange.get_row_exchange(), wants[dist.get_rank()]
+        delivery = exchange.deliver(columns, specs, lengths, batch.sharding.home, wants, parts)
+        if dist.get_rank() not in receivers:
+            return {}
+        return {name: dict(zip(local_sequences, delivery.rows(name), strict=True)) for name in specs}
 
-    def _dispatch_routing(self, batch: TrainBatch, needs: Mapping[int, list[int]]) -> dict[int, torch.Tensor]:
-        assert batch.sharding is not None and batch.routing is not None and self.routing_shape is not None
-        row_spec = self.routing_shape.dtype, (len(self.routing_shape.moe_layers), self.routing_shape.topk)
-        records = [
-            record if len(record) else torch.zeros((0, *row_spec[1]), dtype=row_spec[0]) for record in batch.routing
-        ]
-        for record in records:
-            check_shape(record, self.routing_shape)
-        packed = torch.cat(records) if records else torch.zeros((0, *row_spec[1]), dtype=row_spec[0])
-        local_sequences = needs.get(dist.get_rank(), [])
-        world = range(dist.get_world_size())
-        arrived = row_exchange.get_row_exchange().deliver(
-            {"routing": packed},
-            {"routing": row_spec},
+    def _dispatch_routing(
+        self, batch: TrainBatch, plan: MicroBatchPlan, records: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Send each stage the routing of its own layers."""
+        assert batch.sharding is not None and self.routing_shape is not None
+        dtype, tail = self.routing_shape.dtype, (len(self.routing_shape.moe_layers), self.routing_shape.topk)
+        no_tokens = torch.zeros((0, *tail), dtype=dtype)
+        layers = {rank: model_rank.replayed_layers for rank, model_rank in self.model_ranks.items()}
+        rows = self._deliver(
+            batch,
+            plan,
+            {"routing": torch.cat([record for record in records if len(record)] or [no_tokens])},
+            {"routing": (dtype, tail)},
             batch.sharding.routed_tokens,
-            batch.sharding.home,
-            self._as_list({rank: need for rank, need in needs.items() if self.model_ranks[rank].replayed_layers}),
-            {"routing": [self.model_ranks[rank].replayed_layers if rank in self.model_ranks else () for rank in world]},
+            [rank for rank in layers if layers[rank]],
+            {"routing": [layers.get(rank, ()) for rank in range(dist.get_world_size())]},
         )
-        if self.this_rank is None or not self.this_rank.replayed_layers:
-            return {i: packed[:0] for i in local_sequences}
-        return dict(zip(local_sequences, arrived.rows("routing"), strict=True))
+        if "routing" in rows or self.this_rank is None:
+            return rows.get("routing", {})
+        return dict.fromkeys(chain.from_iterable(plan[self.this_rank.dp_rank]), no_tokens)
 
     def _dispatch_sampling_masks(
-        self, batch: TrainBatch, needs: Mapping[int, list[int]]
+        self,
+        batch: TrainBatch,
+        plan: MicroBatchPlan,
+        sampling_masks: Sequence[SamplingMask],
+        last_stages: Sequence[int],
     ) -> dict[int, SamplingMask] | None:
         """Send the sampling masks to the last stages, which compute logits."""
-        assert (
-            batch.sharding is not None
-            and batch.sampling_mask is not None
-            and batch.sharding.sampling_mask_sizes is not None
-        )
-        masks = SamplingMask.concat([SamplingMask.unrestricted(0), *batch.sampling_mask])
+        assert batch.sharding is not None and batch.sharding.sampling_mask_sizes is not None
+        masks = SamplingMask.concat([SamplingMask.unrestricted(0), *sampling_masks])
         row_spec: RowSpec = torch.int32, ()
-        arrived = row_exchange.get_row_exchange().deliver(
+        rows = self._deliver(
+            batch,
+            plan,
             {"counts": masks.counts, "ids": masks.ids},
             {"counts": row_spec, "ids": row_spec},
             {"counts": batch.sharding.lengths, "ids": batch.sharding.sampling_mask_sizes},
-            batch.sharding.home,
-            self._as_list({rank: need for rank, need in needs.items() if self.model_ranks[rank].is_last_stage}),
+            last_stages,
         )
         if self.this_rank is None or not self.this_rank.is_last_stage:
             return None
-        rows = zip(needs[dist.get_rank()], arrived.rows("counts"), arrived.rows("ids"), strict=True)
-        return {index: SamplingMask(counts, ids) for index, counts, ids in rows}
+        return {index: SamplingMask(counts, rows["ids"][index]) for index, counts in rows["counts"].items()}
 
     def collect(
         self, batch: TrainBatch, plan: MicroBatchPlan, outputs: Sequence[MicroBatchOutput], names: Sequence[str]
@@ -247,34 +226,30 @@ class BatchDispatcher:
 
         outputs: this rank's micro-batches, each with its sequence indices and outputs.
         """
+        outputs = outputs if self.is_reporter else []
         if batch.sharding is None:
-            merged = assemble(batch, ranks.all_gather_objects(outputs if self.is_reporter else [], self._model_group()))
-            return lambda: merged
+            group = ranks.layout_group(tuple(sorted(self.model_ranks)))
+            outputs = list(chain.from_iterable(ranks.all_gather_objects(outputs, group)))
         reported: dict[str, dict[int, torch.Tensor]] = {name: {} for name in names}
-        lengths = batch.lengths
-        if self.is_reporter:
-            for indices, values in outputs:
-                sizes = [int(lengths[i]) for i in indices]
-                for name in names:
-                    reported[name] |= dict(zip(indices, values[name].split(sizes), strict=True))
-        homes = torch.empty(batch.num_sequences, dtype=torch.int64)
-        reporters = {
-            model_rank.dp_rank: rank for rank, model_rank in self.model_ranks.items() if model_rank.is_reporter
-        }
-        for dp_rank, parts in enumerate(plan):
-            homes[list(chain.from_iterable(parts))] = reporters[dp_rank]
+        for indices, values in outputs:
+            sizes = batch.lengths[list(indices)].tolist()
+            for name in names:
+                reported[name] |= dict(zip(indices, values[name].split(sizes), strict=True))
         columns = {
             name: torch.cat([torch.zeros(0), *(rows[i] for i in sorted(rows))]) for name, rows in reported.items()
         }
-        requested: dict[int, list[int]] = {}
+        if batch.sharding is None:
+            return lambda: columns
+        specs: dict[str, RowSpec] = {name: (torch.float32, ()) for name in names}
+        sources = torch.empty(batch.num_sequences, dtype=torch.int64)
+        for rank, model_rank in self.model_ranks.items():
+            if model_rank.is_reporter:
+                sources[list(chain.from_iterable(plan[model_rank.dp_rank]))] = rank
+        wants: list[list[int]] = [[] for _ in range(dist.get_world_size())]
         for index, rank in enumerate(batch.sharding.home.tolist()):
-            requested.setdefault(rank, []).append(index)
-        row_specs: dict[str, RowSpec] = {name: (torch.float32, ()) for name in names}
-        arrived = row_exchange.get_row_exchange().deliver(columns, row_specs, lengths, homes, self._as_list(requested))
-        return lambda: {name: torch.cat([torch.zeros(0), *arrived.rows(name)]) for name in names}
-
-    def _model_group(self) -> dist.ProcessGroup:
-        return ranks.layout_group(tuple(sorted(self.model_ranks)))
+            wants[rank].append(index)
+        delivery = row_exchange.get_row_exchange().deliver(columns, specs, batch.lengths, sources, wants)
+        return lambda: {name: torch.cat([torch.zeros(0), *delivery.rows(name)]) for name in names}
 
     def join_forward(self, batch: TrainBatch, names: Sequence[str]) -> Callable[[], dict[str, torch.Tensor]]:
         """Take part in `MegatronModel.forward` on a rank outside the model, without waiting for the result."""
@@ -287,18 +262,6 @@ class BatchDispatcher:
         self.dispatch(batch, self.plan(batch, forward_only=False), columns)
 
 
-def assemble(batch: TrainBatch, gathered: Sequence[Sequence[MicroBatchOutput]]) -> dict[str, torch.Tensor]:
-    """Merge all replicas' micro-batch outputs into [T] values by name, in the order of an unsharded batch."""
-    result: dict[str, torch.Tensor] = {}
-    for indices, outputs in (item for replica_outputs in gathered for item in replica_outputs):
-        spans = [torch.arange(int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])) for i in indices]
-        for name, values in outputs.items():
-            full = result.setdefault(name, torch.zeros(len(batch.tokens)))
-            if spans:
-                full[torch.cat(spans)] = values
-    return result
-
-
 def make_model_rank(layout: Ranks, layers: tuple[int, ...]) -> ModelRank:
     """Return this rank's `ModelRank`. layers: its MoE layers that replay recorded routing."""
     is_last_stage = layout.pp_rank == layout.pp - 1
@@ -309,7 +272,3 @@ def make_model_rank(layout: Ranks, layers: tuple[int, ...]) -> ModelRank:
         is_reporter=is_last_stage and layout.tp_rank == layout.cp_rank == 0,
         replayed_layers=layers,
     )
-
-
-def _split_by_sequence(column: torch.Tensor, batch: TrainBatch) -> dict[int, torch.Tensor]:
-    return dict(enumerate(column.split(batch.cu_seqlens.diff().tolist())))

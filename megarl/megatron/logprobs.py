@@ -16,15 +16,13 @@ costs a third more work for this one layer. Ranks communicate per-token values o
 needs no communication, since every rank has z and H. Logits are computed in the weight's dtype and used in fp32. A
 chunk covers some tokens times this rank's vocabulary or, with truncated sampling, the few candidates of each token, for
 which rows of the weight are gathered.
-
-`OutputReader` turns the last pipeline stage's output for a micro-batch into per-token values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -45,9 +43,7 @@ class LogitsChunk:
     rows: slice | torch.Tensor  # [n] token indices
     target_columns: torch.Tensor  # [n] int64, column of each token's target; arbitrary unless has_target
     has_target: torch.Tensor  # [n] bool, whether the target is among this rank's logits
-    candidate_ids: (
-        torch.Tensor | None
-    )  # [n, K] int64 rows of the weight for each token, -1 for padding; None for all `columns`
+    candidate_ids: torch.Tensor | None  # [n, K] int64 rows of the weight, -1 for padding; None for all `columns`
     columns: int
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, scale: float, cap: float) -> torch.Tensor:
@@ -108,13 +104,12 @@ def iter_chunks(
     ids = sampling_mask.ids[is_local].long() - first
     counts = token_indices.bincount(minlength=len(sampling_mask))
     starts = counts.cumsum(0) - counts
-    order = counts.argsort(descending=True, stable=True)[
-        : int((counts > 0).sum())
-    ]  # tokens with similar counts together
-    position = 0
-    while position < len(order):
+    order = counts.argsort(descending=True, stable=True)  # tokens with similar counts together
+    num_masked, position = int((counts > 0).sum()), 0
+    while position < num_masked:
         max_count = int(counts[order[position]])
-        rows = order[position : position + max(1, min(chunk_tokens, chunk_tokens * columns // (max_count * width)))]
+        size = max(1, min(chunk_tokens, chunk_tokens * columns // (max_count * width)))
+        rows = order[position : min(position + size, num_masked)]
         position += len(rows)
         column = torch.arange(max_count)
         is_valid = column < counts[rows][:, None]
@@ -126,9 +121,8 @@ def iter_chunks(
 
 def _full_vocab_chunk(targets: torch.Tensor, rows: slice | torch.Tensor, first: int, columns: int) -> LogitsChunk:
     target_columns = targets[rows] - first
-    return LogitsChunk(
-        rows, target_columns.clamp(0, columns - 1), (target_columns >= 0) & (target_columns < columns), None, columns
-    )
+    has_target = (target_columns >= 0) & (target_columns < columns)
+    return LogitsChunk(rows, target_columns.clamp(0, columns - 1), has_target, None, columns)
 
 
 def vocab_parallel_logprobs(
@@ -162,20 +156,11 @@ def vocab_parallel_logprobs(
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, not {temperature}")
-    arguments = (
-        hidden,
-        weight,
-        targets,
-        vocab_size,
-        group,
-        1.0 / temperature,
-        chunk_tokens,
-        cap,
-        with_entropy,
-        sampling_mask,
+    scale = 1.0 / temperature
+    result: tuple[torch.Tensor, torch.Tensor | None] = _VocabParallelLogprobs.apply(
+        hidden, weight, targets, vocab_size, group, scale, chunk_tokens, cap, with_entropy, sampling_mask
     )
-    logprobs, entropy = _VocabParallelLogprobs.apply(*arguments)
-    return logprobs, entropy
+    return result
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -222,22 +207,21 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         log_sum = sums[0].log()
         entropy = log_sum - sums[1] / sums[0] if with_entropy else None
         ctx.save_for_backward(hidden, weight, peak + log_sum, entropy)
-        ctx.pieces, ctx.columns, ctx.scale, ctx.cap = chunks, columns, scale, cap
+        ctx.chunks, ctx.columns, ctx.scale, ctx.cap = chunks, columns, scale, cap
         ctx.set_materialize_grads(False)
         return sums[2] - log_sum, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         grad_logprobs, grad_entropy = grads
-        no_grads = (None,) * 8
         if grad_logprobs is None and grad_entropy is None:
-            return None, None, *no_grads
+            return (None,) * 10
         hidden, weight, log_z, entropy = ctx.saved_tensors
         columns, scale, cap = ctx.columns, ctx.scale, ctx.cap
         grad_hidden, weight_grad_sum = torch.zeros_like(hidden), None
         if ctx.needs_input_grad[1]:  # False if the weight is frozen
             weight_grad_sum = torch.zeros(columns, weight.shape[1], dtype=torch.float32, device=weight.device)
-        for chunk in ctx.pieces:
+        for chunk in ctx.chunks:
             rows = chunk.rows
             log_p = chunk.logits(hidden, weight, scale, cap).sub_(log_z[rows, None])
             # These are the largest tensors of all. Compute the gradient in place unless the full log-probs are needed
@@ -258,11 +242,11 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             grad_hidden[rows] = chunk.compute_hidden_grad(grad, weight)
             if weight_grad_sum is not None:
                 chunk.accumulate_weight_grad(weight_grad_sum, grad, hidden)
-        if weight_grad_sum is None:
-            return grad_hidden, None, *no_grads
-        grad_weight = torch.zeros_like(weight)
-        grad_weight[:columns] = weight_grad_sum
-        return grad_hidden, grad_weight, *no_grads
+        grad_weight = None
+        if weight_grad_sum is not None:
+            grad_weight = torch.zeros_like(weight)
+            grad_weight[:columns] = weight_grad_sum
+        return grad_hidden, grad_weight, *(None,) * 8
 
 
 def _all_reduce(values: torch.Tensor, operation: Any, group: dist.ProcessGroup | None) -> None:
@@ -272,20 +256,13 @@ def _all_reduce(values: torch.Tensor, operation: Any, group: dist.ProcessGroup |
 
 @dataclass(frozen=True)
 class OutputReader:
-    """Turns the last pipeline stage's output into per-token values.
+    """Turns the last pipeline stage's output into per-token values."""
 
-    model: the GPTModel of the last stage.
-    role: the model's role.
-    vocab_size: without padding.
-    at_once: number of tokens whose logits exist at the same time.
-    cap: soft cap of the logits, if above 0.
-    """
-
-    model: Any
+    model: Any  # the GPTModel of the last stage
     role: str
-    vocab_size: int
-    at_once: int
-    cap: float
+    vocab_size: int  # without padding
+    chunk_tokens: int  # number of tokens whose logits exist at the same time
+    cap: float  # soft cap of the logits, if above 0
 
     def read(
         self, micro: MicroBatch, emitted: torch.Tensor, temperature: float, with_entropy: bool = True
@@ -295,14 +272,11 @@ class OutputReader:
         Every context parallel rank gets all values of the micro-batch and computes the same loss.
         """
         if self.role == "reward_model":
-            return ModelOutput(scores=micro.remove_padding(_gather_context(micro, emitted[0, :, 0].float())))
+            return ModelOutput(scores=micro.align(_gather_context(micro, emitted[0, :, 0].float()), offset=0))
         if self.role == "critic":
             return ModelOutput(values=micro.align(_gather_context(micro, emitted[0, :, 0].float())))
         weight = self._output_weight()
-        states = emitted[0, :, : weight.shape[1]]
-        outputs = self._logprobs(
-            states, weight, micro.on_device("next_tokens")[0], temperature, with_entropy, micro.sampling_mask
-        )
+        outputs = self._logprobs(emitted, weight, micro, 0, temperature, with_entropy, micro.sampling_mask)
         logprobs, entropy = (None if x is None else micro.align(_gather_context(micro, x)) for x in outputs)
         return ModelOutput(logprobs=logprobs, entropy=entropy)
 
@@ -315,29 +289,30 @@ class OutputReader:
         """
         weight = self._output_weight().detach()
         losses = []
-        for number, states in enumerate(emitted[0].split(weight.shape[1], dim=1)[1:], 1):
-            logprobs, _ = self._logprobs(states, weight, micro.on_device("next_tokens")[number], 1.0, False)
-            losses.append(-(loss_weights * micro.align(_gather_context(micro, logprobs), number + 1)).sum())
+        for layer in range(1, emitted.shape[-1] // weight.shape[1]):
+            logprobs, _ = self._logprobs(emitted, weight, micro, layer, with_entropy=False)
+            losses.append(-(loss_weights * micro.align(_gather_context(micro, logprobs), layer + 1)).sum())
         return torch.stack(losses).mean()
 
     def _output_weight(self) -> torch.Tensor:
-        is_tied = self.model.share_embeddings_and_output_weights
-        weight: torch.Tensor = (
-            self.model.shared_embedding_or_output_weight() if is_tied else self.model.output_layer.weight
-        )
-        return weight
+        if self.model.share_embeddings_and_output_weights:
+            return cast(torch.Tensor, self.model.shared_embedding_or_output_weight())
+        return cast(torch.Tensor, self.model.output_layer.weight)
 
     def _logprobs(
         self,
-        states: torch.Tensor,
+        emitted: torch.Tensor,
         weight: torch.Tensor,
-        targets: torch.Tensor,
-        temperature: float,
-        with_entropy: bool,
+        micro: MicroBatch,
+        layer: int,
+        temperature: float = 1.0,
+        with_entropy: bool = True,
         sampling_mask: SamplingMask | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        group = parallel_state.get_tensor_model_parallel_group()
-        settings = self.vocab_size, group, temperature, self.at_once, self.cap
+        """Return log-probs and entropies of the decoder, layer 0, or of an MTP layer, from 1."""
+        states = emitted[0, :, layer * weight.shape[1] : (layer + 1) * weight.shape[1]]
+        targets, group = micro.on_device("next_tokens")[layer], parallel_state.get_tensor_model_parallel_group()
+        settings = self.vocab_size, group, temperature, self.chunk_tokens, self.cap
         return vocab_parallel_logprobs(states, weight, targets, *settings, with_entropy, sampling_mask)
 
 

@@ -32,9 +32,10 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Config
-from megarl.megatron.output_layers import ValueHead
+from megarl.megatron.model_layers import ValueHead
 from megarl.megatron.parameter_names import named_params, unwrap
 from megarl.models.layout_algebra import Dim1Sharding, Param, Replicated, shard, split_with
 from megarl.models.lora_tables import LORA_A, LORA_B, adapted_weights, factor_names, factor_params, merge_adapter
@@ -44,9 +45,7 @@ from megarl.models.registry import family_of
 class Adapter(torch.nn.Module):
     """The adapter of one linear layer, or one pair of factors per expert for grouped experts.
 
-    weights: the layer's weights in the parameter table.
-    factors: this rank's A and B of each weight.
-    parts: number of shards.
+    weights: the layer's in the parameter table. factors: this rank's A and B of each weight. parts: number of shards.
     """
 
     def __init__(
@@ -124,11 +123,9 @@ class Adapters(torch.nn.Module):
                 group = parallel_state.get_expert_data_parallel_group()
                 offsets, prepended_axes = [(0, param.expert, self.num_experts)], 1
             is_replicated = isinstance(param.sharding, Replicated)
-            shard_offsets = (
-                []
-                if is_replicated
-                else [(prepended_axes + split_with(param, param.sharding, parts, part).dim, part, parts)]
-            )
+            shard_offsets = []
+            if not is_replicated:
+                shard_offsets.append((prepended_axes + split_with(param, param.sharding, parts, part).dim, part, parts))
             sharded_tensor = ShardedTensor.from_rank_offsets(
                 f"{prefix}{key}",
                 tensor,
@@ -168,10 +165,7 @@ def add_adapters(model: GPTModel, hf: Mapping[str, Any], config: Config) -> None
             weights_by_module.setdefault(owner[id(tensor)], []).append(table[name])
     layers = []
     for module, weights in weights_by_module.items():
-        pairs = [
-            _init_factors(weight, config, model.config.params_dtype, model.config.sequence_parallel)
-            for weight in weights
-        ]
+        pairs = [_init_factors(weight, config, model.config) for weight in weights]
         layer = Adapter(weights, pairs, config.lora.alpha / config.lora.rank, _tp_size_and_rank(weights[0])[0])
         module.register_forward_hook(layer.hook)
         layers.append(layer)
@@ -179,7 +173,7 @@ def add_adapters(model: GPTModel, hf: Mapping[str, Any], config: Config) -> None
 
 
 def _init_factors(
-    weight: Param, config: Config, dtype: torch.dtype, sequence_parallel: bool
+    weight: Param, config: Config, settings: TransformerConfig
 ) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
     """Return this rank's A and B of a weight, with the attributes that Megatron sets on parameters."""
     factors = []
@@ -190,7 +184,7 @@ def _init_factors(
             seed = zlib.crc32(f"{config.run.seed} {param.megatron}".encode())
             (lora_a,) = full_tensors.values()
             lora_a.uniform_(-1, 1, generator=torch.Generator().manual_seed(seed)).mul_(lora_a.shape[1] ** -0.5)
-        tensor = torch.nn.Parameter(shard(param, full_tensors, parts, part).to(dtype))
+        tensor = torch.nn.Parameter(shard(param, full_tensors, parts, part).to(settings.params_dtype))
         is_replicated, is_expert = isinstance(param.sharding, Replicated), param.expert is not None
         # The gradient norm counts each gradient once: a dense replicated one on the first TP rank only, an expert's on
         # every rank, since its replicas share a gradient, except for copies within expert TP.
@@ -198,7 +192,8 @@ def _init_factors(
         tensor.shared = is_expert and is_replicated and part > 0  # type: ignore[attr-defined]
         tensor.allreduce = not is_expert  # type: ignore[attr-defined]
         # A sequence's tokens are spread over the TP ranks, so gradients must be summed over these.
-        tensor.sequence_parallel = sequence_parallel and is_replicated and not is_expert  # type: ignore[attr-defined]
+        is_summed = settings.sequence_parallel and is_replicated and not is_expert
+        tensor.sequence_parallel = is_summed  # type: ignore[attr-defined]
         factors.append(tensor)
     return factors[0], factors[1]
 
@@ -224,13 +219,7 @@ def disable_adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 class MergedWeights(Mapping[str, torch.Tensor]):
-    """Weights by canonical name, with their adapters merged on each lookup and not cached.
-
-    Merged tensors have the shapes and devices of the weights.
-
-    weights: a rank's parameters, in place.
-    adapters: as from `local_adapters`.
-    """
+    """A rank's weights by canonical name, with their adapters merged on each lookup and not cached."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], adapters: Mapping[str, torch.Tensor], scale: float) -> None:
         self.weights, self.adapters, self.scale = weights, adapters, scale

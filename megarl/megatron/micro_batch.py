@@ -2,16 +2,14 @@
 
 Sequences are packed end to end: P tokens with padding, of which a context parallel rank has the P / cp that
 `parallel/context_parallel.py` assigns to it. Padding follows each sequence, where causal attention ignores it, or all
-of them, as a sequence of its own.
-
-A micro-batch is built on the host when Megatron's schedule reaches it. Each pipeline stage copies to its device only
-what it needs, by `on_device` and `loss_batch`: a middle stage copies only its part of the routing.
+of them, as a sequence of its own. Each pipeline stage copies to its device only what it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import lcm
 from typing import Any
 
@@ -21,7 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megarl.config.strict import ConfigError
 from megarl.megatron.routing_replay import ReplayShard
 from megarl.parallel.context_parallel import zigzag
-from megarl.types import TOKEN_COLUMNS, ModelOutput, SamplingMask, TokenLoss, TrainBatch
+from megarl.types import TOKEN_COLUMNS, SamplingMask, TrainBatch
 from megarl.types.batch import REQUIRED_COLUMNS, get_declared_columns
 
 
@@ -50,33 +48,28 @@ class MicroBatch:
         return self._copies[name]
 
     def loss_batch(self, loss: Callable[..., Any]) -> TrainBatch:
-        """Copy to the device what the loss receives: the columns that it declares with `@reads`, or all of them. Other
-        columns are None."""
+        """Copy to the device what the loss receives: the columns that it declares with `@reads`, or all of them.
+
+        Other columns are None.
+        """
         declared = get_declared_columns(loss)
-        tensors: dict[str, torch.Tensor | None] = {}
-        for item in fields(self.batch):
-            value = getattr(self.batch, item.name)
-            if isinstance(value, torch.Tensor):
-                is_column = item.name in TOKEN_COLUMNS and item.name not in REQUIRED_COLUMNS
-                is_hidden = is_column and declared is not None and item.name not in declared
-                tensors[item.name] = None if is_hidden else value.to(self.device)
-        return self.batch.with_(**tensors)
+        hidden = set() if declared is None else set(TOKEN_COLUMNS) - set(REQUIRED_COLUMNS) - set(declared)
+        tensors = {name: value for name, value in vars(self.batch).items() if isinstance(value, torch.Tensor)}
+        return self.batch.with_(
+            **{name: None if name in hidden else value.to(self.device) for name, value in tensors.items()}
+        )
 
     def align(self, emitted: torch.Tensor, offset: int = 1) -> torch.Tensor:
-        """Shift [P] emitted values, index t about token t + by, to [T], index t about token t; 0 where a sequence has
-        no value."""
+        """Shift [P] values, index t about token t + offset, to [T], index t about token t; 0 where there is none."""
         shifted = emitted.roll(offset)[self.on_device("unpadded_indices")]
         return torch.where(self.on_device("sequence_positions") >= offset, shifted, torch.zeros_like(shifted))
 
-    def remove_padding(self, emitted: torch.Tensor) -> torch.Tensor:
-        """Return the [T] of [P] emitted values, index t about the tokens up to and including t."""
-        return emitted[self.on_device("unpadded_indices")]
 
-
-def call_loss(loss: Callable[..., TokenLoss], output: ModelOutput, part: TrainBatch) -> TokenLoss:
-    """Call a loss. Raises ConfigError for one that fails on a column that it has not declared, which is None."""
+@contextmanager
+def explain_hidden_columns(loss: Callable[..., Any]) -> Iterator[None]:
+    """Raise ConfigError if the loss, called in the block, fails on a column that it has not declared, which is None."""
     try:
-        return loss(output, part)
+        yield
     except (AssertionError, AttributeError, TypeError) as error:
         is_about_none = isinstance(error, AssertionError) or "NoneType" in str(error)
         if (declared := get_declared_columns(loss)) is None or not is_about_none:
@@ -100,11 +93,12 @@ def make_micro_batch(
     replayed: ReplayShard | None = None,
 ) -> MicroBatch:
     """Build a micro-batch of the sequences in `batch`, all of them local; without sequences it is all padding.
-    indices: their numbers in the whole batch.
 
-    P is at least 1, and each rank's part is a multiple of `tp`, for sequence parallelism, or of a larger multiple; with
-    cp > 1 every sequence is padded to a multiple of 2 cp. replayed: the model's share of the routing records; None for
-    a model that routes for itself.
+    P is at least 1, and each rank's part is a multiple of `tp`, for sequence parallelism; with cp > 1 every sequence is
+    padded to a multiple of 2 cp.
+
+    indices: the sequences' numbers in the whole batch.
+    replayed: the model's share of the routing records; None for a model that routes for itself.
     """
     unit, multiple = (2 * cp, cp * lcm(2, tp)) if cp > 1 else (1, tp)
     lengths = [-(-length // unit) * unit for length in batch.lengths.tolist()]
@@ -133,22 +127,19 @@ def make_micro_batch(
         has_record = token_positions < record_lengths[batch.sequence_ids]
         rows = torch.full_like(tokens, -1)
         rows[unpadded[has_record]] = torch.arange(int(record_lengths.sum()))
-        routing = replayed.select(_concat_routing(batch.routing, len(replayed.layers)), rows[local])
+        records = [record for record in batch.routing if len(record)]  # empty ones may have other numbers of layers
+        no_records = torch.zeros((0, len(replayed.layers), 1), dtype=torch.uint8)
+        routing = replayed.select(torch.cat(records) if records else no_records, rows[local])
     sampling_mask = None
     if batch.sampling_mask is not None:
         rows = torch.full_like(tokens, -1)
         has_previous = token_positions > 0
         rows[unpadded[has_previous] - 1] = torch.arange(len(token_positions))[has_previous]
-        sampling_mask = SamplingMask.concat([SamplingMask.unrestricted(0), *batch.sampling_mask]).index_select(
-            rows[local]
-        )
-    columns = {item.name: getattr(batch, item.name) for item in fields(batch)} | {
-        "routing": None,
-        "sampling_mask": None,
-    }
+        all_masks = SamplingMask.concat([SamplingMask.unrestricted(0), *batch.sampling_mask])
+        sampling_mask = all_masks.index_select(rows[local])
     return MicroBatch(
         indices=list(indices),
-        batch=TrainBatch(**columns),
+        batch=batch.with_(routing=None, sampling_mask=None),
         tokens=tokens[None, local],
         positions=positions[None, local],
         next_tokens=next_tokens[:, local],
@@ -166,9 +157,3 @@ def make_micro_batch(
         sampling_mask=sampling_mask,
         device=device,
     )
-
-
-def _concat_routing(records: Sequence[torch.Tensor], layers: int) -> torch.Tensor:
-    """Concatenate routing records. Empty ones may have another number of layers."""
-    whole = [record for record in records if len(record)]
-    return torch.cat(whole) if whole else torch.zeros((0, layers, 1), dtype=torch.uint8)

@@ -1,16 +1,12 @@
 """Host copies of a model: `WeightSnapshot` for rollbacks, and `MemoryOffload`, which frees the device for the engine.
 
-A snapshot is one host copy of this rank's trained weights and its shard of master weights and moments, as
-`models.memory.state_bytes` counts them without gradients. Its memory is allocated once, and pinned on machines with
-GPUs. Capturing it costs one copy of these bytes to the host.
-
 Offloaded tensors keep their storages, which are resized to zero and refilled later. So all references to them
 (parameters that are views of a buffer, Megatron's maps between the two) stay valid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,16 +38,16 @@ class MemoryOffload:
         """
         if self._offloaded or self._dropped:
             return 0
-        excluded = device_storages(exclude)
-        dropped = {address: storage for address, storage in device_storages(drop).items() if address not in excluded}
-        storages = [
-            s for address, s in device_storages(keep).items() if address not in excluded and address not in dropped
+        excluded, offloaded, dropped = (
+            distinct_storages(t for t in tensors if t.device.type == device.device().type and t.numel() > 1)
+            for tensors in (exclude, keep, drop)
+        )
+        self._dropped = [(s, s.nbytes()) for address, s in dropped.items() if address not in excluded]
+        self._offloaded = [
+            (s, s.nbytes()) for address, s in offloaded.items() if address not in excluded and address not in dropped
         ]
-        sizes = [storage.nbytes() for storage in storages]
-        self._copy = HostCopy(sum(sizes))
-        self._copy.copy_from(storages)
-        self._offloaded = list(zip(storages, sizes, strict=True))
-        self._dropped = [(storage, storage.nbytes()) for storage in dropped.values()]
+        self._copy = HostCopy(sum(size for _, size in self._offloaded))
+        self._copy.copy_from([storage for storage, _ in self._offloaded])
         for storage, _ in (*self._offloaded, *self._dropped):
             storage.resize_(0)
         device.empty_cache()
@@ -67,20 +63,20 @@ class MemoryOffload:
         self._offloaded, self._copy, self._dropped = [], HostCopy(0), []
 
 
-def device_storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Return the device storages of these tensors by address, each once. Scalars such as step counts are left out."""
-    return {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
-        for tensor in tensors
-        if tensor.device.type == device.device().type and tensor.numel() > 1 and tensor.untyped_storage().nbytes()
-    }
+def distinct_storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Return the storages of these tensors by address, each once, except for empty ones.
+
+    Parameters are views of buffers, and with fp32 weights the masters are views of the parameters.
+    """
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
 
 class WeightSnapshot:
     """A snapshot of one model's training state, for rollbacks. Empty until `capture`."""
 
     def __init__(self) -> None:
-        self._copy = HostCopy(0)
+        self.host_copy = HostCopy(0)
         self._storages: list[torch.UntypedStorage] = []
         self._counts: list[Any] = []
         self._num_updates = 0
@@ -90,22 +86,22 @@ class WeightSnapshot:
 
     def capture(self, chunks: Sequence[torch.nn.Module], states: Any, scheduler: Any) -> None:
         """Copy the state to the host. The model must be onloaded."""
-        self._storages = list(_trained_storages(chunks, states))
+        self._storages = list(_trained_storages(chunks, states).values())
         size = sum(storage.nbytes() for storage in self._storages)
-        if size != self._copy.size:  # on the first capture, and on the second if the first step allocated the moments
-            self._copy = HostCopy(0)
-            self._copy = HostCopy(size)
-        self._copy.copy_from(self._storages)
+        if size != self.host_copy.size:  # on the first capture, and if the first step allocated the moments
+            self.host_copy = HostCopy(0)  # free the old one first
+            self.host_copy = HostCopy(size)
+        self.host_copy.copy_from(self._storages)
         self._counts = [float(holder["step"]) for holder in optimizer.iter_step_holders(states)]
         self._num_updates = int(scheduler.num_steps)
 
     def restore(self, chunks: Sequence[torch.nn.Module], states: Any) -> None:
         """Restore everything except for the schedule, which the caller restarts."""
-        new_storages = {storage.data_ptr(): storage for storage in _trained_storages(chunks, states)}
+        new_storages = _trained_storages(chunks, states)
         assert self._storages or not new_storages, "nothing was moved"
         for storage in self._storages:
             del new_storages[storage.data_ptr()]  # every captured storage still exists
-        self._copy.copy_back(self._storages)
+        self.host_copy.copy_back(self._storages)
         for storage in new_storages.values():  # moments allocated since then, initially zeros
             as_bytes(storage).zero_()
         holders = list(optimizer.iter_step_holders(states))
@@ -116,26 +112,13 @@ class WeightSnapshot:
                 holder["step"] = int(count)
         self.previous_updates, self._num_updates = self.previous_updates + self._num_updates, 0
 
-    @property
-    def nbytes(self) -> int:
-        return self._copy.size
 
-
-def _trained_storages(chunks: Sequence[torch.nn.Module], states: Any) -> Iterator[torch.UntypedStorage]:
-    """Iterate over the storages of trained weights, buffers and optimizer states, each once, in a fixed order.
-
-    Parameters are views of buffers, and with fp32 weights the masters are views of the parameters.
-    """
-    seen = set()
-    for chunk in chunks:
-        model = unwrap(chunk)
-        for tensor in (*(param for param in model.parameters() if param.requires_grad), *model.buffers()):
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                yield storage
-    for tensor in optimizer.state_tensors(states):
-        storage = tensor.untyped_storage()
-        if tensor.dim() and storage.nbytes() and storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            yield storage
+def _trained_storages(chunks: Sequence[torch.nn.Module], states: Any) -> dict[int, torch.UntypedStorage]:
+    """Return the storages of trained weights, buffers and optimizer states by address, in a fixed order."""
+    models = [unwrap(chunk) for chunk in chunks]
+    weights = [
+        tensor
+        for model in models
+        for tensor in (*(param for param in model.parameters() if param.requires_grad), *model.buffers())
+    ]
+    return distinct_storages([*weights, *(tensor for tensor in optimizer.state_tensors(states) if tensor.dim())])

@@ -1,9 +1,5 @@
 """Out of memory: a model's ranks agree on smaller micro-batches and retry the pass.
 
-A retry gives the result of a run that had enough memory. It uses nothing of the aborted pass: weights change in the
-optimizer step only, gradients are zeroed before each try, and the loss is a sum over micro-batches, however they are
-split.
-
 A rank that fails must not leave its peers in a collective. With data parallelism alone, a pass has no collective before
 gradient reduction, so all ranks report just before it whether they ran out of memory. Where ranks compute together (tp,
 cp, pp, ep, or gradient reduction overlapping the backward pass), each rank first allocates, in one block, the planned
@@ -14,9 +10,10 @@ change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +32,6 @@ from megarl.parallel import device
 from megarl.parallel.ranks import Ranks, all_gather_objects
 from megarl.types import TrainBatch
 
-T = TypeVar("T")
 OOM_MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "ALLOC_FAILED")
 """Messages of out-of-memory errors without a class of their own: torch's host allocator, CUDA libraries."""
 
@@ -44,8 +40,7 @@ class OOMReport(NamedTuple):
     """The micro-batch in which a rank ran out of memory."""
 
     tokens: int
-    num_units: int
-    """Sequences of the micro-batch, or groups if these are not split."""
+    num_units: int  # sequences, or groups if these are not split
     message: str
 
 
@@ -55,6 +50,10 @@ class _PeerOutOfMemory(Exception):
 
 class OOMRetry:
     """Limits how much of a batch a model computes at once. Without `guards.oom_retry` the configured limit stays.
+
+        for retried_plan in oom_retry.plans(batch, plan, trains=True):
+            with oom_retry.catch_oom():
+                ...  # the pass
 
     Its state lasts for the rest of the run: `token_budget` (tokens of a micro-batch over all context parallel ranks),
     `should_recompute` (whether all layers are recomputed) and `num_ooms` (how often memory ran out).
@@ -67,49 +66,76 @@ class OOMRetry:
         ranks: Ranks,
         role: str,
         chunks: Sequence[torch.nn.Module],
-        distribution: BatchDispatcher,
+        dispatcher: BatchDispatcher,
     ) -> None:
         self._hf, self._config, self._ranks, self._role, self._chunks = hf, config, ranks, role, chunks
-        self._dispatcher = distribution
+        self._dispatcher = dispatcher
         self._is_enabled = config.guards.oom_retry
-        self.token_budget, self.should_recompute, self.num_ooms = distribution.token_budget, False, 0
+        self.token_budget, self.should_recompute, self.num_ooms = dispatcher.token_budget, False, 0
         self._current_sequences: Sequence[int] = ()
-        self._reports: list[OOMReport] | None = None
-        """All ranks' reports on the current pass; None until gathered."""
+        self._message = ""  # this rank's out-of-memory error in the current pass
+        self._reports: list[OOMReport] | None = None  # of all ranks on the current pass; None until gathered
         settings = unwrap(chunks[0]).config
-        balancing_types, overlap_options = (
-            settings.moe_router_load_balancing_type,
-            ("overlap_grad_reduce", "overlap_param_gather"),
+        self._has_collectives = (
+            ranks.tp * ranks.cp * ranks.pp * ranks.ep * ranks.etp > 1
+            or "global_aux_loss" in settings.moe_router_load_balancing_type
+            or any(config.train.ddp.get(name) for name in ("overlap_grad_reduce", "overlap_param_gather"))
         )
-        is_model_parallel = (
-            ranks.tp * ranks.cp * ranks.pp * ranks.ep * ranks.etp > 1 or "global_aux_loss" in balancing_types
-        )
-        self._has_collectives = is_model_parallel or any(config.train.ddp.get(name) for name in overlap_options)
         self._finalize_grads = settings.finalize_model_grads_func
         if self._is_enabled:
             settings.finalize_model_grads_func = self._finalize_unless_oom
 
     # ---- a pass
 
-    def run(
-        self, batch: TrainBatch, plan: MicroBatchPlan, work: Callable[[MicroBatchPlan], T], trains: bool
-    ) -> tuple[T, MicroBatchPlan]:
-        """Run `work` on the plan, with smaller micro-batches after each out-of-memory error.
+    def plans(self, batch: TrainBatch, plan: MicroBatchPlan, trains: bool) -> Iterator[MicroBatchPlan]:
+        """Yield the plan of each try of a pass, with smaller micro-batches after each out-of-memory error.
 
-        Returns the result of `work` and the plan that it ran on. Collective over the model's ranks. Raises ConfigError
-        on all of them if even the smallest micro-batches do not fit.
+        Collective over the model's ranks. Raises ConfigError on all of them if even the smallest micro-batches do not
+        fit.
         """
         if not self._is_enabled:
-            return work(plan), plan
+            yield plan
+            return
         units = batch.group if trains and self._dispatcher.should_keep_groups else torch.arange(batch.num_sequences)
         while True:
-            cut = self.shrink_plan(plan, batch, trains)
-            results = self._try_pass(batch, cut, units, work, trains)
+            cut = self._shrink_plan(plan, batch, trains)
+            self._reports, self._current_sequences, self._message = None, (), ""
+            if self._has_collectives:
+                self._try_reserve(batch, cut, trains)
+                self._gather_reports(self._make_report(batch, units))
             if not self._reports:
-                return results[0], cut
+                yield cut
+                report = self._make_report(batch, units)
+                if report is not None and self._reports is not None:  # the other ranks are in a collective
+                    raise ConfigError(
+                        f"out of memory in a micro-batch of {report.tokens} tokens of the {self._display_name} "
+                        f"({report.message}), which other ranks compute jointly and cannot repeat: continue with "
+                        "run.resume=auto and train.max_tokens_per_gpu="
+                        f"{max(1, min(report.tokens, self.token_budget) // self._ranks.cp // 2)}, or with "
+                        "model.megatron.recompute_granularity=full"
+                    )
+                if self._reports is None:
+                    self._gather_reports(report)
+            if not self._reports:
+                return
             self._lower_memory_use(cut, batch, units, trains)
 
-    def shrink_plan(self, plan: MicroBatchPlan, batch: TrainBatch, trains: bool) -> MicroBatchPlan:
+    @contextmanager
+    def catch_oom(self) -> Iterator[None]:
+        """Catch the out-of-memory error of a pass within the block, to be retried with the next of `plans`.
+
+        Only its message is kept: the error itself keeps all frames of the pass and their tensors alive.
+        """
+        try:
+            yield
+        except _PeerOutOfMemory:
+            pass
+        except Exception as error:  # noqa: BLE001  the host allocator's error has no class of its own
+            if not self._is_enabled or not is_out_of_memory(error):
+                raise
+            self._message = (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+    def _shrink_plan(self, plan: MicroBatchPlan, batch: TrainBatch, trains: bool) -> MicroBatchPlan:
         """Return the plan with micro-batches of at most `token_budget` tokens.
 
         Sequences stay on their ranks, so ranks that exchange rows with them are not affected.
@@ -136,35 +162,8 @@ class OOMRetry:
             self._current_sequences = indices
             yield indices
 
-    def _try_pass(
-        self,
-        batch: TrainBatch,
-        cut: MicroBatchPlan,
-        units: torch.Tensor,
-        work: Callable[[MicroBatchPlan], T],
-        trains: bool,
-    ) -> list[T]:
-        """Return the result of `work` in a list, empty if a rank ran out of memory; `_reports` says which."""
-        self._reports, self._current_sequences, report, results = None, (), None, []
-        if self._has_collectives and self._gather_reports(self._try_reserve(batch, cut, units, trains)):
-            return []
-        try:
-            results = [work(cut)]
-        except _PeerOutOfMemory:
-            pass
-        except Exception as error:  # noqa: BLE001  the host allocator's error has no class of its own
-            if not is_out_of_memory(error):
-                raise
-            report = self._make_report(batch, units, error)
-        # Outside of the `except`, whose error keeps all frames of the pass and their tensors alive.
-        if report is not None and self._reports is not None:  # the other ranks are in a collective
-            raise ConfigError(self._mid_pass_message(report))
-        if self._reports is None:
-            self._gather_reports(report)
-        return results
-
-    def _gather_reports(self, mine: OOMReport | None) -> list[OOMReport]:
-        reports = all_gather_objects(mine, self._ranks.host_group)
+    def _gather_reports(self, local: OOMReport | None) -> list[OOMReport]:
+        reports = all_gather_objects(local, self._ranks.host_group)
         self._reports = [report for report in reports if report is not None]
         return self._reports
 
@@ -173,13 +172,10 @@ class OOMRetry:
             raise _PeerOutOfMemory
         return self._finalize_grads(*arguments, **named)
 
-    def _try_reserve(
-        self, batch: TrainBatch, cut: MicroBatchPlan, units: torch.Tensor, trains: bool
-    ) -> OOMReport | None:
+    def _try_reserve(self, batch: TrainBatch, plan: MicroBatchPlan, trains: bool) -> None:
         """Allocate the memory that the largest micro-batch needs, and free it at once."""
-        sizes = [int(batch.lengths[micro].sum()) for micro in cut[self._ranks.dp_rank]]
-        tokens = max(sizes)
-        cp_tokens = -(-tokens // self._ranks.cp)
+        largest = max(plan[self._ranks.dp_rank], key=lambda micro: int(batch.lengths[micro].sum()))
+        cp_tokens = -(-int(batch.lengths[largest].sum()) // self._ranks.cp)
         needed = working_bytes(
             self._hf, self._config, self._ranks, self._role, cp_tokens, trains, self.should_recompute
         )
@@ -188,24 +184,28 @@ class OOMRetry:
         except Exception as error:  # noqa: BLE001
             if not is_out_of_memory(error):
                 raise
-            self._current_sequences = cut[self._ranks.dp_rank][sizes.index(tokens)]
-            return self._make_report(batch, units, RuntimeError(f"it needs about {needed:,} bytes"))
-        return None
+            self._current_sequences, self._message = largest, f"it needs about {needed:,} bytes"
 
-    def _make_report(self, batch: TrainBatch, units: torch.Tensor, error: Exception) -> OOMReport:
+    def _make_report(self, batch: TrainBatch, units: torch.Tensor) -> OOMReport | None:
+        if not self._message:
+            return None
         indices = list(self._current_sequences)
-        message = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        return OOMReport(int(batch.lengths[indices].sum()), len(units[indices].unique()), message)
+        return OOMReport(int(batch.lengths[indices].sum()), len(units[indices].unique()), self._message)
 
     # ---- retry
 
-    def _lower_memory_use(self, cut: MicroBatchPlan, batch: TrainBatch, units: torch.Tensor, trains: bool) -> None:
+    def _lower_memory_use(self, plan: MicroBatchPlan, batch: TrainBatch, units: torch.Tensor, trains: bool) -> None:
         """Halve the token budget or, with one sequence per micro-batch, enable recomputation; else raise."""
         self.num_ooms += 1
-        self._reset_after_abort(trains)
+        if trains:  # clear the state of the aborted pass, except for gradients, which every pass zeroes first
+            _unset_checkpointing()
+            reset_model_temporary_tensors(unwrap(self._chunks[0]).config, list(self._chunks))
+            get_moe_layer_wise_logging_tracker().clear()
+            routing_replay.reset(self._chunks)
+        device.empty_cache()
         reports = self._reports or []
         divisible_sizes = [
-            int(batch.lengths[micro].sum()) for part in cut for micro in part if len(units[micro].unique()) > 1
+            int(batch.lengths[micro].sum()) for part in plan for micro in part if len(units[micro].unique()) > 1
         ]
         if divisible_sizes and any(report.num_units > 1 for report in reports):
             self.token_budget = max(1, min(self.token_budget, max(divisible_sizes)) // 2)
@@ -215,18 +215,9 @@ class OOMRetry:
             worst = max(reports)
             raise ConfigError(
                 f"out of memory in a micro-batch of one sequence, of {worst.tokens} tokens ({worst.message}), of the "
-                f"{self._role.replace('_', ' ')}{', with all layers recomputed' if self.should_recompute else ''}: "
+                f"{self._display_name}{', with all layers recomputed' if self.should_recompute else ''}: "
                 "lower rollout.max_context or train.logits_chunk_size, or raise parallel.tp, cp or pp"
             )
-
-    def _reset_after_abort(self, trains: bool) -> None:
-        """Clear the state of an aborted pass, except for gradients, which every pass zeroes first."""
-        if trains:
-            _unset_checkpointing()
-            reset_model_temporary_tensors(unwrap(self._chunks[0]).config, list(self._chunks))
-            get_moe_layer_wise_logging_tracker().clear()
-            routing_replay.reset(self._chunks)
-        device.empty_cache()
 
     def _can_recompute(self) -> bool:
         settings = unwrap(self._chunks[0]).config
@@ -241,15 +232,9 @@ class OOMRetry:
                 settings.recompute_granularity, settings.recompute_method = "full", "uniform"
                 settings.recompute_num_layers = 1
 
-    def _mid_pass_message(self, short: OOMReport) -> str:
-        tokens = short.tokens // self._ranks.cp
-        return (
-            f"out of memory in a micro-batch of {short.tokens} tokens of the {self._role.replace('_', ' ')} "
-            f"({short.message}), which other ranks compute jointly and cannot repeat: continue with "
-            "run.resume=auto and "
-            f"train.max_tokens_per_gpu={max(1, min(tokens, self.token_budget // self._ranks.cp) // 2)}, or with "
-            "model.megatron.recompute_granularity=full"
-        )
+    @property
+    def _display_name(self) -> str:
+        return self._role.replace("_", " ")
 
     # ---- state
 
@@ -258,17 +243,15 @@ class OOMRetry:
         """Metrics of the guard; empty if it is off."""
         if not self._is_enabled:
             return {}
-        budget = float(self.token_budget // self._ranks.cp)
         return {
-            "token_budget": budget,
+            "token_budget": float(self.token_budget // self._ranks.cp),
             "recomputes": float(self.should_recompute),
             "out_of_memory": float(self.num_ooms),
         }
 
     def state_dict(self) -> dict[str, Any]:
-        initial_budget = self._dispatcher.token_budget
         return {
-            "of": initial_budget,
+            "of": self._dispatcher.token_budget,
             "budget": self.token_budget,
             "recomputes": self.should_recompute,
             "often": self.num_ooms,

@@ -25,9 +25,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config import OptimizerConfig
 from megarl.models.layout_algebra import range_chunks
-from megarl.parallel.rank_subset import use_member_world
-
-STATES = ("param", "exp_avg", "exp_avg_sq")
+from megarl.parallel.ranks import use_member_world
 
 
 def local_state_shards(part: Any, model_state: dict[str, Any]) -> list[ShardedTensor]:
@@ -44,21 +42,15 @@ def local_state_shards(part: Any, model_state: dict[str, Any]) -> list[ShardedTe
     for buffer in part.gbuf_ranges:
         for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
             for param, ranges in bucket["param_map"].items():
-                values, param_range = part._get_main_param_and_optimizer_states(param), ranges["param"]
-                for state in STATES:
+                values, start = part._get_main_param_and_optimizer_states(param), ranges["param"].start
+                for state in ("param", "exp_avg", "exp_avg_sq"):
                     flat = values[state].detach().view(-1).float()
-                    shards += _shard_flat_range(
-                        sharded_by_param[param], f"optimizer.state.{state}.", flat, param_range.start
-                    )
+                    shards += _shard_flat_range(sharded_by_param[param], f"optimizer.state.{state}.", flat, start)
     return shards
 
 
 def _shard_flat_range(sharded: Any, prefix: str, flat: torch.Tensor, start: int) -> Iterator[ShardedTensor]:
-    """Split a flat range of a parameter into sharded tensors, one per rectangular box.
-
-    sharded: the parameter, which Megatron may store as several tensors.
-    flat: its elements from `start` on.
-    """
+    """Split `flat`, a parameter's elements from `start` on, into sharded tensors, one per rectangular box."""
     meta_tensor = torch.empty(sharded.data.shape, dtype=flat.dtype, device="meta")
     if isinstance(sharded, ShardedTensorFactory):
         pieces = list(nested_values(replace(sharded, key=prefix + sharded.key, data=meta_tensor).build()))
@@ -73,24 +65,19 @@ def _shard_flat_range(sharded: Any, prefix: str, flat: torch.Tensor, start: int)
         position, stop = max(start, piece_start), min(start + len(flat), piece_start + view.numel())
         prepended_axes = piece.prepend_axis_num
         # The last entry is the data parallel rank. It makes no replicas, since each holds other elements.
-        replica_id = piece.replica_id[:-1]
-        for offset, sizes in (
-            range_chunks(view.shape, position - piece_start, stop - piece_start) if not any(replica_id) else ()
-        ):
+        is_replica = any(piece.replica_id[:-1])
+        for offset, sizes in () if is_replica else range_chunks(view.shape, position - piece_start, stop - piece_start):
             chunk = flat[position - start : position - start + prod(sizes)]
             position += prod(sizes)
             local_shape = (1,) * prepended_axes + sizes
-            global_offset = piece.global_offset
+            starts = zip(piece.global_offset[prepended_axes:], offset, strict=True)
             yield ShardedTensor(
                 key=piece.key,
                 data=chunk.view(local_shape),
                 dtype=chunk.dtype,
                 local_shape=local_shape,
                 global_shape=piece.global_shape,
-                global_offset=(
-                    *global_offset[:prepended_axes],
-                    *(low + index for low, index in zip(global_offset[prepended_axes:], offset, strict=True)),
-                ),
+                global_offset=(*piece.global_offset[:prepended_axes], *(first + skipped for first, skipped in starts)),
                 axis_fragmentations=None,  # no regular grid
             )
 
@@ -162,15 +149,14 @@ def iter_step_holders(optimizer: Any) -> Iterator[dict[str, Any]]:
 def sharded_state(optimizer: Any, model_state: dict[str, Any], is_loading: bool) -> dict[str, Any]:
     """Return masters and moments for Megatron's distributed checkpoint, loadable in any layout by `load_state`.
 
-    For saving, these are views of this rank's own shard. Settings such as betas are left out because the configuration
-    owns them, and the step count because the scheduler has it. Megatron's own version fails if a pipeline stage has no
-    experts or a rank's shard has no parameters, keeps only rank 0's settings, and gathers everything on the first data
+    The configuration owns settings such as betas, and the scheduler has the step count. Megatron's own version fails if
+    a pipeline stage has no experts or a rank's shard has no parameters, and gathers everything on the first data
     parallel rank.
     """
-    if not is_loading:
-        return {name: local_state_shards(part, model_state) for name, part in _dist_optimizers(optimizer)}
     return {
         name: part.sharded_param_state_fully_reshardable(model_state, True, {})
+        if is_loading
+        else local_state_shards(part, model_state)
         for name, part in _dist_optimizers(optimizer)
     }
 
@@ -191,10 +177,7 @@ def load_state(optimizer: Any, state: dict[str, Any], steps: int) -> None:
 
 
 def _dist_optimizers(optimizer: Any) -> list[tuple[str, Any]]:
-    """Return the names and distributed optimizers of dense parameters and of experts.
-
-    A rank may have no experts, and if no parameter of a kind is trained (LoRA), its optimizer is a stub.
-    """
+    """Return the distributed optimizers of dense parameters and of experts, those that have parameters, by name."""
     parts = enumerate(optimizer.chained_optimizers)
     return [(f"part{i}", part) for i, part in parts if not part.is_stub_optimizer and part.buffers]
 

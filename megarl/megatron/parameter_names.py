@@ -11,7 +11,7 @@ Canonical names have global layer and expert numbers, norms as separate modules,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,7 @@ _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 
 def canonical_name(local: str, first_layer: int = 0, first_expert: int = 0) -> str:
-    """Return the canonical name of a parameter of this rank's GPTModel.
-
-    first_layer: global number of local layer 0.
-    first_expert: global number of local expert 0 in each layer.
-    """
+    """Return the canonical name of a parameter, given the global numbers of this rank's first layer and expert."""
     match = _LAYER.fullmatch(local)
     if match is None:
         return local
@@ -61,16 +57,12 @@ def named_params(chunks: Sequence[torch.nn.Module], ep_rank: int) -> dict[str, t
         layers = model.decoder.layers
         first_layer = layers[0].layer_number - 1 if len(layers) else 0
         first_expert = ep_rank * (model.config.num_moe_experts or 0) // model.config.expert_model_parallel_size
-        for local, tensor in _tensors(model):
+        biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("router.expert_bias")]
+        for local, tensor in (*model.named_parameters(), *biases):
+            if local.startswith("adapters."):
+                continue
             name = canonical_name(local, first_layer, first_expert)
             if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"
             named[name] = tensor
     return named
-
-
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from ((name, tensor) for name, tensor in model.named_parameters() if not name.startswith("adapters."))
-    for name, buffer in model.named_buffers():
-        if name.endswith("router.expert_bias"):
-            yield name, buffer

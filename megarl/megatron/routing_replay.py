@@ -1,13 +1,9 @@
 """Rollout routing replay (R3, arXiv:2510.11370): the trainer's tokens go through the experts that the engine chose.
 
-The same weights in different kernels round differently, and where two experts of a token nearly tie, trainer and engine
-choose different ones: they become two policies. Replay fixes the experts. Their weights still come from the trainer's
-own router, over the replayed experts, so its gradient flows.
-
-A router delegates its top-k to its `router_replay` attribute, for softmax before or after it, sigmoid, bias and groups
-alike. Megatron's own replay class is not used, for three reasons. It keeps the routers of all models of a process in
-one list. It has to be told when a backward pass recomputes, and within a pipeline schedule these alternate with forward
-passes. It does not support tokens without recorded routing.
+The experts' weights still come from the trainer's own router, over the replayed experts, so its gradient flows. A
+router delegates its top-k to its `router_replay` attribute. Megatron's own replay class keeps the routers of all models
+of a process in one list, has to be told when a backward pass recomputes, which alternates with forward passes in a
+pipeline schedule, and does not support tokens without recorded routing.
 """
 
 from __future__ import annotations
@@ -72,9 +68,8 @@ class ReplayedTopK:
     def _experts_for_pass(self) -> torch.Tensor | None:
         """Return the experts for the current pass, original or recomputed.
 
-        In training, a pass without gradients is the first pass of a recomputed layer, whose experts are queued. A pass
-        with gradients is a recomputation while the queue is not empty. Backward passes follow the order of the forward
-        passes.
+        In training, a pass without gradients is the first one of a recomputed layer; recomputations, with gradients,
+        come in the same order.
         """
         if self._training and not torch.is_grad_enabled():
             self._to_recompute.append(self._recorded_experts)
@@ -92,14 +87,9 @@ def install(chunks: Sequence[torch.nn.Module], shape: RoutingShape) -> None:
 
 @dataclass(frozen=True)
 class ReplayShard:
-    """The part of a routing record that one chunk on one rank replays.
+    """The part of a routing record that one chunk replays, for this rank's tokens with sequence parallelism."""
 
-    It covers the tokens that sequence parallelism assigns to this rank.
-
-    layers: indices among the layers of the record.
-    """
-
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # indices among the layers of the record
     tp: int
     tp_rank: int
 
@@ -119,14 +109,9 @@ class ReplayShard:
         return experts
 
 
-def make_replay_shard(chunk: torch.nn.Module, tp: int, tp_rank: int, record_layers: Sequence[int]) -> ReplayShard:
-    """Return a chunk's shard. of: the layers of the record, as indices among all MoE layers."""
-    return ReplayShard(tuple(list(record_layers).index(layer) for layer in _chunk_layers(chunk)), tp, tp_rank)
-
-
 def replayed_layers(chunks: Sequence[torch.nn.Module]) -> tuple[int, ...]:
-    """Return the layers of all chunks that replay, as indices among all MoE layers."""
-    return tuple(layer for chunk in chunks for layer in _chunk_layers(chunk))
+    """Return the layers of these chunks that replay, as indices among all MoE layers."""
+    return tuple(router.router_replay.moe_layer_index for chunk in chunks for router in _routers(chunk))
 
 
 def start_micro_batch(chunk: torch.nn.Module, routing: torch.Tensor | None, shape: RoutingShape) -> None:
@@ -135,7 +120,7 @@ def start_micro_batch(chunk: torch.nn.Module, routing: torch.Tensor | None, shap
     routing: as from the chunk's `ReplayShard.select`. Raises ConfigError if it does not fit this model.
     """
     if routing is not None:
-        check(routing, shape, _chunk_layers(chunk))
+        check(routing, shape, replayed_layers([chunk]))
     for index, router in enumerate(_routers(chunk)):
         router.router_replay.set_recorded(None if routing is None else routing[:, index], chunk.training)
 
@@ -172,11 +157,6 @@ def check(routing: torch.Tensor, shape: RoutingShape, layers: Sequence[int]) -> 
             f"{shape.moe_layers[layers[layer]]}, not {shape.topk} different ones of {shape.num_experts}; the engine "
             "does not record this model's routing: set train.routing_replay=false"
         )
-
-
-def _chunk_layers(chunk: torch.nn.Module) -> tuple[int, ...]:
-    """Return the chunk's layers that replay, as indices among all MoE layers."""
-    return tuple(router.router_replay.moe_layer_index for router in _routers(chunk))
 
 
 def _routers(chunk: torch.nn.Module) -> Iterator[Any]:

@@ -1,7 +1,6 @@
 """A policy, critic or reward model on Megatron-Core: forward pass, training step, weights and state.
 
-All ranks call every method with the same batch, of which each rank holds its own sequences. This module splits the
-batch over data parallel ranks and into micro-batches, and runs them through Megatron's pipeline schedule.
+All ranks call every method with the same batch, of which each rank holds its own sequences.
 """
 
 from __future__ import annotations
@@ -15,17 +14,18 @@ from typing import Any, SupportsFloat
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Config, ConfigError
 from megarl.megatron import lora, optimizer, routing_replay
 from megarl.megatron.build import Role, build_chunks
 from megarl.megatron.distribution import BatchDispatcher, LocalRows, MicroBatchPlan, make_model_rank
 from megarl.megatron.logprobs import OutputReader
-from megarl.megatron.micro_batch import MicroBatch, call_loss, make_micro_batch
+from megarl.megatron.micro_batch import MicroBatch, explain_hidden_columns, make_micro_batch
 from megarl.megatron.offload import MemoryOffload, WeightSnapshot
 from megarl.megatron.oom_retry import OOMRetry
 from megarl.megatron.parameter_names import named_params, unwrap
-from megarl.megatron.router import collect_aux_losses
 from megarl.models.family import VALUE_HEAD
 from megarl.models.flops import quadratic_cost
 from megarl.models.layout_algebra import Param
@@ -33,8 +33,9 @@ from megarl.models.lora_tables import adapter_params
 from megarl.models.memory import critic_params
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import RoutingShape, routing_shape
-from megarl.parallel import device, wait_listeners
+from megarl.parallel import device
 from megarl.parallel.ranks import Ranks, all_gather_objects, use_layout
+from megarl.parallel.wait_listeners import track_progress
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
 from megarl.types.batch import select_columns
 
@@ -46,6 +47,47 @@ def sum_metrics(parts: Iterable[Mapping[str, SupportsFloat]]) -> dict[str, float
         for name, value in part.items():
             total[name] = total.get(name, 0.0) + float(value)
     return total
+
+
+def collect_aux_losses(config: TransformerConfig, ranks: Ranks, micro_batches: int) -> dict[str, float]:
+    """Return each enabled auxiliary loss without its coefficient: the mean over layers, micro-batches and replicas.
+
+    Collective over the model's ranks, after each step; resets Megatron's tracker. Empty if no aux loss is enabled, the
+    default in RL. Megatron's own reduction fails on a pipeline stage without MoE layers, which has tracked nothing.
+    """
+    num_full_copies = {
+        # name in Megatron -> number of ranks with a full value each; the others hold partial values to be summed
+        "load_balancing_loss": ranks.dp,
+        "seq_load_balancing_loss": ranks.dp,
+        "global_load_balancing_loss": 1,
+        "z_loss": ranks.dp * ranks.tp * ranks.cp,
+    }
+    if config.num_moe_experts is None:
+        return {}
+    balancing_types, weights = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    if isinstance(balancing_types, str):
+        balancing_types, weights = [balancing_types], [weights]
+    tracked_names = {
+        "aux_loss": "load_balancing_loss",
+        "seq_aux_loss": "seq_load_balancing_loss",
+        "global_aux_loss": "global_load_balancing_loss",
+    }
+    weights_by_type = zip(balancing_types, weights, strict=True)
+    names = [tracked_names[kind] for kind, weight in weights_by_type if kind in tracked_names and weight]
+    names += ["z_loss"] if config.moe_z_loss_coeff else []
+    if not names:
+        return {}
+    tracker = get_moe_layer_wise_logging_tracker()
+    local_sums = {name: float(tracker[name]["values"].sum()) if name in tracker else 0.0 for name in names}
+    tracker.clear()  # fully: Megatron would keep the number of layers, and the next model may have more
+    gathered = all_gather_objects(local_sums, ranks.host_group)
+    pattern = config.moe_layer_freq
+    layers = sum(pattern) if isinstance(pattern, list) else -(-config.num_layers // pattern)
+    layers += config.mtp_num_layers or 0
+    return {
+        f"moe_{name}": sum(sums[name] for sums in gathered) / (num_full_copies[name] * layers * micro_batches)
+        for name in names
+    }
 
 
 LossFn = Callable[[ModelOutput, TrainBatch], TokenLoss]
@@ -72,18 +114,12 @@ class MegatronModel:
         total_updates: int = 1,
         trains: bool = True,
     ) -> None:
-        self.hf_config = hf_config
-        self.config = config
-        self.ranks = ranks
-        self.role = role
+        self.hf_config, self.config, self.ranks, self.role = hf_config, config, ranks, role
         self.mtp_layers = num_trained_mtp(hf_config, config) if role == "actor" and trains else 0
         self.optimizer: Any = None
         self.replay_shape: RoutingShape | None = None
-        self._weight_offload, self._optimizer_offload, self._rollback_snapshot = (
-            MemoryOffload(),
-            MemoryOffload(),
-            WeightSnapshot(),
-        )
+        self._weight_offload, self._optimizer_offload = MemoryOffload(), MemoryOffload()
+        self._rollback_snapshot = WeightSnapshot()
         settings = config.actor_optimizer if role == "actor" else config.critic.optimizer
         with self._on_device():
             self.chunks = build_chunks(hf_config, config, role, self.mtp_layers, trains)
@@ -154,8 +190,7 @@ class MegatronModel:
         table = {param.megatron: param for param in self.params()}
         not_finite = []
         local = self.local_params()
-        for number, (name, tensor) in enumerate(local.items()):
-            wait_listeners.report_progress(number, len(local))
+        for name, tensor in track_progress(local.items(), len(local)):
             value = get(table[name], *self.ranks.tp_size_and_rank(table[name].expert is not None))
             if value.shape != tensor.shape:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)} here, not {tuple(value.shape)}")
@@ -201,37 +236,31 @@ class MegatronModel:
         Weights are exchanged in place, tensor by tensor, so `tensors` holds the model's own weights within the block.
         No update may happen inside.
         """
-        self._exchange(tensors)
+
+        def exchange() -> None:
+            for name, tensor in self.local_params().items():
+                current = tensor.to("cpu", copy=True)
+                tensor.copy_(tensors[name])
+                tensors[name].copy_(current)
+
+        if differing := tensors.keys() ^ self.local_params().keys():
+            raise ValueError(f"these are not this model's weights: {sorted(differing)[:5]} differ")
+        exchange()
         try:
             yield
         finally:
-            self._exchange(tensors)
-
-    def _exchange(self, tensors: dict[str, torch.Tensor]) -> None:
-        local = self.local_params()
-        if tensors.keys() != local.keys():
-            raise ValueError(f"these are not this model's weights: {sorted(tensors.keys() ^ local.keys())[:5]} differ")
-        for name, tensor in local.items():
-            current = tensor.to("cpu", copy=True)
-            tensor.copy_(tensors[name])
-            tensors[name].copy_(current)
+            exchange()
 
     # ---- device memory
 
     def offload(self, weights: bool = True) -> int:
-        """Free device memory and return the number of bytes freed.
-
-        Moves optimizer states, and weights if `weights` is set, to the host and drops gradients. The next call that
-        needs them onloads them again.
-        """
+        """Move optimizer states, and weights if set, to the host until needed; drop gradients; return bytes freed."""
         params = [param for chunk in self.chunks for param in chunk.parameters()]
         freed = 0
         if self.optimizer is not None:
             buffers = (buffer for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers)
-            grads = [buffer.grad_data for buffer in buffers]
-            freed += self._optimizer_offload.offload(
-                optimizer.state_tensors(self.optimizer), drop=grads, exclude=params
-            )
+            states, grads = optimizer.state_tensors(self.optimizer), [buffer.grad_data for buffer in buffers]
+            freed += self._optimizer_offload.offload(states, drop=grads, exclude=params)
         return freed + (self._weight_offload.offload(params) if weights else 0)
 
     @contextmanager
@@ -258,7 +287,7 @@ class MegatronModel:
         """
         names = names or OUTPUT_NAMES[self.role]
 
-        def consume(micro: MicroBatch, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        def read_outputs(micro: MicroBatch, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             output = self._reader.read(micro, emitted, temperature, "entropy" in names)
             outputs = {name: getattr(output, name).float().cpu() for name in names}
             return emitted.new_zeros(()), torch.zeros((), dtype=torch.int), (micro.indices, outputs)
@@ -268,9 +297,9 @@ class MegatronModel:
         plan = self.dispatcher.plan(batch, forward_only=True)
         rows = self.dispatcher.dispatch(batch, plan, ("tokens",))
         with self._on_device(states=False):
-            results, _ = self.oom_retry.run(
-                batch, plan, lambda cut: self._schedule(rows, cut, consume, True), trains=False
-            )
+            for retried_plan in self.oom_retry.plans(batch, plan, trains=False):
+                with self.oom_retry.catch_oom():
+                    results = self._schedule(rows, retried_plan, read_outputs, forward_only=True)
         return self.dispatcher.collect(batch, plan, results, names)()
 
     def train_step(self, batch: TrainBatch, loss_fn: LossFn, temperature: float = 1.0) -> dict[str, float]:
@@ -289,14 +318,16 @@ class MegatronModel:
         plan = self.dispatcher.plan(batch, forward_only=False)
         rows = self.dispatcher.dispatch(batch, plan, select_columns(loss_fn, batch))
 
-        def consume(micro: MicroBatch, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        def compute_loss(micro: MicroBatch, emitted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             token_count = 0 if self.ranks.cp_rank else len(micro.unpadded_indices)  # each token is counted once
             tokens = torch.tensor(token_count, dtype=torch.int, device=emitted.device)
             if not micro.indices:  # an empty micro-batch, so that this rank joins its peers' collectives
                 return emitted.float().sum() * 0.0, tokens, {}
             part = micro.loss_batch(loss_fn)
             assert part.loss_weights is not None
-            result = call_loss(loss_fn, self._reader.read(micro, emitted, temperature), part)
+            output = self._reader.read(micro, emitted, temperature)
+            with explain_hidden_columns(loss_fn):
+                result = loss_fn(output, part)
             loss = (part.loss_weights * result.loss).sum()
             local_metrics = {f"{self.role}/loss": loss.detach()} | result.reduce_metrics(part)
             if self.mtp_layers:
@@ -305,16 +336,15 @@ class MegatronModel:
                 loss = loss + self.config.train.mtp_loss_coef * mtp_loss
             return loss * total_tokens, tokens, local_metrics
 
-        def gradients(cut: MicroBatchPlan) -> list[Any]:
-            for chunk in self.chunks:
-                chunk.train()
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
-            return self._schedule(rows, cut, consume, forward_only=False)
-
         with self._on_device():
-            results, plan = self.oom_retry.run(batch, plan, gradients, trains=True)
-            aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(plan[0]))
+            for retried_plan in self.oom_retry.plans(batch, plan, trains=True):
+                for chunk in self.chunks:
+                    chunk.train()
+                    chunk.zero_grad_buffer()
+                self.optimizer.zero_grad()
+                with self.oom_retry.catch_oom():
+                    results = self._schedule(rows, retried_plan, compute_loss, forward_only=False)
+            aux_losses = collect_aux_losses(unwrap(self.chunks[0]).config, self.ranks, len(retried_plan[0]))
             norm, is_taken = optimizer.take_step(self.optimizer, self.scheduler)
         local_metrics = sum_metrics(results) if self.dispatcher.is_reporter else {}
         gathered = all_gather_objects((local_metrics, optimizer.has_finite_weights(self.chunks)), self.ranks.host_group)
@@ -326,21 +356,14 @@ class MegatronModel:
                 f"{name}.lr"
             )
         metrics = sum_metrics(local_metrics for local_metrics, _ in gathered)
-        metrics.update({f"{self.role}/{name}": value for name, value in aux_losses.items()})
-        metrics.update(
-            {
-                f"{self.role}/grad_norm": norm,
-                f"{self.role}/lr": float(self.scheduler.get_lr({})),
-                f"{self.role}/tokens": float(total_tokens),
-                f"{self.role}/skipped": float(not is_taken),
-            }
-        )
-        return metrics
+        lr, tokens = float(self.scheduler.get_lr({})), float(total_tokens)
+        step_metrics = {"grad_norm": norm, "lr": lr, "tokens": tokens, "skipped": float(not is_taken)}
+        return metrics | {f"{self.role}/{name}": value for name, value in (aux_losses | step_metrics).items()}
 
     def _schedule(
-        self, rows: LocalRows, plan: MicroBatchPlan, consume: Callable[..., Any], forward_only: bool
+        self, rows: LocalRows, plan: MicroBatchPlan, loss_func: Callable[..., Any], forward_only: bool
     ) -> list[Any]:
-        """Run this rank's micro-batches through Megatron's schedule; the last stage returns `consume`'s third results.
+        """Run Megatron's schedule; the last stage returns the third results of `loss_func(micro_batch, output)`.
 
         A chunk's micro-batch is built when the schedule reaches it, and released after the chunk's pass except for what
         autograd saves. So the device holds only the micro-batches in flight.
@@ -356,7 +379,8 @@ class MegatronModel:
         def iter_micro_batches(chunk: torch.nn.Module) -> Iterator[MicroBatch]:
             replay_shard = None
             if self.replay_shape is not None:
-                replay_shard = routing_replay.make_replay_shard(chunk, self.ranks.tp, self.ranks.tp_rank, rows.layers)
+                layers = tuple(rows.layers.index(layer) for layer in routing_replay.replayed_layers([chunk]))
+                replay_shard = routing_replay.ReplayShard(layers, self.ranks.tp, self.ranks.tp_rank)
             return (
                 make_micro_batch(rows.select(indices), indices, target_device, *padding_args, mtp_layers, replay_shard)
                 for indices in track_current(micro_batches)
@@ -380,7 +404,7 @@ class MegatronModel:
                 labels=micro.on_device("next_tokens") if runs_mtp else None,
                 **output_kwargs,
             )
-            return output, partial(consume, micro)
+            return output, partial(loss_func, micro)
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,

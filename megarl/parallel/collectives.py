@@ -14,7 +14,7 @@ _MAX_PADDED_BYTES = 1 << 20  # up to this many bytes in total, shares are always
 
 
 def ragged_all_gather(local: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> list[torch.Tensor]:
-    """Return every rank's [n] uint8, by rank; n may differ between ranks. patience: timeout per message in seconds.
+    """Return every rank's [n] uint8, by rank; n may differ between ranks. timeout_s: per message.
 
     Small shares travel with their sizes in one round. Larger shares of similar size go in a single padded collective;
     otherwise each is broadcast, since padding would cost every rank the largest size times the number of ranks.
@@ -68,16 +68,11 @@ def bruck_all_gather(local: torch.Tensor, group: dist.ProcessGroup, timeout_s: f
     num_rows, limit = 1, timedelta(seconds=timeout_s)
     while num_rows < world:
         num_new = min(num_rows, world - num_rows)
-        requests = [
-            dist.isend(gathered[:num_new].view(-1), group=group, group_dst=(rank - num_rows) % world, tag=_TAG),
-            dist.irecv(
-                gathered[num_rows : num_rows + num_new].view(-1),
-                group=group,
-                group_src=(rank + num_rows) % world,
-                tag=_TAG,
-            ),
-        ]
-        for work in requests:
+        outgoing, incoming = gathered[:num_new].view(-1), gathered[num_rows : num_rows + num_new].view(-1)
+        for work in (
+            dist.isend(outgoing, group=group, group_dst=(rank - num_rows) % world, tag=_TAG),
+            dist.irecv(incoming, group=group, group_src=(rank + num_rows) % world, tag=_TAG),
+        ):
             assert work is not None  # only None outside of the group
             work.wait(limit)
         num_rows += num_new

@@ -7,8 +7,6 @@ and Transformer Engine expect this split). The split is made only here.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
@@ -29,35 +27,16 @@ def zigzag(cu_seqlens: torch.Tensor, cp: int) -> torch.Tensor:
 
 
 def gather_context(
-    local: torch.Tensor, places: torch.Tensor, group: dist.ProcessGroup, same_gradient: bool
+    local: torch.Tensor, positions: torch.Tensor, group: dist.ProcessGroup, same_gradient: bool
 ) -> torch.Tensor:
     """Gather [P / cp, ...] of each rank to [P, ...] in the order of the micro-batch, on every rank. Differentiable.
 
-    places: the result of `zigzag`. same_gradient: the incoming gradient is the same on every rank, since each computes
-    the same loss; otherwise it is this rank's summand, and gradients are all-reduced.
+    positions: the result of `zigzag`. same_gradient: the incoming gradient is the same on every rank, since each
+    computes the same loss; otherwise it is this rank's summand, and gradients are summed over the ranks.
     """
-    if len(places) == 1:
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    if len(positions) == 1:
         return local
-    gathered: torch.Tensor = _Gather.apply(local, places, group, same_gradient)
-    return gathered
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, local: torch.Tensor, places: torch.Tensor, group: dist.ProcessGroup, same_gradient: bool
-    ) -> torch.Tensor:
-        ctx.mine, ctx.group, ctx.same_gradient = places[group.rank()], group, same_gradient
-        parts = [torch.empty_like(local) for _ in places]
-        dist.all_gather(parts, local.contiguous(), group=group)
-        full = local.new_empty(places.numel(), *local.shape[1:])
-        full[places.flatten()] = torch.cat(parts)
-        return full
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (grad,) = grads
-        if not ctx.same_gradient:
-            grad = grad.contiguous()
-            dist.all_reduce(grad, group=ctx.group)
-        return grad[ctx.mine], None, None, None
+    gathered: torch.Tensor = gather_from_sequence_parallel_region(local, not same_gradient, group)
+    return gathered.index_select(0, positions.flatten().argsort().to(local.device))

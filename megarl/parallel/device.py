@@ -22,11 +22,6 @@ def device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if _HAS_CUDA else torch.device("cpu")
 
 
-def host() -> torch.device:
-    """Return the host device, for tensors that leave the device."""
-    return torch.device("cpu")
-
-
 def gpu_names() -> list[str]:
     """Return the GPUs of this machine with their memory; empty without a GPU."""
     if not _HAS_CUDA:

@@ -1,10 +1,4 @@
-"""Copy device tensors to host memory: pinned if there is a GPU, so that copies run at full speed.
-
-torch rounds pinned allocations up to powers of two (`pinned_max_round_threshold_mb` in PYTORCH_ALLOC_CONF is unlimited
-by default), so 33 GB would take 64 GB. Here pieces of power-of-two sizes add up to the needed size.
-
-`StagingBuffer` is the host memory into which a rank copies its part of a checkpoint while training continues.
-"""
+"""Host memory for copies of device tensors: `HostCopy` of a model's state, `StagingBuffer` of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,13 +13,19 @@ MIN_PIECE_BYTES = 1 << 20
 
 
 class HostCopy:
-    """A host buffer of `size` bytes, allocated once."""
+    """A host buffer of `size` bytes, allocated once, and pinned if there is a GPU, so that copies run at full speed.
+
+    torch rounds pinned allocations up to powers of two (`pinned_max_round_threshold_mb` in PYTORCH_ALLOC_CONF is
+    unlimited by default), so 33 GB would take 64 GB. The pieces have sizes of powers of two that add up to `size`.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.pieces = [
-            torch.empty(piece, dtype=torch.uint8, pin_memory=device.has_cuda()) for piece in _piece_sizes(size)
-        ]
+        self.pieces: list[torch.Tensor] = []
+        while size > 0:
+            piece = max(MIN_PIECE_BYTES, 1 << (size.bit_length() - 1))
+            self.pieces.append(torch.empty(piece, dtype=torch.uint8, pin_memory=device.has_cuda()))
+            size -= piece
 
     def copy_from(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Copy the storages into the buffer, synchronously. Their total size must be at most `size` bytes."""
@@ -55,14 +55,6 @@ def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _piece_sizes(size: int) -> Iterator[int]:
-    """Yield powers of two whose sum exceeds `size` by less than `MIN_PIECE_BYTES`."""
-    while size > 0:
-        piece = max(MIN_PIECE_BYTES, 1 << (size.bit_length() - 1))
-        yield piece
-        size -= piece
-
-
 ALIGNMENT = 64
 """Alignment of each copy in bytes."""
 
@@ -88,7 +80,7 @@ class StagingBuffer:
             size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         if size != self.nbytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
-            self._memory = torch.empty(size, dtype=torch.uint8, device=device.host())
+            self._memory = torch.empty(size, dtype=torch.uint8)
         memory = self._memory.numpy()
         return [
             torch.from_numpy(memory[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -1,12 +1,11 @@
 """The secret of a job, with which its ranks authenticate each other's messages over any transport.
 
-torch's TCP store and gloo's ports accept connections from anyone. Messages between ranks therefore carry a keyed hash
-(`seal`, `unseal`), and content without the right hash is rejected before it is interpreted. What torch, Megatron-Core
-and SGLang pickle themselves goes through `SealedPickle`; everything else is plain data (`encoding.py`).
+torch's TCP store and gloo's ports accept connections from anyone. Messages between ranks therefore carry a keyed hash,
+and content without the right hash is rejected before it is interpreted.
 
 A launcher generates a secret for each start of its ranks and passes it in the environment. Launchers of several nodes,
 and ranks started by other means, take MEGARL_SECRET from their environment, or else the user's secret in
-`~/.local/state/megarl/secret`, mode 0600, created on first use. The secret is never written to a store or a log.
+`~/.local/state/megarl/secret`. The secret is never written to a store or a log.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import os
 import pickle
 import secrets
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from megarl.config import ConfigError
@@ -32,10 +32,6 @@ _JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "MEGARL_RESTARTED")
 
 class ForgedError(RuntimeError):
     """Received content does not come from a rank of this job."""
-
-
-def generate_secret() -> str:
-    return secrets.token_hex(32)
 
 
 def seal(content: bytes, purpose: str, key: bytes | None = None) -> bytes:
@@ -102,7 +98,7 @@ def _user_key() -> bytes:
         if not file.exists():
             temporary = file.with_name(f"secret.{os.getpid()}.{secrets.token_hex(4)}")
             with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
-                stream.write(generate_secret())
+                stream.write(secrets.token_hex(32))
             with contextlib.suppress(FileExistsError):  # another process was first
                 os.link(temporary, file)
             temporary.unlink()
@@ -132,37 +128,13 @@ class SealedPickle:
     def loads(self, sealed: Any) -> Any:
         return pickle.loads(unseal(sealed, self._purpose, self._key))
 
-    def pickler(self, file: Any) -> _SealedPickler:
-        """Like pickle.Pickler."""
-        return _SealedPickler(self, file)
-
-    def unpickler(self, file: Any) -> _SealedUnpickler:
-        """Like pickle.Unpickler."""
-        return _SealedUnpickler(self, file)
-
-
-class _SealedPickler:
-    def __init__(self, pickles: SealedPickle, file: Any) -> None:
-        self._pickles, self._file = pickles, file
-
-    def dump(self, value: Any) -> None:
-        self._file.write(self._pickles.dumps(value))
-
-
-class _SealedUnpickler:
-    def __init__(self, pickles: SealedPickle, file: Any) -> None:
-        self._pickles, self._file = pickles, file
-
-    def load(self) -> Any:
-        return self._pickles.loads(self._file.read())
-
 
 def seal_object_collectives(key: bytes | None = None) -> None:
-    """Authenticate torch's object collectives in this process (`all_gather_object` and the like).
-
-    Megatron-Core, distributed checkpoints and SGLang use them.
-    """
+    """Authenticate torch's object collectives in this process, which Megatron-Core, checkpoints and SGLang use."""
     import torch.distributed as dist
 
     pickles = SealedPickle("a collective of objects", key)
-    vars(dist.distributed_c10d).update(_pickler=pickles.pickler, _unpickler=pickles.unpickler)
+    vars(dist.distributed_c10d).update(
+        _pickler=lambda file: SimpleNamespace(dump=lambda value: file.write(pickles.dumps(value))),
+        _unpickler=lambda file: SimpleNamespace(load=lambda: pickles.loads(file.read())),
+    )

@@ -11,8 +11,7 @@ from megarl.parallel.encoding import decode, encode
 from megarl.parallel.job_secret import ForgedError, seal, unseal
 from megarl.parallel.ranks import add_to_counter
 
-_CHUNK_BYTES = 4 << 20
-"""Size of one chunk of a value: torch's store takes up to 8 MiB."""
+_CHUNK_BYTES = 4 << 20  # of a value: torch's store takes up to 8 MiB
 _MAX_CHUNKS = 1024
 
 
@@ -22,8 +21,8 @@ class KVStore:
     def add(self, name: str, more: int) -> int:
         return add_to_counter(name, more)
 
-    def put(self, name: str, note: Any) -> None:
-        store, content = dist.distributed_c10d._get_default_store(), seal(encode(note), name)
+    def put(self, name: str, value: Any) -> None:
+        store, content = dist.distributed_c10d._get_default_store(), seal(encode(value), name)
         offsets = range(0, len(content), _CHUNK_BYTES)
         for number, offset in enumerate(offsets):
             store.set(f"{name}/{number}", content[offset : offset + _CHUNK_BYTES])  # type: ignore[arg-type]  # str, it says

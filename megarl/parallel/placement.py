@@ -1,7 +1,6 @@
 """Each role's settings and ranks, and checks of its layout. Pure: no process is asked.
 
-`parallel.world_size` counts the job's ranks. A role's world is the number of its ranks: `role_parallel` returns a
-layout with that as world_size, and the sizes of `parallel` (the actor's) or of the role's own layout.
+A role's layout has the number of its ranks as world_size, and the sizes of `parallel` or of the role's own layout.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -88,8 +88,8 @@ def has_model(config: Config, role: str) -> bool:
 
 def is_on_megatron(config: Config, role: str) -> bool:
     """Return whether the role has a model with a Megatron layout over its ranks."""
-    has_own_model = role not in ("rollout", "reference") and has_model(config, role)
-    return has_own_model and role_backends(config, role)[0] in ("", MEGATRON)
+    has_separate_model = role not in ("rollout", "reference") and has_model(config, role)
+    return has_separate_model and role_backends(config, role)[0] in ("", MEGATRON)
 
 
 def with_role(
@@ -97,9 +97,8 @@ def with_role(
 ) -> Config:
     """Return the configuration with a role's model, layout and backend set in their sections."""
     if backend:  # replaces a worker that the configuration names
-        config = _replace_path(
-            _replace_path(config, ["roles", role, "backend"], backend), ["roles", role, "worker"], ""
-        )
+        config = _replace_path(config, ["roles", role, "backend"], backend)
+        config = _replace_path(config, ["roles", role, "worker"], "")
     for name, value in (("model", model), ("parallel", parallel)):
         if value is None:
             continue
@@ -113,11 +112,11 @@ def with_role(
 
 def _replace_path(section: Any, path: list[str], value: Any) -> Any:
     first, *rest = path
-    if isinstance(section, Mapping):
-        return {**section, first: _replace_path(section.get(first, {}), rest, value) if rest else value}
-    return dataclasses.replace(
-        section, **{first: _replace_path(getattr(section, first), rest, value) if rest else value}
-    )
+    is_mapping = isinstance(section, Mapping)
+    if rest:
+        inner = section.get(first, {}) if is_mapping else getattr(section, first)
+        value = _replace_path(inner, rest, value)
+    return {**section, first: value} if is_mapping else dataclasses.replace(section, **{first: value})
 
 
 ALL, CPU = "all", "cpu"
@@ -243,10 +242,10 @@ def describe_rank_roles(config: Config, roles: Iterable[str]) -> dict[int, str]:
     if placement.is_colocated:
         return {}
     ranks_by_role = {role: placement.ranks_of(role) for role in roles if role != "reward" or role in config.placement}
-    roles_by_rank = {
-        rank: [role for role in ranks_by_role if rank in ranks_by_role[role]] for rank in range(placement.world)
+    return {
+        rank: ", ".join(role for role, ranks in ranks_by_role.items() if rank in ranks) or "no role"
+        for rank in range(placement.world)
     }
-    return {rank: ", ".join(names) or "no role" for rank, names in roles_by_rank.items()}
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
@@ -277,7 +276,15 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
             "with its first "
             f"weights, and the actor is on {placement.format_ranks('actor')}: remove placement.reference"
         )
-    _check_overlaps(placement, roles)
+    for role, other in combinations(roles, 2):
+        ranks_a, ranks_b = set(placement.ranks_of(role)), set(placement.ranks_of(other))
+        everywhere = "rollout" in (role, other) and len(placement.ranks_of("rollout")) == placement.world
+        if ranks_a & ranks_b and ranks_a != ranks_b and not everywhere:
+            raise ConfigError(
+                f"placement has the {role} on {placement.format_ranks(role)} and the {other} on "
+                f"{placement.format_ranks(other)}, which overlap: two roles must have the same ranks or disjoint "
+                f"ones (rollout may also have all)"
+            )
     for role in roles:
         if is_on_megatron(config, role):
             _check_model(config, placement, role)
@@ -287,19 +294,6 @@ def check_placement(config: Config, roles: Collection[str], warnings: list[str])
             f"placement leaves rank {format_ranges(idle)} of {placement.world} without a role; give it one, or lower "
             "parallel.world_size"
         )
-
-
-def _check_overlaps(placement: Placement, roles: Collection[str]) -> None:
-    for role in roles:
-        for other in roles:
-            ranks_a, ranks_b = set(placement.ranks_of(role)), set(placement.ranks_of(other))
-            everywhere = "rollout" in (role, other) and len(placement.ranks_of("rollout")) == placement.world
-            if ranks_a & ranks_b and ranks_a != ranks_b and not everywhere:
-                raise ConfigError(
-                    f"placement has the {role} on {placement.format_ranks(role)} and the {other} on "
-                    f"{placement.format_ranks(other)}, which overlap: two roles must have the same ranks or disjoint "
-                    f"ones (rollout may also have all)"
-                )
 
 
 def _check_model(config: Config, placement: Placement, role: str) -> None:
@@ -322,15 +316,14 @@ def _check_model(config: Config, placement: Placement, role: str) -> None:
 
 def check_engine_ranks(config: Config) -> None:
     """Raise ConfigError if the engines do not fit their ranks or nodes."""
-    placement, tp, ranks_per_node = placement_of(config), config.rollout.tp, config.parallel.ranks_per_node
-    ranks = placement.ranks_of("rollout")
-    world = f"parallel.world_size={placement.world}"
-    if (count := len(ranks)) < placement.world:
-        world = f"the {count} ranks of placement.rollout={placement.format_ranks('rollout')}"
-    if count % tp:
+    placement, tp = placement_of(config), config.rollout.tp
+    ranks_per_node = min(config.parallel.ranks_per_node, placement.world)
+    if (count := len(placement.ranks_of("rollout"))) % tp:
+        world = f"parallel.world_size={placement.world}"
+        if count < placement.world:
+            world = f"the {count} ranks of placement.rollout={placement.format_ranks('rollout')}"
         fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         raise ConfigError(f"rollout.tp={tp} does not divide {world}; sizes that do: {fits}")
-    ranks_per_node = min(ranks_per_node, placement.world)
     if ranks_per_node % tp and tp % ranks_per_node:
         raise ConfigError(
             f"rollout.tp={tp} does not fit nodes of {ranks_per_node} ranks: an engine must fit into a node, or span "
@@ -356,10 +349,11 @@ def check_layout(parallel: ParallelConfig, world: str = "") -> None:
     shown = {name: size for name, size in sizes.items() if name != "cp" or size > 1}
     model_parallel = prod(sizes.values())
     if parallel.world_size % model_parallel:
+        low = parallel.world_size // model_parallel * model_parallel
+        nearest = f"{low} and {low + model_parallel}" if low else str(model_parallel)
         raise ConfigError(
             f"{world or f'parallel.world_size={parallel.world_size}'} is not a multiple of {' x '.join(shown)} = "
-            f"{' x '.join(map(str, shown.values()))} = {model_parallel}; the nearest valid sizes: "
-            f"{_nearest_multiples(parallel.world_size, model_parallel)}"
+            f"{' x '.join(map(str, shown.values()))} = {model_parallel}; the nearest valid sizes: {nearest}"
         )
     expert_ranks = parallel.world_size // parallel.pp
     if expert_ranks % (parallel.ep * parallel.etp):
@@ -378,8 +372,3 @@ def check_layout(parallel: ParallelConfig, world: str = "") -> None:
         raise ConfigError(
             f"parallel.vpp={parallel.vpp} needs at least 3 pipeline stages, not parallel.pp={parallel.pp}"
         )
-
-
-def _nearest_multiples(value: int, divisor: int) -> str:
-    low, high = value // divisor * divisor, (value // divisor + 1) * divisor
-    return f"{low} and {high}" if low else str(high)

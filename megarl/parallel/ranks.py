@@ -17,7 +17,6 @@ from megarl.config import Config, ConfigError, ParallelConfig
 from megarl.parallel import collectives, device, job_secret, rendezvous
 from megarl.parallel.encoding import decode, encode
 from megarl.parallel.placement import check_layout, is_on_megatron, placement_of, role_parallel
-from megarl.parallel.rank_subset import use_member_groups
 from megarl.parallel.wait_listeners import traced
 
 T = TypeVar("T")
@@ -63,10 +62,6 @@ class Ranks:
         return self.members.index(self.job.rank)
 
     @property
-    def role_world(self) -> int:
-        return len(self.members)
-
-    @property
     def host_group(self) -> dist.ProcessGroup:
         """Gloo group of the members, for values on the host."""
         return _hosts[self.members]
@@ -83,7 +78,7 @@ class Ranks:
 
 _host_group: dist.ProcessGroup | None = None
 _timeout_s = 1800.0
-_hosts: dict[tuple[int, ...], Any] = {}
+_hosts: dict[tuple[int, ...], dist.ProcessGroup] = {}
 """Gloo groups by members, one for each set of ranks that has a layout."""
 _layouts: dict[tuple[Any, ...], dict[str, Any]] = {}
 """Globals of Megatron's parallel_state by (members, sizes), one set per layout."""
@@ -99,8 +94,8 @@ def initialize(parallel: ParallelConfig, timeout_s: float = 1800.0) -> Ranks:
 def join(world_size: int, timeout_s: float = 1800.0) -> Job:
     """Join the process group that torchrun describes in the environment. Call once, before creating layouts.
 
-    All ranks communicate once before this returns: NCCL creates a communicator on first use, and a weight sync or a
-    pipeline exchange, in which not all ranks may take part, must not be the first.
+    All ranks communicate once before this returns: NCCL creates a communicator on first use, which must not be an
+    exchange in which not all ranks take part.
     """
     global _host_group, _timeout_s
     env = rendezvous.read_launch_env()
@@ -184,9 +179,8 @@ def create_layout(
     if member_ranks not in _hosts:
         _hosts[member_ranks] = new_host_group(member_ranks)
     previous = _group_globals(parallel_state)
-    if not _layouts:
-        _layouts[()] = previous  # Megatron without groups
-    vars(parallel_state).update(_layouts.get(key, _layouts[()]))
+    without_groups = _layouts.setdefault((), previous)
+    vars(parallel_state).update(_layouts.get(key, without_groups))
     if key not in _layouts:
         with use_member_groups(member_ranks):
             parallel_state.initialize_model_parallel(
@@ -199,38 +193,33 @@ def create_layout(
                 distributed_timeout_minutes=max(1, int(timeout_s // 60)),
             )
         _layouts[key] = _group_globals(parallel_state)
-        _set_timeouts(
-            list(dist.distributed_c10d._world.pg_map), timeout_s
-        )  # Megatron creates some with torch's default
+        _set_timeouts(timeout_s)  # Megatron creates some groups with torch's default
         if is_member and parallel.pp > 1:  # other groups only run collectives of all their ranks
             warm_up_group(parallel_state.get_pipeline_model_parallel_group())
         if is_member and not tensor_parallel.get_cuda_rng_tracker().get_states():
             tensor_parallel.model_parallel_cuda_manual_seed(1)
-    ranks = _coordinates(parallel_state, parallel, job, member_ranks) if is_member else None
+    ranks = None
+    if is_member:
+        ranks = Ranks(
+            job=job,
+            members=member_ranks,
+            tp=parallel.tp,
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            pp=parallel.pp,
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            ep=parallel.ep,
+            ep_rank=parallel_state.get_expert_model_parallel_rank(),
+            dp=parallel_state.get_data_parallel_world_size(),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            cp=parallel.cp,
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            etp=parallel.etp,
+            etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+            vpp=parallel.vpp,
+        )
     if not is_member or previous["_DATA_PARALLEL_GROUP"] is not None:
         vars(parallel_state).update(previous)
     return ranks
-
-
-def _coordinates(parallel_state: Any, parallel: ParallelConfig, job: Job, members: tuple[int, ...]) -> Ranks:
-    """Return this rank's coordinates in Megatron's current layout."""
-    return Ranks(
-        job=job,
-        members=members,
-        tp=parallel.tp,
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        pp=parallel.pp,
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        ep=parallel.ep,
-        ep_rank=parallel_state.get_expert_model_parallel_rank(),
-        dp=parallel_state.get_data_parallel_world_size(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        cp=parallel.cp,
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        etp=parallel.etp,
-        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
-        vpp=parallel.vpp,
-    )
 
 
 @contextmanager
@@ -244,6 +233,56 @@ def use_layout(ranks: Ranks) -> Iterator[None]:
         yield
     finally:
         vars(parallel_state).update(previous)
+
+
+@contextmanager
+def use_member_groups(members: Sequence[int]) -> Iterator[None]:
+    """Make `initialize_model_parallel` create groups of `members` (job ranks, ascending) within the block.
+
+    Megatron takes the members for the whole job: the ranks that its RankGenerator lists are indices of the members. All
+    ranks of the job must enter, because creating a group is collective over the job.
+    """
+    from megatron.core import parallel_state
+
+    class AmongMembers(parallel_state.RankGenerator):  # type: ignore[misc]
+        def get_ranks(self, token: str) -> list[list[int]]:
+            return [[members[index] for index in indices] for indices in super().get_ranks(token)]
+
+    generator, world_size = parallel_state.RankGenerator, dist.get_world_size
+
+    def size(group: Any = None) -> int:
+        return len(members) if group is None else world_size(group)
+
+    parallel_state.RankGenerator = AmongMembers
+    dist.get_world_size = size  # Megatron calls the package's function; torch's own modules do not
+    try:
+        yield
+    finally:
+        parallel_state.RankGenerator, dist.get_world_size = generator, world_size
+
+
+@contextmanager
+def use_member_world() -> Iterator[None]:
+    """Make the members of Megatron's current layout torch's default group within the block, with ranks from 0.
+
+    For code without a group of its own: distributed checkpoints, and the optimizer's parameter groups. Groups with job
+    rank numbers must not be used within the block.
+    """
+    from megatron.core import parallel_state
+
+    # Megatron has a single instance here.
+    member_group = parallel_state.get_intra_distributed_optimizer_instance_group()
+    if member_group.size() == dist.get_world_size():
+        yield
+        return
+    group_ranks = dist.distributed_c10d._world.pg_group_ranks
+    previous = dist.GroupMember.WORLD, group_ranks[member_group]
+    role_ranks = {rank: rank for rank in range(member_group.size())}
+    dist.GroupMember.WORLD, group_ranks[member_group] = member_group, role_ranks
+    try:
+        yield
+    finally:
+        dist.GroupMember.WORLD, group_ranks[member_group] = previous
 
 
 def _group_globals(parallel_state: Any) -> dict[str, Any]:
@@ -261,21 +300,20 @@ def with_timeout(seconds: float) -> Iterator[None]:
     global _timeout_s
     previous_s, _timeout_s = _timeout_s, seconds
     try:
-        _set_timeouts(list(dist.distributed_c10d._world.pg_map), seconds)
+        _set_timeouts(seconds)
         yield
     finally:
         _timeout_s = previous_s
-        _set_timeouts(list(dist.distributed_c10d._world.pg_map), previous_s)
+        _set_timeouts(previous_s)
 
 
 def current_timeout() -> float:
-    """Return the current timeout of waits for other ranks in seconds: `run.distributed_timeout_s`, or that of
-    `with_timeout`."""
+    """Return the timeout of waits for other ranks in seconds: that of `with_timeout` or `run.distributed_timeout_s`."""
     return _timeout_s
 
 
-def _set_timeouts(groups: Iterable[dist.ProcessGroup], seconds: float) -> None:
-    for group in groups:
+def _set_timeouts(seconds: float) -> None:
+    for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -306,8 +344,7 @@ def host_group() -> dist.ProcessGroup:
 
 def layout_group(members: tuple[int, ...]) -> dist.ProcessGroup:
     """Return the gloo group of the members of a layout."""
-    group: dist.ProcessGroup = _hosts[members]
-    return group
+    return _hosts[members]
 
 
 def new_host_group(members: Iterable[int]) -> dist.ProcessGroup:

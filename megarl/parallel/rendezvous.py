@@ -1,9 +1,8 @@
 """Rendezvous of a job's ranks: environment variables of the launcher, and the torch store in which they meet.
 
-torch's TCPStore authenticates nobody and listens on all addresses of a machine, and whoever can write to it can make
-ranks connect to an attacker. Ranks and engines on one machine therefore meet in a file that only this user can open. A
-store for several machines is bound to the address at which others reach it, and its values carry a keyed hash
-(`job_secret.py`).
+torch's TCPStore authenticates nobody, listens on all addresses of a machine, and can make ranks connect to an attacker.
+Ranks and engines on one machine therefore meet in a file that only this user can open. A store for several machines is
+bound to the address at which others reach it, and its values carry a keyed hash (`job_secret.py`).
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import secrets
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -35,19 +34,10 @@ _rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the mod
 
 def open_listener(address: str, port: int) -> socket.socket | None:
     """Return a socket that listens at this address (port 0: any free port), or None if it cannot be opened."""
-    try:
-        candidates = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return None
-    for family, kind, protocol, _, socket_address in candidates:
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(socket_address)
-            listener.listen(_LISTEN_BACKLOG)
-            return listener
-        except OSError:
-            listener.close()
+    with contextlib.suppress(OSError):
+        for family, *_, socket_address in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError):
+                return socket.create_server(socket_address, family=family, backlog=_LISTEN_BACKLOG)
     return None
 
 
@@ -56,13 +46,11 @@ def serve_store(address: str, port: int, world: int | None, timeout: timedelta, 
 
     It listens at `address` alone if that belongs to this machine; at all addresses if not, as behind a gateway.
     """
-    listener = open_listener(address, port)
-    if listener is None:
-        return dist.TCPStore(address, port, world, is_master=True, timeout=timeout, wait_for_workers=wait)
-    port = int(listener.getsockname()[1])
-    return dist.TCPStore(
-        address, port, world, is_master=True, timeout=timeout, wait_for_workers=wait, master_listen_fd=listener.detach()
-    )
+    options: dict[str, Any] = {}
+    if listener := open_listener(address, port):
+        port = int(listener.getsockname()[1])
+        options["master_listen_fd"] = listener.detach()
+    return dist.TCPStore(address, port, world, is_master=True, timeout=timeout, wait_for_workers=wait, **options)
 
 
 def bind_store_addresses() -> None:
@@ -79,10 +67,9 @@ def bind_store_addresses() -> None:
             file = dist.FileStore(str(Path(folder, f"store_{named['port']}")), -1)
             file.set_timeout(named["timeout"])
             return file
-        listener = (
-            open_listener(named["host_name"], named["port"]) if named.get("is_master") and not arguments else None
-        )
-        return make(*arguments, **named, **({"master_listen_fd": listener.detach()} if listener is not None else {}))
+        if named.get("is_master") and not arguments and (listener := open_listener(named["host_name"], named["port"])):
+            named["master_listen_fd"] = listener.detach()
+        return make(*arguments, **named)
 
     vars(_rendezvous)["TCPStore"] = create_store
 
@@ -115,8 +102,7 @@ STORE_FILE_ENV = "MEGARL_STORE"
 """Environment variable: path of the memory file (`processes/memory_files.py`) in which the ranks of a machine meet."""
 
 
-@dataclass(frozen=True)
-class LaunchEnv:
+class LaunchEnv(NamedTuple):
     """This process's rank as the launcher's environment gives it; without a launcher it is the only rank."""
 
     rank: int
@@ -155,8 +141,7 @@ def _read_int(name: str, remedy: str, minimum: int = 0, default: str = "") -> in
 def connect_store(env: LaunchEnv, timeout: timedelta) -> dist.Store:
     """Connect to the store in which the job's ranks meet.
 
-    On one machine no port is opened: a single rank has an in-process store, and ranks of our launcher share a memory
-    file.
+    On one machine no port is opened: a single rank has an in-process store, ranks of our launcher a memory file.
     """
     if env.world == 1:
         use_loopback()
@@ -225,7 +210,7 @@ def serve_local_store() -> Iterator[dict[str, str]]:
         yield {
             "MASTER_ADDR": "127.0.0.1",
             STORE_FILE_ENV: memory_files.build_path(file),
-            job_secret.SECRET_ENV: job_secret.generate_secret(),
+            job_secret.SECRET_ENV: secrets.token_hex(32),
         }
     finally:
         os.close(file)

@@ -1,15 +1,12 @@
 """Send rows of packed columns from the ranks that hold them to the ranks that need them.
 
-Within a machine, the rank that holds a row writes it once into memory that its readers map: no copy per reader, and no
-copy at all of a column that already lies in shared memory. To another machine each row is sent once, by gloo, to one of
-the ranks that need it, and its neighbors map the memory in which it arrives. If ranks of one machine cannot open each
-other's memory, each counts as a machine of its own.
-
-    exchange = RowExchange()
-    delivery = exchange.deliver({"tokens": tokens}, {"tokens": (torch.int32, ())}, batch.lengths, batch.home, wants)
+    specs = {"tokens": (torch.int32, ())}
+    delivery = RowExchange().deliver({"tokens": tokens}, specs, batch.lengths, batch.home, wants)
     rows = delivery.rows("tokens")  # waits; one [length] for each of wants[rank], in order
 
-Senders do not wait for readers. `WorldComm` implements `types.Comm` for the group of all ranks of the job.
+Within a machine, the rank that holds a row writes it once into memory that its readers map; a column that already lies
+in shared memory is not copied. To another machine each row is sent once, by gloo, to one of the ranks that need it, and
+its neighbors map the memory in which it arrives. Senders do not wait for readers.
 """
 
 from __future__ import annotations
@@ -18,8 +15,10 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -29,17 +28,14 @@ import torch.distributed as dist
 from megarl.parallel import collectives, node_links, ranks, shared_memory
 from megarl.parallel.encoding import decode, encode
 from megarl.parallel.job_secret import seal, unseal
-from megarl.parallel.row_exchange_plan import Block, ExchangePlan, Numbers, Part, RowSpec
+from megarl.parallel.row_exchange_plan import Block, ExchangePlan, Part, RowSpec
 from megarl.parallel.wait_listeners import traced
 
 _NO_TIMEOUT = timedelta(days=365)  # of background threads: whoever needs their results has a timeout of its own
 _COPY_CHUNK_BYTES = 1 << 26  # bytes of a partial column that are copied at once
 _FIRST_TAG = 7000  # tags of RowExchange messages, distinct from those of other users of the group
 
-_LOCAL_ROWS, _FORWARDED_ROWS = (
-    "held",
-    "sent",
-)  # memory written by a home; memory in which a rank has received rows
+_LOCAL_ROWS, _FORWARDED_ROWS = "local", "forwarded"  # of a home; that a neighbor has received from other machines
 
 
 class RowExchange:
@@ -52,10 +48,10 @@ class RowExchange:
     def __init__(self, group: dist.ProcessGroup | None = None, per_machine: int | None = None) -> None:
         self.group = group or ranks.host_group()
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
-        size = per_machine or self.world
-        self._links = node_links.NodeLinks(self.rank, self._gather, lambda other: other // size == self.rank // size)
+        size, gather = per_machine or self.world, partial(ranks.all_gather_objects, group=self.group)
+        self._links = node_links.NodeLinks(self.rank, gather, lambda other: other // size == self.rank // size)
         RowExchange._num_instances += 1
-        self._tag = _FIRST_TAG + max(self._gather(RowExchange._num_instances))
+        self._tag = _FIRST_TAG + max(gather(RowExchange._num_instances))
         self.machines = self._links.machines
         self.bytes_sent = {"machine": 0, "network": 0}  # bytes that this rank has written for others
         self._num_deliveries = 0
@@ -65,9 +61,6 @@ class RowExchange:
         self._background_error: Exception | None = None
 
     _num_instances = 0
-
-    def _gather(self, value: Any) -> list[Any]:
-        return ranks.all_gather_objects(value, self.group)
 
     @traced("data")
     def deliver(
@@ -99,7 +92,8 @@ class RowExchange:
             blocks, size = plan.blocks(selection)
             if size:
                 buffers.append(torch.empty(size, dtype=torch.uint8))
-                torch.cat([_bytes(piece) for piece in _iter_rows(plan, local_columns, blocks)], out=buffers[-1])
+                pieces = [rows.reshape(-1).view(torch.uint8) for rows in _iter_rows(plan, local_columns, blocks)]
+                torch.cat(pieces, out=buffers[-1])
                 send_requests.append(self._post_send(buffers[-1], receiver))
                 self.bytes_sent["network"] += size
         if send_requests:
@@ -112,7 +106,7 @@ class RowExchange:
         if not readers:
             return
         selection = plan.local_selection(self.rank)
-        needed = {name for cut, _, _ in selection for name in cut.columns}
+        needed = {name for group, _, _ in selection for name in group.columns}
         regions = {name: region for name in needed if (region := shared_memory.find_region(local_columns[name]))}
         blocks, size = plan.blocks(selection, exclude=regions)
         descriptor = shared_memory.create(size)
@@ -133,11 +127,9 @@ class RowExchange:
             return
         readers = [other for other in plan.members if other != self.rank and plan.needs_forwarded(other, self.rank)]
         memory = (shared_memory.empty if readers else torch.empty)((size,), dtype=torch.uint8)
-        receive_requests = [
-            self._post_receive(memory[at : at + length], home) for home, at, length, _ in sections if length
-        ]
-        delivery.inbound = _InboundBuffer(memory)
-        self._start_thread(self._wait_for_receives, receive_requests, delivery.inbound, readers, self._num_deliveries)
+        requests = [self._post_receive(memory[at : at + length], home) for home, at, length, _ in sections if length]
+        delivery.inbound = Future()
+        self._start_thread(self._wait_for_receives, requests, memory, delivery.inbound, readers, self._num_deliveries)
 
     def _post_send(self, tensor: torch.Tensor, to: int) -> Any:
         with _as_connection_error():
@@ -152,43 +144,43 @@ class RowExchange:
         self._threads.append(threading.Thread(target=work, args=arguments, daemon=True))
         self._threads[-1].start()
 
-    def _wait_for_sends(self, works: list[Any], buffers: list[torch.Tensor]) -> None:
+    def _wait_for_sends(self, works: Sequence[Any], buffers: Any) -> None:
         """Keep the buffers alive until they have been sent."""
-        try:
-            while works:
-                works[0].wait(_NO_TIMEOUT)
-                del works[0], buffers[0]
-        except RuntimeError as error:
-            self._background_error = error
-
-    def _wait_for_receives(
-        self, works: list[Any], arrival: _InboundBuffer, readers: Sequence[int], number: int
-    ) -> None:
-        """Wait for rows from other machines, then forward them to the neighbors that need them, too."""
         try:
             for work in works:
                 work.wait(_NO_TIMEOUT)
         except RuntimeError as error:
-            arrival.error = error
-        arrival.done.set()
-        region = shared_memory.find_region(arrival.memory) if readers else None
+            self._background_error = error
+
+    def _wait_for_receives(
+        self,
+        works: Sequence[Any],
+        memory: torch.Tensor,
+        inbound: Future[torch.Tensor],
+        readers: Sequence[int],
+        number: int,
+    ) -> None:
+        """Wait for rows from other machines, then forward them to the neighbors that need them, too."""
+        content: Any = {}
+        try:
+            for work in works:
+                work.wait(_NO_TIMEOUT)
+            inbound.set_result(memory)
+        except RuntimeError as error:
+            inbound.set_exception(error)
+            content = str(error)
+        region = shared_memory.find_region(memory)
+        descriptors = [region.descriptor] if region and not isinstance(content, str) else []
         for reader in readers:
             try:
-                if arrival.error or not region:
-                    self._links.send(reader, (_FORWARDED_ROWS, number, str(arrival.error)), [], ranks.current_timeout())
-                else:
-                    self._links.send(
-                        reader, (_FORWARDED_ROWS, number, {}), [region.descriptor], ranks.current_timeout()
-                    )
+                self._links.send(reader, (_FORWARDED_ROWS, number, content), descriptors, ranks.current_timeout())
             except OSError as error:
                 self._background_error = error
 
     def _poll(self) -> None:
         """Raise background errors, read pending messages, and close the memory of deliveries that nobody will read."""
-        if self._background_error:
-            raise ConnectionError(
-                f"a transfer did not reach a rank: {self._background_error}"
-            ) from self._background_error
+        if error := self._background_error:
+            raise ConnectionError(f"a transfer did not reach a rank: {error}") from error
         for other in self._links.sockets:
             with suppress(ConnectionError):  # whoever needs that rank's rows notices
                 while self._receive_message(other, 0.0):
@@ -216,34 +208,37 @@ class RowExchange:
     def exchange_objects(self, parcels: Mapping[int, Any]) -> dict[int, Any]:
         """Send plain data (see `encoding.py`) to some ranks; return what this rank was sent, by sender. Collective."""
         self._poll()
-        data = {
-            other: bytearray(seal(encode(parcel), f"parcel {self.rank} to {other}"))
+        outgoing = {
+            other: torch.frombuffer(
+                bytearray(seal(encode(parcel), f"parcel {self.rank} to {other}")), dtype=torch.uint8
+            )
             for other, parcel in parcels.items()
         }
-        sizes, incoming_sizes = torch.zeros(self.world, dtype=torch.int64), torch.zeros(self.world, dtype=torch.int64)
-        for other, content in data.items():
-            sizes[other] = len(content)
+        sizes = torch.zeros(self.world, dtype=torch.int64)
+        for other, data in outgoing.items():
+            sizes[other] = len(data)
+        incoming_sizes = torch.empty_like(sizes)
         dist.all_to_all_single(incoming_sizes, sizes, group=self.group)
-        received: dict[int, Any] = {}
-        receiving, sending = [], []
-        for other, size in enumerate(incoming_sizes.tolist()):
-            if other == self.rank and size:
-                received[other] = decode(unseal(data[other], f"parcel {other} to {other}"))
-            elif size:
-                buffer = torch.empty(size, dtype=torch.uint8)
-                receiving.append((other, buffer, self._post_receive(buffer, other)))
-        for other, content in data.items():
+        incoming = {
+            other: outgoing[other] if other == self.rank else torch.empty(size, dtype=torch.uint8)
+            for other, size in enumerate(incoming_sizes.tolist())
+            if size
+        }
+        receiving = [self._post_receive(data, other) for other, data in incoming.items() if other != self.rank]
+        sending = []
+        for other, data in outgoing.items():
             if other != self.rank:
-                tensor = torch.frombuffer(content, dtype=torch.uint8)
-                sending.append((self._post_send(tensor, other), tensor))
-                self.bytes_sent["machine" if other in self._links.sockets else "network"] += len(content)
-        for other, buffer, work in receiving:
-            with _as_connection_error():
+                sending.append(self._post_send(data, other))
+                self.bytes_sent["machine" if other in self._links.sockets else "network"] += len(data)
+        with _as_connection_error():
+            for work in receiving:
                 work.wait(timedelta(seconds=ranks.current_timeout()))
-            received[other] = decode(unseal(buffer.numpy().data, f"parcel {other} to {self.rank}"))
         if sending:
-            self._start_thread(self._wait_for_sends, *map(list, zip(*sending, strict=True)))
-        return dict(sorted(received.items()))
+            self._start_thread(self._wait_for_sends, sending, outgoing)
+        return {
+            other: decode(unseal(data.numpy().data, f"parcel {other} to {self.rank}"))
+            for other, data in incoming.items()
+        }
 
     def close(self) -> None:
         """Wait until all sends have completed; no deliveries are possible afterwards. Not collective."""
@@ -255,15 +250,6 @@ class RowExchange:
         self._links.close()
 
 
-class _InboundBuffer:
-    """Memory in which a rank receives rows from other machines."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.done = threading.Event()
-        self.error: Exception | None = None
-
-
 class Delivery:
     """Rows delivered to one rank: views of the memory in which they arrived, which lives as long as any of them."""
 
@@ -271,7 +257,8 @@ class Delivery:
         self, exchange: RowExchange, number: int, plan: ExchangePlan, local_columns: Mapping[str, torch.Tensor]
     ) -> None:
         self._exchange, self._number, self._plan, self._local_columns = exchange, number, plan, local_columns
-        self.inbound: _InboundBuffer | None = None
+        self.inbound: Future[torch.Tensor] | None = None
+        """Memory in which this rank receives rows from other machines."""
         self._blocks: list[tuple[Block, torch.Tensor]] | None = None
 
     @traced("wait")
@@ -294,16 +281,16 @@ class Delivery:
                     rows = memory.narrow(0, int(starts[at[index]]), int(lengths[wants[index]]))
                     rows_by_want[index] = rows if block.part == part else _select(rows, part)
         dtype, tail = plan.kinds[name]
-        nothing = _select(torch.empty((0, *tail), dtype=dtype), part)
-        return [nothing if rows is None else rows for rows in rows_by_want]
+        no_rows = _select(torch.empty((0, *tail), dtype=dtype), part)
+        return [no_rows if rows is None else rows for rows in rows_by_want]
 
     def _wait_for_blocks(self) -> Iterator[tuple[Block, torch.Tensor]]:
         """Yield all memory that holds rows for this rank, as blocks."""
         plan, rank = self._plan, self._plan.rank
         for name, rows in self._local_columns.items():
             yield _column_block(plan, name, rank), rows
-        neighbours_of = [other for other in plan.members if other != rank]
-        for home in neighbours_of:
+        neighbors = [other for other in plan.members if other != rank]
+        for home in neighbors:
             if plan.needs_rows(rank, home):
                 offsets, memories = self._map_message(home, _LOCAL_ROWS)
                 blocks, _ = plan.blocks(plan.local_selection(home), exclude=offsets)
@@ -312,12 +299,14 @@ class Delivery:
                     block = _column_block(plan, name, home, offset)
                     yield block, _block_rows(plan, block, memory)
         if self.inbound:
-            if not self.inbound.done.wait(ranks.current_timeout()):
-                raise TimeoutError(f"other nodes have not sent this rank's data for {ranks.current_timeout():.0f} s")
-            if self.inbound.error:
-                raise ConnectionError(f"data from other nodes did not arrive: {self.inbound.error}")
-            yield from _inbound_blocks(plan, rank, self.inbound.memory)
-        for receiver in neighbours_of:
+            try:
+                memory = self.inbound.result(timeout_s := ranks.current_timeout())
+            except TimeoutError:
+                raise TimeoutError(f"other nodes have not sent this rank's data for {timeout_s:.0f} s") from None
+            except RuntimeError as error:
+                raise ConnectionError(f"data from other nodes did not arrive: {error}") from error
+            yield from _inbound_blocks(plan, rank, memory)
+        for receiver in neighbors:
             if plan.needs_forwarded(rank, receiver):
                 _, memories = self._map_message(receiver, _FORWARDED_ROWS)
                 yield from _inbound_blocks(plan, receiver, memories[0])
@@ -357,8 +346,9 @@ def _select(rows: torch.Tensor, part: Part) -> torch.Tensor:
     """Select a part along dim 1; a view if the part is a range, such as the layers of a pipeline stage."""
     if part is None:
         return rows
-    if part == tuple(range(part[0], part[0] + len(part))) if part else True:
-        return rows.narrow(1, part[0] if part else 0, len(part))
+    first = part[0] if part else 0
+    if part == tuple(range(first, first + len(part))):
+        return rows.narrow(1, first, len(part))
     return rows.index_select(1, torch.tensor(part))
 
 
@@ -370,7 +360,8 @@ def _iter_rows(
         lengths, column = plan.lengths[block.column], local_columns[block.column]
         starts = np.cumsum(lengths[plan.local_sequences]) - lengths[plan.local_sequences]
         at = np.searchsorted(plan.local_sequences, block.sequences)
-        for first, last in _consecutive_runs(at):
+        breaks = np.flatnonzero(np.diff(at) != 1)  # between runs of adjacent sequences
+        for first, last in zip(at[np.r_[0, breaks + 1]], at[np.r_[breaks, -1]], strict=True) if len(at) else ():
             start, stop = int(starts[first]), int(starts[last] + lengths[plan.local_sequences[last]])
             if block.part is None:
                 yield column[start:stop]
@@ -378,17 +369,6 @@ def _iter_rows(
             step = max(1, _COPY_CHUNK_BYTES // max(1, plan.row_bytes(block.column, block.part)))
             for begin in range(start, stop, step):
                 yield _select(column[begin : min(stop, begin + step)], block.part).contiguous()
-
-
-def _consecutive_runs(numbers: Numbers) -> Iterator[tuple[int, int]]:
-    """Yield the first and last number of each run of consecutive numbers."""
-    if len(numbers):
-        breaks = np.flatnonzero(np.diff(numbers) != 1)
-        yield from zip(numbers[np.r_[0, breaks + 1]].tolist(), numbers[np.r_[breaks, -1]].tolist(), strict=True)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 @contextmanager
@@ -412,9 +392,6 @@ def _check_column(name: str, column: torch.Tensor | None, kind: RowSpec, plan: E
     return column.detach().contiguous()
 
 
-_row_exchange: RowExchange | None = None
-
-
 class WorldComm:
     """The ranks of the job as `types.Comm`."""
 
@@ -422,37 +399,28 @@ class WorldComm:
     def rank(self) -> int:
         return dist.get_rank()
 
+    @traced("wait")
     def all_reduce(self, local: torch.Tensor) -> torch.Tensor:
-        return sum_over_ranks(local)
+        """Sum a small tensor over all ranks, in rank order, so that the result is bitwise equal on all of them."""
+        if dist.get_world_size() == 1:
+            return local
+        flat = local.detach().cpu().contiguous().view(-1)
+        shares = collectives.all_gather_small(flat, ranks.host_group(), ranks.current_timeout())
+        return reduce(torch.add, shares.view(-1, *local.shape)).to(local.device)
 
+    @traced("wait")
     def all_gather_rows(self, local: torch.Tensor) -> torch.Tensor:
-        return gather_rows(local)
+        """Concatenate [n, ...] of all ranks to [sum of n, ...]; dtype and tail must be the same on all ranks."""
+        rows = local.detach().cpu().contiguous()
+        data = rows.reshape(-1).view(torch.uint8)
+        shares = collectives.ragged_all_gather(data, ranks.host_group(), ranks.current_timeout())
+        return torch.cat(shares).view(rows.dtype).view(-1, *rows.shape[1:])
 
     def all_gather_objects(self, local: Any) -> list[Any]:
         return ranks.all_gather_objects(local)
 
 
-@traced("wait")
-def gather_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Concatenate [n, ...] of all ranks by rank to [sum of n, ...]; dtype and tail must be the same on all ranks."""
-    rows = rows.detach().cpu().contiguous()
-    shares = collectives.ragged_all_gather(
-        rows.reshape(-1).view(torch.uint8), ranks.host_group(), ranks.current_timeout()
-    )
-    return torch.cat(shares).view(rows.dtype).view(-1, *rows.shape[1:])
-
-
-@traced("wait")
-def sum_over_ranks(small: torch.Tensor) -> torch.Tensor:
-    """Sum a small tensor over all ranks. Summation is in rank order, so the result is bitwise equal on all ranks."""
-    if dist.get_world_size() == 1:
-        return small
-    local = small.detach().cpu().contiguous().view(-1)
-    shares = collectives.all_gather_small(local, ranks.host_group(), ranks.current_timeout()).view(-1, *small.shape)
-    result = shares[0].clone()
-    for share in shares[1:]:
-        result += share
-    return result.to(small.device)
+_row_exchange: RowExchange | None = None
 
 
 def get_row_exchange() -> RowExchange:

@@ -1,9 +1,7 @@
 """Plan which rows move where: plain data, computed by each rank from what all ranks know.
 
-Ranks on one machine read the same memory, so rows leave a home for a machine once. The home writes the rows that its
-neighbors want into one shared memory. Each sequence that another machine needs is sent to one of the ranks there that
-want it, and the others read it from that rank's memory. All ranks compute the same memory layouts, so no layout is
-communicated.
+The home of a row writes it into one shared memory for all its neighbors, and sends it to one of the ranks of each other
+machine that want it. All ranks compute the same memory layouts, so no layout is communicated.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ RowSpec = tuple[torch.dtype, tuple[int, ...]]
 Part = tuple[int, ...] | None
 """Indices along dim 1 of a column that a rank needs; None for all of them."""
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
-
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 _ALIGNED = 64
 
@@ -70,45 +68,41 @@ class ExchangePlan:
         arrays = {key: np.asarray(numbers, np.int64) for key, numbers in distinct.items()}
         self.wants = [arrays[id(numbers)] for numbers in wants]
         self.local_sequences = self.sequences_of(rank)
-        self.column_groups = tuple(self._group_columns(lengths, parts, len(wants)))
-        self.lengths = {name: cut.lengths for cut in self.column_groups for name in cut.columns}
+        self.column_groups = self._group_columns(
+            lengths if isinstance(lengths, Mapping) else dict.fromkeys(kinds, lengths), parts
+        )
+        self.lengths = {name: group.lengths for group in self.column_groups for name in group.columns}
         self.members = list(next(members for members in machines if rank in members))
-        self._wanted = self._wanted_by(self.members, np.arange(len(self.homes)))
+        self._wanted = self._wanted_by(self.members)
         self._first_receivers = np.zeros(len(wants), np.int64)  # spreads the homes over the receivers
         self._first_receivers[np.unique(self.homes)] = np.arange(len(np.unique(self.homes)))
         self._remote_sequences = np.flatnonzero(~np.isin(self.homes, self.members) & self._wanted.any(0))
         self._receivers = {
             (number, part): receivers
-            for number, cut in enumerate(self.column_groups)
-            for part, receivers in self._assigned(
-                cut, self.members, self._remote_sequences, self._wanted[:, self._remote_sequences]
+            for number, group in enumerate(self.column_groups)
+            for part, receivers in self._assign_receivers(
+                group, self.members, self._remote_sequences, self._wanted[:, self._remote_sequences]
             )
         }
 
     def _group_columns(
-        self,
-        lengths: torch.Tensor | Mapping[str, torch.Tensor],
-        parts: Mapping[str, Sequence[Sequence[int] | None]],
-        world: int,
-    ) -> Iterator[ColumnGroup]:
+        self, lengths: Mapping[str, torch.Tensor], parts: Mapping[str, Sequence[Sequence[int] | None]]
+    ) -> list[ColumnGroup]:
         names_by_group: dict[tuple[int, tuple[Part, ...]], list[str]] = {}
         for name, (_, tail) in self.kinds.items():
-            column_lengths = lengths[name] if isinstance(lengths, Mapping) else lengths
-            if name in parts:
-                needed = tuple(_normalize_part(indices, tail[0]) for indices in parts[name])
-            else:
-                needed = (None,) * world
-            names_by_group.setdefault((id(column_lengths), needed), []).append(name)
-        for (_, needed), names in names_by_group.items():
-            column_lengths = lengths[names[0]] if isinstance(lengths, Mapping) else lengths
-            yield ColumnGroup(tuple(names), column_lengths.cpu().numpy().astype(np.int64), needed)
+            needed = tuple(_normalize_part(indices, tail) for indices in parts.get(name, [None] * len(self.wants)))
+            names_by_group.setdefault((id(lengths[name]), needed), []).append(name)
+        return [
+            ColumnGroup(tuple(names), lengths[names[0]].cpu().numpy().astype(np.int64), needed)
+            for (_, needed), names in names_by_group.items()
+        ]
 
-    def _wanted_by(self, members: Sequence[int], sequences: Numbers) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def _wanted_by(self, members: Sequence[int]) -> Flags:
         """Return [members, sequences]: which member wants which sequence."""
         wanted = np.zeros((len(members), len(self.homes)), bool)
         for row, member in zip(wanted, members, strict=True):
             row[self.wants[member]] = True
-        return wanted[:, sequences]
+        return wanted
 
     def sequences_of(self, home: int) -> Numbers:
         """Return the sequences of a rank, ascending."""
@@ -119,20 +113,20 @@ class ExchangePlan:
         return dtype.itemsize * prod(tail if part is None else (len(part), *tail[1:]))
 
     def part(self, column: str, rank: int) -> Part:
-        return next(cut.parts[rank] for cut in self.column_groups if column in cut.columns)
+        return next(group.parts[rank] for group in self.column_groups if column in group.columns)
 
     def blocks(self, chosen: Selection, exclude: Iterable[str] = ()) -> tuple[list[Block], int]:
         """Return the memory layout of selected rows and its size in bytes. Larger items come first, for alignment."""
         excluded = set(exclude)
         order = [
-            (name, part, sequences, cut.lengths)
-            for cut, part, sequences in chosen
-            for name in cut.columns
+            (name, part, sequences)
+            for group, part, sequences in chosen
+            for name in group.columns
             if name not in excluded
         ]
         blocks, offset = [], 0
-        for name, part, sequences, lengths in sorted(order, key=lambda block: -self.kinds[block[0]][0].itemsize):
-            rows = int(lengths[sequences].sum())
+        for name, part, sequences in sorted(order, key=lambda block: -self.kinds[block[0]][0].itemsize):
+            rows = int(self.lengths[name][sequences].sum())
             blocks.append(Block(name, part, sequences, rows, offset, rows * self.row_bytes(name, part)))
             offset += blocks[-1].size
         return blocks, offset
@@ -141,17 +135,17 @@ class ExchangePlan:
         """Return the rows that a rank of this machine writes for its neighbors."""
         local_sequences = self.sequences_of(home)
         selection = []
-        for cut in self.column_groups:
-            for part, rows in _group_by_part(cut, self.members, home):
+        for group in self.column_groups:
+            for part, rows in _group_by_part(group, self.members, home):
                 sequences = local_sequences[self._wanted[rows][:, local_sequences].any(0)]
                 if len(sequences):
-                    selection.append((cut, part, sequences))
+                    selection.append((group, part, sequences))
         return selection
 
     def needs_rows(self, reader: int, home: int) -> bool:
         """Return whether a rank of this machine needs rows that its neighbor `home` holds."""
         wanted = self._wanted[self.members.index(reader)] & (self.homes == home)
-        return any(bool(cut.lengths[wanted].any()) for cut in self.column_groups)
+        return any(bool(group.lengths[wanted].any()) for group in self.column_groups)
 
     def inbox(self, receiver: int) -> tuple[list[tuple[int, int, int, list[Block]]], int]:
         """Return the layout of the memory in which a rank of this machine receives rows from other machines.
@@ -174,42 +168,35 @@ class ExchangePlan:
     def needs_forwarded(self, reader: int, receiver: int) -> bool:
         """Return whether a rank of this machine needs rows that its neighbor `receiver` is sent."""
         wanted = self._wanted[self.members.index(reader)][self._remote_sequences]
-        return any(
-            part == cut.parts[reader]
-            and bool(cut.lengths[self._remote_sequences[wanted & (receivers == receiver)]].any())
-            for (number, part), receivers in self._receivers.items()
-            for cut in [self.column_groups[number]]
-        )
+        for (number, part), receivers in self._receivers.items():
+            group, sequences = self.column_groups[number], self._remote_sequences[wanted & (receivers == receiver)]
+            if part == group.parts[reader] and group.lengths[sequences].any():
+                return True
+        return False
 
     def iter_sends(self) -> Iterator[tuple[int, Selection]]:
         """Yield what this rank sends to other machines: (receiver, rows)."""
         for members in self.machines:
             if members == self.members or not len(self.local_sequences):
                 continue
-            wanted = self._wanted_by(members, self.local_sequences)
+            wanted = self._wanted_by(members)[:, self.local_sequences]
             if not wanted.any():
                 continue
-            to: dict[int, list[tuple[ColumnGroup, Part, Numbers]]] = {}
-            for cut in self.column_groups:
-                for part, receivers in self._assigned(cut, members, self.local_sequences, wanted):
-                    for receiver in np.unique(receivers[receivers >= 0]):
-                        to.setdefault(int(receiver), []).append(
-                            (cut, part, self.local_sequences[receivers == receiver])
-                        )
-            yield from sorted(to.items())
+            by_receiver: dict[int, list[tuple[ColumnGroup, Part, Numbers]]] = {}
+            for group in self.column_groups:
+                for part, receivers in self._assign_receivers(group, members, self.local_sequences, wanted):
+                    for receiver in np.unique(receivers[receivers >= 0]).tolist():
+                        sequences = self.local_sequences[receivers == receiver]
+                        by_receiver.setdefault(receiver, []).append((group, part, sequences))
+            yield from sorted(by_receiver.items())
 
-    def _assigned(
-        self,
-        column_group: ColumnGroup,
-        members: Sequence[int],
-        sequences: Numbers,
-        wanted: np.ndarray[Any, np.dtype[np.bool_]],
+    def _assign_receivers(
+        self, column_group: ColumnGroup, members: Sequence[int], sequences: Numbers, wanted: Flags
     ) -> Iterator[tuple[Part, Numbers]]:
         """Yield each part that ranks of a machine need, with the rank that is sent each sequence (-1 for none).
 
         The sequences of one home that the same ranks want are split into runs with equal numbers of tokens, one for
-        each of these ranks. The starting rank depends on the home alone, so the home and every rank of the machine
-        compute the same.
+        each of these ranks. The home and every rank of the machine compute the same.
         """
         homes = self.homes[sequences]
         for part, rows in _group_by_part(column_group, members):
@@ -221,10 +208,8 @@ class ExchangePlan:
                 packed = np.packbits(candidates[:, wanted_indices], axis=0)
                 _, candidate_set = np.unique(packed, axis=1, return_inverse=True)
                 order = np.lexsort((sequences[wanted_indices], homes[wanted_indices], candidate_set.ravel()))
-                wanted_indices, group = (
-                    wanted_indices[order],
-                    np.stack((candidate_set.ravel()[order], homes[wanted_indices][order])),
-                )
+                wanted_indices = wanted_indices[order]
+                group = np.stack((candidate_set.ravel()[order], homes[wanted_indices]))
                 # + 1: sequences without tokens are assigned, too
                 weights = column_group.lengths[sequences[wanted_indices]] + 1
                 ends = np.cumsum(weights)
@@ -239,17 +224,14 @@ class ExchangePlan:
             yield part, receivers
 
 
-def _normalize_part(indices: Sequence[int] | None, size: int) -> Part:
-    part = None if indices is None else tuple(map(int, indices))
-    return None if part == tuple(range(size)) else part
+def _normalize_part(indices: Sequence[int] | None, tail: tuple[int, ...]) -> Part:
+    return None if indices is None or list(indices) == list(range(tail[0])) else tuple(map(int, indices))
 
 
-def _group_by_part(
-    column_group: ColumnGroup, members: Sequence[int], exclude: int = -1
-) -> Iterator[tuple[Part, list[int]]]:
-    """Yield each needed part with the indices of the members that need it, excluding the rank `exclude`."""
+def _group_by_part(column_group: ColumnGroup, members: Sequence[int], exclude: int = -1) -> Iterable[Any]:
+    """Return each needed part with the indices of the members that need it, excluding the rank `exclude`."""
     indices_by_part: dict[Part, list[int]] = {}
     for index, member in enumerate(members):
         if member != exclude:
             indices_by_part.setdefault(column_group.parts[member], []).append(index)
-    yield from indices_by_part.items()
+    return indices_by_part.items()

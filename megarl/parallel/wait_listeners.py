@@ -14,12 +14,11 @@ Item = TypeVar("Item")
 WaitListener = Callable[[str, str], AbstractContextManager[None]]
 """(name, kind: `wait` or `data`) -> context manager that is entered for the duration."""
 
-_wait_listener: WaitListener | None = None
+_wait_listener: WaitListener | None = None  # of all threads
 _nesting = threading.local()
 
 
 def set_wait_listener(listener: WaitListener | None) -> None:
-    """Set the listener of all threads."""
     global _wait_listener
     _wait_listener = listener
 
@@ -30,14 +29,14 @@ def traced(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if _wait_listener is None or getattr(_nesting, "one", False):
+            if _wait_listener is None or getattr(_nesting, "is_reported", False):
                 return function(*args, **kwargs)
-            _nesting.one = True
+            _nesting.is_reported = True
             try:
                 with _wait_listener(function.__name__, what):
                     return function(*args, **kwargs)
             finally:
-                _nesting.one = False
+                _nesting.is_reported = False
 
         return call
 
@@ -48,19 +47,13 @@ _progress_listener: Callable[[int, int], None] | None = None
 
 
 def set_progress_listener(listener: Callable[[int, int], None] | None) -> None:
-    """Set the listener for progress."""
     global _progress_listener
     _progress_listener = listener
 
 
-def report_progress(done: int, total: int) -> None:
-    """Report progress of the current phase, in any unit, such as tensors. Costs nothing without a listener."""
-    if _progress_listener is not None:
-        _progress_listener(done, total)
-
-
 def track_progress(items: Iterable[Item], total: int) -> Iterator[Item]:
-    """Iterate over the items and report how many of `total` have been consumed."""
+    """Iterate over the items and report how many of `total` have been consumed in the current phase."""
     for number, item in enumerate(items):
-        report_progress(number, total)
+        if _progress_listener is not None:
+            _progress_listener(number, total)
         yield item

@@ -144,7 +144,7 @@ class Classifier:
     def offload(self, weights: bool = True) -> int:
         """Move the model to the host until it is next needed. Returns 0: its bytes are not counted."""
         if weights:
-            self.model.to(device.host())
+            self.model.cpu()
         return 0
 
     @torch.no_grad()

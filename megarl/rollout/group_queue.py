@@ -9,18 +9,18 @@ from typing import Any, Protocol
 
 
 class SharedStore(Protocol):
-    """Key-value store shared by all engines of a job: atomic counters, and notes by name."""
+    """Key-value store shared by all engines of a job: atomic counters, and values by name."""
 
     def add(self, name: str, more: int) -> int:
         """Add `more` to the counter atomically and return its new value."""
         ...
 
-    def put(self, name: str, note: Any) -> None:
-        """Store a note of plain data, see `parallel.encoding`."""
+    def put(self, name: str, value: Any) -> None:
+        """Store a value of plain data, see `parallel.encoding`."""
         ...
 
     def get(self, name: str) -> Any:
-        """Remove and return a stored note."""
+        """Remove and return a stored value."""
         ...
 
 
@@ -33,7 +33,7 @@ class LocalKVStore:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        self._notes: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
         self._lock = Lock()
 
     def add(self, name: str, more: int) -> int:
@@ -41,11 +41,11 @@ class LocalKVStore:
             self._counts[name] += more
             return self._counts[name]
 
-    def put(self, name: str, note: Any) -> None:
-        self._notes[name] = note
+    def put(self, name: str, value: Any) -> None:
+        self._values[name] = value
 
     def get(self, name: str) -> Any:
-        return self._notes.pop(name)
+        return self._values.pop(name)
 
 
 class GroupQueue:

@@ -262,7 +262,7 @@ class RolloutWorker(Worker):
             while result is not None and (returned := group_queue.claim_returned()) is not None:
                 result.partials.append(returned.group)  # not needed in this step: a later step continues it
             counts = torch.tensor([result.num_interrupted, result.num_restarted] if result else [0, 0])
-            self._count_lost(row_exchange.sum_over_ranks(counts).tolist())
+            self._count_lost(row_exchange.WorldComm().all_reduce(counts).tolist())
         rollouts = _gather_rollouts(result.rollouts if result else [], self.version)
         self._oversampling.record_result(plan, result, group_queue.count_claimed(), rollouts)
         return rollouts

@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 import reference  # noqa: E402
 import tiny  # noqa: E402
 
-from megarl.megatron.dist_checkpoint import restore_model, save_model  # noqa: E402
+from megarl.megatron.dist_checkpoint import restore_model  # noqa: E402
 from megarl.megatron.trainer_model import MegatronModel  # noqa: E402
 from megarl.models.layout_algebra import shard  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
@@ -56,7 +56,7 @@ def main(family: str, role: str, layout: str, settings: str, source: str, target
         model.load_shards(lambda param, parts, part: shard(param, weights, parts, part))
         for _ in range(2):
             model.train_step(tiny.in_shares(tiny.batch()), policy_loss if role == "actor" else value_loss)
-    save_model(model, Path(target))
+    tiny.save_model(model, Path(target))
     updates = int(model.scheduler.num_steps)
     print("RESULT", json.dumps({"updates": updates, "lr": float(model.scheduler.get_lr({}))}), flush=True)
     parallel_ranks.shutdown()

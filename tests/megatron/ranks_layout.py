@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "tools")]
 torch.set_num_threads(1)
 
 import cutoff  # noqa: E402
@@ -102,7 +102,8 @@ def largest_difference(found: dict[str, torch.Tensor], truth: dict[str, torch.Te
 
 
 def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[str, float]:
-    from megarl.megatron.memory_stats import model_state_bytes
+    from plan_memory import model_state_bytes
+
     from megarl.megatron.trainer_model import MegatronModel
 
     sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
@@ -341,9 +342,9 @@ def spoilt(result: TokenLoss) -> TokenLoss:
 
 def resume(model: Any, build: Any, batch: TrainBatch, loss_fn: Any, folder: str) -> bool:
     """Save, step; load into a fresh model, step: equal bits."""
-    from megarl.megatron.dist_checkpoint import restore_model, save_model
+    from megarl.megatron.dist_checkpoint import restore_model
 
-    save_model(model, Path(folder))
+    tiny.save_model(model, Path(folder))
     first = model.train_step(batch, loss_fn)
     fresh = build()
     restore_model(fresh, Path(folder))

@@ -190,7 +190,7 @@ def largest(found: Tensors, truth: Tensors) -> float:
 
 def check(family: str, role: str, targets: list[str], layout: dict[str, int], folder: str) -> dict[str, float]:
     from megarl.checkpoint.export import gather_hf
-    from megarl.megatron.dist_checkpoint import restore_model, save_model
+    from megarl.megatron.dist_checkpoint import restore_model
     from megarl.megatron.trainer_model import MegatronModel
     from megarl.models.lora_tables import adapted_weights, peft_tensors
 
@@ -281,14 +281,14 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     result["frozen"] = float(all(torch.equal(before[name], model.local_params()[name]) for name in frozen))
     # Saved, a step; loaded into a fresh model, a step: equal bits; and nearly so where activations are recomputed.
     place = Path(folder)
-    save_model(model, place)
+    tiny.save_model(model, place)
     # It can be loaded in any layout, with masters and moments: there the next step is nearly the same.
     elsewhere = {"world": 2, "tp": 2} if layout.keys() & {"pp", "cp"} else {"world": 2, "cp": 2}
     other = build(layout=elsewhere)
     restore_model(other, place)
     if role == "critic" and targets:  # there a rank's share of the optimizer has nothing of the one dense tensor
         assert [len(part.optimizer.state) for part in other.optimizer.chained_optimizers][0] == 1 - other.ranks.job.rank
-        save_model(other, place / "again")
+        tiny.save_model(other, place / "again")
         other = build(layout=elsewhere)
         restore_model(other, place / "again")
     here, there = gather(model, dict(trained(model))), gather(other, dict(trained(other)))

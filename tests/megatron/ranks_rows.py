@@ -87,7 +87,7 @@ def main() -> None:
     found: dict[str, Any] = {"wrong": []}
 
     def sent() -> int:
-        return int(row_exchange.sum_over_ranks(torch.tensor(post.bytes_sent["machine"])))
+        return int(row_exchange.WorldComm().all_reduce(torch.tensor(post.bytes_sent["machine"])))
 
     def right(rows: Any, plan: MicroBatchPlan, names: tuple[str, ...]) -> None:
         for indices in plan[here.dp_rank] if here else ():

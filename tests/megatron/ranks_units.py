@@ -284,14 +284,14 @@ def capped_attention() -> dict[str, float]:
     """Output and gradients against the formula in fp64: with a window and without, all queries and the last ones."""
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megarl.megatron import gemma_layers
+    from megarl.megatron import model_layers
     from megarl.megatron.build import transformer_config
 
     settings = transformer_config(tiny.HF["gemma2"], tiny.config())
-    gemma_layers.QUERIES_AT_ONCE, all_at_once = 4, gemma_layers.QUERIES_AT_ONCE
+    model_layers.QUERIES_AT_ONCE, all_at_once = 4, model_layers.QUERIES_AT_ONCE
     generator, keys, result = torch.Generator().manual_seed(0), 19, {}
     for layer, queries in ((1, 19), (2, 19), (1, 7), (2, 7)):
-        core = gemma_layers.CappedAttention(
+        core = model_layers.CappedAttention(
             settings, layer, AttnMaskType.causal, "self", softmax_scale=12**-0.5, cap=1.5
         )
         mine = [torch.randn(n, 2, heads, 16, generator=generator) for n, heads in ((queries, 4), (keys, 2), (keys, 2))]
@@ -309,7 +309,7 @@ def capped_attention() -> dict[str, float]:
         (truth * direction).sum().backward()
         gaps = [found - truth, *(x.grad - y.grad for x, y in zip(mine, exact, strict=True))]  # type: ignore[operator]
         result[f"layer {layer}, {queries} queries"] = max(float(gap.detach().abs().max()) for gap in gaps)
-    gemma_layers.QUERIES_AT_ONCE = all_at_once
+    model_layers.QUERIES_AT_ONCE = all_at_once
     return result
 
 

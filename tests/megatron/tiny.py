@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -256,3 +257,12 @@ def whole(batch: TrainBatch, values: torch.Tensor) -> torch.Tensor:
         for number, part in parts:
             found[number] = part
     return torch.cat(found)
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """Write a checkpoint of a model. Collective over its ranks."""
+    from megarl.megatron.dist_checkpoint import StagedCheckpoint
+
+    staged = StagedCheckpoint(model, folder)
+    staged.write()
+    staged.finish()

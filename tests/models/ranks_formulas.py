@@ -103,7 +103,7 @@ def routing(architecture: str, router: Any, hf: dict[str, Any]) -> float:
     """Largest difference of the experts' weights, zeros for those not chosen, over random tokens; and of gradients."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-    from megarl.megatron.router import GroupMaxTopK
+    from megarl.megatron.model_layers import GroupMaxTopK
 
     torch.nn.init.normal_(router.weight)
     bias = getattr(router, "e_score_correction_bias", None)

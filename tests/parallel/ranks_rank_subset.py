@@ -46,7 +46,7 @@ def build(part: dict[str, Any], place: ranks.Ranks) -> Any:
     if layout.get("pp", 1) > 1 and tiny.HF[family]["num_hidden_layers"] == 3:
         megatron["num_layers_in_first_pipeline_stage"] = 1
     sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
-    config = tiny.config(world=place.role_world, **layout, **sections, model={"megatron": megatron})
+    config = tiny.config(world=len(place.members), **layout, **sections, model={"megatron": megatron})
     weights = {name: tensor.clone() for name, tensor in reference.Trainer(family, role).tensors().items()}
     model = MegatronModel(tiny.HF[family], config, place, role, total_updates=9)
     model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
@@ -55,7 +55,7 @@ def build(part: dict[str, Any], place: ranks.Ranks) -> Any:
 
 def trained(part: dict[str, Any], place: ranks.Ranks) -> dict[str, Any]:
     from megarl.checkpoint.export import gather_hf
-    from megarl.megatron.dist_checkpoint import restore_model, save_model
+    from megarl.megatron.dist_checkpoint import restore_model
     from megarl.megatron.optimizer import state_tensors
 
     while "after" in part and not (FOLDER / part["after"] / "done").exists():
@@ -67,7 +67,7 @@ def trained(part: dict[str, Any], place: ranks.Ranks) -> dict[str, Any]:
     found["forward"] = digest(model.forward(batch).values())
     found["states"] = digest([*model.local_params().values(), *state_tensors(model.optimizer)])
     found["export"] = digest(tensor for _, tensor in gather_hf(model.merged_params(), model.params(), place))
-    save_model(model, FOLDER / part["name"])
+    tiny.save_model(model, FOLDER / part["name"])
     if place.role_rank == 0:
         (FOLDER / part["name"] / "done").touch()
     return found

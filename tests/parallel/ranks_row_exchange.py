@@ -126,7 +126,7 @@ def gathers(post: RowExchange, rank: int, world: int, seed: int) -> dict[str, An
         draw = [torch.randint(0, 99, (size, 1), generator=torch.Generator().manual_seed(size)) for size in share]
         if [len(value) for value in ranks.all_gather_objects(bytes(share[rank]))] != share:
             wrong.append(f"objects, {name}")
-        if not torch.equal(row_exchange.gather_rows(draw[rank]), torch.cat(draw)):
+        if not torch.equal(row_exchange.WorldComm().all_gather_rows(draw[rank]), torch.cat(draw)):
             wrong.append(f"rows, {name}")
     for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16):
         parts = [
@@ -136,9 +136,9 @@ def gathers(post: RowExchange, rank: int, world: int, seed: int) -> dict[str, An
         for part in parts[1:]:
             expected += part
         given = parts[rank].clone()
-        if not torch.equal(row_exchange.sum_over_ranks(given), expected) or not torch.equal(given, parts[rank]):
+        if not torch.equal(row_exchange.WorldComm().all_reduce(given), expected) or not torch.equal(given, parts[rank]):
             wrong.append(f"total of {dtype}")
-    if row_exchange.sum_over_ranks(torch.tensor(rank + 1)).item() != world * (world + 1) // 2:
+    if row_exchange.WorldComm().all_reduce(torch.tensor(rank + 1)).item() != world * (world + 1) // 2:
         wrong.append("total of a number")
     chance = random.Random(seed)
     for _ in range(20):

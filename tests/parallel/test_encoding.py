@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.parallel import encoding
 from megarl.parallel.encoding import EncodingError, decode, encode
 from megarl.types import Prompt, Rollout, Turn
 
@@ -129,30 +130,43 @@ def test_what_is_too_deep_is_refused() -> None:
     deep: Any = []
     for _ in range(1000):
         deep = [deep]
-    with pytest.raises(EncodingError, match="more than 200 levels"):
+    with pytest.raises(EncodingError, match="nested too deeply"):
         encode(deep)
 
 
-def written(tree: Any, data: bytes = b"") -> bytes:
-    text = json.dumps(tree).encode()
-    return len(text).to_bytes(8, "little") + text + data
+class Call:
+    """What somebody else may write: a call of anything."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.function, self.arguments
+
+
+def called(function: Any, *arguments: Any) -> bytes:
+    return pickle.dumps([Call(function, *arguments)], protocol=5)
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"", b"\0" * 7, b"\xff" * 40, (5).to_bytes(8, "little") + b"[", written("a")[:-1]),
-        *(written({"object": ["os:system", {}]}), written({"object": ["subprocess:Popen", {"args": "x"}]})),
-        *(written({"object": ["no_such_module:X", {}]}), written({"named": ["builtins:tuple", [1]]})),
-        *(written({"object": [f"{__name__}:Point", {"x": 1}]}), written({"object": [f"{__name__}:CALLED", {}]})),
-        *(written({"bytes": 1 << 60}), written({"bytes": -1}), written({"tensor": ["load", [1]]}, b"x")),
-        *(written({"tensor": ["float32", [1 << 40]]}), written({"array": ["|O", [1]]}, bytes(8)), written({"a": 1})),
-        *(written({"again": 0}), written({"a": 1, "b": 2}), written({"numbers": ["x", 1]}, bytes(8)), written({})),
-        written(json.loads("[" * 900 + "]" * 900)),
-        (200_000).to_bytes(8, "little") + b"[" * 200_000,
+        *(b"", b"\0" * 7, b"\xff" * 40, encode("a")[:-1], encode(np.arange(9))[:-20], pickle.dumps(Point(1))),
+        *(called(os.mkdir, "harm"), called(eval, "1"), called(getattr, 1, "real"), called(Point, 1), called(list, "a")),
+        *(called(encoding._object, "os:system", {}), called(encoding._object, "subprocess:Popen", {"args": "x"})),
+        *(called(encoding._object, "no_such_module:X", {}), called(encoding._object, f"{__name__}:Point", {"x": 1})),
+        *(called(encoding._object, f"{__name__}:CALLED", {}), called(encoding._named_tuple, "builtins:tuple", (1,))),
+        *(
+            called(encoding._tensor, "load", (1,), bytearray(1)),
+            called(encoding._tensor, "float32", (9,), bytearray(4)),
+        ),
+        *(called(encoding._array, "|O", (1,), bytes(8)), called(encoding._array, "<i8", (2,), bytes(8))),
+        *(called(encoding._dtype, "load"), called(encoding._find_class, "os:system"), pickle.dumps(os.system)),
     ],
     ids=lambda content: repr(content[8:60]),
 )
 def test_what_no_rank_has_written_is_an_error(content: bytes) -> None:
+    CALLED.clear()
     with pytest.raises(EncodingError):
         decode(content)
+    assert CALLED == [] and not os.path.exists("harm")

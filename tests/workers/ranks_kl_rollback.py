@@ -16,14 +16,17 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "megatron"))
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[1] / "megatron"),
+    str(Path(__file__).resolve().parents[2] / "tools"),
+]
 torch.set_num_threads(1)
 
 import tiny  # noqa: E402
 
 from megarl.config import from_dict  # noqa: E402
 from megarl.controllers.policy_gradient import policy_loss, policy_loss_columns  # noqa: E402
-from megarl.megatron.dist_checkpoint import restore_model, save_model  # noqa: E402
+from megarl.megatron.dist_checkpoint import restore_model  # noqa: E402
 from megarl.observe.clock import Clock  # noqa: E402
 from megarl.parallel import ranks  # noqa: E402
 from megarl.parallel.ranks import create_role_layouts  # noqa: E402
@@ -108,7 +111,7 @@ def main() -> dict[str, Any]:
     result["moved"] = not same(held(actor), before) or actor.model is None
     folder = FOLDER / f"checkpoint_{sys.argv[1]}_{DTYPE}"
     if actor.model is not None:
-        save_model(actor.model, folder)
+        tiny.save_model(actor.model, folder)
     other = make()
     if other.model is not None:
         restore_model(other.model, folder)
@@ -169,11 +172,11 @@ def not_a_number(actor: ActorWorker) -> bool:
 
 def kept_bytes(actor: ActorWorker) -> list[int]:
     """What the copy takes, and what weights and this rank's states do."""
-    from megarl.megatron.memory_stats import model_state_bytes
+    from plan_memory import model_state_bytes
 
     assert actor.model is not None
     parts = model_state_bytes(actor.model)
-    return [actor.model._rollback_snapshot.nbytes, parts["weights"] + parts["optimizer"]]
+    return [actor.model._rollback_snapshot.host_copy.size, parts["weights"] + parts["optimizer"]]
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ class CurrentAdapter:
         places = dict(ranks.all_gather_objects(place))
         model.dispatcher = BatchDispatcher(places, model.ranks.dp, budget, QUADRATIC, 1, False, model.replay_shape)
         model.oom_retry = SimpleNamespace(  # as if `guards.oom_retry` were off
-            run=lambda batch, plan, work, trains: (work(plan), plan), track_current=lambda micros: micros, metrics={}
+            plans=lambda batch, plan, trains: [plan], catch_oom=nullcontext, track_current=iter, metrics={}
         )
 
     @staticmethod

@@ -1,0 +1,231 @@
+"""Layers that Megatron-Core 0.16.1 lacks: heads, multi-token prediction, Gemma 2's layers, group-limited routing.
+
+Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): layer k takes the previous layer's state of a token
+(the decoder's for k = 1) and the embedding of the k-th following token, and emits a state that predicts the token after
+that. Engines draft with these layers (`rollout.num_speculative_tokens`). In RL they learn to predict the policy and
+must not change it: their inputs, the embedding and the output layer are detached, so gradients stay within these
+layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch.utils.checkpoint import checkpoint
+
+from megarl.cpu.megatron_modules import PackedAttention
+
+
+class ValueHead(torch.nn.Module):
+    """A value head in place of `output_layer`: a [1, hidden] weight, initially zero, replicated over TP, without bias.
+
+    With sequence parallelism each rank applies it to its part of the sequence and gathers all values. Every rank then
+    computes the same loss, so the gather's backward only slices, and Megatron sums the weight's gradient.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """Map [s / tp, b, hidden] to values [s, b, 1] fp32. The second result, the bias, is None."""
+        values = F.linear(hidden.float(), self.weight.float())
+        if self.sequence_parallel:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+class DeferredLogits(ColumnParallelLinear):  # type: ignore[misc]
+    """Megatron's output layer, except that it emits its input, [s, b, hidden]; `logprobs.py` computes the logits."""
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        return hidden, None
+
+
+class MTPModel(GPTModel):  # type: ignore[misc]
+    """A GPTModel that also emits the states of its multi-token prediction layers.
+
+    Given the following tokens as `labels`, [1 + layers, s], it emits the decoder's states followed by those of the MTP
+    layers, [b, s, (1 + layers) * hidden]. Without `labels` it emits the decoder's states only.
+
+    Replaces Megatron's forward pass of these layers, which materialises all logits for its loss, sends gradients into
+    the trunk, and cannot recompute layers with packed sequences.
+    """
+
+    def _postprocess(self, hidden_states: torch.Tensor, labels: torch.Tensor | None = None, **context: Any) -> Any:
+        if not self.post_process:
+            return hidden_states
+        # Not the tokens: a recomputation would keep them alive.
+        layer_kwargs = {name: context[name] for name in ("attention_mask", "rotary_pos_emb", "packed_seq_params")}
+        states, state = [hidden_states], hidden_states.detach()
+        for layer, tokens in zip(self.mtp.layers, labels[:-1], strict=True) if labels is not None else ():
+            embedded = self.embedding(input_ids=tokens[None], position_ids=context["position_ids"])
+            # A stage that holds its embedding only for MTP still needs a gradient for it: zero.
+            embedded = embedded.detach() if self.pre_process else embedded.detach() + 0.0 * embedded
+
+            def run(state: torch.Tensor, embedded: torch.Tensor, layer: Any = layer) -> torch.Tensor:
+                emitted: torch.Tensor = layer._proj_and_transformer_layer(state, embedded, **layer_kwargs)
+                return emitted
+
+            if self.config.recompute_granularity == "full" and not self.config.fp8:  # it would disturb FP8 scales
+                state = tensor_parallel.checkpoint(run, False, state.requires_grad_(), embedded)
+            else:
+                state = run(state, embedded)
+            states.append(state)
+        emitted = torch.cat([self.output_layer(state)[0] for state in states], dim=-1)
+        return emitted.transpose(0, 1).contiguous()
+
+
+# --- Gemma 2 --------------------------------------------------------------------------------------------------------
+
+QUERIES_AT_ONCE = 512
+
+
+class CappedAttention(PackedAttention):
+    """Causal attention with logits cap * tanh(x / cap), and a sliding window on layers that have one.
+
+    Plain torch on every device, because Transformer Engine's attention has no logit cap as of Megatron 0.16.1.
+    Probabilities of only `QUERIES_AT_ONCE` queries exist at a time; the backward pass recomputes them.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, cap: float, **kwargs: Any) -> None:
+        super().__init__(config, layer_number, *args, **kwargs)
+        self.cap = cap
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] if has_window else None  # keys that a query sees before its own position
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return attention outputs [s, b, heads * d].
+
+        query: [s, b, heads, d], at the positions of the last s keys. key, value: [t, b, groups, d].
+        """
+        s, b, heads, d = query.shape
+        t, _, groups, _ = key.shape
+        q = query.reshape(s, b, groups, heads // groups, d).permute(1, 2, 3, 0, 4)  # [b, groups, heads per group, s, d]
+        k, v = (x.permute(1, 2, 0, 3)[:, :, None] for x in (key, value))  # [b, groups, 1, t, d]
+        outputs = []
+        for start in range(0, s, QUERIES_AT_ONCE):
+            stop = min(s, start + QUERIES_AT_ONCE)
+            key_stop = t - s + stop
+            key_start = 0 if self.window is None else max(0, t - s + start - self.window)
+            chunk = q[..., start:stop, :], k[..., key_start:key_stop, :], v[..., key_start:key_stop, :]
+            outputs.append(checkpoint(self._attend_chunk, *chunk, use_reentrant=False, preserve_rng_state=False))
+        return torch.cat(outputs, dim=-2).permute(3, 0, 1, 2, 4).reshape(s, b, heads * d)
+
+    def _attend_chunk(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attend with queries [.., s, d] at the last positions of keys and values [.., t, d]. Logits are fp32."""
+        logits = (query @ key.transpose(-1, -2)).float() * (self.scale / self.cap)
+        s, t = logits.shape[-2:]
+        distance = torch.arange(t - s, t, device=query.device)[:, None] - torch.arange(t, device=query.device)
+        is_visible = distance >= 0
+        if self.window is not None:
+            is_visible &= distance <= self.window
+        weights = (self.cap * logits.tanh()).masked_fill(~is_visible, -torch.inf).softmax(-1)
+        return weights.to(value.dtype) @ value
+
+
+class PostNormLayer(TransformerLayer):  # type: ignore[misc]
+    """Megatron's layer with a norm of class `post_norm` on attention and MLP outputs, before the residual add."""
+
+    self_attn_bda: Any
+    mlp_bda: Any
+
+    def __init__(self, config: TransformerConfig, *args: Any, post_norm: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        sizes = dict(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        self.post_self_attn_layernorm = post_norm(**sizes)
+        self.post_mlp_layernorm = post_norm(**sizes)
+        self.self_attn_bda = partial(_add_post_norm, self.post_self_attn_layernorm, self.self_attn_bda)
+        self.mlp_bda = partial(_add_post_norm, self.post_mlp_layernorm, self.mlp_bda)
+
+
+def _add_post_norm(norm: torch.nn.Module, bias_dropout_add: Callable[..., Any], training: bool, fused: bool) -> Any:
+    """Return Megatron's bias-dropout-add, (output and bias, residual, dropout) -> sum, with the output normed first."""
+    add = bias_dropout_add(training, fused)
+
+    def run(output_and_bias: tuple[torch.Tensor, torch.Tensor | None], *rest: Any) -> torch.Tensor:
+        output, bias = output_and_bias
+        result: torch.Tensor = add((norm(output if bias is None else output + bias), None), *rest)
+        return result
+
+    return run
+
+
+class ScaledEmbedding(LanguageModelEmbedding):  # type: ignore[misc]
+    """Megatron's embedding, multiplied by `scale`."""
+
+    scale: float
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        embeddings: torch.Tensor = super().forward(*args, **kwargs)
+        return embeddings * self.scale
+
+
+# --- group-limited routing -------------------------------------------------------------------------------------------
+
+
+def group_max_topk(
+    scores: torch.Tensor, topk: int, num_groups: int, group_topk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scores and indices, [T, topk], of the best experts within the `group_topk` groups with the best expert.
+
+    Megatron scores a group by the sum of its best topk / group_topk experts: DeepSeek-V3's rule if that number is 2.
+
+    scores: [T, experts], any float dtype; groups are equal runs of adjacent experts. Source: arXiv:2405.04434, 2.2.2.
+    """
+    best = scores.unflatten(1, (num_groups, -1)).amax(dim=-1)  # [T, groups]
+    is_group_chosen = torch.zeros_like(best, dtype=torch.bool).scatter(1, best.topk(group_topk, dim=-1).indices, True)
+    eligible = is_group_chosen.repeat_interleave(scores.shape[1] // num_groups, dim=1)
+    chosen = scores.masked_fill(~eligible, -torch.inf).topk(topk, dim=-1).indices
+    return scores.gather(1, chosen), chosen
+
+
+class GroupMaxTopK:
+    """Overrides the router's top-k by `group_max_topk`, through Megatron's hook for routing replay.
+
+    Wraps the replay already installed, if any.
+    """
+
+    def __init__(self, replay: Any) -> None:
+        self.replay = replay
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, _: Callable[..., Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        arguments = scores, topk, num_groups, group_topk
+        if self.replay is None:
+            return group_max_topk(*arguments)
+        replayed: tuple[torch.Tensor, torch.Tensor] = self.replay.get_replay_topk(*arguments, group_max_topk)
+        return replayed
+
+
+class GroupLimitedRouter(TopKRouter):  # type: ignore[misc]
+    """Megatron's router, except that it chooses experts by `group_max_topk`."""
+
+    router_replay: Any
+
+    def routing(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        replay = self.router_replay
+        self.router_replay = GroupMaxTopK(replay)
+        try:
+            probs, routing_map = super().routing(*args, **kwargs)
+        finally:
+            self.router_replay = replay
+        return probs, routing_map
