@@ -284,8 +284,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     if any(text.startswith("track.webhook=") and "://" in text for text in overrides):
         raise ConfigError(
             "track.webhook=URL on the command line is visible to everybody on this machine: put it into the file, or "
-            "the "
-            "URL into an environment variable and track.webhook=env:NAME"
+            "the URL into an environment variable and track.webhook=env:NAME"
         )
     from megarl.config import plain_yaml  # imports yaml; if that is missing, the error is one line
 

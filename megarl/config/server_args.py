@@ -220,6 +220,5 @@ def check_sampling(rollout: RolloutConfig) -> None:
     if rollout.min_p and rollout.sglang.get("enable_deterministic_inference"):
         raise ConfigError(
             f"{what} with rollout.sglang.enable_deterministic_inference: SGLang's seeded sampler does not support "
-            f"min_p; set "
-            "rollout.min_p to 0"
+            "min_p; set rollout.min_p to 0"
         )

@@ -220,8 +220,7 @@ def parse_conversation(
         raise ConfigError(
             f"{location} has no conversation: neither a list `messages` nor `conversations`, nor {prompt_key!r} with "
             f"{' or '.join(map(repr, answers))}; columns here: {list_columns(row)}; rename them, or set "
-            "data.prompt_key and "
-            "data.label_key to those of prompt and answer"
+            "data.prompt_key and data.label_key to those of prompt and answer"
         )
     prompt = parse_chat_messages(row[prompt_key], location, prompt_key)
     return prompt + parse_chat_messages(row[answer], location, answer, role="assistant")

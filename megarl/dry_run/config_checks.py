@@ -310,8 +310,7 @@ def check_algorithm(config: Config, declared: Requirements, warnings: list[str])
     if 0 < (temperature := config.rollout.temperature) < MIN_TEMPERATURE:
         raise ConfigError(
             f"rollout.temperature={temperature:g} is neither 0, which is greedy, nor at least {MIN_TEMPERATURE}: "
-            "log-probs are "
-            "of logits divided by it"
+            "log-probs are of logits divided by it"
         )
     if temperature == 0:
         if declared.is_group_relative:

@@ -160,21 +160,18 @@ def check_timeouts(config: Config, warnings: list[str]) -> None:
             "step_timeout",
             rollout.step_timeout,
             num_waves * tokens_per_rollout,
-            f"an engine's {conversations} rollouts {scope}, of up to {tokens_per_rollout} tokens and {concurrency} "
-            "at once, so in "
-            f"{num_waves} waves,",
+            f"an engine's {conversations} rollouts {scope}, of up to {tokens_per_rollout} tokens and {concurrency} at "
+            f"once, so in {num_waves} waves,",
             "raise it, or give the engines more room (rollout.sglang.max_total_tokens, rollout.concurrency)",
         ),
     ):
         if tokens / MAX_TOKENS_PER_S > limit:
             raise ConfigError(
                 f"rollout.{key}={limit:g} s is too short: {subject} would take {tokens / MAX_TOKENS_PER_S:.0f} s at "
-                f"{MAX_TOKENS_PER_S:g} "
-                f"tokens per second each, which no engine reaches; {remedy}"
+                f"{MAX_TOKENS_PER_S:g} tokens per second each, which no engine reaches; {remedy}"
             )
         if tokens / SLOW_TOKENS_PER_S > limit:
             warnings.append(
-                f"rollout.{key}={limit:g} s may be too short: {subject} would take {tokens / SLOW_TOKENS_PER_S:.0f} "
-                f"s at {SLOW_TOKENS_PER_S:g} "
-                f"tokens per second each; late ones are aborted; {remedy}"
+                f"rollout.{key}={limit:g} s may be too short: {subject} would take {tokens / SLOW_TOKENS_PER_S:.0f} s "
+                f"at {SLOW_TOKENS_PER_S:g} tokens per second each; late ones are aborted; {remedy}"
             )
