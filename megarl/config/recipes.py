@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config import plugins
-from megarl.config.strict import ConfigError, closest_match
+from megarl.config.strict import ConfigError, did_you_mean
 
 ENTRY_POINT_GROUP = "megarl.controllers"
 """Entry point group of a fork's recipes and controllers."""
@@ -127,8 +127,7 @@ def find_recipe(name: str) -> Recipe:
         target = plugins.load(name, "algorithm")
     else:
         names = [*RECIPES, *declared]
-        match = closest_match(name, names)
-        hint = f"; did you mean {match}?" if match else ""
+        hint = did_you_mean(name, names)
         raise ConfigError(
             f"algorithm must be one of {', '.join(names)}, or module:name of a Controller, not {name[:200]!r}{hint}"
         )

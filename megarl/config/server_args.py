@@ -40,32 +40,24 @@ _MANAGED_FIELDS = {
     "use_ray": "nothing: torchrun or Slurm starts all processes",
     "preferred_sampling_params": "rollout.temperature, rollout.top_p, rollout.top_k and rollout.min_p",
     "enable_return_routed_experts": "train.routing_replay",
-    "speculative_algorithm": "rollout.num_speculative_tokens",
-    "speculative_draft_model_path": "rollout.num_speculative_tokens",
-    "speculative_num_steps": "rollout.num_speculative_tokens",
-    "speculative_eagle_topk": "rollout.num_speculative_tokens",
-    "speculative_num_draft_tokens": "rollout.num_speculative_tokens",
-    "speculative_accept_threshold_single": "nothing: drafts must not change what the policy samples",
-    "speculative_accept_threshold_acc": "nothing: drafts must not change what the policy samples",
 }
-"""Fields that MegaRL sets, and the key that determines each."""
-
-
-_POSITIVE_FIELDS = (
-    "max_total_tokens",
-    "max_running_requests",
-    "max_prefill_tokens",
-    "context_length",
-    "page_size",
-    "watchdog_timeout",
-    "num_continuous_decode_steps",
-    "stream_interval",
-    "tokenizer_worker_num",
-    "detokenizer_worker_num",
-    "attn_dp_size",
-    "dp_size",
-    "pp_size",
+_MANAGED_FIELDS |= dict.fromkeys(
+    (
+        f"speculative_{name}"
+        for name in ("algorithm", "draft_model_path", "num_steps", "eagle_topk", "num_draft_tokens")
+    ),
+    "rollout.num_speculative_tokens",
 )
+_MANAGED_FIELDS |= dict.fromkeys(
+    ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"),
+    "nothing: drafts must not change what the policy samples",
+)
+"""Fields that MegaRL sets, and the key that determines each."""
+_POSITIVE_FIELDS = (
+    "max_total_tokens max_running_requests max_prefill_tokens context_length page_size watchdog_timeout "
+    "num_continuous_decode_steps stream_interval tokenizer_worker_num detokenizer_worker_num attn_dp_size dp_size "
+    "pp_size"
+).split()
 """Numbers that must be above 0."""
 _FRACTION_FIELDS = ("mem_fraction_static", "swa_full_tokens_ratio")
 """Numbers between 0 and 1, both excluded; the second may be 1."""
@@ -140,21 +132,17 @@ def check(settings: dict[str, Any]) -> None:
             hint = foreign_dataclasses.did_you_mean(key, load_field_names())
             raise ConfigError(f"{where} is not a field of SGLang's ServerArgs{hint}")
         foreign_dataclasses.check_field_value(where, value, load_fields()[key])
-        _check_range(where, key, value)
-
-
-def _check_range(where: str, key: str, value: Any) -> None:
-    """Check ranges that SGLang would check only after starting, or never."""
-    if value is None:
-        return
-    if key in _POSITIVE_FIELDS and value <= 0:
-        raise ConfigError(f"{where} must be above 0, not {value}")
-    if key in _FRACTION_FIELDS and not 0 < value <= (1 if key != "mem_fraction_static" else 0.99):
-        raise ConfigError(f"{where} is a fraction: it must be between 0 and 1, not {value}")
-    if key == "chunked_prefill_size" and value == 0:
-        raise ConfigError(f"{where} must be above 0, or -1 to turn it off, not 0")
-    if key.endswith("_port") and not 0 < value < 1 << 16:
-        raise ConfigError(f"{where} must be a port between 1 and 65535, not {value}")
+        if value is None:
+            continue
+        # Ranges that SGLang would check only after starting, or never.
+        if key in _POSITIVE_FIELDS and value <= 0:
+            raise ConfigError(f"{where} must be above 0, not {value}")
+        if key in _FRACTION_FIELDS and not 0 < value <= (1 if key != "mem_fraction_static" else 0.99):
+            raise ConfigError(f"{where} is a fraction: it must be between 0 and 1, not {value}")
+        if key == "chunked_prefill_size" and value == 0:
+            raise ConfigError(f"{where} must be above 0, or -1 to turn it off, not 0")
+        if key.endswith("_port") and not 0 < value < 1 << 16:
+            raise ConfigError(f"{where} must be a port between 1 and 65535, not {value}")
 
 
 def tool_call_parsers() -> tuple[str, ...]:
