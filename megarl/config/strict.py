@@ -317,22 +317,20 @@ def describe_lfs_pointer(file: Path) -> str:
     return f"{file} {LFS_REMEDY}" if is_pointer else ""
 
 
+def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its pairs, as json's `object_pairs_hook`. Raises ValueError for a duplicate key."""
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"an object has {next(name for name in names if names.count(name) > 1)!r} twice")
+    return mapping
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON file that contains an object. Raises ConfigError, naming the file, for anything else, and for
     duplicate keys."""
-
-    def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        mapping = dict(pairs)
-        if len(mapping) < len(pairs):
-            names = [name for name, _ in pairs]
-            duplicate = next(name for name in names if names.count(name) > 1)
-            raise ConfigError(f"{file} has {short_repr(duplicate)} twice; remove one")
-        return mapping
-
     try:
-        values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=reject_duplicates)
-    except ConfigError:
-        raise
+        values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique_object)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(describe_lfs_pointer(file) or f"{file} is not valid JSON: {error}") from None
     if not isinstance(values, dict):

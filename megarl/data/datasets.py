@@ -12,6 +12,9 @@ message in each. `README.md` has a row of each. `check_first_rows` finds mistake
 
 from __future__ import annotations
 
+import functools
+import operator
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -33,7 +36,7 @@ from megarl.data.columns import (
     row_id,
     row_source,
 )
-from megarl.data.loader import NESTED_COLUMNS, OrderKeys
+from megarl.data.loader import NESTED_COLUMNS, read_key
 from megarl.data.table import LazySequence, Table, read_rows
 from megarl.types import Message, Prompt, Rollout, Turn, as_token_ids
 from megarl.types.requirements import ItemKind
@@ -67,14 +70,14 @@ def read_prompts(
     file = Path(path)
     prompts: list[Prompt] = []
     location_by_id: dict[str, str] = {}
-    keys = OrderKeys(order)
     for location, prompt in islice(iter_prompts(file, prompt_key, label_key, name), max_rows):
         if prompt.id in location_by_id:
             raise ConfigError(
                 f"{location}: the id {prompt.id!r} is already used by {location_by_id[prompt.id]}; ids must be unique"
             )
         location_by_id[prompt.id] = location
-        keys.add(prompt.extra, location)
+        if order:
+            read_key(prompt.extra, order, location)
         prompts.append(prompt)
     if not prompts:
         raise ConfigError(f"{file} holds no prompts")
@@ -122,9 +125,8 @@ def _parse_prompt(
 ) -> Prompt:
     check_text_only(row, location)
     rest = dict(row)
-    messages = parse_chat_messages(
-        _pop_column(rest, row, prompt_key, location, "data.prompt_key"), location, prompt_key
-    )
+    prompt = _pop_column(rest, row, prompt_key, location, "data.prompt_key")
+    messages = parse_chat_messages(prompt, location, prompt_key)
     if messages[-1]["role"] == "assistant":
         raise ConfigError(f"{location}: {prompt_key!r} ends with the assistant's words, so there is nothing to answer")
     reward_model = rest.get("reward_model")
@@ -144,23 +146,13 @@ def _parse_prompt(
     for column in ("id", "data_source"):
         rest.pop(column, None)
     tools = parse_tool_names(rest.pop("tools", None), location)
-    extra: dict[str, Any] = {}
-    for column in NESTED_COLUMNS:
-        fields = rest.get(column)
-        if isinstance(fields, dict):
-            extra.update(rest.pop(column))
-    return Prompt(
-        id=identity,
-        messages=messages,
-        data_source=source,
-        ground_truth=ground_truth,
-        tools=tools,
-        extra=rest | extra,
-    )
+    nested = [rest.pop(column) for column in NESTED_COLUMNS if isinstance(rest.get(column), dict)]
+    extra = functools.reduce(operator.or_, nested, rest)
+    return Prompt(identity, messages, data_source=source, ground_truth=ground_truth, tools=tools, extra=extra)
 
 
 def _pop_column(row: dict[str, Any], original: dict[str, Any], key: str, location: str, option: str) -> Any:
-    """Remove and return a column's value. whole: the original row."""
+    """Remove and return a column's value. original: the row before columns were removed."""
     for name in (key, _ALIASES.get(key)):
         if name is not None and row.get(name) is not None:
             return row.pop(name)
@@ -209,10 +201,11 @@ def read_conversations(
 
     Raises ConfigError, naming the line, for a row without a conversation.
     """
-    keys = OrderKeys(order)
+    keys = array("d")
 
     def check_row(location: str, row: dict[str, Any]) -> None:
-        keys.add(row, location)
+        if order:
+            keys.append(read_key(row, order, location))
         normalize_row(row, location, prompt_key, answer_key, name)
 
     def make_item(location: str, row: dict[str, Any], index: int) -> Rollout:
@@ -222,7 +215,7 @@ def read_conversations(
     rows = Table.read(Path(path), check_row, max_rows)
     if not len(rows):
         raise ConfigError(f"{path} holds no conversation")
-    return TableDataset(rows, make_item, keys.to_array())
+    return TableDataset(rows, make_item, np.array(keys) if order else None)
 
 
 def iter_conversations(
@@ -364,14 +357,15 @@ def read_preferences(
     and for a file without a pair, or with none that is short enough.
     """
     dropped = shortest = 0
-    keys = OrderKeys(order)
+    keys = array("d")
 
     def fits(location: str, row: dict[str, Any]) -> bool:
         nonlocal dropped, shortest
         pair = make_pair(row, tokenizer, location, name)
         longest = max(pair.chosen.num_tokens, pair.rejected.num_tokens)
         if pair.num_tokens <= max_tokens and longest <= max_length:
-            keys.add(row, location)
+            if order:
+                keys.append(read_key(row, order, location))
             return True
         dropped, shortest = dropped + 1, min(shortest or pair.num_tokens, pair.num_tokens)
         return False
@@ -385,7 +379,7 @@ def read_preferences(
     def make_item(location: str, row: dict[str, Any], index: int) -> Pair:
         return make_pair(row, tokenizer, location, name, index)
 
-    return TableDataset(rows, make_item, keys.to_array()), dropped
+    return TableDataset(rows, make_item, np.array(keys) if order else None), dropped
 
 
 def pairs_too_long_error(path: str, count: int, max_tokens: int, max_length: int, shortest: int) -> ConfigError:
@@ -407,13 +401,10 @@ def check_pair(row: dict[str, Any], location: str) -> dict[str, tuple[Message, .
 def make_pair(row: dict[str, Any], tokenizer: Any, location: str, name: str = "", group: int = 0) -> Pair:
     messages, tools = check_pair(row, location), parse_tool_schemas(row.get("tools"), location)
     identity, source = row_id(row, location, name, location), row_source(row, location, name)
-    common_fields = {"id": identity, "data_source": source, "tools": tools}
-    rollouts = {
-        key: tokenize_conversation(
-            {**common_fields, "messages": value}, tokenizer, f"{location}, {key!r}", group, last_only=True
-        )
-        for key, value in messages.items()
-    }
+    rollouts = {}
+    for key, conversation in messages.items():
+        fields = {"id": identity, "data_source": source, "tools": tools, "messages": conversation}
+        rollouts[key] = tokenize_conversation(fields, tokenizer, f"{location}, {key!r}", group, last_only=True)
     if np.array_equal(rollouts["chosen"].token_ids, rollouts["rejected"].token_ids):
         raise ConfigError(f"{location}: 'chosen' and 'rejected' are the same; there is nothing to learn from this pair")
     return Pair(**rollouts)
@@ -470,26 +461,24 @@ def check_first_rows(config: Config, item: ItemKind, path: str, order: str = "")
     order: column to sort by.
     """
     data = config.data
+    if item == "rows":
+        return []
     if item == "prompts":
         prompts = read_prompts(path, data.prompt_key, data.label_key, MAX_ROWS, order=order)
         return [FirstRow(f"{path}, {prompt.id}", repr(prompt.messages), prompt.extra) for prompt in prompts]
     if item == "conversations":
         read_conversations(path, None, MAX_ROWS, data.prompt_key, answer_key(config), order=order)
-    elif item == "pairs":
-        keys, pairs = OrderKeys(order), 0
-        for location, row in islice(read_rows(Path(path)), MAX_ROWS):
+    first_rows = []
+    for location, row in islice(read_rows(Path(path)), MAX_ROWS):
+        if item == "pairs":
             check_pair(row, location)
-            keys.add(row, location)
-            pairs += 1
-        if not pairs:
-            raise ConfigError(f"{path} holds no pair")
-    else:
-        return []
-    rows = islice(read_rows(Path(path)), MAX_ROWS)
-    return [
-        FirstRow(location, repr(sorted((name, row[name]) for name in row.keys() - {"id", "data_source"})), {})
-        for location, row in rows
-    ]
+            if order:
+                read_key(row, order, location)
+        text = repr(sorted((name, row[name]) for name in row.keys() - {"id", "data_source"}))
+        first_rows.append(FirstRow(location, text, {}))
+    if item == "pairs" and not first_rows:
+        raise ConfigError(f"{path} holds no pair")
+    return first_rows
 
 
 def answer_key(config: Config) -> str:
