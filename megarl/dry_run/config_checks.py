@@ -7,10 +7,8 @@ of model folders are in `model_folders.py`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megarl.checkpoint import disk_space
 from megarl.config import Config, ConfigError, LoraConfig, server_args
@@ -33,15 +31,6 @@ from megarl.rewards.functions import check_truth_file
 from megarl.types.requirements import Requirements
 
 MIN_TEMPERATURE = 0.001
-
-
-ITEM_NAMES = {
-    "prompts": "prompts",
-    "conversations": "finished conversations",
-    "pairs": "preference pairs",
-    "rows": "rows",
-}
-"""Description of the items that a file holds."""
 
 
 def data_parallel_size(config: Config, declared: Requirements) -> int:
@@ -68,11 +57,10 @@ def check_nodes(config: Config, declared: Requirements) -> None:
             f"parallel.world_size={world} is not a multiple of parallel.ranks_per_node={parallel.ranks_per_node}; "
             "every node must run the same number of ranks"
         )
-    if not declared.has_engines(config):
-        return
-    check_engine_ranks(config)
-    if engine % config.rollout.ep:
-        raise ConfigError(f"rollout.ep={config.rollout.ep} does not divide rollout.tp={engine}")
+    if declared.has_engines(config):
+        check_engine_ranks(config)
+        if engine % config.rollout.ep:
+            raise ConfigError(f"rollout.ep={config.rollout.ep} does not divide rollout.tp={engine}")
 
 
 def check_training_layout(hf: HFConfig, config: Config) -> None:
@@ -97,7 +85,13 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
             f"parallel.ep={parallel.ep} does not divide the model's {experts} experts; sizes that do: {fits}"
         )
     stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
-    check_lora(hf, config)
+    lora = config.lora
+    if lora.rank == 0 and lora.target_modules:
+        raise ConfigError("lora.target_modules is set, but lora.rank=0 trains all weights; set lora.rank")
+    if lora.rank > (hidden := int(hf["hidden_size"])):
+        raise ConfigError(f"lora.rank={lora.rank} is beyond the model's hidden_size={hidden}; no matrix has more ranks")
+    if lora.rank:
+        adapter_params(family.params(hf, parallel.tp, parallel.etp), lora)  # raises for a missing target
 
 
 def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
@@ -109,48 +103,12 @@ def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
         raise prefix_role_error(config, role, error) from None
 
 
-def check_lora(hf: HFConfig, config: Config) -> None:
-    lora, parallel = config.lora, config.parallel
-    if lora.rank == 0:
-        if lora.target_modules:
-            raise ConfigError("lora.target_modules is set, but lora.rank=0 trains all weights; set lora.rank")
-        return
-    if lora.rank > (hidden := int(hf["hidden_size"])):
-        raise ConfigError(f"lora.rank={lora.rank} is beyond the model's hidden_size={hidden}; no matrix has more ranks")
-    adapter_params(family_of(hf).params(hf, parallel.tp, parallel.etp), lora)  # raises for a missing target
-
-
 def check_engine(hf: HFConfig, config: Config) -> None:
     """Check that the model divides by the engines' tp and ep, and the engines' settings."""
     settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
-    server_args.check(config.rollout.sglang)
-    tool_calls.parser_name(config.rollout.tool_call_parser, hf)
-    check_engine_capacity(config)
-    check_drafts(hf, config)
-    heads = int(settings["num_attention_heads"])
-    groups = int(settings.get("num_query_groups") or heads)
-    experts = settings.get("num_moe_experts")
-    widths = {"intermediate_size": (int(settings["ffn_hidden_size"]), tp)}
-    if experts:
-        widths["moe_intermediate_size"] = (int(settings["moe_ffn_hidden_size"]), tp // ep)
-        if not _has_dense_layers(settings):
-            del widths["intermediate_size"]
-        if experts % ep:
-            raise ConfigError(f"rollout.ep={ep} does not divide the model's {experts} experts")
-    elif ep > 1:
-        raise ConfigError(f"rollout.ep={ep}, but the model has no experts; set it to 1")
-    if heads % tp:
-        raise ConfigError(f"rollout.tp={tp} does not divide the model's {heads} attention heads")
-    if groups % tp and tp % groups:
-        raise ConfigError(f"rollout.tp={tp} neither divides the model's {groups} key-value heads nor is a multiple")
-    for name, (width, parts) in widths.items():
-        if width % parts:
-            raise ConfigError(f"rollout.tp={tp} with rollout.ep={ep} would cut the model's {name}={width} in {parts}")
-
-
-def check_engine_capacity(config: Config) -> None:
-    """Check that an engine can hold a whole conversation."""
     sglang, longest = config.rollout.sglang, config.rollout.max_context
+    server_args.check(sglang)
+    tool_calls.parser_name(config.rollout.tool_call_parser, hf)
     for name in ("max_total_tokens", "context_length"):
         if sglang.get(name) is not None and sglang[name] < longest:
             raise ConfigError(
@@ -160,6 +118,27 @@ def check_engine_capacity(config: Config) -> None:
     chunk, page = sglang.get("chunked_prefill_size") or -1, sglang.get("page_size") or 1
     if chunk > 0 and chunk % page:
         raise ConfigError(f"rollout.sglang.chunked_prefill_size={chunk} is not a multiple of page_size={page}")
+    check_drafts(hf, config)
+    heads = int(settings["num_attention_heads"])
+    groups = int(settings.get("num_query_groups") or heads)
+    experts = settings.get("num_moe_experts")
+    if not experts and ep > 1:
+        raise ConfigError(f"rollout.ep={ep}, but the model has no experts; set it to 1")
+    if experts and experts % ep:
+        raise ConfigError(f"rollout.ep={ep} does not divide the model's {experts} experts")
+    if heads % tp:
+        raise ConfigError(f"rollout.tp={tp} does not divide the model's {heads} attention heads")
+    if groups % tp and tp % groups:
+        raise ConfigError(f"rollout.tp={tp} neither divides the model's {groups} key-value heads nor is a multiple")
+    frequency = settings.get("moe_layer_freq", 1)
+    widths = []
+    if not experts or (not all(frequency) if isinstance(frequency, list) else frequency != 1):  # has dense layers
+        widths.append(("intermediate_size", int(settings["ffn_hidden_size"]), tp))
+    if experts:
+        widths.append(("moe_intermediate_size", int(settings["moe_ffn_hidden_size"]), tp // ep))
+    for name, width, parts in widths:
+        if width % parts:
+            raise ConfigError(f"rollout.tp={tp} with rollout.ep={ep} would cut the model's {name}={width} in {parts}")
 
 
 def check_drafts(hf: HFConfig, config: Config) -> None:
@@ -223,11 +202,6 @@ def check_routing(hf: HFConfig, config: Config, declared: Requirements) -> None:
         )
 
 
-def _has_dense_layers(settings: Mapping[str, Any]) -> bool:
-    frequency = settings.get("moe_layer_freq", 1)
-    return not all(frequency) if isinstance(frequency, list) else frequency != 1
-
-
 def check_run_dir(config: Config) -> None:
     """Check the run folder without touching it; `observe/run_folder.py` checks whose run it holds."""
     if not config.run.dir.strip() or "\0" in config.run.dir:
@@ -289,7 +263,7 @@ def check_lengths(hf: HFConfig, config: Config, warnings: list[str]) -> None:
 
 def check_algorithm(config: Config, declared: Requirements, warnings: list[str]) -> None:
     """Check what the algorithm needs of sampling and of the KL to a reference, if it has them."""
-    name, kl, samples = declared.name, config.kl, config.rollout.samples_per_prompt
+    name, kl, temperature = declared.name, config.kl, config.rollout.temperature
     if not declared.has_rollout:
         return
     agents = [entry.spec for entry in load_catalog(config.rollout).environments.values() if entry.kind == "agent"]
@@ -298,16 +272,16 @@ def check_algorithm(config: Config, declared: Requirements, warnings: list[str])
             f"rollout.oversample={config.rollout.oversample:g} pauses conversations and continues them in a later "
             f"step, which the agent {agents[0]} does not support; set it to 1, or use rollout.asynchronous"
         )
-    for name in config.rollout.pass_env:
-        if name not in os.environ:
-            warnings.append(f"rollout.pass_env: {name} is not set here, so tools and rewards will not have it")
+    for variable in config.rollout.pass_env:
+        if variable not in os.environ:
+            warnings.append(f"rollout.pass_env: {variable} is not set here, so tools and rewards will not have it")
     load_policy_loss(config)
-    if declared.is_group_relative and samples < 2:
+    if declared.is_group_relative and config.rollout.samples_per_prompt < 2:
         raise ConfigError(
             f"algorithm={name} compares the samples of a prompt with each other: with rollout.samples_per_prompt=1 "
             "every advantage is 0; set it to 2 or more"
         )
-    if 0 < (temperature := config.rollout.temperature) < MIN_TEMPERATURE:
+    if 0 < temperature < MIN_TEMPERATURE:
         raise ConfigError(
             f"rollout.temperature={temperature:g} is neither 0, which is greedy, nor at least {MIN_TEMPERATURE}: "
             "log-probs are of logits divided by it"
@@ -384,77 +358,67 @@ def check_batch(config: Config, declared: Requirements, warnings: list[str]) -> 
 
 def check_file_name(key: str, path: str) -> None:
     """Raise ConfigError for a missing path that could not be a data file on any machine."""
-    missing, suffixes = f"{key}={path[:200]}: no such file", (".jsonl", ".parquet")
+    missing = f"{key}={path[:200]}: no such file"
     if "://" in path:
         raise ConfigError(f"{missing}: it is a URL, but only local files are read; download it and name the file")
     if Path(path).is_symlink():
         raise ConfigError(f"{missing}: it is a link to {os.readlink(path)[:200]}, which does not exist; fix the link")
     if set(path) & set(",*"):
         raise ConfigError(f"{missing}; write several as a list, {key}=[one.jsonl,two.jsonl]")
-    if Path(path).suffix.lower() not in suffixes:
-        hub = (
-            "; if it is the name of a data set on the Hub, fetch that first by hf download --repo-type dataset"
-            if is_name(path)
-            else ""
-        )
-        raise ConfigError(f"{missing}, and data files end in {' or '.join(suffixes)}{hub}")
-
-
-def find_eval_overlap(config: Config, train: Mapping[str, str], held_out: Mapping[str, str]) -> list[str]:
-    """Warn about training data in the evaluation: the same files, or the same rows among the first of each.
-
-    train, held_out: text of each first row -> its location.
-    """
-    trained = {os.path.realpath(path): path for path in config.data.train}
-    for path in config.data.eval if held_out else ():
-        if (other := trained.get(os.path.realpath(path))) is not None:
-            return [
-                f"data.eval={path} is data.train={other}: evaluating on training data does not measure generalization"
-            ]
-    if duplicates := [text for text in held_out if text in train]:
-        return [
-            f"data.eval: {len(duplicates)} of the first {len(held_out)} rows are also in data.train, such as "
-            f"{held_out[duplicates[0]]} as {train[duplicates[0]]}: evaluating on training data does not measure "
-            f"generalization"
-        ]
-    return []
+    if Path(path).suffix.lower() not in (".jsonl", ".parquet"):
+        remedy = "; if it is the name of a data set on the Hub, fetch that first by hf download --repo-type dataset"
+        raise ConfigError(f"{missing}, and data files end in .jsonl or .parquet{remedy if is_name(path) else ''}")
 
 
 def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: list[str]) -> None:
     data, run = config.data, config.run
     if not data.train:
-        raise ConfigError(
-            f"data.train is not set; it must name a file of {ITEM_NAMES[declared.item]} (.parquet or .jsonl)"
-        )
+        kinds = {"conversations": "finished conversations", "pairs": "preference pairs"}
+        kind = kinds.get(declared.item, declared.item)
+        raise ConfigError(f"data.train is not set; it must name a file of {kind} (.parquet or .jsonl)")
     check_files(data)
     if not declared.has_rollout and run.ppo_epochs > 1:
         warnings.append(
             f"run.ppo_epochs={run.ppo_epochs} counts passes over each step's batch; passes over the data follow from "
             "run.num_rollout times data.prompts_per_step over the rows"
         )
-    train_files = [("data.train", path) for path in data.train]
-    first_texts: dict[str, dict[str, str]] = {"data.train": {}, "data.eval": {}}
-    for key, path in train_files + [("data.eval", path) for path in data.eval if run.eval_every]:
+    train_texts: dict[str, str] = {}
+    eval_texts: dict[str, str] = {}
+    files = [("data.train", path, train_texts, data.curriculum_key) for path in data.train]
+    files += [("data.eval", path, eval_texts, "") for path in data.eval if run.eval_every]
+    for key, path, first_texts, order in files:
         if not os.path.exists(path):
             check_file_name(key, path)
             if not dry_run:
                 raise ConfigError(f"{key}={path[:200]}: no such file")
             warnings.append(f"{key}={path} not found; it must exist when the run starts")
-        else:
-            rows = check_first_rows(config, declared.item, path, data.curriculum_key if key == "data.train" else "")
-            for row in rows:
-                first_texts[key].setdefault(row.text, row.location)
-            named = [row for row in rows if row.extra.get(COLUMN)]
-            if named and declared.has_rollout and not config.rollout.environments:
-                warnings.append(
-                    f"{named[0].location}: the column {COLUMN!r} is {str(named[0].extra[COLUMN])[:80]!r}, but "
-                    "rollout.environments is empty, so no environment is used; set it, or omit the column"
-                )
-            if data.curriculum_key and key == "data.train":
-                check_no_nan(Path(path), data.curriculum_key)
-            if declared.item == "prompts" and "reward" in declared.roles:
-                warnings += check_truth_file(config, path)
-    warnings += find_eval_overlap(config, *first_texts.values())
+            continue
+        rows = check_first_rows(config, declared.item, path, order)
+        for row in rows:
+            first_texts.setdefault(row.text, row.location)
+        named = [row for row in rows if row.extra.get(COLUMN)]
+        if named and declared.has_rollout and not config.rollout.environments:
+            warnings.append(
+                f"{named[0].location}: the column {COLUMN!r} is {str(named[0].extra[COLUMN])[:80]!r}, but "
+                "rollout.environments is empty, so no environment is used; set it, or omit the column"
+            )
+        if order:
+            check_no_nan(Path(path), order)
+        if declared.item == "prompts" and "reward" in declared.roles:
+            warnings += check_truth_file(config, path)
+    train_files = {os.path.realpath(path): path for path in data.train}
+    common_files = [path for path in data.eval if eval_texts and os.path.realpath(path) in train_files]
+    common_rows = [text for text in eval_texts if text in train_texts]
+    subject = ""
+    if common_files:
+        subject = f"data.eval={common_files[0]} is data.train={train_files[os.path.realpath(common_files[0])]}"
+    elif common_rows:
+        subject = (
+            f"data.eval: {len(common_rows)} of the first {len(eval_texts)} rows are also in data.train, such as "
+            f"{eval_texts[common_rows[0]]} as {train_texts[common_rows[0]]}"
+        )
+    if subject:
+        warnings.append(f"{subject}: evaluating on training data does not measure generalization")
     if run.eval_samples > 1 and declared.item == "prompts" and config.rollout.temperature == 0:
         raise ConfigError(
             f"run.eval_samples={run.eval_samples} with rollout.temperature=0: all answers are identical; set only one "
