@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -75,32 +76,27 @@ def resolve_target(argument: str) -> Target:
     if not is_folder and path.exists():
         raise ConfigError(f"TARGET {argument} is a file; name the folder of a model, a checkpoint or a run")
     if not is_folder or is_model:
-        folder_config(str(path), "TARGET")
-        run = path.absolute().parent / "config.yaml"
-        return Target(
-            argument, str(path), settings=_read_settings(run) if path.name == "export" and run.is_file() else None
-        )
-    if not (path / manifest.FILE_NAME).is_file() and not path.name.startswith("step_"):
-        if (path / "config.yaml").is_file() and not any((path / "checkpoints").glob("step_*")):
-            return _export_target(argument, path)
-        if not (path / "checkpoints").is_dir():
+        return _model_target(argument, path, path.absolute().parent if path.name == "export" else None)
+    is_checkpoint = (path / manifest.FILE_NAME).is_file() or path.name.startswith("step_")
+    if not is_checkpoint and (path / "config.yaml").is_file() and not any((path / "checkpoints").glob("step_*")):
+        if not (path / "export/config.json").is_file():
             raise ConfigError(
-                f"TARGET {argument} is neither a model (it has no config.json) nor a checkpoint nor a run folder; name "
-                f"one"
+                f"TARGET {argument} is a run without a checkpoint and without an export: run.save_every and run.export "
+                "are off, or it is not that far; name another"
             )
-    checkpoint = resolve_checkpoint(path)
-    return _checkpoint_target(argument, checkpoint)
-
-
-def _export_target(argument: str, run: Path) -> Target:
-    """Return the exported model of a run that has no checkpoint."""
-    if not (run / "export/config.json").is_file():
+        return _model_target(argument, path / "export", path)
+    if not is_checkpoint and not (path / "checkpoints").is_dir():
         raise ConfigError(
-            f"TARGET {argument} is a run without a checkpoint and without an export: run.save_every and run.export are "
-            f"off, or it is not that far; name another"
+            f"TARGET {argument} is neither a model (it has no config.json) nor a checkpoint nor a run folder; name one"
         )
-    folder_config(str(run / "export"), "TARGET")
-    return Target(argument, str(run / "export"), settings=_read_settings(run / "config.yaml"))
+    return _checkpoint_target(argument, resolve_checkpoint(path))
+
+
+def _model_target(argument: str, folder: Path, run: Path | None) -> Target:
+    """Return a model folder as target. run: the folder of the run that exported it, if any."""
+    folder_config(str(folder), "TARGET")
+    has_settings = run is not None and (run / "config.yaml").is_file()
+    return Target(argument, str(folder), settings=_read_settings(run / "config.yaml") if run and has_settings else None)
 
 
 def _checkpoint_target(argument: str, folder: Path) -> Target:
@@ -123,8 +119,8 @@ def _checkpoint_target(argument: str, folder: Path) -> Target:
         if fault := check(folder, files, actor_files):
             raise ConfigError(f"{folder} is damaged: {fault}; name another checkpoint")
     step = tree.get("step")
-    settings = _read_settings(file)
-    return Target(argument, run.model.path, folder, step if isinstance(step, int) else None, run, settings)
+    step = step if isinstance(step, int) else None
+    return Target(argument, run.model.path, folder, step, run, _read_settings(file))
 
 
 def _read_settings(file: Path) -> dict[str, Any]:
@@ -133,7 +129,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} is not a mapping of sections")
     sections = {name: dict(tree[name]) for name in POLICY_SECTIONS if isinstance(tree.get(name), dict)}
-    sections["model"] = {name: value for name, value in sections.get("model", {}).items() if name in ("dtype",)}
+    sections["model"] = {name: value for name, value in sections.get("model", {}).items() if name == "dtype"}
     for name in ("asynchronous", "oversample", "max_staleness", "replay", "samples_per_prompt", "on_weight_sync"):
         sections.get("rollout", {}).pop(name, None)
     data = {name: value for name, value in (tree.get("data") or {}).items() if name in ("prompt_key", "label_key")}
@@ -155,17 +151,17 @@ def build_config(
     settings: Mapping[str, Mapping[str, Any]],
     overrides: Sequence[str],
     file: Path,
-    reserved: Mapping[str, str] = RESERVED_KEYS,
+    reserved: Mapping[str, str] = MappingProxyType({}),
 ) -> Config:
     """Build a generation-only configuration and write it, without the overrides, to `file`. Raises ConfigError.
 
     `settings` takes precedence over the settings of the target's run. If the user names a reward, the run's rewards are
     dropped; if nothing defines a reward and there is no environment, the data source selects it. One engine runs unless
-    parallel.world_size is larger.
+    parallel.world_size is larger. reserved: further keys that the user cannot set, with the reason.
     """
     keys = [text.partition("=")[0] for text in overrides]
     for key in keys:
-        for name, reason in reserved.items():
+        for name, reason in {**RESERVED_KEYS, **reserved}.items():
             if key == name or key.startswith(f"{name}."):
                 raise ConfigError(f"{key} cannot be set here: {reason}")
     tree: dict[str, Any] = {name: dict(section) for name, section in (target.settings or {}).items()}
@@ -178,18 +174,12 @@ def build_config(
     if target.settings is None:
         tree["rollout"] = {**_fit_lengths(target), **tree.get("rollout", {})}
     config = _load_tree(tree, overrides, file)
-    defaults: dict[str, dict[str, Any]] = {}
     has_reward = config.reward.functions or config.reward.model or config.roles.get("reward")
     if not has_reward and not config.rollout.environments:
-        defaults["reward"] = {"functions": [BY_SOURCE]}
-    if "parallel.world_size" not in keys:
-        defaults["parallel"] = {"world_size": config.rollout.tp}
-    if "parallel.ranks_per_node" not in keys:
-        world = config.parallel.world_size if "parallel.world_size" in keys else config.rollout.tp
-        defaults["parallel"] = {**defaults.get("parallel", {}), "ranks_per_node": world}
-    return _load_tree(
-        {**tree, **{name: {**tree.get(name, {}), **section} for name, section in defaults.items()}}, overrides, file
-    )
+        tree["reward"] = {**tree.get("reward", {}), "functions": [BY_SOURCE]}
+    world = config.parallel.world_size if "parallel.world_size" in keys else config.rollout.tp
+    tree["parallel"] = {**tree.get("parallel", {}), "world_size": world, "ranks_per_node": world}
+    return _load_tree(tree, overrides, file)
 
 
 def _fit_lengths(target: Target) -> dict[str, int]:
