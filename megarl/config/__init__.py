@@ -136,11 +136,7 @@ RENAMED_VALUES = {
         "reinforce": "reinforce_pp",
         "reinforce_baseline": "reinforce_pp_baseline",
     },
-    "loss.agg_mode": {
-        "token": "token-mean",
-        "sequence": "seq-mean-token-mean",
-        "constant": "seq-mean-token-sum-norm",
-    },
+    "loss.agg_mode": {"token": "token-mean", "sequence": "seq-mean-token-mean", "constant": "seq-mean-token-sum-norm"},
     "correction.proximal": {"drawn": "behavior"},
     "roles.reward.options.on_overlong": {"stop": "error", "cut": "truncate"},
 }
