@@ -1,9 +1,8 @@
 """The order of training items: curriculum keys, mixtures of data sets, and the resumable loader.
 
-A curriculum sorts items by the numbers of a column, such as difficulty. Several data sets are concatenated, or
-interleaved by weights: a repeating pattern assigns each position of the endless stream to a data set. Among the first n
-positions each set has its share of n rounded down or up. A step therefore has each set's share to within two prompts,
-and exactly if the share is a whole number. Each set has its own epochs."""
+Several data sets are concatenated, or interleaved by weights: a repeating pattern assigns each position of the endless
+stream to a data set, so that each has its share of every step to within two prompts. Each set then has its own epochs.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +12,12 @@ import json
 import math
 import operator
 import random
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -121,12 +121,10 @@ class ConcatDataset(LazySequence[Item]):
     def get(self, index: int) -> Item:
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        index %= len(self)
-        for part in self.parts:
-            if index < len(part):
-                return part[index]
-            index -= len(part)
-        raise AssertionError("sizes changed")
+        ends = list(accumulate(self.sizes))
+        index %= ends[-1]
+        part = bisect_right(ends, index)
+        return self.parts[part][index - ends[part]]  # from the part's end
 
     def select(self, indices: Sequence[int]) -> Sequence[Item]:
         """Return the items at these indices, in this order; lazily, unless all are in memory anyway."""
@@ -260,8 +258,8 @@ class PromptLoader(Generic[Item]):
     indexed, and only when they are dealt out.
 
     weights: of the data sets in a `ConcatDataset`, which then have their own epochs. order: column of their sort keys,
-    which order each set's first epoch, and without shuffling all epochs. sizes: bytes of the prompt files, as part of
-    the fingerprint.
+    which order each set's first epoch, and without shuffling all epochs. file_sizes: bytes of the prompt files, as part
+    of the fingerprint.
     """
 
     def __init__(
@@ -285,14 +283,11 @@ class PromptLoader(Generic[Item]):
             raise ConfigError(
                 f"data.curriculum_key={order}: this algorithm's items have no columns to sort by; remove it"
             )
-        self._prompts = joined
+        self._prompts, self._per_step = joined, prompts_per_step
+        self._seed, self._shuffle, self._file_sizes = seed, shuffle, tuple(file_sizes)
         self._stream = Stream(joined.sizes, weights)
         self._names = joined.names if weights else ("",)
         self._keys = joined.keys if order else None
-        self._per_step = prompts_per_step
-        self._seed = seed
-        self._shuffle = shuffle
-        self._sizes = tuple(file_sizes)
         self._samples = 0  # prompts dealt out since the beginning
         self._last: Sequence[Item] = []  # the batch dealt out last
         self._orders: dict[tuple[int, int], list[int]] = {}  # by set and epoch: order of the set's prompts
@@ -375,7 +370,7 @@ class PromptLoader(Generic[Item]):
         digest = hashlib.sha256(str(count).encode())
         for place in range(min(count, 1000)):
             digest.update(repr(self._prompts[place * count // min(count, 1000)]).encode())
-        digest.update(repr(self._sizes).encode())
+        digest.update(repr(self._file_sizes).encode())
         if len(self._stream.sizes) > 1:
             shares = self._stream.count_before(len(self._stream.pattern))
             digest.update(repr({"sizes": list(self._stream.sizes), "shares": shares}).encode())
