@@ -238,8 +238,3 @@ def describe_keys() -> list[tuple[str, Any]]:
 def describe_ranges() -> dict[str, str]:
     """Return a description of each key's type and range."""
     return {key: strict.describe_type(kind) for key, kind in strict.collect_key_types(Config).items()}
-
-
-def describe_meanings() -> dict[str, str]:
-    """Return the first sentence of each key's documentation."""
-    return strict.collect_key_docs(Config)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import json
@@ -85,20 +86,14 @@ def to_dict(config: Any) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            value = to_dict(value)
+        value = to_dict(value) if dataclasses.is_dataclass(value) else value
         tree[item.name] = list(value) if isinstance(value, tuple) else value
     return tree
 
 
-def list_keys(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
+def list_keys(config: Any) -> list[tuple[str, Any]]:
     """Return every key of nested dataclasses as `section.key`, with its value, in order."""
-    rows: list[tuple[str, Any]] = []
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        section = dataclasses.is_dataclass(value)
-        rows += list_keys(value, f"{prefix}{item.name}.") if section else [(prefix + item.name, value)]
-    return rows
+    return [(key, functools.reduce(getattr, key.split("."), config)) for key in collect_key_types(type(config))]
 
 
 def collect_key_types(cls: type, prefix: str = "") -> dict[str, Any]:
@@ -114,17 +109,16 @@ def collect_key_docs(cls: type, prefix: str = "") -> dict[str, str]:
     """Return the first sentence of the docstring under each documented field; keys as in `list_keys`."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
-    own_docs: dict[str, str] = {}
-    for field, following in itertools.pairwise(tree.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(following, ast.Expr):
-            text = " ".join(str(ast.literal_eval(following.value)).split())
-            own_docs[field.target.id] = re.split(r"(?<=[a-z`)\]])\. (?=[A-Z`])", text)[0].rstrip(".")
     docs: dict[str, str] = {}
-    for name, kind in field_types(cls).items():
+    for field, following in itertools.zip_longest(tree.body, tree.body[1:]):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        name, kind = field.target.id, field_types(cls)[field.target.id]
         if dataclasses.is_dataclass(kind):
             docs |= collect_key_docs(typing.cast(type, kind), f"{prefix}{name}.")
-        elif name in own_docs:
-            docs[prefix + name] = own_docs[name]
+        elif isinstance(following, ast.Expr):
+            text = " ".join(str(ast.literal_eval(following.value)).split())
+            docs[prefix + name] = re.split(r"(?<=[a-z`)\]])\. (?=[A-Z`])", text)[0].rstrip(".")
     return docs
 
 
@@ -251,14 +245,14 @@ def _unknown_key_message(key: Any, where: str, cls: Any, root: type) -> str:
         return f"unknown key {full_key}: MegaRL 0.2 renamed it to {renamed}"
     if full_key in everywhere:
         section, _, leaf = full_key.rpartition(".")
-        return (
-            f"unknown key {full_key!r}: a dot is for the command line; in a file it is {leaf} in the section {section}"
-        )
-    synonym = "" if cls is root else getattr(cls, "synonyms", {}).get(str(key).lower(), "")
-    match = synonym or closest_match(str(key), known)
-    elsewhere = [name for name in everywhere if name.split(".")[-1] == key]
-    elsewhere += [name for name in [getattr(root, "synonyms", {}).get(str(key).lower())] if name]
-    suggestion = f"{where}{match}" if match else elsewhere[0] if elsewhere else ""
+        place = f"in a file it is {leaf} in the section {section}"
+        return f"unknown key {full_key!r}: a dot is for the command line; {place}"
+    synonyms = {} if cls is root else getattr(cls, "synonyms", {})
+    if match := synonyms.get(str(key).lower()) or closest_match(str(key), known):
+        suggestion = f"{where}{match}"
+    else:
+        elsewhere = [name for name in everywhere if name.split(".")[-1] == key]
+        suggestion = elsewhere[0] if elsewhere else getattr(root, "synonyms", {}).get(str(key).lower(), "")
     hint = f"; did you mean {suggestion}?" if suggestion else ""
     name = str(key) if str(key).isidentifier() and len(str(key)) < 80 else short_repr(key)
     return f"unknown key {where}{name}{hint} (known here: {', '.join(known)})"
