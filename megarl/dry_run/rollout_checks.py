@@ -77,12 +77,8 @@ def check_replayed_prefixes(config: Config, declared: Requirements) -> None:
     record, and score later tokens with other keys and values than the engine had.
     """
     rollout = config.rollout
-    if (
-        not config.train.routing_replay
-        or not declared.trained_roles
-        or not declared.has_rollout
-        or not rollout.max_staleness
-    ):
+    is_replaying = config.train.routing_replay and declared.trained_roles and declared.has_rollout
+    if not is_replaying or not rollout.max_staleness:
         return
     has_several_turns = rollout.max_turns > 1 and (rollout.tools or rollout.environments)
     if rollout.oversample > 1:
@@ -112,11 +108,8 @@ def check_enough_prompts(count: int, config: Config) -> None:
         )
 
 
-SLOW_TOKENS_PER_S = 20.0
-"""Pessimistic tokens per second of one conversation in a fully loaded engine, for judging timeouts.
-
-The tiny models on a CPU reach more.
-"""
+SLOW_TOKENS_PER_S = 20.0  # the tiny models on a CPU reach more
+"""Pessimistic tokens per second of one conversation in a fully loaded engine, for judging timeouts."""
 MAX_TOKENS_PER_S = 1000.0
 """Tokens per second that no engine reaches for one conversation."""
 
@@ -135,43 +128,34 @@ def check_timeouts(config: Config, warnings: list[str]) -> None:
             f"{rollout.step_timeout:g}: one answer cannot take longer than the step; lower the first or raise the "
             f"second"
         )
-    max_tokens = rollout.sglang.get("max_total_tokens")
-    max_tokens = max_tokens if isinstance(max_tokens, int) and max_tokens > 0 else 0
-    max_requests = rollout.sglang.get("max_running_requests")
-    concurrency = min(
-        rollout.concurrency, max_requests if isinstance(max_requests, int) and max_requests > 0 else rollout.concurrency
-    )
-    if max_tokens:
+    concurrency = rollout.concurrency
+    if isinstance(max_requests := rollout.sglang.get("max_running_requests"), int) and max_requests > 0:
+        concurrency = min(concurrency, max_requests)
+    if isinstance(max_tokens := rollout.sglang.get("max_total_tokens"), int) and max_tokens > 0:
         concurrency = max(1, min(concurrency, max_tokens // rollout.max_context))
     engines = len(engine_ranks(config))
     steps = 1 + rollout.max_staleness if rollout.asynchronous else 1  # whose conversations share an engine
     conversations = -(-config.data.prompts_per_step * steps // engines) * rollout.samples_per_prompt
     num_waves, scope = -(-conversations // concurrency), "under way" if steps > 1 else "of a step"
     tokens_per_rollout = min(rollout.max_context, rollout.max_turns * rollout.max_new_tokens)
+    answer = f"an answer of rollout.max_new_tokens={rollout.max_new_tokens}"
+    rollouts = (
+        f"an engine's {conversations} rollouts {scope}, of up to {tokens_per_rollout} tokens and {concurrency} at "
+        f"once, so in {num_waves} waves,"
+    )
+    more_room = "raise it, or give the engines more room (rollout.sglang.max_total_tokens, rollout.concurrency)"
     for key, limit, tokens, subject, remedy in (
-        (
-            "request_timeout",
-            rollout.request_timeout,
-            rollout.max_new_tokens,
-            f"an answer of rollout.max_new_tokens={rollout.max_new_tokens}",
-            "raise it or lower the other",
-        ),
-        (
-            "step_timeout",
-            rollout.step_timeout,
-            num_waves * tokens_per_rollout,
-            f"an engine's {conversations} rollouts {scope}, of up to {tokens_per_rollout} tokens and {concurrency} at "
-            f"once, so in {num_waves} waves,",
-            "raise it, or give the engines more room (rollout.sglang.max_total_tokens, rollout.concurrency)",
-        ),
+        ("request_timeout", rollout.request_timeout, rollout.max_new_tokens, answer, "raise it or lower the other"),
+        ("step_timeout", rollout.step_timeout, num_waves * tokens_per_rollout, rollouts, more_room),
     ):
-        if tokens / MAX_TOKENS_PER_S > limit:
+        fastest, slow = tokens / MAX_TOKENS_PER_S, tokens / SLOW_TOKENS_PER_S
+        if fastest > limit:
             raise ConfigError(
-                f"rollout.{key}={limit:g} s is too short: {subject} would take {tokens / MAX_TOKENS_PER_S:.0f} s at "
+                f"rollout.{key}={limit:g} s is too short: {subject} would take {fastest:.0f} s at "
                 f"{MAX_TOKENS_PER_S:g} tokens per second each, which no engine reaches; {remedy}"
             )
-        if tokens / SLOW_TOKENS_PER_S > limit:
+        if slow > limit:
             warnings.append(
-                f"rollout.{key}={limit:g} s may be too short: {subject} would take {tokens / SLOW_TOKENS_PER_S:.0f} s "
-                f"at {SLOW_TOKENS_PER_S:g} tokens per second each; late ones are aborted; {remedy}"
+                f"rollout.{key}={limit:g} s may be too short: {subject} would take {slow:.0f} s at "
+                f"{SLOW_TOKENS_PER_S:g} tokens per second each; late ones are aborted; {remedy}"
             )
