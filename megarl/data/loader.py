@@ -121,10 +121,10 @@ class ConcatDataset(LazySequence[Item]):
     def get(self, index: int) -> Item:
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        ends = list(accumulate(self.sizes))
-        index %= ends[-1]
-        part = bisect_right(ends, index)
-        return self.parts[part][index - ends[part]]  # from the part's end
+        index %= len(self)
+        starts = list(accumulate(self.sizes, initial=0))
+        part = bisect_right(starts, index) - 1
+        return self.parts[part][index - starts[part]]
 
     def select(self, indices: Sequence[int]) -> Sequence[Item]:
         """Return the items at these indices, in this order; lazily, unless all are in memory anyway."""

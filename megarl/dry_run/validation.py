@@ -33,14 +33,8 @@ from megarl.config.server_args import check_installed, check_sampling
 from megarl.controllers.controller import load_requirements, make_controller
 from megarl.controllers.rollout_correction import check_correction
 from megarl.dry_run import config_checks as checks
-from megarl.dry_run import data_checks, model_folders
-from megarl.dry_run.model_folders import ServedModels, read_served_models
-from megarl.dry_run.rollout_checks import (
-    check_asynchronous,
-    check_oversampling,
-    check_replayed_prefixes,
-    check_timeouts,
-)
+from megarl.dry_run import data_checks, model_folders, rollout_checks
+from megarl.dry_run.model_folders import ServedModels
 from megarl.engine.sglang_engine import check_platform
 from megarl.environments.catalog import load_catalog
 from megarl.models.family import HFConfig
@@ -121,9 +115,8 @@ def parse_expectations(config: Config) -> dict[str, Expectation]:
         if expectation.min is None and expectation.max is None:
             raise ConfigError(f"expect.{metric} has no bounds: set `min`, `max` or both")
         if expectation.step is not None and expectation.step > config.run.num_rollout:
-            raise ConfigError(
-                f"expect.{metric}.step={expectation.step} is beyond run.num_rollout={config.run.num_rollout}"
-            )
+            key = f"expect.{metric}.step={expectation.step}"
+            raise ConfigError(f"{key} is beyond run.num_rollout={config.run.num_rollout}")
         expectations[metric] = expectation
     return expectations
 
@@ -135,14 +128,11 @@ def check_expectations(
     result = {}
     for name, expectation in expected.items():
         last = math.inf if expectation.step is None else expectation.step
-        value = next(
-            (metrics[step][name] for step in sorted(metrics, reverse=True) if step <= last and name in metrics[step]),
-            None,
-        )
-        is_met = value is not None and all(
-            (expectation.min is None or value >= expectation.min, expectation.max is None or value <= expectation.max)
-        )
-        result[name] = value, is_met  # NaN fails both bounds
+        values = [metrics[step][name] for step in sorted(metrics) if step <= last and name in metrics[step]]
+        value = values[-1] if values else None
+        least = -math.inf if expectation.min is None else expectation.min
+        most = math.inf if expectation.max is None else expectation.max
+        result[name] = value, value is not None and least <= value <= most  # NaN fails both bounds
     return result
 
 
@@ -230,9 +220,9 @@ def validate(
     is_reward_builtin = "reward" in declared.roles and is_builtin(config, declared, "reward", reward)
     if is_reward_builtin:
         is_reward_builtin = passes(check_reward, config, declared, worker_options(config, "reward", reward))
-    is_layout_valid = is_layout_valid and passes(check_asynchronous, config, declared, warnings)
-    passes(check_oversampling, config, declared, warnings)
-    passes(check_replayed_prefixes, config, declared)
+    is_layout_valid = is_layout_valid and passes(rollout_checks.check_asynchronous, config, declared, warnings)
+    passes(rollout_checks.check_oversampling, config, declared, warnings)
+    passes(rollout_checks.check_replayed_prefixes, config, declared)
     is_data_readable = passes(checks.check_data, config, declared, dry_run, warnings)
     is_layout_valid = is_layout_valid and passes(checks.check_schedule, config, declared)
     is_layout_valid = is_layout_valid and passes(checks.check_batch, config, declared, warnings)
@@ -240,7 +230,9 @@ def validate(
     if models is _FAILED or not is_layout_valid:
         return rejected
     hf, critic_hf = models
-    served: Any = attempt(read_served_models, hf, config, declared, registered, is_reward_builtin, dry_run, warnings)
+    served: Any = attempt(
+        model_folders.read_served_models, hf, config, declared, registered, is_reward_builtin, dry_run, warnings
+    )
     if served is _FAILED:
         return rejected
     does_divide = True
@@ -257,7 +249,7 @@ def validate(
     if declared.has_rollout:
         passes(check_sampling, config.rollout)
         passes(checks.check_lengths, hf, config, warnings)
-        passes(check_timeouts, config, warnings)
+        passes(rollout_checks.check_timeouts, config, warnings)
     if declared.has_engines(config):
         does_divide = passes(checks.check_engine, hf, config) and does_divide
         if dry_run:
@@ -374,9 +366,8 @@ def _facts(
     ]
     batch += updates if declared.trained_roles else [("steps", f"{run.num_rollout}")]
     if "critic" in roles and (warmup := config.critic.warmup_steps):
-        batch.append(
-            ("", f"the policy's begin after {warmup} steps: {make_controller(config).num_updates(declared.main_role)}")
-        )
+        num_updates = make_controller(config).num_updates(declared.main_role)
+        batch.append(("", f"the policy's begin after {warmup} steps: {num_updates}"))
     facts = {"model": model, "layout": layout, "batch": batch}
     if declared.has_engines(config):
         nodes = -(-rollout.tp // ranks_per_node)
@@ -389,10 +380,9 @@ def _facts(
             ("conversations at once", f"{rollout.concurrency} an engine, up to {rollout.max_context} tokens each"),
         ]
         if rollout.num_speculative_tokens:
-            draft_weights = "synced with the policy" if engine_layout(config).draft else "as in the checkpoint"
-            facts["engines"].append(
-                ("drafts", f"{rollout.num_speculative_tokens} tokens at a time; the draft layer is {draft_weights}")
-            )
+            weights = "synced with the policy" if engine_layout(config).draft else "as in the checkpoint"
+            drafts = f"{rollout.num_speculative_tokens} tokens at a time; the draft layer is {weights}"
+            facts["engines"].append(("drafts", drafts))
     if declared.has_rollout:
         facts["host"] = _describe_host_memory(hf, config, declared, bool(experts))
     return facts
@@ -497,10 +487,9 @@ def memory_table(stages: list[StageMemory]) -> Table:
     for parts, title, totals in blocks:
         for name in parts[0]:
             suffix = " (host)" if parts[0] is shown[0].host else ""
-            estimate = ESTIMATE_PREFIXES.get(name, "")
-            table.add_row(
-                name + suffix, *[estimate + format_bytes(part[name]) if part[name] else "-" for part in parts]
-            )
+            prefix = ESTIMATE_PREFIXES.get(name, "")
+            cells = [prefix + format_bytes(part[name]) if part[name] else "-" for part in parts]
+            table.add_row(name + suffix, *cells)
         if totals and parts[0]:
             table.add_row(title, *map(format_bytes, totals), style="bold", end_section=True)
     return table
