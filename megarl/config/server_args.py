@@ -183,7 +183,7 @@ def check_sampling(rollout: RolloutConfig) -> None:
     settings_text = [f"rollout.{name}={getattr(rollout, name):g}" for name, is_set in keys.items() if is_set]
     if rollout.top_k in (0, 1):
         remedy = "-1 for all tokens" if rollout.top_k == 0 else "2 or more, or rollout.temperature=0, which is greedy"
-        raise ConfigError(f"rollout.top_k={rollout.top_k} leaves nothing to sample; set it to {remedy}")
+        raise ConfigError(f"{rollout.top_k=} leaves nothing to sample; set it to {remedy}")
     if not rollout.has_truncated_sampling:
         return
     what, why = " and ".join(settings_text), "the sampling masks that training needs"
@@ -194,14 +194,14 @@ def check_sampling(rollout: RolloutConfig) -> None:
         )
     if rollout.num_speculative_tokens:
         raise ConfigError(
-            f"{what} with rollout.num_speculative_tokens={rollout.num_speculative_tokens}: with drafts SGLang does not "
-            f"return {why}; set only one of them"
+            f"{what} with {rollout.num_speculative_tokens=}: with drafts SGLang does not return {why}; set only one of "
+            "them"
         )
     most = rollout.sglang.get("sampling_mask_max_tokens")
     if most is not None and rollout.top_k > most:
         raise ConfigError(
-            f"rollout.top_k={rollout.top_k} is beyond rollout.sglang.sampling_mask_max_tokens={most}, the size up to "
-            f"which SGLang returns {why}; remove the second"
+            f"{rollout.top_k=} is beyond rollout.sglang.sampling_mask_max_tokens={most}, the size up to which SGLang "
+            f"returns {why}; remove the second"
         )
     if (backend := rollout.sglang.get("sampling_backend")) == "ascend":
         raise ConfigError(f"{what} with rollout.sglang.sampling_backend={backend}, which does not return {why}")

@@ -50,17 +50,16 @@ def batch_unit(declared: Requirements) -> str:
 
 def check_nodes(config: Config, declared: Requirements) -> None:
     """Check that nodes are complete, and that each engine is part of a node or spans whole nodes."""
-    parallel, engine = config.parallel, config.rollout.tp
-    world, ranks_per_node = parallel.world_size, min(parallel.world_size, parallel.ranks_per_node)
-    if world % ranks_per_node:
+    parallel, rollout = config.parallel, config.rollout
+    if parallel.world_size % min(parallel.world_size, parallel.ranks_per_node):
         raise ConfigError(
-            f"parallel.world_size={world} is not a multiple of parallel.ranks_per_node={parallel.ranks_per_node}; "
-            "every node must run the same number of ranks"
+            f"{parallel.world_size=} is not a multiple of {parallel.ranks_per_node=}; every node must run the same "
+            "number of ranks"
         )
     if declared.has_engines(config):
         check_engine_ranks(config)
-        if engine % config.rollout.ep:
-            raise ConfigError(f"rollout.ep={config.rollout.ep} does not divide rollout.tp={engine}")
+        if rollout.tp % rollout.ep:
+            raise ConfigError(f"{rollout.ep=} does not divide {rollout.tp=}")
 
 
 def check_training_layout(hf: HFConfig, config: Config) -> None:
@@ -81,15 +80,13 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
             raise ConfigError(f"parallel.{name}={size}, but {family.architecture} has no experts; set it to 1")
     if experts and experts % parallel.ep:
         fits = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
-        raise ConfigError(
-            f"parallel.ep={parallel.ep} does not divide the model's {experts} experts; sizes that do: {fits}"
-        )
+        raise ConfigError(f"{parallel.ep=} does not divide the model's {experts} experts; sizes that do: {fits}")
     stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
     lora = config.lora
     if lora.rank == 0 and lora.target_modules:
         raise ConfigError("lora.target_modules is set, but lora.rank=0 trains all weights; set lora.rank")
     if lora.rank > (hidden := int(hf["hidden_size"])):
-        raise ConfigError(f"lora.rank={lora.rank} is beyond the model's hidden_size={hidden}; no matrix has more ranks")
+        raise ConfigError(f"{lora.rank=} is beyond the model's hidden_size={hidden}; no matrix has more ranks")
     if lora.rank:
         adapter_params(family.params(hf, parallel.tp, parallel.etp), lora)  # raises for a missing target
 
@@ -106,14 +103,14 @@ def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
 def check_engine(hf: HFConfig, config: Config) -> None:
     """Check that the model divides by the engines' tp and ep, and the engines' settings."""
     settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
-    sglang, longest = config.rollout.sglang, config.rollout.max_context
+    rollout, sglang = config.rollout, config.rollout.sglang
     server_args.check(sglang)
     tool_calls.parser_name(config.rollout.tool_call_parser, hf)
     for name in ("max_total_tokens", "context_length"):
-        if sglang.get(name) is not None and sglang[name] < longest:
+        if sglang.get(name) is not None and sglang[name] < rollout.max_context:
             raise ConfigError(
-                f"rollout.sglang.{name}={sglang[name]} is less than one conversation of rollout.max_context={longest} "
-                "tokens; raise the first or lower the second"
+                f"rollout.sglang.{name}={sglang[name]} is less than one conversation of {rollout.max_context=} tokens; "
+                "raise the first or lower the second"
             )
     chunk, page = sglang.get("chunked_prefill_size") or -1, sglang.get("page_size") or 1
     if chunk > 0 and chunk % page:
@@ -123,13 +120,13 @@ def check_engine(hf: HFConfig, config: Config) -> None:
     groups = int(settings.get("num_query_groups") or heads)
     experts = settings.get("num_moe_experts")
     if not experts and ep > 1:
-        raise ConfigError(f"rollout.ep={ep}, but the model has no experts; set it to 1")
+        raise ConfigError(f"{rollout.ep=}, but the model has no experts; set it to 1")
     if experts and experts % ep:
-        raise ConfigError(f"rollout.ep={ep} does not divide the model's {experts} experts")
+        raise ConfigError(f"{rollout.ep=} does not divide the model's {experts} experts")
     if heads % tp:
-        raise ConfigError(f"rollout.tp={tp} does not divide the model's {heads} attention heads")
+        raise ConfigError(f"{rollout.tp=} does not divide the model's {heads} attention heads")
     if groups % tp and tp % groups:
-        raise ConfigError(f"rollout.tp={tp} neither divides the model's {groups} key-value heads nor is a multiple")
+        raise ConfigError(f"{rollout.tp=} neither divides the model's {groups} key-value heads nor is a multiple")
     frequency = settings.get("moe_layer_freq", 1)
     widths = []
     if not experts or (not all(frequency) if isinstance(frequency, list) else frequency != 1):  # has dense layers
@@ -138,37 +135,36 @@ def check_engine(hf: HFConfig, config: Config) -> None:
         widths.append(("moe_intermediate_size", int(settings["moe_ffn_hidden_size"]), tp // ep))
     for name, width, parts in widths:
         if width % parts:
-            raise ConfigError(f"rollout.tp={tp} with rollout.ep={ep} would cut the model's {name}={width} in {parts}")
+            raise ConfigError(f"{rollout.tp=} with {rollout.ep=} would cut the model's {name}={width} in {parts}")
 
 
 def check_drafts(hf: HFConfig, config: Config) -> None:
     """Raise ConfigError if the model cannot draft for `rollout.num_speculative_tokens`, or the combination is
     untested."""
-    number, path = config.rollout.num_speculative_tokens, Path(config.model.path)
-    if number == 0:
+    rollout, path = config.rollout, Path(config.model.path)
+    if rollout.num_speculative_tokens == 0:
         return
     if (layers := family_of(hf).num_mtp_layers(hf)) != 1:
         raise ConfigError(
-            f"rollout.num_speculative_tokens={number} needs a model with one layer of multi-token prediction "
+            f"{rollout.num_speculative_tokens=} needs a model with one layer of multi-token prediction "
             f"(num_nextn_predict_layers), but this {family_of(hf).architecture} has {layers}; set it to 0"
         )
     prefix = f"model.layers.{hf['num_hidden_layers']}."
     if config.model.path and path.is_dir() and not any(name.startswith(prefix) for name in open_hf(path).names()):
         raise ConfigError(
-            f"rollout.num_speculative_tokens={number}: config.json declares a layer of multi-token prediction, but "
-            f"{path} has no tensors {prefix}*; set it to 0"
+            f"{rollout.num_speculative_tokens=}: config.json declares a layer of multi-token prediction, but {path} "
+            f"has no tensors {prefix}*; set it to 0"
         )
     longest = int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
-    if (needed := config.rollout.max_context + number + 1) > longest:
+    if (needed := rollout.max_context + rollout.num_speculative_tokens + 1) > longest:
         raise ConfigError(
-            f"rollout.max_context={config.rollout.max_context} with rollout.num_speculative_tokens={number} needs "
-            f"{needed} positions, because SGLang reserves a window for drafts, but the model has {longest}; lower the "
-            "first"
+            f"{rollout.max_context=} with {rollout.num_speculative_tokens=} needs {needed} positions, because SGLang "
+            f"reserves a window for drafts, but the model has {longest}; lower the first"
         )
     for key in ("attn_dp_size", "dp_size"):
-        if int(config.rollout.sglang.get(key) or 1) > 1:
+        if int(rollout.sglang.get(key) or 1) > 1:
             raise ConfigError(
-                f"rollout.num_speculative_tokens={number} with rollout.sglang.{key}: not tested with attention data "
+                f"{rollout.num_speculative_tokens=} with rollout.sglang.{key}: not tested with attention data "
                 "parallelism; set only one of them"
             )
 
@@ -225,7 +221,7 @@ def check_disk_space(
     run, estimate = config.run, disk_space.estimate_space(hf, critic_hf, config, declared)
     try:
         if not disk_space.can_hold_files(Path(run.dir)):
-            raise ConfigError(f"run.dir={run.dir} is in a virtual file system; set it to a folder on a disk")
+            raise ConfigError(f"{run.dir=!s} is in a virtual file system; set it to a folder on a disk")
         free = disk_space.free_bytes(Path(run.dir))
     except OSError:
         return  # reported when the folder is created
@@ -235,7 +231,7 @@ def check_disk_space(
     parts = [f"{num_kept} x {disk_space.format_bytes(estimate.checkpoint)} for checkpoints"] if num_kept else []
     parts += [f"{disk_space.format_bytes(export)} for the export"] if export else []
     line = (
-        f"run.dir={run.dir} is on a disk with {disk_space.format_bytes(free)} free, and the run will write up to about "
+        f"{run.dir=!s} is on a disk with {disk_space.format_bytes(free)} free, and the run will write up to about "
         f"{' and '.join(parts)}; free space, set run.dir to a folder on another disk, or lower run.keep_checkpoints"
     )
     if free < min_bytes and not (run.resumes and (Path(run.dir) / "checkpoints").is_dir()):
@@ -245,48 +241,47 @@ def check_disk_space(
 
 
 def check_lengths(hf: HFConfig, config: Config, warnings: list[str]) -> None:
-    rollout, longest = config.rollout, int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
+    rollout, train, longest = config.rollout, config.train, int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
     if rollout.max_context > longest:
-        raise ConfigError(f"rollout.max_context={rollout.max_context} is beyond the model's {longest} positions")
+        raise ConfigError(f"{rollout.max_context=} is beyond the model's {longest} positions")
     if rollout.max_new_tokens >= rollout.max_context:
         raise ConfigError(
-            f"rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in "
-            f"rollout.max_context={rollout.max_context}; lower the first or raise the second"
+            f"{rollout.max_new_tokens=} leaves no room for a prompt in {rollout.max_context=}; lower the first or "
+            "raise the second"
         )
-    if config.train.max_tokens_per_gpu < rollout.max_context:
+    if train.max_tokens_per_gpu < rollout.max_context:
         warnings.append(
-            f"train.max_tokens_per_gpu={config.train.max_tokens_per_gpu} is below "
-            f"rollout.max_context={rollout.max_context}: a longer conversation is a micro-batch of its own, and memory "
-            "is planned for that"
+            f"{train.max_tokens_per_gpu=} is below {rollout.max_context=}: a longer conversation is a micro-batch of "
+            "its own, and memory is planned for that"
         )
 
 
 def check_algorithm(config: Config, declared: Requirements, warnings: list[str]) -> None:
     """Check what the algorithm needs of sampling and of the KL to a reference, if it has them."""
-    name, kl, temperature = declared.name, config.kl, config.rollout.temperature
+    name, kl, rollout = declared.name, config.kl, config.rollout
     if not declared.has_rollout:
         return
-    agents = [entry.spec for entry in load_catalog(config.rollout).environments.values() if entry.kind == "agent"]
-    if agents and config.rollout.oversample > 1:
+    agents = [entry.spec for entry in load_catalog(rollout).environments.values() if entry.kind == "agent"]
+    if agents and rollout.oversample > 1:
         raise ConfigError(
-            f"rollout.oversample={config.rollout.oversample:g} pauses conversations and continues them in a later "
-            f"step, which the agent {agents[0]} does not support; set it to 1, or use rollout.asynchronous"
+            f"{rollout.oversample=:g} pauses conversations and continues them in a later step, which the agent "
+            f"{agents[0]} does not support; set it to 1, or use rollout.asynchronous"
         )
-    for variable in config.rollout.pass_env:
+    for variable in rollout.pass_env:
         if variable not in os.environ:
             warnings.append(f"rollout.pass_env: {variable} is not set here, so tools and rewards will not have it")
     load_policy_loss(config)
-    if declared.is_group_relative and config.rollout.samples_per_prompt < 2:
+    if declared.is_group_relative and rollout.samples_per_prompt < 2:
         raise ConfigError(
             f"algorithm={name} compares the samples of a prompt with each other: with rollout.samples_per_prompt=1 "
             "every advantage is 0; set it to 2 or more"
         )
-    if 0 < temperature < MIN_TEMPERATURE:
+    if 0 < rollout.temperature < MIN_TEMPERATURE:
         raise ConfigError(
-            f"rollout.temperature={temperature:g} is neither 0, which is greedy, nor at least {MIN_TEMPERATURE}: "
-            "log-probs are of logits divided by it"
+            f"{rollout.temperature=:g} is neither 0, which is greedy, nor at least {MIN_TEMPERATURE}: log-probs are of "
+            "logits divided by it"
         )
-    if temperature == 0:
+    if rollout.temperature == 0:
         if declared.is_group_relative:
             raise ConfigError(
                 f"algorithm={name} with rollout.temperature=0 gives a prompt the same answer every time, so every "
@@ -308,8 +303,8 @@ def check_algorithm(config: Config, declared: Requirements, warnings: list[str])
         )
     if kl.target is not None and kl.coef > kl.max_coef:
         raise ConfigError(
-            f"kl.coef={kl.coef:g} is above kl.max_coef={kl.max_coef:g}, the adaptive controller's bound; lower the "
-            "first, raise the second, or set kl.target to null, which keeps the coefficient as it is"
+            f"{kl.coef=:g} is above {kl.max_coef=:g}, the adaptive controller's bound; lower the first, raise the "
+            "second, or set kl.target to null, which keeps the coefficient as it is"
         )
     if kl.target is not None and kl.coef == 0:
         warnings.append(
@@ -319,13 +314,13 @@ def check_algorithm(config: Config, declared: Requirements, warnings: list[str])
 
 def check_schedule(config: Config, declared: Requirements) -> None:
     """Check that something is trained, and that no minimum learning rate exceeds the initial one."""
-    run, warmup = config.run, config.critic.warmup_steps
-    if "critic" in declared.roles and warmup >= run.num_rollout:
+    run, critic = config.run, config.critic
+    if "critic" in declared.roles and critic.warmup_steps >= run.num_rollout:
         raise ConfigError(
-            f"critic.warmup_steps={warmup} leaves none of run.num_rollout={run.num_rollout} steps in which the "
-            "policy is updated; lower the first or raise the second"
+            f"{critic.warmup_steps=} leaves none of {run.num_rollout=} steps in which the policy is updated; lower the "
+            "first or raise the second"
         )
-    for name, optimizer in (("actor_optimizer", config.actor_optimizer), ("critic.optimizer", config.critic.optimizer)):
+    for name, optimizer in (("actor_optimizer", config.actor_optimizer), ("critic.optimizer", critic.optimizer)):
         if optimizer.min_lr > optimizer.lr:
             raise ConfigError(
                 f"{name}.min_lr={optimizer.min_lr:g} is above {name}.lr={optimizer.lr:g}, its starting point; swap them"
@@ -335,13 +330,13 @@ def check_schedule(config: Config, declared: Requirements) -> None:
 def check_batch(config: Config, declared: Requirements, warnings: list[str]) -> None:
     run, dp = config.run, data_parallel_size(config, declared)
     if run.num_update % run.ppo_epochs:
-        raise ConfigError(f"run.num_update={run.num_update} is not a multiple of run.ppo_epochs={run.ppo_epochs}")
+        raise ConfigError(f"{run.num_update=} is not a multiple of {run.ppo_epochs=}")
     per_epoch, sequences = run.num_update // run.ppo_epochs, sequences_per_step(config, declared)
     unit = batch_unit(declared)
     if per_epoch > sequences:
         raise ConfigError(
-            f"run.num_update={run.num_update} over run.ppo_epochs={run.ppo_epochs} cuts a batch of {sequences} {unit} "
-            f"in {per_epoch} mini-batches; raise data.prompts_per_step or lower run.num_update"
+            f"{run.num_update=} over {run.ppo_epochs=} cuts a batch of {sequences} {unit} in {per_epoch} mini-batches; "
+            "raise data.prompts_per_step or lower run.num_update"
         )
     if not declared.trained_roles:
         return
@@ -379,8 +374,8 @@ def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: 
     check_files(data)
     if not declared.has_rollout and run.ppo_epochs > 1:
         warnings.append(
-            f"run.ppo_epochs={run.ppo_epochs} counts passes over each step's batch; passes over the data follow from "
-            "run.num_rollout times data.prompts_per_step over the rows"
+            f"{run.ppo_epochs=} counts passes over each step's batch; passes over the data follow from run.num_rollout "
+            "times data.prompts_per_step over the rows"
         )
     train_texts: dict[str, str] = {}
     eval_texts: dict[str, str] = {}
@@ -421,10 +416,9 @@ def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: 
         warnings.append(f"{subject}: evaluating on training data does not measure generalization")
     if run.eval_samples > 1 and declared.item == "prompts" and config.rollout.temperature == 0:
         raise ConfigError(
-            f"run.eval_samples={run.eval_samples} with rollout.temperature=0: all answers are identical; set only one "
-            f"of them"
+            f"{run.eval_samples=} with rollout.temperature=0: all answers are identical; set only one of them"
         )
     if run.eval_every and not data.eval:
-        raise ConfigError(f"run.eval_every={run.eval_every} needs data.eval; name a file of held-out {declared.item}")
+        raise ConfigError(f"{run.eval_every=} needs data.eval; name a file of held-out {declared.item}")
     if run.resumes and not run.save_every and not (Path(run.dir) / "checkpoints").is_dir():
-        warnings.append(f"run.resume={run.resume} but run.save_every=0: there will be no checkpoint to resume from")
+        warnings.append(f"{run.resume=!s} but run.save_every=0: there will be no checkpoint to resume from")

@@ -96,10 +96,9 @@ def check_same_tokenizer(config: Config, source: str, path: str, reason: str) ->
 def check_positions(hf: HFConfig, config: Config, source: str) -> None:
     """Raise ConfigError if a conversation may have more tokens than a model has positions."""
     longest = int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
-    if config.rollout.max_context > longest:
-        raise ConfigError(
-            f"rollout.max_context={config.rollout.max_context} is beyond the {longest} positions of {source}; lower it"
-        )
+    rollout = config.rollout
+    if rollout.max_context > longest:
+        raise ConfigError(f"{rollout.max_context=} is beyond the {longest} positions of {source}; lower it")
 
 
 def _read_vocabulary(folder: str) -> dict[str, int]:
