@@ -121,7 +121,6 @@ def converse(config: Config, options: Namespace) -> int:
     chat = ChatTemplate.load(config.model.path, catalog.tools, catalog.environments)
     chat.check_tools()
     engine = Engine(config)
-    terminal = Terminal()
     print(f"starting {config.model.path} ...", flush=True)
     try:
         engine.start()
@@ -133,7 +132,11 @@ def converse(config: Config, options: Namespace) -> int:
                 raise ConfigError(complaint)
         print(f"with {describe_tools(chat)}; /reset starts over, /quit exits", flush=True)
         with asyncio.Runner() as runner:
-            conversation = runner.run(_open_conversation(config, chat, terminal, options))
+
+            async def open_conversation() -> ChatConversation:
+                return ChatConversation(config, chat, Terminal(), options.row, options.system)
+
+            conversation = runner.run(open_conversation())
             try:
                 read_lines(runner, conversation, engine, config)
             finally:
@@ -143,12 +146,6 @@ def converse(config: Config, options: Namespace) -> int:
     finally:
         engine.shutdown()
     return 0
-
-
-async def _open_conversation(
-    config: Config, chat: ChatTemplate, terminal: Terminal, options: Namespace
-) -> ChatConversation:
-    return ChatConversation(config, chat, terminal, options.row, options.system)
 
 
 def read_lines(runner: asyncio.Runner, conversation: ChatConversation, engine: Engine, config: Config) -> None:
@@ -274,6 +271,7 @@ class _StreamingPolicy:
 
     def __init__(self, policy: Policy, chat: ChatTemplate, listener: Terminal) -> None:
         self._policy, self._chat, self._listener = policy, chat, listener
+        self.stop = policy.stop
 
     async def generate(self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0) -> Generation:
         detokenizer = IncrementalDetokenizer(self._chat, self._listener.on_text)
@@ -287,9 +285,6 @@ class _StreamingPolicy:
             detokenizer.end()
             self._listener.on_turn_end()
 
-    async def stop(self) -> None:
-        await self._policy.stop()
-
 
 class IncrementalDetokenizer:
     """Decode tokens to text incrementally. Holds back incomplete UTF-8 sequences; drops end-of-turn tokens."""
@@ -299,20 +294,17 @@ class IncrementalDetokenizer:
         self._ids: list[int] = []
         self._num_emitted = 0
 
-    def add(self, ids: Ids) -> None:
+    def add(self, ids: Ids, is_final: bool = False) -> None:
         self._ids += [token for token in ids.tolist() if token not in self._chat.end_token_ids]
-        self._emit(is_final=False)
-
-    def end(self) -> None:
-        self._emit(is_final=True)
-
-    def _emit(self, is_final: bool) -> None:
         text = self._chat.decode(self._ids)
         if not is_final:
             text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # an incomplete UTF-8 sequence
         if len(text) > self._num_emitted:
             self._on_text(text[self._num_emitted :])
             self._num_emitted = len(text)
+
+    def end(self) -> None:
+        self.add(as_token_ids(()), is_final=True)
 
 
 class _ChatSession:

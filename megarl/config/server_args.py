@@ -69,20 +69,16 @@ _CHOICE_LISTS = {
 
 
 @functools.cache
-def _sglang_folder() -> Path:
+def sglang_folder() -> Path:
+    """Return the folder of the package sglang.srt. Raises ConfigError if SGLang is not installed."""
     spec = importlib.util.find_spec("sglang")  # finds the package without running it
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"the package sglang is not installed: {INSTALL_HINT}")
     return Path(spec.submodule_search_locations[0], "srt")
 
 
-def check_installed() -> None:
-    """Raise ConfigError if SGLang is not installed."""
-    _sglang_folder()
-
-
 def _parse_source(file: str) -> ast.Module:
-    path = _sglang_folder() / file
+    path = sglang_folder() / file
     try:
         return ast.parse(path.read_text())
     except (OSError, SyntaxError):
@@ -92,7 +88,7 @@ def _parse_source(file: str) -> ast.Module:
 def _read_choices(file: str, name: str) -> tuple[str, ...]:
     choices = foreign_dataclasses.parse_constants(_parse_source(file)).get(name)
     if not isinstance(choices, list | tuple):
-        raise ConfigError(f"{_sglang_folder() / file} has no list {name}; MegaRL needs SGLang 0.5.23")
+        raise ConfigError(f"{sglang_folder() / file} has no list {name}; MegaRL needs SGLang 0.5.23")
     return tuple(choices)
 
 
@@ -104,7 +100,7 @@ def load_fields() -> dict[str, foreign_dataclasses.Field]:
     """
     names = foreign_dataclasses.parse_constants(_parse_source("arg_groups/choices.py"))
     fields: dict[str, foreign_dataclasses.Field] = {}
-    for path in sorted((_sglang_folder() / "arg_groups" / "fields").glob("*.py")):
+    for path in sorted((sglang_folder() / "arg_groups" / "fields").glob("*.py")):
         for node in _parse_source(f"arg_groups/fields/{path.name}").body:
             if isinstance(node, ast.ClassDef):
                 fields |= foreign_dataclasses.parse_fields(node.body, names, node.name)
@@ -179,14 +175,14 @@ def check_sampling(rollout: RolloutConfig) -> None:
 
     Without the masks the trainer could not compute the distribution that was sampled from.
     """
-    keys = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k != -1, "min_p": rollout.min_p > 0}
-    settings_text = [f"rollout.{name}={getattr(rollout, name):g}" for name, is_set in keys.items() if is_set]
+    is_set = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k != -1, "min_p": rollout.min_p > 0}
+    what = " and ".join(f"rollout.{name}={getattr(rollout, name):g}" for name in is_set if is_set[name])
+    why = "the sampling masks that training needs"
     if rollout.top_k in (0, 1):
         remedy = "-1 for all tokens" if rollout.top_k == 0 else "2 or more, or rollout.temperature=0, which is greedy"
         raise ConfigError(f"{rollout.top_k=} leaves nothing to sample; set it to {remedy}")
     if not rollout.has_truncated_sampling:
         return
-    what, why = " and ".join(settings_text), "the sampling masks that training needs"
     if rollout.top_k < 0:
         raise ConfigError(
             f"{what} without rollout.top_k: SGLang does not return {why} unless their size is bounded; also set "

@@ -164,7 +164,7 @@ class TableDataset(LazySequence[Item]):
         return len(self.rows)
 
     def get(self, index: int) -> Item:
-        return self.make_item(*self.rows[index], index)
+        return self.make_item(*self.rows.get(index), index)
 
     def select(self, indices: Sequence[int]) -> TableDataset[Item]:
         keys = None if self.keys is None else self.keys[np.asarray(indices, np.int64)]

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow
@@ -218,13 +218,7 @@ class LazySequence(Sequence[Item]):
     def select(self, indices: Sequence[int]) -> Sequence[Item]:
         """Return the items at these indices, in this order."""
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Item]: ...
-
-    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
+    def __getitem__(self, index: Any) -> Any:
         return self.select(range(*index.indices(len(self)))) if isinstance(index, slice) else self.get(index)
 
 

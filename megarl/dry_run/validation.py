@@ -28,8 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.checkpoint.disk_space import format_bytes
-from megarl.config import Config, ConfigError, ParallelConfig, Range, strict
-from megarl.config.server_args import check_installed, check_sampling
+from megarl.config import Config, ConfigError, ParallelConfig, Range, server_args, strict
 from megarl.controllers.controller import load_requirements, make_controller
 from megarl.controllers.rollout_correction import check_correction
 from megarl.dry_run import config_checks as checks
@@ -247,14 +246,14 @@ def validate(
     if dry_run and is_data_readable:  # a run reads all of it next
         _check_chats(hf, config, declared, attempt, warnings)
     if declared.has_rollout:
-        passes(check_sampling, config.rollout)
+        passes(server_args.check_sampling, config.rollout)
         passes(checks.check_lengths, hf, config, warnings)
         passes(rollout_checks.check_timeouts, config, warnings)
     if declared.has_engines(config):
         does_divide = passes(checks.check_engine, hf, config) and does_divide
         if dry_run:
             try:
-                check_installed()
+                server_args.sglang_folder()
             except ConfigError as error:  # plans are also made on other machines
                 warnings.append(f"the run would be rejected: {error}")
         else:
