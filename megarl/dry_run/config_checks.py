@@ -7,11 +7,12 @@ of model folders are in `model_folders.py`.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from megarl.checkpoint import disk_space
-from megarl.config import Config, ConfigError, LoraConfig, server_args
+from megarl.config import Config, ConfigError, DataConfig, LoraConfig, server_args
 from megarl.config.hub import is_name
 from megarl.controllers.mini_batches import load_policy_loss
 from megarl.data.datasets import check_first_rows
@@ -365,6 +366,19 @@ def check_file_name(key: str, path: str) -> None:
         raise ConfigError(f"{missing}, and data files end in .jsonl or .parquet{remedy if is_name(path) else ''}")
 
 
+def _describe_overlap(data: DataConfig, train: Mapping[str, str], held_out: Mapping[str, str]) -> str:
+    """Name a file or rows of the evaluation that are also trained on. train, held_out: first rows -> locations."""
+    files = {os.path.realpath(path): path for path in data.train}
+    for path in data.eval if held_out else ():
+        if (other := files.get(os.path.realpath(path))) is not None:
+            return f"data.eval={path} is data.train={other}"
+    common = [text for text in held_out if text in train]
+    if not common:
+        return ""
+    example = f"{held_out[common[0]]} as {train[common[0]]}"
+    return f"data.eval: {len(common)} of the first {len(held_out)} rows are also in data.train, such as {example}"
+
+
 def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: list[str]) -> None:
     data, run = config.data, config.run
     if not data.train:
@@ -401,19 +415,8 @@ def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: 
             check_no_nan(Path(path), order)
         if declared.item == "prompts" and "reward" in declared.roles:
             warnings += check_truth_file(config, path)
-    train_files = {os.path.realpath(path): path for path in data.train}
-    common_files = [path for path in data.eval if eval_texts and os.path.realpath(path) in train_files]
-    common_rows = [text for text in eval_texts if text in train_texts]
-    subject = ""
-    if common_files:
-        subject = f"data.eval={common_files[0]} is data.train={train_files[os.path.realpath(common_files[0])]}"
-    elif common_rows:
-        subject = (
-            f"data.eval: {len(common_rows)} of the first {len(eval_texts)} rows are also in data.train, such as "
-            f"{eval_texts[common_rows[0]]} as {train_texts[common_rows[0]]}"
-        )
-    if subject:
-        warnings.append(f"{subject}: evaluating on training data does not measure generalization")
+    if overlap := _describe_overlap(data, train_texts, eval_texts):
+        warnings.append(f"{overlap}: evaluating on training data does not measure generalization")
     if run.eval_samples > 1 and declared.item == "prompts" and config.rollout.temperature == 0:
         raise ConfigError(
             f"{run.eval_samples=} with rollout.temperature=0: all answers are identical; set only one of them"

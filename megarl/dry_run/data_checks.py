@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -182,18 +183,14 @@ class _RowChecker:
         return pairs_too_long_error(path, count, self.max_pair_tokens, self.positions, shortest)
 
 
-def list_files(config: Config) -> list[tuple[str, ...]]:
-    """Return the training and evaluation files that the run reads."""
-    return [config.data.train, config.data.eval if config.run.eval_every else ()]
-
-
-def iter_file_prompts(config: Config) -> Iterator[Prompt]:
-    """Yield all prompts of a run, without token ids."""
+def check_offered_by_files(config: Config, declared: Requirements, catalog: EnvironmentCatalog) -> None:
+    """Apply `check_offered` to the prompts of all files of a run, if they exist."""
     data = config.data
-    for paths in list_files(config):
-        for path, name in zip(paths, name_datasets(paths), strict=True):
-            for _, prompt in iter_prompts(Path(path), data.prompt_key, data.label_key, name):
-                yield prompt
+    files = list(zip(data.train, name_datasets(data.train), strict=True))
+    files += zip(data.eval, name_datasets(data.eval), strict=True) if config.run.eval_every else ()
+    if should_check_offered(config, declared) and all(Path(path).exists() for path, _ in files):
+        rows = (iter_prompts(Path(path), data.prompt_key, data.label_key, name) for path, name in files)
+        check_offered((prompt for _, prompt in chain.from_iterable(rows)), catalog)
 
 
 def should_check_offered(config: Config, declared: Requirements) -> bool:

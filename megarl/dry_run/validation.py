@@ -287,11 +287,9 @@ def _check_chats(
         return
     if declared.has_engines(config):
         attempt(data_checks.check_tool_calls, hf, config, chat, warnings)
-    if declared.item == "rows" or attempt(data_checks.check_rows, hf, config, declared, chat, warnings) is _FAILED:
-        return
-    all_exist = all(Path(path).exists() for paths in data_checks.list_files(config) for path in paths)
-    if all_exist and data_checks.should_check_offered(config, declared):
-        attempt(data_checks.check_offered, data_checks.iter_file_prompts(config), chat.catalog)
+    if declared.item != "rows":
+        if attempt(data_checks.check_rows, hf, config, declared, chat, warnings) is not _FAILED:
+            attempt(data_checks.check_offered_by_files, config, declared, chat.catalog)
 
 
 def _group_ranks(config: Config, roles: Sequence[str], served: Iterable[str]) -> dict[str, str]:
@@ -358,12 +356,15 @@ def _facts(
     unit = checks.batch_unit(declared)
     samples = f" prompts x {rollout.samples_per_prompt}" if declared.has_rollout else ""
     batch = [(f"{unit} a step", f"{config.data.prompts_per_step}{samples}")]
-    updates = [
-        ("updates a step", f"{run.num_update} = {run.ppo_epochs} epochs x {per_epoch}"),
-        ("mini-batch", f"{sequences / per_epoch:g} {unit} over dp {checks.data_parallel_size(config, declared)}"),
-        ("updates in total", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),
-    ]
-    batch += updates if declared.trained_roles else [("steps", f"{run.num_rollout}")]
+    if declared.trained_roles:
+        mini_batch = f"{sequences / per_epoch:g} {unit} over dp {checks.data_parallel_size(config, declared)}"
+        batch += [
+            ("updates a step", f"{run.num_update} = {run.ppo_epochs} epochs x {per_epoch}"),
+            ("mini-batch", mini_batch),
+            ("updates in total", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),
+        ]
+    else:
+        batch.append(("steps", f"{run.num_rollout}"))
     if "critic" in roles and (warmup := config.critic.warmup_steps):
         num_updates = make_controller(config).num_updates(declared.main_role)
         batch.append(("", f"the policy's begin after {warmup} steps: {num_updates}"))
