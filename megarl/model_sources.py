@@ -172,7 +172,11 @@ def build_config(
         tree[name] = {**tree.get(name, {}), **section}
     tree["algorithm"], tree["model"] = "generate", {**tree.get("model", {}), "path": target.model}
     if target.settings is None:
-        tree["rollout"] = {**_fit_lengths(target), **tree.get("rollout", {})}
+        defaults, positions = RolloutConfig(), load_hf_config(Path(target.model)).get("max_position_embeddings")
+        if isinstance(positions, int) and positions < defaults.max_context:
+            max_new_tokens = min(defaults.max_new_tokens, max(1, positions // 2))
+            lengths = {"max_context": positions, "max_new_tokens": max_new_tokens}
+            tree["rollout"] = {**lengths, **tree.get("rollout", {})}
     config = _load_tree(tree, overrides, file)
     has_reward = config.reward.functions or config.reward.model or config.roles.get("reward")
     if not has_reward and not config.rollout.environments:
@@ -180,14 +184,6 @@ def build_config(
     world = config.parallel.world_size if "parallel.world_size" in keys else config.rollout.tp
     tree["parallel"] = {**tree.get("parallel", {}), "world_size": world, "ranks_per_node": world}
     return _load_tree(tree, overrides, file)
-
-
-def _fit_lengths(target: Target) -> dict[str, int]:
-    """Return lengths that fit a model with fewer positions than the default max_context."""
-    defaults, positions = RolloutConfig(), load_hf_config(Path(target.model)).get("max_position_embeddings")
-    if not isinstance(positions, int) or positions >= defaults.max_context:
-        return {}
-    return {"max_context": positions, "max_new_tokens": min(defaults.max_new_tokens, max(1, positions // 2))}
 
 
 def _load_tree(tree: dict[str, Any], overrides: Sequence[str], file: Path) -> Config:

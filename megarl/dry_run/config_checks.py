@@ -1,7 +1,6 @@
 """Checks of a configuration, one function per subject. Pure: they only read files and raise ConfigError.
 
-For a setting that is legal but surely not intended they append a line to `warnings`. `validation.py` calls them. Checks
-of model folders are in `model_folders.py`.
+For a setting that is legal but surely not intended they append a line to `warnings`.
 """
 
 from __future__ import annotations

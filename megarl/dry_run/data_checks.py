@@ -147,7 +147,12 @@ class _RowChecker:
         else:
             stats.is_complete = True
         if stats.is_complete and stats.num_rows and not stats.num_fitting:
-            raise self._too_long_error(path, stats.num_rows, stats.shortest)
+            count, shortest = stats.num_rows, stats.shortest
+            if self.declared.item == "prompts":
+                raise prompts_too_long_error(count, self.max_prompt_tokens, shortest)
+            if self.declared.item == "conversations":
+                raise conversations_too_long_error(path, count, self.positions, shortest)
+            raise pairs_too_long_error(path, count, self.max_pair_tokens, self.positions, shortest)
         if dropped := stats.num_rows - stats.num_fitting:
             scope = f"of {stats.num_rows}" if stats.is_complete else f"of the first {stats.num_rows}"
             self.warnings.append(f"{path}: {dropped} {scope} rows are too long and will be excluded")
@@ -174,13 +179,6 @@ class _RowChecker:
                 longest = max(pair.chosen.num_tokens, pair.rejected.num_tokens)
                 fits = pair.num_tokens <= self.max_pair_tokens and longest <= self.positions
                 yield pair.num_tokens, fits, key(row, location)
-
-    def _too_long_error(self, path: str, count: int, shortest: int) -> ConfigError:
-        if self.declared.item == "prompts":
-            return prompts_too_long_error(count, self.max_prompt_tokens, shortest)
-        if self.declared.item == "conversations":
-            return conversations_too_long_error(path, count, self.positions, shortest)
-        return pairs_too_long_error(path, count, self.max_pair_tokens, self.positions, shortest)
 
 
 def check_offered_by_files(config: Config, declared: Requirements, catalog: EnvironmentCatalog) -> None:

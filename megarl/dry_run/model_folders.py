@@ -1,8 +1,5 @@
 """Check the models that a configuration names, as they are on disk, without loading them.
 
-`policy_and_critic` covers the trained models: complete folders, known families, one vocabulary. `read_served_models`
-covers models that are not trained: reward models, teachers and the models of a fork's own roles.
-
 The functions only read files. They raise ConfigError, and append to `warnings` what is valid but surely not intended.
 """
 
@@ -34,7 +31,8 @@ from megarl.workers.worker_registry import TEACHER, RegisteredWorker, resolve_wo
 def policy_and_critic(
     config: Config, declared: Requirements, dry_run: bool, warnings: list[str]
 ) -> tuple[HFConfig, HFConfig | None]:
-    """Return config.json of the policy and of the critic, if there is one."""
+    """Return config.json of the policy and of the critic, if there is one: complete folders, known families, one
+    vocabulary."""
     if dry_run and config.model.hf_config:
         hf = _check_family(load_hf_config(config.model.hf_config))
     elif config.model.path:
@@ -223,10 +221,9 @@ def read_served_models(
     dry_run: bool,
     warnings: list[str],
 ) -> ServedModels:
-    """Read the configurations of all models that are not trained. Raises ConfigError.
+    """Read the configurations of all models that are not trained: reward models, teachers, those of a fork's roles.
 
     hf: the policy's. has_builtin_reward: a built-in worker computes the reward, and its options are valid.
-    `warnings` gets a line for what is surely not intended.
     """
 
     def worker_of(role: str) -> RegisteredWorker:

@@ -3,14 +3,6 @@
 `validate` runs at the start of every run, so that a mistake costs seconds instead of a wait in the queue. `--dry-run`
 prints its report and stops. It starts no rank, device, Megatron or engine: a laptop checks a recipe for 512 GPUs. Only
 a dry run also reads the tokenizer and the data (`data_checks.py`), which a run reads anyway in its first seconds.
-
-`check_sandbox` hands the sandbox settings to every process and probes the sandbox.
-
-`Expectation` holds what a run must reach. A configuration states it under `expect`, which turns an example into a test:
-
-    expect:
-      eval/reward_greedy: {min: 0.9}               # its last value
-      rollout/logprob_diff: {max: 1.0e-4, step: 5}  # its last value at step 5 or earlier
 """
 
 from __future__ import annotations
@@ -94,6 +86,13 @@ Bound = Annotated[float, Range(-1e300, 1e300)]
 
 @dataclass(frozen=True)
 class Expectation:
+    """What a metric must reach. A configuration states it under `expect`, which turns an example into a test:
+
+    expect:
+      eval/reward_greedy: {min: 0.9}               # its last value
+      rollout/logprob_diff: {max: 1.0e-4, step: 5}  # its last value at step 5 or earlier
+    """
+
     synonyms = {"least": "min", "most": "max"}
     min: Bound | None = None
     max: Bound | None = None
@@ -144,21 +143,18 @@ GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, commercially availabl
 
 @dataclass(frozen=True)
 class Report:
-    """Result of `validate`.
-
-    `facts`: section -> rows of (name, value). `memory`: one entry per pipeline stage of the actor, or of the reward
-    model in training; `memory_label` names its ranks, and is empty if there are no others. `other_memory`: the same for
-    ranks with other roles, by label.
-
-    All are empty if a mistake in the layout or the model leaves nothing to plan.
-    """
+    """Result of `validate`. Only errors and warnings if a mistake in the layout or the model leaves nothing to plan."""
 
     errors: list[str]
     warnings: list[str]
     facts: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    """Section -> rows of (name, value)."""
     memory: list[StageMemory] = field(default_factory=list)
+    """By pipeline stage of the actor, or of the reward model in training."""
     memory_label: str = ""
+    """The ranks of `memory`; empty if there are no others."""
     other_memory: Mapping[str, list[StageMemory]] = field(default_factory=dict)
+    """The same for ranks with other roles, by label."""
 
     @property
     def ok(self) -> bool:
