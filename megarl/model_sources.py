@@ -14,7 +14,7 @@ from megarl.checkpoint import manifest
 from megarl.checkpoint.manifest import list_models, resolve_checkpoint
 from megarl.checkpoint.to_hf import convert
 from megarl.config import Config, ConfigError, RolloutConfig, load_config, plain_yaml
-from megarl.config.hub import folder_of
+from megarl.config.paths import find_model_folder
 from megarl.controllers.controller import load_requirements
 from megarl.dry_run.model_folders import folder_config
 from megarl.models.registry import family_of, load_hf_config, num_trained_mtp
@@ -68,7 +68,7 @@ class Target:
 
 def resolve_target(argument: str) -> Target:
     """Resolve a path or a name. Raises ConfigError if it is no model and contains none."""
-    path = Path(folder_of(argument))
+    path = Path(find_model_folder(argument))
     try:
         is_folder, is_model = path.is_dir(), (path / "config.json").is_file()
     except OSError as error:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import strict
-from megarl.config.hub import folder_of
 from megarl.config.keys import (  # noqa: F401  re-exported
     AdvantageConfig,
     CorrectionConfig,
@@ -38,7 +37,7 @@ from megarl.config.keys import (  # noqa: F401  re-exported
     TrainConfig,
     Weight,
 )
-from megarl.config.paths import expand, expand_config_paths
+from megarl.config.paths import expand, expand_config_paths, find_model_folder
 from megarl.config.recipes import apply_recipe
 from megarl.config.strict import ConfigError, Range, to_dict  # noqa: F401  re-exported
 
@@ -215,9 +214,9 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     config = from_dict(plain_yaml.apply_overrides(tree, overrides, example_keys))
     return replace(
         config,
-        model=replace(config.model, path=folder_of(config.model.path)),
-        critic=replace(config.critic, path=folder_of(config.critic.path)),
-        reward=replace(config.reward, model=folder_of(config.reward.model)),
+        model=replace(config.model, path=find_model_folder(config.model.path)),
+        critic=replace(config.critic, path=find_model_folder(config.critic.path)),
+        reward=replace(config.reward, model=find_model_folder(config.reward.model)),
     )
 
 

@@ -1,8 +1,7 @@
 """Expand `~`, `~user`, `$NAME` and `${NAME}` in paths, once, when configurations and command lines are read.
 
-Libraries that expand paths themselves then find nothing left to expand, so all of them use the same file.
-
-`substitute_env` replaces `${NAME}` and `${NAME:-default}` in file formats of other programs (MCP clients, Harbor).
+Libraries that expand paths themselves then find nothing left to expand, so all of them use the same file. Names of
+models on the Hugging Face Hub become their folders in this machine's cache.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _PATH_NAME = re.compile(r"(.*_)?(path|dir|folder|file)")
 """Keys that are paths in pass-through mappings: `rollout.sglang.download_dir`, `options.tasks_file`."""
 _WORD = re.compile(r"""(?:[^\s'"\\]|'[^']*'|"(?:\\.|[^"\\])*"|\\.)+""")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SPECS = ("mcp", "harbor")
 """Prefixes of `rollout.tools` and `rollout.environments` with a path after the colon."""
 
@@ -123,8 +123,29 @@ def _map_strings(function: Callable[[str, str], str], value: Any, key: str) -> A
     return value
 
 
+def is_hub_name(path: str) -> bool:
+    """True if `path` looks like a name on the Hugging Face Hub, such as `Qwen/Qwen3-30B-A3B`, and does not exist."""
+    return bool(_HUB_NAME.fullmatch(path)) and not Path(path).exists()
+
+
+def find_model_folder(path: str) -> str:
+    """Return the folder of a model in the Hub's cache (`HF_HOME`), or `path` itself if it is not there.
+
+    Never downloads: every rank of a job would, and nodes may have no network.
+    """
+    if not is_hub_name(path):
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(path, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError):
+        return path
+
+
 def substitute_env(text: str, where: str) -> str:
-    """Return `text` with each placeholder replaced.
+    """Return text of another program's file (MCP clients, Harbor) with each `${NAME}` and `${NAME:-default}` replaced.
 
     Raises ConfigError, prefixed with `where`, for an unset variable: processes of environments only see the variables
     listed in `rollout.pass_env`.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megarl.checkpoint import disk_space
 from megarl.config import Config, ConfigError, DataConfig, LoraConfig, server_args
-from megarl.config.hub import is_name
+from megarl.config.paths import is_hub_name
 from megarl.controllers.mini_batches import load_policy_loss
 from megarl.data.datasets import check_first_rows
 from megarl.data.loader import check_files, check_no_nan
@@ -362,7 +362,7 @@ def check_file_name(key: str, path: str) -> None:
         raise ConfigError(f"{missing}; write several as a list, {key}=[one.jsonl,two.jsonl]")
     if Path(path).suffix.lower() not in (".jsonl", ".parquet"):
         remedy = "; if it is the name of a data set on the Hub, fetch that first by hf download --repo-type dataset"
-        raise ConfigError(f"{missing}, and data files end in .jsonl or .parquet{remedy if is_name(path) else ''}")
+        raise ConfigError(f"{missing}, and data files end in .jsonl or .parquet{remedy if is_hub_name(path) else ''}")
 
 
 def _describe_overlap(data: DataConfig, train: Mapping[str, str], held_out: Mapping[str, str]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from megarl.config import Config, ConfigError, strict
-from megarl.config.hub import is_name
+from megarl.config.paths import is_hub_name
 from megarl.models.family import VALUE_HEAD, HFConfig, is_classifier
 from megarl.models.hf_folder import open_hf
 from megarl.models.memory import InferenceStage, classifier_stages, inference_stages
@@ -162,7 +162,7 @@ def folder_config(path: str, key: str) -> HFConfig:
         raise ConfigError(f"{key}={path} is a file; name the model's folder, which has its config.json and weights")
     if not Path(path).is_dir():
         remedy = "put the model there, or correct the path"
-        if is_name(path):
+        if is_hub_name(path):
             remedy = (
                 "nor has this machine's cache of the Hub a model of that name: `hf download NAME` gets it by its name, "
                 "`hf download NAME --local-dir FOLDER` into a folder"
