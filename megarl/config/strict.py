@@ -173,7 +173,7 @@ def is_valid(value: Any, kind: Any) -> bool:
         return math.isfinite(value)
     if kind in (int, float):
         return isinstance(value, int) and not isinstance(value, bool)
-    return kind is Any or isinstance(value, kind)
+    return kind is Any or isinstance(value, origin or kind)
 
 
 def check_value(value: Any, kind: Any, name: str) -> None:
