@@ -24,6 +24,10 @@ from megarl import __version__
 from megarl.config.command_line import INSTALL_HINT, USAGE_ERROR, Parser, missing_package_hint, run_cli
 
 REQUIRED = {"torch": "torch", "megatron-core": "megatron.core", "sglang": "sglang", "transformers": "transformers"}
+OPTIONAL = {
+    "transformer-engine": "fused attention and norms, FP8; needed on a GPU",
+    "apex": "fused optimizers, built from NVIDIA's source; optional",
+}
 PROGRAMS = ("train", "eval", "chat", "torchrun")
 
 
@@ -56,25 +60,18 @@ def check_packages() -> Iterator[CheckResult]:
         version = installed_version(name)
         is_usable = bool(version) and is_installed(module)
         yield CheckResult(name, "yes" if is_usable else "MISSING", version or INSTALL_HINT)
-    yield _check_optional("transformer-engine", "transformer_engine", "fused attention and norms, FP8; needed on a GPU")
-    yield _check_optional("apex", "apex", "fused optimizers, built from NVIDIA's source; optional")
+    for name, purpose in OPTIONAL.items():
+        is_usable = is_installed(name.replace("-", "_"))
+        yield CheckResult(name, "yes" if is_usable else "no", installed_version(name) if is_usable else purpose)
 
 
-def _check_optional(name: str, module: str, purpose: str) -> CheckResult:
-    return CheckResult(
-        name, "yes" if is_installed(module) else "no", installed_version(name) if is_installed(module) else purpose
-    )
-
-
-def check_devices() -> list[CheckResult]:
+def check_devices() -> CheckResult:
     if not installed_version("torch") or not is_installed("torch"):
-        return [CheckResult("devices", "MISSING", f"needs torch: {INSTALL_HINT}")]
+        return CheckResult("devices", "MISSING", f"needs torch: {INSTALL_HINT}")
     from megarl.parallel import device
 
-    names = device.gpu_names()
-    cores = f"{len(os.sched_getaffinity(0))} cores"
-    devices = ", ".join(names) if names else "no GPU: trains and generates on the CPU"
-    return [CheckResult("devices", "yes", f"{devices}; {cores}")]
+    devices = ", ".join(device.gpu_names()) or "no GPU: trains and generates on the CPU"
+    return CheckResult("devices", "yes", f"{devices}; {len(os.sched_getaffinity(0))} cores")
 
 
 def check_sandbox() -> CheckResult:
@@ -88,11 +85,8 @@ def check_sandbox() -> CheckResult:
     except (OSError, subprocess.TimeoutExpired) as error:
         return CheckResult(name, "no", f"{type(error).__name__}; {remedy}")
     stderr = " ".join(process.stderr.split())[:100]
-    return (
-        CheckResult(name, "no", f"{stderr}; {remedy}")
-        if process.returncode
-        else CheckResult(name, "yes", "makes a box")
-    )
+    is_failed = process.returncode != 0
+    return CheckResult(name, "no" if is_failed else "yes", f"{stderr}; {remedy}" if is_failed else "makes a box")
 
 
 def check_slurm() -> CheckResult:
@@ -108,10 +102,8 @@ def check_space() -> Iterator[CheckResult]:
     yield CheckResult("disk", "yes", f"{usage.free / 1e9:.0f} of {usage.total / 1e9:.0f} GB free in {Path.cwd()}")
     memory = Path("/proc/meminfo")
     if memory.is_file():
-        values = {line.split()[0]: int(line.split()[1]) * 1024 for line in memory.read_text().splitlines()}
-        yield CheckResult(
-            "memory", "yes", f"{values['MemAvailable:'] / 1e9:.0f} of {values['MemTotal:'] / 1e9:.0f} GB free"
-        )
+        gb = {line.split()[0]: int(line.split()[1]) * 1024 / 1e9 for line in memory.read_text().splitlines()}
+        yield CheckResult("memory", "yes", f"{gb['MemAvailable:']:.0f} of {gb['MemTotal:']:.0f} GB free")
     if Path("/dev/shm").is_dir():
         shared = shutil.disk_usage("/dev/shm").total
         short = "" if shared >= 2e9 else "; ranks share memory through it: enlarge it (--shm-size of the container)"
@@ -123,7 +115,7 @@ def run_checks() -> list[CheckResult]:
     is_supported = sys.version_info[:2] == (3, 11)
     note = "" if is_supported else "; the lists of launch/ are for 3.11"
     python = CheckResult("Python", "yes" if is_supported else "no", sys.version.split()[0] + note)
-    return [python, *check_devices(), *check_packages(), check_sandbox(), check_slurm(), *check_space()]
+    return [python, check_devices(), *check_packages(), check_sandbox(), check_slurm(), *check_space()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

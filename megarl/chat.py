@@ -100,7 +100,7 @@ def run_chat(options: Namespace) -> int:
         if options.environment:
             settings["rollout"] |= {"environments": [options.environment], "tools": []}
         file = Path(folder, "chat.yaml")
-        reserved = {**model_sources.RESERVED_KEYS, "run.dir": "nothing is saved", "data": "you write the prompts"}
+        reserved = {"run.dir": "nothing is saved", "data": "you write the prompts"}
         model_sources.build_config(target, settings, options.overrides, file, reserved)
         ready = target.prepare(Path(folder, "model"))
         return converse(model_sources.build_config(ready, settings, options.overrides, file, reserved), options)
@@ -121,20 +121,22 @@ def converse(config: Config, options: Namespace) -> int:
     chat = ChatTemplate.load(config.model.path, catalog.tools, catalog.environments)
     chat.check_tools()
     engine = Engine(config)
-    terminal = Terminal()
     print(f"starting {config.model.path} ...", flush=True)
     try:
         engine.start()
         engine.wait_ready()
+        parser, marker = engine.tool_call_parser, engine.tool_call_marker
         if chat.tools:
-            parser, marker = engine.tool_call_parser, engine.tool_call_marker
-            of_family = not config.rollout.tool_call_parser
-            limit = config.rollout.request_timeout
+            limit, of_family = config.rollout.request_timeout, not config.rollout.tool_call_parser
             if complaint := check_parser(chat, engine.url, engine.api_key, parser, marker, limit, of_family):
                 raise ConfigError(complaint)
         print(f"with {describe_tools(chat)}; /reset starts over, /quit exits", flush=True)
         with asyncio.Runner() as runner:
-            conversation = runner.run(_open_conversation(config, chat, terminal, options))
+
+            async def open_conversation() -> ChatConversation:
+                return ChatConversation(config, chat, Terminal(), options.row, options.system)
+
+            conversation = runner.run(open_conversation())
             try:
                 read_lines(runner, conversation, engine, config)
             finally:
@@ -144,12 +146,6 @@ def converse(config: Config, options: Namespace) -> int:
     finally:
         engine.shutdown()
     return 0
-
-
-async def _open_conversation(
-    config: Config, chat: ChatTemplate, terminal: Terminal, options: Namespace
-) -> ChatConversation:
-    return ChatConversation(config, chat, terminal, options.row, options.system)
 
 
 def read_lines(runner: asyncio.Runner, conversation: ChatConversation, engine: Engine, config: Config) -> None:
@@ -187,12 +183,10 @@ def read_lines(runner: asyncio.Runner, conversation: ChatConversation, engine: E
 async def _answer_line(conversation: ChatConversation, engine: Engine, config: Config, line: str) -> str:
     from megarl.engine.client import Client
 
-    async with Client(
-        engine.url, engine.api_key, config.rollout.request_timeout, None, engine.weight_version
-    ) as client:
-        return await conversation.send(
-            line, client, make_parser(client, engine.tool_call_parser, engine.tool_call_marker)
-        )
+    timeout = config.rollout.request_timeout
+    async with Client(engine.url, engine.api_key, timeout, None, engine.weight_version) as client:
+        parse = make_parser(client, engine.tool_call_parser, engine.tool_call_marker)
+        return await conversation.send(line, client, parse)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -226,9 +220,9 @@ class ChatConversation:
         self._config, self._chat, self._listener = config, chat, listener
         limits = ProcessLimits(rollout.pass_env, rollout.tool_memory_mb)
         self._sessions = EnvironmentPool(chat.catalog, rollout.tool_timeout, 4, None, limits)
-        self._persistent = _PersistentSessions(self._sessions, listener)
+        self._session = _ChatSession(self._sessions, listener)
         self._lines = 0
-        self._row = dict(row)
+        self._row = row
         self._system_messages: tuple[Message, ...] = ({"role": "system", "content": system},) if system else ()
         self.messages: tuple[Message, ...] = self._system_messages
 
@@ -239,9 +233,8 @@ class ChatConversation:
         """
         chat, rollout = self._chat, self._config.rollout
         messages: tuple[Message, ...] = (*self.messages, {"role": "user", "content": text})
-        extra = {name: value for name, value in self._row.items() if name != "ground_truth"}
-        ground_truth = self._row.get("ground_truth")
-        prompt = Prompt(f"line-{self._lines}", messages, ground_truth=ground_truth, extra=extra)
+        extra = dict(self._row)
+        prompt = Prompt(f"line-{self._lines}", messages, ground_truth=extra.pop("ground_truth", None), extra=extra)
         try:
             prompt = replace(prompt, token_ids=as_token_ids(chat.encode_prompt(prompt)))
         except ConfigError as error:
@@ -250,12 +243,12 @@ class ChatConversation:
             return f"the conversation has {length} tokens, and rollout.max_context={rollout.max_context}: /reset it"
         seed = derive_seed(self._config.run.seed, self._lines, 0)
         self._lines += 1
-        context = RolloutContext(chat, cast(EnvironmentPool, self._persistent), parse, rollout)
+        context = RolloutContext(chat, cast(EnvironmentPool, self._session), parse, rollout)
         streaming_policy = _StreamingPolicy(policy, chat, self._listener)
         params = build_sampling_params(rollout, chat, greedy=False, seed=seed)
         trajectory = await run_conversation(PartialRollout.begin(prompt, seed), streaming_policy, context, params)
         if trajectory.status == "aborted":
-            if self._persistent.is_lost:
+            if self._session.is_lost:
                 await self.reset()
             return f"aborted: {trajectory.failure}"
         self.messages = trajectory.messages
@@ -265,11 +258,11 @@ class ChatConversation:
     async def reset(self) -> None:
         """Start a new conversation."""
         self.messages = self._system_messages
-        self._persistent.close()
-        self._persistent = _PersistentSessions(self._sessions, self._listener)
+        self._session.end()
+        self._session = _ChatSession(self._sessions, self._listener)
 
     async def close(self) -> None:
-        self._persistent.close()
+        self._session.end()
         await self._sessions.aclose()
 
 
@@ -278,6 +271,7 @@ class _StreamingPolicy:
 
     def __init__(self, policy: Policy, chat: ChatTemplate, listener: Terminal) -> None:
         self._policy, self._chat, self._listener = policy, chat, listener
+        self.stop = policy.stop
 
     async def generate(
         self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: TokenCallback | None = None
@@ -289,9 +283,6 @@ class _StreamingPolicy:
             detokenizer.end()
             self._listener.on_turn_end()
 
-    async def stop(self) -> None:
-        await self._policy.stop()
-
 
 class IncrementalDetokenizer:
     """Decode tokens to text incrementally. Holds back incomplete UTF-8 sequences; drops end-of-turn tokens."""
@@ -301,14 +292,8 @@ class IncrementalDetokenizer:
         self._ids: list[int] = []
         self._num_emitted = 0
 
-    def add(self, ids: Ids) -> None:
+    def add(self, ids: Ids, is_final: bool = False) -> None:
         self._ids += [token for token in ids.tolist() if token not in self._chat.end_token_ids]
-        self._emit(is_final=False)
-
-    def end(self) -> None:
-        self._emit(is_final=True)
-
-    def _emit(self, is_final: bool) -> None:
         text = self._chat.decode(self._ids)
         if not is_final:
             text = text.rstrip("\N{REPLACEMENT CHARACTER}")  # an incomplete UTF-8 sequence
@@ -316,49 +301,34 @@ class IncrementalDetokenizer:
             self._on_text(text[self._num_emitted :])
             self._num_emitted = len(text)
 
+    def end(self) -> None:
+        self.add(as_token_ids(()), is_final=True)
 
-class _PersistentSessions:
-    """Environment pool with a single session that persists across lines; the first line that needs it opens it."""
 
-    def __init__(self, sessions: EnvironmentPool, listener: Terminal) -> None:
-        self._sessions, self._listener = sessions, listener
+class _ChatSession:
+    """The environment session of a chat, which persists across lines: to each line's rollout both pool and session."""
+
+    def __init__(self, pool: EnvironmentPool, listener: Terminal) -> None:
+        self._pool, self._listener = pool, listener
         self._session: EnvironmentSession | None = None
-        self._lines = 0
+        self._first_call = 0
         self.is_lost = False
 
-    async def open_session(self, prompt: Prompt) -> _LineSession:
-        self._lines += 1
-        is_new = self._session is None
+    async def open_session(self, prompt: Prompt) -> _ChatSession:
+        self._first_call += _CALL_NUMBER_STRIDE
+        self.messages = prompt.messages
         if self._session is None:
-            self._session = await self._sessions.open_session(prompt)
-        messages = self._session.messages if is_new else prompt.messages
-        return _LineSession(self, self._session, messages, self._lines * _CALL_NUMBER_STRIDE, self._listener)
-
-    def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            session.close()
-
-
-class _LineSession:
-    """View of the persistent session for one line."""
-
-    def __init__(
-        self,
-        owner: _PersistentSessions,
-        session: EnvironmentSession,
-        messages: tuple[Message, ...],
-        first_call: int,
-        listener: Terminal,
-    ) -> None:
-        self._owner, self._session, self._first_call, self._listener = owner, session, first_call, listener
-        self.messages, self.schemas = messages, session.schemas
+            self._session = await self._pool.open_session(prompt)
+            self.messages = self._session.messages
+        self.schemas = self._session.schemas
+        return self
 
     async def call(self, number: int, name: str, arguments: Any) -> ToolResult:
+        assert self._session is not None
         try:
             result = await self._session.call(self._first_call + number, name, arguments)
         except SessionLost:
-            self._owner.is_lost = True
+            self.is_lost = True
             raise
         self._listener.on_tool_result(name, result)
         return result
@@ -368,6 +338,10 @@ class _LineSession:
 
     def close(self) -> None:
         """Do nothing: the session continues with the next line."""
+
+    def end(self) -> None:
+        if self._session is not None:
+            self._session.close()
 
 
 def describe_tools(chat: ChatTemplate) -> str:

@@ -39,10 +39,8 @@ from megarl.processes.temp_folders import TempFolder
 SAMPLES = 100_000
 
 
-def parse_counts(text: str) -> tuple[int, ...]:
-    """Parse `--k`, such as `1,8`."""
-    parse_count = int_in_range(1, SAMPLES)
-    return tuple(sorted({parse_count(part.strip()) for part in text.split(",")}))
+def _parse_counts(text: str) -> tuple[int, ...]:
+    return tuple(sorted({int_in_range(1, SAMPLES)(part.strip()) for part in text.split(",")}))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> Namespace:
@@ -52,7 +50,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> Namespace:
     )
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--data", type=Path, action="append", required=True, help="prompts, .parquet or .jsonl")
-    parser.add_argument("--k", type=parse_counts, default=(1,), help="of pass@k, such as 1,8 (default 1)")
+    parser.add_argument("--k", type=_parse_counts, default=(1,), help="of pass@k, such as 1,8 (default 1)")
     parser.add_argument(
         "--samples", type=int_in_range(1, SAMPLES), help="answers to each prompt (default the largest k)"
     )
@@ -86,7 +84,6 @@ def evaluate(options: Namespace) -> int:
         "options": {"full_dataset": True},
     }
     reserved = {
-        **model_sources.RESERVED_KEYS,
         "run.dir": "use --out",
         "run.num_rollout": "eval has one step",
         "data.train": "use --data",
@@ -120,21 +117,20 @@ def check_ground_truths(config: Config) -> int:
 
     functions = load_functions(config.reward.functions)
     checks = [check for function in functions.values() if (check := getattr(function, "check", None))]
-    prompts = 0
+    count = 0
     for path in config.data.train:
-        rows = 0
-        for where, prompt in iter_prompts(Path(path), config.data.prompt_key, config.data.label_key):
-            rows += 1
+        prompts = list(iter_prompts(Path(path), config.data.prompt_key, config.data.label_key))
+        if not prompts:
+            raise ConfigError(f"{path} holds no prompts")
+        count += len(prompts)
+        for location, prompt in prompts:
             for check in checks:
                 try:
                     check(prompt)
                 except ValueError as error:
                     missing = "no ground truth: " if prompt.ground_truth is None else ""
-                    raise ConfigError(f"{where}: {missing}{error}") from None
-        if not rows:
-            raise ConfigError(f"{path} holds no prompts")
-        prompts += rows
-    return prompts
+                    raise ConfigError(f"{location}: {missing}{error}") from None
+    return count
 
 
 def report(options: Namespace, config: Config, target: Any, samples: int, num_prompts: int, seconds: float) -> int:

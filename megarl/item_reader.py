@@ -32,7 +32,8 @@ class ItemReader:
     """Loads the data of a run for its controller. Each filter that drops items adds a line to `notes`."""
 
     def __init__(self, config: Config, hf_config: dict[str, Any], chat: ChatTemplate, job: ranks.Job) -> None:
-        self.config, self.hf_config, self.chat, self.job = config, hf_config, chat, job
+        self.config, self.chat, self.job = config, chat, job
+        self._max_positions = int(family_of(hf_config).gpt_kwargs(hf_config)["max_sequence_length"])
         self.notes: list[str] = []
 
     def load_prompts(self, files: str | Sequence[str], whole: bool = False) -> ConcatDataset[Prompt]:
@@ -62,7 +63,7 @@ class ItemReader:
 
     def load_conversations(self, files: str | Sequence[str]) -> ConcatDataset[Rollout]:
         """Read conversations for SFT. Those longer than the model's positions are dropped and counted in a note."""
-        data, longest = self.config.data, self._max_positions()
+        data, longest = self.config.data, self._max_positions
 
         def load(path: str, name: str, order: str) -> tuple[TableDataset[Rollout], np.ndarray | None]:
             answers = answer_key(self.config)
@@ -86,7 +87,7 @@ class ItemReader:
     def load_preferences(self, files: str | Sequence[str]) -> ConcatDataset[Pair]:
         """Read preference pairs. Pairs that exceed a micro-batch or the model are dropped and counted in a note."""
         budget = self.config.train.max_tokens_per_gpu * self.config.parallel.cp
-        longest = self._max_positions()
+        longest = self._max_positions
 
         def load(path: str, name: str, order: str) -> tuple[TableDataset[Pair], np.ndarray | None]:
             pairs, dropped = read_preferences(path, self.chat.tokenizer, budget, longest, name, order)
@@ -126,23 +127,17 @@ class ItemReader:
         """Return a line that says how many passes over its data the run makes."""
         data, steps = self.config.data, self.config.run.num_rollout
         stream = Stream(joined.sizes, data.mixture_weights)
-        counts = zip(
-            joined.names if data.mixture_weights else ("",),
-            stream.sizes,
-            stream.count_before(steps * data.prompts_per_step),
-            strict=True,
-        )
+        names = joined.names if data.mixture_weights else ("",)
+        counts = stream.count_before(steps * data.prompts_per_step)
         parts = [
-            f"{name} {size:,} rows, {_format_passes(count / size)} passes".lstrip() for name, size, count in counts
+            f"{name} {size:,} rows, {_format_passes(count / size)} passes".lstrip()
+            for name, size, count in zip(names, stream.sizes, counts, strict=True)
         ]
         return f"data.train: {'; '.join(parts)} in {steps} steps of {data.prompts_per_step}"
 
     def _note_slow(self, rows: Table) -> None:
         if rows.slow_read_warning:
             self.notes.append(f"warning: {rows.slow_read_warning}")
-
-    def _max_positions(self) -> int:
-        return int(family_of(self.hf_config).gpt_kwargs(self.hf_config)["max_sequence_length"])
 
     def shard(self, conversations: Sequence[Rollout], group_size: int = 1) -> Rollouts:
         """Deal conversations that every rank can read out to the ranks; each rank tokenizes only its share.

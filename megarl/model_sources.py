@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -13,7 +14,7 @@ from megarl.checkpoint import manifest
 from megarl.checkpoint.manifest import resolve_checkpoint
 from megarl.checkpoint.to_hf import convert
 from megarl.config import Config, ConfigError, RolloutConfig, load_config, plain_yaml
-from megarl.config.hub import folder_of
+from megarl.config.paths import find_model_folder
 from megarl.controllers.controller import load_requirements
 from megarl.dry_run.model_folders import folder_config
 from megarl.models.registry import family_of, load_hf_config, num_trained_mtp
@@ -67,7 +68,7 @@ class Target:
 
 def resolve_target(argument: str) -> Target:
     """Resolve a path or a name. Raises ConfigError if it is no model and contains none."""
-    path = Path(folder_of(argument))
+    path = Path(find_model_folder(argument))
     try:
         is_folder, is_model = path.is_dir(), (path / "config.json").is_file()
     except OSError as error:
@@ -75,32 +76,27 @@ def resolve_target(argument: str) -> Target:
     if not is_folder and path.exists():
         raise ConfigError(f"TARGET {argument} is a file; name the folder of a model, a checkpoint or a run")
     if not is_folder or is_model:
-        folder_config(str(path), "TARGET")
-        run = path.absolute().parent / "config.yaml"
-        return Target(
-            argument, str(path), settings=_read_settings(run) if path.name == "export" and run.is_file() else None
-        )
-    if not (path / manifest.FILE_NAME).is_file() and not path.name.startswith("step_"):
-        if (path / "config.yaml").is_file() and not any((path / "checkpoints").glob("step_*")):
-            return _export_target(argument, path)
-        if not (path / "checkpoints").is_dir():
+        return _model_target(argument, path, path.absolute().parent if path.name == "export" else None)
+    is_checkpoint = (path / manifest.FILE_NAME).is_file() or path.name.startswith("step_")
+    if not is_checkpoint and (path / "config.yaml").is_file() and not any((path / "checkpoints").glob("step_*")):
+        if not (path / "export/config.json").is_file():
             raise ConfigError(
-                f"TARGET {argument} is neither a model (it has no config.json) nor a checkpoint nor a run folder; name "
-                f"one"
+                f"TARGET {argument} is a run without a checkpoint and without an export: run.save_every and run.export "
+                "are off, or it is not that far; name another"
             )
-    checkpoint = resolve_checkpoint(path)
-    return _checkpoint_target(argument, checkpoint)
-
-
-def _export_target(argument: str, run: Path) -> Target:
-    """Return the exported model of a run that has no checkpoint."""
-    if not (run / "export/config.json").is_file():
+        return _model_target(argument, path / "export", path)
+    if not is_checkpoint and not (path / "checkpoints").is_dir():
         raise ConfigError(
-            f"TARGET {argument} is a run without a checkpoint and without an export: run.save_every and run.export are "
-            f"off, or it is not that far; name another"
+            f"TARGET {argument} is neither a model (it has no config.json) nor a checkpoint nor a run folder; name one"
         )
-    folder_config(str(run / "export"), "TARGET")
-    return Target(argument, str(run / "export"), settings=_read_settings(run / "config.yaml"))
+    return _checkpoint_target(argument, resolve_checkpoint(path))
+
+
+def _model_target(argument: str, folder: Path, run: Path | None) -> Target:
+    """Return a model folder as target. run: the folder of the run that exported it, if any."""
+    folder_config(str(folder), "TARGET")
+    has_settings = run is not None and (run / "config.yaml").is_file()
+    return Target(argument, str(folder), settings=_read_settings(run / "config.yaml") if run and has_settings else None)
 
 
 def _checkpoint_target(argument: str, folder: Path) -> Target:
@@ -125,7 +121,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} is not a mapping of sections")
     sections = {name: dict(tree[name]) for name in POLICY_SECTIONS if isinstance(tree.get(name), dict)}
-    sections["model"] = {name: value for name, value in sections.get("model", {}).items() if name in ("dtype",)}
+    sections["model"] = {name: value for name, value in sections.get("model", {}).items() if name == "dtype"}
     for name in ("asynchronous", "oversample", "max_staleness", "replay", "samples_per_prompt", "on_weight_sync"):
         sections.get("rollout", {}).pop(name, None)
     data = {name: value for name, value in (tree.get("data") or {}).items() if name in ("prompt_key", "label_key")}
@@ -147,17 +143,17 @@ def build_config(
     settings: Mapping[str, Mapping[str, Any]],
     overrides: Sequence[str],
     file: Path,
-    reserved: Mapping[str, str] = RESERVED_KEYS,
+    reserved: Mapping[str, str] = MappingProxyType({}),
 ) -> Config:
     """Build a generation-only configuration and write it, without the overrides, to `file`. Raises ConfigError.
 
     `settings` takes precedence over the settings of the target's run. If the user names a reward, the run's rewards are
     dropped; if nothing defines a reward and there is no environment, the data source selects it. One engine runs unless
-    parallel.world_size is larger.
+    parallel.world_size is larger. reserved: further keys that the user cannot set, with the reason.
     """
     keys = [text.partition("=")[0] for text in overrides]
     for key in keys:
-        for name, reason in reserved.items():
+        for name, reason in {**RESERVED_KEYS, **reserved}.items():
             if key == name or key.startswith(f"{name}."):
                 raise ConfigError(f"{key} cannot be set here: {reason}")
     tree: dict[str, Any] = {name: dict(section) for name, section in (target.settings or {}).items()}
@@ -168,28 +164,18 @@ def build_config(
         tree[name] = {**tree.get(name, {}), **section}
     tree["algorithm"], tree["model"] = "generate", {**tree.get("model", {}), "path": target.model}
     if target.settings is None:
-        tree["rollout"] = {**_fit_lengths(target), **tree.get("rollout", {})}
+        defaults, positions = RolloutConfig(), load_hf_config(Path(target.model)).get("max_position_embeddings")
+        if isinstance(positions, int) and positions < defaults.max_context:
+            max_new_tokens = min(defaults.max_new_tokens, max(1, positions // 2))
+            lengths = {"max_context": positions, "max_new_tokens": max_new_tokens}
+            tree["rollout"] = {**lengths, **tree.get("rollout", {})}
     config = _load_tree(tree, overrides, file)
-    defaults: dict[str, dict[str, Any]] = {}
     has_reward = config.reward.functions or config.reward.model or config.roles.get("reward")
     if not has_reward and not config.rollout.environments:
-        defaults["reward"] = {"functions": [BY_SOURCE]}
-    if "parallel.world_size" not in keys:
-        defaults["parallel"] = {"world_size": config.rollout.tp}
-    if "parallel.ranks_per_node" not in keys:
-        world = config.parallel.world_size if "parallel.world_size" in keys else config.rollout.tp
-        defaults["parallel"] = {**defaults.get("parallel", {}), "ranks_per_node": world}
-    return _load_tree(
-        {**tree, **{name: {**tree.get(name, {}), **section} for name, section in defaults.items()}}, overrides, file
-    )
-
-
-def _fit_lengths(target: Target) -> dict[str, int]:
-    """Return lengths that fit a model with fewer positions than the default max_context."""
-    defaults, positions = RolloutConfig(), load_hf_config(Path(target.model)).get("max_position_embeddings")
-    if not isinstance(positions, int) or positions >= defaults.max_context:
-        return {}
-    return {"max_context": positions, "max_new_tokens": min(defaults.max_new_tokens, max(1, positions // 2))}
+        tree["reward"] = {**tree.get("reward", {}), "functions": [BY_SOURCE]}
+    world = config.parallel.world_size if "parallel.world_size" in keys else config.rollout.tp
+    tree["parallel"] = {**tree.get("parallel", {}), "world_size": world, "ranks_per_node": world}
+    return _load_tree(tree, overrides, file)
 
 
 def _load_tree(tree: dict[str, Any], overrides: Sequence[str], file: Path) -> Config:

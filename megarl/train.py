@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from megarl.config import Config, ConfigError, describe_keys, describe_meanings, describe_ranges, load_config
+from megarl.config import Config, ConfigError, describe_keys, describe_ranges, load_config, strict
 from megarl.config.command_line import Parser
 from megarl.launch import exit_status
 from megarl.processes.children import inherit_orphans
@@ -88,7 +88,7 @@ def list_keys(words: Sequence[str] = ()) -> list[str]:
             )
             hint = f"did you mean {matches[0]}? " if matches else ""
             raise ConfigError(f"--keys {word[:80]}: no key contains this; {hint}--keys alone lists all")
-    ranges, meanings = describe_ranges(), describe_meanings()
+    ranges, meanings = describe_ranges(), strict.collect_key_docs(Config)
     return [
         f"{name} = {default!r}  # {ranges[name]}" + (f"; {meanings[name]}" if name in meanings else "")
         for name, default in keys

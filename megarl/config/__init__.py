@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import strict
-from megarl.config.hub import folder_of
-from megarl.config.keys import (
+from megarl.config.keys import (  # noqa: F401  re-exported
     AdvantageConfig,
-    BatchSize,
     CorrectionConfig,
     CriticConfig,
     DataConfig,
@@ -31,8 +29,6 @@ from megarl.config.keys import (
     OnWeightSync,
     OptimizerConfig,
     ParallelConfig,
-    Ranks,
-    Rate,
     RewardConfig,
     RolloutConfig,
     RunConfig,
@@ -41,135 +37,61 @@ from megarl.config.keys import (
     TrainConfig,
     Weight,
 )
-from megarl.config.paths import expand, expand_config_paths
+from megarl.config.paths import expand, expand_config_paths, find_model_folder
 from megarl.config.recipes import apply_recipe
-from megarl.config.strict import ConfigError, Range, to_dict
+from megarl.config.strict import ConfigError, Range, to_dict  # noqa: F401  re-exported
 
-__all__ = [
-    "AdvantageConfig",
-    "BatchSize",
-    "Config",
-    "ConfigError",
-    "CorrectionConfig",
-    "CriticConfig",
-    "DataConfig",
-    "GuardsConfig",
-    "KLConfig",
-    "LoraConfig",
-    "LossConfig",
-    "ModelConfig",
-    "OnWeightSync",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "Range",
-    "Ranks",
-    "Rate",
-    "RewardConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "SandboxConfig",
-    "TrackConfig",
-    "TrainConfig",
-    "Weight",
-    "describe_keys",
-    "describe_ranges",
-    "from_dict",
-    "load_config",
-    "to_dict",
-]
-
-
-SYNONYMS = {
-    "lr": "actor_optimizer.lr",
-    "learning_rate": "actor_optimizer.lr",
-    "weight_decay": "actor_optimizer.weight_decay",
-    "warmup_ratio": "actor_optimizer.warmup_fraction",
-    "lr_scheduler_type": "actor_optimizer.schedule",
-    "max_grad_norm": "actor_optimizer.max_grad_norm",
-    "grad_clip": "actor_optimizer.max_grad_norm",
-    "clip_grad": "actor_optimizer.max_grad_norm",
-    "batch_size": "data.prompts_per_step",
-    "train_batch_size": "data.prompts_per_step",
-    "rollout_batch_size": "data.prompts_per_step",
-    "train_files": "data.train",
-    "val_files": "data.eval",
-    "n": "rollout.samples_per_prompt",
-    "num_generations": "rollout.samples_per_prompt",
-    "n_samples_per_prompt": "rollout.samples_per_prompt",
-    "max_tokens": "rollout.max_new_tokens",
-    "response_length": "rollout.max_new_tokens",
-    "max_response_length": "rollout.max_new_tokens",
-    "max_completion_length": "rollout.max_new_tokens",
-    "max_length": "rollout.max_context",
-    "max_model_len": "rollout.max_context",
-    "tensor_model_parallel_size": "parallel.tp",
-    "pipeline_model_parallel_size": "parallel.pp",
-    "expert_model_parallel_size": "parallel.ep",
-    "context_parallel_size": "parallel.cp",
-    "kl_coef": "kl.coef",
-    "kl_loss_coef": "kl.coef",
-    "beta": "kl.coef",
-    "adv_estimator": "advantage.estimator",
-    "clip_ratio": "loss.clip",
-    "clip_range": "loss.clip",
-    "epsilon": "loss.clip",
-    "epsilon_high": "loss.clip_high",
-    "clip_ratio_high": "loss.clip_high",
-    "loss_agg_mode": "loss.agg_mode",
-    "entropy_coeff": "loss.entropy_coef",
-    "epochs": "run.ppo_epochs",
-    "num_epochs": "run.ppo_epochs",
-    "num_iterations": "run.ppo_epochs",
-    "max_epochs": "run.ppo_epochs",
-    "max_steps": "run.num_rollout",
-    "num_steps": "run.num_rollout",
-    "total_training_steps": "run.num_rollout",
-    "save_freq": "run.save_every",
-    "save_steps": "run.save_every",
-    "test_freq": "run.eval_every",
-    "eval_steps": "run.eval_every",
-    "output_dir": "run.dir",
-    "save_dir": "run.dir",
-    "default_local_dir": "run.dir",
-    "resume_from_checkpoint": "run.resume",
-    "logger": "track.trackers",
-    "report_to": "track.trackers",
-    "reward_funcs": "reward.functions",
-    "reward_fn": "reward.functions",
-    "model_name": "model.path",
-    "model_name_or_path": "model.path",
-    "use_dynamic_bsz": "train.max_tokens_per_gpu",
-    "ppo_max_token_len_per_gpu": "train.max_tokens_per_gpu",
-    "lora_rank": "lora.rank",
-    "lora_alpha": "lora.alpha",
-    "lora_r": "lora.rank",
-    "staleness_threshold": "rollout.max_staleness",
-    "num_draft_tokens": "rollout.num_speculative_tokens",
-    "speculative_num_draft_tokens": "rollout.num_speculative_tokens",
-    "max_tool_response_length": "rollout.max_tool_response_tokens",
-    "use_rollout_routing_replay": "train.routing_replay",
-    "router_replay": "train.routing_replay",
-    "n_gpus_per_node": "parallel.ranks_per_node",
-    "num_gpus_per_node": "parallel.ranks_per_node",
-    "advantage_estimator": "advantage.estimator",
-    "norm_adv_by_std_in_grpo": "advantage.norm_by_std",
-    "scale_rewards": "advantage.norm_by_std",
-    "eps_clip": "loss.clip",
-    "eps_clip_high": "loss.clip_high",
-    "clip_ratio_c": "loss.dual_clip",
-    "loss_mode": "loss.policy_loss",
-    "loss_type": "loss.agg_mode",
-    "loss_scale_factor": "loss.scale_factor",
-    "kl_loss_type": "kl.estimator",
-    "kl_penalty": "kl.estimator",
-    "target_kl": "kl.target",
-    "use_kl_loss": "kl.apply_to",
-    "use_kl_in_reward": "kl.apply_to",
-    "distributed_timeout_minutes": "run.distributed_timeout_s",
-    "max_actor_ckpt_to_keep": "run.keep_checkpoints",
-    "save_total_limit": "run.keep_checkpoints",
+_OTHER_NAMES = {
+    "actor_optimizer.lr": "lr learning_rate",
+    "actor_optimizer.weight_decay": "weight_decay",
+    "actor_optimizer.warmup_fraction": "warmup_ratio",
+    "actor_optimizer.schedule": "lr_scheduler_type",
+    "actor_optimizer.max_grad_norm": "max_grad_norm grad_clip clip_grad",
+    "data.prompts_per_step": "batch_size train_batch_size rollout_batch_size",
+    "data.train": "train_files",
+    "data.eval": "val_files",
+    "rollout.samples_per_prompt": "n num_generations n_samples_per_prompt",
+    "rollout.max_new_tokens": "max_tokens response_length max_response_length max_completion_length",
+    "rollout.max_context": "max_length max_model_len",
+    "parallel.tp": "tensor_model_parallel_size",
+    "parallel.pp": "pipeline_model_parallel_size",
+    "parallel.ep": "expert_model_parallel_size",
+    "parallel.cp": "context_parallel_size",
+    "kl.coef": "kl_coef kl_loss_coef beta",
+    "advantage.estimator": "adv_estimator advantage_estimator",
+    "loss.clip": "clip_ratio clip_range epsilon eps_clip",
+    "loss.clip_high": "epsilon_high clip_ratio_high eps_clip_high",
+    "loss.agg_mode": "loss_agg_mode loss_type",
+    "loss.entropy_coef": "entropy_coeff",
+    "run.ppo_epochs": "epochs num_epochs num_iterations max_epochs",
+    "run.num_rollout": "max_steps num_steps total_training_steps",
+    "run.save_every": "save_freq save_steps",
+    "run.eval_every": "test_freq eval_steps",
+    "run.dir": "output_dir save_dir default_local_dir",
+    "run.resume": "resume_from_checkpoint",
+    "track.trackers": "logger report_to",
+    "reward.functions": "reward_funcs reward_fn",
+    "model.path": "model_name model_name_or_path",
+    "train.max_tokens_per_gpu": "use_dynamic_bsz ppo_max_token_len_per_gpu",
+    "lora.rank": "lora_rank lora_r",
+    "lora.alpha": "lora_alpha",
+    "rollout.max_staleness": "staleness_threshold",
+    "rollout.num_speculative_tokens": "num_draft_tokens speculative_num_draft_tokens",
+    "rollout.max_tool_response_tokens": "max_tool_response_length",
+    "train.routing_replay": "use_rollout_routing_replay router_replay",
+    "parallel.ranks_per_node": "n_gpus_per_node num_gpus_per_node",
+    "advantage.norm_by_std": "norm_adv_by_std_in_grpo scale_rewards",
+    "loss.dual_clip": "clip_ratio_c",
+    "loss.policy_loss": "loss_mode",
+    "loss.scale_factor": "loss_scale_factor",
+    "kl.estimator": "kl_loss_type kl_penalty",
+    "kl.target": "target_kl",
+    "kl.apply_to": "use_kl_loss use_kl_in_reward",
+    "run.distributed_timeout_s": "distributed_timeout_minutes",
+    "run.keep_checkpoints": "max_actor_ckpt_to_keep save_total_limit",
 }
 """Names of keys in other projects, for suggestions in errors about unknown keys."""
+SYNONYMS = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 RENAMED_KEYS = {
     "rollout.max_lag": "rollout.max_staleness",
     "rollout.on_push": "rollout.on_weight_sync",
@@ -213,11 +135,7 @@ RENAMED_VALUES = {
         "reinforce": "reinforce_pp",
         "reinforce_baseline": "reinforce_pp_baseline",
     },
-    "loss.agg_mode": {
-        "token": "token-mean",
-        "sequence": "seq-mean-token-mean",
-        "constant": "seq-mean-token-sum-norm",
-    },
+    "loss.agg_mode": {"token": "token-mean", "sequence": "seq-mean-token-mean", "constant": "seq-mean-token-sum-norm"},
     "correction.proximal": {"drawn": "behavior"},
     "roles.reward.options.on_overlong": {"stop": "error", "cut": "truncate"},
 }
@@ -272,20 +190,15 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     in this machine's cache. Raises ConfigError, naming the key and the closest known one, for a key that is unknown, of
     the wrong type, out of range or given twice.
     """
-    file = Path(expand(str(path), "the configuration file"))
-    try:
-        exists = file.is_file()
-    except OSError:  # name too long
-        exists = False
-    if not exists:
-        if str(path) and os.path.isdir(file):
-            raise ConfigError(f"{path} is a folder; name the configuration file, which is YAML")
+    file = expand(str(path), "the configuration file")
+    if str(path) and os.path.isdir(file):
+        raise ConfigError(f"{path} is a folder; name the configuration file, which is YAML")
+    if not os.path.isfile(file):
         raise ConfigError(f"no configuration file {path}")
     if any(text.startswith("track.webhook=") and "://" in text for text in overrides):
         raise ConfigError(
             "track.webhook=URL on the command line is visible to everybody on this machine: put it into the file, or "
-            "the "
-            "URL into an environment variable and track.webhook=env:NAME"
+            "the URL into an environment variable and track.webhook=env:NAME"
         )
     from megarl.config import plain_yaml  # imports yaml; if that is missing, the error is one line
 
@@ -293,16 +206,18 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds a {type(tree).__name__}, not a mapping of sections")
-    return _resolve_model_folders(from_dict(plain_yaml.apply_overrides(tree, overrides, _find_example_keys())))
-
-
-def _find_example_keys() -> dict[str, str]:
-    """Return one key of every section."""
-    examples: dict[str, str] = {}
+    example_keys: dict[str, str] = {}  # one of every section
     for key in strict.collect_key_types(Config):
-        examples.setdefault(key.rpartition(".")[0], key)
-    del examples[""]  # `algorithm` is in no section
-    return examples
+        section = key.rpartition(".")[0]
+        if section:
+            example_keys.setdefault(section, key)
+    config = from_dict(plain_yaml.apply_overrides(tree, overrides, example_keys))
+    return replace(
+        config,
+        model=replace(config.model, path=find_model_folder(config.model.path)),
+        critic=replace(config.critic, path=find_model_folder(config.critic.path)),
+        reward=replace(config.reward, model=find_model_folder(config.reward.model)),
+    )
 
 
 def from_dict(tree: dict[str, Any]) -> Config:
@@ -322,18 +237,3 @@ def describe_keys() -> list[tuple[str, Any]]:
 def describe_ranges() -> dict[str, str]:
     """Return a description of each key's type and range."""
     return {key: strict.describe_type(kind) for key, kind in strict.collect_key_types(Config).items()}
-
-
-def describe_meanings() -> dict[str, str]:
-    """Return the first sentence of each key's documentation."""
-    return strict.collect_key_docs(Config)
-
-
-def _resolve_model_folders(config: Config) -> Config:
-    """Replace Hub names of cached models by their folders."""
-    return replace(
-        config,
-        model=replace(config.model, path=folder_of(config.model.path)),
-        critic=replace(config.critic, path=folder_of(config.critic.path)),
-        reward=replace(config.reward, model=folder_of(config.reward.model)),
-    )

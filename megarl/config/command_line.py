@@ -20,8 +20,6 @@ USAGE_ERROR = 2
 """Exit status for usage and configuration errors."""
 _PYTHON = Path(sys.executable)
 INSTALL_HINT = "bash launch/install.sh in a checkout, or pip as described in launch/README.md"
-_MAX_NAMES_LENGTH = 50
-"""Maximum length of other runs' names in a file name."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,19 +34,15 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "-V", "--version", action="version", version=f"MegaRL {__version__}", help="print the version"
         )
-        self.register("type", Path, parse_path)
+        self.register("type", Path, lambda text: Path(parse_path_text(text)))
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --help")
 
 
-def parse_path(text: str) -> Path:
-    """Argument type for paths, also used for `type=Path`. Expands `~`, since shells do not expand `--out=~/x`."""
-    return Path(parse_path_text(text))
-
-
 def parse_path_text(text: str) -> str:
-    """Argument type for a path or a name: text with `~` and `$NAME` expanded."""
+    """Argument type for a path or a name: text with `~`, which shells do not expand in `--out=~/x`, and `$NAME`
+    expanded."""
     try:
         return expand(text, "path")
     except ConfigError as error:
@@ -112,7 +106,7 @@ def default_output_file(runs: Sequence[Path], name: str) -> Path:
     """
     file = runs[0] / name
     other_names = "_".join(run.resolve().name for run in runs[1:])
-    return file.with_stem(f"{file.stem}_{other_names[:_MAX_NAMES_LENGTH]}") if other_names else file
+    return file.with_stem(f"{file.stem}_{other_names[:50]}") if other_names else file
 
 
 def check_writable_folder(path: Path, option: str) -> None:
@@ -158,7 +152,7 @@ def run_cli(program: Callable[[], int]) -> int:
         text = missing_package_hint(error) or str(error)
         if isinstance(error, OSError) and error.strerror:
             text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-        print(f"error: {one_line(text)}", file=sys.stderr, flush=True)
+        print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)
         return USAGE_ERROR
 
 
@@ -171,7 +165,3 @@ def missing_package_hint(error: BaseException) -> str:
     if not files or Path(__file__).parents[1] not in Path(files[-1]).parents:  # not imported by MegaRL
         return ""
     return f"the package {error.name.partition('.')[0]} is not installed: {INSTALL_HINT}"
-
-
-def one_line(text: str) -> str:
-    return " ".join(text.split())

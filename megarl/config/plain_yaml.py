@@ -24,7 +24,50 @@ _KEY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class _Loader(yaml.SafeLoader):
+    """Refuses tags, deep nesting, invalid keys and too many values while it composes nodes, before it makes objects."""
+
     yaml_implicit_resolvers: dict[str, Any] = {}
+
+    def __init__(self, text: str, where: str = "") -> None:
+        super().__init__(text)
+        self.where, self.depth = where, 0
+        self.sizes: dict[int, int] = {}  # by id of a node: its values, with aliases expanded
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()
+        where = f"{self.where}, line {event.start_mark.line + 1}"
+        if tag := getattr(event, "tag", None):
+            raise ConfigError(f"{where}: the tag {tag} is not allowed in a configuration")
+        if isinstance(event, yaml.CollectionStartEvent) and self.depth == MAX_DEPTH:
+            raise ConfigError(f"{where}: nested more than {MAX_DEPTH} deep")
+        self.depth += 1
+        node: Any = super().compose_node(parent, index)
+        self.depth -= 1
+        if isinstance(event, yaml.AliasEvent):
+            if id(node) not in self.sizes:
+                raise ConfigError(f"{self.where}, line {node.start_mark.line + 1}: the anchor is part of itself")
+            return node
+        items = node.value
+        if isinstance(node, yaml.MappingNode):
+            self._check_keys([key for key, _ in node.value if key.tag != _MERGE])
+            items = [item for pair in node.value for item in pair]
+        size = 1 + (0 if isinstance(node, yaml.ScalarNode) else sum(self.sizes[id(item)] for item in items))
+        if size > MAX_VALUES:
+            raise ConfigError(f"{where}: more than {MAX_VALUES:,} values, with aliases written out")
+        self.sizes[id(node)] = size
+        return node
+
+    def _check_keys(self, keys: list[yaml.Node]) -> None:
+        seen: dict[str, int] = {}
+        for key in keys:
+            line = key.start_mark.line + 1
+            if key.tag != f"{_TAG}str":
+                shown = (key.value or "null") if isinstance(key, yaml.ScalarNode) else "a list or mapping"
+                raise ConfigError(f"{self.where}, line {line}: {shown} is not a key")
+            if key.value in seen:
+                lines = f"line {seen[key.value]} and line {line}"
+                raise ConfigError(f"{self.where}: {key.value} is set twice, in {lines}; remove one")
+            seen[key.value] = line
 
 
 for _kind, _pattern, _first in (
@@ -77,18 +120,19 @@ def parse_bytes(data: bytes, path: str) -> Any:
 
 def parse(text: str, where: str) -> Any:
     """Parse YAML text. `where` is the prefix of a ConfigError."""
-    if not _is_printable(text):
+    if yaml.reader.Reader.NON_PRINTABLE.search(text):
         raise ConfigError(f"{where} has characters that are not text")
-    loader = _Loader(text)
+    loader = _Loader(text, where)
     try:
-        _check_events(text, where)
         node = loader.get_single_node()
-        if node is None:
-            return None
-        _check_node(node, where, {}, ())
-        return loader.construct_document(node)
+        return None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{where} is not valid YAML: {_one_line(error)}") from None
+        problem = str(error)
+        if isinstance(error, yaml.MarkedYAMLError):
+            mark = error.problem_mark or error.context_mark
+            position = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+            problem = ", ".join(part for part in (error.context, error.problem) if part) + position
+        raise ConfigError(f"{where} is not valid YAML: {' '.join(problem.split())}") from None
 
 
 def parse_scalar(text: str, where: str) -> Any:
@@ -130,62 +174,3 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str], sections: Ma
                 raise ConfigError(f"{where}: {parent} is a value, not a section")
         node[leaf] = {**(node.get(leaf) or {}), **value} if key in sections else value
     return tree
-
-
-def _is_printable(text: str) -> bool:
-    return not yaml.reader.Reader.NON_PRINTABLE.search(text)
-
-
-def _check_events(text: str, where: str) -> None:
-    """Reject tags and deep nesting before any object is constructed, since they could call code or exhaust the
-    stack."""
-    depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        line = event.start_mark.line + 1 if event.start_mark else 0
-        if tag := getattr(event, "tag", None):
-            raise ConfigError(f"{where}, line {line}: the tag {tag} is not allowed in a configuration")
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise ConfigError(f"{where}, line {line}: nested more than {MAX_DEPTH} deep")
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-
-
-def _check_node(node: yaml.Node, where: str, sizes: dict[int, int], parents: tuple[int, ...]) -> int:
-    """Count the values of a node, with aliases expanded. Raises ConfigError for too many values or an invalid key."""
-    line = node.start_mark.line + 1
-    if id(node) in parents:
-        raise ConfigError(f"{where}, line {line}: the anchor is part of itself")
-    if id(node) in sizes:
-        return sizes[id(node)]
-    ancestors, size = (*parents, id(node)), 1
-    if isinstance(node, yaml.MappingNode):
-        seen: dict[str, int] = {}
-        for key, value in node.value:
-            lineno = key.start_mark.line + 1
-            if key.tag != _MERGE:
-                if key.tag != f"{_TAG}str":
-                    shown = getattr(key, "value", "")
-                    shown = shown if isinstance(shown, str) else "a list or mapping"
-                    raise ConfigError(f"{where}, line {lineno}: {shown or 'null'} is not a key")
-                if key.value in seen:
-                    raise ConfigError(
-                        f"{where}: {key.value} is set twice, in line {seen[key.value]} and line {lineno}; remove one"
-                    )
-                seen[key.value] = lineno
-            size += 1 + _check_node(value, where, sizes, ancestors)
-    elif isinstance(node, yaml.SequenceNode):
-        size += sum(_check_node(item, where, sizes, ancestors) for item in node.value)
-    if size > MAX_VALUES:
-        raise ConfigError(f"{where}, line {line}: more than {MAX_VALUES:,} values, with aliases written out")
-    sizes[id(node)] = size
-    return size
-
-
-def _one_line(error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.MarkedYAMLError):
-        mark = error.problem_mark or error.context_mark
-        position = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        return f"{', '.join(part for part in (error.context, error.problem) if part)}{position}".replace("\n", " ")
-    return " ".join(str(error).split())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config import plugins
-from megarl.config.strict import ConfigError, closest_match
+from megarl.config.strict import ConfigError, did_you_mean
 
 ENTRY_POINT_GROUP = "megarl.controllers"
 """Entry point group of a fork's recipes and controllers."""
@@ -32,6 +32,8 @@ GRPO = "megarl.controllers.grpo:GRPOController"
 _NO_KL = {"kl.apply_to": "none"}
 _KL_LOSS = {"kl.apply_to": "loss"}
 _GROUP = {"advantage.estimator": "grpo", "advantage.norm_by_std": True}
+_CLIP_HIGHER = {"loss.clip": 0.2, "loss.clip_high": 0.28, "loss.agg_mode": "token-mean"}
+_GROUP_NO_KL = {**_NO_KL, **_GROUP}
 
 RECIPES: dict[str, Recipe] = {
     # --- with a critic ---
@@ -42,10 +44,8 @@ RECIPES: dict[str, Recipe] = {
         PPO,
         {
             **_NO_KL,
+            **_CLIP_HIGHER,
             "options": {"critic_lam": 1.0, "length_adaptive_alpha": 0.05, "positive_nll_coef": 0.1},
-            "loss.clip": 0.2,
-            "loss.clip_high": 0.28,
-            "loss.agg_mode": "token-mean",
             "critic.warmup_steps": 50,
         },
     ),
@@ -57,18 +57,10 @@ RECIPES: dict[str, Recipe] = {
     # arXiv:2503.20783: no normalization by the group's deviation or by the response's length.
     "dr_grpo": Recipe(
         GRPO,
-        {
-            **_NO_KL,
-            "advantage.estimator": "grpo",
-            "advantage.norm_by_std": False,
-            "loss.agg_mode": "seq-mean-token-sum-norm",
-        },
+        {**_GROUP_NO_KL, "advantage.norm_by_std": False, "loss.agg_mode": "seq-mean-token-sum-norm"},
     ),
     # arXiv:2503.14476: clip-higher, dynamic sampling until the batch is full, token mean, overlong penalty.
-    "dapo": Recipe(
-        "megarl.controllers.dapo:DAPOController",
-        {**_NO_KL, **_GROUP, "loss.clip": 0.2, "loss.clip_high": 0.28, "loss.agg_mode": "token-mean"},
-    ),
+    "dapo": Recipe("megarl.controllers.dapo:DAPOController", {**_GROUP_NO_KL, **_CLIP_HIGHER}),
     # arXiv:2402.14740: leave-one-out baseline; the KL is in the reward.
     "rloo": Recipe(GRPO, {"advantage.estimator": "rloo", "kl.apply_to": "reward"}),
     # arXiv:2501.03262: no group, the KL in the reward, normalized over the batch; the second has the group's mean as
@@ -83,27 +75,23 @@ RECIPES: dict[str, Recipe] = {
     "remax": Recipe("megarl.controllers.remax:ReMaxController", {"kl.apply_to": "reward"}),
     # --- GRPO with another loss ---
     # arXiv:2507.18071, with its clip range, two orders of magnitude below that of token ratios.
-    "gspo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy_loss": "gspo", "loss.agg_mode": "seq-mean-token-mean"}),
+    "gspo": Recipe(GRPO, {**_GROUP_NO_KL, "loss.policy_loss": "gspo", "loss.agg_mode": "seq-mean-token-mean"}),
     # arXiv:2506.13585.
-    "cispo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy_loss": "cispo", "loss.agg_mode": "token-mean"}),
+    "cispo": Recipe(GRPO, {**_GROUP_NO_KL, "loss.policy_loss": "cispo", "loss.agg_mode": "token-mean"}),
     # arXiv:2511.20347.
-    "sapo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy_loss": "sapo", "loss.agg_mode": "seq-mean-token-mean"}),
+    "sapo": Recipe(GRPO, {**_GROUP_NO_KL, "loss.policy_loss": "sapo", "loss.agg_mode": "seq-mean-token-mean"}),
     # arXiv:2507.20673.
-    "gmpo": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy_loss": "gmpo", "loss.agg_mode": "seq-mean-token-mean"}),
+    "gmpo": Recipe(GRPO, {**_GROUP_NO_KL, "loss.policy_loss": "gmpo", "loss.agg_mode": "seq-mean-token-mean"}),
     # arXiv:2505.22617. Neither loss has PPO's clip or a dual clip: Clip-Cov's clip range is as wide as the keys allow
     # (its authors' scripts bound the ratio by 2).
     "clip_cov": Recipe(
         GRPO,
         {
-            **_NO_KL,
-            **_GROUP,
-            "loss.policy_loss": "clip_cov",
-            "loss.clip": 1.0,
-            "loss.clip_high": 100.0,
-            "loss.dual_clip": None,
+            **_GROUP_NO_KL,
+            **{"loss.policy_loss": "clip_cov", "loss.clip": 1.0, "loss.clip_high": 100.0, "loss.dual_clip": None},
         },
     ),
-    "kl_cov": Recipe(GRPO, {**_NO_KL, **_GROUP, "loss.policy_loss": "kl_cov"}),
+    "kl_cov": Recipe(GRPO, {**_GROUP_NO_KL, "loss.policy_loss": "kl_cov"}),
     # --- without a reward ---
     # Reverse KL to the role `teacher`, in place of a KL to the reference.
     "distill": Recipe("megarl.controllers.distill:DistillController", {"kl.apply_to": "none"}),
@@ -127,8 +115,7 @@ def find_recipe(name: str) -> Recipe:
         target = plugins.load(name, "algorithm")
     else:
         names = [*RECIPES, *declared]
-        match = closest_match(name, names)
-        hint = f"; did you mean {match}?" if match else ""
+        hint = did_you_mean(name, names)
         raise ConfigError(
             f"algorithm must be one of {', '.join(names)}, or module:name of a Controller, not {name[:200]!r}{hint}"
         )
@@ -140,11 +127,10 @@ def apply_recipe(tree: dict[str, Any], name: str) -> dict[str, Any]:
     merged = dict(tree)
     for key, value in find_recipe(name).defaults.items():
         section, _, leaf = key.rpartition(".")
-        if not section and isinstance(value, Mapping):
-            user_values = merged.get(leaf) or {}
-            merged[leaf] = {**value, **user_values} if isinstance(user_values, dict) else user_values
-        elif not section:
+        defaults = {leaf: value} if section else value
+        section = section or leaf
+        if not isinstance(defaults, Mapping):
             merged.setdefault(leaf, value)
         elif isinstance(user_values := merged.get(section) or {}, dict):  # `build_dataclass` rejects other types
-            merged[section] = {leaf: value, **user_values}
+            merged[section] = {**defaults, **user_values}
     return merged

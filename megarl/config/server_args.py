@@ -40,32 +40,24 @@ _MANAGED_FIELDS = {
     "use_ray": "nothing: torchrun or Slurm starts all processes",
     "preferred_sampling_params": "rollout.temperature, rollout.top_p, rollout.top_k and rollout.min_p",
     "enable_return_routed_experts": "train.routing_replay",
-    "speculative_algorithm": "rollout.num_speculative_tokens",
-    "speculative_draft_model_path": "rollout.num_speculative_tokens",
-    "speculative_num_steps": "rollout.num_speculative_tokens",
-    "speculative_eagle_topk": "rollout.num_speculative_tokens",
-    "speculative_num_draft_tokens": "rollout.num_speculative_tokens",
-    "speculative_accept_threshold_single": "nothing: drafts must not change what the policy samples",
-    "speculative_accept_threshold_acc": "nothing: drafts must not change what the policy samples",
 }
-"""Fields that MegaRL sets, and the key that determines each."""
-
-
-_POSITIVE_FIELDS = (
-    "max_total_tokens",
-    "max_running_requests",
-    "max_prefill_tokens",
-    "context_length",
-    "page_size",
-    "watchdog_timeout",
-    "num_continuous_decode_steps",
-    "stream_interval",
-    "tokenizer_worker_num",
-    "detokenizer_worker_num",
-    "attn_dp_size",
-    "dp_size",
-    "pp_size",
+_MANAGED_FIELDS |= dict.fromkeys(
+    (
+        f"speculative_{name}"
+        for name in ("algorithm", "draft_model_path", "num_steps", "eagle_topk", "num_draft_tokens")
+    ),
+    "rollout.num_speculative_tokens",
 )
+_MANAGED_FIELDS |= dict.fromkeys(
+    ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"),
+    "nothing: drafts must not change what the policy samples",
+)
+"""Fields that MegaRL sets, and the key that determines each."""
+_POSITIVE_FIELDS = (
+    "max_total_tokens max_running_requests max_prefill_tokens context_length page_size watchdog_timeout "
+    "num_continuous_decode_steps stream_interval tokenizer_worker_num detokenizer_worker_num attn_dp_size dp_size "
+    "pp_size"
+).split()
 """Numbers that must be above 0."""
 _FRACTION_FIELDS = ("mem_fraction_static", "swa_full_tokens_ratio")
 """Numbers between 0 and 1, both excluded; the second may be 1."""
@@ -77,20 +69,16 @@ _CHOICE_LISTS = {
 
 
 @functools.cache
-def _sglang_folder() -> Path:
+def sglang_folder() -> Path:
+    """Return the folder of the package sglang.srt. Raises ConfigError if SGLang is not installed."""
     spec = importlib.util.find_spec("sglang")  # finds the package without running it
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"the package sglang is not installed: {INSTALL_HINT}")
     return Path(spec.submodule_search_locations[0], "srt")
 
 
-def check_installed() -> None:
-    """Raise ConfigError if SGLang is not installed."""
-    _sglang_folder()
-
-
 def _parse_source(file: str) -> ast.Module:
-    path = _sglang_folder() / file
+    path = sglang_folder() / file
     try:
         return ast.parse(path.read_text())
     except (OSError, SyntaxError):
@@ -100,7 +88,7 @@ def _parse_source(file: str) -> ast.Module:
 def _read_choices(file: str, name: str) -> tuple[str, ...]:
     choices = foreign_dataclasses.parse_constants(_parse_source(file)).get(name)
     if not isinstance(choices, list | tuple):
-        raise ConfigError(f"{_sglang_folder() / file} has no list {name}; MegaRL needs SGLang 0.5.23")
+        raise ConfigError(f"{sglang_folder() / file} has no list {name}; MegaRL needs SGLang 0.5.23")
     return tuple(choices)
 
 
@@ -112,7 +100,7 @@ def load_fields() -> dict[str, foreign_dataclasses.Field]:
     """
     names = foreign_dataclasses.parse_constants(_parse_source("arg_groups/choices.py"))
     fields: dict[str, foreign_dataclasses.Field] = {}
-    for path in sorted((_sglang_folder() / "arg_groups" / "fields").glob("*.py")):
+    for path in sorted((sglang_folder() / "arg_groups" / "fields").glob("*.py")):
         for node in _parse_source(f"arg_groups/fields/{path.name}").body:
             if isinstance(node, ast.ClassDef):
                 fields |= foreign_dataclasses.parse_fields(node.body, names, node.name)
@@ -140,21 +128,17 @@ def check(settings: dict[str, Any]) -> None:
             hint = foreign_dataclasses.did_you_mean(key, load_field_names())
             raise ConfigError(f"{where} is not a field of SGLang's ServerArgs{hint}")
         foreign_dataclasses.check_field_value(where, value, load_fields()[key])
-        _check_range(where, key, value)
-
-
-def _check_range(where: str, key: str, value: Any) -> None:
-    """Check ranges that SGLang would check only after starting, or never."""
-    if value is None:
-        return
-    if key in _POSITIVE_FIELDS and value <= 0:
-        raise ConfigError(f"{where} must be above 0, not {value}")
-    if key in _FRACTION_FIELDS and not 0 < value <= (1 if key != "mem_fraction_static" else 0.99):
-        raise ConfigError(f"{where} is a fraction: it must be between 0 and 1, not {value}")
-    if key == "chunked_prefill_size" and value == 0:
-        raise ConfigError(f"{where} must be above 0, or -1 to turn it off, not 0")
-    if key.endswith("_port") and not 0 < value < 1 << 16:
-        raise ConfigError(f"{where} must be a port between 1 and 65535, not {value}")
+        if value is None:
+            continue
+        # Ranges that SGLang would check only after starting, or never.
+        if key in _POSITIVE_FIELDS and value <= 0:
+            raise ConfigError(f"{where} must be above 0, not {value}")
+        if key in _FRACTION_FIELDS and not 0 < value <= (1 if key != "mem_fraction_static" else 0.99):
+            raise ConfigError(f"{where} is a fraction: it must be between 0 and 1, not {value}")
+        if key == "chunked_prefill_size" and value == 0:
+            raise ConfigError(f"{where} must be above 0, or -1 to turn it off, not 0")
+        if key.endswith("_port") and not 0 < value < 1 << 16:
+            raise ConfigError(f"{where} must be a port between 1 and 65535, not {value}")
 
 
 def tool_call_parsers() -> tuple[str, ...]:
@@ -191,14 +175,14 @@ def check_sampling(rollout: RolloutConfig) -> None:
 
     Without the masks the trainer could not compute the distribution that was sampled from.
     """
-    keys = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k != -1, "min_p": rollout.min_p > 0}
-    settings_text = [f"rollout.{name}={getattr(rollout, name):g}" for name, is_set in keys.items() if is_set]
+    is_set = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k != -1, "min_p": rollout.min_p > 0}
+    what = " and ".join(f"rollout.{name}={getattr(rollout, name):g}" for name in is_set if is_set[name])
+    why = "the sampling masks that training needs"
     if rollout.top_k in (0, 1):
         remedy = "-1 for all tokens" if rollout.top_k == 0 else "2 or more, or rollout.temperature=0, which is greedy"
-        raise ConfigError(f"rollout.top_k={rollout.top_k} leaves nothing to sample; set it to {remedy}")
+        raise ConfigError(f"{rollout.top_k=} leaves nothing to sample; set it to {remedy}")
     if not rollout.has_truncated_sampling:
         return
-    what, why = " and ".join(settings_text), "the sampling masks that training needs"
     if rollout.top_k < 0:
         raise ConfigError(
             f"{what} without rollout.top_k: SGLang does not return {why} unless their size is bounded; also set "
@@ -206,20 +190,19 @@ def check_sampling(rollout: RolloutConfig) -> None:
         )
     if rollout.num_speculative_tokens:
         raise ConfigError(
-            f"{what} with rollout.num_speculative_tokens={rollout.num_speculative_tokens}: with drafts SGLang does not "
-            f"return {why}; set only one of them"
+            f"{what} with {rollout.num_speculative_tokens=}: with drafts SGLang does not return {why}; set only one of "
+            "them"
         )
     most = rollout.sglang.get("sampling_mask_max_tokens")
     if most is not None and rollout.top_k > most:
         raise ConfigError(
-            f"rollout.top_k={rollout.top_k} is beyond rollout.sglang.sampling_mask_max_tokens={most}, the size up to "
-            f"which SGLang returns {why}; remove the second"
+            f"{rollout.top_k=} is beyond rollout.sglang.sampling_mask_max_tokens={most}, the size up to which SGLang "
+            f"returns {why}; remove the second"
         )
     if (backend := rollout.sglang.get("sampling_backend")) == "ascend":
         raise ConfigError(f"{what} with rollout.sglang.sampling_backend={backend}, which does not return {why}")
     if rollout.min_p and rollout.sglang.get("enable_deterministic_inference"):
         raise ConfigError(
             f"{what} with rollout.sglang.enable_deterministic_inference: SGLang's seeded sampler does not support "
-            f"min_p; set "
-            "rollout.min_p to 0"
+            "min_p; set rollout.min_p to 0"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import json
@@ -47,7 +48,8 @@ class Range:
 
     def __str__(self) -> str:
         bounds = (("at least", self.least), ("above", self.above), ("at most", self.most), ("below", self.below))
-        return " and ".join(f"{word} {_format_number(bound)}" for word, bound in bounds if bound is not None)
+        numbers = ((word, int(x) if abs(x) < 1e15 and x == int(x) else x) for word, x in bounds if x is not None)
+        return " and ".join(f"{word} {x if isinstance(x, int) else f'{x:g}'}" for word, x in numbers)
 
 
 UNBOUNDED = Range()
@@ -84,20 +86,14 @@ def to_dict(config: Any) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            value = to_dict(value)
+        value = to_dict(value) if dataclasses.is_dataclass(value) else value
         tree[item.name] = list(value) if isinstance(value, tuple) else value
     return tree
 
 
-def list_keys(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
+def list_keys(config: Any) -> list[tuple[str, Any]]:
     """Return every key of nested dataclasses as `section.key`, with its value, in order."""
-    rows: list[tuple[str, Any]] = []
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        section = dataclasses.is_dataclass(value)
-        rows += list_keys(value, f"{prefix}{item.name}.") if section else [(prefix + item.name, value)]
-    return rows
+    return [(key, functools.reduce(getattr, key.split("."), config)) for key in collect_key_types(type(config))]
 
 
 def collect_key_types(cls: type, prefix: str = "") -> dict[str, Any]:
@@ -113,17 +109,16 @@ def collect_key_docs(cls: type, prefix: str = "") -> dict[str, str]:
     """Return the first sentence of the docstring under each documented field; keys as in `list_keys`."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
-    own_docs: dict[str, str] = {}
-    for field, following in itertools.pairwise(tree.body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(following, ast.Expr):
-            text = " ".join(str(ast.literal_eval(following.value)).split())
-            own_docs[field.target.id] = re.split(r"(?<=[a-z`)\]])\. (?=[A-Z`])", text)[0].rstrip(".")
     docs: dict[str, str] = {}
-    for name, kind in field_types(cls).items():
+    for field, following in itertools.zip_longest(tree.body, tree.body[1:]):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        name, kind = field.target.id, field_types(cls)[field.target.id]
         if dataclasses.is_dataclass(kind):
             docs |= collect_key_docs(typing.cast(type, kind), f"{prefix}{name}.")
-        elif name in own_docs:
-            docs[prefix + name] = own_docs[name]
+        elif isinstance(following, ast.Expr):
+            text = " ".join(str(ast.literal_eval(following.value)).split())
+            docs[prefix + name] = re.split(r"(?<=[a-z`)\]])\. (?=[A-Z`])", text)[0].rstrip(".")
     return docs
 
 
@@ -135,57 +130,69 @@ def is_path_type(kind: Any) -> bool:
 
 
 def describe_type(kind: Any) -> str:
-    """Describe a type in words: `a number, above 0 and at most 1, or null`."""
-    base, range_, optional = _split_type(kind)
-    origin, args = get_origin(base), get_args(base)
+    """Describe a type in words, `a number, above 0 and at most 1, or null`; empty if YAML cannot express its values."""
+    origin, args = get_origin(kind), get_args(kind)
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
+    if origin is Annotated:
+        return ", ".join([describe_type(args[0]), *(str(note) for note in args[1:] if isinstance(note, Range))])
+    if origin in (types.UnionType, typing.Union):
+        options = " or ".join(filter(None, (describe_type(arg) for arg in args if arg is not types.NoneType)))
+        return options + (", or null" if types.NoneType in args else "")
     if origin is Literal:
-        text = f"one of {', '.join(map(str, args))}"
-    elif origin is tuple or origin is list:
-        text = "a list of text" if args and _split_type(args[0])[0] is str else "a list"
-    else:
-        text = words[origin or base]
-    return text + (f", {range_}" if str(range_) else "") + (", or null" if optional else "")
+        return f"one of {', '.join(map(str, args))}"
+    if (origin or kind) not in (list, tuple, set):
+        return "any value" if kind is Any else words.get(origin or kind, "")
+    items = dict.fromkeys(filter(None, (describe_type(arg) for arg in args if arg is not ...)))
+    if args and not items:
+        return ""
+    length = f" of {len(args)} items" if origin is tuple and ... not in args else ""
+    if "text" in items:
+        return f"a list{length} of text"
+    return f"a list{length}" + (f", each {' or '.join(items)}" if items else "")
 
 
 def is_valid(value: Any, kind: Any) -> bool:
     """True if a value has the type, without conversion, and is in its range; floats must be finite."""
-    base, range_, optional = _split_type(kind)
-    origin, args = get_origin(base), get_args(base)
-    if value is None:
-        return optional
-    if base is int:
-        return isinstance(value, int) and not isinstance(value, bool) and value in range_
-    if base is float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and (isinstance(value, int) or math.isfinite(value)) and value in range_
-    if base is str:
-        return isinstance(value, str) and _is_text(value)
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return is_valid(value, args[0]) and all(value in note for note in args[1:] if isinstance(note, Range))
+    if origin in (types.UnionType, typing.Union):
+        return any(is_valid(value, arg) for arg in args)
     if origin is Literal:
-        return isinstance(value, str) and value in args
-    if origin is tuple or origin is list:
-        return isinstance(value, list | tuple) and all(is_valid(item, args[0]) for item in value)
-    return isinstance(value, origin or base)
+        return any(value == arg and type(value) is type(arg) for arg in args)
+    if origin is dict:
+        return isinstance(value, dict) and all(
+            is_valid(key, args[0]) and is_valid(value[key], args[1]) for key in value
+        )
+    if (origin or kind) in (list, tuple, set):
+        if not isinstance(value, list | tuple):
+            return False
+        kinds = args if origin is tuple and ... not in args else args[:1] * len(value)
+        return not args or (len(kinds) == len(value) and all(map(is_valid, value, kinds)))
+    if kind is float and isinstance(value, float):
+        return math.isfinite(value)
+    if kind in (int, float):
+        return isinstance(value, int) and not isinstance(value, bool)
+    return kind is Any or isinstance(value, origin or kind)
 
 
 def check_value(value: Any, kind: Any, name: str) -> None:
-    """Raise ConfigError unless `is_valid`."""
+    """Raise ConfigError unless `is_valid`, and for text that no file name or terminal can show."""
+    if get_origin(kind) is dict and isinstance(value, dict):
+        _check_plain(value, name)
     if not is_valid(value, kind):
-        base, _, _ = _split_type(kind)
-        hint = ""
+        base, hint = _split_type(kind)[0], ""
         if get_origin(base) is Literal:
-            match = closest_match(short_repr(value).strip("'"), get_args(base))
-            hint = f"; did you mean {match}?" if match else ""
-        if base is str and isinstance(value, str):
-            has_bad_characters = any(c < " " for c in value) or not _is_text(value, whole=False)
-            fault = "without control characters and lone surrogates" if has_bad_characters else "of a valid length"
-            why = "" if has_bad_characters else ", which is too long; choose another"
-            raise ConfigError(f"{name} must be text {fault}, not {short_repr(value)}{why}")
+            hint = did_you_mean(short_repr(value).strip("'"), get_args(base))
         if base is str and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15:
             hint = f"; in quotes it is text: {name}: '{value}' in a file, \"{name}='{value}'\" on a command line"
         raise ConfigError(f"{name} must be {describe_type(kind)}, not {short_repr(value)}{hint}")
-    if isinstance(value, dict):
-        _check_plain(value, name)
+    for text in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(text, str) and not _is_text(text):
+            has_bad_characters = any(c < " " for c in text) or not _is_text(text, whole=False)
+            fault = "without control characters and lone surrogates" if has_bad_characters else "of a valid length"
+            remedy = "" if has_bad_characters else ", which is too long; choose another"
+            raise ConfigError(f"{name} must be text {fault}, not {short_repr(text)}{remedy}")
 
 
 def check_dataclass(config: Any, where: str = "") -> None:
@@ -223,15 +230,11 @@ def build_dataclass(cls: Any, tree: Any, where: str, root: type, default: Any = 
             section_tree = {} if value is None else value
             values[key] = build_dataclass(hints[key], section_tree, f"{where}{key}.", root, getattr(default, key))
         else:
-            _reject_renamed_value(value, f"{where}{key}", root)
+            renamed = getattr(root, "renamed_values", {}).get(f"{where}{key}", {})
+            if isinstance(value, str) and value in renamed:
+                raise ConfigError(f"{where}{key}={value}: MegaRL 0.2 renamed this value to {renamed[value]}")
             values[key] = _convert(value, hints[key], f"{where}{key}")
     return dataclasses.replace(default, **values)
-
-
-def _reject_renamed_value(value: Any, name: str, root: type) -> None:
-    renamed = getattr(root, "renamed_values", {}).get(name, {})
-    if isinstance(value, str) and value in renamed:
-        raise ConfigError(f"{name}={value}: MegaRL 0.2 renamed this value to {renamed[value]}")
 
 
 def _unknown_key_message(key: Any, where: str, cls: Any, root: type) -> str:
@@ -242,14 +245,14 @@ def _unknown_key_message(key: Any, where: str, cls: Any, root: type) -> str:
         return f"unknown key {full_key}: MegaRL 0.2 renamed it to {renamed}"
     if full_key in everywhere:
         section, _, leaf = full_key.rpartition(".")
-        return (
-            f"unknown key {full_key!r}: a dot is for the command line; in a file it is {leaf} in the section {section}"
-        )
-    synonym = "" if cls is root else getattr(cls, "synonyms", {}).get(str(key).lower(), "")
-    match = synonym or closest_match(str(key), known)
-    elsewhere = [name for name in everywhere if name.split(".")[-1] == key]
-    elsewhere += [name for name in [getattr(root, "synonyms", {}).get(str(key).lower())] if name]
-    suggestion = f"{where}{match}" if match else elsewhere[0] if elsewhere else ""
+        place = f"in a file it is {leaf} in the section {section}"
+        return f"unknown key {full_key!r}: a dot is for the command line; {place}"
+    synonyms = {} if cls is root else getattr(cls, "synonyms", {})
+    if match := synonyms.get(str(key).lower()) or closest_match(str(key), known):
+        suggestion = f"{where}{match}"
+    else:
+        elsewhere = [name for name in everywhere if name.split(".")[-1] == key]
+        suggestion = elsewhere[0] if elsewhere else getattr(root, "synonyms", {}).get(str(key).lower(), "")
     hint = f"; did you mean {suggestion}?" if suggestion else ""
     name = str(key) if str(key).isidentifier() and len(str(key)) < 80 else short_repr(key)
     return f"unknown key {where}{name}{hint} (known here: {', '.join(known)})"
@@ -285,6 +288,12 @@ def closest_match(word: str, known: typing.Iterable[str]) -> str:
     return by_lower[matches[0]] if matches else ""
 
 
+def did_you_mean(word: Any, known: typing.Iterable[Any]) -> str:
+    """Return a hint with the closest known name, or an empty string."""
+    match = closest_match(str(word), map(str, known))
+    return f"; did you mean {match}?" if match else ""
+
+
 def short_repr(value: Any) -> str:
     """Format any value for a message: one short line."""
     if isinstance(value, int) and abs(value) >= 10**30:
@@ -302,22 +311,20 @@ def describe_lfs_pointer(file: Path) -> str:
     return f"{file} {LFS_REMEDY}" if is_pointer else ""
 
 
+def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of its pairs, as json's `object_pairs_hook`. Raises ValueError for a duplicate key."""
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"an object has {next(name for name in names if names.count(name) > 1)!r} twice")
+    return mapping
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON file that contains an object. Raises ConfigError, naming the file, for anything else, and for
     duplicate keys."""
-
-    def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        mapping = dict(pairs)
-        if len(mapping) < len(pairs):
-            names = [name for name, _ in pairs]
-            duplicate = next(name for name in names if names.count(name) > 1)
-            raise ConfigError(f"{file} has {short_repr(duplicate)} twice; remove one")
-        return mapping
-
     try:
-        values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=reject_duplicates)
-    except ConfigError:
-        raise
+        values = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique_object)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(describe_lfs_pointer(file) or f"{file} is not valid JSON: {error}") from None
     if not isinstance(values, dict):
@@ -367,7 +374,3 @@ def _split_type(kind: Any) -> tuple[Any, Range, bool]:
         base, *notes = get_args(kind)
         return base, next((note for note in notes if isinstance(note, Range)), UNBOUNDED), optional
     return kind, UNBOUNDED, optional
-
-
-def _format_number(number: float) -> str:
-    return str(int(number)) if abs(number) < 1e15 and number == int(number) else f"{number:g}"

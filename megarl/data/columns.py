@@ -145,23 +145,14 @@ def _short(value: Any) -> str:
 
 RESPONSE_COLUMNS = ("response", "completion")
 """Columns of the assistant's answer to a prompt, as in verl and TRL."""
+CALL_SPEAKERS = ("function_call", "tool_call")
 SHAREGPT_ROLES = {
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "tool": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", *CALL_SPEAKERS), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool_response", "tool"), "tool"),
 }
 """Role of each speaker in ShareGPT's `from`."""
-CALL_SPEAKERS = ("function_call", "tool_call")
 _HH = re.compile(r"\n\n(Human|Assistant): ?")
 
 
@@ -185,18 +176,20 @@ def row_id(row: dict[str, Any], location: str, name: str, default: str) -> str:
 
     The column is prefixed by the data set's name, since ids are unique only within a data set.
     """
-    identity = row.get("id")
-    if isinstance(identity, bool | list | dict):
-        raise ConfigError(f"{location}: 'id' must be text or a number, not {str(identity)[:80]!r}")
+    identity = _text_or_number(row, "id", location)
     return default if identity is None else f"{name}-{identity}" if name else str(identity)
 
 
 def row_source(row: dict[str, Any], location: str, name: str) -> str:
     """Return the source under which metrics count a row: its column `data_source`, or the name of the data set."""
-    source = row.get("data_source")
-    if isinstance(source, bool | list | dict):
-        raise ConfigError(f"{location}: 'data_source' must be text or a number, not {str(source)[:80]!r}")
-    return str(source or name)
+    return str(_text_or_number(row, "data_source", location) or name)
+
+
+def _text_or_number(row: dict[str, Any], column: str, location: str) -> Any:
+    value = row.get(column)
+    if isinstance(value, bool | list | dict):
+        raise ConfigError(f"{location}: {column!r} must be text or a number, not {_short(value)}")
+    return value
 
 
 def parse_conversation(
@@ -206,22 +199,26 @@ def parse_conversation(
 
     answer_key: column of the answer, if it is not one of `RESPONSE_COLUMNS`.
     """
-    if row.get("messages") is not None:
-        return parse_chat_messages(_parse_list(row["messages"], location, "messages"), location, "messages")
-    if row.get("conversations") is not None:
-        conversation = parse_sharegpt(
-            _parse_list(row["conversations"], location, "conversations"), location, "conversations"
-        )
+    for key in ("messages", "conversations"):
+        if row.get(key) is None:
+            continue
+        value = row[key]
+        if isinstance(value, str):
+            value = value if (parsed := _parse_json(value)) is None else parsed
+        if not isinstance(value, list):
+            raise ConfigError(f"{location} has no list `{key}`, but {_short(row[key])}; write its messages as a list")
+        if key == "messages":
+            return parse_chat_messages(value, location, key)
         system = row.get("system")  # as in LLaMA-Factory
-        return (({"role": "system", "content": system},) if isinstance(system, str) and system else ()) + conversation
+        head = ({"role": "system", "content": system},) if isinstance(system, str) and system else ()
+        return head + parse_sharegpt(value, location, key)
     answers = (answer_key,) if answer_key else RESPONSE_COLUMNS
     answer = next((name for name in answers if row.get(name) is not None), None)
     if row.get(prompt_key) is None or answer is None:
         raise ConfigError(
             f"{location} has no conversation: neither a list `messages` nor `conversations`, nor {prompt_key!r} with "
             f"{' or '.join(map(repr, answers))}; columns here: {list_columns(row)}; rename them, or set "
-            "data.prompt_key and "
-            "data.label_key to those of prompt and answer"
+            "data.prompt_key and data.label_key to those of prompt and answer"
         )
     prompt = parse_chat_messages(row[prompt_key], location, prompt_key)
     return prompt + parse_chat_messages(row[answer], location, answer, role="assistant")
@@ -232,11 +229,8 @@ def parse_sharegpt(value: list[Any], location: str, key: str) -> tuple[Message, 
 
     A call is the JSON of its name and arguments, or of a list of such.
     """
-    return parse_chat_messages(
-        [_convert_sharegpt(item, f"{location}: message {at} of {key!r}") for at, item in enumerate(value)],
-        location,
-        key,
-    )
+    messages = [_convert_sharegpt(item, f"{location}: message {at} of {key!r}") for at, item in enumerate(value)]
+    return parse_chat_messages(messages, location, key)
 
 
 def parse_answer(value: Any, location: str, key: str) -> tuple[Message, ...]:
@@ -245,22 +239,16 @@ def parse_answer(value: Any, location: str, key: str) -> tuple[Message, ...]:
     Accepts messages, ShareGPT's, text, or a dialogue of Anthropic's HH, "\n\nHuman: ...\n\nAssistant: ...".
     """
     if isinstance(value, str) and _HH.match(value):
-        return _parse_hh_dialogue(value, location, key)
+        parts = _HH.split(value)[1:]  # speaker, words, speaker, words ...
+        roles = {"Human": "user", "Assistant": "assistant"}
+        dialogue = zip(parts[::2], parts[1::2], strict=True)
+        value = [{"role": roles[speaker], "content": content.strip()} for speaker, content in dialogue]
+        return parse_chat_messages(value, location, key)
     if isinstance(value, dict):  # one message, as in RLHFlow's and LLaMA-Factory's pairs
         value = [value]
     if isinstance(value, list):
         return parse_sharegpt(value, location, key) if value else parse_chat_messages(value, location, key)
     return parse_chat_messages(value, location, key, role="assistant")
-
-
-def _parse_list(value: Any, location: str, key: str) -> list[Any]:
-    """Return a list, or parse the JSON of one."""
-    if isinstance(value, str):
-        parsed = _parse_json(value)
-        value = value if parsed is None else parsed
-    if not isinstance(value, list):
-        raise ConfigError(f"{location} has no list `{key}`, but {str(value)[:80]!r}; write its messages as a list")
-    return value
 
 
 def _convert_sharegpt(item: Any, location: str) -> Any:
@@ -269,9 +257,9 @@ def _convert_sharegpt(item: Any, location: str) -> Any:
     speaker, value = item["from"], item.get("value")
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         speakers = ", ".join(SHAREGPT_ROLES)
-        raise ConfigError(f"{location} is from {str(speaker)[:80]!r}; must be one of: {speakers}")
+        raise ConfigError(f"{location} is from {_short(speaker)}; must be one of: {speakers}")
     if not isinstance(value, str):
-        raise ConfigError(f"{location} has {str(value)[:80]!r} as value, which must be text")
+        raise ConfigError(f"{location} has {_short(value)} as value, which must be text")
     if speaker not in CALL_SPEAKERS:
         return {"role": SHAREGPT_ROLES[speaker], "content": value}
     calls = _parse_json(value)
@@ -285,13 +273,3 @@ def _convert_sharegpt(item: Any, location: str) -> Any:
         for call in calls
     ]
     return {"role": "assistant", "content": "", "tool_calls": tool_calls}
-
-
-def _parse_hh_dialogue(text: str, location: str, key: str) -> tuple[Message, ...]:
-    parts = _HH.split(text)[1:]  # speaker, words, speaker, words ...
-    roles = {"Human": "user", "Assistant": "assistant"}
-    messages = [
-        {"role": roles[speaker], "content": content.strip()}
-        for speaker, content in zip(parts[::2], parts[1::2], strict=True)
-    ]
-    return parse_chat_messages(messages, location, key)

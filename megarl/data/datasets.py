@@ -1,17 +1,14 @@
-"""Read the items of a data file: prompts, conversations for SFT, preference pairs.
+"""Read the items of a data file: prompts, conversations for SFT, preference pairs. `README.md` has rows of each kind.
 
 Prompts are rendered to token ids once. Conversations and pairs are read and tokenized on access, turn by turn as in the
-rollout loop. Preference pairs have TRL's columns, `chosen` and `rejected`:
-
-    {"chosen": [user, assistant], "rejected": [user, assistant]}          whole chats, both with the prompt
-    {"prompt": [user], "chosen": [assistant], "rejected": [assistant]}    messages after the prompt's
-    {"prompt": "text", "chosen": "text", "rejected": "text"}              a user's message and two answers to it
-
-or those of Anthropic's HH, a dialogue as text in both, or LLaMA-Factory's, ShareGPT's `conversations` followed by a
-message in each. `README.md` has a row of each. `check_first_rows` finds mistakes before anything starts."""
+rollout loop. `check_first_rows` finds mistakes before anything starts.
+"""
 
 from __future__ import annotations
 
+import functools
+import operator
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -33,7 +30,7 @@ from megarl.data.columns import (
     row_id,
     row_source,
 )
-from megarl.data.loader import NESTED_COLUMNS, OrderKeys
+from megarl.data.loader import NESTED_COLUMNS, read_key
 from megarl.data.table import LazySequence, Table, read_rows
 from megarl.types import Message, Prompt, Rollout, Turn, as_token_ids
 from megarl.types.requirements import ItemKind
@@ -53,28 +50,23 @@ def read_prompts(
 ) -> list[Prompt]:
     """Read all prompts of a file, or the first `max_rows`, in file order, without token ids.
 
-    `.parquet` with verl's columns (data_source, prompt, ability, reward_model {style, ground_truth}, extra_info), or
-    `.jsonl` with {prompt | messages, ground_truth | label, tools, data_source, id, metadata | extra}; either may use
-    the other's columns. `prompt_key` names the prompt, a list of chat messages or a string that becomes one user
-    message; `label_key` the ground truth if there is no `reward_model.ground_truth`, "" if there is none at all.
-    `tools` are names or OpenAI tool schemas. Without `id`, a row's id is the file's stem and the row's index from 0.
-    Any other column goes into `extra`, together with the fields of extra_info, metadata and extra. name: of the data
-    set, if there are several; prefix of ids, and the source of rows without `data_source`. order: a column whose values
-    must be numbers or missing.
+    prompt_key, label_key: columns of the prompt, and of the ground truth if there is no `reward_model.ground_truth`; ""
+    if there is none at all. name: of the data set, if there are several; prefix of ids, and the source of rows without
+    `data_source`. order: a column whose values must be numbers or missing.
 
     Raises ConfigError for a missing, empty or unreadable file, a missing column, a malformed row, an id used twice.
     """
     file = Path(path)
     prompts: list[Prompt] = []
     location_by_id: dict[str, str] = {}
-    keys = OrderKeys(order)
     for location, prompt in islice(iter_prompts(file, prompt_key, label_key, name), max_rows):
         if prompt.id in location_by_id:
             raise ConfigError(
                 f"{location}: the id {prompt.id!r} is already used by {location_by_id[prompt.id]}; ids must be unique"
             )
         location_by_id[prompt.id] = location
-        keys.add(prompt.extra, location)
+        if order:
+            read_key(prompt.extra, order, location)
         prompts.append(prompt)
     if not prompts:
         raise ConfigError(f"{file} holds no prompts")
@@ -122,12 +114,12 @@ def _parse_prompt(
 ) -> Prompt:
     check_text_only(row, location)
     rest = dict(row)
-    messages = parse_chat_messages(
-        _pop_column(rest, row, prompt_key, location, "data.prompt_key"), location, prompt_key
-    )
+    prompt = _pop_column(rest, row, prompt_key, location, "data.prompt_key")
+    messages = parse_chat_messages(prompt, location, prompt_key)
     if messages[-1]["role"] == "assistant":
         raise ConfigError(f"{location}: {prompt_key!r} ends with the assistant's words, so there is nothing to answer")
     reward_model = rest.get("reward_model")
+    ground_truth = None
     if isinstance(reward_model, dict) and "ground_truth" in reward_model:
         ground_truth = reward_model["ground_truth"]
         if ground_truth is None and label_key:
@@ -138,29 +130,17 @@ def _parse_prompt(
         rest.pop("reward_model")
     elif label_key:
         ground_truth = _pop_column(rest, row, label_key, location, "data.label_key")
-    else:
-        ground_truth = None
     identity, source = row_id(rest, location, name, default_id), row_source(rest, location, name)
     for column in ("id", "data_source"):
         rest.pop(column, None)
     tools = parse_tool_names(rest.pop("tools", None), location)
-    extra: dict[str, Any] = {}
-    for column in NESTED_COLUMNS:
-        fields = rest.get(column)
-        if isinstance(fields, dict):
-            extra.update(rest.pop(column))
-    return Prompt(
-        id=identity,
-        messages=messages,
-        data_source=source,
-        ground_truth=ground_truth,
-        tools=tools,
-        extra=rest | extra,
-    )
+    nested = [rest.pop(column) for column in NESTED_COLUMNS if isinstance(rest.get(column), dict)]
+    extra = functools.reduce(operator.or_, nested, rest)
+    return Prompt(identity, messages, data_source=source, ground_truth=ground_truth, tools=tools, extra=extra)
 
 
 def _pop_column(row: dict[str, Any], original: dict[str, Any], key: str, location: str, option: str) -> Any:
-    """Remove and return a column's value. whole: the original row."""
+    """Remove and return a column's value. original: the row before columns were removed."""
     for name in (key, _ALIASES.get(key)):
         if name is not None and row.get(name) is not None:
             return row.pop(name)
@@ -184,7 +164,7 @@ class TableDataset(LazySequence[Item]):
         return len(self.rows)
 
     def get(self, index: int) -> Item:
-        return self.make_item(*self.rows[index], index)
+        return self.make_item(*self.rows.get(index), index)
 
     def select(self, indices: Sequence[int]) -> TableDataset[Item]:
         keys = None if self.keys is None else self.keys[np.asarray(indices, np.int64)]
@@ -202,17 +182,15 @@ def read_conversations(
 ) -> TableDataset[Rollout]:
     """Read a .jsonl or .parquet file of conversations as Rollouts whose action turns are the assistant's messages.
 
-    A row holds `messages`, ShareGPT's `conversations`, or a prompt and its answer, as `parse_conversation` reads them,
-    and optionally `tools`, a list of OpenAI tool schemas or its JSON. An action turn ends with the tokenizer's
-    end-of-turn token; its log-probs are 0, since it was not sampled. name: of the data set, if there are several, for
-    ids and as the source of rows without `data_source`. order: a column of numbers.
-
-    Raises ConfigError, naming the line, for a row without a conversation.
+    An action turn ends with the tokenizer's end-of-turn token; its log-probs are 0, since it was not sampled. name: of
+    the data set, if there are several, for ids and as the source of rows without `data_source`. order: a column of
+    numbers. Raises ConfigError, naming the line, for a row without a conversation.
     """
-    keys = OrderKeys(order)
+    keys = array("d")
 
     def check_row(location: str, row: dict[str, Any]) -> None:
-        keys.add(row, location)
+        if order:
+            keys.append(read_key(row, order, location))
         normalize_row(row, location, prompt_key, answer_key, name)
 
     def make_item(location: str, row: dict[str, Any], index: int) -> Rollout:
@@ -222,7 +200,7 @@ def read_conversations(
     rows = Table.read(Path(path), check_row, max_rows)
     if not len(rows):
         raise ConfigError(f"{path} holds no conversation")
-    return TableDataset(rows, make_item, keys.to_array())
+    return TableDataset(rows, make_item, np.array(keys) if order else None)
 
 
 def iter_conversations(
@@ -290,12 +268,13 @@ def _tokenize(row: dict[str, Any], tokenizer: Any, location: str, group: int, la
     messages: tuple[Message, ...] = tuple(row["messages"])
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     answers = answers[-1:] if last_only else answers
-    end_of_turn = tokenizer.eos_token
+    tools, end_of_turn = row.get("tools") or None, tokenizer.eos_token
     if not end_of_turn:
         raise ConfigError("model.path: the tokenizer has no eos_token, by which the assistant's turns would end")
-    tools = row.get("tools") or None
+    known = ""
 
-    def render(count: int, add_generation_prompt: bool) -> str:
+    def render_new(count: int, add_generation_prompt: bool) -> str:
+        """Return what the first `count` messages add to the text that is known."""
         try:
             text = tokenizer.apply_chat_template(
                 list(messages[:count]), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -304,20 +283,16 @@ def _tokenize(row: dict[str, Any], tokenizer: Any, location: str, group: int, la
             roles = ", ".join(str(message["role"]) for message in messages)
             reason = " ".join(str(error).split())
             raise _TemplateError(f"the chat template cannot render the roles {roles}: {reason}") from None
-        return str(text)
-
-    def new_text(text: str, known: str) -> str:
         if not text.startswith(known):
             raise _TemplateError("the chat template rewrites earlier turns once later ones are there")
-        return text[len(known) :]
+        return str(text[len(known) :])
 
     turns: list[Turn] = []
-    known = ""
     for index in answers:
-        observed = new_text(render(index, True), known)
+        observed = render_new(index, True)
         known += observed
         turns.append(Turn(tokenizer.encode(observed, add_special_tokens=False)))
-        response = new_text(render(index + 1, False), known)
+        response = render_new(index + 1, False)
         if end_of_turn not in response:
             raise _TemplateError(f"the chat template does not end the assistant's turn by {end_of_turn}")
         response = response[: response.rindex(end_of_turn) + len(end_of_turn)]
@@ -354,24 +329,22 @@ def read_preferences(
     """Read the pairs of a .jsonl or .parquet file. Return those that are short enough, and the number dropped.
 
     A pair is too long with more than `max_tokens` tokens, since both answers must fit into one micro-batch, or if one
-    conversation has more than `max_length`. The tokenizer's template renders a chat up to and including the end of the
-    last answer's turn, where a rollout would end, too. Optional columns: `tools`, a list of OpenAI tool schemas; `id`
-    and `data_source`, as for prompts. All others are ignored. name: of the data set, if there are several. order: a
-    column of numbers.
+    conversation has more than `max_length`. name: of the data set, if there are several. order: a column of numbers.
 
     Every pair is rendered once here, so that mistakes show before training. Raises ConfigError, naming the line, for a
     row that lacks an answer, does not end with an assistant message, has two different prompts or two equal answers;
     and for a file without a pair, or with none that is short enough.
     """
     dropped = shortest = 0
-    keys = OrderKeys(order)
+    keys = array("d")
 
     def fits(location: str, row: dict[str, Any]) -> bool:
         nonlocal dropped, shortest
         pair = make_pair(row, tokenizer, location, name)
         longest = max(pair.chosen.num_tokens, pair.rejected.num_tokens)
         if pair.num_tokens <= max_tokens and longest <= max_length:
-            keys.add(row, location)
+            if order:
+                keys.append(read_key(row, order, location))
             return True
         dropped, shortest = dropped + 1, min(shortest or pair.num_tokens, pair.num_tokens)
         return False
@@ -385,7 +358,7 @@ def read_preferences(
     def make_item(location: str, row: dict[str, Any], index: int) -> Pair:
         return make_pair(row, tokenizer, location, name, index)
 
-    return TableDataset(rows, make_item, keys.to_array()), dropped
+    return TableDataset(rows, make_item, np.array(keys) if order else None), dropped
 
 
 def pairs_too_long_error(path: str, count: int, max_tokens: int, max_length: int, shortest: int) -> ConfigError:
@@ -407,13 +380,10 @@ def check_pair(row: dict[str, Any], location: str) -> dict[str, tuple[Message, .
 def make_pair(row: dict[str, Any], tokenizer: Any, location: str, name: str = "", group: int = 0) -> Pair:
     messages, tools = check_pair(row, location), parse_tool_schemas(row.get("tools"), location)
     identity, source = row_id(row, location, name, location), row_source(row, location, name)
-    common_fields = {"id": identity, "data_source": source, "tools": tools}
-    rollouts = {
-        key: tokenize_conversation(
-            {**common_fields, "messages": value}, tokenizer, f"{location}, {key!r}", group, last_only=True
-        )
-        for key, value in messages.items()
-    }
+    rollouts = {}
+    for key, conversation in messages.items():
+        fields = {"id": identity, "data_source": source, "tools": tools, "messages": conversation}
+        rollouts[key] = tokenize_conversation(fields, tokenizer, f"{location}, {key!r}", group, last_only=True)
     if np.array_equal(rollouts["chosen"].token_ids, rollouts["rejected"].token_ids):
         raise ConfigError(f"{location}: 'chosen' and 'rejected' are the same; there is nothing to learn from this pair")
     return Pair(**rollouts)
@@ -442,26 +412,23 @@ def _parse_side(row: dict[str, Any], key: str, location: str) -> tuple[Message, 
             f"{location}: {key!r} begins neither with the answer nor with the row's 'prompt'; drop that one"
         )
     if messages[-1]["role"] != "assistant":
-        raise ConfigError(
-            f"{location}: {key!r} must end with the assistant's answer, not with role {messages[-1]['role']}"
-        )
+        last_role = messages[-1]["role"]
+        raise ConfigError(f"{location}: {key!r} must end with the assistant's answer, not with role {last_role}")
     return messages
 
 
-MAX_ROWS = 1000
-"""Rows to check: takes milliseconds for a file of any size. The others are read once the ranks are up."""
+MAX_ROWS = 1000  # to check: takes milliseconds for a file of any size; the others are read once the ranks are up
 
 
 class FirstRow(NamedTuple):
-    """A row that was checked.
-
-    location: file and line, for messages. text: a prompt's messages; for other rows all columns except id and
-    data_source. extra: extra columns of a prompt.
-    """
+    """A row that was checked."""
 
     location: str
+    """File and line, for messages."""
     text: str
+    """A prompt's messages; for other rows all columns except id and data_source."""
     extra: Mapping[str, Any]
+    """Extra columns of a prompt."""
 
 
 def check_first_rows(config: Config, item: ItemKind, path: str, order: str = "") -> list[FirstRow]:
@@ -470,26 +437,24 @@ def check_first_rows(config: Config, item: ItemKind, path: str, order: str = "")
     order: column to sort by.
     """
     data = config.data
+    if item == "rows":
+        return []
     if item == "prompts":
         prompts = read_prompts(path, data.prompt_key, data.label_key, MAX_ROWS, order=order)
         return [FirstRow(f"{path}, {prompt.id}", repr(prompt.messages), prompt.extra) for prompt in prompts]
     if item == "conversations":
         read_conversations(path, None, MAX_ROWS, data.prompt_key, answer_key(config), order=order)
-    elif item == "pairs":
-        keys, pairs = OrderKeys(order), 0
-        for location, row in islice(read_rows(Path(path)), MAX_ROWS):
+    first_rows = []
+    for location, row in islice(read_rows(Path(path)), MAX_ROWS):
+        if item == "pairs":
             check_pair(row, location)
-            keys.add(row, location)
-            pairs += 1
-        if not pairs:
-            raise ConfigError(f"{path} holds no pair")
-    else:
-        return []
-    rows = islice(read_rows(Path(path)), MAX_ROWS)
-    return [
-        FirstRow(location, repr(sorted((name, row[name]) for name in row.keys() - {"id", "data_source"})), {})
-        for location, row in rows
-    ]
+            if order:
+                read_key(row, order, location)
+        text = repr(sorted((name, row[name]) for name in row.keys() - {"id", "data_source"}))
+        first_rows.append(FirstRow(location, text, {}))
+    if item == "pairs" and not first_rows:
+        raise ConfigError(f"{path} holds no pair")
+    return first_rows
 
 
 def answer_key(config: Config) -> str:

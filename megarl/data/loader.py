@@ -1,22 +1,23 @@
 """The order of training items: curriculum keys, mixtures of data sets, and the resumable loader.
 
-A curriculum sorts items by the numbers of a column, such as difficulty. Several data sets are concatenated, or
-interleaved by weights: a repeating pattern assigns each position of the endless stream to a data set. Among the first n
-positions each set has its share of n rounded down or up. A step therefore has each set's share to within two prompts,
-and exactly if the share is a whole number. Each set has its own epochs."""
+Several data sets are concatenated, or interleaved by weights: a repeating pattern assigns each position of the endless
+stream to a data set, so that each has its share of every step to within two prompts. Each set then has its own epochs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import operator
 import random
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -27,23 +28,6 @@ from megarl.data.table import LazySequence, is_parquet, open_parquet, to_dicts
 
 NESTED_COLUMNS = ("extra_info", "metadata", "extra")
 """Columns whose fields count as columns."""
-
-
-class OrderKeys:
-    """Collects the numbers of a column row by row; without a column it collects nothing."""
-
-    def __init__(self, column: str) -> None:
-        self._column = column
-        self._values = array("d")
-
-    def add(self, row: Mapping[str, Any], location: str) -> None:
-        """Add a row. Raises ConfigError for a value that is no number; missing and null values are unknown."""
-        if self._column:
-            self._values.append(read_key(row, self._column, location))
-
-    def to_array(self) -> np.ndarray | None:
-        """Return [rows] float64, NaN if unknown; None without a column."""
-        return np.array(self._values, dtype=np.float64) if self._column else None
 
 
 def check_has_keys(keys: np.ndarray | None, column: str, files: Sequence[str]) -> None:
@@ -57,11 +41,7 @@ def check_has_keys(keys: np.ndarray | None, column: str, files: Sequence[str]) -
 
 def read_key(row: Mapping[str, Any], column: str, location: str) -> float:
     """Return the number in a column of a row, NaN if there is none. Raises ConfigError for other values."""
-    value = row.get(column)
-    for fields in (row.get(name) for name in NESTED_COLUMNS if value is None):
-        value = fields.get(column) if value is None and isinstance(fields, dict) else value
-    if value is None:
-        return math.nan
+    value = next((value for value in _column_values(row, column) if value is not None), math.nan)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(
             f"{location}: {column!r} is {str(value)[:80]!r}, which is not a number; data.curriculum_key={column} sorts "
@@ -73,33 +53,30 @@ def read_key(row: Mapping[str, Any], column: str, location: str) -> float:
         raise ConfigError(f"{location}: {column!r} overflows float64; write a smaller number") from None
 
 
+def _column_values(row: Mapping[str, Any], column: str) -> Iterator[Any]:
+    """Yield the values of a column, and of the fields of its name in `NESTED_COLUMNS`."""
+    for fields in (row, *(row.get(name) for name in NESTED_COLUMNS)):
+        if isinstance(fields, Mapping):
+            yield fields.get(column)
+
+
 def check_no_nan(file: Path, column: str) -> None:
     """Raise ConfigError, naming the row, if the column holds NaN, which `read_rows` returns as null.
 
     NaN may be a missing number or a failed division.
     """
-    if is_parquet(file):
-        with open_parquet(file) as table:
+    with contextlib.ExitStack() as stack:
+        rows: Iterator[tuple[str, dict[str, Any]]]
+        if is_parquet(file):
+            table = stack.enter_context(open_parquet(file))
             names = [name for name in (column, *NESTED_COLUMNS) if name in table.schema_arrow.names]
-            rows: Iterator[Any] = (
-                (f"{file}, row {number}", row)
-                for number, row in enumerate(
-                    row for batch in table.iter_batches(columns=names, use_threads=False) for row in to_dicts(batch)
-                )
-            )
-            _check_no_nan(rows, column)
-        return
-    with file.open("rb") as lines:
-        _check_no_nan(
-            ((f"{file}:{number}", json.loads(line)) for number, line in enumerate(lines, 1) if b"NaN" in line), column
-        )
-
-
-def _check_no_nan(rows: Iterable[tuple[str, dict[str, Any]]], column: str) -> None:
-    for location, row in rows:
-        for fields in (row, *(row.get(name) for name in NESTED_COLUMNS)):
-            value = fields.get(column) if isinstance(fields, dict) else None
-            if isinstance(value, float) and math.isnan(value):
+            batches = table.iter_batches(columns=names, use_threads=False)
+            rows = ((f"{file}, row {n}", row) for n, row in enumerate(chain.from_iterable(map(to_dicts, batches))))
+        else:
+            lines = stack.enter_context(file.open("rb"))
+            rows = ((f"{file}:{n}", json.loads(line)) for n, line in enumerate(lines, 1) if b"NaN" in line)
+        for location, row in rows:
+            if any(isinstance(value, float) and math.isnan(value) for value in _column_values(row, column)):
                 raise ConfigError(
                     f"{location}: {column!r} is NaN, by which data.curriculum_key={column} cannot sort rows; write a "
                     "number, or null where it is unknown"
@@ -115,8 +92,7 @@ def sort_by_key(order: Sequence[int], keys: np.ndarray) -> list[int]:
     positions = np.flatnonzero(~np.isnan(keys[result]))
     items = result[positions]
     result[positions] = items[np.argsort(keys[items], kind="stable")]
-    order_list: list[int] = result.tolist()
-    return order_list
+    return list(result.tolist())
 
 
 Item = TypeVar("Item")
@@ -146,11 +122,9 @@ class ConcatDataset(LazySequence[Item]):
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         index %= len(self)
-        for part in self.parts:
-            if index < len(part):
-                return part[index]
-            index -= len(part)
-        raise AssertionError("sizes changed")
+        starts = list(accumulate(self.sizes, initial=0))
+        part = bisect_right(starts, index) - 1
+        return self.parts[part][index - starts[part]]
 
     def select(self, indices: Sequence[int]) -> Sequence[Item]:
         """Return the items at these indices, in this order; lazily, unless all are in memory anyway."""
@@ -262,26 +236,19 @@ class Stream:
         """sizes: items of each set. Without weights all sets count as one."""
         self.sizes = tuple(sizes) if weights else (sum(sizes),)
         self.offsets = np.cumsum([0, *self.sizes]).tolist()
-        self._pattern = build_pattern(weights)
-        marks = self._pattern[:, None] == np.arange(len(self.sizes))
-        self._cumulative_counts = np.concatenate(
-            [np.zeros((1, len(self.sizes)), np.int64), marks.cumsum(0)]
-        )  # [length + 1, sets]
+        self.pattern = build_pattern(weights)
+        marks = self.pattern[:, None] == np.arange(len(self.sizes))
+        self._cumulative_counts = np.pad(marks.cumsum(0), ((1, 0), (0, 0)))  # [length + 1, sets]
 
     def count_before(self, position: int) -> list[int]:
         """Return the number of items of each set before a position."""
-        rounds, offset = divmod(position, len(self._pattern))
-        counts: list[int] = (rounds * self._cumulative_counts[-1] + self._cumulative_counts[offset]).tolist()
-        return counts
+        rounds, offset = divmod(position, len(self.pattern))
+        return list((rounds * self._cumulative_counts[-1] + self._cumulative_counts[offset]).tolist())
 
     def locate(self, position: int) -> tuple[int, int, int]:
         """Return (set, its epoch, index within the epoch) of a position."""
-        chosen = int(self._pattern[position % len(self._pattern)])
+        chosen = int(self.pattern[position % len(self.pattern)])
         return chosen, *divmod(self.count_before(position)[chosen], self.sizes[chosen])
-
-    def describe(self) -> dict[str, Any]:
-        """Return the values that a checkpoint must agree with."""
-        return {"sizes": list(self.sizes), "shares": self._cumulative_counts[-1].tolist()}
 
 
 class PromptLoader(Generic[Item]):
@@ -291,8 +258,8 @@ class PromptLoader(Generic[Item]):
     indexed, and only when they are dealt out.
 
     weights: of the data sets in a `ConcatDataset`, which then have their own epochs. order: column of their sort keys,
-    which order each set's first epoch, and without shuffling all epochs. sizes: bytes of the prompt files, as part of
-    the fingerprint.
+    which order each set's first epoch, and without shuffling all epochs. file_sizes: bytes of the prompt files, as part
+    of the fingerprint.
     """
 
     def __init__(
@@ -307,8 +274,6 @@ class PromptLoader(Generic[Item]):
     ) -> None:
         if not len(prompts):
             raise ConfigError("there are no prompts to train on")
-        if prompts_per_step < 1:
-            raise ConfigError(f"data.prompts_per_step must be at least 1, not {prompts_per_step}")
         joined = prompts if isinstance(prompts, ConcatDataset) else ConcatDataset((prompts,), ("",))
         if weights and len(weights) != len(joined.parts):
             raise ConfigError(
@@ -318,14 +283,11 @@ class PromptLoader(Generic[Item]):
             raise ConfigError(
                 f"data.curriculum_key={order}: this algorithm's items have no columns to sort by; remove it"
             )
-        self._prompts = joined
+        self._prompts, self._per_step = joined, prompts_per_step
+        self._seed, self._shuffle, self._file_sizes = seed, shuffle, tuple(file_sizes)
         self._stream = Stream(joined.sizes, weights)
         self._names = joined.names if weights else ("",)
         self._keys = joined.keys if order else None
-        self._per_step = prompts_per_step
-        self._seed = seed
-        self._shuffle = shuffle
-        self._sizes = tuple(file_sizes)
         self._samples = 0  # prompts dealt out since the beginning
         self._last: Sequence[Item] = []  # the batch dealt out last
         self._orders: dict[tuple[int, int], list[int]] = {}  # by set and epoch: order of the set's prompts
@@ -333,11 +295,10 @@ class PromptLoader(Generic[Item]):
     @staticmethod
     def from_config(items: Sequence[Item], config: Config) -> PromptLoader[Item]:
         """Create the loader of a configuration."""
-        data = config.data
+        data, seed = config.data, config.run.seed
         sizes = [file.stat().st_size for file in map(Path, data.train) if file.is_file()]
-        seed, shuffle = config.run.seed, data.shuffle
         return PromptLoader(
-            items, data.prompts_per_step, seed, shuffle, data.mixture_weights, data.curriculum_key, sizes
+            items, data.prompts_per_step, seed, data.shuffle, data.mixture_weights, data.curriculum_key, sizes
         )
 
     def next_batch(self) -> Sequence[Item]:
@@ -346,10 +307,9 @@ class PromptLoader(Generic[Item]):
 
     def next_items(self, count: int) -> Sequence[Item]:
         """Return the next `count` items."""
-        batch = self._items_at(self._samples, count)
+        self._last = self._items_at(self._samples, count)
         self._samples += count
-        self._last = batch
-        return batch
+        return self._last
 
     def peek(self, steps: int) -> list[Sequence[Item]]:
         """Return the batches that the next `steps` calls of `next_batch` will return."""
@@ -366,7 +326,7 @@ class PromptLoader(Generic[Item]):
     def is_last_batch(self, prompts: Sequence[Item]) -> bool:
         """Return whether these prompts end the last batch, so that `next_items` continues after them."""
         last = self._last[-len(prompts) :] if prompts else []
-        return bool(last) and len(last) == len(prompts) and all(map(operator.is_, prompts, last))
+        return 0 < len(prompts) == len(last) and all(map(operator.is_, prompts, last))
 
     def epoch_metrics(self) -> dict[str, float]:
         """Return how often the prompts were dealt out: `data/epoch`, or `data/epoch/<set>` for each set."""
@@ -393,12 +353,11 @@ class PromptLoader(Generic[Item]):
             )
 
     def _items_at(self, start: int, count: int) -> Sequence[Item]:
-        return self._prompts.select([self._index(position) for position in range(start, start + count)])
-
-    def _index(self, position: int) -> int:
-        """Return the index among all prompts of the prompt at a position of the stream."""
-        chosen, epoch, number = self._stream.locate(position)
-        return self._stream.offsets[chosen] + self._epoch_order(chosen, epoch)[number]
+        indices = []
+        for position in range(start, start + count):
+            chosen, epoch, number = self._stream.locate(position)
+            indices.append(self._stream.offsets[chosen] + self._epoch_order(chosen, epoch)[number])
+        return self._prompts.select(indices)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -411,9 +370,10 @@ class PromptLoader(Generic[Item]):
         digest = hashlib.sha256(str(count).encode())
         for place in range(min(count, 1000)):
             digest.update(repr(self._prompts[place * count // min(count, 1000)]).encode())
-        digest.update(repr(self._sizes).encode())
+        digest.update(repr(self._file_sizes).encode())
         if len(self._stream.sizes) > 1:
-            digest.update(repr(self._stream.describe()).encode())
+            shares = self._stream.count_before(len(self._stream.pattern))
+            digest.update(repr({"sizes": list(self._stream.sizes), "shares": shares}).encode())
         if self._keys is not None:
             digest.update(self._keys.tobytes())
         return digest.hexdigest()

@@ -91,30 +91,23 @@ def _cached_plan(
         # Terminates at the latest when each has a micro-batch of its own.
         count += max(1, count // (COUNT_STEPS * multiple)) * multiple
 
-    parts = _members(owner, dp * count)
-    part_costs, firsts = _costs(unit_costs, parts), _first(parts)
-    table = _deal_to_ranks(part_costs, firsts, dp)
+    part_costs, firsts = _summarize_parts(owner, dp * count, unit_costs)
+    waves, loads = [], np.zeros(dp)
+    for wave in np.lexsort((firsts, -part_costs)).reshape(-1, dp):  # the most expensive first, to the least loaded rank
+        by_load = np.argsort(loads, kind="stable")
+        loads[by_load] += part_costs[wave]
+        waves.append(wave[np.argsort(by_load)])
+    table = np.stack(waves, axis=1)  # [dp, micro-batches]
     if owner_rank is not None:
         holder = _home_ranks(unit, tokens, np.frombuffer(owner_rank, dtype=np.int64), dp)
         for candidate in filter(fits, partition_near_home(unit_costs, unit_tokens, budget, holder, dp, count)):
-            kept_parts = _members(candidate, dp * count)
-            kept_costs, firsts = _costs(unit_costs, kept_parts), _first(kept_parts)
+            kept_costs, firsts = _summarize_parts(candidate, dp * count, unit_costs)
             order = np.lexsort((firsts, -kept_costs, np.arange(dp * count) // count)).reshape(dp, count)
             if np.all(_plan_times(kept_costs, order) <= MAX_SLOWDOWN * _plan_times(part_costs, table)):
                 owner, table = candidate, order
                 break
     sequences = _members(owner[unit], dp * count)
     return tuple(tuple(tuple(sequences[part].tolist()) for part in rank) for rank in table.tolist())
-
-
-def _deal_to_ranks(costs: np.ndarray, first: np.ndarray, dp: int) -> np.ndarray:
-    """Return [dp, times]: the most expensive micro-batches first, each time to the least loaded rank."""
-    table, loads = [], np.zeros(dp)
-    for wave in np.lexsort((first, -costs)).reshape(-1, dp):
-        by_load = np.argsort(loads, kind="stable")
-        loads[by_load] += costs[wave]
-        table.append(wave[np.argsort(by_load)])
-    return np.stack(table, axis=1)
 
 
 def _plan_times(costs: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -125,20 +118,15 @@ def _plan_times(costs: np.ndarray, table: np.ndarray) -> np.ndarray:
 def _home_ranks(unit: np.ndarray, tokens: np.ndarray, owner_rank: np.ndarray, dp: int) -> np.ndarray:
     """Return the rank that has most tokens of each unit, [units]; -1 if none has any."""
     has_home = owner_rank >= 0
-    tokens_by_rank = np.bincount(
-        unit[has_home] * dp + owner_rank[has_home], weights=tokens[has_home], minlength=(int(unit.max()) + 1) * dp
-    )
-    tokens_by_rank = tokens_by_rank.reshape(-1, dp)
+    cell = unit[has_home] * dp + owner_rank[has_home]
+    tokens_by_rank = np.bincount(cell, weights=tokens[has_home], minlength=(int(unit.max()) + 1) * dp).reshape(-1, dp)
     return np.where(tokens_by_rank.any(axis=1), tokens_by_rank.argmax(axis=1), -1)
 
 
-def _costs(costs: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
-    return np.array([costs[part].sum() for part in parts])
-
-
-def _first(parts: list[np.ndarray]) -> np.ndarray:
-    """Return the first item of each part, -1 if it is empty."""
-    return np.array([part[0] if len(part) else -1 for part in parts])
+def _summarize_parts(owner: np.ndarray, bins: int, costs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the cost of each part and its first item, -1 if it is empty."""
+    parts = _members(owner, bins)
+    return np.array([costs[part].sum() for part in parts]), np.array([part[0] if len(part) else -1 for part in parts])
 
 
 def _members(owner: np.ndarray, bins: int) -> list[np.ndarray]:
@@ -175,11 +163,9 @@ def partition(costs: np.ndarray, bins: int) -> np.ndarray:
 
     costs: [items] float64, all above zero.
     """
-    return (
-        karmarkar_karp(costs, bins)
-        if len(costs) <= MAX_KARMARKAR_KARP
-        else exchange_items(costs, greedy(costs, bins), bins)
-    )
+    if len(costs) <= MAX_KARMARKAR_KARP:
+        return karmarkar_karp(costs, bins)
+    return exchange_items(costs, greedy(costs, bins), bins)
 
 
 def karmarkar_karp(costs: np.ndarray, bins: int) -> np.ndarray:
@@ -191,11 +177,8 @@ def karmarkar_karp(costs: np.ndarray, bins: int) -> np.ndarray:
     owner = np.zeros(len(costs), dtype=np.int64)
     if not len(costs):
         return owner
-    sums: list[np.ndarray] = []  # bins of each partition, in descending order
+    sums = list(np.pad(costs[:, None], ((0, 0), (0, bins - 1))))  # bins of each partition, in descending order
     merges: list[tuple[int, int, np.ndarray]] = []  # two partitions, and which bin of the first each bin came from
-    for cost in costs:
-        sums.append(np.zeros(bins))
-        sums[-1][0] = cost
     heap = [(-float(cost), number) for number, cost in enumerate(costs)]
     heapq.heapify(heap)
     while len(heap) > 1:
@@ -389,27 +372,24 @@ def _assign_large(falling: np.ndarray, home: np.ndarray, holders: int, mean_load
 
 
 def _balance_holders(falling: np.ndarray, home: np.ndarray, part_counts: np.ndarray) -> np.ndarray:
-    """Return the holder of each item: [items]. rooms: [holders], number of parts that each fills."""
+    """Return the holder of each item: [items]. part_counts: [holders], number of parts that each fills."""
     if not len(falling):
         return np.empty(0, dtype=np.int64)
     open_holders = np.flatnonzero(part_counts)
-    index_of_holder = np.full(
-        len(part_counts) + 1, -1
-    )  # index among the holders with room; -1 at the end, for items without a home
+    index_of_holder = np.full(len(part_counts) + 1, -1)  # in `open_holders`; the last is for items without a home
     index_of_holder[open_holders] = np.arange(len(open_holders))
     at, level = index_of_holder[home.clip(min=-1)], falling.sum() / part_counts.sum()
     # As if holders with fewer parts had the others filled.
     initial_loads = (part_counts.max() - part_counts[open_holders]) * level
-    loads = initial_loads + np.bincount(at[at >= 0], weights=falling[at >= 0], minlength=len(open_holders))
-    excess = (loads - part_counts.max() * level).tolist()
-    at = at.copy()
+
+    def current_loads() -> np.ndarray:
+        return initial_loads + np.bincount(at[at >= 0], weights=falling[at >= 0], minlength=len(open_holders))
+
+    excess = (current_loads() - part_counts.max() * level).tolist()
     for item, (cost, holder) in enumerate(zip(falling.tolist(), at.tolist(), strict=True)):
         if holder >= 0 and cost <= excess[holder]:
             excess[holder] -= cost
             at[item] = -1
-    is_unassigned, loads = (
-        at < 0,
-        initial_loads + np.bincount(at[at >= 0], weights=falling[at >= 0], minlength=len(open_holders)),
-    )
-    at[is_unassigned] = greedy(falling[is_unassigned], len(open_holders), loads)
+    is_unassigned = at < 0
+    at[is_unassigned] = greedy(falling[is_unassigned], len(open_holders), current_loads())
     return open_holders[exchange_items(falling, at, len(open_holders), HOLDER_TOLERANCE, initial_loads)]

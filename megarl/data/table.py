@@ -14,20 +14,23 @@ import decimal
 import json
 import math
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 
 from megarl.config import ConfigError
-from megarl.config.strict import LFS_HEADER, LFS_REMEDY, describe_lfs_pointer
+from megarl.config.strict import LFS_HEADER, LFS_REMEDY, describe_lfs_pointer, unique_object
+from megarl.utils.text import replace_surrogates
 
 Item = TypeVar("Item")
 
@@ -61,19 +64,17 @@ def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def scan_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Yield (position, location, row), as `read_rows`."""
-    kinds = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
     try:
         if not file.exists():
             raise ConfigError(f"no data file {file}; check data.train and data.eval")
-        if file.is_dir():
-            raise ConfigError(f"{file} is a folder; name a .parquet or .jsonl file")
         if not file.is_file():  # reading from a pipe or a device may never end
-            raise ConfigError(f"{file} is not a regular file; name a .parquet or .jsonl file")
+            kind = "a folder" if file.is_dir() else "not a regular file"
+            raise ConfigError(f"{file} is {kind}; name a .parquet or .jsonl file")
     except OSError as error:
         raise ConfigError(f"no data file {str(file)[:200]}: {error.strerror}") from None
-    if file.suffix.lower() not in kinds:
+    if not is_parquet(file) and file.suffix.lower() != ".jsonl":
         raise ConfigError(f"{file}: the suffix {file.suffix!r} is not known; data files are .parquet or .jsonl")
-    return kinds[file.suffix.lower()](file)
+    return _parquet_rows(file) if is_parquet(file) else _jsonl_rows(file)
 
 
 def is_parquet(file: Path) -> bool:
@@ -103,7 +104,7 @@ def parse_line(line: bytes, location: str, first: bool) -> dict[str, Any]:
     """Parse a line of a .jsonl file. first: it is the file's first line."""
     try:
         text = line.removeprefix(_UTF8_BOM if first else b"").rstrip(b"\r\n").decode("utf-8")
-        row = json.loads(text, object_pairs_hook=_unique_object)
+        row = json.loads(text, object_pairs_hook=unique_object)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{location}: not UTF-8 at byte {error.start}; convert the file, by iconv -f LATIN1 -t UTF-8 or what "
@@ -124,25 +125,21 @@ def parse_line(line: bytes, location: str, first: bool) -> dict[str, Any]:
     return plain
 
 
-def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"an object has {next(name for name in names if names.count(name) > 1)!r} twice")
-    return result
-
-
 def _parquet_rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    number = 0
+    with _parquet_errors(file), open_parquet(file) as table:
+        batches = table.iter_batches(batch_size=1000, use_threads=False)  # not the whole table at once
+        for number, row in enumerate(chain.from_iterable(map(to_dicts, batches))):
+            location = f"{file}, row {number}"
+            yield number, location, to_json_row(row, location)
+
+
+@contextmanager
+def _parquet_errors(file: Path) -> Iterator[None]:
     try:
-        with open_parquet(file) as table:
-            for batch in table.iter_batches(batch_size=1000, use_threads=False):  # not the whole table at once
-                for row in to_dicts(batch):
-                    location = f"{file}, row {number}"
-                    yield number, location, to_json_row(row, location)
-                    number += 1
+        yield
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise parquet_error(file, error) from None
+        problem = f"{file} cannot be read as parquet: {str(error).splitlines()[0]}"
+        raise ConfigError(describe_lfs_pointer(file) or problem) from None
 
 
 def open_parquet(file: Path) -> pyarrow.parquet.ParquetFile:
@@ -151,10 +148,6 @@ def open_parquet(file: Path) -> pyarrow.parquet.ParquetFile:
     if duplicates := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"{file} has two columns {min(duplicates)!r}; rename one")
     return table
-
-
-def parquet_error(file: Path, error: Exception) -> ConfigError:
-    return ConfigError(describe_lfs_pointer(file) or f"{file} cannot be read as parquet: {str(error).splitlines()[0]}")
 
 
 def to_dicts(rows: pyarrow.RecordBatch | pyarrow.Table) -> list[dict[str, Any]]:
@@ -179,11 +172,7 @@ def _drop_nulls(value: Any) -> Any:
 def _to_json_value(value: Any, location: str, depth: int = 0) -> Any:
     """Convert a value to JSON types, see the module docstring."""
     if isinstance(value, str):
-        try:
-            value.encode()
-            return value
-        except UnicodeEncodeError:  # joins complete surrogate pairs
-            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return replace_surrogates(value)
     if isinstance(value, float):
         return None if math.isnan(value) else value
     if isinstance(value, dict | list) and depth == MAX_DEPTH:
@@ -229,13 +218,7 @@ class LazySequence(Sequence[Item]):
     def select(self, indices: Sequence[int]) -> Sequence[Item]:
         """Return the items at these indices, in this order."""
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Item]: ...
-
-    def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
+    def __getitem__(self, index: Any) -> Any:
         return self.select(range(*index.indices(len(self)))) if isinstance(index, slice) else self.get(index)
 
 
@@ -245,8 +228,8 @@ class Table(LazySequence[Row]):
     `Table.read` reads the whole file once. Raises ConfigError, also on later access if the file has changed.
     """
 
-    def __init__(self, source: _Source, positions: np.ndarray) -> None:
-        self._source = source
+    def __init__(self, file: Path, stamp: tuple[int, int], positions: np.ndarray, groups: _RowGroups | None) -> None:
+        self._file, self._stamp, self._groups = file, stamp, groups
         self._positions = positions  # [rows, 2] int64: position, and the line or row number for messages
 
     @staticmethod
@@ -258,102 +241,68 @@ class Table(LazySequence[Row]):
         positions = array("q")
         rows = scan_rows(file)
         stamp = _file_stamp(file)
-        for count, (place, location, row) in enumerate(rows):
-            if count == max_rows:
-                break
+        for position, location, row in islice(rows, max_rows):
             if accept(location, row) is not False:
-                positions.extend((place, place if is_parquet(file) else int(location.rpartition(":")[2])))
-        source = (_ParquetSource if is_parquet(file) else _JsonlSource)(file, stamp)
-        return Table(source, np.array(positions, dtype=np.int64).reshape(-1, 2))
+                positions.extend((position, position if is_parquet(file) else int(location.rpartition(":")[2])))
+        groups = _RowGroups(file) if is_parquet(file) else None
+        return Table(file, stamp, np.array(positions, dtype=np.int64).reshape(-1, 2), groups)
 
     def __len__(self) -> int:
         return len(self._positions)
 
     def select(self, indices: Sequence[int] | np.ndarray) -> Table:
-        return Table(self._source, self._positions[np.asarray(indices, dtype=np.int64)])
+        return Table(self._file, self._stamp, self._positions[np.asarray(indices, dtype=np.int64)], self._groups)
 
     def get(self, index: int) -> Row:
-        place, number = self._positions[index].tolist()
-        self._source.check()
-        return self._source.row(place, number)
+        position, number = self._positions[index].tolist()
+        try:
+            is_unchanged = _file_stamp(self._file) == self._stamp
+        except OSError as error:
+            raise ConfigError(f"{self._file} cannot be read any more: {error.strerror}") from None
+        if not is_unchanged:
+            raise ConfigError(f"{self._file} was modified during the run; restart with a private copy")
+        if self._groups is not None:
+            location = f"{self._file}, row {number}"
+            return location, to_json_row(self._groups.read_row(position), location)
+        location = f"{self._file}:{number}"
+        with self._file.open("rb") as lines:
+            lines.seek(position)
+            return location, parse_line(lines.readline(), location, first=position == 0)
 
     @property
     def slow_read_warning(self) -> str:
         """A warning with a remedy if random access to single rows is slow; otherwise empty."""
-        return self._source.slow_read_warning()
-
-
-class _Source(ABC):
-    """A file in the version that was read first."""
-
-    def __init__(self, file: Path, stamp: tuple[int, int]) -> None:
-        self.file = file
-        self._stamp = stamp
-
-    def check(self) -> None:
-        try:
-            is_unchanged = _file_stamp(self.file) == self._stamp
-        except OSError as error:
-            raise ConfigError(f"{self.file} cannot be read any more: {error.strerror}") from None
-        if not is_unchanged:
-            raise ConfigError(f"{self.file} was modified during the run; restart with a private copy")
-
-    @abstractmethod
-    def row(self, position: int, number: int) -> Row:
-        """Read the row at a position. number: its line or row number, for messages."""
-
-    def slow_read_warning(self) -> str:
-        return ""
-
-
-class _JsonlSource(_Source):
-    def row(self, position: int, number: int) -> Row:
-        location = f"{self.file}:{number}"
-        with self.file.open("rb") as lines:
-            lines.seek(position)
-            return location, parse_line(lines.readline(), location, first=position == 0)
-
-
-class _ParquetSource(_Source):
-    def __init__(self, file: Path, stamp: tuple[int, int]) -> None:
-        super().__init__(file, stamp)
-        self._groups: OrderedDict[int, pyarrow.Table] = OrderedDict()  # least recently used first
-        try:
-            with open_parquet(file) as table:
-                groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
-        except (pyarrow.ArrowException, OSError) as error:
-            raise parquet_error(file, error) from None
-        self._starts = np.cumsum([0, *(group.num_rows for group in groups)]).tolist()
-        self._sizes = [group.total_byte_size for group in groups]
-
-    def row(self, position: int, number: int) -> Row:
-        group = bisect_right(self._starts, position) - 1
-        location = f"{self.file}, row {number}"
-        try:
-            table = self._group(group)
-            return location, to_json_row(to_dicts(table.slice(position - self._starts[group], 1))[0], location)
-        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise parquet_error(self.file, error) from None
-
-    def _group(self, number: int) -> pyarrow.Table:
-        if number not in self._groups:
-            with open_parquet(self.file) as table:
-                row_group = table.read_row_group(number, use_threads=False)  # other ranks use the other cores
-            while (
-                self._groups and row_group.nbytes + sum(group.nbytes for group in self._groups.values()) > CACHE_BYTES
-            ):
-                self._groups.popitem(last=False)
-            self._groups[number] = row_group
-        self._groups.move_to_end(number)
-        return self._groups[number]
-
-    def slow_read_warning(self) -> str:
-        if sum(self._sizes) <= CACHE_BYTES or max(self._sizes) <= LARGE_ROW_GROUP_BYTES:
+        sizes = self._groups.sizes if self._groups is not None else [0]
+        if sum(sizes) <= CACHE_BYTES or max(sizes) <= LARGE_ROW_GROUP_BYTES:
             return ""
         return (
-            f"{self.file} has row groups of up to {max(self._sizes) >> 20} MiB, one of which is read for each row; "
+            f"{self._file} has row groups of up to {max(sizes) >> 20} MiB, one of which is read for each row; "
             f"rewrite it with row_group_size=1000"
         )
+
+
+class _RowGroups:
+    """Row groups of a parquet file; those used last stay in memory."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._cache: OrderedDict[int, pyarrow.Table] = OrderedDict()  # least recently used first
+        with _parquet_errors(file), open_parquet(file) as table:
+            groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
+        self._starts = np.cumsum([0, *(group.num_rows for group in groups)]).tolist()
+        self.sizes = [group.total_byte_size for group in groups]
+
+    def read_row(self, position: int) -> dict[str, Any]:
+        number = bisect_right(self._starts, position) - 1
+        with _parquet_errors(self._file):
+            if number not in self._cache:
+                with open_parquet(self._file) as table:
+                    group = table.read_row_group(number, use_threads=False)  # other ranks use the other cores
+                while self._cache and group.nbytes + sum(used.nbytes for used in self._cache.values()) > CACHE_BYTES:
+                    self._cache.popitem(last=False)
+                self._cache[number] = group
+            self._cache.move_to_end(number)
+            return to_dicts(self._cache[number].slice(position - self._starts[number], 1))[0]
 
 
 def _file_stamp(file: Path) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """Checks of a configuration, one function per subject. Pure: they only read files and raise ConfigError.
 
-For a setting that is legal but surely not intended they append a line to `warnings`. `validation.py` calls them. Checks
-of model folders are in `model_folders.py`.
+For a setting that is legal but surely not intended they append a line to `warnings`.
 """
 
 from __future__ import annotations
@@ -10,11 +9,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megarl.checkpoint import disk_space
-from megarl.config import Config, ConfigError, LoraConfig, server_args
-from megarl.config.hub import is_name
+from megarl.config import Config, ConfigError, DataConfig, LoraConfig, server_args
+from megarl.config.paths import is_hub_name
 from megarl.controllers.mini_batches import load_policy_loss
 from megarl.data.datasets import check_first_rows
 from megarl.data.loader import check_files, check_no_nan
@@ -35,15 +33,6 @@ from megarl.types.requirements import Requirements
 MIN_TEMPERATURE = 0.001
 
 
-ITEM_NAMES = {
-    "prompts": "prompts",
-    "conversations": "finished conversations",
-    "pairs": "preference pairs",
-    "rows": "rows",
-}
-"""Description of the items that a file holds."""
-
-
 def data_parallel_size(config: Config, declared: Requirements) -> int:
     layout = role_parallel(config, declared.main_role)
     return layout.world_size // (layout.tp * layout.cp * layout.pp)
@@ -61,18 +50,16 @@ def batch_unit(declared: Requirements) -> str:
 
 def check_nodes(config: Config, declared: Requirements) -> None:
     """Check that nodes are complete, and that each engine is part of a node or spans whole nodes."""
-    parallel, engine = config.parallel, config.rollout.tp
-    world, ranks_per_node = parallel.world_size, min(parallel.world_size, parallel.ranks_per_node)
-    if world % ranks_per_node:
+    parallel, rollout = config.parallel, config.rollout
+    if parallel.world_size % min(parallel.world_size, parallel.ranks_per_node):
         raise ConfigError(
-            f"parallel.world_size={world} is not a multiple of parallel.ranks_per_node={parallel.ranks_per_node}; "
-            "every node must run the same number of ranks"
+            f"{parallel.world_size=} is not a multiple of {parallel.ranks_per_node=}; every node must run the same "
+            "number of ranks"
         )
-    if not declared.has_engines(config):
-        return
-    check_engine_ranks(config)
-    if engine % config.rollout.ep:
-        raise ConfigError(f"rollout.ep={config.rollout.ep} does not divide rollout.tp={engine}")
+    if declared.has_engines(config):
+        check_engine_ranks(config)
+        if rollout.tp % rollout.ep:
+            raise ConfigError(f"{rollout.ep=} does not divide {rollout.tp=}")
 
 
 def check_training_layout(hf: HFConfig, config: Config) -> None:
@@ -93,11 +80,15 @@ def check_training_layout(hf: HFConfig, config: Config) -> None:
             raise ConfigError(f"parallel.{name}={size}, but {family.architecture} has no experts; set it to 1")
     if experts and experts % parallel.ep:
         fits = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
-        raise ConfigError(
-            f"parallel.ep={parallel.ep} does not divide the model's {experts} experts; sizes that do: {fits}"
-        )
+        raise ConfigError(f"{parallel.ep=} does not divide the model's {experts} experts; sizes that do: {fits}")
     stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
-    check_lora(hf, config)
+    lora = config.lora
+    if lora.rank == 0 and lora.target_modules:
+        raise ConfigError("lora.target_modules is set, but lora.rank=0 trains all weights; set lora.rank")
+    if lora.rank > (hidden := int(hf["hidden_size"])):
+        raise ConfigError(f"{lora.rank=} is beyond the model's hidden_size={hidden}; no matrix has more ranks")
+    if lora.rank:
+        adapter_params(family.params(hf, parallel.tp, parallel.etp), lora)  # raises for a missing target
 
 
 def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
@@ -109,87 +100,71 @@ def check_role_layout(hf: HFConfig, config: Config, role: str) -> None:
         raise prefix_role_error(config, role, error) from None
 
 
-def check_lora(hf: HFConfig, config: Config) -> None:
-    lora, parallel = config.lora, config.parallel
-    if lora.rank == 0:
-        if lora.target_modules:
-            raise ConfigError("lora.target_modules is set, but lora.rank=0 trains all weights; set lora.rank")
-        return
-    if lora.rank > (hidden := int(hf["hidden_size"])):
-        raise ConfigError(f"lora.rank={lora.rank} is beyond the model's hidden_size={hidden}; no matrix has more ranks")
-    adapter_params(family_of(hf).params(hf, parallel.tp, parallel.etp), lora)  # raises for a missing target
-
-
 def check_engine(hf: HFConfig, config: Config) -> None:
     """Check that the model divides by the engines' tp and ep, and the engines' settings."""
     settings, tp, ep = family_of(hf).megatron_config(hf), config.rollout.tp, config.rollout.ep
-    server_args.check(config.rollout.sglang)
+    rollout, sglang = config.rollout, config.rollout.sglang
+    server_args.check(sglang)
     tool_calls.parser_name(config.rollout.tool_call_parser, hf)
-    check_engine_capacity(config)
-    check_drafts(hf, config)
-    heads = int(settings["num_attention_heads"])
-    groups = int(settings.get("num_query_groups") or heads)
-    experts = settings.get("num_moe_experts")
-    widths = {"intermediate_size": (int(settings["ffn_hidden_size"]), tp)}
-    if experts:
-        widths["moe_intermediate_size"] = (int(settings["moe_ffn_hidden_size"]), tp // ep)
-        if not _has_dense_layers(settings):
-            del widths["intermediate_size"]
-        if experts % ep:
-            raise ConfigError(f"rollout.ep={ep} does not divide the model's {experts} experts")
-    elif ep > 1:
-        raise ConfigError(f"rollout.ep={ep}, but the model has no experts; set it to 1")
-    if heads % tp:
-        raise ConfigError(f"rollout.tp={tp} does not divide the model's {heads} attention heads")
-    if groups % tp and tp % groups:
-        raise ConfigError(f"rollout.tp={tp} neither divides the model's {groups} key-value heads nor is a multiple")
-    for name, (width, parts) in widths.items():
-        if width % parts:
-            raise ConfigError(f"rollout.tp={tp} with rollout.ep={ep} would cut the model's {name}={width} in {parts}")
-
-
-def check_engine_capacity(config: Config) -> None:
-    """Check that an engine can hold a whole conversation."""
-    sglang, longest = config.rollout.sglang, config.rollout.max_context
     for name in ("max_total_tokens", "context_length"):
-        if sglang.get(name) is not None and sglang[name] < longest:
+        if sglang.get(name) is not None and sglang[name] < rollout.max_context:
             raise ConfigError(
-                f"rollout.sglang.{name}={sglang[name]} is less than one conversation of rollout.max_context={longest} "
-                "tokens; raise the first or lower the second"
+                f"rollout.sglang.{name}={sglang[name]} is less than one conversation of {rollout.max_context=} tokens; "
+                "raise the first or lower the second"
             )
     chunk, page = sglang.get("chunked_prefill_size") or -1, sglang.get("page_size") or 1
     if chunk > 0 and chunk % page:
         raise ConfigError(f"rollout.sglang.chunked_prefill_size={chunk} is not a multiple of page_size={page}")
+    check_drafts(hf, config)
+    heads = int(settings["num_attention_heads"])
+    groups = int(settings.get("num_query_groups") or heads)
+    experts = settings.get("num_moe_experts")
+    if not experts and ep > 1:
+        raise ConfigError(f"{rollout.ep=}, but the model has no experts; set it to 1")
+    if experts and experts % ep:
+        raise ConfigError(f"{rollout.ep=} does not divide the model's {experts} experts")
+    if heads % tp:
+        raise ConfigError(f"{rollout.tp=} does not divide the model's {heads} attention heads")
+    if groups % tp and tp % groups:
+        raise ConfigError(f"{rollout.tp=} neither divides the model's {groups} key-value heads nor is a multiple")
+    frequency = settings.get("moe_layer_freq", 1)
+    widths = []
+    if not experts or (not all(frequency) if isinstance(frequency, list) else frequency != 1):  # has dense layers
+        widths.append(("intermediate_size", int(settings["ffn_hidden_size"]), tp))
+    if experts:
+        widths.append(("moe_intermediate_size", int(settings["moe_ffn_hidden_size"]), tp // ep))
+    for name, width, parts in widths:
+        if width % parts:
+            raise ConfigError(f"{rollout.tp=} with {rollout.ep=} would cut the model's {name}={width} in {parts}")
 
 
 def check_drafts(hf: HFConfig, config: Config) -> None:
     """Raise ConfigError if the model cannot draft for `rollout.num_speculative_tokens`, or the combination is
     untested."""
-    number, path = config.rollout.num_speculative_tokens, Path(config.model.path)
-    if number == 0:
+    rollout, path = config.rollout, Path(config.model.path)
+    if rollout.num_speculative_tokens == 0:
         return
     if (layers := family_of(hf).num_mtp_layers(hf)) != 1:
         raise ConfigError(
-            f"rollout.num_speculative_tokens={number} needs a model with one layer of multi-token prediction "
+            f"{rollout.num_speculative_tokens=} needs a model with one layer of multi-token prediction "
             f"(num_nextn_predict_layers), but this {family_of(hf).architecture} has {layers}; set it to 0"
         )
     prefix = f"model.layers.{hf['num_hidden_layers']}."
     if config.model.path and path.is_dir() and not any(name.startswith(prefix) for name in open_hf(path).names()):
         raise ConfigError(
-            f"rollout.num_speculative_tokens={number}: config.json declares a layer of multi-token prediction, but "
-            f"{path} has no tensors {prefix}*; set it to 0"
+            f"{rollout.num_speculative_tokens=}: config.json declares a layer of multi-token prediction, but {path} "
+            f"has no tensors {prefix}*; set it to 0"
         )
     longest = int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
-    if (needed := config.rollout.max_context + number + 1) > longest:
+    if (needed := rollout.max_context + rollout.num_speculative_tokens + 1) > longest:
         raise ConfigError(
-            f"rollout.max_context={config.rollout.max_context} with rollout.num_speculative_tokens={number} needs "
-            f"{needed} positions, because SGLang reserves a window for drafts, but the model has {longest}; lower the "
-            "first"
+            f"{rollout.max_context=} with {rollout.num_speculative_tokens=} needs {needed} positions, because SGLang "
+            f"reserves a window for drafts, but the model has {longest}; lower the first"
         )
     for key in ("attn_dp_size", "dp_size"):
-        if int(config.rollout.sglang.get(key) or 1) > 1:
+        if int(rollout.sglang.get(key) or 1) > 1:
             raise ConfigError(
-                f"rollout.num_speculative_tokens={number} with rollout.sglang.{key}: not tested with attention data "
+                f"{rollout.num_speculative_tokens=} with rollout.sglang.{key}: not tested with attention data "
                 "parallelism; set only one of them"
             )
 
@@ -223,11 +198,6 @@ def check_routing(hf: HFConfig, config: Config, declared: Requirements) -> None:
         )
 
 
-def _has_dense_layers(settings: Mapping[str, Any]) -> bool:
-    frequency = settings.get("moe_layer_freq", 1)
-    return not all(frequency) if isinstance(frequency, list) else frequency != 1
-
-
 def check_run_dir(config: Config) -> None:
     """Check the run folder without touching it; `observe/run_folder.py` checks whose run it holds."""
     if not config.run.dir.strip() or "\0" in config.run.dir:
@@ -251,7 +221,7 @@ def check_disk_space(
     run, estimate = config.run, disk_space.estimate_space(hf, critic_hf, config, declared)
     try:
         if not disk_space.can_hold_files(Path(run.dir)):
-            raise ConfigError(f"run.dir={run.dir} is in a virtual file system; set it to a folder on a disk")
+            raise ConfigError(f"{run.dir=!s} is in a virtual file system; set it to a folder on a disk")
         free = disk_space.free_bytes(Path(run.dir))
     except OSError:
         return  # reported when the folder is created
@@ -261,7 +231,7 @@ def check_disk_space(
     parts = [f"{num_kept} x {disk_space.format_bytes(estimate.checkpoint)} for checkpoints"] if num_kept else []
     parts += [f"{disk_space.format_bytes(export)} for the export"] if export else []
     line = (
-        f"run.dir={run.dir} is on a disk with {disk_space.format_bytes(free)} free, and the run will write up to about "
+        f"{run.dir=!s} is on a disk with {disk_space.format_bytes(free)} free, and the run will write up to about "
         f"{' and '.join(parts)}; free space, set run.dir to a folder on another disk, or lower run.keep_checkpoints"
     )
     if free < min_bytes and not (run.resumes and (Path(run.dir) / "checkpoints").is_dir()):
@@ -271,49 +241,47 @@ def check_disk_space(
 
 
 def check_lengths(hf: HFConfig, config: Config, warnings: list[str]) -> None:
-    rollout, longest = config.rollout, int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
+    rollout, train, longest = config.rollout, config.train, int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
     if rollout.max_context > longest:
-        raise ConfigError(f"rollout.max_context={rollout.max_context} is beyond the model's {longest} positions")
+        raise ConfigError(f"{rollout.max_context=} is beyond the model's {longest} positions")
     if rollout.max_new_tokens >= rollout.max_context:
         raise ConfigError(
-            f"rollout.max_new_tokens={rollout.max_new_tokens} leaves no room for a prompt in "
-            f"rollout.max_context={rollout.max_context}; lower the first or raise the second"
+            f"{rollout.max_new_tokens=} leaves no room for a prompt in {rollout.max_context=}; lower the first or "
+            "raise the second"
         )
-    if config.train.max_tokens_per_gpu < rollout.max_context:
+    if train.max_tokens_per_gpu < rollout.max_context:
         warnings.append(
-            f"train.max_tokens_per_gpu={config.train.max_tokens_per_gpu} is below "
-            f"rollout.max_context={rollout.max_context}: a longer conversation is a micro-batch of its own, and memory "
-            "is planned for that"
+            f"{train.max_tokens_per_gpu=} is below {rollout.max_context=}: a longer conversation is a micro-batch of "
+            "its own, and memory is planned for that"
         )
 
 
 def check_algorithm(config: Config, declared: Requirements, warnings: list[str]) -> None:
     """Check what the algorithm needs of sampling and of the KL to a reference, if it has them."""
-    name, kl, samples = declared.name, config.kl, config.rollout.samples_per_prompt
+    name, kl, rollout = declared.name, config.kl, config.rollout
     if not declared.has_rollout:
         return
-    agents = [entry.spec for entry in load_catalog(config.rollout).environments.values() if entry.kind == "agent"]
-    if agents and config.rollout.oversample > 1:
+    agents = [entry.spec for entry in load_catalog(rollout).environments.values() if entry.kind == "agent"]
+    if agents and rollout.oversample > 1:
         raise ConfigError(
-            f"rollout.oversample={config.rollout.oversample:g} pauses conversations and continues them in a later "
-            f"step, which the agent {agents[0]} does not support; set it to 1, or use rollout.asynchronous"
+            f"{rollout.oversample=:g} pauses conversations and continues them in a later step, which the agent "
+            f"{agents[0]} does not support; set it to 1, or use rollout.asynchronous"
         )
-    for name in config.rollout.pass_env:
-        if name not in os.environ:
-            warnings.append(f"rollout.pass_env: {name} is not set here, so tools and rewards will not have it")
+    for variable in rollout.pass_env:
+        if variable not in os.environ:
+            warnings.append(f"rollout.pass_env: {variable} is not set here, so tools and rewards will not have it")
     load_policy_loss(config)
-    if declared.is_group_relative and samples < 2:
+    if declared.is_group_relative and rollout.samples_per_prompt < 2:
         raise ConfigError(
             f"algorithm={name} compares the samples of a prompt with each other: with rollout.samples_per_prompt=1 "
             "every advantage is 0; set it to 2 or more"
         )
-    if 0 < (temperature := config.rollout.temperature) < MIN_TEMPERATURE:
+    if 0 < rollout.temperature < MIN_TEMPERATURE:
         raise ConfigError(
-            f"rollout.temperature={temperature:g} is neither 0, which is greedy, nor at least {MIN_TEMPERATURE}: "
-            "log-probs are "
-            "of logits divided by it"
+            f"{rollout.temperature=:g} is neither 0, which is greedy, nor at least {MIN_TEMPERATURE}: log-probs are of "
+            "logits divided by it"
         )
-    if temperature == 0:
+    if rollout.temperature == 0:
         if declared.is_group_relative:
             raise ConfigError(
                 f"algorithm={name} with rollout.temperature=0 gives a prompt the same answer every time, so every "
@@ -335,8 +303,8 @@ def check_algorithm(config: Config, declared: Requirements, warnings: list[str])
         )
     if kl.target is not None and kl.coef > kl.max_coef:
         raise ConfigError(
-            f"kl.coef={kl.coef:g} is above kl.max_coef={kl.max_coef:g}, the adaptive controller's bound; lower the "
-            "first, raise the second, or set kl.target to null, which keeps the coefficient as it is"
+            f"{kl.coef=:g} is above {kl.max_coef=:g}, the adaptive controller's bound; lower the first, raise the "
+            "second, or set kl.target to null, which keeps the coefficient as it is"
         )
     if kl.target is not None and kl.coef == 0:
         warnings.append(
@@ -346,13 +314,13 @@ def check_algorithm(config: Config, declared: Requirements, warnings: list[str])
 
 def check_schedule(config: Config, declared: Requirements) -> None:
     """Check that something is trained, and that no minimum learning rate exceeds the initial one."""
-    run, warmup = config.run, config.critic.warmup_steps
-    if "critic" in declared.roles and warmup >= run.num_rollout:
+    run, critic = config.run, config.critic
+    if "critic" in declared.roles and critic.warmup_steps >= run.num_rollout:
         raise ConfigError(
-            f"critic.warmup_steps={warmup} leaves none of run.num_rollout={run.num_rollout} steps in which the "
-            "policy is updated; lower the first or raise the second"
+            f"{critic.warmup_steps=} leaves none of {run.num_rollout=} steps in which the policy is updated; lower the "
+            "first or raise the second"
         )
-    for name, optimizer in (("actor_optimizer", config.actor_optimizer), ("critic.optimizer", config.critic.optimizer)):
+    for name, optimizer in (("actor_optimizer", config.actor_optimizer), ("critic.optimizer", critic.optimizer)):
         if optimizer.min_lr > optimizer.lr:
             raise ConfigError(
                 f"{name}.min_lr={optimizer.min_lr:g} is above {name}.lr={optimizer.lr:g}, its starting point; swap them"
@@ -362,13 +330,13 @@ def check_schedule(config: Config, declared: Requirements) -> None:
 def check_batch(config: Config, declared: Requirements, warnings: list[str]) -> None:
     run, dp = config.run, data_parallel_size(config, declared)
     if run.num_update % run.ppo_epochs:
-        raise ConfigError(f"run.num_update={run.num_update} is not a multiple of run.ppo_epochs={run.ppo_epochs}")
+        raise ConfigError(f"{run.num_update=} is not a multiple of {run.ppo_epochs=}")
     per_epoch, sequences = run.num_update // run.ppo_epochs, sequences_per_step(config, declared)
     unit = batch_unit(declared)
     if per_epoch > sequences:
         raise ConfigError(
-            f"run.num_update={run.num_update} over run.ppo_epochs={run.ppo_epochs} cuts a batch of {sequences} {unit} "
-            f"in {per_epoch} mini-batches; raise data.prompts_per_step or lower run.num_update"
+            f"{run.num_update=} over {run.ppo_epochs=} cuts a batch of {sequences} {unit} in {per_epoch} mini-batches; "
+            "raise data.prompts_per_step or lower run.num_update"
         )
     if not declared.trained_roles:
         return
@@ -385,83 +353,74 @@ def check_batch(config: Config, declared: Requirements, warnings: list[str]) -> 
 
 def check_file_name(key: str, path: str) -> None:
     """Raise ConfigError for a missing path that could not be a data file on any machine."""
-    missing, suffixes = f"{key}={path[:200]}: no such file", (".jsonl", ".parquet")
+    missing = f"{key}={path[:200]}: no such file"
     if "://" in path:
         raise ConfigError(f"{missing}: it is a URL, but only local files are read; download it and name the file")
     if Path(path).is_symlink():
         raise ConfigError(f"{missing}: it is a link to {os.readlink(path)[:200]}, which does not exist; fix the link")
     if set(path) & set(",*"):
         raise ConfigError(f"{missing}; write several as a list, {key}=[one.jsonl,two.jsonl]")
-    if Path(path).suffix.lower() not in suffixes:
-        hub = (
-            "; if it is the name of a data set on the Hub, fetch that first by hf download --repo-type dataset"
-            if is_name(path)
-            else ""
-        )
-        raise ConfigError(f"{missing}, and data files end in {' or '.join(suffixes)}{hub}")
+    if Path(path).suffix.lower() not in (".jsonl", ".parquet"):
+        remedy = "; if it is the name of a data set on the Hub, fetch that first by hf download --repo-type dataset"
+        raise ConfigError(f"{missing}, and data files end in .jsonl or .parquet{remedy if is_hub_name(path) else ''}")
 
 
-def find_eval_overlap(config: Config, train: Mapping[str, str], held_out: Mapping[str, str]) -> list[str]:
-    """Warn about training data in the evaluation: the same files, or the same rows among the first of each.
-
-    train, held_out: text of each first row -> its location.
-    """
-    trained = {os.path.realpath(path): path for path in config.data.train}
-    for path in config.data.eval if held_out else ():
-        if (other := trained.get(os.path.realpath(path))) is not None:
-            return [
-                f"data.eval={path} is data.train={other}: evaluating on training data does not measure generalization"
-            ]
-    if duplicates := [text for text in held_out if text in train]:
-        return [
-            f"data.eval: {len(duplicates)} of the first {len(held_out)} rows are also in data.train, such as "
-            f"{held_out[duplicates[0]]} as {train[duplicates[0]]}: evaluating on training data does not measure "
-            f"generalization"
-        ]
-    return []
+def _describe_overlap(data: DataConfig, train: Mapping[str, str], held_out: Mapping[str, str]) -> str:
+    """Name a file or rows of the evaluation that are also trained on. train, held_out: first rows -> locations."""
+    files = {os.path.realpath(path): path for path in data.train}
+    for path in data.eval if held_out else ():
+        if (other := files.get(os.path.realpath(path))) is not None:
+            return f"data.eval={path} is data.train={other}"
+    common = [text for text in held_out if text in train]
+    if not common:
+        return ""
+    example = f"{held_out[common[0]]} as {train[common[0]]}"
+    return f"data.eval: {len(common)} of the first {len(held_out)} rows are also in data.train, such as {example}"
 
 
 def check_data(config: Config, declared: Requirements, dry_run: bool, warnings: list[str]) -> None:
     data, run = config.data, config.run
     if not data.train:
-        raise ConfigError(
-            f"data.train is not set; it must name a file of {ITEM_NAMES[declared.item]} (.parquet or .jsonl)"
-        )
+        kinds = {"conversations": "finished conversations", "pairs": "preference pairs"}
+        kind = kinds.get(declared.item, declared.item)
+        raise ConfigError(f"data.train is not set; it must name a file of {kind} (.parquet or .jsonl)")
     check_files(data)
     if not declared.has_rollout and run.ppo_epochs > 1:
         warnings.append(
-            f"run.ppo_epochs={run.ppo_epochs} counts passes over each step's batch; passes over the data follow from "
-            "run.num_rollout times data.prompts_per_step over the rows"
+            f"{run.ppo_epochs=} counts passes over each step's batch; passes over the data follow from run.num_rollout "
+            "times data.prompts_per_step over the rows"
         )
-    train_files = [("data.train", path) for path in data.train]
-    first_texts: dict[str, dict[str, str]] = {"data.train": {}, "data.eval": {}}
-    for key, path in train_files + [("data.eval", path) for path in data.eval if run.eval_every]:
+    train_texts: dict[str, str] = {}
+    eval_texts: dict[str, str] = {}
+    files = [("data.train", path, train_texts, data.curriculum_key) for path in data.train]
+    files += [("data.eval", path, eval_texts, "") for path in data.eval if run.eval_every]
+    for key, path, first_texts, order in files:
         if not os.path.exists(path):
             check_file_name(key, path)
             if not dry_run:
                 raise ConfigError(f"{key}={path[:200]}: no such file")
             warnings.append(f"{key}={path} not found; it must exist when the run starts")
-        else:
-            rows = check_first_rows(config, declared.item, path, data.curriculum_key if key == "data.train" else "")
-            for row in rows:
-                first_texts[key].setdefault(row.text, row.location)
-            named = [row for row in rows if row.extra.get(COLUMN)]
-            if named and declared.has_rollout and not config.rollout.environments:
-                warnings.append(
-                    f"{named[0].location}: the column {COLUMN!r} is {str(named[0].extra[COLUMN])[:80]!r}, but "
-                    "rollout.environments is empty, so no environment is used; set it, or omit the column"
-                )
-            if data.curriculum_key and key == "data.train":
-                check_no_nan(Path(path), data.curriculum_key)
-            if declared.item == "prompts" and "reward" in declared.roles:
-                warnings += check_truth_file(config, path)
-    warnings += find_eval_overlap(config, *first_texts.values())
+            continue
+        rows = check_first_rows(config, declared.item, path, order)
+        for row in rows:
+            first_texts.setdefault(row.text, row.location)
+        named = [row for row in rows if row.extra.get(COLUMN)]
+        if named and declared.has_rollout and not config.rollout.environments:
+            warnings.append(
+                f"{named[0].location}: the column {COLUMN!r} is {str(named[0].extra[COLUMN])[:80]!r}, but "
+                "rollout.environments is empty, so no environment is used; set it, or omit the column"
+            )
+        if order:
+            check_no_nan(Path(path), order)
+        if declared.item == "prompts" and "reward" in declared.roles:
+            warnings += check_truth_file(config, path)
+    if overlap := _describe_overlap(data, train_texts, eval_texts):
+        warnings.append(f"{overlap}: evaluating on training data does not measure generalization")
     if run.eval_samples > 1 and declared.item == "prompts" and config.rollout.temperature == 0:
         raise ConfigError(
-            f"run.eval_samples={run.eval_samples} with rollout.temperature=0: all answers are identical; set only one "
-            f"of them"
+            f"{run.eval_samples=} with rollout.temperature=0: all answers are identical; set only one of them"
         )
     if run.eval_every and not data.eval:
-        raise ConfigError(f"run.eval_every={run.eval_every} needs data.eval; name a file of held-out {declared.item}")
+        raise ConfigError(f"{run.eval_every=} needs data.eval; name a file of held-out {declared.item}")
     if run.resumes and not run.save_every and not (Path(run.dir) / "checkpoints").is_dir():
-        warnings.append(f"run.resume={run.resume} but run.save_every=0: there will be no checkpoint to resume from")
+        warnings.append(f"{run.resume=!s} but run.save_every=0: there will be no checkpoint to resume from")

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +60,15 @@ def read_chat(hf: HFConfig, config: Config, declared: Requirements) -> ChatTempl
 
 
 def check_tool_calls(hf: HFConfig, config: Config, chat: ChatTemplate, warnings: list[str]) -> None:
-    """Raise ConfigError if SGLang's parser cannot read the template's tool calls.
-
-    `check_parser` does the same once engines have started.
-    """
+    """Raise ConfigError if SGLang's parser cannot read the template's tool calls, as `check_parser` does once engines
+    have started."""
     if not chat.tools or not tool_call_parsers():
         return
-    name = parser_name(config.rollout.tool_call_parser, hf)
+    name, is_default = parser_name(config.rollout.tool_call_parser, hf), not config.rollout.tool_call_parser
 
     async def ask() -> str:
         async with asyncio.timeout(_PARSER_TIMEOUT_S), ParserProcess() as client:
-            return await find_misread_tool(
-                chat, client, name, await client.find_marker(name), not config.rollout.tool_call_parser
-            )
+            return await find_misread_tool(chat, client, name, await client.find_marker(name), is_default)
 
     try:
         with ThreadPoolExecutor(1) as thread:  # an event loop may be running in this thread
@@ -89,20 +86,20 @@ def check_rows(hf: HFConfig, config: Config, declared: Requirements, chat: ChatT
     Raises ConfigError for a row that cannot be rendered, asks for a tool or environment that is not loaded, or lacks a
     column of its `reset`; and for files without a row that is short enough, or without a number to sort by.
     """
-    checker = _RowChecker(hf, config, declared, chat, warnings)
+    data, run = config.data, config.run
+    min_fitting = 1
     if declared.item == "prompts" and config.rollout.oversample > 1:
-        checker.min_fitting = max_pending_groups(config.data.prompts_per_step, config.rollout.oversample)
-    train = [_FileStats() for _ in config.data.train]
-    for stats, path, name in zip(train, config.data.train, name_datasets(config.data.train), strict=True):
-        checker.check_file(path, name, stats, config.data.curriculum_key)
+        min_fitting = max_pending_groups(data.prompts_per_step, config.rollout.oversample)
+    checker = _RowChecker(hf, config, declared, chat, warnings, min_fitting)
+    named = zip(data.train, name_datasets(data.train), strict=True)
+    train = [checker.check_file(path, name, data.curriculum_key) for path, name in named]
     if all(stats.is_complete for stats in train):
-        if config.data.curriculum_key and not any(stats.is_ordered for stats in train):
-            check_has_keys(np.array([math.nan]), config.data.curriculum_key, config.data.train)
+        if data.curriculum_key and not any(stats.is_ordered for stats in train):
+            check_has_keys(np.array([math.nan]), data.curriculum_key, data.train)
         if declared.item == "prompts":
             check_enough_prompts(sum(stats.num_fitting for stats in train), config)
-    if config.run.eval_every:
-        for path, name in zip(config.data.eval, name_datasets(config.data.eval), strict=True):
-            checker.check_file(path, name, _FileStats())
+    for path, name in zip(data.eval, name_datasets(data.eval), strict=True) if run.eval_every else ():
+        checker.check_file(path, name)
 
 
 @dataclass
@@ -123,88 +120,75 @@ class _RowChecker:
     declared: Requirements
     chat: ChatTemplate
     warnings: list[str]
-    min_fitting: int = 1
+    min_fitting: int
     """Minimum number of rows that are short enough."""
 
-    def check_file(self, path: str, name: str, stats: _FileStats, order: str = "") -> None:
+    def __post_init__(self) -> None:
+        self.max_prompt_tokens = self.config.rollout.max_context - 1
+        self.positions = int(family_of(self.hf).gpt_kwargs(self.hf)["max_sequence_length"])
+        self.max_pair_tokens = self.config.train.max_tokens_per_gpu * self.config.parallel.cp
+
+    def check_file(self, path: str, name: str, order: str = "") -> _FileStats:
         """Check one file. Raises ConfigError if none of its rows is short enough."""
+        stats = _FileStats()
         if not Path(path).exists():
-            return
-        rows, fits, error = self._open_rows(path, name, order)
+            return stats
         deadline = time.monotonic() + MAX_FILE_SECONDS
-        for tokens, key in rows:
+        for tokens, fits, key in self._measure_rows(Path(path), name, order):
             stats.num_rows += 1
             stats.is_ordered = stats.is_ordered or not math.isnan(key)
-            if fits(tokens):
+            if fits:
                 stats.num_fitting += 1
             else:
-                stats.shortest = min(stats.shortest or sum(tokens), sum(tokens))
+                stats.shortest = min(stats.shortest or tokens, tokens)
             is_settled = stats.num_fitting >= self.min_fitting and (not order or stats.is_ordered)
             if (stats.num_rows >= MAX_ROWS and is_settled) or time.monotonic() > deadline:
                 break
         else:
             stats.is_complete = True
         if stats.is_complete and stats.num_rows and not stats.num_fitting:
-            raise error(stats.num_rows, stats.shortest)
+            count, shortest = stats.num_rows, stats.shortest
+            if self.declared.item == "prompts":
+                raise prompts_too_long_error(count, self.max_prompt_tokens, shortest)
+            if self.declared.item == "conversations":
+                raise conversations_too_long_error(path, count, self.positions, shortest)
+            raise pairs_too_long_error(path, count, self.max_pair_tokens, self.positions, shortest)
         if dropped := stats.num_rows - stats.num_fitting:
             scope = f"of {stats.num_rows}" if stats.is_complete else f"of the first {stats.num_rows}"
             self.warnings.append(f"{path}: {dropped} {scope} rows are too long and will be excluded")
+        return stats
 
-    def _open_rows(
-        self, path: str, name: str, order: str
-    ) -> tuple[
-        Iterator[tuple[tuple[int, ...], float]],
-        Callable[[tuple[int, ...]], bool],
-        Callable[[int, int], ConfigError],
-    ]:
-        """Return an iterator over the rows, a predicate, and an error factory.
+    def _measure_rows(self, file: Path, name: str, order: str) -> Iterator[tuple[int, bool, float]]:
+        """Yield each row's tokens, whether it is short enough, and its number in the column `order`."""
+        data, tokenizer = self.config.data, self.chat.tokenizer
 
-        The iterator yields each row's tokens (of a pair those of both answers) and its number in the column `order`.
-        The predicate takes the tokens and returns whether the row fits. The factory takes the number of rows and the
-        tokens of the shortest, for files in which none fits.
-        """
-        data, file, tokenizer = self.config.data, Path(path), self.chat.tokenizer
-
-        def key(row: dict[str, Any], where: str) -> float:
-            return read_key(row, order, where) if order else math.nan
+        def key(row: dict[str, Any], location: str) -> float:
+            return read_key(row, order, location) if order else math.nan
 
         if self.declared.item == "prompts":
-            max_prompt_tokens = self.config.rollout.max_context - 1
-            prompts = iter_prompts(file, data.prompt_key, data.label_key, name)
-            return (
-                (((len(self.chat.encode_prompt(prompt)),), key(prompt.extra, prompt.id)) for _, prompt in prompts),
-                lambda tokens: tokens[0] <= max_prompt_tokens,
-                lambda count, shortest: prompts_too_long_error(count, max_prompt_tokens, shortest),
-            )
-        positions = int(family_of(self.hf).gpt_kwargs(self.hf)["max_sequence_length"])
-        if self.declared.item == "conversations":
+            for _, prompt in iter_prompts(file, data.prompt_key, data.label_key, name):
+                tokens = len(self.chat.encode_prompt(prompt))
+                yield tokens, tokens <= self.max_prompt_tokens, key(prompt.extra, prompt.id)
+        elif self.declared.item == "conversations":
             conversations = iter_conversations(file, tokenizer, data.prompt_key, answer_key(self.config), name)
-            return (
-                (((conversation.num_tokens,), key(row, where)) for where, row, conversation in conversations),
-                lambda tokens: tokens[0] <= positions,
-                lambda count, shortest: conversations_too_long_error(path, count, positions, shortest),
-            )
-        budget = self.config.train.max_tokens_per_gpu * self.config.parallel.cp
-        pairs = ((where, row, make_pair(row, tokenizer, where, name)) for where, row in read_rows(file))
-        return (
-            (((pair.chosen.num_tokens, pair.rejected.num_tokens), key(row, where)) for where, row, pair in pairs),
-            lambda tokens: sum(tokens) <= budget and max(tokens) <= positions,
-            lambda count, shortest: pairs_too_long_error(path, count, budget, positions, shortest),
-        )
+            for location, row, conversation in conversations:
+                yield conversation.num_tokens, conversation.num_tokens <= self.positions, key(row, location)
+        else:
+            for location, row in read_rows(file):
+                pair = make_pair(row, tokenizer, location, name)
+                longest = max(pair.chosen.num_tokens, pair.rejected.num_tokens)
+                fits = pair.num_tokens <= self.max_pair_tokens and longest <= self.positions
+                yield pair.num_tokens, fits, key(row, location)
 
 
-def list_files(config: Config) -> list[tuple[str, ...]]:
-    """Return the training and evaluation files that the run reads."""
-    return [config.data.train, config.data.eval if config.run.eval_every else ()]
-
-
-def iter_file_prompts(config: Config) -> Iterator[Prompt]:
-    """Yield all prompts of a run, without token ids."""
+def check_offered_by_files(config: Config, declared: Requirements, catalog: EnvironmentCatalog) -> None:
+    """Apply `check_offered` to the prompts of all files of a run, if they exist."""
     data = config.data
-    for paths in list_files(config):
-        for path, name in zip(paths, name_datasets(paths), strict=True):
-            for _, prompt in iter_prompts(Path(path), data.prompt_key, data.label_key, name):
-                yield prompt
+    files = list(zip(data.train, name_datasets(data.train), strict=True))
+    files += zip(data.eval, name_datasets(data.eval), strict=True) if config.run.eval_every else ()
+    if should_check_offered(config, declared) and all(Path(path).exists() for path, _ in files):
+        rows = (iter_prompts(Path(path), data.prompt_key, data.label_key, name) for path, name in files)
+        check_offered((prompt for _, prompt in chain.from_iterable(rows)), catalog)
 
 
 def should_check_offered(config: Config, declared: Requirements) -> bool:
@@ -234,12 +218,12 @@ def check_offered(prompts: Iterable[Prompt], catalog: EnvironmentCatalog) -> Non
             tools -= {tool.spec for name, tool in catalog.tools.items() if name in offered}
     for name, tool in catalog.tools.items():
         if tool.spec in tools:
-            reason = (
-                f"the data's column `tools` lists {_format_names(listed)}; add {name} to it, omit the column, so that "
-                f"every prompt offers all tools,"
-                if listed
-                else "all prompts are for an agent, which has its own tools;"
-            )
+            reason = "all prompts are for an agent, which has its own tools;"
+            if listed:
+                reason = (
+                    f"the data's column `tools` lists {_format_names(listed)}; add {name} to it, omit the column, so "
+                    "that every prompt offers all tools,"
+                )
             raise ConfigError(
                 f"{TOOLS_KEY}: no prompt offers {name} of {tool.spec}: {reason} or remove it from {TOOLS_KEY}"
             )
@@ -247,8 +231,8 @@ def check_offered(prompts: Iterable[Prompt], catalog: EnvironmentCatalog) -> Non
         if environment.spec in environments:
             raise ConfigError(
                 f"{ENVIRONMENTS_KEY}: no prompt has {environment.name} of {environment.spec}, all have "
-                f"{_format_names(named)}: "
-                f"name it in the data's column `environment`, or remove it from {ENVIRONMENTS_KEY}"
+                f"{_format_names(named)}: name it in the data's column `environment`, or remove it from "
+                f"{ENVIRONMENTS_KEY}"
             )
 
 

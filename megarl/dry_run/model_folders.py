@@ -1,8 +1,5 @@
 """Check the models that a configuration names, as they are on disk, without loading them.
 
-`policy_and_critic` covers the trained models: complete folders, known families, one vocabulary. `read_served_models`
-covers models that are not trained: reward models, teachers and the models of a fork's own roles.
-
 The functions only read files. They raise ConfigError, and append to `warnings` what is valid but surely not intended.
 """
 
@@ -19,7 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from megarl.config import Config, ConfigError, strict
-from megarl.config.hub import is_name
+from megarl.config.paths import is_hub_name
 from megarl.models.family import VALUE_HEAD, HFConfig, is_classifier
 from megarl.models.hf_folder import open_hf
 from megarl.models.memory import InferenceStage, classifier_stages, inference_stages
@@ -34,7 +31,8 @@ from megarl.workers.worker_registry import TEACHER, RegisteredWorker, resolve_wo
 def policy_and_critic(
     config: Config, declared: Requirements, dry_run: bool, warnings: list[str]
 ) -> tuple[HFConfig, HFConfig | None]:
-    """Return config.json of the policy and of the critic, if there is one."""
+    """Return config.json of the policy and of the critic, if there is one: complete folders, known families, one
+    vocabulary."""
     if dry_run and config.model.hf_config:
         hf = _check_family(load_hf_config(config.model.hf_config))
     elif config.model.path:
@@ -53,18 +51,27 @@ def policy_and_critic(
         if config.critic.path:
             warnings.append(f"critic.path is set, but {declared.name} has no critic")
         return hf, None
-    if not config.critic.path:
+    path, source = config.critic.path, f"critic.path={config.critic.path}"
+    if not path or _plans_as_policy(path, source, dry_run and bool(config.model.hf_config), warnings):
         return hf, hf
-    if dry_run and config.model.hf_config and not Path(config.critic.path).exists():
-        warnings.append(f"critic.path={config.critic.path} not found; planned as if it were the policy's model")
-        return hf, hf
-    critic = read_complete_folder(config.critic.path, "critic.path", head=True)
-    if critic.get("vocab_size") != hf.get("vocab_size"):
-        raise ConfigError(
-            f"critic.path={config.critic.path} has a vocabulary of {critic.get('vocab_size')}, the policy of "
-            f"{hf.get('vocab_size')}; the critic reads the policy's tokens, so it must share its tokenizer"
-        )
+    critic = read_complete_folder(path, "critic.path", head=True)
+    reason = "the critic reads the policy's tokens, so it must share its tokenizer"
+    _check_vocab_size(hf, critic, source, reason)
     return hf, critic
+
+
+def _plans_as_policy(path: str, source: str, dry_run: bool, warnings: list[str]) -> bool:
+    """True if a dry run takes the policy's model in place of a folder that does not exist."""
+    is_missing = dry_run and not Path(path).exists()
+    if is_missing:
+        warnings.append(f"{source} not found; planned as if it were the policy's model")
+    return is_missing
+
+
+def _check_vocab_size(hf: HFConfig, model: HFConfig, source: str, reason: str, may_be_larger: bool = False) -> None:
+    size, policy_size = model["vocab_size"], hf["vocab_size"]
+    if size != policy_size and not (may_be_larger and int(size) > int(policy_size)):
+        raise ConfigError(f"{source} has a vocabulary of {size}, the policy of {policy_size}; {reason}")
 
 
 def check_same_tokenizer(config: Config, source: str, path: str, reason: str) -> None:
@@ -77,26 +84,19 @@ def check_same_tokenizer(config: Config, source: str, path: str, reason: str) ->
     vocabulary, policy_vocabulary = _read_vocabulary(path), _read_vocabulary(config.model.path)
     if vocabulary == policy_vocabulary:
         return
-    difference = (
-        sorted(vocabulary.items() ^ policy_vocabulary.items(), key=lambda item: item[1])[0]
-        if vocabulary and policy_vocabulary
-        else None
-    )
-    what = (
-        f"they differ in {difference[0]!r}, token {difference[1]}"
-        if difference
-        else "one of them has no vocabulary to compare"
-    )
+    what = "one of them has no vocabulary to compare"
+    if vocabulary and policy_vocabulary:
+        token, number = min(vocabulary.items() ^ policy_vocabulary.items(), key=lambda item: item[1])
+        what = f"they differ in {token!r}, token {number}"
     raise ConfigError(f"{source} has another tokenizer than model.path={config.model.path}: {what}; {reason}")
 
 
 def check_positions(hf: HFConfig, config: Config, source: str) -> None:
     """Raise ConfigError if a conversation may have more tokens than a model has positions."""
     longest = int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
-    if config.rollout.max_context > longest:
-        raise ConfigError(
-            f"rollout.max_context={config.rollout.max_context} is beyond the {longest} positions of {source}; lower it"
-        )
+    rollout = config.rollout
+    if rollout.max_context > longest:
+        raise ConfigError(f"{rollout.max_context=} is beyond the {longest} positions of {source}; lower it")
 
 
 def _read_vocabulary(folder: str) -> dict[str, int]:
@@ -104,25 +104,20 @@ def _read_vocabulary(folder: str) -> dict[str, int]:
 
     Empty if it has none of them.
     """
-    for name in ("tokenizer.json", "vocab.json"):
-        file = Path(folder) / name
-        if not file.is_file():
-            continue
-        if name == "vocab.json":
-            return strict.read_json(file)
+    tokenizer, vocabulary, pieces = (Path(folder, n) for n in ("tokenizer.json", "vocab.json", "tokenizer.model"))
+    if tokenizer.is_file():
         try:
-            return dict(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))
+            return dict(Tokenizer.from_file(str(tokenizer)).get_vocab(with_added_tokens=True))
         except Exception as error:  # noqa: B036  the package raises nothing narrower
-            raise ConfigError(f"{file} is not a tokenizer: {' '.join(str(error).split())[:200]}") from None
-    pieces = Path(folder, "tokenizer.model")
-    return _pieces(pieces) if pieces.is_file() else {}
-
-
-def _pieces(file: Path) -> dict[str, int]:
+            raise ConfigError(f"{tokenizer} is not a tokenizer: {' '.join(str(error).split())[:200]}") from None
+    if vocabulary.is_file():
+        return strict.read_json(vocabulary)
+    if not pieces.is_file():
+        return {}
     from sentencepiece import SentencePieceProcessor
 
     try:
-        model = SentencePieceProcessor(model_file=str(file))
+        model = SentencePieceProcessor(model_file=str(pieces))
     except (RuntimeError, OSError):
         return {}  # of another kind, which the tokenizer's class reads
     return {model.id_to_piece(number): number for number in range(model.get_piece_size())}
@@ -163,15 +158,15 @@ def read_complete_folder(path: str, key: str, head: bool, mtp: bool = False) -> 
 
 def folder_config(path: str, key: str) -> HFConfig:
     """Return config.json of a folder. Raises ConfigError if it is missing, or if there are no *.safetensors files."""
+    if Path(path).is_file():
+        raise ConfigError(f"{key}={path} is a file; name the model's folder, which has its config.json and weights")
     if not Path(path).is_dir():
         remedy = "put the model there, or correct the path"
-        if is_name(path):
+        if is_hub_name(path):
             remedy = (
                 "nor has this machine's cache of the Hub a model of that name: `hf download NAME` gets it by its name, "
                 "`hf download NAME --local-dir FOLDER` into a folder"
             )
-        if Path(path).is_file():
-            raise ConfigError(f"{key}={path} is a file; name the model's folder, which has its config.json and weights")
         raise ConfigError(f"{key}={path}: no such folder; {remedy}")
     hf_config = load_hf_config(path)
     if not list(Path(path).glob("*.safetensors")):
@@ -201,11 +196,9 @@ class ServedModels:
 
     def count_params(self, role: str) -> int:
         """Return the number of parameters of a role's model, without its head if Megatron computes it."""
-        return (
-            sum(param_count(self.megatron_configs[role]).values())
-            if role in self.megatron_configs or not self.classifier
-            else self.classifier[1]
-        )
+        if role in self.megatron_configs or not self.classifier:
+            return sum(param_count(self.megatron_configs[role]).values())
+        return self.classifier[1]
 
     def stages(self, config: Config, declared: Requirements) -> dict[str, list[InferenceStage]]:
         """Return what a rank of each pipeline stage needs, by role. Raises ConfigError if a layout does not divide."""
@@ -228,10 +221,9 @@ def read_served_models(
     dry_run: bool,
     warnings: list[str],
 ) -> ServedModels:
-    """Read the configurations of all models that are not trained. Raises ConfigError.
+    """Read the configurations of all models that are not trained: reward models, teachers, those of a fork's roles.
 
     hf: the policy's. has_builtin_reward: a built-in worker computes the reward, and its options are valid.
-    `warnings` gets a line for what is surely not intended.
     """
 
     def worker_of(role: str) -> RegisteredWorker:
@@ -241,17 +233,19 @@ def read_served_models(
     if has_builtin_reward:
         options = worker_options(config, "reward", worker_of("reward"))
         classifier = _read_classifier(hf, config, options, dry_run, warnings)
-    rewards = _reward_model(hf, config, declared, dry_run, warnings)
+    configs = {}
+    if reward_config := _reward_model(hf, config, declared, dry_run, warnings):
+        configs["reward"] = reward_config
     teachers = [role for role in declared.roles if resolve_worker(config, declared, role, worker_of(role)) == TEACHER]
-    others = _read_role_models(hf, config, declared, teachers, dry_run, warnings)
-    return ServedModels(({} if rewards is None else {"reward": rewards}) | others, classifier)
+    configs |= _read_role_models(hf, config, declared, teachers, dry_run, warnings)
+    return ServedModels(configs, classifier)
 
 
 def _reward_model(
     hf: HFConfig, config: Config, declared: Requirements, dry_run: bool, warnings: list[str]
 ) -> HFConfig | None:
     """Return config.json of the reward model on Megatron, or None. It must read the policy's token ids."""
-    path = config.reward.model
+    path, source = config.reward.model, f"reward.model={config.reward.model}"
     if not path:
         return None
     if "reward" not in declared.roles:
@@ -259,22 +253,17 @@ def _reward_model(
         return None
     if not is_on_megatron(config, "reward"):
         return None
-    if dry_run and not Path(path).exists():
-        warnings.append(f"reward.model={path} not found; planned as if it were the policy's model")
+    if _plans_as_policy(path, source, dry_run, warnings):
         return hf
     reward_config = read_complete_folder(path, "reward.model", head=True)
     if VALUE_HEAD not in open_hf(path).names():
         raise ConfigError(
-            f"reward.model={path} has no {VALUE_HEAD}: it is not a reward model; train one with algorithm=reward_model"
+            f"{source} has no {VALUE_HEAD}: it is not a reward model; train one with algorithm=reward_model"
         )
     reason = "the reward model reads the policy's tokens, so it must have its tokenizer and vocabulary"
-    if reward_config.get("vocab_size") != hf.get("vocab_size"):
-        raise ConfigError(
-            f"reward.model={path} has a vocabulary of {reward_config.get('vocab_size')}, the policy of "
-            f"{hf.get('vocab_size')}; {reason}"
-        )
-    check_same_tokenizer(config, f"reward.model={path}", path, reason)
-    check_positions(reward_config, config, f"reward.model={path}")
+    _check_vocab_size(hf, reward_config, source, reason)
+    check_same_tokenizer(config, source, path, reason)
+    check_positions(reward_config, config, source)
     return reward_config
 
 
@@ -290,8 +279,7 @@ def _read_classifier(
     if not path or model != "transformers":
         return None
     options = ClassifierOptions.read(options_without(worker_settings, service))
-    if dry_run and not Path(path).exists():
-        warnings.append(f"reward.model={path} not found; planned as if it were the policy's model")
+    if _plans_as_policy(path, f"reward.model={path}", dry_run, warnings):
         return hf, sum(param_count(hf).values()), options.dtype
     classifier_config = folder_config(path, "reward.model")
     resolve_label(classifier_config, options, path)
@@ -320,32 +308,28 @@ def _read_role_models(
     ]
     configs: dict[str, HFConfig] = {}
     for role in declared.roles:
-        path, key = role_settings(config, role).model, f"roles.{role}.model"
         if role in BUILTIN_ROLES:
             continue
+        path, key, is_megatron = role_settings(config, role).model, f"roles.{role}.model", is_on_megatron(config, role)
+        source = f"{key}={path}"
+        if not path and role in teachers:
+            raise ConfigError(f"{key} is not set; it must name the HF folder of the {role}")
         if not path:
-            if role in teachers:
-                raise ConfigError(f"{key} is not set; it must name the HF folder of the {role}")
             continue
-        if dry_run and not Path(path).exists():
-            warnings.append(f"{key}={path} not found; planned as if it were the policy's model")
-            configs |= {role: hf} if is_on_megatron(config, role) else {}
+        if _plans_as_policy(path, source, dry_run, warnings):
+            configs |= {role: hf} if is_megatron else {}
             continue
-        if not is_on_megatron(config, role):
+        if not is_megatron:
             folder_config(path, key)
             continue
-        configs[role] = read_complete_folder(path, key, head=False)
-        if role in teachers and is_classifier(configs[role]):
+        model = configs[role] = read_complete_folder(path, key, head=False)
+        if role in teachers and is_classifier(model):
             raise ConfigError(
-                f"{key}={path} is a classifier, {configs[role]['architectures'][0]}, which has no log-probs of tokens"
+                f"{source} is a classifier, {model['architectures'][0]}, which has no log-probs of tokens"
             )
         reason = f"the {role} reads the policy's tokens, so it must have its tokenizer and at least its vocabulary"
-        if int(configs[role]["vocab_size"]) < int(hf["vocab_size"]):
-            raise ConfigError(
-                f"{key}={path} has a vocabulary of {configs[role]['vocab_size']}, the policy of {hf['vocab_size']}; "
-                f"{reason}"
-            )
-        check_same_tokenizer(config, f"{key}={path}", path, reason)
+        _check_vocab_size(hf, model, source, reason, may_be_larger=True)
+        check_same_tokenizer(config, source, path, reason)
         if declared.has_rollout:
-            check_positions(configs[role], config, f"{key}={path}")
+            check_positions(model, config, source)
     return configs

@@ -20,8 +20,8 @@ def check_asynchronous(config: Config, declared: Requirements, warnings: list[st
         raise ConfigError(f"{key} with rollout.replay: recorded rollouts need no generation; set the first to false")
     if rollout.oversample > 1:
         raise ConfigError(
-            f"{key} with rollout.oversample={rollout.oversample:g}: set only one of them; with the first, "
-            f"rollout.max_staleness sets how many steps ahead prompts are started"
+            f"{key} with {rollout.oversample=:g}: set only one of them; with the first, rollout.max_staleness sets how "
+            "many steps ahead prompts are started"
         )
     if declared.has_dynamic_sampling:
         raise ConfigError(
@@ -36,8 +36,8 @@ def check_asynchronous(config: Config, declared: Requirements, warnings: list[st
             )
     if rollout.max_staleness and not declared.is_off_policy:
         warnings.append(
-            f"{key} with rollout.max_staleness={rollout.max_staleness}: tokens may come from an older policy, for "
-            f"which the loss of algorithm={config.algorithm} does not correct"
+            f"{key} with {rollout.max_staleness=}: tokens may come from an older policy, for which the loss of "
+            f"algorithm={config.algorithm} does not correct"
         )
 
 
@@ -48,24 +48,24 @@ def check_oversampling(config: Config, declared: Requirements, warnings: list[st
         return
     if rollout.replay:
         raise ConfigError(
-            f"rollout.oversample={rollout.oversample:g} with rollout.replay: a step gets exactly its recorded "
-            f"rollouts; set the first to 1"
+            f"{rollout.oversample=:g} with rollout.replay: a step gets exactly its recorded rollouts; set the first to "
+            "1"
         )
     if declared.has_fixed_prompts:
         raise ConfigError(
-            f"rollout.oversample={rollout.oversample:g} with algorithm={declared.name}, which needs samples of exactly "
-            f"the step's prompts; set the first to 1"
+            f"{rollout.oversample=:g} with algorithm={declared.name}, which needs samples of exactly the step's "
+            "prompts; set the first to 1"
         )
     if rollout.max_staleness == 0:
         warnings.append(
-            f"rollout.oversample={rollout.oversample:g} with rollout.max_staleness=0: partial rollouts are restarted "
-            "in the next step, so answers that take longer than a step are never trained on; raise the second"
+            f"{rollout.oversample=:g} with rollout.max_staleness=0: partial rollouts are restarted in the next step, "
+            "so answers that take longer than a step are never trained on; raise the second"
         )
     elif not declared.is_off_policy:
         warnings.append(
-            f"rollout.oversample={rollout.oversample:g} with rollout.max_staleness={rollout.max_staleness}: tokens may "
-            f"come from weights that many versions old, for which the loss of algorithm={config.algorithm} does not "
-            "correct; watch rollout/staleness_mean and rollout/logprob_diff_mean_stale"
+            f"{rollout.oversample=:g} with {rollout.max_staleness=}: tokens may come from weights that many versions "
+            f"old, for which the loss of algorithm={config.algorithm} does not correct; watch rollout/staleness_mean "
+            "and rollout/logprob_diff_mean_stale"
         )
 
 
@@ -77,23 +77,19 @@ def check_replayed_prefixes(config: Config, declared: Requirements) -> None:
     record, and score later tokens with other keys and values than the engine had.
     """
     rollout = config.rollout
-    if (
-        not config.train.routing_replay
-        or not declared.trained_roles
-        or not declared.has_rollout
-        or not rollout.max_staleness
-    ):
+    is_replaying = config.train.routing_replay and declared.trained_roles and declared.has_rollout
+    if not is_replaying or not rollout.max_staleness:
         return
     has_several_turns = rollout.max_turns > 1 and (rollout.tools or rollout.environments)
     if rollout.oversample > 1:
-        key, remedy = f"rollout.oversample={rollout.oversample:g}", "rollout.oversample to 1"
+        key, remedy = f"{rollout.oversample=:g}", "rollout.oversample to 1"
     elif rollout.asynchronous and rollout.on_weight_sync == "retract":
         key = "rollout.asynchronous and rollout.on_weight_sync=retract"
         remedy = "rollout.on_weight_sync to wait or in_place" + (
             ", rollout.max_turns to 1" if has_several_turns else ""
         )
     elif rollout.asynchronous and has_several_turns:
-        key, remedy = f"rollout.asynchronous and rollout.max_turns={rollout.max_turns}", "rollout.max_turns to 1"
+        key, remedy = f"rollout.asynchronous and {rollout.max_turns=}", "rollout.max_turns to 1"
     else:
         return
     raise ConfigError(
@@ -104,19 +100,17 @@ def check_replayed_prefixes(config: Config, declared: Requirements) -> None:
 
 def check_enough_prompts(count: int, config: Config) -> None:
     """Check that there are enough prompts for none to be under way twice in a step."""
-    needed, oversample = config.data.prompts_per_step, config.rollout.oversample
-    if oversample > 1 and count < (most := max_pending_groups(needed, oversample)):
+    data, rollout = config.data, config.rollout
+    most = max_pending_groups(data.prompts_per_step, rollout.oversample)
+    if rollout.oversample > 1 and count < most:
         raise ConfigError(
-            f"rollout.oversample={oversample:g} with data.prompts_per_step={needed} has {most} prompts in flight, but "
-            f"data.train has {count}; lower one of the first two"
+            f"{rollout.oversample=:g} with {data.prompts_per_step=} has {most} prompts in flight, but data.train has "
+            f"{count}; lower one of the first two"
         )
 
 
-SLOW_TOKENS_PER_S = 20.0
-"""Pessimistic tokens per second of one conversation in a fully loaded engine, for judging timeouts.
-
-The tiny models on a CPU reach more.
-"""
+SLOW_TOKENS_PER_S = 20.0  # the tiny models on a CPU reach more
+"""Pessimistic tokens per second of one conversation in a fully loaded engine, for judging timeouts."""
 MAX_TOKENS_PER_S = 1000.0
 """Tokens per second that no engine reaches for one conversation."""
 
@@ -131,50 +125,37 @@ def check_timeouts(config: Config, warnings: list[str]) -> None:
         return
     if rollout.request_timeout > rollout.step_timeout:
         raise ConfigError(
-            f"rollout.request_timeout={rollout.request_timeout:g} is beyond rollout.step_timeout="
-            f"{rollout.step_timeout:g}: one answer cannot take longer than the step; lower the first or raise the "
-            f"second"
+            f"{rollout.request_timeout=:g} is beyond {rollout.step_timeout=:g}: one answer cannot take longer than the "
+            "step; lower the first or raise the second"
         )
-    max_tokens = rollout.sglang.get("max_total_tokens")
-    max_tokens = max_tokens if isinstance(max_tokens, int) and max_tokens > 0 else 0
-    max_requests = rollout.sglang.get("max_running_requests")
-    concurrency = min(
-        rollout.concurrency, max_requests if isinstance(max_requests, int) and max_requests > 0 else rollout.concurrency
-    )
-    if max_tokens:
+    concurrency = rollout.concurrency
+    if isinstance(max_requests := rollout.sglang.get("max_running_requests"), int) and max_requests > 0:
+        concurrency = min(concurrency, max_requests)
+    if isinstance(max_tokens := rollout.sglang.get("max_total_tokens"), int) and max_tokens > 0:
         concurrency = max(1, min(concurrency, max_tokens // rollout.max_context))
     engines = len(engine_ranks(config))
     steps = 1 + rollout.max_staleness if rollout.asynchronous else 1  # whose conversations share an engine
     conversations = -(-config.data.prompts_per_step * steps // engines) * rollout.samples_per_prompt
     num_waves, scope = -(-conversations // concurrency), "under way" if steps > 1 else "of a step"
     tokens_per_rollout = min(rollout.max_context, rollout.max_turns * rollout.max_new_tokens)
+    answer = f"an answer of {rollout.max_new_tokens=}"
+    rollouts = (
+        f"an engine's {conversations} rollouts {scope}, of up to {tokens_per_rollout} tokens and {concurrency} at "
+        f"once, so in {num_waves} waves,"
+    )
+    more_room = "raise it, or give the engines more room (rollout.sglang.max_total_tokens, rollout.concurrency)"
     for key, limit, tokens, subject, remedy in (
-        (
-            "request_timeout",
-            rollout.request_timeout,
-            rollout.max_new_tokens,
-            f"an answer of rollout.max_new_tokens={rollout.max_new_tokens}",
-            "raise it or lower the other",
-        ),
-        (
-            "step_timeout",
-            rollout.step_timeout,
-            num_waves * tokens_per_rollout,
-            f"an engine's {conversations} rollouts {scope}, of up to {tokens_per_rollout} tokens and {concurrency} "
-            "at once, so in "
-            f"{num_waves} waves,",
-            "raise it, or give the engines more room (rollout.sglang.max_total_tokens, rollout.concurrency)",
-        ),
+        ("request_timeout", rollout.request_timeout, rollout.max_new_tokens, answer, "raise it or lower the other"),
+        ("step_timeout", rollout.step_timeout, num_waves * tokens_per_rollout, rollouts, more_room),
     ):
-        if tokens / MAX_TOKENS_PER_S > limit:
+        fastest, slow = tokens / MAX_TOKENS_PER_S, tokens / SLOW_TOKENS_PER_S
+        if fastest > limit:
             raise ConfigError(
-                f"rollout.{key}={limit:g} s is too short: {subject} would take {tokens / MAX_TOKENS_PER_S:.0f} s at "
-                f"{MAX_TOKENS_PER_S:g} "
-                f"tokens per second each, which no engine reaches; {remedy}"
+                f"rollout.{key}={limit:g} s is too short: {subject} would take {fastest:.0f} s at "
+                f"{MAX_TOKENS_PER_S:g} tokens per second each, which no engine reaches; {remedy}"
             )
-        if tokens / SLOW_TOKENS_PER_S > limit:
+        if slow > limit:
             warnings.append(
-                f"rollout.{key}={limit:g} s may be too short: {subject} would take {tokens / SLOW_TOKENS_PER_S:.0f} "
-                f"s at {SLOW_TOKENS_PER_S:g} "
-                f"tokens per second each; late ones are aborted; {remedy}"
+                f"rollout.{key}={limit:g} s may be too short: {subject} would take {slow:.0f} s at "
+                f"{SLOW_TOKENS_PER_S:g} tokens per second each; late ones are aborted; {remedy}"
             )

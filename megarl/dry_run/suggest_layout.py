@@ -1,7 +1,7 @@
 """Find the layouts of a model that fit a number of GPUs of a given size, and select the best.
 
-Pure, like the dry run: plans memory (`models.memory`) and time (`models.step_time`) of each layout that divides. All
-roles share all ranks; for roles on separate ranks (`placement`), a dry run shows the memory.
+Pure: plans memory (`models.memory`) and time (`models.step_time`) of each layout that divides. All roles share all
+ranks; for roles on separate ranks (`placement`), a dry run shows the memory.
 """
 
 from __future__ import annotations
@@ -26,22 +26,18 @@ TIE_RATIO = 1.1  # layouts whose modelled seconds differ by less count as equal:
 MAX_EXPERT_RANKS = 64  # upper limit: all-to-alls among more run far below the links' speed, which is not modelled
 RULE = (
     f"Rule: of the layouts that fit in {USABLE_FRACTION:.0%} of a GPU, the least modelled seconds a step; of those "
-    "within "
-    f"{TIE_RATIO - 1:.0%} of that, the fewest model parallel ranks (tp x pp x cp), then the fewest of experts (ep x "
-    "etp). "
-    f"Tensor parallel ranks stay in a node, expert parallel ranks are at most {MAX_EXPERT_RANKS}."
+    f"within {TIE_RATIO - 1:.0%} of that, the fewest model parallel ranks (tp x pp x cp), then the fewest of experts "
+    f"(ep x etp). Tensor parallel ranks stay in a node, expert parallel ranks are at most {MAX_EXPERT_RANKS}."
 )
 
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """A configuration, its memory by stage, and the modelled seconds of a policy's optimizer step by activity.
-
-    recompute: mode of activation recomputation.
-    """
+    """A configuration, its memory by stage, and the modelled seconds of a policy's optimizer step by activity."""
 
     config: Config
     recompute: str
+    """Mode of activation recomputation."""
     memory: list[StageMemory]
     seconds: dict[str, float]
 
@@ -75,23 +71,11 @@ class Search:
     def plan_layout(self, parallel: ParallelConfig, recompute: str) -> LayoutPlan:
         """Plan one layout. Raises ConfigError if it does not divide."""
         config = apply_layout(self.hf, self.config, parallel, recompute)
-        return LayoutPlan(
-            config, recompute, plan_memory(self.hf, config, self.declared, self.critic_hf), self.time.seconds(config)
-        )
+        memory = plan_memory(self.hf, config, self.declared, self.critic_hf)
+        return LayoutPlan(config, recompute, memory, self.time.seconds(config))
 
     def fits(self, plan: LayoutPlan) -> bool:
         return plan.peak <= USABLE_FRACTION * self.gpu_bytes
-
-    def fit_engine(self, plan: LayoutPlan) -> LayoutPlan:
-        """Return the plan with the smallest engine that fits beside the training states, or unchanged if none does."""
-        if self.should_size_engines and self.declared.has_rollout and not self.fits(plan):
-            for tp, ep in engine_sizes(self.hf, self.config, self.declared):
-                config = replace(plan.config, rollout=replace(plan.config.rollout, tp=tp, ep=ep))
-                memory = plan_memory(self.hf, config, self.declared, self.critic_hf)
-                candidate = replace(plan, config=config, memory=memory)
-                if self.fits(candidate):
-                    return candidate
-        return plan
 
     def find_fitting(self) -> list[LayoutPlan]:
         """Return the layouts that fit, in ascending order of modelled seconds.
@@ -113,8 +97,12 @@ class Search:
     def _iter_fitting(self, etp: int) -> Iterator[LayoutPlan]:
         base = self.config.parallel
         world, experts = base.world_size, family_of(self.hf).num_experts(self.hf)
+        context_parallel_sizes = [1]  # up to the first at which the longest conversation fits the token budget
+        longest = self.config.rollout.max_context if self.declared.has_rollout else 0
+        while context_parallel_sizes[-1] * self.config.train.max_tokens_per_gpu < longest:
+            context_parallel_sizes.append(context_parallel_sizes[-1] * 2)
         for tp in divisors(min(world, base.ranks_per_node)):
-            for cp in self._context_parallel_sizes():
+            for cp in context_parallel_sizes:
                 for pp in divisors(world // tp):
                     for ep in [n for n in divisors(experts or 1) if n <= MAX_EXPERT_RANKS]:
                         yield from self._try_layout(replace(base, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp))
@@ -128,7 +116,14 @@ class Search:
             plan = self.plan_layout(parallel, mode)
             if max(stage.training_total for stage in plan.memory) <= USABLE_FRACTION * self.gpu_bytes:
                 break
-        return self.fit_engine(plan)
+        if self.should_size_engines and self.declared.has_rollout and not self.fits(plan):
+            for tp, ep in engine_sizes(self.hf, self.config, self.declared):
+                config = replace(plan.config, rollout=replace(plan.config.rollout, tp=tp, ep=ep))
+                memory = plan_memory(self.hf, config, self.declared, self.critic_hf)
+                candidate = replace(plan, config=config, memory=memory)
+                if self.fits(candidate):
+                    return candidate
+        return plan
 
     def _try_layout(self, parallel: ParallelConfig) -> Iterator[LayoutPlan]:
         """Yield the layout's plan if it divides and fits."""
@@ -139,14 +134,6 @@ class Search:
             return
         if self.fits(plan):
             yield plan
-
-    def _context_parallel_sizes(self) -> list[int]:
-        """Return cp sizes up to the first at which the longest conversation fits the token budget of the ranks."""
-        sizes = [1]
-        longest = self.config.rollout.max_context if self.declared.has_rollout else 0
-        while sizes[-1] * self.config.train.max_tokens_per_gpu < longest:
-            sizes.append(sizes[-1] * 2)
-        return sizes
 
 
 def select_best(plans: list[LayoutPlan]) -> LayoutPlan:
@@ -178,12 +165,12 @@ def apply_layout(hf: HFConfig, config: Config, parallel: ParallelConfig, recompu
     layers = int(hf["num_hidden_layers"])
     split = split_layers(layers, parallel.pp, parallel.vpp)
     if split is None:
-        numbers = range(1, layers + 1)
-        valid_sizes = {
-            "pp": nearest(parallel.pp, [n for n in numbers if split_layers(layers, n, parallel.vpp) is not None]),
-            "vpp": nearest(parallel.vpp, [n for n in numbers if split_layers(layers, parallel.pp, n) is not None]),
+        fitting = {
+            "pp": [n for n in range(1, layers + 1) if split_layers(layers, n, parallel.vpp) is not None],
+            "vpp": [n for n in range(1, layers + 1) if split_layers(layers, parallel.pp, n) is not None],
         }
-        remedies = [f"{name} to {' or '.join(map(str, sizes))}" for name, sizes in valid_sizes.items() if sizes]
+        nearest_sizes = {name: nearest(getattr(parallel, name), sizes) for name, sizes in fitting.items()}
+        remedies = [f"{name} to {' or '.join(map(str, sizes))}" for name, sizes in nearest_sizes.items() if sizes]
         raise ConfigError(
             f"{layers} layers cannot be split over pp={parallel.pp} stages of vpp={parallel.vpp} parts, even "
             f"with other numbers on the first and last; the nearest valid settings: {', or '.join(remedies)}"
@@ -203,16 +190,13 @@ def split_layers(num_layers: int, pp: int, vpp: int = 1) -> dict[str, int] | Non
     if pp == 1 or num_layers < pp * vpp or num_layers % vpp:
         return None
     units = num_layers // vpp  # runs of vpp layers, one for each part of a stage
-    if pp == 2:
-        first_units, last_units = units - units // 2, units // 2
-    else:
-        middle_units = -(-units // pp)
-        while middle_units and units - middle_units * (pp - 2) < 2:
-            middle_units -= 1
-        end_units = units - middle_units * (pp - 2)
-        first_units, last_units = end_units - end_units // 2, end_units // 2
-        if not middle_units:
-            return None
+    middle_units = -(-units // pp) if pp > 2 else 0
+    while middle_units and units - middle_units * (pp - 2) < 2:
+        middle_units -= 1
+    if pp > 2 and not middle_units:
+        return None
+    end_units = units - middle_units * (pp - 2)
+    first_units, last_units = end_units - end_units // 2, end_units // 2
     return {
         "num_layers_in_first_pipeline_stage": first_units * vpp,
         "num_layers_in_last_pipeline_stage": last_units * vpp,

@@ -3,18 +3,11 @@
 `validate` runs at the start of every run, so that a mistake costs seconds instead of a wait in the queue. `--dry-run`
 prints its report and stops. It starts no rank, device, Megatron or engine: a laptop checks a recipe for 512 GPUs. Only
 a dry run also reads the tokenizer and the data (`data_checks.py`), which a run reads anyway in its first seconds.
-
-`check_sandbox` hands the sandbox settings to every process and probes the sandbox.
-
-`Expectation` holds what a run must reach. A configuration states it under `expect`, which turns an example into a test:
-
-    expect:
-      eval/reward_greedy: {min: 0.9}               # its last value
-      rollout/logprob_diff: {max: 1.0e-4, step: 5}  # its last value at step 5 or earlier
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,20 +19,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.chat_format.chat_template import ChatTemplate
-from megarl.config import Config, ConfigError, ParallelConfig, Range, strict
-from megarl.config.server_args import check_installed, check_sampling
+from megarl.checkpoint.disk_space import format_bytes
+from megarl.config import Config, ConfigError, ParallelConfig, Range, server_args, strict
 from megarl.controllers.controller import load_requirements, make_controller
 from megarl.controllers.rollout_correction import check_correction
 from megarl.dry_run import config_checks as checks
-from megarl.dry_run import data_checks, model_folders
-from megarl.dry_run.model_folders import ServedModels, read_served_models
-from megarl.dry_run.rollout_checks import (
-    check_asynchronous,
-    check_oversampling,
-    check_replayed_prefixes,
-    check_timeouts,
-)
+from megarl.dry_run import data_checks, model_folders, rollout_checks
+from megarl.dry_run.model_folders import ServedModels
 from megarl.engine.sglang_engine import check_platform
 from megarl.environments.catalog import load_catalog
 from megarl.models.family import HFConfig
@@ -100,6 +86,13 @@ Bound = Annotated[float, Range(-1e300, 1e300)]
 
 @dataclass(frozen=True)
 class Expectation:
+    """What a metric must reach. A configuration states it under `expect`, which turns an example into a test:
+
+    expect:
+      eval/reward_greedy: {min: 0.9}               # its last value
+      rollout/logprob_diff: {max: 1.0e-4, step: 5}  # its last value at step 5 or earlier
+    """
+
     synonyms = {"least": "min", "most": "max"}
     min: Bound | None = None
     max: Bound | None = None
@@ -107,10 +100,9 @@ class Expectation:
     """Use the newest value up to this step; null for the last."""
 
     def __str__(self) -> str:
-        bounds = [
-            f"{word} {bound:g}" for word, bound in (("at least", self.min), ("at most", self.max)) if bound is not None
-        ]
-        return " and ".join(bounds) + ("" if self.step is None else f" at step {self.step}")
+        bounds = (("at least", self.min), ("at most", self.max))
+        text = " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+        return text if self.step is None else f"{text} at step {self.step}"
 
 
 def parse_expectations(config: Config) -> dict[str, Expectation]:
@@ -121,9 +113,8 @@ def parse_expectations(config: Config) -> dict[str, Expectation]:
         if expectation.min is None and expectation.max is None:
             raise ConfigError(f"expect.{metric} has no bounds: set `min`, `max` or both")
         if expectation.step is not None and expectation.step > config.run.num_rollout:
-            raise ConfigError(
-                f"expect.{metric}.step={expectation.step} is beyond run.num_rollout={config.run.num_rollout}"
-            )
+            key = f"expect.{metric}.step={expectation.step}"
+            raise ConfigError(f"{key} is beyond run.num_rollout={config.run.num_rollout}")
         expectations[metric] = expectation
     return expectations
 
@@ -134,21 +125,16 @@ def check_expectations(
     """Return each metric's value (None if missing) and whether it meets its expectation. metrics: by step."""
     result = {}
     for name, expectation in expected.items():
-        values = [
-            step_metrics[name]
-            for step, step_metrics in sorted(metrics.items())
-            if name in step_metrics and (expectation.step is None or step <= expectation.step)
-        ]
+        last = math.inf if expectation.step is None else expectation.step
+        values = [metrics[step][name] for step in sorted(metrics) if step <= last and name in metrics[step]]
         value = values[-1] if values else None
-        is_met = (
-            value is not None
-            and (expectation.min is None or value >= expectation.min)
-            and (expectation.max is None or value <= expectation.max)
-        )
-        result[name] = value, is_met  # NaN fails both bounds
+        least = -math.inf if expectation.min is None else expectation.min
+        most = math.inf if expectation.max is None else expectation.max
+        result[name] = value, value is not None and least <= value <= most  # NaN fails both bounds
     return result
 
 
+_FAILED = object()
 WIRE_FORMATS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "FP8, quantised at their owner, the rest as bfloat16"}
 ESTIMATE_PREFIXES = dict.fromkeys(("activations", "engine KV cache", "reward model activations"), "about ")
 ESTIMATE_PREFIXES |= dict.fromkeys(("micro-batches", "reshard staging", PENDING_CHECKPOINT), "at most ")
@@ -157,21 +143,18 @@ GPU_SIZES = (16, 24, 40, 48, 80, 96, 141, 192, 288)  # GB, commercially availabl
 
 @dataclass(frozen=True)
 class Report:
-    """Result of `validate`.
-
-    `facts`: section -> rows of (name, value). `memory`: one entry per pipeline stage of the actor, or of the reward
-    model in training; `memory_label` names its ranks, and is empty if there are no others. `other_memory`: the same for
-    ranks with other roles, by label.
-
-    All are empty if a mistake in the layout or the model leaves nothing to plan.
-    """
+    """Result of `validate`. Only errors and warnings if a mistake in the layout or the model leaves nothing to plan."""
 
     errors: list[str]
     warnings: list[str]
-    facts: dict[str, list[tuple[str, str]]]
-    memory: list[StageMemory]
+    facts: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    """Section -> rows of (name, value)."""
+    memory: list[StageMemory] = field(default_factory=list)
+    """By pipeline stage of the actor, or of the reward model in training."""
     memory_label: str = ""
+    """The ranks of `memory`; empty if there are no others."""
     other_memory: Mapping[str, list[StageMemory]] = field(default_factory=dict)
+    """The same for ranks with other roles, by label."""
 
     @property
     def ok(self) -> bool:
@@ -194,27 +177,29 @@ def validate(
     """
     errors: list[str] = []
     warnings: list[str] = []
+    rejected = Report(errors, warnings)
+    registered = registered or {}
 
-    def passes(check: Callable[..., Any], *arguments: Any) -> bool:
+    def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result, or `_FAILED` after an error."""
         try:
-            check(*arguments)
+            return function(*arguments)
         except ConfigError as error:
             if (text := str(error)) not in errors:  # report an error of several checks once
                 errors.append(text)
-            return False
-        return True
+            return _FAILED
+
+    def passes(check: Callable[..., Any], *arguments: Any) -> bool:
+        return attempt(check, *arguments) is not _FAILED
 
     # Each check depends on the previous ones: an invalid layout has no data-parallel size.
     if not passes(strict.check_dataclass, config):  # the configuration may have been built in Python
-        return Report(errors, warnings, {}, [])
-    requirements: list[Requirements] = []
-    if not passes(lambda: requirements.append(load_requirements(config))):
-        return Report(errors, warnings, {}, [])
-    (declared,) = requirements
-    if not passes(check_roles, config, declared, registered or {}):
-        return Report(errors, warnings, {}, [])
+        return rejected
+    declared: Any = attempt(load_requirements, config)
+    if declared is _FAILED or not passes(check_roles, config, declared, registered):
+        return rejected
     if dry_run:  # a run resolves all of them
-        passes(check_user_workers, config, declared, registered or {})
+        passes(check_user_workers, config, declared, registered)
     is_layout_valid = passes(check_placement, config, declared.roles, warnings)
     is_layout_valid = is_layout_valid and passes(checks.check_nodes, config, declared)
     passes(checks.check_run_dir, config)
@@ -226,54 +211,45 @@ def validate(
     passes(resolve_webhook, config.track.webhook)
     passes(check_trackers, config.track.trackers)
     passes(check_profile, config)
-    reward = (registered or {}).get("reward", RegisteredWorker())
+    reward = registered.get("reward", RegisteredWorker())
     is_reward_builtin = "reward" in declared.roles and is_builtin(config, declared, "reward", reward)
     if is_reward_builtin:
         is_reward_builtin = passes(check_reward, config, declared, worker_options(config, "reward", reward))
-    is_layout_valid = is_layout_valid and passes(check_asynchronous, config, declared, warnings)
-    passes(check_oversampling, config, declared, warnings)
-    passes(check_replayed_prefixes, config, declared)
+    is_layout_valid = is_layout_valid and passes(rollout_checks.check_asynchronous, config, declared, warnings)
+    passes(rollout_checks.check_oversampling, config, declared, warnings)
+    passes(rollout_checks.check_replayed_prefixes, config, declared)
     is_data_readable = passes(checks.check_data, config, declared, dry_run, warnings)
     is_layout_valid = is_layout_valid and passes(checks.check_schedule, config, declared)
     is_layout_valid = is_layout_valid and passes(checks.check_batch, config, declared, warnings)
-    models: list[HFConfig | None] = []
-    are_models_valid = passes(
-        lambda: models.extend(model_folders.policy_and_critic(config, declared, dry_run, warnings))
-    )
-    if not are_models_valid or not is_layout_valid:
-        return Report(errors, warnings, {}, [])
+    models: Any = attempt(model_folders.policy_and_critic, config, declared, dry_run, warnings)
+    if models is _FAILED or not is_layout_valid:
+        return rejected
     hf, critic_hf = models
-    assert hf is not None
-    served_models: list[ServedModels] = []
-    if not passes(
-        lambda: served_models.append(
-            read_served_models(hf, config, declared, registered or {}, is_reward_builtin, dry_run, warnings)
-        )
-    ):
-        return Report(errors, warnings, {}, [])
-    (served,) = served_models
+    served: Any = attempt(
+        model_folders.read_served_models, hf, config, declared, registered, is_reward_builtin, dry_run, warnings
+    )
+    if served is _FAILED:
+        return rejected
     does_divide = True
     if declared.trained_roles:
-        does_divide = passes(checks.check_training_layout, hf, config) and passes(
-            checks.check_mtp, hf, config, declared
-        )
+        does_divide = passes(checks.check_training_layout, hf, config)
+        does_divide = does_divide and passes(checks.check_mtp, hf, config, declared)
     if critic_hf is not None and (critic_hf is not hf or config.critic.parallel or "critic" in config.placement):
         does_divide = passes(checks.check_role_layout, critic_hf, config, "critic") and does_divide
     for role, model in served.megatron_configs.items():
-        if model is hf and not role_settings(config, role).parallel:
-            continue
-        does_divide = passes(checks.check_role_layout, model, config, role) and does_divide
+        if model is not hf or role_settings(config, role).parallel:
+            does_divide = passes(checks.check_role_layout, model, config, role) and does_divide
     if dry_run and is_data_readable:  # a run reads all of it next
-        _check_chats(hf, config, declared, passes, warnings)
+        _check_chats(hf, config, declared, attempt, warnings)
     if declared.has_rollout:
-        passes(check_sampling, config.rollout)
+        passes(server_args.check_sampling, config.rollout)
         passes(checks.check_lengths, hf, config, warnings)
-        passes(check_timeouts, config, warnings)
+        passes(rollout_checks.check_timeouts, config, warnings)
     if declared.has_engines(config):
         does_divide = passes(checks.check_engine, hf, config) and does_divide
         if dry_run:
             try:
-                check_installed()
+                server_args.sglang_folder()
             except ConfigError as error:  # plans are also made on other machines
                 warnings.append(f"the run would be rejected: {error}")
         else:
@@ -282,10 +258,9 @@ def validate(
         does_divide = does_divide and (not declared.trained_roles or passes(plan_from_config, hf, config))
     elif declared.has_rollout:
         passes(lambda: check_replay(config, hf, model_folders.vocabulary_hash(config.model.path), until))
-    if does_divide:
-        passes(checks.check_routing, hf, config, declared)
     if not does_divide:
-        return Report(errors, warnings, {}, [])
+        return rejected
+    passes(checks.check_routing, hf, config, declared)
     if not dry_run:
         passes(checks.check_disk_space, hf, critic_hf, config, declared, warnings)
     stages = served.stages(config, declared)
@@ -299,22 +274,18 @@ def validate(
 
 
 def _check_chats(
-    hf: HFConfig, config: Config, declared: Requirements, passes: Callable[..., bool], warnings: list[str]
+    hf: HFConfig, config: Config, declared: Requirements, attempt: Callable[..., Any], warnings: list[str]
 ) -> None:
     """Check what the tokenizer's chat template makes of tools and data. Skipped if there is only a config.json."""
     if not config.model.path or not Path(config.model.path).is_dir():
         return
-    chats: list[ChatTemplate] = []
-    if not passes(lambda: chats.append(data_checks.read_chat(hf, config, declared))):
+    if (chat := attempt(data_checks.read_chat, hf, config, declared)) is _FAILED:
         return
-    (chat,) = chats
     if declared.has_engines(config):
-        passes(data_checks.check_tool_calls, hf, config, chat, warnings)
-    if declared.item == "rows" or not passes(data_checks.check_rows, hf, config, declared, chat, warnings):
-        return
-    all_exist = all(Path(path).exists() for paths in data_checks.list_files(config) for path in paths)
-    if all_exist and data_checks.should_check_offered(config, declared):
-        passes(data_checks.check_offered, data_checks.iter_file_prompts(config), chat.catalog)
+        attempt(data_checks.check_tool_calls, hf, config, chat, warnings)
+    if declared.item != "rows":
+        if attempt(data_checks.check_rows, hf, config, declared, chat, warnings) is not _FAILED:
+            attempt(data_checks.check_offered_by_files, config, declared, chat.catalog)
 
 
 def _group_ranks(config: Config, roles: Sequence[str], served: Iterable[str]) -> dict[str, str]:
@@ -324,15 +295,15 @@ def _group_ranks(config: Config, roles: Sequence[str], served: Iterable[str]) ->
     """
     placement = placement_of(config)
     trained = [role for role in ("actor", "reward_model", "critic") if role in roles]
-    models = [role for role in (*trained, *served) if placement.ranks_of(role)]  # functions need no significant memory
     role_by_label: dict[str, str] = {}
     assigned: set[int] = set()
-    for role in models:
-        if not assigned & set(placement.ranks_of(role)):
-            assigned |= set(placement.ranks_of(role))
-            role_by_label[_describe_ranks(placement, roles, placement.ranks_of(role))] = role
-    if engine_only := tuple(sorted(set(placement.ranks_of("rollout")) - assigned)) if "rollout" in roles else ():
-        role_by_label[_describe_ranks(placement, roles, engine_only)] = "rollout"
+    for role in (*trained, *served, *(role for role in roles if role == "rollout")):
+        # Functions need no significant memory. Engines have what is left.
+        ranks = placement.ranks_of(role)
+        ranks = tuple(sorted(set(ranks) - assigned)) if role == "rollout" else ranks
+        if ranks and not assigned & set(ranks):
+            assigned |= set(ranks)
+            role_by_label[_describe_ranks(placement, roles, ranks)] = role
     return role_by_label
 
 
@@ -358,14 +329,11 @@ def _facts(
         *((role, _count(served_models.count_params(role))) for role in served_models.roles),
     ]
     if config.lora.rank:
-        adapters = adapter_params(family_of(hf).params(hf, 1), config.lora)
-        count = _count(sum(param.size for param in adapters))
+        count = _count(sum(param.size for param in adapter_params(family_of(hf).params(hf, 1), config.lora)))
         model.append(("trained", f"adapters of rank {config.lora.rank}, {count} parameters of the policy"))
     if mtp_layers := num_trained_mtp(hf, config):
-        num_mtp_params = sum(param.size * number for param, number in unique_params(hf, mtp=True)) - sum(
-            counts.values()
-        )
-        model.append(("trained besides", f"{mtp_layers} layer(s) of multi-token prediction, {_count(num_mtp_params)}"))
+        size = sum(param.size * number for param, number in unique_params(hf, mtp=True)) - sum(counts.values())
+        model.append(("trained besides", f"{mtp_layers} layer(s) of multi-token prediction, {_count(size)}"))
     layout = [
         ("ranks", f"{parallel.world_size} = {parallel.world_size // ranks_per_node} nodes x {ranks_per_node}"),
         *([] if placement.is_colocated else [("roles", placement.describe(roles))]),
@@ -374,27 +342,28 @@ def _facts(
         parts = f", each in {parallel.vpp} parts" if parallel.vpp > 1 else ""
         layout += _describe_parallel(role_parallel(config, declared.main_role), "", bool(experts))
         layout.append(("layers by stage", " ".join(map(str, layers)) + parts))
-    if "critic" in roles and placement.ranks_of("critic") != placement.ranks_of("actor"):
-        layout += _describe_parallel(role_parallel(config, "critic"), "critic's ", bool(experts))
-    for role, model_of in served_models.megatron_configs.items():
-        if placement.ranks_of(role) != placement.ranks_of("actor") or role_settings(config, role).parallel:
-            layout += _describe_parallel(
-                role_parallel(config, role), f"{role}'s ", bool(family_of(model_of).num_experts(model_of))
-            )
+    other_roles = {"critic": bool(experts)} if "critic" in roles else {}
+    other_roles |= {role: bool(family_of(m).num_experts(m)) for role, m in served_models.megatron_configs.items()}
+    for role, has_experts in other_roles.items():
+        has_layout = role != "critic" and role_settings(config, role).parallel
+        if placement.ranks_of(role) != placement.ranks_of("actor") or has_layout:
+            layout += _describe_parallel(role_parallel(config, role), f"{role}'s ", has_experts)
     sequences, per_epoch = checks.sequences_per_step(config, declared), max(1, run.num_update // run.ppo_epochs)
     unit = checks.batch_unit(declared)
     samples = f" prompts x {rollout.samples_per_prompt}" if declared.has_rollout else ""
     batch = [(f"{unit} a step", f"{config.data.prompts_per_step}{samples}")]
-    updates = [
-        ("updates a step", f"{run.num_update} = {run.ppo_epochs} epochs x {per_epoch}"),
-        ("mini-batch", f"{sequences / per_epoch:g} {unit} over dp {checks.data_parallel_size(config, declared)}"),
-        ("updates in total", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),
-    ]
-    batch += updates if declared.trained_roles else [("steps", f"{run.num_rollout}")]
+    if declared.trained_roles:
+        mini_batch = f"{sequences / per_epoch:g} {unit} over dp {checks.data_parallel_size(config, declared)}"
+        batch += [
+            ("updates a step", f"{run.num_update} = {run.ppo_epochs} epochs x {per_epoch}"),
+            ("mini-batch", mini_batch),
+            ("updates in total", f"{run.num_rollout} steps x {run.num_update} = {run.num_rollout * run.num_update}"),
+        ]
+    else:
+        batch.append(("steps", f"{run.num_rollout}"))
     if "critic" in roles and (warmup := config.critic.warmup_steps):
-        batch.append(
-            ("", f"the policy's begin after {warmup} steps: {make_controller(config).num_updates(declared.main_role)}")
-        )
+        num_updates = make_controller(config).num_updates(declared.main_role)
+        batch.append(("", f"the policy's begin after {warmup} steps: {num_updates}"))
     facts = {"model": model, "layout": layout, "batch": batch}
     if declared.has_engines(config):
         nodes = -(-rollout.tp // ranks_per_node)
@@ -407,10 +376,9 @@ def _facts(
             ("conversations at once", f"{rollout.concurrency} an engine, up to {rollout.max_context} tokens each"),
         ]
         if rollout.num_speculative_tokens:
-            draft_weights = "synced with the policy" if engine_layout(config).draft else "as in the checkpoint"
-            facts["engines"].append(
-                ("drafts", f"{rollout.num_speculative_tokens} tokens at a time; the draft layer is {draft_weights}")
-            )
+            weights = "synced with the policy" if engine_layout(config).draft else "as in the checkpoint"
+            drafts = f"{rollout.num_speculative_tokens} tokens at a time; the draft layer is {weights}"
+            facts["engines"].append(("drafts", drafts))
     if declared.has_rollout:
         facts["host"] = _describe_host_memory(hf, config, declared, bool(experts))
     return facts
@@ -422,11 +390,11 @@ def _describe_weight_sync(hf: HFConfig, config: Config, ranks_per_node: int) -> 
     transfers, engines = plan.list_transfers(), len(plan.rank_map.engine)
     is_remote = transfers.src // ranks_per_node != transfers.dst // ranks_per_node
     received, over_network = transfers.nbytes.sum() / engines, transfers.nbytes[is_remote].sum() / engines
-    network = f", {_bytes(int(over_network))} of it over the network" if plan.world > ranks_per_node else ""
+    network = f", {format_bytes(int(over_network))} of it over the network" if plan.world > ranks_per_node else ""
     receiver = "each rank" if plan.rank_map.is_colocated else "each rank of an engine"
     return [
         ("weights are sent as", WIRE_FORMATS[plan.assignment.wire]),
-        (f"{receiver} receives", f"{_bytes(int(received))} on average{network}"),
+        (f"{receiver} receives", f"{format_bytes(int(received))} on average{network}"),
         ("rounds", f"{plan.rounds}, staging at most 2 x {config.rollout.weight_sync_bucket_mb} MiB"),
     ]
 
@@ -438,21 +406,17 @@ def _describe_host_memory(hf: HFConfig, config: Config, declared: Requirements, 
     parts = step_bytes(config, declared, BatchSize(sequences * longest, sequences, longest), routing)
     ranks_per_node, total_bytes = min(config.parallel.world_size, config.parallel.ranks_per_node), sum(parts.values())
     num_leads = max(1, ranks_per_node // config.rollout.tp)
-    rows = [
+    on_rank = format_bytes(total_bytes // ranks_per_node)
+    if num_leads < ranks_per_node:
+        on_rank = f"{format_bytes(total_bytes // num_leads)} where it leads an engine"
+    return [
         (
             "a step on a node",
-            f"at most {_bytes(total_bytes)}, where each answer has {config.rollout.max_context} tokens",
-        )
+            f"at most {format_bytes(total_bytes)}, where each answer has {config.rollout.max_context} tokens",
+        ),
+        ("a rank of it", on_rank),
+        *((f"- {name}", format_bytes(amount)) for name, amount in parts.items() if amount),
     ]
-    rows.append(
-        (
-            "a rank of it",
-            f"{_bytes(total_bytes // num_leads)} where it leads an engine"
-            if num_leads < ranks_per_node
-            else _bytes(total_bytes // ranks_per_node),
-        )
-    )
-    return rows + [(f"- {name}", _bytes(amount)) for name, amount in parts.items() if amount]
 
 
 def _describe_parallel(parallel: ParallelConfig, prefix: str, experts: bool) -> list[tuple[str, str]]:
@@ -494,7 +458,7 @@ def render(report: Report) -> str:
 
 
 def summarize_peak(peak: int) -> str:
-    line = f"the fullest rank needs {_bytes(peak)}"
+    line = f"the fullest rank needs {format_bytes(peak)}"
     if peak < 4e9:
         return line
     size = next((size for size in GPU_SIZES if peak < 0.93 * size * 1e9), None)  # the rest is for CUDA and NCCL
@@ -519,10 +483,11 @@ def memory_table(stages: list[StageMemory]) -> Table:
     for parts, title, totals in blocks:
         for name in parts[0]:
             suffix = " (host)" if parts[0] is shown[0].host else ""
-            estimate = ESTIMATE_PREFIXES.get(name, "")
-            table.add_row(name + suffix, *[estimate + _bytes(part[name]) if part[name] else "-" for part in parts])
+            prefix = ESTIMATE_PREFIXES.get(name, "")
+            cells = [prefix + format_bytes(part[name]) if part[name] else "-" for part in parts]
+            table.add_row(name + suffix, *cells)
         if totals and parts[0]:
-            table.add_row(title, *map(_bytes, totals), style="bold", end_section=True)
+            table.add_row(title, *map(format_bytes, totals), style="bold", end_section=True)
     return table
 
 
@@ -536,7 +501,3 @@ def _format_layers(layers: tuple[int, ...]) -> str:
 
 def _count(number: int) -> str:
     return f"{number / 1e9:.1f} B" if number >= 1e9 else f"{number / 1e6:.2f} M"
-
-
-def _bytes(number: int) -> str:
-    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"

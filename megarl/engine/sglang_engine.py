@@ -118,7 +118,7 @@ def _platform() -> ModuleType:
 
 def check_platform(config: Config) -> None:
     """Raise ConfigError if SGLang is not installed, or if a setting is unsupported on this platform."""
-    server_args.check_installed()
+    server_args.sglang_folder()
     _platform().check(config.rollout.sglang)
 
 

@@ -8,7 +8,7 @@ import huggingface_hub.constants
 import pytest
 
 from megarl.config import ConfigError, load_config
-from megarl.config.hub import folder_of, is_name
+from megarl.config.paths import find_model_folder, is_hub_name
 from megarl.dry_run.model_folders import folder_config
 
 NAME = "someone/Tiny-1B"
@@ -28,8 +28,8 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_names() -> None:
-    assert is_name(NAME) and is_name("Qwen/Qwen3-30B-A3B")
-    assert not any(map(is_name, ("", "/a/b", "a", "a/b/c", "./a/b", "../b", "tests/config", "a/.b", "~/a")))
+    assert is_hub_name(NAME) and is_hub_name("Qwen/Qwen3-30B-A3B")
+    assert not any(map(is_hub_name, ("", "/a/b", "a", "a/b/c", "./a/b", "../b", "tests/config", "a/.b", "~/a")))
 
 
 def test_the_copy_in_the_cache_is_taken(cached: Path, tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_the_copy_in_the_cache_is_taken(cached: Path, tmp_path: Path) -> None:
 
 
 def test_one_that_is_not_there_is_said_with_the_command(cached: Path) -> None:
-    assert folder_of("other/not-here") == "other/not-here"
+    assert find_model_folder("other/not-here") == "other/not-here"
     with pytest.raises(ConfigError, match="model.path=other/not-here: no such folder; .*hf download NAME"):
         folder_config("other/not-here", "model.path")
     with pytest.raises(ConfigError, match="/nowhere: no such folder; put the model there"):

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from megarl.config import ConfigError
 from megarl.data.loader import (
     ConcatDataset,
-    OrderKeys,
     PromptLoader,
     check_has_keys,
     check_no_nan,
@@ -87,7 +86,7 @@ def test_what_is_no_number_is_named_with_its_row(value: Any) -> None:
     with pytest.raises(
         ConfigError, match="a.jsonl:7: 'level' is .*, which is not a number; data.curriculum_key=level .*null"
     ):
-        OrderKeys("level").add({"level": value}, "a.jsonl:7")
+        read_key({"level": value}, "level", "a.jsonl:7")
 
 
 def test_a_number_beyond_floats() -> None:
@@ -96,17 +95,11 @@ def test_a_number_beyond_floats() -> None:
 
 
 def test_a_column_that_no_row_has() -> None:
-    keys = OrderKeys("level")
-    keys.add({"x": 1}, "a.jsonl:1")
     with pytest.raises(
         ConfigError, match="data.curriculum_key=level: no row of a.jsonl, b.jsonl has a number in that column"
     ):
-        check_has_keys(keys.to_array(), "level", ("a.jsonl", "b.jsonl"))
-    keys.add({"level": 1}, "b.jsonl:1")
-    found = keys.to_array()
-    assert found is not None and found.tolist()[1:] == [1.0]
-    check_has_keys(found, "level", ("a.jsonl", "b.jsonl"))
-    assert OrderKeys("").to_array() is None
+        check_has_keys(np.array([NAN]), "level", ("a.jsonl", "b.jsonl"))
+    check_has_keys(np.array([NAN, 1.0]), "level", ("a.jsonl", "b.jsonl"))
     with pytest.raises(ConfigError, match="data.curriculum_key=level: this algorithm's items have no columns"):
         PromptLoader(list("ab"), 1, 1, order="level")
 

@@ -299,8 +299,6 @@ def test_other_sizes_of_the_files_are_other_data_unless_forced():
 def test_refused():
     with pytest.raises(ConfigError, match="no prompts"):
         PromptLoader([], 3, seed=1)
-    with pytest.raises(ConfigError, match="prompts_per_step must be at least 1"):
-        PromptLoader(prompts(1), 0, seed=1)
 
 
 def test_items_are_indexed_only_when_it_is_their_turn():

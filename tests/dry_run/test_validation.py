@@ -375,7 +375,7 @@ def test_a_run_needs_its_files(plan, tmp_path: Path, monkeypatch: pytest.MonkeyP
     write_tokenizer(folder, ("a",))
     assert plan(f"model.path={folder}", dry_run=False).ok
     with monkeypatch.context() as patch:
-        patch.setattr(server_args, "_sglang_folder", server_args._sglang_folder.__wrapped__)
+        patch.setattr(server_args, "sglang_folder", server_args.sglang_folder.__wrapped__)
         find = server_args.importlib.util.find_spec
         patch.setattr(
             server_args.importlib.util, "find_spec", lambda name, *more: None if name == "sglang" else find(name, *more)

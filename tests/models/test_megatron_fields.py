@@ -88,7 +88,7 @@ def test_what_may_be_passed_through() -> None:
         ("moe_z_loss_coeff", "much", "must be a number, not 'much'"),
         ("moe_z_loss_coeff", "1e-3", "; write 0.001"),
         ("recompute_num_layers", 1.5, "must be a whole number, not 1.5"),
-        ("recompute_num_layers", 10**400, "must be at most 2147483647, not an integer of 1329 bits"),
+        ("recompute_num_layers", 10**400, "must be at most 2147483647, not a number of 401 digits"),
         ("moe_token_dispatcher_type", "all2all", "must be one of allgather, alltoall, flex"),
         ("apply_rope_fusion", 1, "must be true or false, not 1"),
         ("init_method", "normal", "cannot be set: it is of type"),

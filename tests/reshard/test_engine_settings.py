@@ -131,9 +131,9 @@ def test_a_gpus_engine_is_told_what_to_compute_experts_with() -> None:
 
 
 def test_environment_variables_that_move_weights_are_sglangs() -> None:
-    tree = ast.parse((server_args._sglang_folder() / "environ.py").read_text())
+    tree = ast.parse((server_args.sglang_folder() / "environ.py").read_text())
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     own = {name for name in engine_settings.ENVIRONMENT if name not in names}
     # Not declared where the others are: read straight from the environment.
-    source = (server_args._sglang_folder() / "layers/quantization/fp8.py").read_text()
+    source = (server_args.sglang_folder() / "layers/quantization/fp8.py").read_text()
     assert all(name in source for name in own) and len(own) <= 1, own

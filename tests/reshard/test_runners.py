@@ -18,13 +18,13 @@ pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 CHOICES = foreign_dataclasses.parse_constants(
-    ast.parse((server_args._sglang_folder() / "arg_groups/choices.py").read_text())
+    ast.parse((server_args.sglang_folder() / "arg_groups/choices.py").read_text())
 )
 
 
 def members(file: str, name: str) -> set[str]:
     """The values of an enumeration in SGLang's source."""
-    tree = ast.parse((server_args._sglang_folder() / file).read_text())
+    tree = ast.parse((server_args.sglang_folder() / file).read_text())
     (found,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
     values = [node.value for node in found.body if isinstance(node, ast.Assign)]
     return {str(value.value) for value in values if isinstance(value, ast.Constant)}
@@ -101,7 +101,7 @@ def test_on_blackwell_scales_that_are_repacked_are_refused() -> None:
 
 def test_sglang_repacks_scales_there_and_marks_them() -> None:
     """What the refusal rests on, and what an engine that did it by itself would say of its layers."""
-    source = (server_args._sglang_folder() / "layers/quantization/fp8_utils.py").read_text()
+    source = (server_args.sglang_folder() / "layers/quantization/fp8_utils.py").read_text()
     body = source[source.index("def requant_block_scale_ue8m0_for_deepgemm(") :]
     assert "weight_scale.format_ue8m0 = True" in body[: body.index("\ndef ", 1)]
 
@@ -138,7 +138,7 @@ def test_sglang_leaves_in_place_what_is_carried_and_marks_the_rest() -> None:
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v2", "glm4_moe"])
 def test_the_experts_of_every_family_are_the_same_kind_of_layer(model: str) -> None:
     """So what is true of one of these is true of all; GLM-4.5's file is its own, Kimi K2 is DeepSeek-V3 by name."""
-    tree = ast.parse((server_args._sglang_folder() / f"models/{model}.py").read_text())
+    tree = ast.parse((server_args.sglang_folder() / f"models/{model}.py").read_text())
     calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     assert any("get_moe_impl_class" in call for call in calls)
 
