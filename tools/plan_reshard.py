@@ -16,9 +16,8 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich import box
@@ -238,8 +237,7 @@ def table(metrics: dict[str, Any], receivers: int) -> Table:
 SPLIT_TOLERANCE = 1.002  # among splits within this factor of the best, prefer the most even
 
 
-@dataclass(frozen=True)
-class SplitAdvice:
+class SplitAdvice(NamedTuple):
     """Layers of each stage, and bytes that each GPU of the busiest stage has to send: current and recommended."""
 
     current: tuple[int, ...]
