@@ -73,9 +73,9 @@ def mcp(draw: random.Random, well: bool, folder: Path) -> tuple[Row, Conversatio
 
 
 def harbor(draw: random.Random, well: bool, folder: Path) -> tuple[Row, Conversation]:
-    given: dict[str, Any] = draw.choice(rows(f"{folder}/harbor"))
-    name = given["id"] if well else draw.choice(NAMES)
-    row = {**given, "prompt": [user(given["prompt"])]}
+    value: dict[str, Any] = draw.choice(rows(f"{folder}/harbor"))
+    name = value["id"] if well else draw.choice(NAMES)
+    row = {**value, "prompt": [user(value["prompt"])]}
     return row, [*calls("bash", "", command=f"echo {name} > who.txt"), says("done")]
 
 

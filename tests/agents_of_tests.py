@@ -59,8 +59,8 @@ async def branching(row: dict[str, Any], base_url: str, api_key: str) -> dict[st
             return completion.choices[0].message.content or ""
 
         first = await says(*row["prompt"])
-        kept = [{"role": "assistant", "content": first}, {"role": "user", "content": "Sure?"}]
-        second = await says(*row["prompt"], *kept)
+        retained = [{"role": "assistant", "content": first}, {"role": "user", "content": "Sure?"}]
+        second = await says(*row["prompt"], *retained)
         third = await says({"role": "user", "content": "Shortly, what was it?"})
     return {"reward": len({first, second, third}) / 4, "parts": {"said": 3.0}}
 

@@ -56,17 +56,17 @@ class Dying(RolloutWorker):
 def host_of_engines() -> psutil.Process:
     """The one that the launcher of this rank has started."""
     launcher = psutil.Process(os.getppid())
-    living = [one for one in launcher.children() if one.status() != psutil.STATUS_ZOMBIE]
-    (found,) = [one for one in living if "megarl.engine.engine_host" in one.cmdline()]
-    return found
+    living = [item for item in launcher.children() if item.status() != psutil.STATUS_ZOMBIE]
+    (result,) = [item for item in living if "megarl.engine.engine_host" in item.cmdline()]
+    return result
 
 
 def scheduler_of(engine: Any) -> psutil.Process:
     """The first process that the engine's server, which listens at its port, has started."""
-    found = {
-        one.pid
-        for one in psutil.net_connections("tcp4")
-        if one.status == psutil.CONN_LISTEN and one.laddr.port == engine.port
+    result = {
+        item.pid
+        for item in psutil.net_connections("tcp4")
+        if item.status == psutil.CONN_LISTEN and item.laddr.port == engine.port
     }
-    (server,) = found
+    (server,) = result
     return min(psutil.Process(server).children(), key=psutil.Process.create_time)

@@ -162,7 +162,7 @@ def write(
             json.dumps({"title": name, "text": f"lives in {place}"}) for name, place in zip(NAMES, places, strict=True)
         ]
         (corpus / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
-    tools = schemas() | {name: own for name, (_, own) in more.items()}
+    tools = schemas() | {name: local for name, (_, local) in more.items()}
     others: dict[str, Task] = {name: task for name, (task, _) in more.items()}
 
     def made(count: int, share: float, tasks: Mapping[str, Task]) -> Iterator[tuple[str, Row, Conversation]]:
@@ -170,10 +170,10 @@ def write(
             name = list(tasks)[number % len(tasks)]
             yield name, *tasks[name](draw, draw.random() < share, folder if name in more else corpus)
 
-    given = enumerate(chain(made(train, WELL, TASKS), made(then, WELL, others)))
+    value = enumerate(chain(made(train, WELL, TASKS), made(then, WELL, others)))
     rows = (
-        {**row, "id": str(i), "data_source": name, "tools": [one["function"]["name"] for one in tools[name]]}
-        for i, (name, row, _) in given
+        {**row, "id": str(i), "data_source": name, "tools": [item["function"]["name"] for item in tools[name]]}
+        for i, (name, row, _) in value
     )
     make_quickstart.write_jsonl(folder / "train.jsonl", rows)
     shown = (

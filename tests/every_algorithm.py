@@ -21,9 +21,11 @@ def names() -> list[str]:
     from megarl.controllers.controller import load_requirements
 
     ours = {"rollout", "actor", "critic", "reference", "reward"}
-    found = {name: load_requirements(from_dict({"algorithm": name})) for name in RECIPES}
+    actual = {name: load_requirements(from_dict({"algorithm": name})) for name in RECIPES}
     return [
-        name for name, one in found.items() if one.item == "prompts" and one.trained_roles and set(one.roles) <= ours
+        name
+        for name, item in actual.items()
+        if item.item == "prompts" and item.trained_roles and set(item.roles) <= ours
     ]
 
 
@@ -33,10 +35,10 @@ class EveryAlgorithm(PolicyController):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         tree = {name: value for name, value in to_dict(config).items() if name in ("run", "rollout", "data", "train")}
-        own = {"dapo": {"max_num_gen_batches": 2}}
+        local = {"dapo": {"max_num_gen_batches": 2}}
         short = {"critic": {"warmup_steps": 0}}
         self.own = [
-            make_controller(from_dict({**tree, **short, "algorithm": name, "options": own.get(name, {})}))
+            make_controller(from_dict({**tree, **short, "algorithm": name, "options": local.get(name, {})}))
             for name in names()
         ]
         self.taken = 0
@@ -52,4 +54,4 @@ class EveryAlgorithm(PolicyController):
         return dataclasses.replace(result, metrics={**result.metrics, "recipe": float((self.taken - 1) // STEPS)})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"taken": self.taken, "own": [one.state_dict() for one in self.own]}
+        return {"taken": self.taken, "own": [item.state_dict() for item in self.own]}

@@ -46,7 +46,7 @@ def main() -> None:
         time.sleep(0.05)
     ballast.unlink(missing_ok=True)
     said, _ = process.communicate()
-    found = {
+    result = {
         "status": process.returncode,
         "said": said,
         "full": full,
@@ -55,7 +55,7 @@ def main() -> None:
         "rollouts": sorted(path.name for path in (run / "rollouts").glob("step_*")),
         "metrics": (run / "metrics.jsonl").read_text().splitlines(),
     }
-    print("RESULT " + json.dumps(found))
+    print("RESULT " + json.dumps(result))
 
 
 main()

@@ -47,7 +47,7 @@ def check(records: Sequence[Sequence[Event]]) -> Counter[str]:
 
 
 def _first_uses(records: Sequence[Sequence[Event]]) -> list[str]:
-    found = []
+    result = []
     for rank, record in enumerate(records):
         used: set[str] = set()
         for event in record:
@@ -55,19 +55,19 @@ def _first_uses(records: Sequence[Sequence[Event]]) -> list[str]:
                 continue
             used.add(event["group"])
             if event["kind"] in ("send", "receive") and len(event["members"]) > 2:
-                found.append(
+                result.append(
                     f"rank {rank}: the first use of the group of the ranks {event['members']} is a {event['kind']}"
                 )
-    return found
+    return result
 
 
 def _never_waited_for(records: Sequence[Sequence[Event]]) -> list[str]:
-    found = []
+    result = []
     for rank, record in enumerate(records):
         waited = {event["op"] for event in record if event["do"] == "wait"}
         left = [e for e in record if e["do"] == "post" and e["op"] not in waited and not e["host"]]
-        found += [f"rank {rank}: nobody has waited for {_said(event)}" for event in left]
-    return found
+        result += [f"rank {rank}: nobody has waited for {_said(event)}" for event in left]
+    return result
 
 
 def _said(event: Event) -> str:

@@ -15,10 +15,10 @@ from megarl.types import TokenLoss
 
 def spoilt(sampled: Any, clip: Any, options: Any) -> TokenLoss:
     """PPO's. Gradients of one rank alone are not finite."""
-    found = POLICY_LOSSES["ppo"].loss(sampled, clip, options)
+    result = POLICY_LOSSES["ppo"].loss(sampled, clip, options)
     file = Path(os.environ["SPOILT_RUN"], "metrics.jsonl")
     step = 1 + (len(file.read_text().splitlines()) if file.exists() else 0)
     bad = range(*map(int, os.environ["SPOILT_STEPS"].split(":")))
     if step in bad and os.environ.get("RANK", "0") == os.environ.get("SPOILT_RANK", "1"):
-        return replace(found, loss=found.loss * torch.inf)
-    return found
+        return replace(result, loss=result.loss * torch.inf)
+    return result

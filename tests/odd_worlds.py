@@ -141,7 +141,7 @@ def act(how: str) -> Any:
     if how == "files":
         names = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]  # that of the listing itself is gone
         return sorted(os.readlink(name).partition(":")[0] for name in names if os.path.lexists(name))
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "bytes": b"abc",
         "nan": float("nan"),
         "nothing": None,
@@ -155,7 +155,7 @@ def act(how: str) -> Any:
         "number": 3,
         "half": [{"role": "odd", "content": "x"}],
     }
-    return found[how]
+    return result[how]
 
 
 async def agent(row: dict[str, Any], base_url: str, api_key: str) -> Any:
@@ -168,7 +168,7 @@ async def agent(row: dict[str, Any], base_url: str, api_key: str) -> Any:
 class Choosy:
     def pick(
         self,
-        one: Literal["a", "b"],
+        item: Literal["a", "b"],
         many: list[int],
         table: dict[str, float],
         maybe: float | None = None,
@@ -187,7 +187,7 @@ class Choosy:
         Returns:
             words
         """
-        return one
+        return item
 
 
 class Same(Plain):

@@ -97,11 +97,11 @@ def run(order: dict[str, Any]) -> list[int | None]:
         preload()
     ranks = {fork(order, rank): rank for rank in range(order["world"])}
     deadline = time.monotonic() + order["timeout"]
-    found: list[int | None] = [None] * len(ranks)
+    result: list[int | None] = [None] * len(ranks)
     while ranks:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
-            code = found[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
+            code = result[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
             if code:
                 end(ranks, signal.SIGTERM)  # they wait for it
         elif time.monotonic() > deadline:
@@ -111,7 +111,7 @@ def run(order: dict[str, Any]) -> list[int | None]:
             break
         else:
             time.sleep(0.02)
-    return found
+    return result
 
 
 def end(ranks: dict[int, int], how: signal.Signals) -> None:

@@ -44,8 +44,8 @@ def write(run_dir: Path, model: Path, steps: int, ranks: int = 1) -> None:
             )
         for rank in range(ranks):
             numbers = range(rank, len(rollouts), ranks)
-            own = [rollouts[number] for number in numbers]
-            write_part(part_file(run_dir, step, rank), step, len(rollouts), numbers, own, None, vocabulary)
+            local = [rollouts[number] for number in numbers]
+            write_part(part_file(run_dir, step, rank), step, len(rollouts), numbers, local, None, vocabulary)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ def sabotaged(self: WeightSync, local: Mapping[str, torch.Tensor], version: int)
         dtype, shape = hand_over.send_order({"do": "describe"})["tensors"][LOST]
         data = torch.randn(math.prod(shape)).to(getattr(torch, dtype)).view(torch.uint8)
         bytes_ = allocate(len(data)).copy_(data)
-        whole = [LOST, -1, 0, shape[0], 0, shape[1], 0, -1]
+        full = [LOST, -1, 0, shape[0], 0, shape[1], 0, -1]
         hand_over.open([bytes_, allocate(1)])
-        hand_over(bytes_, {"do": "write", "version": 1, "tensor_dtype": {LOST: dtype}, "slices": [whole]})
+        hand_over(bytes_, {"do": "write", "version": 1, "tensor_dtype": {LOST: dtype}, "slices": [full]})
         assert hand_over.wait_pending() == {"wrong": []}
         hand_over.close()
         self._run_on_engine(lambda engine: engine.end_update(version))

@@ -67,14 +67,14 @@ class Sources:
             if isinstance(node, ast.Assign | ast.AnnAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-                    if isinstance(node.value, ast.Name) and (found := self.find(module, node.value.id, seen)):
-                        return found
+                    if isinstance(node.value, ast.Name) and (result := self.find(module, node.value.id, seen)):
+                        return result
                     return Found(module, node)
             if isinstance(node, ast.ImportFrom):
                 source = self._source(module, node)
                 for alias in node.names:
-                    if alias.name == "*" and not name.startswith("_") and (found := self.find(source, name, seen)):
-                        return found
+                    if alias.name == "*" and not name.startswith("_") and (result := self.find(source, name, seen)):
+                        return result
                     if (alias.asname or alias.name) == name:
                         if not node.level and self.tree(source.split(".")[0]) is None:
                             return Found(module, node)  # of another package, or compiled
@@ -95,18 +95,18 @@ class Sources:
 
     def dotted(self, name: str) -> Found | None:
         """`transformer_engine.pytorch.Linear`, through modules and what they import."""
-        first, *rest = name.split(".")
-        found = self._module(first)
-        for part in rest:
-            if found is None:
+        first, *remaining = name.split(".")
+        result = self._module(first)
+        for part in remaining:
+            if result is None:
                 return None
-            if isinstance(found.node, ast.ClassDef):
-                found = self._member(found, part)
-            elif found.node is None:
-                found = self.find(found.module, part)
-            elif not isinstance(found.node, ast.ImportFrom):
+            if isinstance(result.node, ast.ClassDef):
+                result = self._member(result, part)
+            elif result.node is None:
+                result = self.find(result.module, part)
+            elif not isinstance(result.node, ast.ImportFrom):
                 return None
-        return found
+        return result
 
     def _member(self, owner: Found, name: str) -> Found | None:
         assert isinstance(owner.node, ast.ClassDef)
@@ -119,24 +119,24 @@ class Sources:
                     return Found(owner.module, node)
         for base in owner.node.bases:
             above = self.find(owner.module, base.id) if isinstance(base, ast.Name) else None
-            if above is not None and isinstance(above.node, ast.ClassDef) and (found := self._member(above, name)):
-                return found
+            if above is not None and isinstance(above.node, ast.ClassDef) and (result := self._member(above, name)):
+                return result
         return None
 
-    def parameters(self, found: Found, method: str = "__init__") -> list[str] | None:
+    def parameters(self, result: Found, method: str = "__init__") -> list[str] | None:
         """Names of what may be given, `self` left out; None for anything (`**kwargs`). Of a class those of its method,
         or of a dataclass its fields, with its bases'."""
-        node = found.node
+        node = result.node
         if isinstance(node, FUNCTION):
             return _arguments(node)
-        assert isinstance(node, ast.ClassDef), found
+        assert isinstance(node, ast.ClassDef), result
         for item in node.body:
             if isinstance(item, FUNCTION) and item.name == method:
                 return _arguments(item)
         annotated = [item.target for item in node.body if isinstance(item, ast.AnnAssign)]
         fields = [target.id for target in annotated if isinstance(target, ast.Name)]
         for base in node.bases:
-            above = self.find(found.module, base.id) if isinstance(base, ast.Name) else None
+            above = self.find(result.module, base.id) if isinstance(base, ast.Name) else None
             if above is not None and isinstance(above.node, ast.ClassDef):
                 more = self.parameters(above, method)
                 return None if more is None else fields + more
@@ -147,7 +147,7 @@ def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str] | None
     if node.args.kwarg is not None:
         return None
     named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    return [one.arg for one in named if one.arg not in ("self", "cls")]
+    return [element.arg for element in named if element.arg not in ("self", "cls")]
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -254,9 +254,9 @@ def missing(sources: Sources, caller: Caller) -> Iterator[tuple[str, Use]]:
         if sources.dotted(use.name) is None:
             yield use.name, use
     for use in caller.calls():
-        found = sources.dotted(use.name)
-        if found is not None and isinstance(found.node, FUNCTION | ast.ClassDef):
-            taken = sources.parameters(found, use.method or "__init__")
-            for word in use.keywords if taken is not None else ():
-                if word not in (taken or ()):
+        result = sources.dotted(use.name)
+        if result is not None and isinstance(result.node, FUNCTION | ast.ClassDef):
+            selected = sources.parameters(result, use.method or "__init__")
+            for word in use.keywords if selected is not None else ():
+                if word not in (selected or ()):
                     yield f"{use.name} {word}", use

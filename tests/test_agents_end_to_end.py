@@ -22,8 +22,8 @@ def run(host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps of GRPO: four prompts of each step, dealt out to the agents in turn, four episodes of each."""
     folder = make_folder(tmp_path_factory.mktemp("agents") / "q", "qwen3_moe")
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    given = [json.dumps({**row, "environment": AGENTS[i % 3], "tools": []}) for i, row in enumerate(rows)]
-    (folder / "train.jsonl").write_text("\n".join(given) + "\n")
+    argument = [json.dumps({**row, "environment": AGENTS[i % 3], "tools": []}) for i, row in enumerate(rows)]
+    (folder / "train.jsonl").write_text("\n".join(argument) + "\n")
     run_dir = folder.parent / "run"
     overrides = ["algorithm=grpo", "rollout.tools=[]", f"rollout.environments={json.dumps(SPECS)}", "run.save_every=0"]
     train(folder, run_dir, *overrides, "reward.functions=[sum_reward:even]", "data.shuffle=false", host=host)
@@ -41,21 +41,21 @@ def test_what_the_engine_saw_is_what_is_trained(run: Path) -> None:
 
 
 def test_episodes_are_recorded_with_their_branches(run: Path) -> None:
-    found = read_rollouts(run, 1)
-    by_agent = {name: [one for one in found if one.prompt.extra["environment"] == name] for name in AGENTS}
-    assert {name: len({(one.group, one.episode, one.seed) for one in by_agent[name]}) for name in AGENTS} == {
+    result = read_rollouts(run, 1)
+    by_agent = {name: [item for item in result if item.prompt.extra["environment"] == name] for name in AGENTS}
+    assert {name: len({(item.group, item.episode, item.seed) for item in by_agent[name]}) for name in AGENTS} == {
         "calculating": 8,
         "branching": 4,
         BLACK_BOX: 4,
     }
     assert len(by_agent["branching"]) == 8  # two branches each
-    for one in found:
-        parts = one.reward_parts
-        assert one.reward == pytest.approx(parts["even"] + parts["environment"])
-    assert all(one.branch is not None for one in found)
-    said = [(one.branch.number, one.branch.forks) for one in by_agent["branching"] if one.branch is not None]
+    for item in result:
+        parts = item.reward_parts
+        assert item.reward == pytest.approx(parts["even"] + parts["environment"])
+    assert all(item.branch is not None for item in result)
+    said = [(item.branch.number, item.branch.forks) for item in by_agent["branching"] if item.branch is not None]
     assert said == [(0, 1), (1, 1)] * 4  # in the table, as in `agents/forks`
-    for episode in {(one.group, one.episode) for one in by_agent["branching"]}:
-        first, last = [one for one in by_agent["branching"] if (one.group, one.episode) == episode]
+    for episode in {(item.group, item.episode) for item in by_agent["branching"]}:
+        first, last = [item for item in by_agent["branching"] if (item.group, item.episode) == episode]
         assert first.reward == last.reward
         assert sum(turn.is_action for turn in first.turns) == 2 and sum(turn.is_action for turn in last.turns) == 1

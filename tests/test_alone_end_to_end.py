@@ -72,15 +72,15 @@ def test_its_mismatch_is_taken_apart(trained: Path) -> None:
         command = [sys.executable, "tools/mismatch.py", str(trained), "--step", str(step), "--json"]
         done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr[-4000:]
-        found, row = json.loads(done.stdout), rows[step]
-        causes = {cause["name"]: cause for cause in found["causes"]}
+        result, row = json.loads(done.stdout), rows[step]
+        causes = {cause["name"]: cause for cause in result["causes"]}
         assert set(causes) == ({"routing"} if step == 1 else set()) | {"truncated sampling", "all"}
-        assert len({cause["tokens"] for cause in causes.values()}) == 1 and found["not_finite"] == 0
+        assert len({cause["tokens"] for cause in causes.values()}) == 1 and result["not_finite"] == 0
         assert causes["truncated sampling"]["largest"] == pytest.approx(row["rollout/logprob_diff"], rel=1e-5)
         assert causes["truncated sampling"]["mean"] == pytest.approx(row["rollout/logprob_diff_mean"], rel=1e-5)
-        whole = row["rollout/logprob_diff_mean" + ("_unreplayed" if step == 1 else "")]
-        assert causes["all"]["mean"] == pytest.approx(whole, rel=1e-5)
-        assert found["worst"][0]["choices"] == recorded_run.CHOICES and found["worst"][0]["text"]
+        full = row["rollout/logprob_diff_mean" + ("_unreplayed" if step == 1 else "")]
+        assert causes["all"]["mean"] == pytest.approx(full, rel=1e-5)
+        assert result["worst"][0]["choices"] == recorded_run.CHOICES and result["worst"][0]["text"]
 
 
 def test_a_recorded_step_is_taken_again_in_a_debugger_bit_for_bit(trained: Path) -> None:
@@ -113,14 +113,14 @@ def test_engines_alone_write_what_a_trainer_alone_trains_on(folder: Path, tmp_pa
     train(folder, tmp_path / "made", *alone, "run.num_rollout=1", "run.eval_every=1", "run.eval_samples=2", host=host)
     train(folder, tmp_path / "made", *alone, "run.num_rollout=2", "run.resume=auto", host=host)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:8]]
-    made = [read_rollouts(tmp_path / "made", step, include_trainer_columns=True) for step in (1, 2)]
-    for step, rollouts in enumerate(made):
+    created = [read_rollouts(tmp_path / "made", step, include_trainer_columns=True) for step in (1, 2)]
+    for step, rollouts in enumerate(created):
         assert len(rollouts) == 16
-        for one in rollouts:
-            row = rows[4 * step + one.group]
-            assert one.prompt.ground_truth == row.get("ground_truth", row.get("label"))
-            assert {turn.weight_version for turn in one.turns if turn.is_action} == {0}
-            assert one.routing is not None and one.reward_parts.keys() == {"even"}
+        for item in rollouts:
+            row = rows[4 * step + item.group]
+            assert item.prompt.ground_truth == row.get("ground_truth", row.get("label"))
+            assert {turn.weight_version for turn in item.turns if turn.is_action} == {0}
+            assert item.routing is not None and item.reward_parts.keys() == {"even"}
     metrics = metrics_of(tmp_path / "made")
     evaluated = [row for row in metrics if "eval/reward_greedy" in row]
     assert evaluated and all(row["eval/weight_version"] == 0 for row in evaluated)

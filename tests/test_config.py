@@ -210,8 +210,10 @@ def at(config: Any, name: str) -> Any:
 
 
 def replaced(config: Any, name: str, value: Any) -> Any:
-    head, _, rest = name.partition(".")
-    return dataclasses.replace(config, **{head: replaced(getattr(config, head), rest, value) if rest else value})
+    head, _, remaining = name.partition(".")
+    return dataclasses.replace(
+        config, **{head: replaced(getattr(config, head), remaining, value) if remaining else value}
+    )
 
 
 # What may be an algorithm's name is in tests/controllers/test_controller.py.
@@ -234,15 +236,15 @@ def test_every_key_takes_what_fits_its_range_and_nothing_else(name):
             item = get_args(base)[0]
             good = value in (None, "", []) or (value == "x" and str in (item, *get_args(item)))
         good = (good and get_origin(base) is not Literal) or (optional and value is None)
-        for given in (lambda value=value: from_dict(tree_of(name, value)), lambda value=value: made(name, value)):
+        for argument in (lambda value=value: from_dict(tree_of(name, value)), lambda value=value: made(name, value)):
             try:
-                taken = given()
+                selected = argument()
             except ConfigError as error:
                 assert not good, (name, value)
                 assert "\n" not in str(error) and str(error).startswith(name) and len(str(error)) < 300
             else:
                 assert good, (name, value)
-                assert isinstance(taken, Config)
+                assert isinstance(selected, Config)
 
 
 def made(name: str, value: Any) -> Config:

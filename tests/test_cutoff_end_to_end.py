@@ -21,14 +21,14 @@ SURPLUS = ["rollout.oversample=1.5", "rollout.concurrency=6", "rollout.max_stale
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dense model: where two experts nearly tie, engine and trainer may differ by more than rounding."""
     place = tmp_path_factory.mktemp("quickstart")
-    made = make_folder(place / "q", "qwen3_moe")
+    created = make_folder(place / "q", "qwen3_moe")
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(str(ROOT / "tests" / "rollout"))
         import tiny_models
 
-        shutil.rmtree(made / "model")
-        tiny_models.save(tiny_models.qwen3(), made / "model")
-    return made
+        shutil.rmtree(created / "model")
+        tiny_models.save(tiny_models.qwen3(), created / "model")
+    return created
 
 
 def assert_of_what_was_drawn_from(run_dir: Path, steps: list[int]) -> None:
@@ -62,9 +62,9 @@ def test_what_could_have_been_drawn_is_in_the_checkpoint(
     checkpoint = "checkpoints/step_000002"
     shutil.copytree(oversampled / checkpoint, tmp_path / checkpoint)
     shutil.copy(oversampled / "config.yaml", tmp_path / "config.yaml")
-    held = [group for file in (tmp_path / checkpoint / "partial_groups").iterdir() for group in read_groups(file)]
-    written = [one for group in held for one in group if len(one.turns) > 1]
-    assert written and all(one.sampling_masks for one in written)
+    retained = [group for file in (tmp_path / checkpoint / "partial_groups").iterdir() for group in read_groups(file)]
+    written = [item for group in retained for item in group if len(item.turns) > 1]
+    assert written and all(item.sampling_masks for item in written)
     pipeline = ["parallel.tp=1", "parallel.pp=2", "parallel.ep=1"]
     train(folder, tmp_path, *PLAIN, *CUT, *SURPLUS, *pipeline, "run.resume=auto", host=host)
     assert_of_what_was_drawn_from(tmp_path, [3])

@@ -13,29 +13,29 @@ from whole_run import make_folder, metrics_of, start, train
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's, and a teacher that is its model, only more sure of itself: logits three times as large."""
-    made = make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
-    shutil.copytree(made / "model", made / "teacher")
-    weights = load_file(made / "teacher" / "model.safetensors")
+    created = make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
+    shutil.copytree(created / "model", created / "teacher")
+    weights = load_file(created / "teacher" / "model.safetensors")
     weights["lm_head.weight"] = 3.0 * weights["lm_head.weight"]
-    save_file(weights, made / "teacher" / "model.safetensors", metadata={"format": "pt"})
-    return made
+    save_file(weights, created / "teacher" / "model.safetensors", metadata={"format": "pt"})
+    return created
 
 
 def test_the_policy_comes_nearer_to_its_teacher(folder: Path, tmp_path: Path, host: str) -> None:
-    given = ["algorithm=distill", f"roles={{teacher: {{model: {folder}/teacher}}}}", "reward.functions=[]"]
-    given += ["run.num_rollout=12", "run.num_update=2", "run.ppo_epochs=1", "run.save_every=0", "run.export=false"]
-    given += ["rollout.max_turns=1", "rollout.max_new_tokens=16", "rollout.samples_per_prompt=16"]
-    given += ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1", "kl.apply_to=none"]
-    given += [
+    value = ["algorithm=distill", f"roles={{teacher: {{model: {folder}/teacher}}}}", "reward.functions=[]"]
+    value += ["run.num_rollout=12", "run.num_update=2", "run.ppo_epochs=1", "run.save_every=0", "run.export=false"]
+    value += ["rollout.max_turns=1", "rollout.max_new_tokens=16", "rollout.samples_per_prompt=16"]
+    value += ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1", "kl.apply_to=none"]
+    value += [
         "options={advantage_clip: 5, center_advantages: true}",
         "actor_optimizer.lr=0.001",
         "actor_optimizer.schedule=constant",
     ]
-    train(folder, tmp_path / "run", *given, host=host)
+    train(folder, tmp_path / "run", *value, host=host)
     rows = metrics_of(tmp_path / "run")
-    found = [row["distill/reverse_kl"] for row in rows]
-    assert len(found) == 12 and all(row["rollout/logprob_diff_p95"] <= 1e-4 for row in rows)
-    assert found[0] > 1.0 and sum(found[-3:]) / 3 < 0.65 * found[0], found
+    result = [row["distill/reverse_kl"] for row in rows]
+    assert len(result) == 12 and all(row["rollout/logprob_diff_p95"] <= 1e-4 for row in rows)
+    assert result[0] > 1.0 and sum(result[-3:]) / 3 < 0.65 * result[0], result
     assert all("time/teacher_logprobs" in row and "time/reward" not in row for row in rows)
     assert "reverse KL to the teacher" in (tmp_path / "run" / "log.txt").read_text()
 

@@ -169,8 +169,8 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(
     checkpoint = "checkpoints/step_000001"
     shutil.copytree(ppo_run / checkpoint, resumed / checkpoint)
     shutil.copy(ppo_run / "config.yaml", resumed / "config.yaml")
-    given = f"reward.model={reward_run}/export", *OF_PPO
-    train(folder, resumed, "run.resume=auto", f"rollout.replay={ppo_run}", *given)
+    argument = f"reward.model={reward_run}/export", *OF_PPO
+    train(folder, resumed, "run.resume=auto", f"rollout.replay={ppo_run}", *argument)
     rows = [row for row in metrics_of(resumed) if "rollout/reward_mean" in row]
     assert [row["step"] for row in rows] == [2, 3]
     first = load_file(ppo_run / "export" / "model.safetensors")
@@ -178,10 +178,10 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(
     assert all(torch.equal(first[name], second[name]) for name in first)
     uninterrupted = [row for row in metrics_of(ppo_run) if "rollout/reward_mean" in row][1:]
     assert len({row["actor/kl_coef"] for row in uninterrupted}) == 2  # which the checkpoint has to know
-    for one, other in zip(uninterrupted, rows, strict=True):
-        for name in one:
+    for item, other in zip(uninterrupted, rows, strict=True):
+        for name in item:
             if name.split("/")[0] in ("actor", "critic", "rollout") and name != "rollout/idle_frac":  # of engines
-                assert one[name] == other[name], name
+                assert item[name] == other[name], name
 
 
 def test_grpo_by_one_key_and_by_the_reward_model_alone(
@@ -205,10 +205,10 @@ def test_a_function_a_reward_model_and_a_service_at_once(
     with Judging() as server:
         service = f"roles={{reward: {{backend: http, options: {{url: {server.url}, private: true, batch: 5}}}}}}"
         train(folder, tmp_path / "run", "algorithm=grpo", replay, "run.num_rollout=1", model, weights, service)
-        asked = [one for batch in server.batches() for one in batch]
+        requested = [item for batch in server.batches() for item in batch]
     (row,) = metrics_of(tmp_path / "run")
     recorded, scored = read_rollouts(ppo_run, 1), read_rollouts(tmp_path / "run", 1)
-    assert sorted(one["answer"] for one in asked) == sorted(one.answer for one in recorded)
+    assert sorted(item["answer"] for item in requested) == sorted(item.answer for item in recorded)
     of_service = dict.fromkeys(("service", "service/style"))
     for before, after in zip(recorded, scored, strict=True):
         parts = after.reward_parts
@@ -216,13 +216,13 @@ def test_a_function_a_reward_model_and_a_service_at_once(
         assert parts["even"] == before.reward_parts["even"]
         assert parts["model"] == pytest.approx(before.reward_parts["model"], abs=1e-5)
         assert (parts["service"], parts["service/style"]) == (len(after.answer.split()), 0.5)
-        whole = 0.4 * parts["even"] + 0.5 * parts["model"] + 0.1 * parts["service"]
-        assert after.reward == pytest.approx(whole)
+        full = 0.4 * parts["even"] + 0.5 * parts["model"] + 0.1 * parts["service"]
+        assert after.reward == pytest.approx(full)
     for name, weight in (("even", 0.4), ("model", 0.5), ("service", 0.1)):
-        mean = sum(one.reward_parts[name] for one in scored) / len(scored)
+        mean = sum(item.reward_parts[name] for item in scored) / len(scored)
         assert row[f"reward/{name}"] == pytest.approx(mean, abs=1e-5)
         assert row[f"reward/{name}_weight"] == weight and f"reward/{name}_failed_frac" not in row
-    assert row["rollout/reward_mean"] == pytest.approx(sum(one.reward for one in scored) / len(scored))
+    assert row["rollout/reward_mean"] == pytest.approx(sum(item.reward for item in scored) / len(scored))
 
 
 def test_replayed_routing_closes_the_gap_of_bf16(
@@ -294,16 +294,16 @@ def test_one_engine_goes_on_with_what_two_have_left(oversampled: Path, folder: P
     shutil.copytree(oversampled / checkpoint, tmp_path / checkpoint)
     shutil.copy(oversampled / "config.yaml", tmp_path / "config.yaml")
     files = sorted((tmp_path / checkpoint / "partial_groups").iterdir())
-    held = [group for file in files for group in read_groups(file)]
+    retained = [group for file in files for group in read_groups(file)]
     alone = ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1"]
     train(folder, tmp_path, *OVERSAMPLED, *alone, "run.resume=auto", host=host)
     (row,) = [row for row in metrics_of(tmp_path) if "rollout/staleness_mean" in row]
-    assert len(files) == 2 and row["step"] == 3 and row["rollout/partial_groups"] == len(held) > 0
+    assert len(files) == 2 and row["step"] == 3 and row["rollout/partial_groups"] == len(retained) > 0
     before = {rollout.prompt.id for step in (1, 2) for rollout in read_rollouts(oversampled, step)}
     after = read_rollouts(tmp_path, 3)
     assert [rollout.group for rollout in after] == [group for group in range(4) for _ in range(4)]
     assert not before & {rollout.prompt.id for rollout in after}
-    begun = {one.seed: one for group in held for one in group}
+    begun = {item.seed: item for group in retained for item in group}
     assert any(rollout.seed in begun for rollout in after)
     for rollout in after:
         if rollout.seed in begun:
@@ -389,10 +389,10 @@ def test_a_policy_that_has_learned_one_call_makes_it_and_is_evaluated(folder: Pa
     (tmp_path / "my_tools.py").write_text(text)
     (tmp_path / "broken_tools.py").write_text(text.replace("return", "raise OSError('no licence')\n    return"))
 
-    def run(name: str, *given: str) -> subprocess.CompletedProcess[str]:
+    def run(name: str, *argument: str) -> subprocess.CompletedProcess[str]:
         environment = with_host(host)
         environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{environment.get('PYTHONPATH', '')}"}
-        command = command_of(folder, tmp_path / name, *alone, *overrides, *given)
+        command = command_of(folder, tmp_path / name, *alone, *overrides, *argument)
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment)
 
     done = run("run", "rollout.tools=[my_tools:calculator]")
@@ -564,10 +564,10 @@ def check_layouts(model: Path, log: str) -> None:
         said = rf"{role}: tp={tp} cp={cp} pp=1 ep=2 etp=1, ([\d,]+) parameters on rank 0"
         ((count, trained),) = re.findall(said + r", of which LoRA trains ([\d,]+) ", log)
         parallel, layers = ParallelConfig(world_size=2, tp=tp, cp=cp, ep=2), [range(hf["num_hidden_layers"])]
-        (held,) = stage_elements(hf, parallel, layers, head=role == "critic", lora=LoraConfig(rank=4))
-        assert int(count.replace(",", "")) == sum(held), role
+        (retained,) = stage_elements(hf, parallel, layers, head=role == "critic", lora=LoraConfig(rank=4))
+        assert int(count.replace(",", "")) == sum(retained), role
         head = hf["hidden_size"] if role == "critic" else 0  # trained, too, and no adapter
-        assert int(trained.replace(",", "")) == held.dense + held.expert - head, role
+        assert int(trained.replace(",", "")) == retained.dense + retained.expert - head, role
 
 
 def check_export_of_lora(model: Path, run_dir: Path) -> None:

@@ -46,7 +46,7 @@ def check(run_dir: Path, died: dict[int, str], samples: int = 16) -> None:
         lost = row.get("rollout/lost_samples", 0)
         assert row.get("rollout/regenerated_samples", 0) == lost and (lost > 0) == (what in ("kill", "stop")), step
         assert len(read_rollouts(run_dir, step)) == samples
-        assert [one.status for one in read_rollouts(run_dir, step) if one.status == "aborted"] == []
+        assert [item.status for item in read_rollouts(run_dir, step) if item.status == "aborted"] == []
         assert versions(run_dir, step) == {step - 1}  # by no other weights
         assert row["rollout/logprob_diff_p95"] <= 1e-4  # which the engine has had whole
     assert log.count("is being restarted") == len(died) == log.count(" restarted, ")
@@ -95,8 +95,8 @@ def test_one_that_is_killed_beside_training_is_back_in_the_next_step(
     assert sum(row.get("rollout/engine_restarts", 0) for row in rows) == 2
     assert sum(row.get("rollout/lost_samples", 0) for row in rows) > 0
     for row in rows:
-        found = read_rollouts(tmp_path / "run", int(row["step"]))
-        assert len(found) == 16 and [one for one in found if one.status == "aborted"] == []
+        result = read_rollouts(tmp_path / "run", int(row["step"]))
+        assert len(result) == 16 and [item for item in result if item.status == "aborted"] == []
         assert row["rollout/staleness_max"] <= 1
 
 
@@ -110,8 +110,8 @@ def test_the_process_that_engines_are_started_from_is_killed_then_stopped(
     rows = steps_of(tmp_path / "run")
     assert [(row["step"], row.get("rollout/engine_restarts", 0)) for row in rows] == [(1, 2), (2, 1), (3, 0)]
     for step in (1, 2, 3):
-        found = read_rollouts(tmp_path / "run", step)
-        assert len(found) == 16 and [one for one in found if one.status == "aborted"] == []
+        result = read_rollouts(tmp_path / "run", step)
+        assert len(result) == 16 and [item for item in result if item.status == "aborted"] == []
         assert versions(tmp_path / "run", step) == {step - 1}
     assert "the engine host process ended (SIGKILL) and is restarted" in done.stderr
     assert "the engine host process was stopped (SIGSTOP) and was sent SIGCONT" in done.stderr

@@ -46,8 +46,8 @@ def test_by_hand() -> None:
 def test_what_is_alone_is_as_it_was(count: int) -> None:
     episodes, x = Episodes.from_ids(torch.arange(count)), torch.randn(count, dtype=torch.float64)
     assert len(episodes) == count and bool(episodes.is_last.all())
-    for found in (episodes.take_last(x), episodes.sum_branches(x), episodes.expand(x)):
-        assert torch.equal(found, x)
+    for result in (episodes.take_last(x), episodes.sum_branches(x), episodes.expand(x)):
+        assert torch.equal(result, x)
     cu = torch.arange(count + 1) * 3
     assert torch.equal(episodes.merge_cu_seqlens(cu), cu) and episodes.sequence_indices(range(count)) == list(
         range(count)
@@ -72,7 +72,7 @@ def test_an_episode_has_ended_as_its_last_branch() -> None:
     assert (first.status, first.episode) == (last.status, last.episode) == ("length", 4)
     assert as_branches(parts[:1], 4) == (parts[0],) and parts[0].episode == -1
     with pytest.raises(ValueError, match="differ in status"):
-        Rollouts.gather([replace(one, episode=4) for one in parts])
+        Rollouts.gather([replace(item, episode=4) for item in parts])
 
 
 def test_figures_of_several_ranks() -> None:
@@ -81,10 +81,10 @@ def test_figures_of_several_ranks() -> None:
 
     def work(rank: Thread) -> list[list[int]]:
         mine = shares[rank.rank]
-        rollouts = Rollouts.gather(mine, [one.group for one in mine], rank)
-        kept = rollouts.select(torch.tensor([False, True, True, True, False, False, False]))
-        again = rollouts.replace_local([replace(one, reward=9.0) for one in rollouts.local])
-        return [one.episode.tolist() for one in (rollouts, again, kept, Rollouts.concat([kept, rollouts]))]
+        rollouts = Rollouts.gather(mine, [item.group for item in mine], rank)
+        retained = rollouts.select(torch.tensor([False, True, True, True, False, False, False]))
+        again = rollouts.replace_local([replace(item, reward=9.0) for item in rollouts.local])
+        return [item.episode.tolist() for item in (rollouts, again, retained, Rollouts.concat([retained, rollouts]))]
 
     (first, *others) = as_ranks(3, work)
     assert others == [first, first]
@@ -94,15 +94,15 @@ def test_figures_of_several_ranks() -> None:
 
 def test_whole_episodes() -> None:
     rollouts = Rollouts.gather(GIVEN)
-    whole = rollouts.merge_branches()
+    full = rollouts.merge_branches()
     assert (
-        len(whole) == 4
-        and whole.local == tuple(GIVEN[i] for i in (0, 2, 3, 6))
-        and whole.local_indices.tolist() == [0, 1, 2, 3]
+        len(full) == 4
+        and full.local == tuple(GIVEN[i] for i in (0, 2, 3, 6))
+        and full.local_indices.tolist() == [0, 1, 2, 3]
     )
-    assert whole.actions.tolist() == [4, 8, 2, 8] and whole.turns.tolist() == whole.tool_calls.tolist() == [1, 2, 1, 3]
-    assert whole.length.tolist() == [6, 7, 4, 8] and whole.reward.tolist() == [0, 0, 1, 1]
-    assert whole.merge_branches() is whole
+    assert full.actions.tolist() == [4, 8, 2, 8] and full.turns.tolist() == full.tool_calls.tolist() == [1, 2, 1, 3]
+    assert full.length.tolist() == [6, 7, 4, 8] and full.reward.tolist() == [0, 0, 1, 1]
+    assert full.merge_branches() is full
     plain = Rollouts.gather([GIVEN[0], GIVEN[3]])
     assert plain.merge_branches() is plain
 
@@ -127,7 +127,7 @@ def test_batches_know_theirs() -> None:
 
     def work(rank: Thread) -> list[list[int]]:
         mine = [GIVEN[3:], GIVEN[:3]][rank.rank]
-        part = TrainBatch.from_rollouts(Rollouts.gather(mine, [one.group for one in mine], rank))
+        part = TrainBatch.from_rollouts(Rollouts.gather(mine, [item.group for item in mine], rank))
         return [part.cu_episodes.tolist(), part.episodes.episode_ids.tolist(), part.local_episodes.episode_ids.tolist()]
 
     rows = [0, 1, 1, 2, 3, 3, 3]

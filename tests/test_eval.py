@@ -152,9 +152,11 @@ def test_a_runs_settings_hold_unless_said_otherwise(model: Path, tmp_path: Path)
     assert (config.rollout.max_turns, config.rollout.temperature, config.rollout.asynchronous) == (4, 0.7, False)
     assert (config.parallel.world_size, config.parallel.tp, config.data.prompt_key) == (2, 1, "question")
     assert config.reward.weights == {"gsm8k": 2}
-    own = model_sources.build_config(target, {}, ["reward.functions=[sum_reward:even]", "parallel.world_size=4"], file)
-    assert own.reward.functions == ("sum_reward:even",) and not own.reward.weights
-    assert (own.parallel.world_size, own.parallel.ranks_per_node) == (4, 4)
+    local = model_sources.build_config(
+        target, {}, ["reward.functions=[sum_reward:even]", "parallel.world_size=4"], file
+    )
+    assert local.reward.functions == ("sum_reward:even",) and not local.reward.weights
+    assert (local.parallel.world_size, local.parallel.ranks_per_node) == (4, 4)
     assert model_sources.build_config(model_sources.resolve_target(str(model)), {}, [], file).reward.functions == (
         model_sources.BY_SOURCE,
     )
@@ -167,16 +169,16 @@ def test_an_export_is_that_of_its_run_and_a_folder_has_the_limits_of_its_model(m
     alone = model_sources.build_config(model_sources.resolve_target(str(tmp_path / "run/export")), {}, [], file).rollout
     assert hf["max_position_embeddings"] == 2048  # fewer than conversations have by default
     assert (alone.max_context, alone.max_new_tokens, alone.tools) == (2048, 1024, ())
-    given = model_sources.build_config(
+    argument = model_sources.build_config(
         model_sources.resolve_target(str(model)), {}, ["rollout.max_context=96"], file
     ).rollout
-    assert given.max_context == 96
-    kept = {"max_context": 192, "max_new_tokens": 40, "tools": ["megarl.environments.ready.calculator:calculator"]}
-    (tmp_path / "run/config.yaml").write_text(json.dumps({"algorithm": "ppo", "rollout": kept}))
+    assert argument.max_context == 96
+    retained = {"max_context": 192, "max_new_tokens": 40, "tools": ["megarl.environments.ready.calculator:calculator"]}
+    (tmp_path / "run/config.yaml").write_text(json.dumps({"algorithm": "ppo", "rollout": retained}))
     of_run = model_sources.build_config(
         model_sources.resolve_target(str(tmp_path / "run/export")), {}, [], file
     ).rollout
-    assert (of_run.max_context, of_run.max_new_tokens, list(of_run.tools)) == (192, 40, kept["tools"])
+    assert (of_run.max_context, of_run.max_new_tokens, list(of_run.tools)) == (192, 40, retained["tools"])
 
 
 def test_the_report_of_recorded_answers(

@@ -55,22 +55,22 @@ def test_the_newest_checkpoint_of_a_run(folder: Path, run: Path, tmp_path: Path,
 
     # The rollouts are a run's, and the figures theirs.
     rollouts = read_rollouts(out, 1)
-    assert len(rollouts) == 21 and {len(one.prompt.tools) for one in rollouts} == {1}
-    assert {turn.weight_version for one in rollouts for turn in one.turns if turn.is_action} == {0}
+    assert len(rollouts) == 21 and {len(item.prompt.tools) for item in rollouts} == {1}
+    assert {turn.weight_version for item in rollouts for turn in item.turns if turn.is_action} == {0}
     for name, figures in tree["sources"].items():
-        own = [one for one in rollouts if name in (one.prompt.data_source, "all")]
-        rewards = [one.reward for one in own]
-        assert figures["answers"] == len(own) == 3 * figures["prompts"]
+        local = [item for item in rollouts if name in (item.prompt.data_source, "all")]
+        rewards = [item.reward for item in local]
+        assert figures["answers"] == len(local) == 3 * figures["prompts"]
         assert figures["reward"]["value"] == pytest.approx(sum(rewards) / len(rewards))
         assert figures["pass_at"]["1"]["value"] == pytest.approx(sum(rewards) / len(rewards))
-        solved = {one.prompt.id for one in own if one.reward}
+        solved = {item.prompt.id for item in local if item.reward}
         assert figures["pass_at"]["3"]["value"] == pytest.approx(len(solved) / figures["prompts"])
     assert "7 prompts of" in done.stdout and "steps of" not in done.stdout and "step 1/1" not in done.stdout
     assert "products" in done.stdout and "pass@3 [95 %]" in done.stdout
 
     # The policy is the checkpoint's, which is what the run has exported.
-    made, exported = open_hf(str(out / "model")), open_hf(str(run / "export"))
-    assert set(made.names()) == set(exported.names())
+    created, exported = open_hf(str(out / "model")), open_hf(str(run / "export"))
+    assert set(created.names()) == set(exported.names())
     shown = [sys.executable, "tools/view_rollouts.py", str(out), "--show", "1"]
     shown_as = subprocess.run(shown, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True).stdout
     assert "turn 1: policy" in shown_as and "<|im_start|>" in shown_as  # words, by the tokenizer of the model

@@ -24,9 +24,9 @@ def test_figures_are_compared_where_they_were_last_told() -> None:
         "c": Expectation(max=1e9),
         "d": Expectation(max=0.0),
     }
-    found = check_expectations(expected, metrics)
-    assert [good for _, good in found.values()] == [True, True, False, False]
-    assert (found["a"][0], found["b"][0], found["d"][0]) == (2.0, 5.0, None)
+    result = check_expectations(expected, metrics)
+    assert [good for _, good in result.values()] == [True, True, False, False]
+    assert (result["a"][0], result["b"][0], result["d"][0]) == (2.0, 5.0, None)
     assert check_expectations({"a": Expectation(max=1.0, step=1)}, metrics) == {"a": (1.0, True)}
     assert check_expectations({"a": Expectation(max=1.0, step=0)}, metrics) == {"a": (None, False)}
 

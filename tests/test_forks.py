@@ -110,10 +110,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(lab: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    given = [f"model.path={lab}/q/model", f"data.train={lab}/q/sft.jsonl", "data.eval=", "run.eval_every=0"]
+    value = [f"model.path={lab}/q/model", f"data.train={lab}/q/sft.jsonl", "data.eval=", "run.eval_every=0"]
     steps = ["run.num_rollout=2", "run.num_update=1", "data.prompts_per_step=8"]
     steps += [f"parallel.{name}=1" for name in ("world_size", "tp", "ep")]
-    command = [sys.executable, "-m", "megarl.train", "configs/quickstart_sft.yaml", *given, *steps, *overrides]
+    command = [sys.executable, "-m", "megarl.train", "configs/quickstart_sft.yaml", *value, *steps, *overrides]
     environment = dict(os.environ, PYTHONPATH=f"{ROOT}:{lab}", OMP_NUM_THREADS="1")
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
 
@@ -133,15 +133,15 @@ def test_a_new_algorithm_is_a_file_and_a_line(lab: Path) -> None:
 
 def test_a_teacher_is_a_role_and_a_folder(lab: Path) -> None:
     """Here the policy's own: it says what the policy says before its first update, and stays."""
-    given = ["algorithm=lab.mine:Taught", f"roles={{teacher: {{model: {lab}/q/model}}}}", "data.shuffle=false"]
-    planned = train(lab, *given, "--dry-run")
+    value = ["algorithm=lab.mine:Taught", f"roles={{teacher: {{model: {lab}/q/model}}}}", "data.shuffle=false"]
+    planned = train(lab, *value, "--dry-run")
     assert planned.returncode == 0 and "teacher weights" in planned.stdout, planned.stderr
-    done = train(lab, *given, f"run.dir={lab}/taught", "rollout.temperature=1")
+    done = train(lab, *value, f"run.dir={lab}/taught", "rollout.temperature=1")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (lab / "taught" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["teacher/nll"] == pytest.approx(rows[0]["actor/nll"], abs=1e-5)
     assert rows[1]["teacher/nll"] > rows[1]["actor/nll"] and "time/teacher_logprobs" in rows[1]
-    missing = train(lab, given[0])
+    missing = train(lab, value[0])
     assert missing.returncode == 2 and "roles.teacher.model is not set; it must name the HF folder" in missing.stderr
 
 
@@ -184,8 +184,8 @@ def test_who_plays_a_role(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named = from_dict({"algorithm": "lab.mine:Liked", "roles": {"judge": {"worker": "lab.mine:short"}}})
     assert load_worker(named, declared, "judge", RegisteredWorker()).__name__ == "short"
     assert load_worker(named, declared, "judge", RegisteredWorker(print)) is print
-    given = load_worker(config, declared, "judge", RegisteredWorker(options={"longest": 3}))
-    assert given.keywords == {"longest": 3}  # type: ignore[attr-defined]
+    value = load_worker(config, declared, "judge", RegisteredWorker(options={"longest": 3}))
+    assert value.keywords == {"longest": 3}  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"^the options of the role judge: .*'widest'; see its worker, Judge$"):
         load_worker(config, declared, "judge", RegisteredWorker(options={"widest": 3}))
 
@@ -248,11 +248,11 @@ def test_a_role_of_a_fork_may_have_a_layout_of_its_own() -> None:
 
 
 def test_a_family_of_a_fork_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {
+    local = {
         "LabForCausalLM": EntryPoint("LabForCausalLM", "megarl.models.gqa:QWEN3", "megarl.families"),
         "OddForCausalLM": EntryPoint("OddForCausalLM", "megarl.models.gqa:partial", "megarl.families"),
     }
-    monkeypatch.setattr(plugins, "list_entry_points", lambda group: own if group == "megarl.families" else {})
+    monkeypatch.setattr(plugins, "list_entry_points", lambda group: local if group == "megarl.families" else {})
     assert family_of({"architectures": ["LabForCausalLM"]}) is gqa.QWEN3
     assert family_of({"architectures": ["LabForSequenceClassification"]}) is gqa.QWEN3
     with pytest.raises(ConfigError, match=r"known: Qwen2ForCausalLM, .*, LabForCausalLM, OddForCausalLM$"):
@@ -262,7 +262,7 @@ def test_a_family_of_a_fork_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_worker_of_a_fork_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {"judge": EntryPoint("judge", "lab.judge:Judge", "megarl.workers")}
-    monkeypatch.setattr(plugins, "list_entry_points", lambda group: own if group == "megarl.workers" else {})
+    local = {"judge": EntryPoint("judge", "lab.judge:Judge", "megarl.workers")}
+    monkeypatch.setattr(plugins, "list_entry_points", lambda group: local if group == "megarl.workers" else {})
     config = from_dict({})
     assert resolve_worker(config, load_requirements(config), "judge", RegisteredWorker()) == "lab.judge:Judge"

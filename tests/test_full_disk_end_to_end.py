@@ -31,7 +31,7 @@ class Hook:
                 self.send_response(200)
                 self.end_headers()
                 said = [alarm["alarm"] for alarm in outer.alarms]
-                if all(any(text in one for one in said) for text in (CHECKPOINT, ELSE)):
+                if all(any(text in item for item in said) for text in (CHECKPOINT, ELSE)):
                     flag.touch()
 
             def log_message(self, *_: Any) -> None:
@@ -65,16 +65,16 @@ def test_a_full_disk_costs_what_was_to_be_written_and_nothing_else(tmp_path: Pat
     if "unshare: " in done.stderr or "NO MOUNT" in done.stderr:
         pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
-    assert found["full"] and flag.exists(), found["said"][-3000:]
-    assert found["status"] == 0, found["said"][-3000:]
+    result = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
+    assert result["full"] and flag.exists(), result["said"][-3000:]
+    assert result["status"] == 0, result["said"][-3000:]
     # All steps were taken, the last checkpoints are there, and nothing that was begun was left.
-    assert found["checkpoints"] == ["latest", "step_000006", "step_000007", "step_000008"], found["said"][-3000:]
-    assert json.loads(found["metrics"][-1])["step"] == 8
+    assert result["checkpoints"] == ["latest", "step_000006", "step_000007", "step_000008"], result["said"][-3000:]
+    assert json.loads(result["metrics"][-1])["step"] == 8
     # It was said on the terminal, and to the webhook, where no disk is needed.
     alarms = [alarm["alarm"] for alarm in hook.alarms]
     assert any(CHECKPOINT in text and "Training continues; free disk space" in text for text in alarms)
-    assert "ALARM: could not write checkpoint" in found["said"]
-    assert "Traceback" not in found["said"], found["said"][-3000:]
+    assert "ALARM: could not write checkpoint" in result["said"]
+    assert "Traceback" not in result["said"], result["said"][-3000:]
     unwritten = [text for text in alarms if ELSE in text]
-    assert unwritten and all(text.split(":")[0] in found["said"] for text in unwritten)
+    assert unwritten and all(text.split(":")[0] in result["said"] for text in unwritten)

@@ -66,9 +66,9 @@ def prompts(count: int, **more: Any) -> list[dict[str, Any]]:
 def test_one_file_is_as_ever(reader: Any) -> None:
     file = write("a.jsonl", *prompts(2), {"prompt": "x" * 10, "label": 1}, {"prompt": "y", "label": 1, "id": 7})
     flow = reader(train=file)
-    found = flow.load_prompts(flow.config.data.train)
-    assert [prompt.id for prompt in found] == ["a-0", "a-1", "7"] and found[0].data_source == ""
-    assert flow.load_prompts(file) == found and found.keys is None
+    result = flow.load_prompts(flow.config.data.train)
+    assert [prompt.id for prompt in result] == ["a-0", "a-1", "7"] and result[0].data_source == ""
+    assert flow.load_prompts(file) == result and result.keys is None
     assert flow.notes[:2] == [
         "a.jsonl: 1 of 4 prompts are longer than rollout.max_context and are excluded",
         "data.train: 3 rows, 213.33 passes in 10 steps of 64",
@@ -85,11 +85,11 @@ def test_ids_and_sources_of_several_files(reader: Any) -> None:
     files = [write("m/train.jsonl", *prompts(2, data_source="gsm8k")), write("n/train.jsonl", *prompts(2))]
     files.append(write("own.jsonl", {"prompt": "x", "ground_truth": 1, "id": 0}))
     flow = reader(train=files, mixture_weights=[1, 1, 2])
-    found = flow.load_prompts(flow.config.data.train)
-    assert found.names == ("m/train", "n/train", "own") and found.sizes == (2, 2, 1)
-    assert [prompt.id for prompt in found] == ["m/train-0", "m/train-1", "n/train-0", "n/train-1", "own-0"]
-    assert [prompt.data_source for prompt in found] == ["gsm8k", "gsm8k", "n/train", "n/train", "own"]
-    loader = PromptLoader.from_config(found, flow.config)
+    result = flow.load_prompts(flow.config.data.train)
+    assert result.names == ("m/train", "n/train", "own") and result.sizes == (2, 2, 1)
+    assert [prompt.id for prompt in result] == ["m/train-0", "m/train-1", "n/train-0", "n/train-1", "own-0"]
+    assert [prompt.data_source for prompt in result] == ["gsm8k", "gsm8k", "n/train", "n/train", "own"]
+    loader = PromptLoader.from_config(result, flow.config)
     assert [prompt.id for prompt in loader.next_items(4)].count("own-0") == 2
     passes = "m/train 2 rows, 80.00 passes; n/train 2 rows, 80.00 passes; own 1 rows, 320.00 passes"
     assert flow.notes == [f"data.train: {passes} in 10 steps of 64"]
@@ -110,8 +110,8 @@ def test_numbers_stay_with_their_prompts_where_others_are_left_out(reader: Any) 
     flow = reader(
         train=write("a.jsonl", *rows), eval=write("e.jsonl", *prompts(1, level="hard")), curriculum_key="level"
     )
-    found = flow.load_prompts(flow.config.data.train)
-    assert np.array_equal(found.keys, [9, 8, np.nan, 7], equal_nan=True)
+    result = flow.load_prompts(flow.config.data.train)
+    assert np.array_equal(result.keys, [9, 8, np.nan, 7], equal_nan=True)
     assert flow.load_prompts(flow.config.data.eval).keys is None  # and its columns are its own
 
 
@@ -132,12 +132,12 @@ def test_conversations_of_several_files_in_several_forms(reader: Any) -> None:
         write("b.jsonl", {"q": "hi", "a": "yes", "n": 1, "data_source": "own"}),
     ]
     flow = reader(train=files, curriculum_key="n", prompt_key="q", label_key="a")
-    found = flow.load_conversations(flow.config.data.train)
-    assert found.names == ("a", "b") and len(found) == 3
-    assert [talk.prompt.data_source for talk in found] == ["a", "a", "own"]
-    assert [talk.prompt.id for talk in found] == ["a.jsonl:1", "a-z", "b.jsonl:1"]
-    assert ["".join(map(chr, talk.token_ids)) for talk in found] == ["(u:hi;(a:yes;"] * 3
-    assert np.array_equal(found.keys, [2, np.nan, 1], equal_nan=True)
+    result = flow.load_conversations(flow.config.data.train)
+    assert result.names == ("a", "b") and len(result) == 3
+    assert [talk.prompt.data_source for talk in result] == ["a", "a", "own"]
+    assert [talk.prompt.id for talk in result] == ["a.jsonl:1", "a-z", "b.jsonl:1"]
+    assert ["".join(map(chr, talk.token_ids)) for talk in result] == ["(u:hi;(a:yes;"] * 3
+    assert np.array_equal(result.keys, [2, np.nan, 1], equal_nan=True)
     assert "a.jsonl: 1 of 3 conversations are longer than the model's 32768 positions and are excluded" in flow.notes
 
 
@@ -145,10 +145,10 @@ def test_pairs_of_several_files(reader: Any) -> None:
     pair = {"prompt": "hi", "chosen": "yes", "rejected": "no"}
     hh = {"chosen": "\n\nHuman: hi\n\nAssistant: yes", "rejected": "\n\nHuman: hi\n\nAssistant: no", "n": 1}
     flow = reader(train=[write("a.jsonl", pair), write("b.jsonl", hh)], curriculum_key="n", mixture_weights=[1, 3])
-    found = flow.load_preferences(flow.config.data.train)
-    assert [one.chosen.prompt.data_source for one in found] == ["a", "b"]
-    assert ["".join(map(chr, one.rejected.token_ids)) for one in found] == ["(u:hi;(a:no;"] * 2
-    assert np.array_equal(found.keys, [np.nan, 1], equal_nan=True)
+    result = flow.load_preferences(flow.config.data.train)
+    assert [item.chosen.prompt.data_source for item in result] == ["a", "b"]
+    assert ["".join(map(chr, item.rejected.token_ids)) for item in result] == ["(u:hi;(a:no;"] * 2
+    assert np.array_equal(result.keys, [np.nan, 1], equal_nan=True)
 
 
 def test_a_run_over_a_part_of_the_data_says_how_small_it_is() -> None:

@@ -16,10 +16,10 @@ class Said:
     def __init__(self, rank: int) -> None:
         self.rank, self.events, self.batches = rank, list[Event](), 0
 
-    def post(self, kind: str, members: list[int], wait: bool = True, **given: Any) -> int:
+    def post(self, kind: str, members: list[int], wait: bool = True, **value: Any) -> int:
         number = len(self.events)
         fixed = {"do": "post", "op": number, "kind": kind, "members": members, "group": f"{members}"}
-        self.events.append(fixed | {"host": False, "peer": None, "batch": None, "bytes": 8} | given)
+        self.events.append(fixed | {"host": False, "peer": None, "batch": None, "bytes": 8} | value)
         if wait:
             self.wait(number)
         return number
@@ -38,14 +38,14 @@ class Said:
 def ranks(count: int, meet: bool = True) -> tuple[list[int], list[Said]]:
     everybody = list(range(count))
     said = [Said(rank) for rank in everybody]
-    for one in said if meet else ():
-        one.post("all_reduce", everybody)
+    for item in said if meet else ():
+        item.post("all_reduce", everybody)
     return everybody, said
 
 
 def faults(said: list[Said]) -> str:
     with pytest.raises(Stuck) as caught:
-        check([one.events for one in said])
+        check([item.events for item in said])
     return str(caught.value)
 
 
@@ -67,22 +67,22 @@ def test_a_group_is_not_made_by_an_exchange_of_some_of_its_ranks() -> None:
     every, said = ranks(2, meet=False)  # both take part
     said[0].batch(every, ("send", 1))
     said[1].batch(every, ("receive", 0))
-    check([one.events for one in said])
+    check([item.events for item in said])
 
 
 def test_groups_in_another_order() -> None:
     every, (a, b) = ranks(2)
-    for one, order in ((a, "xy"), (b, "yx")):
+    for item, order in ((a, "xy"), (b, "yx")):
         for name in order:
-            one.post("all_reduce", every, group=name)
+            item.post("all_reduce", every, group=name)
     assert faults([a, b]) == (
         "rank 0 would wait for ever for all_reduce (8 bytes, group of [0, 1])\n"
         "rank 1 would wait for ever for all_reduce (8 bytes, group of [0, 1])"
     )
     every, (a, b) = ranks(2)
-    for one, order in ((a, "xy"), (b, "yx")):
-        for number in [one.post("all_reduce", every, False, group=name) for name in order]:
-            one.wait(number)
+    for item, order in ((a, "xy"), (b, "yx")):
+        for number in [item.post("all_reduce", every, False, group=name) for name in order]:
+            item.wait(number)
     check([a.events, b.events])  # each group by itself, and only then a wait
 
 
@@ -90,9 +90,9 @@ def test_sends_that_wait_for_each_other() -> None:
     """Gloo keeps what is sent until somebody takes it; NCCL does not."""
     for host in (False, True):
         every, (a, b) = ranks(2)
-        for one, peer in ((a, 1), (b, 0)):
-            one.post("send", every, peer=peer, host=host)
-            one.post("receive", every, peer=peer, host=host)
+        for item, peer in ((a, 1), (b, 0)):
+            item.post("send", every, peer=peer, host=host)
+            item.post("receive", every, peer=peer, host=host)
         if host:
             check([a.events, b.events])
         else:

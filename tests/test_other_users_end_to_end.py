@@ -79,30 +79,30 @@ class Harm:
 
 
 def descendants(pid: int) -> list[int]:
-    found, todo = [], [pid]
+    result, todo = [], [pid]
     while todo:
-        found.append(todo.pop())
-        for task in Path(f"/proc/{found[-1]}/task").glob("*"):
+        result.append(todo.pop())
+        for task in Path(f"/proc/{result[-1]}/task").glob("*"):
             with contextlib.suppress(OSError):
                 todo += map(int, (task / "children").read_text().split())
-    return found
+    return result
 
 
 def listening() -> dict[str, tuple[str, str]]:
     """What listens, or takes datagrams under a name, by inode: `tcp` and its address, `unix` and its name as hex."""
-    found = {}
+    result = {}
     for table in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             # 07: a datagram socket without a peer. One with a peer, as a name lookup has, takes nothing from others.
             if fields[3] == ("07" if table.startswith("udp") else "0A"):
-                found[fields[9]] = table, fields[1]
+                result[fields[9]] = table, fields[1]
     for row in Path("/proc/net/unix").read_bytes().split(b"\n")[1:]:
         parts = row.split(maxsplit=7)
         if len(parts) == 8 and (int(parts[3], 16) & LISTENS or parts[4] == b"0002"):
             name = b"\0" + parts[7][1:] if parts[7].startswith(b"@") else parts[7]
-            found[parts[6].decode()] = "unix", name.hex()
-    return found
+            result[parts[6].decode()] = "unix", name.hex()
+    return result
 
 
 class Watch(threading.Thread):
@@ -169,9 +169,9 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     )
     command = command_of(folder, place / "run", *options)
     if request.param == "torchrun":
-        python, _, program, *rest = command
+        python, _, program, *remaining = command
         by = ("-m", "megarl.torchrun", "--standalone", "--nproc-per-node", "2")
-        command = [python, *by, "-m", program, *rest]
+        command = [python, *by, "-m", program, *remaining]
     environment = ENVIRONMENT | {"TMPDIR": str(place / "scratch")}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -206,17 +206,17 @@ def test_he_has_reached_all_ports_and_no_socket_with_a_name(ran: dict[str, Any])
 
 def test_what_listens_is_what_the_table_says(ran: dict[str, Any]) -> None:
     """The table of SECURITY.md, by process and address."""
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     for who, kind, where in ran["watch"].found:
         address = where.partition(":")[0] if kind != "unix" else "abstract" if where.startswith("00") else "path"
-        found.setdefault(f"{kind} {address}", set()).add(next((name for name in KNOWN if name in who), who))
-    everywhere = found.pop("tcp 00000000", set()) | found.pop("tcp6 " + "0" * 32, set())
+        result.setdefault(f"{kind} {address}", set()).add(next((name for name in KNOWN if name in who), who))
+    everywhere = result.pop("tcp 00000000", set()) | result.pop("tcp6 " + "0" * 32, set())
     assert everywhere == ({"megarl.torchrun"} if ran["by"] == "torchrun" else set())
     inherited = {"torch_shm_manager"}  # forked from a rank, with whose ports it does nothing
     # A scheduler goes by the name of its host where there is no space for a title of its own.
-    assert {RANK, SERVER} <= found.pop("tcp 0100007F") - inherited <= {RANK, SERVER, SCHEDULER}
-    assert found.pop("unix path") <= {*KNOWN}
-    assert found.pop("unix abstract", {RANK}) - inherited == {RANK}
-    assert found == {}
+    assert {RANK, SERVER} <= result.pop("tcp 0100007F") - inherited <= {RANK, SERVER, SCHEDULER}
+    assert result.pop("unix path") <= {*KNOWN}
+    assert result.pop("unix abstract", {RANK}) - inherited == {RANK}
+    assert result == {}
     for path, (mode, parent) in ran["watch"].modes.items():
         assert parent & 0o077 == 0, (path, oct(mode), oct(parent))

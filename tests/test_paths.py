@@ -159,8 +159,8 @@ def test_a_variable_may_begin_with_a_tilde(home: Path, monkeypatch: pytest.Monke
 
 
 def test_a_configuration_made_in_python(home: Path) -> None:
-    made = dataclasses.replace(Config(), run=RunConfig(dir="~/x"), rollout=Config().rollout)
-    once = expand_config_paths(made)
+    created = dataclasses.replace(Config(), run=RunConfig(dir="~/x"), rollout=Config().rollout)
+    once = expand_config_paths(created)
     assert once.run.dir == f"{home}/x" and expand_config_paths(once) == once
 
 

@@ -25,10 +25,10 @@ ALONE = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
-    held_out = (made / "eval.jsonl").read_text().splitlines()[:8]
-    (made / "eval.jsonl").write_text("\n".join(held_out) + "\n")
-    return made
+    created = make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
+    held_out = (created / "eval.jsonl").read_text().splitlines()[:8]
+    (created / "eval.jsonl").write_text("\n".join(held_out) + "\n")
+    return created
 
 
 @pytest.fixture(scope="module")
@@ -44,24 +44,24 @@ def steps_of(run_dir: Path) -> list[dict[str, float]]:
 
 
 def versions(run_dir: Path, step: int) -> set[int | None]:
-    return {turn.weight_version for one in read_rollouts(run_dir, step) for turn in one.turns if turn.is_action}
+    return {turn.weight_version for item in read_rollouts(run_dir, step) for turn in item.turns if turn.is_action}
 
 
 def asked(run_dir: Path, step: int) -> list[tuple[str, int, int]]:
     """Which prompt, group and seed each of a step's rollouts has."""
-    return [(one.prompt.id, one.group, one.seed) for one in read_rollouts(run_dir, step)]
+    return [(item.prompt.id, item.group, item.seed) for item in read_rollouts(run_dir, step)]
 
 
-def assert_same_figures(one: list[dict[str, float]], other: list[dict[str, float]], *but: str) -> None:
-    assert [row["step"] for row in one] == [row["step"] for row in other]
-    for mine, theirs in zip(one, other, strict=True):
+def assert_same_figures(item: list[dict[str, float]], other: list[dict[str, float]], *but: str) -> None:
+    assert [row["step"] for row in item] == [row["step"] for row in other]
+    for mine, theirs in zip(item, other, strict=True):
         for name in mine:
             if name.split("/")[0] in ("actor", "critic", "rollout") and name not in but:
                 assert mine[name] == theirs[name], (mine["step"], name)
 
 
-def assert_same_weights(one: Path, other: Path) -> None:
-    mine, theirs = (load_file(path / "export" / "model.safetensors") for path in (one, other))
+def assert_same_weights(item: Path, other: Path) -> None:
+    mine, theirs = (load_file(path / "export" / "model.safetensors") for path in (item, other))
     assert mine.keys() == theirs.keys()
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
 
@@ -81,8 +81,8 @@ def test_three_steps_on_three_ranks(split_run: Path, folder: Path) -> None:
     assert [row["step"] for row in evaluated] == [0, 3]
     before, after = (load_file(path / "model.safetensors") for path in (folder / "model", split_run / "export"))
     assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
-    kept = sorted(path.name for path in (split_run / "checkpoints").glob("step_*"))
-    assert kept == ["step_000001", "step_000002", "step_000003"]
+    retained = sorted(path.name for path in (split_run / "checkpoints").glob("step_*"))
+    assert retained == ["step_000001", "step_000002", "step_000003"]
 
 
 def test_its_ranks_would_not_hang_on_a_gpu(split_run: Path) -> None:
@@ -103,8 +103,8 @@ def assert_answers_wait_for_no_training(run_dir: Path, steps: int) -> None:
 
     def spans(rank: int, name: str) -> list[dict[str, float]]:
         text = (run_dir / "timeline" / f"rank_{rank:05d}.json").read_text().rstrip().rstrip(",]")
-        found = [span for span in json.loads(text + "]") if span.get("name") == name]
-        return sorted(found, key=lambda span: float(span["ts"]))
+        result = [span for span in json.loads(text + "]") if span.get("name") == name]
+        return sorted(result, key=lambda span: float(span["ts"]))
 
     trained, stopped = spans(0, "actor_update"), spans(1, "drain_generation")
     assert len(trained) == 2 * steps and len(stopped) == steps
@@ -159,8 +159,8 @@ def test_answers_go_on_through_pushes(folder: Path, host: str, tmp_path: Path, h
     rows = steps_of(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     for step, row in enumerate(rows, 1):
-        found = versions(run_dir, step)
-        assert all(version is not None and max(0, step - 3) <= version <= step - 1 for version in found)
+        result = versions(run_dir, step)
+        assert all(version is not None and max(0, step - 3) <= version <= step - 1 for version in result)
         differences = [row[name] for name in row if name.startswith("rollout/logprob_diff_p95") and "un" not in name]
         assert differences and max(differences) <= 1e-4
         assert len({group for _, group, _ in asked(run_dir, step)}) == 4 and len(asked(run_dir, step)) == 16
@@ -172,7 +172,7 @@ def test_answers_go_on_through_pushes(folder: Path, host: str, tmp_path: Path, h
     mixed = [
         len(turn.version_spans) > 1
         for step in range(1, 6)
-        for one in read_rollouts(run_dir, step)
-        for turn in one.turns
+        for item in read_rollouts(run_dir, step)
+        for turn in item.turns
     ]
     assert any(mixed) == (how == "retract")  # an answer by two versions, whose keys and values are by the second

@@ -74,11 +74,11 @@ class Running:
 
     def family(self) -> list[psutil.Process]:
         """The run's processes, and those of its engines, which may be children of a host."""
-        return [one for one in psutil.Process().children(recursive=True) if one not in self.before]
+        return [item for item in psutil.Process().children(recursive=True) if item not in self.before]
 
     def rank(self, number: int) -> int:
-        (found,) = [one for one in psutil.Process(self.process.pid).children() if is_rank(one, number)]
-        return int(found.pid)
+        (result,) = [item for item in psutil.Process(self.process.pid).children() if is_rank(item, number)]
+        return int(result.pid)
 
     def ended(self) -> tuple[int, list[str]]:
         """Exit status and the lines on stderr, when all of the run's processes are gone."""
@@ -183,13 +183,13 @@ def test_values_that_are_no_numbers_are_named(whole: Path, folder: Path, tmp_pat
     run = Running(folder, tmp_path, *SPLIT, f"rollout.replay={whole}", f"critic.path={tmp_path}/model")
     code, (line,) = run.ended()
     assert code == 2, line
-    told = re.fullmatch(
+    events = re.fullmatch(
         r"error: step 1: not finite: values of the critic, (nan|inf) in (\d+) of (\d+) places; check the rewards and "
         r"the data, or lower critic\.optimizer\.lr",
         line,
     )
-    actions = sum(one.num_actions for one in read_rollouts(whole, 1))
-    assert told and 0 < int(told[2]) <= int(told[3]) == actions
+    actions = sum(item.num_actions for item in read_rollouts(whole, 1))
+    assert events and 0 < int(events[2]) <= int(events[3]) == actions
     assert line.removeprefix("error: ") in (run.run_dir / "log.txt").read_text()
     assert run.saved() == []
 
@@ -202,20 +202,20 @@ def test_grpo_with_a_reward_model_on_a_rank_of_its_own(folder: Path, host: str, 
     have no routing, the trainer chooses the same ones, for nothing is updated twice a step."""
     model = tmp_path / "reward_model"
     make_reward_model(folder / "model", model)
-    given = ["algorithm=grpo", "reward.functions=[]", f"reward.model={model}", "run.save_every=0"]
-    given += ["kl.apply_to=reward", "run.num_update=1", "run.ppo_epochs=1"]
+    value = ["algorithm=grpo", "reward.functions=[]", f"reward.model={model}", "run.save_every=0"]
+    value += ["kl.apply_to=reward", "run.num_update=1", "run.ppo_epochs=1"]
     split = [*SPLIT, "placement={actor: 0, reward: 1, rollout: 2}", "train.routing_replay=true"]
-    train(folder, tmp_path / "split", *split, *given, host=host)
+    train(folder, tmp_path / "split", *split, *value, host=host)
     rows = steps_of(tmp_path / "split")
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert row["rollout/logprob_diff"] <= 1e-4  # of every token, for replayed experts cannot tie
         assert row["actor/grad_norm"] > 0
         assert all(math.isfinite(number) for number in row.values())
-    found = [one.reward for one in read_rollouts(tmp_path / "split", 3)]
-    assert found == pytest.approx(scores(model, tmp_path / "split", 3), abs=1e-4)
-    assert max(found) - min(found) > 0.01
-    train(folder, tmp_path / "alone", *ALONE, *given, f"rollout.replay={tmp_path}/split")
+    result = [item.reward for item in read_rollouts(tmp_path / "split", 3)]
+    assert result == pytest.approx(scores(model, tmp_path / "split", 3), abs=1e-4)
+    assert max(result) - min(result) > 0.01
+    train(folder, tmp_path / "alone", *ALONE, *value, f"rollout.replay={tmp_path}/split")
     for mine, theirs in zip(rows, steps_of(tmp_path / "alone"), strict=True):
         for name in ("rollout/reward_mean", "actor/grad_norm", "actor/loss", "actor/entropy"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), (mine["step"], name)
@@ -234,4 +234,4 @@ def scores(reward_model: Path, run_dir: Path, step: int) -> list[float]:
     """By transformers, of the ids that the engine wrote."""
     model = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
     with torch.no_grad():
-        return [float(model(torch.tensor([one.token_ids.tolist()])).logits) for one in read_rollouts(run_dir, step)]
+        return [float(model(torch.tensor([item.token_ids.tolist()])).logits) for item in read_rollouts(run_dir, step)]

@@ -37,8 +37,8 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks") / "f"
     adapter_tasks.write_folders(folder)
     write(folder, 20 * STEPS, demonstrations=14400, more=adapter_tasks.TASKS, then=20 * ADAPTERS)
-    own = [f"run.dir={folder}/sft", f"model.path={folder}/model", f"data.train={folder}/sft.jsonl"]
-    train("configs/quickstart_sft.yaml", "", *own, "run.num_rollout=225")
+    local = [f"run.dir={folder}/sft", f"model.path={folder}/model", f"data.train={folder}/sft.jsonl"]
+    train("configs/quickstart_sft.yaml", "", *local, "run.num_rollout=225")
     return folder
 
 
@@ -46,7 +46,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(warm: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Steps with rows of each kind that is ready, then steps with rows of adapters."""
     run_dir = tmp_path_factory.mktemp("runs") / "run"
-    own = [f"run.dir={run_dir}", f"model.path={warm}/sft/export", f"data.train={warm}/train.jsonl", "data.eval=[]"]
+    local = [f"run.dir={run_dir}", f"model.path={warm}/sft/export", f"data.train={warm}/train.jsonl", "data.eval=[]"]
     tools, folders = adapter_tasks.write_servers(run_dir.parent), f"harbor:{warm}/harbor"
     rollout = [f"rollout.environments={json.dumps([*ENVIRONMENTS, folders])}", f"rollout.tools={json.dumps(tools)}"]
     rollout += ["rollout.max_turns=7", "data.shuffle=false"]
@@ -57,7 +57,7 @@ def run(warm: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path
         "rollout.max_context=256",
     ]
     reward = ["algorithm=grpo", "reward.functions=[adapter_tasks:rewards]", "run.export=false", "expect={}"]
-    train("configs/quickstart.yaml", host, *own, *rollout, *steps, *reward)
+    train("configs/quickstart.yaml", host, *local, *rollout, *steps, *reward)
     return run_dir
 
 
@@ -67,9 +67,9 @@ def test_each_kind_gets_better(run: Path) -> None:
     assert len(rows) == STEPS and all(row["rollout/aborted_frac"] == 0 for row in rows)
     assert all(row["rollout/reward_failed_frac"] == 0 for row in rows if "rollout/reward_failed_frac" in row)
     for name in TASKS:
-        found = [row[f"rollout/reward_mean/{name}"] for row in rows if f"rollout/reward_mean/{name}" in row]
-        before, after = statistics.fmean(found[:2]), statistics.fmean(found[-2:])
-        assert after > before + 0.1, (name, found)
+        result = [row[f"rollout/reward_mean/{name}"] for row in rows if f"rollout/reward_mean/{name}" in row]
+        before, after = statistics.fmean(result[:2]), statistics.fmean(result[-2:])
+        assert after > before + 0.1, (name, result)
 
 
 @needs_boxes
@@ -80,16 +80,16 @@ def test_adapters_train_two_steps(run: Path) -> None:
     for row in rows:
         assert row["rollout/aborted_frac"] == 0 == row.get("rollout/reward_failed_frac", 0)
         assert math.isfinite(row["actor/grad_norm"]) and row["actor/grad_norm"] > 0
-        found = read_rollouts(run, row["step"])
+        result = read_rollouts(run, row["step"])
         for name in adapter_tasks.TASKS:
             tool = {"mcp": "add", "harbor": "bash"}[name]
-            own = [one for one in found if one.prompt.data_source == name]
-            assert len(own) == 160 // len(adapter_tasks.TASKS) and row[f"rollout/reward_mean/{name}"] == pytest.approx(
-                statistics.fmean(one.reward for one in own)
-            )
-            right = [one for one in own if one.tool_calls > one.tool_errors and one.reward == 1]
-            assert right and any(one.reward == 0 for one in own)  # so there is something to learn
-            calls = [call["function"]["name"] for one in right for said in one.messages for call in called(said)]
+            local = [item for item in result if item.prompt.data_source == name]
+            assert len(local) == 160 // len(adapter_tasks.TASKS) and row[
+                f"rollout/reward_mean/{name}"
+            ] == pytest.approx(statistics.fmean(item.reward for item in local))
+            right = [item for item in local if item.tool_calls > item.tool_errors and item.reward == 1]
+            assert right and any(item.reward == 0 for item in local)  # so there is something to learn
+            calls = [call["function"]["name"] for item in right for said in item.messages for call in called(said)]
             assert tool in calls
 
 

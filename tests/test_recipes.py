@@ -61,16 +61,16 @@ def test_a_fork_has_recipes_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
 def test_the_complete_recipes_are_what_their_papers_say() -> None:
     """DAPO (arXiv:2503.14476), VAPO (arXiv:2504.05118), PF-PPO (arXiv:2409.06957), Dr. GRPO (arXiv:2503.20783)."""
     dapo, vapo, pf_ppo, dr_grpo = (from_dict({"algorithm": name}) for name in ("dapo", "vapo", "pf_ppo", "dr_grpo"))
-    for one in (dapo, vapo):
-        assert (one.loss.clip, one.loss.clip_high) == (0.2, 0.28)
-        assert (one.loss.agg_mode, one.kl.apply_to) == ("token-mean", "none")
-    found = find_controller("dapo").read_options(dapo)
-    assert (found.max_num_gen_batches, found.overlong_buffer) == (10, 0.2) and dapo.advantage.norm_by_std
-    found = find_controller("vapo").read_options(vapo)
-    assert (found.critic_lam, found.length_adaptive_alpha, found.positive_nll_coef) == (1.0, 0.05, 0.1)
+    for item in (dapo, vapo):
+        assert (item.loss.clip, item.loss.clip_high) == (0.2, 0.28)
+        assert (item.loss.agg_mode, item.kl.apply_to) == ("token-mean", "none")
+    result = find_controller("dapo").read_options(dapo)
+    assert (result.max_num_gen_batches, result.overlong_buffer) == (10, 0.2) and dapo.advantage.norm_by_std
+    result = find_controller("vapo").read_options(vapo)
+    assert (result.critic_lam, result.length_adaptive_alpha, result.positive_nll_coef) == (1.0, 0.05, 0.1)
     assert vapo.critic.warmup_steps == 50 and vapo.advantage.gamma == 1.0 and vapo.rollout.samples_per_prompt > 1
-    found = find_controller("pf_ppo").read_options(pf_ppo)
-    assert (found.drop_prob, found.buffer_size) == (0.8, 10_000)
+    result = find_controller("pf_ppo").read_options(pf_ppo)
+    assert (result.drop_prob, result.buffer_size) == (0.8, 10_000)
     assert (dr_grpo.advantage.norm_by_std, dr_grpo.loss.agg_mode) == (False, "seq-mean-token-sum-norm")
 
 

@@ -32,34 +32,34 @@ GIVEN = "-m\0megarl.train"
 
 
 def descendants(pid: int) -> list[int]:
-    found, todo = [], [pid]
+    result, todo = [], [pid]
     while todo:
-        found.append(todo.pop())
-        for task in Path(f"/proc/{found[-1]}/task").glob("*"):
+        result.append(todo.pop())
+        for task in Path(f"/proc/{result[-1]}/task").glob("*"):
             with contextlib.suppress(OSError):
                 todo += map(int, (task / "children").read_text().split())
-    return found
+    return result
 
 
 def sockets(pid: int) -> set[str]:
-    found = set()
+    result = set()
     with contextlib.suppress(OSError):
         for link in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                found.add(os.readlink(link.path).removeprefix("socket:[").removesuffix("]"))
-    return found
+                result.add(os.readlink(link.path).removeprefix("socket:[").removesuffix("]"))
+    return result
 
 
 def listening() -> dict[str, str]:
     """Sockets that listen beyond the loopback, by inode: address and port as the kernel writes them."""
-    found = {}
+    result = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             fields = line.split()
             near = fields[1].startswith(("0100007F:", "00000000000000000000000001000000:"))
             if fields[3] == "0A" and not near:
-                found[fields[9]] = fields[1]
-    return found
+                result[fields[9]] = fields[1]
+    return result
 
 
 class Watch(threading.Thread):
@@ -84,11 +84,11 @@ class Watch(threading.Thread):
                     if MARK in line:
                         self.leaks.add(f"command line: {said}")
                     if GIVEN not in line:
-                        held = [text.split("=")[0] for text in environ.split("\0") if MARK in text]
-                        self.leaks |= {f"environment of {said}: {name}" for name in held}
+                        retained = [text.split("=")[0] for text in environ.split("\0") if MARK in text]
+                        self.leaks |= {f"environment of {said}: {name}" for name in retained}
                     elif "-KEY-OF-" in environ:
                         self.leaks.add(f"key in the environment of {said}")
-                self.open |= {f"{beyond[one]} of {pid}: {said}" for one in sockets(pid) & beyond.keys()}
+                self.open |= {f"{beyond[item]} of {pid}: {said}" for item in sockets(pid) & beyond.keys()}
             time.sleep(0.3)
 
 
@@ -107,8 +107,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (place / "scratch").mkdir()
     (place / "site/sitecustomize.py").write_text(KEYS)
     run_dir = place / "run"
-    held = HELD | {"HOOK_OF_OURS": f"http://127.0.0.1:1/{MARK}5"}  # where nobody is, so that it fails
-    environment = ENVIRONMENT | held | {"TMPDIR": str(place / "scratch"), "MEGARL_WEBHOOK_PRIVATE": "1"}
+    retained = HELD | {"HOOK_OF_OURS": f"http://127.0.0.1:1/{MARK}5"}  # where nobody is, so that it fails
+    environment = ENVIRONMENT | retained | {"TMPDIR": str(place / "scratch"), "MEGARL_WEBHOOK_PRIVATE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(place / "site"), ENVIRONMENT["PYTHONPATH"]])
     with Judging() as judge:
         options = f"{{url: {judge.url}, private: true, auth_env: JUDGE_OF_OURS}}"

@@ -55,8 +55,8 @@ def first_use(folder: Path, conversations: list[list[Any]]) -> dict[str, Any]:
     command = [sys.executable, "-I", "-W", "ignore", "-c", FIRST_USE, str(folder), json.dumps(conversations)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +82,10 @@ def train(folder: Path, run_dir: Path, *overrides: str) -> None:
     paths = [f"model.path={folder}/model", f"data.train=[{folder}/sft.jsonl,{folder}/words.parquet]"]
     paths += ["data.mixture_weights=[3,1]", f"data.eval=[{folder}/e.parquet,{folder}/words.parquet]"]
     steps = ["run.num_rollout=4", "run.eval_every=2", "run.save_every=2", "data.prompts_per_step=16"]
-    given = dict(text.split("=", 1) for text in (*paths, *steps, f"run.dir={run_dir}", *overrides))  # the last of a key
-    settings = [f"{key}={value}" for key, value in given.items()]
+    argument = dict(
+        text.split("=", 1) for text in (*paths, *steps, f"run.dir={run_dir}", *overrides)
+    )  # the last of a key
+    settings = [f"{key}={value}" for key, value in argument.items()]
     command = [sys.executable, "-m", "megarl.train", "configs/quickstart_sft.yaml", *settings]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -123,9 +125,9 @@ def test_plain_transformers_loads_the_export_and_generates(sft_run: Path, folder
     """And says of the held-out conversations what the run said of them."""
     talks = pyarrow.parquet.read_table(folder / "e.parquet").to_pylist()
     conversations = [[row["messages"][:1], row["messages"][1]["content"]] for row in talks]
-    found = first_use(sft_run / "export", conversations)
-    assert found["nll"] == pytest.approx(metrics_of(sft_run, "eval/nll/sums")[4], abs=1e-4)
-    assert len(found["texts"]) == 4
+    result = first_use(sft_run / "export", conversations)
+    assert result["nll"] == pytest.approx(metrics_of(sft_run, "eval/nll/sums")[4], abs=1e-4)
+    assert len(result["texts"]) == 4
     by_heart = first_use(sft_run / "export", TALKS)
     assert by_heart["nll"] == pytest.approx(metrics_of(sft_run, "eval/nll/words")[4], abs=1e-4)
 
@@ -138,8 +140,8 @@ def test_resume_equals_the_uninterrupted_run_bit_for_bit(sft_run: Path, folder: 
     first, second = (load_file(run_dir / "export" / "model.safetensors") for run_dir in (sft_run, resumed))
     assert all(torch.equal(first[name], second[name]) for name in first)
     for name in ("actor/nll", "eval/nll", "eval/nll/words", "data/epoch/sft"):
-        whole, after = metrics_of(sft_run, name), metrics_of(resumed, name)
-        assert after == {step: value for step, value in whole.items() if step in after} and 4 in after
+        full, after = metrics_of(sft_run, name), metrics_of(resumed, name)
+        assert after == {step: value for step, value in full.items() if step in after} and 4 in after
 
 
 def test_what_was_learned_by_heart_is_what_the_export_writes(sft_run: Path, folder: Path, tmp_path: Path) -> None:
@@ -152,6 +154,6 @@ def test_what_was_learned_by_heart_is_what_the_export_writes(sft_run: Path, fold
     assert held_out[0] == pytest.approx(metrics_of(sft_run, "eval/nll/words")[0], abs=1e-5)
     assert held_out[60] < 0.05 and metrics_of(tmp_path / "run", "data/epoch")[60] == 60.0
     assert not metrics_of(tmp_path / "run", "eval/nll/words")  # the only source
-    found = first_use(tmp_path / "run" / "export", TALKS)
-    assert found["texts"] == [answer for _, answer in TALKS]
-    assert found["nll"] == pytest.approx(held_out[60], abs=1e-4)
+    result = first_use(tmp_path / "run" / "export", TALKS)
+    assert result["texts"] == [answer for _, answer in TALKS]
+    assert result["nll"] == pytest.approx(held_out[60], abs=1e-4)

@@ -35,9 +35,9 @@ def asked(package: str) -> Iterator[tuple[str, str]]:
 def test_all_that_is_asked_for_is_there(package: str) -> None:
     used = [file for file in FILES if Caller(file, package).imported]
     assert len(used) >= 5
-    found = dict(asked(package))
-    assert {what: where for what, where in found.items() if what not in KNOWN} == {}
-    assert {what for what in KNOWN if what.startswith(package)} <= found.keys(), "no reason is needed any more"
+    result = dict(asked(package))
+    assert {what: where for what, where in result.items() if what not in KNOWN} == {}
+    assert {what for what in KNOWN if what.startswith(package)} <= result.keys(), "no reason is needed any more"
 
 
 SAMPLE = {
@@ -67,8 +67,8 @@ def test_what_is_not_there_is_found(tmp_path: Path) -> None:
     for name, text in SAMPLE.items():
         (tmp_path / "sample" / name).write_text(text)
     (tmp_path / "uses.py").write_text(USES)
-    found = sorted(what for what, _ in missing(Sources(tmp_path), Caller(tmp_path / "uses.py", "sample")))
-    assert found == [
+    result = sorted(what for what, _ in missing(Sources(tmp_path), Caller(tmp_path / "uses.py", "sample")))
+    assert result == [
         "sample.Layer c",
         "sample.Layer d",
         "sample.Layer y",

@@ -27,8 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spoilt(monkeypatch: pytest.MonkeyPatch, run_dir: Path, steps: str) -> None:
-    told = {"SPOILT_RUN": str(run_dir), "SPOILT_STEPS": steps}
-    monkeypatch.setattr(whole_run, "ENVIRONMENT", whole_run.ENVIRONMENT | told)
+    events = {"SPOILT_RUN": str(run_dir), "SPOILT_STEPS": steps}
+    monkeypatch.setattr(whole_run, "ENVIRONMENT", whole_run.ENVIRONMENT | events)
 
 
 def lines_of(run_dir: Path, text: str) -> list[str]:

@@ -41,9 +41,9 @@ def talk(
     script: Callable[[ChatConversation], Coroutine[Any, Any, None]],
     chat: ChatTemplate = CHAT,
     row: dict[str, Any] | None = None,
-    **given: Any,
+    **value: Any,
 ) -> Screen:
-    screen, config = Screen(), dataclasses.replace(Config(), rollout=dataclasses.replace(CONFIG, **given))
+    screen, config = Screen(), dataclasses.replace(Config(), rollout=dataclasses.replace(CONFIG, **value))
 
     async def run() -> None:
         conversation = ChatConversation(config, chat, screen, row or {})

@@ -73,8 +73,8 @@ def test_a_mistake_is_one_clear_line(
 ) -> None:
     overrides, expected = CASES[name]
     run_dir = tmp_path / "run"
-    given = [f"model.path={model}", f"data.train={prompts(tmp_path)}", f"run.dir={run_dir}", "run.eval_every=0"]
-    status = main([QUICKSTART, *given, "data.eval=", *overrides])
+    value = [f"model.path={model}", f"data.train={prompts(tmp_path)}", f"run.dir={run_dir}", "run.eval_every=0"]
+    status = main([QUICKSTART, *value, "data.eval=", *overrides])
     captured = capsys.readouterr()
     assert status == 2
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured.err
@@ -98,20 +98,20 @@ def test_a_dry_run_of_a_whole_configuration_starts_nothing(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"
-    given = [
+    value = [
         "model.path=models/none",
         f"model.hf_config={model}/config.json",
         f"data.train={prompts(tmp_path)}",
         f"run.dir={run_dir}",
         "data.eval=",
     ]
-    assert main([QUICKSTART, "--dry-run", *given, "run.eval_every=0"]) == 0
+    assert main([QUICKSTART, "--dry-run", *value, "run.eval_every=0"]) == 0
     said = capsys.readouterr().out
     assert "the configuration is valid" in said and "would be rejected" not in said
     assert not run_dir.exists()
     run_dir.mkdir()
     (run_dir / "metrics.jsonl").touch()  # of another run
-    assert main([QUICKSTART, "--dry-run", *given, "run.eval_every=0"]) == 0
+    assert main([QUICKSTART, "--dry-run", *value, "run.eval_every=0"]) == 0
     assert f"the run would be rejected: run folder {run_dir}" in capsys.readouterr().out
 
 

@@ -57,33 +57,33 @@ def is_true(node: ast.expr | None) -> bool:
 
 def dangers(source: str) -> list[str]:
     """What a file calls, or inherits from, that runs or unpickles what it is given."""
-    found = []
+    result = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef):
-            found += [base for base in map(ast.unparse, node.bases) if base.rpartition(".")[2] == "Unpickler"]
+            result += [base for base in map(ast.unparse, node.bases) if base.rpartition(".")[2] == "Unpickler"]
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
         module, _, last = name.rpartition(".")
         if name in CODE or last in COLLECTIVES:
-            found.append(name)
+            result.append(name)
         elif module.rpartition(".")[2] in PICKLES and last in ("load", "loads", "Unpickler", "open"):
-            found.append(name)
+            result.append(name)
         elif last == "recv_pyobj" or (last == "read_pickle"):
-            found.append(name)
+            result.append(name)
         elif name == "torch.load" and not (
             isinstance(only := named(node, "weights_only"), ast.Constant) and only.value is True
         ):
-            found.append(name)
+            result.append(name)
         elif module == "yaml" and last in ("load", "load_all", "full_load", "unsafe_load"):
-            found.append(name)
+            result.append(name)
         elif is_true(named(node, "shell")):
-            found.append(f"{name}(shell=True)")
+            result.append(f"{name}(shell=True)")
         elif is_true(named(node, "allow_pickle")):
-            found.append(f"{name}(allow_pickle=True)")
+            result.append(f"{name}(allow_pickle=True)")
         elif is_true(named(node, "trust_remote_code")):
-            found.append(f"{name}(trust_remote_code=True)")
-    return found
+            result.append(f"{name}(trust_remote_code=True)")
+    return result
 
 
 def test_every_place_that_runs_or_unpickles_something_has_a_reason() -> None:

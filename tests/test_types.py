@@ -119,10 +119,10 @@ def test_with_gives_a_new_batch():
 
 
 def test_arrays_are_made_once_and_nobody_writes_to_them():
-    given = np.array([1, 2], np.int32)
-    turn = Turn(given, [-0.5, -1], is_action=True)
+    argument = np.array([1, 2], np.int32)
+    turn = Turn(argument, [-0.5, -1], is_action=True)
     assert (turn.token_ids.dtype, turn.logprobs.dtype) == (np.int32, np.float32)
-    assert np.shares_memory(turn.token_ids, given) and given.flags.writeable
+    assert np.shares_memory(turn.token_ids, argument) and argument.flags.writeable
     prompt = Prompt("p", (), token_ids=turn.token_ids)
     assert prompt.token_ids is turn.token_ids
     for array in (
@@ -269,35 +269,35 @@ IN_ORDER = [SHORT, routed(OTHER), EXAMPLE, EXAMPLE, OTHER]
 
 
 def test_figures_of_all_and_rollouts_where_they_are():
-    found = as_ranks(3, dealt)
-    whole = Rollouts.gather(IN_ORDER)
-    for rank, rollouts in enumerate(found):
+    result = as_ranks(3, dealt)
+    full = Rollouts.gather(IN_ORDER)
+    for rank, rollouts in enumerate(result):
         assert rollouts.home.tolist() == [0, 2, 2, 0, 0]
         assert rollouts.local_indices.tolist() == [[0, 3, 4], [], [1, 2]][rank]
         assert rollouts.local == tuple(IN_ORDER[number] for number in rollouts.local_indices.tolist())
-        assert rollouts.sources == whole.sources
+        assert rollouts.sources == full.sources
         for name in (*ROLLOUT_STATS, "source", "reward"):
-            assert torch.equal(getattr(rollouts, name), getattr(whole, name)), name
+            assert torch.equal(getattr(rollouts, name), getattr(full, name)), name
         assert rollouts.routed_tokens.tolist() == [0, 2, 0, 0, 0]
-        rest = rollouts.select(torch.tensor([True, False, True, True, False]))
-        assert rest.local_indices.tolist() == [[0, 2], [], [1]][rank] and rest.home.tolist() == [0, 2, 0]
-        assert rest.length.tolist() == [2, 8, 8] and len(rest.local) == len(rest.local_indices)
+        remaining = rollouts.select(torch.tensor([True, False, True, True, False]))
+        assert remaining.local_indices.tolist() == [[0, 2], [], [1]][rank] and remaining.home.tolist() == [0, 2, 0]
+        assert remaining.length.tolist() == [2, 8, 8] and len(remaining.local) == len(remaining.local_indices)
 
 
 def test_rewards_of_turns_are_a_column_where_any_rank_has_one():
     """An action turn's on its last token; of one without tokens it is left to the sequence's."""
     turns = [Turn((1, 2)), Turn((7, 8), (0.0, 0.0), True, reward=0.5), Turn((4,)), Turn((9,), (0.0,), True)]
     turns += [Turn((), (), True, reward=0.25)]
-    one = Rollout(Prompt("p", ()), tuple(turns), reward=2.0)
+    element = Rollout(Prompt("p", ()), tuple(turns), reward=2.0)
     assert TrainBatch.from_rollouts(IN_ORDER).turn_rewards is None
-    batch = TrainBatch.from_rollouts([SHORT, one])
+    batch = TrainBatch.from_rollouts([SHORT, element])
     assert batch.turn_rewards.tolist() == [0, 0] + [0, 0, 0, 0.5, 0, 0] and batch.sequence_reward[1] == 2.0
     assert batch.select([1]).turn_rewards.tolist() == [0, 0, 0, 0.5, 0, 0]
     with pytest.raises(ValueError, match="only an action turn has a reward"):
         Turn((1,), reward=1.0)
 
     def work(rank: Thread) -> list[float]:
-        mine = [] if rank.rank == 1 else [one if rank.rank else SHORT]
+        mine = [] if rank.rank == 1 else [element if rank.rank else SHORT]
         rollouts = Rollouts.gather(mine, None, rank)
         assert rollouts.rewarded_turns.tolist() == [0, 2]
         return TrainBatch.from_rollouts(rollouts).turn_rewards.tolist()
@@ -334,25 +334,25 @@ def test_new_rewards_are_known_to_all():
 
 
 def test_a_batch_in_shares_is_the_whole_one_in_parts():
-    whole = TrainBatch.from_rollouts(IN_ORDER)
-    whole = whole.with_(advantages=torch.arange(float(len(whole.tokens))))
-    of_sequence = whole.tokens.split(whole.lengths.tolist())
+    full = TrainBatch.from_rollouts(IN_ORDER)
+    full = full.with_(advantages=torch.arange(float(len(full.tokens))))
+    of_sequence = full.tokens.split(full.lengths.tolist())
 
     def work(rank: Thread) -> None:
         batch = TrainBatch.from_rollouts(dealt(rank))
-        assert torch.equal(batch.lengths, whole.lengths) and torch.equal(batch.group, whole.group)
-        assert torch.equal(batch.sequence_reward, whole.sequence_reward) and batch.num_sequences == 5
+        assert torch.equal(batch.lengths, full.lengths) and torch.equal(batch.group, full.group)
+        assert torch.equal(batch.sequence_reward, full.sequence_reward) and batch.num_sequences == 5
         assert (batch.routing is None) == (rank.rank == 3)
         for part, numbers in ((batch, range(5)), (batch.select([4, 1, 0]), (4, 1, 0)), (batch.select([2]), (2,))):
-            own = [numbers[i] for i in part.local_indices.tolist()]
-            expected = torch.cat([torch.zeros(0, dtype=torch.int32), *(of_sequence[i] for i in own)])
+            local = [numbers[i] for i in part.local_indices.tolist()]
+            expected = torch.cat([torch.zeros(0, dtype=torch.int32), *(of_sequence[i] for i in local)])
             assert torch.equal(part.tokens, expected)
-            assert torch.equal(part.lengths, whole.lengths[list(numbers)])
+            assert torch.equal(part.lengths, full.lengths[list(numbers)])
             assert part.sequence_ids.tolist() == [
                 i for i in part.local_indices.tolist() for _ in range(int(part.lengths[i]))
             ]
             assert part.sharding is not None and part.sharding.home.tolist() == [[0, 2, 2, 0, 0][i] for i in numbers]
-            reference = whole.select(list(numbers))
+            reference = full.select(list(numbers))
             assert torch.equal(part.all_gather(part.cu_seqlens.diff()), reference.lengths)
             assert int(part.all_reduce(part.loss_mask.sum())) == int(reference.loss_mask.sum())
 
@@ -391,22 +391,22 @@ def test_without_older_weights_there_is_no_such_column():
 
 
 def test_all_ranks_have_the_column_where_one_has_older_tokens():
-    found = as_ranks(
+    result = as_ranks(
         2, lambda rank: TrainBatch.from_rollouts(Rollouts.gather([AGED, SHORT][rank.rank :][:1], [rank.rank], rank, 5))
     )
-    assert [batch.staleness is None for batch in found] == [False, False]
-    assert not found[1].staleness.any()
+    assert [batch.staleness is None for batch in result] == [False, False]
+    assert not result[1].staleness.any()
 
 
 def test_sources_are_numbers_into_a_table_that_is_the_same_everywhere():
     def of(source: str) -> Rollout:
         return dataclasses.replace(SHORT, prompt=dataclasses.replace(SHORT.prompt, data_source=source))
 
-    given = [[of("math"), of("code")], [], [of("math"), of("")]]
-    for rollouts in as_ranks(3, lambda rank: Rollouts.gather(given[rank.rank], None, rank)):
+    argument = [[of("math"), of("code")], [], [of("math"), of("")]]
+    for rollouts in as_ranks(3, lambda rank: Rollouts.gather(argument[rank.rank], None, rank)):
         assert rollouts.sources == ("", "code", "math") and rollouts.source.tolist() == [2, 1, 2, 0]
-        rest = rollouts.select(torch.tensor([False, True, True, False]))
-        assert rest.source.tolist() == [1, 2] and rest.sources == rollouts.sources
+        remaining = rollouts.select(torch.tensor([False, True, True, False]))
+        assert remaining.source.tolist() == [1, 2] and remaining.sources == rollouts.sources
 
 
 def test_generations_of_a_step_are_joined():

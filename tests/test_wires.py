@@ -19,9 +19,9 @@ import pytest
     ],
 )
 def test_touched(run_ranks: Callable[..., list[dict[str, Any]]], what: str, said: str) -> None:
-    for rank, found in enumerate(run_ranks(2, "tests/ranks_wires.py", what)):
-        assert (said in found["error"]) and bool(said) == bool(found["error"])
-        assert what == "written" or found["taken"] == [2.0 - rank] * 4
+    for rank, result in enumerate(run_ranks(2, "tests/ranks_wires.py", what)):
+        assert (said in result["error"]) and bool(said) == bool(result["error"])
+        assert what == "written" or result["taken"] == [2.0 - rank] * 4
 
 
 def test_records(run_ranks: Any) -> None:
@@ -32,7 +32,7 @@ def test_records(run_ranks: Any) -> None:
     assert len(records) == 2 and nccl_order.check(records) == {"all_reduce": 2, "send": 2, "receive": 2}
     for rank, record in enumerate(records):
         batch = [event for event in record if event["do"] == "post" and event["batch"] is not None]
-        assert [(one["kind"], one["peer"], one["bytes"]) for one in batch] == [
+        assert [(item["kind"], item["peer"], item["bytes"]) for item in batch] == [
             ("send", 1 - rank, 16),
             ("receive", 1 - rank, 16),
         ]

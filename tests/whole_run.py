@@ -42,8 +42,8 @@ def command_of(folder: Path, run_dir: Path, *overrides: str) -> list[str]:
         f"data.eval={folder}/eval.jsonl",
         f"run.dir={run_dir}",
     ]
-    given = dict(text.split("=", 1) for text in (*paths, *SMALL, *overrides))  # the last of a key
-    settings = [f"{key}={value}" for key, value in given.items()]
+    argument = dict(text.split("=", 1) for text in (*paths, *SMALL, *overrides))  # the last of a key
+    settings = [f"{key}={value}" for key, value in argument.items()]
     return [sys.executable, "-m", "megarl.train", "configs/quickstart.yaml", *settings]
 
 

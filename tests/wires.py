@@ -76,7 +76,7 @@ class Wires:
                 "host": group.group_name in self.hosts,
                 "peer": None if peer is None else members[peer],
                 "batch": self.batch,
-                "bytes": sum(one.numel() * one.element_size() for one in tensors),
+                "bytes": sum(item.numel() * item.element_size() for item in tensors),
             }
         )
         return number
@@ -90,9 +90,9 @@ class Wires:
             self._under_way.add(number, kind, tensors)
 
     def wait(self, work: Any) -> None:
-        found = self._works.pop(id(work), None)
-        if found is not None:
-            self.waited(found[1])
+        result = self._works.pop(id(work), None)
+        if result is not None:
+            self.waited(result[1])
 
     def waited(self, number: int) -> None:
         self.events.append({"do": "wait", "op": number})
@@ -112,7 +112,7 @@ class UnderWay(TorchDispatchMode):
     def add(self, number: int, kind: str, tensors: list[torch.Tensor]) -> None:
         if not self._ranges:
             self.__enter__()
-        self._ranges[number] = kind, [_range(one) for one in tensors if one.numel()]
+        self._ranges[number] = kind, [_range(item) for item in tensors if item.numel()]
 
     def remove(self, number: int) -> None:
         if self._ranges.pop(number, None) is not None and not self._ranges:
@@ -144,7 +144,7 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
 @functools.cache
 def _is_view(func: Any) -> bool:
     """Whether it only looks at memory in another way."""
-    returned = [one.alias_info for one in func._schema.returns]
+    returned = [item.alias_info for item in func._schema.returns]
     return bool(returned) and all(info is not None and not info.is_write for info in returned)
 
 
@@ -175,9 +175,9 @@ def install() -> Wires:
 
     @functools.wraps(wait)
     def waits(self: Any, *args: Any) -> Any:
-        found = wait(self, *args)
+        result = wait(self, *args)
         wires.wait(self)
-        return found
+        return result
 
     work.wait = waits
     dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = _batch(wires, dist.batch_isend_irecv)
@@ -190,9 +190,9 @@ def _collective(wires: Wires, call: Callable[..., Any], kind: str) -> Callable[.
     def wrapped(self: Any, *args: Any, **named: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)]
         number = wires.post(self, kind, tensors if kind in SAME_SIZE else [])
-        made = call(self, *args, **named)
-        wires.started(number, made, kind, self.group_name in wires.hosts, tensors)
-        return made
+        created = call(self, *args, **named)
+        wires.started(number, created, kind, self.group_name in wires.hosts, tensors)
+        return created
 
     return wrapped
 
@@ -201,9 +201,9 @@ def _exchange(wires: Wires, call: Callable[..., Any], kind: str) -> Callable[...
     @functools.wraps(call)
     def wrapped(self: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         number = wires.post(self, kind, tensors, peer)
-        made = call(self, tensors, peer, tag)
-        wires.started(number, made, kind, self.group_name in wires.hosts, tensors)
-        return made
+        created = call(self, tensors, peer, tag)
+        wires.started(number, created, kind, self.group_name in wires.hosts, tensors)
+        return created
 
     return wrapped
 
@@ -225,12 +225,12 @@ def _batch(wires: Wires, call: Callable[..., Any]) -> Callable[..., Any]:
 def _new_group(wires: Wires, call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def wrapped(*args: Any, **named: Any) -> Any:
-        made = call(*args, **named)
+        created = call(*args, **named)
         backend = named.get("backend", args[2] if len(args) > 2 else None)
-        if isinstance(made, dist.ProcessGroup):
-            wires.members[made.group_name] = list(dist.get_process_group_ranks(made))
+        if isinstance(created, dist.ProcessGroup):
+            wires.members[created.group_name] = list(dist.get_process_group_ranks(created))
             if backend == "gloo":
-                wires.hosts.add(made.group_name)
-        return made
+                wires.hosts.add(created.group_name)
+        return created
 
     return wrapped

@@ -22,8 +22,8 @@ def deal(cu: torch.Tensor, ranks: int, seed: int) -> list[tuple[torch.Tensor, to
     home = torch.randint(1 if ranks > 1 else 0, ranks, (len(cu) - 1,), generator=torch.Generator().manual_seed(seed))
     shares = []
     for rank in range(ranks):
-        own = (home == rank).nonzero().squeeze(1)
-        tokens = [torch.arange(int(cu[i]), int(cu[i + 1])) for i in own]
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), cu.diff()[own].cumsum(0)])
-        shares.append((own, torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64), starts))
+        local = (home == rank).nonzero().squeeze(1)
+        tokens = [torch.arange(int(cu[i]), int(cu[i + 1])) for i in local]
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), cu.diff()[local].cumsum(0)])
+        shares.append((local, torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64), starts))
     return shares

@@ -150,8 +150,8 @@ def test_the_policys_lambda_is_not_the_critics():
 
 def test_lambda_by_length():
     """alpha 0.05: of 20 actions and fewer 0, of 100 1 - 1/5, of 1000 1 - 1/50."""
-    found = length_adaptive_lam(torch.tensor([0, 1, 20, 40, 100, 1000]), 0.05)
-    assert found.tolist() == pytest.approx([0, 0, 0, 0.5, 0.8, 0.98], abs=1e-12)
+    actual = length_adaptive_lam(torch.tensor([0, 1, 20, 40, 100, 1000]), 0.05)
+    assert actual.tolist() == pytest.approx([0, 0, 0, 0.5, 0.8, 0.98], abs=1e-12)
     assert length_adaptive_lam(torch.zeros(0, dtype=torch.int64), 0.05).tolist() == []
 
 
@@ -169,17 +169,24 @@ def test_undiscounted_return_is_the_outcome():
 def test_does_not_depend_on_packing_or_on_what_is_masked(seed):
     rewards, values, mask, cu = random_batch(seed)
     garbage = torch.where(mask, values, torch.full_like(values, float("nan")))
-    whole = torch.stack(gae(rewards, values, mask, cu, 0.99, 0.95))
-    assert torch.equal(torch.stack(gae(rewards, garbage, mask, cu, 0.99, 0.95)), whole)
+    full = torch.stack(gae(rewards, values, mask, cu, 0.99, 0.95))
+    assert torch.equal(torch.stack(gae(rewards, garbage, mask, cu, 0.99, 0.95)), full)
     order = torch.randperm(len(cu) - 1, generator=torch.Generator().manual_seed(seed)).tolist()
     index = torch.cat([torch.arange(int(cu[i]), int(cu[i + 1])) for i in order])
     moved = torch.cat([torch.zeros(1, dtype=torch.int64), cu.diff()[order].cumsum(0)])
     got = torch.stack(gae(rewards[index], values[index], mask[index], moved, 0.99, 0.95))
-    assert torch.equal(got, whole[:, index])
+    assert torch.equal(got, full[:, index])
     for i in range(len(cu) - 1):  # one sequence at a time
-        here = slice(int(cu[i]), int(cu[i + 1]))
-        alone = gae(rewards[here], values[here], mask[here], torch.tensor([0, here.stop - here.start]), 0.99, 0.95)
-        assert torch.equal(torch.stack(alone), whole[:, here])
+        local_items = slice(int(cu[i]), int(cu[i + 1]))
+        alone = gae(
+            rewards[local_items],
+            values[local_items],
+            mask[local_items],
+            torch.tensor([0, local_items.stop - local_items.start]),
+            0.99,
+            0.95,
+        )
+        assert torch.equal(torch.stack(alone), full[:, local_items])
 
 
 def test_without_actions_or_sequences():
@@ -216,18 +223,18 @@ def test_whiten_is_the_plain_formula_bit_by_bit_and_shares_change_nothing(seed, 
     monkeypatch.setattr(token_stats, "BLOCK", block)
     mask, cu = random_mask(seed, longest=200)
     x = (torch.randn(len(mask), generator=torch.Generator().manual_seed(seed)) * 3 + 50).where(mask, float("nan"))
-    whole = whiten(x, mask)
-    assert torch.equal(whole, plain_whiten(x, mask))
+    full = whiten(x, mask)
+    assert torch.equal(full, plain_whiten(x, mask))
     for ranks in (1, 2, 4):
         shares = deal(cu, ranks, seed)
 
         def work(everyone, shares=shares):
-            own = shares[everyone.rank][1]
-            return whiten(x[own], mask[own], everyone.all_reduce)
+            local = shares[everyone.rank][1]
+            return whiten(x[local], mask[local], everyone.all_reduce)
 
         results = as_ranks(ranks, work)
         for (_, tokens, _), got in zip(shares, results, strict=True):
-            torch.testing.assert_close(got, whole[tokens], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(got, full[tokens], rtol=1e-6, atol=1e-6)
 
 
 def test_spread():

@@ -65,25 +65,25 @@ def test_rloo_by_hand():
 def test_opo_by_hand():
     """b = (10 * 1 + 30 * 0) / 40 = 1/4; a group without an action token has only its rewards."""
     reward = torch.tensor([1.0, 0.0, 5.0, 2.0], dtype=F64)
-    found = opo_advantages(reward, torch.tensor([0, 0, 1, 1]), torch.tensor([10, 30, 0, 0]))
-    assert found.tolist() == pytest.approx([0.75, -0.25, 5.0, 2.0], abs=1e-12)
+    actual = opo_advantages(reward, torch.tensor([0, 0, 1, 1]), torch.tensor([10, 30, 0, 0]))
+    assert actual.tolist() == pytest.approx([0.75, -0.25, 5.0, 2.0], abs=1e-12)
 
 
 def test_a_penalty_tells_nobody_apart_whose_rewards_are_equal():
     reward, group = torch.tensor([1.0, 0.1, 0.5, 0.1, 0.1], dtype=F64), torch.tensor([3, 1, 3, 1, 1])
     penalty = torch.tensor([0.25, 0.5, -0.125, 0.0, 1e-9], dtype=F64)
-    found = penalised_rewards(reward, penalty, group)
-    assert found.tolist() == [0.75, 0.1, 0.625, 0.1, 0.1]
+    actual = penalised_rewards(reward, penalty, group)
+    assert actual.tolist() == [0.75, 0.1, 0.625, 0.1, 0.1]
     for kind in ("grpo", "rloo", "opo"):
-        advantages = sequence_advantages(kind, found, group, torch.tensor([1, 2, 3, 4, 5])).tolist()
+        advantages = sequence_advantages(kind, actual, group, torch.tensor([1, 2, 3, 4, 5])).tolist()
         assert advantages[0] > 0 > advantages[2] and advantages[1::2] + advantages[4:] == [0.0] * 3
 
 
 def test_whitening_by_hand():
     """Numbers 1 and 4 on 2 tokens and 1: mean 2, variance (2 * 1 + 4) / 3 = 2."""
     root = 2**0.5
-    found = whiten_sequences(torch.tensor([1.0, 4.0], dtype=F64), torch.tensor([2, 1]))
-    assert found.tolist() == pytest.approx([-1 / root, 2 / root], abs=1e-8)
+    actual = whiten_sequences(torch.tensor([1.0, 4.0], dtype=F64), torch.tensor([2, 1]))
+    assert actual.tolist() == pytest.approx([-1 / root, 2 / root], abs=1e-8)
     assert whiten_sequences(torch.full((3,), 0.1), torch.tensor([1, 2, 3])).tolist() == [0, 0, 0]
     assert whiten_sequences(torch.tensor([1.0, 2.0]), torch.tensor([0, 0])).tolist() == [0, 0]
     assert whiten_sequences(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).tolist() == []
@@ -104,17 +104,17 @@ def of_a_loop(kind, reward, group, actions):
     """Each kind written out, sample by sample, in Python's floats."""
     reward, group, actions = reward.tolist(), group.tolist(), actions.tolist()
     result = []
-    for i, own in enumerate(reward):
+    for i, local in enumerate(reward):
         members = [j for j, number in enumerate(group) if number == group[i]]
         rewards = [reward[j] for j in members]
         if kind == "rloo":
             others = [reward[j] for j in members if j != i]
-            baseline = sum(others) / len(others) if others else own
+            baseline = sum(others) / len(others) if others else local
         elif kind == "opo":
             baseline = sum(actions[j] * reward[j] for j in members) / max(1, sum(actions[j] for j in members))
         else:
             baseline = sum(rewards) / len(rewards)
-        centred = own - baseline
+        centred = local - baseline
         if kind == "grpo":
             variance = sum((x - baseline) ** 2 for x in rewards) / max(1, len(rewards) - 1)
             centred /= variance**0.5 + 1e-6
@@ -144,10 +144,10 @@ def test_against_a_loop_in_any_order_and_with_some_left_out(kind, seed):
     out = torch.rand(40, generator=generator) < 0.4
     out |= group == 2  # a whole group
     spoilt = torch.where(out, torch.full_like(reward, float("nan")), reward)
-    found = sequence_advantages(kind, spoilt, group, actions, excluded=out)
-    assert found[out].tolist() == [0.0] * int(out.sum())
-    rest = of_a_loop(kind, reward[~out], group[~out], actions[~out])
-    assert found[~out].tolist() == pytest.approx(rest, abs=1e-10)
+    actual = sequence_advantages(kind, spoilt, group, actions, excluded=out)
+    assert actual[out].tolist() == [0.0] * int(out.sum())
+    remaining = of_a_loop(kind, reward[~out], group[~out], actions[~out])
+    assert actual[~out].tolist() == pytest.approx(remaining, abs=1e-10)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -51,9 +51,9 @@ LOGS = torch.tensor([0.0, math.log(2), math.log(0.25), 0.0, math.log(3), 0.0, 0.
     ],
 )
 def test_by_hand(kind: str, level: str, low: float, high: float, expected: list[float]) -> None:
-    found = compute_correction(LOGS, MASK, CU, kind, level, low, high)  # type: ignore[arg-type]
-    assert found.weights[MASK].tolist() == pytest.approx(expected) and not found.weights[~MASK].any()
-    assert not (found.is_above | found.is_below)[~MASK].any()
+    result = compute_correction(LOGS, MASK, CU, kind, level, low, high)  # type: ignore[arg-type]
+    assert result.weights[MASK].tolist() == pytest.approx(expected) and not result.weights[~MASK].any()
+    assert not (result.is_above | result.is_below)[~MASK].any()
 
 
 def test_an_unknown_kind_is_refused() -> None:
@@ -63,12 +63,12 @@ def test_an_unknown_kind_is_refused() -> None:
 
 def test_ratios_are_of_actions_and_finite() -> None:
     mask = torch.tensor([True, True, True, False])
-    found = log_ratios(torch.tensor([-1.0, -90.0, -1.0, math.nan]), torch.tensor([-1.5, -1.0, -math.inf, 0.0]), mask)
-    assert found.tolist() == [0.5, -20.0, 20.0, 0.0]
+    result = log_ratios(torch.tensor([-1.0, -90.0, -1.0, math.nan]), torch.tensor([-1.5, -1.0, -math.inf, 0.0]), mask)
+    assert result.tolist() == [0.5, -20.0, 20.0, 0.0]
     policy = torch.zeros(4, requires_grad=True)
     assert not log_ratios(policy, torch.zeros(4), mask).requires_grad
-    whole = aggregate_log_ratio(torch.full((4,), 15.0), torch.ones(4).bool(), torch.tensor([0, 4]), "sequence")
-    assert whole.tolist() == [20.0] * 4
+    full = aggregate_log_ratio(torch.full((4,), 15.0), torch.ones(4).bool(), torch.tensor([0, 4]), "sequence")
+    assert full.tolist() == [20.0] * 4
 
 
 def by_hand(kind: str, level: str, low: float, high: float, logs: Any, mask: Any, cu: Any) -> list[float]:
@@ -76,10 +76,10 @@ def by_hand(kind: str, level: str, low: float, high: float, logs: Any, mask: Any
     weights = [0.0] * len(mask)
     for start, end in zip(cu, cu[1:], strict=False):
         actions = [t for t in range(start, end) if mask[t]]
-        whole = math.fsum(logs[t] for t in actions)
+        full = math.fsum(logs[t] for t in actions)
         ratios = {}
         for t in actions:
-            of = {"token": logs[t], "sequence": whole, "geometric": whole / len(actions)}
+            of = {"token": logs[t], "sequence": full, "geometric": full / len(actions)}
             ratios[t] = math.exp(of[level])
         inside = {t: low <= ratio <= high for t, ratio in ratios.items()}
         for t in actions:
@@ -98,10 +98,10 @@ def by_hand(kind: str, level: str, low: float, high: float, logs: Any, mask: Any
 def test_against_plain_python(kind: Any, level: Any, seed: int) -> None:
     mask, cu = random_batch(seed)
     logs = (torch.randn(len(mask), generator=torch.Generator().manual_seed(seed)) * 0.3).double() * mask
-    found = compute_correction(logs, mask, cu, kind, level, 0.8, 1.5).weights
+    result = compute_correction(logs, mask, cu, kind, level, 0.8, 1.5).weights
     expected = by_hand(kind, level, 0.8, 1.5, logs.tolist(), mask.tolist(), cu.tolist())
-    assert found.dtype == torch.float64
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    assert result.dtype == torch.float64
+    torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
     single = compute_correction(logs.float(), mask, cu, kind, level, 0.8, 1.5).weights
     assert float((single - torch.tensor(expected)).abs().max()) < 1e-6
 
@@ -128,10 +128,10 @@ def test_without_bounds_the_gradient_is_that_on_policy(level: Any, length: int) 
     weights = compute_correction(log_ratios(logprobs, engine, mask), mask, cu, "tis", level, 0.0, 1e9).weights
     loss = ppo_loss(PolicyLossInput(logprobs, logprobs.detach(), advantages, mask, cu), Clip(0.2)).loss * weights
     chance = engine.reshape(count, length).sum(1).exp()
-    (found,) = torch.autograd.grad((loss * torch.repeat_interleave(chance, length)).sum(), logits, retain_graph=True)
+    (result,) = torch.autograd.grad((loss * torch.repeat_interleave(chance, length)).sum(), logits, retain_graph=True)
     expected_reward = (logprobs.reshape(count, length).sum(1).exp() * reward).sum()
     (expected,) = torch.autograd.grad(-expected_reward, logits)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_decoupled_ppo_is_the_ratio_to_who_drew_it() -> None:
@@ -148,10 +148,10 @@ def test_decoupled_ppo_is_the_ratio_to_who_drew_it() -> None:
 def test_figures_by_hand() -> None:
     """Ratios 2 and 1/4 of lags 1 and 0 in one sequence, 3 of lag 5 in another."""
     lag = torch.tensor([0, 1, 0, 0, 5, 0, 0], dtype=torch.int32)
-    found = correction_metrics(LOGS, MASK, CU, compute_correction(LOGS, MASK, CU, "icepop", "token", 0.5, 2.5), lag)
+    result = correction_metrics(LOGS, MASK, CU, compute_correction(LOGS, MASK, CU, "icepop", "token", 0.5, 2.5), lag)
 
     def figure(name: str) -> float:
-        return found[f"rollout_corr/{name}"]
+        return result[f"rollout_corr/{name}"]
 
     ratios = [0.25, 2.0, 3.0]
     assert figure("kl") == pytest.approx(-sum(map(math.log, ratios)) / 3)
@@ -167,8 +167,8 @@ def test_figures_by_hand() -> None:
     assert stale == pytest.approx((0.25, 2, 3))
     assert figure("rollout_rs_seq_masked_fraction_staleness3") == 1.0
     assert figure("rollout_rs_seq_masked_fraction_staleness1") == 0.0
-    assert not any(name.endswith("_staleness2") for name in found)
-    assert "rollout_corr/rollout_is_eff_sample_size_staleness0" not in found and len(found) == 4 * 12 - 2
+    assert not any(name.endswith("_staleness2") for name in result)
+    assert "rollout_corr/rollout_is_eff_sample_size_staleness0" not in result and len(result) == 4 * 12 - 2
     without = correction_metrics(LOGS, MASK, CU, compute_correction(LOGS, MASK, CU, "none", "token", 0.5, 2.5))
     assert len(without) == 12 and without["rollout_corr/rollout_is_mean"] == 1.0
 
@@ -188,16 +188,16 @@ def test_shares_give_what_the_whole_gives(kind: Any, level: Any, ranks: int) -> 
     draw = torch.Generator().manual_seed(4)
     logs = torch.randn(len(mask), generator=draw) * 0.2 * mask
     lag = torch.randint(0, 5, (len(mask),), generator=draw, dtype=torch.int32)
-    whole = compute_correction(logs, mask, cu, kind, level, 0.8, 1.3)
-    expected = correction_metrics(logs, mask, cu, whole, lag)
+    full = compute_correction(logs, mask, cu, kind, level, 0.8, 1.3)
+    expected = correction_metrics(logs, mask, cu, full, lag)
     shares = deal(cu, ranks, 4)
 
     def work(everyone: Any) -> tuple[Correction, dict[str, float]]:
         _, tokens, starts = shares[everyone.rank]
-        found = compute_correction(logs[tokens], mask[tokens], starts, kind, level, 0.8, 1.3)
-        figures = correction_metrics(logs[tokens], mask[tokens], starts, found, lag[tokens], everyone.all_reduce)
-        return found, figures
+        result = compute_correction(logs[tokens], mask[tokens], starts, kind, level, 0.8, 1.3)
+        figures = correction_metrics(logs[tokens], mask[tokens], starts, result, lag[tokens], everyone.all_reduce)
+        return result, figures
 
-    for (_, tokens, _), (found, figures) in zip(shares, as_ranks(ranks, work), strict=True):
-        assert torch.equal(found.weights, whole.weights[tokens])  # to the bit: no sequence is cut
+    for (_, tokens, _), (result, figures) in zip(shares, as_ranks(ranks, work), strict=True):
+        assert torch.equal(result.weights, full.weights[tokens])  # to the bit: no sequence is cut
         assert figures == pytest.approx(expected, rel=1e-12) and len(figures) > 4 * 12

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.alone
 
 def batch(logprobs: list[float], advantages: list[float], mask: list[int], cu: list[int]) -> TrainBatch:
     tokens, count = torch.zeros(len(mask)), len(cu) - 1
-    made = TrainBatch(
+    created = TrainBatch(
         tokens, torch.tensor(cu), torch.tensor(mask).bool(), torch.arange(count), torch.zeros(count), tokens
     )
-    return made.with_(old_logprobs=torch.tensor(logprobs), advantages=torch.tensor(advantages))
+    return created.with_(old_logprobs=torch.tensor(logprobs), advantages=torch.tensor(advantages))
 
 
 BY_HAND = batch(
@@ -31,9 +31,9 @@ BY_HAND = batch(
 )
 
 
-def marked(found: torch.Tensor) -> list[int]:
-    assert found.dtype == torch.bool
-    return found.nonzero().squeeze(1).tolist()
+def marked(result: torch.Tensor) -> list[int]:
+    assert result.dtype == torch.bool
+    return result.nonzero().squeeze(1).tolist()
 
 
 def test_the_largest_by_hand() -> None:
@@ -44,8 +44,8 @@ def test_the_largest_by_hand() -> None:
 def test_a_range_by_hand() -> None:
     for least, most, expected in ((1.0, 5.0, [1, 5]), (3.0, 5.0, [1]), (1.0, 4.0, [5]), (4.0, 5.0, [])):
         assert marked(mark_in_range(BY_HAND, ClipCovOptions(1.0, least, most), 0)) == expected
-    (one,) = marked(mark_in_range(BY_HAND, ClipCovOptions(0.25, 1.0, 5.0), 0))
-    assert one in (1, 5)
+    (item,) = marked(mark_in_range(BY_HAND, ClipCovOptions(0.25, 1.0, 5.0), 0))
+    assert item in (1, 5)
     drawn = {marked(mark_in_range(BY_HAND, ClipCovOptions(0.25, 1.0, 5.0), seed))[0] for seed in range(20)}
     assert drawn == {1, 5}
 
@@ -67,11 +67,11 @@ def test_of_equals_as_many_are_drawn_as_are_wanted() -> None:
     """A sure policy: all tokens of a sequence have the log-prob 0, and the good answers' the same covariance."""
     twins = batch([-1.0, -1.0, -5.0, -5.0], [1.0, 1.0, -1.0, -1.0], [1, 1, 1, 1], [0, 4])
     drawn = [marked(mark_largest(twins, KLCovOptions(0.5), seed)) for seed in range(30)]
-    assert all(len(found) == 2 for found in drawn) and len({tuple(found) for found in drawn}) == 6
+    assert all(len(result) == 2 for result in drawn) and len({tuple(result) for result in drawn}) == 6
     above = batch([-1.0, -1.0, -1.0, -1.0, -6.0], [3.0, 2.0, 2.0, 2.0, -9.0], [1] * 5, [0, 5])
     drawn = [marked(mark_largest(above, KLCovOptions(0.6), seed)) for seed in range(30)]
-    assert all(found[-1] == 4 and found[0] == 0 and len(found) == 3 for found in drawn)
-    assert {found[1] for found in drawn} == {1, 2, 3}
+    assert all(result[-1] == 4 and result[0] == 0 and len(result) == 3 for result in drawn)
+    assert {result[1] for result in drawn} == {1, 2, 3}
 
 
 def random_batch(sequences: int = 60) -> TrainBatch:
@@ -81,28 +81,28 @@ def random_batch(sequences: int = 60) -> TrainBatch:
     total = int(cu[-1])
     mask = torch.rand(total, generator=generator) < 0.6
     tokens, zeros = torch.zeros(total), torch.zeros(sequences)
-    made = TrainBatch(tokens, cu, mask, torch.arange(sequences), zeros, tokens)
+    created = TrainBatch(tokens, cu, mask, torch.arange(sequences), zeros, tokens)
     columns = torch.randn(2, total, generator=generator) * 2
-    return made.with_(old_logprobs=columns[0] - 3, advantages=columns[1])
+    return created.with_(old_logprobs=columns[0] - 3, advantages=columns[1])
 
 
 @pytest.mark.parametrize("kind", ["range", "largest"])
 @pytest.mark.parametrize("share", [1e-4, 0.01, 0.1])
 def test_it_does_not_matter_who_has_which_sequence(kind: str, share: float) -> None:
     """As many as wanted, the same in any shares; and of the range what a look at all of it allows."""
-    whole = random_batch()
-    actions = int(whole.loss_mask.sum())
+    full = random_batch()
+    actions = int(full.loss_mask.sum())
 
-    def mark(given: TrainBatch) -> torch.Tensor:
+    def mark(value: TrainBatch) -> torch.Tensor:
         if kind == "range":
-            return mark_in_range(given, ClipCovOptions(share), 5)
-        return mark_largest(given, KLCovOptions(share), 5)
+            return mark_in_range(value, ClipCovOptions(share), 5)
+        return mark_largest(value, KLCovOptions(share), 5)
 
-    expected = mark(whole)
+    expected = mark(full)
     assert int(expected.sum()) == max(1, int(share * actions))
-    chosen = whole.loss_mask
-    assert whole.old_logprobs is not None and whole.advantages is not None
-    logprobs, advantages = (x.double() for x in (whole.old_logprobs, whole.advantages))
+    chosen = full.loss_mask
+    assert full.old_logprobs is not None and full.advantages is not None
+    logprobs, advantages = (x.double() for x in (full.old_logprobs, full.advantages))
     covariance = (logprobs - logprobs[chosen].mean()) * (advantages - advantages[chosen].mean())
     if kind == "range":
         assert bool(((covariance > 1) & (covariance < 5) & chosen)[expected].all())
@@ -110,31 +110,31 @@ def test_it_does_not_matter_who_has_which_sequence(kind: str, share: float) -> N
         least = covariance[chosen].topk(int(expected.sum())).values.min()
         assert torch.equal(expected, chosen & (covariance >= least))
     for ranks in (2, 3):
-        home = torch.randint(1, ranks, (whole.num_sequences,), generator=torch.Generator().manual_seed(ranks))
+        home = torch.randint(1, ranks, (full.num_sequences,), generator=torch.Generator().manual_seed(ranks))
 
         def work(everyone, ranks=ranks, home=home):  # type: ignore[no-untyped-def]  # the first has nothing
-            own = (home == everyone.rank).nonzero().squeeze(1)
-            part = whole.select(own.tolist())
-            shares = BatchSharding(whole.lengths, torch.zeros_like(home), home, own, everyone)
-            given = dataclasses.replace(part, group=whole.group, sequence_reward=whole.sequence_reward, sharding=shares)
-            return given.sequence_ids, given.positions, mark(given)
+            local = (home == everyone.rank).nonzero().squeeze(1)
+            part = full.select(local.tolist())
+            shares = BatchSharding(full.lengths, torch.zeros_like(home), home, local, everyone)
+            value = dataclasses.replace(part, group=full.group, sequence_reward=full.sequence_reward, sharding=shares)
+            return value.sequence_ids, value.positions, mark(value)
 
-        found = torch.zeros_like(expected)
+        result = torch.zeros_like(expected)
         for numbers, places, marks in as_ranks(ranks, work):
-            found[whole.cu_seqlens[numbers] + places] = marks
-        assert torch.equal(found, expected)
+            result[full.cu_seqlens[numbers] + places] = marks
+        assert torch.equal(result, expected)
 
 
 def test_what_is_drawn_at_random_is_spread_evenly() -> None:
     """Of 2,400 equal tokens a tenth, many times: each about as often, and other ones with each seed."""
     ones = torch.ones(2400)
-    whole = batch(ones.tolist(), ones.tolist(), [1] * 2400, list(range(0, 2401, 24)))
+    full = batch(ones.tolist(), ones.tolist(), [1] * 2400, list(range(0, 2401, 24)))
     signs = torch.tensor([1.0, -1.0]).repeat(1200)  # each token's covariance is then 1
-    whole = whole.with_(old_logprobs=signs, advantages=signs)
+    full = full.with_(old_logprobs=signs, advantages=signs)
     times = torch.zeros(2400)
     for seed in range(200):
-        found = mark_in_range(whole, ClipCovOptions(0.1, 0.5, 5.0), seed)
-        assert int(found.sum()) == 240
-        times += found
+        result = mark_in_range(full, ClipCovOptions(0.1, 0.5, 5.0), seed)
+        assert int(result.sum()) == 240
+        times += result
     # Binomial(200, 0.1): mean 20, deviation 4.2.
     assert float(times.std()) == pytest.approx(4.24, rel=0.1) and 2 < float(times.min()) and float(times.max()) < 42

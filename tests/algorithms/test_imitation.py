@@ -16,8 +16,8 @@ REWARD = torch.tensor([1.0, -1.0, 0.5, 2.0])  # the last has no action
 
 def batch(weights: torch.Tensor, reward: torch.Tensor = REWARD, rewarded: int = 4) -> TrainBatch:
     zeros = torch.zeros(10)
-    made = TrainBatch(zeros, CU, MASK, torch.arange(4), reward, zeros)
-    return made.with_(loss_weights=weights, counts=Counts(5, 3, rewarded))
+    created = TrainBatch(zeros, CU, MASK, torch.arange(4), reward, zeros)
+    return created.with_(loss_weights=weights, counts=Counts(5, 3, rewarded))
 
 
 @pytest.mark.parametrize(
@@ -26,18 +26,18 @@ def batch(weights: torch.Tensor, reward: torch.Tensor = REWARD, rewarded: int = 
 def test_by_hand(weights: torch.Tensor) -> None:
     """(1 + 2 + 4 + 5) / 4 tokens of good answers; the bad one, of -3, is none."""
     logprobs = LOGPROBS.clone().requires_grad_()
-    given = batch(weights)
-    found = positive_nll(logprobs, given)
-    value = (weights * found.loss).sum()
+    argument = batch(weights)
+    result = positive_nll(logprobs, argument)
+    value = (weights * result.loss).sum()
     value.backward()
     assert float(value.detach()) == pytest.approx(3.0, rel=1e-6)
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([0, -1 / 4, -1 / 4, 0, 0, 0, -1 / 4, 0, -1 / 4, 0])
-    assert float(found.reduce_metrics(given)["actor/nll_loss"]) == pytest.approx(3.0, rel=1e-6)
+    assert float(result.reduce_metrics(argument)["actor/nll_loss"]) == pytest.approx(3.0, rel=1e-6)
 
 
 def test_without_a_good_answer() -> None:
     logprobs = LOGPROBS.clone().requires_grad_()
-    found = positive_nll(logprobs, batch(token_mean_weights(MASK, 5), -REWARD.abs(), 0))
-    found.loss.sum().backward()
-    assert not found.loss.any() and logprobs.grad is not None and not logprobs.grad.any()
+    result = positive_nll(logprobs, batch(token_mean_weights(MASK, 5), -REWARD.abs(), 0))
+    result.loss.sum().backward()
+    assert not result.loss.any() and logprobs.grad is not None and not logprobs.grad.any()

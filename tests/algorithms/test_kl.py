@@ -54,8 +54,8 @@ def divergences() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def gradient(value: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    (found,) = torch.autograd.grad(value, logits, retain_graph=True)
-    return found
+    (result,) = torch.autograd.grad(value, logits, retain_graph=True)
+    return result
 
 
 @pytest.mark.parametrize("off_policy", [False, True])
@@ -78,8 +78,8 @@ def test_other_estimates_as_losses_have_other_gradients():
     def of(kind: str, drawn_by: torch.Tensor) -> torch.Tensor:
         return gradient((drawn_by.detach().exp() * kl_estimate(policy, reference, kind)).sum(), logits)
 
-    def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
-        return float(one @ other / one.norm() / other.norm())
+    def cosine(item: torch.Tensor, other: torch.Tensor) -> float:
+        return float(item @ other / item.norm() / other.norm())
 
     torch.testing.assert_close(of("k3", policy), reverse)
     assert cosine(of("k3", policy), true) < 0.95

@@ -117,6 +117,6 @@ def test_weighted_sum_does_not_depend_on_how_the_batch_is_cut(seed):
         result = ppo(new[index], old[index], advantage[index], mask[index], Clip(0.2, dual=3.0))
         return float((weights[index] * result.loss).sum())
 
-    whole = total(torch.arange(120))
+    full = total(torch.arange(120))
     cut = torch.randperm(120, generator=generator).split([7, 50, 1, 62])
-    assert sum(total(index) for index in cut) == pytest.approx(whole, abs=1e-12)
+    assert sum(total(index) for index in cut) == pytest.approx(full, abs=1e-12)

@@ -115,26 +115,26 @@ def test_stopped_gradients_by_hand() -> None:
     """CISPO: the weight, bounded, times A. GSPO-token: the sequence's ratio times the token's own A, unless clipped."""
     new = torch.tensor([-1.0, -1.0, -2.0], dtype=F64, requires_grad=True)
     ratios = torch.tensor([1.1, 2.0, 0.5], dtype=F64)
-    rest = torch.tensor([1.0, -2.0, 3.0], dtype=F64), torch.ones(3).bool(), torch.tensor([0, 3])
-    run("cispo", PolicyLossInput(new, new.detach() - ratios.log(), *rest)).loss.sum().backward()
+    remaining = torch.tensor([1.0, -2.0, 3.0], dtype=F64), torch.ones(3).bool(), torch.tensor([0, 3])
+    run("cispo", PolicyLossInput(new, new.detach() - ratios.log(), *remaining)).loss.sum().backward()
     assert new.grad is not None
     assert new.grad.tolist() == pytest.approx([-1.1, 2 * 1.3, -3 * 0.6], abs=1e-12)
     new.grad = None
-    run("gspo_token", PolicyLossInput(new, new.detach() - ratios.log(), *rest)).loss.sum().backward()
+    run("gspo_token", PolicyLossInput(new, new.detach() - ratios.log(), *remaining)).loss.sum().backward()
     assert new.grad is not None
-    whole = (1.1 * 2.0 * 0.5) ** (1 / 3)  # 1.03, inside of the range
-    assert new.grad.tolist() == pytest.approx([-whole, 2 * whole, -3 * whole], abs=1e-12)
+    full = (1.1 * 2.0 * 0.5) ** (1 / 3)  # 1.03, inside of the range
+    assert new.grad.tolist() == pytest.approx([-full, 2 * full, -3 * full], abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_gspo_token_is_gspo_where_a_sequence_has_one_advantage(seed: int) -> None:
     sampled = random_sampled(seed, 40)
     weights = sequence_mean_weights(sampled.cu_seqlens, sampled.loss_mask, 30).double()
-    one, other = (run(name, sampled) for name in ("gspo", "gspo_token"))
-    torch.testing.assert_close(one.loss, other.loss, rtol=1e-12, atol=1e-12)
-    grads = [torch.autograd.grad((weights * x.loss).sum(), sampled.logprobs)[0] for x in (one, other)]
+    item, other = (run(name, sampled) for name in ("gspo", "gspo_token"))
+    torch.testing.assert_close(item.loss, other.loss, rtol=1e-12, atol=1e-12)
+    grads = [torch.autograd.grad((weights * x.loss).sum(), sampled.logprobs)[0] for x in (item, other)]
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)
-    clipped = one.sequence_metrics["actor/sequence_clipfrac"]
+    clipped = item.sequence_metrics["actor/sequence_clipfrac"]
     assert set(clipped.tolist()) <= {0.0, 1.0} and 0 < float(clipped.sum())
 
 
@@ -175,8 +175,10 @@ def test_extremes_have_finite_gradients_and_nan_is_not_hidden(name: str) -> None
     """A ratio beyond what exp takes is bounded; NaN stays NaN, and workers refuse it before a loss sees it."""
     for sign in (1.0, -1.0):
         logprobs = torch.tensor([0.0, -600.0, -1.0], requires_grad=True)
-        rest = torch.ones(3).bool(), torch.tensor([0, 2, 3])
-        result = run(name, PolicyLossInput(logprobs, torch.tensor([-500.0, -1.0, -1.0]), torch.full((3,), sign), *rest))
+        remaining = torch.ones(3).bool(), torch.tensor([0, 2, 3])
+        result = run(
+            name, PolicyLossInput(logprobs, torch.tensor([-500.0, -1.0, -1.0]), torch.full((3,), sign), *remaining)
+        )
         result.loss.sum().backward()
         assert logprobs.grad is not None and bool(torch.isfinite(logprobs.grad).all())
         assert bool(torch.isfinite(result.loss).all())
@@ -202,8 +204,8 @@ def test_nothing_to_train_on(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_it_does_not_matter_who_has_which_sequence(name: str, mean: str) -> None:
     """Loss, gradient and metrics of ranks, micro-batches and another order add up to those of the whole."""
-    whole = random_sampled(2, 30)
-    mask, cu = whole.loss_mask, whole.cu_seqlens
+    full = random_sampled(2, 30)
+    mask, cu = full.loss_mask, full.cu_seqlens
     sequences = sum(bool(part.any()) for part in mask.split(cu.diff().tolist()))
     counts = Counts(int(mask.sum()), sequences)
 
@@ -222,16 +224,16 @@ def test_it_does_not_matter_who_has_which_sequence(name: str, mean: str) -> None
         (gradient,) = torch.autograd.grad(value, sampled.logprobs)
         return float(value), gradient, {name: float(figure) for name, figure in figures.items()}
 
-    value, gradient, figures = found(whole)
+    value, gradient, figures = found(full)
     for seed, ranks in ((0, 3), (1, 9)):
         values, gradients, sums = 0.0, torch.zeros_like(gradient), dict.fromkeys(figures, 0.0)
-        for own, tokens, starts in deal(cu, ranks, seed):
-            if not len(own):
+        for local, tokens, starts in deal(cu, ranks, seed):
+            if not len(local):
                 continue
-            columns = (whole.logprobs.detach(), whole.old_logprobs, whole.advantages, mask)
-            new, *rest = (column[tokens] for column in columns)
-            assert whole.marked is not None
-            part = PolicyLossInput(new.requires_grad_(), *rest, starts, whole.marked[tokens])
+            columns = (full.logprobs.detach(), full.old_logprobs, full.advantages, mask)
+            new, *remaining = (column[tokens] for column in columns)
+            assert full.marked is not None
+            part = PolicyLossInput(new.requires_grad_(), *remaining, starts, full.marked[tokens])
             of_part = found(part)
             values += of_part[0]
             gradients[tokens] = of_part[1]

@@ -77,9 +77,9 @@ def test_sums_of_sequences():
 
 def test_overlong_answers_are_punished_by_degrees():
     """Of 100 tokens at most, the last 40 cost more and more: DAPO's equation 13 by hand."""
-    found = overlong_penalty(torch.tensor([0, 60, 61, 80, 100, 101, 10**6]), max_length=100, buffer=40)
-    assert found.dtype == torch.float32
-    assert found.tolist() == pytest.approx([0, 0, -1 / 40, -0.5, -1, -1, -1])
+    result = overlong_penalty(torch.tensor([0, 60, 61, 80, 100, 101, 10**6]), max_length=100, buffer=40)
+    assert result.dtype == torch.float32
+    assert result.tolist() == pytest.approx([0, 0, -1 / 40, -0.5, -1, -1, -1])
     assert overlong_penalty(torch.zeros(0, dtype=torch.int64), 10, 10).tolist() == []
     for most, buffer in ((10, 0), (10, 11)):
         with pytest.raises(ValueError, match="buffer"):

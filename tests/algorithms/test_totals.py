@@ -44,13 +44,13 @@ def numbers(count: int, seed: int) -> torch.Tensor:
 
 def test_by_hand():
     mask = torch.tensor([True, False, True, True])
-    one, other = torch.tensor([1.0, float("nan"), 0.0, 5.0]), torch.tensor([0.5, 0.0, 3.0, 5.0])
-    assert diff_stats(one, other, mask) == DiffStats(largest=3.0, p95=3.0, mean=float(torch.tensor(3.5) / 3))
+    item, other = torch.tensor([1.0, float("nan"), 0.0, 5.0]), torch.tensor([0.5, 0.0, 3.0, 5.0])
+    assert diff_stats(item, other, mask) == DiffStats(largest=3.0, p95=3.0, mean=float(torch.tensor(3.5) / 3))
     assert count_action_tokens(mask) == 3
     assert token_mean(torch.tensor([1.0, 0.0, 2.0, 6.0]), mask) == 3.0
-    assert diff_stats(one, other, torch.zeros(4).bool()) is None
+    assert diff_stats(item, other, torch.zeros(4).bool()) is None
     assert token_mean(torch.zeros(4), torch.zeros(4).bool()) == 0.0
-    assert masked_select(one, mask, torch.float64).tolist() == [1.0, 0.0, 5.0]
+    assert masked_select(item, mask, torch.float64).tolist() == [1.0, 0.0, 5.0]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -73,39 +73,39 @@ def test_other_bits_than_those_of_fp32_are_refused():
 @pytest.mark.parametrize("seed", range(5))
 def test_alone_is_the_plain_formula_bit_by_bit(seed, block):
     mask, _ = random_batch(seed)
-    one, other = numbers(len(mask), seed), numbers(len(mask), seed + 100)
-    apart = (one - other).abs()[mask]
+    item, other = numbers(len(mask), seed), numbers(len(mask), seed + 100)
+    apart = (item - other).abs()[mask]
     p95 = float(apart.kthvalue(-(-len(apart) * 95 // 100)).values)
-    assert diff_stats(one, other, mask) == DiffStats(float(apart.max()), p95, float(apart.mean()))
-    outside = torch.where(mask, one, 0.0)
+    assert diff_stats(item, other, mask) == DiffStats(float(apart.max()), p95, float(apart.mean()))
+    outside = torch.where(mask, item, 0.0)
     assert token_mean(outside, mask) == float(outside.sum() / mask.sum().clamp(min=1))
-    assert torch.equal(masked_select(one, mask), one[mask])
-    assert torch.equal(local_all_reduce(one), one)
+    assert torch.equal(masked_select(item, mask), item[mask])
+    assert torch.equal(local_all_reduce(item), item)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(5))
 def test_shares_give_what_the_whole_gives(seed, ranks, block):
     mask, cu = random_batch(seed)
-    one, other = numbers(len(mask), seed), numbers(len(mask), seed + 100)
-    zero_outside = torch.where(mask, one, 0.0)
+    item, other = numbers(len(mask), seed), numbers(len(mask), seed + 100)
+    zero_outside = torch.where(mask, item, 0.0)
     shares = deal(cu, ranks, seed)
 
     def work(everyone):
         total, (_, tokens, _) = everyone.all_reduce, shares[everyone.rank]
-        own = mask[tokens]
+        local = mask[tokens]
         return (
-            diff_stats(one[tokens], other[tokens], own, total),
-            token_mean(zero_outside[tokens], own, total),
-            count_action_tokens(own, total),
+            diff_stats(item[tokens], other[tokens], local, total),
+            token_mean(zero_outside[tokens], local, total),
+            count_action_tokens(local, total),
             everyone.largest,
         )
 
     results = as_ranks(ranks, work)
     assert all(result == results[0] for result in results)
-    (got, mean, count, largest), whole = results[0], diff_stats(one, other, mask)
-    assert (got.largest, got.p95) == (whole.largest, whole.p95)
-    assert got.mean == pytest.approx(whole.mean, rel=1e-6)
+    (got, mean, count, largest), full = results[0], diff_stats(item, other, mask)
+    assert (got.largest, got.p95) == (full.largest, full.p95)
+    assert got.mean == pytest.approx(full.mean, rel=1e-6)
     assert mean == pytest.approx(token_mean(zero_outside, mask), rel=1e-6)
     assert count == int(mask.sum())
     assert largest <= 2 * 2048 * 8

@@ -89,8 +89,8 @@ def test_explained_variance_is_the_plain_formula_bit_by_bit_and_shares_change_no
         shares = [tokens for _, tokens, _ in deal(cu, ranks, seed)]
 
         def work(everyone, shares=shares):
-            own = shares[everyone.rank]
-            return explained_variance(values[own], returns[own], mask[own], everyone.all_reduce)
+            local = shares[everyone.rank]
+            return explained_variance(values[local], returns[local], mask[local], everyone.all_reduce)
 
         results = as_ranks(ranks, work)
         assert set(results) == {results[0]}

@@ -36,23 +36,23 @@ track: {progress: false}
 
 def contents(folder: Path) -> dict[str, int]:
     """Every file and folder with its size; not what Python leaves behind when it imports."""
-    found = {}
+    result = {}
     for path in folder.rglob("*"):
         if "__pycache__" not in path.parts:
-            found[str(path.relative_to(folder))] = path.lstat().st_size if path.is_file() else 0
-    return found
+            result[str(path.relative_to(folder))] = path.lstat().st_size if path.is_file() else 0
+    return result
 
 
 def children() -> list[str]:
-    found = []
+    result = []
     for task in os.listdir("/proc/self/task"):
         pids: list[str] = []
         with contextlib.suppress(OSError):  # the thread has ended
             pids = Path(f"/proc/self/task/{task}/children").read_text().split()
         for pid in pids:
             with contextlib.suppress(OSError):
-                found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
-    return [command for command in found if "resource_tracker" not in command]
+                result.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+    return [command for command in result if "resource_tracker" not in command]
 
 
 def attempt(module: str, number: int, folder: Path, material: Path) -> dict[str, object]:
@@ -62,7 +62,7 @@ def attempt(module: str, number: int, folder: Path, material: Path) -> dict[str,
     sys.path.insert(0, str(folder))  # for modules that a case writes there
     case.prepare(folder)
     before = contents(folder), sorted(os.listdir(ROOT))
-    given = [text.replace("FOLDER", str(folder)) for text in (*case.command, *case.given)]
+    value = [text.replace("FOLDER", str(folder)) for text in (*case.command, *case.given)]
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ.update({name: text.replace("FOLDER", str(folder)) for name, text in case.environment.items()})
@@ -70,23 +70,23 @@ def attempt(module: str, number: int, folder: Path, material: Path) -> dict[str,
     out, err, code = io.StringIO(), io.StringIO(), None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            if given[0] == "megarl.train":
+            if value[0] == "megarl.train":
                 from megarl.train import main
 
-                code = main([str(folder / "config.yaml"), *given[1:]])
-            elif given[0] == "bash":
-                done = subprocess.run(given, capture_output=True, text=True)
+                code = main([str(folder / "config.yaml"), *value[1:]])
+            elif value[0] == "bash":
+                done = subprocess.run(value, capture_output=True, text=True)
                 out.write(done.stdout)
                 err.write(done.stderr)
                 code = done.returncode
-            elif given[0] == "-m":
-                sys.argv = given[1:]
-                runpy.run_module(given[1], run_name="__main__")
+            elif value[0] == "-m":
+                sys.argv = value[1:]
+                runpy.run_module(value[1], run_name="__main__")
                 code = 0
             else:
-                sys.argv = given
-                sys.path.insert(0, str((ROOT / given[0]).parent))  # as the interpreter does
-                runpy.run_path(str(ROOT / given[0]), run_name="__main__")
+                sys.argv = value
+                sys.path.insert(0, str((ROOT / value[0]).parent))  # as the interpreter does
+                runpy.run_path(str(ROOT / value[0]), run_name="__main__")
                 code = 0
         except SystemExit as leaving:
             code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)

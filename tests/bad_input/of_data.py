@@ -53,8 +53,8 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" 
 
 def cut_parquet(folder: Path) -> None:
     parquet([PROMPT] * 100)(folder)
-    whole = (folder / "own.parquet").read_bytes()
-    (folder / "own.parquet").write_bytes(whole[: len(whole) // 2])
+    full = (folder / "own.parquet").read_bytes()
+    (folder / "own.parquet").write_bytes(full[: len(full) // 2])
 
 
 def of_file(

@@ -25,14 +25,14 @@ def a_dead_link(folder: Path) -> None:
 
 
 def take_port(folder: Path) -> None:
-    taken = socket.socket()
-    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    selected = socket.socket()
+    selected.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        taken.bind(("", 29517))
-        taken.listen()
+        selected.bind(("", 29517))
+        selected.listen()
     except OSError:
         pass  # somebody else has it
-    HOSTS.append(taken)
+    HOSTS.append(selected)
 
 
 def not_installed(folder: Path) -> None:
@@ -45,12 +45,12 @@ def environment(**values: str | None) -> dict[str, str]:
     return {name: text for name, text in {**HERE, **values}.items() if text is not None}
 
 
-def line(name: str, says: tuple[str, ...], *given: str) -> Case:
-    return Case(f"command line: {name}", says, command=(*TRAIN, *given))
+def line(name: str, says: tuple[str, ...], *value: str) -> Case:
+    return Case(f"command line: {name}", says, command=(*TRAIN, *value))
 
 
-def told(name: str, says: tuple[str, ...], *given: str, **values: str | None) -> Case:
-    return Case(f"environment: {name}", says, given, environment=environment(**values))
+def told(name: str, says: tuple[str, ...], *value: str, **values: str | None) -> Case:
+    return Case(f"environment: {name}", says, value, environment=environment(**values))
 
 
 def script(name: str, says: tuple[str, ...], *command: str, **values: str) -> Case:

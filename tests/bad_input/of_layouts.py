@@ -7,9 +7,9 @@ AHEAD, REPLAYED, MORE = "rollout.asynchronous=true", "rollout.replay=FOLDER", "r
 APART = "{actor: 0-3, rollout: 4-7}"
 
 
-def placed(name: str, says: tuple[str, ...], placement: str, *given: str) -> Case:
+def placed(name: str, says: tuple[str, ...], placement: str, *value: str) -> Case:
     """On eight ranks, where nothing else is said."""
-    return Case(name, says, (*(given or (EIGHT,)), f"placement={placement}"))
+    return Case(name, says, (*(value or (EIGHT,)), f"placement={placement}"))
 
 
 CASES = [

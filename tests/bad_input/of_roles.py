@@ -33,8 +33,8 @@ def other_words(folder: Path) -> None:
         (teacher / path.name).write_bytes(path.read_bytes())
     tokenizer = json.loads((teacher / "tokenizer.json").read_text())
     words = tokenizer["model"]["vocab"]
-    one, other = sorted(words, key=words.__getitem__)[:2]
-    words[one], words[other] = words[other], words[one]
+    item, other = sorted(words, key=words.__getitem__)[:2]
+    words[item], words[other] = words[other], words[item]
     (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 

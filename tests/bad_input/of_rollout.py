@@ -49,8 +49,8 @@ def record(
         ]
         total = len(rollouts)
         for rank, numbers in enumerate((range(0, total, 2), range(1, total, 2))):
-            own = [rollouts[number] for number in numbers]
-            write_part(part_file(run_dir, step, rank), step, total, numbers, own)
+            local = [rollouts[number] for number in numbers]
+            write_part(part_file(run_dir, step, rank), step, total, numbers, local)
     return part_file(run_dir, 2, 1)
 
 
@@ -75,28 +75,30 @@ def table(change: Callable[[pa.Table], pa.Table]) -> Callable[[Path], None]:
 def cell(name: str, value: Any) -> Callable[[Path], None]:
     """One with another value in the third row."""
 
-    def change(found: pa.Table) -> pa.Table:
-        values = found.column(name).to_pylist()
+    def change(result: pa.Table) -> pa.Table:
+        values = result.column(name).to_pylist()
         values[2] = value
-        field = found.schema.field(name)
-        return found.set_column(found.schema.get_field_index(name), field, pa.array(values, field.type))
+        field = result.schema.field(name)
+        return result.set_column(result.schema.get_field_index(name), field, pa.array(values, field.type))
 
     return table(change)
 
 
 def column(name: str, values: list[Any], kind: pa.DataType) -> Callable[[Path], None]:
     """One with another column in the place of this one."""
-    return table(lambda found: found.set_column(found.schema.get_field_index(name), name, pa.array(values * 8, kind)))
+    return table(
+        lambda result: result.set_column(result.schema.get_field_index(name), name, pa.array(values * 8, kind))
+    )
 
 
 def about(**changes: str | None) -> Callable[[Path], None]:
     """One with other metadata."""
 
-    def change(found: pa.Table) -> pa.Table:
-        metadata = dict(found.schema.metadata)
+    def change(result: pa.Table) -> pa.Table:
+        metadata = dict(result.schema.metadata)
         for name, value in changes.items():
             metadata[f"megarl.{name}".encode()] = (value or "").encode()
-        return found.replace_schema_metadata(metadata)
+        return result.replace_schema_metadata(metadata)
 
     return table(change)
 
@@ -264,7 +266,9 @@ CASES = [
         "recorded with another tokenizer",
         (f"{PART} was recorded with another tokenizer", "model.path=FOLDER/model"),
         REPLAY,
-        table(lambda found: found.replace_schema_metadata({**found.schema.metadata, b"megarl.vocabulary": b"0" * 64})),
+        table(
+            lambda result: result.replace_schema_metadata({**result.schema.metadata, b"megarl.vocabulary": b"0" * 64})
+        ),
     ),
     Case("recorded with fewer samples", (OTHER, "holds 8 rollouts of 4 prompts"), REPLAY, recorded(samples=2)),
     Case("recorded with more samples", (OTHER, "rollout.samples_per_prompt"), REPLAY, recorded(samples=8)),
@@ -314,13 +318,13 @@ CASES = [
         "a file without its last row",
         (STEP_2, "15 of the 16 rollouts", "rollout 15 is missing"),
         REPLAY,
-        table(lambda found: found.slice(0, 7)),
+        table(lambda result: result.slice(0, 7)),
     ),
     Case(
         "a file without rows",
         (STEP_2, "8 of the 16 rollouts", "rollout 1 is missing"),
         REPLAY,
-        table(lambda found: found.slice(0, 0)),
+        table(lambda result: result.slice(0, 0)),
     ),
     Case("a rollout from beyond the step", (STEP_2, "rollout 5 is missing"), REPLAY, cell("number", 16)),
     Case("a negative number", (STEP_2, "rollout 5 is missing"), REPLAY, cell("number", -1)),
@@ -334,13 +338,13 @@ CASES = [
     Case("a prompt with a sample of another", (STEP_2, OTHER), REPLAY, cell("group", 3)),
     Case("a prompt from beyond the step", (STEP_2, OTHER), REPLAY, cell("group", 77)),
     # Damaged files.
-    of_file("a file of nothing", content(lambda whole: b""), DAMAGED),
-    of_file("a binary file", content(lambda whole: bytes(range(256)) * 4), DAMAGED),
-    of_file("a file of text", content(lambda whole: b'{"id": "a"}\n'), DAMAGED),
-    of_file("a file that ends in the middle", content(lambda whole: whole[: len(whole) // 2]), DAMAGED),
-    of_file("a file that begins in the middle", content(lambda whole: whole[len(whole) // 2 :]), DAMAGED),
-    of_file("a file without its last bytes", content(lambda whole: whole[:-40]), DAMAGED),
-    of_file("a file of zeros", content(lambda whole: bytes(len(whole))), DAMAGED),
+    of_file("a file of nothing", content(lambda full: b""), DAMAGED),
+    of_file("a binary file", content(lambda full: bytes(range(256)) * 4), DAMAGED),
+    of_file("a file of text", content(lambda full: b'{"id": "a"}\n'), DAMAGED),
+    of_file("a file that ends in the middle", content(lambda full: full[: len(full) // 2]), DAMAGED),
+    of_file("a file that begins in the middle", content(lambda full: full[len(full) // 2 :]), DAMAGED),
+    of_file("a file without its last bytes", content(lambda full: full[:-40]), DAMAGED),
+    of_file("a file of zeros", content(lambda full: bytes(len(full))), DAMAGED),
     of_file("a file that is a folder", spoilt(lambda file: (file.unlink(), file.mkdir())), DAMAGED),
     of_file("a link to nothing", spoilt(lambda file: (file.unlink(), file.symlink_to("none"))), DAMAGED),
     of_file(
@@ -349,12 +353,12 @@ CASES = [
         NO_FILE,
         "megarl.format",
     ),
-    of_file("no metadata", table(lambda found: found.replace_schema_metadata(None)), NO_FILE, "megarl.format"),
+    of_file("no metadata", table(lambda result: result.replace_schema_metadata(None)), NO_FILE, "megarl.format"),
     of_file("no step", about(step=None), NO_FILE, "megarl.step"),
     of_file("a total in words", about(total="all"), NO_FILE, "megarl.total"),
     # Columns of something else.
     *(
-        of_file(f"no column {name}", table(lambda found, name=name: found.drop_columns(name)), f"no column {name!r}")
+        of_file(f"no column {name}", table(lambda result, name=name: result.drop_columns(name)), f"no column {name!r}")
         for name in (
             "number",
             "status",

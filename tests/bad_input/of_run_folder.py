@@ -138,10 +138,10 @@ def only(name: str, text: str) -> Callable[[Path], None]:
 
 def kept(key: str, *says: str, given: tuple[str, ...], prepare: Callable[[Path], None] | None = None) -> list[Case]:
     """A key of the run's identity, changed with `resume` and without."""
-    told = ("run folder FOLDER/run belongs to another run", key, "set run.dir", *says)
+    events = ("run folder FOLDER/run belongs to another run", key, "set run.dir", *says)
     return [
-        Case(f"resumed with another {key}", told, (RESUME, *given), prepare or earlier()),
-        Case(f"a folder of another {key}", told, given, prepare or earlier()),
+        Case(f"resumed with another {key}", events, (RESUME, *given), prepare or earlier()),
+        Case(f"a folder of another {key}", events, given, prepare or earlier()),
     ]
 
 

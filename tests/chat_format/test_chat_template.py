@@ -50,10 +50,10 @@ def test_observation_is_what_the_template_puts_between_two_turns(chat: ChatTempl
     written = chat.tokenizer.encode(
         '<tool_call>\n{"name": "calculator"}\n</tool_call><|im_end|>', add_special_tokens=False
     )
-    whole = (
+    full = (
         chat.encode_prompt(prompt()) + written + chat.encode_continuation([{"role": "tool", "content": "3"}], [SCHEMA])
     )
-    assert chat.decode(whole).endswith(
+    assert chat.decode(full).endswith(
         "<|im_start|>user\nWhat is 1+2?<|im_end|>\n<|im_start|>assistant\n"
         '<tool_call>\n{"name": "calculator"}\n</tool_call><|im_end|>\n'
         "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -161,10 +161,10 @@ def test_the_turns_put_together_are_what_the_template_makes_of_the_whole(
         messages += [{"role": "assistant", "content": None, "tool_calls": [call]}, answered(number)]
         if number == 0:
             assert chat.decode(ids) == head + written + family.after_call + family.observation
-    whole = chat.tokenizer.apply_chat_template(messages, tools=[SCHEMA], tokenize=False, add_generation_prompt=True)
+    full = chat.tokenizer.apply_chat_template(messages, tools=[SCHEMA], tokenize=False, add_generation_prompt=True)
     if family.parser == "deepseekv3":  # its template opens the list of results once in a conversation
-        whole = whole.replace("<｜end▁of▁sentence｜>\n<", "<｜end▁of▁sentence｜><｜tool▁outputs▁begin｜><")
-    assert ids == chat.tokenizer.encode(whole, add_special_tokens=False)
+        full = full.replace("<｜end▁of▁sentence｜>\n<", "<｜end▁of▁sentence｜><｜tool▁outputs▁begin｜><")
+    assert ids == chat.tokenizer.encode(full, add_special_tokens=False)
 
 
 def test_a_call_is_written_as_the_family_writes_it(published: tuple[Published, ChatTemplate]) -> None:

@@ -100,7 +100,7 @@ def test_messages_of_any_role(name: str, messages: list[Message], expected: str)
 def test_it_is_what_the_template_makes_of_the_whole(name: str, following: list[Message]) -> None:
     """Every control token and word behind the policy's own, in every family."""
     chat = FAMILIES[name]
-    found = chat.encode_continuation(following)
+    result = chat.encode_continuation(following)
     head: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "My answer."}]
     mapped = {
         **ASKS,
@@ -109,15 +109,15 @@ def test_it_is_what_the_template_makes_of_the_whole(name: str, following: list[M
     }  # noqa: E501
     ends = []
     for asks in (mapped, ASKS):
-        given = [*head, *(asks if one is ASKS else one for one in following)]
+        given = [*head, *(asks if item is ASKS else item for item in following)]
         try:
-            whole = chat.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+            full = chat.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
         except Exception:  # a template takes one of the two
             continue
-        ends.append(whole.partition("My answer.")[2])
-    texts = [chat.decode([chat.end_of_turn]) + chat.decode(found), chat.decode(found)]
-    opens = [chat.decode([end]) + chat.decode(found) for end in chat.end_token_ids]
-    assert any(end == one for end in ends for one in texts + opens)
+        ends.append(full.partition("My answer.")[2])
+    texts = [chat.decode([chat.end_of_turn]) + chat.decode(result), chat.decode(result)]
+    opens = [chat.decode([end]) + chat.decode(result) for end in chat.end_token_ids]
+    assert any(end == item for end in ends for item in texts + opens)
 
 
 def test_a_turn_that_ended_otherwise_is_closed_first() -> None:
@@ -126,7 +126,7 @@ def test_a_turn_that_ended_otherwise_is_closed_first() -> None:
     end, pad = qwen.end_of_turn, int(qwen.tokenizer.convert_tokens_to_ids("<|endoftext|>"))
     assert text("qwen", USER, last=end) == after
     assert text("qwen", USER, last=5) == text("qwen", USER, last=pad) == "<|im_end|>" + after  # cut off; another end
-    user, observation = (int(glm.tokenizer.convert_tokens_to_ids(f"<|{one}|>")) for one in ("user", "observation"))
+    user, observation = (int(glm.tokenizer.convert_tokens_to_ids(f"<|{item}|>")) for item in ("user", "observation"))
     assert text("glm", USER, last=user) == "\nGo on.<|assistant|>"
     assert text("glm", USER, last=observation) == "<|user|>\nGo on.<|assistant|>"
     assert text("glm", SYSTEM, USER, last=user) == "<|system|>\nBe brief.<|user|>\nGo on.<|assistant|>"
@@ -270,9 +270,9 @@ def test_whatever_a_tool_says_only_the_template_writes_control_tokens(
     name: str, said: list[tuple[str, str, str]]
 ) -> None:
     chat = FAMILIES[name]
-    results = [{"role": "tool", "content": text, "name": tool, "tool_call_id": own} for text, tool, own in said]
+    results = [{"role": "tool", "content": text, "name": tool, "tool_call_id": local} for text, tool, local in said]
     honest = chat.encode_continuation([TOOL] * len(said))
-    found = chat.encode_continuation(results)
-    assert chat.control_tokens.filter_ids(found) == chat.control_tokens.filter_ids(honest)
+    result = chat.encode_continuation(results)
+    assert chat.control_tokens.filter_ids(result) == chat.control_tokens.filter_ids(honest)
     special = set(chat.tokenizer.all_special_ids)
-    assert [token for token in found if token in special] == [token for token in honest if token in special]
+    assert [token for token in result if token in special] == [token for token in honest if token in special]

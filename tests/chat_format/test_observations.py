@@ -33,10 +33,10 @@ def size(text: str, chat: ChatTemplate = CHAT) -> int:
 def shown(
     *contents: str, each: int = 50, room: int = ROOM, spare: int = 0, chat: ChatTemplate = CHAT
 ) -> list[str] | None:
-    found = truncate_observations(chat, [tool(content) for content in contents], [], each, room, spare)
-    if found is None:
+    result = truncate_observations(chat, [tool(content) for content in contents], [], each, room, spare)
+    if result is None:
         return None
-    said, ids = found
+    said, ids = result
     assert ids == chat.encode_continuation(said) and len(ids) <= room
     return [message["content"] for message in said]
 
@@ -136,13 +136,13 @@ def test_it_fits_and_holds_the_templates_control_tokens(
     chat: ChatTemplate, texts: list[str], each: int, room: int, spare: int
 ) -> None:
     results = [tool(text) for text in texts]
-    found = truncate_observations(chat, results, [], each, room, spare)
+    result = truncate_observations(chat, results, [], each, room, spare)
     frame = chat.encode_continuation([tool("0")] * len(results))
-    if found is None:
+    if result is None:
         marks = chat.encode_continuation([tool("... (10 tokens cut) ...")] * len(results))
         assert room < len(marks) + 10 * len(results)
         return
-    said, ids = found
+    said, ids = result
     assert len(ids) <= room and ids == chat.encode_continuation(said)
     assert chat.control_tokens.filter_ids(ids) == chat.control_tokens.filter_ids(frame)
     for before, after in zip(results, said, strict=True):

@@ -41,8 +41,8 @@ TOOL: Message = {"role": "tool", "name": "f", "tool_call_id": "functions.f:0", "
     ],
 )
 def test_reasoning_is_what_a_turn_begins_with(text: str, opened: bool, expected: tuple[str, str]) -> None:
-    found = find_reasoning(text, THINK, opened)
-    split = (text[found.inner_start : found.inner_end].strip(), text[found.stop :].strip()) if found else ("", text)
+    result = find_reasoning(text, THINK, opened)
+    split = (text[result.inner_start : result.inner_end].strip(), text[result.stop :].strip()) if result else ("", text)
     assert split == expected
 
 
@@ -73,10 +73,10 @@ def test_reasoning_by_ids() -> None:
     inner, said = chat.encode("\n🤔 1+2 hm\n"), chat.encode("\n\nIt is 3.")
     opening, closing = chat.encode("<think>"), chat.encode("</think>")
     assert len(opening) == len(closing) == 1
-    whole = [*opening, *inner, *closing, *said]
-    assert chat.find_reasoning_range(whole) == range(len(inner) + 2)
-    assert chat.decode(whole[len(inner) + 2 :]) == "\n\nIt is 3."
-    assert chat.find_reasoning_range([*whole, chat.end_of_turn]) == range(len(inner) + 2)
+    full = [*opening, *inner, *closing, *said]
+    assert chat.find_reasoning_range(full) == range(len(inner) + 2)
+    assert chat.decode(full[len(inner) + 2 :]) == "\n\nIt is 3."
+    assert chat.find_reasoning_range([*full, chat.end_of_turn]) == range(len(inner) + 2)
     assert chat.find_reasoning_range([*opening, *inner]) == range(len(inner) + 1)
     assert chat.find_reasoning_range(said) is None and chat.find_reasoning_range([]) is None
     opened = CHATS["qwen3 opened"]
@@ -91,11 +91,11 @@ def test_marks_that_are_words_and_no_tokens() -> None:
     chat = ChatTemplate(tokenizer)
     assert chat.reasoning_marks == THINK and len(chat.encode("</think>")) > 1
     ids = chat.encode("<think>hm</think>3")
-    found = chat.find_reasoning_range(ids)
+    result = chat.find_reasoning_range(ids)
     assert (
-        found is not None
-        and chat.decode(ids[: len(found)]) == "<think>hm</think>"
-        and chat.decode(ids[len(found) :]) == "3"
+        result is not None
+        and chat.decode(ids[: len(result)]) == "<think>hm</think>"
+        and chat.decode(ids[len(result) :]) == "3"
     )
 
 

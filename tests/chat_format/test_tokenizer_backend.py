@@ -18,19 +18,19 @@ WORDS = st.text() | st.sampled_from(["<|im_end|>", " <|im_start|>user\n", "<tool
 
 @given(st.lists(WORDS).map("".join))
 def test_it_spells_as_the_tokenizer_does(text: str) -> None:
-    own = ChatTemplate(TOKENIZER)
-    whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    ids = own.encode(text)
-    assert ids == TOKENIZER.encode(whole, add_special_tokens=False)
-    assert own.decode(ids) == TOKENIZER.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    local = ChatTemplate(TOKENIZER)
+    full = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    ids = local.encode(text)
+    assert ids == TOKENIZER.encode(full, add_special_tokens=False)
+    assert local.decode(ids) == TOKENIZER.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def test_settings_that_others_have_left_do_not_count() -> None:
     tokenizer = tiny_models.tokenizer()
-    own, text = ChatTemplate(tokenizer), "one two three four"
-    whole = own.encode(text)
+    local, text = ChatTemplate(tokenizer), "one two three four"
+    full = local.encode(text)
     tokenizer(text, truncation=True, max_length=2, padding="max_length")
-    assert own.encode(text) == whole
+    assert local.encode(text) == full
 
 
 class _Reversed(PreTrainedTokenizerFast):  # type: ignore[misc]

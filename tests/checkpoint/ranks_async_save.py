@@ -42,11 +42,11 @@ def late(on_step: Callable[[int], None] = lambda step: None) -> None:
     def training(self: Any, *arguments: Any) -> Any:
         steps[0] += 1
         try:
-            found = train_step(self, *arguments)
+            actual = train_step(self, *arguments)
             on_step(steps[0])
         finally:
             may_write.set()
-        return found
+        return actual
 
     def staging(self: Any, *arguments: Any) -> None:
         may_write.clear()

@@ -126,7 +126,7 @@ def whole(folder: Path) -> dict[str, object]:
     on_lead(lambda: shutil.rmtree(place_of / "step_1000000"))
 
     # Damage: each makes an older one the newest.
-    found: dict[str, str] = {}
+    actual: dict[str, str] = {}
     manifest_of = place_of / "step_000008" / "manifest.json"
 
     def entry(change: Callable[[dict[str, Any]], Any]) -> Callable[[], None]:
@@ -176,8 +176,8 @@ def whole(folder: Path) -> dict[str, object]:
         on_lead(damage)
         said.clear()
         after = ours.find_newest()
-        found[name] = f"{after and after.name} | {' '.join(said)}"
-    facts["damages"] = found
+        actual[name] = f"{after and after.name} | {' '.join(said)}"
+    facts["damages"] = actual
     on_lead(lambda: (place_of / "step_000007" / "part_0.bin").unlink())
     facts["none_whole"] = error_of(ours.find_newest)
     return facts
@@ -227,15 +227,15 @@ def slow(folder: Path) -> dict[str, object]:
     hashed_later = list(verified)
     verified.clear()
     with ranks.with_timeout(100):
-        found = ours.find_newest()  # whose own patience ends before that of the block
+        actual = ours.find_newest()  # whose own patience ends before that of the block
         restore_model(model, saved / "actor")
         everyone = ranks.all_gather_objects(verified)
     tree = json.loads((saved / "manifest.json").read_text())["files"]
-    own = {name: hashlib.sha256((saved / name).read_bytes()).hexdigest() for name in tree}
+    local = {name: hashlib.sha256((saved / name).read_bytes()).hexdigest() for name in tree}
     lie = {str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file()} - {"manifest.json"}
     return {
-        "found": found == saved,
-        "hashes": own == {name: entry["sha256"] for name, entry in tree.items()} and lie == set(tree),
+        "found": actual == saved,
+        "hashes": local == {name: entry["sha256"] for name, entry in tree.items()} and lie == set(tree),
         "hashed later": hashed_later,
         "verified once": sorted(name for names in everyone for name in names)
         == sorted(Path(name).name for name in tree),

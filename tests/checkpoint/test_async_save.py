@@ -35,8 +35,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, run_ranks: Callable[..., list[
     (folder / "config.yaml").write_text(CONFIG)
 
     def start(run_dir: Path, event: str, *overrides: str) -> list[dict[str, Any]]:
-        given = [f"model.path={folder}/model", f"data.train={folder}/sft.jsonl", f"run.dir={run_dir}", *overrides]
-        return run_ranks(2, "tests/checkpoint/ranks_async_save.py", event, str(folder / "config.yaml"), *given)
+        value = [f"model.path={folder}/model", f"data.train={folder}/sft.jsonl", f"run.dir={run_dir}", *overrides]
+        return run_ranks(2, "tests/checkpoint/ranks_async_save.py", event, str(folder / "config.yaml"), *value)
 
     return start
 
@@ -66,11 +66,11 @@ def hashes(run_dir: Path, step: int) -> dict[str, str]:
 
 
 def same_end(run_dir: Path, other: Path) -> bool:
-    one, two = (load_file(path / "export/model.safetensors") for path in (run_dir, other))
+    item, two = (load_file(path / "export/model.safetensors") for path in (run_dir, other))
     return (
         losses(run_dir) == losses(other)
-        and one.keys() == two.keys()
-        and all(torch.equal(one[name], two[name]) for name in one)
+        and item.keys() == two.keys()
+        and all(torch.equal(item[name], two[name]) for name in item)
     )
 
 
@@ -79,8 +79,8 @@ def test_what_is_written_late_is_what_was_there(run: Run, undisturbed: Path, tmp
     assert [result["code"] for result in results] == [0, 0], results
     assert checkpoints(tmp_path / "run") == ["latest", "step_000001", "step_000002", "step_000003"]
     for step in (1, 2, 3):
-        found = hashes(tmp_path / "run", step)
-        assert len(found) == 2 * 2 and found == hashes(undisturbed, step)
+        actual = hashes(tmp_path / "run", step)
+        assert len(actual) == 2 * 2 and actual == hashes(undisturbed, step)
     assert same_end(tmp_path / "run", undisturbed)
 
 
@@ -102,8 +102,8 @@ def test_a_rank_that_is_killed_leaves_a_whole_one_and_the_run_goes_on_bitwise(
     assert checkpoints(folder) == STAGES[event]
     results = run(folder, "", "run.resume=auto")
     assert [result["code"] for result in results] == [0, 0], results
-    found = "step_000002" if "step_000002" in STAGES[event] else "step_000001"
-    assert f"resumed from {folder}/checkpoints/{found} after step" in results[0]["out"]
+    actual = "step_000002" if "step_000002" in STAGES[event] else "step_000001"
+    assert f"resumed from {folder}/checkpoints/{actual} after step" in results[0]["out"]
     assert checkpoints(folder) == ["latest", "step_000001", "step_000002", "step_000003"]
     assert same_end(folder, undisturbed)
 

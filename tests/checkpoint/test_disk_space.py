@@ -68,9 +68,9 @@ def test_what_is_kept_at_most(chosen: Config, expected: int) -> None:
 @pytest.mark.parametrize("replays", [False, True])
 def test_it_is_enough_for_what_is_written(tmp_path: Path, replays: bool) -> None:
     """All conversations as long as one may be, half of it the prompt, with five letters a token."""
-    asked = {"role": "user", "content": "words" * 500}
+    requested = {"role": "user", "content": "words" * 500}
     said = {"role": "assistant", "content": "words" * 500}
-    prompt = Prompt("train-1", (asked,), range(500))
+    prompt = Prompt("train-1", (requested,), range(500))
     turns = (Turn(range(500)), Turn([7] * 500, [-1.0] * 500, is_action=True, weight_version=3))
     routing = (torch.zeros(1000, 3, 2, dtype=torch.int16),) if replays else ()
     groups = [
@@ -78,7 +78,7 @@ def test_it_is_enough_for_what_is_written(tmp_path: Path, replays: bool) -> None
             replace(
                 PartialRollout.begin(prompt, seed),
                 turns=turns,
-                messages=(asked, said),
+                messages=(requested, said),
                 routing=tuple(map(torch.clone, routing)),
             )
             for seed in range(4)

@@ -19,8 +19,8 @@ VOCABULARY = 200  # padded to 256 over one or two tensor parallel ranks, to 512 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """All of it by name, without what pads the vocabulary, which is no one's."""
-    found = CheckpointReader(folder)
-    tensors = {name: found.read(name) for name in found}
+    actual = CheckpointReader(folder)
+    tensors = {name: actual.read(name) for name in actual}
     return {
         name: tensor[:VOCABULARY] if "word_embeddings" in name or "output_layer" in name else tensor
         for name, tensor in tensors.items()

@@ -70,10 +70,10 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(material: Path, run_ranks: Callable[..., list[dict[str, Any]]]) -> Run:
     def start(run_dir: Path, world: int, *overrides: str) -> dict[str, Any]:
-        given = [f"model.path={material}/model", f"data.train={material}/train.jsonl", f"run.dir={run_dir}"]
-        given += [f"rollout.replay={material}/recorded", f"parallel.world_size={world}", *overrides]
+        argument = [f"model.path={material}/model", f"data.train={material}/train.jsonl", f"run.dir={run_dir}"]
+        argument += [f"rollout.replay={material}/recorded", f"parallel.world_size={world}", *overrides]
         config = str(material / "config.yaml")
-        results = run_ranks(world, "tests/checkpoint/ranks_run.py", "", config, *given, timeout=600.0)
+        results = run_ranks(world, "tests/checkpoint/ranks_run.py", "", config, *argument, timeout=600.0)
         return results[0] | {"err": "".join(result["err"] for result in results)}  # one of them says it
 
     return start
@@ -101,8 +101,8 @@ def left(undisturbed: Path, target: Path) -> Path:
 def later_steps(run_dir: Path) -> list[dict[str, float]]:
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     parts = ("actor", "critic", "rollout", "reward")
-    found = [row for row in rows if row["step"] > SAVED and "actor/lr" in row]
-    return [{name: value for name, value in row.items() if name.split("/")[0] in parts} for row in found]
+    actual = [row for row in rows if row["step"] > SAVED and "actor/lr" in row]
+    return [{name: value for name, value in row.items() if name.split("/")[0] in parts} for row in actual]
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_a_run_goes_on_in_another_layout_as_it_would_have(
     assert f"step_{SAVED:06d} was written in another layout" in result["out"]
     first, second = later_steps(undisturbed), later_steps(folder)
     assert len(first) == len(second) == STEPS - SAVED
-    for one, other in zip(first, second, strict=True):
-        assert one.keys() == other.keys()
-        assert other == pytest.approx(one, rel=1e-6, abs=1e-6)
+    for item, other in zip(first, second, strict=True):
+        assert item.keys() == other.keys()
+        assert other == pytest.approx(item, rel=1e-6, abs=1e-6)
     weights, others = (load_file(path / "export/model.safetensors") for path in (undisturbed, folder))
     assert weights.keys() == others.keys()
     for name, tensor in weights.items():
@@ -161,7 +161,7 @@ def test_other_rows_are_other_data_and_what_is_forced_says_by_what_it_was_writte
     assert len(tree["config"]) == 16 and tree["code"]
     manifest.write_text(json.dumps(tree | {"code": "0123456789abcdef"}))
     before = sorted((path, path.read_bytes()) for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
-    kept = (material / "train.jsonl").read_bytes()
+    retained = (material / "train.jsonl").read_bytes()
     try:
         shutil.copy(tmp_path / "train.jsonl", material / "train.jsonl")
         result = run(folder, 1, "run.resume=auto")
@@ -170,7 +170,7 @@ def test_other_rows_are_other_data_and_what_is_forced_says_by_what_it_was_writte
         assert all(after[path] == content for path, content in before)
         result = run(folder, 1, "run.resume=forced", f"run.num_rollout={SAVED}")
     finally:
-        (material / "train.jsonl").write_bytes(kept)
+        (material / "train.jsonl").write_bytes(retained)
     assert result["code"] == 0, result
     assert f"after step {SAVED}, written by other code (0123456789abcdef, now " in result["out"]
     assert ", written under another configuration (" in result["out"]

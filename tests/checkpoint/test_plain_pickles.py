@@ -38,10 +38,10 @@ def saved(folder: Path, state: dict[str, Any]) -> Path:
 def test_a_checkpoint_is_read(tmp_path: Path) -> None:
     state = {"weight": torch.arange(6.0).view(2, 3), "half": torch.ones(2, dtype=torch.bfloat16), "counts": [None, 3]}
     folder = saved(tmp_path / "c", state)
-    found = {"weight": torch.zeros(2, 3), "half": torch.zeros(2, dtype=torch.bfloat16), "counts": [None, 0]}
-    dcp.load(found, checkpoint_id=folder, no_dist=True)
-    assert torch.equal(found["weight"], state["weight"]) and torch.equal(found["half"], state["half"])
-    assert found["counts"] == [None, 3]
+    result = {"weight": torch.zeros(2, 3), "half": torch.zeros(2, dtype=torch.bfloat16), "counts": [None, 0]}
+    dcp.load(result, checkpoint_id=folder, no_dist=True)
+    assert torch.equal(result["weight"], state["weight"]) and torch.equal(result["half"], state["half"])
+    assert result["counts"] == [None, 3]
 
 
 def test_a_table_that_would_do_something_is_refused(tmp_path: Path) -> None:

@@ -45,10 +45,10 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(material: Path, run_ranks: Callable[..., list[dict[str, Any]]]) -> Run:
     def start(run_dir: Path, *overrides: str, world: int = 1, disk: str = "") -> dict[str, Any]:
-        given = [f"model.path={material}/model", f"data.train={material}/sft.jsonl", f"run.dir={run_dir}", *overrides]
+        value = [f"model.path={material}/model", f"data.train={material}/sft.jsonl", f"run.dir={run_dir}", *overrides]
         config = str(material / "config.yaml")
         layout = f"parallel.world_size={world}"
-        results = run_ranks(world, "tests/checkpoint/ranks_run.py", disk, config, layout, *given)
+        results = run_ranks(world, "tests/checkpoint/ranks_run.py", disk, config, layout, *value)
         return results[0] | {"err": "".join(result["err"] for result in results)}  # one of them says it
 
     return start
@@ -84,8 +84,8 @@ def test_the_room_that_is_asked_for_is_a_little_more_than_what_is_taken(on_two_r
     config = load_config(on_two_ranks / "config.yaml")
     planned = estimate_space(load_hf_config(config.model.path), None, config, load_requirements(config))
     for place, needed in (("checkpoints/step_000002", planned.checkpoint), ("export", planned.export)):
-        taken = sum(path.stat().st_size for path in (on_two_ranks / place).rglob("*") if path.is_file())
-        assert taken < needed < 1.1 * taken + (5 << 20), place
+        selected = sum(path.stat().st_size for path in (on_two_ranks / place).rglob("*") if path.is_file())
+        assert selected < needed < 1.1 * selected + (5 << 20), place
 
 
 def test_a_finished_run_that_is_resumed_exports_in_whatever_layout(

@@ -47,9 +47,9 @@ def test_checkpoints_are_whole_or_not_there(tmp_path: Path, run_ranks: Run) -> N
     }
     for facts in results:
         for name, text in expected.items():
-            found = facts["damages"][name]
-            assert found.startswith(f"step_000007 | skipping checkpoint {tmp_path}"), (name, found)
-            assert text in found, (name, found)
+            result = facts["damages"][name]
+            assert result.startswith(f"step_000007 | skipping checkpoint {tmp_path}"), (name, result)
+            assert text in result, (name, result)
         assert f"none of the checkpoints in {tmp_path}/checkpoints is complete" in facts["none_whole"]
         assert "step_000008: part_0.bin" in facts["none_whole"] and "step_000007: part_0.bin" in facts["none_whole"]
 

@@ -39,16 +39,16 @@ def test_a_file_is_the_librarys_byte_for_byte(tmp_path: Path, later: torch.dtype
 def test_what_does_not_lie_in_one_piece_is_written_as_it_reads(tmp_path: Path) -> None:
     tensor = torch.arange(12.0).reshape(3, 4)
     write_file({"t": tensor.T, "part": tensor[:, 1:3]}, tmp_path / "file")
-    found = load_file(tmp_path / "file")
-    assert torch.equal(found["t"], tensor.T) and torch.equal(found["part"], tensor[:, 1:3])
+    result = load_file(tmp_path / "file")
+    assert torch.equal(result["t"], tensor.T) and torch.equal(result["part"], tensor[:, 1:3])
 
 
 def test_one_tensor_is_read_at_a_time_and_each_once(tmp_path: Path) -> None:
-    held: list[str] = []
+    retained: list[str] = []
 
     def entry(name: str) -> LazyTensor:
         def read() -> torch.Tensor:
-            held.append(name)
+            retained.append(name)
             return torch.full((4,), float(len(name)))
 
         return LazyTensor((4,), torch.float32, read)
@@ -56,9 +56,9 @@ def test_one_tensor_is_read_at_a_time_and_each_once(tmp_path: Path) -> None:
     files = ShardWriter(tmp_path, max_bytes=40)
     for name in ("a", "bb", "ccc", "dddd", "eeeee"):
         files.add(name, entry(name))
-    assert held == ["a", "bb", "ccc", "dddd"]
+    assert retained == ["a", "bb", "ccc", "dddd"]
     files.finish()
-    assert held == ["a", "bb", "ccc", "dddd", "eeeee"]
+    assert retained == ["a", "bb", "ccc", "dddd", "eeeee"]
     names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     assert [list(load_file(tmp_path / name)) for name in names] == [["a", "bb"], ["ccc", "dddd"], ["eeeee"]]
 

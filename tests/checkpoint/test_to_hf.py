@@ -142,8 +142,8 @@ def test_fp8_is_read_as_what_it_stands_for(tmp_path: Path) -> None:
     weights.check(WIDE)
     for param in family_of(WIDE).params(WIDE, 2):
         for rank in range(2):  # parts that begin and end within blocks
-            whole = {tensor.name: meant[tensor.name] for tensor in param.hf}
-            assert torch.equal(weights.get_shard(param, 2, rank), shard(param, whole, 2, rank)), param.megatron
+            full = {tensor.name: meant[tensor.name] for tensor in param.hf}
+            assert torch.equal(weights.get_shard(param, 2, rank), shard(param, full, 2, rank)), param.megatron
     save_hf(tmp_path / "out", meant.items(), source)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert_equal(tmp_path / "out", meant)
@@ -211,21 +211,21 @@ def test_what_the_table_keeps_in_fp32_is_not_cast_and_untrained_layers_are_taken
 def test_layers_of_multi_token_prediction_are_written_as_trained_and_their_copies_follow(tmp_path: Path) -> None:
     """The checkpoint repeats embedding and head in them; those are what the trunk has now, trained with them or not."""
     plain, table = random_tensors(MLA), family_of(MLA).params(MLA, 1, mtp=True)
-    whole = {t.name: torch.randn(t.shape) for param in table for t in param.hf}
+    full = {t.name: torch.randn(t.shape) for param in table for t in param.hf}
     copies = {
         "model.layers.1.embed_tokens.weight": "model.embed_tokens.weight",
         "model.layers.1.shared_head.head.weight": "lm_head.weight",
     }
-    mtp = {name: tensor for name, tensor in whole.items() if name not in plain}
+    mtp = {name: tensor for name, tensor in full.items() if name not in plain}
     assert "model.layers.1.eh_proj.weight" in mtp and len(mtp) > 20
-    source = write_source(tmp_path / "source", MLA, whole | {name: whole[of].clone() for name, of in copies.items()})
+    source = write_source(tmp_path / "source", MLA, full | {name: full[of].clone() for name, of in copies.items()})
     open_hf(source).check(MLA, mtp=True)
-    trained = {name: tensor + 1 for name, tensor in whole.items()}
+    trained = {name: tensor + 1 for name, tensor in full.items()}
     save_hf(tmp_path / "out", trained.items(), source, table=table)
     assert_equal(tmp_path / "out", trained | {name: trained[of] for name, of in copies.items()})
-    save_hf(tmp_path / "frozen", {name: whole[name] + 1 for name in plain}.items(), source)
-    kept = {name: whole[name] + 1 for name in plain}
-    assert_equal(tmp_path / "frozen", kept | mtp | {name: kept[of] for name, of in copies.items()})
+    save_hf(tmp_path / "frozen", {name: full[name] + 1 for name in plain}.items(), source)
+    retained = {name: full[name] + 1 for name in plain}
+    assert_equal(tmp_path / "frozen", retained | mtp | {name: retained[of] for name, of in copies.items()})
 
     part = write_source(tmp_path / "part", MLA, plain | {"model.layers.1.enorm.weight": torch.ones(8)})
     open_hf(part).check(MLA)
@@ -369,9 +369,9 @@ def test_folders_that_cannot_be_read(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no tensor spam"):
         open_hf(source).get("spam")
     file = source / "model.safetensors"
-    whole = file.read_bytes()
-    for cut in (len(whole) - 100, 20, 0):
-        file.write_bytes(whole[:cut])
+    full = file.read_bytes()
+    for cut in (len(full) - 100, 20, 0):
+        file.write_bytes(full[:cut])
         with pytest.raises(ConfigError, match="model.safetensors is truncated or not a safetensors file"):
             open_hf(source)
     file.unlink()

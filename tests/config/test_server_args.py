@@ -35,12 +35,12 @@ def test_wrong_keys(key: str, complaint: str) -> None:
 
 def test_how_sglang_is_told_to_draft() -> None:
     assert server_args.speculative_args(0) == {}
-    told = server_args.speculative_args(3)
-    assert (told["speculative_num_steps"], told["speculative_num_draft_tokens"]) == (3, 4)
-    assert told.keys() <= server_args.load_field_names()
-    for key in told:
+    events = server_args.speculative_args(3)
+    assert (events["speculative_num_steps"], events["speculative_num_draft_tokens"]) == (3, 4)
+    assert events.keys() <= server_args.load_field_names()
+    for key in events:
         with pytest.raises(ConfigError, match="decided by rollout.num_speculative_tokens"):
-            server_args.check({key: told[key]})
+            server_args.check({key: events[key]})
 
 
 def test_every_default_fits_its_own_field() -> None:
@@ -97,8 +97,8 @@ def test_parsers_of_tool_calls_are_those_of_the_installed_sglang() -> None:
 def test_an_engine_is_told_of_how_many_tokens_to_say_that_it_could_have_sampled_them() -> None:
     assert server_args.sampling_args(RolloutConfig()) == {}
     assert server_args.sampling_args(RolloutConfig(top_k=20, temperature=0.0)) == {}
-    told = server_args.sampling_args(RolloutConfig(top_k=1000))
-    assert told == {"sampling_mask_max_tokens": 4000} and told.keys() <= server_args.load_field_names()
+    events = server_args.sampling_args(RolloutConfig(top_k=1000))
+    assert events == {"sampling_mask_max_tokens": 4000} and events.keys() <= server_args.load_field_names()
     assert server_args.sampling_args(RolloutConfig(top_k=20, top_p=0.9)) == {"sampling_mask_max_tokens": 256}
 
 

@@ -47,20 +47,20 @@ class Engines(TableFlow):
         self.policy.forward = counted  # type: ignore[method-assign]
 
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
-        found = super().generate(items, samples, greedy)
-        here = [
+        result = super().generate(items, samples, greedy)
+        local_items = [
             Rollout(
-                one.prompt,
+                item.prompt,
                 tuple(
                     Turn(turn.token_ids, tuple(value + self.off for value in turn.logprobs), turn.is_action, 0)
-                    for turn in one.turns
+                    for turn in item.turns
                 ),
-                one.status,
-                group=one.group,
+                item.status,
+                group=item.group,
             )
-            for one in found.local
+            for item in result.local
         ]
-        return Rollouts.gather(here, [one.group for one in here])
+        return Rollouts.gather(local_items, [item.group for item in local_items])
 
     def find_mismatches(self, actor: Any) -> list[str] | None:
         self.calls.append("differing")
@@ -136,8 +136,8 @@ def test_no_rollout_of_older_weights_is_compared() -> None:
 
 def test_the_bound_is_by_the_type_or_the_users_own() -> None:
     assert (logprob_diff_bound(single()), logprob_diff_bound(single(model={"dtype": "bfloat16"}))) == (0.01, 0.3)
-    own = single(guards={"bands": {LOGPROB_DIFF: [None, 0.5]}})
-    assert logprob_diff_bound(own) == 0.5 and load_bands(own.guards) == {}
+    local = single(guards={"bands": {LOGPROB_DIFF: [None, 0.5]}})
+    assert logprob_diff_bound(local) == 0.5 and load_bands(local.guards) == {}
     off = single(guards={"bands": {LOGPROB_DIFF: None}})
     assert logprob_diff_bound(off) is None
     flow: Any = Engines(off)

@@ -53,8 +53,8 @@ def test_what_ours_declare() -> None:
 def test_a_fork_is_found_by_module_and_name(lab: Any) -> None:
     lab("class Mine(SFTController):\n    is_group_relative = True\n")
     config = from_dict({"algorithm": "lab_controllers:Mine"})
-    found = load_requirements(config)
-    assert found == Requirements(
+    result = load_requirements(config)
+    assert result == Requirements(
         "lab_controllers:Mine", "conversations", ("actor",), ("actor",), is_group_relative=True
     )
     assert type(make_controller(config)).__name__ == "Mine"
@@ -152,8 +152,8 @@ class Mine(SFTController):
 
 def test_options_of_an_algorithm_are_as_strict_as_other_keys(lab: Any) -> None:
     lab(OPTIONS)
-    made = make_controller(from_dict({"algorithm": "lab_controllers:Mine", "options": {"share": 1}}))
-    assert made.options.share == 1.0
+    created = make_controller(from_dict({"algorithm": "lab_controllers:Mine", "options": {"share": 1}}))
+    assert created.options.share == 1.0
     for options, complaint in (({"shore": 1}, r"options\.shore.*share"), ({"share": 2}, r"options\.share .*at most 1")):
         with pytest.raises(ConfigError, match=complaint):
             declared("lab_controllers:Mine", options=options)

@@ -83,9 +83,9 @@ def test_what_is_too_long_costs_up_to_1() -> None:
     """Answers of two tokens where one may have 3: half way into a buffer of 2. It tells nobody apart."""
     config = {"algorithm": "dapo", "loss": {"scale_factor": 3}, "rollout": {"samples_per_prompt": 2}}
     for share, reward in ((2 / 3, [0.5, -0.5]), (0.0, [1.0, 0.0])):
-        made = from_dict(config | {"options": {"overlong_buffer": share, "max_num_gen_batches": 1}})
-        flow: Any = Played(made, [[SOME, RIGHT]])
-        result = make_controller(made).step(flow, [Prompt("a", ()), Prompt("b", ())])
+        created = from_dict(config | {"options": {"overlong_buffer": share, "max_num_gen_batches": 1}})
+        flow: Any = Played(created, [[SOME, RIGHT]])
+        result = make_controller(created).step(flow, [Prompt("a", ()), Prompt("b", ())])
         assert result.batch is not None and result.rollouts is not None
         assert result.batch.sequence_reward.tolist() == reward
         assert ("overlong" in result.rollouts.reward_parts) == bool(share)

@@ -52,11 +52,11 @@ def run(config: Config, steps: int, everyone: Comm = LOCAL, world: int = 1) -> t
     flow: Any = TaughtFlow(config, everyone, world)
     controller = make_controller(config)
     prompts = [Prompt(id=str(i), messages=()) for i in range(5)]
-    found = [controller.step(flow, prompts).metrics for _ in range(steps)]
+    actual = [controller.step(flow, prompts).metrics for _ in range(steps)]
     restored = make_controller(config)
     restored.load_state_dict(controller.state_dict())
     assert restored.state_dict() == controller.state_dict() and restored.state_dict()["steps"] == steps
-    return flow, found
+    return flow, actual
 
 
 @pytest.mark.parametrize("correction", ["none", "tis"])
@@ -76,9 +76,9 @@ def test_the_gradient_is_that_of_the_kl_in_expectation() -> None:
     policy = logits.log_softmax(-1)
     advantages = teacher - policy.detach()
     ratio = torch.exp(policy - policy.detach())
-    (found,) = torch.autograd.grad(-(policy.detach().exp() * ratio * advantages).sum(), logits, retain_graph=True)
+    (actual,) = torch.autograd.grad(-(policy.detach().exp() * ratio * advantages).sum(), logits, retain_graph=True)
     (expected,) = torch.autograd.grad((policy.exp() * (policy - teacher)).sum(), logits)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def advantages_of(options: dict[str, Any]) -> tuple[Any, TrainBatch]:
@@ -100,18 +100,18 @@ def test_advantages_by_hand() -> None:
         by_teacher = (flow.taught(batch).wait().logprobs - even)[batch.loss_mask]
         if flow is not plain[0]:
             by_teacher = by_teacher.clamp(-0.5, 0.5)
-        rest = batch.advantages[batch.loss_mask] - by_teacher
+        remaining = batch.advantages[batch.loss_mask] - by_teacher
         if flow is not mixed[0]:
-            assert float(rest.abs().max()) < 1e-6 and "score" not in flow.calls
+            assert float(remaining.abs().max()) < 1e-6 and "score" not in flow.calls
     reward, group = mixed[1].sequence_reward.double(), mixed[1].group
     expected = torch.zeros_like(reward)
     for number in (0, 1):
-        own = reward[group == number]
-        expected[group == number] = 2.0 * (own - own.mean()) / (own.std() + 1e-6)
+        local = reward[group == number]
+        expected[group == number] = 2.0 * (local - local.mean()) / (local.std() + 1e-6)
     flow, batch = advantages_of({"center_advantages": True})
     by_teacher = (flow.taught(batch).wait().logprobs - even)[batch.loss_mask]
     torch.testing.assert_close(batch.advantages[batch.loss_mask], by_teacher - by_teacher.mean(), rtol=0, atol=1e-6)
-    each = rest.reshape(-1, 2)
+    each = remaining.reshape(-1, 2)
     torch.testing.assert_close(each, expected.float()[:, None].expand(-1, 2), rtol=1e-4, atol=1e-5)
     assert "score" in mixed[0].calls and float(each.abs().max()) > 1
 
@@ -127,8 +127,8 @@ def test_a_step_is_the_same_however_its_sequences_lie(options: dict[str, Any]) -
     alone = work(LOCAL, 1)
     for world in (2, 3):
         first, *others = as_ranks(world, lambda everyone, world=world: work(everyone, world))
-        for found in others:
-            torch.testing.assert_close(found, first, rtol=0, atol=0)
+        for actual in others:
+            torch.testing.assert_close(actual, first, rtol=0, atol=0)
         torch.testing.assert_close(first, alone, rtol=1e-5, atol=1e-6)
 
 

@@ -57,7 +57,7 @@ VOCABULARY = 4096
 
 def episodes(step: int, groups: int = 5, samples: int = 4) -> list[list[Rollout]]:
     """Each as its branches, in the order of groups."""
-    draw, token, found = random.Random(f"episodes/{step}"), step % 100 * 1000, []
+    draw, token, actual = random.Random(f"episodes/{step}"), step % 100 * 1000, []
     for group in range(groups):
         for sample in range(samples):
             status: Status = draw.choices(["stop", "length", "aborted"], (8, 2, 1))[0]
@@ -75,15 +75,15 @@ def episodes(step: int, groups: int = 5, samples: int = 4) -> list[list[Rollout]
             reward += sum(turn.reward for turn in shares[-1].turns)
             unscored = {"part": "it raised"} if draw.random() < 0.1 else {}
             parts = {"right": float(reward >= 1)}
-            shares = [replace(one, reward=0.0 if unscored else reward, reward_parts=parts) for one in shares]
-            found.append(list(as_branches([replace(one, unscored=unscored) for one in shares], sample)))
+            shares = [replace(item, reward=0.0 if unscored else reward, reward_parts=parts) for item in shares]
+            actual.append(list(as_branches([replace(item, unscored=unscored) for item in shares], sample)))
     assert token < step % 100 * 1000 + 1000
-    return found
+    return actual
 
 
 def whole(branches: Sequence[Rollout]) -> Rollout:
     """The same actions in one sequence."""
-    turns = tuple(turn for one in branches for turn in one.turns)
+    turns = tuple(turn for item in branches for turn in item.turns)
     return replace(branches[0], turns=turns, episode=-1)
 
 
@@ -103,10 +103,10 @@ class Told:
 
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         """A rank has every `world`-th group."""
-        given = episodes(100 + self.step if greedy else self.step, samples=samples)
-        mine = [one for one in given if one[0].group % self.world == self.comm.rank]
-        here = [branch for one in mine for branch in (one if self.in_branches else [whole(one)])]
-        return Rollouts.gather(here, [one.group for one in here], self.comm)
+        value = episodes(100 + self.step if greedy else self.step, samples=samples)
+        mine = [item for item in value if item[0].group % self.world == self.comm.rank]
+        local_items = [branch for item in mine for branch in (item if self.in_branches else [whole(item)])]
+        return Rollouts.gather(local_items, [item.group for item in local_items], self.comm)
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         return rollouts
@@ -133,8 +133,8 @@ class Role:
         logprobs, zeros = batch.rollout_logprobs + 0.1 * near + 0.02, torch.zeros_like(near)
         output = ModelOutput(logprobs=logprobs, entropy=zeros, values=zeros)
         result, table = loss_fn(output, batch), {}
-        found = {"loss": result.loss, **{name: getattr(batch, name) for name in batch.columns()}}
-        for name, column in found.items():
+        actual = {"loss": result.loss, **{name: getattr(batch, name) for name in batch.columns()}}
+        for name, column in actual.items():
             of_tokens = torch.zeros(VOCABULARY, dtype=torch.float64)
             of_tokens[batch.tokens[batch.loss_mask].long()] = column[batch.loss_mask].double()
             table[name] = batch.all_reduce(of_tokens)
@@ -175,21 +175,21 @@ def taken(tree: dict[str, Any], in_branches: bool, everyone: Comm, world: int) -
     prompts = [Prompt(str(i), ()) for i in range(5)]
     metrics = [controller.step(flow, prompts).metrics for _ in range(3)]  # type: ignore[arg-type]
     names = ("rollout/filtered_frac", "rollout/buffer_size", "rollout/reward_greedy", "actor/kl_coef")
-    return [*flow.learned, *({name: one[name] for name in names if name in one} for one in metrics)]
+    return [*flow.learned, *({name: item[name] for name in names if name in item} for item in metrics)]
 
 
 @pytest.mark.parametrize("name", TREES)
 def test_branches_come_to_the_same_as_what_is_whole(name: str) -> None:
     """Rounding apart: a KL is added up over other parts."""
     expected = taken(TREES[name], False, LOCAL, 1)
-    assert len(expected) in (15, 27) and all(one["loss"].any() for one in expected[:-3])
-    found = taken(TREES[name], True, LOCAL, 1)
+    assert len(expected) in (15, 27) and all(item["loss"].any() for item in expected[:-3])
+    actual = taken(TREES[name], True, LOCAL, 1)
     # A mark is drawn by a token's place, which is another one.
-    own = {"marked", "loss"} if name == "clip_cov" else set()
-    for one, other in zip(found, expected, strict=True):
-        assert one.keys() == other.keys()
-        for what in one.keys() - own:
-            torch.testing.assert_close(one[what], other[what], rtol=2e-5, atol=2e-6, msg=what)
+    local = {"marked", "loss"} if name == "clip_cov" else set()
+    for item, other in zip(actual, expected, strict=True):
+        assert item.keys() == other.keys()
+        for what in item.keys() - local:
+            torch.testing.assert_close(item[what], other[what], rtol=2e-5, atol=2e-6, msg=what)
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -203,15 +203,17 @@ def test_branches_come_to_the_same_on_several_ranks(name: str) -> None:
 
 def test_numbers_of_what_is_alone_change_nothing() -> None:
     """An episode of one branch is what it was without a number, bit by bit."""
-    given = [whole(one) for one in episodes(0)]
+    value = [whole(item) for item in episodes(0)]
     for tree in TREES.values():
         config = from_dict(tree | {"run": {"num_update": 2}})
-        rewarded = [replace(one, episode=number) for number, one in enumerate(given)]
-        plain, marked = (TrainBatch.from_rollouts(some) for some in (given, rewarded))
-        marked = marked.with_(episode=torch.arange(len(given)))
-        for one, other in zip(split_mini_batches(plain, config, 3), split_mini_batches(marked, config, 3), strict=True):
-            assert one.loss_weights is not None and other.loss_weights is not None
-            assert torch.equal(one.loss_weights, other.loss_weights) and one.counts == other.counts
+        rewarded = [replace(item, episode=number) for number, item in enumerate(value)]
+        plain, marked = (TrainBatch.from_rollouts(some) for some in (value, rewarded))
+        marked = marked.with_(episode=torch.arange(len(value)))
+        for item, other in zip(
+            split_mini_batches(plain, config, 3), split_mini_batches(marked, config, 3), strict=True
+        ):
+            assert item.loss_weights is not None and other.loss_weights is not None
+            assert torch.equal(item.loss_weights, other.loss_weights) and item.counts == other.counts
 
 
 # --- by hand --------------------------------------------------------------------------------------------------
@@ -285,36 +287,36 @@ def test_means_by_hand() -> None:
 
 
 def test_branches_stay_together_in_mini_batches() -> None:
-    given = [one for sample in range(6) for one in as_branches([said(0, 1.0, 2)] * (1 + sample % 3), sample)]
-    batch = TrainBatch.from_rollouts(given)
+    value = [item for sample in range(6) for item in as_branches([said(0, 1.0, 2)] * (1 + sample % 3), sample)]
+    batch = TrainBatch.from_rollouts(value)
     for seed in range(5):
         parts = list(split_mini_batches(batch, from_dict({"run": {"num_update": 4, "ppo_epochs": 2}}), seed))
         assert [len(part.episodes) for part in parts] == [3] * 4
-        for one, other in (parts[:2], parts[2:]):
-            numbers = [sorted(part.episode.tolist()) for part in (one, other) if part.episode is not None]
-            assert sorted(sum(numbers, [])) == Rollouts.gather(given).episode.tolist()
+        for item, other in (parts[:2], parts[2:]):
+            numbers = [sorted(part.episode.tolist()) for part in (item, other) if part.episode is not None]
+            assert sorted(sum(numbers, [])) == Rollouts.gather(value).episode.tolist()
             assert not set(numbers[0]) & set(numbers[1])
 
 
 def test_samples_are_relied_on_with_all_of_their_branches() -> None:
-    given = [said(0, 0.0, 1), said(0, 1.0, 1)]
-    given += [one for number in range(500) for one in as_branches([said(0, 0.5, 1)] * 3, number)]
-    rollouts = Rollouts.gather(given)
-    kept = reliable_mask(rollouts, 0.8, torch.Generator().manual_seed(1))
-    groups = kept[2:].view(500, 3)
-    assert bool((groups == groups[:, :1]).all()) and 60 < int(groups[:, 0].sum()) < 140 and bool(kept[:2].all())
+    value = [said(0, 0.0, 1), said(0, 1.0, 1)]
+    value += [item for number in range(500) for item in as_branches([said(0, 0.5, 1)] * 3, number)]
+    rollouts = Rollouts.gather(value)
+    retained = reliable_mask(rollouts, 0.8, torch.Generator().manual_seed(1))
+    groups = retained[2:].view(500, 3)
+    assert bool((groups == groups[:, :1]).all()) and 60 < int(groups[:, 0].sum()) < 140 and bool(retained[:2].all())
 
 
 def test_a_buffer_counts_episodes_and_knows_those_of_each_step(tmp_path: Path) -> None:
     """Groups and episodes of each step have the same numbers."""
     buffer = ReplayBuffer(3)
     for step in range(3):
-        one, other = as_branches([said(0, float(step), 1)] * 2, 0)
-        buffer.add(Rollouts.gather([one, other]))
+        item, other = as_branches([said(0, float(step), 1)] * 2, 0)
+        buffer.add(Rollouts.gather([item, other]))
     buffer.add(Rollouts.gather([said(0, 7.0, 1)]))
-    kept = buffer._rollouts
-    assert kept is not None and len(buffer) == 3
-    assert kept.reward.tolist() == [1, 1, 2, 2, 7] and kept.episodes.episode_ids.tolist() == [0, 0, 1, 1, 2]
+    retained = buffer._rollouts
+    assert retained is not None and len(buffer) == 3
+    assert retained.reward.tolist() == [1, 1, 2, 2, 7] and retained.episodes.episode_ids.tolist() == [0, 0, 1, 1, 2]
     drawn = buffer.sample(2, torch.Generator().manual_seed(3))
     assert drawn is not None and len(drawn.episodes) == 2
     assert drawn.reward.tolist() in ([1, 1, 2, 2], [1, 1, 7], [2, 2, 7])
@@ -322,8 +324,8 @@ def test_a_buffer_counts_episodes_and_knows_those_of_each_step(tmp_path: Path) -
     restored = ReplayBuffer(3)
     restored.restore(tmp_path, LOCAL)
     assert restored._rollouts is not None and len(restored) == 3
-    assert restored._rollouts.reward.tolist() == kept.reward.tolist()
-    assert torch.equal(restored._rollouts.episodes.episode_ids, kept.episodes.episode_ids)
-    both = TrainBatch.from_rollouts(Rollouts.concat([kept, Rollouts.gather(as_branches([said(0, 5.0, 1)] * 2, 0))]))
+    assert restored._rollouts.reward.tolist() == retained.reward.tolist()
+    assert torch.equal(restored._rollouts.episodes.episode_ids, retained.episodes.episode_ids)
+    both = TrainBatch.from_rollouts(Rollouts.concat([retained, Rollouts.gather(as_branches([said(0, 5.0, 1)] * 2, 0))]))
     assert both.episodes.episode_ids.tolist() == [0, 0, 1, 1, 2, 3, 3]
     assert torch.equal(both.local_episodes.episode_ids, Episodes.from_ids(both.sequence_reward).episode_ids)

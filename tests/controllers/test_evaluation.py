@@ -30,8 +30,8 @@ class Later(Played):
     def start_generation(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Any:
         self.asked.append(samples)
         groups = (self.greedy if greedy else self.sampled).pop(0)
-        here = [one(i, reward, version=5 + i) for i, group in enumerate(groups) for reward in group]
-        return SimpleNamespace(is_done=lambda: True, result=lambda: Rollouts.gather(here), start_version=5)
+        local_items = [one(i, reward, version=5 + i) for i, group in enumerate(groups) for reward in group]
+        return SimpleNamespace(is_done=lambda: True, result=lambda: Rollouts.gather(local_items), start_version=5)
 
 
 def test_both_halves_say_what_is_said_at_once() -> None:
@@ -41,10 +41,10 @@ def test_both_halves_say_what_is_said_at_once() -> None:
     flow = Later(CONFIG, [sampled], [greedy])
     under_way = controller.begin_evaluation(flow, PROMPTS)
     assert under_way is not None and under_way.is_done() and flow.asked == [1, 2]
-    found = under_way.result()
-    assert found.pop("eval/weight_version") == 5 and found.pop("eval/weight_version_last") == 6
+    result = under_way.result()
+    assert result.pop("eval/weight_version") == 5 and result.pop("eval/weight_version_last") == 6
     at_once.pop("eval/weight_version", None)
-    assert found == at_once and found["eval/pass_at_2"] == 0.5 and found["eval/reward_greedy"] == 0.5
+    assert result == at_once and result["eval/pass_at_2"] == 0.5 and result["eval/reward_greedy"] == 0.5
 
 
 def test_too_many_aborted_answers_are_an_error_of_the_evaluation() -> None:

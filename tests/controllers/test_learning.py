@@ -86,7 +86,7 @@ class TableFlow:
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         self.calls.append("greedy" if greedy else "generate")
         logprobs = self.policy.table.detach().log_softmax(-1)
-        first, here = 0 if greedy else self.groups, []
+        first, local_items = 0 if greedy else self.groups, []
         self.groups += 0 if greedy else len(items)
         for number in range(self.comm.rank, len(items), self.world):
             group, draw = first + number, random.Random(f"{len(self.calls)}/{number}")
@@ -97,14 +97,14 @@ class TableFlow:
                 chosen = tuple(float(logprobs[k, token]) for k, token in enumerate(answer))
                 turns = (Turn((9,)), Turn(tuple(answer), chosen, True, 0))
                 status: Status = {(5, 5): "aborted", (5, 4): "length"}.get(tuple(answer), "stop")
-                here.append(Rollout(items[number], turns, status, group=group))
-        return Rollouts.gather(here, [rollout.group for rollout in here], self.comm)
+                local_items.append(Rollout(items[number], turns, status, group=group))
+        return Rollouts.gather(local_items, [rollout.group for rollout in local_items], self.comm)
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         self.calls.append("score")
         right = [int((r.token_ids[1:] == [1, 4]).sum()) for r in rollouts.local]
-        here = [dataclasses.replace(r, reward=count / 2) for r, count in zip(rollouts.local, right, strict=True)]
-        return rollouts.replace_local(here)
+        local_items = [dataclasses.replace(r, reward=count / 2) for r, count in zip(rollouts.local, right, strict=True)]
+        return rollouts.replace_local(local_items)
 
     def sleep(self) -> None:
         self.calls.append("sleep")

@@ -68,14 +68,14 @@ def test_a_name_and_its_options() -> None:
     loss, options = load_policy_loss(from_dict({"loss": {"policy_loss": "gspo", "options": {"clip_low": "1e-3"}}}))
     assert loss is POLICY_LOSSES["gspo"] and options == GSPOOptions(clip_low=0.001, clip_high=4e-4)
     assert load_policy_loss(Config()) == (POLICY_LOSSES["ppo"], NoOptions())
-    here = f"{__name__}:"
+    local_items = f"{__name__}:"
     sys.modules.setdefault(__name__, sys.modules[__name__])
-    assert load_policy_loss(from_dict({"loss": {"policy_loss": here + "of_a_fork"}})) == (
+    assert load_policy_loss(from_dict({"loss": {"policy_loss": local_items + "of_a_fork"}})) == (
         PolicyLoss(of_a_fork),
         NoOptions(),
     )
-    found = load_policy_loss(from_dict({"loss": {"policy_loss": here + "WHOLE", "options": {"size": 3}}}))
-    assert found == (WHOLE, ForksOptions(3.0))
+    actual = load_policy_loss(from_dict({"loss": {"policy_loss": local_items + "WHOLE", "options": {"size": 3}}}))
+    assert actual == (WHOLE, ForksOptions(3.0))
 
 
 @pytest.mark.parametrize(
@@ -148,22 +148,22 @@ def made(sequences: int = 20) -> tuple[TrainBatch, torch.Tensor]:
 
 def shared_out(batch: TrainBatch, everyone: Comm, ranks: int) -> TrainBatch:
     home = torch.randint(0, ranks, (batch.num_sequences,), generator=torch.Generator().manual_seed(ranks))
-    own = (home == everyone.rank).nonzero().squeeze(1)
-    shares = BatchSharding(batch.lengths, torch.zeros_like(home), home, own, everyone)
-    part = batch.select(own.tolist())
+    local = (home == everyone.rank).nonzero().squeeze(1)
+    shares = BatchSharding(batch.lengths, torch.zeros_like(home), home, local, everyone)
+    part = batch.select(local.tolist())
     return dataclasses.replace(part, group=batch.group, sequence_reward=batch.sequence_reward, sharding=shares)
 
 
 def learned(config: Config, batch: TrainBatch, new: torch.Tensor, at_once: int) -> dict[str, Any]:
     """Of each update the loss, the gradient of the tokens that are here, and metrics; `at_once` sequences together."""
-    found: dict[str, Any] = {"loss": [], "metrics": []}
+    actual: dict[str, Any] = {"loss": [], "metrics": []}
     gradient = torch.zeros(config.run.num_update, len(new))
     for number, mini in enumerate(split_mini_batches(batch, config, seed=9)):
-        loss, metrics, here = torch.zeros(()), {}, mini.cu_seqlens.diff()
+        loss, metrics, local_items = torch.zeros(()), {}, mini.cu_seqlens.diff()
         plain = dataclasses.replace(mini, sharding=None, group=mini.group[mini.local_indices])
         plain = plain.with_(sequence_reward=mini.sequence_reward[mini.local_indices], values=mini.tokens * 0)
-        for first in range(0, len(here), at_once):
-            part = plain.select(range(first, min(first + at_once, len(here))))
+        for first in range(0, len(local_items), at_once):
+            part = plain.select(range(first, min(first + at_once, len(local_items))))
             assert part.loss_weights is not None and part.returns is not None
             places = part.returns.long()  # where in `new`
             logprobs = new[places].requires_grad_()
@@ -176,10 +176,10 @@ def learned(config: Config, batch: TrainBatch, new: torch.Tensor, at_once: int) 
             for name, figure in result.reduce_metrics(part).items():
                 metrics[name] = metrics.get(name, torch.zeros(())) + figure
         names = sorted({name for names in batch.comm.all_gather_objects(list(metrics)) for name in names})
-        found["loss"].append(float(batch.all_reduce(loss)))
-        found["metrics"].append({name: float(batch.all_reduce(metrics.get(name, torch.zeros(())))) for name in names})
-    found["gradient"] = batch.all_reduce(gradient)
-    return found
+        actual["loss"].append(float(batch.all_reduce(loss)))
+        actual["metrics"].append({name: float(batch.all_reduce(metrics.get(name, torch.zeros(())))) for name in names})
+    actual["gradient"] = batch.all_reduce(gradient)
+    return actual
 
 
 @pytest.mark.parametrize("mean", MEANS)
@@ -196,10 +196,10 @@ def test_an_update_is_the_same_however_its_sequences_lie(policy: str, mean: str)
         def work(everyone: Comm, ranks: int = ranks, at_once: int = at_once) -> dict[str, Any]:
             return learned(settings, shared_out(batch, everyone, ranks), new, at_once)
 
-        for found in as_ranks(ranks, work):
-            torch.testing.assert_close(found["gradient"], alone["gradient"], rtol=1e-5, atol=1e-8)
-            assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5, abs=1e-7)
-            for mine, theirs in zip(found["metrics"], alone["metrics"], strict=True):
+        for actual in as_ranks(ranks, work):
+            torch.testing.assert_close(actual["gradient"], alone["gradient"], rtol=1e-5, atol=1e-8)
+            assert actual["loss"] == pytest.approx(alone["loss"], rel=1e-5, abs=1e-7)
+            for mine, theirs in zip(actual["metrics"], alone["metrics"], strict=True):
                 assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-7)
 
 
@@ -207,13 +207,13 @@ def test_an_update_is_the_same_however_its_sequences_lie(policy: str, mean: str)
 def test_metrics_are_means_over_action_tokens_under_each_mean(policy: str) -> None:
     batch, new = made()
     batch = batch.with_(returns=torch.arange(len(new)).float())
-    found = {mean: learned(config(policy, mean, num_update=1), batch, new, 1000) for mean in MEANS}
+    actual = {mean: learned(config(policy, mean, num_update=1), batch, new, 1000) for mean in MEANS}
     for mean in MEANS:
-        assert found[mean]["metrics"][0] == pytest.approx(found["token-mean"]["metrics"][0], rel=1e-6)
-    assert len({round(value["loss"][0], 4) for value in found.values()}) == 3
+        assert actual[mean]["metrics"][0] == pytest.approx(actual["token-mean"]["metrics"][0], rel=1e-6)
+    assert len({round(value["loss"][0], 4) for value in actual.values()}) == 3
     assert batch.old_logprobs is not None
     apart = (batch.old_logprobs - new)[batch.loss_mask].mean()
-    assert found["seq-mean-token-mean"]["metrics"][0]["actor/ppo_kl"] == pytest.approx(float(apart), rel=1e-5)
+    assert actual["seq-mean-token-mean"]["metrics"][0]["actor/ppo_kl"] == pytest.approx(float(apart), rel=1e-5)
 
 
 def test_means_by_hand() -> None:
@@ -221,18 +221,18 @@ def test_means_by_hand() -> None:
     mask = torch.tensor([0, 1, 0, 0, 1, 1, 1]).bool()
     zeros = torch.zeros(7)
     batch = TrainBatch(zeros, torch.tensor([0, 2, 3, 7]), mask, torch.arange(3), torch.tensor([1.0, 1.0, -1.0]), zeros)
-    for mean, one, other in (
+    for mean, item, other in (
         ("token-mean", 1 / 4, 1 / 4),
         ("seq-mean-token-mean", 1 / 2, 1 / 6),
         ("seq-mean-token-sum-norm", 1 / 14, 1 / 14),
     ):
         (mini,) = split_mini_batches(batch, config(mean=mean), seed=0)
         assert mini.loss_weights is not None and mini.counts == Counts(actions=4, sequences=2, positive_actions=1)
-        assert mini.loss_weights.tolist() == pytest.approx([0, one, 0, 0, other, other, other])
+        assert mini.loss_weights.tolist() == pytest.approx([0, item, 0, 0, other, other, other])
     metric = TokenLoss(zeros, {"a": torch.arange(7.0)}, {"b": torch.tensor([1.0, 0.0, 4.0])})
     assert {name: float(value) for name, value in metric.reduce_metrics(mini).items()} == {"a": 4.0, "b": 2.5}
-    rest = mini.with_(counts=None)
-    assert float(TokenLoss(zeros, {"a": torch.arange(7.0)}).reduce_metrics(rest)["a"]) == pytest.approx(16 / 14)
+    remaining = mini.with_(counts=None)
+    assert float(TokenLoss(zeros, {"a": torch.arange(7.0)}).reduce_metrics(remaining)["a"]) == pytest.approx(16 / 14)
 
 
 @pytest.mark.parametrize("policy", [name for name, loss in POLICY_LOSSES.items() if loss.mark is None])
@@ -241,10 +241,13 @@ def test_a_single_update_needs_no_log_probs_of_before(policy: str) -> None:
     batch, new = made()
     older = torch.randint(0, 3, (len(new),), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     settings = config(policy)
-    for given in (None, older):
-        old = new if given is None else torch.where(given > 0, batch.rollout_logprobs, new)
+    for argument in (None, older):
+        old = new if argument is None else torch.where(argument > 0, batch.rollout_logprobs, new)
         results = []
-        for known in (batch.with_(old_logprobs=old, staleness=given), batch.with_(old_logprobs=None, staleness=given)):
+        for known in (
+            batch.with_(old_logprobs=old, staleness=argument),
+            batch.with_(old_logprobs=None, staleness=argument),
+        ):
             (mini,) = split_mini_batches(known, settings, seed=0)
             logprobs = new.clone().requires_grad_()
             result = policy_loss(ModelOutput(logprobs=logprobs), mini, settings, 0.0)
@@ -252,11 +255,11 @@ def test_a_single_update_needs_no_log_probs_of_before(policy: str) -> None:
             (mini.loss_weights * result.loss).sum().backward()
             figures = result.reduce_metrics(mini)
             apart = figures.pop("rollout/logprob_diff_mean", None)  # which only such an update has to say
-            assert (apart is None) == (known.old_logprobs is not None or given is not None)
+            assert (apart is None) == (known.old_logprobs is not None or argument is not None)
             results.append((result.loss.detach(), logprobs.grad, figures))
         torch.testing.assert_close(*results, rtol=0, atol=0)
         assert {"rollout_logprobs", "staleness"} <= {
-            *policy_loss_columns(settings, batch.with_(old_logprobs=None, staleness=given))
+            *policy_loss_columns(settings, batch.with_(old_logprobs=None, staleness=argument))
         }
 
 
@@ -291,11 +294,11 @@ def test_ppo_is_what_it_was_bit_by_bit() -> None:
     assert batch.old_logprobs is not None and batch.advantages is not None
     inputs = PolicyLossInput(new, batch.old_logprobs, batch.advantages, batch.loss_mask, batch.cu_seqlens)
     expected = ppo_loss(inputs, Clip(0.2, 0.28, 3.0))
-    found = policy_loss(
+    actual = policy_loss(
         ModelOutput(logprobs=new), batch, from_dict({"loss": {"clip_high": 0.28}, "kl": {"apply_to": "none"}}), 0
     )
-    assert torch.equal(found.loss, expected.loss)
-    assert all(torch.equal(found.metrics[name], value) for name, value in expected.metrics.items())
+    assert torch.equal(actual.loss, expected.loss)
+    assert all(torch.equal(actual.metrics[name], value) for name, value in expected.metrics.items())
 
 
 @pytest.mark.parametrize(

@@ -48,13 +48,16 @@ class Flow:
 
 def rollouts(branches: bool = False) -> Rollouts:
     """Four of a prompt token and two of the policy's; the last two may be branches of one episode."""
-    here = [
+    local_items = [
         Rollout(Prompt(f"p{i}", ()), (Turn((9,)), Turn((1, 2), (-0.5, -0.25), True)), reward=float(i), seed=10 + i)
         for i in range(4)
     ]
     if branches:
-        here[2:] = [dataclasses.replace(one, episode=0, group=2, prompt=here[2].prompt) for one in here[2:]]
-    return Rollouts.gather(here)
+        local_items[2:] = [
+            dataclasses.replace(element, episode=0, group=2, prompt=local_items[2].prompt)
+            for element in local_items[2:]
+        ]
+    return Rollouts.gather(local_items)
 
 
 def column(**odd: float) -> torch.Tensor:
@@ -66,25 +69,25 @@ def column(**odd: float) -> torch.Tensor:
 
 
 def test_where_all_are_numbers_nothing_changes() -> None:
-    flow, taken = Flow(), rollouts()
-    batch = TrainBatch.from_rollouts(taken).with_(values=column(t0=NAN, t3=INF))  # of tokens of prompts
+    flow, selected = Flow(), rollouts()
+    batch = TrainBatch.from_rollouts(selected).with_(values=column(t0=NAN, t3=INF))  # of tokens of prompts
     policy = ModelOutput(logprobs=column(t6=NAN))
-    found, outputs, metrics = mask_nonfinite(flow, taken, batch, policy)  # type: ignore[arg-type]
-    assert found is batch and outputs == [policy] and metrics == {} and not flow.log.seen
+    actual, outputs, metrics = mask_nonfinite(flow, selected, batch, policy)  # type: ignore[arg-type]
+    assert actual is batch and outputs == [policy] and metrics == {} and not flow.log.seen
 
 
 def test_a_sequence_with_a_number_that_is_none_is_masked_and_said_by_name() -> None:
-    flow, taken = Flow(), rollouts()
-    batch = TrainBatch.from_rollouts(taken).with_(values=column(t4=NAN, t5=INF), ref_logprobs=column())
+    flow, selected = Flow(), rollouts()
+    batch = TrainBatch.from_rollouts(selected).with_(values=column(t4=NAN, t5=INF), ref_logprobs=column())
     policy = ModelOutput(logprobs=column(t4=-INF, t11=NAN))
-    found, (cleaned,), metrics = mask_nonfinite(flow, taken, batch, policy)  # type: ignore[arg-type]
+    actual, (cleaned,), metrics = mask_nonfinite(flow, selected, batch, policy)  # type: ignore[arg-type]
     assert metrics == {METRIC: 2.0}
-    assert found.loss_mask.tolist() == [False, True, True, *[False] * 4, True, True, *[False] * 3]
+    assert actual.loss_mask.tolist() == [False, True, True, *[False] * 4, True, True, *[False] * 3]
     gone = [3, 4, 5, 9, 10, 11]
-    for values in (found.values, found.ref_logprobs, found.rollout_logprobs, cleaned.logprobs):
+    for values in (actual.values, actual.ref_logprobs, actual.rollout_logprobs, cleaned.logprobs):
         assert values is not None and values[gone].tolist() == [0.0] * 6
-    assert found.ref_logprobs is not None and found.ref_logprobs[[0, 1, 8]].tolist() == [1.0] * 3
-    assert found.sequence_reward.tolist() == [0, 1, 2, 3]  # what groups are compared by stays
+    assert actual.ref_logprobs is not None and actual.ref_logprobs[[0, 1, 8]].tolist() == [1.0] * 3
+    assert actual.sequence_reward.tolist() == [0, 1, 2, 3]  # what groups are compared by stays
     ((step, records),) = flow.log.seen
     assert step == 7 and records == [
         {"prompt": "p1", "group": 0, "seed": 11, "not_finite": {"values of the batch": 2, "logprobs": 1}},
@@ -93,11 +96,11 @@ def test_a_sequence_with_a_number_that_is_none_is_masked_and_said_by_name() -> N
 
 
 def test_branches_of_an_episode_go_together() -> None:
-    flow, taken = Flow(), rollouts(branches=True)
-    batch = TrainBatch.from_rollouts(taken).with_(advantages=column(t7=NAN))
-    found, _, metrics = mask_nonfinite(flow, taken, batch)  # type: ignore[arg-type]
+    flow, selected = Flow(), rollouts(branches=True)
+    batch = TrainBatch.from_rollouts(selected).with_(advantages=column(t7=NAN))
+    actual, _, metrics = mask_nonfinite(flow, selected, batch)  # type: ignore[arg-type]
     assert metrics == {METRIC: 2.0}
-    assert found.loss_mask.tolist() == [False, True, True, False, True, True, *[False] * 6]
+    assert actual.loss_mask.tolist() == [False, True, True, False, True, True, *[False] * 6]
 
 
 def test_further_looks_add_up() -> None:
@@ -156,7 +159,7 @@ def test_they_are_kept_for_a_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     log.report_nonfinite(3, odd)
     log.close()
     lines = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
-    assert lines == [{"step": 3, **one} for one in odd]
+    assert lines == [{"step": 3, **element} for element in odd]
     said = (tmp_path / "log.txt").read_text()
     assert (
         "ALARM: step 3: masked rollouts with non-finite" in said

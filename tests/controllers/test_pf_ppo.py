@@ -27,9 +27,9 @@ def draw() -> torch.Generator:
 
 def test_the_best_and_the_worst_of_a_prompt_always_stay() -> None:
     rewards = [[0.0, 0.5, 1.0, 1.0], [2.0, 3.0, 4.0, 3.5], [1.0, 1.0, 1.0, 1.0]]
-    rollouts = Rollouts.gather([one(group, reward) for group, found in enumerate(rewards) for reward in found])
-    kept = reliable_mask(rollouts, 1.0, draw()).tolist()
-    assert kept == [True, False, True, True, True, False, True, False, True, True, True, True]
+    rollouts = Rollouts.gather([one(group, reward) for group, result in enumerate(rewards) for reward in result])
+    retained = reliable_mask(rollouts, 1.0, draw()).tolist()
+    assert retained == [True, False, True, True, True, False, True, False, True, True, True, True]
     assert bool(reliable_mask(rollouts, 0.0, draw()).all())
 
 

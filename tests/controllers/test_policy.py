@@ -83,12 +83,12 @@ def step(
 
 def learned(batches: list[TrainBatch]) -> list[float]:
     """The advantage of each token that was in a loss, by sequence."""
-    found = []
+    actual = []
     for batch in batches:
         assert batch.advantages is not None and batch.loss_weights is not None
         assert torch.equal(batch.loss_weights > 0, batch.loss_mask)
-        found += batch.advantages[batch.loss_mask].tolist()
-    return found
+        actual += batch.advantages[batch.loss_mask].tolist()
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -123,17 +123,17 @@ def test_ppo_by_hand(truncated: str, rewards: list[float]) -> None:
     assert all(math.isfinite(value) for value in result.metrics.values())
 
 
-def unscored(one: Rollout) -> Rollout:
-    return dataclasses.replace(one, reward=0.0, unscored={"gsm8k": "it raised"})
+def unscored(item: Rollout) -> Rollout:
+    return dataclasses.replace(item, reward=0.0, unscored={"gsm8k": "it raised"})
 
 
 def test_a_reward_that_failed_is_no_reward_of_0() -> None:
     """Of group 0 the third is left out, so the others are as if they were alone; of group 1 nothing is left."""
-    given = [*ROLLOUTS[:3], unscored(rollout(0, 0.0, "stop")), *map(unscored, ROLLOUTS[3:6])]
-    flow, result = step("grpo", given)
+    argument = [*ROLLOUTS[:3], unscored(rollout(0, 0.0, "stop")), *map(unscored, ROLLOUTS[3:6])]
+    flow, result = step("grpo", argument)
     assert learned(flow.actor_saw) == pytest.approx([FIRST] * 2 + [-FIRST] * 2, abs=1e-5)
     assert result.trained_rollouts is not None and len(result.trained_rollouts) == 2
-    flow, result = step("ppo", given)
+    flow, result = step("ppo", argument)
     assert learned(flow.actor_saw) == learned(flow.critic_saw) == pytest.approx([1, 1, 0, 0])
 
 
@@ -185,8 +185,8 @@ def test_what_is_left_is_little(algorithm: str, rollouts: list[Rollout], truncat
 
 def test_the_mask_is_of_its_own_sequences() -> None:
     config = from_dict({"loss": {"truncated": "mask"}, "run": {"num_update": 5}})
-    taken = select_trainable(Rollouts.gather(ROLLOUTS), config)
-    batch = apply_loss_masks(TrainBatch.from_rollouts(taken), taken, config)
+    selected = select_trainable(Rollouts.gather(ROLLOUTS), config)
+    batch = apply_loss_masks(TrainBatch.from_rollouts(selected), selected, config)
     assert batch.loss_mask.view(5, 3).tolist() == [[False, True, True]] * 3 + [[False] * 3] * 2
     parts = list(split_mini_batches(batch, config, seed=1))
     assert len(parts) == 3
@@ -196,9 +196,9 @@ def test_the_mask_is_of_its_own_sequences() -> None:
 def test_evaluation_is_of_what_was_not_aborted() -> None:
     config = from_dict({"algorithm": "grpo"})
     flow: Any = Given(config, ROLLOUTS[:3])
-    found = make_controller(config).evaluate(flow, [])
-    assert found["eval/reward_greedy"] == found["eval/reward_sampled"] == 0.5
-    assert found["eval/aborted_frac_greedy"] == pytest.approx(1 / 3)
+    actual = make_controller(config).evaluate(flow, [])
+    assert actual["eval/reward_greedy"] == actual["eval/reward_sampled"] == 0.5
+    assert actual["eval/aborted_frac_greedy"] == pytest.approx(1 / 3)
 
 
 def test_pass_at_k_of_several_samples_by_hand() -> None:
@@ -208,11 +208,11 @@ def test_pass_at_k_of_several_samples_by_hand() -> None:
     answers += [rollout(1, 1.0, "stop"), rollout(1, 0.0, "stop"), rollout(1, 1.0, "aborted")]
     answers += [unscored(rollout(1, 1.0, "stop"))]
     answers += [replace(rollout(2, 0.0, "stop"), prompt=named) for _ in range(4)]
-    found = pass_at_k_metrics(Rollouts.gather(answers), 4)
+    actual = pass_at_k_metrics(Rollouts.gather(answers), 4)
     of_a = {1: (1 / 2 + 1 / 2) / 2, 2: (5 / 6 + 1) / 2, 4: 1.0}  # prompt 1 has too few for 4
-    assert {k: found[f"eval/pass_at_{k}/other"] for k in (1, 2, 4)} == pytest.approx(of_a)
-    assert [found[f"eval/pass_at_{k}/b"] for k in (1, 2, 4)] == [0.0] * 3
-    assert [found[f"eval/pass_at_{k}"] for k in (1, 2, 4)] == pytest.approx([1 / 3, (5 / 6 + 1) / 3, 1 / 2])
+    assert {k: actual[f"eval/pass_at_{k}/other"] for k in (1, 2, 4)} == pytest.approx(of_a)
+    assert [actual[f"eval/pass_at_{k}/b"] for k in (1, 2, 4)] == [0.0] * 3
+    assert [actual[f"eval/pass_at_{k}"] for k in (1, 2, 4)] == pytest.approx([1 / 3, (5 / 6 + 1) / 3, 1 / 2])
 
 
 def test_an_evaluation_is_stamped_with_the_weights_that_answered() -> None:
@@ -223,10 +223,10 @@ def test_an_evaluation_is_stamped_with_the_weights_that_answered() -> None:
             assert samples == (1 if greedy else 2)
             return Rollouts.gather([rollout(0, 1.0, "stop"), rollout(0, 0.0, "stop")][:samples], version=7)
 
-    found = make_controller(config).evaluate(Answers(config, []), [])  # type: ignore[arg-type]
-    assert found["eval/weight_version"] == 7.0
-    assert (found["eval/reward_greedy"], found["eval/reward_sampled"]) == (1.0, 0.5)
-    assert (found["eval/pass_at_1"], found["eval/pass_at_2"]) == (0.5, 1.0)
+    actual = make_controller(config).evaluate(Answers(config, []), [])  # type: ignore[arg-type]
+    assert actual["eval/weight_version"] == 7.0
+    assert (actual["eval/reward_greedy"], actual["eval/reward_sampled"]) == (1.0, 0.5)
+    assert (actual["eval/pass_at_1"], actual["eval/pass_at_2"]) == (0.5, 1.0)
 
 
 def test_log_probs_of_older_weights_are_apart_by_hand() -> None:
@@ -238,35 +238,35 @@ def test_log_probs_of_older_weights_are_apart_by_hand() -> None:
     batch = TrainBatch.from_rollouts(rollouts)
     off = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.0, 0.4, 0.5])
     policy = ModelOutput(logprobs=batch.rollout_logprobs + off)
-    found = logprob_diff_metrics(batch, policy)
+    actual = logprob_diff_metrics(batch, policy)
     # The third token of the first one is of version 4, too, but behind what version 3 wrote.
-    assert found["rollout/logprob_diff_mean"] == pytest.approx(0.45)
-    assert found["rollout/logprob_diff"] == pytest.approx(0.5)
-    assert found["rollout/logprob_diff_mean_stale_prefix"] == pytest.approx(0.3)
-    assert found["rollout/logprob_diff_mean_stale"] == pytest.approx(0.15)
+    assert actual["rollout/logprob_diff_mean"] == pytest.approx(0.45)
+    assert actual["rollout/logprob_diff"] == pytest.approx(0.5)
+    assert actual["rollout/logprob_diff_mean_stale_prefix"] == pytest.approx(0.3)
+    assert actual["rollout/logprob_diff_mean_stale"] == pytest.approx(0.15)
     replayed = dataclasses.replace(batch, routing=(torch.zeros(0, 0, 0),) * 2)
-    assert logprob_diff_metrics(replayed, policy) == found and len(found) == 9
+    assert logprob_diff_metrics(replayed, policy) == actual and len(actual) == 9
     plain = TrainBatch.from_rollouts(rollouts.select(torch.tensor([False, True])))
     assert len(logprob_diff_metrics(plain, ModelOutput(logprobs=plain.rollout_logprobs))) == 3
 
 
 def test_vapo_learns_from_what_went_well_besides() -> None:
     """The likelihood of answers with a reward above 0 is a term of the loss, by its weight, and is told."""
-    found, tables = {}, {}
+    actual, tables = {}, {}
     for weight in (0.0, 0.1, 0.2):
         options = {"critic_lam": 1.0, "length_adaptive_alpha": 5.0, "positive_nll_coef": weight}
         tree = {"algorithm": "vapo", "options": options, "critic": {"warmup_steps": 0}, "loss": {"entropy_coef": 0.0}}
         config = from_dict(tree)
         flow: Any = Given(config, ROLLOUTS)
         result = make_controller(config).step(flow, [])
-        found[weight], tables[weight] = result.metrics, flow.policy.table.detach().clone()
+        actual[weight], tables[weight] = result.metrics, flow.policy.table.detach().clone()
         (mini,) = flow.actor_saw
         assert mini.counts is not None and mini.counts.positive_actions == 4  # two answers of two tokens
-    assert "actor/nll_loss" not in found[0.0]
+    assert "actor/nll_loss" not in actual[0.0]
     right = {weight: float(table[0, 1] + table[1, 4]) for weight, table in tables.items()}  # of the good answer
     assert right[0.0] < right[0.1] < right[0.2]
     # All logits are 0 in the first update: each token costs log 6.
-    assert found[0.1]["actor/nll_loss"] == found[0.2]["actor/nll_loss"] == pytest.approx(math.log(6))
+    assert actual[0.1]["actor/nll_loss"] == actual[0.2]["actor/nll_loss"] == pytest.approx(math.log(6))
 
 
 def test_a_critic_warms_up_before_the_policy_moves_and_a_resume_does_not_begin_it_anew() -> None:
@@ -350,7 +350,7 @@ def test_reinforce_pp_takes_off_the_kl_from_a_token_on(gamma: float) -> None:
     assert batch.advantages[batch.loss_mask].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name, one in RECIPES.items() if "advantage.norm_by_std" in one.defaults])
+@pytest.mark.parametrize("name", [name for name, item in RECIPES.items() if "advantage.norm_by_std" in item.defaults])
 def test_no_recipe_divides_a_kl_by_a_groups_deviation(name: str) -> None:
     config = from_dict({"algorithm": name})
     assert not (config.advantage.norm_by_std and config.kl.apply_to == "reward"), name

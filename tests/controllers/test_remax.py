@@ -65,7 +65,7 @@ def test_a_greedy_answer_whose_reward_failed_is_none() -> None:
         def score(self, rollouts: Rollouts) -> Rollouts:
             first = len(rollouts) == 2  # the greedy ones
             return rollouts.replace_local(
-                [replace(one, unscored={"a": "why"}) if first and one.group == 0 else one for one in rollouts.local]
+                [replace(item, unscored={"a": "why"}) if first and item.group == 0 else item for item in rollouts.local]
             )
 
     flow: Any = Failing(CONFIG, [[[1.0, 0.0], [0.5, 3.0]]], [[[0.0], [1.0]]])

@@ -21,8 +21,10 @@ def share(everyone: Comm, step: int, world: int) -> Rollouts:
     routing = torch.zeros(2, 1, 1, dtype=torch.uint8)
     mine = range(everyone.rank, 6, world)
     turns = (Turn((9,)), Turn((1, 2), (-0.5, -1.5), True, step))
-    here = [Rollout(Prompt(f"{step}-{i}", ()), turns, reward=10.0 * step + i, routing=routing, group=i) for i in mine]
-    return Rollouts.gather(here, list(mine), everyone, step)
+    local_items = [
+        Rollout(Prompt(f"{step}-{i}", ()), turns, reward=10.0 * step + i, routing=routing, group=i) for i in mine
+    ]
+    return Rollouts.gather(local_items, list(mine), everyone, step)
 
 
 def test_all_ranks_keep_and_draw_the_same(tmp_path: Path) -> None:
@@ -34,17 +36,17 @@ def test_all_ranks_keep_and_draw_the_same(tmp_path: Path) -> None:
         assert not bool(buffer._rollouts.routed_tokens.any())
         drawn = buffer.sample(3, torch.Generator().manual_seed(5))
         assert drawn is not None and len(drawn) == 3
-        whole = buffer.sample(100, torch.Generator().manual_seed(5))
-        assert whole is not None
+        full = buffer.sample(100, torch.Generator().manual_seed(5))
+        assert full is not None
         folder = tmp_path / str(world)
         buffer.save()(folder)
         everyone.all_gather_objects(None)
-        return buffer._rollouts.reward.tolist(), drawn.reward.tolist(), {r.prompt.id == "2-0" for r in whole.local}
+        return buffer._rollouts.reward.tolist(), drawn.reward.tolist(), {r.prompt.id == "2-0" for r in full.local}
 
     alone = as_ranks(1, lambda everyone: work(everyone, 1))[0]
     assert alone[0] == [14.0, 15.0, *(20.0 + i for i in range(6))]
-    for found in as_ranks(3, lambda everyone: work(everyone, 3)):
-        assert found[:2] == alone[:2]
+    for result in as_ranks(3, lambda everyone: work(everyone, 3)):
+        assert result[:2] == alone[:2]
 
     def restored(everyone: Comm) -> tuple[list[float], int]:
         buffer = ReplayBuffer(8)
@@ -53,7 +55,7 @@ def test_all_ranks_keep_and_draw_the_same(tmp_path: Path) -> None:
         return buffer._rollouts.reward.tolist(), len(buffer._rollouts.local)
 
     two = as_ranks(2, restored)  # of three: the third rank's are the first's
-    assert [found[0] for found in two] == [alone[0]] * 2 and sum(found[1] for found in two) == 8
+    assert [result[0] for result in two] == [alone[0]] * 2 and sum(result[1] for result in two) == 8
 
 
 def test_damage_is_said_on_all_ranks(tmp_path: Path) -> None:

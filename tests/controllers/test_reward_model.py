@@ -91,12 +91,12 @@ def test_it_learns_the_preferences() -> None:
 def test_held_out_pairs_count_equally_however_they_are_cut() -> None:
     flow: Any = TableFlow()
     flow.table = torch.arange(10.0, requires_grad=True)
-    found = [
+    actual = [
         make_controller(from_dict({"algorithm": "reward_model", "data": {"prompts_per_step": at_once}})).evaluate(
             flow, PAIRS
         )
         for at_once in (1, 3, 64)
     ]
     # Margins 5 - 2, 1 - 2, 3 - 4, 3 - 2.
-    assert found[0]["eval/margin"] == pytest.approx(0.5) and found[0]["eval/accuracy"] == 0.5
-    assert found[1] == pytest.approx(found[0]) and found[2] == pytest.approx(found[0])
+    assert actual[0]["eval/margin"] == pytest.approx(0.5) and actual[0]["eval/accuracy"] == 0.5
+    assert actual[1] == pytest.approx(actual[0]) and actual[2] == pytest.approx(actual[0])

@@ -53,7 +53,7 @@ class AgedFlow(TableFlow):
         self.calls.append("generate")
         now = len(self.tables) - 1
         versions = [max(0, now - self.behind - 1), max(0, now - self.behind)]
-        here = []
+        local_items = []
         for group in range(self.comm.rank, len(items), self.world):
             draw = random.Random(f"{len(self.calls)}/{group}")
             for _ in range(samples):
@@ -64,8 +64,8 @@ class AgedFlow(TableFlow):
                     said.append(float(logprobs[answer[-1]]) + draw.uniform(-0.01, 0.01))
                 runs = tuple((version, 1) for version in versions)
                 turns = (Turn((9,)), Turn(tuple(answer), tuple(said), True, versions[-1], runs))
-                here.append(Rollout(items[group], turns, group=group))
-        return Rollouts.gather(here, [rollout.group for rollout in here], self.comm, now)
+                local_items.append(Rollout(items[group], turns, group=group))
+        return Rollouts.gather(local_items, [rollout.group for rollout in local_items], self.comm, now)
 
     def update_weights(self, actor: Any) -> None:
         super().update_weights(actor)
@@ -103,11 +103,11 @@ def test_all_learn_two_versions_behind(correction: dict[str, Any], algorithm: st
 def steps_of(config: Config, everyone: Comm, world: int) -> list[dict[str, Any]]:
     flow: Any = AgedFlow(config, everyone, world)
     controller = make_controller(config)
-    found = []
+    actual = []
     for _ in range(4):
         result = controller.step(flow, prompts(5))
-        found.append({"metrics": result.metrics, "table": flow.policy.table.detach().clone()})
-    return found
+        actual.append({"metrics": result.metrics, "table": flow.policy.table.detach().clone()})
+    return actual
 
 
 @pytest.mark.parametrize("correction", EACH, ids=NAMES)
@@ -136,17 +136,17 @@ def test_off_is_what_it_is_without() -> None:
     config = config_of({})
     flow, _, batch = aged_batch(config)
     policy = compute_old_logprobs(flow, batch).wait()
-    found, _ = apply_correction(flow, batch, policy, 0)
+    actual, _ = apply_correction(flow, batch, policy, 0)
     assert batch.staleness is not None and bool((batch.staleness[batch.loss_mask] > 0).all())
-    assert found.importance is None and policy_loss_columns(config) == ("old_logprobs", "advantages")
-    assert found.old_logprobs is not None and policy.logprobs is not None
-    assert torch.equal(found.old_logprobs[batch.loss_mask], batch.rollout_logprobs[batch.loss_mask])
+    assert actual.importance is None and policy_loss_columns(config) == ("old_logprobs", "advantages")
+    assert actual.old_logprobs is not None and policy.logprobs is not None
+    assert torch.equal(actual.old_logprobs[batch.loss_mask], batch.rollout_logprobs[batch.loss_mask])
     fresh, metrics = apply_correction(flow, batch.with_(staleness=None), policy, 0)
     assert fresh.old_logprobs is policy.logprobs and fresh.importance is None
     assert not any(name.startswith("rollout_corr") for name in metrics)
-    found = found.with_(advantages=torch.randn(len(batch.tokens)))
-    plain = policy_loss(policy, found, config, 0.0)
-    weighted = found.with_(importance=torch.ones(len(batch.tokens)))
+    actual = actual.with_(advantages=torch.randn(len(batch.tokens)))
+    plain = policy_loss(policy, actual, config, 0.0)
+    weighted = actual.with_(importance=torch.ones(len(batch.tokens)))
     ones = policy_loss(policy, weighted, config_of({"kind": "tis"}), 0.0)
     assert torch.equal(plain.loss, ones.loss)
 
@@ -170,7 +170,7 @@ def test_a_weight_is_of_the_surrogate_and_no_token_leaves_the_mean(kind: str) ->
 
 
 def test_kl_that_is_weighted_by_the_ratio_has_the_weights_too() -> None:
-    found = {}
+    actual = {}
     for estimator in ("k2", "k3_unbiased"):
         config = from_dict(
             {"correction": {"kind": "tis"}, "kl": {"apply_to": "loss", "estimator": estimator}, "algorithm": "grpo"}
@@ -180,10 +180,10 @@ def test_kl_that_is_weighted_by_the_ratio_has_the_weights_too() -> None:
         batch = apply_correction(flow, batch, policy, 0)[0].with_(advantages=torch.zeros(len(batch.tokens)))
         batch = batch.with_(ref_logprobs=batch.rollout_logprobs - 0.1)
         assert batch.importance is not None and policy.logprobs is not None
-        whole = policy_loss(policy, batch, config, 1.0).metrics["actor/kl_loss"]
+        full = policy_loss(policy, batch, config, 1.0).metrics["actor/kl_loss"]
         plain = policy_loss(policy, batch.with_(importance=None), config, 1.0).metrics["actor/kl_loss"]
-        found[estimator] = torch.equal(whole, plain), torch.equal(whole, plain * batch.importance)
-    assert found == {"k2": (True, False), "k3_unbiased": (False, True)}
+        actual[estimator] = torch.equal(full, plain), torch.equal(full, plain * batch.importance)
+    assert actual == {"k2": (True, False), "k3_unbiased": (False, True)}
 
 
 @pytest.mark.parametrize("correction", [{"kind": "tis", "level": "sequence"}, {"kind": "icepop"}, EACH[-1]])
@@ -197,17 +197,17 @@ def test_the_gradient_is_the_same_however_a_mini_batch_is_cut(correction: dict[s
     def gradient(parts: list[list[int]]) -> torch.Tensor:
         flow.policy.table.grad = None
         for part in parts:
-            one = mini.select(part)
-            assert one.loss_weights is not None
-            (policy_loss(flow.policy.output(one), one, config, 0.0).loss * one.loss_weights).sum().backward()
+            item = mini.select(part)
+            assert item.loss_weights is not None
+            (policy_loss(flow.policy.output(item), item, config, 0.0).loss * item.loss_weights).sum().backward()
         assert flow.policy.table.grad is not None
         return flow.policy.table.grad.clone()
 
     order = list(range(mini.num_sequences))
-    whole = gradient([order])
-    assert float(whole.abs().max()) > 0
+    full = gradient([order])
+    assert float(full.abs().max()) > 0
     for parts in ([order[::2], order[1::2]], [[i] for i in reversed(order)]):
-        torch.testing.assert_close(gradient(parts), whole, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(gradient(parts), full, rtol=1e-5, atol=1e-8)
 
 
 def test_a_rejected_sequence_leaves_the_mean_and_stays_in_its_group() -> None:
@@ -216,12 +216,12 @@ def test_a_rejected_sequence_leaves_the_mean_and_stays_in_its_group() -> None:
     policy = compute_old_logprobs(flow, batch).wait()
     batch, metrics = apply_correction(flow, batch, policy, 0)
     assert batch.importance is not None
-    kept = batch.importance.reshape(-1, 3)[:, 1:]
-    assert torch.equal(kept[:, 0], kept[:, 1]) and 0 < float(kept.mean()) < 1
-    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 - float(kept[:, 0].mean()))
+    retained = batch.importance.reshape(-1, 3)[:, 1:]
+    assert torch.equal(retained[:, 0], retained[:, 1]) and 0 < float(retained.mean()) < 1
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 - float(retained[:, 0].mean()))
     (mini,) = split_mini_batches(apply_loss_masks(batch, rollouts, config), config, 0)
     assert mini.importance is None and policy_loss_columns(config) == ("old_logprobs", "advantages")
-    assert torch.equal(mini.loss_mask.reshape(-1, 3)[:, 1:], kept > 0)
+    assert torch.equal(mini.loss_mask.reshape(-1, 3)[:, 1:], retained > 0)
     assert mini.loss_weights is not None
     assert torch.equal(mini.loss_weights > 0, mini.loss_mask)
     assert float(mini.loss_weights.sum()) == pytest.approx(1.0)
@@ -241,26 +241,26 @@ def test_a_bypass_asks_the_trainer_each_so_many_steps_only() -> None:
     config = from_dict(tree | {"algorithm": "grpo", "kl": {"apply_to": "none"}})
     flow: Any = AgedFlow(config)
     controller = make_controller(config)
-    asked, said = [], []
+    requested, said = [], []
     for _ in range(5):
         before = flow.forwards
         result = controller.step(flow, prompts())
-        asked.append(flow.forwards - before)
+        requested.append(flow.forwards - before)
         said.append("rollout/logprob_diff_mean_stale" in result.metrics and "rollout_corr/kl" in result.metrics)
         assert result.batch is not None and result.batch.old_logprobs is result.batch.rollout_logprobs
-    assert asked == [1, 0, 0, 1, 0] and said == [False, False, False, True, False]  # of the first, none was older
+    assert requested == [1, 0, 0, 1, 0] and said == [False, False, False, True, False]  # of the first, none was older
 
 
 def test_what_each_kind_is_by_default() -> None:
     kinds = {kind: from_dict({"correction": {"kind": kind}}).correction for kind in ("tis", "icepop", "mis", "reject")}
-    assert {kind: found.resolved_level for kind, found in kinds.items()} == {
+    assert {kind: actual.resolved_level for kind, actual in kinds.items()} == {
         "tis": "token",
         "icepop": "token",
         "mis": "sequence",
         "reject": "geometric",
     }
-    assert [found.resolved_proximal for found in kinds.values()] == ["trainer", "trainer", "trainer", "behavior"]
-    assert [found.has_weights for found in kinds.values()] == [True, True, True, False]
+    assert [actual.resolved_proximal for actual in kinds.values()] == ["trainer", "trainer", "trainer", "behavior"]
+    assert [actual.has_weights for actual in kinds.values()] == [True, True, True, False]
     assert from_dict({}).correction.resolved_proximal == "behavior"
     assert from_dict({"correction": {"kind": "tis", "low": 0.25}}).correction.bounds == (0.25, 2.0)
 
@@ -305,5 +305,5 @@ def test_log_probs_that_are_no_numbers_are_no_weights() -> None:
     config = config_of({"kind": "tis"})
     flow, _, batch = aged_batch(config)
     policy = ModelOutput(logprobs=torch.full_like(batch.rollout_logprobs, float("nan")))
-    found, _ = apply_correction(flow, batch.with_(staleness=None), policy, 0)
-    assert found.importance is not None and bool(found.importance[batch.loss_mask].isnan().all())
+    actual, _ = apply_correction(flow, batch.with_(staleness=None), policy, 0)
+    assert actual.importance is not None and bool(actual.importance[batch.loss_mask].isnan().all())

@@ -48,8 +48,8 @@ def test_caps_and_windows_are_those_of_the_formula(cap: float, window: int | Non
         if cap:
             scores = cap * torch.tanh(scores / cap)
         expected.append(torch.einsum("hk,khd->hd", scores.softmax(-1), v))
-    found = sglang_plugin.extend_attention(query, keys, values, slots, lengths, new, 0.3, cap, window)
-    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-5, atol=1e-6)
+    result = sglang_plugin.extend_attention(query, keys, values, slots, lengths, new, 0.3, cap, window)
+    torch.testing.assert_close(result, torch.stack(expected), rtol=1e-5, atol=1e-6)
     last = [5, 6, 9]
     decoded = sglang_plugin.decode_attention(query[last], keys, values, slots, lengths, 0.3, cap, window)
-    torch.testing.assert_close(decoded, found[last], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(decoded, result[last], rtol=1e-5, atol=1e-6)

@@ -127,7 +127,7 @@ def ask(running: Running, prompts: list[list[int]], params: list[dict[str, objec
     async def all_of_them() -> list[Generation]:
         async with Client(running.engine.url, running.engine.api_key, 300.0) as client:
             pairs = zip(prompts, params, strict=True)
-            return list(await asyncio.gather(*(client.generate(prompt, dict(given)) for prompt, given in pairs)))
+            return list(await asyncio.gather(*(client.generate(prompt, dict(value)) for prompt, value in pairs)))
 
     return asyncio.run(all_of_them())
 
@@ -167,10 +167,10 @@ def test_sampled_tokens_follow_the_policys_distribution(drafting: Running, tempe
     chosen = texts[:, len(prompt) :, None]
     reported = torch.tensor([out.logprobs.tolist() for out in outs], dtype=torch.float64)
     assert (reported - probs.gather(2, chosen)[..., 0].log()).abs().max() < 2e-5
-    own = probs.gather(2, chosen)
-    before = (probs * (probs > own)).sum(2)
+    local = probs.gather(2, chosen)
+    before = (probs * (probs > local)).sum(2)
     random = torch.rand(before.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    hits = (before + random * own[..., 0]).flatten().sort().values
+    hits = (before + random * local[..., 0]).flatten().sort().values
     count = len(hits)
     gap = torch.maximum(torch.arange(1, count + 1) / count - hits, hits - torch.arange(count) / count).max()
     assert gap < 2.4 / count**0.5, "at random once in 50,000 times"

@@ -40,12 +40,12 @@ def test_known_ones_ascend_and_all_others_stay(values: list[int | None], draw: A
     keys = np.array([NAN if value is None else value for value in values], np.float64)
     order = list(range(len(values)))
     draw.shuffle(order)
-    found = sort_by_key(order, keys)
-    assert sorted(found) == sorted(order)
-    known = [item for item in found if not math.isnan(keys[item])]
+    result = sort_by_key(order, keys)
+    assert sorted(result) == sorted(order)
+    known = [item for item in result if not math.isnan(keys[item])]
     before = [item for item in order if not math.isnan(keys[item])]
     assert known == sorted(before, key=lambda item: keys[item])  # which is stable
-    assert [at for at, item in enumerate(found) if math.isnan(keys[item])] == [
+    assert [at for at, item in enumerate(result) if math.isnan(keys[item])] == [
         at for at, item in enumerate(order) if math.isnan(keys[item])
     ]
 

@@ -185,16 +185,16 @@ def test_parquet_errors(tmp_path):
 
 
 def test_long_prompts_are_dropped_and_counted():
-    given = prompts(5)
-    kept, dropped = render_prompts(given, lambda prompt: list(range(prompt.ground_truth)), max_prompt_tokens=3)
-    assert [(prompt.id, prompt.token_ids.tolist()) for prompt in kept] == [
+    value = prompts(5)
+    retained, dropped = render_prompts(value, lambda prompt: list(range(prompt.ground_truth)), max_prompt_tokens=3)
+    assert [(prompt.id, prompt.token_ids.tolist()) for prompt in retained] == [
         ("p0", []),
         ("p1", [0]),
         ("p2", [0, 1]),
         ("p3", [0, 1, 2]),
     ]
     assert dropped == 1
-    assert not any(len(prompt.token_ids) for prompt in given)
+    assert not any(len(prompt.token_ids) for prompt in value)
 
 
 def test_all_dropped_is_an_error():
@@ -252,8 +252,8 @@ def test_what_comes_back_is_handed_out_first_and_in_its_order(count):
     assert loader.state_dict()["samples"] == 16 - count
     resumed = PromptLoader(prompts(7), 3, seed=5)
     resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    for one in (loader, resumed):
-        assert [prompt.id for prompt in one.next_items(count)] == handed[16 - count :]
+    for item in (loader, resumed):
+        assert [prompt.id for prompt in item.next_items(count)] == handed[16 - count :]
     assert sum(take(loader, 4), handed) == sum(take(PromptLoader(prompts(7), 4, seed=5), 7), [])
 
 

@@ -56,22 +56,24 @@ def test_of_any_first_places_each_set_has_its_share_rounded_down_or_up(weights: 
         for number, weight in enumerate(weights):
             share = Fraction(count * weight, sum(weights))
             assert share.__floor__() <= had[number] <= share.__ceil__()
-    assert [Fraction(int(one), len(places)) for one in had] == [Fraction(one, sum(weights)) for one in weights]
+    assert [Fraction(int(element), len(places)) for element in had] == [
+        Fraction(element, sum(weights)) for element in weights
+    ]
 
 
 @given(SETS, st.integers(1, 20), st.integers(0, 5))
 def test_a_step_has_what_the_weights_say(sets: list[tuple[int, int]], rounds: int, steps: int) -> None:
     """Exactly, where that is a whole number of each set; within two, where it is none."""
     total = sum(weight for _, weight in sets)
-    one = loader(sets, per_step=rounds * total)
+    element = loader(sets, per_step=rounds * total)
     for _ in range(steps):
-        assert Counter(item[0] for item in one.next_batch()) == {
+        assert Counter(item[0] for item in element.next_batch()) == {
             str(number): rounds * weight for number, (_, weight) in enumerate(sets)
         }
-    one = loader(sets, per_step=rounds)
+    element = loader(sets, per_step=rounds)
     for _ in range(steps):
-        found = Counter(item[0] for item in one.next_batch())
-        assert all(abs(found[str(n)] - rounds * weight / total) < 2 for n, (_, weight) in enumerate(sets))
+        result = Counter(item[0] for item in element.next_batch())
+        assert all(abs(result[str(n)] - rounds * weight / total) < 2 for n, (_, weight) in enumerate(sets))
 
 
 @given(SETS, st.integers(0, 60), st.integers(1, 7), st.booleans())
@@ -79,11 +81,11 @@ def test_a_step_has_what_the_weights_say(sets: list[tuple[int, int]], rounds: in
 def test_each_set_has_every_item_once_in_each_epoch_of_its_own(
     sets: list[tuple[int, int]], count: int, seed: int, shuffle: bool
 ) -> None:
-    one = loader(sets, seed=seed, shuffle=shuffle)
-    handed = one.next_items(count)
+    element = loader(sets, seed=seed, shuffle=shuffle)
+    handed = element.next_items(count)
     for number, (size, _) in enumerate(sets):
         of_it = [item for item in handed if item.startswith(f"{number}.")]
-        assert one.epoch_metrics()[f"data/epoch/set{number}"] == len(of_it) / size
+        assert element.epoch_metrics()[f"data/epoch/set{number}"] == len(of_it) / size
         for begin in range(0, len(of_it), size):
             epoch = of_it[begin : begin + size]
             assert len(set(epoch)) == len(epoch)
@@ -93,17 +95,17 @@ def test_each_set_has_every_item_once_in_each_epoch_of_its_own(
 @given(SETS, st.integers(0, 60), st.integers(0, 40))
 @settings(max_examples=50)
 def test_a_run_goes_on_anywhere_with_the_same_rest(sets: list[tuple[int, int]], count: int, back: int) -> None:
-    whole = list(loader(sets).next_items(count + 30))
-    one = loader(sets)
-    one.next_items(count)
-    state = json.loads(json.dumps(one.state_dict()))
+    full = list(loader(sets).next_items(count + 30))
+    element = loader(sets)
+    element.next_items(count)
+    state = json.loads(json.dumps(element.state_dict()))
     assert state["samples"] == count
     resumed = loader(sets)
     resumed.load_state_dict(state)
-    assert [*resumed.peek(2)[0], *resumed.peek(2)[1]] == whole[count : count + 6]
-    assert list(resumed.next_items(30)) == whole[count:] and list(one.next_items(30)) == whole[count:]
+    assert [*resumed.peek(2)[0], *resumed.peek(2)[1]] == full[count : count + 6]
+    assert list(resumed.next_items(30)) == full[count:] and list(element.next_items(30)) == full[count:]
     resumed.return_unused(min(back, count + 30))
-    assert list(resumed.next_items(min(back, count + 30))) == whole[count + 30 - min(back, count + 30) :]
+    assert list(resumed.next_items(min(back, count + 30))) == full[count + 30 - min(back, count + 30) :]
 
 
 def test_a_checkpoint_of_other_shares_is_refused() -> None:
@@ -117,10 +119,10 @@ def test_a_checkpoint_of_other_shares_is_refused() -> None:
 
 
 def test_without_weights_files_are_one_data_set() -> None:
-    one = PromptLoader(joined([3, 4]), 7, seed=1)
+    element = PromptLoader(joined([3, 4]), 7, seed=1)
     alone = PromptLoader([*joined([3, 4])], 7, seed=1)
-    assert one.next_batch() == alone.next_batch() and one.state_dict() == alone.state_dict()
-    assert one.epoch_metrics() == {"data/epoch": 1.0}
+    assert element.next_batch() == alone.next_batch() and element.state_dict() == alone.state_dict()
+    assert element.epoch_metrics() == {"data/epoch": 1.0}
 
 
 def test_weights_become_small_whole_numbers() -> None:
@@ -158,17 +160,17 @@ def test_items_of_several_parts_by_number() -> None:
 
 
 def test_items_that_are_slow_to_read_are_read_when_asked_for() -> None:
-    asked = []
+    requested = []
 
     class Slow(tuple):  # type: ignore[type-arg]
         def __getitem__(self, index: Any) -> Any:
-            asked.append(index)
+            requested.append(index)
             return super().__getitem__(index)
 
-    one = PromptLoader(ConcatDataset((Slow("abcdef"),), ("",)), 4, seed=1, shuffle=False)
-    batch = one.next_batch()
-    assert isinstance(batch, Subset) and len(batch) == 4 and not asked
-    assert batch[2] == "c" and asked == [2] and list(batch[1:3]) == ["b", "c"] and asked == [2, 1, 2]
+    element = PromptLoader(ConcatDataset((Slow("abcdef"),), ("",)), 4, seed=1, shuffle=False)
+    batch = element.next_batch()
+    assert isinstance(batch, Subset) and len(batch) == 4 and not requested
+    assert batch[2] == "c" and requested == [2] and list(batch[1:3]) == ["b", "c"] and requested == [2, 1, 2]
 
 
 def test_places_far_out_need_no_walk_there() -> None:

@@ -70,14 +70,14 @@ def test_messages_that_are_none(value: Any, message: str) -> None:
 
 
 def test_tools_in_every_form() -> None:
-    bare, whole = {"name": "f", "parameters": {}}, {"type": "function", "function": {"name": "g"}}
-    assert parse_tool_names(["x", bare, whole], "f") == ("x", "f", "g")
+    bare, full = {"name": "f", "parameters": {}}, {"type": "function", "function": {"name": "g"}}
+    assert parse_tool_names(["x", bare, full], "f") == ("x", "f", "g")
     assert (
         parse_tool_names('[{"name": "f"}]', "f") == ("f",)
         and parse_tool_names("x", "f") == ("x",)
         and parse_tool_names(None, "f") == ()
     )
-    assert parse_tool_schemas([bare, whole], "f") == [{"type": "function", "function": bare}, whole]
+    assert parse_tool_schemas([bare, full], "f") == [{"type": "function", "function": bare}, full]
     assert parse_tool_schemas('[{"name": "f"}]', "f") == [{"type": "function", "function": {"name": "f"}}]
     assert parse_tool_schemas(None, "f") == parse_tool_schemas([], "f") == []
 

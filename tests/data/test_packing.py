@@ -32,9 +32,9 @@ def test_ranks_compute_about_equally_long_at_any_time(quadratic):
     lengths = np.minimum(rng.lognormal(6.0, 0.7, 512), 4096).astype(int).tolist()
     plan = plan_micro_batches(lengths, 4, 8192, quadratic)
     cost = [[sum(lengths[i] * (1 + quadratic * lengths[i]) for i in micro) for micro in rank] for rank in plan]
-    whole = [sum(rank) for rank in cost]
-    assert max(whole) <= 1.01 * np.mean(whole)
-    waited = sum(max(together) for together in zip(*cost, strict=True)) / np.mean(whole)
+    full = [sum(rank) for rank in cost]
+    assert max(full) <= 1.01 * np.mean(full)
+    waited = sum(max(together) for together in zip(*cost, strict=True)) / np.mean(full)
     assert waited <= 1.02  # all wait for the slowest after each micro-batch
     assert len(plan[0]) <= 1.1 * sum(lengths) / (4 * 8192) + 1
 
@@ -218,14 +218,14 @@ def test_fewest_is_a_bound(seed):
     rng = np.random.default_rng(seed)
     sizes, budget = rng.integers(1, 15, 7), 12
 
-    def needed(rest, rooms):
-        if not rest:
+    def needed(remaining, rooms):
+        if not remaining:
             return len(rooms)
-        size, *rest = rest
-        ways = [needed(rest, [*rooms, max(0, budget - size)])]
+        size, *remaining = remaining
+        ways = [needed(remaining, [*rooms, max(0, budget - size)])]
         for number, room in enumerate(rooms):
             if room >= size:
-                ways.append(needed(rest, [*rooms[:number], room - size, *rooms[number + 1 :]]))
+                ways.append(needed(remaining, [*rooms[:number], room - size, *rooms[number + 1 :]]))
         return min(ways)
 
     short = -(-int(np.minimum(sizes, budget).sum()) // budget)

@@ -23,14 +23,14 @@ def flat(plan):
 
 def moved(plan, lengths, home):
     """Tokens of sequences that are not where their home is, over all."""
-    away = sum(int(lengths[i]) for rank, own in enumerate(plan) for micro in own for i in micro if home[i] != rank)
+    away = sum(int(lengths[i]) for rank, local in enumerate(plan) for micro in local for i in micro if home[i] != rank)
     return away / int(np.sum(lengths))
 
 
 def least(lengths, home, dp):
     """No plan whose ranks have equally many tokens moves less: what homes have above the mean."""
-    held = np.bincount(home, weights=lengths, minlength=dp)
-    return np.maximum(held - held.mean(), 0).sum() / held.sum()
+    retained = np.bincount(home, weights=lengths, minlength=dp)
+    return np.maximum(retained - retained.mean(), 0).sum() / retained.sum()
 
 
 def times(plan, costs):
@@ -144,5 +144,5 @@ def test_what_is_costlier_than_a_part_is_shared_out_evenly():
         holders = np.bincount(owner[:9] // 5, minlength=4).tolist()
         assert holders == [2, 2, 3, 2]  # the home keeps the one more
         assert len(set(owner[:10])) == 10 and not set(owner[:10]) & set(owner[10:])
-        held = np.bincount(owner, weights=costs, minlength=20)
-        assert held[owner[10:]].max() <= 1.1 * 200 / 10
+        retained = np.bincount(owner, weights=costs, minlength=20)
+        assert retained[owner[10:]].max() <= 1.1 * 200 / 10

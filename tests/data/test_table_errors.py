@@ -119,8 +119,8 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 def test_parquet_that_cannot_be_read(tmp_path: Path) -> None:
-    whole = write(tmp_path / "a.parquet", pyarrow.table({"a": ["x" * 100] * 1000})).read_bytes()
-    for content in (whole[: len(whole) // 2], b"", b'{"a": 1}', b"PAR1" + bytes(100) + b"PAR1"):
+    full = write(tmp_path / "a.parquet", pyarrow.table({"a": ["x" * 100] * 1000})).read_bytes()
+    for content in (full[: len(full) // 2], b"", b'{"a": 1}', b"PAR1" + bytes(100) + b"PAR1"):
         (tmp_path / "a.parquet").write_bytes(content)
         with pytest.raises(ConfigError, match="a.parquet cannot be read as parquet: "):
             list(read_rows(tmp_path / "a.parquet"))

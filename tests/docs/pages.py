@@ -17,8 +17,8 @@ COMING_KEYS: set[str] = set()
 
 def pages() -> list[Path]:
     """Every page of the project, in order of its path."""
-    found = ROOT.rglob("*.md")
-    return sorted(p for p in found if not any(part[0] == "." or part == "runs" for part in p.relative_to(ROOT).parts))
+    result = ROOT.rglob("*.md")
+    return sorted(p for p in result if not any(part[0] == "." or part == "runs" for part in p.relative_to(ROOT).parts))
 
 
 class Block(NamedTuple):
@@ -33,11 +33,11 @@ _FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(text: str) -> list[Block]:
-    found = []
+    result = []
     for head, body in _FENCE.findall(text):
         language, _, title = head.strip().partition(" ")
-        found.append(Block(language, title, body))
-    return found
+        result.append(Block(language, title, body))
+    return result
 
 
 def prose(text: str) -> str:
@@ -70,11 +70,11 @@ class Command(NamedTuple):
 
 def commands(text: str) -> Iterator[Command]:
     """Of the shell's blocks, and of indented lines that begin as a command does."""
-    told = [block.text for block in blocks(text) if block.language == "bash"]
-    rest = prose(text).replace("\\\n", " ")
-    told += re.findall(r"^ {4}((?:[A-Z_]+=\S* )*(?:\.venv/bin/|bash |sbatch ).*)$", rest, re.MULTILINE)
-    told += re.findall(r"^\$ (.*)$", "\n".join(b.text for b in blocks(text) if not b.language), re.MULTILINE)
-    for lines in told:
+    events = [block.text for block in blocks(text) if block.language == "bash"]
+    remaining = prose(text).replace("\\\n", " ")
+    events += re.findall(r"^ {4}((?:[A-Z_]+=\S* )*(?:\.venv/bin/|bash |sbatch ).*)$", remaining, re.MULTILINE)
+    events += re.findall(r"^\$ (.*)$", "\n".join(b.text for b in blocks(text) if not b.language), re.MULTILINE)
+    for lines in events:
         for line in lines.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
@@ -94,7 +94,7 @@ def links(text: str) -> list[str]:
 
 def anchors(text: str) -> set[str]:
     """Names of the headings, as they are linked to."""
-    found = set()
+    result = set()
     for heading in re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE):
-        found.add(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"))
-    return found
+        result.add(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"))
+    return result

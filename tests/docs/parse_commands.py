@@ -20,8 +20,8 @@ def stop_behind(name: str) -> None:
     """From here on a program ends where it has parsed its arguments by this method."""
     parse = getattr(argparse.ArgumentParser, name)
 
-    def parsed(*given: Any, **named: Any) -> None:
-        parse(*given, **named)
+    def parsed(*value: Any, **named: Any) -> None:
+        parse(*value, **named)
         os.write(pipe, b"parsed")
         os._exit(0)
 
@@ -34,10 +34,10 @@ results = []
 for program, arguments in json.load(sys.stdin):
     read, pipe = os.pipe()
     if (child := os.fork()) == 0:
-        told = io.StringIO()
+        events = io.StringIO()
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            sys.stderr = told
+            sys.stderr = events
             sys.argv = [program, *arguments]
             if program.startswith("-m "):
                 runpy.run_module(program[3:], run_name="__main__", alter_sys=True)
@@ -45,7 +45,7 @@ for program, arguments in json.load(sys.stdin):
                 sys.path.insert(0, str(Path(program).parent))
                 runpy.run_path(program, run_name="__main__")
         except BaseException as error:  # noqa: B036
-            os.write(pipe, f"{type(error).__name__}: {error} {told.getvalue()[-2000:]}".encode())
+            os.write(pipe, f"{type(error).__name__}: {error} {events.getvalue()[-2000:]}".encode())
         os._exit(1)
     os.close(pipe)
     said = os.fdopen(read).read()

@@ -80,12 +80,12 @@ def test_what_trains_loads(page: str, command: Command, tmp_path: Path) -> None:
     arguments = trained(command)
     if arguments is None:
         return
-    given = [one for one in arguments if not PLACEHOLDER.match(one)]
-    options = [one for one in given if one.startswith("-")]
+    argument = [item for item in arguments if not PLACEHOLDER.match(item)]
+    options = [item for item in argument if item.startswith("-")]
     assert set(options) <= {"--dry-run", "--keys"}, f"{page}: {options}"
-    rest = [one for one in given if not one.startswith("-")]
-    overrides = [one for one in rest if OVERRIDE.match(one)]
-    configs = [one for one in rest if one not in overrides]
+    remaining = [item for item in argument if not item.startswith("-")]
+    overrides = [item for item in remaining if OVERRIDE.match(item)]
+    configs = [item for item in remaining if item not in overrides]
     assert len(configs) <= 1, f"{page}: {configs}"
     if configs and not (file := ROOT / configs[0]).is_file():
         # One of the reader's own, which the page shows, or a run's.
@@ -99,17 +99,17 @@ def test_what_trains_loads(page: str, command: Command, tmp_path: Path) -> None:
 
 
 def test_their_options_are_known() -> None:
-    asked = {}
+    requested = {}
     for page, command in ALL:
         program = command.program
         if program.endswith(".sh") or not here(program) or program in NAMED or trained(command) is not None:
             continue
         if program != "-m megarl.torchrun":
-            asked[json.dumps([program, command.arguments])] = page
+            requested[json.dumps([program, command.arguments])] = page
     script = Path(__file__).parent / "parse_commands.py"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script)],
-        input=f"[{', '.join(asked)}]",
+        input=f"[{', '.join(requested)}]",
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -117,16 +117,21 @@ def test_their_options_are_known() -> None:
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    wrong = [f"{page}: {one}: {what}" for (one, page), what in zip(asked.items(), said, strict=True) if what]
+    wrong = [f"{page}: {item}: {what}" for (item, page), what in zip(requested.items(), said, strict=True) if what]
     assert not wrong, "\n".join(wrong)
-    assert len(asked) > 15
+    assert len(requested) > 15
 
 
 def test_a_wrong_option_would_be_found() -> None:
     script = Path(__file__).parent / "parse_commands.py"
-    asked = [["tools/report.py", ["RUN", "--nonsense"]], ["tools/report.py", ["RUN"]]]
+    requested = [["tools/report.py", ["RUN", "--nonsense"]], ["tools/report.py", ["RUN"]]]
     done = subprocess.run(
-        [sys.executable, str(script)], input=json.dumps(asked), capture_output=True, text=True, cwd=ROOT, timeout=300
+        [sys.executable, str(script)],
+        input=json.dumps(requested),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
     )
     first, second = json.loads(done.stdout)
     assert "--nonsense" in first and second == ""

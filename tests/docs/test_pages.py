@@ -36,13 +36,13 @@ def known() -> frozenset[str]:
     """Every key and every section, dotted."""
 
     def walk(value: Any, prefix: str) -> list[str]:
-        found = []
+        result = []
         for field in fields(value):
             inner = getattr(value, field.name)
-            found.append(prefix + field.name)
+            result.append(prefix + field.name)
             if is_dataclass(inner):
-                found += walk(inner, f"{prefix}{field.name}.")
-        return found
+                result += walk(inner, f"{prefix}{field.name}.")
+        return result
 
     return frozenset(walk(Config(), ""))
 
@@ -68,8 +68,8 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{page}: {link}"
         if anchor:
-            found = anchors(target.read_text())
-            assert anchor in found, f"{page}: {link}; there are {sorted(found)}"
+            result = anchors(target.read_text())
+            assert anchor in result, f"{page}: {link}; there are {sorted(result)}"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -113,20 +113,20 @@ def test_files_that_it_names_are_there(page: Path) -> None:
 @cache
 def said() -> tuple[str, ...]:
     """Every text of the program, with a NUL where a value is put in."""
-    found = []
+    result = []
     for folder in ("megarl", "launch", "tools"):
         for file in (ROOT / folder).rglob("*"):
             if file.suffix == ".sh":
-                found.append(file.read_text())
+                result.append(file.read_text())
             if file.suffix != ".py":
                 continue
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.JoinedStr):
                     parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
-                    found.append("".join(map(str, parts)))
+                    result.append("".join(map(str, parts)))
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found.append(node.value)
-    return tuple(found)
+                    result.append(node.value)
+    return tuple(result)
 
 
 def in_the_code(quoted: str) -> bool:
@@ -138,9 +138,9 @@ def in_the_code(quoted: str) -> bool:
 
 def test_errors_are_quoted_as_they_are() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text()
-    quoted = [one for row in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for one in re.findall(r"`([^`]+)`", row)]
-    quoted = [one for one in quoted if " " in one]
-    wrong = [one for one in quoted if not in_the_code(one)]
+    quoted = [item for row in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for item in re.findall(r"`([^`]+)`", row)]
+    quoted = [item for item in quoted if " " in item]
+    wrong = [item for item in quoted if not in_the_code(item)]
     assert not wrong, wrong
     assert len(quoted) > 20 and not in_the_code("a line that nobody says")
 
@@ -158,5 +158,5 @@ def test_every_page_is_linked_to_from_the_readme() -> None:
         near += [ROOT / span for span in spans(text) if span.endswith(".md")]
         near += [ROOT / "megarl" / span for span in spans(text) if span.endswith(".md")]
         near += [page.parent / link.partition("#")[0] for link in links(text) if not re.match(r"[a-z]+:", link)]
-        left += [one.resolve() for one in near if one.suffix == ".md" and one.is_file()]
+        left += [item.resolve() for item in near if item.suffix == ".md" and item.is_file()]
     assert not set(pages()) - seen

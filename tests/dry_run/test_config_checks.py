@@ -65,8 +65,8 @@ def test_drafts_that_cannot_be(changes: dict[str, Any], rollout: dict[str, Any],
 
 def warned(algorithm: str, train: Path, held_out: Path, **data: Any) -> list[str]:
     files = {"train": str(train), "eval": str(held_out), **data}
-    given = {"algorithm": algorithm, "run": {"eval_every": 1}, "data": files}
-    config, warnings = from_dict(given), list[str]()
+    value = {"algorithm": algorithm, "run": {"eval_every": 1}, "data": files}
+    config, warnings = from_dict(value), list[str]()
     check_data(config, load_requirements(config), True, warnings)
     return warnings
 

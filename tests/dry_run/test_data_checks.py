@@ -47,8 +47,8 @@ def config(model: Path, tmp_path: Path, rows: list[dict[str, Any]], **changes: d
     )
 
 
-def wrong(made: Config) -> str:
-    return "; and ".join(validate(made, dry_run=True).errors)
+def wrong(created: Config) -> str:
+    return "; and ".join(validate(created, dry_run=True).errors)
 
 
 NAMES = {"tools": ["calculator"]}
@@ -127,9 +127,9 @@ def test_a_dangling_link(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_backend_of_the_sandbox_that_there_is_not(model: Path, tmp_path: Path) -> None:
-    made = config(model, tmp_path, [{}], rollout=SLOW)
-    made = from_dict({"algorithm": "grpo", "model": {"path": str(model)}, "sandbox": {"backend": "docker"}})
-    assert "sandbox.backend must be bubblewrap, http://..., https://... or none, not 'docker'" in wrong(made)
+    created = config(model, tmp_path, [{}], rollout=SLOW)
+    created = from_dict({"algorithm": "grpo", "model": {"path": str(model)}, "sandbox": {"backend": "docker"}})
+    assert "sandbox.backend must be bubblewrap, http://..., https://... or none, not 'docker'" in wrong(created)
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "reward_model"])
@@ -139,14 +139,14 @@ def test_conversations_and_pairs_that_are_all_too_long(algorithm: str, model: Pa
         {"prompt": "x", "response": words} if algorithm == "sft" else {"prompt": "x", "chosen": words, "rejected": "n"}
     )
     file.write_text((json.dumps(row) + "\n") * 2)
-    made = from_dict({"algorithm": algorithm, "model": {"path": str(model)}, "data": {"train": str(file)}})
+    created = from_dict({"algorithm": algorithm, "model": {"path": str(model)}, "data": {"train": str(file)}})
     said = "2 of 2 conversations are longer than" if algorithm == "sft" else "all 2 pairs are too long"
-    assert said in wrong(made)
+    assert said in wrong(created)
 
 
 def test_what_is_well_passes_and_long_rows_are_counted(model: Path, tmp_path: Path) -> None:
-    made = config(model, tmp_path, [NAMES, {}, {"prompt": "many words " * 100}], rollout={"tools": [CALCULATOR]})
-    report = validate(made, dry_run=True)
+    created = config(model, tmp_path, [NAMES, {}, {"prompt": "many words " * 100}], rollout={"tools": [CALCULATOR]})
+    report = validate(created, dry_run=True)
     assert report.errors == []
     assert f"{tmp_path}/own.jsonl: 1 of 3 rows are too long and will be excluded" in report.warnings
 
@@ -156,10 +156,10 @@ def test_further_rows_are_read_while_something_is_open(
 ) -> None:
     monkeypatch.setattr(data_checks, "MAX_ROWS", 2)
     long: dict[str, Any] = {"prompt": "many words " * 100}
-    made = config(model, tmp_path, [long, long, long, {"level": 1}, {"tools": ["none"]}], rollout=SLOW)
-    assert wrong(made) == ""  # the fourth is short enough, and nobody looks at the fifth
-    made = config(model, tmp_path, [{}, {}, {}, {"level": 1}], rollout=SLOW, data={"curriculum_key": "level"})
-    assert wrong(made) == ""
+    created = config(model, tmp_path, [long, long, long, {"level": 1}, {"tools": ["none"]}], rollout=SLOW)
+    assert wrong(created) == ""  # the fourth is short enough, and nobody looks at the fifth
+    created = config(model, tmp_path, [{}, {}, {}, {"level": 1}], rollout=SLOW, data={"curriculum_key": "level"})
+    assert wrong(created) == ""
 
 
 def test_what_is_offered_by_prompts_of_any_file() -> None:
@@ -168,7 +168,7 @@ def test_what_is_offered_by_prompts_of_any_file() -> None:
     known = load_catalog(RolloutConfig(tools=(CALCULATOR, "odd_tools:waits"), environments=(GUESS, ODD)))
     both = [Prompt("a", (USER,), ground_truth=1), Prompt("b", (USER,), ground_truth=1, extra={"environment": "Odd"})]
     data_checks.check_offered(both, known)
-    listing = [Prompt(one.id, one.messages, ground_truth=1, tools=("calculator",), extra=one.extra) for one in both]
+    listing = [Prompt(item.id, item.messages, ground_truth=1, tools=("calculator",), extra=item.extra) for item in both]
     with pytest.raises(
         ConfigError, match="rollout.tools: no prompt offers waits of odd_tools:waits: .* lists calculator"
     ):

@@ -86,13 +86,13 @@ def test_roles_on_ranks_of_their_own(plan) -> None:
     """The actor's ranks have half of the data parallel ones, and none of the critic's states."""
     report = plan("placement={actor: 0-1, critic: 2-3}", "critic.parallel={tp: 1, pp: 2, ep: 1}", "rollout.tp=2")
     assert report.ok, report.errors
-    layout, whole = dict(report.facts["layout"]), plan("rollout.tp=2")
+    layout, full = dict(report.facts["layout"]), plan("rollout.tp=2")
     assert layout["ranks"] == "4 = 1 nodes x 4"
     assert layout["roles"] == "all: rollout; 0-1: actor, reference, reward; 2-3: critic"
     assert (layout["dense layers"], layout["experts"]) == ("tp 2 x pp 1 x dp 1", "ep 2 x pp 1 x dp 1")
     assert (layout["critic's dense layers"], layout["critic's experts"]) == ("tp 1 x pp 2 x dp 1", "ep 1 x pp 2 x dp 1")
     assert dict(report.facts["engines"])["SGLang engines"] == "2 of tp 2, ep 1"
-    mine, theirs = report.memory[0].states, whole.memory[0].states
+    mine, theirs = report.memory[0].states, full.memory[0].states
     assert mine.keys() == {name for name in theirs if name.startswith("actor")}
     assert mine["actor weights"] == theirs["actor weights"]
     assert mine["actor optimizer"] == 2 * theirs["actor optimizer"]
@@ -470,8 +470,8 @@ def test_a_teacher_is_planned(plan, lab: None) -> None:
     states, before = beside.memory[0].states, without.memory[0].states
     assert states == before | {"teacher weights": before["actor weights"]}
     apart = ["parallel.world_size=4", "parallel.tp=1", "parallel.ep=1"]
-    own = {"teacher": {"model": "/big", "parallel": {"tp": 1, "pp": 2}}}
-    report = plan(distilled[0], f"roles={json.dumps(own)}", *apart, "placement={actor: 0-1, teacher: 2-3}")
+    local = {"teacher": {"model": "/big", "parallel": {"tp": 1, "pp": 2}}}
+    report = plan(distilled[0], f"roles={json.dumps(local)}", *apart, "placement={actor: 0-1, teacher: 2-3}")
     assert report.ok, report.errors
     assert dict(report.facts["layout"])["teacher's dense layers"] == "tp 1 x pp 2 x dp 1"
     ((whose, stages),) = report.other_memory.items()
@@ -479,10 +479,10 @@ def test_a_teacher_is_planned(plan, lab: None) -> None:
     assert all(stage.states.keys() == {"teacher weights"} and stage.training["activations"] for stage in stages)
     assert stages[0].training["logits"] == 0 < stages[1].training["logits"]
     assert "teacher weights" not in report.memory[0].states and "teacher weights" in render(report)
-    errors = plan(distilled[0], f"roles={json.dumps(own)}", *apart, "placement={actor: 0, teacher: 1-3}").errors
+    errors = plan(distilled[0], f"roles={json.dumps(local)}", *apart, "placement={actor: 0, teacher: 1-3}").errors
     assert re.search(r"^the teacher: placement.teacher=1-3 \(3 ranks\) is not a multiple of tp x pp", errors[0])
-    own["teacher"]["parallel"] = {"tp": 1, "pp": 1, "ep": 3}
-    errors = plan(distilled[0], f"roles={json.dumps(own)}", *apart, "placement={actor: 0, teacher: 1-3}").errors
+    local["teacher"]["parallel"] = {"tp": 1, "pp": 1, "ep": 3}
+    errors = plan(distilled[0], f"roles={json.dumps(local)}", *apart, "placement={actor: 0, teacher: 1-3}").errors
     assert errors == [
         "the teacher: roles.teacher.parallel.ep=3 does not divide the model's 8 experts; sizes that do: 1, 2, 4, 8"
     ]
@@ -522,8 +522,8 @@ def test_a_teacher_must_read_the_policys_tokens(plan, lab: None, tmp_path: Path)
     }
     for name, (hf, words, tensors, message) in cases.items():
         folder = write_model(tmp_path / name, hf, words, tensors)
-        given = f"roles={{teacher: {{model: {folder}, parallel: {{ep: 1}}}}}}"
-        errors = plan(*distilled, given, dry_run=False).errors
+        argument = f"roles={{teacher: {{model: {folder}, parallel: {{ep: 1}}}}}}"
+        errors = plan(*distilled, argument, dry_run=False).errors
         assert len(errors) == 1 and re.search(message, errors[0]), (name, errors)
     good = write_model(tmp_path / "good", larger, ("a", "b"))
     report = plan(*distilled, f"roles={{teacher: {{model: {good}, parallel: {{ep: 1}}}}}}", dry_run=False)
@@ -742,8 +742,8 @@ def test_as_a_command(tmp_path: Path) -> None:
 
 
 def test_an_environment_needs_no_functions(plan) -> None:
-    own = ["reward.functions=[]", "rollout.environments=[odd_worlds:Guess]"]
-    report = plan(*own, "reward.weights={environment: 2}")
+    local = ["reward.functions=[]", "rollout.environments=[odd_worlds:Guess]"]
+    report = plan(*local, "reward.weights={environment: 2}")
     assert report.ok and report.warnings == []
     other = plan("rollout.environments=[odd_worlds:Plain]", "reward.functions=[]")
     assert other.errors == [

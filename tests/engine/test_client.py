@@ -31,8 +31,8 @@ def sent(*shape: int) -> str:
 @pytest.mark.parametrize(("experts", "dtype"), [(12, torch.uint8), (256, torch.uint8), (257, torch.int16)])
 def test_only_layers_with_experts_are_kept_in_the_smallest_type(experts: int, dtype: torch.dtype) -> None:
     shape = replace(SHAPE, num_experts=experts)
-    found = decode_routing(sent(2, 3, 2), 2, shape)
-    assert found.dtype == dtype and found.tolist() == [[[2, 3], [4, 5]], [[8, 9], [10, 11]]]
+    result = decode_routing(sent(2, 3, 2), 2, shape)
+    assert result.dtype == dtype and result.tolist() == [[[2, 3], [4, 5]], [[8, 9], [10, 11]]]
     others = decode_routing(sent(2, 3, 2), 2, replace(shape, moe_layers=(0, 2)))
     assert others.tolist() == [[[0, 1], [4, 5]], [[6, 7], [10, 11]]]
     assert decode_routing(sent(0, 3, 2), 0, shape).shape == (0, 2, 2)
@@ -300,9 +300,9 @@ def test_weights_may_change_while_an_answer_is_under_way_and_each_version_has_it
         server = TestServer(app)
         await server.start_server()
         async with Client(f"http://127.0.0.1:{server.port}", "key", 30.0, weight_version=3) as client:
-            found = [(await client.generate([1], {})).weight_version for _ in range(2)]
+            result = [(await client.generate([1], {})).weight_version for _ in range(2)]
         await server.close()
-        return found
+        return result
 
     assert asyncio.run(run()) == [3, 4] and salts == ["3", "4"]
 
@@ -342,13 +342,13 @@ def test_who_has_an_engine_stop_need_not_know_that_the_generation_has_ended() ->
 
 @pytest.mark.parametrize(("faults", "fails"), [(2, False), (3, True)])
 def test_an_answer_that_the_engine_fails_at_is_asked_for_again_a_few_times(faults: int, fails: bool) -> None:
-    asked: list[int] = []
+    requested: list[int] = []
 
     async def run() -> int:
         async def respond(request: web.Request) -> web.StreamResponse:
-            asked.append(1)
-            if len(asked) <= faults:
-                if len(asked) == 2 and request.transport is not None:
+            requested.append(1)
+            if len(requested) <= faults:
+                if len(requested) == 2 and request.transport is not None:
                     request.transport.close()  # the connection is lost
                 return web.Response(status=500, text="CUDA error")
             return web.json_response(answer())
@@ -368,4 +368,4 @@ def test_an_answer_that_the_engine_fails_at_is_asked_for_again_a_few_times(fault
             asyncio.run(run())
     else:
         assert asyncio.run(run()) == 1
-    assert len(asked) == 3
+    assert len(requested) == 3

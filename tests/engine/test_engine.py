@@ -74,9 +74,9 @@ def test_with_a_gpu_each_part_of_the_memory_sleeps_and_wakes_once(
     calls: list[tuple[str, list[str]]] = []
 
     def asked() -> list[tuple[str, list[str]]]:
-        found = calls.copy()
+        result = calls.copy()
         calls.clear()
-        return found
+        return result
 
     def call(path: str, body: dict[str, Any] | None = None) -> None:
         calls.append((path.partition("=")[0], body["tags"] if body else []))
@@ -210,11 +210,11 @@ def test_an_answers_time_does_not_include_the_queue_and_an_engine_that_dies_star
         timer = threading.Timer(0.2, kill)
         timer.start()
         tickets = GroupQueue(1)
-        found = talks.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=300, queue=tickets)
+        result = talks.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=300, queue=tickets)
         timer.join()
-        assert found.engine_loss is not None and found.engine_loss.fault == "died" and found.rollouts == []
-        assert re.match(r"engine 0 is not running; the last lines of .*engine_0.log:", str(found.engine_loss))
-        assert 0 < found.num_interrupted <= 300 and tickets.count_unclaimed() == 1
+        assert result.engine_loss is not None and result.engine_loss.fault == "died" and result.rollouts == []
+        assert re.match(r"engine 0 is not running; the last lines of .*engine_0.log:", str(result.engine_loss))
+        assert 0 < result.num_interrupted <= 300 and tickets.count_unclaimed() == 1
         engine.restart()
         assert not engine.is_usable
         engine.wait_ready()
@@ -261,7 +261,7 @@ def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(
     chat = ChatTemplate.load(str(qwen3_moe.folder))
     prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(4)]
     talks = RolloutRunner(engine, chat, config, recorded(engine))
-    whole = {rollout.prompt.id: rollout for rollout in talks.generate(prompts, samples=1, greedy=True).rollouts}
+    full = {rollout.prompt.id: rollout for rollout in talks.generate(prompts, samples=1, greedy=True).rollouts}
     monkeypatch.setattr(scheduler, "_POLL_S", 0.05)
     carried, lengths = [], []
     for step in range(2):
@@ -272,14 +272,14 @@ def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(
         )
         carried = [*out.partials]
         lengths.append(sum(one.num_turn_tokens for (one,) in carried if one.status is None))
-    assert len(carried) == 4 and 0 < lengths[0] < lengths[1] < sum(one.num_actions for one in whole.values())
+    assert len(carried) == 4 and 0 < lengths[0] < lengths[1] < sum(one.num_actions for one in full.values())
     engine._call("/flush_cache")
     tickets = GroupQueue(0, num_partial_groups=4)
     out = talks.generate([], queue=tickets, greedy=True, num_needed_groups=4, partial_groups=carried)
     talks.close()
     assert sorted(rollout.group for rollout in out.rollouts) == [0, 1, 2, 3] and not out.partials
     for rollout in out.rollouts:
-        other = whole[rollout.prompt.id]
+        other = full[rollout.prompt.id]
         assert rollout.status == other.status and rollout.token_ids.tolist() == other.token_ids.tolist()
         assert abs(rollout.turns[1].logprobs - other.turns[1].logprobs).max() < 1e-5
         assert rollout.routing is not None and other.routing is not None
@@ -361,10 +361,10 @@ def test_an_engine_that_takes_too_long_is_ended_with_its_host(tmp_path: Path) ->
     engine = Engine(make_config(model, tmp_path / "run"), threads=1)
     engine.start()
     assert engine._host is not None
-    own = psutil.Process(engine._host.process.pid)
+    local = psutil.Process(engine._host.process.pid)
     with pytest.raises(EngineError, match="was not ready after 2 s"):
         engine.wait_ready(2.0)
-    assert not own.is_running()
+    assert not local.is_running()
 
 
 def is_running(process: psutil.Process) -> bool:
@@ -421,7 +421,7 @@ def test_nothing_outlives_its_rank_its_supervisor_or_its_host(tmp_path: Path) ->
     """No process, no folder, no file in shared memory."""
     model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
     shared = start_host(make_config(model, tmp_path / "run"), threads=1)
-    own = psutil.Process(shared.process.pid)
+    local = psutil.Process(shared.process.pid)
     victims = [
         ("rank", signal.SIGKILL),
         ("rank", signal.SIGINT),
@@ -432,17 +432,17 @@ def test_nothing_outlives_its_rank_its_supervisor_or_its_host(tmp_path: Path) ->
         for victim, how in victims:
             with held_engine(model, tmp_path / "run", shared.path) as rank:
                 deadline = time.monotonic() + 300
-                while len(family := own.children(recursive=True)) < 4 and time.monotonic() < deadline:
+                while len(family := local.children(recursive=True)) < 4 and time.monotonic() < deadline:
                     time.sleep(0.1)
                 assert len(family) >= 4, "supervisor, server, scheduler, detokenizer"
-                supervisor = own.children()[0].pid
+                supervisor = local.children()[0].pid
                 place = Path(shared.path).parent / str(supervisor)
                 until(lambda place=place: load_files(place), place)
-                os.kill({"rank": rank.pid, "supervisor": supervisor, "host": own.pid}[victim], how)
-                await_end([*family, own] if victim == "host" else family)
+                os.kill({"rank": rank.pid, "supervisor": supervisor, "host": local.pid}[victim], how)
+                await_end([*family, local] if victim == "host" else family)
                 until(lambda place=place: not place.exists() and not load_files(place), place)
-            assert place.parent.exists() and is_running(own) == (victim != "host")
-        until(lambda: shared.process.pid != own.pid and shared.process.poll() is None, "another host")
+            assert place.parent.exists() and is_running(local) == (victim != "host")
+        until(lambda: shared.process.pid != local.pid and shared.process.poll() is None, "another host")
     finally:
         shared.close()
     assert not Path(shared.path).parent.exists()
@@ -452,11 +452,11 @@ def test_a_rank_that_is_killed_takes_its_own_host_along(tmp_path: Path) -> None:
     model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
     with held_engine(model, tmp_path / "run", "") as rank:
         assert rank.stdout is not None
-        own = psutil.Process(int(rank.stdout.readline()))
-        folder = Path(own.cmdline()[5])
+        local = psutil.Process(int(rank.stdout.readline()))
+        folder = Path(local.cmdline()[5])
         assert Path(folder, "socket").exists()
         rank.kill()
-        await_end([own])
+        await_end([local])
         assert not folder.exists()
 
 

@@ -16,11 +16,11 @@ from megarl.engine.sglang_engine import secret_variables
 
 
 def test_engines_are_given_no_secret_and_nothing_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, str] = {}
+    value: dict[str, str] = {}
 
     class Started(subprocess.Popen[bytes]):
         def __init__(self, *_: Any, env: dict[str, str], **__: Any) -> None:
-            given.update(env)
+            value.update(env)
             super().__init__(["sleep", "600"])
 
     monkeypatch.setattr(subprocess, "Popen", Started)
@@ -30,8 +30,8 @@ def test_engines_are_given_no_secret_and_nothing_of_torchrun(monkeypatch: pytest
         monkeypatch.setenv(name, "1")
     host = HostProcess({"OWN": "2"}, preload=False, hidden={"JUDGE"})
     host.close()
-    assert given["OWN"] == "2" and all(given[name] == "1" for name in plain)
-    assert not {*secret, "RANK", "MASTER_ADDR"} & given.keys()
+    assert value["OWN"] == "2" and all(value[name] == "1" for name in plain)
+    assert not {*secret, "RANK", "MASTER_ADDR"} & value.keys()
 
 
 def test_variables_that_a_configuration_names_are_secret() -> None:

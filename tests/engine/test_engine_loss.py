@@ -78,7 +78,7 @@ def test_one_that_gives_no_sign_while_it_is_asked_is_lost(signs: bool | None) ->
 
 
 @pytest.mark.parametrize(
-    "engine", [{"answers": True}, {"signs": True}, {"asking": 0}, {"holds": True}], ids=lambda one: next(iter(one))
+    "engine", [{"answers": True}, {"signs": True}, {"asking": 0}, {"holds": True}], ids=lambda item: next(iter(item))
 )
 def test_one_that_answers_or_is_healthy_or_is_asked_for_nothing_is_not(engine: dict[str, bool]) -> None:
     played = Played(**engine)  # type: ignore[arg-type]

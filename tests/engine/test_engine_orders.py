@@ -101,7 +101,9 @@ def test_replicated_attention_redundant_experts_and_a_fused_shared_one(host: str
         before = checksums(running.engine)
         overwrite(running.engine, layout, new, 1)
         changed = checksums(running.engine)
-        assert all(there.items().isdisjoint(here.items()) for there, here in zip(before, changed, strict=True))
+        assert all(
+            there.items().isdisjoint(local_items.items()) for there, local_items in zip(before, changed, strict=True)
+        )
         overwrite(running.engine, layout, running.folder, 2)
         assert checksums(running.engine) == before
 

@@ -43,65 +43,68 @@ def revival(engine: Any) -> EngineRestart:
 def test_it_is_started_in_the_background_once_however_often_it_is_said_to_be_lost() -> None:
     engine = Played("")
     engine.may_start.clear()
-    own = revival(engine)
+    local = revival(engine)
     for fault in ("hangs", "died"):
-        own.report_lost(EngineLost(fault, fault))  # type: ignore[arg-type]
-    own.ensure_started()  # others have been told
-    assert own.is_pending
-    assert [str(own.pop_error()), own.pop_error()] == ["hangs", None]
+        local.report_lost(EngineLost(fault, fault))  # type: ignore[arg-type]
+    local.ensure_started()  # others have been told
+    assert local.is_pending
+    assert [str(local.pop_error()), local.pop_error()] == ["hangs", None]
     engine.may_start.set()
-    assert own.wait() > 0 and not own.is_pending and own.pop_error() is None
-    assert own.wait() == 0.0  # it was not away
+    assert local.wait() > 0 and not local.is_pending and local.pop_error() is None
+    assert local.wait() == 0.0  # it was not away
     assert engine.calls == ["restart"]
-    own.close()
+    local.close()
     assert engine.calls[-1] == "shutdown"
 
 
 def test_who_hears_late_of_a_loss_does_not_lose_the_engine_that_is_there_again() -> None:
     engine = Played("", "")
-    own = revival(engine)
-    told = []
+    local = revival(engine)
+    events = []
     for start in (1, 1, 2):
-        own.report_lost(EngineLost("died", f"start {start}", start_number=start))
-        own.wait()
-        told.append(str(own.pop_error()))
-    assert engine.calls == ["restart"] * 2 and told == ["start 1", "None", "start 2"]
-    own.close()
+        local.report_lost(EngineLost("died", f"start {start}", start_number=start))
+        local.wait()
+        events.append(str(local.pop_error()))
+    assert engine.calls == ["restart"] * 2 and events == ["start 1", "None", "start 2"]
+    local.close()
 
 
 def test_one_that_does_not_start_is_lost_again() -> None:
     engine = Played("no memory", "")
-    own = revival(engine)
+    local = revival(engine)
     engine.runs = False
-    own.check()
-    assert (found := own.pop_error()) is not None and found.fault == "died"
-    own.wait()
-    assert (found := own.pop_error()) is not None and (found.fault, str(found)) == ("did not start again", "no memory")
-    own.ensure_started()
-    own.wait()
-    assert own.pop_error() is None and engine.calls == ["restart"] * 2
-    own.check()
-    assert own.pop_error() is None
-    own.close()
+    local.check()
+    assert (result := local.pop_error()) is not None and result.fault == "died"
+    local.wait()
+    assert (result := local.pop_error()) is not None and (result.fault, str(result)) == (
+        "did not start again",
+        "no memory",
+    )
+    local.ensure_started()
+    local.wait()
+    assert local.pop_error() is None and engine.calls == ["restart"] * 2
+    local.check()
+    assert local.pop_error() is None
+    local.close()
 
 
 def test_what_fails_is_lost_only_where_it_is_gone() -> None:
     engine = Played("")
-    own = revival(engine)
-    assert not own.restart_if_lost(EngineError("engine 0 refused /flush_cache"))
-    assert own.pop_error() is None and engine.calls == []
+    local = revival(engine)
+    assert not local.restart_if_lost(EngineError("engine 0 refused /flush_cache"))
+    assert local.pop_error() is None and engine.calls == []
     engine.runs = False  # its server answered, and is seen dead a moment later
-    assert own.restart_if_lost(EngineError("engine 0 refused /flush_cache"))
-    assert (found := own.pop_error()) is not None and found.fault == "died"
-    own.close()
+    assert local.restart_if_lost(EngineError("engine 0 refused /flush_cache"))
+    assert (result := local.pop_error()) is not None and result.fault == "died"
+    local.close()
 
 
 def test_one_on_several_machines_waits_until_all_know() -> None:
     engine = Played("", nnodes=2)
-    own = revival(engine)
-    own.report_lost(EngineLost("died", ""))
-    assert engine.calls == [] and not own.is_pending
-    own.ensure_started()
-    own.wait()
+    local = revival(engine)
+    local.report_lost(EngineLost("died", ""))
+    assert engine.calls == [] and not local.is_pending
+    local.ensure_started()
+    local.wait()
     assert engine.calls == ["restart"]
-    own.close()
+    local.close()

@@ -31,7 +31,7 @@ def cutting(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 def ask(running: Running, *params: dict[str, Any], stopping: bool = False) -> list[Generation]:
     async def all_of_them() -> list[Generation]:
         async with Client(running.engine.url, running.engine.api_key, 300.0) as client:
-            asked = [
+            requested = [
                 asyncio.create_task(client.generate(prompt, {"max_new_tokens": TOKENS, "ignore_eos": True} | settings))
                 for settings in params
                 for prompt in PROMPTS
@@ -39,7 +39,7 @@ def ask(running: Running, *params: dict[str, Any], stopping: bool = False) -> li
             if stopping:  # when a shorter one is done, which was asked later
                 await client.generate(PROMPTS[0], {"max_new_tokens": 4, "ignore_eos": True})
                 await client.stop()
-            return list(await asyncio.gather(*asked))
+            return list(await asyncio.gather(*requested))
 
     return asyncio.run(all_of_them())
 
@@ -54,14 +54,14 @@ def assert_of_the_cut_distribution(running: Running, prompt: list[int], out: Gen
     ordered, ids = probs.sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered
     sets = out.sampling_mask.ids.split(out.sampling_mask.counts.tolist())
-    for place, (own, token) in enumerate(zip(sets, out.token_ids.tolist(), strict=True)):
+    for place, (local, token) in enumerate(zip(sets, out.token_ids.tolist(), strict=True)):
         p = ordered[place]
-        kept = (torch.arange(len(p)) < cut.get("top_k", len(p))) & (before[place] <= cut.get("top_p", 1.0))
-        kept &= p >= cut.get("min_p", 0.0) * p[0]
+        retained = (torch.arange(len(p)) < cut.get("top_k", len(p))) & (before[place] <= cut.get("top_p", 1.0))
+        retained &= p >= cut.get("min_p", 0.0) * p[0]
         margins = torch.stack([before[place] - cut.get("top_p", 1.0), p - cut.get("min_p", 0.0) * p[0]]).abs()
         if float(margins.min()) > 1e-6:
-            assert set(own.tolist()) == set(ids[place][kept].tolist())
-        mine = probs[place][own.long()]
+            assert set(local.tolist()) == set(ids[place][retained].tolist())
+        mine = probs[place][local.long()]
         expected = (probs[place, token] / mine.sum()).log()
         assert abs(float(expected) - float(out.logprobs[place])) < 1e-5
 

@@ -68,13 +68,13 @@ def chat_of(name: str) -> ChatTemplate:
 
 def written(chat: ChatTemplate, calls: Calls) -> str:
     """What the template makes of a turn with these calls, without what ends it."""
-    asked = [
+    requested = [
         {"id": format_call_id(name, i), "type": "function", "function": {"name": name, "arguments": arguments}}
         for i, (name, arguments) in enumerate(calls)
     ]
     user = {"role": "user", "content": "x"}
     form = next(form for form in CALL_FORMATS if call_written(chat, form))
-    turn = form({"role": "assistant", "content": "", "tool_calls": asked})
+    turn = form({"role": "assistant", "content": "", "tool_calls": requested})
     text = chat.tokenizer.apply_chat_template([user, turn], tools=SCHEMAS, tokenize=False)
     heads = [
         chat.tokenizer.apply_chat_template([user], tools=SCHEMAS, tokenize=False, add_generation_prompt=generate)
@@ -86,35 +86,35 @@ def written(chat: ChatTemplate, calls: Calls) -> str:
 
 
 def call_written(chat: ChatTemplate, form: Any) -> bool:
-    one = {"name": "calculator", "arguments": {"expression": "1"}}
+    item = {"name": "calculator", "arguments": {"expression": "1"}}
     turn = {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"id": format_call_id("calculator", 0), "type": "function", "function": one}],
+        "tool_calls": [{"id": format_call_id("calculator", 0), "type": "function", "function": item}],
     }
     try:
-        found = chat.tokenizer.apply_chat_template([{"role": "user", "content": "x"}, form(turn)], tokenize=False)
+        actual = chat.tokenizer.apply_chat_template([{"role": "user", "content": "x"}, form(turn)], tokenize=False)
     except Exception:
         return False
-    return "calculator" in found
+    return "calculator" in actual
 
 
 def cases(name: str) -> dict[str, tuple[str, Calls | None]]:
     """Texts of a turn, and the calls that are in them; None where they cannot be read."""
     chat = chat_of(name)
     nested, lines = ("search_in", NESTED), ("search_in", LINES)
-    one = ("calculator", {"expression": "1+2"})
-    found: dict[str, tuple[str, Calls | None]] = {
+    item = ("calculator", {"expression": "1+2"})
+    actual: dict[str, tuple[str, Calls | None]] = {
         "nested": (written(chat, [nested]), [nested]),
         "lines": (written(chat, [lines]), [lines]),
         "no arguments": (written(chat, [("search_in", {})]), [("search_in", {})]),
     }
-    plain = written(chat, [one])
+    plain = written(chat, [item])
     if name not in ONE_CALL:
-        found["several"] = (written(chat, [nested, one, lines]), [nested, one, lines])
-        found["text before"] = ("I look it up.\n" + plain, [one])
-        found["half a character"] = ("\ufffd" + plain, [one])
-    return found
+        actual["several"] = (written(chat, [nested, item, lines]), [nested, item, lines])
+        actual["text before"] = ("I look it up.\n" + plain, [item])
+        actual["half a character"] = ("\ufffd" + plain, [item])
+    return actual
 
 
 BROKEN: dict[str, list[str]] = {
@@ -160,16 +160,17 @@ HALF: dict[str, tuple[str, str]] = {
 @pytest.fixture(scope="module")
 def parsed() -> dict[str, dict[str, tuple[ParsedResponse, Calls | None]]]:
     """By format and case: what the parser made of it, and the calls that there are. One process for all."""
-    told = {name: cases(name) for name in FORMATS}
-    told |= {
+    events = {name: cases(name) for name in FORMATS}
+    events |= {
         f"broken {parser}": {str(i): (text, None) for i, text in enumerate(texts)} for parser, texts in BROKEN.items()
     }
-    told |= {f"half {parser}": {"": ("".join(texts), None)} for parser, texts in HALF.items()}
-    parsers = {name: FORMATS[name].parser if name in FORMATS else name.split()[1] for name in told}
-    orders = [(parsers[name], text) for name, group in told.items() for text, _ in group.values()]
+    events |= {f"half {parser}": {"": ("".join(texts), None)} for parser, texts in HALF.items()}
+    parsers = {name: FORMATS[name].parser if name in FORMATS else name.split()[1] for name in events}
+    orders = [(parsers[name], text) for name, group in events.items() for text, _ in group.values()]
     replies = iter(read(orders, SCHEMAS))
     return {
-        name: {case: (next(replies), expected) for case, (_, expected) in group.items()} for name, group in told.items()
+        name: {case: (next(replies), expected) for case, (_, expected) in group.items()}
+        for name, group in events.items()
     }
 
 
@@ -299,10 +300,10 @@ def noted() -> dict[str, list[ParsedResponse]]:
     texts = {
         parser: [f"I see.\n{write('note', arguments)}" for arguments in ARGUMENTS] for parser, write in WRITERS.items()
     }
-    orders = [(parser, text) for parser, own in texts.items() for text in own]
+    orders = [(parser, text) for parser, local in texts.items() for text in local]
     orders += [(name.partition(",")[0], text) for name, text in DROPPED.items()]
     replies = iter(read(orders, [NOTE]))
-    return {parser: [next(replies) for _ in own] for parser, own in texts.items()} | {
+    return {parser: [next(replies) for _ in local] for parser, local in texts.items()} | {
         f"dropped {name}": [next(replies)] for name in DROPPED
     }
 

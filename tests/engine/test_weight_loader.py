@@ -110,20 +110,20 @@ def test_a_flipped_bit_is_found_where_it_is_asked_for() -> None:
 
 def test_what_holds_other_bits_is_named_and_nothing_is_written() -> None:
     model, vector = Model(), torch.randn(5)
-    held = model.matrix.data.clone()
-    bucket = bucket_of(held, vector, torch.tensor([device_hash(held), device_hash(vector)]))  # at 0, 48, 80
-    asked = write(["matrix", -1, 0, 4, 0, 6, 0, 80], ["vector", -1, 0, 5, 0, 1, 48, 88], do="compare")
-    assert obey(model, asked, bucket) == {"differ": ["vector"]}
-    assert torch.equal(model.matrix.data, held) and not torch.equal(model.vector.data, vector)
+    retained = model.matrix.data.clone()
+    bucket = bucket_of(retained, vector, torch.tensor([device_hash(retained), device_hash(vector)]))  # at 0, 48, 80
+    requested = write(["matrix", -1, 0, 4, 0, 6, 0, 80], ["vector", -1, 0, 5, 0, 1, 48, 88], do="compare")
+    assert obey(model, requested, bucket) == {"differ": ["vector"]}
+    assert torch.equal(model.matrix.data, retained) and not torch.equal(model.vector.data, vector)
     model.matrix.data[0, 0] += 1
-    assert obey(model, asked, bucket) == {"differ": ["matrix", "vector"]}
-    assert "needs a bucket" in obey(model, asked)["error"]
+    assert obey(model, requested, bucket) == {"differ": ["matrix", "vector"]}
+    assert "needs a bucket" in obey(model, requested)["error"]
 
 
 def test_what_is_written_over_afterwards_is_found() -> None:
     """The hash is of the tensor in the end, not of the copy."""
-    one, two = torch.ones(5), torch.full((5,), 2.0)
-    bucket = bucket_of(one, two, torch.tensor([device_hash(one), device_hash(two)]))  # at 0, 32, 64
+    item, two = torch.ones(5), torch.full((5,), 2.0)
+    bucket = bucket_of(item, two, torch.tensor([device_hash(item), device_hash(two)]))  # at 0, 32, 64
     order = write(["vector", -1, 0, 5, 0, 1, 0, 64], ["vector", -1, 0, 5, 0, 1, 32, 72])
     assert obey(Model(), order, bucket) == {"wrong": ["vector"]}
 
@@ -270,11 +270,11 @@ def test_names_are_looked_up_once_in_a_push(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(weight_loader, "writable_tensors", counted)
     data = bucket_of(torch.full((5,), 3.0))
-    one = ["vector", -1, 0, 5, 0, 1, 0, -1]
+    item = ["vector", -1, 0, 5, 0, 1, 0, -1]
     for push, expected in (("a", 1), ("a", 1), ("b", 2), ("b", 2), ("a", 3)):
-        assert obey(model, write(one, push=push), data) == {"wrong": []}
+        assert obey(model, write(item, push=push), data) == {"wrong": []}
         assert len(scans) == expected
     model.vector = torch.nn.Parameter(torch.zeros(5), requires_grad=False)
-    assert obey(model, write(one, push="c"), data) == {"wrong": []}
+    assert obey(model, write(item, push="c"), data) == {"wrong": []}
     assert model.vector.tolist() == [3.0] * 5
-    assert obey(model, write(one), data) == {"wrong": []} and len(scans) == 5  # of no push
+    assert obey(model, write(item), data) == {"wrong": []} and len(scans) == 5  # of no push

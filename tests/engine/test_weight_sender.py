@@ -83,7 +83,7 @@ class LateDevice:
     def later(self, work: Callable[..., Any]) -> Callable[..., None]:
         return lambda *args: self.queued[threading.get_ident()].append(lambda: work(*args))
 
-    def finish(self, tensor: torch.Tensor, whole: bool = False) -> None:
+    def finish(self, tensor: torch.Tensor, full: bool = False) -> None:
         queue = self.queued[threading.get_ident()]
         while queue:
             queue.pop(0)()
@@ -112,15 +112,15 @@ def test_what_is_shared_stays_until_the_engine_is_through_with_it() -> None:
     """CUDA gives memory to others as soon as its owner has none of it, whoever else has it open."""
     hand_over, engine = hand_off()
     mine = [bucket(1, 2), bucket(3, 4)]
-    seen = [weakref.ref(one) for one in mine]
+    seen = [weakref.ref(item) for item in mine]
     hand_over.open(mine)
     hand_over(mine[0], order(0, 0))
     del mine
     gc.collect()
-    assert all(one() is not None for one in seen)
+    assert all(item() is not None for item in seen)
     hand_over.close()
     gc.collect()
-    assert not any(one() is not None for one in seen)
+    assert not any(item() is not None for item in seen)
     assert engine.model.weight[0].tolist() == [1, 2]
 
 
@@ -239,14 +239,14 @@ def test_a_rank_that_leaves_has_the_engine_wait_no_longer() -> None:
 
 def test_a_rank_that_does_not_lead_comes_after_the_one_that_does() -> None:
     """It waits for nobody where the lead's rank of the engine has not come."""
-    told: list[str] = []
+    events: list[str] = []
 
     def collect(payload: str) -> list[str]:
-        told.append(payload)
+        events.append(payload)
         return ["", payload]  # the lead's rank has nobody
 
     beside = WeightSender(None, collect, timeout=20.0)
     beside.open([bucket(0, 0), bucket(0, 0)])
     beside(bucket(0, 0), order(0, 0))
     beside.close()
-    assert beside.errors == [] and len(told) == 3
+    assert beside.errors == [] and len(events) == 3

@@ -13,7 +13,7 @@ class Twice(vf.MultiTurnEnv):  # type: ignore[misc]  # the package may be absent
 
 def load_environment(word: str = "hello", group: bool = False) -> vf.Environment:
     rows = [{"question": f"Say {word} {n}", "answer": f"{word} {n}", "info": {"number": n}} for n in range(3)]
-    held = [{"question": f"Say {word} 9", "answer": f"{word} 9", "info": {"number": 9}}]
+    retained = [{"question": f"Say {word} 9", "answer": f"{word} 9", "info": {"number": 9}}]
 
     async def exact(completion, answer, info) -> float:  # type: ignore[no-untyped-def]
         return float(completion[-1]["content"] == answer) + info["number"]
@@ -25,5 +25,5 @@ def load_environment(word: str = "hello", group: bool = False) -> vf.Environment
         return [0.0] * len(completions)
 
     rubric = vf.Rubric(funcs=[best] if group else [exact, said], weights=[1.0] if group else [1.0, 0.0])
-    data, eval_data = Dataset.from_list(rows), Dataset.from_list(held)
+    data, eval_data = Dataset.from_list(rows), Dataset.from_list(retained)
     return Twice(dataset=data, eval_dataset=eval_data, system_prompt="Be brief.", rubric=rubric, max_turns=2)

@@ -13,7 +13,7 @@ Answer = Callable[[list[dict[str, Any]]], str]
 
 
 @asynccontextmanager
-async def served(answer: Answer, asked: list[dict[str, Any]], key: str = "key") -> AsyncIterator[str]:
+async def served(answer: Answer, requested: list[dict[str, Any]], key: str = "key") -> AsyncIterator[str]:
     """Its address; what it is asked goes into `asked`."""
 
     async def models(request: web.Request) -> web.Response:
@@ -23,7 +23,7 @@ async def served(answer: Answer, asked: list[dict[str, Any]], key: str = "key") 
         body = await request.json()
         if request.headers.get("Authorization") != f"Bearer {key}" or body["model"] != "policy":
             return web.json_response({"error": {"message": "no such model or key"}}, status=401)
-        asked.append(body)
+        requested.append(body)
         text = answer(body["messages"])
         head = {"id": "1", "created": 1, "model": "policy"}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}

@@ -77,11 +77,11 @@ def test_servers_as_tools_without_a_state(servers: str, monkeypatch: pytest.Monk
     async def work(sessions: EnvironmentPool) -> list[str]:
         session = await sessions.open_session(prompt())
         assert "add" in [schema["function"]["name"] for schema in session.schemas]
-        found = [await said(session, 0, "add", a=2, b=3), await said(session, 1, "environment")]
-        found += [await said(session, 2, "fails"), await said(session, 3, "add", a="x", b=1)]
-        found += [await said(session, 4, "process"), await said(session, 5, "dies"), await said(session, 6, "process")]
+        result = [await said(session, 0, "add", a=2, b=3), await said(session, 1, "environment")]
+        result += [await said(session, 2, "fails"), await said(session, 3, "add", a="x", b=1)]
+        result += [await said(session, 4, "process"), await said(session, 5, "dies"), await said(session, 6, "process")]
         session.close()
-        return found
+        return result
 
     five, environment, fails, wrong, before, dies, after = within(work, tools=(servers,))
     assert five == "5" and "secret" not in environment
@@ -92,15 +92,15 @@ def test_servers_as_tools_without_a_state(servers: str, monkeypatch: pytest.Monk
 
 def test_servers_as_an_environment(servers: str) -> None:
     async def work(sessions: EnvironmentPool) -> list[str]:
-        one, two = [await sessions.open_session(prompt()) for _ in range(2)]
-        found = [await said(one, 0, "count"), await said(one, 1, "count"), await said(two, 0, "count")]
-        found += [await said(one, 2, "process"), await said(two, 2, "process")]
+        item, two = [await sessions.open_session(prompt()) for _ in range(2)]
+        result = [await said(item, 0, "count"), await said(item, 1, "count"), await said(two, 0, "count")]
+        result += [await said(item, 2, "process"), await said(two, 2, "process")]
         with pytest.raises(SessionLost, match=r"MCP server one is gone \(fatal: out of luck\)"):
-            await one.call(3, "dies", {})
+            await item.call(3, "dies", {})
         assert await said(two, 3, "add", a=1, b=1) == "2"
-        one.close()
+        item.close()
         two.close()
-        return found
+        return result
 
     *counts, first, second = within(work, environments=(servers,))
     assert counts == ["1", "2", "1"]
@@ -122,14 +122,14 @@ def test_a_folder_of_tasks_as_an_environment(tmp_path: Path) -> None:
         task_folder(tmp_path / name)
 
     async def work(sessions: EnvironmentPool) -> list[Any]:
-        found = []
+        result = []
         for command in (SOLUTION, "echo no > greeting.txt"):
             session = await sessions.open_session(prompt(task="more/greet"))
             assert [schema["function"]["name"] for schema in session.schemas] == ["bash"]
             assert await said(session, 0, "bash", command=command) == ""
-            found.append(await session.reward("", (USER,), ["done"]))
+            result.append(await session.reward("", (USER,), ["done"]))
             session.close()
-        return found
+        return result
 
     spec = f"harbor:{tmp_path}"
     assert within(work, environments=(spec,)) == [Reward(1.0, {"tidy": 0.5}), Reward(0.0, {"tidy": 0.5})]
@@ -150,8 +150,8 @@ def test_the_pages_examples(tmp_path: Path) -> None:
     files, search = mcp.read_servers(str(tmp_path / "servers.json")).values()
     assert (files.command, files.tools, search.url) == ("npx", ["read_text_file"], "http://127.0.0.1:8000/mcp")
     configs = [yaml.safe_load(text) for text in re.findall(r"```yaml config\n(.*?)```", page, re.DOTALL)]
-    found = [from_dict(config).rollout for config in configs]
-    assert [one.tools + one.environments for one in found] == [
+    result = [from_dict(config).rollout for config in configs]
+    assert [item.tools + item.environments for item in result] == [
         ("mcp:servers.json",),
         ("verifiers:wordle",),
         ("harbor:tasks",),
@@ -160,13 +160,13 @@ def test_the_pages_examples(tmp_path: Path) -> None:
 
 def test_an_agent_plays_on_in_its_process_unless_it_has_raised_there() -> None:
     async def work(sessions: EnvironmentPool) -> list[Any]:
-        found: list[Any] = []
+        result: list[Any] = []
         for how in ("", "", "raises", ""):
             try:
-                found.append(await sessions.run_agent(prompt(how=how), "http://x", "key", 60.0))
+                result.append(await sessions.run_agent(prompt(how=how), "http://x", "key", 60.0))
             except SessionLost as error:
-                found.append(str(error))
-        return found
+                result.append(str(error))
+        return result
 
     first, second, lost, last = within(work, environments=("agents_that_count:counting",))
     assert (first["reward"], second["reward"], last["reward"]) == (1, 2, 1)

@@ -96,14 +96,14 @@ def episode() -> Callable[..., Any]:
 
     def run(folder: Path, what: Callable[[harbor.HarborTask], Awaitable[Any]], task: str = "greet") -> Any:
         async def session() -> Any:
-            one = made()
+            item = created()
             try:
-                await one.reset(task=task)
-                return await what(one)
+                await item.reset(task=task)
+                return await what(item)
             finally:
-                await one.close()
+                await item.close()
 
-        made = harbor.environment(str(folder))
+        created = harbor.environment(str(folder))
         return asyncio.run(session())
 
     return run

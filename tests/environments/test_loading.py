@@ -50,24 +50,24 @@ def test_inherited_tools_and_static_ones() -> None:
         helper = len
 
     odd_worlds.Child = Child  # type: ignore[attr-defined]
-    schemas = {one["function"]["name"]: one["function"]["parameters"] for one in described("Child").schemas}
+    schemas = {item["function"]["name"]: item["function"]["parameters"] for item in described("Child").schemas}
     assert list(schemas) == ["count", "made", "twice"]
     assert list(schemas["twice"]["properties"]) == ["x"] and schemas["made"]["required"] == []
 
 
 @pytest.mark.parametrize("key", [TOOLS_KEY, ENVIRONMENTS_KEY])
 def test_an_adapter_makes_a_class_of_what_follows_its_prefix(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    given: list[str] = []
+    value: list[str] = []
 
-    def environment(rest: str) -> Any:
-        given.append(rest)
+    def environment(remaining: str) -> Any:
+        value.append(remaining)
         return odd_worlds.Found
 
     monkeypatch.setitem(sys.modules, "megarl.environments.mcp", SimpleNamespace(environment=environment))
-    found = load("mcp:some/file.json:x", key)
-    assert found.target is odd_worlds.Found and given == ["some/file.json:x"]
-    assert (found.info.name, found.info.has_dynamic_tools) == ("some/file.json:x", True)
-    assert found.info.kind == ("tools" if key == TOOLS_KEY else "environment")
+    result = load("mcp:some/file.json:x", key)
+    assert result.target is odd_worlds.Found and value == ["some/file.json:x"]
+    assert (result.info.name, result.info.has_dynamic_tools) == ("some/file.json:x", True)
+    assert result.info.kind == ("tools" if key == TOOLS_KEY else "environment")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_an_adapter_makes_a_class_of_what_follows_its_prefix(monkeypatch: pytest
     ],
 )
 def test_an_adapter_that_cannot(monkeypatch: pytest.MonkeyPatch, error: BaseException, complaint: str) -> None:
-    def environment(rest: str) -> Any:
+    def environment(remaining: str) -> Any:
         raise error
 
     monkeypatch.setitem(sys.modules, "megarl.environments.mcp", SimpleNamespace(environment=environment))
@@ -93,8 +93,8 @@ def test_a_plain_function_is_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
         return 2 * x
 
     monkeypatch.setattr(odd_worlds, "double", double, raising=False)
-    found = load("odd_worlds:double", TOOLS_KEY)
-    assert found.target.function is double and found.target.schema == found.info.schemas[0]
-    assert found.info.kind == "tools" and found.info.name == "double"
+    result = load("odd_worlds:double", TOOLS_KEY)
+    assert result.target.function is double and result.target.schema == result.info.schemas[0]
+    assert result.info.kind == "tools" and result.info.name == "double"
     with pytest.raises(ConfigError, match="rollout.tools: odd_worlds:Guess is a type: name a class in rollout.env"):
         load("odd_worlds:Guess", TOOLS_KEY)

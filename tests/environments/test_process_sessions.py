@@ -81,14 +81,14 @@ def test_each_conversation_has_an_object_of_its_own_and_processes_are_used_again
     assert first != second and third in (first, second)
 
     async def count(sessions: EnvironmentPool) -> list[str]:
-        found = []
+        actual = []
         for _ in range(2):
             session = await sessions.open_session(prompt())
-            found += [(await session.call(i, "count", {"by": 2})).text for i in range(2)]
+            actual += [(await session.call(i, "count", {"by": 2})).text for i in range(2)]
             assert await rated(session) is None
             session.close()
             await asyncio.gather(*sessions._closing_tasks)
-        return found
+        return actual
 
     assert within(count, "Plain") == ["2", "4", "2", "4"]
 
@@ -314,32 +314,32 @@ def test_it_has_nothing_of_the_ranks_environment_and_no_file_but_its_wire(monkey
     )
     for name in (*secrets, "WANTED"):
         monkeypatch.setenv(name, "secret")
-    kept = os.open("/etc/hostname", os.O_RDONLY)
-    os.set_inheritable(kept, True)
+    retained = os.open("/etc/hostname", os.O_RDONLY)
+    os.set_inheritable(retained, True)
 
     async def play(sessions: EnvironmentPool) -> list[str]:
         session = await sessions.open_session(prompt("fine"))
         return [(await session.call(i, "act", {"how": how})).text for i, how in enumerate(("environment", "files"))]
 
     names, files = within(play, "Odd", limits=ProcessLimits(("WANTED",), 2048))
-    os.close(kept)
-    found = set(eval(names))
-    assert "WANTED" in found and {"PATH", "PYTHONPATH", "OMP_NUM_THREADS"} <= found
+    os.close(retained)
+    actual = set(eval(names))
+    assert "WANTED" in actual and {"PATH", "PYTHONPATH", "OMP_NUM_THREADS"} <= actual
     known = {"PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHONPATH"}
     known |= {"CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED", "OMP_NUM_THREADS", "MEGARL_SANDBOX", "WANTED"}
-    assert {name for name in found - known if not name.startswith("LC_")} == set()
+    assert {name for name in actual - known if not name.startswith("LC_")} == set()
     assert eval(files) == ["/dev/null", "pipe", "pipe", "socket"]  # out and err lead to the log; the last is the wire
 
 
 def test_an_agent_runs_once_in_a_process_of_its_own(tmp_path: Path) -> None:
     async def run(sessions: EnvironmentPool) -> list[Any]:
-        found: list[Any] = []
+        actual: list[Any] = []
         for how in ("url", "nan", "nothing", "raise", "die", "hang", "set"):
             try:
-                found.append(await sessions.run_agent(prompt(how), "http://x", "key", 3.0))
+                actual.append(await sessions.run_agent(prompt(how), "http://x", "key", 3.0))
             except SessionLost as error:
-                found.append(str(error))
-        return found
+                actual.append(str(error))
+        return actual
 
     said = within(run, "agent", log=tmp_path / "log")
     assert said[0] == {"reward": 1.0, "parts": {"length": 11}} and said[1] != said[1] and said[2] is None

@@ -60,7 +60,7 @@ def test_the_class_and_the_tool(modules: None) -> None:
                 await session.call(0, "guess", {"number": 7}),
                 await session.call(1, "count_words", {"text": "a b"}),
             ]
-            return [one.text for one in said], await session.reward("7", (), ["7"])
+            return [item.text for item in said], await session.reward("7", (), ["7"])
 
     assert asyncio.run(play()) == (["right", "2"], Reward(0.99))
 
@@ -83,10 +83,10 @@ def test_the_program_with_the_official_client(tmp_path: Path) -> None:
     known = load_catalog(RolloutConfig(environments=(f"program:{sys.executable} {program}",)))
 
     async def run() -> Any:
-        asked: list[dict[str, Any]] = []
-        async with served(lambda messages: f"It is {len(messages)}.", asked) as url:
+        requested: list[dict[str, Any]] = []
+        async with served(lambda messages: f"It is {len(messages)}.", requested) as url:
             async with aclosing(EnvironmentPool(known, 60.0, 1)) as sessions:
                 prompt = Prompt("p", ({"role": "user", "content": "Go."},), ground_truth="1")
-                return await sessions.run_agent(prompt, url, "key", 60.0), asked[0]["messages"]
+                return await sessions.run_agent(prompt, url, "key", 60.0), requested[0]["messages"]
 
     assert asyncio.run(run()) == (1.0, [{"role": "user", "content": "Go."}])

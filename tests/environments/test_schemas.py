@@ -183,8 +183,8 @@ def test_what_types_a_schema_declares(schema: dict[str, Any], types: set[str]) -
     ],
 )
 def test_texts_become_what_is_declared(text: str, schema: dict[str, Any], value: Any) -> None:
-    found = coerce_argument(text, schema)
-    assert found == value and type(found) is type(value)
+    result = coerce_argument(text, schema)
+    assert result == value and type(result) is type(value)
 
 
 def test_arguments_of_several_types() -> None:

@@ -40,7 +40,7 @@ def run(calls: list[tuple[str, Any]], timeout: float = 30.0, size: int = 2) -> l
     async def all_of_them() -> list[ToolResult]:
         async with pool_of(*NAMES, timeout=timeout, size=size) as pool:
             session = await pool.open_session(PROMPT)
-            return [await session.call(number, *one) for number, one in enumerate(calls)]
+            return [await session.call(number, *item) for number, item in enumerate(calls)]
 
     return asyncio.run(all_of_them())
 
@@ -71,14 +71,14 @@ def test_calls_that_reach_a_tool_are_counted() -> None:
                 await session.call(number, *call)
             return pool.tool_call_stats
 
-    found = asyncio.run(all_of_them())
-    assert {name: (one.num_calls, one.num_failed) for name, one in found.items()} == {
+    actual = asyncio.run(all_of_them())
+    assert {name: (item.num_calls, item.num_failed) for name, item in actual.items()} == {
         **{"raises": (2, 2), "dies": (1, 1), "table": (1, 0), "slow": (1, 1)},
     }
     assert (
-        found["raises"].first_error.startswith("'no such city' (KeyError at ") and "died" in found["dies"].first_error
+        actual["raises"].first_error.startswith("'no such city' (KeyError at ") and "died" in actual["dies"].first_error
     )
-    assert found["slow"].first_error == "the tool was stopped after 1 s" and found["table"].first_error == ""
+    assert actual["slow"].first_error == "the tool was stopped after 1 s" and actual["table"].first_error == ""
 
 
 ODD = [
@@ -98,8 +98,8 @@ def test_whatever_a_tool_does_the_next_call_works(tmp_path: Path) -> None:
                 await pool.call_tool("octets", {})
             return first
 
-    found = asyncio.run(all_of_them())
-    assert {name for name, result in found.items() if result.ok} == {
+    actual = asyncio.run(all_of_them())
+    assert {name for name, result in actual.items() if result.ok} == {
         *("nan", "nothing", "huge", "half", "closes", "away", "here", "pid")
     }
     expected = {
@@ -117,9 +117,9 @@ def test_whatever_a_tool_does_the_next_call_works(tmp_path: Path) -> None:
         "here": os.getcwd(),
         "unshown": "Error: Object of type _Mute is not JSON serializable",
     }
-    assert {name: found[name].text for name in expected} == expected
-    assert "recursion" in found["deep"].text
-    assert f" ... ({300_000_000 - OUTPUT_LIMIT} characters cut) ... x" in found["huge"].text
+    assert {name: actual[name].text for name in expected} == expected
+    assert "recursion" in actual["deep"].text
+    assert f" ... ({300_000_000 - OUTPUT_LIMIT} characters cut) ... x" in actual["huge"].text
     noted = log.read_text()
     assert "noisy {}: Error: no such thing" in noted and 'raise LookupError("no such thing")' in noted
     assert "it prints too much: this is not all of it" in noted and "_Mute: <exception str() failed>" in noted
@@ -141,16 +141,16 @@ def left(mark: Path) -> list[int]:
 def test_nothing_that_tools_started_outlives_the_pool(tmp_path: Path) -> None:
     """A child, one in a session of its own, a daemon that keeps the pipes open; closing waits for none of them."""
     mark = tmp_path / "pids"
-    found: list[ToolResult] = []
+    actual: list[ToolResult] = []
 
     async def leave() -> None:
         async with pool_of("background", timeout=60.0, size=1) as pool:
             for how in ("child", "session", "daemon"):
-                found.append(await pool.call_tool("background", {"mark": str(mark), "how": how}))
+                actual.append(await pool.call_tool("background", {"mark": str(mark), "how": how}))
             assert all(map(is_running, left(mark)))
 
     asyncio.run(leave())
-    assert [result.text for result in found] == ["left"] * 3
+    assert [result.text for result in actual] == ["left"] * 3
     assert len(left(mark)) == 3 and not any(map(is_running, left(mark)))
 
 

@@ -48,13 +48,13 @@ def prompts_of(spec: str, folder: Path, evaluation: bool = False) -> list[Prompt
 
 def played(spec: str, prompts: list[Prompt], answer: openai_stub.Answer = echo) -> tuple[Any, Any]:
     """What the episodes came to, or why they were lost, one after the other in a process; what the policy was asked."""
-    asked: list[dict[str, Any]] = []
+    requested: list[dict[str, Any]] = []
 
     async def run() -> list[Any]:
         known = load_catalog(RolloutConfig(environments=(f"verifiers:{spec}",), pass_env=OF_UV))
         limits = ProcessLimits(pass_env=OF_UV)
         async with (
-            openai_stub.served(answer, asked) as url,
+            openai_stub.served(answer, requested) as url,
             aclosing(EnvironmentPool(known, 60.0, 2, limits=limits)) as sessions,
         ):
             return [await one(sessions, prompt, url) for prompt in prompts]
@@ -65,7 +65,7 @@ def played(spec: str, prompts: list[Prompt], answer: openai_stub.Answer = echo) 
         except SessionLost as error:
             return str(error)
 
-    return asyncio.run(run()), asked
+    return asyncio.run(run()), requested
 
 
 @classic
@@ -74,13 +74,13 @@ def test_a_classic_environment(tmp_path: Path) -> None:
     prompts = prompts_of(spec, tmp_path)
     assert [prompt.ground_truth for prompt in prompts] == ["hey 0", "hey 1", "hey 2"]
     assert prompts[1].messages[-1] == {"role": "user", "content": "Say hey 1"}
-    (lost, *found), asked = played(spec, prompts)
+    (lost, *result), requested = played(spec, prompts)
     assert lost.startswith(f"{spec}: it raised RuntimeError: ") and "InternalServerError" in lost
-    assert found == [
+    assert result == [
         {"reward": 2.0, "parts": {"exact": 2.0, "said": 2.0, "num_turns": 2.0}},
         {"reward": 3.0, "parts": {"exact": 3.0, "said": 2.0, "num_turns": 2.0}},
     ]
-    first = [message["content"] for message in asked[2]["messages"]]
+    first = [message["content"] for message in requested[2]["messages"]]
     assert first == ["Be brief.", "Say hey 1", "hey 1", "Again: hey 1"]
     assert [prompt.ground_truth for prompt in prompts_of(spec, tmp_path, evaluation=True)] == ["hey 9"]
 
@@ -96,9 +96,9 @@ def test_a_task_set(tmp_path: Path) -> None:
     prompts = prompts_of("greeting-tasks", tmp_path)
     assert [prompt.ground_truth for prompt in prompts] == ["hello 0", "hello 1", "hello 2"]
     assert build_row(prompts[1])["verifiers"]["prompt"] == "Say hello 1"
-    found, asked = played("greeting-tasks", prompts[1:], lambda messages: "hello 1")
-    assert found == [{"reward": right, "parts": {"length": 7.0, "exact": right}} for right in (1.0, 0.0)]
-    assert [body["messages"][-1]["content"] for body in asked] == ["Say hello 1", "Say hello 2"]
+    result, requested = played("greeting-tasks", prompts[1:], lambda messages: "hello 1")
+    assert result == [{"reward": right, "parts": {"length": 7.0, "exact": right}} for right in (1.0, 0.0)]
+    assert [body["messages"][-1]["content"] for body in requested] == ["Say hello 1", "Say hello 2"]
 
 
 @task_sets

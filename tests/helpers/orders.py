@@ -50,13 +50,13 @@ def _write(
 ) -> None:
     boxes = [OrderBuffer() for _ in range(layout.tp)]
     engine.call_loader([box.make_payload({"do": "describe"}) for box in boxes], draft)
-    held = [box.read_answer()["tensors"] for box in boxes]
+    retained = [box.read_answer()["tensors"] for box in boxes]
     shared = {"model.embed_tokens.weight", "lm_head.weight"} if draft else set()  # the policy's own
-    for position, described in enumerate(held):
+    for position, described in enumerate(retained):
         assert shared <= described.keys()
         shapes = {name: tuple(shape) for name, (_, shape) in described.items() if name not in shared}
         assert shapes == engine_shapes(params, layout, position, experts)
-    writes = [write_order(params, layout, p, tensors, held[p], experts) for p in range(layout.tp)]
+    writes = [write_order(params, layout, p, tensors, retained[p], experts) for p in range(layout.tp)]
     engine.call_loader([box.make_payload(*write) for box, write in zip(boxes, writes, strict=True)], draft)
     assert [box.read_answer() for box in boxes] == [{"wrong": []}] * layout.tp
     engine.call_loader([box.make_payload({"do": "finish"}) for box in boxes], draft)
@@ -68,7 +68,7 @@ def write_order(
     engine: EngineLayout,
     position: int,
     tensors: Mapping[str, torch.Tensor],
-    held: Mapping[str, Sequence[Any]],
+    retained: Mapping[str, Sequence[Any]],
     num_experts: int,
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """One order, and its bucket, with all that the engine's rank `position` has of these parameters.
@@ -90,7 +90,7 @@ def write_order(
     for param in params:
         slot = engine.slot_of(param)
         assert slot is not None
-        dtypes[slot.name] = held[slot.name][0]
+        dtypes[slot.name] = retained[slot.name][0]
         for index in engine.expert_indices(position, param, num_experts):
             for source, dim, start, stop, offset in engine.slices_of_rank(position, param):
                 box = tensors[param.hf[source].name].narrow(dim, start, stop - start)

@@ -77,8 +77,8 @@ async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> ParsedResponse:
     if "<tool_call>" not in text or not schemas:
         return ParsedResponse(text)
     try:
-        found = json.loads(text.partition("<tool_call>")[2].partition("</tool_call>")[0])
-        return ParsedResponse("", (ToolCall(found["name"], found["arguments"]),))
+        result = json.loads(text.partition("<tool_call>")[2].partition("</tool_call>")[0])
+        return ParsedResponse("", (ToolCall(result["name"], result["arguments"]),))
     except ValueError:
         return ParsedResponse(text, error="malformed")
 

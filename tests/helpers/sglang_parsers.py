@@ -20,12 +20,12 @@ from megarl.engine.tool_calls import escape_text
 def answer(parser: str, text: str, schemas: list[dict[str, Any]]) -> Any:
     guarded = escape_text(text, schemas, parser, markers[parser])
     try:
-        found = FunctionCallParser([Tool(**schema) for schema in guarded.schemas], parser).parse_non_stream(
+        result = FunctionCallParser([Tool(**schema) for schema in guarded.schemas], parser).parse_non_stream(
             guarded.text
         )
     except Exception:  # the engine answers with status 500 then
         return None
-    return found[0], [call.model_dump() for call in found[1]]
+    return result[0], [call.model_dump() for call in result[1]]
 
 
 if __name__ == "__main__":

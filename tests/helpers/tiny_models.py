@@ -198,7 +198,7 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     joint = torch.randn(width, 2 * width, generator=generator) / (2 * width) ** 0.5
     joint[:, :width] += 4 * torch.eye(width)
     norms = {name: 1 + 0.1 * torch.randn(width, generator=generator) for name in ("enorm", "hnorm", "shared_head.norm")}
-    own = {
+    local = {
         **{f"{name}.weight": tensor for name, tensor in norms.items()},
         "eh_proj.weight": joint,
         "embed_tokens.weight": model.model.embed_tokens.weight.detach().clone(),
@@ -207,7 +207,7 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     prefix = f"model.layers.{number}."
     layer[f"{prefix}self_attn.o_proj.weight"] *= 10
     return {name: tensor for name, tensor in layer.items() if name.startswith(prefix)} | {
-        prefix + name: tensor for name, tensor in own.items()
+        prefix + name: tensor for name, tensor in local.items()
     }
 
 
@@ -297,10 +297,10 @@ def logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 @contextmanager
 def watched_experts(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Collects the experts of the next forward pass: per MoE layer [tokens, topk]; nothing of a dense model."""
-    found: list[torch.Tensor] = []
+    result: list[torch.Tensor] = []
     gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-    hooks = [gate.register_forward_hook(lambda _, __, out: found.append(out[2])) for gate in gates]
-    yield found
+    hooks = [gate.register_forward_hook(lambda _, __, out: result.append(out[2])) for gate in gates]
+    yield result
     for hook in hooks:
         hook.remove()
 

@@ -41,8 +41,8 @@ def texts() -> Iterator[tuple[str, str]]:
 
 def programs() -> set[str]:
     """What Python is told to run: `-m module` or a file."""
-    found = {" ".join(program.split()) for _, text in texts() for _, program in PYTHON.findall(text)}
-    return {program for program in found if program not in COMING or file_of(program).is_file()}
+    actual = {" ".join(program.split()) for _, text in texts() for _, program in PYTHON.findall(text)}
+    return {program for program in actual if program not in COMING or file_of(program).is_file()}
 
 
 def file_of(program: str) -> Path:
@@ -59,7 +59,7 @@ OUTSIDE = ("-m venv",)  # by the machine's own Python
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("place", "text"), [pytest.param(*one, id=one[0]) for one in texts() if one[1]])
+@pytest.mark.parametrize(("place", "text"), [pytest.param(*item, id=item[0]) for item in texts() if item[1]])
 def test_commands_are_complete_and_their_programs_exist(place: str, text: str) -> None:
     for python, program in PYTHON.findall(text):
         program = " ".join(program.split())
@@ -76,16 +76,16 @@ def test_commands_are_complete_and_their_programs_exist(place: str, text: str) -
 
 @pytest.mark.alone
 def test_they_are_found() -> None:
-    found = programs()
-    assert {"-m megarl.train", "-m megarl.torchrun", "launch/ppo_hello.py", "tools/report.py"} - found == {
+    actual = programs()
+    assert {"-m megarl.train", "-m megarl.torchrun", "launch/ppo_hello.py", "tools/report.py"} - actual == {
         "launch/ppo_hello.py"  # given to torchrun
     }
     parts = {f"tools/{name}.py" for name in ("local_ranks", "intervals", "trials", "flow_rank")}  # of others
-    assert {f"tools/{path.name}" for path in ROOT.glob("tools/*.py")} - found == parts
+    assert {f"tools/{path.name}" for path in ROOT.glob("tools/*.py")} - actual == parts
 
 
 def test_they_say_how_they_are_used(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
     ours = sorted(program for program in programs() if program.startswith(("-m megarl.", "tools/")))
-    (result,) = run_ranks(1, "tests/launch/ranks_help.py", *[one for one in ours if one not in INNER])
-    assert result["codes"] == {one: 0 for one in ours if one not in INNER}
+    (result,) = run_ranks(1, "tests/launch/ranks_help.py", *[item for item in ours if item not in INNER])
+    assert result["codes"] == {item: 0 for item in ours if item not in INNER}
     assert all("usage: " in said for said in result["said"].values())

@@ -31,12 +31,12 @@ def lines(name: str) -> list[Requirement]:
 
 
 def pinned() -> dict[str, Version]:
-    found = {}
+    result = {}
     for line in lines("constraints-cuda.txt"):
         (only,) = line.specifier
-        assert only.operator == "==" and canonicalize_name(line.name) not in found, line
-        found[canonicalize_name(line.name)] = Version(only.version)
-    return found
+        assert only.operator == "==" and canonicalize_name(line.name) not in result, line
+        result[canonicalize_name(line.name)] = Version(only.version)
+    return result
 
 
 def tags() -> set[Tag]:
@@ -61,8 +61,8 @@ def files(name: str) -> list[dict[str, object]] | None:
     for _ in range(3):
         try:
             with urllib.request.urlopen(urllib.request.Request(f"{INDEX}/{name}/", headers=accept), timeout=20) as page:
-                found: list[dict[str, object]] = json.load(page)["files"]
-                return found
+                result: list[dict[str, object]] = json.load(page)["files"]
+                return result
         except urllib.error.HTTPError as error:
             if error.code == 404:
                 return []
@@ -74,8 +74,8 @@ def files(name: str) -> list[dict[str, object]] | None:
 def fits(file: str, name: str, version: Version, wanted: set[Tag]) -> bool:
     try:
         if file.endswith(".whl"):
-            _, found, _, of = parse_wheel_filename(file)
-            return found == version and name not in BUILT_HERE and not wanted.isdisjoint(of)
+            _, result, _, of = parse_wheel_filename(file)
+            return result == version and name not in BUILT_HERE and not wanted.isdisjoint(of)
         return name in BUILT_HERE and parse_sdist_filename(file)[1] == version
     except ValueError:  # names of long ago
         return False

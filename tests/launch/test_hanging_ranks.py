@@ -88,10 +88,10 @@ def test_the_rank_that_others_wait_for_is_named_and_all_stacks_are_written(
 ) -> None:
     free_port(tmp_path)
     code, lines = ended(run_of(tmp_path, ranks_that(HANGS.replace("HANG", hang)), grace=2.0))
-    found = [line for line in lines if "the others have waited" in line]
-    assert code == 1 and len(found) == 2, lines  # said when it was seen, and at the end
-    assert f"for rank 1 on node {os.uname().nodename} {where}" in found[-1] and found[-1].startswith("error: ")
-    assert found[-1].endswith("The stacks of all ranks are in logs/rank_N.log")
+    result = [line for line in lines if "the others have waited" in line]
+    assert code == 1 and len(result) == 2, lines  # said when it was seen, and at the end
+    assert f"for rank 1 on node {os.uname().nodename} {where}" in result[-1] and result[-1].startswith("error: ")
+    assert result[-1].endswith("The stacks of all ranks are in logs/rank_N.log")
     assert "in barrier" in (tmp_path / "logs/rank_0.log").read_text()
     assert f"in {hang}" in (tmp_path / "logs/rank_1.log").read_text()
 

@@ -57,8 +57,8 @@ def test_what_is_installed_is_what_the_list_says() -> None:
     if not (ROOT / ".venv" / "installed-by-megarl").exists():
         pytest.skip("this environment was not made by launch/install.sh")
     versions = dict(line.split("==") for line in pins("cpu"))
-    found = {name: importlib.metadata.version(name) for name in versions}
-    assert found == versions
+    result = {name: importlib.metadata.version(name) for name in versions}
+    assert result == versions
 
 
 def test_the_lists_name_no_package_index_but_torchs() -> None:
@@ -84,8 +84,8 @@ def copy(tmp_path: Path) -> Path:
 
 def install(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(folder / "launch" / "install.sh")]
-    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "MEGARL_PLATFORM")}
-    return subprocess.run(command, env={**kept, **env}, capture_output=True, text=True, timeout=120)
+    retained = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "MEGARL_PLATFORM")}
+    return subprocess.run(command, env={**retained, **env}, capture_output=True, text=True, timeout=120)
 
 
 FAKE_PYTHON = """#!/bin/sh
@@ -290,14 +290,14 @@ IMPORTED_AS = {"yaml": "pyyaml", "megatron": "megatron-core", "math_verify": "ma
 
 def test_whatever_is_imported_is_in_both_lists() -> None:
     """Not only what happens to come with something else."""
-    own = {path.stem for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("tools/*")]} | {"megarl", "tests"}
+    local = {path.stem for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("tools/*")]} | {"megarl", "tests"}
     imported: dict[str, str] = {}
     for path in [file for folder in ("megarl", "tests", "tools", "launch") for file in (ROOT / folder).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             imported |= {name.split(".")[0]: path.name for name in names}
-    for name in own | set(sys.stdlib_module_names) | OPTIONAL:
+    for name in local | set(sys.stdlib_module_names) | OPTIONAL:
         imported.pop(name, None)
     for platform in ("cpu", "cuda"):
         listed = {re.split(r"[=<>\[ ]", line)[0].lower() for line in pins(platform)}

@@ -398,7 +398,7 @@ def test_another_user_cannot_say_anything_to_a_launcher(tmp_path: Path, forged: 
     process = run_by_torchrun(tmp_path, body) if torchrun else run_of(tmp_path, body, saves=True)
     there = [process.pid, *pids(tmp_path, process)]
     assert as_other_user(INTRUDER, word, *map(str, there)) == "[]\n"
-    assert [one for pid in there for one in sockets_of(pid)] == []
+    assert [item for pid in there for item in sockets_of(pid)] == []
     process.terminate()
     assert ended(process) == (85, ["saved step 3"])
 
@@ -444,9 +444,9 @@ def run_by_torchrun(folder: Path, body: str) -> subprocess.Popen[str]:
 
 def train(folder: Path, quickstart: Path, *overrides: str) -> subprocess.Popen[str]:
     """Two ranks of SFT, which go on for as long as one lets them; TMPDIR is a folder of its own."""
-    given = [f"run.dir={folder}/run", f"model.path={quickstart}/model", f"data.train={quickstart}/sft.jsonl"]
-    given += ["run.num_rollout=100000", "data.prompts_per_step=4", "track.trackers=[]", "track.progress=false"]
-    command = [sys.executable, "-m", "megarl.train", str(ROOT / "configs/quickstart_sft.yaml"), *given, *overrides]
+    value = [f"run.dir={folder}/run", f"model.path={quickstart}/model", f"data.train={quickstart}/sft.jsonl"]
+    value += ["run.num_rollout=100000", "data.prompts_per_step=4", "track.trackers=[]", "track.progress=false"]
+    command = [sys.executable, "-m", "megarl.train", str(ROOT / "configs/quickstart_sft.yaml"), *value, *overrides]
     return start(command, folder)
 
 
@@ -479,10 +479,10 @@ def test_a_run_saves_itself_at_sigterm_and_starts_again_when_a_rank_is_killed(
 
     process = train(tmp_path, quickstart, "run.save_every=100000", "run.resume=auto")
     wait_for(lambda: steps(tmp_path) > done, process)
-    (one,) = [pid for pid in children(process.pid) if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+    (item,) = [pid for pid in children(process.pid) if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
     log = tmp_path / "run/log.txt"
     resumed = log.read_text().count("resumed from")
-    os.kill(int(one), signal.SIGKILL)
+    os.kill(int(item), signal.SIGKILL)
     wait_for(lambda: log.read_text().count("resumed from") > resumed, process)
     os.killpg(process.pid, signal.SIGTERM)
     code, (killed, stopped) = ended(process)

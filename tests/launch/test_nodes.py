@@ -133,22 +133,22 @@ class TwoNodes:
         file, deadline = self.folder / name, time.monotonic() + 120
         while not (file.exists() and file.read_text()):
             if time.monotonic() > deadline:
-                for one in self.launchers:
-                    one.kill()  # its ranks go with it
+                for item in self.launchers:
+                    item.kill()  # its ranks go with it
                 pytest.fail(f"no {name}")
-            assert all(one.poll() is None for one in self.launchers), self.ended()
+            assert all(item.poll() is None for item in self.launchers), self.ended()
             time.sleep(0.02)
         return int(file.read_text())
 
     def ended(self) -> list[tuple[int, list[str]]]:
         """Exit status and lines of each; nobody is left of what they started."""
-        found = []
-        for one in self.launchers:
-            _, err = one.communicate(timeout=200)
+        result = []
+        for item in self.launchers:
+            _, err = item.communicate(timeout=200)
             with pytest.raises(ProcessLookupError):
-                os.killpg(one.pid, 0)
-            found.append((one.returncode, [line for line in err.splitlines() if line.startswith(("error", "ended"))]))
-        return found
+                os.killpg(item.pid, 0)
+            result.append((item.returncode, [line for line in err.splitlines() if line.startswith(("error", "ended"))]))
+        return result
 
 
 @pytest.fixture
@@ -184,8 +184,8 @@ def test_a_mistake_on_one_node_ends_all_with_its_status(folder: Path) -> None:
 def test_ctrl_c_on_all_nodes_ends_them(folder: Path) -> None:
     nodes = TwoNodes(folder, "time.sleep(600)")
     nodes.wait_for("there_0_0"), nodes.wait_for("there_0_1")
-    for one in nodes.launchers:
-        os.killpg(one.pid, signal.SIGINT)
+    for item in nodes.launchers:
+        os.killpg(item.pid, signal.SIGINT)
     assert nodes.ended() == [(130, ["ended by Ctrl-C (SIGINT)"])] * 2
 
 

@@ -63,7 +63,7 @@ def test_every_package_that_is_imported_is_a_dependency(installed: Path) -> None
 
     lines = message_from_string(metadata(installed, "METADATA")).get_all("Requires-Dist") or []
     requirements = [Requirement(line) for line in lines]
-    needed = {canonicalize_name(one.name) for one in requirements if one.marker is None}
+    needed = {canonicalize_name(item.name) for item in requirements if item.marker is None}
     imported = set()
     for file in (ROOT / "megarl").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -74,7 +74,7 @@ def test_every_package_that_is_imported_is_a_dependency(installed: Path) -> None
     theirs = imported - sys.stdlib_module_names - {"megarl"} - ASKED_FOR
     assert "torch" in theirs and {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in theirs} <= needed
     assert not needed & {"pytest", "mypy", "ruff", "sglang", "transformer-engine"}
-    (torch,) = (one for one in requirements if one.name == "torch" and one.marker is None)
+    (torch,) = (item for item in requirements if item.name == "torch" and item.marker is None)
     assert "2.13.0" in torch.specifier and "2.14.1" in torch.specifier and "2.15.0" not in torch.specifier
 
 

@@ -48,8 +48,8 @@ def test_it_starts_again_so_many_times_in_a_row_ever_later(tmp_path: Path) -> No
     restarts, rules = RestartTracker(), RestartPolicy(str(tmp_path), 1, 3)
     checkpoint(tmp_path, 20)
     said = [restarts.decide(KILLED, rules) for _ in range(4)]
-    assert [one.should_restart for one in said] == [True, True, True, False]
-    assert [one.wait_s for one in said] == [2, 8, 32, 0]
+    assert [item.should_restart for item in said] == [True, True, True, False]
+    assert [item.wait_s for item in said] == [2, 8, 32, 0]
     assert said[0].text == (
         "error: rank 1 was killed by SIGKILL; restarting in 2 s from checkpoint step_000020 (restart 1 of this "
         "run, 1 of 3 without a new checkpoint)"
@@ -63,7 +63,7 @@ def test_a_new_checkpoint_begins_the_count_anew(tmp_path: Path) -> None:
     for step in range(1, 7):
         said.append(restarts.decide(KILLED, rules))
         checkpoint(tmp_path, step)
-    assert all(one.should_restart and one.wait_s == 2 for one in said)
+    assert all(item.should_restart and item.wait_s == 2 for item in said)
     assert "from the beginning, since there is no checkpoint yet (restart 1 of this run, 1 of 2" in said[0].text
     assert "from checkpoint step_000005 (restart 6 of this run, 1 of 2" in said[5].text
     assert [restarts.decide(KILLED, rules).should_restart for _ in range(3)] == [True, True, False]

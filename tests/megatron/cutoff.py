@@ -45,31 +45,31 @@ def check(
         model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
         return model
 
-    model, given = built(26), tiny.in_shares(batch)
-    plan = model.dispatcher.plan(given, forward_only=True)
-    sent = model.dispatcher.dispatch(given, plan, ("tokens",)).select(plan[ranks.dp_rank][0])
+    model, value = built(26), tiny.in_shares(batch)
+    plan = model.dispatcher.plan(value, forward_only=True)
+    sent = model.dispatcher.dispatch(value, plan, ("tokens",)).select(plan[ranks.dp_rank][0])
     assert (sent.sampling_mask is not None) == model.dispatcher.this_rank.is_last_stage  # to nobody else
-    found = {
-        name: tiny.whole(given, values)
-        for name, values in model.forward(given, temperature=0.7, names=("logprobs", "entropy")).items()
+    actual = {
+        name: tiny.whole(value, values)
+        for name, values in model.forward(value, temperature=0.7, names=("logprobs", "entropy")).items()
     }
     with torch.no_grad():
         logprobs, entropy = reference.policy(trainer.model, batch, temperature=0.7)
         free, _ = reference.policy(trainer.model, plain, temperature=0.7)
     assert float((logprobs - free)[batch.loss_mask].abs().max()) > 0.1
     other = built(1000).forward(batch, temperature=0.7)["logprobs"]
-    loss = model.train_step(given, policy_loss)["actor/loss"]
-    own = gradients(model)
+    loss = model.train_step(value, policy_loss)["actor/loss"]
+    local = gradients(model)
     expected = trainer.loss(batch)
     expected.backward()
     truth = trainer.tensors(grads=True)
-    largest = max(float(truth[name].abs().max()) for name in own)
+    largest = max(float(truth[name].abs().max()) for name in local)
     return {
-        "logprobs": float((found["logprobs"] - logprobs).abs().max()),
-        "entropy": float((found["entropy"] - entropy).abs().max()),
+        "logprobs": float((actual["logprobs"] - logprobs).abs().max()),
+        "entropy": float((actual["entropy"] - entropy).abs().max()),
         "loss": abs(loss - float(expected)),
-        "gradients": max(float((own[name] - truth[name]).abs().max()) for name in own) / largest,
-        "packing": float((other - found["logprobs"]).abs().max()),
+        "gradients": max(float((local[name] - truth[name]).abs().max()) for name in local) / largest,
+        "packing": float((other - actual["logprobs"]).abs().max()),
     }
 
 
@@ -92,9 +92,9 @@ def cut_logprobs() -> dict[str, dict[str, float]]:
             ids.append([*others[: size - 1], target] if size else [])
         support = SamplingMask.from_rows(ids)
         options = real, None, 0.7, 4, cap
-        found = vocab_parallel_logprobs(hidden, head, targets, *options, sampling_mask=support)
-        (weight[0] * found[0] + weight[1] * found[1]).sum().backward()  # type: ignore[operator]
-        made = list(iter_chunks(targets, support, 0, real, 4, wide))
+        actual = vocab_parallel_logprobs(hidden, head, targets, *options, sampling_mask=support)
+        (weight[0] * actual[0] + weight[1] * actual[1]).sum().backward()  # type: ignore[operator]
+        created = list(iter_chunks(targets, support, 0, real, 4, wide))
         alone, _ = vocab_parallel_logprobs(hidden, head, targets, *options, with_entropy=False, sampling_mask=support)
         exact = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
         logits = (exact[0] @ exact[1].T)[:, :real]
@@ -105,16 +105,16 @@ def cut_logprobs() -> dict[str, dict[str, float]]:
         gaps = [
             float((mine.grad - theirs.grad).abs().max()) for mine, theirs in zip((hidden, head), exact, strict=True)
         ]  # type: ignore[operator]
-        one = support.counts == 1
+        item = support.counts == 1
         result[name] = {
-            "logprobs": float((found[0] - truth[0]).abs().max()),
-            "entropy": float((found[1] - truth[1]).abs().max()),  # type: ignore[operator]
+            "logprobs": float((actual[0] - truth[0]).abs().max()),
+            "entropy": float((actual[1] - truth[1]).abs().max()),  # type: ignore[operator]
             "gradient": max(gaps),
-            "without entropy": float((alone - found[0]).abs().max()),
-            "of one": float(found[0][one].abs().max() + hidden.grad[one].abs().max()),  # type: ignore[index]
+            "without entropy": float((alone - actual[0]).abs().max()),
+            "of one": float(actual[0][item].abs().max() + hidden.grad[item].abs().max()),  # type: ignore[index]
             "padding": float(head.grad[real:].abs().max()),  # type: ignore[index]
             "looked up": float(
-                max(piece.candidate_ids.numel() * wide for piece in made if piece.candidate_ids is not None)
+                max(piece.candidate_ids.numel() * wide for piece in created if piece.candidate_ids is not None)
             ),
         }
     return result

@@ -22,11 +22,11 @@ def one_of(world: int, rank: int) -> Iterator[None]:
     """What happens here is done by this rank of so many."""
     new_group = dist.new_group
 
-    def faked(*given: Any, **named: Any) -> Any:
-        return new_group(*given, **{**named, "backend": "fake"})
+    def faked(*value: Any, **named: Any) -> Any:
+        return new_group(*value, **{**named, "backend": "fake"})
 
-    def said_by_all(found: list[Any], mine: Any, group: Any = None) -> None:
-        found[:] = [mine] * len(found)
+    def said_by_all(result: list[Any], mine: Any, group: Any = None) -> None:
+        result[:] = [mine] * len(result)
 
     def applied(self: torch.nn.Module, change: Any, recurse: bool = True) -> torch.nn.Module:
         """Fake parameters cannot be put in place of others; they are where and what they shall be already."""

@@ -29,8 +29,8 @@ def foresee(layer: Any, state: torch.Tensor, embedded: torch.Tensor, rotary: Any
     joined = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(state)], -1))
     size = joined.shape[1]
     mask = torch.full((size, size), -torch.inf).triu(1)[None, None]
-    found = layer(joined, attention_mask=mask, position_embeddings=rotary)
-    normed: torch.Tensor = layer.shared_head["norm"](found[0] if isinstance(found, tuple) else found)
+    result = layer(joined, attention_mask=mask, position_embeddings=rotary)
+    normed: torch.Tensor = layer.shared_head["norm"](result[0] if isinstance(result, tuple) else result)
     return normed
 
 

@@ -30,14 +30,14 @@ def built(path: str, rank: int, *overrides: str) -> dict[str, Any]:
         with shapes_only():
             chunks = build_chunks(hf, config, "actor")
             states = optimizer.build_optimizer(config.actor_optimizer, chunks, getattr(torch, config.model.dtype))
-            buffers = [one for chunk in chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-            kept = {id(tensor): tensor for tensor in optimizer.state_tensors(states)}
+            buffers = [item for chunk in chunks for item in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+            retained = {id(tensor): tensor for tensor in optimizer.state_tensors(states)}
             shapes = {name: list(tensor.shape) for name, tensor in named_params(chunks, place.ep_rank).items()}
             return {
                 "shapes": shapes,
-                "weights": sum(one.nbytes for chunk in chunks for one in (*chunk.parameters(), *biases(chunk))),
-                "gradients": sum(one.grad_data.nbytes for one in buffers),
-                "optimizer": sum(tensor.nbytes for tensor in kept.values() if tensor.dim()),
+                "weights": sum(item.nbytes for chunk in chunks for item in (*chunk.parameters(), *biases(chunk))),
+                "gradients": sum(item.grad_data.nbytes for item in buffers),
+                "optimizer": sum(tensor.nbytes for tensor in retained.values() if tensor.dim()),
             }
 
 

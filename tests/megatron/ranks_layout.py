@@ -95,10 +95,10 @@ def gather(model: Any, local: dict[str, torch.Tensor], add: bool) -> dict[str, t
     return result
 
 
-def largest_difference(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], skip: tuple[str, ...]) -> float:
+def largest_difference(actual: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], skip: tuple[str, ...]) -> float:
     wanted = {name for name in truth if name not in skip}
-    assert found.keys() == wanted, sorted(found.keys() ^ wanted)
-    return max(float((found[name] - truth[name]).abs().max()) for name in wanted)
+    assert actual.keys() == wanted, sorted(actual.keys() ^ wanted)
+    return max(float((actual[name] - truth[name]).abs().max()) for name in wanted)
 
 
 def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[str, float]:
@@ -133,8 +133,8 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
 
     def build(budget: int = 26) -> Any:
-        own = {"train": {"max_tokens_per_gpu": budget, **train}, "model": {"megatron": megatron}}
-        chosen = tiny.config(**layout, **sections, **own)
+        local_value = {"train": {"max_tokens_per_gpu": budget, **train}, "model": {"megatron": megatron}}
+        chosen = tiny.config(**layout, **sections, **local_value)
         place = parallel_ranks.create_layout(chosen.parallel)
         model = MegatronModel(tiny.HF[family], chosen, place, role, total_updates=3)  # type: ignore[arg-type]
         model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
@@ -150,32 +150,32 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         f"planned {part}": abs(size / states[f"{name} {part}"] - 1) for part, size in model_state_bytes(model).items()
     }
     names = ("logprobs", "entropy") if role == "actor" else ()
-    given = tiny.in_shares(batch)
-    found = {name: tiny.whole(given, values) for name, values in model.forward(given, names=names).items()}
+    argument = tiny.in_shares(batch)
+    actual = {name: tiny.whole(argument, values) for name, values in model.forward(argument, names=names).items()}
     with torch.no_grad():
         if role == "actor":
             logprobs, entropy = reference.policy(trainer.model, batch)
-            result["logprobs"] = float((found["logprobs"] - logprobs).abs().max())
-            result["entropy"] = float((found["entropy"] - entropy).abs().max())
+            result["logprobs"] = float((actual["logprobs"] - logprobs).abs().max())
+            result["entropy"] = float((actual["entropy"] - entropy).abs().max())
             cool, _ = reference.policy(trainer.model, batch, temperature=0.7)
             result["temperature"] = float((model.forward(batch, temperature=0.7)["logprobs"] - cool).abs().max())
         elif role == "critic":
             truth = reference.values(trainer.model, trainer.head, batch)  # type: ignore[arg-type]
-            result["values"] = float((found["values"] - truth).abs().max())
+            result["values"] = float((actual["values"] - truth).abs().max())
         else:
             truth = reference.scores(trainer.model, trainer.head, batch)  # type: ignore[arg-type]
-            result["scores"] = float((found["scores"] - truth).abs().max())
+            result["scores"] = float((actual["scores"] - truth).abs().max())
             frozen = MegatronModel(tiny.HF[family], model.config, model.ranks, "reward_model", trains=False)
             frozen.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
             assert frozen.offload() > 0 and memory(frozen) == (0, 0)
-            result["serving"] = float((frozen.forward(batch)["scores"] - found["scores"]).abs().max())
+            result["serving"] = float((frozen.forward(batch)["scores"] - actual["scores"]).abs().max())
             assert not any(tensor.requires_grad for chunk in frozen.chunks for tensor in chunk.parameters())
             margins = truth[batch.cu_seqlens[1:] - 1].view(-1, 2) @ torch.tensor([1.0, -1.0])
 
     before = model.snapshot()
-    result["parked"] = float(is_away(model, batch, found))
+    result["parked"] = float(is_away(model, batch, actual))
     with watched(model) as excess:
-        metrics = model.train_step(given, loss_fn)
+        metrics = model.train_step(argument, loss_fn)
     result["in flight"] = float(excess[0])
     adam = {name: ADAM[name] for name in ("lr", "weight_decay", "eps")}
     betas = (ADAM["beta1"], ADAM["beta2"])
@@ -212,14 +212,14 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     result["packing_step"] = max(gap) / ADAM["lr"]
 
     # Weights exchanged and back; a gradient that is not finite changes nothing.
-    own, reference_weights = model.snapshot(), {name: tensor.clone() for name, tensor in before.items()}
+    local_value, reference_weights = model.snapshot(), {name: tensor.clone() for name, tensor in before.items()}
     with model.swap_weights(reference_weights):
         again = model.forward(batch)
-    result["swapped"] = max(float((again[name] - found[name]).abs().max()) for name in again)
+    result["swapped"] = max(float((again[name] - actual[name]).abs().max()) for name in again)
     step = model.train_step(batch, lambda output, part: spoilt(loss_fn(output, part)))
     result["skipped"] = step[f"{role}/skipped"]
     result["unchanged"] = float(
-        all(torch.equal(own[name], tensor) for name, tensor in model.snapshot().items())
+        all(torch.equal(local_value[name], tensor) for name, tensor in model.snapshot().items())
         and all(torch.equal(before[name], tensor) for name, tensor in reference_weights.items())
     )
 
@@ -227,12 +227,14 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         result |= aux_losses(layout, weights)
     if role == "actor" and family in ("qwen3_moe", "deepseek_v3", "deepseek_v2"):
         uneven = {name: value for name, value in megatron.items() if not name.startswith("recompute")}
-        found = replay.check(family, layout, uneven, RANKS, lambda model: gather(model, shard_of_gradient(model), True))
-        result |= {f"replay {name}": value for name, value in found.items()}
+        actual = replay.check(
+            family, layout, uneven, RANKS, lambda model: gather(model, shard_of_gradient(model), True)
+        )
+        result |= {f"replay {name}": value for name, value in actual.items()}
     if role == "actor" and family in cutoff.FAMILIES:
         plain = {name: value for name, value in megatron.items() if not name.startswith("recompute")}
-        found = cutoff.check(family, layout, plain, RANKS, lambda model: gather(model, shard_of_gradient(model), True))
-        result |= {f"cut {name}": value for name, value in found.items()}
+        actual = cutoff.check(family, layout, plain, RANKS, lambda model: gather(model, shard_of_gradient(model), True))
+        result |= {f"cut {name}": value for name, value in actual.items()}
     if folder:
         result["resumed"] = float(resume(model, build, batch, loss_fn, folder))
     return result
@@ -259,11 +261,11 @@ def vocabulary(real: int, cut: bool = False) -> float:
 
     rows, width, generator = 9, 8, torch.Generator().manual_seed(3)
     hidden = torch.randn(rows, 5, generator=generator).requires_grad_()
-    whole = torch.randn(2 * width, 5, generator=generator).requires_grad_()
+    complete = torch.randn(2 * width, 5, generator=generator).requires_grad_()
     targets = torch.randint(0, real, (rows,), generator=generator)
     weight = torch.randn(2, rows, generator=generator)
     mine = slice(RANKS.tp_rank * width, (RANKS.tp_rank + 1) * width)
-    own, part = (tensor.detach().clone().requires_grad_() for tensor in (hidden, whole[mine]))
+    local_value, part = (tensor.detach().clone().requires_grad_() for tensor in (hidden, complete[mine]))
     group = parallel_state.get_tensor_model_parallel_group()
     sets = torch.rand(rows, real, generator=generator) < torch.linspace(0, 1, rows)[:, None]
     sets.scatter_(1, targets[:, None], True)
@@ -271,15 +273,19 @@ def vocabulary(real: int, cut: bool = False) -> float:
     ids = [row.nonzero()[:, 0].tolist() if i != 5 else [] for i, row in enumerate(sets)]
     sets[5] = True
     support = SamplingMask.from_rows(ids) if cut else None
-    found = vocab_parallel_logprobs(own, part, targets, real, group, 1.3, chunk_tokens=4, sampling_mask=support)
-    logits = (hidden @ whole.T)[:, :real] / 1.3
+    actual = vocab_parallel_logprobs(
+        local_value, part, targets, real, group, 1.3, chunk_tokens=4, sampling_mask=support
+    )
+    logits = (hidden @ complete.T)[:, :real] / 1.3
     log_p = (logits.masked_fill(~sets, -torch.inf) if cut else logits).log_softmax(-1)
     truth = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)
-    for pair in (found, truth):
+    for pair in (actual, truth):
         (weight[0] * pair[0] + weight[1] * pair[1]).sum().backward()
-    assert own.grad is not None and part.grad is not None and hidden.grad is not None and whole.grad is not None
-    torch.distributed.all_reduce(own.grad, group=group)
-    gaps = (found[0] - truth[0], found[1] - truth[1], part.grad - whole.grad[mine], own.grad - hidden.grad)
+    assert (
+        local_value.grad is not None and part.grad is not None and hidden.grad is not None and complete.grad is not None
+    )
+    torch.distributed.all_reduce(local_value.grad, group=group)
+    gaps = (actual[0] - truth[0], actual[1] - truth[1], part.grad - complete.grad[mine], local_value.grad - hidden.grad)
     return max(float(gap.detach().abs().max()) for gap in gaps)
 
 
@@ -290,15 +296,15 @@ def watched(model: Any) -> Iterator[list[int]]:
 
     parallel, make = model.config.parallel, module.make_micro_batch
     allowed = round(micro_batches_in_flight(parallel.pp, model.ranks.pp_rank, parallel.vpp) * parallel.vpp)
-    made: list[list[weakref.ref[torch.Tensor]]] = []
+    created: list[list[weakref.ref[torch.Tensor]]] = []
     excess = [-allowed]
 
     def watch(*args: Any) -> Any:
         micro = make(*args)
-        held = micro.tokens, micro.batch.loss_weights  # of which only a last stage has the second
-        made.append([weakref.ref(tensor) for tensor in held if tensor is not None])
+        retained = micro.tokens, micro.batch.loss_weights  # of which only a last stage has the second
+        created.append([weakref.ref(tensor) for tensor in retained if tensor is not None])
         gc.collect()
-        alive = sum(any(ref() is not None for ref in refs) for refs in made)
+        alive = sum(any(ref() is not None for ref in refs) for refs in created)
         excess[0] = max(excess[0], alive - allowed)
         return micro
 
@@ -307,22 +313,22 @@ def watched(model: Any) -> Iterator[list[int]]:
         yield excess
     finally:
         module.make_micro_batch = make
-        assert len(made) >= 2 * parallel.vpp
+        assert len(created) >= 2 * parallel.vpp
         excess[0] = max(0, excess[0])
 
 
-def is_away(model: Any, batch: TrainBatch, found: dict[str, torch.Tensor]) -> bool:
+def is_away(model: Any, batch: TrainBatch, actual: dict[str, torch.Tensor]) -> bool:
     """Parked by and by, and back, the model says the same; in the end it is parked."""
     weights, _ = memory(model)
     freed = [model.offload(weights=False)]
-    kept = memory(model) == (weights, 0)
+    remaining = memory(model) == (weights, 0)
     freed.append(model.offload())
     away = memory(model) == (0, 0)
     again = model.forward(batch)
     back = memory(model) == (weights, 0)
     freed.append(model.offload())
-    same = all(torch.equal(again[name], found[name]) for name in again)
-    return min(freed) > 0 and kept and away and back and same
+    same = all(torch.equal(again[name], actual[name]) for name in again)
+    return min(freed) > 0 and remaining and away and back and same
 
 
 def memory(model: Any) -> tuple[int, int]:
@@ -384,10 +390,10 @@ if __name__ == "__main__":
     RANKS = parallel_ranks.initialize(tiny.config(**layout).parallel, timeout_s=120)
     results = {}
     for item in sys.argv[2].split():
-        what, _, own = item.partition("@")
+        what, _, local_value = item.partition("@")
         family, role = what.split(":")
         folder = f"{sys.argv[3]}/{len(results)}" if len(sys.argv) > 3 else ""
-        results[item] = check(family, role, sizes(own) if own else layout, folder)
+        results[item] = check(family, role, sizes(local_value) if local_value else layout, folder)
     if RANKS.tp > 1:
         for item in results.values():
             item["vocabulary"] = max(vocabulary(real, cut) for real in (7, 13, 16) for cut in (False, True))

@@ -121,15 +121,15 @@ def join_experts(tensors: Tensors) -> Tensors:
     result, stacks = {}, {}
     for name, tensor in tensors.items():
         if ".mlp.experts." in name:
-            prefix, _, rest = name.partition(".experts.")
-            stacks.setdefault(prefix, {})[rest] = tensor
+            prefix, _, remaining = name.partition(".experts.")
+            stacks.setdefault(prefix, {})[remaining] = tensor
         else:
             result[name] = tensor
-    for prefix, held in stacks.items():
-        count = len({rest.partition(".")[0] for rest in held})
-        both = [torch.cat([held[f"{e}.gate_proj.weight"], held[f"{e}.up_proj.weight"]]) for e in range(count)]
+    for prefix, retained in stacks.items():
+        count = len({remaining.partition(".")[0] for remaining in retained})
+        both = [torch.cat([retained[f"{e}.gate_proj.weight"], retained[f"{e}.up_proj.weight"]]) for e in range(count)]
         result[f"{prefix}.experts.gate_up_proj"] = torch.stack(both)
-        result[f"{prefix}.experts.down_proj"] = torch.stack([held[f"{e}.down_proj.weight"] for e in range(count)])
+        result[f"{prefix}.experts.down_proj"] = torch.stack([retained[f"{e}.down_proj.weight"] for e in range(count)])
     return result
 
 
@@ -151,7 +151,7 @@ def gather(model: Any, local: Tensors, add: bool = False) -> Tensors:
 
 def trained(model: Any) -> dict[str, torch.nn.Parameter]:
     """This rank's factors and head, as parameters; asserts that nothing else is trained."""
-    found = {
+    actual = {
         param.megatron: tensor
         for layers in lora()._adapters(model.chunks)
         for _, param, tensor in layers.named_factors()
@@ -159,9 +159,9 @@ def trained(model: Any) -> dict[str, torch.nn.Parameter]:
     everything = [pair for chunk in model.chunks for pair in chunk.named_parameters()]
     for name, tensor in everything:
         if name.endswith("output_layer.weight") and tensor.requires_grad:
-            found["output_layer.weight"] = tensor
-    assert {id(tensor) for _, tensor in everything if tensor.requires_grad} == {id(t) for t in found.values()}
-    return found
+            actual["output_layer.weight"] = tensor
+    assert {id(tensor) for _, tensor in everything if tensor.requires_grad} == {id(t) for t in actual.values()}
+    return actual
 
 
 def lora() -> Any:
@@ -183,9 +183,9 @@ def gradients(model: Any) -> Tensors:
     return result
 
 
-def largest(found: Tensors, truth: Tensors) -> float:
-    assert found.keys() == truth.keys(), sorted(found.keys() ^ truth.keys())[:6]
-    return max(float((found[name] - truth[name]).abs().max()) for name in truth)
+def largest(actual: Tensors, truth: Tensors) -> float:
+    assert actual.keys() == truth.keys(), sorted(actual.keys() ^ truth.keys())[:6]
+    return max(float((actual[name] - truth[name]).abs().max()) for name in truth)
 
 
 def check(family: str, role: str, targets: list[str], layout: dict[str, int], folder: str) -> dict[str, float]:
@@ -218,9 +218,9 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     start = gather(model, dict(trained(model)))
     firsts = {name: tensor for name, tensor in start.items() if "lora_A" in name}
     assert all(not tensor.any() for name, tensor in start.items() if "lora_B" in name)
-    found = model.forward(batch)[value]
+    actual = model.forward(batch)[value]
     with model.without_adapters():
-        result["fresh"] = float((model.forward(batch)[value] - found).abs().max())
+        result["fresh"] = float((model.forward(batch)[value] - actual).abs().max())
     scaled = torch.cat([(tensor * tensor.shape[1] ** 0.5).flatten() for tensor in firsts.values()])
     result["widest"], result["spread"] = float(scaled.abs().max()), float(scaled.std())
     result["drawn"] = float(scaled.double().square().sum())
@@ -257,8 +257,8 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     del plain
 
     # PEFT's tensors: A for each of the HF weights, and B.
-    whole = dict(gather_hf(model.local_adapters(), model.adapter_params(), model.ranks))
-    peft = peft_tensors(whole, adapted_weights(model.params(), targets), RANK)
+    complete = dict(gather_hf(model.local_adapters(), model.adapter_params(), model.ranks))
+    peft = peft_tensors(complete, adapted_weights(model.params(), targets), RANK)
     for name in exact:
         module, a, b = factor_names(name)
         for kind, wanted in (("lora_A", a), ("lora_B", b)):
@@ -291,8 +291,8 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
         tiny.save_model(other, place / "again")
         other = build(layout=elsewhere)
         restore_model(other, place / "again")
-    here, there = gather(model, dict(trained(model))), gather(other, dict(trained(other)))
-    assert all(torch.equal(here[name], there[name]) for name in here)
+    local_items, there = gather(model, dict(trained(model))), gather(other, dict(trained(other)))
+    assert all(torch.equal(local_items[name], there[name]) for name in local_items)
     other.train_step(batch, loss_fn)
     first = model.train_step(batch, loss_fn)
     for name, recompute in (("resumed", False), ("recomputed", True)):
@@ -364,18 +364,18 @@ def stand_ins() -> dict[str, float]:
 
     def outputs() -> list[torch.Tensor]:
         generator, splits = torch.Generator().manual_seed(1), [3, 0, 5, 2]
-        made = []
+        created = []
         for layer in model.decoder.layers:
-            made.append(layer.self_attention.linear_qkv(torch.randn(7, 1, 32, generator=generator))[0])
-            made.append(layer.mlp.experts.linear_fc1(torch.randn(10, 32, generator=generator), splits)[0])
-            made.append(layer.mlp.experts.linear_fc2(torch.randn(10, 24, generator=generator), splits)[0])
-        return made
+            created.append(layer.self_attention.linear_qkv(torch.randn(7, 1, 32, generator=generator))[0])
+            created.append(layer.mlp.experts.linear_fc1(torch.randn(10, 32, generator=generator), splits)[0])
+            created.append(layer.mlp.experts.linear_fc2(torch.randn(10, 24, generator=generator), splits)[0])
+        return created
 
-    adapted, own = outputs(), named_params([model], 0)
-    merged = {name: tensor.clone() for name, tensor in lora().MergedWeights(own, local, ALPHA / RANK).items()}
+    adapted, local_value = outputs(), named_params([model], 0)
+    merged = {name: tensor.clone() for name, tensor in lora().MergedWeights(local_value, local, ALPHA / RANK).items()}
     with torch.no_grad(), lora().disable_adapters([model]):
         plain = outputs()
-        for name, tensor in own.items():
+        for name, tensor in local_value.items():
             tensor.copy_(merged[name])
         gaps = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(adapted, outputs(), strict=True)]
         least = min(float((a - b).abs().max()) for a, b in zip(adapted, plain, strict=True))

@@ -81,27 +81,27 @@ def check(layout: dict[str, int]) -> dict[str, dict[str, float]]:
     seen: dict[tuple[str, str], dict[str, float]] = {}
     for name, mean, kind in cases:
         config = configured(layout, name, mean)
-        whole = batches(logprobs.detach())[kind]
+        full = batches(logprobs.detach())[kind]
 
-        @reads(*policy_loss_columns(config, whole))
+        @reads(*policy_loss_columns(config, full))
         def loss_fn(output: ModelOutput, part: TrainBatch, config: Config = config) -> TokenLoss:
-            found, good = policy_loss(output, part, config, 0.1), positive_nll(output.logprobs, part)
-            return TokenLoss(found.loss + 0.1 * good.loss, found.metrics | good.metrics, found.sequence_metrics)
+            result, good = policy_loss(output, part, config, 0.1), positive_nll(output.logprobs, part)
+            return TokenLoss(result.loss + 0.1 * good.loss, result.metrics | good.metrics, result.sequence_metrics)
 
-        (mini,) = split_mini_batches(whole, config, seed=3)
+        (mini,) = split_mini_batches(full, config, seed=3)
         expected = loss_fn(truth, mini)
         value = (mini.loss_weights * expected.loss).sum()
         wanted = {key: float(figure) for key, figure in expected.reduce_metrics(mini).items()}
         grads = dict(zip(params, torch.autograd.grad(value, list(params.values()), retain_graph=True), strict=True))
 
         model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
-        (mine,) = split_mini_batches(tiny.in_shares(whole), config, seed=3)
+        (mine,) = split_mini_batches(tiny.in_shares(full), config, seed=3)
         metrics = model.train_step(mine, loss_fn)
-        found = gather(model, shard_of_gradient(model), add=True)
+        result = gather(model, shard_of_gradient(model), add=True)
         right = tiny.split_experts(grads)
-        assert found.keys() == right.keys()
+        assert result.keys() == right.keys()
         largest = max(float(grad.abs().max()) for grad in right.values())
-        gap = max(float((found[key] - right[key]).abs().max()) for key in right)
+        gap = max(float((result[key] - right[key]).abs().max()) for key in right)
         results[f"{name} {mean} {kind}"] = {
             "loss": abs(metrics["actor/loss"] - float(value)) / max(abs(float(value)), 1e-3),
             "gradients": gap / largest,

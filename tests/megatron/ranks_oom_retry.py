@@ -75,23 +75,23 @@ def taken(model: Any, batch: TrainBatch, loss_fn: Any = loss, steps: int = 2) ->
     return {"metrics": metrics, "says": says, "weights": weights, "moments": moments}
 
 
-def gap(one: dict[str, Any], other: dict[str, Any]) -> float:
+def gap(item: dict[str, Any], other: dict[str, Any]) -> float:
     """The largest difference of anything, of what is above 1 relative to it."""
-    found = 0.0
-    for mine, theirs in zip(one["metrics"], other["metrics"], strict=True):
+    actual = 0.0
+    for mine, theirs in zip(item["metrics"], other["metrics"], strict=True):
         assert mine.keys() == theirs.keys()
-        found = max(found, *(abs(mine[name] - theirs[name]) / max(1.0, abs(theirs[name])) for name in mine))
-    pairs = [(one[kind][name], other[kind][name]) for kind in ("says", "weights") for name in one[kind]]
-    pairs += list(zip(one["moments"], other["moments"], strict=True))
+        actual = max(actual, *(abs(mine[name] - theirs[name]) / max(1.0, abs(theirs[name])) for name in mine))
+    pairs = [(item[kind][name], other[kind][name]) for kind in ("says", "weights") for name in item[kind]]
+    pairs += list(zip(item["moments"], other["moments"], strict=True))
     gaps = [(mine - theirs).abs() / theirs.abs().clamp(min=1.0) for mine, theirs in pairs if mine.numel()]
-    return max(found, *(float(gap.max()) for gap in gaps))
+    return max(actual, *(float(gap.max()) for gap in gaps))
 
 
 def state(model: Any) -> list[Any]:
     """Budget, whether it recomputes, how often memory ran out; the same on all ranks."""
-    found = [model.oom_retry.token_budget, model.oom_retry.should_recompute, model.oom_retry.num_ooms]
-    assert len({str(one) for one in parallel_ranks.all_gather_objects(found)}) == 1
-    return found
+    actual = [model.oom_retry.token_budget, model.oom_retry.should_recompute, model.oom_retry.num_ooms]
+    assert len({str(item) for item in parallel_ranks.all_gather_objects(actual)}) == 1
+    return actual
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def short(model: Any, when: Callable[[Any], bool], how: str = "device") -> Itera
     def fails(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    def reading(micro: Any, emitted: torch.Tensor, *rest: Any) -> Any:
+    def reading(micro: Any, emitted: torch.Tensor, *remaining: Any) -> Any:
         if micro.indices and RANKS.job.rank == 1 and when(micro):
             seen.append(len(micro.unpadded_indices))
             if how == "host":
@@ -112,7 +112,7 @@ def short(model: Any, when: Callable[[Any], bool], how: str = "device") -> Itera
                 emitted.register_hook(fails)
             else:
                 fails()
-        return reader.read(micro, emitted, *rest)
+        return reader.read(micro, emitted, *remaining)
 
     model._reader = SimpleNamespace(read=reading)
     yield seen
@@ -135,17 +135,17 @@ def alone() -> dict[str, Any]:
     for how in ("device", "host", "backward"):
         model = build(True)
         with short(model, lambda micro: len(micro.indices) > 1, how) as seen:
-            found = taken(model, batch)
-        result[how] = {"gap": gap(found, undisturbed), "state": state(model), "seen": len(seen)}
+            actual = taken(model, batch)
+        result[how] = {"gap": gap(actual, undisturbed), "state": state(model), "seen": len(seen)}
     many = tiny.in_shares(tiny.batch((4, 3, 5, 2, 4, 3, 5, 4, 3, 4, 2, 5)))
     model = build(True)
     with short(model, lambda micro: len(micro.indices) > 1):
-        found = taken(model, many)
-    result["halved again"] = {"gap": gap(found, taken(build(False), many)), "state": state(model)}
+        actual = taken(model, many)
+    result["halved again"] = {"gap": gap(actual, taken(build(False), many)), "state": state(model)}
     model = build(True, aux=True)
     with short(model, lambda micro: len(micro.unpadded_indices) > 11 and not model.oom_retry.should_recompute):
-        found = taken(model, batch)
-    result["recomputed"] = {"gap": gap(found, taken(build(False, aux=True), batch)), "state": state(model)}
+        actual = taken(model, batch)
+    result["recomputed"] = {"gap": gap(actual, taken(build(False, aux=True), batch)), "state": state(model)}
     saved = model.sharded_state_dict()["guards"]
     again, anew = build(True), build(True, max_tokens_per_gpu=30)
     for other in (again, anew):
@@ -167,8 +167,8 @@ def alone() -> dict[str, Any]:
     undisturbed = taken(build(False, role, max_tokens_per_gpu=80), pairs, preference)
     model = build(True, role, max_tokens_per_gpu=80)
     with short(model, lambda micro: len(micro.indices) > 2):
-        found = taken(model, pairs, preference)
-    result["pairs"] = {"gap": gap(found, undisturbed), "state": state(model)}
+        actual = taken(model, pairs, preference)
+    result["pairs"] = {"gap": gap(actual, undisturbed), "state": state(model)}
     return result
 
 
@@ -184,33 +184,33 @@ def unguarded(model: Any, batch: TrainBatch) -> str:
 def together() -> dict[str, Any]:
     """Ranks compute a micro-batch together: each takes what it will need before any begins."""
     batch, result = tiny.batch(), {}
-    model, asked, reserve = build(True), [], device.reserve
+    model, requested, reserve = build(True), [], device.reserve
 
     def needs(tokens: int, recomputes: bool = False) -> int:
         return working_bytes(tiny.HF[FAMILY], model.config, model.ranks, "actor", tokens, True, recomputes)
 
     # A stage of one layer has that layer anyway.
-    enough, whole = max(needs(14), 0 if LAYOUT == "pp" else needs(26, recomputes=True)), needs(26)
+    enough, full = max(needs(14), 0 if LAYOUT == "pp" else needs(26, recomputes=True)), needs(26)
     enough = parallel_ranks.all_gather_objects(enough)[1]
 
     def limited(size: int) -> None:
-        asked.append(size)
+        requested.append(size)
         if RANKS.job.rank == 1 and size > enough:
             raise torch.OutOfMemoryError("CUDA out of memory")
         reserve(size)
 
     device.reserve = limited
     for name, longest in (("short", 14), ("long", 26)):
-        given = batch.select([i for i in range(batch.num_sequences) if batch.lengths[i] <= longest])
-        assert given.loss_weights is not None
-        given = tiny.in_shares(given.with_(loss_weights=given.loss_weights / given.loss_weights.sum()))
-        undisturbed, model = taken(build(False), given), build(True)
+        value = batch.select([i for i in range(batch.num_sequences) if batch.lengths[i] <= longest])
+        assert value.loss_weights is not None
+        value = tiny.in_shares(value.with_(loss_weights=value.loss_weights / value.loss_weights.sum()))
+        undisturbed, model = taken(build(False), value), build(True)
         if LAYOUT == "pp" and name == "long":
-            result["in vain"] = error(lambda: model.train_step(given, loss))  # noqa: B023
+            result["in vain"] = error(lambda: model.train_step(value, loss))  # noqa: B023
             continue
-        found = taken(model, given)
-        result[name] = {"gap": gap(found, undisturbed), "state": state(model)}
-    result["asked"] = {"first": asked[0], "whole": whole, "enough": enough}
+        actual = taken(model, value)
+        result[name] = {"gap": gap(actual, undisturbed), "state": state(model)}
+    result["asked"] = {"first": requested[0], "whole": full, "enough": enough}
     device.reserve = reserve
     model = build(True)
 

@@ -44,31 +44,33 @@ def whole_batch(holders: list[int]) -> TrainBatch:
         for name in "rollout_logprobs old_logprobs ref_logprobs values rewards advantages returns loss_weights".split()
     }
     home = torch.tensor(holders)[torch.randint(0, len(holders), (256,), generator=draw)]
-    own = torch.arange(256)
+    local = torch.arange(256)
     return TrainBatch(
         tokens=torch.randint(0, 200, (total,), generator=draw, dtype=torch.int32),
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
         loss_mask=torch.rand(total, generator=draw) < 0.5,
-        group=own // 8,
+        group=local // 8,
         sequence_reward=torch.zeros(256),
-        sharding=BatchSharding(lengths, torch.zeros_like(lengths), home, own, row_exchange.WorldComm()),
+        sharding=BatchSharding(lengths, torch.zeros_like(lengths), home, local, row_exchange.WorldComm()),
         **column,
     )
 
 
-def in_shares(whole: TrainBatch, rank: int) -> TrainBatch:
-    assert whole.sharding is not None
-    own = (whole.sharding.home == rank).nonzero().squeeze(1)
-    part = replace(whole, sharding=None).select(own.tolist())
-    shares = replace(whole.sharding, local_indices=own)
-    return replace(part, group=whole.group, sequence_reward=whole.sequence_reward, sharding=shares)
+def in_shares(full: TrainBatch, rank: int) -> TrainBatch:
+    assert full.sharding is not None
+    local = (full.sharding.home == rank).nonzero().squeeze(1)
+    part = replace(full, sharding=None).select(local.tolist())
+    shares = replace(full.sharding, local_indices=local)
+    return replace(part, group=full.group, sequence_reward=full.sequence_reward, sharding=shares)
 
 
 def crossing(batch: TrainBatch, plan: MicroBatchPlan, places: dict[int, ModelRank]) -> int:
     """Tokens that another rank than their home has to read."""
     assert batch.sharding is not None
     wanted = {
-        i: {rank for rank, at in places.items() if at.dp_rank == r} for r, own in enumerate(plan) for i in sum(own, [])
+        i: {rank for rank, at in places.items() if at.dp_rank == r}
+        for r, local in enumerate(plan)
+        for i in sum(local, [])
     }
     home, lengths = batch.sharding.home.tolist(), batch.lengths.tolist()
     return sum(lengths[i] for i, readers in wanted.items() if readers - {home[i]})
@@ -82,51 +84,54 @@ def main() -> None:
     members = list(range(world))[-2:] if sys.argv[1] == "apart" else list(range(world))
     places = {member: ModelRank(n // size, True, True, n % size == 0, ()) for n, member in enumerate(members)}
     distribution = BatchDispatcher(places, len(members) // size, BUDGET, 0.0, 1, False, None)
-    whole = whole_batch(members if size == 1 and len(members) == world else list(range(world - 2)))
-    batch, here = in_shares(whole, rank), places.get(rank)
-    found: dict[str, Any] = {"wrong": []}
+    full = whole_batch(members if size == 1 and len(members) == world else list(range(world - 2)))
+    batch, local_items = in_shares(full, rank), places.get(rank)
+    result: dict[str, Any] = {"wrong": []}
 
     def sent() -> int:
         return int(row_exchange.WorldComm().all_reduce(torch.tensor(post.bytes_sent["machine"])))
 
     def right(rows: Any, plan: MicroBatchPlan, names: tuple[str, ...]) -> None:
-        for indices in plan[here.dp_rank] if here else ():
-            taken, expected = rows.select(indices), replace(whole, sharding=None).select(indices)
-            wrong = [name for name in names if not torch.equal(getattr(taken, name), getattr(expected, name))]
+        for indices in plan[local_items.dp_rank] if local_items else ():
+            selected, expected = rows.select(indices), replace(full, sharding=None).select(indices)
+            wrong = [name for name in names if not torch.equal(getattr(selected, name), getattr(expected, name))]
             wrong += [
                 name
-                for name in set(whole.columns()) - {*names, "tokens", "loss_mask", "rollout_logprobs"}
-                if getattr(taken, name) is not None
+                for name in set(full.columns()) - {*names, "tokens", "loss_mask", "rollout_logprobs"}
+                if getattr(selected, name) is not None
             ]
-            found["wrong"] += wrong
+            result["wrong"] += wrong
 
     plan = distribution.plan(batch, forward_only=True)
     free = plan_micro_batches(batch.lengths, distribution.dp, BUDGET)
-    found |= {"crossing": crossing(batch, plan, places), "without homes": crossing(batch, free, places)}
-    found |= {"tokens": int(batch.lengths.sum()), "as without homes": plan == free}
+    result |= {"crossing": crossing(batch, plan, places), "without homes": crossing(batch, free, places)}
+    result |= {"tokens": int(batch.lengths.sum()), "as without homes": plan == free}
     before = sent()
     rows = distribution.dispatch(batch, plan, ("tokens",))
     right(rows, plan, ("tokens",))
-    found["tokens sent"] = sent() - before
-    done = [(indices, {"x": rows.select(indices).tokens * 2.0}) for indices in (plan[here.dp_rank] if here else ())]
+    result["tokens sent"] = sent() - before
+    done = [
+        (indices, {"x": rows.select(indices).tokens * 2.0})
+        for indices in (plan[local_items.dp_rank] if local_items else ())
+    ]
     before = sent()
     numbers = distribution.collect(batch, plan, done, ("x",))()
     if not torch.equal(numbers["x"], batch.tokens * 2.0):
-        found["wrong"].append("numbers back")
-    found["numbers sent"] = sent() - before
+        result["wrong"].append("numbers back")
+    result["numbers sent"] = sent() - before
 
     mini = batch.select(range(0, 256, 2))
     plan = distribution.plan(mini, forward_only=False)
-    whole = whole.select(range(0, 256, 2))
-    found["crossing of an update"] = crossing(mini, plan, places)
-    for what, given in (
+    full = full.select(range(0, 256, 2))
+    result["crossing of an update"] = crossing(mini, plan, places)
+    for what, value in (
         ("named", select_columns(loss, mini)),
         ("all", select_columns(lambda output, part: None, mini)),
     ):
         before = sent()
-        right(distribution.dispatch(mini, plan, given), plan, given)
-        found[f"{what} sent"], found[what] = sent() - before, given
-    print("RESULT " + json.dumps(found), flush=True)
+        right(distribution.dispatch(mini, plan, value), plan, value)
+        result[f"{what} sent"], result[what] = sent() - before, value
+    print("RESULT " + json.dumps(result), flush=True)
     ranks.barrier()
     row_exchange.close_row_exchange()
     ranks.shutdown()

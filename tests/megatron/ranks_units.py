@@ -76,19 +76,19 @@ def logprobs_with(cap: float) -> dict[str, float]:
     most = 0
     make = pieces.make_logits
 
-    def watched(states: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def watched(states: torch.Tensor, *remaining: Any) -> torch.Tensor:
         nonlocal most
         most = max(most, len(states))
-        return make(states, *rest)
+        return make(states, *remaining)
 
     pieces.make_logits = watched
-    found = module.vocab_parallel_logprobs(hidden, head, targets, real, None, temperature, chunk_tokens=4, cap=cap)
-    (weight[0] * found[0] + weight[1] * found[1]).sum().backward()
+    actual = module.vocab_parallel_logprobs(hidden, head, targets, real, None, temperature, chunk_tokens=4, cap=cap)
+    (weight[0] * actual[0] + weight[1] * actual[1]).sum().backward()
     pieces.make_logits = make
     options = targets, real, None, temperature, 4, cap
     pairs = [module.vocab_parallel_logprobs(hidden, head, *options, with_entropy=wanted) for wanted in (True, False)]
     both = [(out, *torch.autograd.grad((weight[0] * out).sum(), (hidden, head))) for out, _ in pairs]
-    same = all(torch.equal(one, other) for one, other in zip(*both, strict=True)) and pairs[1][1] is None
+    same = all(torch.equal(item, other) for item, other in zip(*both, strict=True)) and pairs[1][1] is None
     exact = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
     logits = (exact[0] @ exact[1].T)[:, :real]
     if cap:
@@ -100,8 +100,8 @@ def logprobs_with(cap: float) -> dict[str, float]:
     assert hidden.grad is not None and head.grad is not None
     gaps = [float((mine.grad - theirs.grad).abs().max()) for mine, theirs in zip((hidden, head), exact, strict=True)]
     return {
-        "logprobs": float((found[0] - truth[0]).abs().max()),
-        "entropy": float((found[1] - truth[1]).abs().max()),
+        "logprobs": float((actual[0] - truth[0]).abs().max()),
+        "entropy": float((actual[1] - truth[1]).abs().max()),
         "gradient": max(gaps),
         "at once": float(most),
         "the same without entropy": float(same),
@@ -117,13 +117,13 @@ def context_parts(batch: TrainBatch) -> dict[str, Any]:
         make_micro_batch(batch.select([0, 2]), [0, 2], torch.device("cpu"), tp=10, cp=2, cp_rank=rank)
         for rank in (0, 1)
     ]
-    whole = torch.arange(10.0, 30.0)
+    full = torch.arange(10.0, 30.0)
     return {
         "tokens": [micro.tokens.tolist() for micro in micros],
         "positions": [micro.positions.tolist() for micro in micros],
         "ahead": [micro.next_tokens.tolist() for micro in micros],
         "cu_seqlens": micros[0].packed.cu_seqlens_q.tolist(),
-        "aligned": micros[0].align(whole).tolist(),
+        "aligned": micros[0].align(full).tolist(),
     }
 
 
@@ -165,8 +165,10 @@ def shares_of_routing(batch: TrainBatch) -> dict[str, Any]:
     recorded = batch.with_(routing=tiny.records(batch, torch.arange(18).view(6, 3, 1)))
 
     def of(replayed: Any, **cut: int) -> Any:
-        found = make_micro_batch(recorded.select([0, 2]), [0, 2], torch.device("cpu"), replayed=replayed, **cut).routing
-        return None if found is None else found.flatten(1).tolist()
+        actual = make_micro_batch(
+            recorded.select([0, 2]), [0, 2], torch.device("cpu"), replayed=replayed, **cut
+        ).routing
+        return None if actual is None else actual.flatten(1).tolist()
 
     return {
         "tp": [of(ReplayShard((0, 2), 2, rank), tp=4) for rank in (0, 1)],
@@ -218,18 +220,18 @@ def unnamed_columns() -> dict[str, Any]:
     batch = tiny.batch((5, 6))
     micro = make_micro_batch(batch, [0, 1], torch.device("cpu"))
     part = micro.loss_batch(wrong)
-    found: dict[str, Any] = {
+    actual: dict[str, Any] = {
         "everything": micro.loss_batch(negative).columns(),
         "columns": part.columns(),
         "selected": part.select([1]).columns(),
     }
     assert torch.equal(part.select([1]).advantages, batch.advantages[5:])  # type: ignore[arg-type, index]
-    found["trained"] = [
+    actual["trained"] = [
         build("qwen2").train_step(batch, loss)
         for loss in (lambda *both: negative(*both), reads("advantages")(negative))
     ]
-    found["while training"] = told(lambda: build("qwen2").train_step(batch, wrong))
-    return found
+    actual["while training"] = told(lambda: build("qwen2").train_step(batch, wrong))
+    return actual
 
 
 def attention() -> dict[str, float]:
@@ -254,7 +256,7 @@ def attention() -> dict[str, float]:
         return q, k, v, core(q, k, v, packed_seq_params=packed(lengths))
 
     lengths = [5, 40, 1, 9, 70, 33, 64, 32]  # several that are as long when rounded up, and some alone
-    q, k, v, found = run(lengths)
+    q, k, v, actual = run(lengths)
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     allowed = (owner[:, None] == owner[None]) & torch.ones(len(owner), len(owner)).tril().bool()
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -262,7 +264,7 @@ def attention() -> dict[str, float]:
     weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
     truth = torch.einsum("hqk,khd->qhd", weights, exact[2].repeat_interleave(2, 1)).flatten(1)
     wanted = torch.randn(truth.shape, generator=generator)
-    for output in (found, truth):
+    for output in (actual, truth):
         (output * wanted).sum().backward()
     gaps = [x.grad - y.grad for x, y in zip((q, k, v), exact, strict=True) if x.grad is not None and y.grad is not None]
     assert len(gaps) == 3
@@ -273,9 +275,9 @@ def attention() -> dict[str, float]:
     started = time.perf_counter()
     run([80] * 37)
     return {
-        "difference": float((found - truth).abs().max()),
+        "difference": float((actual - truth).abs().max()),
         "gradient": max(float(gap.abs().max()) for gap in gaps),
-        "alone": float((found - torch.cat(alone)).abs().max()),
+        "alone": float((actual - torch.cat(alone)).abs().max()),
         "seconds": time.perf_counter() - started,
     }
 
@@ -303,11 +305,11 @@ def capped_attention() -> dict[str, float]:
         distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
         seen = (distance >= 0) & ((distance < 6) | (layer == 2))
         truth = torch.einsum("bhqk,kbhd->qbhd", logits.masked_fill(~seen, -torch.inf).softmax(-1), v).flatten(2)
-        found = core._attend(*mine)
+        actual = core._attend(*mine)
         direction = torch.randn(truth.shape, generator=generator)
-        (found * direction).sum().backward()
+        (actual * direction).sum().backward()
         (truth * direction).sum().backward()
-        gaps = [found - truth, *(x.grad - y.grad for x, y in zip(mine, exact, strict=True))]  # type: ignore[operator]
+        gaps = [actual - truth, *(x.grad - y.grad for x, y in zip(mine, exact, strict=True))]  # type: ignore[operator]
         result[f"layer {layer}, {queries} queries"] = max(float(gap.detach().abs().max()) for gap in gaps)
     model_layers.QUERIES_AT_ONCE = all_at_once
     return result
@@ -385,8 +387,8 @@ def routing() -> dict[str, Any]:
     logits = torch.randn(tokens, experts, generator=generator)
     bias = 0.1 * torch.randn(experts, generator=generator)
     pull = torch.randn(tokens, experts, generator=generator)
-    given = torch.rand(tokens, experts, generator=generator).topk(k).indices
-    given[::2] = -1
+    argument = torch.rand(tokens, experts, generator=generator).topk(k).indices
+    argument[::2] = -1
     kinds: dict[str, dict[str, Any]] = {
         "softmax after": {},
         "softmax before": dict(use_pre_softmax=True, scaling_factor=1.5),
@@ -395,12 +397,14 @@ def routing() -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, kind in kinds.items():
         replay = ReplayedTopK(0)
-        replay.set_recorded(given, training=True)
+        replay.set_recorded(argument, training=True)
         mine = logits.clone().requires_grad_()
         probs, chosen = topk_routing_with_score_function(mine, k, router_replay=replay, **kind)  # type: ignore[arg-type]
         (probs * pull).sum().backward()
-        own = topk_routing_with_score_function(logits, k, **kind)[1]
-        wanted = torch.where(given[:, :1] < 0, own, torch.zeros_like(own).scatter(1, given.clamp(min=0), True))
+        local_value = topk_routing_with_score_function(logits, k, **kind)[1]
+        wanted = torch.where(
+            argument[:, :1] < 0, local_value, torch.zeros_like(local_value).scatter(1, argument.clamp(min=0), True)
+        )
         exact = logits.double().requires_grad_()
         scores = exact.sigmoid() if "sigmoid" in name else exact.softmax(-1)
         weights = scores * wanted
@@ -411,7 +415,7 @@ def routing() -> dict[str, Any]:
         assert mine.grad is not None and exact.grad is not None
         result[name] = {
             "chosen": torch.equal(chosen, wanted),
-            "others": int((wanted != own).any(-1).sum()),
+            "others": int((wanted != local_value).any(-1).sum()),
             "weights": float((probs - weights).detach().abs().max()),
             "gradient": float((mine.grad - exact.grad).abs().max()),
         }
@@ -437,7 +441,7 @@ def who_gets_routing() -> dict[str, list[Any]]:
     shape, batch, make = routing_shape(tiny.HF["deepseek_v3"], {}), tiny.batch(), module.make_micro_batch
     record = torch.arange(shape.topk).expand(len(batch.tokens), len(shape.moe_layers), shape.topk)
     recorded = batch.with_(routing=tiny.records(batch, record))
-    found: dict[str, list[Any]] = {}
+    actual: dict[str, list[Any]] = {}
     for role in ("actor", "critic", "reward_model"):
         model, shapes = build("deepseek_v3", role, train={"routing_replay": True}), []
 
@@ -449,8 +453,8 @@ def who_gets_routing() -> dict[str, list[Any]]:
         module.make_micro_batch = watch
         model.forward(recorded)
         module.make_micro_batch = make
-        found[role] = shapes
-    return found | {"shape": [len(shape.moe_layers), shape.topk]}
+        actual[role] = shapes
+    return actual | {"shape": [len(shape.moe_layers), shape.topk]}
 
 
 def nll(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
@@ -535,7 +539,7 @@ def half() -> dict[str, float]:
     exact = build("qwen3_moe").forward(batch)["logprobs"]
     optimizer = {"lr": 2e-4, "schedule": "constant", "warmup_fraction": 0.0, "weight_decay": 0.0}
     model = build("qwen3_moe", model={"dtype": "bfloat16"}, actor_optimizer=optimizer)
-    found = model.forward(batch)["logprobs"]
+    actual = model.forward(batch)["logprobs"]
     name = "decoder.final_layernorm.weight"  # about 1, where bf16 has steps of 0.0078: forty updates
     start = model.local_params()[name].clone().float()
     losses = [model.train_step(batch, nll)["actor/loss"] for _ in range(40)]
@@ -545,7 +549,7 @@ def half() -> dict[str, float]:
     return {
         "bias": float((bias - exact_bias).abs().max()) if bias.dtype == torch.float32 else torch.inf,
         "bias_size": float(exact_bias.abs().max()),
-        "difference": float((found - exact).abs().mean()),
+        "difference": float((actual - exact).abs().mean()),
         "first": losses[0],
         "last": losses[-1],
         "moved": float((moved > 0).float().mean()),
@@ -633,7 +637,7 @@ def training() -> dict[str, Any]:
             "run": {"max_skipped_updates": 1},
             "model": {"path": folder},
         }
-        made = Context(
+        created = Context(
             tiny.config(**sections),
             RANKS.job,
             tiny.HF["qwen2"],
@@ -643,7 +647,7 @@ def training() -> dict[str, Any]:
             {"actor": 5},
             {"actor": RANKS},
         )
-        actor = ActorWorker(made)
+        actor = ActorWorker(created)
         actor.start()
         return actor
 
@@ -669,11 +673,11 @@ def training() -> dict[str, Any]:
         actor.on_rollback()
         in_vain += [actor.skip_failure, actor.update(batch, spoilt).sync(), actor.skip_failure]
         infinite = torch.full_like(batch.loss_mask, torch.inf, dtype=torch.float32)
-        given = {name: infinite for name in ("advantages", "returns", "rollout_logprobs")}
-        given["sequence_reward"] = torch.tensor([0.0, torch.nan])
+        argument = {name: infinite for name in ("advantages", "returns", "rollout_logprobs")}
+        argument["sequence_reward"] = torch.tensor([0.0, torch.nan])
         inputs = {
             name: error(lambda: actor.update(batch.with_(**{name: values}), nll))  # noqa: B023
-            for name, values in given.items()
+            for name, values in argument.items()
         }
         unused = torch.where(batch.loss_mask, 0.0, infinite)
         harmless = actor.update(batch.with_(values=unused), nll).sync()["actor/skipped"]

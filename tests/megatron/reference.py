@@ -77,8 +77,8 @@ class Trainer:
         if self.head is not None:
             return (batch.loss_weights * (values(self.model, self.head, batch) - batch.returns) ** 2).sum()
         logprobs, entropy = policy(self.model, batch)
-        own = (batch.loss_weights * (-logprobs * batch.advantages - 0.1 * entropy)).sum()
-        return own + self.mtp_weight * self.mtp_loss(batch) if self.mtp_weight else own
+        local = (batch.loss_weights * (-logprobs * batch.advantages - 0.1 * entropy)).sum()
+        return local + self.mtp_weight * self.mtp_loss(batch) if self.mtp_weight else local
 
     def mtp_loss(self, batch: TrainBatch) -> torch.Tensor:
         import mtp

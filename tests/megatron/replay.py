@@ -28,16 +28,16 @@ def gates(model: Any) -> list[Any]:
 
 def own_routing(model: Any, batch: TrainBatch) -> torch.Tensor:
     """[T, MoE layers, topk]: the experts that transformers chooses, one sequence at a time."""
-    found: list[list[torch.Tensor]] = [[] for _ in gates(model)]
+    actual: list[list[torch.Tensor]] = [[] for _ in gates(model)]
     hooks = [
         gate.register_forward_hook(lambda _, __, out, into=into: into.append(out[2]))
-        for gate, into in zip(gates(model), found, strict=True)
+        for gate, into in zip(gates(model), actual, strict=True)
     ]
     with torch.no_grad():
         reference.policy(model, batch)
     for hook in hooks:
         hook.remove()
-    return torch.stack([torch.cat(parts) for parts in found], dim=1).short()
+    return torch.stack([torch.cat(parts) for parts in actual], dim=1).short()
 
 
 @contextmanager
@@ -46,12 +46,12 @@ def forced(model: Any, routing: torch.Tensor) -> Iterator[None]:
 
     def patch(gate: Any, chosen: torch.Tensor) -> None:
         rows = iter(chosen.long())
-        own = gate.forward
+        local = gate.forward
 
         def choose(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            _, _, indices = own(hidden)
-            given = torch.stack([next(rows) for _ in range(len(indices))])
-            indices = torch.where(given < 0, indices, given)
+            _, _, indices = local(hidden)
+            value = torch.stack([next(rows) for _ in range(len(indices))])
+            indices = torch.where(value < 0, indices, value)
             logits = hidden.view(-1, hidden.shape[-1]) @ self.weight.T
             scores = logits.sigmoid() if hasattr(self, "e_score_correction_bias") else logits.softmax(-1)
             weights = scores.gather(1, indices)
@@ -87,28 +87,28 @@ def check(
         config = tiny.config(**layout, **sections, train={"routing_replay": True})
         model = MegatronModel(hf, config, ranks, "actor")
         model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
-        given = tiny.in_shares(batch)
-        logprobs = tiny.whole(given, model.forward(given)["logprobs"])
-        loss = model.train_step(given, policy_loss)["actor/loss"]
+        value = tiny.in_shares(batch)
+        logprobs = tiny.whole(value, model.forward(value)["logprobs"])
+        loss = model.train_step(value, policy_loss)["actor/loss"]
         return logprobs, loss, gradients(model)
 
-    def difference(one: Any, other: Any) -> float:
-        gaps = [float((one[2][name] - other[2][name]).abs().max()) for name in one[2]]
-        return max(float((one[0] - other[0]).abs().max()), abs(one[1] - other[1]), *gaps)
+    def difference(item: Any, other: Any) -> float:
+        gaps = [float((item[2][name] - other[2][name]).abs().max()) for name in item[2]]
+        return max(float((item[0] - other[0]).abs().max()), abs(item[1] - other[1]), *gaps)
 
-    own = own_routing(trainer.model, batch)
+    local = own_routing(trainer.model, batch)
     natural = stepped(batch)
-    result = {"same experts": difference(stepped(batch.with_(routing=tiny.records(batch, own.flip(-1)))), natural)}
+    result = {"same experts": difference(stepped(batch.with_(routing=tiny.records(batch, local.flip(-1)))), natural)}
 
     shape = routing_shape(hf, {})
     generator = torch.Generator().manual_seed(7)
-    given = torch.rand(*own.shape[:2], shape.num_experts, generator=generator).topk(shape.topk).indices.short()
-    given[batch.cu_seqlens[1:] - 1] = -1
-    other = batch.with_(routing=tiny.records(batch, given))
+    value = torch.rand(*local.shape[:2], shape.num_experts, generator=generator).topk(shape.topk).indices.short()
+    value[batch.cu_seqlens[1:] - 1] = -1
+    other = batch.with_(routing=tiny.records(batch, value))
     replayed = stepped(other)
-    with forced(trainer.model, given), torch.no_grad():
+    with forced(trainer.model, value), torch.no_grad():
         logprobs, _ = reference.policy(trainer.model, batch)
-    with forced(trainer.model, given):
+    with forced(trainer.model, value):
         loss = trainer.loss(batch)
     loss.backward()
     truth = trainer.tensors(grads=True)

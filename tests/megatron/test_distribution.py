@@ -11,36 +11,36 @@ NAMED = ["tokens", "loss_mask", "old_logprobs", "advantages", "loss_weights"]  #
 ALL = 4 + 1 + 8 * 4
 
 
-def sent(found: dict[str, Any]) -> None:
-    assert found["tokens sent"] == 4 * found["crossing"]
-    assert found["named"] == NAMED and found["named sent"] == 17 * found["crossing of an update"]
-    assert found["all sent"] == ALL * found["crossing of an update"]
+def sent(result: dict[str, Any]) -> None:
+    assert result["tokens sent"] == 4 * result["crossing"]
+    assert result["named"] == NAMED and result["named sent"] == 17 * result["crossing of an update"]
+    assert result["all sent"] == ALL * result["crossing of an update"]
 
 
 def test_sequences_stay_with_the_replica_that_has_them(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
-    for found in run_ranks(4, SCRIPT, "everywhere"):
-        assert found["wrong"] == []
-        sent(found)
-        assert found["numbers sent"] == 4 * found["crossing"]
-        assert found["crossing"] < 0.12 * found["tokens"] and found["without homes"] > 0.65 * found["tokens"]
-        assert found["crossing of an update"] < 0.2 * found["tokens"] / 2  # of every other sequence
+    for result in run_ranks(4, SCRIPT, "everywhere"):
+        assert result["wrong"] == []
+        sent(result)
+        assert result["numbers sent"] == 4 * result["crossing"]
+        assert result["crossing"] < 0.12 * result["tokens"] and result["without homes"] > 0.65 * result["tokens"]
+        assert result["crossing of an update"] < 0.2 * result["tokens"] / 2  # of every other sequence
 
 
 def test_what_a_replica_of_several_ranks_has_its_ranks_read(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
     """The homes are the two ranks of the first replica: half of the sequences have to go, and all are read by two."""
-    for found in run_ranks(4, SCRIPT, "replicas"):
-        assert found["wrong"] == []
-        sent(found)
-        assert found["crossing"] == found["tokens"]  # once, however many read them
+    for result in run_ranks(4, SCRIPT, "replicas"):
+        assert result["wrong"] == []
+        sent(result)
+        assert result["crossing"] == result["tokens"]  # once, however many read them
         # The first rank of a replica reports: nothing is sent of what stays with the rank that is both.
-        assert 0.7 * 4 * found["tokens"] < found["numbers sent"] < 0.8 * 4 * found["tokens"]
+        assert 0.7 * 4 * result["tokens"] < result["numbers sent"] < 0.8 * 4 * result["tokens"]
 
 
 def test_a_model_without_homes_is_planned_as_ever(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
-    for found in run_ranks(4, SCRIPT, "apart"):
-        assert found["wrong"] == [] and found["as without homes"]
-        sent(found)
-        assert found["crossing"] == found["tokens"] and found["numbers sent"] == 4 * found["tokens"]
+    for result in run_ranks(4, SCRIPT, "apart"):
+        assert result["wrong"] == [] and result["as without homes"]
+        sent(result)
+        assert result["crossing"] == result["tokens"] and result["numbers sent"] == 4 * result["tokens"]
 
 
 def test_a_loss_reads_what_it_has_named_and_what_is_always_there(units: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ def test_planned_is_built(found: list[dict[str, Any]], number: int) -> None:
     layout = train_layout(hf, config)
     family = family_of(hf)
     experts = family.num_experts(hf)
-    held = {
+    retained = {
         param.megatron: list(
             local_shape(
                 param, layout.num_shards(param.expert is not None), layout.shard_index(rank, param.expert is not None)
@@ -46,7 +46,7 @@ def test_planned_is_built(found: list[dict[str, Any]], number: int) -> None:
         for param in family.params(hf, parallel.tp, parallel.etp)
         if layout.has_param(rank, param, experts)
     }
-    assert built["shapes"] == held  # what a push takes, by its canonical name
+    assert built["shapes"] == retained  # what a push takes, by its canonical name
     stage = layout.stages[rank // layout.stage_ranks]
     elements = stage_elements(hf, parallel, layout.stages)[layout.stages.index(stage)]
     dense, expert = (layout.stage_ranks // size for size in (parallel.tp, parallel.ep * parallel.etp))

@@ -40,9 +40,9 @@ def test_each_is_on_where_its_kernel_is() -> None:
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", ASKED], cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    names, found = json.loads(done.stdout)
+    names, result = json.loads(done.stdout)
     adds, softmax, norm = "gradient_accumulation_fusion", "masked_softmax_fusion", "persist_layer_norm"
     assert names == [adds, softmax, norm]
-    assert found[:2] == [[], []], "no GPU; one without Apex"
-    assert found[2:6] == [[adds]] * 4, "a softmax of three parts, of which not all are there"
-    assert found[6:] == [[adds, softmax], [adds, softmax, norm]]
+    assert result[:2] == [[], []], "no GPU; one without Apex"
+    assert result[2:6] == [[adds]] * 4, "a softmax of three parts, of which not all are there"
+    assert result[6:] == [[adds, softmax], [adds, softmax, norm]]

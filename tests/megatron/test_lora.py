@@ -51,8 +51,8 @@ def test_layouts(run_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path)
             assert numbers.keys() == BOUNDS.keys() and not too_large, (rank, model, too_large)
 
 
-def check_stand_ins(found: dict[str, float]) -> None:
+def check_stand_ins(actual: dict[str, float]) -> None:
     """Grouped experts and fused norms, which only a GPU has, by modules of the same interface."""
-    assert found["difference"] < 1e-5 and found["least effect"] > 1
-    assert found["factors"] == 2 * 2 * (1 + 4 + 4)  # layers x factors x weights
-    assert found["with gradients"] == found["factors"] - 2 * 2 * 2  # one expert has no tokens
+    assert actual["difference"] < 1e-5 and actual["least effect"] > 1
+    assert actual["factors"] == 2 * 2 * (1 + 4 + 4)  # layers x factors x weights
+    assert actual["with gradients"] == actual["factors"] - 2 * 2 * 2  # one expert has no tokens

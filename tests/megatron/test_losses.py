@@ -13,8 +13,8 @@ def test_every_loss_and_aggregation(run_ranks: Callable[..., list[dict[str, Any]
     first, *others = run_ranks(world, "tests/megatron/ranks_losses.py", layout, timeout=600.0)
     assert all(other == first for other in others)
     assert len(first) == 8 * 3 + 6 + 1
-    for case, found in first.items():
-        assert found["gradients"] < 1e-5 and found["loss"] < 1e-5 and found["metrics"] < 1e-5, (case, found)
-        assert found["moved"] < 1e-6, (case, found)
+    for case, result in first.items():
+        assert result["gradients"] < 1e-5 and result["loss"] < 1e-5 and result["metrics"] < 1e-5, (case, result)
+        assert result["moved"] < 1e-6, (case, result)
         if "cov" in case:
-            assert 0.05 < found["marked"] <= 0.2, (case, found)
+            assert 0.05 < result["marked"] <= 0.2, (case, result)

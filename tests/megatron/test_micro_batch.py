@@ -53,8 +53,8 @@ def test_what_nobody_asks_for_stays_on_the_host(units: dict[str, Any]) -> None:
 
 def test_what_the_next_token_could_have_been(units: dict[str, Any]) -> None:
     """[1 2 3] and [5 6]: 2 could have been 7 or 8, 3 nothing but 9, 6 one of three; over two ranks as above."""
-    found = units["cut_micro_batch"]
-    assert found["whole"] == [[7, 8], [9], [], [4, 5, 6], [], [], [], []]
-    assert found["context"] == [[[7, 8], [], [4, 5, 6], []], [[9], [], [], []]]
-    assert found["empty"] == [0, 0, 0, 0]
-    assert found["none"]
+    result = units["cut_micro_batch"]
+    assert result["whole"] == [[7, 8], [9], [], [4, 5, 6], [], [], [], []]
+    assert result["context"] == [[[7, 8], [], [4, 5, 6], []], [[9], [], [], []]]
+    assert result["empty"] == [0, 0, 0, 0]
+    assert result["none"]

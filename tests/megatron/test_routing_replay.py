@@ -9,9 +9,9 @@ import pytest
 
 @pytest.mark.parametrize("kind", ["softmax after", "softmax before", "sigmoid, bias, groups"])
 def test_weights_of_given_experts_and_their_gradient_are_those_of_fp64(units: dict[str, Any], kind: str) -> None:
-    found = units["routing"][kind]
-    assert found["chosen"] and found["others"] >= 3  # of the five tokens that were given experts
-    assert found["weights"] < 1e-6 and found["gradient"] < 1e-6
+    result = units["routing"][kind]
+    assert result["chosen"] and result["others"] >= 3  # of the five tokens that were given experts
+    assert result["weights"] < 1e-6 and result["gradient"] < 1e-6
 
 
 def test_a_record_that_is_none_of_this_model_is_one_error(units: dict[str, Any]) -> None:
@@ -23,6 +23,6 @@ def test_a_record_that_is_none_of_this_model_is_one_error(units: dict[str, Any])
 
 
 def test_only_the_model_that_replays_has_routing(units: dict[str, Any]) -> None:
-    found = units["who_gets_routing"]
-    assert len(found["actor"]) > 1 and set(map(tuple, found["actor"])) == {tuple(found["shape"])}
-    assert set(found["critic"]) == set(found["reward_model"]) == {None}
+    result = units["who_gets_routing"]
+    assert len(result["actor"]) > 1 and set(map(tuple, result["actor"])) == {tuple(result["shape"])}
+    assert set(result["critic"]) == set(result["reward_model"]) == {None}

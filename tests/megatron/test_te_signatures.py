@@ -60,20 +60,20 @@ def known() -> set[str]:
 
 
 def test_all_that_megatron_asks_for_is_there(sources: Sources) -> None:
-    found = {
+    result = {
         what: f"{file}, {use}"
         for file in FILES
         for what, use in missing(sources, Caller(MEGATRON / file, "transformer_engine"))
     }
-    excused = {what for what in found for name in known() if what == name or what.startswith(name + ".")}
-    assert {what: where for what, where in found.items() if what not in excused} == {}
-    assert known() <= found.keys(), "no reason is needed any more"
+    excused = {what for what in result for name in known() if what == name or what.startswith(name + ".")}
+    assert {what: where for what, where in result.items() if what not in excused} == {}
+    assert known() <= result.keys(), "no reason is needed any more"
 
 
 def test_its_parameters_have_the_names_that_are_pushed_and_saved(sources: Sources) -> None:
     """`megarl/models/` names weights as Megatron's modules have them, which are Transformer Engine's."""
-    text = {name: ast.unparse(found.node) for name in ("LayerNormLinear", "GroupedLinear", "Linear", "RMSNorm")
-            if (found := sources.dotted(f"{TE}.{name}")) is not None and found.node is not None}  # fmt: skip
+    text = {name: ast.unparse(result.node) for name in ("LayerNormLinear", "GroupedLinear", "Linear", "RMSNorm")
+            if (result := sources.dotted(f"{TE}.{name}")) is not None and result.node is not None}  # fmt: skip
     assert "self.layer_norm_weight" in text["LayerNormLinear"] or "'layer_norm_weight'" in text["LayerNormLinear"]
     assert re.search(r"register_parameter\(f'weight\{", text["GroupedLinear"])
     assert text.keys() >= {"Linear", "RMSNorm"}

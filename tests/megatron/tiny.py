@@ -208,9 +208,9 @@ def batch(lengths: tuple[int, ...] = (7, 19, 12, 3, 1, 26, 11), vocab: int = 200
 
 def pairs(lengths: tuple[int, ...] = (7, 18, 12, 3, 1, 26, 11, 9)) -> TrainBatch:
     """The same, of which each two in turn are a pair, for a reward model; one is longer than a micro-batch."""
-    made = batch(lengths)
+    created = batch(lengths)
     group = torch.arange(len(lengths) // 2).repeat_interleave(2)
-    return made.with_(group=group, loss_weights=pair_mean_weights(made.cu_seqlens))
+    return created.with_(group=group, loss_weights=pair_mean_weights(created.cu_seqlens))
 
 
 def records(batch: TrainBatch, routing: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -239,24 +239,24 @@ def in_shares(batch: TrainBatch) -> TrainBatch:
     all_ranks, world = row_exchange.WorldComm(), torch.distributed.get_world_size()
     homes = [rank for rank in range(world) if world == 1 or rank != 1]
     home = torch.tensor([homes[number * number % len(homes)] for number in range(batch.num_sequences)])
-    own = (home == all_ranks.rank).nonzero().squeeze(1)
+    local = (home == all_ranks.rank).nonzero().squeeze(1)
     known = [0] * batch.num_sequences if batch.routing is None else [len(record) for record in batch.routing]
     supported = (
         None if batch.sampling_mask is None else torch.tensor([len(record.ids) for record in batch.sampling_mask])
     )
-    shares = BatchSharding(batch.lengths, torch.tensor(known), home, own, all_ranks, supported)
-    part = batch.select(own.tolist())
+    shares = BatchSharding(batch.lengths, torch.tensor(known), home, local, all_ranks, supported)
+    part = batch.select(local.tolist())
     return replace(part, group=batch.group, sequence_reward=batch.sequence_reward, sharding=shares)
 
 
 def whole(batch: TrainBatch, values: torch.Tensor) -> torch.Tensor:
     """Numbers per token of a batch in shares, each rank's own -> [T] of all."""
-    found = [torch.zeros(0)] * batch.num_sequences
+    actual = [torch.zeros(0)] * batch.num_sequences
     mine = list(zip(batch.local_indices.tolist(), values.split(batch.cu_seqlens.diff().tolist()), strict=True))
     for parts in batch.comm.all_gather_objects(mine):
         for number, part in parts:
-            found[number] = part
-    return torch.cat(found)
+            actual[number] = part
+    return torch.cat(actual)
 
 
 def save_model(model: Any, folder: Path) -> None:

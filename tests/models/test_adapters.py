@@ -74,30 +74,30 @@ def test_shards_merged_are_shards_of_the_merged(family: str) -> None:
     generator, scale = torch.Generator().manual_seed(0), 2.5
     for param in adapted_weights(table(family, 2), ()):
         a, b = factor_params(param, 3)
-        whole = {t.name: torch.randn(t.shape, generator=generator) for row in (param, a, b) for t in row.hf}
+        full = {t.name: torch.randn(t.shape, generator=generator) for row in (param, a, b) for t in row.hf}
         (a_tensor,) = a.hf
         merged = {
-            w.name: (whole[w.name].double() + scale * whole[f.name].double() @ whole[a_tensor.name].double()).float()
+            w.name: (full[w.name].double() + scale * full[f.name].double() @ full[a_tensor.name].double()).float()
             for w, f in zip(param.hf, b.hf, strict=True)
         }
         pieces = []
         for rank in range(2):
-            local = [shard(row, whole, 2, rank) for row in (param, a, b)]
+            local = [shard(row, full, 2, rank) for row in (param, a, b)]
             pieces.append(merge_adapter(*local, scale))
             assert torch.allclose(pieces[-1], shard(param, merged, 2, rank), atol=1e-5)
         for row in (a, b):
-            found = unshard(row, [shard(row, whole, 2, rank) for rank in range(2)])
-            assert all(torch.equal(found[name], whole[name]) for name in found)
+            result = unshard(row, [shard(row, full, 2, rank) for rank in range(2)])
+            assert all(torch.equal(result[name], full[name]) for name in result)
 
 
 def test_one_factor_is_cut_as_the_weight_is() -> None:
-    found = {
+    result = {
         row.megatron.rpartition("linear_")[2]: local_shape(row, 2, 1)
         for param in adapted_weights(table("deepseek_v3", 2), ())
         if param.megatron.startswith("decoder.layers.0.")
         for row in factor_params(param, 3)
     }
-    assert found == {
+    assert result == {
         "q_down_proj.lora_a": (3, 32), "q_down_proj.lora_b": (24, 3),  # on all ranks, as the weight is
         "q_up_proj.lora_a": (3, 24), "q_up_proj.lora_b": (40, 3),
         "kv_down_proj.lora_a": (3, 32), "kv_down_proj.lora_b": (24, 3),
@@ -118,12 +118,12 @@ def test_merge_of_bf16_is_rounded_once() -> None:
 def test_peft_tensors_share_a_and_have_their_own_rows_of_b() -> None:
     params = adapted_weights(table("qwen3_moe"), ("linear_qkv", "experts.linear_fc2"))
     tensors = {t.name: torch.randn(t.shape) for param in params for row in factor_params(param, 3) for t in row.hf}
-    found = peft_tensors(tensors, params, 3)
+    result = peft_tensors(tensors, params, 3)
     q, k, v, down = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.experts.3.down_proj"
     layer = {
-        name.removeprefix("base_model.model.model.layers.1."): t for name, t in found.items() if ".layers.1." in name
+        name.removeprefix("base_model.model.model.layers.1."): t for name, t in result.items() if ".layers.1." in name
     }
-    assert len(found) == 2 * len(layer) == 2 * 2 * (3 + 4)
+    assert len(result) == 2 * len(layer) == 2 * 2 * (3 + 4)
     assert {name: tuple(layer[f"{name}.lora_A.weight"].shape) for name in (q, k, v, down)} == {
         q: (3, 32), k: (3, 32), v: (3, 32), down: (3, 24),
     }  # fmt: skip
@@ -137,12 +137,12 @@ def test_peft_config() -> None:
     def config(family: str, *targets: str) -> dict[str, Any]:
         return peft_config(table(family), LoraConfig(rank=4, alpha=8, target_modules=targets), "/models/base")
 
-    whole = config("qwen3_moe")
-    assert (whole["peft_type"], whole["r"], whole["lora_alpha"], whole["base_model_name_or_path"]) == (
+    full = config("qwen3_moe")
+    assert (full["peft_type"], full["r"], full["lora_alpha"], full["base_model_name_or_path"]) == (
         "LORA", 4, 8, "/models/base",
     )  # fmt: skip
     linear = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    assert whole["target_modules"] == linear
+    assert full["target_modules"] == linear
     assert config("deepseek_v3", "linear_q_up_proj", "linear_kv_down_proj")["target_modules"] == [
         "kv_a_proj_with_mqa", "q_b_proj",
     ]  # fmt: skip

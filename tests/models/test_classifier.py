@@ -19,14 +19,16 @@ CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs/models").glob("
 def test_round_trip(path: Path) -> None:
     policy = load_hf_config(path)
     family = family_of(policy)
-    found = classifier_config(policy, family.architecture, 7)
-    assert not is_classifier(policy) and is_classifier(found)
-    assert found["architectures"] == [family.architecture.replace("CausalLM", "SequenceClassification")]
-    assert (found["id2label"], found["num_labels"], found["pad_token_id"]) == ({"0": "LABEL_0"}, 1, 7)
-    assert family_of(found) is family
+    result = classifier_config(policy, family.architecture, 7)
+    assert not is_classifier(policy) and is_classifier(result)
+    assert result["architectures"] == [family.architecture.replace("CausalLM", "SequenceClassification")]
+    assert (result["id2label"], result["num_labels"], result["pad_token_id"]) == ({"0": "LABEL_0"}, 1, 7)
+    assert family_of(result) is family
     changed = {"architectures", "id2label", "label2id", "num_labels", "pad_token_id"}
-    assert {key: found[key] for key in found.keys() - changed} == {key: policy[key] for key in policy.keys() - changed}
-    assert classifier_config(found, family.architecture, None) == {**found, "pad_token_id": None}
+    assert {key: result[key] for key in result.keys() - changed} == {
+        key: policy[key] for key in policy.keys() - changed
+    }
+    assert classifier_config(result, family.architecture, None) == {**result, "pad_token_id": None}
 
 
 def test_an_unknown_classifier_is_named_as_it_is() -> None:

@@ -80,8 +80,8 @@ def architecture(name: str) -> str:
 
 def class_fields(name: str) -> set[str]:
     inherited = {item.name for item in dataclasses.fields(transformers.PreTrainedConfig)}
-    own = {item.name for item in dataclasses.fields(config_class(name))} - inherited
-    return {ALIASES.get(key, key) for key in own}
+    local = {item.name for item in dataclasses.fields(config_class(name))} - inherited
+    return {ALIASES.get(key, key) for key in local}
 
 
 def completed(name: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -241,8 +241,8 @@ def test_each_part_of_a_block_of_rotary_embeddings_may_be_absent(name: str, bloc
         plain = {key: value for key, value in hf.items() if key != "rope_parameters"} | {"rope_theta": 6e5}
         assert derived(plain | {spelling: block}) == derived(hf | {"rope_parameters": block})
         for key in block:
-            rest = {other: value for other, value in block.items() if other != key}
-            assert agrees(name, plain | {spelling: rest}), key
+            remaining = {other: value for other, value in block.items() if other != key}
+            assert agrees(name, plain | {spelling: remaining}), key
             assert agrees(name, plain | {spelling: block | {key: None}}), key
         assert agrees(name, plain | {spelling: block, "original_max_position_embeddings": 64})
         assert agrees(name, plain | {spelling: block, "partial_rotary_factor": 0.25})

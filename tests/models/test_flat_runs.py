@@ -23,13 +23,13 @@ def test_by_hand() -> None:
 def test_any_run_is_its_boxes_one_after_the_other() -> None:
     for shape in ((6,), (1, 4), (3, 4), (2, 3, 2), (2, 1, 3, 2)):
         size = prod(shape)
-        whole = torch.arange(size).view(shape)
+        full = torch.arange(size).view(shape)
         for start, stop in itertools.combinations_with_replacement(range(size + 1), 2):
-            found = list(range_chunks(shape, start, stop))
-            assert len(found) <= 2 * len(shape) - 1
+            result = list(range_chunks(shape, start, stop))
+            assert len(result) <= 2 * len(shape) - 1
             parts = [
-                whole[tuple(slice(low, low + length) for low, length in zip(chunk.offset, chunk.sizes, strict=True))]
-                for chunk in found
+                full[tuple(slice(low, low + length) for low, length in zip(chunk.offset, chunk.sizes, strict=True))]
+                for chunk in result
             ]
-            assert [tuple(part.shape) for part in parts] == [chunk.sizes for chunk in found]
+            assert [tuple(part.shape) for part in parts] == [chunk.sizes for chunk in result]
             assert [number for part in parts for number in part.reshape(-1).tolist()] == list(range(start, stop))

@@ -65,7 +65,7 @@ def test_within_a_hundredth_of_what_torch_counts(family: str) -> None:
 def test_adapters_alone_are_trained() -> None:
     """W x + B (A x), of which torch counts the passes."""
     hf = TINY.HF["llama"]
-    whole, adapted = model_flops(hf), model_flops(hf, LoraConfig(rank=4, target_modules=("linear_proj",)))
+    full, adapted = model_flops(hf), model_flops(hf, LoraConfig(rank=4, target_modules=("linear_proj",)))
     x = torch.randn(LENGTH, 64, requires_grad=True)
     w, a, b = torch.randn(32, 64), torch.randn(4, 64, requires_grad=True), torch.randn(32, 4, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
@@ -75,11 +75,11 @@ def test_adapters_alone_are_trained() -> None:
         y.sum().backward()
     of_weight = 2 * 32 * 64 * LENGTH
     layers = 2
-    added = adapted.forward([LENGTH]) - whole.forward([LENGTH])
+    added = adapted.forward([LENGTH]) - full.forward([LENGTH])
     assert added == layers * (forward - of_weight)
-    frozen = whole.backward_per_token / 2 + counter.get_total_flops() * layers / LENGTH - layers * of_weight / LENGTH
+    frozen = full.backward_per_token / 2 + counter.get_total_flops() * layers / LENGTH - layers * of_weight / LENGTH
     assert adapted.backward_per_token == pytest.approx(frozen)
-    assert adapted.head_backward == whole.head_backward / 2
+    assert adapted.head_backward == full.head_backward / 2
 
 
 def test_of_experts_those_chosen_and_of_a_critic_one_row() -> None:

@@ -38,24 +38,24 @@ def test_columns_of_each_algorithm() -> None:
 
 def test_a_step_by_hand() -> None:
     parallel = {"world_size": 2, "ranks_per_node": 2}
-    found = of(BatchSize(800, 100, 10), run={"num_update": 4, "ppo_epochs": 2}, parallel=parallel)
-    held = {"rollouts": 800 * 8, "records of routing": 0}
+    result = of(BatchSize(800, 100, 10), run={"num_update": 4, "ppo_epochs": 2}, parallel=parallel)
+    retained = {"rollouts": 800 * 8, "records of routing": 0}
     batch = {"columns of the batch": 800 * 33}
-    assert found["cutting"] == held | batch | {"mini-batches": 400 * (37 + 33 + 8)}
-    assert found["update"] == held | batch | {
+    assert result["cutting"] == retained | batch | {"mini-batches": 400 * (37 + 33 + 8)}
+    assert result["update"] == retained | batch | {
         "mini-batches": 400 * 37,
         "buffers of exchanges": 400 * 37,
         "micro-batches at work": 2 * 10 * (2 * (37 + 40) + 16),
     }
-    assert found["forward"] == held | {
+    assert result["forward"] == retained | {
         "columns of the batch": 800 * (9 + 3 * 4),
         "buffers of exchanges": 800 * 4,
         "micro-batches at work": 2 * 10 * (2 * (9 + 40) + 16),
     }
     # A number and a place of each token, and on each rank two rectangles of 50 sequences of 10 tokens.
-    assert found["advantages"] == held | batch | {"functions of tokens": 800 * 12 + 2 * (8 * 500 + 512 * 10)}
-    whole = of(BatchSize(800, 100, 10), parallel=parallel)
-    assert whole["cutting"]["mini-batches"] == 800 * 4  # the batch itself, with weights
+    assert result["advantages"] == retained | batch | {"functions of tokens": 800 * 12 + 2 * (8 * 500 + 512 * 10)}
+    full = of(BatchSize(800, 100, 10), parallel=parallel)
+    assert full["cutting"]["mini-batches"] == 800 * 4  # the batch itself, with weights
     assert "advantages" not in of(BatchSize(800, 100, 10), algorithm="grpo")
 
 
@@ -72,8 +72,8 @@ def test_a_step_needs_what_it_needs_at_its_fullest_while_the_one_before_is_recor
 
 def test_a_machine_has_its_share_and_records_in_a_byte_up_to_256_experts() -> None:
     batch = BatchSize(8000, 800, 10)
-    one, four = (of(batch, parallel={"world_size": 2 * n, "ranks_per_node": 2})["update"] for n in (1, 4))
-    assert four["rollouts"] * 4 == one["rollouts"]
+    item, four = (of(batch, parallel={"world_size": 2 * n, "ranks_per_node": 2})["update"] for n in (1, 4))
+    assert four["rollouts"] * 4 == item["rollouts"]
     assert four["buffers of exchanges"] == 2000 * 37 * 1.75
     shapes = [RoutingShape(5, (1, 2, 3), 8, experts) for experts in (256, 257)]
     assert [of(batch, shape)["update"]["records of routing"] for shape in shapes] == [8000 * 24, 8000 * 48]
@@ -86,8 +86,8 @@ def test_a_machine_has_its_share_and_records_in_a_byte_up_to_256_experts() -> No
 def test_records_while_they_are_sent_and_while_they_are_replayed() -> None:
     """Two stages: all layers laid together, then each stage's; with little at work the first is more."""
     shape, parallel = RoutingShape(4, (0, 1, 2, 3), 8, 256), {"world_size": 2, "ranks_per_node": 2, "pp": 2}
-    found = of(BatchSize(8000, 800, 10, moved_share=0.5), shape, parallel=parallel)["forward"]
-    assert found["buffers of exchanges"] == 8000 * (0.5 * 36 + 32 + 16) and not found["micro-batches at work"]
+    result = of(BatchSize(8000, 800, 10, moved_share=0.5), shape, parallel=parallel)["forward"]
+    assert result["buffers of exchanges"] == 8000 * (0.5 * 36 + 32 + 16) and not result["micro-batches at work"]
     large = of(BatchSize(8000, 800, 10, moved_share=0.5), shape, parallel=parallel, train={"max_tokens_per_gpu": 4000})[
         "forward"
     ]
@@ -107,11 +107,11 @@ def test_what_tokens_could_have_been_by_hand() -> None:
     sent of the rows that leave their home; of a micro-batch laid together and picked, while the one at work has its
     own. The critic reads none."""
     parallel = {"world_size": 2, "ranks_per_node": 2}
-    found = of(BatchSize(800, 100, 10, moved_share=0.5), parallel=parallel, **CUT_OFF)
-    assert {name: parts["records of sampling"] for name, parts in found.items()} == dict.fromkeys(found, 2 * 800 * 24)
+    result = of(BatchSize(800, 100, 10, moved_share=0.5), parallel=parallel, **CUT_OFF)
+    assert {name: parts["records of sampling"] for name, parts in result.items()} == dict.fromkeys(result, 2 * 800 * 24)
     work = 2 * 10 * (2 * (9 + 40) + 16 + 3 * 24 + 16 * 5)
-    assert found["forward"]["buffers of exchanges"] == 800 * (0.5 * (4 + 24) + 24)
-    assert found["forward"]["micro-batches at work"] == 0 < work < 800 * 24
+    assert result["forward"]["buffers of exchanges"] == 800 * (0.5 * (4 + 24) + 24)
+    assert result["forward"]["micro-batches at work"] == 0 < work < 800 * 24
     large = of(
         BatchSize(800, 100, 10, moved_share=0.5), parallel=parallel, train={"max_tokens_per_gpu": 400}, **CUT_OFF
     )["forward"]
@@ -125,14 +125,14 @@ def test_a_batch_holds_the_records_of_sampling_that_are_planned() -> None:
     turns = Turn(()), Turn(range(0, 50, 5), np.zeros(10, np.float32), is_action=True)
     rollouts = [Rollout(Prompt("p", ()), turns, sampling_mask=replace(support)) for _ in range(80)]
     batch = TrainBatch.from_rollouts(rollouts)
-    held = [rollout.sampling_mask for rollout in rollouts] + list(batch.sampling_mask or ())
-    measured = sum(one.counts.nbytes + one.ids.nbytes for one in held if one is not None)
+    retained = [rollout.sampling_mask for rollout in rollouts] + list(batch.sampling_mask or ())
+    measured = sum(item.counts.nbytes + item.ids.nbytes for item in retained if item is not None)
     assert measured == of(BatchSize(800, 80, 10), **CUT_OFF)["forward"]["records of sampling"]
 
 
 def test_a_run_that_trains_nothing_holds_its_rollouts() -> None:
-    found = of(BatchSize(800, 80, 10), RoutingShape(5, (1, 2, 3), 8, 256), algorithm="generate")
-    assert found == {"generating": {"rollouts": 6400, "records of routing": 800 * 24, "columns of the batch": 0}}
+    result = of(BatchSize(800, 80, 10), RoutingShape(5, (1, 2, 3), 8, 256), algorithm="generate")
+    assert result == {"generating": {"rollouts": 6400, "records of routing": 800 * 24, "columns of the batch": 0}}
 
 
 def test_records_are_recorded_unless_they_are_left_out() -> None:

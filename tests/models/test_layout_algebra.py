@@ -156,6 +156,6 @@ def test_unshard_inverts_shard_and_nothing_is_held_twice(case: tuple[Param, int]
     back = unshard(what, shards)
     assert list(back) == [tensor.name for tensor in what.hf]
     assert all(torch.equal(back[name], full[name]) for name in full)
-    held = sorted(x for s in shards for x in s.flatten().tolist() if x)
+    retained = sorted(x for s in shards for x in s.flatten().tolist() if x)
     copies = tp if isinstance(what.sharding, Replicated) else 1
-    assert held == sorted(list(range(1, total + 1)) * copies)
+    assert retained == sorted(list(range(1, total + 1)) * copies)

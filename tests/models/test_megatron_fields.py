@@ -41,9 +41,9 @@ def test_fields_are_megatrons_own() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, check=True)
     plain, mla_too = json.loads(done.stdout.partition("RESULT ")[2].splitlines()[0])
     for names, classes in ((plain, _CLASSES), (mla_too, _MLA_CLASSES)):
-        own, fields = set(names), _parse_fields(classes).keys()
-        assert own <= fields
-        assert not {name for name in fields - own if not name.startswith("_")}
+        local, fields = set(names), _parse_fields(classes).keys()
+        assert local <= fields
+        assert not {name for name in fields - local if not name.startswith("_")}
     assert (CONFIG_KEYS.keys() | FORBIDDEN.keys()) <= _parse_fields(_CLASSES).keys()
     assert _parse_fields(_MLA_CLASSES).keys() >= MODEL_FIELDS
 
@@ -62,12 +62,12 @@ FREE = {
 @pytest.mark.parametrize("family", tiny.HF)
 def test_what_a_table_gives_config_json_decides(family: str) -> None:
     settings = family_of(tiny.HF[family]).megatron_config(tiny.HF[family])
-    given = settings.keys()
-    assert given - FREE <= MODEL_FIELDS | FORBIDDEN.keys()
-    for name in given - FREE:
+    argument = settings.keys()
+    assert argument - FREE <= MODEL_FIELDS | FORBIDDEN.keys()
+    for name in argument - FREE:
         with pytest.raises(ConfigError, match=f"model.megatron.{name} cannot be set: "):
             check({name: None}, mla=True)
-    check({name: settings[name] for name in given & FREE}, mla=True)
+    check({name: settings[name] for name in argument & FREE}, mla=True)
 
 
 def test_what_may_be_passed_through() -> None:

@@ -197,8 +197,8 @@ def test_engine_weights() -> None:
     # tp 4 with 2 key-value heads: every rank has one head of keys and values, a quarter of the rest, all of the norms.
     norms = (2 * 4 + 1) * 64
     kv = 4 * 2 * (32 * 64 + 32)  # k and v of four layers, weights and biases
-    rest = sum(param.size for param in params) - norms - kv
-    assert engine_bytes(QWEN2, 4, 1) == rest // 4 + kv // 2 + norms
+    remaining = sum(param.size for param in params) - norms - kv
+    assert engine_bytes(QWEN2, 4, 1) == remaining // 4 + kv // 2 + norms
     # In FP8 the matrices of the layers have a byte an element, and 4 for each block of 128 x 128.
     matrices = sum(p.size for p in params if p.megatron.startswith("decoder.layers") and p.megatron.endswith("weight"))
     matrices -= (2 * 4) * 64
@@ -219,11 +219,11 @@ def test_kv_cache() -> None:
 
 def test_activations_scale() -> None:
     settings = family_of(QWEN2).megatron_config(QWEN2)
-    one = activation_elements(settings, [range(2)], tp=1, tokens=100, in_flight=1)
+    item = activation_elements(settings, [range(2)], tp=1, tokens=100, in_flight=1)
     # By hand: inputs and outputs of two norms; q, k, v and attention's output; gate, up and their product.
-    assert one == 100 * 2 * (4 * 64 + (64 + 32 + 32 + 64) + 3 * 96)
-    assert activation_elements(settings, [range(2)], tp=2, tokens=100, in_flight=3) == one * 3 // 2
-    assert activation_elements(settings, [range(1), range(2, 3)], tp=1, tokens=100, in_flight=1) == one
+    assert item == 100 * 2 * (4 * 64 + (64 + 32 + 32 + 64) + 3 * 96)
+    assert activation_elements(settings, [range(2)], tp=2, tokens=100, in_flight=3) == item * 3 // 2
+    assert activation_elements(settings, [range(1), range(2, 3)], tp=1, tokens=100, in_flight=1) == item
 
 
 def test_norms_after_attention_and_mlp_keep_what_enters_them() -> None:
@@ -298,25 +298,25 @@ def test_full_recomputation(method: dict[str, Any], kept: int, anew: int) -> Non
 def test_selective_recomputation(modules: list[str] | None, dropped: int, largest: int) -> None:
     settings = family_of(MOE).megatron_config(MOE)
     settings |= {"moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 40}
-    whole = activation_elements(settings, [range(2)], tp=1, tokens=10, in_flight=4)
+    complete = activation_elements(settings, [range(2)], tp=1, tokens=10, in_flight=4)
     settings |= {"recompute_granularity": "selective"} | ({"recompute_modules": modules} if modules else {})
-    found = activation_elements(settings, [range(2)], tp=1, tokens=10, in_flight=4)
-    assert whole - found == 10 * (4 * dropped - largest)
+    result = activation_elements(settings, [range(2)], tp=1, tokens=10, in_flight=4)
+    assert complete - result == 10 * (4 * dropped - largest)
 
 
 def test_latent_attention_can_do_without_what_is_projected_up() -> None:
     hf = load_hf_config(MODELS / "deepseek_v3.json")
     settings = family_of(hf).megatron_config(hf)
-    whole = activation_elements(settings, [range(4, 5)], tp=1, tokens=1, in_flight=2)
+    complete = activation_elements(settings, [range(4, 5)], tp=1, tokens=1, in_flight=2)
     settings |= {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
     dropped = 128 * (192 + 192 + 128)  # q, k and v of 128 heads
-    assert whole - activation_elements(settings, [range(4, 5)], tp=1, tokens=1, in_flight=2) == dropped
+    assert complete - activation_elements(settings, [range(4, 5)], tp=1, tokens=1, in_flight=2) == dropped
 
 
 def test_experts_cut_in_two_see_the_tokens_of_two() -> None:
     settings = family_of(MOE).megatron_config(MOE)
-    whole, cut = (activation_elements(settings, [range(1)], 2, tokens=10, in_flight=1, etp=etp) for etp in (1, 2))
-    assert cut - whole == 10 * 2 * 2 * 64 // 2  # input and output of two experts, of as many tokens again
+    complete, cut = (activation_elements(settings, [range(1)], 2, tokens=10, in_flight=1, etp=etp) for etp in (1, 2))
+    assert cut - complete == 10 * 2 * 2 * 64 // 2  # input and output of two experts, of as many tokens again
 
 
 def test_micro_batches_in_flight() -> None:
@@ -397,8 +397,10 @@ def test_a_critic_in_a_layout_of_its_own() -> None:
     assert [stage.states["actor weights"] for stage in cut] == [stage.states["actor weights"] for stage in same]
     assert cut[1].states["critic weights"] < 0.6 * same[1].states["critic weights"]
     # In one stage it is whole on the ranks of both of the actor's; in four each pair of ranks has the fuller of two.
-    whole, fine = plan(pp=1), plan(pp=4)
-    assert whole[0].states["critic weights"] == whole[1].states["critic weights"] > same[0].states["critic weights"]
+    complete, fine = plan(pp=1), plan(pp=4)
+    assert (
+        complete[0].states["critic weights"] == complete[1].states["critic weights"] > same[0].states["critic weights"]
+    )
     assert fine[0].states["critic weights"] == 2 * held(QWEN2, head=True, world_size=4, pp=4)[0].dense
     assert fine[1].states["critic weights"] < fine[0].states["critic weights"]  # a layer, and hardly any head
 
@@ -433,8 +435,8 @@ def test_a_reward_model_that_serves_has_fp32_weights_alone() -> None:
         assert after.states == before.states | {"reward model weights": 4 * sum(weights)}
         assert after.training == before.training
         # One layer of 3072 tokens: norms; q, k, v and attention's output; of 2 experts input, output and three widths.
-        one = 4 * 64 + (2 * 4 + 2 * 2) * 32 + 2 * (2 * 64 + 3 * 48)
-        assert after.generation == before.generation | {"reward model activations": 4 * 3072 * one // 2}
+        item = 4 * 64 + (2 * 4 + 2 * 2) * 32 + 2 * (2 * 64 + 3 * 48)
+        assert after.generation == before.generation | {"reward model activations": 4 * 3072 * item // 2}
 
 
 def test_a_teacher_has_weights_and_computes_while_engines_sleep() -> None:
@@ -448,9 +450,9 @@ def test_a_teacher_has_weights_and_computes_while_engines_sleep() -> None:
     assert served[-1].training["logits"] == plain[-1].training["logits"] > 0  # as many words, of the same width
     alone = planned(QWEN2, config, QWEN2, stages, "teacher")
     # Of one layer of 3072 tokens: norms; q, k, v and attention's output; of 2 experts input, output and three widths.
-    one = 4 * 64 + (2 * 4 + 2 * 2) * 32 + 2 * (2 * 64 + 3 * 48)
+    item = 4 * 64 + (2 * 4 + 2 * 2) * 32 + 2 * (2 * 64 + 3 * 48)
     assert [stage.layers for stage in alone] == [(0, 1), (2, 3)]
-    assert alone[0].training == {"activations": 2 * 3072 * one // 2, "logits": 0, "micro-batches": 0}
+    assert alone[0].training == {"activations": 2 * 3072 * item // 2, "logits": 0, "micro-batches": 0}
     assert alone[1].training["logits"] > 0
 
 

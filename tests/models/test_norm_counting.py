@@ -19,11 +19,11 @@ def test_marks_are_the_tables_whatever_a_layer_has_set() -> None:
     tensors = {name: torch.nn.Parameter(torch.zeros(4, 4)) for name in ("expert", "down", "cut", "norm")}
     tensors["down"].tensor_model_parallel = True  # type: ignore[attr-defined]
     tensors["cut"].tensor_model_parallel = True  # type: ignore[attr-defined]
-    cut, whole = Dim1Sharding(4, "columns"), Replicated()
-    table = [param("expert", cut, 3), param("down", whole), param("cut", cut), param("norm", whole)]
+    cut, full = Dim1Sharding(4, "columns"), Replicated()
+    table = [param("expert", cut, 3), param("down", full), param("cut", cut), param("norm", full)]
     buffer = {"bias": torch.zeros(4)}
     named = {**tensors, **buffer}
-    assert norm_counting.set_flags(named, [*table, param("bias", whole), param("elsewhere", cut)]) == ["expert", "down"]
+    assert norm_counting.set_flags(named, [*table, param("bias", full), param("elsewhere", cut)]) == ["expert", "down"]
     marks = {name: tensor.tensor_model_parallel for name, tensor in tensors.items()}  # type: ignore[attr-defined]
     assert marks == {"expert": True, "down": False, "cut": True, "norm": False}
     assert norm_counting.set_flags(named, table) == []

@@ -36,9 +36,9 @@ def test_the_remedy_for_layers_that_do_not_divide_is_one(layers: int, pp: int) -
         stage_layers(layers, pp, {})
     text = str(caught.value)
     keys = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-    given = {key: int(text.split(f"{key}=")[1].split()[0].rstrip(",")) for key in keys if f"{key}=" in text}
-    assert given
-    assert sum(len(stage) for stage in stage_layers(layers, pp, given)) == layers
+    value = {key: int(text.split(f"{key}=")[1].split()[0].rstrip(",")) for key in keys if f"{key}=" in text}
+    assert value
+    assert sum(len(stage) for stage in stage_layers(layers, pp, value)) == layers
 
 
 def test_an_impossible_pipeline() -> None:
@@ -63,8 +63,8 @@ def test_advice_about_layers_can_be_followed() -> None:
         for advice in text.split("; ")[1].split(", or "):
             ends = dict(settings) if "remove" not in advice else {}
             parts = 1 if "parallel.vpp to 1" in advice else vpp
-            given = {key: int(found[1]) for key in keys if (found := re.search(rf"{key}=(\d+)", advice))}
-            ends = {**ends, **given} if "remove" not in advice else given
+            value = {key: int(result[1]) for key in keys if (result := re.search(rf"{key}=(\d+)", advice))}
+            ends = {**ends, **value} if "remove" not in advice else value
             sizes = re.search(r"parallel\.pp to one of ([\d, ]+)", advice)
             for size in map(int, sizes[1].strip(", ").split(", ")) if sizes else [pp]:
                 stages = stage_layers(layers, size, ends, parts)

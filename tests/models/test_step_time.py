@@ -58,8 +58,8 @@ def seconds(
     **sizes: int,
 ) -> Any:
     tree = {"model": {"megatron": megatron or {}}, "parallel": sizes, "train": {"max_tokens_per_gpu": budget}}
-    found = StepTime(hf, TOKENS, 0, machine).seconds(from_dict(tree))
-    return {what: pytest.approx(value) for what, value in found.items() if value}
+    result = StepTime(hf, TOKENS, 0, machine).seconds(from_dict(tree))
+    return {what: pytest.approx(value) for what, value in result.items() if value}
 
 
 def test_one_rank_only_computes() -> None:
@@ -73,36 +73,36 @@ def test_replicas_share_the_tokens_and_add_their_gradients() -> None:
     weights = 2 * 128 * 64 + 4 * (64 * (64 + 64) + 128 + 64 * 64 + 3 * 64 * 96 + 2 * 64) + 64
     # Three quarters of gradients in fp32 out, of weights in bf16 in; over the network where the ranks are on two nodes.
     for node, rate in ((8, 1e5), (2, 1e4)):
-        found = seconds(DENSE, world_size=4, ranks_per_node=node)
-        assert found["data"] == weights * 6 * 3 / 4 / rate
-        assert found["arithmetic"] == 6 * active_params(DENSE) * TOKENS / 4 / 1e6
+        result = seconds(DENSE, world_size=4, ranks_per_node=node)
+        assert result["data"] == weights * 6 * 3 / 4 / rate
+        assert result["arithmetic"] == 6 * active_params(DENSE) * TOKENS / 4 / 1e6
 
 
 def test_tensor_parallel_traffic() -> None:
     # Of 250 tokens on each pair of ranks, four layers gather and scatter twice, forward and backward, and gather twice
     # more for weight gradients: half of [250, 64] in bf16 each time.
-    found = seconds(DENSE, world_size=8, tp=2)
-    assert found["tensor"] == 4 * 2 * 5 * 250 * 64 * 2 / 2 / 1e5
+    result = seconds(DENSE, world_size=8, tp=2)
+    assert result["tensor"] == 4 * 2 * 5 * 250 * 64 * 2 / 2 / 1e5
     assert seconds(DENSE, {"recompute_granularity": "full"}, world_size=8, tp=2)["tensor"] == (
-        found["tensor"].expected * 7 / 5
+        result["tensor"].expected * 7 / 5
     )
 
 
 def test_expert_parallel_traffic() -> None:
     # Two experts a token, there and back, forward and backward, in four layers; three quarters of it to other ranks, of
     # these half on the other node.
-    found = seconds(MOE, world_size=4, ep=4, ranks_per_node=2)
-    assert found["expert"] == 4 * 4 * 250 * 2 * 64 * 2 * 3 / 4 * 0.5 / 1e4
+    result = seconds(MOE, world_size=4, ep=4, ranks_per_node=2)
+    assert result["expert"] == 4 * 4 * 250 * 2 * 64 * 2 * 3 / 4 * 0.5 / 1e4
 
 
 def test_waiting_in_the_pipeline() -> None:
-    found = seconds(DENSE, world_size=2, pp=2)  # ten micro-batches
-    stage = found["arithmetic"].expected + found["pipeline"].expected
-    assert found["pipeline"] == 2 * TOKENS * 64 * 2 / 1e5
-    assert found["waits"] == stage / 10
+    result = seconds(DENSE, world_size=2, pp=2)  # ten micro-batches
+    stage = result["arithmetic"].expected + result["pipeline"].expected
+    assert result["pipeline"] == 2 * TOKENS * 64 * 2 / 1e5
+    assert result["waits"] == stage / 10
     parts = seconds(DENSE, world_size=2, pp=2, vpp=2)
-    assert parts["pipeline"] == 2 * found["pipeline"].expected
-    assert parts["waits"] == (stage + found["pipeline"].expected) / 20
+    assert parts["pipeline"] == 2 * result["pipeline"].expected
+    assert parts["waits"] == (stage + result["pipeline"].expected) / 20
     assert seconds(DENSE, budget=300, world_size=2, pp=2)["waits"] == stage / 4
 
 
@@ -125,11 +125,11 @@ def test_what_is_computed_twice() -> None:
 
 
 def test_experts_are_slower_and_fp8_is_faster() -> None:
-    whole = seconds(MOE)["arithmetic"].expected
-    assert seconds(MOE, {"fp8": "e4m3"})["arithmetic"] == whole / 2
+    complete = seconds(MOE)["arithmetic"].expected
+    assert seconds(MOE, {"fp8": "e4m3"})["arithmetic"] == complete / 2
     half = seconds(MOE, machine=replace(MACHINE, expert_efficiency=0.5))["arithmetic"].expected
     routed = 4 * 2 * 3 * 64 * 48  # two experts a token in four layers
-    assert half - whole == pytest.approx(6 * routed * TOKENS / 1e6)
+    assert half - complete == pytest.approx(6 * routed * TOKENS / 1e6)
 
 
 def test_what_is_no_matrix_product() -> None:

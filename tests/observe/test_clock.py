@@ -22,10 +22,10 @@ class Time:
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    made = Time()
-    monkeypatch.setattr(module, "time", made)
+    created = Time()
+    monkeypatch.setattr(module, "time", created)
     monkeypatch.setattr(module, "_EPOCH_OFFSET_S", 1000.0)
-    return made
+    return created
 
 
 def test_phases_are_figures_and_spans(time: Time) -> None:

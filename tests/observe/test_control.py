@@ -28,7 +28,7 @@ class Lab:
         self.step = 0
 
     def controls(self) -> Mapping[str, Callable[[Any], Any]]:
-        return {"reward.weights": lambda given: check_weights(given, self.parts)}
+        return {"reward.weights": lambda argument: check_weights(argument, self.parts)}
 
     def set_control(self, key: str, value: Any) -> None:
         self.had.append((key, value))
@@ -137,7 +137,7 @@ def test_what_is_no_file_changes_nothing(tmp_path: Path, what: str, monkeypatch:
         "a pipe": "is not a regular file",
         "a secret": "cannot be read: Permission denied",
     }
-    assert had == [] and [complaints[what] in one for one in said] == [True] if what in complaints else not said
+    assert had == [] and [complaints[what] in item for item in said] == [True] if what in complaints else not said
 
 
 def test_a_resume_goes_on_with_what_was_set(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_an_answer_without_a_reward_is_neither_right_nor_wrong() -> None:
 
 def test_what_no_encoding_takes_can_be_written() -> None:
     said = ({"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "\ud83d \u2028 <b>"})
-    one = Rollout(PROMPT, answer("stop", 0.0).turns, "stop", float("nan"), group=0, messages=said)
-    (line,) = iter_json_rows([one], correct_threshold=0.5)
+    item = Rollout(PROMPT, answer("stop", 0.0).turns, "stop", float("nan"), group=0, messages=said)
+    (line,) = iter_json_rows([item], correct_threshold=0.5)
     text = exact_json.dumps(line)
     assert text.isascii() and len(text.splitlines()) == 1 and json.loads(text)["messages"][1] == said[1]

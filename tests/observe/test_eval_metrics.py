@@ -20,38 +20,38 @@ def answers(source: str, *rewards: list[float]) -> list[Rollout]:
             status="length" if reward < 0 else "stop",
             reward=reward,
         )
-        for prompt, own in enumerate(rewards)
-        for reward in own
+        for prompt, local in enumerate(rewards)
+        for reward in local
     ]
 
 
-def rollout(prompt: str, reward: float, **given: object) -> Rollout:
+def rollout(prompt: str, reward: float, **value: object) -> Rollout:
     turns = (Turn([1, 2]), Turn([3, 4, 5], [0.0] * 3, True, 0))
-    return Rollout(Prompt(prompt, ({"role": "user", "content": "?"},)), turns, reward=reward, **given)  # type: ignore[arg-type]
+    return Rollout(Prompt(prompt, ({"role": "user", "content": "?"},)), turns, reward=reward, **value)  # type: ignore[arg-type]
 
 
 def test_by_hand() -> None:
-    found = compute_metrics(answers("a", [1, 0], [1, 1], [-1, 0]), [1, 2])["a"]
-    assert (found.prompts, found.answers) == (3, 6)
-    assert found.reward.value == pytest.approx((0.5 + 1 - 0.5) / 3)
-    assert found.reward.low <= found.reward.value <= found.reward.high
-    assert found.pass_at[1].value == pytest.approx((0.5 + 1 + 0) / 3)
-    assert found.pass_at[2].value == pytest.approx(2 / 3)
-    assert found.cut_off == pytest.approx(1 / 6) and found.tokens == pytest.approx(11)
+    result = compute_metrics(answers("a", [1, 0], [1, 1], [-1, 0]), [1, 2])["a"]
+    assert (result.prompts, result.answers) == (3, 6)
+    assert result.reward.value == pytest.approx((0.5 + 1 - 0.5) / 3)
+    assert result.reward.low <= result.reward.value <= result.reward.high
+    assert result.pass_at[1].value == pytest.approx((0.5 + 1 + 0) / 3)
+    assert result.pass_at[2].value == pytest.approx(2 / 3)
+    assert result.cut_off == pytest.approx(1 / 6) and result.tokens == pytest.approx(11)
 
 
 def test_each_source_and_all_of_them() -> None:
-    found = compute_metrics([*answers("a", [1.0], [0.0]), *answers("b", [1.0])], [1])
-    assert list(found) == ["a", "b", "all"]
-    assert [one.reward.value for one in found.values()] == pytest.approx([0.5, 1.0, 2 / 3])
+    result = compute_metrics([*answers("a", [1.0], [0.0]), *answers("b", [1.0])], [1])
+    assert list(result) == ["a", "b", "all"]
+    assert [item.reward.value for item in result.values()] == pytest.approx([0.5, 1.0, 2 / 3])
     assert list(compute_metrics(answers("a", [1.0]), [1])) == ["a"]
 
 
 def test_prompts_with_too_few_scored_answers_are_in_no_pass_at_k() -> None:
-    found = compute_metrics(answers("a", [1.0, 1.0], [0.0]), [1, 2, 3])["a"]
-    assert found.pass_prompts == {1: 2, 2: 1, 3: 0}
-    assert found.pass_at[2].value == 1.0 and 3 not in found.pass_at
-    assert "-" in format_table({"a": found}, [1, 2, 3]).splitlines()[1].split()
+    result = compute_metrics(answers("a", [1.0, 1.0], [0.0]), [1, 2, 3])["a"]
+    assert result.pass_prompts == {1: 2, 2: 1, 3: 0}
+    assert result.pass_at[2].value == 1.0 and 3 not in result.pass_at
+    assert "-" in format_table({"a": result}, [1, 2, 3]).splitlines()[1].split()
 
 
 def test_what_is_right_may_be_said() -> None:
@@ -68,22 +68,22 @@ def test_aborted_and_unscored_answers_count_in_nothing() -> None:
             rollout("p", 0.5, status="max_turns"),
         ]
     )
-    assert [one.reward for one in scored] == [1.0, 0.5]
-    (found,) = compute_metrics(scored, [1]).items()
-    assert found[0] == "unnamed" and (found[1].answers, found[1].cut_off, found[1].tokens) == (2, 0.5, 3)
+    assert [item.reward for item in scored] == [1.0, 0.5]
+    (result,) = compute_metrics(scored, [1]).items()
+    assert result[0] == "unnamed" and (result[1].answers, result[1].cut_off, result[1].tokens) == (2, 0.5, 3)
     assert list(compute_metrics(scored, [1], default_source="sums")) == ["sums"]
 
 
 def test_an_episode_in_branches_counts_once() -> None:
     rollouts = [rollout("p", 1.0, episode=0), rollout("p", 1.0, episode=0), rollout("p", 0.0, episode=1)]
-    assert [one.reward for one in select_scored(rollouts)] == [1.0, 0.0]
+    assert [item.reward for item in select_scored(rollouts)] == [1.0, 0.0]
 
 
 def test_table_and_json() -> None:
-    found = compute_metrics([*answers("openai/gsm8k", [1.0, 0.0]), *answers("x\x1b[31m", [0.0, 0.0])], [1, 2])
-    lines = format_table(found, [1, 2]).splitlines()
+    result = compute_metrics([*answers("openai/gsm8k", [1.0, 0.0]), *answers("x\x1b[31m", [0.0, 0.0])], [1, 2])
+    lines = format_table(result, [1, 2]).splitlines()
     assert lines[0].split() == "source prompts answers reward [95 %] pass@1 [95 %] pass@2 [95 %] cut off tokens".split()
     assert lines[1].startswith("openai/gsm8k") and "0.500 [0.500, 0.500]" in lines[1]
-    assert "\x1b" not in format_table(found, [1, 2]) and len({line.index("%") for line in lines[1:]}) == 1
-    tree = json.loads(json.dumps(dataclasses.asdict(found["openai/gsm8k"])))
+    assert "\x1b" not in format_table(result, [1, 2]) and len({line.index("%") for line in lines[1:]}) == 1
+    tree = json.loads(json.dumps(dataclasses.asdict(result["openai/gsm8k"])))
     assert tree["pass_at"]["2"] == {"value": 1.0, "low": 1.0, "high": 1.0} and tree["pass_prompts"]["1"] == 1

@@ -41,7 +41,7 @@ def test_going_back_is_counted_and_the_third_in_a_row_ends_the_run() -> None:
     said = Said(ppo_kl=0.05)
     back = {"guards/ppo_kl": 0.31}
     counts = [said.guards.check(step, back if step in (1, 2, 4, 5) else {}) for step in (1, 2, 3, 4, 5)]
-    assert [found["guards/rollbacks"] for found in counts] == [1, 2, 2, 3, 4]
+    assert [result["guards/rollbacks"] for result in counts] == [1, 2, 2, 3, 4]
     said.guards.raise_if_stopped()  # two in a row, twice
     assert len(said.alarms) == 4
     assert said.alarms[0].startswith("step 1: actor/ppo_kl 0.31 is above guards.ppo_kl=0.05: rolled the policy back")
@@ -55,10 +55,10 @@ def test_going_back_is_counted_and_the_third_in_a_row_ends_the_run() -> None:
 
 def test_a_kl_that_explodes_is_said_once() -> None:
     said = Said(kl=0.5)
-    found = [
+    result = [
         said.guards.check(step, {"actor/kl_to_reference": kl})["guards/kl_off"] for step, kl in ((1, 0.5), (2, 0.6))
     ]
-    assert found == [0.0, 1.0] and len(said.alarms) == 1
+    assert result == [0.0, 1.0] and len(said.alarms) == 1
     assert said.alarms[0].startswith(
         "step 2: the KL to the reference, 0.6 nats a token, is above guards.kl=0.5: its coe"
     )
@@ -73,8 +73,8 @@ def test_memory_is_said_when_there_is_less_of_it() -> None:
         names = {"out_of_memory": often, "token_budget": budget, "recomputes": recomputes}
         return {f"guards/reward_model_{name}": value for name, value in names.items()}
 
-    for step, given in enumerate(((0, 3072), (2, 768), (2, 768), (3, 768, 1)), 1):
-        assert said.guards.check(step, metrics(*given)) == {}
+    for step, argument in enumerate(((0, 3072), (2, 768), (2, 768), (3, 768, 1)), 1):
+        assert said.guards.check(step, metrics(*argument)) == {}
     first, second = said.alarms
     assert first.startswith("step 2: out of memory, 2 times so far: micro-batches of the reward model now have at most")
     assert "train.max_tokens_per_gpu=768" in first and "recomputed" not in first and "all layers recomputed" in second
@@ -87,7 +87,7 @@ def test_a_band_is_said_once_when_it_is_left_and_once_when_it_is_reached_again()
     said = Said(alarms=True)
     entropies = (0.5, 0.3, 0.2, nan, 0.45, 0.7)
     counts = [said.guards.check(step, {"actor/entropy": value}) for step, value in enumerate(entropies, 1)]
-    assert [found["guards/out_of_band"] for found in counts] == [0, 1, 1, 1, 0, 1]
+    assert [result["guards/out_of_band"] for result in counts] == [0, 1, 1, 1, 0, 1]
     low, high = said.alarms
     assert low.startswith("step 2: actor/entropy is 0.3, below 0.4 to 0.6: raise kl.coef")
     assert high.startswith("step 6: actor/entropy is 0.7, above 0.4 to 0.6: lower loss.entropy_coef")
@@ -116,9 +116,9 @@ def config(algorithm: str = "ppo", **sections: Any) -> Config:
 
 
 def test_guards_of_what_is_not_there() -> None:
-    def check(given: Config) -> list[str]:
+    def check(argument: Config) -> list[str]:
         warnings: list[str] = []
-        check_guards(given, load_requirements(given), warnings)
+        check_guards(argument, load_requirements(argument), warnings)
         return warnings
 
     assert check(config(guards={"kl": 1.0})) == []

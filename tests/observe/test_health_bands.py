@@ -60,13 +60,13 @@ def test_in_words() -> None:
 
 def test_bands_of_ones_own() -> None:
     assert bands() == {} == bands(alarms=False)
-    own = {"actor/entropy": [0.1, 0.2], "perf/tokens_per_second_per_rank": [2000, None], "actor/grad_norm": None}
-    found = bands(alarms=True, bands={**own, "rollout/turns_mean": [None, 4.5]})
-    assert found.keys() == BANDS.keys() - {"actor/grad_norm"} | {"rollout/turns_mean"}
-    assert (found["actor/entropy"].lower, found["actor/entropy"].upper) == (0.1, 0.2)
-    assert found["actor/entropy"].low_remedy == BANDS["actor/entropy"].low_remedy
-    assert found["perf/tokens_per_second_per_rank"].side(1900) == "below"
-    assert found["rollout/turns_mean"].side(5) == "above" and found["rollout/turns_mean"].get_remedy(5) == ""
+    local = {"actor/entropy": [0.1, 0.2], "perf/tokens_per_second_per_rank": [2000, None], "actor/grad_norm": None}
+    result = bands(alarms=True, bands={**local, "rollout/turns_mean": [None, 4.5]})
+    assert result.keys() == BANDS.keys() - {"actor/grad_norm"} | {"rollout/turns_mean"}
+    assert (result["actor/entropy"].lower, result["actor/entropy"].upper) == (0.1, 0.2)
+    assert result["actor/entropy"].low_remedy == BANDS["actor/entropy"].low_remedy
+    assert result["perf/tokens_per_second_per_rank"].side(1900) == "below"
+    assert result["rollout/turns_mean"].side(5) == "above" and result["rollout/turns_mean"].get_remedy(5) == ""
     # Without a floor of one's own there is none.
     assert bands(alarms=True).keys() == BANDS.keys() - {"perf/tokens_per_second_per_rank"}
 
@@ -87,9 +87,9 @@ def test_bands_that_nobody_looks_at() -> None:
 @pytest.mark.parametrize("metric", BANDS)
 def test_each_alarm_has_its_paragraph(metric: str) -> None:
     """With what it means and what to do, and the keys that the alarm itself names."""
-    _, found, rest = PAGE.partition(f"### `{metric}`\n")
-    assert found
-    paragraph = rest.partition("\n### ")[0].partition("\n## ")[0]
+    _, result, remaining = PAGE.partition(f"### `{metric}`\n")
+    assert result
+    paragraph = remaining.partition("\n### ")[0].partition("\n## ")[0]
     for part in ("Symptom:", "Meaning:", "Remedy:"):
         assert part in paragraph
     for text in (BANDS[metric].low_remedy, BANDS[metric].high_remedy):

@@ -23,14 +23,14 @@ def rollout(group: int, reward: float, lengths: tuple[int, ...], calls: int, err
 
 
 def test_by_hand() -> None:
-    given = [
+    argument = [
         rollout(0, 1.0, (4, 2), 1, 0, "stop"),
         rollout(0, 0.0, (3,), 0, 0, "length"),
         rollout(1, 0.5, (1, 1, 1), 3, 2, "max_turns"),
         rollout(1, 0.5, (8,), 0, 0, "stop"),
     ]
-    metrics = rollout_metrics(Rollouts.gather(given))
-    elsewhere = as_ranks(2, lambda rank: rollout_metrics(Rollouts.gather(given[2 * rank.rank :][:2], None, rank)))
+    metrics = rollout_metrics(Rollouts.gather(argument))
+    elsewhere = as_ranks(2, lambda rank: rollout_metrics(Rollouts.gather(argument[2 * rank.rank :][:2], None, rank)))
     assert elsewhere == [metrics, metrics]
     expected = {
         "rollout/reward_mean": 0.5,
@@ -59,15 +59,15 @@ def test_by_hand() -> None:
 
 def test_aborted_ones_count_as_that_and_nothing_else() -> None:
     """The group of the aborted one has no spread without it."""
-    whole = [
+    full = [
         rollout(0, 1.0, (2,), 0, 0, "stop"),
         rollout(1, 0.0, (2,), 0, 0, "stop"),
         rollout(1, 1.0, (4,), 1, 0, "stop"),
     ]
     aborted = rollout(0, 0.0, (100,), 9, 9, "aborted")
-    found = rollout_metrics(Rollouts.gather([*whole, aborted]))
-    assert found == rollout_metrics(Rollouts.gather(whole)) | {"rollout/aborted_frac": 0.25}
-    assert found["rollout/reward_mean"] == pytest.approx(2 / 3) and found["rollout/zero_spread_frac"] == 0.5
+    result = rollout_metrics(Rollouts.gather([*full, aborted]))
+    assert result == rollout_metrics(Rollouts.gather(full)) | {"rollout/aborted_frac": 0.25}
+    assert result["rollout/reward_mean"] == pytest.approx(2 / 3) and result["rollout/zero_spread_frac"] == 0.5
     assert rollout_metrics(Rollouts.gather([aborted])) == {"rollout/aborted_frac": 1.0}
 
 
@@ -79,13 +79,13 @@ def test_those_without_a_reward_count_in_nothing_that_is_said_of_rewards() -> No
         replace(rollout(1, 0.0, (4,), 0, 0, "stop"), reward_parts={}, unscored={"a": "it raised", "b": "late"}),
     ]
     aborted = rollout(0, 0.0, (100,), 9, 9, "aborted")
-    found = rollout_metrics(Rollouts.gather([*good, *failed, aborted]))
-    whole = rollout_metrics(Rollouts.gather(good))
-    assert found["rollout/reward_failed_frac"] == 0.5 and found["rollout/aborted_frac"] == pytest.approx(0.2)
-    assert found["reward/a_failed_frac"] == 0.25 and found["reward/b_failed_frac"] == 0.5
+    result = rollout_metrics(Rollouts.gather([*good, *failed, aborted]))
+    full = rollout_metrics(Rollouts.gather(good))
+    assert result["rollout/reward_failed_frac"] == 0.5 and result["rollout/aborted_frac"] == pytest.approx(0.2)
+    assert result["reward/a_failed_frac"] == 0.25 and result["reward/b_failed_frac"] == 0.5
     for name in ("rollout/reward_mean", "rollout/reward_std", "rollout/reward_min", "reward/a", "reward/b"):
-        assert found[name] == whole[name]
-    assert "rollout/zero_spread_frac" not in found and found["rollout/response_length_mean"] == 4.0
+        assert result[name] == full[name]
+    assert "rollout/zero_spread_frac" not in result and result["rollout/response_length_mean"] == 4.0
     nothing = rollout_metrics(Rollouts.gather(failed))
     assert nothing["rollout/reward_failed_frac"] == 1.0 and "rollout/reward_mean" not in nothing
 
@@ -98,21 +98,21 @@ def test_an_episode_counts_as_one_by_hand() -> None:
         rollout(0, 1.0, (1, 2), 2, 1, "stop"),
     ]
     alone, aborted = rollout(0, 0.0, (5,), 0, 0, "length"), rollout(0, 0.0, (9,), 9, 9, "aborted")
-    found = rollout_metrics(Rollouts.gather([*as_branches(branches, 0), alone, *as_branches([aborted] * 4, 1)]))
-    whole = rollout_metrics(Rollouts.gather([rollout(0, 1.0, (4, 2, 1, 2), 3, 1, "stop"), alone, aborted]))
+    result = rollout_metrics(Rollouts.gather([*as_branches(branches, 0), alone, *as_branches([aborted] * 4, 1)]))
+    full = rollout_metrics(Rollouts.gather([rollout(0, 1.0, (4, 2, 1, 2), 3, 1, "stop"), alone, aborted]))
     lengths = {"rollout/length_max": 12.0, "rollout/branches_mean": 2.0}  # the longest sequence, with its prompt
-    assert found == whole | lengths
-    assert found["rollout/reward_mean"] == 0.5 and found["rollout/response_length_mean"] == 7.0
-    assert found["rollout/aborted_frac"] == pytest.approx(1 / 3) and found["rollout/truncated_frac"] == 0.5
+    assert result == full | lengths
+    assert result["rollout/reward_mean"] == 0.5 and result["rollout/response_length_mean"] == 7.0
+    assert result["rollout/aborted_frac"] == pytest.approx(1 / 3) and result["rollout/truncated_frac"] == 0.5
     shares = [[*as_branches(branches, 0)], [alone, *as_branches([aborted] * 4, 1)]]
-    assert as_ranks(2, lambda rank: rollout_metrics(Rollouts.gather(shares[rank.rank], None, rank))) == [found] * 2
+    assert as_ranks(2, lambda rank: rollout_metrics(Rollouts.gather(shares[rank.rank], None, rank))) == [result] * 2
 
 
 def test_a_reward_that_failed_failed_once_for_an_episode() -> None:
     failed = replace(rollout(0, 0.0, (2,), 0, 0, "stop"), unscored={"a": "it raised"})
-    given = [*as_branches([failed] * 3, 0), rollout(0, 1.0, (2,), 0, 0, "stop")]
-    found = rollout_metrics(Rollouts.gather(given))
-    assert found["rollout/reward_failed_frac"] == found["reward/a_failed_frac"] == 0.5
+    argument = [*as_branches([failed] * 3, 0), rollout(0, 1.0, (2,), 0, 0, "stop")]
+    result = rollout_metrics(Rollouts.gather(argument))
+    assert result["rollout/reward_failed_frac"] == result["reward/a_failed_frac"] == 0.5
 
 
 def test_a_part_that_is_weighed_is_said_beside_the_reward() -> None:
@@ -143,17 +143,17 @@ def test_nothing_to_measure() -> None:
 
 
 def of(source: str, reward: float, length: int, status: Status = "stop") -> Rollout:
-    one = rollout(0, reward, (length,), 0, 0, status)
-    return replace(one, prompt=replace(one.prompt, data_source=source), reward_parts={})
+    item = rollout(0, reward, (length,), 0, 0, status)
+    return replace(item, prompt=replace(item.prompt, data_source=source), reward_parts={})
 
 
 SOURCES = [of("b", 1.0, 2), of("openai/a", 0.5, 4), of("b", 0.0, 6), of("", 1.0, 1), of("c", 9.0, 9, "aborted")]
 
 
 def test_sources_have_figures_of_their_own() -> None:
-    whole = rollout_metrics(Rollouts.gather(SOURCES))
-    found = {name: value for name, value in whole.items() if name.count("/") > 1}
-    assert found == {
+    full = rollout_metrics(Rollouts.gather(SOURCES))
+    result = {name: value for name, value in full.items() if name.count("/") > 1}
+    assert result == {
         **{"rollout/reward_mean/b": 0.5, "rollout/response_length_mean/b": 4.0, "rollout/count/b": 2.0},
         **{"rollout/reward_mean/openai/a": 0.5, "rollout/response_length_mean/openai/a": 4.0},
         **{"rollout/count/openai/a": 1.0, "rollout/count/other": 1.0},
@@ -162,7 +162,7 @@ def test_sources_have_figures_of_their_own() -> None:
     # A rank with none of a source, and one with nothing, say the same.
     shares = [SOURCES[:2], [], SOURCES[2:]]
     elsewhere = as_ranks(3, lambda rank: rollout_metrics(Rollouts.gather(shares[rank.rank], None, rank)))
-    assert elsewhere == [whole] * 3
+    assert elsewhere == [full] * 3
 
 
 def test_one_source_needs_none_and_too_many_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,10 +203,10 @@ def advantages(*values: float, mask: tuple[bool, ...]) -> TrainBatch:
 def test_of_what_was_trained_on_by_hand() -> None:
     """Action tokens 1, -1, 3: mean 1, squares 0, 4, 4; the prompt's number is none of them."""
     batch = advantages(99.0, 1.0, -1.0, 3.0, mask=(False, True, True, True))
-    found = batch_metrics(batch, seconds=2.0, world=4)
-    assert found["perf/tokens_per_second_per_rank"] == 0.5
-    assert found["actor/advantage_mean"] == 1.0
-    assert found["actor/advantage_variance"] == pytest.approx(8 / 3, rel=1e-12)
+    result = batch_metrics(batch, seconds=2.0, world=4)
+    assert result["perf/tokens_per_second_per_rank"] == 0.5
+    assert result["actor/advantage_mean"] == 1.0
+    assert result["actor/advantage_variance"] == pytest.approx(8 / 3, rel=1e-12)
     speed = {"perf/tokens_per_second_per_rank": 0.5}
     assert batch_metrics(replace(batch, advantages=None), 2.0, 4) == speed
     assert batch_metrics(replace(batch, loss_mask=torch.zeros(4, dtype=torch.bool)), 2.0, 4) == speed
@@ -220,6 +220,6 @@ def test_advantages_of_all_ranks() -> None:
         shares = BatchSharding(lengths, routed, home, torch.tensor([rank.rank]), rank)
         return batch_metrics(replace(parts[rank.rank], sharding=shares, group=routed), 2.0, 2)
 
-    one, other = as_ranks(2, of)
-    assert one == other
-    assert one["actor/advantage_variance"] == pytest.approx(8 / 3, rel=1e-12)
+    item, other = as_ranks(2, of)
+    assert item == other
+    assert item["actor/advantage_variance"] == pytest.approx(8 / 3, rel=1e-12)

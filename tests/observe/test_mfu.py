@@ -28,8 +28,8 @@ def test_a_step_of_two_roles() -> None:
     # The time here of the role that is elsewhere is what it takes to send it something.
     times = {"time/actor_update": 0.5, "time/critic_update": 0.001, "time/step": 2.0}
     assert select_remote_clocks([actor, critic]) == {3: ["time/critic_update"]}
-    found = compute_throughput([actor, critic], times, 4, 10e12, {3: {"time/critic_update": 1.5}})
-    assert found == pytest.approx(
+    result = compute_throughput([actor, critic], times, 4, 10e12, {3: {"time/critic_update": 1.5}})
+    assert result == pytest.approx(
         {
             "perf/tflops_per_gpu": (1e12 + 3e12 + 3e12) / 2 / 4 / 1e12,
             "perf/actor_tflops_per_gpu": 3e12 / 0.5 / 3 / 1e12,
@@ -47,8 +47,8 @@ def test_a_role_that_is_not_trained_is_rated_by_what_it_was_asked() -> None:
     reward = RoleFlops("reward", FLOPS, "", is_trained=False)
     teacher.add_forward([100])
     reward.add_forward([50])
-    found = compute_throughput([teacher, reward], {"time/step": 1.0}, 4, None, {1: {"time/teacher_logprobs": 0.5}})
-    assert found == pytest.approx({"perf/tflops_per_gpu": 1.5 / 4, "perf/teacher_tflops_per_gpu": 1.0})
+    result = compute_throughput([teacher, reward], {"time/step": 1.0}, 4, None, {1: {"time/teacher_logprobs": 0.5}})
+    assert result == pytest.approx({"perf/tflops_per_gpu": 1.5 / 4, "perf/teacher_tflops_per_gpu": 1.0})
 
 
 def test_without_a_gpu_there_is_no_share_of_it() -> None:
@@ -59,15 +59,15 @@ def test_without_a_gpu_there_is_no_share_of_it() -> None:
 
 def test_a_gpu_is_looked_at_until_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mfu, "SAMPLE_INTERVAL_S", 0.001)
-    seen, asked = iter([(0.5, 2**30), (1.0, 2**31)]), threading.Event()
+    seen, requested = iter([(0.5, 2**30), (1.0, 2**31)]), threading.Event()
 
     def look() -> tuple[float, int] | None:
-        if (found := next(seen, None)) is None:
-            asked.set()
-        return found
+        if (result := next(seen, None)) is None:
+            requested.set()
+        return result
 
     gpu = GpuMonitor(look)
-    assert asked.wait(60)
+    assert requested.wait(60)
     assert gpu.metrics() == {"perf/gpu_utilization": 0.75, "perf/gpu_memory_gib": 2.0}
     assert gpu.metrics() == {}
     gpu.close()

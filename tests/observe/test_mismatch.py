@@ -47,11 +47,11 @@ def test_one_pass_of_new_weights_is_kernels_by_turn() -> None:
     assert gaps.gap.tolist() == [-0.25, 0, 0.125] and np.isnan(gaps.tokens["routing"]).all()
     assert causes(gaps) == [FIRST, FIRST, LATER]
     assert gaps.tokens[["record", "token"]].tolist() == [(0, 2), (0, 3), (0, 5)]
-    first, later, whole = summarize_causes(gaps)
+    first, later, full = summarize_causes(gaps)
     assert (first.name, first.tokens, first.mean, first.p99, first.largest) == (FIRST, 2, 0.125, 0.25, 0.25)
     assert (later.name, later.tokens, later.mean) == (LATER, 1, 0.125)
     assert (first.share, later.share) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
-    assert (whole.name, whole.tokens, whole.mean, whole.share) == ("all", 3, 0.125, 1)
+    assert (full.name, full.tokens, full.mean, full.share) == ("all", 3, 0.125, 1)
 
 
 def test_routing_is_what_two_passes_differ_by_and_comes_on_top() -> None:
@@ -59,10 +59,10 @@ def test_routing_is_what_two_passes_differ_by_and_comes_on_top() -> None:
     gaps = compute_gaps([record(two_turns(3), replayed, free)], 3)
     assert gaps.tokens["routing"].tolist() == [0, -1, 0.25] and gaps.tokens["remainder"].tolist() == [-0.125, 0, 0]
     assert gaps.gap.tolist() == [-0.125, -1, 0.25] == (gaps.tokens["routing"] + gaps.tokens["remainder"]).tolist()
-    found = {cause.name: cause for cause in summarize_causes(gaps)}
-    assert (found[ROUTING].tokens, found[ROUTING].largest) == (3, 1)
-    assert found[ROUTING].share == pytest.approx(1.25 / 1.375) and found[FIRST].share == pytest.approx(0.125 / 1.375)
-    assert [one["cause"] for one in find_worst(gaps, 3)] == [ROUTING, ROUTING, FIRST]
+    result = {cause.name: cause for cause in summarize_causes(gaps)}
+    assert (result[ROUTING].tokens, result[ROUTING].largest) == (3, 1)
+    assert result[ROUTING].share == pytest.approx(1.25 / 1.375) and result[FIRST].share == pytest.approx(0.125 / 1.375)
+    assert [item["cause"] for item in find_worst(gaps, 3)] == [ROUTING, ROUTING, FIRST]
 
 
 def test_older_weights_and_what_stands_behind_their_tokens() -> None:
@@ -103,10 +103,10 @@ def test_tokens_that_could_be_few_words_are_apart() -> None:
 
 def served(*cached: int) -> tuple[Turn, ...]:
     """`two_turns`, where so many tokens before each of the policy's turns were cached."""
-    first, *rest = (
+    first, *remaining = (
         dataclasses.replace(turn, cached_tokens=n) for turn, n in zip(two_turns(3)[1::2], cached, strict=True)
     )
-    return Turn((1, 2)), first, Turn((4,)), *rest
+    return Turn((1, 2)), first, Turn((4,)), *remaining
 
 
 def test_turns_with_something_in_the_cache_are_apart_from_those_with_nothing() -> None:
@@ -139,8 +139,8 @@ def silent(turns: tuple[Turn, ...], **more: object) -> Record:
 
 def test_the_engine_against_itself_with_and_without_a_cache() -> None:
     first, second, third = served(0, 0), moved(served(0, 3), 0.25), moved(served(2, 3), 0.5)
-    found = {cause.name: cause for cause in compare_twins([silent(turns) for turns in (third, second, first)], 3)}
-    mixed, both, neither = (found.get(name) for name in TWIN_KINDS)
+    result = {cause.name: cause for cause in compare_twins([silent(turns) for turns in (third, second, first)], 3)}
+    mixed, both, neither = (result.get(name) for name in TWIN_KINDS)
     # Against `second`, which comes first of those without: turn 1. Against `first`: turn 2, where only it has nothing.
     assert mixed is not None and (mixed.tokens, mixed.mean, mixed.largest) == (4, 0.3125, 0.5)
     assert neither is not None and (neither.tokens, neither.largest) == (2, 0.25) and both is None

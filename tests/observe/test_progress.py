@@ -117,9 +117,9 @@ def test_the_display_shows_each_figure_in_its_band_or_out_of_it() -> None:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    found = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: found[0])
-    return found
+    result = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: result[0])
+    return result
 
 
 def shown_of(progress: Progress) -> str:

@@ -105,16 +105,16 @@ def test_records_are_read_where_they_are_asked_for(tmp_path: Path) -> None:
     support = SamplingMask.from_rows([[7, 1], [8], [9, 2, 3]])
     rollouts = [example(routing=record) for record in records] + [example(sampling_mask=support), example()]
     file = written(tmp_path, rollouts)
-    light, whole = read_rollouts(tmp_path, 12), read_rollouts(tmp_path, 12, include_trainer_columns=True)
-    assert light == whole == rollouts  # which are not compared by their records
-    assert all(one.routing is None and one.sampling_mask is None for one in light)
-    for one, record in zip(whole, [*records, None, None], strict=True):
-        assert (one.routing is None) == (record is None)
-        if record is not None and one.routing is not None:
-            assert one.routing.dtype == record.dtype and torch.equal(one.routing, record)
-    assert [one.sampling_mask is None for one in whole] == [True] * 3 + [False, True]
-    found = whole[3].sampling_mask
-    assert found is not None and found.counts.tolist() == [2, 1, 3] and found.ids.tolist() == [7, 1, 8, 9, 2, 3]
+    light, full = read_rollouts(tmp_path, 12), read_rollouts(tmp_path, 12, include_trainer_columns=True)
+    assert light == full == rollouts  # which are not compared by their records
+    assert all(element.routing is None and element.sampling_mask is None for element in light)
+    for element, record in zip(full, [*records, None, None], strict=True):
+        assert (element.routing is None) == (record is None)
+        if record is not None and element.routing is not None:
+            assert element.routing.dtype == record.dtype and torch.equal(element.routing, record)
+    assert [element.sampling_mask is None for element in full] == [True] * 3 + [False, True]
+    result = full[3].sampling_mask
+    assert result is not None and result.counts.tolist() == [2, 1, 3] and result.ids.tolist() == [7, 1, 8, 9, 2, 3]
     table = pq.read_table(file, columns=["routing", "routing_shape"], partitioning=None)
     assert table["routing"].null_count == 2 and len(table["routing"][0].as_py()) == 42
     assert table["routing_shape"].to_pylist() == [[7, 3, 2], [8, 3, 2], [0, 3, 2], None, None]
@@ -127,7 +127,7 @@ def test_records_can_be_left_out_and_fill_row_groups(tmp_path: Path, monkeypatch
     log = RolloutLog(tmp_path, 0, pytest.fail, save_replay_data=False, vocab_hash="words")
     log.write(1, 4, range(4), rollouts)
     log.close()
-    assert [one.routing for one in read_rollouts(tmp_path, 1, include_trainer_columns=True)] == [None] * 4
+    assert [element.routing for element in read_rollouts(tmp_path, 1, include_trainer_columns=True)] == [None] * 4
     assert Part.open(part_file(tmp_path, 1, 0)).read_metadata("vocabulary") == "words"
 
 
@@ -166,9 +166,9 @@ def test_what_was_cached_is_on_record_and_makes_no_difference(tmp_path: Path) ->
     turns = example().turns
     served = (*turns[:3], dataclasses.replace(turns[3], cached_tokens=5))
     written(tmp_path, [example(turns=served), example()])
-    found = read_rollouts(tmp_path, 12)
-    assert found == [example(), example()]
-    assert [[turn.cached_tokens for turn in one.turns] for one in found] == [[-1, -1, -1, 5], [-1] * 4]
+    result = read_rollouts(tmp_path, 12)
+    assert result == [example(), example()]
+    assert [[turn.cached_tokens for turn in element.turns] for element in result] == [[-1, -1, -1, 5], [-1] * 4]
     with pytest.raises(ValueError, match="and cached tokens"):
         Turn((1,), cached_tokens=0)
 
@@ -179,9 +179,9 @@ def test_parts_of_several_ranks_and_row_groups_are_put_together(
     monkeypatch.setattr(rollout_log, "ROW_GROUP_TOKENS", 20)  # three rollouts of eight tokens
     rollouts = [example(group=number, seed=number) for number in range(11)]
     for rank, numbers in ((0, [0, 10]), (3, [7, 1, 2, 3, 9]), (12, [4, 5, 6, 8])):
-        own = [np.full(8, number, np.float32) for number in numbers]
+        local = [np.full(8, number, np.float32) for number in numbers]
         assert not is_complete(tmp_path, 2)
-        write_part(part_file(tmp_path, 2, rank), 2, 11, numbers, [rollouts[number] for number in numbers], own)
+        write_part(part_file(tmp_path, 2, rank), 2, 11, numbers, [rollouts[number] for number in numbers], local)
     assert pq.ParquetFile(part_file(tmp_path, 2, 3)).num_row_groups == 2
     assert is_complete(tmp_path, 2) and read_rollouts(tmp_path, 2) == rollouts
     assert [(record.number, record.advantage) for record in read_records(tmp_path, 2)] == [(i, i) for i in range(11)]
@@ -264,10 +264,10 @@ def test_what_the_trainer_says_stands_beside_what_the_engine_said(tmp_path: Path
     assert says[0] is not None and says[0].unreplayed is None
     _, says = split_batch(batch.with_(unreplayed_logprobs=-torch.arange(16.0)), trained, rollouts)
     write_part(part_file(tmp_path, 12, 0), 12, 3, range(3), rollouts.local, None, "", says)
-    found = [record.trainer_logprobs for record in read_records(tmp_path, 12)]
-    assert found[0] is not None and found[1] is None and found[2] is not None
-    assert found[0].logprobs.tolist() == [0, 0, 0, -4, -5, 0, 0, -8]
-    assert found[2].unreplayed is not None and found[2].unreplayed.tolist() == [0, 0, 0, -11, -12, 0, 0, -15]
+    result = [record.trainer_logprobs for record in read_records(tmp_path, 12)]
+    assert result[0] is not None and result[1] is None and result[2] is not None
+    assert result[0].logprobs.tolist() == [0, 0, 0, -4, -5, 0, 0, -8]
+    assert result[2].unreplayed is not None and result[2].unreplayed.tolist() == [0, 0, 0, -11, -12, 0, 0, -15]
     short = [TrainerLogprobs(np.zeros(7, np.float32)), None, None]
     with pytest.raises(ValueError, match="7 log-probs for a rollout of 8 tokens"):
         write_part(part_file(tmp_path, 13, 0), 13, 3, range(3), rollouts.local, None, "", short)
@@ -282,11 +282,11 @@ def test_files_of_earlier_formats_are_read_without_what_came_later(tmp_path: Pat
         pq.write_table(
             table.replace_schema_metadata({**about, b"megarl.format": str(format).encode()}), file, compression="zstd"
         )
-        found = read_rollouts(tmp_path, 12, include_trainer_columns=True)
-        known = [one if format > 4 else dataclasses.replace(one, branch=None) for one in rollouts]
-        assert found == known and is_complete(tmp_path, 12)
-        assert {turn.cached_tokens for one in found for turn in one.turns} == {-1}
-        assert [one.sampling_mask is None for one in found] == [format < 4, True]
+        result = read_rollouts(tmp_path, 12, include_trainer_columns=True)
+        known = [element if format > 4 else dataclasses.replace(element, branch=None) for element in rollouts]
+        assert result == known and is_complete(tmp_path, 12)
+        assert {turn.cached_tokens for element in result for turn in element.turns} == {-1}
+        assert [element.sampling_mask is None for element in result] == [format < 4, True]
 
 
 def test_arrays_and_objects_that_json_does_not_know_are_written_somehow() -> None:
@@ -301,11 +301,11 @@ def test_a_step_is_written_while_the_next_is_made(tmp_path: Path, monkeypatch: p
     goes_on, begun = threading.Event(), threading.Event()
     threads = set()
 
-    def slowly(file: Path, *given: Any) -> None:
+    def slowly(file: Path, *argument: Any) -> None:
         threads.add(threading.current_thread())
         begun.set()
         assert goes_on.wait(60)
-        write_part(file, *given)
+        write_part(file, *argument)
 
     monkeypatch.setattr(rollout_log, "write_part", slowly)
     log = RolloutLog(tmp_path, 5, pytest.fail)
@@ -427,10 +427,10 @@ def test_steps_and_parts_that_are_missing(tmp_path: Path) -> None:
 
 def test_files_that_are_damaged_or_others(tmp_path: Path) -> None:
     file = written(tmp_path, [example(messages=({"role": "user", "content": "x" * 50},))] * 2)
-    whole = file.read_bytes()
+    full = file.read_bytes()
 
     def says(content: bytes | Callable[[pa.Table], pa.Table], *parts: str) -> None:
-        file.write_bytes(content if isinstance(content, bytes) else whole)
+        file.write_bytes(content if isinstance(content, bytes) else full)
         if not isinstance(content, bytes):
             again(file, content)
         with pytest.raises(ConfigError) as error:
@@ -440,14 +440,14 @@ def test_files_that_are_damaged_or_others(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
     damaged = "is not a file of recorded rollouts, or is damaged: "
-    for content in (b"", b"{}", bytes(4096), whole[:-40], whole[: len(whole) // 2], whole[-400:]):
+    for content in (b"", b"{}", bytes(4096), full[:-40], full[: len(full) // 2], full[-400:]):
         says(content, damaged)
-    file.write_bytes(whole)
+    file.write_bytes(full)
     about, group = pq.read_schema(file).metadata, pq.ParquetFile(file).metadata.row_group(0)
     for name in ("token_ids.list.element", "messages"):
-        (column,) = (found for found in map(group.column, range(group.num_columns)) if found.path_in_schema == name)
+        (column,) = (result for result in map(group.column, range(group.num_columns)) if result.path_in_schema == name)
         last = column.data_page_offset + column.total_compressed_size - 1  # of its only page
-        says(whole[:last] + bytes([whole[last] ^ 1]) + whole[last + 1 :], damaged)
+        says(full[:last] + bytes([full[last] ^ 1]) + full[last + 1 :], damaged)
     says(lambda table: table.replace_schema_metadata(None), "no megarl.format")
     says(
         lambda table: table.replace_schema_metadata({**about, b"megarl.format": b"7"}),

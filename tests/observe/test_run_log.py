@@ -54,12 +54,12 @@ def test_every_rank_writes_its_timeline_and_a_disk_that_fails_is_warned_of_once(
 def test_a_step_that_fails_leaves_what_it_has_sampled(tmp_path: Path) -> None:
     """So that it can be replayed; of one that came to its end there is what that has left."""
     log = RunLog(config(tmp_path), place(0), "words")
-    made = [Rollouts.gather([ROLLOUT])]
-    log.end_step(1, {}, made[0])
+    created = [Rollouts.gather([ROLLOUT])]
+    log.end_step(1, {}, created[0])
     for step in (0, 1):  # nothing has begun, or an evaluation failed
-        log.record_failed_step(step, made * 2)
+        log.record_failed_step(step, created * 2)
     log.record_failed_step(2, [])
-    log.record_failed_step(3, made * 2)
+    log.record_failed_step(3, created * 2)
     log.close()
     assert recorded_steps(tmp_path) == [1, 3]
     assert read_rollouts(tmp_path, 1) == [ROLLOUT] and read_rollouts(tmp_path, 3) == [ROLLOUT] * 2
@@ -116,8 +116,8 @@ def test_each_rank_records_what_it_has(tmp_path: Path) -> None:
     logs = [RunLog(config(tmp_path), place(rank)) for rank in (0, 1)]
 
     def take_step(rank: Thread) -> None:
-        own = ([1], [0, 2])[rank.rank]
-        logs[rank.rank].end_step(4, {}, Rollouts.gather([rollouts[i] for i in own], own, rank))
+        local = ([1], [0, 2])[rank.rank]
+        logs[rank.rank].end_step(4, {}, Rollouts.gather([rollouts[i] for i in local], local, rank))
 
     as_ranks(2, take_step)
     for log in reversed(logs):
@@ -173,8 +173,8 @@ def test_guards_are_said_counted_and_kept(tmp_path: Path) -> None:
 
     logs = [RunLog(guarded(tmp_path), place(rank)) for rank in (0, 1)]
     for step in (1, 2):
-        found = [log.end_step(step, {"actor/grad_norm": 0.1, "guards/ppo_kl": 0.5}) for log in logs]
-        assert found[0] == found[1]
+        result = [log.end_step(step, {"actor/grad_norm": 0.1, "guards/ppo_kl": 0.5}) for log in logs]
+        assert result[0] == result[1]
     for log in logs:
         with pytest.raises(ConfigError, match="3 consecutive steps"):
             log.end_step(3, {"actor/grad_norm": 1.0, "guards/ppo_kl": 0.5})

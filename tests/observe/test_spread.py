@@ -24,10 +24,10 @@ def lines(shares: list[float | None], **config: Any) -> dict[int, str]:
 
 
 def test_three_steps_in_a_row_are_said_once_with_the_remedy() -> None:
-    (found,) = lines([1.0] * 6).items()
-    assert found[0] == 3
+    (result,) = lines([1.0] * 6).items()
+    assert result[0] == 3
     for words in ("step 3: for 3 steps", "mean 0.25", "nothing is learned", "easier prompts", "algorithm=dapo"):
-        assert words in found[1]
+        assert words in result[1]
 
 
 def test_a_step_in_which_samples_differ_begins_the_count_anew() -> None:

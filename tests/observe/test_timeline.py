@@ -19,8 +19,8 @@ ANSWERS = Span("generation of step 1", "rollout", "generation", 1.5, 1.75, (2, 3
 
 def events(file: Path) -> list[dict[str, Any]]:
     """As a reader takes it that closes the array itself."""
-    found: list[dict[str, Any]] = json.loads(file.read_text().rstrip().rstrip(",") + "]")
-    return found
+    result: list[dict[str, Any]] = json.loads(file.read_text().rstrip().rstrip(",") + "]")
+    return result
 
 
 def test_events(tmp_path: Path) -> None:

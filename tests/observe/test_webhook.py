@@ -57,9 +57,9 @@ class Server:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv(module.PRIVATE_ENV, "1")
-    found = Server()
-    yield found
-    found.close()
+    result = Server()
+    yield result
+    result.close()
 
 
 @pytest.fixture(autouse=True)

@@ -34,13 +34,13 @@ def main() -> dict[str, bool]:
                 ("around", collectives.all_gather_small),
             ):
                 right[f"{name} {n} {length}"] = torch.equal(exchange(mine, group, 60.0), expected)
-        given = [bytes([source]) * (source * 300) for source in range(n)]
-        found = collectives.ragged_all_gather(
-            torch.frombuffer(bytearray(given[rank]), dtype=torch.uint8) if rank else torch.empty(0, dtype=torch.uint8),
+        value = [bytes([source]) * (source * 300) for source in range(n)]
+        result = collectives.ragged_all_gather(
+            torch.frombuffer(bytearray(value[rank]), dtype=torch.uint8) if rank else torch.empty(0, dtype=torch.uint8),
             group,
             60.0,
         )
-        right[f"all_gather {n}"] = [bytes(share.tolist()) for share in found] == given
+        right[f"all_gather {n}"] = [bytes(share.tolist()) for share in result] == value
     ranks.barrier()
     return right
 

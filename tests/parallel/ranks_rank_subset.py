@@ -32,10 +32,10 @@ FOLDER = Path(sys.argv[1])
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for tensor in tensors:
-        found.update(tensor.detach().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        result.update(tensor.detach().flatten().view(torch.uint8).numpy().tobytes())
+    return result.hexdigest()
 
 
 def build(part: dict[str, Any], place: ranks.Ranks) -> Any:
@@ -63,14 +63,14 @@ def trained(part: dict[str, Any], place: ranks.Ranks) -> dict[str, Any]:
     model, batch = build(part, place), tiny.batch()
     if "origin" in part:
         restore_model(model, FOLDER / part["origin"])
-    found = {"figures": [model.train_step(batch, LOSSES[part["role"]]) for _ in range(part["steps"])]}
-    found["forward"] = digest(model.forward(batch).values())
-    found["states"] = digest([*model.local_params().values(), *state_tensors(model.optimizer)])
-    found["export"] = digest(tensor for _, tensor in gather_hf(model.merged_params(), model.params(), place))
+    result = {"figures": [model.train_step(batch, LOSSES[part["role"]]) for _ in range(part["steps"])]}
+    result["forward"] = digest(model.forward(batch).values())
+    result["states"] = digest([*model.local_params().values(), *state_tensors(model.optimizer)])
+    result["export"] = digest(tensor for _, tensor in gather_hf(model.merged_params(), model.params(), place))
     tiny.save_model(model, FOLDER / part["name"])
     if place.role_rank == 0:
         (FOLDER / part["name"] / "done").touch()
-    return found
+    return result
 
 
 def main() -> None:

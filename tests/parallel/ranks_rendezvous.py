@@ -15,17 +15,17 @@ from megarl.parallel import ranks
 
 def spoken() -> list[list[int]]:
     """The ranks of each collective on the device, in order, that `initialize` runs."""
-    found: list[list[int]] = []
+    actual: list[list[int]] = []
     all_reduce = dist.all_reduce
 
     def record(tensor: torch.Tensor, *args: object, group: dist.ProcessGroup | None = None) -> None:
         all_reduce(tensor, group=group)
-        found.append(dist.get_process_group_ranks(group or dist.group.WORLD))
+        actual.append(dist.get_process_group_ranks(group or dist.group.WORLD))
 
     dist.all_reduce = record
     ranks.initialize(ParallelConfig(world_size=4, pp=2))
     ranks.create_layout(ParallelConfig(world_size=4, pp=4))  # as a critic's own
-    return found
+    return actual
 
 
 def alone(folder: Path) -> str:

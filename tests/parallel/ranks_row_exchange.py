@@ -68,18 +68,18 @@ class Case:
         self.columns, own_chance = {}, random.Random(chance.randrange(1 << 30) + rank)
         for name, rows in self.rows.items():
             dtype, tail = self.kinds[name]
-            own = [row for row, home in zip(rows, self.homes.tolist(), strict=True) if home == rank]
-            column = torch.cat([torch.empty((0, *tail), dtype=dtype), *own])
+            local = [row for row, home in zip(rows, self.homes.tolist(), strict=True) if home == rank]
+            column = torch.cat([torch.empty((0, *tail), dtype=dtype), *local])
             if own_chance.random() < 0.3:  # lies in shared memory already
                 column = shared_memory.empty(column.shape, dtype).copy_(column)
-            if own or own_chance.random() < 0.5:
+            if local or own_chance.random() < 0.5:
                 self.columns[name] = column
 
     def deliver(self, post: RowExchange) -> Delivery:
         return post.deliver(self.columns, self.kinds, self.given, self.homes, self.wants, self.parts)
 
     def wrong(self, delivery: Delivery, rank: int) -> list[str]:
-        found = []
+        actual = []
         for name in sorted(self.kinds):
             got, part = delivery.rows(name), self.parts.get(name, {rank: None})[rank]
             expected = [self.rows[name][number] for number in self.wants[rank]]
@@ -90,8 +90,8 @@ class Case:
                 for a, b in zip(got, expected, strict=False)
             ]
             if len(got) != len(expected) or not all(same):
-                found.append(f"{name}: {same} of {[tuple(rows.shape) for rows in expected]}")
-        return found
+                actual.append(f"{name}: {same} of {[tuple(rows.shape) for rows in expected]}")
+        return actual
 
 
 def cases(post: RowExchange, rank: int, world: int, seed: int) -> dict[str, Any]:
@@ -135,8 +135,10 @@ def gathers(post: RowExchange, rank: int, world: int, seed: int) -> dict[str, An
         expected = parts[0].clone()
         for part in parts[1:]:
             expected += part
-        given = parts[rank].clone()
-        if not torch.equal(row_exchange.WorldComm().all_reduce(given), expected) or not torch.equal(given, parts[rank]):
+        argument = parts[rank].clone()
+        if not torch.equal(row_exchange.WorldComm().all_reduce(argument), expected) or not torch.equal(
+            argument, parts[rank]
+        ):
             wrong.append(f"total of {dtype}")
     if row_exchange.WorldComm().all_reduce(torch.tensor(rank + 1)).item() != world * (world + 1) // 2:
         wrong.append("total of a number")
@@ -162,24 +164,24 @@ def lasting(post: RowExchange, rank: int, world: int, seed: int) -> dict[str, An
     kinds: dict[str, Any] = {"copied": (torch.int64, ()), "shared": (torch.int64, ())}
     columns = {"copied": torch.arange(50_000) + rank, "shared": shared_memory.empty((50_000,), torch.int64)}
     columns["shared"].copy_(columns["copied"] * 2)
-    found: dict[str, Any] = {"made": shared_memory.allocated_bytes()}
+    actual: dict[str, Any] = {"made": shared_memory.allocated_bytes()}
     delivery = post.deliver(columns, kinds, lengths, homes, wants)
     copied, shared = delivery.rows("copied"), delivery.rows("shared")
-    own = columns["copied"].data_ptr(), columns["shared"].data_ptr()
-    found["own rows are views"] = (copied[1].data_ptr(), shared[1].data_ptr()) == own
-    found["wrote"] = dict(post.bytes_sent)
+    local = columns["copied"].data_ptr(), columns["shared"].data_ptr()
+    actual["own rows are views"] = (copied[1].data_ptr(), shared[1].data_ptr()) == local
+    actual["wrote"] = dict(post.bytes_sent)
     ranks.barrier()
     keep = shared[0][7:9]
     shared[0][0] = -1  # the reader's own from here on
     ranks.barrier()
-    found["sender's stays"] = int(columns["shared"][0])
+    actual["sender's stays"] = int(columns["shared"][0])
     columns["copied"].zero_()  # was written for the neighbours before, and a rank may use its own again
-    del columns, own, shared, delivery
+    del columns, local, shared, delivery
     gc.collect()
     ranks.barrier()
-    found["theirs"] = [copied[0][:2].tolist(), keep.tolist()]
-    found["given back"] = [shared_memory.allocated_bytes(), len(memories())]
-    return found
+    actual["theirs"] = [copied[0][:2].tolist(), keep.tolist()]
+    actual["given back"] = [shared_memory.allocated_bytes(), len(memories())]
+    return actual
 
 
 def killed(post: RowExchange, rank: int, world: int, seed: int) -> dict[str, Any]:
@@ -188,23 +190,23 @@ def killed(post: RowExchange, rank: int, world: int, seed: int) -> dict[str, Any
     homes, lengths, wants = torch.arange(world), torch.full((world,), 9), [list(range(world))] * world
     columns = {"tokens": torch.full((9,), rank)}
     first = post.deliver(columns, kinds, lengths, homes, wants).rows("tokens")
-    found: dict[str, Any] = {"first": [int(rows[8]) for rows in first], "second": None}
+    actual: dict[str, Any] = {"first": [int(rows[8]) for rows in first], "second": None}
     ranks.barrier()
     if rank != 1:
         try:
             post.deliver(columns, kinds, lengths, homes, wants).rows("tokens")
         except Exception as error:
-            found["second"] = type(error).__name__
-    print("RESULT " + json.dumps(found), flush=True)
+            actual["second"] = type(error).__name__
+    print("RESULT " + json.dumps(actual), flush=True)
     os._exit(0)  # as the kernel ends a process that is killed: without a word to anybody
 
 
 def main() -> None:
-    what, seed, *rest = sys.argv[1:]
+    what, seed, *remaining = sys.argv[1:]
     world = int(os.environ["WORLD_SIZE"])
     ranks.initialize(ParallelConfig(world_size=world), timeout_s=60.0)
     rank = dist.get_rank()
-    post = RowExchange(per_machine=int(rest[0]) if rest else None)
+    post = RowExchange(per_machine=int(remaining[0]) if remaining else None)
     result = globals()[what](post, rank, world, int(seed))
     gc.collect()
     ranks.barrier()

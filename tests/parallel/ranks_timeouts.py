@@ -32,8 +32,8 @@ def timeouts() -> list[float]:
 
 def main() -> dict[str, object]:
     place = ranks.initialize(tiny.config(tp=2, world=2).parallel, timeout_s=60.0)
-    own = ranks.new_host_group([0, 1])
-    made = timeouts()
+    local = ranks.new_host_group([0, 1])
+    created = timeouts()
     ranks._timeout_s = 1.0
     ranks._set_timeouts(1.0)
     inside = []
@@ -42,7 +42,7 @@ def main() -> dict[str, object]:
         if place.job.rank:
             time.sleep(2.5)
         ranks.barrier()
-        dist.barrier(group=own)
+        dist.barrier(group=local)
     after = timeouts()
     try:
         with ranks.with_timeout(30.0):
@@ -58,7 +58,7 @@ def main() -> dict[str, object]:
         kv_store.exchange_root_cause(OSError("x"), "lost"),
     ]
     ranks.barrier()  # the other's last words come after both have asked
-    result: dict[str, object] = {"made": made, "inside": inside, "after": after, "heard": heard}
+    result: dict[str, object] = {"made": created, "inside": inside, "after": after, "heard": heard}
     if place.job.rank:
         for text in ("the first thing", "another"):
             kv_store.exchange_root_cause(ValueError(text), "fault")

@@ -65,10 +65,10 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_a_value_comes_back_as_it_was(value: Any) -> None:
-    found = decode(encode(value))
-    assert found == value
+    result = decode(encode(value))
+    assert result == value
     if not isinstance(value, (bytearray, Colour, Number)):
-        assert type(found) is type(value)
+        assert type(result) is type(value)
 
 
 def test_another_kind_of_mapping_is_a_dict_then() -> None:
@@ -83,10 +83,10 @@ def test_not_a_number_comes_back() -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (5, 2)])
 def test_tensors_and_arrays(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.rand(shape) * 5).to(dtype)
-    found = decode(encode([tensor, tensor.mT if tensor.dim() > 1 else tensor]))
-    assert found[0].dtype == dtype and found[0].shape == shape and torch.equal(found[0], tensor)
-    assert torch.equal(found[1], tensor.mT if tensor.dim() > 1 else tensor)
-    found[0].zero_()  # can be written to
+    result = decode(encode([tensor, tensor.mT if tensor.dim() > 1 else tensor]))
+    assert result[0].dtype == dtype and result[0].shape == shape and torch.equal(result[0], tensor)
+    assert torch.equal(result[1], tensor.mT if tensor.dim() > 1 else tensor)
+    result[0].zero_()  # can be written to
     if dtype is not torch.bfloat16:
         array = tensor.numpy().copy()
         array.flags.writeable = False
@@ -107,8 +107,8 @@ def test_a_rollout_travels_whole() -> None:
     prompt = Prompt("p", ({"role": "user", "content": "x"},), np.arange(5), extra={"a": [1, None, {"b": 0.5}]})
     answer = Turn(np.arange(3), np.array([-0.5, -1.0, 0.0]), is_action=True, weight_version=2, reward=0.5)
     rollout = Rollout(prompt, (Turn(prompt.token_ids), answer), "length", reward_parts={"a": 1.0})
-    found = decode(encode([rollout, rollout]))
-    assert found == [rollout, rollout] and found[0].turns[0].token_ids is found[0].prompt.token_ids
+    result = decode(encode([rollout, rollout]))
+    assert result == [rollout, rollout] and result[0].turns[0].token_ids is result[0].prompt.token_ids
 
 
 def test_nothing_is_called() -> None:

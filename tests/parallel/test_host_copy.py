@@ -13,8 +13,8 @@ def given_by_torch(size: int) -> int:
 @given(st.integers(0, 1 << 48))
 def test_page_locked_memory_is_no_more_than_it_has_to_be(size: int) -> None:
     with torch.device("meta"):
-        taken = sum(given_by_torch(piece.nbytes) for piece in HostCopy(size).pieces)
-    assert size <= taken < size + MIN_PIECE_BYTES
+        selected = sum(given_by_torch(piece.nbytes) for piece in HostCopy(size).pieces)
+    assert size <= selected < size + MIN_PIECE_BYTES
 
 
 def test_one_piece_would_take_nearly_twice_as_much() -> None:
@@ -27,13 +27,13 @@ def test_one_piece_would_take_nearly_twice_as_much() -> None:
 @given(st.lists(st.integers(0, 3 * MIN_PIECE_BYTES // 2), max_size=5))
 def test_all_of_it_comes_back(sizes: list[int]) -> None:
     there = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
-    before = [one.clone() for one in there]
+    before = [item.clone() for item in there]
     copy = HostCopy(sum(sizes))
-    copy.copy_from([one.untyped_storage() for one in there])
-    for one in there:
-        one.zero_()
-    copy.copy_back([one.untyped_storage() for one in there])
-    assert all(torch.equal(one, old) for one, old in zip(there, before, strict=True))
+    copy.copy_from([item.untyped_storage() for item in there])
+    for item in there:
+        item.zero_()
+    copy.copy_back([item.untyped_storage() for item in there])
+    assert all(torch.equal(item, old) for item, old in zip(there, before, strict=True))
 
 
 def test_what_was_taken_before_is_replaced() -> None:

@@ -44,9 +44,9 @@ def test_what_was_sealed_is_read_and_nothing_else() -> None:
     sealed = seal(b"text", "note", KEY)
     assert unseal(sealed, "note", KEY) == b"text"
     forged = [b"", sealed[:20], sealed[:-1], sealed + b"x", bytes(32) + b"text", bytes([sealed[0] ^ 1]) + sealed[1:]]
-    for one in forged:
+    for item in forged:
         with pytest.raises(ForgedError, match="not sent by a rank of this job"):
-            unseal(one, "note", KEY)
+            unseal(item, "note", KEY)
     with pytest.raises(ForgedError):
         unseal(sealed, "another note", KEY)
     with pytest.raises(ForgedError):
@@ -57,9 +57,9 @@ def test_a_pickle_of_somebody_else_is_not_unpickled(tmp_path: Path) -> None:
     pickles = SealedPickle("x", KEY)
     assert pickles.loads(pickles.dumps([1, "a"])) == [1, "a"]
     harm = pickle.dumps(Harm(tmp_path / "harm"))
-    for one in (harm, bytes(32) + harm, seal(harm, "y", KEY)):
+    for item in (harm, bytes(32) + harm, seal(harm, "y", KEY)):
         with pytest.raises(ForgedError):
-            pickles.loads(one)
+            pickles.loads(item)
     assert not (tmp_path / "harm").exists()
     assert pickles.PickleError is pickle.PickleError
 

@@ -78,8 +78,8 @@ def test_a_role_has_a_world_of_its_own() -> None:
     actor, critic, reward = (role_parallel(split, role) for role in ("actor", "critic", "reward"))
     assert (actor.world_size, actor.tp, actor.pp, actor.ep) == (4, 2, 1, 2) == (reward.world_size, 2, 1, 2)
     assert (critic.world_size, critic.tp, critic.pp, critic.ep) == (2, 1, 2, 1)
-    own = role_config(split, "critic")
-    assert own.parallel == critic and placement_of(own).ranks_of("actor") == (0, 1)
+    local = role_config(split, "critic")
+    assert local.parallel == critic and placement_of(local).ranks_of("actor") == (0, 1)
     assert engine_ranks(split) == [(0, 1), (2, 3), (4, 5), (6, 7)]
     apart = config({"actor": "0-3", "rollout": "4-7"}, rollout={"tp": 4})
     assert engine_ranks(apart) == [(4, 5, 6, 7)]

@@ -40,7 +40,7 @@ def alone(run_ranks: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 def test_two_models_on_their_own_ranks(run_ranks: Run, alone: Any, tmp_path: Path) -> None:
     """The critic is done before the actor begins, and has saved; each goes on where the other has been."""
-    found = run(
+    actual = run(
         run_ranks,
         4,
         tmp_path / "job",
@@ -50,24 +50,24 @@ def test_two_models_on_their_own_ranks(run_ranks: Run, alone: Any, tmp_path: Pat
         STAGES | dict(name="critic, moved", members=[1, 3], origin="critic", steps=1),
     )
     actor, critic = alone(ACTOR, more=1), alone(STAGES, more=1)
-    assert [sorted(result) for result in found] == [
+    assert [sorted(result) for result in actual] == [
         ["actor"],
         ["actor", "critic, moved"],
         ["actor, moved", "critic"],
         ["actor, moved", "critic", "critic, moved"],
     ]
     for place in (0, 1):
-        assert found[place]["actor"] == actor[place]["first"]
-        assert found[2 + place]["critic"] == critic[place]["first"]
-        assert found[2 + place]["actor, moved"] == actor[place]["more"]
-        assert found[(1, 3)[place]]["critic, moved"] == critic[place]["more"]
-    figures = found[0]["actor"]["figures"]
+        assert actual[place]["actor"] == actor[place]["first"]
+        assert actual[2 + place]["critic"] == critic[place]["first"]
+        assert actual[2 + place]["actor, moved"] == actor[place]["more"]
+        assert actual[(1, 3)[place]]["critic, moved"] == critic[place]["more"]
+    figures = actual[0]["actor"]["figures"]
     assert len(figures) == 2 and figures[0] != figures[1] and figures[0]["actor/grad_norm"] > 0
     assert {"actor/moe_load_balancing_loss", "actor/moe_z_loss"} <= figures[0].keys()
 
 
 def test_ranks_that_are_not_neighbours(run_ranks: Run, alone: Any, tmp_path: Path) -> None:
-    found = run(
+    actual = run(
         run_ranks,
         4,
         tmp_path / "job",
@@ -76,13 +76,13 @@ def test_ranks_that_are_not_neighbours(run_ranks: Run, alone: Any, tmp_path: Pat
     )
     actor, critic = alone(TIED), alone(REPLICAS)
     for place in (0, 1):
-        assert found[1 + 2 * place] == {"actor": actor[place]["first"]}
-        assert found[2 * place] == {"critic": critic[place]["first"]}
+        assert actual[1 + 2 * place] == {"actor": actor[place]["first"]}
+        assert actual[2 * place] == {"critic": critic[place]["first"]}
 
 
 def test_some_of_all(run_ranks: Run, alone: Any, tmp_path: Path) -> None:
     """Ranks that two models share take turns; one of them is on all ranks, and goes on as another layout's."""
-    found = run(
+    actual = run(
         run_ranks,
         4,
         tmp_path / "job",
@@ -90,7 +90,7 @@ def test_some_of_all(run_ranks: Run, alone: Any, tmp_path: Path) -> None:
         CONTEXT | dict(name="some", members=[2, 3]),
         ACTOR | dict(name="fewer", members=[0, 3], origin="all", steps=0),
     )
-    whole, some = alone(FOUR), alone(CONTEXT)
-    assert [result["all"] for result in found] == [result["first"] for result in whole]
-    assert [found[rank]["some"] for rank in (2, 3)] == [result["first"] for result in some]
-    assert {found[rank]["fewer"]["export"] for rank in (0, 3)} == {found[0]["all"]["export"]}
+    full, some = alone(FOUR), alone(CONTEXT)
+    assert [result["all"] for result in actual] == [result["first"] for result in full]
+    assert [actual[rank]["some"] for rank in (2, 3)] == [result["first"] for result in some]
+    assert {actual[rank]["fewer"]["export"] for rank in (0, 3)} == {actual[0]["all"]["export"]}

@@ -28,13 +28,13 @@ Run = Callable[..., list[dict[str, Any]]]
 
 def listening(port: int) -> list[str]:
     """Addresses at which somebody on this machine listens on a port, as the kernel writes them."""
-    found = []
+    result = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             address, number = line.split()[1].split(":")
             if line.split()[3] == "0A" and int(number, 16) == port:
-                found.append(address)
-    return found
+                result.append(address)
+    return result
 
 
 LOOPBACK = ["0100007F"]
@@ -84,11 +84,11 @@ def test_what_somebody_else_puts_into_a_store_is_refused(run_ranks: Run, tmp_pat
 
 
 def test_a_port_that_is_taken_is_an_error_as_ever() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.socket() as selected:
+        selected.bind(("127.0.0.1", 0))
+        selected.listen()
         with pytest.raises(dist.DistNetworkError, match="EADDRINUSE|in use"):
-            rendezvous.serve_store("127.0.0.1", taken.getsockname()[1], 1, timedelta(seconds=5))
+            rendezvous.serve_store("127.0.0.1", selected.getsockname()[1], 1, timedelta(seconds=5))
 
 
 def test_what_meets_by_an_address_keeps_its_store_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +97,9 @@ def test_what_meets_by_an_address_keeps_its_store_there(monkeypatch: pytest.Monk
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    found, rank, world = next(iter(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 1)))
+    result, rank, world = next(iter(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 1)))
     assert (rank, world) == (0, 1) and listening(port) == LOOPBACK
-    found.set("x", "1")
+    result.set("x", "1")
     again, *_ = next(iter(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 1)))
     assert again.get("x") == b"1"  # the same store, as of several groups of one process
 

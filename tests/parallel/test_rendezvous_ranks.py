@@ -49,10 +49,10 @@ def test_place(environment: Callable[..., None]) -> None:
 
 
 def test_a_meeting_is_checked_before_anything_starts() -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+    with socket.socket() as selected:
+        selected.bind(("", 0))
+        selected.listen()
+        port = str(selected.getsockname()[1])
         check_rendezvous(2, "1", "127.0.0.1", port)
         with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is in use"):
             check_rendezvous(2, "0", "127.0.0.1", port)

@@ -24,15 +24,15 @@ tensor[1] = 9
 
 def test_another_process_reads_and_writes_it_and_no_further_one_is_started() -> None:
     before = {path.name for path in Path("/dev/shm").iterdir()}
-    whole = shared_memory.empty((8,), torch.uint8)
-    whole[2:5] = torch.tensor([1, 2, 3], dtype=torch.uint8)
-    numbers = json.dumps(shared_memory.export_handle(whole[2:5]))
-    assert not [one for one in psutil.Process().children() if "torch_shm" in one.name()]
+    full = shared_memory.empty((8,), torch.uint8)
+    full[2:5] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    numbers = json.dumps(shared_memory.export_handle(full[2:5]))
+    assert not [item for item in psutil.Process().children() if "torch_shm" in item.name()]
     assert not [name for name in {path.name for path in Path("/dev/shm").iterdir()} - before if "torch" in name]
     done = subprocess.run([sys.executable, "-c", WRITES, numbers], capture_output=True, text=True)
     assert done.stdout == "[1, 2, 3]\n", done.stderr
-    assert whole.tolist() == [0, 0, 1, 9, 3, 0, 0, 0]
-    del whole
+    assert full.tolist() == [0, 0, 1, 9, 3, 0, 0, 0]
+    del full
     gone = subprocess.run([sys.executable, "-c", WRITES, numbers], capture_output=True, text=True)
     assert gone.returncode == 1 and "FileNotFoundError" in gone.stderr
 

@@ -14,36 +14,36 @@ from megarl.reshard.run.checksum import device_hash
 from megarl.reshard.run.scale_grids import BlockScales
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+def same(item: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(item.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def check_copies(seed: int) -> None:
     rng = random.Random(f"copies {seed}")
     boxes, size = random_boxes(rng)
     before = noise(rng, size)
-    expected, found = before.clone(), before.clone()
+    expected, result = before.clone(), before.clone()
     copies.pack(boxes, expected)
-    triton_kernels.pack(boxes, found)
-    assert same(found, expected), f"pack, seed {seed}"
+    triton_kernels.pack(boxes, result)
+    assert same(result, expected), f"pack, seed {seed}"
     wholes = [view.as_strided((view.untyped_storage().nbytes() // view.element_size(),), (1,), 0) for view, _ in boxes]
-    held = [whole.clone() for whole in wholes]
+    retained = [full.clone() for full in wholes]
     triton_kernels.unpack(before, boxes)
-    unpacked = [whole.clone() for whole in wholes]
-    for whole, kept in zip(wholes, held, strict=True):
-        whole.copy_(kept)
+    unpacked = [full.clone() for full in wholes]
+    for full, remaining in zip(wholes, retained, strict=True):
+        full.copy_(remaining)
     copies.unpack(before, boxes)
-    assert all(same(one, other) for one, other in zip(unpacked, wholes, strict=True)), f"unpack, seed {seed}"
+    assert all(same(item, other) for item, other in zip(unpacked, wholes, strict=True)), f"unpack, seed {seed}"
 
 
 def check_fp8(seed: int) -> None:
     rng = random.Random(f"fp8 {seed}")
     boxes, scaled, size = random_fp8(rng)
     before = noise(rng, size)
-    expected, found = before.clone(), before.clone()
+    expected, result = before.clone(), before.clone()
     copies.pack_fp8(boxes, scaled, expected)
-    triton_kernels.pack_fp8(boxes, scaled, found)
-    assert same(found, expected), f"pack_fp8, seed {seed}"
+    triton_kernels.pack_fp8(boxes, scaled, result)
+    assert same(result, expected), f"pack_fp8, seed {seed}"
 
 
 def check_no_numbers() -> None:
@@ -54,9 +54,9 @@ def check_no_numbers() -> None:
     buffers = torch.empty(weight.numel(), dtype=torch.uint8), torch.empty(weight.numel(), dtype=torch.uint8)
     copies.pack_fp8([(weight, 0)], [scales], buffers[0])
     triton_kernels.pack_fp8([(weight, 0)], [scales], buffers[1])
-    expected, found = (buffer.view(FP8).float() for buffer in buffers)
-    assert torch.equal(expected.isnan(), found.isnan())
-    assert same(expected.nan_to_num(0), found.nan_to_num(0))
+    expected, result = (buffer.view(FP8).float() for buffer in buffers)
+    assert torch.equal(expected.isnan(), result.isnan())
+    assert same(expected.nan_to_num(0), result.nan_to_num(0))
     assert expected.isnan().sum() == 128 * 128 + 2
 
 
@@ -71,9 +71,9 @@ def check_every_rounding() -> None:
     buffers = torch.empty(values.numel(), dtype=torch.uint8), torch.empty(values.numel(), dtype=torch.uint8)
     copies.pack_fp8([(values, 0)], [BlockScales(grid, 0, 0)], buffers[0])
     triton_kernels.pack_fp8([(values, 0)], [BlockScales(grid, 0, 0)], buffers[1])
-    expected, found = (buffer.view(FP8).float() for buffer in buffers)
-    assert torch.equal(expected.isnan(), found.isnan())
-    assert same(expected.nan_to_num(0), found.nan_to_num(0))
+    expected, result = (buffer.view(FP8).float() for buffer in buffers)
+    assert torch.equal(expected.isnan(), result.isnan())
+    assert same(expected.nan_to_num(0), result.nan_to_num(0))
 
 
 def check_hashes(seed: int) -> None:
@@ -85,9 +85,9 @@ def check_hashes(seed: int) -> None:
     start = rng.randrange(8)
     views += [views[0].t(), raw[start : start + rng.choice([1, 7, 8, 33_001, 65_536])], raw[:0], raw[:0].view(0, 3)]
     views += [raw[:64].view(torch.int64).view(2, 4)[:, 1:3], raw[:48].view(torch.float32).view(3, 4)[:, 1:2]]
-    found, left = triton_kernels.hashes(views)
+    result, left = triton_kernels.hashes(views)
     assert set(left) <= {len(boxes)}
-    for number, (view, value) in enumerate(zip(views, found.tolist(), strict=True)):
+    for number, (view, value) in enumerate(zip(views, result.tolist(), strict=True)):
         assert value == device_hash(view) or number in left, f"hash of {view.shape}, {view.stride()}, seed {seed}"
 
 

@@ -15,9 +15,9 @@ from megarl.reshard.plan.bound import Bools, Ints, expand_to_ranks, list_layer_c
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout, build_rank_map
 
 
-def least_sent(hf: HFConfig, train: TrainLayout, engine: EngineLayout, here: int, within: float) -> float:
+def least_sent(hf: HFConfig, train: TrainLayout, engine: EngineLayout, local_items: int, within: float) -> float:
     """The fewest bytes that the busiest rank sends in all, where none sends more than `within` over the network."""
-    found: dict[tuple[bool, tuple[int, ...]], float] = {}  # bytes of each job, over the network or not, of these ranks
+    actual: dict[tuple[bool, tuple[int, ...]], float] = {}  # bytes of each job, over the network or not, of these ranks
 
     def add(first: Ints, able: Bools, weight: Ints, far: bool) -> None:
         table = np.concatenate([first[:, None], able], axis=1)[weight > 0]
@@ -26,32 +26,34 @@ def least_sent(hf: HFConfig, train: TrainLayout, engine: EngineLayout, here: int
             total = np.bincount(same.ravel(), weight[weight > 0])
             for row, bytes_ in zip(different, total.tolist(), strict=True):
                 job = far, tuple((row[0] + np.flatnonzero(row[1:])).tolist())
-                found[job] = found.get(job, 0.0) + bytes_
+                actual[job] = actual.get(job, 0.0) + bytes_
 
-    sides = build_rank_map(train, engine, here)
-    here = sides.ranks_per_node
+    sides = build_rank_map(train, engine, local_items)
+    local_items = sides.ranks_per_node
     for member in list_layer_columns(hf, train, engine, "bf16"):
         holds, needs = expand_to_ranks(member.columns, member.stage, train, engine, sides)
         weight = member.columns.weight
-        held, lacks = (m.reshape(sides.world // here, here, len(weight)) for m in (holds, needs & ~holds))
-        copies, there = lacks.sum(1), held.any(1)
+        retained, lacks = (
+            m.reshape(sides.world // local_items, local_items, len(weight)) for m in (holds, needs & ~holds)
+        )
+        copies, there = lacks.sum(1), retained.any(1)
         enters = (copies > 0) & ~there
         add(np.zeros(len(weight), np.int64), holds.T, weight * enters.sum(0), True)
         node, atom = np.nonzero(enters)
-        add(node * here, lacks[node, :, atom], weight[atom] * (copies[node, atom] - 1), False)
+        add(node * local_items, lacks[node, :, atom], weight[atom] * (copies[node, atom] - 1), False)
         node, atom = np.nonzero((copies > 0) & there)
-        add(node * here, held[node, :, atom], weight[atom], False)
-        add(node * here, (held | lacks)[node, :, atom], weight[atom] * (copies[node, atom] - 1), False)
+        add(node * local_items, retained[node, :, atom], weight[atom], False)
+        add(node * local_items, (retained | lacks)[node, :, atom], weight[atom] * (copies[node, atom] - 1), False)
 
-    if not found:
+    if not actual:
         return 0.0
-    unit = max(found.values())  # of bytes, so that numbers are near 1
-    job = np.repeat(np.arange(len(found)), [len(ranks) for _, ranks in found])
-    rank = np.concatenate([ranks for _, ranks in found])
-    far = np.array([far for far, _ in found])[job]
+    unit = max(actual.values())  # of bytes, so that numbers are near 1
+    job = np.repeat(np.arange(len(actual)), [len(ranks) for _, ranks in actual])
+    rank = np.concatenate([ranks for _, ranks in actual])
+    far = np.array([far for far, _ in actual])[job]
     count, world = len(job), sides.world
     # Unknown: the bytes of each job that each of its ranks does, and, last, what the busiest sends.
-    each = coo_matrix((np.ones(count), (job, np.arange(count))), shape=(len(found), count + 1))
+    each = coo_matrix((np.ones(count), (job, np.arange(count))), shape=(len(actual), count + 1))
     rows = np.concatenate([rank, world + rank[far], np.arange(world)])
     columns = np.concatenate([np.arange(count), np.flatnonzero(far), np.full(world, count)])
     values = np.concatenate([np.ones(count + far.sum()), np.full(world, -1.0)])
@@ -59,6 +61,6 @@ def least_sent(hf: HFConfig, train: TrainLayout, engine: EngineLayout, here: int
     most = np.repeat([0.0, min(within / unit, 1e9)], world)
     cost = np.zeros(count + 1)
     cost[-1] = 1.0
-    result = linprog(cost, sent, most, each, np.array(list(found.values())) / unit, method="highs")
+    result = linprog(cost, sent, most, each, np.array(list(actual.values())) / unit, method="highs")
     assert result.success, result.message
     return float(result.fun) * unit

@@ -78,7 +78,7 @@ def matrix(linear: str, is_fp8: bool) -> torch.nn.Module:
     layer.tp_group, layer.deepgemm_mxfp8_input = None, False  # as `LinearBase` has them
     with mock.patch.object(fp8, "dispatch_w8a8_block_fp8_linear", lambda **named: chosen(linear)):
         layer.quant_method = fp8.Fp8LinearMethod(blocks()) if is_fp8 else unquant.UnquantizedLinearMethod()
-    loader: Callable[..., None] = lambda *given: None  # noqa: E731
+    loader: Callable[..., None] = lambda *value: None  # noqa: E731
     layer.quant_method.create_weights(layer, HIDDEN, [HIDDEN], HIDDEN, HIDDEN, torch.bfloat16, weight_loader=loader)
     return layer
 
@@ -96,21 +96,21 @@ def blocks() -> fp8.Fp8Config:
 
 def loaded(make: Callable[[str, bool], torch.nn.Module], choice: str, is_fp8: bool) -> dict[str, Any]:
     """ "same": whether each tensor has the shape that triton's has, and still the bits that it was given."""
-    wanted = {name: one.shape for name, one in make("triton", is_fp8).named_parameters()}
+    wanted = {name: item.shape for name, item in make("triton", is_fp8).named_parameters()}
     layer = make(choice, is_fp8)
-    given = {}
+    value = {}
     for name, parameter in layer.named_parameters():
         parameter.data = (torch.rand(parameter.shape) + 0.5).to(parameter.dtype)
-        given[name] = parameter.data.clone()
+        value[name] = parameter.data.clone()
     error = ""
     try:
         layer.quant_method.process_weights_after_loading(layer)
     except ImportError as problem:
         error = str(problem)
-    held = {name: parameter.data for name, parameter in layer.named_parameters()}
-    same = {name: one.shape for name, one in held.items()} == wanted and all(
-        held[name].dtype == one.dtype and torch.equal(held[name].view(torch.uint8), one.view(torch.uint8))
-        for name, one in given.items()
+    retained = {name: parameter.data for name, parameter in layer.named_parameters()}
+    same = {name: item.shape for name, item in retained.items()} == wanted and all(
+        retained[name].dtype == item.dtype and torch.equal(retained[name].view(torch.uint8), item.view(torch.uint8))
+        for name, item in value.items()
     )
     return {"same": same, "odd": find_layout_oddities(layer), "error": error}
 

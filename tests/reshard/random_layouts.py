@@ -190,6 +190,6 @@ def deepseek(rng: random.Random, heads: int, block: int) -> dict[str, Any]:
 
 def placement(rng: random.Random, experts: int, ep: int) -> tuple[int, ...]:
     """Every expert once, some more often, in any order."""
-    found = list(range(experts)) + [rng.randrange(experts) for _ in range(ep * rng.randint(0, 2))]
-    rng.shuffle(found)
-    return tuple(found)
+    result = list(range(experts)) + [rng.randrange(experts) for _ in range(ep * rng.randint(0, 2))]
+    rng.shuffle(result)
+    return tuple(result)

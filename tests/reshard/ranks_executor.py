@@ -56,27 +56,27 @@ def full_weights(params: list[Param], dtype: torch.dtype, seed: int) -> Tensors:
     }
 
 
-def fill(target: torch.Tensor, param: Param, held: list[ShardSlice], full: Tensors, of: str = "") -> None:
-    for source, dim, start, stop, offset in held:
-        whole = full[param.hf[source].name + of]
-        target.narrow(dim, offset, stop - start).copy_(whole.narrow(dim, start, stop - start))
+def fill(target: torch.Tensor, param: Param, retained: list[ShardSlice], full: Tensors, of: str = "") -> None:
+    for source, dim, start, stop, offset in retained:
+        complete = full[param.hf[source].name + of]
+        target.narrow(dim, offset, stop - start).copy_(complete.narrow(dim, start, stop - start))
 
 
 def shards(case: Any, params: list[Param], full: Tensors, rank: int) -> Tensors:
     """What Megatron holds on this rank, with rubbish for padding."""
     experts = family_of(case.hf).num_experts(case.hf)
-    found = {}
+    actual = {}
     for param in params:
-        own = case.train.trainer_rank(rank)
-        if own is not None and case.train.has_param(own, param, experts):
-            held = case.train.slices_of_rank(own, param)
-            size = max((h.offset + h.stop - h.start for h in held), default=0)
+        local = case.train.trainer_rank(rank)
+        if local is not None and case.train.has_param(local, param, experts):
+            retained = case.train.slices_of_rank(local, param)
+            size = max((h.offset + h.stop - h.start for h in retained), default=0)
             shape = list(param.hf[0].shape)
-            shape[held[0].dim if held else 0] = size
+            shape[retained[0].dim if retained else 0] = size
             dtype = full[param.hf[0].name].dtype
-            found[param.megatron] = torch.full(shape, 7.0, dtype=dtype)
-            fill(found[param.megatron], param, held, full)
-    return found
+            actual[param.megatron] = torch.full(shape, 7.0, dtype=dtype)
+            fill(actual[param.megatron], param, retained, full)
+    return actual
 
 
 def reference(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,12 +93,12 @@ def reference(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def in_fp8(params: list[Param], full: Tensors) -> Tensors:
     """All weights as the engine must hold them: some in FP8, with their scales under a name of their own."""
-    found = dict(full)
+    actual = dict(full)
     for param in params:
         if is_quantised(param):
             for tensor in param.hf:
-                found[tensor.name], found[tensor.name + " scales"] = reference(full[tensor.name])
-    return found
+                actual[tensor.name], actual[tensor.name + " scales"] = reference(full[tensor.name])
+    return actual
 
 
 def engine_tensors(case: Any, params: list[Param], dtype: torch.dtype, rank: int) -> Tensors:
@@ -107,19 +107,21 @@ def engine_tensors(case: Any, params: list[Param], dtype: torch.dtype, rank: int
     position = position_of(case, rank)
     shapes = {} if position is None else engine_shapes(params, case.engine, position, experts)
     slots = [(slot, param) for param in params if (slot := case.engine.slot_of(param))]
-    kept = {slot.name: param.dtype for slot, param in slots if param.dtype}
-    found = {name: torch.full(shape, -5.0, dtype=kept.get(name) or dtype) for name, shape in sorted(shapes.items())}
+    remaining = {slot.name: param.dtype for slot, param in slots if param.dtype}
+    actual = {
+        name: torch.full(shape, -5.0, dtype=remaining.get(name) or dtype) for name, shape in sorted(shapes.items())
+    }
     for name in {slot.name for slot, param in slots if case.wire == "fp8" and is_quantised(param)}:
         if name not in shapes:
             continue
         *stack, rows, columns = shapes[name]
-        found[name] = found[name].to(torch.float8_e4m3fn)
-        found[name + "_scale_inv"] = torch.full((*stack, -(-rows // BLOCK), -(-columns // BLOCK)), -5.0)
-    return found
+        actual[name] = actual[name].to(torch.float8_e4m3fn)
+        actual[name + "_scale_inv"] = torch.full((*stack, -(-rows // BLOCK), -(-columns // BLOCK)), -5.0)
+    return actual
 
 
-def of_scales(held: list[ShardSlice]) -> list[ShardSlice]:
-    edges = ((h, h.start // BLOCK, -(-h.stop // BLOCK), h.offset // BLOCK) for h in held)
+def of_scales(retained: list[ShardSlice]) -> list[ShardSlice]:
+    edges = ((h, h.start // BLOCK, -(-h.stop // BLOCK), h.offset // BLOCK) for h in retained)
     return [h._replace(start=start, stop=stop, offset=offset) for h, start, stop, offset in edges]
 
 
@@ -134,16 +136,16 @@ def wanted(case: Any, params: list[Param], full: Tensors, rank: int, empty: Tens
             continue
         for index in case.engine.expert_indices(position, param, experts):
             target = result[slot.name][index] if slot.grid == "expert" else result[slot.name]
-            held = case.engine.slices_of_rank(position, param)
-            fill(target, param, held, full)
+            retained = case.engine.slices_of_rank(position, param)
+            fill(target, param, retained, full)
             if case.wire == "fp8" and is_quantised(param):
                 grid = result[slot.name + "_scale_inv"]
-                fill(grid[index] if slot.grid == "expert" else grid, param, of_scales(held), full, " scales")
+                fill(grid[index] if slot.grid == "expert" else grid, param, of_scales(retained), full, " scales")
     return result
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def same(item: torch.Tensor, other: torch.Tensor) -> bool:
+    return item.dtype == other.dtype and torch.equal(item.view(torch.uint8), other.view(torch.uint8))
 
 
 def smallest_plan(case: Any) -> ReshardPlan:

@@ -64,15 +64,15 @@ class Model:
     def assembled(self, param: Param, cut: Sharding, size: int, part: int) -> np.ndarray:
         """A gather and slice: the shard that a cut makes of the whole tensors."""
         dim, slices = split_with(param, cut, size, part)
-        found = []
+        result = []
         for source, start, stop in slices:
             if source == PADDING:
                 shape = list(self.full[param.hf[0].name].shape)
                 shape[dim] = stop - start
-                found.append(np.full(shape, EMPTY))
+                result.append(np.full(shape, EMPTY))
             else:
-                found.append(self.full[param.hf[source].name].take(range(start, stop), axis=dim))
-        return np.concatenate(found, axis=dim)
+                result.append(self.full[param.hf[source].name].take(range(start, stop), axis=dim))
+        return np.concatenate(result, axis=dim)
 
     def pack(self, rank: int, piece: TensorPiece) -> np.ndarray:
         """Out of the shard of a rank of the job."""
@@ -82,32 +82,32 @@ class Model:
         assert self.train.has_param(rank, piece.param, self.experts), f"rank {rank} sends what it has not: {piece}"
         key = part, key_of(piece)
         if key not in self.packed:
-            held = [h for h in self.train.slices_of_rank(rank, piece.param) if h.source == piece.source]
-            self.packed[key] = self._scales(held, piece) if piece.is_scale else self._weights(part, held, piece)
+            retained = [h for h in self.train.slices_of_rank(rank, piece.param) if h.source == piece.source]
+            self.packed[key] = self._scales(retained, piece) if piece.is_scale else self._weights(part, retained, piece)
         return self.packed[key]
 
-    def _weights(self, part: int, held: Sequence[ShardSlice], piece: TensorPiece) -> np.ndarray:
+    def _weights(self, part: int, retained: Sequence[ShardSlice], piece: TensorPiece) -> np.ndarray:
         name = piece.param.megatron
         if (name, part) not in self.shards:
             size = self.train.num_shards(piece.param.expert is not None)
             self.shards[name, part] = self.assembled(piece.param, piece.param.sharding, size, part)
-        common = [(h, both) for h in held if (both := overlap(h.start, h.stop, h.dim, piece))]
+        common = [(h, both) for h in retained if (both := overlap(h.start, h.stop, h.dim, piece))]
         assert len(common) == 1, f"a piece in {len(common)} intervals of part {part}: {piece}"
         (h, both), *_ = common
         # In the shard the other dimension is whole, this one begins with the interval at its offset.
-        found = self.shards[name, part][both.moved(h.offset - h.start)]
-        assert found.shape == tuple(stop - start for start, stop in box(piece)), f"part {part} has not all of {piece}"
-        return found
+        result = self.shards[name, part][both.moved(h.offset - h.start)]
+        assert result.shape == tuple(stop - start for start, stop in box(piece)), f"part {part} has not all of {piece}"
+        return result
 
-    def _scales(self, held: Sequence[ShardSlice], piece: TensorPiece) -> np.ndarray:
+    def _scales(self, retained: Sequence[ShardSlice], piece: TensorPiece) -> np.ndarray:
         """A rank knows the scale of each block that it has any of."""
-        found = np.full([stop - start for start, stop in box(piece)], EMPTY)
+        result = np.full([stop - start for start, stop in box(piece)], EMPTY)
         grid = self.grid[piece.param.hf[piece.source].name]
-        for h in held:
+        for h in retained:
             if common := overlap(h.start // BLOCK, -(-h.stop // BLOCK), h.dim, piece):
-                found[common.inner] = grid[common.moved(0)]
-        assert (found != EMPTY).all(), f"no block of some scales: {piece}"
-        return found
+                result[common.inner] = grid[common.moved(0)]
+        assert (result != EMPTY).all(), f"no block of some scales: {piece}"
+        return result
 
     def unpack(self, position: int, tensors: dict[str, np.ndarray], piece: TensorPiece, values: np.ndarray) -> None:
         """Into an engine rank's tensors; what is written must be needed, and be written once."""
@@ -127,7 +127,7 @@ class Model:
         slot = self.engine.slot_of(piece.param)
         assert slot is not None
         unit = BLOCK if piece.is_scale else 1
-        found = []
+        result = []
         for h in self.engine.slices_of_rank(position, piece.param):
             assert h.offset % unit == 0 and h.start % unit == 0
             if h.source != piece.source:
@@ -136,8 +136,8 @@ class Model:
                 target = common.moved(h.offset // unit - h.start // unit)
                 for index in self.engine.expert_indices(position, piece.param, self.experts):
                     name = slot.name + (".scale" if piece.is_scale else "")
-                    found.append((name, (index, *target), common.inner))
-        return found
+                    result.append((name, (index, *target), common.inner))
+        return result
 
     def engine_tensors(self, position: int) -> dict[str, np.ndarray]:
         """What an engine rank must have in the end; every tensor has a first dimension, of stacked experts or 1."""
@@ -162,16 +162,16 @@ class Model:
                     scales[inside] = self.grid[name][row // BLOCK, column // BLOCK]
                 for index in indices:
                     parts.setdefault(slot.name + ".scale", []).append((index, dim, slot.offset // BLOCK, scales))
-        found = {}
+        result = {}
         for name, entries in parts.items():
             shape = [max(e[0] for e in entries) + 1, *entries[0][3].shape]
             dim = entries[0][1]
             shape[1 + dim] = max(at + values.shape[dim] for _, _, at, values in entries)
-            found[name] = np.full(shape, EMPTY)
+            result[name] = np.full(shape, EMPTY)
             for index, dim, at, values in entries:
-                target = found[name][index].swapaxes(0, dim)
+                target = result[name][index].swapaxes(0, dim)
                 target[at : at + values.shape[dim]] = values.swapaxes(0, dim)
-        return found
+        return result
 
 
 class Overlap(NamedTuple):

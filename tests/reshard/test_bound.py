@@ -44,24 +44,24 @@ CUT, NORMS = 8 * 4 + 3 * (8 * 4 + 8) + 4 * 8 + 3 * 8 * 4, 3 * 4
 
 def test_by_hand_the_same_parts_on_both_sides() -> None:
     # Megatron's vocabulary is padded to 256 rows and SGLang's to 64: all of it is on rank 0, of either. Else, no byte.
-    found = compute_bound(TINY, TrainLayout(2, 2, 1, ((0,),)), EngineLayout(2), ranks_per_node=2)
-    assert found.needed.tolist() == [2 * (32 + (CUT - 32) // 2 + NORMS), 2 * ((CUT - 32) // 2 + NORMS)]
-    assert found.cross_bytes == found.internode_bytes == found.send == found.recv == found.nic_send == 0
+    result = compute_bound(TINY, TrainLayout(2, 2, 1, ((0,),)), EngineLayout(2), ranks_per_node=2)
+    assert result.needed.tolist() == [2 * (32 + (CUT - 32) // 2 + NORMS), 2 * ((CUT - 32) // 2 + NORMS)]
+    assert result.cross_bytes == result.internode_bytes == result.send == result.recv == result.nic_send == 0
 
 
 def test_by_hand_one_rank_has_all() -> None:
     # Two stages of two: the layer on stage 0 on both ranks whole, and the final norm (16 bytes in fp32) on stage 1.
-    found = compute_bound(TINY, TrainLayout(4, 1, 1, ((0,), ())), EngineLayout(1), ranks_per_node=2, wire="fp32")
+    result = compute_bound(TINY, TrainLayout(4, 1, 1, ((0,), ())), EngineLayout(1), ranks_per_node=2, wire="fp32")
     model, last = 4 * (CUT + NORMS), 16
-    assert found.needed.tolist() == [model] * 4
-    assert found.local.tolist() == [model - last] * 2 + [last] * 2
-    assert found.cross.tolist() == [last] * 2 + [model - last] * 2
-    assert found.internode.tolist() == [last, model - last]
-    assert found.recv == model - last
+    assert result.needed.tolist() == [model] * 4
+    assert result.local.tolist() == [model - last] * 2 + [last] * 2
+    assert result.cross.tolist() == [last] * 2 + [model - last] * 2
+    assert result.internode.tolist() == [last, model - last]
+    assert result.recv == model - last
     # Stage 0 sends its part to node 1 once, half each; there one sends on to the other, half each. The norm comes back
     # the same way, so that all of the model is sent twice, by four.
-    assert found.nic_send == found.nic_recv == (model - last) / 2
-    assert found.send == model / 2
+    assert result.nic_send == result.nic_recv == (model - last) / 2
+    assert result.send == model / 2
 
 
 def test_by_hand_sharing() -> None:
@@ -69,14 +69,14 @@ def test_by_hand_sharing() -> None:
     able = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]], bool)
     jobs.add(np.zeros(3, np.int64), able, np.array([6, 6, 4]), network=True)
     classes = [np.arange(4), np.zeros(4, np.int64)]
-    lowest, found, ranks, _ = jobs.bound_busiest(4, classes)
+    lowest, result, ranks, _ = jobs.bound_busiest(4, classes)
     assert (
-        ranks == (0,) and lowest == 6 and found == pytest.approx(6, rel=0.01)
+        ranks == (0,) and lowest == 6 and result == pytest.approx(6, rel=0.01)
     )  # rank 0 alone 6, ranks 0 and 1 together 12, all 16
     jobs.add(np.array([1]), np.array([[1, 1]], bool), np.array([8]), network=True)  # on ranks 1 and 2
-    lowest, found, ranks, _ = jobs.bound_busiest(4, classes)
+    lowest, result, ranks, _ = jobs.bound_busiest(4, classes)
     assert (
-        ranks == (0, 1, 2) and lowest == pytest.approx(20 / 3) and found == pytest.approx(20 / 3, rel=0.01)
+        ranks == (0, 1, 2) and lowest == pytest.approx(20 / 3) and result == pytest.approx(20 / 3, rel=0.01)
     )  # ranks 0, 1, 2: no class
 
 
@@ -100,11 +100,11 @@ def test_by_hand_the_network_is_shared_first() -> None:
 
 def test_fp8_counts_blocks_and_scales() -> None:
     hf = TINY | {"hidden_size": 192, "intermediate_size": 256, "head_dim": 64}
-    found = compute_bound(hf, TrainLayout(2, 1, 1, ((), (0,))), EngineLayout(1), ranks_per_node=1, wire="fp8")
+    result = compute_bound(hf, TrainLayout(2, 1, 1, ((), (0,))), EngineLayout(1), ranks_per_node=1, wire="fp8")
     weights, grids = 4 * 256 * 192 + 3 * 256 * 192, 7 * 2 * 2  # q, k, v, o, gate, up, down; 256 x 192 is 2 x 2 blocks
-    rest = 8 * 192 + 3 * 256 + 3 * 192  # the embedding is on stage 0 and goes to rank 1
-    assert found.needed.tolist() == [weights + 4 * grids + 2 * rest] * 2
-    assert found.cross.tolist() == [weights + 4 * grids + 2 * (rest - 8 * 192), 2 * 8 * 192]
+    remaining = 8 * 192 + 3 * 256 + 3 * 192  # the embedding is on stage 0 and goes to rank 1
+    assert result.needed.tolist() == [weights + 4 * grids + 2 * remaining] * 2
+    assert result.cross.tolist() == [weights + 4 * grids + 2 * (remaining - 8 * 192), 2 * 8 * 192]
 
 
 TABLE = {
@@ -125,35 +125,35 @@ TABLE = {
 @pytest.mark.parametrize("row", TABLE)
 def test_the_published_table(row: str) -> None:
     world, pp, ep, engine, published = TABLE[row]
-    found = compute_bound(DEEPSEEK, TrainLayout(world, 8, ep, even_stages(61, pp)), engine, ranks_per_node=8)
-    totals = (found.needed_bytes, found.local_bytes, found.cross_bytes, found.internode_bytes)
+    result = compute_bound(DEEPSEEK, TrainLayout(world, 8, ep, even_stages(61, pp)), engine, ranks_per_node=8)
+    totals = (result.needed_bytes, result.local_bytes, result.cross_bytes, result.internode_bytes)
     assert tuple(round(total / world / 1e9, 1) for total in totals) == published
-    check_tight(found)
+    check_tight(result)
 
 
 @pytest.mark.parametrize(("world", "ep", "sends", "receives"), [(512, 32, 1.109, 1.062), (2048, 64, 1.108, 1.008)])
 def test_the_published_balance(world: int, ep: int, sends: float, receives: float) -> None:
     """Of 62 layers over 16 stages with three on the first and on the last two, where that of MTP comes on top."""
     train = TrainLayout(world, 8, ep, even_stages(61, 16, [3] + [4] * 13 + [3] * 2))
-    found = compute_bound(DEEPSEEK, train, EngineLayout(32, 32, draft=True), ranks_per_node=8)
-    mean = found.internode_bytes / world
-    assert found.nic_send / mean == pytest.approx(sends, abs=5e-4)
-    assert found.nic_recv / mean == pytest.approx(receives, abs=5e-4)
-    assert found.nic_send / 1e9 == pytest.approx({512: 44.6, 2048: 47.1}[world], abs=0.05)
+    result = compute_bound(DEEPSEEK, train, EngineLayout(32, 32, draft=True), ranks_per_node=8)
+    mean = result.internode_bytes / world
+    assert result.nic_send / mean == pytest.approx(sends, abs=5e-4)
+    assert result.nic_recv / mean == pytest.approx(receives, abs=5e-4)
+    assert result.nic_send / 1e9 == pytest.approx({512: 44.6, 2048: 47.1}[world], abs=0.05)
 
 
 def test_the_whole_model() -> None:
-    one = compute_bound(
+    item = compute_bound(
         DEEPSEEK, TrainLayout(1, 1, 1, even_stages(61, 1)), EngineLayout(1, draft=True), ranks_per_node=8
     )
-    assert one.needed_bytes / 1e9 == pytest.approx(1365, abs=0.5)
-    assert one.local_bytes == one.needed_bytes
+    assert item.needed_bytes / 1e9 == pytest.approx(1365, abs=0.5)
+    assert item.local_bytes == item.needed_bytes
 
 
-def check_tight(found: Bound) -> None:
+def check_tight(result: Bound) -> None:
     """A sharing of the jobs was found that is as good: no other set of ranks would give a higher bound."""
-    for name, attainable in found.attainable.items():
-        assert attainable <= 1.01 * getattr(found, name), name
+    for name, attainable in result.attainable.items():
+        assert attainable <= 1.01 * getattr(result, name), name
 
 
 def whole_table(hf: dict[str, Any]) -> list[Param]:
@@ -178,9 +178,9 @@ SEEDS = [seed for seed in range(150) if elements_of_all_ranks(small_case(seed)) 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_against_sets_of_elements(seed: int) -> None:
     case = small_case(seed)
-    found = compute_bound(case.hf, case.train, case.engine, case.ranks_per_node, case.wire)
-    brute_force(case, whole_table(case.hf), found)
-    check_tight(found)
+    result = compute_bound(case.hf, case.train, case.engine, case.ranks_per_node, case.wire)
+    brute_force(case, whole_table(case.hf), result)
+    check_tight(result)
 
 
 APART = [seed for seed in range(300) if elements_of_all_ranks(apart(seed, (1, 2, 3, 4), 7)) < 8_000]
@@ -189,18 +189,18 @@ APART = [seed for seed in range(300) if elements_of_all_ranks(apart(seed, (1, 2,
 @pytest.mark.parametrize("seed", APART)
 def test_against_sets_of_elements_on_other_ranks(seed: int) -> None:
     case = apart(seed, (1, 2, 3, 4), 7)
-    found = compute_bound(case.hf, case.train, case.engine, case.ranks_per_node, case.wire)
-    brute_force(case, whole_table(case.hf), found)
-    check_tight(found)
+    result = compute_bound(case.hf, case.train, case.engine, case.ranks_per_node, case.wire)
+    brute_force(case, whole_table(case.hf), result)
+    check_tight(result)
 
 
-def brute_force(case: Case, table: list[Param], found: Bound) -> None:
-    train, engine, here = case.train, case.engine, case.ranks_per_node
+def brute_force(case: Case, table: list[Param], result: Bound) -> None:
+    train, engine, local_items = case.train, case.engine, case.ranks_per_node
     ours = train.ranks or tuple(range(train.world))
     engines = {rank: number % engine.tp for number, rank in enumerate(engine.ranks or ours)}
     world = max(*ours, *engines) + 1
-    here = min(here, world)
-    world = -(-world // here) * here
+    local_items = min(local_items, world)
+    world = -(-world // local_items) * local_items
     experts = family_of(case.hf).num_experts(case.hf)
     holds: list[set[Element]] = [set() for _ in range(world)]
     needs: list[set[Element]] = [set() for _ in range(world)]
@@ -225,20 +225,20 @@ def brute_force(case: Case, table: list[Param], found: Bound) -> None:
             if engine.expert_indices(position, param, experts):
                 needs[rank].update(theirs[engine.shard_index(position, slot.grid)])
     cross = [sum(size[e] for e in needs[rank] - holds[rank]) for rank in range(world)]
-    assert found.cross.tolist() == cross
-    assert found.needed.tolist() == [sum(size[e] for e in need) for need in needs]
-    nodes = [range(first, first + here) for first in range(0, world, here)]
+    assert result.cross.tolist() == cross
+    assert result.needed.tolist() == [sum(size[e] for e in need) for need in needs]
+    nodes = [range(first, first + local_items) for first in range(0, world, local_items)]
     enter = [set().union(*(needs[r] for r in node)) - set().union(*(holds[r] for r in node)) for node in nodes]
-    assert found.internode.tolist() == [sum(size[e] for e in elements_) for elements_ in enter]
+    assert result.internode.tolist() == [sum(size[e] for e in elements_) for elements_ in enter]
 
     alike: Counter[tuple[tuple[bool, ...], tuple[bool, ...]]] = Counter()
     for element, bytes_ in size.items():
         alike[tuple(element in h for h in holds), tuple(element in n for n in needs)] += bytes_
     jobs: dict[str, Counter[frozenset[int]]] = {name: Counter() for name in ("send", "nic_send", "nic_recv")}
-    for (held, needed), bytes_ in alike.items():
-        owners = frozenset(rank for rank in range(world) if held[rank])
+    for (retained, needed), bytes_ in alike.items():
+        owners = frozenset(rank for rank in range(world) if retained[rank])
         for node in nodes:
-            lack = frozenset(rank for rank in node if needed[rank] and not held[rank])
+            lack = frozenset(rank for rank in node if needed[rank] and not retained[rank])
             near = owners & set(node)
             if not lack:
                 continue
@@ -247,15 +247,15 @@ def brute_force(case: Case, table: list[Param], found: Bound) -> None:
             if not near:
                 jobs["nic_send"][owners] += bytes_
                 jobs["nic_recv"][lack] += bytes_
-    assert found.recv == max(cross)
-    for name, least in (("nic_send", found.nic_send), ("nic_recv", found.nic_recv), ("send", found.send)):
+    assert result.recv == max(cross)
+    for name, least in (("nic_send", result.nic_send), ("nic_recv", result.nic_recv), ("send", result.send)):
         check_best_set(least, jobs[name], Counter(), 0.0, world, name)
     inside = jobs["send"] - jobs["nic_send"]  # `send` counts those over the network, too
-    check_best_set(found.send_capped, inside, jobs["nic_send"], NETWORK_SLACK * found.nic_send, world, "send")
+    check_best_set(result.send_capped, inside, jobs["nic_send"], NETWORK_SLACK * result.nic_send, world, "send")
 
 
 def check_best_set(
-    found: float, own: Counter[frozenset[int]], capped: Counter[frozenset[int]], cap: float, world: int, name: str
+    result: float, local: Counter[frozenset[int]], capped: Counter[frozenset[int]], cap: float, world: int, name: str
 ) -> None:
     """Every way to choose a set U, and where jobs are capped a set V besides: see `megarl/reshard/README.md`."""
     best = 0.0
@@ -263,11 +263,11 @@ def check_best_set(
         u = frozenset(rank for rank in range(world) if part[rank] == 1)
         v = frozenset(rank for rank in range(world) if part[rank] == 2)
         if u:
-            sent = sum(b for able, b in own.items() if able <= u) + sum(
+            sent = sum(b for able, b in local.items() if able <= u) + sum(
                 b for able, b in capped.items() if able <= u | v
             )
             best = max(best, (sent - cap * len(v)) / len(u))
-    assert 0.99 * best <= found <= best * (1 + 1e-9), name
+    assert 0.99 * best <= result <= best * (1 + 1e-9), name
 
 
 def elements(param: Param, cut: Sharding, parts: int, part: int, wire: str) -> dict[Element, int]:
@@ -275,7 +275,7 @@ def elements(param: Param, cut: Sharding, parts: int, part: int, wire: str) -> d
     quantised = wire == "fp8" and is_quantised(param)
     bytes_ = 1 if quantised else 4 if wire == "fp32" or param.dtype is not None else 2
     dim, slices = split_with(param, cut, parts, part)
-    found: dict[Element, int] = {}
+    result: dict[Element, int] = {}
     for source, start, stop in slices:
         if source == PADDING:
             continue
@@ -283,10 +283,10 @@ def elements(param: Param, cut: Sharding, parts: int, part: int, wire: str) -> d
         ranges = [range(n) for n in shape]
         ranges[dim] = range(start, stop)
         cells = list(itertools.product(*ranges))
-        found |= dict.fromkeys(((name, row, column) for row, column in cells), bytes_)
+        result |= dict.fromkeys(((name, row, column) for row, column in cells), bytes_)
         if quantised:
-            found |= {(name + " scale", row // BLOCK, column // BLOCK): 4 for row, column in cells}
-    return found
+            result |= {(name + " scale", row // BLOCK, column // BLOCK): 4 for row, column in cells}
+    return result
 
 
 def test_what_does_not_divide() -> None:

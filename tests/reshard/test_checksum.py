@@ -117,15 +117,15 @@ def test_a_gpu_has_the_same() -> None:
 
 def test_hashes_of_several_are_those_of_each() -> None:
     several = [bits(5, 3), bits(64, 16, dtype=torch.float32)[3:7, 2:5], bits(0)]
-    assert device_hashes(several).tolist() == [slice_hash(one) for one in several]
+    assert device_hashes(several).tolist() == [slice_hash(item) for item in several]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_gives_the_same_on_a_gpu(dtype: torch.dtype) -> None:
     """`interpret.py` has more of them, under Triton's interpreter."""
-    whole = bits(3, 700, 130, dtype=dtype)
-    several = [whole, whole[1], whole[1, 5:600, 3:99], whole[0, :, 1:2], whole[2].t(), whole[:0]]
-    theirs = whole.cuda()
+    full = bits(3, 700, 130, dtype=dtype)
+    several = [full, full[1], full[1, 5:600, 3:99], full[0, :, 1:2], full[2].t(), full[:0]]
+    theirs = full.cuda()
     on_gpu = [theirs, theirs[1], theirs[1, 5:600, 3:99], theirs[0, :, 1:2], theirs[2].t(), theirs[:0]]
-    assert device_hashes(on_gpu).tolist() == [slice_hash(one) for one in several]
+    assert device_hashes(on_gpu).tolist() == [slice_hash(item) for item in several]

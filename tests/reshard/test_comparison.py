@@ -49,8 +49,8 @@ def test_a_flipped_bit_after_a_push_is_named_and_nothing_is_written(hf: dict[str
     layout = engine_layout(config)
     params = family_of(hf).params(hf, 1)
     generator = torch.Generator().manual_seed(0)
-    whole = {one.name: torch.randn(one.shape, generator=generator).bfloat16() for row in params for one in row.hf}
-    local = {row.megatron: shard(row, whole, 1, 0) for row in params}
+    full = {item.name: torch.randn(item.shape, generator=generator).bfloat16() for row in params for item in row.hf}
+    local = {row.megatron: shard(row, full, 1, 0) for row in params}
     slots = [layout.slot_of(row) for row in params if hf is not HF and is_quantised(row)]
     quantised = {slot.name for slot in slots if slot is not None}
     tensors: dict[str, torch.Tensor] = {}
@@ -61,8 +61,8 @@ def test_a_flipped_bit_after_a_push_is_named_and_nothing_is_written(hf: dict[str
     seen: list[tuple[str, bool, list[str]]] = []
 
     def hand_over(buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
-        found = weight_loader._write(tensors, order, buffer, writes=order["do"] == "write")
-        seen.append((order["do"], all(entry[-1] != -1 for entry in order["slices"]), found))
+        result = weight_loader._write(tensors, order, buffer, writes=order["do"] == "write")
+        seen.append((order["do"], all(entry[-1] != -1 for entry in order["slices"]), result))
 
     executor = Executor(build_plan(hf, config, layout), 0, 3, lambda size: torch.empty(size, dtype=torch.uint8))
     for version in (1, 2):

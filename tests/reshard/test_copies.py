@@ -41,9 +41,9 @@ def test_bytes_are_where_they_belong_and_come_back(seed: int) -> None:
     for view, offset in boxes:
         size = view.numel() * view.element_size()
         assert data(view) == bytes(expected[offset : offset + size])
-        whole = view.as_strided((view.untyped_storage().nbytes() // view.element_size(),), (1,), 0)
+        full = view.as_strided((view.untyped_storage().nbytes() // view.element_size(),), (1,), 0)
         assert bytes(size) != data(view) or not size or not any(data(view))
-        assert sum(map(bool, data(whole))) == sum(map(bool, data(view)))  # nothing beside the box
+        assert sum(map(bool, data(full))) == sum(map(bool, data(view)))  # nothing beside the box
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -103,18 +103,18 @@ def test_kernels_do_what_the_loops_do(seed: int) -> None:
     rng = random.Random(f"gpu {seed}")
     boxes, size = random_boxes(rng)
     before = noise(rng, size)
-    expected, found = before.clone(), before.cuda()
+    expected, result = before.clone(), before.cuda()
     theirs = [(_on_gpu(view), offset) for view, offset in boxes]
     pack(boxes, expected)
-    pack(theirs, found)
-    assert data(found) == data(expected)
+    pack(theirs, result)
+    assert data(result) == data(expected)
     unpack(before, boxes)
     unpack(before.cuda(), theirs)
     for (view, _), (other, _) in zip(boxes, theirs, strict=True):
-        whole, others = (
+        full, others = (
             v.as_strided((v.untyped_storage().nbytes() // v.element_size(),), (1,), 0) for v in (view, other)
         )
-        assert data(whole) == data(others)
+        assert data(full) == data(others)
 
 
 @pytest.mark.gpu
@@ -123,12 +123,12 @@ def test_the_kernel_quantises_as_the_loop_does(seed: int) -> None:
     rng = random.Random(f"gpu fp8 {seed}")
     boxes, scaled, size = random_fp8(rng)
     buffer = noise(rng, size)
-    found = buffer.cuda()
+    result = buffer.cuda()
     theirs = [(_on_gpu(view), offset) for view, offset in boxes]
     grids = [BlockScales(at.grid.cuda(), *at[1:]) for at in scaled]
-    pack_fp8(theirs, grids, found)
+    pack_fp8(theirs, grids, result)
     pack_fp8(boxes, scaled, buffer)
-    assert data(found) == data(buffer)
+    assert data(result) == data(buffer)
 
 
 @pytest.mark.gpu
@@ -144,5 +144,5 @@ def test_the_definition_gives_the_same_bits_on_a_gpu() -> None:
 def _on_gpu(view: torch.Tensor) -> torch.Tensor:
     """The same box of a copy of the whole tensor, so that its rows are as far apart."""
     size = view.untyped_storage().nbytes() // view.element_size()
-    whole = view.as_strided((size,), (1,), 0).cuda()
-    return whole.as_strided(view.shape, view.stride(), view.storage_offset())
+    full = view.as_strided((size,), (1,), 0).cuda()
+    return full.as_strided(view.shape, view.stride(), view.storage_offset())

@@ -125,15 +125,15 @@ def test_what_knows_nothing_of_weights_may_be_set() -> None:
 def test_a_gpus_engine_is_told_what_to_compute_experts_with() -> None:
     assert choose_runner({}, blackwell=False) == {"moe_runner_backend": "triton"}
     assert choose_runner({"moe_a2a_backend": "deepep"}, blackwell=False) == {"moe_runner_backend": "deep_gemm"}
-    told = choose_runner({}, blackwell=True)
-    assert told == {"moe_runner_backend": "triton", "fp8_gemm_runner_backend": "triton"}
-    assert refused(**told) == ""
+    events = choose_runner({}, blackwell=True)
+    assert events == {"moe_runner_backend": "triton", "fp8_gemm_runner_backend": "triton"}
+    assert refused(**events) == ""
 
 
 def test_environment_variables_that_move_weights_are_sglangs() -> None:
     tree = ast.parse((server_args.sglang_folder() / "environ.py").read_text())
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    own = {name for name in engine_settings.ENVIRONMENT if name not in names}
+    local = {name for name in engine_settings.ENVIRONMENT if name not in names}
     # Not declared where the others are: read straight from the environment.
     source = (server_args.sglang_folder() / "layers/quantization/fp8.py").read_text()
-    assert all(name in source for name in own) and len(own) <= 1, own
+    assert all(name in source for name in local) and len(local) <= 1, local

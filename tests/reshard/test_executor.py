@@ -54,14 +54,14 @@ def test_every_engine_gets_exactly_its_shards_from_other_ranks(apart: list[dict[
             assert (case in result) == (rank in (*ours, *theirs)), f"{case}, rank {rank}"
             if case not in result:
                 continue
-            found = result[case]
-            assert found["equal"] == [True] * 4 and found["wrong"] == [], f"{case}, rank {rank}"
+            actual = result[case]
+            assert actual["equal"] == [True] * 4 and actual["wrong"] == [], f"{case}, rank {rank}"
             # Who only trains hands nothing over; who only generates has nothing to send.
-            assert (found["verified"][0][1] > 0) == bool(found["drafts"]) == (rank in theirs), f"{case}, rank {rank}"
-            assert found["trains"] == (rank in ours), f"{case}, rank {rank}"
-    wires = {found["wire"] for result in apart for found in result.values()}
+            assert (actual["verified"][0][1] > 0) == bool(actual["drafts"]) == (rank in theirs), f"{case}, rank {rank}"
+            assert actual["trains"] == (rank in ours), f"{case}, rank {rank}"
+    wires = {actual["wire"] for result in apart for actual in result.values()}
     assert wires == {"bf16", "fp32", "fp8"}
-    assert any(found["straddling"] for result in apart for found in result.values() if found["wire"] == "fp8")
+    assert any(actual["straddling"] for result in apart for actual in result.values() if actual["wire"] == "fp8")
 
 
 def test_the_first_push_and_every_third_are_verified_in_full_and_the_others_in_part(
@@ -126,7 +126,7 @@ def test_what_is_handed_over_is_written_while_the_next_round_is_on_the_wire(monk
     executor = Executor(
         ReshardPlan(hf, case.train, case.engine, 1, 17 << 10, "fp32"), 0, 3, partial(torch.empty, dtype=torch.uint8)
     )
-    rounds, seen, given = len(executor.prepared_rounds), [], []
+    rounds, seen, value = len(executor.prepared_rounds), [], []
     wire = executor_module._transfer
 
     def transfer(*arguments: Any) -> Any:
@@ -135,20 +135,20 @@ def test_what_is_handed_over_is_written_while_the_next_round_is_on_the_wire(monk
 
     def hand_over(buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
         seen.append("give")
-        given.append((buffer, order["push"]))
+        value.append((buffer, order["push"]))
 
     monkeypatch.setattr(executor_module, "_transfer", transfer)
     executor.sync(ranks_executor.shards(case, params, full, 0), hand_over, 1, lambda: seen.append("settle"))
-    assert rounds > 4 and len(given) == rounds
+    assert rounds > 4 and len(value) == rounds
     assert seen == ["wire", "settle", *["wire", "give", "settle"] * (rounds - 1), "give"]
-    assert all(one[0] is not other[0] for one, other in zip(given, given[1:], strict=False))
-    assert len({push for _, push in given}) == 1
+    assert all(item[0] is not other[0] for item, other in zip(value, value[1:], strict=False))
+    assert len({push for _, push in value}) == 1
     executor.sync(ranks_executor.shards(case, params, full, 0), hand_over, 2)
-    assert given[-1][1] != given[0][1]
+    assert value[-1][1] != value[0][1]
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("seed", [0, 1, 3, 5, 7, 11, 13, 40, 58])
 def test_no_buffer_is_used_again_too_early(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank, found in enumerate(push_as_threads(seed, 4, monkeypatch)):
-        assert found["equal"] == [True] * 4 and found["wrong"] == [], f"seed {seed}, rank {rank}"
+    for rank, actual in enumerate(push_as_threads(seed, 4, monkeypatch)):
+        assert actual["equal"] == [True] * 4 and actual["wrong"] == [], f"seed {seed}, rank {rank}"

@@ -44,15 +44,15 @@ EXPERT = "decoder.layers.1.mlp.experts.3.linear_fc2.weight"
 @pytest.fixture
 def local() -> dict[str, torch.Tensor]:
     """The shards of the last rank: second half of the vocabulary, second stage, experts 2 and 3."""
-    found = {}
+    result = {}
     for param in PARAMS:
         if TRAIN.has_param(3, param, 4):
-            held = TRAIN.slices_of_rank(3, param)
+            retained = TRAIN.slices_of_rank(3, param)
             shape = list(param.hf[0].shape)
-            shape[held[0].dim if held else 0] = max((h.offset + h.stop - h.start for h in held), default=0)
-            found[param.megatron] = torch.zeros(shape)
-    found["output_layer.weight"] = torch.zeros(128, 8)  # with padding
-    return found
+            shape[retained[0].dim if retained else 0] = max((h.offset + h.stop - h.start for h in retained), default=0)
+            result[param.megatron] = torch.zeros(shape)
+    result["output_layer.weight"] = torch.zeros(128, 8)  # with padding
+    return result
 
 
 def test_whole_shards_are_fine(local: dict[str, torch.Tensor]) -> None:
@@ -94,35 +94,35 @@ def test_owners() -> None:
 
 def test_an_engine_of_another_model_is_found_out() -> None:
     engine = EngineLayout(2, ep=2)
-    held: dict[str, Any] = {n: ("float32", s) for n, s in engine_shapes(PARAMS, engine, 1, 4).items()}
+    retained: dict[str, Any] = {n: ("float32", s) for n, s in engine_shapes(PARAMS, engine, 1, 4).items()}
     w2 = "model.layers.0.mlp.experts.w2_weight"
-    assert held[w2] == ("float32", (2, 8, 4))
-    assert find_engine_problems(held, PARAMS, engine, 1, 4, "fp32") == []
-    shape = find_engine_problems({**held, w2: ("float32", (4, 8, 4))}, PARAMS, engine, 1, 4, "fp32")
+    assert retained[w2] == ("float32", (2, 8, 4))
+    assert find_engine_problems(retained, PARAMS, engine, 1, 4, "fp32") == []
+    shape = find_engine_problems({**retained, w2: ("float32", (4, 8, 4))}, PARAMS, engine, 1, 4, "fp32")
     assert shape == [f"{w2} has shape (4, 8, 4) in the engine, not (2, 8, 4)"]
-    kind = find_engine_problems({**held, w2: ("int8", (2, 8, 4))}, PARAMS, engine, 1, 4, "fp32")
+    kind = find_engine_problems({**retained, w2: ("int8", (2, 8, 4))}, PARAMS, engine, 1, 4, "fp32")
     assert kind == [f"{w2} is int8 in the engine, but it is sent as float32"]
-    del held[w2]
-    assert find_engine_problems(held, PARAMS, engine, 1, 4, "fp32") == [f"the engine has no tensor {w2}"]
+    del retained[w2]
+    assert find_engine_problems(retained, PARAMS, engine, 1, 4, "fp32") == [f"the engine has no tensor {w2}"]
 
 
 def test_an_fp8_engine_has_scales_beside_its_matrices() -> None:
     engine = EngineLayout(2, ep=2)
     qkv, w2 = "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.experts.w2_weight"
-    held: dict[str, Any] = {n: ("bfloat16", s) for n, s in engine_shapes(PARAMS, engine, 1, 4).items()}
-    assert find_engine_problems(held, PARAMS, engine, 1, 4, "bf16") == []
-    told = find_engine_problems(held, PARAMS, engine, 1, 4, "fp8")
-    assert f"{qkv} is bfloat16 in the engine, but it is sent as float8_e4m3fn" in told
-    assert f"the engine has no tensor {w2}_scale_inv" in told
-    assert not any("embed_tokens" in problem or "norm" in problem for problem in told)
-    for name in {problem.split()[0] for problem in told if " is bfloat16 " in problem}:
-        shape = held[name][1]
-        held[name] = "float8_e4m3fn", shape
-        held[f"{name}_scale_inv"] = "float32", (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
-    assert find_engine_problems(held, PARAMS, engine, 1, 4, "fp8") == []
-    assert held[f"{w2}_scale_inv"][1] == (2, 1, 1)
-    held[f"{w2}_scale_inv"] = "float32", (2, 1, 2)
-    assert "has shape (2, 1, 2)" in find_engine_problems(held, PARAMS, engine, 1, 4, "fp8")[0]
+    retained: dict[str, Any] = {n: ("bfloat16", s) for n, s in engine_shapes(PARAMS, engine, 1, 4).items()}
+    assert find_engine_problems(retained, PARAMS, engine, 1, 4, "bf16") == []
+    events = find_engine_problems(retained, PARAMS, engine, 1, 4, "fp8")
+    assert f"{qkv} is bfloat16 in the engine, but it is sent as float8_e4m3fn" in events
+    assert f"the engine has no tensor {w2}_scale_inv" in events
+    assert not any("embed_tokens" in problem or "norm" in problem for problem in events)
+    for name in {problem.split()[0] for problem in events if " is bfloat16 " in problem}:
+        shape = retained[name][1]
+        retained[name] = "float8_e4m3fn", shape
+        retained[f"{name}_scale_inv"] = "float32", (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    assert find_engine_problems(retained, PARAMS, engine, 1, 4, "fp8") == []
+    assert retained[f"{w2}_scale_inv"][1] == (2, 1, 1)
+    retained[f"{w2}_scale_inv"] = "float32", (2, 1, 2)
+    assert "has shape (2, 1, 2)" in find_engine_problems(retained, PARAMS, engine, 1, 4, "fp8")[0]
 
 
 def test_ranks_with_another_configuration_are_named() -> None:

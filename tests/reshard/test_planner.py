@@ -68,11 +68,11 @@ def check(case: Case, seed: int) -> None:
 def check_bytes_and_bounds(plan: ReshardPlan, least: Bound, where: str) -> dict[str, float]:
     """Bytes as few as can be, and bounds that hold; returns how far each busiest rank is from them. `send_capped` is of
     plans that keep to SLACK over the network."""
-    sent, here = plan.list_transfers(), plan.assignment.ranks_per_node
-    far = sent.src // here != sent.dst // here
+    sent, local_items = plan.list_transfers(), plan.assignment.ranks_per_node
+    far = sent.src // local_items != sent.dst // local_items
     assert sent.nbytes.sum() == least.cross_bytes, where
     assert sent.nbytes[far].sum() == least.internode_bytes, where
-    found = {}
+    actual = {}
     for name, ranks, chosen in (
         ("nic_send", sent.src, far),
         ("nic_recv", sent.dst, far),
@@ -80,11 +80,11 @@ def check_bytes_and_bounds(plan: ReshardPlan, least: Bound, where: str) -> dict[
         ("recv", sent.dst, far | True),
     ):
         busiest = float(np.bincount(ranks[chosen], sent.nbytes[chosen], 1).max())
-        bounds = [name, "send_capped"] if name == "send" and found["nic_send"] <= NETWORK_SLACK else [name]
+        bounds = [name, "send_capped"] if name == "send" and actual["nic_send"] <= NETWORK_SLACK else [name]
         for which in bounds:
-            found[which] = busiest / max(getattr(least, which), 1.0)
+            actual[which] = busiest / max(getattr(least, which), 1.0)
             assert busiest >= getattr(least, which) * (1 - 1e-9), f"{where}{which} is more than was sent"
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("seed", range(0, SEEDS, 13))
@@ -105,8 +105,8 @@ def test_a_plan_is_the_same_each_time_and_adds_up(seed: int) -> None:
             if now.local:
                 size = sum(piece.nbytes for piece in now.local)
                 expected.add((number, False, rank, size, 0, staged(now.local)))
-        found = tabulate_messages(mine)
-        assert set(zip(*(column.tolist() for column in found), strict=True)) == expected, f"seed {seed}"
+        actual = tabulate_messages(mine)
+        assert set(zip(*(column.tolist() for column in actual), strict=True)) == expected, f"seed {seed}"
 
 
 def placed(
@@ -148,16 +148,23 @@ def all_ranks(request: pytest.FixtureRequest) -> tuple[ReshardPlan, list[Message
 def test_the_ends_of_all_messages_agree_and_fit_the_buckets(all_ranks: tuple[ReshardPlan, list[Messages]]) -> None:
     plan, ranks = all_ranks
     ends: dict[bool, list[np.ndarray]] = {True: [], False: []}
-    for rank, own in enumerate(ranks):
-        other = own.peer != rank
+    for rank, local in enumerate(ranks):
+        other = local.peer != rank
         for sends in (True, False):
-            chosen = own.is_send == sends
-            room = np.bincount(own.round[chosen], own.staged[chosen], plan.rounds)
+            chosen = local.is_send == sends
+            room = np.bincount(local.round[chosen], local.staged[chosen], plan.rounds)
             assert room.max() <= plan.bucket_bytes // 2, f"rank {rank}"
             chosen &= other
-            pair = [np.full(int(chosen.sum()), rank), own.peer[chosen]]
+            pair = [np.full(int(chosen.sum()), rank), local.peer[chosen]]
             src, dst = pair if sends else pair[::-1]
-            columns = (own.round[chosen], src, dst, own.nbytes[chosen], own.forwarded[chosen], own.staged[chosen])
+            columns = (
+                local.round[chosen],
+                src,
+                dst,
+                local.nbytes[chosen],
+                local.forwarded[chosen],
+                local.staged[chosen],
+            )
             ends[sends].append(np.stack(columns))
     sent, received = (np.concatenate(ends[sends], axis=1) for sends in (True, False))
     sent, received = (end[:, np.lexsort(end[:3][::-1])] for end in (sent, received))
@@ -181,10 +188,10 @@ def test_nobody_waits_for_ever(all_ranks: tuple[ReshardPlan, list[Messages]]) ->
     plan, ranks = all_ranks
     peers = []
     engines = plan.rank_map.engine.reshape(-1, 32).tolist()
-    for rank, own in enumerate(ranks):
+    for rank, local in enumerate(ranks):
         mates = {mate for engine in engines for mate in engine if rank in engine}
-        edges = np.searchsorted(own.round, np.arange(plan.rounds + 1))
-        peers.append([mates | set(own.peer[a:b].tolist()) for a, b in zip(edges, edges[1:], strict=False)])
+        edges = np.searchsorted(local.round, np.arange(plan.rounds + 1))
+        peers.append([mates | set(local.peer[a:b].tolist()) for a, b in zip(edges, edges[1:], strict=False)])
     started = [0] * 512  # the round that each is in
     waiting: dict[int, list[int]] = {}  # for this rank to go on
     able = list(range(512))[::-1]
@@ -279,13 +286,13 @@ def test_balance_of_layouts_that_nobody_chose(layout: tuple[dict[str, Any], Trai
 
 def test_fp8_halves_the_bytes() -> None:
     train, engine = TrainLayout(512, 8, 8, even_stages(61, 16)), EngineLayout(16, draft=True)
-    half, whole = (ReshardPlan(DEEPSEEK, train, engine, 8, wire=wire).list_transfers() for wire in ("fp8", "bf16"))
+    half, full = (ReshardPlan(DEEPSEEK, train, engine, 8, wire=wire).list_transfers() for wire in ("fp8", "bf16"))
     assert half.nbytes.sum() == compute_bound(DEEPSEEK, train, engine, 8, "fp8").cross_bytes
-    assert half.nbytes.sum() / whole.nbytes.sum() == pytest.approx(0.5, abs=0.01)
+    assert half.nbytes.sum() / full.nbytes.sum() == pytest.approx(0.5, abs=0.01)
 
 
 def test_what_cannot_be_planned_is_said_in_one_line() -> None:
-    hf, train, engine, here, _ = deepseek(512, 32)
+    hf, train, engine, local_items, _ = deepseek(512, 32)
     for ranks, message in (
         ((0, 1, 1, 2), "name rank 1 more than once"),
         ((0, 1, 2, -1), "name rank -1"),
@@ -294,14 +301,17 @@ def test_what_cannot_be_planned_is_said_in_one_line() -> None:
         with pytest.raises(ConfigError, match=message):
             TrainLayout(4, 1, 1, ((0,),), ranks=ranks)
     for arguments, message in (
-        ((hf, train, EngineLayout(48), here), "tp=48"),
+        ((hf, train, EngineLayout(48), local_items), "tp=48"),
         ((hf, train, engine, 7), "512 ranks"),
-        ((hf, train, engine, here, 4096), "bucket"),
+        ((hf, train, engine, local_items, 4096), "bucket"),
         ((hf, TrainLayout(576, 1, 36, even_stages(61, 16)), engine, 8), "36"),
         # 18432 rows of a dense MLP over 32 ranks are 576, four and a half blocks
-        ((hf, train, engine, here, 1 << 30, "fp8"), "mlp.*FP8"),
-        ((hf, TrainLayout(512, 8, 32, even_stages(60, 16)), engine, here), "layer 60"),
-        ((hf, train, replace(engine, ranks=tuple(range(500))), here), "tp=32 does not divide the 500 ranks of the eng"),
+        ((hf, train, engine, local_items, 1 << 30, "fp8"), "mlp.*FP8"),
+        ((hf, TrainLayout(512, 8, 32, even_stages(60, 16)), engine, local_items), "layer 60"),
+        (
+            (hf, train, replace(engine, ranks=tuple(range(500))), local_items),
+            "tp=32 does not divide the 500 ranks of the eng",
+        ),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
             ReshardPlan(*arguments)

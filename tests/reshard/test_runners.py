@@ -25,8 +25,8 @@ CHOICES = foreign_dataclasses.parse_constants(
 def members(file: str, name: str) -> set[str]:
     """The values of an enumeration in SGLang's source."""
     tree = ast.parse((server_args.sglang_folder() / file).read_text())
-    (found,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
-    values = [node.value for node in found.body if isinstance(node, ast.Assign)]
+    (result,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name)
+    values = [node.value for node in result.body if isinstance(node, ast.Assign)]
     return {str(value.value) for value in values if isinstance(value, ast.Constant)}
 
 
@@ -124,15 +124,15 @@ def test_sglang_leaves_in_place_what_is_carried_and_marks_the_rest() -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    found = [json.loads(line) for line in lines]
-    assert len(found) == 2 * 2 * (len(choices) + 2)
-    for one in found:
-        repacked = one["blackwell"] and one["fp8"] and one["choice"] == "deep_gemm"
-        said = HIDDEN_BY.get((one["choice"], one["fp8"]), "")
-        assert said in "".join(one["odd"]) and bool(said) == bool(one["odd"]), one
-        assert one["same"] == (one["choice"] != "triton_kernel" or one["fp8"]), one
-        needs = {"deep_gemm": repacked, "flashinfer": one["choice"] == "flashinfer_trtllm" and not one["fp8"]}
-        assert one["error"] == next((f"No module named {name!r}" for name, does in needs.items() if does), ""), one
+    result = [json.loads(line) for line in lines]
+    assert len(result) == 2 * 2 * (len(choices) + 2)
+    for item in result:
+        repacked = item["blackwell"] and item["fp8"] and item["choice"] == "deep_gemm"
+        said = HIDDEN_BY.get((item["choice"], item["fp8"]), "")
+        assert said in "".join(item["odd"]) and bool(said) == bool(item["odd"]), item
+        assert item["same"] == (item["choice"] != "triton_kernel" or item["fp8"]), item
+        needs = {"deep_gemm": repacked, "flashinfer": item["choice"] == "flashinfer_trtllm" and not item["fp8"]}
+        assert item["error"] == next((f"No module named {name!r}" for name, does in needs.items() if does), ""), item
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v2", "glm4_moe"])

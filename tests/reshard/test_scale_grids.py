@@ -50,8 +50,8 @@ def whole(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quantise(weight, grid, 0, 0), grid
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one.contiguous().view(torch.uint8), other.view(torch.uint8))
+def same(item: torch.Tensor, other: torch.Tensor) -> bool:
+    return item.dtype == other.dtype and torch.equal(item.contiguous().view(torch.uint8), other.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
@@ -155,40 +155,46 @@ def test_ranks_agree_on_the_scales_of_blocks_that_they_share(tp: int, etp: int) 
     full = {tensor.name: weights(rng, *tensor.shape) for param in params for tensor in param.hf}
 
     def shards(rank: int) -> dict[str, torch.Tensor]:
-        found = {}
+        result = {}
         for param in params:
             parts = []
-            for held in sorted(train.slices_of_rank(rank, param), key=lambda held: held.offset):
-                parts.append(full[param.hf[held.source].name].narrow(held.dim, held.start, held.stop - held.start))
-            found[param.megatron] = torch.cat(parts, dim=held.dim)
-        return found
+            for retained in sorted(train.slices_of_rank(rank, param), key=lambda retained: retained.offset):
+                parts.append(
+                    full[param.hf[retained.source].name].narrow(
+                        retained.dim, retained.start, retained.stop - retained.start
+                    )
+                )
+            result[param.megatron] = torch.cat(parts, dim=retained.dim)
+        return result
 
-    asked: dict[int, list[tuple[tuple[int, ...], list[torch.Tensor]]]] = {}
+    requested: dict[int, list[tuple[tuple[int, ...], list[torch.Tensor]]]] = {}
     for rank in range(4):
-        asked[rank] = []
+        requested[rank] = []
 
         def note(tensors: list[torch.Tensor], ranks: Any, rank: int = rank) -> list[torch.Tensor]:
-            asked[rank].append((tuple(ranks), tensors))
+            requested[rank].append((tuple(ranks), tensors))
             return tensors
 
         compute_scale_grids(shards(rank), params, train, rank, note)
-    assert len({len(calls) for calls in asked.values()}) == 1
-    assert bool(asked[0]) == any(has_split_blocks(param, train) for param in params) == (tp > 1 or etp > 1)
+    assert len({len(calls) for calls in requested.values()}) == 1
+    assert bool(requested[0]) == any(has_split_blocks(param, train) for param in params) == (tp > 1 or etp > 1)
     for rank in range(4):
         calls = iter(range(2))
 
         def maximum(tensors: list[torch.Tensor], ranks: Any, calls: Any = calls) -> list[torch.Tensor]:
             call = next(calls)
-            return [torch.stack(every).amax(0) for every in zip(*(asked[r][call][1] for r in ranks), strict=True)]
+            return [torch.stack(every).amax(0) for every in zip(*(requested[r][call][1] for r in ranks), strict=True)]
 
         grids = compute_scale_grids(shards(rank), params, train, rank, maximum)
         for param in params:
-            for held in train.slices_of_rank(rank, param):
-                grid = grids[param.megatron, held.source]
-                weight = full[param.hf[held.source].name]
-                shard = shards(rank)[param.megatron].narrow(held.dim, held.offset, held.stop - held.start)
-                at = (held.start, 0) if held.dim == 0 else (0, held.start)
-                expected = whole(weight)[0].narrow(held.dim, held.start, held.stop - held.start)
+            for retained in train.slices_of_rank(rank, param):
+                grid = grids[param.megatron, retained.source]
+                weight = full[param.hf[retained.source].name]
+                shard = shards(rank)[param.megatron].narrow(
+                    retained.dim, retained.offset, retained.stop - retained.start
+                )
+                at = (retained.start, 0) if retained.dim == 0 else (0, retained.start)
+                expected = whole(weight)[0].narrow(retained.dim, retained.start, retained.stop - retained.start)
                 assert same(quantise(shard, grid, *at), expected.contiguous())
                 assert quantise(shard, grid, *at).dtype == FP8
 

@@ -58,7 +58,7 @@ class Judging:
                     answer = outer.answers.pop(0) if outer.answers else 0.0
                 if isinstance(answer, float):
                     time.sleep(answer)
-                    said = reply(body) if reply else [judge(one) for one in body["conversations"]]
+                    said = reply(body) if reply else [judge(item) for item in body["conversations"]]
                     answer = 200, json.dumps(said).encode()
                 with outer._lock:
                     outer._now -= 1

@@ -27,10 +27,10 @@ ROLLOUT = Rollout(
 
 def test_the_sum_by_weights_and_what_is_not_named_counts_as_it_is() -> None:
     said = {"gsm8k": Reward(1.0), "model": Reward(-2.0, {"margin": 0.5}), "service": Reward(3.0)}
-    found = combine_reward(ROLLOUT, said, {"gsm8k": 0.4, "model": 0.5})
-    assert found.reward == pytest.approx(0.4 - 1.0 + 3.0)
-    assert found.reward_parts == {"gsm8k": 1.0, "model": -2.0, "model/margin": 0.5, "service": 3.0}
-    assert found.unscored == {} and found.turns is ROLLOUT.turns
+    result = combine_reward(ROLLOUT, said, {"gsm8k": 0.4, "model": 0.5})
+    assert result.reward == pytest.approx(0.4 - 1.0 + 3.0)
+    assert result.reward_parts == {"gsm8k": 1.0, "model": -2.0, "model/margin": 0.5, "service": 3.0}
+    assert result.unscored == {} and result.turns is ROLLOUT.turns
     assert combine_reward(ROLLOUT, said, {}).reward == 2.0
     assert combine_reward(ROLLOUT, {}, {}).reward == 0.0
 
@@ -38,25 +38,25 @@ def test_the_sum_by_weights_and_what_is_not_named_counts_as_it_is() -> None:
 def test_turns_have_their_share_in_it() -> None:
     """0.5 * (1 + 0.25 + 0.5) + 2 * (0 - 0.25 + 0)."""
     said = {"a": Reward(1.0, turns=(0.25, 0.5)), "b": Reward(0.0, turns=(-0.25, 0.0)), "c": Reward(1.0)}
-    found = combine_reward(ROLLOUT, said, {"a": 0.5, "b": 2.0, "c": 0.0})
-    assert [turn.reward for turn in found.turns] == [0.0, 0.125 - 0.5, 0.0, 0.25]
-    assert found.reward == 0.875 - 0.5 and found.reward_parts == {"a": 1.75, "b": -0.25, "c": 1.0}
-    assert tuple(replace(turn, reward=0.0) for turn in found.turns) == ROLLOUT.turns
-    again = combine_reward(found, {"c": Reward(1.0)}, {})
+    result = combine_reward(ROLLOUT, said, {"a": 0.5, "b": 2.0, "c": 0.0})
+    assert [turn.reward for turn in result.turns] == [0.0, 0.125 - 0.5, 0.0, 0.25]
+    assert result.reward == 0.875 - 0.5 and result.reward_parts == {"a": 1.75, "b": -0.25, "c": 1.0}
+    assert tuple(replace(turn, reward=0.0) for turn in result.turns) == ROLLOUT.turns
+    again = combine_reward(result, {"c": Reward(1.0)}, {})
     assert again.turns == ROLLOUT.turns and again.reward == 1.0
-    assert clear_reward(found) == replace(ROLLOUT, reward=0.0, reward_parts={}, unscored={})
+    assert clear_reward(result) == replace(ROLLOUT, reward=0.0, reward_parts={}, unscored={})
 
 
 @pytest.mark.parametrize("other", [RewardFailure("it raised"), Reward(8e5, turns=(1e5, 0.0))])
 def test_where_a_part_fails_there_is_no_reward(other: RewardResult) -> None:
     said: dict[str, RewardResult] = {"good": Reward(2e5, turns=(1.0, 1.0)), "other": other}
-    found = combine_reward(ROLLOUT, said, {})
-    assert found.reward == 0.0 and not any(turn.reward for turn in found.turns)
-    assert found.reward_parts["good"] == 200002.0
+    result = combine_reward(ROLLOUT, said, {})
+    assert result.reward == 0.0 and not any(turn.reward for turn in result.turns)
+    assert result.reward_parts["good"] == 200002.0
     if isinstance(other, RewardFailure):
-        assert found.unscored == {"other": "it raised"}
+        assert result.unscored == {"other": "it raised"}
     else:
-        assert list(found.unscored) == ["sum"] and "returned 1.1e+06; beyond 1e+06" in found.unscored["sum"]
+        assert list(result.unscored) == ["sum"] and "returned 1.1e+06; beyond 1e+06" in result.unscored["sum"]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_the_last_branch_is_judged_and_the_reward_is_of_all() -> None:
         {"a": Reward(5.0)},
         {"a": RewardFailure("x")},
     ]
-    first, last, *gone, alone, one, two, three = combine_episode_rewards(given, said, {"a": 2.0})
+    first, last, *gone, alone, item, two, three = combine_episode_rewards(given, said, {"a": 2.0})
     assert last == combine_reward(branches[1], said[0], {"a": 2.0}) and [turn.reward for turn in last.turns] == [
         0,
         0.5,
@@ -109,5 +109,5 @@ def test_the_last_branch_is_judged_and_the_reward_is_of_all() -> None:
     assert first.reward == last.reward == 3.5 and first.reward_parts == last.reward_parts == {"a": 1.75, "a/b": 2.0}
     assert gone == [clear_reward(rollout) for rollout in aborted]
     assert alone == combine_reward(ROLLOUT, said[1], {"a": 2.0}) and alone.reward == 10.0
-    assert one.unscored == two.unscored == three.unscored == {"a": "x"} and one.reward == 0.0
-    assert [rollout.episode for rollout in (first, last, *gone, alone, one)] == [0, 0, 1, 1, -1, 2]
+    assert item.unscored == two.unscored == three.unscored == {"a": "x"} and item.reward == 0.0
+    assert [rollout.episode for rollout in (first, last, *gone, alone, item)] == [0, 0, 1, 1, -1, 2]

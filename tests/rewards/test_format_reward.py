@@ -72,6 +72,6 @@ ONCE = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOT
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "x", " "]), max_size=9).map("".join))
 def test_against_an_expression(answer):
-    found = ONCE.fullmatch(answer)
-    good = found is not None and found[2].strip() and not re.search("</?(think|answer)>", found[1] + found[2])
+    result = ONCE.fullmatch(answer)
+    good = result is not None and result[2].strip() and not re.search("</?(think|answer)>", result[1] + result[2])
     assert format_reward(said(answer, None)) == float(bool(good))

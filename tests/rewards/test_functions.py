@@ -26,8 +26,8 @@ class Unshown:
 
 @pytest.mark.parametrize("value", [True, 2, 0.5, numpy.float32(0.5), numpy.bool_(True), torch.tensor(0.25)])
 def test_numbers(value):
-    found = parse_reward(value, 2)
-    assert found == Reward(float(value)) and type(found.reward) is float
+    result = parse_reward(value, 2)
+    assert result == Reward(float(value)) and type(result.reward) is float
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_anything_else_is_no_reward(value, message):
 
 def test_what_is_said_of_turns_and_besides():
     said = {"reward": numpy.float64(0.5), "parts": {"style": True}, "turns": numpy.array([0.25, 0])}
-    found = parse_reward(said, 2)
-    assert found == Reward(0.5, {"style": 1.0}, (0.25, 0.0)) and sum_reward(found) == 0.75
+    result = parse_reward(said, 2)
+    assert result == Reward(0.5, {"style": 1.0}, (0.25, 0.0)) and sum_reward(result) == 0.75
     assert parse_reward({"turns": (1, 2)}, 2) == Reward(0.0, {}, (1.0, 2.0))
     assert parse_reward({"reward": 1, "parts": None, "turns": None}, 2) == parse_reward(Reward(1), 2) == Reward(1.0)
 
@@ -91,8 +91,8 @@ def test_a_coroutine_that_nobody_awaits_is_named():
 def test_a_models_score():
     assert parse_model_score(-2.5) == Reward(-2.5)
     for odd in (float("nan"), float("inf"), 2e6):
-        found = parse_model_score(odd)
-        assert isinstance(found, RewardFailure) and "reward.model" in found.reason
+        result = parse_model_score(odd)
+        assert isinstance(result, RewardFailure) and "reward.model" in result.reason
 
 
 def test_load(tmp_path, monkeypatch):

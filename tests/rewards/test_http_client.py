@@ -127,9 +127,9 @@ def test_a_name_that_comes_to_mean_another_address_is_refused_then(
     """While 127.0.0.2 passes for a public address, where nobody answers."""
     rebound.extend(["127.0.0.2", "127.0.0.1"])
     url = server.url.replace("127.0.0.1", "judge.example")
-    one = asker(url)
+    item = asker(url)
     monkeypatch.setattr(module, "is_public", lambda address: address == "127.0.0.2")
-    first, second = (one.post_all([b"1"])[0] for _ in range(2))
+    first, second = (item.post_all([b"1"])[0] for _ in range(2))
     assert isinstance(first, RewardFailure) and "(2 tries)" in first.reason
     assert isinstance(second, RewardFailure) and "is at 127.0.0.1, on this machine" in second.reason
     assert server.requests == []
@@ -161,15 +161,15 @@ def test_what_is_secret_is_sent_and_never_said(
     server: Judging, monkeypatch: pytest.MonkeyPatch, held: str, sent: str
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", held)
-    one = asker(server.url, private=True, auth_env="JUDGE_KEY")
-    one.check_credentials()
-    assert one.post_all([b"1"]) == [HttpResponse(server.url, b"1")]
-    one.check_reachable()
+    item = asker(server.url, private=True, auth_env="JUDGE_KEY")
+    item.check_credentials()
+    assert item.post_all([b"1"]) == [HttpResponse(server.url, b"1")]
+    item.check_reachable()
     assert [headers["Authorization"] for headers in server.headers] == [sent] * 2
     server.answers = [(401, f"no such key: {sent}".encode())]
-    (failed,) = one.post_all([b"1"])
+    (failed,) = item.post_all([b"1"])
     assert isinstance(failed, RewardFailure) and "status 401: no such key: " in failed.reason and "***" in failed.reason
-    assert held.split()[-1] not in failed.reason + repr(one.options)
+    assert held.split()[-1] not in failed.reason + repr(item.options)
 
 
 @pytest.mark.alone
@@ -186,13 +186,13 @@ def test_without_it_nothing_is_sent(server: Judging, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     assert asker(server.url, private=True).post_all([b"1"]) == [HttpResponse(server.url, b"1")]
     assert "Authorization" not in server.headers[0] and server.headers[0]["Accept-Encoding"] == "identity"
-    one = asker(server.url, private=True, auth_env="JUDGE_KEY")
-    for use in (one.check_credentials, one.check_reachable, lambda: one.post_all([b"1"])):
+    item = asker(server.url, private=True, auth_env="JUDGE_KEY")
+    for use in (item.check_credentials, item.check_reachable, lambda: item.post_all([b"1"])):
         with pytest.raises(ConfigError, match="environment variable JUDGE_KEY is not set on this machine; export it"):
             use()
     monkeypatch.setenv("JUDGE_KEY", "a\nb")
     with pytest.raises(ConfigError, match="holds characters that are not allowed in a header") as caught:
-        one.check_credentials()
+        item.check_credentials()
     assert "a\nb" not in str(caught.value)
 
 
@@ -219,22 +219,22 @@ def test_what_is_in_the_wrong_place(options: dict[str, Any], complaint: str) -> 
 @pytest.mark.alone
 def test_an_answer_has_a_largest_size(server: Judging) -> None:
     """Also one that says nothing of its size, or is packed."""
-    one = asker(server.url, private=True, answer_mb=0.01)
+    item = asker(server.url, private=True, answer_mb=0.01)
     server.answers = [(200, b"1" * 10_000), (200, b"1" * 10_001), (500, b"1" * 10_001)]
-    good, *large = one.post_all([b"1"]) + one.post_all([b"1"]) + one.post_all([b"1"])
+    good, *large = item.post_all([b"1"]) + item.post_all([b"1"]) + item.post_all([b"1"])
     assert good == HttpResponse(server.url, b"1" * 10_000)
     assert all(isinstance(failed, RewardFailure) and "more than 0.01 MB" in failed.reason for failed in large)
     server.answers = [(200, b"\x1f\x8b", {"Content-Encoding": "gzip"})]
-    assert one.post_all([b"1"]) == [HttpResponse(server.url, b"\x1f\x8b")]  # as it came: no archive is opened
+    assert item.post_all([b"1"]) == [HttpResponse(server.url, b"\x1f\x8b")]  # as it came: no archive is opened
 
 
 @pytest.mark.alone
 def test_pauses_double_and_end(server: Judging) -> None:
-    one = Service(ServiceOptions.read({"url": server.url, "private": True, "pause": 1}))
+    item = Service(ServiceOptions.read({"url": server.url, "private": True, "pause": 1}))
     state: Any = type("State", (), {})()
     for attempt, most in ((1, 1), (2, 2), (3, 4), (4, 8), (5, 10), (400, 10)):
         state.attempt_number = attempt
-        assert all(most / 2 <= one._retry_delay(state) <= most for _ in range(20))
+        assert all(most / 2 <= item._retry_delay(state) <= most for _ in range(20))
 
 
 @pytest.mark.alone

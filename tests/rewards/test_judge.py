@@ -48,8 +48,8 @@ def judge(server: Judging, **options: Any) -> Judge:
 
 def test_what_is_sent(server: Judging) -> None:
     prompt = 'Q {question}\nA {answer}\nT {ground_truth} {"json": 1} {0} {}'
-    one = judge(server, prompt=prompt, pattern=r"\d+", request={"max_tokens": 7, "seed": 3}, max_score=100)
-    assert one.score([rollout("five")]) == [Reward(36.0)]
+    item = judge(server, prompt=prompt, pattern=r"\d+", request={"max_tokens": 7, "seed": 3}, max_score=100)
+    assert item.score([rollout("five")]) == [Reward(36.0)]
     ((kind, path, body),) = server.requests
     assert (kind, path) == ("POST", "/v1/chat/completions")
     content = 'Q 2+3?\nA five\nT 5 {"json": 1} {0} {}'
@@ -67,10 +67,10 @@ def test_what_is_sent(server: Judging) -> None:
     [("", "/v1"), ("/", "/v1"), ("/v1", "/v1"), ("/v1/", "/v1"), ("/openai/v2", "/openai/v2")],
 )
 def test_where_it_is(server: Judging, end: str, path: str) -> None:
-    one = judge(server, url=server.address + end)
-    one.check_reachable()
-    one.score([rollout("five")])
-    assert [asked for _, asked, _ in server.requests] == [f"{path}/models", f"{path}/chat/completions"]
+    item = judge(server, url=server.address + end)
+    item.check_reachable()
+    item.score([rollout("five")])
+    assert [requested for _, requested, _ in server.requests] == [f"{path}/models", f"{path}/chat/completions"]
 
 
 def test_scores_are_in_their_order(server: Judging) -> None:
@@ -136,12 +136,12 @@ def said(text: Any, **about: Any) -> tuple[int, bytes]:
 )
 def test_what_gives_no_score(server: Judging, answer: Any, complaint: str | None) -> None:
     server.answers = [answer, answer]
-    (found,) = judge(server, tries=2).score([rollout("five")])
+    (result,) = judge(server, tries=2).score([rollout("five")])
     if complaint is None:
-        assert found == Reward(5.0)
+        assert result == Reward(5.0)
     else:
-        assert isinstance(found, RewardFailure) and complaint in found.reason and found.reason.isprintable()
-        assert found.reason.startswith(f"the judge {server.address}/v1: ")
+        assert isinstance(result, RewardFailure) and complaint in result.reason and result.reason.isprintable()
+        assert result.reason.startswith(f"the judge {server.address}/v1: ")
 
 
 def test_one_that_failed_leaves_the_others(server: Judging) -> None:

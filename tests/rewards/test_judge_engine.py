@@ -32,18 +32,18 @@ def judge(asked: dict[str, Any], **options: Any) -> Judge:
 
 def test_an_engine_scores(asked: dict[str, Any]) -> None:
     """Its weights are random, so that it is held to the form by a grammar. The same is scored alike."""
-    one = judge(asked, request={"max_tokens": 12, "regex": "Score: [0-9]"})
-    one.check_reachable()
-    found = one.score([rollout("5"), rollout("six"), rollout("5")])
-    scores = [said.reward for said in found if not isinstance(said, RewardFailure)]
-    assert len(scores) == 3 and scores[0] == scores[2] and all(0 <= score <= 9 for score in scores), found
+    item = judge(asked, request={"max_tokens": 12, "regex": "Score: [0-9]"})
+    item.check_reachable()
+    result = item.score([rollout("5"), rollout("six"), rollout("5")])
+    scores = [said.reward for said in result if not isinstance(said, RewardFailure)]
+    assert len(scores) == 3 and scores[0] == scores[2] and all(0 <= score <= 9 for score in scores), result
 
 
 def test_what_it_refuses_or_leaves_unsaid(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def failed(**options: Any) -> str:
-        (found,) = judge(asked, **options).score([rollout("5")])
-        assert isinstance(found, RewardFailure), found
-        return found.reason
+        (result,) = judge(asked, **options).score([rollout("5")])
+        assert isinstance(result, RewardFailure), result
+        return result.reason
 
     assert "it was truncated" in failed(request={"max_tokens": 2})
     assert "found no score in its answer" in failed(request={"max_tokens": 12, "regex": "no idea"})

@@ -61,8 +61,8 @@ def test_an_answer_is_scored_before_the_next_has_ended(tmp_path: Path, monkeypat
     try:
         rollouts = asyncio.run(run()).rollouts
         assert [rollout.status for rollout in rollouts] == ["stop", "stop"], "the second has waited in vain"
-        found = [ahead.pop(rollout)[0] for rollout in rollouts]
-        assert [one.result(60) for one in found] == [{"odd": Reward(1.0)}] * 2
+        result = [ahead.pop(rollout)[0] for rollout in rollouts]
+        assert [item.result(60) for item in result] == [{"odd": Reward(1.0)}] * 2
         assert not ahead._pending
     finally:
         pool.close()
@@ -70,7 +70,7 @@ def test_an_answer_is_scored_before_the_next_has_ended(tmp_path: Path, monkeypat
 
 def test_what_failed_is_not_shown_to_anybody() -> None:
     """One answer is cut off by the deadline: only the other is told of."""
-    told: list[str] = []
+    events: list[str] = []
 
     class Late(Script):
         async def generate(
@@ -84,7 +84,7 @@ def test_what_failed_is_not_shown_to_anybody() -> None:
 
     async def run() -> GenerationResult:
         around = RolloutContext(
-            CHAT, sessions, parse, CONFIG, on_rollout_finished=lambda rollout: told.append(rollout.status)
+            CHAT, sessions, parse, CONFIG, on_rollout_finished=lambda rollout: events.append(rollout.status)
         )
         ends = asyncio.get_running_loop().time() + 3.0
         return await gather_rollouts(
@@ -92,4 +92,4 @@ def test_what_failed_is_not_shown_to_anybody() -> None:
         )
 
     rollouts = asyncio.run(run()).rollouts
-    assert sorted(rollout.status for rollout in rollouts) == ["aborted", "stop"] and told == ["stop"]
+    assert sorted(rollout.status for rollout in rollouts) == ["aborted", "stop"] and events == ["stop"]

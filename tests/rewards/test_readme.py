@@ -42,7 +42,7 @@ ROLLOUT = Rollout(
 
 
 def example(name: str, number: int = 0) -> str:
-    return [text for _, found, text in EXAMPLES if found == name][number]
+    return [text for _, result, text in EXAMPLES if result == name][number]
 
 
 def config(number: int) -> Config:
@@ -72,9 +72,9 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_configurations_are_accepted(number: int) -> None:
-    found = config(number)
-    options = dict(found.roles.get("reward", {}).get("options", {}))
-    check_reward(found, Requirements("grpo", "prompts", ("rollout", "actor", "reward"), ("actor",)), options)
+    result = config(number)
+    options = dict(result.roles.get("reward", {}).get("options", {}))
+    check_reward(result, Requirements("grpo", "prompts", ("rollout", "actor", "reward"), ("actor",)), options)
 
 
 def test_a_service() -> None:
@@ -99,7 +99,7 @@ class Parts:
         self.weights = weights
 
     def controls(self) -> Any:
-        return {"reward.weights": lambda given: check_weights(given, PARTS)}
+        return {"reward.weights": lambda argument: check_weights(argument, PARTS)}
 
     def set_control(self, key: str, value: Any) -> None:
         self.weights = value

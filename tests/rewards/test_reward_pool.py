@@ -48,7 +48,7 @@ def rollout(sample: str) -> Rollout:
 
 def verdicts(pool: RewardPool, *samples: str, name: str = "odd") -> list[RewardResult]:
     begun = [pool.submit(rollout(sample)) for sample in samples]
-    return [one.result(120)[name] for one in begun]
+    return [item.result(120)[name] for item in begun]
 
 
 def test_each_way_to_fail_fails_alone(made: Made, tmp_path: Path) -> None:
@@ -70,8 +70,11 @@ def test_each_way_to_fail_fails_alone(made: Made, tmp_path: Path) -> None:
         "close": "its process ended with exit status 1",
     }
     for how, complaint in complaints.items():
-        found = said[how]
-        assert isinstance(found, RewardFailure) and complaint in found.reason and "\n" not in found.reason, (how, found)
+        result = said[how]
+        assert isinstance(result, RewardFailure) and complaint in result.reason and "\n" not in result.reason, (
+            how,
+            result,
+        )
     assert (HERE / "odd_rewards.py").name in said["raise"].reason  # type: ignore[union-attr]
     log = (tmp_path / "logs/rewards_0.log").read_text()
     assert "Bad file descriptor" in log
@@ -96,8 +99,8 @@ def test_a_process_is_kept_until_it_dies_and_all_are_used(made: Made) -> None:
     first, again = verdicts(pool, "pid")[0], verdicts(pool, "pid")[0]
     _, other = verdicts(pool, "die", "fine")
     assert other == Reward(1.0) and isinstance(first, Reward) and isinstance(again, Reward)
-    found = {said.reward for said in verdicts(pool, *["pid"] * 40) if isinstance(said, Reward)}
-    assert 1 <= len(found) <= 2 and os.getpid() not in found
+    result = {said.reward for said in verdicts(pool, *["pid"] * 40) if isinstance(said, Reward)}
+    assert 1 <= len(result) <= 2 and os.getpid() not in result
 
 
 def test_functions_have_no_secrets_and_so_much_memory(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +131,7 @@ def test_a_coroutine_that_waits_for_ever_is_cancelled(made: Made) -> None:
     said = verdicts(made("aodd", limit=0.5), "wait", "fine", "swallow", name="aodd")
     assert said[1] == Reward(1.0)
     assert all(
-        isinstance(one, RewardFailure) and "took longer than reward.timeout=0.5 s" in one.reason for one in said[::2]
+        isinstance(item, RewardFailure) and "took longer than reward.timeout=0.5 s" in item.reason for item in said[::2]
     )
 
 
@@ -142,7 +145,7 @@ def test_a_coroutine_that_takes_its_process_with_it_fails_alone(
     """The others of the process are called again, one by one."""
     monkeypatch.setattr("megarl.rewards.reward_pool.GRACE_S", 1.0)
     said = verdicts(made("aodd", limit=1.0), "fine", how, "fine", "turns", "fine", name="aodd")
-    assert [one == Reward(1.0) for one in said] == [True, False, True, False, True]
+    assert [item == Reward(1.0) for item in said] == [True, False, True, False, True]
     assert isinstance(said[1], RewardFailure) and complaint in said[1].reason
     assert said[3] == Reward(0.0, {"style": 2.0}, (0.25, 0.5))
 
@@ -246,7 +249,7 @@ def descendants(pid: int) -> list[int]:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return []
-    return [one for child in map(int, children) for one in (child, *descendants(child))]
+    return [item for child in map(int, children) for item in (child, *descendants(child))]
 
 
 def is_running(pid: int) -> bool:
@@ -262,6 +265,6 @@ def gone(pids: list[int]) -> bool:
 
 def eventually(true: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + 60
-    while not (found := true()) and time.monotonic() < deadline:
+    while not (result := true()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return found
+    return result

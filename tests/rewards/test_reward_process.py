@@ -28,9 +28,9 @@ ROLLOUTS = [
 
 def failed(function, timeout=float("inf"), rollouts=ROLLOUTS[:1]):
     """Why each of them has no reward."""
-    found = [verdicts["f"] for verdicts in score(rollouts, {"f": function}, timeout)]
-    assert all(isinstance(one, RewardFailure) and "\n" not in one.reason for one in found)
-    return [one.reason for one in found]
+    result = [verdicts["f"] for verdicts in score(rollouts, {"f": function}, timeout)]
+    assert all(isinstance(item, RewardFailure) and "\n" not in item.reason for item in result)
+    return [item.reason for item in result]
 
 
 def length(rollout):
@@ -47,18 +47,18 @@ async def later(rollout):
 
 
 def test_what_each_function_says_of_each_rollout():
-    found = score(ROLLOUTS, {"length": length, "empty": empty, "later": later})
-    assert [list(one) for one in found] == [["length", "empty", "later"]] * 3
-    assert [one["length"] for one in found] == [Reward(0.0), Reward(1.0), Reward(2.0)]
-    assert [one["empty"] for one in found] == [Reward(1.0), Reward(0.0), Reward(0.0)]
-    assert [one["later"] for one in found] == [Reward(float(i), {"a": 1.0}) for i in range(3)]
+    result = score(ROLLOUTS, {"length": length, "empty": empty, "later": later})
+    assert [list(item) for item in result] == [["length", "empty", "later"]] * 3
+    assert [item["length"] for item in result] == [Reward(0.0), Reward(1.0), Reward(2.0)]
+    assert [item["empty"] for item in result] == [Reward(1.0), Reward(0.0), Reward(0.0)]
+    assert [item["later"] for item in result] == [Reward(float(i), {"a": 1.0}) for i in range(3)]
     assert score([], {"length": length, "later": later}) == []
 
 
 def test_one_that_fails_is_one_of_them():
-    found = score(ROLLOUTS, {"inverse": lambda rollout: 1 / len(rollout.answer)})
-    assert [one["inverse"] for one in found][1:] == [Reward(1.0), Reward(0.5)]
-    assert isinstance(found[0]["inverse"], RewardFailure)
+    result = score(ROLLOUTS, {"inverse": lambda rollout: 1 / len(rollout.answer)})
+    assert [item["inverse"] for item in result][1:] == [Reward(1.0), Reward(0.5)]
+    assert isinstance(result[0]["inverse"], RewardFailure)
 
 
 def test_a_function_that_raises_is_named_in_one_line():
@@ -80,7 +80,7 @@ def test_coroutine_functions_are_awaited_at_the_same_time():
         await arrived[len(arrived) - 1].wait()
         return 1.0
 
-    assert [one["f"] for one in score(ROLLOUTS, {"f": meets})] == [Reward(1.0)] * 3
+    assert [item["f"] for item in score(ROLLOUTS, {"f": meets})] == [Reward(1.0)] * 3
 
 
 async def waits(rollout):
@@ -238,9 +238,9 @@ def test_nothing_is_called_any_more_once_too_many_have_failed():
     for function in (fails, hangs):
         called.clear()
         began = time.monotonic()
-        found = score(ROLLOUTS * 20, {"good": length, "f": function}, 700.0, max_failed=2)
+        result = score(ROLLOUTS * 20, {"good": length, "f": function}, 700.0, max_failed=2)
         assert time.monotonic() - began < 30.0
-        assert [verdicts["good"] for verdicts in found] == [Reward(float(i)) for i in range(3)] * 20
-        said = [verdicts["f"] for verdicts in found]
-        assert sum(one is NOT_SCORED for one in said) == 57 and all(isinstance(one, RewardFailure) for one in said)
+        assert [verdicts["good"] for verdicts in result] == [Reward(float(i)) for i in range(3)] * 20
+        said = [verdicts["f"] for verdicts in result]
+        assert sum(item is NOT_SCORED for item in said) == 57 and all(isinstance(item, RewardFailure) for item in said)
         assert len(called) == (3 if function is fails else 60)

@@ -47,9 +47,9 @@ def test_each_option_is_there_and_listed() -> None:
 
 def test_the_examples_are_read() -> None:
     blocks = re.findall(r"(?:^    .*\n)+", PAGE, re.MULTILINE)
-    found = [yaml.safe_load(block) for block in blocks if block.lstrip().startswith("roles:")]
-    settings = [role_settings(from_dict(tree), "reward") for tree in found]
-    assert [one.backend for one in settings] == [("http",), ("judge",)]
+    result = [yaml.safe_load(block) for block in blocks if block.lstrip().startswith("roles:")]
+    settings = [role_settings(from_dict(tree), "reward") for tree in result]
+    assert [element.backend for element in settings] == [("http",), ("judge",)]
     assert ServiceOptions.read(settings[0].options).url == ("https://judge.lab.org/score",)
     assert JudgeOptions.read(settings[1].options).url == ("http://10.0.0.7:30000/v1",)
 

@@ -67,7 +67,7 @@ def test_batches_keep_to_the_budget() -> None:
     for _ in range(50):
         lengths = rng.integers(1, 60, int(rng.integers(1, 40))).tolist()
         budget = int(rng.integers(1, 200))
-        found = batches(lengths, budget)
-        assert sorted(i for part in found for i in part) == list(range(len(lengths)))
-        for part in found:
+        result = batches(lengths, budget)
+        assert sorted(i for part in result for i in part) == list(range(len(lengths)))
+        for part in result:
             assert len(part) == 1 or len(part) * max(lengths[i] for i in part) <= budget

@@ -43,8 +43,8 @@ def service(server: Judging, **options: Any) -> Service:
 
 
 def test_what_is_sent(server: Judging) -> None:
-    one = rollout(3, "a b", ground_truth=np.int64(2), extra={"level": [1, 2]})
-    assert service(server).score([one]) == [Reward(2.0, {"style": 0.5})]
+    item = rollout(3, "a b", ground_truth=np.int64(2), extra={"level": [1, 2]})
+    assert service(server).score([item]) == [Reward(2.0, {"style": 0.5})]
     ((kind, path, body),) = server.requests
     assert (kind, path) == ("POST", "/score")
     user, said = ({"role": "user", "content": "how many?"}, {"role": "assistant", "content": "a b"})
@@ -54,8 +54,8 @@ def test_what_is_sent(server: Judging) -> None:
 
 def test_answers_are_in_their_order_however_long_they_take(server: Judging) -> None:
     server.answers = [0.3, 0.0, 0.1]
-    found = service(server, batch=2, concurrency=3).score(ROLLOUTS)
-    assert found == [Reward(number, {"style": 0.5}) for number in range(1, 8)]
+    result = service(server, batch=2, concurrency=3).score(ROLLOUTS)
+    assert result == [Reward(number, {"style": 0.5}) for number in range(1, 8)]
     assert sorted(len(batch) for batch in server.batches()) == [1, 2, 2, 2]
     assert service(server).score([]) == []
 
@@ -86,8 +86,8 @@ def test_what_may_pass_is_tried_again(server: Judging) -> None:
 
 
 def test_another_address_answers_for_one_that_is_lost(server: Judging) -> None:
-    found = service(server, url=[server.gone, server.url], batch=1).score(ROLLOUTS)
-    assert len(found) == 7 and len(server.requests) == 7
+    result = service(server, url=[server.gone, server.url], batch=1).score(ROLLOUTS)
+    assert len(result) == 7 and len(server.requests) == 7
 
 
 LARGE = b"[" + b"1" * 300 + b"]"
@@ -141,8 +141,8 @@ def test_one_that_failed_leaves_the_others(server: Judging) -> None:
 
 def test_a_request_that_failed_leaves_the_others(server: Judging) -> None:
     server.answers = [(400, b"no")]
-    found = service(server, batch=3, concurrency=1).score(ROLLOUTS)
-    assert [isinstance(one, RewardFailure) for one in found] == [True] * 3 + [False] * 4
+    result = service(server, batch=3, concurrency=1).score(ROLLOUTS)
+    assert [isinstance(item, RewardFailure) for item in result] == [True] * 3 + [False] * 4
 
 
 def test_what_cannot_be_sent_is_not(server: Judging) -> None:
@@ -165,8 +165,8 @@ def test_a_look_takes_any_answer(server: Judging) -> None:
 
 
 def test_how_long_it_may_take() -> None:
-    one = Service(ServiceOptions.read({"url": "http://a/b", "batch": 4, "concurrency": 2, "timeout": 6, "tries": 3}))
-    assert one.max_duration(9) == 2 * 3 * (6 + 10)
+    item = Service(ServiceOptions.read({"url": "http://a/b", "batch": 4, "concurrency": 2, "timeout": 6, "tries": 3}))
+    assert item.max_duration(9) == 2 * 3 * (6 + 10)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_nobody_is_asked_any_more_once_too_many_have_failed(server: Judging) -> 
     """Two requests at once, of which the first three are refused and the others would take minutes."""
     server.answers = [(400, b"no")] * 3 + [600.0] * 4
     began = time.monotonic()
-    found = service(server, batch=1, concurrency=2, timeout=700.0).score(ROLLOUTS, max_failed=2.0)
+    result = service(server, batch=1, concurrency=2, timeout=700.0).score(ROLLOUTS, max_failed=2.0)
     assert time.monotonic() - began < 30.0
-    assert [one is NOT_SCORED for one in found] == [False] * 3 + [True] * 4
+    assert [item is NOT_SCORED for item in result] == [False] * 3 + [True] * 4
     assert len(server.batches()) <= 5

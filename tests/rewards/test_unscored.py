@@ -18,8 +18,8 @@ def rollout(number: int, unscored: dict[str, str], aborted: bool = False) -> Rol
 
 def test_the_run_ends_above_the_share_with_the_most_frequent_reason_first() -> None:
     late, raised = {"a": "it took\nlonger"}, {"b": "it raised"}
-    given = [raised, late, {}, late, {}, {}, {}, {}]
-    rollouts = Rollouts.gather([rollout(i, one) for i, one in enumerate(given)] + [rollout(9, {}, aborted=True)] * 4)
+    value = [raised, late, {}, late, {}, {}, {}, {}]
+    rollouts = Rollouts.gather([rollout(i, item) for i, item in enumerate(value)] + [rollout(9, {}, aborted=True)] * 4)
     assert rollouts.unscored.tolist() == [1, 1, 0, 1] + [0] * 8
     reasons = "2 x a: it took longer (on the sample 'p1'), 1 x b: it raised (on the sample 'p0')"
     assert summarize_unscored(rollouts) == reasons

@@ -22,14 +22,14 @@ def main() -> None:
     ranks.barrier()
     back = tickets.claim_returned()
     ranks.barrier()
-    found = {
+    result = {
         "got": got,
         "places": places,
         "finished": tickets.count_complete(),
         "left": tickets.count_unclaimed(),
         "back": [len(back)],
     }
-    print("RESULT", json.dumps(found), flush=True)
+    print("RESULT", json.dumps(result), flush=True)
     ranks.shutdown()
 
 

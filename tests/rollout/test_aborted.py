@@ -21,8 +21,8 @@ def config(share: float) -> Config:
 
 def test_the_most_frequent_reasons_come_first() -> None:
     assert summarize_aborts(Rollouts.gather([WHOLE])) == ""
-    found = [aborted(text) for text in ("late", "odd\nanswer", "late", "d", "", "e")]
-    assert summarize_aborts(Rollouts.gather(found)) == "2 x late, 1 x odd answer, 1 x d, and 2 other reasons"
+    result = [aborted(text) for text in ("late", "odd\nanswer", "late", "d", "", "e")]
+    assert summarize_aborts(Rollouts.gather(result)) == "2 x late, 1 x odd answer, 1 x d, and 2 other reasons"
 
 
 def test_the_share_is_the_last_that_is_allowed() -> None:

@@ -45,8 +45,8 @@ def gathered(prompts: list[Prompt], policy: Any, samples: int = 1, seconds: floa
             around = RolloutContext(CHAT, sessions, parse, CONFIG, get_session_server=listening)
             deadline = asyncio.get_running_loop().time() + seconds
             kinds: dict[str, Any] = {"samples": samples, "greedy": False, "seed": 0, "deadline": deadline}
-            found = await gather_rollouts(prompts, GroupQueue(len(prompts)), policy, around, **kinds)
-            return found.rollouts
+            result = await gather_rollouts(prompts, GroupQueue(len(prompts)), policy, around, **kinds)
+            return result.rollouts
 
     return asyncio.run(run())
 
@@ -60,21 +60,21 @@ def test_an_agent_calls_its_own_tool_and_says_what_it_was_worth(agent: str) -> N
     assert rollout.env_reward == Reward(1.0, parts)
     assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
     assert rollout.messages[2]["content"] == "3"
-    first, second = (asked for asked, _ in script.asked)
+    first, second = (requested for requested, _ in script.asked)
     assert second[: len(first)] == first and rollout.token_ids.tolist()[: len(second)] == second
     assert [turn.is_action for turn in rollout.turns] == [False, True, False, True]
 
 
 def test_what_it_branches_into_is_one_episode() -> None:
-    found = gathered([task("branching")], Script("one", "two", "three"), samples=2)
-    assert [rollout.episode for rollout in found] == [0, 0, 1, 1]
-    for first, last in (found[:2], found[2:]):
+    result = gathered([task("branching")], Script("one", "two", "three"), samples=2)
+    assert [rollout.episode for rollout in result] == [0, 0, 1, 1]
+    for first, last in (result[:2], result[2:]):
         assert (
             first.env_reward is None and isinstance(last.env_reward, Reward) and last.env_reward.parts == {"said": 3.0}
         )
         assert [turn.is_action for turn in first.turns] == [False, True, False, True]
         assert [turn.is_action for turn in last.turns] == [False, True]
-    assert len(Rollouts.gather(found, [0] * 4).episodes) == 2
+    assert len(Rollouts.gather(result, [0] * 4).episodes) == 2
 
 
 @pytest.mark.parametrize(

@@ -62,17 +62,17 @@ def test_the_engine_lets_go_of_what_was_aborted_and_others_are_looked_at_meanwhi
 
 
 def test_an_engine_that_is_lost_is_told_of_at_once_and_is_asked_for_nothing_more(tmp_path: Path) -> None:
-    engine, told = some_engine(tmp_path), []
+    engine, events = some_engine(tmp_path), []
 
     def check_runs(start: int) -> None:
         raise EngineLost("died", "engine 0 is not running")
 
     engine.check_running, tickets = check_runs, GroupQueue(2)
-    talks = RolloutRunner(engine, CHAT, CONFIG, on_engine_lost=told.append)
-    found = talks.generate([PROMPT, PROMPT], queue=tickets, samples=2)
+    talks = RolloutRunner(engine, CHAT, CONFIG, on_engine_lost=events.append)
+    result = talks.generate([PROMPT, PROMPT], queue=tickets, samples=2)
     talks.close()
-    assert found.rollouts == [] and found.engine_loss is not None and found.engine_loss.fault == "died"
-    assert told and {str(one) for one in told} == {"engine 0 is not running"}
+    assert result.rollouts == [] and result.engine_loss is not None and result.engine_loss.fault == "died"
+    assert events and {str(item) for item in events} == {"engine 0 is not running"}
     assert tickets.count_unclaimed() == 2
 
 
@@ -99,22 +99,22 @@ def test_the_tools_processes_are_kept_from_one_generation_to_the_next(
 
 def test_an_evaluation_is_sampled_by_keys_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And the engine is not asked what could have been drawn, which it says of a bounded number of tokens alone."""
-    asked: list[tuple[dict[str, Any], bool]] = []
+    requested: list[tuple[dict[str, Any], bool]] = []
 
     async def only_look(prompts: Any, tickets: Any, policy: Any, around: RolloutContext, **_: Any) -> GenerationResult:
-        asked.append((build_sampling_params(around.config, around.chat, False, 3), policy.should_request_masks))
+        requested.append((build_sampling_params(around.config, around.chat, False, 3), policy.should_request_masks))
         return GenerationResult([], [])
 
     monkeypatch.setattr(rollout_context, "gather_rollouts", only_look)
-    for own in ({}, {"eval_top_p": 0.7}, {"eval_temperature": 0.6, "eval_top_p": 1.0}):
-        talks = RolloutRunner(some_engine(tmp_path), CHAT, replace(CONFIG, top_k=20, top_p=0.9, **own))
+    for local in ({}, {"eval_top_p": 0.7}, {"eval_temperature": 0.6, "eval_top_p": 1.0}):
+        talks = RolloutRunner(some_engine(tmp_path), CHAT, replace(CONFIG, top_k=20, top_p=0.9, **local))
         for held_out in (False, True):
             talks.generate([], held_out=held_out)
         talks.close()
-    found = [(params["temperature"], params["top_p"], params["top_k"], masks) for params, masks in asked]
+    result = [(params["temperature"], params["top_p"], params["top_k"], masks) for params, masks in requested]
     as_in_training = (1.0, 0.9, 20, True)
-    assert found[:2] == [as_in_training] * 2
-    assert found[2:] == [as_in_training, (1.0, 0.7, 20, False), as_in_training, (0.6, 1.0, 20, False)]
+    assert result[:2] == [as_in_training] * 2
+    assert result[2:] == [as_in_training, (1.0, 0.7, 20, False), as_in_training, (0.6, 1.0, 20, False)]
 
 
 class Asked:
@@ -165,12 +165,12 @@ def test_a_generation_goes_on_through_a_push_and_says_by_which_weights(
     talks.resume()
     rollouts = under_way.result().rollouts
     talks.close()
-    assert [one.token_ids.tolist() for one in rollouts] == [one.token_ids.tolist() for one in alone]
-    found = [[version for version, _ in one.version_spans] for one in rollouts]
-    assert writer.weight_version == 1 and {version for runs in found for version in runs} >= {1}
-    assert all(runs == sorted(runs) for runs in found)
+    assert [item.token_ids.tolist() for item in rollouts] == [item.token_ids.tolist() for item in alone]
+    result = [[version for version, _ in item.version_spans] for item in rollouts]
+    assert writer.weight_version == 1 and {version for runs in result for version in runs} >= {1}
+    assert all(runs == sorted(runs) for runs in result)
     if how == "wait":
-        assert found[0] == [0] and all(len(runs) == 1 for runs in found)  # of one version each
+        assert result[0] == [0] and all(len(runs) == 1 for runs in result)  # of one version each
 
 
 def test_what_is_under_way_besides_outlives_that_the_engine_lets_go_of_something(
@@ -190,8 +190,8 @@ def test_what_is_under_way_besides_outlives_that_the_engine_lets_go_of_something
     )
     under_way = talks.start_generation(PROMPTS, samples=1)
     until(lambda: writer.written > 3)
-    assert [one.status for one in talks.generate([PROMPT], samples=1).rollouts] == ["aborted"]
-    assert "aborted" not in [one.status for one in under_way.result().rollouts]
+    assert [item.status for item in talks.generate([PROMPT], samples=1).rollouts] == ["aborted"]
+    assert "aborted" not in [item.status for item in under_way.result().rollouts]
     talks.close()
     assert dropped == [0]
 

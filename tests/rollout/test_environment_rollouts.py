@@ -207,7 +207,7 @@ def test_samples_of_a_group_may_have_prompts_of_their_own() -> None:
 
     rollouts = Rollouts.gather(asyncio.run(run()).rollouts)
     assert rollouts.group.tolist() == [0, 0, 1, 1]
-    assert rollouts.prompt_length.tolist() == [len(one.prompt.token_ids) for one in rollouts.local]
-    assert [one.env_reward for one in rollouts.local][2:] == [Reward(0.25)] * 2
+    assert rollouts.prompt_length.tolist() == [len(item.prompt.token_ids) for item in rollouts.local]
+    assert [item.env_reward for item in rollouts.local][2:] == [Reward(0.25)] * 2
     first, second = rollouts.local[:2]
     assert first.prompt == second.prompt and len(ids("1")) + 1 == first.num_actions

@@ -12,46 +12,46 @@ from megarl.rollout.group_queue import GroupQueue, LocalKVStore
 def test_each_ticket_is_given_once_whoever_asks() -> None:
     counts, got = LocalKVStore(), [[] for _ in range(8)]
 
-    def ask(own: list[int]) -> None:
+    def ask(local: list[int]) -> None:
         tickets = GroupQueue(1000, 8, counts, "step")
         while (number := tickets.claim()) is not None:
-            own.append(number)
+            local.append(number)
 
-    threads = [Thread(target=ask, args=(own,)) for own in got]
+    threads = [Thread(target=ask, args=(local,)) for local in got]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(number for own in got for number in own) == list(range(1000))
+    assert sorted(number for local in got for number in local) == list(range(1000))
     assert GroupQueue(1000, 8, counts, "step").count_claimed() == 1000
     assert GroupQueue(3, 8, counts, "next step").claim() == 0
 
 
 def test_what_was_finished_is_counted_by_all() -> None:
     counts = LocalKVStore()
-    one, other = (GroupQueue(5, 2, counts, "step") for _ in range(2))
-    assert [one.mark_complete(), other.mark_complete(), one.mark_complete()] == [0, 1, 2]
-    assert one.count_complete() == other.count_complete() == 3 and one.count_claimed() == 0
+    item, other = (GroupQueue(5, 2, counts, "step") for _ in range(2))
+    assert [item.mark_complete(), other.mark_complete(), item.mark_complete()] == [0, 1, 2]
+    assert item.count_complete() == other.count_complete() == 3 and item.count_claimed() == 0
 
 
 def test_what_is_given_back_is_taken_once_whoever_asks() -> None:
     counts, got = LocalKVStore(), [[] for _ in range(4)]
     givers = [GroupQueue(8, 4, counts, "step") for _ in range(2)]
 
-    def ask(own: list[int]) -> None:
+    def ask(local: list[int]) -> None:
         tickets = GroupQueue(8, 4, counts, "step")
         while len(got[0]) + len(got[1]) + len(got[2]) + len(got[3]) < 200:
             if (back := tickets.claim_returned()) is not None:
-                own.append(back)
+                local.append(back)
 
-    threads = [Thread(target=ask, args=(own,)) for own in got]
+    threads = [Thread(target=ask, args=(local,)) for local in got]
     for thread in threads:
         thread.start()
     for number in range(200):
         givers[number % 2].return_group(number)
     for thread in threads:
         thread.join()
-    assert sorted(number for own in got for number in own) == list(range(200))
+    assert sorted(number for local in got for number in local) == list(range(200))
     assert givers[0].claim_returned() is None and givers[0].count_unclaimed() == 8
     givers[0].return_group((3, "group"))
     givers[0].claim()
@@ -64,15 +64,15 @@ def test_what_is_given_back_is_taken_once_whoever_asks() -> None:
 
 def test_lost_engines_and_steps_are_counted_by_themselves() -> None:
     counts = LocalKVStore()
-    one, other = (GroupQueue(5, 2, counts, "step") for _ in range(2))
+    item, other = (GroupQueue(5, 2, counts, "step") for _ in range(2))
     assert [
-        one.count_lost_engines(1),
+        item.count_lost_engines(1),
         other.count_lost_engines(),
         other.count_lost_engines(1),
-        one.count_lost_engines(-1),
+        item.count_lost_engines(-1),
     ] == [1, 1, 2, 1]
-    assert [one.mark_complete(4), other.mark_complete(4), one.mark_complete(8)] == [0, 1, 0]
-    assert (other.count_complete(4), one.count_complete(8), one.count_complete()) == (2, 1, 0)
+    assert [item.mark_complete(4), other.mark_complete(4), item.mark_complete(8)] == [0, 1, 0]
+    assert (other.count_complete(4), item.count_complete(8), item.count_complete()) == (2, 1, 0)
 
 
 def test_a_share_is_even_and_includes_what_is_gone_on_with() -> None:

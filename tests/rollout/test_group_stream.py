@@ -100,9 +100,9 @@ async def train(
     try:
         for step in range(STEPS):
             await admit(step + 1 + lag)
-            taken = await asyncio.gather(*(stream.collect(GROUPS) for stream in streams))
-            gathered = [part for part in taken if part is not None]
-            steps.append(sorted((one for part in gathered for one in part.rollouts), key=lambda one: one.group))
+            selected = await asyncio.gather(*(stream.collect(GROUPS) for stream in streams))
+            gathered = [part for part in selected if part is not None]
+            steps.append(sorted((item for part in gathered for item in part.rollouts), key=lambda item: item.group))
             assert all(0 <= part.busy_seconds <= part.num_slots * part.seconds + 0.1 for part in gathered)
             assert sum(len(part.group_ages) for part in gathered) == GROUPS
             await asyncio.sleep(random.random() * seconds_a_step)
@@ -139,8 +139,8 @@ def test_answers_that_go_on_through_pushes_are_whole_and_never_too_old(
     mixed = 0
     for step, rollouts in enumerate(steps):
         mine = by_itself(step)
-        assert [(one.prompt.id, one.group, one.seed, one.status) for one in rollouts] == [
-            (one.prompt.id, one.group, one.seed, one.status) for one in mine
+        assert [(item.prompt.id, item.group, item.seed, item.status) for item in rollouts] == [
+            (item.prompt.id, item.group, item.seed, item.status) for item in mine
         ]
         for rollout in rollouts:
             assert rollout.token_ids.tolist() == alone(step, rollout.group)
@@ -159,7 +159,7 @@ def test_answers_that_go_on_through_pushes_are_whole_and_never_too_old(
 async def streamed(writers: list[Writer], steps: int) -> tuple[list[list[Rollout]], list[int]]:
     """The rollouts of each step, where engines that are lost stay so as long as there are others; and how many
     conversations were lost, and begun anew."""
-    counts, found, numbers = LocalKVStore(), [], [0, 0]
+    counts, result, numbers = LocalKVStore(), [], [0, 0]
     names: dict[str, Any] = dict(samples=SAMPLES, max_groups=GROUPS, timeout=60.0)
     streams = [
         GroupStream(GroupQueue(UNLIMITED, len(writers), counts), writer, surroundings(), **names) for writer in writers
@@ -176,7 +176,7 @@ async def streamed(writers: list[Writer], steps: int) -> tuple[list[list[Rollout
                 await stream.reconnect(Writer(), surroundings())
             at_work = [asyncio.create_task(stream.run()) for stream in streams]
         parts = [part for part in gathered if part is not None]
-        found.append(sorted((one for part in parts for one in part.rollouts), key=lambda one: one.group))
+        result.append(sorted((item for part in parts for item in part.rollouts), key=lambda item: item.group))
         numbers = [
             numbers[0] + sum(part.num_interrupted for part in parts),
             numbers[1] + sum(part.num_restarted for part in parts),
@@ -184,18 +184,18 @@ async def streamed(writers: list[Writer], steps: int) -> tuple[list[list[Rollout
     for task in at_work:
         task.cancel()
     await asyncio.gather(*at_work, return_exceptions=True)
-    return found, numbers
+    return result, numbers
 
 
 @pytest.mark.parametrize("lasts", [(5, -1), (60, -1), (-1, 90), (60,), (150,), (40, 70)], ids=str)
 def test_what_a_lost_engine_has_not_completed_is_done_by_others_or_when_it_is_back(lasts: tuple[int, ...]) -> None:
-    steps, (gone, again) = asyncio.run(streamed([Writer(lasts=one) for one in lasts], 2))
+    steps, (gone, again) = asyncio.run(streamed([Writer(lasts=item) for item in lasts], 2))
     for step, rollouts in enumerate(steps):
         mine = by_itself(step)
-        assert [(one.prompt.id, one.group, one.seed) for one in rollouts] == [
-            (one.prompt.id, one.group, one.seed) for one in mine
+        assert [(item.prompt.id, item.group, item.seed) for item in rollouts] == [
+            (item.prompt.id, item.group, item.seed) for item in mine
         ]
-        assert all(one.token_ids.tolist() == alone(step, one.group) for one in rollouts)
+        assert all(item.token_ids.tolist() == alone(step, item.group) for item in rollouts)
     assert 0 < gone == again
 
 
@@ -215,9 +215,9 @@ def test_a_pause_does_not_wait_for_an_engine_that_is_lost() -> None:
         await stream.pause("retract")
         await stream.reconnect(Writer(), surroundings())
         at_work = asyncio.create_task(stream.run())
-        taken = await stream.collect(GROUPS)
+        selected = await stream.collect(GROUPS)
         at_work.cancel()
-        assert taken is not None and len(taken.rollouts) == GROUPS * SAMPLES
+        assert selected is not None and len(selected.rollouts) == GROUPS * SAMPLES
 
     asyncio.run(run())
 
@@ -229,16 +229,16 @@ def test_what_lasts_too_long_is_aborted_by_itself() -> None:
         )
         at_work = asyncio.create_task(stream.run())
         await stream.admit(STEPS_PROMPTS[0], 1)
-        taken = await stream.collect(GROUPS)
+        selected = await stream.collect(GROUPS)
         at_work.cancel()
-        assert taken is not None
-        return [one.failure for one in taken.rollouts if one.status == "aborted"]
+        assert selected is not None
+        return [item.failure for item in selected.rollouts if item.status == "aborted"]
 
     assert set(asyncio.run(run())) == {"it did not finish within rollout.step_timeout"}
 
 
 def test_it_says_from_when_to_when_its_engine_was_at_work() -> None:
-    told: list[tuple[float, float]] = []
+    events: list[tuple[float, float]] = []
 
     async def run() -> None:
         stream = GroupStream(
@@ -248,11 +248,11 @@ def test_it_says_from_when_to_when_its_engine_was_at_work() -> None:
             samples=SAMPLES,
             max_groups=GROUPS,
             timeout=60.0,
-            on_busy_interval=lambda began, ended: told.append((began, ended)),
+            on_busy_interval=lambda began, ended: events.append((began, ended)),
         )
         at_work = asyncio.create_task(stream.run())
         await stream.pause("retract")
-        assert told == []
+        assert events == []
         await stream.resume()
         await stream.admit(STEPS_PROMPTS[0], 1)
         await stream.collect(GROUPS)
@@ -263,5 +263,5 @@ def test_it_says_from_when_to_when_its_engine_was_at_work() -> None:
     start = time.monotonic()
     asyncio.run(run())
     took = time.monotonic() - start
-    ((began, ended),) = told
+    ((began, ended),) = events
     assert 0 < ended - began < took - 0.3

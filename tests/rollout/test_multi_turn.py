@@ -125,9 +125,9 @@ def test_what_could_have_been_sampled_is_kept_of_every_request_in_turn() -> None
         async def run() -> PartialRollout:
             now = begun()
             for out in texts:
-                own = replace(around, halt=asyncio.Event())
-                own.halt.set()
-                now = await run_conversation(now, Script(out), own, {})
+                local = replace(around, halt=asyncio.Event())
+                local.halt.set()
+                now = await run_conversation(now, Script(out), local, {})
             return now
 
         return asyncio.run(run()).to_rollout(0)
@@ -142,8 +142,8 @@ def test_what_could_have_been_sampled_is_kept_of_every_request_in_turn() -> None
     assert counts(carried(said("12", "abort"), cut("3"))) == [0] * two + [2] * last
     assert counts(carried(cut("12", "abort"), said("3"))) == [2] * two + [0] * last
     assert carried(said("12", "abort"), said("3")).sampling_mask is None
-    whole, _ = converse(script=Script(cut(call("1+2")), cut("3")))
-    assert counts(whole) == [2] * whole.num_actions
+    complete, _ = converse(script=Script(cut(call("1+2")), cut("3")))
+    assert counts(complete) == [2] * complete.num_actions
 
 
 def ends(rollout: Rollout) -> list[list[int]]:
@@ -294,8 +294,8 @@ def test_a_call_that_is_quoted_in_reasoning_is_none() -> None:
     quoted = f"<think>\nI could say {call('1+1')}</think>\n\n"
     rollout = asyncio.run(run(quoted + call("1+2"), f"<think>{call('4')}</think>It is 3.", "never said"))
     assert rollout.status == "stop" and rollout.tool_calls == 1 and len(rollout.turns) == 4
-    asked, answered, said_last = rollout.messages[1:]
-    assert asked["content"] == quoted.rstrip() and asked["tool_calls"][0]["function"]["arguments"] == {
+    requested, answered, said_last = rollout.messages[1:]
+    assert requested["content"] == quoted.rstrip() and requested["tool_calls"][0]["function"]["arguments"] == {
         "expression": "1+2"
     }
     assert answered["content"] == "3" and said_last["content"] == f"<think>{call('4')}</think>It is 3."
@@ -415,18 +415,18 @@ def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(limit: in
     dice, stopped, calls = random.Random(limit), 0, 0
     for prompt in TALKS:
         start = begun(prompt, seed=3)
-        whole, _ = written(start, around)
+        complete, _ = written(start, around)
         parts, stops = written(start, around, [dice.randint(1, 12) for _ in range(12)])
         stopped, calls = stopped + len(stops), calls + parts.tool_calls
-        assert [turn.token_ids.tolist() for turn in parts.turns] == [turn.token_ids.tolist() for turn in whole.turns]
-        assert [turn.logprobs.tolist() for turn in parts.turns] == [turn.logprobs.tolist() for turn in whole.turns]
-        assert parts.messages == whole.messages and parts.status == whole.status
+        assert [turn.token_ids.tolist() for turn in parts.turns] == [turn.token_ids.tolist() for turn in complete.turns]
+        assert [turn.logprobs.tolist() for turn in parts.turns] == [turn.logprobs.tolist() for turn in complete.turns]
+        assert parts.messages == complete.messages and parts.status == complete.status
         assert (parts.tool_calls, parts.tool_errors, parts.num_turns) == (
-            whole.tool_calls,
-            whole.tool_errors,
-            whole.num_turns,
+            complete.tool_calls,
+            complete.tool_errors,
+            complete.num_turns,
         )
-        routing, other = parts.to_rollout(0).routing, whole.to_rollout(0).routing
+        routing, other = parts.to_rollout(0).routing, complete.to_rollout(0).routing
         assert routing is not None and other is not None and torch.equal(routing, other)
         # A token is of the version during which it was written, which is what had stopped before it was there.
         places = [0, *(stop.num_tokens for stop in stops), parts.num_tokens]
@@ -443,9 +443,9 @@ def test_a_turn_that_is_stopped_in_the_middle_has_runs_of_versions() -> None:
     async def run() -> PartialRollout:
         now = begun()
         for out in text:
-            own = replace(around, halt=asyncio.Event())
-            own.halt.set()
-            now = await run_conversation(now, Script(out), own, {})
+            local = replace(around, halt=asyncio.Event())
+            local.halt.set()
+            now = await run_conversation(now, Script(out), local, {})
         return now
 
     ended = asyncio.run(run())

@@ -33,7 +33,7 @@ def group(number: int, samples: int = 2) -> Group:
     return (first, further, ended, *[first] * samples)[:samples]
 
 
-def same(one: list[Group], other: list[Group]) -> bool:
+def same(item: list[Group], other: list[Group]) -> bool:
     """`PartialRollout` compares all but records by what is in it, and NaN is not NaN."""
 
     def plain(groups: list[Group]) -> list[list[object]]:
@@ -53,8 +53,8 @@ def same(one: list[Group], other: list[Group]) -> bool:
         sets = [part for each in every for record in each.sampling_masks for part in (record.counts, record.ids)]
         return [part for each in every for part in each.routing] + sets
 
-    pairs = list(zip(records(one), records(other), strict=True))
-    return plain(one) == plain(other) and all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+    pairs = list(zip(records(item), records(other), strict=True))
+    return plain(item) == plain(other) and all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
@@ -62,9 +62,9 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     file = tmp_path / "partial_groups" / "engine_00000.bin"
     entry = write_groups(file, groups)
     assert entry == hash_file(file)
-    found = read_groups(file)
-    assert same(found, groups)
-    first, further, _ = found[0]
+    result = read_groups(file)
+    assert same(result, groups)
+    first, further, _ = result[0]
     assert first.turns[0].token_ids.base is further.turns[0].token_ids.base  # once in memory, as it was
     assert not further.turns[1].token_ids.flags.writeable
     further.routing[0][0] = 1  # and this can be written to
@@ -74,9 +74,9 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
 
 def test_a_prompts_tokens_are_written_once(tmp_path: Path) -> None:
     long = replace(PROMPT, token_ids=np.zeros(10_000, np.int32))
-    one = begun(long)
-    one = replace(one, prompt=long, turns=(Turn(long.token_ids),))
-    assert write_groups(tmp_path / "file", [(one,) * 8]).bytes < 60_000
+    item = begun(long)
+    item = replace(item, prompt=long, turns=(Turn(long.token_ids),))
+    assert write_groups(tmp_path / "file", [(item,) * 8]).bytes < 60_000
 
 
 @pytest.mark.parametrize("cut", [1, 200, 10_000])

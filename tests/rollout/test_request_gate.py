@@ -75,7 +75,7 @@ def through_a_push(first: Generation, *later: Generation) -> tuple[Generation, l
     async def run() -> tuple[Generation, Any]:
         policy = Cut(first, *later)
         room = RequestGate(policy, 1, asyncio.Event())
-        asked = asyncio.create_task(
+        requested = asyncio.create_task(
             room.open_slot().generate([7, 8], {"max_new_tokens": 3, "stop_token_ids": [END]}, routed=1)
         )
         while not room.num_requests:
@@ -86,22 +86,22 @@ def through_a_push(first: Generation, *later: Generation) -> tuple[Generation, l
         await asyncio.sleep(0.01)
         assert len(policy.asked) == before == 1  # nothing is asked while it is closed
         room.reopen()
-        return await asked, policy.asked
+        return await requested, policy.asked
 
     return asyncio.run(run())
 
 
 def test_what_is_cut_off_is_gone_on_with_by_the_rest_of_its_budget() -> None:
-    said, asked = through_a_push(part([11, 12], 0), part([5], 1, "length", first=2))
+    said, requested = through_a_push(part([11, 12], 0), part([5], 1, "length", first=2))
     assert said.token_ids.tolist() == [11, 12, 5] and said.versions == ((0, 2), (1, 1))
-    assert asked[1] == ([7, 8, 11, 12], {"max_new_tokens": 1, "stop_token_ids": [END], "routed": 3})
+    assert requested[1] == ([7, 8, 11, 12], {"max_new_tokens": 1, "stop_token_ids": [END], "routed": 3})
 
 
 def test_what_was_done_when_it_was_cut_off_is_done() -> None:
-    said, asked = through_a_push(part([11, END], 0))
-    assert said.finish_reason == "stop" and said.token_ids.tolist() == [11, END] and len(asked) == 1
-    said, asked = through_a_push(part([11, 12, 13], 0))
-    assert said.finish_reason == "length" and len(asked) == 1
+    said, requested = through_a_push(part([11, END], 0))
+    assert said.finish_reason == "stop" and said.token_ids.tolist() == [11, END] and len(requested) == 1
+    said, requested = through_a_push(part([11, 12, 13], 0))
+    assert said.finish_reason == "length" and len(requested) == 1
 
 
 def test_a_conversation_that_rests_leaves_room_for_another() -> None:
@@ -110,17 +110,17 @@ def test_a_conversation_that_rests_leaves_room_for_another() -> None:
         seat = room.open_slot()
         waiting = asyncio.create_task(room.wait_for_room())
         await asyncio.sleep(0.01)
-        found = [waiting.done()]
+        result = [waiting.done()]
         seat.mark_idle()
-        found.append(await waiting)
+        result.append(await waiting)
         room.open_slot()
         assert room.num_conversations == 2 and room.num_idle == 1
         waiting = asyncio.create_task(room.wait_for_room())
         await asyncio.sleep(0.01)
-        found.append(waiting.done())  # two for one place are the most
+        result.append(waiting.done())  # two for one place are the most
         seat.release()
         assert room.num_idle == 0
         waiting.cancel()
-        return found
+        return result
 
     assert asyncio.run(run()) == [False, True, False]

@@ -142,7 +142,7 @@ def together(
         engines = [
             gather_rollouts(
                 prompts,
-                own,
+                local,
                 writer,
                 surroundings(**config),
                 samples=2,
@@ -152,7 +152,7 @@ def together(
                 partial_groups=carried[number] if carried else (),
                 version=writer.weight_version,
             )
-            for number, (writer, own) in enumerate(zip(writers, tickets, strict=True))
+            for number, (writer, local) in enumerate(zip(writers, tickets, strict=True))
         ]
         return await asyncio.gather(*engines, return_exceptions=True)
 
@@ -170,17 +170,17 @@ def alone(prompt: Prompt) -> list[int]:
 
 
 def no_failure(outcomes: Sequence[GenerationResult | BaseException]) -> list[GenerationResult]:
-    for one in outcomes:
-        if isinstance(one, BaseException):
-            raise one
-    return [one for one in outcomes if isinstance(one, GenerationResult)]
+    for item in outcomes:
+        if isinstance(item, BaseException):
+            raise item
+    return [item for item in outcomes if isinstance(item, GenerationResult)]
 
 
 @pytest.mark.parametrize("pauses", [(0.0005,) * 3, (0.0001, 0.0005, 0.004)], ids=["alike", "one is slow"])
 def test_engines_share_groups_without_losing_one_or_taking_it_twice(pauses: Sequence[float]) -> None:
     writers = [Writer(pause=pause) for pause in pauses]
     outcomes = no_failure(together(writers, PROMPTS, shared(40, 3)))
-    rollouts = sorted((rollout for out in outcomes for rollout in out.rollouts), key=lambda one: one.group)
+    rollouts = sorted((rollout for out in outcomes for rollout in out.rollouts), key=lambda item: item.group)
     assert [rollout.group for rollout in rollouts] == [group for group in range(40) for _ in range(2)]
     assert [rollout.seed for rollout in rollouts] == [derive_seed(7, g, sample) for g in range(40) for sample in (0, 1)]
     assert all(rollout.prompt.id == str(rollout.group) for rollout in rollouts)
@@ -200,25 +200,25 @@ def to_the_end(
 ) -> list[GenerationResult]:
     """As `together`; what a lost engine has left when all others are done is done by all of them, lost ones with a new
     writer."""
-    found = no_failure(together(writers, prompts, tickets, needed, carried, **config))
-    while any(out.engine_loss for out in found):
+    result = no_failure(together(writers, prompts, tickets, needed, carried, **config))
+    while any(out.engine_loss for out in result):
         if not (tickets[0].count_unclaimed() if needed is None else tickets[0].count_complete() < needed):
             break
         again = [Writer(writer.weight_version) for writer in writers]
         more = no_failure(together(again, prompts, tickets, needed, [()] * len(writers), **config))
-        found = [one.merge(other) for one, other in zip(found, more, strict=True)]
-    return found
+        result = [item.merge(other) for item, other in zip(result, more, strict=True)]
+    return result
 
 
 def one_by_one(outcomes: Sequence[GenerationResult]) -> list[Rollout]:
     """All rollouts, by group; a group's are one engine's, by sample."""
-    return sorted((one for out in outcomes for one in out.rollouts), key=lambda one: one.group)
+    return sorted((item for out in outcomes for item in out.rollouts), key=lambda item: item.group)
 
 
 def assert_nothing_lost(rollouts: Sequence[Rollout], prompts: Sequence[Prompt]) -> None:
     """Each sample once, with its own seed and the tokens that nothing has disturbed."""
     numbers = [(group, sample) for group in range(len(prompts)) for sample in (0, 1)]
-    assert [(one.group, one.seed) for one in rollouts] == [(g, derive_seed(7, g, sample)) for g, sample in numbers]
+    assert [(item.group, item.seed) for item in rollouts] == [(g, derive_seed(7, g, sample)) for g, sample in numbers]
     for rollout in rollouts:
         assert rollout.prompt.id == prompts[rollout.group].id
         assert rollout.token_ids.tolist() == alone(prompts[rollout.group])
@@ -237,33 +237,33 @@ def test_what_a_lost_engine_has_begun_is_done_by_the_rest() -> None:
 
 def test_an_engine_that_is_lost_and_starts_again_does_what_was_lost_and_nothing_else() -> None:
     """Alone, and lost twice: what was done before is not done again."""
-    tickets, told, found = shared(6, 1), [], None
+    tickets, events, result = shared(6, 1), [], None
     for writer in (Writer(lasts=70), Writer(lasts=70), Writer()):
 
         async def gather_with(writer: Writer) -> GenerationResult:
             around = replace(
-                surroundings(), on_rollout_finished=lambda rollout: told.append((rollout.prompt.id, rollout.seed))
+                surroundings(), on_rollout_finished=lambda rollout: events.append((rollout.prompt.id, rollout.seed))
             )
             options: dict[str, Any] = {"samples": 2, "greedy": False, "seed": 7}
             return await gather_rollouts(PROMPTS[:6], tickets[0], writer, around, **options)
 
         out = asyncio.run(gather_with(writer))
-        found = out if found is None else found.merge(out)
-    assert found is not None and found.engine_loss is None and 0 < found.num_interrupted == found.num_restarted
-    assert_nothing_lost(found.rollouts, PROMPTS[:6])
-    assert sorted(told) == sorted((one.prompt.id, one.seed) for one in found.rollouts)
+        result = out if result is None else result.merge(out)
+    assert result is not None and result.engine_loss is None and 0 < result.num_interrupted == result.num_restarted
+    assert_nothing_lost(result.rollouts, PROMPTS[:6])
+    assert sorted(events) == sorted((item.prompt.id, item.seed) for item in result.rollouts)
 
 
 def test_an_engine_that_is_seen_to_hang_is_lost_whatever_it_is_at() -> None:
-    script, told = Fails("1", None, None, None), []
+    script, events = Fails("1", None, None, None), []
 
     async def hangs() -> None:
-        while len(script.asked) < 4 or not told:
+        while len(script.asked) < 4 or not events:
             await asyncio.sleep(0.01)
         raise EngineLost("hangs", "engine 0 sent no heartbeat")
 
     async def run() -> GenerationResult:
-        around = replace(surroundings(), on_rollout_finished=told.append)
+        around = replace(surroundings(), on_rollout_finished=events.append)
         options: dict[str, Any] = {"samples": 2, "greedy": False, "seed": 7, "watch": hangs}
         return await gather_rollouts(PROMPTS[:2], tickets, script, around, **options)
 
@@ -276,8 +276,8 @@ def test_an_engine_that_is_seen_to_hang_is_lost_whatever_it_is_at() -> None:
         and out.num_interrupted == 3
     )
     back = [tickets.claim_returned(), tickets.claim_returned()]
-    assert tickets.claim_returned() is None and sorted(one.number for one in back) == [0, 1]
-    assert sorted(one.status or "" for group in back for one in group.group) == ["", "", "", "stop"]
+    assert tickets.claim_returned() is None and sorted(item.number for item in back) == [0, 1]
+    assert sorted(item.status or "" for group in back for item in group.group) == ["", "", "", "stop"]
 
 
 @pytest.mark.parametrize("lasts", [5, 60, 150, 220])
@@ -286,15 +286,15 @@ def test_where_engines_share_more_than_is_needed_a_lost_ones_groups_go_on_elsewh
     needed, begin = 6, 9
     left, carried, done = list(PROMPTS[:30]), [[], []], []
     for step in range(20):
-        held = sum(map(len, carried))
-        fresh = left[: begin - held]
-        wanted = min(needed, held + len(fresh))
-        tickets = shared(len(fresh), 2, held)
+        retained = sum(map(len, carried))
+        fresh = left[: begin - retained]
+        wanted = min(needed, retained + len(fresh))
+        tickets = shared(len(fresh), 2, retained)
         writers = [Writer(step, 0.001, lasts=lasts if step in (0, 2) else -1), Writer(step, 0.003)]
         outcomes = to_the_end(writers, fresh, tickets, wanted, carried, max_staleness=100)
         left = left[tickets[0].count_claimed() :]
         rollouts = one_by_one(outcomes)
-        assert sorted({one.group for one in rollouts}) == list(range(wanted)) and len(rollouts) == 2 * wanted
+        assert sorted({item.group for item in rollouts}) == list(range(wanted)) and len(rollouts) == 2 * wanted
         done += rollouts
         carried = [out.partials for out in outcomes]
         while (back := tickets[0].claim_returned()) is not None:
@@ -371,10 +371,10 @@ def test_when_enough_groups_are_complete_the_rest_is_stopped_and_gone_on_with() 
     engines, needed, begin = 3, 6, 9
     left, carried, done, anew = list(PROMPTS[:34]), [[] for _ in range(engines)], [], 0
     for step in range(20):
-        held = sum(map(len, carried))
-        fresh = left[: begin - held]
-        wanted = min(needed, held + len(fresh))
-        tickets = shared(len(fresh), engines, held)
+        retained = sum(map(len, carried))
+        fresh = left[: begin - retained]
+        wanted = min(needed, retained + len(fresh))
+        tickets = shared(len(fresh), engines, retained)
         writers = [Writer(step, pause=0.003) for _ in range(engines)]
         outcomes = no_failure(together(writers, fresh, tickets, wanted, carried, max_staleness=100))
         left = left[tickets[0].count_claimed() :]
@@ -417,4 +417,4 @@ def test_a_group_that_was_complete_too_late_counts_at_once() -> None:
     groups = [(halted(2), halted(2)), (ended, ended)]
     out = no_failure(together([Writer(version=3)], PROMPTS[:5], [GroupQueue(5, num_partial_groups=2)], 1, [groups]))[0]
     assert [rollout.token_ids.tolist() for rollout in out.rollouts] == [ended.token_ids.tolist()] * 2
-    assert [5, 5] in [[one.seed for one in group] for group in out.partials]
+    assert [5, 5] in [[item.seed for item in group] for group in out.partials]

@@ -61,9 +61,9 @@ def quick(request, box, listening, tmp_path_factory):
     port, abstract, _ = listening
     python = Path(os.path.realpath(sys.base_prefix)).parts[1]
     names = {"PORT": port, "ABSTRACT": abstract, "CHECKPOINTS": str(checkpoints), "PYTHON": [python]}
-    given = "".join(f"{name} = {value!r}\n" for name, value in names.items())
-    given += f"SECRET = bytes({list(SECRET.encode())}).decode()\n"  # not to be found by a search for it
-    source = f"{attacks.PRELUDE}\n{given}\nbefore = set(globals()) | {{'before'}}\n{attacks.QUICK}"
+    argument = "".join(f"{name} = {value!r}\n" for name, value in names.items())
+    argument += f"SECRET = bytes({list(SECRET.encode())}).decode()\n"  # not to be found by a search for it
+    source = f"{attacks.PRELUDE}\n{argument}\nbefore = set(globals()) | {{'before'}}\n{attacks.QUICK}"
     source += f"{own_attacks.QUICK}\n{attacks.RUN_QUICK}"
     limits = Limits(seconds=60, output_bytes=1 << 20, memory_mb=256 if request.param == "prepared" else 300)
     if request.param == "prepared":
@@ -71,10 +71,10 @@ def quick(request, box, listening, tmp_path_factory):
             assert box.run_harness("send(0, 0)", 1, limits=limits).is_complete
         until(lambda: len(waiting(box)) >= 4)
         time.sleep(2.0)
-    found = box.run_harness(source, 1, limits=limits)
-    assert found.is_complete, found.run
-    assert (found.results[0].pop("age") > 1.5) == (request.param == "prepared")
-    return found.results[0]
+    actual = box.run_harness(source, 1, limits=limits)
+    assert actual.is_complete, actual.run
+    assert (actual.results[0].pop("age") > 1.5) == (request.param == "prepared")
+    return actual.results[0]
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -108,8 +108,8 @@ def test_boxes_that_wait_take_no_notice_of_another():
     """They are the same user as it is, and their gates are pipes as it has them, too."""
     boxes = Boxes(max_boxes=4)
     try:
-        found = warm(boxes)
-        pids = [boxes.sandbox.runner_pid, *found, *found.values()]
+        actual = warm(boxes)
+        pids = [boxes.sandbox.runner_pid, *actual, *actual.values()]
 
         def states():
             fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split() for pid in pids]
@@ -119,7 +119,7 @@ def test_boxes_that_wait_take_no_notice_of_another():
         spoilt = boxes.run(["python3", "spoiling.py"], {"spoiling.py": own_attacks.SPOILING.encode()})
         assert spoilt.reason in ("", "signal")  # whether it is done before it has killed itself
         assert states() == before
-        assert not any(children(first) for first in found.values())  # none has begun
+        assert not any(children(first) for first in actual.values())  # none has begun
         assert boxes.run(COMMAND, {"main.py": b"print(4)"}).stdout == b"4\n"
     finally:
         boxes.end()

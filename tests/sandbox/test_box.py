@@ -29,8 +29,8 @@ def box():
     boxes.end()
 
 
-def python(box, source, **given):
-    return box.run(["python3", "-c", source], **given)
+def python(box, source, **argument):
+    return box.run(["python3", "-c", source], **argument)
 
 
 def test_a_run_with_files_and_input(box):
@@ -171,13 +171,13 @@ def test_no_more_boxes_at_once_than_may_be():
     source = "import time; print(time.time()); time.sleep(0.3); print(time.time())"
 
     async def both():
-        runs = [one.sandbox.run(["python3", "-c", source]) for one in boxes for _ in range(3)]
+        runs = [item.sandbox.run(["python3", "-c", source]) for item in boxes for _ in range(3)]
         return await asyncio.gather(*runs)
 
     results = boxes[0].wait(both())
     spans = [tuple(map(float, result.stdout.split())) for result in results]
-    for one in boxes:
-        boxes[0].wait(one.sandbox.close())
+    for item in boxes:
+        boxes[0].wait(item.sandbox.close())
     assert all(sum(a <= begin < b for a, b in spans) <= 2 for begin, _ in spans)
 
 
@@ -195,7 +195,7 @@ def test_the_watchdog_stands_in_for_a_memory_cgroup(monkeypatch):
     assert "memory watchdog" in layers.layers and "memory cgroup" not in layers.layers
     fork = "import os, time\nfor _ in range(4): os.fork()\n"
     limits = Limits(seconds=20, memory_mb=120)
-    found = boxes.all(
+    actual = boxes.all(
         {
             "one": boxes.sandbox.run(["python3", "-c", "a = b'x' * (200 << 20)\nwhile True: pass"], limits=limits),
             "many": boxes.sandbox.run(["python3", "-c", fork + "a = b'x' * (12 << 20)\ntime.sleep(30)"], limits=limits),
@@ -218,7 +218,7 @@ def test_the_watchdog_stands_in_for_a_memory_cgroup(monkeypatch):
         }
     )
     boxes.end()
-    assert {name: result.reason for name, result in found.items()} == {
+    assert {name: result.reason for name, result in actual.items()} == {
         "one": "memory",
         "many": "memory",
         "files": "memory",

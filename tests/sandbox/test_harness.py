@@ -11,8 +11,8 @@ pytestmark = pytest.mark.alone
 NONCE = "ab" * 16
 
 
-def lines(*given):
-    return b"".join(f"{NONCE} {line}\n".encode() for line in given)
+def lines(*value):
+    return b"".join(f"{NONCE} {line}\n".encode() for line in value)
 
 
 def test_results_by_number():

@@ -85,7 +85,7 @@ def test_one_that_was_killed_while_it_waited_is_replaced(box):
     outer, first = next(iter(before.items()))
     os.kill(first, signal.SIGKILL)
     gone([outer, first])
-    after = until(lambda: len(found := waiting(box)) >= 4 and found)
+    after = until(lambda: len(actual := waiting(box)) >= 4 and actual)
     assert outer not in after
     assert box.run(COMMAND, {"main.py": b"print(1)"}).stdout == b"1\n"
 
@@ -94,9 +94,9 @@ def test_one_that_was_killed_while_it_waited_is_replaced(box):
 @pytest.mark.parametrize("which", ["the first process", "bubblewrap"])
 def test_those_that_died_while_they_waited_have_no_box(box, which):
     """All at once, so that the order comes together with the news."""
-    found = warm(box)
+    actual = warm(box)
     os.kill(box.sandbox.runner_pid, signal.SIGSTOP)
-    pids = found.values() if which == "the first process" else found
+    pids = actual.values() if which == "the first process" else actual
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     gone(pids)
@@ -144,16 +144,16 @@ def test_a_gate_stays_shut_when_who_could_open_it_is_gone(box):
         return ends[0] == ends[1] and ends[0].startswith("pipe:")
 
     warm(box)
-    assert until(lambda: len(found := waiting(box)) >= 4 and all(map(shut, found.values())))
+    assert until(lambda: len(actual := waiting(box)) >= 4 and all(map(shut, actual.values())))
 
 
 @needs_boxes
 def test_what_waits_ends_when_the_sandbox_is_closed():
     boxes = Boxes()
-    found = warm(boxes)
+    actual = warm(boxes)
     runner = boxes.sandbox.runner_pid
     boxes.end()
-    gone([*found, *found.values(), runner])
+    gone([*actual, *actual.values(), runner])
 
 
 OWNER = """
@@ -175,11 +175,11 @@ sys.stdin.read()
 def test_nothing_waits_for_an_owner_that_has_ended(whom):
     command = [sys.executable, "-c", OWNER, whom]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
-        runner, parent, *rest = map(int, owner.stdout.readline().split())
-        assert len(rest) >= 8
+        runner, parent, *remaining = map(int, owner.stdout.readline().split())
+        assert len(remaining) >= 8
         if whom != "exit":
             os.kill({"owner": owner.pid, "runner": runner, "its parent": parent}[whom], signal.SIGKILL)
-        gone([runner, parent, *rest])
+        gone([runner, parent, *remaining])
         owner.kill()
 
 
@@ -251,18 +251,18 @@ def pool(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(namespace_module.time, "monotonic", lambda: now[0])
     home = Home()
-    found = WarmPool(home, 16)
-    found.home, found.now = home, now
+    actual = WarmPool(home, 16)
+    actual.home, actual.now = home, now
 
     def filled():
         for _ in range(50):
-            if found.refill(now[0]) > now[0]:
+            if actual.refill(now[0]) > now[0]:
                 break
-        return [one.spec.command[0] for one in found._idle]
+        return [item.spec.command[0] for item in actual._idle]
 
-    found.filled = filled
-    found.asked = lambda name, disk=64: found.take(BoxSpec((name,), False, 1), disk, 100)
-    return found
+    actual.filled = filled
+    actual.asked = lambda name, disk=64: actual.take(BoxSpec((name,), False, 1), disk, 100)
+    return actual
 
 
 def test_what_was_asked_for_once_is_not_prepared(pool):
@@ -277,7 +277,7 @@ def test_what_was_asked_for_once_is_not_prepared(pool):
 
 def test_each_is_given_once_and_as_it_is_asked_for(pool):
     had = [pool.asked("a") for _ in range(20) if pool.filled() is not None]
-    assert len({id(one) for one in had}) == 20 and not any(one.is_finished for one in had)
+    assert len({id(item) for item in had}) == 20 and not any(item.is_finished for item in had)
     assert pool.filled() == ["a"] * MAX_IDLE_PER_SPEC
     assert pool.asked("a", 7).disk_limits == (7, 100)
     assert pool.asked("a", 1).disk_limits == (1, 100) and pool._idle == []  # none that waits would do
@@ -291,7 +291,7 @@ def test_the_pool_is_bounded_and_what_is_old_makes_room(pool):
     pool.now[0] += 6
     pool.asked("a")
     assert sorted(pool.filled()) == ["a"] * MAX_IDLE_PER_SPEC + ["c"] * MAX_IDLE_PER_SPEC
-    assert sum(not one.is_finished for one in pool.home.made) == 28 + MAX_IDLE
+    assert sum(not item.is_finished for item in pool.home.made) == 28 + MAX_IDLE
 
 
 def test_what_nobody_asks_for_any_more_is_ended(pool):
@@ -301,7 +301,7 @@ def test_what_nobody_asks_for_any_more_is_ended(pool):
     pool.now[0] += namespace_module.IDLE_S - 1
     assert pool.refill(pool.now[0]) == pool.now[0] + 1 and len(pool._idle) == MAX_IDLE_PER_SPEC
     pool.now[0] += 1
-    assert pool.filled() == [] and sum(not one.is_finished for one in pool.home.made) == 5
+    assert pool.filled() == [] and sum(not item.is_finished for item in pool.home.made) == 5
 
 
 def test_one_that_is_lost_is_replaced_a_little_later(pool):
@@ -320,8 +320,8 @@ def test_what_cannot_be_made_is_not_tried_again_and_again(pool):
     for _ in range(3):
         with pytest.raises(OSError, match="refused"):
             pool.asked("refused")
-    made = len(pool.home.made)
-    assert pool.filled() == [] and len(pool.home.made) == made + 1
+    created = len(pool.home.made)
+    assert pool.filled() == [] and len(pool.home.made) == created + 1
     for _ in range(3):
         pool.asked("a")
     pool.now[0] += namespace_module.AGAIN_S

@@ -101,9 +101,9 @@ def test_a_box_that_does_not_hold_is_none():
 def test_each_look_of_the_probe_finds_what_it_is_for():
     """Outside of any box, nearly all of it is found."""
     boxes = Boxes(backend="none")
-    found = boxes.run_harness(PROBE_SOURCE, 1, limits=PROBE_LIMITS)
+    actual = boxes.run_harness(PROBE_SOURCE, 1, limits=PROBE_LIMITS)
     boxes.end()
-    faults = list_faults(found.results[0], found.run)
+    faults = list_faults(actual.results[0], actual.run)
     assert {"it sees users of this machine", "it can make network sockets", "it sees other processes"} <= set(faults)
     if os.getuid() == 0:
         assert {"it is root", "it has capabilities", "it can write outside of its own folders"} <= set(faults)

@@ -40,15 +40,15 @@ def add(a, b):
 """
 
 
-def same(given, expected):
-    return type(given) is type(expected) and given == expected
+def same(value, expected):
+    return type(value) is type(expected) and value == expected
 
 
-def solved(found):
+def solved(result):
     """How many answers are right, where each test has sent one."""
-    if not found.is_complete:
+    if not result.is_complete:
         return 0
-    return sum(same(found.results[number], answer) for number, answer in enumerate(ANSWERS))
+    return sum(same(result.results[number], answer) for number, answer in enumerate(ANSWERS))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def graded():
     limits = Limits(seconds=3, output_bytes=1 << 18)
     programs = {"honest": HONEST, **HACKS, "insider": "FORGED = [1, 2, 3]" + INSIDER}
     began = time.monotonic()
-    found = boxes.all(
+    result = boxes.all(
         {
             name: boxes.sandbox.run_harness(
                 HARNESS, 3, {"task.json": json.dumps([program, INPUTS]).encode()}, limits=limits
@@ -66,7 +66,7 @@ def graded():
         }
     )
     assert time.monotonic() - began < 300
-    yield found
+    yield result
     boxes.end()
 
 
@@ -80,8 +80,8 @@ def test_it_is_not_rewarded(graded, name):
 
 
 def test_exit_status_0_says_nothing(graded):
-    found = graded["exits at once in the function"]
-    assert found.run.ok and found.run.status == 0 and not found.is_complete and found.results == {}
+    result = graded["exits at once in the function"]
+    assert result.run.ok and result.run.status == 0 and not result.is_complete and result.results == {}
 
 
 def test_subclasses_arrive_as_plain_values(graded):

@@ -72,9 +72,9 @@ async def service(folder, answer=None, seen=None):
         await runner.cleanup()
 
 
-def asked(folder, use, **given):
+def asked(folder, use, **value):
     async def main():
-        async with service(folder, **given) as sandbox:
+        async with service(folder, **value) as sandbox:
             return await use(sandbox)
 
     return asyncio.run(main())

@@ -58,8 +58,8 @@ def test_numbers_are_those_of_libseccomp(machine):
     column = list(MACHINES).index(machine)
     others = {"clone": 56, "clone3": 435, "socket": 41, "ioctl": 16, "mmap": 9} if column == 0 else {}
     for call, number in {**{name: row[column] for name, row in seccomp.DENIED.items()}, **others}.items():
-        found = resolve(MACHINES[machine], call.encode())
-        assert (found if found >= 0 else None) == number, call
+        result = resolve(MACHINES[machine], call.encode())
+        assert (result if result >= 0 else None) == number, call
 
 
 def test_arguments():

@@ -44,14 +44,14 @@ def waiting(boxes):
 
 def until(condition, seconds=30):
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < deadline, "it has never come to that"
         time.sleep(0.01)
-    return found
+    return result
 
 
-def warm(boxes, count=5, nests=4, **given):
+def warm(boxes, count=5, nests=4, **value):
     """Run it so often that nests wait for the next one."""
     for _ in range(count):
-        assert boxes.run(COMMAND, {"main.py": b""}, **given).ok
-    return until(lambda: len(found := waiting(boxes)) >= nests and found)
+        assert boxes.run(COMMAND, {"main.py": b""}, **value).ok
+    return until(lambda: len(result := waiting(boxes)) >= nests and result)

@@ -165,9 +165,9 @@ def test_a_mistake_that_a_rank_finds_is_not_requeued(cluster, project: Path) -> 
 
 def test_a_tiny_moe_trains_on_two_nodes_saves_when_time_is_up_and_goes_on(cluster, tmp_path: Path) -> None:
     """The real thing: Megatron over two nodes, an engine on each, requeued after its first step."""
-    made = tmp_path / "quickstart"
+    created = tmp_path / "quickstart"
     sizes = ["--train", "64", "--held-out", "16", "--demonstrations", "64"]
-    command = [sys.executable, "-W", "ignore", "tools/make_quickstart.py", str(made), *sizes]
+    command = [sys.executable, "-W", "ignore", "tools/make_quickstart.py", str(created), *sizes]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     output, run = tmp_path / "out.txt", tmp_path / "run"
     job = cluster.submit(
@@ -177,8 +177,8 @@ def test_a_tiny_moe_trains_on_two_nodes_saves_when_time_is_up_and_goes_on(cluste
         "slurm/ppo_moe.sh",
         "configs/quickstart.yaml",
         "parallel.ranks_per_node=1",
-        f"model.path={made}/model",
-        f"data.train={made}/train.jsonl",
+        f"model.path={created}/model",
+        f"data.train={created}/train.jsonl",
         f"run.dir={run}",
         "run.num_rollout=3",
         "run.save_every=0",

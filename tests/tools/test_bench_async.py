@@ -47,9 +47,9 @@ def test_a_folder_that_is_none() -> None:
 def test_both_kinds_pass_the_checks(tmp_path: Path) -> None:
     """But for the key they differ in, they are the same run."""
     options = bench_async.argparse.Namespace(folder=tmp_path, steps=3, epochs=2, overrides=["run.seed=3"])
-    given = bench_async.settings(options)
+    value = bench_async.settings(options)
     configs = [
-        bench_async.load_config(bench_async.ROOT / "configs/quickstart.yaml", [*given, *kind])
+        bench_async.load_config(bench_async.ROOT / "configs/quickstart.yaml", [*value, *kind])
         for kind in bench_async.KINDS.values()
     ]
     assert [config.rollout.asynchronous for config in configs] == [False, True, True]

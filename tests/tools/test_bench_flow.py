@@ -20,13 +20,13 @@ def test_answers_have_the_lengths_that_are_asked_for() -> None:
     shape = Shape(6, samples=3, lengths="40-90", turns=3, layers=2, topk=4)
     for group in range(2):
         sizes = lengths(shape, group).tolist()
-        made = list(answers(shape, group))
-        assert [len(one.prompt) + sum(len(ids) for ids, _ in one.turns) for one in made] == sizes
+        created = list(answers(shape, group))
+        assert [len(item.prompt) + sum(len(ids) for ids, _ in item.turns) for item in created] == sizes
         assert all(40 <= size <= 90 for size in sizes)
-        for one, size in zip(made, sizes, strict=True):
-            assert one.prompt is made[0].prompt
-            assert [len(logprobs) == len(ids) for ids, logprobs in one.turns] == [True, False, True, False, True]
-            assert one.routing is not None and one.routing.shape == (size - 1, 2, 4) and one.routing.dtype == "uint8"
+        for item, size in zip(created, sizes, strict=True):
+            assert item.prompt is created[0].prompt
+            assert [len(logprobs) == len(ids) for ids, logprobs in item.turns] == [True, False, True, False, True]
+            assert item.routing is not None and item.routing.shape == (size - 1, 2, 4) and item.routing.dtype == "uint8"
     assert total_tokens(shape) == sum(int(lengths(shape, group).sum()) for group in range(2))
 
 
@@ -35,13 +35,13 @@ def test_figures_are_medians_of_repeats_on_the_slowest_rank() -> None:
         parts = {"give": give, "plan": plan, "model": 99.0}
         return dict(parts=parts, busy=give, sent=sent, log_bytes=0, tokens=100, sequences=4, metrics={"x": 1.0})
 
-    one = [step(1.0, 0.1, 10), step(3.0, 0.1, 10), step(2.0, 0.4, 40)]
+    item = [step(1.0, 0.1, 10), step(3.0, 0.1, 10), step(2.0, 0.4, 40)]
     other = [step(4.0, 0.3, 20)] * 3
-    found = bench_flow.figures([dict.fromkeys(SIZES, one), dict.fromkeys(SIZES, other)], {})
-    assert found["full"]["parts"] == {"give": 4.0, "plan": 0.3}
-    assert found["full"]["seconds"] == pytest.approx(4.3)
-    assert (found["full"]["busy"], found["full"]["sent"], found["full"]["sent_by_all"]) == (4.0, 20, 30)
-    assert bench_flow.growth({"quarter": found["half"] | {"tokens": 25}, "full": found["full"]}) == 0.25
+    result = bench_flow.figures([dict.fromkeys(SIZES, item), dict.fromkeys(SIZES, other)], {})
+    assert result["full"]["parts"] == {"give": 4.0, "plan": 0.3}
+    assert result["full"]["seconds"] == pytest.approx(4.3)
+    assert (result["full"]["busy"], result["full"]["sent"], result["full"]["sent_by_all"]) == (4.0, 20, 30)
+    assert bench_flow.growth({"quarter": result["half"] | {"tokens": 25}, "full": result["full"]}) == 0.25
 
 
 def test_metrics_differ_beyond_rounding_only() -> None:
@@ -57,16 +57,18 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     tokens = total_tokens(Shape(16, 4, "40-90"))
     assert f"16 sequences, {tokens:,} tokens" in done.stdout
-    found = json.loads((tmp_path / "found.json").read_text())["now"]["2"]
-    assert found["full"]["tokens"] == tokens
-    assert found["half"]["tokens"] == sum(int(lengths(Shape(8, 4, "40-90"), group).sum()) for group in range(2))
+    result = json.loads((tmp_path / "found.json").read_text())["now"]["2"]
+    assert result["full"]["tokens"] == tokens
+    assert result["half"]["tokens"] == sum(int(lengths(Shape(8, 4, "40-90"), group).sum()) for group in range(2))
     for size in ("half", "full"):
-        assert found[size]["seconds"] == pytest.approx(sum(found[size]["parts"].values()))
-        assert {"figures", "rewards", "columns", "rows to models", "numbers back", "log"} <= found[size]["parts"].keys()
+        assert result[size]["seconds"] == pytest.approx(sum(result[size]["parts"].values()))
+        assert {"figures", "rewards", "columns", "rows to models", "numbers back", "log"} <= result[size][
+            "parts"
+        ].keys()
         # Of the records, 4 layers of which the second stage has 2, with 2 experts in a byte each, for log-probs and for
         # every update; the tokens but the last of each sequence.
         sequences = 16 if size == "full" else 8
-        assert found[size]["sent"] > 2 * 2 * 2 * (found[size]["tokens"] - sequences)
+        assert result[size]["sent"] > 2 * 2 * 2 * (result[size]["tokens"] - sequences)
 
 
 @pytest.mark.parametrize(

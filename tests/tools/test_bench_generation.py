@@ -15,8 +15,8 @@ import bench_generation  # noqa: E402
 @pytest.mark.parametrize("turns", ["1", "2"])
 def test_every_way_completes_as_many_groups(turns: str, capsys: pytest.CaptureFixture[str]) -> None:
     small = "--steps 2 --prompts 4 --samples 2 --concurrency 2 --tokens 20 --tool-s 0.01 --engines 2".split()
-    found = bench_generation.main([*small, "--turns", turns])
-    assert [groups for _, _, groups, _, _ in found] == [8, 8, 8]
-    assert all(0 < idle < 1 for _, idle, *_ in found)
+    result = bench_generation.main([*small, "--turns", turns])
+    assert [groups for _, _, groups, _, _ in result] == [8, 8, 8]
+    assert all(0 < idle < 1 for _, idle, *_ in result)
     lines = capsys.readouterr().out.splitlines()
     assert [line[:24].strip() for line in lines] == ["even slices", "queue", "queue and over-sampling"]

@@ -29,5 +29,5 @@ def test_it_needs_a_gpu() -> None:
 def test_it_measures_each_figure() -> None:
     done = bench("--gib", "0.25", "--json")
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
-    assert all(value > 0 for name, value in found.items() if name != "device")
+    result = json.loads(done.stdout)
+    assert all(value > 0 for name, value in result.items() if name != "device")

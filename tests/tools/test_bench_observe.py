@@ -26,11 +26,11 @@ def test_kinds_take_turns_and_the_first_step_of_a_block_is_left_out(monkeypatch:
 def test_trackers_get_the_steps_of_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_observe.AlternatingTracker, "block", 1)
     tracker = bench_observe.AlternatingTracker(tmp_path, ())
-    given: list[int] = []
+    value: list[int] = []
 
     class Noted:
         def log_metrics(self, step: int, values: object, current_step: int) -> None:
-            given.append(step)
+            value.append(step)
 
         def log_table(self, step: int, rows: object) -> None:
             pass
@@ -41,7 +41,7 @@ def test_trackers_get_the_steps_of_their_blocks(tmp_path: Path, monkeypatch: pyt
     tracker._workers = [Noted()]  # type: ignore[list-item]
     for step in range(1, 9):
         tracker.log(step, {"x": 1.0})
-    assert given == [2, 6]
+    assert value == [2, 6]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 8
 
 

@@ -15,11 +15,11 @@ def test_three_ways_on_two_ranks(tmp_path: Path) -> None:
     command += ["--hidden", "64", "--json", str(tmp_path / "result.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "result.json").read_text())["2"]
-    assert set(found) == {"reshard", "gather", "megatron"}
-    for way, result in found.items():
+    actual = json.loads((tmp_path / "result.json").read_text())["2"]
+    assert set(actual) == {"reshard", "gather", "megatron"}
+    for way, result in actual.items():
         assert not result.get("problem") and not result["wrong"], (way, result)
         assert result["seconds"][0] > 0
         assert f"  {way} " in done.stdout
     # What both ways that know what is there already send is the same; a gather sends more.
-    assert found["reshard"]["wire_mib"] < found["gather"]["wire_mib"]
+    assert actual["reshard"]["wire_mib"] < actual["gather"]["wire_mib"]

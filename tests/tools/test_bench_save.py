@@ -17,7 +17,7 @@ def test_figures_by_hand() -> None:
         "asynchronous": [(8.5, 0.2)],
         "waited for": [(10.1, 2.1)],
     }
-    found = bench_save.figures(seconds)
-    assert found["no save"] == {"step, s": pytest.approx(2.0)}
-    assert list(found["asynchronous"].values()) == pytest.approx([0.1, 0.05, 0.4, 0.4 / 8.1])
-    assert list(found["waited for"].values()) == pytest.approx([2.0, 1.0, 2.0, 2.0 / 8.1])
+    result = bench_save.figures(seconds)
+    assert result["no save"] == {"step, s": pytest.approx(2.0)}
+    assert list(result["asynchronous"].values()) == pytest.approx([0.1, 0.05, 0.4, 0.4 / 8.1])
+    assert list(result["waited for"].values()) == pytest.approx([2.0, 1.0, 2.0, 2.0 / 8.1])

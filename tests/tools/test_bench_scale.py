@@ -33,9 +33,9 @@ def test_constants_are_found_again() -> None:
         for record in (32.0, 128.0)
         for computed in (3e6, 5e6)
     ]
-    found = bench_scale.fitted([Step(work, known.seconds(work), 0.0) for work in works])
+    result = bench_scale.fitted([Step(work, known.seconds(work), 0.0) for work in works])
     for part, by in TRUE.items():
-        assert found[part] == pytest.approx(by, rel=1e-6, abs=1e-12)
+        assert result[part] == pytest.approx(by, rel=1e-6, abs=1e-12)
 
 
 def test_what_would_be_negative_is_left_out() -> None:

@@ -24,7 +24,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     def run(config: str, overrides: list[str], run_dir: Path) -> Any:
         assert config == str(path) and run_dir.name == "mine"
-        return {1: {"a": float(dict(one.split("=") for one in overrides).get("run.seed", 1)) / 2}, 2: {"b": 1.0}}
+        return {1: {"a": float(dict(item.split("=") for item in overrides).get("run.seed", 1)) / 2}, 2: {"b": 1.0}}
 
     monkeypatch.setattr(trials, "run", run)
     return path
@@ -58,8 +58,8 @@ def test_those_of_the_quickstarts_task_are_given_its_folder(tmp_path: Path) -> N
         f"model.path={at}/model",
         f"data.train={at}/sft.jsonl",
     ]
-    own = [f"model.path={at}/sft/export", f"data.train={at}/train.jsonl", f"data.eval={at}/eval.jsonl"]
-    assert check_recipes.quickstart_overrides(ppo, tmp_path) == own
+    local = [f"model.path={at}/sft/export", f"data.train={at}/train.jsonl", f"data.eval={at}/eval.jsonl"]
+    assert check_recipes.quickstart_overrides(ppo, tmp_path) == local
     mixed = load_config(configs / "quickstart_sft.yaml", ["data.train=[runs/quickstart/sft.jsonl,mine.jsonl]"])
     with pytest.raises(ConfigError, match="mine.jsonl is not there"):
         check_recipes.quickstart_overrides(mixed, tmp_path)
@@ -73,9 +73,9 @@ RECIPES = sorted((trials.ROOT / "configs").glob("*.yaml"))
 def test_each_recipe_says_what_it_must_reach(path: Path) -> None:
     """By a figure that such a run has."""
     config = load_config(path)
-    found = parse_expectations(config)
-    assert found
-    for metric in found:
+    result = parse_expectations(config)
+    assert result
+    for metric in result:
         if metric.startswith("eval/"):
             assert config.run.eval_every and config.data.eval, f"{metric} is never told"
 

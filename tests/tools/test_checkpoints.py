@@ -75,16 +75,16 @@ def make_run(folder: Path, hf: dict[str, Any], steps: tuple[int, ...] = (3,)) ->
     tensors, pieces = weights_of(hf), {}
     experts, layers = hf["num_experts"], hf["num_hidden_layers"]
     for param in family_of(hf).params(hf, 1):
-        parts, whole = param.megatron.split("."), shard(param, tensors, 1, 0)
+        parts, full = param.megatron.split("."), shard(param, tensors, 1, 0)
         if parts[:2] != ["decoder", "layers"]:
-            pieces[param.megatron] = (whole.shape, {(0,) * whole.dim(): whole})
+            pieces[param.megatron] = (full.shape, {(0,) * full.dim(): full})
             continue
         name, at, sizes = ".".join((*parts[:2], *parts[3:])), (int(parts[2]),), (layers,)
         if param.expert is not None:
             name = name.replace(f"experts.{param.expert}.", "experts.experts.")
             at, sizes = (*at, param.expert), (*sizes, experts)
-        _, found = pieces.setdefault(name, ((*sizes, *whole.shape), {}))
-        found[*at, *(0,) * whole.dim()] = whole[(None,) * len(at)]
+        _, result = pieces.setdefault(name, ((*sizes, *full.shape), {}))
+        result[*at, *(0,) * full.dim()] = full[(None,) * len(at)]
     run = folder / "run"
     for step in steps:
         checkpoint = run / f"checkpoints/step_{step:06d}"
@@ -210,9 +210,9 @@ def test_a_model_is_converted_bit_for_bit(tool: Tool, material: Path, tmp_path: 
     out = tmp_path / "out"
     said = tool("convert", material / "run", out)
     assert said == f"{out}: the actor of {material}/run/checkpoints/step_000012\n"
-    found, wanted = load_file(out / "model.safetensors"), weights_of(HF)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    result, wanted = load_file(out / "model.safetensors"), weights_of(HF)
+    assert result.keys() == wanted.keys()
+    assert all(torch.equal(result[name], wanted[name]) for name in wanted)
     assert (out / "tokenizer.json").read_bytes() == (material / "model/tokenizer.json").read_bytes()
     assert json.loads((out / "config.json").read_text()) == HF
     # In another type, by a key; from a copy elsewhere, by its configuration.
@@ -243,9 +243,9 @@ def forked(work: Callable[[], int]) -> int:
 
 def memory(kind: str) -> int:
     """Of this process, in bytes: now (VmRSS), or what it was at most (VmHWM)."""
-    found = re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
+    result = re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert result is not None
+    return 1024 * int(result[1])
 
 
 def test_what_is_held_is_bound_by_the_largest_tensor_and_not_by_the_model(material: Path, tmp_path: Path) -> None:
@@ -265,16 +265,16 @@ def test_what_is_held_is_bound_by_the_largest_tensor_and_not_by_the_model(materi
         return memory("VmHWM") - before
 
     def different() -> int:
-        found, wanted = load_file(tmp_path / "out_256/model.safetensors"), weights_of(LLAMA)
-        return sum(not torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        result, wanted = load_file(tmp_path / "out_256/model.safetensors"), weights_of(LLAMA)
+        return sum(not torch.equal(result[name], tensor) for name, tensor in wanted.items())
 
-    whole = forked(lambda: sum(tensor.numel() * 4 for tensor in make_run(tmp_path, LLAMA).values()))
+    full = forked(lambda: sum(tensor.numel() * 4 for tensor in make_run(tmp_path, LLAMA).values()))
     largest = 2 * LLAMA["intermediate_size"] * LLAMA["hidden_size"] * 4  # gate and up, in fp32
     bound = 6 * largest  # see `to_hf.py`
-    assert whole > 5 * bound
-    held = forked(measured)
-    print(f"held {held:,} bytes of {whole:,}; the bound is {bound:,}, the largest tensor {largest:,}")
-    assert held < bound
+    assert full > 5 * bound
+    retained = forked(measured)
+    print(f"held {retained:,} bytes of {full:,}; the bound is {bound:,}, the largest tensor {largest:,}")
+    assert retained < bound
     assert forked(different) == 0
 
 

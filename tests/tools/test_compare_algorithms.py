@@ -35,28 +35,28 @@ def test_figures_of_a_run() -> None:
     rows = {0: {"eval/reward_greedy": 0.25, "eval/reward_sampled": 0.5}}
     rows |= {step: {"rollout/reward_mean": float(step), "time/step": 10.0 - step} for step in range(1, 8)}
     rows[7] |= {"eval/reward_greedy": 1.0, "eval/reward_sampled": 0.75}
-    found = compare_algorithms.figures(rows)
-    assert [found[f"{name} {when}"] for name in ("greedy", "sampled") for when in ("before", "after")] == [
+    result = compare_algorithms.figures(rows)
+    assert [result[f"{name} {when}"] for name in ("greedy", "sampled") for when in ("before", "after")] == [
         0.25,
         1.0,
         0.5,
         0.75,
     ]
-    assert found["reward"] == 5.0 and found["s a step"] == 6.0 and math.isnan(found["entropy"])
+    assert result["reward"] == 5.0 and result["s a step"] == 6.0 and math.isnan(result["entropy"])
 
 
 def test_runs_are_taken_once_and_in_the_table(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = []
+    requested = []
 
     def run(command: list[str], **_: Any) -> Any:
-        given = dict(text.split("=", 1) for text in command if "=" in text)
-        asked.append((given["algorithm"], given["run.seed"], given.get("critic.warmup_steps")))
-        run_dir = Path(given["run.dir"])
+        value = dict(text.split("=", 1) for text in command if "=" in text)
+        requested.append((value["algorithm"], value["run.seed"], value.get("critic.warmup_steps")))
+        run_dir = Path(value["run.dir"])
         run_dir.mkdir(parents=True)
         rows = [
-            {"step": 1, "time": 0.0, "eval/reward_greedy": float(given["run.seed"]) / 4, "rollout/reward_mean": 0.5}
+            {"step": 1, "time": 0.0, "eval/reward_greedy": float(value["run.seed"]) / 4, "rollout/reward_mean": 0.5}
         ]
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return SimpleNamespace(returncode=0)
@@ -67,7 +67,7 @@ def test_runs_are_taken_once_and_in_the_table(
     arguments = [str(folder), "--algorithms", "grpo", "vapo", "--seeds", "1", "2", "--out", str(folder / "out")]
     for _ in range(2):
         assert compare_algorithms.main(arguments) == 0
-    assert asked == [("grpo", "1", None), ("grpo", "2", None), ("vapo", "1", "4"), ("vapo", "2", "4")]
+    assert requested == [("grpo", "1", None), ("grpo", "2", None), ("vapo", "1", "4"), ("vapo", "2", "4")]
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] in (["grpo"], ["vapo"])]
     assert [row[:3] for row in rows] == [["grpo", "0.375", "0.375"], ["vapo", "0.375", "0.375"]] * 2
     assert (folder / "out" / "curves.png").read_bytes()[:4] == b"\x89PNG"
@@ -104,8 +104,8 @@ def test_a_run_that_fails_ends_it(folder: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("name", compare_algorithms.list_comparable())
 def test_all_can_run(folder: Path, name: str) -> None:
     """But for the model, which is not there: nothing else is wrong with them."""
-    given = [f"algorithm={name}", *compare_algorithms.OWN.get(name, []), *trials.quickstart(folder)]
-    report = validate(load_config(trials.ROOT / compare_algorithms.CONFIG, given))
+    value = [f"algorithm={name}", *compare_algorithms.OWN.get(name, []), *trials.quickstart(folder)]
+    report = validate(load_config(trials.ROOT / compare_algorithms.CONFIG, value))
     assert [error for error in report.errors if str(folder) not in str(error)] == []
 
 

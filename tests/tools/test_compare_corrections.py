@@ -33,14 +33,14 @@ def folder(tmp_path: Path) -> Path:
 def test_the_table_is_of_means_and_of_runs_that_are_done_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = []
+    requested = []
 
     def run(command: list[str], **_: Any) -> Any:
-        given = dict(text.split("=", 1) for text in command if "=" in text and not text.startswith("-"))
-        asked.append((given["run.seed"], given["rollout.max_staleness"], given.get("correction.kind", "")))
-        run_dir = Path(given["run.dir"])
+        value = dict(text.split("=", 1) for text in command if "=" in text and not text.startswith("-"))
+        requested.append((value["run.seed"], value["rollout.max_staleness"], value.get("correction.kind", "")))
+        run_dir = Path(value["run.dir"])
         run_dir.mkdir(parents=True)
-        reward = 0.5 if given["run.seed"] == "1" else 0.9
+        reward = 0.5 if value["run.seed"] == "1" else 0.9
         rows = [{"step": step, "time": 0.0, "rollout/staleness_mean": float(step)} for step in (1, 2)]
         rows.append({"step": 2, "time": 0.0, "eval/reward_greedy": reward, "eval/reward_sampled": 0.25})
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -54,7 +54,7 @@ def test_the_table_is_of_means_and_of_runs_that_are_done_once(
     for _ in range(2):
         assert compare_corrections.main(arguments) == 0
         tables.append(capsys.readouterr().out.splitlines())
-    assert asked == [("1", "3", ""), ("2", "3", ""), ("1", "3", "tis"), ("2", "3", "tis")]
+    assert requested == [("1", "3", ""), ("2", "3", ""), ("1", "3", "tis"), ("2", "3", "tis")]
     assert tables[0] == tables[1] and [line.split(",")[0] for line in tables[0][1:]] == ["behavior", "tis"]
     assert tables[0][1].split()[3:6] == ["0.7", "0.25", "1.5"]
 
@@ -62,8 +62,8 @@ def test_the_table_is_of_means_and_of_runs_that_are_done_once(
 @pytest.mark.parametrize("name", compare_corrections.CORRECTIONS)
 def test_all_pass_the_checks(folder: Path, name: str) -> None:
     options = SimpleNamespace(folder=folder, steps=3, overrides=["run.num_update=4"])
-    given = compare_corrections.settings(options, name, 4, 7)  # type: ignore[arg-type]
-    config = compare_corrections.load_config(trials.ROOT / compare_corrections.CONFIG, given)
+    value = compare_corrections.settings(options, name, 4, 7)  # type: ignore[arg-type]
+    config = compare_corrections.load_config(trials.ROOT / compare_corrections.CONFIG, value)
     check_correction(config, load_requirements(config))
     assert config.rollout.asynchronous and (config.rollout.max_staleness, config.run.seed, config.run.num_update) == (
         4,

@@ -49,14 +49,14 @@ def test_a_row_is_as_expected_when_all_of_its_facts_are() -> None:
 
 
 def test_the_table_and_the_file_say_the_same() -> None:
-    found = {2: results.RowResult(False, "it hung", 3.25), 1: results.RowResult(True, "all well", 0.5, 12.0, 0)}
+    result = {2: results.RowResult(False, "it hung", 3.25), 1: results.RowResult(True, "all well", 0.5, 12.0, 0)}
     console = Console(width=160, record=True, file=open("/dev/null", "w"))
-    console.print(results.table(found))
+    console.print(results.table(result))
     lines = [line.split() for line in console.export_text().splitlines() if line.strip()]
     first, second = (next(line for line in lines if line[0] == number) for number in "12")
     assert first[-4:] == ["yes", "0.5", "12.0", "0"] and second[-2:] == ["NO", "3.2"]
-    assert results.total(found) == "1 of 2 rows are as expected"
-    tree = json.loads(json.dumps(results.as_json(found)))
+    assert results.total(result) == "1 of 2 rows are as expected"
+    tree = json.loads(json.dumps(results.as_json(result)))
     assert (tree["ok"], tree["of"], list(tree["rows"])) == (1, 2, ["1", "2"])
     assert tree["rows"]["2"]["text"] == "it hung"
     assert tree["rows"]["1"]["expected"] == rows.ROWS[1].expected
@@ -110,8 +110,8 @@ def test_what_a_run_has_written_is_read(tmp_path: Path) -> None:
     for name, value in (("one", 1.0), ("same", 1.0), ("other", 1.0 + 2**-23)):
         (tmp_path / name / "export").mkdir(parents=True)
         save_file({"w": np.array([value], np.float32)}, tmp_path / name / "export" / "model.safetensors")
-    one, same, other = (tmp_path / name for name in ("one", "same", "other"))
-    assert same_weights(one, same) and not same_weights(one, other) and not same_weights(one, tmp_path / "none")
+    item, same, other = (tmp_path / name for name in ("one", "same", "other"))
+    assert same_weights(item, same) and not same_weights(item, other) and not same_weights(item, tmp_path / "none")
 
 
 def test_damage_is_one_file_and_no_more_than_is_said(tmp_path: Path) -> None:
@@ -146,13 +146,13 @@ def tokenizer_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_recorded_answers_are_those_that_were_asked_for(tmp_path: Path, tokenizer_folder: Path) -> None:
     record = recorded_answers.record(tmp_path / "run", tokenizer_folder, (1, 2), 3, 2, ranks=2)
     for step in (1, 2):
-        found = read_rollouts(record, step)
-        assert [one.group for one in found] == [0, 0, 1, 1, 2, 2]
-        assert [one.answer for one in found] == [recorded_answers.wordy(step, n // 2, n % 2) for n in range(6)]
-        assert all(one.num_actions == len(one.turns[1].logprobs) > 0 for one in found)
+        result = read_rollouts(record, step)
+        assert [item.group for item in result] == [0, 0, 1, 1, 2, 2]
+        assert [item.answer for item in result] == [recorded_answers.wordy(step, n // 2, n % 2) for n in range(6)]
+        assert all(item.num_actions == len(item.turns[1].logprobs) > 0 for item in result)
         halves = [read_rollouts(record, step, rank, 2) for rank in (0, 1)]
         assert [len(half) for half in halves] == [3, 3]
-    assert {recorded_answers.even(one) for one in found} <= {0.0, 1.0}
+    assert {recorded_answers.even(item) for item in result} <= {0.0, 1.0}
 
 
 def test_answers_ask_for_what_is_in_brackets() -> None:

@@ -117,9 +117,9 @@ def test_conversations_are_tokenised_as_the_rollout_loop_would_see_them(made: Pa
             assert turn.is_action and turn.token_ids[-1] == chat.end_of_turn == tokenizer.eos_token_id
         assert chat.decode(rollout.turns[-1].token_ids) == row["messages"][-1]["content"] + "<|im_end|>"
         # The whole, tokenised at once, is the same but for the line feed that the template puts after the last turn.
-        whole = tokenizer.apply_chat_template(row["messages"], tools=[calculator.schema], tokenize=False)
-        assert whole.endswith("<|im_end|>\n")
-        assert tokenizer.encode(whole.removesuffix("\n"), add_special_tokens=False) == rollout.token_ids.tolist()
+        full = tokenizer.apply_chat_template(row["messages"], tools=[calculator.schema], tokenize=False)
+        assert full.endswith("<|im_end|>\n")
+        assert tokenizer.encode(full.removesuffix("\n"), add_special_tokens=False) == rollout.token_ids.tolist()
 
 
 def test_template_with_a_system_message_and_two_calls(tokenizer: Any) -> None:

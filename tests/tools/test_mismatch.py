@@ -44,10 +44,10 @@ def test_the_last_step_that_was_looked_at(run: Path, capsys: pytest.CaptureFixtu
 
 def test_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert mismatch.main([str(run), "--step", "2", "--worst", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["step"], found["tokens"], found["routing_measured"]) == (2, 3, False)
-    assert [cause["name"] for cause in found["causes"]] == ["staleness", "kernels and cache, first turn", "all"]
-    assert found["worst"][0]["text"] == "9" and found["worst"][0]["rollout"] == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["step"], result["tokens"], result["routing_measured"]) == (2, 3, False)
+    assert [cause["name"] for cause in result["causes"]] == ["staleness", "kernels and cache, first turn", "all"]
+    assert result["worst"][0]["text"] == "9" and result["worst"][0]["rollout"] == 0
 
 
 def test_the_engine_against_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,9 +64,9 @@ def test_the_engine_against_itself(tmp_path: Path, capsys: pytest.CaptureFixture
     row = next(line for line in shown.splitlines() if line.startswith("cached for one, not for the other"))
     assert row.split()[-4:] == ["1", "2.50e-01", "2.50e-01", "2.50e-01"]
     assert mismatch.main([str(tmp_path / "r"), "--worst", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [one["name"] for one in found["twins"]] == ["cached for one, not for the other"]
-    assert [one["cached"] for one in found["worst"]] == [0, 1]
+    result = json.loads(capsys.readouterr().out)
+    assert [item["name"] for item in result["twins"]] == ["cached for one, not for the other"]
+    assert [item["cached"] for item in result["worst"]] == [0, 1]
 
 
 @pytest.mark.parametrize(

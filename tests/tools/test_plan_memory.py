@@ -68,14 +68,14 @@ def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
 
 def test_which_of_several_layouts_fit(tool: Tool) -> None:
     layouts = ("world=16,tp=4,ep=8", "world=16,tp=4,pp=2,ep=8", "world=8,tp=4,ep=8", "world=32,tp=1,ep=2")
-    code, found, _ = tool("--model", "qwen3-30b-a3b", "--gpus", "16", "--layout", *layouts)
+    code, result, _ = tool("--model", "qwen3-30b-a3b", "--gpus", "16", "--layout", *layouts)
     assert code == 0
     # Half as many GPUs have to hold twice as much of the optimizer; and of 32 there are only 16.
-    assert [row["fits"] for row in found["layouts"]] == [True, True, False, False]
-    first, second, small, _ = found["layouts"]
+    assert [row["fits"] for row in result["layouts"]] == [True, True, False, False]
+    first, second, small, _ = result["layouts"]
     assert first["recompute"] == "selective" and second["recompute"] == "none" and small["recompute"] == "full"
     assert [stage["layers"] for stage in second["stages"]] == [list(range(24)), list(range(24, 48))]
-    for row in found["layouts"]:
+    for row in result["layouts"]:
         peaks = []
         for stage in row["stages"]:
             parts = (sum(stage[name].values()) for name in ("states", "training", "generation", "weight_sync"))
@@ -83,12 +83,12 @@ def test_which_of_several_layouts_fit(tool: Tool) -> None:
             peaks.append(states + max(training, generation, push))
         assert max(peaks) == row["peak_bytes"]
         assert row["fits"] == (row["peak_bytes"] <= 0.93 * 80e9 and row["layout"]["world"] <= 16)
-    assert found["suggested"] == first["layout"]  # fewer model parallel ranks, and hardly slower
-    assert "selective recomputation: of 2 layouts that fit" in found["reason"] and "Rule:" in found["reason"]
+    assert result["suggested"] == first["layout"]  # fewer model parallel ranks, and hardly slower
+    assert "selective recomputation: of 2 layouts that fit" in result["reason"] and "Rule:" in result["reason"]
 
 
 def test_a_dry_run_says_the_same(tool: Tool) -> None:
-    _, found, _ = tool(
+    _, result, _ = tool(
         "--model",
         "deepseek-v3",
         "--gpus",
@@ -104,7 +104,7 @@ def test_a_dry_run_says_the_same(tool: Tool) -> None:
         "--recompute",
         "full",
     )
-    (row,) = found["layouts"]
+    (row,) = result["layouts"]
     assert row["megatron"]["num_layers_in_first_pipeline_stage"] == 3
     layout = row["layout"]
     tree = {
@@ -124,16 +124,16 @@ def test_a_dry_run_says_the_same(tool: Tool) -> None:
 
 
 def test_layouts_are_searched_for(tool: Tool) -> None:
-    code, found, _ = tool("--model", "qwen2.5-7b", "--gpus", "8", "--gpu-gb", "80")
-    assert code == 0 and len(found["layouts"]) > 5
-    assert all(row["fits"] for row in found["layouts"])
-    seconds = [sum(row["modelled_seconds"].values()) for row in found["layouts"]]
+    code, result, _ = tool("--model", "qwen2.5-7b", "--gpus", "8", "--gpu-gb", "80")
+    assert code == 0 and len(result["layouts"]) > 5
+    assert all(row["fits"] for row in result["layouts"])
+    seconds = [sum(row["modelled_seconds"].values()) for row in result["layouts"]]
     assert seconds == sorted(seconds)
-    assert all(row["layout"]["tp"] in (1, 2, 4) for row in found["layouts"])  # four key-value heads
+    assert all(row["layout"]["tp"] in (1, 2, 4) for row in result["layouts"])  # four key-value heads
     # What is suggested divides, fits and is among them; nothing that is as fast has fewer model parallel ranks.
-    chosen = next(row for row in found["layouts"] if row["layout"] == found["suggested"])
+    chosen = next(row for row in result["layouts"] if row["layout"] == result["suggested"])
     least = chosen["layout"]["tp"] * chosen["layout"]["pp"]
-    for row, took in zip(found["layouts"], seconds, strict=True):
+    for row, took in zip(result["layouts"], seconds, strict=True):
         assert row["layout"]["tp"] * row["layout"]["pp"] >= least or took > 1.1 * seconds[0]
     # More memory, less need to cut; and a longer context brings in context parallelism.
     _, roomy, _ = tool("--model", "qwen2.5-7b", "--gpus", "8", "--gpu-gb", "288")
@@ -143,8 +143,8 @@ def test_layouts_are_searched_for(tool: Tool) -> None:
 
 
 def test_the_engine_is_as_small_as_fits(tool: Tool) -> None:
-    _, found, _ = tool("--model", "qwen3-30b-a3b", "--gpus", "16", "--layout", "tp=4,ep=8")
-    engine = found["layouts"][0]["rollout"]
+    _, result, _ = tool("--model", "qwen3-30b-a3b", "--gpus", "16", "--layout", "tp=4,ep=8")
+    engine = result["layouts"][0]["rollout"]
     assert engine == {"tp": 4, "ep": 4}
     code, smaller, _ = tool(
         "--model", "qwen3-30b-a3b", "--gpus", "16", "--layout", "tp=4,ep=8", "--rollout", "tp=2,ep=2"
@@ -155,9 +155,9 @@ def test_the_engine_is_as_small_as_fits(tool: Tool) -> None:
 
 
 def test_where_nothing_fits(tool: Tool) -> None:
-    code, found, _ = tool("--model", "deepseek-v3", "--gpus", "8", "--recompute", "full")
-    assert code == 1 and found["layouts"] == [] and found["suggested"] is None
-    assert found["reason"] == "No layout of 8 GPUs of 80 GB was found that fits."
+    code, result, _ = tool("--model", "deepseek-v3", "--gpus", "8", "--recompute", "full")
+    assert code == 1 and result["layouts"] == [] and result["suggested"] is None
+    assert result["reason"] == "No layout of 8 GPUs of 80 GB was found that fits."
 
 
 @pytest.mark.parametrize(
@@ -217,11 +217,11 @@ def test_measured_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, str(TOOL), "--model", str(tmp_path), "--algorithm", "ppo", "--measure", "--json"]
     done = subprocess.run([*command, "--layout", "world=2,tp=2,ep=2"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+    result = json.loads(done.stdout)
     parts = [f"{role} {part}" for role in ("actor", "critic") for part in ("weights", "gradients", "optimizer")]
-    assert {(row["rank"], row["part"]) for row in found["rows"]} == {
+    assert {(row["rank"], row["part"]) for row in result["rows"]} == {
         (rank, part) for rank in (0, 1) for part in (*parts, "reference weights")
     }
-    for row in found["rows"]:
+    for row in result["rows"]:
         padding = 0.01 if row["part"].endswith("gradients") else 0.0
         assert row["predicted"] <= row["measured"] <= row["predicted"] * (1 + padding), row

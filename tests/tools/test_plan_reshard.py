@@ -60,18 +60,20 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
 
 
 def test_figures(figures: tuple[dict[str, Any], str]) -> None:
-    found, _ = figures
-    assert set(KEYS.split()) <= found.keys()
-    assert found["cross_bytes"] == found["cross_bound"] and found["cross_ratio"] == 1.0
-    assert found["internode_ratio"] == 1.0
+    result, _ = figures
+    assert set(KEYS.split()) <= result.keys()
+    assert result["cross_bytes"] == result["cross_bound"] and result["cross_ratio"] == 1.0
+    assert result["internode_ratio"] == 1.0
     for name in ("send", "recv", "nic_send", "nic_recv"):
-        assert 1.0 <= found[f"{name}_max_over_bound"] <= 1.05
-    assert 0 < found["staging_peak_bytes"] <= 2 * found["bucket_bytes"]
-    assert found["messages"] * found["mean_message_bytes"] == pytest.approx(found["cross_bytes"], rel=1e-3)
-    assert found["modelled_seconds"] >= found["modelled_seconds_if_nobody_waits"]
-    assert found["modelled_over_busiest_nic"] >= found["nic_send_max_over_bound"]
-    assert found["modelled_seconds_if_nobody_waits"] >= found["nic_send_max"] / found["model"]["nic_bytes_per_second"]
-    assert "not measured" in found["model"]["what"]
+        assert 1.0 <= result[f"{name}_max_over_bound"] <= 1.05
+    assert 0 < result["staging_peak_bytes"] <= 2 * result["bucket_bytes"]
+    assert result["messages"] * result["mean_message_bytes"] == pytest.approx(result["cross_bytes"], rel=1e-3)
+    assert result["modelled_seconds"] >= result["modelled_seconds_if_nobody_waits"]
+    assert result["modelled_over_busiest_nic"] >= result["nic_send_max_over_bound"]
+    assert (
+        result["modelled_seconds_if_nobody_waits"] >= result["nic_send_max"] / result["model"]["nic_bytes_per_second"]
+    )
+    assert "not measured" in result["model"]["what"]
 
 
 class Page(HTMLParser):
@@ -107,9 +109,9 @@ def test_a_push_of_512_is_as_long_as_its_busiest_network_card(
     """In rounds that no rank leaves before the others, as they are modelled; staging stays at two buckets."""
     layout = ("--train", "world=512,tp=8,pp=16,ep=32", "--engine", "tp=32,ep=32", "--json")
     assert main(["--model", "deepseek-v3", *layout]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["modelled_over_busiest_nic"] <= 1.10
-    assert found["staging_peak_bytes"] <= 2 * found["bucket_bytes"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["modelled_over_busiest_nic"] <= 1.10
+    assert result["staging_peak_bytes"] <= 2 * result["bucket_bytes"]
     # A round lasts as long as handing over the one before, at least.
     assert main(["--model", "deepseek-v3", *layout, "--hand-over-ms", "20", "--round-us", "0"]) == 0
     slow = json.loads(capsys.readouterr().out)
@@ -133,10 +135,10 @@ def test_ranks_of_their_own(
     layouts = ("--train", "tp=4,pp=4,ep=8,world=32", "--engine", "tp=8,ep=8", "--html", str(page))
     ranks = ("--train-ranks", "0-31", "--engine-ranks", "48-63,32-47")
     assert main(["--model", "qwen3-235b", *layouts, *ranks, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["local_bytes"] == 0 and found["cross_bytes"] == found["cross_bound"] == found["needed_bytes"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["local_bytes"] == 0 and result["cross_bytes"] == result["cross_bound"] == result["needed_bytes"]
     for name in ("send", "recv", "nic_send", "nic_recv"):
-        assert 1.0 <= found[f"{name}_max_over_bound"] <= 1.05
+        assert 1.0 <= result[f"{name}_max_over_bound"] <= 1.05
     text = page.read_text()
     assert "32 GPUs -&gt; 32 GPUs" in text and "Each GPU of an engine needs" in text
     assert "node 0 to node 7: " in text and "stage 3" in text and "<td>-</td>" in text
@@ -213,8 +215,8 @@ def test_stages_in_parts(main: Callable[[list[str]], int], capsys: pytest.Captur
     qwen = ("--model", "qwen3-30b-a3b", "--engine", "tp=4,ep=4", "--json")
     for train in ("tp=2,pp=4,ep=4,world=16", "tp=2,pp=4,ep=4,world=16,vpp=3"):
         assert main([*qwen, "--train", train]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["cross_bytes"] == found["cross_bound"]
+        result = json.loads(capsys.readouterr().out)
+        assert result["cross_bytes"] == result["cross_bound"]
 
 
 def test_more_than_the_least_is_said() -> None:

@@ -28,14 +28,14 @@ def test_planned_is_measured(layout: str, tmp_path: Path) -> None:
     command += ["--repeats", "1", "--updates", "2", *layout.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
-    (found,) = (of["beside"] for of in json.loads((tmp_path / "found").read_text())["now"].values())
+    (result,) = (of["beside"] for of in json.loads((tmp_path / "found").read_text())["now"].values())
     for short in ("recording", "cutting"):
-        found.pop(short, None)  # may be over before it was looked at
-    assert {"rollouts", "forward", "advantages", "update"} <= found.keys()
+        result.pop(short, None)  # may be over before it was looked at
+    assert {"rollouts", "forward", "advantages", "update"} <= result.keys()
     for exact in ("sent", "computed"):
-        said, counted = found.pop(exact)
+        said, counted = result.pop(exact)
         assert said == counted, exact
-    off = {name: round(said / held, 3) for name, (said, held) in found.items()}
+    off = {name: round(said / retained, 3) for name, (said, retained) in result.items()}
     # While records are sent there is memory that nobody has read from yet: no process counts it as its own.
     assert 0.9 < off.pop("forward") < 1.25, off
     # Of each rank what it holds at most, which is not at one time: one may be at the advantages while what another has
@@ -47,7 +47,7 @@ def test_planned_is_measured(layout: str, tmp_path: Path) -> None:
 def test_sequences_are_at_home_where_the_ranks_have_them() -> None:
     assert planned.homes_of(SHAPE, 4, 2).tolist() == [0] * 32 + [2] * 32
     sizes = planned.lengths_of(SHAPE)
-    assert [len(one.prompt) + len(one.turns[0][0]) for one in answers(SHAPE, 3)] == sizes[12:16].tolist()
+    assert [len(item.prompt) + len(item.turns[0][0]) for item in answers(SHAPE, 3)] == sizes[12:16].tolist()
 
 
 ON_PAPER = """
@@ -61,19 +61,19 @@ print(json.dumps([vars(paper.step(rank, 0)) for rank in range(order["ranks"])]))
 
 
 def on_paper(**changes: Any) -> list[dict[str, Any]]:
-    own = {"controller": "ppo", "updates": 1, "tp": 2, "pp": 1, "engine_tp": 1, "ranks": 4, "token_budget": 64}
-    order = own | {"per_machine": 4, "shape": vars(Shape(16, 4, "64"))} | changes
+    local = {"controller": "ppo", "updates": 1, "tp": 2, "pp": 1, "engine_tp": 1, "ranks": 4, "token_budget": 64}
+    order = local | {"per_machine": 4, "shape": vars(Shape(16, 4, "64"))} | changes
     command = [sys.executable, "-W", "ignore", "-c", ON_PAPER, json.dumps(order)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True)
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def test_rows_go_to_another_machine_once() -> None:
     """Two machines of two ranks, which are a replica. What is at home on both stays there; of what is all at home on
     one, half goes to the other: tokens in three passes, the numbers that come back, and in two updates what a loss
     reads, 17 bytes each: tokens, mask, weights and two columns."""
-    both, one, together = on_paper(per_machine=2), on_paper(per_machine=2, engine_tp=4), on_paper(engine_tp=4)
+    both, item, together = on_paper(per_machine=2), on_paper(per_machine=2, engine_tp=4), on_paper(engine_tp=4)
     assert sum(rank["network"] for rank in (*both, *together)) == 0
-    assert sum(rank["network"] for rank in one) == 512 * (3 * 4 + 3 * 4 + 2 * 17)
-    assert [rank["computed"] for rank in both + one] == [5 * 512] * 8
+    assert sum(rank["network"] for rank in item) == 512 * (3 * 4 + 3 * 4 + 2 * 17)
+    assert [rank["computed"] for rank in both + item] == [5 * 512] * 8

@@ -80,8 +80,8 @@ def test_first_and_last_steps_do_not_overlap(tmp_path: Path, capsys: pytest.Capt
         run = tmp_path / str(len(rewards))
         run.mkdir()
         rows = [
-            {"step": step, "time": step, "time/step": 1.0, "rollout/reward_mean": one}
-            for step, one in enumerate(rewards, 1)
+            {"step": step, "time": step, "time/step": 1.0, "rollout/reward_mean": item}
+            for step, item in enumerate(rewards, 1)
         ]
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         assert tool("report").main([str(run)]) == 0
@@ -122,8 +122,8 @@ def with_rollouts(tmp_path: Path) -> Path:
 
     for step in (3, 4):
         for number in (0, 1):  # of a rank each
-            own = [np.full(5, 0.125, np.float32)]
-            write_part(part_file(tmp_path, step, number), step, 2, [number], [rollout(number, float(number))], own)
+            local = [np.full(5, 0.125, np.float32)]
+            write_part(part_file(tmp_path, step, number), step, 2, [number], [rollout(number, float(number))], local)
     vocabulary = {"<script>alert(1)</script>": 1, "policy": 3, "&": 4, "\x1b[31mred [bold]x[/bold]": 5, "?": 6}
     model = tmp_path / "model"
     backend = Tokenizer(WordLevel(vocabulary, unk_token="?"))
@@ -142,8 +142,8 @@ def test_rollouts_in_the_terminal(with_rollouts: Path, capsys: pytest.CaptureFix
 
 
 def test_branches_say_which_episode_they_are_of(with_rollouts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one = Rollout(Prompt("p", ()), (Turn((1,)), Turn((3,), (0.0,), True, 0)), group=2, episode=7)
-    write_part(part_file(with_rollouts, 5, 0), 5, 2, [0, 1], [one, dataclasses.replace(one, episode=-1)])
+    item = Rollout(Prompt("p", ()), (Turn((1,)), Turn((3,), (0.0,), True, 0)), group=2, episode=7)
+    write_part(part_file(with_rollouts, 5, 0), 5, 2, [0, 1], [item, dataclasses.replace(item, episode=-1)])
     assert tool("view_rollouts").main([str(with_rollouts)]) == 0
     shown = capsys.readouterr().out
     assert "prompt p  group 2  episode 7  reward 0" in shown and "prompt p  group 2  reward 0" in shown

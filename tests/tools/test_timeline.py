@@ -50,10 +50,10 @@ STEP_1 = {
 
 def write(run_dir: Path, step: int, spans: dict[int, list[Span]], begin: float = 0.0) -> None:
     """A step of 10 seconds from `begin` on, at which the spans' times count from 0."""
-    for rank, found in spans.items():
+    for rank, result in spans.items():
         moved = [
             span._replace(begin=1e9 + begin + span.begin, end=1e9 + begin + span.end)
-            for span in (main(f"step {step}", STEP, 0, 10), *found)
+            for span in (main(f"step {step}", STEP, 0, 10), *result)
         ]
         Timeline(run_dir, rank, warn=pytest.fail).write(moved)
 
@@ -65,8 +65,8 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_overlap_of_each_two_roles(run_dir: Path) -> None:
-    found = timeline.overlaps(timeline.load(run_dir), [1])
-    assert found == pytest.approx(
+    result = timeline.overlaps(timeline.load(run_dir), [1])
+    assert result == pytest.approx(
         {
             ("actor", "critic"): 2.5,
             ("actor", "reward"): 0.25,
@@ -79,18 +79,18 @@ def test_overlap_of_each_two_roles(run_dir: Path) -> None:
 
 
 def test_shares_of_each_rank(run_dir: Path) -> None:
-    found = timeline.shares(timeline.load(run_dir), [1])
-    assert found[0] == pytest.approx({"work": 0.35, WAIT: 0.05, DATA: 0.0, "controller": 0.6})
-    assert found[1] == pytest.approx({"work": 0.4, WAIT: 0.0, DATA: 0.05, "controller": 0.55})
+    result = timeline.shares(timeline.load(run_dir), [1])
+    assert result[0] == pytest.approx({"work": 0.35, WAIT: 0.05, DATA: 0.0, "controller": 0.6})
+    assert result[1] == pytest.approx({"work": 0.4, WAIT: 0.0, DATA: 0.05, "controller": 0.55})
     # It waits for its own thread, which is at work.
-    assert found[2] == pytest.approx({"work": 0.325, WAIT: 0.1, DATA: 0.0, "controller": 0.575})
+    assert result[2] == pytest.approx({"work": 0.325, WAIT: 0.1, DATA: 0.0, "controller": 0.575})
 
 
 def test_cost_of_a_step(run_dir: Path) -> None:
-    found = timeline.cost(timeline.load(run_dir), 1)
+    result = timeline.cost(timeline.load(run_dir), 1)
     # At work is somebody from 0.5 to 3.5 and from 4 to 9.
-    assert (found.length, found.nobody) == pytest.approx((10.0, 2.0))
-    assert (found.controller, found.data) == pytest.approx((6.0, 0.5))
+    assert (result.length, result.nobody) == pytest.approx((10.0, 2.0))
+    assert (result.controller, result.data) == pytest.approx((6.0, 0.5))
 
 
 def test_generation_of_the_next_step_overlaps_training(run_dir: Path) -> None:
@@ -105,8 +105,8 @@ def test_generation_of_the_next_step_overlaps_training(run_dir: Path) -> None:
 
 def test_an_engine_is_at_work_on_all_of_its_ranks(tmp_path: Path) -> None:
     write(tmp_path, 1, {0: [answers(1, 0, 4, (0, 1))], 1: []})
-    found = timeline.shares(timeline.load(tmp_path), [1])
-    assert found[0]["work"] == found[1]["work"] == pytest.approx(0.4)
+    result = timeline.shares(timeline.load(tmp_path), [1])
+    assert result[0]["work"] == result[1]["work"] == pytest.approx(0.4)
 
 
 def test_picture(run_dir: Path) -> None:
@@ -138,8 +138,8 @@ def test_cells_of_a_row() -> None:
 
 
 def test_each_kind_has_a_mark_of_its_own() -> None:
-    found = timeline.marks(["actor_logprobs", "actor_update", "critic_update", "generation"])
-    assert found == timeline.MARKS | {
+    result = timeline.marks(["actor_logprobs", "actor_update", "critic_update", "generation"])
+    assert result == timeline.MARKS | {
         "actor_logprobs": "A",
         "actor_update": "C",
         "critic_update": "R",
@@ -148,11 +148,11 @@ def test_each_kind_has_a_mark_of_its_own() -> None:
 
 
 def test_intervals() -> None:
-    one, other = [(0.0, 4.0), (6.0, 8.0)], [(1.0, 2.0), (3.0, 7.0)]
+    item, other = [(0.0, 4.0), (6.0, 8.0)], [(1.0, 2.0), (3.0, 7.0)]
     assert timeline.union([(3, 7), (1, 2), (2, 2.5), (5, 5)]) == [(1, 2.5), (3, 7)]
-    assert timeline.common(one, other) == [(1, 2), (3, 4), (6, 7)]
-    assert timeline.without(one, other) == [(0, 1), (2, 3), (7, 8)]
-    assert timeline.without(one, []) == one and timeline.common(one, []) == []
+    assert timeline.common(item, other) == [(1, 2), (3, 4), (6, 7)]
+    assert timeline.without(item, other) == [(0, 1), (2, 3), (7, 8)]
+    assert timeline.without(item, []) == item and timeline.common(item, []) == []
 
 
 def test_innermost() -> None:

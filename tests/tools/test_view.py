@@ -49,9 +49,9 @@ def test_nothing_is_written_into_a_folder_that_is_no_run(tmp_path: Path, capsys:
 
 
 def test_the_last_steps_are_drawn_as_spans(run_dir: Path, tmp_path: Path) -> None:
-    found = view.spans_of(run_dir)
-    assert found is not None and found["steps"] == [1, 2, 3] and found["length"] == 9
-    assert found["rows"] == [
+    result = view.spans_of(run_dir)
+    assert result is not None and result["steps"] == [1, 2, 3] and result["length"] == 9
+    assert result["rows"] == [
         {
             "name": "rank 0",
             "spans": [["generation", f"generation of step {at + 1}", 3 * at, 3 * at + 2] for at in range(3)],

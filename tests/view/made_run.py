@@ -35,8 +35,8 @@ def rollout(step: int, number: int, reward: float, ids: tuple[int, ...] = (3, 4,
 
 def write_step(folder: Path, step: int, rollouts: list[Rollout], rank: int = 0, ranks: int = 1) -> None:
     numbers = range(rank, len(rollouts), ranks)
-    own = [np.full(rollouts[number].num_tokens, 0.5, np.float32) for number in numbers]
-    write_part(part_file(folder, step, rank), step, len(rollouts), numbers, [rollouts[i] for i in numbers], own)
+    local = [np.full(rollouts[number].num_tokens, 0.5, np.float32) for number in numbers]
+    write_part(part_file(folder, step, rank), step, len(rollouts), numbers, [rollouts[i] for i in numbers], local)
 
 
 def make(folder: Path, steps: int = 3, last: tuple[int, ...] = (3, 4, 5), name: str = "p") -> Path:
@@ -53,11 +53,11 @@ def make(folder: Path, steps: int = 3, last: tuple[int, ...] = (3, 4, 5), name: 
     for step in range(1, steps + 1):
         figures = {"rollout/reward_mean": step / 4, "actor/entropy": 0.7, "time/generate": 2.0, "time/step": 3.0}
         tracker.log(step, figures)
-        found = [rollout(step, number, float(number), name=name) for number in range(PROMPTS * SAMPLES)]
+        result = [rollout(step, number, float(number), name=name) for number in range(PROMPTS * SAMPLES)]
         if step == steps:
-            found[1] = rollout(step, 1, 1.0, last, name)
+            result[1] = rollout(step, 1, 1.0, last, name)
         for rank in range(2):
-            write_step(folder, step, found, rank, 2)
+            write_step(folder, step, result, rank, 2)
         begin = 1000.0 + 3 * step
         spans = [Span(f"step {step}", "step", "main", begin, begin + 3)]
         timeline.write([*spans, Span(f"generation of step {step}", "rollout", "main", begin, begin + 2)])

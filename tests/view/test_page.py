@@ -73,9 +73,9 @@ def test_files_beside_the_page_hand_over_json(page: Path) -> None:
     files = sorted(page.with_name("page_files").glob("tokens-*.js"))
     assert len(files) == 6
     for file in files:
-        found = re.fullmatch(r'megarl\.take\("([a-z0-9-]+)", (.*)\);\n', file.read_text())
-        assert found is not None and found[1] == file.stem and not set("<>&") & set(found[2])
-        assert [one["number"] for one in json.loads(found[2])] == [0, 2, 1, 3]
+        result = re.fullmatch(r'megarl\.take\("([a-z0-9-]+)", (.*)\);\n', file.read_text())
+        assert result is not None and result[1] == file.stem and not set("<>&") & set(result[2])
+        assert [item["number"] for item in json.loads(result[2])] == [0, 2, 1, 3]
 
 
 def test_what_has_its_tokens_beside_the_page() -> None:
@@ -153,11 +153,11 @@ def test_the_table_filters_as_the_terminal_does(page: Path, where: str, count: i
 
 @pytest.fixture
 def server(page: Path) -> Iterator[Server]:
-    with Server([page.parent / "first"]) as made:
-        thread = threading.Thread(target=made.serve_forever, daemon=True)
+    with Server([page.parent / "first"]) as created:
+        thread = threading.Thread(target=created.serve_forever, daemon=True)
         thread.start()
-        yield made
-        made.shutdown()
+        yield created
+        created.shutdown()
         thread.join()
 
 

@@ -69,15 +69,15 @@ def test_steps_that_come_later_are_read_when_they_are_there(run_dir: Path) -> No
 
 
 def test_one_rollout_with_its_tokens(run_dir: Path) -> None:
-    (found,) = read_details(run_dir, 3, {2}, TokenDecoder(load_decoder(run_dir)))
-    assert found["number"] == 2 and found["ids"] == [1, 2, 3, 4, 5]
-    assert found["words"] == ["two", "three", "four", made_run.EVIL, "five"]
-    assert found["logprobs"] == [0, 0, -0.25, -0.5, -0.75] and found["advantages"] == [0.5] * 5
-    assert [(turn["tokens"], turn["written"], turn["version"]) for turn in found["turns"]] == [
+    (result,) = read_details(run_dir, 3, {2}, TokenDecoder(load_decoder(run_dir)))
+    assert result["number"] == 2 and result["ids"] == [1, 2, 3, 4, 5]
+    assert result["words"] == ["two", "three", "four", made_run.EVIL, "five"]
+    assert result["logprobs"] == [0, 0, -0.25, -0.5, -0.75] and result["advantages"] == [0.5] * 5
+    assert [(turn["tokens"], turn["written"], turn["version"]) for turn in result["turns"]] == [
         (2, False, -1),
         (3, True, 2),
     ]
-    assert [turn["cached"] for turn in found["turns"]] == [None, 1]
+    assert [turn["cached"] for turn in result["turns"]] == [None, 1]
     assert len(list(read_details(run_dir, 3, None, TokenDecoder(None)))) == 4
 
 
@@ -108,7 +108,7 @@ def test_json_ends_no_element() -> None:
 
 def test_tokens_that_are_no_utf8() -> None:
     parts = {1: b"\xe2", 2: b"\x82", 3: b"\xac", 4: b"\xff", 5: b"a"}
-    words = TokenDecoder(lambda ids: b"".join(parts[one] for one in ids).decode(errors="replace"))
+    words = TokenDecoder(lambda ids: b"".join(parts[item] for item in ids).decode(errors="replace"))
     assert words.decode_each([1, 2, 3, 4, 5]) == ["", "", "€", "\ufffd", "a"]
     assert words.decode_each([9]) == ["[9]"] and TokenDecoder(None).decode_each([7, 8]) == ["7 ", "8 "]
 
@@ -124,13 +124,13 @@ def test_the_tokenizer_is_found_from_another_folder_or_its_want_is_said(run_dir:
 
 
 def test_where_two_runs_part(tmp_path: Path, run_dir: Path) -> None:
-    one, other = read_run(run_dir), read_run(made_run.make(tmp_path / "second", last=(3, 5, 5)))
-    found = find_divergence(one, other)
-    assert found["tokens"] == {"step": 3, "number": 1, "token": 3, "ids": [4, 5]}
-    assert found["steps"] == 3 and found["metrics"] is None
-    assert find_divergence(one, one)["tokens"] is None
+    item, other = read_run(run_dir), read_run(made_run.make(tmp_path / "second", last=(3, 5, 5)))
+    result = find_divergence(item, other)
+    assert result["tokens"] == {"step": 3, "number": 1, "token": 3, "ids": [4, 5]}
+    assert result["steps"] == 3 and result["metrics"] is None
+    assert find_divergence(item, item)["tokens"] is None
     shorter = read_run(made_run.make(tmp_path / "third", last=(3, 4)))
-    assert find_divergence(one, shorter)["tokens"] == {"step": 3, "number": 1, "token": 4, "ids": [5, -1]}
+    assert find_divergence(item, shorter)["tokens"] == {"step": 3, "number": 1, "token": 4, "ids": [5, -1]}
 
 
 def test_an_empty_folder_says_so(tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ def test_an_empty_folder_says_so(tmp_path: Path) -> None:
 def test_of_a_broken_folder_the_rest_is_shown(run_dir: Path) -> None:
     part_file(run_dir, 1, 0).write_bytes(bytes(range(256)))
     part_file(run_dir, 2, 1).unlink()
-    whole = part_file(run_dir, 3, 1).read_bytes()
-    part_file(run_dir, 3, 1).write_bytes(whole[: len(whole) // 2])
+    full = part_file(run_dir, 3, 1).read_bytes()
+    part_file(run_dir, 3, 1).write_bytes(full[: len(full) // 2])
     (run_dir / "metrics.jsonl").write_bytes(b'{"step": 1, "a": 2.0}\n{"step": \xff\xfe\n[]\n{"step": 2, "a": 3}\n')
     (run_dir / "config.yaml").write_text("guards: {alarms: true}\nnobody: 1\nalgorithm: ppo\n")
     run, index = read_run(run_dir), IndexReader(run_dir).read()
@@ -153,7 +153,9 @@ def test_of_a_broken_folder_the_rest_is_shown(run_dir: Path) -> None:
     assert "of another version of MegaRL (unknown key nobody)" in run.notes[0] and "line 2 and 1 more" in run.notes[1]
     assert index.columns["step"].tolist() == [1, 1, 2, 2, 3, 3]
     damaged = [note for note in index.notes if "is damaged" in note]
-    assert len(damaged) == 2 and any("2 of the 4 rollouts of its step: it is incomplete" in one for one in index.notes)
+    assert len(damaged) == 2 and any(
+        "2 of the 4 rollouts of its step: it is incomplete" in item for item in index.notes
+    )
     assert all("\n" not in note for note in (*run.notes, *index.notes))
 
 
@@ -164,8 +166,8 @@ def test_files_of_another_format_are_read_as_far_as_they_go(run_dir: Path) -> No
     pq.write_table(table.replace_schema_metadata(about), file)
     index, notes = IndexReader(run_dir).read(), Notes()
     assert len(index) == 12 and any("files of format 1" in note for note in index.notes)
-    (found,) = read_details(run_dir, 3, {0}, TokenDecoder(None), notes)
-    assert found["advantages"] is None and found["turns"][1]["version"] is None
+    (result,) = read_details(run_dir, 3, {0}, TokenDecoder(None), notes)
+    assert result["advantages"] is None and result["turns"][1]["version"] is None
 
 
 def test_what_the_trainer_says_is_there_where_it_is_on_record(run_dir: Path) -> None:
@@ -175,8 +177,8 @@ def test_what_the_trainer_says_is_there_where_it_is_on_record(run_dir: Path) -> 
         table = table.drop_columns(["trainer_logprobs"])
     values = pa.array([[0, 0, -0.5, -1, -1.5], None], pa.list_(pa.float32()))
     pq.write_table(table.append_column("trainer_logprobs", values), file)
-    found = list(read_details(run_dir, 3, {0, 2}, TokenDecoder(None)))
-    assert [one["trainer"] for one in found] == [[0, 0, -0.5, -1, -1.5], None] and found[0]["unreplayed"] is None
+    result = list(read_details(run_dir, 3, {0, 2}, TokenDecoder(None)))
+    assert [item["trainer"] for item in result] == [[0, 0, -0.5, -1, -1.5], None] and result[0]["unreplayed"] is None
 
 
 def test_a_row_that_makes_no_sense_costs_itself_alone(run_dir: Path) -> None:
@@ -186,7 +188,7 @@ def test_a_row_that_makes_no_sense_costs_itself_alone(run_dir: Path) -> None:
     broken = table.set_column(at, table.schema.field("messages"), [["{", *table.column("messages").to_pylist()[1:]]])
     pq.write_table(broken, file)
     notes = Notes()
-    assert [one["number"] for one in read_details(run_dir, 3, None, TokenDecoder(None), notes)] == [2, 1, 3]
+    assert [item["number"] for item in read_details(run_dir, 3, None, TokenDecoder(None), notes)] == [2, 1, 3]
     assert len(notes) == 1 and "rollout 0 is inconsistent" in notes[0]
 
 

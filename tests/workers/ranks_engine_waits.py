@@ -43,33 +43,35 @@ def worker(engine_ranks: int, play: Callable[..., GenerationResult]) -> Any:
     rollout = {"tp": engine_ranks, "max_aborted_frac": 0.5, "tool_call_parser": ""}
     config = tiny.config(tp=2, world=2, rollout=rollout, run={"distributed_timeout_s": TIMEOUT})
     chat: Any = SimpleNamespace(select_schemas=lambda prompt: [], catalog=EnvironmentCatalog())
-    made = RolloutWorker(Context(config, RANKS.job, tiny.HF["qwen3_moe"], chat, Clock(), Path("."), {"actor": 1}))
-    if made._runner is not None:
-        engine: Any = made.engines.engine
-        made._runner.generate = partial(play, made)  # type: ignore[method-assign]
+    created = RolloutWorker(Context(config, RANKS.job, tiny.HF["qwen3_moe"], chat, Clock(), Path("."), {"actor": 1}))
+    if created._runner is not None:
+        engine: Any = created.engines.engine
+        created._runner.generate = partial(play, created)  # type: ignore[method-assign]
         engine._call = lambda *_, **__: None
         server = SimpleNamespace(poll=lambda: None, close=lambda: None)
         engine._server, engine.wait_ready, engine.log = server, lambda: None, Path(tempfile.mkdtemp(), "engine.log")
         engine._launch = lambda: setattr(engine, "_server", server)
-    return made
+    return created
 
 
-def outcome(made: Any) -> Any:
+def outcome(created: Any) -> Any:
     try:
-        found = made.generate([PROMPT, PROMPT], 1)
+        actual = created.generate([PROMPT, PROMPT], 1)
         return [
-            seed for seeds in found.comm.all_gather_objects([rollout.seed for rollout in found.local]) for seed in seeds
+            seed
+            for seeds in actual.comm.all_gather_objects([rollout.seed for rollout in actual.local])
+            for seed in seeds
         ]
     except ConfigError as error:
         return str(error)
 
 
-def slow(made: Any, prompts: Any, **_: Any) -> GenerationResult:
+def slow(created: Any, prompts: Any, **_: Any) -> GenerationResult:
     time.sleep(2.5 * TIMEOUT)
     return GenerationResult([Rollout(PROMPT, TURNS, seed=RANKS.job.rank)], [])
 
 
-def one_fails(made: Any, prompts: Any, check: Callable[[], None], **_: Any) -> GenerationResult:
+def one_fails(created: Any, prompts: Any, check: Callable[[], None], **_: Any) -> GenerationResult:
     """The tools of the second engine fail at once; the first would go on for an hour."""
     if RANKS.job.rank:
         raise RuntimeError("the processes of the tools are gone")
@@ -81,20 +83,20 @@ def one_fails(made: Any, prompts: Any, check: Callable[[], None], **_: Any) -> G
 
 def aborted(share: list[str]) -> Callable[..., GenerationResult]:
     rollouts = [Rollout(PROMPT, TURNS, "aborted" if why else "stop", failure=why) for why in share]
-    return lambda made, prompts, **_: GenerationResult(rollouts, [])
+    return lambda created, prompts, **_: GenerationResult(rollouts, [])
 
 
-def one_is_lost(made: Any, prompts: Any, queue: GroupQueue, **_: Any) -> GenerationResult:
+def one_is_lost(created: Any, prompts: Any, queue: GroupQueue, **_: Any) -> GenerationResult:
     """Of two engines each begins a group. The second is lost in it, or the only one in the second of its two."""
-    calls = made.__dict__.setdefault("calls", [])
+    calls = created.__dict__.setdefault("calls", [])
     calls.append(len(calls))
     back = queue.claim_returned()
     mine = [queue.claim()] if back is None else [back.number]
-    if made.engines.engine_index == len(made.engines.engine_ranks) - 1 and len(calls) < 2:
-        if len(made.engines.engine_ranks) == 1:
+    if created.engines.engine_index == len(created.engines.engine_ranks) - 1 and len(calls) < 2:
+        if len(created.engines.engine_ranks) == 1:
             mine.append(queue.claim())
         lost = EngineLost("died", "engine is not running; the last lines")
-        made.engines.engine_restart.report_lost(lost)
+        created.engines.engine_restart.report_lost(lost)
         queue.return_group(ReturnedGroup(mine.pop(), (), 3))
         return GenerationResult(rollouts_of(mine), [], engine_loss=lost, num_interrupted=3)
     return GenerationResult(rollouts_of(mine), [], num_restarted=0 if back is None else back.num_interrupted)
@@ -105,14 +107,18 @@ def rollouts_of(groups: list[Any]) -> list[Rollout]:
 
 
 def lost(engine_ranks: int) -> dict[str, Any]:
-    made = worker(engine_ranks, one_is_lost)
-    made._num_generations = 100 * engine_ranks  # counters of a generation have its number, in all of a job
-    made.begin_step(1)
-    found = {"seeds": outcome(made), "there": made.engines.recovery.has_available_engine, "figures": made.metrics()}
-    found["figures"] = {name: value for name, value in found["figures"].items() if name.startswith("rollout/")}
-    found["away"] = sorted(made.engines.recovery.restarting)
-    made.close()
-    return found
+    created = worker(engine_ranks, one_is_lost)
+    created._num_generations = 100 * engine_ranks  # counters of a generation have its number, in all of a job
+    created.begin_step(1)
+    actual = {
+        "seeds": outcome(created),
+        "there": created.engines.recovery.has_available_engine,
+        "figures": created.metrics(),
+    }
+    actual["figures"] = {name: value for name, value in actual["figures"].items() if name.startswith("rollout/")}
+    actual["away"] = sorted(created.engines.recovery.restarting)
+    created.close()
+    return actual
 
 
 def main() -> None:
@@ -127,13 +133,13 @@ def main() -> None:
         "the only one": lost(2),
     }
 
-    def gone(made: Any, prompts: Any, **_: Any) -> GenerationResult:
+    def gone(created: Any, prompts: Any, **_: Any) -> GenerationResult:
         print("RESULT " + json.dumps(result), flush=True)
         os._exit(0)  # as the kernel ends a process that is killed
 
-    made = worker(1, gone if RANKS.job.rank else aborted([""]))
+    created = worker(1, gone if RANKS.job.rank else aborted([""]))
     try:
-        made.generate([PROMPT, PROMPT], 1)
+        created.generate([PROMPT, PROMPT], 1)
     except ConfigError:
         raise
     except RuntimeError:

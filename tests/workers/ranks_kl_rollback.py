@@ -93,8 +93,8 @@ def held(actor: ActorWorker) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+def same(item: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(item) == len(other) and all(map(torch.equal, item, other))
 
 
 def main() -> dict[str, Any]:
@@ -116,15 +116,15 @@ def main() -> dict[str, Any]:
     if other.model is not None:
         restore_model(other.model, folder)
     result["restored"] = same(held(other), held(actor))
-    one, two = step(actor, 4, 2), step(other, 4, 2)
-    result["goes on alike"] = [one == two, same(held(other), held(actor))]
+    item, two = step(actor, 4, 2), step(other, 4, 2)
+    result["goes on alike"] = [item == two, same(held(other), held(actor))]
     # Twice in a row: to the same policy.
-    kept = held(actor)
+    retained = held(actor)
     result["again"] = [sum("guards/ppo_kl" in row for row in step(actor, number, faster=300.0)) for number in (5, 6)]
-    result["as before twice"] = same(held(actor), kept)
+    result["as before twice"] = same(held(actor), retained)
     # A number that is none is too much, and nothing of the update is left.
     result["not a number"] = not_a_number(actor)
-    result["as before thrice"] = same(held(actor), kept)
+    result["as before thrice"] = same(held(actor), retained)
     result["from nothing"] = from_nothing()
     result["memory"] = [actor.metrics(), short(actor), actor.metrics()]
     return result
@@ -139,11 +139,11 @@ def from_nothing() -> list[bool]:
     before = held(actor)
     for inner in _torch_optimizers(actor.model.optimizer) if actor.model is not None else ():
         inner.state.clear()
-    found = []
+    actual = []
     for number in (1, 2):
         rows = step(actor, number, faster=3000.0)
-        found += [any("guards/ppo_kl" in row for row in rows), same(held(actor), before)]
-    return found
+        actual += [any("guards/ppo_kl" in row for row in rows), same(held(actor), before)]
+    return actual
 
 
 def short(actor: ActorWorker) -> int:
@@ -151,10 +151,10 @@ def short(actor: ActorWorker) -> int:
     if actor.model is not None:
         reader = actor.model._reader
 
-        def read(micro: Any, *rest: Any) -> Any:
+        def read(micro: Any, *remaining: Any) -> Any:
             if len(micro.indices) > 1:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return reader.read(micro, *rest)
+            return reader.read(micro, *remaining)
 
         actor.model._reader = SimpleNamespace(read=read)  # type: ignore[assignment]
     return len([row for row in step(actor, 8, 2) if "guards/ppo_kl" not in row and row])
@@ -162,8 +162,8 @@ def short(actor: ActorWorker) -> int:
 
 def not_a_number(actor: ActorWorker) -> bool:
     def spoilt(output: ModelOutput, part: TrainBatch) -> TokenLoss:
-        found = loss(output, part)
-        return TokenLoss(found.loss, found.metrics | {"actor/ppo_kl": found.metrics["actor/ppo_kl"] * torch.nan})
+        actual = loss(output, part)
+        return TokenLoss(actual.loss, actual.metrics | {"actor/ppo_kl": actual.metrics["actor/ppo_kl"] * torch.nan})
 
     actor.begin_step(7)
     batch = batch_of(actor)

@@ -56,9 +56,10 @@ def context(reward: RewardConfig, environments: tuple[str, ...] = (), replay: st
 def facts(scored: Rollouts) -> dict[str, Any]:
     parts = {name: values.tolist() for name, values in scored.reward_parts.items()}
     of_turns = [
-        [int(i), [turn.reward for turn in one.turns]] for i, one in zip(scored.local_indices, scored.local, strict=True)
+        [int(i), [turn.reward for turn in item.turns]]
+        for i, item in zip(scored.local_indices, scored.local, strict=True)
     ]
-    every = sorted(one for here in ranks.all_gather_objects(of_turns) for one in here)
+    every = sorted(item for local_items in ranks.all_gather_objects(of_turns) for item in local_items)
     why = list(scored.unscored_reasons)
     return {"reward": scored.reward.tolist(), "parts": parts, "unscored": scored.unscored.tolist(), "why": why} | {
         "turns": [rewards for _, rewards in every]
@@ -80,8 +81,8 @@ def tried(
             list(map(lambda known: known[1].result(), worker._prefetch._pending.values()))
         if weights is not None:
             worker.set_control("reward.weights", worker.controls()["reward.weights"](weights))
-        found = facts(worker.score(given))
-        return found | {"figures": worker.metrics()}
+        result = facts(worker.score(given))
+        return result | {"figures": worker.metrics()}
     except ConfigError as error:
         return str(error)
     finally:
@@ -91,7 +92,7 @@ def tried(
 def main() -> None:
     half = {"max_failed_frac": 0.5}
     lab, dies = ("lab_rewards:length", "lab_rewards:later"), ("lab_rewards:dies",)
-    found = {
+    result = {
         "slow": tried(RewardConfig(timeout=30.0), slow),
         "hangs": tried(RewardConfig(timeout=0.3), hangs),
         "one hangs": tried(RewardConfig(timeout=0.3, **half), hangs),
@@ -115,7 +116,7 @@ def main() -> None:
         "nobody": of_environment(RewardConfig(), [None] * 4, "odd_worlds:Plain"),
         "nothing": of_environment(RewardConfig(), [None] * 4, ""),
     }
-    print("RESULT", json.dumps(found), flush=True)
+    print("RESULT", json.dumps(result), flush=True)
     row_exchange.close_row_exchange()
     ranks.shutdown()
 
@@ -123,8 +124,8 @@ def main() -> None:
 def all_too_slow() -> tuple[Any, bool]:
     """What is said of 20 rollouts on each rank, one call after the other, and whether that was soon."""
     many = [replace(ROLLOUTS[0], turns=tuple(map(replace, ROLLOUTS[0].turns)), group=number) for number in range(40)]
-    own = list(range(JOB.rank, 40, 2))
-    given = Rollouts.gather([many[number] for number in own], own, row_exchange.WorldComm())
+    local = list(range(JOB.rank, 40, 2))
+    given = Rollouts.gather([many[number] for number in local], local, row_exchange.WorldComm())
     began = time.monotonic()
     slow = RewardConfig(("lab_rewards:sleeps", "lab_rewards:length"), timeout=1.5, processes=2)
     return tried(slow, given=given), time.monotonic() - began < 20
@@ -136,21 +137,21 @@ def of_environment(reward: RewardConfig, verdicts: Any, spec: str = "odd_worlds:
         worker = RewardWorker(context(reward, (spec,) if spec else (), "" if verdicts else "somewhere"))
     except ConfigError as error:
         return str(error)
-    here = [
-        replace(one, env_reward=verdicts[i]) if verdicts else replace(one, reward_parts={"environment": 3.0})
-        for i, one in zip(OWN, MINE.local, strict=True)
+    local_items = [
+        replace(item, env_reward=verdicts[i]) if verdicts else replace(item, reward_parts={"environment": 3.0})
+        for i, item in zip(OWN, MINE.local, strict=True)
     ]
-    found = facts(worker.score(MINE.replace_local(here)))
+    result = facts(worker.score(MINE.replace_local(local_items)))
     worker.close()
-    return found
+    return result
 
 
 def branched() -> Rollouts:
     """Of each rank an episode in two branches, of three tokens and of four, and one alone."""
     alone = replace(ROLLOUTS[JOB.rank], group=JOB.rank)
     longer = replace(alone, turns=(Turn((1, 2, 4)), *alone.turns[1:]))
-    here = [*as_branches([alone, longer], 0), alone]
-    return Rollouts.gather(here, [one.group for one in here], row_exchange.WorldComm())
+    local_items = [*as_branches([alone, longer], 0), alone]
+    return Rollouts.gather(local_items, [item.group for item in local_items], row_exchange.WorldComm())
 
 
 def tried_weights(weights: dict[str, float]) -> str:

@@ -33,13 +33,13 @@ JOBS = json.loads((FOLDER / "jobs.json").read_text())
 def rollouts() -> Rollouts:
     """Those of the file whose home is here: of every three two are at home on the first rank, one on the last."""
     made = []
-    for number, one in enumerate(JOBS["rollouts"]):
-        ids, said = one["ids"], tuple(one["messages"])
+    for number, item in enumerate(JOBS["rollouts"]):
+        ids, said = item["ids"], tuple(item["messages"])
         turns = (Turn(ids[:2]), Turn(ids[2:], [0.0] * (len(ids) - 2), True, 0))
         prompt = Prompt(str(number), said[:1], ids[:2], ground_truth="5")
-        made.append(Rollout(prompt, turns, one["status"], messages=said, group=number))
-    own = [number for number in range(len(made)) if {0: 0, 1: 0, 2: 2}[number % 3] == RANK]
-    return Rollouts.gather([made[i] for i in own], own, row_exchange.WorldComm())
+        made.append(Rollout(prompt, turns, item["status"], messages=said, group=number))
+    local = [number for number in range(len(made)) if {0: 0, 1: 0, 2: 2}[number % 3] == RANK]
+    return Rollouts.gather([made[i] for i in local], local, row_exchange.WorldComm())
 
 
 def context(tree: dict[str, Any], role: str) -> Context:
@@ -77,8 +77,10 @@ def score(tree: dict[str, Any]) -> Any:
     except ConfigError as error:
         return str(error)
     parts = {name: values.tolist() for name, values in scored.reward_parts.items()}
-    here = [(int(number), rollout.reward) for number, rollout in zip(scored.local_indices, scored.local, strict=True)]
-    return {"reward": scored.reward.tolist(), "parts": parts, "here": here, "figures": worker.metrics()}
+    local_items = [
+        (int(number), rollout.reward) for number, rollout in zip(scored.local_indices, scored.local, strict=True)
+    ]
+    return {"reward": scored.reward.tolist(), "parts": parts, "here": local_items, "figures": worker.metrics()}
 
 
 def teach(tree: dict[str, Any]) -> Any:
@@ -86,12 +88,12 @@ def teach(tree: dict[str, Any]) -> Any:
     (role,) = tree["roles"]
     worker = made(tree, role)
     assert (worker.model is None) == (RANK == 0) and worker.name == role
-    batch, found = TrainBatch.from_rollouts(rollouts()), {}
+    batch, actual = TrainBatch.from_rollouts(rollouts()), {}
     for name, options in (("as sampled", {}), ("at 1", {"temperature": 1.0})):
         logprobs = worker.forward(batch, **options).wait().logprobs
         parts = logprobs.split(batch.cu_seqlens.diff().tolist())
-        found[name] = {int(number): part.tolist() for number, part in zip(batch.local_indices, parts, strict=True)}
-    return found | {"spans": sorted({span.name for span in worker.clock.drain_spans()})}
+        actual[name] = {int(number): part.tolist() for number, part in zip(batch.local_indices, parts, strict=True)}
+    return actual | {"spans": sorted({span.name for span in worker.clock.drain_spans()})}
 
 
 if __name__ == "__main__":

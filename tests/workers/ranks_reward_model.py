@@ -47,8 +47,8 @@ def context(path: str, folder: str, **sections: Any) -> Any:
 
 
 def scored(worker: Any, batch: TrainBatch) -> torch.Tensor:
-    found: torch.Tensor = worker.forward(batch).wait().scores
-    return found
+    actual: torch.Tensor = worker.forward(batch).wait().scores
+    return actual
 
 
 def train(family: str, folder: str) -> list[float]:
@@ -82,26 +82,26 @@ def serve(family: str, folder: str) -> list[dict[str, Any]]:
     """The same sequences as rollouts, in two turns each, with a function beside the model."""
     from megarl.workers.reward_models import MegatronRewardWorker
 
-    made, batch = context(f"{folder}/{family}", folder), tiny.pairs()
-    config = made.config
+    created, batch = context(f"{folder}/{family}", folder), tiny.pairs()
+    config = created.config
     model = dataclasses.replace(config.model, dtype="bfloat16")
     reward = dataclasses.replace(config.reward, model=f"{folder}/{family}")
-    made = dataclasses.replace(made, config=dataclasses.replace(config, model=model, reward=reward))
+    created = dataclasses.replace(created, config=dataclasses.replace(config, model=model, reward=reward))
     rollouts = []
     for i, ids in enumerate(batch.tokens.split(batch.lengths.tolist())):
-        own = tuple(ids.tolist())
-        turns = (Turn(own[:1]), Turn(own[1:], (0.0,) * (len(own) - 1), True))
+        local = tuple(ids.tolist())
+        turns = (Turn(local[:1]), Turn(local[1:], (0.0,) * (len(local) - 1), True))
         rollouts.append(Rollout(Prompt(str(i), ()), turns, group=0))
-    worker = MegatronRewardWorker(made, reward_fn=length)
+    worker = MegatronRewardWorker(created, reward_fn=length)
     worker.start()
     worker.wait_ready()
     assert worker.model is not None and worker.model.optimizer is None
     assert {tensor.dtype for tensor in worker.model.local_params().values()} == {torch.float32}
-    alone = MegatronRewardWorker(made)
+    alone = MegatronRewardWorker(created)
     alone.model = worker.model
     alone.wait_ready()
-    own = range(1 - RANKS.job.rank, len(rollouts), 2)
-    dealt = Rollouts.gather([rollouts[i] for i in own], own, row_exchange.WorldComm())
+    local = range(1 - RANKS.job.rank, len(rollouts), 2)
+    dealt = Rollouts.gather([rollouts[i] for i in local], local, row_exchange.WorldComm())
     only, both = alone.score(dealt), worker.score(dealt)
     figures = {"reward": both.reward, "only": only.reward, **both.reward_parts}
     return [{name: float(values[i]) for name, values in figures.items()} for i in range(len(rollouts))]

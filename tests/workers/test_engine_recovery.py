@@ -25,8 +25,8 @@ class Played:
         return None
 
     def pop_error(self) -> EngineLost | None:
-        found, self.lost = self.lost, None
-        return found
+        result, self.lost = self.lost, None
+        return result
 
     def ensure_started(self) -> None:
         self.begun += 1
@@ -41,35 +41,35 @@ class Played:
 def ranks_of(monkeypatch: pytest.MonkeyPatch, work: Any) -> list[Any]:
     """work(rank, its recovery, what starts its engine) on each of three ranks, of which two lead an engine."""
     said: list[str] = []
-    here: dict[int, Thread] = {}
+    local_items: dict[int, Thread] = {}
 
     def one(rank: Thread) -> Any:
-        here[threading.get_ident()] = rank
+        local_items[threading.get_ident()] = rank
         index = rank.rank if rank.rank < 2 else None
         played: Any = Played() if index is not None else None
         say = said.append if rank.rank == 0 else lambda line: None
-        own = EngineRecovery(Config(), 2, index, played, index is not None, say)
-        return work(rank.rank, own, played)
+        local = EngineRecovery(Config(), 2, index, played, index is not None, say)
+        return work(rank.rank, local, played)
 
     def gathered(value: Any) -> list[Any]:
-        return here[threading.get_ident()].all_gather_objects(value)
+        return local_items[threading.get_ident()].all_gather_objects(value)
 
     monkeypatch.setattr(module.ranks, "all_gather_objects", gathered)
     return [*as_ranks(3, one), said]
 
 
 def test_all_ranks_know_who_is_away_and_who_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(rank: int, own: EngineRecovery, played: Played) -> dict[str, float]:
+    def work(rank: int, local: EngineRecovery, played: Played) -> dict[str, float]:
         assert (
-            not own.exchange_losses()
-            and own.has_available_engine
-            and own.is_available(1)
-            and not own.is_available(None)
+            not local.exchange_losses()
+            and local.has_available_engine
+            and local.is_available(1)
+            and not local.is_available(None)
         )
         if rank == 1:
             played.lost = EngineLost("died", "engine 1 is not running; the last lines", 1.5)
-        assert own.exchange_losses()
-        assert (own.restarting, own.unsynced, own.has_available_engine, own.is_available(1)) == (
+        assert local.exchange_losses()
+        assert (local.restarting, local.unsynced, local.has_available_engine, local.is_available(1)) == (
             {1},
             set(),
             True,
@@ -77,14 +77,19 @@ def test_all_ranks_know_who_is_away_and_who_is_back(monkeypatch: pytest.MonkeyPa
         )
         if rank == 1:
             played.fails = True
-        own.wait_restarts()
-        assert (own.restarting, own.unsynced, own.is_available(1), own.is_available(0)) == (set(), {1}, False, True)
+        local.wait_restarts()
+        assert (local.restarting, local.unsynced, local.is_available(1), local.is_available(0)) == (
+            set(),
+            {1},
+            False,
+            True,
+        )
         assert rank != 1 or played.begun == 2
-        own.on_weight_sync(False)  # then nobody has them
-        assert own.unsynced == {0, 1} and not own.has_available_engine
-        own.on_weight_sync(True)
-        assert own.is_available(0) and own.is_available(1) and not own.exchange_losses()
-        return own.metrics()
+        local.on_weight_sync(False)  # then nobody has them
+        assert local.unsynced == {0, 1} and not local.has_available_engine
+        local.on_weight_sync(True)
+        assert local.is_available(0) and local.is_available(1) and not local.exchange_losses()
+        return local.metrics()
 
     *figures, said = ranks_of(monkeypatch, work)
     expected = {"rollout/engine_restarts": 2.0, "time/engine_detection": 1.5, "time/engine_restart": 2.0}
@@ -98,17 +103,17 @@ def test_all_ranks_know_who_is_away_and_who_is_back(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("again", ["died", "hangs"])
 def test_the_same_fault_twice_without_a_step_between_ends_the_run(monkeypatch: pytest.MonkeyPatch, again: str) -> None:
-    def work(rank: int, own: EngineRecovery, played: Played) -> str:
+    def work(rank: int, local: EngineRecovery, played: Played) -> str:
         def lose(fault: Any) -> None:
             if rank == 0:
                 played.lost = EngineLost(fault, "engine 0 is not running; the last lines of its log: short of memory")
-            own.exchange_losses()
-            own.wait_restarts()
-            own.on_weight_sync(True)
+            local.exchange_losses()
+            local.wait_restarts()
+            local.on_weight_sync(True)
 
         lose("died")
-        own.begin_step()
-        assert own.metrics() == {}
+        local.begin_step()
+        assert local.metrics() == {}
         lose("died")
         try:
             lose(again)
@@ -126,9 +131,9 @@ def test_the_same_fault_twice_without_a_step_between_ends_the_run(monkeypatch: p
 
 
 def test_another_failure_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(rank: int, own: EngineRecovery, played: Played) -> str:
+    def work(rank: int, local: EngineRecovery, played: Played) -> str:
         with pytest.raises(ConfigError) as error:
-            own.exchange_losses("the tools are gone" if rank == 1 else "")
+            local.exchange_losses("the tools are gone" if rank == 1 else "")
         return str(error.value)
 
     *errors, _ = ranks_of(monkeypatch, work)

@@ -80,20 +80,20 @@ class Run:
                 version=step,
             )
         )
-        rollouts = Rollouts.gather(mine.rollouts, [one.group for one in mine.rollouts], self.rank, step)
+        rollouts = Rollouts.gather(mine.rollouts, [item.group for item in mine.rollouts], self.rank, step)
         self.ahead.record_result(plan, mine, tickets.count_claimed(), rollouts)
         self.figures.append(self.ahead.metrics)
         return rollouts
 
     def steps(self, first: int, last: int) -> list[tuple[Rollout, ...]]:
         """What is here of each."""
-        found = []
+        result = []
         for step in range(first, last):
             rollouts = self.generate(self.loader.next_batch(), step)
             assert len(rollouts) == NEEDED * SAMPLES and set(rollouts.group.tolist()) == set(range(NEEDED))
             assert rollouts.group.tolist() == sorted(rollouts.group.tolist())
-            found.append(rollouts.local)
-        return found
+            result.append(rollouts.local)
+        return result
 
     def save(self, folder: Path) -> str:
         entries = self.rank.all_gather_objects({path.name: entry for path, entry in self.ahead.save()(folder).items()})
@@ -109,8 +109,8 @@ class Run:
         self.ahead.restore(folder)
 
 
-def prompts_of(found: list[list[tuple[Rollout, ...]]]) -> Counter[str]:
-    return Counter(one.prompt.id for run in found for step in run for one in step)
+def prompts_of(result: list[list[tuple[Rollout, ...]]]) -> Counter[str]:
+    return Counter(item.prompt.id for run in result for step in run for item in step)
 
 
 def in_order(count: int) -> list[str]:
@@ -131,21 +131,21 @@ def test_no_group_is_lost_or_comes_twice_also_on_other_engines(tmp_path: Path, b
         run = Run(rank, after, counts)
         run.resume(tmp_path, begun[0][1])
         later = run.steps(5, 9)
-        held = [one.prompt.id for group in run.ahead._partial_groups for one in group]
-        assert run.ahead._num_partial_groups == sum(map(len, rank.all_gather_objects(held))) // SAMPLES
-        return later, run.figures, held
+        retained = [item.prompt.id for group in run.ahead._partial_groups for item in group]
+        assert run.ahead._num_partial_groups == sum(map(len, rank.all_gather_objects(retained))) // SAMPLES
+        return later, run.figures, retained
 
     ended = as_ranks(after, second)
-    done = prompts_of([found for found, _ in begun]) + prompts_of([found for found, *_ in ended])
-    held = Counter(name for *_, names in ended for name in names)
-    assert done.total() == 8 * NEEDED * SAMPLES and not done.keys() & held.keys()
-    everything = done + held
+    done = prompts_of([result for result, _ in begun]) + prompts_of([result for result, *_ in ended])
+    retained = Counter(name for *_, names in ended for name in names)
+    assert done.total() == 8 * NEEDED * SAMPLES and not done.keys() & retained.keys()
+    everything = done + retained
     assert set(everything.values()) == {SAMPLES}
     assert set(everything) == set(in_order(len(everything)))  # the first of the loader's, without a gap
     figures = ended[0][1]
-    assert all(one == figures for _, one, _ in ended)  # on all ranks
-    assert all(0 <= one["rollout/partial_groups"] <= max_pending_groups(NEEDED, 1.5) - NEEDED for one in figures)
-    assert any(one["rollout/staleness_max"] > 0 for one in figures)
+    assert all(item == figures for _, item, _ in ended)  # on all ranks
+    assert all(0 <= item["rollout/partial_groups"] <= max_pending_groups(NEEDED, 1.5) - NEEDED for item in figures)
+    assert any(item["rollout/staleness_max"] > 0 for item in figures)
 
 
 @pytest.fixture
@@ -165,20 +165,20 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("exact")
 def test_a_run_that_was_stopped_goes_on_as_one_that_was_not(tmp_path: Path) -> None:
     """Token by token, with their log-probs, versions and routing, and in the same order."""
-    whole = Run(LOCAL, 1, LocalKVStore(), pause=0.0, max_staleness=2)
-    expected = whole.steps(1, 9)
-    assert any(turn.versions for step in expected for one in step for turn in one.turns)
+    full = Run(LOCAL, 1, LocalKVStore(), pause=0.0, max_staleness=2)
+    expected = full.steps(1, 9)
+    assert any(turn.versions for step in expected for item in step for turn in item.turns)
     for stop in (2, 5):
         folder = tmp_path / str(stop)
         folder.mkdir()
         before = Run(LOCAL, 1, LocalKVStore(), pause=0.0, max_staleness=2)
-        found = before.steps(1, stop)
+        result = before.steps(1, stop)
         state = before.save(folder)
         after = Run(LOCAL, 1, LocalKVStore(), pause=0.0, max_staleness=2)
         after.resume(folder, state)
-        found += after.steps(stop, 9)
-        assert found == expected
-        routing = [[one.routing.tolist() for step in run for one in step] for run in (found, expected)]  # type: ignore
+        result += after.steps(stop, 9)
+        assert result == expected
+        routing = [[item.routing.tolist() for step in run for item in step] for run in (result, expected)]  # type: ignore
         assert routing[0] == routing[1]
 
 
@@ -187,7 +187,7 @@ def test_figures_by_hand() -> None:
     for step in range(1, 6):
         rollouts = run.generate(run.loader.next_batch(), step)
         lags = [
-            step - version for one in rollouts.local for version, tokens in one.version_spans for _ in range(tokens)
+            step - version for item in rollouts.local for version, tokens in item.version_spans for _ in range(tokens)
         ]
         figures = run.figures[-1]
         assert figures["rollout/staleness_max"] == max(lags) <= 1
@@ -197,36 +197,36 @@ def test_figures_by_hand() -> None:
 
 def test_only_the_steps_own_generation_of_all_its_prompts_is_over_sampled() -> None:
     run = Run(LOCAL, 1, LocalKVStore())
-    given = run.loader.next_batch()
+    value = run.loader.next_batch()
     state = run.loader.state_dict()
-    for prompts, greedy in ((given, True), (PROMPTS[:3], False), (given, False)):  # the last is the second of the step
+    for prompts, greedy in ((value, True), (PROMPTS[:3], False), (value, False)):  # the last is the second of the step
         plan = run.ahead.plan(prompts, 1, greedy)
         assert (plan.prompts, plan.num_needed, plan.num_partial_groups) == (prompts, None, 0)
     assert run.loader.state_dict() == state
-    plan = run.ahead.plan(given, 2, False)
+    plan = run.ahead.plan(value, 2, False)
     assert (len(plan.prompts), plan.num_needed, plan.is_training) == (6, NEEDED, True)
 
 
 def test_without_it_nothing_is_kept_written_or_asked_for(tmp_path: Path) -> None:
     run = Run(LOCAL, 1, LocalKVStore(), oversample=1.0)
-    given = run.loader.next_batch()
+    value = run.loader.next_batch()
     state = run.loader.state_dict()
-    rollouts = run.generate(given, 1)
-    assert [one.prompt.id for one in rollouts.local] == [prompt.id for prompt in given for _ in range(SAMPLES)]
+    rollouts = run.generate(value, 1)
+    assert [item.prompt.id for item in rollouts.local] == [prompt.id for prompt in value for _ in range(SAMPLES)]
     assert run.loader.state_dict() == state and run.figures[-1].keys() == {"rollout/idle_frac"}
     assert run.ahead.save()(tmp_path) == {} and not list(tmp_path.iterdir())
 
 
 def test_what_was_kept_is_gone_on_with_where_over_sampling_is_turned_off(tmp_path: Path) -> None:
     before = Run(LOCAL, 1, LocalKVStore(), oversample=2.0)
-    found = before.steps(1, 3)
+    result = before.steps(1, 3)
     state = before.save(tmp_path)
     after = Run(LOCAL, 1, LocalKVStore(), oversample=1.0)
     after.resume(tmp_path, state)
-    held = after.ahead._num_partial_groups
-    found += after.steps(3, 5)
-    assert held > 0 == after.ahead._num_partial_groups and after.ahead.save()(tmp_path / "none") == {}
-    assert prompts_of([found]) == Counter({name: SAMPLES for name in in_order(4 * NEEDED)})
+    retained = after.ahead._num_partial_groups
+    result += after.steps(3, 5)
+    assert retained > 0 == after.ahead._num_partial_groups and after.ahead.save()(tmp_path / "none") == {}
+    assert prompts_of([result]) == Counter({name: SAMPLES for name in in_order(4 * NEEDED)})
 
 
 def test_what_was_kept_is_not_dropped_where_generation_goes_on_beside_training(tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.alone
 
 
 def rollout(group: int, *versions: int) -> Rollout:
-    turn = Turn((1,) * len(versions), (-1.0,) * len(versions), True, versions[-1], tuple((one, 1) for one in versions))
+    turn = Turn(
+        (1,) * len(versions), (-1.0,) * len(versions), True, versions[-1], tuple((item, 1) for item in versions)
+    )
     return Rollout(Prompt(str(group), ()), (Turn((9,)), turn), group=group)
 
 
@@ -44,10 +46,10 @@ def three_ranks(*engines: Sequence[Rollout] | str | None, groups: int = 2, begun
         if not it.is_done():
             return "under way"
         try:
-            found = it.result()
+            result = it.result()
         except ConfigError as error:
             return str(error)
-        return found.group.tolist(), found.staleness.tolist(), newest_version(found)
+        return result.group.tolist(), result.staleness.tolist(), newest_version(result)
 
     return as_ranks(1 + len(engines), of)
 
@@ -65,5 +67,5 @@ def test_a_failure_is_one_of_all() -> None:
 
 
 def test_answers_that_nobody_has_are_an_error() -> None:
-    found = three_ranks([rollout(0, 2)], [], groups=3)
-    assert found == ["an engine was lost, and with it the answers to 2 prompts"] * 3
+    result = three_ranks([rollout(0, 2)], [], groups=3)
+    assert result == ["an engine was lost, and with it the answers to 2 prompts"] * 3

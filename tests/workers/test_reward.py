@@ -76,8 +76,8 @@ def test_functions_of_the_pool_by_weights_and_turns(found: dict[str, dict[str, A
 @pytest.mark.parametrize("job", ["branches", "branches here"])
 def test_the_last_branch_of_an_episode_is_shown_to_functions(found: dict[str, dict[str, Any]], job: str) -> None:
     """Of each rank one of 4 tokens, whose episode's other branch has 3, and one of 3."""
-    pool, (one,) = found[job], {"branches": (0.75,), "branches here": (0.0,)}[job]
-    assert pool["reward"] == [4 + one, 4 + one, 3 + one] * 2
+    pool, (item,) = found[job], {"branches": (0.75,), "branches here": (0.0,)}[job]
+    assert pool["reward"] == [4 + item, 4 + item, 3 + item] * 2
     assert pool["unscored"] == [0] * 6
     if job == "branches":
         assert pool["turns"][:3] == [[0.0, 0.0], [0.0, 0.25], [0.0, 0.25]]

@@ -31,9 +31,9 @@ def tokenizer(words: tuple[str, ...] = WORDS, template: str | None = TEMPLATE) -
 
     raw = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[unk]"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[unk]", pad_token="[pad]", eos_token="<end>")
-    made.chat_template = template
-    return made
+    created = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[unk]", pad_token="[pad]", eos_token="<end>")
+    created.chat_template = template
+    return created
 
 
 def save(folder: Path, model: Any, words: Any) -> Any:
@@ -69,7 +69,7 @@ def server() -> Iterator[Judging]:
     def reply(body: dict[str, Any]) -> Any:
         if "messages" in body:
             return says(f"Score: {len(body['messages'][0]['content'].split())}")
-        return [words(one) for one in body["conversations"]]
+        return [words(item) for item in body["conversations"]]
 
     with Judging(reply=reply) as judging:
         yield judging
@@ -132,14 +132,14 @@ def found(
         }
     }
     beside = {"functions": ["lab_rewards:length"]}
-    asked = {"url": server.address, "model": "m", "prompt": "{answer}", "private": True}
-    judging = {"reward": {"backend": "judge", "options": asked}}
-    narrow = {"reward": {"backend": "judge", "options": {**asked, "max_score": 5}}}
-    own = judge("own", functions=True, **service["reward"]["options"])
-    own["config"]["roles"]["reward"]["backend"] = ["transformers", "http"]
-    own["config"]["reward"]["weights"] = {"length": 0.4, "model": 0.5, "service": 0.1}
+    requested = {"url": server.address, "model": "m", "prompt": "{answer}", "private": True}
+    judging = {"reward": {"backend": "judge", "options": requested}}
+    narrow = {"reward": {"backend": "judge", "options": {**requested, "max_score": 5}}}
+    local = judge("own", functions=True, **service["reward"]["options"])
+    local["config"]["roles"]["reward"]["backend"] = ["transformers", "http"]
+    local["config"]["reward"]["weights"] = {"length": 0.4, "model": 0.5, "service": 0.1}
     jobs = {
-        "all": own,
+        "all": local,
         "own": judge("own", functions=True),
         "bare": judge("bare"),
         "bert": judge("bert", label="good"),
@@ -185,10 +185,10 @@ def scores(found: dict[str, Any], name: str, label: int = 0, last: int = 64) -> 
 def of_all(found: dict[str, Any], job: str) -> Any:
     """What a job comes to, which all ranks know; of it each has its own rollouts."""
     first, *others = (dict(rank[job]) for rank in found["ranks"])
-    own = [one.pop("here") for one in (first, *others)]
+    local = [item.pop("here") for item in (first, *others)]
     assert all(other == first for other in others)
-    assert [[number for number, _ in here] for here in own] == [[0, 1, 3, 4, 6], [], [2, 5]]
-    assert all(reward == first["reward"][number] for here in own for number, reward in here)
+    assert [[number for number, _ in local_items] for local_items in local] == [[0, 1, 3, 4, 6], [], [2, 5]]
+    assert all(reward == first["reward"][number] for local_items in local for number, reward in local_items)
     return first
 
 
@@ -260,8 +260,8 @@ def test_a_function_a_classifier_and_a_service_at_once(found: dict[str, Any]) ->
     assert result["parts"].keys() == {"length", "model", "service", "service/style"}
     assert (result["parts"]["length"], result["parts"]["service"]) == (lengths, words)
     assert result["parts"]["model"] == pytest.approx(model, abs=1e-5)
-    whole = [0.4 * one + 0.5 * two + 0.1 * three for one, two, three in zip(lengths, model, words, strict=True)]
-    assert result["reward"] == pytest.approx(whole, abs=1e-5)
+    full = [0.4 * item + 0.5 * two + 0.1 * three for item, two, three in zip(lengths, model, words, strict=True)]
+    assert result["reward"] == pytest.approx(full, abs=1e-5)
     weights = {"reward/length_weight": 0.4, "reward/model_weight": 0.5, "reward/service_weight": 0.1}
     assert weights.items() <= result["figures"].items()
 

@@ -34,8 +34,8 @@ def test_transformers_loads_the_export_and_agrees(family: str, trained: tuple[Pa
 
     folder, results = trained
     options: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True, "attn_implementation": "eager"}
-    model, found = AutoModelForSequenceClassification.from_pretrained(folder / family, **options)
-    assert not found["missing_keys"] and not found["unexpected_keys"] and not found["mismatched_keys"]
+    model, result = AutoModelForSequenceClassification.from_pretrained(folder / family, **options)
+    assert not result["missing_keys"] and not result["unexpected_keys"] and not result["mismatched_keys"]
     policy = tiny.HF[family]["architectures"][0]
     assert type(model).__name__ == policy.replace("CausalLM", "SequenceClassification")
     assert model.config.num_labels == 1 and model.config.pad_token_id == 199

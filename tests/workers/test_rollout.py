@@ -30,13 +30,13 @@ def test_generations_of_a_step_share_no_group_and_no_seed(units: dict[str, Any])
 
 
 def test_an_engine_that_holds_something_else_is_found_before_anything_is_trained(units: dict[str, Any]) -> None:
-    found = units["comparing"]
+    result = units["comparing"]
     w13 = "model.layers.0.mlp.experts.w13_weight"
-    assert found["right"]["problem"] == ""
-    assert f"the engines at their start: {w13} has shape" in found["halved"]["problem"]
-    assert "model.layers.0.mlp.experts has the rows of up before those of gate" in found["swapped"]["problem"]
-    assert "moe_runner_backend" in found["swapped"]["problem"]
-    assert [found[name]["usable"] for name in ("right", "halved", "swapped")] == [True, False, False]
+    assert result["right"]["problem"] == ""
+    assert f"the engines at their start: {w13} has shape" in result["halved"]["problem"]
+    assert "model.layers.0.mlp.experts has the rows of up before those of gate" in result["swapped"]["problem"]
+    assert "moe_runner_backend" in result["swapped"]["problem"]
+    assert [result[name]["usable"] for name in ("right", "halved", "swapped")] == [True, False, False]
 
 
 def test_an_engine_that_was_looked_at_generates_with_what_it_has(units: dict[str, Any]) -> None:

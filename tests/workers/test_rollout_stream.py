@@ -45,8 +45,8 @@ def streaming(lag: int) -> tuple[RolloutStream, Talks, list[int]]:
     def upcoming(steps: int) -> list[list[Prompt]]:
         return [of(step) for step in range(now[0] + 1, min(LAST, now[0] + steps) + 1)]
 
-    made: Any = talks
-    return RolloutStream(config, upcoming, LOCAL, made, 2, LocalKVStore(), lambda step: 10 * step, print), talks, now
+    created: Any = talks
+    return RolloutStream(config, upcoming, LOCAL, created, 2, LocalKVStore(), lambda step: 10 * step, print), talks, now
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])

@@ -27,7 +27,7 @@ class Watched:
         """Take a step in which these were called."""
         before = self.talks.tool_call_stats
         self.talks.tool_call_stats = before | {
-            name: before.get(name, ToolCallStats()) + one for name, one in calls.items()
+            name: before.get(name, ToolCallStats()) + item for name, item in calls.items()
         }
         self.tools.begin_step()
         self.tools.update(number)
@@ -50,8 +50,8 @@ def test_a_tool_that_fails_on_every_call_ends_the_run() -> None:
 
 def test_figures_are_of_the_step() -> None:
     watched = Watched()
-    found = watched.step(1, f=ToolCallStats(20, 5, "odd"), g=ToolCallStats(20, 0))
-    assert found == {"rollout/tool_failed_frac": 0.125, "tool/f_failed_frac": 0.25, "tool/g_failed_frac": 0.0}
+    result = watched.step(1, f=ToolCallStats(20, 5, "odd"), g=ToolCallStats(20, 0))
+    assert result == {"rollout/tool_failed_frac": 0.125, "tool/f_failed_frac": 0.25, "tool/g_failed_frac": 0.0}
     assert watched.step(2, g=ToolCallStats(4, 1, "late")) == {
         "rollout/tool_failed_frac": 0.25,
         "tool/g_failed_frac": 0.25,

@@ -50,10 +50,10 @@ def made(config: Any, hf: dict[str, Any], ranks: Ranks) -> Recorded:
 def numbers(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[tuple[int, int, bool]]:
     """Seed, first group and greediness of each generation: of two steps, and an evaluation between."""
     worker = made(config, hf, ranks)
-    found: list[tuple[int, int, bool]] = []
+    result: list[tuple[int, int, bool]] = []
 
     def generate(prompts: Any, **options: Any) -> None:
-        found.append((options["seed"], options["first_group"], options["greedy"]))
+        result.append((options["seed"], options["first_group"], options["greedy"]))
 
     assert worker._runner is not None
     worker._runner.generate = generate  # type: ignore[assignment, method-assign]
@@ -67,7 +67,7 @@ def numbers(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[tuple[int, in
     worker.generate([prompt] * 3, 1)
     worker.begin_step(2)
     worker.generate([prompt] * 3, 1)
-    return found
+    return result
 
 
 def calls(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[str]:

@@ -66,8 +66,8 @@ class StandIn:
     def taking(self, name: str, gives: Any = None, parameters: str = "") -> Callable[..., Any]:
         signature = inspect.signature(eval(f"lambda {parameters or PARAMETERS[self.package][name]}: None"))
 
-        def call(*given: Any, **named: Any) -> Any:
-            self.calls.append((name, dict(signature.bind(*given, **named).arguments)))
+        def call(*value: Any, **named: Any) -> Any:
+            self.calls.append((name, dict(signature.bind(*value, **named).arguments)))
             if name in self.fails:
                 raise self.fails[name]
             return gives
@@ -75,7 +75,7 @@ class StandIn:
         return call
 
     def named(self, name: str) -> list[dict[str, Any]]:
-        return [given for called, given in self.calls if called == name]
+        return [value for called, value in self.calls if called == name]
 
     def modules(self) -> dict[str, ModuleType]:
         """What is imported, by its name."""
@@ -102,8 +102,8 @@ class StandIn:
         return {"swanlab": swanlab}
 
     def mlflow(self) -> dict[str, ModuleType]:
-        made = SimpleNamespace(info=SimpleNamespace(run_id="run-7"))
-        gives = {"create_run": made, "create_experiment": "3"}
+        created = SimpleNamespace(info=SimpleNamespace(run_id="run-7"))
+        gives = {"create_run": created, "create_experiment": "3"}
         names = [name.partition(".")[2] for name in PARAMETERS["mlflow"] if name.startswith("MlflowClient.")]
         client = SimpleNamespace(**{name: self.taking(f"MlflowClient.{name}", gives.get(name)) for name in names})
         mlflow: Any = ModuleType("mlflow")

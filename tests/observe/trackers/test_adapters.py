@@ -111,11 +111,11 @@ def test_wandb_offline(tmp_path: Path) -> None:
     a_run(folder, "wandb", first=2, last=3)  # step 2 is taken again
     runs = sorted((folder / "wandb").glob("offline-run-*"))
     assert len(runs) == 2 and len({next(run.glob("*.wandb")).name for run in runs}) == 1, "the same run's"
-    found = [history(run) for run in runs]
-    assert [[line["_step"] for line in lines] for lines in found] == [[1, 2], [2, 3]]
-    assert found[0][0]["rollout/reward_mean"] == 0.5
-    assert any(name.startswith("rollouts/") for name in found[0][0])
-    assert "rollout/reward_mean" not in found[1][0] and found[1][1]["rollout/reward_mean"] == 0.5
+    result = [history(run) for run in runs]
+    assert [[line["_step"] for line in lines] for lines in result] == [[1, 2], [2, 3]]
+    assert result[0][0]["rollout/reward_mean"] == 0.5
+    assert any(name.startswith("rollouts/") for name in result[0][0])
+    assert "rollout/reward_mean" not in result[1][0] and result[1][1]["rollout/reward_mean"] == 0.5
 
 
 def history(run: Path) -> list[dict[str, Any]]:
@@ -134,16 +134,16 @@ def history(run: Path) -> list[dict[str, Any]]:
 
 def records(log: bytes) -> Iterator[bytes]:
     """Of a file in LevelDB's log format, behind a head of 7 bytes: blocks of 32 KiB, of pieces of records."""
-    at, whole = 7, b""
+    at, full = 7, b""
     while at + 7 <= len(log):
         if (left := 32768 - at % 32768) < 7:
             at += left
             continue
         _, length, kind = struct.unpack("<IHB", log[at : at + 7])
-        whole, at = whole + log[at + 7 : at + 7 + length], at + 7 + length
+        full, at = full + log[at + 7 : at + 7 + length], at + 7 + length
         if kind in (1, 4):  # whole, or its last piece
-            yield whole
-            whole = b""
+            yield full
+            full = b""
 
 
 def test_wandb_without_a_key_is_said_and_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_mlflow_in_the_run_folder(tmp_path: Path) -> None:
     client = mlflow.MlflowClient(tracking_uri=(folder / "mlflow").as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("megarl").experiment_id])
     assert run.data.params == {"run.dir": "a", "run.seed": "1"}
-    steps = [one.step for one in client.get_metric_history(run.info.run_id, "rollout/reward_mean")]
+    steps = [element.step for element in client.get_metric_history(run.info.run_id, "rollout/reward_mean")]
     assert steps == [1, 2, 3], "the same run, and no step twice"
     assert run.data.metrics.keys() == {"rollout/reward_mean", "actor/grad_norm", "x_odd/_/name", "loss"}
     files = [path.name for path in (folder / "mlflow").rglob("step_*.json")]

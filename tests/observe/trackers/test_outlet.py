@@ -32,9 +32,9 @@ class Played:
 
     is_append_only: ClassVar[bool] = True
 
-    def __init__(self, told: TrackerRun, fails: int = 0) -> None:
-        self.told, self.fails = told, fails
-        self.id = told.id or "run-1"
+    def __init__(self, events: TrackerRun, fails: int = 0) -> None:
+        self.told, self.fails = events, fails
+        self.id = events.id or "run-1"
         self.given: list[tuple[object, ...]] = []
         self.closed = False
         self.may_go_on = threading.Event()
@@ -60,9 +60,9 @@ class Played:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Played]:
     """What was opened, one after the other."""
-    found: list[Played] = []
-    monkeypatch.setattr(module, "open_adapter", lambda name, told: found.append(Played(told)) or found[-1])
-    return found
+    result: list[Played] = []
+    monkeypatch.setattr(module, "open_adapter", lambda name, events: result.append(Played(events)) or result[-1])
+    return result
 
 
 def test_it_is_told_everything_in_order(tmp_path: Path, made: list[Played]) -> None:
@@ -121,7 +121,7 @@ def test_a_standing_that_was_cut_short_is_none(tmp_path: Path) -> None:
 
 def test_a_failure_is_said_once_and_the_next_step_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sinks: list[Played] = []
-    monkeypatch.setattr(module, "open_adapter", lambda name, told: sinks.append(Played(told, fails=2)) or sinks[-1])
+    monkeypatch.setattr(module, "open_adapter", lambda name, events: sinks.append(Played(events, fails=2)) or sinks[-1])
     said: list[str] = []
     tracker = Tracker(tmp_path, ["mlflow"], said.append)
     for step in (1, 2, 3):
@@ -137,7 +137,7 @@ def test_a_failure_is_said_once_and_the_next_step_is_tried(tmp_path: Path, monke
 def test_one_that_never_opens_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 
-    def refuses(name: str, told: TrackerRun) -> Played:
+    def refuses(name: str, events: TrackerRun) -> Played:
         tried.append(1)
         raise SystemExit("no key")
 
@@ -156,9 +156,9 @@ def test_a_step_does_not_wait_for_one_that_hangs(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(adapter, "CLOSE_TIMEOUT_S", 0.05)
     hung = threading.Event()
 
-    def hangs(name: str, told: TrackerRun) -> Played:
+    def hangs(name: str, events: TrackerRun) -> Played:
         hung.wait(60)
-        return Played(told)
+        return Played(events)
 
     monkeypatch.setattr(module, "open_adapter", hangs)
     said: list[str] = []

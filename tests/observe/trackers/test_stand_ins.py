@@ -32,10 +32,10 @@ def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
-    made = StandIn(request.param)
-    for name, module in made.modules().items():
+    created = StandIn(request.param)
+    for name, module in created.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    return made
+    return created
 
 
 def a_run(folder: Path, package: StandIn, first: int, last: int) -> list[str]:
@@ -60,7 +60,7 @@ def test_wandb(package: StandIn, tmp_path: Path) -> None:
     assert (first["project"], first["name"], first["config"]) == ("megarl", "a run", {"run": {"seed": 1}})
     assert package.named("Settings")[0]["console"] == "off", "nothing of the terminal"
     logged = package.named("Run.log")
-    steps = [given["step"] for given in logged if "rollout/reward_mean" in given["data"]]
+    steps = [value["step"] for value in logged if "rollout/reward_mean" in value["data"]]
     assert steps == [1, 2, 3], "the step that was taken again is not told again"
     assert logged[0]["data"] == FIGURES and {"data": {"rollouts": "table"}, "step": 2} in logged
     assert package.named("Table")[0]["data"] == [list(ROW)]
@@ -75,7 +75,7 @@ def test_swanlab(package: StandIn, tmp_path: Path) -> None:
     assert first["id"] == second["id"] and first["resume"] == "allow" and first["mode"] is None
     assert first["log_dir"] == str(tmp_path / "swanlab") and package.named("Settings")[0] == {"interactive": False}
     logged = package.named("Run.log")
-    assert [given["step"] for given in logged if "rollout/reward_mean" in given["data"]] == [1, 2, 3]
+    assert [value["step"] for value in logged if "rollout/reward_mean" in value["data"]] == [1, 2, 3]
     assert logged[0]["data"] == {"rollout/reward_mean": 0.5, "x_odd/_/name": 1.5}, "names that it takes"
     assert {"data": {"alarms": "text"}, "step": 2} in logged
     assert package.named("echarts.Table.add")[0]["rows"] == [list(ROW)] and package.calls[-1][0] == "Run.finish"
@@ -90,10 +90,10 @@ def test_mlflow(package: StandIn, tmp_path: Path) -> None:
     assert package.named("MlflowClient.update_run") == [{"run_id": "run-7", "status": "RUNNING"}], "it goes on in it"
     assert package.named("entities.Param") == [{"key": "run.seed", "value": "1"}], "told once"
     assert package.named("MlflowClient.log_batch")[0] == {"run_id": "run-7", "params": ["parameter"]}
-    figures = [(one["key"], one["value"], one["step"]) for one in package.named("entities.Metric")]
+    figures = [(item["key"], item["value"], item["step"]) for item in package.named("entities.Metric")]
     assert figures[:2] == [("rollout/reward_mean", 0.5, 1), ("x_odd/_/name", 1.5, 1)]
     assert [step for name, _, step in figures if name == "rollout/reward_mean"] == [1, 2, 3]
-    files = [given["artifact_file"] for given in package.named("MlflowClient.log_text")]
+    files = [value["artifact_file"] for value in package.named("MlflowClient.log_text")]
     assert files[0] == "config.json" and "rollouts/step_000002.json" in files
     assert package.calls[-1] == ("MlflowClient.set_terminated", {"run_id": "run-7"})
 

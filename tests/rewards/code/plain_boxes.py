@@ -89,12 +89,12 @@ class PlainBoxes(Sandbox):
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "stdin").write_bytes(stdin)
             reading, writing = os.pipe()
-            with open(Path(folder) / "stdin", "rb") as given:
+            with open(Path(folder) / "stdin", "rb") as argument:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", "-c", _SEND % writing + harness),
                     cwd=folder,
                     pass_fds=(writing,),
-                    stdin=given,
+                    stdin=argument,
                     stdout=-3,
                     start_new_session=True,
                 )
@@ -109,7 +109,7 @@ class PlainBoxes(Sandbox):
         lines = [json.loads(line) for line in text.splitlines()]
         results: dict[int, Any] = {}
         for number, value in lines:
-            if type(number) is int and 0 <= number < count and sum(one == number for one, _ in lines) == 1:
+            if type(number) is int and 0 <= number < count and sum(item == number for item, _ in lines) == 1:
                 results[number] = value
         return HarnessResult(results, count, Result(status == 0, status, b"", b"", 0.0))
 

@@ -68,21 +68,21 @@ def test_what_is_left_to_a_judge(source: str) -> None:
 
 
 def test_lists_of_assertions() -> None:
-    found = parse_statements(["assert f(1) == 2", "assert math.isclose(f(2), 3)"], "import os\nlimit = 3")
-    assert found.tests == (CallTest(2, "equal", "f(1)"), AssertionTest("assert math.isclose(f(2), 3)"))
-    assert found.functions == ("f",) and found.assertion_setup == found.setup == "import math\nimport os\nlimit = 3"
-    assert found.post_setup == found.code_prefix == ""
+    result = parse_statements(["assert f(1) == 2", "assert math.isclose(f(2), 3)"], "import os\nlimit = 3")
+    assert result.tests == (CallTest(2, "equal", "f(1)"), AssertionTest("assert math.isclose(f(2), 3)"))
+    assert result.functions == ("f",) and result.assertion_setup == result.setup == "import math\nimport os\nlimit = 3"
+    assert result.post_setup == result.code_prefix == ""
 
 
 def test_a_setup_that_needs_the_answer_comes_behind_it() -> None:
-    found = parse_statements(["assert height(root) == 2"], "root = Node(1)\nroot.left = Node(2)")
-    assert found.setup == "" and found.post_setup == "root = Node(1)\nroot.left = Node(2)"
-    assert found.tests == (CallTest(2, "equal", "height(root)"),)
+    result = parse_statements(["assert height(root) == 2"], "root = Node(1)\nroot.left = Node(2)")
+    assert result.setup == "" and result.post_setup == "root = Node(1)\nroot.left = Node(2)"
+    assert result.tests == (CallTest(2, "equal", "height(root)"),)
 
 
 def test_names_that_are_missing_where_they_do_no_harm() -> None:
-    found = parse_statements(["assert f([Pair(1, 2)])", "assert third(f(1), 2) == 3.5"])
-    assert found.tests == (CallTest(None, "true", "f([Pair(1, 2)])"), CallTest(3.5, "equal", "third(f(1), 2)"))
+    result = parse_statements(["assert f([Pair(1, 2)])", "assert third(f(1), 2) == 3.5"])
+    assert result.tests == (CallTest(None, "true", "f([Pair(1, 2)])"), CallTest(3.5, "equal", "third(f(1), 2)"))
 
 
 PROMPT = '''
@@ -102,23 +102,23 @@ def check(body: str, entry: str = "inc", prompt: str = PROMPT) -> Any:
 
 
 def test_humaneval_with_assertions_alone() -> None:
-    found = check(
+    result = check(
         '"""docs"""\nassert candidate(1) == 2, "no"\nassert True, "x"\nassert helper(candidate(2)) == 3\npass'
     )
-    assert found.tests == (CallTest(2, "equal", "inc(1)"), AssertionTest("assert helper(inc(2)) == 3"))
-    assert found.functions == ("inc",) and found.code_prefix == PROMPT
-    assert "def helper" in found.setup and "def inc" not in found.setup and "METADATA" not in found.setup
+    assert result.tests == (CallTest(2, "equal", "inc(1)"), AssertionTest("assert helper(inc(2)) == 3"))
+    assert result.functions == ("inc",) and result.code_prefix == PROMPT
+    assert "def helper" in result.setup and "def inc" not in result.setup and "METADATA" not in result.setup
     assert (
-        "def helper" in found.assertion_setup
-        and "METADATA" in found.assertion_setup
-        and "def inc" not in found.assertion_setup
+        "def helper" in result.assertion_setup
+        and "METADATA" in result.assertion_setup
+        and "def inc" not in result.assertion_setup
     )
-    assert "check" not in found.assertion_setup
+    assert "check" not in result.assertion_setup
 
 
 def test_humaneval_with_more_than_that() -> None:
-    found = check("for i in range(3):\n    assert candidate(i) == i + 1\nassert candidate(9) == 10")
-    (test,) = found.tests
+    result = check("for i in range(3):\n    assert candidate(i) == i + 1\nassert candidate(9) == 10")
+    (test,) = result.tests
     assert (
         isinstance(test, AssertionTest) and test.source.startswith("def check():") and test.source.endswith("\ncheck()")
     )
@@ -126,25 +126,25 @@ def test_humaneval_with_more_than_that() -> None:
 
 
 def test_arguments_of_a_judge_are_not_given_to_the_answer() -> None:
-    found = check("assert candidate(METADATA['a']) == 2")
-    assert found.tests == (AssertionTest("assert inc(METADATA['a']) == 2"),)
+    result = check("assert candidate(METADATA['a']) == 2")
+    assert result.tests == (AssertionTest("assert inc(METADATA['a']) == 2"),)
 
 
 def test_texts_of_python() -> None:
-    found = parse_test_module("import os\nassert f(1) == 2\nassert f(2) == 3\n")
+    result = parse_test_module("import os\nassert f(1) == 2\nassert f(2) == 3\n")
     assert (
-        found.tests == (CallTest(2, "equal", "f(1)"), CallTest(3, "equal", "f(2)"))
-        and found.assertion_setup == "import os"
+        result.tests == (CallTest(2, "equal", "f(1)"), CallTest(3, "equal", "f(2)"))
+        and result.assertion_setup == "import os"
     )
-    found = parse_test_module("values = [1, 2]\nfor one in values:\n    assert f(one) == one + 1\n")
-    assert len(found.tests) == 1 and isinstance(found.tests[0], AssertionTest) and found.functions == ("f",)
-    found = parse_test_module(
+    result = parse_test_module("values = [1, 2]\nfor one in values:\n    assert f(one) == one + 1\n")
+    assert len(result.tests) == 1 and isinstance(result.tests[0], AssertionTest) and result.functions == ("f",)
+    result = parse_test_module(
         "from solution import f, g\nimport math\n\ndef test_a():\n    assert f(1) == 2\n\n"
         "def test_b():\n    x = g(1)\n    assert math.sqrt(x) == f(x)\n"
     )
-    assert found.tests[0] == CallTest(2, "equal", "f(1)") and found.functions == ("f", "g")
-    assert found.tests[1] == AssertionTest("def test_b():\n    x = g(1)\n    assert math.sqrt(x) == f(x)\ntest_b()")
-    assert found.setup == "" and found.assertion_setup == "import math"
+    assert result.tests[0] == CallTest(2, "equal", "f(1)") and result.functions == ("f", "g")
+    assert result.tests[1] == AssertionTest("def test_b():\n    x = g(1)\n    assert math.sqrt(x) == f(x)\ntest_b()")
+    assert result.setup == "" and result.assertion_setup == "import math"
 
 
 @pytest.mark.parametrize(

@@ -148,9 +148,9 @@ def test_answers(kind: str, code: str, truth: Any, passed: int, tests: int) -> N
 def test_one_test_is_not_the_other_ones_matter(code: str, passed: int) -> None:
     truth = [f"assert f({number}) == {number}" for number in range(4)]
     short = Grading(seconds=1.0, total_seconds=5.0)
-    found = graded("bubblewrap", code, truth, short)
-    assert found.tests == 4 and (
-        found.passed == passed or (passed == 3 and found.passed == 2 and "exit(0)\ndef" in code)
+    result = graded("bubblewrap", code, truth, short)
+    assert result.tests == 4 and (
+        result.passed == passed or (passed == 3 and result.passed == 2 and "exit(0)\ndef" in code)
     )
 
 
@@ -362,7 +362,7 @@ class Session:
 )
 def test_what_an_answers_interpreter_may_say(said: str) -> None:
     class Half(PlainBoxes):
-        made = 0
+        created = 0
 
         async def interpreter(self, *_: Any, **__: Any) -> Any:
             self.made += 1

@@ -29,8 +29,8 @@ ALL = "```python\ndef f(x):\n    return x + 1 + (x > 4)\n```\nIt prints `2`."
 
 def of(scorer: HiddenTests, answer: str, truth: Any) -> Any:
     scorer.__dict__["_box"] = PlainBoxes()
-    (found,) = reward_process.score([said(answer, truth)], {"tests": scorer}, timeout=60.0)
-    return found["tests"]
+    (result,) = reward_process.score([said(answer, truth)], {"tests": scorer}, timeout=60.0)
+    return result["tests"]
 
 
 def test_it_is_found_by_its_name() -> None:
@@ -55,8 +55,8 @@ def test_the_share() -> None:
     "truth", [None, "42", {"test_list": []}, ["assert close(f(1), 2)"], {"inputs": [], "outputs": []}]
 )
 def test_a_ground_truth_without_tests_is_no_wrong_answer(truth: Any) -> None:
-    found = of(HiddenTests(), ALL, truth)
-    assert isinstance(found, RewardFailure) and "it raised ValueError: " in found.reason
+    result = of(HiddenTests(), ALL, truth)
+    assert isinstance(result, RewardFailure) and "it raised ValueError: " in result.reason
 
 
 def test_the_example_of_the_page() -> None:
@@ -75,4 +75,4 @@ def test_many_at_once() -> None:
     async def all_of_them() -> list[Reward]:
         return await asyncio.gather(*(scorer(said(ALL if number % 2 else TWO, TRUTH)) for number in range(8)))
 
-    assert [one.reward for one in asyncio.run(all_of_them())] == [0.0, 1.0] * 4
+    assert [item.reward for item in asyncio.run(all_of_them())] == [0.0, 1.0] * 4

@@ -44,11 +44,11 @@ def test_answers_of_a_policy(tmp_path: Path) -> None:
     pool = RewardPool(load_functions(NAMES), NAMES, 120.0, 2, tmp_path / "logs/rewards_0.log")
     try:
         begun = [pool.submit(said(answer, truth, "taco")) for answer, truth, _ in cases for _ in range(2)]
-        found = [one.result(300) for one in begun]
+        result = [item.result(300) for item in begun]
         none = pool.submit(said(good, "42", "taco")).result(300)
     finally:
         pool.close()
     expected = [reward for *_, reward in cases for _ in range(2)]
     for name in ("hidden_tests", "by_source"):
-        assert [Reward(one[name].reward, dict(one[name].parts)) for one in found] == expected
+        assert [Reward(item[name].reward, dict(item[name].parts)) for item in result] == expected
         assert isinstance(none[name], RewardFailure) and "calls no function of an answer" in none[name].reason

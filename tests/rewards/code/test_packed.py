@@ -31,8 +31,8 @@ def test_a_pickled_text(protocol: int, length: int) -> None:
 
 def test_other_ways() -> None:
     text = json.dumps(TESTS)
-    for one in (text, json.dumps(text), pack(text.encode()), pack(json.dumps(text).encode())):
-        assert unpack_tests(one) == (TESTS if one != json.dumps(text) else text)
+    for item in (text, json.dumps(text), pack(text.encode()), pack(json.dumps(text).encode())):
+        assert unpack_tests(item) == (TESTS if item != json.dumps(text) else text)
 
 
 class Evil:

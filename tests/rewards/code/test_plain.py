@@ -75,18 +75,18 @@ def through(value: Any) -> Any:
 
 @given(VALUES)
 def test_a_plain_value_comes_as_it_was(value: Any) -> None:
-    found = through(value)
-    assert found == value and type(found) is type(value)
+    result = through(value)
+    assert result == value and type(result) is type(value)
 
 
 @given(JSON)
 def test_of_any_data_comes_a_plain_value_or_an_error(data: Any) -> None:
     try:
-        found = decode(data)
+        result = decode(data)
     except DecodeError:
         return
     plain = (type(None), bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, Opaque)
-    assert type(found) in plain or type(found) is type(iter([]))
+    assert type(result) in plain or type(result) is type(iter([]))
 
 
 class Equal:
@@ -145,8 +145,8 @@ Point = namedtuple("Point", "x y")
     ],
 )
 def test_what_is_beneath_a_subclass(value: Any, expected: Any) -> None:
-    found = through(value)
-    assert repr(found) == repr(expected) and type(found) is type(expected)
+    result = through(value)
+    assert repr(result) == repr(expected) and type(result) is type(expected)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_large_integers() -> None:
 
 
 def test_an_object_has_no_truth() -> None:
-    for use in (bool, lambda one: one == 1, lambda one: one != 1, lambda one: one in [1], hash):
+    for use in (bool, lambda item: item == 1, lambda item: item != 1, lambda item: item in [1], hash):
         with pytest.raises(TypeError):
             use(through(Equal()))
 
@@ -170,7 +170,7 @@ def test_an_object_has_no_truth() -> None:
 def test_iterators_are_read() -> None:
     assert list(through(iter([1, 2]))) == [1, 2]
     assert list(through(map(str, [1, 2]))) == ["1", "2"]
-    assert list(through(one for one in "ab")) == ["a", "b"]
+    assert list(through(item for item in "ab")) == ["a", "b"]
     assert through(iter([1])) != [1]
 
 

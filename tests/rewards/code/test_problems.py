@@ -76,10 +76,10 @@ def test_functions(truth: Any) -> None:
 
 
 def test_values_in_lists_of_their_own() -> None:
-    found = parse_problem({"fn_name": "f", "inputs": [[1], [2]], "outputs": [[5], [6]]})
-    assert [one.comparison for one in found.tests if isinstance(one, CallTest)] == ["packed", "packed"]
-    found = parse_problem({"fn_name": "f", "inputs": [[1], []], "outputs": [[5], [6, 7]]})
-    assert found.tests == (CallTest([5], "json", name="f", arguments=(1,)), CallTest([6, 7], "json", name="f"))
+    result = parse_problem({"fn_name": "f", "inputs": [[1], [2]], "outputs": [[5], [6]]})
+    assert [item.comparison for item in result.tests if isinstance(item, CallTest)] == ["packed", "packed"]
+    result = parse_problem({"fn_name": "f", "inputs": [[1], []], "outputs": [[5], [6, 7]]})
+    assert result.tests == (CallTest([5], "json", name="f", arguments=(1,)), CallTest([6, 7], "json", name="f"))
 
 
 def test_mbpp() -> None:
@@ -112,10 +112,10 @@ def test_humaneval() -> None:
 
 
 def test_a_part_of_them() -> None:
-    found = parse_problem({"inputs": list(map(str, range(100))), "outputs": list(map(str, range(100)))})
-    assert list(found.select_tests(100)) == list(range(100)) and list(found.select_tests(1000)) == list(range(100))
-    assert list(found.select_tests(4)) == [0, 33, 66, 99] and list(found.select_tests(1)) == [0]
-    assert found.select_tests(4)[33] == ProgramTest("33", "33") and len(found.select_tests(50)) == 50
+    result = parse_problem({"inputs": list(map(str, range(100))), "outputs": list(map(str, range(100)))})
+    assert list(result.select_tests(100)) == list(range(100)) and list(result.select_tests(1000)) == list(range(100))
+    assert list(result.select_tests(4)) == [0, 33, 66, 99] and list(result.select_tests(1)) == [0]
+    assert result.select_tests(4)[33] == ProgramTest("33", "33") and len(result.select_tests(50)) == 50
 
 
 @pytest.mark.parametrize(

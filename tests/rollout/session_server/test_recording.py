@@ -70,7 +70,7 @@ def test_words_go_out_while_the_policy_writes() -> None:
         assert heard and "It is 3, I say".startswith(heard) and not served.recording.tree.find_leaves()
         released(policy, 100)
         chunks = [chunk async for chunk in stream]
-        heard += "".join(one.delta.content or "" for chunk in chunks for one in chunk.choices)
+        heard += "".join(item.delta.content or "" for chunk in chunks for item in chunk.choices)
         assert heard == "It is 3, I say"
         assert chunks[-1].usage.completion_tokens == len(ids(heard)) + 1 and chunks[-1].choices == []
         assert served.texts()[0][1] == "*It is 3, I say<|im_end|>"
@@ -94,7 +94,7 @@ def test_a_client_that_hangs_up_in_the_middle_ends_what_it_asked_for() -> None:
             await asyncio.sleep(0.01)
         assert not served.recording.tree.find_leaves()  # what it has heard is not trained
         assert (await served.create(ASK)).choices[0].message.content == "It is 4"
-        assert [one.status for one in served.recording.collect_branches()] == ["stop"]
+        assert [item.status for item in served.recording.collect_branches()] == ["stop"]
 
     run(test, policy)
 
@@ -126,7 +126,7 @@ def test_a_client_that_hangs_up_prints_nothing(
 
     run(test, policy)
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
-    assert [str(one.message) for one in recwarn if "never awaited" in str(one.message)] == []
+    assert [str(item.message) for item in recwarn if "never awaited" in str(item.message)] == []
 
 
 def test_what_turns_out_otherwise_is_an_error_and_not_recorded() -> None:
@@ -144,9 +144,9 @@ def test_what_turns_out_otherwise_is_an_error_and_not_recorded() -> None:
     run(test, Odd("It is 3"))
 
 
-def told(chat: ChatTemplate, asked: CompletionRequest, text: str, tail: int | None = None) -> tuple[str, str]:
+def told(chat: ChatTemplate, requested: CompletionRequest, text: str, tail: int | None = None) -> tuple[str, str]:
     """What has gone out of reasoning and content when all but the last tokens have come, one by one."""
-    telling = StreamedResponse(chat, asked, "user", lambda name, more: pieces.append(more))
+    telling = StreamedResponse(chat, requested, "user", lambda name, more: pieces.append(more))
     pieces: list[str] = []
     for token in chat.encode(text)[:tail]:
         telling.add_tokens(as_token_ids([token]))
@@ -173,19 +173,19 @@ def test_reasoning_and_what_follows_it() -> None:
     tokenizer = tiny_models.tokenizer()
     tokenizer.add_tokens(["<think>", "</think>"])
     chat = ChatTemplate(tokenizer)
-    asked = CompletionRequest(tuple(ASK))
-    assert told(chat, asked, "<think>\nI add") == ("I add", "")
-    assert told(chat, asked, "<think>\nI add\n</think>\n\nIt is 3") == ("I add", "It is 3")
-    assert told(chat, asked, "I add") == ("", "")  # its end says what it was
+    requested = CompletionRequest(tuple(ASK))
+    assert told(chat, requested, "<think>\nI add") == ("I add", "")
+    assert told(chat, requested, "<think>\nI add\n</think>\n\nIt is 3") == ("I add", "It is 3")
+    assert told(chat, requested, "I add") == ("", "")  # its end says what it was
 
 
 @given(st.text(), st.sampled_from([(), ("ab",), (" ", "c")]), st.booleans())
 def test_it_is_always_a_beginning(text: str, stops: tuple[str, ...], tools: bool) -> None:
-    asked = CompletionRequest(tuple(ASK), tuple(TOOLS) if tools else (), stop_strings=stops)
-    whole = CHAT.decode(CHAT.encode(text))
-    ends = [whole.find(stop) for stop in stops if stop in whole]
-    final = whole[: min(ends)] if ends else whole
-    sent = told(CHAT, asked, text)[1]
+    requested = CompletionRequest(tuple(ASK), tuple(TOOLS) if tools else (), stop_strings=stops)
+    full = CHAT.decode(CHAT.encode(text))
+    ends = [full.find(stop) for stop in stops if stop in full]
+    final = full[: min(ends)] if ends else full
+    sent = told(CHAT, requested, text)[1]
     assert final.startswith(sent)
     if not tools and "\ufffd" not in text and not CHAT.control_tokens.filter_ids(CHAT.encode(text)) and not stops:
         assert sent == final.rstrip()

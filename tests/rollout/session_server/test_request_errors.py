@@ -83,13 +83,13 @@ def test_a_body_that_is_none(body: bytes, complaint: str, param: str | None) -> 
 
 def test_headers_of_any_bytes_and_a_body_that_is_compressed_are_refused_in_words() -> None:
     async def test(served: Served) -> None:
-        own = f"Bearer {served.recording.key}".encode()
+        local = f"Bearer {served.recording.key}".encode()
         url = f"{served.recording.base_url}/chat/completions"
         async with httpx.AsyncClient(timeout=60) as client:
             answer = await client.post(url, content=b"{}", headers={"Authorization": b"Bearer \xff\xfe"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
             for body in (b"nonsense", gzip.compress(b"{}")):
-                headers = {"Authorization": own, "Content-Encoding": b"gzip"}
+                headers = {"Authorization": local, "Content-Encoding": b"gzip"}
                 answer = await client.post(url, content=body, headers=headers)
                 assert answer.status_code == 400
                 assert "has the encoding 'gzip'; send it unencoded" in answer.json()["error"]["message"]
@@ -123,7 +123,7 @@ def test_a_request_that_fails_aborts_the_session_unless_it_is_answered_later() -
         with pytest.raises(openai.APIError, match="the engine refused"):
             async for _ in await served.create([*ASK, *ASK], stream=True):
                 pass
-        assert [one.status for one in served.recording.collect_branches()] == ["aborted"]
+        assert [item.status for item in served.recording.collect_branches()] == ["aborted"]
 
     lines: Any = RequestFailed("the engine refused"), "a", RequestFailed("the engine refused")
     run(test, Fails(*lines))
@@ -132,7 +132,7 @@ def test_a_request_that_fails_aborts_the_session_unless_it_is_answered_later() -
 def test_openais_client_asks_again_where_the_engine_failed() -> None:
     async def test(served: Served) -> None:
         assert (await served.create(ASK)).choices[0].message.content == "a"
-        assert [one.status for one in served.recording.collect_branches()] == ["stop"]
+        assert [item.status for item in served.recording.collect_branches()] == ["stop"]
         figures = served.recording.metrics
         assert (figures.failed, figures.refused, figures.requests) == (1, 0, 2)
 
@@ -210,11 +210,11 @@ def test_closing_ends_what_has_not_begun_either() -> None:
     async def begun_late() -> None:
         lines: Any = (None,)
         async with serving(Fails(*lines)) as served:
-            asked = CompletionRequest(tuple(ASK))
-            place = served.recording.locate_request(asked)
+            requested = CompletionRequest(tuple(ASK))
+            place = served.recording.locate_request(requested)
             await served.server.close(served.recording)
             with pytest.raises(RequestRefused, match="the session is closed"):
-                await served.recording.run_request(lambda: served.recording.answer(asked, place))
+                await served.recording.run_request(lambda: served.recording.answer(requested, place))
 
     asyncio.run(asyncio.wait_for(begun_late(), 240))
 
@@ -246,6 +246,6 @@ def test_a_client_that_goes_away_cancels_its_own_request_only() -> None:
         policy.go.set()
         assert (await first).choices[0].message.content == "a"
         assert policy.cancelled == 2 and len(served.recording.collect_branches()) == 1
-        assert [one.status for one in served.recording.collect_branches()] == ["stop"]
+        assert [item.status for item in served.recording.collect_branches()] == ["stop"]
 
     run(test, policy)

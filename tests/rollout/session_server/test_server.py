@@ -76,9 +76,9 @@ def test_a_conversation_is_gone_on_with_by_its_ids() -> None:
         ]
         assert (branch.tool_calls, branch.tool_errors, branch.num_turns) == (1, 0, 3)
         assert branch.branch == Branch(0, 0, True) and branch.status and branch.to_rollout(0).branch == branch.branch
-        asked = [known for known, *_ in policy.calls]
+        requested = [known for known, *_ in policy.calls]
         assert [routed for _, _, routed, _ in policy.calls] == [0, *(len(known) - 1 for known in _ends(policy)[:-1])]
-        assert asked[2] == branch.token_ids.tolist()[: len(asked[2])]
+        assert requested[2] == branch.token_ids.tolist()[: len(requested[2])]
         record = [place for part in branch.routing for place in part[:, 0, 0].tolist()]
         assert record == list(range(branch.num_tokens - 1))
         await served.server.close(served.recording)
@@ -108,10 +108,10 @@ def test_a_stream_says_the_same(usage: bool) -> None:
                 if choice.finish_reason:
                     finishes[choice.index] = choice.finish_reason
         assert text == ["", "It is 3"] and finishes == {0: "tool_calls", 1: "stop"}
-        assert [(one.index, one.type, one.function.name) for one in calls] == [(0, "function", "calculator")]
+        assert [(item.index, item.type, item.function.name) for item in calls] == [(0, "function", "calculator")]
         assert chunks[0].choices[0].delta.role == "assistant"
         assert (chunks[-1].usage is not None) == usage and len({chunk.id for chunk in chunks}) == 1
-        assert "".join(one.token for one in values) == "It is 3<|im_end|>"
+        assert "".join(item.token for item in values) == "It is 3<|im_end|>"
         assert len(served.recording.collect_branches()) == 2
 
     run(test, Numbered(call("1+2"), "It is 3"))
@@ -137,13 +137,16 @@ def test_choices_are_siblings_with_seeds_of_their_own() -> None:
         assert [choice.message.content for choice in answer.choices] == ["a", "b", "a"]
         assert [choice.index for choice in answer.choices] == [0, 1, 2]
         first = answer.choices[0].logprobs.content
-        assert [one.logprob for one in first] == [-1.0, -2.0] and [one.token for one in first] == ["a", "<|im_end|>"]
+        assert [item.logprob for item in first] == [-1.0, -2.0] and [item.token for item in first] == [
+            "a",
+            "<|im_end|>",
+        ]
         assert first[0].bytes == list(b"a") and first[0].top_logprobs == []
         assert answer.usage.completion_tokens == 6
         await served.create(ASK)
         seeds = [params["sampling_seed"] for _, params, _, _ in policy.calls]
         assert seeds[0] == 5 and len(set(seeds)) == 4
-        assert [texts[1] for texts in served.texts()] == [f"*{one}<|im_end|>" for one in "abac"]
+        assert [texts[1] for texts in served.texts()] == [f"*{item}<|im_end|>" for item in "abac"]
         assert served.recording.metrics.forks == 0
 
     run(test, policy)
@@ -197,8 +200,8 @@ def test_other_tools_are_another_rendering_and_none_leaves_them_out() -> None:
         without = await served.create(ASK, tools=TOOLS, tool_choice="none")
         assert with_tools.choices[0].message.tool_calls and not without.choices[0].message.tool_calls
         assert without.choices[0].message.content == call("1+2")
-        asked = [CHAT.decode(known) for known, *_ in policy.calls]
-        assert "calculator" in asked[0] and "calculator" not in asked[1]
+        requested = [CHAT.decode(known) for known, *_ in policy.calls]
+        assert "calculator" in requested[0] and "calculator" not in requested[1]
         assert served.recording.metrics.forks == 1
 
     run(test, policy)
@@ -269,14 +272,14 @@ def test_512_sessions_at_once_none_lost() -> None:
                         message = (await answer.json())["choices"][0]["message"]
                     messages.append(message)
                     calls = message.get("tool_calls") or []
-                    messages += [{"role": "tool", "tool_call_id": one["id"], "content": "3"} for one in calls]
+                    messages += [{"role": "tool", "tool_call_id": item["id"], "content": "3"} for item in calls]
                     messages += [] if calls else [{"role": "user", "content": "Sure?"}]
                     assert bool(calls) == (turn == 0)
                 at_once -= 1
                 (branch,) = recording.collect_branches()
                 assert branch.num_turns == 3 and branch.status == "stop" and branch.prompt.id == str(number)
-                asked, *_, answer_ids = policy.calls[-1][0], policy.calls[-1][3].token_ids.tolist()
-                assert branch.token_ids.tolist() == [*asked, *answer_ids]
+                requested, *_, answer_ids = policy.calls[-1][0], policy.calls[-1][3].token_ids.tolist()
+                assert branch.token_ids.tolist() == [*requested, *answer_ids]
                 await server.close(recording)
 
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -292,14 +295,14 @@ def test_512_sessions_at_once_none_lost() -> None:
 def test_the_prompts_own_ids_are_used_where_the_client_begins_with_them() -> None:
     policy = Numbered("a")
     schemas = [CHAT.tools["calculator"].schema]
-    own = as_token_ids([*ids("rendered before"), *HEAD])
+    local = as_token_ids([*ids("rendered before"), *HEAD])
 
     async def test(served: Served) -> None:
         await served.create(ASK, tools=schemas)
         await served.create(ASK)
-        assert policy.calls[0][0] == own.tolist() and policy.calls[1][0] == list(FIRST)
+        assert policy.calls[0][0] == local.tolist() and policy.calls[1][0] == list(FIRST)
 
-    run(test, policy, prompt=replace(PROMPT, token_ids=own))
+    run(test, policy, prompt=replace(PROMPT, token_ids=local))
 
 
 def test_a_request_of_a_generation_that_is_halted_fails() -> None:

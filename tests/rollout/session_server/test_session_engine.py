@@ -32,8 +32,8 @@ SEED = 11
 
 @pytest.fixture(scope="module")
 def running(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with start(host, tiny_models.qwen3_moe(), tmp_path_factory.mktemp("sessions")) as found:
-        yield found
+    with start(host, tiny_models.qwen3_moe(), tmp_path_factory.mktemp("sessions")) as result:
+        yield result
 
 
 class Watched(ChatTemplate):
@@ -64,13 +64,13 @@ def everything(running: Running, test: Any) -> None:
     asyncio.run(asyncio.wait_for(run(), 300))
 
 
-def same(found: PartialRollout, at: int, direct: Generation, parts: slice = slice(None)) -> None:
+def same(result: PartialRollout, at: int, direct: Generation, parts: slice = slice(None)) -> None:
     """That a branch's turn is what the engine says when it is asked directly."""
-    turn = found.turns[at]
+    turn = result.turns[at]
     assert turn.token_ids.tolist() == direct.token_ids.tolist() and turn.is_action
     assert np.abs(turn.logprobs - direct.logprobs).max() < 1e-5
     assert turn.weight_version == direct.weight_version and direct.routing is not None
-    assert torch.equal(torch.cat(found.routing[parts]), direct.routing)
+    assert torch.equal(torch.cat(result.routing[parts]), direct.routing)
 
 
 def test_a_conversation_is_the_one_that_the_engine_has_when_it_is_asked_directly(running: Running) -> None:
@@ -94,14 +94,14 @@ def test_a_conversation_is_the_one_that_the_engine_has_when_it_is_asked_directly
                 known = branch.token_ids.tolist()
                 known += chat.encode_continuation([messages[-1]], (), known[-1])
             (branch,) = recording.collect_branches()
-            assert not [text for text in chat.texts for one in said if len(one) > 3 and one in text]
+            assert not [text for text in chat.texts for item in said if len(item) > 3 and item in text]
         assert [turn.is_action for turn in branch.turns] == [False, True] * 3
         for number, context in enumerate(contexts):
             direct = await client.generate(context, {**params, "max_new_tokens": config.max_new_tokens}, routed)
             same(branch, 2 * number + 1, direct, slice(number, number + 1))
             routed += len(branch.routing[number])
-            whole = [*context, *direct.token_ids.tolist()]
-            assert branch.token_ids.tolist()[: len(whole)] == whole and routed == len(whole) - 1
+            full = [*context, *direct.token_ids.tolist()]
+            assert branch.token_ids.tolist()[: len(full)] == full and routed == len(full) - 1
 
     everything(running, test)
 
@@ -111,14 +111,14 @@ def test_what_was_sampled_is_what_is_recorded_bit_for_bit(running: Running) -> N
 
     async def test(server: SessionServer, client: Client, chat: Watched) -> None:
         params = build_sampling_params(config, chat, False, SEED)
-        asked: list[tuple[list[int], int]] = []
+        requested: list[tuple[list[int], int]] = []
         said: list[Generation] = []
 
         class Between:
             async def generate(
                 self, ids: Any, params: dict[str, Any], routed: int = 0, on_tokens: Any = None
             ) -> Generation:
-                asked.append((list(ids), params["sampling_seed"]))
+                requested.append((list(ids), params["sampling_seed"]))
                 answer = await client.generate(ids, params, routed)
                 said.append(answer)
                 return answer
@@ -132,18 +132,18 @@ def test_what_was_sampled_is_what_is_recorded_bit_for_bit(running: Running) -> N
             last: Any = answer.choices[1].message
             await create(model="policy", messages=[ASK, last, ASK])  # type: ignore[list-item]
         branches = recording.collect_branches()
-        assert len(branches) == 3 and len({seed for _, seed in asked[:3]}) == 3 and asked[0][1] == SEED
-        found = {turn.logprobs.tobytes(): turn for branch in branches for turn in branch.turns if turn.is_action}
-        assert found.keys() == {one.logprobs.tobytes() for one in said} and len(found) == 4
-        for one in said:
-            assert np.array_equal(found[one.logprobs.tobytes()].token_ids, one.token_ids)
+        assert len(branches) == 3 and len({seed for _, seed in requested[:3]}) == 3 and requested[0][1] == SEED
+        result = {turn.logprobs.tobytes(): turn for branch in branches for turn in branch.turns if turn.is_action}
+        assert result.keys() == {item.logprobs.tobytes() for item in said} and len(result) == 4
+        for item in said:
+            assert np.array_equal(result[item.logprobs.tobytes()].token_ids, item.token_ids)
         long = next(branch for branch in branches if branch.num_turns == 2)
-        assert asked[3][0] == long.token_ids.tolist()[: len(asked[3][0])]
+        assert requested[3][0] == long.token_ids.tolist()[: len(requested[3][0])]
         for branch in branches:
             assert torch.cat(branch.routing).shape == (branch.num_tokens - 1, 2, 2)
         for choice in answer.choices:
-            told = np.float32([one.logprob for one in choice.logprobs.content])  # type: ignore[union-attr]
-            assert told.tobytes() in found
+            events = np.float32([item.logprob for item in choice.logprobs.content])  # type: ignore[union-attr]
+            assert events.tobytes() in result
 
     everything(running, test)
 
@@ -154,20 +154,20 @@ def test_a_stop_string_ends_an_answer_at_the_token_that_completes_it(running: Ru
 
     async def test(server: SessionServer, client: Client, chat: Watched) -> None:
         params = {**build_sampling_params(config, chat, True, SEED), "max_new_tokens": 40}
-        whole = (await client.generate(chat.encode_prompt(PROMPT), params)).token_ids
+        full = (await client.generate(chat.encode_prompt(PROMPT), params)).token_ids
         at = next(
-            n for n in range(3, len(whole)) if (text := chat.decode(whole[n : n + 1])).isascii() and text.isprintable()
-            and text not in chat.decode(whole[:n])
+            n for n in range(3, len(full)) if (text := chat.decode(full[n : n + 1])).isascii() and text.isprintable()
+            and text not in chat.decode(full[:n])
         )  # fmt: skip
-        stop = chat.decode(whole[at : at + 1])
+        stop = chat.decode(full[at : at + 1])
         server._context = replace(server._context, config=config)
         recording = server.open(PROMPT, client, {name: params[name] for name in params if name != "max_new_tokens"})
         async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, timeout=300) as outside:
             answer = await outside.chat.completions.create(model="policy", messages=[ASK], stop=[stop])  # type: ignore[list-item]
         (branch,) = recording.collect_branches()
-        assert branch.turns[1].token_ids.tolist() == as_token_ids(whole[: at + 1]).tolist()
+        assert branch.turns[1].token_ids.tolist() == as_token_ids(full[: at + 1]).tolist()
         assert answer.choices[0].finish_reason == "stop" and branch.status == "stop"
-        assert answer.choices[0].message.content == chat.decode(whole[: at + 1]).partition(stop)[0]
+        assert answer.choices[0].message.content == chat.decode(full[: at + 1]).partition(stop)[0]
         assert torch.cat(branch.routing).shape[0] == branch.num_tokens - 1
 
     everything(running, test)

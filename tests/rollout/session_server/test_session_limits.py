@@ -28,13 +28,16 @@ def test_behind_the_last_turn_a_client_hears_nothing_and_its_branch_says_why() -
         assert said == [("one", "stop"), ("two", "stop"), *[("", "length")] * 3]
         assert len(policy.calls) == 2
         chunks = [chunk async for chunk in await served.create(messages, stream=True, n=2)]
-        assert {one.index: one.finish_reason for chunk in chunks for one in chunk.choices} == {0: "length", 1: "length"}
+        assert {item.index: item.finish_reason for chunk in chunks for item in chunk.choices} == {
+            0: "length",
+            1: "length",
+        }
         (branch,) = served.recording.collect_branches()
         assert (branch.status, branch.num_turns) == ("max_turns", 2)
         assert (served.recording.metrics.over_max_turns, served.recording.metrics.requests) == (4, 2)
         answer = (await served.create([{"role": "user", "content": "anew"}])).choices[0]
         assert answer.message.content == "three"  # another branch has turns of its own
-        assert [one.status for one in served.recording.collect_branches()] == ["max_turns", "stop"]
+        assert [item.status for item in served.recording.collect_branches()] == ["max_turns", "stop"]
 
     run(test, policy, config=replace(CONFIG, max_turns=2))
 
@@ -46,7 +49,7 @@ def test_an_agent_that_asks_for_ever_is_told_by_an_error() -> None:
             while True:
                 assert (await served.create(messages)).choices[0].message.content == ""
         assert refused.value.code == "max_turns_exceeded"
-        assert [one.status for one in served.recording.collect_branches()] == ["max_turns"]
+        assert [item.status for item in served.recording.collect_branches()] == ["max_turns"]
 
     run(test, Numbered("one"), config=replace(CONFIG, max_turns=1))
 
@@ -77,11 +80,11 @@ def test_results_are_cut_by_tokens_head_and_tail_kept() -> None:
 
 def test_a_flood_is_refused_without_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A megabyte takes seconds, in which no other session would be answered."""
-    read, own = [0], CHAT.encode
+    read, local = [0], CHAT.encode
 
     def counting(text: str) -> list[int]:
         read[0] += len(text)
-        return own(text)
+        return local(text)
 
     monkeypatch.setattr(CHAT, "encode", counting)
     flood = "1+2 " * 250_000

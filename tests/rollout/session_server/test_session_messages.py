@@ -28,7 +28,7 @@ def assistant(content: Any = "y", **fields: Any) -> dict[str, Any]:
 
 
 def test_the_one_form() -> None:
-    found = ask(
+    result = ask(
         messages=[
             {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
             {"role": "user", "content": "half \ud83d", "name": "Ann", "odd": 1},
@@ -40,7 +40,7 @@ def test_the_one_form() -> None:
         ]
     ).messages
     function = {"name": "f", "arguments": {"b": 1, "a": "x"}}
-    assert found == (
+    assert result == (
         {"role": "system", "content": "ab"},
         {"role": "user", "content": "half \ufffd", "name": "Ann"},
         {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]},
@@ -150,8 +150,8 @@ def ask(**fields: Any) -> CompletionRequest:
 
 def test_a_request() -> None:
     assert ask() == CompletionRequest((USER,))
-    found = ask(n=3, max_tokens=7, max_completion_tokens=9, stop="x", stream=True, logprobs=True, top_logprobs=0)
-    assert found == CompletionRequest((USER,), (), 3, 7, ("x",), True, False, True)
+    result = ask(n=3, max_tokens=7, max_completion_tokens=9, stop="x", stream=True, logprobs=True, top_logprobs=0)
+    assert result == CompletionRequest((USER,), (), 3, 7, ("x",), True, False, True)
     assert ask(stream=True, stream_options={"include_usage": True}).include_usage and ask(
         stop=["a", "b"]
     ).stop_strings == ("a", "b")
@@ -214,8 +214,8 @@ FIELDS = ["messages", "tools", "n", "max_tokens", "stop", "stream", "logprobs", 
 @given(st.dictionaries(st.sampled_from(FIELDS), PIECE))
 def test_whatever_comes_is_read_or_refused(fields: dict[str, Any]) -> None:
     try:
-        found = ask(**{"messages": [USER], **fields})
+        result = ask(**{"messages": [USER], **fields})
     except RequestRefused as refused:
         assert refused.status == 400 and str(refused)
     else:
-        hash_prefixes(found.messages, found.schemas)
+        hash_prefixes(result.messages, result.schemas)

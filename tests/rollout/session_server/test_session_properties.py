@@ -40,7 +40,7 @@ def behind(history: tuple[Any, ...], say: str) -> tuple[Any, ...]:
         return ({"role": "system", "content": "s"}, *history, {"role": "user", "content": "u"})
     calls = history[-1].get("tool_calls", ()) if history else ()
     results = tuple(
-        {"role": "tool", "name": one["function"]["name"], "tool_call_id": one["id"], "content": "3"} for one in calls
+        {"role": "tool", "name": item["function"]["name"], "tool_call_id": item["id"], "content": "3"} for item in calls
     )
     return (*history, *results) if results else (*history, {"role": "user", "content": say[:1]})
 
@@ -55,9 +55,9 @@ def test_each_sampled_token_is_an_action_once(steps: list[dict[str, Any]], lines
     async def ask(step: dict[str, Any]) -> None:
         head = heads[step["from"] % len(heads)]
         messages = behind(head[: max(0, len(head) - 2 * step["cut"])], step["say"])
-        asked = CompletionRequest(messages, TOOLS if step["tools"] else (), step["n"], step["limit"])
+        requested = CompletionRequest(messages, TOOLS if step["tools"] else (), step["n"], step["limit"])
         try:
-            answered = await recording.answer(asked, recording.locate_request(asked))
+            answered = await recording.answer(requested, recording.locate_request(requested))
         except RequestRefused as refused:
             assert refused.code == "context_length_exceeded"
             return
@@ -75,23 +75,23 @@ def test_each_sampled_token_is_an_action_once(steps: list[dict[str, Any]], lines
     actions = [value for branch in branches for turn in branch.turns for value in turn.logprobs.tolist()]
     assert sorted(actions, reverse=True) == [-1.0 - token for token in range(policy.tokens)]
 
-    asked = {said.logprobs[0]: (known, said, routed) for known, _, routed, said in policy.calls}
+    requested = {said.logprobs[0]: (known, said, routed) for known, _, routed, said in policy.calls}
     for branch in branches:
-        whole, at = branch.token_ids.tolist(), 0
+        full, at = branch.token_ids.tolist(), 0
         assert branch.status in ("stop", "length", "max_turns") and branch.turns[-1].is_action
         for turn in branch.turns:
             if turn.is_action:
-                known, said, _ = asked[turn.logprobs[0]]
-                assert whole[:at] == known and np.array_equal(turn.token_ids, said.token_ids)
+                known, said, _ = requested[turn.logprobs[0]]
+                assert full[:at] == known and np.array_equal(turn.token_ids, said.token_ids)
                 assert np.array_equal(turn.logprobs, said.logprobs) and turn.weight_version == said.weight_version
             at += len(turn.token_ids)
         places = [place for part in branch.routing for place in part[:, 0, 0].tolist()]
         assert places == list(range(branch.num_tokens - 1))
         requests = [number for part in branch.routing for number in part[:, 0, 1].tolist()]
-        own = [number for number in range(len(policy.calls)) if number in requests]
-        for number in own:  # each request has run what those above it on its path had not
+        local = [number for number in range(len(policy.calls)) if number in requests]
+        for number in local:  # each request has run what those above it on its path had not
             known, _, routed, said = policy.calls[number]
-            assert whole[: len(known)] == known
+            assert full[: len(known)] == known
             assert [at for at, by in enumerate(requests) if by == number] == list(
                 range(routed, len(known) + len(said.token_ids) - 1)
             )

@@ -54,9 +54,11 @@ class Says(Numbered):
 @pytest.mark.parametrize(("template", "opened"), [(QWEN3, ""), (R1, "<think>\n")])
 def test_reasoning_is_left_out_by_its_ids_behind_the_next_question(template: str, opened: str) -> None:
     chat = chat_of(template)
-    own = "" if opened else "<think>\n"
-    odd = f"{own}I   add\n</think>\n\n{call('1+2')}"
-    policy = Says(chat, odd, f"{own}fine</think>\n\nIt is 3", f"{own}sure\n</think>\n\nYes", f"{own}hm</think>Bye")
+    local = "" if opened else "<think>\n"
+    odd = f"{local}I   add\n</think>\n\n{call('1+2')}"
+    policy = Says(
+        chat, odd, f"{local}fine</think>\n\nIt is 3", f"{local}sure\n</think>\n\nYes", f"{local}hm</think>Bye"
+    )
 
     async def test(served: Served) -> None:
         answer = await served.create(ASK, tools=TOOLS)
@@ -74,11 +76,11 @@ def test_reasoning_is_left_out_by_its_ids_behind_the_next_question(template: str
         assert served.recording.metrics.forks == 2
 
         first, second, third = served.recording.collect_branches()
-        branches = [one.branch for one in (first, second, third) if one.branch is not None]
-        assert [(one.number, one.forks) for one in branches] == [(0, 2), (1, 2), (2, 2)]
+        branches = [item.branch for item in (first, second, third) if item.branch is not None]
+        assert [(item.number, item.forks) for item in branches] == [(0, 2), (1, 2), (2, 2)]
         texts = [
-            [("*" if t.is_action else "") + chat.decode(t.token_ids) for t in one.turns]
-            for one in (first, second, third)
+            [("*" if t.is_action else "") + chat.decode(t.token_ids) for t in item.turns]
+            for item in (first, second, third)
         ]
         head = "<|im_start|>assistant\n"
         question = f"<|im_start|>user\nWhat is 1+2?<|im_end|>\n{head}"
@@ -88,21 +90,21 @@ def test_reasoning_is_left_out_by_its_ids_behind_the_next_question(template: str
             f"{question}{opened}",
             f"*{odd}<|im_end|>",
             f"{result}{head}{opened}",
-            f"*{own}fine</think>\n\nIt is 3<|im_end|>",
+            f"*{local}fine</think>\n\nIt is 3<|im_end|>",
         ]
         without = f"{question}{called}{result}{head}It is 3<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n{head}"
-        assert texts[1] == [f"{without}{opened}", f"*{own}sure\n</think>\n\nYes<|im_end|>"]
+        assert texts[1] == [f"{without}{opened}", f"*{local}sure\n</think>\n\nYes<|im_end|>"]
         last = f"{without}Yes<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n{head}"
-        assert texts[2] == [f"{last}{opened}", f"*{own}hm</think>Bye<|im_end|>"]
+        assert texts[2] == [f"{last}{opened}", f"*{local}hm</think>Bye<|im_end|>"]
         words = ["What is 1+2?", "", "3", "It is 3", "Sure?", "Yes"]
         assert [message["content"] for message in second.messages] == words
         # By ids: those of the first answer, odd as they are, from behind its reasoning on.
-        kept = first.turns[1].token_ids.tolist()
-        kept = kept[len(kept) - len(policy.ids(called)) :]
-        told = second.turns[0].token_ids.tolist()
-        assert any(told[at : at + len(kept)] == kept for at in range(len(told)))
+        retained = first.turns[1].token_ids.tolist()
+        retained = retained[len(retained) - len(policy.ids(called)) :]
+        events = second.turns[0].token_ids.tolist()
+        assert any(events[at : at + len(retained)] == retained for at in range(len(events)))
         assert [part.shape[0] for part in second.routing] == [second.num_tokens - 1]
-        assert sum(one.to_rollout(0).num_actions for one in (first, second, third)) == policy.tokens
+        assert sum(item.to_rollout(0).num_actions for item in (first, second, third)) == policy.tokens
 
     run(test, policy, chat=chat, prompt=PROMPT, config=replace(CONFIG, max_turns=9))
 

@@ -33,14 +33,14 @@ def test_a_conversation_in_the_format_of_a_family(name: str, cut: bool) -> None:
     family = PUBLISHED[name]
     chat = ChatTemplate(family.tokenizer(), CHAT.tools)
     lines = [family.call + family.after_call, "3" + ("" if cut else family.after_answer), "Yes" + family.after_answer]
-    asked: list[str] = []
+    requested: list[str] = []
 
     class Says:
         async def generate(
             self, ids: Any, params: dict[str, Any], routed: int = 0, on_tokens: Any = None
         ) -> Generation:
-            asked.append(chat.decode(ids))
-            tokens = as_token_ids(chat.tokenizer.encode(lines[len(asked) - 1], add_special_tokens=False))
+            requested.append(chat.decode(ids))
+            tokens = as_token_ids(chat.tokenizer.encode(lines[len(requested) - 1], add_special_tokens=False))
             ended = int(tokens[-1]) in chat.end_token_ids
             return Generation(tokens, np.zeros(len(tokens), np.float32), "stop" if ended else "length", 0)
 
@@ -63,14 +63,14 @@ def test_a_conversation_in_the_format_of_a_family(name: str, cut: bool) -> None:
             messages.append(choice.message)
             calls = choice.message.get("tool_calls", [])
             assert len(calls) == (turn == 0)
-            messages += [{"role": "tool", "tool_call_id": one["id"], "content": "3"} for one in calls]
+            messages += [{"role": "tool", "tool_call_id": item["id"], "content": "3"} for item in calls]
             messages += [] if calls else [{"role": "user", "content": "Sure?"}]
 
     asyncio.run(converse())
     (branch,) = recording.collect_branches()
     texts = [chat.decode(turn.token_ids) for turn in branch.turns]
     assert texts[1] == lines[0] and texts[2] == family.observation and texts[3] == lines[1] and texts[5] == lines[2]
-    assert texts[4].count("Sure?") == 1 and asked[2] == "".join(texts[:5])
+    assert texts[4].count("Sure?") == 1 and requested[2] == "".join(texts[:5])
     if cut:
         assert texts[4].startswith(family.after_call if name != "glm" else "<|user|>")
     assert recording.metrics.forks == 0 and [turn.is_action for turn in branch.turns] == [False, True] * 3

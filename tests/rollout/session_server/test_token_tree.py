@@ -70,8 +70,8 @@ class Grown:
 
 def test_branches_by_hand() -> None:
     branches = [branch for _, branch in Grown().tree.collect_branches(PROMPT, 4)]
-    found = [[(turn.token_ids.tolist(), turn.is_action) for turn in branch.turns] for branch in branches]
-    assert found == [
+    result = [[(turn.token_ids.tolist(), turn.is_action) for turn in branch.turns] for branch in branches]
+    assert result == [
         [([1, 2], False), ([5, 6], True)],  # what was asked without an answer is no part of it
         [([1, 2], False), ([3, 4], True), ([7], False), ([12], True)],
         [([1, 2], False), ([3, 4], False), ([8], False), ([13, 14], True)],  # what is shared is an action once
@@ -144,12 +144,12 @@ def test_what_could_be_sampled_is_of_the_actions_of_a_branch() -> None:
     first = hash_prefixes([ask], ())[-1]
     root = tree.add_context(None, None, first, as_token_ids([1]), [ask])
     cut = says("A", 3, 4, routed=0, asked=1, sampling_mask=SamplingMask.from_rows([[3, 5], [4]]))
-    whole = says("B", 6, routed=2, asked=4)
+    full = says("B", 6, routed=2, asked=4)
     a = tree.add_answer(root, cut)
     behind = hash_prefixes([ask, cut.message, ask], ())[-1]
     below = tree.add_context(a, a, behind, as_token_ids([2]), [ask])
     for _ in range(2):
-        tree.add_answer(below, whole)
+        tree.add_answer(below, full)
     (_, both), (_, second) = tree.collect_branches(PROMPT, 0)
     joined = SamplingMask.concat(both.sampling_masks)
     assert joined.counts.tolist() == [2, 1, 0] and joined.ids.tolist() == [3, 5, 4]
