@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "tests/helpers")]  # what tests of 
 from rank_jobs import HAS_GPU, RankJobs, shared_jobs  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+hypothesis.settings.register_profile("megarl")  # no test depends on how fast the machine is
+hypothesis.settings.load_profile("megarl")
 
 
 @pytest.fixture(scope="session")

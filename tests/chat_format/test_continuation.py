@@ -264,7 +264,7 @@ SAID = st.lists(WORDS, max_size=12).map("".join)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(said=st.lists(st.tuples(SAID, SAID, SAID), min_size=1, max_size=3))
 def test_whatever_a_tool_says_only_the_template_writes_control_tokens(
     name: str, said: list[tuple[str, str, str]]

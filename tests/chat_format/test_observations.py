@@ -125,7 +125,7 @@ TEXTS = st.lists(PIECES, max_size=8).map("".join)
 
 
 @pytest.mark.parametrize("chat", [CHAT, LLAMA, KIMI], ids=["qwen", "llama", "kimi"])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     texts=st.lists(TEXTS, min_size=1, max_size=3),
     each=st.integers(1, 80),

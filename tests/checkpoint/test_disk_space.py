@@ -69,21 +69,19 @@ def test_what_is_kept_at_most(chosen: Config, expected: int) -> None:
 def test_it_is_enough_for_what_is_written(tmp_path: Path, replays: bool) -> None:
     """All conversations as long as one may be, half of it the prompt, with five letters a token."""
     requested = {"role": "user", "content": "words" * 500}
-    said = {"role": "assistant", "content": "words" * 500}
     prompt = Prompt("train-1", (requested,), range(500))
-    turns = (Turn(range(500)), Turn([7] * 500, [-1.0] * 500, is_action=True, weight_version=3))
     routing = (torch.zeros(1000, 3, 2, dtype=torch.int16),) if replays else ()
     groups = [
         tuple(
             replace(
                 PartialRollout.begin(prompt, seed),
-                turns=turns,
-                messages=(requested, said),
+                turns=(Turn(range(500)), Turn([seed] * 500, [-1.0] * 500, is_action=True, weight_version=3)),
+                messages=(requested, {"role": "assistant", "content": f"{seed:05}" * 500}),
                 routing=tuple(map(torch.clone, routing)),
             )
-            for seed in range(4)
+            for seed in range(4 * group, 4 * group + 4)
         )
-        for _ in range(3)
+        for group in range(3)
     ]
     size = write_groups(tmp_path / "engine", groups).bytes
     planned = partial_rollout_bytes(HF, config(replays=replays))

@@ -143,7 +143,7 @@ def cases(draw: st.DrawFn) -> tuple[Param, int]:
 
 
 @given(cases())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_unshard_inverts_shard_and_nothing_is_held_twice(case: tuple[Param, int]) -> None:
     what, tp = case
     total = sum(torch.Size(tensor.shape).numel() for tensor in what.hf)

@@ -87,7 +87,7 @@ def test_any_flipped_bit_changes_it() -> None:
 
 
 @given(st.integers(0, 199), st.integers(0, 199))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_two_exchanged_elements_change_it(a: int, b: int) -> None:
     tensor = torch.arange(200, dtype=torch.float32)
     exchanged = tensor.clone()

@@ -127,7 +127,7 @@ def test_load(tmp_path, monkeypatch):
         ("import sys; sys.exit(3)", "cannot import {} of '{}:f': SystemExit: 3"),
         ("def f(", "cannot import {} .*SyntaxError"),
         ("raise KeyError('x')", "KeyError"),
-        ("class E(BaseException): pass\nraise E", "E: "),
+        ("class E(BaseException): pass\nraise E", ": E$"),
         ("def f(): return 1", "must take a Rollout and nothing else: too many positional"),
         ("def f(rollout, answer): return 1", "nothing else: missing a required argument: 'answer'"),
         ("def f(rollout, *, scale): return 1", "nothing else: missing a required argument: 'scale'"),

@@ -51,7 +51,7 @@ PIECES = (
 PIECES = [*PIECES.split(), "\n", " ", "\x00", "the "]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from(PIECES), max_size=25).map("".join) | st.text(max_size=200))
 @example("\\boxed")
 @example("\\boxed{42}\\boxed{")

@@ -134,7 +134,7 @@ def test_no_ground_truth(truth):
         math_verify(said(r"\boxed{1}", truth))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(-(10**6), 10**6), st.integers(1, 10**4), st.integers(1, 50))
 def test_a_fraction_is_any_of_its_own_and_no_other(top, bottom, times):
     truth = f"{top}/{bottom}"

@@ -201,9 +201,7 @@ def test_samples_of_a_group_may_have_prompts_of_their_own() -> None:
         async with aclosing(EnvironmentPool(KNOWN, 60.0, 4)) as sessions:
             tasks = [prompt(1), prompt("fine", "Odd")]
             around = RolloutContext(CHAT, sessions, parse, CONFIG)
-            return await gather_rollouts(
-                tasks, GroupQueue(2), Script("1"), around, samples=2, greedy=False, seed=1, deadline=None
-            )
+            return await gather_rollouts(tasks, GroupQueue(2), Script("1"), around, samples=2, greedy=False, seed=1)
 
     rollouts = Rollouts.gather(asyncio.run(run()).rollouts)
     assert rollouts.group.tolist() == [0, 0, 1, 1]

@@ -254,16 +254,16 @@ def test_what_was_kept_is_not_gone_on_with_where_routing_is_replayed(tmp_path: P
     anew.resume(tmp_path, state)
 
 
-def test_reads_the_folder_name_of_earlier_versions(tmp_path: Path) -> None:
+def test_refuses_partial_groups_of_earlier_versions(tmp_path: Path) -> None:
     run = Run(LOCAL, 1, LocalKVStore(), oversample=2.0)
     run.steps(1, 2)
     state = run.save(tmp_path)
     (tmp_path / "partial_groups").rename(tmp_path / "carried")
-    listed = tmp_path / manifest.FILE_NAME
-    listed.write_text(listed.read_text().replace("partial_groups/", "carried/"))
-    resumed = Run(LOCAL, 1, LocalKVStore())
-    resumed.resume(tmp_path, state)
-    assert resumed.ahead._num_partial_groups == run.ahead._num_partial_groups > 0
+    manifest_file = tmp_path / manifest.FILE_NAME
+    manifest_file.write_text(manifest_file.read_text().replace("partial_groups/", "carried/"))
+    (tmp_path / "carried/engine_00000.bin").write_text('{"groups": [], "arrays": []}\n')
+    with pytest.raises(ConfigError, match="carried/engine_00000.bin does not hold conversations of this program"):
+        Run(LOCAL, 1, LocalKVStore()).resume(tmp_path, state)
 
 
 def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:

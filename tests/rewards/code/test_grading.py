@@ -365,8 +365,8 @@ def test_what_an_answers_interpreter_may_say(said: str) -> None:
         created = 0
 
         async def interpreter(self, *_: Any, **__: Any) -> Any:
-            self.made += 1
-            return Session(said) if self.made == 2 else await super().interpreter()
+            self.created += 1
+            return Session(said) if self.created == 2 else await super().interpreter()
 
     async def half(_: Any) -> GradeResult:
         return await grade("x", parse_problem(["assert not abs(f(1) - 17) > 1e-6"]), Half())

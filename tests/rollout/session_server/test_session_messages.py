@@ -210,7 +210,7 @@ PIECE = LEAF | THING | st.lists(LEAF | THING, max_size=3)
 FIELDS = ["messages", "tools", "n", "max_tokens", "stop", "stream", "logprobs", "tool_choice", "temperature", "odd"]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.dictionaries(st.sampled_from(FIELDS), PIECE))
 def test_whatever_comes_is_read_or_refused(fields: dict[str, Any]) -> None:
     try:

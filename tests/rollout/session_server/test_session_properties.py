@@ -45,7 +45,7 @@ def behind(history: tuple[Any, ...], say: str) -> tuple[Any, ...]:
     return (*history, *results) if results else (*history, {"role": "user", "content": say[:1]})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(STEP, min_size=1, max_size=9), st.permutations(LINES), st.booleans())
 def test_each_sampled_token_is_an_action_once(steps: list[dict[str, Any]], lines: list[str], at_once: bool) -> None:
     policy = Numbered(*lines)
