@@ -21,7 +21,7 @@ pytestmark = pytest.mark.alone
 
 FAMILIES = {name: ChatTemplate(family.tokenizer()) for name, family in {**templates.PUBLISHED, **OTHER_FORMATS}.items()}
 FAMILIES |= {f"{name}, reasons": ChatTemplate(reasoning_tokenizer(family)) for name, family in REASONING.items()}
-GEMMA = ChatTemplate(templates.Published(templates.GEMMA, ("<eos>", "<end_of_turn>"), "", "", (), "", "").tokenizer())
+GEMMA = ChatTemplate(templates.ChatFormat(templates.GEMMA, ("<eos>", "<end_of_turn>"), "", "", (), "", "").tokenizer())
 
 USER: Message = {"role": "user", "content": "Go on."}
 SYSTEM: Message = {"role": "system", "content": "Be brief."}

@@ -129,7 +129,9 @@ TYPED: dict[str, Writer] = {
         + "]<|END_ACTION|>"
     ),
     "inkling": lambda name, arguments: (
-        f"<|message_model|>{name}<|content_invoke_tool_json|>{to_json({'name': name, 'args': arguments})}<|end_message|>"
+        f"<|message_model|>{name}<|content_invoke_tool_json|>"
+        + to_json({"name": name, "args": arguments})
+        + "<|end_message|>"
     ),
     "deepseekv3": named_json(
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
