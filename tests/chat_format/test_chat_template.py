@@ -1,3 +1,5 @@
+"""Prompts, turns, observations and control tokens of chat templates."""
+
 import json
 from pathlib import Path
 from typing import Any

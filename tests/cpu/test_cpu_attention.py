@@ -1,3 +1,5 @@
+"""The CPU attention that replaces SGLang's kernels."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""The CPU computation of a rank's local experts."""
+
 import torch
 from torch.nn.functional import silu
 

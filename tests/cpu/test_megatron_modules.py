@@ -1,3 +1,5 @@
+"""The packed attention of Megatron-Core on the CPU."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,3 +1,5 @@
+"""The check of the CUDA allocator's settings."""
+
 from __future__ import annotations
 
 import pytest

@@ -60,12 +60,12 @@ def test_repeated_loss_reports_start_one_background_restart() -> None:
 def test_late_loss_report_does_not_restart_a_restarted_engine() -> None:
     engine = FakeEngine("", "")
     restart = make_restart(engine)
-    events = []
+    errors = []
     for start in (1, 1, 2):
         restart.report_lost(EngineLost("died", f"start {start}", start_number=start))
         restart.wait()
-        events.append(str(restart.pop_error()))
-    assert engine.calls == ["restart"] * 2 and events == ["start 1", "None", "start 2"]
+        errors.append(str(restart.pop_error()))
+    assert engine.calls == ["restart"] * 2 and errors == ["start 1", "None", "start 2"]
     restart.close()
 
 

@@ -56,16 +56,16 @@ def assert_truncated_distribution(
     ordered, ids = probs.sort(-1, descending=True)
     before = ordered.cumsum(-1) - ordered
     sets = out.sampling_mask.ids.split(out.sampling_mask.counts.tolist())
-    for place, (mask, token) in enumerate(zip(sets, out.token_ids.tolist(), strict=True)):
-        p = ordered[place]
-        kept = (torch.arange(len(p)) < params.get("top_k", len(p))) & (before[place] <= params.get("top_p", 1.0))
+    for position, (mask, token) in enumerate(zip(sets, out.token_ids.tolist(), strict=True)):
+        p = ordered[position]
+        kept = (torch.arange(len(p)) < params.get("top_k", len(p))) & (before[position] <= params.get("top_p", 1.0))
         kept &= p >= params.get("min_p", 0.0) * p[0]
-        margins = torch.stack([before[place] - params.get("top_p", 1.0), p - params.get("min_p", 0.0) * p[0]]).abs()
+        margins = torch.stack([before[position] - params.get("top_p", 1.0), p - params.get("min_p", 0.0) * p[0]]).abs()
         if float(margins.min()) > 1e-6:
-            assert set(mask.tolist()) == set(ids[place][kept].tolist())
-        allowed = probs[place][mask.long()]
-        expected = (probs[place, token] / allowed.sum()).log()
-        assert abs(float(expected) - float(out.logprobs[place])) < 1e-5
+            assert set(mask.tolist()) == set(ids[position][kept].tolist())
+        allowed = probs[position][mask.long()]
+        expected = (probs[position, token] / allowed.sum()).log()
+        assert abs(float(expected) - float(out.logprobs[position])) < 1e-5
 
 
 @pytest.mark.parametrize(

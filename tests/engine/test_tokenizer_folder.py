@@ -1,3 +1,5 @@
+"""The tokenizer folder that an engine loads."""
+
 from __future__ import annotations
 
 from pathlib import Path

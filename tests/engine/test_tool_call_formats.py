@@ -90,35 +90,35 @@ def render_calls(chat: ChatTemplate, calls: Calls) -> str:
 
 
 def renders_calls(chat: ChatTemplate, form: Any) -> bool:
-    item = {"name": "calculator", "arguments": {"expression": "1"}}
+    calculation = {"name": "calculator", "arguments": {"expression": "1"}}
     turn = {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"id": format_call_id("calculator", 0), "type": "function", "function": item}],
+        "tool_calls": [{"id": format_call_id("calculator", 0), "type": "function", "function": calculation}],
     }
     try:
-        actual = chat.tokenizer.apply_chat_template([{"role": "user", "content": "x"}, form(turn)], tokenize=False)
+        rendered = chat.tokenizer.apply_chat_template([{"role": "user", "content": "x"}, form(turn)], tokenize=False)
     except Exception:
         return False
-    return "calculator" in actual
+    return "calculator" in rendered
 
 
 def make_cases(name: str) -> dict[str, tuple[str, Calls | None]]:
     """Return texts of a turn with the calls in them."""
     chat = load_chat(name)
     nested, lines = ("search_in", NESTED), ("search_in", LINES)
-    item = ("calculator", {"expression": "1+2"})
-    actual: dict[str, tuple[str, Calls | None]] = {
+    calculation = ("calculator", {"expression": "1+2"})
+    cases: dict[str, tuple[str, Calls | None]] = {
         "nested": (render_calls(chat, [nested]), [nested]),
         "lines": (render_calls(chat, [lines]), [lines]),
         "no arguments": (render_calls(chat, [("search_in", {})]), [("search_in", {})]),
     }
-    plain = render_calls(chat, [item])
+    plain = render_calls(chat, [calculation])
     if name not in ONE_CALL:
-        actual["several"] = (render_calls(chat, [nested, item, lines]), [nested, item, lines])
-        actual["text before"] = ("I look it up.\n" + plain, [item])
-        actual["half a character"] = ("\ufffd" + plain, [item])
-    return actual
+        cases["several"] = (render_calls(chat, [nested, calculation, lines]), [nested, calculation, lines])
+        cases["text before"] = ("I look it up.\n" + plain, [calculation])
+        cases["half a character"] = ("\ufffd" + plain, [calculation])
+    return cases
 
 
 BROKEN: dict[str, list[str]] = {
@@ -164,17 +164,17 @@ HALF_BROKEN: dict[str, tuple[str, str]] = {
 @pytest.fixture(scope="module")
 def parsed() -> dict[str, dict[str, tuple[ParsedResponse, Calls | None]]]:
     """Parse all cases in one process: by format and case, the response and the expected calls."""
-    events = {name: make_cases(name) for name in FORMATS}
-    events |= {
+    all_cases = {name: make_cases(name) for name in FORMATS}
+    all_cases |= {
         f"broken {parser}": {str(i): (text, None) for i, text in enumerate(texts)} for parser, texts in BROKEN.items()
     }
-    events |= {f"half {parser}": {"": ("".join(texts), None)} for parser, texts in HALF_BROKEN.items()}
-    parsers = {name: FORMATS[name].parser if name in FORMATS else name.split()[1] for name in events}
-    requests = [(parsers[name], text) for name, group in events.items() for text, _ in group.values()]
+    all_cases |= {f"half {parser}": {"": ("".join(texts), None)} for parser, texts in HALF_BROKEN.items()}
+    parsers = {name: FORMATS[name].parser if name in FORMATS else name.split()[1] for name in all_cases}
+    requests = [(parsers[name], text) for name, group in all_cases.items() for text, _ in group.values()]
     replies = iter(parse_texts(requests, SCHEMAS))
     return {
         name: {case: (next(replies), expected) for case, (_, expected) in group.items()}
-        for name, group in events.items()
+        for name, group in all_cases.items()
     }
 
 
@@ -304,10 +304,10 @@ def parsed_notes() -> dict[str, list[ParsedResponse]]:
     texts = {
         parser: [f"I see.\n{write('note', arguments)}" for arguments in ARGUMENTS] for parser, write in WRITERS.items()
     }
-    requests = [(parser, text) for parser, local in texts.items() for text in local]
+    requests = [(parser, text) for parser, texts_of_parser in texts.items() for text in texts_of_parser]
     requests += [(name.partition(",")[0], text) for name, text in DROPPED_CALLS.items()]
     replies = iter(parse_texts(requests, [NOTE_SCHEMA]))
-    return {parser: [next(replies) for _ in local] for parser, local in texts.items()} | {
+    return {parser: [next(replies) for _ in texts_of_parser] for parser, texts_of_parser in texts.items()} | {
         f"dropped {name}": [next(replies)] for name in DROPPED_CALLS
     }
 

@@ -1,3 +1,5 @@
+"""Parsed responses from the answers of SGLang's tool-call parsers."""
+
 import json
 from typing import Any
 

@@ -239,14 +239,14 @@ def test_closing_the_channel_ends_the_engines_wait() -> None:
 
 def test_follower_rank_does_not_wait_for_an_absent_engine() -> None:
     """It does not wait if the leading rank's engine never connected."""
-    events: list[str] = []
+    collected: list[str] = []
 
     def collect(payload: str) -> list[str]:
-        events.append(payload)
+        collected.append(payload)
         return ["", payload]  # the leading rank has no engine
 
     follower = WeightSender(None, collect, timeout=20.0)
     follower.open([make_bucket(0, 0), make_bucket(0, 0)])
     follower(make_bucket(0, 0), make_order(0, 0))
     follower.close()
-    assert follower.errors == [] and len(events) == 3
+    assert follower.errors == [] and len(collected) == 3

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import tempfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,9 @@ from megarl.config import RolloutConfig
 from megarl.engine.engine_protocol import EngineLost, Generation
 from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.environments.catalog import load_tools
-from megarl.rollout.partial_rollouts import PartialRollout
+from megarl.environments.process_sessions import EnvironmentPool
+from megarl.environments.protocol import ToolResult
+from megarl.rollout.partial_rollouts import PartialRollout, read_groups, write_groups
 from megarl.types import Ids, Prompt, Turn, as_token_ids
 
 TOKENIZER = tiny_models.tokenizer()
@@ -102,6 +106,24 @@ def begin_rollout(prompt: Prompt = PROMPT, seed: int = 0, chat: ChatTemplate = C
     return PartialRollout.begin(replace(prompt, token_ids=as_token_ids(chat.encode_prompt(prompt))), seed)
 
 
+def write_and_read(partial: PartialRollout) -> PartialRollout:
+    """Return the rollout as a file of partial groups keeps it."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_groups(Path(folder, "file"), [(partial,)])
+        return read_groups(Path(folder, "file"))[0][0]
+
+
+class InProcessCalculator(EnvironmentPool):
+    """A calculator in this process that answers after a random delay."""
+
+    def __init__(self) -> None:
+        super().__init__(CHAT.catalog, 60.0, 1)
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        await asyncio.sleep(random.random() * 0.002)
+        return ToolResult(str(len(arguments["expression"])), True)
+
+
 HEAD = list(ids("<|im_start|>assistant\n"))
 
 
@@ -142,9 +164,9 @@ class DeterministicPolicy:
                 finish = "abort"
                 break
         self.num_running -= 1
-        all_of_them = [*known, *tokens]
-        logprobs = [-hash_tokens(all_of_them[: len(known) + i + 1]) % 1000 / 1000 - 1 for i in range(len(tokens))]
-        routing = torch.arange(routed, len(all_of_them) - 1, dtype=torch.int16).view(-1, 1, 1)
+        full = [*known, *tokens]
+        logprobs = [-hash_tokens(full[: len(known) + i + 1]) % 1000 / 1000 - 1 for i in range(len(tokens))]
+        routing = torch.arange(routed, len(full) - 1, dtype=torch.int16).view(-1, 1, 1)
         return Generation(
             as_token_ids(tokens), np.array(logprobs, np.float32), finish, self.weight_version, routing=routing
         )  # type: ignore[arg-type]

@@ -181,11 +181,11 @@ def deepseek_v3(seed: int = 0, rope: bool = True, **changes: Any) -> PreTrainedM
 
 
 def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The tensors of a model's one layer of multi-token prediction, by HF's names; transformers has no such layer.
+    """Return the tensors of a model's multi-token-prediction layer, by HF's names; transformers has no such layer.
 
-    They are random, but eh_proj has an identity added where it reads the embedding, so that what the layer predicts
-    has to do with the token before, and the attention is strong enough to change it. Embedding and head are copies of
-    the model's, as HF's checkpoints have them.
+    They are random, except that an identity is added to eh_proj where it reads the embedding, so that predictions
+    depend on the previous token, and attention is strong enough to change them. Embedding and head are copies of the
+    model's, as in HF's checkpoints.
     """
     config, number, width = model.config, model.config.num_hidden_layers, model.config.hidden_size
     assert config.num_nextn_predict_layers == 1
@@ -198,7 +198,7 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     joint = torch.randn(width, 2 * width, generator=generator) / (2 * width) ** 0.5
     joint[:, :width] += 4 * torch.eye(width)
     norms = {name: 1 + 0.1 * torch.randn(width, generator=generator) for name in ("enorm", "hnorm", "shared_head.norm")}
-    local = {
+    own_tensors = {
         **{f"{name}.weight": tensor for name, tensor in norms.items()},
         "eh_proj.weight": joint,
         "embed_tokens.weight": model.model.embed_tokens.weight.detach().clone(),
@@ -207,7 +207,7 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     prefix = f"model.layers.{number}."
     layer[f"{prefix}self_attn.o_proj.weight"] *= 10
     return {name: tensor for name, tensor in layer.items() if name.startswith(prefix)} | {
-        prefix + name: tensor for name, tensor in local.items()
+        prefix + name: tensor for name, tensor in own_tensors.items()
     }
 
 
@@ -264,9 +264,9 @@ def glm4_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:
-    """Write the model, the tokenizer and the fields that SGLang reads besides those that transformers writes.
+    """Write the model, the tokenizer, and config fields that SGLang reads but transformers does not write.
 
-    Where its config has num_nextn_predict_layers=1, which transformers only keeps, `mtp_tensors` are written, too.
+    If the config has num_nextn_predict_layers=1, which transformers ignores, also write `mtp_tensors`.
     """
     model.save_pretrained(folder)
     if getattr(model.config, "num_nextn_predict_layers", 0):

@@ -13,19 +13,19 @@ from megarl.rollout.group_queue import GroupQueue
 def main() -> None:
     job = ranks.initialize(ParallelConfig(world_size=2)).job
     queue = GroupQueue(200, job.world, KVStore(), "step")
-    claimed, places = [], []
+    claimed, completion_order = [], []
     while (number := queue.claim()) is not None:
         claimed.append(number)
-        places.append(queue.mark_complete())
+        completion_order.append(queue.mark_complete())
     queue.return_group(b"abc" if job.rank else bytes(9 << 20))
     ranks.barrier()
     returned = queue.claim_returned()
     ranks.barrier()
     result = {
         "claimed": claimed,
-        "places": places,
+        "completion_order": completion_order,
         "finished": queue.count_complete(),
-        "left": queue.count_unclaimed(),
+        "unclaimed": queue.count_unclaimed(),
         "returned": [len(returned)],
     }
     print("RESULT", json.dumps(result), flush=True)

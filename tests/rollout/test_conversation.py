@@ -62,17 +62,17 @@ def test_aborts_engine_requests_and_checks_other_engines_meanwhile(
 
 
 def test_reports_a_lost_engine_at_once_and_sends_it_no_more_requests(tmp_path: Path) -> None:
-    engine, events = fake_engine(tmp_path), []
+    engine, losses = fake_engine(tmp_path), []
 
     def check_runs(start: int) -> None:
         raise EngineLost("died", "engine 0 is not running")
 
     engine.check_running, queue = check_runs, GroupQueue(2)
-    runner = RolloutRunner(engine, CHAT, CONFIG, on_engine_lost=events.append)
+    runner = RolloutRunner(engine, CHAT, CONFIG, on_engine_lost=losses.append)
     result = runner.generate([PROMPT, PROMPT], queue=queue, samples=2)
     runner.close()
     assert result.rollouts == [] and result.engine_loss is not None and result.engine_loss.fault == "died"
-    assert events and {str(item) for item in events} == {"engine 0 is not running"}
+    assert losses and {str(item) for item in losses} == {"engine 0 is not running"}
     assert queue.count_unclaimed() == 2
 
 
@@ -104,8 +104,8 @@ def test_evaluation_uses_its_own_sampling_keys(monkeypatch: pytest.MonkeyPatch, 
         return GenerationResult([], [])
 
     monkeypatch.setattr(rollout_context, "gather_rollouts", only_look)
-    for local in ({}, {"eval_top_p": 0.7}, {"eval_temperature": 0.6, "eval_top_p": 1.0}):
-        runner = RolloutRunner(fake_engine(tmp_path), CHAT, replace(CONFIG, top_k=20, top_p=0.9, **local))
+    for settings in ({}, {"eval_top_p": 0.7}, {"eval_temperature": 0.6, "eval_top_p": 1.0}):
+        runner = RolloutRunner(fake_engine(tmp_path), CHAT, replace(CONFIG, top_k=20, top_p=0.9, **settings))
         for held_out in (False, True):
             runner.generate([], held_out=held_out)
         runner.close()
@@ -157,14 +157,14 @@ def test_generation_continues_through_a_weight_sync_and_records_versions(
     config = replace(CONFIG, concurrency=2, max_turns=1)
     runner = with_policies(monkeypatch, RolloutRunner(engine, CHAT, config), DeterministicPolicy(pause=0), policy)
     undisturbed = runner.generate(PROMPTS, samples=1).rollouts
-    under_way = runner.start_generation(PROMPTS, samples=1)
+    future = runner.start_generation(PROMPTS, samples=1)
     wait_until(lambda: policy.num_written > 3)
     runner.pause(mode)
-    assert not under_way.done()
+    assert not future.done()
     assert engine_calls == (["pause"] if mode == "in_place" else []) and (mode == "in_place" or policy.num_running == 0)
     engine.weight_version = 1
     runner.resume()
-    rollouts = under_way.result().rollouts
+    rollouts = future.result().rollouts
     runner.close()
     assert [item.token_ids.tolist() for item in rollouts] == [item.token_ids.tolist() for item in undisturbed]
     result = [[version for version, _ in item.version_spans] for item in rollouts]
@@ -190,10 +190,10 @@ def test_background_generation_survives_an_abort_on_its_engine(monkeypatch: pyte
         policy,
         FailingPolicy(RequestFailed("odd")),
     )
-    under_way = runner.start_generation(PROMPTS, samples=1)
+    future = runner.start_generation(PROMPTS, samples=1)
     wait_until(lambda: policy.num_written > 3)
     assert [item.status for item in runner.generate([PROMPT], samples=1).rollouts] == ["aborted"]
-    assert "aborted" not in [item.status for item in under_way.result().rollouts]
+    assert "aborted" not in [item.status for item in future.result().rollouts]
     runner.close()
     assert dropped == [0]
 

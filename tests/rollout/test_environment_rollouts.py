@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import CONFIG, END, TOKENIZER, ScriptedPolicy, ids, make_generation, parse
+from scripted import CONFIG, END, TOKENIZER, ScriptedPolicy, ids, make_generation, parse, write_and_read
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
@@ -20,7 +18,7 @@ from megarl.environments.catalog import load_catalog
 from megarl.environments.process_sessions import EnvironmentPool
 from megarl.rollout.conversation import RolloutContext, run_conversation
 from megarl.rollout.group_queue import GroupQueue
-from megarl.rollout.partial_rollouts import PartialRollout, read_groups, write_groups
+from megarl.rollout.partial_rollouts import PartialRollout
 from megarl.rollout.scheduler import gather_rollouts
 from megarl.types import Prompt, Reward, RewardFailure, Rollouts
 
@@ -164,9 +162,9 @@ def test_halt_during_a_tool_call_does_not_repeat_the_call() -> None:
     assert middle.status is None and middle.session is not None and middle.tool_calls == 1
     read = write_and_read(middle)
     assert read.session is None and read.original_prompt == middle.original_prompt and read.prompt == middle.prompt
-    again, policy = converse(read, "62")
+    resumed, policy = converse(read, "62")
     assert policy.requests[0][0] == middle.turns[0].token_ids.tolist()
-    assert again.env_reward == Reward(1.0, {"tries": 0.0}, (-0.01,))
+    assert resumed.env_reward == Reward(1.0, {"tries": 0.0}, (-0.01,))
 
 
 def test_halt_does_not_wait_for_a_reset() -> None:
@@ -174,21 +172,15 @@ def test_halt_does_not_wait_for_a_reset() -> None:
         async with aclosing(EnvironmentPool(CATALOG, 60.0, 2)) as sessions:
             halt = asyncio.Event()
             context = RolloutContext(CHAT, sessions, parse, CONFIG, halt)
-            work = asyncio.create_task(
+            running = asyncio.create_task(
                 run_conversation(begin_rollout(prompt("reset hang", "Odd")), ScriptedPolicy("x"), context, {})
             )
             await asyncio.sleep(0.2)
             halt.set()
-            return await asyncio.wait_for(work, 60.0)
+            return await asyncio.wait_for(running, 60.0)
 
     stopped = asyncio.run(run())
     assert stopped.status is None and stopped.session is None and len(stopped.turns) == 1
-
-
-def write_and_read(partial: PartialRollout) -> PartialRollout:
-    with tempfile.TemporaryDirectory() as folder:
-        write_groups(Path(folder, "file"), [(partial,)])
-        return read_groups(Path(folder, "file"))[0][0]
 
 
 @pytest.mark.parametrize("verdict", [None, RewardFailure("why"), Reward(1.0, {"a": 2.0}, (0.5,))])

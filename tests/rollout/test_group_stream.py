@@ -11,11 +11,9 @@ from functools import cache
 from typing import Any
 
 import pytest
-from scripted import CHAT, CONFIG, PROMPT, DeterministicPolicy, begin_rollout, parse
+from scripted import CHAT, CONFIG, PROMPT, DeterministicPolicy, InProcessCalculator, begin_rollout, parse
 
 from megarl.config import OnWeightSync
-from megarl.environments.process_sessions import EnvironmentPool
-from megarl.environments.protocol import ToolResult
 from megarl.rollout.conversation import RolloutContext, run_conversation
 from megarl.rollout.group_queue import UNLIMITED, GroupQueue, LocalKVStore
 from megarl.rollout.group_stream import GroupStream
@@ -32,19 +30,8 @@ STEPS_PROMPTS = [
 ]
 
 
-class Calculator(EnvironmentPool):
-    """A calculator in this process that answers after a random delay."""
-
-    def __init__(self) -> None:
-        super().__init__(CHAT.catalog, 60.0, 1)
-
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        await asyncio.sleep(random.random() * 0.002)
-        return ToolResult(str(len(arguments["expression"])), True)
-
-
 def make_context() -> RolloutContext:
-    return RolloutContext(CHAT, Calculator(), parse, replace(CONFIG, max_turns=4, concurrency=6))
+    return RolloutContext(CHAT, InProcessCalculator(), parse, replace(CONFIG, max_turns=4, concurrency=6))
 
 
 @cache

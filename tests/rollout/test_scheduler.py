@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from scripted import (
     PROMPT,
     DeterministicPolicy,
     FailingPolicy,
+    InProcessCalculator,
     ScriptedPolicy,
     begin_rollout,
     call,
@@ -24,7 +24,6 @@ from scripted import (
 )
 
 from megarl.engine.engine_protocol import EngineLost, Generation, RequestFailed
-from megarl.environments.process_sessions import EnvironmentPool
 from megarl.environments.protocol import ToolResult
 from megarl.rollout.aborted import TooManyAborted
 from megarl.rollout.conversation import RolloutContext, derive_seed, run_conversation
@@ -34,17 +33,6 @@ from megarl.rollout.scheduler import GenerationResult, Group, gather_rollouts
 from megarl.types import Ids, Prompt, Rollout
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
-
-
-class Calculator(EnvironmentPool):
-    """A calculator in this process that answers after a random delay."""
-
-    def __init__(self) -> None:
-        super().__init__(CHAT.catalog, 60.0, 1)
-
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        await asyncio.sleep(random.random() * 0.002)
-        return ToolResult(str(len(arguments["expression"])), True)
 
 
 def gather(
@@ -63,7 +51,7 @@ def gather(
             prompts,
             GroupQueue(len(prompts)),
             script,
-            RolloutContext(CHAT, Calculator(), parse, replace(CONFIG, **config)),
+            RolloutContext(CHAT, InProcessCalculator(), parse, replace(CONFIG, **config)),
             samples=samples,
             greedy=False,
             seed=seed,
@@ -138,7 +126,7 @@ PROMPTS = [replace(PROMPT, id=str(i), messages=({"role": "user", "content": f"{i
 
 
 def make_context(**config: Any) -> RolloutContext:
-    return RolloutContext(CHAT, Calculator(), parse, replace(CONFIG, max_turns=4, **config))
+    return RolloutContext(CHAT, InProcessCalculator(), parse, replace(CONFIG, max_turns=4, **config))
 
 
 def gather_on_engines(
@@ -155,7 +143,7 @@ def gather_on_engines(
         engines = [
             gather_rollouts(
                 prompts,
-                local,
+                queue,
                 policy,
                 make_context(**config),
                 samples=2,
@@ -165,7 +153,7 @@ def gather_on_engines(
                 partial_groups=partial_groups[number] if partial_groups else (),
                 version=policy.weight_version,
             )
-            for number, (policy, local) in enumerate(zip(policies, queues, strict=True))
+            for number, (policy, queue) in enumerate(zip(policies, queues, strict=True))
         ]
         return await asyncio.gather(*engines, return_exceptions=True)
 
@@ -218,8 +206,10 @@ def gather_until_complete(
     while any(out.engine_loss for out in result):
         if not (queues[0].count_unclaimed() if num_needed is None else queues[0].count_complete() < num_needed):
             break
-        again = [DeterministicPolicy(policy.weight_version) for policy in policies]
-        more = raise_failures(gather_on_engines(again, prompts, queues, num_needed, [()] * len(policies), **config))
+        replacements = [DeterministicPolicy(policy.weight_version) for policy in policies]
+        more = raise_failures(
+            gather_on_engines(replacements, prompts, queues, num_needed, [()] * len(policies), **config)
+        )
         result = [item.merge(other) for item, other in zip(result, more, strict=True)]
     return result
 
@@ -255,12 +245,12 @@ def test_other_engines_finish_the_groups_of_a_lost_engine() -> None:
 
 def test_restarted_engine_redoes_only_lost_conversations() -> None:
     """The only engine, lost twice, does not repeat finished conversations."""
-    queues, events, result = make_queues(6, 1), [], None
+    queues, finished, result = make_queues(6, 1), [], None
     for policy in (DeterministicPolicy(dies_after=70), DeterministicPolicy(dies_after=70), DeterministicPolicy()):
 
         async def gather_with(policy: DeterministicPolicy) -> GenerationResult:
             context = replace(
-                make_context(), on_rollout_finished=lambda rollout: events.append((rollout.prompt.id, rollout.seed))
+                make_context(), on_rollout_finished=lambda rollout: finished.append((rollout.prompt.id, rollout.seed))
             )
             options: dict[str, Any] = {"samples": 2, "greedy": False, "seed": 7}
             return await gather_rollouts(PROMPTS[:6], queues[0], policy, context, **options)
@@ -269,19 +259,19 @@ def test_restarted_engine_redoes_only_lost_conversations() -> None:
         result = out if result is None else result.merge(out)
     assert result is not None and result.engine_loss is None and 0 < result.num_interrupted == result.num_restarted
     assert_complete(result.rollouts, PROMPTS[:6])
-    assert sorted(events) == sorted((item.prompt.id, item.seed) for item in result.rollouts)
+    assert sorted(finished) == sorted((item.prompt.id, item.seed) for item in result.rollouts)
 
 
 def test_watch_that_reports_a_hang_loses_the_engine() -> None:
-    script, events = FailingPolicy("1", None, None, None), []
+    script, finished = FailingPolicy("1", None, None, None), []
 
     async def hangs() -> None:
-        while len(script.requests) < 4 or not events:
+        while len(script.requests) < 4 or not finished:
             await asyncio.sleep(0.01)
         raise EngineLost("hangs", "engine 0 sent no heartbeat")
 
     async def run() -> GenerationResult:
-        context = replace(make_context(), on_rollout_finished=events.append)
+        context = replace(make_context(), on_rollout_finished=finished.append)
         options: dict[str, Any] = {"samples": 2, "greedy": False, "seed": 7, "watch": hangs}
         return await gather_rollouts(PROMPTS[:2], queue, script, context, **options)
 
@@ -293,9 +283,9 @@ def test_watch_that_reports_a_hang_loses_the_engine() -> None:
         and out.rollouts == []
         and out.num_interrupted == 3
     )
-    back = [queue.claim_returned(), queue.claim_returned()]
-    assert queue.claim_returned() is None and sorted(item.number for item in back) == [0, 1]
-    assert sorted(item.status or "" for group in back for item in group.group) == ["", "", "", "stop"]
+    returned = [queue.claim_returned(), queue.claim_returned()]
+    assert queue.claim_returned() is None and sorted(item.number for item in returned) == [0, 1]
+    assert sorted(item.status or "" for group in returned for item in group.group) == ["", "", "", "stop"]
 
 
 @pytest.mark.parametrize("dies_after", [5, 60, 150, 220])
@@ -304,22 +294,24 @@ def test_lost_engine_with_oversampling_and_partial_groups(dies_after: int) -> No
     num_needed, num_started = 6, 9
     remaining, partial_groups, done = list(PROMPTS[:30]), [[], []], []
     for step in range(20):
-        retained = sum(map(len, partial_groups))
-        fresh = remaining[: num_started - retained]
-        wanted = min(num_needed, retained + len(fresh))
-        queues = make_queues(len(fresh), 2, retained)
+        num_partial = sum(map(len, partial_groups))
+        new_prompts = remaining[: num_started - num_partial]
+        num_expected = min(num_needed, num_partial + len(new_prompts))
+        queues = make_queues(len(new_prompts), 2, num_partial)
         policies = [
             DeterministicPolicy(step, 0.001, dies_after=dies_after if step in (0, 2) else -1),
             DeterministicPolicy(step, 0.003),
         ]
-        outcomes = gather_until_complete(policies, fresh, queues, wanted, partial_groups, max_staleness=100)
+        outcomes = gather_until_complete(policies, new_prompts, queues, num_expected, partial_groups, max_staleness=100)
         remaining = remaining[queues[0].count_claimed() :]
         rollouts = sort_by_group(outcomes)
-        assert sorted({item.group for item in rollouts}) == list(range(wanted)) and len(rollouts) == 2 * wanted
+        assert (
+            sorted({item.group for item in rollouts}) == list(range(num_expected)) and len(rollouts) == 2 * num_expected
+        )
         done += rollouts
         partial_groups = [out.partials for out in outcomes]
-        while (back := queues[0].claim_returned()) is not None:
-            partial_groups[0].append(back.group)
+        while (returned := queues[0].claim_returned()) is not None:
+            partial_groups[0].append(returned.group)
         if not remaining and not any(partial_groups):
             break
     assert sorted(rollout.prompt.id for rollout in done) == sorted(prompt.id for prompt in PROMPTS[:30] for _ in "ab")
@@ -337,7 +329,7 @@ def test_engine_serves_another_conversation_while_a_tool_runs() -> None:
     """One slot; the tool of the first conversation returns once another conversation has ended."""
     other_ended = asyncio.Event()
 
-    class WaitingCalculator(Calculator):
+    class WaitingCalculator(InProcessCalculator):
         async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
             await asyncio.wait_for(other_ended.wait(), 60.0)
             return ToolResult("3", True)
@@ -363,7 +355,7 @@ def test_engine_serves_another_conversation_while_a_tool_runs() -> None:
 def test_starts_at_most_twice_concurrency_conversations() -> None:
     """All tools hang, so the engine's slots stay free."""
 
-    class HangingCalculator(Calculator):
+    class HangingCalculator(InProcessCalculator):
         num_begun = 0
 
         async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
@@ -394,16 +386,21 @@ def test_stops_and_resumes_surplus_groups_with_oversampling() -> None:
     engines, num_needed, num_started = 3, 6, 9
     remaining, partial_groups, done, num_stale = list(PROMPTS[:34]), [[] for _ in range(engines)], [], 0
     for step in range(20):
-        retained = sum(map(len, partial_groups))
-        fresh = remaining[: num_started - retained]
-        wanted = min(num_needed, retained + len(fresh))
-        queues = make_queues(len(fresh), engines, retained)
+        num_partial = sum(map(len, partial_groups))
+        new_prompts = remaining[: num_started - num_partial]
+        num_expected = min(num_needed, num_partial + len(new_prompts))
+        queues = make_queues(len(new_prompts), engines, num_partial)
         policies = [DeterministicPolicy(step, pause=0.003) for _ in range(engines)]
-        outcomes = raise_failures(gather_on_engines(policies, fresh, queues, wanted, partial_groups, max_staleness=100))
+        outcomes = raise_failures(
+            gather_on_engines(policies, new_prompts, queues, num_expected, partial_groups, max_staleness=100)
+        )
         remaining = remaining[queues[0].count_claimed() :]
         rollouts = [rollout for out in outcomes for rollout in out.rollouts]
         # Exactly the needed groups, numbered in order of completion.
-        assert sorted({rollout.group for rollout in rollouts}) == list(range(wanted)) and len(rollouts) == 2 * wanted
+        assert (
+            sorted({rollout.group for rollout in rollouts}) == list(range(num_expected))
+            and len(rollouts) == 2 * num_expected
+        )
         done += rollouts
         partial_groups = [out.partials for out in outcomes]
         num_stale += sum(out.num_stale for out in outcomes)

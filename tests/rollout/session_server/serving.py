@@ -95,13 +95,13 @@ class NumberedPolicy:
         written = [*self.ids(line.removesuffix("...")), *(() if cut else (END,))][: params["max_new_tokens"]]
         first = self.tokens + 1
         self.tokens += len(written)
-        places = torch.arange(routed, len(known) + len(written) - 1, dtype=torch.int16)
+        positions = torch.arange(routed, len(known) + len(written) - 1, dtype=torch.int16)
         generation = Generation(
             as_token_ids(written),
             -np.arange(first, first + len(written), dtype=np.float32),
             "stop" if written[-1] == END else "length",
             number,
-            routing=torch.stack([places, torch.full_like(places, number)], dim=1)[:, None],
+            routing=torch.stack([positions, torch.full_like(positions, number)], dim=1)[:, None],
         )
         self.calls.append((known, params, routed, generation))
         await asyncio.sleep(0)

@@ -85,13 +85,13 @@ def test_invalid_bodies_are_rejected(body: bytes, message: str, param: str | Non
 
 def test_invalid_headers_and_compressed_bodies_are_rejected() -> None:
     async def test(session: ServedSession) -> None:
-        local = f"Bearer {session.recording.key}".encode()
+        authorization = f"Bearer {session.recording.key}".encode()
         url = f"{session.recording.base_url}/chat/completions"
         async with httpx.AsyncClient(timeout=60) as client:
             answer = await client.post(url, content=b"{}", headers={"Authorization": b"Bearer \xff\xfe"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
             for body in (b"nonsense", gzip.compress(b"{}")):
-                headers = {"Authorization": local, "Content-Encoding": b"gzip"}
+                headers = {"Authorization": authorization, "Content-Encoding": b"gzip"}
                 answer = await client.post(url, content=body, headers=headers)
                 assert answer.status_code == 400
                 assert "has the encoding 'gzip'; send it unencoded" in answer.json()["error"]["message"]
@@ -215,10 +215,10 @@ def test_closed_session_rejects_located_requests() -> None:
         lines: Any = (None,)
         async with serve_session(FailingPolicy(*lines)) as session:
             request = CompletionRequest(tuple(QUESTION))
-            place = session.recording.locate_request(request)
+            location = session.recording.locate_request(request)
             await session.server.close(session.recording)
             with pytest.raises(RequestRefused, match="the session is closed"):
-                await session.recording.run_request(lambda: session.recording.answer(request, place))
+                await session.recording.run_request(lambda: session.recording.answer(request, location))
 
     asyncio.run(asyncio.wait_for(run(), 240))
 

@@ -47,8 +47,8 @@ def test_records_the_tokens_of_a_response() -> None:
 
 def test_continues_a_conversation_by_its_token_ids() -> None:
     """The tokens that the policy sampled, a call with odd spaces, are not rendered again."""
-    odd = '<tool_call>{"arguments": {"expression":   "1+2"}, "name": "calculator"}</tool_call>'
-    policy = NumberedPolicy(odd, "It is 3", "Yes")
+    odd_call = '<tool_call>{"arguments": {"expression":   "1+2"}, "name": "calculator"}</tool_call>'
+    policy = NumberedPolicy(odd_call, "It is 3", "Yes")
 
     async def test(session: ServedSession) -> None:
         messages: list[Any] = [*QUESTION]
@@ -68,7 +68,7 @@ def test_continues_a_conversation_by_its_token_ids() -> None:
         (branch,) = session.recording.collect_branches()
         texts = session.texts()[0]
         assert texts[1:] == [
-            f"*{odd}<|im_end|>",
+            f"*{odd_call}<|im_end|>",
             "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
             "*It is 3<|im_end|>",
             "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n",
@@ -82,7 +82,7 @@ def test_continues_a_conversation_by_its_token_ids() -> None:
             *(len(known) - 1 for known in _contexts_after_requests(policy)[:-1]),
         ]
         assert requested[2] == branch.token_ids.tolist()[: len(requested[2])]
-        record = [place for part in branch.routing for place in part[:, 0, 0].tolist()]
+        record = [position for part in branch.routing for position in part[:, 0, 0].tolist()]
         assert record == list(range(branch.num_tokens - 1))
         await session.server.close(session.recording)
         metrics = session.server.metrics

@@ -87,10 +87,10 @@ def test_session_equals_direct_engine_requests(running: RunningEngine) -> None:
             known, routed = chat.encode_prompt(PROMPT), 0
             chat.texts.clear()
             replies = []
-            for words in ("Sure?", "And 2+2?", "Bye"):
+            for question in ("Sure?", "And 2+2?", "Bye"):
                 answer = await openai_client.chat.completions.create(model="policy", messages=messages)
                 replies.append(answer.choices[0].message.content or "")
-                messages += [answer.choices[0].message, {"role": "user", "content": words}]
+                messages += [answer.choices[0].message, {"role": "user", "content": question}]
                 contexts.append(list(known))
                 (branch,) = recording.collect_branches()
                 known = branch.token_ids.tolist()
@@ -144,8 +144,8 @@ def test_records_sampled_logprobs_bitwise(running: RunningEngine) -> None:
         for branch in branches:
             assert torch.cat(branch.routing).shape == (branch.num_tokens - 1, 2, 2)
         for choice in answer.choices:
-            events = np.float32([item.logprob for item in choice.logprobs.content])  # type: ignore[union-attr]
-            assert events.tobytes() in result
+            logprobs = np.float32([item.logprob for item in choice.logprobs.content])  # type: ignore[union-attr]
+            assert logprobs.tobytes() in result
 
     run_with_engine(running, test)
 

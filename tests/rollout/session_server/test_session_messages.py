@@ -1,3 +1,5 @@
+"""Normalized messages, tools and request fields of the session server."""
+
 from __future__ import annotations
 
 import json

@@ -88,11 +88,11 @@ def test_each_sampled_token_is_an_action_once(steps: list[dict[str, Any]], lines
                     and turn.weight_version == generation.weight_version
                 )
             at += len(turn.token_ids)
-        places = [place for part in branch.routing for place in part[:, 0, 0].tolist()]
-        assert places == list(range(branch.num_tokens - 1))
+        positions = [position for part in branch.routing for position in part[:, 0, 0].tolist()]
+        assert positions == list(range(branch.num_tokens - 1))
         requests = [number for part in branch.routing for number in part[:, 0, 1].tolist()]
-        local = [number for number in range(len(policy.calls)) if number in requests]
-        for number in local:  # each request recorded the tokens that earlier requests on its path had not
+        own_requests = [number for number in range(len(policy.calls)) if number in requests]
+        for number in own_requests:  # each request recorded the tokens that earlier requests on its path had not
             known, _, routed, generation = policy.calls[number]
             assert full[: len(known)] == known
             assert [at for at, by in enumerate(requests) if by == number] == list(

@@ -54,10 +54,14 @@ class ReasoningPolicy(NumberedPolicy):
 @pytest.mark.parametrize(("template", "opening"), [(QWEN3, ""), (R1, "<think>\n")])
 def test_drops_reasoning_by_token_ids_after_the_next_question(template: str, opening: str) -> None:
     chat = load_chat(template)
-    local = "" if opening else "<think>\n"
-    odd = f"{local}I   add\n</think>\n\n{call('1+2')}"
+    opened_by_policy = "" if opening else "<think>\n"
+    odd_call = f"{opened_by_policy}I   add\n</think>\n\n{call('1+2')}"
     policy = ReasoningPolicy(
-        chat, odd, f"{local}fine</think>\n\nIt is 3", f"{local}sure\n</think>\n\nYes", f"{local}hm</think>Bye"
+        chat,
+        odd_call,
+        f"{opened_by_policy}fine</think>\n\nIt is 3",
+        f"{opened_by_policy}sure\n</think>\n\nYes",
+        f"{opened_by_policy}hm</think>Bye",
     )
 
     async def test(session: ServedSession) -> None:
@@ -88,21 +92,21 @@ def test_drops_reasoning_by_token_ids_after_the_next_question(template: str, ope
         rendered_call = f"{call('1+2')}<|im_end|>"
         assert texts[0] == [
             f"{question}{opening}",
-            f"*{odd}<|im_end|>",
+            f"*{odd_call}<|im_end|>",
             f"{result}{head}{opening}",
-            f"*{local}fine</think>\n\nIt is 3<|im_end|>",
+            f"*{opened_by_policy}fine</think>\n\nIt is 3<|im_end|>",
         ]
         without = f"{question}{rendered_call}{result}{head}It is 3<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n{head}"
-        assert texts[1] == [f"{without}{opening}", f"*{local}sure\n</think>\n\nYes<|im_end|>"]
+        assert texts[1] == [f"{without}{opening}", f"*{opened_by_policy}sure\n</think>\n\nYes<|im_end|>"]
         last = f"{without}Yes<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n{head}"
-        assert texts[2] == [f"{last}{opening}", f"*{local}hm</think>Bye<|im_end|>"]
-        words = ["What is 1+2?", "", "3", "It is 3", "Sure?", "Yes"]
-        assert [message["content"] for message in second.messages] == words
-        # The ids of the first response after its reasoning, as sampled.
-        retained = first.turns[1].token_ids.tolist()
-        retained = retained[len(retained) - len(policy.ids(rendered_call)) :]
-        events = second.turns[0].token_ids.tolist()
-        assert any(events[at : at + len(retained)] == retained for at in range(len(events)))
+        assert texts[2] == [f"{last}{opening}", f"*{opened_by_policy}hm</think>Bye<|im_end|>"]
+        contents = ["What is 1+2?", "", "3", "It is 3", "Sure?", "Yes"]
+        assert [message["content"] for message in second.messages] == contents
+        # The second branch repeats the ids of the first response after its reasoning, as sampled.
+        content_ids = first.turns[1].token_ids.tolist()
+        content_ids = content_ids[len(content_ids) - len(policy.ids(rendered_call)) :]
+        second_ids = second.turns[0].token_ids.tolist()
+        assert any(second_ids[at : at + len(content_ids)] == content_ids for at in range(len(second_ids)))
         assert [part.shape[0] for part in second.routing] == [second.num_tokens - 1]
         assert sum(item.to_rollout(0).num_actions for item in (first, second, third)) == policy.tokens
 

@@ -22,9 +22,9 @@ def user(content: str) -> Message:
 
 
 def make_choice(content: str, *tokens: int, routed: int, prompt_length: int, **fields: object) -> Choice:
-    places = torch.arange(routed, prompt_length + len(tokens) - 1, dtype=torch.uint8)[:, None, None]
+    positions = torch.arange(routed, prompt_length + len(tokens) - 1, dtype=torch.uint8)[:, None, None]
     values = -np.array(tokens, np.float32)
-    generation = Generation(as_token_ids(tokens), values, "stop", 7, routing=places, cached=routed, **fields)  # type: ignore[arg-type]
+    generation = Generation(as_token_ids(tokens), values, "stop", 7, routing=positions, cached=routed, **fields)  # type: ignore[arg-type]
     return Choice({"role": "assistant", "content": content}, "stop", generation)
 
 
