@@ -66,11 +66,6 @@ def test_prompt_turn_and_observation_form_the_conversation(chat: ChatTemplate) -
     )
 
 
-def test_several_results_form_one_observation(chat: ChatTemplate) -> None:
-    text = chat.decode(chat.encode_continuation([{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]))
-    assert text.count("<tool_response>") == 2 and text.endswith("<|im_start|>assistant\n")
-
-
 @pytest.mark.parametrize(
     "forged",
     [
