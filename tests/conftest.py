@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 
 if TYPE_CHECKING:
-    from engines import Running
+    from engines import RunningEngine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests/helpers")]  # what tests of several folders share
@@ -41,30 +41,30 @@ def host() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def qwen3_moe(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def qwen3_moe(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     import engines
     import tiny_models
 
-    with engines.start(host, tiny_models.qwen3_moe(), tmp_path_factory.mktemp("qwen3_moe")) as running:
+    with engines.start_engine(host, tiny_models.qwen3_moe(), tmp_path_factory.mktemp("qwen3_moe")) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def deepseek_v3(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def deepseek_v3(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     import engines
     import tiny_models
 
-    with engines.start(host, tiny_models.deepseek_v3(), tmp_path_factory.mktemp("deepseek_v3")) as running:
+    with engines.start_engine(host, tiny_models.deepseek_v3(), tmp_path_factory.mktemp("deepseek_v3")) as running:
         yield running
 
 
 @pytest.fixture
-def qwen3_moe_split(host: str, tmp_path: Path) -> Iterator[Running]:
+def qwen3_moe_split(host: str, tmp_path: Path) -> Iterator[RunningEngine]:
     """Two tensor parallel ranks, each with half of the experts."""
     import engines
     import tiny_models
 
-    with engines.start(host, tiny_models.qwen3_moe(), tmp_path, tp=2, ep=2) as running:
+    with engines.start_engine(host, tiny_models.qwen3_moe(), tmp_path, tp=2, ep=2) as running:
         yield running
 
 

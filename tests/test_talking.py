@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from scripted import CHAT, CONFIG, TOKENIZER, Fails, Script, call, parse
+from scripted import CHAT, CONFIG, TOKENIZER, FailingPolicy, ScriptedPolicy, call, parse
 
 from megarl.chat import ChatConversation, IncrementalDetokenizer, describe_tools, printable
 from megarl.chat_format.chat_template import ChatTemplate
@@ -57,7 +57,7 @@ def talk(
 
 
 def test_lines_with_a_tool_and_a_new_beginning() -> None:
-    policy = Script(call("1+2"), "It is 3.", "Yes.", "Who?")
+    policy = ScriptedPolicy(call("1+2"), "It is 3.", "Yes.", "Who?")
 
     async def script(conversation: ChatConversation) -> None:
         assert await conversation.send("What is 1+2?", policy, parse) == ""
@@ -71,13 +71,13 @@ def test_lines_with_a_tool_and_a_new_beginning() -> None:
 
     screen = talk(script)
     assert screen.shown == [call("1+2"), "[calculator] 3", "It is 3.", "Yes.", "Who?", ""]
-    second = TOKENIZER.decode(policy.asked[2][0])
+    second = TOKENIZER.decode(policy.requests[2][0])
     assert "It is 3.<|im_end|>" in second and second.rstrip().endswith("Sure?<|im_end|>\n<|im_start|>assistant")
-    assert "Sure?" not in TOKENIZER.decode(policy.asked[3][0])
+    assert "Sure?" not in TOKENIZER.decode(policy.requests[3][0])
 
 
 def test_the_same_call_in_a_later_line_is_made_again() -> None:
-    policy = Script(call("1+2"), "3", call("2+2"), "4")
+    policy = ScriptedPolicy(call("1+2"), "3", call("2+2"), "4")
 
     async def script(conversation: ChatConversation) -> None:
         await conversation.send("1+2?", policy, parse)
@@ -90,7 +90,7 @@ def test_an_environment_lasts_from_line_to_line() -> None:
     known = load_catalog(dataclasses.replace(CONFIG, environments=(GUESS,)))
     chat = ChatTemplate(TOKENIZER, known.tools, environments=known.environments)
     guess = '<tool_call>\n{{"name": "guess", "arguments": {{"number": {}}}}}\n</tool_call>'
-    policy = Script(guess.format(50), "Lower?", guess.format(17), "Done.", guess.format(1), "Again.")
+    policy = ScriptedPolicy(guess.format(50), "Lower?", guess.format(17), "Done.", guess.format(1), "Again.")
 
     async def script(conversation: ChatConversation) -> None:
         assert await conversation.send("Find it.", policy, parse) == ""
@@ -113,7 +113,7 @@ def test_a_new_conversation_begins_the_environment_anew_and_keeps_the_system_mes
     known = load_catalog(dataclasses.replace(CONFIG, environments=(GUESS,)))
     chat = ChatTemplate(TOKENIZER, known.tools, environments=known.environments)
     guess = '<tool_call>\n{"name": "guess", "arguments": {"number": 17}}\n</tool_call>'
-    policy = Script(guess, "Found.", guess, "Found.")
+    policy = ScriptedPolicy(guess, "Found.", guess, "Found.")
     screen = Screen()
 
     async def script() -> None:
@@ -130,26 +130,26 @@ def test_a_new_conversation_begins_the_environment_anew_and_keeps_the_system_mes
 
 def test_what_ends_an_answer_is_said_and_a_failed_line_forgotten() -> None:
     async def script(conversation: ChatConversation) -> None:
-        assert "aborted: no answer" in await conversation.send("a", Fails(RequestFailed("no answer")), parse)
+        assert "aborted: no answer" in await conversation.send("a", FailingPolicy(RequestFailed("no answer")), parse)
         assert conversation.messages == ()
-        always = Script(call("1+1"))
+        always = ScriptedPolicy(call("1+1"))
         assert await conversation.send("b", always, parse) == "stopped by rollout.max_turns"
-        long = Script("word " * 3000)
+        long = ScriptedPolicy("word " * 3000)
         assert "rollout.max_context" in await conversation.send("x " * 1000, long, parse)
-        assert len(long.asked) == 0
+        assert len(long.requests) == 0
 
     talk(script)
 
 
 def test_an_answer_that_is_cut_off_leaves_the_conversation_as_it_was() -> None:
     async def script(conversation: ChatConversation) -> None:
-        await conversation.send("a", Script("b"), parse)
+        await conversation.send("a", ScriptedPolicy("b"), parse)
         before = conversation.messages
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):
-                await conversation.send("c", Fails(None), parse)  # type: ignore[arg-type]
+                await conversation.send("c", FailingPolicy(None), parse)  # type: ignore[arg-type]
         assert conversation.messages == before
-        assert await conversation.send("d", Script("e"), parse) == ""
+        assert await conversation.send("d", ScriptedPolicy("e"), parse) == ""
 
     talk(script)
 

@@ -1,11 +1,11 @@
-"""Where a policy reasons and where it says something; which templates open reasoning, and which forget it."""
+"""Reasoning and content of turns; which templates open reasoning, and which drop it."""
 
 from __future__ import annotations
 
 import pytest
 import templates
 import tiny_models
-from reasoning_templates import OTHERS, REASONING, reasoning_tokenizer
+from reasoning_templates import OTHER_FORMATS, REASONING, reasoning_tokenizer
 
 from megarl.chat_format.chat_messages import MARKS, find_reasoning, is_open
 from megarl.chat_format.chat_template import ChatTemplate
@@ -16,18 +16,18 @@ pytestmark = pytest.mark.alone
 CHATS = {name: ChatTemplate(reasoning_tokenizer(family)) for name, family in REASONING.items()}
 THINK = MARKS[0]
 USER: Message = {"role": "user", "content": "Go on."}
-OTHER: Message = {"role": "assistant", "content": "Let me see."}
+ASSISTANT: Message = {"role": "assistant", "content": "Let me see."}
 TOOL: Message = {"role": "tool", "name": "f", "tool_call_id": "functions.f:0", "content": "3"}
 
 
 @pytest.mark.parametrize(
-    ("text", "opened", "expected"),
+    ("text", "is_opened", "expected"),
     [
         ("<think>\nhm\n</think>\n\n3", False, ("hm", "3")),
         ("\n <think>hm</think>3", False, ("hm", "3")),
         ("hm</think>3", True, ("hm", "3")),
-        ("<think>hm</think>3", True, ("hm", "3")),  # opened twice, by the template and by the policy
-        ("hm</think>3", False, ("hm", "3")),  # closed only: as templates themselves read it
+        ("<think>hm</think>3", True, ("hm", "3")),  # opened by the template and by the policy
+        ("hm</think>3", False, ("hm", "3")),  # only closed, which templates accept, too
         ("<think>hm", False, ("hm", "")),
         ("hm", True, ("hm", "")),
         ("3", False, ("", "3")),
@@ -40,13 +40,13 @@ TOOL: Message = {"role": "tool", "name": "f", "tool_call_id": "functions.f:0", "
         ("", True, ("", "")),
     ],
 )
-def test_reasoning_is_what_a_turn_begins_with(text: str, opened: bool, expected: tuple[str, str]) -> None:
-    result = find_reasoning(text, THINK, opened)
+def test_finds_reasoning_at_the_start_of_a_turn(text: str, is_opened: bool, expected: tuple[str, str]) -> None:
+    result = find_reasoning(text, THINK, is_opened)
     split = (text[result.inner_start : result.inner_end].strip(), text[result.stop :].strip()) if result else ("", text)
     assert split == expected
 
 
-def test_the_head_of_a_turn_may_leave_it_open() -> None:
+def test_head_of_a_turn_may_open_reasoning() -> None:
     assert is_open("<|im_start|>assistant\n<think>\n", THINK)
     assert not is_open("<|im_start|>assistant\n<think>\n\n</think>\n\n", THINK)
     assert not is_open("<｜Assistant｜></think>", THINK) and not is_open("", THINK)
@@ -63,29 +63,29 @@ def test_the_head_of_a_turn_may_leave_it_open() -> None:
         ("kimi", False, False),
     ],
 )
-def test_what_the_template_opens_depends_on_what_the_turn_answers(name: str, user: bool, tool: bool) -> None:
-    for role, opens in (("user", user), ("tool", tool)):
-        assert CHATS[name].split_reasoning("hm", role) == (("hm", "") if opens else ("", "hm"))
+def test_opened_reasoning_depends_on_the_previous_role(name: str, user: bool, tool: bool) -> None:
+    for role, is_opened in (("user", user), ("tool", tool)):
+        assert CHATS[name].split_reasoning("hm", role) == (("hm", "") if is_opened else ("", "hm"))
 
 
-def test_reasoning_by_ids() -> None:
+def test_finds_reasoning_by_token_ids() -> None:
     chat = CHATS["qwen3"]
-    inner, said = chat.encode("\n🤔 1+2 hm\n"), chat.encode("\n\nIt is 3.")
+    inner, content = chat.encode("\n🤔 1+2 hm\n"), chat.encode("\n\nIt is 3.")
     opening, closing = chat.encode("<think>"), chat.encode("</think>")
     assert len(opening) == len(closing) == 1
-    full = [*opening, *inner, *closing, *said]
+    full = [*opening, *inner, *closing, *content]
     assert chat.find_reasoning_range(full) == range(len(inner) + 2)
     assert chat.decode(full[len(inner) + 2 :]) == "\n\nIt is 3."
     assert chat.find_reasoning_range([*full, chat.end_of_turn]) == range(len(inner) + 2)
     assert chat.find_reasoning_range([*opening, *inner]) == range(len(inner) + 1)
-    assert chat.find_reasoning_range(said) is None and chat.find_reasoning_range([]) is None
-    opened = CHATS["qwen3 opened"]
-    assert opened.find_reasoning_range([*inner, *closing, *said]) == range(len(inner) + 1)
-    assert opened.find_reasoning_range([*closing, *said]) == range(1)
-    assert opened.find_reasoning_range(inner) == range(len(inner)) and not opened.find_reasoning_range([])
+    assert chat.find_reasoning_range(content) is None and chat.find_reasoning_range([]) is None
+    opened_chat = CHATS["qwen3 opened"]
+    assert opened_chat.find_reasoning_range([*inner, *closing, *content]) == range(len(inner) + 1)
+    assert opened_chat.find_reasoning_range([*closing, *content]) == range(1)
+    assert opened_chat.find_reasoning_range(inner) == range(len(inner)) and not opened_chat.find_reasoning_range([])
 
 
-def test_marks_that_are_words_and_no_tokens() -> None:
+def test_reasoning_marks_of_several_tokens() -> None:
     tokenizer = tiny_models.tokenizer()
     tokenizer.chat_template = REASONING["qwen3"].template
     chat = ChatTemplate(tokenizer)
@@ -99,8 +99,8 @@ def test_marks_that_are_words_and_no_tokens() -> None:
     )
 
 
-def test_a_model_that_does_not_reason_has_none() -> None:
-    for family in (templates.PUBLISHED["qwen"], OTHERS["qwen3 coder"]):
+def test_models_without_reasoning() -> None:
+    for family in (templates.PUBLISHED["qwen"], OTHER_FORMATS["qwen3 coder"]):
         chat = ChatTemplate(family.tokenizer())
         assert chat.reasoning_marks is None and not chat.is_reasoning_dropped([USER])
         assert chat.split_reasoning("<think>hm</think>3") == ("", "<think>hm</think>3")
@@ -109,28 +109,28 @@ def test_a_model_that_does_not_reason_has_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "messages", "drops"),
+    ("name", "messages", "is_dropped"),
     [
         ("qwen3", [USER], True),
         ("qwen3", [TOOL], False),
         ("qwen3", [TOOL, TOOL], False),
         ("qwen3", [TOOL, USER], True),
-        ("qwen3", [TOOL, OTHER], False),
+        ("qwen3", [TOOL, ASSISTANT], False),
         ("glm", [TOOL], False),
         ("glm", [USER], True),
         ("kimi", [TOOL], False),
         ("kimi", [USER], True),
-        ("kimi", [TOOL, OTHER, USER], True),
+        ("kimi", [TOOL, ASSISTANT, USER], True),
         ("kimi", [TOOL, USER], False),
         ("deepseek r1", [USER], True),
         ("deepseek v3.1", [USER], True),
     ],
 )
-def test_whether_the_template_forgets_it(name: str, messages: list[Message], drops: bool) -> None:
-    assert CHATS[name].is_reasoning_dropped(messages) is drops
+def test_whether_the_template_drops_reasoning(name: str, messages: list[Message], is_dropped: bool) -> None:
+    assert CHATS[name].is_reasoning_dropped(messages) is is_dropped
 
 
-def test_a_template_without_a_rule_keeps_what_is_in_the_text() -> None:
+def test_template_without_a_reasoning_rule_keeps_it() -> None:
     tokenizer = templates.PUBLISHED["qwen"].tokenizer()
     tokenizer.add_tokens(list(THINK))
     chat = ChatTemplate(tokenizer)
@@ -141,7 +141,7 @@ def test_a_template_without_a_rule_keeps_what_is_in_the_text() -> None:
     )
 
 
-def test_another_models_marks() -> None:
+def test_reasoning_marks_of_another_model() -> None:
     tokenizer = templates.PUBLISHED["qwen"].tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
     assert ChatTemplate(tokenizer).split_reasoning("[THINK]hm[/THINK]3") == ("hm", "3")

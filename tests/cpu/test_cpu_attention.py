@@ -1,3 +1,5 @@
+"""The CPU attention that replaces SGLang's kernels."""
+
 from __future__ import annotations
 
 import pytest
@@ -10,12 +12,12 @@ pytestmark = pytest.mark.alone
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "value_dim"), [(4, 4, 8), (4, 2, 8), (4, 1, 6)])
-@pytest.mark.parametrize("most", [1 << 23, 300])
-def test_equals_attention_sequence_by_sequence(
-    heads: int, kv_heads: int, value_dim: int, most: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("max_elements", [1 << 23, 300])
+def test_decode_attention_equals_attention_per_sequence(
+    heads: int, kv_heads: int, value_dim: int, max_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with grouped heads, with values narrower than keys (MLA), and cut into parts."""
-    monkeypatch.setattr(sglang_plugin, "_MAX_ELEMENTS", most)
+    """With grouped heads, values narrower than keys (MLA), and computation in parts."""
+    monkeypatch.setattr(sglang_plugin, "_MAX_ELEMENTS", max_elements)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([1, 7, 3, 12, 5])
     keys = torch.randn(64, kv_heads, 8, generator=generator)
@@ -31,8 +33,8 @@ def test_equals_attention_sequence_by_sequence(
 
 @pytest.mark.parametrize("window", [None, 0, 4])
 @pytest.mark.parametrize("cap", [0.0, 0.7])
-def test_caps_and_windows_are_those_of_the_formula(cap: float, window: int | None) -> None:
-    """Prompts of which a part is cached already, a token at a time, and the tokens that follow them."""
+def test_soft_caps_and_windows_follow_the_formula(cap: float, window: int | None) -> None:
+    """Partly cached prompts, single tokens, and decoding after them."""
     generator = torch.Generator().manual_seed(1)
     lengths, new = torch.tensor([6, 1, 9]), torch.tensor([6, 1, 3])
     keys = torch.randn(40, 2, 8, generator=generator)
@@ -42,8 +44,8 @@ def test_caps_and_windows_are_those_of_the_formula(cap: float, window: int | Non
     expected = []
     for q, i, position in zip(query, (0,) * 6 + (1,) + (2,) * 3, (*range(6), 0, 6, 7, 8), strict=True):
         first = 0 if window is None else max(0, position - window)
-        seen = slots[i, first : position + 1].long()
-        k, v = (cache[seen].repeat_interleave(2, 1) for cache in (keys, values))
+        visible = slots[i, first : position + 1].long()
+        k, v = (cache[visible].repeat_interleave(2, 1) for cache in (keys, values))
         scores = 0.3 * torch.einsum("hd,khd->hk", q, k)
         if cap:
             scores = cap * torch.tanh(scores / cap)

@@ -1,10 +1,12 @@
+"""The CPU computation of a rank's local experts."""
+
 import torch
 from torch.nn.functional import silu
 
 from megarl.cpu.sglang_plugin import local_experts
 
 
-def test_local_experts_leave_out_foreign_choices_and_count_twice_chosen_ones() -> None:
+def test_local_experts_skip_remote_and_add_repeated_choices() -> None:
     generator = torch.Generator().manual_seed(0)
     x, w13, w2 = (torch.randn(shape, generator=generator) for shape in [(5, 4), (3, 6, 4), (3, 4, 3)])
     weights = torch.rand(5, 2, generator=generator)

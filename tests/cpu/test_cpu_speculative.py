@@ -1,4 +1,4 @@
-"""Drafts change how many steps a rollout takes, and nothing else: by hand, and in the real engine by transformers."""
+"""Speculative decoding changes only the number of decoding steps: functions by hand, the engine by transformers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import tiny_models
 import torch
-from compare import PROMPTS, assert_equals
-from drafter import Drafter, foreseeable
-from engines import Running, start
-from orders import overwrite
+from compare import PROMPTS, assert_matches_transformers
+from drafter import Drafter, predictable_policy
+from engines import RunningEngine, start_engine
+from orders import overwrite_weights
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.cpu import sglang_speculative as on_cpu
@@ -25,20 +25,20 @@ from megarl.rollout.rollout_runner import RolloutRunner
 from megarl.types import Prompt, Rollouts
 
 DRAFTS = 3
-SHORT = [[first, first + 1] for first in range(20, 420, 40)]
-"""Where a layer that overlooks a token draws other conclusions."""
+SHORT_PROMPTS = [[first, first + 1] for first in range(20, 420, 40)]
+"""Short prompts, where a draft layer that misses a token proposes other drafts."""
 
 
-def places(rows: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """predicts, accept_index, accept_token_num, to be written."""
+def make_outputs(rows: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the output tensors predicts, accept_index and accept_token_num."""
     return torch.zeros(rows * n, dtype=torch.int32), torch.full((rows, n), -7), torch.zeros(rows, dtype=torch.int32)
 
 
-def test_greedy_rounds_by_hand() -> None:
-    """The window's first token was chosen before. None, one, both accepted; and a right one after a wrong one."""
+def test_verifies_greedy_drafts() -> None:
+    """The first token of a window is known. Of its drafts none, one or both match; or only the second."""
     window = torch.tensor([[5, 1, 2], [5, 1, 2], [5, 1, 2], [5, 1, 2]])
     likeliest = torch.tensor([[9, 8, 7], [1, 8, 7], [1, 2, 7], [9, 2, 7]])
-    predicts, index, number = places(4, 3)
+    predicts, index, number = make_outputs(4, 3)
     unused = torch.zeros(4, 3)
     on_cpu.verify_tree_greedy_cpu(predicts, index, number, window, unused, unused, unused, likeliest)
     assert number.tolist() == [0, 1, 2, 0]
@@ -50,15 +50,15 @@ def test_greedy_rounds_by_hand() -> None:
     assert last.tolist() == [9, 8, 7, 9]
 
 
-def test_sampled_rounds_have_exactly_the_policys_probabilities() -> None:
-    """All cells of a grid of random numbers that is fine enough for these fractions: shares are probabilities. After
-    each prefix that is reached the next token has the policy's distribution, wherever the prefix came from."""
+def test_sampled_drafts_keep_the_policys_distribution_exactly() -> None:
+    """Enumerate a grid of random numbers that is fine enough for these fractions, so that shares are exact
+    probabilities. After each reached prefix the next token has the policy's distribution."""
     p = torch.tensor([[2, 1, 1, 0], [1, 0, 1, 2], [0, 3, 1, 0]]) / 4.0
-    window, cells = [3, 1, 2], 12  # 1 / (1 - 1/4) = 4/3: rejections need thirds of fourths
+    window, cells = [3, 1, 2], 12  # 1 / (1 - 1/4) = 4/3: rejections need twelfths
     middles = (torch.arange(cells) + 0.5) / cells
     coins = torch.cartesian_prod(middles, middles, middles)
     rows = len(coins)
-    predicts, index, number = places(rows, 3)
+    predicts, index, number = make_outputs(rows, 3)
     on_cpu.sample_chain(
         predicts,
         index,
@@ -71,15 +71,15 @@ def test_sampled_rounds_have_exactly_the_policys_probabilities() -> None:
     )
     texts = [predicts[row[row >= 0]].tolist() for row in index]
     assert [len(text) - 1 for text in texts] == number.tolist()
-    for place, prefix in enumerate([[], [1], [1, 2]]):
-        after = [text[place] for text in texts if text[:place] == prefix and len(text) > place]
+    for position, prefix in enumerate([[], [1], [1, 2]]):
+        after = [text[position] for text in texts if text[:position] == prefix and len(text) > position]
         shares = torch.tensor([after.count(token) for token in range(4)]) / len(after)
-        assert torch.equal(shares, p[place]), (prefix, shares)
+        assert torch.equal(shares, p[position]), (prefix, shares)
 
 
-def test_a_certain_draft_is_accepted_and_an_impossible_one_is_not() -> None:
+def test_accepts_certain_and_rejects_impossible_drafts() -> None:
     p = torch.tensor([[0.0, 1.0, 0.0]]).expand(2, 2, 3)
-    predicts, index, number = places(2, 2)
+    predicts, index, number = make_outputs(2, 2)
     highest = torch.full((2, 2), 1 - 2**-24)
     on_cpu.sample_chain(
         predicts, index, number, torch.tensor([[0, 1], [0, 2]]), highest, highest[0] * torch.tensor([1.0, 0.0]), p
@@ -87,7 +87,7 @@ def test_a_certain_draft_is_accepted_and_an_impossible_one_is_not() -> None:
     assert number.tolist() == [1, 0] and predicts.tolist()[:3] == [1, 1, 1]
 
 
-def test_chains_and_their_places() -> None:
+def test_cache_slots_and_draft_tree_of_a_chain() -> None:
     table = torch.arange(60, dtype=torch.int32).view(3, 20)
     requests, lengths = torch.tensor([2, 0]), torch.tensor([4, 7])
     out = torch.zeros(6, dtype=torch.int64)
@@ -106,7 +106,7 @@ def test_chains_and_their_places() -> None:
     assert (sibling == -1).all()
 
 
-def test_truncated_distributions_by_hand() -> None:
+def test_top_k_and_top_p_probabilities() -> None:
     p = torch.tensor([[0.1, 0.5, 0.4], [0.2, 0.2, 0.6]])
     torch.testing.assert_close(
         on_cpu.keep_top_k(p, torch.tensor([2, 1])), torch.tensor([[0.0, 5 / 9, 4 / 9], [0.0, 0.0, 1.0]])
@@ -118,101 +118,103 @@ def test_truncated_distributions_by_hand() -> None:
 
 
 @pytest.fixture(scope="module")
-def drafting(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with start(host, foreseeable(), tmp_path_factory.mktemp("drafting"), num_speculative_tokens=DRAFTS) as running:
+def drafting_engine(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    with start_engine(
+        host, predictable_policy(), tmp_path_factory.mktemp("drafting"), num_speculative_tokens=DRAFTS
+    ) as running:
         yield running
 
 
-def ask(running: Running, prompts: list[list[int]], params: list[dict[str, object]]) -> list[Generation]:
-    async def all_of_them() -> list[Generation]:
+def generate(running: RunningEngine, prompts: list[list[int]], params: list[dict[str, object]]) -> list[Generation]:
+    async def run() -> list[Generation]:
         async with Client(running.engine.url, running.engine.api_key, 300.0) as client:
             pairs = zip(prompts, params, strict=True)
             return list(await asyncio.gather(*(client.generate(prompt, dict(value)) for prompt, value in pairs)))
 
-    return asyncio.run(all_of_them())
+    return asyncio.run(run())
 
 
-def assert_drafts(running: Running, drafter: Drafter) -> None:
-    """Greedy tokens are the policy's, and the engine drafts and accepts what transformers does with this drafter."""
+def assert_drafts(running: RunningEngine, drafter: Drafter) -> None:
+    """Check greedy tokens against the policy, and the numbers of drafted and accepted tokens against the drafter."""
     params: dict[str, object] = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
-    prompts = PROMPTS + SHORT
-    outs = ask(running, prompts, [params] * len(prompts))
+    prompts = PROMPTS + SHORT_PROMPTS
+    outs = generate(running, prompts, [params] * len(prompts))
     for prompt, out in zip(prompts, outs, strict=True):
         assert list(out.token_ids) == tiny_models.greedy(drafter.policy, prompt, 12)
-        assert (out.drafted, out.accepted) == drafter.outcome(prompt, 12, DRAFTS)
+        assert (out.drafted, out.accepted) == drafter.count_drafts(prompt, 12, DRAFTS)
     drafted, accepted = sum(out.drafted for out in outs), sum(out.accepted for out in outs)
     assert 0.1 < accepted / drafted < 0.9
 
 
-def test_greedy_and_sampled_tokens_log_probs_and_experts(drafting: Running) -> None:
-    assert_equals(drafting.engine, drafting.model, 0)
+def test_drafting_engine_matches_transformers(drafting_engine: RunningEngine) -> None:
+    assert_matches_transformers(drafting_engine.engine, drafting_engine.model, 0)
 
 
-def test_drafts_are_those_of_the_layer(drafting: Running) -> None:
-    assert_drafts(drafting, Drafter(drafting.model, drafting.folder))
+def test_drafts_equal_those_of_the_mtp_layer(drafting_engine: RunningEngine) -> None:
+    assert_drafts(drafting_engine, Drafter(drafting_engine.model, drafting_engine.folder))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_tokens_follow_the_policys_distribution(drafting: Running, temperature: float) -> None:
-    """Where a token's share of the cumulative distribution is hit at random, the hits are uniform (Kolmogorov-Smirnov);
-    likelier tokens first, so that a bias towards drafts or towards the likeliest would show."""
+def test_sampled_tokens_follow_the_policys_distribution(drafting_engine: RunningEngine, temperature: float) -> None:
+    """A random point in each token's interval of the cumulative distribution is uniform (Kolmogorov-Smirnov test).
+    Tokens are ordered by likelihood, so a bias towards drafts or likely tokens would show."""
     prompt, samples, tokens = PROMPTS[1], 200, 6
     params: dict[str, object] = {"temperature": temperature, "max_new_tokens": tokens}
-    outs = ask(drafting, [prompt] * samples, [params | {"ignore_eos": True}] * samples)
+    outs = generate(drafting_engine, [prompt] * samples, [params | {"ignore_eos": True}] * samples)
     assert 0.05 < sum(out.accepted for out in outs) / sum(out.drafted for out in outs) < 0.8
     texts = torch.tensor([[*prompt, *out.token_ids] for out in outs])
     with torch.no_grad():
-        logits = drafting.model(texts).logits[:, len(prompt) - 1 : -1].double() / temperature
+        logits = drafting_engine.model(texts).logits[:, len(prompt) - 1 : -1].double() / temperature
     probs = logits.softmax(-1)
     chosen = texts[:, len(prompt) :, None]
     reported = torch.tensor([out.logprobs.tolist() for out in outs], dtype=torch.float64)
     assert (reported - probs.gather(2, chosen)[..., 0].log()).abs().max() < 2e-5
-    local = probs.gather(2, chosen)
-    before = (probs * (probs > local)).sum(2)
+    chosen_probs = probs.gather(2, chosen)
+    before = (probs * (probs > chosen_probs)).sum(2)
     random = torch.rand(before.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    hits = (before + random * local[..., 0]).flatten().sort().values
+    hits = (before + random * chosen_probs[..., 0]).flatten().sort().values
     count = len(hits)
     gap = torch.maximum(torch.arange(1, count + 1) / count - hits, hits - torch.arange(count) / count).max()
-    assert gap < 2.4 / count**0.5, "at random once in 50,000 times"
+    assert gap < 2.4 / count**0.5, "by chance once in 50,000 runs"
 
 
-def test_a_turn_ends_where_it_would_without_drafts(drafting: Running) -> None:
-    """At its limit or at an end token, be it drafted and accepted or not, first or last of its window."""
+def test_turns_end_as_without_drafts(drafting_engine: RunningEngine) -> None:
+    """At the token limit or an end token, drafted or not, first or last in its window."""
     prompt = PROMPTS[0]
-    text = tiny_models.greedy(drafting.model, prompt, 12)
+    text = tiny_models.greedy(drafting_engine.model, prompt, 12)
     assert len(set(text)) == len(text)
     plain: dict[str, object] = {"temperature": 0.0}
     limits = [plain | {"max_new_tokens": length, "ignore_eos": True} for length in range(1, 12)]
     ends = [plain | {"max_new_tokens": 30, "stop_token_ids": [token]} for token in text]
-    outs = ask(drafting, [prompt] * (len(limits) + len(ends)), limits + ends)
+    outs = generate(drafting_engine, [prompt] * (len(limits) + len(ends)), limits + ends)
     expected = [(text[:length], "length") for length in range(1, 12)]
-    expected += [(text[: place + 1], "stop") for place in range(len(text))]
+    expected += [(text[: position + 1], "stop") for position in range(len(text))]
     assert [(list(out.token_ids), out.finish_reason) for out in outs] == expected
 
 
-def test_conversations_count_their_drafts(drafting: Running) -> None:
-    config = replace(drafting.config.rollout, max_new_tokens=24)
-    chat = ChatTemplate.load(str(drafting.folder), load_tools(config.tools))
-    talks = RolloutRunner(drafting.engine, chat, config)
-    rollouts = talks.generate(
+def test_rollouts_count_drafted_and_accepted_tokens(drafting_engine: RunningEngine) -> None:
+    config = replace(drafting_engine.config.rollout, max_new_tokens=24)
+    chat = ChatTemplate.load(str(drafting_engine.folder), load_tools(config.tools))
+    runner = RolloutRunner(drafting_engine.engine, chat, config)
+    rollouts = runner.generate(
         [Prompt(id="0", messages=({"role": "user", "content": "1 + 1"},))], samples=8, seed=3
     ).rollouts
-    talks.close()
+    runner.close()
     assert all(1 <= rollout.num_actions <= 24 for rollout in rollouts)
     drafted, accepted = (sum(getattr(rollout, name) for rollout in rollouts) for name in ("drafted", "accepted"))
     assert 0 < accepted < drafted
     assert rollout_metrics(Rollouts.gather(rollouts))["rollout/spec_accept_rate"] == accepted / drafted
 
 
-def test_orders_reach_the_policy_and_its_draft_model(
-    drafting: Running, tmp_path_factory: pytest.TempPathFactory
+def test_orders_write_the_policy_and_its_draft_model(
+    drafting_engine: RunningEngine, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Other weights in both, MLA's products among them; then others in the draft model only, which changes no token."""
-    engine, layout = drafting.engine, EngineLayout(1, draft=True)
-    new = foreseeable(seed=6)
+    """Write other weights, MLA's derived ones included, then restore both models."""
+    engine, layout = drafting_engine.engine, EngineLayout(1, draft=True)
+    new = predictable_policy(seed=6)
     folder = tiny_models.save(new, tmp_path_factory.mktemp("ordered"))
-    overwrite(engine, layout, folder, 7)
-    assert_equals(engine, new, 7)
-    assert_drafts(drafting, Drafter(new, folder))
-    overwrite(engine, layout, drafting.folder, 8)
-    assert_drafts(drafting, Drafter(drafting.model, drafting.folder))
+    overwrite_weights(engine, layout, folder, 7)
+    assert_matches_transformers(engine, new, 7)
+    assert_drafts(drafting_engine, Drafter(new, folder))
+    overwrite_weights(engine, layout, drafting_engine.folder, 8)
+    assert_drafts(drafting_engine, Drafter(drafting_engine.model, drafting_engine.folder))

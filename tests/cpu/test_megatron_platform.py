@@ -1,4 +1,4 @@
-"""What the CPU shim patches, exactly: a new name here is a decision, not an accident."""
+"""The exact names that the CPU shim patches, so that a new one is a deliberate decision."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ EXPECTED = {
 }
 
 
-def test_patches_exactly_these_names(units: dict[str, Any]) -> None:
+def test_patches_exactly_the_listed_names(units: dict[str, Any]) -> None:
     patched = units["platform"]["patched"]
     assert set(patched) == EXPECTED
     assert all(patched.values()), "every patch says why"
 
 
-def test_a_second_install_does_nothing(units: dict[str, Any]) -> None:
+def test_second_install_has_no_effect(units: dict[str, Any]) -> None:
     assert units["platform"]["again"] is False
     assert units["platform"]["same"] is True
 
 
-def test_never_on_cuda(run_ranks: Any) -> None:
+def test_shim_is_not_installed_on_cuda(run_ranks: Any) -> None:
     result = run_ranks(1, "tests/megatron/ranks_no_shim.py", fresh=True)[0]
     assert result == {"installed": False, "patched": 0, "torch_is_untouched": True}
 
 
-def test_megatron_core_comes_without_wandb_and_without_its_advice(tmp_path: Path) -> None:
-    """On every rank it would import wandb, which makes two folders in the temporary folder. Who asks for it, has it."""
+def test_megatron_core_imports_without_wandb_and_warnings(tmp_path: Path) -> None:
+    """wandb creates folders on import, so Megatron-Core must not import it on every rank. It stays importable."""
     (tmp_path / "wandb.py").write_text("import tempfile\nMEDIA = tempfile.mkdtemp()\n")
     (tmp_path / "made").mkdir()
     code = (

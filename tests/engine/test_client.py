@@ -1,4 +1,4 @@
-"""What an engine may answer, by a server that answers that; engines are in `test_engine.py`."""
+"""The engine's client with a fake server that returns chosen answers. `test_engine.py` has real engines."""
 
 from __future__ import annotations
 
@@ -24,47 +24,49 @@ pytestmark = pytest.mark.alone
 SHAPE = RoutingShape(num_layers=3, moe_layers=(1, 2), topk=2, num_experts=400)
 
 
-def sent(*shape: int) -> str:
+def encode_record(*shape: int) -> str:
     return base64.b64encode(np.arange(np.prod(shape), dtype=np.int32).reshape(shape).tobytes()).decode()
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(12, torch.uint8), (256, torch.uint8), (257, torch.int16)])
-def test_only_layers_with_experts_are_kept_in_the_smallest_type(experts: int, dtype: torch.dtype) -> None:
+def test_decodes_routing_of_moe_layers_in_the_smallest_dtype(experts: int, dtype: torch.dtype) -> None:
     shape = replace(SHAPE, num_experts=experts)
-    result = decode_routing(sent(2, 3, 2), 2, shape)
+    result = decode_routing(encode_record(2, 3, 2), 2, shape)
     assert result.dtype == dtype and result.tolist() == [[[2, 3], [4, 5]], [[8, 9], [10, 11]]]
-    others = decode_routing(sent(2, 3, 2), 2, replace(shape, moe_layers=(0, 2)))
+    others = decode_routing(encode_record(2, 3, 2), 2, replace(shape, moe_layers=(0, 2)))
     assert others.tolist() == [[[0, 1], [4, 5]], [[6, 7], [10, 11]]]
-    assert decode_routing(sent(0, 3, 2), 0, shape).shape == (0, 2, 2)
+    assert decode_routing(encode_record(0, 3, 2), 0, shape).shape == (0, 2, 2)
 
 
-@pytest.mark.parametrize("odd", [-1, 12, 256])
-def test_an_expert_that_the_model_has_not_is_one_error(odd: int) -> None:
+@pytest.mark.parametrize("expert", [-1, 12, 256])
+def test_unknown_expert_in_the_routing_record_is_an_error(expert: int) -> None:
     record = np.arange(12, dtype=np.int32)
-    record[-1] = odd
+    record[-1] = expert
     text = base64.b64encode(record.tobytes()).decode()
-    with pytest.raises(RequestFailed, match=rf"experts from {min(odd, 2)} to {max(odd, 10)}, but config.json has 12"):
+    with pytest.raises(
+        RequestFailed, match=rf"experts from {min(expert, 2)} to {max(expert, 10)}, but config.json has 12"
+    ):
         decode_routing(text, 2, replace(SHAPE, num_experts=12))
-    record[-1], record[0] = 11, odd  # of a layer without experts nothing is read
+    record[-1], record[0] = 11, expert  # the record of a dense layer is not read
     decode_routing(base64.b64encode(record.tobytes()).decode(), 2, replace(SHAPE, num_experts=12))
 
 
-def test_a_record_of_another_size_is_one_error() -> None:
+def test_routing_record_of_another_size_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="has 16 numbers, not those of 2 tokens in 3 layers with 2 experts each"):
-        decode_routing(sent(2, 4, 2), 2, SHAPE)
+        decode_routing(encode_record(2, 4, 2), 2, SHAPE)
     with pytest.raises(RuntimeError, match="did not record routing"):
         decode_routing(None, 2, SHAPE)
 
 
-def answer(**changes: Any) -> dict[str, Any]:
+def make_answer(**changes: Any) -> dict[str, Any]:
     meta = {"finish_reason": {"type": "stop"}, "weight_version": "3", "output_token_logprobs": [[-0.5, 8, None]]}
     ids = changes.pop("output_ids", [8])
     meta |= changes
     return {"output_ids": ids, "meta_info": {name: value for name, value in meta.items() if value is not ...}}
 
 
-def ask(
-    said: Any,
+def generate(
+    answer: Any,
     status: int = 200,
     timeout: float = 30.0,
     version: int | None = 3,
@@ -72,8 +74,8 @@ def ask(
     bodies: list[dict[str, Any]] | None = None,
     has_masks: bool = True,
 ) -> Generation:
-    """What a client whose engine holds this version makes of this answer; `said` None for none at all. bodies: what was
-    asked is added to these."""
+    """Generate with a server that returns `answer`, or never answers if None. version: the weight version that the
+    client expects. bodies: collects the bodies of requests."""
 
     kind = "application/json" if status == 200 else "text/plain"
 
@@ -81,13 +83,13 @@ def ask(
         async def respond(request: web.Request) -> web.StreamResponse:
             if bodies is not None:
                 bodies.append(await request.json())
-            if said is None:
+            if answer is None:
                 await asyncio.sleep(3600)
-            if isinstance(said, str):
-                return web.Response(text=said, status=status, content_type=kind)
-            return web.json_response(said, status=status)
+            if isinstance(answer, str):
+                return web.Response(text=answer, status=status, content_type=kind)
+            return web.json_response(answer, status=status)
 
-        async def broken(request: web.Request) -> web.StreamResponse:
+        async def disconnect(request: web.Request) -> web.StreamResponse:
             response = web.StreamResponse(headers={"Content-Length": "100", "Content-Type": kind})
             await response.prepare(request)
             await response.write(b"{")
@@ -96,7 +98,7 @@ def ask(
             return response
 
         app = web.Application()
-        app.router.add_post("/generate", broken if said == "broken off" else respond)
+        app.router.add_post("/generate", disconnect if answer == "broken off" else respond)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -114,28 +116,28 @@ def ask(
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked for again is so at once."""
+def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the delays between retries."""
     monkeypatch.setattr(module, "_RETRY_DELAY_S", 0.01)
     monkeypatch.setattr(module, "_DEATH_CHECK_S", 0.1)
 
 
-def test_a_good_answer() -> None:
-    out = ask(answer())
+def test_parses_an_answer() -> None:
+    out = generate(make_answer())
     assert (out.token_ids.tolist(), out.logprobs.tolist(), out.finish_reason) == ([8], [-0.5], "stop")
     assert (out.token_ids.dtype, out.logprobs.dtype) == (np.int32, np.float32)
     assert (out.weight_version, out.versions) == (3, ())
 
 
 @pytest.mark.parametrize(
-    ("said", "known"), [(0, 0), (2, 2), (..., -1), (None, -1), (3, -1), (-3, -1), ("1", -1), (True, -1)]
+    ("cached", "expected"), [(0, 0), (2, 2), (..., -1), (None, -1), (3, -1), (-3, -1), ("1", -1), (True, -1)]
 )
-def test_what_the_engine_had_cached_is_a_number_of_what_it_was_asked_for_or_nothing(said: object, known: int) -> None:
-    assert ask(answer(cached_tokens=said)).cached == known
+def test_cached_tokens_are_within_the_prompt_or_unknown(cached: object, expected: int) -> None:
+    assert generate(make_answer(cached_tokens=cached)).cached == expected
 
 
 @pytest.mark.parametrize(
-    ("said", "status", "complaint"),
+    ("answer", "status", "message"),
     [
         ({"detail": "Request running timeout reached."}, 503, "did not finish within rollout.request_timeout"),
         ({"error": {"message": "too long"}}, 400, "refused to generate: .*too long"),
@@ -145,86 +147,91 @@ def test_what_the_engine_had_cached_is_a_number_of_what_it_was_asked_for_or_noth
         ([1], 200, "is invalid: TypeError"),
         ({}, 200, "is invalid: KeyError.'meta_info'"),
         ({"output_ids": [8], "meta_info": None}, 200, "is invalid"),
-        (answer(output_token_logprobs=...), 200, "is invalid: KeyError.'output_token_logprobs'"),
-        (answer(weight_version=...), 200, "is invalid: KeyError.'weight_version'"),
-        (answer(output_token_logprobs=[]), 200, "wrote 1 tokens and returned 0 log-probs"),
-        (answer(output_token_logprobs=[[-0.5, 9, None]]), 200, "wrote 1 tokens and returned 1 log-probs of others"),
-        (answer(output_token_logprobs=[[None, 8, None]]), 200, "a log-prob that is not finite"),
-        (answer(output_token_logprobs=[[float("-inf"), 8, None]]), 200, "cannot be read"),  # it is not JSON
-        (answer(output_token_logprobs=[["x", 8, None]]), 200, "is invalid: ValueError"),
-        (answer(output_token_logprobs=[[-0.5]]), 200, "is invalid: IndexError"),
-        (answer(output_token_logprobs=[8]), 200, "is invalid: TypeError"),
-        (answer(output_ids=["x"]), 200, "is invalid: ValueError"),
-        (answer(output_ids=[8.5]), 200, "is invalid: ValueError"),
-        (answer(output_ids=[-8]), 200, "is invalid: ValueError.'a token id is negative"),
-        (answer(output_ids=[2**31]), 200, "is invalid: ValueError.'no token has the id"),
-        (answer(output_ids=[], output_token_logprobs=[]), 200, "answered without a token"),
+        (make_answer(output_token_logprobs=...), 200, "is invalid: KeyError.'output_token_logprobs'"),
+        (make_answer(weight_version=...), 200, "is invalid: KeyError.'weight_version'"),
+        (make_answer(output_token_logprobs=[]), 200, "wrote 1 tokens and returned 0 log-probs"),
+        (
+            make_answer(output_token_logprobs=[[-0.5, 9, None]]),
+            200,
+            "wrote 1 tokens and returned 1 log-probs of others",
+        ),
+        (make_answer(output_token_logprobs=[[None, 8, None]]), 200, "a log-prob that is not finite"),
+        (make_answer(output_token_logprobs=[[float("-inf"), 8, None]]), 200, "cannot be read"),  # not JSON
+        (make_answer(output_token_logprobs=[["x", 8, None]]), 200, "is invalid: ValueError"),
+        (make_answer(output_token_logprobs=[[-0.5]]), 200, "is invalid: IndexError"),
+        (make_answer(output_token_logprobs=[8]), 200, "is invalid: TypeError"),
+        (make_answer(output_ids=["x"]), 200, "is invalid: ValueError"),
+        (make_answer(output_ids=[8.5]), 200, "is invalid: ValueError"),
+        (make_answer(output_ids=[-8]), 200, "is invalid: ValueError.'a token id is negative"),
+        (make_answer(output_ids=[2**31]), 200, "is invalid: ValueError.'no token has the id"),
+        (make_answer(output_ids=[], output_token_logprobs=[]), 200, "answered without a token"),
     ],
 )
-def test_what_can_be_no_answer_fails_this_request_only(said: Any, status: int, complaint: str) -> None:
-    with pytest.raises(RequestFailed, match=complaint):
-        ask(said, status)
+def test_invalid_answer_fails_only_its_request(answer: Any, status: int, message: str) -> None:
+    with pytest.raises(RequestFailed, match=message):
+        generate(answer, status)
 
 
-def test_no_answer_at_all() -> None:
+def test_missing_answer_times_out() -> None:
     with pytest.raises(RequestFailed, match="did not answer /generate within 0.2 s"):
-        ask(None, timeout=0.2)
+        generate(None, timeout=0.2)
 
 
-def test_of_an_answer_that_was_cut_off_only_what_is_whole_is_kept() -> None:
-    cut = {"type": "abort", "message": "Aborted"}
-    out = ask(answer(finish_reason=cut))
+def test_aborted_answer_keeps_only_complete_records() -> None:
+    aborted = {"type": "abort", "message": "Aborted"}
+    out = generate(make_answer(finish_reason=aborted))
     assert (out.token_ids.tolist(), out.finish_reason, out.abort_reason) == (
         [8],
         "abort",
         "the engine aborted the answer: Aborted",
     )
-    for odd in ({"output_token_logprobs": ...}, {"output_token_logprobs": [[None, 8, None]]}):
-        out = ask(answer(finish_reason=cut, **odd))
+    for invalid in ({"output_token_logprobs": ...}, {"output_token_logprobs": [[None, 8, None]]}):
+        out = generate(make_answer(finish_reason=aborted, **invalid))
         assert (len(out.token_ids), len(out.logprobs), out.finish_reason) == (0, 0, "abort")
-    assert ask(answer(finish_reason=None)).abort_reason.endswith("it gives no reason")
+    assert generate(make_answer(finish_reason=None)).abort_reason.endswith("it gives no reason")
 
 
-CUT = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
+TRUNCATED = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
 
 
-def masked(**changes: Any) -> dict[str, Any]:
-    """An answer of two tokens with what else they could have been; without the log-probs over all tokens."""
-    said: dict[str, Any] = {"output_ids": [8, 9], "output_token_logprobs": ...}
-    said |= {"output_token_sampling_mask": [[3, 8], [9]], "output_token_sampling_logprobs": [-0.25, 0.0]}
-    return answer(**said | changes)
+def make_masked_answer(**changes: Any) -> dict[str, Any]:
+    """Return an answer of two tokens with sampling masks instead of log-probs over the whole vocabulary."""
+    fields: dict[str, Any] = {"output_ids": [8, 9], "output_token_logprobs": ...}
+    fields |= {"output_token_sampling_mask": [[3, 8], [9]], "output_token_sampling_logprobs": [-0.25, 0.0]}
+    return make_answer(**fields | changes)
 
 
-def test_an_engine_whose_sampling_is_cut_off_is_asked_what_it_could_have_sampled() -> None:
+def test_requests_sampling_masks_for_truncated_sampling() -> None:
     bodies: list[dict[str, Any]] = []
-    out = ask(masked(), params=CUT, bodies=bodies)
+    out = generate(make_masked_answer(), params=TRUNCATED, bodies=bodies)
     assert (out.token_ids.tolist(), out.logprobs.tolist()) == ([8, 9], [-0.25, 0.0])
     assert out.sampling_mask is not None
     assert (out.sampling_mask.counts.tolist(), out.sampling_mask.ids.tolist()) == ([2, 1], [3, 8, 9])
     assert bodies[0]["return_sampling_mask"] is True and bodies[0]["return_logprob"] is False
-    assert ask(answer(), params={"temperature": 0.7}, bodies=bodies).sampling_mask is None
+    assert generate(make_answer(), params={"temperature": 0.7}, bodies=bodies).sampling_mask is None
     assert "return_sampling_mask" not in bodies[1] and bodies[1]["return_logprob"] is True
-    assert ask(answer(), params=CUT, bodies=bodies, has_masks=False).sampling_mask is None  # of an evaluation
+    evaluated = generate(make_answer(), params=TRUNCATED, bodies=bodies, has_masks=False)
+    assert evaluated.sampling_mask is None
     assert "return_sampling_mask" not in bodies[2] and bodies[2]["return_logprob"] is True
 
 
 @pytest.mark.parametrize(
-    ("params", "cut"),
+    ("params", "expected"),
     [
         ({}, False),
         ({"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}, False),
         ({"top_p": 0.99}, True),
         ({"top_k": 50}, True),
         ({"min_p": 0.01}, True),
-        ({"temperature": 0.0, "top_p": 0.5, "top_k": 50, "min_p": 0.1}, False),  # the likeliest token in any case
+        ({"temperature": 0.0, "top_p": 0.5, "top_k": 50, "min_p": 0.1}, False),  # greedy in any case
     ],
 )
-def test_when_sampling_is_cut_off(params: dict[str, Any], cut: bool) -> None:
-    assert is_truncated_sampling(params) is cut
+def test_is_truncated_sampling(params: dict[str, Any], expected: bool) -> None:
+    assert is_truncated_sampling(params) is expected
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("changes", "message"),
     [
         ({"output_token_sampling_mask": ...}, "returned no sampling masks"),
         ({"output_token_sampling_mask": None}, "returned no sampling masks"),
@@ -241,59 +248,60 @@ def test_when_sampling_is_cut_off(params: dict[str, Any], cut: bool) -> None:
     ],
     ids=str,
 )
-def test_a_record_that_cannot_be_one_fails_the_request_or_what_was_cut_off(
-    changes: dict[str, Any], complaint: str
-) -> None:
-    with pytest.raises(RequestFailed, match=complaint):
-        ask(masked(**changes), params=CUT)
-    if "is invalid" not in complaint:
-        out = ask(masked(**changes, finish_reason={"type": "abort"}), params=CUT)
+def test_invalid_sampling_masks_fail_the_request(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestFailed, match=message):
+        generate(make_masked_answer(**changes), params=TRUNCATED)
+    if "is invalid" not in message:
+        out = generate(make_masked_answer(**changes, finish_reason={"type": "abort"}), params=TRUNCATED)
         assert len(out.token_ids) == 0 and out.sampling_mask is None
 
 
 @pytest.mark.parametrize("changes", [{"weight_version": "2"}, {"weight_version": "default"}], ids=str)
-def test_another_version_of_the_weights_is_not_an_answers_fault(changes: dict[str, Any]) -> None:
+def test_unexpected_weight_version_is_not_a_request_failure(changes: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match="version (2|default), but .* was version 3") as failure:
-        ask(answer(**changes))
+        generate(make_answer(**changes))
     assert not isinstance(failure.value, RequestFailed)
 
 
-def test_a_version_that_changed_within_an_answer_is_seen() -> None:
+def test_detects_a_weight_version_change_within_an_answer() -> None:
     spans = [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 2}]
     with pytest.raises(RuntimeError, match="version 2, but"):
-        ask(answer(weight_versions=spans))
-    assert ask(answer(weight_versions=spans[1:])).weight_version == 3
+        generate(make_answer(weight_versions=spans))
+    assert generate(make_answer(weight_versions=spans[1:])).weight_version == 3
 
 
-def spans(*ends: int) -> list[dict[str, Any]]:
-    """By version 1 up to the first end, by version 2 to the next, and so on."""
+def version_spans(*ends: int) -> list[dict[str, Any]]:
+    """Return spans of version 1 up to the first end, version 2 up to the next, and so on."""
     return [{"version": str(i), "start": a, "end": b} for i, (a, b) in enumerate(pairwise((0, *ends)), 1)]
 
 
-def test_an_answer_during_which_weights_changed_is_by_the_oldest() -> None:
-    wrote: dict[str, Any] = {"output_ids": [8, 9, 8], "output_token_logprobs": [[-0.5, i, None] for i in (8, 9, 8)]}
-    out = ask(answer(**wrote, weight_version="2", weight_versions=spans(1, 3)), version=None)
-    assert (out.weight_version, out.versions) == (1, ())  # what follows has keys and values of older weights
-    assert ask(answer(**wrote, weight_versions=spans(3)), version=None).versions == ()
-    cut = answer(finish_reason=None, output_ids=[], output_token_logprobs=[], weight_versions=spans(0))
-    assert ask(cut, version=None).versions == ()
+def test_answer_across_versions_has_the_oldest_version() -> None:
+    three_tokens: dict[str, Any] = {
+        "output_ids": [8, 9, 8],
+        "output_token_logprobs": [[-0.5, i, None] for i in (8, 9, 8)],
+    }
+    out = generate(make_answer(**three_tokens, weight_version="2", weight_versions=version_spans(1, 3)), version=None)
+    assert (out.weight_version, out.versions) == (1, ())  # later tokens depend on keys and values of older weights
+    assert generate(make_answer(**three_tokens, weight_versions=version_spans(3)), version=None).versions == ()
+    aborted = make_answer(finish_reason=None, output_ids=[], output_token_logprobs=[], weight_versions=version_spans(0))
+    assert generate(aborted, version=None).versions == ()
     for ends in ((1, 2), (1, 4), (2, 1, 3)):
         with pytest.raises(RequestFailed, match="wrote 3 tokens with weight versions of another|is invalid"):
-            ask(answer(**wrote, weight_versions=spans(*ends)), version=None)
+            generate(make_answer(**three_tokens, weight_versions=version_spans(*ends)), version=None)
 
 
-def test_weights_may_change_while_an_answer_is_under_way_and_each_version_has_its_own_cache() -> None:
+def test_weight_versions_have_separate_caches() -> None:
     salts: list[str] = []
 
     async def run() -> list[int]:
         async def respond(request: web.Request) -> web.StreamResponse:
             salts.append((await request.json())["extra_key"])
-            client.weight_version = 4  # a push, while the engine is at work
+            client.weight_version = 4  # a weight sync during the request
             both = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
             new = [{"version": "4", "start": 0, "end": 2}]
             two: dict[str, Any] = {"output_ids": [8, 9], "output_token_logprobs": [[-0.5, i, None] for i in (8, 9)]}
             spans = new if len(salts) > 1 else both
-            return web.json_response(answer(**two, weight_version="4", weight_versions=spans))
+            return web.json_response(make_answer(**two, weight_version="4", weight_versions=spans))
 
         app = web.Application()
         app.router.add_post("/generate", respond)
@@ -307,13 +315,13 @@ def test_weights_may_change_while_an_answer_is_under_way_and_each_version_has_it
     assert asyncio.run(run()) == [3, 4] and salts == ["3", "4"]
 
 
-@pytest.mark.parametrize("gone", [False, True])
-def test_a_lost_connection_is_one_requests_fault_unless_the_engine_is_gone(gone: bool) -> None:
-    looks: list[int] = []
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_lost_connection_fails_the_request_unless_the_engine_died(is_dead: bool) -> None:
+    checks: list[int] = []
 
     def check_runs() -> None:
-        looks.append(1)
-        if gone and len(looks) > 1:  # it takes a moment to die
+        checks.append(1)
+        if is_dead and len(checks) > 1:  # dying takes a moment
             raise EngineLost("died", "engine 0 is not running")
 
     async def run() -> None:
@@ -323,12 +331,14 @@ def test_a_lost_connection_is_one_requests_fault_unless_the_engine_is_gone(gone:
             finally:
                 assert client.num_pending == 0
 
-    with pytest.raises(EngineLost if gone else RequestFailed, match="is not running" if gone else "cannot be reached"):
+    with pytest.raises(
+        EngineLost if is_dead else RequestFailed, match="is not running" if is_dead else "cannot be reached"
+    ):
         asyncio.run(run())
 
 
-def test_who_has_an_engine_stop_need_not_know_that_the_generation_has_ended() -> None:
-    """One that is gone is tried again, and its client may be closed between two tries."""
+def test_stop_tolerates_a_closed_client_and_a_dead_engine() -> None:
+    """`stop` retries an unreachable engine, and the client may close between two tries."""
 
     async def run() -> None:
         async with Client("http://127.0.0.1:9", "key", 30.0) as client:
@@ -341,7 +351,7 @@ def test_who_has_an_engine_stop_need_not_know_that_the_generation_has_ended() ->
 
 
 @pytest.mark.parametrize(("faults", "fails"), [(2, False), (3, True)])
-def test_an_answer_that_the_engine_fails_at_is_asked_for_again_a_few_times(faults: int, fails: bool) -> None:
+def test_retries_failed_requests_a_few_times(faults: int, fails: bool) -> None:
     requested: list[int] = []
 
     async def run() -> int:
@@ -349,9 +359,9 @@ def test_an_answer_that_the_engine_fails_at_is_asked_for_again_a_few_times(fault
             requested.append(1)
             if len(requested) <= faults:
                 if len(requested) == 2 and request.transport is not None:
-                    request.transport.close()  # the connection is lost
+                    request.transport.close()  # the client loses the connection
                 return web.Response(status=500, text="CUDA error")
-            return web.json_response(answer())
+            return web.json_response(make_answer())
 
         app = web.Application()
         app.router.add_post("/generate", respond)

@@ -1,4 +1,4 @@
-"""The real SGLang: log-probs and greedy tokens against transformers, pushes, failing starts, no orphans."""
+"""The real SGLang: sleep and wake, rollouts, restarts, failing starts, and no orphaned processes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ import pytest
 import templates
 import tiny_models
 import torch
-from compare import generate, recorded
+from compare import engine_routing_shape, generate
 from engine_config import make_config
-from engines import Running, start
+from engines import RunningEngine, start_engine
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import ConfigError
@@ -41,7 +41,7 @@ from megarl.rollout.rollout_runner import RolloutRunner
 from megarl.types import Message, Prompt, Reward, TrainBatch
 
 
-def test_sleep_and_wake(qwen3_moe: Running) -> None:
+def test_sleep_and_wake_keep_the_weights(qwen3_moe: RunningEngine) -> None:
     before = generate(qwen3_moe.engine)
     qwen3_moe.engine.sleep()
     qwen3_moe.engine.sleep()
@@ -49,10 +49,10 @@ def test_sleep_and_wake(qwen3_moe: Running) -> None:
     assert [out.token_ids.tolist() for out in generate(qwen3_moe.engine)] == [out.token_ids.tolist() for out in before]
 
 
-def test_it_sleeps_when_what_it_is_at_is_done(qwen3_moe: Running) -> None:
-    """An answer may have arrived of which the engine has not yet let go: it would refuse to drop the cache."""
+def test_sleep_waits_for_running_requests(qwen3_moe: RunningEngine) -> None:
+    """SGLang refuses to drop its cache while a request runs."""
 
-    async def at_work() -> list[Generation]:
+    async def sleep_during_requests() -> list[Generation]:
         engine = qwen3_moe.engine
         async with Client(engine.url, engine.api_key, 60.0) as client:
             params = {"temperature": 1.0, "max_new_tokens": 400, "ignore_eos": True}
@@ -62,18 +62,16 @@ def test_it_sleeps_when_what_it_is_at_is_done(qwen3_moe: Running) -> None:
             await asyncio.to_thread(engine.sleep)
             return await asyncio.gather(*answers)
 
-    assert [len(answer.token_ids) for answer in asyncio.run(at_work())] == [400] * 8
+    assert [len(answer.token_ids) for answer in asyncio.run(sleep_during_requests())] == [400] * 8
     qwen3_moe.engine.wake()
 
 
-def test_with_a_gpu_each_part_of_the_memory_sleeps_and_wakes_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By what SGLang is asked: it fails where it is told to wake what is awake. No GPU has been seen doing it."""
+def test_releases_and_resumes_gpu_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the calls to SGLang, which fails if told to resume memory that is not released. Not run on a GPU."""
     engine = Engine(make_config(tmp_path, tmp_path), threads=1)
     calls: list[tuple[str, list[str]]] = []
 
-    def asked() -> list[tuple[str, list[str]]]:
+    def pop_calls() -> list[tuple[str, list[str]]]:
         result = calls.copy()
         calls.clear()
         return result
@@ -83,119 +81,122 @@ def test_with_a_gpu_each_part_of_the_memory_sleeps_and_wakes_once(
 
     monkeypatch.setattr(engine, "_call", call)
     monkeypatch.setattr(sglang_arguments, "HAS_MEMORY_SAVER", True)
-    idle: tuple[str, list[str]] = ("/flush_cache?timeout", [])  # SGLang ends itself where it is to sleep at work
+    idle: tuple[str, list[str]] = ("/flush_cache?timeout", [])  # SGLang exits if told to sleep while busy
     engine.is_usable = True
     engine.wake()
     engine.sleep()
     engine.sleep()
-    assert asked() == [idle, ("/release_memory_occupation", ["weights", "kv_cache", "cuda_graph"])] and engine.is_usable
+    assert (
+        pop_calls() == [idle, ("/release_memory_occupation", ["weights", "kv_cache", "cuda_graph"])]
+        and engine.is_usable
+    )
     engine.wake_weights()
     engine.wake_weights()
-    assert asked() == [("/resume_memory_occupation", ["weights"])] and not engine.is_usable
-    engine.is_usable = True  # after a push
-    engine.sleep()  # without having generated
-    assert asked() == [idle, ("/release_memory_occupation", ["weights"])]
+    assert pop_calls() == [("/resume_memory_occupation", ["weights"])] and not engine.is_usable
+    engine.is_usable = True  # after a weight sync
+    engine.sleep()  # without generating
+    assert pop_calls() == [idle, ("/release_memory_occupation", ["weights"])]
     engine.wake_weights()
     engine.is_usable = True
     engine.wake()
     engine.wake()
     assert engine.is_usable
-    assert asked() == [
+    assert pop_calls() == [
         ("/resume_memory_occupation", ["weights"]),
         ("/resume_memory_occupation", ["kv_cache", "cuda_graph"]),
     ]
     engine.sleep()
-    engine.wake()  # without a push: weights without contents
-    assert asked()[2] == ("/resume_memory_occupation", ["weights", "kv_cache", "cuda_graph"]) and not engine.is_usable
+    engine.wake()  # without a weight sync: the weights are empty
+    assert (
+        pop_calls()[2] == ("/resume_memory_occupation", ["weights", "kv_cache", "cuda_graph"]) and not engine.is_usable
+    )
 
 
-def test_rollouts_by_the_real_engine(qwen3_moe: Running) -> None:
+def test_rollouts_with_the_real_engine(qwen3_moe: RunningEngine) -> None:
     config = qwen3_moe.config.rollout
     chat = ChatTemplate.load(str(qwen3_moe.folder), load_tools(config.tools))
     prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(3)]
-    talks = RolloutRunner(qwen3_moe.engine, chat, config)
-    rollouts = talks.generate(prompts, samples=4, seed=3).rollouts
+    runner = RolloutRunner(qwen3_moe.engine, chat, config)
+    rollouts = runner.generate(prompts, samples=4, seed=3).rollouts
     assert [rollout.group for rollout in rollouts] == [0] * 4 + [1] * 4 + [2] * 4
     assert len({rollout.turns[1].token_ids.tobytes() for rollout in rollouts}) > 1
     for rollout in rollouts:
-        assert rollout.routing is None  # nobody asked
+        assert rollout.routing is None  # not requested
         assert list(rollout.turns[0].token_ids) == chat.encode_prompt(rollout.prompt)
         assert 1 <= rollout.num_actions <= config.max_new_tokens
-    talks.close()
-    talks = RolloutRunner(qwen3_moe.engine, chat, config, recorded(qwen3_moe.engine))
-    greedy = talks.generate(prompts[:1], samples=2, greedy=True).rollouts
-    # Log-probs differ in their last bits with what else is in a batch, which depends on when requests arrive.
+    runner.close()
+    runner = RolloutRunner(qwen3_moe.engine, chat, config, engine_routing_shape(qwen3_moe.engine))
+    greedy = runner.generate(prompts[:1], samples=2, greedy=True).rollouts
+    # The last bits of log-probs depend on the batch, which depends on when requests arrive.
     assert greedy[0].token_ids.tolist() == greedy[1].token_ids.tolist()
-    talks.close()
+    runner.close()
     batch = TrainBatch.from_rollouts(greedy)
     assert batch.routing is not None
-    # Of every token but a conversation's last, which the engine never ran.
+    # One record per token except the last, which the engine never ran.
     assert [tuple(record.shape) for record in batch.routing] == [(length - 1, 2, 2) for length in batch.lengths]
 
 
-def test_an_environment_with_the_real_engine(qwen3_moe: Running) -> None:
-    """Each rollout has a prompt of its own, as reset has left it, and what its object says at the end."""
+def test_environments_with_the_real_engine(qwen3_moe: RunningEngine) -> None:
+    """Each rollout has its own prompt, as `reset` returned it, and its environment's reward."""
     config = replace(qwen3_moe.config.rollout, tools=(), environments=("odd_worlds:Guess", "odd_worlds:Odd"))
-    known = load_catalog(config)
-    chat = ChatTemplate.load(str(qwen3_moe.folder), known.tools, known.environments)
+    catalog = load_catalog(config)
+    chat = ChatTemplate.load(str(qwen3_moe.folder), catalog.tools, catalog.environments)
     user: Message = {"role": "user", "content": "Play."}
-    about = [(7, "Guess"), ("reset raise", "Odd"), ("fine", "Odd")]
-    tasks = [Prompt(f"{i}", (user,), ground_truth=x, extra={"environment": y}) for i, (x, y) in enumerate(about)]
-    talks = RolloutRunner(qwen3_moe.engine, chat, config)
-    rollouts = talks.generate(tasks, samples=4, seed=3).rollouts
-    talks.close()
+    cases = [(7, "Guess"), ("reset raise", "Odd"), ("fine", "Odd")]
+    tasks = [Prompt(f"{i}", (user,), ground_truth=x, extra={"environment": y}) for i, (x, y) in enumerate(cases)]
+    runner = RolloutRunner(qwen3_moe.engine, chat, config)
+    rollouts = runner.generate(tasks, samples=4, seed=3).rollouts
+    runner.close()
     for rollout in rollouts[:4]:
         assert rollout.messages[1]["content"] == "I think of a number from 1 to 100."
         assert list(rollout.turns[0].token_ids) == chat.encode_prompt(rollout.prompt)
         assert isinstance(rollout.env_reward, Reward) and len(rollout.env_reward.turns) == len(rollout.turns) // 2
-    assert all(one.status == "aborted" and "it is odd" in one.failure for one in rollouts[4:8])
-    assert [one.env_reward for one in rollouts[8:]] == [Reward(0.25)] * 4
+    assert all(rollout.status == "aborted" and "it is odd" in rollout.failure for rollout in rollouts[4:8])
+    assert [rollout.env_reward for rollout in rollouts[8:]] == [Reward(0.25)] * 4
 
 
-def test_what_is_late_is_aborted_also_in_the_engine(qwen3_moe: Running) -> None:
+def test_step_timeout_aborts_requests_in_the_engine(qwen3_moe: RunningEngine) -> None:
     config = replace(qwen3_moe.config.rollout, step_timeout=0.3, max_new_tokens=200, max_turns=1)
     chat = ChatTemplate.load(str(qwen3_moe.folder), load_tools(config.tools))
     prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(4)]
-    talks = RolloutRunner(qwen3_moe.engine, chat, config)
-    rollouts = talks.generate(prompts, samples=64).rollouts
-    talks.close()
+    runner = RolloutRunner(qwen3_moe.engine, chat, config)
+    rollouts = runner.generate(prompts, samples=64).rollouts
+    runner.close()
     assert len(rollouts) == 256 and [r.group for r in rollouts] == [g for g in range(4) for _ in range(64)]
     late = [rollout for rollout in rollouts if rollout.status == "aborted"]
     assert len(late) > 100 and {r.failure for r in late} == {"it did not finish within rollout.step_timeout"}
-    qwen3_moe.engine._call("/flush_cache")  # it refuses as long as it has anything to do
+    qwen3_moe.engine._call("/flush_cache")  # refused while requests run
     assert generate(qwen3_moe.engine)
 
 
-def test_an_answer_by_other_weights_than_were_pushed_stops_the_run(
-    qwen3_moe: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unexpected_weight_version_stops_the_run(qwen3_moe: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = ChatTemplate.load(str(qwen3_moe.folder))
-    talks = RolloutRunner(qwen3_moe.engine, chat, qwen3_moe.config.rollout)
-    pushed = qwen3_moe.engine.weight_version
+    runner = RolloutRunner(qwen3_moe.engine, chat, qwen3_moe.config.rollout)
+    version = qwen3_moe.engine.weight_version
     monkeypatch.setattr(qwen3_moe.engine, "weight_version", 71)
-    with pytest.raises(RuntimeError, match=f"with weight version {pushed}, .* version 71"):
-        talks.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=2)
-    talks.close()
+    with pytest.raises(RuntimeError, match=f"with weight version {version}, .* version 71"):
+        runner.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=2)
+    runner.close()
 
 
-def test_an_answers_time_does_not_include_the_queue_and_an_engine_that_dies_starts_again(
-    tmp_path: Path, host: str
-) -> None:
-    """One at a time: the two long answers are cut off, and the short one, which waits for both, is not. Then the
-    engine is killed while it writes."""
+def test_request_timeout_excludes_the_queue_and_engine_restarts(tmp_path: Path, host: str) -> None:
+    """With one slot the two long requests time out, but not the short one that waits for both. Then the engine is
+    killed while it generates."""
     settings = {"request_timeout": 0.3, "sglang": {"max_running_requests": 1}, "max_new_tokens": 200}
-    with start(host, tiny_models.qwen3_moe(), tmp_path, **settings) as running:
+    with start_engine(host, tiny_models.qwen3_moe(), tmp_path, **settings) as running:
         engine = running.engine
 
-        async def ask() -> list[Any]:
+        async def run() -> list[Any]:
             async with Client(engine.url, engine.api_key, 300.0) as client:
 
-                async def one(tokens: int) -> Any:
+                async def generate_tokens(tokens: int) -> Any:
                     return await client.generate(list(range(20, 30)), {"max_new_tokens": tokens, "ignore_eos": True})
 
-                return await asyncio.gather(one(240), one(240), one(1), return_exceptions=True)
+                return await asyncio.gather(
+                    generate_tokens(240), generate_tokens(240), generate_tokens(1), return_exceptions=True
+                )
 
-        *long, short = asyncio.run(ask())
+        *long, short = asyncio.run(run())
         assert [type(out) for out in long] == [RequestFailed] * 2
         assert {str(out) for out in long} == {"the engine did not finish within rollout.request_timeout"}
         assert short.finish_reason == "length" and len(short.token_ids) == 1
@@ -206,31 +207,31 @@ def test_an_answers_time_does_not_include_the_queue_and_an_engine_that_dies_star
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
 
-        talks = RolloutRunner(engine, ChatTemplate.load(str(running.folder)), running.config.rollout)
+        runner = RolloutRunner(engine, ChatTemplate.load(str(running.folder)), running.config.rollout)
         timer = threading.Timer(0.2, kill)
         timer.start()
-        tickets = GroupQueue(1)
-        result = talks.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=300, queue=tickets)
+        queue = GroupQueue(1)
+        result = runner.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=300, queue=queue)
         timer.join()
         assert result.engine_loss is not None and result.engine_loss.fault == "died" and result.rollouts == []
         assert re.match(r"engine 0 is not running; the last lines of .*engine_0.log:", str(result.engine_loss))
-        assert 0 < result.num_interrupted <= 300 and tickets.count_unclaimed() == 1
+        assert 0 < result.num_interrupted <= 300 and queue.count_unclaimed() == 1
         engine.restart()
         assert not engine.is_usable
         engine.wait_ready()
-        more = talks.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=1)
-        talks.close()
+        more = runner.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=1)
+        runner.close()
         assert more.engine_loss is None and len(more.rollouts) == 1 and engine.start_number == 2
         assert "--- started again" in engine.log.read_text()
 
 
-def test_routing_of_a_conversation_is_that_of_one_pass_over_it(qwen3_moe: Running) -> None:
-    """Three turns, each asking only for what the ones before did not tell; then everything at once, without a cache.
-    Greedily, for seeds do nothing on CPU and some tokens have two experts that are as good as each other."""
+def test_routing_by_turns_equals_routing_of_one_pass(qwen3_moe: RunningEngine) -> None:
+    """Three turns, each requesting only the missing routing, then one pass without the cache. Greedy, because seeds
+    have no effect on the CPU. Experts are sorted, because some tokens have two equally good ones."""
     engine, observed = qwen3_moe.engine, [list(range(50, 57)), list(range(90, 95))]
 
-    async def talk() -> tuple[torch.Tensor, torch.Tensor]:
-        async with Client(engine.url, engine.api_key, 300.0, recorded(engine)) as client:
+    async def generate_turns() -> tuple[torch.Tensor, torch.Tensor]:
+        async with Client(engine.url, engine.api_key, 300.0, engine_routing_shape(engine)) as client:
             context, parts = list(range(20, 60)), []
             for observation in [*observed, []]:
                 params = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
@@ -239,20 +240,18 @@ def test_routing_of_a_conversation_is_that_of_one_pass_over_it(qwen3_moe: Runnin
                 parts.append(out.routing)
                 context += [*out.token_ids, *observation]
             engine._call("/flush_cache")
-            once = (await client.generate(context, {"max_new_tokens": 1})).routing
-            assert once is not None and [len(part) for part in parts] == [45, 13, 11]
-            return torch.cat(parts), once
+            full = (await client.generate(context, {"max_new_tokens": 1})).routing
+            assert full is not None and [len(part) for part in parts] == [45, 13, 11]
+            return torch.cat(parts), full
 
-    parts, once = asyncio.run(talk())
-    assert torch.equal(parts.sort(-1).values, once[:-1].sort(-1).values)
+    parts, full = asyncio.run(generate_turns())
+    assert torch.equal(parts.sort(-1).values, full[:-1].sort(-1).values)
 
 
-def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(
-    qwen3_moe: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stopped twice in the middle of a turn, each time without the cache afterwards."""
+def test_resumed_rollouts_equal_uninterrupted_ones(qwen3_moe: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop twice within a turn, and drop the cache each time."""
 
-    class Enough(GroupQueue):
+    class CompletedQueue(GroupQueue):
         def count_complete(self) -> int:
             return 100 if self.count_claimed() == self._num_groups else 0
 
@@ -260,23 +259,25 @@ def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(
     config = replace(qwen3_moe.config.rollout, max_new_tokens=160, max_turns=1)
     chat = ChatTemplate.load(str(qwen3_moe.folder))
     prompts = [Prompt(id=str(i), messages=({"role": "user", "content": f"{i} + {i}"},)) for i in range(4)]
-    talks = RolloutRunner(engine, chat, config, recorded(engine))
-    full = {rollout.prompt.id: rollout for rollout in talks.generate(prompts, samples=1, greedy=True).rollouts}
+    runner = RolloutRunner(engine, chat, config, engine_routing_shape(engine))
+    full = {rollout.prompt.id: rollout for rollout in runner.generate(prompts, samples=1, greedy=True).rollouts}
     monkeypatch.setattr(scheduler, "_POLL_S", 0.05)
-    carried, lengths = [], []
+    partial_groups, lengths = [], []
     for step in range(2):
         engine._call("/flush_cache")
-        tickets = Enough(0 if step else 4, num_partial_groups=4 if step else 0)
-        out = talks.generate(
-            prompts, queue=tickets, samples=1, greedy=True, num_needed_groups=4, partial_groups=carried
+        queue = CompletedQueue(0 if step else 4, num_partial_groups=4 if step else 0)
+        out = runner.generate(
+            prompts, queue=queue, samples=1, greedy=True, num_needed_groups=4, partial_groups=partial_groups
         )
-        carried = [*out.partials]
-        lengths.append(sum(one.num_turn_tokens for (one,) in carried if one.status is None))
-    assert len(carried) == 4 and 0 < lengths[0] < lengths[1] < sum(one.num_actions for one in full.values())
+        partial_groups = [*out.partials]
+        lengths.append(sum(rollout.num_turn_tokens for (rollout,) in partial_groups if rollout.status is None))
+    assert len(partial_groups) == 4 and 0 < lengths[0] < lengths[1] < sum(
+        rollout.num_actions for rollout in full.values()
+    )
     engine._call("/flush_cache")
-    tickets = GroupQueue(0, num_partial_groups=4)
-    out = talks.generate([], queue=tickets, greedy=True, num_needed_groups=4, partial_groups=carried)
-    talks.close()
+    queue = GroupQueue(0, num_partial_groups=4)
+    out = runner.generate([], queue=queue, greedy=True, num_needed_groups=4, partial_groups=partial_groups)
+    runner.close()
     assert sorted(rollout.group for rollout in out.rollouts) == [0, 1, 2, 3] and not out.partials
     for rollout in out.rollouts:
         other = full[rollout.prompt.id]
@@ -287,7 +288,7 @@ def test_a_conversation_that_was_stopped_goes_on_as_if_it_had_not_been(
         assert torch.equal(rollout.routing.sort(-1).values, other.routing.sort(-1).values)
 
 
-def test_sglangs_parser_answers_for_the_configured_format(qwen3_moe: Running) -> None:
+def test_parses_calls_in_the_configured_format(qwen3_moe: RunningEngine) -> None:
     engine = qwen3_moe.engine
     assert engine.tool_call_marker == "<tool_call>"
     schemas = [load_tools(["megarl.environments.ready.calculator:calculator"])["calculator"].schema]
@@ -304,8 +305,8 @@ def test_sglangs_parser_answers_for_the_configured_format(qwen3_moe: Running) ->
     assert asyncio.run(parse("<tool_call>\n[1]\n</tool_call>")) is None  # SGLang's parser raises
 
 
-def test_a_call_of_each_family_is_written_by_its_template_and_read_by_its_parser(qwen3_moe: Running) -> None:
-    """Templates in miniature, SGLang's own parsers: what a rollout worker rehearses before anything is trained."""
+def test_parsers_read_calls_of_each_familys_template(qwen3_moe: RunningEngine) -> None:
+    """The check that a rollout worker runs before training, with short templates and SGLang's parsers."""
     engine, tools = qwen3_moe.engine, load_tools(["megarl.environments.ready.calculator:calculator"])
     access = engine.url, engine.api_key
     for name, family in templates.PUBLISHED.items():
@@ -325,22 +326,22 @@ def test_a_call_of_each_family_is_written_by_its_template_and_read_by_its_parser
     assert "does not support tool calls" in check_parser(ChatTemplate(without, tools), *access, "qwen25", "", 60.0)
 
 
-def test_a_request_without_the_key_is_refused(qwen3_moe: Running) -> None:
-    async def ask() -> None:
+def test_rejects_requests_without_the_key(qwen3_moe: RunningEngine) -> None:
+    async def run() -> None:
         async with Client(qwen3_moe.engine.url, "wrong", 30.0) as client:
             await client.generate([5], {"max_new_tokens": 1})
 
     with pytest.raises(RuntimeError, match="refused to generate"):
-        asyncio.run(ask())
+        asyncio.run(run())
 
 
-def test_wrong_settings_are_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_unknown_setting_is_a_config_error_before_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean attention_backend"):
         Engine(make_config(tmp_path, tmp_path, sglang={"atention_backend": "x"}))
 
 
-@pytest.mark.parametrize("preloaded", [True, False], ids=["forked", "a program of its own, as with CUDA"])
-def test_an_engine_that_fails_to_start_shows_its_log_and_spares_its_parent(
+@pytest.mark.parametrize("preloaded", [True, False], ids=["forked", "separate program, as with CUDA"])
+def test_failed_start_shows_the_log(
     tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch, preloaded: bool
 ) -> None:
     if preloaded:
@@ -356,19 +357,19 @@ def test_an_engine_that_fails_to_start_shows_its_log_and_spares_its_parent(
     assert not engine.is_usable
 
 
-def test_an_engine_that_takes_too_long_is_ended_with_its_host(tmp_path: Path) -> None:
+def test_start_timeout_ends_the_engine_and_its_host(tmp_path: Path) -> None:
     model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
     engine = Engine(make_config(model, tmp_path / "run"), threads=1)
     engine.start()
     assert engine._host is not None
-    local = psutil.Process(engine._host.process.pid)
+    host_process = psutil.Process(engine._host.process.pid)
     with pytest.raises(EngineError, match="was not ready after 2 s"):
         engine.wait_ready(2.0)
-    assert not local.is_running()
+    assert not host_process.is_running()
 
 
 def is_running(process: psutil.Process) -> bool:
-    """False for a zombie, too: a process whose parent does not wait for it."""
+    """Return False for zombies, too."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -376,8 +377,8 @@ def is_running(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def held_engine(model: Path, run: Path, host: str) -> Iterator[subprocess.Popen[str]]:
-    """A rank that has started an engine and waits."""
+def rank_with_engine(model: Path, run: Path, host: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a rank that starts an engine and waits."""
     rank = subprocess.Popen(
         [
             sys.executable,
@@ -391,7 +392,7 @@ def held_engine(model: Path, run: Path, host: str) -> Iterator[subprocess.Popen[
         stderr=subprocess.DEVNULL,
         text=True,
         env={**os.environ, HOST_VARIABLE: host},
-        # A shell ignores Ctrl-C on behalf of what it starts in the background, and the tests may be such a thing.
+        # A shell ignores Ctrl-C for background jobs, and the tests may be one.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
@@ -401,27 +402,27 @@ def held_engine(model: Path, run: Path, host: str) -> Iterator[subprocess.Popen[
         rank.wait()
 
 
-def await_end(processes: list[psutil.Process]) -> None:
-    until(lambda: not any(is_running(process) for process in processes), processes)
+def wait_until_ended(processes: list[psutil.Process]) -> None:
+    wait_until(lambda: not any(is_running(process) for process in processes), processes)
 
 
-def until(true: Callable[[], object], what: object) -> None:
+def wait_until(condition: Callable[[], object], description: object) -> None:
     deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline, what
+    while not condition():
+        assert time.monotonic() < deadline, description
         time.sleep(0.1)
 
 
-def load_files(folder: Path) -> list[Path]:
-    """What the engine with this folder has put into shared memory."""
+def find_load_files(folder: Path) -> list[Path]:
+    """Return the files in shared memory of the engine with this folder."""
     return list(Path("/dev/shm").glob(f"sglang_loads_{engine_host._instance_id(folder)}_*"))
 
 
-def test_nothing_outlives_its_rank_its_supervisor_or_its_host(tmp_path: Path) -> None:
-    """No process, no folder, no file in shared memory."""
+def test_engine_ends_with_its_rank_supervisor_or_host(tmp_path: Path) -> None:
+    """No process, folder or file in shared memory remains."""
     model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
     shared = start_host(make_config(model, tmp_path / "run"), threads=1)
-    local = psutil.Process(shared.process.pid)
+    host_process = psutil.Process(shared.process.pid)
     victims = [
         ("rank", signal.SIGKILL),
         ("rank", signal.SIGINT),
@@ -429,72 +430,77 @@ def test_nothing_outlives_its_rank_its_supervisor_or_its_host(tmp_path: Path) ->
         ("host", signal.SIGKILL),
     ]
     try:
-        for victim, how in victims:
-            with held_engine(model, tmp_path / "run", shared.path) as rank:
+        for victim, kill_signal in victims:
+            with rank_with_engine(model, tmp_path / "run", shared.path) as rank:
                 deadline = time.monotonic() + 300
-                while len(family := local.children(recursive=True)) < 4 and time.monotonic() < deadline:
+                while len(family := host_process.children(recursive=True)) < 4 and time.monotonic() < deadline:
                     time.sleep(0.1)
                 assert len(family) >= 4, "supervisor, server, scheduler, detokenizer"
-                supervisor = local.children()[0].pid
-                place = Path(shared.path).parent / str(supervisor)
-                until(lambda place=place: load_files(place), place)
-                os.kill({"rank": rank.pid, "supervisor": supervisor, "host": local.pid}[victim], how)
-                await_end([*family, local] if victim == "host" else family)
-                until(lambda place=place: not place.exists() and not load_files(place), place)
-            assert place.parent.exists() and is_running(local) == (victim != "host")
-        until(lambda: shared.process.pid != local.pid and shared.process.poll() is None, "another host")
+                supervisor = host_process.children()[0].pid
+                engine_folder = Path(shared.path).parent / str(supervisor)
+                wait_until(lambda engine_folder=engine_folder: find_load_files(engine_folder), engine_folder)
+                os.kill({"rank": rank.pid, "supervisor": supervisor, "host": host_process.pid}[victim], kill_signal)
+                wait_until_ended([*family, host_process] if victim == "host" else family)
+                wait_until(
+                    lambda engine_folder=engine_folder: (
+                        not engine_folder.exists() and not find_load_files(engine_folder)
+                    ),
+                    engine_folder,
+                )
+            assert engine_folder.parent.exists() and is_running(host_process) == (victim != "host")
+        wait_until(lambda: shared.process.pid != host_process.pid and shared.process.poll() is None, "another host")
     finally:
         shared.close()
     assert not Path(shared.path).parent.exists()
 
 
-def test_a_rank_that_is_killed_takes_its_own_host_along(tmp_path: Path) -> None:
+def test_killed_rank_ends_its_own_host(tmp_path: Path) -> None:
     model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
-    with held_engine(model, tmp_path / "run", "") as rank:
+    with rank_with_engine(model, tmp_path / "run", "") as rank:
         assert rank.stdout is not None
-        local = psutil.Process(int(rank.stdout.readline()))
-        folder = Path(local.cmdline()[5])
+        host_process = psutil.Process(int(rank.stdout.readline()))
+        folder = Path(host_process.cmdline()[5])
         assert Path(folder, "socket").exists()
         rank.kill()
-        await_end([local])
+        wait_until_ended([host_process])
         assert not folder.exists()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_is_started_through_a_host_that_is_killed_or_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+@pytest.mark.parametrize("kill_signal", [signal.SIGKILL, signal.SIGSTOP])
+def test_engine_starts_despite_a_killed_or_stopped_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_signal: signal.Signals
 ) -> None:
-    """While it imports SGLang, and again once the engine is there: which is lost then with the host that was killed."""
+    """Signal the host while it imports SGLang and once the engine runs. A killed host takes the engine with it."""
     model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")
     shared = start_host(make_config(model, tmp_path / "run"), threads=1)
     monkeypatch.setenv(HOST_VARIABLE, shared.path)
     engine = Engine(make_config(model, tmp_path / "run"), threads=1)
     try:
         engine.start()
-        os.kill(first := shared.process.pid, how)
+        os.kill(first := shared.process.pid, kill_signal)
         engine.wait_ready()
-        os.kill(second := shared.process.pid, how)
-        if how == signal.SIGKILL:
-            until(lambda: raised(engine.check_running), "the engine is lost")
+        os.kill(second := shared.process.pid, kill_signal)
+        if kill_signal == signal.SIGKILL:
+            wait_until(lambda: is_lost(engine.check_running), "the engine is lost")
         engine.restart()
         engine.wait_ready()
         engine.check_running()
-        assert len({first, second, shared.process.pid}) == (3 if how == signal.SIGKILL else 1)
+        assert len({first, second, shared.process.pid}) == (3 if kill_signal == signal.SIGKILL else 1)
     finally:
         engine.shutdown()
         shared.close()
     assert not Path(shared.path).parent.exists()
 
 
-def raised(work: Callable[[], None]) -> bool:
+def is_lost(check: Callable[[], None]) -> bool:
     try:
-        work()
+        check()
     except EngineLost:
         return True
     return False
 
 
-def test_an_import_that_fails_and_a_host_that_is_gone_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_import_and_missing_host_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").write_text("raise ImportError('no kernel for this machine')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -513,24 +519,28 @@ def test_an_import_that_fails_and_a_host_that_is_gone_are_told(tmp_path: Path, m
         engine.start()
 
 
-TAKEN = "OSError: [Errno 98] error while attempting to bind: address already in use\n" + "  a long traceback\n" * 200
+PORT_IN_USE = (
+    "OSError: [Errno 98] error while attempting to bind: address already in use\n" + "  a long traceback\n" * 200
+)
 
 
-@pytest.mark.parametrize("says, tries", [([TAKEN] * 4, 3), ([TAKEN, "RuntimeError: something else\n", TAKEN], 2)])
-def test_a_port_that_was_taken_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: list[str], tries: int
+@pytest.mark.parametrize(
+    "log_texts, tries", [([PORT_IN_USE] * 4, 3), ([PORT_IN_USE, "RuntimeError: something else\n", PORT_IN_USE], 2)]
+)
+def test_retries_with_another_port_if_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_texts: list[str], tries: int
 ) -> None:
-    """Starts fail with SGLang's words for a taken port, and go on about it for long, or with other words."""
+    """Starts fail with SGLang's message for a port in use, followed by a long traceback, or with another message."""
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     ports: list[int] = []
 
-    class Ended(HostedServer):
+    class FailedServer(HostedServer):
         is_abandoned = False
 
         def __init__(self, path: str, log: Path, environment: Any, settings: Any) -> None:
             ports.append(settings["server_args"]["port"])
             with log.open("a") as file:
-                file.write(says[len(ports) - 1])
+                file.write(log_texts[len(ports) - 1])
 
         def poll(self) -> int:
             return 1
@@ -539,9 +549,9 @@ def test_a_port_that_was_taken_is_replaced(
             pass
 
     monkeypatch.setenv(HOST_VARIABLE, "nobody is there")
-    monkeypatch.setattr("megarl.engine.sglang_engine.HostedServer", Ended)
+    monkeypatch.setattr("megarl.engine.sglang_engine.HostedServer", FailedServer)
     engine = Engine(make_config(tmp_path, tmp_path / "run"), threads=1)
     engine.start()
-    with pytest.raises(EngineError, match=says[tries - 1].splitlines()[-1]):
+    with pytest.raises(EngineError, match=log_texts[tries - 1].splitlines()[-1]):
         engine.wait_ready(60.0)
     assert len(ports) == tries

@@ -1,3 +1,5 @@
+"""The check of the CUDA allocator's settings."""
+
 from __future__ import annotations
 
 import pytest
@@ -10,17 +12,17 @@ pytestmark = pytest.mark.alone
 
 @pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
 @pytest.mark.parametrize("value", ["expandable_segments:True", "max_split_size_mb:64, expandable_segments: true"])
-def test_an_allocator_that_cannot_share_its_memory_is_refused(name: str, value: str) -> None:
+def test_rejects_expandable_segments(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}={value}: with expandable_segments weights cannot be shared"):
         check({}, {name: value})
 
 
-def test_others_are_not() -> None:
+def test_accepts_other_allocator_settings() -> None:
     check({}, {})
     check({}, dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:False,max_split_size_mb:64"))
 
 
-def test_it_is_asked_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ALLOCATOR_VARIABLES[0], "expandable_segments:True")
     with pytest.raises(ConfigError, match=ALLOCATOR_VARIABLES[0]):
         check({})

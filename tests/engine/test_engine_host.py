@@ -1,4 +1,4 @@
-"""What the process that engines come from is given of this one's environment."""
+"""The host process of engines: its environment and its restarts."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from megarl.engine.engine_host import HostProcess
 from megarl.engine.sglang_engine import secret_variables
 
 
-def test_engines_are_given_no_secret_and_nothing_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    value: dict[str, str] = {}
+def test_hides_secrets_and_torchrun_variables_from_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment: dict[str, str] = {}
 
-    class Started(subprocess.Popen[bytes]):
+    class FakeProcess(subprocess.Popen[bytes]):
         def __init__(self, *_: Any, env: dict[str, str], **__: Any) -> None:
-            value.update(env)
+            environment.update(env)
             super().__init__(["sleep", "600"])
 
-    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(subprocess, "Popen", FakeProcess)
     secret = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "my_password", "SLACK_WEBHOOK", "TOKEN", "JUDGE")
-    plain = ("TOKENIZERS_PARALLELISM", "KEYBOARD", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG")
-    for name in (*secret, *plain, "RANK", "MASTER_ADDR"):
+    public = ("TOKENIZERS_PARALLELISM", "KEYBOARD", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG")
+    for name in (*secret, *public, "RANK", "MASTER_ADDR"):
         monkeypatch.setenv(name, "1")
     host = HostProcess({"OWN": "2"}, preload=False, hidden={"JUDGE"})
     host.close()
-    assert value["OWN"] == "2" and all(value[name] == "1" for name in plain)
-    assert not {*secret, "RANK", "MASTER_ADDR"} & value.keys()
+    assert environment["OWN"] == "2" and all(environment[name] == "1" for name in public)
+    assert not {*secret, "RANK", "MASTER_ADDR"} & environment.keys()
 
 
-def test_variables_that_a_configuration_names_are_secret() -> None:
+def test_variables_named_in_the_config_are_secret() -> None:
     roles = {"reward": {"backend": "http", "options": {"url": "http://a", "auth_env": "JUDGE"}}, "actor": {}}
     config = from_dict({"roles": roles, "track": {"webhook": "env:HOOK"}})
     assert secret_variables(config) == {"JUDGE", "HOOK"}
     assert secret_variables(from_dict({"track": {"webhook": "https://hooks.example.com/x"}})) == set()
 
 
-def test_a_host_that_ends_time_and_again_is_given_up(
+def test_gives_up_on_a_host_that_keeps_exiting(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    class Ends(subprocess.Popen[bytes]):
+    class ExitingProcess(subprocess.Popen[bytes]):
         def __init__(self, *_: Any, **__: Any) -> None:
             super().__init__(["sh", "-c", "exit 3"])
 
-    monkeypatch.setattr(subprocess, "Popen", Ends)
+    monkeypatch.setattr(subprocess, "Popen", ExitingProcess)
     host = HostProcess({}, preload=False)
     deadline = time.monotonic() + 20
     while Path(host.path).exists() and time.monotonic() < deadline:
@@ -56,8 +56,8 @@ def test_a_host_that_ends_time_and_again_is_given_up(
     with pytest.raises(OSError), socket.socket(socket.AF_UNIX) as rank:
         rank.connect(host.path)
     host.close()
-    said = capfd.readouterr().err.splitlines()
-    who = "the engine host process"
-    again = [f"{who} ended (exit status 3) and is restarted"] * 3
-    assert said == [*again, f"{who} ended 4 times within 60 s each, and is not restarted"]
+    lines = capfd.readouterr().err.splitlines()
+    prefix = "the engine host process"
+    restarts = [f"{prefix} ended (exit status 3) and is restarted"] * 3
+    assert lines == [*restarts, f"{prefix} ended 4 times within 60 s each, and is not restarted"]
     assert not Path(host.path).parent.exists()

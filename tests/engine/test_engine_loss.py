@@ -1,4 +1,4 @@
-"""When an engine is found lost: its process gone, or no sign of life while it is asked for something."""
+"""When `watch` reports an engine as lost: its process died, or it is silent with pending requests."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from megarl.engine.engine_protocol import EngineLost
 from megarl.engine.sglang_engine import watch
 
 
-class Played:
-    """An engine, and its client. lives: seconds that its process does. answers: whether one is given now and then;
-    signs: what is said where its health is asked for, None for nothing at all."""
+class FakeEngine:
+    """An engine and its client. dies_after: seconds until its process dies. responds: whether responses keep arriving.
+    healthy: the result of health checks, None if they hang."""
 
     def __init__(
         self,
-        lives: float = 60.0,
-        answers: bool = False,
-        signs: bool | None = None,
-        asking: int = 1,
-        holds: bool = False,
+        dies_after: float = 60.0,
+        responds: bool = False,
+        healthy: bool | None = None,
+        num_pending: int = 1,
+        is_paused: bool = False,
     ) -> None:
-        self._closing, self._answers, self._signs = time.monotonic() + lives, answers, signs
-        self.num_pending, self.is_paused, self.looks = asking, holds, 0
-        self._began = time.monotonic()
+        self._dies_at, self._responds, self._healthy = time.monotonic() + dies_after, responds, healthy
+        self.num_pending, self.is_paused, self.health_checks = num_pending, is_paused, 0
+        self._started = time.monotonic()
 
     @property
     def last_response_time(self) -> float:
-        return time.monotonic() if self._answers else self._began
+        return time.monotonic() if self._responds else self._started
 
     def check_running(self, start_number: int = 0) -> None:
         assert start_number == 3
-        if time.monotonic() > self._closing:
+        if time.monotonic() > self._dies_at:
             raise EngineLost("died", "engine 0 is not running")
 
     def hang_error(self, seconds: float) -> EngineLost:
         return EngineLost("hangs", "engine 0 sent no heartbeat", seconds)
 
     async def is_alive(self, seconds: float) -> bool:
-        self.looks += 1
-        if self._signs is None:
+        self.health_checks += 1
+        if self._healthy is None:
             await asyncio.sleep(3600)
-        return bool(self._signs)
+        return bool(self._healthy)
 
 
-def found(engine: Played, seconds: float = 1.0) -> EngineLost | None:
+def watch_engine(engine: FakeEngine, seconds: float = 1.0) -> EngineLost | None:
     async def run() -> EngineLost | None:
         try:
             async with asyncio.timeout(seconds):
@@ -61,26 +61,28 @@ def found(engine: Played, seconds: float = 1.0) -> EngineLost | None:
 
 
 @pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_engine, "_WATCH_POLL_S", 0.01)
     monkeypatch.setattr(sglang_engine, "_SILENCE_S", 0.05)
 
 
-def test_an_engine_that_dies_is_lost() -> None:
-    lost = found(Played(lives=0.1, answers=True))
+def test_dead_engine_is_lost() -> None:
+    lost = watch_engine(FakeEngine(dies_after=0.1, responds=True))
     assert lost is not None and lost.fault == "died" and 0 <= lost.detection_delay < 1
 
 
-@pytest.mark.parametrize("signs", [None, False])
-def test_one_that_gives_no_sign_while_it_is_asked_is_lost(signs: bool | None) -> None:
-    lost = found(Played(signs=signs), seconds=30.0)
+@pytest.mark.parametrize("healthy", [None, False])
+def test_silent_engine_with_pending_requests_is_lost(healthy: bool | None) -> None:
+    lost = watch_engine(FakeEngine(healthy=healthy), seconds=30.0)
     assert lost is not None and lost.fault == "hangs" and lost.detection_delay > 0.2
 
 
 @pytest.mark.parametrize(
-    "engine", [{"answers": True}, {"signs": True}, {"asking": 0}, {"holds": True}], ids=lambda item: next(iter(item))
+    "engine",
+    [{"responds": True}, {"healthy": True}, {"num_pending": 0}, {"is_paused": True}],
+    ids=lambda item: next(iter(item)),
 )
-def test_one_that_answers_or_is_healthy_or_is_asked_for_nothing_is_not(engine: dict[str, bool]) -> None:
-    played = Played(**engine)  # type: ignore[arg-type]
-    assert found(played) is None
-    assert bool(played.looks) is ("signs" in engine)
+def test_responding_healthy_idle_or_paused_engine_is_not_lost(engine: dict[str, bool]) -> None:
+    fake = FakeEngine(**engine)  # type: ignore[arg-type]
+    assert watch_engine(fake) is None
+    assert bool(fake.health_checks) is ("healthy" in engine)

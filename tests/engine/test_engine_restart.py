@@ -1,4 +1,4 @@
-"""An engine that is lost is started again at once, once for each loss, and what comes of it is told once."""
+"""`EngineRestart`: a lost engine restarts once for each loss, and each error is reported once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megarl.engine.engine_protocol import EngineError, EngineLost
 from megarl.engine.sglang_engine import EngineRestart
 
 
-class Played:
-    """An engine. starts: what comes of each start, an error or None."""
+class FakeEngine:
+    """An engine. starts: the error of each start, or an empty string."""
 
     def __init__(self, *starts: str, nnodes: int = 1) -> None:
         self.outcomes, self.nnodes, self.start_number = list(starts), nnodes, 1
         self.calls: list[str] = []
-        self.runs, self.may_start = True, threading.Event()
+        self.is_running, self.may_start = True, threading.Event()
         self.may_start.set()
 
     def restart(self) -> None:
@@ -26,85 +26,85 @@ class Played:
         self.may_start.wait(30)
         if error := self.outcomes.pop(0):
             raise EngineError(error)
-        self.runs = True
+        self.is_running = True
 
     def check_running(self) -> None:
-        if not self.runs:
+        if not self.is_running:
             raise EngineLost("died", "engine 0 is not running")
 
     def shutdown(self) -> None:
         self.calls.append("shutdown")
 
 
-def revival(engine: Any) -> EngineRestart:
+def make_restart(engine: Any) -> EngineRestart:
     return EngineRestart(engine)
 
 
-def test_it_is_started_in_the_background_once_however_often_it_is_said_to_be_lost() -> None:
-    engine = Played("")
+def test_repeated_loss_reports_start_one_background_restart() -> None:
+    engine = FakeEngine("")
     engine.may_start.clear()
-    local = revival(engine)
+    restart = make_restart(engine)
     for fault in ("hangs", "died"):
-        local.report_lost(EngineLost(fault, fault))  # type: ignore[arg-type]
-    local.ensure_started()  # others have been told
-    assert local.is_pending
-    assert [str(local.pop_error()), local.pop_error()] == ["hangs", None]
+        restart.report_lost(EngineLost(fault, fault))  # type: ignore[arg-type]
+    restart.ensure_started()  # as on ranks that learn of the loss
+    assert restart.is_pending
+    assert [str(restart.pop_error()), restart.pop_error()] == ["hangs", None]
     engine.may_start.set()
-    assert local.wait() > 0 and not local.is_pending and local.pop_error() is None
-    assert local.wait() == 0.0  # it was not away
+    assert restart.wait() > 0 and not restart.is_pending and restart.pop_error() is None
+    assert restart.wait() == 0.0  # it was not lost
     assert engine.calls == ["restart"]
-    local.close()
+    restart.close()
     assert engine.calls[-1] == "shutdown"
 
 
-def test_who_hears_late_of_a_loss_does_not_lose_the_engine_that_is_there_again() -> None:
-    engine = Played("", "")
-    local = revival(engine)
-    events = []
+def test_late_loss_report_does_not_restart_a_restarted_engine() -> None:
+    engine = FakeEngine("", "")
+    restart = make_restart(engine)
+    errors = []
     for start in (1, 1, 2):
-        local.report_lost(EngineLost("died", f"start {start}", start_number=start))
-        local.wait()
-        events.append(str(local.pop_error()))
-    assert engine.calls == ["restart"] * 2 and events == ["start 1", "None", "start 2"]
-    local.close()
+        restart.report_lost(EngineLost("died", f"start {start}", start_number=start))
+        restart.wait()
+        errors.append(str(restart.pop_error()))
+    assert engine.calls == ["restart"] * 2 and errors == ["start 1", "None", "start 2"]
+    restart.close()
 
 
-def test_one_that_does_not_start_is_lost_again() -> None:
-    engine = Played("no memory", "")
-    local = revival(engine)
-    engine.runs = False
-    local.check()
-    assert (result := local.pop_error()) is not None and result.fault == "died"
-    local.wait()
-    assert (result := local.pop_error()) is not None and (result.fault, str(result)) == (
+def test_failed_restart_is_reported_and_retried() -> None:
+    engine = FakeEngine("no memory", "")
+    restart = make_restart(engine)
+    engine.is_running = False
+    restart.check()
+    assert (result := restart.pop_error()) is not None and result.fault == "died"
+    restart.wait()
+    assert (result := restart.pop_error()) is not None and (result.fault, str(result)) == (
         "did not start again",
         "no memory",
     )
-    local.ensure_started()
-    local.wait()
-    assert local.pop_error() is None and engine.calls == ["restart"] * 2
-    local.check()
-    assert local.pop_error() is None
-    local.close()
+    restart.ensure_started()
+    restart.wait()
+    assert restart.pop_error() is None and engine.calls == ["restart"] * 2
+    restart.check()
+    assert restart.pop_error() is None
+    restart.close()
 
 
-def test_what_fails_is_lost_only_where_it_is_gone() -> None:
-    engine = Played("")
-    local = revival(engine)
-    assert not local.restart_if_lost(EngineError("engine 0 refused /flush_cache"))
-    assert local.pop_error() is None and engine.calls == []
-    engine.runs = False  # its server answered, and is seen dead a moment later
-    assert local.restart_if_lost(EngineError("engine 0 refused /flush_cache"))
-    assert (result := local.pop_error()) is not None and result.fault == "died"
-    local.close()
+def test_failed_request_is_a_loss_only_if_the_engine_died() -> None:
+    engine = FakeEngine("")
+    restart = make_restart(engine)
+    assert not restart.restart_if_lost(EngineError("engine 0 refused /flush_cache"))
+    assert restart.pop_error() is None and engine.calls == []
+    engine.is_running = False  # its server answered and died a moment later
+    assert restart.restart_if_lost(EngineError("engine 0 refused /flush_cache"))
+    assert (result := restart.pop_error()) is not None and result.fault == "died"
+    restart.close()
 
 
-def test_one_on_several_machines_waits_until_all_know() -> None:
-    engine = Played("", nnodes=2)
-    local = revival(engine)
-    local.report_lost(EngineLost("died", ""))
-    assert engine.calls == [] and not local.is_pending
-    local.ensure_started()
-    local.wait()
+def test_multi_node_engine_restarts_only_when_all_ranks_know() -> None:
+    engine = FakeEngine("", nnodes=2)
+    restart = make_restart(engine)
+    restart.report_lost(EngineLost("died", ""))
+    assert engine.calls == [] and not restart.is_pending
+    restart.ensure_started()
+    restart.wait()
     assert engine.calls == ["restart"]
-    local.close()
+    restart.close()

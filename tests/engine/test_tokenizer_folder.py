@@ -1,3 +1,5 @@
+"""The tokenizer folder that an engine loads."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -5,12 +7,12 @@ from pathlib import Path
 from megarl.engine.sglang_engine import tokenizer_folder
 
 
-def test_a_folder_without_its_configuration_gets_one_beside(tmp_path: Path) -> None:
+def test_writes_a_missing_tokenizer_config_into_the_run_folder(tmp_path: Path) -> None:
     model, beside = tmp_path / "model", tmp_path / "logs" / "engine_0"
     model.mkdir()
     for name in ("config.json", "tokenizer.model", "model.safetensors"):
         (model / name).write_text(name)
-    for _ in range(2):  # an engine may be started again
+    for _ in range(2):  # an engine may restart
         assert tokenizer_folder(str(model), beside) == str(beside)
         assert {path.name for path in beside.iterdir()} == {"config.json", "tokenizer.model", "tokenizer_config.json"}
         assert (beside / "tokenizer.model").read_text() == "tokenizer.model"

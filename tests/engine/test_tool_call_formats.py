@@ -1,4 +1,4 @@
-"""Calls as the templates of all families write them, read back by SGLang's own parsers of those families."""
+"""Tool calls that the templates of all families render, parsed by SGLang's parsers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import templates
-from call_writers import NOT_WRITTEN, TYPED, UNTYPED
-from reasoning_templates import NO_RESULTS, OTHERS, REASONING, reasoning_tokenizer
-from templates import Published
+from call_writers import TYPED, UNTYPED, WITHOUT_WRITER
+from reasoning_templates import OTHER_FORMATS, REASONING, WITHOUT_RESULTS, reasoning_tokenizer
+from templates import ChatFormat
 
 from megarl.chat_format.chat_messages import CALL_FORMATS, format_call_id
 from megarl.chat_format.chat_template import ChatTemplate
@@ -53,27 +53,31 @@ NESTED = {
     "limit": 3,
 }
 LINES = {"query": "first line\nsecond line\n\tindented", "limit": 0}
-FORMATS: dict[str, Published] = {**templates.PUBLISHED, **OTHERS, **{f"{k}, reasons": v for k, v in REASONING.items()}}
+FORMATS: dict[str, ChatFormat] = {
+    **templates.PUBLISHED,
+    **OTHER_FORMATS,
+    **{f"{k}, reasons": v for k, v in REASONING.items()},
+}
 ONE_CALL = {"llama"}
-"""Whose template takes one call a turn."""
+"""Formats whose template takes one call per turn."""
 
 Calls = list[tuple[str, dict[str, Any]]]
 
 
-def chat_of(name: str) -> ChatTemplate:
+def load_chat(name: str) -> ChatTemplate:
     family = FORMATS[name]
     tokenizer = reasoning_tokenizer(family) if family in REASONING.values() else family.tokenizer()
     return ChatTemplate(tokenizer, {"search_in": SEARCH, "calculator": calculator})
 
 
-def written(chat: ChatTemplate, calls: Calls) -> str:
-    """What the template makes of a turn with these calls, without what ends it."""
+def render_calls(chat: ChatTemplate, calls: Calls) -> str:
+    """Render a turn with these calls, without its end token."""
     requested = [
         {"id": format_call_id(name, i), "type": "function", "function": {"name": name, "arguments": arguments}}
         for i, (name, arguments) in enumerate(calls)
     ]
     user = {"role": "user", "content": "x"}
-    form = next(form for form in CALL_FORMATS if call_written(chat, form))
+    form = next(form for form in CALL_FORMATS if renders_calls(chat, form))
     turn = form({"role": "assistant", "content": "", "tool_calls": requested})
     text = chat.tokenizer.apply_chat_template([user, turn], tools=SCHEMAS, tokenize=False)
     heads = [
@@ -85,36 +89,36 @@ def written(chat: ChatTemplate, calls: Calls) -> str:
     return text[: text.rindex(end)] if end in text else text
 
 
-def call_written(chat: ChatTemplate, form: Any) -> bool:
-    item = {"name": "calculator", "arguments": {"expression": "1"}}
+def renders_calls(chat: ChatTemplate, form: Any) -> bool:
+    calculation = {"name": "calculator", "arguments": {"expression": "1"}}
     turn = {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"id": format_call_id("calculator", 0), "type": "function", "function": item}],
+        "tool_calls": [{"id": format_call_id("calculator", 0), "type": "function", "function": calculation}],
     }
     try:
-        actual = chat.tokenizer.apply_chat_template([{"role": "user", "content": "x"}, form(turn)], tokenize=False)
+        rendered = chat.tokenizer.apply_chat_template([{"role": "user", "content": "x"}, form(turn)], tokenize=False)
     except Exception:
         return False
-    return "calculator" in actual
+    return "calculator" in rendered
 
 
-def cases(name: str) -> dict[str, tuple[str, Calls | None]]:
-    """Texts of a turn, and the calls that are in them; None where they cannot be read."""
-    chat = chat_of(name)
+def make_cases(name: str) -> dict[str, tuple[str, Calls | None]]:
+    """Return texts of a turn with the calls in them."""
+    chat = load_chat(name)
     nested, lines = ("search_in", NESTED), ("search_in", LINES)
-    item = ("calculator", {"expression": "1+2"})
-    actual: dict[str, tuple[str, Calls | None]] = {
-        "nested": (written(chat, [nested]), [nested]),
-        "lines": (written(chat, [lines]), [lines]),
-        "no arguments": (written(chat, [("search_in", {})]), [("search_in", {})]),
+    calculation = ("calculator", {"expression": "1+2"})
+    cases: dict[str, tuple[str, Calls | None]] = {
+        "nested": (render_calls(chat, [nested]), [nested]),
+        "lines": (render_calls(chat, [lines]), [lines]),
+        "no arguments": (render_calls(chat, [("search_in", {})]), [("search_in", {})]),
     }
-    plain = written(chat, [item])
+    plain = render_calls(chat, [calculation])
     if name not in ONE_CALL:
-        actual["several"] = (written(chat, [nested, item, lines]), [nested, item, lines])
-        actual["text before"] = ("I look it up.\n" + plain, [item])
-        actual["half a character"] = ("\ufffd" + plain, [item])
-    return actual
+        cases["several"] = (render_calls(chat, [nested, calculation, lines]), [nested, calculation, lines])
+        cases["text before"] = ("I look it up.\n" + plain, [calculation])
+        cases["half a character"] = ("\ufffd" + plain, [calculation])
+    return cases
 
 
 BROKEN: dict[str, list[str]] = {
@@ -139,7 +143,7 @@ BROKEN: dict[str, list[str]] = {
 }
 
 
-HALF: dict[str, tuple[str, str]] = {
+HALF_BROKEN: dict[str, tuple[str, str]] = {
     "kimi_k2": (
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.calculator:0<|tool_call_argument_begin|>"
         '{"expression": "1"}<|tool_call_end|>',
@@ -154,32 +158,32 @@ HALF: dict[str, tuple[str, str]] = {
         "\n<tool_call>calculator\n<arg_key>",
     ),
 }
-"""A call, and one behind it that is broken."""
+"""A call, followed by a broken one."""
 
 
 @pytest.fixture(scope="module")
 def parsed() -> dict[str, dict[str, tuple[ParsedResponse, Calls | None]]]:
-    """By format and case: what the parser made of it, and the calls that there are. One process for all."""
-    events = {name: cases(name) for name in FORMATS}
-    events |= {
+    """Parse all cases in one process: by format and case, the response and the expected calls."""
+    all_cases = {name: make_cases(name) for name in FORMATS}
+    all_cases |= {
         f"broken {parser}": {str(i): (text, None) for i, text in enumerate(texts)} for parser, texts in BROKEN.items()
     }
-    events |= {f"half {parser}": {"": ("".join(texts), None)} for parser, texts in HALF.items()}
-    parsers = {name: FORMATS[name].parser if name in FORMATS else name.split()[1] for name in events}
-    orders = [(parsers[name], text) for name, group in events.items() for text, _ in group.values()]
-    replies = iter(read(orders, SCHEMAS))
+    all_cases |= {f"half {parser}": {"": ("".join(texts), None)} for parser, texts in HALF_BROKEN.items()}
+    parsers = {name: FORMATS[name].parser if name in FORMATS else name.split()[1] for name in all_cases}
+    requests = [(parsers[name], text) for name, group in all_cases.items() for text, _ in group.values()]
+    replies = iter(parse_texts(requests, SCHEMAS))
     return {
         name: {case: (next(replies), expected) for case, (_, expected) in group.items()}
-        for name, group in events.items()
+        for name, group in all_cases.items()
     }
 
 
-def read(texts: list[tuple[str, str]], schemas: list[dict[str, Any]]) -> list[ParsedResponse]:
-    """Of each (parser, text), what a conversation is told. One process for all."""
+def parse_texts(texts: list[tuple[str, str]], schemas: list[dict[str, Any]]) -> list[ParsedResponse]:
+    """Return the parsed response of each (parser, text). One process parses all."""
     root = Path(__file__).parents[2]
     program = [sys.executable, str(root / "tests/helpers/sglang_parsers.py")]
-    orders = json.dumps([[parser, text, schemas] for parser, text in texts])
-    done = subprocess.run(program, input=orders, capture_output=True, text=True, cwd=root, check=False)
+    requests = json.dumps([[parser, text, schemas] for parser, text in texts])
+    done = subprocess.run(program, input=requests, capture_output=True, text=True, cwd=root, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
     return [
@@ -188,14 +192,14 @@ def read(texts: list[tuple[str, str]], schemas: list[dict[str, Any]]) -> list[Pa
     ]
 
 
-def test_the_formats_are_of_all_families() -> None:
+def test_formats_cover_all_families() -> None:
     parsers = {family.parser for family in FORMATS.values()}
     for family in FAMILIES.values():
         assert {family.tool_call_parser, *family.parsers_by_type.values()} <= parsers
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_calls_are_read_as_they_were_written(name: str, parsed: Any) -> None:
+def test_parser_reads_rendered_calls(name: str, parsed: Any) -> None:
     for case, (reply, expected) in parsed[name].items():
         assert reply.calls == tuple(ToolCall(*call) for call in expected), (case, reply)
         assert not reply.error, case
@@ -203,25 +207,25 @@ def test_calls_are_read_as_they_were_written(name: str, parsed: Any) -> None:
 
 
 @pytest.mark.parametrize("parser", BROKEN)
-def test_a_broken_call_is_an_error_and_no_call(parser: str, parsed: Any) -> None:
+def test_broken_call_is_an_error_without_calls(parser: str, parsed: Any) -> None:
     for case, (reply, _) in parsed[f"broken {parser}"].items():
         assert "malformed" in reply.error and not reply.calls, (case, reply)
 
 
-@pytest.mark.parametrize("parser", HALF)
-def test_a_broken_call_beside_a_good_one_is_an_error(parser: str, parsed: Any) -> None:
+@pytest.mark.parametrize("parser", HALF_BROKEN)
+def test_broken_call_beside_a_valid_one_is_an_error(parser: str, parsed: Any) -> None:
     reply, _ = parsed[f"half {parser}"][""]
     assert "malformed" in reply.error and reply.calls == (ToolCall("calculator", {"expression": "1"}),)
 
 
-def test_a_template_that_wants_more_than_a_result_is_one_line() -> None:
-    chat = ChatTemplate(NO_RESULTS.tokenizer(), {"calculator": calculator})
+def test_template_that_cannot_render_results_is_a_config_error() -> None:
+    chat = ChatTemplate(WITHOUT_RESULTS.tokenizer(), {"calculator": calculator})
     with pytest.raises(ConfigError, match="does not support tool calls .*a result without a call before it") as error:
         chat.check_tools()
     assert "\n" not in str(error.value)
 
 
-NOTE = {
+NOTE_SCHEMA = {
     "type": "function",
     "function": {
         "name": "note",
@@ -278,8 +282,8 @@ ARGUMENTS: list[dict[str, Any]] = [
 ]
 WRITERS = UNTYPED | TYPED
 KNOWN_LOSSES = {"minimax-m3": [" padded ", "items", "options", "maybe"]}
-"""Its lists and objects are tags within tags, which are not guarded."""
-DROPPED: dict[str, str] = {
+"""Arguments that parsers lose: minimax-m3 nests tags for lists and objects, which are not escaped."""
+DROPPED_CALLS: dict[str, str] = {
     "pythonic": "[note(count=1 + 2)]",
     "pythonic, one of two": '[note(count=one), note(text="a")]',
     "lfm2, one of two": '<|tool_call_start|>[note(count=one), note(text="a")]<|tool_call_end|>',
@@ -296,36 +300,36 @@ DROPPED: dict[str, str] = {
 
 
 @pytest.fixture(scope="module")
-def noted() -> dict[str, list[ParsedResponse]]:
+def parsed_notes() -> dict[str, list[ParsedResponse]]:
     texts = {
         parser: [f"I see.\n{write('note', arguments)}" for arguments in ARGUMENTS] for parser, write in WRITERS.items()
     }
-    orders = [(parser, text) for parser, local in texts.items() for text in local]
-    orders += [(name.partition(",")[0], text) for name, text in DROPPED.items()]
-    replies = iter(read(orders, [NOTE]))
-    return {parser: [next(replies) for _ in local] for parser, local in texts.items()} | {
-        f"dropped {name}": [next(replies)] for name in DROPPED
+    requests = [(parser, text) for parser, texts_of_parser in texts.items() for text in texts_of_parser]
+    requests += [(name.partition(",")[0], text) for name, text in DROPPED_CALLS.items()]
+    replies = iter(parse_texts(requests, [NOTE_SCHEMA]))
+    return {parser: [next(replies) for _ in texts_of_parser] for parser, texts_of_parser in texts.items()} | {
+        f"dropped {name}": [next(replies)] for name in DROPPED_CALLS
     }
 
 
 @pytest.mark.parametrize("parser", WRITERS)
-def test_arguments_are_what_the_schema_declares(parser: str, noted: Any) -> None:
-    """A declared string is the text as it was written; every other type is converted."""
-    for arguments, reply in zip(ARGUMENTS, noted[parser], strict=True):
+def test_arguments_have_the_types_of_the_schema(parser: str, parsed_notes: Any) -> None:
+    """Strings keep their text; values of other types are converted."""
+    for arguments, reply in zip(ARGUMENTS, parsed_notes[parser], strict=True):
         if any(loss in (*arguments, *arguments.values()) for loss in KNOWN_LOSSES.get(parser, ())):
             continue
         assert reply.calls == (ToolCall("note", arguments),) and not reply.error, (arguments, reply)
         kinds = [type(value) for value in reply.calls[0].arguments.values()]
-        assert kinds == [type(value) for value in arguments.values()], (arguments, reply)  # True is 1 for Python
+        assert kinds == [type(value) for value in arguments.values()], (arguments, reply)  # True == 1 in Python
         assert "I see." in reply.text and "ARGUMENT" not in reply.text, reply
 
 
-@pytest.mark.parametrize("name", DROPPED)
-def test_a_call_that_the_parser_drops_is_an_error(name: str, noted: Any) -> None:
-    (reply,) = noted[f"dropped {name}"]
+@pytest.mark.parametrize("name", DROPPED_CALLS)
+def test_dropped_call_is_an_error(name: str, parsed_notes: Any) -> None:
+    (reply,) = parsed_notes[f"dropped {name}"]
     assert "malformed" in reply.error, reply
     assert len(reply.calls) == ("one of two" in name), reply
 
 
-def test_all_parsers_of_sglang_are_looked_at() -> None:
-    assert set(tool_call_parsers()) - set(WRITERS) == NOT_WRITTEN
+def test_writers_cover_all_parsers_of_sglang() -> None:
+    assert set(tool_call_parsers()) - set(WRITERS) == WITHOUT_WRITER

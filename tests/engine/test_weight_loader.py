@@ -1,4 +1,4 @@
-"""`load` on a plain module, and the mailbox through which it is called: no SGLang, but the same shared memory."""
+"""The weight loader on a plain module, called through an order buffer in shared memory, without SGLang."""
 
 from __future__ import annotations
 
@@ -38,33 +38,35 @@ class Model(torch.nn.Module):
 DTYPES = {"experts": "float32", "matrix": "bfloat16", "vector": "float32"}
 
 
-def obey(model: torch.nn.Module, order: Any, bucket: torch.Tensor | None = None, room: int = 1 << 20) -> dict[str, Any]:
-    answer = torch.zeros(room, dtype=torch.uint8)
+def execute(
+    model: torch.nn.Module, order: Any, bucket: torch.Tensor | None = None, answer_bytes: int = 1 << 20
+) -> dict[str, Any]:
+    answer = torch.zeros(answer_bytes, dtype=torch.uint8)
     text = order if isinstance(order, bytes) else json.dumps(order).encode()
     tensors = [("order", torch.frombuffer(bytearray(text), dtype=torch.uint8)), ("answer", answer)]
     weight_loader.load(model, tensors + ([] if bucket is None else [("bucket", bucket)]))
     return weight_loader.read_answer(answer)
 
 
-def write(*slices: list[Any], **changes: Any) -> dict[str, Any]:
+def write_order(*slices: list[Any], **changes: Any) -> dict[str, Any]:
     return {"do": "write", "version": 1, "tensor_dtype": DTYPES, "slices": list(slices), **changes}
 
 
-def bucket_of(*tensors: torch.Tensor) -> torch.Tensor:
-    """The tensors one after another, each at a multiple of 16 bytes."""
+def make_bucket(*tensors: torch.Tensor) -> torch.Tensor:
+    """Return a bucket with the tensors in turn, each at a multiple of 16 bytes."""
     parts = []
     for tensor in tensors:
         data = tensor.contiguous().view(-1).view(torch.uint8)
         parts += [data, data.new_zeros(-len(data) % 16)]
-    return shared(torch.cat(parts))
+    return to_shared(torch.cat(parts))
 
 
-def shared(data: torch.Tensor) -> torch.Tensor:
+def to_shared(data: torch.Tensor) -> torch.Tensor:
     return allocate(len(data)).copy_(data)
 
 
-def test_describe_lists_what_a_checkpoint_has() -> None:
-    assert obey(Model(), {"do": "describe"}) == {
+def test_describe_lists_parameters_and_saved_buffers() -> None:
+    assert execute(Model(), {"do": "describe"}) == {
         "tensors": {
             "experts": ["float32", [3, 4, 6]],
             "matrix": ["bfloat16", [4, 6]],
@@ -75,18 +77,18 @@ def test_describe_lists_what_a_checkpoint_has() -> None:
     }
 
 
-def test_boxes_are_written_and_nothing_else() -> None:
+def test_writes_only_the_given_slices() -> None:
     model = Model()
     a, b, c = torch.randn(2, 3), torch.randn(3, 2).bfloat16(), torch.randn(3)
     hashes = torch.tensor([device_hash(a), device_hash(b), device_hash(c)])
-    bucket = bucket_of(a, b, c, hashes)  # at 0, 32, 48, 64
-    order = write(
+    bucket = make_bucket(a, b, c, hashes)  # at 0, 32, 48, 64
+    order = write_order(
         ["experts", 2, 1, 3, 2, 5, 0, 64],
         ["matrix", -1, 1, 4, 4, 6, 32, 72],
         ["vector", -1, 2, 5, 0, 1, 48, 80],
         ["experts", 0, 0, 2, 0, 3, 0, -1],
     )
-    assert obey(model, order, bucket) == {"wrong": []}
+    assert execute(model, order, bucket) == {"wrong": []}
     expected = Model()
     with torch.no_grad():
         expected.experts[2, 1:3, 2:5] = a
@@ -97,35 +99,35 @@ def test_boxes_are_written_and_nothing_else() -> None:
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
-def test_a_flipped_bit_is_found_where_it_is_asked_for() -> None:
+def test_hash_detects_a_flipped_bit() -> None:
     matrix, vector = torch.randn(4, 6).bfloat16(), torch.randn(5)
-    bucket = bucket_of(matrix, vector, torch.tensor([device_hash(matrix), device_hash(vector)]))  # at 0, 48, 80
-    checked = write(["matrix", -1, 0, 4, 0, 6, 0, 80], ["vector", -1, 0, 5, 0, 1, 48, 88])
-    assert obey(Model(), checked, bucket) == {"wrong": []}
+    bucket = make_bucket(matrix, vector, torch.tensor([device_hash(matrix), device_hash(vector)]))  # at 0, 48, 80
+    checked = write_order(["matrix", -1, 0, 4, 0, 6, 0, 80], ["vector", -1, 0, 5, 0, 1, 48, 88])
+    assert execute(Model(), checked, bucket) == {"wrong": []}
     bucket[11] ^= 4
-    assert obey(Model(), checked, bucket) == {"wrong": ["matrix"]}
-    unchecked = write(["matrix", -1, 0, 4, 0, 6, 0, -1], ["vector", -1, 0, 5, 0, 1, 48, 88])
-    assert obey(Model(), unchecked, bucket) == {"wrong": []}
+    assert execute(Model(), checked, bucket) == {"wrong": ["matrix"]}
+    unchecked = write_order(["matrix", -1, 0, 4, 0, 6, 0, -1], ["vector", -1, 0, 5, 0, 1, 48, 88])
+    assert execute(Model(), unchecked, bucket) == {"wrong": []}
 
 
-def test_what_holds_other_bits_is_named_and_nothing_is_written() -> None:
+def test_compare_names_differing_tensors_and_writes_nothing() -> None:
     model, vector = Model(), torch.randn(5)
-    retained = model.matrix.data.clone()
-    bucket = bucket_of(retained, vector, torch.tensor([device_hash(retained), device_hash(vector)]))  # at 0, 48, 80
-    requested = write(["matrix", -1, 0, 4, 0, 6, 0, 80], ["vector", -1, 0, 5, 0, 1, 48, 88], do="compare")
-    assert obey(model, requested, bucket) == {"differ": ["vector"]}
-    assert torch.equal(model.matrix.data, retained) and not torch.equal(model.vector.data, vector)
+    original = model.matrix.data.clone()
+    bucket = make_bucket(original, vector, torch.tensor([device_hash(original), device_hash(vector)]))  # at 0, 48, 80
+    compare = write_order(["matrix", -1, 0, 4, 0, 6, 0, 80], ["vector", -1, 0, 5, 0, 1, 48, 88], do="compare")
+    assert execute(model, compare, bucket) == {"differ": ["vector"]}
+    assert torch.equal(model.matrix.data, original) and not torch.equal(model.vector.data, vector)
     model.matrix.data[0, 0] += 1
-    assert obey(model, requested, bucket) == {"differ": ["matrix", "vector"]}
-    assert "needs a bucket" in obey(model, requested)["error"]
+    assert execute(model, compare, bucket) == {"differ": ["matrix", "vector"]}
+    assert "needs a bucket" in execute(model, compare)["error"]
 
 
-def test_what_is_written_over_afterwards_is_found() -> None:
-    """The hash is of the tensor in the end, not of the copy."""
-    item, two = torch.ones(5), torch.full((5,), 2.0)
-    bucket = bucket_of(item, two, torch.tensor([device_hash(item), device_hash(two)]))  # at 0, 32, 64
-    order = write(["vector", -1, 0, 5, 0, 1, 0, 64], ["vector", -1, 0, 5, 0, 1, 32, 72])
-    assert obey(Model(), order, bucket) == {"wrong": ["vector"]}
+def test_hash_detects_overlapping_writes() -> None:
+    """The hash is of the final tensor, not of the copied slice."""
+    first, second = torch.ones(5), torch.full((5,), 2.0)
+    bucket = make_bucket(first, second, torch.tensor([device_hash(first), device_hash(second)]))  # at 0, 32, 64
+    order = write_order(["vector", -1, 0, 5, 0, 1, 0, 64], ["vector", -1, 0, 5, 0, 1, 32, 72])
+    assert execute(Model(), order, bucket) == {"wrong": ["vector"]}
 
 
 @pytest.mark.parametrize(
@@ -149,35 +151,35 @@ def test_what_is_written_over_afterwards_is_found() -> None:
     ],
     ids=str,
 )
-def test_a_slice_that_does_not_fit_is_an_error_and_nothing_is_written(entry: list[Any], message: str) -> None:
+def test_invalid_slice_is_an_error_and_writes_nothing(entry: list[Any], message: str) -> None:
     model = Model()
-    answer = obey(model, write(["vector", -1, 0, 5, 0, 1, 0, -1], entry), torch.ones(64, dtype=torch.uint8))
+    answer = execute(model, write_order(["vector", -1, 0, 5, 0, 1, 0, -1], entry), torch.ones(64, dtype=torch.uint8))
     assert answer.keys() == {"error"} and re.search(message, answer["error"]), answer
     assert not any(tensor.any() for tensor in model.state_dict().values())
 
 
-def test_another_dtype_is_an_error() -> None:
-    order = write(["matrix", -1, 0, 4, 0, 6, 0, -1], tensor_dtype={"matrix": "float32"})
-    error = obey(Model(), order, torch.ones(256, dtype=torch.uint8))["error"]
+def test_wrong_dtype_is_an_error() -> None:
+    order = write_order(["matrix", -1, 0, 4, 0, 6, 0, -1], tensor_dtype={"matrix": "float32"})
+    error = execute(Model(), order, torch.ones(256, dtype=torch.uint8))["error"]
     assert error == "ValueError: matrix is bfloat16 in the engine, not float32"
 
 
-@pytest.mark.parametrize("order", [b"no JSON", b"[]", {}, {"do": "sing"}, {"do": "write"}, write()], ids=str)
-def test_an_order_that_is_none_is_an_error(order: Any) -> None:
-    assert obey(Model(), order).keys() == {"error"}
+@pytest.mark.parametrize("order", [b"no JSON", b"[]", {}, {"do": "sing"}, {"do": "write"}, write_order()], ids=str)
+def test_malformed_order_is_an_error(order: Any) -> None:
+    assert execute(Model(), order).keys() == {"error"}
 
 
-def test_an_answer_that_is_too_long_says_so() -> None:
-    assert "for a buffer of" in obey(Model(), {"do": "describe"}, room=100)["error"]
+def test_answer_too_long_for_the_buffer_is_an_error() -> None:
+    assert "for a buffer of" in execute(Model(), {"do": "describe"}, answer_bytes=100)["error"]
 
 
-def test_it_does_not_raise_even_where_it_cannot_answer(capfd: pytest.CaptureFixture[str]) -> None:
+def test_load_does_not_raise_without_an_answer_buffer(capfd: pytest.CaptureFixture[str]) -> None:
     weight_loader.load(Model(), [])
     assert "cannot be sent" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("mark", "value", "words"),
+    ("attribute", "value", "message"),
     [
         ("load_up_proj_weight_first", True, "has the rows of up before those of gate"),
         ("use_flashinfer_trtllm_moe", True, "packs them into blocks"),
@@ -188,38 +190,36 @@ def test_it_does_not_raise_even_where_it_cannot_answer(capfd: pytest.CaptureFixt
         ("_block_fp8_bf16_weight", None, ""),
     ],
 )
-def test_describe_says_which_layers_keep_weights_otherwise(mark: str, value: Any, words: str) -> None:
-    """Whether the mark is on the layer, or on what computes with its weights."""
-    for of in ("layer", "method"):
+def test_describe_reports_unusual_weight_layouts(attribute: str, value: Any, message: str) -> None:
+    """The attribute may be on the layer or on its quantization method."""
+    for owner in ("layer", "method"):
         layer = Model()
         layer.quant_method = type("Method", (), {})()
-        setattr(layer if of == "layer" else layer.quant_method, mark, value)
-        odd = obey(torch.nn.Sequential(Model(), layer), {"do": "describe"})["odd"]
-        assert len(odd) == bool(words)
-        assert all(line.startswith("1 has ") and words in line for line in odd)
+        setattr(layer if owner == "layer" else layer.quant_method, attribute, value)
+        odd = execute(torch.nn.Sequential(Model(), layer), {"do": "describe"})["odd"]
+        assert len(odd) == bool(message)
+        assert all(line.startswith("1 has ") and message in line for line in odd)
 
 
-def test_describe_says_of_weights_that_they_are_marked() -> None:
+def test_describe_reports_shuffled_weights() -> None:
     model = Model()
     model.matrix.is_shuffled = True  # type: ignore[attr-defined]
-    assert obey(model, {"do": "describe"})["odd"] == ["the model has its weights shuffled (is_shuffled)"]
+    assert execute(model, {"do": "describe"})["odd"] == ["the model has its weights shuffled (is_shuffled)"]
 
 
 @pytest.mark.parametrize(
     ("experts", "moved"),
     [([[0, 1, 2, 3]] * 2, False), ([[0, 1, 2, 3, 0, 1]], False), ([[0, 1, 2, 3], [0, 2, 1, 3]], True)],
 )
-def test_describe_says_where_sglang_has_its_experts(
-    monkeypatch: pytest.MonkeyPatch, experts: list[list[int]], moved: bool
-) -> None:
+def test_describe_reports_moved_experts(monkeypatch: pytest.MonkeyPatch, experts: list[list[int]], moved: bool) -> None:
     table = SimpleNamespace(physical_to_logical_map_cpu=torch.tensor(experts), num_logical_experts=4)
     stand_in = SimpleNamespace(get_global_expert_location_metadata=lambda: table)
     monkeypatch.setitem(sys.modules, "sglang.srt.eplb.expert_location", stand_in)  # type: ignore[arg-type]
-    odd = obey(Model(), {"do": "describe"})["odd"]
+    odd = execute(Model(), {"do": "describe"})["odd"]
     assert odd == (["the engine's experts are not at their index (init_expert_location)"] if moved else [])
 
 
-def test_finish_has_sglang_compute_what_it_derives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finish_recomputes_derived_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
     stand_in = ModuleType("sglang.srt.model_loader.loader")
     stand_in.post_load_weights = done.append  # type: ignore[attr-defined]
@@ -228,53 +228,55 @@ def test_finish_has_sglang_compute_what_it_derives(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     model = Model()
     monkeypatch.setattr(Model, "refresh_gemma_weight", lambda norm: done.append(("1 + w", norm)), raising=False)
-    assert obey(model, {"do": "finish"}) == {}
+    assert execute(model, {"do": "finish"}) == {}
     assert done == [model, ("1 + w", model)]
 
 
-def unpacked(payload: str) -> list[tuple[str, torch.Tensor]]:
+def decode_payload(payload: str) -> list[tuple[str, torch.Tensor]]:
     return pickle.loads(base64.b64decode(payload))
 
 
-def test_a_mailbox_carries_orders_there_and_answers_back() -> None:
-    model, box = Model(), OrderBuffer()
-    bucket = bucket_of(torch.arange(5.0))
-    for shift in range(3):  # the bucket stays where it is from its first use on
+def test_order_buffer_carries_orders_and_answers() -> None:
+    model, buffer = Model(), OrderBuffer()
+    bucket = make_bucket(torch.arange(5.0))
+    for shift in range(3):  # the bucket keeps its place after its first use
         bucket[:20].view(torch.float32)[:] = torch.arange(5.0) + shift
-        weight_loader.load(model, unpacked(box.make_payload(write(["vector", -1, 0, 5, 0, 1, 0, -1]), bucket)))
-        assert box.read_answer() == {"wrong": []}
+        weight_loader.load(
+            model, decode_payload(buffer.make_payload(write_order(["vector", -1, 0, 5, 0, 1, 0, -1]), bucket))
+        )
+        assert buffer.read_answer() == {"wrong": []}
         assert model.vector.tolist() == [shift, shift + 1, shift + 2, shift + 3, shift + 4]
-    weight_loader.load(model, unpacked(box.make_payload({"do": "describe"})))
-    assert box.read_answer()["tensors"]["vector"] == ["float32", [5]]
+    weight_loader.load(model, decode_payload(buffer.make_payload({"do": "describe"})))
+    assert buffer.read_answer()["tensors"]["vector"] == ["float32", [5]]
 
 
-def test_an_old_answer_is_not_taken_for_a_new_one() -> None:
-    box = OrderBuffer()
-    weight_loader.load(Model(), unpacked(box.make_payload({"do": "describe"})))
-    box.read_answer()
-    box.make_payload({"do": "describe"})  # nobody obeys
+def test_order_buffer_ignores_old_answers() -> None:
+    buffer = OrderBuffer()
+    weight_loader.load(Model(), decode_payload(buffer.make_payload({"do": "describe"})))
+    buffer.read_answer()
+    buffer.make_payload({"do": "describe"})  # nobody executes it
     with pytest.raises(EngineError, match="did not answer"):
-        box.read_answer()
-    weight_loader.load(Model(), unpacked(box.make_payload({"do": "sing"})))
+        buffer.read_answer()
+    weight_loader.load(Model(), decode_payload(buffer.make_payload({"do": "sing"})))
     with pytest.raises(EngineError, match="failed to execute a request: ValueError: unknown order 'sing'"):
-        box.read_answer()
+        buffer.read_answer()
 
 
-def test_names_are_looked_up_once_in_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And anew in the next, and after SGLang has computed what it derives, for it may replace tensors then."""
+def test_scans_tensor_names_once_per_weight_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again in the next, because SGLang may replace tensors when it recomputes derived ones."""
     model, scans, scan = Model(), [], weight_loader.writable_tensors
 
-    def counted(of: torch.nn.Module) -> dict[str, torch.Tensor]:
-        scans.append(of)
-        return scan(of)
+    def count_and_scan(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        scans.append(module)
+        return scan(module)
 
-    monkeypatch.setattr(weight_loader, "writable_tensors", counted)
-    data = bucket_of(torch.full((5,), 3.0))
-    item = ["vector", -1, 0, 5, 0, 1, 0, -1]
+    monkeypatch.setattr(weight_loader, "writable_tensors", count_and_scan)
+    data = make_bucket(torch.full((5,), 3.0))
+    first = ["vector", -1, 0, 5, 0, 1, 0, -1]
     for push, expected in (("a", 1), ("a", 1), ("b", 2), ("b", 2), ("a", 3)):
-        assert obey(model, write(item, push=push), data) == {"wrong": []}
+        assert execute(model, write_order(first, push=push), data) == {"wrong": []}
         assert len(scans) == expected
     model.vector = torch.nn.Parameter(torch.zeros(5), requires_grad=False)
-    assert obey(model, write(item, push="c"), data) == {"wrong": []}
+    assert execute(model, write_order(first, push="c"), data) == {"wrong": []}
     assert model.vector.tolist() == [3.0] * 5
-    assert obey(model, write(item), data) == {"wrong": []} and len(scans) == 5  # of no push
+    assert execute(model, write_order(first), data) == {"wrong": []} and len(scans) == 5  # without a weight sync

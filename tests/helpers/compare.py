@@ -1,4 +1,4 @@
-"""An engine's tokens, log-probs and chosen experts against those of `transformers` with the same weights."""
+"""Compare an engine's tokens, log-probs and chosen experts with `transformers` on the same weights."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PROMPTS = [list(range(20, 20 + length)) for length in (3, 17, 40)]
 TOKENS = 8
 
 
-def recorded(engine: Engine) -> RoutingShape | None:
-    """The shape of the engine's record of its routing, where it keeps one."""
+def engine_routing_shape(engine: Engine) -> RoutingShape | None:
+    """Return the shape of the engine's routing record, or None if it keeps none."""
     config = engine.config
     return routing_shape(load_hf_config(config.model.path), {}) if config.train.routing_replay else None
 
@@ -27,24 +27,24 @@ def recorded(engine: Engine) -> RoutingShape | None:
 def generate(engine: Engine, temperature: float = 0.0) -> list[Generation]:
     params = {"temperature": temperature, "max_new_tokens": TOKENS, "ignore_eos": True}
 
-    async def all_of_them() -> list[Generation]:
-        async with Client(engine.url, engine.api_key, 300.0, recorded(engine)) as client:
+    async def run() -> list[Generation]:
+        async with Client(engine.url, engine.api_key, 300.0, engine_routing_shape(engine)) as client:
             return list(await asyncio.gather(*(client.generate(prompt, params) for prompt in PROMPTS)))
 
-    return asyncio.run(all_of_them())
+    return asyncio.run(run())
 
 
-def assert_equals(engine: Engine, model: PreTrainedModel, version: int) -> None:
-    """Greedy tokens, and log-probs and experts of greedy and of sampled tokens, are those of transformers. The prompts
-    begin alike, so that the experts of most of their tokens come from another request's cached keys and values."""
+def assert_matches_transformers(engine: Engine, model: PreTrainedModel, version: int) -> None:
+    """Check greedy tokens, and log-probs and experts of greedy and sampled tokens, against transformers. The prompts
+    share a prefix, so most of their tokens reuse keys, values and routing that another request cached."""
     greedy, sampled = generate(engine), generate(engine, temperature=1.0)
     for prompt, out in zip(PROMPTS, greedy, strict=True):
         assert list(out.token_ids) == tiny_models.greedy(model, prompt, TOKENS)
     for prompt, out in zip(PROMPTS * 2, greedy + sampled, strict=True):
         assert out.finish_reason == "length" and out.weight_version == version
-        with tiny_models.watched_experts(model) as experts:
+        with tiny_models.record_experts(model) as experts:
             expected = tiny_models.logprobs(model, [*prompt, *out.token_ids])[len(prompt) - 1 : -1]
-        if recorded(engine) is not None:
+        if engine_routing_shape(engine) is not None:
             assert out.routing is not None
             chosen_experts = torch.stack(experts, dim=1)[:-1]
             assert torch.equal(out.routing.sort(-1).values, chosen_experts.sort(-1).values.byte())

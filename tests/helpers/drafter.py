@@ -1,5 +1,5 @@
-"""What SGLang's draft model has to propose, by transformers: DeepSeek-V3's layer of multi-token prediction is a model
-of one layer, whose input is made of a token's embedding and the policy's last hidden state, normed, before it."""
+"""A reference of SGLang's draft model in transformers. DeepSeek-V3's multi-token-prediction layer is a model of one
+layer; its input combines a token's embedding with the policy's last hidden state before it, both normalized."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3ForCausalLM, PreTrainedModel
 
 
-def foreseeable(seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A policy that likes to go on with the token 7 numbers later, and so does its layer of multi-token prediction,
-    which shares its embedding and head: some drafts are accepted, others are not."""
+def predictable_policy(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Return a policy that favors the token id 7 above the last one. Its multi-token-prediction layer shares the
+    embedding and head and does so, too, so some drafts are accepted and others are not."""
     model = tiny_models.deepseek_v3(seed, num_nextn_predict_layers=1, **changes)
     with torch.no_grad():
         embedding = model.model.embed_tokens.weight
@@ -27,7 +27,7 @@ def foreseeable(seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 class Drafter:
-    """The draft layer in a folder, for a policy whose embedding and head it has."""
+    """The draft layer of a checkpoint folder, for a policy with the same embedding and head."""
 
     def __init__(self, policy: PreTrainedModel, folder: Path) -> None:
         self.policy = policy
@@ -39,7 +39,7 @@ class Drafter:
         }
         self.enorm, self.hnorm = tensors.pop("enorm.weight"), tensors.pop("hnorm.weight")
         self.eh_proj = tensors.pop("eh_proj.weight")
-        named = {
+        renamed = {
             "model.embed_tokens.weight": tensors.pop("embed_tokens.weight"),
             "model.norm.weight": tensors.pop("shared_head.norm.weight"),
             "lm_head.weight": tensors.pop("shared_head.head.weight"),
@@ -49,35 +49,35 @@ class Drafter:
         config |= {"num_hidden_layers": 1, "first_k_dense_replace": 0}
         with TemporaryDirectory() as scratch:
             Path(scratch, "config.json").write_text(json.dumps(config))
-            save_file(named, Path(scratch, "model.safetensors"), {"format": "pt"})
+            save_file(renamed, Path(scratch, "model.safetensors"), {"format": "pt"})
             self.layer = DeepseekV3ForCausalLM.from_pretrained(scratch, dtype=torch.float32).eval()
 
-    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def _normalize(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x * (x.square().mean(-1, keepdim=True) + self.policy.config.rms_norm_eps).rsqrt() * weight
 
     @torch.no_grad()
     def propose(self, ids: Sequence[int], number: int) -> list[int]:
-        """The likeliest tokens after `ids`; from the second one on, the layer's own output is its hidden state."""
+        """Return the likeliest tokens after `ids`. From the second on, the hidden state is the layer's own output."""
         hidden = self.policy.model(torch.tensor([ids[:-1]])).last_hidden_state[0]
         tokens = list(ids[1:])
         for _ in range(number):
-            embedded = self._normed(self.layer.model.embed_tokens(torch.tensor(tokens)), self.enorm)
-            joint = torch.cat([embedded, self._normed(hidden, self.hnorm)], dim=-1) @ self.eh_proj.T
+            embedded = self._normalize(self.layer.model.embed_tokens(torch.tensor(tokens)), self.enorm)
+            joint = torch.cat([embedded, self._normalize(hidden, self.hnorm)], dim=-1) @ self.eh_proj.T
             out = self.layer.model(inputs_embeds=joint[None]).last_hidden_state[0, -1:]
             tokens.append(int(self.layer.lm_head(out).argmax()))
             hidden = torch.cat([hidden, out])
         return tokens[-number:]
 
-    def outcome(self, prompt: list[int], tokens: int, drafts: int) -> tuple[int, int]:
-        """How many tokens are drafted, and accepted, until at least `tokens` greedy ones are written.
+    def count_drafts(self, prompt: list[int], tokens: int, drafts: int) -> tuple[int, int]:
+        """Return the numbers of drafted and accepted tokens until at least `tokens` greedy ones are generated.
 
-        The first token comes from the prompt's own pass; then each round drafts after the last token that is there.
+        The prefill yields the first token; then each round drafts after the last known token.
         """
         ids = prompt + tiny_models.greedy(self.policy, prompt, tokens + drafts)
-        there, rounds, accepted = len(prompt) + 1, 0, 0
-        while there < len(prompt) + tokens:
-            proposed, right = self.propose(ids[:there], drafts), 0
-            while right < drafts and proposed[right] == ids[there + right]:
-                right += 1
-            rounds, accepted, there = rounds + 1, accepted + right, there + right + 1
+        known, rounds, accepted = len(prompt) + 1, 0, 0
+        while known < len(prompt) + tokens:
+            proposed, matching = self.propose(ids[:known], drafts), 0
+            while matching < drafts and proposed[matching] == ids[known + matching]:
+                matching += 1
+            rounds, accepted, known = rounds + 1, accepted + matching, known + matching + 1
         return rounds * drafts, accepted

@@ -1,4 +1,4 @@
-"""What all engines of these tests have in common. Without transformers, whose import takes a process five seconds."""
+"""The configuration of all engines in tests. Separate because the import of transformers takes five seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start a real engine on a tiny model; `conftest.py` has the fixtures that share one per model."""
+"""Start a real engine on a tiny model. Fixtures in `conftest.py` share one engine per model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.engine.sglang_engine import Engine
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningEngine:
     """An engine and the model that it started with."""
 
     engine: Engine
@@ -29,17 +29,17 @@ class Running:
 
 
 @contextmanager
-def start(host: str, model: PreTrainedModel, folder: Path, **rollout: Any) -> Iterator[Running]:
+def start_engine(host: str, model: PreTrainedModel, folder: Path, **rollout: Any) -> Iterator[RunningEngine]:
     path = tiny_models.save(model, folder / "model")
     config = make_config(path, folder / "run", **rollout)
     records = replace(config.train, routing_replay=hasattr(model.config, "num_experts_per_tok"))
     config = replace(config, train=records)
     engine = Engine(config, threads=1)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(HOST_VARIABLE, host)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv(HOST_VARIABLE, host)
         engine.start()
     try:
         engine.wait_ready()
-        yield Running(engine, config, model, path)
+        yield RunningEngine(engine, config, model, path)
     finally:
         engine.shutdown()

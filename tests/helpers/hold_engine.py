@@ -1,4 +1,4 @@
-"""Starts an engine and waits, to be killed: `hold_engine.py MODEL RUN`. Prints the pid of its own host, or 0."""
+"""Start an engine and wait to be killed: `hold_engine.py MODEL RUN`. Prints the pid of its own host, or 0."""
 
 from __future__ import annotations
 

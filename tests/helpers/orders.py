@@ -1,4 +1,4 @@
-"""Orders to write full HF tensors into an engine, made by the layout algebra alone: no trainer takes part."""
+"""Write full HF tensors into an engine by orders from the layout algebra alone, without a trainer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import tiny_models
 import torch
-from compare import assert_equals
-from engines import Running
+from compare import assert_matches_transformers
+from engines import RunningEngine
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -21,15 +21,15 @@ from megarl.reshard.plan.layout import EngineLayout, engine_shapes
 from megarl.reshard.run.checksum import device_hash
 
 
-def check_orders(running: Running, layout: EngineLayout, new: PreTrainedModel, folder: Path) -> None:
-    """An engine that was given other weights by orders generates as `transformers` does with these."""
-    overwrite(running.engine, layout, tiny_models.save(new, folder / "ordered"), 7)
-    assert_equals(running.engine, new, 7)
+def check_orders(running: RunningEngine, layout: EngineLayout, new: PreTrainedModel, folder: Path) -> None:
+    """Check that an engine generates like `transformers` after orders replaced its weights."""
+    overwrite_weights(running.engine, layout, tiny_models.save(new, folder / "ordered"), 7)
+    assert_matches_transformers(running.engine, new, 7)
 
 
-def overwrite(engine: Engine, layout: EngineLayout, folder: Path, version: int) -> None:
-    """Replace all of an engine's weights by those of an HF folder, those of its draft model if `layout` has one, too.
-    Its tensors are those of the table, no more."""
+def overwrite_weights(engine: Engine, layout: EngineLayout, folder: Path, version: int) -> None:
+    """Replace all weights of an engine, and of its draft model if `layout` has one, by those of an HF folder. Check
+    that the engine has exactly the tensors of the table."""
     hf, tensors = load_hf_config(folder), load_file(folder / "model.safetensors")
     family = family_of(hf)
     experts = family.num_experts(hf)
@@ -50,56 +50,56 @@ def _write(
 ) -> None:
     boxes = [OrderBuffer() for _ in range(layout.tp)]
     engine.call_loader([box.make_payload({"do": "describe"}) for box in boxes], draft)
-    retained = [box.read_answer()["tensors"] for box in boxes]
-    shared = {"model.embed_tokens.weight", "lm_head.weight"} if draft else set()  # the policy's own
-    for position, described in enumerate(retained):
-        assert shared <= described.keys()
-        shapes = {name: tuple(shape) for name, (_, shape) in described.items() if name not in shared}
+    described = [box.read_answer()["tensors"] for box in boxes]
+    shared = {"model.embed_tokens.weight", "lm_head.weight"} if draft else set()  # shared with the policy
+    for position, tensors_of_rank in enumerate(described):
+        assert shared <= tensors_of_rank.keys()
+        shapes = {name: tuple(shape) for name, (_, shape) in tensors_of_rank.items() if name not in shared}
         assert shapes == engine_shapes(params, layout, position, experts)
-    writes = [write_order(params, layout, p, tensors, retained[p], experts) for p in range(layout.tp)]
+    writes = [make_write_order(params, layout, p, tensors, described[p], experts) for p in range(layout.tp)]
     engine.call_loader([box.make_payload(*write) for box, write in zip(boxes, writes, strict=True)], draft)
     assert [box.read_answer() for box in boxes] == [{"wrong": []}] * layout.tp
     engine.call_loader([box.make_payload({"do": "finish"}) for box in boxes], draft)
     assert [box.read_answer() for box in boxes] == [{}] * layout.tp
 
 
-def write_order(
+def make_write_order(
     params: Sequence[Param],
     engine: EngineLayout,
     position: int,
     tensors: Mapping[str, torch.Tensor],
-    retained: Mapping[str, Sequence[Any]],
+    described: Mapping[str, Sequence[Any]],
     num_experts: int,
 ) -> tuple[dict[str, Any], torch.Tensor]:
-    """One order, and its bucket, with all that the engine's rank `position` has of these parameters.
+    """Return the order and bucket that write all of these parameters that the engine's rank `position` holds.
 
-    tensors: HF tensors by name, of any dtype; held: what "describe" says of the rank, by name [dtype, shape].
+    tensors: HF tensors by name, of any dtype. described: the rank's answer to "describe", by name [dtype, shape].
     """
     slices: list[list[Any]] = []
     parts: list[torch.Tensor] = []
-    at = 0
+    position_in_bucket = 0
 
     def add(part: torch.Tensor) -> int:
-        nonlocal at
+        nonlocal position_in_bucket
         data = part.contiguous().view(-1).view(torch.uint8)
-        start, at = at, at + -(-data.numel() // 16) * 16
-        parts.extend((data, data.new_zeros(at - start - data.numel())))
+        start, position_in_bucket = position_in_bucket, position_in_bucket + -(-data.numel() // 16) * 16
+        parts.extend((data, data.new_zeros(position_in_bucket - start - data.numel())))
         return start
 
     dtypes = {}
     for param in params:
         slot = engine.slot_of(param)
         assert slot is not None
-        dtypes[slot.name] = retained[slot.name][0]
+        dtypes[slot.name] = described[slot.name][0]
         for index in engine.expert_indices(position, param, num_experts):
             for source, dim, start, stop, offset in engine.slices_of_rank(position, param):
                 box = tensors[param.hf[source].name].narrow(dim, start, stop - start)
                 box = box.to(getattr(torch, dtypes[slot.name]))
                 r0, c0 = (offset, 0) if dim == 0 else (0, offset)
                 r1, c1 = r0 + box.shape[0], c0 + (box.shape[1] if box.dim() == 2 else 1)
-                where = add(box), add(torch.tensor([device_hash(box)]))
+                offsets = add(box), add(torch.tensor([device_hash(box)]))
                 stacked = index if slot.grid == "expert" else -1
-                slices.append([slot.name, stacked, r0, r1, c0, c1, *where])
+                slices.append([slot.name, stacked, r0, r1, c0, c1, *offsets])
     data = torch.cat(parts)
     order = {"do": "write", "version": 1, "tensor_dtype": dtypes, "slices": slices}
     return order, allocate(len(data)).copy_(data)

@@ -1,11 +1,11 @@
-"""More chat templates in miniature, written for these tests: of families that reason, and of other formats of calls, in
-the manner of the published ones. See `config/paths.py`."""
+"""Short chat templates, written for these tests, of families that reason and of other call formats, like the published
+ones."""
 
 from __future__ import annotations
 
-from templates import GLM, PUBLISHED, QWEN, Published
+from templates import GLM, PUBLISHED, QWEN, ChatFormat
 
-# Reasoning is the last turn's only, which all turns behind the last user's words are; it may be in a field of its own.
+# Keeps reasoning only after the last user message; accepts it in a separate field.
 QWEN3_THINKING = (
     "{% set last = namespace(user=-1) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}{% endif %}{% endfor %}"
@@ -20,11 +20,11 @@ QWEN3_THINKING = (
     "{% if said.thought and loop.index0 > last.user %}{{ '<think>\n' + said.thought + '\n</think>\n\n' }}{% endif %}"
     "{{ said.text }}",
 )
-# Opens reasoning itself, behind a user's words and behind results.
+# Opens reasoning itself, after user messages and after results.
 QWEN3_OPENED = QWEN3_THINKING.replace(
     "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
 )
-# Calls as XML, which say nothing of types.
+# Calls as XML without types.
 QWEN3_CODER = QWEN.replace(
     '{{ \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
     "{{ call.function.arguments | tojson + '}\n</tool_call>' }}",
@@ -46,8 +46,8 @@ GLM_THINKING = (
     "{{ '<|assistant|>\n<think>' + (said.thought if loop.index0 > last.user else '') + '</think>' }}"
     "{% if said.text.strip() %}{{ '\n' + said.text.strip() }}{% endif %}",
 )
-# System messages stand at the top, wherever they come. Reasoning is opened behind a user's words, and never kept there;
-# behind a tool's result a turn goes on without a head, and is kept as it is.
+# Moves system messages to the top. Opens reasoning after a user message and drops it later; after a tool result a turn
+# continues without a head and stays unchanged.
 _DEEPSEEK_HEAD = (
     "<｜begin▁of▁sentence｜>{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% set state = namespace(tool=false) %}"
@@ -64,7 +64,7 @@ DEEPSEEK_R1 = (
     "{% set state.tool = false %}{% endif %}{% endfor %}{% if state.tool %}<｜tool▁outputs▁end｜>"
     "{% elif add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"
 )
-# Closes reasoning in the head of a turn, calls without Markdown, and closes no list of results.
+# Closes reasoning in the head of a turn, writes calls without Markdown, and does not close the list of results.
 DEEPSEEK31 = (
     _DEEPSEEK_HEAD + "{% elif m.role == 'tool' %}{% set state.tool = true %}"
     "{{ '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}"
@@ -75,7 +75,7 @@ DEEPSEEK31 = (
     "<｜end▁of▁sentence｜>{% set state.tool = false %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and not state.tool %}<｜Assistant｜></think>{% endif %}"
 )
-# Reasoning only in a field of its own; kept behind results, until the policy has said something.
+# Reasoning only in a separate field; kept after results until the policy's next text.
 KIMI_THINKING = (
     PUBLISHED["kimi"]
     .template.replace(
@@ -91,7 +91,7 @@ KIMI_THINKING = (
         "{{ m.content or '' }}",
     )
 )
-# Names the call that a result answers by the message before it, and refuses a result without one.
+# Takes a result's call from the message before it, and rejects a result without a call.
 HARMONY = (
     "{% for m in messages %}{% if m.role == 'tool' %}"
     "{% if not loop.previtem.tool_calls %}{{ raise_exception('a result without a call before it') }}{% endif %}"
@@ -103,7 +103,7 @@ HARMONY = (
     "{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
-# Calls as a list in Python.
+# Calls as a Python list.
 PYTHONIC = (
     "{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
     "{% if m.tool_calls %}{{ '[' }}{% for call in m.tool_calls %}{{ '' if loop.first else ', ' }}"
@@ -119,27 +119,27 @@ _HARMONY = ("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", 
 _GEMMA = ("<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
 
 
-def _of(template: str, control: tuple[str, ...], parser: str) -> Published:
-    return Published(template, control, "", "", (), "", "", parser)
+def _make_format(template: str, control: tuple[str, ...], parser: str) -> ChatFormat:
+    return ChatFormat(template, control, "", "", (), "", "", parser)
 
 
 REASONING = {
-    "qwen3": _of(QWEN3_THINKING, PUBLISHED["qwen"].control, "qwen25"),
-    "qwen3 opened": _of(QWEN3_OPENED, PUBLISHED["qwen"].control, "qwen25"),
-    "glm": _of(GLM_THINKING, PUBLISHED["glm"].control, "glm45"),
-    "deepseek r1": _of(DEEPSEEK_R1, _DEEPSEEK, "deepseekv3"),
-    "deepseek v3.1": _of(DEEPSEEK31, _DEEPSEEK, "deepseekv31"),
-    "kimi": _of(KIMI_THINKING, PUBLISHED["kimi"].control, "kimi_k2"),
+    "qwen3": _make_format(QWEN3_THINKING, PUBLISHED["qwen"].control, "qwen25"),
+    "qwen3 opened": _make_format(QWEN3_OPENED, PUBLISHED["qwen"].control, "qwen25"),
+    "glm": _make_format(GLM_THINKING, PUBLISHED["glm"].control, "glm45"),
+    "deepseek r1": _make_format(DEEPSEEK_R1, _DEEPSEEK, "deepseekv3"),
+    "deepseek v3.1": _make_format(DEEPSEEK31, _DEEPSEEK, "deepseekv31"),
+    "kimi": _make_format(KIMI_THINKING, PUBLISHED["kimi"].control, "kimi_k2"),
 }
-"""Their tokenizers need `THINK`, too."""
-OTHERS = {
-    "qwen3 coder": _of(QWEN3_CODER, PUBLISHED["qwen"].control, "qwen3_coder"),
-    "pythonic": _of(PYTHONIC, _GEMMA, "pythonic"),
+"""Formats whose tokenizers also need the tokens in `THINK`."""
+OTHER_FORMATS = {
+    "qwen3 coder": _make_format(QWEN3_CODER, PUBLISHED["qwen"].control, "qwen3_coder"),
+    "pythonic": _make_format(PYTHONIC, _GEMMA, "pythonic"),
 }
-NO_RESULTS = _of(HARMONY, _HARMONY, "gpt-oss")
+WITHOUT_RESULTS = _make_format(HARMONY, _HARMONY, "gpt-oss")
 
 
-def reasoning_tokenizer(family: Published) -> object:
+def reasoning_tokenizer(family: ChatFormat) -> object:
     tokenizer = family.tokenizer()
     tokenizer.add_tokens(list(THINK))
     return tokenizer

@@ -1,13 +1,15 @@
-"""Policies that say what a test wants them to, and what their conversations need besides."""
+"""Scripted policies, and the prompt, chat template, configuration and parser that their conversations use."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
+import tempfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,9 @@ from megarl.config import RolloutConfig
 from megarl.engine.engine_protocol import EngineLost, Generation
 from megarl.engine.tool_calls import ParsedResponse, ToolCall
 from megarl.environments.catalog import load_tools
-from megarl.rollout.partial_rollouts import PartialRollout
+from megarl.environments.process_sessions import EnvironmentPool
+from megarl.environments.protocol import ToolResult
+from megarl.rollout.partial_rollouts import PartialRollout, read_groups, write_groups
 from megarl.types import Ids, Prompt, Turn, as_token_ids
 
 TOKENIZER = tiny_models.tokenizer()
@@ -37,43 +41,43 @@ def call(expression: str, name: str = "calculator") -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
 
 
-class Script:
-    """A policy that says its lines, and records what it was given. A line of ids is said as it is."""
+class ScriptedPolicy:
+    """A policy that returns the given lines in order and records its requests. The last line repeats."""
 
     def __init__(self, *lines: str | Generation) -> None:
         self.lines = list(lines)
-        self.asked: list[tuple[list[int], dict[str, Any]]] = []
-        self.at_once = self.most_at_once = 0
+        self.requests: list[tuple[list[int], dict[str, Any]]] = []
+        self.num_running = self.max_running = 0
 
     async def generate(
         self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
     ) -> Generation:
-        self.asked.append((list(context), params))
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
+        self.requests.append((list(context), params))
+        self.num_running += 1
+        self.max_running = max(self.max_running, self.num_running)
         await asyncio.sleep(0.001)
-        self.at_once -= 1
-        line = self.lines[min(len(self.asked), len(self.lines)) - 1]
-        generation = said(line) if isinstance(line, str) else line
+        self.num_running -= 1
+        line = self.lines[min(len(self.requests), len(self.lines)) - 1]
+        generation = make_generation(line) if isinstance(line, str) else line
         if on_tokens is not None:
             on_tokens(as_token_ids(generation.token_ids))
         return generation
 
     async def stop(self) -> None:
-        """It is quick enough."""
+        """Do nothing: each request ends by itself within milliseconds."""
 
 
-def said(text: str, finish: Any = "stop", version: int = 7) -> Generation:
+def make_generation(text: str, finish: Any = "stop", version: int = 7) -> Generation:
     tokens = ids(text) + ((END,) if finish == "stop" else ())
     return Generation(tokens, tuple(-0.1 * (i + 1) for i in range(len(tokens))), finish, version, cached=1)
 
 
-def turn_of(out: Generation) -> Turn:
+def make_turn(out: Generation) -> Turn:
     return Turn(out.token_ids, out.logprobs, True, out.weight_version)
 
 
 async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> ParsedResponse:
-    """As SGLang's qwen25 parser does it, for one call."""
+    """Parse one call as SGLang's qwen25 parser does."""
     if "<tool_call>" not in text or not schemas:
         return ParsedResponse(text)
     try:
@@ -83,55 +87,74 @@ async def parse(text: str, schemas: Sequence[dict[str, Any]]) -> ParsedResponse:
         return ParsedResponse(text, error="malformed")
 
 
-class Fails(Script):
-    """Says its lines; those that are exceptions it raises, and at `None` it is never done."""
+class FailingPolicy(ScriptedPolicy):
+    """Return lines in order, raise those that are exceptions, and hang at `None`."""
 
     async def generate(
         self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
     ) -> Generation:
-        line: Any = self.lines[len(self.asked)]
-        self.asked.append((list(context), params))
+        line: Any = self.lines[len(self.requests)]
+        self.requests.append((list(context), params))
         if line is None:
             await asyncio.sleep(3600)
         if isinstance(line, Exception):
             raise line
-        return said(line)
+        return make_generation(line)
 
 
-def begun(prompt: Prompt = PROMPT, seed: int = 0, chat: ChatTemplate = CHAT) -> PartialRollout:
+def begin_rollout(prompt: Prompt = PROMPT, seed: int = 0, chat: ChatTemplate = CHAT) -> PartialRollout:
     return PartialRollout.begin(replace(prompt, token_ids=as_token_ids(chat.encode_prompt(prompt))), seed)
+
+
+def write_and_read(partial: PartialRollout) -> PartialRollout:
+    """Return the rollout as a file of partial groups keeps it."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_groups(Path(folder, "file"), [(partial,)])
+        return read_groups(Path(folder, "file"))[0][0]
+
+
+class InProcessCalculator(EnvironmentPool):
+    """A calculator in this process that answers after a random delay."""
+
+    def __init__(self) -> None:
+        super().__init__(CHAT.catalog, 60.0, 1)
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        await asyncio.sleep(random.random() * 0.002)
+        return ToolResult(str(len(arguments["expression"])), True)
 
 
 HEAD = list(ids("<|im_start|>assistant\n"))
 
 
-class Writer:
-    """A policy whose every token follows from all tokens before it and takes a moment. It calls the calculator at
-    times. Its engine records, as routing of a token, its place in the conversation.
+class DeterministicPolicy:
+    """A policy whose next token is a hash of all tokens before it, written after a short pause. Some of its turns call
+    the calculator. Its routing record of a token is the token's position in the conversation.
 
-    lasts: tokens after which the engine is gone. halts: tokens after which it sets `halt`, and stops.
+    dies_after: number of tokens after which it raises `EngineLost`.
+    halts_after: number of tokens after which it sets `halt` and stops.
     """
 
-    def __init__(self, version: int = 0, pause: float = 0.0005, lasts: int = -1, halts: int = -1) -> None:
-        self.weight_version, self.pause, self.lasts, self.halts = version, pause, lasts, halts
+    def __init__(self, version: int = 0, pause: float = 0.0005, dies_after: int = -1, halts_after: int = -1) -> None:
+        self.weight_version, self.pause, self.dies_after, self.halts_after = version, pause, dies_after, halts_after
         self.halt = asyncio.Event()
-        self.written = self.stops = 0
-        self.at_once = self.most_at_once = 0
+        self.num_written = self.stops = 0
+        self.num_running = self.max_running = 0
 
     async def generate(
         self, context: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
     ) -> Generation:
         known, stops, finish = list(map(int, context)), self.stops, "length"
-        self.at_once += 1
-        self.most_at_once = max(self.at_once, self.most_at_once)
+        self.num_running += 1
+        self.max_running = max(self.num_running, self.max_running)
         tokens: list[int] = []
         while len(tokens) < params["max_new_tokens"]:
             await asyncio.sleep(random.random() * self.pause)
-            if self.written == self.lasts:
+            if self.num_written == self.dies_after:
                 raise EngineLost("died", "the engine is gone")
-            tokens.append(follows([*known, *tokens]))
-            self.written += 1
-            if self.written == self.halts:
+            tokens.append(next_token([*known, *tokens]))
+            self.num_written += 1
+            if self.num_written == self.halts_after:
                 self.halt.set()
                 self.stops += 1
             if tokens[-1] == END:
@@ -140,10 +163,10 @@ class Writer:
             if self.stops > stops:
                 finish = "abort"
                 break
-        self.at_once -= 1
-        all_of_them = [*known, *tokens]
-        logprobs = [-digest(all_of_them[: len(known) + i + 1]) % 1000 / 1000 - 1 for i in range(len(tokens))]
-        routing = torch.arange(routed, len(all_of_them) - 1, dtype=torch.int16).view(-1, 1, 1)
+        self.num_running -= 1
+        full = [*known, *tokens]
+        logprobs = [-hash_tokens(full[: len(known) + i + 1]) % 1000 / 1000 - 1 for i in range(len(tokens))]
+        routing = torch.arange(routed, len(full) - 1, dtype=torch.int16).view(-1, 1, 1)
         return Generation(
             as_token_ids(tokens), np.array(logprobs, np.float32), finish, self.weight_version, routing=routing
         )  # type: ignore[arg-type]
@@ -152,15 +175,15 @@ class Writer:
         self.stops += 1
 
 
-def digest(tokens: Sequence[int]) -> int:
+def hash_tokens(tokens: Sequence[int]) -> int:
     return zlib.crc32(np.array(tokens, np.int32).tobytes())
 
 
-def follows(tokens: list[int]) -> int:
-    """The token that the writer adds: the next of a call, or digits, for a while."""
+def next_token(tokens: list[int]) -> int:
+    """Return the next token of a calculator call, or digits up to a length; the hash of the turn's context decides."""
     start = max(i for i in range(len(HEAD), len(tokens) + 1) if tokens[i - len(HEAD) : i] == HEAD)
-    plan = digest(tokens[:start])
+    plan = hash_tokens(tokens[:start])
     if plan % 3:
         planned = [*ids(call(f"{plan % 89}+{plan % 97}")), END]
         return planned[len(tokens) - start]
-    return END if len(tokens) - start > plan % 40 else ids(str(digest(tokens) % 5))[0]
+    return END if len(tokens) - start > plan % 40 else ids(str(hash_tokens(tokens) % 5))[0]

@@ -1,6 +1,5 @@
-"""Chat templates of the families in miniature, written for these tests: how the published ones open and end turns, call
-tools and answer them, and nothing else. And what SGLang's parser of each makes of a call, so that a test need not
-import SGLang for everything."""
+"""Short chat templates of the model families, written for these tests. They open and end turns, call tools and render
+results like the published ones, and do nothing else."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ QWEN = (
     "{{ call.function.arguments | tojson + '}\n</tool_call>' }}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Like Qwen 3's: the last turn shows where the policy did not think.
+# Like Qwen 3's: the last turn has an empty reasoning block if the policy did not reason.
 QWEN3 = QWEN.replace(
     "{{ m.content or '' }}",
     "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content or '' }}",
 )
-# Closes the assistant's turn with nothing: what opens the next turn ends it.
+# Has no end of an assistant's turn: the token that opens the next turn ends it.
 GLM = (
     "[gMASK]<sop>{% if tools %}<|system|>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
     "{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>\n' + m.content }}"
@@ -89,22 +88,22 @@ GEMMA = (
 
 
 @dataclass(frozen=True)
-class Published:
+class ChatFormat:
     template: str
     control: tuple[str, ...]
     """Control tokens besides those of `tiny_models.tokenizer`; the first is the tokenizer's eos_token."""
     after_call: str
-    """What ends a turn with a call."""
+    """The token that ends a turn with a call."""
     after_answer: str
-    """What ends the last turn."""
+    """The token that ends the last turn."""
     ends: tuple[str, ...]
     call: str
     """A call of the calculator with 1+2, as these models write it."""
     observation: str
-    """What follows the end of that turn, where 3 is the answer."""
+    """The tokens after that turn, with the result 3."""
     parser: str = ""
     eos: tuple[str, ...] = ()
-    """Of generation_config.json."""
+    """The eos tokens of generation_config.json."""
 
     def tokenizer(self) -> Any:
         tokenizer = tiny_models.tokenizer()
@@ -125,9 +124,9 @@ _QWEN = {
     "eos": ("<|im_end|>", "<|endoftext|>"),
 }
 PUBLISHED = {
-    "qwen": Published(QWEN, **_QWEN),  # type: ignore[arg-type]
-    "qwen3": Published(QWEN3, **_QWEN),  # type: ignore[arg-type]
-    "glm": Published(
+    "qwen": ChatFormat(QWEN, **_QWEN),  # type: ignore[arg-type]
+    "qwen3": ChatFormat(QWEN3, **_QWEN),  # type: ignore[arg-type]
+    "glm": ChatFormat(
         GLM,
         ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
         after_call="<|observation|>",
@@ -139,7 +138,7 @@ PUBLISHED = {
         parser="glm45",
         eos=("<|endoftext|>", "<|user|>", "<|observation|>"),
     ),
-    "deepseek": Published(
+    "deepseek": ChatFormat(
         DEEPSEEK,
         (
             *("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁sep｜>"),
@@ -154,7 +153,7 @@ PUBLISHED = {
         observation="<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>3<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
         parser="deepseekv3",
     ),
-    "kimi": Published(
+    "kimi": ChatFormat(
         KIMI,
         (
             *("<|im_end|>", "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>"),
@@ -170,7 +169,7 @@ PUBLISHED = {
         "<|im_assistant|>assistant<|im_middle|>",
         parser="kimi_k2",
     ),
-    "llama": Published(
+    "llama": ChatFormat(
         LLAMA,
         (
             *("<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),

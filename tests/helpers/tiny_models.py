@@ -34,7 +34,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-# Qwen's chat format with its tool section, in short.
+# A short version of Qwen's chat format with its tool section.
 CHAT_TEMPLATE = """{%- if tools %}<|im_start|>system
 Tools:
 {% for tool in tools %}{{ tool | tojson }}
@@ -53,7 +53,7 @@ Tools:
 
 
 WITHOUT_CALLS = re.sub(r"{% for call in .*?{% endfor %}", "", CHAT_TEMPLATE, flags=re.DOTALL)
-"""A template that leaves calls out."""
+"""A template that does not render calls."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -92,8 +92,8 @@ def _common(heads: int) -> dict[str, Any]:
     }
 
 
-def randomized(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """The model with new weights, large enough that log-probs tell two of them apart. In place."""
+def randomize(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """Randomize the weights in place, large enough that log-probs distinguish two models."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -113,15 +113,15 @@ def _dense() -> dict[str, Any]:
 
 
 def qwen2(seed: int = 0, **changes: Any) -> PreTrainedModel:
-    return randomized(Qwen2ForCausalLM(Qwen2Config(**(_dense() | changes))), seed)
+    return randomize(Qwen2ForCausalLM(Qwen2Config(**(_dense() | changes))), seed)
 
 
 def qwen3(seed: int = 0, **changes: Any) -> PreTrainedModel:
-    return randomized(Qwen3ForCausalLM(Qwen3Config(**(_dense() | {"head_dim": 32} | changes))), seed)
+    return randomize(Qwen3ForCausalLM(Qwen3Config(**(_dense() | {"head_dim": 32} | changes))), seed)
 
 
 def llama(seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """With Llama 3.1's rotary embeddings; the shortest of the stretched waves is seen within a thousand tokens."""
+    """Llama 3.1's scaled rotary embeddings; the shortest scaled wavelength is below a thousand tokens."""
     rope = {
         "rope_type": "llama3",
         "rope_theta": 10000.0,
@@ -130,11 +130,11 @@ def llama(seed: int = 0, **changes: Any) -> PreTrainedModel:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    return randomized(LlamaForCausalLM(LlamaConfig(**(_dense() | {"rope_parameters": rope} | changes))), seed)
+    return randomize(LlamaForCausalLM(LlamaConfig(**(_dense() | {"rope_parameters": rope} | changes))), seed)
 
 
 def gemma2(seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """With caps that are felt and a window shorter than a prompt; norms are around 1 + 1, not 1 + 0."""
+    """Effective soft caps and a window shorter than a prompt; norm weights are around 1 + 1 instead of 1 + 0."""
     settings = _dense() | {
         "head_dim": 32,
         "query_pre_attn_scalar": 24,
@@ -142,14 +142,14 @@ def gemma2(seed: int = 0, **changes: Any) -> PreTrainedModel:
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 5.0,
         "tie_word_embeddings": True,
-        "attn_implementation": "eager",  # the only one with soft caps
+        "attn_implementation": "eager",  # the only implementation with soft caps
     }
-    return randomized(Gemma2ForCausalLM(Gemma2Config(**(settings | changes))), seed)
+    return randomize(Gemma2ForCausalLM(Gemma2Config(**(settings | changes))), seed)
 
 
 def qwen3_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
     settings = _common(2) | {"head_dim": 16, "num_experts": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
-    return randomized(Qwen3MoeForCausalLM(Qwen3MoeConfig(**(settings | changes))), seed)
+    return randomize(Qwen3MoeForCausalLM(Qwen3MoeConfig(**(settings | changes))), seed)
 
 
 def deepseek_v3(seed: int = 0, rope: bool = True, **changes: Any) -> PreTrainedModel:
@@ -175,30 +175,30 @@ def deepseek_v3(seed: int = 0, rope: bool = True, **changes: Any) -> PreTrainedM
         "qk_rope_head_dim": 16,
         "v_head_dim": 16,
         "rope_scaling": yarn if rope else None,
-        "num_nextn_predict_layers": 0,  # `save` writes the layer where there is one
+        "num_nextn_predict_layers": 0,  # if 1, `save` writes the layer
     }
-    return randomized(DeepseekV3ForCausalLM(DeepseekV3Config(**(settings | changes))), seed)
+    return randomize(DeepseekV3ForCausalLM(DeepseekV3Config(**(settings | changes))), seed)
 
 
 def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The tensors of a model's one layer of multi-token prediction, by HF's names; transformers has no such layer.
+    """Return the tensors of a model's multi-token-prediction layer, by HF's names; transformers has no such layer.
 
-    They are random, but eh_proj has an identity added where it reads the embedding, so that what the layer predicts
-    has to do with the token before, and the attention is strong enough to change it. Embedding and head are copies of
-    the model's, as HF's checkpoints have them.
+    They are random, except that an identity is added to eh_proj where it reads the embedding, so that predictions
+    depend on the previous token, and attention is strong enough to change them. Embedding and head are copies of the
+    model's, as in HF's checkpoints.
     """
     config, number, width = model.config, model.config.num_hidden_layers, model.config.hidden_size
     assert config.num_nextn_predict_layers == 1
-    seed = int(model.lm_head.weight.detach().abs().sum())  # another model, another layer
+    seed = int(model.lm_head.weight.detach().abs().sum())  # the layer depends on the model
     longer = type(model)(type(config)(**(config.to_dict() | {"num_hidden_layers": number + 1})))
-    with TemporaryDirectory() as folder:  # saving gives the experts their names
-        randomized(longer, seed).save_pretrained(folder)
+    with TemporaryDirectory() as folder:  # saving names the experts
+        randomize(longer, seed).save_pretrained(folder)
         layer = load_file(Path(folder, "model.safetensors"))
     generator = torch.Generator().manual_seed(seed + 1)
     joint = torch.randn(width, 2 * width, generator=generator) / (2 * width) ** 0.5
     joint[:, :width] += 4 * torch.eye(width)
     norms = {name: 1 + 0.1 * torch.randn(width, generator=generator) for name in ("enorm", "hnorm", "shared_head.norm")}
-    local = {
+    own_tensors = {
         **{f"{name}.weight": tensor for name, tensor in norms.items()},
         "eh_proj.weight": joint,
         "embed_tokens.weight": model.model.embed_tokens.weight.detach().clone(),
@@ -207,12 +207,12 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     prefix = f"model.layers.{number}."
     layer[f"{prefix}self_attn.o_proj.weight"] *= 10
     return {name: tensor for name, tensor in layer.items() if name.startswith(prefix)} | {
-        prefix + name: tensor for name, tensor in local.items()
+        prefix + name: tensor for name, tensor in own_tensors.items()
     }
 
 
 def kimi_k2(seed: int = 0) -> PreTrainedModel:
-    """DeepSeek-V3 with the options of Kimi K2's config.json: no groups, another stretch of the rotary embeddings."""
+    """DeepSeek-V3 with the options of Kimi K2's config.json: no expert groups, other rotary scaling."""
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 50000.0,
@@ -245,7 +245,7 @@ def deepseek_v2(seed: int = 0, **changes: Any) -> PreTrainedModel:
         "qk_rope_head_dim": 16,
         "v_head_dim": 16,
     }
-    return randomized(DeepseekV2ForCausalLM(DeepseekV2Config(**(settings | changes))), seed)
+    return randomize(DeepseekV2ForCausalLM(DeepseekV2Config(**(settings | changes))), seed)
 
 
 def glm4_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -260,13 +260,13 @@ def glm4_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
         "routed_scaling_factor": 1.5,
         "num_nextn_predict_layers": 0,
     }
-    return randomized(Glm4MoeForCausalLM(Glm4MoeConfig(**(settings | changes))), seed)
+    return randomize(Glm4MoeForCausalLM(Glm4MoeConfig(**(settings | changes))), seed)
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:
-    """Write the model, the tokenizer and the fields that SGLang reads besides those that transformers writes.
+    """Write the model, the tokenizer, and config fields that SGLang reads but transformers does not write.
 
-    Where its config has num_nextn_predict_layers=1, which transformers only keeps, `mtp_tensors` are written, too.
+    If the config has num_nextn_predict_layers=1, which transformers ignores, also write `mtp_tensors`.
     """
     model.save_pretrained(folder)
     if getattr(model.config, "num_nextn_predict_layers", 0):
@@ -275,7 +275,7 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     tokenizer().save_pretrained(folder)
     file = folder / "config.json"
     config = json.loads(file.read_text())
-    published = config.pop("published", config["model_type"])  # what the authors call it
+    published = config.pop("published", config["model_type"])  # the name in the authors' config.json
     if config["model_type"] == "deepseek_v3":
         config |= {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     if config["model_type"] == "gemma2":
@@ -295,8 +295,8 @@ def logprobs(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 
 
 @contextmanager
-def watched_experts(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Collects the experts of the next forward pass: per MoE layer [tokens, topk]; nothing of a dense model."""
+def record_experts(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Record the chosen experts of the next forward pass: [tokens, topk] per MoE layer, empty for a dense model."""
     result: list[torch.Tensor] = []
     gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
     hooks = [gate.register_forward_hook(lambda _, __, out: result.append(out[2])) for gate in gates]

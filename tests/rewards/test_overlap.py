@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import CHAT, CONFIG, PROMPT, Script, parse
+from scripted import CHAT, CONFIG, PROMPT, ScriptedPolicy, parse
 
 from megarl.engine.engine_protocol import Generation  # noqa: E402
 from megarl.environments.process_sessions import EnvironmentPool  # noqa: E402
@@ -24,7 +24,7 @@ from megarl.workers.reward import RewardPrefetch  # noqa: E402
 pytestmark = pytest.mark.alone
 
 
-class AfterTheReward(Script):
+class AfterTheReward(ScriptedPolicy):
     """Ends its second answer only when the first has been scored, which leaves a mark."""
 
     def __init__(self, mark: Path) -> None:
@@ -34,7 +34,7 @@ class AfterTheReward(Script):
     async def generate(
         self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
     ) -> Generation:
-        first = not self.asked
+        first = not self.requests
         answer = await super().generate(context, params, routed)
         while not first and not self.mark.exists():
             self.waited += 1
@@ -72,11 +72,11 @@ def test_what_failed_is_not_shown_to_anybody() -> None:
     """One answer is cut off by the deadline: only the other is told of."""
     events: list[str] = []
 
-    class Late(Script):
+    class Late(ScriptedPolicy):
         async def generate(
             self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
         ) -> Generation:
-            if self.asked:
+            if self.requests:
                 await asyncio.sleep(600)
             return await super().generate(context, params, routed)
 

@@ -1,5 +1,4 @@
-"""Tickets of 200 groups, taken by two ranks at the same time; each says which it got, and that it has finished them.
-Each gives one back and takes one."""
+"""Two ranks claim 200 groups from one queue at the same time, complete them, and exchange one returned group each."""
 
 from __future__ import annotations
 
@@ -13,21 +12,21 @@ from megarl.rollout.group_queue import GroupQueue
 
 def main() -> None:
     job = ranks.initialize(ParallelConfig(world_size=2)).job
-    tickets = GroupQueue(200, job.world, KVStore(), "step")
-    got, places = [], []
-    while (number := tickets.claim()) is not None:
-        got.append(number)
-        places.append(tickets.mark_complete())
-    tickets.return_group(b"abc" if job.rank else bytes(9 << 20))
+    queue = GroupQueue(200, job.world, KVStore(), "step")
+    claimed, completion_order = [], []
+    while (number := queue.claim()) is not None:
+        claimed.append(number)
+        completion_order.append(queue.mark_complete())
+    queue.return_group(b"abc" if job.rank else bytes(9 << 20))
     ranks.barrier()
-    back = tickets.claim_returned()
+    returned = queue.claim_returned()
     ranks.barrier()
     result = {
-        "got": got,
-        "places": places,
-        "finished": tickets.count_complete(),
-        "left": tickets.count_unclaimed(),
-        "back": [len(back)],
+        "claimed": claimed,
+        "completion_order": completion_order,
+        "finished": queue.count_complete(),
+        "unclaimed": queue.count_unclaimed(),
+        "returned": [len(returned)],
     }
     print("RESULT", json.dumps(result), flush=True)
     ranks.shutdown()

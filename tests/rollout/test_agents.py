@@ -1,4 +1,4 @@
-"""Episodes by agents in processes of their own, with OpenAI's own client and a scripted policy."""
+"""Episodes of agents that run in their own processes and reach a scripted policy through OpenAI's client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import CONFIG, PROMPT, TOKENIZER, Script, call, parse
+from scripted import CONFIG, PROMPT, TOKENIZER, ScriptedPolicy, call, parse
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
@@ -25,48 +25,48 @@ from megarl.types import Prompt, Reward, RewardFailure, Rollout, Rollouts
 BLACK_BOX = f"{sys.executable} {Path(__file__).parent.parent / 'black_box.py'}"
 AGENTS = ("calculating", "branching", "odd")
 SPECS = (*(f"agents_of_tests:{name}" for name in AGENTS), f"program:{BLACK_BOX}")
-KNOWN = load_catalog(RolloutConfig(environments=SPECS))
-CHAT = ChatTemplate(TOKENIZER, environments=KNOWN.environments)
+CATALOG = load_catalog(RolloutConfig(environments=SPECS))
+CHAT = ChatTemplate(TOKENIZER, environments=CATALOG.environments)
 
 
 def task(environment: str, truth: Any = 3) -> Prompt:
     return replace(PROMPT, ground_truth=truth, extra={"environment": environment})
 
 
-def gathered(prompts: list[Prompt], policy: Any, samples: int = 1, seconds: float = 60.0) -> list[Rollout]:
+def run_agents(prompts: list[Prompt], policy: Any, samples: int = 1, seconds: float = 60.0) -> list[Rollout]:
     async def run() -> list[Rollout]:
         server = SessionServer(CHAT, parse, CONFIG)
         await server.start()
 
-        async def listening() -> SessionServer:
+        async def get_server() -> SessionServer:
             return server
 
-        async with aclosing(EnvironmentPool(KNOWN, 60.0, 2)) as sessions, aclosing(server):
-            around = RolloutContext(CHAT, sessions, parse, CONFIG, get_session_server=listening)
+        async with aclosing(EnvironmentPool(CATALOG, 60.0, 2)) as sessions, aclosing(server):
+            context = RolloutContext(CHAT, sessions, parse, CONFIG, get_session_server=get_server)
             deadline = asyncio.get_running_loop().time() + seconds
             kinds: dict[str, Any] = {"samples": samples, "greedy": False, "seed": 0, "deadline": deadline}
-            result = await gather_rollouts(prompts, GroupQueue(len(prompts)), policy, around, **kinds)
+            result = await gather_rollouts(prompts, GroupQueue(len(prompts)), policy, context, **kinds)
             return result.rollouts
 
     return asyncio.run(run())
 
 
 @pytest.mark.parametrize("agent", ["calculating", BLACK_BOX])
-def test_an_agent_calls_its_own_tool_and_says_what_it_was_worth(agent: str) -> None:
-    script = Script(call("1+2"), "The answer is 3.")
-    (rollout,) = gathered([task(agent)], script)
+def test_agent_calls_its_own_tool_and_returns_its_reward(agent: str) -> None:
+    script = ScriptedPolicy(call("1+2"), "The answer is 3.")
+    (rollout,) = run_agents([task(agent)], script)
     assert rollout.status == "stop" and rollout.episode == -1
     parts = {"right": 1.0} if agent == BLACK_BOX else {}
     assert rollout.env_reward == Reward(1.0, parts)
     assert [message["role"] for message in rollout.messages] == ["user", "assistant", "tool", "assistant"]
     assert rollout.messages[2]["content"] == "3"
-    first, second = (requested for requested, _ in script.asked)
+    first, second = (requested for requested, _ in script.requests)
     assert second[: len(first)] == first and rollout.token_ids.tolist()[: len(second)] == second
     assert [turn.is_action for turn in rollout.turns] == [False, True, False, True]
 
 
-def test_what_it_branches_into_is_one_episode() -> None:
-    result = gathered([task("branching")], Script("one", "two", "three"), samples=2)
+def test_branches_of_an_agent_form_one_episode() -> None:
+    result = run_agents([task("branching")], ScriptedPolicy("one", "two", "three"), samples=2)
     assert [rollout.episode for rollout in result] == [0, 0, 1, 1]
     for first, last in (result[:2], result[2:]):
         assert (
@@ -78,29 +78,29 @@ def test_what_it_branches_into_is_one_episode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "failure"),
+    ("behavior", "failure"),
     [
         ("asks nothing", "made no request"),
         ("raises", "odd: it raised ValueError: it is odd"),
         ("leaves", "odd: its process ended with exit status 3"),
     ],
 )
-def test_one_that_fails_is_aborted_and_nobody_else(how: str, failure: str) -> None:
-    bad, good = gathered([task("odd", how), task("odd", "fine")], Script("x"))
+def test_failing_agent_aborts_only_its_own_rollout(behavior: str, failure: str) -> None:
+    bad, good = run_agents([task("odd", behavior), task("odd", "fine")], ScriptedPolicy("x"))
     assert bad.status == "aborted" and failure in bad.failure and bad.env_reward is None
     assert good.status == "stop" and good.env_reward == Reward(0.5)
-    assert bool(bad.num_actions) == (how != "asks nothing")
+    assert bool(bad.num_actions) == (behavior != "asks nothing")
 
 
-def test_one_that_hangs_is_aborted_at_the_deadline() -> None:
-    bad, good = gathered([task("odd", "hangs"), task("odd", "fine")], Script("x"), seconds=8.0)
+def test_hanging_agent_is_aborted_at_the_deadline() -> None:
+    bad, good = run_agents([task("odd", "hangs"), task("odd", "fine")], ScriptedPolicy("x"), seconds=8.0)
     assert bad.status == "aborted" and "odd was stopped after" in bad.failure and bad.num_actions
     assert good.env_reward == Reward(0.5)
 
 
-@pytest.mark.parametrize(("how", "verdict"), [("nothing", None), ("text", "text"), ("nan", "nan")])
-def test_what_is_no_reward_is_none(how: str, verdict: str | None) -> None:
-    (rollout,) = gathered([task("odd", how)], Script("x"))
+@pytest.mark.parametrize(("behavior", "verdict"), [("nothing", None), ("text", "text"), ("nan", "nan")])
+def test_missing_or_invalid_reward_of_an_agent(behavior: str, verdict: str | None) -> None:
+    (rollout,) = run_agents([task("odd", behavior)], ScriptedPolicy("x"))
     assert rollout.status == "stop"
     if verdict is None:
         assert rollout.env_reward is None

@@ -1,4 +1,4 @@
-"""An engine's conversations: what it is asked besides, who is watched meanwhile, and what is kept between two calls."""
+"""`RolloutRunner`: aborts, lost engines, reuse of tool processes, evaluation, and generation through weight syncs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scripted import CHAT, CONFIG, PROMPT, TOKENIZER, Fails, Script, Writer, parse
+from scripted import CHAT, CONFIG, PROMPT, TOKENIZER, DeterministicPolicy, FailingPolicy, ScriptedPolicy, parse
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import OnWeightSync
@@ -25,19 +25,19 @@ from megarl.rollout.scheduler import GenerationResult
 from megarl.types import Rollout, Status
 
 
-def some_engine(folder: Path) -> Any:
+def fake_engine(folder: Path) -> Any:
     names = dict(
         url="", api_key="", tool_call_parser="", tool_call_marker="", index=0, weight_version=0, start_number=1
     )
     return SimpleNamespace(**names, log=folder / "logs/engine_0.log", is_paused=False, check_running=lambda start: None)
 
 
-def test_the_engine_lets_go_of_what_was_aborted_and_others_are_looked_at_meanwhile(
+def test_aborts_engine_requests_and_checks_other_engines_meanwhile(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    said_to: list[str] = []
-    engine = some_engine(tmp_path)
-    engine.abort_requests = lambda: said_to.append("drop")
+    engine_calls: list[str] = []
+    engine = fake_engine(tmp_path)
+    engine.abort_requests = lambda: engine_calls.append("drop")
     endings: list[Status] = ["stop", "aborted"]
 
     async def gathered(*_: Any, **__: Any) -> GenerationResult:
@@ -47,78 +47,76 @@ def test_the_engine_lets_go_of_what_was_aborted_and_others_are_looked_at_meanwhi
 
     monkeypatch.setattr(rollout_context, "gather_rollouts", gathered)
     monkeypatch.setattr(rollout_context, "_POLL_S", 0.01)
-    talks = RolloutRunner(engine, CHAT, CONFIG)
-    talks.generate([])
-    assert said_to == []
-    talks.generate([])
-    assert said_to == ["drop"]
+    runner = RolloutRunner(engine, CHAT, CONFIG)
+    runner.generate([])
+    assert engine_calls == []
+    runner.generate([])
+    assert engine_calls == ["drop"]
 
-    def look() -> None:
+    def check() -> None:
         raise RuntimeError("another engine is gone")
 
     with pytest.raises(RuntimeError, match="another engine is gone"):
-        talks.generate([], check=look)
-    talks.close()
+        runner.generate([], check=check)
+    runner.close()
 
 
-def test_an_engine_that_is_lost_is_told_of_at_once_and_is_asked_for_nothing_more(tmp_path: Path) -> None:
-    engine, events = some_engine(tmp_path), []
+def test_reports_a_lost_engine_at_once_and_sends_it_no_more_requests(tmp_path: Path) -> None:
+    engine, losses = fake_engine(tmp_path), []
 
     def check_runs(start: int) -> None:
         raise EngineLost("died", "engine 0 is not running")
 
-    engine.check_running, tickets = check_runs, GroupQueue(2)
-    talks = RolloutRunner(engine, CHAT, CONFIG, on_engine_lost=events.append)
-    result = talks.generate([PROMPT, PROMPT], queue=tickets, samples=2)
-    talks.close()
+    engine.check_running, queue = check_runs, GroupQueue(2)
+    runner = RolloutRunner(engine, CHAT, CONFIG, on_engine_lost=losses.append)
+    result = runner.generate([PROMPT, PROMPT], queue=queue, samples=2)
+    runner.close()
     assert result.rollouts == [] and result.engine_loss is not None and result.engine_loss.fault == "died"
-    assert events and {str(item) for item in events} == {"engine 0 is not running"}
-    assert tickets.count_unclaimed() == 2
+    assert losses and {str(item) for item in losses} == {"engine 0 is not running"}
+    assert queue.count_unclaimed() == 2
 
 
-def test_the_tools_processes_are_kept_from_one_generation_to_the_next(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    engine = some_engine(tmp_path)
+def test_tool_processes_are_reused_across_generations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    engine = fake_engine(tmp_path)
 
-    async def only_call(prompts: Any, tickets: Any, policy: Any, around: RolloutContext, **_: Any) -> GenerationResult:
+    async def only_call(prompts: Any, queue: Any, policy: Any, context: RolloutContext, **_: Any) -> GenerationResult:
         assert (
-            around.environments.max_tool_processes == 2 * CONFIG.concurrency
-        )  # no conversation's call waits for another's
-        text = (await around.environments.call_tool("pid", {})).text
+            context.environments.max_tool_processes == 2 * CONFIG.concurrency
+        )  # no conversation waits for another's tool call
+        text = (await context.environments.call_tool("pid", {})).text
         return GenerationResult([Rollout(PROMPT, (), messages=({"role": "assistant", "content": text},))], [])
 
     monkeypatch.setattr(rollout_context, "gather_rollouts", only_call)
-    talks = RolloutRunner(engine, ChatTemplate(TOKENIZER, load_tools(["odd_tools:pid"])), CONFIG)  # type: ignore[arg-type]
-    first, second = talks.generate([]).rollouts, talks.generate([]).rollouts
+    runner = RolloutRunner(engine, ChatTemplate(TOKENIZER, load_tools(["odd_tools:pid"])), CONFIG)  # type: ignore[arg-type]
+    first, second = runner.generate([]).rollouts, runner.generate([]).rollouts
     assert first == second
-    talks.close()
-    talks.close()
+    runner.close()
+    runner.close()
     assert not Path(f"/proc/{first[0].answer}").exists()
 
 
-def test_an_evaluation_is_sampled_by_keys_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And the engine is not asked what could have been drawn, which it says of a bounded number of tokens alone."""
+def test_evaluation_uses_its_own_sampling_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Evaluation requests no sampling masks, because the engine returns them for a limited number of tokens only."""
     requested: list[tuple[dict[str, Any], bool]] = []
 
-    async def only_look(prompts: Any, tickets: Any, policy: Any, around: RolloutContext, **_: Any) -> GenerationResult:
-        requested.append((build_sampling_params(around.config, around.chat, False, 3), policy.should_request_masks))
+    async def only_look(prompts: Any, queue: Any, policy: Any, context: RolloutContext, **_: Any) -> GenerationResult:
+        requested.append((build_sampling_params(context.config, context.chat, False, 3), policy.should_request_masks))
         return GenerationResult([], [])
 
     monkeypatch.setattr(rollout_context, "gather_rollouts", only_look)
-    for local in ({}, {"eval_top_p": 0.7}, {"eval_temperature": 0.6, "eval_top_p": 1.0}):
-        talks = RolloutRunner(some_engine(tmp_path), CHAT, replace(CONFIG, top_k=20, top_p=0.9, **local))
+    for settings in ({}, {"eval_top_p": 0.7}, {"eval_temperature": 0.6, "eval_top_p": 1.0}):
+        runner = RolloutRunner(fake_engine(tmp_path), CHAT, replace(CONFIG, top_k=20, top_p=0.9, **settings))
         for held_out in (False, True):
-            talks.generate([], held_out=held_out)
-        talks.close()
+            runner.generate([], held_out=held_out)
+        runner.close()
     result = [(params["temperature"], params["top_p"], params["top_k"], masks) for params, masks in requested]
     as_in_training = (1.0, 0.9, 20, True)
     assert result[:2] == [as_in_training] * 2
     assert result[2:] == [as_in_training, (1.0, 0.7, 20, False), as_in_training, (0.6, 1.0, 20, False)]
 
 
-class Asked:
-    """The engine's client, which is this policy."""
+class FakeClient:
+    """A client of the engine that enters as the given policy."""
 
     def __init__(self, policy: Any) -> None:
         self.policy = policy
@@ -130,75 +128,81 @@ class Asked:
         return None
 
 
-def asking(patched: pytest.MonkeyPatch, talks: RolloutRunner, *policies: Any) -> RolloutRunner:
-    """One policy after the other, for each generation; that of the first stays for others."""
-    left = list(policies)
-    patched.setattr(rollout_context, "make_parser", lambda *_: parse)
-    talks._new_client = lambda: Asked(left.pop(0))  # type: ignore[method-assign, assignment, return-value]
-    talks._watch = lambda client, start: asyncio.Event().wait()  # type: ignore[method-assign, assignment, return-value]
-    return talks
+def with_policies(monkeypatch: pytest.MonkeyPatch, runner: RolloutRunner, *policies: Any) -> RolloutRunner:
+    """Give each generation of the runner the next policy, and switch off the engine's parser and heartbeat."""
+    remaining = list(policies)
+    monkeypatch.setattr(rollout_context, "make_parser", lambda *_: parse)
+    runner._new_client = lambda: FakeClient(remaining.pop(0))  # type: ignore[method-assign, assignment, return-value]
+    runner._watch = lambda client, start: asyncio.Event().wait()  # type: ignore[method-assign, assignment, return-value]
+    return runner
 
 
-def until(what: Callable[[], bool]) -> None:
-    while not what():
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
         time.sleep(0.001)
 
 
 PROMPTS = [replace(PROMPT, id=str(i), messages=({"role": "user", "content": f"And {i}?"},)) for i in range(6)]
 
 
-@pytest.mark.parametrize("how", ["retract", "wait", "in_place"])
-def test_a_generation_goes_on_through_a_push_and_says_by_which_weights(
-    how: OnWeightSync, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("mode", ["retract", "wait", "in_place"])
+def test_generation_continues_through_a_weight_sync_and_records_versions(
+    mode: OnWeightSync, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    engine, writer, said_to = some_engine(tmp_path), Writer(pause=0.002), []
-    engine.pause_generation, engine.resume_generation = lambda: said_to.append("hold"), lambda: said_to.append("go on")
+    engine, policy, engine_calls = fake_engine(tmp_path), DeterministicPolicy(pause=0.002), []
+    engine.pause_generation, engine.resume_generation = (
+        lambda: engine_calls.append("pause"),
+        lambda: engine_calls.append("resume"),
+    )
     config = replace(CONFIG, concurrency=2, max_turns=1)
-    talks = asking(monkeypatch, RolloutRunner(engine, CHAT, config), Writer(pause=0), writer)
-    alone = talks.generate(PROMPTS, samples=1).rollouts
-    under_way = talks.start_generation(PROMPTS, samples=1)
-    until(lambda: writer.written > 3)
-    talks.pause(how)
-    assert not under_way.done()
-    assert said_to == (["hold"] if how == "in_place" else []) and (how == "in_place" or writer.at_once == 0)
+    runner = with_policies(monkeypatch, RolloutRunner(engine, CHAT, config), DeterministicPolicy(pause=0), policy)
+    undisturbed = runner.generate(PROMPTS, samples=1).rollouts
+    future = runner.start_generation(PROMPTS, samples=1)
+    wait_until(lambda: policy.num_written > 3)
+    runner.pause(mode)
+    assert not future.done()
+    assert engine_calls == (["pause"] if mode == "in_place" else []) and (mode == "in_place" or policy.num_running == 0)
     engine.weight_version = 1
-    talks.resume()
-    rollouts = under_way.result().rollouts
-    talks.close()
-    assert [item.token_ids.tolist() for item in rollouts] == [item.token_ids.tolist() for item in alone]
+    runner.resume()
+    rollouts = future.result().rollouts
+    runner.close()
+    assert [item.token_ids.tolist() for item in rollouts] == [item.token_ids.tolist() for item in undisturbed]
     result = [[version for version, _ in item.version_spans] for item in rollouts]
-    assert writer.weight_version == 1 and {version for runs in result for version in runs} >= {1}
+    assert policy.weight_version == 1 and {version for runs in result for version in runs} >= {1}
     assert all(runs == sorted(runs) for runs in result)
-    if how == "wait":
-        assert result[0] == [0] and all(len(runs) == 1 for runs in result)  # of one version each
+    if mode == "wait":
+        assert result[0] == [0] and all(len(runs) == 1 for runs in result)  # one version each
 
 
-def test_what_is_under_way_besides_outlives_that_the_engine_lets_go_of_something(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It is told to drop all requests, so others are cut off before it, and go on."""
-    engine, writer = some_engine(tmp_path), Writer(pause=0.002)
+def test_background_generation_survives_an_abort_on_its_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The engine can only drop all requests, so the other generation is stopped first and resumes afterwards."""
+    engine, policy = fake_engine(tmp_path), DeterministicPolicy(pause=0.002)
     dropped: list[int] = []
 
     def drop() -> None:
-        dropped.append(writer.at_once)
-        writer.stops += 1
+        dropped.append(policy.num_running)
+        policy.stops += 1
 
     engine.abort_requests, engine.resume_generation = drop, lambda: None
-    talks = asking(
-        monkeypatch, RolloutRunner(engine, CHAT, replace(CONFIG, max_turns=1)), writer, Fails(RequestFailed("odd"))
+    runner = with_policies(
+        monkeypatch,
+        RolloutRunner(engine, CHAT, replace(CONFIG, max_turns=1)),
+        policy,
+        FailingPolicy(RequestFailed("odd")),
     )
-    under_way = talks.start_generation(PROMPTS, samples=1)
-    until(lambda: writer.written > 3)
-    assert [item.status for item in talks.generate([PROMPT], samples=1).rollouts] == ["aborted"]
-    assert "aborted" not in [item.status for item in under_way.result().rollouts]
-    talks.close()
+    future = runner.start_generation(PROMPTS, samples=1)
+    wait_until(lambda: policy.num_written > 3)
+    assert [item.status for item in runner.generate([PROMPT], samples=1).rollouts] == ["aborted"]
+    assert "aborted" not in [item.status for item in future.result().rollouts]
+    runner.close()
     assert dropped == [0]
 
 
-def test_nothing_is_paused_where_nothing_is_under_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    talks = asking(monkeypatch, RolloutRunner(some_engine(tmp_path), CHAT, CONFIG), Script("1"), Script("2"))
-    talks.pause("retract")
-    talks.resume()
-    assert [talks.generate([PROMPT], samples=1).rollouts[0].status for _ in range(2)] == ["stop", "stop"]
-    talks.close()
+def test_pause_without_a_running_generation_has_no_effect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runner = with_policies(
+        monkeypatch, RolloutRunner(fake_engine(tmp_path), CHAT, CONFIG), ScriptedPolicy("1"), ScriptedPolicy("2")
+    )
+    runner.pause("retract")
+    runner.resume()
+    assert [runner.generate([PROMPT], samples=1).rollouts[0].status for _ in range(2)] == ["stop", "stop"]
+    runner.close()

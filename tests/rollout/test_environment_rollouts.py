@@ -1,17 +1,15 @@
-"""Conversations of a scripted policy with environments: rendered after reset, rated at the end, kept while stopped."""
+"""Conversations of a scripted policy with environments: reset, tools, rewards, and sessions across a halt."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import CONFIG, END, TOKENIZER, Script, ids, parse, said
+from scripted import CONFIG, END, TOKENIZER, ScriptedPolicy, ids, make_generation, parse, write_and_read
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import RolloutConfig
@@ -20,7 +18,7 @@ from megarl.environments.catalog import load_catalog
 from megarl.environments.process_sessions import EnvironmentPool
 from megarl.rollout.conversation import RolloutContext, run_conversation
 from megarl.rollout.group_queue import GroupQueue
-from megarl.rollout.partial_rollouts import PartialRollout, read_groups, write_groups
+from megarl.rollout.partial_rollouts import PartialRollout
 from megarl.rollout.scheduler import gather_rollouts
 from megarl.types import Prompt, Reward, RewardFailure, Rollouts
 
@@ -28,15 +26,15 @@ pytestmark = pytest.mark.alone
 
 USER = {"role": "user", "content": "Play."}
 SPECS = ("odd_worlds:Guess", "odd_worlds:Odd", "odd_worlds:Found", "odd_worlds:Waits")
-KNOWN = load_catalog(RolloutConfig(environments=SPECS))
-CHAT = ChatTemplate(TOKENIZER, KNOWN.tools, environments=KNOWN.environments)
+CATALOG = load_catalog(RolloutConfig(environments=SPECS))
+CHAT = ChatTemplate(TOKENIZER, CATALOG.tools, environments=CATALOG.environments)
 
 
 def prompt(ground_truth: Any, environment: str = "Guess") -> Prompt:
     return Prompt("p", (USER,), ground_truth=ground_truth, extra={"environment": environment})
 
 
-def begun(task: Prompt) -> PartialRollout:
+def begin_rollout(task: Prompt) -> PartialRollout:
     return PartialRollout.begin(replace(task, token_ids=CHAT.encode_prompt(task)), 9)  # type: ignore[arg-type]
 
 
@@ -44,23 +42,23 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def talk(start: PartialRollout, *lines: Any, **config: Any) -> tuple[PartialRollout, Script]:
-    script = Script(*lines)
+def converse(start: PartialRollout, *lines: Any, **config: Any) -> tuple[PartialRollout, ScriptedPolicy]:
+    policy = ScriptedPolicy(*lines)
 
     async def run() -> PartialRollout:
-        async with aclosing(EnvironmentPool(KNOWN, 60.0, 2)) as sessions:
-            around = RolloutContext(CHAT, sessions, parse, replace(CONFIG, **config))
-            return await run_conversation(start, script, around, {})
+        async with aclosing(EnvironmentPool(CATALOG, 60.0, 2)) as sessions:
+            context = RolloutContext(CHAT, sessions, parse, replace(CONFIG, **config))
+            return await run_conversation(start, policy, context, {})
 
-    return asyncio.run(run()), script
+    return asyncio.run(run()), policy
 
 
-def test_a_game_is_rendered_after_reset_and_rated_at_the_end() -> None:
+def test_renders_the_prompt_after_reset_and_rewards_at_the_end() -> None:
     task = prompt(62)
-    done, script = talk(begun(task), call("guess", number=50), call("guess", number=62), "62")
+    done, policy = converse(begin_rollout(task), call("guess", number=50), call("guess", number=62), "62")
     messages = (USER, {"role": "user", "content": "I think of a number from 1 to 100."})
     rendered = CHAT.encode_prompt(replace(task, messages=messages))
-    assert script.asked[0][0] == rendered and done.turns[0].token_ids.tolist() == rendered
+    assert policy.requests[0][0] == rendered and done.turns[0].token_ids.tolist() == rendered
     assert done.prompt.messages == messages and done.prompt.token_ids is done.turns[0].token_ids
     assert done.original_prompt is not None and done.original_prompt.messages == (USER,)
     rollout = done.to_rollout(0)
@@ -70,23 +68,23 @@ def test_a_game_is_rendered_after_reset_and_rated_at_the_end() -> None:
     assert done.session is None
 
 
-def test_a_reset_that_changes_nothing_leaves_the_prompts_ids_shared() -> None:
-    start = begun(prompt("fine", "Odd"))
-    done, _ = talk(start, "bye")
+def test_reset_without_changes_shares_the_prompt_tokens() -> None:
+    start = begin_rollout(prompt("fine", "Odd"))
+    done, _ = converse(start, "bye")
     assert done.prompt is start.prompt and done.original_prompt is None and done.env_reward == Reward(0.25)
     assert done.turns[0].token_ids is start.turns[0].token_ids
 
 
-def test_tools_found_at_run_time_are_in_the_prompt() -> None:
-    start = begun(prompt(["look"], "Found"))
+def test_prompt_lists_tools_discovered_at_reset() -> None:
+    start = begin_rollout(prompt(["look"], "Found"))
     assert "look" not in CHAT.decode(start.token_ids)
-    done, _ = talk(start, call("look", x="y"), "bye")
+    done, _ = converse(start, call("look", x="y"), "bye")
     assert '"look"' in CHAT.decode(done.turns[0].token_ids) and done.tool_errors == 0
     assert done.messages[2]["content"] == "look of {'x': 'y'}" and done.env_reward is None
 
 
 @pytest.mark.parametrize(
-    ("task", "lines", "why", "turns"),
+    ("task", "lines", "failure", "turns"),
     [
         (prompt("reset raise", "Odd"), ["x"], "Odd: reset raised ValueError: it is odd", 1),
         (prompt("fine", "Odd"), [call("act", how="die"), "x"], "Odd: the tool act: its process ended", 2),
@@ -94,31 +92,31 @@ def test_tools_found_at_run_time_are_in_the_prompt() -> None:
         (prompt("reset long", "Odd"), ["x"], "tokens after reset, which leaves no room in rollout.max_context=1000", 1),
     ],
 )
-def test_a_conversation_whose_environment_is_lost_is_aborted(
-    task: Prompt, lines: list[str], why: str, turns: int
-) -> None:
-    done, _ = talk(begun(task), *lines)
-    assert done.status == "aborted" and why in done.failure and len(done.turns) == turns
+def test_failing_environment_aborts_its_conversation(task: Prompt, lines: list[str], failure: str, turns: int) -> None:
+    done, _ = converse(begin_rollout(task), *lines)
+    assert done.status == "aborted" and failure in done.failure and len(done.turns) == turns
     assert done.env_reward is None and done.session is None
     done.to_rollout(0)
 
 
-def test_what_a_tool_raises_or_writes_is_read_by_the_policy_and_is_no_turn() -> None:
-    done, script = talk(begun(prompt("fine", "Odd")), call("act", how="controls"), call("act", how="raise"), "bye")
+def test_tool_errors_and_control_tokens_reach_the_policy_as_plain_text() -> None:
+    done, policy = converse(
+        begin_rollout(prompt("fine", "Odd")), call("act", how="controls"), call("act", how="raise"), "bye"
+    )
     assert (done.status, done.tool_calls, done.tool_errors) == ("stop", 2, 1)
     frame = CHAT.encode_continuation([{"role": "tool", "name": "f", "tool_call_id": "f", "content": "0"}])
     assert list(done.turns[2].token_ids).count(END) == frame.count(END)
     assert "it is odd in two lines" in CHAT.decode(done.turns[4].token_ids)
-    assert script.asked[1][0] == [*done.turns[0].token_ids, *done.turns[1].token_ids, *done.turns[2].token_ids]
+    assert policy.requests[1][0] == [*done.turns[0].token_ids, *done.turns[1].token_ids, *done.turns[2].token_ids]
 
 
-def test_a_reward_that_fails_leaves_a_rollout_without_one() -> None:
-    done, _ = talk(begun(prompt("reward nan", "Odd")), "bye")
+def test_failing_reward_is_recorded_as_a_failure() -> None:
+    done, _ = converse(begin_rollout(prompt("reward nan", "Odd")), "bye")
     assert done.status == "stop" and isinstance(done.env_reward, RewardFailure) and "finite" in done.env_reward.reason
 
 
-class Halts(Script):
-    """Is stopped in its second turn."""
+class HaltsInSecondTurn(ScriptedPolicy):
+    """Sets `halt` in its second turn."""
 
     def __init__(self, *lines: Any) -> None:
         super().__init__(*lines)
@@ -127,31 +125,31 @@ class Halts(Script):
     async def generate(
         self, context: Any, params: dict[str, Any], routed: int = 0, on_tokens: Any = None
     ) -> Generation:
-        if self.asked:
+        if self.requests:
             self.halt.set()
         return await super().generate(context, params, routed)
 
 
-def test_a_stop_in_the_middle_of_a_call_calls_nothing_twice() -> None:
-    """And a stop in the middle of a turn keeps the session; one out of a checkpoint is begun anew."""
+def test_halt_during_a_tool_call_does_not_repeat_the_call() -> None:
+    """A halt within a turn keeps the session; a rollout read from a checkpoint starts a new one."""
     halt = asyncio.Event()
 
     async def run() -> tuple[PartialRollout, PartialRollout, PartialRollout]:
-        async with aclosing(EnvironmentPool(KNOWN, 60.0, 2)) as sessions:
-            around = RolloutContext(CHAT, sessions, parse, CONFIG)
-            script = Script(call("wait", seconds=0.3), "done")
+        async with aclosing(EnvironmentPool(CATALOG, 60.0, 2)) as sessions:
+            context = RolloutContext(CHAT, sessions, parse, CONFIG)
+            policy = ScriptedPolicy(call("wait", seconds=0.3), "done")
             first = asyncio.create_task(
-                run_conversation(begun(prompt(0, "Waits")), script, replace(around, halt=halt), {})
+                run_conversation(begin_rollout(prompt(0, "Waits")), policy, replace(context, halt=halt), {})
             )
-            while len(script.asked) < 1:
+            while len(policy.requests) < 1:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
             halt.set()
             stopped = await first
-            ended = await run_conversation(stopped, script, around, {})
-            # A game with a guess behind it, in another process of the run: its number of tries begins again.
-            cut = Halts(call("guess", number=1), said("6", finish="abort"))
-            middle = await run_conversation(begun(prompt(62)), cut, replace(around, halt=cut.halt), {})
+            ended = await run_conversation(stopped, policy, context, {})
+            # A game after one guess. A process that reads it from a file starts the count of tries again.
+            cut = HaltsInSecondTurn(call("guess", number=1), make_generation("6", finish="abort"))
+            middle = await run_conversation(begin_rollout(prompt(62)), cut, replace(context, halt=cut.halt), {})
             return stopped, ended, middle
 
     stopped, ended, middle = asyncio.run(run())
@@ -162,46 +160,44 @@ def test_a_stop_in_the_middle_of_a_call_calls_nothing_twice() -> None:
     ) and stopped.session is not None
     assert (ended.status, ended.tool_calls, ended.tool_errors, ended.env_reward) == ("stop", 1, 0, Reward(1.0))
     assert middle.status is None and middle.session is not None and middle.tool_calls == 1
-    read = read_back(middle)
+    read = write_and_read(middle)
     assert read.session is None and read.original_prompt == middle.original_prompt and read.prompt == middle.prompt
-    again, script = talk(read, "62")
-    assert script.asked[0][0] == middle.turns[0].token_ids.tolist()
-    assert again.env_reward == Reward(1.0, {"tries": 0.0}, (-0.01,))
+    resumed, policy = converse(read, "62")
+    assert policy.requests[0][0] == middle.turns[0].token_ids.tolist()
+    assert resumed.env_reward == Reward(1.0, {"tries": 0.0}, (-0.01,))
 
 
-def test_a_reset_is_not_waited_for_where_all_are_to_stop() -> None:
+def test_halt_does_not_wait_for_a_reset() -> None:
     async def run() -> PartialRollout:
-        async with aclosing(EnvironmentPool(KNOWN, 60.0, 2)) as sessions:
+        async with aclosing(EnvironmentPool(CATALOG, 60.0, 2)) as sessions:
             halt = asyncio.Event()
-            around = RolloutContext(CHAT, sessions, parse, CONFIG, halt)
-            work = asyncio.create_task(run_conversation(begun(prompt("reset hang", "Odd")), Script("x"), around, {}))
+            context = RolloutContext(CHAT, sessions, parse, CONFIG, halt)
+            running = asyncio.create_task(
+                run_conversation(begin_rollout(prompt("reset hang", "Odd")), ScriptedPolicy("x"), context, {})
+            )
             await asyncio.sleep(0.2)
             halt.set()
-            return await asyncio.wait_for(work, 60.0)
+            return await asyncio.wait_for(running, 60.0)
 
     stopped = asyncio.run(run())
     assert stopped.status is None and stopped.session is None and len(stopped.turns) == 1
 
 
-def read_back(partial: PartialRollout) -> PartialRollout:
-    with tempfile.TemporaryDirectory() as folder:
-        write_groups(Path(folder, "file"), [(partial,)])
-        return read_groups(Path(folder, "file"))[0][0]
-
-
 @pytest.mark.parametrize("verdict", [None, RewardFailure("why"), Reward(1.0, {"a": 2.0}, (0.5,))])
-def test_a_verdict_is_recorded(verdict: Any) -> None:
-    assert read_back(replace(begun(prompt(1)), env_reward=verdict)).env_reward == verdict
+def test_partial_rollout_files_keep_rewards(verdict: Any) -> None:
+    assert write_and_read(replace(begin_rollout(prompt(1)), env_reward=verdict)).env_reward == verdict
 
 
-def test_samples_of_a_group_may_have_prompts_of_their_own() -> None:
-    """Figures, batches and the log take each rollout's own first turn for its prompt."""
+def test_samples_of_a_group_may_differ_in_prompt() -> None:
+    """Metrics, batches and logs take each rollout's first turn as its prompt."""
 
     async def run() -> Any:
-        async with aclosing(EnvironmentPool(KNOWN, 60.0, 4)) as sessions:
+        async with aclosing(EnvironmentPool(CATALOG, 60.0, 4)) as sessions:
             tasks = [prompt(1), prompt("fine", "Odd")]
-            around = RolloutContext(CHAT, sessions, parse, CONFIG)
-            return await gather_rollouts(tasks, GroupQueue(2), Script("1"), around, samples=2, greedy=False, seed=1)
+            context = RolloutContext(CHAT, sessions, parse, CONFIG)
+            return await gather_rollouts(
+                tasks, GroupQueue(2), ScriptedPolicy("1"), context, samples=2, greedy=False, seed=1, deadline=None
+            )
 
     rollouts = Rollouts.gather(asyncio.run(run()).rollouts)
     assert rollouts.group.tolist() == [0, 0, 1, 1]

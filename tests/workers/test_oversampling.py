@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import CHAT, CONFIG, PROMPT, Writer, parse
+from scripted import CHAT, CONFIG, PROMPT, DeterministicPolicy, parse
 from thread_ranks import Thread, as_ranks
 
 from megarl.checkpoint import manifest
@@ -70,7 +70,7 @@ class Run:
             gather_rollouts(
                 plan.prompts,
                 tickets,
-                Writer(step, self.pause),
+                DeterministicPolicy(step, self.pause),
                 RolloutContext(CHAT, Calculator(), parse, self.config),
                 samples=SAMPLES,
                 greedy=greedy,

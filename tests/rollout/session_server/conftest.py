@@ -1,4 +1,4 @@
-"""The helpers beside the tests can be imported."""
+"""Make the helpers beside the tests importable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server with one session, and the official client of it."""
+"""A session server with one session, and OpenAI's client of it."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from megarl.rollout.session_server import AgentSession, SessionServer
 from megarl.types import Ids, Prompt, as_token_ids
 
 PARAMS = build_sampling_params(CONFIG, CHAT, greedy=False, seed=5)
-ASK = [{"role": "user", "content": "What is 1+2?"}]
+QUESTION = [{"role": "user", "content": "What is 1+2?"}]
 
 
 @dataclass
-class Served:
+class ServedSession:
     server: SessionServer
     recording: AgentSession
     client: AsyncOpenAI
-    said: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
 
     async def create(self, messages: Sequence[Any], **fields: Any) -> Any:
         return await self.client.chat.completions.create(model="policy", messages=list(messages), **fields)
 
     def texts(self) -> list[list[str]]:
-        """Of each branch, its turns as text; actions are marked."""
+        """Return the turns of each branch as text, with a star before actions."""
         return [
             [("*" if turn.is_action else "") + CHAT.decode(turn.token_ids) for turn in branch.turns]
             for branch in self.recording.collect_branches()
@@ -43,7 +43,7 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(
+async def serve_session(
     policy: Policy,
     config: RolloutConfig = CONFIG,
     prompt: Prompt = PROMPT,
@@ -51,32 +51,32 @@ async def serving(
     deadline: float | None = None,
     params: dict[str, Any] = PARAMS,
     retries: int = 0,
-) -> AsyncIterator[Served]:
-    lines: list[str] = []
-    server = SessionServer(chat, parse, config, log=lines.append)
+) -> AsyncIterator[ServedSession]:
+    log: list[str] = []
+    server = SessionServer(chat, parse, config, log=log.append)
     await server.start()
     recording = server.open(prompt, policy, params, deadline, seed=5)
     client = AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, max_retries=retries, timeout=120)
     try:
-        yield Served(server, recording, client, lines)
+        yield ServedSession(server, recording, client, log)
     finally:
         await client.close()
         await server.aclose()
 
 
-def run(test: Callable[..., Awaitable[None]], *args: Any, **settings: Any) -> None:
-    """The test with a server of these settings."""
+def run_with_server(test: Callable[..., Awaitable[None]], *args: Any, **settings: Any) -> None:
+    """Run the test with a served session of these settings."""
 
     async def whole() -> None:
-        async with serving(*args, **settings) as served:
-            await asyncio.wait_for(test(served), 240)
+        async with serve_session(*args, **settings) as session:
+            await asyncio.wait_for(test(session), 240)
 
     asyncio.run(whole())
 
 
-class Numbered:
-    """A policy that says lines in turn, each token with a log-prob of its own: -1, -2, ... It records as routing of a
-    token [its place, the number of the request]. A line that ends with "..." is cut off by its length."""
+class NumberedPolicy:
+    """A policy that returns lines in turn. Its tokens have the log-probs -1, -2, ... across requests, and the routing
+    record [position, number of the request]. A line that ends with "..." stops at the length limit."""
 
     def __init__(self, *lines: str) -> None:
         self.lines, self.tokens = list(lines), 0
@@ -95,17 +95,17 @@ class Numbered:
         written = [*self.ids(line.removesuffix("...")), *(() if cut else (END,))][: params["max_new_tokens"]]
         first = self.tokens + 1
         self.tokens += len(written)
-        places = torch.arange(routed, len(known) + len(written) - 1, dtype=torch.int16)
-        said = Generation(
+        positions = torch.arange(routed, len(known) + len(written) - 1, dtype=torch.int16)
+        generation = Generation(
             as_token_ids(written),
             -np.arange(first, first + len(written), dtype=np.float32),
             "stop" if written[-1] == END else "length",
             number,
-            routing=torch.stack([places, torch.full_like(places, number)], dim=1)[:, None],
+            routing=torch.stack([positions, torch.full_like(positions, number)], dim=1)[:, None],
         )
-        self.calls.append((known, params, routed, said))
+        self.calls.append((known, params, routed, generation))
         await asyncio.sleep(0)
-        return said
+        return generation
 
     async def stop(self) -> None:
-        """It is quick enough."""
+        """Do nothing: each request ends at once."""

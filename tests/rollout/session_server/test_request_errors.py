@@ -1,4 +1,4 @@
-"""What is refused, what fails, what is late, closed or left, as OpenAI's own client sees it."""
+"""Rejected, failed, late, closed and disconnected requests, as OpenAI's client sees them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from scripted import PROMPT, Fails, Script, said
-from serving import ASK, PARAMS, Numbered, Served, run, serving
+from scripted import PROMPT, FailingPolicy, ScriptedPolicy, make_generation
+from serving import PARAMS, QUESTION, NumberedPolicy, ServedSession, run_with_server, serve_session
 
 from megarl.engine.engine_protocol import RequestFailed
 from megarl.rollout.session_server.requests import CompletionRequest, RequestRefused
@@ -20,45 +20,47 @@ from megarl.rollout.session_server.server import MAX_BODY_BYTES
 pytestmark = pytest.mark.alone
 
 
-def test_only_the_own_key_opens_a_session() -> None:
-    async def test(served: Served) -> None:
-        other = served.server.open(PROMPT, Numbered("b"), PARAMS)
-        assert other.key != served.recording.key and other.id != served.recording.id
-        for key in (other.key, "nonsense", served.recording.key[:-1]):
+def test_session_accepts_only_its_own_key() -> None:
+    async def test(session: ServedSession) -> None:
+        other = session.server.open(PROMPT, NumberedPolicy("b"), PARAMS)
+        assert other.key != session.recording.key and other.id != session.recording.id
+        for key in (other.key, "nonsense", session.recording.key[:-1]):
             with pytest.raises(openai.AuthenticationError, match="belongs to another session") as refused:
-                await served.client.with_options(api_key=key).models.list()
+                await session.client.with_options(api_key=key).models.list()
             assert refused.value.code == "invalid_api_key"
             with pytest.raises(openai.AuthenticationError):
-                await served.client.with_options(api_key=key).chat.completions.create(model="policy", messages=ASK)
-        unknown = served.client.with_options(base_url=other.base_url.replace(other.id, "0" * 16))
+                await session.client.with_options(api_key=key).chat.completions.create(
+                    model="policy", messages=QUESTION
+                )
+        unknown = session.client.with_options(base_url=other.base_url.replace(other.id, "0" * 16))
         with pytest.raises(openai.NotFoundError, match="no such session"):
-            await unknown.chat.completions.create(model="policy", messages=ASK)
-        await served.server.close(other)
-        await served.server.close(other)
-        closed = served.client.with_options(base_url=other.base_url, api_key=other.key)
+            await unknown.chat.completions.create(model="policy", messages=QUESTION)
+        await session.server.close(other)
+        await session.server.close(other)
+        closed = session.client.with_options(base_url=other.base_url, api_key=other.key)
         with pytest.raises(openai.NotFoundError):
             await closed.models.list()
 
-    run(test, Numbered("a"))
+    run_with_server(test, NumberedPolicy("a"))
 
 
-def test_models() -> None:
-    async def test(served: Served) -> None:
-        assert [model.id async for model in served.client.models.list()] == ["policy"]
-        assert (await served.client.models.retrieve("policy")).id == "policy"
+def test_lists_one_model_and_rejects_others() -> None:
+    async def test(session: ServedSession) -> None:
+        assert [model.id async for model in session.client.models.list()] == ["policy"]
+        assert (await session.client.models.retrieve("policy")).id == "policy"
         with pytest.raises(openai.NotFoundError):
-            await served.client.models.retrieve("gpt-4o")
+            await session.client.models.retrieve("gpt-4o")
         with pytest.raises(openai.BadRequestError, match="'gpt-4o' does not exist; use 'policy'") as refused:
-            await served.client.chat.completions.create(model="gpt-4o", messages=ASK)
+            await session.client.chat.completions.create(model="gpt-4o", messages=QUESTION)
         assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
         with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
-            await served.client.embeddings.create(model="policy", input="x")
+            await session.client.embeddings.create(model="policy", input="x")
 
-    run(test, Numbered("a"))
+    run_with_server(test, NumberedPolicy("a"))
 
 
 @pytest.mark.parametrize(
-    ("body", "complaint", "param"),
+    ("body", "message", "param"),
     [
         (b"{", "not JSON", None),
         (b"\xff\xfe", "not JSON", None),
@@ -68,159 +70,161 @@ def test_models() -> None:
         (b'{"messages": []}', "'model' is missing", "model"),
     ],
 )
-def test_a_body_that_is_none(body: bytes, complaint: str, param: str | None) -> None:
-    async def test(served: Served) -> None:
-        headers = {"Authorization": f"Bearer {served.recording.key}", "Content-Type": "application/json"}
+def test_invalid_bodies_are_rejected(body: bytes, message: str, param: str | None) -> None:
+    async def test(session: ServedSession) -> None:
+        headers = {"Authorization": f"Bearer {session.recording.key}", "Content-Type": "application/json"}
         async with httpx.AsyncClient(headers=headers, timeout=60) as client:
-            answer = await client.post(f"{served.recording.base_url}/chat/completions", content=body)
+            answer = await client.post(f"{session.recording.base_url}/chat/completions", content=body)
         error = answer.json()["error"]
-        assert answer.status_code == 400 and complaint in error["message"] and error["param"] == param
+        assert answer.status_code == 400 and message in error["message"] and error["param"] == param
         assert error["type"] == "invalid_request_error"
-        assert (await served.create(ASK)).choices[0].message.content == "a"  # the session goes on
+        assert (await session.create(QUESTION)).choices[0].message.content == "a"  # the session continues
 
-    run(test, Numbered("a"))
+    run_with_server(test, NumberedPolicy("a"))
 
 
-def test_headers_of_any_bytes_and_a_body_that_is_compressed_are_refused_in_words() -> None:
-    async def test(served: Served) -> None:
-        local = f"Bearer {served.recording.key}".encode()
-        url = f"{served.recording.base_url}/chat/completions"
+def test_invalid_headers_and_compressed_bodies_are_rejected() -> None:
+    async def test(session: ServedSession) -> None:
+        authorization = f"Bearer {session.recording.key}".encode()
+        url = f"{session.recording.base_url}/chat/completions"
         async with httpx.AsyncClient(timeout=60) as client:
             answer = await client.post(url, content=b"{}", headers={"Authorization": b"Bearer \xff\xfe"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
             for body in (b"nonsense", gzip.compress(b"{}")):
-                headers = {"Authorization": local, "Content-Encoding": b"gzip"}
+                headers = {"Authorization": authorization, "Content-Encoding": b"gzip"}
                 answer = await client.post(url, content=body, headers=headers)
                 assert answer.status_code == 400
                 assert "has the encoding 'gzip'; send it unencoded" in answer.json()["error"]["message"]
-        assert (await served.create(ASK)).choices[0].message.content == "a"
+        assert (await session.create(QUESTION)).choices[0].message.content == "a"
 
-    run(test, Numbered("a"))
+    run_with_server(test, NumberedPolicy("a"))
 
 
-def test_a_body_has_a_most_size_and_methods_are_named() -> None:
-    async def test(served: Served) -> None:
-        headers = {"Authorization": f"Bearer {served.recording.key}"}
+def test_oversized_bodies_and_other_methods_are_rejected() -> None:
+    async def test(session: ServedSession) -> None:
+        headers = {"Authorization": f"Bearer {session.recording.key}"}
         async with httpx.AsyncClient(headers=headers, timeout=60) as client:
-            url = f"{served.recording.base_url}/chat/completions"
+            url = f"{session.recording.base_url}/chat/completions"
             answer = await client.post(url, content=b" " * (MAX_BODY_BYTES + 1))
             assert answer.status_code == 413 and "larger than" in answer.json()["error"]["message"]
             answer = await client.get(url)
             assert answer.status_code == 405 and answer.json()["error"]["type"] == "invalid_request_error"
 
-    run(test, Numbered("a"))
+    run_with_server(test, NumberedPolicy("a"))
 
 
-def test_a_request_that_fails_aborts_the_session_unless_it_is_answered_later() -> None:
-    async def test(served: Served) -> None:
+def test_failed_request_aborts_the_session_unless_retried() -> None:
+    async def test(session: ServedSession) -> None:
         with pytest.raises(openai.InternalServerError, match="the engine refused"):
-            await served.create(ASK)
-        (branch,) = served.recording.collect_branches()
+            await session.create(QUESTION)
+        (branch,) = session.recording.collect_branches()
         assert (branch.status, branch.failure, branch.num_turns) == ("aborted", "the engine refused", 0)
-        await served.create(ASK)
-        (branch,) = served.recording.collect_branches()
+        await session.create(QUESTION)
+        (branch,) = session.recording.collect_branches()
         assert (branch.status, branch.failure) == ("stop", "")
         with pytest.raises(openai.APIError, match="the engine refused"):
-            async for _ in await served.create([*ASK, *ASK], stream=True):
+            async for _ in await session.create([*QUESTION, *QUESTION], stream=True):
                 pass
-        assert [item.status for item in served.recording.collect_branches()] == ["aborted"]
+        assert [item.status for item in session.recording.collect_branches()] == ["aborted"]
 
     lines: Any = RequestFailed("the engine refused"), "a", RequestFailed("the engine refused")
-    run(test, Fails(*lines))
+    run_with_server(test, FailingPolicy(*lines))
 
 
-def test_openais_client_asks_again_where_the_engine_failed() -> None:
-    async def test(served: Served) -> None:
-        assert (await served.create(ASK)).choices[0].message.content == "a"
-        assert [item.status for item in served.recording.collect_branches()] == ["stop"]
-        figures = served.recording.metrics
-        assert (figures.failed, figures.refused, figures.requests) == (1, 0, 2)
+def test_openai_client_retries_engine_failures() -> None:
+    async def test(session: ServedSession) -> None:
+        assert (await session.create(QUESTION)).choices[0].message.content == "a"
+        assert [item.status for item in session.recording.collect_branches()] == ["stop"]
+        metrics = session.recording.metrics
+        assert (metrics.failed, metrics.refused, metrics.requests) == (1, 0, 2)
 
     lines: Any = RequestFailed("the engine refused"), "a"
-    run(test, Fails(*lines), retries=2)
+    run_with_server(test, FailingPolicy(*lines), retries=2)
 
 
-def test_an_answer_that_was_cut_off_is_none() -> None:
-    cut = replace(said("It is", finish="abort"), abort_reason="the engine aborted the answer: gone")
+def test_aborted_response_is_an_error() -> None:
+    cut = replace(make_generation("It is", finish="abort"), abort_reason="the engine aborted the answer: gone")
 
-    async def test(served: Served) -> None:
+    async def test(session: ServedSession) -> None:
         with pytest.raises(openai.InternalServerError, match="aborted the answer"):
-            await served.create(ASK)
-        assert served.recording.collect_branches()[0].failure == "the engine aborted the answer: gone"
+            await session.create(QUESTION)
+        assert session.recording.collect_branches()[0].failure == "the engine aborted the answer: gone"
 
-    run(test, Script(cut))
+    run_with_server(test, ScriptedPolicy(cut))
 
 
-def test_an_engine_that_is_gone_is_an_error_for_the_owner() -> None:
-    async def test(served: Served) -> None:
+def test_lost_engine_raises_in_the_session_owner() -> None:
+    async def test(session: ServedSession) -> None:
         with pytest.raises(openai.InternalServerError, match="the engine is gone"):
-            await served.create(ASK)
+            await session.create(QUESTION)
         with pytest.raises(RuntimeError, match="the engine is gone"):
-            served.recording.collect_branches()
+            session.recording.collect_branches()
 
     lines: Any = (RuntimeError("the engine is gone"),)
-    run(test, Fails(*lines), retries=2)
+    run_with_server(test, FailingPolicy(*lines), retries=2)
 
 
-def test_a_session_that_is_late_has_failed() -> None:
-    async def late() -> None:
+def test_session_past_its_deadline_is_aborted() -> None:
+    async def run() -> None:
         lines: Any = ("a", None)
-        async with serving(Fails(*lines), deadline=asyncio.get_running_loop().time() + 1.0, retries=2) as served:
-            answer = await served.create(ASK)
+        async with serve_session(
+            FailingPolicy(*lines), deadline=asyncio.get_running_loop().time() + 1.0, retries=2
+        ) as session:
+            answer = await session.create(QUESTION)
             for _ in range(2):
                 with pytest.raises(openai.InternalServerError, match=r"rollout\.step_timeout"):
-                    await served.create([*ASK, answer.choices[0].message, *ASK])
-            (branch,) = served.recording.collect_branches()
+                    await session.create([*QUESTION, answer.choices[0].message, *QUESTION])
+            (branch,) = session.recording.collect_branches()
             assert (branch.status, branch.num_turns) == ("aborted", 1)
             assert branch.failure == "it did not finish within rollout.step_timeout"
 
-    asyncio.run(asyncio.wait_for(late(), 240))
+    asyncio.run(asyncio.wait_for(run(), 240))
 
 
-def test_closing_answers_what_is_under_way() -> None:
-    async def test(served: Served) -> None:
-        waiting = [asyncio.create_task(served.create(ASK, stream=stream)) for stream in (False, True)]
-        while served.recording.metrics.requests < 2:
+def test_close_answers_running_requests() -> None:
+    async def test(session: ServedSession) -> None:
+        waiting = [asyncio.create_task(session.create(QUESTION, stream=stream)) for stream in (False, True)]
+        while session.recording.metrics.requests < 2:
             await asyncio.sleep(0.01)
-        await served.server.close(served.recording)
+        await session.server.close(session.recording)
         with pytest.raises(openai.InternalServerError, match="the session is closed"):
             await waiting[0]
         with pytest.raises(openai.APIError, match="the session is closed"):
             async for _ in await waiting[1]:
                 pass
-        (branch,) = served.recording.collect_branches()
+        (branch,) = session.recording.collect_branches()
         assert (branch.status, branch.failure) == ("aborted", "the session made no request")
 
     lines: Any = (None, None)
-    run(test, Fails(*lines), retries=2)
+    run_with_server(test, FailingPolicy(*lines), retries=2)
 
 
-def test_an_error_of_the_servers_own_fails_the_session_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(served: Served) -> None:
-        monkeypatch.setattr(served.recording.tree, "find_answer", None)
+def test_internal_server_error_aborts_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(session: ServedSession) -> None:
+        monkeypatch.setattr(session.recording.tree, "find_answer", None)
         with pytest.raises(openai.InternalServerError, match="cannot be read: TypeError"):
-            await served.create(ASK)
-        (branch,) = served.recording.collect_branches()
+            await session.create(QUESTION)
+        (branch,) = session.recording.collect_branches()
         assert branch.status == "aborted" and "TypeError" in branch.failure
 
-    run(test, Numbered("a"), retries=2)
+    run_with_server(test, NumberedPolicy("a"), retries=2)
 
 
-def test_closing_ends_what_has_not_begun_either() -> None:
-    async def begun_late() -> None:
+def test_closed_session_rejects_located_requests() -> None:
+    async def run() -> None:
         lines: Any = (None,)
-        async with serving(Fails(*lines)) as served:
-            requested = CompletionRequest(tuple(ASK))
-            place = served.recording.locate_request(requested)
-            await served.server.close(served.recording)
+        async with serve_session(FailingPolicy(*lines)) as session:
+            request = CompletionRequest(tuple(QUESTION))
+            location = session.recording.locate_request(request)
+            await session.server.close(session.recording)
             with pytest.raises(RequestRefused, match="the session is closed"):
-                await served.recording.run_request(lambda: served.recording.answer(requested, place))
+                await session.recording.run_request(lambda: session.recording.answer(request, location))
 
-    asyncio.run(asyncio.wait_for(begun_late(), 240))
+    asyncio.run(asyncio.wait_for(run(), 240))
 
 
-def test_a_client_that_goes_away_cancels_its_own_request_only() -> None:
-    class Waits(Numbered):
+def test_disconnect_cancels_only_the_clients_own_request() -> None:
+    class WaitingPolicy(NumberedPolicy):
         def __init__(self) -> None:
             super().__init__("a")
             self.go, self.cancelled = asyncio.Event(), 0
@@ -233,19 +237,19 @@ def test_a_client_that_goes_away_cancels_its_own_request_only() -> None:
                 raise
             return await super().generate(*args, **settings)
 
-    policy = Waits()
+    policy = WaitingPolicy()
 
-    async def test(served: Served) -> None:
-        first = asyncio.create_task(served.create(ASK))
-        second = asyncio.create_task(served.create(ASK, n=2))
-        while served.recording.metrics.requests < 2:
+    async def test(session: ServedSession) -> None:
+        first = asyncio.create_task(session.create(QUESTION))
+        second = asyncio.create_task(session.create(QUESTION, n=2))
+        while session.recording.metrics.requests < 2:
             await asyncio.sleep(0.01)
         second.cancel()
         while policy.cancelled < 2:
             await asyncio.sleep(0.01)
         policy.go.set()
         assert (await first).choices[0].message.content == "a"
-        assert policy.cancelled == 2 and len(served.recording.collect_branches()) == 1
-        assert [item.status for item in served.recording.collect_branches()] == ["stop"]
+        assert policy.cancelled == 2 and len(session.recording.collect_branches()) == 1
+        assert [item.status for item in session.recording.collect_branches()] == ["stop"]
 
-    run(test, policy)
+    run_with_server(test, policy)

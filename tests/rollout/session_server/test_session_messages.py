@@ -1,3 +1,5 @@
+"""Normalized messages, tools and request fields of the session server."""
+
 from __future__ import annotations
 
 import json
@@ -27,8 +29,8 @@ def assistant(content: Any = "y", **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **fields}
 
 
-def test_the_one_form() -> None:
-    result = ask(
+def test_normalizes_messages() -> None:
+    result = parse(
         messages=[
             {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
             {"role": "user", "content": "half \ud83d", "name": "Ann", "odd": 1},
@@ -52,7 +54,7 @@ def test_the_one_form() -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "complaint", "param"),
+    ("messages", "message", "param"),
     [
         ("hello", "at least one message", "messages"),
         ([], "at least one message", "messages"),
@@ -81,13 +83,13 @@ def test_the_one_form() -> None:
         ),
     ],
 )
-def test_what_is_no_message(messages: Any, complaint: str, param: str) -> None:
-    with pytest.raises(RequestRefused, match=complaint) as refused:
+def test_invalid_messages_are_rejected(messages: Any, message: str, param: str) -> None:
+    with pytest.raises(RequestRefused, match=message) as refused:
         normalize_messages(messages)
     assert refused.value.param == param and refused.value.status == 400
 
 
-def deep(levels: int) -> Any:
+def nested(levels: int) -> Any:
     value: Any = {}
     for _ in range(levels):
         value = {"x": value}
@@ -95,7 +97,7 @@ def deep(levels: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("tools", "complaint"),
+    ("tools", "message"),
     [
         ({}, "must be a list"),
         ([{}], r"tools\[0\] must be an object"),
@@ -103,15 +105,15 @@ def deep(levels: int) -> Any:
         ([{"type": "function", "function": {"name": ""}}], "name is empty"),
         ([{"type": "function", "function": {"name": "f", "parameters": []}}], "parameters must be an object"),
         ([{"type": "function", "function": {"name": "f"}}] * 2, "the same name"),
-        ([{"type": "function", "function": {"name": "f", "parameters": deep(200)}}], "levels deep"),
+        ([{"type": "function", "function": {"name": "f", "parameters": nested(200)}}], "levels deep"),
     ],
 )
-def test_what_is_no_tool(tools: Any, complaint: str) -> None:
-    with pytest.raises(RequestRefused, match=complaint):
+def test_invalid_tools_are_rejected(tools: Any, message: str) -> None:
+    with pytest.raises(RequestRefused, match=message):
         normalize_tools(tools)
 
 
-def test_histories_are_equal_where_the_conversation_is() -> None:
+def test_equal_conversations_have_equal_prefix_hashes() -> None:
     def history(*messages: Any, schemas: Any = ()) -> bytes:
         return hash_prefixes(normalize_messages([*messages, USER]), schemas)[-2]
 
@@ -142,21 +144,21 @@ def test_histories_are_equal_where_the_conversation_is() -> None:
     assert extend_digest(history(USER), normalize_messages([USER, assistant("y"), USER])[1]) == same[0]
 
 
-def ask(**fields: Any) -> CompletionRequest:
+def parse(**fields: Any) -> CompletionRequest:
     return parse_request(
         json.dumps({"model": "policy", "messages": [USER], **fields}).encode(), "policy", {"temperature": 0.7}
     )
 
 
-def test_a_request() -> None:
-    assert ask() == CompletionRequest((USER,))
-    result = ask(n=3, max_tokens=7, max_completion_tokens=9, stop="x", stream=True, logprobs=True, top_logprobs=0)
+def test_parses_request_fields() -> None:
+    assert parse() == CompletionRequest((USER,))
+    result = parse(n=3, max_tokens=7, max_completion_tokens=9, stop="x", stream=True, logprobs=True, top_logprobs=0)
     assert result == CompletionRequest((USER,), (), 3, 7, ("x",), True, False, True)
-    assert ask(stream=True, stream_options={"include_usage": True}).include_usage and ask(
+    assert parse(stream=True, stream_options={"include_usage": True}).include_usage and parse(
         stop=["a", "b"]
     ).stop_strings == ("a", "b")
-    assert ask(temperature=0.7, top_p=1, tools=None, stop=None, n=None, metadata={}, store=False).ignored == ()
-    assert ask(
+    assert parse(temperature=0.7, top_p=1, tools=None, stop=None, n=None, metadata={}, store=False).ignored == ()
+    assert parse(
         temperature=1.0, response_format={"type": "json_object"}, logit_bias={"1": 2}, top_logprobs=3
     ).ignored == (
         "logit_bias",
@@ -165,7 +167,7 @@ def test_a_request() -> None:
         "top_logprobs",
     )
     named = {"type": "function", "function": {"name": "f"}}
-    assert ask(tool_choice=named).ignored == ask(tool_choice="required").ignored == ("tool_choice",)
+    assert parse(tool_choice=named).ignored == parse(tool_choice="required").ignored == ("tool_choice",)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +194,9 @@ def test_a_request() -> None:
         ({"model": ["policy"]}, "model"),
     ],
 )
-def test_fields_that_are_refused(fields: dict[str, Any], param: str) -> None:
+def test_invalid_fields_are_rejected(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestRefused) as refused:
-        ask(**fields)
+        parse(**fields)
     assert refused.value.param == param and param in str(refused.value) and refused.value.status == 400
 
 
@@ -203,18 +205,18 @@ LEAF = st.sampled_from(
     + ["c", "{}", "f", "policy", "\ud83d", [], {}, [[]], {"type": "text", "text": "x"}, {"type": []}]
 )
 NAMES = ["role", "content", "tool_calls", "tool_call_id", "name", "type", "function", "arguments", "id"]
-THING = st.dictionaries(
+OBJECT = st.dictionaries(
     st.sampled_from(NAMES), LEAF | st.dictionaries(st.sampled_from(NAMES), LEAF, max_size=3), max_size=4
 )
-PIECE = LEAF | THING | st.lists(LEAF | THING, max_size=3)
+VALUE = LEAF | OBJECT | st.lists(LEAF | OBJECT, max_size=3)
 FIELDS = ["messages", "tools", "n", "max_tokens", "stop", "stream", "logprobs", "tool_choice", "temperature", "odd"]
 
 
-@settings(max_examples=400)
-@given(st.dictionaries(st.sampled_from(FIELDS), PIECE))
-def test_whatever_comes_is_read_or_refused(fields: dict[str, Any]) -> None:
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.sampled_from(FIELDS), VALUE))
+def test_any_request_is_parsed_or_rejected(fields: dict[str, Any]) -> None:
     try:
-        result = ask(**{"messages": [USER], **fields})
+        result = parse(**{"messages": [USER], **fields})
     except RequestRefused as refused:
         assert refused.status == 400 and str(refused)
     else:

@@ -1,4 +1,4 @@
-"""Whatever a client does: each token that was sampled is an action once, and a branch is what the engine saw."""
+"""For any client behavior, each sampled token is an action once and branches match the engine's contexts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import CHAT, CONFIG, PROMPT, call, parse
-from serving import PARAMS, Numbered
+from serving import PARAMS, NumberedPolicy
 
 from megarl.rollout.session_server.recording import AgentSession
 from megarl.rollout.session_server.rendering import MessageRenderer
@@ -32,8 +32,8 @@ STEP = st.fixed_dictionaries(
 )
 
 
-def behind(history: tuple[Any, ...], say: str) -> tuple[Any, ...]:
-    """What a client says next: the history may be edited, and goes on with results where tools were called."""
+def next_messages(history: tuple[Any, ...], say: str) -> tuple[Any, ...]:
+    """Return the client's next messages: tool results or a user message, possibly after edits of the history."""
     if say == "edited" and history:
         history = (*history[:-1], {**history[-1], "content": history[-1]["content"] + "!"})
     if say == "system":
@@ -47,53 +47,56 @@ def behind(history: tuple[Any, ...], say: str) -> tuple[Any, ...]:
 
 @settings(max_examples=150)
 @given(st.lists(STEP, min_size=1, max_size=9), st.permutations(LINES), st.booleans())
-def test_each_sampled_token_is_an_action_once(steps: list[dict[str, Any]], lines: list[str], at_once: bool) -> None:
-    policy = Numbered(*lines)
+def test_each_sampled_token_is_an_action_once(steps: list[dict[str, Any]], lines: list[str], concurrent: bool) -> None:
+    policy = NumberedPolicy(*lines)
     recording = AgentSession(MessageRenderer(CHAT, parse, CONFIG), "", PROMPT, policy, PARAMS)
     heads: list[tuple[Any, ...]] = [()]
 
-    async def ask(step: dict[str, Any]) -> None:
+    async def send(step: dict[str, Any]) -> None:
         head = heads[step["from"] % len(heads)]
-        messages = behind(head[: max(0, len(head) - 2 * step["cut"])], step["say"])
-        requested = CompletionRequest(messages, TOOLS if step["tools"] else (), step["n"], step["limit"])
+        messages = next_messages(head[: max(0, len(head) - 2 * step["cut"])], step["say"])
+        request = CompletionRequest(messages, TOOLS if step["tools"] else (), step["n"], step["limit"])
         try:
-            answered = await recording.answer(requested, recording.locate_request(requested))
+            answered = await recording.answer(request, recording.locate_request(request))
         except RequestRefused as refused:
             assert refused.code == "context_length_exceeded"
             return
         heads.extend((*messages, choice.message) for choice in answered)
 
-    async def everything() -> None:
-        if at_once:
-            await asyncio.gather(*(ask(step) for step in steps))
+    async def run() -> None:
+        if concurrent:
+            await asyncio.gather(*(send(step) for step in steps))
         else:
             for step in steps:
-                await ask(step)
+                await send(step)
 
-    asyncio.run(everything())
+    asyncio.run(run())
     branches = recording.collect_branches()
     actions = [value for branch in branches for turn in branch.turns for value in turn.logprobs.tolist()]
     assert sorted(actions, reverse=True) == [-1.0 - token for token in range(policy.tokens)]
 
-    requested = {said.logprobs[0]: (known, said, routed) for known, _, routed, said in policy.calls}
+    by_logprob = {generation.logprobs[0]: (known, generation, routed) for known, _, routed, generation in policy.calls}
     for branch in branches:
         full, at = branch.token_ids.tolist(), 0
         assert branch.status in ("stop", "length", "max_turns") and branch.turns[-1].is_action
         for turn in branch.turns:
             if turn.is_action:
-                known, said, _ = requested[turn.logprobs[0]]
-                assert full[:at] == known and np.array_equal(turn.token_ids, said.token_ids)
-                assert np.array_equal(turn.logprobs, said.logprobs) and turn.weight_version == said.weight_version
+                known, generation, _ = by_logprob[turn.logprobs[0]]
+                assert full[:at] == known and np.array_equal(turn.token_ids, generation.token_ids)
+                assert (
+                    np.array_equal(turn.logprobs, generation.logprobs)
+                    and turn.weight_version == generation.weight_version
+                )
             at += len(turn.token_ids)
-        places = [place for part in branch.routing for place in part[:, 0, 0].tolist()]
-        assert places == list(range(branch.num_tokens - 1))
+        positions = [position for part in branch.routing for position in part[:, 0, 0].tolist()]
+        assert positions == list(range(branch.num_tokens - 1))
         requests = [number for part in branch.routing for number in part[:, 0, 1].tolist()]
-        local = [number for number in range(len(policy.calls)) if number in requests]
-        for number in local:  # each request has run what those above it on its path had not
-            known, _, routed, said = policy.calls[number]
+        own_requests = [number for number in range(len(policy.calls)) if number in requests]
+        for number in own_requests:  # each request recorded the tokens that earlier requests on its path had not
+            known, _, routed, generation = policy.calls[number]
             assert full[: len(known)] == known
             assert [at for at, by in enumerate(requests) if by == number] == list(
-                range(routed, len(known) + len(said.token_ids) - 1)
+                range(routed, len(known) + len(generation.token_ids) - 1)
             )
     texts = [[message["content"] for message in branch.messages] for branch in branches]
     assert all(texts)

@@ -1,4 +1,4 @@
-"""Reasoning, by a template like Qwen 3's and one like DeepSeek R1's: both leave that of earlier questions out."""
+"""Reasoning, with templates like those of Qwen 3 and DeepSeek R1, which drop it after the next question."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny_models
 from scripted import CHAT, CONFIG, PROMPT, call
-from serving import ASK, Numbered, Served, run
+from serving import QUESTION, NumberedPolicy, ServedSession, run_with_server
 
 from megarl.chat_format.chat_template import ChatTemplate
 
@@ -33,15 +33,15 @@ R1 = QWEN3.replace(
 )
 
 
-def chat_of(template: str) -> ChatTemplate:
+def load_chat(template: str) -> ChatTemplate:
     tokenizer = tiny_models.tokenizer()
     tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.chat_template = template
     return ChatTemplate(tokenizer, CHAT.tools)
 
 
-class Says(Numbered):
-    """As `Numbered`, with the tokens of this chat."""
+class ReasoningPolicy(NumberedPolicy):
+    """`NumberedPolicy` with the tokenizer of this chat."""
 
     def __init__(self, chat: ChatTemplate, *lines: str) -> None:
         super().__init__(*lines)
@@ -51,31 +51,35 @@ class Says(Numbered):
         return list(self.chat.tokenizer.encode(text, add_special_tokens=False))
 
 
-@pytest.mark.parametrize(("template", "opened"), [(QWEN3, ""), (R1, "<think>\n")])
-def test_reasoning_is_left_out_by_its_ids_behind_the_next_question(template: str, opened: str) -> None:
-    chat = chat_of(template)
-    local = "" if opened else "<think>\n"
-    odd = f"{local}I   add\n</think>\n\n{call('1+2')}"
-    policy = Says(
-        chat, odd, f"{local}fine</think>\n\nIt is 3", f"{local}sure\n</think>\n\nYes", f"{local}hm</think>Bye"
+@pytest.mark.parametrize(("template", "opening"), [(QWEN3, ""), (R1, "<think>\n")])
+def test_drops_reasoning_by_token_ids_after_the_next_question(template: str, opening: str) -> None:
+    chat = load_chat(template)
+    opened_by_policy = "" if opening else "<think>\n"
+    odd_call = f"{opened_by_policy}I   add\n</think>\n\n{call('1+2')}"
+    policy = ReasoningPolicy(
+        chat,
+        odd_call,
+        f"{opened_by_policy}fine</think>\n\nIt is 3",
+        f"{opened_by_policy}sure\n</think>\n\nYes",
+        f"{opened_by_policy}hm</think>Bye",
     )
 
-    async def test(served: Served) -> None:
-        answer = await served.create(ASK, tools=TOOLS)
+    async def test(session: ServedSession) -> None:
+        answer = await session.create(QUESTION, tools=TOOLS)
         message = answer.choices[0].message
         assert message.content is None and message.reasoning_content == "I   add" and message.tool_calls
-        messages: list[Any] = [*ASK, message.model_dump(exclude={"reasoning_content"})]
+        messages: list[Any] = [*QUESTION, message.model_dump(exclude={"reasoning_content"})]
         messages += [{"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}]
-        messages += [(await served.create(messages, tools=TOOLS)).choices[0].message]  # type: ignore[list-item]
-        assert served.recording.metrics.forks == 0  # within a question it stays
+        messages += [(await session.create(messages, tools=TOOLS)).choices[0].message]  # type: ignore[list-item]
+        assert session.recording.metrics.forks == 0  # it stays until the next question
         messages += [{"role": "user", "content": "Sure?"}]
-        messages += [(await served.create(messages, tools=TOOLS)).choices[0].message]  # type: ignore[list-item]
-        assert served.recording.metrics.forks == 1
+        messages += [(await session.create(messages, tools=TOOLS)).choices[0].message]  # type: ignore[list-item]
+        assert session.recording.metrics.forks == 1
         messages += [{"role": "user", "content": "Bye"}]
-        await served.create(messages, tools=TOOLS)
-        assert served.recording.metrics.forks == 2
+        await session.create(messages, tools=TOOLS)
+        assert session.recording.metrics.forks == 2
 
-        first, second, third = served.recording.collect_branches()
+        first, second, third = session.recording.collect_branches()
         branches = [item.branch for item in (first, second, third) if item.branch is not None]
         assert [(item.number, item.forks) for item in branches] == [(0, 2), (1, 2), (2, 2)]
         texts = [
@@ -85,54 +89,54 @@ def test_reasoning_is_left_out_by_its_ids_behind_the_next_question(template: str
         head = "<|im_start|>assistant\n"
         question = f"<|im_start|>user\nWhat is 1+2?<|im_end|>\n{head}"
         result = "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
-        called = f"{call('1+2')}<|im_end|>"
+        rendered_call = f"{call('1+2')}<|im_end|>"
         assert texts[0] == [
-            f"{question}{opened}",
-            f"*{odd}<|im_end|>",
-            f"{result}{head}{opened}",
-            f"*{local}fine</think>\n\nIt is 3<|im_end|>",
+            f"{question}{opening}",
+            f"*{odd_call}<|im_end|>",
+            f"{result}{head}{opening}",
+            f"*{opened_by_policy}fine</think>\n\nIt is 3<|im_end|>",
         ]
-        without = f"{question}{called}{result}{head}It is 3<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n{head}"
-        assert texts[1] == [f"{without}{opened}", f"*{local}sure\n</think>\n\nYes<|im_end|>"]
+        without = f"{question}{rendered_call}{result}{head}It is 3<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n{head}"
+        assert texts[1] == [f"{without}{opening}", f"*{opened_by_policy}sure\n</think>\n\nYes<|im_end|>"]
         last = f"{without}Yes<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n{head}"
-        assert texts[2] == [f"{last}{opened}", f"*{local}hm</think>Bye<|im_end|>"]
-        words = ["What is 1+2?", "", "3", "It is 3", "Sure?", "Yes"]
-        assert [message["content"] for message in second.messages] == words
-        # By ids: those of the first answer, odd as they are, from behind its reasoning on.
-        retained = first.turns[1].token_ids.tolist()
-        retained = retained[len(retained) - len(policy.ids(called)) :]
-        events = second.turns[0].token_ids.tolist()
-        assert any(events[at : at + len(retained)] == retained for at in range(len(events)))
+        assert texts[2] == [f"{last}{opening}", f"*{opened_by_policy}hm</think>Bye<|im_end|>"]
+        contents = ["What is 1+2?", "", "3", "It is 3", "Sure?", "Yes"]
+        assert [message["content"] for message in second.messages] == contents
+        # The second branch repeats the ids of the first response after its reasoning, as sampled.
+        content_ids = first.turns[1].token_ids.tolist()
+        content_ids = content_ids[len(content_ids) - len(policy.ids(rendered_call)) :]
+        second_ids = second.turns[0].token_ids.tolist()
+        assert any(second_ids[at : at + len(content_ids)] == content_ids for at in range(len(second_ids)))
         assert [part.shape[0] for part in second.routing] == [second.num_tokens - 1]
         assert sum(item.to_rollout(0).num_actions for item in (first, second, third)) == policy.tokens
 
-    run(test, policy, chat=chat, prompt=PROMPT, config=replace(CONFIG, max_turns=9))
+    run_with_server(test, policy, chat=chat, prompt=PROMPT, config=replace(CONFIG, max_turns=9))
 
 
-def test_a_stream_has_reasoning_in_a_field_of_its_own() -> None:
-    chat = chat_of(QWEN3)
+def test_stream_has_reasoning_in_its_own_field() -> None:
+    chat = load_chat(QWEN3)
 
-    async def test(served: Served) -> None:
+    async def test(session: ServedSession) -> None:
         thoughts, text = "", ""
-        async for chunk in await served.create(ASK, stream=True):
+        async for chunk in await session.create(QUESTION, stream=True):
             for choice in chunk.choices:
                 thoughts += getattr(choice.delta, "reasoning_content", None) or ""
                 text += choice.delta.content or ""
         assert (thoughts, text) == ("fine", "It is 3")
 
-    run(test, Says(chat, "<think>\nfine\n</think>\n\nIt is 3"), chat=chat)
+    run_with_server(test, ReasoningPolicy(chat, "<think>\nfine\n</think>\n\nIt is 3"), chat=chat)
 
 
-def test_reasoning_without_an_end_is_no_answer() -> None:
-    chat = chat_of(QWEN3)
+def test_unfinished_reasoning_has_no_content() -> None:
+    chat = load_chat(QWEN3)
 
-    async def test(served: Served) -> None:
-        answer = await served.create(ASK)
+    async def test(session: ServedSession) -> None:
+        answer = await session.create(QUESTION)
         assert answer.choices[0].message.content == "" and answer.choices[0].message.reasoning_content == "I add"
         assert answer.choices[0].finish_reason == "length"
-        await served.create([*ASK, answer.choices[0].message, *ASK])
-        _, second = served.recording.collect_branches()
+        await session.create([*QUESTION, answer.choices[0].message, *QUESTION])
+        _, second = session.recording.collect_branches()
         question = "<|im_start|>user\nWhat is 1+2?<|im_end|>\n<|im_start|>assistant\n"
         assert chat.decode(second.turns[0].token_ids) == f"{question}<|im_end|>\n{question}"
 
-    run(test, Says(chat, "<think>I add...", "3"), chat=chat)
+    run_with_server(test, ReasoningPolicy(chat, "<think>I add...", "3"), chat=chat)

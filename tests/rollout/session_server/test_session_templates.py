@@ -1,4 +1,4 @@
-"""A call, its result and a further question in the formats of all families."""
+"""A tool call, its result and a further question in the formats of all model families."""
 
 from __future__ import annotations
 
@@ -23,19 +23,23 @@ from megarl.types import Prompt, as_token_ids
 pytestmark = pytest.mark.alone
 
 TOOLS = (CHAT.tools["calculator"].schema,)
-ASK: Any = {"role": "user", "content": "What is 1+2?"}
+QUESTION: Any = {"role": "user", "content": "What is 1+2?"}
 
 
-@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("truncated", [False, True])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_conversation_in_the_format_of_a_family(name: str, cut: bool) -> None:
-    """cut: the second answer has no end, which comes before what follows it then."""
+def test_conversation_in_each_model_familys_format(name: str, truncated: bool) -> None:
+    """truncated: the second response has no end token; the next observation supplies it."""
     family = PUBLISHED[name]
     chat = ChatTemplate(family.tokenizer(), CHAT.tools)
-    lines = [family.call + family.after_call, "3" + ("" if cut else family.after_answer), "Yes" + family.after_answer]
+    lines = [
+        family.call + family.after_call,
+        "3" + ("" if truncated else family.after_answer),
+        "Yes" + family.after_answer,
+    ]
     requested: list[str] = []
 
-    class Says:
+    class LinePolicy:
         async def generate(
             self, ids: Any, params: dict[str, Any], routed: int = 0, on_tokens: Any = None
         ) -> Generation:
@@ -53,10 +57,10 @@ def test_a_conversation_in_the_format_of_a_family(name: str, cut: bool) -> None:
             else ParsedResponse(text)
         )
 
-    recording = AgentSession(MessageRenderer(chat, parse, CONFIG), "", Prompt("p", (ASK,)), Says(), PARAMS)
+    recording = AgentSession(MessageRenderer(chat, parse, CONFIG), "", Prompt("p", (QUESTION,)), LinePolicy(), PARAMS)
 
     async def converse() -> None:
-        messages: list[Any] = [ASK]
+        messages: list[Any] = [QUESTION]
         for turn in range(3):
             request = CompletionRequest(normalize_messages(messages), TOOLS)
             (choice,) = await recording.answer(request, recording.locate_request(request))
@@ -71,6 +75,6 @@ def test_a_conversation_in_the_format_of_a_family(name: str, cut: bool) -> None:
     texts = [chat.decode(turn.token_ids) for turn in branch.turns]
     assert texts[1] == lines[0] and texts[2] == family.observation and texts[3] == lines[1] and texts[5] == lines[2]
     assert texts[4].count("Sure?") == 1 and requested[2] == "".join(texts[:5])
-    if cut:
+    if truncated:
         assert texts[4].startswith(family.after_call if name != "glm" else "<|user|>")
     assert recording.metrics.forks == 0 and [turn.is_action for turn in branch.turns] == [False, True] * 3

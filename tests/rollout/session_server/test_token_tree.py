@@ -1,4 +1,4 @@
-"""Trees worked out by hand. Tokens are numbers; an answer's log-probs are minus these, so that each can be told."""
+"""Token trees worked out by hand. An answer's log-probs are its negated token ids, so that each is identifiable."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def user(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
-def says(content: str, *tokens: int, routed: int, asked: int, **fields: object) -> Choice:
-    places = torch.arange(routed, asked + len(tokens) - 1, dtype=torch.uint8)[:, None, None]
+def make_choice(content: str, *tokens: int, routed: int, prompt_length: int, **fields: object) -> Choice:
+    positions = torch.arange(routed, prompt_length + len(tokens) - 1, dtype=torch.uint8)[:, None, None]
     values = -np.array(tokens, np.float32)
-    said = Generation(as_token_ids(tokens), values, "stop", 7, routing=places, cached=routed, **fields)  # type: ignore[arg-type]
-    return Choice({"role": "assistant", "content": content}, "stop", said)
+    generation = Generation(as_token_ids(tokens), values, "stop", 7, routing=positions, cached=routed, **fields)  # type: ignore[arg-type]
+    return Choice({"role": "assistant", "content": content}, "stop", generation)
 
 
-class Grown:
+class ExampleTree:
     """1 2          9 9
            /   \\         |
         3 4     5 6      30
@@ -41,7 +41,7 @@ class Grown:
     def __init__(self) -> None:
         self.tree = TokenTree()
         self.nodes: dict[str, Node] = {}
-        self.said: dict[str, list[Message]] = {"": []}
+        self.history: dict[str, list[Message]] = {"": []}
         self.context("root", "", "x", 1, 2)
         self.answer("a", "root", "A", 3, 4)
         self.answer("b", "root", "B", 5, 6)
@@ -53,30 +53,30 @@ class Grown:
         self.context("other", "", "y", 9, 9)
         self.answer("o", "other", "O", 30)
 
-    def context(self, name: str, above: str, words: str, *tokens: int) -> None:
-        messages = self.said[name] = [*self.said[above], user(words)]
-        parent = self.nodes.get(above)
+    def context(self, name: str, parent_name: str, content: str, *tokens: int) -> None:
+        messages = self.history[name] = [*self.history[parent_name], user(content)]
+        parent = self.nodes.get(parent_name)
         node = self.tree.add_context(
-            parent, parent, hash_prefixes(messages, ())[-1], as_token_ids(tokens), [user(words)]
+            parent, parent, hash_prefixes(messages, ())[-1], as_token_ids(tokens), [user(content)]
         )
         self.nodes[name] = node
 
-    def answer(self, name: str, above: str, words: str, *tokens: int) -> None:
-        parent = self.nodes[above]
-        choice = says(words, *tokens, routed=parent.num_routed, asked=len(parent.tokens))
+    def answer(self, name: str, parent_name: str, content: str, *tokens: int) -> None:
+        parent = self.nodes[parent_name]
+        choice = make_choice(content, *tokens, routed=parent.num_routed, prompt_length=len(parent.tokens))
         self.nodes[name] = self.tree.add_answer(parent, choice)
-        self.said[name] = [*self.said[above], choice.message]
+        self.history[name] = [*self.history[parent_name], choice.message]
 
 
-def test_branches_by_hand() -> None:
-    branches = [branch for _, branch in Grown().tree.collect_branches(PROMPT, 4)]
+def test_collects_branches() -> None:
+    branches = [branch for _, branch in ExampleTree().tree.collect_branches(PROMPT, 4)]
     result = [[(turn.token_ids.tolist(), turn.is_action) for turn in branch.turns] for branch in branches]
     assert result == [
-        [([1, 2], False), ([5, 6], True)],  # what was asked without an answer is no part of it
+        [([1, 2], False), ([5, 6], True)],  # a question without an answer is omitted
         [([1, 2], False), ([3, 4], True), ([7], False), ([12], True)],
-        [([1, 2], False), ([3, 4], False), ([8], False), ([13, 14], True)],  # what is shared is an action once
+        [([1, 2], False), ([3, 4], False), ([8], False), ([13, 14], True)],  # shared tokens are an action once
         [([9, 9], False), ([30], True)],
-    ]  # in the order in which they came
+    ]  # in order of arrival
     assert [branch.num_turns for branch in branches] == [1, 2, 1, 1]
     assert [branch.status for branch in branches] == ["stop"] * 4
     assert all(
@@ -91,76 +91,77 @@ def test_branches_by_hand() -> None:
     assert all(branch.seed == 4 and branch.prompt is PROMPT for branch in branches)
 
 
-def test_forks_are_histories_that_were_left() -> None:
-    assert Grown().tree.num_forks == 2  # at `a2` and at `other`
+def test_counts_forks() -> None:
+    assert ExampleTree().tree.num_forks == 2  # at `a2` and `other`
 
 
-def test_the_farthest_answer_is_found() -> None:
-    grown = Grown()
+def test_finds_the_deepest_matching_answer() -> None:
+    example = ExampleTree()
 
     def find(messages: list[Message]) -> tuple[Node | None, int]:
-        return grown.tree.find_answer(hash_prefixes(messages, ()), messages)
+        return example.tree.find_answer(hash_prefixes(messages, ()), messages)
 
-    ab = grown.said["ab"]
-    assert find([*ab, user("w")]) == (grown.nodes["ab"], 4)
-    assert find([*ab[:3], {"role": "assistant", "content": "edited"}, user("w")]) == (grown.nodes["a"], 2)
+    ab = example.history["ab"]
+    assert find([*ab, user("w")]) == (example.nodes["ab"], 4)
+    assert find([*ab[:3], {"role": "assistant", "content": "edited"}, user("w")]) == (example.nodes["a"], 2)
     assert find([user("edited"), *ab[1:], user("w")]) == (None, 0)
     assert find([user("x")]) == (None, 0)
-    assert grown.tree.find_answer(hash_prefixes([*ab, user("w")], [{"name": "f"}]), [*ab, user("w")]) == (None, 0)
+    assert example.tree.find_answer(hash_prefixes([*ab, user("w")], [{"name": "f"}]), [*ab, user("w")]) == (None, 0)
 
 
-def test_of_answers_that_read_the_same_one_that_nobody_has_gone_on_from_comes_first() -> None:
-    grown = Grown()
-    grown.answer("a'", "root", "A", 3, 44)
-    messages = [*grown.said["a"], user("w")]
-    known = hash_prefixes(messages, ())
-    first, _ = grown.tree.find_answer(known, messages)
-    assert first is grown.nodes["a'"]
-    node = grown.tree.add_context(first, first, known[-1], as_token_ids([20]), [user("w")])
-    assert grown.tree.find_answer(known, messages)[0] is first  # both were gone on from: then by these very messages
-    assert grown.tree.find_context(first, known[-1]) is node
-    others = [*grown.said["a"], user("u")]
-    assert grown.tree.find_answer(hash_prefixes(others, ()), others)[0] is grown.nodes["a"]
+def test_prefers_unextended_answers_among_equal_texts() -> None:
+    example = ExampleTree()
+    example.answer("a'", "root", "A", 3, 44)
+    messages = [*example.history["a"], user("w")]
+    hashes = hash_prefixes(messages, ())
+    first, _ = example.tree.find_answer(hashes, messages)
+    assert first is example.nodes["a'"]
+    node = example.tree.add_context(first, first, hashes[-1], as_token_ids([20]), [user("w")])
+    # Both are extended now: the one with exactly these messages comes first.
+    assert example.tree.find_answer(hashes, messages)[0] is first
+    assert example.tree.find_context(first, hashes[-1]) is node
+    others = [*example.history["a"], user("u")]
+    assert example.tree.find_answer(hash_prefixes(others, ()), others)[0] is example.nodes["a"]
 
 
-def test_reasoning_that_is_told_must_be_the_same() -> None:
-    tree, ask = TokenTree(), user("x")
-    root = tree.add_context(None, None, hash_prefixes([ask], ())[-1], as_token_ids([1]), [ask])
+def test_reasoning_sent_by_the_client_must_match() -> None:
+    tree, question = TokenTree(), user("x")
+    root = tree.add_context(None, None, hash_prefixes([question], ())[-1], as_token_ids([1]), [question])
     nodes = []
     for number, thoughts in enumerate(("hm", "so")):
-        choice = says("A", 2 + number, routed=0, asked=1)
+        choice = make_choice("A", 2 + number, routed=0, prompt_length=1)
         choice.message["reasoning_content"] = thoughts
         nodes.append(tree.add_answer(root, choice))
 
     def find(**fields: str) -> Node | None:
-        messages = [ask, {"role": "assistant", "content": "A", **fields}, user("w")]
+        messages = [question, {"role": "assistant", "content": "A", **fields}, user("w")]
         return tree.find_answer(hash_prefixes(messages, ()), messages)[0]
 
     assert find() is nodes[0] and find(reasoning_content="so ") is nodes[1] and find(reasoning_content="no") is None
 
 
-def test_what_could_be_sampled_is_of_the_actions_of_a_branch() -> None:
-    tree, ask = TokenTree(), user("x")
-    first = hash_prefixes([ask], ())[-1]
-    root = tree.add_context(None, None, first, as_token_ids([1]), [ask])
-    cut = says("A", 3, 4, routed=0, asked=1, sampling_mask=SamplingMask.from_rows([[3, 5], [4]]))
-    full = says("B", 6, routed=2, asked=4)
-    a = tree.add_answer(root, cut)
-    behind = hash_prefixes([ask, cut.message, ask], ())[-1]
-    below = tree.add_context(a, a, behind, as_token_ids([2]), [ask])
+def test_branches_keep_sampling_masks_of_their_actions() -> None:
+    tree, question = TokenTree(), user("x")
+    first = hash_prefixes([question], ())[-1]
+    root = tree.add_context(None, None, first, as_token_ids([1]), [question])
+    truncated = make_choice("A", 3, 4, routed=0, prompt_length=1, sampling_mask=SamplingMask.from_rows([[3, 5], [4]]))
+    full = make_choice("B", 6, routed=2, prompt_length=4)
+    a = tree.add_answer(root, truncated)
+    after = hash_prefixes([question, truncated.message, question], ())[-1]
+    followup = tree.add_context(a, a, after, as_token_ids([2]), [question])
     for _ in range(2):
-        tree.add_answer(below, full)
+        tree.add_answer(followup, full)
     (_, both), (_, second) = tree.collect_branches(PROMPT, 0)
     joined = SamplingMask.concat(both.sampling_masks)
     assert joined.counts.tolist() == [2, 1, 0] and joined.ids.tolist() == [3, 5, 4]
     assert second.sampling_masks == ()
 
 
-def test_statuses() -> None:
-    tree, ask = TokenTree(), user("x")
-    root = tree.add_context(None, None, hash_prefixes([ask], ())[-1], as_token_ids([1]), [ask])
+def test_branch_statuses() -> None:
+    tree, question = TokenTree(), user("x")
+    root = tree.add_context(None, None, hash_prefixes([question], ())[-1], as_token_ids([1]), [question])
     for number in range(3):
-        choice = says(str(number), 2, routed=0, asked=1)
+        choice = make_choice(str(number), 2, routed=0, prompt_length=1)
         node = tree.add_answer(root, choice)
     node.end_reason = "length"
     long = Generation(as_token_ids([5]), np.zeros(1), "length", 0)
