@@ -35,7 +35,7 @@ needs_uv = pytest.mark.skipif(
 
 
 def echo(messages: list[dict[str, Any]]) -> str:
-    """Return the requests text, but fail for zero."""
+    """Return the requested text, but fail for zero."""
     assert not messages[-1]["content"].endswith("0"), "zero"
     return str(messages[-1]["content"]).removeprefix("Say ").removeprefix("Again: ")
 
