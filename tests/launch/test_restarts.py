@@ -104,6 +104,6 @@ def test_reads_progress_from_the_run_folder(tmp_path: Path) -> None:
 
 def test_writes_restarts_to_the_log(tmp_path: Path) -> None:
     append_to_log(RestartPolicy(str(tmp_path), 1, 3), "error: it was killed; starting again")
-    append_to_log(RestartPolicy(str(tmp_path / "gone"), 1, 3), "nothing comes of it")
-    append_to_log(None, "nor of this")
+    append_to_log(RestartPolicy(str(tmp_path / "missing"), 1, 3), "not written")
+    append_to_log(None, "not written either")
     assert (tmp_path / "log.txt").read_text().endswith("  error: it was killed; starting again\n")

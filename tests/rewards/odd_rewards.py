@@ -18,11 +18,11 @@ from megarl.types import Prompt, Rollout
 from megarl.types.reward_values import Reward
 
 
-def one(rollout: Rollout) -> float:
+def constant(rollout: Rollout) -> float:
     return 1.0
 
 
-def odd(rollout: Rollout) -> Any:
+def misbehave(rollout: Rollout) -> Any:
     """Do what the id of the prompt says: `behavior` or `behavior/argument`."""
     behavior, _, argument = rollout.prompt.id.partition("/")
     actions: dict[str, Any] = {
@@ -75,7 +75,7 @@ def semaphores(behavior: str, mark: str) -> None:
     """Leave semaphores in shared memory, as multiprocessing does, then end as `behavior` says."""
     _LOCKS.extend(multiprocessing.get_context("spawn").Lock() for _ in range(3))
     Path(f"/{mark}").write_text("\n".join(lock._semlock.name for lock in _LOCKS))
-    odd(Rollout(Prompt(behavior, ()), ()))
+    misbehave(Rollout(Prompt(behavior, ()), ()))
 
 
 def alarm() -> float:
@@ -96,7 +96,7 @@ def alarm() -> float:
 ARRIVED: list[asyncio.Event] = []
 
 
-async def meets(rollout: Rollout) -> float:
+async def meet(rollout: Rollout) -> float:
     """Return once as many calls as the id says run in this process."""
     ARRIVED.append(asyncio.Event())
     if len(ARRIVED) == int(rollout.prompt.id.partition("/")[0]):
@@ -106,8 +106,8 @@ async def meets(rollout: Rollout) -> float:
     return 1.0
 
 
-async def aodd(rollout: Rollout) -> Any:
-    """As `odd`; or wait, or swallow the cancellation."""
+async def misbehave_async(rollout: Rollout) -> Any:
+    """As `misbehave`; or wait, or swallow the cancellation."""
     behavior = rollout.prompt.id.partition("/")[0]
     if behavior == "wait":
         await asyncio.sleep(600)
@@ -117,7 +117,7 @@ async def aodd(rollout: Rollout) -> Any:
         except asyncio.CancelledError:
             return 1.0
     await asyncio.sleep(0)
-    return odd(rollout)
+    return misbehave(rollout)
 
 
 if os.environ.get("REWARDS_BREAK") and "megarl.processes.forkserver" in " ".join(sys.orig_argv):

@@ -79,10 +79,10 @@ def test_parses_parts_and_turn_rewards():
 
 
 def test_unawaited_coroutines_are_an_error():
-    async def later():
+    async def async_reward():
         return 1.0
 
-    coroutine = later()
+    coroutine = async_reward()
     with pytest.raises(RewardError, match="returned a coroutine, which is not awaited: make it a function by `async"):
         parse_reward(coroutine, 0)
     coroutine.close()
@@ -157,13 +157,13 @@ def test_accepts_any_callable_of_a_rollout(function):
 
 
 def test_detects_coroutine_functions():
-    async def later(rollout, scale=1.0):
+    async def async_reward(rollout, scale=1.0):
         return scale
 
-    class Later:
+    class AsyncReward:
         async def __call__(self, rollout):
             return 1.0
 
-    for function in (later, functools.partial(later, scale=2.0), Later()):
+    for function in (async_reward, functools.partial(async_reward, scale=2.0), AsyncReward()):
         assert check_function(function, "it") is function and is_async(function)
     assert not is_async(gsm8k) and not is_async(Unprintable())

@@ -71,7 +71,7 @@ def test_refuses_ground_truths_that_are_no_number():
         gsm8k(rollout("#### 1", "many"))
 
 
-TWENTY = [
+GOLD_ANSWERS = [
     "He had 48/2 = <<48/2=24>>24 left.\n#### 24",
     "5 x 2 = $<<5*2=10>>10.\nShe needs $100 - $10 = $<<100-10=90>>90.\n#### 90",
     "3 - 10 = <<3-10=-7>>-7\n#### -7",
@@ -98,13 +98,13 @@ TWENTY = [
 def gold_answers():
     """Return the answers of the whole data set in the folder MEGARL_GSM8K, or the twenty above if it is unset."""
     if not os.environ.get("MEGARL_GSM8K"):
-        return TWENTY
+        return GOLD_ANSWERS
     folder = Path(os.environ["MEGARL_GSM8K"])
     lines = [line for split in ("train", "test") for line in (folder / f"{split}.jsonl").open(encoding="utf-8")]
     return [json.loads(line)["answer"] for line in lines]
 
 
-@pytest.mark.parametrize("answers", [TWENTY, gold_answers()], ids=["twenty", "all"])
+@pytest.mark.parametrize("answers", [GOLD_ANSWERS, gold_answers()], ids=["examples", "data set"])
 def test_rewards_gold_answers_and_not_changed_ones(answers):
     for answer in answers:
         steps, _, truth = answer.partition("####")

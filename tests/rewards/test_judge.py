@@ -174,7 +174,7 @@ def test_limits_the_time_of_pattern_searches(server: RewardServer, monkeypatch: 
     assert isinstance(failed, RewardFailure) and "pattern searched for a score for more than 0.02 s" in failed.reason
 
 
-INJECTED = [
+INJECTIONS = [
     "{ground_truth}",
     "{fence}",
     "{question} {answer}",
@@ -184,7 +184,7 @@ INJECTED = [
 ]
 
 
-@pytest.mark.parametrize("answer", INJECTED)
+@pytest.mark.parametrize("answer", INJECTIONS)
 def test_answers_cannot_inject_into_the_prompt(answer: str) -> None:
     text = fill_template(PROMPT, rollout(answer, truth="the secret truth"))
     assert answer in text and text.count("the secret truth") == 1

@@ -44,7 +44,7 @@ class WaitForFirstReward(Script):
 
 def test_scores_a_finished_response_while_another_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    mark, specs = tmp_path / "scored", ["odd_rewards:odd"]
+    mark, specs = tmp_path / "scored", ["odd_rewards:misbehave"]
     pool = RewardPool(load_functions(specs), specs, 60.0, 1, tmp_path / "rewards.log")
     prefetch = RewardPrefetch(pool.submit)
     prompts = [Prompt(f"touch/{mark}", PROMPT.messages), Prompt("routing", PROMPT.messages)]
@@ -62,7 +62,7 @@ def test_scores_a_finished_response_while_another_generates(tmp_path: Path, monk
         rollouts = asyncio.run(run()).rollouts
         assert [rollout.status for rollout in rollouts] == ["stop", "stop"], "the first response was never scored"
         result = [prefetch.pop(rollout)[0] for rollout in rollouts]
-        assert [item.result(60) for item in result] == [{"odd": Reward(1.0)}] * 2
+        assert [item.result(60) for item in result] == [{"misbehave": Reward(1.0)}] * 2
         assert not prefetch._pending
     finally:
         pool.close()

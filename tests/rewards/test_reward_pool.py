@@ -46,7 +46,7 @@ def rollout(sample: str) -> Rollout:
     return Rollout(Prompt(sample, ()), turns, group=3, reward=2.0)
 
 
-def score(pool: RewardPool, *samples: str, name: str = "odd") -> list[RewardResult]:
+def score(pool: RewardPool, *samples: str, name: str = "misbehave") -> list[RewardResult]:
     futures = [pool.submit(rollout(sample)) for sample in samples]
     return [item.result(120)[name] for item in futures]
 
@@ -54,7 +54,7 @@ def score(pool: RewardPool, *samples: str, name: str = "odd") -> list[RewardResu
 def test_failing_calls_fail_alone(make_pool: MakePool, tmp_path: Path) -> None:
     """One process at a time: after it dies, the next call starts another."""
     behaviors = ("fine", "nan", "large", "text", "raise", "exit", "die", "fault", "killed", "hang", "spin", "close")
-    results = dict(zip(behaviors, score(make_pool("odd", limit=1.5), *behaviors), strict=True))
+    results = dict(zip(behaviors, score(make_pool("misbehave", limit=1.5), *behaviors), strict=True))
     assert results.pop("fine") == Reward(1.0)
     complaints = {
         "nan": "returned nan; it must return a finite number",
@@ -79,13 +79,13 @@ def test_failing_calls_fail_alone(make_pool: MakePool, tmp_path: Path) -> None:
     log = (tmp_path / "logs/rewards_0.log").read_text()
     assert "Bad file descriptor" in log
     for behavior in complaints:  # logged with or without output of the function
-        assert f"  odd of prompt '{behavior}': {results[behavior].reason}\n" in log  # type: ignore[union-attr]
+        assert f"  misbehave of prompt '{behavior}': {results[behavior].reason}\n" in log  # type: ignore[union-attr]
     assert "'fine'" not in log
 
 
 def test_functions_may_print_use_alarms_and_reward_turns(make_pool: MakePool, tmp_path: Path) -> None:
     """Functions get a copy of the rollout without routing."""
-    results = score(make_pool("odd"), "print", "alarm", "turns", "whole", "too many", "routing")
+    results = score(make_pool("misbehave"), "print", "alarm", "turns", "whole", "too many", "routing")
     assert results[:4] == [Reward(0.5), Reward(0.75), Reward(0.0, {"style": 2.0}, (0.25, 0.5))] + [
         Reward(1.0, {"style": 2.0}, (0.5, 0.25))
     ]
@@ -95,40 +95,40 @@ def test_functions_may_print_use_alarms_and_reward_turns(make_pool: MakePool, tm
 
 
 def test_reuses_processes_until_they_die(make_pool: MakePool) -> None:
-    pool = make_pool("odd", size=2)
+    pool = make_pool("misbehave", size=2)
     first, again = score(pool, "pid")[0], score(pool, "pid")[0]
     _, other = score(pool, "die", "fine")
     assert other == Reward(1.0) and isinstance(first, Reward) and isinstance(again, Reward)
-    result = {results.reward for results in score(pool, *["pid"] * 40) if isinstance(results, Reward)}
-    assert 1 <= len(result) <= 2 and os.getpid() not in result
+    pids = {result.reward for result in score(pool, *["pid"] * 40) if isinstance(result, Reward)}
+    assert 1 <= len(pids) <= 2 and os.getpid() not in pids
 
 
 def test_hides_secrets_and_limits_memory(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
-    short = score(make_pool("odd", limits=ProcessLimits(memory_mb=2048)), "memory", "fine", "secret")
+    short = score(make_pool("misbehave", limits=ProcessLimits(memory_mb=2048)), "memory", "fine", "secret")
     assert isinstance(short[0], RewardFailure) and "it raised MemoryError" in short[0].reason
     assert short[1:] == [Reward(1.0), Reward(0.0)]
-    assert score(make_pool("odd", limits=ProcessLimits(("HF_TOKEN",), 0)), "secret") == [Reward(1.0)]
+    assert score(make_pool("misbehave", limits=ProcessLimits(("HF_TOKEN",), 0)), "secret") == [Reward(1.0)]
 
 
 def test_returns_results_by_function_name(make_pool: MakePool) -> None:
-    pool = make_pool("odd", "one", "aodd", size=3)
+    pool = make_pool("misbehave", "constant", "misbehave_async", size=3)
     results = pool.submit(rollout("raise")).result(60)
-    assert list(results) == ["odd", "one", "aodd"]
+    assert list(results) == ["misbehave", "constant", "misbehave_async"]
     assert (
-        results["one"] == Reward(1.0)
-        and isinstance(results["odd"], RewardFailure)
-        and isinstance(results["aodd"], RewardFailure)
+        results["constant"] == Reward(1.0)
+        and isinstance(results["misbehave"], RewardFailure)
+        and isinstance(results["misbehave_async"], RewardFailure)
     )
 
 
 def test_awaits_many_coroutines_in_one_process(make_pool: MakePool) -> None:
     """Each coroutine waits until all twenty run in the same process."""
-    assert score(make_pool("meets"), *[f"20/{i}" for i in range(20)], name="meets") == [Reward(1.0)] * 20
+    assert score(make_pool("meet"), *[f"20/{i}" for i in range(20)], name="meet") == [Reward(1.0)] * 20
 
 
 def test_cancels_coroutines_at_the_timeout(make_pool: MakePool) -> None:
-    results = score(make_pool("aodd", limit=0.5), "wait", "fine", "swallow", name="aodd")
+    results = score(make_pool("misbehave_async", limit=0.5), "wait", "fine", "swallow", name="misbehave_async")
     assert results[1] == Reward(1.0)
     assert all(
         isinstance(item, RewardFailure) and "took longer than reward.timeout=0.5 s" in item.reason
@@ -145,7 +145,9 @@ def test_a_coroutine_that_kills_its_process_fails_alone(
 ) -> None:
     """The other coroutines of the process run again, one by one."""
     monkeypatch.setattr("megarl.rewards.reward_pool.GRACE_S", 1.0)
-    results = score(make_pool("aodd", limit=1.0), "fine", behavior, "fine", "turns", "fine", name="aodd")
+    results = score(
+        make_pool("misbehave_async", limit=1.0), "fine", behavior, "fine", "turns", "fine", name="misbehave_async"
+    )
     assert [item == Reward(1.0) for item in results] == [True, False, True, False, True]
     assert isinstance(results[1], RewardFailure) and complaint in results[1].reason
     assert results[3] == Reward(0.0, {"style": 2.0}, (0.25, 0.5))
@@ -154,11 +156,11 @@ def test_a_coroutine_that_kills_its_process_fails_alone(
 def test_kills_child_processes_of_hanging_functions(make_pool: MakePool, tmp_path: Path) -> None:
     """The timeout and `close` both kill a function with its children, including those in other sessions."""
     mark = tmp_path / "pids"
-    (results,) = score(make_pool("odd", limit=4.0), f"leave/{mark}")
-    assert isinstance(results, RewardFailure) and "took longer" in results.reason
+    (result,) = score(make_pool("misbehave", limit=4.0), f"leave/{mark}")
+    assert isinstance(result, RewardFailure) and "took longer" in result.reason
     assert len(read_pids(mark)) == 2 and have_exited(read_pids(mark))
     mark.unlink()
-    pool = make_pool("odd")
+    pool = make_pool("misbehave")
     pool.submit(rollout(f"leave/{mark}"))
     assert wait_until(lambda: mark.exists() and len(read_pids(mark)) == 2)
     pool.close()
@@ -170,8 +172,8 @@ def test_kills_child_processes_of_hanging_functions(make_pool: MakePool, tmp_pat
 def test_removes_semaphores_of_killed_processes(make_pool: MakePool, tmp_path: Path) -> None:
     behaviors = ("hang", "killed", "die", "fault")
     samples = [f"semaphores/{behavior}{tmp_path}/{behavior}" for behavior in behaviors]
-    for behavior, results in zip(behaviors, score(make_pool("odd", limit=4.0), *samples), strict=True):
-        assert isinstance(results, RewardFailure), (behavior, results)
+    for behavior, result in zip(behaviors, score(make_pool("misbehave", limit=4.0), *samples), strict=True):
+        assert isinstance(result, RewardFailure), (behavior, result)
         names = (tmp_path / behavior).read_text().split()
         assert len(names) == 3 and names[0].startswith("/mp-")
         assert wait_until(lambda names=names: not any(Path(f"/dev/shm/sem.{name[1:]}").exists() for name in names)), (
@@ -188,7 +190,7 @@ from pathlib import Path
 from megarl.rewards.functions import load_functions
 from megarl.rewards.reward_pool import RewardPool
 from megarl.types import Prompt, Rollout, Turn
-specs = ["odd_rewards:odd"]
+specs = ["odd_rewards:misbehave"]
 pool = RewardPool(load_functions(specs), specs, 600.0, 1, Path({str(log)!r}))
 pool.start(); pool.wait_ready()
 pool.submit(Rollout(Prompt("leave/{mark}", ()), (Turn((1,)),)))
@@ -211,7 +213,7 @@ time.sleep(600)
 
 
 def test_replaces_a_lost_fork_server(make_pool: MakePool) -> None:
-    pool = make_pool("odd")
+    pool = make_pool("misbehave")
     assert score(pool, "fine") == [Reward(1.0)]
     process: Any = pool._fork_server._process
     process.kill()
@@ -224,22 +226,22 @@ def test_replaces_a_lost_fork_server(make_pool: MakePool) -> None:
 def test_names_functions_that_fail_to_load_in_a_process(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pool = make_pool("odd", limits=ProcessLimits(pass_env=("REWARDS_BREAK",)))
+    pool = make_pool("misbehave", limits=ProcessLimits(pass_env=("REWARDS_BREAK",)))
     monkeypatch.setenv("REWARDS_BREAK", "1")
     pool.start()
     complaint = "another process could not load it: reward.functions: cannot import odd_rewards .*no licence"
     with pytest.raises(ConfigError, match=complaint) as error:
         pool.wait_ready()
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
-    (results,) = score(pool, "fine")
-    assert isinstance(results, RewardFailure) and "no licence in another process" in results.reason
+    (result,) = score(pool, "fine")
+    assert isinstance(result, RewardFailure) and "no licence in another process" in result.reason
 
 
 def test_unpicklable_rollouts_fail_alone(make_pool: MakePool) -> None:
-    pool = make_pool("odd")
-    odd = Rollout(Prompt("fine", (), extra={"lock": lambda: 0}), (Turn((1,)),))
-    results = pool.submit(odd).result(60)["odd"]
-    assert isinstance(results, RewardFailure) and "cannot be sent to its process" in results.reason
+    pool = make_pool("misbehave")
+    unpicklable = Rollout(Prompt("fine", (), extra={"lock": lambda: 0}), (Turn((1,)),))
+    result = pool.submit(unpicklable).result(60)["misbehave"]
+    assert isinstance(result, RewardFailure) and "cannot be sent to its process" in result.reason
     assert score(pool, "fine") == [Reward(1.0)]
 
 

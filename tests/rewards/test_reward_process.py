@@ -41,18 +41,18 @@ def empty(rollout):
     return rollout.answer == ""
 
 
-async def later(rollout):
+async def async_length(rollout):
     await asyncio.sleep(0)
     return {"reward": len(rollout.answer), "parts": {"a": 1}}
 
 
 def test_scores_each_rollout_with_each_function():
-    result = score(ROLLOUTS, {"length": length, "empty": empty, "later": later})
-    assert [list(item) for item in result] == [["length", "empty", "later"]] * 3
+    result = score(ROLLOUTS, {"length": length, "empty": empty, "async_length": async_length})
+    assert [list(item) for item in result] == [["length", "empty", "async_length"]] * 3
     assert [item["length"] for item in result] == [Reward(0.0), Reward(1.0), Reward(2.0)]
     assert [item["empty"] for item in result] == [Reward(1.0), Reward(0.0), Reward(0.0)]
-    assert [item["later"] for item in result] == [Reward(float(i), {"a": 1.0}) for i in range(3)]
-    assert score([], {"length": length, "later": later}) == []
+    assert [item["async_length"] for item in result] == [Reward(float(i), {"a": 1.0}) for i in range(3)]
+    assert score([], {"length": length, "async_length": async_length}) == []
 
 
 def test_a_failed_call_leaves_other_rollouts_scored():
@@ -83,7 +83,7 @@ def test_awaits_coroutine_functions_concurrently():
     assert [item["f"] for item in score(ROLLOUTS, {"f": meets})] == [Reward(1.0)] * 3
 
 
-async def waits(rollout):
+async def hangs_async(rollout):
     await asyncio.sleep(60)
 
 
@@ -135,8 +135,8 @@ def test_functions_cannot_modify_the_rollout():
         return 1.0
 
     before = replace(rollout)
-    (results,) = score([rollout], {"greedy": greedy, "honest": honest})
-    assert results == {"greedy": Reward(1.0), "honest": Reward(1.0)} and rollout == before
+    (result,) = score([rollout], {"greedy": greedy, "honest": honest})
+    assert result == {"greedy": Reward(1.0), "honest": Reward(1.0)} and rollout == before
     assert extra == {"tests": [[1], [2]]} and message["tool_calls"] == [{"id": "x"}] and message["content"] == "a"
 
 
@@ -149,21 +149,21 @@ def spins(rollout):
         pass
 
 
-def swallows(rollout):
+def swallows_exception(rollout):
     try:
         time.sleep(60)
     except BaseException:  # noqa: B036
         return 1.0
 
 
-def renames(rollout):
+def replaces_exception(rollout):
     try:
         time.sleep(60)
     except BaseException as error:  # noqa: B036
         raise ValueError("something else") from error
 
 
-@pytest.mark.parametrize("function", [sleeps, spins, swallows, renames, waits])
+@pytest.mark.parametrize("function", [sleeps, spins, swallows_exception, replaces_exception, hangs_async])
 def test_interrupts_hanging_functions_at_the_timeout(function):
     before = signal.getsignal(reward_process.TIMEOUT_SIGNAL)
     (why,) = score_failing(function, timeout=0.2)
@@ -173,7 +173,7 @@ def test_interrupts_hanging_functions_at_the_timeout(function):
 
 
 def test_functions_may_use_sigalrm():
-    def own(rollout):
+    def use_alarm(rollout):
         def handler(number, frame):
             raise TimeoutError
 
@@ -186,7 +186,7 @@ def test_functions_may_use_sigalrm():
         finally:
             signal.signal(signal.SIGALRM, before)
 
-    assert score(ROLLOUTS, {"own": own}, timeout=30.0)[0]["own"] == Reward(0.25)
+    assert score(ROLLOUTS, {"use_alarm": use_alarm}, timeout=30.0)[0]["use_alarm"] == Reward(0.25)
 
 
 def test_timeout_applies_to_each_call():

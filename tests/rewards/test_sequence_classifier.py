@@ -12,8 +12,8 @@ from megarl.rewards.sequence_classifier import ClassifierOptions, batches, get_c
 
 pytestmark = pytest.mark.alone
 
-ONE = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
-THREE = ONE | {"id2label": {"0": "bad", "1": "good", "2": "0"}}
+ONE_LABEL = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+THREE_LABELS = ONE_LABEL | {"id2label": {"0": "bad", "1": "good", "2": "0"}}
 
 
 def label(hf: dict[str, Any], **options: Any) -> int:
@@ -21,32 +21,46 @@ def label(hf: dict[str, Any], **options: Any) -> int:
 
 
 def test_resolves_the_score_label() -> None:
-    assert label(ONE) == label(ONE, label="0") == label(ONE, label=0) == label(ONE, label="LABEL_0") == 0
-    assert label(THREE, label="good") == label(THREE, label=1) == 1
-    assert label(THREE, label="0") == 2  # label names take precedence over indices
-    assert label({"architectures": ONE["architectures"], "num_labels": 1}) == 0
+    assert (
+        label(ONE_LABEL)
+        == label(ONE_LABEL, label="0")
+        == label(ONE_LABEL, label=0)
+        == label(ONE_LABEL, label="LABEL_0")
+        == 0
+    )
+    assert label(THREE_LABELS, label="good") == label(THREE_LABELS, label=1) == 1
+    assert label(THREE_LABELS, label="0") == 2  # label names take precedence over indices
+    assert label({"architectures": ONE_LABEL["architectures"], "num_labels": 1}) == 0
 
 
 @pytest.mark.parametrize(
     ("hf", "options", "complaint"),
     [
-        (THREE, {}, r"^reward\.model=/judge has 3 labels, .* set roles\.reward\.options\.label .*\(bad, good, 0\)$"),
         (
-            {"architectures": ONE["architectures"]},
+            THREE_LABELS,
+            {},
+            r"^reward\.model=/judge has 3 labels, .* set roles\.reward\.options\.label .*\(bad, good, 0\)$",
+        ),
+        (
+            {"architectures": ONE_LABEL["architectures"]},
             {},
             r"has 2 labels.*\(LABEL_0, LABEL_1\)",
         ),  # the default of transformers
-        (THREE, {"label": "fine"}, r"^roles\.reward\.options\.label=fine: reward\.model=/judge has the labels bad, go"),
-        (THREE, {"label": 3}, r"label=3: "),
+        (
+            THREE_LABELS,
+            {"label": "fine"},
+            r"^roles\.reward\.options\.label=fine: reward\.model=/judge has the labels bad, go",
+        ),
+        (THREE_LABELS, {"label": 3}, r"label=3: "),
         (
             {"architectures": ["BertForMaskedLM"]},
             {},
             r"is not a sequence classifier: its architecture in config\.json is Bert",
         ),
         ({}, {}, "its architecture in config.json is"),
-        (ONE, {"labels": "good"}, r"^unknown key roles\.reward\.options\.labels; did you mean .*label\?"),
-        (ONE, {"dtype": "int8"}, r"roles\.reward\.options\.dtype must be one of float32, bfloat16"),
-        (ONE, {"on_overlong": "drop"}, r"roles\.reward\.options\.on_overlong must be one of error, truncate"),
+        (ONE_LABEL, {"labels": "good"}, r"^unknown key roles\.reward\.options\.labels; did you mean .*label\?"),
+        (ONE_LABEL, {"dtype": "int8"}, r"roles\.reward\.options\.dtype must be one of float32, bfloat16"),
+        (ONE_LABEL, {"on_overlong": "drop"}, r"roles\.reward\.options\.on_overlong must be one of error, truncate"),
     ],
 )
 def test_refuses_ambiguous_labels_and_other_models(hf: dict[str, Any], options: dict[str, Any], complaint: str) -> None:

@@ -55,8 +55,8 @@ def sees_environments_of_processes():
     return SECRET.encode() in found or b"MEGARL" in found
 
 def sees_the_arguments_of_bubblewrap():
-    said = open("/proc/1/cmdline", "rb").read()
-    return b"bind" in said or b"/tmp/megarl" in said
+    cmdline = open("/proc/1/cmdline", "rb").read()
+    return b"bind" in cmdline or b"/tmp/megarl" in cmdline
 
 def inherits_files():
     names = {}
@@ -114,9 +114,9 @@ def writes_memory_of_others(): return system_call(311, 271, 1, None, 0, None, 0,
 def finds_an_unconfined_init():
     # An attack may write to the memory of init, so init must be confined as tightly.
     with open("/proc/1/status") as file:
-        said = dict(line.split(":\t", 1) for line in file.read().splitlines())
-    confined = said["Seccomp"] == "2" and said["NoNewPrivs"] == "1"
-    return not confined or [k for k, v in said.items() if k.startswith("Cap") and int(v, 16)]
+        status = dict(line.split(":\t", 1) for line in file.read().splitlines())
+    confined = status["Seccomp"] == "2" and status["NoNewPrivs"] == "1"
+    return not confined or [k for k, v in status.items() if k.startswith("Cap") and int(v, 16)]
 def duplicates_files_of_init(): return system_call(438, 438, 3, 0, 0)
 def unshares(): return [f for f in (0x10000000, 0x20000, 0x40000000, 0x20000000, 0x8000000) if worked("unshare", f)]
 def clones_a_namespace(): return system_call(56, 220, 0x10000000 | 17, 0, 0, 0, 0)
@@ -255,9 +255,9 @@ for name in names:
         os.write(into, repr(got)[:500].encode() if got else b"-")
         os._exit(0)
     os.close(into)
-    said = os.read(out, 1000).decode()
+    output = os.read(out, 1000).decode()
     os.close(out)
     os.waitpid(pid, 0)
-    results[name] = said
+    results[name] = output
 send(0, results)
 """

@@ -245,17 +245,17 @@ time.sleep(99)
     "socket buffers": (
         """\
 import socket
-kept = []
+pairs = []
 try:
     while True:
         a, b = socket.socketpair()
         a.setblocking(False)
-        kept += [a, b]
+        pairs += [a, b]
         try:
             while True: a.send(b'x' * 4096)
         except BlockingIOError: pass
 except OSError: pass
-import time; time.sleep(0.5); print(len(kept))
+import time; time.sleep(0.5); print(len(pairs))
 """,
         Limits(seconds=5, memory_mb=64, open_files=1024),
         ("", "memory"),

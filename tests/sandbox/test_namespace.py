@@ -1,4 +1,4 @@
-"""Prewarmed sandboxes are bounded, used once, and gone with their owner; the pool decides which to keep."""
+"""Prewarmed sandboxes: limits, single use, cleanup with their owner, and the pool that manages them."""
 
 import os
 import signal
@@ -73,9 +73,9 @@ os.fork() or os.execlp("sleep", "sleep", "61.0625")
 """
     warm(box)
     runs = {n: box.sandbox.run(COMMAND, {"main.py": source}) for n in range(12)}
-    said = [result.stdout.decode() for result in box.all(runs).values()]
-    assert all(line.endswith(":['main.py'] []\n") for line in said), said
-    assert len(set(said)) == len(said)  # the kernel reuses the number of a namespace alone
+    output = [result.stdout.decode() for result in box.all(runs).values()]
+    assert all(line.endswith(":['main.py'] []\n") for line in output), output
+    assert len(set(output)) == len(output)  # the kernel reuses the number of a namespace alone
     assert "sleep 61.0625" not in os.popen("ps -eo args").read()
 
 
@@ -124,8 +124,8 @@ print(room.f_blocks * room.f_frsize >> 20, room.f_files, resource.getrlimit(reso
     for disk, files in ((64, 4096), (8, 100), (200, 9000)):
         warm(box)
         limits = Limits(disk_mb=disk, files=files, open_files=50 + disk)
-        said = box.run(COMMAND, {"main.py": source}, limits=limits).stdout.split()
-        assert said == [str(n).encode() for n in (disk, files + 8, 50 + disk, disk, False)]
+        output = box.run(COMMAND, {"main.py": source}, limits=limits).stdout.split()
+        assert output == [str(n).encode() for n in (disk, files + 8, 50 + disk, disk, False)]
     full = b"x" * (1 << 20)
     with pytest.raises(SandboxError, match="No space left"):
         box.run(COMMAND, {"main.py": b"", **{f"f{n}": full for n in range(5)}}, limits=Limits(disk_mb=2))

@@ -25,13 +25,13 @@ HALVES = SECRET[:4], SECRET[4:]
 SHORT = Grading(seconds=1.5, total_seconds=4.0)
 
 CALLS = [f"assert f(3) == {SECRET!r}", f"assert f([4, 2]) == {[SECRET]!r}"]
-JUDGED = [
+WHOLE_ASSERTIONS = [
     f"for one in map(f, [3, 4]):\n    assert one.lower() == {SECRET.lower()!r}",
     "assert not abs(f(5) - 815162342.25) > 1e-6",
     "values = [3, 1]\nassert f(values) == sorted(values)[::2] + ['z']",
 ]
 PROGRAMS = {"inputs": ["3\n"], "outputs": [SECRET]}
-STYLES = {"calls": (CALLS, 2), "judged": (JUDGED, 3), "programs": (PROGRAMS, 1)}
+STYLES = {"calls": (CALLS, 2), "whole assertions": (WHOLE_ASSERTIONS, 3), "programs": (PROGRAMS, 1)}
 
 
 def test_searches_find_a_planted_secret() -> None:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.alone
 
 NAMES = ["megarl.rewards.code:hidden_tests", "megarl.rewards.by_source:by_source"]
 PROGRAMS = {"inputs": ["3\n", "40 2\n"], "outputs": ["3", "42"]}
-JUDGED = {"test_list": ["assert f(1) == 1", "assert abs(f(2.5) - 2.5) < 1e-9"]}
+WHOLE_ASSERTIONS = {"test_list": ["assert f(1) == 1", "assert abs(f(2.5) - 2.5) < 1e-9"]}
 
 
 async def do_nothing(_: object) -> None: ...
@@ -35,10 +35,10 @@ def test_grades_answers_in_reward_processes(tmp_path: Path) -> None:
     cases = [
         (good, PROGRAMS, Reward(1.0, {"passed": 1.0})),
         ("```python\nprint(3)\n```", PROGRAMS, Reward(0.0, {"passed": 0.5})),
-        ("```python\ndef f(x): return x\n```", json.dumps(JUDGED), Reward(1.0, {"passed": 1.0})),
-        ("```python\ndef f(x): return int(x)\n```", JUDGED, Reward(0.0, {"passed": 0.5})),
-        (f"```python\n{ATTACKS['os._exit at once']}\n```", JUDGED, Reward(0.0, {"passed": 0.0})),
-        (f"```python\n{ATTACKS['always equal, a number']}\n```", JUDGED, Reward(0.0, {"passed": 0.0})),
+        ("```python\ndef f(x): return x\n```", json.dumps(WHOLE_ASSERTIONS), Reward(1.0, {"passed": 1.0})),
+        ("```python\ndef f(x): return int(x)\n```", WHOLE_ASSERTIONS, Reward(0.0, {"passed": 0.5})),
+        (f"```python\n{ATTACKS['os._exit at once']}\n```", WHOLE_ASSERTIONS, Reward(0.0, {"passed": 0.0})),
+        (f"```python\n{ATTACKS['always equal, a number']}\n```", WHOLE_ASSERTIONS, Reward(0.0, {"passed": 0.0})),
         ("I do not know.", PROGRAMS, Reward(0.0, {"passed": 0.0})),
     ]
     pool = RewardPool(load_functions(NAMES), NAMES, 120.0, 2, tmp_path / "logs/rewards_0.log")
