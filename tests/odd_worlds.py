@@ -168,7 +168,7 @@ async def agent(row: dict[str, Any], base_url: str, api_key: str) -> Any:
 class Choosy:
     def pick(
         self,
-        item: Literal["a", "b"],
+        one: Literal["a", "b"],
         many: list[int],
         table: dict[str, float],
         maybe: float | None = None,
@@ -187,7 +187,7 @@ class Choosy:
         Returns:
             words
         """
-        return item
+        return one
 
 
 class Same(Plain):
