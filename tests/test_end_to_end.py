@@ -34,7 +34,7 @@ from whole_run import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent / "rewards"))
-from judging_server import Judging
+from judging_server import RewardServer
 
 from megarl.config import LoraConfig, ParallelConfig
 from megarl.environments.ready.calculator import calculator
@@ -202,7 +202,7 @@ def test_a_function_a_reward_model_and_a_service_at_once(
     """Weighted 0.4, 0.5 and 0.1; each part is recorded as it is, and has its own metrics."""
     replay = f"rollout.replay={ppo_run}"
     model, weights = f"reward.model={reward_run}/export", "reward.weights={even: 0.4, model: 0.5, service: 0.1}"
-    with Judging() as server:
+    with RewardServer() as server:
         service = f"roles={{reward: {{backend: http, options: {{url: {server.url}, private: true, batch: 5}}}}}}"
         train(folder, tmp_path / "run", "algorithm=grpo", replay, "run.num_rollout=1", model, weights, service)
         requested = [item for batch in server.batches() for item in batch]

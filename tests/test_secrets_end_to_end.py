@@ -15,7 +15,7 @@ import pytest
 from whole_run import ENVIRONMENT, ROOT, command_of, make_folder
 
 sys.path.insert(0, str(ROOT / "tests/rewards"))
-from judging_server import Judging  # noqa: E402
+from judging_server import RewardServer  # noqa: E402
 
 MARK = "MARKED"
 HELD = {
@@ -110,7 +110,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     retained = HELD | {"HOOK_OF_OURS": f"http://127.0.0.1:1/{MARK}5"}  # where nobody is, so that it fails
     environment = ENVIRONMENT | retained | {"TMPDIR": str(place / "scratch"), "MEGARL_WEBHOOK_PRIVATE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(place / "site"), ENVIRONMENT["PYTHONPATH"]])
-    with Judging() as judge:
+    with RewardServer() as judge:
         options = f"{{url: {judge.url}, private: true, auth_env: JUDGE_OF_OURS}}"
         command = command_of(
             folder,

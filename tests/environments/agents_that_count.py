@@ -1,12 +1,12 @@
-"""An agent that says which process it is in, and how often it was asked there."""
+"""An agent that reports its process and the number of its calls there."""
 
 import os
 from typing import Any
 
-asked = {"times": 0}
+calls = {"count": 0}
 
 
 async def counting(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
-    asked["times"] += 1
+    calls["count"] += 1
     assert row.get("how") != "raises"
-    return {"reward": asked["times"], "parts": {"process": os.getpid()}}
+    return {"reward": calls["count"], "parts": {"process": os.getpid()}}

@@ -1,7 +1,7 @@
-"""What these tests name as a user would is found here: environments, servers."""
+"""Make the environments and servers of this folder importable by the names that tests configure."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.append(str(Path(__file__).parents[1] / "sandbox"))  # whether there can be boxes
+sys.path.append(str(Path(__file__).parents[1] / "sandbox"))  # for `real_boxes`

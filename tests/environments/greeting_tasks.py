@@ -1,4 +1,4 @@
-"""A task set of verifiers.v1, as people write them."""
+"""A typical task set of verifiers.v1."""
 
 import verifiers.v1 as vf
 

@@ -1,4 +1,4 @@
-"""An MCP server for the tests, by the official SDK: over stdio, or over HTTP where it is given a port."""
+"""An MCP server of the official SDK for tests: over stdio, or over HTTP if given a port."""
 
 import asyncio
 import os
@@ -7,7 +7,7 @@ from typing import Any
 
 try:
     from mcp.server.fastmcp import Context, FastMCP, Image
-except ImportError:  # the SDK's second generation
+except ImportError:  # version 2 of the SDK
     from mcp.server.mcpserver import Context, Image
     from mcp.server.mcpserver import MCPServer as FastMCP
 
@@ -23,51 +23,51 @@ def add(a: int, b: int) -> int:
 
 @server.tool()
 def count() -> str:
-    """How often this process was asked."""
+    """Count the calls of this process."""
     counts["calls"] += 1
     return f"{counts['calls']}"
 
 
 @server.tool()
 def process() -> str:
-    """The number of this process."""
+    """Return the pid of this process."""
     return str(os.getpid())
 
 
 @server.tool()
 def environment() -> str:
-    """Names of what the environment holds."""
+    """List the environment variables."""
     return " ".join(f"{key}={value}" for key, value in sorted(os.environ.items()))
 
 
 @server.tool()
 def header(name: str, ctx: Context) -> str:  # type: ignore[type-arg]
-    """A header of the request that called it."""
+    """Return a header of the request."""
     return str(ctx.request_context.request.headers.get(name))
 
 
 @server.tool(structured_output=False)
 def picture() -> list[Any]:
-    """A picture with a caption."""
+    """Return a picture with a caption."""
     return ["a dot", Image(data=b"\x89PNG", format="png")]
 
 
 @server.tool()
 def fails() -> str:
-    """Raises."""
+    """Raise an error."""
     raise ValueError("no such river")
 
 
 @server.tool()
 async def hangs() -> str:
-    """Answers after an hour."""
+    """Answer after an hour."""
     await asyncio.sleep(3600)
     return "late"
 
 
 @server.tool()
 def dies() -> str:
-    """Ends the server in the middle of a call."""
+    """Exit during the call."""
     print("fatal: out of luck", file=sys.stderr, flush=True)
     os._exit(3)
 
@@ -77,7 +77,7 @@ if __name__ == "__main__":
         try:
             server.settings.host, server.settings.port = "127.0.0.1", int(sys.argv[1])
             server.run(transport="streamable-http")
-        except ValueError:  # the second generation takes them here
+        except ValueError:  # version 2 takes host and port here
             server.run(transport="streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
     else:
         server.run()

@@ -1,4 +1,4 @@
-"""A server that speaks as much of OpenAI's API as agents need, and answers by a rule."""
+"""A minimal OpenAI API server that answers with a function of the messages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Answer = Callable[[list[dict[str, Any]]], str]
 
 
 @asynccontextmanager
-async def served(answer: Answer, requested: list[dict[str, Any]], key: str = "key") -> AsyncIterator[str]:
-    """Its address; what it is asked goes into `asked`."""
+async def serve(answer: Answer, requests: list[dict[str, Any]], key: str = "key") -> AsyncIterator[str]:
+    """Serve `answer(messages)`, append request bodies to `requests`, and yield the URL."""
 
     async def models(request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
@@ -23,7 +23,7 @@ async def served(answer: Answer, requested: list[dict[str, Any]], key: str = "ke
         body = await request.json()
         if request.headers.get("Authorization") != f"Bearer {key}" or body["model"] != "policy":
             return web.json_response({"error": {"message": "no such model or key"}}, status=401)
-        requested.append(body)
+        requests.append(body)
         text = answer(body["messages"])
         head = {"id": "1", "created": 1, "model": "policy"}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}

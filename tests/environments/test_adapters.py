@@ -1,4 +1,4 @@
-"""Adapters where a run has them: in processes of sessions, without the rank's environment."""
+"""Adapters for MCP, Harbor and agents in session processes, as in a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from real_boxes import needs_boxes
-from test_harbor import SOLUTION, task_folder
+from test_harbor import SOLUTION, write_task
 
 from megarl.config import ConfigError, RolloutConfig, from_dict
 from megarl.environments import mcp
@@ -31,7 +31,7 @@ USER = {"role": "user", "content": "Go."}
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 
 
-def within(work: Callable[[EnvironmentPool], Awaitable[Any]], **settings: Any) -> Any:
+def run_with_pool(work: Callable[[EnvironmentPool], Awaitable[Any]], **settings: Any) -> Any:
     async def run() -> Any:
         async with aclosing(EnvironmentPool(load_catalog(RolloutConfig(**settings)), 60.0, 1)) as sessions:
             return await work(sessions)
@@ -51,7 +51,7 @@ def servers(tmp_path: Path) -> str:
     return f"mcp:{file}"
 
 
-def alive(process: str) -> bool:
+def is_running(process: str) -> bool:
     try:
         os.kill(int(process), 0)
     except ProcessLookupError:
@@ -59,91 +59,99 @@ def alive(process: str) -> bool:
     return True
 
 
-def gone(process: str) -> bool:
+def wait_until_exited(process: str) -> bool:
     for _ in range(100):
-        if not alive(process):
+        if not is_running(process):
             return True
         time.sleep(0.05)
     return False
 
 
-async def said(session: EnvironmentSession, number: int, name: str, **arguments: Any) -> str:
+async def call_tool(session: EnvironmentSession, number: int, name: str, **arguments: Any) -> str:
     return (await session.call(number, name, arguments)).text
 
 
-def test_servers_as_tools_without_a_state(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OF_THE_TRAINER", "secret")
+def test_mcp_servers_as_stateless_tools(servers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINER_SECRET", "secret")
 
     async def work(sessions: EnvironmentPool) -> list[str]:
         session = await sessions.open_session(prompt())
         assert "add" in [schema["function"]["name"] for schema in session.schemas]
-        result = [await said(session, 0, "add", a=2, b=3), await said(session, 1, "environment")]
-        result += [await said(session, 2, "fails"), await said(session, 3, "add", a="x", b=1)]
-        result += [await said(session, 4, "process"), await said(session, 5, "dies"), await said(session, 6, "process")]
+        result = [await call_tool(session, 0, "add", a=2, b=3), await call_tool(session, 1, "environment")]
+        result += [await call_tool(session, 2, "fails"), await call_tool(session, 3, "add", a="x", b=1)]
+        result += [
+            await call_tool(session, 4, "process"),
+            await call_tool(session, 5, "dies"),
+            await call_tool(session, 6, "process"),
+        ]
         session.close()
         return result
 
-    five, environment, fails, wrong, before, dies, after = within(work, tools=(servers,))
+    five, environment, fails, wrong, before, dies, after = run_with_pool(work, tools=(servers,))
     assert five == "5" and "secret" not in environment
     assert fails.startswith("Error: ") and wrong == "Error: argument a must be of type integer"
     assert dies == "Error: MCP server one is gone (fatal: out of luck)"
-    assert before != after and gone(before) and gone(after)  # another one has taken its place
+    assert before != after and wait_until_exited(before) and wait_until_exited(after)  # a new server replaced it
 
 
-def test_servers_as_an_environment(servers: str) -> None:
+def test_mcp_servers_as_an_environment(servers: str) -> None:
     async def work(sessions: EnvironmentPool) -> list[str]:
         item, two = [await sessions.open_session(prompt()) for _ in range(2)]
-        result = [await said(item, 0, "count"), await said(item, 1, "count"), await said(two, 0, "count")]
-        result += [await said(item, 2, "process"), await said(two, 2, "process")]
+        result = [
+            await call_tool(item, 0, "count"),
+            await call_tool(item, 1, "count"),
+            await call_tool(two, 0, "count"),
+        ]
+        result += [await call_tool(item, 2, "process"), await call_tool(two, 2, "process")]
         with pytest.raises(SessionLost, match=r"MCP server one is gone \(fatal: out of luck\)"):
             await item.call(3, "dies", {})
-        assert await said(two, 3, "add", a=1, b=1) == "2"
+        assert await call_tool(two, 3, "add", a=1, b=1) == "2"
         item.close()
         two.close()
         return result
 
-    *counts, first, second = within(work, environments=(servers,))
+    *counts, first, second = run_with_pool(work, environments=(servers,))
     assert counts == ["1", "2", "1"]
-    assert first != second and gone(first) and gone(second)
+    assert first != second and wait_until_exited(first) and wait_until_exited(second)
 
 
-def test_a_server_that_does_not_start_is_said_at_once(tmp_path: Path) -> None:
+def test_names_mcp_servers_that_do_not_start(tmp_path: Path) -> None:
     pytest.importorskip("mcp", reason="the MCP SDK is not installed: pip install -e .[mcp]")
     file = tmp_path / "servers.json"
     file.write_text(json.dumps({"mcpServers": {"one": {"command": "/no/such"}}}))
-    said = f"rollout.tools: mcp:{file} cannot be started: .*MCP server one did not start: .*/no/such"
-    with pytest.raises(ConfigError, match=said):
+    complaint = f"rollout.tools: mcp:{file} cannot be started: .*MCP server one did not start: .*/no/such"
+    with pytest.raises(ConfigError, match=complaint):
         load_catalog(RolloutConfig(tools=(f"mcp:{file}",)))
 
 
 @needs_boxes
-def test_a_folder_of_tasks_as_an_environment(tmp_path: Path) -> None:
+def test_harbor_tasks_as_an_environment(tmp_path: Path) -> None:
     for name in ("greet", "more/greet"):
-        task_folder(tmp_path / name)
+        write_task(tmp_path / name)
 
     async def work(sessions: EnvironmentPool) -> list[Any]:
         result = []
         for command in (SOLUTION, "echo no > greeting.txt"):
             session = await sessions.open_session(prompt(task="more/greet"))
             assert [schema["function"]["name"] for schema in session.schemas] == ["bash"]
-            assert await said(session, 0, "bash", command=command) == ""
+            assert await call_tool(session, 0, "bash", command=command) == ""
             result.append(await session.reward("", (USER,), ["done"]))
             session.close()
         return result
 
     spec = f"harbor:{tmp_path}"
-    assert within(work, environments=(spec,)) == [Reward(1.0, {"tidy": 0.5}), Reward(0.0, {"tidy": 0.5})]
+    assert run_with_pool(work, environments=(spec,)) == [Reward(1.0, {"tidy": 0.5}), Reward(0.0, {"tidy": 0.5})]
     with pytest.raises(ConfigError, match="has no column 'task', which reset of harbor:"):
         load_catalog(RolloutConfig(environments=(spec,))).find_environment(prompt())
 
 
-def test_a_folder_of_tasks_without_a_verifier_is_said_at_once(tmp_path: Path) -> None:
-    task_folder(tmp_path / "greet", verifier=None)
+def test_names_harbor_tasks_without_a_verifier(tmp_path: Path) -> None:
+    write_task(tmp_path / "greet", verifier=None)
     with pytest.raises(ConfigError, match=f"rollout.environments: harbor:{tmp_path}: task greet: has no verifier"):
         load_catalog(RolloutConfig(environments=(f"harbor:{tmp_path}",)))
 
 
-def test_the_pages_examples(tmp_path: Path) -> None:
+def test_page_examples_are_valid(tmp_path: Path) -> None:
     page = (Path(mcp.__file__).parent / "ADAPTERS.md").read_text(encoding="utf-8")
     (servers,) = re.findall(r"```json servers.json\n(.*?)```", page, re.DOTALL)
     (tmp_path / "servers.json").write_text(servers)
@@ -158,7 +166,7 @@ def test_the_pages_examples(tmp_path: Path) -> None:
     ]
 
 
-def test_an_agent_plays_on_in_its_process_unless_it_has_raised_there() -> None:
+def test_agents_reuse_their_process_until_they_raise() -> None:
     async def work(sessions: EnvironmentPool) -> list[Any]:
         result: list[Any] = []
         for how in ("", "", "raises", ""):
@@ -168,7 +176,7 @@ def test_an_agent_plays_on_in_its_process_unless_it_has_raised_there() -> None:
                 result.append(str(error))
         return result
 
-    first, second, lost, last = within(work, environments=("agents_that_count:counting",))
+    first, second, lost, last = run_with_pool(work, environments=("agents_that_count:counting",))
     assert (first["reward"], second["reward"], last["reward"]) == (1, 2, 1)
     assert first["parts"] == second["parts"] != last["parts"]
     assert "it raised AssertionError" in lost

@@ -1,3 +1,5 @@
+"""The calculator tool: values and refusals."""
+
 import pytest
 
 from megarl.environments.ready.calculator import calculate
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.alone
         ("2 ** -1", "0.5"),
     ],
 )
-def test_values(expression: str, value: str) -> None:
+def test_evaluates_expressions(expression: str, value: str) -> None:
     assert calculate(expression) == value
 
 
@@ -40,6 +42,6 @@ def test_values(expression: str, value: str) -> None:
         ("(" * 150 + "1" + ")" * 40, "not an arithmetic expression"),
     ],
 )
-def test_refusals(expression: str, complaint: str) -> None:
+def test_refuses_other_expressions(expression: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         calculate(expression)

@@ -1,4 +1,4 @@
-"""Harbor's task folders: read, run in a real container where an engine answers, run in the sandbox."""
+"""Harbor's task folders: parse them, and run them in containers and in the sandbox."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ SOLUTION = "printf hello > greeting.txt"
 PROGRAMS = ("bash", "cat", "chmod", "id", "ls", "mkdir", "rm", "sleep", "timeout", "true")
 
 
-def task_folder(folder: Path, settings: str = SETTINGS, verifier: str | None = VERIFIER) -> Path:
-    """A task in Harbor's format, without an image."""
+def write_task(folder: Path, settings: str = SETTINGS, verifier: str | None = VERIFIER) -> Path:
+    """Write a task in Harbor's format, without an image."""
     for name in ("environment", "tests", "solution"):
         (folder / name).mkdir(parents=True)
     (folder / "task.toml").write_text(settings)
@@ -58,15 +58,15 @@ def task_folder(folder: Path, settings: str = SETTINGS, verifier: str | None = V
     return folder
 
 
-def with_image(folder: Path) -> Path:
-    """A Dockerfile that needs nothing from elsewhere: some of this machine's programs, and what they are linked to."""
-    with tarfile.open(folder / "environment" / "programs.tar", "w") as packed:
+def add_image(folder: Path) -> Path:
+    """Add a Dockerfile that needs no downloads: it copies programs of this machine and their libraries."""
+    with tarfile.open(folder / "environment" / "programs.tar", "w") as archive:
         for program in PROGRAMS:
             path = os.path.realpath(shutil.which(program) or f"/bin/{program}")
-            packed.add(path, f"bin/{program}")
+            archive.add(path, f"bin/{program}")
             linked = subprocess.run(["ldd", path], capture_output=True, text=True).stdout
             for library in {word for word in linked.split() if word.startswith("/")}:
-                packed.add(os.path.realpath(library), library[1:])
+                archive.add(os.path.realpath(library), library[1:])
     dockerfile = "FROM scratch\nADD programs.tar /\nCOPY note.txt /app/\nWORKDIR /app\n"
     (folder / "environment" / "Dockerfile").write_text(dockerfile)
     return folder
@@ -75,7 +75,7 @@ def with_image(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
-        # Podman's defaults ask for more open files than a machine for tests may allow.
+        # Podman's default limit of open files may exceed that of a test machine.
         settings = '[containers]\ndefault_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]\n'
         settings += '[engine]\nruntime = "runc"\n' if shutil.which("runc") else ""
         file = tmp_path_factory.mktemp("engine") / "containers.conf"
@@ -91,15 +91,15 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def episode() -> Callable[..., Any]:
-    """Run `what(session)` in a session of a folder's task."""
+def run_session() -> Callable[..., Any]:
+    """Run `use(session)` in a session of a task."""
 
-    def run(folder: Path, what: Callable[[harbor.HarborTask], Awaitable[Any]], task: str = "greet") -> Any:
+    def run(folder: Path, use: Callable[[harbor.HarborTask], Awaitable[Any]], task: str = "greet") -> Any:
         async def session() -> Any:
             item = created()
             try:
                 await item.reset(task=task)
-                return await what(item)
+                return await use(item)
             finally:
                 await item.close()
 
@@ -109,7 +109,7 @@ def episode() -> Callable[..., Any]:
     return run
 
 
-async def solved(session: harbor.HarborTask) -> dict[str, Any]:
+async def solve(session: harbor.HarborTask) -> dict[str, Any]:
     assert await session.bash(command="cat note.txt; echo $PLACE") == "a notetask\n"
     assert await session.bash(command="cat greeting.txt; exit 3") == (
         "cat: greeting.txt: No such file or directory\n\n[exit status 3]"
@@ -119,46 +119,48 @@ async def solved(session: harbor.HarborTask) -> dict[str, Any]:
     return await session.reward()
 
 
-async def cheated(session: harbor.HarborTask) -> dict[str, Any]:
-    """Rewards planted before, and a process that plants them on and on."""
+async def plant_rewards(session: harbor.HarborTask) -> dict[str, Any]:
+    """Plant rewards beforehand and from a background loop."""
     plant = 'mkdir -p /logs/verifier /tests; echo 1 > /logs/verifier/reward.txt; echo "{}" > /logs/verifier/reward.json'
     await session.bash(command=f"{plant}; echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh")
     await session.bash(command=f"(while true; do {plant}; done) > /dev/null 2>&1 &")
     return await session.reward()
 
 
-async def flooding(session: harbor.HarborTask, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+async def flood_output(session: harbor.HarborTask, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     monkeypatch.setattr(harbor, "COMMAND_LIMIT_S", 2.0)
     text = await session.bash(command="while true; do printf '%01000d\n' 7; done")
     return text, await session.bash(command="echo on")
 
 
-def test_a_task_in_a_container(tmp_path: Path, engine: str, episode: Callable[..., Any]) -> None:
-    with_image(task_folder(tmp_path / "greet"))
-    assert episode(tmp_path, solved) == {"reward": 1.0, "parts": {"tidy": 0.5}}
-    left = subprocess.run([engine, "ps", "-aq", "--filter", "name=megarl-"], capture_output=True, text=True)
-    assert left.stdout == ""
+def test_runs_a_task_in_a_container(tmp_path: Path, engine: str, run_session: Callable[..., Any]) -> None:
+    add_image(write_task(tmp_path / "greet"))
+    assert run_session(tmp_path, solve) == {"reward": 1.0, "parts": {"tidy": 0.5}}
+    containers_running = subprocess.run(
+        [engine, "ps", "-aq", "--filter", "name=megarl-"], capture_output=True, text=True
+    )
+    assert containers_running.stdout == ""
 
 
-def test_a_container_earns_nothing_by_planting_rewards(
-    tmp_path: Path, engine: str, episode: Callable[..., Any]
+def test_planted_rewards_earn_nothing_in_a_container(
+    tmp_path: Path, engine: str, run_session: Callable[..., Any]
 ) -> None:
-    with_image(task_folder(tmp_path / "greet"))
-    assert episode(tmp_path, cheated)["reward"] == 0.0
+    add_image(write_task(tmp_path / "greet"))
+    assert run_session(tmp_path, plant_rewards)["reward"] == 0.0
 
 
-def test_a_container_goes_on_after_a_flood(
-    tmp_path: Path, engine: str, episode: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+def test_container_survives_an_output_flood(
+    tmp_path: Path, engine: str, run_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_image(task_folder(tmp_path / "greet"))
-    text, after = episode(tmp_path, lambda session: flooding(session, monkeypatch))
+    add_image(write_task(tmp_path / "greet"))
+    text, after = run_session(tmp_path, lambda session: flood_output(session, monkeypatch))
     assert text.startswith("0000") and text.endswith("[stopped after 2 s]") and "[...]" in text
     assert len(text) < 100_000 and after == "on\n"
 
 
-def test_a_container_ends_with_the_process_that_has_it(tmp_path: Path, engine: str) -> None:
-    """As a session's process is ended: by SIGKILL, with all that it has started."""
-    with_image(task_folder(tmp_path / "greet"))
+def test_container_ends_with_its_owner(tmp_path: Path, engine: str) -> None:
+    """The owner is killed with SIGKILL, like a session process."""
+    add_image(write_task(tmp_path / "greet"))
     code = (
         "import asyncio, os, sys; from megarl.environments import harbor\n"
         "async def main():\n"
@@ -168,81 +170,83 @@ def test_a_container_ends_with_the_process_that_has_it(tmp_path: Path, engine: s
     process = subprocess.run([sys.executable, "-c", code, str(tmp_path)], start_new_session=True)
     assert process.returncode == -signal.SIGKILL
     for _ in range(100):
-        left = subprocess.run([engine, "ps", "-q", "--filter", "name=megarl-"], capture_output=True, text=True).stdout
-        if not left:
+        containers_running = subprocess.run(
+            [engine, "ps", "-q", "--filter", "name=megarl-"], capture_output=True, text=True
+        ).stdout
+        if not containers_running:
             break
         asyncio.run(asyncio.sleep(0.1))
-    assert left == ""
+    assert containers_running == ""
 
 
 @needs_boxes
-def test_a_task_in_the_sandbox(tmp_path: Path, episode: Callable[..., Any]) -> None:
-    task_folder(tmp_path / "greet")
-    assert episode(tmp_path, solved) == {"reward": 1.0, "parts": {"tidy": 0.5}}
+def test_runs_a_task_in_the_sandbox(tmp_path: Path, run_session: Callable[..., Any]) -> None:
+    write_task(tmp_path / "greet")
+    assert run_session(tmp_path, solve) == {"reward": 1.0, "parts": {"tidy": 0.5}}
 
 
 @needs_boxes
-def test_a_box_earns_nothing_by_planting_rewards(tmp_path: Path, episode: Callable[..., Any]) -> None:
-    task_folder(tmp_path / "greet")
-    assert episode(tmp_path, cheated)["reward"] == 0.0
+def test_planted_rewards_earn_nothing_in_the_sandbox(tmp_path: Path, run_session: Callable[..., Any]) -> None:
+    write_task(tmp_path / "greet")
+    assert run_session(tmp_path, plant_rewards)["reward"] == 0.0
 
 
 @needs_boxes
-def test_a_box_goes_on_after_a_flood(
-    tmp_path: Path, episode: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+def test_sandbox_survives_an_output_flood(
+    tmp_path: Path, run_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task_folder(tmp_path / "greet")
-    text, after = episode(tmp_path, lambda session: flooding(session, monkeypatch))
+    write_task(tmp_path / "greet")
+    text, after = run_session(tmp_path, lambda session: flood_output(session, monkeypatch))
     assert text.startswith("0000") and text.endswith("[stopped after 2 s]") and "[...]" in text
     assert len(text) < 100_000 and after == "on\n"
 
 
 @needs_boxes
-def test_a_box_that_was_ended_is_worth_nothing(tmp_path: Path, episode: Callable[..., Any]) -> None:
-    async def exhausting(session: harbor.HarborTask) -> tuple[str, str, Any]:
+def test_a_killed_sandbox_earns_nothing(tmp_path: Path, run_session: Callable[..., Any]) -> None:
+    async def kill_sandbox(session: harbor.HarborTask) -> tuple[str, str, Any]:
         await session.bash(command=SOLUTION)
         text = await session.bash(command="python3 -c 'x = bytearray(1 << 30); print(len(x))'; kill -9 -1; sleep 9")
         return text, await session.bash(command="ls"), await session.reward()
 
-    task_folder(tmp_path / "greet")
-    text, after, reward = episode(tmp_path, exhausting)
+    write_task(tmp_path / "greet")
+    text, after, reward = run_session(tmp_path, kill_sandbox)
     assert "the machine stopped; all its files are lost" in text
     assert after == "Error: the machine was lost" and reward == {"reward": 0.0}
 
 
 @needs_boxes
-def test_a_verifier_that_does_not_end_is_worth_nothing(tmp_path: Path, episode: Callable[..., Any]) -> None:
+def test_a_verifier_timeout_earns_nothing(tmp_path: Path, run_session: Callable[..., Any]) -> None:
     settings = SETTINGS.replace("timeout_sec = 20.0", "timeout_sec = 1.0")
-    task_folder(tmp_path / "greet", settings, "echo 1 > /logs/verifier/reward.txt; sleep 60")
-    assert episode(tmp_path, lambda session: session.reward()) == {"reward": 0.0}
+    write_task(tmp_path / "greet", settings, "echo 1 > /logs/verifier/reward.txt; sleep 60")
+    assert run_session(tmp_path, lambda session: session.reward()) == {"reward": 0.0}
 
 
 @needs_boxes
-def test_a_state_that_is_forged_is_worth_nothing(tmp_path: Path, episode: Callable[..., Any]) -> None:
-    """The policy writes where its box's own answers go."""
+def test_forged_sandbox_replies_do_not_break_the_reward(tmp_path: Path, run_session: Callable[..., Any]) -> None:
+    """The policy writes to the channel of the sandbox's replies."""
 
-    async def forging(session: harbor.HarborTask) -> Any:
+    async def forge_replies(session: harbor.HarborTask) -> Any:
         await session.bash(command=SOLUTION)
         forged = "for p in /proc/[0-9]*; do (sleep 1; echo 'megarl: \"AAAA\"' > $p/fd/1) & done"
         await session.bash(command=f"({forged}) 2> /dev/null > /dev/null")
         await asyncio.sleep(1.5)
         return await session.reward()
 
-    task_folder(tmp_path / "greet")
-    assert episode(tmp_path, forging)["reward"] in (0.0, 1.0)  # whichever, it is a verdict
+    write_task(tmp_path / "greet")
+    assert run_session(tmp_path, forge_replies)["reward"] in (0.0, 1.0)  # either is a valid verdict
 
 
 @needs_boxes
-def test_a_verifier_that_writes_nothing_is_an_error(tmp_path: Path, episode: Callable[..., Any]) -> None:
-    task_folder(tmp_path / "greet", verifier="echo no pytest here >&2")
+def test_a_verifier_without_a_reward_is_an_error(tmp_path: Path, run_session: Callable[..., Any]) -> None:
+    write_task(tmp_path / "greet", verifier="echo no pytest here >&2")
     with pytest.raises(Exception, match=r"the verifier failed: it wrote neither .*\(no pytest here\)"):
-        episode(tmp_path, lambda session: session.reward())
+        run_session(tmp_path, lambda session: session.reward())
 
 
-def test_folders_become_rows(tmp_path: Path) -> None:
-    task_folder(tmp_path / "one")
-    task_folder(tmp_path / "more" / "two")
-    (tmp_path / "more" / "two" / "tests" / "task.toml").write_text("")  # of its fixtures, not another task
+def test_lists_tasks_as_rows(tmp_path: Path) -> None:
+    write_task(tmp_path / "one")
+    write_task(tmp_path / "more" / "two")
+    (tmp_path / "more" / "two" / "tests" / "task.toml").write_text("")  # a fixture of the tests, not another task
     rows = harbor.rows(str(tmp_path))
     assert [row["task"] for row in rows] == ["more/two", "one"]
     assert rows[1]["prompt"] == "Write hello into greeting.txt."
@@ -250,18 +254,20 @@ def test_folders_become_rows(tmp_path: Path) -> None:
     assert [task.name for task in read_tasks(str(tmp_path / "one"))] == ["one"]
 
 
-def test_an_image_without_an_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_image(task_folder(tmp_path / "greet"))
+def test_refuses_images_without_a_container_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_image(write_task(tmp_path / "greet"))
     monkeypatch.setenv("PATH", str(tmp_path))
     containers.find_runtime.cache_clear()
-    said = "task greet has its own image: containers are not available here: there is no docker; there is no podman"
-    with pytest.raises(ConfigError, match=said):
+    complaint = (
+        "task greet has its own image: containers are not available here: there is no docker; there is no podman"
+    )
+    with pytest.raises(ConfigError, match=complaint):
         harbor.environment(str(tmp_path))
     containers.find_runtime.cache_clear()
 
 
 @pytest.mark.parametrize(
-    "settings, said",
+    "settings, complaint",
     [
         ("[", "task.toml cannot be read"),
         ("steps = [{name = 'a'}]", "has several steps"),
@@ -274,18 +280,18 @@ def test_an_image_without_an_engine_is_refused(tmp_path: Path, monkeypatch: pyte
         ("environment = 3", "`environment` in task.toml must be a table"),
     ],
 )
-def test_tasks_that_cannot_be_run(tmp_path: Path, settings: str, said: str) -> None:
-    task_folder(tmp_path / "greet", settings)
-    with pytest.raises(ConfigError, match=f"task greet: .*{said}|task greet: {said}"):
+def test_refuses_unsupported_tasks(tmp_path: Path, settings: str, complaint: str) -> None:
+    write_task(tmp_path / "greet", settings)
+    with pytest.raises(ConfigError, match=f"task greet: .*{complaint}|task greet: {complaint}"):
         read_tasks(str(tmp_path))
 
 
-def test_folders_that_are_none(tmp_path: Path) -> None:
+def test_refuses_folders_without_valid_tasks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no folder"):
         read_tasks(str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="has no folder with a task.toml"):
         read_tasks(str(tmp_path))
-    task_folder(tmp_path / "greet", verifier=None)
+    write_task(tmp_path / "greet", verifier=None)
     with pytest.raises(ConfigError, match="task greet: has no verifier, tests/test.sh; without one there is no reward"):
         read_tasks(str(tmp_path))
 
@@ -299,12 +305,12 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
         ({"reward.json": b'{"reward": 0}', "reward.txt": b"1"}, 0.0, {}),
     ],
 )
-def test_what_a_verifier_wrote(files: dict[str, bytes], reward: float, parts: dict[str, float]) -> None:
+def test_parses_verifier_rewards(files: dict[str, bytes], reward: float, parts: dict[str, float]) -> None:
     assert parse_reward(files) == (reward, parts)
 
 
 @pytest.mark.parametrize(
-    "files, said",
+    "files, complaint",
     [
         ({}, "wrote neither"),
         ({"reward.txt": b"good"}, "cannot be read: 'good'"),
@@ -315,6 +321,6 @@ def test_what_a_verifier_wrote(files: dict[str, bytes], reward: float, parts: di
         ({"reward.json": b'{"a": 1, "b": 0}'}, "has no `reward`, but a, b"),
     ],
 )
-def test_rewards_that_are_none(files: dict[str, bytes], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_refuses_invalid_verifier_rewards(files: dict[str, bytes], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
         parse_reward(files)

@@ -1,4 +1,4 @@
-"""What is said of a class, by hand, and what an adapter's prefix stands for."""
+"""Load environments and tools, and describe their classes."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from megarl.environments.protocol import EnvironmentInfo
 pytestmark = pytest.mark.alone
 
 
-def described(name: str) -> EnvironmentInfo:
+def load_info(name: str) -> EnvironmentInfo:
     return load(f"odd_worlds:{name}", ENVIRONMENTS_KEY).info
 
 
-def test_what_is_said_of_classes() -> None:
-    guess = described("Guess")
+def test_describes_environments_and_agents() -> None:
+    guess = load_info("Guess")
     assert (guess.kind, guess.name, guess.has_dynamic_tools, guess.has_reward) == ("environment", "Guess", False, True)
     assert (guess.required_columns, guess.accepted_columns) == (("ground_truth",), ("ground_truth", "data_source"))
     assert guess.reward_arguments == ("answer", "turns") and not guess.is_async and guess.timeout == 0
-    plain = described("Plain")
+    plain = load_info("Plain")
     assert (plain.required_columns, plain.accepted_columns, plain.has_reward) == ((), (), False)
-    odd = described("Odd")
+    odd = load_info("Odd")
     assert (odd.required_columns, odd.accepted_columns, odd.timeout) == (("ground_truth",), None, 2.0)
     assert [schema["function"]["name"] for schema in odd.schemas] == ["act", "pid"]
-    assert described("Waits").is_async and described("Found").has_dynamic_tools and described("Found").schemas == ()
-    agent = described("agent")
+    assert load_info("Waits").is_async and load_info("Found").has_dynamic_tools and load_info("Found").schemas == ()
+    agent = load_info("agent")
     assert (agent.kind, agent.has_reward, agent.is_async, agent.schemas) == ("agent", True, True, ())
 
 
-def test_inherited_tools_and_static_ones() -> None:
+def test_finds_inherited_static_and_class_methods() -> None:
     class Child(odd_worlds.Plain):
         @staticmethod
         def twice(x: int) -> int:
@@ -43,20 +43,20 @@ def test_inherited_tools_and_static_ones() -> None:
             return 2 * x
 
         @classmethod
-        def made(cls, x: str = "") -> str:
-            """Say what it is."""
+        def describe(cls, x: str = "") -> str:
+            """Return the name of the class."""
             return cls.__name__ + x
 
         helper = len
 
     odd_worlds.Child = Child  # type: ignore[attr-defined]
-    schemas = {item["function"]["name"]: item["function"]["parameters"] for item in described("Child").schemas}
-    assert list(schemas) == ["count", "made", "twice"]
-    assert list(schemas["twice"]["properties"]) == ["x"] and schemas["made"]["required"] == []
+    schemas = {item["function"]["name"]: item["function"]["parameters"] for item in load_info("Child").schemas}
+    assert list(schemas) == ["count", "describe", "twice"]
+    assert list(schemas["twice"]["properties"]) == ["x"] and schemas["describe"]["required"] == []
 
 
 @pytest.mark.parametrize("key", [TOOLS_KEY, ENVIRONMENTS_KEY])
-def test_an_adapter_makes_a_class_of_what_follows_its_prefix(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+def test_loads_adapters_by_prefix(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     value: list[str] = []
 
     def environment(remaining: str) -> Any:
@@ -78,7 +78,7 @@ def test_an_adapter_makes_a_class_of_what_follows_its_prefix(monkeypatch: pytest
         (SystemExit(3), "rollout.environments: mcp:x cannot be loaded: SystemExit: 3"),
     ],
 )
-def test_an_adapter_that_cannot(monkeypatch: pytest.MonkeyPatch, error: BaseException, complaint: str) -> None:
+def test_adapter_errors_name_the_spec(monkeypatch: pytest.MonkeyPatch, error: BaseException, complaint: str) -> None:
     def environment(remaining: str) -> Any:
         raise error
 
@@ -87,7 +87,7 @@ def test_an_adapter_that_cannot(monkeypatch: pytest.MonkeyPatch, error: BaseExce
         load("mcp:x", ENVIRONMENTS_KEY)
 
 
-def test_a_plain_function_is_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_functions_as_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     def double(x: int) -> int:
         """Double it."""
         return 2 * x

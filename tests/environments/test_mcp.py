@@ -1,4 +1,4 @@
-"""MCP servers as tools: real servers of the official SDK, over stdio and HTTP, and servers that are none."""
+"""MCP servers as tools: servers of the official SDK over stdio and HTTP, and broken servers."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ TOOLS = ["add", "count", "process", "environment", "header", "picture", "fails",
 STDIO = {"command": sys.executable, "args": [SERVER]}
 
 
-def script(code: str) -> dict[str, Any]:
+def python_server(code: str) -> dict[str, Any]:
     return {"command": sys.executable, "args": ["-c", code]}
 
 
 @pytest.fixture
-def with_servers(tmp_path: Path) -> Callable[..., Any]:
-    """Run `what(session)` in a session whose servers are the entries."""
+def run_session(tmp_path: Path) -> Callable[..., Any]:
+    """Run `use(session)` in a session whose servers are the entries."""
 
-    def run(what: Callable[[adapter.McpTools], Awaitable[Any]] | None, **entries: Any) -> Any:
+    def run(use: Callable[[adapter.McpTools], Awaitable[Any]] | None, **entries: Any) -> Any:
         file = tmp_path / "servers.json"
         file.write_text(json.dumps({"mcpServers": entries}))
 
@@ -44,7 +44,7 @@ def with_servers(tmp_path: Path) -> Callable[..., Any]:
             tools = adapter.environment(str(file))()
             try:
                 await tools.reset()
-                return await what(tools) if what is not None else None
+                return await use(tools) if use is not None else None
             finally:
                 await tools.close()
 
@@ -71,117 +71,118 @@ def url() -> Iterator[str]:
     process.wait()
 
 
-async def failing(session: adapter.McpTools, name: str, **arguments: Any) -> str:
-    with pytest.raises(adapter.ToolFailed) as said:
+async def call_failing(session: adapter.McpTools, name: str, **arguments: Any) -> str:
+    with pytest.raises(adapter.ToolFailed) as caught:
         await session.call(name, arguments)
-    return str(said.value)
+    return str(caught.value)
 
 
-def test_a_session_over_stdio(with_servers: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OF_THE_TRAINER", "secret")
+def test_runs_sessions_over_stdio(run_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINER_SECRET", "secret")
     monkeypatch.setenv("PASSED", "seven")
 
-    async def what(session: adapter.McpTools) -> tuple[int, str]:
+    async def use(session: adapter.McpTools) -> tuple[int, str]:
         schemas = session.tools()
         assert [schema["function"]["name"] for schema in schemas] == TOOLS
         assert schemas[0]["type"] == "function" and schemas[0]["function"]["description"] == "Add two numbers."
         assert schemas[0]["function"]["parameters"]["required"] == ["a", "b"]
         assert await session.call("add", {"a": 2, "b": 3}) == "5"
-        assert [await session.call("count", {}) for _ in range(2)] == ["1", "2"]  # it has a state, and is ours alone
+        # The server keeps state, for this session alone.
+        assert [await session.call("count", {}) for _ in range(2)] == ["1", "2"]
         assert await session.call("picture", {}) == "a dot\n[image (image/png) is omitted: only text is supported]"
-        assert "fails" in await failing(session, "fails")
-        assert "valid integer" in await failing(session, "add", a="x", b=1)
+        assert "fails" in await call_failing(session, "fails")
+        assert "valid integer" in await call_failing(session, "add", a="x", b=1)
         assert await session.call("count", {}) == "3"
         return int(await session.call("process", {})), await session.call("environment", {})
 
-    process, environment = with_servers(what, one=STDIO | {"env": {"A": "b", "B": "${PASSED}"}})
+    process, environment = run_session(use, one=STDIO | {"env": {"A": "b", "B": "${PASSED}"}})
     assert "A=b" in environment and "B=seven" in environment and "PATH=" in environment
     assert "secret" not in environment and "PASSED" not in environment
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
 
 
-def test_sessions_over_http(with_servers: Callable[..., Any], url: str) -> None:
-    async def what(session: adapter.McpTools) -> int:
+def test_runs_sessions_over_http(run_session: Callable[..., Any], url: str) -> None:
+    async def use(session: adapter.McpTools) -> int:
         assert [schema["function"]["name"] for schema in session.tools()] == TOOLS
         assert await session.call("add", {"a": 2, "b": 3}) == "5"
         assert await session.call("header", {"name": "x-key"}) == "k"
-        assert "fails" in await failing(session, "fails")
+        assert "fails" in await call_failing(session, "fails")
         return int(await session.call("process", {}))
 
     entry = {"type": "http", "url": url, "headers": {"X-Key": "k"}}
-    assert with_servers(what, one=entry) == with_servers(what, one=entry)  # the server outlives its sessions
+    assert run_session(use, one=entry) == run_session(use, one=entry)  # the server outlives sessions
 
 
-def test_a_server_that_dies_in_a_call(with_servers: Callable[..., Any]) -> None:
-    async def what(session: adapter.McpTools) -> None:
+def test_a_server_that_dies_loses_the_session(run_session: Callable[..., Any]) -> None:
+    async def use(session: adapter.McpTools) -> None:
         for name in ("dies", "count"):
             with pytest.raises(SessionLost, match=r"MCP server one is gone \(fatal: out of luck\)"):
                 await session.call(name, {})
 
-    with_servers(what, one=STDIO)
+    run_session(use, one=STDIO)
 
 
-def test_a_server_that_is_killed_between_calls(with_servers: Callable[..., Any]) -> None:
-    async def what(session: adapter.McpTools) -> None:
+def test_a_killed_server_loses_the_session(run_session: Callable[..., Any]) -> None:
+    async def use(session: adapter.McpTools) -> None:
         os.kill(int(await session.call("process", {})), signal.SIGKILL)
         with pytest.raises(SessionLost, match="MCP server one is gone"):
             await session.call("count", {})
 
-    with_servers(what, one=STDIO)
+    run_session(use, one=STDIO)
 
 
-def test_a_call_that_hangs_ends_with_its_session(with_servers: Callable[..., Any]) -> None:
-    async def what(session: adapter.McpTools) -> int:
+def test_closing_the_session_ends_hanging_calls(run_session: Callable[..., Any]) -> None:
+    async def use(session: adapter.McpTools) -> int:
         process = int(await session.call("process", {}))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(session.call("hangs", {}), 0.5)
-        assert await session.call("count", {}) == "1"  # cut off, and no harm done
+        assert await session.call("count", {}) == "1"  # the timeout does no harm
         asyncio.ensure_future(session.call("hangs", {})).add_done_callback(lambda call: call.exception())
         await asyncio.sleep(0.1)
         return process
 
-    process = with_servers(what, one=STDIO)
+    process = run_session(use, one=STDIO)
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
 
 
 @pytest.mark.parametrize(
-    "entry, said",
+    "entry, complaint",
     [
         ({"command": "/no/such"}, "one did not start: FileNotFoundError: .*'/no/such'"),
         ({"url": "http://127.0.0.1:1/mcp"}, "one did not start: ConnectError"),
         (
-            script("import sys; print('hello'); sys.exit('no key')"),
+            python_server("import sys; print('hello'); sys.exit('no key')"),
             r"wrote 1 lines that are not MCP messages \(no key\)",
         ),
-        (script("while True: print('hello')"), "wrote 100. lines that are not MCP messages"),
-        (script("import sys; sys.exit(2)"), "one did not start"),
-        ({"command": "cat"}, "one did not start"),  # an echo of what was asked
-        (script("import time; print('{}', flush=True); time.sleep(60)"), "one did not answer within 3 s"),
+        (python_server("while True: print('hello')"), "wrote 100. lines that are not MCP messages"),
+        (python_server("import sys; sys.exit(2)"), "one did not start"),
+        ({"command": "cat"}, "one did not start"),  # echoes requests
+        (python_server("import time; print('{}', flush=True); time.sleep(60)"), "one did not answer within 3 s"),
     ],
 )
-def test_servers_that_are_none(
-    with_servers: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any], said: str
+def test_reports_servers_that_do_not_start(
+    run_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any], complaint: str
 ) -> None:
     monkeypatch.setattr(adapter, "START_LIMIT_S", 3.0)
-    with pytest.raises(SessionLost, match=said):
-        with_servers(None, one=entry)
+    with pytest.raises(SessionLost, match=complaint):
+        run_session(None, one=entry)
 
 
-def test_two_tools_of_one_name_need_a_choice(with_servers: Callable[..., Any]) -> None:
+def test_duplicate_tool_names_need_a_selection(run_session: Callable[..., Any]) -> None:
     async def names(session: adapter.McpTools) -> list[str]:
         return [schema["function"]["name"] for schema in session.tools()]
 
     with pytest.raises(ConfigError, match="servers one and two both have a tool of the name add; list those to offer"):
-        with_servers(names, one=STDIO, two=STDIO)
-    chosen = with_servers(names, one=STDIO | {"tools": ["count"]}, two=STDIO | {"tools": ["add", "fails"]})
+        run_session(names, one=STDIO, two=STDIO)
+    chosen = run_session(names, one=STDIO | {"tools": ["count"]}, two=STDIO | {"tools": ["add", "fails"]})
     assert chosen == ["count", "add", "fails"]
     with pytest.raises(ConfigError, match="MCP server one has no tool 'ad'; it has: add, count"):
-        with_servers(names, one=STDIO | {"tools": ["ad"]})
+        run_session(names, one=STDIO | {"tools": ["ad"]})
 
 
-def test_what_is_no_text_is_named() -> None:
+def test_formats_content_other_than_text() -> None:
     content = [
         {"type": "text", "text": "a"},
         {"type": "audio", "data": "", "mimeType": "audio/wav"},
@@ -198,7 +199,7 @@ def test_what_is_no_text_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "entry, said",
+    "entry, complaint",
     [
         ([], "must be a mapping"),
         ({}, "needs either `command` or `url`"),
@@ -213,15 +214,15 @@ def test_what_is_no_text_is_named() -> None:
         ({"command": "a", "disabled": True}, "has no enabled server"),
     ],
 )
-def test_entries_that_are_wrong(tmp_path: Path, entry: Any, said: str) -> None:
+def test_refuses_invalid_entries(tmp_path: Path, entry: Any, complaint: str) -> None:
     file = tmp_path / "servers.json"
     file.write_text(json.dumps({"mcpServers": {"one": entry}}))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=complaint):
         adapter.read_servers(str(file))
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, complaint",
     [
         ("{", "is not JSON"),
         ("[]", "must be {"),
@@ -229,14 +230,14 @@ def test_entries_that_are_wrong(tmp_path: Path, entry: Any, said: str) -> None:
         (None, "cannot be read"),
     ],
 )
-def test_files_that_are_wrong(tmp_path: Path, text: str | None, said: str) -> None:
+def test_refuses_invalid_files(tmp_path: Path, text: str | None, complaint: str) -> None:
     file = tmp_path / "servers.json"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=complaint):
         adapter.read_servers(str(file))
 
 
-def test_a_name_that_is_not_set_is_told(with_servers: Callable[..., Any]) -> None:
+def test_names_unset_variables(run_session: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"MCP server one: \$\{NO_SUCH\} is not set; name it in rollout.pass_env"):
-        with_servers(None, one={"command": "cat", "env": {"A": "${NO_SUCH}"}})
+        run_session(None, one={"command": "cat", "env": {"A": "${NO_SUCH}"}})

@@ -1,4 +1,4 @@
-"""Sessions in real processes: what a good environment does, and whatever an odd one may."""
+"""Environment sessions in real processes, with well-behaved and misbehaving environments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prompt(ground_truth: Any = None, **extra: Any) -> Prompt:
     return Prompt("p", (USER,), ground_truth=ground_truth, extra=extra)
 
 
-def within(
+def run_with_pool(
     work: Callable[[EnvironmentPool], Awaitable[T]],
     *names: str,
     timeout: float = 60.0,
@@ -46,26 +46,26 @@ def within(
     return asyncio.run(run())
 
 
-async def rated(session: EnvironmentSession, answer: str = "", turns: int = 1) -> Any:
+async def get_reward(session: EnvironmentSession, answer: str = "", turns: int = 1) -> Any:
     return await session.reward(answer, (USER, {"role": "assistant", "content": answer}), ["said"] * turns)
 
 
-def test_a_game_from_reset_to_reward() -> None:
+def test_plays_a_game_from_reset_to_reward() -> None:
     async def play(sessions: EnvironmentPool) -> Any:
         session = await sessions.open_session(prompt(62, unknown="column"))
-        said = [(await session.call(i, "guess", {"number": number})).text for i, number in enumerate((50, 75, 62))]
-        verdict = await rated(session, " 62 ", 4)
+        replies = [(await session.call(i, "guess", {"number": number})).text for i, number in enumerate((50, 75, 62))]
+        verdict = await get_reward(session, " 62 ", 4)
         session.close()
-        return session, said, verdict
+        return session, replies, verdict
 
-    session, said, verdict = within(play, "Guess")
+    session, replies, verdict = run_with_pool(play, "Guess")
     assert session.messages == (USER, {"role": "user", "content": "I think of a number from 1 to 100."})
     assert [schema["function"]["name"] for schema in session.schemas] == ["guess"]
-    assert said == ["higher", "lower", "right"]
+    assert replies == ["higher", "lower", "right"]
     assert verdict == Reward(1.0, {"tries": 3.0}, (-0.01,) * 4)
 
 
-def test_each_conversation_has_an_object_of_its_own_and_processes_are_used_again() -> None:
+def test_sessions_have_their_own_objects_and_reuse_processes() -> None:
     async def play(sessions: EnvironmentPool) -> list[str]:
         both = [await sessions.open_session(prompt("fine")) for _ in range(2)]
         pids = [(await session.call(0, "pid", {})).text for session in both]
@@ -77,7 +77,7 @@ def test_each_conversation_has_an_object_of_its_own_and_processes_are_used_again
         pids.append((await again.call(0, "pid", {})).text)
         return pids
 
-    first, second, third = within(play, "Odd")
+    first, second, third = run_with_pool(play, "Odd")
     assert first != second and third in (first, second)
 
     async def count(sessions: EnvironmentPool) -> list[str]:
@@ -85,70 +85,72 @@ def test_each_conversation_has_an_object_of_its_own_and_processes_are_used_again
         for _ in range(2):
             session = await sessions.open_session(prompt())
             actual += [(await session.call(i, "count", {"by": 2})).text for i in range(2)]
-            assert await rated(session) is None
+            assert await get_reward(session) is None
             session.close()
             await asyncio.gather(*sessions._closing_tasks)
         return actual
 
-    assert within(count, "Plain") == ["2", "4", "2", "4"]
+    assert run_with_pool(count, "Plain") == ["2", "4", "2", "4"]
 
 
-def test_a_call_of_one_number_is_made_once_and_calls_are_in_order() -> None:
+def test_runs_each_call_number_once_in_order() -> None:
     async def count(sessions: EnvironmentPool) -> list[str]:
         session = await sessions.open_session(prompt())
         calls = [session.call(number, "count", {"by": by}) for number, by in enumerate((1, 10, 100))]
         first = [result.text for result in await asyncio.gather(*calls)]
         return first + [(await session.call(number, "count", {"by": 1})).text for number in (1, 0, 3)]
 
-    assert within(count, "Plain") == ["1", "11", "111", "11", "1", "112"]
+    assert run_with_pool(count, "Plain") == ["1", "11", "111", "11", "1", "112"]
 
 
-def test_coroutines_and_what_goes_on_between_the_calls() -> None:
+def test_coroutines_run_between_calls() -> None:
     async def play(sessions: EnvironmentPool) -> Any:
         session = await sessions.open_session(prompt())
         cut = asyncio.ensure_future(session.call(0, "wait", {"seconds": 0.3}))
         await asyncio.sleep(0.05)
-        cut.cancel()  # as a conversation is that is stopped; the call goes on
+        cut.cancel()  # like a stopped conversation; the call continues
         result = await session.call(0, "wait", {"seconds": 0.3})
         before = int((await session.call(1, "beats_now", {})).text)
         while int((await session.call(2, "beats_now", {})).text) <= before:
             session._call_tasks.clear()
-        return session.messages, result, await rated(session)
+        return session.messages, result, await get_reward(session)
 
-    messages, result, verdict = within(play, "Waits")
+    messages, result, verdict = run_with_pool(play, "Waits")
     assert messages == ({"role": "system", "content": "Wait."}, USER)
     assert result == ToolResult("waited", True) and verdict == Reward(1.0)
 
 
-def test_tools_that_are_found_when_it_runs() -> None:
+def test_environments_may_define_tools_at_reset() -> None:
     async def play(sessions: EnvironmentPool) -> Any:
         session = await sessions.open_session(prompt(["look", "go"]))
         return [schema["function"]["name"] for schema in session.schemas], await session.call(0, "go", {"x": "y"})
 
-    assert within(play, "Found") == (["look", "go"], ToolResult("go of {'x': 'y'}", True))
+    assert run_with_pool(play, "Found") == (["look", "go"], ToolResult("go of {'x': 'y'}", True))
     for names, complaint in ((["a", "a"], "two tools called a"), (["<|im_end|>"], "its name must be")):
         with pytest.raises(SessionLost, match=complaint):
-            within(lambda sessions, names=names: sessions.open_session(prompt(names)), "Found")
+            run_with_pool(lambda sessions, names=names: sessions.open_session(prompt(names)), "Found")
 
 
-def test_what_is_no_tool_is_not_called() -> None:
+def test_refuses_calls_of_methods_that_are_no_tools() -> None:
     names = ("reset", "reward", "close", "_act", "__init__", "how", "timeout")
 
     async def play(sessions: EnvironmentPool) -> list[ToolResult]:
         session = await sessions.open_session(prompt("fine"))
         return [await session.call(number, name, {}) for number, name in enumerate(names)]
 
-    for name, result in zip(names, within(play, "Odd"), strict=True):
+    for name, result in zip(names, run_with_pool(play, "Odd"), strict=True):
         assert result == ToolResult(f"Error: unknown tool {name!r}; available: act, pid", False)
 
 
-def test_environments_and_tools_together() -> None:
+def test_combines_environments_and_tools() -> None:
     async def play(sessions: EnvironmentPool) -> Any:
         session = await sessions.open_session(prompt(3, environment="Guess"))
         names = [schema["function"]["name"] for schema in session.schemas]
         return names, await session.call(0, "calculator", {"expression": "1+2"}), await session.call(1, "guess", {})
 
-    names, three, refused = within(play, "Plain", "Guess", tools=("megarl.environments.ready.calculator:calculator",))
+    names, three, refused = run_with_pool(
+        play, "Plain", "Guess", tools=("megarl.environments.ready.calculator:calculator",)
+    )
     assert names == ["guess", "calculator"] and three == ToolResult("3", True)
     assert refused == ToolResult("Error: argument number is missing", False)
 
@@ -168,15 +170,15 @@ def test_environments_and_tools_together() -> None:
         ("memory:1000", "1000"),
     ],
 )
-def test_what_a_tool_may_do_without_an_end_of_its_conversation(tmp_path: Path, how: str, text: str) -> None:
+def test_tool_errors_keep_the_session(tmp_path: Path, how: str, text: str) -> None:
     async def play(sessions: EnvironmentPool) -> Any:
         session = await sessions.open_session(prompt("fine"))
         before = await session.call(0, "pid", {})
         result = await session.call(1, "act", {"how": how})
         assert await session.call(2, "pid", {}) == before
-        return result, await rated(session)
+        return result, await get_reward(session)
 
-    result, verdict = within(play, "Odd", log=tmp_path / "log")
+    result, verdict = run_with_pool(play, "Odd", log=tmp_path / "log")
     assert result == ToolResult(text, not text.startswith("Error")) and verdict == Reward(0.25)
     assert (tmp_path / "log").stat().st_size < 400_000
 
@@ -188,19 +190,19 @@ def test_what_a_tool_may_do_without_an_end_of_its_conversation(tmp_path: Path, h
         ("hang", "Odd: the tool act was stopped after 2 s"),
     ],
 )
-def test_a_tool_that_ends_its_conversation(tmp_path: Path, how: str, why: str) -> None:
+def test_a_dead_or_hanging_tool_loses_the_session(tmp_path: Path, how: str, why: str) -> None:
     async def play(sessions: EnvironmentPool) -> None:
         session, other = await sessions.open_session(prompt("fine")), await sessions.open_session(prompt("fine"))
         with pytest.raises(SessionLost, match=why):
             await session.call(0, "act", {"how": how})
         with pytest.raises(SessionLost, match=why):
             await session.call(1, "pid", {})
-        assert await rated(session) == RewardFailure(why)
+        assert await get_reward(session) == RewardFailure(why)
         session.close()
-        assert await rated(other) == Reward(0.25)
-        assert await rated(await sessions.open_session(prompt("fine"))) == Reward(0.25)
+        assert await get_reward(other) == Reward(0.25)
+        assert await get_reward(await sessions.open_session(prompt("fine"))) == Reward(0.25)
 
-    within(play, "Odd", log=tmp_path / "log")
+    run_with_pool(play, "Odd", log=tmp_path / "log")
     assert why.removeprefix("Odd: ") in (tmp_path / "log").read_text()
 
 
@@ -218,13 +220,13 @@ def test_a_tool_that_ends_its_conversation(tmp_path: Path, how: str, why: str) -
         ("memory:3000000000", "Odd: reset raised MemoryError"),
     ],
 )
-def test_a_reset_that_goes_wrong(how: str, why: str) -> None:
+def test_a_failed_reset_loses_the_session(how: str, why: str) -> None:
     async def play(sessions: EnvironmentPool) -> None:
         with pytest.raises(SessionLost, match=why):
             await sessions.open_session(prompt(f"reset {how}"))
         (await sessions.open_session(prompt("fine"))).close()
 
-    within(play, "Odd")
+    run_with_pool(play, "Odd")
 
 
 @pytest.mark.parametrize(
@@ -242,28 +244,28 @@ def test_a_reset_that_goes_wrong(how: str, why: str) -> None:
         ("turns", "7 `turns` for 1 turns of the policy's"),
     ],
 )
-def test_a_reward_that_goes_wrong_is_none(how: str, why: str) -> None:
-    verdict = within(lambda sessions: _rated_at_once(sessions, f"reward {how}"), "Odd")
+def test_a_failed_reward_is_a_reward_failure(how: str, why: str) -> None:
+    verdict = run_with_pool(lambda sessions: reset_and_get_reward(sessions, f"reward {how}"), "Odd")
     assert isinstance(verdict, RewardFailure) and why in verdict.reason and "\n" not in verdict.reason
 
 
-async def _rated_at_once(sessions: EnvironmentPool, how: str) -> Any:
-    return await rated(await sessions.open_session(prompt(how)))
+async def reset_and_get_reward(sessions: EnvironmentPool, how: str) -> Any:
+    return await get_reward(await sessions.open_session(prompt(how)))
 
 
-def test_a_close_that_goes_wrong_is_noted(tmp_path: Path) -> None:
+def test_logs_errors_of_close(tmp_path: Path) -> None:
     async def play(sessions: EnvironmentPool) -> None:
         for how in ("close raise", "close die", "fine"):
             session = await sessions.open_session(prompt(how))
             session.close()
             await asyncio.gather(*sessions._closing_tasks)
 
-    within(play, "Odd", log=tmp_path / "log")
-    noted = (tmp_path / "log").read_text()
-    assert "close raised ValueError: it is odd in two lines" in noted and "close: its process ended" in noted
+    run_with_pool(play, "Odd", log=tmp_path / "log")
+    log_text = (tmp_path / "log").read_text()
+    assert "close raised ValueError: it is odd in two lines" in log_text and "close: its process ended" in log_text
 
 
-def test_nothing_is_left_of_what_it_has_started(tmp_path: Path) -> None:
+def test_kills_daemons_of_dead_processes(tmp_path: Path) -> None:
     mark = tmp_path / "pids"
 
     async def play(sessions: EnvironmentPool) -> None:
@@ -276,10 +278,10 @@ def test_nothing_is_left_of_what_it_has_started(tmp_path: Path) -> None:
             await asyncio.sleep(0.05)
         assert not any(map(is_running, mark.read_text().split()))
 
-    within(play, "Odd")
+    run_with_pool(play, "Odd")
 
 
-def test_a_conversation_that_ends_in_the_middle_of_a_call_takes_its_process_with_it() -> None:
+def test_closing_during_a_call_kills_the_process() -> None:
     async def play(sessions: EnvironmentPool) -> None:
         session = await sessions.open_session(prompt("fine"))
         pid = (await session.call(0, "pid", {})).text
@@ -293,7 +295,7 @@ def test_a_conversation_that_ends_in_the_middle_of_a_call_takes_its_process_with
             await asyncio.sleep(0.05)
         assert not is_running(pid)
 
-    within(play, "Odd")
+    run_with_pool(play, "Odd")
 
 
 def is_running(pid: str) -> bool:
@@ -303,7 +305,7 @@ def is_running(pid: str) -> bool:
         return False
 
 
-def test_it_has_nothing_of_the_ranks_environment_and_no_file_but_its_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_inherit_no_secrets_or_files(monkeypatch: pytest.MonkeyPatch) -> None:
     secrets = (
         "HF_TOKEN",
         "AWS_SECRET_ACCESS_KEY",
@@ -314,24 +316,25 @@ def test_it_has_nothing_of_the_ranks_environment_and_no_file_but_its_wire(monkey
     )
     for name in (*secrets, "WANTED"):
         monkeypatch.setenv(name, "secret")
-    retained = os.open("/etc/hostname", os.O_RDONLY)
-    os.set_inheritable(retained, True)
+    open_file = os.open("/etc/hostname", os.O_RDONLY)
+    os.set_inheritable(open_file, True)
 
     async def play(sessions: EnvironmentPool) -> list[str]:
         session = await sessions.open_session(prompt("fine"))
         return [(await session.call(i, "act", {"how": how})).text for i, how in enumerate(("environment", "files"))]
 
-    names, files = within(play, "Odd", limits=ProcessLimits(("WANTED",), 2048))
-    os.close(retained)
+    names, files = run_with_pool(play, "Odd", limits=ProcessLimits(("WANTED",), 2048))
+    os.close(open_file)
     actual = set(eval(names))
     assert "WANTED" in actual and {"PATH", "PYTHONPATH", "OMP_NUM_THREADS"} <= actual
     known = {"PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHONPATH"}
     known |= {"CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED", "OMP_NUM_THREADS", "MEGARL_SANDBOX", "WANTED"}
     assert {name for name in actual - known if not name.startswith("LC_")} == set()
-    assert eval(files) == ["/dev/null", "pipe", "pipe", "socket"]  # out and err lead to the log; the last is the wire
+    # stdout and stderr go to the log; the socket is the channel.
+    assert eval(files) == ["/dev/null", "pipe", "pipe", "socket"]
 
 
-def test_an_agent_runs_once_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_runs_agents_in_processes(tmp_path: Path) -> None:
     async def run(sessions: EnvironmentPool) -> list[Any]:
         actual: list[Any] = []
         for how in ("url", "nan", "nothing", "raise", "die", "hang", "set"):
@@ -341,33 +344,35 @@ def test_an_agent_runs_once_in_a_process_of_its_own(tmp_path: Path) -> None:
                 actual.append(str(error))
         return actual
 
-    said = within(run, "agent", log=tmp_path / "log")
-    assert said[0] == {"reward": 1.0, "parts": {"length": 11}} and said[1] != said[1] and said[2] is None
-    assert "agent: it raised ValueError: it is odd in two lines" in said[3]
-    assert said[4] == "agent: its process ended with exit status 0" and said[5] == "agent was stopped after 3 s"
-    assert "it returned a set" in said[6]
+    results = run_with_pool(run, "agent", log=tmp_path / "log")
+    assert results[0] == {"reward": 1.0, "parts": {"length": 11}} and results[1] != results[1] and results[2] is None
+    assert "agent: it raised ValueError: it is odd in two lines" in results[3]
+    assert results[4] == "agent: its process ended with exit status 0" and results[5] == "agent was stopped after 3 s"
+    assert "it returned a set" in results[6]
 
 
-def test_an_agent_is_not_begun() -> None:
+def test_refuses_to_open_sessions_of_agents() -> None:
     with pytest.raises(RuntimeError, match="odd_worlds:agent is an agent, which is run, not reset"):
-        within(lambda sessions: sessions.open_session(prompt("url")), "agent")
+        run_with_pool(lambda sessions: sessions.open_session(prompt("url")), "agent")
 
 
-def test_a_row_that_cannot_be_sent() -> None:
+def test_unpicklable_rows_lose_the_session() -> None:
     with pytest.raises(SessionLost, match="the row cannot be sent to its process"):
-        within(lambda sessions: sessions.open_session(prompt("fine", lock=lambda: 0)), "Odd")
+        run_with_pool(lambda sessions: sessions.open_session(prompt("fine", lock=lambda: 0)), "Odd")
 
 
-def test_a_prompt_that_goes_with_none() -> None:
-    known = load_catalog(RolloutConfig(environments=("odd_worlds:Guess", "odd_worlds:Odd")))
-    assert known.find_environment(prompt(1)) is known.environments["Guess"]
-    assert known.find_environment(prompt(1, environment="")) is known.environments["Guess"]
-    assert known.find_environment(prompt("x", environment="Odd")) is known.environments["Odd"]
+def test_selects_the_environment_by_prompt() -> None:
+    catalog = load_catalog(RolloutConfig(environments=("odd_worlds:Guess", "odd_worlds:Odd")))
+    assert catalog.find_environment(prompt(1)) is catalog.environments["Guess"]
+    assert catalog.find_environment(prompt(1, environment="")) is catalog.environments["Guess"]
+    assert catalog.find_environment(prompt("x", environment="Odd")) is catalog.environments["Odd"]
     unknown = "prompt p: its 'environment', '{}', is not in rollout.environments"
     with pytest.raises(ConfigError, match=unknown.format("Gess") + r"; did you mean Guess\?"):
-        known.find_environment(prompt(1, environment="Gess"))
+        catalog.find_environment(prompt(1, environment="Gess"))
     with pytest.raises(ConfigError, match=unknown.format("3")):
-        known.find_environment(prompt(1, environment=3))
-    said = "the tool fly, which rollout.tools does not load and the environment odd_worlds:Guess does not have; add it"
-    with pytest.raises(ConfigError, match=said):
-        known.select_schemas(Prompt("p", (USER,), ground_truth=1, tools=("fly",)))
+        catalog.find_environment(prompt(1, environment=3))
+    complaint = (
+        "the tool fly, which rollout.tools does not load and the environment odd_worlds:Guess does not have; add it"
+    )
+    with pytest.raises(ConfigError, match=complaint):
+        catalog.select_schemas(Prompt("p", (USER,), ground_truth=1, tools=("fly",)))

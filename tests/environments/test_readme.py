@@ -1,4 +1,4 @@
-"""What the folder's page shows is short, and works."""
+"""The examples of megarl/environments/README.md are short, and run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.environments.process_sessions import EnvironmentPool
 from megarl.types import Prompt, Reward
 
 sys.path.append(str(Path(__file__).parent))
-from openai_stub import served  # noqa: E402
+from openai_stub import serve  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -34,59 +34,62 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CLIENT = """
-from types import SimpleNamespace as Has
+from types import SimpleNamespace as Namespace
 class AsyncOpenAI:
     def __init__(self, base_url, api_key):
-        self.chat = Has(completions=Has(create=self.create))
+        self.chat = Namespace(completions=Namespace(create=self.create))
     async def create(self, model, messages):
-        return Has(choices=[Has(message=Has(content=f"It is {len(messages)}."))])
+        return Namespace(choices=[Namespace(message=Namespace(content=f"It is {len(messages)}."))])
 """
 
 
-def test_each_way_is_short() -> None:
+def test_examples_are_short() -> None:
     assert len(MODULES) == 4
     assert all(len([line for line in text.splitlines() if line.strip()]) < 15 for text in MODULES.values())
 
 
-def test_the_class_and_the_tool(modules: None) -> None:
-    known = load_catalog(RolloutConfig(environments=("my_game:Guess",), tools=("my_tools:count_words",)))
-    about = known.tools["count_words"].schema["function"]["parameters"]["properties"]
-    assert about["text"] == {"type": "string", "description": "in any language"} and about["longest"]["default"] == 20
+def test_class_and_tool_examples_run(modules: None) -> None:
+    catalog = load_catalog(RolloutConfig(environments=("my_game:Guess",), tools=("my_tools:count_words",)))
+    properties = catalog.tools["count_words"].schema["function"]["parameters"]["properties"]
+    assert (
+        properties["text"] == {"type": "string", "description": "in any language"}
+        and properties["longest"]["default"] == 20
+    )
 
     async def play() -> Any:
-        async with aclosing(EnvironmentPool(known, 60.0, 1)) as sessions:
+        async with aclosing(EnvironmentPool(catalog, 60.0, 1)) as sessions:
             session = await sessions.open_session(Prompt("p", ({"role": "user", "content": "Go."},), ground_truth=7))
-            said = [
+            results = [
                 await session.call(0, "guess", {"number": 7}),
                 await session.call(1, "count_words", {"text": "a b"}),
             ]
-            return [item.text for item in said], await session.reward("7", (), ["7"])
+            return [item.text for item in results], await session.reward("7", (), ["7"])
 
     assert asyncio.run(play()) == (["right", "2"], Reward(0.99))
 
 
-def test_the_agent(modules: None) -> None:
-    known = load_catalog(RolloutConfig(environments=("my_agent:run",)))
-    assert known.environments["run"].kind == "agent"
+def test_agent_example_runs(modules: None) -> None:
+    catalog = load_catalog(RolloutConfig(environments=("my_agent:run",)))
+    assert catalog.environments["run"].kind == "agent"
 
     async def run() -> Any:
-        async with aclosing(EnvironmentPool(known, 60.0, 1)) as sessions:
+        async with aclosing(EnvironmentPool(catalog, 60.0, 1)) as sessions:
             prompt = Prompt("p", ({"role": "user", "content": "Go."},), ground_truth="1")
             return await sessions.run_agent(prompt, "http://x", "key", 60.0)
 
     assert asyncio.run(run()) == 1.0
 
 
-def test_the_program_with_the_official_client(tmp_path: Path) -> None:
+def test_program_example_runs_with_the_openai_client(tmp_path: Path) -> None:
     program = tmp_path / "my_program.py"
     program.write_text(MODULES["my_program.py"])
-    known = load_catalog(RolloutConfig(environments=(f"program:{sys.executable} {program}",)))
+    catalog = load_catalog(RolloutConfig(environments=(f"program:{sys.executable} {program}",)))
 
     async def run() -> Any:
-        requested: list[dict[str, Any]] = []
-        async with served(lambda messages: f"It is {len(messages)}.", requested) as url:
-            async with aclosing(EnvironmentPool(known, 60.0, 1)) as sessions:
+        requests: list[dict[str, Any]] = []
+        async with serve(lambda messages: f"It is {len(messages)}.", requests) as url:
+            async with aclosing(EnvironmentPool(catalog, 60.0, 1)) as sessions:
                 prompt = Prompt("p", ({"role": "user", "content": "Go."},), ground_truth="1")
-                return await sessions.run_agent(prompt, url, "key", 60.0), requested[0]["messages"]
+                return await sessions.run_agent(prompt, url, "key", 60.0), requests[0]["messages"]
 
     assert asyncio.run(run()) == (1.0, [{"role": "user", "content": "Go."}])

@@ -1,4 +1,4 @@
-"""Schemas of hints and docstrings, by hand; and what has none."""
+"""Build schemas from type hints and docstrings, and check and coerce arguments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PICK = {
 }
 
 
-def test_a_method_of_all_kinds_of_arguments() -> None:
+def test_builds_the_schema_of_a_method() -> None:
     assert build_schema(odd_worlds.Choosy().pick, "here") == PICK
 
 
@@ -45,18 +45,18 @@ def test_a_method_of_all_kinds_of_arguments() -> None:
         (tuple[int, ...], {"type": "array", "items": {"type": "integer"}}),
         (list, {"type": "array"}),
         (dict, {"type": "object"}),
-        (Optional[int], {"type": "integer", "nullable": True}),  # noqa: UP045  users write it so
+        (Optional[int], {"type": "integer", "nullable": True}),  # noqa: UP045  a common spelling
         (None | Literal[1, 2], {"type": "integer", "enum": [1, 2], "nullable": True}),
         (Annotated[str, "a word"], {"type": "string"}),
         (Any, {}),
     ],
 )
-def test_hints(hint: Any, schema: dict[str, Any]) -> None:
+def test_converts_hints(hint: Any, schema: dict[str, Any]) -> None:
     assert hint_to_schema(hint, "here") == schema
 
 
 @pytest.mark.parametrize("hint", [bytes, int | str, dict[int, str], set[str], Literal["a", 1], object, tuple[int, str]])
-def test_hints_that_no_schema_has(hint: Any) -> None:
+def test_refuses_unsupported_hints(hint: Any) -> None:
     with pytest.raises(ConfigError, match="here has the hint .*; it must be str, int, float"):
         hint_to_schema(hint, "here")
 
@@ -68,7 +68,7 @@ def no_hint(x) -> None:  # type: ignore[no-untyped-def]
     """It."""
 
 
-def stars(*x: int) -> None:
+def positional_only(*x: int) -> None:
     """It."""
 
 
@@ -76,11 +76,11 @@ def unknown_hint(x: Nowhere) -> None:  # type: ignore[name-defined]  # noqa: F82
     """It."""
 
 
-def another(x: int) -> None:
+def stale_docstring(x: int) -> None:
     """It.
 
     Args:
-        y: of the past
+        y: a removed argument
     """
 
 
@@ -93,19 +93,19 @@ def odd_default(x: int = object()) -> None:  # type: ignore[assignment]  # noqa:
     [
         (no_docstring, "here needs a docstring"),
         (no_hint, "here: the argument x needs a type hint, such as x: str"),
-        (stars, "here: the argument x must be usable as a keyword"),
+        (positional_only, "here: the argument x must be usable as a keyword"),
         (unknown_hint, "here: its type hints cannot be read: NameError: .*Nowhere"),
-        (another, "here: its docstring describes an argument y, which it does not have"),
+        (stale_docstring, "here: its docstring describes an argument y, which it does not have"),
         (odd_default, "here: the argument x has a default that is not JSON"),
     ],
 )
-def test_what_has_no_schema(function: Any, complaint: str) -> None:
+def test_refuses_functions_without_a_schema(function: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as error:
         build_schema(function, "here")
     assert "\n" not in str(error.value)
 
 
-def test_docstrings_of_other_kinds_are_descriptions() -> None:
+def test_parses_docstrings() -> None:
     assert parse_docstring("One.\n\nReturns:\n    two: three\n") == ("One.", {})
     assert parse_docstring("Note that: it is.\nMore.") == ("Note that: it is. More.", {})
     assert parse_docstring("") == ("", {})
@@ -125,11 +125,11 @@ def test_docstrings_of_other_kinds_are_descriptions() -> None:
         ({"one": "a", "many": [1]}, "argument table is missing"),
     ],
 )
-def test_what_the_policy_may_give(arguments: dict[str, Any], complaint: str) -> None:
+def test_finds_argument_errors(arguments: dict[str, Any], complaint: str) -> None:
     assert find_argument_error(PICK, arguments) == complaint
 
 
-MAYBE = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+NULLABLE_INTEGER = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
 
 
 @pytest.mark.parametrize(
@@ -139,14 +139,14 @@ MAYBE = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
         ({"type": "string"}, {"string"}),
         ({"type": ["string", "null"]}, {"string", "null"}),
         ({"type": "integer", "nullable": True}, {"integer", "null"}),
-        (MAYBE, {"integer", "null"}),
+        (NULLABLE_INTEGER, {"integer", "null"}),
         ({"oneOf": [{"type": "string"}, {}]}, set()),
         ({"enum": ["1", 2]}, {"string", "integer", "number"}),
         ({"const": None}, {"null"}),
         ({"type": "date"}, set()),
     ],
 )
-def test_what_types_a_schema_declares(schema: dict[str, Any], types: set[str]) -> None:
+def test_reads_declared_types(schema: dict[str, Any], types: set[str]) -> None:
     assert read_declared_types(schema) == types
 
 
@@ -172,9 +172,9 @@ def test_what_types_a_schema_declares(schema: dict[str, Any], types: set[str]) -
         ("('a', -1)", {"type": "array"}, ["a", -1]),
         ("{'a': None}", {"type": "object"}, {"a": None}),
         ("[" * 100_000, {"type": "array"}, "[" * 100_000),
-        ("null", MAYBE, None),
-        ("7", MAYBE, 7),
-        ("x", MAYBE, "x"),
+        ("null", NULLABLE_INTEGER, None),
+        ("7", NULLABLE_INTEGER, 7),
+        ("x", NULLABLE_INTEGER, "x"),
         ("null", {"type": ["string", "null"]}, None),
         ("1e5", {"type": ["string", "null"]}, "1e5"),
         ("1", {"enum": ["1", "2"]}, "1"),
@@ -182,12 +182,12 @@ def test_what_types_a_schema_declares(schema: dict[str, Any], types: set[str]) -
         ("1 apple", {}, "1 apple"),
     ],
 )
-def test_texts_become_what_is_declared(text: str, schema: dict[str, Any], value: Any) -> None:
+def test_coerces_text_to_declared_types(text: str, schema: dict[str, Any], value: Any) -> None:
     result = coerce_argument(text, schema)
     assert result == value and type(result) is type(value)
 
 
-def test_arguments_of_several_types() -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": MAYBE}}}}
+def test_accepts_any_of_several_types() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": NULLABLE_INTEGER}}}}
     assert find_argument_error(tool, {"x": None}) == find_argument_error(tool, {"x": 3}) == ""
     assert find_argument_error(tool, {"x": "3"}) == "argument x must be of type integer"

@@ -1,3 +1,5 @@
+"""Tools in worker processes: calls, failures, limits and schemas."""
+
 import asyncio
 import os
 import signal
@@ -28,42 +30,42 @@ PROMPT = Prompt("p", ({"role": "user", "content": "x"},))
 NAMES = ("raises", "hangs", "dies", "exits", "prints", "long", "table", "slow", "pid", "modules")
 
 
-def pool_of(*names: str, timeout: float = 60.0, size: int = 1, log: Path | None = None) -> Any:
+def make_pool(*names: str, timeout: float = 60.0, size: int = 1, log: Path | None = None) -> Any:
     return aclosing(
         EnvironmentPool(EnvironmentCatalog(load_tools([f"odd_tools:{name}" for name in names])), timeout, size, log)
     )
 
 
-def run(calls: list[tuple[str, Any]], timeout: float = 30.0, size: int = 2) -> list[ToolResult]:
-    """The calls one after another in one pool."""
+def call_tools(calls: list[tuple[str, Any]], timeout: float = 30.0, size: int = 2) -> list[ToolResult]:
+    """Make the calls in order in one session."""
 
-    async def all_of_them() -> list[ToolResult]:
-        async with pool_of(*NAMES, timeout=timeout, size=size) as pool:
+    async def call_all() -> list[ToolResult]:
+        async with make_pool(*NAMES, timeout=timeout, size=size) as pool:
             session = await pool.open_session(PROMPT)
             return [await session.call(number, *item) for number, item in enumerate(calls)]
 
-    return asyncio.run(all_of_them())
+    return asyncio.run(call_all())
 
 
-def test_coroutine_functions_are_awaited() -> None:
+def test_awaits_coroutine_functions() -> None:
     names = ("waits", "waits_and_raises", "waits_as_object", "pid")
 
-    async def all_of_them() -> list[ToolResult]:
-        async with pool_of(*names, timeout=1.0) as pool:
+    async def call_all() -> list[ToolResult]:
+        async with make_pool(*names, timeout=1.0) as pool:
             calls = [("waits", {"seconds": 0.01}), ("waits_as_object", {"seconds": 0}), ("waits_and_raises", {})]
             calls += [("pid", {}), ("waits", {"seconds": 60}), ("waits", {"seconds": 0})]
             return [await pool.call_tool(*call) for call in calls]
 
-    waited, number, raised, pid, late, again = asyncio.run(all_of_them())
+    waited, number, raised, pid, late, again = asyncio.run(call_all())
     assert (waited, again) == (ToolResult("waited 0.01 s", True), ToolResult("waited 0 s", True))
     assert number == ToolResult("0", True) and pid.ok
     assert raised == ToolResult("Error: no such place", False)
     assert late == ToolResult("Error: the tool was stopped after 1 s", False)
 
 
-def test_calls_that_reach_a_tool_are_counted() -> None:
-    async def all_of_them() -> Any:
-        async with pool_of("raises", "dies", "table", "slow", timeout=1.0) as pool:
+def test_counts_calls_and_failures() -> None:
+    async def call_all() -> Any:
+        async with make_pool("raises", "dies", "table", "slow", timeout=1.0) as pool:
             session = await pool.open_session(PROMPT)
             calls: list[tuple[str, Any]] = [("raises", {}), ("raises", {}), ("dies", {}), ("table", {})]
             calls += [("slow", {"seconds": 60}), ("slow", {"seconds": "x"}), ("unknown", {}), ("slow", {})]
@@ -71,7 +73,7 @@ def test_calls_that_reach_a_tool_are_counted() -> None:
                 await session.call(number, *call)
             return pool.tool_call_stats
 
-    actual = asyncio.run(all_of_them())
+    actual = asyncio.run(call_all())
     assert {name: (item.num_calls, item.num_failed) for name, item in actual.items()} == {
         **{"raises": (2, 2), "dies": (1, 1), "table": (1, 0), "slow": (1, 1)},
     }
@@ -81,24 +83,24 @@ def test_calls_that_reach_a_tool_are_counted() -> None:
     assert actual["slow"].first_error == "the tool was stopped after 1 s" and actual["table"].first_error == ""
 
 
-ODD = [
+MISBEHAVING_TOOLS = [
     *("mute", "interrupts", "noisy", "octets", "generates", "nan", "nothing", "deep", "circle", "huge", "half"),
     *("closes", "closes_all", "away", "here", "unshown", "pid"),
 ]
 
 
-def test_whatever_a_tool_does_the_next_call_works(tmp_path: Path) -> None:
-    """One process, as long as it lives: what comes back is what the policy reads."""
+def test_misbehaving_tools_do_not_break_later_calls(tmp_path: Path) -> None:
+    """All calls share one process while it lives."""
     log = tmp_path / "logs/tools.log"
 
-    async def all_of_them() -> dict[str, ToolResult]:
-        async with pool_of(*ODD, log=log) as pool:
-            first = {name: await pool.call_tool(name, {}) for name in ODD}
+    async def call_all() -> dict[str, ToolResult]:
+        async with make_pool(*MISBEHAVING_TOOLS, log=log) as pool:
+            first = {name: await pool.call_tool(name, {}) for name in MISBEHAVING_TOOLS}
             for _ in range(30):
                 await pool.call_tool("octets", {})
             return first
 
-    actual = asyncio.run(all_of_them())
+    actual = asyncio.run(call_all())
     assert {name for name, result in actual.items() if result.ok} == {
         *("nan", "nothing", "huge", "half", "closes", "away", "here", "pid")
     }
@@ -120,71 +122,71 @@ def test_whatever_a_tool_does_the_next_call_works(tmp_path: Path) -> None:
     assert {name: actual[name].text for name in expected} == expected
     assert "recursion" in actual["deep"].text
     assert f" ... ({300_000_000 - OUTPUT_LIMIT} characters cut) ... x" in actual["huge"].text
-    noted = log.read_text()
-    assert "noisy {}: Error: no such thing" in noted and 'raise LookupError("no such thing")' in noted
-    assert "it prints too much: this is not all of it" in noted and "_Mute: <exception str() failed>" in noted
-    assert noted.count("octets {}") == 10 and "further ones are not logged" in noted
-    assert len(noted) < MAX_OUTPUT_BYTES + 100_000
+    log_text = log.read_text()
+    assert "noisy {}: Error: no such thing" in log_text and 'raise LookupError("no such thing")' in log_text
+    assert "it prints too much: this is not all of it" in log_text and "_Mute: <exception str() failed>" in log_text
+    assert log_text.count("octets {}") == 10 and "further ones are not logged" in log_text
+    assert len(log_text) < MAX_OUTPUT_BYTES + 100_000
 
 
-def gone(pids: list[int]) -> bool:
+def wait_until_exited(pids: list[int]) -> bool:
     deadline = time.monotonic() + 20
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not any(map(is_running, pids))
 
 
-def left(mark: Path) -> list[int]:
+def read_pids(mark: Path) -> list[int]:
     return [int(line) for line in mark.read_text().split()]
 
 
-def test_nothing_that_tools_started_outlives_the_pool(tmp_path: Path) -> None:
-    """A child, one in a session of its own, a daemon that keeps the pipes open; closing waits for none of them."""
+def test_closing_the_pool_kills_processes_of_tools(tmp_path: Path) -> None:
+    """A child, a child in its own session, and a daemon that keeps the pipes open. Closing does not wait for them."""
     mark = tmp_path / "pids"
     actual: list[ToolResult] = []
 
-    async def leave() -> None:
-        async with pool_of("background", timeout=60.0, size=1) as pool:
-            for how in ("child", "session", "daemon"):
-                actual.append(await pool.call_tool("background", {"mark": str(mark), "how": how}))
-            assert all(map(is_running, left(mark)))
+    async def call() -> None:
+        async with make_pool("background", timeout=60.0, size=1) as pool:
+            for behavior in ("child", "session", "daemon"):
+                actual.append(await pool.call_tool("background", {"mark": str(mark), "how": behavior}))
+            assert all(map(is_running, read_pids(mark)))
 
-    asyncio.run(leave())
+    asyncio.run(call())
     assert [result.text for result in actual] == ["left"] * 3
-    assert len(left(mark)) == 3 and not any(map(is_running, left(mark)))
+    assert len(read_pids(mark)) == 3 and not any(map(is_running, read_pids(mark)))
 
 
 @pytest.mark.parametrize(
-    ("how", "complaint"),
+    ("behavior", "complaint"),
     [("die", "process died"), ("fault", "process died"), ("hang", "stopped after 3 s"), ("wait", "")],
 )
-def test_nothing_is_left_of_a_process_that_ended_otherwise(tmp_path: Path, how: str, complaint: str) -> None:
+def test_kills_children_of_ended_tool_processes(tmp_path: Path, behavior: str, complaint: str) -> None:
     mark = tmp_path / "pids"
 
-    async def leave() -> ToolResult:
-        async with pool_of("leaves", timeout=3.0, size=1) as pool:
-            return await pool.call_tool("leaves", {"mark": str(mark), "how": how})
+    async def call() -> ToolResult:
+        async with make_pool("leaves", timeout=3.0, size=1) as pool:
+            return await pool.call_tool("leaves", {"mark": str(mark), "how": behavior})
 
-    assert complaint in asyncio.run(leave()).text
-    assert len(left(mark)) == 2 and not any(map(is_running, left(mark)))
+    assert complaint in asyncio.run(call()).text
+    assert len(read_pids(mark)) == 2 and not any(map(is_running, read_pids(mark)))
 
 
-def test_nothing_is_left_when_the_rank_is_killed(tmp_path: Path) -> None:
+def test_no_process_outlives_a_killed_rank(tmp_path: Path) -> None:
     mark = tmp_path / "pids"
     script = f"""
 import asyncio, os, signal
 from megarl.environments.catalog import EnvironmentCatalog, load_tools
 from megarl.environments.process_sessions import EnvironmentPool
-async def leave():
+async def call():
     pool = EnvironmentPool(EnvironmentCatalog(load_tools(["odd_tools:leaves"])), 60.0, 1)
     await pool.call_tool("leaves", {{"mark": {str(mark)!r}, "how": "wait"}})
     os.kill(os.getpid(), signal.SIGKILL)
-asyncio.run(leave())
+asyncio.run(call())
 """
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     ended = subprocess.run([sys.executable, "-c", script], env=dict(os.environ, PYTHONPATH=path), timeout=60)
     assert ended.returncode == -signal.SIGKILL
-    assert len(left(mark)) == 2 and gone(left(mark))
+    assert len(read_pids(mark)) == 2 and wait_until_exited(read_pids(mark))
 
 
 def is_running(pid: int) -> bool:
@@ -194,28 +196,28 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_results_are_text_or_json_and_long_ones_are_cut() -> None:
-    table, long = run([("table", {}), ("long", {})])
+def test_results_are_text_or_json_and_truncated() -> None:
+    table, long = call_tools([("table", {}), ("long", {})])
     assert table == ToolResult('{"a": [1, "ä"]}', True)
     half = "x" * (OUTPUT_LIMIT // 2)
     assert long.text == f"{half} ... ({100_000 - OUTPUT_LIMIT} characters cut) ... {half}"
 
 
-def test_a_tool_that_raises_exits_or_dies_is_an_observation_and_the_next_call_works() -> None:
-    raised, exited, died, fine = run([("raises", {}), ("exits", {}), ("dies", {}), ("prints", {})], size=1)
+def test_failures_of_tools_are_observations() -> None:
+    raised, exited, died, fine = call_tools([("raises", {}), ("exits", {}), ("dies", {}), ("prints", {})], size=1)
     assert not raised.ok and "no such city" in raised.text
     assert not exited.ok
     assert not died.ok and "died" in died.text
     assert fine == ToolResult("real", True)
 
 
-def test_a_tool_that_prints_cannot_forge_an_answer() -> None:
-    assert run([("prints", {}), ("table", {})], size=1)[1].text.startswith('{"a"')
+def test_printed_output_cannot_forge_a_result() -> None:
+    assert call_tools([("prints", {}), ("table", {})], size=1)[1].text.startswith('{"a"')
 
 
-def test_a_tool_that_hangs_is_killed_with_its_children_and_its_place_refilled(tmp_path: Path) -> None:
+def test_replaces_hanging_tool_processes(tmp_path: Path) -> None:
     mark = tmp_path / "pids"
-    first, hung, second = run([("pid", {}), ("hangs", {"mark": str(mark)}), ("pid", {})], timeout=4.0, size=1)
+    first, hung, second = call_tools([("pid", {}), ("hangs", {"mark": str(mark)}), ("pid", {})], timeout=4.0, size=1)
     assert not hung.ok and "stopped after 4 s" in hung.text
     assert second.ok and second.text != first.text
     tool, child = map(int, mark.read_text().split())
@@ -226,27 +228,27 @@ def test_a_tool_that_hangs_is_killed_with_its_children_and_its_place_refilled(tm
     assert not is_running(tool) and not is_running(child)
 
 
-def test_processes_end_with_the_pool_and_are_reused() -> None:
-    first, second = run([("pid", {}), ("pid", {})])
+def test_reuses_processes_until_the_pool_closes() -> None:
+    first, second = call_tools([("pid", {}), ("pid", {})])
     assert first == second and int(first.text) != os.getpid()
     assert not is_running(int(first.text))
 
 
-def test_quick_calls_wait_for_a_process_instead_of_starting_one_each() -> None:
+def test_quick_calls_share_few_processes() -> None:
     async def many() -> set[str]:
-        async with pool_of("pid", timeout=60.0, size=16) as pool:
+        async with make_pool("pid", timeout=60.0, size=16) as pool:
             return {result.text for result in await asyncio.gather(*(pool.call_tool("pid", {}) for _ in range(64)))}
 
     assert len(asyncio.run(many())) < 8
 
 
-def test_tool_processes_import_nothing_heavy() -> None:
-    assert run([("modules", {})])[0].text == "[]"
+def test_tool_processes_import_no_heavy_modules() -> None:
+    assert call_tools([("modules", {})])[0].text == "[]"
 
 
-def test_calls_run_at_the_same_time() -> None:
+def test_runs_calls_concurrently() -> None:
     async def both() -> float:
-        async with pool_of("slow", timeout=60.0, size=2) as pool:
+        async with make_pool("slow", timeout=60.0, size=2) as pool:
             await asyncio.gather(*(pool.call_tool("slow", {"seconds": 0.01}) for _ in range(2)))  # starts the processes
             start = time.monotonic()
             await asyncio.gather(*(pool.call_tool("slow", {"seconds": 2}) for _ in range(2)))
@@ -255,9 +257,9 @@ def test_calls_run_at_the_same_time() -> None:
     assert asyncio.run(both()) < 3.5
 
 
-def test_a_cancelled_call_does_not_answer_the_next_one() -> None:
+def test_a_cancelled_call_does_not_answer_the_next() -> None:
     async def cancel() -> ToolResult:
-        async with pool_of("slow", timeout=60.0, size=1) as pool:
+        async with make_pool("slow", timeout=60.0, size=1) as pool:
             await pool.call_tool("slow", {"seconds": 0})
             cut: Coroutine[Any, Any, ToolResult] = pool.call_tool("slow", {"seconds": 0.3})
             with pytest.raises(TimeoutError):
@@ -279,8 +281,8 @@ def test_a_cancelled_call_does_not_answer_the_next_one() -> None:
         ("slow", [1], "must be a JSON object"),
     ],
 )
-def test_bad_calls_are_refused_in_words(name: str, arguments: Any, complaint: str) -> None:
-    result = run([(name, arguments)])[0]
+def test_refuses_invalid_calls(name: str, arguments: Any, complaint: str) -> None:
+    result = call_tools([(name, arguments)])[0]
     assert not result.ok and complaint in result.text
 
 
@@ -293,7 +295,7 @@ def test_bad_calls_are_refused_in_words(name: str, arguments: Any, complaint: st
         ("odd_tools:not_a_tool", "is a int, not"),
     ],
 )
-def test_a_wrong_tool_in_the_configuration(spec: str, complaint: str) -> None:
+def test_refuses_invalid_specs(spec: str, complaint: str) -> None:
     for loads in (lambda spec: load(spec, TOOLS_KEY), lambda spec: load_tools([spec])):
         with pytest.raises(ConfigError, match=complaint):
             loads(spec)
@@ -304,7 +306,7 @@ def schema(name: Any = "f", **function: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("given", "complaint"),
+    ("value", "complaint"),
     [
         ({}, "it must have type=function"),
         ("text", "it must have type=function"),
@@ -324,9 +326,9 @@ def schema(name: Any = "f", **function: Any) -> dict[str, Any]:
         (schema(parameters={"properties": {"x": {"default": {1, 2}}}}), "it is not JSON"),
     ],
 )
-def test_a_schema_that_nobody_could_read(given: Any, complaint: str) -> None:
+def test_refuses_invalid_schemas(value: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match="rollout.tools: m:f has no OpenAI function schema: .*" + complaint):
-        check_schema(given, "m:f")
+        check_schema(value, "m:f")
 
 
 @pytest.mark.parametrize(
@@ -338,13 +340,13 @@ def test_a_schema_that_nobody_could_read(given: Any, complaint: str) -> None:
         (lambda x: (yield x), "is a generator"),
     ],
 )
-def test_a_function_that_does_not_go_with_its_schema(function: Any, complaint: str) -> None:
+def test_refuses_functions_that_do_not_match_their_schema(function: Any, complaint: str) -> None:
     described = schema(parameters={"properties": {"x": {"type": "number"}}, "required": ["x"]})
     with pytest.raises(ConfigError, match="rollout.tools: .* of m:f .*" + complaint):
         check_function(Tool(described, function), "m:f")
 
 
-def test_modules_of_tools_are_loaded_in_a_process_of_their_own() -> None:
+def test_loads_modules_only_in_tool_processes() -> None:
     sys.modules.pop("odd_tools", None)
     tools = load_tools(["odd_tools:table"])
     assert "odd_tools" not in sys.modules and tools["table"].spec == "odd_tools:table"
@@ -352,7 +354,7 @@ def test_modules_of_tools_are_loaded_in_a_process_of_their_own() -> None:
         tools["table"].function()
 
 
-def test_a_module_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_the_time_to_load_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(worker_process, "LOAD_LIMIT_S", 2.0)
@@ -360,6 +362,6 @@ def test_a_module_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.Monkey
         load_tools(["slow_module:f"])
 
 
-def test_two_tools_of_one_name_are_refused() -> None:
+def test_refuses_duplicate_names() -> None:
     with pytest.raises(ConfigError, match="both called pid"):
         load_tools(["odd_tools:pid", "odd_tools:pid"])

@@ -1,4 +1,4 @@
-"""What programs answer to `--help`: their exit statuses and what they say."""
+"""Run programs with `--help` and report exit statuses and output."""
 
 import contextlib
 import io
@@ -7,8 +7,8 @@ import runpy
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path("tools").resolve()))  # as for a tool that is started by its name
-codes, said = {}, {}
+sys.path.insert(0, str(Path("tools").resolve()))  # as when a tool is started by its path
+codes, outputs = {}, {}
 for program in sys.argv[1:]:
     sys.argv = [program, "--help"]
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -17,7 +17,7 @@ for program in sys.argv[1:]:
                 runpy.run_module(program.removeprefix("-m "), run_name="__main__")
             else:
                 runpy.run_path(program, run_name="__main__")
-        except SystemExit as leaving:
-            codes[program] = leaving.code
-    said[program] = out.getvalue()[:200]
-print("RESULT", json.dumps({"codes": codes, "said": said}))
+        except SystemExit as error:
+            codes[program] = error.code
+    outputs[program] = out.getvalue()[:200]
+print("RESULT", json.dumps({"codes": codes, "outputs": outputs}))

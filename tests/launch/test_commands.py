@@ -1,4 +1,4 @@
-"""Every command that is written down somewhere works as it is written, after `bash launch/install.sh`."""
+"""Documented commands work as written after `bash launch/install.sh`."""
 
 from __future__ import annotations
 
@@ -24,68 +24,69 @@ BARE = re.compile(r"(?:^|`|: )\s*(torchrun +\S|tools/\w+\.py +[-A-Z]|launch/\w+\
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def texts() -> Iterator[tuple[str, str]]:
-    """Where people read: the pages, docstrings, comments of scripts and configurations, a run folder's README."""
+def read_texts() -> Iterator[tuple[str, str]]:
+    """Yield documentation: pages, docstrings, comments of scripts and configs, and the README of run folders."""
     for page in pages():
         yield str(page.relative_to(ROOT)), re.sub("<!--.*?-->|^```.*$", "", page.read_text(), flags=re.MULTILINE)
     yield "run folder", RUN_FOLDER
     for folder in ("megarl", "tools", "launch"):
         for path in (ROOT / folder).rglob("*.py"):
             nodes = ast.walk(ast.parse(path.read_text()))
-            said = [ast.get_docstring(node) for node in nodes if isinstance(node, DOCUMENTED)]
-            yield str(path.relative_to(ROOT)), "\n".join(text for text in said if text)
+            docstrings = [ast.get_docstring(node) for node in nodes if isinstance(node, DOCUMENTED)]
+            yield str(path.relative_to(ROOT)), "\n".join(text for text in docstrings if text)
     for path in [*ROOT.glob("launch/*.sh"), *ROOT.glob("slurm/*.sh"), *ROOT.glob("configs/**/*.yaml")]:
         comments = re.findall(r"#(.*)", path.read_text())
         yield str(path.relative_to(ROOT)), "\n".join(comments)
 
 
-def programs() -> set[str]:
-    """What Python is told to run: `-m module` or a file."""
-    actual = {" ".join(program.split()) for _, text in texts() for _, program in PYTHON.findall(text)}
-    return {program for program in actual if program not in COMING or file_of(program).is_file()}
+def find_programs() -> set[str]:
+    """Find the programs that documented commands run: `-m module` or a file."""
+    actual = {" ".join(program.split()) for _, text in read_texts() for _, program in PYTHON.findall(text)}
+    return {program for program in actual if program not in COMING or get_program_file(program).is_file()}
 
 
-def file_of(program: str) -> Path:
+def get_program_file(program: str) -> Path:
     if program.startswith("-m "):
         return ROOT / (program.removeprefix("-m ").replace(".", "/") + ".py")
     return ROOT / program
 
 
-INNER = (
+INTERNAL_PROGRAMS = (
     "-m megarl.engine.engine_host",
     "-m megarl.processes.forkserver",
-)  # not for people
-OUTSIDE = ("-m venv",)  # by the machine's own Python
+)  # started by MegaRL
+EXTERNAL_PROGRAMS = ("-m venv",)  # run by the system's Python
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("place", "text"), [pytest.param(*item, id=item[0]) for item in texts() if item[1]])
-def test_commands_are_complete_and_their_programs_exist(place: str, text: str) -> None:
+@pytest.mark.parametrize(("place", "text"), [pytest.param(*item, id=item[0]) for item in read_texts() if item[1]])
+def test_documented_programs_exist(place: str, text: str) -> None:
     for python, program in PYTHON.findall(text):
         program = " ".join(program.split())
-        if program.startswith("my_"):  # the reader's
+        if program.startswith("my_"):  # written by the reader
             continue
         ours = python.lstrip("`$(") == ".venv/bin/python"
-        assert ours or program in (*INNER, *OUTSIDE), f"{place}: {python} {program}"
+        assert ours or program in (*INTERNAL_PROGRAMS, *EXTERNAL_PROGRAMS), f"{place}: {python} {program}"
         if program not in COMING and (program.startswith("-m megarl.") or not program.startswith("-m")):
-            assert file_of(program).is_file(), f"{place}: {program}"
+            assert get_program_file(program).is_file(), f"{place}: {program}"
     for _, _, script in SHELL.findall(text):
         assert (ROOT / script).is_file(), f"{place}: {script}"
     assert not BARE.findall(text), f"{place}: {BARE.findall(text)}"
 
 
 @pytest.mark.alone
-def test_they_are_found() -> None:
-    actual = programs()
+def test_every_program_is_documented() -> None:
+    actual = find_programs()
     assert {"-m megarl.train", "-m megarl.torchrun", "launch/ppo_hello.py", "tools/report.py"} - actual == {
-        "launch/ppo_hello.py"  # given to torchrun
+        "launch/ppo_hello.py"  # an argument of torchrun
     }
-    parts = {f"tools/{name}.py" for name in ("local_ranks", "intervals", "trials", "flow_rank")}  # of others
+    # Imported by other tools.
+    parts = {f"tools/{name}.py" for name in ("local_ranks", "intervals", "trials", "flow_rank")}
     assert {f"tools/{path.name}" for path in ROOT.glob("tools/*.py")} - actual == parts
 
 
-def test_they_say_how_they_are_used(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
-    ours = sorted(program for program in programs() if program.startswith(("-m megarl.", "tools/")))
-    (result,) = run_ranks(1, "tests/launch/ranks_help.py", *[item for item in ours if item not in INNER])
-    assert result["codes"] == {item: 0 for item in ours if item not in INNER}
-    assert all("usage: " in said for said in result["said"].values())
+def test_programs_print_help(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
+    ours = sorted(program for program in find_programs() if program.startswith(("-m megarl.", "tools/")))
+    (result,) = run_ranks(1, "tests/launch/ranks_help.py", *[item for item in ours if item not in INTERNAL_PROGRAMS])
+    assert result["codes"] == {item: 0 for item in ours if item not in INTERNAL_PROGRAMS}
+    assert all("usage: " in output for output in result["outputs"].values())

@@ -1,5 +1,4 @@
-"""Real ranks that hang, as they are stopped or loop in Python or in C: the job ends in time, with all stacks; or that
-are slow."""
+"""Hanging and slow ranks in real processes: the watchdog names the rank, writes all stacks and ends the run."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_launcher import ended, run_of, wait_for  # noqa: E402
+from test_launcher import start_launcher, wait_for, wait_for_exit  # noqa: E402
 
 RANK = """
     from datetime import timedelta
@@ -29,24 +28,24 @@ RANK = """
         time.sleep(600)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": pathlib.Path("port").read_text()}
     clock = Clock()
-    # As `ranks.join`, without Megatron.
+    # Like `ranks.join`, without Megatron.
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=8))
     ranks._host_group, ranks._timeout_s = dist.group.WORLD, 8.0
     job = ranks.Job(rank, 2, rank)
-    lookout = HangWatchdog(
+    watchdog = HangWatchdog(
         job, pathlib.Path("."), clock, ["actor"], lambda text: print(text, file=sys.stderr),
-        lambda rank, text: ending.notify_launcher("late", text, rank),
+        lambda rank, text: exit_status.notify_launcher("late", text, rank),
     )
-    lookout.start()
+    watchdog.start()
     try:
         BODY
     finally:
-        lookout.drain()
-        lookout.close()
+        watchdog.drain()
+        watchdog.close()
 """
 HANGS = """
         with clock.phase("actor_update", "actor"):
-            pathlib.Path(f"there_{rank}").write_text(str(os.getpid()))
+            pathlib.Path(f"started_{rank}").write_text(str(os.getpid()))
             HANG() if rank else ranks.barrier()
 """
 SLOW = """
@@ -56,18 +55,18 @@ SLOW = """
                 while time.monotonic() < until:
                     pass
                 ranks.barrier()
-            figures, line = lookout.check_step(step)
+            figures, line = watchdog.check_step(step)
             assert figures["perf/slowest_rank"] == 1 and figures["perf/slowest_ratio"] > 2
             if line and rank == 0:
                 print(line, file=sys.stderr)
 """
 
 
-def ranks_that(body: str) -> str:
+def make_rank_body(body: str) -> str:
     return RANK.replace("BODY", body.strip())
 
 
-def free_port(folder: Path) -> None:
+def write_free_port(folder: Path) -> None:
     import socket
 
     with socket.socket() as probe:
@@ -83,33 +82,31 @@ def free_port(folder: Path) -> None:
         ("sleep", "which is at"),
     ],
 )
-def test_the_rank_that_others_wait_for_is_named_and_all_stacks_are_written(
-    tmp_path: Path, hang: str, where: str
-) -> None:
-    free_port(tmp_path)
-    code, lines = ended(run_of(tmp_path, ranks_that(HANGS.replace("HANG", hang)), grace=2.0))
+def test_names_the_hanging_rank_and_writes_all_stacks(tmp_path: Path, hang: str, where: str) -> None:
+    write_free_port(tmp_path)
+    code, lines = wait_for_exit(start_launcher(tmp_path, make_rank_body(HANGS.replace("HANG", hang)), grace=2.0))
     result = [line for line in lines if "the others have waited" in line]
-    assert code == 1 and len(result) == 2, lines  # said when it was seen, and at the end
+    assert code == 1 and len(result) == 2, lines  # printed when detected, and at the end
     assert f"for rank 1 on node {os.uname().nodename} {where}" in result[-1] and result[-1].startswith("error: ")
     assert result[-1].endswith("The stacks of all ranks are in logs/rank_N.log")
     assert "in barrier" in (tmp_path / "logs/rank_0.log").read_text()
     assert f"in {hang}" in (tmp_path / "logs/rank_1.log").read_text()
 
 
-def test_a_stopped_rank_is_named_though_it_writes_nothing(tmp_path: Path) -> None:
-    free_port(tmp_path)
-    process = run_of(tmp_path, ranks_that(HANGS.replace("HANG", "sleep")), grace=2.0)
-    wait_for((tmp_path / "there_1").exists, process)
-    os.kill(int((tmp_path / "there_1").read_text()), signal.SIGSTOP)
-    code, lines = ended(process)
+def test_names_a_stopped_rank_without_its_stack(tmp_path: Path) -> None:
+    write_free_port(tmp_path)
+    process = start_launcher(tmp_path, make_rank_body(HANGS.replace("HANG", "sleep")), grace=2.0)
+    wait_for((tmp_path / "started_1").exists, process)
+    os.kill(int((tmp_path / "started_1").read_text()), signal.SIGSTOP)
+    code, lines = wait_for_exit(process)
     assert code == 1 and "which is stopped (SIGSTOP)" in lines[-1], lines
     assert lines[-1].endswith("but for rank 1, which could not write its stacks")
     assert "in barrier" in (tmp_path / "logs/rank_0.log").read_text()
 
 
-def test_a_rank_that_is_ten_times_slower_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
-    free_port(tmp_path)
-    code, lines = ended(run_of(tmp_path, ranks_that(SLOW)))
+def test_names_a_slow_rank_and_continues(tmp_path: Path) -> None:
+    write_free_port(tmp_path)
+    code, lines = wait_for_exit(start_launcher(tmp_path, make_rank_body(SLOW)))
     (line,) = [line for line in lines if " is slow" in line]
     assert code == 0
     assert f"rank 1 on node {os.uname().nodename} is slow and delays the others: " in line, lines

@@ -1,4 +1,4 @@
-"""The shell scripts: the installer's decisions, the launch forms, the lists of packages."""
+"""The installer, the launch scripts and the lists of requirements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("slurm/*.sh"), ROOT / "t
 PIN = re.compile(r"^[A-Za-z0-9_.-]+==[A-Za-z0-9_.+]+$")
 
 
-def pins(platform: str) -> list[str]:
+def read_pins(platform: str) -> list[str]:
     lines = (ROOT / "launch" / f"requirements-{platform}.txt").read_text().splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
@@ -30,18 +30,20 @@ def test_scripts_are_valid_bash(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
-def test_the_cpu_list_is_complete_and_pinned() -> None:
-    """It is installed with --no-deps: whatever a package on it needs must be on it, but for what of SGLang is for CUDA
-    and what of verifiers is for other agents than ours."""
+def test_cpu_requirements_are_complete_and_pinned() -> None:
+    """The list is installed with --no-deps, so it includes all dependencies.
+
+    It omits dependencies of SGLang for CUDA and of verifiers for other agents.
+    """
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    lines = pins("cpu")
+    lines = read_pins("cpu")
     assert [line for line in lines if not PIN.match(line)] == []
     listed = {canonicalize_name(line.split("==")[0]) for line in lines}
     assert len(listed) == len(lines)
     missing = set()
-    for name in listed - {"sglang", "verifiers"}:  # listed is what we need of theirs
+    for name in listed - {"sglang", "verifiers"}:  # the list has the subset that MegaRL needs
         for text in importlib.metadata.requires(name) or []:
             need = Requirement(text)
             if (need.marker is None or need.marker.evaluate({"extra": ""})) and need.name:
@@ -49,32 +51,32 @@ def test_the_cpu_list_is_complete_and_pinned() -> None:
     assert missing == set()
 
 
-def test_the_list_for_verifiers_is_a_part_of_the_cpu_list() -> None:
-    assert set(pins("verifiers")) < set(pins("cpu"))
+def test_verifiers_requirements_are_a_subset_of_cpu() -> None:
+    assert set(read_pins("verifiers")) < set(read_pins("cpu"))
 
 
-def test_what_is_installed_is_what_the_list_says() -> None:
+def test_installed_versions_match_the_pins() -> None:
     if not (ROOT / ".venv" / "installed-by-megarl").exists():
         pytest.skip("this environment was not made by launch/install.sh")
-    versions = dict(line.split("==") for line in pins("cpu"))
+    versions = dict(line.split("==") for line in read_pins("cpu"))
     result = {name: importlib.metadata.version(name) for name in versions}
     assert result == versions
 
 
-def test_the_lists_name_no_package_index_but_torchs() -> None:
+def test_scripts_name_only_the_index_of_torch() -> None:
     for file in [*ROOT.glob("launch/*"), *ROOT.glob("slurm/*"), *ROOT.glob("tests/*.sh")]:
         for address in re.findall(r"https?://[^\s\"']+", file.read_text()):
             source = re.fullmatch(r"https://github.com/NVIDIA/apex@[0-9a-f]{40}", address)
             assert source or address == "https://download.pytorch.org/whl/cpu", file
 
 
-def test_nvidia_apex_is_not_taken_from_the_package_index() -> None:
-    assert not [line for line in pins("cpu") + pins("cuda") if line.lower().startswith("apex")]
+def test_requirements_do_not_list_apex() -> None:
+    assert not [line for line in read_pins("cpu") + read_pins("cuda") if line.lower().startswith("apex")]
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """The installer in a folder of its own, with a `python3.11` that only says what it was asked."""
+def checkout(tmp_path: Path) -> Path:
+    """Copy the installer and its lists into a new folder."""
     (tmp_path / "launch").mkdir()
     for name in ("install.sh", "requirements-cpu.txt", "requirements-cuda.txt", "constraints-cuda.txt"):
         shutil.copy(ROOT / "launch" / name, tmp_path / "launch")
@@ -84,12 +86,12 @@ def copy(tmp_path: Path) -> Path:
 
 def install(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(folder / "launch" / "install.sh")]
-    retained = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "MEGARL_PLATFORM")}
-    return subprocess.run(command, env={**retained, **env}, capture_output=True, text=True, timeout=120)
+    inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHON", "MEGARL_PLATFORM")}
+    return subprocess.run(command, env={**inherited, **env}, capture_output=True, text=True, timeout=120)
 
 
 FAKE_PYTHON = """#!/bin/sh
-# Makes an "environment" whose pip only notes what it was told.
+# Creates a fake environment whose pip only records its arguments.
 case "$*" in
 *version_info*) exit 0 ;;
 *ensurepip*) exit ${NO_VENV:-0} ;;
@@ -105,112 +107,110 @@ esac
 
 
 @pytest.fixture
-def fake(copy: Path) -> dict[str, str]:
-    python = copy / "fake-python"
+def fake_env(checkout: Path) -> dict[str, str]:
+    python = checkout / "fake-python"
     python.write_text(FAKE_PYTHON)
     python.chmod(0o755)
-    calls = copy / "calls"
+    calls = checkout / "calls"
     calls.touch()
     return {"PYTHON": str(python), "CALLS": str(calls), "FAIL_ON": "nothing", "MEGARL_PLATFORM": "cpu"}
 
 
-def test_a_second_call_returns_at_once(copy: Path, fake: dict[str, str]) -> None:
-    assert install(copy, **fake).returncode == 0
-    calls = (copy / "calls").read_text().splitlines()
+def test_second_install_returns_at_once(checkout: Path, fake_env: dict[str, str]) -> None:
+    assert install(checkout, **fake_env).returncode == 0
+    calls = (checkout / "calls").read_text().splitlines()
     assert [call.split()[-1] for call in calls] == ["torch==2.13.0+cpu", ".venv/requirements.txt", "."]
     assert "--no-deps" in calls[0] and "--no-deps" in calls[1]
     started = time.monotonic()
-    again = install(copy, **fake)
+    again = install(checkout, **fake_env)
     assert time.monotonic() - started < 1.0
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
-    assert (copy / "calls").read_text().splitlines() == calls
+    assert (checkout / "calls").read_text().splitlines() == calls
 
 
-def test_torch_comes_from_its_own_index_where_the_configured_one_has_no_cpu_build(
-    copy: Path, fake: dict[str, str]
-) -> None:
-    # Only the call without --index-url fails.
-    done = install(copy, **fake | {"FAIL_ON": "--no-deps torch=="})
-    calls = (copy / "calls").read_text().splitlines()
+def test_falls_back_to_the_index_of_torch(checkout: Path, fake_env: dict[str, str]) -> None:
+    # Fails only without --index-url.
+    done = install(checkout, **fake_env | {"FAIL_ON": "--no-deps torch=="})
+    calls = (checkout / "calls").read_text().splitlines()
     assert done.returncode == 0, done.stderr
     assert "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu" in calls[1]
 
 
-def test_a_failure_says_why_and_the_next_call_begins_anew(copy: Path, fake: dict[str, str]) -> None:
-    broken = install(copy, **fake | {"FAIL_ON": "requirements.txt"})
+def test_a_failed_install_reports_why_and_starts_over(checkout: Path, fake_env: dict[str, str]) -> None:
+    broken = install(checkout, **fake_env | {"FAIL_ON": "requirements.txt"})
     assert broken.returncode == 1
     assert "ERROR: no space" in broken.stderr and ".venv/install.log" in broken.stderr
-    assert not (copy / ".venv" / "installed-by-megarl").exists()
-    (copy / ".venv" / "left-over").touch()
-    done = install(copy, **fake)
+    assert not (checkout / ".venv" / "installed-by-megarl").exists()
+    (checkout / ".venv" / "left-over").touch()
+    done = install(checkout, **fake_env)
     assert done.returncode == 0 and "new environment" in done.stdout
-    assert not (copy / ".venv" / "left-over").exists()
+    assert not (checkout / ".venv" / "left-over").exists()
 
 
-def test_a_changed_list_is_installed_over_the_old_one(copy: Path, fake: dict[str, str]) -> None:
-    install(copy, **fake)
-    with (copy / "launch" / "requirements-cpu.txt").open("a") as file:
+def test_a_changed_list_updates_the_environment(checkout: Path, fake_env: dict[str, str]) -> None:
+    install(checkout, **fake_env)
+    with (checkout / "launch" / "requirements-cpu.txt").open("a") as file:
         file.write("another==1.0\n")
-    done = install(copy, **fake)
+    done = install(checkout, **fake_env)
     assert done.returncode == 0 and "new environment" not in done.stdout
-    assert len((copy / "calls").read_text().splitlines()) == 6
+    assert len((checkout / "calls").read_text().splitlines()) == 6
 
 
-def test_a_moved_folder_gets_a_new_environment(copy: Path, fake: dict[str, str]) -> None:
-    install(copy, **fake)
-    moved = copy / "moved"
+def test_a_moved_checkout_gets_a_new_environment(checkout: Path, fake_env: dict[str, str]) -> None:
+    install(checkout, **fake_env)
+    moved = checkout / "moved"
     moved.mkdir()
     for name in ("launch", "setup.py", ".venv"):
-        shutil.move(copy / name, moved / name)
-    assert "new environment" in install(moved, **fake).stdout
+        shutil.move(checkout / name, moved / name)
+    assert "new environment" in install(moved, **fake_env).stdout
 
 
-def test_cuda_takes_its_own_list(copy: Path, fake: dict[str, str]) -> None:
-    install(copy, **fake | {"MEGARL_PLATFORM": "cuda"})
-    calls = (copy / "calls").read_text()
+def test_cuda_installs_its_own_list(checkout: Path, fake_env: dict[str, str]) -> None:
+    install(checkout, **fake_env | {"MEGARL_PLATFORM": "cuda"})
+    calls = (checkout / "calls").read_text()
     assert "--no-deps megatron-core==0.16.1" in calls
     constrained = "-c launch/constraints-cuda.txt"
     assert f"--no-build-isolation {constrained} transformer-engine[pytorch,core_cu13]==2.20.2" in calls
     assert f"{constrained} -r .venv/requirements.txt" in calls and "apex" not in calls
-    listed = (copy / ".venv" / "requirements.txt").read_text()
+    listed = (checkout / ".venv" / "requirements.txt").read_text()
     assert "torch==2.14.1\nsglang==0.5.23\n" in listed
     assert "megatron" not in listed and "transformer-engine" not in listed
 
 
-def test_apex_is_built_where_it_is_asked_for(copy: Path, fake: dict[str, str]) -> None:
-    done = install(copy, **fake | {"MEGARL_APEX": "1"})
+def test_builds_apex_on_request(checkout: Path, fake_env: dict[str, str]) -> None:
+    done = install(checkout, **fake_env | {"MEGARL_APEX": "1"})
     assert done.returncode == 1 and "MEGARL_APEX=1 is for NVIDIA GPUs" in done.stderr
-    done = install(copy, **fake | {"MEGARL_APEX": "yes"})
+    done = install(checkout, **fake_env | {"MEGARL_APEX": "yes"})
     assert done.returncode == 1 and "MEGARL_APEX must be 0 or 1, not 'yes'" in done.stderr
-    cuda = fake | {"MEGARL_PLATFORM": "cuda"}
-    assert install(copy, **cuda).returncode == 0
-    assert install(copy, **cuda | {"MEGARL_APEX": "1"}).returncode == 0  # also where the rest is at hand
-    (call,) = [line for line in (copy / "calls").read_text().splitlines() if "apex" in line]
+    cuda = fake_env | {"MEGARL_PLATFORM": "cuda"}
+    assert install(checkout, **cuda).returncode == 0
+    assert install(checkout, **cuda | {"MEGARL_APEX": "1"}).returncode == 0  # also if everything else is installed
+    (call,) = [line for line in (checkout / "calls").read_text().splitlines() if "apex" in line]
     assert re.search(r"--no-deps --no-build-isolation git\+https://github.com/NVIDIA/apex@[0-9a-f]{40}$", call)
 
 
-def test_what_does_not_import_is_named(copy: Path, fake: dict[str, str]) -> None:
-    python = copy / "fake-python"
+def test_names_packages_that_do_not_import(checkout: Path, fake_env: dict[str, str]) -> None:
+    python = checkout / "fake-python"
     python.write_text(
         FAKE_PYTHON
         + '\ncase "$*" in *importlib*) echo "importing torch"; echo "importing megatron.core"; exit 1 ;; esac\n'
     )
-    done = install(copy, **fake)
+    done = install(checkout, **fake_env)
     assert done.returncode == 1 and "one does not import: megatron.core; see .venv/install.log" in done.stderr
-    assert not (copy / ".venv" / "installed-by-megarl").exists()
+    assert not (checkout / ".venv" / "installed-by-megarl").exists()
 
 
-def test_no_python_and_no_venv_module_name_the_remedy(copy: Path, fake: dict[str, str]) -> None:
-    done = install(copy, **fake | {"PYTHON": "/bin/false"})
+def test_missing_python_or_venv_names_the_remedy(checkout: Path, fake_env: dict[str, str]) -> None:
+    done = install(checkout, **fake_env | {"PYTHON": "/bin/false"})
     assert done.returncode == 1 and "PYTHON=/bin/false is not a Python 3.11" in done.stderr
-    done = install(copy, **fake | {"NO_VENV": "1"})
+    done = install(checkout, **fake_env | {"NO_VENV": "1"})
     assert done.returncode == 1 and "apt-get install python3.11-venv" in done.stderr
-    assert not (copy / ".venv").exists()
-    done = install(copy, **fake | {"MEGARL_PLATFORM": "tpu"})
+    assert not (checkout / ".venv").exists()
+    done = install(checkout, **fake_env | {"MEGARL_PLATFORM": "tpu"})
     assert done.returncode == 1 and "cpu or cuda, not 'tpu'" in done.stderr
 
 
-def test_a_mistake_is_one_line_before_any_rank_starts(tmp_path: Path) -> None:
+def test_config_errors_are_one_line_before_ranks_start(tmp_path: Path) -> None:
     command = ["bash", "launch/single_node.sh", "configs/quickstart.yaml", f"model.path={tmp_path}/none"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
@@ -218,8 +218,8 @@ def test_a_mistake_is_one_line_before_any_rank_starts(tmp_path: Path) -> None:
     assert len(lines) == 1 and lines[0].startswith("error: ") and f"model.path={tmp_path}/none" in lines[0]
 
 
-def test_the_launch_forms_start_torchrun_with_the_configs_ranks(tmp_path: Path) -> None:
-    """What the scripts run, with a stand-in for Python that prints it."""
+def test_launch_scripts_start_torchrun_with_the_configured_ranks(tmp_path: Path) -> None:
+    """A fake Python prints the command that the scripts run."""
     (tmp_path / "launch").mkdir()
     for name in ("single_node.sh", "multi_node.sh", "ranks_here.sh"):
         shutil.copy(ROOT / "launch" / name, tmp_path / "launch")
@@ -233,12 +233,12 @@ def test_the_launch_forms_start_torchrun_with_the_configs_ranks(tmp_path: Path) 
         return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=True).stdout
 
     assert "--standalone --nproc-per-node 4 -m megarl.train c.yaml run.seed=2" in run("single_node.sh")
-    words = run("multi_node.sh", NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")
-    assert "--nnodes 2 --node-rank 1 --nproc-per-node 2 --master-addr 10.0.0.1 --master-port 29500" in words
+    command = run("multi_node.sh", NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1")
+    assert "--nnodes 2 --node-rank 1 --nproc-per-node 2 --master-addr 10.0.0.1 --master-port 29500" in command
 
 
-def test_torchrun_ends_as_documented(tmp_path: Path) -> None:
-    """A rank that is killed, ranks that have saved, and an agent that waits for another node."""
+def test_torchrun_exit_statuses(tmp_path: Path) -> None:
+    """A killed rank, ranks that saved, and an agent that waits for another node."""
     command = [sys.executable, "-m", "megarl.torchrun", "--nproc-per-node", "2"]
     environment = os.environ | {"TMPDIR": str(tmp_path / "scratch"), "PYTHONPATH": str(ROOT)}
     (tmp_path / "scratch").mkdir()
@@ -255,41 +255,41 @@ def test_torchrun_ends_as_documented(tmp_path: Path) -> None:
     _, text = killed.communicate(timeout=300)
     assert (killed.returncode, text.count("\n")) == (137, 1), text
     assert text.startswith("error: rank 1 was killed by SIGKILL")
-    while not len(list(tmp_path.glob("there_*"))) == 2:
+    while not len(list(tmp_path.glob("started_*"))) == 2:
         assert saves.poll() is None, saves.communicate()
         time.sleep(0.05)
     saves.terminate()
     assert saves.communicate(timeout=300)[1] == "saved step 3\n" and saves.returncode == 85
     waits.terminate()
-    _, text = waits.communicate(timeout=300)  # before ours: torch's warnings of the address that does not respond
+    _, text = waits.communicate(timeout=300)  # torch first warns of the address that does not respond
     assert text.endswith("ended by SIGTERM\n") and text.count("ended by") == 1 and waits.returncode == 143, text
     assert not list((tmp_path / "scratch").iterdir())
 
 
 KILLED = """
 import os, signal, time
-from megarl.launch import exit_status as ending
-with ending.exit_on_error():
+from megarl.launch import exit_status
+with exit_status.exit_on_error():
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
 """
 SAVES = """
 import os, pathlib, time
-from megarl.launch import exit_status as ending
-with ending.exit_on_error():
-    ending.save_on_sigterm()
-    pathlib.Path("there_" + os.environ["RANK"]).touch()
-    while not ending.is_stop_requested():
+from megarl.launch import exit_status
+with exit_status.exit_on_error():
+    exit_status.save_on_sigterm()
+    pathlib.Path("started_" + os.environ["RANK"]).touch()
+    while not exit_status.is_stop_requested():
         time.sleep(0.02)
-    raise ending.GracefulExit("saved step 3")
+    raise exit_status.GracefulExit("saved step 3")
 """
 
 IMPORTED_AS = {"yaml": "pyyaml", "megatron": "megatron-core", "math_verify": "math-verify"}
 
 
-def test_whatever_is_imported_is_in_both_lists() -> None:
-    """Not only what happens to come with something else."""
+def test_requirements_list_every_imported_package() -> None:
+    """Imported packages are listed themselves, not only as dependencies of others."""
     local = {path.stem for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("tools/*")]} | {"megarl", "tests"}
     imported: dict[str, str] = {}
     for path in [file for folder in ("megarl", "tests", "tools", "launch") for file in (ROOT / folder).rglob("*.py")]:
@@ -300,11 +300,11 @@ def test_whatever_is_imported_is_in_both_lists() -> None:
     for name in local | set(sys.stdlib_module_names) | OPTIONAL:
         imported.pop(name, None)
     for platform in ("cpu", "cuda"):
-        listed = {re.split(r"[=<>\[ ]", line)[0].lower() for line in pins(platform)}
+        listed = {re.split(r"[=<>\[ ]", line)[0].lower() for line in read_pins(platform)}
         missing = {name: file for name, file in imported.items() if IMPORTED_AS.get(name, name) not in listed}
         assert not missing, platform
 
 
 OPTIONAL = {"torch_memory_saver", "transformer_engine", "sgl_kernel", "sgl_kernel_stub", "apex"}
-OPTIONAL |= {"mcp", "verifiers", "wandb", "swanlab", "mlflow"}  # without them it is said how to get them
-OPTIONAL |= {"trl", "datasets"}  # of the environment that tools/bench_trl.py is told of
+OPTIONAL |= {"mcp", "verifiers", "wandb", "swanlab", "mlflow"}  # errors say how to install them
+OPTIONAL |= {"trl", "datasets"}  # in the environment passed to tools/bench_trl.py

@@ -1,4 +1,4 @@
-"""Launchers of several nodes: what the ends on all of them come to, and two of them on this machine."""
+"""Launchers of several nodes: combine their reports, and run two of them on this machine."""
 
 from __future__ import annotations
 
@@ -25,58 +25,58 @@ RANK = """
 import os, pathlib, signal, time
 from datetime import timedelta
 import torch.distributed as dist
-from megarl.launch import exit_status as ending
+from megarl.launch import exit_status
 from megarl.config import ConfigError
 rank = int(os.environ["RANK"])
 def body():
-    ending.register_run(run_dir="run", save_every=1, max_restarts=int(os.environ["TIMES"]))
+    exit_status.register_run(run_dir="run", save_every=1, max_restarts=int(os.environ["TIMES"]))
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     dist.barrier()
-    attempt = ending.get_restart_count()
-    pathlib.Path(f"there_{attempt}_{rank}").write_text(str(os.getpid()))
+    attempt = exit_status.get_restart_count()
+    pathlib.Path(f"started_{attempt}_{rank}").write_text(str(os.getpid()))
     BODY
-with ending.exit_on_error():
+with exit_status.exit_on_error():
     body()
 """
 
 
-def test_the_cause_may_be_on_another_node() -> None:
+def test_finds_the_cause_on_another_node() -> None:
     lost = NodeReport("n1", codes={0: 1}, words=(LOST,))
     killed = NodeReport("n2", codes={1: -9})
-    end, where = combine_reports([lost, killed])
-    assert (end.kind, where) == ("killed", "n2")
-    assert end.text.startswith("error: rank 1 (node n2) was killed by SIGKILL")
+    outcome, node = combine_reports([lost, killed])
+    assert (outcome.kind, node) == ("killed", "n2")
+    assert outcome.text.startswith("error: rank 1 (node n2) was killed by SIGKILL")
     mistake = NodeReport("n2", codes={1: 2}, words=(RankMessage(1, "mistake", "error: key"),))
     assert combine_reports([lost, mistake])[0][:3] == (2, "error: key", "mistake")
     assert combine_reports([lost, NodeReport("n2", has_succeeded=True)])[0].kind == "lost"
     assert (
         combine_reports([NodeReport("n1", has_succeeded=True), NodeReport("n2", has_succeeded=True)])[0].kind == "done"
     )
-    assert combine_reports([NodeReport("n1"), killed])[1] == "n2"  # all of n1 were killed by its launcher
+    assert combine_reports([NodeReport("n1"), killed])[1] == "n2"  # the launcher of n1 killed all its ranks
 
 
-def test_a_node_that_does_not_answer_is_named() -> None:
-    end, _ = combine_reports([NodeReport("n1", codes={0: 1}, words=(LOST,)), None])
-    assert end.text == "error: the launcher of node number 1 does not respond"
+def test_names_a_node_that_does_not_respond() -> None:
+    outcome, _ = combine_reports([NodeReport("n1", codes={0: 1}, words=(LOST,)), None])
+    assert outcome.text == "error: the launcher of node number 1 does not respond"
     assert combine_reports([NodeReport("n1", codes={0: -9}), None])[0].kind == "killed"
     problem = NodeReport("n1", problem="the nodes did not join: RuntimeError: x")
     assert combine_reports([problem, None])[0].text.endswith("number 1 does not respond")
     assert combine_reports([problem, problem])[0].text == f"error: torchrun: {problem.problem}"
 
 
-def test_a_report_travels_whole() -> None:
+def test_reports_round_trip_as_json() -> None:
     report = NodeReport("n1", False, {3: -9}, (LOST,), 15, "")
     assert NodeReport.from_json(report.to_json()) == report
 
 
-def test_ranks_that_were_asked_to_stop_have_not_failed() -> None:
-    """Those of other nodes may take their time to save."""
+def test_stopped_ranks_have_not_failed() -> None:
+    """Ranks of other nodes may still be saving."""
     assert not NodeReport("n1", codes={0: 85, 1: 85}).has_failed and not NodeReport("n1", has_succeeded=True).has_failed
     assert NodeReport("n1", codes={0: 85, 1: 1}).has_failed and NodeReport("n1", problem="they did not join").has_failed
 
 
-def test_what_no_launcher_of_the_job_has_said_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the store that they meet in, which asks nobody who he is."""
+def test_refuses_forged_values_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rendezvous store does not authenticate its clients."""
     monkeypatch.setenv("MEGARL_SECRET", "a" * 32)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -84,16 +84,16 @@ def test_what_no_launcher_of_the_job_has_said_is_refused(monkeypatch: pytest.Mon
     first = MultiNode(0, 2, "127.0.0.1", port)
     second = MultiNode(1, 2, "127.0.0.1", port)
     assert first.agree_port(0) == second.agree_port(0)
-    somebody = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    somebody.set("1/port", "1")
+    intruder = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    intruder.set("1/port", "1")
     second.attempt = 1
     with pytest.raises(ForgedError):
         second.agree_port(0)
-    somebody.set("2/port", somebody.get("0/port"))  # what was said of something else
+    intruder.set("2/port", intruder.get("0/port"))  # a genuine value of another key
     second.attempt = 2
     with pytest.raises(ForgedError):
         second.agree_port(0)
-    somebody.set("0/next", '[true, 0, "", 0.0, ""]')
+    intruder.set("0/next", '[true, 0, "", 0.0, ""]')
     second.attempt = 0
     after = second.decide_next(NodeReport("n1"), None)
     assert not after.should_restart and "no longer responds: refused" in after.text
@@ -102,8 +102,8 @@ def test_what_no_launcher_of_the_job_has_said_is_refused(monkeypatch: pytest.Mon
         MultiNode(1, 2, "127.0.0.1", port).agree_port(0)
 
 
-class TwoNodes:
-    """Two launchers with a rank each, in a folder of their own."""
+class TwoLaunchers:
+    """Two launchers with one rank each in a folder."""
 
     def __init__(self, folder: Path, body: str, times: int = 3) -> None:
         self.folder = folder
@@ -129,19 +129,19 @@ class TwoNodes:
         ]
 
     def wait_for(self, name: str) -> int:
-        """The number that a rank leaves in a file."""
+        """Wait for the pid that a rank writes to a file."""
         file, deadline = self.folder / name, time.monotonic() + 120
         while not (file.exists() and file.read_text()):
             if time.monotonic() > deadline:
                 for item in self.launchers:
-                    item.kill()  # its ranks go with it
+                    item.kill()  # its ranks end with it
                 pytest.fail(f"no {name}")
-            assert all(item.poll() is None for item in self.launchers), self.ended()
+            assert all(item.poll() is None for item in self.launchers), self.wait_for_exit()
             time.sleep(0.02)
         return int(file.read_text())
 
-    def ended(self) -> list[tuple[int, list[str]]]:
-        """Exit status and lines of each; nobody is left of what they started."""
+    def wait_for_exit(self) -> list[tuple[int, list[str]]]:
+        """Return exit statuses and error lines, and assert that their process groups are empty."""
         result = []
         for item in self.launchers:
             _, err = item.communicate(timeout=200)
@@ -157,40 +157,40 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_all_nodes_start_again_together(folder: Path) -> None:
-    """After a rank was killed, while another waited for it; and after one failed, while another was busy elsewhere."""
+def test_restarts_all_nodes_together(folder: Path) -> None:
+    """Restart after a rank was killed while another waited for it, and after one failed while another slept."""
     body = "if attempt == 0: dist.barrier() if rank == 0 else time.sleep(600)\n"
     body += "if attempt == 1: rank and {}['key']; time.sleep(600)"
-    nodes = TwoNodes(folder, body)
-    nodes.wait_for("there_0_0")
-    os.kill(nodes.wait_for("there_0_1"), signal.SIGKILL)
-    (code, lines), other = nodes.ended()
+    nodes = TwoLaunchers(folder, body)
+    nodes.wait_for("started_0_0")
+    os.kill(nodes.wait_for("started_0_1"), signal.SIGKILL)
+    (code, lines), other = nodes.wait_for_exit()
     assert (code, lines) == other and code == 0
     first, second = lines
     assert first.startswith("error: rank 1 (node n1) was killed by SIGKILL")
     assert "restarting in 2 s from checkpoint step_000004 (restart 1 of this run, 1 of 3" in first
     assert second.startswith("error: rank 1 on node n1 failed: KeyError: 'key' (")
     assert "restarting in 8 s" in second
-    noted = (folder / "run" / "log.txt").read_text().splitlines()
-    assert [line.partition("  ")[2] for line in noted] == lines
+    log_lines = (folder / "run" / "log.txt").read_text().splitlines()
+    assert [line.partition("  ")[2] for line in log_lines] == lines
     assert not (folder / "leave_out").exists()
 
 
-def test_a_mistake_on_one_node_ends_all_with_its_status(folder: Path) -> None:
-    nodes = TwoNodes(folder, "if rank == 1: raise ConfigError('run.dir is wrong')\ntime.sleep(600)")
-    assert nodes.ended() == [(2, ["error: run.dir is wrong"])] * 2
+def test_a_config_error_on_one_node_ends_all(folder: Path) -> None:
+    nodes = TwoLaunchers(folder, "if rank == 1: raise ConfigError('run.dir is wrong')\ntime.sleep(600)")
+    assert nodes.wait_for_exit() == [(2, ["error: run.dir is wrong"])] * 2
 
 
-def test_ctrl_c_on_all_nodes_ends_them(folder: Path) -> None:
-    nodes = TwoNodes(folder, "time.sleep(600)")
-    nodes.wait_for("there_0_0"), nodes.wait_for("there_0_1")
+def test_ctrl_c_on_all_nodes_ends_the_run(folder: Path) -> None:
+    nodes = TwoLaunchers(folder, "time.sleep(600)")
+    nodes.wait_for("started_0_0"), nodes.wait_for("started_0_1")
     for item in nodes.launchers:
         os.killpg(item.pid, signal.SIGINT)
-    assert nodes.ended() == [(130, ["ended by Ctrl-C (SIGINT)"])] * 2
+    assert nodes.wait_for_exit() == [(130, ["ended by Ctrl-C (SIGINT)"])] * 2
 
 
-def test_the_node_of_all_that_went_wrong_is_to_be_left_out(folder: Path) -> None:
-    nodes = TwoNodes(folder, "rank and os.kill(os.getpid(), signal.SIGKILL); time.sleep(600)", times=1)
-    (code, lines), other = nodes.ended()
+def test_excludes_the_node_of_repeated_failures(folder: Path) -> None:
+    nodes = TwoLaunchers(folder, "rank and os.kill(os.getpid(), signal.SIGKILL); time.sleep(600)", times=1)
+    (code, lines), other = nodes.wait_for_exit()
     assert (code, lines) == other and code == 137 and len(lines) == 2
     assert (folder / "leave_out").read_text() == "n1\n"

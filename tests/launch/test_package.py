@@ -1,4 +1,4 @@
-"""What `pip install` makes of the project: its dependencies, its command, its types, and all files that it needs."""
+"""The installed package: dependencies, command, types and files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import megarl
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
-ASKED_FOR = {"mcp", "mlflow", "sglang", "swanlab", "verifiers", "wandb"}
-"""Imported where somebody asks for what needs them: extras, or installed without their own dependencies."""
+OPTIONAL_PACKAGES = {"mcp", "mlflow", "sglang", "swanlab", "verifiers", "wandb"}
+"""Imported only on request: extras, or packages installed without their dependencies."""
 DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core"}
 
 
@@ -26,7 +26,7 @@ def package_files() -> list[Path]:
 
 
 def build(target: Path, *options: str) -> Path:
-    """The wheel, of a copy: setuptools leaves folders where it builds."""
+    """Build the wheel from a copy, because setuptools leaves build folders behind."""
     copy = target / "copy"
     for file in (*package_files(), *ROOT.glob("launch/requirements*"), ROOT / "setup.py", ROOT / "MANIFEST.in"):
         name = file.relative_to(ROOT)
@@ -58,7 +58,7 @@ def metadata(installed: Path, name: str) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def test_every_package_that_is_imported_is_a_dependency(installed: Path) -> None:
+def test_declares_every_imported_package(installed: Path) -> None:
     import ast
 
     lines = message_from_string(metadata(installed, "METADATA")).get_all("Requires-Dist") or []
@@ -71,29 +71,30 @@ def test_every_package_that_is_imported_is_a_dependency(installed: Path) -> None
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 names = [node.module]
             imported |= {name.partition(".")[0] for name in names}
-    theirs = imported - sys.stdlib_module_names - {"megarl"} - ASKED_FOR
-    assert "torch" in theirs and {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in theirs} <= needed
+    third_party = imported - sys.stdlib_module_names - {"megarl"} - OPTIONAL_PACKAGES
+    assert (
+        "torch" in third_party and {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in third_party} <= needed
+    )
     assert not needed & {"pytest", "mypy", "ruff", "sglang", "transformer-engine"}
     (torch,) = (item for item in requirements if item.name == "torch" and item.marker is None)
     assert "2.13.0" in torch.specifier and "2.14.1" in torch.specifier and "2.15.0" not in torch.specifier
 
 
-def test_every_file_of_the_package_is_there(installed: Path) -> None:
+def test_includes_every_file(installed: Path) -> None:
     listed = [str(file.relative_to(ROOT)) for file in package_files()]
     left_out = [name for name in listed if not (installed / name).is_file() and not name.endswith(".png")]
     assert len(listed) > 150 and not left_out
     assert (installed / "megarl" / "py.typed").is_file()
 
 
-def test_the_command(installed: Path, tmp_path: Path) -> None:
+def test_command_runs_from_the_package(installed: Path, tmp_path: Path) -> None:
     assert "megarl = megarl.__main__:main" in metadata(installed, "entry_points.txt")
     (tmp_path / "my_reward.py").write_text("raise ValueError('imported')")
     (tmp_path / "a.yaml").write_text("algorithm: grpo\nreward: {functions: [my_reward:right]}\n")
 
-    def said(*arguments: str) -> tuple[int, str]:
-        code = (
-            "import sys; sys.path.remove(''); from megarl.__main__ import main; sys.exit(main())"  # as a script has it
-        )
+    def run_command(*arguments: str) -> tuple[int, str]:
+        # Like the console script.
+        code = "import sys; sys.path.remove(''); from megarl.__main__ import main; sys.exit(main())"
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", code, *arguments],
             cwd=tmp_path,
@@ -104,15 +105,15 @@ def test_the_command(installed: Path, tmp_path: Path) -> None:
         )
         return done.returncode, done.stdout + done.stderr
 
-    assert said("train", "--version") == (0, f"MegaRL {megarl.__version__}\n")
-    status, text = said("train", "nowhere.yaml")
+    assert run_command("train", "--version") == (0, f"MegaRL {megarl.__version__}\n")
+    status, text = run_command("train", "nowhere.yaml")
     assert status == 2 and text == "error: no configuration file nowhere.yaml\n"
-    status, text = said("train", "a.yaml", "--dry-run")
-    assert status == 2 and "ValueError: imported" in text  # it is found in the folder that the command is started in
+    status, text = run_command("train", "a.yaml", "--dry-run")
+    assert status == 2 and "ValueError: imported" in text  # found in the working directory
 
 
 @pytest.mark.parametrize("package", ["yaml", "safetensors", "torch"])
-def test_a_package_that_is_missing_is_one_line(package: str, installed: Path, tmp_path: Path) -> None:
+def test_a_missing_package_is_one_line(package: str, installed: Path, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("algorithm: sft\n")
     (tmp_path / "program.py").write_text(f"""
 import sys
@@ -129,9 +130,8 @@ sys.exit(main())
     assert (done.returncode, done.stderr) == (2, f"error: the package {package} is not installed: {remedy}\n")
 
 
-def test_type_checkers_know_the_editable_install(tmp_path: Path) -> None:
-    """Mypy reads the path that an editable installation writes, and runs no import hook; without py.typed it would say
-    that the module has no types."""
+def test_editable_install_is_typed(tmp_path: Path) -> None:
+    """Mypy reads the .pth file of an editable installation without import hooks, and finds py.typed."""
     copy, site, place = tmp_path / "copy", tmp_path / "site", tmp_path / "place"
     build(tmp_path)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-index"]

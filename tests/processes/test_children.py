@@ -1,4 +1,4 @@
-"""What a process has left behind is found and ended, in a process of its own: it reaps all children."""
+"""Find and end orphans, in a subprocess because the test reaps all children."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ quick = subprocess.Popen(["sleep", "0.1"])
 while len(open(f"/proc/{middle.pid}/task/{middle.pid}/children").read().split()) < 2:
     time.sleep(0.01)
 inner = [int(pid) for pid in open(f"/proc/{middle.pid}/task/{middle.pid}/children").read().split()]
-os.kill(middle.pid, 9)  # its own children come here
+os.kill(middle.pid, 9)  # this process inherits its children
 killed = end_orphans([spared.pid], 0.5)
 assert sorted(killed) == sorted(inner), (killed, inner)
 assert list_children() == [spared.pid]
 spared.kill()
-print("well")
+print("ok")
 """
 
 
-def test_orphans_are_killed_when_patience_is_over_and_others_are_spared() -> None:
+def test_kills_orphans_after_a_timeout_except_given_pids() -> None:
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "well\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr

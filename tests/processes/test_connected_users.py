@@ -1,4 +1,4 @@
-"""Who is connected to this process, of other users."""
+"""List other users who are connected to this process."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megarl.processes.node import list_connected_users
 pytestmark = pytest.mark.alone
 
 
-def test_this_user_is_no_stranger() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as to:
-        near, _ = server.accept()
-        with near:
-            to.sendall(b"x")
+def test_ignores_connections_of_the_same_user() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        connection, _ = server.accept()
+        with connection:
+            client.sendall(b"x")
             assert list_connected_users() == []
 
 
 @needs_root
-def test_another_user_is_named_also_in_the_line_of_a_rank_that_has_lost_another() -> None:
+def test_names_other_users_also_when_a_rank_is_lost() -> None:
     code = """
 to = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
 print("connected", flush=True)
@@ -33,8 +33,8 @@ sys.stdin.read()
     with socket.create_server(("127.0.0.1", 0)) as server:
         other = start_as_other_user(code, str(server.getsockname()[1]))
         try:
-            near, _ = server.accept()
-            with near:
+            connection, _ = server.accept()
+            with connection:
                 assert other.stdout is not None and other.stdout.readline() == "connected\n"
                 assert list_connected_users() == [65534]
                 _, _, line = exit_status.classify_error(lost)

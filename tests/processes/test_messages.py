@@ -1,4 +1,4 @@
-"""Frames that a process sends to a rank, and those that it does not take."""
+"""Frames between a process and a rank: encoding, decoding and refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.processes.messages import (
 pytestmark = pytest.mark.alone
 
 
-def read(sent: bytes, max_bytes: int | None = None) -> Frame:
+def read_one(sent: bytes, max_bytes: int | None = None) -> Frame:
     async def run() -> Frame:
         reader = asyncio.StreamReader()
         reader.feed_data(sent)
@@ -30,13 +30,13 @@ def read(sent: bytes, max_bytes: int | None = None) -> Frame:
     return asyncio.run(run())
 
 
-def test_what_is_sent_comes_out() -> None:
-    assert read(encode_frame({"a": "ä"}) + b"more") == ({"a": "ä"}, [])
-    assert read(encode_frame({"a": 1}, [b"x", b"", b"yz"])) == ({"a": 1}, [b"x", b"", b"yz"])
-    assert read(encode_frame({}), max_bytes=13) == ({}, [])
+def test_frames_round_trip() -> None:
+    assert read_one(encode_frame({"a": "ä"}) + b"more") == ({"a": "ä"}, [])
+    assert read_one(encode_frame({"a": 1}, [b"x", b"", b"yz"])) == ({"a": 1}, [b"x", b"", b"yz"])
+    assert read_one(encode_frame({}), max_bytes=13) == ({}, [])
 
 
-def test_pieces_of_a_stream() -> None:
+def test_decodes_frames_from_pieces_of_a_stream() -> None:
     stream = encode_frame({"a": 1}, [b"x" * 1000]) + encode_frame({"b": 2}) + encode_frame({"c": 3}, [b""])
     for size in (1, 7, len(stream)):
         decoder = FrameDecoder()
@@ -48,30 +48,30 @@ def test_pieces_of_a_stream() -> None:
     "body",
     [b"[]", b"{}", b'{"sizes": 1}', b'{"sizes": [-1]}', b'{"sizes": [true]}', b'{"sizes": [1]}', b"{", b"[" * 100_000],
 )
-def test_what_is_no_frame(body: bytes) -> None:
+def test_refuses_malformed_frames(body: bytes) -> None:
     with pytest.raises(ValueError):
-        read(struct.pack(">II", len(body), 0) + body)
+        read_one(struct.pack(">II", len(body), 0) + body)
     with pytest.raises(ValueError):
         FrameDecoder().feed(struct.pack(">II", len(body), 0) + body)
 
 
-def test_what_is_cut_off_or_too_long() -> None:
+def test_refuses_truncated_and_oversized_frames() -> None:
     with pytest.raises(asyncio.IncompleteReadError):
-        read(encode_frame({"a": 1})[:-1])
+        read_one(encode_frame({"a": 1})[:-1])
     with pytest.raises(ValueError, match="a frame of 8589934590 bytes"):
-        read(b"\xff" * 8, max_bytes=1 << 24)
+        read_one(b"\xff" * 8, max_bytes=1 << 24)
 
 
-def test_orders_have_numbers() -> None:
-    ours, theirs = socket.socketpair()
-    ours.sendall(encode_frame({"number": 7}, [b"do"]) + encode_frame({"number": 8}, [b""]))
-    ours.close()
-    assert [(number, bytes(content)) for number, content in iter_orders(theirs)] == [(7, b"do"), (8, b"")]
+def test_reads_numbered_orders() -> None:
+    writer_end, reader_end = socket.socketpair()
+    writer_end.sendall(encode_frame({"number": 7}, [b"do"]) + encode_frame({"number": 8}, [b""]))
+    writer_end.close()
+    assert [(number, bytes(content)) for number, content in iter_orders(reader_end)] == [(7, b"do"), (8, b"")]
 
-    async def one() -> tuple[int, bytes]:
+    async def read_numbered() -> tuple[int, bytes]:
         reader = asyncio.StreamReader()
         reader.feed_data(encode_frame({"number": -1}, [b"x"]))
         number, content = await read_order(reader)
         return number, bytes(content)
 
-    assert asyncio.run(one()) == (-1, b"x")
+    assert asyncio.run(read_numbered()) == (-1, b"x")

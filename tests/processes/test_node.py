@@ -1,4 +1,4 @@
-"""What a machine is called."""
+"""The name of a node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.processes import node
 pytestmark = pytest.mark.alone
 
 
-def test_slurms_name_comes_before_the_hosts_and_a_number_tells_nodes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefers_the_slurm_name_and_numbers_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURMD_NODENAME", "GROUP_RANK", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     host = socket.gethostname()

@@ -1,4 +1,4 @@
-"""Folders in the temporary folder: who removes them, whoever has been killed."""
+"""Temporary folders are removed even after their owner was killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.processes.temp_folders import TempFolder
 
 pytestmark = pytest.mark.alone
 
-MAKES = """
+CREATE_FOLDER = """
 import os, sys, time
 from megarl.processes.temp_folders import TempFolder
 folder = TempFolder("megarl-test-")
@@ -25,9 +25,7 @@ time.sleep(600)
 """
 
 
-def test_what_nobody_holds_is_removed_by_the_next_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removes_only_abandoned_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(temp_folders, "_MAX_PATH_CHARS", 1000)
     monkeypatch.setattr(temp_folders.tempfile, "gettempdir", lambda: str(tmp_path))
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -35,32 +33,32 @@ def test_what_nobody_holds_is_removed_by_the_next_and_nothing_else(
         [
             sys.executable,
             "-c",
-            f"from megarl.processes import temp_folders as scratch; scratch._MAX_PATH_CHARS = 1000\n{MAKES}",
+            f"from megarl.processes import temp_folders as scratch; scratch._MAX_PATH_CHARS = 1000\n{CREATE_FOLDER}",
         ],
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
         start_new_session=True,
-    ) as maker:
-        assert maker.stdout is not None
-        theirs = Path(maker.stdout.readline().strip())
-        (theirs / "file").write_text("x")
+    ) as creator:
+        assert creator.stdout is not None
+        abandoned = Path(creator.stdout.readline().strip())
+        (abandoned / "file").write_text("x")
         others = tmp_path / "megarl-test-public"
         others.mkdir(mode=0o755)
-        (tmp_path / "megarl-test-link").symlink_to(theirs)
+        (tmp_path / "megarl-test-link").symlink_to(abandoned)
         TempFolder("megarl-test-").close()
         monkeypatch.setattr(temp_folders, "_MIN_AGE_S", -1.0)
-        os.kill(maker.pid, signal.SIGKILL)
-        maker.wait()
+        os.kill(creator.pid, signal.SIGKILL)
+        creator.wait()
         TempFolder("megarl-test-").close()
-        assert theirs.exists(), "a process that it has forked holds it"
-        os.killpg(maker.pid, signal.SIGKILL)
+        assert abandoned.exists(), "a forked process still holds it"
+        os.killpg(creator.pid, signal.SIGKILL)
     cleared: list[str] = []
     for _ in range(100):
         TempFolder("megarl-test-", cleared.append)
         if cleared:
             break
-    assert cleared == [str(theirs)]
+    assert cleared == [str(abandoned)]
     with TempFolder("megarl-test-") as path:
-        assert not theirs.exists() and Path(path).stat().st_mode & 0o777 == 0o700
+        assert not abandoned.exists() and Path(path).stat().st_mode & 0o777 == 0o700
     assert not Path(path).exists() and others.exists() and (tmp_path / "megarl-test-link").is_symlink()

@@ -1,4 +1,4 @@
-"""Leases of worker processes, with processes that are stood in for."""
+"""Lease worker processes from a pool, with fake processes."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from megarl.processes.worker_process import WorkerPool, WorkerUnavailable
 pytestmark = pytest.mark.alone
 
 
-class Process:
+class FakeProcess:
     is_alive = True
 
     def end(self) -> None:
         self.is_alive = False
 
 
-class Server:
-    """Starts processes, or fails as often as it is told to."""
+class FakeForkServer:
+    """Start fake processes after a number of failures."""
 
     def __init__(self, failures: int = 0) -> None:
         self.failures, self.started = failures, 0
 
-    async def start_worker(self, order: Mapping[str, Any]) -> Process:
+    async def start_worker(self, order: Mapping[str, Any]) -> FakeProcess:
         await asyncio.sleep(0)
         if self.failures > 0:
             self.failures -= 1
             raise WorkerUnavailable("it cannot start")
         self.started += 1
-        return Process()
+        return FakeProcess()
 
 
-def pool(server: Server, **options: Any) -> Any:
+def make_pool(server: FakeForkServer, **options: Any) -> Any:
     return WorkerPool(server, {}, **options)  # type: ignore[arg-type]
 
 
-def test_an_idle_process_is_used_again_and_others_start_for_who_waits() -> None:
+def test_reuses_idle_processes_and_starts_others() -> None:
     async def run() -> None:
-        server = Server()
-        processes = pool(server)
+        server = FakeForkServer()
+        processes = make_pool(server)
         first = await processes.acquire()
         second = await processes.acquire()
         processes.release(first)
@@ -52,10 +52,10 @@ def test_an_idle_process_is_used_again_and_others_start_for_who_waits() -> None:
     asyncio.run(run())
 
 
-def test_callers_are_spread_over_as_many_processes_as_may_be() -> None:
+def test_spreads_leases_up_to_the_pool_size() -> None:
     async def run() -> None:
-        server = Server()
-        processes = pool(server, size=2, max_starting=2, max_leases=3)
+        server = FakeForkServer()
+        processes = make_pool(server, size=2, max_starting=2, max_leases=3)
         leases = [asyncio.create_task(processes.acquire()) for _ in range(7)]
         done, waiting = await asyncio.wait(leases, timeout=0.1)
         assert sorted(Counter(task.result() for task in done).values()) == [3, 3] and server.started == 2
@@ -65,20 +65,20 @@ def test_callers_are_spread_over_as_many_processes_as_may_be() -> None:
     asyncio.run(run())
 
 
-def test_each_who_waits_is_told_that_none_can_start_after_a_second_try() -> None:
+def test_reports_failed_starts_to_every_waiter() -> None:
     async def run() -> None:
         results = await asyncio.gather(*[processes.acquire() for _ in range(3)], return_exceptions=True)
         assert all(isinstance(result, WorkerUnavailable) for result in results)
-        assert isinstance(await processes.acquire(), Process)
+        assert isinstance(await processes.acquire(), FakeProcess)
 
-    processes = pool(Server(failures=7))
+    processes = make_pool(FakeForkServer(failures=7))
     asyncio.run(asyncio.wait_for(run(), 10))
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_a_process_that_has_ended_makes_room_for_another(is_killed: bool) -> None:
+def test_replaces_ended_processes(is_killed: bool) -> None:
     async def run() -> None:
-        processes = pool(Server(), size=1)
+        processes = make_pool(FakeForkServer(), size=1)
         first = await processes.acquire()
         waiting = asyncio.create_task(processes.acquire())
         await asyncio.sleep(0)
@@ -92,14 +92,14 @@ def test_a_process_that_has_ended_makes_room_for_another(is_killed: bool) -> Non
     asyncio.run(run())
 
 
-def test_who_is_cancelled_takes_no_process_along() -> None:
+def test_cancelled_waiters_leave_the_process_free() -> None:
     async def run() -> None:
-        processes = pool(Server(), size=1)
+        processes = make_pool(FakeForkServer(), size=1)
         first = await processes.acquire()
         cancelled = [asyncio.create_task(processes.acquire()) for _ in range(2)]
         await asyncio.sleep(0)
         cancelled[0].cancel()
-        processes.release(first)  # to the second, which is cancelled before it has seen it
+        processes.release(first)  # goes to the second waiter, which is cancelled before it runs
         await asyncio.sleep(0)
         cancelled[1].cancel()
         await asyncio.gather(*cancelled, return_exceptions=True)

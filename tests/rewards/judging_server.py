@@ -1,4 +1,4 @@
-"""A reward service on this machine: an answer's reward is the number of its words. Or a judge, by what it replies."""
+"""A local reward service, which counts the words of an answer, or a judge that replies as a test asks."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from typing import Any
 Answer = tuple[int, bytes] | tuple[int, bytes, dict[str, str]]
 
 
-def words(conversation: dict[str, Any]) -> Any:
+def count_words(conversation: dict[str, Any]) -> Any:
     return {"reward": len(conversation["answer"].split()), "parts": {"style": 0.5}}
 
 
-def says(text: Any, **about: Any) -> dict[str, Any]:
-    """What a server with OpenAI's API answers."""
+def chat_completion(text: Any, **about: Any) -> dict[str, Any]:
+    """Return a response of OpenAI's chat completions API."""
     return {
         "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop", **about}]
     }
 
 
-class Judging:
-    """`reply`: what it answers to the whole of a request; without it what `judge` says of each conversation.
+class RewardServer:
+    """Answer each request with `reply(body)`, or without it with `judge(conversation)` of each conversation.
 
-    `answers`: instead of what it would say to the next requests, one after the other: a status, a body and headers, or
-    the seconds that it takes, or None, for a connection that is cut."""
+    `answers` override the next responses in order: a status, a body and headers; the seconds that the usual response
+    takes; or None to drop the connection.
+    """
 
     def __init__(
-        self, judge: Callable[[dict[str, Any]], Any] = words, reply: Callable[[dict[str, Any]], Any] | None = None
+        self, judge: Callable[[dict[str, Any]], Any] = count_words, reply: Callable[[dict[str, Any]], Any] | None = None
     ) -> None:
         self.requests: list[tuple[str, str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.answers: list[Answer | float | None] = []
-        self.most = 0
-        self._now, self._lock = 0, threading.Lock()
+        self.max_concurrent = 0
+        self._concurrent, self._lock = 0, threading.Lock()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -53,15 +54,15 @@ class Judging:
                 with outer._lock:
                     outer.requests.append(("POST", self.path, body))
                     outer.headers.append(dict(self.headers))
-                    outer._now += 1
-                    outer.most = max(outer.most, outer._now)
+                    outer._concurrent += 1
+                    outer.max_concurrent = max(outer.max_concurrent, outer._concurrent)
                     answer = outer.answers.pop(0) if outer.answers else 0.0
                 if isinstance(answer, float):
                     time.sleep(answer)
-                    said = reply(body) if reply else [judge(item) for item in body["conversations"]]
-                    answer = 200, json.dumps(said).encode()
+                    result = reply(body) if reply else [judge(item) for item in body["conversations"]]
+                    answer = 200, json.dumps(result).encode()
                 with outer._lock:
-                    outer._now -= 1
+                    outer._concurrent -= 1
                 if answer is None:
                     self.connection.shutdown(socket.SHUT_RDWR)
                     return
@@ -70,7 +71,7 @@ class Judging:
                 for name, value in answer[2].items() if len(answer) > 2 else ():
                     self.send_header(name, value)
                 self.end_headers()
-                with suppress(OSError):  # who asked may have had enough
+                with suppress(OSError):  # the client may have hung up
                     self.wfile.write(answer[1])
 
             def log_message(self, *arguments: Any) -> None:
@@ -81,12 +82,12 @@ class Judging:
         self.url = f"{self.address}/score"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self.gone = f"http://127.0.0.1:{probe.getsockname()[1]}/score"  # where nobody is
+            self.unreachable_url = f"http://127.0.0.1:{probe.getsockname()[1]}/score"  # nothing listens here
 
     def batches(self) -> list[list[dict[str, Any]]]:
         return [body["conversations"] for _, _, body in self.requests if body and "conversations" in body]
 
-    def __enter__(self) -> Judging:
+    def __enter__(self) -> RewardServer:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
         return self

@@ -1,4 +1,4 @@
-"""Reward functions that do what functions should not, each only where the sample's id says so."""
+"""Misbehaving reward functions; the id of the prompt selects the behavior."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from typing import Any
 from megarl.types import Prompt, Rollout
 from megarl.types.reward_values import Reward
 
-HERE = f"calls of the process {os.getpid()}"
 
-
-def one(rollout: Rollout) -> float:
+def constant(rollout: Rollout) -> float:
     return 1.0
 
 
-def odd(rollout: Rollout) -> Any:
-    """As the sample's id says: `how` or `how/argument`."""
-    how, _, argument = rollout.prompt.id.partition("/")
+def misbehave(rollout: Rollout) -> Any:
+    """Do what the id of the prompt says: `behavior` or `behavior/argument`."""
+    behavior, _, argument = rollout.prompt.id.partition("/")
     actions: dict[str, Any] = {
         "fine": lambda: 1.0,
         "pid": os.getpid,
@@ -53,7 +51,7 @@ def odd(rollout: Rollout) -> Any:
         "too many": lambda: {"reward": 1.0, "turns": [0.1, 0.2, 0.3]},
         "routing": lambda: float(rollout.routing is None and rollout.group == 0 and rollout.reward == 0),
     }
-    return actions[how]()
+    return actions[behavior]()
 
 
 def spin() -> None:
@@ -62,7 +60,7 @@ def spin() -> None:
 
 
 def leave(mark: str) -> None:
-    """Hang, with a child, and one in a session of its own."""
+    """Hang with two children, one of them in its own session, whose pids are appended to `mark`."""
     for session in (False, True):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=session)
         with open(mark, "a") as file:
@@ -70,18 +68,18 @@ def leave(mark: str) -> None:
     time.sleep(600)
 
 
-_MADE: list[Any] = []
+_LOCKS: list[Any] = []
 
 
-def semaphores(how: str, mark: str) -> None:
-    """Leave some in shared memory, as what works with processes of its own has them, and end without a word."""
-    _MADE.extend(multiprocessing.get_context("spawn").Lock() for _ in range(3))
-    Path(f"/{mark}").write_text("\n".join(lock._semlock.name for lock in _MADE))
-    odd(Rollout(Prompt(how, ()), ()))
+def semaphores(behavior: str, mark: str) -> None:
+    """Leave semaphores in shared memory, as multiprocessing does, then end as `behavior` says."""
+    _LOCKS.extend(multiprocessing.get_context("spawn").Lock() for _ in range(3))
+    Path(f"/{mark}").write_text("\n".join(lock._semlock.name for lock in _LOCKS))
+    misbehave(Rollout(Prompt(behavior, ()), ()))
 
 
 def alarm() -> float:
-    """By a signal, as some libraries limit what they do; it works in the main thread only."""
+    """Use SIGALRM as a timeout, as some libraries do; it works only in the main thread."""
 
     def ring(number: int, frame: object) -> None:
         raise InterruptedError
@@ -98,8 +96,8 @@ def alarm() -> float:
 ARRIVED: list[asyncio.Event] = []
 
 
-async def meets(rollout: Rollout) -> float:
-    """Comes back when as many are at it in this process as the id says."""
+async def meet(rollout: Rollout) -> float:
+    """Return once as many calls as the id says run in this process."""
     ARRIVED.append(asyncio.Event())
     if len(ARRIVED) == int(rollout.prompt.id.partition("/")[0]):
         for event in ARRIVED:
@@ -108,22 +106,18 @@ async def meets(rollout: Rollout) -> float:
     return 1.0
 
 
-async def aodd(rollout: Rollout) -> Any:
-    """As `odd`; or waits, or swallows that it is late."""
-    how = rollout.prompt.id.partition("/")[0]
-    if how == "wait":
+async def misbehave_async(rollout: Rollout) -> Any:
+    """As `misbehave`; or wait, or swallow the cancellation."""
+    behavior = rollout.prompt.id.partition("/")[0]
+    if behavior == "wait":
         await asyncio.sleep(600)
-    if how == "swallow":
+    if behavior == "swallow":
         try:
             await asyncio.sleep(600)
         except asyncio.CancelledError:
             return 1.0
     await asyncio.sleep(0)
-    return odd(rollout)
-
-
-def breaks_elsewhere(rollout: Rollout) -> float:
-    return 1.0
+    return misbehave(rollout)
 
 
 if os.environ.get("REWARDS_BREAK") and "megarl.processes.forkserver" in " ".join(sys.orig_argv):

@@ -1,4 +1,4 @@
-"""Rollouts that said something, and texts that are meant to do harm."""
+"""Build a rollout with a given answer, and hostile answers for every reward function."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from megarl.types import Prompt, Rollout, Turn
 
 
-def said(answer: str, truth: Any, source: str = "") -> Rollout:
+def make_rollout(answer: str, truth: Any, source: str = "") -> Rollout:
     messages = ({"role": "user", "content": "?"}, {"role": "assistant", "content": answer})
     return Rollout(Prompt("x", (), data_source=source, ground_truth=truth), (Turn((1,)),), messages=messages)
 

@@ -1,4 +1,4 @@
-"""Forms in which policies write a result, through every function that looks for one: what each accepts and refuses."""
+"""Every reward function parses the forms in which policies state a final answer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megarl.rewards.math_verify import math_verify, math_verify_strict
 from megarl.rewards.squad import exact_match
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import said  # noqa: E402
+from said import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
 RESULTS = ["@", "**@**", "$@$", r"\(@\)", r"\[@\]", "$$@$$", r"\boxed{@}", r"$\boxed{@}$.", "@."]
-"""How a result is written."""
+"""Ways to write a result; `@` stands for the result."""
 PLACES = {
     "Answer: @": {math_dapo, math_verify, gsm8k, choice},
     "Answer:\n@": {math_dapo, math_verify, gsm8k, choice},
@@ -33,7 +33,7 @@ PLACES = {
     "#### @": {math_verify, gsm8k, gsm8k_strict},
     "####\n@": {math_verify, gsm8k, gsm8k_strict},
 }
-"""Where it stands, and which functions read it there."""
+"""Where the result stands, and which functions find it there."""
 CASES = [
     pytest.param(place.replace("@", result), function, id=f"{place.replace('@', result)}-{function.__name__}")
     for place, functions in PLACES.items()
@@ -43,15 +43,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("form", "function"), CASES)
-def test_each_function_reads_each_form(form, function):
+def test_reward_functions_parse_each_answer_form(form, function):
     wrong = -1.0 if function is math_dapo else 0.0
     right, other = ("B", "D") if function is choice else ("42", "43")
-    assert function(said(form.replace("@", right), right)) == 1.0
-    assert function(said(form.replace("@", right), other)) == wrong
+    assert function(make_rollout(form.replace("@", right), right)) == 1.0
+    assert function(make_rollout(form.replace("@", right), other)) == wrong
 
 
 MATH = [
-    # (in the box, ground truth, reward)
+    # (boxed answer, ground truth, reward)
     ("18.90", r"\$18.90", 1.0),
     (r"\$18.90", r"\$18.90", 1.0),
     ("18.9", r"\$18.90", 1.0),
@@ -96,9 +96,9 @@ MATH = [
 
 
 @pytest.mark.parametrize(("answer", "truth", "reward"), MATH)
-def test_mathematics(answer, truth, reward):
+def test_math_verify_compares_boxed_answers(answer, truth, reward):
     for function in (math_verify, math_verify_strict):
-        assert function(said(f"so it is $\\boxed{{{answer}}}$.", truth)) == reward
+        assert function(make_rollout(f"so it is $\\boxed{{{answer}}}$.", truth)) == reward
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,13 @@ def test_mathematics(answer, truth, reward):
         "`18.90`",
     ],
 )
-def test_currency_without_a_box(answer):
-    assert math_verify(said(answer, r"\$18.90")) == 1.0
-    assert math_verify(said(answer, r"\$18.91")) == 0.0
+def test_math_verify_reads_unboxed_currency(answer):
+    assert math_verify(make_rollout(answer, r"\$18.90")) == 1.0
+    assert math_verify(make_rollout(answer, r"\$18.91")) == 0.0
 
 
 GSM8K = [
-    # (answer, number that it states)
+    # (answer, stated number)
     ("#### 42 000", "42000"),
     (r"\boxed{42\,000}", "42000"),
     (r"\boxed{42{,}000}", "42000"),
@@ -139,10 +139,10 @@ GSM8K = [
 
 
 @pytest.mark.parametrize(("answer", "number"), GSM8K)
-def test_grade_school(answer, number):
+def test_gsm8k_extracts_the_stated_number(answer, number):
     for truth in ("42", "-42", "42000", "40", "3"):
         for function in (gsm8k, gsm8k_strict):
-            assert function(said(answer, truth)) == float(truth == number)
+            assert function(make_rollout(answer, truth)) == float(truth == number)
 
 
 CHOICES = [
@@ -170,16 +170,16 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("answer", "letter"), CHOICES)
-def test_multiple_choice(answer, letter):
+def test_choice_extracts_the_stated_letter(answer, letter):
     for truth in "ABCDE":
-        assert choice(said(answer, truth)) == float(truth == letter)
+        assert choice(make_rollout(answer, truth)) == float(truth == letter)
 
 
-def test_what_needs_no_change():
-    """Words are compared without punctuation, code is taken from fences or tags, statements end with their number."""
+def test_other_functions_parse_common_forms():
+    """Exact match ignores punctuation, arithmetic reads the last number, and code comes from fences or tags."""
     for answer in ("**Paris**", "<answer>**Paris**.</answer>", "$Paris$", r"\(Paris\)"):
-        assert exact_match(said(answer, "Paris")) == 1.0
+        assert exact_match(make_rollout(answer, "Paris")) == 1.0
     for answer in ("It is **72**.", r"It is \(72\).", "It is $72$.", "It is\n72."):
-        assert arithmetic(said(answer, "72")) == 1.0
+        assert arithmetic(make_rollout(answer, "72")) == 1.0
     assert extract_code("<think>x</think><answer>\nx = 1\n</answer>") == "x = 1"
     assert extract_code("<answer>```python\nx = 1\n```</answer>").strip() == "x = 1"

@@ -1,4 +1,4 @@
-"""The function of each data set, by the prompt's data source."""
+"""Choose the reward function by the data source of the prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.rewards.code import hidden_tests
 from megarl.rewards.functions import check_function, load_functions
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import said  # noqa: E402
+from said import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -34,49 +34,54 @@ ROOT = Path(__file__).parents[2]
         ("cais/mmlu", "Answer: C", "C", (1.0, 0.0)),
     ],
 )
-def test_each_source_has_its_own(source, right, truth, rewards):
-    assert (by_source(said(right, truth, source)), by_source(said("no", truth, source))) == rewards
+def test_scores_with_the_function_of_the_source(source, right, truth, rewards):
+    assert (by_source(make_rollout(right, truth, source)), by_source(make_rollout("no", truth, source))) == rewards
 
 
 @pytest.mark.parametrize("source", ["", "lighteval/math", "openai/gsm8k/main", "codecontest", "xaime"])
-def test_an_unknown_one_is_named(source):
+def test_errors_name_unknown_sources(source):
     with pytest.raises(
         ValueError, match=f"^no reward for the data source {source!r}; name .* \\(known: openai/gsm8k, "
     ):
-        by_source(said("1", "1", source))
+        by_source(make_rollout("1", "1", source))
 
 
-def test_as_a_reward_function():
+def test_loads_as_a_reward_function():
     functions = load_functions(["megarl.rewards.by_source:by_source"])
     assert functions == {"by_source": by_source}
-    assert check_function(by_source, "by_source")(said("#### 72", "72", "openai/gsm8k")) == 1.0
+    assert check_function(by_source, "by_source")(make_rollout("#### 72", "72", "openai/gsm8k")) == 1.0
 
 
-def test_sources_of_ones_own():
-    mine = BySource({**SOURCES, "lab/*": len_of, "lab/maths*": one, "lab/x": zero})
-    assert [mine(said("abc", None, source)) for source in ("lab/a", "lab/maths-2", "lab/x", "lab/xy")] == [3, 1, 0, 3]
-    assert mine.function_for("openai/gsm8k") is SOURCES["openai/gsm8k"]
+def test_accepts_custom_sources():
+    reward = BySource({**SOURCES, "lab/*": answer_length, "lab/maths*": always_one, "lab/x": always_zero})
+    assert [reward(make_rollout("abc", None, source)) for source in ("lab/a", "lab/maths-2", "lab/x", "lab/xy")] == [
+        3,
+        1,
+        0,
+        3,
+    ]
+    assert reward.function_for("openai/gsm8k") is SOURCES["openai/gsm8k"]
 
 
-async def later(rollout):
+async def async_length(rollout):
     return len(rollout.answer)
 
 
-def test_a_coroutine_function_is_awaited():
-    mine = BySource({"lab/a": later, "lab/b": one})
-    assert [mine(said("abc", None, source)) for source in ("lab/a", "lab/b", "lab/a")] == [3, 1, 3]
+def test_awaits_coroutine_functions():
+    reward = BySource({"lab/a": async_length, "lab/b": always_one})
+    assert [reward(make_rollout("abc", None, source)) for source in ("lab/a", "lab/b", "lab/a")] == [3, 1, 3]
     assert (
         by_source.function_for("livecodebench/code_generation_lite") is hidden_tests is by_source.function_for("taco")
     )
 
 
-def len_of(rollout):
+def answer_length(rollout):
     return len(rollout.answer)
 
 
-def one(rollout):
+def always_one(rollout):
     return 1
 
 
-def zero(rollout):
+def always_zero(rollout):
     return 0

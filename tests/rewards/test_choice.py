@@ -1,4 +1,4 @@
-"""Multiple choice: the letter that a text states, and what states none."""
+"""The multiple-choice reward, by the letter that an answer states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megarl.rewards.choice import choice, extract_letter
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import said  # noqa: E402
+from said import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -75,32 +75,32 @@ pytestmark = pytest.mark.alone
         ("I don't know", None),
     ],
 )
-def test_the_letter(answer, letter):
+def test_extracts_the_stated_letter(answer, letter):
     assert extract_letter(answer) == letter
     for truth in "ABCDE":
-        assert choice(said(answer, truth)) == float(truth == letter)
+        assert choice(make_rollout(answer, truth)) == float(truth == letter)
 
 
 @pytest.mark.parametrize("truth", ["B", "b", "(B)", "[b]", "B.", " B ", r"\text{B}", "B. Paris", "$B$"])
-def test_ground_truths(truth):
-    assert choice(said("Answer: B", truth)) == 1.0 and choice(said("Answer: C", truth)) == 0.0
+def test_accepts_forms_of_ground_truths(truth):
+    assert choice(make_rollout("Answer: B", truth)) == 1.0 and choice(make_rollout("Answer: C", truth)) == 0.0
 
 
 @pytest.mark.parametrize("truth", ["", None, "F", "Paris", 1, "AB", ["B"]])
-def test_what_is_no_letter(truth):
+def test_refuses_ground_truths_that_are_no_letter(truth):
     with pytest.raises(ValueError, match="is not a letter from A to E"):
-        choice(said("B", truth))
+        choice(make_rollout("B", truth))
 
 
 FORMS = ["Answer: {}", "the answer is ({})", r"\boxed{{{}}}", "({})", "**{}**", "I think\n{}", "Option {} it is"]
 
 
 @given(st.lists(st.tuples(st.sampled_from(FORMS[:3]), st.sampled_from("ABCDE")), min_size=1, max_size=5))
-def test_the_last_that_is_marked_counts(stated):
+def test_reads_the_last_marked_letter(stated):
     text = " and then. ".join(form.format(letter) for form, letter in stated)
     assert extract_letter(text) == stated[-1][1]
 
 
 @given(st.sampled_from(FORMS), st.sampled_from("ABCDE"), st.text("xyz ,\n", max_size=30))
-def test_what_is_said_before_makes_no_difference(form, letter, before):
+def test_ignores_preceding_text(form, letter, before):
     assert extract_letter(f"{before}\n{form.format(letter)}") == letter

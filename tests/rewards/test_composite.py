@@ -1,4 +1,4 @@
-"""Rewards out of parts, by hand."""
+"""Combine the parts of a reward, with values computed by hand."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ ROLLOUT = Rollout(
 )
 
 
-def test_the_sum_by_weights_and_what_is_not_named_counts_as_it_is() -> None:
-    said = {"gsm8k": Reward(1.0), "model": Reward(-2.0, {"margin": 0.5}), "service": Reward(3.0)}
-    result = combine_reward(ROLLOUT, said, {"gsm8k": 0.4, "model": 0.5})
+def test_sums_parts_by_weight_which_defaults_to_1() -> None:
+    results = {"gsm8k": Reward(1.0), "model": Reward(-2.0, {"margin": 0.5}), "service": Reward(3.0)}
+    result = combine_reward(ROLLOUT, results, {"gsm8k": 0.4, "model": 0.5})
     assert result.reward == pytest.approx(0.4 - 1.0 + 3.0)
     assert result.reward_parts == {"gsm8k": 1.0, "model": -2.0, "model/margin": 0.5, "service": 3.0}
     assert result.unscored == {} and result.turns is ROLLOUT.turns
-    assert combine_reward(ROLLOUT, said, {}).reward == 2.0
+    assert combine_reward(ROLLOUT, results, {}).reward == 2.0
     assert combine_reward(ROLLOUT, {}, {}).reward == 0.0
 
 
-def test_turns_have_their_share_in_it() -> None:
+def test_weights_turn_rewards() -> None:
     """0.5 * (1 + 0.25 + 0.5) + 2 * (0 - 0.25 + 0)."""
-    said = {"a": Reward(1.0, turns=(0.25, 0.5)), "b": Reward(0.0, turns=(-0.25, 0.0)), "c": Reward(1.0)}
-    result = combine_reward(ROLLOUT, said, {"a": 0.5, "b": 2.0, "c": 0.0})
+    results = {"a": Reward(1.0, turns=(0.25, 0.5)), "b": Reward(0.0, turns=(-0.25, 0.0)), "c": Reward(1.0)}
+    result = combine_reward(ROLLOUT, results, {"a": 0.5, "b": 2.0, "c": 0.0})
     assert [turn.reward for turn in result.turns] == [0.0, 0.125 - 0.5, 0.0, 0.25]
     assert result.reward == 0.875 - 0.5 and result.reward_parts == {"a": 1.75, "b": -0.25, "c": 1.0}
     assert tuple(replace(turn, reward=0.0) for turn in result.turns) == ROLLOUT.turns
@@ -48,9 +48,9 @@ def test_turns_have_their_share_in_it() -> None:
 
 
 @pytest.mark.parametrize("other", [RewardFailure("it raised"), Reward(8e5, turns=(1e5, 0.0))])
-def test_where_a_part_fails_there_is_no_reward(other: RewardResult) -> None:
-    said: dict[str, RewardResult] = {"good": Reward(2e5, turns=(1.0, 1.0)), "other": other}
-    result = combine_reward(ROLLOUT, said, {})
+def test_a_failed_part_leaves_the_rollout_unscored(other: RewardResult) -> None:
+    results: dict[str, RewardResult] = {"good": Reward(2e5, turns=(1.0, 1.0)), "other": other}
+    result = combine_reward(ROLLOUT, results, {})
     assert result.reward == 0.0 and not any(turn.reward for turn in result.turns)
     assert result.reward_parts["good"] == 200002.0
     if isinstance(other, RewardFailure):
@@ -60,7 +60,7 @@ def test_where_a_part_fails_there_is_no_reward(other: RewardResult) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "complaint"),
+    ("value", "complaint"),
     [
         (
             {"gsm": 1.0},
@@ -76,30 +76,30 @@ def test_where_a_part_fails_there_is_no_reward(other: RewardResult) -> None:
         (None, "must be a mapping"),
     ],
 )
-def test_weights_that_are_none(given: Any, complaint: str) -> None:
+def test_refuses_invalid_weights(value: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as error:
-        check_weights(given, ("gsm8k", "model"))
+        check_weights(value, ("gsm8k", "model"))
     assert "\n" not in str(error.value)
 
 
-def test_weights() -> None:
+def test_accepts_weights_of_known_parts() -> None:
     assert check_weights({"model": 2, "gsm8k": -0.5}, ("gsm8k", "model")) == {"model": 2.0, "gsm8k": -0.5}
     assert check_weights({}, ()) == {}
 
 
-def test_the_last_branch_is_judged_and_the_reward_is_of_all() -> None:
-    """What is said of turns is of the last one's; what a branch had before is gone."""
+def test_scores_the_last_branch_for_the_whole_episode() -> None:
+    """Turn rewards go to the last branch, and earlier rewards of all branches are cleared."""
     turn = Turn((7,), (0.0,), True, reward=3.0)
     branches = as_branches([replace(ROLLOUT, turns=(Turn((1,)), turn)), ROLLOUT], 0)
     aborted = as_branches([ROLLOUT, replace(ROLLOUT, status="aborted", failure="late")], 1)
-    given = Rollouts.gather([*branches, *aborted, ROLLOUT, *as_branches([ROLLOUT] * 3, 2)])
-    said: list[dict[str, RewardResult]] = [
+    value = Rollouts.gather([*branches, *aborted, ROLLOUT, *as_branches([ROLLOUT] * 3, 2)])
+    results: list[dict[str, RewardResult]] = [
         {"a": Reward(1.0, {"b": 2.0}, (0.25, 0.5))},
         {"a": Reward(5.0)},
         {"a": RewardFailure("x")},
     ]
-    first, last, *gone, alone, item, two, three = combine_episode_rewards(given, said, {"a": 2.0})
-    assert last == combine_reward(branches[1], said[0], {"a": 2.0}) and [turn.reward for turn in last.turns] == [
+    first, last, *cleared, single, item, two, three = combine_episode_rewards(value, results, {"a": 2.0})
+    assert last == combine_reward(branches[1], results[0], {"a": 2.0}) and [turn.reward for turn in last.turns] == [
         0,
         0.5,
         0,
@@ -107,7 +107,7 @@ def test_the_last_branch_is_judged_and_the_reward_is_of_all() -> None:
     ]
     assert first.turns == (Turn((1,)), replace(turn, reward=0.0)) and first.messages == branches[0].messages
     assert first.reward == last.reward == 3.5 and first.reward_parts == last.reward_parts == {"a": 1.75, "a/b": 2.0}
-    assert gone == [clear_reward(rollout) for rollout in aborted]
-    assert alone == combine_reward(ROLLOUT, said[1], {"a": 2.0}) and alone.reward == 10.0
+    assert cleared == [clear_reward(rollout) for rollout in aborted]
+    assert single == combine_reward(ROLLOUT, results[1], {"a": 2.0}) and single.reward == 10.0
     assert item.unscored == two.unscored == three.unscored == {"a": "x"} and item.reward == 0.0
-    assert [rollout.episode for rollout in (first, last, *gone, alone, item)] == [0, 0, 1, 1, -1, 2]
+    assert [rollout.episode for rollout in (first, last, *cleared, single, item)] == [0, 0, 1, 1, -1, 2]

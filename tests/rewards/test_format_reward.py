@@ -1,4 +1,4 @@
-"""The form of an answer: tags, each once and in their order."""
+"""The format rewards: each tag once, in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.rewards.format_reward import format_reward, format_reward_opened, in
 from megarl.rewards.functions import check_function
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import said  # noqa: E402
+from said import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -50,28 +50,28 @@ BAD = [
 
 
 @pytest.mark.parametrize("answer", GOOD)
-def test_good(answer):
-    assert format_reward(said(answer, None)) == 1.0
+def test_rewards_well_formed_answers(answer):
+    assert format_reward(make_rollout(answer, None)) == 1.0
     opened = answer.lstrip().removeprefix("<think>")
-    assert format_reward_opened(said(opened, None)) == 1.0 and format_reward(said(opened, None)) == 0.0
+    assert format_reward_opened(make_rollout(opened, None)) == 1.0 and format_reward(make_rollout(opened, None)) == 0.0
 
 
 @pytest.mark.parametrize("answer", BAD)
-def test_bad(answer):
-    assert format_reward(said(answer, None)) == 0.0
+def test_gives_nothing_for_malformed_answers(answer):
+    assert format_reward(make_rollout(answer, None)) == 0.0
 
 
-def test_tags_of_ones_own():
+def test_accepts_custom_tags():
     form = check_function(partial(in_tags, tags=("plan", "code", "check")), "mine:form")
-    assert form(said("<plan>1</plan><code>2</code><check>3</check>", None)) == 1.0
-    assert form(said("<plan>1</plan><check>3</check><code>2</code>", None)) == 0.0
+    assert form(make_rollout("<plan>1</plan><code>2</code><check>3</check>", None)) == 1.0
+    assert form(make_rollout("<plan>1</plan><check>3</check><code>2</code>", None)) == 0.0
 
 
-ONCE = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
+TAGS_IN_ORDER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "x", " "]), max_size=9).map("".join))
-def test_against_an_expression(answer):
-    result = ONCE.fullmatch(answer)
+def test_matches_a_regular_expression(answer):
+    result = TAGS_IN_ORDER.fullmatch(answer)
     good = result is not None and result[2].strip() and not re.search("</?(think|answer)>", result[1] + result[2])
-    assert format_reward(said(answer, None)) == float(bool(good))
+    assert format_reward(make_rollout(answer, None)) == float(bool(good))

@@ -1,4 +1,4 @@
-"""Which functions can be rewards, and what may come of one."""
+"""Load reward functions, and parse the values that they return."""
 
 import functools
 from decimal import Decimal
@@ -16,7 +16,7 @@ from megarl.types.reward_values import Reward, RewardError, RewardFailure, parse
 pytestmark = pytest.mark.alone
 
 
-class Unshown:
+class Unprintable:
     def __str__(self):
         raise ValueError("not me")
 
@@ -25,7 +25,7 @@ class Unshown:
 
 
 @pytest.mark.parametrize("value", [True, 2, 0.5, numpy.float32(0.5), numpy.bool_(True), torch.tensor(0.25)])
-def test_numbers(value):
+def test_parses_numbers_as_rewards(value):
     result = parse_reward(value, 2)
     assert result == Reward(float(value)) and type(result.reward) is float
 
@@ -48,7 +48,7 @@ def test_numbers(value):
         (numpy.array([1.0]), "returned a ndarray"),
         (Decimal("0.5"), "returned a Decimal"),
         (object, "returned a type"),
-        (Unshown(), "returned a Unshown, which cannot be displayed"),
+        (Unprintable(), "returned a Unprintable, which cannot be displayed"),
         (b"1", "returned a bytes"),
         ({}, "returned neither `reward` nor `turns`"),
         ({"parts": {"a": 1}}, "returned neither `reward` nor `turns`"),
@@ -65,37 +65,37 @@ def test_numbers(value):
         (Reward("1"), "returned a str"),
     ],
 )
-def test_anything_else_is_no_reward(value, message):
+def test_refuses_values_that_are_no_reward(value, message):
     with pytest.raises(RewardError, match=f"^it,? ?{message}"):
         parse_reward(value, 2)
 
 
-def test_what_is_said_of_turns_and_besides():
-    said = {"reward": numpy.float64(0.5), "parts": {"style": True}, "turns": numpy.array([0.25, 0])}
-    result = parse_reward(said, 2)
+def test_parses_parts_and_turn_rewards():
+    returned = {"reward": numpy.float64(0.5), "parts": {"style": True}, "turns": numpy.array([0.25, 0])}
+    result = parse_reward(returned, 2)
     assert result == Reward(0.5, {"style": 1.0}, (0.25, 0.0)) and sum_reward(result) == 0.75
     assert parse_reward({"turns": (1, 2)}, 2) == Reward(0.0, {}, (1.0, 2.0))
     assert parse_reward({"reward": 1, "parts": None, "turns": None}, 2) == parse_reward(Reward(1), 2) == Reward(1.0)
 
 
-def test_a_coroutine_that_nobody_awaits_is_named():
-    async def later():
+def test_unawaited_coroutines_are_an_error():
+    async def async_reward():
         return 1.0
 
-    coroutine = later()
+    coroutine = async_reward()
     with pytest.raises(RewardError, match="returned a coroutine, which is not awaited: make it a function by `async"):
         parse_reward(coroutine, 0)
     coroutine.close()
 
 
-def test_a_models_score():
+def test_model_scores_must_be_finite_and_bounded():
     assert parse_model_score(-2.5) == Reward(-2.5)
     for odd in (float("nan"), float("inf"), 2e6):
         result = parse_model_score(odd)
         assert isinstance(result, RewardFailure) and "reward.model" in result.reason
 
 
-def test_load(tmp_path, monkeypatch):
+def test_loads_functions_by_module_and_name(tmp_path, monkeypatch):
     (tmp_path / "some_rewards.py").write_text("def gsm8k(rollout): return 0.5\nNUMBER = 3\n")
     (tmp_path / "my_broken_rewards.py").write_text("import nothing_of_that_name\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -140,7 +140,7 @@ def test_load(tmp_path, monkeypatch):
         ("f = 'text'", "is a str, not a function"),
     ],
 )
-def test_what_cannot_be_a_reward_is_named_before_anything_starts(tmp_path, monkeypatch, text, message):
+def test_refuses_unusable_functions_at_startup(tmp_path, monkeypatch, text, message):
     name = f"bad_rewards_{abs(hash(text))}"
     (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
@@ -150,20 +150,20 @@ def test_what_cannot_be_a_reward_is_named_before_anything_starts(tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    "function", [functools.partial(lambda scale, rollout: scale, 0.5), Unshown(), lambda rollout, scale=1: 0.5, max]
+    "function", [functools.partial(lambda scale, rollout: scale, 0.5), Unprintable(), lambda rollout, scale=1: 0.5, max]
 )
-def test_whatever_can_be_called_with_a_rollout_is_a_function(function):
+def test_accepts_any_callable_of_a_rollout(function):
     assert check_function(function, "it") is function
 
 
-def test_coroutine_functions_are_known_as_such():
-    async def later(rollout, scale=1.0):
+def test_detects_coroutine_functions():
+    async def async_reward(rollout, scale=1.0):
         return scale
 
-    class Later:
+    class AsyncReward:
         async def __call__(self, rollout):
             return 1.0
 
-    for function in (later, functools.partial(later, scale=2.0), Later()):
+    for function in (async_reward, functools.partial(async_reward, scale=2.0), AsyncReward()):
         assert check_function(function, "it") is function and is_async(function)
-    assert not is_async(gsm8k) and not is_async(Unshown())
+    assert not is_async(gsm8k) and not is_async(Unprintable())

@@ -1,4 +1,4 @@
-"""Ground truths are looked at before anything starts, and rows that are of no use are named."""
+"""Ground truths are checked before the run starts, and errors name the unusable rows."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def prompt(truth: Any, source: str = "") -> Prompt:
         (f1, {"target": "Paris"}, None),
     ],
 )
-def test_what_a_function_cannot_use(function: Any, good: Any, bad: Any) -> None:
+def test_functions_refuse_unusable_ground_truths(function: Any, good: Any, bad: Any) -> None:
     function.check(prompt(good))
     with pytest.raises(ValueError, match="."):
         function.check(prompt(bad))
 
 
-def test_by_source_asks_the_function_of_the_source() -> None:
+def test_by_source_checks_with_the_function_of_the_source() -> None:
     by_source.check(prompt("12", "openai/gsm8k"))
     for odd in (prompt("ten", "openai/gsm8k"), prompt("12", "unknown")):
         with pytest.raises(ValueError, match="not a number|no reward for the data source"):
             by_source.check(odd)
 
 
-def test_the_first_bad_rows_are_named_by_file_and_row(tmp_path: Path) -> None:
+def test_names_the_first_bad_rows(tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
     truths = ["1"] * 20 + ["ten", "11", "no", "none", "many"]
     file.write_text("".join(json.dumps({"prompt": "x", "ground_truth": truth}) + "\n" for truth in truths))
@@ -67,7 +67,7 @@ def test_the_first_bad_rows_are_named_by_file_and_row(tmp_path: Path) -> None:
         check_truth_file(config, str(file))
 
 
-def test_of_a_file_without_end_a_part_is_looked_at() -> None:
+def test_stops_checking_endless_files() -> None:
     rows = ((f"f:{number}", prompt("1")) for number in itertools.count())
     (line,) = check_truths({"gsm8k": gsm8k, "mine": lambda rollout: 1.0}, rows, "f", seconds=0.05)
     assert "ground truths were checked in 0.05 s" in line

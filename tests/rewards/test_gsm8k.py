@@ -1,3 +1,5 @@
+"""The GSM8K rewards, which read a marked number, or any last number unless strict."""
+
 import json
 import os
 from pathlib import Path
@@ -32,7 +34,7 @@ def rollout(answer, ground_truth):
         r"#### 5 is wrong, it is \boxed{72}",
     ],
 )
-def test_marked_and_right(answer, truth):
+def test_rewards_marked_numbers(answer, truth):
     assert gsm8k(rollout(answer, truth)) == 1.0
     assert gsm8k_strict(rollout(answer, truth)) == 1.0
 
@@ -41,7 +43,7 @@ def test_marked_and_right(answer, truth):
     "answer",
     ["The answer is 72.", "8 * 9 = 72", "72", "The answer is $72.00.", "**72**", "#### is the mark, and 72 the answer"],
 )
-def test_unmarked_is_right_unless_strict(answer):
+def test_rewards_unmarked_numbers_unless_strict(answer):
     assert gsm8k(rollout(answer, "72")) == 1.0
     assert gsm8k_strict(rollout(answer.replace("####", ""), "72")) == 0.0
 
@@ -50,7 +52,7 @@ def test_unmarked_is_right_unless_strict(answer):
     "answer",
     ["", "#### 73", "#### 720", "#### 7.2", "#### -72", "72 #### 73", "72 or 73", "#### 7 2", r"72 \boxed{73}"],
 )
-def test_wrong(answer):
+def test_gives_nothing_for_other_answers(answer):
     assert gsm8k(rollout(answer, "72")) == 0.0
     assert gsm8k_strict(rollout(answer, "72")) == 0.0
 
@@ -59,17 +61,17 @@ def test_wrong(answer):
     "answer, truth",
     [("#### 9,200,000", "9200000"), ("#### 9200000", "9,200,000"), ("#### -7", "-7"), (r"\boxed{1{,}080}", 1080)],
 )
-def test_commas_and_signs(answer, truth):
+def test_reads_commas_and_signs(answer, truth):
     assert gsm8k(rollout(answer, truth)) == 1.0
 
 
-def test_no_answer_and_bad_ground_truth():
+def test_refuses_ground_truths_that_are_no_number():
     assert gsm8k(Rollout(Prompt(id="x", messages=(), ground_truth="1"), (Turn((1,)),))) == 0.0
     with pytest.raises(ValueError, match="ground truth 'many' is not a number"):
         gsm8k(rollout("#### 1", "many"))
 
 
-TWENTY = [
+GOLD_ANSWERS = [
     "He had 48/2 = <<48/2=24>>24 left.\n#### 24",
     "5 x 2 = $<<5*2=10>>10.\nShe needs $100 - $10 = $<<100-10=90>>90.\n#### 90",
     "3 - 10 = <<3-10=-7>>-7\n#### -7",
@@ -94,16 +96,16 @@ TWENTY = [
 
 
 def gold_answers():
-    """Of the whole data set, whose folder MEGARL_GSM8K names; of the twenty above where it is not set."""
+    """Return the answers of the whole data set in the folder MEGARL_GSM8K, or the twenty above if it is unset."""
     if not os.environ.get("MEGARL_GSM8K"):
-        return TWENTY
+        return GOLD_ANSWERS
     folder = Path(os.environ["MEGARL_GSM8K"])
     lines = [line for split in ("train", "test") for line in (folder / f"{split}.jsonl").open(encoding="utf-8")]
     return [json.loads(line)["answer"] for line in lines]
 
 
-@pytest.mark.parametrize("answers", [TWENTY, gold_answers()], ids=["twenty", "all"])
-def test_gold_answers_get_1_and_changed_ones_0(answers):
+@pytest.mark.parametrize("answers", [GOLD_ANSWERS, gold_answers()], ids=["examples", "data set"])
+def test_rewards_gold_answers_and_not_changed_ones(answers):
     for answer in answers:
         steps, _, truth = answer.partition("####")
         truth = truth.strip()

@@ -1,4 +1,4 @@
-"""No text of a policy makes a reward function fail, be much work, or give more than a wrong answer gets."""
+"""Hostile answers neither break nor stall a reward function, nor earn more than a wrong answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.rewards.math_verify import math_verify, math_verify_strict
 from megarl.rewards.squad import exact_match, f1
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import HOSTILE, said  # noqa: E402
+from said import HOSTILE, make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -33,16 +33,16 @@ FUNCTIONS = {
     math_verify: "42",
     math_verify_strict: r"\frac{1}{3}",
 }
-NAMED = [
+CASES = [
     pytest.param(function, truth, id=f"{number} {getattr(function, '__name__', 'partial')}")
     for number, (function, truth) in enumerate(FUNCTIONS.items())
 ]
 
 
-@pytest.mark.parametrize(("function", "truth"), NAMED)
+@pytest.mark.parametrize(("function", "truth"), CASES)
 @pytest.mark.parametrize("text", HOSTILE)
-def test_it_is_wrong(function, truth, text):
-    assert function(said(HOSTILE[text], truth)) in (0.0, -1.0)
+def test_hostile_answers_earn_nothing(function, truth, text):
+    assert function(make_rollout(HOSTILE[text], truth)) in (0.0, -1.0)
 
 
 PIECES = (
@@ -55,7 +55,7 @@ PIECES = [*PIECES.split(), "\n", " ", "\x00", "the "]
 @given(st.lists(st.sampled_from(PIECES), max_size=25).map("".join) | st.text(max_size=200))
 @example("\\boxed")
 @example("\\boxed{42}\\boxed{")
-def test_any_text_has_a_reward(text):
+def test_any_answer_gets_a_reward_in_range(text):
     for function, truth in FUNCTIONS.items():
-        value = function(said(text, truth))
+        value = function(make_rollout(text, truth))
         assert type(value) is float and (-1.0 if function is math_dapo else 0.0) <= value <= 1.0

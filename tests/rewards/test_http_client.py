@@ -1,4 +1,4 @@
-"""Where requests may go, what goes with them, and what of it is kept to itself."""
+"""The HTTP client of reward services: private addresses, redirects, proxies, credentials and size limits."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from megarl.types.reward_values import RewardFailure
 from megarl.utils.addresses import is_public
 
 sys.path.insert(0, str(Path(__file__).parent))
-from judging_server import Judging  # noqa: E402
+from judging_server import RewardServer  # noqa: E402
 
 SECRET = "sk-0123456789abcdef"
 
 
 @pytest.fixture
-def server() -> Iterator[Judging]:
-    with Judging(reply=lambda body: body) as judging:
+def server() -> Iterator[RewardServer]:
+    with RewardServer(reply=lambda body: body) as judging:
         yield judging
 
 
-def asker(url: Any, **options: Any) -> Service:
+def make_service(url: Any, **options: Any) -> Service:
     return Service(ServiceOptions.read({"url": url, "pause": 0, "tries": 2, **options}))
 
 
@@ -46,8 +46,8 @@ def asker(url: Any, **options: Any) -> Service:
         ("172.16.0.1", False),
         ("172.32.0.1", True),
         ("192.168.0.1", False),
-        ("100.64.0.1", False),  # between carriers
-        ("169.254.169.254", False),  # clouds' data of a machine
+        ("100.64.0.1", False),  # carrier-grade NAT
+        ("169.254.169.254", False),  # cloud metadata
         ("224.0.0.1", False),
         ("255.255.255.255", False),
         ("::1", False),
@@ -64,7 +64,7 @@ def asker(url: Any, **options: Any) -> Service:
         ("2002:a00:1::1", False),
     ],
 )
-def test_public_addresses(address: str, public: bool) -> None:
+def test_classifies_public_addresses(address: str, public: bool) -> None:
     assert is_public(address) is public
 
 
@@ -72,7 +72,7 @@ def test_public_addresses(address: str, public: bool) -> None:
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1:1/", "http://localhost/x", "http://a.localhost", "http://[::1]:80/", "http://10.0.0.1"]
 )
-def test_private_ones_are_refused_before_anything_starts(url: str) -> None:
+def test_refuses_private_urls_at_startup(url: str) -> None:
     with pytest.raises(ConfigError, match="in a private network: set roles.reward.options.private=true if it is"):
         HttpOptions.read({"url": url})
     assert HttpOptions.read({"url": url, "private": True}).url == (url,)
@@ -80,18 +80,18 @@ def test_private_ones_are_refused_before_anything_starts(url: str) -> None:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("address", ["2130706433", "127.1", "0x7f000001"])
-def test_other_ways_to_write_an_address(server: Judging, address: str) -> None:
-    """They are no addresses to look at, but systems make 127.0.0.1 of them."""
+def test_refuses_noncanonical_loopback_addresses(server: RewardServer, address: str) -> None:
+    """These do not look like addresses, but system resolvers map them to 127.0.0.1."""
     url = server.url.replace("127.0.0.1", address)
-    (failed,) = asker(url).post_all([b"1"])
+    (failed,) = make_service(url).post_all([b"1"])
     assert isinstance(failed, RewardFailure) and "tries" not in failed.reason
     assert "is at 127.0.0.1, on this machine" in failed.reason or "is not a canonical IPv4 address" in failed.reason
     assert server.requests == []
 
 
 @pytest.fixture
-def rebound(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What the name of every host means, one after the other, as often as it is asked for."""
+def dns_answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Addresses that successive DNS lookups of any host return; the last one repeats."""
     answers: list[str] = []
 
     async def resolve(self: Any, host: str, port: int = 0, family: Any = 0) -> list[Any]:
@@ -107,27 +107,27 @@ def rebound(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("address", ["127.0.0.1", "::ffff:127.0.0.1"])
-def test_a_name_that_means_a_private_address_is_refused_where_it_connects(
-    server: Judging, rebound: list[str], address: str
+def test_refuses_hostnames_that_resolve_to_private_addresses(
+    server: RewardServer, dns_answers: list[str], address: str
 ) -> None:
-    rebound.append(address)
+    dns_answers.append(address)
     url = server.url.replace("127.0.0.1", "judge.example")
-    (failed,) = asker(url).post_all([b"1"])
+    (failed,) = make_service(url).post_all([b"1"])
     assert isinstance(failed, RewardFailure) and f"is at {address}, on this machine" in failed.reason
     assert "tries" not in failed.reason and server.requests == []
     with pytest.raises(ConfigError, match="in a private network"):
-        asker(url).check_reachable()
-    assert asker(url, private=True).post_all([b"1"]) == [HttpResponse(url, b"1")]
+        make_service(url).check_reachable()
+    assert make_service(url, private=True).post_all([b"1"]) == [HttpResponse(url, b"1")]
 
 
 @pytest.mark.alone
-def test_a_name_that_comes_to_mean_another_address_is_refused_then(
-    server: Judging, rebound: list[str], monkeypatch: pytest.MonkeyPatch
+def test_refuses_hostnames_rebound_to_private_addresses(
+    server: RewardServer, dns_answers: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While 127.0.0.2 passes for a public address, where nobody answers."""
-    rebound.extend(["127.0.0.2", "127.0.0.1"])
+    """127.0.0.2 counts as a public address here, and nothing listens on it."""
+    dns_answers.extend(["127.0.0.2", "127.0.0.1"])
     url = server.url.replace("127.0.0.1", "judge.example")
-    item = asker(url)
+    item = make_service(url)
     monkeypatch.setattr(module, "is_public", lambda address: address == "127.0.0.2")
     first, second = (item.post_all([b"1"])[0] for _ in range(2))
     assert isinstance(first, RewardFailure) and "(2 tries)" in first.reason
@@ -136,10 +136,10 @@ def test_a_name_that_comes_to_mean_another_address_is_refused_then(
 
 
 @pytest.mark.alone
-def test_no_redirect_is_followed(server: Judging) -> None:
-    with Judging(reply=lambda body: body) as other:
+def test_does_not_follow_redirects(server: RewardServer) -> None:
+    with RewardServer(reply=lambda body: body) as other:
         server.answers = [(302, b"", {"Location": other.url})]
-        (failed,) = asker(server.url, private=True).post_all([b"1"])
+        (failed,) = make_service(server.url, private=True).post_all([b"1"])
         assert (
             isinstance(failed, RewardFailure) and f"it redirects to {other.url}, which is not followed" in failed.reason
         )
@@ -147,21 +147,22 @@ def test_no_redirect_is_followed(server: Judging) -> None:
 
 
 @pytest.mark.alone
-def test_no_proxy_is_used(server: Judging, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignores_proxy_variables(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, server.gone)
-    assert asker(server.url, private=True).post_all([b"1"]) == [HttpResponse(server.url, b"1")]
+        monkeypatch.setenv(name, server.unreachable_url)
+    assert make_service(server.url, private=True).post_all([b"1"]) == [HttpResponse(server.url, b"1")]
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("held", "sent"), [(SECRET, f"Bearer {SECRET}"), (f" {SECRET}\n", f"Bearer {SECRET}"), ("Basic eDp5enp6eg==",) * 2]
+    ("secret", "sent"),
+    [(SECRET, f"Bearer {SECRET}"), (f" {SECRET}\n", f"Bearer {SECRET}"), ("Basic eDp5enp6eg==",) * 2],
 )
-def test_what_is_secret_is_sent_and_never_said(
-    server: Judging, monkeypatch: pytest.MonkeyPatch, held: str, sent: str
+def test_sends_credentials_and_redacts_them_from_errors(
+    server: RewardServer, monkeypatch: pytest.MonkeyPatch, secret: str, sent: str
 ) -> None:
-    monkeypatch.setenv("JUDGE_KEY", held)
-    item = asker(server.url, private=True, auth_env="JUDGE_KEY")
+    monkeypatch.setenv("JUDGE_KEY", secret)
+    item = make_service(server.url, private=True, auth_env="JUDGE_KEY")
     item.check_credentials()
     assert item.post_all([b"1"]) == [HttpResponse(server.url, b"1")]
     item.check_reachable()
@@ -169,24 +170,24 @@ def test_what_is_secret_is_sent_and_never_said(
     server.answers = [(401, f"no such key: {sent}".encode())]
     (failed,) = item.post_all([b"1"])
     assert isinstance(failed, RewardFailure) and "status 401: no such key: " in failed.reason and "***" in failed.reason
-    assert held.split()[-1] not in failed.reason + repr(item.options)
+    assert secret.split()[-1] not in failed.reason + repr(item.options)
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("name", ["a..b", "a" * 70])
-def test_hosts_that_no_name_can_be_are_asked_once(name: str) -> None:
-    (failed,) = asker(f"http://{name}:1/x").post_all([b"1"])
+def test_does_not_retry_invalid_hostnames(name: str) -> None:
+    (failed,) = make_service(f"http://{name}:1/x").post_all([b"1"])
     assert isinstance(failed, RewardFailure) and failed.reason.endswith("; set roles.reward.options.url")
     assert failed.reason.startswith(f"the reward service http://{name}:1/x: UnicodeError: ")
     assert "tries" not in failed.reason
 
 
 @pytest.mark.alone
-def test_without_it_nothing_is_sent(server: Judging, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sends_nothing_without_valid_credentials(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    assert asker(server.url, private=True).post_all([b"1"]) == [HttpResponse(server.url, b"1")]
+    assert make_service(server.url, private=True).post_all([b"1"]) == [HttpResponse(server.url, b"1")]
     assert "Authorization" not in server.headers[0] and server.headers[0]["Accept-Encoding"] == "identity"
-    item = asker(server.url, private=True, auth_env="JUDGE_KEY")
+    item = make_service(server.url, private=True, auth_env="JUDGE_KEY")
     for use in (item.check_credentials, item.check_reachable, lambda: item.post_all([b"1"])):
         with pytest.raises(ConfigError, match="environment variable JUDGE_KEY is not set on this machine; export it"):
             use()
@@ -210,26 +211,26 @@ def test_without_it_nothing_is_sent(server: Judging, monkeypatch: pytest.MonkeyP
         ({"private": "yes"}, "roles.reward.options.private must be"),
     ],
 )
-def test_what_is_in_the_wrong_place(options: dict[str, Any], complaint: str) -> None:
+def test_refuses_secrets_in_options(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         HttpOptions.read({"url": "http://a/b", **options})
     assert complaint in str(caught.value) and SECRET not in str(caught.value)
 
 
 @pytest.mark.alone
-def test_an_answer_has_a_largest_size(server: Judging) -> None:
-    """Also one that says nothing of its size, or is packed."""
-    item = asker(server.url, private=True, answer_mb=0.01)
+def test_limits_the_response_size(server: RewardServer) -> None:
+    """Responses are never decompressed."""
+    item = make_service(server.url, private=True, answer_mb=0.01)
     server.answers = [(200, b"1" * 10_000), (200, b"1" * 10_001), (500, b"1" * 10_001)]
     good, *large = item.post_all([b"1"]) + item.post_all([b"1"]) + item.post_all([b"1"])
     assert good == HttpResponse(server.url, b"1" * 10_000)
     assert all(isinstance(failed, RewardFailure) and "more than 0.01 MB" in failed.reason for failed in large)
     server.answers = [(200, b"\x1f\x8b", {"Content-Encoding": "gzip"})]
-    assert item.post_all([b"1"]) == [HttpResponse(server.url, b"\x1f\x8b")]  # as it came: no archive is opened
+    assert item.post_all([b"1"]) == [HttpResponse(server.url, b"\x1f\x8b")]  # as received
 
 
 @pytest.mark.alone
-def test_pauses_double_and_end(server: Judging) -> None:
+def test_retry_delay_doubles_up_to_a_limit(server: RewardServer) -> None:
     item = Service(ServiceOptions.read({"url": server.url, "private": True, "pause": 1}))
     state: Any = type("State", (), {})()
     for attempt, most in ((1, 1), (2, 2), (3, 4), (4, 8), (5, 10), (400, 10)):
@@ -238,6 +239,6 @@ def test_pauses_double_and_end(server: Judging) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("data", "said"), [(b"", "nothing"), (b" a\n\tb ", "a b"), (b"a\x1b[31m\x00b", "a [31m b")])
-def test_what_is_shown(data: bytes, said: str) -> None:
-    assert preview(data) == said and len(preview(data * 10_000)) <= 200
+@pytest.mark.parametrize(("data", "text"), [(b"", "nothing"), (b" a\n\tb ", "a b"), (b"a\x1b[31m\x00b", "a [31m b")])
+def test_previews_response_bodies(data: bytes, text: str) -> None:
+    assert preview(data) == text and len(preview(data * 10_000)) <= 200

@@ -1,4 +1,4 @@
-"""A generative judge, played by a server that says what the test wants; a real engine is in `test_judge_engine.py`."""
+"""A generative judge against a scripted server; `test_judge_engine.py` uses a real engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.types import Prompt, Rollout, Turn
 from megarl.types.reward_values import Reward, RewardFailure
 
 sys.path.insert(0, str(Path(__file__).parent))
-from judging_server import Judging, says  # noqa: E402
+from judging_server import RewardServer, chat_completion  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -26,27 +26,27 @@ USER = {"role": "user", "content": "2+3?"}
 
 
 def rollout(answer: str, truth: Any = "5", messages: tuple[Any, ...] = (USER,), number: int = 0) -> Rollout:
-    said = (*messages, {"role": "assistant", "content": answer})
-    return Rollout(Prompt(str(number), messages, ground_truth=truth), (Turn((1, 2)),), messages=said)
+    conversation = (*messages, {"role": "assistant", "content": answer})
+    return Rollout(Prompt(str(number), messages, ground_truth=truth), (Turn((1, 2)),), messages=conversation)
 
 
 @pytest.fixture
-def server() -> Iterator[Judging]:
-    """It gives as many points as the answer has letters."""
+def server() -> Iterator[RewardServer]:
+    """Score each answer with its number of letters."""
 
     def reply(body: dict[str, Any]) -> Any:
-        return says(f"Well.\nScore: {len(body['messages'][0]['content'].removeprefix('grade '))}")
+        return chat_completion(f"Well.\nScore: {len(body['messages'][0]['content'].removeprefix('grade '))}")
 
-    with Judging(reply=reply) as judging:
+    with RewardServer(reply=reply) as judging:
         yield judging
 
 
-def judge(server: Judging, **options: Any) -> Judge:
+def judge(server: RewardServer, **options: Any) -> Judge:
     known = {"url": server.address, "model": "m", "prompt": "grade {answer}", "private": True, "pause": 0}
     return Judge(JudgeOptions.read({**known, **options}))
 
 
-def test_what_is_sent(server: Judging) -> None:
+def test_sends_a_chat_completion_request(server: RewardServer) -> None:
     prompt = 'Q {question}\nA {answer}\nT {ground_truth} {"json": 1} {0} {}'
     item = judge(server, prompt=prompt, pattern=r"\d+", request={"max_tokens": 7, "seed": 3}, max_score=100)
     assert item.score([rollout("five")]) == [Reward(36.0)]
@@ -66,18 +66,18 @@ def test_what_is_sent(server: Judging) -> None:
     ("end", "path"),
     [("", "/v1"), ("/", "/v1"), ("/v1", "/v1"), ("/v1/", "/v1"), ("/openai/v2", "/openai/v2")],
 )
-def test_where_it_is(server: Judging, end: str, path: str) -> None:
+def test_completes_the_url_path(server: RewardServer, end: str, path: str) -> None:
     item = judge(server, url=server.address + end)
     item.check_reachable()
     item.score([rollout("five")])
     assert [requested for _, requested, _ in server.requests] == [f"{path}/models", f"{path}/chat/completions"]
 
 
-def test_scores_are_in_their_order(server: Judging) -> None:
+def test_keeps_rollout_order(server: RewardServer) -> None:
     server.answers = [0.2, 0.0, 0.1]
     rollouts = [rollout("x" * number, number=number) for number in (3, 1, 4, 1, 5)]
     assert judge(server, concurrency=3).score(rollouts) == [Reward(3), Reward(1), Reward(4), Reward(1), Reward(5)]
-    assert judge(server).score([]) == [] and server.most == 3
+    assert judge(server).score([]) == [] and server.max_concurrent == 3
 
 
 @pytest.mark.parametrize(
@@ -94,33 +94,33 @@ def test_scores_are_in_their_order(server: Judging) -> None:
         ("x" * 10_000 + "Score: 6", 6),
     ],
 )
-def test_the_last_score_counts(server: Judging, text: str, score: float) -> None:
-    server.answers = [(200, json.dumps(says(text)).encode())]
+def test_reads_the_last_score(server: RewardServer, text: str, score: float) -> None:
+    server.answers = [(200, json.dumps(chat_completion(text)).encode())]
     assert judge(server).score([rollout("five")]) == [Reward(score)]
 
 
-def said(text: Any, **about: Any) -> tuple[int, bytes]:
-    return 200, json.dumps(says(text, **about)).encode()
+def completion_response(text: Any, **about: Any) -> tuple[int, bytes]:
+    return 200, json.dumps(chat_completion(text, **about)).encode()
 
 
 @pytest.mark.parametrize(
     ("answer", "complaint"),
     [
         (
-            said("I cannot grade this."),
+            completion_response("I cannot grade this."),
             "roles.reward.options.pattern found no score in its answer: I cannot grade this.",
         ),
-        (said(""), "pattern found no score in its answer: nothing"),
-        (said("<think>Score: 5"), None),
-        (said("Score: 5</think>"), "found no score in its answer: nothing"),
-        (said("Score: 5" + "x" * 4000), "found no score"),
-        (said("Score: 11"), "its score 11 is not from 0 to 10"),
-        (said("Score: -1"), "its score -1 is not from 0 to 10"),
-        (said("Score: 999999999999999999999"), "its score 1e+21 is not from 0 to 10"),
-        (said(None), "it returned no text, but None"),
-        (said([{"type": "text", "text": "Score: 5"}]), "it returned no text, but [{"),
+        (completion_response(""), "pattern found no score in its answer: nothing"),
+        (completion_response("<think>Score: 5"), None),
+        (completion_response("Score: 5</think>"), "found no score in its answer: nothing"),
+        (completion_response("Score: 5" + "x" * 4000), "found no score"),
+        (completion_response("Score: 11"), "its score 11 is not from 0 to 10"),
+        (completion_response("Score: -1"), "its score -1 is not from 0 to 10"),
+        (completion_response("Score: 999999999999999999999"), "its score 1e+21 is not from 0 to 10"),
+        (completion_response(None), "it returned no text, but None"),
+        (completion_response([{"type": "text", "text": "Score: 5"}]), "it returned no text, but [{"),
         (
-            said("Score: 5", finish_reason="length"),
+            completion_response("Score: 5", finish_reason="length"),
             "it was truncated; raise roles.reward.options.request",
         ),
         ((200, b"<html>"), "its answer is not a completion (JSONDecodeError: "),
@@ -134,7 +134,7 @@ def said(text: Any, **about: Any) -> tuple[int, bytes]:
         ((302, b"", {"Location": "http://x"}), "it redirects to http://x, which is not followed"),
     ],
 )
-def test_what_gives_no_score(server: Judging, answer: Any, complaint: str | None) -> None:
+def test_reports_replies_without_a_valid_score(server: RewardServer, answer: Any, complaint: str | None) -> None:
     server.answers = [answer, answer]
     (result,) = judge(server, tries=2).score([rollout("five")])
     if complaint is None:
@@ -144,8 +144,8 @@ def test_what_gives_no_score(server: Judging, answer: Any, complaint: str | None
         assert result.reason.startswith(f"the judge {server.address}/v1: ")
 
 
-def test_one_that_failed_leaves_the_others(server: Judging) -> None:
-    server.answers = [said("no")]
+def test_a_failed_sample_leaves_others_scored(server: RewardServer) -> None:
+    server.answers = [completion_response("no")]
     first, second, third = judge(server, concurrency=1).score([rollout("a"), rollout("\ud800"), rollout("abc")])
     assert isinstance(first, RewardFailure) and third == Reward(3.0)
     assert isinstance(second, RewardFailure) and second.reason.startswith(
@@ -153,8 +153,13 @@ def test_one_that_failed_leaves_the_others(server: Judging) -> None:
     )
 
 
-def test_patterns_of_ones_own(server: Judging) -> None:
-    server.answers = [said("A [[7]] b"), said("verdict 9 of 10"), said("grade: B"), said("5" * 30 + "x")]
+def test_reads_scores_by_custom_patterns(server: RewardServer) -> None:
+    server.answers = [
+        completion_response("A [[7]] b"),
+        completion_response("verdict 9 of 10"),
+        completion_response("grade: B"),
+        completion_response("5" * 30 + "x"),
+    ]
     rated = judge(server, pattern=r"\[\[(\d+)\]\]")
     assert rated.score([rollout("x")]) == [Reward(7.0)]
     assert judge(server, pattern=r"\d(?= of)").score([rollout("x")]) == [Reward(9.0)]
@@ -162,14 +167,14 @@ def test_patterns_of_ones_own(server: Judging) -> None:
     assert isinstance(odd, RewardFailure) and "found 'B', which is not a number" in odd.reason
 
 
-def test_a_pattern_that_never_ends_is_a_failure(server: Judging, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_the_time_of_pattern_searches(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.rewards.judge._SEARCH_S", 0.02)
-    server.answers = [said("a" * 3000)]
+    server.answers = [completion_response("a" * 3000)]
     (failed,) = judge(server, pattern=r"(?:(?:a|aa)+)+b(\d)").score([rollout("x")])
     assert isinstance(failed, RewardFailure) and "pattern searched for a score for more than 0.02 s" in failed.reason
 
 
-INJECTED = [
+INJECTIONS = [
     "{ground_truth}",
     "{fence}",
     "{question} {answer}",
@@ -179,8 +184,8 @@ INJECTED = [
 ]
 
 
-@pytest.mark.parametrize("answer", INJECTED)
-def test_what_the_policy_says_is_data(answer: str) -> None:
+@pytest.mark.parametrize("answer", INJECTIONS)
+def test_answers_cannot_inject_into_the_prompt(answer: str) -> None:
     text = fill_template(PROMPT, rollout(answer, truth="the secret truth"))
     assert answer in text and text.count("the secret truth") == 1
     fence = text.partition("[answer ")[2][:16]
@@ -190,14 +195,14 @@ def test_what_the_policy_says_is_data(answer: str) -> None:
 
 
 @given(st.text(max_size=300))
-def test_the_fence_is_the_same_for_the_same_and_never_inside(answer: str) -> None:
+def test_fence_is_deterministic_and_absent_from_the_answer(answer: str) -> None:
     template = "{fence}{answer}{fence}"
     text = fill_template(template, rollout(answer))
     assert text == fill_template(template, rollout(answer))
     assert text[16:-16] == answer and text[:16] == text[-16:] and text[:16] not in answer
 
 
-def test_questions() -> None:
+def test_formats_questions_and_ground_truths() -> None:
     system = {"role": "system", "content": "Be short."}
     parts = {
         "role": "user",
@@ -228,12 +233,12 @@ def test_questions() -> None:
         ({"url": "http://127.0.0.1"}, "set roles.reward.options.private=true"),
     ],
 )
-def test_options_that_are_none(options: dict[str, Any], complaint: str) -> None:
+def test_refuses_invalid_options(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         JudgeOptions.read({"url": "http://a", "model": "m", **options})
     assert complaint in str(caught.value)
 
 
-def test_how_long_it_may_take() -> None:
+def test_max_duration_counts_batches_tries_and_pauses() -> None:
     known = {"url": "http://a", "model": "m", "concurrency": 4, "timeout": 6, "tries": 3}
     assert Judge(JudgeOptions.read(known)).max_duration(9) == 3 * 3 * (6 + 10)

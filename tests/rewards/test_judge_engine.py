@@ -1,4 +1,4 @@
-"""A generative judge that is a real SGLang engine, asked over its OpenAI API."""
+"""A generative judge served by a real SGLang engine over its OpenAI API."""
 
 from __future__ import annotations
 
@@ -20,33 +20,35 @@ def rollout(answer: str) -> Rollout:
 
 
 @pytest.fixture
-def asked(qwen3_moe: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def judge_options(qwen3_moe: Running, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("JUDGE_KEY", qwen3_moe.engine.api_key)
     about = {"url": qwen3_moe.engine.url, "model": str(qwen3_moe.folder), "private": True, "auth_env": "JUDGE_KEY"}
     return {**about, "prompt": "{question} {answer} {ground_truth}?", "tries": 2, "pause": 0}
 
 
-def judge(asked: dict[str, Any], **options: Any) -> Judge:
-    return Judge(JudgeOptions.read({**asked, **options}))
+def judge(judge_options: dict[str, Any], **options: Any) -> Judge:
+    return Judge(JudgeOptions.read({**judge_options, **options}))
 
 
-def test_an_engine_scores(asked: dict[str, Any]) -> None:
-    """Its weights are random, so that it is held to the form by a grammar. The same is scored alike."""
-    item = judge(asked, request={"max_tokens": 12, "regex": "Score: [0-9]"})
+def test_engine_scores_rollouts(judge_options: dict[str, Any]) -> None:
+    """The weights are random, so a grammar enforces the form of the reply. Equal answers get equal scores."""
+    item = judge(judge_options, request={"max_tokens": 12, "regex": "Score: [0-9]"})
     item.check_reachable()
     result = item.score([rollout("5"), rollout("six"), rollout("5")])
-    scores = [said.reward for said in result if not isinstance(said, RewardFailure)]
+    scores = [verdict.reward for verdict in result if not isinstance(verdict, RewardFailure)]
     assert len(scores) == 3 and scores[0] == scores[2] and all(0 <= score <= 9 for score in scores), result
 
 
-def test_what_it_refuses_or_leaves_unsaid(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def failed(**options: Any) -> str:
-        (result,) = judge(asked, **options).score([rollout("5")])
+def test_reports_truncated_scoreless_and_refused_requests(
+    judge_options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def score_failing(**options: Any) -> str:
+        (result,) = judge(judge_options, **options).score([rollout("5")])
         assert isinstance(result, RewardFailure), result
         return result.reason
 
-    assert "it was truncated" in failed(request={"max_tokens": 2})
-    assert "found no score in its answer" in failed(request={"max_tokens": 12, "regex": "no idea"})
-    assert "it answered with status 400" in failed(prompt="{answer} " + "and so on " * 400)
+    assert "it was truncated" in score_failing(request={"max_tokens": 2})
+    assert "found no score in its answer" in score_failing(request={"max_tokens": 12, "regex": "no idea"})
+    assert "it answered with status 400" in score_failing(prompt="{answer} " + "and so on " * 400)
     monkeypatch.setenv("JUDGE_KEY", "another-key-than-its-own")
-    assert "it answered with status 401" in failed() and "another-key-than-its-own" not in failed()
+    assert "it answered with status 401" in score_failing() and "another-key-than-its-own" not in score_failing()

@@ -1,4 +1,4 @@
-"""DAPO's +1 and -1: what follows the last `Answer:`."""
+"""DAPO's reward of +1 or -1 for what follows the last `Answer:`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megarl.rewards.math_dapo import math_dapo
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import said  # noqa: E402
+from said import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -57,18 +57,18 @@ pytestmark = pytest.mark.alone
         ("34", "34", -1.0),
         ("", "34", -1.0),
         ("Answer:", "34", -1.0),
-        ("Answer: 34" + " and so on" * 30, "34", -1.0),  # above 300 characters before the end
+        ("Answer: 34" + " and so on" * 30, "34", -1.0),  # more than 300 characters before the end
         (r"Answer: \boxed{34", "34", -1.0),
     ],
 )
-def test_by_hand(answer, truth, reward):
-    assert math_dapo(said(answer, truth)) == reward
+def test_reads_the_last_answer(answer, truth, reward):
+    assert math_dapo(make_rollout(answer, truth)) == reward
 
 
 @pytest.mark.parametrize("truth", ["", None, " ", "$$"])
-def test_no_ground_truth(truth):
+def test_refuses_empty_ground_truths(truth):
     with pytest.raises(ValueError, match="the ground truth is empty"):
-        math_dapo(said("Answer: 1", truth))
+        math_dapo(make_rollout("Answer: 1", truth))
 
 
 @given(
@@ -76,7 +76,7 @@ def test_no_ground_truth(truth):
     st.integers(-(10**9), 10**9),
     st.sampled_from(["{}", "${}$", "\\boxed{{{}}}", "x = {}"]),
 )
-def test_right_only_for_the_same_number(said_number, truth, form):
-    answer = f"thus\n\nAnswer: {form.format(said_number)}"
-    assert math_dapo(said(answer, str(truth))) == (1.0 if said_number == truth else -1.0)
-    assert math_dapo(said(answer, said_number)) == 1.0
+def test_rewards_only_the_same_number(number, truth, form):
+    answer = f"thus\n\nAnswer: {form.format(number)}"
+    assert math_dapo(make_rollout(answer, str(truth))) == (1.0 if number == truth else -1.0)
+    assert math_dapo(make_rollout(answer, number)) == 1.0

@@ -1,4 +1,4 @@
-"""Mathematics by math-verify: what counts as equal, what does not, and what is never worked out."""
+"""The math-verify rewards: equality, answer extraction, and limits on parsing and evaluation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megarl.rewards.math_verify import (
 from megarl.rewards.stated_answer import extract_boxed
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import said  # noqa: E402
+from said import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -92,15 +92,15 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("answer", "truth"), EQUAL)
-def test_equal(answer, truth):
+def test_rewards_equal_expressions(answer, truth):
     for function in (math_verify, math_verify_strict):
-        assert function(said(f"so it is $\\boxed{{{answer}}}$.", truth)) == 1.0
+        assert function(make_rollout(f"so it is $\\boxed{{{answer}}}$.", truth)) == 1.0
 
 
 @pytest.mark.parametrize(("answer", "truth"), DIFFERENT)
-def test_different(answer, truth):
+def test_gives_nothing_for_different_expressions(answer, truth):
     for function in (math_verify, math_verify_strict):
-        assert function(said(f"so it is $\\boxed{{{answer}}}$.", truth)) == 0.0
+        assert function(make_rollout(f"so it is $\\boxed{{{answer}}}$.", truth)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -123,36 +123,36 @@ def test_different(answer, truth):
         ("42" + " and so on" * 40, 0.0, 0.0),  # too far from the end
     ],
 )
-def test_where_the_result_is(answer, right, strict):
-    assert math_verify(said(answer, "42")) == right
-    assert math_verify_strict(said(answer, "42")) == strict
+def test_finds_the_result_in_the_answer(answer, right, strict):
+    assert math_verify(make_rollout(answer, "42")) == right
+    assert math_verify_strict(make_rollout(answer, "42")) == strict
 
 
 @pytest.mark.parametrize("truth", ["", None, "  "])
-def test_no_ground_truth(truth):
+def test_refuses_empty_ground_truths(truth):
     with pytest.raises(ValueError, match="is not mathematics that can be parsed"):
-        math_verify(said(r"\boxed{1}", truth))
+        math_verify(make_rollout(r"\boxed{1}", truth))
 
 
 @settings(max_examples=40)
 @given(st.integers(-(10**6), 10**6), st.integers(1, 10**4), st.integers(1, 50))
-def test_a_fraction_is_any_of_its_own_and_no_other(top, bottom, times):
+def test_compares_fractions_by_value(top, bottom, times):
     truth = f"{top}/{bottom}"
-    assert math_verify_strict(said(f"\\boxed{{\\frac{{{top * times}}}{{{bottom * times}}}}}", truth)) == 1.0
-    assert math_verify_strict(said(f"\\boxed{{\\frac{{{top * times + 1}}}{{{bottom * times}}}}}", truth)) == 0.0
+    assert math_verify_strict(make_rollout(f"\\boxed{{\\frac{{{top * times}}}{{{bottom * times}}}}}", truth)) == 1.0
+    assert math_verify_strict(make_rollout(f"\\boxed{{\\frac{{{top * times + 1}}}{{{bottom * times}}}}}", truth)) == 0.0
 
 
-def test_the_parser_sees_so_many_characters_and_no_more(monkeypatch):
+def test_limits_the_characters_that_are_parsed(monkeypatch):
     seen = []
 
     def parse(text, **options):
         seen.append(len(text))
         return []
 
-    math_verify(said("", "42"))  # the ground truth is read once
+    math_verify(make_rollout("", "42"))  # the ground truth is read once
     monkeypatch.setattr(library, "parse", parse)
     for answer in ("1+" * 10**6, "\\boxed{" + "1+" * 10**6 + "1}", "\\boxed{" + "1" * MAX_CHARS + "}", "$" * 10**6):
-        assert math_verify(said(answer, "42")) == 0.0
+        assert math_verify(make_rollout(answer, "42")) == 0.0
     assert seen and max(seen) <= MAX_CHARS + len("\\boxed{}")
 
 
@@ -162,17 +162,17 @@ def test_the_parser_sees_so_many_characters_and_no_more(monkeypatch):
     + [r"\begin{pmatrix}1\end{pmatrix}^{2}", r"\frac{d}{dx}x", r"\det A", r"\iint x", r"{5 \choose 2}"]
     + [r"\binom{\binom{9}{4}}{2}", r"\operatorname{rank} A", r"\begin{vmatrix}1\end{vmatrix}"],
 )
-def test_what_is_not_parsed(text):
+def test_does_not_parse_expensive_expressions(text):
     assert not is_safe_to_parse(text)
-    assert math_verify(said(f"\\boxed{{{text}}}", "1")) == 0.0
-    assert math_verify(said(f"\\boxed{{{text}}}", text)) == 1.0 or len(text) > MAX_CHARS or "(" * 7 in text
+    assert math_verify(make_rollout(f"\\boxed{{{text}}}", "1")) == 0.0
+    assert math_verify(make_rollout(f"\\boxed{{{text}}}", text)) == 1.0 or len(text) > MAX_CHARS or "(" * 7 in text
 
 
 @pytest.mark.parametrize(
     "text",
     ["x \\in (0,\\infty)", "x \\ne 3", "100!", "n!", r"\binom{n}{2}", "((((((1))))))", "I choose 5!", "by binomials"],
 )
-def test_what_is(text):
+def test_parses_safe_expressions(text):
     assert is_safe_to_parse(text)
 
 
@@ -184,10 +184,10 @@ def power(base, exponent):
 
 
 @pytest.mark.parametrize(
-    ("expression", "may_be"),
+    ("expression", "is_safe"),
     [
         (sympy.Integer(2) ** 1000, True),
-        (power(sympy.Integer(2), sympy.Integer(2**19)), True),  # 2 has 2 bits, so many times: a million
+        (power(sympy.Integer(2), sympy.Integer(2**19)), True),  # 2 has 2 bits: a million bits in all
         (power(sympy.Integer(2), sympy.Integer(2**19 + 1)), False),
         (power(sympy.Integer(9), power(sympy.Integer(9), sympy.Integer(9))), False),
         (power(sympy.Rational(1, 9), power(sympy.Integer(9), sympy.Integer(9))), False),
@@ -211,19 +211,18 @@ def power(base, exponent):
         ("its letters", True),
     ],
 )
-def test_what_may_be_evaluated(expression, may_be):
-    assert is_safe_to_evaluate(expression) is may_be
+def test_bounds_evaluation(expression, is_safe):
+    assert is_safe_to_evaluate(expression) is is_safe
 
 
-def test_the_bound_is_one():
-    """A power as large as is allowed has no more bits than are allowed."""
+def test_largest_allowed_power_has_at_most_max_bits():
     assert (3 ** (2**19)).bit_length() <= MAX_BITS and is_safe_to_evaluate(
         power(sympy.Integer(3), sympy.Integer(2**19))
     )
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "may"),
+    ("one", "other", "expected"),
     [
         (x + 1, 1 + x, False),
         (x + 1, x + 2, True),
@@ -244,8 +243,8 @@ def test_the_bound_is_one():
         (sympy.Integer(1), "2", False),
     ],
 )
-def test_what_needs_no_thought(one, other, may):
-    assert is_different(one, other) is may and is_different(other, one) is may
+def test_detects_differences_without_simplifying(one, other, expected):
+    assert is_different(one, other) is expected and is_different(other, one) is expected
 
 
 SLOW = [
@@ -257,22 +256,22 @@ SLOW = [
 
 @pytest.mark.parametrize("text", SLOW)
 @pytest.mark.parametrize("truth", ["42", r"\frac{1}{2}", "x+1", "x^2+2x+1"])
-def test_what_would_be_simplified_for_minutes_is_not(monkeypatch, text, truth):
+def test_does_not_simplify_slow_expressions(monkeypatch, text, truth):
     monkeypatch.setattr(library, "verify", lambda *given, **options: pytest.fail("asked to simplify"))
-    assert math_verify(said(f"\\boxed{{{text}}}", truth)) == 0.0
+    assert math_verify(make_rollout(f"\\boxed{{{text}}}", truth)) == 0.0
 
 
-def rewarded(number):
-    return math_verify(said(f"\\boxed{{\\frac{{{2 * number}}}{{2}}}}", str(number)))
+def score_fraction(number):
+    return math_verify(make_rollout(f"\\boxed{{\\frac{{{2 * number}}}{{2}}}}", str(number)))
 
 
-def test_in_threads_and_in_a_process_and_no_signal_is_touched():
+def test_runs_in_threads_and_processes_without_signals():
     before = signal.getsignal(signal.SIGALRM)
     with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(rewarded, range(12))) == [1.0] * 12
+        assert list(threads.map(score_fraction, range(12))) == [1.0] * 12
     assert threading.active_count() >= 1 and signal.getsignal(signal.SIGALRM) is before
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as processes:
-        assert list(processes.map(rewarded, range(3))) == [1.0] * 3
+        assert list(processes.map(score_fraction, range(3))) == [1.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -292,12 +291,12 @@ def test_in_threads_and_in_a_process_and_no_signal_is_touched():
         (r"\boxed{}", ""),
     ],
 )
-def test_what_a_box_holds(text, inside):
+def test_extracts_boxed_text(text, inside):
     assert extract_boxed(text) == inside
 
 
-def test_gsm8k_by_mathematics():
-    """Every twentieth ground truth of the data set, where MEGARL_GSM8K names its folder, as a box and after it."""
+def test_rewards_gsm8k_answers():
+    """Includes every twentieth ground truth of the data set if MEGARL_GSM8K names its folder."""
     folder = os.environ.get("MEGARL_GSM8K")
     truths = ["72", "1,080", "0", "-5", "109,200,000"]
     if folder:
@@ -305,6 +304,6 @@ def test_gsm8k_by_mathematics():
         truths += [json.loads(line)["answer"].partition("####")[2].strip() for line in lines]
     for truth in truths:
         plain = truth.replace(",", "")
-        assert math_verify(said(f"... #### {truth}\n\\boxed{{{truth}}}", plain)) == 1.0, truth
-        assert math_verify(said(f"The final answer is {truth}.", plain)) == 1.0, truth
-        assert math_verify(said(f"\\boxed{{{int(plain) + 1}}}", plain)) == 0.0, truth
+        assert math_verify(make_rollout(f"... #### {truth}\n\\boxed{{{truth}}}", plain)) == 1.0, truth
+        assert math_verify(make_rollout(f"The final answer is {truth}.", plain)) == 1.0, truth
+        assert math_verify(make_rollout(f"\\boxed{{{int(plain) + 1}}}", plain)) == 0.0, truth

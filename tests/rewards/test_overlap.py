@@ -1,4 +1,4 @@
-"""A conversation is scored when it has ended, while others go on; nothing here depends on how fast anything is."""
+"""Rewards overlap with generation: a finished conversation is scored while others still generate."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from megarl.workers.reward import RewardPrefetch  # noqa: E402
 pytestmark = pytest.mark.alone
 
 
-class AfterTheReward(ScriptedPolicy):
-    """Ends its second answer only when the first has been scored, which leaves a mark."""
+class WaitForFirstReward(Script):
+    """Finish the second response only after the first was scored, which creates the file `mark`."""
 
     def __init__(self, mark: Path) -> None:
         super().__init__("3")
@@ -42,16 +42,16 @@ class AfterTheReward(ScriptedPolicy):
         return answer
 
 
-def test_an_answer_is_scored_before_the_next_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_a_finished_response_while_another_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    mark, specs = tmp_path / "scored", ["odd_rewards:odd"]
+    mark, specs = tmp_path / "scored", ["odd_rewards:misbehave"]
     pool = RewardPool(load_functions(specs), specs, 60.0, 1, tmp_path / "rewards.log")
-    ahead = RewardPrefetch(pool.submit)
+    prefetch = RewardPrefetch(pool.submit)
     prompts = [Prompt(f"touch/{mark}", PROMPT.messages), Prompt("routing", PROMPT.messages)]
-    policy, sessions = AfterTheReward(mark), EnvironmentPool(CHAT.catalog, 60.0, 1)
+    policy, sessions = WaitForFirstReward(mark), EnvironmentPool(CHAT.catalog, 60.0, 1)
 
     async def run() -> GenerationResult:
-        around = RolloutContext(CHAT, sessions, parse, CONFIG, on_rollout_finished=ahead.on_rollout_finished)
+        around = RolloutContext(CHAT, sessions, parse, CONFIG, on_rollout_finished=prefetch.on_rollout_finished)
         ends = asyncio.get_running_loop().time() + 300
         tickets = GroupQueue(len(prompts))
         return await gather_rollouts(
@@ -60,19 +60,19 @@ def test_an_answer_is_scored_before_the_next_has_ended(tmp_path: Path, monkeypat
 
     try:
         rollouts = asyncio.run(run()).rollouts
-        assert [rollout.status for rollout in rollouts] == ["stop", "stop"], "the second has waited in vain"
-        result = [ahead.pop(rollout)[0] for rollout in rollouts]
-        assert [item.result(60) for item in result] == [{"odd": Reward(1.0)}] * 2
-        assert not ahead._pending
+        assert [rollout.status for rollout in rollouts] == ["stop", "stop"], "the first response was never scored"
+        result = [prefetch.pop(rollout)[0] for rollout in rollouts]
+        assert [item.result(60) for item in result] == [{"misbehave": Reward(1.0)}] * 2
+        assert not prefetch._pending
     finally:
         pool.close()
 
 
-def test_what_failed_is_not_shown_to_anybody() -> None:
-    """One answer is cut off by the deadline: only the other is told of."""
+def test_skips_the_callback_for_aborted_rollouts() -> None:
+    """The deadline aborts one of two rollouts; only the other reaches `on_rollout_finished`."""
     events: list[str] = []
 
-    class Late(ScriptedPolicy):
+    class SlowSecondResponse(Script):
         async def generate(
             self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
         ) -> Generation:
@@ -88,7 +88,7 @@ def test_what_failed_is_not_shown_to_anybody() -> None:
         )
         ends = asyncio.get_running_loop().time() + 3.0
         return await gather_rollouts(
-            [PROMPT], GroupQueue(1), Late("3"), around, samples=2, greedy=False, seed=1, deadline=ends
+            [PROMPT], GroupQueue(1), SlowSecondResponse("3"), around, samples=2, greedy=False, seed=1, deadline=ends
         )
 
     rollouts = asyncio.run(run()).rollouts

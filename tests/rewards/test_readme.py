@@ -1,4 +1,4 @@
-"""The examples of megarl/rewards/README.md do what it says, and are short."""
+"""The examples of megarl/rewards/README.md run, give the documented values, and are short."""
 
 from __future__ import annotations
 
@@ -41,45 +41,45 @@ ROLLOUT = Rollout(
 )
 
 
-def example(name: str, number: int = 0) -> str:
+def read_example(name: str, number: int = 0) -> str:
     return [text for _, result, text in EXAMPLES if result == name][number]
 
 
-def config(number: int) -> Config:
-    return from_dict(yaml.safe_load(example("config", number)))
+def read_config(number: int) -> Config:
+    return from_dict(yaml.safe_load(read_example("config", number)))
 
 
-def test_there_are_some_and_they_are_short() -> None:
+def test_examples_exist_and_are_short() -> None:
     names = ["my_rewards.py", *3 * ["config"], "server.py", *2 * ["config"], "control"]
     assert [name for _, name, _ in EXAMPLES] == names
     assert all(len(text.splitlines()) < 15 for _, _, text in EXAMPLES)
 
 
-def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_rewards.py").write_text(example("my_rewards.py"))
+def test_function_example_scores_a_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text(read_example("my_rewards.py"))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)  # another test's
-    reward = config(0).reward
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)  # a module that another test wrote
+    reward = read_config(0).reward
     pool = RewardPool(load_functions(reward.functions), reward.functions, reward.timeout, 2, tmp_path / "rewards.log")
     try:
-        said = pool.submit(ROLLOUT).result(60)
+        results = pool.submit(ROLLOUT).result(60)
     finally:
         pool.close()
-    assert said == {"brief": Reward(1.0), "polite": Reward(0.0, {"words": 3.0}, (1.0, 0.0))}
-    scored = combine_reward(ROLLOUT, said, {})
+    assert results == {"brief": Reward(1.0), "polite": Reward(0.0, {"words": 3.0}, (1.0, 0.0))}
+    scored = combine_reward(ROLLOUT, results, {})
     assert scored.reward == 2.0 and [turn.reward for turn in scored.turns] == [0.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_configurations_are_accepted(number: int) -> None:
-    result = config(number)
+def test_config_examples_are_valid(number: int) -> None:
+    result = read_config(number)
     options = dict(result.roles.get("reward", {}).get("options", {}))
     check_reward(result, Requirements("grpo", "prompts", ("rollout", "actor", "reward"), ("actor",)), options)
 
 
-def test_a_service() -> None:
+def test_service_example_answers_requests() -> None:
     known: dict[str, Any] = {}
-    exec(example("server.py"), known)
+    exec(read_example("server.py"), known)
     known["Judge"].log_message = lambda *_: None
     with HTTPServer(("127.0.0.1", 0), known["Judge"]) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -89,28 +89,28 @@ def test_a_service() -> None:
         server.shutdown()
 
 
-PARTS = ("gsm8k", "model", "service")
+PART_NAMES = ("gsm8k", "model", "service")
 
 
-class Parts:
-    """A reward of the parts that the example has."""
+class WeightedReward:
+    """A reward with the parts of the example, whose weights the control file can change."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.weights = weights
 
     def controls(self) -> Any:
-        return {"reward.weights": lambda argument: check_weights(argument, PARTS)}
+        return {"reward.weights": lambda argument: check_weights(argument, PART_NAMES)}
 
     def set_control(self, key: str, value: Any) -> None:
         self.weights = value
 
 
-def test_weights_and_the_control_file(tmp_path: Path) -> None:
-    reward = Parts(check_weights(config(3).reward.weights, PARTS))
-    said = {"gsm8k": Reward(1.0), "model": Reward(-0.5), "service": Reward(2.0)}
-    assert combine_reward(ROLLOUT, said, reward.weights).reward == pytest.approx(0.4 - 0.25 + 0.2)
+def test_control_file_example_changes_weights(tmp_path: Path) -> None:
+    reward = WeightedReward(check_weights(read_config(3).reward.weights, PART_NAMES))
+    results = {"gsm8k": Reward(1.0), "model": Reward(-0.5), "service": Reward(2.0)}
+    assert combine_reward(ROLLOUT, results, reward.weights).reward == pytest.approx(0.4 - 0.25 + 0.2)
     control = Control(tmp_path, [reward], lambda line: None)
-    (tmp_path / "control.yaml").write_text(example("control"))
+    (tmp_path / "control.yaml").write_text(read_example("control"))
     control.apply(2, control.read())
-    assert combine_reward(ROLLOUT, said, reward.weights).reward == pytest.approx(0.8 - 0.05 + 0.2)
-    assert replace(combine_reward(ROLLOUT, said, reward.weights), reward=0.0, reward_parts={}) == ROLLOUT
+    assert combine_reward(ROLLOUT, results, reward.weights).reward == pytest.approx(0.8 - 0.05 + 0.2)
+    assert replace(combine_reward(ROLLOUT, results, reward.weights), reward=0.0, reward_parts={}) == ROLLOUT

@@ -1,4 +1,4 @@
-"""Whatever a reward function does, in real processes: only that call fails, and nothing of it is left."""
+"""Reward functions in real worker processes: a bad call fails alone, and its processes are cleaned up."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from megarl.types.reward_values import Reward, RewardFailure, RewardResult
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 HERE = Path(__file__).parent
-Made = Callable[..., RewardPool]
+MakePool = Callable[..., RewardPool]
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
+def make_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePool]:
     monkeypatch.syspath_prepend(HERE)
     pools = []
 
-    def make(*names: str, limit: float = 60.0, size: int = 1, limits: ProcessLimits = NO_LIMITS) -> RewardPool:
+    def start(*names: str, limit: float = 60.0, size: int = 1, limits: ProcessLimits = NO_LIMITS) -> RewardPool:
         specs = [f"odd_rewards:{name}" for name in names]
         pools.append(RewardPool(load_functions(specs), specs, limit, size, tmp_path / "logs/rewards_0.log", limits))
         return pools[-1]
 
-    yield make
+    yield start
     for pool in pools:
         pool.close()
 
@@ -46,16 +46,16 @@ def rollout(sample: str) -> Rollout:
     return Rollout(Prompt(sample, ()), turns, group=3, reward=2.0)
 
 
-def verdicts(pool: RewardPool, *samples: str, name: str = "odd") -> list[RewardResult]:
-    begun = [pool.submit(rollout(sample)) for sample in samples]
-    return [item.result(120)[name] for item in begun]
+def score(pool: RewardPool, *samples: str, name: str = "misbehave") -> list[RewardResult]:
+    futures = [pool.submit(rollout(sample)) for sample in samples]
+    return [item.result(120)[name] for item in futures]
 
 
-def test_each_way_to_fail_fails_alone(made: Made, tmp_path: Path) -> None:
-    """One process, of which each next call needs a new one where the last has died."""
-    hows = ("fine", "nan", "large", "text", "raise", "exit", "die", "fault", "killed", "hang", "spin", "close")
-    said = dict(zip(hows, verdicts(made("odd", limit=1.5), *hows), strict=True))
-    assert said.pop("fine") == Reward(1.0)
+def test_failing_calls_fail_alone(make_pool: MakePool, tmp_path: Path) -> None:
+    """One process at a time: after it dies, the next call starts another."""
+    behaviors = ("fine", "nan", "large", "text", "raise", "exit", "die", "fault", "killed", "hang", "spin", "close")
+    results = dict(zip(behaviors, score(make_pool("misbehave", limit=1.5), *behaviors), strict=True))
+    assert results.pop("fine") == Reward(1.0)
     complaints = {
         "nan": "returned nan; it must return a finite number",
         "large": "beyond 1e+06 all other advantages",
@@ -69,115 +69,120 @@ def test_each_way_to_fail_fails_alone(made: Made, tmp_path: Path) -> None:
         "spin": "it took longer than reward.timeout=1.5 s",
         "close": "its process ended with exit status 1",
     }
-    for how, complaint in complaints.items():
-        result = said[how]
+    for behavior, complaint in complaints.items():
+        result = results[behavior]
         assert isinstance(result, RewardFailure) and complaint in result.reason and "\n" not in result.reason, (
-            how,
+            behavior,
             result,
         )
-    assert (HERE / "odd_rewards.py").name in said["raise"].reason  # type: ignore[union-attr]
+    assert (HERE / "odd_rewards.py").name in results["raise"].reason  # type: ignore[union-attr]
     log = (tmp_path / "logs/rewards_0.log").read_text()
     assert "Bad file descriptor" in log
-    for how in complaints:  # beside what it has printed, also where that is nothing
-        assert f"  odd of prompt '{how}': {said[how].reason}\n" in log  # type: ignore[union-attr]
+    for behavior in complaints:  # logged with or without output of the function
+        assert f"  misbehave of prompt '{behavior}': {results[behavior].reason}\n" in log  # type: ignore[union-attr]
     assert "'fine'" not in log
 
 
-def test_what_a_function_may_do(made: Made, tmp_path: Path) -> None:
-    """It may print, use an alarm of its own, and say something of each turn; it is shown a copy without routing."""
-    said = verdicts(made("odd"), "print", "alarm", "turns", "whole", "too many", "routing")
-    assert said[:4] == [Reward(0.5), Reward(0.75), Reward(0.0, {"style": 2.0}, (0.25, 0.5))] + [
+def test_functions_may_print_use_alarms_and_reward_turns(make_pool: MakePool, tmp_path: Path) -> None:
+    """Functions get a copy of the rollout without routing."""
+    results = score(make_pool("misbehave"), "print", "alarm", "turns", "whole", "too many", "routing")
+    assert results[:4] == [Reward(0.5), Reward(0.75), Reward(0.0, {"style": 2.0}, (0.25, 0.5))] + [
         Reward(1.0, {"style": 2.0}, (0.5, 0.25))
     ]
-    assert isinstance(said[4], RewardFailure) and "3 `turns` for 2 turns of the policy's" in said[4].reason
-    assert said[5] == Reward(1.0)
-    assert eventually(lambda: "said by a function" in (tmp_path / "logs/rewards_0.log").read_text())
+    assert isinstance(results[4], RewardFailure) and "3 `turns` for 2 turns of the policy's" in results[4].reason
+    assert results[5] == Reward(1.0)
+    assert wait_until(lambda: "said by a function" in (tmp_path / "logs/rewards_0.log").read_text())
 
 
-def test_a_process_is_kept_until_it_dies_and_all_are_used(made: Made) -> None:
-    pool = made("odd", size=2)
-    first, again = verdicts(pool, "pid")[0], verdicts(pool, "pid")[0]
-    _, other = verdicts(pool, "die", "fine")
+def test_reuses_processes_until_they_die(make_pool: MakePool) -> None:
+    pool = make_pool("misbehave", size=2)
+    first, again = score(pool, "pid")[0], score(pool, "pid")[0]
+    _, other = score(pool, "die", "fine")
     assert other == Reward(1.0) and isinstance(first, Reward) and isinstance(again, Reward)
-    result = {said.reward for said in verdicts(pool, *["pid"] * 40) if isinstance(said, Reward)}
-    assert 1 <= len(result) <= 2 and os.getpid() not in result
+    pids = {result.reward for result in score(pool, *["pid"] * 40) if isinstance(result, Reward)}
+    assert 1 <= len(pids) <= 2 and os.getpid() not in pids
 
 
-def test_functions_have_no_secrets_and_so_much_memory(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hides_secrets_and_limits_memory(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
-    short = verdicts(made("odd", limits=ProcessLimits(memory_mb=2048)), "memory", "fine", "secret")
+    short = score(make_pool("misbehave", limits=ProcessLimits(memory_mb=2048)), "memory", "fine", "secret")
     assert isinstance(short[0], RewardFailure) and "it raised MemoryError" in short[0].reason
     assert short[1:] == [Reward(1.0), Reward(0.0)]
-    assert verdicts(made("odd", limits=ProcessLimits(("HF_TOKEN",), 0)), "secret") == [Reward(1.0)]
+    assert score(make_pool("misbehave", limits=ProcessLimits(("HF_TOKEN",), 0)), "secret") == [Reward(1.0)]
 
 
-def test_several_functions_are_told_apart(made: Made) -> None:
-    pool = made("odd", "one", "aodd", size=3)
-    said = pool.submit(rollout("raise")).result(60)
-    assert list(said) == ["odd", "one", "aodd"]
+def test_returns_results_by_function_name(make_pool: MakePool) -> None:
+    pool = make_pool("misbehave", "constant", "misbehave_async", size=3)
+    results = pool.submit(rollout("raise")).result(60)
+    assert list(results) == ["misbehave", "constant", "misbehave_async"]
     assert (
-        said["one"] == Reward(1.0)
-        and isinstance(said["odd"], RewardFailure)
-        and isinstance(said["aodd"], RewardFailure)
+        results["constant"] == Reward(1.0)
+        and isinstance(results["misbehave"], RewardFailure)
+        and isinstance(results["misbehave_async"], RewardFailure)
     )
 
 
-def test_coroutine_functions_are_awaited_many_at_once_in_a_process(made: Made) -> None:
-    """Each waits until all twenty are at it in the one process."""
-    assert verdicts(made("meets"), *[f"20/{i}" for i in range(20)], name="meets") == [Reward(1.0)] * 20
+def test_awaits_many_coroutines_in_one_process(make_pool: MakePool) -> None:
+    """Each coroutine waits until all twenty run in the same process."""
+    assert score(make_pool("meet"), *[f"20/{i}" for i in range(20)], name="meet") == [Reward(1.0)] * 20
 
 
-def test_a_coroutine_that_waits_for_ever_is_cancelled(made: Made) -> None:
-    said = verdicts(made("aodd", limit=0.5), "wait", "fine", "swallow", name="aodd")
-    assert said[1] == Reward(1.0)
+def test_cancels_coroutines_at_the_timeout(make_pool: MakePool) -> None:
+    results = score(make_pool("misbehave_async", limit=0.5), "wait", "fine", "swallow", name="misbehave_async")
+    assert results[1] == Reward(1.0)
     assert all(
-        isinstance(item, RewardFailure) and "took longer than reward.timeout=0.5 s" in item.reason for item in said[::2]
+        isinstance(item, RewardFailure) and "took longer than reward.timeout=0.5 s" in item.reason
+        for item in results[::2]
     )
 
 
 @pytest.mark.parametrize(
-    ("how", "complaint"),
+    ("behavior", "complaint"),
     [("die", "exit status 7"), ("fault", "SIGSEGV"), ("spin", "took longer than reward.timeout=1")],
 )
-def test_a_coroutine_that_takes_its_process_with_it_fails_alone(
-    made: Made, monkeypatch: pytest.MonkeyPatch, how: str, complaint: str
+def test_a_coroutine_that_kills_its_process_fails_alone(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, behavior: str, complaint: str
 ) -> None:
-    """The others of the process are called again, one by one."""
+    """The other coroutines of the process run again, one by one."""
     monkeypatch.setattr("megarl.rewards.reward_pool.GRACE_S", 1.0)
-    said = verdicts(made("aodd", limit=1.0), "fine", how, "fine", "turns", "fine", name="aodd")
-    assert [item == Reward(1.0) for item in said] == [True, False, True, False, True]
-    assert isinstance(said[1], RewardFailure) and complaint in said[1].reason
-    assert said[3] == Reward(0.0, {"style": 2.0}, (0.25, 0.5))
+    results = score(
+        make_pool("misbehave_async", limit=1.0), "fine", behavior, "fine", "turns", "fine", name="misbehave_async"
+    )
+    assert [item == Reward(1.0) for item in results] == [True, False, True, False, True]
+    assert isinstance(results[1], RewardFailure) and complaint in results[1].reason
+    assert results[3] == Reward(0.0, {"style": 2.0}, (0.25, 0.5))
 
 
-def test_all_is_waited_for_or_nothing_is_left(made: Made, tmp_path: Path) -> None:
-    """A function that hangs is killed with what it has started, in sessions of their own, too; so it is by `close`."""
+def test_kills_child_processes_of_hanging_functions(make_pool: MakePool, tmp_path: Path) -> None:
+    """The timeout and `close` both kill a function with its children, including those in other sessions."""
     mark = tmp_path / "pids"
-    (said,) = verdicts(made("odd", limit=4.0), f"leave/{mark}")
-    assert isinstance(said, RewardFailure) and "took longer" in said.reason
-    assert len(left(mark)) == 2 and gone(left(mark))
+    (result,) = score(make_pool("misbehave", limit=4.0), f"leave/{mark}")
+    assert isinstance(result, RewardFailure) and "took longer" in result.reason
+    assert len(read_pids(mark)) == 2 and have_exited(read_pids(mark))
     mark.unlink()
-    pool = made("odd")
+    pool = make_pool("misbehave")
     pool.submit(rollout(f"leave/{mark}"))
-    assert eventually(lambda: mark.exists() and len(left(mark)) == 2)
+    assert wait_until(lambda: mark.exists() and len(read_pids(mark)) == 2)
     pool.close()
-    assert gone(left(mark))
+    assert have_exited(read_pids(mark))
     assert pool.submit(rollout("fine")).future.cancelled()
     pool.close()
 
 
-def test_semaphores_of_what_is_killed_do_not_stay_in_shared_memory(made: Made, tmp_path: Path) -> None:
-    hows = ("hang", "killed", "die", "fault")
-    samples = [f"semaphores/{how}{tmp_path}/{how}" for how in hows]
-    for how, said in zip(hows, verdicts(made("odd", limit=4.0), *samples), strict=True):
-        assert isinstance(said, RewardFailure), (how, said)
-        names = (tmp_path / how).read_text().split()
+def test_removes_semaphores_of_killed_processes(make_pool: MakePool, tmp_path: Path) -> None:
+    behaviors = ("hang", "killed", "die", "fault")
+    samples = [f"semaphores/{behavior}{tmp_path}/{behavior}" for behavior in behaviors]
+    for behavior, result in zip(behaviors, score(make_pool("misbehave", limit=4.0), *samples), strict=True):
+        assert isinstance(result, RewardFailure), (behavior, result)
+        names = (tmp_path / behavior).read_text().split()
         assert len(names) == 3 and names[0].startswith("/mp-")
-        assert eventually(lambda names=names: not any(Path(f"/dev/shm/sem.{name[1:]}").exists() for name in names)), how
+        assert wait_until(lambda names=names: not any(Path(f"/dev/shm/sem.{name[1:]}").exists() for name in names)), (
+            behavior
+        )
 
 
-@pytest.mark.parametrize("victim", ["rank", "nursery"])
-def test_nothing_outlives_a_rank_that_is_killed(tmp_path: Path, victim: str) -> None:
+@pytest.mark.parametrize("victim", ["rank", "fork_server"])
+def test_no_process_outlives_a_killed_rank(tmp_path: Path, victim: str) -> None:
     mark, log = tmp_path / "pids", tmp_path / "log"
     script = f"""
 import sys, time
@@ -185,7 +190,7 @@ from pathlib import Path
 from megarl.rewards.functions import load_functions
 from megarl.rewards.reward_pool import RewardPool
 from megarl.types import Prompt, Rollout, Turn
-specs = ["odd_rewards:odd"]
+specs = ["odd_rewards:misbehave"]
 pool = RewardPool(load_functions(specs), specs, 600.0, 1, Path({str(log)!r}))
 pool.start(); pool.wait_ready()
 pool.submit(Rollout(Prompt("leave/{mark}", ()), (Turn((1,)),)))
@@ -197,50 +202,50 @@ time.sleep(600)
         [sys.executable, "-c", script], env=dict(os.environ, PYTHONPATH=path), stdout=subprocess.PIPE, text=True
     ) as rank:
         assert rank.stdout is not None
-        nursery = int(rank.stdout.readline())
-        assert eventually(lambda: mark.exists() and len(left(mark)) == 2)
-        pids = [*left(mark), nursery, *descendants(nursery)]
+        fork_server = int(rank.stdout.readline())
+        assert wait_until(lambda: mark.exists() and len(read_pids(mark)) == 2)
+        pids = [*read_pids(mark), fork_server, *descendants(fork_server)]
         assert len(pids) >= 5
-        if victim == "nursery":  # the processes go on, for the rank has them; and end with it
-            os.kill(nursery, signal.SIGKILL)
+        if victim == "fork_server":  # the rank still owns the worker processes, which end with it
+            os.kill(fork_server, signal.SIGKILL)
         rank.kill()
-    assert gone(pids)
+    assert have_exited(pids)
 
 
-def test_a_nursery_that_is_lost_is_replaced(made: Made) -> None:
-    pool = made("odd")
-    assert verdicts(pool, "fine") == [Reward(1.0)]
+def test_replaces_a_lost_fork_server(make_pool: MakePool) -> None:
+    pool = make_pool("misbehave")
+    assert score(pool, "fine") == [Reward(1.0)]
     process: Any = pool._fork_server._process
     process.kill()
     process.wait()
-    said = verdicts(pool, "die", "fine")
-    assert isinstance(said[0], RewardFailure) and said[1] == Reward(1.0)
+    results = score(pool, "die", "fine")
+    assert isinstance(results[0], RewardFailure) and results[1] == Reward(1.0)
     assert pool._fork_server._process is not process
 
 
-def test_functions_that_another_process_cannot_have(
-    made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_names_functions_that_fail_to_load_in_a_process(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pool = made("odd", limits=ProcessLimits(pass_env=("REWARDS_BREAK",)))
+    pool = make_pool("misbehave", limits=ProcessLimits(pass_env=("REWARDS_BREAK",)))
     monkeypatch.setenv("REWARDS_BREAK", "1")
     pool.start()
     complaint = "another process could not load it: reward.functions: cannot import odd_rewards .*no licence"
     with pytest.raises(ConfigError, match=complaint) as error:
         pool.wait_ready()
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
-    (said,) = verdicts(pool, "fine")
-    assert isinstance(said, RewardFailure) and "no licence in another process" in said.reason
+    (result,) = score(pool, "fine")
+    assert isinstance(result, RewardFailure) and "no licence in another process" in result.reason
 
 
-def test_a_conversation_that_cannot_be_sent(made: Made) -> None:
-    pool = made("odd")
-    odd = Rollout(Prompt("fine", (), extra={"lock": lambda: 0}), (Turn((1,)),))
-    said = pool.submit(odd).result(60)["odd"]
-    assert isinstance(said, RewardFailure) and "cannot be sent to its process" in said.reason
-    assert verdicts(pool, "fine") == [Reward(1.0)]
+def test_unpicklable_rollouts_fail_alone(make_pool: MakePool) -> None:
+    pool = make_pool("misbehave")
+    unpicklable = Rollout(Prompt("fine", (), extra={"lock": lambda: 0}), (Turn((1,)),))
+    result = pool.submit(unpicklable).result(60)["misbehave"]
+    assert isinstance(result, RewardFailure) and "cannot be sent to its process" in result.reason
+    assert score(pool, "fine") == [Reward(1.0)]
 
 
-def left(mark: Path) -> list[int]:
+def read_pids(mark: Path) -> list[int]:
     return [int(pid) for pid in mark.read_text().split()]
 
 
@@ -259,12 +264,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def gone(pids: list[int]) -> bool:
-    return eventually(lambda: not any(map(is_running, pids)))
+def have_exited(pids: list[int]) -> bool:
+    return wait_until(lambda: not any(map(is_running, pids)))
 
 
-def eventually(true: Callable[[], bool]) -> bool:
+def wait_until(condition: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + 60
-    while not (result := true()) and time.monotonic() < deadline:
+    while not (result := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return result

@@ -1,4 +1,4 @@
-"""A reward that was begun is found again, and is dropped with the conversation."""
+"""Prefetched rewards are found by their rollout, and dropped with it."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from megarl.workers.reward import RewardPrefetch
 pytestmark = pytest.mark.alone
 
 
-def test_found_by_the_conversation_whatever_became_of_it() -> None:
-    begun: list[Rollout] = []
+def test_pops_prefetched_rewards_by_rollout() -> None:
+    scored: list[Rollout] = []
 
-    def begin(rollout: Rollout) -> Future[int]:
-        begun.append(rollout)
+    def submit(rollout: Rollout) -> Future[int]:
+        scored.append(rollout)
         result = Future[int]()
-        result.set_result(len(begun))
+        result.set_result(len(scored))
         return result
 
-    def taken(rollout: Rollout) -> tuple[int, bool]:
-        said, there = ahead.pop(rollout)
-        return said.result(), there
+    def pop(rollout: Rollout) -> tuple[int, bool]:
+        future, is_prefetched = prefetch.pop(rollout)
+        return future.result(), is_prefetched
 
-    ahead = RewardPrefetch(begin)
+    prefetch = RewardPrefetch(submit)
     first, second, third = (Rollout(Prompt("p", ()), (Turn((1,)), Turn((2,), (0.0,), True)), seed=5) for _ in range(3))
-    ahead.on_rollout_finished(first)
-    ahead.on_rollout_finished(second)
-    assert taken(replace(second, group=7, routing=None)) == (2, True)
-    assert taken(first) == (1, True) and len(begun) == 2
-    assert taken(third) == (3, False), "nobody had begun it"
-    assert taken(first) == (4, False), "it is asked for again"
-    ahead.on_rollout_finished(third)
-    begun.clear()
-    assert len(ahead._pending) == 1
+    prefetch.on_rollout_finished(first)
+    prefetch.on_rollout_finished(second)
+    assert pop(replace(second, group=7, routing=None)) == (2, True)
+    assert pop(first) == (1, True) and len(scored) == 2
+    assert pop(third) == (3, False), "it was not prefetched"
+    assert pop(first) == (4, False), "it was popped before"
+    prefetch.on_rollout_finished(third)
+    scored.clear()
+    assert len(prefetch._pending) == 1
     del third
     gc.collect()
-    assert not ahead._pending
+    assert not prefetch._pending

@@ -1,4 +1,4 @@
-"""Functions that a script hands over are called right here, and fail without ending the run."""
+"""Reward functions called in this process: failures, timeouts and isolation from the run."""
 
 import asyncio
 import os
@@ -26,8 +26,8 @@ ROLLOUTS = [
 ]
 
 
-def failed(function, timeout=float("inf"), rollouts=ROLLOUTS[:1]):
-    """Why each of them has no reward."""
+def score_failing(function, timeout=float("inf"), rollouts=ROLLOUTS[:1]):
+    """Return the reason of each failure."""
     result = [verdicts["f"] for verdicts in score(rollouts, {"f": function}, timeout)]
     assert all(isinstance(item, RewardFailure) and "\n" not in item.reason for item in result)
     return [item.reason for item in result]
@@ -41,35 +41,35 @@ def empty(rollout):
     return rollout.answer == ""
 
 
-async def later(rollout):
+async def async_length(rollout):
     await asyncio.sleep(0)
     return {"reward": len(rollout.answer), "parts": {"a": 1}}
 
 
-def test_what_each_function_says_of_each_rollout():
-    result = score(ROLLOUTS, {"length": length, "empty": empty, "later": later})
-    assert [list(item) for item in result] == [["length", "empty", "later"]] * 3
+def test_scores_each_rollout_with_each_function():
+    result = score(ROLLOUTS, {"length": length, "empty": empty, "async_length": async_length})
+    assert [list(item) for item in result] == [["length", "empty", "async_length"]] * 3
     assert [item["length"] for item in result] == [Reward(0.0), Reward(1.0), Reward(2.0)]
     assert [item["empty"] for item in result] == [Reward(1.0), Reward(0.0), Reward(0.0)]
-    assert [item["later"] for item in result] == [Reward(float(i), {"a": 1.0}) for i in range(3)]
-    assert score([], {"length": length, "later": later}) == []
+    assert [item["async_length"] for item in result] == [Reward(float(i), {"a": 1.0}) for i in range(3)]
+    assert score([], {"length": length, "async_length": async_length}) == []
 
 
-def test_one_that_fails_is_one_of_them():
+def test_a_failed_call_leaves_other_rollouts_scored():
     result = score(ROLLOUTS, {"inverse": lambda rollout: 1 / len(rollout.answer)})
     assert [item["inverse"] for item in result][1:] == [Reward(1.0), Reward(0.5)]
     assert isinstance(result[0]["inverse"], RewardFailure)
 
 
-def test_a_function_that_raises_is_named_in_one_line():
+def test_an_exception_becomes_a_one_line_reason():
     def broken(rollout):
         raise KeyError("no such\nkey")
 
-    (why,) = failed(broken)
+    (why,) = score_failing(broken)
     assert why.startswith("it raised KeyError: ") and "test_reward_process.py:" in why
 
 
-def test_coroutine_functions_are_awaited_at_the_same_time():
+def test_awaits_coroutine_functions_concurrently():
     arrived = []
 
     async def meets(rollout):
@@ -83,12 +83,12 @@ def test_coroutine_functions_are_awaited_at_the_same_time():
     assert [item["f"] for item in score(ROLLOUTS, {"f": meets})] == [Reward(1.0)] * 3
 
 
-async def waits(rollout):
+async def hangs_async(rollout):
     await asyncio.sleep(60)
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), GeneratorExit(), RecursionError("deep")])
-def test_a_function_cannot_end_the_run_without_a_word(error):
+def test_exit_exceptions_fail_only_the_call(error):
     def leaves(rollout):
         raise error
 
@@ -96,24 +96,24 @@ def test_a_function_cannot_end_the_run_without_a_word(error):
         raise error
 
     for function in (leaves, leaves_later):
-        (why,) = failed(function)
+        (why,) = score_failing(function)
         assert why.startswith(f"it raised {type(error).__name__}")
 
 
-def test_ctrl_c_and_a_handler_of_signals_are_not_the_functions():
+def test_ctrl_c_and_signal_handlers_end_the_run():
     def interrupted(rollout):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         score(ROLLOUTS, {"mine": interrupted})
-    handler = {}  # as flow.py's, where the signal comes while a function runs
+    handler = {}  # like the handler of flow.py, when the signal arrives during a function
     exec(compile("def ask():\n    raise SystemExit(143)", str(ROOT / "megarl/flow.py"), "exec"), handler)
     with pytest.raises(SystemExit) as leaving:
         score(ROLLOUTS, {"mine": lambda rollout: handler["ask"]()})
     assert leaving.value.code == 143
 
 
-def test_a_function_cannot_change_what_others_see():
+def test_functions_cannot_modify_the_rollout():
     extra, message = {"tests": [[1], [2]]}, {"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}
     prompt = Prompt("p", ({"role": "user", "content": "q"},), ground_truth=["1"], extra=extra)
     rollout = Rollout(prompt, (Turn((1,)),), messages=(message,), routing=torch.ones(1, 1, 1, dtype=torch.int16))
@@ -135,8 +135,8 @@ def test_a_function_cannot_change_what_others_see():
         return 1.0
 
     before = replace(rollout)
-    (said,) = score([rollout], {"greedy": greedy, "honest": honest})
-    assert said == {"greedy": Reward(1.0), "honest": Reward(1.0)} and rollout == before
+    (result,) = score([rollout], {"greedy": greedy, "honest": honest})
+    assert result == {"greedy": Reward(1.0), "honest": Reward(1.0)} and rollout == before
     assert extra == {"tests": [[1], [2]]} and message["tool_calls"] == [{"id": "x"}] and message["content"] == "a"
 
 
@@ -149,31 +149,31 @@ def spins(rollout):
         pass
 
 
-def swallows(rollout):
+def swallows_exception(rollout):
     try:
         time.sleep(60)
     except BaseException:  # noqa: B036
         return 1.0
 
 
-def renames(rollout):
+def replaces_exception(rollout):
     try:
         time.sleep(60)
     except BaseException as error:  # noqa: B036
         raise ValueError("something else") from error
 
 
-@pytest.mark.parametrize("function", [sleeps, spins, swallows, renames, waits])
-def test_a_function_that_hangs_is_interrupted(function):
+@pytest.mark.parametrize("function", [sleeps, spins, swallows_exception, replaces_exception, hangs_async])
+def test_interrupts_hanging_functions_at_the_timeout(function):
     before = signal.getsignal(reward_process.TIMEOUT_SIGNAL)
-    (why,) = failed(function, timeout=0.2)
+    (why,) = score_failing(function, timeout=0.2)
     assert why == "it took longer than reward.timeout=0.2 s; make it faster or raise reward.timeout"
     assert signal.getsignal(reward_process.TIMEOUT_SIGNAL) == before
     assert not [thread for thread in threading.enumerate() if thread.name == "reward deadline"]
 
 
-def test_functions_may_use_an_alarm_of_their_own():
-    def own(rollout):
+def test_functions_may_use_sigalrm():
+    def use_alarm(rollout):
         def handler(number, frame):
             raise TimeoutError
 
@@ -186,10 +186,10 @@ def test_functions_may_use_an_alarm_of_their_own():
         finally:
             signal.signal(signal.SIGALRM, before)
 
-    assert score(ROLLOUTS, {"own": own}, timeout=30.0)[0]["own"] == Reward(0.25)
+    assert score(ROLLOUTS, {"use_alarm": use_alarm}, timeout=30.0)[0]["use_alarm"] == Reward(0.25)
 
 
-def test_the_limit_is_that_of_a_call_not_of_all():
+def test_timeout_applies_to_each_call():
     def slow(rollout):
         time.sleep(0.15)
         return 1.0
@@ -205,7 +205,7 @@ def stubborn(rollout):
             pass
 
 
-def test_a_function_that_cannot_be_interrupted_ends_the_process_with_a_line(monkeypatch):
+def test_an_uninterruptible_function_ends_the_process(monkeypatch):
     monkeypatch.setattr(reward_process, "GRACE_S", 0.3)
     reading, writing = os.pipe()
     child = os.fork()
@@ -216,14 +216,14 @@ def test_a_function_that_cannot_be_interrupted_ends_the_process_with_a_line(monk
         finally:
             os._exit(0)
     os.close(writing)
-    with os.fdopen(reading) as said:
-        line = said.read()
+    with os.fdopen(reading) as stderr:
+        line = stderr.read()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
     about = "reward function stubborn on the sample 'sample-0' took longer than reward.timeout=0.2 s"
     assert line == f"error: {about} and does not stop\n"
 
 
-def test_nothing_is_called_any_more_once_too_many_have_failed():
+def test_stops_calling_functions_after_too_many_failures():
     called = []
 
     def fails(rollout):
@@ -241,6 +241,8 @@ def test_nothing_is_called_any_more_once_too_many_have_failed():
         result = score(ROLLOUTS * 20, {"good": length, "f": function}, 700.0, max_failed=2)
         assert time.monotonic() - began < 30.0
         assert [verdicts["good"] for verdicts in result] == [Reward(float(i)) for i in range(3)] * 20
-        said = [verdicts["f"] for verdicts in result]
-        assert sum(item is NOT_SCORED for item in said) == 57 and all(isinstance(item, RewardFailure) for item in said)
+        results = [verdicts["f"] for verdicts in result]
+        assert sum(item is NOT_SCORED for item in results) == 57 and all(
+            isinstance(item, RewardFailure) for item in results
+        )
         assert len(called) == (3 if function is fails else 60)

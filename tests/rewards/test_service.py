@@ -1,4 +1,4 @@
-"""A reward service, played by a real server: what is sent, what may come back, what is tried again."""
+"""The client of reward services against a local server: requests, responses, retries and failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.types import Prompt, Rollout, Turn
 from megarl.types.reward_values import Reward, RewardFailure
 
 sys.path.insert(0, str(Path(__file__).parent))
-from judging_server import Judging  # noqa: E402
+from judging_server import RewardServer  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -33,26 +33,26 @@ ROLLOUTS = [rollout(number, " ".join(["word"] * (number + 1))) for number in ran
 
 
 @pytest.fixture
-def server() -> Iterator[Judging]:
-    with Judging() as judging:
+def server() -> Iterator[RewardServer]:
+    with RewardServer() as judging:
         yield judging
 
 
-def service(server: Judging, **options: Any) -> Service:
+def service(server: RewardServer, **options: Any) -> Service:
     return Service(ServiceOptions.read({"url": server.url, "pause": 0.01, "private": True, **options}))
 
 
-def test_what_is_sent(server: Judging) -> None:
+def test_sends_conversations_as_json(server: RewardServer) -> None:
     item = rollout(3, "a b", ground_truth=np.int64(2), extra={"level": [1, 2]})
     assert service(server).score([item]) == [Reward(2.0, {"style": 0.5})]
     ((kind, path, body),) = server.requests
     assert (kind, path) == ("POST", "/score")
-    user, said = ({"role": "user", "content": "how many?"}, {"role": "assistant", "content": "a b"})
+    user, assistant = ({"role": "user", "content": "how many?"}, {"role": "assistant", "content": "a b"})
     about = {"id": "3", "data_source": "words", "status": "stop", "ground_truth": 2, "extra": {"level": [1, 2]}}
-    assert body == {"conversations": [{**about, "prompt": [user], "messages": [user, said], "answer": "a b"}]}
+    assert body == {"conversations": [{**about, "prompt": [user], "messages": [user, assistant], "answer": "a b"}]}
 
 
-def test_answers_are_in_their_order_however_long_they_take(server: Judging) -> None:
+def test_keeps_rollout_order_across_concurrent_batches(server: RewardServer) -> None:
     server.answers = [0.3, 0.0, 0.1]
     result = service(server, batch=2, concurrency=3).score(ROLLOUTS)
     assert result == [Reward(number, {"style": 0.5}) for number in range(1, 8)]
@@ -60,33 +60,33 @@ def test_answers_are_in_their_order_however_long_they_take(server: Judging) -> N
     assert service(server).score([]) == []
 
 
-def test_so_many_requests_at_once() -> None:
-    with Judging() as slow:
+def test_limits_concurrent_requests() -> None:
+    with RewardServer() as slow:
         slow.answers = [0.05] * 7
         service(slow, batch=1, concurrency=2).score(ROLLOUTS)
-        assert slow.most == 2
+        assert slow.max_concurrent == 2
 
 
-def test_plain_numbers_will_do() -> None:
-    with Judging(lambda conversation: len(conversation["answer"]) > 4) as judging:
+def test_accepts_plain_numbers_as_rewards() -> None:
+    with RewardServer(lambda conversation: len(conversation["answer"]) > 4) as judging:
         assert service(judging).score(ROLLOUTS[:2]) == [Reward(0.0), Reward(1.0)]
 
 
-def test_several_addresses_in_turn(server: Judging) -> None:
-    with Judging() as second:
+def test_alternates_between_urls(server: RewardServer) -> None:
+    with RewardServer() as second:
         service(server, url=[server.url, second.url], batch=1).score(ROLLOUTS)
         assert (len(server.batches()), len(second.batches())) == (4, 3)
 
 
-def test_what_may_pass_is_tried_again(server: Judging) -> None:
-    """A lost connection, a time-out, an overload, a failure."""
+def test_retries_transient_failures(server: RewardServer) -> None:
+    """A dropped connection, a timeout, status 429 and status 503."""
     server.answers = [None, 5.0, (429, b"slowly"), (503, b"not yet")]
     assert service(server, timeout=0.5).score(ROLLOUTS[:1]) == [Reward(1.0, {"style": 0.5})]
     assert len(server.requests) == 5
 
 
-def test_another_address_answers_for_one_that_is_lost(server: Judging) -> None:
-    result = service(server, url=[server.gone, server.url], batch=1).score(ROLLOUTS)
+def test_fails_over_to_another_url(server: RewardServer) -> None:
+    result = service(server, url=[server.unreachable_url, server.url], batch=1).score(ROLLOUTS)
     assert len(result) == 7 and len(server.requests) == 7
 
 
@@ -125,27 +125,27 @@ LARGE = b"[" + b"1" * 300 + b"]"
         ),
     ],
 )
-def test_what_comes_back_is_named_with_its_address(server: Judging, answer: Any, complaint: str) -> None:
+def test_invalid_responses_name_the_url_and_problem(server: RewardServer, answer: Any, complaint: str) -> None:
     server.answers = [answer, answer]
     (failed,) = service(server, timeout=0.5, tries=2, answer_mb=0.001).score(ROLLOUTS[:1])
     assert isinstance(failed, RewardFailure) and failed.reason.isprintable()
     assert failed.reason.startswith(f"the reward service {server.url}: ") and complaint in failed.reason
 
 
-def test_one_that_failed_leaves_the_others(server: Judging) -> None:
+def test_an_invalid_reward_fails_only_its_rollout(server: RewardServer) -> None:
     server.answers = [(200, b'[1, null, {"reward": 3, "parts": {"a": 1}}]')]
     first, second, third = service(server, batch=3).score(ROLLOUTS[:3])
     assert (first, third) == (Reward(1.0), Reward(3.0, {"a": 1.0}))
     assert isinstance(second, RewardFailure) and "it returned a NoneType" in second.reason
 
 
-def test_a_request_that_failed_leaves_the_others(server: Judging) -> None:
+def test_a_failed_request_fails_only_its_batch(server: RewardServer) -> None:
     server.answers = [(400, b"no")]
     result = service(server, batch=3, concurrency=1).score(ROLLOUTS)
     assert [isinstance(item, RewardFailure) for item in result] == [True] * 3 + [False] * 4
 
 
-def test_what_cannot_be_sent_is_not(server: Judging) -> None:
+def test_unserializable_samples_fail_without_a_request(server: RewardServer) -> None:
     odd = [rollout(1, "x", extra={"a": {1}}), ROLLOUTS[1], rollout(2, "\ud800")]
     first, second, third = service(server).score(odd)
     assert second == Reward(2.0, {"style": 0.5})
@@ -155,16 +155,16 @@ def test_what_cannot_be_sent_is_not(server: Judging) -> None:
     assert [len(batch) for batch in server.batches()] == [1]
 
 
-def test_a_look_takes_any_answer(server: Judging) -> None:
+def test_reachability_check_accepts_any_status(server: RewardServer) -> None:
     service(server).check_reachable()
     assert server.requests == [("GET", "/score", None)]
     with pytest.raises(
-        ConfigError, match=rf"the reward service {server.gone}: Client.* \(2 tries\); check that it runs"
+        ConfigError, match=rf"the reward service {server.unreachable_url}: Client.* \(2 tries\); check that it runs"
     ):
-        service(server, url=[server.url, server.gone], tries=2).check_reachable()
+        service(server, url=[server.url, server.unreachable_url], tries=2).check_reachable()
 
 
-def test_how_long_it_may_take() -> None:
+def test_max_duration_counts_batches_tries_and_pauses() -> None:
     item = Service(ServiceOptions.read({"url": "http://a/b", "batch": 4, "concurrency": 2, "timeout": 6, "tries": 3}))
     assert item.max_duration(9) == 2 * 3 * (6 + 10)
 
@@ -185,14 +185,14 @@ def test_how_long_it_may_take() -> None:
         ({"url": "http://a/b", "answer_mb": 0}, "roles.reward.options.answer_mb must be a number, above 0"),
     ],
 )
-def test_options_that_are_none(options: dict[str, Any], complaint: str) -> None:
+def test_refuses_invalid_options(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ServiceOptions.read(options)
     assert complaint in str(caught.value)
 
 
-def test_nobody_is_asked_any_more_once_too_many_have_failed(server: Judging) -> None:
-    """Two requests at once, of which the first three are refused and the others would take minutes."""
+def test_stops_scoring_after_too_many_failures(server: RewardServer) -> None:
+    """Of two concurrent requests at a time, the first three fail and the others would take minutes."""
     server.answers = [(400, b"no")] * 3 + [600.0] * 4
     began = time.monotonic()
     result = service(server, batch=1, concurrency=2, timeout=700.0).score(ROLLOUTS, max_failed=2.0)

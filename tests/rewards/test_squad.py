@@ -1,4 +1,4 @@
-"""Short answers: exact match and F1, by hand."""
+"""Exact match and F1 of short answers, with values computed by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megarl.rewards.squad import exact_match, f1, normalize
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import said  # noqa: E402
+from said import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.alone
         ("Café", "café"),
     ],
 )
-def test_what_makes_no_difference(text, plain):
+def test_normalizes_case_articles_and_punctuation(text, plain):
     assert normalize(text) == plain == normalize(plain)
 
 
@@ -57,23 +57,23 @@ def test_what_makes_no_difference(text, plain):
         ("1987", 1987, 1.0, 1.0),
     ],
 )
-def test_by_hand(answer, truth, exact, words):
-    assert exact_match(said(answer, truth)) == exact
-    assert f1(said(answer, truth)) == pytest.approx(words, abs=1e-12)
+def test_exact_match_and_f1_values(answer, truth, exact, words):
+    assert exact_match(make_rollout(answer, truth)) == exact
+    assert f1(make_rollout(answer, truth)) == pytest.approx(words, abs=1e-12)
 
 
 @pytest.mark.parametrize("truth", [None, [], {}, {"answers": ["x"]}, True, [None], {"target": []}, b"x"])
-def test_what_is_no_ground_truth(truth):
+def test_refuses_invalid_ground_truths(truth):
     for function in (exact_match, f1):
         with pytest.raises(ValueError, match="is neither a text nor a list of them"):
-            function(said("x", truth))
+            function(make_rollout("x", truth))
 
 
 WORDS = st.lists(st.sampled_from(["cat", "dog", "owl", "the"]), max_size=6).map(" ".join)
 
 
 @given(WORDS, WORDS)
-def test_f1_is_symmetric_and_one_for_the_same(one, other):
-    assert f1(said(one, other)) == f1(said(other, one)) and 0.0 <= f1(said(one, other)) <= 1.0
-    assert f1(said(one, one)) == exact_match(said(one, one)) == 1.0
-    assert f1(said(one, other)) >= exact_match(said(one, other))
+def test_f1_is_symmetric_and_1_for_equal_texts(one, other):
+    assert f1(make_rollout(one, other)) == f1(make_rollout(other, one)) and 0.0 <= f1(make_rollout(one, other)) <= 1.0
+    assert f1(make_rollout(one, one)) == exact_match(make_rollout(one, one)) == 1.0
+    assert f1(make_rollout(one, other)) >= exact_match(make_rollout(one, other))

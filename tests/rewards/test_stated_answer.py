@@ -1,3 +1,5 @@
+"""Find and parse the numbers in a text."""
+
 from decimal import Decimal
 
 import pytest
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.alone
         ("H2O", ["2"]),
     ],
 )
-def test_numbers_in(text, expected):
+def test_finds_numbers_in_text(text, expected):
     assert find_numbers(text) == [Decimal(number) for number in expected]
 
 
@@ -34,10 +36,10 @@ def test_numbers_in(text, expected):
     "value, expected",
     [(72, 72), (72.5, 72.5), ("72", 72), (" $1,080. ", 1080), (-3, -3), ("\u22123", -3)],
 )
-def test_as_number(value, expected):
+def test_parses_numbers(value, expected):
     assert parse_number(value) == Decimal(str(expected))
 
 
 @pytest.mark.parametrize("value", [None, "", "seven", "7 apples", "7 8", True])
-def test_not_a_number(value):
+def test_parse_number_returns_none_for_other_values(value):
     assert parse_number(value) is None

@@ -1,4 +1,4 @@
-"""How many rollouts may be without a reward, and what is said of them."""
+"""Limit and summarize rollouts that have no reward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def rollout(number: int, unscored: dict[str, str], aborted: bool = False) -> Rol
     return Rollout(Prompt(f"p{number}", ()), (Turn((1,)),), status, unscored=unscored)  # type: ignore[arg-type]
 
 
-def test_the_run_ends_above_the_share_with_the_most_frequent_reason_first() -> None:
+def test_ends_the_run_above_max_failed_frac() -> None:
     late, raised = {"a": "it took\nlonger"}, {"b": "it raised"}
     value = [raised, late, {}, late, {}, {}, {}, {}]
     rollouts = Rollouts.gather([rollout(i, item) for i, item in enumerate(value)] + [rollout(9, {}, aborted=True)] * 4)
@@ -32,13 +32,13 @@ def test_the_run_ends_above_the_share_with_the_most_frequent_reason_first() -> N
     assert summarize_unscored(kinds).endswith("2 x a: reason 2 (on the sample 'p2'), and 2 other reasons")
 
 
-def test_nothing_to_complain_of() -> None:
+def test_accepts_no_rollouts_and_only_aborted_ones() -> None:
     for rollouts in (Rollouts.gather([]), Rollouts.gather([rollout(0, {}, aborted=True)])):
         check_unscored(rollouts, RewardConfig(max_failed_frac=0.0))
         assert summarize_unscored(rollouts) == ""
 
 
-def test_an_episode_is_one_however_many_its_branches() -> None:
+def test_counts_the_branches_of_an_episode_once() -> None:
     failed = as_branches([rollout(0, {"a": "it raised"})] * 5, 0)
     rollouts = Rollouts.gather([*failed, rollout(1, {}), *as_branches([rollout(2, {})] * 4, 1)])
     check_unscored(rollouts, RewardConfig(max_failed_frac=1 / 3))

@@ -1,4 +1,4 @@
-"""Programs that want a reward for nothing. Each takes the place of `def add(a, b): return a + b` before a grader."""
+"""Programs that try to pass a grader without implementing `def add(a, b): return a + b`."""
 
 HACKS = {
     "exits with 0": """\

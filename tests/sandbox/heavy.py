@@ -1,8 +1,8 @@
-"""Programs that want more than they may have; each has a box of its own, since most of them end it."""
+"""Programs that exceed resource limits. Each runs in its own sandbox, since most of them end it."""
 
 from megarl.sandbox.results import Limits
 
-HEAVY: dict[str, tuple[str, Limits, tuple[str, ...]]] = {
+RESOURCE_ATTACKS: dict[str, tuple[str, Limits, tuple[str, ...]]] = {
     "fork bomb": (
         """\
 import os
@@ -32,7 +32,7 @@ except RuntimeError: print(n); import os; os._exit(0 if n < 64 else 1)
         Limits(seconds=5),
         ("",),
     ),
-    "memory of one": (
+    "memory of one process": (
         """\
 a = bytearray(1 << 31)
 for i in range(0, len(a), 4096): a[i] = 1
@@ -40,7 +40,7 @@ for i in range(0, len(a), 4096): a[i] = 1
         Limits(seconds=8, memory_mb=100),
         ("memory",),
     ),
-    "memory of many": (
+    "memory of many processes": (
         """\
 import os, time
 for _ in range(5): os.fork()
@@ -51,7 +51,7 @@ time.sleep(9)
         ("memory",),
     ),
     "address space": ("a = bytearray(1 << 40)", Limits(seconds=5), ("exit",)),
-    "memory that is freed and taken": (
+    "memory freed and allocated": (
         """\
 while True:
     a = b'x' * (1 << 28)
@@ -196,7 +196,7 @@ if os.fork() == 0:
         Limits(seconds=5),
         ("",),
     ),
-    "deaf to signals": (
+    "ignored signals": (
         """\
 import signal, time
 for n in range(1, 32):
@@ -224,7 +224,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
         Limits(seconds=1),
         ("time",),
     ),
-    "processor time of many": (
+    "cpu time of many processes": (
         """\
 import os, time
 for _ in range(5): os.fork()
@@ -245,17 +245,17 @@ time.sleep(99)
     "socket buffers": (
         """\
 import socket
-kept = []
+pairs = []
 try:
     while True:
         a, b = socket.socketpair()
         a.setblocking(False)
-        kept += [a, b]
+        pairs += [a, b]
         try:
             while True: a.send(b'x' * 4096)
         except BlockingIOError: pass
 except OSError: pass
-import time; time.sleep(0.5); print(len(kept))
+import time; time.sleep(0.5); print(len(pairs))
 """,
         Limits(seconds=5, memory_mb=64, open_files=1024),
         ("", "memory"),
@@ -278,7 +278,7 @@ ctypes.string_at(0)
         Limits(seconds=5),
         ("signal",),
     ),
-    "signals by the thousand": (
+    "queued signals": (
         """\
 import os, signal
 signal.pthread_sigmask(signal.SIG_BLOCK, {40})
@@ -293,4 +293,4 @@ raise SystemExit(n > 2000)
         ("",),
     ),
 }
-"""The limits that each runs in, and the reasons for which it may have ended: "" where it has to go on."""
+"""Source, limits and accepted reasons for the end of each program; "" means that it exits with status 0."""

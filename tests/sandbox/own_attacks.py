@@ -1,7 +1,7 @@
-"""More of `attacks.py`: on what boxes have in common, such as the user that all of them are and who made them."""
+"""More attacks, on what sandboxes share: their user, their kernel interfaces and the process that starts them."""
 
-QUICK = r"""
-def climbs_to_the_namespace_above():
+ATTACKS = r"""
+def opens_the_parent_namespace():
     import fcntl
     found = []
     for name in ("user", "pid", "mnt", "net"):
@@ -10,9 +10,9 @@ def climbs_to_the_namespace_above():
             try: found.append((name, request, fcntl.ioctl(end, request)))
             except OSError: pass
     return found
-def is_spared_when_memory_ends():
+def escapes_the_oom_killer():
     return writable("/proc/self/oom_score_adj", "-1000") or writable("/proc/1/oom_score_adj", "-1000")
-def opens_what_the_kernel_says_of_processes_for_writing():
+def opens_proc_files_for_writing():
     found = []
     for who in ("self", 1):
         for name in os.listdir(f"/proc/{who}"):
@@ -20,7 +20,8 @@ def opens_what_the_kernel_says_of_processes_for_writing():
             except OSError: continue
             found.append((who, name))
     return found
-def spares_itself_again(): return writable("/proc/self/oom_score_adj", "0") or writable("/proc/1/oom_score_adj", "1000")
+def resets_its_oom_score():
+    return writable("/proc/self/oom_score_adj", "0") or writable("/proc/1/oom_score_adj", "1000")
 def claims_to_be_root():
     a, b = socket.socketpair()
     found = []
@@ -28,7 +29,7 @@ def claims_to_be_root():
         try: found.append(a.sendmsg([b"x"], [(socket.SOL_SOCKET, 2, struct.pack("iii", *who))]))
         except OSError: pass
     return found
-def empties_the_random_pool():
+def drains_the_entropy_pool():
     import fcntl
     found = []
     for path in ("/dev/random", "/dev/urandom"):
@@ -36,7 +37,7 @@ def empties_the_random_pool():
             try: found.append(fcntl.ioctl(os.open(path, os.O_RDWR), request, b"\0" * 64))
             except OSError: pass
     return found
-def maps_itself_anew():
+def rewrites_its_id_maps():
     found = [writable(f"/proc/{who}/{name}", text) for who in ("self", 1) for name, text in (
         ("uid_map", "0 0 1"), ("gid_map", "0 0 1"), ("setgroups", "allow"), ("projid_map", "0 0 1"))]
     return [path for path in found if path]
@@ -53,7 +54,7 @@ def finds_folders_in_open_files():
                 if os.path.isdir(path) and not os.readlink(path).startswith("/proc/"): found.append(os.readlink(path))
             except OSError: pass
     return found
-def finds_others_by_number():
+def finds_other_processes_by_pid():
     own = {int(pid) for pid in os.listdir("/proc") if pid.isdecimal()}
     found = []
     for pid in range(1, 70000):
@@ -62,21 +63,21 @@ def finds_others_by_number():
         except PermissionError: pass
         if pid not in own: found.append(pid)
     return found
-def takes_its_filter_off():
+def removes_its_seccomp_filter():
     libc.prctl(22, 0, 0, 0, 0)
     system_call(317, 277, 0, 0, 0)
-    pid = os.fork()  # the strict mode may have been put on top, and ends who asks for more
+    pid = os.fork()  # strict mode may now be active, which kills the caller
     if pid == 0: os._exit(1 if worked("unshare", 0x10000000) else 0)
     return os.waitpid(pid, 0)[1] >> 8 == 1
-def takes_the_disk_first():
+def raises_its_io_priority():
     for kind, who in ((1, 0), (3, 1000), (3, 0)):
         if system_call(251, 30, kind, who, 1 << 13): return kind, who
 def sees_or_moves_cgroups():
     return readable("/sys/fs/cgroup") or writable("/proc/self/cgroup", "0::/") or writable("/proc/1/cgroup", "0::/")
-def registers_a_format(): return writable("/proc/sys/fs/binfmt_misc/register", ":a:M::x::/tmp/x:F")
+def registers_a_binary_format(): return writable("/proc/sys/fs/binfmt_misc/register", ":a:M::x::/tmp/x:F")
 def joins_a_keyring():
     return system_call(250, 219, 1, 0) or system_call(249, 218, b"user", b"k", None, -2) or readable("/proc/keys")
-def gives_limits_to_others():
+def sets_limits_of_others():
     found = []
     for pid in range(3, 3000):
         if os.path.exists(f"/proc/{pid}"): continue
@@ -84,7 +85,7 @@ def gives_limits_to_others():
         except (OSError, ValueError): pass
     return found
 """
-SPOILING = r"""
+DISRUPT_OTHERS = r"""
 import ctypes, os, platform, resource, signal
 libc = ctypes.CDLL(None)
 signal.signal(signal.SIGCONT, lambda *_: None)
@@ -100,13 +101,13 @@ for end in os.listdir("/proc/1/fd"):
     try: os.write(os.open(f"/proc/1/fd/{end}", os.O_WRONLY | os.O_NONBLOCK), b"\n")
     except OSError: pass
 """
-"""Ends itself, and would end, slow down or set off all others that are the same user."""
+"""Kill itself, and try to kill, slow down or start all other processes of the same user."""
 
-GIVING = r"""
+SEND_FILE_DESCRIPTORS = r"""
 import array, os, socket
 end = socket.socket(fileno=3)
 files = array.array("i", [os.open("/usr", os.O_RDONLY) for _ in range(20)])
 for _ in range(50):
     end.sendmsg([f"{nonce} 0 1\n".encode() if "nonce" in globals() else b"x"], [(1, 1, files)])
 """
-"""Hands open files to who reads its results."""
+"""Send open files to the reader of its results."""

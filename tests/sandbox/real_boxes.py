@@ -1,4 +1,4 @@
-"""A sandbox for tests that are not asynchronous themselves, and why there may be none here."""
+"""A synchronous wrapper of the sandbox, and a mark for tests that need bubblewrap."""
 
 import asyncio
 import shutil
@@ -9,8 +9,8 @@ from megarl.config import ConfigError, SandboxConfig
 from megarl.sandbox.box import Sandbox
 
 
-class Boxes:
-    """`Sandbox`, each of whose calls is waited for."""
+class SyncSandbox:
+    """Run the coroutines of a `Sandbox` to completion."""
 
     def __init__(self, **settings):
         self.loop = asyncio.new_event_loop()
@@ -23,31 +23,31 @@ class Boxes:
         return self.loop.run_until_complete(coroutine)
 
     def all(self, coroutines):
-        """What each comes to, by its name."""
+        """Run coroutines concurrently and return their results by name."""
 
-        async def gathered():
+        async def gather_all():
             return await asyncio.gather(*coroutines.values())
 
-        return dict(zip(coroutines, self.wait(gathered()), strict=True))
+        return dict(zip(coroutines, self.wait(gather_all()), strict=True))
 
-    def end(self):
+    def close(self):
         self.wait(self.sandbox.close())
         self.loop.close()
 
 
-def why_none():
-    """Empty where there can be boxes."""
+def find_missing_requirement():
+    """Return why this machine cannot run sandboxes, or an empty string."""
     if shutil.which("bwrap") is None:
         return "there is no bubblewrap on this machine"
-    boxes = Boxes()
+    boxes = SyncSandbox()
     try:
         boxes.probe()
     except ConfigError as error:
-        return f"there can be no boxes here: {error}"
+        return f"sandboxes do not work on this machine: {error}"
     finally:
-        boxes.end()
+        boxes.close()
     return ""
 
 
-WHY = why_none()
-needs_boxes = pytest.mark.skipif(bool(WHY), reason=WHY)
+MISSING_REQUIREMENT = find_missing_requirement()
+needs_boxes = pytest.mark.skipif(bool(MISSING_REQUIREMENT), reason=MISSING_REQUIREMENT)

@@ -1,4 +1,4 @@
-"""What tries to get out of a box, or to take more than it may, is contained: each attack in a real one."""
+"""Real sandboxes contain escapes and resource exhaustion."""
 
 import contextlib
 import os
@@ -16,28 +16,28 @@ from megarl.sandbox.results import Limits
 sys.path.append(str(Path(__file__).parent))
 import attacks  # noqa: E402
 import own_attacks  # noqa: E402
-from heavy import HEAVY  # noqa: E402
-from real_boxes import Boxes, needs_boxes  # noqa: E402
-from waiting import COMMAND, children, until, waiting, warm  # noqa: E402
+from heavy import RESOURCE_ATTACKS  # noqa: E402
+from real_boxes import SyncSandbox, needs_boxes  # noqa: E402
+from waiting import COMMAND, find_idle_sandboxes, list_children, wait_until, warm  # noqa: E402
 
 pytestmark = [needs_boxes, pytest.mark.alone]
 SECRET = "SECRET-OF-THE-TRAINER-1f00"
-QUICK = re.findall(r"^def (\w+)", attacks.QUICK + own_attacks.QUICK, re.M)
+ATTACK_NAMES = re.findall(r"^def (\w+)", attacks.ATTACKS + own_attacks.ATTACKS, re.M)
 
 
 @pytest.fixture(scope="module")
 def box():
     os.environ["A_SECRET"] = SECRET
-    boxes = Boxes(max_boxes=4, memory_mb=256)
+    boxes = SyncSandbox(max_boxes=4, memory_mb=256)
     yield boxes
-    boxes.end()
+    boxes.close()
     del os.environ["A_SECRET"]
 
 
 @pytest.fixture(scope="module")
-def listening():
-    """An engine's port on the loopback device and a socket without a file, and who came."""
-    came = []
+def listeners():
+    """Listen on a loopback port and on an abstract socket, and assert that nobody connects."""
+    connections = []
     with socket.create_server(("127.0.0.1", 0)) as engine, socket.socket(socket.AF_UNIX) as abstract:
         name = b"\0megarl-" + os.urandom(8).hex().encode()
         abstract.bind(name)
@@ -45,31 +45,31 @@ def listening():
 
         def accept(server):
             with contextlib.suppress(OSError):
-                came.append(server.accept())
+                connections.append(server.accept())
 
         for server in (engine, abstract):
             threading.Thread(target=accept, args=(server,), daemon=True).start()
-        yield engine.getsockname()[1], name, came
-        assert not came
+        yield engine.getsockname()[1], name, connections
+        assert not connections
 
 
 @pytest.fixture(scope="module", params=["new", "prepared"])
-def quick(request, box, listening, tmp_path_factory):
-    """What each got: in a box that was made for it, and in one that had waited."""
+def attack_results(request, box, listeners, tmp_path_factory):
+    """What each attack obtained, in a new and in a prewarmed sandbox."""
     checkpoints = tmp_path_factory.mktemp("checkpoints")
     (checkpoints / "weights").write_text("weights")
-    port, abstract, _ = listening
+    port, abstract, _ = listeners
     python = Path(os.path.realpath(sys.base_prefix)).parts[1]
     names = {"PORT": port, "ABSTRACT": abstract, "CHECKPOINTS": str(checkpoints), "PYTHON": [python]}
     argument = "".join(f"{name} = {value!r}\n" for name, value in names.items())
-    argument += f"SECRET = bytes({list(SECRET.encode())}).decode()\n"  # not to be found by a search for it
-    source = f"{attacks.PRELUDE}\n{argument}\nbefore = set(globals()) | {{'before'}}\n{attacks.QUICK}"
-    source += f"{own_attacks.QUICK}\n{attacks.RUN_QUICK}"
+    argument += f"SECRET = bytes({list(SECRET.encode())}).decode()\n"  # so that a search does not find it in the source
+    source = f"{attacks.PRELUDE}\n{argument}\nbefore = set(globals()) | {{'before'}}\n{attacks.ATTACKS}"
+    source += f"{own_attacks.ATTACKS}\n{attacks.RUN_ATTACKS}"
     limits = Limits(seconds=60, output_bytes=1 << 20, memory_mb=256 if request.param == "prepared" else 300)
     if request.param == "prepared":
         for _ in range(5):
             assert box.run_harness("send(0, 0)", 1, limits=limits).is_complete
-        until(lambda: len(waiting(box)) >= 4)
+        wait_until(lambda: len(find_idle_sandboxes(box)) >= 4)
         time.sleep(2.0)
     actual = box.run_harness(source, 1, limits=limits)
     assert actual.is_complete, actual.run
@@ -77,36 +77,36 @@ def quick(request, box, listening, tmp_path_factory):
     return actual.results[0]
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_it_gets_nothing(quick, name):
-    assert quick[name] == "-"
+@pytest.mark.parametrize("name", ATTACK_NAMES)
+def test_attacks_obtain_nothing(attack_results, name):
+    assert attack_results[name] == "-"
 
 
 @pytest.fixture(scope="module")
-def heavy():
-    """Of one command, so that the first ones have boxes that waited."""
-    boxes = Boxes(max_boxes=4, memory_mb=256)
+def resource_results():
+    """All use one command, so that the first ones get prewarmed sandboxes."""
+    boxes = SyncSandbox(max_boxes=4, memory_mb=256)
     warm(boxes)
     yield boxes.all(
         {
             name: boxes.sandbox.run(COMMAND, {"main.py": source.encode()}, limits=limits)
-            for name, (source, limits, _) in HEAVY.items()
+            for name, (source, limits, _) in RESOURCE_ATTACKS.items()
         }
     )
-    boxes.end()
+    boxes.close()
 
 
-@pytest.mark.parametrize("name", HEAVY)
-def test_it_takes_no_more_than_it_may(heavy, name):
-    result = heavy[name]
-    assert result.reason in HEAVY[name][2], result
-    assert result.seconds < HEAVY[name][1].seconds + 20
-    assert len(result.stdout) <= HEAVY[name][1].output_bytes + 100
+@pytest.mark.parametrize("name", RESOURCE_ATTACKS)
+def test_resource_attacks_stay_within_limits(resource_results, name):
+    result = resource_results[name]
+    assert result.reason in RESOURCE_ATTACKS[name][2], result
+    assert result.seconds < RESOURCE_ATTACKS[name][1].seconds + 20
+    assert len(result.stdout) <= RESOURCE_ATTACKS[name][1].output_bytes + 100
 
 
-def test_boxes_that_wait_take_no_notice_of_another():
-    """They are the same user as it is, and their gates are pipes as it has them, too."""
-    boxes = Boxes(max_boxes=4)
+def test_attacks_do_not_disturb_idle_sandboxes():
+    """Idle sandboxes run as the same user, and wait on pipes that look alike."""
+    boxes = SyncSandbox(max_boxes=4)
     try:
         actual = warm(boxes)
         pids = [boxes.sandbox.runner_pid, *actual, *actual.values()]
@@ -116,28 +116,28 @@ def test_boxes_that_wait_take_no_notice_of_another():
             return [(field[16], os.listdir(f"/proc/{pid}/task")) for pid, field in zip(pids, fields, strict=True)]
 
         before = states()
-        spoilt = boxes.run(["python3", "spoiling.py"], {"spoiling.py": own_attacks.SPOILING.encode()})
-        assert spoilt.reason in ("", "signal")  # whether it is done before it has killed itself
+        disrupted = boxes.run(["python3", "disrupt.py"], {"disrupt.py": own_attacks.DISRUPT_OTHERS.encode()})
+        assert disrupted.reason in ("", "signal")  # depends on whether it finishes before it kills itself
         assert states() == before
-        assert not any(children(first) for first in actual.values())  # none has begun
+        assert not any(list_children(first) for first in actual.values())  # none has started its command
         assert boxes.run(COMMAND, {"main.py": b"print(4)"}).stdout == b"4\n"
     finally:
-        boxes.end()
+        boxes.close()
 
 
-def test_open_files_that_a_box_hands_out_are_taken_by_nobody():
-    boxes = Boxes(max_boxes=2)
+def test_file_descriptors_sent_by_a_sandbox_are_not_received():
+    boxes = SyncSandbox(max_boxes=2)
     try:
         for _ in range(3):
             boxes.run_harness("send(0, 0)", 1)
-        until(lambda: len(waiting(boxes)) == 2)
+        wait_until(lambda: len(find_idle_sandboxes(boxes)) == 2)
         ends = f"/proc/{boxes.sandbox.runner_pid}/fd"
         before = len(os.listdir(ends))
-        assert boxes.run_harness(own_attacks.GIVING, 1).results == {}
-        until(lambda: len(waiting(boxes)) == 2)
-        assert len(os.listdir(ends)) < before + 20  # of a thousand; nests that come and go have some
+        assert boxes.run_harness(own_attacks.SEND_FILE_DESCRIPTORS, 1).results == {}
+        wait_until(lambda: len(find_idle_sandboxes(boxes)) == 2)
+        assert len(os.listdir(ends)) < before + 20  # of 1000; sandboxes that start and end hold some
         for end in os.listdir(ends):
             with contextlib.suppress(FileNotFoundError):
                 assert os.readlink(f"{ends}/{end}") != "/usr"
     finally:
-        boxes.end()
+        boxes.close()

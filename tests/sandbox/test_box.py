@@ -1,4 +1,4 @@
-"""Runs, files, limits and turns of real boxes."""
+"""Real sandboxes: commands, files, limits, concurrency and recovery."""
 
 import asyncio
 import os
@@ -12,28 +12,28 @@ import pytest
 from megarl.config import ConfigError, SandboxConfig
 from megarl.sandbox import runner_client
 from megarl.sandbox.box import VARIABLE, Sandbox, to_environment
-from megarl.sandbox.box import probe as at_start
+from megarl.sandbox.box import probe as probe_once
 from megarl.sandbox.results import Limits
 from megarl.sandbox.runner_client import SandboxError
 
 sys.path.append(str(Path(__file__).parent))
-from real_boxes import Boxes, needs_boxes  # noqa: E402
+from real_boxes import SyncSandbox, needs_boxes  # noqa: E402
 
 pytestmark = [needs_boxes, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")
 def box():
-    boxes = Boxes(max_boxes=4)
+    boxes = SyncSandbox(max_boxes=4)
     yield boxes
-    boxes.end()
+    boxes.close()
 
 
 def python(box, source, **argument):
     return box.run(["python3", "-c", source], **argument)
 
 
-def test_a_run_with_files_and_input(box):
+def test_runs_with_files_and_stdin(box):
     result = python(
         box,
         "import sys; print(open('a/b.txt').read(), input()); print('error', file=sys.stderr)\n"
@@ -47,19 +47,19 @@ def test_a_run_with_files_and_input(box):
     assert result.files == {"a/out": b"\0\xff", "a/b.txt": b"content"}
 
 
-def test_large_input_and_output(box):
+def test_passes_large_input_and_output(box):
     data = os.urandom(3 << 20)
     result = box.run(["cat", "in", "-"], {"in": data}, stdin=data, limits=Limits(output_bytes=8 << 20))
     assert result.ok and result.stdout == data + data
 
 
-def test_input_that_nobody_reads_and_output_that_ends_early(box):
+def test_handles_unread_stdin_and_closed_output(box):
     assert box.run(["true"], stdin=b"x" * (8 << 20)).ok
     result = box.run(["sh", "-c", "exec 1>&- 2>&-; sleep 0.2; exit 3"])
     assert (result.status, result.reason) == (3, "exit")
 
 
-def test_how_programs_end(box):
+def test_reports_exit_statuses_and_signals(box):
     ends = {
         "exit 7": (7, "exit"),
         "kill -9 $$": (-9, "signal"),
@@ -73,23 +73,23 @@ def test_how_programs_end(box):
     assert result.status == 127 and b"no-such-program" in result.stderr
 
 
-def test_numpy_and_sympy_are_there(box):
+def test_provides_numpy_and_sympy(box):
     pytest.importorskip("numpy")
     result = python(box, "import numpy, sympy; print(numpy.arange(4).sum(), sympy.sqrt(8))", limits=Limits(seconds=60))
     assert result.stdout == b"6 2*sqrt(2)\n", result
 
 
-def test_what_else_is_installed_here_is_not_in_a_box(box):
+def test_hides_other_installed_packages(box):
     source = "import os, sys; print([p for p in sys.path if p.endswith('site-packages') and os.listdir(p)])"
     assert python(box, source).stdout == b"[]\n"
 
 
-def test_a_box_is_new_each_time(box):
+def test_runs_share_no_files(box):
     python(box, "open('/tmp/left', 'w'); open('/dev/shm/left', 'w')")
     assert python(box, "import os; print(os.listdir('/tmp'), os.listdir('/dev/shm'))").stdout == b"[] []\n"
 
 
-def test_files_that_come_back_are_regular_and_inside(box):
+def test_fetches_only_regular_files(box):
     result = python(
         box,
         "import os\nos.symlink('/etc/passwd', 'link'); os.symlink('/', 'root'); os.mkfifo('fifo')\n"
@@ -106,7 +106,7 @@ def test_files_that_come_back_are_regular_and_inside(box):
     assert result.refused["big"].startswith("has 3145728 bytes, and 2097151 may still be fetched")
 
 
-def test_a_file_with_holes_is_not_fetched_at_the_size_that_it_claims(box):
+def test_refuses_sparse_files(box):
     result = python(
         box,
         "import os\nwith open('sparse', 'wb') as file: file.truncate(8 << 20)\n"
@@ -124,7 +124,7 @@ def test_a_file_with_holes_is_not_fetched_at_the_size_that_it_claims(box):
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "", ".", "a//b", "a/", "x\0y", "a" * 5000])
-def test_paths_that_leave_the_box_are_refused(box, name):
+def test_refuses_paths_outside_the_sandbox(box, name):
     with pytest.raises(ValueError, match="not a path inside the sandbox"):
         box.run(["true"], {name: b""})
     with pytest.raises(ValueError, match="not a path inside the sandbox"):
@@ -132,25 +132,25 @@ def test_paths_that_leave_the_box_are_refused(box, name):
 
 
 @pytest.mark.parametrize("command", [[], ["python3", "-c", "\0"], ["echo", "x" * 200_000], ["echo", "\ud800"]])
-def test_commands_that_are_none_are_refused(box, command):
+def test_refuses_invalid_commands(box, command):
     with pytest.raises(ValueError, match="give code in a file|surrogates"):
         box.run(command)
 
 
-def running(line):
+def is_command_running(line):
     return line in os.popen("ps -eo args").read()
 
 
-def test_nothing_is_left_of_a_daemon(box):
+def test_kills_daemons(box):
     daemon = (
         "import os, subprocess\nif os.fork() == 0:\n    os.setsid()\n    subprocess.Popen(['sleep', '66.375'])\n"
         "    open('there', 'w').close()\n    while True: os.wait()\nwhile not os.path.exists('there'): pass"
     )
     assert python(box, daemon).ok
-    assert not running("sleep 66.375")
+    assert not is_command_running("sleep 66.375")
 
 
-def test_a_run_that_is_cancelled_is_ended(box):
+def test_cancellation_kills_the_command(box):
     async def cancelled():
         run = asyncio.ensure_future(box.sandbox.run(["sleep", "77.125"]))
         await asyncio.sleep(0.5)
@@ -158,16 +158,16 @@ def test_a_run_that_is_cancelled_is_ended(box):
         with pytest.raises(asyncio.CancelledError):
             await run
         for _ in range(200):
-            if not running("sleep 77.125"):
+            if not is_command_running("sleep 77.125"):
                 return True
             await asyncio.sleep(0.05)
 
     assert box.wait(cancelled())
 
 
-def test_no_more_boxes_at_once_than_may_be():
-    """Of two sandboxes with two processes together."""
-    boxes = [Boxes(max_boxes=2), Boxes(max_boxes=2)]
+def test_max_boxes_limits_concurrency():
+    """The limit holds across two `Sandbox` objects."""
+    boxes = [SyncSandbox(max_boxes=2), SyncSandbox(max_boxes=2)]
     source = "import time; print(time.time()); time.sleep(0.3); print(time.time())"
 
     async def both():
@@ -182,15 +182,15 @@ def test_no_more_boxes_at_once_than_may_be():
 
 
 def patch_runner(monkeypatch, module, assignment):
-    """Change something in the process that starts boxes."""
+    """Patch a module in the process that starts sandboxes."""
     name, _, value = assignment.partition(" = ")
     patch = f"import {module}\n{module}.{name} = {value}\nmain("
     monkeypatch.setattr(runner_client, "_START", runner_client._START.replace("main(", patch))
 
 
-def test_the_watchdog_stands_in_for_a_memory_cgroup(monkeypatch):
+def test_watchdog_replaces_a_missing_memory_cgroup(monkeypatch):
     patch_runner(monkeypatch, "megarl.sandbox.box_memory", "Cgroups.find = lambda: None")
-    boxes = Boxes(max_boxes=3)
+    boxes = SyncSandbox(max_boxes=3)
     layers = boxes.probe()
     assert "memory watchdog" in layers.layers and "memory cgroup" not in layers.layers
     fork = "import os, time\nfor _ in range(4): os.fork()\n"
@@ -203,7 +203,7 @@ def test_the_watchdog_stands_in_for_a_memory_cgroup(monkeypatch):
                 ["python3", "-c", "a = b'x' * (70 << 20)\nopen('a', 'wb').write(a)\nimport time; time.sleep(30)"],
                 limits=Limits(seconds=20, memory_mb=120, disk_mb=100),
             ),
-            # Many processes with the same pages, and one that is vforked, have them once.
+            # Pages that processes share, also after vfork, count once.
             "shared": boxes.sandbox.run(
                 ["python3", "-c", "a = b'x' * (30 << 20)\n" + fork + "time.sleep(0.5)"], limits=limits
             ),
@@ -217,7 +217,7 @@ def test_the_watchdog_stands_in_for_a_memory_cgroup(monkeypatch):
             ),
         }
     )
-    boxes.end()
+    boxes.close()
     assert {name: result.reason for name, result in actual.items()} == {
         "one": "memory",
         "many": "memory",
@@ -227,20 +227,20 @@ def test_the_watchdog_stands_in_for_a_memory_cgroup(monkeypatch):
     }
 
 
-def test_processes_are_counted_where_the_kernel_counts_others_with_them(monkeypatch):
+def test_watchdog_counts_processes_on_old_kernels(monkeypatch):
     patch_runner(monkeypatch, "platform", "release = lambda: '5.10.0'")
-    boxes = Boxes()
+    boxes = SyncSandbox()
     many = "import os, time\nfor _ in range(300): os.fork() or time.sleep(60)\ntime.sleep(60)"
     try:
         assert "counts" in " ".join(boxes.probe().missing)
         assert python(boxes, many, limits=Limits(seconds=20)).reason == "processes"
         assert python(boxes, "import os; [os.fork() for _ in range(3)]").ok
     finally:
-        boxes.end()
+        boxes.close()
 
 
-def test_another_process_starts_boxes_when_the_first_was_killed():
-    boxes = Boxes()
+def test_restarts_a_killed_runner():
+    boxes = SyncSandbox()
     assert boxes.run(["true"]).ok
     process = boxes.sandbox._client._process
     os.kill(process.pid, signal.SIGKILL)
@@ -248,10 +248,10 @@ def test_another_process_starts_boxes_when_the_first_was_killed():
     with pytest.raises(SandboxError, match="the process that starts boxes exited"):
         boxes.run(["sleep", "1"])
     assert boxes.run(["true"]).ok
-    boxes.end()
+    boxes.close()
 
 
-def test_boxes_end_with_the_process_that_wanted_them():
+def test_sandboxes_end_with_their_owner():
     program = """
 import asyncio, os
 from megarl.sandbox.box import Sandbox
@@ -266,12 +266,12 @@ asyncio.run(main())
     out = os.popen(f'{sys.executable} -c "{program}"').read()
     assert out == "True\n"
     deadline = time.monotonic() + 20
-    while running("sleep 88.25"):
+    while is_command_running("sleep 88.25"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_any_event_loop_and_any_process_may_use_it():
+def test_works_across_event_loops_and_forks():
     sandbox = Sandbox(SandboxConfig())
     for _ in range(2):
         assert asyncio.run(sandbox.run(["true"])).ok
@@ -287,19 +287,19 @@ def test_any_event_loop_and_any_process_may_use_it():
     asyncio.run(sandbox.close())
 
 
-def test_the_probe_says_what_protects(box):
+def test_probe_reports_protection_layers(box):
     probe = box.probe()
     assert probe.backend == "bubblewrap" and probe == box.probe()
     assert (
-        at_start(SandboxConfig()) is at_start(SandboxConfig())
-        and at_start(SandboxConfig()).layers[1:] == probe.layers[1:]
+        probe_once(SandboxConfig()) is probe_once(SandboxConfig())
+        and probe_once(SandboxConfig()).layers[1:] == probe.layers[1:]
     )
     assert {"seccomp", "resource limits"} <= set(probe.layers) and "bubblewrap" in str(probe)
     if os.getuid() == 0:
         assert any("dropped from root" in layer for layer in probe.layers)
 
 
-def test_settings_of_the_run_reach_any_process(monkeypatch):
+def test_settings_pass_through_the_environment(monkeypatch):
     monkeypatch.setenv(VARIABLE, '{"backend": "none", "memory_mb": 99, "max_boxes": 3}')
     assert Sandbox.from_environment().settings == SandboxConfig("none", 99, 3)
     settings = SandboxConfig("http://sandbox:8080", 77, 5)

@@ -1,4 +1,4 @@
-"""Which lines of a private channel are believed."""
+"""Parse results from the private channel of a sandbox."""
 
 import math
 
@@ -15,7 +15,7 @@ def lines(*value):
     return b"".join(f"{NONCE} {line}\n".encode() for line in value)
 
 
-def test_results_by_number():
+def test_parses_results_by_number():
     assert parse_results(lines("0 1", '2 "x"', "1 [1, {}]"), NONCE, 3) == {0: 1, 1: [1, {}], 2: "x"}
 
 
@@ -35,20 +35,20 @@ def test_results_by_number():
         b"\xff" * 100 + b"\n",
     ],
 )
-def test_what_is_not_believed(line):
+def test_ignores_invalid_lines(line):
     assert parse_results(line + lines("1 true"), NONCE, 3) in ({1: True}, {})
     assert parse_results(line + b"\n" + lines("1 true"), NONCE, 3) == {1: True} or line == lines("0 1")[:-1]
 
 
-def test_a_number_that_came_twice_is_none():
+def test_drops_duplicate_numbers():
     assert parse_results(lines("0 1", "1 2", "0 1"), NONCE, 2) == {1: 2}
     assert parse_results(lines("0 {", "0 1"), NONCE, 1) == {}
 
 
-def test_no_number_is_not_one():
+def test_parses_nan():
     assert math.isnan(parse_results(lines("0 NaN"), NONCE, 1)[0])
 
 
-def test_a_source_with_a_zero_is_refused():
+def test_refuses_sources_with_null_bytes():
     with pytest.raises(ValueError, match="zero"):
         encode_preamble(NONCE, "x = '\0'")

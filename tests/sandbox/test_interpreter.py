@@ -1,4 +1,4 @@
-"""Sessions of an interpreter keep their state, and end when they take too much."""
+"""Interpreter sessions keep state between calls and enforce limits."""
 
 import asyncio
 import sys
@@ -11,16 +11,16 @@ from megarl.sandbox.box_memory import list_descendants
 from megarl.sandbox.results import Limits
 
 sys.path.append(str(Path(__file__).parent))
-from real_boxes import Boxes, needs_boxes  # noqa: E402
+from real_boxes import SyncSandbox, needs_boxes  # noqa: E402
 
 pytestmark = [needs_boxes, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")
 def box():
-    boxes = Boxes(max_boxes=2)
+    boxes = SyncSandbox(max_boxes=2)
     yield boxes
-    boxes.end()
+    boxes.close()
 
 
 @pytest.fixture()
@@ -31,13 +31,13 @@ def run(box):
     assert box.wait(session.run("1")).reason == "closed"
 
 
-def test_names_stay(run):
+def test_keeps_names_between_calls(run):
     assert run("x = 41").stdout == ""
     output = run("def f(n):\n    return n + 1\nprint('called')\nf(x)")
     assert output.ok and output.stdout == "called\n42\n" and not output.is_state_lost
 
 
-def test_exceptions_are_told_and_change_nothing(run):
+def test_exceptions_are_reported_and_keep_the_state(run):
     run("x = 1")
     output = run("x = 2\n1 / 0")
     assert (output.ok, output.reason, output.is_state_lost) == (False, "exit", False)
@@ -47,7 +47,7 @@ def test_exceptions_are_told_and_change_nothing(run):
     assert run("x").stdout == "2\n"
 
 
-def test_what_hangs_is_ended_and_the_next_call_begins_anew(run):
+def test_a_timeout_resets_the_session(run):
     run("x = 1")
     output = run("print('before', flush=True)\nwhile True: pass", seconds=0.5)
     assert (output.reason, output.is_state_lost, output.stdout) == ("time", True, "before\n")
@@ -65,26 +65,26 @@ def test_what_hangs_is_ended_and_the_next_call_begins_anew(run):
         ("import os\nwhile True: os.write(1, b'x' * 9999)", "output"),
     ],
 )
-def test_what_ends_the_interpreter_ends_its_own_session_only(run, code, reason):
+def test_a_dead_interpreter_is_replaced(run, code, reason):
     output = run(code)
     assert (output.ok, output.is_state_lost) == (False, True) and output.reason == reason
     assert run("1 + 1").stdout == "2\n"
 
 
-def test_output_is_cut_in_the_middle(run):
+def test_truncates_output_in_the_middle(run):
     output = run("print('a' * 3000)\nprint('z' * 3000)")
     assert output.ok and len(output.stdout) < 2100
     assert output.stdout.startswith("aaa") and output.stdout.endswith("zzz\n") and "left out" in output.stdout
 
 
-def test_children_and_threads_do_not_answer_for_it(run):
+def test_children_and_threads_cannot_reply(run):
     assert run("import os\nprint('one', flush=True)\nif os.fork() == 0: print('child')").ok
     assert run("import threading, time; threading.Thread(target=time.sleep, args=(50,)).start()").ok
     assert run("2").stdout.endswith("2\n")
 
 
-def test_nothing_goes_on_between_calls(box, run):
-    """Neither threads nor processes, which would take time and memory while nobody watches."""
+def test_pauses_between_calls(box, run):
+    """Threads and child processes stop, because nothing enforces limits between calls."""
     run("import os, threading, time\nn = 0\ndef count():\n    global n\n    while True: n += 1")
     run("threading.Thread(target=count, daemon=True).start()\nif os.fork() == 0:\n    while True: pass")
     before = run("n").stdout
@@ -97,7 +97,7 @@ def test_nothing_goes_on_between_calls(box, run):
     assert run("n").ok and before
 
 
-def test_calls_at_the_same_time_come_one_after_the_other(box):
+def test_serializes_concurrent_calls(box):
     async def both():
         async with await box.sandbox.interpreter() as session:
             calls = [session.run(f"import time; time.sleep(0.1); x = {i}; x") for i in range(3)]
@@ -106,7 +106,7 @@ def test_calls_at_the_same_time_come_one_after_the_other(box):
     assert box.wait(both()) == ["0\n", "1\n", "2\n"]
 
 
-def test_a_call_that_is_cancelled_ends_the_session(box):
+def test_cancellation_resets_the_session(box):
     async def cancelled():
         async with await box.sandbox.interpreter() as session:
             await session.run("x = 1")
@@ -117,18 +117,18 @@ def test_a_call_that_is_cancelled_ends_the_session(box):
     assert "NameError" in box.wait(cancelled()).stderr
 
 
-def test_a_forged_answer_only_ends_its_own_call(run):
+def test_a_forged_reply_ends_only_its_call(run):
     run("import os, time; os.write(3, b'1\\n')\nx = 1\ntime.sleep(0.2)")
     assert run("y = 1").reason in ("", "exit")
 
 
-def test_odd_text(run):
+def test_handles_unicode_and_invalid_bytes(run):
     assert run("print('ä€𝄞\\udc80'.encode('utf-8', 'replace'), '\\x1b[0m', 'ä')").stdout.endswith("ä\n")
     assert run("import sys; sys.stdout.buffer.write(b'\\xff\\n'); sys.stdout.flush()").stdout.startswith("�")
     assert run("").ok and run("# only a comment").ok and run("x = 1;").ok
 
 
-def test_sessions_that_wait_take_no_turn(box):
+def test_idle_sessions_do_not_count_as_running(box):
     async def many():
         sessions = [await box.sandbox.interpreter() for _ in range(6)]
         outputs = await asyncio.gather(*(session.run(f"x = {i}") for i, session in enumerate(sessions)))

@@ -1,4 +1,4 @@
-"""Boxes that were prepared: few, each used once, gone with who has made them; and which of them there are."""
+"""Prewarmed sandboxes: limits, single use, cleanup with their owner, and the pool that manages them."""
 
 import os
 import signal
@@ -15,8 +15,8 @@ from megarl.sandbox.results import Limits
 from megarl.sandbox.runner_client import SandboxError
 
 sys.path.append(str(Path(__file__).parent))
-from real_boxes import Boxes, needs_boxes  # noqa: E402
-from waiting import AGED, COMMAND, there, until, waiting, warm  # noqa: E402
+from real_boxes import SyncSandbox, needs_boxes  # noqa: E402
+from waiting import COMMAND, PRINT_AGE, find_idle_sandboxes, is_running, wait_until, warm  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -25,47 +25,47 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def box():
-    boxes = Boxes(max_boxes=16)
+    boxes = SyncSandbox(max_boxes=16)
     yield boxes
-    boxes.end()
+    boxes.close()
 
 
-def gone(pids):
-    until(lambda: not any(there(pid) for pid in pids))
+def wait_until_exited(pids):
+    wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
 @needs_boxes
-def test_a_box_that_was_asked_for_again_waits_for_the_next(box):
+def test_repeated_commands_get_prewarmed_sandboxes(box):
     warm(box)
     time.sleep(0.5)
-    source = AGED.format(clock=os.sysconf("SC_CLK_TCK")).encode()
+    source = PRINT_AGE.format(clock=os.sysconf("SC_CLK_TCK")).encode()
     assert float(box.run(COMMAND, {"main.py": source}).stdout) >= 0.3
     assert float(box.run(["python3", "-B", "main.py"], {"main.py": source}).stdout) < 0.3
 
 
 @needs_boxes
-def test_few_wait_of_one_form_and_of_all(box):
+def test_limits_idle_sandboxes(box):
     for name in ("a", "b", "c"):
         for _ in range(MAX_IDLE_PER_SPEC + 3):
             assert box.run(["sh", "-c", "true", name]).ok
-            assert len(waiting(box)) <= MAX_IDLE + 1  # the one that has just run may not be gone
+            assert len(find_idle_sandboxes(box)) <= MAX_IDLE + 1  # the last run may still be exiting
         time.sleep(0.3)
-        assert len(waiting(box)) <= MAX_IDLE
-    few = Boxes(max_boxes=2)
+        assert len(find_idle_sandboxes(box)) <= MAX_IDLE
+    small = SyncSandbox(max_boxes=2)
     try:
-        warm(few, nests=2)
+        warm(small, idle=2)
         time.sleep(0.3)
-        assert len(waiting(few)) == 2
+        assert len(find_idle_sandboxes(small)) == 2
     finally:
-        few.end()
+        small.close()
 
 
 @needs_boxes
-def test_no_nest_has_two_boxes(box):
-    """Each box has namespaces of its own, empty folders, and leaves nothing to the next."""
+def test_uses_each_sandbox_once(box):
+    """Each run has its own namespaces and empty folders, and leaves nothing to the next."""
     source = b"""
 import os
-first = open("/proc/1/stat").read().split()[21]  # when its first process began
+first = open("/proc/1/stat").read().split()[21]  # start time of the first process
 print(os.readlink("/proc/self/ns/mnt"), os.readlink("/proc/self/ns/pid"), first, end=":")
 print(os.listdir("/tmp"), os.listdir("/dev/shm"))
 open("/tmp/left", "w"), open("/dev/shm/left", "w")
@@ -73,35 +73,35 @@ os.fork() or os.execlp("sleep", "sleep", "61.0625")
 """
     warm(box)
     runs = {n: box.sandbox.run(COMMAND, {"main.py": source}) for n in range(12)}
-    said = [result.stdout.decode() for result in box.all(runs).values()]
-    assert all(line.endswith(":['main.py'] []\n") for line in said), said
-    assert len(set(said)) == len(said)  # the number alone of a namespace that is gone is given to another
+    output = [result.stdout.decode() for result in box.all(runs).values()]
+    assert all(line.endswith(":['main.py'] []\n") for line in output), output
+    assert len(set(output)) == len(output)  # the kernel reuses the number of a namespace alone
     assert "sleep 61.0625" not in os.popen("ps -eo args").read()
 
 
 @needs_boxes
-def test_one_that_was_killed_while_it_waited_is_replaced(box):
+def test_replaces_a_killed_idle_sandbox(box):
     before = warm(box)
     outer, first = next(iter(before.items()))
     os.kill(first, signal.SIGKILL)
-    gone([outer, first])
-    after = until(lambda: len(actual := waiting(box)) >= 4 and actual)
+    wait_until_exited([outer, first])
+    after = wait_until(lambda: len(actual := find_idle_sandboxes(box)) >= 4 and actual)
     assert outer not in after
     assert box.run(COMMAND, {"main.py": b"print(1)"}).stdout == b"1\n"
 
 
 @needs_boxes
 @pytest.mark.parametrize("which", ["the first process", "bubblewrap"])
-def test_those_that_died_while_they_waited_have_no_box(box, which):
-    """All at once, so that the order comes together with the news."""
+def test_runs_after_all_idle_sandboxes_die(box, which):
+    """The runner is stopped meanwhile, so the request arrives together with the exits."""
     actual = warm(box)
     os.kill(box.sandbox.runner_pid, signal.SIGSTOP)
     pids = actual.values() if which == "the first process" else actual
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    gone(pids)
+    wait_until_exited(pids)
 
-    async def asked():
+    async def run_while_stopped():
         import asyncio
 
         run = asyncio.ensure_future(box.sandbox.run(COMMAND, {"main.py": b"print(2)"}))
@@ -109,12 +109,12 @@ def test_those_that_died_while_they_waited_have_no_box(box, which):
         os.kill(box.sandbox.runner_pid, signal.SIGCONT)
         return await run
 
-    assert box.wait(asked()).stdout == b"2\n"
+    assert box.wait(run_while_stopped()).stdout == b"2\n"
 
 
 @needs_boxes
-def test_a_nest_takes_the_limits_of_its_box(box):
-    """Those of the boxes before it were others."""
+def test_prewarmed_sandboxes_apply_new_limits(box):
+    """Earlier runs had other limits."""
     source = b"""
 import os, resource
 room = os.statvfs("/tmp")
@@ -124,8 +124,8 @@ print(room.f_blocks * room.f_frsize >> 20, room.f_files, resource.getrlimit(reso
     for disk, files in ((64, 4096), (8, 100), (200, 9000)):
         warm(box)
         limits = Limits(disk_mb=disk, files=files, open_files=50 + disk)
-        said = box.run(COMMAND, {"main.py": source}, limits=limits).stdout.split()
-        assert said == [str(n).encode() for n in (disk, files + 8, 50 + disk, disk, False)]
+        output = box.run(COMMAND, {"main.py": source}, limits=limits).stdout.split()
+        assert output == [str(n).encode() for n in (disk, files + 8, 50 + disk, disk, False)]
     full = b"x" * (1 << 20)
     with pytest.raises(SandboxError, match="No space left"):
         box.run(COMMAND, {"main.py": b"", **{f"f{n}": full for n in range(5)}}, limits=Limits(disk_mb=2))
@@ -133,35 +133,35 @@ print(room.f_blocks * room.f_frsize >> 20, room.f_files, resource.getrlimit(reso
 
 
 @needs_boxes
-def test_a_gate_stays_shut_when_who_could_open_it_is_gone(box):
-    """To bubblewrap the end of a pipe is a line as good as any: the first process itself has the other end."""
+def test_idle_sandboxes_hold_both_ends_of_their_gate(box):
+    """Bubblewrap treats end of file like a start signal, so the first process keeps the write end open."""
 
-    def shut(first):
+    def is_gate_held(first):
         try:
             ends = [os.readlink(f"/proc/{first}/fd/{end}") for end in (9, 13)]
-        except FileNotFoundError:  # the last box is on its way out
+        except FileNotFoundError:  # the last sandbox is exiting
             return False
         return ends[0] == ends[1] and ends[0].startswith("pipe:")
 
     warm(box)
-    assert until(lambda: len(actual := waiting(box)) >= 4 and all(map(shut, actual.values())))
+    assert wait_until(lambda: len(actual := find_idle_sandboxes(box)) >= 4 and all(map(is_gate_held, actual.values())))
 
 
 @needs_boxes
-def test_what_waits_ends_when_the_sandbox_is_closed():
-    boxes = Boxes()
+def test_closing_ends_idle_sandboxes():
+    boxes = SyncSandbox()
     actual = warm(boxes)
     runner = boxes.sandbox.runner_pid
-    boxes.end()
-    gone([*actual, *actual.values(), runner])
+    boxes.close()
+    wait_until_exited([*actual, *actual.values(), runner])
 
 
 OWNER = """
 import os, sys
 sys.path.append("tests/sandbox")
-from real_boxes import Boxes
+from real_boxes import SyncSandbox
 from waiting import warm
-boxes = Boxes()
+boxes = SyncSandbox()
 found = warm(boxes)
 print(boxes.sandbox.runner_pid, boxes.sandbox._client._process.pid, *found, *found.values(), flush=True)
 if sys.argv[1] == "exit":
@@ -171,26 +171,26 @@ sys.stdin.read()
 
 
 @needs_boxes
-@pytest.mark.parametrize("whom", ["exit", "owner", "runner", "its parent"])
-def test_nothing_waits_for_an_owner_that_has_ended(whom):
-    command = [sys.executable, "-c", OWNER, whom]
+@pytest.mark.parametrize("victim", ["exit", "owner", "runner", "its parent"])
+def test_idle_sandboxes_end_with_their_owner(victim):
+    command = [sys.executable, "-c", OWNER, victim]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         runner, parent, *remaining = map(int, owner.stdout.readline().split())
         assert len(remaining) >= 8
-        if whom != "exit":
-            os.kill({"owner": owner.pid, "runner": runner, "its parent": parent}[whom], signal.SIGKILL)
-        gone([runner, parent, *remaining])
+        if victim != "exit":
+            os.kill({"owner": owner.pid, "runner": runner, "its parent": parent}[victim], signal.SIGKILL)
+        wait_until_exited([runner, parent, *remaining])
         owner.kill()
 
 
 @needs_boxes
-def test_what_has_just_begun_ends_with_its_owner():
-    """Boxes at each stage of being made: the first process of one is not yet bound to its bubblewrap."""
-    boxes = Boxes()
+def test_starting_sandboxes_end_with_the_runner():
+    """Kills the runner at several stages of startup, also before the first process is bound to its bubblewrap."""
+    boxes = SyncSandbox()
     try:
         for delay in (0.0, 0.001, 0.002, 0.004, 0.008):
 
-            async def cut(delay=delay):
+            async def kill_during_startup(delay=delay):
                 import asyncio
 
                 await boxes.sandbox.run(["true"])
@@ -200,19 +200,19 @@ def test_what_has_just_begun_ends_with_its_owner():
                 os.kill(runner, signal.SIGKILL)
                 await asyncio.gather(*runs, return_exceptions=True)
 
-            boxes.wait(cut())
-            until(lambda: "62.0625" not in os.popen("ps -eo args").read())
+            boxes.wait(kill_during_startup())
+            wait_until(lambda: "62.0625" not in os.popen("ps -eo args").read())
     finally:
-        boxes.end()
+        boxes.close()
 
 
-class Made:
-    """A nest of which nothing is ever started."""
+class FakeNamespace:
+    """A sandbox namespace that starts no process."""
 
-    def __init__(self, home, number, form, disk_mb, files):
+    def __init__(self, runner, number, form, disk_mb, files):
         self.spec, self.init_pid, self.disk_limits = form, number, (disk_mb, files)
         self.is_finished = False
-        home.made.append(self)
+        runner.namespaces.append(self)
 
     def start(self):
         if self.spec.command[0] == "refused":
@@ -234,107 +234,107 @@ class Made:
         self.is_finished = True
 
 
-class Spawner:
+class FakeSpawner:
     is_boxed = True
 
 
-class Home:
+class FakeRunner:
     def __init__(self, boxed=True):
-        self.made = []
-        self.spawner = Spawner()
+        self.namespaces = []
+        self.spawner = FakeSpawner()
         self.spawner.is_boxed = boxed
 
 
 @pytest.fixture()
 def pool(monkeypatch):
-    monkeypatch.setattr(namespace_module, "BoxNamespace", Made)
+    monkeypatch.setattr(namespace_module, "BoxNamespace", FakeNamespace)
     now = [100.0]
     monkeypatch.setattr(namespace_module.time, "monotonic", lambda: now[0])
-    home = Home()
-    actual = WarmPool(home, 16)
-    actual.home, actual.now = home, now
+    runner = FakeRunner()
+    actual = WarmPool(runner, 16)
+    actual.runner, actual.now = runner, now
 
-    def filled():
+    def fill():
         for _ in range(50):
             if actual.refill(now[0]) > now[0]:
                 break
         return [item.spec.command[0] for item in actual._idle]
 
-    actual.filled = filled
-    actual.asked = lambda name, disk=64: actual.take(BoxSpec((name,), False, 1), disk, 100)
+    actual.fill = fill
+    actual.take_named = lambda name, disk=64: actual.take(BoxSpec((name,), False, 1), disk, 100)
     return actual
 
 
-def test_what_was_asked_for_once_is_not_prepared(pool):
+def test_does_not_prewarm_one_time_commands(pool):
     for n in range(40):
-        pool.asked(str(n))
-        assert pool.filled() == []
-    pool.asked("39")
-    assert pool.filled() == ["39"]
-    pool.asked("0")  # which is forgotten
-    assert pool.filled() == ["39"]
+        pool.take_named(str(n))
+        assert pool.fill() == []
+    pool.take_named("39")
+    assert pool.fill() == ["39"]
+    pool.take_named("0")  # the first request was forgotten
+    assert pool.fill() == ["39"]
 
 
-def test_each_is_given_once_and_as_it_is_asked_for(pool):
-    had = [pool.asked("a") for _ in range(20) if pool.filled() is not None]
-    assert len({id(item) for item in had}) == 20 and not any(item.is_finished for item in had)
-    assert pool.filled() == ["a"] * MAX_IDLE_PER_SPEC
-    assert pool.asked("a", 7).disk_limits == (7, 100)
-    assert pool.asked("a", 1).disk_limits == (1, 100) and pool._idle == []  # none that waits would do
+def test_takes_each_namespace_once_with_its_limits(pool):
+    taken_namespaces = [pool.take_named("a") for _ in range(20) if pool.fill() is not None]
+    assert len({id(item) for item in taken_namespaces}) == 20 and not any(item.is_finished for item in taken_namespaces)
+    assert pool.fill() == ["a"] * MAX_IDLE_PER_SPEC
+    assert pool.take_named("a", 7).disk_limits == (7, 100)
+    assert pool.take_named("a", 1).disk_limits == (1, 100) and pool._idle == []  # no idle namespace fits
 
 
-def test_the_pool_is_bounded_and_what_is_old_makes_room(pool):
+def test_evicts_the_oldest_idle_namespaces(pool):
     for name in "abc":
         for _ in range(9):
-            pool.asked(name)
-    assert pool.filled() == ["c"] * MAX_IDLE_PER_SPEC + ["b"] * MAX_IDLE_PER_SPEC and MAX_IDLE == 2 * MAX_IDLE_PER_SPEC
+            pool.take_named(name)
+    assert pool.fill() == ["c"] * MAX_IDLE_PER_SPEC + ["b"] * MAX_IDLE_PER_SPEC and MAX_IDLE == 2 * MAX_IDLE_PER_SPEC
     pool.now[0] += 6
-    pool.asked("a")
-    assert sorted(pool.filled()) == ["a"] * MAX_IDLE_PER_SPEC + ["c"] * MAX_IDLE_PER_SPEC
-    assert sum(not item.is_finished for item in pool.home.made) == 28 + MAX_IDLE
+    pool.take_named("a")
+    assert sorted(pool.fill()) == ["a"] * MAX_IDLE_PER_SPEC + ["c"] * MAX_IDLE_PER_SPEC
+    assert sum(not item.is_finished for item in pool.runner.namespaces) == 28 + MAX_IDLE
 
 
-def test_what_nobody_asks_for_any_more_is_ended(pool):
+def test_ends_unused_namespaces_after_a_while(pool):
     for _ in range(5):
-        pool.asked("a")
-    assert len(pool.filled()) == MAX_IDLE_PER_SPEC
+        pool.take_named("a")
+    assert len(pool.fill()) == MAX_IDLE_PER_SPEC
     pool.now[0] += namespace_module.IDLE_S - 1
     assert pool.refill(pool.now[0]) == pool.now[0] + 1 and len(pool._idle) == MAX_IDLE_PER_SPEC
     pool.now[0] += 1
-    assert pool.filled() == [] and sum(not item.is_finished for item in pool.home.made) == 5
+    assert pool.fill() == [] and sum(not item.is_finished for item in pool.runner.namespaces) == 5
 
 
-def test_one_that_is_lost_is_replaced_a_little_later(pool):
+def test_replaces_a_lost_namespace_after_a_delay(pool):
     for _ in range(5):
-        pool.asked("a")
-    pool.filled()
+        pool.take_named("a")
+    pool.fill()
     lost = pool._idle[1]
     lost.on_exited()
-    assert pool.filled() == ["a"] * 3 and lost.is_finished
+    assert pool.fill() == ["a"] * 3 and lost.is_finished
     assert pool.refill(pool.now[0]) == pool.now[0] + namespace_module.AGAIN_S
     pool.now[0] += namespace_module.AGAIN_S
-    assert pool.filled() == ["a"] * 4
+    assert pool.fill() == ["a"] * 4
 
 
-def test_what_cannot_be_made_is_not_tried_again_and_again(pool):
+def test_does_not_retry_failing_specs(pool):
     for _ in range(3):
         with pytest.raises(OSError, match="refused"):
-            pool.asked("refused")
-    created = len(pool.home.made)
-    assert pool.filled() == [] and len(pool.home.made) == created + 1
+            pool.take_named("refused")
+    created = len(pool.runner.namespaces)
+    assert pool.fill() == [] and len(pool.runner.namespaces) == created + 1
     for _ in range(3):
-        pool.asked("a")
+        pool.take_named("a")
     pool.now[0] += namespace_module.AGAIN_S
-    pool.filled()
-    pool._idle[0].init_pid = 0  # bubblewrap has never come so far
+    pool.fill()
+    pool._idle[0].init_pid = 0  # bubblewrap never started a process
     pool._idle[0].on_exited()
     pool.now[0] += namespace_module.AGAIN_S
-    assert "a" not in pool.filled()
+    assert "a" not in pool.fill()
 
 
-def test_without_boxes_nothing_waits(monkeypatch):
-    monkeypatch.setattr(namespace_module, "BoxNamespace", Made)
-    pool = WarmPool(Home(boxed=False), 16)
+def test_prewarms_nothing_without_isolation(monkeypatch):
+    monkeypatch.setattr(namespace_module, "BoxNamespace", FakeNamespace)
+    pool = WarmPool(FakeRunner(boxed=False), 16)
     for _ in range(5):
         pool.take(BoxSpec(("a",), False, 1), 64, 100)
     pool.refill(time.monotonic())

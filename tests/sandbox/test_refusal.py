@@ -1,4 +1,4 @@
-"""Where the layers cannot be had, there are no boxes: one line says why, and what to do."""
+"""Without its isolation layers the sandbox refuses to start, with a one-line reason and remedy."""
 
 import asyncio
 import os
@@ -15,13 +15,13 @@ from megarl.sandbox.harness import PROBE_LIMITS, PROBE_SOURCE, list_faults
 from megarl.sandbox.results import Limits, Result
 
 sys.path.append(str(Path(__file__).parent))
-from real_boxes import Boxes, needs_boxes  # noqa: E402
+from real_boxes import SyncSandbox, needs_boxes  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
 
-def refusal(sandbox, call="probe"):
-    async def asked():
+def read_refusal(sandbox, call="probe"):
+    async def use():
         try:
             if call == "run":
                 await sandbox.run(["true"])
@@ -33,22 +33,22 @@ def refusal(sandbox, call="probe"):
             await sandbox.close()
 
     with pytest.raises(ConfigError) as caught:
-        asyncio.run(asked())
-    said = str(caught.value)
-    assert "\n" not in said and said.startswith("sandbox.backend")
-    return said
+        asyncio.run(use())
+    message = str(caught.value)
+    assert "\n" not in message and message.startswith("sandbox.backend")
+    return message
 
 
 @pytest.mark.parametrize("call", ["probe", "run", "interpreter"])
-def test_without_bubblewrap(monkeypatch, call):
+def test_refuses_without_bubblewrap(monkeypatch, call):
     monkeypatch.setattr(runner_client.shutil, "which", lambda *args, **kwargs: None)
-    said = refusal(Sandbox(SandboxConfig()), call)
-    assert "bwrap is not installed" in said and "apt install bubblewrap" in said and "SandboxFusion" in said
+    message = read_refusal(Sandbox(SandboxConfig()), call)
+    assert "bwrap is not installed" in message and "apt install bubblewrap" in message and "SandboxFusion" in message
 
 
 @pytest.mark.parametrize("call", ["probe", "run", "interpreter"])
-def test_without_namespaces(monkeypatch, tmp_path, call):
-    """The process that starts boxes is itself where namespaces are refused."""
+def test_refuses_without_user_namespaces(monkeypatch, tmp_path, call):
+    """`unshare` fails in the process that starts sandboxes."""
     monkeypatch.setattr(runner_client.shutil, "which", lambda *args, **kwargs: "/bin/true")
     refuse = """
 import ctypes
@@ -63,8 +63,8 @@ from megarl.sandbox.runner import main
     monkeypatch.setattr(
         runner_client, "_START", runner_client._START.replace("from megarl.sandbox.runner import main\n", refuse)
     )
-    said = refusal(Sandbox(SandboxConfig()), call)
-    assert "namespace is refused (unshare: " in said and "kernel.unprivileged_userns_clone=1" in said
+    message = read_refusal(Sandbox(SandboxConfig()), call)
+    assert "namespace is refused (unshare: " in message and "kernel.unprivileged_userns_clone=1" in message
 
 
 @pytest.mark.parametrize(
@@ -78,18 +78,18 @@ from megarl.sandbox.runner import main
     ],
 )
 @needs_boxes
-def test_with_a_bubblewrap_that_makes_none(monkeypatch, script, why):
+def test_refuses_with_a_broken_bubblewrap(monkeypatch, script, why):
     path = Path("/tmp") / f"bwrap-{os.getpid()}"
     path.write_text(script)
     path.chmod(0o755)
     monkeypatch.setattr(runner_client.shutil, "which", lambda *args, **kwargs: str(path))
     try:
-        assert why in refusal(Sandbox(SandboxConfig()))
+        assert why in read_refusal(Sandbox(SandboxConfig()))
     finally:
         path.unlink()
 
 
-def test_a_box_that_does_not_hold_is_none():
+def test_lists_faults_of_the_probe():
     run = Result(True, 0, b"", b"", 0.1)
     assert list_faults({"it is root": False, "it has a network": True}, run) == ["it has a network"]
     assert list_faults(None, Result(False, 1, b"", b"Traceback\nImportError: x\n", 0.1, "exit")) == [
@@ -98,19 +98,19 @@ def test_a_box_that_does_not_hold_is_none():
 
 
 @needs_boxes
-def test_each_look_of_the_probe_finds_what_it_is_for():
-    """Outside of any box, nearly all of it is found."""
-    boxes = Boxes(backend="none")
+def test_probe_detects_missing_isolation():
+    """Without a sandbox, nearly every check reports a fault."""
+    boxes = SyncSandbox(backend="none")
     actual = boxes.run_harness(PROBE_SOURCE, 1, limits=PROBE_LIMITS)
-    boxes.end()
+    boxes.close()
     faults = list_faults(actual.results[0], actual.run)
     assert {"it sees users of this machine", "it can make network sockets", "it sees other processes"} <= set(faults)
     if os.getuid() == 0:
         assert {"it is root", "it has capabilities", "it can write outside of its own folders"} <= set(faults)
 
 
-def test_none_runs_unprotected_and_says_so():
-    boxes = Boxes(backend="none")
+def test_backend_none_warns_and_runs_unprotected():
+    boxes = SyncSandbox(backend="none")
     try:
         probe = boxes.probe()
         assert probe.layers == () and "NOTHING protects" in str(probe)
@@ -125,16 +125,16 @@ def test_none_runs_unprotected_and_says_so():
         assert boxes.wait(session.run("1 + 1")).stdout == "2\n"
         assert "MEGARL" not in boxes.run(["env"]).stdout.decode()
     finally:
-        boxes.end()
+        boxes.close()
 
 
 @pytest.mark.parametrize("backend", ["docker", "ftp://x", "", "HTTP"])
-def test_unknown_backends(backend):
+def test_refuses_unknown_backends(backend):
     with pytest.raises(ConfigError, match=r"^sandbox.backend must be bubblewrap, http"):
         Sandbox(SandboxConfig(backend=backend))
 
 
-def test_a_folder_of_others_is_not_taken(tmp_path):
+def test_refuses_folders_of_other_users(tmp_path):
     folder = tmp_path / "place"
     mounts.make_private_folder(str(folder))
     mounts.make_private_folder(str(folder))
@@ -163,17 +163,17 @@ limits = {"seconds": 30, "memory_mb": 256, "disk_mb": 16, "files": 100, "process
 order = {"number": 1, "kind": "run", "session": False, "channel": True, "command": HARNESS_COMMAND}
 order |= {"files": [], "fetch": [], "limits": {**limits, "output_bytes": 65536}}
 a.sendall(encode_frame(order, [b"", encode_preamble("n", sys.argv[3])]))
-decoder, said = FrameDecoder(), []
-while len(said) < 2 and (piece := a.recv(65536)):
-    said += decoder.feed(piece)
-print(said)
+decoder, frames = FrameDecoder(), []
+while len(frames) < 2 and (piece := a.recv(65536)):
+    frames += decoder.feed(piece)
+print(frames)
 """
 
 
 @needs_boxes
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_for_a_user_who_is_not_root(tmp_path):
-    """With the system's own Python, which everybody can read."""
+def test_works_for_unprivileged_users(tmp_path):
+    """Uses the system's Python, which every user can read."""
     if not Path("/usr/bin/python3").exists():
         pytest.skip("there is no Python of the system here")
     root = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""Programs that want a reward for nothing get none: the grader has the answers outside, and believes results only."""
+"""Reward hacks earn nothing: the grader keeps the answers outside and accepts only sent results."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from megarl.sandbox.results import Limits
 
 sys.path.append(str(Path(__file__).parent))
 from hacks import HACKS  # noqa: E402
-from real_boxes import Boxes, needs_boxes  # noqa: E402
+from real_boxes import SyncSandbox, needs_boxes  # noqa: E402
 
 pytestmark = [needs_boxes, pytest.mark.alone]
 INPUTS, ANSWERS = [[2, 3], [10, -4], [0, 0]], [5, 6, 0]
@@ -24,7 +24,7 @@ for number, arguments in enumerate(inputs):
     send(number, names["add"](*arguments))
 """
 HONEST = "def add(a, b): return a + b"
-# It can find the nonce, for it runs in the same process; and gains nothing that it did not work out itself.
+# Runs in the process that knows the nonce, so it can send results, but only values that it computed.
 INSIDER = """
 import sys, gc
 def nonce():
@@ -40,20 +40,20 @@ def add(a, b):
 """
 
 
-def same(value, expected):
+def is_same(value, expected):
     return type(value) is type(expected) and value == expected
 
 
-def solved(result):
-    """How many answers are right, where each test has sent one."""
+def count_correct(result):
+    """Count the correct answers, or return 0 unless every test sent one."""
     if not result.is_complete:
         return 0
-    return sum(same(result.results[number], answer) for number, answer in enumerate(ANSWERS))
+    return sum(is_same(result.results[number], answer) for number, answer in enumerate(ANSWERS))
 
 
 @pytest.fixture(scope="module")
 def graded():
-    boxes = Boxes(max_boxes=4)
+    boxes = SyncSandbox(max_boxes=4)
     limits = Limits(seconds=3, output_bytes=1 << 18)
     programs = {"honest": HONEST, **HACKS, "insider": "FORGED = [1, 2, 3]" + INSIDER}
     began = time.monotonic()
@@ -67,19 +67,19 @@ def graded():
     )
     assert time.monotonic() - began < 300
     yield result
-    boxes.end()
+    boxes.close()
 
 
-def test_the_honest_program_is_right(graded):
-    assert solved(graded["honest"]) == 3 and graded["honest"].run.ok
+def test_honest_program_passes(graded):
+    assert count_correct(graded["honest"]) == 3 and graded["honest"].run.ok
 
 
 @pytest.mark.parametrize("name", HACKS)
-def test_it_is_not_rewarded(graded, name):
-    assert solved(graded[name]) < 3, graded[name]
+def test_hacks_do_not_pass(graded, name):
+    assert count_correct(graded[name]) < 3, graded[name]
 
 
-def test_exit_status_0_says_nothing(graded):
+def test_exit_status_0_is_no_result(graded):
     result = graded["exits at once in the function"]
     assert result.run.ok and result.run.status == 0 and not result.is_complete and result.results == {}
 
@@ -89,11 +89,11 @@ def test_subclasses_arrive_as_plain_values(graded):
     assert type(graded["equals everything as text"].results[0]) is str
 
 
-def test_an_insider_can_only_send_what_it_knows(graded):
+def test_forged_lines_with_the_nonce_earn_nothing(graded):
     assert graded["insider"].results == {0: 1, 1: 2, 2: 3} or graded["insider"].results == {}
-    assert solved(graded["insider"]) == 0
+    assert count_correct(graded["insider"]) == 0
 
 
-def test_what_was_printed_is_no_result(graded):
+def test_printed_output_is_no_result(graded):
     assert graded["prints results"].results == {} == graded["forges lines without the nonce"].results
     assert b"PASSED" in graded["prints results"].run.stdout

@@ -1,11 +1,9 @@
-"""Boxes of a service: against a server here that speaks SandboxFusion's `/run_code`."""
+"""The SandboxFusion backend against a local server that implements `/run_code`."""
 
 import asyncio
 import base64
 import subprocess
-import sys
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -17,12 +15,10 @@ from megarl.sandbox.runner_client import SandboxError
 
 pytestmark = pytest.mark.alone
 
-sys.path.append(str(Path(__file__).parent))
-
 
 @asynccontextmanager
 async def service(folder, answer=None, seen=None):
-    """A server that runs what it is told, here, and the sandbox that asks it."""
+    """Start a server that runs code on this machine, and yield a sandbox that uses it."""
 
     async def run_code(request):
         body = await request.json()
@@ -54,8 +50,13 @@ async def service(folder, answer=None, seen=None):
             for name in body["fetch_files"]
             if (folder / name).is_file()
         }
-        said = {"status": "Success" if good else "Failed", "message": "", "compile_result": None, "run_result": result}
-        return web.json_response({**said, "executor_pod_name": None, "files": files})
+        response = {
+            "status": "Success" if good else "Failed",
+            "message": "",
+            "compile_result": None,
+            "run_result": result,
+        }
+        return web.json_response({**response, "executor_pod_name": None, "files": files})
 
     app = web.Application(client_max_size=1 << 26)
     app.router.add_post("/run_code", run_code)
@@ -72,7 +73,7 @@ async def service(folder, answer=None, seen=None):
         await runner.cleanup()
 
 
-def asked(folder, use, **value):
+def use_service(folder, use, **value):
     async def main():
         async with service(folder, **value) as sandbox:
             return await use(sandbox)
@@ -80,7 +81,7 @@ def asked(folder, use, **value):
     return asyncio.run(main())
 
 
-def test_a_run(tmp_path):
+def test_runs_commands(tmp_path):
     async def use(sandbox):
         assert (await sandbox.probe()).layers == ("the service's sandbox",)
         return [
@@ -95,31 +96,31 @@ def test_a_run(tmp_path):
             await sandbox.run(["sh", "-c", "yes | head -c 5000"], limits=Limits(output_bytes=1000)),
         ]
 
-    good, bad, slow, much = asked(tmp_path, use)
+    good, bad, slow, much = use_service(tmp_path, use)
     assert good.ok and good.stdout == b"in it's\n" and good.files == {"c": b"\xff"}
     assert (bad.ok, bad.status, bad.reason, bad.stderr) == (False, 3, "exit", b"a b;c\n")
     assert (slow.reason, slow.status) == ("time", None)
     assert much.reason == "output" and len(much.stdout) == 1000
 
 
-def test_results_of_a_harness_come_by_a_file(tmp_path):
+def test_harness_results_come_from_a_file(tmp_path):
     async def use(sandbox):
         right = await sandbox.run_harness("for i in range(3): print(i); send(i, [i, open('x').read()])", 3, {"x": b"y"})
         cut = await sandbox.run_harness("import os; send(0, 1); os._exit(0)", 2)
         return right, cut
 
-    right, cut = asked(tmp_path, use)
+    right, cut = use_service(tmp_path, use)
     assert right.is_complete and right.results == {i: [i, "y"] for i in range(3)} and right.run.stdout == b"0\n1\n2\n"
     assert not right.run.files and not cut.is_complete and cut.results == {0: 1}
 
 
-def test_what_is_sent(tmp_path):
+def test_sends_the_documented_request(tmp_path):
     seen = []
 
     async def use(sandbox):
         await sandbox.run(["true"], {"x": b"\0"}, b"\xff", Limits(seconds=7, memory_mb=99), ["y"])
 
-    asked(tmp_path, use, seen=seen)
+    use_service(tmp_path, use, seen=seen)
     assert seen == [
         {
             "language": "bash",
@@ -134,21 +135,21 @@ def test_what_is_sent(tmp_path):
     ]
 
 
-def test_no_more_at_once_than_may_be(tmp_path):
-    now, most = 0, 0
+def test_limits_concurrent_requests(tmp_path):
+    concurrent, max_concurrent = 0, 0
 
     async def answer(body):
-        nonlocal now, most
-        now += 1
-        most = max(most, now)
+        nonlocal concurrent, max_concurrent
+        concurrent += 1
+        max_concurrent = max(max_concurrent, concurrent)
         await asyncio.sleep(0.02)
-        now -= 1
+        concurrent -= 1
         return web.json_response({"status": "Success", "run_result": {"return_code": 0}})
 
     async def use(sandbox):
         return await asyncio.gather(*(sandbox.run(["true"]) for _ in range(12)))
 
-    assert all(result.ok for result in asked(tmp_path, use, answer=answer)) and most == 3
+    assert all(result.ok for result in use_service(tmp_path, use, answer=answer)) and max_concurrent == 3
 
 
 @pytest.mark.parametrize(
@@ -161,12 +162,12 @@ def test_no_more_at_once_than_may_be(tmp_path):
         "text",
     ],
 )
-def test_a_fault_of_the_service_is_nobodys_wrong_answer(tmp_path, answer):
+def test_service_faults_are_sandbox_errors(tmp_path, answer):
     with pytest.raises(SandboxError):
-        asked(tmp_path, lambda sandbox: sandbox.run(["true"]), answer=answer)
+        use_service(tmp_path, lambda sandbox: sandbox.run(["true"]), answer=answer)
 
 
-def test_answers_that_are_none(tmp_path):
+def test_invalid_responses_are_errors(tmp_path):
     async def busy(body):
         return web.Response(status=503, text="busy")
 
@@ -175,13 +176,13 @@ def test_answers_that_are_none(tmp_path):
 
     for answer, why in ((busy, "503"), (odd, "does not answer correctly")):
         with pytest.raises(SandboxError, match=why):
-            asked(tmp_path, lambda sandbox: sandbox.run(["true"]), answer=answer)
+            use_service(tmp_path, lambda sandbox: sandbox.run(["true"]), answer=answer)
     with pytest.raises(ConfigError, match=r"^sandbox.backend: .*start the service"):
-        asked(tmp_path, lambda sandbox: sandbox.probe(), answer=busy)
+        use_service(tmp_path, lambda sandbox: sandbox.probe(), answer=busy)
 
 
-def test_files_that_it_returns_are_those_that_were_asked_for(tmp_path):
-    said = {
+def test_returns_only_requested_files(tmp_path):
+    response = {
         "status": "Success",
         "run_result": {"return_code": 0},
         "files": {"a": "YQ==", "../b": "YQ==", "c": "?", "d": 1},
@@ -190,10 +191,10 @@ def test_files_that_it_returns_are_those_that_were_asked_for(tmp_path):
     async def use(sandbox):
         return await sandbox.run(["true"], fetch=["a", "c", "d"])
 
-    assert asked(tmp_path, use, answer=said).files == {"a": b"a"}
+    assert use_service(tmp_path, use, answer=response).files == {"a": b"a"}
 
 
-def test_where_nobody_answers():
+def test_probe_fails_when_nothing_listens():
     sandbox = Sandbox(SandboxConfig(backend="http://127.0.0.1:9"))
 
     async def main():
@@ -206,6 +207,6 @@ def test_where_nobody_answers():
         asyncio.run(main())
 
 
-def test_sessions_need_boxes_of_this_machine(tmp_path):
+def test_refuses_interpreter_sessions(tmp_path):
     with pytest.raises(ConfigError, match="keeps no state"):
-        asked(tmp_path, lambda sandbox: sandbox.interpreter())
+        use_service(tmp_path, lambda sandbox: sandbox.interpreter())

@@ -1,4 +1,4 @@
-"""The filter's numbers and its logic, without a kernel: a small machine runs the program."""
+"""The seccomp filter's system call numbers and logic, run by a small BPF interpreter."""
 
 import ctypes
 import ctypes.util
@@ -17,21 +17,21 @@ ALLOW, KILL = "allow", "kill"
 
 
 @functools.cache
-def steps(machine):
+def read_instructions(machine):
     program = seccomp.build_filter(machine)
     return [struct.unpack_from("=HBBI", program, at) for at in range(0, len(program), 8)]
 
 
-def asked(machine, number, *arguments, architecture=None):
-    """What the filter says of a call: allow, kill, or the name of an error."""
-    code = steps(machine)
-    said = struct.pack("<IIQ6Q", number, architecture or MACHINES[machine], 0, *arguments, *[0] * (6 - len(arguments)))
+def run_filter(machine, number, *arguments, architecture=None):
+    """Return the verdict on a call: allow, kill, or the name of an error."""
+    code = read_instructions(machine)
+    data = struct.pack("<IIQ6Q", number, architecture or MACHINES[machine], 0, *arguments, *[0] * (6 - len(arguments)))
     at = value = 0
     while True:
         kind, yes, no, k = code[at]
         at += 1
         if kind == 0x20:
-            value = struct.unpack_from("<I", said, k)[0]
+            value = struct.unpack_from("<I", data, k)[0]
         elif kind == 0x54:
             value &= k
         elif kind == 0x06:
@@ -41,15 +41,15 @@ def asked(machine, number, *arguments, architecture=None):
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_every_number_on_the_list_is_refused(machine):
+def test_denies_every_listed_call(machine):
     column = list(MACHINES).index(machine)
     for numbers in seccomp.DENIED.values():
         if numbers[column] is not None:
-            assert asked(machine, numbers[column]) == "EPERM"
+            assert run_filter(machine, numbers[column]) == "EPERM"
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_numbers_are_those_of_libseccomp(machine):
+def test_numbers_match_libseccomp(machine):
     name = ctypes.util.find_library("seccomp")
     if name is None:
         pytest.skip("there is no libseccomp on this machine to ask")
@@ -62,9 +62,9 @@ def test_numbers_are_those_of_libseccomp(machine):
         assert (result if result >= 0 else None) == number, call
 
 
-def test_arguments():
+def test_filters_by_arguments():
     def x86(number, *arguments):
-        return asked("x86_64", number, *arguments)
+        return run_filter("x86_64", number, *arguments)
 
     assert (
         x86(0) == x86(39) == x86(59) == x86(56, 17) == x86(56, 0x3D0F00) == ALLOW
@@ -85,10 +85,10 @@ def test_arguments():
     assert x86(9, 0, 0, 3, 0x21) == x86(9, 0, 0, 3, 0x23) == x86(9, 0, 0, 3, 0x4021) == "EPERM"
 
 
-def test_other_ways_to_call():
-    assert asked("x86_64", 39, architecture=0x40000003) == KILL  # 32 bits
-    assert asked("x86_64", 0x40000000 | 39) == asked("x86_64", 462) == asked("aarch64", 451) == "ENOSYS"
+def test_filters_other_architectures_and_unknown_calls():
+    assert run_filter("x86_64", 39, architecture=0x40000003) == KILL  # 32 bits
+    assert run_filter("x86_64", 0x40000000 | 39) == run_filter("x86_64", 462) == run_filter("aarch64", 451) == "ENOSYS"
 
 
-def test_other_machines_have_none():
+def test_has_no_filter_for_other_machines():
     assert seccomp.build_filter("riscv64") is None

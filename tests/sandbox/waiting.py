@@ -1,57 +1,59 @@
-"""Nests that wait, as processes of this machine."""
+"""Find prewarmed sandboxes by their processes, and wait for them."""
 
 import time
 from pathlib import Path
 
 COMMAND = ["python3", "main.py"]
-AGED = """
+PRINT_AGE = """
 up, clock = float(open("/proc/uptime").read().split()[0]), {clock}
 print(up - int(open("/proc/1/stat").read().rpartition(") ")[2].split()[19]) / clock)
 """
-"""Prints for how many seconds the first process of the box has been there."""
+"""Print the age of the sandbox's first process in seconds."""
 
 
-def children(pid):
+def list_children(pid):
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
 
 
-def there(pid):
-    """Runs, or could; one that nobody has reaped yet does not."""
+def is_running(pid):
+    """Whether the process runs; zombies do not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     except OSError:
         return False
 
 
-def named(pid):
+def get_process_name(pid):
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return ""
 
 
-def waiting(boxes):
-    """While no box runs: by its bubblewrap, the first process of each nest."""
+def find_idle_sandboxes(boxes):
+    """Map the bubblewrap process of each idle sandbox to the first process inside."""
     return {
         outer: inner[0]
-        for outer in children(boxes.sandbox.runner_pid)
-        if named(outer) == "bwrap" and there(outer) and (inner := children(outer))  # it may end at any time
+        for outer in list_children(boxes.sandbox.runner_pid)
+        if get_process_name(outer) == "bwrap"
+        and is_running(outer)
+        and (inner := list_children(outer))  # it may exit at any time
     }
 
 
-def until(condition, seconds=30):
+def wait_until(condition, seconds=30):
     deadline = time.monotonic() + seconds
     while not (result := condition()):
-        assert time.monotonic() < deadline, "it has never come to that"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.01)
     return result
 
 
-def warm(boxes, count=5, nests=4, **value):
-    """Run it so often that nests wait for the next one."""
+def warm(boxes, count=5, idle=4, **value):
+    """Run the command until idle sandboxes are prewarmed for the next run."""
     for _ in range(count):
         assert boxes.run(COMMAND, {"main.py": b""}, **value).ok
-    return until(lambda: len(result := waiting(boxes)) >= nests and result)
+    return wait_until(lambda: len(result := find_idle_sandboxes(boxes)) >= idle and result)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rewards"))
-from judging_server import Judging, says, words
+from judging_server import RewardServer, chat_completion, count_words
 
 WORDS = ("[unk]", "[pad]", "<end>", "one", "two", "three", "four", "five", "six", "user", "assistant")
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"
@@ -63,21 +63,21 @@ def bert(**changes: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Judging]:
+def server() -> Iterator[RewardServer]:
     """A service, and a judge that counts words."""
 
     def reply(body: dict[str, Any]) -> Any:
         if "messages" in body:
-            return says(f"Score: {len(body['messages'][0]['content'].split())}")
-        return [words(item) for item in body["conversations"]]
+            return chat_completion(f"Score: {len(body['messages'][0]['content'].split())}")
+        return [count_words(item) for item in body["conversations"]]
 
-    with Judging(reply=reply) as judging:
+    with RewardServer(reply=reply) as judging:
         yield judging
 
 
 @pytest.fixture(scope="module")
 def found(
-    run_ranks: Callable[..., list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory, server: Judging
+    run_ranks: Callable[..., list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory, server: RewardServer
 ) -> dict[str, Any]:
     """What each rank found, and the models."""
     from transformers import AutoModelForSequenceClassification as Classifier
@@ -244,7 +244,7 @@ def test_all_ranks_say_the_same_of_what_is_wrong(found: dict[str, Any], job: str
     assert len(said) == 1 and complaint in next(iter(said)), said
 
 
-def test_a_service_is_asked_by_the_ranks_that_have_rollouts(found: dict[str, Any], server: Judging) -> None:
+def test_a_service_is_asked_by_the_ranks_that_have_rollouts(found: dict[str, Any], server: RewardServer) -> None:
     result = of_all(found, "service")
     words = [0 if number == 4 else len(answer.split()) for number, answer in enumerate(SAID)]
     lengths = of_all(found, "pool")["reward"]

@@ -1,4 +1,4 @@
-"""The boxes that tests of grading run in: plain processes, and the sandbox where this machine has one."""
+"""Sandboxes for tests of grading: plain processes, and bubblewrap where this machine has it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from megarl.rewards.code import GradeResult, Grading, grade, parse_problem
 from megarl.sandbox.box import Sandbox
 
 sys.path.insert(0, str(Path(__file__).parent))
-from plain_boxes import PlainBoxes  # noqa: E402
+from plain_boxes import PlainSandbox  # noqa: E402
 
 KINDS = ("plain", "bubblewrap")
 QUICK = Grading(seconds=3.0, total_seconds=12.0)
 
 
-def graded(kind: str, code: str, truth: Any, how: Grading = QUICK) -> GradeResult:
-    """In a box of this kind; the test is skipped where there can be none."""
-    return run(kind, lambda box: grade(code, parse_problem(truth), box, how))
+def grade_code(kind: str, code: str, truth: Any, how: Grading = QUICK) -> GradeResult:
+    """Grade in a sandbox of this kind, or skip the test if this machine has none."""
+    return run_in_sandbox(kind, lambda box: grade(code, parse_problem(truth), box, how))
 
 
-def run(kind: str, work: Any) -> Any:
+def run_in_sandbox(kind: str, work: Any) -> Any:
     async def inside() -> Any:
         if kind == "plain":
-            return await work(PlainBoxes())
+            return await work(PlainSandbox())
         box = Sandbox(SandboxConfig())
         try:
             await box.probe()

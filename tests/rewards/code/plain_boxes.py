@@ -1,5 +1,7 @@
-"""Boxes without walls: the sandbox's API on plain processes of this machine, for answers that are known to do no harm.
-What ends badly, loops or attacks is for a real box only."""
+"""The sandbox's API on plain, unprotected processes, for harmless answers only.
+
+Answers that crash, loop or attack need a real sandbox.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,16 @@ orders, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
 os.dup2(os.open(os.devnull, os.O_RDWR), 0)
 space = {"__name__": "__main__"}
 for order in orders:
-    kept = tempfile.TemporaryFile()
-    os.dup2(kept.fileno(), 1)
-    ok, said = True, ""
+    output = tempfile.TemporaryFile()
+    os.dup2(output.fileno(), 1)
+    ok, error = True, ""
     try:
         exec(compile(json.loads(order), "<session>", "exec"), space)
     except BaseException:
-        ok, said = False, traceback.format_exc()
+        ok, error = False, traceback.format_exc()
     sys.stdout.flush()
-    kept.seek(0)
-    replies.write(json.dumps([ok, kept.read().decode(errors="replace"), said]) + "\\n")
+    output.seek(0)
+    replies.write(json.dumps([ok, output.read().decode(errors="replace"), error]) + "\\n")
     replies.flush()
 """
 
@@ -70,8 +72,8 @@ class PlainSession(Interpreter):
         self.folder.cleanup()
 
 
-class PlainBoxes(Sandbox):
-    """seen: all that went into boxes, to look for what must not be there."""
+class PlainSandbox(Sandbox):
+    """`seen` records everything sent into the sandbox."""
 
     def __init__(self) -> None:
         super().__init__(SandboxConfig(backend="none"))
@@ -102,7 +104,7 @@ class PlainBoxes(Sandbox):
             file = os.fdopen(reading, "rb")
             reader = asyncio.create_task(asyncio.to_thread(file.read))
             await asyncio.wait([reader], timeout=limits.seconds)
-            with contextlib.suppress(ProcessLookupError):  # it may have ended, and not been waited for
+            with contextlib.suppress(ProcessLookupError):  # it may have exited already
                 os.killpg(process.pid, signal.SIGKILL)
             status, text = await process.wait(), await reader
             file.close()

@@ -1,4 +1,4 @@
-"""Assertions, taken apart: which value stays here, and what is left to a judge."""
+"""Split assertions into a call and an expected value, or keep them whole for the sandbox."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.alone
         ("assert not f(1)", CallTest(None, "false", "f(1)")),
     ],
 )
-def test_what_is_a_call_and_a_value(source: str, call: CallTest) -> None:
+def test_splits_assertions_into_call_and_value(source: str, call: CallTest) -> None:
     (statement,) = ast.parse(source).body
     assert extract_call(statement, {"f", "Pair"}) == call
 
@@ -62,25 +62,25 @@ def test_what_is_a_call_and_a_value(source: str, call: CallTest) -> None:
         "x = f(1)",
     ],
 )
-def test_what_is_left_to_a_judge(source: str) -> None:
+def test_keeps_other_assertions_whole(source: str) -> None:
     (statement,) = ast.parse(source).body
     assert extract_call(statement, {"f"}) is None
 
 
-def test_lists_of_assertions() -> None:
+def test_parses_lists_of_assertions() -> None:
     result = parse_statements(["assert f(1) == 2", "assert math.isclose(f(2), 3)"], "import os\nlimit = 3")
     assert result.tests == (CallTest(2, "equal", "f(1)"), AssertionTest("assert math.isclose(f(2), 3)"))
     assert result.functions == ("f",) and result.assertion_setup == result.setup == "import math\nimport os\nlimit = 3"
     assert result.post_setup == result.code_prefix == ""
 
 
-def test_a_setup_that_needs_the_answer_comes_behind_it() -> None:
+def test_runs_setup_that_needs_the_answer_after_it() -> None:
     result = parse_statements(["assert height(root) == 2"], "root = Node(1)\nroot.left = Node(2)")
     assert result.setup == "" and result.post_setup == "root = Node(1)\nroot.left = Node(2)"
     assert result.tests == (CallTest(2, "equal", "height(root)"),)
 
 
-def test_names_that_are_missing_where_they_do_no_harm() -> None:
+def test_allows_undefined_names_inside_calls() -> None:
     result = parse_statements(["assert f([Pair(1, 2)])", "assert third(f(1), 2) == 3.5"])
     assert result.tests == (CallTest(None, "true", "f([Pair(1, 2)])"), CallTest(3.5, "equal", "third(f(1), 2)"))
 
@@ -96,13 +96,13 @@ def inc(x: int) -> int:
 '''
 
 
-def check(body: str, entry: str = "inc", prompt: str = PROMPT) -> Any:
+def parse_check(body: str, entry: str = "inc", prompt: str = PROMPT) -> Any:
     lines = "\n".join(f"    {line}" for line in body.splitlines())
     return parse_humaneval(f"METADATA = {{'a': 1}}\n\ndef check(candidate):\n{lines}\n\ncheck(inc)\n", entry, prompt)
 
 
-def test_humaneval_with_assertions_alone() -> None:
-    result = check(
+def test_splits_humaneval_assertions() -> None:
+    result = parse_check(
         '"""docs"""\nassert candidate(1) == 2, "no"\nassert True, "x"\nassert helper(candidate(2)) == 3\npass'
     )
     assert result.tests == (CallTest(2, "equal", "inc(1)"), AssertionTest("assert helper(inc(2)) == 3"))
@@ -116,8 +116,8 @@ def test_humaneval_with_assertions_alone() -> None:
     assert "check" not in result.assertion_setup
 
 
-def test_humaneval_with_more_than_that() -> None:
-    result = check("for i in range(3):\n    assert candidate(i) == i + 1\nassert candidate(9) == 10")
+def test_keeps_humaneval_loops_whole() -> None:
+    result = parse_check("for i in range(3):\n    assert candidate(i) == i + 1\nassert candidate(9) == 10")
     (test,) = result.tests
     assert (
         isinstance(test, AssertionTest) and test.source.startswith("def check():") and test.source.endswith("\ncheck()")
@@ -125,12 +125,12 @@ def test_humaneval_with_more_than_that() -> None:
     assert "candidate" not in test.source and test.source.count("inc(") == 2
 
 
-def test_arguments_of_a_judge_are_not_given_to_the_answer() -> None:
-    result = check("assert candidate(METADATA['a']) == 2")
+def test_keeps_calls_with_metadata_arguments_whole() -> None:
+    result = parse_check("assert candidate(METADATA['a']) == 2")
     assert result.tests == (AssertionTest("assert inc(METADATA['a']) == 2"),)
 
 
-def test_texts_of_python() -> None:
+def test_parses_test_modules() -> None:
     result = parse_test_module("import os\nassert f(1) == 2\nassert f(2) == 3\n")
     assert (
         result.tests == (CallTest(2, "equal", "f(1)"), CallTest(3, "equal", "f(2)"))
@@ -170,13 +170,13 @@ def test_texts_of_python() -> None:
         (lambda: parse_test_module("x = 1"), "calls no function of an answer"),
         (lambda: parse_humaneval("def verify(f): pass", "f", ""), "its `test` defines no function check(candidate)"),
         (lambda: parse_humaneval("def check(): pass", "f", ""), "its `test` defines no function check(candidate)"),
-        (lambda: check("assert candidate(1) == 2", "a b"), "its `entry_point` 'a b' is not a function name"),
-        (lambda: check("assert candidate(1) == 2", "inc", "def"), "its `prompt` is not valid Python"),
-        (lambda: check("assert tolerant(candidate(1), 2)"), "uses tolerant, which nothing defines"),
-        (lambda: check("pass"), "it has no tests"),
+        (lambda: parse_check("assert candidate(1) == 2", "a b"), "its `entry_point` 'a b' is not a function name"),
+        (lambda: parse_check("assert candidate(1) == 2", "inc", "def"), "its `prompt` is not valid Python"),
+        (lambda: parse_check("assert tolerant(candidate(1), 2)"), "uses tolerant, which nothing defines"),
+        (lambda: parse_check("pass"), "it has no tests"),
     ],
 )
-def test_what_tests_nothing(make: Any, complaint: str) -> None:
+def test_refuses_problems_without_valid_tests(make: Any, complaint: str) -> None:
     with pytest.raises(ValueError) as caught:
         make()
     assert complaint in str(caught.value)

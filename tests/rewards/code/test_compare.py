@@ -1,4 +1,4 @@
-"""What counts as right."""
+"""Compare values and printed output with the expected ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAN = math.nan
 
 
 @pytest.mark.parametrize(
-    ("expected", "by", "value", "good"),
+    ("expected", "by", "value", "is_match"),
     [
         (2, "equal", 2, True),
         (2, "equal", 2.0, True),
@@ -45,12 +45,12 @@ NAN = math.nan
         ([5], "json", 5, False),
     ],
 )
-def test_values(expected: Any, by: Any, value: Any, good: bool) -> None:
-    assert is_correct(CallTest(expected, by), value) is good
+def test_compares_values(expected: Any, by: Any, value: Any, is_match: bool) -> None:
+    assert is_correct(CallTest(expected, by), value) is is_match
 
 
 @pytest.mark.parametrize(
-    ("expected", "value", "good"),
+    ("expected", "value", "is_match"),
     [
         ([1, [2, 3]], (1, (2, 3)), True),
         ([1, 2], [1, 2, 3], False),
@@ -73,8 +73,8 @@ def test_values(expected: Any, by: Any, value: Any, good: bool) -> None:
         (0.1, Opaque("x"), False),
     ],
 )
-def test_values_as_json_has_them(expected: Any, value: Any, good: bool) -> None:
-    assert is_correct(CallTest(expected, "json"), value) is good
+def test_compares_values_as_json(expected: Any, value: Any, is_match: bool) -> None:
+    assert is_correct(CallTest(expected, "json"), value) is is_match
 
 
 PLAIN = st.recursive(
@@ -83,11 +83,11 @@ PLAIN = st.recursive(
 
 
 @given(PLAIN, PLAIN)
-def test_equal_ones_are_the_same(one: Any, other: Any) -> None:
+def test_json_comparison_agrees_with_equality(one: Any, other: Any) -> None:
     assert matches_json(one, one) and matches_json(one, other) == (one == other)
 
 
-def test_near_ones() -> None:
+def test_compares_numbers_with_tolerance() -> None:
     assert is_close(1.0, 1.0 + 9e-7) and not is_close(1.0, 1.0 + 2e-6)
     assert is_close(1e9, 1e9 + 900) and not is_close(1e9, 1e9 + 1100)
     assert (
@@ -99,7 +99,7 @@ def test_near_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("expected", "printed", "good"),
+    ("expected", "printed", "is_match"),
     [
         ("2", "2\n", True),
         ("2\n", "2", True),
@@ -132,10 +132,10 @@ def test_near_ones() -> None:
         ("1" * 5000 + ".0", "1" * 5000, False),
     ],
 )
-def test_outputs(expected: str, printed: str, good: bool) -> None:
-    assert matches_output(expected, printed) is good
+def test_compares_printed_output(expected: str, printed: str, is_match: bool) -> None:
+    assert matches_output(expected, printed) is is_match
 
 
 @given(st.text(), st.text())
-def test_any_text_is_right_or_wrong(one: str, other: str) -> None:
+def test_any_output_can_be_compared(one: str, other: str) -> None:
     assert matches_output(one, one) and type(matches_output(one, other)) is bool

@@ -1,4 +1,4 @@
-"""The code in an answer."""
+"""Extract the code from an answer."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ pytestmark = pytest.mark.alone
         ("```python\n" + "#" * (MAX_CODE_CHARS + 1) + "\n```", ""),
     ],
 )
-def test_what_is_found(answer: str, code: str) -> None:
+def test_extracts_the_last_code_block(answer: str, code: str) -> None:
     assert extract_code(answer) == code
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_text(text: str) -> None:
+def test_limits_code_from_hostile_answers(text: str) -> None:
     assert len(extract_code(HOSTILE[text])) <= MAX_CODE_CHARS
 
 
@@ -65,10 +65,10 @@ def test_hostile_text(text: str) -> None:
     ],
     ids=range(7),
 )
-def test_many_fences_are_little_work(text: str) -> None:
+def test_many_fences_are_fast(text: str) -> None:
     assert len(extract_code(text)) <= MAX_CODE_CHARS
 
 
 @given(st.lists(st.sampled_from(["```", "```python", "\n", "a = 1", " ", "</think>", "~~~", "x"]), max_size=20))
-def test_any_text_has_code_or_none(pieces: list[str]) -> None:
+def test_any_answer_gives_a_string(pieces: list[str]) -> None:
     assert isinstance(extract_code("".join(pieces)), str)

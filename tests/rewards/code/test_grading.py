@@ -1,4 +1,4 @@
-"""Answers that are right, wrong or broken, in each format."""
+"""Grade correct, wrong and broken answers in each test format."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megarl.sandbox.box import Sandbox
 from megarl.sandbox.results import HarnessResult, Output, Result
 
 sys.path.insert(0, str(Path(__file__).parent))
-from grading_boxes import KINDS, QUICK, graded, run  # noqa: E402
-from plain_boxes import PlainBoxes  # noqa: E402
+from grading_boxes import KINDS, QUICK, grade_code, run_in_sandbox  # noqa: E402
+from plain_boxes import PlainSandbox  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -60,12 +60,8 @@ LIVECODE = {
 STDIN = {"inputs": ["3\n1 2 3\n", "1\n-5\n", "2\n1 1"], "outputs": ["6\n", "-5", "2\n"]}
 FLOATS = [{"input": "1 3", "output": "0.333333", "testtype": "stdin"}]
 PYTEST = (
-    "from solution import inc\nimport pytest\n"
-    if False
-    else (
-        "from solution import inc\n\ndef test_one():\n    assert inc(1) == 2\n\ndef test_error():\n"
-        "    try:\n        inc('a')\n    except TypeError:\n        return\n    assert False\n"
-    )
+    "from solution import inc\n\ndef test_one():\n    assert inc(1) == 2\n\ndef test_error():\n"
+    "    try:\n        inc('a')\n    except TypeError:\n        return\n    assert False\n"
 )
 
 MEAN = "def mean(xs):\n    return sum(xs) / len(xs)"
@@ -128,8 +124,8 @@ SUM = "n = int(input())\nprint(sum(map(int, input().split())))"
         ("\x00", STDIN, 0, 3),
     ],
 )  # fmt: skip
-def test_answers(kind: str, code: str, truth: Any, passed: int, tests: int) -> None:
-    assert graded(kind, code, truth) == GradeResult(passed, tests)
+def test_counts_passed_tests(kind: str, code: str, truth: Any, passed: int, tests: int) -> None:
+    assert grade_code(kind, code, truth) == GradeResult(passed, tests)
 
 
 @pytest.mark.parametrize(
@@ -145,24 +141,26 @@ def test_answers(kind: str, code: str, truth: Any, passed: int, tests: int) -> N
         ("input()\ndef f(x):\n    return x", 0),
     ],
 )
-def test_one_test_is_not_the_other_ones_matter(code: str, passed: int) -> None:
+def test_a_crash_or_timeout_fails_only_its_test(code: str, passed: int) -> None:
     truth = [f"assert f({number}) == {number}" for number in range(4)]
     short = Grading(seconds=1.0, total_seconds=5.0)
-    result = graded("bubblewrap", code, truth, short)
+    result = grade_code("bubblewrap", code, truth, short)
     assert result.tests == 4 and (
         result.passed == passed or (passed == 3 and result.passed == 2 and "exit(0)\ndef" in code)
     )
 
 
-def test_a_judged_function_that_ends_its_process_loses_what_comes_behind() -> None:
+def test_a_crash_in_a_whole_assertion_fails_later_tests() -> None:
     truth = [f"assert abs(f({number}) - {number}) < 1" for number in range(4)]
     short = Grading(seconds=1.0, total_seconds=5.0)
     assert (
-        graded("bubblewrap", "import os\ndef f(x):\n    return x if x < 2 else os._exit(0)", truth, short).passed == 2
+        grade_code("bubblewrap", "import os\ndef f(x):\n    return x if x < 2 else os._exit(0)", truth, short).passed
+        == 2
     )
-    assert graded("bubblewrap", "def f(x):\n    while x > 1: pass\n    return x", truth, short).passed == 2
+    assert grade_code("bubblewrap", "def f(x):\n    while x > 1: pass\n    return x", truth, short).passed == 2
     assert (
-        graded("bubblewrap", "import sys\ndef f(x):\n    return x if x != 2 else sys.exit(0)", truth, short).passed == 3
+        grade_code("bubblewrap", "import sys\ndef f(x):\n    return x if x != 2 else sys.exit(0)", truth, short).passed
+        == 3
     )
 
 
@@ -170,38 +168,38 @@ def test_a_judged_function_that_ends_its_process_loses_what_comes_behind() -> No
     "settings",
     [{"max_tests": 0}, {"seconds": 0.0}, {"total_seconds": math.inf}, {"total_seconds": math.nan}, {"memory_mb": -1}],
 )
-def test_settings_that_are_none(settings: dict[str, Any]) -> None:
+def test_refuses_invalid_settings(settings: dict[str, Any]) -> None:
     with pytest.raises(
         ConfigError, match="max_tests must be at least 1, seconds and total_seconds above 0, memory_mb not below 0"
     ):
         Grading(**settings)
 
 
-def test_seconds_are_of_cpu() -> None:
-    """Who waits for others is not late; a test's clock goes on to four times as many seconds."""
+def test_time_limit_counts_cpu_seconds() -> None:
+    """Waiting does not count: the wall clock may run to four times as many seconds."""
     code = "import time\ndef f(x):\n    time.sleep(3)\n    return x"
-    assert graded("bubblewrap", code, ["assert f(1) == 1"], Grading(seconds=2.0, total_seconds=20.0)) == GradeResult(
-        1, 1
-    )
+    assert grade_code(
+        "bubblewrap", code, ["assert f(1) == 1"], Grading(seconds=2.0, total_seconds=20.0)
+    ) == GradeResult(1, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_much_is_read_and_printed(kind: str) -> None:
+def test_grades_large_input_and_output(kind: str) -> None:
     text = " ".join(map(str, range(200_000)))
     truth = {"inputs": [text, "1 2"], "outputs": [text.replace(" ", "\n"), "1\n2"]}
     code = "import sys\nprint(*sys.stdin.read().split(), sep='\\n')\nprint('x' * 10**6, file=sys.stderr)"
-    assert graded(kind, code, truth) == GradeResult(2, 2)
+    assert grade_code(kind, code, truth) == GradeResult(2, 2)
 
 
-def test_a_part_of_the_tests() -> None:
+def test_max_tests_limits_the_tests() -> None:
     truth = {"inputs": [str(number) for number in range(30)], "outputs": [str(number) for number in range(30)]}
-    assert graded("plain", "x = input()\nprint(x if x != '29' else 0)", truth, Grading(max_tests=3)) == GradeResult(
+    assert grade_code("plain", "x = input()\nprint(x if x != '29' else 0)", truth, Grading(max_tests=3)) == GradeResult(
         2, 3
     )
 
 
-def test_nothing_that_is_expected_goes_into_a_box() -> None:
-    box = PlainBoxes()
+def test_expected_values_never_enter_the_sandbox() -> None:
+    box = PlainSandbox()
     marks = ("7364521", "0.7364522", "'w7364523'", "7364524\n")
     problems = [
         (["assert f(1) == 7364521", "assert f(2) == [7364521]"], marks[0]),
@@ -211,18 +209,18 @@ def test_nothing_that_is_expected_goes_into_a_box() -> None:
         (["assert not f(7)", "assert f(1) is True"], "True"),
     ]
 
-    async def all_of_them(_: Any) -> None:
+    async def grade_all(_: Any) -> None:
         for truth, _mark in problems:
             await grade("def f(x):\n    return x", parse_problem(truth), box, QUICK)
 
-    run("plain", all_of_them)
+    run_in_sandbox("plain", grade_all)
     jobs = [text for text in box.seen if text.startswith("{")]
     assert len(jobs) == len(problems)
     for job, (_, mark) in zip(jobs, problems, strict=True):
         assert mark.strip("'\n") not in job and "expected" not in job
 
 
-def test_a_result_has_room_that_says_nothing() -> None:
+def test_result_size_reveals_no_expected_value() -> None:
     yes_no = [ProgramTest("1", "YES"), ProgramTest("2", "NO")]
     assert (
         _choose_result_bytes(yes_no) == _choose_result_bytes(yes_no[:1]) == _choose_result_bytes(yes_no[1:]) == 1 << 16
@@ -245,24 +243,24 @@ def test_a_result_has_room_that_says_nothing() -> None:
         (["def g():\n    return f(1)\nassert g"], "a test called no function of the answer, in 'def g():"),
     ],
 )
-def test_tests_that_are_wrong_themselves(truth: Any, complaint: str | None) -> None:
+def test_errors_in_tests_are_not_wrong_answers(truth: Any, complaint: str | None) -> None:
     if complaint is None:
-        assert graded("plain", "def f(x):\n    return x", truth).tests == 1
+        assert grade_code("plain", "def f(x):\n    return x", truth).tests == 1
         return
     with pytest.raises(ValueError) as caught:
-        graded("plain", "def f(x):\n    return x", truth)
+        grade_code("plain", "def f(x):\n    return x", truth)
     assert complaint in str(caught.value)
 
 
-class Silent(PlainBoxes):
-    """Nothing comes out of it."""
+class SilentSandbox(PlainSandbox):
+    """Return no results."""
 
     async def run_harness(self, harness: str, count: int, *_: Any, **__: Any) -> HarnessResult:
         return HarnessResult({}, count, Result(False, 1, b"", b"", 0.0, "exit"))
 
 
-class Forged(PlainBoxes):
-    """Whatever is asked, this comes out of it."""
+class ForgingSandbox(PlainSandbox):
+    """Return the same value for every test."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -272,21 +270,21 @@ class Forged(PlainBoxes):
         return HarnessResult(dict.fromkeys(range(count), self.value), count, Result(True, 0, b"", b"", 0.0))
 
 
-def test_a_box_that_does_not_work_is_no_wrong_answer() -> None:
-    async def silent(_: Any) -> GradeResult:
-        return await grade("def f(x): return x", parse_problem(["assert f(1) == 1"]), Silent())
+def test_a_broken_sandbox_is_an_error() -> None:
+    async def grade_once(_: Any) -> GradeResult:
+        return await grade("def f(x): return x", parse_problem(["assert f(1) == 1"]), SilentSandbox())
 
     with pytest.raises(RuntimeError, match="the sandbox returns nothing"):
-        run("plain", silent)
+        run_in_sandbox("plain", grade_once)
 
 
-def test_a_service_has_no_judge() -> None:
-    async def asked(_: Any) -> GradeResult:
+def test_a_sandbox_service_cannot_run_whole_assertions() -> None:
+    async def grade_once(_: Any) -> GradeResult:
         box = Sandbox(SandboxConfig(backend="http://127.0.0.1:9"))
         return await grade("def f(x): return x", parse_problem(["assert abs(f(1)) == 1"]), box)
 
     with pytest.raises(ConfigError, match="keeps no state between calls"):
-        run("plain", asked)
+        run_in_sandbox("plain", grade_once)
 
 
 DEEP: Any = 1
@@ -321,30 +319,30 @@ FORGERIES = [
     "truth", [["assert f(3) == 17"], ["assert f(3) is False"], {"inputs": ["3"], "outputs": ["17"]}]
 )
 @pytest.mark.parametrize("value", FORGERIES, ids=range(len(FORGERIES)))
-def test_results_that_are_forged(truth: Any, value: Any) -> None:
-    async def forged(_: Any) -> GradeResult:
-        return await grade("x", parse_problem(truth), Forged(value))
+def test_forged_results_fail(truth: Any, value: Any) -> None:
+    async def grade_once(_: Any) -> GradeResult:
+        return await grade("x", parse_problem(truth), ForgingSandbox(value))
 
-    assert run("plain", forged) == GradeResult(0, 1)
+    assert run_in_sandbox("plain", grade_once) == GradeResult(0, 1)
 
 
-class Session:
-    """Of an interpreter that says what it likes."""
+class ForgedSession:
+    """An interpreter session that prints forged output."""
 
-    def __init__(self, said: Any) -> None:
-        self.said = said
+    def __init__(self, stdout: Any) -> None:
+        self.stdout = stdout
 
     async def run(self, code: str, seconds: float | None = None) -> Output:
-        return Output(True, self.said, "", 0.1)
+        return Output(True, self.stdout, "", 0.1)
 
-    async def __aenter__(self) -> Session:
+    async def __aenter__(self) -> ForgedSession:
         return self
 
     async def __aexit__(self, *_: object) -> None: ...
 
 
 @pytest.mark.parametrize(
-    "said",
+    "stdout",
     [
         "",
         "\x1emegarl ",
@@ -360,15 +358,15 @@ class Session:
         '\x1emegarl {"value": 1e999}',
     ],
 )
-def test_what_an_answers_interpreter_may_say(said: str) -> None:
-    class Half(PlainBoxes):
-        created = 0
+def test_forged_interpreter_output_fails(stdout: str) -> None:
+    class ForgingInterpreter(PlainSandbox):
+        sessions = 0
 
         async def interpreter(self, *_: Any, **__: Any) -> Any:
-            self.created += 1
-            return Session(said) if self.created == 2 else await super().interpreter()
+            self.sessions += 1
+            return ForgedSession(stdout) if self.sessions == 2 else await super().interpreter()
 
-    async def half(_: Any) -> GradeResult:
-        return await grade("x", parse_problem(["assert not abs(f(1) - 17) > 1e-6"]), Half())
+    async def grade_once(_: Any) -> GradeResult:
+        return await grade("x", parse_problem(["assert not abs(f(1) - 17) > 1e-6"]), ForgingInterpreter())
 
-    assert run("plain", half) == GradeResult(0, 1)
+    assert run_in_sandbox("plain", grade_once) == GradeResult(0, 1)

@@ -1,4 +1,4 @@
-"""The reward function, as a run calls it."""
+"""The hidden-tests reward function, called as in a run."""
 
 from __future__ import annotations
 
@@ -17,49 +17,51 @@ from megarl.rewards.functions import check_function, load_functions
 from megarl.types.reward_values import Reward, RewardFailure
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-from plain_boxes import PlainBoxes  # noqa: E402
-from said import said  # noqa: E402
+from plain_boxes import PlainSandbox  # noqa: E402
+from said import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
 TRUTH = ["assert f(1) == 2", "assert f(2) == 3", "assert f(5) == 7"]
-TWO = "Like so:\n```python\ndef f(x):\n    return x + 1\n```"
-ALL = "```python\ndef f(x):\n    return x + 1 + (x > 4)\n```\nIt prints `2`."
+TWO_PASS = "Like so:\n```python\ndef f(x):\n    return x + 1\n```"
+ALL_PASS = "```python\ndef f(x):\n    return x + 1 + (x > 4)\n```\nIt prints `2`."
 
 
-def of(scorer: HiddenTests, answer: str, truth: Any) -> Any:
-    scorer.__dict__["_box"] = PlainBoxes()
-    (result,) = reward_process.score([said(answer, truth)], {"tests": scorer}, timeout=60.0)
+def score(scorer: HiddenTests, answer: str, truth: Any) -> Any:
+    scorer.__dict__["_box"] = PlainSandbox()
+    (result,) = reward_process.score([make_rollout(answer, truth)], {"tests": scorer}, timeout=60.0)
     return result["tests"]
 
 
-def test_it_is_found_by_its_name() -> None:
+def test_loads_by_name() -> None:
     assert load_functions(["megarl.rewards.code:hidden_tests"]) == {"hidden_tests": hidden_tests}
     assert is_async(hidden_tests) and check_function(hidden_tests, "it") is hidden_tests
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_all_or_nothing(as_text: bool) -> None:
+def test_rewards_only_answers_that_pass_all_tests(as_text: bool) -> None:
     truth = json.dumps(TRUTH) if as_text else TRUTH
-    assert of(HiddenTests(), ALL, truth) == Reward(1.0, {"passed": 1.0}, ())
-    assert of(HiddenTests(), TWO, truth) == Reward(0.0, {"passed": 2 / 3}, ())
-    assert of(HiddenTests(), "I do not know", truth) == Reward(0.0, {"passed": 0.0}, ())
+    assert score(HiddenTests(), ALL_PASS, truth) == Reward(1.0, {"passed": 1.0}, ())
+    assert score(HiddenTests(), TWO_PASS, truth) == Reward(0.0, {"passed": 2 / 3}, ())
+    assert score(HiddenTests(), "I do not know", truth) == Reward(0.0, {"passed": 0.0}, ())
 
 
-def test_the_share() -> None:
-    assert of(HiddenTests(partial_credit=True), TWO, TRUTH) == Reward(2 / 3, {"passed": 2 / 3}, ())
-    assert of(HiddenTests(Grading(max_tests=1), partial_credit=True), TWO, TRUTH) == Reward(1.0, {"passed": 1.0}, ())
+def test_partial_credit_rewards_the_share() -> None:
+    assert score(HiddenTests(partial_credit=True), TWO_PASS, TRUTH) == Reward(2 / 3, {"passed": 2 / 3}, ())
+    assert score(HiddenTests(Grading(max_tests=1), partial_credit=True), TWO_PASS, TRUTH) == Reward(
+        1.0, {"passed": 1.0}, ()
+    )
 
 
 @pytest.mark.parametrize(
     "truth", [None, "42", {"test_list": []}, ["assert close(f(1), 2)"], {"inputs": [], "outputs": []}]
 )
-def test_a_ground_truth_without_tests_is_no_wrong_answer(truth: Any) -> None:
-    result = of(HiddenTests(), ALL, truth)
+def test_invalid_ground_truths_are_failures(truth: Any) -> None:
+    result = score(HiddenTests(), ALL_PASS, truth)
     assert isinstance(result, RewardFailure) and "it raised ValueError: " in result.reason
 
 
-def test_the_example_of_the_page() -> None:
+def test_page_example_runs() -> None:
     page = Path(__file__).parents[3] / "megarl/rewards/SCORERS.md"
     lines = page.read_text(encoding="utf-8").splitlines()
     code = [line.strip() for line in lines if line.startswith("    ") and "HiddenTests" in line]
@@ -68,11 +70,13 @@ def test_the_example_of_the_page() -> None:
     assert names["mine"].partial_credit and names["mine"].grading == Grading(max_tests=20, seconds=2, total_seconds=20)
 
 
-def test_many_at_once() -> None:
+def test_scores_concurrently() -> None:
     scorer = HiddenTests()
-    scorer.__dict__["_box"] = PlainBoxes()
+    scorer.__dict__["_box"] = PlainSandbox()
 
-    async def all_of_them() -> list[Reward]:
-        return await asyncio.gather(*(scorer(said(ALL if number % 2 else TWO, TRUTH)) for number in range(8)))
+    async def score_all() -> list[Reward]:
+        return await asyncio.gather(
+            *(scorer(make_rollout(ALL_PASS if number % 2 else TWO_PASS, TRUTH)) for number in range(8))
+        )
 
-    assert [item.reward for item in asyncio.run(all_of_them())] == [0.0, 1.0] * 4
+    assert [item.reward for item in asyncio.run(score_all())] == [0.0, 1.0] * 4

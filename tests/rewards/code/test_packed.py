@@ -24,18 +24,18 @@ def pack(data: bytes) -> str:
 
 @pytest.mark.parametrize("protocol", range(2, 6))
 @pytest.mark.parametrize("length", [1, 300, 70_000])
-def test_a_pickled_text(protocol: int, length: int) -> None:
+def test_reads_pickled_text(protocol: int, length: int) -> None:
     tests = [{"input": "x" * length}]
     assert unpack_tests(pack(pickle.dumps(json.dumps(tests), protocol))) == tests
 
 
-def test_other_ways() -> None:
+def test_reads_json_and_compressed_json() -> None:
     text = json.dumps(TESTS)
     for item in (text, json.dumps(text), pack(text.encode()), pack(json.dumps(text).encode())):
         assert unpack_tests(item) == (TESTS if item != json.dumps(text) else text)
 
 
-class Evil:
+class EvalOnUnpickling:
     def __reduce__(self) -> Any:
         return eval, ("1/0",)
 
@@ -43,13 +43,13 @@ class Evil:
 @pytest.mark.parametrize(
     ("value", "complaint"),
     [
-        (Evil(), "a pickle of more than text (STACK_GLOBAL), which is not supported"),
+        (EvalOnUnpickling(), "a pickle of more than text (STACK_GLOBAL), which is not supported"),
         (["x"], "more than text"),
         (b"x", "more than text"),
         (3, "more than text"),
     ],
 )
-def test_a_pickle_of_anything_else_is_not_read(value: Any, complaint: str) -> None:
+def test_refuses_pickles_of_other_types(value: Any, complaint: str) -> None:
     with pytest.raises(ValueError) as caught:
         unpack_tests(pack(pickle.dumps(value)))
     assert complaint in str(caught.value)
@@ -69,13 +69,13 @@ def test_a_pickle_of_anything_else_is_not_read(value: Any, complaint: str) -> No
         (pack(("[" * 200_000).encode()), "it is not JSON"),
     ],
 )
-def test_what_cannot_be_read(text: str, complaint: str) -> None:
+def test_refuses_malformed_data(text: str, complaint: str) -> None:
     with pytest.raises(ValueError) as caught:
         unpack_tests(text)
     assert complaint in str(caught.value)
 
 
-def test_a_bomb_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_the_decompressed_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems, "MAX_BYTES", 1 << 16)
     with pytest.raises(ValueError, match="it has more than 0 MiB"):
         unpack_tests(pack(b"[" + b" " * (1 << 20) + b"]"))

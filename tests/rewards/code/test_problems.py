@@ -1,4 +1,4 @@
-"""Tests as data sets have them."""
+"""Parse the test formats of data sets."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megarl.rewards.code.problems import DEFAULT_IMPORTS, AssertionTest, CallTes
 
 pytestmark = pytest.mark.alone
 
-PRINTED = (ProgramTest("1\n", "2\n"), ProgramTest("3", "4"))
+PROGRAM_TESTS = (ProgramTest("1\n", "2\n"), ProgramTest("3", "4"))
 ADD = {"testtype": "functional", "input": "1\n[2]", "output": "[1, 2]"}
-ADDED = CallTest([1, 2], "json", name="add", arguments=(1, [2]))
-PRIVATE = base64.b64encode(zlib.compress(pickle.dumps(json.dumps([ADD, ADD])))).decode()
+ADD_TEST = CallTest([1, 2], "json", name="add", arguments=(1, [2]))
+PACKED_TESTS = base64.b64encode(zlib.compress(pickle.dumps(json.dumps([ADD, ADD])))).decode()
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ PRIVATE = base64.b64encode(zlib.compress(pickle.dumps(json.dumps([ADD, ADD])))).
         },
     ],
 )
-def test_programs(truth: Any) -> None:
-    assert parse_problem(truth) == Problem(PRINTED)
+def test_parses_program_tests(truth: Any) -> None:
+    assert parse_problem(truth) == Problem(PROGRAM_TESTS)
     if "array" not in repr(truth):
-        assert parse_problem(json.dumps(truth)) == Problem(PRINTED)
+        assert parse_problem(json.dumps(truth)) == Problem(PROGRAM_TESTS)
 
 
 @pytest.mark.parametrize(
@@ -66,23 +66,23 @@ def test_programs(truth: Any) -> None:
             "private_test_cases": json.dumps([ADD]),
             "metadata": '{"func_name": "add"}',
         },
-        {"private_test_cases": PRIVATE, "metadata": {"func_name": "add"}},
+        {"private_test_cases": PACKED_TESTS, "metadata": {"func_name": "add"}},
         {"test_cases": [{"type": "function_call", "fn_name": "add", "input": [1, [2]], "output": [1, 2]}] * 2},
         [{**ADD, "metadata": {"func_name": "add"}}] * 2,
     ],
 )
-def test_functions(truth: Any) -> None:
-    assert parse_problem(truth) == Problem((ADDED, ADDED), setup=DEFAULT_IMPORTS)
+def test_parses_function_tests(truth: Any) -> None:
+    assert parse_problem(truth) == Problem((ADD_TEST, ADD_TEST), setup=DEFAULT_IMPORTS)
 
 
-def test_values_in_lists_of_their_own() -> None:
+def test_recognizes_packed_expected_values() -> None:
     result = parse_problem({"fn_name": "f", "inputs": [[1], [2]], "outputs": [[5], [6]]})
     assert [item.comparison for item in result.tests if isinstance(item, CallTest)] == ["packed", "packed"]
     result = parse_problem({"fn_name": "f", "inputs": [[1], []], "outputs": [[5], [6, 7]]})
     assert result.tests == (CallTest([5], "json", name="f", arguments=(1,)), CallTest([6, 7], "json", name="f"))
 
 
-def test_mbpp() -> None:
+def test_parses_mbpp() -> None:
     row = {
         "task_id": 1,
         "text": "..",
@@ -98,7 +98,7 @@ def test_mbpp() -> None:
     assert parse_problem("assert f(1) == 2\n").tests == (CallTest(2, "equal", "f(1)"),)
 
 
-def test_humaneval() -> None:
+def test_parses_humaneval() -> None:
     row = {
         "task_id": "HumanEval/0",
         "prompt": "def f(x):\n    ''' .. '''\n",
@@ -111,7 +111,7 @@ def test_humaneval() -> None:
     assert len(parse_problem({key: plus[key] for key in ("task_id", "test")}).tests) == 1
 
 
-def test_a_part_of_them() -> None:
+def test_selects_evenly_spaced_tests() -> None:
     result = parse_problem({"inputs": list(map(str, range(100))), "outputs": list(map(str, range(100)))})
     assert list(result.select_tests(100)) == list(range(100)) and list(result.select_tests(1000)) == list(range(100))
     assert list(result.select_tests(4)) == [0, 33, 66, 99] and list(result.select_tests(1)) == [0]
@@ -155,7 +155,7 @@ def test_a_part_of_them() -> None:
         ([{**ADD, "fn_name": "f"}, {**ADD, "fn_name": "g"}], "its tests are of several kinds"),
     ],
 )
-def test_what_is_none(truth: Any, complaint: str) -> None:
+def test_refuses_ground_truths_without_tests(truth: Any, complaint: str) -> None:
     with pytest.raises(ValueError) as caught:
         parse_problem(truth)
     assert complaint in str(caught.value)
