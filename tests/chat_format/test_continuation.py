@@ -270,7 +270,7 @@ TEXTS = st.lists(PIECES, max_size=12).map("".join)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(fields=st.lists(st.tuples(TEXTS, TEXTS, TEXTS), min_size=1, max_size=3))
 def test_only_the_template_writes_control_tokens(name: str, fields: list[tuple[str, str, str]]) -> None:
     chat = FAMILIES[name]

@@ -83,7 +83,7 @@ class LazyDevice:
     def defer(self, work: Callable[..., Any]) -> Callable[..., None]:
         return lambda *args: self.queued[threading.get_ident()].append(lambda: work(*args))
 
-    def finish(self, tensor: torch.Tensor, full: bool = False) -> None:
+    def finish(self, tensor: torch.Tensor, whole: bool = False) -> None:
         queue = self.queued[threading.get_ident()]
         while queue:
             queue.pop(0)()

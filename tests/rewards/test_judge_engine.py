@@ -20,7 +20,7 @@ def rollout(answer: str) -> Rollout:
 
 
 @pytest.fixture
-def judge_options(qwen3_moe: Running, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def judge_options(qwen3_moe: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("JUDGE_KEY", qwen3_moe.engine.api_key)
     about = {"url": qwen3_moe.engine.url, "model": str(qwen3_moe.folder), "private": True, "auth_env": "JUDGE_KEY"}
     return {**about, "prompt": "{question} {answer} {ground_truth}?", "tries": 2, "pause": 0}

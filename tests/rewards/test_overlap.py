@@ -24,7 +24,7 @@ from megarl.workers.reward import RewardPrefetch  # noqa: E402
 pytestmark = pytest.mark.alone
 
 
-class WaitForFirstReward(Script):
+class WaitForFirstReward(ScriptedPolicy):
     """Finish the second response only after the first was scored, which creates the file `mark`."""
 
     def __init__(self, mark: Path) -> None:
@@ -72,7 +72,7 @@ def test_skips_the_callback_for_aborted_rollouts() -> None:
     """The deadline aborts one of two rollouts; only the other reaches `on_rollout_finished`."""
     events: list[str] = []
 
-    class SlowSecondResponse(Script):
+    class SlowSecondResponse(ScriptedPolicy):
         async def generate(
             self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
         ) -> Generation:

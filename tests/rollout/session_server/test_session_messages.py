@@ -212,7 +212,7 @@ VALUE = LEAF | OBJECT | st.lists(LEAF | OBJECT, max_size=3)
 FIELDS = ["messages", "tools", "n", "max_tokens", "stop", "stream", "logprobs", "tool_choice", "temperature", "odd"]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.dictionaries(st.sampled_from(FIELDS), VALUE))
 def test_any_request_is_parsed_or_rejected(fields: dict[str, Any]) -> None:
     try:
