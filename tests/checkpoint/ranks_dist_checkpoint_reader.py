@@ -1,7 +1,7 @@
-"""A model in a layout: trained a step and saved, or restored from what another layout has saved, and saved again.
+"""Train and save a tiny model in one layout, or restore another layout's checkpoint and save it again.
 
 Arguments: family, role, layout (tp=2,pp=2), settings as JSON, folder to restore from ("" for none), folder to save to.
-The number of layers is in the settings, since each layout must have it.
+The settings include the number of layers, which must suit every layout.
 """
 
 from __future__ import annotations
