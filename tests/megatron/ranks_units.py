@@ -741,7 +741,7 @@ def comparing() -> dict[str, Any]:
     return comparing.found(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
 
 
-def placing() -> dict[str, Any]:
+def set_placement() -> dict[str, Any]:
     from megarl.flow import HybridFlow
 
     flow = HybridFlow(tiny.config(world=8))
@@ -749,7 +749,7 @@ def placing() -> dict[str, Any]:
     return flow.config.placement
 
 
-def unread() -> Any:
+def roles_before_run() -> Any:
     """What is said of roles of a flow that does not run yet, and of what is none."""
     from megarl.flow import HybridFlow
 
@@ -796,7 +796,7 @@ def repeating() -> list[str]:
 CHECKS: list[Callable[[], Any]] = [
     platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, who_gets_routing,
     refusals, folder, absent, half, schedule, critic, aux_losses, training, waking, numbers, comparing, nothing, spared,
-    placing, unnamed_columns, unread, repeating, cutoff.cut_logprobs, cutoff.cut_micro_batch,
+    set_placement, unnamed_columns, roles_before_run, repeating, cutoff.cut_logprobs, cutoff.cut_micro_batch,
 ]  # fmt: skip
 
 if __name__ == "__main__":
