@@ -55,7 +55,7 @@ def main(family: str, role: str, layout: str, settings: str, source: str, target
         weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
         model.load_shards(lambda param, parts, part: shard(param, weights, parts, part))
         for _ in range(2):
-            model.train_step(tiny.in_shares(tiny.batch()), policy_loss if role == "actor" else value_loss)
+            model.train_step(tiny.shard_batch(tiny.batch()), policy_loss if role == "actor" else value_loss)
     tiny.save_model(model, Path(target))
     updates = int(model.scheduler.num_steps)
     print("RESULT", json.dumps({"updates": updates, "lr": float(model.scheduler.get_lr({}))}), flush=True)

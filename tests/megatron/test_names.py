@@ -1,3 +1,5 @@
+"""Canonical names of parameters."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -26,5 +28,5 @@ BOTH_SPECS = {  # of layer 1 on a rank whose layer 0 is the model's layer 4 and 
 
 
 def test_canonical_names_of_both_layer_specs(units: dict[str, Any]) -> None:
-    """That a model's names are those of its family's table is shown by loading it, in `test_model.py`."""
+    """`test_model.py` loads models by these names and thereby compares them with the family tables."""
     assert units["names"] == BOTH_SPECS
