@@ -1,4 +1,4 @@
-"""Run checks of single modules of `megarl.megatron` and `megarl.workers` in one process and print their results by name.
+"""Run checks of single modules of `megarl.megatron` and `megarl.workers` in one process and print the results.
 
 `test_*.py` assert the results.
 """
