@@ -197,17 +197,16 @@ def unguarded(model: Any, batch: TrainBatch) -> str:
 def model_parallel_ranks() -> dict[str, Any]:
     """Ranks compute a micro-batch together: each reserves its memory before any starts."""
     batch, result = tiny.batch(), {}
-    model, requested, reserve = build(True), [], device.reserve
+    model, reserve = build(True), device.reserve
 
     def needs(tokens: int, recomputes: bool = False) -> int:
         return working_bytes(tiny.HF[FAMILY], model.config, model.ranks, "actor", tokens, True, recomputes)
 
     # Recomputation saves nothing in a stage of one layer.
-    enough, full = max(needs(14), 0 if LAYOUT == "pp" else needs(26, recomputes=True)), needs(26)
+    enough = max(needs(14), 0 if LAYOUT == "pp" else needs(26, recomputes=True))
     enough = parallel_ranks.all_gather_objects(enough)[1]
 
     def limited(size: int) -> None:
-        requested.append(size)
         if RANKS.job.rank == 1 and size > enough:
             raise torch.OutOfMemoryError("CUDA out of memory")
         reserve(size)
@@ -223,7 +222,6 @@ def model_parallel_ranks() -> dict[str, Any]:
             continue
         actual = train_steps(model, value)
         result[name] = {"gap": largest_difference(actual, expected), "state": retry_state(model)}
-    result["asked"] = {"first": requested[0], "whole": full, "enough": enough}
     device.reserve = reserve
     model = build(True)
 

@@ -67,7 +67,6 @@ def logprobs() -> dict[str, dict[str, float]]:
 def logprobs_with_cap(cap: float) -> dict[str, float]:
     """Compare with log_softmax in fp64: gradients of both outputs, more rows than one slice, and padded columns."""
     from megarl.megatron import logprobs as module
-    from megarl.megatron import logprobs as pieces
 
     generator = torch.Generator().manual_seed(0)
     rows, real, padded, temperature = 11, 13, 16, 0.7
@@ -76,17 +75,17 @@ def logprobs_with_cap(cap: float) -> dict[str, float]:
     targets = torch.randint(0, real, (rows,), generator=generator)
     weight = torch.randn(2, rows, generator=generator)
     most = 0
-    make = pieces.make_logits
+    make = module.make_logits
 
     def watched(states: torch.Tensor, *remaining: Any) -> torch.Tensor:
         nonlocal most
         most = max(most, len(states))
         return make(states, *remaining)
 
-    pieces.make_logits = watched
+    module.make_logits = watched
     actual = module.vocab_parallel_logprobs(hidden, head, targets, real, None, temperature, chunk_tokens=4, cap=cap)
     (weight[0] * actual[0] + weight[1] * actual[1]).sum().backward()
-    pieces.make_logits = make
+    module.make_logits = make
     options = targets, real, None, temperature, 4, cap
     pairs = [module.vocab_parallel_logprobs(hidden, head, *options, with_entropy=wanted) for wanted in (True, False)]
     both = [(out, *torch.autograd.grad((weight[0] * out).sum(), (hidden, head))) for out, _ in pairs]
@@ -757,13 +756,13 @@ def roles_before_run() -> Any:
 
     flow = HybridFlow(tiny.config())
     flow.register_worker("judge", "lab.judges:Judge")
-    said = []
+    errors = []
     for name in ("actor", "judge", "teacher"):
         try:
             getattr(flow, name)
         except AttributeError as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
 
 
 def repeating() -> list[str]:
@@ -784,15 +783,15 @@ def repeating() -> list[str]:
     flow.loader = flow.clock = flow.profile = SimpleNamespace(
         epoch_metrics=dict, lap=lambda step: {"time/step": 1.0}, drain_spans=list, end=lambda step: None
     )
-    said: list[str] = []
+    alarms: list[str] = []
     flow.log = SimpleNamespace(
-        alarm=said.append,
+        alarm=alarms.append,
         timeline=SimpleNamespace(write=lambda spans: None),
         end_step=lambda step, metrics, *others: metrics,
     )
     for flow.step in range(1, 5):
         flow._finish_step(StepResult({"rollout/zero_spread_frac": 1.0, "rollout/reward_mean": 0.0}))
-    return said
+    return alarms
 
 
 CHECKS: list[Callable[[], Any]] = [
