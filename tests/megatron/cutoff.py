@@ -95,7 +95,7 @@ def masked_logprobs() -> dict[str, dict[str, float]]:
         options = real, None, 0.7, 4, cap
         actual = vocab_parallel_logprobs(hidden, head, targets, *options, sampling_mask=support)
         (weight[0] * actual[0] + weight[1] * actual[1]).sum().backward()  # type: ignore[operator]
-        created = list(iter_chunks(targets, support, 0, real, 4, wide))
+        pieces = list(iter_chunks(targets, support, 0, real, 4, wide))
         alone, _ = vocab_parallel_logprobs(hidden, head, targets, *options, with_entropy=False, sampling_mask=support)
         exact = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
         logits = (exact[0] @ exact[1].T)[:, :real]
@@ -114,8 +114,8 @@ def masked_logprobs() -> dict[str, dict[str, float]]:
             "without entropy": float((alone - actual[0]).abs().max()),
             "single candidate": float(actual[0][item].abs().max() + hidden.grad[item].abs().max()),  # type: ignore[index]
             "padding": float(head.grad[real:].abs().max()),  # type: ignore[index]
-            "looked up": float(
-                max(piece.candidate_ids.numel() * wide for piece in created if piece.candidate_ids is not None)
+            "gathered elements": float(
+                max(piece.candidate_ids.numel() * wide for piece in pieces if piece.candidate_ids is not None)
             ),
         }
     return result

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 SCRIPT = "tests/megatron/ranks_rows.py"
-DECLARED = ["tokens", "loss_mask", "old_logprobs", "advantages", "loss_weights"]  # of 4, 1, 4, 4 and 4 bytes
+DECLARED = ["tokens", "loss_mask", "old_logprobs", "advantages", "loss_weights"]  # 4, 1, 4, 4 and 4 bytes
 BYTES_OF_ALL_COLUMNS = 4 + 1 + 8 * 4
 
 

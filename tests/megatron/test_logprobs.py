@@ -29,4 +29,4 @@ def test_sampling_mask_logprobs_match_masked_fp64(units: dict[str, Any], kind: s
     assert result["without entropy"] == 0.0
     assert result["single candidate"] == 0.0  # a single candidate has probability 1 and no gradient
     assert result["padding"] == 0.0
-    assert 0 < result["looked up"] <= 13 * 6  # as many elements as the logits of 4 tokens, or one token
+    assert 0 < result["gathered elements"] <= 13 * 6  # as many elements as the logits of 4 tokens, or one token

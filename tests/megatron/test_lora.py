@@ -14,7 +14,7 @@ BOUNDS = {
     "base": 1e-5,  # the same without adapters
     "fresh": 0.0,  # between fresh adapters and none
     "merged": 1e-6,  # merged weights, against products in float64
-    "merged outputs": 1e-5,  # of a model without LoRA that has the merged weights
+    "merged outputs": 1e-5,  # a model without LoRA with the merged weights
     "loss": 5e-6,
     "grad_norm": 1e-5,  # relative
     "gradients": 5e-6,  # largest difference of any gradient over the largest gradient

@@ -64,7 +64,7 @@ def test_logs_aux_losses_only_if_enabled(units: dict[str, Any]) -> None:
     assert aux.keys() - plain.keys() == {"actor/moe_load_balancing_loss", "actor/moe_z_loss"}
     assert not any("moe_" in name for name in plain)
     assert 1.0 <= aux["actor/moe_load_balancing_loss"] < 2.0  # 1 where experts get equal shares, their number at worst
-    assert 1.0 <= units["aux_losses"]["mtp"]["actor/moe_load_balancing_loss"] < 2.0  # of 2 layers, and 2 of MTP
+    assert 1.0 <= units["aux_losses"]["mtp"]["actor/moe_load_balancing_loss"] < 2.0  # over 2 decoder and 2 MTP layers
     assert aux["actor/loss"] == plain["actor/loss"]
     assert abs(aux["actor/grad_norm"] - plain["actor/grad_norm"]) > 0.1  # the gradient includes them
 

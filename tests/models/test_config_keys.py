@@ -39,10 +39,10 @@ INERT_FIELDS = {
     "eos_token_id",
     "pad_token_id",
     "use_cache",
-    "max_window_layers",  # of models with a sliding window, which are refused
+    "max_window_layers",  # models with a sliding window are refused
     "output_router_logits",
-    "pretraining_tp",  # the same products in parts
-    "router_aux_loss_coef",  # of a loss of its own, which `model.megatron` has
+    "pretraining_tp",  # computes the same products in parts
+    "router_aux_loss_coef",  # `model.megatron` sets auxiliary losses
 }
 """Class fields that do not affect log-probs."""
 
@@ -51,8 +51,8 @@ EXEMPT_KEYS = {
     "quantization_config",  # `tests/models/test_registry.py`
     *("rope_scaling", "rope_theta", "original_max_position_embeddings"),  # the tests of rotary embeddings below
     "indexer_rope_interleave",  # with index_topk, which is refused
-    "target_hidden_size",  # of draft models
-    *("n_shared_experts", "shared_expert_intermediate_size"),  # of Qwen2-MoE, in a file that Qwen3-MoE's model shares
+    "target_hidden_size",  # draft models only
+    *("n_shared_experts", "shared_expert_intermediate_size"),  # Qwen2-MoE only, whose file Qwen3-MoE shares
     *("num_experts", "num_local_experts"),  # two names: a test below
 }
 """Other keys that model code reads and that do not affect log-probs or have a test of their own."""
@@ -122,7 +122,7 @@ def agrees_with_transformers(name: str, hf: dict[str, Any]) -> bool:
         return True
     try:
         theirs = with_defaults(name, hf)
-    except Exception:  # of many types
+    except Exception:  # transformers raises many types
         return False
     return ours == model_of(theirs)
 

@@ -292,7 +292,7 @@ def test_full_recomputation(method: dict[str, Any], saved: int, recomputed: int)
     [
         (None, 0, 0),  # core_attn: flash attention keeps nothing of its own
         (["layernorm"], 2 * 2 * 64, 2 * 64),
-        (["mlp"], 3 * 96, 3 * 96),  # of the dense layer only
+        (["mlp"], 3 * 96, 3 * 96),  # the dense layer only
         (["moe_act"], 2 * 48, 2 * 48),  # two experts a token
         (["moe"], 2 * (2 * 64 + 3 * 48) + 3 * 40, 2 * (2 * 64 + 3 * 48) + 3 * 40),
         (["shared_experts", "moe_act"], 2 * 48 + 3 * 40, 2 * 48 + 3 * 40),
@@ -450,7 +450,7 @@ def test_teacher_adds_weights_and_computes_between_generations() -> None:
     for before, after, weights in zip(plain, served, elements, strict=True):
         assert after.states == before.states | {"teacher weights": 2 * sum(weights)}
         assert after.generation == before.generation and after.training["micro-batches"] > 0
-    assert served[-1].training["logits"] == plain[-1].training["logits"] > 0  # as many words, of the same width
+    assert served[-1].training["logits"] == plain[-1].training["logits"] > 0  # the same vocabulary and hidden size
     alone = plan_stages(QWEN2, config, QWEN2, stages, "teacher")
     # Of one layer of 3072 tokens: norms; q, k, v and attention's output; of 2 experts input, output and three widths.
     item = 4 * 64 + (2 * 4 + 2 * 2) * 32 + 2 * (2 * 64 + 3 * 48)

@@ -194,7 +194,7 @@ LLAMA_31_8B = {
     "num_key_value_heads": 8,
     "rope_scaling": {**LLAMA3, "rope_type": "llama3"},
 }
-GEMMA_2_2B = {  # as published: it does not say that the head is tied
+GEMMA_2_2B = {  # as published, without tie_word_embeddings
     "architectures": ["Gemma2ForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,

@@ -114,8 +114,8 @@ def gathers(exchange: RowExchange, rank: int, world: int, seed: int) -> dict[str
         "none": [0] * world,
         "small": [10 * number for number in range(world)],
         "alike": [3_000_000 + number for number in range(world)],
-        "one speaker": [0] * (world - 1) + [5_000_000],
-        "two speakers": ([2_000_000, 4_000_000] + [300] * (world - 2))[:world],
+        "one contributor": [0] * (world - 1) + [5_000_000],
+        "two contributors": ([2_000_000, 4_000_000] + [300] * (world - 2))[:world],
     }
     mismatches = []
     for name, share in sizes.items():
