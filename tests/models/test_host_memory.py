@@ -84,7 +84,7 @@ def test_host_share_and_routing_dtype() -> None:
 
 
 def test_routing_bytes_while_sent_and_replayed() -> None:
-    """With two stages, all layers are concatenated and then split; with small micro-batches concatenation takes more."""
+    """With two stages, layers are concatenated and then split; with small micro-batches concatenation takes more."""
     shape, parallel = RoutingShape(4, (0, 1, 2, 3), 8, 256), {"world_size": 2, "ranks_per_node": 2, "pp": 2}
     result = phases(BatchSize(8000, 800, 10, moved_share=0.5), shape, parallel=parallel)["forward"]
     assert result["buffers of exchanges"] == 8000 * (0.5 * 36 + 32 + 16) and not result["micro-batches at work"]
