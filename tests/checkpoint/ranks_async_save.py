@@ -1,6 +1,8 @@
-"""One run of the whole program, to which something happens while a checkpoint is written. argv: what (of `EVENTS`, or
-nothing), then as for `megarl.train`. It is a child of this process, which prints how it ended: its exit status or the
-signal, negative; and what it said on both streams."""
+"""Run the whole program once and disturb it while it writes a checkpoint.
+
+argv: an event (a name in `EVENTS`, or empty), then the arguments of `megarl.train`. The run is a child of this process,
+which prints the child's exit status, negative for a signal, and both of its output streams.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,10 @@ LAST = int(os.environ["WORLD_SIZE"]) - 1
 RANK = int(os.environ["RANK"])
 
 
-def late(on_step: Callable[[int], None] = lambda step: None) -> None:
-    """A checkpoint is written after the next step has changed everything, or when somebody waits for it. on_step: is
-    called in each step, from 1 on, while that of the step before is under way."""
+def delay_writes(on_step: Callable[[int], None] = lambda step: None) -> None:
+    """Delay each checkpoint's writes until the next step has changed the weights, or until the run waits for them.
+
+    on_step is called in each step, from 1 on, while the save of the step before is pending."""
     may_write, steps = threading.Event(), [0]
     write, finish, train_step = StagedCheckpoint.write, CheckpointStore.finish, MegatronModel.train_step
 
@@ -63,24 +66,24 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def at_file(part: str, what: Callable[[Any], None]) -> None:
-    """what: happens in the middle of a file of the second checkpoint's, on the last rank."""
+def on_write(part: str, action: Callable[[Any], None]) -> None:
+    """Call `action` in the middle of writing a file of the second checkpoint, on the last rank."""
     write = manifest.HashingFile.write
 
     def writing(self: manifest.HashingFile, data: Any) -> int:
         if f"step_000002.tmp/{part}" in self._file.name and RANK == LAST:
-            what(self)
+            action(self)
         return write(self, data)
 
     manifest.HashingFile.write = writing  # type: ignore[method-assign]
 
 
-def killed_writing() -> None:
-    late()
-    at_file("actor/__", lambda stream: die())
+def kill_while_writing() -> None:
+    delay_writes()
+    on_write("actor/__", lambda stream: die())
 
 
-def killed_at_the_manifest() -> None:
+def kill_at_manifest() -> None:
     sync = store.sync
 
     def syncing(path: Path) -> None:
@@ -91,7 +94,7 @@ def killed_at_the_manifest() -> None:
     store.sync = syncing
 
 
-def killed_before_it_has_its_name() -> None:
+def kill_before_commit() -> None:
     commit = CheckpointStore._commit
 
     def committing(self: Any, partial: Path, final: Path) -> None:
@@ -102,7 +105,7 @@ def killed_before_it_has_its_name() -> None:
     CheckpointStore._commit = committing  # type: ignore[method-assign]
 
 
-def killed_when_it_has() -> None:
+def kill_after_commit() -> None:
     name_latest = CheckpointStore._update_latest
 
     def naming(self: Any, name: str) -> None:
@@ -113,51 +116,51 @@ def killed_when_it_has() -> None:
     CheckpointStore._update_latest = naming  # type: ignore[method-assign]
 
 
-def full() -> None:
+def disk_full() -> None:
     def refuse(stream: manifest.HashingFile) -> None:
         stream.failure = OSError(28, "No space left on device")
         raise stream.failure
 
-    late()
-    at_file("actor/__", refuse)
+    delay_writes()
+    on_write("actor/__", refuse)
 
 
-def asked_to_stop() -> None:
+def stop_signal() -> None:
     def ask(step: int) -> None:
         if step == 2 and RANK == LAST:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    late(ask)
+    delay_writes(ask)
 
 
-def fails(where: tuple[int, ...]) -> None:
+def fail_on(failing_ranks: tuple[int, ...]) -> None:
     def fail(step: int) -> None:
-        if step == 2 and RANK in where:
-            raise ValueError("a fault of ours")
+        if step == 2 and RANK in failing_ranks:
+            raise ValueError("injected fault")
 
-    late(fail)
-
-
-def all_fail() -> None:
-    fails((0, LAST))
+    delay_writes(fail)
 
 
-def one_fails() -> None:
-    fails((LAST,))
+def all_ranks_fail() -> None:
+    fail_on((0, LAST))
+
+
+def one_rank_fails() -> None:
+    fail_on((LAST,))
 
 
 EVENTS: dict[str, Callable[[], None]] = {
     event.__name__: event
     for event in (
-        late,
-        killed_writing,
-        killed_at_the_manifest,
-        killed_before_it_has_its_name,
-        killed_when_it_has,
-        full,
-        asked_to_stop,
-        all_fail,
-        one_fails,
+        delay_writes,
+        kill_while_writing,
+        kill_at_manifest,
+        kill_before_commit,
+        kill_after_commit,
+        disk_full,
+        stop_signal,
+        all_ranks_fail,
+        one_rank_fails,
     )
 }
 

@@ -1,7 +1,7 @@
-"""A model in a layout: trained a step and saved, or restored from what another layout has saved, and saved again.
+"""Train and save a tiny model in one layout, or restore another layout's checkpoint and save it again.
 
 Arguments: family, role, layout (tp=2,pp=2), settings as JSON, folder to restore from ("" for none), folder to save to.
-The number of layers is in the settings, since each layout must have it.
+The settings include the number of layers, which must suit every layout.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(family: str, role: str, layout: str, settings: str, source: str, target
         weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
         model.load_shards(lambda param, parts, part: shard(param, weights, parts, part))
         for _ in range(2):
-            model.train_step(tiny.in_shares(tiny.batch()), policy_loss if role == "actor" else value_loss)
+            model.train_step(tiny.shard_batch(tiny.batch()), policy_loss if role == "actor" else value_loss)
     tiny.save_model(model, Path(target))
     updates = int(model.scheduler.num_steps)
     print("RESULT", json.dumps({"updates": updates, "lr": float(model.scheduler.get_lr({}))}), flush=True)

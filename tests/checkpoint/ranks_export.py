@@ -1,4 +1,4 @@
-"""Ranks that each cut the same random weights, gather them and compare. argv: tp pp ep."""
+"""Shard the same random weights on all ranks, gather and compare them. argv: tp pp ep etp."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """One hash of names, types, shapes and bits of all tensors, whatever their order; for comparing two sides."""
+    """Return one order-independent hash of the names, dtypes, shapes and bits of all tensors."""
     total = 0
     for name, tensor in tensors:
         digest = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -78,7 +78,7 @@ def random_weights(params: list[Param]) -> Tensors:
     }
 
 
-def cut(params: list[Param], full: Tensors, place: ranks.Ranks) -> Tensors:
+def local_shards(params: list[Param], full: Tensors, place: ranks.Ranks) -> Tensors:
     layout = TrainLayout(place.job.world, place.tp, place.ep, STAGES[place.pp], place.etp)
     local = {}
     for param in params:
@@ -94,7 +94,7 @@ def is_exact(gathered: list[tuple[str, torch.Tensor]], full: Tensors) -> bool:
     return equal and ordered and checksum(gathered) == checksum(full.items())
 
 
-def broken(local: Tensors, fault: str) -> Tensors:
+def inject_fault(local: Tensors, fault: str) -> Tensors:
     wrong = dict(local)
     if fault == "missing":
         del wrong[FAULTY]
@@ -118,22 +118,22 @@ def error_of(local: Tensors, params: list[Param], place: ranks.Ranks) -> str:
 def main(tp: int, pp: int, ep: int, etp: int) -> None:
     world = int(os.environ["WORLD_SIZE"])
     place = ranks.initialize(ParallelConfig(world_size=world, tp=tp, pp=pp, ep=ep, etp=etp), timeout_s=60)
-    result: dict[str, Any] = {"held_everything": False}
+    result: dict[str, Any] = {"has_all_params": False}
     for family, options in MODELS.items():
         hf = COMMON | options
         params = family_of(hf).params(hf, tp, etp)
         full = random_weights(params)
-        local = cut(params, full, place)
+        local = local_shards(params, full, place)
         if family == "qwen2" and place.pp_rank == pp - 1 > 0:
             local["embedding.word_embeddings.weight"] = full[
                 "model.embed_tokens.weight"
             ]  # Megatron's copy for the head
         result[family] = [is_exact(list(gather_hf(local, params, place, size)), full) for size in (1, 2000, 1 << 30)]
         if family == "qwen3_moe":
-            result["held_everything"] = len(local) == len(params)
+            result["has_all_params"] = len(local) == len(params)
             last = place.job.rank == world - 1
             result["faults"] = {
-                fault: error_of(broken(local, fault) if last else local, params, place) for fault in FAULTS
+                fault: error_of(inject_fault(local, fault) if last else local, params, place) for fault in FAULTS
             }
     print("RESULT", json.dumps(result), flush=True)
     ranks.shutdown()

@@ -1,5 +1,8 @@
-"""One run of the whole program. argv: what happens to the disk (nothing, or what `DISKS` names), then as for
-`megarl.train`. Prints the exit code, and what it said on both streams."""
+"""Run the whole program once, with faults of the disk.
+
+argv: a fault (a name in `DISK_FAULTS`, or empty), then the arguments of `megarl.train`. Prints the exit code and both
+output streams.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,11 @@ def count(name: str) -> int:
     return calls[name]
 
 
-def full_once() -> None:
-    """A write of the first checkpoint fails on the last rank, in the middle of a file of the model."""
+def full_in_first_save() -> None:
+    """A write of the first checkpoint fails on the last rank, in the middle of a model file."""
     write = manifest.HashingFile.write
 
-    def writing(self: manifest.HashingFile, data: Any) -> int:
+    def write_with_fault(self: manifest.HashingFile, data: Any) -> int:
         if "step_000001.tmp/actor/__" in self._file.name and os.environ["RANK"] == str(
             int(os.environ["WORLD_SIZE"]) - 1
         ):
@@ -37,11 +40,11 @@ def full_once() -> None:
             raise self.failure
         return write(self, data)
 
-    manifest.HashingFile.write = writing  # type: ignore[method-assign]
+    manifest.HashingFile.write = write_with_fault  # type: ignore[method-assign]
 
 
-def full_at_rank_0s() -> None:
-    """Of the second checkpoint, a file that Megatron's rank 0 writes between two collectives."""
+def full_in_metadata_of_second_save() -> None:
+    """In the second checkpoint, Megatron's rank 0 fails to write the metadata, between two collectives."""
     from torch.distributed.checkpoint import FileSystemWriter
 
     from megarl.megatron import dist_checkpoint
@@ -54,55 +57,55 @@ def full_at_rank_0s() -> None:
     dist_checkpoint.filesystem_async.FileSystemWriterAsync.finish = dist_checkpoint._defer_failure(finish)
 
 
-def no_room_for_the_last() -> None:
-    """By the first look at each save."""
-    demand = disk_space.check_free_space
+def no_space_for_last_checkpoint() -> None:
+    """The check of free space before the second save fails."""
+    check = disk_space.check_free_space
 
-    def demanding(folder: Any, needed: int) -> None:
+    def check_with_fault(folder: Any, needed: int) -> None:
         if folder.name == "checkpoints" and count("saves") == 2:
             raise OSError(28, "about 5.0 MB are needed, and 1.0 MB are free")
-        demand(folder, needed)
+        check(folder, needed)
 
-    disk_space.check_free_space = demanding
+    disk_space.check_free_space = check_with_fault
 
 
-def no_room_for_the_export_at_first() -> None:
-    """Then room, which a quota takes away in the middle of the file, then room indeed."""
+def no_space_for_export_at_first() -> None:
+    """The first check finds no space, a quota interrupts the first file, and then there is space."""
     free, write_file = disk_space.free_bytes, hf_folder.write_file
 
-    def found(folder: Any) -> int:
-        return 1000 if folder.name == "export" and count("looks") == 1 else free(folder)
+    def free_with_fault(folder: Any) -> int:
+        return 1000 if folder.name == "export" and count("checks") == 1 else free(folder)
 
-    def writing(*arguments: Any, **named: Any) -> None:
+    def write_with_fault(*arguments: Any, **named: Any) -> None:
         if count("files") == 1:
             raise OSError(122, "Disk quota exceeded")
         write_file(*arguments, **named)
 
-    disk_space.free_bytes, hf_folder.write_file = found, writing
+    disk_space.free_bytes, hf_folder.write_file = free_with_fault, write_with_fault
     checkpointing.EXPORT_RETRY_S = 0.05
 
 
-def no_room_for_the_export() -> None:
+def no_space_for_export() -> None:
     free = disk_space.free_bytes
     disk_space.free_bytes = lambda folder: 1000 if folder.name == "export" else free(folder)
     checkpointing.EXPORT_RETRY_S = 0.05
 
 
-DISKS: dict[str, Callable[[], None]] = {
+DISK_FAULTS: dict[str, Callable[[], None]] = {
     work.__name__: work
     for work in (
-        full_once,
-        full_at_rank_0s,
-        no_room_for_the_last,
-        no_room_for_the_export_at_first,
-        no_room_for_the_export,
+        full_in_first_save,
+        full_in_metadata_of_second_save,
+        no_space_for_last_checkpoint,
+        no_space_for_export_at_first,
+        no_space_for_export,
     )
 }
 
 
 def main(disk: str, *arguments: str) -> None:
-    if disk in DISKS:
-        DISKS[disk]()
+    if disk in DISK_FAULTS:
+        DISK_FAULTS[disk]()
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = train.main(arguments)

@@ -1,4 +1,4 @@
-"""Two ranks write, damage and find checkpoints. argv: what to try, an empty folder."""
+"""Two ranks write, damage and find checkpoints. argv: the case, an empty folder."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Store(CheckpointStore):
 def parts(content: str) -> Callable[[Path], RankWrite]:
     def write(target: Path) -> dict[Path, Entry]:
         (target / f"part_{torch.distributed.get_rank()}.bin").write_text(content)
-        return {}  # hashed by all
+        return {}  # without hashes, so that all ranks hash the files
 
-    return written_by(write)
+    return stage(write)
 
 
-def written_by(write: Write) -> Callable[[Path], RankWrite]:
+def stage(write: Write) -> Callable[[Path], RankWrite]:
     return lambda target: RankWrite(lambda ended: write(target))
 
 
@@ -57,79 +57,81 @@ def error_of(work: Callable[[], Any]) -> str:
 
 
 def on_lead(work: Callable[[], Any]) -> None:
-    ranks.barrier()  # others may still be looking
+    ranks.barrier()  # others may still be reading
     if ranks.is_lead():
         work()
     ranks.barrier()
 
 
-def whole(folder: Path) -> dict[str, object]:
-    """Rotation, random states, failures to write, damage."""
+def life_cycle(folder: Path) -> dict[str, object]:
+    """Check rotation, random states, failed writes and damage."""
     place = ranks.initialize(ParallelConfig(world_size=2), timeout_s=60)
-    said: list[str] = []
-    ours = Store(folder, keep=2, layout=(2, 1), log=said.append)
-    place_of, rank = folder / "checkpoints", place.job.rank
-    facts: dict[str, object] = {"found_before": ours.find_newest() is not None}
+    log: list[str] = []
+    store = Store(folder, keep=2, layout=(2, 1), log=log.append)
+    checkpoints, rank = folder / "checkpoints", place.job.rank
+    facts: dict[str, object] = {"has_checkpoint_before_save": store.find_newest() is not None}
     for step in (1, 2, 3):
-        ours.save(step, {"step": step, "coef": 0.1 + step}, parts(f"step {step}"))
-    facts["kept"] = sorted(path.name for path in place_of.glob("step_*"))
-    facts["latest"] = (place_of / "latest").read_text()
-    ranks.barrier()  # the other may still be looking
+        store.save(step, {"step": step, "coef": 0.1 + step}, parts(f"step {step}"))
+    facts["after_rotation"] = sorted(path.name for path in checkpoints.glob("step_*"))
+    facts["latest"] = (checkpoints / "latest").read_text()
+    ranks.barrier()  # the other rank may still be reading
 
-    spares = Store(folder / "spares", keep=2)
-    spares.keep_before_step = 3  # updates have been skipped from then on
+    protecting = Store(folder / "protecting", keep=2)
+    protecting.keep_before_step = 3  # as after updates that were skipped from step 3 on
     for step in range(1, 6):
-        spares.save(step, {"step": step}, parts(f"step {step}"))
-    facts["spared"] = sorted(path.name for path in (folder / "spares" / "checkpoints").glob("step_*"))
+        protecting.save(step, {"step": step}, parts(f"step {step}"))
+    facts["with_keep_before_step"] = sorted(
+        path.name for path in (folder / "protecting" / "checkpoints").glob("step_*")
+    )
 
-    # Random states come back: the numbers drawn after a load are those drawn after the save.
+    # Loading restores random states: the same numbers are drawn after it as after the save.
     def draws() -> list[float]:
         return [random.random(), float(np.random.random()), float(torch.rand(()))]
 
-    ours.save(4, {"step": 4}, parts("step 4"))
+    store.save(4, {"step": 4}, parts("step 4"))
     expected = draws()
-    facts["host"] = ours.load(place_of / "step_000004")
+    facts["host"] = store.load(checkpoints / "step_000004")
     facts["rng_equal"] = draws() == expected
-    facts["said"] = list(said)
-    other = Store(folder, keep=2, layout=(2, 2), log=said.append)
-    other.load(place_of / "step_000004")
+    facts["log"] = list(log)
+    other_layout = Store(folder, keep=2, layout=(2, 2), log=log.append)
+    other_layout.load(checkpoints / "step_000004")
     first = draws()
-    other.load(place_of / "step_000004")
-    facts["rng_anew"] = first == draws() != expected and len(set(map(str, ranks.all_gather_objects(first)))) == 1
-    facts["said_anew"] = said.pop()
+    other_layout.load(checkpoints / "step_000004")
+    facts["rng_reseeded"] = first == draws() != expected and len(set(map(str, ranks.all_gather_objects(first)))) == 1
+    facts["reseed_log"] = log.pop()
 
-    # A failure on one rank is an error on both, nothing is left of it, and the earlier checkpoints stay.
-    def failing(target: Path) -> dict[Path, Entry]:
+    # A failure on one rank raises on both and removes the partial checkpoint; earlier checkpoints stay.
+    def write_with_failure(target: Path) -> dict[Path, Entry]:
         (target / "half.bin").write_text("half")
         if rank == 1:
             raise OSError(28, "No space left on device")
         return {}
 
-    facts["error"] = error_of(lambda: ours.save(5, {"step": 5}, written_by(failing)))
-    facts["no_room"] = error_of(lambda: ours.save(5, {"step": 5}, parts("step 5"), needed=1 << 60))
-    facts["left"] = sorted(path.name for path in place_of.iterdir())
+    facts["error"] = error_of(lambda: store.save(5, {"step": 5}, stage(write_with_failure)))
+    facts["no_space"] = error_of(lambda: store.save(5, {"step": 5}, parts("step 5"), needed=1 << 60))
+    facts["after_failed_saves"] = sorted(path.name for path in checkpoints.iterdir())
 
-    # What is no checkpoint is none, and what cannot be tidied up is no failure.
-    def strange() -> None:
+    # Foreign files and folders are ignored, and a failed cleanup is only logged.
+    def add_foreign_entries() -> None:
         for name in ("step_abc", "step_", "step_000009.tmp", "backup", "step_99"):
-            (place_of / name).mkdir()
-        (place_of / "step_000077").write_text("a file")
-        (place_of / "latest").unlink()
-        (place_of / "latest").mkdir()
-        (place_of / "latest" / "x").write_text("")
+            (checkpoints / name).mkdir()
+        (checkpoints / "step_000077").write_text("a file")
+        (checkpoints / "latest").unlink()
+        (checkpoints / "latest").mkdir()
+        (checkpoints / "latest" / "x").write_text("")
 
-    on_lead(strange)
-    ours.save(1_000_000, {"step": 1_000_000}, parts("far"))
-    newest = ours.find_newest()
-    facts["far"] = newest and newest.name
-    facts["said_latest"] = bool([text for text in said if "cleaning up" in text]) == (rank == 0)
-    on_lead(lambda: shutil.rmtree(place_of / "step_1000000"))
+    on_lead(add_foreign_entries)
+    store.save(1_000_000, {"step": 1_000_000}, parts("last"))
+    newest = store.find_newest()
+    facts["newest_at_step_1e6"] = newest and newest.name
+    facts["cleanup_failure_logged_by_lead"] = bool([text for text in log if "cleaning up" in text]) == (rank == 0)
+    on_lead(lambda: shutil.rmtree(checkpoints / "step_1000000"))
 
-    # Damage: each makes an older one the newest.
-    actual: dict[str, str] = {}
-    manifest_of = place_of / "step_000008" / "manifest.json"
+    # With any damage, the checkpoint before is the newest complete one.
+    results: dict[str, str] = {}
+    manifest_of = checkpoints / "step_000008" / "manifest.json"
 
-    def entry(change: Callable[[dict[str, Any]], Any]) -> Callable[[], None]:
+    def edit_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[], None]:
         def rewrite() -> None:
             tree = json.loads(manifest_of.read_text())
             change(tree)
@@ -137,54 +139,54 @@ def whole(folder: Path) -> dict[str, object]:
 
         return rewrite
 
-    def flip() -> None:
-        damaged = bytearray((place_of / "step_000008" / "part_1.bin").read_bytes())
+    def flip_bit() -> None:
+        damaged = bytearray((checkpoints / "step_000008" / "part_1.bin").read_bytes())
         damaged[0] ^= 1
-        (place_of / "step_000008" / "part_1.bin").write_bytes(damaged)
+        (checkpoints / "step_000008" / "part_1.bin").write_bytes(damaged)
 
     def foreign_host() -> None:
-        host = place_of / "step_000008" / "host.json"
+        host = checkpoints / "step_000008" / "host.json"
         host.write_text("[]")
-        entry(lambda tree: tree["files"].update({"host.json": manifest.hash_file(host)._asdict()}))()
+        edit_manifest(lambda tree: tree["files"].update({"host.json": manifest.hash_file(host)._asdict()}))()
 
     damages: dict[str, Callable[[], Any]] = {
-        "flipped": flip,
-        "rng missing": lambda: (place_of / "step_000008" / "rng_00001.pt").unlink(),
-        "rng truncated": lambda: os.truncate(place_of / "step_000008" / "rng_00000.pt", 100),
-        "host missing": lambda: (place_of / "step_000008" / "host.json").unlink(),
+        "flipped": flip_bit,
+        "rng missing": lambda: (checkpoints / "step_000008" / "rng_00001.pt").unlink(),
+        "rng truncated": lambda: os.truncate(checkpoints / "step_000008" / "rng_00000.pt", 100),
+        "host missing": lambda: (checkpoints / "step_000008" / "host.json").unlink(),
         "host foreign": foreign_host,
         "manifest missing": manifest_of.unlink,
         "manifest text": lambda: manifest_of.write_text("no JSON"),
         "manifest binary": lambda: manifest_of.write_bytes(b"\xff\xfe\x00"),
         "manifest list": lambda: manifest_of.write_text("[]"),
         "manifest deep": lambda: manifest_of.write_text("[" * 100_000),
-        "files list": entry(lambda tree: tree.update(files=["a"])),
-        "entry text": entry(lambda tree: tree["files"].update({"host.json": "x"})),
-        "size text": entry(lambda tree: tree["files"]["host.json"].update(bytes="12")),
-        "outside": entry(lambda tree: tree["files"].update({"../../x": {"bytes": 1, "sha256": ""}})),
-        "no host": entry(lambda tree: tree["files"].pop("host.json")),
+        "files list": edit_manifest(lambda tree: tree.update(files=["a"])),
+        "entry text": edit_manifest(lambda tree: tree["files"].update({"host.json": "x"})),
+        "size text": edit_manifest(lambda tree: tree["files"]["host.json"].update(bytes="12")),
+        "outside": edit_manifest(lambda tree: tree["files"].update({"../../x": {"bytes": 1, "sha256": ""}})),
+        "no host": edit_manifest(lambda tree: tree["files"].pop("host.json")),
         "part a folder": lambda: (
-            (place_of / "step_000008" / "part_0.bin").unlink(),
-            (place_of / "step_000008" / "part_0.bin").mkdir(),
+            (checkpoints / "step_000008" / "part_0.bin").unlink(),
+            (checkpoints / "step_000008" / "part_0.bin").mkdir(),
         ),
     }
-    ours.save(7, {"step": 7}, parts("step 7"))
-    intact = ours.save(8, {"step": 8}, parts("step 8"))
+    store.save(7, {"step": 7}, parts("step 7"))
+    intact = store.save(8, {"step": 8}, parts("step 8"))
     on_lead(lambda: shutil.copytree(intact, folder / "intact"))
     for name, damage in damages.items():
         on_lead(lambda: (shutil.rmtree(intact), shutil.copytree(folder / "intact", intact)))
         on_lead(damage)
-        said.clear()
-        after = ours.find_newest()
-        actual[name] = f"{after and after.name} | {' '.join(said)}"
-    facts["damages"] = actual
-    on_lead(lambda: (place_of / "step_000007" / "part_0.bin").unlink())
-    facts["none_whole"] = error_of(ours.find_newest)
+        log.clear()
+        after = store.find_newest()
+        results[name] = f"{after and after.name} | {' '.join(log)}"
+    facts["damages"] = results
+    on_lead(lambda: (checkpoints / "step_000007" / "part_0.bin").unlink())
+    facts["none_complete"] = error_of(store.find_newest)
     return facts
 
 
-def slow(folder: Path) -> dict[str, object]:
-    """Collectives wait half a second, and every part of a checkpoint takes one on one of the ranks."""
+def slow_rank(folder: Path) -> dict[str, object]:
+    """Save and find with collectives that time out after half a second, while each part takes a second on one rank."""
     import tiny
 
     from megarl.megatron import optimizer
@@ -194,61 +196,61 @@ def slow(folder: Path) -> dict[str, object]:
     chosen = tiny.config(world=2, ep=2)
     place = ranks.initialize(chosen.parallel, timeout_s=60)
     model = MegatronModel(tiny.HF["qwen3_moe"], chosen, place, "actor", total_updates=3)
-    ours = Store(folder, keep=2, storage_timeout_s=100)
+    store = Store(folder, keep=2, storage_timeout_s=100)
     hash_file, finish, sharded_state = manifest.hash_file, manifest.HashingFile.finish, optimizer.sharded_state
     verified: list[str] = []
 
-    def slowly(work: Callable[..., Any], rank: int) -> Callable[..., Any]:
-        def slowed(*arguments: Any, **named: Any) -> Any:
+    def delay_on(work: Callable[..., Any], rank: int) -> Callable[..., Any]:
+        def delayed(*arguments: Any, **named: Any) -> Any:
             if rank == place.job.rank:
                 time.sleep(1)
             return work(*arguments, **named)
 
-        return slowed
+        return delayed
 
-    def noted(path: Path) -> Any:
+    def slow_hash_file(path: Path) -> Any:
         verified.append(str(path.name))
-        return slowly(hash_file, len(verified) == 1)(path)
+        return delay_on(hash_file, len(verified) == 1)(path)
 
-    manifest.hash_file = noted  # type: ignore[assignment]
-    manifest.HashingFile.finish = slowly(finish, 1)  # type: ignore[method-assign]
-    optimizer.sharded_state = slowly(sharded_state, 1)
+    manifest.hash_file = slow_hash_file  # type: ignore[assignment]
+    manifest.HashingFile.finish = delay_on(finish, 1)  # type: ignore[method-assign]
+    optimizer.sharded_state = delay_on(sharded_state, 1)
     ranks._timeout_s = 0.5
     with contextlib.suppress(RuntimeError), ranks.with_timeout(100):
-        pass  # from here on all groups have it
+        pass  # sets the timeout of all groups on exit
 
     def write(target: Path) -> Any:
         if place.job.rank == 0:
-            (target / "common.bin").write_text("which nobody has hashed")
+            (target / "common.bin").write_text("written without a hash")
         staged = StagedCheckpoint(model, target / "actor")
         return RankWrite(lambda ended: staged.write(2, ended), staged.finish)
 
-    saved = ours.save(1, {"step": 1}, write)
+    saved = store.save(1, {"step": 1}, write)
     hashed_later = list(verified)
     verified.clear()
     with ranks.with_timeout(100):
-        actual = ours.find_newest()  # whose own patience ends before that of the block
+        newest = store.find_newest()  # its own timeout is shorter than the block's
         restore_model(model, saved / "actor")
         everyone = ranks.all_gather_objects(verified)
     tree = json.loads((saved / "manifest.json").read_text())["files"]
     local = {name: hashlib.sha256((saved / name).read_bytes()).hexdigest() for name in tree}
-    lie = {str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file()} - {"manifest.json"}
+    on_disk = {str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file()} - {"manifest.json"}
     return {
-        "found": actual == saved,
-        "hashes": local == {name: entry["sha256"] for name, entry in tree.items()} and lie == set(tree),
-        "hashed later": hashed_later,
+        "found": newest == saved,
+        "hashes": local == {name: entry["sha256"] for name, entry in tree.items()} and on_disk == set(tree),
+        "hashed after write": hashed_later,
         "verified once": sorted(name for names in everyone for name in names)
         == sorted(Path(name).name for name in tree),
-        "shared": [len(names) for names in everyone],
+        "verified per rank": [len(names) for names in everyone],
         "modes": sorted({oct(path.stat().st_mode & 0o777) for path in saved.rglob("*") if path.is_file()}),
         "written": sorted(Path(name).name for name in tree if name.endswith(".distcp")),
     }
 
 
-def killed(folder: Path) -> dict[str, object]:
-    """A rank that dies in a save, for which the other would wait an hour."""
+def dying_rank(folder: Path) -> dict[str, object]:
+    """Save on two ranks, one of which dies, for which the other rank would wait an hour."""
     place = ranks.initialize(ParallelConfig(world_size=2), timeout_s=3600)
-    ours = Store(folder, keep=2, storage_timeout_s=3600)
+    store = Store(folder, keep=2, storage_timeout_s=3600)
 
     def write(target: Path) -> dict[Path, Entry]:
         if place.job.rank == 1:
@@ -257,7 +259,7 @@ def killed(folder: Path) -> dict[str, object]:
         return {}
 
     try:
-        ours.save(1, {"step": 1}, written_by(write))
+        store.save(1, {"step": 1}, stage(write))
     except RuntimeError as error:
         return {"error": str(error)}
     return {"error": ""}
@@ -265,9 +267,11 @@ def killed(folder: Path) -> dict[str, object]:
 
 if __name__ == "__main__":
     os.umask(0o022)
-    result = {"whole": whole, "slow": slow, "killed": killed}[sys.argv[1]](Path(sys.argv[2]))
+    result = {"life_cycle": life_cycle, "slow_rank": slow_rank, "dying_rank": dying_rank}[sys.argv[1]](
+        Path(sys.argv[2])
+    )
     print("RESULT " + json.dumps(result), flush=True)
-    if sys.argv[1] == "killed":
+    if sys.argv[1] == "dying_rank":
         os._exit(0)
     ranks._timeout_s = 60.0
     ranks.shutdown()

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on, in whole runs: SFT of a tiny MoE on two ranks, three steps."""
+"""Asynchronous checkpoints in full runs: SFT of a tiny MoE on two ranks, three steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
-Run = Callable[..., list[dict[str, Any]]]
+RunTraining = Callable[..., list[dict[str, Any]]]
 CONFIG = """
 algorithm: sft
 run: {num_rollout: 3, save_every: 1, keep_checkpoints: 3}
@@ -28,7 +28,7 @@ track: {progress: false, trackers: []}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, run_ranks: Callable[..., list[dict[str, Any]]]) -> Run:
+def run(tmp_path_factory: pytest.TempPathFactory, run_ranks: Callable[..., list[dict[str, Any]]]) -> RunTraining:
     folder = tmp_path_factory.mktemp("material") / "m"
     command = [sys.executable, "tools/make_quickstart.py", str(folder), "--demonstrations", "120", "--train", "8"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
@@ -42,9 +42,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, run_ranks: Callable[..., list[
 
 
 @pytest.fixture(scope="module")
-def undisturbed(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Whose checkpoints are all waited for."""
-    folder = tmp_path_factory.mktemp("runs") / "undisturbed"
+def sync_run(run: RunTraining, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that waits for each of its checkpoints."""
+    folder = tmp_path_factory.mktemp("runs") / "sync_run"
     results = run(folder, "", "run.save_async=false")
     assert [result["code"] for result in results] == [0, 0], results
     return folder
@@ -60,12 +60,12 @@ def checkpoints(run_dir: Path) -> list[str]:
 
 
 def hashes(run_dir: Path, step: int) -> dict[str, str]:
-    """Of all that a checkpoint has of the model's tensors."""
+    """Return the checksums of the model's files in a checkpoint."""
     tree = json.loads((run_dir / f"checkpoints/step_{step:06d}/manifest.json").read_text())["files"]
     return {name: entry["sha256"] for name, entry in tree.items() if name.endswith(".distcp")}
 
 
-def same_end(run_dir: Path, other: Path) -> bool:
+def has_same_result(run_dir: Path, other: Path) -> bool:
     item, two = (load_file(path / "export/model.safetensors") for path in (run_dir, other))
     return (
         losses(run_dir) == losses(other)
@@ -74,72 +74,71 @@ def same_end(run_dir: Path, other: Path) -> bool:
     )
 
 
-def test_what_is_written_late_is_what_was_there(run: Run, undisturbed: Path, tmp_path: Path) -> None:
-    results = run(tmp_path / "run", "late")
+def test_delayed_write_saves_state_of_its_step(run: RunTraining, sync_run: Path, tmp_path: Path) -> None:
+    results = run(tmp_path / "run", "delay_writes")
     assert [result["code"] for result in results] == [0, 0], results
     assert checkpoints(tmp_path / "run") == ["latest", "step_000001", "step_000002", "step_000003"]
     for step in (1, 2, 3):
         actual = hashes(tmp_path / "run", step)
-        assert len(actual) == 2 * 2 and actual == hashes(undisturbed, step)
-    assert same_end(tmp_path / "run", undisturbed)
+        assert len(actual) == 2 * 2 and actual == hashes(sync_run, step)
+    assert has_same_result(tmp_path / "run", sync_run)
 
 
-STAGES = {
-    "killed_writing": ["latest", "step_000001", "step_000002.tmp"],
-    "killed_at_the_manifest": ["latest", "step_000001", "step_000002.tmp"],
-    "killed_before_it_has_its_name": ["latest", "step_000001", "step_000002.tmp"],
-    "killed_when_it_has": ["latest", "step_000001", "step_000002"],
+CHECKPOINTS_AFTER_KILL = {
+    "kill_while_writing": ["latest", "step_000001", "step_000002.tmp"],
+    "kill_at_manifest": ["latest", "step_000001", "step_000002.tmp"],
+    "kill_before_commit": ["latest", "step_000001", "step_000002.tmp"],
+    "kill_after_commit": ["latest", "step_000001", "step_000002"],
 }
 
 
-@pytest.mark.parametrize("event", STAGES)
-def test_a_rank_that_is_killed_leaves_a_whole_one_and_the_run_goes_on_bitwise(
-    run: Run, undisturbed: Path, tmp_path: Path, event: str
+@pytest.mark.parametrize("event", CHECKPOINTS_AFTER_KILL)
+def test_resumes_bitwise_after_rank_is_killed_in_save(
+    run: RunTraining, sync_run: Path, tmp_path: Path, event: str
 ) -> None:
     folder = tmp_path / "run"
     codes = [result["code"] for result in run(folder, event)]
     assert -9 in codes and 0 not in codes
-    assert checkpoints(folder) == STAGES[event]
+    assert checkpoints(folder) == CHECKPOINTS_AFTER_KILL[event]
     results = run(folder, "", "run.resume=auto")
     assert [result["code"] for result in results] == [0, 0], results
-    actual = "step_000002" if "step_000002" in STAGES[event] else "step_000001"
+    actual = "step_000002" if "step_000002" in CHECKPOINTS_AFTER_KILL[event] else "step_000001"
     assert f"resumed from {folder}/checkpoints/{actual} after step" in results[0]["out"]
     assert checkpoints(folder) == ["latest", "step_000001", "step_000002", "step_000003"]
-    assert same_end(folder, undisturbed)
+    assert has_same_result(folder, sync_run)
 
 
-def test_a_disk_that_is_full_meanwhile_costs_that_checkpoint(run: Run, undisturbed: Path, tmp_path: Path) -> None:
+def test_full_disk_skips_only_that_checkpoint(run: RunTraining, sync_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    results = run(folder, "full")
+    results = run(folder, "disk_full")
     assert [result["code"] for result in results] == [0, 0], results
-    alarm = f"ALARM: could not write checkpoint {folder}/checkpoints/step_000002: No space left on device"
+    alarm = f"ALARM: could not write checkpoint {folder}/checkpoints/step_000002: No space remaining on device"
     assert (folder / "log.txt").read_text().count(alarm) == 1
     assert checkpoints(folder) == ["latest", "step_000001", "step_000003"]
-    assert same_end(folder, undisturbed)
+    assert has_same_result(folder, sync_run)
 
 
-def test_who_is_asked_to_stop_has_finished_one_and_written_the_next(
-    run: Run, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_stop_signal_finishes_pending_save_and_saves_again(run: RunTraining, sync_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    results = run(folder, "asked_to_stop", "run.save_every=1")
+    results = run(folder, "stop_signal", "run.save_every=1")
     assert [result["code"] for result in results] == [85, 85], results
     assert checkpoints(folder) == ["latest", "step_000001", "step_000002"]
     results = run(folder, "", "run.resume=auto")
     assert [result["code"] for result in results] == [0, 0], results
-    assert same_end(folder, undisturbed)
+    assert has_same_result(folder, sync_run)
 
 
-def test_a_run_that_fails_meanwhile_does_not_wait_for_others_and_the_next_start_tidies_up(
-    run: Run, undisturbed: Path, tmp_path: Path
-) -> None:
-    """Where all ranks fail alike they make a checkpoint of it first."""
-    for event, left, there in (("one_fails", "step_000001.tmp", []), ("all_fail", "step_000001", ["step_000001"])):
+def test_failed_run_leaves_partial_save_to_next_start(run: RunTraining, sync_run: Path, tmp_path: Path) -> None:
+    """Ranks do not wait for a failed one; if all of them fail, they commit the pending checkpoint first."""
+    for event, remaining, retained in (
+        ("one_rank_fails", "step_000001.tmp", []),
+        ("all_ranks_fail", "step_000001", ["step_000001"]),
+    ):
         folder = tmp_path / event
         results = run(folder, event)
         assert [result["code"] for result in results] == [1, 1], results
-        assert left in checkpoints(folder)
+        assert remaining in checkpoints(folder)
         results = run(folder, "", "run.resume=auto", "run.save_every=0")
         assert [result["code"] for result in results] == [0, 0], results
-        assert [name for name in checkpoints(folder) if name != "latest"] == there
-        assert same_end(folder, undisturbed)
+        assert [name for name in checkpoints(folder) if name != "latest"] == retained
+        assert has_same_result(folder, sync_run)

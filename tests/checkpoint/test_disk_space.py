@@ -1,4 +1,4 @@
-"""Room that a checkpoint needs beside its models: for conversations that a later step goes on with."""
+"""Disk space and host memory that checkpoints need, chiefly for partial rollouts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HF: dict[str, Any] = {
 }
 
 
-def test_copies_are_for_all_ranks_of_a_machine() -> None:
+def test_copy_memory_sums_all_ranks_of_a_host() -> None:
     ranks = [("a", 3 * 10**9, 7 * 10**9), ("b", 3 * 10**9, 5 * 10**9)] * 2
     assert check_copy_memory(ranks[:2]) == []
     (line,) = check_copy_memory(ranks)
@@ -54,29 +54,31 @@ def config(oversample: float = 1.5, replays: bool = False, **rollout: Any) -> Co
     ("chosen", "expected"),
     [
         (config(1.0), 0),
-        (config(), 3 * 4 * 1000 * 20),  # 7.5 groups are begun, of which 5 are used
+        (config(), 3 * 4 * 1000 * 20),  # starts 7.5 groups and trains on 5
         (config(oversample=2), 5 * 4 * 1000 * 20),
         (config(replays=True), 3 * 4 * 1000 * (20 + 3 * 2 * 2)),  # two of 300 experts in each of three layers
         (config(top_k=10, top_p=0.9), 3 * 4 * 1000 * (20 + 4 + 10 * 4)),
         (config(replay="runs/other"), 0),
     ],
 )
-def test_what_is_kept_at_most(chosen: Config, expected: int) -> None:
+def test_partial_rollout_bytes_by_hand(chosen: Config, expected: int) -> None:
     assert partial_rollout_bytes(HF, chosen) == expected
 
 
 @pytest.mark.parametrize("replays", [False, True])
-def test_it_is_enough_for_what_is_written(tmp_path: Path, replays: bool) -> None:
-    """All conversations as long as one may be, half of it the prompt, with five letters a token."""
-    requested = {"role": "user", "content": "words" * 500}
-    prompt = Prompt("train-1", (requested,), range(500))
+def test_partial_rollout_bytes_cover_written_groups(tmp_path: Path, replays: bool) -> None:
+    """Every conversation has the maximum length, half of it prompt, with five letters a token."""
+    question = {"role": "user", "content": "words" * 500}
+    answer = {"role": "assistant", "content": "words" * 500}
+    prompt = Prompt("train-1", (question,), range(500))
+    turns = (Turn(range(500)), Turn([7] * 500, [-1.0] * 500, is_action=True, weight_version=3))
     routing = (torch.zeros(1000, 3, 2, dtype=torch.int16),) if replays else ()
     groups = [
         tuple(
             replace(
                 PartialRollout.begin(prompt, seed),
-                turns=(Turn(range(500)), Turn([seed] * 500, [-1.0] * 500, is_action=True, weight_version=3)),
-                messages=(requested, {"role": "assistant", "content": f"{seed:05}" * 500}),
+                turns=turns,
+                messages=(question, answer),
                 routing=tuple(map(torch.clone, routing)),
             )
             for seed in range(4 * group, 4 * group + 4)
@@ -85,4 +87,4 @@ def test_it_is_enough_for_what_is_written(tmp_path: Path, replays: bool) -> None
     ]
     size = write_groups(tmp_path / "engine", groups).bytes
     planned = partial_rollout_bytes(HF, config(replays=replays))
-    assert 0.4 * planned < size < planned  # not all words are as long as they may be
+    assert 0.4 * planned < size < planned  # most words are shorter than the bound assumes

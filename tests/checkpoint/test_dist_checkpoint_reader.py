@@ -1,5 +1,4 @@
-"""What a checkpoint has of a model is what a checkpoint has that was written after it was read in another layout: bit
-for bit, weights, masters and moments. Real ranks, all in one test process's host."""
+"""A checkpoint read in another layout and saved again is bitwise the same: weights, masters and moments."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ import torch
 
 from megarl.checkpoint.dist_checkpoint_reader import CheckpointReader
 
-Run = Callable[..., list[dict[str, Any]]]
+RunRanks = Callable[..., list[dict[str, Any]]]
 VOCABULARY = 200  # padded to 256 over one or two tensor parallel ranks, to 512 over four
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """All of it by name, without what pads the vocabulary, which is no one's."""
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors by name, without the padding of the vocabulary."""
     actual = CheckpointReader(folder)
     tensors = {name: actual.read(name) for name in actual}
     return {
@@ -44,18 +43,18 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
         ("qwen3_moe", "actor", {"layers": 4, "lora": {"rank": 4}}, "tp=2,ep=2", ("", "pp=2", "tp=2,etp=2")),
         ("qwen3_moe", "actor", {"layers": 4, "model": {"dtype": "bfloat16"}}, "pp=2", ("", "tp=2,ep=2")),
     ],
-    ids=["moe from one rank", "moe from many", "critic", "tied", "mtp", "lora", "bf16"],
+    ids=["moe from one rank", "moe from four ranks", "critic", "tied", "mtp", "lora", "bf16"],
 )
-def test_every_bit_is_carried(
+def test_restore_in_another_layout_is_bitwise(
     tmp_path: Path,
-    run_ranks: Run,
+    run_ranks: RunRanks,
     family: str,
     role: str,
     settings: dict[str, Any],
     first: str,
     others: tuple[str, ...],
 ) -> None:
-    def in_layout(layout: str, source: Path | str, target: Path) -> dict[str, Any]:
+    def save_in_layout(layout: str, source: Path | str, target: Path) -> dict[str, Any]:
         sizes = dict(part.split("=") for part in layout.split(",") if part)
         dense = int(sizes.get("tp", 1)) * int(sizes.get("cp", 1))
         experts = int(sizes.get("ep", 1)) * int(sizes.get("etp", 1))
@@ -65,14 +64,14 @@ def test_every_bit_is_carried(
         assert all(result == results[0] for result in results)
         return results[0]
 
-    said = in_layout(first, "", tmp_path / "first")
-    written = tensors_of(tmp_path / "first")
+    summary = save_in_layout(first, "", tmp_path / "first")
+    written = read_tensors(tmp_path / "first")
     states = [name for name in written if name.startswith("optimizer.state.exp_avg_sq.")]
-    assert said["updates"] == 2 and states and any(bool(written[name].any()) for name in states)
+    assert summary["updates"] == 2 and states and any(bool(written[name].any()) for name in states)
     for number, layout in enumerate(others):
         target = tmp_path / f"other_{number}"
-        assert in_layout(layout, tmp_path / "first", target) == said, layout
-        again = tensors_of(target)
+        assert save_in_layout(layout, tmp_path / "first", target) == summary, layout
+        again = read_tensors(target)
         assert again.keys() == written.keys(), layout
         different = [name for name in written if not torch.equal(written[name], again[name])]
         assert different == [], layout

@@ -1,4 +1,4 @@
-"""The gather gives back, bit for bit, what was cut; buckets keep modules whole."""
+"""Gathering an export restores the sharded tensors bitwise, and a fault on one rank is an error on all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 SCRIPT = "tests/checkpoint/ranks_export.py"
-Run = Callable[..., list[dict[str, Any]]]
+RunRanks = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.mark.parametrize(
@@ -16,13 +16,13 @@ Run = Callable[..., list[dict[str, Any]]]
     [(2, 2, 1, 1, 1), (2, 1, 1, 2, 1), (2, 1, 2, 1, 1), (2, 2, 1, 2, 1), (4, 2, 2, 2, 1), (4, 1, 1, 2, 2)],
 )
 def test_every_rank_gathers_every_tensor_bitwise(
-    run_ranks: Run, world: int, tp: int, pp: int, ep: int, etp: int
+    run_ranks: RunRanks, world: int, tp: int, pp: int, ep: int, etp: int
 ) -> None:
     for rank, result in enumerate(run_ranks(world, SCRIPT, str(tp), str(pp), str(ep), str(etp))):
         for family in ("qwen2", "qwen3_moe", "deepseek_v3"):
             assert result[family] == [True] * 3, family  # tiny, small and endless buckets
-        assert result["held_everything"] == (pp == ep == 1)
-        # What is wrong on the last rank is an error on all, before anybody waits for anybody.
+        assert result["has_all_params"] == (pp == ep == 1)
+        # A fault on the last rank raises on all ranks before any of them waits.
         name, faults = "decoder.layers.2.mlp.experts.3.linear_fc2.weight", result["faults"]
         assert f"rank {world - 1} lacks {name}" in faults["missing"], rank
         assert f"{name} on rank {world - 1} has shape (1, {4 // etp}), not (8, {4 // etp})" in faults["misshapen"]

@@ -1,4 +1,4 @@
-"""What is in a checkpoint is read, never run."""
+"""Reading a checkpoint never executes code from it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megarl.checkpoint import dist_checkpoint_reader
 pytestmark = pytest.mark.alone
 
 
-class Bad:
-    """Makes a file when it is unpickled."""
+class CreatesFolder:
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -30,23 +30,23 @@ class Bad:
         return os.mkdir, (str(self.path),)
 
 
-def saved(folder: Path, state: dict[str, Any]) -> Path:
+def save(folder: Path, state: dict[str, Any]) -> Path:
     dcp.save(state, checkpoint_id=folder, no_dist=True)
     return folder
 
 
-def test_a_checkpoint_is_read(tmp_path: Path) -> None:
+def test_loads_plain_checkpoint(tmp_path: Path) -> None:
     state = {"weight": torch.arange(6.0).view(2, 3), "half": torch.ones(2, dtype=torch.bfloat16), "counts": [None, 3]}
-    folder = saved(tmp_path / "c", state)
+    folder = save(tmp_path / "c", state)
     result = {"weight": torch.zeros(2, 3), "half": torch.zeros(2, dtype=torch.bfloat16), "counts": [None, 0]}
     dcp.load(result, checkpoint_id=folder, no_dist=True)
     assert torch.equal(result["weight"], state["weight"]) and torch.equal(result["half"], state["half"])
     assert result["counts"] == [None, 3]
 
 
-def test_a_table_that_would_do_something_is_refused(tmp_path: Path) -> None:
-    folder, trap = saved(tmp_path / "c", {"weight": torch.zeros(2)}), tmp_path / "trap"
-    (folder / ".metadata").write_bytes(pickle.dumps(Bad(trap)))
+def test_refuses_metadata_that_executes_code(tmp_path: Path) -> None:
+    folder, trap = save(tmp_path / "c", {"weight": torch.zeros(2)}), tmp_path / "trap"
+    (folder / ".metadata").write_bytes(pickle.dumps(CreatesFolder(trap)))
     with pytest.raises(CheckpointException) as refused:
         dcp.load({"weight": torch.zeros(2)}, checkpoint_id=folder, no_dist=True)
     assert "it requests posix.mkdir, which no checkpoint table" in str(refused.value.failures)
@@ -54,16 +54,16 @@ def test_a_table_that_would_do_something_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["load", "_utils._rebuild_tensor", "serialization.load", "os.system", "nn.Linear"])
-def test_a_table_may_not_call_into_torch(name: str) -> None:
+def test_refuses_metadata_that_calls_torch_functions(name: str) -> None:
     data = b"\x80\x04" + b"\x8c\x05torch" + b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93."
     with pytest.raises(pickle.UnpicklingError, match="it requests torch"):
         dist_checkpoint_reader.load_metadata(io.BytesIO(data))
 
 
-def test_members_of_enums_are_read_as_each_python_pickles_them() -> None:
-    """Python 3.11.0 to 3.11.3 pickle them as `getattr(class, name)`, which may reach nothing else."""
+def test_reads_enum_members_pickled_by_any_python() -> None:
+    """Python 3.11.0 to 3.11.3 pickle them as `getattr(class, name)`, which is allowed on enums only."""
 
-    class Asks:
+    class CallsGetattr:
         def __init__(self, owner: Any, name: str) -> None:
             self.call = (getattr, (owner, name))
 
@@ -71,24 +71,24 @@ def test_members_of_enums_are_read_as_each_python_pickles_them() -> None:
             return self.call
 
     member = dcp.planner.WriteItemType.SHARD
-    for data in (pickle.dumps(member), pickle.dumps(Asks(type(member), "SHARD"))):
+    for data in (pickle.dumps(member), pickle.dumps(CallsGetattr(type(member), "SHARD"))):
         assert dist_checkpoint_reader.load_metadata(io.BytesIO(data)) is member
     with pytest.raises(pickle.UnpicklingError, match="which is not an enum"):
-        dist_checkpoint_reader.load_metadata(io.BytesIO(pickle.dumps(Asks(torch.Size, "__init__"))))
+        dist_checkpoint_reader.load_metadata(io.BytesIO(pickle.dumps(CallsGetattr(torch.Size, "__init__"))))
 
 
-def test_what_is_no_tensor_is_refused_where_it_is_no_plain_value(tmp_path: Path) -> None:
+def test_refuses_objects_that_are_no_plain_values(tmp_path: Path) -> None:
     trap = tmp_path / "trap"
-    folder = saved(tmp_path / "c", {"counts": Bad(trap)})
+    folder = save(tmp_path / "c", {"counts": CreatesFolder(trap)})
     with pytest.raises(CheckpointException) as refused:
         dcp.load({"counts": 0}, checkpoint_id=folder, no_dist=True)
     assert "Weights only load failed" in str(refused.value.failures)
     assert not trap.exists()
 
 
-def test_no_variable_of_the_environment_undoes_it(tmp_path: Path) -> None:
+def test_environment_variable_cannot_disable_weights_only(tmp_path: Path) -> None:
     trap, file = tmp_path / "trap", tmp_path / "common.pt"
-    torch.save(Bad(trap), file)
+    torch.save(CreatesFolder(trap), file)
     program = f"import torch, megarl.checkpoint.dist_checkpoint_reader; torch.load({str(file)!r})"
     environment = dict(os.environ, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1")
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What tells configurations and programs apart in a manifest."""
+"""Checkpoints record which configuration and code wrote them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.config import from_dict
 pytestmark = pytest.mark.alone
 
 
-def test_a_configuration_is_known_by_the_keys_that_matter() -> None:
+def test_config_hash_ignores_run_folder_and_logging() -> None:
     first = config_hash(from_dict({"run": {"dir": "a"}}))
     assert first == config_hash(from_dict({"run": {"dir": "b", "resume": "auto"}, "track": {"save_rollouts": False}}))
     others = [{"run": {"seed": 2}}, {"parallel": {"tp": 2}}, {"data": {"train": ["a.jsonl"]}}]
@@ -42,7 +42,7 @@ def sources(tmp_path: Path) -> Path:
     return folder
 
 
-def test_without_git_code_is_known_by_its_sources(sources: Path) -> None:
+def test_code_revision_hashes_sources_without_git(sources: Path) -> None:
     first = code_revision(sources)
     assert first.startswith("sources-") and first == code_revision(sources)
     (sources / "notes.txt").write_text("no code")
@@ -54,14 +54,14 @@ def test_without_git_code_is_known_by_its_sources(sources: Path) -> None:
 
 
 @needs_git
-def test_with_git_by_the_commit_and_what_differs_from_it(sources: Path) -> None:
+def test_code_revision_is_commit_and_hash_of_changes(sources: Path) -> None:
     git(sources.parent, "init")
     assert code_revision(sources).startswith("sources-")  # no commit yet
     git(sources.parent, "add", ".")
     git(sources.parent, "commit", "-m", "first")
     commit = git(sources.parent, "rev-parse", "HEAD")[:16]
     assert code_revision(sources) == commit
-    (sources.parent / "results.txt").write_text("not the program's")
+    (sources.parent / "results.txt").write_text("not source code")
     assert code_revision(sources) == commit
     (sources / "part/work.py").write_text("2")
     changed = code_revision(sources)
@@ -71,26 +71,26 @@ def test_with_git_by_the_commit_and_what_differs_from_it(sources: Path) -> None:
 
 
 @needs_git
-def test_git_is_given_no_keys_and_looks_nowhere_else(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_git_runs_without_secrets_and_git_dir(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git(sources.parent, "init")
     git(sources.parent, "add", ".")
     git(sources.parent, "commit", "-m", "first")
-    known = code_revision(sources)
-    (tmp_path / "git").write_text(f'#!/bin/sh\nenv >> {tmp_path}/said\nPATH={os.environ["PATH"]} exec git "$@"\n')
+    revision = code_revision(sources)
+    (tmp_path / "git").write_text(
+        f'#!/bin/sh\nenv >> {tmp_path}/environment\nPATH={os.environ["PATH"]} exec git "$@"\n'
+    )
     (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("HF_TOKEN", "hf_MARKED")
     monkeypatch.setenv("GIT_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert code_revision(sources) == known and not known.startswith("sources-")
-    said = (tmp_path / "said").read_text()
-    assert "PATH=" in said and "MARKED" not in said and "GIT_DIR" not in said
+    assert code_revision(sources) == revision and not revision.startswith("sources-")
+    environment = (tmp_path / "environment").read_text()
+    assert "PATH=" in environment and "MARKED" not in environment and "GIT_DIR" not in environment
 
 
 @needs_git
-def test_sources_that_lie_in_a_repository_which_does_not_have_them_are_known_by_themselves(sources: Path) -> None:
-    """An installation in an environment that lies in somebody's project."""
+def test_code_revision_hashes_sources_that_git_does_not_track(sources: Path) -> None:
+    """As with a package installed in an environment inside another project's repository."""
     (sources.parent / "readme").write_text("")
     git(sources.parent, "init")
     git(sources.parent, "add", "readme")
@@ -98,7 +98,7 @@ def test_sources_that_lie_in_a_repository_which_does_not_have_them_are_known_by_
     assert code_revision(sources).startswith("sources-")
 
 
-def test_what_differs_is_said_and_what_an_older_manifest_lacks_is_not() -> None:
+def test_describe_changes_ignores_fields_an_old_manifest_lacks() -> None:
     now = {"config": "c1", "code": "r1"}
     assert describe_changes({"step": 1, **now}, now) == [] == describe_changes({"step": 1}, now)
     assert describe_changes({"config": "c0", "code": "r1"}, now) == ["under another configuration (c0, now c1)"]

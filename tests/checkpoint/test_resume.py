@@ -1,4 +1,4 @@
-"""Whole runs that are stopped, changed, moved to another layout, and short of room: SFT of a tiny MoE."""
+"""Full runs that are resumed, reconfigured, moved to another layout, and out of disk space: SFT of a tiny MoE."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megarl.controllers.controller import load_requirements
 from megarl.models.registry import load_hf_config
 
 ROOT = Path(__file__).resolve().parents[2]
-Run = Callable[..., dict[str, Any]]
+RunTraining = Callable[..., dict[str, Any]]
 CONFIG = """
 algorithm: sft
 run: {num_rollout: 2, save_every: 1, keep_checkpoints: 3}
@@ -34,8 +34,8 @@ track: {progress: false, trackers: []}
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("material") / "m"
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs") / "m"
     command = [sys.executable, "tools/make_quickstart.py", str(folder), "--demonstrations", "120", "--train", "8"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (folder / "config.yaml").write_text(CONFIG)
@@ -43,27 +43,27 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(material: Path, run_ranks: Callable[..., list[dict[str, Any]]]) -> Run:
+def run(inputs: Path, run_ranks: Callable[..., list[dict[str, Any]]]) -> RunTraining:
     def start(run_dir: Path, *overrides: str, world: int = 1, disk: str = "") -> dict[str, Any]:
-        value = [f"model.path={material}/model", f"data.train={material}/sft.jsonl", f"run.dir={run_dir}", *overrides]
-        config = str(material / "config.yaml")
+        value = [f"model.path={inputs}/model", f"data.train={inputs}/sft.jsonl", f"run.dir={run_dir}", *overrides]
+        config = str(inputs / "config.yaml")
         layout = f"parallel.world_size={world}"
         results = run_ranks(world, "tests/checkpoint/ranks_run.py", disk, config, layout, *value)
-        return results[0] | {"err": "".join(result["err"] for result in results)}  # one of them says it
+        return results[0] | {"err": "".join(result["err"] for result in results)}  # only one rank reports the error
 
     return start
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps, tensor and expert parallel."""
+def two_rank_run(run: RunTraining, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps with tp=2 and ep=2."""
     folder = tmp_path_factory.mktemp("runs") / "two"
     result = run(folder, "parallel.tp=2", "parallel.ep=2", world=2)
     assert result["code"] == 0, result
     return folder
 
 
-def rates(run_dir: Path) -> list[tuple[int, float]]:
+def learning_rates(run_dir: Path) -> list[tuple[int, float]]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line["actor/lr"]) for line in lines if "actor/lr" in line]
 
@@ -72,48 +72,48 @@ def checkpoints(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-def test_files_are_for_whom_the_umask_says(on_two_ranks: Path) -> None:
-    probe = on_two_ranks.parent / "probe"
+def test_run_files_follow_the_umask(two_rank_run: Path) -> None:
+    probe = two_rank_run.parent / "probe"
     probe.write_text("")
-    wanted = probe.stat().st_mode
-    files = [path for path in on_two_ranks.rglob("*") if path.is_file()]
-    assert len(files) > 20 and {path.stat().st_mode for path in files} == {wanted}
+    expected = probe.stat().st_mode
+    files = [path for path in two_rank_run.rglob("*") if path.is_file()]
+    assert len(files) > 20 and {path.stat().st_mode for path in files} == {expected}
 
 
-def test_the_room_that_is_asked_for_is_a_little_more_than_what_is_taken(on_two_ranks: Path) -> None:
-    config = load_config(on_two_ranks / "config.yaml")
+def test_estimated_space_slightly_exceeds_files(two_rank_run: Path) -> None:
+    config = load_config(two_rank_run / "config.yaml")
     planned = estimate_space(load_hf_config(config.model.path), None, config, load_requirements(config))
     for place, needed in (("checkpoints/step_000002", planned.checkpoint), ("export", planned.export)):
-        selected = sum(path.stat().st_size for path in (on_two_ranks / place).rglob("*") if path.is_file())
-        assert selected < needed < 1.1 * selected + (5 << 20), place
+        written = sum(path.stat().st_size for path in (two_rank_run / place).rglob("*") if path.is_file())
+        assert written < needed < 1.1 * written + (5 << 20), place
 
 
-def test_a_finished_run_that_is_resumed_exports_in_whatever_layout(
-    run: Run, on_two_ranks: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(on_two_ranks, tmp_path / "run")
+def test_resuming_a_finished_run_exports_in_any_layout(run: RunTraining, two_rank_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(two_rank_run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/export")
     result = run(tmp_path / "run", "run.resume=auto")
     assert result["code"] == 0, result
     assert "step_000002 was written in another layout: random states are seeded again" in result["out"]
     assert "changed, from step 3 on: parallel.tp: 2 -> 1" in result["out"]
-    assert rates(tmp_path / "run") == rates(on_two_ranks)  # no step was taken
-    first, second = (load_file(path / "export/model.safetensors") for path in (on_two_ranks, tmp_path / "run"))
+    assert learning_rates(tmp_path / "run") == learning_rates(two_rank_run)  # no step was taken
+    first, second = (load_file(path / "export/model.safetensors") for path in (two_rank_run, tmp_path / "run"))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_longer_run_with_another_rate_follows_its_own_schedule(run: Run, on_two_ranks: Path, tmp_path: Path) -> None:
-    """Linear from lr at point 0 to min_lr at point n + 1, of n updates; update k has point k."""
-    assert rates(on_two_ranks) == [
+def test_resume_with_changed_config_follows_new_lr_schedule(
+    run: RunTraining, two_rank_run: Path, tmp_path: Path
+) -> None:
+    """With n updates, the schedule is linear from lr at 0 to min_lr at n + 1; update k is at k."""
+    assert learning_rates(two_rank_run) == [
         (1, pytest.approx(0.001 + 0.009 * 2 / 3)),
         (2, pytest.approx(0.001 + 0.009 * 1 / 3)),
     ]
     folder = tmp_path / "run"
-    shutil.copytree(on_two_ranks, folder)
+    shutil.copytree(two_rank_run, folder)
     changes = ["run.num_rollout=5", "actor_optimizer.lr=0.004", "run.save_every=2", "rollout.request_timeout=30"]
     result = run(folder, "run.resume=auto", *changes)
     assert result["code"] == 0, result
-    assert rates(folder)[2:] == [(step, pytest.approx(0.001 + 0.003 * (6 - step) / 6)) for step in (3, 4, 5)]
+    assert learning_rates(folder)[2:] == [(step, pytest.approx(0.001 + 0.003 * (6 - step) / 6)) for step in (3, 4, 5)]
     records = [json.loads(line) for line in (folder / "changes.jsonl").read_text().splitlines()]
     assert {record["key"]: (record["step"], record["old"], record["new"]) for record in records} == {
         "actor_optimizer.lr": (3, 0.01, 0.004),
@@ -129,20 +129,20 @@ def test_a_longer_run_with_another_rate_follows_its_own_schedule(run: Run, on_tw
         assert line in result["out"] and line in (folder / "log.txt").read_text()
     assert load_config(folder / "config.yaml").actor_optimizer.lr == 0.004
 
-    # And from one rank to two, which are data parallel.
+    # Resume once more, from one rank on two data parallel ones.
     result = run(folder, "run.resume=auto", "run.num_rollout=6", *changes[1:], world=2)
     assert result["code"] == 0, result
-    assert rates(folder)[5:] == [(6, pytest.approx(0.001 + 0.003 * 1 / 7))]
+    assert learning_rates(folder)[5:] == [(6, pytest.approx(0.001 + 0.003 * 1 / 7))]
     assert json.loads((folder / "changes.jsonl").read_text().splitlines()[-1])["step"] == 6
 
-    # A run cannot end before it is.
+    # A run cannot end before the step that it resumes from.
     result = run(folder, "run.resume=auto", *changes, world=2)
     assert result["code"] == 2 and result["err"].startswith("error: run.num_rollout=5, but "), result
 
 
-@pytest.mark.parametrize("disk", ["full_once", "full_at_rank_0s"])
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(run: Run, tmp_path: Path, disk: str) -> None:
-    folder, lost = tmp_path / "run", {"full_once": 1, "full_at_rank_0s": 2}[disk]
+@pytest.mark.parametrize("disk", ["full_in_first_save", "full_in_metadata_of_second_save"])
+def test_full_disk_skips_checkpoint_and_training_continues(run: RunTraining, tmp_path: Path, disk: str) -> None:
+    folder, lost = tmp_path / "run", {"full_in_first_save": 1, "full_in_metadata_of_second_save": 2}[disk]
     result = run(folder, "run.num_rollout=3", "parallel.ep=2", world=2, disk=disk)
     assert (result["code"], result["err"]) == (0, ""), result
     alarm = f"ALARM: could not write checkpoint {folder}/checkpoints/step_00000{lost}: No space left on device"
@@ -153,26 +153,26 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(run: Run, tmp_path: Path
     assert (folder / "export/model.safetensors").is_file()
 
 
-def test_without_room_for_the_last_checkpoint_the_run_exports_and_is_an_error(run: Run, tmp_path: Path) -> None:
+def test_no_space_for_last_checkpoint_exports_and_fails(run: RunTraining, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    result = run(folder, disk="no_room_for_the_last")
+    result = run(folder, disk="no_space_for_last_checkpoint")
     (line,) = result["err"].splitlines()
     assert result["code"] == 2 and line.startswith("error: could not write checkpoint"), result
     assert "about 5.0 MB are needed, and 1.0 MB are free" in line and "earlier checkpoints are intact" in line
     assert checkpoints(folder) == ["latest", "step_000001"] and (folder / "export/model.safetensors").is_file()
 
 
-def test_an_export_waits_for_room(run: Run, tmp_path: Path) -> None:
-    result = run(tmp_path / "run", "run.num_rollout=1", disk="no_room_for_the_export_at_first")
+def test_export_waits_for_disk_space(run: RunTraining, tmp_path: Path) -> None:
+    result = run(tmp_path / "run", "run.num_rollout=1", disk="no_space_for_export_at_first")
     assert (result["code"], result["err"]) == (0, ""), result
     assert result["out"].count("ALARM: cannot export to ") == 1
     assert "MB are needed, and 0.0 MB are free. Waiting for space, for up to 7200 s" in result["out"]
     assert (tmp_path / "run/export/model.safetensors").is_file() and not (tmp_path / "run/export.tmp").exists()
 
 
-def test_an_export_without_room_leaves_what_was_trained_and_the_next_start_exports_it(run: Run, tmp_path: Path) -> None:
+def test_next_start_exports_after_export_ran_out_of_space(run: RunTraining, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    result = run(folder, "run.num_rollout=1", "run.storage_timeout_s=5", disk="no_room_for_the_export")
+    result = run(folder, "run.num_rollout=1", "run.storage_timeout_s=5", disk="no_space_for_export")
     (line,) = result["err"].splitlines()
     assert result["code"] == 2 and f"could not export to {folder}/export: " in line, result
     assert (
@@ -180,15 +180,17 @@ def test_an_export_without_room_leaves_what_was_trained_and_the_next_start_expor
     )
     assert not (folder / "export").exists()
     result = run(folder, "run.num_rollout=1", "run.resume=auto")
-    assert result["code"] == 0 and [step for step, _ in rates(folder)] == [1], result
+    assert result["code"] == 0 and [step for step, _ in learning_rates(folder)] == [1], result
     assert (folder / "export/model.safetensors").is_file()
 
 
-def test_a_checkpoint_of_another_program_or_model_is_one_line(run: Run, on_two_ranks: Path, tmp_path: Path) -> None:
-    """Whole by its manifest, both."""
+def test_resume_refuses_checkpoint_of_another_program_or_model(
+    run: RunTraining, two_rank_run: Path, tmp_path: Path
+) -> None:
+    """Both are complete by their manifests."""
     for name in ("host", "model"):
         folder = tmp_path / name
-        shutil.copytree(on_two_ranks, folder)
+        shutil.copytree(two_rank_run, folder)
         checkpoint = folder / "checkpoints/step_000002"
         tree = json.loads((checkpoint / "manifest.json").read_text())
         if name == "host":
@@ -200,13 +202,13 @@ def test_a_checkpoint_of_another_program_or_model_is_one_line(run: Run, on_two_r
         (checkpoint / "manifest.json").write_text(json.dumps(tree))
         result = run(folder, "run.resume=auto")
         (line,) = result["err"].splitlines()
-        says = {"host": "host.json is not of this program", "model": f"{checkpoint}/actor does not fit this model"}
-        assert result["code"] == 2 and says[name] in line, result
+        messages = {"host": "host.json is not of this program", "model": f"{checkpoint}/actor does not fit this model"}
+        assert result["code"] == 2 and messages[name] in line, result
 
 
-def test_damage_is_said_in_the_log_and_an_older_one_serves(run: Run, on_two_ranks: Path, tmp_path: Path) -> None:
+def test_resume_skips_damaged_checkpoint_and_logs_it(run: RunTraining, two_rank_run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(on_two_ranks, folder)
+    shutil.copytree(two_rank_run, folder)
     newest = folder / "checkpoints/step_000002"
     damaged = next((newest / "actor").glob("__1_*.distcp"))
     content = bytearray(damaged.read_bytes())

@@ -1,3 +1,5 @@
+"""Background writes and the host staging buffer of asynchronous checkpoints."""
+
 from __future__ import annotations
 
 import threading
@@ -14,23 +16,23 @@ from megarl.parallel.host_copy import StagingBuffer
 ENTRY = {Path("a"): Entry(1, "x")}
 
 
-def test_work_goes_on_beside() -> None:
-    begun, may_end = threading.Event(), threading.Event()
+def test_background_write_runs_concurrently() -> None:
+    started, may_end = threading.Event(), threading.Event()
 
     def work(ended: Callable[[], bool]) -> dict[Path, Entry]:
-        begun.set()
+        started.set()
         may_end.wait()
         return ENTRY
 
     writing = BackgroundWrite(work)
-    begun.wait()
+    started.wait()
     assert not writing.is_done()
     may_end.set()
     assert writing.result() == ENTRY and writing.is_done()
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("no"), SystemExit(3)])
-def test_whatever_ends_it_is_an_error_of_storage(error: BaseException) -> None:
+def test_background_write_raises_any_failure_as_os_error(error: BaseException) -> None:
     def work(ended: Callable[[], bool]) -> dict[Path, Entry]:
         raise error
 
@@ -40,7 +42,7 @@ def test_whatever_ends_it_is_an_error_of_storage(error: BaseException) -> None:
     assert writing.is_done() and str(error) in str(caught.value)
 
 
-def test_it_is_left_at_the_next_occasion() -> None:
+def test_cancel_stops_background_write() -> None:
     def work(ended: Callable[[], bool]) -> dict[Path, Entry]:
         while not ended():
             pass
@@ -51,7 +53,7 @@ def test_it_is_left_at_the_next_occasion() -> None:
     assert writing.is_done()
 
 
-def test_copies_stay_as_they_are_and_take_memory_once() -> None:
+def test_staged_copies_are_stable_and_reuse_memory() -> None:
     buffer = torch.arange(20, dtype=torch.float32)
     tensors = [buffer[3:9].view(2, 3), torch.tensor(5.0), torch.ones(3, dtype=torch.bfloat16), torch.empty(0, 4)]
     expected = [tensor.clone() for tensor in tensors]
@@ -68,4 +70,4 @@ def test_copies_stay_as_they_are_and_take_memory_once() -> None:
     assert [copy.data_ptr() for copy in second] == [copy.data_ptr() for copy in first]
     assert not any(bool(copy.any()) for copy in second)
     staging.copy_to_host(tensors[:1])
-    assert staging.nbytes == 64  # of another size, it is taken anew
+    assert staging.nbytes == 64  # a smaller copy reallocates the buffer

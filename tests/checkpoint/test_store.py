@@ -1,3 +1,5 @@
+"""The checkpoint store on two ranks: rotation, random states, failed writes, damage, slow and dying ranks."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -6,27 +8,27 @@ from typing import Any
 
 from megarl.checkpoint.manifest import split_by_size
 
-Run = Callable[..., list[dict[str, Any]]]
+RunRanks = Callable[..., list[dict[str, Any]]]
 SCRIPT = "tests/checkpoint/ranks_store.py"
 
 
-def test_checkpoints_are_whole_or_not_there(tmp_path: Path, run_ranks: Run) -> None:
-    results = run_ranks(2, SCRIPT, "whole", str(tmp_path))
+def test_checkpoints_are_complete_or_absent(tmp_path: Path, run_ranks: RunRanks) -> None:
+    results = run_ranks(2, SCRIPT, "life_cycle", str(tmp_path))
     for facts in results:
-        assert facts["found_before"] is False
-        assert facts["kept"] == ["step_000002", "step_000003"]
+        assert facts["has_checkpoint_before_save"] is False
+        assert facts["after_rotation"] == ["step_000002", "step_000003"]
         assert facts["latest"] == "step_000003"
-        assert facts["spared"] == ["step_000002", "step_000004", "step_000005"]
-        assert facts["rng_equal"] is True and facts["said"] == []
-        assert facts["rng_anew"] is True and "step_000004 was written in another layout" in facts["said_anew"]
+        assert facts["with_keep_before_step"] == ["step_000002", "step_000004", "step_000005"]
+        assert facts["rng_equal"] is True and facts["log"] == []
+        assert facts["rng_reseeded"] is True and "step_000004 was written in another layout" in facts["reseed_log"]
         assert facts["host"] == {"step": 4}
-        for error in (facts["error"], facts["no_room"]):
+        for error in (facts["error"], facts["no_space"]):
             assert error.startswith(f"could not write checkpoint {tmp_path}/checkpoints/step_000005: ")
             assert error.endswith("; earlier checkpoints are intact")
         assert "No space left on device" in facts["error"]
-        assert "are needed, and" in facts["no_room"] and "are free" in facts["no_room"]
-        assert facts["left"] == ["latest", "step_000003", "step_000004"]
-        assert facts["far"] == "step_1000000" and facts["said_latest"]
+        assert "are needed, and" in facts["no_space"] and "are free" in facts["no_space"]
+        assert facts["after_failed_saves"] == ["latest", "step_000003", "step_000004"]
+        assert facts["newest_at_step_1e6"] == "step_1000000" and facts["cleanup_failure_logged_by_lead"]
     expected = {
         "flipped": "part_1.bin differs from its checksum",
         "rng missing": "rng_00001.pt is missing",
@@ -50,20 +52,22 @@ def test_checkpoints_are_whole_or_not_there(tmp_path: Path, run_ranks: Run) -> N
             result = facts["damages"][name]
             assert result.startswith(f"step_000007 | skipping checkpoint {tmp_path}"), (name, result)
             assert text in result, (name, result)
-        assert f"none of the checkpoints in {tmp_path}/checkpoints is complete" in facts["none_whole"]
-        assert "step_000008: part_0.bin" in facts["none_whole"] and "step_000007: part_0.bin" in facts["none_whole"]
+        assert f"none of the checkpoints in {tmp_path}/checkpoints is complete" in facts["none_complete"]
+        assert (
+            "step_000008: part_0.bin" in facts["none_complete"] and "step_000007: part_0.bin" in facts["none_complete"]
+        )
 
 
-def test_ranks_wait_for_the_slowest_longer_than_for_a_collective(tmp_path: Path, run_ranks: Run) -> None:
-    results = run_ranks(2, SCRIPT, "slow", str(tmp_path))
+def test_save_waits_for_slow_rank_beyond_collective_timeout(tmp_path: Path, run_ranks: RunRanks) -> None:
+    results = run_ranks(2, SCRIPT, "slow_rank", str(tmp_path))
     for facts in results:
         assert facts["found"] and facts["hashes"] and facts["verified once"]
-        assert min(facts["shared"]) >= 2  # both have verified
+        assert min(facts["verified per rank"]) >= 2  # both ranks have verified files
         assert facts["modes"] == ["0o644"]
-        assert {name.split("_")[2] for name in facts["written"]} == {"0", "1"}  # both have written
-    # Nothing of what the ranks wrote of the model is read again to hash it.
-    assert not [name for facts in results for name in facts["hashed later"] if name.endswith(".distcp")]
-    assert sorted(name for facts in results for name in facts["hashed later"]) == [
+        assert {name.split("_")[2] for name in facts["written"]} == {"0", "1"}  # both ranks have written
+    # Model files are hashed while they are written and never read back for it.
+    assert not [name for facts in results for name in facts["hashed after write"] if name.endswith(".distcp")]
+    assert sorted(name for facts in results for name in facts["hashed after write"]) == [
         ".metadata",
         "common.bin",
         "common.pt",
@@ -72,12 +76,12 @@ def test_ranks_wait_for_the_slowest_longer_than_for_a_collective(tmp_path: Path,
     ]
 
 
-def test_a_rank_that_dies_in_a_save_is_noticed(tmp_path: Path, run_ranks: Run) -> None:
-    survivor, _ = run_ranks(2, SCRIPT, "killed", str(tmp_path), timeout=60.0)
+def test_save_fails_when_a_rank_dies(tmp_path: Path, run_ranks: RunRanks) -> None:
+    survivor, _ = run_ranks(2, SCRIPT, "dying_rank", str(tmp_path), timeout=60.0)
     assert survivor["error"]
 
 
-def test_shares_are_of_bytes_not_of_files() -> None:
+def test_split_by_size_balances_bytes() -> None:
     sizes = {"a": 100, "b": 60, "c": 50, "d": 5, "e": 0}
     assert [sorted(names) for names in split_by_size(sizes, 2)] == [["a", "d", "e"], ["b", "c"]]
     assert sorted(name for names in split_by_size(dict.fromkeys("abcd", 0), 4) for name in names) == list("abcd")

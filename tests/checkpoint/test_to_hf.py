@@ -1,4 +1,4 @@
-"""HF folders: bitwise round trips, what a half-written or foreign folder says, and nothing half-done left behind."""
+"""HF folders: bitwise round trips, errors for incomplete or foreign folders, and no partial results."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ WIDE = {**MOE, "hidden_size": 200, "intermediate_size": 320, "head_dim": 64, "qu
 WIDE |= {"moe_intermediate_size": 144}
 
 
-def in_fp8(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What an FP8 checkpoint holds of them, and what that stands for, block by block in plain arithmetic."""
-    stored, meant = {}, {}
+def quantize_fp8(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the tensors of an FP8 checkpoint, and their values dequantized block by block."""
+    stored, dequantized = {}, {}
     for name, tensor in tensors.items():
         if not name.endswith("_proj.weight"):
-            stored[name] = meant[name] = tensor.bfloat16()
+            stored[name] = dequantized[name] = tensor.bfloat16()
             continue
         rows, columns = tensor.shape
         scales = 0.5 + torch.rand(-(-rows // 128), -(-columns // 128))
@@ -114,12 +114,12 @@ def in_fp8(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], d
             for j in range(scales.shape[1]):
                 block = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
                 value[block] = q[block].float() * scales[i, j]
-        stored[name], stored[f"{name}_scale_inv"], meant[name] = q, scales, value.bfloat16()
-    return stored, meant
+        stored[name], stored[f"{name}_scale_inv"], dequantized[name] = q, scales, value.bfloat16()
+    return stored, dequantized
 
 
-def test_a_classifier_of_a_policy(source: Path, tmp_path: Path) -> None:
-    """Its own table and config.json, everything else of the source; and it is a source of the same kind again."""
+def test_saves_classifier_from_policy_folder(source: Path, tmp_path: Path) -> None:
+    """The classifier has its own table and config.json and can itself be the source of another."""
     tensors = {name: value for name, value in random_tensors(MOE).items() if name != "lm_head.weight"}
     tensors["score.weight"] = torch.randn(1, 8)
     table = critic_params(family_of(MOE).params(MOE, 1), 8)
@@ -134,29 +134,29 @@ def test_a_classifier_of_a_policy(source: Path, tmp_path: Path) -> None:
         save_hf(tmp_path / "third", random_tensors(MOE).items(), source, table=table, config=config)
 
 
-def test_fp8_is_read_as_what_it_stands_for(tmp_path: Path) -> None:
-    stored, meant = in_fp8(random_tensors(WIDE))
+def test_reads_fp8_dequantized(tmp_path: Path) -> None:
+    stored, dequantized = quantize_fp8(random_tensors(WIDE))
     source = write_source(tmp_path / "fp8", WIDE, stored)
-    assert_equal(source, meant)
+    assert_equal(source, dequantized)
     weights = open_hf(source)
     weights.check(WIDE)
     for param in family_of(WIDE).params(WIDE, 2):
-        for rank in range(2):  # parts that begin and end within blocks
-            full = {tensor.name: meant[tensor.name] for tensor in param.hf}
+        for rank in range(2):  # shards that begin and end within blocks
+            full = {tensor.name: dequantized[tensor.name] for tensor in param.hf}
             assert torch.equal(weights.get_shard(param, 2, rank), shard(param, full, 2, rank)), param.megatron
-    save_hf(tmp_path / "out", meant.items(), source)
+    save_hf(tmp_path / "out", dequantized.items(), source)
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    assert_equal(tmp_path / "out", meant)
+    assert_equal(tmp_path / "out", dequantized)
 
 
-def test_fp8_without_its_scales_is_refused(tmp_path: Path) -> None:
-    stored, _ = in_fp8(random_tensors(WIDE))
+def test_refuses_fp8_without_matching_scales(tmp_path: Path) -> None:
+    stored, _ = quantize_fp8(random_tensors(WIDE))
     scales = "model.layers.1.mlp.experts.0.up_proj.weight_scale_inv"
     assert stored[scales].shape == (2, 2)
     cases = {
-        "lost": ({n: t for n, t in stored.items() if n != scales}, WIDE, f"{scales} is missing"),
-        "cut": (stored | {scales: stored[scales][:1].clone()}, WIDE, rf"{scales} has shape \(1, 2\)"),
-        "not said": (stored, {k: v for k, v in WIDE.items() if k != "quantization_config"}, "no quantization_config"),
+        "missing": ({n: t for n, t in stored.items() if n != scales}, WIDE, f"{scales} is missing"),
+        "truncated": (stored | {scales: stored[scales][:1].clone()}, WIDE, rf"{scales} has shape \(1, 2\)"),
+        "undeclared": (stored, {k: v for k, v in WIDE.items() if k != "quantization_config"}, "no quantization_config"),
     }
     for name, (tensors, hf, message) in cases.items():
         with pytest.raises(ConfigError, match=message):
@@ -188,7 +188,7 @@ def test_round_trip_is_bitwise(source: Path, tmp_path: Path, max_shard_bytes: in
     assert [path.name for path in folder.parent.iterdir()] == ["export"]
 
 
-def test_a_cast_is_noted_in_the_config_and_views_of_one_buffer_are_written(source: Path, tmp_path: Path) -> None:
+def test_cast_updates_config_and_writes_views_of_one_buffer(source: Path, tmp_path: Path) -> None:
     tensors = random_tensors(MOE)
     buffer = torch.cat([tensor.flatten() for tensor in tensors.values()])
     parts = buffer.split([tensor.numel() for tensor in tensors.values()])
@@ -198,7 +198,7 @@ def test_a_cast_is_noted_in_the_config_and_views_of_one_buffer_are_written(sourc
     assert json.loads((tmp_path / "bf16" / "config.json").read_text()) == {**MOE, "dtype": "bfloat16"}
 
 
-def test_what_the_table_keeps_in_fp32_is_not_cast_and_untrained_layers_are_taken_over(tmp_path: Path) -> None:
+def test_cast_keeps_fp32_tensors_and_copies_untrained_layers(tmp_path: Path) -> None:
     trained, mtp = random_tensors(MLA), {"model.layers.1.eh_proj.weight": torch.randn(8, 16).bfloat16()}
     source = write_source(tmp_path / "source", MLA, trained | mtp)
     open_hf(source).check(MLA)
@@ -208,8 +208,8 @@ def test_what_the_table_keeps_in_fp32_is_not_cast_and_untrained_layers_are_taken
     assert_equal(tmp_path / "out", expected | mtp)
 
 
-def test_layers_of_multi_token_prediction_are_written_as_trained_and_their_copies_follow(tmp_path: Path) -> None:
-    """The checkpoint repeats embedding and head in them; those are what the trunk has now, trained with them or not."""
+def test_writes_mtp_layers_and_their_copies_of_trunk_weights(tmp_path: Path) -> None:
+    """The checkpoint repeats embedding and head in these layers; both copies follow the trunk even if MTP is frozen."""
     plain, table = random_tensors(MLA), family_of(MLA).params(MLA, 1, mtp=True)
     full = {t.name: torch.randn(t.shape) for param in table for t in param.hf}
     copies = {
@@ -233,7 +233,7 @@ def test_layers_of_multi_token_prediction_are_written_as_trained_and_their_copie
         open_hf(part).check(MLA, mtp=True)
 
 
-def test_slices_and_shards_read_what_shard_computes(source: Path) -> None:
+def test_get_slice_and_get_shard_match_shard(source: Path) -> None:
     weights, tensors = open_hf(source), random_tensors(MOE)
     output = "model.layers.1.self_attn.o_proj.weight"
     assert torch.equal(weights.get_slice(output, 1, 2, 6), tensors[output][:, 2:6])
@@ -246,10 +246,10 @@ def test_slices_and_shards_read_what_shard_computes(source: Path) -> None:
     assert not weights.get_shard(embedding, 4, 3).any()
 
 
-def test_replacing_an_export_leaves_the_new_one_only(source: Path, tmp_path: Path) -> None:
+def test_new_export_replaces_old_one_completely(source: Path, tmp_path: Path) -> None:
     tensors, folder = random_tensors(MOE), tmp_path / "export"
     save_hf(folder, tensors.items(), source, max_shard_bytes=2000)
-    (tmp_path / "export.tmp").mkdir()  # as a run that was killed leaves it
+    (tmp_path / "export.tmp").mkdir()  # left by a run that was killed
     (tmp_path / "export.tmp" / "part-7").write_text("old")
     changed = {name: tensor + 1 for name, tensor in tensors.items()}
     save_hf(folder, changed.items(), source)
@@ -258,7 +258,7 @@ def test_replacing_an_export_leaves_the_new_one_only(source: Path, tmp_path: Pat
     assert not list(folder.glob("model-*"))
 
 
-def test_a_failed_export_keeps_the_old_one_and_drains_the_stream(source: Path, tmp_path: Path) -> None:
+def test_failed_export_keeps_old_one_and_drains_stream(source: Path, tmp_path: Path) -> None:
     tensors, folder, sent = random_tensors(MOE), tmp_path / "export", []
     save_hf(folder, tensors.items(), source)
 
@@ -275,7 +275,7 @@ def test_a_failed_export_keeps_the_old_one_and_drains_the_stream(source: Path, t
     assert_equal(folder, tensors)
 
 
-def test_a_rank_that_does_not_write_only_drains(tmp_path: Path) -> None:
+def test_nonwriting_rank_drains_stream(tmp_path: Path) -> None:
     stream = iter([("a", torch.zeros(1))])
     save_hf(tmp_path / "export", stream, tmp_path / "absent", write=False)
     assert next(stream, None) is None and not list(tmp_path.iterdir())
@@ -289,7 +289,7 @@ def test_a_rank_that_does_not_write_only_drains(tmp_path: Path) -> None:
         (lambda t: t.update(other=torch.zeros(1)), "other is repeated or not part of Qwen3MoeForCausalLM"),
     ],
 )
-def test_an_export_must_be_whole(source: Path, tmp_path: Path, change: Any, message: str) -> None:
+def test_refuses_incomplete_export(source: Path, tmp_path: Path, change: Any, message: str) -> None:
     tensors = random_tensors(MOE)
     change(tensors)
     with pytest.raises(ConfigError, match=message):
@@ -297,13 +297,13 @@ def test_an_export_must_be_whole(source: Path, tmp_path: Path, change: Any, mess
     assert not (tmp_path / "export").exists()
 
 
-def test_a_tensor_sent_twice_is_refused(source: Path, tmp_path: Path) -> None:
+def test_refuses_repeated_tensor(source: Path, tmp_path: Path) -> None:
     tensors = list(random_tensors(MOE).items())
     with pytest.raises(ConfigError, match="model.norm.weight is repeated"):
         save_hf(tmp_path / "export", [*tensors, next(t for t in tensors if t[0] == "model.norm.weight")], source)
 
 
-def test_folders_that_are_not_overwritten(source: Path, tmp_path: Path) -> None:
+def test_refuses_to_overwrite_source_or_foreign_folder(source: Path, tmp_path: Path) -> None:
     tensors = random_tensors(MOE)
     with pytest.raises(ConfigError, match="is the folder that the weights came from"):
         save_hf(source, tensors.items(), source)
@@ -332,14 +332,14 @@ def test_folders_that_are_not_overwritten(source: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_check_names_the_tensor(tmp_path: Path, change: Any, message: str) -> None:
+def test_check_names_offending_tensor(tmp_path: Path, change: Any, message: str) -> None:
     tensors = random_tensors(MOE)
     change(tensors)
     with pytest.raises(ConfigError, match=message):
         open_hf(write_source(tmp_path / "model", MOE, tensors)).check(MOE)
 
 
-def test_a_critic_names_the_heads_as_optional(tmp_path: Path) -> None:
+def test_check_accepts_optional_heads(tmp_path: Path) -> None:
     tensors = random_tensors(MOE)
     del tensors["lm_head.weight"]
     weights = open_hf(write_source(tmp_path / "critic", MOE, tensors | {"score.weight": torch.zeros(1, 8)}))
@@ -348,7 +348,7 @@ def test_a_critic_names_the_heads_as_optional(tmp_path: Path) -> None:
         weights.check(MOE, optional=("lm_head.weight",))
 
 
-def test_a_repeated_tied_head_must_be_the_embedding(tmp_path: Path) -> None:
+def test_tied_head_must_equal_embedding(tmp_path: Path) -> None:
     tied = MOE | {"tie_word_embeddings": True}
     tensors = random_tensors(MOE)
     with pytest.raises(ConfigError, match="lm_head.weight differs from model.embed_tokens.weight"):
@@ -361,7 +361,7 @@ def test_a_repeated_tied_head_must_be_the_embedding(tmp_path: Path) -> None:
     open_hf(write_source(tmp_path / "old", tied, tensors)).check(tied)
 
 
-def test_folders_that_cannot_be_read(source: Path, tmp_path: Path) -> None:
+def test_refuses_unreadable_folders(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no model folder"):
         open_hf(tmp_path / "absent")
     with pytest.raises(ConfigError, match="no config.json"):
@@ -379,7 +379,7 @@ def test_folders_that_cannot_be_read(source: Path, tmp_path: Path) -> None:
         open_hf(source)
 
 
-def test_a_damaged_index_is_named(source: Path, tmp_path: Path) -> None:
+def test_error_names_damaged_index(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "export"
     save_hf(folder, random_tensors(MOE).items(), source, max_shard_bytes=2000)
     first = next(iter(sorted(folder.glob("model-00001-*"))))

@@ -1,5 +1,5 @@
-"""Sampling that was cut off, in a layout: log-probs, entropies, loss and gradients over the ids that each token could
-have had, against transformers, whose other logits are masked."""
+"""Sampling masks in a layout: log-probs, entropies, loss and gradients over each token's candidate ids, compared with
+transformers, whose other logits are masked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.models.layout_algebra import shard
 from megarl.types import ModelOutput, SamplingMask, TokenLoss, TrainBatch
 
 FAMILIES = ("qwen3_moe", "qwen2", "gemma2")
-"""One with experts, one whose output layer is the embedding, one that caps its logits."""
+"""A family with experts, one with a tied output layer, and one that caps its logits."""
 
 
 def policy_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
@@ -29,35 +29,35 @@ def check(
     ranks: Any,
     gradients: Callable[[Any], dict[str, torch.Tensor]],
 ) -> dict[str, float]:
-    """The largest differences."""
+    """Return the largest differences."""
     from megarl.megatron.trainer_model import MegatronModel
 
     hf, plain = tiny.HF[family], tiny.batch()
-    batch = plain.with_(sampling_mask=tiny.supports(plain))
+    batch = plain.with_(sampling_mask=tiny.sampling_masks(plain))
     trainer = reference.Trainer(family, "actor")
     weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
     optimizer = dict(lr=0.01, schedule="constant", warmup_fraction=0.0, max_grad_norm=0.0)
 
-    def built(budget: int) -> Any:
+    def build(budget: int) -> Any:
         sections: dict[str, Any] = {"actor_optimizer": optimizer, "model": {"megatron": megatron}}
         config = tiny.config(**layout, **sections, train={"max_tokens_per_gpu": budget})
         model = MegatronModel(hf, config, ranks, "actor")
         model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
         return model
 
-    model, value = built(26), tiny.in_shares(batch)
+    model, value = build(26), tiny.shard_batch(batch)
     plan = model.dispatcher.plan(value, forward_only=True)
     sent = model.dispatcher.dispatch(value, plan, ("tokens",)).select(plan[ranks.dp_rank][0])
-    assert (sent.sampling_mask is not None) == model.dispatcher.this_rank.is_last_stage  # to nobody else
+    assert (sent.sampling_mask is not None) == model.dispatcher.this_rank.is_last_stage  # no other rank needs it
     actual = {
-        name: tiny.whole(value, values)
+        name: tiny.gather_tokens(value, values)
         for name, values in model.forward(value, temperature=0.7, names=("logprobs", "entropy")).items()
     }
     with torch.no_grad():
         logprobs, entropy = reference.policy(trainer.model, batch, temperature=0.7)
         free, _ = reference.policy(trainer.model, plain, temperature=0.7)
     assert float((logprobs - free)[batch.loss_mask].abs().max()) > 0.1
-    other = built(1000).forward(batch, temperature=0.7)["logprobs"]
+    other = build(1000).forward(batch, temperature=0.7)["logprobs"]
     loss = model.train_step(value, policy_loss)["actor/loss"]
     local = gradients(model)
     expected = trainer.loss(batch)
@@ -73,9 +73,10 @@ def check(
     }
 
 
-def cut_logprobs() -> dict[str, dict[str, float]]:
-    """Over a set of ids for each token, one, some, all of them or no set, against log_softmax in fp64 of masked logits,
-    with gradients of both outputs; and how many numbers of the weight were looked up at a time."""
+def masked_logprobs() -> dict[str, dict[str, float]]:
+    """Compare with log_softmax of masked logits in fp64, with gradients of both outputs.
+
+    Candidate sets have one, some or all ids, or are absent. Also counts the weight's elements gathered at a time."""
     from megarl.megatron.logprobs import iter_chunks, vocab_parallel_logprobs
 
     result = {}
@@ -94,12 +95,12 @@ def cut_logprobs() -> dict[str, dict[str, float]]:
         options = real, None, 0.7, 4, cap
         actual = vocab_parallel_logprobs(hidden, head, targets, *options, sampling_mask=support)
         (weight[0] * actual[0] + weight[1] * actual[1]).sum().backward()  # type: ignore[operator]
-        created = list(iter_chunks(targets, support, 0, real, 4, wide))
+        pieces = list(iter_chunks(targets, support, 0, real, 4, wide))
         alone, _ = vocab_parallel_logprobs(hidden, head, targets, *options, with_entropy=False, sampling_mask=support)
         exact = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
         logits = (exact[0] @ exact[1].T)[:, :real]
         logits = (cap * torch.tanh(logits / cap) if cap else logits) / 0.7
-        log_p = logits.masked_fill(~reference.allowed(support, real), -torch.inf).log_softmax(-1)
+        log_p = logits.masked_fill(~reference.candidate_mask(support, real), -torch.inf).log_softmax(-1)
         truth = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)
         (weight[0] * truth[0] + weight[1] * truth[1]).sum().backward()
         gaps = [
@@ -111,18 +112,17 @@ def cut_logprobs() -> dict[str, dict[str, float]]:
             "entropy": float((actual[1] - truth[1]).abs().max()),  # type: ignore[operator]
             "gradient": max(gaps),
             "without entropy": float((alone - actual[0]).abs().max()),
-            "of one": float(actual[0][item].abs().max() + hidden.grad[item].abs().max()),  # type: ignore[index]
+            "single candidate": float(actual[0][item].abs().max() + hidden.grad[item].abs().max()),  # type: ignore[index]
             "padding": float(head.grad[real:].abs().max()),  # type: ignore[index]
-            "looked up": float(
-                max(piece.candidate_ids.numel() * wide for piece in created if piece.candidate_ids is not None)
+            "gathered elements": float(
+                max(piece.candidate_ids.numel() * wide for piece in pieces if piece.candidate_ids is not None)
             ),
         }
     return result
 
 
-def cut_micro_batch() -> dict[str, Any]:
-    """Three sequences, of whose tokens 2, 4 and 5 have sets; the first and last are taken: at each place what the next
-    token could have been, also of those that a context parallel rank has."""
+def masked_micro_batch() -> dict[str, Any]:
+    """Select the first and last of three sequences: candidates of the next token at each position, also under CP."""
     from megarl.megatron.micro_batch import make_micro_batch
 
     batch = tiny.batch((3, 1, 2))
@@ -130,7 +130,7 @@ def cut_micro_batch() -> dict[str, Any]:
     parts = tuple(SamplingMask.from_rows(sets[a:b]) for a, b in ((0, 3), (3, 4), (4, 6)))
     chosen = batch.with_(sampling_mask=parts).select([0, 2])
 
-    def of(**cut: int) -> list[list[int]]:
+    def candidates_of(**cut: int) -> list[list[int]]:
         support = make_micro_batch(chosen, [0, 2], torch.device("cpu"), **cut).sampling_mask
         assert support is not None
         return [part.tolist() for part in support.ids.split(support.counts.tolist())]
@@ -139,8 +139,8 @@ def cut_micro_batch() -> dict[str, Any]:
     none = make_micro_batch(batch, [0, 1, 2], torch.device("cpu")).sampling_mask
     assert empty is not None
     return {
-        "whole": of(tp=4),
-        "context": [of(cp=2, cp_rank=rank) for rank in (0, 1)],
+        "whole": candidates_of(tp=4),
+        "context": [candidates_of(cp=2, cp_rank=rank) for rank in (0, 1)],
         "empty": empty.counts.tolist(),
         "none": none is None,
     }

@@ -1,5 +1,5 @@
-"""Megatron in a world of any number of ranks, in one process and without memory: tensors have shapes and no contents
-(`FakeTensorMode`), and groups say what they are given (torch's own fake backend)."""
+"""Megatron as one rank of a world of any size, in one process and without memory: tensors have shapes and no contents
+(`FakeTensorMode`), and collectives return their inputs (torch's fake backend)."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from megarl.parallel import ranks
 
 
 @contextlib.contextmanager
-def one_of(world: int, rank: int) -> Iterator[None]:
-    """What happens here is done by this rank of so many."""
+def fake_rank(world: int, rank: int) -> Iterator[None]:
+    """Act as one rank of a fake world."""
     new_group = dist.new_group
 
-    def faked(*value: Any, **named: Any) -> Any:
+    def new_fake_group(*value: Any, **named: Any) -> Any:
         return new_group(*value, **{**named, "backend": "fake"})
 
-    def said_by_all(result: list[Any], mine: Any, group: Any = None) -> None:
+    def gather_copies(result: list[Any], mine: Any, group: Any = None) -> None:
         result[:] = [mine] * len(result)
 
-    def applied(self: torch.nn.Module, change: Any, recurse: bool = True) -> torch.nn.Module:
-        """Fake parameters cannot be put in place of others; they are where and what they shall be already."""
+    def apply_in_place(self: torch.nn.Module, change: Any, recurse: bool = True) -> torch.nn.Module:
+        """Fake parameters cannot replace others, and already have the right device and dtype."""
         for child in self.children():
-            applied(child, change)
+            apply_in_place(child, change)
         for parameter in self._parameters.values():
             assert parameter is None or change(parameter.data).dtype == parameter.dtype
         for name, buffer in self._buffers.items():
@@ -41,11 +41,11 @@ def one_of(world: int, rank: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     with contextlib.ExitStack() as stack:
         for where, name, other in (
-            (dist, "new_group", faked),
-            (dist, "all_gather_object", said_by_all),
+            (dist, "new_group", new_fake_group),
+            (dist, "all_gather_object", gather_copies),
             (ranks, "warm_up_group", lambda group=None: None),
             (random.CudaRNGStatesTracker, "fork", lambda self, name="": contextlib.nullcontext()),
-            (torch.nn.Module, "_apply", applied),
+            (torch.nn.Module, "_apply", apply_in_place),
         ):
             stack.enter_context(mock.patch.object(where, name, other))
         try:
@@ -54,5 +54,5 @@ def one_of(world: int, rank: int) -> Iterator[None]:
             ranks.shutdown()
 
 
-def shapes_only() -> FakeTensorMode:
+def fake_tensors() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)

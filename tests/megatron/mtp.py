@@ -1,5 +1,5 @@
-"""Layers of multi-token prediction for transformers' DeepSeek-V3 and GLM-4.5, which have none there: section 2.2 of
-DeepSeek's report (arXiv:2412.19437) in torch."""
+"""Multi-token prediction layers for transformers' DeepSeek-V3 and GLM-4.5, which lack them: section 2.2 of DeepSeek's
+report (arXiv:2412.19437) in torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 
 def add_layers(model: Any) -> None:
-    """Behind the decoder's layers, of which transformers runs as many as the config says; names as in the published
-    checkpoints."""
+    """Append MTP layers to the decoder's, of which transformers runs as many as the config says.
+
+    Names are those of the published checkpoints."""
     config, first = model.config, model.config.num_hidden_layers
     norm, hidden = type(model.model.norm), model.config.hidden_size
     for number in range(config.num_nextn_predict_layers):
@@ -19,13 +20,13 @@ def add_layers(model: Any) -> None:
         layer.enorm, layer.hnorm = norm(hidden, config.rms_norm_eps), norm(hidden, config.rms_norm_eps)
         layer.eh_proj = torch.nn.Linear(2 * hidden, hidden, bias=False)
         layer.shared_head = torch.nn.ModuleDict({"norm": norm(hidden, config.rms_norm_eps)})
-        layer.foresee = types.MethodType(foresee, layer)
+        layer.predict_ahead = types.MethodType(predict_ahead, layer)
         layer.float().eval().apply(model._init_weights)
         model.model.layers.append(layer)
 
 
-def foresee(layer: Any, state: torch.Tensor, embedded: torch.Tensor, rotary: Any) -> torch.Tensor:
-    """[1, s, hidden] twice -> what is normed for the output layer, and goes on to the next such layer."""
+def predict_ahead(layer: Any, state: torch.Tensor, embedded: torch.Tensor, rotary: Any) -> torch.Tensor:
+    """Map two [1, s, hidden] to the normed state for the output layer and the next MTP layer."""
     joined = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(state)], -1))
     size = joined.shape[1]
     mask = torch.full((size, size), -torch.inf).triu(1)[None, None]
@@ -35,8 +36,7 @@ def foresee(layer: Any, state: torch.Tensor, embedded: torch.Tensor, rotary: Any
 
 
 def loss(model: Any, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Of one sequence [s] with the weight [s] of each token: the mean over layers of the weighted cross-entropy, with
-    no gradient but for these layers."""
+    """Return the weighted cross-entropy of one sequence [s], averaged over MTP layers, which alone have gradients."""
     first, count = model.config.num_hidden_layers, model.config.num_nextn_predict_layers
     positions = torch.arange(len(tokens))[None]
     with torch.no_grad():
@@ -49,7 +49,7 @@ def loss(model: Any, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tenso
             break
         length = len(tokens) - depth
         cos_sin = tuple(part[:, :length] for part in rotary)
-        state = layer.foresee(state[:, :length], embedding[tokens[depth:]][None], cos_sin)
+        state = layer.predict_ahead(state[:, :length], embedding[tokens[depth:]][None], cos_sin)
         log_p = (state[0, :-1] @ head.T).log_softmax(-1)
         targets = tokens[depth + 1 :]
         total = total - (weights[depth + 1 :] * log_p.gather(1, targets[:, None])[:, 0]).sum()

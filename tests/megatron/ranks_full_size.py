@@ -1,4 +1,4 @@
-"""Ranks of the recipes for many GPUs, built at full size without their bytes: what Megatron gives each to hold."""
+"""Build ranks of the recipes for many GPUs at full size, without memory: what Megatron allocates on each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch  # noqa: E402
-from fake_world import one_of, shapes_only  # noqa: E402
+from fake_world import fake_rank, fake_tensors  # noqa: E402
 
 from megarl.config import load_config  # noqa: E402
 from megarl.megatron import optimizer  # noqa: E402
@@ -21,13 +21,13 @@ from megarl.models.registry import load_hf_config  # noqa: E402
 from megarl.parallel import ranks  # noqa: E402
 
 
-def built(path: str, rank: int, *overrides: str) -> dict[str, Any]:
+def build_rank(path: str, rank: int, *overrides: str) -> dict[str, Any]:
     config = load_config(path, overrides)
     hf = load_hf_config(config.model.hf_config)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(config.parallel.world_size)}
-    with one_of(config.parallel.world_size, rank):
+    with fake_rank(config.parallel.world_size, rank):
         place = ranks.create_layout(config.parallel)
-        with shapes_only():
+        with fake_tensors():
             chunks = build_chunks(hf, config, "actor")
             states = optimizer.build_optimizer(config.actor_optimizer, chunks, getattr(torch, config.model.dtype))
             buffers = [item for chunk in chunks for item in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -35,15 +35,17 @@ def built(path: str, rank: int, *overrides: str) -> dict[str, Any]:
             shapes = {name: list(tensor.shape) for name, tensor in named_params(chunks, place.ep_rank).items()}
             return {
                 "shapes": shapes,
-                "weights": sum(item.nbytes for chunk in chunks for item in (*chunk.parameters(), *biases(chunk))),
+                "weights": sum(
+                    item.nbytes for chunk in chunks for item in (*chunk.parameters(), *router_biases(chunk))
+                ),
                 "gradients": sum(item.grad_data.nbytes for item in buffers),
                 "optimizer": sum(tensor.nbytes for tensor in retained.values() if tensor.dim()),
             }
 
 
-def biases(chunk: torch.nn.Module) -> list[torch.Tensor]:
+def router_biases(chunk: torch.nn.Module) -> list[torch.Tensor]:
     return [buffer for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")]
 
 
-found = [built(*case) for case in json.loads(sys.argv[1])]
+found = [build_rank(*case) for case in json.loads(sys.argv[1])]
 print("RESULT", json.dumps(found))

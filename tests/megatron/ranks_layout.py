@@ -1,8 +1,7 @@
-"""One layout: forward, loss, every gradient and one optimizer step of each family against transformers and torch.
+"""One layout: forward, loss, every gradient and one optimizer step of each family compared with transformers and torch.
 
-Arguments: layout (tp=2,ep=2), family:role (separated by blanks), folder for checkpoints. A layout may have words
-besides (tp=2,overlap,recompute). family:role@pp=2 is in a layout of its own, as a critic can be. Prints the largest
-differences.
+Arguments: layout (tp=2,ep=2), family:role (separated by blanks), folder for checkpoints. A layout may include flags
+(tp=2,overlap,recompute). family:role@pp=2 has its own layout, as a critic can. Prints the largest differences.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ LOSSES = {"actor": policy_loss, "critic": value_loss, "reward_model": preference
 
 
 def shard_of_gradient(model: Any) -> dict[str, torch.Tensor]:
-    """This rank's gradients by canonical name, zero where the distributed optimizer keeps them on another rank."""
+    """Return this rank's gradients by canonical name; zero where the distributed optimizer has them on another rank."""
     from megarl.megatron.parameter_names import named_params
 
     result = {}
@@ -74,7 +73,7 @@ def shard_of_gradient(model: Any) -> dict[str, torch.Tensor]:
 
 
 def gather(model: Any, local: dict[str, torch.Tensor], add: bool) -> dict[str, torch.Tensor]:
-    """HF tensors by name out of every rank's local ones: sums (of gradient shards) or copies (of weights)."""
+    """Gather HF tensors by name from all ranks: sums of gradient shards, or copies of weights."""
     everyone = parallel_ranks.all_gather_objects((model.ranks, local))
     result: dict[str, torch.Tensor] = {}
     for param in model.params():
@@ -107,11 +106,13 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     from megarl.megatron.trainer_model import MegatronModel
 
     sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
-    train: dict[str, Any] = {"ddp": {"overlap_grad_reduce": True, "bucket_size": 10_000}} if "overlap" in WORDS else {}
+    train: dict[str, Any] = (
+        {"ddp": {"overlap_grad_reduce": True, "bucket_size": 10_000}} if "overlap" in OPTIONS else {}
+    )
     megatron: dict[str, Any] = {}
-    if "recompute" in WORDS:
+    if "recompute" in OPTIONS:
         megatron = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if "selective" in WORDS:
+    if "selective" in OPTIONS:
         megatron = {
             "recompute_granularity": "selective",
             "recompute_modules": [
@@ -123,7 +124,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     if layout.get("vpp", 1) > 1:
         tiny.HF[family]["num_hidden_layers"] = layout["pp"] * layout["vpp"]
     elif layout.get("pp", 1) > 1 and tiny.HF[family]["num_hidden_layers"] == 3:
-        # Of three layers: an uneven split, and a stage without experts.
+        # Three layers split unevenly, which gives a stage without experts.
         megatron["num_layers_in_first_pipeline_stage"] = 1
     batch = tiny.pairs() if role == "reward_model" else tiny.batch()
     if tiny.HF[family].get("num_nextn_predict_layers"):
@@ -150,8 +151,10 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         f"planned {part}": abs(size / states[f"{name} {part}"] - 1) for part, size in model_state_bytes(model).items()
     }
     names = ("logprobs", "entropy") if role == "actor" else ()
-    argument = tiny.in_shares(batch)
-    actual = {name: tiny.whole(argument, values) for name, values in model.forward(argument, names=names).items()}
+    argument = tiny.shard_batch(batch)
+    actual = {
+        name: tiny.gather_tokens(argument, values) for name, values in model.forward(argument, names=names).items()
+    }
     with torch.no_grad():
         if role == "actor":
             logprobs, entropy = reference.policy(trainer.model, batch)
@@ -167,14 +170,14 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
             result["scores"] = float((actual["scores"] - truth).abs().max())
             frozen = MegatronModel(tiny.HF[family], model.config, model.ranks, "reward_model", trains=False)
             frozen.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
-            assert frozen.offload() > 0 and memory(frozen) == (0, 0)
+            assert frozen.offload() > 0 and weight_and_state_bytes(frozen) == (0, 0)
             result["serving"] = float((frozen.forward(batch)["scores"] - actual["scores"]).abs().max())
             assert not any(tensor.requires_grad for chunk in frozen.chunks for tensor in chunk.parameters())
             margins = truth[batch.cu_seqlens[1:] - 1].view(-1, 2) @ torch.tensor([1.0, -1.0])
 
     before = model.snapshot()
-    result["parked"] = float(is_away(model, batch, actual))
-    with watched(model) as excess:
+    result["parked"] = float(offloads_and_reloads(model, batch, actual))
+    with count_live_micro_batches(model) as excess:
         metrics = model.train_step(argument, loss_fn)
     result["in flight"] = float(excess[0])
     adam = {name: ADAM[name] for name in ("lr", "weight_decay", "eps")}
@@ -202,7 +205,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     after = gather(model, model.local_params(), add=False)
     result["step"] = largest_difference(after, trainer.tensors(), skip) / ADAM["lr"]
 
-    # The same step whatever the micro-batches: one per sequence, or all in one.
+    # The step does not depend on the micro-batches: one per sequence, or all in one.
     other = build(budget=1000)
     repeat = other.train_step(batch, loss_fn)
     result["packing"] = abs(repeat[f"{role}/loss"] - metrics[f"{role}/loss"])
@@ -211,12 +214,12 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     ]
     result["packing_step"] = max(gap) / ADAM["lr"]
 
-    # Weights exchanged and back; a gradient that is not finite changes nothing.
+    # Swapping weights and back, and a gradient that is not finite, change nothing.
     local_value, reference_weights = model.snapshot(), {name: tensor.clone() for name, tensor in before.items()}
     with model.swap_weights(reference_weights):
         again = model.forward(batch)
     result["swapped"] = max(float((again[name] - actual[name]).abs().max()) for name in again)
-    step = model.train_step(batch, lambda output, part: spoilt(loss_fn(output, part)))
+    step = model.train_step(batch, lambda output, part: infinite_loss(loss_fn(output, part)))
     result["skipped"] = step[f"{role}/skipped"]
     result["unchanged"] = float(
         all(torch.equal(local_value[name], tensor) for name, tensor in model.snapshot().items())
@@ -236,12 +239,12 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         actual = cutoff.check(family, layout, plain, RANKS, lambda model: gather(model, shard_of_gradient(model), True))
         result |= {f"cut {name}": value for name, value in actual.items()}
     if folder:
-        result["resumed"] = float(resume(model, build, batch, loss_fn, folder))
+        result["resumed"] = float(resumes_bitwise(model, build, batch, loss_fn, folder))
     return result
 
 
 def aux_losses(layout: dict[str, int], weights: dict[str, torch.Tensor]) -> dict[str, float]:
-    """What is logged of a step with auxiliary losses; no sequence needs padding, which would be in them."""
+    """Return the logged metrics of a step with auxiliary losses; no sequence needs padding, which they would count."""
     from megarl.megatron.trainer_model import MegatronModel
 
     budget = {"max_tokens_per_gpu": 26 // layout.get("cp", 1)}  # the same micro-batches in every layout
@@ -252,9 +255,10 @@ def aux_losses(layout: dict[str, int], weights: dict[str, torch.Tensor]) -> dict
     return {f"aux {name}": metrics[f"actor/{name}"] for name in ("moe_load_balancing_loss", "moe_z_loss", "grad_norm")}
 
 
-def vocabulary(real: int, cut: bool = False) -> float:
-    """Log-probs, entropies, gradients, the vocabulary cut in two, against the whole; with real=7 rank 1 has padding.
-    cut: of sets of 1 to all of the tokens, of which some are on one rank only."""
+def vocab_parallel_difference(real: int, cut: bool = False) -> float:
+    """Return the largest difference of log-probs, entropies and gradients between a sharded and the whole vocabulary.
+
+    With real=7, rank 1 has padding only. cut: with candidate sets, some of which are on one rank only."""
     from megatron.core import parallel_state
 
     from megarl.megatron.logprobs import vocab_parallel_logprobs
@@ -290,8 +294,8 @@ def vocabulary(real: int, cut: bool = False) -> float:
 
 
 @contextmanager
-def watched(model: Any) -> Iterator[list[int]]:
-    """By how many the micro-batches of which this rank still has something ever surpass those in flight."""
+def count_live_micro_batches(model: Any) -> Iterator[list[int]]:
+    """Yield by how many the micro-batches with live tensors on this rank ever exceed those in flight."""
     from megarl.megatron import trainer_model as module
 
     parallel, make = model.config.parallel, module.make_micro_batch
@@ -301,7 +305,7 @@ def watched(model: Any) -> Iterator[list[int]]:
 
     def watch(*args: Any) -> Any:
         micro = make(*args)
-        retained = micro.tokens, micro.batch.loss_weights  # of which only a last stage has the second
+        retained = micro.tokens, micro.batch.loss_weights  # only the last stage has loss weights
         created.append([weakref.ref(tensor) for tensor in retained if tensor is not None])
         gc.collect()
         alive = sum(any(ref() is not None for ref in refs) for refs in created)
@@ -317,22 +321,22 @@ def watched(model: Any) -> Iterator[list[int]]:
         excess[0] = max(0, excess[0])
 
 
-def is_away(model: Any, batch: TrainBatch, actual: dict[str, torch.Tensor]) -> bool:
-    """Parked by and by, and back, the model says the same; in the end it is parked."""
-    weights, _ = memory(model)
+def offloads_and_reloads(model: Any, batch: TrainBatch, actual: dict[str, torch.Tensor]) -> bool:
+    """Offload optimizer and weights, reload, compare outputs, and leave the model offloaded."""
+    weights, _ = weight_and_state_bytes(model)
     freed = [model.offload(weights=False)]
-    remaining = memory(model) == (weights, 0)
+    remaining = weight_and_state_bytes(model) == (weights, 0)
     freed.append(model.offload())
-    away = memory(model) == (0, 0)
+    away = weight_and_state_bytes(model) == (0, 0)
     again = model.forward(batch)
-    back = memory(model) == (weights, 0)
+    back = weight_and_state_bytes(model) == (weights, 0)
     freed.append(model.offload())
     same = all(torch.equal(again[name], actual[name]) for name in again)
     return min(freed) > 0 and remaining and away and back and same
 
 
-def memory(model: Any) -> tuple[int, int]:
-    """Bytes behind the weights, and behind the optimizer's states that are no weights; step counts are not counted."""
+def weight_and_state_bytes(model: Any) -> tuple[int, int]:
+    """Return the bytes of weights, and of optimizer states that are no weights, without step counts."""
     from megarl.megatron.optimizer import state_tensors
 
     params = [tensor for chunk in model.chunks for tensor in chunk.parameters()]
@@ -342,12 +346,12 @@ def memory(model: Any) -> tuple[int, int]:
     return sum(storage.nbytes() for storage in mine), sum(storage.nbytes() for storage in others)
 
 
-def spoilt(result: TokenLoss) -> TokenLoss:
+def infinite_loss(result: TokenLoss) -> TokenLoss:
     return TokenLoss(result.loss * torch.inf)
 
 
-def resume(model: Any, build: Any, batch: TrainBatch, loss_fn: Any, folder: str) -> bool:
-    """Save, step; load into a fresh model, step: equal bits."""
+def resumes_bitwise(model: Any, build: Any, batch: TrainBatch, loss_fn: Any, folder: str) -> bool:
+    """Return whether a step after restoring is bitwise the step after saving."""
     from megarl.megatron.dist_checkpoint import restore_model
 
     tiny.save_model(model, Path(folder))
@@ -359,43 +363,46 @@ def resume(model: Any, build: Any, batch: TrainBatch, loss_fn: Any, folder: str)
     return first == second and all(torch.equal(a, b) for a, b in pairs)
 
 
-def sizes(text: str) -> dict[str, int]:
-    """What `tiny.config` makes a layout of all ranks of."""
+def parse_layout(text: str) -> dict[str, int]:
+    """Parse a layout into arguments of `tiny.config`."""
     pairs = (item.split("=") for item in text.split(",") if "=" in item)
     return {"world": int(os.environ["WORLD_SIZE"])} | {name: int(size) for name, size in pairs}
 
 
-def as_transformer_engine_marks(mark: Any) -> Any:
-    """`counted.mark`, on parameters that are marked for the norm of all gradients as Transformer Engine's modules do:
-    grouped experts not at all, linear layers that every rank has whole as if they were cut."""
+def with_transformer_engine_flags(set_flags: Any) -> Any:
+    """Wrap `norm_counting.set_flags` to start from the flags that Transformer Engine's modules set.
 
-    def marked(named: dict[str, torch.Tensor], table: Any) -> Any:
+    Those leave grouped experts without a flag, and mark linear layers as sharded that every rank has whole."""
+
+    def set_flags_after_reset(named: dict[str, torch.Tensor], table: Any) -> Any:
         for name, tensor in named.items():
             if ".mlp.experts." in name:
                 tensor.__dict__.pop("tensor_model_parallel", None)
             elif "_down_proj" in name:
                 tensor.tensor_model_parallel = True  # type: ignore[attr-defined]
-        changed = mark(named, table)
+        changed = set_flags(named, table)
         assert all(name in changed for name in named if ".mlp.experts." in name or "_down_proj" in name)
         return changed
 
-    return marked
+    return set_flags_after_reset
 
 
 if __name__ == "__main__":
     from megarl.models import norm_counting
 
-    norm_counting.set_flags = as_transformer_engine_marks(norm_counting.set_flags)
-    layout, WORDS = sizes(sys.argv[1]), sys.argv[1].split(",")
+    norm_counting.set_flags = with_transformer_engine_flags(norm_counting.set_flags)
+    layout, OPTIONS = parse_layout(sys.argv[1]), sys.argv[1].split(",")
     RANKS = parallel_ranks.initialize(tiny.config(**layout).parallel, timeout_s=120)
     results = {}
     for item in sys.argv[2].split():
         what, _, local_value = item.partition("@")
         family, role = what.split(":")
         folder = f"{sys.argv[3]}/{len(results)}" if len(sys.argv) > 3 else ""
-        results[item] = check(family, role, sizes(local_value) if local_value else layout, folder)
+        results[item] = check(family, role, parse_layout(local_value) if local_value else layout, folder)
     if RANKS.tp > 1:
         for item in results.values():
-            item["vocabulary"] = max(vocabulary(real, cut) for real in (7, 13, 16) for cut in (False, True))
+            item["vocabulary"] = max(
+                vocab_parallel_difference(real, cut) for real in (7, 13, 16) for cut in (False, True)
+            )
     print("RESULT " + json.dumps(results))
     parallel_ranks.shutdown()

@@ -1,4 +1,4 @@
-"""LoRA: log-probs, every gradient, one step, merging, checkpoints of models in some layouts, against transformers.
+"""LoRA in several layouts compared with transformers: log-probs, gradients, one step, merging and checkpoints.
 
 Arguments: family:role[:targets]@layout (separated by blanks, targets by +), folder for checkpoints. Prints differences.
 """
@@ -39,7 +39,7 @@ class Reference:
         self.buffers = dict(self.model.named_buffers())
         self.factors: Tensors = {}
         generator = torch.Generator().manual_seed(4)
-        for name in filter(lambda name: adapted(name, targets), self.base):
+        for name in filter(lambda name: has_adapter(name, targets), self.base):
             rows, columns = self.base[name].shape
             _, a, b = factor_names(name)
             if a not in self.factors:
@@ -48,11 +48,11 @@ class Reference:
         hidden = self.model.config.hidden_size
         self.head = reference.value_head(hidden).requires_grad_() if role == "critic" else None
 
-    def trained(self) -> Tensors:
+    def trained_params(self) -> Tensors:
         return self.factors | ({} if self.head is None else {reference.HEAD: self.head})
 
     def weights(self) -> Tensors:
-        """The base model's."""
+        """Return the weights of the base model."""
         result = {name: tensor.clone() for name, tensor in (self.base | self.buffers).items()}
         result.setdefault("lm_head.weight", result["model.embed_tokens.weight"])
         return result if self.head is None else result | {reference.HEAD: self.head.detach().clone()}
@@ -66,7 +66,7 @@ class Reference:
         return result
 
     def outputs(self, batch: TrainBatch, adapters: bool = True) -> torch.Tensor:
-        """Log-probs of a policy, values of a critic, [T]."""
+        """Return log-probs of a policy or values of a critic, [T]."""
         return self._outputs(batch, adapters)[0]
 
     def _outputs(self, batch: TrainBatch, adapters: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -78,11 +78,13 @@ class Reference:
         if self.head is None:
             return reference.policy(call, batch)
         trunk = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
-        stand_in = SimpleNamespace(model=lambda tokens: torch.func.functional_call(self.model.model, trunk, (tokens,)))
-        return reference.values(stand_in, self.head, batch), None
+        trunk_only = SimpleNamespace(
+            model=lambda tokens: torch.func.functional_call(self.model.model, trunk, (tokens,))
+        )
+        return reference.values(trunk_only, self.head, batch), None
 
     def step(self, batch: TrainBatch) -> tuple[float, float]:
-        """One AdamW step on the loss of `ranks_layout.py`: the loss, and the gradient's norm before clipping."""
+        """Take one AdamW step on the loss of `ranks_layout.py`; return loss and gradient norm before clipping."""
         output, entropy = self._outputs(batch, adapters=True)
         assert batch.loss_weights is not None and batch.advantages is not None and batch.returns is not None
         if entropy is None:
@@ -90,15 +92,15 @@ class Reference:
         else:
             loss = (batch.loss_weights * (-output * batch.advantages - 0.1 * entropy)).sum()
         loss.backward()
-        params = list(self.trained().values())
+        params = list(self.trained_params().values())
         norm = torch.nn.utils.clip_grad_norm_(params, ADAM["max_grad_norm"])
         adam = {name: ADAM[name] for name in ("lr", "weight_decay", "eps")}
         torch.optim.AdamW(params, betas=(ADAM["beta1"], ADAM["beta2"]), **adam).step()
         return float(loss), float(norm)
 
 
-def adapted(name: str, targets: list[str]) -> bool:
-    """Whether an HF weight has an adapter; the targets are few enough here to be spelt out."""
+def has_adapter(name: str, targets: list[str]) -> bool:
+    """Return whether an HF weight has an adapter."""
     if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
         return False
     kind = {
@@ -110,14 +112,14 @@ def adapted(name: str, targets: list[str]) -> bool:
 
 
 def factor_names(weight: str) -> tuple[str, str, str]:
-    """Module, A and B of an HF weight; A is that of the first of the weights that share it."""
+    """Return module, A and B of an HF weight; weights that share A name it after the first of them."""
     module = weight.removesuffix(".weight")
     parent, _, leaf = module.rpartition(".")
     return module, f"{parent}.{SHARED_A.get(leaf, leaf)}.lora_A.weight", f"{module}.lora_B.weight"
 
 
 def join_experts(tensors: Tensors) -> Tensors:
-    """The inverse of tiny.split_experts."""
+    """Invert `tiny.split_experts`."""
     result, stacks = {}, {}
     for name, tensor in tensors.items():
         if ".mlp.experts." in name:
@@ -134,7 +136,7 @@ def join_experts(tensors: Tensors) -> Tensors:
 
 
 def gather(model: Any, local: Tensors, add: bool = False) -> Tensors:
-    """Factors and head by HF name out of every rank's: sums of gradient shards, or copies, which must be equal."""
+    """Gather factors and head by HF name from all ranks: sums of gradient shards, or copies, which must be equal."""
     everyone = parallel_ranks.all_gather_objects((model.ranks, local))
     result: Tensors = {}
     for param in [*model.adapter_params(), *(param for param in model.params() if param.hf[0].name == reference.HEAD)]:
@@ -149,11 +151,11 @@ def gather(model: Any, local: Tensors, add: bool = False) -> Tensors:
     return result
 
 
-def trained(model: Any) -> dict[str, torch.nn.Parameter]:
-    """This rank's factors and head, as parameters; asserts that nothing else is trained."""
+def trained_params(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Return this rank's factors and head as parameters, after asserting that nothing else is trained."""
     actual = {
         param.megatron: tensor
-        for layers in lora()._adapters(model.chunks)
+        for layers in lora_module()._adapters(model.chunks)
         for _, param, tensor in layers.named_factors()
     }
     everything = [pair for chunk in model.chunks for pair in chunk.named_parameters()]
@@ -164,16 +166,16 @@ def trained(model: Any) -> dict[str, torch.nn.Parameter]:
     return actual
 
 
-def lora() -> Any:
+def lora_module() -> Any:
     from megarl.megatron import lora as module
 
     return module
 
 
 def gradients(model: Any) -> Tensors:
-    """Zero where the distributed optimizer keeps them on another rank."""
+    """Return this rank's gradients; zero where the distributed optimizer has them on another rank."""
     result = {}
-    for name, tensor in trained(model).items():
+    for name, tensor in trained_params(model).items():
         full = torch.zeros(tensor.numel())
         for optimizer in model.optimizer.chained_optimizers:
             if tensor in getattr(optimizer, "model_param_gbuf_map", {}):
@@ -183,7 +185,7 @@ def gradients(model: Any) -> Tensors:
     return result
 
 
-def largest(actual: Tensors, truth: Tensors) -> float:
+def largest_difference(actual: Tensors, truth: Tensors) -> float:
     assert actual.keys() == truth.keys(), sorted(actual.keys() ^ truth.keys())[:6]
     return max(float((actual[name] - truth[name]).abs().max()) for name in truth)
 
@@ -214,8 +216,8 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
 
     model = build()
     result: dict[str, float] = {}
-    # Fresh adapters change nothing; A is as PEFT draws it, wherever it lies.
-    start = gather(model, dict(trained(model)))
+    # Fresh adapters change nothing; A is drawn as in PEFT, independent of the layout.
+    start = gather(model, dict(trained_params(model)))
     firsts = {name: tensor for name, tensor in start.items() if "lora_A" in name}
     assert all(not tensor.any() for name, tensor in start.items() if "lora_B" in name)
     actual = model.forward(batch)[value]
@@ -238,18 +240,18 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     with torch.no_grad():
         result["outputs"] = float((model.forward(batch)[value] - truth.outputs(batch)).abs().max())
         with model.without_adapters():
-            off = model.forward(batch)[value] - truth.outputs(batch, adapters=False)
-        result["base"] = float(off.abs().max())
+            base_difference = model.forward(batch)[value] - truth.outputs(batch, adapters=False)
+        result["base"] = float(base_difference.abs().max())
         result["adapters matter"] = float((truth.outputs(batch) - truth.outputs(batch, adapters=False)).abs().max())
 
-        # Merged weights, in shards and as whole HF tensors, against products in float64; and as a model of their own.
+        # Merged weights match products in float64, as HF tensors and as the weights of a model without LoRA.
         merged = dict(gather_hf(model.merged_params(), model.params(), model.ranks))
         exact = {
             name: weights[name].double() + ALPHA / RANK * factors[names[2]].double() @ factors[names[1]].double()
             for name in merged
             if (names := factor_names(name))[2] in factors
         }
-        result["merged"] = largest({name: merged[name].double() for name in exact}, exact)
+        result["merged"] = largest_difference({name: merged[name].double() for name in exact}, exact)
         assert all(torch.equal(merged[name], weights[name]) for name in merged.keys() - exact.keys())
     plain = build(rank=0)
     plain.load_shards(lambda param, parts, part: shard(param, {**weights, **merged}, parts, part))
@@ -272,27 +274,27 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     result["loss"] = abs(metrics[f"{role}/loss"] - loss)
     result["grad_norm"] = abs(metrics[f"{role}/grad_norm"] - norm) / norm
     assert norm > 1.2 * ADAM["max_grad_norm"], "the step is meant to be clipped"
-    grads = {name: tensor.grad for name, tensor in truth.trained().items()}
+    grads = {name: tensor.grad for name, tensor in truth.trained_params().items()}
     peak = max(float(grad.abs().max()) for grad in grads.values())  # type: ignore[union-attr]
-    result["gradients"] = largest(gather(model, gradients(model), add=True), grads) / peak  # type: ignore[arg-type]
-    after = {name: tensor.detach() for name, tensor in truth.trained().items()}
-    result["step"] = largest(gather(model, dict(trained(model))), after) / ADAM["lr"]
+    result["gradients"] = largest_difference(gather(model, gradients(model), add=True), grads) / peak  # type: ignore[arg-type]
+    after = {name: tensor.detach() for name, tensor in truth.trained_params().items()}
+    result["step"] = largest_difference(gather(model, dict(trained_params(model))), after) / ADAM["lr"]
     frozen = {name for name in before if name != "output_layer.weight" or role == "actor"}
     result["frozen"] = float(all(torch.equal(before[name], model.local_params()[name]) for name in frozen))
-    # Saved, a step; loaded into a fresh model, a step: equal bits; and nearly so where activations are recomputed.
+    # After restoring into a fresh model the next step is bitwise the same, and nearly so with recomputed activations.
     place = Path(folder)
     tiny.save_model(model, place)
-    # It can be loaded in any layout, with masters and moments: there the next step is nearly the same.
-    elsewhere = {"world": 2, "tp": 2} if layout.keys() & {"pp", "cp"} else {"world": 2, "cp": 2}
-    other = build(layout=elsewhere)
+    # Another layout restores masters and moments too, and its next step is nearly the same.
+    other_layout = {"world": 2, "tp": 2} if layout.keys() & {"pp", "cp"} else {"world": 2, "cp": 2}
+    other = build(layout=other_layout)
     restore_model(other, place)
-    if role == "critic" and targets:  # there a rank's share of the optimizer has nothing of the one dense tensor
+    if role == "critic" and targets:  # one rank's optimizer shard has nothing of the single dense tensor
         assert [len(part.optimizer.state) for part in other.optimizer.chained_optimizers][0] == 1 - other.ranks.job.rank
         tiny.save_model(other, place / "again")
-        other = build(layout=elsewhere)
+        other = build(layout=other_layout)
         restore_model(other, place / "again")
-    local_items, there = gather(model, dict(trained(model))), gather(other, dict(trained(other)))
-    assert all(torch.equal(local_items[name], there[name]) for name in local_items)
+    original, moved = gather(model, dict(trained_params(model))), gather(other, dict(trained_params(other)))
+    assert all(torch.equal(original[name], moved[name]) for name in original)
     other.train_step(batch, loss_fn)
     first = model.train_step(batch, loss_fn)
     for name, recompute in (("resumed", False), ("recomputed", True)):
@@ -300,15 +302,19 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
         restore_model(fresh, place)
         second = fresh.train_step(batch, loss_fn)
         gaps = [
-            float((a - b).abs().max()) for a, b in zip(trained(model).values(), trained(fresh).values(), strict=True)
+            float((a - b).abs().max())
+            for a, b in zip(trained_params(model).values(), trained_params(fresh).values(), strict=True)
         ]
         result[name] = max(gaps, default=0.0) / ADAM["lr"] + abs(first[f"{role}/loss"] - second[f"{role}/loss"])
-    result["elsewhere"] = largest(gather(other, dict(trained(other))), gather(model, dict(trained(model)))) / ADAM["lr"]
+    result["other_layout"] = (
+        largest_difference(gather(other, dict(trained_params(other))), gather(model, dict(trained_params(model))))
+        / ADAM["lr"]
+    )
     return result
 
 
-class Grouped(torch.nn.Module):
-    """As Transformer Engine's GroupedLinear is called: the experts' tokens one after another, and how many each has."""
+class GroupedLinear(torch.nn.Module):
+    """Stand-in for Transformer Engine's GroupedLinear: takes tokens sorted by expert, and their number per expert."""
 
     def __init__(self, experts: int, rows: int, columns: int) -> None:
         super().__init__()
@@ -321,7 +327,7 @@ class Grouped(torch.nn.Module):
 
 
 class NormedLinear(torch.nn.Module):
-    """As its LayerNormLinear is called: norm and linear layer in one."""
+    """Stand-in for Transformer Engine's LayerNormLinear: norm and linear layer in one."""
 
     normalization, eps = "RMSNorm", 1e-5
 
@@ -337,7 +343,7 @@ class NormedLinear(torch.nn.Module):
 
 
 def stand_ins() -> dict[str, float]:
-    """Layers with the interface of Transformer Engine's, with adapters and with merged weights."""
+    """Compare adapters with merged weights on layers with Transformer Engine's interface."""
     from torch.nn import Module, ModuleList
 
     from megarl.megatron.build import transformer_config
@@ -355,9 +361,9 @@ def stand_ins() -> dict[str, float]:
         layer.self_attention, layer.mlp = Module(), Module()
         layer.self_attention.linear_qkv = NormedLinear(128, 32, zero_centered_gamma=bool(number))
         layer.mlp.experts = Module()
-        layer.mlp.experts.linear_fc1 = Grouped(4, 48, 32)
-        layer.mlp.experts.linear_fc2 = Grouped(4, 32, 24)
-    lora().add_adapters(model, hf, settings)
+        layer.mlp.experts.linear_fc1 = GroupedLinear(4, 48, 32)
+        layer.mlp.experts.linear_fc2 = GroupedLinear(4, 32, 24)
+    lora_module().add_adapters(model, hf, settings)
     local = {param.megatron: tensor.detach() for _, param, tensor in model.adapters.named_factors()}
     for tensor in local.values():
         tensor.normal_()
@@ -372,8 +378,10 @@ def stand_ins() -> dict[str, float]:
         return created
 
     adapted, local_value = outputs(), named_params([model], 0)
-    merged = {name: tensor.clone() for name, tensor in lora().MergedWeights(local_value, local, ALPHA / RANK).items()}
-    with torch.no_grad(), lora().disable_adapters([model]):
+    merged = {
+        name: tensor.clone() for name, tensor in lora_module().MergedWeights(local_value, local, ALPHA / RANK).items()
+    }
+    with torch.no_grad(), lora_module().disable_adapters([model]):
         plain = outputs()
         for name, tensor in local_value.items():
             tensor.copy_(merged[name])

@@ -1,7 +1,7 @@
-"""One layout: every policy loss under every aggregation, its metrics and all gradients, against transformers and torch.
+"""One layout: policy losses under all aggregations, with metrics and gradients, compared with transformers and torch.
 
-Argument: layout (tp=2,cp=2,ep=2). The sequences lie on the ranks as they do in training, micro-batches are small, and
-what a loss marks it marks in shares; the truth is one process with all of it. Prints the largest differences.
+Argument: layout (tp=2,cp=2,ep=2). Sequences are distributed as in training and micro-batches are small; the reference
+is one process with the whole batch. Prints the largest differences.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 
 import reference  # noqa: E402
 import tiny  # noqa: E402
-from ranks_layout import gather, shard_of_gradient, sizes  # noqa: E402
+from ranks_layout import gather, parse_layout, shard_of_gradient  # noqa: E402
 
 from megarl.algorithms.losses import positive_nll  # noqa: E402
 from megarl.algorithms.policy_losses import POLICY_LOSSES  # noqa: E402
@@ -40,15 +40,14 @@ OPTIONS: dict[str, dict[str, float]] = {
 }
 
 
-def configured(layout: dict[str, int], policy: str, mean: str) -> Config:
+def make_config(layout: dict[str, int], policy: str, mean: str) -> Config:
     loss = {"policy_loss": policy, "agg_mode": mean, "scale_factor": 11, "options": OPTIONS.get(policy, {})}
     optimizer = {"lr": 1e-4, "max_grad_norm": 0.0, "schedule": "constant", "warmup_fraction": 0.0}
     return tiny.config(**layout, loss=loss, actor_optimizer=optimizer, kl={"apply_to": "loss"})
 
 
 def batches(logprobs: torch.Tensor) -> dict[str, TrainBatch]:
-    """With the log-probs of an earlier policy; without, as of a single update; and then with some tokens that older
-    weights chose."""
+    """Return batches with old log-probs, without them as for a single update, and with stale tokens."""
     generator = torch.Generator().manual_seed(7)
     batch = tiny.batch()
     noise = torch.randn(3, len(logprobs), generator=generator) * 0.3
@@ -69,7 +68,7 @@ def check(layout: dict[str, int]) -> dict[str, dict[str, float]]:
     logprobs, entropy = reference.policy(trainer.model, tiny.batch())
     truth = ModelOutput(logprobs=logprobs, entropy=entropy.detach())
     params = dict(trainer.model.named_parameters())
-    model = MegatronModel(tiny.HF[FAMILY], configured(layout, "ppo", "token-mean"), RANKS, "actor", total_updates=100)
+    model = MegatronModel(tiny.HF[FAMILY], make_config(layout, "ppo", "token-mean"), RANKS, "actor", total_updates=100)
     results = {}
     cases = [
         (name, mean, "")
@@ -80,7 +79,7 @@ def check(layout: dict[str, int]) -> dict[str, dict[str, float]]:
     cases.append(("ppo", "token-mean", "single"))
     seen: dict[tuple[str, str], dict[str, float]] = {}
     for name, mean, kind in cases:
-        config = configured(layout, name, mean)
+        config = make_config(layout, name, mean)
         full = batches(logprobs.detach())[kind]
 
         @reads(*policy_loss_columns(config, full))
@@ -95,7 +94,7 @@ def check(layout: dict[str, int]) -> dict[str, dict[str, float]]:
         grads = dict(zip(params, torch.autograd.grad(value, list(params.values()), retain_graph=True), strict=True))
 
         model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
-        (mine,) = split_mini_batches(tiny.in_shares(full), config, seed=3)
+        (mine,) = split_mini_batches(tiny.shard_batch(full), config, seed=3)
         metrics = model.train_step(mine, loss_fn)
         result = gather(model, shard_of_gradient(model), add=True)
         right = tiny.split_experts(grads)
@@ -107,14 +106,14 @@ def check(layout: dict[str, int]) -> dict[str, dict[str, float]]:
             "gradients": gap / largest,
             "metrics": max(abs(metrics[key] - wanted[key]) for key in wanted),
             "marked": float(wanted.get("actor/cov_frac", -1.0)),
-            # A metric is the same whatever the loss is a mean of.
+            # Metrics do not depend on the aggregation of the loss.
             "moved": max(abs(seen.setdefault((name, kind), wanted)[key] - wanted[key]) for key in wanted),
         }
     return results
 
 
 if __name__ == "__main__":
-    LAYOUT = sizes(sys.argv[1])
+    LAYOUT = parse_layout(sys.argv[1])
     RANKS: Any = parallel_ranks.initialize(tiny.config(**LAYOUT).parallel, timeout_s=120)
     print("RESULT " + json.dumps(check(LAYOUT)))
     parallel_ranks.shutdown()

@@ -1,4 +1,4 @@
-"""With a GPU, as far as `parallel.device` says, the shim leaves torch as it is."""
+"""Check that the CPU shim does not patch torch if `parallel.device` reports a GPU."""
 
 from __future__ import annotations
 

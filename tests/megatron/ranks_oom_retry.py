@@ -1,9 +1,9 @@
-"""Memory that runs out, on two ranks: what is agreed on, and whether the result is that of a run that had the memory.
+"""Out-of-memory errors on one of two ranks: what ranks agree on, and whether the result is that of enough memory.
 
     ranks_oom_retry.py dp|tp|pp|ep
 
-`dp`: a rank's memory runs out in the middle of a pass, once for real. Else: when it is asked for, before ranks begin
-together.
+`dp`: a rank runs out of memory in the middle of a pass, once for real. Otherwise: when it reserves memory, before ranks
+compute together.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megarl.types import ModelOutput, TokenLoss, TrainBatch  # noqa: E402
 
 LAYOUT = sys.argv[1]
 SIZES = {"dp": {}, "tp": {"tp": 2}, "pp": {"pp": 2}, "ep": {"ep": 2}}[LAYOUT]
-# An eps that does not turn the rounding of other micro-batches into a step of another sign.
+# A large eps, so that rounding in other micro-batches does not flip the sign of a step.
 ADAM: dict[str, Any] = dict(lr=0.01, eps=1e-3, schedule="constant", warmup_fraction=0.0, max_grad_norm=0.5)
 FAMILY = "qwen3_moe"
 WEIGHTS = tiny.hf_tensors(tiny.hf_model(FAMILY))
@@ -51,7 +51,7 @@ def preference(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
 
 
 def build(guarded: bool, role: str = "actor", aux: bool = False, **train: Any) -> Any:
-    """aux: with losses of the router, which are of a micro-batch, and so are others where these are cut otherwise."""
+    """Build a model. aux: with router losses, which depend on how the batch is split into micro-batches."""
     from megarl.megatron.trainer_model import MegatronModel
 
     sections: dict[str, Any] = {"guards": {"oom_retry": guarded}, "actor_optimizer": ADAM, "train": train}
@@ -64,58 +64,59 @@ def build(guarded: bool, role: str = "actor", aux: bool = False, **train: Any) -
     return model
 
 
-def taken(model: Any, batch: TrainBatch, loss_fn: Any = loss, steps: int = 2) -> dict[str, Any]:
-    """Metrics of steps, weights and moments after them, and what the model then says."""
+def train_steps(model: Any, batch: TrainBatch, loss_fn: Any = loss, steps: int = 2) -> dict[str, Any]:
+    """Return the metrics of training steps, and weights, moments and outputs after them."""
     from megarl.megatron.optimizer import state_tensors
 
     metrics = [model.train_step(batch, loss_fn) for _ in range(steps)]
-    says = model.forward(batch)
+    outputs = model.forward(batch)
     moments = [tensor.clone() for tensor in state_tensors(model.optimizer)]
     weights = {name: tensor.clone() for name, tensor in model.local_params().items()}
-    return {"metrics": metrics, "says": says, "weights": weights, "moments": moments}
+    return {"metrics": metrics, "outputs": outputs, "weights": weights, "moments": moments}
 
 
-def gap(item: dict[str, Any], other: dict[str, Any]) -> float:
-    """The largest difference of anything, of what is above 1 relative to it."""
+def largest_difference(item: dict[str, Any], other: dict[str, Any]) -> float:
+    """Return the largest difference of any value, relative for values above 1."""
     actual = 0.0
     for mine, theirs in zip(item["metrics"], other["metrics"], strict=True):
         assert mine.keys() == theirs.keys()
         actual = max(actual, *(abs(mine[name] - theirs[name]) / max(1.0, abs(theirs[name])) for name in mine))
-    pairs = [(item[kind][name], other[kind][name]) for kind in ("says", "weights") for name in item[kind]]
+    pairs = [(item[kind][name], other[kind][name]) for kind in ("outputs", "weights") for name in item[kind]]
     pairs += list(zip(item["moments"], other["moments"], strict=True))
     gaps = [(mine - theirs).abs() / theirs.abs().clamp(min=1.0) for mine, theirs in pairs if mine.numel()]
     return max(actual, *(float(gap.max()) for gap in gaps))
 
 
-def state(model: Any) -> list[Any]:
-    """Budget, whether it recomputes, how often memory ran out; the same on all ranks."""
+def retry_state(model: Any) -> list[Any]:
+    """Return token budget, whether layers recompute, and the number of OOMs, which must be equal on all ranks."""
     actual = [model.oom_retry.token_budget, model.oom_retry.should_recompute, model.oom_retry.num_ooms]
     assert len({str(item) for item in parallel_ranks.all_gather_objects(actual)}) == 1
     return actual
 
 
 @contextmanager
-def short(model: Any, when: Callable[[Any], bool], how: str = "device") -> Iterator[list[int]]:
-    """On rank 1 memory runs out in each micro-batch of which `when` is true: in its forward pass, as the device's
-    allocator says it, for want of so much as no `host` has, or only in the `backward` pass."""
-    reader, seen = model._reader, []
+def run_out_of_memory(model: Any, when: Callable[[Any], bool], how: str = "device") -> Iterator[list[int]]:
+    """Make rank 1 run out of memory in each micro-batch for which `when` is true.
 
-    def fails(*_: Any) -> None:
+    how: as the `device` allocator raises it, by a real allocation on the `host`, or in the `backward` pass."""
+    reader, failures = model._reader, []
+
+    def raise_oom(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     def reading(micro: Any, emitted: torch.Tensor, *remaining: Any) -> Any:
         if micro.indices and RANKS.job.rank == 1 and when(micro):
-            seen.append(len(micro.unpadded_indices))
+            failures.append(len(micro.unpadded_indices))
             if how == "host":
                 torch.empty(1 << 60, dtype=torch.uint8)
             elif how == "backward":
-                emitted.register_hook(fails)
+                emitted.register_hook(raise_oom)
             else:
-                fails()
+                raise_oom()
         return reader.read(micro, emitted, *remaining)
 
     model._reader = SimpleNamespace(read=reading)
-    yield seen
+    yield failures
     model._reader = reader
 
 
@@ -127,48 +128,60 @@ def error(call: Callable[[], Any]) -> str:
     return "no error"
 
 
-def alone() -> dict[str, Any]:
-    """Each rank has a whole model; all sequences are at home on the first."""
-    batch, result = tiny.in_shares(tiny.batch()), {}
-    undisturbed = taken(build(False), batch)
-    result["guarded"] = gap(taken(build(True), batch), undisturbed)
+def independent_ranks() -> dict[str, Any]:
+    """Each rank has a whole model; the first rank has all sequences."""
+    batch, result = tiny.shard_batch(tiny.batch()), {}
+    expected = train_steps(build(False), batch)
+    result["guarded"] = largest_difference(train_steps(build(True), batch), expected)
     for how in ("device", "host", "backward"):
         model = build(True)
-        with short(model, lambda micro: len(micro.indices) > 1, how) as seen:
-            actual = taken(model, batch)
-        result[how] = {"gap": gap(actual, undisturbed), "state": state(model), "seen": len(seen)}
-    many = tiny.in_shares(tiny.batch((4, 3, 5, 2, 4, 3, 5, 4, 3, 4, 2, 5)))
+        with run_out_of_memory(model, lambda micro: len(micro.indices) > 1, how) as failures:
+            actual = train_steps(model, batch)
+        result[how] = {
+            "gap": largest_difference(actual, expected),
+            "state": retry_state(model),
+            "failures": len(failures),
+        }
+    many = tiny.shard_batch(tiny.batch((4, 3, 5, 2, 4, 3, 5, 4, 3, 4, 2, 5)))
     model = build(True)
-    with short(model, lambda micro: len(micro.indices) > 1):
-        actual = taken(model, many)
-    result["halved again"] = {"gap": gap(actual, taken(build(False), many)), "state": state(model)}
+    with run_out_of_memory(model, lambda micro: len(micro.indices) > 1):
+        actual = train_steps(model, many)
+    result["halved again"] = {
+        "gap": largest_difference(actual, train_steps(build(False), many)),
+        "state": retry_state(model),
+    }
     model = build(True, aux=True)
-    with short(model, lambda micro: len(micro.unpadded_indices) > 11 and not model.oom_retry.should_recompute):
-        actual = taken(model, batch)
-    result["recomputed"] = {"gap": gap(actual, taken(build(False, aux=True), batch)), "state": state(model)}
+    with run_out_of_memory(
+        model, lambda micro: len(micro.unpadded_indices) > 11 and not model.oom_retry.should_recompute
+    ):
+        actual = train_steps(model, batch)
+    result["recomputed"] = {
+        "gap": largest_difference(actual, train_steps(build(False, aux=True), batch)),
+        "state": retry_state(model),
+    }
     saved = model.sharded_state_dict()["guards"]
-    again, anew = build(True), build(True, max_tokens_per_gpu=30)
-    for other in (again, anew):
+    again, reconfigured = build(True), build(True, max_tokens_per_gpu=30)
+    for other in (again, reconfigured):
         other.oom_retry.load_state_dict(json.loads(json.dumps(saved)))
-    result["restored"], result["set anew"] = state(again), state(anew)
+    result["restored"], result["restored with new config"] = retry_state(again), retry_state(reconfigured)
     layers = next(iter(again.chunks)).module.decoder.config
     result["restored recomputes"] = [layers.recompute_granularity, layers.recompute_method]
     model = build(True)
-    with short(model, lambda micro: True):
-        result["never"] = error(lambda: model.train_step(batch, loss))
-        result["never forward"] = error(lambda: model.forward(batch))
-    with short(model, lambda micro: len(micro.indices) > 1):
-        result["after all"] = gap(taken(model, batch), undisturbed)
+    with run_out_of_memory(model, lambda micro: True):
+        result["unfittable"] = error(lambda: model.train_step(batch, loss))
+        result["unfittable forward"] = error(lambda: model.forward(batch))
+    with run_out_of_memory(model, lambda micro: len(micro.indices) > 1):
+        result["after failure"] = largest_difference(train_steps(model, batch), expected)
     model = build(False)
-    with short(model, lambda micro: True):
-        # A rank's own error, which ends it, and then those that wait for it.
+    with run_out_of_memory(model, lambda micro: True):
+        # An error of one rank, after which its peers fail too.
         result["unguarded"] = unguarded(model, tiny.batch())
-    pairs, role = tiny.in_shares(tiny.pairs()), "reward_model"
-    undisturbed = taken(build(False, role, max_tokens_per_gpu=80), pairs, preference)
+    pairs, role = tiny.shard_batch(tiny.pairs()), "reward_model"
+    expected = train_steps(build(False, role, max_tokens_per_gpu=80), pairs, preference)
     model = build(True, role, max_tokens_per_gpu=80)
-    with short(model, lambda micro: len(micro.indices) > 2):
-        actual = taken(model, pairs, preference)
-    result["pairs"] = {"gap": gap(actual, undisturbed), "state": state(model)}
+    with run_out_of_memory(model, lambda micro: len(micro.indices) > 2):
+        actual = train_steps(model, pairs, preference)
+    result["pairs"] = {"gap": largest_difference(actual, expected), "state": retry_state(model)}
     return result
 
 
@@ -181,20 +194,19 @@ def unguarded(model: Any, batch: TrainBatch) -> str:
     return "not rank 1"
 
 
-def together() -> dict[str, Any]:
-    """Ranks compute a micro-batch together: each takes what it will need before any begins."""
+def model_parallel_ranks() -> dict[str, Any]:
+    """Ranks compute a micro-batch together: each reserves its memory before any starts."""
     batch, result = tiny.batch(), {}
-    model, requested, reserve = build(True), [], device.reserve
+    model, reserve = build(True), device.reserve
 
     def needs(tokens: int, recomputes: bool = False) -> int:
         return working_bytes(tiny.HF[FAMILY], model.config, model.ranks, "actor", tokens, True, recomputes)
 
-    # A stage of one layer has that layer anyway.
-    enough, full = max(needs(14), 0 if LAYOUT == "pp" else needs(26, recomputes=True)), needs(26)
+    # Recomputation saves nothing in a stage of one layer.
+    enough = max(needs(14), 0 if LAYOUT == "pp" else needs(26, recomputes=True))
     enough = parallel_ranks.all_gather_objects(enough)[1]
 
     def limited(size: int) -> None:
-        requested.append(size)
         if RANKS.job.rank == 1 and size > enough:
             raise torch.OutOfMemoryError("CUDA out of memory")
         reserve(size)
@@ -203,27 +215,26 @@ def together() -> dict[str, Any]:
     for name, longest in (("short", 14), ("long", 26)):
         value = batch.select([i for i in range(batch.num_sequences) if batch.lengths[i] <= longest])
         assert value.loss_weights is not None
-        value = tiny.in_shares(value.with_(loss_weights=value.loss_weights / value.loss_weights.sum()))
-        undisturbed, model = taken(build(False), value), build(True)
+        value = tiny.shard_batch(value.with_(loss_weights=value.loss_weights / value.loss_weights.sum()))
+        expected, model = train_steps(build(False), value), build(True)
         if LAYOUT == "pp" and name == "long":
-            result["in vain"] = error(lambda: model.train_step(value, loss))  # noqa: B023
+            result["unfittable"] = error(lambda: model.train_step(value, loss))  # noqa: B023
             continue
-        actual = taken(model, value)
-        result[name] = {"gap": gap(actual, undisturbed), "state": state(model)}
-    result["asked"] = {"first": requested[0], "whole": full, "enough": enough}
+        actual = train_steps(model, value)
+        result[name] = {"gap": largest_difference(actual, expected), "state": retry_state(model)}
     device.reserve = reserve
     model = build(True)
 
-    def fails(*_: Any) -> Any:
+    def raise_oom(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    if LAYOUT != "pp":  # in which only the last stage would fail, and the first lose it
-        model._reader = SimpleNamespace(read=fails)
-        result["in the middle"] = error(lambda: model.train_step(batch, loss))
+    if LAYOUT != "pp":  # only the last stage would fail, and the first would lose its peer
+        model._reader = SimpleNamespace(read=raise_oom)
+        result["unreserved"] = error(lambda: model.train_step(batch, loss))
     return result
 
 
 if __name__ == "__main__":
     RANKS = parallel_ranks.initialize(tiny.config(world=2, **SIZES).parallel, timeout_s=60)
-    print("RESULT " + json.dumps(alone() if LAYOUT == "dp" else together()))
+    print("RESULT " + json.dumps(independent_ranks() if LAYOUT == "dp" else model_parallel_ranks()))
     parallel_ranks.shutdown()

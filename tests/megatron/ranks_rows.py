@@ -1,9 +1,9 @@
-"""Rows to a model and numbers back, on ranks that have some sequences each: what comes, and how many bytes are sent.
+"""Dispatch rows to a model and collect results, on ranks that have some sequences each; count the bytes sent.
 
-    ranks_rows.py everywhere|replicas|apart
+    ranks_rows.py all_replicas|replicas|disjoint
 
-`everywhere`: each rank is a replica of the model; `replicas`: each two ranks are one; `apart`: the last two ranks are
-replicas, the others have the sequences.
+`all_replicas`: each rank is a replica of the model; `replicas`: each two ranks are one; `disjoint`: the last two ranks
+are replicas, the others have the sequences.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def loss(output: Any, part: TrainBatch) -> TokenLoss:
     raise AssertionError("nothing is trained here")
 
 
-def whole_batch(holders: list[int]) -> TrainBatch:
-    """256 sequences with every column that there is, each with a home among `holders`."""
+def make_batch(holders: list[int]) -> TrainBatch:
+    """Return 256 sequences with every column, each with a home rank among `holders`."""
     draw = torch.Generator().manual_seed(3)
     lengths = torch.randint(20, 80, (256,), generator=draw)
     total = int(lengths.sum())
@@ -56,7 +56,7 @@ def whole_batch(holders: list[int]) -> TrainBatch:
     )
 
 
-def in_shares(full: TrainBatch, rank: int) -> TrainBatch:
+def shard_batch(full: TrainBatch, rank: int) -> TrainBatch:
     assert full.sharding is not None
     local = (full.sharding.home == rank).nonzero().squeeze(1)
     part = replace(full, sharding=None).select(local.tolist())
@@ -64,8 +64,8 @@ def in_shares(full: TrainBatch, rank: int) -> TrainBatch:
     return replace(part, group=full.group, sequence_reward=full.sequence_reward, sharding=shares)
 
 
-def crossing(batch: TrainBatch, plan: MicroBatchPlan, places: dict[int, ModelRank]) -> int:
-    """Tokens that another rank than their home has to read."""
+def tokens_crossing(batch: TrainBatch, plan: MicroBatchPlan, places: dict[int, ModelRank]) -> int:
+    """Return the number of tokens that a rank other than their home reads."""
     assert batch.sharding is not None
     wanted = {
         i: {rank for rank, at in places.items() if at.dp_rank == r}
@@ -79,20 +79,20 @@ def crossing(batch: TrainBatch, plan: MicroBatchPlan, places: dict[int, ModelRan
 def main() -> None:
     world = int(os.environ["WORLD_SIZE"])
     ranks.initialize(ParallelConfig(world_size=world), timeout_s=60.0)
-    rank, post = dist.get_rank(), row_exchange.get_row_exchange()
+    rank, exchange = dist.get_rank(), row_exchange.get_row_exchange()
     size = 2 if sys.argv[1] == "replicas" else 1
-    members = list(range(world))[-2:] if sys.argv[1] == "apart" else list(range(world))
+    members = list(range(world))[-2:] if sys.argv[1] == "disjoint" else list(range(world))
     places = {member: ModelRank(n // size, True, True, n % size == 0, ()) for n, member in enumerate(members)}
-    distribution = BatchDispatcher(places, len(members) // size, BUDGET, 0.0, 1, False, None)
-    full = whole_batch(members if size == 1 and len(members) == world else list(range(world - 2)))
-    batch, local_items = in_shares(full, rank), places.get(rank)
+    dispatcher = BatchDispatcher(places, len(members) // size, BUDGET, 0.0, 1, False, None)
+    full = make_batch(members if size == 1 and len(members) == world else list(range(world - 2)))
+    batch, this_rank = shard_batch(full, rank), places.get(rank)
     result: dict[str, Any] = {"wrong": []}
 
     def sent() -> int:
-        return int(row_exchange.WorldComm().all_reduce(torch.tensor(post.bytes_sent["machine"])))
+        return int(row_exchange.WorldComm().all_reduce(torch.tensor(exchange.bytes_sent["machine"])))
 
-    def right(rows: Any, plan: MicroBatchPlan, names: tuple[str, ...]) -> None:
-        for indices in plan[local_items.dp_rank] if local_items else ():
+    def check_rows(rows: Any, plan: MicroBatchPlan, names: tuple[str, ...]) -> None:
+        for indices in plan[this_rank.dp_rank] if this_rank else ():
             selected, expected = rows.select(indices), replace(full, sharding=None).select(indices)
             wrong = [name for name in names if not torch.equal(getattr(selected, name), getattr(expected, name))]
             wrong += [
@@ -102,34 +102,34 @@ def main() -> None:
             ]
             result["wrong"] += wrong
 
-    plan = distribution.plan(batch, forward_only=True)
-    free = plan_micro_batches(batch.lengths, distribution.dp, BUDGET)
-    result |= {"crossing": crossing(batch, plan, places), "without homes": crossing(batch, free, places)}
+    plan = dispatcher.plan(batch, forward_only=True)
+    free = plan_micro_batches(batch.lengths, dispatcher.dp, BUDGET)
+    result |= {"crossing": tokens_crossing(batch, plan, places), "without homes": tokens_crossing(batch, free, places)}
     result |= {"tokens": int(batch.lengths.sum()), "as without homes": plan == free}
     before = sent()
-    rows = distribution.dispatch(batch, plan, ("tokens",))
-    right(rows, plan, ("tokens",))
+    rows = dispatcher.dispatch(batch, plan, ("tokens",))
+    check_rows(rows, plan, ("tokens",))
     result["tokens sent"] = sent() - before
-    done = [
+    outputs = [
         (indices, {"x": rows.select(indices).tokens * 2.0})
-        for indices in (plan[local_items.dp_rank] if local_items else ())
+        for indices in (plan[this_rank.dp_rank] if this_rank else ())
     ]
     before = sent()
-    numbers = distribution.collect(batch, plan, done, ("x",))()
-    if not torch.equal(numbers["x"], batch.tokens * 2.0):
-        result["wrong"].append("numbers back")
-    result["numbers sent"] = sent() - before
+    results = dispatcher.collect(batch, plan, outputs, ("x",))()
+    if not torch.equal(results["x"], batch.tokens * 2.0):
+        result["wrong"].append("results back")
+    result["results sent"] = sent() - before
 
     mini = batch.select(range(0, 256, 2))
-    plan = distribution.plan(mini, forward_only=False)
+    plan = dispatcher.plan(mini, forward_only=False)
     full = full.select(range(0, 256, 2))
-    result["crossing of an update"] = crossing(mini, plan, places)
+    result["crossing of an update"] = tokens_crossing(mini, plan, places)
     for what, value in (
         ("named", select_columns(loss, mini)),
         ("all", select_columns(lambda output, part: None, mini)),
     ):
         before = sent()
-        right(distribution.dispatch(mini, plan, value), plan, value)
+        check_rows(dispatcher.dispatch(mini, plan, value), plan, value)
         result[f"{what} sent"], result[what] = sent() - before, value
     print("RESULT " + json.dumps(result), flush=True)
     ranks.barrier()

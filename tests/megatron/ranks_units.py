@@ -1,5 +1,7 @@
-"""Checks of single modules of `megarl.megatron` and `megarl.workers`, in one process; `test_*.py` say what must come
-out."""
+"""Run checks of single modules of `megarl.megatron` and `megarl.workers` in one process and print the results.
+
+`test_*.py` assert the results.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +61,12 @@ def names() -> dict[str, str]:
 
 
 def logprobs() -> dict[str, dict[str, float]]:
-    return {"plain": logprobs_with(0.0), "capped": logprobs_with(3.0)}
+    return {"plain": logprobs_with_cap(0.0), "capped": logprobs_with_cap(3.0)}
 
 
-def logprobs_with(cap: float) -> dict[str, float]:
-    """Against log_softmax in fp64, with gradients of both outputs, more rows than one slice, and padded columns."""
+def logprobs_with_cap(cap: float) -> dict[str, float]:
+    """Compare with log_softmax in fp64: gradients of both outputs, more rows than one slice, and padded columns."""
     from megarl.megatron import logprobs as module
-    from megarl.megatron import logprobs as pieces
 
     generator = torch.Generator().manual_seed(0)
     rows, real, padded, temperature = 11, 13, 16, 0.7
@@ -74,17 +75,17 @@ def logprobs_with(cap: float) -> dict[str, float]:
     targets = torch.randint(0, real, (rows,), generator=generator)
     weight = torch.randn(2, rows, generator=generator)
     most = 0
-    make = pieces.make_logits
+    make = module.make_logits
 
     def watched(states: torch.Tensor, *remaining: Any) -> torch.Tensor:
         nonlocal most
         most = max(most, len(states))
         return make(states, *remaining)
 
-    pieces.make_logits = watched
+    module.make_logits = watched
     actual = module.vocab_parallel_logprobs(hidden, head, targets, real, None, temperature, chunk_tokens=4, cap=cap)
     (weight[0] * actual[0] + weight[1] * actual[1]).sum().backward()
-    pieces.make_logits = make
+    module.make_logits = make
     options = targets, real, None, temperature, 4, cap
     pairs = [module.vocab_parallel_logprobs(hidden, head, *options, with_entropy=wanted) for wanted in (True, False)]
     both = [(out, *torch.autograd.grad((weight[0] * out).sum(), (hidden, head))) for out, _ in pairs]
@@ -103,14 +104,14 @@ def logprobs_with(cap: float) -> dict[str, float]:
         "logprobs": float((actual[0] - truth[0]).abs().max()),
         "entropy": float((actual[1] - truth[1]).abs().max()),
         "gradient": max(gaps),
-        "at once": float(most),
-        "the same without entropy": float(same),
+        "rows at once": float(most),
+        "same without entropy": float(same),
         "padding": float(head.grad[real:].abs().max()),
     }
 
 
-def context_parts(batch: TrainBatch) -> dict[str, Any]:
-    """The same two sequences over two context parallel ranks, each of which has a multiple of 10 tokens."""
+def context_parallel_shards(batch: TrainBatch) -> dict[str, Any]:
+    """Split two sequences over two context parallel ranks, each of which has a multiple of 10 tokens."""
     from megarl.megatron.micro_batch import make_micro_batch
 
     micros = [
@@ -121,19 +122,19 @@ def context_parts(batch: TrainBatch) -> dict[str, Any]:
     return {
         "tokens": [micro.tokens.tolist() for micro in micros],
         "positions": [micro.positions.tolist() for micro in micros],
-        "ahead": [micro.next_tokens.tolist() for micro in micros],
+        "next_tokens": [micro.next_tokens.tolist() for micro in micros],
         "cu_seqlens": micros[0].packed.cu_seqlens_q.tolist(),
         "aligned": micros[0].align(full).tolist(),
     }
 
 
 def micro_batch() -> dict[str, Any]:
-    """Sequences [1 2 3], [4], [5 6] of which the first and last are taken, padded to a multiple of 4."""
+    """Select the first and last of the sequences [1 2 3], [4], [5 6], padded to a multiple of 4."""
     from megarl.megatron.micro_batch import make_micro_batch
     from megarl.megatron.routing_replay import ReplayShard
 
     batch = tiny.batch((3, 1, 2)).with_(tokens=torch.tensor([1, 2, 3, 4, 5, 6]))
-    recorded = batch.with_(routing=tiny.records(batch, torch.arange(12).view(6, 1, 2)))
+    recorded = batch.with_(routing=tiny.routing_records(batch, torch.arange(12).view(6, 1, 2)))
     micro = make_micro_batch(
         recorded.select([0, 2]), [0, 2], torch.device("cpu"), tp=4, replayed=ReplayShard((0,), 1, 0)
     )
@@ -141,28 +142,29 @@ def micro_batch() -> dict[str, Any]:
     empty = make_micro_batch(batch.select([]), [], torch.device("cpu"), tp=4)
     further = make_micro_batch(batch.select([0, 2]), [0, 2], torch.device("cpu"), tp=4, mtp_layers=1)
     return {
-        "two ahead": further.next_tokens.tolist(),
+        "next_two_tokens": further.next_tokens.tolist(),
         "aligned by two": further.align(emitted, 2).tolist(),
         "tokens": micro.tokens.tolist(),
         "positions": micro.positions.tolist(),
-        "ahead": micro.next_tokens.tolist(),
+        "next_tokens": micro.next_tokens.tolist(),
         "cu_seqlens": micro.packed.cu_seqlens_q.tolist(),
         "aligned": micro.align(emitted).tolist(),
-        "cp": context_parts(batch),
+        "cp": context_parallel_shards(batch),
         "routing": micro.routing.flatten(1).tolist(),  # type: ignore[union-attr]
-        "shares of routing": shares_of_routing(batch),
-        "arrived": arrived(recorded),
+        "routing shards": routing_shards(batch),
+        "device_copies": device_copies(recorded),
         "empty": [empty.tokens.tolist(), empty.packed.cu_seqlens_q.tolist(), empty.align(torch.ones(4)).tolist()],
     }
 
 
-def shares_of_routing(batch: TrainBatch) -> dict[str, Any]:
-    """Three layers, of which a chunk has the first and the last; over two ranks of sequence parallelism, of context
-    parallelism, and for a model that does not replay."""
+def routing_shards(batch: TrainBatch) -> dict[str, Any]:
+    """Split the routing of three layers, of which a chunk has the first and the last, over two ranks.
+
+    With sequence parallelism, with context parallelism, and for a model that does not replay."""
     from megarl.megatron.micro_batch import make_micro_batch
     from megarl.megatron.routing_replay import ReplayShard
 
-    recorded = batch.with_(routing=tiny.records(batch, torch.arange(18).view(6, 3, 1)))
+    recorded = batch.with_(routing=tiny.routing_records(batch, torch.arange(18).view(6, 3, 1)))
 
     def of(replayed: Any, **cut: int) -> Any:
         actual = make_micro_batch(
@@ -178,15 +180,14 @@ def shares_of_routing(batch: TrainBatch) -> dict[str, Any]:
     }
 
 
-def arrived(recorded: TrainBatch) -> dict[str, list[str]]:
-    """Return the tensors of a micro-batch on the device: at first, after a forward pass of a middle stage, and for a
-    loss."""
+def device_copies(recorded: TrainBatch) -> dict[str, list[str]]:
+    """Return the tensors of a micro-batch that are on the device: initially, after a middle stage, and for a loss."""
     from megarl.megatron.micro_batch import make_micro_batch
     from megarl.megatron.routing_replay import ReplayShard
     from megarl.types import reads
 
     micro = make_micro_batch(recorded.select([0, 2]), [0, 2], torch.device("meta"), replayed=ReplayShard((0,), 1, 0))
-    copied = {"made": sorted(micro._copies)}
+    copied = {"initial": sorted(micro._copies)}
     assert micro.on_device("routing").is_meta
     copied["middle"] = sorted(micro._copies)
     micro.align(torch.empty(5, device="meta"))
@@ -197,8 +198,8 @@ def arrived(recorded: TrainBatch) -> dict[str, list[str]]:
     return copied
 
 
-def unnamed_columns() -> dict[str, Any]:
-    """What a loss that declares `advantages` receives, and how one ends that reads more."""
+def loss_columns() -> dict[str, Any]:
+    """Return the columns that a loss receives that declares `advantages`, and the error of one that reads more."""
     from megarl.megatron.micro_batch import make_micro_batch
     from megarl.types import reads
 
@@ -210,7 +211,7 @@ def unnamed_columns() -> dict[str, Any]:
     def wrong(output: ModelOutput, part: TrainBatch) -> TokenLoss:
         return TokenLoss(negative(output, part).loss * part.returns)
 
-    def told(call: Callable[[], Any]) -> str:
+    def error_of(call: Callable[[], Any]) -> str:
         try:
             call()
         except ConfigError as failure:
@@ -230,12 +231,12 @@ def unnamed_columns() -> dict[str, Any]:
         build("qwen2").train_step(batch, loss)
         for loss in (lambda *both: negative(*both), reads("advantages")(negative))
     ]
-    actual["while training"] = told(lambda: build("qwen2").train_step(batch, wrong))
+    actual["while training"] = error_of(lambda: build("qwen2").train_step(batch, wrong))
     return actual
 
 
 def attention() -> dict[str, float]:
-    """One call per sequence against one call with a block-diagonal mask, and how long a usual micro-batch takes."""
+    """Compare a call per sequence with one call under a block-diagonal mask, and time a typical micro-batch."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
@@ -255,7 +256,7 @@ def attention() -> dict[str, float]:
         q, k, v = (torch.randn(total, heads, 16, generator=generator).requires_grad_() for heads in (4, 2, 2))
         return q, k, v, core(q, k, v, packed_seq_params=packed(lengths))
 
-    lengths = [5, 40, 1, 9, 70, 33, 64, 32]  # several that are as long when rounded up, and some alone
+    lengths = [5, 40, 1, 9, 70, 33, 64, 32]  # several have the same length when rounded up
     q, k, v, actual = run(lengths)
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     allowed = (owner[:, None] == owner[None]) & torch.ones(len(owner), len(owner)).tril().bool()
@@ -283,7 +284,7 @@ def attention() -> dict[str, float]:
 
 
 def capped_attention() -> dict[str, float]:
-    """Output and gradients against the formula in fp64: with a window and without, all queries and the last ones."""
+    """Compare output and gradients with fp64, with and without a window, for all queries and for the last ones."""
     from megatron.core.transformer.enums import AttnMaskType
 
     from megarl.megatron import model_layers
@@ -316,7 +317,7 @@ def capped_attention() -> dict[str, float]:
 
 
 def scaled_embedding() -> float:
-    """In bf16 the scale is rounded first, as HF and SGLang do: sqrt(32) = 5.657 becomes 5.65625."""
+    """Return the difference from a scale rounded to bf16 first, as in HF and SGLang: sqrt(32) becomes 5.65625."""
     model = build("gemma2", model={"dtype": "bfloat16"})
     embedding = unwrapped(model).embedding
     tokens = torch.tensor([[3, 4, 5]])
@@ -330,7 +331,7 @@ def unwrapped(model: Any) -> Any:
     return unwrap(model.chunks[0])
 
 
-def refusals() -> dict[str, str]:
+def config_errors() -> dict[str, str]:
     from megarl.megatron.build import transformer_config
 
     def error(family: str, **arguments: Any) -> str:
@@ -375,8 +376,8 @@ def build(family: str, role: str = "actor", updates: int = 10, **sections: Any) 
     return model
 
 
-def routing() -> dict[str, Any]:
-    """Megatron's weights of given experts and their gradient, against fp64; every second token chooses for itself."""
+def replayed_routing() -> dict[str, Any]:
+    """Compare Megatron's weights of replayed experts and their gradient with fp64; every second token is replayed."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
     from megarl.megatron.routing_replay import ReplayedTopK, check, check_shape
@@ -433,14 +434,14 @@ def routing() -> dict[str, Any]:
     return result | {"refused": {name: refused(record) for name, record in (records | {"topk": [[1, 2, 3]]}).items()}}
 
 
-def who_gets_routing() -> dict[str, list[Any]]:
-    """Shapes of the routing of each micro-batch, by role, of a batch with a record, and with train.routing_replay."""
+def routing_by_role() -> dict[str, list[Any]]:
+    """Return the shapes of routing in micro-batches by role, with train.routing_replay and a recorded batch."""
     from megarl.megatron import trainer_model as module
     from megarl.models.routing import routing_shape
 
     shape, batch, make = routing_shape(tiny.HF["deepseek_v3"], {}), tiny.batch(), module.make_micro_batch
     record = torch.arange(shape.topk).expand(len(batch.tokens), len(shape.moe_layers), shape.topk)
-    recorded = batch.with_(routing=tiny.records(batch, record))
+    recorded = batch.with_(routing=tiny.routing_records(batch, record))
     actual: dict[str, list[Any]] = {}
     for role in ("actor", "critic", "reward_model"):
         model, shapes = build("deepseek_v3", role, train={"routing_replay": True}), []
@@ -461,8 +462,8 @@ def nll(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
     return TokenLoss(-output.logprobs, {})  # type: ignore[operator]
 
 
-def folder() -> dict[str, Any]:
-    """Folders as transformers writes them, for each family; and a critic's with and without a head."""
+def hf_folders() -> dict[str, Any]:
+    """Load folders written by transformers for each family, and a critic's with and without a head."""
     from safetensors.torch import load_file, save_file
 
     from megarl.megatron.trainer_model import MegatronModel
@@ -496,8 +497,8 @@ def folder() -> dict[str, Any]:
     return result
 
 
-def absent() -> dict[str, float]:
-    """Largest gaps to transformers of models whose config.json has none of the keys that have a default."""
+def absent_config_keys() -> dict[str, float]:
+    """Return the largest differences from transformers if config.json lacks every key that has a default."""
     import transformers
 
     from megarl.megatron.trainer_model import MegatronModel
@@ -511,13 +512,13 @@ def absent() -> dict[str, float]:
         groups = {"n_group": 8, "topk_group": 4} | larger["deepseek_v3"]
         cases[f"deepseek_v3 {key}"] = ("deepseek_v3", (key,), groups)
     llama3 = dict(tiny.HF["llama"]["rope_parameters"])
-    told = {"rope_scaling": llama3, "original_max_position_embeddings": 8192}
-    cases["llama 3, told twice"] = ("llama", ("rope_parameters",), told)
+    rope_scaling = {"rope_scaling": llama3, "original_max_position_embeddings": 8192}
+    cases["llama 3, rope_scaling"] = ("llama", ("rope_parameters",), rope_scaling)
     cases["both blocks"] = ("llama", (), {"rope_scaling": llama3})
     batch, result = tiny.batch(), {}
     for case, (family, keys, changes) in cases.items():
         values = {key: value for key, value in (tiny.HF[family] | changes).items() if key not in keys}
-        values["initializer_range"] = 0.1  # which is no matter of log-probs
+        values["initializer_range"] = 0.1  # does not affect log-probs
         name = values["architectures"][0]
         config = getattr(transformers, name.replace("ForCausalLM", "Config"))(**json.loads(json.dumps(values)))
         config._attn_implementation = "eager"
@@ -533,8 +534,8 @@ def absent() -> dict[str, float]:
     return result
 
 
-def half() -> dict[str, float]:
-    """bf16: close to fp32; and updates far below bf16's resolution are kept by the fp32 masters."""
+def bf16_training() -> dict[str, float]:
+    """Compare bf16 with fp32, and train with updates far below bf16's resolution, which fp32 masters accumulate."""
     batch = tiny.batch()
     exact = build("qwen3_moe").forward(batch)["logprobs"]
     optimizer = {"lr": 2e-4, "schedule": "constant", "warmup_fraction": 0.0, "weight_decay": 0.0}
@@ -579,7 +580,7 @@ def schedule() -> dict[str, list[float]]:
 
 
 def critic() -> dict[str, Any]:
-    """A head that starts at zero gives zeros, and only the head has a gradient then: -2 sum_t w_t return_t h_t."""
+    """A head of zeros outputs zeros, and only the head has a gradient at first: -2 sum_t w_t return_t h_t."""
     batch = tiny.batch()
     # AdamW's first step is -lr * g / (|g| + eps): with a huge eps, -lr / eps * g
     optimizer = dict(lr=1.0, eps=1e6, schedule="constant", warmup_fraction=0.0, weight_decay=0.0, max_grad_norm=0.0)
@@ -611,7 +612,7 @@ def critic() -> dict[str, Any]:
 
 
 def aux_losses() -> dict[str, Any]:
-    """Logged exactly where they are on, and then part of the gradient."""
+    """Train a step with and without auxiliary losses."""
     batch = tiny.batch((8, 20, 12))
     plain = build("qwen3_moe").train_step(batch, nll)
     aux = build("qwen3_moe", model={"megatron": tiny.AUX_LOSSES}).train_step(batch, nll)
@@ -622,7 +623,7 @@ def aux_losses() -> dict[str, Any]:
 
 
 def training() -> dict[str, Any]:
-    """A worker's rates over its updates, and what it says where numbers are not finite."""
+    """Return a worker's learning rates over its updates, and its errors for numbers that are not finite."""
     from megarl.observe.clock import Clock
     from megarl.workers.actor import ActorWorker
     from megarl.workers.context import Context
@@ -651,7 +652,7 @@ def training() -> dict[str, Any]:
         actor.start()
         return actor
 
-    def spoilt(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+    def infinite_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
         return TokenLoss(nll(output, part).loss * 1e30 * 1e30)
 
     def error(call: Callable[[], Any]) -> str:
@@ -665,13 +666,13 @@ def training() -> dict[str, Any]:
         tiny.hf_model("qwen2").save_pretrained(place)
         actor = worker(place)
         rates = [actor.update(batch, nll).sync()["actor/lr"] for _ in range(5)]
-        for step, loss in ((1, spoilt), (2, nll), (3, spoilt)):  # only those in a row count
+        for step, loss in ((1, infinite_loss), (2, nll), (3, infinite_loss)):  # only consecutive ones count
             actor.begin_step(step)
             actor.update(batch, loss)
         actor.begin_step(4)
-        in_vain = [actor.skip_failure, actor.update(batch, spoilt).sync(), actor.skip_failure]
+        in_vain = [actor.skip_failure, actor.update(batch, infinite_loss).sync(), actor.skip_failure]
         actor.on_rollback()
-        in_vain += [actor.skip_failure, actor.update(batch, spoilt).sync(), actor.skip_failure]
+        in_vain += [actor.skip_failure, actor.update(batch, infinite_loss).sync(), actor.skip_failure]
         infinite = torch.full_like(batch.loss_mask, torch.inf, dtype=torch.float32)
         argument = {name: infinite for name in ("advantages", "returns", "rollout_logprobs")}
         argument["sequence_reward"] = torch.tensor([0.0, torch.nan])
@@ -681,7 +682,7 @@ def training() -> dict[str, Any]:
         }
         unused = torch.where(batch.loss_mask, 0.0, infinite)
         harmless = actor.update(batch.with_(values=unused), nll).sync()["actor/skipped"]
-        # AdamW then divides 0 by 0 where a gradient is zero, as of words that do not occur: too little for fp32.
+        # AdamW then divides 0 by 0 for zero gradients, as of unused vocabulary: eps underflows in fp32.
         lost = error(lambda: worker(place, eps=1e-60).update(batch, nll))
     next(iter(actor.model.local_params().values())).fill_(torch.nan)
     outputs = error(lambda: actor.forward(batch))
@@ -689,7 +690,7 @@ def training() -> dict[str, Any]:
 
 
 def nothing() -> dict[str, list[int]]:
-    """A batch that everything was taken out of."""
+    """Run forward passes of an empty batch."""
     batch = TrainBatch.from_rollouts([])
     return {
         name: list(values.shape)
@@ -699,7 +700,7 @@ def nothing() -> dict[str, list[int]]:
 
 
 def spared() -> dict[str, Any]:
-    """Which rollouts a reward function is called on, and what becomes of the others."""
+    """Return the rollouts that a reward function is called on, and the rewards of all."""
     from megarl.observe.clock import Clock
     from megarl.types import Prompt, Rollout, Rollouts, Status, Turn
     from megarl.workers.context import Context
@@ -741,7 +742,7 @@ def comparing() -> dict[str, Any]:
     return comparing.found(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
 
 
-def placing() -> dict[str, Any]:
+def set_placement() -> dict[str, Any]:
     from megarl.flow import HybridFlow
 
     flow = HybridFlow(tiny.config(world=8))
@@ -749,23 +750,23 @@ def placing() -> dict[str, Any]:
     return flow.config.placement
 
 
-def unread() -> Any:
-    """What is said of roles of a flow that does not run yet, and of what is none."""
+def roles_before_run() -> Any:
+    """Return the errors of roles read before the run, and of a name that is no role."""
     from megarl.flow import HybridFlow
 
     flow = HybridFlow(tiny.config())
     flow.register_worker("judge", "lab.judges:Judge")
-    said = []
+    errors = []
     for name in ("actor", "judge", "teacher"):
         try:
             getattr(flow, name)
         except AttributeError as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
 
 
 def repeating() -> list[str]:
-    """What a flow says, by the step, of steps in which the rewards of no prompt's answers differ."""
+    """Return the alarms of a flow over steps in which no prompt has responses with different rewards."""
     from types import SimpleNamespace
 
     from megarl.config import from_dict
@@ -782,21 +783,22 @@ def repeating() -> list[str]:
     flow.loader = flow.clock = flow.profile = SimpleNamespace(
         epoch_metrics=dict, lap=lambda step: {"time/step": 1.0}, drain_spans=list, end=lambda step: None
     )
-    said: list[str] = []
+    alarms: list[str] = []
     flow.log = SimpleNamespace(
-        alarm=said.append,
+        alarm=alarms.append,
         timeline=SimpleNamespace(write=lambda spans: None),
         end_step=lambda step, metrics, *others: metrics,
     )
     for flow.step in range(1, 5):
         flow._finish_step(StepResult({"rollout/zero_spread_frac": 1.0, "rollout/reward_mean": 0.0}))
-    return said
+    return alarms
 
 
 CHECKS: list[Callable[[], Any]] = [
-    platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, routing, who_gets_routing,
-    refusals, folder, absent, half, schedule, critic, aux_losses, training, waking, numbers, comparing, nothing, spared,
-    placing, unnamed_columns, unread, repeating, cutoff.cut_logprobs, cutoff.cut_micro_batch,
+    platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, replayed_routing,
+    routing_by_role, config_errors, hf_folders, absent_config_keys, bf16_training, schedule, critic, aux_losses,
+    training, waking, numbers, comparing, nothing, spared, set_placement, loss_columns, roles_before_run, repeating,
+    cutoff.masked_logprobs, cutoff.masked_micro_batch,
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The truth to compare with: transformers' models, one sequence at a time, and torch's own optimizer."""
+"""The reference to compare with: transformers' models, one sequence at a time, and torch's optimizer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ def sequences(batch: TrainBatch) -> Iterator[tuple[int, int]]:
 
 
 def policy(model: Any, batch: TrainBatch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob and entropy of each token, [T]; 0 for the first of a sequence. Where sampling was cut off, of the whole
-    vocabulary's logits those of others are masked."""
+    """Return log-prob and entropy of each token, [T]; 0 for the first of a sequence.
+
+    A sampling mask excludes the logits of all other ids."""
     logprobs, entropies = [], []
     for number, (start, stop) in enumerate(sequences(batch)):
         tokens = batch.tokens[start:stop]
         logits = model(tokens[None]).logits[0, :-1] / temperature
         if batch.sampling_mask is not None:
-            logits = logits.masked_fill(~allowed(batch.sampling_mask[number], logits.shape[1])[1:], -torch.inf)
+            logits = logits.masked_fill(~candidate_mask(batch.sampling_mask[number], logits.shape[1])[1:], -torch.inf)
         log_p = logits.log_softmax(-1)
         zero = torch.zeros(1)
         logprobs.append(torch.cat([zero, log_p.gather(1, tokens[1:, None])[:, 0]]))
@@ -33,15 +34,15 @@ def policy(model: Any, batch: TrainBatch, temperature: float = 1.0) -> tuple[tor
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def allowed(support: SamplingMask, vocabulary: int) -> torch.Tensor:
-    """[n, vocabulary] bool: what each token could have been."""
-    rows = (support.counts == 0)[:, None].repeat(1, vocabulary)
-    rows[torch.repeat_interleave(torch.arange(len(support)), support.counts), support.ids.long()] = True
+def candidate_mask(mask: SamplingMask, vocabulary: int) -> torch.Tensor:
+    """Return the candidate ids of each token as a bool tensor [n, vocabulary]."""
+    rows = (mask.counts == 0)[:, None].repeat(1, vocabulary)
+    rows[torch.repeat_interleave(torch.arange(len(mask)), mask.counts), mask.ids.long()] = True
     return rows
 
 
 def values(model: Any, head: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
-    """[T]; 0 for the first of a sequence."""
+    """Return values [T]; 0 for the first of a sequence."""
     result = []
     for start, stop in sequences(batch):
         hidden = model.model(batch.tokens[None, start:stop]).last_hidden_state[0, :-1]
@@ -50,7 +51,7 @@ def values(model: Any, head: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
 
 
 def scores(model: Any, head: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
-    """[T]; the head on every token, as emitted: what transformers' ...ForSequenceClassification calls logits."""
+    """Return the head's output at every token, [T]: the logits of transformers' ...ForSequenceClassification."""
     hidden = [model.model(batch.tokens[None, start:stop]).last_hidden_state[0] for start, stop in sequences(batch)]
     return (torch.cat(hidden) @ head.T)[:, 0]
 
@@ -69,7 +70,7 @@ class Trainer:
         self.head = value_head(self.model.config.hidden_size).requires_grad_() if role != "actor" else None
 
     def loss(self, batch: TrainBatch) -> torch.Tensor:
-        """What `ranks_layout.py` minimises, written out."""
+        """Return the loss of `ranks_layout.py`, written out."""
         assert batch.loss_weights is not None and batch.advantages is not None and batch.returns is not None
         if self.role == "reward_model":
             at_end = scores(self.model, self.head, batch)[batch.cu_seqlens[1:] - 1]  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Replaying experts in one layout: the model's own change no bit, others give what transformers computes with them."""
+"""Routing replay in one layout: a model's own experts change no bit, and others give what transformers computes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def gates(model: Any) -> list[Any]:
     return [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
 
 
-def own_routing(model: Any, batch: TrainBatch) -> torch.Tensor:
-    """[T, MoE layers, topk]: the experts that transformers chooses, one sequence at a time."""
+def model_routing(model: Any, batch: TrainBatch) -> torch.Tensor:
+    """Return the experts that transformers chooses, [T, MoE layers, topk], one sequence at a time."""
     actual: list[list[torch.Tensor]] = [[] for _ in gates(model)]
     hooks = [
         gate.register_forward_hook(lambda _, __, out, into=into: into.append(out[2]))
@@ -41,8 +41,8 @@ def own_routing(model: Any, batch: TrainBatch) -> torch.Tensor:
 
 
 @contextmanager
-def forced(model: Any, routing: torch.Tensor) -> Iterator[None]:
-    """transformers' model takes the experts of `routing`, sequence after sequence, its own for rows of -1."""
+def force_routing(model: Any, routing: torch.Tensor) -> Iterator[None]:
+    """Make transformers' model use the experts of `routing`, and its own where a row is -1."""
 
     def patch(gate: Any, chosen: torch.Tensor) -> None:
         rows = iter(chosen.long())
@@ -73,8 +73,10 @@ def forced(model: Any, routing: torch.Tensor) -> Iterator[None]:
 def check(
     family: str, layout: dict[str, int], megatron: dict[str, Any], ranks: Any, gradients: Gradients
 ) -> dict[str, float]:
-    """The largest differences. In a pipeline the second step is repeated with recomputation, which must use each
-    micro-batch's own experts, although the next ones have begun meanwhile."""
+    """Return the largest differences.
+
+    In a pipeline the second step is repeated with recomputation, which must use each micro-batch's own experts
+    although later micro-batches have started."""
     from megarl.megatron.trainer_model import MegatronModel
 
     hf, batch = tiny.HF[family], tiny.batch()
@@ -82,13 +84,13 @@ def check(
     weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
     optimizer = dict(lr=0.01, schedule="constant", warmup_fraction=0.0, max_grad_norm=0.0)
 
-    def stepped(batch: TrainBatch, **recompute: Any) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+    def train_one_step(batch: TrainBatch, **recompute: Any) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
         sections = {"actor_optimizer": optimizer, "model": {"megatron": megatron | recompute}}
         config = tiny.config(**layout, **sections, train={"routing_replay": True})
         model = MegatronModel(hf, config, ranks, "actor")
         model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
-        value = tiny.in_shares(batch)
-        logprobs = tiny.whole(value, model.forward(value)["logprobs"])
+        value = tiny.shard_batch(batch)
+        logprobs = tiny.gather_tokens(value, model.forward(value)["logprobs"])
         loss = model.train_step(value, policy_loss)["actor/loss"]
         return logprobs, loss, gradients(model)
 
@@ -96,19 +98,23 @@ def check(
         gaps = [float((item[2][name] - other[2][name]).abs().max()) for name in item[2]]
         return max(float((item[0] - other[0]).abs().max()), abs(item[1] - other[1]), *gaps)
 
-    local = own_routing(trainer.model, batch)
-    natural = stepped(batch)
-    result = {"same experts": difference(stepped(batch.with_(routing=tiny.records(batch, local.flip(-1)))), natural)}
+    local = model_routing(trainer.model, batch)
+    natural = train_one_step(batch)
+    result = {
+        "same experts": difference(
+            train_one_step(batch.with_(routing=tiny.routing_records(batch, local.flip(-1)))), natural
+        )
+    }
 
     shape = routing_shape(hf, {})
     generator = torch.Generator().manual_seed(7)
     value = torch.rand(*local.shape[:2], shape.num_experts, generator=generator).topk(shape.topk).indices.short()
     value[batch.cu_seqlens[1:] - 1] = -1
-    other = batch.with_(routing=tiny.records(batch, value))
-    replayed = stepped(other)
-    with forced(trainer.model, value), torch.no_grad():
+    other = batch.with_(routing=tiny.routing_records(batch, value))
+    replayed = train_one_step(other)
+    with force_routing(trainer.model, value), torch.no_grad():
         logprobs, _ = reference.policy(trainer.model, batch)
-    with forced(trainer.model, value):
+    with force_routing(trainer.model, value):
         loss = trainer.loss(batch)
     loss.backward()
     truth = trainer.tensors(grads=True)
@@ -120,6 +126,6 @@ def check(
     if layout.get("pp", 1) > 1:
         full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
         moe = dict(recompute_granularity="selective", recompute_modules=["moe"])
-        result["recompute full"] = difference(stepped(other, **full), replayed)
-        result["recompute moe"] = difference(stepped(other, **moe), replayed)
+        result["recompute full"] = difference(train_one_step(other, **full), replayed)
+        result["recompute moe"] = difference(train_one_step(other, **moe), replayed)
     return result

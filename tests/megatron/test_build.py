@@ -1,3 +1,5 @@
+"""Validation of `model.megatron` and layouts before a model is built."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -22,10 +24,10 @@ import pytest
         ("dropout", ["model.megatron.attention_dropout", "soft cap"]),
     ],
 )
-def test_a_mistake_is_refused_in_one_line_with_the_remedy(units: dict[str, Any], case: str, words: list[str]) -> None:
-    message = units["refusals"][case]
+def test_refuses_invalid_config_with_remedy(units: dict[str, Any], case: str, words: list[str]) -> None:
+    message = units["config_errors"][case]
     assert all(word in message for word in words), message
 
 
-def test_a_field_of_megatrons_passes(units: dict[str, Any]) -> None:
-    assert units["refusals"]["accepted"] == "no error"
+def test_accepts_megatron_fields(units: dict[str, Any]) -> None:
+    assert units["config_errors"]["accepted"] == "no error"

@@ -1,13 +1,15 @@
+"""Gemma 2: attention with a soft cap, and scaled embeddings."""
+
 from __future__ import annotations
 
 from typing import Any
 
 
-def test_capped_attention_and_its_gradients_are_those_of_the_formula_in_fp64(units: dict[str, Any]) -> None:
+def test_capped_attention_and_gradients_match_fp64(units: dict[str, Any]) -> None:
     result = units["capped_attention"]
     assert len(result) == 4
     assert max(result.values()) < 5e-6, result
 
 
-def test_embeddings_are_scaled_by_what_the_scale_is_in_the_models_type(units: dict[str, Any]) -> None:
+def test_embedding_scale_is_rounded_to_model_dtype(units: dict[str, Any]) -> None:
     assert units["scaled_embedding"] == 0.0

@@ -1,3 +1,5 @@
+"""Vocabulary parallel log-probs and entropies compared with log_softmax in fp64."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -6,25 +8,25 @@ import pytest
 
 
 @pytest.mark.parametrize("kind", ["plain", "capped"])
-def test_logprobs_and_entropy_against_log_softmax_in_fp64(units: dict[str, Any], kind: str) -> None:
-    """With temperature and padded columns; the same cut over two ranks is part of every TP2 layout in test_model.py."""
+def test_logprobs_and_entropy_match_fp64(units: dict[str, Any], kind: str) -> None:
+    """With temperature and padding; test_model.py checks a sharded vocabulary in every layout with tp=2."""
     result = units["logprobs"][kind]
     assert result["logprobs"] < 5e-6
     assert result["entropy"] < 5e-6
     assert result["gradient"] < 5e-6
     assert result["padding"] == 0.0
-    assert result["at once"] == 4
-    assert result["the same without entropy"]
+    assert result["rows at once"] == 4
+    assert result["same without entropy"]
 
 
 @pytest.mark.parametrize("kind", ["plain", "capped"])
-def test_over_what_could_have_been_sampled_against_masked_logits_in_fp64(units: dict[str, Any], kind: str) -> None:
-    """Over two ranks it is part of every TP2 layout in test_model.py, and so are layouts against transformers."""
-    result = units["cut_logprobs"][kind]
+def test_sampling_mask_logprobs_match_masked_fp64(units: dict[str, Any], kind: str) -> None:
+    """test_model.py checks a sharded vocabulary in every layout with tp=2, and layouts against transformers."""
+    result = units["masked_logprobs"][kind]
     assert result["logprobs"] < 5e-6
     assert result["entropy"] < 5e-6
     assert result["gradient"] < 5e-6
     assert result["without entropy"] == 0.0
-    assert result["of one"] == 0.0  # it had to be drawn: nothing is learned of it
+    assert result["single candidate"] == 0.0  # a single candidate has probability 1 and no gradient
     assert result["padding"] == 0.0
-    assert 0 < result["looked up"] <= 13 * 6  # as many numbers as the logits of 4 tokens, and one token at least
+    assert 0 < result["gathered elements"] <= 13 * 6  # as many elements as the logits of 4 tokens, or one token

@@ -1,4 +1,4 @@
-"""LoRA in some layouts against transformers: one launch of `ranks_lora.py`, which compares on the inside.
+"""LoRA in several layouts compared with transformers, in one launch of `ranks_lora.py`.
 
 Adapters are not fresh there: with B of the order of 0.2 they change log-probs by more than 1.
 """
@@ -14,27 +14,27 @@ BOUNDS = {
     "base": 1e-5,  # the same without adapters
     "fresh": 0.0,  # between fresh adapters and none
     "merged": 1e-6,  # merged weights, against products in float64
-    "merged outputs": 1e-5,  # of a model without LoRA that has the merged weights
+    "merged outputs": 1e-5,  # a model without LoRA with the merged weights
     "loss": 5e-6,
     "grad_norm": 1e-5,  # relative
     "gradients": 5e-6,  # largest difference of any gradient over the largest gradient
     "step": 1e-4,  # largest difference of any factor after one clipped AdamW step, in units of the learning rate
     "resumed": 0.0,  # the next step after saving and loading
     "recomputed": 1e-4,  # the same with activations recomputed, in units of the learning rate
-    "elsewhere": 1e-4,  # the same in another layout, loaded from this one's checkpoint
+    "other_layout": 1e-4,  # the same in another layout, loaded from this one's checkpoint
 }
 EXPERTS = "experts.linear_fc1+experts.linear_fc2"
 MODELS = [
     "qwen3:actor@pp=2",  # the embedding is tied and on both stages
     "qwen3_moe:actor@tp=2,ep=2",
-    f"qwen3_moe:critic:{EXPERTS}@tp=2,etp=2",  # of the dense parameters the head alone is trained
+    f"qwen3_moe:critic:{EXPERTS}@tp=2,etp=2",  # the head is the only trained dense parameter
     "deepseek_v3:actor@tp=2,ep=2",
     "deepseek_v3:critic@cp=2",
-    f"deepseek_v3:actor:{EXPERTS}@pp=2",  # the first stage is a dense layer: nothing in it is trained
+    f"deepseek_v3:actor:{EXPERTS}@pp=2",  # the first stage is a dense layer without trained parameters
 ]
 
 
-def test_layouts(run_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_lora_matches_transformers_in_layouts(run_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
     results = run_ranks(2, "tests/megatron/ranks_lora.py", " ".join(MODELS), str(tmp_path))
     drawn: dict[str, float] = {}
     for rank, result in enumerate(results):
@@ -52,7 +52,7 @@ def test_layouts(run_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path)
 
 
 def check_stand_ins(actual: dict[str, float]) -> None:
-    """Grouped experts and fused norms, which only a GPU has, by modules of the same interface."""
+    """Check grouped experts and fused norms, which need a GPU, with stand-ins of the same interface."""
     assert actual["difference"] < 1e-5 and actual["least effect"] > 1
     assert actual["factors"] == 2 * 2 * (1 + 4 + 4)  # layers x factors x weights
     assert actual["with gradients"] == actual["factors"] - 2 * 2 * 2  # one expert has no tokens

@@ -9,7 +9,9 @@ import pytest
 
 
 @pytest.mark.parametrize(("layout", "world"), [("tp=2,cp=2,ep=2", 4), ("pp=2,ep=2", 4)])
-def test_every_loss_and_aggregation(run_ranks: Callable[..., list[dict[str, Any]]], layout: str, world: int) -> None:
+def test_policy_losses_match_transformers_under_every_aggregation(
+    run_ranks: Callable[..., list[dict[str, Any]]], layout: str, world: int
+) -> None:
     first, *others = run_ranks(world, "tests/megatron/ranks_losses.py", layout, timeout=600.0)
     assert all(other == first for other in others)
     assert len(first) == 8 * 3 + 6 + 1

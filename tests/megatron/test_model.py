@@ -1,7 +1,7 @@
-"""Every layout against transformers and torch: log-probs, values, loss, all gradients, one AdamW step, resuming.
+"""Every layout compared with transformers and torch: log-probs, values, loss, gradients, one AdamW step, resuming.
 
-Each layout is one launch of `ranks_layout.py`, which compares on the inside and reports the largest differences.
-Weights are fp32 and of the order of 0.1, log-probs of the order of 5.
+Each layout is one launch of `ranks_layout.py`, which compares and reports the largest differences. Weights are fp32 and
+of the order of 0.1, log-probs of the order of 5.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from check_parity import FLAGS, LAYOUTS, misses, title  # noqa: E402
 
 MOE = "qwen3_moe:actor deepseek_v3:actor"
 DENSE = "qwen2:actor qwen3:actor llama:actor"
-# Families whose tables others have, by config.json.
-ALIKE = "deepseek_llm:actor kimi_k2:actor"
-# Of tools/check_parity.py's table as much as covers every feature: layout -> family:role.
+# Families that share the table of another.
+SHARED_TABLES = "deepseek_llm:actor kimi_k2:actor"
+# The part of tools/check_parity.py's table that covers every feature: layout -> family:role.
 MODELS = {
-    "": f"{MOE} {DENSE} {ALIKE} gemma2:actor deepseek_v2:actor glm4_moe_mtp:actor deepseek_v3:critic "
+    "": f"{MOE} {DENSE} {SHARED_TABLES} gemma2:actor deepseek_v2:actor glm4_moe_mtp:actor deepseek_v3:critic "
     "llama:reward_model",
     "tp=2": f"{MOE} {DENSE} gemma2:actor qwen3_moe:critic",
     "pp=2": f"{MOE} {DENSE} gemma2:actor gemma2:critic deepseek_v3:critic deepseek_v3_mtp:actor",
@@ -38,7 +38,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("layout", MODELS, ids=title)
-def test_layout(
+def test_layout_matches_transformers(
     layout: str, run_ranks: Callable[..., list[dict[str, Any]]], units: dict[str, Any], tmp_path: Path
 ) -> None:
     models = MODELS[layout]
@@ -49,48 +49,49 @@ def test_layout(
         for model, numbers in result.items():
             aux = {name.removeprefix("aux "): numbers.pop(name) for name in list(numbers) if name.startswith("aux ")}
             moved = numbers.pop("replay moved", 1.0)
-            assert moved > 0.1  # other experts, other log-probs
+            assert moved > 0.1  # other experts give other log-probs
             assert not misses(numbers), (rank, model, {name: numbers[name] for name in misses(numbers)})
             assert numbers.keys() >= set(FLAGS)
-            says = {"actor": "logprobs", "critic": "values", "reward_model": "scores"}
-            assert says[model.partition("@")[0].split(":")[1]] in numbers
-            if aux and layout != "overlap":  # whose micro-batches are others than those of the one process
-                alone = units["aux_losses"]["aux"]
-                assert aux == pytest.approx({name: alone[f"actor/{name}"] for name in aux}, rel=1e-5)
+            output_names = {"actor": "logprobs", "critic": "values", "reward_model": "scores"}
+            assert output_names[model.partition("@")[0].split(":")[1]] in numbers
+            if aux and layout != "overlap":  # its micro-batches differ from those of the single process
+                expected = units["aux_losses"]["aux"]
+                assert aux == pytest.approx({name: expected[f"actor/{name}"] for name in aux}, rel=1e-5)
 
 
-def test_aux_losses_are_logged_only_where_they_are_on(units: dict[str, Any]) -> None:
+def test_logs_aux_losses_only_if_enabled(units: dict[str, Any]) -> None:
     plain, aux = units["aux_losses"]["plain"], units["aux_losses"]["aux"]
     assert aux.keys() - plain.keys() == {"actor/moe_load_balancing_loss", "actor/moe_z_loss"}
     assert not any("moe_" in name for name in plain)
     assert 1.0 <= aux["actor/moe_load_balancing_loss"] < 2.0  # 1 where experts get equal shares, their number at worst
-    assert 1.0 <= units["aux_losses"]["mtp"]["actor/moe_load_balancing_loss"] < 2.0  # of 2 layers, and 2 of MTP
+    assert 1.0 <= units["aux_losses"]["mtp"]["actor/moe_load_balancing_loss"] < 2.0  # over 2 decoder and 2 MTP layers
     assert aux["actor/loss"] == plain["actor/loss"]
-    assert abs(aux["actor/grad_norm"] - plain["actor/grad_norm"]) > 0.1  # they are in the gradient
+    assert abs(aux["actor/grad_norm"] - plain["actor/grad_norm"]) > 0.1  # the gradient includes them
 
 
-def test_loads_folders_that_transformers_wrote(units: dict[str, Any]) -> None:
-    folder = units["folder"]
+def test_loads_folders_written_by_transformers(units: dict[str, Any]) -> None:
+    folder = units["hf_folders"]
     assert max(folder[family] for family in ("qwen3_moe", "deepseek_v3", "qwen2")) < 1e-5
     assert folder["no head"] == 0.0
     assert folder["head"] < 1e-5
     assert "layers.1.self_attn.q_proj.weight or " in folder["not finite"] and "k_proj" in folder["not finite"]
 
 
-def test_keys_that_config_json_lacks_mean_what_they_mean_in_transformers(units: dict[str, Any]) -> None:
-    assert len(units["absent"]) == 13 and max(units["absent"].values()) < 1e-5, units["absent"]
+def test_absent_config_keys_match_transformers(units: dict[str, Any]) -> None:
+    differences = units["absent_config_keys"]
+    assert len(differences) == 13 and max(differences.values()) < 1e-5, differences
 
 
 def test_bf16_is_close_and_has_fp32_masters(units: dict[str, Any]) -> None:
-    half = units["half"]
-    assert half["difference"] < 0.03
-    assert half["last"] < half["first"] - 0.5
-    assert half["moved"] > 0.5  # without masters each of the updates would be rounded away
+    result = units["bf16_training"]
+    assert result["difference"] < 0.03
+    assert result["last"] < result["first"] - 0.5
+    assert result["moved"] > 0.5  # without masters each of the updates would be rounded away
     # The biases of routers choose experts: they are what was loaded, before any forward pass.
-    assert half["bias"] == 0.0 < half["bias_size"]
+    assert result["bias"] == 0.0 < result["bias_size"]
 
 
-def test_a_critic_starts_at_zero_and_its_head_learns_first(units: dict[str, Any]) -> None:
+def test_new_critic_outputs_zero_and_trains_its_head_first(units: dict[str, Any]) -> None:
     critic = units["critic"]
     assert critic["values"] == 0.0
     assert critic["shape"] == [1, 32]

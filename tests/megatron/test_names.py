@@ -1,9 +1,11 @@
+"""Canonical names of parameters."""
+
 from __future__ import annotations
 
 from typing import Any
 
 LAYER, GLOBAL, MTP = "decoder.layers.1.", "decoder.layers.5.", "mtp.layers.0."
-BOTH_SPECS = {  # of layer 1 on a rank whose layer 0 is the model's layer 4 and whose expert 0 is the model's expert 8
+BOTH_SPECS = {  # on a rank whose layer 0 and expert 0 are the model's layer 4 and expert 8
     "embedding.word_embeddings.weight": "embedding.word_embeddings.weight",
     "output_layer.weight": "output_layer.weight",
     "decoder.final_layernorm.weight": "decoder.final_layernorm.weight",
@@ -26,5 +28,5 @@ BOTH_SPECS = {  # of layer 1 on a rank whose layer 0 is the model's layer 4 and 
 
 
 def test_canonical_names_of_both_layer_specs(units: dict[str, Any]) -> None:
-    """That a model's names are those of its family's table is shown by loading it, in `test_model.py`."""
+    """`test_model.py` compares them with the family tables by loading models."""
     assert units["names"] == BOTH_SPECS

@@ -1,4 +1,4 @@
-"""Memory that runs out on one of two ranks, in real Megatron models: nobody hangs, and the result is the same."""
+"""Recovery from out-of-memory errors on one of two ranks, in real Megatron models."""
 
 from __future__ import annotations
 
@@ -7,85 +7,83 @@ from typing import Any
 
 import pytest
 
-Run = Callable[..., list[dict[str, Any]]]
-SAME = 1e-6
+RunRanks = Callable[..., list[dict[str, Any]]]
+TOLERANCE = 1e-6
 
 
 @pytest.fixture(scope="module")
-def alone(run_ranks: Run) -> list[dict[str, Any]]:
-    """Each rank has a whole model; the second one's memory runs out."""
+def independent_ranks(run_ranks: RunRanks) -> list[dict[str, Any]]:
+    """Results of two ranks with a whole model each, the second of which runs out of memory."""
     return run_ranks(2, "tests/megatron/ranks_oom_retry.py", "dp")
 
 
-def test_a_guard_that_does_nothing_changes_nothing(alone: list[dict[str, Any]]) -> None:
-    assert all(result["guarded"] == 0.0 for result in alone)
+def test_idle_guard_changes_nothing(independent_ranks: list[dict[str, Any]]) -> None:
+    assert all(result["guarded"] == 0.0 for result in independent_ranks)
 
 
-@pytest.mark.parametrize("how", ["device", "host", "backward"])
-def test_half_as_many_tokens_and_the_step_is_taken_again(alone: list[dict[str, Any]], how: str) -> None:
-    """By an error as CUDA's allocator raises it, by a real one of the host's, and by one in the backward pass: weights,
-    moments, metrics and log-probs are those of two steps that nothing has disturbed."""
-    for rank, result in enumerate(alone):
-        assert result[how]["gap"] <= SAME
-        budget, recomputes, often = result[how]["state"]
-        assert budget < 26 and not recomputes and often >= 1
-        assert bool(result[how]["seen"]) == bool(rank)
+@pytest.mark.parametrize("kind", ["device", "host", "backward"])
+def test_retries_step_with_half_the_token_budget(independent_ranks: list[dict[str, Any]], kind: str) -> None:
+    """Weights, moments, metrics and log-probs are those of two steps with enough memory.
+
+    Errors are as raised by CUDA's allocator, a real one of the host's, and one in the backward pass."""
+    for rank, result in enumerate(independent_ranks):
+        assert result[kind]["gap"] <= TOLERANCE
+        budget, recomputes, ooms = result[kind]["state"]
+        assert budget < 26 and not recomputes and ooms >= 1
+        assert bool(result[kind]["failures"]) == bool(rank)
 
 
-def test_it_is_halved_until_it_fits(alone: list[dict[str, Any]]) -> None:
-    for result in alone:
-        assert result["halved again"]["gap"] <= SAME
-        budget, recomputes, often = result["halved again"]["state"]
-        assert budget <= 26 // 4 and not recomputes and often >= 2
+def test_halves_budget_until_it_fits(independent_ranks: list[dict[str, Any]]) -> None:
+    for result in independent_ranks:
+        assert result["halved again"]["gap"] <= TOLERANCE
+        budget, recomputes, ooms = result["halved again"]["state"]
+        assert budget <= 26 // 4 and not recomputes and ooms >= 2
 
 
-def test_a_group_is_not_parted(alone: list[dict[str, Any]]) -> None:
-    for result in alone:
-        assert result["pairs"]["gap"] <= SAME
+def test_keeps_preference_pairs_together(independent_ranks: list[dict[str, Any]]) -> None:
+    for result in independent_ranks:
+        assert result["pairs"]["gap"] <= TOLERANCE
         assert result["pairs"]["state"][1] is False and result["pairs"]["state"][2] >= 1
 
 
-def test_a_sequence_that_is_too_long_by_itself_is_recomputed(alone: list[dict[str, Any]]) -> None:
-    """The micro-batches are the same, so are all bits, and what the router's losses had counted is not counted
-    twice."""
-    for result in alone:
+def test_recomputes_activations_of_a_long_sequence(independent_ranks: list[dict[str, Any]]) -> None:
+    """Micro-batches do not change, so the step is bitwise the same, and router losses are not counted twice."""
+    for result in independent_ranks:
         assert result["recomputed"] == {"gap": 0.0, "state": [26, True, 1]}
 
 
-def test_what_was_found_out_is_in_the_checkpoint(alone: list[dict[str, Any]]) -> None:
-    for result in alone:
+def test_checkpoint_restores_budget_and_recomputation(independent_ranks: list[dict[str, Any]]) -> None:
+    for result in independent_ranks:
         assert result["restored"] == [26, True, 1]
         assert result["restored recomputes"] == ["full", "uniform"]
-        assert result["set anew"] == [30, False, 1]
+        assert result["restored with new config"] == [30, False, 1]
 
 
-def test_what_fits_nowhere_ends_both_ranks_in_the_same_line(alone: list[dict[str, Any]]) -> None:
-    first, second = alone
-    assert first["never"] == second["never"] and first["never forward"] == second["never forward"]
-    for said in (first["never"], first["never forward"]):
-        assert said.startswith("out of memory in a micro-batch of one sequence, of ")
-        assert "of the actor" in said and "lower rollout.max_context" in said and "\n" not in said
-    assert "with all layers recomputed" in first["never"]
-    assert first["after all"] <= SAME  # nothing is left of it
+def test_unfittable_sequence_is_the_same_error_on_both_ranks(independent_ranks: list[dict[str, Any]]) -> None:
+    first, second = independent_ranks
+    assert first["unfittable"] == second["unfittable"] and first["unfittable forward"] == second["unfittable forward"]
+    for message in (first["unfittable"], first["unfittable forward"]):
+        assert message.startswith("out of memory in a micro-batch of one sequence, of ")
+        assert "of the actor" in message and "lower rollout.max_context" in message and "\n" not in message
+    assert "with all layers recomputed" in first["unfittable"]
+    assert first["after failure"] <= TOLERANCE  # the failed step leaves no trace
 
 
-def test_without_the_guard_it_is_an_error(alone: list[dict[str, Any]]) -> None:
-    assert [result["unguarded"] for result in alone] == ["not rank 1", "OutOfMemoryError"]
+def test_out_of_memory_without_guard_raises(independent_ranks: list[dict[str, Any]]) -> None:
+    assert [result["unguarded"] for result in independent_ranks] == ["not rank 1", "OutOfMemoryError"]
 
 
 @pytest.mark.parametrize("layout", ["tp", "pp", "ep"])
-def test_ranks_that_compute_together_ask_for_memory_first(run_ranks: Run, layout: str) -> None:
+def test_model_parallel_ranks_reserve_memory_first(run_ranks: RunRanks, layout: str) -> None:
     for result in run_ranks(2, "tests/megatron/ranks_oom_retry.py", layout):
-        assert result["short"]["gap"] <= SAME
-        budget, recomputes, often = result["short"]["state"]
-        assert budget <= 14 and not recomputes and often >= 1
+        assert result["short"]["gap"] <= TOLERANCE
+        budget, recomputes, ooms = result["short"]["state"]
+        assert budget <= 14 and not recomputes and ooms >= 1
         if layout == "pp":
-            assert result["in vain"].startswith(
+            assert result["unfittable"].startswith(
                 "out of memory in a micro-batch of one sequence, of 26 tokens (it needs"
             )
         else:
-            assert result["long"]["gap"] <= SAME
+            assert result["long"]["gap"] <= TOLERANCE
             assert result["long"]["state"][1:] == [True, result["long"]["state"][2]]
-            assert (
-                "cannot repeat: continue with run.resume=auto and train.max_tokens_per_gpu=" in result["in the middle"]
-            )
+            assert "cannot repeat: continue with run.resume=auto and train.max_tokens_per_gpu=" in result["unreserved"]

@@ -1,4 +1,4 @@
-"""The step itself is compared with torch's AdamW in `test_model.py`."""
+"""Learning rate schedules; `test_model.py` compares the step itself with torch's AdamW."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 
-def test_schedules_over_five_updates_with_two_of_warm_up(units: dict[str, Any]) -> None:
-    """Update k has point k of a line that ends at 6: neither the first nor the last rate is zero."""
+def test_lr_schedules_with_warmup(units: dict[str, Any]) -> None:
+    """Update k of five is at point k of a schedule that ends at 6, so neither the first nor the last rate is zero."""
     result = units["schedule"]
     warm_up = [0.5, 1.0]
     assert result["constant"] == pytest.approx(warm_up + [1.0, 1.0, 1.0])
@@ -17,9 +17,10 @@ def test_schedules_over_five_updates_with_two_of_warm_up(units: dict[str, Any]) 
     assert result["cosine"] == pytest.approx(warm_up + [0.5 + 0.5 * cos(pi * k / 4) for k in (1, 2, 3)])
 
 
-def test_a_longer_schedule_goes_on_where_the_shorter_one_was(units: dict[str, Any]) -> None:
-    """After five updates of the above, ten in all, four of them warm-up, with a peak of 2 and an end of 0.5: updates 6
-    and 7 are two and three of the seven parts of the decay behind the warm-up."""
+def test_longer_schedule_resumes_at_the_same_update(units: dict[str, Any]) -> None:
+    """After five updates, switch to ten with four of warm-up, a peak of 2 and an end of 0.5.
+
+    Updates 6 and 7 are at two and three sevenths of the decay."""
     result = units["schedule"]
     assert result["constant, longer"] == pytest.approx([2.0, 2.0])
     assert result["linear, longer"] == pytest.approx([0.5 + 1.5 * 5 / 7, 0.5 + 1.5 * 4 / 7])

@@ -1,5 +1,7 @@
-"""What Megatron-Core asks of Transformer Engine is there in the version of launch/requirements-cuda.txt, by the text of
-both: each name, and each argument that is given by name. On no machine of ours have the two met."""
+"""Transformer Engine has every name and keyword argument that Megatron-Core uses, by the source of both.
+
+The version is that of launch/requirements-cuda.txt. No test machine has the two installed together.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ FILES = """extensions/transformer_engine.py extensions/transformer_engine_spec_p
     transformer/multi_latent_attention.py transformer/mlp.py transformer/module.py transformer/cuda_graphs.py
     models/common/embeddings/rope_utils.py pipeline_parallel/fine_grained_activation_offload.py""".split()
 TE = "transformer_engine.pytorch"
-KNOWN = {
+KNOWN_ABSENCES = {
     f"{TE}.attention._SplitAlongDim": "in a try; without it torch.split, for interleaved queries, keys and values",
     f"{TE}.attention.apply_rotary_pos_emb": "of versions before 2.3; the newer place is asked for first",
     f"{TE}.module.base.get_workspace": "in a try; without it torch computes the router's fp32 product",
@@ -38,7 +40,7 @@ KNOWN = {
     "takes them, in C++'s stead",
     f"{TE}.fp8.FP8GlobalStateManager.add_fp8_tensors_to_global_buffer fp8_weights": "of versions before 1.6",
 }
-"""What is not there, and why that does no harm."""
+"""Absent names and arguments, and why they do no harm."""
 
 
 @pytest.fixture(scope="module")
@@ -51,27 +53,27 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
     return Sources(folder)
 
 
-def known() -> set[str]:
+def known_absences() -> set[str]:
     names = set()
-    for line in KNOWN:
+    for line in KNOWN_ABSENCES:
         name, *words = line.split()
         names |= {f"{name} {word}" for word in words} or {name}
     return names
 
 
-def test_all_that_megatron_asks_for_is_there(sources: Sources) -> None:
+def test_transformer_engine_has_what_megatron_uses(sources: Sources) -> None:
     result = {
         what: f"{file}, {use}"
         for file in FILES
         for what, use in missing(sources, Caller(MEGATRON / file, "transformer_engine"))
     }
-    excused = {what for what in result for name in known() if what == name or what.startswith(name + ".")}
+    excused = {what for what in result for name in known_absences() if what == name or what.startswith(name + ".")}
     assert {what: where for what, where in result.items() if what not in excused} == {}
-    assert known() <= result.keys(), "no reason is needed any more"
+    assert known_absences() <= result.keys(), "remove reasons that are no longer needed"
 
 
-def test_its_parameters_have_the_names_that_are_pushed_and_saved(sources: Sources) -> None:
-    """`megarl/models/` names weights as Megatron's modules have them, which are Transformer Engine's."""
+def test_parameter_names_match_the_model_tables(sources: Sources) -> None:
+    """`megarl/models/` uses the parameter names of Megatron's modules, which are Transformer Engine's."""
     text = {name: ast.unparse(result.node) for name in ("LayerNormLinear", "GroupedLinear", "Linear", "RMSNorm")
             if (result := sources.dotted(f"{TE}.{name}")) is not None and result.node is not None}  # fmt: skip
     assert "self.layer_norm_weight" in text["LayerNormLinear"] or "'layer_norm_weight'" in text["LayerNormLinear"]

@@ -1,4 +1,4 @@
-"""Tiny models of each family, as HF configs with transformers' random weights, and a packed batch."""
+"""Tiny models of each family as HF configs with transformers' random weights, and packed batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.parallel import row_exchange
 from megarl.types import BatchSharding, SamplingMask, TrainBatch
 
 COMMON: dict[str, Any] = dict(
-    vocab_size=200,  # no multiple of 128: the last ranks' vocabulary is partly padding
+    vocab_size=200,  # no multiple of 128, so the last ranks have vocabulary padding
     hidden_size=32,
     num_attention_heads=4,
     num_key_value_heads=2,
@@ -101,7 +101,7 @@ HF: dict[str, dict[str, Any]] = {
         hidden_activation="gelu_pytorch_tanh",
         query_pre_attn_scalar=12,
         sliding_window=6,
-        attn_logit_softcapping=1.5,  # low, so that the caps are felt
+        attn_logit_softcapping=1.5,  # low, so that the caps matter
         final_logit_softcapping=4.0,
         tie_word_embeddings=True,
         rope_theta=10000.0,
@@ -109,7 +109,7 @@ HF: dict[str, dict[str, Any]] = {
     "qwen2": dict(COMMON, architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True, rope_theta=10000.0),
 }
 
-# By their config.json these are others: Llama with whole attention and plain rope, and V3 with yarn and its own scale.
+# These families share a table: Llama with multi-head attention and plain RoPE, and V3 with YaRN and its own scale.
 HF["deepseek_llm"] = dict(COMMON, architectures=["LlamaForCausalLM"], tie_word_embeddings=False, rope_theta=10000.0)
 HF["deepseek_llm"]["num_key_value_heads"] = COMMON["num_attention_heads"]
 HF["kimi_k2"] = HF["deepseek_v3"] | dict(
@@ -132,7 +132,7 @@ AUX_LOSSES = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=
 
 
 def hf_model(family: str) -> Any:
-    """transformers' model, fp32, with seeded weights; norms and biases are not left at ones and zeros."""
+    """Return transformers' model in fp32 with seeded weights, and with norms and biases that are not ones and zeros."""
     import transformers
 
     values = {name: value for name, value in HF[family].items() if name != "architectures"}
@@ -153,12 +153,12 @@ def hf_model(family: str) -> Any:
 
 
 def hf_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Its weights under the names of the safetensors format, where each expert has tensors of its own."""
+    """Return the weights by their names in safetensors files, where each expert has its own tensors."""
     return split_experts(model.state_dict())
 
 
 def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers' stacked experts -> one tensor each; everything else as it is."""
+    """Split transformers' stacked experts into one tensor each."""
     result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith("experts.gate_up_proj"):
@@ -187,7 +187,7 @@ def config(
 
 
 def batch(lengths: tuple[int, ...] = (7, 19, 12, 3, 1, 26, 11), vocab: int = 200) -> TrainBatch:
-    """Sequences of random tokens of which about half count; the weights sum to 1, as over a mini-batch."""
+    """Return sequences of random tokens, about half of them in the loss mask, with loss weights that sum to 1."""
     generator = torch.Generator().manual_seed(5)
     total = sum(lengths)
     starts = torch.tensor([0, *lengths]).cumsum(0)
@@ -207,22 +207,23 @@ def batch(lengths: tuple[int, ...] = (7, 19, 12, 3, 1, 26, 11), vocab: int = 200
 
 
 def pairs(lengths: tuple[int, ...] = (7, 18, 12, 3, 1, 26, 11, 9)) -> TrainBatch:
-    """The same, of which each two in turn are a pair, for a reward model; one is longer than a micro-batch."""
+    """Return a batch of preference pairs for a reward model, with one sequence longer than a micro-batch."""
     created = batch(lengths)
     group = torch.arange(len(lengths) // 2).repeat_interleave(2)
     return created.with_(group=group, loss_weights=pair_mean_weights(created.cu_seqlens))
 
 
-def records(batch: TrainBatch, routing: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """[T, layers, topk] of all tokens -> a record for each sequence: of those at its beginning without a -1."""
+def routing_records(batch: TrainBatch, routing: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Split routing [T, layers, topk] into a record per sequence, of its leading tokens without a -1."""
     parts = routing.split(batch.lengths.tolist())
     known = [int((part.flatten(1) >= 0).all(-1).sum()) for part in parts]
     return tuple(part[:count].to(torch.uint8) for part, count in zip(parts, known, strict=True))
 
 
-def supports(batch: TrainBatch, vocab: int = 200) -> tuple[SamplingMask, ...]:
-    """Of each token where the mask is set some ids that it could have been, and it: none but it, a few, those of a
-    part of the vocabulary, or all of them. Of the others, nothing."""
+def sampling_masks(batch: TrainBatch, vocab: int = 200) -> tuple[SamplingMask, ...]:
+    """Return sampling masks that give each token of the loss mask candidate ids, including itself.
+
+    Candidates are in turn the token alone, a few ids, ids of half of the vocabulary, and all ids."""
     generator = torch.Generator().manual_seed(11)
     rows: list[list[int]] = []
     for token, chosen in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), strict=True):
@@ -234,8 +235,8 @@ def supports(batch: TrainBatch, vocab: int = 200) -> tuple[SamplingMask, ...]:
     return tuple(whole.index_select(part) for part in at.split(batch.lengths.tolist()))
 
 
-def in_shares(batch: TrainBatch) -> TrainBatch:
-    """The same, of which each rank has some sequences: of two ranks or more the second has none."""
+def shard_batch(batch: TrainBatch) -> TrainBatch:
+    """Distribute the sequences of a batch over all ranks; with two or more, the second has none."""
     all_ranks, world = row_exchange.WorldComm(), torch.distributed.get_world_size()
     homes = [rank for rank in range(world) if world == 1 or rank != 1]
     home = torch.tensor([homes[number * number % len(homes)] for number in range(batch.num_sequences)])
@@ -249,8 +250,8 @@ def in_shares(batch: TrainBatch) -> TrainBatch:
     return replace(part, group=batch.group, sequence_reward=batch.sequence_reward, sharding=shares)
 
 
-def whole(batch: TrainBatch, values: torch.Tensor) -> torch.Tensor:
-    """Numbers per token of a batch in shares, each rank's own -> [T] of all."""
+def gather_tokens(batch: TrainBatch, values: torch.Tensor) -> torch.Tensor:
+    """Gather each rank's per-token values of a distributed batch to [T]."""
     actual = [torch.zeros(0)] * batch.num_sequences
     mine = list(zip(batch.local_indices.tolist(), values.split(batch.cu_seqlens.diff().tolist()), strict=True))
     for parts in batch.comm.all_gather_objects(mine):

@@ -1,4 +1,4 @@
-"""Training runs that others have published, with the layout and the speed that they report, beside the model's."""
+"""Published training runs with their layout and speed, and the speed that the model predicts for them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ MLA = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"
 
 
 @dataclass(frozen=True)
-class Run:
-    """`layout`: of `parallel`. batch, length: sequences of an optimizer step, and their tokens. micro: sequences of a
-    micro-batch. megatron: of `model.megatron`. speed: tokens per second and GPU, as published."""
+class PublishedRun:
+    """A published run. speed: tokens per second and GPU.
+
+    batch, length: sequences per optimizer step, and tokens per sequence. micro: sequences per micro-batch. layout and
+    megatron: keys of `parallel` and `model.megatron`. changes: keys of config.json that differ from `model`."""
 
     name: str
     model: str
@@ -41,7 +43,7 @@ class Run:
     machine: GPUSpec = GPUSpec()
 
     @cached_property
-    def modelled(self) -> float:
+    def predicted_speed(self) -> float:
         """Tokens per second and GPU."""
         hf = load_hf_config(MODELS / f"{self.model}.json") | dict(self.changes)
         tree = {
@@ -54,66 +56,68 @@ class Run:
         return tokens / sum(seconds.values()) / self.layout["world_size"]
 
     @property
-    def row(self) -> str:
-        """Of the table in the README."""
-        ratio = self.modelled / self.speed
-        return f"| {self.name} | {self.speed:,.0f} | {self.modelled:,.0f} | {ratio:.2f} | {self.source} |"
+    def readme_row(self) -> str:
+        """The row of this run in the README's table."""
+        ratio = self.predicted_speed / self.speed
+        return f"| {self.name} | {self.speed:,.0f} | {self.predicted_speed:,.0f} | {ratio:.2f} | {self.source} |"
 
 
 def layout(world: int, **sizes: int) -> dict[str, int]:
     return {"world_size": world, **sizes}
 
 
-def per_step(seconds: float, gpus: int) -> float:
-    """Tokens per second and GPU of 2,048 sequences of 4,096 in so many seconds."""
+def speed_of_step(seconds: float, gpus: int) -> float:
+    """Return tokens per second and GPU of a step of 2,048 sequences of 4,096 tokens."""
     return 2048 * 4096 / seconds / gpus
 
 
-def ends(first: int, last: int) -> dict[str, int]:
+def end_stages(first: int, last: int) -> dict[str, int]:
     return {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
 
 
 V3, QWEN, NAME = "deepseek_v3", "qwen3_235b", "Qwen3-235B, 256 H100"
 NEMO = layout(256, tp=2, pp=8, ep=32, vpp=2)
-RUNS = (
-    Run("Llama 3 8B, 8 H100, FP8", "llama3_70b", layout(8), 128, 8192, 14451, f"{BRIDGE}, 25.11", 1, FP8, LLAMA_8B),
-    Run(
+PUBLISHED_RUNS = (
+    PublishedRun(
+        "Llama 3 8B, 8 H100, FP8", "llama3_70b", layout(8), 128, 8192, 14451, f"{BRIDGE}, 25.11", 1, FP8, LLAMA_8B
+    ),
+    PublishedRun(
         "Llama 3 70B, 64 H100, FP8, TP4 PP8 VPP5",
         *("llama3_70b", layout(64, tp=4, pp=8, vpp=5), 128, 8192, 1602, f"{BRIDGE}, 25.11", 1, FP8),
     ),
-    Run(
+    PublishedRun(
         "DeepSeek-V3, 2048 H800, FP8, PP16 EP64",
         *(V3, layout(2048, pp=16, ep=64), 15360, 4096, 14.8e12 / (2.664e6 * 3600)),
         "arXiv:2412.19437: 2.664 M GPU hours for 14.8 T tokens",
-        megatron=FP8 | DEEP_EP | ends(3, 2),
+        megatron=FP8 | DEEP_EP | end_stages(3, 2),
         machine=H800,
     ),
-    Run(
+    PublishedRun(
         "DeepSeek-V3, 1024 H100, FP8, TP2 PP8 EP64, VPP4 there",
         *(V3, layout(1024, tp=2, pp=8, ep=64), 8192, 4096, 1297, f"{BRIDGE}, 25.09"),
-        megatron=FP8 | DEEP_EP | MLA | ends(7, 6),
+        megatron=FP8 | DEEP_EP | MLA | end_stages(7, 6),
     ),
-    Run(
+    PublishedRun(
         f"{NAME}, FP8, TP2 PP8 EP32, VPP4 there",
         *(QWEN, NEMO, 2048, 4096, 1575, f"{BRIDGE}, 25.11"),
-        megatron=FP8 | DEEP_EP | ends(12, 10),
+        megatron=FP8 | DEEP_EP | end_stages(12, 10),
     ),
-    Run(
+    PublishedRun(
         f"{NAME}, BF16, TP2 PP8 EP32, VPP4 there",
-        *(QWEN, NEMO, 2048, 4096, per_step(17.6, 256), f"{ZOO}: 17.6 s a step"),
-        megatron=DEEP_EP | ends(12, 10),
+        *(QWEN, NEMO, 2048, 4096, speed_of_step(17.6, 256), f"{ZOO}: 17.6 s a step"),
+        megatron=DEEP_EP | end_stages(12, 10),
     ),
-    Run(
+    PublishedRun(
         f"{NAME}, BF16, TP2 PP32 EP8, VPP3 there",
-        *(QWEN, layout(256, tp=2, pp=32, ep=8), 2048, 4096, per_step(24.2, 256), f"{ZOO}: 24.2 s a step"),
-        megatron=ends(2, 2),
+        *(QWEN, layout(256, tp=2, pp=32, ep=8), 2048, 4096, speed_of_step(24.2, 256), f"{ZOO}: 24.2 s a step"),
+        megatron=end_stages(2, 2),
     ),
-    Run(
+    PublishedRun(
         f"{NAME}, BF16, TP4 PP8 EP8, VPP4 there",
-        *(QWEN, layout(256, tp=4, pp=8, ep=8, vpp=2), 2048, 4096, per_step(29.0, 256), f"{ZOO}: 29.0 s a step"),
-        megatron=DEEP_EP | ends(12, 10),
+        *(QWEN, layout(256, tp=4, pp=8, ep=8, vpp=2), 2048, 4096, speed_of_step(29.0, 256), f"{ZOO}: 29.0 s a step"),
+        megatron=DEEP_EP | end_stages(12, 10),
     ),
-    Run(
+    PublishedRun(
         "Qwen3-30B-A3B, 16 H100, FP8, PP2 EP8, VPP24 there",
         *("qwen3_30b_a3b", layout(16, pp=2, ep=8), 512, 4096, 10494, f"{BRIDGE}, 25.09"),
         micro=2,

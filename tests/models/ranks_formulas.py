@@ -1,4 +1,4 @@
-"""Rotary embeddings, softmax scale and routing of Megatron, set up by the tables, against those of transformers."""
+"""Compare Megatron's rotary embeddings, softmax scale and routing, as the tables configure them, with transformers'."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SCALED = [
     {},
     {"mscale": 1.0, "mscale_all_dim": 1.0},  # DeepSeek-V3
     {"mscale": 1.0, "mscale_all_dim": 0.7},
-    {"mscale": 0.5},  # which transformers ignores alone
+    {"mscale": 0.5},  # ignored by transformers without mscale_all_dim
     {"mscale": 0.7, "mscale_all_dim": 0.7, "beta_fast": 16, "beta_slow": 2},
     {
         "mscale": 1.0,
@@ -59,7 +59,7 @@ SCALED = [
 
 
 def rotary(rope_parameters: dict[str, Any]) -> tuple[float, float]:
-    """Largest differences of the turned queries and of the softmax scale."""
+    """Return the largest differences of the rotated queries and of the softmax scale."""
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding, _yarn_get_mscale
@@ -83,24 +83,24 @@ def rotary(rope_parameters: dict[str, Any]) -> tuple[float, float]:
     else:
         plain = RotaryEmbedding(64, 1.0, rotary_base=values["rotary_base"], use_cpu_initialization=True)
         frequencies, scale = plain.get_emb(300), 1.0
-    turned = _apply_rotary_pos_emb_bshd(
+    rotated = _apply_rotary_pos_emb_bshd(
         x, frequencies, values["rotary_interleaved"], multi_latent_attention=True, mscale=scale
     )
     mscale = _yarn_get_mscale(values["rotary_scaling_factor"], values["mscale_all_dim"])
     softmax_scale = mscale * mscale / math.sqrt(32 + 64)  # as MultiLatentAttention computes it
-    difference = (turned.permute(1, 2, 0, 3) - expected).abs().max().item()
+    difference = (rotated.permute(1, 2, 0, 3) - expected).abs().max().item()
     return difference, abs(softmax_scale - theirs.DeepseekV3Attention(config, 0).scaling)
 
 
-class Asked:
-    """Stands for what replays routing, where that leaves the choice to the router."""
+class NoReplay:
+    """Replay of routing that leaves every choice to the router."""
 
     def get_replay_topk(self, scores: Any, topk: int, num_groups: int, group_topk: int, compute: Any) -> Any:
         return compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
 
 
 def routing(architecture: str, router: Any, hf: dict[str, Any]) -> float:
-    """Largest difference of the experts' weights, zeros for those not chosen, over random tokens; and of gradients."""
+    """Return the largest difference of expert weights, zero where not chosen, and of gradients, over random tokens."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
     from megarl.megatron.model_layers import GroupMaxTopK
@@ -122,7 +122,9 @@ def routing(architecture: str, router: Any, hf: dict[str, Any]) -> float:
         scaling_factor=values.get("moe_router_topk_scaling_factor"),
         score_function=values.get("moe_router_score_function", "softmax"),
         expert_bias=bias if values.get("moe_router_enable_expert_bias") else None,
-        router_replay=GroupMaxTopK(Asked() if hf["n_group"] == 8 else None) if extras.has_group_max_routing else None,
+        router_replay=GroupMaxTopK(NoReplay() if hf["n_group"] == 8 else None)
+        if extras.has_group_max_routing
+        else None,
     )
     direction = torch.randn(probs.shape)
     (probs * direction).sum().backward()

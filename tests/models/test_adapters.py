@@ -1,4 +1,4 @@
-"""LoRA's table: which weights have adapters, how the factors are cut, what PEFT is given."""
+"""LoRA tables: which weights have adapters, how factors are sharded, and the PEFT export."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def modules(params: list[Param]) -> set[str]:
     return {param.megatron.removesuffix(".weight").removeprefix("decoder.layers.") for param in params}
 
 
-def test_all_linear_layers_by_default() -> None:
+def test_adapts_all_linear_layers_by_default() -> None:
     assert modules(adapted_weights(table("qwen2"), ())) == {
         f"{layer}.{name}"
         for layer in (0, 1)
@@ -48,7 +48,7 @@ def test_all_linear_layers_by_default() -> None:
     assert latent == expected | {f"{place}.linear_fc{n}" for place in places for n in (1, 2)}
 
 
-def test_targets_by_name_and_place() -> None:
+def test_selects_targets_by_name_and_parent() -> None:
     moe = table("deepseek_v3")
     assert len(adapted_weights(moe, ("linear_proj",))) == 3
     assert len(adapted_weights(moe, ("linear_fc1",))) == 1 + 2 * (4 + 1)
@@ -61,7 +61,7 @@ def test_targets_by_name_and_place() -> None:
 
 
 @pytest.mark.parametrize("target", ["linear_qkvv", "q_proj", "router", "experts", "output_layer", "linear_q_proj", ""])
-def test_a_target_that_names_nothing_is_an_error(target: str) -> None:
+def test_refuses_target_without_layers(target: str) -> None:
     with pytest.raises(
         ConfigError, match=f"lora.target_modules: {target} names no linear layer of this model; it has .*fc1"
     ):
@@ -69,8 +69,8 @@ def test_a_target_that_names_nothing_is_an_error(target: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3", "glm4_moe"])
-def test_shards_merged_are_shards_of_the_merged(family: str) -> None:
-    """W + s B A cut by the weight's own cut, against the local products, for every rank of 2."""
+def test_merging_commutes_with_sharding(family: str) -> None:
+    """On each of two ranks, the shard of W + s B A equals the merge of the shards of W, B and A."""
     generator, scale = torch.Generator().manual_seed(0), 2.5
     for param in adapted_weights(table(family, 2), ()):
         a, b = factor_params(param, 3)
@@ -90,7 +90,7 @@ def test_shards_merged_are_shards_of_the_merged(family: str) -> None:
             assert all(torch.equal(result[name], full[name]) for name in result)
 
 
-def test_one_factor_is_cut_as_the_weight_is() -> None:
+def test_sharded_factor_follows_the_weight() -> None:
     result = {
         row.megatron.rpartition("linear_")[2]: local_shape(row, 2, 1)
         for param in adapted_weights(table("deepseek_v3", 2), ())
@@ -98,7 +98,7 @@ def test_one_factor_is_cut_as_the_weight_is() -> None:
         for row in factor_params(param, 3)
     }
     assert result == {
-        "q_down_proj.lora_a": (3, 32), "q_down_proj.lora_b": (24, 3),  # on all ranks, as the weight is
+        "q_down_proj.lora_a": (3, 32), "q_down_proj.lora_b": (24, 3),  # replicated, as the weight is
         "q_up_proj.lora_a": (3, 24), "q_up_proj.lora_b": (40, 3),
         "kv_down_proj.lora_a": (3, 32), "kv_down_proj.lora_b": (24, 3),
         "kv_up_proj.lora_a": (3, 16), "kv_up_proj.lora_b": (48, 3),
@@ -108,14 +108,14 @@ def test_one_factor_is_cut_as_the_weight_is() -> None:
     }  # fmt: skip
 
 
-def test_merge_of_bf16_is_rounded_once() -> None:
+def test_bf16_merge_rounds_once() -> None:
     weight, a, b = torch.full((1, 1), 1.0), torch.full((1, 1), 0.5), torch.full((1, 1), 2**-7)
     merged = merge_adapter(weight.bfloat16(), a.bfloat16(), b.bfloat16(), 3.0)
     assert merged.dtype == torch.bfloat16
     assert float(merged) == 1 + 2**-6  # 1 + 3 * 2^-8 lies between 1 + 2^-7 and 1 + 2^-6, as far from either: to even
 
 
-def test_peft_tensors_share_a_and_have_their_own_rows_of_b() -> None:
+def test_peft_tensors_share_a_and_split_b() -> None:
     params = adapted_weights(table("qwen3_moe"), ("linear_qkv", "experts.linear_fc2"))
     tensors = {t.name: torch.randn(t.shape) for param in params for row in factor_params(param, 3) for t in row.hf}
     result = peft_tensors(tensors, params, 3)
@@ -146,6 +146,6 @@ def test_peft_config() -> None:
     assert config("deepseek_v3", "linear_q_up_proj", "linear_kv_down_proj")["target_modules"] == [
         "kv_a_proj_with_mqa", "q_b_proj",
     ]  # fmt: skip
-    # The dense layer and the shared experts have a down_proj without an adapter, so that the name does not do.
+    # The dense layer and the shared experts have a down_proj without an adapter, so the name alone is ambiguous.
     experts = config("deepseek_v3", "experts.linear_fc2")["target_modules"]
     assert experts == [f"model.layers.{layer}.mlp.experts.{e}.down_proj" for layer in (1, 2) for e in range(4)]

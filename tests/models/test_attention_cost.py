@@ -1,4 +1,4 @@
-"""The share of attention in what a sequence costs."""
+"""The quadratic cost of attention relative to the linear cost of a token."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ TINY = {
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_by_hand(tied: bool) -> None:
+def test_quadratic_cost_by_hand(tied: bool) -> None:
     # Per layer q 4x4, k and v 2x4 each, their biases 4 + 2 + 2, o 4x4, gate, up and down 6x4, norms 2x4; and the head.
     layer = 16 + 8 + 8 + 8 + 16 + 72 + 8
     weights = 3 * layer + 4 + 10 * 4
     assert quadratic_cost(TINY | {"tie_word_embeddings": tied}) == pytest.approx(3 * 2 * (2 + 2) / (2 * weights))
 
 
-def test_deepseek_v3() -> None:
-    """37.5e9 active weights, embedding apart 36.6e9; 61 layers of 128 heads of 192 and 128."""
+def test_quadratic_cost_of_deepseek_v3() -> None:
+    """36.6e9 active weights without the embedding; 61 layers of 128 heads with dimensions 192 and 128."""
     hf = json.loads((CONFIGS / "deepseek_v3.json").read_text())
     assert quadratic_cost(hf) == pytest.approx(61 * 128 * 320 / (2 * 36.6e9), rel=0.01)

@@ -1,4 +1,4 @@
-"""What a classifier's config.json says, and that its trunk has the table of the language model."""
+"""The config.json of a classifier, whose trunk has the table of the language model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs/models").glob("
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_round_trip(path: Path) -> None:
+def test_classifier_config_round_trip(path: Path) -> None:
     policy = load_hf_config(path)
     family = family_of(policy)
     result = classifier_config(policy, family.architecture, 7)
@@ -31,7 +31,7 @@ def test_round_trip(path: Path) -> None:
     assert classifier_config(result, family.architecture, None) == {**result, "pad_token_id": None}
 
 
-def test_an_unknown_classifier_is_named_as_it_is() -> None:
+def test_error_names_unknown_classifier() -> None:
     with pytest.raises(
         ConfigError, match="no model family for the architecture BertForSequenceClassification; known: Qwen2"
     ):

@@ -1,6 +1,6 @@
-"""Every key of config.json that transformers or SGLang reads for one of our families: absent, null and changed.
+"""Every key of config.json that transformers or SGLang reads for a supported family: absent, null and changed.
 
-What an absent key means is asked of transformers' configuration class, which SGLang reads config.json with, too.
+transformers' configuration class, with which SGLang reads config.json too, defines what an absent key means.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ import tiny  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
-NAMES = ("qwen2", "qwen3", "llama", "gemma2", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
+FAMILY_NAMES = ("qwen2", "qwen3", "llama", "gemma2", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
 ALIASES = {"num_mtp_layers": "num_nextn_predict_layers", "num_experts": "num_local_experts"}
-"""Names of class fields, and those that transformers writes them under."""
+"""Class fields and the names that transformers writes them under."""
 
 LLAMA3 = tiny.HF["llama"]["rope_parameters"]
 YARN = tiny.HF["kimi_k2"]["rope_parameters"]
 
-INERT = {
+INERT_FIELDS = {
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
     "use_cache",
-    "max_window_layers",  # of models with a sliding window, which are refused
+    "max_window_layers",  # models with a sliding window are refused
     "output_router_logits",
-    "pretraining_tp",  # the same products in parts
-    "router_aux_loss_coef",  # of a loss of its own, which `model.megatron` has
+    "pretraining_tp",  # computes the same products in parts
+    "router_aux_loss_coef",  # `model.megatron` sets auxiliary losses
 }
-"""Class fields that change no log-prob."""
+"""Class fields that do not affect log-probs."""
 
-READ_INERT = {
+EXEMPT_KEYS = {
     *("__class__", "_attn_implementation", "architectures", "model_type"),
     "quantization_config",  # `tests/models/test_registry.py`
     *("rope_scaling", "rope_theta", "original_max_position_embeddings"),  # the tests of rotary embeddings below
     "indexer_rope_interleave",  # with index_topk, which is refused
-    "target_hidden_size",  # of draft models
-    *("n_shared_experts", "shared_expert_intermediate_size"),  # of Qwen2-MoE, in a file that Qwen3-MoE's model shares
+    "target_hidden_size",  # draft models only
+    *("n_shared_experts", "shared_expert_intermediate_size"),  # Qwen2-MoE only, whose file Qwen3-MoE shares
     *("num_experts", "num_local_experts"),  # two names: a test below
 }
-"""Other keys that the models' code reads, and that change no log-prob or have a test of their own."""
+"""Other keys that model code reads and that do not affect log-probs or have a test of their own."""
 
 SOURCES = {
     "qwen2": ("qwen2",),
@@ -67,7 +67,7 @@ SOURCES = {
     "deepseek_v2": ("deepseek_v2",),
     "deepseek_v3": ("deepseek_v2", "deepseek_nextn"),
 }
-"""SGLang's files of each family, in srt/models."""
+"""SGLang's files for each family, in srt/models."""
 
 
 def config_class(name: str) -> type:
@@ -84,8 +84,8 @@ def class_fields(name: str) -> set[str]:
     return {ALIASES.get(key, key) for key in local}
 
 
-def completed(name: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The config.json that transformers makes of these values, with every default in it."""
+def with_defaults(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json that transformers writes for these values, with every default."""
     written = json.loads(config_class(name)(**values).to_json_string(use_diff=False))
     keys = class_fields(name) | values.keys() - {"rope_scaling", "rope_theta"}
     alias = {short: long for short, long in ALIASES.items() if long in written}
@@ -95,14 +95,14 @@ def completed(name: str, values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def complete(name: str) -> dict[str, Any]:
+def full_config(name: str) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": 5e5}
     values = {key: value for key, value in tiny.HF[name].items() if key not in ("architectures", "rope_theta")}
-    return completed(name, values | {"rope_parameters": rope})
+    return with_defaults(name, values | {"rope_parameters": rope})
 
 
-def derived(hf: dict[str, Any]) -> tuple[Any, ...]:
-    """All that a family's table says of the model."""
+def model_of(hf: dict[str, Any]) -> tuple[Any, ...]:
+    """Return everything that a family's table derives from config.json."""
     family = family_of(hf)
     return (
         family.params(hf, 1),
@@ -113,27 +113,27 @@ def derived(hf: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def agrees(name: str, hf: dict[str, Any]) -> bool:
-    """Whether the table takes config.json for what transformers takes it for; True where the table refuses it."""
+def agrees_with_transformers(name: str, hf: dict[str, Any]) -> bool:
+    """Return whether the table reads config.json as transformers does; True where the table refuses it."""
     try:
-        ours = derived(hf)
+        ours = model_of(hf)
     except ConfigError as error:
         assert "\n" not in str(error)
         return True
     try:
-        theirs = completed(name, hf)
-    except Exception:  # of many types
+        theirs = with_defaults(name, hf)
+    except Exception:  # transformers raises many types
         return False
-    return ours == derived(theirs)
+    return ours == model_of(theirs)
 
 
-def cases() -> Iterator[Any]:
-    for name in NAMES:
-        for key in sorted(complete(name).keys() - {"architectures", "model_type"}):
+def keys_of_families() -> Iterator[Any]:
+    for name in FAMILY_NAMES:
+        for key in sorted(full_config(name).keys() - {"architectures", "model_type"}):
             yield pytest.param(name, key, id=f"{name}-{key}")
 
 
-def others(value: Any) -> list[Any]:
+def changed_values(value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
@@ -149,48 +149,50 @@ def others(value: Any) -> list[Any]:
     return [True, 2]
 
 
-def test_all_families_are_gone_through() -> None:
-    assert {architecture(name) for name in NAMES} == FAMILIES.keys()
-    assert {name.replace("_", "") for name in NAMES} == DEFAULTS.keys()
+def test_covers_all_families() -> None:
+    assert {architecture(name) for name in FAMILY_NAMES} == FAMILIES.keys()
+    assert {name.replace("_", "") for name in FAMILY_NAMES} == DEFAULTS.keys()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_defaults_are_those_of_transformers(name: str) -> None:
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_defaults_match_transformers(name: str) -> None:
     plain = config_class(name)()
     for key, value in DEFAULTS[name.replace("_", "")].items():
         if key in class_fields(name) | {"num_mtp_layers"} and value is not None:
             assert getattr(plain, key) == value, key
-        elif value is not None:  # of all models; what is read off the class below is one that few have
+        elif value is not None:  # a key of all models; the class has no field for it
             known = {"attention_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
             known |= {"partial_rotary_factor": plain.rope_parameters.get("partial_rotary_factor", 1.0)}
             assert value == (known | {"rope_theta": plain.rope_parameters["rope_theta"]})[key]
 
 
-@pytest.mark.parametrize(("name", "key"), cases())
-def test_a_key_that_is_absent_or_null_means_what_it_means_in_transformers(name: str, key: str) -> None:
-    hf = complete(name)
-    assert agrees(name, {other: value for other, value in hf.items() if other != key})
-    if key not in INERT:
-        assert agrees(name, hf | {key: None})
+@pytest.mark.parametrize(("name", "key"), keys_of_families())
+def test_absent_or_null_key_means_the_default(name: str, key: str) -> None:
+    hf = full_config(name)
+    assert agrees_with_transformers(name, {other: value for other, value in hf.items() if other != key})
+    if key not in INERT_FIELDS:
+        assert agrees_with_transformers(name, hf | {key: None})
 
 
-@pytest.mark.parametrize(("name", "key"), cases())
-def test_a_key_with_another_value_is_honoured_or_refused(name: str, key: str) -> None:
-    hf = complete(name)
-    if key in INERT or (key == "sliding_window" and name != "gemma2"):  # with use_sliding_window, which is refused
+@pytest.mark.parametrize(("name", "key"), keys_of_families())
+def test_changed_key_is_honoured_or_refused(name: str, key: str) -> None:
+    hf = full_config(name)
+    if key in INERT_FIELDS or (
+        key == "sliding_window" and name != "gemma2"
+    ):  # with use_sliding_window, which is refused
         return
     if key == "partial_rotary_factor":  # the one in rope_parameters counts
         hf["rope_parameters"].pop(key)
-    for value in others(hf[key]):
+    for value in changed_values(hf[key]):
         try:
-            changed = derived(hf | {key: value}) != derived(hf)
+            changed = model_of(hf | {key: value}) != model_of(hf)
             assert changed, value
         except ConfigError as error:
             assert "\n" not in str(error)
 
 
-def attributes(file: Path) -> set[str]:
-    """Names that a module reads off something called config, or asks it for by getattr and hasattr."""
+def config_keys_read_by(file: Path) -> set[str]:
+    """Return the attributes of `config` objects that a module reads, also by getattr and hasattr."""
     read = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Attribute):
@@ -204,21 +206,21 @@ def attributes(file: Path) -> set[str]:
     return read
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_keys_that_only_the_code_of_a_model_reads_are_refused(name: str) -> None:
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_refuses_keys_that_only_model_code_reads(name: str) -> None:
     root = Path(transformers.__file__).parent
     spec = importlib.util.find_spec("sglang")
     assert spec is not None and spec.submodule_search_locations
     sglang = Path(spec.submodule_search_locations[0], "srt")
     files = [sglang / f"models/{file}.py" for file in SOURCES[name]]
     files += [root / f"models/{name}/modeling_{name}.py", sglang / "layers/logits_processor.py"]
-    hf = complete(name)
+    hf = full_config(name)
     unknown = []
-    for key in sorted(set().union(*map(attributes, files)) - hf.keys() - READ_INERT - INERT):
+    for key in sorted(set().union(*map(config_keys_read_by, files)) - hf.keys() - EXEMPT_KEYS - INERT_FIELDS):
         changed = 0
         for value in (True, False, 2, {"chunk_size": 8}):
             try:
-                changed += derived(hf | {key: value}) != derived(hf)
+                changed += model_of(hf | {key: value}) != model_of(hf)
             except ConfigError:
                 changed += 1
         if not changed:
@@ -226,42 +228,44 @@ def test_keys_that_only_the_code_of_a_model_reads_are_refused(name: str) -> None
     assert unknown == []
 
 
-def blocks() -> Iterator[Any]:
-    for name in NAMES:
+def rope_blocks() -> Iterator[Any]:
+    for name in FAMILY_NAMES:
         yield name, {"rope_type": "default", "rope_theta": 7e5}
     yield "llama", LLAMA3
     yield "deepseek_v2", YARN
     yield "deepseek_v3", YARN
 
 
-@pytest.mark.parametrize(("name", "block"), list(blocks()))
-def test_each_part_of_a_block_of_rotary_embeddings_may_be_absent(name: str, block: dict[str, Any]) -> None:
-    hf = complete(name) | {"max_position_embeddings": 16384}
+@pytest.mark.parametrize(("name", "block"), list(rope_blocks()))
+def test_rope_keys_may_be_absent(name: str, block: dict[str, Any]) -> None:
+    hf = full_config(name) | {"max_position_embeddings": 16384}
     for spelling in ("rope_parameters", "rope_scaling"):
         plain = {key: value for key, value in hf.items() if key != "rope_parameters"} | {"rope_theta": 6e5}
-        assert derived(plain | {spelling: block}) == derived(hf | {"rope_parameters": block})
+        assert model_of(plain | {spelling: block}) == model_of(hf | {"rope_parameters": block})
         for key in block:
             remaining = {other: value for other, value in block.items() if other != key}
-            assert agrees(name, plain | {spelling: remaining}), key
-            assert agrees(name, plain | {spelling: block | {key: None}}), key
-        assert agrees(name, plain | {spelling: block, "original_max_position_embeddings": 64})
-        assert agrees(name, plain | {spelling: block, "partial_rotary_factor": 0.25})
-        assert agrees(name, plain | {spelling: block | {"partial_rotary_factor": 0.25}, "partial_rotary_factor": 1.0})
+            assert agrees_with_transformers(name, plain | {spelling: remaining}), key
+            assert agrees_with_transformers(name, plain | {spelling: block | {key: None}}), key
+        assert agrees_with_transformers(name, plain | {spelling: block, "original_max_position_embeddings": 64})
+        assert agrees_with_transformers(name, plain | {spelling: block, "partial_rotary_factor": 0.25})
+        assert agrees_with_transformers(
+            name, plain | {spelling: block | {"partial_rotary_factor": 0.25}, "partial_rotary_factor": 1.0}
+        )
         with pytest.raises(ConfigError, match=rf"{spelling}.mrope_section is not implemented; known: type, "):
-            derived(plain | {spelling: block | {"mrope_section": [1, 1]}})
+            model_of(plain | {spelling: block | {"mrope_section": [1, 1]}})
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_rope_scaling_beside_rope_parameters_is_refused_unless_they_mean_the_same(name: str) -> None:
-    """As in a folder that transformers 5 saved and to which somebody added the YaRN block of a model card."""
-    hf = complete(name)
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_refuses_rope_scaling_that_contradicts_rope_parameters(name: str) -> None:
+    """As in a folder that transformers 5 saved and to which a user added the YaRN block of a model card."""
+    hf = full_config(name)
     same = {"type": "default", "rope_theta": 5e5}
-    assert derived(hf | {"rope_scaling": same}) == derived(hf) == derived(hf | {"rope_scaling": None})
-    assert agrees(name, hf | {"rope_scaling": same})
+    assert model_of(hf | {"rope_scaling": same}) == model_of(hf) == model_of(hf | {"rope_scaling": None})
+    assert agrees_with_transformers(name, hf | {"rope_scaling": same})
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     for other in (yarn, YARN, LLAMA3, {"rope_type": "default"}, {"rope_type": "default", "rope_theta": 1e6}):
         with pytest.raises(ConfigError, match="rope_scaling and rope_parameters are both there and differ; keep one"):
-            derived(hf | {"rope_scaling": other})
+            model_of(hf | {"rope_scaling": other})
 
 
 @pytest.mark.parametrize(
@@ -276,27 +280,27 @@ def test_rope_scaling_beside_rope_parameters_is_refused_unless_they_mean_the_sam
     ],
 )
 def test_two_names_of_an_option_must_agree(name: str, key: str, other: str) -> None:
-    hf = {**complete(name), key: 4, other: 4}
-    assert derived(hf)
+    hf = {**full_config(name), key: 4, other: 4}
+    assert model_of(hf)
     with pytest.raises(ConfigError, match=f"{key}=4 and {other}=8 are two names of an option; remove one"):
-        derived(hf | {other: 8})
+        model_of(hf | {other: 8})
 
 
-def test_an_architecture_that_contradicts_the_model_type_is_refused() -> None:
-    """Defaults are those of the class that model_type names."""
+def test_refuses_architecture_that_contradicts_model_type() -> None:
+    """model_type selects the class, and thus the defaults."""
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM, but model_type=qwen3 is Qwen3ForCausalLM, by which"):
-        derived(complete("qwen2") | {"model_type": "qwen3"})
+        model_of(full_config("qwen2") | {"model_type": "qwen3"})
 
 
-def test_keys_that_only_the_engine_needs_are_required() -> None:
+def test_requires_keys_that_only_sglang_reads() -> None:
     """SGLang 0.5.23 reads them without a default, and transformers has no such fields."""
     needed = {"gemma2": ("hidden_act",), "deepseek_v2": ("scoring_func", "moe_layer_freq")}
     needed["deepseek_v3"] = (*needed["deepseek_v2"], "topk_method")
     for name, keys in needed.items():
         for key in keys:
-            hf = complete(name)
+            hf = full_config(name)
             del hf[key]
             with pytest.raises(
                 ConfigError, match=f"config.json of .*ForCausalLM has no {key}, which SGLang reads; add "
             ):
-                derived(hf)
+                model_of(hf)

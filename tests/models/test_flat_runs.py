@@ -1,3 +1,5 @@
+"""Ranges of a flat tensor as rectangular chunks."""
+
 from __future__ import annotations
 
 import itertools
@@ -11,8 +13,7 @@ from megarl.models.layout_algebra import Chunk, range_chunks
 pytestmark = pytest.mark.alone
 
 
-def test_by_hand() -> None:
-    """Of four rows of five: from the middle of the first, three elements of the last."""
+def test_range_chunks_by_hand() -> None:
     assert list(range_chunks((4, 5), 3, 18)) == [Chunk((0, 3), (1, 2)), Chunk((1, 0), (2, 5)), Chunk((3, 0), (1, 3))]
     assert list(range_chunks((4, 5), 6, 8)) == [Chunk((1, 1), (1, 2))]
     assert list(range_chunks((4, 5), 0, 20)) == [Chunk((0, 0), (4, 5))]
@@ -20,7 +21,7 @@ def test_by_hand() -> None:
     assert list(range_chunks((7,), 2, 2)) == []
 
 
-def test_any_run_is_its_boxes_one_after_the_other() -> None:
+def test_chunks_concatenate_to_the_range() -> None:
     for shape in ((6,), (1, 4), (3, 4), (2, 3, 2), (2, 1, 3, 2)):
         size = prod(shape)
         full = torch.arange(size).view(shape)

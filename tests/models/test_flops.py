@@ -1,4 +1,4 @@
-"""Operations counted beside those that torch counts of transformers' own models, and by hand."""
+"""Counted operations compared with what torch counts in transformers' models, and with counts by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIGS = TESTS.parent / "configs/models"
 LENGTH = 40
 
 
-def tiny() -> Any:
+def load_tiny() -> Any:
     spec = importlib.util.spec_from_file_location("tiny", TESTS / "megatron/tiny.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -29,11 +29,11 @@ def tiny() -> Any:
     return module
 
 
-TINY = tiny()
+TINY = load_tiny()
 
 
-def whole_square(flops: Flops, length: int) -> float:
-    """What attention costs where all pairs are computed, and half of them masked, as transformers' eager one does."""
+def masked_half(flops: Flops, length: int) -> float:
+    """Return the extra operations of eager attention, which computes all pairs and masks half of them."""
     return (
         (flops.attention_per_pair + flops.windowed_per_pair) * length**2
         - flops.forward([length])
@@ -42,12 +42,12 @@ def whole_square(flops: Flops, length: int) -> float:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "deepseek_v2", "glm4_moe", "qwen3", "llama", "gemma2"])
-def test_within_a_hundredth_of_what_torch_counts(family: str) -> None:
+def test_flops_match_torch_within_one_percent(family: str) -> None:
     hf = TINY.HF[family]
     model = TINY.hf_model(family)
     model.set_attn_implementation("eager")
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # others compute what no token has chosen
+        model.set_experts_implementation("eager")  # other implementations compute experts that no token chose
     ids = torch.randint(0, 200, (1, LENGTH))
     counted = {}
     with FlopCounterMode(display=False) as counter:
@@ -57,13 +57,13 @@ def test_within_a_hundredth_of_what_torch_counts(family: str) -> None:
         logits.sum().backward()
     counted["backward"] = counter.get_total_flops()
     flops = model_flops(hf)
-    more = whole_square(flops, LENGTH)
-    assert flops.forward([LENGTH]) + more == pytest.approx(counted["forward"], rel=0.01)
-    assert flops.backward([LENGTH]) + 2 * more == pytest.approx(counted["backward"], rel=0.01)
+    masked = masked_half(flops, LENGTH)
+    assert flops.forward([LENGTH]) + masked == pytest.approx(counted["forward"], rel=0.01)
+    assert flops.backward([LENGTH]) + 2 * masked == pytest.approx(counted["backward"], rel=0.01)
 
 
-def test_adapters_alone_are_trained() -> None:
-    """W x + B (A x), of which torch counts the passes."""
+def test_lora_backward_trains_adapters_only() -> None:
+    """Compare with the passes of W x + B (A x) that torch counts."""
     hf = TINY.HF["llama"]
     full, adapted = model_flops(hf), model_flops(hf, LoraConfig(rank=4, target_modules=("linear_proj",)))
     x = torch.randn(LENGTH, 64, requires_grad=True)
@@ -73,31 +73,31 @@ def test_adapters_alone_are_trained() -> None:
     forward = counter.get_total_flops()
     with FlopCounterMode(display=False) as counter:
         y.sum().backward()
-    of_weight = 2 * 32 * 64 * LENGTH
+    weight_flops = 2 * 32 * 64 * LENGTH
     layers = 2
     added = adapted.forward([LENGTH]) - full.forward([LENGTH])
-    assert added == layers * (forward - of_weight)
-    frozen = full.backward_per_token / 2 + counter.get_total_flops() * layers / LENGTH - layers * of_weight / LENGTH
+    assert added == layers * (forward - weight_flops)
+    frozen = full.backward_per_token / 2 + counter.get_total_flops() * layers / LENGTH - layers * weight_flops / LENGTH
     assert adapted.backward_per_token == pytest.approx(frozen)
     assert adapted.head_backward == full.head_backward / 2
 
 
-def test_of_experts_those_chosen_and_of_a_critic_one_row() -> None:
+def test_counts_active_experts_and_scalar_head() -> None:
     hf = TINY.HF["qwen3_moe"]
     once, twice = (model_flops({**hf, "num_experts_per_tok": n}).forward_per_token for n in (2, 3))
     assert twice - once == 2 * 2 * 3 * 32 * 24  # layers; gate, up and down of an expert
     assert model_flops(hf, has_scalar_head=True).head_forward == 2 * 32
 
 
-def test_by_hand_of_a_large_one() -> None:
-    """DeepSeek-V3: 37e9 active weights, of which the embedding of 0.93e9 is none that is multiplied."""
+def test_flops_of_deepseek_v3() -> None:
+    """DeepSeek-V3 has 36.6e9 active weights without its embedding, which takes no multiplication."""
     flops = model_flops(json.loads((CONFIGS / "deepseek_v3.json").read_text()))
     assert flops.forward_per_token + flops.head_forward == pytest.approx(2 * 36.6e9, rel=0.01)
     assert flops.backward([100]) == 2 * flops.forward([100])
     assert flops.forward([100], logits=10) == flops.forward([100]) - 90 * flops.head_forward
 
 
-def test_pairs() -> None:
+def test_attention_pairs_by_hand() -> None:
     for length, window in ((1, 4), (4, 4), (9, 4)):
         assert windowed_pairs(length, window) == sum(min(n + 1, window) for n in range(length))
     flops = Flops(0.0, 0.0, 0.0, 0.0, attention_per_pair=1.0)
@@ -123,10 +123,10 @@ def test_pairs() -> None:
         ("NVIDIA GeForce RTX 3090 Ti", "RTX 3090 Ti"),
     ],
 )
-def test_peaks_by_the_name_that_cuda_has(name: str, known: str) -> None:
+def test_peak_flops_by_cuda_device_name(name: str, known: str) -> None:
     assert peak_flops(name) == PEAK_FLOPS[known]
 
 
-def test_of_an_unknown_gpu_there_is_none() -> None:
+def test_peak_flops_of_unknown_gpu_is_none() -> None:
     assert peak_flops("AMD Instinct MI300X") is None and peak_flops("") is None
-    assert peak_flops("NVIDIA A10G") is None, "half of an A10, under a name of its own"
+    assert peak_flops("NVIDIA A10G") is None, "an A10G has half the speed of an A10"

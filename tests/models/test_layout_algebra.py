@@ -1,4 +1,4 @@
-"""Every cut on numbers written out by hand, then inverses and coverage over random sizes."""
+"""Tensor parallel sharding rules on numbers written out by hand, then inverses and coverage over random sizes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def param(cut: Sharding, **tensors: tuple[int, ...]) -> Param:
     return Param("megatron.name", tuple(HFTensor(name, shape) for name, shape in tensors.items()), cut)
 
 
-def column(*values: float) -> torch.Tensor:
-    """A [n, 1] weight whose rows are told apart by one number."""
+def column_weight(*values: float) -> torch.Tensor:
+    """Return a [n, 1] weight with one distinct number per row."""
     return torch.tensor(values).unsqueeze(1)
 
 
@@ -44,14 +44,14 @@ def test_replicated_is_whole_on_every_rank() -> None:
     assert [shard(norm, values, 2, r).tolist() for r in (0, 1)] == [[1, 2, 3], [1, 2, 3]]
 
 
-def test_rows_are_blocks_of_dim_0() -> None:
+def test_dim0_sharding_takes_blocks_of_rows() -> None:
     # 2 heads of 3 rows each
-    heads, values = param(Dim0Sharding(2, "heads"), a=(6, 1)), {"a": column(0, 1, 2, 3, 4, 5)}
+    heads, values = param(Dim0Sharding(2, "heads"), a=(6, 1)), {"a": column_weight(0, 1, 2, 3, 4, 5)}
     assert shard(heads, values, 2, 0).flatten().tolist() == [0, 1, 2]
     assert shard(heads, values, 2, 1).flatten().tolist() == [3, 4, 5]
 
 
-def test_columns_are_blocks_of_dim_1() -> None:
+def test_dim1_sharding_takes_blocks_of_columns() -> None:
     output, values = param(Dim1Sharding(4, "heads"), a=(2, 4)), {"a": torch.tensor([[0, 1, 2, 3], [10, 11, 12, 13]])}
     assert shard(output, values, 2, 0).tolist() == [[0, 1], [10, 11]]
     assert shard(output, values, 2, 1).tolist() == [[2, 3], [12, 13]]
@@ -60,7 +60,7 @@ def test_columns_are_blocks_of_dim_1() -> None:
 def test_qkv_interleaves_by_query_group() -> None:
     # 2 groups; each has 2 query heads, one key and one value head, all of size 1
     qkv = param(QKVSharding(2), q=(4, 1), k=(2, 1), v=(2, 1))
-    values = {"q": column(0, 1, 2, 3), "k": column(10, 11), "v": column(20, 21)}
+    values = {"q": column_weight(0, 1, 2, 3), "k": column_weight(10, 11), "v": column_weight(20, 21)}
     assert shard(qkv, values, 1, 0).flatten().tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
     assert shard(qkv, values, 2, 0).flatten().tolist() == [0, 1, 10, 20]
     assert shard(qkv, values, 2, 1).flatten().tolist() == [2, 3, 11, 21]
@@ -70,13 +70,13 @@ def test_qkv_interleaves_by_query_group() -> None:
 
 def test_gate_and_up_are_stacked_per_rank() -> None:
     fc1 = param(Dim0Sharding(4, "ffn"), gate=(4, 1), up=(4, 1))
-    values = {"gate": column(0, 1, 2, 3), "up": column(10, 11, 12, 13)}
+    values = {"gate": column_weight(0, 1, 2, 3), "up": column_weight(10, 11, 12, 13)}
     assert shard(fc1, values, 1, 0).flatten().tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
     assert shard(fc1, values, 2, 1).flatten().tolist() == [2, 3, 12, 13]
 
 
 def test_vocabulary_is_padded_with_zeros() -> None:
-    embedding, values = param(VocabSharding(), a=(130, 1)), {"a": column(*range(1, 131))}
+    embedding, values = param(VocabSharding(), a=(130, 1)), {"a": column_weight(*range(1, 131))}
     # padded to 256 over 2 ranks: 128 rows, then 2 rows and 126 of padding
     assert shard(embedding, values, 2, 0).flatten().tolist() == list(range(1, 129))
     assert shard(embedding, values, 2, 1).flatten().tolist() == [129, 130] + [0] * 126
@@ -87,7 +87,7 @@ def test_vocabulary_is_padded_with_zeros() -> None:
     assert padded_vocab(256, 2) == 256
 
 
-def test_experts_are_whole_but_their_cut_answers_for_a_grid_of_their_own() -> None:
+def test_experts_shard_by_their_own_tensor_parallel_size() -> None:
     fc2 = Param("e", (HFTensor("down", (2, 4)),), Dim1Sharding(4, "ffn"), expert=0)
     assert local_shape(fc2, 1, 0) == (2, 4)
     assert split_param(fc2, 4, 3) == ShardSpec(1, (Slice(0, 3, 4),))
@@ -106,15 +106,13 @@ def test_experts_are_whole_but_their_cut_answers_for_a_grid_of_their_own() -> No
         (QKVSharding(6), {"q": (12, 1), "k": (6, 1), "v": (6, 1)}, "q + k + v cannot be cut: num_key_value_heads=6"),
     ],
 )
-def test_a_size_that_does_not_divide_is_named_with_those_that_do(
-    cut: Sharding, shapes: dict[str, tuple[int, ...]], message: str
-) -> None:
+def test_indivisible_size_error_lists_divisors(cut: Sharding, shapes: dict[str, tuple[int, ...]], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         split_param(param(cut, **shapes), 4, 0)
     assert str(error.value) == f"{message} does not divide by tensor parallel size 4; sizes that do: 1, 2, 3, 6"
 
 
-def test_shards_of_another_layout_are_refused() -> None:
+def test_unshard_refuses_shards_of_another_layout() -> None:
     rows = param(Dim0Sharding(4, "heads"), a=(4, 1))
     with pytest.raises(ValueError, match=r"megatron.name: the shard of rank 1 has shape \(1, 1\), not \(2, 1\)"):
         unshard(rows, [torch.zeros(2, 1), torch.zeros(1, 1)])
@@ -123,7 +121,7 @@ def test_shards_of_another_layout_are_refused() -> None:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Param, int]:
+def sharded_params(draw: st.DrawFn) -> tuple[Param, int]:
     tp, units, size, hidden = (draw(st.integers(1, high)) for high in (4, 3, 3, 5))
     count = tp * units
     cut, shapes = draw(
@@ -142,20 +140,20 @@ def cases(draw: st.DrawFn) -> tuple[Param, int]:
     return Param("p", tuple(HFTensor(f"hf{i}", shape) for i, shape in enumerate(shapes)), cut), tp
 
 
-@given(cases())
-@settings(max_examples=200)
-def test_unshard_inverts_shard_and_nothing_is_held_twice(case: tuple[Param, int]) -> None:
-    what, tp = case
-    total = sum(torch.Size(tensor.shape).numel() for tensor in what.hf)
+@given(sharded_params())
+@settings(max_examples=200, deadline=None)
+def test_unshard_inverts_shard_without_overlap(case: tuple[Param, int]) -> None:
+    weight, tp = case
+    total = sum(torch.Size(tensor.shape).numel() for tensor in weight.hf)
     numbers, full = iter(range(1, total + 1)), {}
-    for name, shape in what.hf:  # all elements differ, and none is the zero of padding
+    for name, shape in weight.hf:  # all elements differ, and none is the zero of padding
         full[name] = torch.tensor([next(numbers) for _ in range(torch.Size(shape).numel())]).view(shape)
-    shards = [shard(what, full, tp, rank) for rank in range(tp)]
-    assert [tuple(s.shape) for s in shards] == [local_shape(what, tp, rank) for rank in range(tp)]
+    shards = [shard(weight, full, tp, rank) for rank in range(tp)]
+    assert [tuple(s.shape) for s in shards] == [local_shape(weight, tp, rank) for rank in range(tp)]
     assert len({s.shape for s in shards}) == 1
-    back = unshard(what, shards)
-    assert list(back) == [tensor.name for tensor in what.hf]
+    back = unshard(weight, shards)
+    assert list(back) == [tensor.name for tensor in weight.hf]
     assert all(torch.equal(back[name], full[name]) for name in full)
-    retained = sorted(x for s in shards for x in s.flatten().tolist() if x)
-    copies = tp if isinstance(what.sharding, Replicated) else 1
-    assert retained == sorted(list(range(1, total + 1)) * copies)
+    values = sorted(x for s in shards for x in s.flatten().tolist() if x)
+    copies = tp if isinstance(weight.sharding, Replicated) else 1
+    assert values == sorted(list(range(1, total + 1)) * copies)

@@ -1,4 +1,4 @@
-"""The names read from Megatron's source are those of its dataclasses."""
+"""The fields parsed from Megatron's source are those of its dataclasses, and values are checked against them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import tiny  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
-# In a process of its own, and by way of this package, which fits Megatron to the machine before it is imported.
+# In another process, because importing megarl.megatron adapts Megatron to the machine first.
 SCRIPT = """
 import dataclasses, json
 from megarl.megatron.build import MLATransformerConfig, TransformerConfig
@@ -37,21 +37,21 @@ print("RESULT", json.dumps([[item.name for item in dataclasses.fields(kind) if i
 """
 
 
-def test_fields_are_megatrons_own() -> None:
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, check=True)
-    plain, mla_too = json.loads(done.stdout.partition("RESULT ")[2].splitlines()[0])
+def test_parsed_fields_match_megatron_dataclasses() -> None:
+    process = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, check=True)
+    plain, mla_too = json.loads(process.stdout.partition("RESULT ")[2].splitlines()[0])
     for names, classes in ((plain, _CLASSES), (mla_too, _MLA_CLASSES)):
-        local, fields = set(names), _parse_fields(classes).keys()
-        assert local <= fields
-        assert not {name for name in fields - local if not name.startswith("_")}
+        init_fields, fields = set(names), _parse_fields(classes).keys()
+        assert init_fields <= fields
+        assert not {name for name in fields - init_fields if not name.startswith("_")}
     assert (CONFIG_KEYS.keys() | FORBIDDEN.keys()) <= _parse_fields(_CLASSES).keys()
     assert _parse_fields(_MLA_CLASSES).keys() >= MODEL_FIELDS
 
 
-FREE = {
+OVERRIDABLE = {
     "attention_dropout",
     "hidden_dropout",
-    "init_method_std",  # of weights that are then loaded
+    "init_method_std",  # weights are loaded afterwards
     "moe_router_dtype",
     "moe_router_load_balancing_type",
     "moe_aux_loss_coeff",
@@ -60,19 +60,19 @@ FREE = {
 
 
 @pytest.mark.parametrize("family", tiny.HF)
-def test_what_a_table_gives_config_json_decides(family: str) -> None:
+def test_refuses_fields_that_config_json_decides(family: str) -> None:
     settings = family_of(tiny.HF[family]).megatron_config(tiny.HF[family])
-    argument = settings.keys()
-    assert argument - FREE <= MODEL_FIELDS | FORBIDDEN.keys()
-    for name in argument - FREE:
+    fields_set = settings.keys()
+    assert fields_set - OVERRIDABLE <= MODEL_FIELDS | FORBIDDEN.keys()
+    for name in fields_set - OVERRIDABLE:
         with pytest.raises(ConfigError, match=f"model.megatron.{name} cannot be set: "):
             check({name: None}, mla=True)
-    check({name: settings[name] for name in argument & FREE}, mla=True)
+    check({name: settings[name] for name in fields_set & OVERRIDABLE}, mla=True)
 
 
-def test_what_may_be_passed_through() -> None:
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    check({**full, "num_layers_in_last_pipeline_stage": 2, "moe_aux_loss_coeff": [0.1, 0.2]}, mla=False)
+def test_passes_other_fields_through() -> None:
+    full_recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    check({**full_recompute, "num_layers_in_last_pipeline_stage": 2, "moe_aux_loss_coeff": [0.1, 0.2]}, mla=False)
     check({"attention_dropout": 0.1, "recompute_granularity": "selective", "recompute_modules": ["moe"]}, mla=True)
     check_ddp({"overlap_grad_reduce": True, "bucket_size": None})
     refused = {"tensor_model_parallel_size": "set parallel.tp", "fp16": "not implemented", "x": "not a field"}
@@ -97,12 +97,12 @@ def test_what_may_be_passed_through() -> None:
         ("recompute_granularity", "full", "needs recompute_method and recompute_num_layers"),
     ],
 )
-def test_values_fit_their_annotations(name: str, value: object, message: str) -> None:
+def test_refuses_values_of_other_types(name: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check({name: value}, mla=False)
 
 
-def test_values_of_the_gradient_buffers_fit_theirs() -> None:
+def test_refuses_ddp_values_of_other_types() -> None:
     for name, value, message in (
         ("bucket_size", "big", "whole number"),
         ("overlap_grad_reduce", "yes", "true or false"),
@@ -111,8 +111,7 @@ def test_values_of_the_gradient_buffers_fit_theirs() -> None:
             check_ddp({name: value})
 
 
-def test_every_default_fits_its_own_field() -> None:
-    """So that what is refused is not what Megatron takes by itself."""
+def test_accepts_megatrons_defaults() -> None:
     for name, field in {**_parse_fields(_MLA_CLASSES), **_parse_fields(_DDP)}.items():
         if field.default is not ...:
             foreign_dataclasses.check_field_value(name, field.default, field)

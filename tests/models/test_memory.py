@@ -1,4 +1,4 @@
-"""Bytes per rank against counts made in other ways: transformers' own models, published sizes, Megatron's formula."""
+"""Bytes per rank compared with transformers' models, published sizes and Megatron's formulas."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ MOE = QWEN2 | {
 }
 
 
-def config_of(**sections: Any) -> Config:
+def make_config(**sections: Any) -> Config:
     return from_dict({"model": {"dtype": "bfloat16"}, **sections})
 
 
-def planned(hf: dict[str, Any], config: Config, *others: Any) -> list[StageMemory]:
+def plan_stages(hf: dict[str, Any], config: Config, *others: Any) -> list[StageMemory]:
     return plan_memory(hf, config, load_requirements(config), *others)
 
 
-def held(hf: dict[str, Any], head: bool = False, **sizes: int) -> list[ElementCounts]:
-    """By each stage, its layers dealt out evenly."""
+def stage_counts(hf: dict[str, Any], head: bool = False, **sizes: int) -> list[ElementCounts]:
+    """Return the element counts of each stage, with layers split evenly."""
     parallel = ParallelConfig(**sizes)
     stages = stage_layers(hf["num_hidden_layers"], parallel.pp, {}, parallel.vpp)
     return stage_elements(hf, parallel, stages, head)
@@ -76,63 +76,66 @@ def held(hf: dict[str, Any], head: bool = False, **sizes: int) -> list[ElementCo
 @pytest.mark.parametrize(
     "file, total",
     [
-        ("deepseek_v3.json", 671_026_419_200),  # 671.0 B without the multi-token prediction layer
+        (
+            "deepseek_v3.json",
+            671_026_419_200,
+        ),  # without the MTP layer, and with 58 router biases that the published count omits
         ("qwen3_235b.json", 235_093_634_560),
         ("qwen3_30b_a3b.json", 30_532_122_624),
         ("qwen2.5_7b.json", 7_615_616_512),
         ("qwen2.5_0.5b.json", 494_032_768),
     ],
 )
-def test_published_sizes(file: str, total: int) -> None:
+def test_counts_match_published_sizes(file: str, total: int) -> None:
     hf = load_hf_config(MODELS / file)
     assert sum(param_count(hf).values()) == total
     # On one rank without padding (all the vocabularies are multiples of 128) the plan counts the same.
-    assert sum(held(hf)[0]) == total
+    assert sum(stage_counts(hf)[0]) == total
     assert sum(param.size * count for param, count in unique_params(hf)) == total
 
 
 @pytest.mark.parametrize(
     "name, hf", [("Qwen2", QWEN2), ("Qwen3Moe", MOE), ("Qwen2", QWEN2 | {"tie_word_embeddings": True})]
 )
-def test_elements_are_those_of_transformers(name: str, hf: dict[str, Any]) -> None:
+def test_counts_match_transformers(name: str, hf: dict[str, Any]) -> None:
     import transformers
 
     values = {key: value for key, value in hf.items() if key != "architectures"}
     model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**values))
-    assert sum(held(hf)[0]) == model.num_parameters()
+    assert sum(stage_counts(hf)[0]) == model.num_parameters()
     head = 0 if hf["tie_word_embeddings"] else 1024 * 64
-    assert sum(held(hf, head=True)[0]) == model.num_parameters() - head + 64
+    assert sum(stage_counts(hf, head=True)[0]) == model.num_parameters() - head + 64
 
 
 @pytest.mark.parametrize("etp", [1, 2])
-def test_ranks_together_hold_every_weight_once_or_as_often_as_it_is_replicated(etp: int) -> None:
+def test_ranks_hold_each_weight_once_per_replica(etp: int) -> None:
     params = family_of(MOE).params(MOE, 2)
-    stages = held(MOE, tp=2, ep=4, etp=etp, pp=2)
+    stages = stage_counts(MOE, tp=2, ep=4, etp=etp, pp=2)
     experts = sum(param.size for param in params if param.expert is not None)
     assert sum(stage.expert for stage in stages) * 4 * etp == experts
-    # Replicated on both tensor parallel ranks: norms and routers.
+    # Both tensor parallel ranks have norms and routers.
     copies = 4 * (2 * 64 + 2 * 32 + 8 * 64) + 64
     dense = sum(param.size for param in params if param.expert is None)
     assert sum(stage.dense for stage in stages) * 2 == dense + copies
     # The embedding and the output layer weigh the same, the final norm is extra.
     assert stages[0].dense - stages[1].dense == -64
-    # In parts that take turns, a stage has other layers, of the same number.
-    assert held(MOE, tp=2, ep=4, etp=etp, pp=2, vpp=2) == stages
+    # With virtual stages, a stage has other layers but as many of them.
+    assert stage_counts(MOE, tp=2, ep=4, etp=etp, pp=2, vpp=2) == stages
     with pytest.raises(ConfigError, match="moe_intermediate_size=48 does not divide by tensor parallel size 5"):
-        held(MOE, etp=5)
+        stage_counts(MOE, etp=5)
 
 
-def test_a_tied_embedding_has_a_copy_on_the_last_stage() -> None:
+def test_tied_embedding_is_copied_to_the_last_stage() -> None:
     tied = QWEN2 | {"tie_word_embeddings": True}
-    first, last = held(tied, pp=2)
+    first, last = stage_counts(tied, pp=2)
     assert last.dense - first.dense == 64  # the final norm
-    assert held(tied)[0].dense == sum(param.size for param in family_of(tied).params(tied, 1))
-    first, last = held(tied, head=True, pp=2)  # which has no output layer to tie
+    assert stage_counts(tied)[0].dense == sum(param.size for param in family_of(tied).params(tied, 1))
+    first, last = stage_counts(tied, head=True, pp=2)  # a scalar head has no output layer to tie
     assert first.dense - last.dense == 1024 * 64 - 2 * 64
 
 
-def test_trained_mtp_layers_are_on_the_last_stage_beside_a_copy_of_the_embedding() -> None:
-    """The published checkpoint has 684.5 B parameters: in the layer it repeats the embedding and the head."""
+def test_mtp_layers_and_embedding_copy_are_on_the_last_stage() -> None:
+    """The published checkpoint has 684.5 B parameters because its MTP layer repeats embedding and head."""
     hf = load_hf_config(MODELS / "deepseek_v3.json")
     total, vocabulary = 682_636_487_424, 129280 * 7168
     assert sum(param.size * count for param, count in unique_params(hf, mtp=True)) == total
@@ -145,53 +148,53 @@ def test_trained_mtp_layers_are_on_the_last_stage_beside_a_copy_of_the_embedding
     uneven = {"num_layers_in_last_pipeline_stage": 30}
     config = from_dict({"model": {"megatron": uneven}, "parallel": {"world_size": 2, "pp": 2, "ranks_per_node": 2}})
     (_, before), (_, after) = (
-        planned(hf, replace(config, train=replace(config.train, mtp_loss_coef=weight))) for weight in (0.0, 0.1)
+        plan_stages(hf, replace(config, train=replace(config.train, mtp_loss_coef=weight))) for weight in (0.0, 0.1)
     )
     assert after.states["actor weights"] - before.states["actor weights"] == 2 * (layer + vocabulary - 256) + 4 * 256
     assert after.training["activations"] > before.training["activations"]
 
 
-def test_biases_of_routers_are_kept_in_fp32_and_not_trained() -> None:
+def test_router_biases_are_fp32_and_frozen() -> None:
     hf = load_hf_config(MODELS / "deepseek_v3.json")
-    (stage,) = held(hf, tp=8, ep=32)
+    (stage,) = stage_counts(hf, tp=8, ep=32)
     assert stage.biases == 58 * 256
     bare = state_bytes(stage._replace(biases=0), 8, 2, 2)
     full = state_bytes(stage, 8, 2, 2)
     assert full == bare | {"weights": bare["weights"] + 4 * 58 * 256}
 
 
-def test_a_vocabulary_is_padded() -> None:
+def test_counts_include_vocabulary_padding() -> None:
     odd = QWEN2 | {"vocab_size": 1000}
-    assert held(odd)[0].dense - sum(param_count(odd).values()) == 2 * 24 * 64
+    assert stage_counts(odd)[0].dense - sum(param_count(odd).values()) == 2 * 24 * 64
     # 4 tokens of 512 words in bf16 and fp32; the weight's gradient in fp32 and bf16; 10 hidden states, twice
     expected = 4 * 512 * (2 + 16) + 512 * 64 * (4 + 2) + 2 * 10 * 64 * 2
     assert logits_bytes(1000, 64, 2, tokens=10, chunk_tokens=4, size=2) == expected
 
 
 @pytest.mark.parametrize("size, dp, per_element", [(2, 1, 18.0), (2, 4, 6 + 12 / 4), (4, 1, 16.0), (4, 8, 8 + 8 / 8)])
-def test_bytes_of_the_distributed_optimizer(size: int, dp: int, per_element: float) -> None:
-    """The table in Megatron-Core's guide: 6 + 12 / d in bf16 with fp32 gradients, 8 + 8 / d in fp32."""
+def test_distributed_optimizer_bytes_per_element(size: int, dp: int, per_element: float) -> None:
+    """Megatron-Core's guide: 6 + 12 / d in bf16 with fp32 gradients, and 8 + 8 / d in fp32."""
     assert sum(state_bytes(ElementCounts(1000, 0), dp, 1, size).values()) == 1000 * per_element
-    # Experts by their own sharing.
+    # Experts have data parallel groups of their own.
     assert sum(state_bytes(ElementCounts(0, 1000), 1, dp, size).values()) == 1000 * per_element
 
 
-def test_the_671b_policy_alone_takes_18_bytes_an_expert_weight() -> None:
-    """ep 32 x pp 16 = 512 ranks: no two hold the same expert, so its optimizer states are not shared."""
+def test_671b_policy_takes_18_bytes_per_expert_weight() -> None:
+    """With ep 32 x pp 16 = 512 ranks no two hold the same expert, so its optimizer states are not sharded."""
     config = load_config(ROOT / "configs" / "deepseek_v3_671b.yaml")
     hf = load_hf_config(config.model.hf_config)
-    stages = planned(hf, config)
+    stages = plan_stages(hf, config)
     assert [len(stage.layers) for stage in stages] == [3, *[4] * 14, 2]
     ranks = config.parallel.world_size // config.parallel.pp
     states = sum(sum(stage.states.values()) for stage in stages) * ranks
     experts = param_count(hf)["experts"] * 18
     assert experts < states < experts * 1.1
-    with_critic = planned(hf, config, hf)
+    with_critic = plan_stages(hf, config, hf)
     assert sum(with_critic[1].states.values()) == 2 * sum(stages[1].states.values())  # no embedding, no head: the same
     assert max(stage.peak for stage in with_critic) < 0.93 * 141e9
 
 
-def test_engine_weights() -> None:
+def test_engine_bytes_by_hand() -> None:
     params = family_of(QWEN2).params(QWEN2, 1)
     assert engine_bytes(QWEN2, 1, 2) == 2 * sum(param.size for param in params)
     # tp 4 with 2 key-value heads: every rank has one head of keys and values, a quarter of the rest, all of the norms.
@@ -207,7 +210,7 @@ def test_engine_weights() -> None:
     assert engine_bytes(quantised, 1, 2) == pytest.approx(2 * others + matrices * (1 + 4 / 128**2), abs=1)
 
 
-def test_kv_cache() -> None:
+def test_kv_elements_by_hand() -> None:
     assert kv_elements(MOE, 1) == 2 * 4 * 2 * 32
     assert kv_elements(MOE, 2) == kv_elements(MOE, 4) == 2 * 4 * 1 * 32
     deepseek = load_hf_config(MODELS / "deepseek_v3.json")
@@ -217,7 +220,7 @@ def test_kv_cache() -> None:
     assert engine_bytes(deepseek, 1, 2, drafts=True) - engine_bytes(deepseek, 1, 2) == 2 * layer
 
 
-def test_activations_scale() -> None:
+def test_activation_elements_by_hand() -> None:
     settings = family_of(QWEN2).megatron_config(QWEN2)
     item = activation_elements(settings, [range(2)], tp=1, tokens=100, in_flight=1)
     # By hand: inputs and outputs of two norms; q, k, v and attention's output; gate, up and their product.
@@ -226,8 +229,8 @@ def test_activations_scale() -> None:
     assert activation_elements(settings, [range(1), range(2, 3)], tp=1, tokens=100, in_flight=1) == item
 
 
-def test_norms_after_attention_and_mlp_keep_what_enters_them() -> None:
-    """Their weights are in the table like any others: of every rank, trained, and in the engine."""
+def test_gemma2_post_norms_add_activations_and_weights() -> None:
+    """The weights of these norms are replicated and trained like those of any other norm."""
     hf = QWEN2 | {"architectures": ["Gemma2ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True}
     hf |= {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16}
     hf |= {"sliding_window": 32, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
@@ -236,7 +239,7 @@ def test_norms_after_attention_and_mlp_keep_what_enters_them() -> None:
         "train": {"max_tokens_per_gpu": 128},
         "rollout": {"max_context": 128},
     }
-    (gemma,) = planned(hf, config_of(algorithm="grpo", **budget))
+    (gemma,) = plan_stages(hf, make_config(algorithm="grpo", **budget))
     # By hand: inputs and outputs of two norms, inputs of two more; q, k, v and attention's output; gate, up, product.
     assert gemma.training["activations"] == 2 * 128 // 2 * 4 * (6 * 64 + (64 + 32 + 32 + 64) + 3 * 96)
     attention, mlp = 64 * 64 + 2 * 64 * 32 + 64 * 64, 3 * 64 * 96
@@ -244,44 +247,44 @@ def test_norms_after_attention_and_mlp_keep_what_enters_them() -> None:
     assert gemma.states["actor weights"] == 2 * weights and gemma.states["actor gradients"] == 4 * weights
 
 
-def test_a_device_has_the_records_of_routing_of_the_micro_batch_at_work() -> None:
+def test_routing_replay_adds_its_records_to_the_micro_batch() -> None:
     sizes = {"data": {"prompts_per_step": 3}, "rollout": {"samples_per_prompt": 5, "max_context": 100}}
-    plain, replayed = (planned(MOE, config_of(**sizes, train={"routing_replay": on}))[0] for on in (False, True))
+    plain, replayed = (plan_stages(MOE, make_config(**sizes, train={"routing_replay": on}))[0] for on in (False, True))
     assert replayed.states == plain.states and replayed.host == plain.host
     assert replayed.training["micro-batches"] - plain.training["micro-batches"] == 3072 * 4 * 2 * 2
 
 
-def test_a_device_has_the_micro_batches_at_work_and_its_own_part_of_them() -> None:
-    """Whatever the number of micro-batches in a step, and for the critic without routing."""
+def test_micro_batch_bytes_by_hand() -> None:
+    """The bytes do not depend on the number of micro-batches per step, and a critic has no routing."""
     sizes: dict[str, Any] = {
         "parallel": {"world_size": 8, "tp": 2, "pp": 2, "cp": 2},
         "train": {"routing_replay": True},
     }
-    few, many = (planned(MOE, config_of(**sizes, data={"prompts_per_step": n}), MOE) for n in (1, 1000))
+    few, many = (plan_stages(MOE, make_config(**sizes, data={"prompts_per_step": n}), MOE) for n in (1, 1000))
     assert [stage.training for stage in few] == [stage.training for stage in many]
     assert few[0].host == many[0].host
     first, last = (stage.training["micro-batches"] for stage in few)
     routing = 2 * 2 * 2 * 3072 // 2  # two layers, two experts, half of the rank's tokens
     assert first == 2 * (16 * 3072 + routing)  # two in flight
     assert last == 8 * 3072 + (3 * 8 + 1 + 9 * 4) * 2 * 3072 + routing
-    trained = config_of(algorithm="reward_model", **{name: sizes[name] for name in ("parallel",)})
-    assert planned(MOE, trained)[1].training["micro-batches"] == last - routing
+    trained = make_config(algorithm="reward_model", **{name: sizes[name] for name in ("parallel",)})
+    assert plan_stages(MOE, trained)[1].training["micro-batches"] == last - routing
     assert micro_batch_bytes({}, (), 10, last=False) == 160
     assert micro_batch_bytes({}, (), 10, first=False, mtp=2) == 160 + 3 * 80 + 610
 
 
 @pytest.mark.parametrize(
-    "method, kept, anew",
+    "method, saved, recomputed",
     [
-        ({}, 4 * 64, 736),  # every layer's input, and one layer at a time
+        ({}, 4 * 64, 736),  # inputs of all layers, and one layer at a time
         ({"recompute_method": "uniform", "recompute_num_layers": 2}, 2 * 64, 2 * 736),
         ({"recompute_method": "uniform", "recompute_num_layers": 3}, 2 * 64, 3 * 736),
         ({"recompute_method": "block", "recompute_num_layers": 3}, 3 * 64 + 736, 736),
     ],
 )
-def test_full_recomputation(method: dict[str, Any], kept: int, anew: int) -> None:
+def test_full_recomputation(method: dict[str, Any], saved: int, recomputed: int) -> None:
     settings = family_of(QWEN2).megatron_config(QWEN2) | {"recompute_granularity": "full"} | method
-    assert activation_elements(settings, [range(4)], tp=1, tokens=100, in_flight=3) == 100 * (3 * kept + anew)
+    assert activation_elements(settings, [range(4)], tp=1, tokens=100, in_flight=3) == 100 * (3 * saved + recomputed)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +292,7 @@ def test_full_recomputation(method: dict[str, Any], kept: int, anew: int) -> Non
     [
         (None, 0, 0),  # core_attn: flash attention keeps nothing of its own
         (["layernorm"], 2 * 2 * 64, 2 * 64),
-        (["mlp"], 3 * 96, 3 * 96),  # of the dense layer only
+        (["mlp"], 3 * 96, 3 * 96),  # the dense layer only
         (["moe_act"], 2 * 48, 2 * 48),  # two experts a token
         (["moe"], 2 * (2 * 64 + 3 * 48) + 3 * 40, 2 * (2 * 64 + 3 * 48) + 3 * 40),
         (["shared_experts", "moe_act"], 2 * 48 + 3 * 40, 2 * 48 + 3 * 40),
@@ -304,7 +307,7 @@ def test_selective_recomputation(modules: list[str] | None, dropped: int, larges
     assert complete - result == 10 * (4 * dropped - largest)
 
 
-def test_latent_attention_can_do_without_what_is_projected_up() -> None:
+def test_recomputing_mla_up_proj_drops_q_k_v() -> None:
     hf = load_hf_config(MODELS / "deepseek_v3.json")
     settings = family_of(hf).megatron_config(hf)
     complete = activation_elements(settings, [range(4, 5)], tp=1, tokens=1, in_flight=2)
@@ -313,13 +316,13 @@ def test_latent_attention_can_do_without_what_is_projected_up() -> None:
     assert complete - activation_elements(settings, [range(4, 5)], tp=1, tokens=1, in_flight=2) == dropped
 
 
-def test_experts_cut_in_two_see_the_tokens_of_two() -> None:
+def test_expert_tensor_parallel_doubles_expert_tokens() -> None:
     settings = family_of(MOE).megatron_config(MOE)
     complete, cut = (activation_elements(settings, [range(1)], 2, tokens=10, in_flight=1, etp=etp) for etp in (1, 2))
     assert cut - complete == 10 * 2 * 2 * 64 // 2  # input and output of two experts, of as many tokens again
 
 
-def test_micro_batches_in_flight() -> None:
+def test_micro_batches_in_flight_by_stage() -> None:
     assert [micro_batches_in_flight(4, stage) for stage in range(4)] == [4, 3, 2, 1]
     # arXiv:2205.05198 section 4.2.3: 1 + (p - 1) / (p m) times as many on the first stage, in m parts each.
     for pp, vpp in ((4, 2), (8, 3), (2, 4)):
@@ -327,23 +330,23 @@ def test_micro_batches_in_flight() -> None:
     assert [micro_batches_in_flight(4, stage, 2) for stage in range(4)] == [5.5, 4.5, 3.5, 2.5]
 
 
-def test_context_parallelism_shares_a_long_sequence_and_the_optimizer() -> None:
+def test_context_parallelism_splits_long_sequences_and_optimizer() -> None:
     def plan(**sizes: int) -> Any:
         rollout = {"max_context": 8192}
-        return planned(QWEN2, config_of(algorithm="grpo", parallel=sizes, rollout=rollout, train=budget))[0]
+        return plan_stages(QWEN2, make_config(algorithm="grpo", parallel=sizes, rollout=rollout, train=budget))[0]
 
     budget = {"max_tokens_per_gpu": 1024}
     alone, together = plan(world_size=4), plan(world_size=4, cp=4)
     assert together.states == alone.states
     assert together.training["activations"] * 4 == alone.training["activations"]
-    budget = {"max_tokens_per_gpu": 4096}  # which a rank has of a micro-batch, however long its sequences
+    budget = {"max_tokens_per_gpu": 4096}  # tokens of a micro-batch per rank, however long its sequences
     assert plan(world_size=4, cp=4).training["activations"] * 2 == alone.training["activations"]
 
 
-def test_reshard_staging() -> None:
+def test_weight_sync_staging_bytes() -> None:
     assert sync_staging_bytes(1 << 30, 10**10, 10**10) == 2 << 30
     assert sync_staging_bytes(1 << 30, 1000, 500) == 3000  # no more than there is
-    grpo = planned(QWEN2, config_of(algorithm="grpo", rollout={"weight_sync_bucket_mb": 1}))[0]
+    grpo = plan_stages(QWEN2, make_config(algorithm="grpo", rollout={"weight_sync_bucket_mb": 1}))[0]
     assert grpo.weight_sync["reshard staging"] == 4 * grpo.states["actor weights"] < 2 << 20
     states, engine, cache = (
         sum(grpo.states.values()),
@@ -357,8 +360,8 @@ def test_reshard_staging() -> None:
     )  # the KV cache comes back after it
 
 
-def test_states_can_leave_the_device_while_engines_generate() -> None:
-    stay, leave = (planned(QWEN2, config_of(train={"offload": offload}), QWEN2)[0] for offload in (False, True))
+def test_offload_moves_states_to_host_while_generating() -> None:
+    stay, leave = (plan_stages(QWEN2, make_config(train={"offload": offload}), QWEN2)[0] for offload in (False, True))
     assert leave.generation_total == sum(leave.generation.values())
     engine = leave.generation["engine weights"]
     assert leave.weight_sync_total == leave.states["actor weights"] + engine + leave.weight_sync["reshard staging"]
@@ -368,50 +371,50 @@ def test_states_can_leave_the_device_while_engines_generate() -> None:
     assert leave.host["reference weights"] == stay.host["reference weights"]
 
 
-def test_a_policy_to_go_back_to_is_on_the_host() -> None:
-    (stage,) = planned(QWEN2, config_of(guards={"ppo_kl": 0.05}), QWEN2)
+def test_guard_keeps_last_good_policy_on_host() -> None:
+    (stage,) = plan_stages(QWEN2, make_config(guards={"ppo_kl": 0.05}), QWEN2)
     assert stage.host["last good policy"] == stage.states["actor weights"] + stage.states["actor optimizer"]
-    assert "last good policy" not in planned(QWEN2, config_of(), QWEN2)[0].host
+    assert "last good policy" not in plan_stages(QWEN2, make_config(), QWEN2)[0].host
 
 
-def test_a_checkpoint_that_is_written_beside_training_is_on_the_host() -> None:
-    """Weights, and of each element three numbers in fp32; of an fp32 model its weights are one of them."""
+def test_async_save_keeps_a_copy_on_host() -> None:
+    """The copy has weights and three fp32 numbers per element, one of which is the weight in an fp32 model."""
     count = sum(param_count(QWEN2).values())
     for dtype, size in (("bfloat16", 2), ("float32", 4)):
         tree = {"algorithm": "sft", "model": {"dtype": dtype}}
-        (stage,) = planned(QWEN2, config_of(**tree, run={"save_every": 5}))
+        (stage,) = plan_stages(QWEN2, make_config(**tree, run={"save_every": 5}))
         assert stage.host == {"checkpoint under way": (size + 12) * count}
-        (stage,) = planned(QWEN2, config_of(**tree, run={"save_every": 5, "save_async": False}))
+        (stage,) = plan_stages(QWEN2, make_config(**tree, run={"save_every": 5, "save_async": False}))
         assert stage.host == {}
-    (cut, _) = planned(QWEN2, config_of(parallel={"world_size": 4, "pp": 2}, run={"save_every": 5}), QWEN2)
+    (cut, _) = plan_stages(QWEN2, make_config(parallel={"world_size": 4, "pp": 2}, run={"save_every": 5}), QWEN2)
     expected = sum(cut.states[f"{role} {what}"] for role in ("actor", "critic") for what in ("weights", "optimizer"))
     assert cut.host["checkpoint under way"] == expected
 
 
-def test_a_critic_in_a_layout_of_its_own() -> None:
+def test_critic_with_its_own_layout() -> None:
     def plan(**critic: int) -> Any:
         parallel = {"world_size": 4, "pp": 2}
-        return planned(QWEN2, config_of(parallel=parallel, critic={"parallel": critic}), QWEN2)
+        return plan_stages(QWEN2, make_config(parallel=parallel, critic={"parallel": critic}), QWEN2)
 
     same, cut = plan(), plan(tp=2)
     assert [stage.states["actor weights"] for stage in cut] == [stage.states["actor weights"] for stage in same]
     assert cut[1].states["critic weights"] < 0.6 * same[1].states["critic weights"]
-    # In one stage it is whole on the ranks of both of the actor's; in four each pair of ranks has the fuller of two.
+    # With pp=1 both actor stages have the whole critic; with pp=4 each counts the larger of two critic stages.
     complete, fine = plan(pp=1), plan(pp=4)
     assert (
         complete[0].states["critic weights"] == complete[1].states["critic weights"] > same[0].states["critic weights"]
     )
-    assert fine[0].states["critic weights"] == 2 * held(QWEN2, head=True, world_size=4, pp=4)[0].dense
-    assert fine[1].states["critic weights"] < fine[0].states["critic weights"]  # a layer, and hardly any head
+    assert fine[0].states["critic weights"] == 2 * stage_counts(QWEN2, head=True, world_size=4, pp=4)[0].dense
+    assert fine[1].states["critic weights"] < fine[0].states["critic weights"]  # a layer and a small head
 
 
-def test_what_a_run_without_rollouts_needs() -> None:
-    sft = planned(QWEN2, config_of(algorithm="sft"))[0]
+def test_stages_by_algorithm() -> None:
+    sft = plan_stages(QWEN2, make_config(algorithm="sft"))[0]
     assert sft.generation == {} and sft.weight_sync == {} and sft.host == {}
-    grpo = planned(QWEN2, config_of(algorithm="grpo", kl={"apply_to": "none"}))[0]
+    grpo = plan_stages(QWEN2, make_config(algorithm="grpo", kl={"apply_to": "none"}))[0]
     assert grpo.generation["engine weights"] == sum(param_count(QWEN2).values()) * 2
     assert grpo.host == {}
-    trained = planned(QWEN2, config_of(algorithm="reward_model", model={"dtype": "float32"}))[0]
+    trained = plan_stages(QWEN2, make_config(algorithm="reward_model", model={"dtype": "float32"}))[0]
     count = sum(param_count(QWEN2).values()) - 1024 * 64 + 64  # a head of one value for the words
     assert trained.states == {
         "reward model weights": 4 * count,
@@ -419,18 +422,18 @@ def test_what_a_run_without_rollouts_needs() -> None:
         "reward model optimizer": 8 * count,
     }
     assert trained.generation == {} and trained.training["logits"] == 0
-    ppo = planned(QWEN2, config_of(), QWEN2)[0]
+    ppo = plan_stages(QWEN2, make_config(), QWEN2)[0]
     assert ppo.host["reference weights"] == ppo.states["actor weights"]
     assert ppo.training.keys() == {"activations", "logits", "micro-batches"}
     assert ppo.training_total == sum(ppo.states.values()) + sum(ppo.training.values())
 
 
-def test_a_reward_model_that_serves_has_fp32_weights_alone() -> None:
+def test_serving_reward_model_adds_fp32_weights() -> None:
     layout = {"parallel": {"world_size": 4, "tp": 2, "pp": 2}, "rollout": {"max_context": 128}}
-    config = config_of(**layout)
+    config = make_config(**layout)
     stages = {"reward": inference_stages(MOE, config, load_requirements(config), head=True)}
-    plain, served = (planned(QWEN2, config, QWEN2, others) for others in (None, stages))
-    elements = held(MOE, head=True, tp=2, pp=2)
+    plain, served = (plan_stages(QWEN2, config, QWEN2, others) for others in (None, stages))
+    elements = stage_counts(MOE, head=True, tp=2, pp=2)
     for before, after, weights in zip(plain, served, elements, strict=True):
         assert after.states == before.states | {"reward model weights": 4 * sum(weights)}
         assert after.training == before.training
@@ -439,16 +442,16 @@ def test_a_reward_model_that_serves_has_fp32_weights_alone() -> None:
         assert after.generation == before.generation | {"reward model activations": 4 * 3072 * item // 2}
 
 
-def test_a_teacher_has_weights_and_computes_while_engines_sleep() -> None:
-    config = config_of(parallel={"world_size": 4, "tp": 2, "pp": 2}, rollout={"max_context": 128})
+def test_teacher_adds_weights_and_computes_between_generations() -> None:
+    config = make_config(parallel={"world_size": 4, "tp": 2, "pp": 2}, rollout={"max_context": 128})
     stages = {"teacher": inference_stages(MOE, config, load_requirements(config), head=False, dtype="bfloat16")}
-    plain, served = (planned(QWEN2, config, QWEN2, others) for others in (None, stages))
-    elements = held(MOE, tp=2, pp=2)
+    plain, served = (plan_stages(QWEN2, config, QWEN2, others) for others in (None, stages))
+    elements = stage_counts(MOE, tp=2, pp=2)
     for before, after, weights in zip(plain, served, elements, strict=True):
         assert after.states == before.states | {"teacher weights": 2 * sum(weights)}
         assert after.generation == before.generation and after.training["micro-batches"] > 0
-    assert served[-1].training["logits"] == plain[-1].training["logits"] > 0  # as many words, of the same width
-    alone = planned(QWEN2, config, QWEN2, stages, "teacher")
+    assert served[-1].training["logits"] == plain[-1].training["logits"] > 0  # the same vocabulary and hidden size
+    alone = plan_stages(QWEN2, config, QWEN2, stages, "teacher")
     # Of one layer of 3072 tokens: norms; q, k, v and attention's output; of 2 experts input, output and three widths.
     item = 4 * 64 + (2 * 4 + 2 * 2) * 32 + 2 * (2 * 64 + 3 * 48)
     assert [stage.layers for stage in alone] == [(0, 1), (2, 3)]
@@ -456,17 +459,17 @@ def test_a_teacher_has_weights_and_computes_while_engines_sleep() -> None:
     assert alone[1].training["logits"] > 0
 
 
-def test_any_classifier_is_whole_on_each_of_its_ranks() -> None:
+def test_foreign_classifier_is_replicated() -> None:
     bert = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 64}
-    (stage,) = classifier_stages(bert, 1000, "float32", config_of())
+    (stage,) = classifier_stages(bert, 1000, "float32", make_config())
     assert stage == ((0, 1, 2), 4000, 4 * 3072 * (6 * 32 + 3 * 64), 0)
 
 
-def test_lora_keeps_gradients_and_states_of_adapters_only() -> None:
-    """One layer's factors by hand: qkv 4 (64 + 256), proj 4 (128 + 64), of each of 8 experts 4 (64 + 96 + 48 + 64)."""
+def test_lora_has_gradients_and_states_of_adapters_only() -> None:
+    """Factors of a layer: qkv 4 (64 + 256), proj 4 (128 + 64), and 4 (64 + 96 + 48 + 64) for each of 8 experts."""
     config = {"parallel": {"world_size": 2, "tp": 1, "pp": 1, "ep": 2}, "reward": {"functions": ["a:b"]}}
-    full = planned(MOE, config_of(**config), MOE)[0]
-    lora = planned(MOE, config_of(**config, lora={"rank": 4}), MOE)[0]
+    full = plan_stages(MOE, make_config(**config), MOE)[0]
+    lora = plan_stages(MOE, make_config(**config, lora={"rank": 4}), MOE)[0]
     dense, expert = 4 * 4 * (64 + 256 + 128 + 64), 4 * 4 * 4 * (64 + 96 + 48 + 64)
     assert lora.states["actor weights"] == full.states["actor weights"] + 2 * (dense + expert)
     assert lora.states["actor gradients"] == 4 * (dense + expert)

@@ -1,4 +1,4 @@
-"""Marks by which a gradient counts once in the norm of all; the norm itself is compared in `ranks_layout.py`."""
+"""Flags that count each gradient once in the global norm; `ranks_layout.py` compares the norm itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def param(name: str, cut: Sharding, expert: int | None = None) -> Param:
     return Param(name, (HFTensor(name, (4, 4)),), cut, expert=expert)
 
 
-def test_marks_are_the_tables_whatever_a_layer_has_set() -> None:
+def test_flags_follow_the_table_over_layer_settings() -> None:
     tensors = {name: torch.nn.Parameter(torch.zeros(4, 4)) for name in ("expert", "down", "cut", "norm")}
     tensors["down"].tensor_model_parallel = True  # type: ignore[attr-defined]
     tensors["cut"].tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -24,13 +24,13 @@ def test_marks_are_the_tables_whatever_a_layer_has_set() -> None:
     buffer = {"bias": torch.zeros(4)}
     named = {**tensors, **buffer}
     assert norm_counting.set_flags(named, [*table, param("bias", full), param("elsewhere", cut)]) == ["expert", "down"]
-    marks = {name: tensor.tensor_model_parallel for name, tensor in tensors.items()}  # type: ignore[attr-defined]
-    assert marks == {"expert": True, "down": False, "cut": True, "norm": False}
+    flags = {name: tensor.tensor_model_parallel for name, tensor in tensors.items()}  # type: ignore[attr-defined]
+    assert flags == {"expert": True, "down": False, "cut": True, "norm": False}
     assert norm_counting.set_flags(named, table) == []
 
 
-class Grouped(torch.nn.Module):
-    """As Transformer Engine's grouped experts are named."""
+class GroupedExperts(torch.nn.Module):
+    """Expert weights with the names of Transformer Engine's grouped experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,18 +38,18 @@ class Grouped(torch.nn.Module):
         self.weight1 = torch.nn.Parameter(torch.zeros(2))
 
 
-def chunk() -> torch.nn.Module:
+def model_chunk() -> torch.nn.Module:
     module = torch.nn.Module()
     module.mlp = torch.nn.Module()
     module.mlp.experts = torch.nn.Module()
-    module.mlp.experts.linear_fc1 = Grouped()
+    module.mlp.experts.linear_fc1 = GroupedExperts()
     top = torch.nn.Module()
     top.layer = module
     return top
 
 
-def test_an_expert_that_would_drop_out_of_the_norm_stops_the_build() -> None:
-    model = chunk()
+def test_refuses_experts_missing_from_the_norm() -> None:
+    model = model_chunk()
     weights = list(model.parameters())
     with pytest.raises(RuntimeError, match="linear_fc1.weight0 is not marked tensor_model_parallel"):
         norm_counting.check_expert_flags([model])

@@ -1,3 +1,5 @@
+"""Layers of pipeline stages, and advice for layers that do not divide."""
+
 from __future__ import annotations
 
 import re
@@ -11,7 +13,7 @@ from megarl.models.pipeline_stages import FIRST, LAST, stage_layers
 pytestmark = pytest.mark.alone
 
 
-def test_stages_as_megatron_deals_them_out() -> None:
+def test_stage_layers_match_megatron() -> None:
     assert stage_layers(8, 4, {}) == [(0, 1), (2, 3), (4, 5), (6, 7)]
     uneven = {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 1}
     assert stage_layers(8, 4, uneven) == [(0, 1, 2), (3, 4), (5, 6), (7,)]
@@ -22,7 +24,7 @@ def test_stages_as_megatron_deals_them_out() -> None:
     ]
 
 
-def test_parts_of_stages_take_turns() -> None:
+def test_virtual_stages_interleave() -> None:
     assert stage_layers(8, 2, {}, vpp=2) == [(0, 1, 4, 5), (2, 3, 6, 7)]
     uneven = {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 2}
     assert stage_layers(8, 3, uneven, vpp=2) == [(0, 4), (1, 2, 5, 6), (3, 7)]
@@ -31,7 +33,7 @@ def test_parts_of_stages_take_turns() -> None:
 
 
 @pytest.mark.parametrize("layers, pp", [(61, 16), (61, 8), (94, 8), (7, 2), (5, 4), (10, 4)])
-def test_the_remedy_for_layers_that_do_not_divide_is_one(layers: int, pp: int) -> None:
+def test_suggested_uneven_split_works(layers: int, pp: int) -> None:
     with pytest.raises(ConfigError) as caught:
         stage_layers(layers, pp, {})
     text = str(caught.value)
@@ -41,15 +43,15 @@ def test_the_remedy_for_layers_that_do_not_divide_is_one(layers: int, pp: int) -
     assert sum(len(stage) for stage in stage_layers(layers, pp, value)) == layers
 
 
-def test_an_impossible_pipeline() -> None:
+def test_refuses_impossible_pipeline() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.pp to one of 1, 2"):
         stage_layers(2, 3, {})
     with pytest.raises(ConfigError, match="parallel.pp=1"):
         stage_layers(4, 1, {"num_layers_in_last_pipeline_stage": 1})
 
 
-def test_advice_about_layers_can_be_followed() -> None:
-    """Whatever it says, done as it says, is dealt out; also where the ends have numbers that are wrong."""
+def test_all_advice_leads_to_a_valid_split() -> None:
+    """Following any advice in an error gives a valid split, even from wrong layer counts at both ends."""
     keys = (FIRST, LAST)
     for layers, pp, vpp, first, last in product(range(1, 10), range(1, 6), (1, 2), (None, 2, 9), (None, 1)):
         settings = {name: count for name, count in zip(keys, (first, last), strict=True) if count is not None}

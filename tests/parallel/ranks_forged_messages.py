@@ -1,4 +1,4 @@
-"""Ranks that meet in a TCP store, and somebody else who writes into it."""
+"""Ranks meet in a TCP store, into which another process writes forged messages."""
 
 import json
 import os
@@ -17,13 +17,13 @@ from megarl.parallel.kv_store import KVStore
 from megarl.rollout.group_queue import GroupQueue
 
 harm = Path(sys.argv[1], "harm")
-SOMEBODY = """
+ATTACKER = """
 import os, sys, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False)
-note = bytes.fromhex(sys.argv[2])
+ticket = bytes.fromhex(sys.argv[2])
 for prefix in ("0//", "default_pg//", "default_pg/", ""):
     for name in ("back/0", "back/1", "back/2"):
-        store.set(f"{prefix}groups/{name}/0", note)
+        store.set(f"{prefix}groups/{name}/0", ticket)
         store.set(f"{prefix}groups/{name}", "1" if name != "back/2" else str(1 << 40))
     store.add(f"{prefix}groups/back", 3)
     for place in range(3):
@@ -32,16 +32,16 @@ for prefix in ("0//", "default_pg//", "default_pg/", ""):
 """
 
 
-class Harm:
-    """Leaves a folder where it is unpickled."""
+class CreatesFolder:
+    """Creates a folder when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(harm),)
 
 
-def refused(take: Any) -> bool:
+def is_forged(claim: Any) -> bool:
     try:
-        take()
+        claim()
     except ForgedError:
         return True
     return False
@@ -50,20 +50,20 @@ def refused(take: Any) -> bool:
 ranks.initialize(ParallelConfig(world_size=2))
 if dist.get_rank() == 0:
     environment = {name: text for name, text in os.environ.items() if name != "MEGARL_SECRET"}
-    note = pickle.dumps(Harm()).hex()
-    subprocess.run([sys.executable, "-c", SOMEBODY, os.environ["MASTER_PORT"], note], env=environment, check=True)
+    ticket = pickle.dumps(CreatesFolder()).hex()
+    subprocess.run([sys.executable, "-c", ATTACKER, os.environ["MASTER_PORT"], ticket], env=environment, check=True)
 ranks.barrier()
 tickets = GroupQueue(4, 2, KVStore(), "groups")
 result = {
     "prefix": dist.distributed_c10d._get_default_store().check(["groups/back", "megarl/last words"]),
-    "notes": [refused(tickets.claim_returned) for _ in range(3)] if dist.get_rank() == 0 else [],
-    "last words": kv_store.exchange_root_cause(RuntimeError("gloo"), "lost"),
+    "refused_tickets": [is_forged(tickets.claim_returned) for _ in range(3)] if dist.get_rank() == 0 else [],
+    "root_cause": kv_store.exchange_root_cause(RuntimeError("gloo"), "lost"),
 }
 ranks.barrier()
 if dist.get_rank() == 0:
     tickets.return_group({"group": (1, 2)})
 ranks.barrier()
-result["back"] = tickets.claim_returned() if dist.get_rank() == 1 else None
+result["returned"] = tickets.claim_returned() if dist.get_rank() == 1 else None
 result["harm"] = harm.exists()
 ranks.barrier()
 print("RESULT", json.dumps(result))

@@ -1,4 +1,4 @@
-"""Exchanges of all ranks: prints whether each has what the others gave, in rounds that double as round gloo's ring."""
+"""All-gather with each algorithm and print whether every rank has what the others contributed."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ def main() -> dict[str, bool]:
     world = int(os.environ["WORLD_SIZE"])
     rank = ranks.initialize(tiny.config(world=world).parallel, timeout_s=60.0).job.rank
     groups = {n: ranks.new_host_group(range(n)) for n in range(1, world + 1)}
-    right = {}
+    is_correct = {}
     for n, group in groups.items():
         if rank >= n:
             continue
         for length in (1, 7, 100_000):
-            mine = torch.arange(length) * (rank + 1)
+            contribution = torch.arange(length) * (rank + 1)
             expected = torch.arange(length) * torch.arange(1, n + 1)[:, None]
             for name, exchange in (
                 ("doubling", collectives.bruck_all_gather),
-                ("around", collectives.all_gather_small),
+                ("ring", collectives.all_gather_small),
             ):
-                right[f"{name} {n} {length}"] = torch.equal(exchange(mine, group, 60.0), expected)
+                is_correct[f"{name} {n} {length}"] = torch.equal(exchange(contribution, group, 60.0), expected)
         value = [bytes([source]) * (source * 300) for source in range(n)]
         result = collectives.ragged_all_gather(
             torch.frombuffer(bytearray(value[rank]), dtype=torch.uint8) if rank else torch.empty(0, dtype=torch.uint8),
             group,
             60.0,
         )
-        right[f"all_gather {n}"] = [bytes(share.tolist()) for share in result] == value
+        is_correct[f"all_gather {n}"] = [bytes(share.tolist()) for share in result] == value
     ranks.barrier()
-    return right
+    return is_correct
 
 
 if __name__ == "__main__":

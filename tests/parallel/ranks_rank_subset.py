@@ -1,9 +1,9 @@
-"""Models on some of a job's ranks each, that train at once: what they say, and what they are afterwards.
+"""Train models at once, each on a subset of the job's ranks, and print their metrics and digests.
 
 Arguments: a folder for checkpoints, then a JSON object for each model: `name`, `members`, `layout` (as `tiny.config`),
-`family`, `role`, `steps`, and of those that go on from another's checkpoint `origin`, its name. `after`: the name of
-another that must be done before this one begins, without a word between them. Prints of each model that this rank has
-every step's figures, and digests of its weights and states, of its forward pass and of its export.
+`family`, `role`, `steps`; optionally `origin`, the name of the model whose checkpoint it resumes from, and `after`, the
+name of a model that must be done before this one starts, without communication between the two. Prints for each model
+of this rank the metrics of every step and digests of its weights and states, its forward pass and its export.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def build(part: dict[str, Any], place: ranks.Ranks) -> Any:
     return model
 
 
-def trained(part: dict[str, Any], place: ranks.Ranks) -> dict[str, Any]:
+def train(part: dict[str, Any], place: ranks.Ranks) -> dict[str, Any]:
     from megarl.checkpoint.export import gather_hf
     from megarl.megatron.dist_checkpoint import restore_model
     from megarl.megatron.optimizer import state_tensors
@@ -63,7 +63,7 @@ def trained(part: dict[str, Any], place: ranks.Ranks) -> dict[str, Any]:
     model, batch = build(part, place), tiny.batch()
     if "origin" in part:
         restore_model(model, FOLDER / part["origin"])
-    result = {"figures": [model.train_step(batch, LOSSES[part["role"]]) for _ in range(part["steps"])]}
+    result = {"metrics": [model.train_step(batch, LOSSES[part["role"]]) for _ in range(part["steps"])]}
     result["forward"] = digest(model.forward(batch).values())
     result["states"] = digest([*model.local_params().values(), *state_tensors(model.optimizer)])
     result["export"] = digest(tensor for _, tensor in gather_hf(model.merged_params(), model.params(), place))
@@ -82,11 +82,11 @@ def main() -> None:
     ]
     assert [place is not None for place in places] == [job.rank in part["members"] for part in parts]
     results: dict[str, Any] = {}
-    for begins in (True, False):
+    for is_first_pass in (True, False):
         for part, place in zip(parts, places, strict=True):
-            if place is not None and begins == ("origin" not in part):
+            if place is not None and is_first_pass == ("origin" not in part):
                 assert place.members[place.role_rank] == job.rank == place.job.rank
-                results[part["name"]] = trained(part, place)
+                results[part["name"]] = train(part, place)
         ranks.barrier()
     print("RESULT " + json.dumps(results))
     ranks.shutdown()

@@ -1,4 +1,4 @@
-"""Ranks that meet: what `initialize` says to whom before it returns, and two runs of one rank each at once."""
+"""Record the collectives that `initialize` runs, or run two jobs of one rank each at once."""
 
 import json
 import os
@@ -13,8 +13,8 @@ from megarl.config import ParallelConfig
 from megarl.parallel import ranks
 
 
-def spoken() -> list[list[int]]:
-    """The ranks of each collective on the device, in order, that `initialize` runs."""
+def warm_up_groups() -> list[list[int]]:
+    """Return the ranks of each device collective that `initialize` and `create_layout` run, in order."""
     actual: list[list[int]] = []
     all_reduce = dist.all_reduce
 
@@ -24,12 +24,12 @@ def spoken() -> list[list[int]]:
 
     dist.all_reduce = record
     ranks.initialize(ParallelConfig(world_size=4, pp=2))
-    ranks.create_layout(ParallelConfig(world_size=4, pp=4))  # as a critic's own
+    ranks.create_layout(ParallelConfig(world_size=4, pp=4))  # like a critic in a layout of its own
     return actual
 
 
-def alone(folder: Path) -> str:
-    """The port of a run of one rank, once another has its own, too."""
+def single_rank_run(folder: Path) -> str:
+    """Run a collective in a job of one rank while another such job has its own store."""
     me = os.environ["RANK"]
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
@@ -41,6 +41,6 @@ def alone(folder: Path) -> str:
     return me
 
 
-result = alone(Path(sys.argv[2])) if sys.argv[1] == "alone" else spoken()
-print("RESULT", json.dumps({"found": result}))
+result = single_rank_run(Path(sys.argv[2])) if sys.argv[1] == "alone" else warm_up_groups()
+print("RESULT", json.dumps({"result": result}))
 ranks.shutdown()

@@ -1,6 +1,6 @@
-"""Two ranks with a time-out of a second, one of which works for longer, and in the end is gone.
+"""Two ranks with a timeout of one second, one of which works for longer and then exits without a word.
 
-Prints what became of each wait.
+Prints the timeouts of all groups and the outcome of each wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megarl.parallel import kv_store, ranks  # noqa: E402
 
 
 def timeouts() -> list[float]:
-    """Seconds that each group of this rank waits."""
+    """Return the distinct timeouts of this rank's groups in seconds."""
     groups = [group for group in dist.distributed_c10d._world.pg_map if group.rank() >= 0]
     backends = [group._get_backend(torch.device("cpu")) for group in groups]
     return sorted({backend.options._timeout.total_seconds() for backend in backends})
@@ -49,26 +49,31 @@ def main() -> dict[str, object]:
             raise KeyError
     except KeyError:
         after += timeouts()
-    heard = []
+    flags_and_cause = []
     ranks.set_flag("first") if place.job.rank else None
     ranks.barrier()
-    heard += [
+    flags_and_cause += [
         ranks.is_flag_set("first"),
         ranks.is_flag_set("second"),
         kv_store.exchange_root_cause(OSError("x"), "lost"),
     ]
-    ranks.barrier()  # the other's last words come after both have asked
-    result: dict[str, object] = {"made": created, "inside": inside, "after": after, "heard": heard}
+    ranks.barrier()  # no rank reports a root cause before both have asked
+    result: dict[str, object] = {
+        "created": created,
+        "inside": inside,
+        "after": after,
+        "flags_and_cause": flags_and_cause,
+    }
     if place.job.rank:
         for text in ("the first thing", "another"):
             kv_store.exchange_root_cause(ValueError(text), "fault")
         print("RESULT " + json.dumps(result), flush=True)
-        os._exit(0)  # as the kernel ends a process that is killed: without a word to anybody
+        os._exit(0)  # like a killed process, without any cleanup
     try:
         with ranks.with_timeout(3600.0):
             ranks.barrier()
     except RuntimeError as error:
-        result["gone"] = [type(error).__name__, kv_store.exchange_root_cause(error, "lost")]
+        result["after_death"] = [type(error).__name__, kv_store.exchange_root_cause(error, "lost")]
     print("RESULT " + json.dumps(result), flush=True)
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""Values between ranks: the same on the other side, and nothing is called when they are read."""
+"""Encoding of values between ranks: exact round trips, and decoding calls nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Number(IntEnum):
 
 
 CALLED: list[str] = []
-VALUES = [
+ROUND_TRIP_VALUES = [
     *(None, True, 0, -1, 2**70, 1.5, float("inf"), "", "a\u20ac\ud800\0", b"", b"\x00\xff", bytearray(b"x")),
     *([], (), {}, set(), frozenset({1}), [1, [2, (3,)]], (1, None), {"a": 1}, {1: "a", (2, 3): [4], None: 5}),
     *(list(range(100)), [0.5] * 40, [2**70] * 40, [True] * 40, [1, 2.0] * 40, {"again": [0], "tuple": 1}),
@@ -63,25 +63,25 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_value_comes_back_as_it_was(value: Any) -> None:
+@pytest.mark.parametrize("value", ROUND_TRIP_VALUES, ids=repr)
+def test_round_trip_preserves_value_and_type(value: Any) -> None:
     result = decode(encode(value))
     assert result == value
     if not isinstance(value, (bytearray, Colour, Number)):
         assert type(result) is type(value)
 
 
-def test_another_kind_of_mapping_is_a_dict_then() -> None:
+def test_other_mappings_decode_as_dict() -> None:
     assert decode(encode([OrderedDict(a=1), MappingProxyType({2: 3})])) == [{"a": 1}, {2: 3}]
 
 
-def test_not_a_number_comes_back() -> None:
+def test_round_trip_preserves_nan() -> None:
     assert np.isnan(decode(encode(float("nan")))) and np.isnan(decode(encode([float("nan")] * 50))).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (5, 2)])
-def test_tensors_and_arrays(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_round_trip_of_tensors_and_arrays(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.rand(shape) * 5).to(dtype)
     result = decode(encode([tensor, tensor.mT if tensor.dim() > 1 else tensor]))
     assert result[0].dtype == dtype and result[0].shape == shape and torch.equal(result[0], tensor)
@@ -94,7 +94,7 @@ def test_tensors_and_arrays(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         assert again.dtype == array.dtype and np.array_equal(again, array) and not again.flags.writeable
 
 
-def test_what_occurs_twice_is_sent_once_and_is_one_again() -> None:
+def test_shared_objects_are_sent_once_and_stay_shared() -> None:
     ids = np.arange(100_000, dtype=np.int32)
     point = Point(1, ids)
     content = encode([point, point, ids, Point(2, ids)])
@@ -103,7 +103,7 @@ def test_what_occurs_twice_is_sent_once_and_is_one_again() -> None:
     assert first is second and first.y is third and fourth.y is third
 
 
-def test_a_rollout_travels_whole() -> None:
+def test_round_trip_of_rollouts() -> None:
     prompt = Prompt("p", ({"role": "user", "content": "x"},), np.arange(5), extra={"a": [1, None, {"b": 0.5}]})
     answer = Turn(np.arange(3), np.array([-0.5, -1.0, 0.0]), is_action=True, weight_version=2, reward=0.5)
     rollout = Rollout(prompt, (Turn(prompt.token_ids), answer), "length", reward_parts={"a": 1.0})
@@ -111,7 +111,7 @@ def test_a_rollout_travels_whole() -> None:
     assert result == [rollout, rollout] and result[0].turns[0].token_ids is result[0].prompt.token_ids
 
 
-def test_nothing_is_called() -> None:
+def test_decode_does_not_call_post_init() -> None:
     content = encode(Point(1))
     CALLED.clear()
     assert decode(content).x == 1 and CALLED == []
@@ -121,12 +121,12 @@ def test_nothing_is_called() -> None:
     ("value", "kind"),
     [(object(), "builtins.object"), (os.system, "builtin"), (ValueError("x"), "builtins.ValueError"), ({"a": len}, "")],
 )
-def test_what_is_no_plain_data_is_refused_by_its_type(value: Any, kind: str) -> None:
+def test_encode_refuses_other_types_by_name(value: Any, kind: str) -> None:
     with pytest.raises(EncodingError, match=f"a {kind}.* cannot be sent to another rank: only plain values"):
         encode(value)
 
 
-def test_what_is_too_deep_is_refused() -> None:
+def test_encode_refuses_deep_nesting() -> None:
     deep: Any = []
     for _ in range(1000):
         deep = [deep]
@@ -134,8 +134,8 @@ def test_what_is_too_deep_is_refused() -> None:
         encode(deep)
 
 
-class Call:
-    """What somebody else may write: a call of anything."""
+class PickledCall:
+    """Pickles as a call of any function, as an attacker may write it."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.function, self.arguments = function, arguments
@@ -144,28 +144,47 @@ class Call:
         return self.function, self.arguments
 
 
-def called(function: Any, *arguments: Any) -> bytes:
-    return pickle.dumps([Call(function, *arguments)], protocol=5)
+def pickle_call(function: Any, *arguments: Any) -> bytes:
+    return pickle.dumps([PickledCall(function, *arguments)], protocol=5)
 
 
 @pytest.mark.parametrize(
     "content",
     [
         *(b"", b"\0" * 7, b"\xff" * 40, encode("a")[:-1], encode(np.arange(9))[:-20], pickle.dumps(Point(1))),
-        *(called(os.mkdir, "harm"), called(eval, "1"), called(getattr, 1, "real"), called(Point, 1), called(list, "a")),
-        *(called(encoding._object, "os:system", {}), called(encoding._object, "subprocess:Popen", {"args": "x"})),
-        *(called(encoding._object, "no_such_module:X", {}), called(encoding._object, f"{__name__}:Point", {"x": 1})),
-        *(called(encoding._object, f"{__name__}:CALLED", {}), called(encoding._named_tuple, "builtins:tuple", (1,))),
         *(
-            called(encoding._tensor, "load", (1,), bytearray(1)),
-            called(encoding._tensor, "float32", (9,), bytearray(4)),
+            pickle_call(os.mkdir, "harm"),
+            pickle_call(eval, "1"),
+            pickle_call(getattr, 1, "real"),
+            pickle_call(Point, 1),
+            pickle_call(list, "a"),
         ),
-        *(called(encoding._array, "|O", (1,), bytes(8)), called(encoding._array, "<i8", (2,), bytes(8))),
-        *(called(encoding._dtype, "load"), called(encoding._find_class, "os:system"), pickle.dumps(os.system)),
+        *(
+            pickle_call(encoding._object, "os:system", {}),
+            pickle_call(encoding._object, "subprocess:Popen", {"args": "x"}),
+        ),
+        *(
+            pickle_call(encoding._object, "no_such_module:X", {}),
+            pickle_call(encoding._object, f"{__name__}:Point", {"x": 1}),
+        ),
+        *(
+            pickle_call(encoding._object, f"{__name__}:CALLED", {}),
+            pickle_call(encoding._named_tuple, "builtins:tuple", (1,)),
+        ),
+        *(
+            pickle_call(encoding._tensor, "load", (1,), bytearray(1)),
+            pickle_call(encoding._tensor, "float32", (9,), bytearray(4)),
+        ),
+        *(pickle_call(encoding._array, "|O", (1,), bytes(8)), pickle_call(encoding._array, "<i8", (2,), bytes(8))),
+        *(
+            pickle_call(encoding._dtype, "load"),
+            pickle_call(encoding._find_class, "os:system"),
+            pickle.dumps(os.system),
+        ),
     ],
     ids=lambda content: repr(content[8:60]),
 )
-def test_what_no_rank_has_written_is_an_error(content: bytes) -> None:
+def test_decode_refuses_foreign_bytes_without_calls(content: bytes) -> None:
     CALLED.clear()
     with pytest.raises(EncodingError):
         decode(content)

@@ -1,4 +1,4 @@
-"""What ranks say to each other: refused where it does not come from one of them, before anything is made of it."""
+"""Messages between ranks are sealed with the job's secret, and forged ones are refused before they are unpickled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEY = bytes(32)
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def no_job_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for name in (job_secret.SECRET_ENV, "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEGARL_RESTARTED"):
         monkeypatch.delenv(name, raising=False)
@@ -30,8 +30,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     job_secret.job_key.cache_clear()
 
 
-class Harm:
-    """Leaves a file where it is unpickled."""
+class CreatesFolder:
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -40,7 +40,7 @@ class Harm:
         return os.mkdir, (str(self.file),)
 
 
-def test_what_was_sealed_is_read_and_nothing_else() -> None:
+def test_unseal_refuses_forged_messages() -> None:
     sealed = seal(b"text", "note", KEY)
     assert unseal(sealed, "note", KEY) == b"text"
     forged = [b"", sealed[:20], sealed[:-1], sealed + b"x", bytes(32) + b"text", bytes([sealed[0] ^ 1]) + sealed[1:]]
@@ -53,10 +53,10 @@ def test_what_was_sealed_is_read_and_nothing_else() -> None:
         unseal(sealed, "note", b"x" * 32)
 
 
-def test_a_pickle_of_somebody_else_is_not_unpickled(tmp_path: Path) -> None:
+def test_sealed_pickle_refuses_foreign_pickles(tmp_path: Path) -> None:
     pickles = SealedPickle("x", KEY)
     assert pickles.loads(pickles.dumps([1, "a"])) == [1, "a"]
-    harm = pickle.dumps(Harm(tmp_path / "harm"))
+    harm = pickle.dumps(CreatesFolder(tmp_path / "harm"))
     for item in (harm, bytes(32) + harm, seal(harm, "y", KEY)):
         with pytest.raises(ForgedError):
             pickles.loads(item)
@@ -64,28 +64,28 @@ def test_a_pickle_of_somebody_else_is_not_unpickled(tmp_path: Path) -> None:
     assert pickles.PickleError is pickle.PickleError
 
 
-def test_collectives_of_objects_are_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of torch's go through these two functions."""
-    torch_own = vars(dist.distributed_c10d)
+def test_object_collectives_are_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All object collectives of torch use these two functions."""
+    torch_functions = vars(dist.distributed_c10d)
     for name in ("_pickler", "_unpickler"):
-        monkeypatch.setitem(torch_own, name, torch_own[name])
+        monkeypatch.setitem(torch_functions, name, torch_functions[name])
     cpu, plain = "cpu", io.BytesIO()
-    pickle.Pickler(plain).dump(Harm(tmp_path / "harm"))
+    pickle.Pickler(plain).dump(CreatesFolder(tmp_path / "harm"))
     job_secret.seal_object_collectives(KEY)
-    data, size = torch_own["_object_to_tensor"]({"a": 1}, cpu, None)
-    assert torch_own["_tensor_to_object"](data, size, None) == {"a": 1}
+    data, size = torch_functions["_object_to_tensor"]({"a": 1}, cpu, None)
+    assert torch_functions["_tensor_to_object"](data, size, None) == {"a": 1}
     data[40] += 1
     with pytest.raises(ForgedError):
-        torch_own["_tensor_to_object"](data, size, None)
+        torch_functions["_tensor_to_object"](data, size, None)
     import torch
 
     forged = torch.frombuffer(bytearray(plain.getvalue()), dtype=torch.uint8)
     with pytest.raises(ForgedError):
-        torch_own["_tensor_to_object"](forged, torch.tensor(len(forged)), None)
+        torch_functions["_tensor_to_object"](forged, torch.tensor(len(forged)), None)
     assert not (tmp_path / "harm").exists()
 
 
-def test_the_secret_is_that_of_the_environment_and_another_in_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_depends_on_environment_secret_and_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv(job_secret.SECRET_ENV, "a" * 32)
     keys = [job_secret.job_key()]
@@ -100,7 +100,7 @@ def test_the_secret_is_that_of_the_environment_and_another_in_each_start(monkeyp
         job_secret.job_key()
 
 
-def test_without_one_it_is_this_users_and_nobody_elses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_default_secret_is_private_to_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     file = tmp_path / "state/megarl/secret"
     key = job_secret.job_key()
@@ -117,7 +117,7 @@ def test_without_one_it_is_this_users_and_nobody_elses(monkeypatch: pytest.Monke
         job_secret.job_key()
 
 
-def test_a_rank_that_is_alone_needs_none(tmp_path: Path) -> None:
+def test_single_rank_needs_no_secret_file(tmp_path: Path) -> None:
     assert len(job_secret.job_key()) == 32
     assert not (tmp_path / "state").exists()
     assert sys.modules["megarl.parallel.job_secret"] is job_secret

@@ -1,4 +1,4 @@
-"""Which ranks a role is on: what is read, what it means for a role's layout and the engines, and what is refused."""
+"""Placement of roles on ranks: parsing, the layouts of roles and engines, and what is refused."""
 
 from __future__ import annotations
 
@@ -40,35 +40,35 @@ def config(placement: dict[str, Any], world: int = 8, **sections: Any) -> Config
         ("cpu", ()),
     ],
 )
-def test_sets_are_read(text: str | int, ranks: tuple[int, ...]) -> None:
+def test_parses_rank_sets(text: str | int, ranks: tuple[int, ...]) -> None:
     placement = Placement.parse({"critic": text}, 8)
     assert placement.ranks_of("critic") == ranks
     assert Placement.parse({"critic": placement.format_ranks("critic")}, 8).ranks_of("critic") == ranks
 
 
 @pytest.mark.alone
-def test_spans_are_read_back() -> None:
+def test_format_ranges_round_trips() -> None:
     for number in range(1, 2**8):
         ranks = tuple(rank for rank in range(8) if number >> rank & 1)
         assert Placement.parse({"actor": format_ranges(ranks)}, 8).ranks_of("actor") == ranks
 
 
 @pytest.mark.alone
-def test_roles_that_are_not_placed() -> None:
-    """With the actor, but for the engines."""
+def test_unplaced_roles_follow_the_actor() -> None:
+    """The engines are the exception: they default to all ranks."""
     placement = Placement.parse({"actor": "0-3", "critic": "4-7", "reward": "cpu"}, 8)
     assert placement.ranks_of("reference") == placement.ranks_of("actor") == (0, 1, 2, 3)
     assert placement.ranks_of("rollout") == tuple(range(8)) and placement.ranks_of("reward") == ()
     assert placement.describe(PPO) == "all: rollout; 0-3: actor, reference; 4-7: critic; cpu: reward"
     assert not placement.is_colocated
-    nothing = Placement.parse({}, 2)
-    assert nothing.is_colocated and {nothing.ranks_of(role) for role in (*PPO, "reward_model", "teacher")} == {(0, 1)}
-    assert nothing.describe(PPO) == "all: rollout, actor, reference, critic, reward"
+    default = Placement.parse({}, 2)
+    assert default.is_colocated and {default.ranks_of(role) for role in (*PPO, "reward_model", "teacher")} == {(0, 1)}
+    assert default.describe(PPO) == "all: rollout, actor, reference, critic, reward"
     assert Placement.parse({"actor": "0-1", "reward": "cpu"}, 2).is_colocated
 
 
 @pytest.mark.alone
-def test_a_role_has_a_world_of_its_own() -> None:
+def test_role_layout_uses_its_own_world_size() -> None:
     split = config(
         {"actor": "0-3", "critic": "4-5"},
         parallel={"tp": 2, "ep": 2},
@@ -81,11 +81,11 @@ def test_a_role_has_a_world_of_its_own() -> None:
     local = role_config(split, "critic")
     assert local.parallel == critic and placement_of(local).ranks_of("actor") == (0, 1)
     assert engine_ranks(split) == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    apart = config({"actor": "0-3", "rollout": "4-7"}, rollout={"tp": 4})
-    assert engine_ranks(apart) == [(4, 5, 6, 7)]
+    disjoint = config({"actor": "0-3", "rollout": "4-7"}, rollout={"tp": 4})
+    assert engine_ranks(disjoint) == [(4, 5, 6, 7)]
 
 
-GOOD: list[dict[str, Any]] = [
+VALID_PLACEMENTS: list[dict[str, Any]] = [
     {},
     {"actor": "0-3", "critic": "4-7"},
     {"actor": "0-3", "critic": "4-7", "rollout": "all", "reward": "cpu"},
@@ -96,22 +96,22 @@ GOOD: list[dict[str, Any]] = [
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("placement", GOOD)
-def test_what_fits(placement: dict[str, Any]) -> None:
+@pytest.mark.parametrize("placement", VALID_PLACEMENTS)
+def test_accepts_valid_placement_without_warnings(placement: dict[str, Any]) -> None:
     warnings: list[str] = []
     check_placement(config(placement), PPO, warnings)
     assert not warnings
 
 
 @pytest.mark.alone
-def test_ranks_that_are_left_over() -> None:
+def test_warns_of_ranks_without_a_role() -> None:
     warnings: list[str] = []
     check_placement(config({"actor": "0-3", "critic": "5", "rollout": "0-3"}), PPO, warnings)
     assert len(warnings) == 1 and "rank 4,6-7 of 8 without a role" in warnings[0]
 
 
 @pytest.mark.alone
-def test_algorithms_with_other_roles() -> None:
+def test_checks_roles_of_the_algorithm() -> None:
     alone = from_dict(
         {"algorithm": "reward_model", "placement": {"reward_model": "1-2"}, "parallel": {"world_size": 3}}
     )
@@ -124,7 +124,7 @@ def test_algorithms_with_other_roles() -> None:
         check_placement(config({"techer": "0-3"}), (*PPO, "teacher"), [])
 
 
-BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+INVALID_PLACEMENTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"actor": "4-8"}, {}, r"placement.actor=4-8 names rank 8, but the job has the ranks 0 to 7"),
     ({"actor": "0-99999999"}, {}, r"names rank 99999999"),
     ({"actor": ""}, {}, r"placement.actor= lists no ranks: write ranks as 0-3"),
@@ -157,15 +157,15 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("placement", "sections", "message"), BAD)
-def test_what_does_not_fit(placement: dict[str, Any], sections: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("placement", "sections", "message"), INVALID_PLACEMENTS)
+def test_refuses_invalid_placement(placement: dict[str, Any], sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_placement(config(placement, **sections), PPO, [])
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("rollout", "tp", "here", "message"),
+    ("rollout", "tp", "ranks_per_node", "message"),
     [
         ("all", 3, 8, "rollout.tp=3 does not divide parallel.world_size=8; sizes that do: 1, 2, 4, 8"),
         ("0-5", 4, 8, "rollout.tp=4 does not divide the 6 ranks of placement.rollout=0-5; sizes that do: 1, 2, 3, 6"),
@@ -177,11 +177,11 @@ def test_what_does_not_fit(placement: dict[str, Any], sections: dict[str, Any], 
         ("1-2,5-6", 2, 4, ""),
     ],
 )
-def test_engines_fit_their_ranks(rollout: str, tp: int, here: int, message: str) -> None:
+def test_engines_must_fit_their_ranks_and_nodes(rollout: str, tp: int, ranks_per_node: int, message: str) -> None:
     from megarl.controllers.controller import load_requirements
     from megarl.dry_run.config_checks import check_nodes
 
-    chosen = config({"rollout": rollout}, parallel={"ranks_per_node": here}, rollout={"tp": tp})
+    chosen = config({"rollout": rollout}, parallel={"ranks_per_node": ranks_per_node}, rollout={"tp": tp})
     if not message:
         check_nodes(chosen, load_requirements(chosen))
         return
@@ -190,12 +190,12 @@ def test_engines_fit_their_ranks(rollout: str, tp: int, here: int, message: str)
     assert message in str(caught.value)
 
 
-def test_a_script_places_roles_as_the_key_does(units: dict[str, Any]) -> None:
-    assert units["placing"] == {"actor": "0-3", "critic": "4-7"}
+def test_set_placement_sets_the_config_key(units: dict[str, Any]) -> None:
+    assert units["set_placement"] == {"actor": "0-3", "critic": "4-7"}
 
 
-def test_roles_that_are_read_before_the_run(units: dict[str, Any]) -> None:
-    assert units["unread"] == [
+def test_roles_are_unavailable_before_the_run(units: dict[str, Any]) -> None:
+    assert units["roles_before_run"] == [
         "RoleUnavailable: flow.actor is not available before flow.run(...), which starts the workers",
         "RoleUnavailable: flow.judge is not available before flow.run(...), which starts the workers",
         "AttributeError: a HybridFlow has no 'teacher'",
@@ -203,7 +203,7 @@ def test_roles_that_are_read_before_the_run(units: dict[str, Any]) -> None:
 
 
 @pytest.mark.alone
-def test_ranks_that_have_roles_of_their_own_are_named_by_them() -> None:
+def test_describe_rank_roles_names_roles_of_each_rank() -> None:
     placed = {"actor": "0-1", "critic": 2, "rollout": "2-3"}
     assert describe_rank_roles(config(placed, world=5), ("rollout", "reward", "actor", "reference", "critic")) == {
         **dict.fromkeys((0, 1), "actor, reference"),

@@ -1,4 +1,4 @@
-"""Where processes meet: at one address, which is not of the public internet."""
+"""Rendezvous stores: local ones without a port, one address otherwise, and no public network."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from megarl.parallel.rendezvous import (
     serve_local_store,
 )
 
-Run = Callable[..., list[dict[str, Any]]]
+RunRanks = Callable[..., list[dict[str, Any]]]
 
 
-def listening(port: int) -> list[str]:
-    """Addresses at which somebody on this machine listens on a port, as the kernel writes them."""
+def listening_addresses(port: int) -> list[str]:
+    """Return the local addresses that have a listener on a port, in the kernel's notation."""
     result = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
@@ -40,11 +40,11 @@ def listening(port: int) -> list[str]:
 LOOPBACK = ["0100007F"]
 
 
-def test_a_store_for_this_machine_has_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_store_uses_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     sockets = os.listdir("/proc/self/fd")
-    with serve_local_store() as tells:
+    with serve_local_store() as environment:
         assert len(os.listdir("/proc/self/fd")) == len(sockets) + 1  # the file
-        monkeypatch.setenv(STORE_FILE_ENV, tells[STORE_FILE_ENV])
+        monkeypatch.setenv(STORE_FILE_ENV, environment[STORE_FILE_ENV])
         first, second = open_store_connection(), open_store_connection()
         first.set("a", "b")
         assert second.get("a") == b"b"
@@ -60,7 +60,7 @@ def test_a_store_for_this_machine_has_no_port(monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_root
-def test_another_user_cannot_open_the_store_of_this_machine() -> None:
+def test_another_user_cannot_open_local_store() -> None:
     code = """
 path = sys.argv[1].rpartition("@")[2]
 for flags in (os.O_RDONLY, os.O_RDWR):
@@ -70,41 +70,41 @@ for flags in (os.O_RDONLY, os.O_RDWR):
     except PermissionError:
         print("refused")
 """
-    with serve_local_store() as tells:
-        assert as_other_user(code, tells[STORE_FILE_ENV]) == "refused\n" * 2
+    with serve_local_store() as environment:
+        assert as_other_user(code, environment[STORE_FILE_ENV]) == "refused\n" * 2
 
 
-def test_what_somebody_else_puts_into_a_store_is_refused(run_ranks: Run, tmp_path: Path) -> None:
-    """Of ranks that meet at a port, which nobody has to show anything for."""
+def test_ranks_refuse_forged_store_entries(run_ranks: RunRanks, tmp_path: Path) -> None:
+    """A TCP store requires no authentication, so any local process can write to it."""
     first, second = run_ranks(2, "tests/parallel/ranks_forged_messages.py", str(tmp_path))
-    assert first["prefix"], "he has not written where ranks read"
-    assert first["notes"] == [True] * 3
-    assert {first["last words"], second["last words"]} == {""}
-    assert second["back"] == {"group": [1, 2]} and not first["harm"] and not (tmp_path / "harm").exists()
+    assert first["prefix"], "the forged keys have another prefix than those of the ranks"
+    assert first["refused_tickets"] == [True] * 3
+    assert {first["root_cause"], second["root_cause"]} == {""}
+    assert second["returned"] == {"group": [1, 2]} and not first["harm"] and not (tmp_path / "harm").exists()
 
 
-def test_a_port_that_is_taken_is_an_error_as_ever() -> None:
-    with socket.socket() as selected:
-        selected.bind(("127.0.0.1", 0))
-        selected.listen()
+def test_serving_store_on_used_port_raises() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
         with pytest.raises(dist.DistNetworkError, match="EADDRINUSE|in use"):
-            rendezvous.serve_store("127.0.0.1", selected.getsockname()[1], 1, timedelta(seconds=5))
+            rendezvous.serve_store("127.0.0.1", listener.getsockname()[1], 1, timedelta(seconds=5))
 
 
-def test_what_meets_by_an_address_keeps_its_store_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tcp_rendezvous_binds_to_its_address_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous._rendezvous, "TCPStore", dist.TCPStore)
     rendezvous.bind_store_addresses()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     result, rank, world = next(iter(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 1)))
-    assert (rank, world) == (0, 1) and listening(port) == LOOPBACK
+    assert (rank, world) == (0, 1) and listening_addresses(port) == LOOPBACK
     result.set("x", "1")
     again, *_ = next(iter(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 1)))
-    assert again.get("x") == b"1"  # the same store, as of several groups of one process
+    assert again.get("x") == b"1"  # one store serves several groups of a process
 
 
-def test_public_addresses_are_refused_unless_they_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_public_addresses_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(rendezvous.PUBLIC_NETWORK_ENV, raising=False)
     for address in ("127.0.0.1", "localhost", "10.1.2.3", "192.168.1.1", "172.20.0.1", "fd00::1", "100.64.0.1"):
         rendezvous.check_private("MASTER_ADDR", address)

@@ -1,4 +1,4 @@
-"""Where ranks find each other, and that all of them have spoken before anything else is said."""
+"""Rendezvous of ranks, the collectives that warm groups up, and checks of the launch environment."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import pytest
 from megarl.config import ConfigError
 from megarl.parallel.rendezvous import check_rendezvous, read_launch_env
 
-Run = Callable[..., list[dict[str, Any]]]
+RunRanks = Callable[..., list[dict[str, Any]]]
 
 
-def test_all_ranks_talk_first_and_those_of_each_pipeline(run_ranks: Run) -> None:
-    """NCCL makes a group in its first use, in which all of its ranks must then take part."""
-    results = run_ranks(4, "tests/parallel/ranks_rendezvous.py", "meet")
+def test_initialize_warms_up_world_and_pipeline_groups(run_ranks: RunRanks) -> None:
+    """NCCL creates a group at its first use, which must include all of its ranks."""
+    results = run_ranks(4, "tests/parallel/ranks_rendezvous.py", "warm_up")
     for rank, result in enumerate(results):
         everybody, pipeline = [0, 1, 2, 3], [rank % 2, rank % 2 + 2]
-        assert result["found"] == [everybody, pipeline, everybody]
+        assert result["result"] == [everybody, pipeline, everybody]
 
 
-def test_two_runs_of_one_rank_each_at_once(run_ranks: Run, tmp_path: Path) -> None:
+def test_two_single_rank_runs_at_once(run_ranks: RunRanks, tmp_path: Path) -> None:
     run_ranks(2, "tests/parallel/ranks_rendezvous.py", "alone", str(tmp_path), timeout=120.0, whole=False)
 
 
@@ -41,18 +41,18 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return set_to
 
 
-def test_place(environment: Callable[..., None]) -> None:
+def test_read_launch_env(environment: Callable[..., None]) -> None:
     environment()
     assert (read_launch_env().rank, read_launch_env().world, read_launch_env().is_launched) == (0, 1, False)
     environment(RANK="1", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1234")
     assert (read_launch_env().rank, read_launch_env().world, read_launch_env().is_launched) == (1, 2, True)
 
 
-def test_a_meeting_is_checked_before_anything_starts() -> None:
-    with socket.socket() as selected:
-        selected.bind(("", 0))
-        selected.listen()
-        port = str(selected.getsockname()[1])
+def test_check_rendezvous_refuses_bad_addresses_and_ports() -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
         check_rendezvous(2, "1", "127.0.0.1", port)
         with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is in use"):
             check_rendezvous(2, "0", "127.0.0.1", port)

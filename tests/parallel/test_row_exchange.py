@@ -1,4 +1,4 @@
-"""Rows that ranks deliver to each other, on one machine and on pretended several."""
+"""Row exchange between ranks, on one machine and on several pretended ones."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ SCRIPT = "tests/parallel/ranks_row_exchange.py"
         (4, 4, [[0, 1, 2, 3]]),
     ],
 )
-def test_random_deliveries_bring_what_a_gather_of_everything_brings(
+def test_random_deliveries_match_gathering_everything(
     run_ranks: Callable[..., list[dict[str, Any]]], world: int, per_machine: int, machines: list[list[int]]
 ) -> None:
     for result in run_ranks(world, SCRIPT, "cases", str(world * 10 + per_machine), str(per_machine)):
         assert result["wrong"] == []
         assert result["machines"] == machines
-        assert result["held"] == result["descriptors"] == 0
+        assert result["allocated_at_end"] == result["descriptors"] == 0
         assert not result["sent"]["machine"] or per_machine > 1
         assert not result["sent"]["network"] or len(machines) > 1
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_gathers_of_any_sizes_and_sums_in_order(run_ranks: Callable[..., list[dict[str, Any]]], world: int) -> None:
+def test_gathers_of_any_size_and_ordered_sums(run_ranks: Callable[..., list[dict[str, Any]]], world: int) -> None:
     for result in run_ranks(world, SCRIPT, "gathers", "3"):
         assert result["wrong"] == []
 
 
-def test_rows_outlive_what_they_were_sent_from_and_memory_is_given_back(
+def test_rows_outlive_their_source_and_memory_is_freed(
     run_ranks: Callable[..., list[dict[str, Any]]],
 ) -> None:
-    for rank, result in enumerate(run_ranks(2, SCRIPT, "lasting", "0")):
-        assert result["made"] == 400_000
-        assert result["own rows are views"]
-        assert result["wrote"] == {"machine": 400_000, "network": 0}  # not what lies in shared memory already
-        assert result["sender's stays"] == 2 * rank
+    for rank, result in enumerate(run_ranks(2, SCRIPT, "lifetime", "0")):
+        assert result["allocated"] == 400_000
+        assert result["local_rows_are_views"]
+        assert result["bytes_sent"] == {"machine": 400_000, "network": 0}  # columns in shared memory are not copied
+        assert result["sender_row"] == 2 * rank
         other = 1 - rank
-        assert result["theirs"] == [[other, other + 1], [2 * (7 + other), 2 * (8 + other)]]
-        assert result["given back"] == [0, 0]
+        assert result["received"] == [[other, other + 1], [2 * (7 + other), 2 * (8 + other)]]
+        assert result["after_free"] == [0, 0]
 
 
 @pytest.mark.parametrize("per_machine", [1, 2, 4])
-def test_a_rank_that_is_gone_is_an_error_to_all_who_need_it(
+def test_dead_rank_is_an_error_for_its_readers(
     run_ranks: Callable[..., list[dict[str, Any]]], per_machine: int
 ) -> None:
-    for rank, result in enumerate(run_ranks(4, SCRIPT, "killed", "0", str(per_machine), timeout=120.0)):
+    for rank, result in enumerate(run_ranks(4, SCRIPT, "dead_rank", "0", str(per_machine), timeout=120.0)):
         assert result == {"first": [0, 1, 2, 3], "second": None if rank == 1 else "ConnectionError"}

@@ -1,4 +1,4 @@
-"""Memory that another process maps by numbers: what either writes the other sees, and nothing stands beside it."""
+"""Shared memory that another process maps by a handle, without helper processes or named files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from megarl.parallel import shared_memory
 
-WRITES = """
+WRITER = """
 import json, sys
 from megarl.parallel import shared_memory
 tensor = shared_memory.map_handle(*json.loads(sys.argv[1]))
@@ -22,22 +22,22 @@ tensor[1] = 9
 """
 
 
-def test_another_process_reads_and_writes_it_and_no_further_one_is_started() -> None:
+def test_another_process_reads_and_writes_mapped_memory() -> None:
     before = {path.name for path in Path("/dev/shm").iterdir()}
     full = shared_memory.empty((8,), torch.uint8)
     full[2:5] = torch.tensor([1, 2, 3], dtype=torch.uint8)
-    numbers = json.dumps(shared_memory.export_handle(full[2:5]))
+    handle = json.dumps(shared_memory.export_handle(full[2:5]))
     assert not [item for item in psutil.Process().children() if "torch_shm" in item.name()]
     assert not [name for name in {path.name for path in Path("/dev/shm").iterdir()} - before if "torch" in name]
-    done = subprocess.run([sys.executable, "-c", WRITES, numbers], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", WRITER, handle], capture_output=True, text=True)
     assert done.stdout == "[1, 2, 3]\n", done.stderr
     assert full.tolist() == [0, 0, 1, 9, 3, 0, 0, 0]
     del full
-    gone = subprocess.run([sys.executable, "-c", WRITES, numbers], capture_output=True, text=True)
-    assert gone.returncode == 1 and "FileNotFoundError" in gone.stderr
+    after_free = subprocess.run([sys.executable, "-c", WRITER, handle], capture_output=True, text=True)
+    assert after_free.returncode == 1 and "FileNotFoundError" in after_free.stderr
 
 
-def test_only_what_lies_there_can_be_shared() -> None:
+def test_refuses_to_export_private_memory() -> None:
     with pytest.raises(ValueError, match="is not in shared memory"):
         shared_memory.export_handle(torch.zeros(3))
     assert shared_memory.map_handle(*shared_memory.export_handle(torch.zeros(0, dtype=torch.uint8))).numel() == 0

@@ -1,4 +1,4 @@
-"""Work that ranks share out: three ranks in turn, in one process."""
+"""`ranks.split_work`, with three ranks simulated in turn in one process."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ WORLD = 3
 
 
 @pytest.fixture
-def everywhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int], Any]], list[Any]]:
-    """What each rank gets of `split_work`, errors as text: first each says what it has found, then all hear it."""
+def split_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int], Any]], list[Any]]:
+    """Return each rank's result of `split_work`, errors as text. Ranks contribute in one pass and gather in another."""
 
     def call(count: int, work: Callable[[int], Any]) -> list[Any]:
-        said: list[Any] = []
+        contributions: list[Any] = []
 
         def gather(value: Any) -> list[Any]:
-            if len(said) < WORLD:
-                said.append(value)
+            if len(contributions) < WORLD:
+                contributions.append(value)
                 raise InterruptedError
-            return said
+            return contributions
 
         monkeypatch.setattr(ranks.dist, "get_world_size", lambda: WORLD)
         monkeypatch.setattr(ranks, "all_gather_objects", gather)
@@ -45,21 +45,21 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[int]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 7])
-def test_every_rank_has_all_results_in_order(everywhere: Callable[..., list[Any]], count: int) -> None:
+def test_every_rank_gets_all_results_in_order(split_on_all_ranks: Callable[..., list[Any]], count: int) -> None:
     done: list[int] = []
 
     def square(number: int) -> int:
         done.append(number)
         return number * number
 
-    assert everywhere(count, square) == [[number * number for number in range(count)]] * WORLD
-    assert sorted(done) == sorted([*range(count)] * 2)  # once in each of the two turns, by one rank
+    assert split_on_all_ranks(count, square) == [[number * number for number in range(count)]] * WORLD
+    assert sorted(done) == sorted([*range(count)] * 2)  # by one rank in each of the two passes
 
 
-def test_the_first_mistake_is_raised_on_all(everywhere: Callable[..., list[Any]]) -> None:
+def test_first_error_is_raised_on_all_ranks(split_on_all_ranks: Callable[..., list[Any]]) -> None:
     def odd(number: int) -> int:
         if number in (4, 5):
             raise ConfigError(f"row {number}")
         return number
 
-    assert everywhere(7, odd) == ["row 4"] * WORLD
+    assert split_on_all_ranks(7, odd) == ["row 4"] * WORLD

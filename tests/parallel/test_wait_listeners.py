@@ -1,4 +1,4 @@
-"""Of a function that waits within another only the outer one is told of; without an observer nobody is."""
+"""Wait and progress listeners: only the outermost traced function is reported."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megarl.parallel.wait_listeners import set_wait_listener, traced
 
 pytestmark = pytest.mark.alone
 
-told: list[str] = []
+events: list[str] = []
 
 
 @contextmanager
-def observer(name: str, what: str) -> Iterator[None]:
-    told.append(f"{name} {what}")
+def listener(name: str, what: str) -> Iterator[None]:
+    events.append(f"{name} {what}")
     yield
-    told.append(f"end {name}")
+    events.append(f"end {name}")
 
 
 @traced("wait")
@@ -35,37 +35,37 @@ def outer(value: int) -> int:
 
 
 @pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    told.clear()
+def reset_listener() -> Iterator[None]:
+    events.clear()
     yield
     set_wait_listener(None)
 
 
-def test_nobody_is_told_without_an_observer() -> None:
-    assert outer(1) == 4 and told == []
+def test_traced_function_runs_without_listener() -> None:
+    assert outer(1) == 4 and events == []
 
 
-def test_the_outer_one_only() -> None:
-    set_wait_listener(observer)
+def test_reports_only_the_outermost_wait() -> None:
+    set_wait_listener(listener)
     assert outer(1) == 4 and inner(1) == 2
-    assert told == ["outer data", "end outer", "inner wait", "end inner"]
+    assert events == ["outer data", "end outer", "inner wait", "end inner"]
 
 
-def test_an_error_ends_it() -> None:
-    set_wait_listener(observer)
+def test_error_ends_the_reported_wait() -> None:
+    set_wait_listener(listener)
     with pytest.raises(ValueError):
         outer(-1)
-    told.clear()
+    events.clear()
     inner(1)
-    assert told == ["inner wait", "end inner"]
+    assert events == ["inner wait", "end inner"]
 
 
-def test_how_far_work_is_goes_to_whoever_is_told() -> None:
-    told: list[tuple[int, int]] = []
-    assert list(wait_listeners.track_progress("ab", 2)) == ["a", "b"], "nobody is told"
-    wait_listeners.set_progress_listener(lambda done, total: told.append((done, total)))
+def test_track_progress_reports_to_listener() -> None:
+    events: list[tuple[int, int]] = []
+    assert list(wait_listeners.track_progress("ab", 2)) == ["a", "b"], "works without a listener"
+    wait_listeners.set_progress_listener(lambda done, total: events.append((done, total)))
     try:
         assert list(wait_listeners.track_progress("ab", 2)) == ["a", "b"]
     finally:
         wait_listeners.set_progress_listener(None)
-    assert told == [(0, 2), (1, 2)]
+    assert events == [(0, 2), (1, 2)]

@@ -68,7 +68,7 @@ def make() -> ActorWorker:
 
 def batch_of(actor: ActorWorker) -> TrainBatch:
     """A step's, at home on the first rank; all advantages are bad, so that the policy leaves these tokens."""
-    batch = tiny.in_shares(tiny.batch((9, 19, 12, 3, 26, 11)))
+    batch = tiny.shard_batch(tiny.batch((9, 19, 12, 3, 26, 11)))
     said = actor.forward(batch).wait().logprobs
     return batch.with_(old_logprobs=said, advantages=-torch.ones_like(batch.advantages))  # type: ignore[arg-type]
 
