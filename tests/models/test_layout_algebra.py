@@ -141,7 +141,7 @@ def sharded_params(draw: st.DrawFn) -> tuple[Param, int]:
 
 
 @given(sharded_params())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_unshard_inverts_shard_without_overlap(case: tuple[Param, int]) -> None:
     weight, tp = case
     total = sum(torch.Size(tensor.shape).numel() for tensor in weight.hf)
