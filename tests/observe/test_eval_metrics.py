@@ -34,7 +34,7 @@ def make_rollout(prompt: str, reward: float, **value: object) -> Rollout:
 
 def test_metrics_match_hand_computed_values() -> None:
     result = compute_metrics(make_rollouts("a", [1, 0], [1, 1], [-1, 0]), [1, 2])["a"]
-    assert (result.prompts, result.make_rollouts) == (3, 6)
+    assert (result.prompts, result.answers) == (3, 6)
     assert result.reward.value == pytest.approx((0.5 + 1 - 0.5) / 3)
     assert result.reward.low <= result.reward.value <= result.reward.high
     assert result.pass_at[1].value == pytest.approx((0.5 + 1 + 0) / 3)
@@ -72,7 +72,7 @@ def test_skips_aborted_and_unscored_rollouts() -> None:
     )
     assert [item.reward for item in scored] == [1.0, 0.5]
     (result,) = compute_metrics(scored, [1]).items()
-    assert result[0] == "unnamed" and (result[1].make_rollouts, result[1].cut_off, result[1].tokens) == (2, 0.5, 3)
+    assert result[0] == "unnamed" and (result[1].answers, result[1].cut_off, result[1].tokens) == (2, 0.5, 3)
     assert list(compute_metrics(scored, [1], default_source="sums")) == ["sums"]
 
 

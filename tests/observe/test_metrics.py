@@ -202,7 +202,7 @@ def make_batch(*values: float, mask: tuple[bool, ...]) -> TrainBatch:
         group=torch.zeros(1, dtype=torch.int64),
         sequence_reward=torch.zeros(1),
         rollout_logprobs=torch.zeros(count),
-        make_batch=torch.tensor(values),
+        advantages=torch.tensor(values),
     )
 
 
@@ -214,7 +214,7 @@ def test_batch_metrics_match_hand_computed_values() -> None:
     assert result["actor/advantage_mean"] == 1.0
     assert result["actor/advantage_variance"] == pytest.approx(8 / 3, rel=1e-12)
     speed = {"perf/tokens_per_second_per_rank": 0.5}
-    assert batch_metrics(replace(batch, make_batch=None), 2.0, 4) == speed
+    assert batch_metrics(replace(batch, advantages=None), 2.0, 4) == speed
     assert batch_metrics(replace(batch, loss_mask=torch.zeros(4, dtype=torch.bool)), 2.0, 4) == speed
 
 
