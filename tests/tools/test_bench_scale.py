@@ -33,14 +33,14 @@ def test_fit_recovers_the_constants() -> None:
         for record in (32.0, 128.0)
         for computed in (3e6, 5e6)
     ]
-    result = bench_scale.fitted([Step(work, known.seconds(work), 0.0) for work in works])
+    result = bench_scale.fit_constants([Step(work, known.seconds(work), 0.0) for work in works])
     for part, constants in CONSTANTS.items():
         assert result[part] == pytest.approx(constants, rel=1e-6, abs=1e-12)
 
 
 def test_fit_drops_negative_terms() -> None:
     steps = [Step(Work(home, 0.0, 0.0, 0.0), {"columns": max(0.0, home - 1.0)}, 0.0) for home in (1.0, 2.0, 3.0)]
-    ((slope, once),) = bench_scale.fitted(steps).values()
+    ((slope, once),) = bench_scale.fit_constants(steps).values()
     assert slope > 0 and once == 0.0
 
 

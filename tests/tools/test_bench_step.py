@@ -19,13 +19,13 @@ def test_modelled_packing_matches_hand_computed_values() -> None:
     In arrival order, two sequences padded take 18 tokens, so micro-batches have one: 5, 2, 4 on rank 0; 9, 7 on rank 1.
     """
     lengths = [5, 9, 2, 7, 4]
-    packed = bench_step.on_paper(lengths, 2, 10, 0.0, "packed, balanced")
+    packed = bench_step.plan_costs(lengths, 2, 10, 0.0, "packed, balanced")
     assert packed == pytest.approx({"micro-batches": 2, "real tokens": 1, "busiest": 14 / 13.5, "waiting": 15 / 13.5})
-    padded = bench_step.on_paper(lengths, 2, 10, 0.0, "padded, balanced")  # [2 4] is computed as [4 4]
+    padded = bench_step.plan_costs(lengths, 2, 10, 0.0, "padded, balanced")  # [2 4] is computed as [4 4]
     assert padded["real tokens"] == pytest.approx(27 / 29)
-    in_order = bench_step.on_paper(lengths, 2, 10, 0.0, "packed, as they come")
+    in_order = bench_step.plan_costs(lengths, 2, 10, 0.0, "packed, as they come")
     assert in_order == pytest.approx({"micro-batches": 3, "real tokens": 1, "busiest": 16 / 13.5, "waiting": 20 / 13.5})
-    squares = bench_step.on_paper([2, 4], 2, 10, 1.0, "packed, balanced")  # 2 + 4 and 4 + 16
+    squares = bench_step.plan_costs([2, 4], 2, 10, 1.0, "packed, balanced")  # 2 + 4 and 4 + 16
     assert squares["busiest"] == pytest.approx(20 / 13)
 
 

@@ -102,7 +102,7 @@ def test_failed_run_stops_the_comparison(folder: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", compare_algorithms.list_comparable())
 def test_configurations_are_valid(folder: Path, name: str) -> None:
     """Apart from the missing model, there are no errors."""
-    overrides = [f"algorithm={name}", *compare_algorithms.OWN.get(name, []), *trials.quickstart(folder)]
+    overrides = [f"algorithm={name}", *compare_algorithms.EXTRA_OVERRIDES.get(name, []), *trials.quickstart(folder)]
     report = validate(load_config(trials.ROOT / compare_algorithms.CONFIG, overrides))
     assert [error for error in report.errors if str(folder) not in str(error)] == []
 

@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
 
 from faults import damage, dying, judging, recorded_answers, results, rows, saving, soaking  # noqa: E402
-from faults.job import checkpoints, metrics_of, same_weights, shortened  # noqa: E402
-from faults.points import INSTALL, Moment, Point, stage_of  # noqa: E402
+from faults.job import checkpoints, read_run_metrics, same_weights, shortened  # noqa: E402
+from faults.points import INSTALL, Moment, Point, save_stage  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
 from megarl.observe.rollout_log import read_rollouts  # noqa: E402
@@ -32,10 +32,10 @@ def test_each_of_thirty_rows_has_a_scenario() -> None:
 
 
 def test_selects_rows_by_numbers_and_ranges() -> None:
-    assert rows.chosen("1,8-11, 4") == [1, 4, 8, 9, 10, 11]
+    assert rows.parse_rows("1,8-11, 4") == [1, 4, 8, 9, 10, 11]
     for wrong in ("0", "31", "5-3", "x", "", "1-40"):
         with pytest.raises(ValueError):
-            rows.chosen(wrong)
+            rows.parse_rows(wrong)
     assert rows.by_scenario([1, 2, 8, 3, 14]) == {"dying": [1, 2, 3], "saving": [8, 14]}
 
 
@@ -77,13 +77,13 @@ def test_table_and_json_agree() -> None:
     ],
 )
 def test_detects_stages_of_a_checkpoint(event: str, path: str, opened: int, stage: str) -> None:
-    assert stage_of(event, path, "step_000002", opened) == stage
+    assert save_stage(event, path, "step_000002", opened) == stage
 
 
 def test_injection_point_blocks_until_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     moment, other_rank = (Moment(Point("there", "forward", 3, rank=rank), tmp_path) for rank in (1, 0))
-    assert moment.here and not other_rank.here
+    assert moment.is_on_rank and not other_rank.is_on_rank
     waiting = threading.Thread(target=moment.reach)
     waiting.start()
     while not moment.file.exists():
@@ -101,7 +101,7 @@ def test_injection_point_blocks_until_released(tmp_path: Path, monkeypatch: pyte
 
 def test_reads_what_a_run_wrote(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 5.0}\n{"step": 2, "ti')
-    assert metrics_of(tmp_path) == [{"step": 1, "time": 5.0}] and metrics_of(tmp_path / "none") == []
+    assert read_run_metrics(tmp_path) == [{"step": 1, "time": 5.0}] and read_run_metrics(tmp_path / "none") == []
     (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
     assert checkpoints(tmp_path) == ["step_000001"] and checkpoints(tmp_path / "none") == []
     log = "x resumed from /a/checkpoints/step_000003 after step 3\ny resumed from /a/checkpoints/step_000012 after"
@@ -156,12 +156,12 @@ def test_recorded_rollouts_have_the_requested_responses(tmp_path: Path, tokenize
 
 
 def test_response_requests_the_fault_in_brackets() -> None:
-    assert judging.asks("1 2 [hang]") == "hang" and judging.asks("1 2") == ""
+    assert judging.requested_fault("1 2 [hang]") == "hang" and judging.requested_fault("1 2") == ""
 
 
 def test_recognizes_a_named_straggler() -> None:
-    assert dying._names("step 3: rank 1 is 9.5 times slower than the others")
-    assert not dying._names("rank 1 (actor) was killed") and not dying._names("rank 12 is slow")
+    assert dying._names_straggler("step 3: rank 1 is 9.5 times slower than the others")
+    assert not dying._names_straggler("rank 1 (actor) was killed") and not dying._names_straggler("rank 12 is slow")
 
 
 def test_soak_metrics_match_hand_computed_values() -> None:

@@ -18,8 +18,8 @@ sys.path.append(str(ROOT / "tools"))
 
 import gpu_check  # noqa: E402
 from gpu import training  # noqa: E402
-from gpu.found import Found, status  # noqa: E402
-from gpu.rows import ROWS, chosen, reason_against  # noqa: E402
+from gpu.found import CheckResult, status  # noqa: E402
+from gpu.rows import ROWS, parse_rows, reason_against  # noqa: E402
 
 from megarl.config.strict import ConfigError  # noqa: E402
 
@@ -69,13 +69,13 @@ def test_names_missing_packages() -> None:
 
 
 def test_hanging_or_crashing_row_fails() -> None:
-    assert "not done after 0.01 s" in gpu_check.tried("ipc", "cpu", 0.01).text
+    assert "not done after 0.01 s" in gpu_check.run_row("ipc", "cpu", 0.01).text
     crashed = gpu_check.read("", "Traceback\nSegmentation fault\n", -11)
     assert (crashed.state, crashed.text) == ("failed", "ended with -11: Segmentation fault")
 
 
 def test_exit_status_distinguishes_failures_from_skips() -> None:
-    passed, failed, absent = Found("passed", ""), Found("failed", ""), Found("not here", "")
+    passed, failed, absent = CheckResult("passed", ""), CheckResult("failed", ""), CheckResult("not here", "")
     assert status({"a": passed, "b": absent}) == 0
     assert status({"a": passed, "b": failed}) == 1
     assert status({"a": absent}) == 3
@@ -83,13 +83,13 @@ def test_exit_status_distinguishes_failures_from_skips() -> None:
 
 def test_loss_curve_must_match_and_fall() -> None:
     reference = [6.0, 4.0, 2.0]
-    assert training.beside([6.0, 4.01, 2.02], reference).state == "passed"
-    assert "differs by" in training.beside([6.0, 4.5, 2.0], reference).text
-    assert "does not fall" in training.beside([6.0, 6.0, 6.0], [6.0, 6.0, 6.0]).text
-    assert training.beside([6.0, float("nan"), 2.0], reference).state == "failed"
+    assert training.compare_curves([6.0, 4.01, 2.02], reference).state == "passed"
+    assert "differs by" in training.compare_curves([6.0, 4.5, 2.0], reference).text
+    assert "does not fall" in training.compare_curves([6.0, 6.0, 6.0], [6.0, 6.0, 6.0]).text
+    assert training.compare_curves([6.0, float("nan"), 2.0], reference).state == "failed"
 
 
 def test_rejects_unknown_rows() -> None:
     with pytest.raises(ConfigError, match="no row 'nccl'.*there are exact, speed"):
-        chosen("nccl")
-    assert chosen("local,ipc") == ["ipc", "local"]
+        parse_rows("nccl")
+    assert parse_rows("local,ipc") == ["ipc", "local"]

@@ -46,8 +46,8 @@ def test_plan_matches_measured_ranks(layout: str, tmp_path: Path) -> None:
 
 
 def test_home_ranks_and_lengths_match_the_generated_rollouts() -> None:
-    assert planned.homes_of(SHAPE, 4, 2).tolist() == [0] * 32 + [2] * 32
-    sizes = planned.lengths_of(SHAPE)
+    assert planned.home_ranks(SHAPE, 4, 2).tolist() == [0] * 32 + [2] * 32
+    sizes = planned.all_lengths(SHAPE)
     assert [len(remote.prompt) + len(remote.turns[0][0]) for remote in answers(SHAPE, 3)] == sizes[12:16].tolist()
 
 
@@ -56,8 +56,8 @@ import json, sys
 sys.path.append("tools")
 from flow import planned
 order = json.loads(sys.argv[1])
-paper = planned.paper_of(order)
-print(json.dumps([vars(paper.step(rank, 0)) for rank in range(order["ranks"])]))
+job = planned.plan_job(order)
+print(json.dumps([vars(job.step(rank, 0)) for rank in range(order["ranks"])]))
 """
 
 

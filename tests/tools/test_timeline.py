@@ -65,8 +65,8 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_overlaps_of_role_pairs(run_dir: Path) -> None:
-    rank_spans = timeline.overlaps(timeline.load(run_dir), [1])
-    assert rank_spans == pytest.approx(
+    result = timeline.overlaps(timeline.load(run_dir), [1])
+    assert result == pytest.approx(
         {
             ("actor", "critic"): 2.5,
             ("actor", "reward"): 0.25,
@@ -79,18 +79,18 @@ def test_overlaps_of_role_pairs(run_dir: Path) -> None:
 
 
 def test_shares_of_each_rank(run_dir: Path) -> None:
-    rank_spans = timeline.shares(timeline.load(run_dir), [1])
-    assert rank_spans[0] == pytest.approx({"work": 0.35, WAIT: 0.05, DATA: 0.0, "controller": 0.6})
-    assert rank_spans[1] == pytest.approx({"work": 0.4, WAIT: 0.0, DATA: 0.05, "controller": 0.55})
+    result = timeline.shares(timeline.load(run_dir), [1])
+    assert result[0] == pytest.approx({"work": 0.35, WAIT: 0.05, DATA: 0.0, "controller": 0.6})
+    assert result[1] == pytest.approx({"work": 0.4, WAIT: 0.0, DATA: 0.05, "controller": 0.55})
     # Waiting for its own thread counts as work.
-    assert rank_spans[2] == pytest.approx({"work": 0.325, WAIT: 0.1, DATA: 0.0, "controller": 0.575})
+    assert result[2] == pytest.approx({"work": 0.325, WAIT: 0.1, DATA: 0.0, "controller": 0.575})
 
 
 def test_idle_and_controller_time_of_a_step(run_dir: Path) -> None:
-    rank_spans = timeline.cost(timeline.load(run_dir), 1)
+    result = timeline.cost(timeline.load(run_dir), 1)
     # Some rank works from 0.5 to 3.5 and from 4 to 9.
-    assert (rank_spans.length, rank_spans.nobody) == pytest.approx((10.0, 2.0))
-    assert (rank_spans.controller, rank_spans.data) == pytest.approx((6.0, 0.5))
+    assert (result.length, result.idle) == pytest.approx((10.0, 2.0))
+    assert (result.controller, result.data) == pytest.approx((6.0, 0.5))
 
 
 def test_generation_of_the_next_step_overlaps_training(run_dir: Path) -> None:
@@ -107,8 +107,8 @@ def test_generation_of_the_next_step_overlaps_training(run_dir: Path) -> None:
 
 def test_engine_work_counts_on_all_of_its_ranks(tmp_path: Path) -> None:
     write_step(tmp_path, 1, {0: [generation(1, 0, 4, (0, 1))], 1: []})
-    rank_spans = timeline.shares(timeline.load(tmp_path), [1])
-    assert rank_spans[0]["work"] == rank_spans[1]["work"] == pytest.approx(0.4)
+    result = timeline.shares(timeline.load(tmp_path), [1])
+    assert result[0]["work"] == result[1]["work"] == pytest.approx(0.4)
 
 
 def test_draws_the_chart(run_dir: Path) -> None:
@@ -140,8 +140,8 @@ def test_row_shows_the_dominant_span_per_cell() -> None:
 
 
 def test_each_span_kind_has_a_distinct_mark() -> None:
-    rank_spans = timeline.marks(["actor_logprobs", "actor_update", "critic_update", "generation"])
-    assert rank_spans == timeline.MARKS | {
+    result = timeline.marks(["actor_logprobs", "actor_update", "critic_update", "generation"])
+    assert result == timeline.MARKS | {
         "actor_logprobs": "A",
         "actor_update": "C",
         "critic_update": "R",
@@ -188,10 +188,10 @@ def test_pause_between_runs_is_excluded(run_dir: Path, capsys: pytest.CaptureFix
     resumed = [main_span("load", "actor", -20, -1), main_span("actor_update", "actor", 0, 5)]
     write_step(run_dir, 2, {0: resumed, 1: [], 2: []}, begin=3610)
     run = timeline.load(run_dir)
-    begin, end = run.whole([1, 2])
+    begin, end = run.bounds([1, 2])
     assert end - begin == pytest.approx(20) and run.pauses == pytest.approx({2: 3600})
     assert timeline.shares(run, [1, 2])[0]["work"] == pytest.approx((3.5 + 5) / 20)
-    assert timeline.cost(run, 2).nobody == pytest.approx(5)
+    assert timeline.cost(run, 2).idle == pytest.approx(5)
     assert timeline.main([str(run_dir)]) == 0
     output = capsys.readouterr().out
     assert "before step 2 the run was stopped and resumed: 3600 s are left out" in output and "10.00" in output
@@ -204,7 +204,7 @@ def test_evaluation_between_steps_is_not_a_pause(tmp_path: Path) -> None:
     lines.write([main_span("step 1", STEP, 1e9, 1e9 + 10)])
     lines.write([main_span("evaluate", "rollout", 1e9 + 10, 1e9 + 30), main_span("step 2", STEP, 1e9 + 30, 1e9 + 40)])
     run = timeline.load(tmp_path)
-    begin, end = run.whole([1, 2])
+    begin, end = run.bounds([1, 2])
     assert end - begin == pytest.approx(40) and not run.pauses
     assert timeline.shares(run, [1, 2])[0]["work"] == pytest.approx(0.5)
 

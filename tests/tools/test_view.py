@@ -51,7 +51,7 @@ def test_writes_nothing_into_other_folders(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_draws_spans_of_the_last_steps(run_dir: Path, tmp_path: Path) -> None:
-    result = view.spans_of(run_dir)
+    result = view.load_spans(run_dir)
     assert result is not None and result["steps"] == [1, 2, 3] and result["length"] == 9
     assert result["rows"] == [
         {
@@ -59,10 +59,10 @@ def test_draws_spans_of_the_last_steps(run_dir: Path, tmp_path: Path) -> None:
             "spans": [["generation", f"generation of step {at + 1}", 3 * at, 3 * at + 2] for at in range(3)],
         }
     ]
-    assert view.spans_of(tmp_path) is None
+    assert view.load_spans(tmp_path) is None
     (tmp_path / "timeline").mkdir()
     (tmp_path / "timeline" / "rank_00000.json").write_bytes(b"\xff[")
-    damaged = view.spans_of(tmp_path)
+    damaged = view.load_spans(tmp_path)
     assert damaged is not None and damaged["rows"] == [] and "no step yet, or are damaged" in damaged["notes"][0]
 
 
