@@ -83,7 +83,7 @@ def other_data(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(tree))
 
 
-def hold(folder: Path) -> None:
+def lock_run(folder: Path) -> None:
     (folder / "run").mkdir()
     lock = (folder / "run" / ".lock").open("a+")
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -92,8 +92,8 @@ def hold(folder: Path) -> None:
     LOCKS.append(lock)
 
 
-def full(folder: Path) -> None:
-    """The disk, for all that this process sees; other tests have processes of their own."""
+def fill_disk(folder: Path) -> None:
+    """Report 1 MiB of free disk space to this process."""
     usage = shutil.disk_usage(folder)
     shutil.disk_usage = lambda path: usage._replace(free=1 << 20)  # type: ignore[assignment]
 
@@ -108,7 +108,7 @@ def model_elsewhere(folder: Path) -> None:
 
 
 def folder_at(name: str) -> Callable[[Path], None]:
-    """Something else lies there."""
+    """Create a folder with a foreign file at `name`."""
 
     def make(folder: Path) -> None:
         (folder / name).mkdir(parents=True)
@@ -136,10 +136,10 @@ def only(name: str, text: str) -> Callable[[Path], None]:
     return make
 
 
-def kept(
+def identity_case(
     key: str, *expected: str, overrides: tuple[str, ...], prepare: Callable[[Path], None] | None = None
 ) -> list[Case]:
-    """A key of the run's identity, changed with `resume` and without."""
+    """Cases with a changed key of the run's identity, with and without resume."""
     events = ("run folder FOLDER/run belongs to another run", key, "set run.dir", *expected)
     return [
         Case(f"resumed with another {key}", events, (RESUME, *overrides), prepare or corrupted_run()),
@@ -183,8 +183,8 @@ CASES = [
     Case("run.dir the user's own folder", ("run.dir=FOLDER", "config.yaml", "a new folder"), ("run.dir=FOLDER",)),
     Case("run.dir with a README", ("README.txt", "a new folder"), (), only("README.txt", "My thesis\n")),
     Case("run.dir with a configuration", ("config.yaml", "a new folder"), (), only("config.yaml", "a: 1\n")),
-    Case("run.dir in use", ("in use by process 7 on elsewhere", "wait for it", "run.dir"), (), hold),
-    Case("run.dir in use, to resume", ("in use by process 7 on elsewhere",), (RESUME,), hold),
+    Case("run.dir in use", ("in use by process 7 on elsewhere", "wait for it", "run.dir"), (), lock_run),
+    Case("run.dir in use, to resume", ("in use by process 7 on elsewhere",), (RESUME,), lock_run),
     Case("a run already", ("already contains this run", "run.resume=auto", "run.dir"), (), corrupted_run()),
     Case("a run already, of two ranks", ("already contains this run",), ("parallel.world_size=2",), corrupted_run()),
     Case(
@@ -224,16 +224,16 @@ CASES = [
         (RESUME,),
         corrupted_run(lambda run: ((run / "config.yaml").unlink(), (run / "config.yaml").mkdir())),
     ),
-    *kept("algorithm", "'ppo' -> 'grpo'", overrides=("algorithm=grpo",)),
-    *kept("run.seed", "1 -> 5", "set these keys back", overrides=("run.seed=5",)),
-    *kept("model.dtype", overrides=("model.dtype=bfloat16",)),
-    *kept("model.path", overrides=("model.path=FOLDER/other",), prepare=model_elsewhere),
-    *kept("critic.path", overrides=("critic.path=FOLDER/other",), prepare=model_elsewhere),
-    *kept("data.train", overrides=("data.train=FOLDER/eval.jsonl",)),
-    *kept("data.mixture_weights", "[] -> [1]", overrides=("data.mixture_weights=[1]",)),
-    *kept("data.prompts_per_step", "4 -> 8", overrides=("data.prompts_per_step=8",)),
-    *kept("data.shuffle", overrides=("data.shuffle=false",)),
-    *kept("lora.rank", "0 -> 4", overrides=("lora.rank=4",)),
+    *identity_case("algorithm", "'ppo' -> 'grpo'", overrides=("algorithm=grpo",)),
+    *identity_case("run.seed", "1 -> 5", "set these keys back", overrides=("run.seed=5",)),
+    *identity_case("model.dtype", overrides=("model.dtype=bfloat16",)),
+    *identity_case("model.path", overrides=("model.path=FOLDER/other",), prepare=model_elsewhere),
+    *identity_case("critic.path", overrides=("critic.path=FOLDER/other",), prepare=model_elsewhere),
+    *identity_case("data.train", overrides=("data.train=FOLDER/eval.jsonl",)),
+    *identity_case("data.mixture_weights", "[] -> [1]", overrides=("data.mixture_weights=[1]",)),
+    *identity_case("data.prompts_per_step", "4 -> 8", overrides=("data.prompts_per_step=8",)),
+    *identity_case("data.shuffle", overrides=("data.shuffle=false",)),
+    *identity_case("lora.rank", "0 -> 4", overrides=("lora.rank=4",)),
     Case(
         "resumed with other rows in data.train",
         ("other training prompts than these", "data.train", "run.resume=forced"),
@@ -316,7 +316,7 @@ CASES = [
     Case("something at the export's place", ("run/export exists", "run.dir"), (), folder_at("run/export")),
     Case("an export over the model", ("came from", "run.dir"), (), exported_over_model),
     Case("something at the adapter's place", ("run/adapter", "run.dir"), ("lora.rank=4",), folder_at("run/adapter")),
-    Case("no room for the export", ("1.0 MB free", "for the export", "free space"), (), full),
-    Case("no room for checkpoints", ("2 x", "for checkpoints", "keep_checkpoints"), ("run.save_every=1",), full),
-    Case("no room for checkpoints alone", ("for checkpoints",), ("run.save_every=1", "run.export=false"), full),
+    Case("no room for the export", ("1.0 MB free", "for the export", "free space"), (), fill_disk),
+    Case("no room for checkpoints", ("2 x", "for checkpoints", "keep_checkpoints"), ("run.save_every=1",), fill_disk),
+    Case("no room for checkpoints alone", ("for checkpoints",), ("run.save_every=1", "run.export=false"), fill_disk),
 ]

@@ -15,10 +15,10 @@ import pytest
 
 pytestmark = [pytest.mark.alone, pytest.mark.nightly]
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(HERE))
-AREAS = sorted(path.stem for path in HERE.glob("of_*.py"))
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+sys.path.insert(0, str(FOLDER))
+AREAS = sorted(path.stem for path in FOLDER.glob("of_*.py"))
 CASES = [(area, number, case) for area in AREAS for number, case in enumerate(importlib.import_module(area).CASES)]
 
 

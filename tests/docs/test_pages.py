@@ -156,16 +156,16 @@ def test_troubleshooting_quotes_existing_messages() -> None:
 
 def test_readme_reaches_every_page() -> None:
     """Directly or through other pages."""
-    seen, pending = set(), [ROOT / "README.md"]
+    visited, pending = set(), [ROOT / "README.md"]
     while pending:
         page = pending.pop()
-        if page in seen:
+        if page in visited:
             continue
-        seen.add(page)
+        visited.add(page)
         text = page.read_text()
         linked = [page.parent / span for span in spans(text) if span.endswith(".md")]
         linked += [ROOT / span for span in spans(text) if span.endswith(".md")]
         linked += [ROOT / "megarl" / span for span in spans(text) if span.endswith(".md")]
         linked += [page.parent / link.partition("#")[0] for link in links(text) if not re.match(r"[a-z]+:", link)]
         pending += [item.resolve() for item in linked if item.suffix == ".md" and item.is_file()]
-    assert not set(pages()) - seen
+    assert not set(pages()) - visited

@@ -74,8 +74,8 @@ def test_exception_closes_the_span(time: FakeTime) -> None:
 
 def test_drops_short_waits_but_keeps_short_work(time: FakeTime) -> None:
     clock = Clock()
-    for who in (WAIT, DATA, "actor"):
-        with clock.span("short", who):
+    for category in (WAIT, DATA, "actor"):
+        with clock.span("short", category):
             time.now += 0.0004
     assert [span.category for span in clock.drain_spans()] == ["actor"]
 

@@ -115,14 +115,14 @@ def test_invalid_file_changes_nothing_and_warns_once(tmp_path: Path, name: str) 
     assert harness.steps()[0] == [("reward.weights", {"gsm8k": 0.5})]
 
 
-@pytest.mark.parametrize("what", ["a directory", "a pipe", "a link to nowhere", "a secret"])
-def test_unreadable_file_changes_nothing(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["a directory", "a pipe", "a link to nowhere", "a secret"])
+def test_unreadable_file_changes_nothing(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = ControlHarness(tmp_path)
-    if what == "a directory":
+    if kind == "a directory":
         harness.file.mkdir()
-    elif what == "a pipe":
+    elif kind == "a pipe":
         os.mkfifo(harness.file)
-    elif what == "a link to nowhere":
+    elif kind == "a link to nowhere":
         harness.file.symlink_to(tmp_path / "nowhere")
     else:
         harness.file.write_text("reward: {weights: {gsm8k: 1}}\n")
@@ -138,7 +138,7 @@ def test_unreadable_file_changes_nothing(tmp_path: Path, what: str, monkeypatch:
         "a secret": "cannot be read: Permission denied",
     }
     assert (
-        applied == [] and [complaints[what] in item for item in logged] == [True] if what in complaints else not logged
+        applied == [] and [complaints[kind] in item for item in logged] == [True] if kind in complaints else not logged
     )
 
 
@@ -148,10 +148,12 @@ def test_resume_restores_the_values_set(tmp_path: Path) -> None:
     harness.steps()
     state = json.loads(json.dumps(harness.control.state_dict()))
     harness.file.unlink()
-    again = ControlHarness(tmp_path)
-    again.control.load_state_dict(state)
-    assert again.applied == [("reward.weights", {"gsm8k": 0.4})] and "reward.weights={'gsm8k': 0.4}" in again.logged[0]
-    assert again.control.state_dict() == state and again.steps() == ([], [])
+    resumed = ControlHarness(tmp_path)
+    resumed.control.load_state_dict(state)
+    assert (
+        resumed.applied == [("reward.weights", {"gsm8k": 0.4})] and "reward.weights={'gsm8k': 0.4}" in resumed.logged[0]
+    )
+    assert resumed.control.state_dict() == state and resumed.steps() == ([], [])
     other = ControlHarness(tmp_path, parts=("model",))
     other.control.load_state_dict(state | {"reward.colour": "red"})
     assert other.applied == [] and other.control.state_dict() == {}

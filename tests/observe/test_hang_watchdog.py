@@ -60,7 +60,7 @@ def test_margin_before_the_timeout(patience: float, seconds: float) -> None:
 
 
 def test_reads_the_stack_state_of_a_thread() -> None:
-    """Not in a library that it calls, unless there is nothing else."""
+    """Prefers frames of MegaRL over those of libraries that it calls."""
     event, clock = threading.Event(), Clock()
 
     def work() -> None:
@@ -81,12 +81,12 @@ def test_reads_the_stack_state_of_a_thread() -> None:
 def test_clock_tracks_progress_of_the_main_thread() -> None:
     clock = Clock()
     with clock.phase("update", "actor"):
-        inside = clock.position
+        position = clock.position
         with clock.span("barrier", WAIT):
-            assert clock.position[:2] == ("update", "actor") and clock.position[2] >= inside[2]
+            assert clock.position[:2] == ("update", "actor") and clock.position[2] >= position[2]
             last = clock.position
             other = threading.Thread(target=lambda: clock.span("x").__enter__())
             other.start()
             other.join()
             assert clock.position == last
-    assert inside[:2] == ("update", "actor") and clock.position[:2] == ("", "")
+    assert position[:2] == ("update", "actor") and clock.position[:2] == ("", "")

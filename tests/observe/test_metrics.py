@@ -73,21 +73,21 @@ def test_aborted_rollouts_only_count_as_aborted() -> None:
 
 def test_reward_metrics_skip_unscored_rollouts() -> None:
     """Two of four completed rollouts are unscored, one for two reasons; no group has two rewards."""
-    good = [rollout(0, 1.0, (2,), 0, 0, "stop"), rollout(1, 0.5, (4,), 1, 0, "stop")]
+    scored = [rollout(0, 1.0, (2,), 0, 0, "stop"), rollout(1, 0.5, (4,), 1, 0, "stop")]
     failed = [
         replace(rollout(0, 0.0, (6,), 0, 0, "stop"), reward_parts={"a": 5.0}, unscored={"b": "it raised"}),
         replace(rollout(1, 0.0, (4,), 0, 0, "stop"), reward_parts={}, unscored={"a": "it raised", "b": "late"}),
     ]
     aborted = rollout(0, 0.0, (100,), 9, 9, "aborted")
-    result = rollout_metrics(Rollouts.gather([*good, *failed, aborted]))
-    complete = rollout_metrics(Rollouts.gather(good))
+    result = rollout_metrics(Rollouts.gather([*scored, *failed, aborted]))
+    complete = rollout_metrics(Rollouts.gather(scored))
     assert result["rollout/reward_failed_frac"] == 0.5 and result["rollout/aborted_frac"] == pytest.approx(0.2)
     assert result["reward/a_failed_frac"] == 0.25 and result["reward/b_failed_frac"] == 0.5
     for name in ("rollout/reward_mean", "rollout/reward_std", "rollout/reward_min", "reward/a", "reward/b"):
         assert result[name] == complete[name]
     assert "rollout/zero_spread_frac" not in result and result["rollout/response_length_mean"] == 4.0
-    nothing = rollout_metrics(Rollouts.gather(failed))
-    assert nothing["rollout/reward_failed_frac"] == 1.0 and "rollout/reward_mean" not in nothing
+    unscored_only = rollout_metrics(Rollouts.gather(failed))
+    assert unscored_only["rollout/reward_failed_frac"] == 1.0 and "rollout/reward_mean" not in unscored_only
 
 
 def test_branches_count_as_one_episode() -> None:
@@ -132,8 +132,8 @@ def test_speculative_accept_rate() -> None:
 def test_mean_sampling_mask_size() -> None:
     plain = rollout(0, 1.0, (1,), 0, 0, "stop")
     assert "rollout/sampling_mask_size_mean" not in rollout_metrics(Rollouts.gather([plain]))
-    chosen = plain.num_actions
-    cut = replace(plain, sampling_mask=SamplingMask.from_rows([[1, 2, 3]] * chosen))
+    num_actions = plain.num_actions
+    cut = replace(plain, sampling_mask=SamplingMask.from_rows([[1, 2, 3]] * num_actions))
     assert rollout_metrics(Rollouts.gather([cut, cut]))["rollout/sampling_mask_size_mean"] == 3
 
 
@@ -172,8 +172,8 @@ def test_reports_metrics_per_source() -> None:
 
 
 def test_no_source_metrics_for_one_or_too_many_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    for few in (SOURCES[:1], [SOURCES[0], SOURCES[2]], [SOURCES[3]], [SOURCES[0], SOURCES[4]]):
-        assert all(name.count("/") == 1 for name in rollout_metrics(Rollouts.gather(few)))
+    for rollouts in (SOURCES[:1], [SOURCES[0], SOURCES[2]], [SOURCES[3]], [SOURCES[0], SOURCES[4]]):
+        assert all(name.count("/") == 1 for name in rollout_metrics(Rollouts.gather(rollouts)))
     monkeypatch.setattr(metrics_module, "MAX_SOURCES", 2)
     assert "rollout/count/b" in rollout_metrics(Rollouts.gather(SOURCES[:3]))
     assert all(name.count("/") == 1 for name in rollout_metrics(Rollouts.gather(SOURCES[:4])))

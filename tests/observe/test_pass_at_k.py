@@ -32,9 +32,9 @@ def test_matches_hand_computed_values(samples: int, correct: int, k: int, expect
 @pytest.mark.parametrize("samples", range(1, 9))
 def test_matches_enumeration_of_all_subsets(samples: int) -> None:
     for correct in range(samples + 1):
-        answers = [True] * correct + [False] * (samples - correct)
+        outcomes = [True] * correct + [False] * (samples - correct)
         for k in range(1, samples + 1):
-            choices = [any(chosen) for chosen in combinations(answers, k)]
+            choices = [any(chosen) for chosen in combinations(outcomes, k)]
             assert pass_at_k(samples, correct, k) == pytest.approx(sum(choices) / len(choices), abs=1e-12)
 
 

@@ -101,7 +101,7 @@ def test_reads_trainer_columns_on_request(tmp_path: Path) -> None:
     """Routing in one or two bytes, for some or no tokens, and sampling masks."""
     draw = torch.Generator().manual_seed(1)
     shapes = ((7, 3, 2, torch.uint8, 256), (8, 3, 2, torch.int16, 300), (0, 3, 2, torch.uint8, 1))
-    records = [torch.randint(0, most, of, generator=draw).to(kind) for *of, kind, most in shapes]
+    records = [torch.randint(0, num_experts, shape, generator=draw).to(kind) for *shape, kind, num_experts in shapes]
     mask = SamplingMask.from_rows([[7, 1], [8], [9, 2, 3]])
     rollouts = [make_rollout(routing=record) for record in records] + [make_rollout(sampling_mask=mask), make_rollout()]
     file = write_rollouts(tmp_path, rollouts)

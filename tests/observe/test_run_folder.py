@@ -146,12 +146,12 @@ def test_rejects_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="run folder .*file/run.*set run.dir"):
         claim_and_begin(tmp_path / "file/run", CONFIG, resume=False)
-    full = tmp_path / "full"
-    full.mkdir()
-    (full / ".config.yaml.tmp").symlink_to("/dev/full")
+    full_disk = tmp_path / "full"
+    full_disk.mkdir()
+    (full_disk / ".config.yaml.tmp").symlink_to("/dev/full")
     with pytest.raises(ConfigError, match="No space left"):
-        claim_and_begin(full, CONFIG, resume=False)
-    assert not (full / "config.yaml").exists()
+        claim_and_begin(full_disk, CONFIG, resume=False)
+    assert not (full_disk / "config.yaml").exists()
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o377])

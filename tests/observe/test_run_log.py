@@ -43,10 +43,10 @@ def test_each_rank_writes_its_timeline_and_warns_once_of_a_failing_disk(tmp_path
     assert all(timeline_file(tmp_path, rank).is_file() for rank in (0, 1))
     shutil.rmtree(tmp_path / "timeline")
     (tmp_path / "timeline").write_text("no folder")
-    with pytest.warns(UserWarning, match="could not write the timeline") as said:
+    with pytest.warns(UserWarning, match="could not write the timeline") as printed:
         logs[1].timeline.write([span])
         logs[1].timeline.write([span])
-    assert len(said) == 1
+    assert len(printed) == 1
     for log in logs:
         log.close()
 
@@ -75,9 +75,9 @@ def test_run_of_two_steps_writes_metrics_rollouts_and_log(tmp_path: Path, capsys
     log.close()
     assert list(read_metrics(tmp_path)) == [0, 1, 2]
     assert recorded_steps(tmp_path) == [1, 2] and read_rollouts(tmp_path, 2) == [ROLLOUT]
-    said = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out.splitlines()
     written = [line.split("  ", 1)[1] for line in (tmp_path / "log.txt").read_text().splitlines()]
-    assert said == written and said[2].startswith("step 1/2  reward 0.500")
+    assert printed == written and printed[2].startswith("step 1/2  reward 0.500")
     with pytest.raises(ConfigError, match=r"run\.resume=auto"):
         RunLog(config(tmp_path), job(0))
     RunLog(config(tmp_path, resume="auto"), job(0)).close()
@@ -102,11 +102,11 @@ def test_full_disk_does_not_stop_the_run(tmp_path: Path) -> None:
         file = part_file(tmp_path, step, 0)
         file.parent.mkdir(parents=True)
         file.with_name(f".{file.name}").symlink_to("/dev/full")
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as printed:
         for step in (1, 2):
             log.end_step(step, {"rollout/reward_mean": 0.5}, Rollouts.gather([ROLLOUT]))
         log.close()
-    texts = [str(warning.message) for warning in said]
+    texts = [str(warning.message) for warning in printed]
     assert sum("log.txt" in text for text in texts) == 1 and sum("record rollouts" in text for text in texts) == 1
     assert list(read_metrics(tmp_path)) == [1, 2]
 
@@ -160,8 +160,10 @@ def test_log_end_records_the_error(tmp_path: Path) -> None:
     assert "Traceback" in text and "in raised" in text
     assert crash.__notes__ == [f"the full traceback is in {tmp_path}/logs/rank_1.log"]
     assert not hasattr(config_error, "__notes__")
-    said = (tmp_path / "log.txt").read_text()
-    assert "ConfigError: run.dir is wrong\n" in said and "  ended by SIGTERM\n" in said and "Zero" not in said
+    log_text = (tmp_path / "log.txt").read_text()
+    assert (
+        "ConfigError: run.dir is wrong\n" in log_text and "  ended by SIGTERM\n" in log_text and "Zero" not in log_text
+    )
 
 
 def test_guards_reach_metrics_and_log(tmp_path: Path) -> None:

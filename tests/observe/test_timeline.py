@@ -14,7 +14,7 @@ pytestmark = pytest.mark.alone
 
 STEP = Span("step 1", "step", "main", 1.0, 4.0)
 UPDATE = Span("actor_update", "actor", "main", 2.0, 3.5)
-ANSWERS = Span("generation of step 1", "rollout", "generation", 1.5, 1.75, (2, 3))
+GENERATION = Span("generation of step 1", "rollout", "generation", 1.5, 1.75, (2, 3))
 
 
 def events(file: Path) -> list[dict[str, Any]]:
@@ -24,7 +24,7 @@ def events(file: Path) -> list[dict[str, Any]]:
 
 
 def test_writes_chrome_trace_events(tmp_path: Path) -> None:
-    Timeline(tmp_path, 3, warn=lambda text: None).write([UPDATE, ANSWERS, STEP])
+    Timeline(tmp_path, 3, warn=lambda text: None).write([UPDATE, GENERATION, STEP])
     file = tmp_path / "timeline" / "rank_00003.json"
     assert file == timeline_file(tmp_path, 3)
     assert len(file.read_text().splitlines()) == 1 + 5

@@ -146,10 +146,10 @@ def test_connection_refused_and_timeout_are_failures(
             and closed.pop_failure() == ""
         )
         listener.listen()
-        silent = Webhook(f"http://127.0.0.1:{listener.getsockname()[1]}/{SECRET}", "r")
-        silent.post("one", 1)
-        silent.close()
-        assert "TimeoutError" in silent.pop_failure()
+        unresponsive = Webhook(f"http://127.0.0.1:{listener.getsockname()[1]}/{SECRET}", "r")
+        unresponsive.post("one", 1)
+        unresponsive.close()
+        assert "TimeoutError" in unresponsive.pop_failure()
 
 
 def test_alarm_flood_is_bounded_and_reports_dropped_alarms(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

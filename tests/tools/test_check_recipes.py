@@ -53,12 +53,12 @@ def test_quickstart_recipes_use_the_given_folder(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
     for name in ("sft.jsonl", "train.jsonl", "eval.jsonl"):
         (tmp_path / name).touch()
-    at = str(tmp_path)
+    root = str(tmp_path)
     assert check_recipes.quickstart_overrides(warm_up, tmp_path) == [
-        f"model.path={at}/model",
-        f"data.train={at}/sft.jsonl",
+        f"model.path={root}/model",
+        f"data.train={root}/sft.jsonl",
     ]
-    expected = [f"model.path={at}/sft/export", f"data.train={at}/train.jsonl", f"data.eval={at}/eval.jsonl"]
+    expected = [f"model.path={root}/sft/export", f"data.train={root}/train.jsonl", f"data.eval={root}/eval.jsonl"]
     assert check_recipes.quickstart_overrides(ppo, tmp_path) == expected
     mixed = load_config(configs / "quickstart_sft.yaml", ["data.train=[runs/quickstart/sft.jsonl,mine.jsonl]"])
     with pytest.raises(ConfigError, match="mine.jsonl is not there"):

@@ -33,9 +33,9 @@ def test_each_of_thirty_rows_has_a_scenario() -> None:
 
 def test_selects_rows_by_numbers_and_ranges() -> None:
     assert rows.parse_rows("1,8-11, 4") == [1, 4, 8, 9, 10, 11]
-    for wrong in ("0", "31", "5-3", "x", "", "1-40"):
+    for invalid in ("0", "31", "5-3", "x", "", "1-40"):
         with pytest.raises(ValueError):
-            rows.parse_rows(wrong)
+            rows.parse_rows(invalid)
     assert rows.by_scenario([1, 2, 8, 3, 14]) == {"dying": [1, 2, 3], "saving": [8, 14]}
 
 

@@ -19,8 +19,8 @@ import timeline  # noqa: E402
 pytestmark = pytest.mark.alone
 
 
-def main_span(name: str, who: str, begin: float, end: float) -> Span:
-    return Span(name, who, "main", begin, end)
+def main_span(name: str, category: str, begin: float, end: float) -> Span:
+    return Span(name, category, "main", begin, end)
 
 
 def generation(step: int, begin: float, end: float, ranks: Sequence[int] = (2,)) -> Span:
@@ -252,5 +252,5 @@ def test_invalid_options_print_one_line(run_dir: Path, tmp_path: Path, capsys: p
 
 
 def test_overhead_is_the_median_idle_time() -> None:
-    costs = [timeline.Cost(10.0, nobody, 1.0, 1.0) for nobody in (0.1, 0.2, 9.0)]
+    costs = [timeline.Cost(10.0, idle, 1.0, 1.0) for idle in (0.1, 0.2, 9.0)]
     assert timeline.overhead(costs) == "overhead: 0.200 s of a step, 2.0%; 1% of one of 20 s"
