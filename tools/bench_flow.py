@@ -50,17 +50,17 @@ class MemoryWatch:
 
     def __init__(self) -> None:
         self._label, self.samples = Path(), {}  # type: ignore[var-annotated]
-        self._over = threading.Event()
+        self._stopped = threading.Event()
 
-    def look_into(self, folder: Path) -> None:
+    def watch_folder(self, folder: Path) -> None:
         """Set the folder where the ranks report their phase."""
         self._label = folder / "label"
 
     def __call__(self, pids: Sequence[int]) -> None:
-        threading.Thread(target=self._look, args=(pids,), daemon=True).start()
+        threading.Thread(target=self._sample, args=(pids,), daemon=True).start()
 
-    def _look(self, pids: Sequence[int]) -> None:
-        while not self._over.wait(EVERY_S):
+    def _sample(self, pids: Sequence[int]) -> None:
+        while not self._stopped.wait(EVERY_S):
             label = self._label.read_text() if self._label.exists() else ""
             if label:
                 total = sum(map(pss, pids))
@@ -69,9 +69,9 @@ class MemoryWatch:
     def result(self) -> dict[str, int]:
         """Return peak bytes above the baseline: of the rollouts, of a step, and of recording while the batch is alive;
         0 for a phase too short to sample."""
-        self._over.set()
-        before = min(self.samples["baseline"])
-        peaks = {label: max(samples) - before for label, samples in self.samples.items()}
+        self._stopped.set()
+        baseline = min(self.samples["baseline"])
+        peaks = {label: max(samples) - baseline for label, samples in self.samples.items()}
         return {label: peaks.get(label, 0) for label in ("rollouts", "step", "log")}
 
 
@@ -84,25 +84,25 @@ def pss(pid: int) -> int:
     return sum(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("Pss:"))
 
 
-def run_ranks(order: dict[str, Any], root: Path = ROOT, watch: MemoryWatch | None = None) -> list[dict[str, Any]]:
+def run_ranks(spec: dict[str, Any], root: Path = ROOT, watch: MemoryWatch | None = None) -> list[dict[str, Any]]:
     """Run the ranks and return each rank's result. Without `watch`, memory is not sampled."""
     with tempfile.TemporaryDirectory(prefix="bench_flow_") as folder:
         if watch is not None:
-            watch.look_into(Path(folder))
+            watch.watch_folder(Path(folder))
         script = str(Path(__file__).with_name("flow_rank.py"))
         results: list[dict[str, Any]] = run(
-            [script, json.dumps({**order, "folder": folder})], order["ranks"], 7200.0, root, watch
+            [script, json.dumps({**spec, "folder": folder})], spec["ranks"], 7200.0, root, watch
         )
         return results
 
 
-def measure(order: dict[str, Any], root: Path) -> dict[str, Any]:
+def measure(spec: dict[str, Any], root: Path) -> dict[str, Any]:
     """Measure a revision at one number of ranks."""
     watch = MemoryWatch()
-    by_rank = run_ranks(order, root, watch)
+    by_rank = run_ranks(spec, root, watch)
     memory = watch.result()
     summary = figures(by_rank, memory)
-    return summary if order["before"] else summary | {"beside": planned.beside(order, by_rank)}
+    return summary if spec["before"] else summary | {"beside": planned.compare_with_measured(spec, by_rank)}
 
 
 def figures(by_rank: Sequence[dict[str, Any]], memory: dict[str, int]) -> dict[str, Any]:
@@ -158,15 +158,15 @@ def make_table(results: dict[str, dict[int, Any]]) -> Table:
         for world, results_by_size in by_world.items()
     ]
     table = Table("", *(f"{name}\n{world} ranks" for name, world, _ in columns), box=box.SIMPLE)
-    whole = [results_by_size["full"] for _, _, results_by_size in columns]
-    for part in sorted({part for result in whole for part in result["parts"]}):
-        table.add_row(f"{part}, s", *(f"{result['parts'].get(part, 0.0):.3f}" for result in whole))
+    full_size = [results_by_size["full"] for _, _, results_by_size in columns]
+    for part in sorted({part for result in full_size for part in result["parts"]}):
+        table.add_row(f"{part}, s", *(f"{result['parts'].get(part, 0.0):.3f}" for result in full_size))
     table.add_section()
     table.add_row(
-        "host seconds of a step, slowest rank", *(f"{result['seconds']:.2f}" for result in whole), style="bold"
+        "host seconds of a step, slowest rank", *(f"{result['seconds']:.2f}" for result in full_size), style="bold"
     )
-    table.add_row("of a processor, most of a rank", *(f"{result['busy']:.2f}" for result in whole))
-    table.add_row("tokens/s", *(f"{result['tokens'] / result['seconds']:,.0f}" for result in whole))
+    table.add_row("of a processor, most of a rank", *(f"{result['busy']:.2f}" for result in full_size))
+    table.add_row("tokens/s", *(f"{result['tokens'] / result['seconds']:,.0f}" for result in full_size))
     table.add_row(
         "a token's over a quarter's", *(f"{growth(results_by_size):.2f}" for _, _, results_by_size in columns)
     )
@@ -175,9 +175,9 @@ def make_table(results: dict[str, dict[int, Any]]) -> Table:
         label = "of a processor" if kind == "busy" else "of the slowest rank"
         table.add_row(f"{label}, ms a million tokens", *(f"{1e9 * slope:.0f}" for slope, _, _ in lines))
         table.add_row("  ms of none", *(f"{1e3 * start:.0f}" for _, start, _ in lines))
-        table.add_row("  from a line", *(f"{off:.1%}" for _, _, off in lines))
-    table.add_row("sent, most of a rank, MB", *(f"{result['sent'] / 1e6:.1f}" for result in whole))
-    table.add_row("sent by all ranks, MB", *(f"{result['sent_by_all'] / 1e6:.1f}" for result in whole))
+        table.add_row("  from a line", *(f"{deviation:.1%}" for _, _, deviation in lines))
+    table.add_row("sent, most of a rank, MB", *(f"{result['sent'] / 1e6:.1f}" for result in full_size))
+    table.add_row("sent by all ranks, MB", *(f"{result['sent_by_all'] / 1e6:.1f}" for result in full_size))
     table.add_row("memory: rollouts, MB", *(f"{result['memory']['rollouts'] / 1e6:.0f}" for _, _, result in columns))
     table.add_row("memory: most in a step, MB", *(f"{result['memory']['step'] / 1e6:.0f}" for _, _, result in columns))
     table.add_row("memory: recording it, MB", *(f"{result['memory']['log'] / 1e6:.0f}" for _, _, result in columns))
@@ -187,8 +187,8 @@ def make_table(results: dict[str, dict[int, Any]]) -> Table:
 def growth(figures: dict[str, Any]) -> float:
     """Return CPU seconds per token at full size over those at quarter size: 1 if cost is proportional to tokens, less
     if a part of it is fixed."""
-    few, full = figures["quarter"], figures["full"]
-    return float(full["busy"] / full["tokens"] / (few["busy"] / few["tokens"]))
+    quarter, full = figures["quarter"], figures["full"]
+    return float(full["busy"] / full["tokens"] / (quarter["busy"] / quarter["tokens"]))
 
 
 def format_line(figures: dict[str, Any], kind: str) -> tuple[float, float, float]:
@@ -229,59 +229,59 @@ def main() -> int:
     parser.add_argument("--planned", action="store_true", help="what is planned of memory and messages, beside it")
     parser.add_argument("--against", default="", metavar="REVISION", help="does the same at the last number of ranks")
     parser.add_argument("--json", type=Path, help="a file to write the figures to")
-    chosen = parser.parse_args()
-    layers, topk = chosen.routing
-    shape = Shape(chosen.sequences, chosen.samples, chosen.lengths, chosen.turns, layers, topk)
+    options = parser.parse_args()
+    layers, topk = options.routing
+    shape = Shape(options.sequences, options.samples, options.lengths, options.turns, layers, topk)
     try:
         tokens = total_tokens(shape)
     except ValueError as error:
         raise ConfigError(f"--lengths: {error}") from None
     console = Console(width=120)
-    console.print(f"{shape.sequences} sequences, {tokens:,} tokens, {chosen.controller}")
+    console.print(f"{shape.sequences} sequences, {tokens:,} tokens, {options.controller}")
 
-    def order(world: int, before: bool) -> dict[str, Any]:
-        if shape.sequences % (4 * chosen.samples * (world // chosen.engine_tp)):
+    def spec(world: int, before: bool) -> dict[str, Any]:
+        if shape.sequences % (4 * options.samples * (world // options.engine_tp)):
             raise ConfigError(
-                f"--sequences {shape.sequences} are not four times as many groups of {chosen.samples} for each of the "
-                f"{world // chosen.engine_tp} engines"
+                f"--sequences {shape.sequences} are not four times as many groups of {options.samples} for each of the "
+                f"{world // options.engine_tp} engines"
             )
         settings = {
-            name: getattr(chosen, name) for name in ("controller", "updates", "tp", "pp", "engine_tp", "repeats")
+            name: getattr(options, name) for name in ("controller", "updates", "tp", "pp", "engine_tp", "repeats")
         }
-        per_machine = chosen.per_machine or world
+        per_machine = options.per_machine or world
         return settings | dict(
-            ranks=world, shape=vars(shape), token_budget=chosen.token_budget, per_machine=per_machine, before=before
+            ranks=world, shape=vars(shape), token_budget=options.token_budget, per_machine=per_machine, before=before
         )
 
-    orders = {world: order(world, False) for world in chosen.ranks}
-    if chosen.planned:  # return freed memory to the system at once, so that it is not counted
+    specs = {world: spec(world, False) for world in options.ranks}
+    if options.planned:  # return freed memory to the system at once, so that it is not counted
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
-    check_writable_file(chosen.json, "--json")
-    if chosen.against and git("rev-parse", "--verify", f"{chosen.against}^{{commit}}").returncode:
-        raise ConfigError(f"--against {chosen.against}: this repository has no such revision")
-    results: dict[str, dict[int, Any]] = {"now": {world: measure(item, ROOT) for world, item in orders.items()}}
-    if chosen.against:
-        with checkout(chosen.against) as folder:
-            results[chosen.against] = {chosen.ranks[-1]: measure(order(chosen.ranks[-1], True), folder)}
+    check_writable_file(options.json, "--json")
+    if options.against and git("rev-parse", "--verify", f"{options.against}^{{commit}}").returncode:
+        raise ConfigError(f"--against {options.against}: this repository has no such revision")
+    results: dict[str, dict[int, Any]] = {"now": {world: measure(item, ROOT) for world, item in specs.items()}}
+    if options.against:
+        with checkout(options.against) as folder:
+            results[options.against] = {options.ranks[-1]: measure(spec(options.ranks[-1], True), folder)}
     console.print(make_table(results))
-    if chosen.planned:
+    if options.planned:
         for world, item in results["now"].items():
             table = Table(f"{world} ranks, M", "planned", "measured", "", box=box.SIMPLE)
             for name, (planned, counted) in item["beside"].items():
                 table.add_row(name, f"{planned / 1e6:.1f}", f"{counted / 1e6:.1f}", f"{planned / counted:.2f}")
             console.print(table)
-    if chosen.against:
-        now, before = (by_world[chosen.ranks[-1]] for by_world in results.values())
+    if options.against:
+        now, before = (by_world[options.ranks[-1]] for by_world in results.values())
         console.print(
-            f"at {chosen.ranks[-1]} ranks: seconds 1/{before['full']['seconds'] / now['full']['seconds']:.1f}, of a "
+            f"at {options.ranks[-1]} ranks: seconds 1/{before['full']['seconds'] / now['full']['seconds']:.1f}, of a "
             f"processor 1/{before['full']['busy'] / now['full']['busy']:.1f}, sent "
             f"1/{before['full']['sent'] / now['full']['sent']:.1f}, memory "
-            f"1/{before['memory']['step'] / now['memory']['step']:.1f} of {chosen.against}"
+            f"1/{before['memory']['step'] / now['memory']['step']:.1f} of {options.against}"
         )
-        odd = differing_metrics(now["full"]["metrics"], before["full"]["metrics"])
-        console.print(f"other metrics: {', '.join(odd)}" if odd else "all metrics are the same")
-    if chosen.json:
-        chosen.json.write_text(json.dumps(results, indent=1))
+        differing = differing_metrics(now["full"]["metrics"], before["full"]["metrics"])
+        console.print(f"other metrics: {', '.join(differing)}" if differing else "all metrics are the same")
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
     return 0
 
 

@@ -51,11 +51,11 @@ class MockEngine:
     ) -> Generation:
         options, prompt_ids = self.options, np.asarray(ids)
         turn = int((prompt_ids == 0).sum())
-        begun = len(prompt_ids) - 1 - int(np.flatnonzero(prompt_ids == 0)[-1])
+        num_written = len(prompt_ids) - 1 - int(np.flatnonzero(prompt_ids == 0)[-1])
         rng = random.Random(f"{params['sampling_seed']}/{turn}")
         length = max(1, round(rng.lognormvariate(0.0, options.sigma) * options.tokens))
         last = CALL if turn < options.turns else END
-        length = min(max(length - begun, 1), params["max_new_tokens"])
+        length = min(max(length - num_written, 1), params["max_new_tokens"])
         start, stops = time.perf_counter(), self.stops
         try:
             async with asyncio.timeout(length * options.token_s):
@@ -168,8 +168,8 @@ async def steps(kind: str, options: argparse.Namespace) -> tuple[float, float, i
 
 def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float, int, int, int]]:
     parser = Parser(__doc__)
-    whole: dict[str, int] = {"engines": 4, "steps": 6, "prompts": 32, "samples": 4, "concurrency": 16, "turns": 1}
-    for name, value in (whole | {"max-staleness": 4, "tokens": 400}).items():
+    sizes: dict[str, int] = {"engines": 4, "steps": 6, "prompts": 32, "samples": 4, "concurrency": 16, "turns": 1}
+    for name, value in (sizes | {"max-staleness": 4, "tokens": 400}).items():
         parser.add_argument(f"--{name}", type=int_in_range(), default=value)
     for name, number in {"sigma": 1.0, "token-s": 0.001, "tool-s": 0.0, "oversample": 1.5}.items():
         parser.add_argument(f"--{name}", type=float, default=number)
@@ -177,16 +177,16 @@ def main(arguments: Sequence[str] | None = None) -> list[tuple[float, float, int
     results = []
     for kind in ("even slices", "queue", "queue and over-sampling"):
         results.append(asyncio.run(steps(kind, options)))
-        seconds, idle, groups, tokens, anew = results[-1]
+        seconds, idle, groups, tokens, restarted = results[-1]
         print(f"{kind:24} {seconds:7.2f} s  {results[0][0] / seconds:.2f}x  {idle:5.1%} idle  ", end="")
-        print(f"{groups} groups, {tokens:,} tokens, {anew} restarted", flush=True)
+        print(f"{groups} groups, {tokens:,} tokens, {restarted} restarted", flush=True)
     return results
 
 
-def show() -> int:
+def run() -> int:
     main()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(show))
+    sys.exit(run_cli(run))

@@ -64,11 +64,11 @@ def strips(matrices: list[torch.Tensor], width: int) -> list[Box]:
 def measure(gib: float, repeats: int) -> dict[str, float]:
     """Return bytes per second by case; "copy" is torch's."""
     count = max(1, int(gib * 2**30) // (ROWS * COLUMNS * 2))
-    whole = torch.randn(count, ROWS, COLUMNS, device="cuda", dtype=torch.bfloat16)
-    matrices = list(whole)
-    bytes_ = whole.numel() * 2
+    weights = torch.randn(count, ROWS, COLUMNS, device="cuda", dtype=torch.bfloat16)
+    matrices = list(weights)
+    bytes_ = weights.numel() * 2
     buffer = torch.empty(bytes_, dtype=torch.uint8, device="cuda")
-    flat = whole.view(-1).view(torch.uint8)
+    flat = weights.view(-1).view(torch.uint8)
     rates = {"copy": 2 * bytes_ / seconds(partial(buffer.copy_, flat), repeats)}
 
     boxes = [(matrix, number * ROWS * COLUMNS * 2) for number, matrix in enumerate(matrices)]
@@ -84,7 +84,7 @@ def measure(gib: float, repeats: int) -> dict[str, float]:
 
     grids = [torch.ones(*grid_shape(matrix.shape), device="cuda") for matrix in matrices]
     halves = [(matrix, number * ROWS * COLUMNS) for number, matrix in enumerate(matrices)]
-    moved = 3 * whole.numel()
+    moved = 3 * weights.numel()
     scaled = [BlockScales(grid, 0, 0) for grid in grids]
     rates["BF16 to FP8"] = moved / seconds(partial(pack_fp8, halves, scaled, buffer), repeats)
     shift = BLOCK // 2
@@ -110,8 +110,8 @@ def show() -> int:
     copy = rates["copy"]
     print(f"{torch.cuda.get_device_name()}, torch copy {copy / 1e12:.2f} TB/s (read and written)")
     for name, goal in GOALS.items():
-        wanted = f"  goal {goal}" if goal else ""
-        print(f"{name:34} {rates[name] / 1e12:6.2f} TB/s  {rates[name] / copy:5.2f} of copy{wanted}")
+        goal_text = f"  goal {goal}" if goal else ""
+        print(f"{name:34} {rates[name] / 1e12:6.2f} TB/s  {rates[name] / copy:5.2f} of copy{goal_text}")
     return 0
 
 

@@ -34,7 +34,7 @@ SHARES = (("1 of 100 bytes each", 0, 100), ("one rank 8 MB", 1, 8 << 20), ("two 
 
 def messages(post: RowExchange, size: int, repeats: int) -> dict[str, list[float]]:
     """Return the seconds of each method to move `size` bytes from rank 0 to rank 1; on rank 0."""
-    rank, taken = dist.get_rank(), {"plain": [], "post": [], "gloo": []}  # type: ignore[var-annotated]
+    rank, elapsed = dist.get_rank(), {"plain": [], "post": [], "gloo": []}  # type: ignore[var-annotated]
     source = torch.arange(size // 8)
     kinds = {"x": (torch.int64, ())}
     columns = {"x": source if rank == 0 else source[:0]}
@@ -60,7 +60,7 @@ def messages(post: RowExchange, size: int, repeats: int) -> dict[str, list[float
     for _ in range(repeats + 1):
         for name, method in (("plain", plain), ("post", by_post), ("gloo", by_gloo)):
             ranks.barrier()
-            begun = time.monotonic()
+            start = time.monotonic()
             if name != "plain" or rank == 0:
                 got = method()
                 read = int(got.sum())  # touch every byte where it is needed
@@ -68,10 +68,10 @@ def messages(post: RowExchange, size: int, repeats: int) -> dict[str, list[float
                 assert not len(got) or read == size // 8 * (size // 8 - 1) // 2
                 del got
             else:
-                ended = begun
-            times = ranks.all_gather_objects((begun, ended))
-            taken[name].append(times[0 if name == "plain" else 1][1] - times[0][0])
-    return {name: seconds[1:] for name, seconds in taken.items()}
+                ended = start
+            times = ranks.all_gather_objects((start, ended))
+            elapsed[name].append(times[0 if name == "plain" else 1][1] - times[0][0])
+    return {name: seconds[1:] for name, seconds in elapsed.items()}
 
 
 def gathers(repeats: int) -> dict[str, dict[str, float]]:
@@ -91,10 +91,10 @@ def gathers(repeats: int) -> dict[str, dict[str, float]]:
         for _ in range(1 + (repeats if speakers else 50 * repeats)):
             for name, method in methods.items():
                 ranks.barrier()
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 assert len(method(value)) == world
-                seconds[name].append(time.perf_counter() - begun)
-        medians[title] = {name: 1000 * statistics.median(taken[1:]) for name, taken in seconds.items()}
+                seconds[name].append(time.perf_counter() - start)
+        medians[title] = {name: 1000 * statistics.median(elapsed[1:]) for name, elapsed in seconds.items()}
     return medians
 
 
@@ -120,20 +120,22 @@ def main() -> int:
     parser.add_argument("--ranks", type=int_in_range(), default=4, help="of the gather")
     parser.add_argument("--repeats", type=int_in_range(), default=5)
     parser.add_argument("--as-rank", action="store_true", help="used by the tool itself")
-    chosen = parser.parse_args()
-    if chosen.as_rank:
-        measure(chosen.mb, chosen.repeats)
+    options = parser.parse_args()
+    if options.as_rank:
+        measure(options.mb, options.repeats)
         return 0
-    command = [__file__, "--as-rank", "--repeats", str(chosen.repeats), "--mb", *map(str, chosen.mb)]
+    command = [__file__, "--as-rank", "--repeats", str(options.repeats), "--mb", *map(str, options.mb)]
     console = Console(width=100)
     table = Table("MB", "plain copy GB/s", "post GB/s", "gloo GB/s", "post over plain copy", box=box.SIMPLE)
-    for size, ways in run(command, 2)["messages"].items():
-        speed = {name: int(size) * 2**20 / 1e9 / statistics.median(taken) for name, taken in ways.items()}
+    for size, seconds_by_method in run(command, 2)["messages"].items():
+        speed = {
+            name: int(size) * 2**20 / 1e9 / statistics.median(elapsed) for name, elapsed in seconds_by_method.items()
+        }
         table.add_row(size, *(f"{value:.2f}" for value in speed.values()), f"{speed['post'] / speed['plain']:.2f}")
     console.print(table)
-    table = Table(f"gather, {chosen.ranks} ranks", "ours ms", "torch ms", box=box.SIMPLE)
-    for title, taken in run(command, chosen.ranks)["gathers"].items():
-        table.add_row(title, f"{taken['ours']:.2f}", f"{taken['torch']:.2f}")
+    table = Table(f"gather, {options.ranks} ranks", "ours ms", "torch ms", box=box.SIMPLE)
+    for title, elapsed in run(command, options.ranks)["gathers"].items():
+        table.add_row(title, f"{elapsed['ours']:.2f}", f"{elapsed['torch']:.2f}")
     console.print(table)
     return 0
 

@@ -104,12 +104,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"track.trackers=[{','.join(names)}]",
             *(f"parallel.{name}={value}" for name, value in single_rank.items()),
         ]
-        both = run(settings)
-    for what, of_steps in zip(("by the clock", "of CPU time"), both, strict=True):
-        times = {kind: timed(of_steps, kind, warm) for kind in KINDS}
+        results = run(settings)
+    for unit, step_seconds in zip(("by the clock", "of CPU time"), results, strict=True):
+        times = {kind: timed(step_seconds, kind, warm) for kind in KINDS}
         for kind, seconds in times.items():
             ratio = seconds / times["nothing"]
-            print(f"{kind:14} {1000 * seconds:8.2f} ms a step {what}, {ratio:6.3f} of nothing")
+            print(f"{kind:14} {1000 * seconds:8.2f} ms a step {unit}, {ratio:6.3f} of nothing")
     clock = Clock()
     span = min(timeit.repeat(lambda: clock.span("x").__enter__, number=10_000, repeat=5)) / 10_000
     check = min(timeit.repeat("mark is None", "mark = clock.mark", number=100_000, repeat=5, globals={"clock": clock}))
@@ -121,12 +121,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def timed(seconds: Mapping[int, float], kind: str, warm: int) -> float:
     """Return the times of the steps of these blocks, without the first of each."""
-    own_steps = [
-        took
-        for step, took in seconds.items()
+    kind_seconds = [
+        elapsed
+        for step, elapsed in seconds.items()
         if step > warm and AlternatingTracker.kind(step) == kind and (step - 1) % AlternatingTracker.block
     ]
-    return statistics.median(own_steps)
+    return statistics.median(kind_seconds)
 
 
 if __name__ == "__main__":

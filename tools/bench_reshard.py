@@ -68,9 +68,9 @@ class Case:
     def __init__(self, hf: dict[str, Any], nodes: int) -> None:
         world = int(os.environ["WORLD_SIZE"])
         tp, pp, ep, engine = LAYOUTS[world]
-        self.hf, self.here = hf, world // nodes
+        self.hf, self.ranks_per_node = hf, world // nodes
         self.ranks = ranks.initialize(
-            ParallelConfig(tp=tp, pp=pp, ep=ep, world_size=world, ranks_per_node=self.here), TIMEOUT_S
+            ParallelConfig(tp=tp, pp=pp, ep=ep, world_size=world, ranks_per_node=self.ranks_per_node), TIMEOUT_S
         )
         self.rank = self.ranks.job.rank
         self.train = TrainLayout(world, tp, ep, even_stages(hf["num_hidden_layers"], pp))
@@ -83,7 +83,7 @@ class Case:
                 self.local[param.megatron] = self.shard(param, self.train, self.rank)
         position = self.rank % engine
         shapes = engine_shapes(self.params, self.engine, position, self.experts)
-        self.held = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        self.engine_tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
 
     def shard(self, param: Param, layout: TrainLayout, rank: int) -> torch.Tensor:
         """Return the shard of a parameter that a rank of Megatron's layout holds."""
@@ -101,9 +101,9 @@ class Case:
             target.narrow(dim, offset, stop - start).copy_(full.narrow(dim, start, stop - start))
         return target
 
-    def wrong(self) -> list[str]:
+    def find_wrong(self) -> list[str]:
         """Return the engine's tensors with wrong values."""
-        expected = {name: torch.zeros_like(tensor) for name, tensor in self.held.items()}
+        expected = {name: torch.zeros_like(tensor) for name, tensor in self.engine_tensors.items()}
         position = self.rank % self.engine.tp
         for param in self.params:
             slot = self.engine.slot_of(param)
@@ -111,13 +111,13 @@ class Case:
             for index in self.engine.expert_indices(position, param, self.experts):
                 target = expected[slot.name][index] if slot.grid == "expert" else expected[slot.name]
                 self.fill(target, param, self.engine.slices_of_rank(position, param))
-        return [name for name in expected if not torch.equal(expected[name], self.held[name])]
+        return [name for name in expected if not torch.equal(expected[name], self.engine_tensors[name])]
 
 
 class Reshard:
     def __init__(self, case: Case) -> None:
         self.case = case
-        plan = ReshardPlan(case.hf, case.train, case.engine, case.here, bucket_bytes=64 << 20, wire="fp32")
+        plan = ReshardPlan(case.hf, case.train, case.engine, case.ranks_per_node, bucket_bytes=64 << 20, wire="fp32")
         allocate = lambda size: torch.empty(size, dtype=torch.uint8)  # noqa: E731
         self.executor = Executor(plan, case.rank, period=1 << 30, allocate=allocate)
         self.executor.num_syncs = 1  # do not verify; the other methods do not either
@@ -125,12 +125,12 @@ class Reshard:
     def __call__(self) -> None:
         self.executor.sync(self.case.local, self.write, version=1)
 
-    def wrong(self) -> list[str]:
-        return self.case.wrong()
+    def find_wrong(self) -> list[str]:
+        return self.case.find_wrong()
 
     def write(self, buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
         for name, index, r0, r1, c0, c1, offset, _ in order["slices"]:
-            tensor = self.case.held[name] if index < 0 else self.case.held[name][index]
+            tensor = self.case.engine_tensors[name] if index < 0 else self.case.engine_tensors[name][index]
             target = (tensor if tensor.dim() == 2 else tensor[:, None])[r0:r1, c0:c1]
             target.copy_(buffer[offset : offset + target.numel() * 4].view(torch.float32).view(target.shape))
 
@@ -138,25 +138,27 @@ class Reshard:
 class Gather:
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.where: dict[str, list[tuple[torch.Tensor, Any]]] = {}
+        self.targets: dict[str, list[tuple[torch.Tensor, Any]]] = {}
         position = case.rank % case.engine.tp
         for param in case.params:
             slot = case.engine.slot_of(param)
             assert slot is not None
             for index in case.engine.expert_indices(position, param, case.experts):
-                target = case.held[slot.name][index] if slot.grid == "expert" else case.held[slot.name]
+                target = (
+                    case.engine_tensors[slot.name][index] if slot.grid == "expert" else case.engine_tensors[slot.name]
+                )
                 for piece in case.engine.slices_of_rank(position, param):
-                    self.where.setdefault(param.hf[piece.source].name, []).append((target, piece))
+                    self.targets.setdefault(param.hf[piece.source].name, []).append((target, piece))
 
     def __call__(self) -> None:
         from megarl.checkpoint.export import gather_hf
 
         for name, full in gather_hf(self.case.local, self.case.params, self.case.ranks, bucket_bytes=32 << 20):
-            for target, (_, dim, start, stop, offset) in self.where.get(name, ()):
+            for target, (_, dim, start, stop, offset) in self.targets.get(name, ()):
                 target.narrow(dim, offset, stop - start).copy_(full.narrow(dim, start, stop - start))
 
-    def wrong(self) -> list[str]:
-        return self.case.wrong()
+    def find_wrong(self) -> list[str]:
+        return self.case.find_wrong()
 
 
 class Megatron:
@@ -170,19 +172,19 @@ class Megatron:
 
         source = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "ep", "dp", "expt_tp", "expt_dp"])
         target = ProcessGroupCollection()
-        alone = [dist.new_group([rank], backend="gloo") for rank in range(case.ranks.job.world)]
+        single_rank_groups = [dist.new_group([rank], backend="gloo") for rank in range(case.ranks.job.world)]
         size = case.engine.tp
         engines = [
             dist.new_group(list(range(first, first + size)), backend="gloo")
             for first in range(0, case.ranks.job.world, size)
         ]
-        across = [
+        peer_groups = [
             dist.new_group(list(range(position, case.ranks.job.world, size)), backend="gloo")
             for position in range(size)
         ]
-        engine_group, peers = engines[case.rank // size], across[case.rank % size]
+        engine_group, peers = engines[case.rank // size], peer_groups[case.rank % size]
         target.tp, target.ep, target.dp, target.expt_dp = engine_group, engine_group, peers, peers
-        target.pp, target.expt_tp = alone[case.rank], alone[case.rank]
+        target.pp, target.expt_tp = single_rank_groups[case.rank], single_rank_groups[case.rank]
         self.source, _ = self.module(case, case.train, case.rank, source)
         engine = TrainLayout(size, size, size, even_stages(case.hf["num_hidden_layers"], 1))
         self.target, self.expected = self.module(case, engine, case.rank % size, target)
@@ -199,14 +201,14 @@ class Megatron:
 
         self.service, self.swap = Service(), swap_model_weights
 
-    def wrong(self) -> list[str]:
+    def find_wrong(self) -> list[str]:
         """Return the target's parameters with wrong values."""
         return [name for name, tensor in self.target.named_parameters() if not torch.equal(tensor, self.expected[name])]
 
     def module(self, case: Case, layout: TrainLayout, rank: int, groups: Any) -> tuple[torch.nn.Module, Tensors]:
         """Build a module with the expected values. Return it with a copy of them by name."""
         root, values = torch.nn.Module(), {}
-        experts_here = case.experts // layout.ep
+        experts_per_rank = case.experts // layout.ep
         layers = layout.stages[rank // layout.stage_ranks]
         for param in case.params:
             if not layout.has_param(rank, param, case.experts):
@@ -217,7 +219,7 @@ class Megatron:
                 parts[2] = str(layers.index(int(parts[2])))
             if param.expert is not None:  # as in Transformer Engine's grouped MLP: the only expert names that it knows
                 parts.pop(parts.index("experts") + 1)
-                parts[-1] += str(param.expert % experts_here)
+                parts[-1] += str(param.expert % experts_per_rank)
             node = root
             for part in parts[:-1]:
                 if not hasattr(node, part):
@@ -226,10 +228,10 @@ class Megatron:
             data = case.shard(param, layout, rank)
             values[".".join(parts)] = data.clone()
             tensor = torch.nn.Parameter(data, requires_grad=False)
-            whole = split_with(param, param.sharding, 1, 0) == split_with(
+            is_replicated = split_with(param, param.sharding, 1, 0) == split_with(
                 param, param.sharding, layout.num_shards(expert), 0
             )
-            tensor.tensor_model_parallel = not whole and not expert  # type: ignore[attr-defined]
+            tensor.tensor_model_parallel = not is_replicated and not expert  # type: ignore[attr-defined]
             tensor.partition_dim = split_with(param, param.sharding, 1, 0).dim  # type: ignore[attr-defined]
             tensor.partition_stride = 1  # type: ignore[attr-defined]
             tensor.allreduce = not expert  # type: ignore[attr-defined]
@@ -244,7 +246,7 @@ class Megatron:
         self.swap(self.source, self.target, self.service)
 
 
-WAYS: dict[str, type[Reshard] | type[Gather] | type[Megatron]] = {
+METHODS: dict[str, type[Reshard] | type[Gather] | type[Megatron]] = {
     "reshard": Reshard,
     "gather": Gather,
     "megatron": Megatron,
@@ -255,7 +257,7 @@ def run_rank(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     case = Case(model(options.hidden), options.nodes)
     begin = time.perf_counter()
-    method = WAYS[options.way](case)
+    method = METHODS[options.way](case)
     result: dict[str, Any] = {"prepare_s": time.perf_counter() - begin, "seconds": []}
     for turn in range(options.repeats + 1):
         Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark of memory
@@ -270,12 +272,14 @@ def run_rank(options: argparse.Namespace) -> None:
             result["first_s"] = max(
                 row[0] for row in rank_results
             )  # includes connecting, and planning if that happens on the first call
-            wrong = [name for names in ranks.all_gather_objects(method.wrong()) for name in names]
-            result["wrong"] = f"{len(wrong)} tensors have wrong values, such as {wrong[0]}" if wrong else ""
+            wrong_names = [name for names in ranks.all_gather_objects(method.find_wrong()) for name in names]
+            result["wrong"] = (
+                f"{len(wrong_names)} tensors have wrong values, such as {wrong_names[0]}" if wrong_names else ""
+            )
             continue
         result["seconds"].append(max(row[0] for row in rank_results))
         result["peak_mib"] = max(row[1] for row in rank_results) / 2**20
-        result["wire_mib"] = sum(wire[:: case.here]) / 2**20 if options.nodes > 1 else wire[0] / 2**20
+        result["wire_mib"] = sum(wire[:: case.ranks_per_node]) / 2**20 if options.nodes > 1 else wire[0] / 2**20
     result["model_mib"] = sum(param.size for param in case.params) * 4 / 2**20
     print("RESULT " + json.dumps(result), flush=True)
 
@@ -294,7 +298,7 @@ def _received(interface: str) -> int:
     raise RuntimeError(f"there is no network interface {interface}")
 
 
-def start(world: int, way: str, options: argparse.Namespace) -> dict[str, Any]:
+def start(world: int, method: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run all ranks with one method. Return rank 0's result, or {"problem": text}."""
     ranks_per_node = world // options.nodes
     with socket.socket() as probe:
@@ -312,7 +316,7 @@ def start(world: int, way: str, options: argparse.Namespace) -> dict[str, Any]:
         environment.update(GLOO_SOCKET_IFNAME=interface)
         arguments = [
             "--way",
-            way,
+            method,
             "--repeats",
             str(options.repeats),
             "--hidden",
@@ -362,11 +366,11 @@ def network(gbit: float) -> Callable[[], None]:
             command(f"ip netns add megarl{node}")
         command("ip link add megarl0 netns megarl0 type veth peer name megarl1 netns megarl1")
         for node in (0, 1):
-            inside = f"ip netns exec megarl{node}"
-            command(f"{inside} ip addr add 10.77.0.{node + 1}/24 dev megarl{node}")
-            command(f"{inside} ip link set megarl{node} up")
-            command(f"{inside} ip link set lo up")
-            command(f"{inside} tc qdisc add dev megarl{node} root tbf rate {gbit}gbit burst 1mb latency 50ms")
+            in_namespace = f"ip netns exec megarl{node}"
+            command(f"{in_namespace} ip addr add 10.77.0.{node + 1}/24 dev megarl{node}")
+            command(f"{in_namespace} ip link set megarl{node} up")
+            command(f"{in_namespace} ip link set lo up")
+            command(f"{in_namespace} tc qdisc add dev megarl{node} root tbf rate {gbit}gbit burst 1mb latency 50ms")
     except (ConfigError, FileNotFoundError) as error:
         remove()
         raise ConfigError(str(error)) from None
@@ -374,9 +378,9 @@ def network(gbit: float) -> Callable[[], None]:
 
 
 def show(world: int, results: dict[str, Any], options: argparse.Namespace) -> None:
-    where = "one machine" if options.nodes == 1 else f"two nodes, {options.gbit:g} Gbit/s between them"
+    setup = "one machine" if options.nodes == 1 else f"two nodes, {options.gbit:g} Gbit/s between them"
     print(
-        f"\n{world} ranks, {where}, a model of {results['reshard']['model_mib']:.0f} MiB; wire: "
+        f"\n{world} ranks, {setup}, a model of {results['reshard']['model_mib']:.0f} MiB; wire: "
         + ("bytes over loopback" if options.nodes == 1 else "bytes between the nodes")
     )
     print(f"  {'':10}{'seconds':>9}{'ratio':>8}{'wire MiB':>10}{'peak MiB':>10}{'prepare s':>11}{'first s':>9}")
@@ -418,7 +422,7 @@ def main() -> int:
         remove = network(options.gbit) if options.nodes == 2 else None
         results = {}
         for world in options.ranks:
-            results[world] = {way: start(world, way, options) for way in WAYS}
+            results[world] = {method: start(world, method, options) for method in METHODS}
             if problem := results[world]["reshard"].get("problem"):
                 raise ConfigError(f"the ranks failed: {problem}")
             show(world, results[world], options)

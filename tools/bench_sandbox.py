@@ -35,7 +35,7 @@ COMMAND = ["python3", "-c", "pass"]
 FIRST = 8
 ROUNDS = 4
 PYTHON = os.path.realpath(sys.base_prefix)
-BARE = [
+PLAIN_COMMAND = [
     *("bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/usr", "/usr"),
     *("--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--symlink", "usr/bin", "/bin"),
     *(() if PYTHON.startswith("/usr") else ("--ro-bind", PYTHON, PYTHON)),
@@ -44,66 +44,65 @@ BARE = [
 ]
 
 
-async def in_turn(sandbox: Sandbox, boxes: int) -> dict[str, dict[str, float]]:
+async def measure_alternating(sandbox: Sandbox, count: int) -> dict[str, dict[str, float]]:
     """Return the seconds and CPU seconds of a box, for each kind; the kinds take turns."""
-    spent: dict[str, list[float]] = {"sandbox": [], "bare": []}
+    seconds_by_kind: dict[str, list[float]] = {"sandbox": [], "bare": []}
     for _ in range(FIRST):
         await sandbox.run(COMMAND)
     await asyncio.sleep(0.2)
-    used = {"sandbox": -processor(sandbox.runner_pid), "bare": 0.0}
-    others = children()
-    for _ in range(boxes):
-        began = time.perf_counter()
+    cpu_by_kind = {"sandbox": -cpu_seconds(sandbox.runner_pid), "bare": 0.0}
+    known_children = children()
+    for _ in range(count):
+        start = time.perf_counter()
         result = await sandbox.run(COMMAND)
-        spent["sandbox"].append(time.perf_counter() - began)
+        seconds_by_kind["sandbox"].append(time.perf_counter() - start)
         if not result.ok:
             raise ConfigError(f"a box does not run Python: {result.stderr.decode(errors='replace')[-200:]}")
-        before, began = of_children(), time.perf_counter()
-        bare()
-        spent["bare"].append(time.perf_counter() - began)
-        reap(others)
-        used["bare"] += of_children() - before
-    used["sandbox"] += processor(
-        sandbox.runner_pid
-    )  # the runner reaps a box's first process shortly after the box ends
+        cpu_before, start = children_cpu_seconds(), time.perf_counter()
+        run_plain()
+        seconds_by_kind["bare"].append(time.perf_counter() - start)
+        reap(known_children)
+        cpu_by_kind["bare"] += children_cpu_seconds() - cpu_before
+    # The runner reaps a box's first process shortly after the box ends.
+    cpu_by_kind["sandbox"] += cpu_seconds(sandbox.runner_pid)
     results = {}
-    for kind, seconds in spent.items():
-        cuts = statistics.quantiles(seconds, n=20) if boxes > 1 else seconds * 19
-        results[kind] = {"p50": cuts[9], "p95": cuts[18], "processor": used[kind] / boxes}
+    for kind, seconds in seconds_by_kind.items():
+        cuts = statistics.quantiles(seconds, n=20) if count > 1 else seconds * 19
+        results[kind] = {"p50": cuts[9], "p95": cuts[18], "processor": cpu_by_kind[kind] / count}
     return results
 
 
-async def at_once(sandbox: Sandbox, boxes: int, workers: int) -> tuple[float, float]:
+async def measure_concurrent(sandbox: Sandbox, count: int, workers: int) -> tuple[float, float]:
     """Return boxes and plain ones per second with this many workers; the two take turns by quarters of the total."""
-    each = max(1, boxes // workers // ROUNDS)
-    spent = [0.0, 0.0]
+    each = max(1, count // workers // ROUNDS)
+    elapsed = [0.0, 0.0]
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(workers) as threads:
 
-        async def boxed() -> None:
+        async def run_sandboxed() -> None:
             for _ in range(each):
                 await sandbox.run(COMMAND)
 
-        def alone() -> None:
+        def run_plain_boxes() -> None:
             for _ in range(each):
-                bare()
+                run_plain()
 
         for _ in range(ROUNDS):
-            began = time.perf_counter()
-            await asyncio.gather(*(boxed() for _ in range(workers)))
-            spent[0] += time.perf_counter() - began
-            began = time.perf_counter()
-            await asyncio.gather(*(loop.run_in_executor(threads, alone) for _ in range(workers)))
-            spent[1] += time.perf_counter() - began
+            start = time.perf_counter()
+            await asyncio.gather(*(run_sandboxed() for _ in range(workers)))
+            elapsed[0] += time.perf_counter() - start
+            start = time.perf_counter()
+            await asyncio.gather(*(loop.run_in_executor(threads, run_plain_boxes) for _ in range(workers)))
+            elapsed[1] += time.perf_counter() - start
     number = ROUNDS * each * workers
-    return number / spent[0], number / spent[1]
+    return number / elapsed[0], number / elapsed[1]
 
 
-def bare() -> None:
-    subprocess.run(BARE, env={}, stdin=subprocess.DEVNULL, check=True)
+def run_plain() -> None:
+    subprocess.run(PLAIN_COMMAND, env={}, stdin=subprocess.DEVNULL, check=True)
 
 
-def processor(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
     """Return the CPU seconds of a process and of the children that it has reaped."""
     with open(f"/proc/{pid}/stat") as file:
         fields = file.read().rpartition(") ")[2].split()
@@ -115,19 +114,19 @@ def children() -> set[int]:
         return {int(pid) for pid in file.read().split()}
 
 
-def reap(others: set[int]) -> None:
+def reap(known_children: set[int]) -> None:
     """Wait for the first process of a plain box, which may briefly outlive its bubblewrap and then becomes our
     child."""
     deadline = time.monotonic() + 0.05
     while time.monotonic() < deadline:
-        for pid in children() - others:
+        for pid in children() - known_children:
             os.waitpid(pid, 0)
         time.sleep(0.001)
 
 
-def of_children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def children_cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 async def measure(options: argparse.Namespace) -> None:
@@ -135,15 +134,15 @@ async def measure(options: argparse.Namespace) -> None:
     sandbox = Sandbox(options.settings)
     try:
         print(await sandbox.probe())
-        kinds = await in_turn(sandbox, options.boxes)
+        kinds = await measure_alternating(sandbox, options.boxes)
         print(f"{'':12}{'p50 ms':>10}{'p95 ms':>10}{'processor ms':>14}")
         for kind, row in kinds.items():
             print(f"{kind:12}{row['p50'] * 1e3:10.1f}{row['p95'] * 1e3:10.1f}{row['processor'] * 1e3:14.1f}")
         ratio = {name: kinds["sandbox"][name] / kinds["bare"][name] for name in kinds["bare"] if kinds["bare"][name]}
         print(f"{'ratio':12}" + "".join(f"{ratio.get(name, float('nan')):{w}.2f}" for name, w in WIDTHS.items()))
         for workers in options.workers:
-            sandboxed, alone = await at_once(sandbox, options.boxes, workers)
-            print(f"{workers:3} at once: {sandboxed:8.1f} boxes/s, bare {alone:8.1f}, ratio {sandboxed / alone:5.2f}")
+            sandboxed, plain = await measure_concurrent(sandbox, options.boxes, workers)
+            print(f"{workers:3} at once: {sandboxed:8.1f} boxes/s, bare {plain:8.1f}, ratio {sandboxed / plain:5.2f}")
     finally:
         await sandbox.close()
 

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from megarl.config.command_line import Parser, int_in_range, run_cli
 
-WAYS = ("no save", "asynchronous", "waited for")
+MODES = ("no save", "asynchronous", "waited for")
 STEPS = 4
 """Steps of a series."""
 
@@ -81,39 +81,39 @@ def measure(folder: Path, width: int, layers: int, tokens: int, rounds: int) -> 
     def step() -> None:
         model.train_step(batch, lambda output, _: TokenLoss(-output.logprobs))  # type: ignore[operator]
 
-    def begin(number: int, way: str) -> None:
+    def begin(number: int, mode: str) -> None:
         def stage(target: Path) -> RankWrite:
-            staged = StagedCheckpoint(model, target / "actor", staging if way == "asynchronous" else None)
-            threads = 1 if way == "asynchronous" else WRITERS
+            staged = StagedCheckpoint(model, target / "actor", staging if mode == "asynchronous" else None)
+            threads = 1 if mode == "asynchronous" else WRITERS
             return RankWrite(lambda ended: staged.write(threads, ended), staged.finish)
 
         store.begin(number, {"step": number}, stage)
-        if way == "waited for":
+        if mode == "waited for":
             store.finish()
 
-    def stretch(number: int, way: str) -> tuple[float, float]:
+    def stretch(number: int, mode: str) -> tuple[float, float]:
         """Return the seconds of the whole series, and of the time between its steps."""
         ranks.barrier()
-        began, between = time.perf_counter(), 0.0
+        start, between = time.perf_counter(), 0.0
         for turn in range(STEPS):
             step()
             ended = time.perf_counter()
             written = all(ranks.all_gather_objects(store.is_written()))
             if store.pending_step is not None and (written or turn == STEPS - 1):
                 store.finish()
-            if turn == 0 and way != WAYS[0]:
-                begin(number, way)
+            if turn == 0 and mode != MODES[0]:
+                begin(number, mode)
             between += time.perf_counter() - ended
-        return time.perf_counter() - began, between
+        return time.perf_counter() - start, between
 
-    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    seconds: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
     step()
     gc.freeze()  # as a run does before its first step
     for turn in range(rounds + 1):
-        for number, way in enumerate(WAYS[turn % 3 :] + WAYS[: turn % 3]):
-            stretch_times = stretch(turn * len(WAYS) + number + 1, way)
+        for number, mode in enumerate(MODES[turn % 3 :] + MODES[: turn % 3]):
+            stretch_times = stretch(turn * len(MODES) + number + 1, mode)
             if turn:  # the first round allocates memory and makes plans
-                seconds[way].append(stretch_times)
+                seconds[mode].append(stretch_times)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     copied = ranks.all_gather_objects(staging.nbytes)
     print("RESULT " + json.dumps({"seconds": seconds, "bytes": size, "copied": copied}), flush=True)
@@ -123,18 +123,18 @@ def measure(folder: Path, width: int, layers: int, tokens: int, rounds: int) -> 
 def figures(seconds: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, float]]:
     """Return, by kind of save: median seconds of a step, how long a save holds it up, and how much longer the series
     takes; the latter two also as shares of a step."""
-    whole = {way: statistics.median(one for one, _ in found) for way, found in seconds.items()}
-    between = {way: statistics.median(one for _, one in found) for way, found in seconds.items()}
-    step = (whole[WAYS[0]] - between[WAYS[0]]) / STEPS
+    totals = {mode: statistics.median(value for value, _ in samples) for mode, samples in seconds.items()}
+    between = {mode: statistics.median(value for _, value in samples) for mode, samples in seconds.items()}
+    step = (totals[MODES[0]] - between[MODES[0]]) / STEPS
     return {
-        way: {
-            "held up, s": (held := between[way] - between[WAYS[0]]),
-            "of a step": held / step,
-            "longer, s": (longer := whole[way] - whole[WAYS[0]]),
-            "of the stretch": longer / whole[WAYS[0]],
+        mode: {
+            "held up, s": (blocked := between[mode] - between[MODES[0]]),
+            "of a step": blocked / step,
+            "longer, s": (longer := totals[mode] - totals[MODES[0]]),
+            "of the stretch": longer / totals[MODES[0]],
         }
-        for way in WAYS[1:]
-    } | {WAYS[0]: {"step, s": step}}
+        for mode in MODES[1:]
+    } | {MODES[0]: {"step, s": step}}
 
 
 def parse() -> argparse.Namespace:
@@ -151,23 +151,23 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    chosen = parse()
-    sizes = [chosen.width, chosen.layers, chosen.tokens, chosen.rounds]
-    if chosen.as_rank:
-        measure(chosen.folder, *json.loads(chosen.as_rank))
+    options = parse()
+    sizes = [options.width, options.layers, options.tokens, options.rounds]
+    if options.as_rank:
+        measure(options.folder, *json.loads(options.as_rank))
         return 0
-    with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         results = run([__file__, "--as-rank", json.dumps(sizes), "--folder", folder], world=2)
     rows = figures(results["seconds"])
-    step = rows.pop(WAYS[0])["step, s"]
+    step = rows.pop(MODES[0])["step, s"]
     copied = " and ".join(f"{size / 1e6:.0f}" for size in results["copied"])
     print(
         f"a checkpoint of {results['bytes'] / 1e6:.0f} MB, of which ranks copy {copied} MB; a step takes {step:.2f} s"
     )
     table = Table("a save that is", *(next(iter(rows.values()))), box=box.SIMPLE_HEAD)
-    for way, row in rows.items():
+    for mode, row in rows.items():
         cells = [f"{value:.1%}" if name.startswith("of ") else f"{value:.3f}" for name, value in row.items()]
-        table.add_row(way, *cells)
+        table.add_row(mode, *cells)
     Console().print(table)
     return 0
 

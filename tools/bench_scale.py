@@ -45,11 +45,11 @@ from megarl.models.registry import family_of, load_hf_config
 from megarl.models.routing import routing_shape
 
 if TYPE_CHECKING:
-    from flow.paper import Paper
+    from flow.paper import PlannedJob
 
 PLANS = ("plans", "rows to models", "numbers back")
 """Parts in which plans are made."""
-GROWS: dict[str, tuple[str, ...]] = {
+SCALING_QUANTITIES: dict[str, tuple[str, ...]] = {
     "micro-batches": ("computed", "computed records"),
     "rows to models": ("home", "home records"),
     "numbers back": ("home", "computed"),
@@ -67,7 +67,7 @@ class Work:
     computed: float
     stage_record: float
 
-    def of(self, names: Sequence[str]) -> list[float]:
+    def features(self, names: Sequence[str]) -> list[float]:
         """Return the quantities, with a 1 for what does not grow."""
         quantities = {
             "home": self.home,
@@ -91,7 +91,10 @@ class Constants:
 
     def seconds(self, work: Work) -> dict[str, float]:
         """Return CPU seconds by part, without plans."""
-        return {part: float(np.dot(by, work.of(grows(part)))) for part, by in self.parts.items()}
+        return {
+            part: float(np.dot(coefficients, work.features(scaling_quantities(part))))
+            for part, coefficients in self.parts.items()
+        }
 
 
 def rounds(world: int) -> int:
@@ -99,8 +102,8 @@ def rounds(world: int) -> int:
     return (world - 1).bit_length()
 
 
-def grows(part: str) -> tuple[str, ...]:
-    return GROWS.get(part, ("home",))
+def scaling_quantities(part: str) -> tuple[str, ...]:
+    return SCALING_QUANTITIES.get(part, ("home",))
 
 
 @dataclass(frozen=True)
@@ -112,67 +115,68 @@ class Step:
     planning: float
 
 
-def order(world: int, layers: int, sequences: int, length: int, repeats: int, **layout: int) -> dict[str, Any]:
+def make_spec(world: int, layers: int, sequences: int, length: int, repeats: int, **layout: int) -> dict[str, Any]:
     settings = {"controller": "ppo", "updates": 4, "tp": 1, "pp": 1, "engine_tp": 2, "repeats": repeats} | layout
     shape = Shape(sequences, 4, str(length), 1, layers, 8)
     return settings | dict(ranks=world, shape=vars(shape), token_budget=32768, per_machine=world, before=False)
 
 
-def steps_of(order: Mapping[str, Any], by_rank: Sequence[Mapping[str, Any]]) -> list[Step]:
-    shape, results = Shape(**order["shape"]), []
+def measured_steps(spec: Mapping[str, Any], by_rank: Sequence[Mapping[str, Any]]) -> list[Step]:
+    shape, results = Shape(**spec["shape"]), []
     record = shape.layers * shape.topk
     for name, share in SIZES.items():
-        part = {**order, "shape": {**order["shape"], "sequences": round(shape.sequences * share)}}
-        paper = planned.paper_of(part)
+        part = {**spec, "shape": {**spec["shape"], "sequences": round(shape.sequences * share)}}
+        planned_job = planned.plan_job(part)
         for rank, sizes in enumerate(by_rank):
-            all_of = sizes[name]
-            planning = paper.step(rank, all_of[0]["seed"]).seconds
+            repeated_steps = sizes[name]
+            planning = planned_job.step(rank, repeated_steps[0]["seed"]).seconds
             busy = {
-                name: statistics.median(step["busy_parts"].get(name, 0.0) for step in all_of)
-                for name in {name for step in all_of for name in step["busy_parts"]} - {MOCK_MODEL}
+                name: statistics.median(step["busy_parts"].get(name, 0.0) for step in repeated_steps)
+                for name in {name for step in repeated_steps for name in step["busy_parts"]} - {MOCK_MODEL}
             }
             spent = sum(busy.get(name, 0.0) for name in PLANS)
-            for name_of in PLANS:  # plans are part of these, and counted separately
-                busy[name_of] = busy.get(name_of, 0.0) * max(0.0, 1 - planning / spent)
-            computed = all_of[0]["computed"]
-            work = Work(sizes["own"] * share, record, computed, record / order["pp"])
+            for plan_part in PLANS:  # plans are part of these, and counted separately
+                busy[plan_part] = busy.get(plan_part, 0.0) * max(0.0, 1 - planning / spent)
+            computed = repeated_steps[0]["computed"]
+            work = Work(sizes["own"] * share, record, computed, record / spec["pp"])
             results.append(Step(work, busy, planning))
     return results
 
 
-def fitted(steps: Sequence[Step]) -> dict[str, list[float]]:
+def fit_constants(steps: Sequence[Step]) -> dict[str, list[float]]:
     """Fit the constants by part with least squares; negative ones are dropped."""
     constants = {}
     for part in sorted({part for step in steps for part in step.busy} - {"plans"}):
         seconds = np.array([step.busy.get(part, 0.0) for step in steps])
-        rows = np.array([step.work.of(grows(part)) for step in steps])
+        rows = np.array([step.work.features(scaling_quantities(part)) for step in steps])
         used = list(range(rows.shape[1]))
         while True:
-            by = np.linalg.lstsq(rows[:, used] / rows[:, used].max(0), seconds, rcond=None)[0] / rows[:, used].max(0)
-            if (by >= 0).all() or len(used) == 1:
+            scale = rows[:, used].max(0)
+            coefficients = np.linalg.lstsq(rows[:, used] / scale, seconds, rcond=None)[0] / scale
+            if (coefficients >= 0).all() or len(used) == 1:
                 break
-            used.pop(int(np.argmin(by * rows[:, used].max(0))))
-        whole = np.zeros(rows.shape[1])
-        whole[used] = by.clip(min=0)
-        constants[part] = whole.tolist()
+            used.pop(int(np.argmin(coefficients * scale)))
+        full = np.zeros(rows.shape[1])
+        full[used] = coefficients.clip(min=0)
+        constants[part] = full.tolist()
     return constants
 
 
-def job(config: Config, sequences: int, length: int) -> tuple[Paper, torch.Tensor, Any, list[tuple[int, ...]]]:
+def job(config: Config, sequences: int, length: int) -> tuple[PlannedJob, torch.Tensor, Any, list[tuple[int, ...]]]:
     """Return a job's plans, the ranks of its sequences, the routing records of a token, and the part of them that a
     stage replays."""
-    from flow.paper import Paper  # imports Megatron
+    from flow.paper import PlannedJob  # imports Megatron
 
     parallel, hf = config.parallel, load_hf_config(config.model.hf_config or config.model.path)
     routing = routing_shape(hf, config.model.megatron)
     settings = {**family_of(hf).megatron_config(hf), **config.model.megatron}
     stages = stage_layers(int(settings["num_layers"]), parallel.pp, settings, parallel.vpp)
-    at = {layer: number for number, layer in enumerate(routing.moe_layers)}
-    layers = [tuple(at[layer] for layer in stage if layer in at) for stage in stages]
+    position = {layer: number for number, layer in enumerate(routing.moe_layers)}
+    layers = [tuple(position[layer] for layer in stage if layer in position) for stage in stages]
     engines = parallel.world_size // config.rollout.tp
     homes = torch.arange(sequences) * engines // sequences * config.rollout.tp
     sizes = torch.full((sequences,), length)
-    return Paper(config, sizes, homes, routing, layers, quadratic_cost(hf)), homes, routing, layers
+    return PlannedJob(config, sizes, homes, routing, layers, quadratic_cost(hf)), homes, routing, layers
 
 
 def main() -> int:
@@ -185,41 +189,41 @@ def main() -> int:
     parser.add_argument("--small-length", type=int_in_range(), default=8192, help="their tokens")
     parser.add_argument("--repeats", type=int_in_range(), default=3)
     parser.add_argument("--json", type=Path, help="a file to write the measured steps to")
-    chosen = parser.parse_args()
-    small = chosen.small, chosen.small_length, chosen.repeats
-    orders = [order(2, 4, *small), order(2, 16, *small), order(4, 4, *small, tp=2)]
-    last = order(8, 8, *small, tp=2, pp=2, engine_tp=4)
-    taken = [(item, run_ranks(item)) for item in (*orders, last)]
-    if chosen.json:
-        chosen.json.write_text(json.dumps(taken))
-    report(chosen, taken, Console(width=120))
+    options = parser.parse_args()
+    small = options.small, options.small_length, options.repeats
+    specs = [make_spec(2, 4, *small), make_spec(2, 16, *small), make_spec(4, 4, *small, tp=2)]
+    last = make_spec(8, 8, *small, tp=2, pp=2, engine_tp=4)
+    runs = [(spec, run_ranks(spec)) for spec in (*specs, last)]
+    if options.json:
+        options.json.write_text(json.dumps(runs))
+    report(options, runs, Console(width=120))
     return 0
 
 
 def report(
-    chosen: Any, taken: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]], console: Console
+    options: Any, runs: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]], console: Console
 ) -> None:
-    *earlier, (last, of_last) = taken
-    waits = {rounds(item["ranks"]): min(rank["latency"] for rank in measured) for item, measured in taken}
+    *fitted_runs, (last, last_results) = runs
+    waits = {rounds(spec["ranks"]): min(rank["latency"] for rank in measured) for spec, measured in runs}
     slope, start = np.polyfit(list(waits), list(waits.values()), 1)
     constants = Constants(
-        fitted([step for item in earlier for step in steps_of(*item)]),
+        fit_constants([step for fitted_run in fitted_runs for step in measured_steps(*fitted_run)]),
         (max(0.0, float(start)), max(0.0, float(slope))),
-        max(step["collectives"] for _, measured in taken for step in measured[0]["full"]),
-        min(rank["wire"] for _, measured in taken for rank in measured),
+        max(step["collectives"] for _, measured in runs for step in measured[0]["full"]),
+        min(rank["wire"] for _, measured in runs for rank in measured),
     )
     table = Table("part", "ns a token at home", "a byte of its record", "a computed token", "a byte", "ms a step")
-    for part, by in constants.parts.items():
-        of = dict(zip((*grows(part), "once"), by, strict=True))
+    for part, coefficients in constants.parts.items():
+        by_name = dict(zip((*scaling_quantities(part), "once"), coefficients, strict=True))
         names = ("home", "home records", "computed", "computed records")
-        table.add_row(part, *(f"{1e9 * of.get(name, 0.0):.2f}" for name in names), f"{1e3 * of['once']:.1f}")
+        table.add_row(part, *(f"{1e9 * by_name.get(name, 0.0):.2f}" for name in names), f"{1e3 * by_name['once']:.1f}")
     console.print(table)
-    once, more = constants.exchange
+    fixed, per_round = constants.exchange
     console.print(
-        f"an exchange: {1e3 * once:.2f} ms and {1e3 * more:.3f} a round, of which "
+        f"an exchange: {1e3 * fixed:.2f} ms and {1e3 * per_round:.3f} a round, of which "
         f"there are {constants.exchanges} in a step; to another machine {1e-9 / constants.byte:.2f} GB/s"
     )
-    steps = steps_of(last, of_last)[-len(of_last) :]
+    steps = measured_steps(last, last_results)[-len(last_results) :]
     console.print("8 ranks, of which no constant is: a processor's seconds of a step, predicted and measured")
     for rank, step in enumerate(steps):
         guess, measured = (
@@ -227,34 +231,34 @@ def report(
             sum(step.busy.values()) + step.planning,
         )
         console.print(f"  rank {rank}: {guess:.3f} {measured:.3f}  {guess / measured:.2f}")
-    paper_job(chosen, constants, console)
+    report_job(options, constants, console)
 
 
-def paper_job(chosen: Any, constants: Constants, console: Console) -> None:
-    extra = [f"data.prompts_per_step={chosen.sequences // 16}", "rollout.samples_per_prompt=16"]
+def report_job(options: Any, constants: Constants, console: Console) -> None:
+    extra = [f"data.prompts_per_step={options.sequences // 16}", "rollout.samples_per_prompt=16"]
     config = load_config(
-        chosen.config,
+        options.config,
         [
             *extra,
-            f"rollout.max_context={chosen.length}",
-            f"train.max_tokens_per_gpu={chosen.length}",
+            f"rollout.max_context={options.length}",
+            f"train.max_tokens_per_gpu={options.length}",
             "train.routing_replay=true",
         ],
     )
     parallel = config.parallel
-    paper, homes, routing, layers = job(config, chosen.sequences, chosen.length)
+    planned_job, homes, routing, layers = job(config, options.sequences, options.length)
     stage = parallel.world_size // parallel.pp
-    of_all = len(routing.moe_layers) * routing.topk * routing.dtype.itemsize
+    routing_bytes = len(routing.moe_layers) * routing.topk * routing.dtype.itemsize
     plans: dict[int, dict[str, float]] = {}
     for rank in sorted({0, 1, parallel.world_size // 2, parallel.world_size - stage, parallel.world_size - 1}):
-        sent = paper.step(rank, 0)
-        home = float((homes == rank).sum()) * chosen.length
+        traffic = planned_job.step(rank, 0)
+        home = float((homes == rank).sum()) * options.length
         record_bytes = len(layers[rank // stage]) * routing.topk * routing.dtype.itemsize
-        plans[rank] = constants.seconds(Work(home, of_all, sent.computed, record_bytes)) | {
-            "plans": sent.seconds,
+        plans[rank] = constants.seconds(Work(home, routing_bytes, traffic.computed, record_bytes)) | {
+            "plans": traffic.seconds,
             "exchanges": constants.exchanges
             * (constants.exchange[0] + constants.exchange[1] * rounds(parallel.world_size)),
-            "bytes to other machines": sent.network * constants.byte,
+            "bytes to other machines": traffic.network * constants.byte,
         }
     table = Table(f"{parallel.world_size} ranks, seconds", *(f"rank {rank}" for rank in plans), box=box.SIMPLE)
     for part in next(iter(plans.values())):
@@ -262,7 +266,7 @@ def paper_job(chosen: Any, constants: Constants, console: Console) -> None:
     table.add_section()
     table.add_row("in all", *(f"{sum(parts.values()):.2f}" for parts in plans.values()), style="bold")
     table.add_row(
-        f"of {chosen.step_s:g} s", *(f"{sum(parts.values()) / chosen.step_s:.2%}" for parts in plans.values())
+        f"of {options.step_s:g} s", *(f"{sum(parts.values()) / options.step_s:.2%}" for parts in plans.values())
     )
     console.print(table)
 

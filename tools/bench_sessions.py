@@ -56,8 +56,8 @@ from megarl.rollout.conversation import build_sampling_params
 from megarl.rollout.session_server import AgentSession, SessionServer
 from megarl.types import Ids, Message, Prompt, as_token_ids
 
-LOOP, CLIENTS, SERVER = WAYS = ("by the loop", "by the clients", "by the server")
-WORDS = {"role": "user", "content": "Are you sure? Say it again, and say how you have found it."}
+LOOP, CLIENTS, SERVER = METHODS = ("by the loop", "by the clients", "by the server")
+FOLLOW_UP = {"role": "user", "content": "Are you sure? Say it again, and say how you have found it."}
 
 
 class MockEngine:
@@ -81,8 +81,8 @@ def prompts(chat: ChatTemplate, options: argparse.Namespace, number: int) -> lis
     """Return rendered prompts of one method in one round; no other prompt starts with the same words."""
     first = number * options.conversations
     texts = (
-        {"role": "user", "content": f"{at:07d}: what is {at} + {2 * at}?"}
-        for at in range(first, first + options.conversations)
+        {"role": "user", "content": f"{index:07d}: what is {index} + {2 * index}?"}
+        for index in range(first, first + options.conversations)
     )
     return [Prompt("", (message,), as_token_ids(chat.encode_prompt(Prompt("", (message,))))) for message in texts]
 
@@ -90,8 +90,8 @@ def prompts(chat: ChatTemplate, options: argparse.Namespace, number: int) -> lis
 def lengths(options: argparse.Namespace) -> list[list[int]]:
     """Return the number of tokens of each turn of each conversation."""
     rng = random.Random(options.tokens)
-    least, most = (options.tokens, options.tokens) if options.even else (1, 2 * options.tokens - 1)
-    return [[rng.randint(least, most) for _ in range(options.turns)] for _ in range(options.conversations)]
+    low, high = (options.tokens, options.tokens) if options.even else (1, 2 * options.tokens - 1)
+    return [[rng.randint(low, high) for _ in range(options.turns)] for _ in range(options.conversations)]
 
 
 async def run_loop(
@@ -99,14 +99,14 @@ async def run_loop(
 ) -> None:
     async def converse(prompt: Prompt, tokens: list[int]) -> None:
         ids, routed = prompt.token_ids, 0
-        for turn, most in enumerate(tokens):
-            generated = await policy.generate(ids, {**params, "max_new_tokens": most}, routed)
+        for turn, num_tokens in enumerate(tokens):
+            generated = await policy.generate(ids, {**params, "max_new_tokens": num_tokens}, routed)
             routed += 0 if generated.routing is None else len(generated.routing)
             await parse(chat.decode(generated.token_ids), ())
             if turn == options.turns - 1:
                 return
-            behind = as_token_ids(chat.encode_continuation([WORDS], (), int(generated.token_ids[-1])))
-            ids = np.concatenate([ids, generated.token_ids, behind])
+            continuation = as_token_ids(chat.encode_continuation([FOLLOW_UP], (), int(generated.token_ids[-1])))
+            ids = np.concatenate([ids, generated.token_ids, continuation])
 
     await asyncio.gather(*map(converse, session_prompts, lengths(options)))
 
@@ -118,17 +118,17 @@ async def run_server(
     recordings: list[AgentSession] = [server.open(prompt, policy, params) for prompt in session_prompts]
     clients.send(
         [
-            (sent.base_url, sent.key, list(prompt.messages))
-            for sent, prompt in zip(recordings, session_prompts, strict=True)
+            (session.base_url, session.key, list(prompt.messages))
+            for session, prompt in zip(recordings, session_prompts, strict=True)
         ]
     )
-    news, loop = asyncio.Event(), asyncio.get_running_loop()
-    loop.add_reader(clients.fileno(), news.set)
+    readable, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_reader(clients.fileno(), readable.set)
     try:
         remaining = len(recordings)
         while remaining:
-            await news.wait()
-            news.clear()
+            await readable.wait()
+            readable.clear()
             while remaining and clients.poll():
                 recording = recordings[clients.recv()]
                 await server.close(recording)
@@ -156,43 +156,45 @@ def play_clients(pipe: Any, other_end: Any, options: argparse.Namespace) -> None
     tokens = lengths(options)
 
     async def converse(number: int, http: aiohttp.ClientSession, url: str, key: str, messages: list[Message]) -> None:
-        for most in tokens[number]:
-            body = {"model": "policy", "messages": messages, "max_tokens": most}
+        for num_tokens in tokens[number]:
+            body = {"model": "policy", "messages": messages, "max_tokens": num_tokens}
             async with http.post(
                 f"{url}/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}
             ) as response:
-                answer = await response.json()
-                assert response.status == 200, answer
-            messages += [answer["choices"][0]["message"], WORDS]
+                completion = await response.json()
+                assert response.status == 200, completion
+            messages += [completion["choices"][0]["message"], FOLLOW_UP]
         pipe.send(number)
 
-    async def all_of_them(sessions: list[tuple[str, str, list[Message]]]) -> None:
+    async def run_sessions(sessions: list[tuple[str, str, list[Message]]]) -> None:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
             await asyncio.gather(*(converse(number, http, *session) for number, session in enumerate(sessions)))
 
-    async def themselves(wanted: Direct) -> None:
-        async with Client(*wanted.engine) as client:
-            await run_loop(client, chats[0], wanted.session_prompts, wanted.params, options)
-        pipe.send(len(wanted.session_prompts))
+    async def run_direct(request: Direct) -> None:
+        async with Client(*request.engine) as client:
+            await run_loop(client, chats[0], request.session_prompts, request.params, options)
+        pipe.send(len(request.session_prompts))
 
     while True:
         try:
-            wanted = pipe.recv()
+            request = pipe.recv()
         except EOFError:
             return
-        if isinstance(wanted, Direct):
+        if isinstance(request, Direct):
             chats = chats or [ChatTemplate.load(str(options.folder.resolve() / "model"))]
-            asyncio.run(themselves(wanted))
+            asyncio.run(run_direct(request))
         else:
-            asyncio.run(all_of_them(wanted))
+            asyncio.run(run_sessions(request))
 
 
 async def compare(
     chat: ChatTemplate, config: RolloutConfig, engine: Engine | None, options: argparse.Namespace, clients: Any
 ) -> dict[str, list[tuple[float, float]]]:
     """Return (seconds, CPU seconds of this process) of every round, by method."""
-    times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS if engine is not None or way != CLIENTS}
-    ways = list(times)
+    times: dict[str, list[tuple[float, float]]] = {
+        method: [] for method in METHODS if engine is not None or method != CLIENTS
+    }
+    methods = list(times)
     async with AsyncExitStack() as stack:
         policy: Policy = MockEngine()
         engine_settings: tuple[Any, ...] = ()
@@ -208,20 +210,23 @@ async def compare(
         gc.freeze()  # as a run does before its first step
         stack.callback(gc.unfreeze)
         for number in range(options.rounds + 1):  # the first round is not counted
-            for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
-                round_prompts = prompts(chat, options, len(WAYS) * number + WAYS.index(way))
+            for method in methods[number % len(methods) :] + methods[: number % len(methods)]:
+                round_prompts = prompts(chat, options, len(METHODS) * number + METHODS.index(method))
                 start = time.perf_counter(), time.process_time()
-                if way == LOOP:
+                if method == LOOP:
                     await run_loop(policy, chat, round_prompts, params, options)
-                elif way == CLIENTS:
+                elif method == CLIENTS:
                     clients.send(Direct(engine_settings, round_prompts, params))
                     await asyncio.to_thread(clients.recv)
                 else:
                     await run_server(server, policy, round_prompts, params, clients)
-                took = time.perf_counter() - start[0], time.process_time() - start[1]
-                times[way] += [took] if number else []
+                elapsed = time.perf_counter() - start[0], time.process_time() - start[1]
+                times[method] += [elapsed] if number else []
                 if number:
-                    print(f"round {number}, {way:14} {took[0]:6.2f} s, of this process {took[1]:6.3f} s", flush=True)
+                    print(
+                        f"round {number}, {method:14} {elapsed[0]:6.2f} s, of this process {elapsed[1]:6.3f} s",
+                        flush=True,
+                    )
         figures = server.metrics
         expected = (options.rounds + 1) * options.conversations
         assert (figures.branches, figures.forks) == (expected, 0), figures
@@ -237,10 +242,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--even", action="store_true", help="no turn is longer than another")
     options = parser.parse_args(arguments)
     context = multiprocessing.get_context("fork")
-    clients, theirs = context.Pipe()
-    process = context.Process(target=play_clients, args=(theirs, clients, options), daemon=True)
+    clients, peer = context.Pipe()
+    process = context.Process(target=play_clients, args=(peer, clients, options), daemon=True)
     process.start()
-    theirs.close()
+    peer.close()
     try:
         with tempfile.TemporaryDirectory() as folder:
             times = _run_benchmark(options, Path(folder), clients)
@@ -248,20 +253,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         clients.close()
         process.join()
     requests = options.conversations * options.turns
-    for at, what in enumerate(("seconds", "seconds of this process")):
-        rounds = {way: [round(took[at], 3) for took in times[way]] for way in times}
-        print(f"{what}, {requests} requests a round: {rounds}")
-        if at == 1:
+    for index, unit in enumerate(("seconds", "seconds of this process")):
+        rounds = {method: [round(elapsed[index], 3) for elapsed in times[method]] for method in times}
+        print(f"{unit}, {requests} requests a round: {rounds}")
+        if index == 1:
             times.pop(CLIENTS, None)  # their CPU time is in another process
-        served = [took[at] for took in times[SERVER]]
-        for way in (way for way in times if way != SERVER):
-            direct = [took[at] for took in times[way]]
-            more = statistics.median(served) - statistics.median(direct)
-            ratio = statistics.median(mine / theirs for mine, theirs in zip(served, direct, strict=True))
+        served = [elapsed[index] for elapsed in times[SERVER]]
+        for method in (method for method in times if method != SERVER):
+            direct = [elapsed[index] for elapsed in times[method]]
+            extra = statistics.median(served) - statistics.median(direct)
+            ratio = statistics.median(served_s / direct_s for served_s, direct_s in zip(served, direct, strict=True))
             print(
-                f"  medians: {way} {statistics.median(direct):.3f}, {SERVER} {statistics.median(served):.3f}: "
-                f"{more / statistics.median(direct):+.1%} (of the ratios {ratio - 1:+.1%}), "
-                f"{1000 * more / requests:+.2f} ms a request"
+                f"  medians: {method} {statistics.median(direct):.3f}, {SERVER} {statistics.median(served):.3f}: "
+                f"{extra / statistics.median(direct):+.1%} (of the ratios {ratio - 1:+.1%}), "
+                f"{1000 * extra / requests:+.2f} ms a request"
             )
     return 0
 

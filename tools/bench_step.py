@@ -37,7 +37,7 @@ from megarl.models.registry import load_hf_config
 from megarl.observe.tracker import read_metrics
 
 Plan = list[list[list[int]]]
-WAYS = ("packed, balanced", "packed, as they come", "padded, balanced", "padded, as they come")
+METHODS = ("packed, balanced", "packed, as they come", "padded, balanced", "padded, as they come")
 ROUNDS = 5
 COSTS = Path(__file__).resolve().parents[1] / "configs/models/qwen3_30b_a3b.json"
 MODEL: dict[str, Any] = dict(
@@ -67,13 +67,13 @@ def long_tailed(count: int, longest: int) -> list[int]:
     return [int(length) for length in drawn.clip(8, longest)]
 
 
-def text_lengths(file: Path, key: str, most: int) -> list[int]:
+def text_lengths(file: Path, key: str, limit: int) -> list[int]:
     """Return lengths of the texts under `key` in a data file, counted in words, digits and punctuation: about what
     tokenizers produce."""
     lengths = []
-    for where, row in islice(read_rows(file), most):
+    for location, row in islice(read_rows(file), limit):
         if not isinstance(row.get(key), str):
-            raise ConfigError(f"{where} has no text {key!r}; name the column of the texts with --key")
+            raise ConfigError(f"{location} has no text {key!r}; name the column of the texts with --key")
         lengths.append(max(1, len(re.findall(r"\d|[^\W\d]+|[^\w\s]", row[key]))))
     if not lengths:
         raise ConfigError(f"{file} holds no texts")
@@ -88,27 +88,27 @@ def as_they_come(lengths: Sequence[int], dp: int, budget: int) -> Plan:
     return [parts[rank::dp] for rank in range(dp)]
 
 
-def computed(lengths: Sequence[int], part: Sequence[int], way: str) -> list[int]:
+def computed(lengths: Sequence[int], part: Sequence[int], method: str) -> list[int]:
     """Return the lengths that are computed for a micro-batch's sequences."""
     part_lengths = [lengths[i] for i in part]
-    return [max(part_lengths)] * len(part_lengths) if part_lengths and way.startswith("padded") else part_lengths
+    return [max(part_lengths)] * len(part_lengths) if part_lengths and method.startswith("padded") else part_lengths
 
 
-def plan(lengths: Sequence[int], dp: int, budget: int, quadratic: float, way: str) -> Plan:
-    if way.endswith("balanced"):
+def plan(lengths: Sequence[int], dp: int, budget: int, quadratic: float, method: str) -> Plan:
+    if method.endswith("balanced"):
         return plan_micro_batches(lengths, dp, budget, quadratic)
     return as_they_come(lengths, dp, budget)
 
 
-def on_paper(lengths: Sequence[int], dp: int, budget: int, quadratic: float, way: str) -> dict[str, float]:
+def plan_costs(lengths: Sequence[int], dp: int, budget: int, quadratic: float, method: str) -> dict[str, float]:
     """Return the share of real tokens, and the ranks' waits: `busiest` is the cost of the most expensive rank over the
     mean, `waiting` the same if ranks meet after each micro-batch, as expert parallelism creates them."""
-    chosen = plan(lengths, dp, budget, quadratic, way)
-    parts = [[computed(lengths, part, way) for part in rank] for rank in chosen]
+    micro_batches = plan(lengths, dp, budget, quadratic, method)
+    parts = [[computed(lengths, part, method) for part in rank] for rank in micro_batches]
     costs = np.array([[sum(n + quadratic * n * n for n in part) for part in rank] for rank in parts])
     total = sum(sum(part) for rank in parts for part in rank)
     return {
-        "micro-batches": float(len(chosen[0])),
+        "micro-batches": float(len(micro_batches[0])),
         "real tokens": sum(lengths) / total,
         "busiest": float(costs.sum(1).max() / costs.sum(1).mean()),
         "waiting": float(costs.max(0).sum() / costs.mean(0).sum()),
@@ -135,26 +135,26 @@ def measure(lengths: list[int], budget: int) -> None:
     for tensor in model.local_params().values():
         tensor.normal_(std=0.05) if tensor.dim() > 1 else tensor.fill_(1.0)
     model.optimizer.reload_model_params()
-    inside: list[float] = []
+    model_seconds: list[float] = []
 
     def timed(work: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             start = time.perf_counter()
             result = work(*args, **options)
-            inside.append(time.perf_counter() - start)
+            model_seconds.append(time.perf_counter() - start)
             return result
 
         return call
 
-    schedule, take = model_file.get_forward_backward_func, model_file.optimizer.take_step
+    schedule, take_step = model_file.get_forward_backward_func, model_file.optimizer.take_step
     model_file.get_forward_backward_func = lambda: timed(schedule())  # type: ignore[assignment]
-    model_file.optimizer.take_step = timed(take)
+    model_file.optimizer.take_step = timed(take_step)
 
-    def batch_of(way: str) -> tuple[TrainBatch, Plan]:
-        chosen = plan(lengths, 2, budget, model.dispatcher.quadratic_cost, way)
+    def make_batch(method: str) -> tuple[TrainBatch, Plan]:
+        micro_batches = plan(lengths, 2, budget, model.dispatcher.quadratic_cost, method)
         sizes = list(lengths)
-        for part in (part for rank in chosen for part in rank):
-            for i, size in zip(part, computed(lengths, part, way), strict=True):
+        for part in (part for rank in micro_batches for part in rank):
+            for i, size in zip(part, computed(lengths, part, method), strict=True):
                 sizes[i] = size
         starts = torch.tensor([0, *sizes]).cumsum(0)
         total = int(starts[-1])
@@ -163,26 +163,28 @@ def measure(lengths: list[int], budget: int) -> None:
         zeros = torch.zeros(total)
         groups = torch.arange(len(sizes))
         batch = TrainBatch(tokens, starts, mask, groups, torch.zeros(len(sizes)), zeros)
-        return batch.with_(loss_weights=mask / mask.sum()), chosen
+        return batch.with_(loss_weights=mask / mask.sum()), micro_batches
 
-    work = {way: batch_of(way) for way in WAYS}
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    outside: dict[str, list[float]] = {way: [] for way in WAYS}
+    work = {method: make_batch(method) for method in METHODS}
+    seconds: dict[str, list[float]] = {method: [] for method in METHODS}
+    host_share: dict[str, list[float]] = {method: [] for method in METHODS}
     dispatcher = model.dispatcher
     for turn in range(ROUNDS + 1):
-        for way, (batch, chosen) in work.items():
+        for method, (batch, micro_batches) in work.items():
             # MegaRL's split is timed with its planning; the plans of the others are precomputed.
-            planned = type("Planned", (BatchDispatcher,), {"plan": lambda *_, given=chosen, **__: given})
-            model.dispatcher = dispatcher if way == WAYS[0] else planned(**vars(dispatcher))
-            inside.clear()
+            planned = type(
+                "Planned", (BatchDispatcher,), {"plan": lambda *_, fixed_plan=micro_batches, **__: fixed_plan}
+            )
+            model.dispatcher = dispatcher if method == METHODS[0] else planned(**vars(dispatcher))
+            model_seconds.clear()
             ranks.barrier()
             start = time.perf_counter()
             model.train_step(batch, lambda output, _: TokenLoss(-output.logprobs))  # type: ignore[operator]
-            whole = time.perf_counter() - start
+            elapsed = time.perf_counter() - start
             if turn:  # the first turn is warm-up
-                seconds[way].append(whole)
-                outside[way].append(1 - sum(inside) / whole)
-    median = {way: [statistics.median(seconds[way]), statistics.median(outside[way])] for way in WAYS}
+                seconds[method].append(elapsed)
+                host_share[method].append(1 - sum(model_seconds) / elapsed)
+    median = {method: [statistics.median(seconds[method]), statistics.median(host_share[method])] for method in METHODS}
     print("RESULT " + json.dumps(median), flush=True)
     ranks.shutdown()
 
@@ -194,8 +196,8 @@ def outside_of_phases(folder: Path) -> float:
     shares = []
     try:
         for row in read_metrics(folder).values():
-            if whole := row.get("time/step"):
-                shares.append(1 - sum(value for name, value in row.items() if name.startswith(counted)) / whole)
+            if step_seconds := row.get("time/step"):
+                shares.append(1 - sum(value for name, value in row.items() if name.startswith(counted)) / step_seconds)
     except (ValueError, TypeError, RecursionError):
         raise ConfigError(f"--run {folder}: its metrics.jsonl is not that of a run") from None
     if not shares:
@@ -204,13 +206,13 @@ def outside_of_phases(folder: Path) -> float:
 
 
 def table(title: str, rows: dict[str, dict[str, float]]) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    shown.add_column("")
+    result = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    result.add_column("")
     for name in next(iter(rows.values())):
-        shown.add_column(name, justify="right")
-    for way, figures in rows.items():
-        shown.add_row(way, *(f"{value:.0f}" if value >= 20 else f"{value:.3f}" for value in figures.values()))
-    return shown
+        result.add_column(name, justify="right")
+    for method, figures in rows.items():
+        result.add_row(method, *(f"{value:.0f}" if value >= 20 else f"{value:.3f}" for value in figures.values()))
+    return result
 
 
 def parse() -> argparse.Namespace:
@@ -245,15 +247,19 @@ def main() -> int:
         sets[f"lengths of {options.texts.name}"] = text_lengths(options.texts, options.key, options.sequences)
     quadratic = quadratic_cost(load_hf_config(COSTS))
     for name, lengths in sets.items():
-        paper = {way: on_paper(lengths, options.ranks, options.budget, quadratic, way) for way in WAYS}
-        console.print(table(f"{name}: {len(lengths)} sequences on {options.ranks} ranks, on paper", paper))
+        modelled = {method: plan_costs(lengths, options.ranks, options.budget, quadratic, method) for method in METHODS}
+        console.print(table(f"{name}: {len(lengths)} sequences on {options.ranks} ranks, on paper", modelled))
         part = lengths[:: max(1, len(lengths) // 64)]
         command = [__file__, "--as-rank", json.dumps(part), "--budget", str(options.budget)]
         results = run(command, world=2)
-        base = results[WAYS[0]][0]
+        base = results[METHODS[0]][0]
         measured = {
-            way: {"seconds a step": seconds, "times the first": seconds / base, "outside of model, optimizer": outside}
-            for way, (seconds, outside) in results.items()
+            method: {
+                "seconds a step": seconds,
+                "times the first": seconds / base,
+                "outside of model, optimizer": outside,
+            }
+            for method, (seconds, outside) in results.items()
         }
         console.print(table(f"{name}: {len(part)} sequences on 2 ranks of this machine", measured))
     if share is not None:

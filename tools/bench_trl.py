@@ -53,11 +53,13 @@ def make_work(folder: Path, work: str) -> None:
         sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 7, "num_experts": 16}
         heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
         model_config = json.loads((folder / "model/config.json").read_text())
-        rest = {
+        shared_settings = {
             name: model_config[name] for name in ("vocab_size", "num_experts_per_tok", "eos_token_id", "pad_token_id")
         }
-        rest |= {"tie_word_embeddings": False, "norm_topk_prob": True, "max_position_embeddings": 2048}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **rest, initializer_range=0.04, dtype="float32"))
+        shared_settings |= {"tie_word_embeddings": False, "norm_topk_prob": True, "max_position_embeddings": 2048}
+        model = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**sizes, **heads, **shared_settings, initializer_range=0.04, dtype="float32")
+        )
         model.save_pretrained(folder / "model")
         config = make_quickstart.published_form(json.loads((folder / "model/config.json").read_text()))
         make_quickstart.write_json(folder / "model/config.json", config)
@@ -201,9 +203,9 @@ def run_trl(options: argparse.Namespace) -> None:
         work = getattr(GRPOTrainer, name)
 
         def call(*arguments: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
+            start = time.perf_counter()
             result = work(*arguments, **kwargs)
-            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
             return result
 
         setattr(GRPOTrainer, name, call)
@@ -215,10 +217,10 @@ def run_trl(options: argparse.Namespace) -> None:
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             wait_for_turn()
             seconds.clear()
-            self.began = time.perf_counter()
+            self.start = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            step = time.perf_counter() - self.began
+            step = time.perf_counter() - self.start
             generate = seconds["_generate"]
             scored = seconds["_generate_and_score_completions"]
             phases = {"generate": generate, "reference_logprobs": scored - generate, "actor_update": step - scored}
@@ -304,30 +306,30 @@ def sides(options: argparse.Namespace, folder: Path) -> Iterator[Side]:
     their = [str(options.trl), "-W", "ignore", __file__, "--be", "trl", "--folder", str(folder), "--work", options.work]
     their += ["--trl-batch", str(options.trl_batch)]
     cores = str(len(os.sched_getaffinity(0)))
-    alone = {
+    trl_env = {
         "PYTHONPATH": "",
         "OMP_NUM_THREADS": cores,
         "OMP_WAIT_POLICY": "PASSIVE",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
     }
-    yield Side("TRL", their, 0, alone, folder / "trl.log")
+    yield Side("TRL", their, 0, trl_env, folder / "trl.log")
 
 
 def compare(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     with tempfile.TemporaryDirectory(prefix="bench-trl-") as place:
         folder = Path(place) / options.work
         make_work(folder, options.work)
-        both = list(sides(options, folder))
-        results: dict[str, list[dict[str, float]]] = {side.name: [] for side in both}
+        all_sides = list(sides(options, folder))
+        results: dict[str, list[dict[str, float]]] = {side.name: [] for side in all_sides}
         try:
             for turn in range(options.warm_up + options.rounds):
-                for side in both[:: 1 if turn % 2 else -1]:
+                for side in all_sides[:: 1 if turn % 2 else -1]:
                     figures = side.step()
                     if turn >= options.warm_up:
                         results[side.name].append(figures)
         finally:
-            for side in both:
+            for side in all_sides:
                 side.end()
     return results
 
@@ -340,10 +342,10 @@ def show(work: str, results: dict[str, list[dict[str, float]]]) -> None:
         row = [statistics.median([step.get(name, 0.0) for step in steps]) for steps in results.values()]
         print(f"{name:24}" + "".join(f"{value:10.3f}" for value in row))
     if "TRL" in results:
-        for name, what in (("step", "times as fast"), ("CPU seconds", "of TRL's CPU seconds over MegaRL's")):
+        for name, unit in (("step", "times as fast"), ("CPU seconds", "of TRL's CPU seconds over MegaRL's")):
             ratios = sorted(b[name] / a[name] for a, b in zip(results["MegaRL"], results["TRL"], strict=True))
             quarters = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-            print(f"{statistics.median(ratios):.2f} {what} (quarters {quarters[0]:.2f} to {quarters[1]:.2f})")
+            print(f"{statistics.median(ratios):.2f} {unit} (quarters {quarters[0]:.2f} to {quarters[1]:.2f})")
 
 
 class Parser(argparse.ArgumentParser):

@@ -64,7 +64,7 @@ def lengths(options: argparse.Namespace, seed: object) -> list[int]:
     return [min(max(2, tokens), LONGEST * options.tokens) for tokens in drawn]
 
 
-def seconds_of(options: argparse.Namespace, seed: object) -> list[float]:
+def tool_seconds(options: argparse.Namespace, seed: object) -> list[float]:
     """Return the seconds of a conversation's calls, one after each of its turns but the last."""
     rng = random.Random(f"seconds {seed}")
     return [options.tool_s if options.even else rng.expovariate(1 / options.tool_s) for _ in range(options.turns - 1)]
@@ -81,14 +81,14 @@ class FixedLengthEngine:
 
     def __init__(self, client: Client, end: int, options: argparse.Namespace) -> None:
         self._client, self._end, self._options = client, end, options
-        self._left: dict[int, list[int]] = {}
+        self._remaining: dict[int, list[int]] = {}
         """Lengths of the remaining turns, by the seeds of conversations."""
 
     async def generate(
         self, ids: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
     ) -> Generation:
         seed = params["sampling_seed"]
-        length = self._left.setdefault(seed, lengths(self._options, seed)).pop(0)
+        length = self._remaining.setdefault(seed, lengths(self._options, seed)).pop(0)
         turn_params = {**params, "max_new_tokens": length, "ignore_eos": True, "stop_token_ids": []}
         generated = await self._client.generate(ids, turn_params, routed)
         tokens = np.concatenate([generated.token_ids[:-1], as_token_ids([self._end])])
@@ -131,7 +131,7 @@ class SlowSessions:
 class SlowSession:
     def __init__(self, options: argparse.Namespace, prompt: Prompt, schemas: list[dict[str, Any]]) -> None:
         self.messages, self.schemas = prompt.messages, schemas
-        self._seconds = seconds_of(options, prompt.ground_truth)
+        self._seconds = tool_seconds(options, prompt.ground_truth)
 
     async def call(self, number: int, name: str, arguments: Any) -> ToolResult:
         await asyncio.sleep(self._seconds[number])
@@ -154,17 +154,17 @@ async def compare(engine: Engine, chat: ChatTemplate, options: argparse.Namespac
     times: dict[str, list[float]] = {TURNS: [], LOOP: [], f"{TURNS}, waiting alone": [], f"{LOOP}, waiting alone": []}
     async with Client(engine.url, engine.api_key, 600.0, None, engine.weight_version) as client:
         short = argparse.Namespace(**{**vars(options), "turns": 2})
-        for way in (TURNS, LOOP):  # warm-up, not counted
-            await timed(engine, chat, short, client, way, 0)
+        for method in (TURNS, LOOP):  # warm-up, not counted
+            await timed(engine, chat, short, client, method, 0)
         for number in range(1, options.rounds + 1):
-            alone = tool_wait_seconds([seconds_of(options, seed) for seed in seeds(options, number)])
-            for way, seconds in zip((TURNS, LOOP), alone, strict=True):
-                times[f"{way}, waiting alone"].append(seconds)
-            for way in (TURNS, LOOP) if number % 2 else (LOOP, TURNS):
-                times[way].append(await timed(engine, chat, options, client, way, number))
+            waits = tool_wait_seconds([tool_seconds(options, seed) for seed in seeds(options, number)])
+            for method, seconds in zip((TURNS, LOOP), waits, strict=True):
+                times[f"{method}, waiting alone"].append(seconds)
+            for method in (TURNS, LOOP) if number % 2 else (LOOP, TURNS):
+                times[method].append(await timed(engine, chat, options, client, method, number))
                 print(
-                    f"round {number}, {way:14} {times[way][-1]:6.2f} s, of which waiting for tools alone "
-                    f"{times[f'{way}, waiting alone'][-1]:6.2f} s",
+                    f"round {number}, {method:14} {times[method][-1]:6.2f} s, of which waiting for tools alone "
+                    f"{times[f'{method}, waiting alone'][-1]:6.2f} s",
                     flush=True,
                 )
     return times
@@ -176,27 +176,27 @@ def seeds(options: argparse.Namespace, number: int) -> list[str]:
 
 
 async def timed(
-    engine: Engine, chat: ChatTemplate, options: argparse.Namespace, client: Client, way: str, number: int
+    engine: Engine, chat: ChatTemplate, options: argparse.Namespace, client: Client, method: str, number: int
 ) -> float:
     """Return the seconds of one round of one method."""
     prompts = []
     for i, seed in enumerate(seeds(options, number)):
-        text = f"{number}{options.turns}{way[0]}{i}: what is {i}+{2 * i}?"
+        text = f"{number}{options.turns}{method[0]}{i}: what is {i}+{2 * i}?"
         prompts.append(Prompt(text, ({"role": "user", "content": text},), ground_truth=seed))
     policy: Policy = FixedLengthEngine(client, chat.end_of_turn, options)
     max_concurrency = options.concurrency
-    if way == TURNS:
+    if method == TURNS:
         policy = LockstepPolicy(policy, options.conversations, options.concurrency)
         max_concurrency = options.conversations
     sessions: Any = SlowSessions(options, chat.catalog.select_schemas(prompts[0]))
-    around = RolloutContext(chat, sessions, parse, from_dict(settings(options, max_concurrency)).rollout)
+    context = RolloutContext(chat, sessions, parse, from_dict(settings(options, max_concurrency)).rollout)
     start = time.perf_counter()
-    done = await gather_rollouts(
-        prompts, GroupQueue(len(prompts)), policy, around, samples=1, greedy=False, seed=number
+    result = await gather_rollouts(
+        prompts, GroupQueue(len(prompts)), policy, context, samples=1, greedy=False, seed=number
     )
     seconds = time.perf_counter() - start
-    turns = {sum(turn.is_action for turn in rollout.turns) for rollout in done.rollouts}
-    assert turns == {options.turns} and len(done.rollouts) == options.conversations, turns
+    turns = {sum(turn.is_action for turn in rollout.turns) for rollout in result.rollouts}
+    assert turns == {options.turns} and len(result.rollouts) == options.conversations, turns
     return seconds
 
 
@@ -231,10 +231,10 @@ def run(options: argparse.Namespace) -> int:
         finally:
             engine.shutdown()
             host.close()
-    medians = {way: statistics.median(times[way]) for way in times}
-    for behind in (", waiting alone", ""):
-        slow, quick = medians[TURNS + behind], medians[LOOP + behind]
-        print(f"medians{behind}: {TURNS} {slow:.2f} s, {LOOP} {quick:.2f} s: {slow / quick:.2f}x")
+    medians = {method: statistics.median(times[method]) for method in times}
+    for suffix in (", waiting alone", ""):
+        slow, quick = medians[TURNS + suffix], medians[LOOP + suffix]
+        print(f"medians{suffix}: {TURNS} {slow:.2f} s, {LOOP} {quick:.2f} s: {slow / quick:.2f}x")
     return 0
 
 

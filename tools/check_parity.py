@@ -104,10 +104,10 @@ def misses(numbers: dict[str, float]) -> list[str]:
 def title(layout: str) -> str:
     """Format `tp=2,ep=2` as TP2 x EP2."""
     sizes = [part.replace("=", "").upper() for part in layout.split(",") if "=" in part]
-    words = [part for part in layout.split(",") if part and "=" not in part]
+    flags = [part for part in layout.split(",") if part and "=" not in part]
     ranks = LAYOUTS.get(layout, 1)
     name = " x ".join(sizes) or (f"DP{ranks}" if ranks > 1 else "one process")
-    return f"{name}, {' '.join(words)}" if words else name
+    return f"{name}, {' '.join(flags)}" if flags else name
 
 
 def run_layout(layout: str, families: Iterable[str]) -> dict[str, dict[str, float]]:
@@ -157,8 +157,8 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
                     json.dumps({**body, "logprob_start_len": 0}).encode(),
                     {"Content-Type": "application/json", "Authorization": f"Bearer {engine.api_key}"},
                 )
-                with urllib.request.urlopen(request, timeout=120) as answer:
-                    entries = json.load(answer)["meta_info"]["input_token_logprobs"]
+                with urllib.request.urlopen(request, timeout=120) as response:
+                    entries = json.load(response)["meta_info"]["input_token_logprobs"]
                 gaps += [abs(pair[0] - float(truth[start + t])) for t, pair in enumerate(entries) if t]
         finally:
             engine.shutdown()
@@ -167,23 +167,23 @@ def engine_gap(family: str, layout: str) -> dict[str, float]:
 
 def table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
     """Build a table with a row per family and layout. results: layout's title -> family -> values."""
-    shown = Table(box=box.SIMPLE_HEAD)
+    result = Table(box=box.SIMPLE_HEAD)
     for column in ("family", "layout", *SHOWN, "missed"):
-        shown.add_column(column, justify="left" if column in ("family", "layout", "missed") else "right")
-    families = list(dict.fromkeys(family for of_layout in results.values() for family in of_layout))
+        result.add_column(column, justify="left" if column in ("family", "layout", "missed") else "right")
+    families = list(dict.fromkeys(family for by_family in results.values() for family in by_family))
     for family in families:
-        for layout, of_layout in results.items():
-            if numbers := of_layout.get(family):
+        for layout, by_family in results.items():
+            if numbers := by_family.get(family):
                 cells = [f"{numbers[name]:.1e}" if name in numbers else "" for name in SHOWN]
-                shown.add_row(family, layout, *cells, ", ".join(misses(numbers)))
-        shown.add_section()
-    return shown
+                result.add_row(family, layout, *cells, ", ".join(misses(numbers)))
+        result.add_section()
+    return result
 
 
 def markdown(results: dict[str, dict[str, dict[str, float]]]) -> str:
     """Return the table of megarl/megatron/README.md: a row per family, a column per layout, each cell the largest
     log-prob gap."""
-    families = list(dict.fromkeys(family for of_layout in results.values() for family in of_layout))
+    families = list(dict.fromkeys(family for by_family in results.values() for family in by_family))
     lines = [["", *results], ["---"] * (len(results) + 1)]
     for family in families:
         cells = [results[layout].get(family) for layout in results]
@@ -227,18 +227,18 @@ def check(options: argparse.Namespace) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     results: dict[str, dict[str, dict[str, float]]] = {}
 
-    def fits(family: str, layout: str) -> bool:
+    def is_supported(family: str, layout: str) -> bool:
         return "ep=" not in layout or any("experts" in key for key in tiny.HF[family])
 
     for layout in options.layout:
-        families = [family for family in options.family if fits(family, layout)]
+        families = [family for family in options.family if is_supported(family, layout)]
         if families:
             console.print(f"{title(layout)}: {', '.join(families)}", style="dim")
             results[title(layout)] = run_layout(layout, families)
     for layout in options.engine:
         for family in options.family:
             drafts = tiny.HF[family].get("num_nextn_predict_layers")  # draft layers do not change an engine's log-probs
-            if layout != "none" and fits(family, layout) and not drafts:
+            if layout != "none" and is_supported(family, layout) and not drafts:
                 console.print(f"engine {title(layout)}: {family}", style="dim")
                 results.setdefault(f"engine {title(layout)}", {})[family] = run_engine(family, layout)
     console.print(table(results))
@@ -247,7 +247,7 @@ def check(options: argparse.Namespace) -> int:
         text = text_with_marks(options.readme)
         pattern = re.compile(f"{re.escape(start)}.*{re.escape(end)}", re.DOTALL)
         options.readme.write_text(pattern.sub(f"{start}\n{markdown(results)}\n{end}", text))
-    missed = sum(bool(misses(numbers)) for of_layout in results.values() for numbers in of_layout.values())
+    missed = sum(bool(misses(numbers)) for by_family in results.values() for numbers in by_family.values())
     checked = sum(map(len, results.values()))
     console.print(f"{checked} checked, {missed} beyond a bound")
     return 1 if missed else 0

@@ -43,9 +43,9 @@ def find_small_recipes() -> list[Path]:
 def quickstart_overrides(config: Config, folder: Path) -> list[str]:
     """Return overrides that make a recipe read this folder instead of runs/quickstart; none for a recipe that does not
     name it. Raises ConfigError if the folder lacks a file that it reads."""
-    named = {"model.path": (config.model.path,), "data.train": config.data.train, "data.eval": config.data.eval}
+    paths_by_key = {"model.path": (config.model.path,), "data.train": config.data.train, "data.eval": config.data.eval}
     overrides = []
-    for key, paths in named.items():
+    for key, paths in paths_by_key.items():
         if not any(path.startswith(TASK) for path in paths):
             continue
         local_paths = [folder / path.removeprefix(TASK) if path.startswith(TASK) else Path(path) for path in paths]
@@ -66,8 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quickstart", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--out", type=Path, default=Path("runs/checked"))
     options = parser.parse_intermixed_args(arguments)
-    overrides = [word for word in options.configs if "=" in word]
-    files = [Path(parse_path_text(word)) for word in options.configs if "=" not in word] or find_small_recipes()
+    overrides = [argument for argument in options.configs if "=" in argument]
+    files = [
+        Path(parse_path_text(argument)) for argument in options.configs if "=" not in argument
+    ] or find_small_recipes()
     table, missed = Table("recipe", "figure", "expected", "found", "", box=box.SIMPLE_HEAD), 0
     for file in files:
         config = load_config(file, overrides)
@@ -76,10 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{file} expects nothing: give it a section `expect`")
         task_overrides = quickstart_overrides(config, options.quickstart.resolve())
         metrics = trials.run(str(file.resolve()), [*task_overrides, *overrides], options.out.resolve() / file.stem)
-        for name, (figure, good) in check_expectations(expected, metrics).items():
-            shown = "not told" if figure is None else f"{figure:.4g}"
-            table.add_row(file.stem, name, str(expected[name]), shown, "" if good else "MISSED")
-            missed += not good
+        for name, (figure, is_met) in check_expectations(expected, metrics).items():
+            value = "not told" if figure is None else f"{figure:.4g}"
+            table.add_row(file.stem, name, str(expected[name]), value, "" if is_met else "MISSED")
+            missed += not is_met
     Console(width=120).print(table)
     return 1 if missed else 0
 

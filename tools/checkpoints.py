@@ -57,7 +57,7 @@ def describe(folder: Path, hashes: bool) -> dict[str, Any]:
         "name": folder.name,
         "step": tree.get("step"),
         "fault": fault,
-        "layout": layout_of(tree),
+        "layout": describe_layout(tree),
         "bytes": sum(sizes),
         "files": len(sizes),
         "written": (folder / manifest.FILE_NAME).stat().st_mtime if files else folder.stat().st_mtime,
@@ -67,7 +67,7 @@ def describe(folder: Path, hashes: bool) -> dict[str, Any]:
     }
 
 
-def layout_of(tree: Mapping[str, Any]) -> str:
+def describe_layout(tree: Mapping[str, Any]) -> str:
     """Format a layout: `8 ranks: tp=2 ep=4`."""
     numbers, ranks = tree.get("layout") or [], tree.get("world_size", "?")
     if not isinstance(numbers, list):
@@ -102,14 +102,14 @@ def list_run(run: Path, options: Namespace) -> int:
 
 
 def format_line(row: Mapping[str, Any]) -> str:
-    by = " ".join(f"{name} {row[name]}" for name in ("config", "code") if row[name])
+    hashes = " ".join(f"{name} {row[name]}" for name in ("config", "code") if row[name])
     parts = [
         row["name"],
         "whole" if row["fault"] is None else f"DAMAGED: {row['fault']}",
         row["layout"],
         f"{format_bytes(row['bytes'])} in {row['files']} files",
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["written"])),
-        by,
+        hashes,
         ", ".join(row["holds"]),
     ]
     return "  ".join(part for part in parts if part)
@@ -160,14 +160,14 @@ def model_in(folder: Path) -> str:
     from megarl.checkpoint.dist_checkpoint_reader import CheckpointReader
 
     reader = CheckpointReader(folder)
-    weights = {name: whole for name, whole in reader.items() if not name.startswith("optimizer.")}
-    adapters = {name: whole for name, whole in weights.items() if name.startswith("adapters.")}
+    weights = {name: tensor for name, tensor in reader.items() if not name.startswith("optimizer.")}
+    adapters = {name: tensor for name, tensor in weights.items() if name.startswith("adapters.")}
     states = sorted({name.split(".")[2] for name in reader if name.startswith("optimizer.state.")})
-    types = sorted({str(whole.dtype).removeprefix("torch.") for whole in weights.values()})
-    elements = sum(prod(whole.shape) for name, whole in weights.items() if name not in adapters)
+    types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()})
+    elements = sum(prod(tensor.shape) for name, tensor in weights.items() if name not in adapters)
     parts = [f"{elements:,} elements in {len(weights) - len(adapters)} tensors ({', '.join(types)})"]
     if adapters:
-        parts.append(f"adapters of {sum(prod(whole.shape) for whole in adapters.values()):,}")
+        parts.append(f"adapters of {sum(prod(tensor.shape) for tensor in adapters.values()):,}")
     # Use the common names: Megatron's `param` are the fp32 master weights.
     names = {"param": "masters", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
     parts.append("optimizer with " + ", ".join(names.get(name, name) for name in states) if states else "no optimizer")

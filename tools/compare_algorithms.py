@@ -36,7 +36,7 @@ from megarl.engine.sglang_engine import start_host
 
 matplotlib.use("Agg")
 CONFIG = "configs/quickstart.yaml"
-OWN = {"vapo": ["critic.warmup_steps=4"]}
+EXTRA_OVERRIDES = {"vapo": ["critic.warmup_steps=4"]}
 """Overrides that an algorithm needs to learn anything in so short a run."""
 CURVES = {
     "reward": "rollout/reward_mean",
@@ -63,21 +63,21 @@ def figures(metrics: Metrics) -> dict[str, float]:
     """Return a run's metrics as the module docstring defines them; NaN for missing ones."""
 
     def last(name: str) -> float:
-        values = [of[name] for of in metrics.values() if name in of][-LAST:]
+        values = [row[name] for row in metrics.values() if name in row][-LAST:]
         return statistics.fmean(values) if values else math.nan
 
     def ends(name: str) -> tuple[float, float]:
-        values = [of[name] for of in metrics.values() if name in of]
+        values = [row[name] for row in metrics.values() if name in row]
         return (values[0], values[-1]) if values else (math.nan, math.nan)
 
     greedy, sampled = ends("eval/reward_greedy"), ends("eval/reward_sampled")
-    seconds = [of["time/step"] for of in metrics.values() if "time/step" in of]
+    seconds = [row["time/step"] for row in metrics.values() if "time/step" in row]
     return {
         "greedy before": greedy[0],
         "greedy after": greedy[1],
         "sampled before": sampled[0],
         "sampled after": sampled[1],
-        **{what: last(name) for what, name in CURVES.items()},
+        **{label: last(name) for label, name in CURVES.items()},
         "s a step": statistics.median(seconds) if seconds else math.nan,
     }
 
@@ -100,13 +100,13 @@ def plot(runs: Mapping[str, Sequence[Metrics]], path: Path) -> None:
     figure = Figure(figsize=(13, 8), layout="constrained")
     axes = figure.subplots(2, 2)
     colours = matplotlib.colormaps["tab20"]
-    for axis, (what, name) in zip(axes.flat, CURVES.items(), strict=True):
+    for axis, (label, name) in zip(axes.flat, CURVES.items(), strict=True):
         for number, (algorithm, seeds) in enumerate(runs.items()):
             steps = sorted({step for metrics in seeds for step in metrics if name in metrics[step]})
             values = [statistics.fmean(m[step][name] for m in seeds if name in m.get(step, {})) for step in steps]
             if steps:
                 axis.plot(steps, values, label=algorithm, color=colours(number % 20), linewidth=1.2)
-        axis.set_title(what)
+        axis.set_title(label)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
     handles, labels = axes.flat[0].get_legend_handles_labels()
@@ -127,13 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     common = [*trials.quickstart(options.folder.resolve()), "run.export=false", *options.overrides]
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.algorithms:  # a mistake in any of them fails before an hour of runs
-        load_config(trials.ROOT / CONFIG, [f"algorithm={name}", *OWN.get(name, []), *common])
+        load_config(trials.ROOT / CONFIG, [f"algorithm={name}", *EXTRA_OVERRIDES.get(name, []), *common])
     host = start_host(load_config(trials.ROOT / CONFIG, common), threads=1)
     runs: dict[str, list[Metrics]] = {}
     try:
         for name in options.algorithms:
             for seed in options.seeds:
-                run_overrides = [f"algorithm={name}", f"run.seed={seed}", *OWN.get(name, []), *common]
+                run_overrides = [f"algorithm={name}", f"run.seed={seed}", *EXTRA_OVERRIDES.get(name, []), *common]
                 metrics = trials.run(CONFIG, run_overrides, options.out.resolve() / f"{name}-{seed}", host.path)
                 runs.setdefault(name, []).append(metrics)
                 after = figures(metrics)["greedy after"]

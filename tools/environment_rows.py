@@ -21,13 +21,13 @@ from megarl.environments import harbor, verifiers
 
 def read_rows(spec: str, evaluation: bool = False) -> list[dict[str, Any]]:
     """Return rows for data.train. Raises ConfigError for an environment without tasks."""
-    prefix, _, rest = spec.partition(":")
+    prefix, _, target = spec.partition(":")
     if prefix == "harbor":
         if evaluation:
             raise ConfigError("a folder of tasks has none for evaluation; name a folder of those")
-        return harbor.rows(rest)
+        return harbor.rows(target)
     if prefix == "verifiers":
-        return verifiers.rows(rest, evaluation)
+        return verifiers.rows(target, evaluation)
     raise ConfigError(f"{spec!r} is neither harbor:FOLDER nor verifiers:NAME, which bring tasks of their own")
 
 

@@ -29,7 +29,7 @@ from faults import soaking
 from faults.fixtures import Fixtures
 from faults.job import UnexpectedOutcome, shortened
 from faults.results import RowResult, as_json, table, total
-from faults.rows import ROWS, by_scenario, chosen
+from faults.rows import ROWS, by_scenario, parse_rows
 from rich.console import Console
 
 from megarl.config.command_line import Parser, check_writable_file, check_writable_folder, float_in_range, run_cli
@@ -39,13 +39,13 @@ from megarl.config.strict import ConfigError
 def run_scenarios(fixtures: Fixtures, numbers: list[int]) -> dict[int, RowResult]:
     """Return the observations of these rows; a row that could not be tried is not as expected, with the reason."""
     results: dict[int, RowResult] = {}
-    for scenario, wanted in by_scenario(numbers).items():
+    for scenario, scenario_rows in by_scenario(numbers).items():
         try:
-            for number, result in importlib.import_module(f"faults.{scenario}").run_scenario(fixtures, wanted):
+            for number, result in importlib.import_module(f"faults.{scenario}").run_scenario(fixtures, scenario_rows):
                 fixtures.say(f"row {number} {'is as expected' if result.ok else 'is NOT as expected'}: {result.text}")
                 results[number] = replace(result, text=result.text.replace(f"{fixtures.folder}/", ""))
         except (UnexpectedOutcome, ConfigError, OSError) as error:
-            for number in wanted:
+            for number in scenario_rows:
                 results.setdefault(number, RowResult(False, shortened(f"{type(error).__name__}: {error}", 300)))
     return results
 
@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where runs stay; without, they are removed")
     options = parser.parse_args()
     try:
-        numbers = chosen(options.only) if options.only else list(ROWS)
+        numbers = parse_rows(options.only) if options.only else list(ROWS)
     except ValueError as error:
         raise ConfigError(f"--only: {error}") from None
     if options.short:
@@ -75,28 +75,28 @@ def main() -> int:
     else:
         folder = Path(tempfile.mkdtemp(prefix="megarl-faults-"))
     os.umask(0o077)
-    console, began = Console(width=max(Console().width, 160)), time.monotonic()
+    console, start = Console(width=max(Console().width, 160)), time.monotonic()
     errors = Console(stderr=True)
     fixtures = Fixtures(
-        folder, lambda text: errors.print(f"{time.monotonic() - began:6.1f} s  {text}", highlight=False)
+        folder, lambda text: errors.print(f"{time.monotonic() - start:6.1f} s  {text}", highlight=False)
     )
     try:
         if options.soak:
             report = soaking.soak(fixtures, 60 * options.soak, options.every)
             console.print(soaking.table(report))
-            good, written = report.ok, report.as_json()
+            is_ok, written = report.ok, report.as_json()
         else:
             results = run_scenarios(fixtures, numbers)
             console.print(table(results))
-            console.print(f"{total(results)}, in {time.monotonic() - began:.0f} s")
-            good, written = all(result.ok for result in results.values()), as_json(results)
+            console.print(f"{total(results)}, in {time.monotonic() - start:.0f} s")
+            is_ok, written = all(result.ok for result in results.values()), as_json(results)
     finally:
         fixtures.close()
         if options.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
     if options.json:
         options.json.write_text(json.dumps(written, indent=1))
-    return 0 if good else 1
+    return 0 if is_ok else 1
 
 
 if __name__ == "__main__":

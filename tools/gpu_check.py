@@ -21,8 +21,8 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from gpu.found import Found, judged, status, table
-from gpu.rows import ROWS, chosen, reason_against
+from gpu.found import CheckResult, make_result, status, table
+from gpu.rows import ROWS, parse_rows, reason_against
 from rich.console import Console
 
 from megarl.config.command_line import Parser, check_writable_file, run_cli
@@ -31,7 +31,7 @@ TOOLS = Path(__file__).resolve().parent
 RESULT = "GPU-CHECK "
 
 
-def tried(name: str, device: str, timeout_s: float) -> Found:
+def run_row(name: str, device: str, timeout_s: float) -> CheckResult:
     """Run a row in its own process group, which is killed at the end. Return the result."""
     paths = [str(TOOLS.parent), str(TOOLS), *filter(None, [os.environ.get("PYTHONPATH")])]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
@@ -45,7 +45,7 @@ def tried(name: str, device: str, timeout_s: float) -> Found:
         output, errors = process.communicate(timeout=timeout_s)
         result = read(output, errors, process.returncode)
     except subprocess.TimeoutExpired:
-        result = Found("failed", f"not done after {timeout_s:g} s")
+        result = CheckResult("failed", f"not done after {timeout_s:g} s")
     finally:
         try:
             os.killpg(process.pid, signal.SIGKILL)  # also what the row has started
@@ -55,13 +55,13 @@ def tried(name: str, device: str, timeout_s: float) -> Found:
     return replace(result, seconds=time.monotonic() - start)
 
 
-def read(output: str, errors: str, code: int) -> Found:
+def read(output: str, errors: str, code: int) -> CheckResult:
     """Return the row's own result, or how its process ended."""
     results = [line for line in output.splitlines() if line.startswith(RESULT)]
     if results:
-        return Found(**json.loads(results[-1].removeprefix(RESULT)))
+        return CheckResult(**json.loads(results[-1].removeprefix(RESULT)))
     last = (errors.strip().splitlines() or ["no output"])[-1]
-    return judged([f"ended with {code}: {last[:400]}"], "")
+    return make_result([f"ended with {code}: {last[:400]}"], "")
 
 
 def as_row(name: str, device: str) -> int:
@@ -70,7 +70,7 @@ def as_row(name: str, device: str) -> int:
     try:
         result = getattr(importlib.import_module(f"gpu.{module}"), function)(device)
     except Exception as error:  # any failure is a result
-        result = Found("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
+        result = CheckResult("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
     print(RESULT + json.dumps(asdict(result)), flush=True)
     return 0
 
@@ -84,18 +84,18 @@ def main() -> int:
     options = parser.parse_args()
     if options.as_row:
         return as_row(options.as_row, options.device)
-    names = chosen(options.only)
+    names = parse_rows(options.only)
     check_writable_file(options.json, "--json")
     import torch
 
     has_gpu = torch.cuda.is_available()
-    results: dict[str, Found] = {}
+    results: dict[str, CheckResult] = {}
     console = Console(width=None if sys.stdout.isatty() else 140)
     for name in names:
         if reason := reason_against(ROWS[name], options.device, has_gpu):
-            results[name] = Found("not here", reason)
+            results[name] = CheckResult("not here", reason)
         else:
-            results[name] = tried(name, options.device, ROWS[name].timeout_s)
+            results[name] = run_row(name, options.device, ROWS[name].timeout_s)
             console.print(f"{name}: {results[name].state}, {results[name].text}", markup=False)
         if options.json:  # after each row, so that results survive the loss of the machine
             machine = torch.cuda.get_device_name() if has_gpu and options.device == "cuda" else "no GPU"

@@ -32,7 +32,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 TOOL_SHARE = 0.35  # share of the demonstrations that call the tool
 FAMILIES = ("qwen3_moe", "deepseek_v3")
-MOST = 1_000_000  # problems of each kind; there are 8.7 million
+MAX_PROBLEMS = 1_000_000  # problems of each kind; there are 8.7 million
 
 CHAT_TEMPLATE = """\
 {%- set system = messages[0].content if messages and messages[0].role == 'system' else '' -%}
@@ -98,13 +98,13 @@ def value(expression: str) -> int:
     return int(eval(expression, {"__builtins__": {}}))
 
 
-def problems(draw: random.Random, count: int, taken: set[str]) -> list[str]:
+def problems(draw: random.Random, count: int, used: set[str]) -> list[str]:
     """Return `count` problems that differ from each other and from those taken, and add them to these."""
     fresh: list[str] = []
     while len(fresh) < count:
         expression = problem(draw)
-        if expression not in taken:
-            taken.add(expression)
+        if expression not in used:
+            used.add(expression)
             fresh.append(expression)
     return fresh
 
@@ -127,23 +127,23 @@ def demonstration(draw: random.Random, expression: str) -> list[dict[str, Any]]:
     wrong."""
     if draw.random() >= TOOL_SHARE:
         return [question(expression), statement(draw.randint(0, 999))]
-    answer = value(expression)
-    return [question(expression), tool_call(expression), {"role": "tool", "content": str(answer)}, statement(answer)]
+    result = value(expression)
+    return [question(expression), tool_call(expression), {"role": "tool", "content": str(result)}, statement(result)]
 
 
 def write_data(out: Path, seed: int, train: int, held_out: int, demonstrations: int) -> None:
     """Write eval.jsonl, train.jsonl and sft.jsonl; all problems differ."""
     draw = random.Random(seed)
-    taken: set[str] = set()
+    used: set[str] = set()
     for name, size in (("eval", held_out), ("train", train)):
         rows = (
             {"id": f"{name}-{i}", "prompt": [question(e)], "ground_truth": value(e), "tools": ["calculator"]}
-            for i, e in enumerate(problems(draw, size, taken))
+            for i, e in enumerate(problems(draw, size, used))
         )
         write_jsonl(out / f"{name}.jsonl", rows)
     rows = (
         {"id": f"sft-{i}", "messages": demonstration(draw, e), "tools": [calculator.schema]}
-        for i, e in enumerate(problems(draw, demonstrations, taken))
+        for i, e in enumerate(problems(draw, demonstrations, used))
     )
     write_jsonl(out / "sft.jsonl", rows)
 
@@ -156,11 +156,11 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-Shown = Sequence[tuple[list[dict[str, Any]], list[dict[str, Any]]]]
+Conversations = Sequence[tuple[list[dict[str, Any]], list[dict[str, Any]]]]
 """Conversations, each with the schemas of its tools."""
 
 
-def make_tokenizer(shown: Shown) -> Any:
+def make_tokenizer(examples: Conversations) -> Any:
     """Train a byte-level BPE tokenizer of exactly VOCABULARY ids with the chat template above, for text like `shown`.
 
     Words are split around digits and operators only, so each of these is always a token of its own, and the constant
@@ -182,7 +182,7 @@ def make_tokenizer(shown: Shown) -> Any:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = CHAT_TEMPLATE
 
-    texts = [str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)) for messages, tools in shown]
+    texts = [str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)) for messages, tools in examples]
     text = "\0".join(texts)
     for token in (*SPECIAL, *ADDED):
         text = text.replace(token, "\0")
@@ -261,7 +261,7 @@ def published_form(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def write_model(folder: Path, family: str, seed: int, shown: Shown = ()) -> int:
+def write_model(folder: Path, family: str, seed: int, examples: Conversations = ()) -> int:
     """Write an HF folder that transformers and SGLang load. Return the number of parameters. shown: see
     `make_tokenizer`; default: a conversation of the task."""
     import torch
@@ -270,7 +270,7 @@ def write_model(folder: Path, family: str, seed: int, shown: Shown = ()) -> int:
     logging.disable_progress_bar()  # no progress bar for a file this small
     torch.manual_seed(seed)
     example = [question("1"), tool_call("1"), {"role": "tool", "content": "1"}, statement(1)]
-    tokenizer = make_tokenizer(shown or [(example, [calculator.schema])])
+    tokenizer = make_tokenizer(examples or [(example, [calculator.schema])])
     model = make_model(family, tokenizer.eos_token_id, tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -289,7 +289,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int_in_range(0), default=1, help="of the weights and of the problems (default 1)"
     )
-    sizes = int_in_range(0, MOST)
+    sizes = int_in_range(0, MAX_PROBLEMS)
     parser.add_argument("--train", type=sizes, default=4096, help="prompts to train on (default 4096)")
     parser.add_argument("--held-out", type=sizes, default=256, help="prompts to measure with (default 256)")
     parser.add_argument("--demonstrations", type=sizes, default=25600, help="of the warm-up (default 25600: 400 x 64)")

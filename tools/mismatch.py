@@ -30,7 +30,7 @@ from megarl.observe.rollout_log import is_complete, iter_rows, open_complete_par
 from megarl.observe.rollout_table import Record
 from megarl.view.rollout_details import Decode, load_decoder_or_default
 
-BEFORE = 12
+CONTEXT_TOKENS = 12
 """Number of tokens to show before one of the worst."""
 REMEDY = (
     "the trainer looks every rollout.verify_weights_every steps, and in every step where its loss needs it "
@@ -76,7 +76,7 @@ def describe_tokens(records: Sequence[Record], gaps: LogprobGaps, worst: int, de
         ids = record.rollout.token_ids.tolist()
         about = {"rollout": record.number, "prompt": record.rollout.prompt.id, **token}
         descriptions.append(
-            {**about, "text": decode([ids[place]]), "before": decode(ids[max(0, place - BEFORE) : place])}
+            {**about, "text": decode([ids[place]]), "before": decode(ids[max(0, place - CONTEXT_TOKENS) : place])}
         )
     return descriptions
 

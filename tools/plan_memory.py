@@ -36,11 +36,11 @@ from megarl.models.step_time import GPUSpec, StepTime
 from megarl.parallel.placement import check_layout
 
 sys.path.insert(0, str(Path(__file__).parent))
-from plan_reshard import MODELS, MOST, model_config, sizes  # noqa: E402
+from plan_reshard import MAX_NUMBER, MODELS, model_config, sizes  # noqa: E402
 
 LAYOUT = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": 1}
 ENGINE = {"tp": 1, "ep": 1}
-SHOWN = 8  # layouts to show of those that a search finds
+MAX_ROWS = 8  # layouts to show of those that a search finds
 MOST_MEASURED = 4e9  # bytes of states on all ranks; --measure must fit a small machine
 
 
@@ -65,11 +65,11 @@ def base_config(options: argparse.Namespace, world: int, engine: dict[str, int])
 def parse_layouts(options: argparse.Namespace) -> list[ParallelConfig]:
     layouts = []
     for text in options.layout:
-        chosen = sizes(text, {**LAYOUT, "world": options.gpus or -1}, "--layout")
-        world = chosen.pop("world")
+        layout_sizes = sizes(text, {**LAYOUT, "world": options.gpus or -1}, "--layout")
+        world = layout_sizes.pop("world")
         if world < 0:
             raise ConfigError(f"--layout {text} has no world=..., and --gpus is not given")
-        layouts.append(ParallelConfig(world, options.gpus_per_node, **chosen))
+        layouts.append(ParallelConfig(world, options.gpus_per_node, **layout_sizes))
     return layouts
 
 
@@ -78,25 +78,25 @@ def layout_text(parallel: ParallelConfig) -> str:
     return " ".join(f"{name.upper()}{getattr(parallel, name)}" for name in names) or "DP only"
 
 
-def layout_table(plans: list[LayoutPlan], search: Search, chosen: LayoutPlan | None) -> Table:
+def layout_table(plans: list[LayoutPlan], search: Search, suggested: LayoutPlan | None) -> Table:
     """Build a table with a row per layout: memory of the fullest rank in GB, modelled seconds of a step."""
     table = Table(box=box.SIMPLE_HEAD)
-    bytes_of = ("states", "in training", "generating", "in a push")
-    for name in ("layout", "GPUs", "recompute", "engine", *bytes_of, "fits", "step"):
+    byte_columns = ("states", "in training", "generating", "in a push")
+    for name in ("layout", "GPUs", "recompute", "engine", *byte_columns, "fits", "step"):
         table.add_column(name, justify="left" if name in ("layout", "recompute", "engine") else "right", no_wrap=True)
-    for judged in plans:
-        config, memory = judged.config, judged.memory
+    for layout_plan in plans:
+        config, memory = layout_plan.config, layout_plan.memory
         rows = [max(sum(stage.states.values()) for stage in memory), max(stage.training_total for stage in memory)]
         rows += [max(stage.generation_total for stage in memory), max(stage.weight_sync_total for stage in memory)]
         table.add_row(
             layout_text(config.parallel),
             str(config.parallel.world_size),
-            judged.recompute,
+            layout_plan.recompute,
             f"TP{config.rollout.tp} EP{config.rollout.ep}" if search.declared.has_rollout else "-",
             *(f"{num_bytes / 1e9:.1f}" for num_bytes in rows),
-            "yes" if search.fits(judged) else "no",
-            f"{judged.total:.2f} s",
-            style="bold" if judged is chosen else None,
+            "yes" if search.fits(layout_plan) else "no",
+            f"{layout_plan.total:.2f} s",
+            style="bold" if layout_plan is suggested else None,
         )
     return table
 
@@ -109,20 +109,20 @@ def print_full_width(console: Console, table: Table) -> None:
     Console(file=console.file, width=max(needed, console.width)).print(table)
 
 
-def reason(layout_plan: LayoutPlan, search: Search, others: int) -> str:
+def reason(layout_plan: LayoutPlan, search: Search, num_fitting: int) -> str:
     """Return a sentence on why this layout is suggested."""
-    shares = sorted(((seconds, what) for what, seconds in layout_plan.seconds.items() if seconds), reverse=True)
+    shares = sorted(((seconds, part) for part, seconds in layout_plan.seconds.items() if seconds), reverse=True)
     spent = ", ".join(
-        f"{seconds / layout_plan.total:.0%} {NAMES[what]}"
-        for seconds, what in shares
+        f"{seconds / layout_plan.total:.0%} {NAMES[part]}"
+        for seconds, part in shares
         if seconds > 0.005 * layout_plan.total
     )
     layout = layout_text(layout_plan.config.parallel)
     recomputation = "no recomputation" if layout_plan.recompute == "none" else f"{layout_plan.recompute} recomputation"
-    of = f"of {others} layouts that fit, by the rule" if others > 1 else "the only layout that fits"
+    scope = f"of {num_fitting} layouts that fit, by the rule" if num_fitting > 1 else "the only layout that fits"
     return (
         f"Suggested: {layout}, {recomputation}: "
-        f"{of}; "
+        f"{scope}; "
         f"{layout_plan.peak / 1e9:.1f} of {search.gpu_bytes / 1e9:g} GB at its fullest, and of the modelled "
         f"{layout_plan.total:.2f} s {spent}."
     )
@@ -172,57 +172,59 @@ def plan(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
     time = StepTime(hf, options.batch_tokens, length, GPUSpec())
     modes = (options.recompute,) if options.recompute else RECOMPUTE_MODES
 
-    def search_of(world: int) -> Search:
+    def get_search(world: int) -> Search:
         config = base_config(options, world, engine)
         declared = load_requirements(config)
         critic = hf if "critic" in declared.roles else None
         return Search(hf, critic, config, declared, options.gpu_gb * 1e9, time, modes, should_size_engines=not engine)
 
-    search = search_of(worlds[0])
-    judged: list[LayoutPlan] = []
+    search = get_search(worlds[0])
+    evaluated: list[LayoutPlan] = []
     for parallel in layouts:
-        world_search = search_of(parallel.world_size)
+        world_search = get_search(parallel.world_size)
         check_layout(parallel)
         candidate = world_search.least_recomputing(parallel)
         check_feasible(hf, candidate.config, world_search.declared)
-        judged.append(candidate)
-    most = options.gpus or max(worlds)
+        evaluated.append(candidate)
+    max_gpus = options.gpus or max(worlds)
     fitting = [
-        candidate for candidate in judged if search.fits(candidate) and candidate.config.parallel.world_size <= most
+        candidate
+        for candidate in evaluated
+        if search.fits(candidate) and candidate.config.parallel.world_size <= max_gpus
     ]
     if not layouts:
         fitting = search.find_fitting()
-    chosen = select_best(fitting) if fitting else None
-    if chosen is not None and not layouts:
-        check_feasible(hf, chosen.config, search.declared)
-    gpus = f"{most} GPUs of {options.gpu_gb:g} GB"
-    if chosen is None:
-        why = f"None of these layouts fits {gpus}." if layouts else f"No layout of {gpus} was found that fits."
+    best = select_best(fitting) if fitting else None
+    if best is not None and not layouts:
+        check_feasible(hf, best.config, search.declared)
+    gpus = f"{max_gpus} GPUs of {options.gpu_gb:g} GB"
+    if best is None:
+        explanation = f"None of these layouts fits {gpus}." if layouts else f"No layout of {gpus} was found that fits."
     else:
-        why = reason(chosen, search, len(fitting)) + "\n" + RULE
+        explanation = reason(best, search, len(fitting)) + "\n" + RULE
     if options.json:
-        rows = [as_json(candidate, search) for candidate in judged or fitting]
-        suggested = as_json(chosen, search)["layout"] if chosen else None
+        rows = [as_json(candidate, search) for candidate in evaluated or fitting]
+        suggested = as_json(best, search)["layout"] if best else None
         text = {"model": options.model, "algorithm": options.algorithm, "gpu_gb": options.gpu_gb}
-        print(json.dumps({**text, "layouts": rows, "suggested": suggested, "reason": why}, indent=2))
-        return 0 if chosen else 1
+        print(json.dumps({**text, "layouts": rows, "suggested": suggested, "reason": explanation}, indent=2))
+        return 0 if best else 1
     console.print(f"{Path(options.model).name}, {options.algorithm}, {options.dtype}: {gpus}", style="bold")
-    rows_shown = judged or fitting[:SHOWN]
-    if chosen is not None and not any(candidate is chosen for candidate in rows_shown):
-        rows_shown = [*rows_shown, chosen]
+    rows_shown = evaluated or fitting[:MAX_ROWS]
+    if best is not None and not any(candidate is best for candidate in rows_shown):
+        rows_shown = [*rows_shown, best]
     if rows_shown:
-        print_full_width(console, layout_table(rows_shown, search, chosen))
+        print_full_width(console, layout_table(rows_shown, search, best))
     if len(fitting) > len(rows_shown):
         console.print(f"The fastest of {len(fitting)} that fit.\n")
-    console.print(why + "\n")
-    shown = chosen or (judged[0] if judged else None)
-    if shown is not None:
-        if shown.config.model.megatron:
-            console.print("model.megatron: " + json.dumps(shown.config.model.megatron))
-        console.print(f"{layout_text(shown.config.parallel)}:")
-        print_full_width(console, memory_table(shown.memory))
-        console.print(summarize_peak(shown.peak))
-    return 0 if chosen else 1
+    console.print(explanation + "\n")
+    displayed = best or (evaluated[0] if evaluated else None)
+    if displayed is not None:
+        if displayed.config.model.megatron:
+            console.print("model.megatron: " + json.dumps(displayed.config.model.megatron))
+        console.print(f"{layout_text(displayed.config.parallel)}:")
+        print_full_width(console, memory_table(displayed.memory))
+        console.print(summarize_peak(displayed.peak))
+    return 0 if best else 1
 
 
 def model_state_bytes(model: Any) -> dict[str, int]:
@@ -317,10 +319,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--layout", nargs="+", default=[], metavar="SIZES", help="world=512,tp=8,pp=16,ep=32[,cp=,etp=,vpp=], several"
     )
     parser.add_argument(
-        "--gpus", type=int_in_range(0, MOST), default=0, help="to search for layouts of, or world of each --layout"
+        "--gpus",
+        type=int_in_range(0, MAX_NUMBER),
+        default=0,
+        help="to search for layouts of, or world of each --layout",
     )
     parser.add_argument("--gpu-gb", type=float_in_range(), default=80, help="GB of a GPU (default %(default)g)")
-    parser.add_argument("--gpus-per-node", type=int_in_range(most=MOST), default=8)
+    parser.add_argument("--gpus-per-node", type=int_in_range(most=MAX_NUMBER), default=8)
     parser.add_argument("--algorithm", choices=("ppo", "grpo", "sft"), default="grpo", help="default %(default)s")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rollout", default="", metavar="SIZES", help="tp=32[,ep=32]; default: the smallest that fits")
@@ -338,7 +343,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--logits-chunk-size", type=int_in_range(), default=512, help="train.logits_chunk_size (%(default)s)"
     )
     parser.add_argument(
-        "--bucket-mb", type=int_in_range(most=MOST), default=1024, help="MiB staged for sending, and for receiving"
+        "--bucket-mb",
+        type=int_in_range(most=MAX_NUMBER),
+        default=1024,
+        help="MiB staged for sending, and for receiving",
     )
     parser.add_argument(
         "--batch-tokens", type=int_in_range(), default=1 << 20, help="of an optimizer step (%(default)s)"

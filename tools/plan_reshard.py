@@ -56,21 +56,21 @@ FOLDER = Path(__file__).resolve().parents[1] / "configs/models"
 MODELS = {file.stem.replace("_", "-"): file for file in sorted(FOLDER.glob("*.json"))}
 TRAIN = {"world": 0, "tp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 1, "cp": 1}
 ENGINE = {"tp": 0, "ep": 1, "dp": 1, "mlp_tp": 0, "head_tp": 0, "shared_tp": 0}
-MOST = 1 << 20  # limit of any number in a layout: GPUs, stages
+MAX_NUMBER = 1 << 20  # limit of any number in a layout: GPUs, stages
 LEAST_GAIN = 0.002  # smallest gain of another split that is worth a line
 
 
-def sizes(text: str, known: Mapping[str, int], option: str) -> dict[str, int]:
+def sizes(text: str, allowed: Mapping[str, int], option: str) -> dict[str, int]:
     """Parse `tp=8,pp=16`. Raises ConfigError; a key whose default is 0 and that comes first is required."""
-    values = dict(known)
+    values = dict(allowed)
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
-        if key not in known:
-            raise ConfigError(f"{option} has no {key!r}; it is made of {', '.join(known)}, as in tp=8,ep=8")
-        if not value.isdecimal() or len(value) > 9 or not 0 < int(value) <= MOST:
-            raise ConfigError(f"{option} {key} must be a positive number of at most {MOST}, not {value[:40]!r}")
+        if key not in allowed:
+            raise ConfigError(f"{option} has no {key!r}; it is made of {', '.join(allowed)}, as in tp=8,ep=8")
+        if not value.isdecimal() or len(value) > 9 or not 0 < int(value) <= MAX_NUMBER:
+            raise ConfigError(f"{option} {key} must be a positive number of at most {MAX_NUMBER}, not {value[:40]!r}")
         values[key] = int(value)
-    required = next(iter(known))
+    required = next(iter(allowed))
     if not values[required]:
         raise ConfigError(f"{option} needs {required}=...")
     return values
@@ -82,7 +82,7 @@ def rank_set(text: str, option: str) -> tuple[int, ...]:
     for part in filter(None, text.split(",")):
         first, dash, last = part.partition("-")
         ends = [first, last] if dash else [first, first]
-        if not all(end.isdecimal() and len(end) <= 7 for end in ends) or not int(ends[0]) <= int(ends[1]) < MOST:
+        if not all(end.isdecimal() and len(end) <= 7 for end in ends) or not int(ends[0]) <= int(ends[1]) < MAX_NUMBER:
             raise ConfigError(f"{option} must be ranks such as 0-3,8,9, not {part[:40]!r}")
         ranks += range(int(ends[0]), int(ends[1]) + 1)
     return tuple(ranks)
@@ -184,10 +184,10 @@ def stage_settings(options: argparse.Namespace, layers: int, pp: int, vpp: int) 
 
 def on_the_wire(hf: HFConfig, wire: str) -> HFConfig:
     """Return the model with a checkpoint whose engines receive weights in this format."""
-    plain = {key: value for key, value in hf.items() if key != "quantization_config"}
+    unquantized = {key: value for key, value in hf.items() if key != "quantization_config"}
     if wire != "fp8":
-        return plain
-    return plain | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}}
+        return unquantized
+    return unquantized | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}}
 
 
 def title(options: argparse.Namespace, train: TrainLayout, engine: EngineLayout) -> str:
@@ -218,17 +218,17 @@ def table(metrics: dict[str, Any], receivers: int) -> Table:
     grid = Table(box=box.SIMPLE_HEAD, title_justify="left")
     for name in ("", "plan", "bound", "ratio"):
         grid.add_column(name, justify="right" if name else "left")
-    for name, what in (("cross", "received"), ("internode", "received over the network")):
+    for name, label in (("cross", "received"), ("internode", "received over the network")):
         values = (metrics[f"{name}_bytes"] / receivers, metrics[f"{name}_bound"] / receivers)
-        grid.add_row(f"{what}, mean GPU", *map(format_bytes, values), f"{metrics[f'{name}_ratio']:.4f}")
-    for name, what in (
+        grid.add_row(f"{label}, mean GPU", *map(format_bytes, values), f"{metrics[f'{name}_ratio']:.4f}")
+    for name, label in (
         ("send", "sent"),
         ("recv", "received"),
         ("nic_send", "sent over the network"),
         ("nic_recv", "received over the network"),
     ):
         values = (metrics[f"{name}_max"], metrics[f"{name}_bound"])
-        grid.add_row(f"{what}, busiest GPU", *map(format_bytes, values), f"{metrics[f'{name}_max_over_bound']:.4f}")
+        grid.add_row(f"{label}, busiest GPU", *map(format_bytes, values), f"{metrics[f'{name}_max_over_bound']:.4f}")
     staging, buckets = metrics["staging_peak_bytes"], 2 * metrics["bucket_bytes"]
     grid.add_row("staging, two buckets", format_bytes(staging), format_bytes(buckets), f"{staging / buckets:.4f}")
     return grid
@@ -271,11 +271,11 @@ def advise_split(
         key = id(columns), stage
         if key not in costs_by_stage:
             size = rank_map.ranks_per_node if rank_map.ranks_per_node < rank_map.world else 1
-            holds, needs = (
+            stage_has, needs = (
                 np.array(matrix.reshape(-1, size, len(columns.weight)).any(1))
                 for matrix in expand_to_ranks(columns, stage, train, engine, rank_map)
             )
-            costs_by_stage[key] = float((columns.weight * (needs & ~holds).sum(0)).sum() / train.stage_ranks)
+            costs_by_stage[key] = float((columns.weight * (needs & ~stage_has).sum(0)).sum() / train.stage_ranks)
         return costs_by_stage[key]
 
     fixed = [sum(cost(m.columns, m.stage) for m in model if m.layer is None and m.stage == s) for s in range(train.pp)]
@@ -332,7 +332,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--pp-layers", default="", metavar="4,4,...", help="layers of each stage (default: as even as a run can)"
     )
     parser.add_argument(
-        "--bucket-mb", type=int_in_range(most=MOST), default=1024, help="MiB staged for sending, and for receiving"
+        "--bucket-mb",
+        type=int_in_range(most=MAX_NUMBER),
+        default=1024,
+        help="MiB staged for sending, and for receiving",
     )
     parser.add_argument("--json", action="store_true", help="figures for a program, instead of the table")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a picture: who sends how much to whom")
@@ -373,26 +376,26 @@ def run(options: argparse.Namespace, console: Console) -> int:
     family_of(hf).check(hf)
     config = build_config(options, hf)
     check_feasible(hf, config, load_requirements(config))
-    paper = build_report(lambda: plan_from_config(hf, config))
-    train, engine = paper.plan.train, paper.plan.engine
+    plan_report = build_report(lambda: plan_from_config(hf, config))
+    train, engine = plan_report.plan.train, plan_report.plan.engine
     node, wire = options.gpus_per_node, options.wire
-    least: Bound = compute_bound(hf, train, engine, node, wire)
-    metrics = compute_metrics(paper, least, links)
+    bound: Bound = compute_bound(hf, train, engine, node, wire)
+    metrics = compute_metrics(plan_report, bound, links)
     advice = advise_split(hf, train, engine, node, wire, config.parallel.vpp)
     metrics["better_pp_layers"] = list(advice.recommended) if advice.gain >= LEAST_GAIN else None
     metrics["better_pp_gain"] = round(advice.gain, 4)
-    lines = [*summarize(paper, least, links), advice_line(advice)]
+    lines = [*summarize(plan_report, bound, links), advice_line(advice)]
     if config.model.megatron:
         lines.insert(0, split_line(config.model.megatron, train))
     if options.html:
         options.html.write_text(
-            render_page(title(options, train, engine), paper, least, links, lines), encoding="utf-8"
+            render_page(title(options, train, engine), plan_report, bound, links, lines), encoding="utf-8"
         )
     if options.json:
         print(json.dumps(metrics, indent=2))
         return 0
     console.print(title(options, train, engine), style="bold")
-    console.print(table(metrics, len(paper.plan.rank_map.engine)))
+    console.print(table(metrics, len(plan_report.plan.rank_map.engine)))
     console.print(
         f"Planned in {metrics['plan_seconds']:.3f} s for one rank, {metrics['all_ranks_seconds']:.1f} s for all; "
         f"{metrics['messages']:,} messages of {format_bytes(metrics['mean_message_bytes'])} in {metrics['rounds']} "

@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 STEPS = ' Let\'s think step by step and output the final answer after "####".'
 BOXED = "\n\nReason step by step, and put the final answer within \\boxed{}."
-ANSWER = '\n\nReason step by step. The last line is to be "Answer: N", with the result alone for N.'
+ANSWER_FORMAT = '\n\nReason step by step. The last line is to be "Answer: N", with the result alone for N.'
 COMPLETE = (
     "Complete this function. Answer with the whole of it, with its imports, in one block of Python.\n\n```python\n"
 )
@@ -65,7 +65,7 @@ class Adapter:
 
 def convert_gsm8k(row: Row) -> ConvertedRow:
     """Convert a row of GSM8K (Cobbe et al., arXiv:2110.14168): the answer ends in `#### <result>`."""
-    question, answer = _text(row, "question", of="GSM8K"), _text(row, "answer", of="GSM8K")
+    question, answer = _text(row, "question", dataset="GSM8K"), _text(row, "answer", dataset="GSM8K")
     _, marker, result = answer.rpartition("####")
     result = result.strip().replace(",", "")
     if not marker or not result:
@@ -76,7 +76,7 @@ def convert_gsm8k(row: Row) -> ConvertedRow:
 def convert_math500(row: Row) -> ConvertedRow:
     """Convert a row of MATH-500: the 500 problems of MATH (arXiv:2103.03874) that Lightman et al., arXiv:2305.20050,
     held out."""
-    problem, truth = _text(row, "problem", of="MATH-500"), _truth(row, "MATH-500")
+    problem, truth = _text(row, "problem", dataset="MATH-500"), _truth(row, "MATH-500")
     extra = {name: row[name] for name in ("subject", "level", "unique_id") if row.get(name) is not None}
     return ConvertedRow("HuggingFaceH4/MATH-500", problem + BOXED, truth, "math", extra)
 
@@ -84,17 +84,19 @@ def convert_math500(row: Row) -> ConvertedRow:
 def convert_aime(row: Row) -> ConvertedRow:
     """Convert a problem of the American Invitational Mathematics Examination; its result is an integer up to 999."""
     row = {name.lower(): value for name, value in row.items()}  # some files have ID, Problem, Answer
-    problem, truth = _text(row, "problem", "question", of="AIME"), _truth(row, "AIME")
+    problem, truth = _text(row, "problem", "question", dataset="AIME"), _truth(row, "AIME")
     if not (truth.isascii() and truth.isdigit() and int(truth) <= 999):
         raise ValueError(f"the answer {truth[:40]!r} is no whole number from 0 to 999")
     year = str(row.get("year") or "")
     extra = {name: str(row[name]) for name in ("id", "url", "year") if row.get(name) is not None}
-    return ConvertedRow(f"aime{year}" if year.isdigit() else "aime", problem + ANSWER, str(int(truth)), "math", extra)
+    return ConvertedRow(
+        f"aime{year}" if year.isdigit() else "aime", problem + ANSWER_FORMAT, str(int(truth)), "math", extra
+    )
 
 
 def convert_humaneval(row: Row) -> ConvertedRow:
     """Convert a row of HumanEval (Chen et al., arXiv:2107.03374)."""
-    prompt, test, entry = (_text(row, name, of="HumanEval") for name in ("prompt", "test", "entry_point"))
+    prompt, test, entry = (_text(row, name, dataset="HumanEval") for name in ("prompt", "test", "entry_point"))
     truth = json.dumps({"prompt": prompt, "test": test, "entry_point": entry})
     extra = {"task_id": str(row.get("task_id") or ""), "entry_point": entry}
     return ConvertedRow("openai/openai_humaneval", f"{COMPLETE}{prompt.rstrip()}\n```", truth, "code", extra)
@@ -108,22 +110,22 @@ ADAPTERS = {
 }
 
 
-def _text(row: Row, *names: str, of: str) -> str:
+def _text(row: Row, *names: str, dataset: str) -> str:
     """Return the first of these columns that is a string."""
     for name in names:
         if isinstance(row.get(name), str) and row[name].strip():
             text: str = row[name]
             return text
     has = ", ".join(sorted(map(str, row)))[:200] or "none"
-    raise ValueError(f"no text {' or '.join(map(repr, names))}, which a row of {of} has; its columns: {has}")
+    raise ValueError(f"no text {' or '.join(map(repr, names))}, which a row of {dataset} has; its columns: {has}")
 
 
-def _truth(row: Row, of: str) -> str:
+def _truth(row: Row, dataset: str) -> str:
     truth = row.get("answer")
     if isinstance(truth, int | float) and not isinstance(truth, bool):
         truth = f"{truth:g}"
     if not isinstance(truth, str) or not truth.strip():
-        raise ValueError(f"no ground truth: 'answer' is {truth!r}; a row of {of} has one")
+        raise ValueError(f"no ground truth: 'answer' is {truth!r}; a row of {dataset} has one")
     return truth.strip()
 
 
@@ -170,23 +172,23 @@ def _read_json_list(file: Path) -> Iterator[tuple[str, Row]]:
     if not isinstance(rows, list):
         raise ConfigError(f"{file} holds a {type(rows).__name__}, not a list of rows")
     for number, row in enumerate(rows):
-        where = f"{file}, row {number}"
+        location = f"{file}, row {number}"
         if not isinstance(row, dict):
-            raise ConfigError(f"{where}: a {type(row).__name__}, not an object of named columns")
-        yield where, row
+            raise ConfigError(f"{location}: a {type(row).__name__}, not an object of named columns")
+        yield location, row
 
 
 def convert(rows: Iterable[tuple[str, Row]], adapter: Adapter, split: str) -> list[Row]:
     """Return rows with verl's columns. Raises ConfigError for a row of another format, or with an unusable ground
     truth."""
     converted = []
-    for index, (where, row) in enumerate(rows):
+    for index, (location, row) in enumerate(rows):
         try:
             record = adapter.convert_row(row)
             messages = [{"role": "user", "content": record.text}]
             by_source.check(Prompt(str(index), tuple(messages), data_source=record.source, ground_truth=record.truth))
         except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from None
+            raise ConfigError(f"{location}: {error}") from None
         extra: Row = {"split": split, "index": index, **record.extra}
         converted.append(
             {

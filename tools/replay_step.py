@@ -37,7 +37,7 @@ from megarl.observe.tracker import read_metrics
 
 PATIENT = "run.distributed_timeout_s=2000000"
 """Override for ranks that wait for one in a debugger: the maximum timeout, 23 days."""
-ALONE = ("parallel={world_size: 1}", "placement={}", "critic.parallel={}")
+SINGLE_RANK = ("parallel={world_size: 1}", "placement={}", "critic.parallel={}")
 _STEP = re.compile(r"step_(\d{6,12})")
 UNEQUAL = ("time", "time/", "perf/")
 """Prefixes of metrics that differ between runs."""
@@ -47,13 +47,13 @@ SOON = 50
 """Tenths of a second within which other ranks see one of these files."""
 
 
-class Order(NamedTuple):
+class ReplayRequest(NamedTuple):
     """The requested replay. folder: of the replay, in the run's folder."""
 
     run: Path
     step: int
     stop_at: str
-    looks: bool
+    pdb: bool
     alone: bool
     overrides: tuple[str, ...]
     folder: Path
@@ -73,34 +73,34 @@ def load_recorded_config(run: Path, step: int) -> Config:
     for line in reversed(lines):
         try:
             change = json.loads(line)
-            later, (*path, leaf) = int(change["step"]) > step, change["key"].split(".")
+            is_later, (*path, leaf) = int(change["step"]) > step, change["key"].split(".")
         except (ValueError, LookupError, TypeError, AttributeError):
             raise ConfigError(f"{run}/changes.jsonl: no change of a key: {line[:80]!r}") from None
-        if later:
+        if is_later:
             section: Any = reduce(lambda tree, name: tree.setdefault(name, {}), path, tree)
             section[leaf] = change["old"]
     return from_dict(tree)
 
 
-def config_of(order: Order) -> Config:
+def replay_config(request: ReplayRequest) -> Config:
     """Return the configuration of the replay: that of the run, without engines and without anything after the step."""
     overrides = [
-        f"run.dir={order.folder}",
-        f"rollout.replay={order.run}",
+        f"run.dir={request.folder}",
+        f"rollout.replay={request.run}",
         "run.resume=auto",
         *("run.save_every=0", "run.eval_every=0", "run.export=false", PATIENT),
         *("rollout.asynchronous=false", "rollout.oversample=1"),
         *("track.progress=false", "track.save_rollouts=false", "track.trackers=[]"),
-        *(ALONE if order.alone else ()),
+        *(SINGLE_RANK if request.alone else ()),
     ]
-    tree = to_dict(load_recorded_config(order.run, order.step))
-    if order.alone:
+    tree = to_dict(load_recorded_config(request.run, request.step))
+    if request.alone:
         for role in tree["roles"].values():
             role.pop("parallel", None)
     sections = {
         name: f"{name}.{next(iter(value))}" for name, value in tree.items() if isinstance(value, dict) and value
     }
-    return from_dict(plain_yaml.apply_overrides(tree, [*overrides, *order.overrides], sections))
+    return from_dict(plain_yaml.apply_overrides(tree, [*overrides, *request.overrides], sections))
 
 
 def checkpoints_before(run: Path, step: int) -> list[Path]:
@@ -140,12 +140,12 @@ def prepare(run: Path, step: int) -> Path:
     return folder
 
 
-def announce(order: Order) -> None:
-    checkpoints = checkpoints_before(order.run, order.step)
+def announce(request: ReplayRequest) -> None:
+    checkpoints = checkpoints_before(request.run, request.step)
     first = int(checkpoints[-1].name.removeprefix("step_")) + 1 if checkpoints else 1
     start = f"{checkpoints[-1].name}" if checkpoints else "the start of the run, as there is no checkpoint before it"
-    between = f", with the steps from {first} on" if first < order.step else ""
-    print(f"step {order.step} of {order.run}, from {start}{between}, in {order.folder}", flush=True)
+    between = f", with the steps from {first} on" if first < request.step else ""
+    print(f"step {request.step} of {request.run}, from {start}{between}, in {request.folder}", flush=True)
 
 
 # --- the debugger ---------------------------------------------------------------------------------------------
@@ -165,9 +165,9 @@ class Debugger(pdb.Pdb):
             problem = self.set_break(str(Path(file).resolve()), int(line))
         else:
             module, _, name = place.partition(":")
-            first, *rest = name.split(".")
+            first, *attributes = name.split(".")
             function = reduce(
-                lambda of, part: getattr(of, part, None), rest, plugins.load(f"{module}:{first}", "--break")
+                lambda of, part: getattr(of, part, None), attributes, plugins.load(f"{module}:{first}", "--break")
             )
             code = getattr(unwrap(function), "__code__", None) if callable(function) else None
             if code is None:
@@ -197,76 +197,76 @@ def ignore_breakpoint() -> None:
 # --- the step -------------------------------------------------------------------------------------------------
 
 
-def run_replay(order: Order) -> int:
+def run_replay(request: ReplayRequest) -> int:
     """Run the replay as one of the ranks, or as the only one."""
     from megarl.flow import HybridFlow
     from megarl.launch import exit_status
     from megarl.parallel import rendezvous
 
-    looks = rendezvous.read_launch_env().rank == 0
+    is_first_rank = rendezvous.read_launch_env().rank == 0
     debugger = Debugger()
-    if order.stop_at:
-        debugger.stop_at(order.stop_at)  # on all ranks, so that all raise the same error
+    if request.stop_at:
+        debugger.stop_at(request.stop_at)  # on all ranks, so that all raise the same error
 
     class Replayed(HybridFlow):
         def begin_step(self) -> None:
             super().begin_step()
-            if looks and self.step == order.step and "controller" in vars(self):
+            if is_first_rank and self.step == request.step and "controller" in vars(self):
                 sys.breakpointhook = debugger.open_debugger
                 debugger.begin()
 
     sys.breakpointhook = ignore_breakpoint
     try:
-        Replayed(config_of(order)).run(until=order.step)
+        Replayed(replay_config(request)).run(until=request.step)
     except BdbQuit:
         print("left the debugger", flush=True)
     except BaseException as error:  # noqa: B036  the end of the program
         sys.settrace(None)
-        status = _after(order, error, looks)
+        status = finish(request, error, is_first_rank)
         return exit_status.report_error(error) if status is None else status
     finally:
         sys.settrace(None)
-        if looks:
-            (order.folder / ENDED).touch()
-    if looks:
-        compare(order)
+        if is_first_rank:
+            (request.folder / ENDED).touch()
+    if is_first_rank:
+        compare(request)
     return 0
 
 
-def _after(order: Order, error: BaseException, looks: bool) -> int | None:
+def finish(request: ReplayRequest, error: BaseException, is_first_rank: bool) -> int | None:
     """Open the debugger on an error; other ranks wait until it ends. Return the exit status, None if the error
     determines it."""
     from megarl.launch import exit_status
 
     if isinstance(error, exit_status.ORDERLY_EXITS):
         return None
-    if looks:
-        if order.looks:
-            (order.folder / FAILED).touch()
+    if is_first_rank:
+        if request.pdb:
+            (request.folder / FAILED).touch()
             traceback.print_exception(error)
             pdb.post_mortem(error.__traceback__)
         return None
     for _ in range(SOON):  # if the first rank has ended or fails, too; otherwise the error is this rank's own
-        while (order.folder / FAILED).exists() and not (order.folder / ENDED).exists():
+        while (request.folder / FAILED).exists() and not (request.folder / ENDED).exists():
             time.sleep(0.1)
-        if (order.folder / ENDED).exists():
+        if (request.folder / ENDED).exists():
             return 0
         time.sleep(0.1)
     return None
 
 
-def compare(order: Order) -> None:
+def compare(request: ReplayRequest) -> None:
     """Print how far the step's metrics agree with those of the run."""
-    was, now = figures(order.run, order.step), figures(order.folder, order.step)
+    was, now = figures(request.run, request.step), figures(request.folder, request.step)
     if was is None or now is None:
-        print(f"{order.run} has no figures of step {order.step}, which did not come to its end")
+        print(f"{request.run} has no figures of step {request.step}, which did not come to its end")
         return
     names = [name for name in sorted(was.keys() & now.keys()) if not name.startswith(UNEQUAL)]
-    off = [name for name in names if was[name] != now[name] and not was[name] != was[name] != now[name]]
-    for name in off:
+    differing = [name for name in names if was[name] != now[name] and not was[name] != was[name] != now[name]]
+    for name in differing:
         print(f"{name}: {was[name]!r} in the run, {now[name]!r} now")
-    same = len(names) - len(off)
-    print(f"{same} of {len(names)} figures of step {order.step} are bit for bit those of the run", flush=True)
+    same = len(names) - len(differing)
+    print(f"{same} of {len(names)} figures of step {request.step} are bit for bit those of the run", flush=True)
 
 
 def figures(run: Path, step: int) -> dict[str, Any] | None:
@@ -286,7 +286,7 @@ def figures(run: Path, step: int) -> dict[str, Any] | None:
     return metrics
 
 
-def launch(order: Order, config: Config) -> int:
+def launch(request: ReplayRequest, config: Config) -> int:
     """Run this program as all of its ranks, on this machine."""
     from megarl.launch import launcher
     from megarl.parallel.rendezvous import serve_local_store
@@ -298,10 +298,10 @@ def launch(order: Order, config: Config) -> int:
             "machine: add --alone"
         )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    arguments = [str(order.run), "--step", str(order.step), "--folder", str(order.folder)]
-    arguments += ["--break", order.stop_at] if order.stop_at else []
-    arguments += ["--pdb"] * order.looks + ["--alone"] * order.alone
-    ranks = launcher.Launch((sys.executable, __file__, *arguments, *order.overrides), world, saves_on_sigterm=False)
+    arguments = [str(request.run), "--step", str(request.step), "--folder", str(request.folder)]
+    arguments += ["--break", request.stop_at] if request.stop_at else []
+    arguments += ["--pdb"] * request.pdb + ["--alone"] * request.alone
+    ranks = launcher.Launch((sys.executable, __file__, *arguments, *request.overrides), world, saves_on_sigterm=False)
     with launcher.record_signals(ranks.pending), serve_local_store() as place:
         end, _ = ranks.run(place)
     if end.text:
@@ -318,29 +318,29 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--alone", action="store_true", help="in one process")
     parser.add_argument("--folder", type=Path, help="of a replay that was begun, for its ranks")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    chosen = parser.parse_intermixed_args(arguments)
-    run, step = chosen.run, chosen.step
+    options = parser.parse_intermixed_args(arguments)
+    run, step = options.run, options.step
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is not a run folder: it has no config.yaml")
-    if chosen.folder is None:
+    if options.folder is None:
         check_step(run, step)
-    request = run, step, chosen.stop_at, chosen.pdb, chosen.alone, tuple(chosen.overrides)
-    if chosen.folder is not None:
-        return run_replay(Order(*request, chosen.folder))
+    fields = run, step, options.stop_at, options.pdb, options.alone, tuple(options.overrides)
+    if options.folder is not None:
+        return run_replay(ReplayRequest(*fields, options.folder))
     from megarl.dry_run.validation import validate
 
-    if chosen.stop_at:
-        Debugger().stop_at(chosen.stop_at)
-    order = Order(*request, prepare(run, step))
+    if options.stop_at:
+        Debugger().stop_at(options.stop_at)
+    request = ReplayRequest(*fields, prepare(run, step))
     try:
-        config = config_of(order)
+        config = replay_config(request)
         validate(config, until=step).raise_errors()
-        announce(order)
-        return run_replay(order) if config.parallel.world_size == 1 else launch(order, config)
+        announce(request)
+        return run_replay(request) if config.parallel.world_size == 1 else launch(request, config)
     except ConfigError:
-        shutil.rmtree(order.folder)  # nothing was produced; its checkpoints are links
+        shutil.rmtree(request.folder)  # nothing was produced; its checkpoints are links
         with suppress(OSError):
-            order.folder.parent.rmdir()  # if this was the first replay
+            request.folder.parent.rmdir()  # if this was the first replay
         raise
 
 

@@ -60,15 +60,15 @@ class Run:
     def phases(self) -> dict[str, float]:
         """Return mean seconds per step by phase, longest first; `other` is the time in no phase."""
         names = {name for values in self.metrics.values() for name in values if name.startswith("time/")}
-        _, whole = self.series("time/step")
-        if not whole:
+        _, step_seconds = self.series("time/step")
+        if not step_seconds:
             return {}
         seconds = {}
         for name in names - {"time/step"}:
-            seconds[name.removeprefix("time/")] = sum(self.series(name)[1]) / len(whole)
-        other = statistics.fmean(whole) - sum(seconds.values())
-        if other > 0.01 * statistics.fmean(whole):
-            seconds["other"] = other
+            seconds[name.removeprefix("time/")] = sum(self.series(name)[1]) / len(step_seconds)
+        unaccounted = statistics.fmean(step_seconds) - sum(seconds.values())
+        if unaccounted > 0.01 * statistics.fmean(step_seconds):
+            seconds["other"] = unaccounted
         return dict(sorted(seconds.items(), key=lambda item: (-item[1], item[0])))
 
     def minutes(self) -> float:
@@ -165,9 +165,11 @@ def phase_table(runs: list[Run]) -> Table:
 
 def file_lines(runs: list[Run]) -> list[str]:
     """Return lines, not a table: paths are for copying, and must not be wrapped to fit a column."""
-    files = [(run.path / name, what) for run in runs for name, what in CONTENTS if (run.path / name).exists()]
+    files = [
+        (run.path / name, description) for run in runs for name, description in CONTENTS if (run.path / name).exists()
+    ]
     width = max((len(str(path)) for path, _ in files), default=0)
-    return [f"  {str(path):{width}}  {what}" for path, what in files]
+    return [f"  {str(path):{width}}  {description}" for path, description in files]
 
 
 def plot(runs: list[Run], file: Path) -> None:
@@ -184,8 +186,8 @@ def plot(runs: list[Run], file: Path) -> None:
         left.plot(steps, smooth(rewards), color=colour, label=label)
         for kind, marker, fill in (("greedy", "o", colour), ("sampled", "s", "white")):
             steps, values = run.series(f"eval/reward_{kind}")
-            what = f"held-out, {kind}" if len(runs) == 1 else None
-            left.plot(steps, values, marker, color=colour, markerfacecolor=fill, label=what if values else None)
+            description = f"held-out, {kind}" if len(runs) == 1 else None
+            left.plot(steps, values, marker, color=colour, markerfacecolor=fill, label=description if values else None)
     left.set_xlabel("step")
     left.set_ylabel("mean reward")
     left.set_title(f"Reward (line: mean of {WINDOW} steps)")

@@ -32,7 +32,7 @@ from megarl.config import ConfigError
 from megarl.config.command_line import Parser, check_writable_file, run_cli
 from megarl.observe.clock import DATA, REMOTE, STEP, WAIT, Span
 
-SHOWN = 3
+DEFAULT_STEPS = 3
 _SHORTEST_PAUSE_S = 1.0
 NO_WORK = (WAIT, DATA, REMOTE, STEP)
 MARKS = {WAIT: "·", DATA: ":", "": " "}
@@ -53,7 +53,7 @@ class Run:
     def ranks(self) -> list[int]:
         return sorted({rank for rank, _ in self.spans})
 
-    def whole(self, steps: Sequence[int]) -> tuple[float, float]:
+    def bounds(self, steps: Sequence[int]) -> tuple[float, float]:
         """Return the first begin and the last end of these steps."""
         bounds = list(chain.from_iterable(self.windows[step].values() for step in steps))
         begin = min(begin for begin, _ in bounds)
@@ -75,22 +75,22 @@ def innermost(spans: Iterable[Span]) -> list[Span]:
     """Split the spans of a thread, which nest or are disjoint, so that each moment belongs to the innermost one."""
     pieces: list[Span] = []
     open_: list[Span] = []
-    at = -math.inf
+    position = -math.inf
 
-    def until(time: float) -> None:
-        nonlocal at
-        if open_ and at < time:
-            pieces.append(open_[-1]._replace(begin=at, end=time))
-        at = max(at, time)
+    def advance(time: float) -> None:
+        nonlocal position
+        if open_ and position < time:
+            pieces.append(open_[-1]._replace(begin=position, end=time))
+        position = max(position, time)
 
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
         while open_ and open_[-1].end <= span.begin:
-            until(open_[-1].end)
+            advance(open_[-1].end)
             open_.pop()
-        until(span.begin)
+        advance(span.begin)
         open_.append(span)
     while open_:
-        until(open_[-1].end)
+        advance(open_[-1].end)
         open_.pop()
     return pieces
 
@@ -130,17 +130,17 @@ def load(path: Path) -> Run:
         else:
             begin = -math.inf
         shift = sum(pauses.values())
-        for rank, (whole, *others) in current.items():
-            windows.setdefault(step, {})[rank] = whole.begin - shift, whole.end - shift
-            for span in (whole, *others):
+        for rank, (step_span, *others) in current.items():
+            windows.setdefault(step, {})[rank] = step_span.begin - shift, step_span.end - shift
+            for span in (step_span, *others):
                 if span.end <= begin:  # part of the start after a pause
                     continue
                 moved = span._replace(begin=max(span.begin, begin) - shift, end=span.end - shift)
                 for member in span.ranks or (rank,):
                     spans.setdefault((member, span.thread), []).append(moved)
         ended = max(loaded[0].end for loaded in current.values())
-    order = sorted(spans, key=lambda key: (key[0], key[1] != "main", key[1]))
-    return Run({key: spans[key] for key in order}, windows, pauses)
+    keys = sorted(spans, key=lambda key: (key[0], key[1] != "main", key[1]))
+    return Run({key: spans[key] for key in keys}, windows, pauses)
 
 
 def read_steps(file: Path) -> tuple[dict[int, list[Span]], set[int]]:
@@ -180,16 +180,16 @@ def read_event(line: str) -> dict[str, Any] | None:
         kind, args = event["ph"], event["args"]
         if kind == "M" and isinstance(args, dict):
             return event if isinstance(event["tid"], int) else None
-        whole = all(isinstance(event[name], str) for name in ("name", "cat")) and isinstance(event["tid"], int)
-        right = all(isinstance(event[name], int) and 0 <= event[name] < 2**60 for name in ("ts", "dur"))
+        has_text = all(isinstance(event[name], str) for name in ("name", "cat")) and isinstance(event["tid"], int)
+        has_times = all(isinstance(event[name], int) and 0 <= event[name] < 2**60 for name in ("ts", "dur"))
         members = args.get("ranks", [])
         listed = isinstance(members, list) and all(isinstance(member, int) for member in members)
-        return event if kind == "X" and whole and right and listed else None
+        return event if kind == "X" and has_text and has_times and listed else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def chosen(text: str, run: Run) -> list[int]:
+def parse_steps(text: str, run: Run) -> list[int]:
     """Parse steps such as 3-5, or 4. Raises ConfigError."""
     match = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", text)
     available = f"the timeline has the steps {min(run.windows)} to {max(run.windows)}"
@@ -213,19 +213,19 @@ def busy(run: Run, begin: float, end: float) -> dict[str, dict[int, Intervals]]:
             if span.category not in (STEP, REMOTE):
                 cut = max(begin, span.begin), min(end, span.end)
                 result.setdefault(span.category, {}).setdefault(rank, []).append(cut)
-    merged = {who: {rank: union(times) for rank, times in by_rank.items()} for who, by_rank in result.items()}
+    merged = {category: {rank: union(times) for rank, times in by_rank.items()} for category, by_rank in result.items()}
     for rank in run.ranks:
         covered = at_work(merged, rank)
-        for who in (DATA, WAIT):
-            remaining = without(merged.get(who, {}).get(rank, []), covered)
-            merged.setdefault(who, {})[rank] = remaining
+        for category in (DATA, WAIT):
+            remaining = without(merged.get(category, {}).get(rank, []), covered)
+            merged.setdefault(category, {})[rank] = remaining
             covered = union(covered + remaining)
     return merged
 
 
 def at_work(by_who: Mapping[str, Mapping[int, Intervals]], rank: int | None = None) -> Intervals:
     """Return when any kind of work was going on, on one rank or on any."""
-    works = [by_rank for who, by_rank in by_who.items() if who not in NO_WORK]
+    works = [by_rank for category, by_rank in by_who.items() if category not in NO_WORK]
     return union(
         piece for by_rank in works for other, times in by_rank.items() if rank in (None, other) for piece in times
     )
@@ -233,11 +233,13 @@ def at_work(by_who: Mapping[str, Mapping[int, Intervals]], rank: int | None = No
 
 def shares(run: Run, steps: Sequence[int]) -> dict[int, dict[str, float]]:
     """Return, by rank, the shares of the time spent working, waiting, moving data, and on all else."""
-    begin, end = run.whole(steps)
+    begin, end = run.bounds(steps)
     by_who, length = busy(run, begin, end), end - begin
     result = {}
     for rank in run.ranks:
-        parts = {"work": seconds(at_work(by_who, rank))} | {who: seconds(by_who[who][rank]) for who in (WAIT, DATA)}
+        parts = {"work": seconds(at_work(by_who, rank))} | {
+            category: seconds(by_who[category][rank]) for category in (WAIT, DATA)
+        }
         parts["controller"] = (end - begin) - sum(parts.values())
         result[rank] = {name: value / length for name, value in parts.items()}
     return result
@@ -245,25 +247,25 @@ def shares(run: Run, steps: Sequence[int]) -> dict[int, dict[str, float]]:
 
 def overlaps(run: Run, steps: Sequence[int]) -> dict[tuple[str, str], float]:
     """Return, for each two roles, the seconds in which both worked, on any ranks."""
-    by_who = busy(run, *run.whole(steps))
-    roles = sorted(who for who in by_who if who not in (*NO_WORK, "rank"))
-    when = {who: union(chain.from_iterable(by_who[who].values())) for who in roles}
+    by_who = busy(run, *run.bounds(steps))
+    roles = sorted(category for category in by_who if category not in (*NO_WORK, "rank"))
+    when = {category: union(chain.from_iterable(by_who[category].values())) for category in roles}
     return {(first, other): seconds(common(when[first], when[other])) for first, other in combinations(roles, 2)}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a step. nobody: while no rank worked, which is how much controller and data plane lengthened the step.
+    """Seconds of a step. idle: while no rank worked, which is how much controller and data plane lengthened the step.
     controller, data: on the rank where they are largest."""
 
     length: float
-    nobody: float
+    idle: float
     controller: float
     data: float
 
 
 def cost(run: Run, step: int) -> Cost:
-    begin, end = run.whole([step])
+    begin, end = run.bounds([step])
     by_who = busy(run, begin, end)
     controller, data = 0.0, 0.0
     for rank, window in run.windows[step].items():
@@ -276,7 +278,7 @@ def cost(run: Run, step: int) -> Cost:
 # --- picture ----------------------------------------------------------------------------------------------------------
 
 
-def kind_of(span: Span) -> str:
+def span_kind(span: Span) -> str:
     """Return the kind of a span in the picture: for work, its name without the step; for the rest, its category."""
     if span.category in (STEP, REMOTE):
         return ""
@@ -292,8 +294,8 @@ def row(spans: Iterable[Span], begin: float, end: float, width: int) -> list[str
         if first >= last:
             continue
         for cell in range(int((first - begin) / size), min(width, math.ceil((last - begin) / size))):
-            inside = min(last, begin + (cell + 1) * size) - max(first, begin + cell * size)
-            cells[cell][kind_of(span)] = cells[cell].get(kind_of(span), 0.0) + inside
+            overlap = min(last, begin + (cell + 1) * size) - max(first, begin + cell * size)
+            cells[cell][span_kind(span)] = cells[cell].get(span_kind(span), 0.0) + overlap
     return [max(cell, key=lambda kind: cell[kind]) if cell else "" for cell in cells]
 
 
@@ -307,7 +309,7 @@ def marks(kinds: Iterable[str]) -> dict[str, str]:
 
 
 def picture(run: Run, steps: Sequence[int], width: int) -> list[Text]:
-    begin, end = run.whole(steps)
+    begin, end = run.bounds(steps)
     names = {key: f"rank {key[0]}" if key[1] == "main" else f"  {key[1]}" for key in run.spans}
     margin = 1 + max(map(len, names.values()))
     width = max(10, width - margin - 1)
@@ -317,9 +319,9 @@ def picture(run: Run, steps: Sequence[int], width: int) -> list[Text]:
     colour = {kind: COLOURS[number % len(COLOURS)] for number, kind in enumerate(kinds)}
     head = [" "] * width
     for step in steps:
-        at = int((min(first for first, _ in run.windows[step].values()) - begin) / (end - begin) * width)
-        for place, letter in enumerate(f"|{step}"[: width - at]):
-            head[at + place] = letter
+        position = int((min(first for first, _ in run.windows[step].values()) - begin) / (end - begin) * width)
+        for place, letter in enumerate(f"|{step}"[: width - position]):
+            head[position + place] = letter
     lines = [Text(" " * margin + "".join(head).rstrip())]
     for key, cells in rows.items():
         line = Text(names[key].ljust(margin))
@@ -346,9 +348,10 @@ def tables(run: Run, steps: Sequence[int]) -> list[Table]:
         pairs.add_row(pair, value)
     by_step = Table("step", "seconds", "nobody at work", "data, at most", "controller, at most", box=box.SIMPLE_HEAD)
     for step in steps:
-        of = cost(run, step)
-        parts = [f"{value:.3f} ({value / of.length:.1%})" for value in (of.nobody, of.data, of.controller)]
-        by_step.add_row(str(step), f"{of.length:.2f}", *parts)
+        step_cost = cost(run, step)
+        parts = (step_cost.idle, step_cost.data, step_cost.controller)
+        cells = [f"{value:.3f} ({value / step_cost.length:.1%})" for value in parts]
+        by_step.add_row(str(step), f"{step_cost.length:.2f}", *cells)
     by_step.caption = overhead([cost(run, step) for step in steps])
     return [by_rank, pairs, by_step]
 
@@ -356,13 +359,13 @@ def tables(run: Run, steps: Sequence[int]) -> list[Table]:
 def overhead(costs: Sequence[Cost]) -> str:
     """Describe the overhead of placement and controllers in the median step, and the step time of which it would be
     one percent, since it hardly grows with a step."""
-    nobody, length = statistics.median(of.nobody for of in costs), statistics.median(of.length for of in costs)
-    return f"overhead: {nobody:.3f} s of a step, {nobody / length:.1%}; 1% of one of {100 * nobody:.0f} s"
+    idle, length = statistics.median(cost.idle for cost in costs), statistics.median(cost.length for cost in costs)
+    return f"overhead: {idle:.3f} s of a step, {idle / length:.1%}; 1% of one of {100 * idle:.0f} s"
 
 
 def trace(run: Run, steps: Sequence[int]) -> dict[str, Any]:
     """Return the trace for Perfetto: a process per rank, times from 0 on, in microseconds."""
-    begin, end = run.whole(steps)
+    begin, end = run.bounds(steps)
     events: list[dict[str, Any]] = []
     for number, ((rank, thread), spans) in enumerate(run.spans.items()):
         place = {"pid": rank, "tid": number}
@@ -385,7 +388,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def show(options: argparse.Namespace) -> int:
     run = load(options.run)
-    steps = chosen(options.steps, run) if options.steps else list(run.windows)[-SHOWN:]
+    steps = parse_steps(options.steps, run) if options.steps else list(run.windows)[-DEFAULT_STEPS:]
     check_writable_file(options.out, "--out")
     console = Console(highlight=False)
     for line in picture(run, steps, console.width):

@@ -14,7 +14,7 @@ from megarl.engine.engine_host import HOST_VARIABLE
 from megarl.observe.tracker import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
-DONE = "finished"
+MARKER = "finished"
 """File in a run folder that marks a finished run, with its configuration."""
 
 
@@ -35,10 +35,10 @@ def run(config: str, overrides: Sequence[str], run_dir: Path, host: str | None =
 
     Raises SystemExit with the end of its output if it fails, ConfigError if the folder has another run.
     """
-    done, what = run_dir / DONE, "\n".join([config, *overrides])
-    if done.exists() and done.read_text() != what:
-        raise ConfigError(f"{run_dir} has a run with other settings (see {done}); name another --out, or remove it")
-    if not done.exists():
+    marker, settings = run_dir / MARKER, "\n".join([config, *overrides])
+    if marker.exists() and marker.read_text() != settings:
+        raise ConfigError(f"{run_dir} has a run with other settings (see {marker}); name another --out, or remove it")
+    if not marker.exists():
         if (run_dir / "config.yaml").is_file():
             shutil.rmtree(run_dir)
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (
@@ -50,5 +50,5 @@ def run(config: str, overrides: Sequence[str], run_dir: Path, host: str | None =
         )
         if ended.returncode:
             raise SystemExit(f"{run_dir.name} has failed:\n{ended.stdout[-1500:]}{ended.stderr[-1500:]}")
-        done.write_text(what)
+        marker.write_text(settings)
     return read_metrics(run_dir)

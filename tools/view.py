@@ -39,7 +39,7 @@ SHOWN_STEPS, MOST_ROWS, MOST_SPANS = 3, 64, 20_000
 """Limits of the timeline: the last steps, the first ranks' threads, the longest spans."""
 
 
-def spans_of(path: Path) -> Mapping[str, Any] | None:
+def load_spans(path: Path) -> Mapping[str, Any] | None:
     """Return {steps, rows: [{name, spans: [[kind, name, begin, end], ...]}], begins: [step, seconds], notes}, in
     seconds from the begin of these steps; None if no spans are recorded."""
     if not any(path.glob("timeline/rank_*.json")):
@@ -49,29 +49,29 @@ def spans_of(path: Path) -> Mapping[str, Any] | None:
     except (ConfigError, OSError, ValueError) as error:
         return {"rows": [], "steps": [], "begins": [], "notes": [str(error)]}
     steps = list(run.windows)[-SHOWN_STEPS:]
-    begin, end = run.whole(steps)
+    begin, end = run.bounds(steps)
     rows: list[tuple[str, list[Span]]] = []
     notes = run.notes(steps)
     for (rank, thread), spans in list(run.spans.items())[:MOST_ROWS]:
-        shown = [span for span in timeline.innermost(spans) if timeline.kind_of(span)]
+        visible = [span for span in timeline.innermost(spans) if timeline.span_kind(span)]
         name = f"rank {rank}" if thread == "main" else f"rank {rank}, {thread}"
-        rows.append((name, [span for span in shown if span.begin < end and span.end > begin]))
+        rows.append((name, [span for span in visible if span.begin < end and span.end > begin]))
     if len(run.spans) > MOST_ROWS:
         notes.append(f"{path / 'timeline'} has {len(run.spans)} threads, of which the first {MOST_ROWS} are shown")
     lengths = sorted((span.end - span.begin for _, spans in rows for span in spans), reverse=True)
-    least = lengths[MOST_SPANS] if len(lengths) > MOST_SPANS else -1.0
+    shortest = lengths[MOST_SPANS] if len(lengths) > MOST_SPANS else -1.0
     drawn = [
         {
             "name": name,
             "spans": [
                 [
-                    timeline.kind_of(span),
+                    timeline.span_kind(span),
                     span.name,
                     round(max(span.begin, begin) - begin, 5),
                     round(span.end - begin, 5),
                 ]
                 for span in spans
-                if span.end - span.begin > least
+                if span.end - span.begin > shortest
             ],
         }
         for name, spans in rows
@@ -87,9 +87,9 @@ def is_run(path: Path) -> bool:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("-o", "--out", type=Path, metavar="FILE", help="the page (default RUN/view.html)")
-    what.add_argument(
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("-o", "--out", type=Path, metavar="FILE", help="the page (default RUN/view.html)")
+    mode.add_argument(
         "--serve", type=int_in_range(0, 65535), nargs="?", const=0, metavar="PORT", help="serve it on loopback"
     )
     parser.add_argument(
@@ -114,7 +114,7 @@ def show(options: argparse.Namespace) -> int:
     if file.exists() and not file.is_file():  # the file is replaced, so it must be a regular one
         raise ConfigError(f"--out {file} is not a regular file; name another")
     check_writable_folder(file.with_name(f"{file.stem}_files"), "--out")
-    runs = [load(path, spans_of) for path in options.runs]
+    runs = [load(path, load_spans) for path in options.runs]
     written = write_page(runs, file, options.details)
     for run in runs:
         for note in [*run.notes, *(run.spans or {}).get("notes", ())]:
@@ -128,7 +128,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def serve(options: argparse.Namespace) -> int:
-    with Server(options.runs, options.serve, spans_of) as server:
+    with Server(options.runs, options.serve, load_spans) as server:
         print(f"{server.address}\nends with ctrl-c", flush=True)
         try:
             server.serve_forever()

@@ -91,24 +91,24 @@ def figures(record: Record, step: int, newest: int) -> dict[str, Value]:
     return values
 
 
-def chosen(records: list[Record], step: int, options: argparse.Namespace) -> list[Record]:
+def select_records(records: list[Record], step: int, options: argparse.Namespace) -> list[Record]:
     """Return the rollouts that match `--where`, in the requested order. Raises ConfigError."""
-    fits = parse_condition(options.where) if options.where is not None else None
-    name, _, way = options.sort.partition(":") if options.sort is not None else ("", "", "")
+    matches = parse_condition(options.where) if options.where is not None else None
+    name, _, direction = options.sort.partition(":") if options.sort is not None else ("", "", "")
     if options.sort is not None:
         check_column(name, "--sort")
-        if way not in ("", "up", "down"):
+        if direction not in ("", "up", "down"):
             raise ConfigError(f"--sort {options.sort[:60]}: write {name}, or {name}:down for the highest first")
     selected = list(records)
-    if fits is not None or name:
+    if matches is not None or name:
         newest = max((version for one in records for version, _ in one.rollout.version_spans), default=-1)
         values = {id(one): figures(one, step, newest) for one in records}
-        if fits is not None:
-            selected = [one for one in selected if fits(values[id(one)])]
+        if matches is not None:
+            selected = [one for one in selected if matches(values[id(one)])]
         if name in TEXT_COLUMNS:
-            selected.sort(key=lambda one: str(values[id(one)][name]), reverse=way == "down")
+            selected.sort(key=lambda one: str(values[id(one)][name]), reverse=direction == "down")
         elif name:
-            selected.sort(key=lambda one: _last_if_none(values[id(one)][name], way == "down"))
+            selected.sort(key=lambda one: _last_if_none(values[id(one)][name], direction == "down"))
     if options.worst or options.best:
         selected.sort(key=lambda record: record.rollout.reward, reverse=options.best)
     return selected
@@ -125,7 +125,7 @@ def head_line(record: Record) -> str:
     rollout = record.rollout
     reward = f"reward {rollout.reward:g}"
     if rollout.unscored:
-        reward = f"no reward ({'; '.join(f'{part}: {why}' for part, why in rollout.unscored.items())[:200]})"
+        reward = f"no reward ({'; '.join(f'{part}: {reason}' for part, reason in rollout.unscored.items())[:200]})"
     parts = [f"prompt {rollout.prompt.id}", f"group {rollout.group}"]
     if rollout.episode >= 0:
         parts.append(f"episode {rollout.episode}")
@@ -161,32 +161,32 @@ def turn_label(index: int, turn: Turn) -> str:
 
 
 def print_rollouts(
-    records: list[Record], title: str, decode: Decode, console: Console, words: TokenDecoder | None = None
+    records: list[Record], title: str, decode: Decode, console: Console, decoder: TokenDecoder | None = None
 ) -> None:
     """Print rollouts. words: if given, print a line per token."""
     console.print(title, style="bold", markup=False)
     for record in records:
-        good = record.advantage if record.advantage is not None else record.rollout.reward
+        score = record.advantage if record.advantage is not None else record.rollout.reward
         console.print(Rule(style="bright_black"), soft_wrap=False)
-        console.print(Text(head_line(record), style="green" if good > 0 else "red"))
-        at = 0
+        console.print(Text(head_line(record), style="green" if score > 0 else "red"))
+        position = 0
         for index, turn in enumerate(record.rollout.turns):
             console.print(Text(turn_label(index, turn), style="cyan" if turn.is_action else "bright_black"))
-            if words is not None:
+            if decoder is not None:
                 style = "" if turn.is_action else "dim"
-                for line in token_lines(record, turn, at, words):
+                for line in token_lines(record, turn, position, decoder):
                     console.print(Text(line, style=style))
-                at += len(turn.token_ids)
+                position += len(turn.token_ids)
                 continue
             text = decode(list(turn.token_ids))
             console.print(Text(_printable(text), style="bold" if turn.is_action else "dim"))
 
 
-def token_lines(record: Record, turn: Turn, first: int, words: TokenDecoder) -> list[str]:
+def token_lines(record: Record, turn: Turn, first: int, decoder: TokenDecoder) -> list[str]:
     """Return a line per token of a turn that begins at token `first` of its rollout."""
     ids = turn.token_ids.tolist()
     versions, lines = turn.token_versions, []
-    for place, (token, word) in enumerate(zip(ids, words.decode_each(ids), strict=True)):
+    for place, (token, word) in enumerate(zip(ids, decoder.decode_each(ids), strict=True)):
         text = _printable(word).replace("\n", "\\n")
         source = ""
         if turn.is_action:
@@ -220,10 +220,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
     parser.add_argument("--step", type=int_in_range(), help="which step (default: the last recorded)")
     parser.add_argument("--show", type=int_in_range(0), default=8, help="how many rollouts (default 8; 0 for all)")
-    order = parser.add_mutually_exclusive_group()
-    order.add_argument("--worst", action="store_true", help="lowest reward first")
-    order.add_argument("--best", action="store_true", help="highest reward first")
-    order.add_argument(
+    sorting = parser.add_mutually_exclusive_group()
+    sorting.add_argument("--worst", action="store_true", help="lowest reward first")
+    sorting.add_argument("--best", action="store_true", help="highest reward first")
+    sorting.add_argument(
         "--sort", metavar="COLUMN", help=f"by one of {', '.join(COLUMNS)}; COLUMN:down for highest first"
     )
     parser.add_argument("--where", metavar="CONDITION", help="only those that fit, such as 'reward<0.5 and turns>2'")
@@ -238,7 +238,7 @@ def show(options: argparse.Namespace) -> int:
         raise ConfigError("--tokens is for the terminal; tools/view.py makes a page with tokens")
     step = find_step(options.run, options.step)
     every = read_records(options.run, step)
-    fitting = chosen(every, step, options)
+    fitting = select_records(every, step, options)
     records = fitting[: options.show or None]
     title = f"{options.run}, step {step}: {len(records)} of {len(every)} rollouts"
     if options.where is not None:
@@ -248,8 +248,8 @@ def show(options: argparse.Namespace) -> int:
         options.html.write_text(html_page(records, title, decode), encoding="utf-8")
         print(f"wrote {options.html}: {len(records)} of {len(every)} rollouts of step {step}")
     else:
-        words = TokenDecoder(load_decoder(options.run)) if options.tokens else None
-        print_rollouts(records, title, decode, Console(highlight=False, soft_wrap=True), words)
+        decoder = TokenDecoder(load_decoder(options.run)) if options.tokens else None
+        print_rollouts(records, title, decode, Console(highlight=False, soft_wrap=True), decoder)
     return 0
 
 

@@ -1,6 +1,6 @@
-"""Tries cases, each in a fork of this process: `attempt.py MODULE FOLDER MATERIAL NUMBER..`; prints what came of each.
+"""Run cases, each in a fork: `attempt.py MODULE FOLDER MATERIAL NUMBER..`; prints the results as JSON.
 
-Runs as a fork of `tests/rank_host.py`, which has imported what takes time.
+Runs as a fork of `tests/rank_host.py`, which has done the slow imports.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 LIMIT_S = 60.0
-SUBREAPER = 36  # of prctl(2): orphans of a process's children become its own, and are seen
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2): orphaned grandchildren become children and are detected
 CONFIG = """
 run: {dir: FOLDER/run, num_rollout: 2}
 model: {path: FOLDER/model, dtype: float32}
@@ -35,7 +35,7 @@ track: {progress: false}
 
 
 def contents(folder: Path) -> dict[str, int]:
-    """Every file and folder with its size; not what Python leaves behind when it imports."""
+    """Return the size of every file and folder, without Python's caches."""
     result = {}
     for path in folder.rglob("*"):
         if "__pycache__" not in path.parts:
@@ -55,14 +55,14 @@ def children() -> list[str]:
     return [command for command in result if "resource_tracker" not in command]
 
 
-def attempt(module: str, number: int, folder: Path, material: Path) -> dict[str, object]:
+def run_case(module: str, number: int, folder: Path, material: Path) -> dict[str, object]:
     case = importlib.import_module(module).CASES[number]
     shutil.copytree(material, folder)
     (folder / "config.yaml").write_text(CONFIG.replace("FOLDER", str(folder)))
-    sys.path.insert(0, str(folder))  # for modules that a case writes there
+    sys.path.insert(0, str(folder))  # modules that a case writes
     case.prepare(folder)
     before = contents(folder), sorted(os.listdir(ROOT))
-    value = [text.replace("FOLDER", str(folder)) for text in (*case.command, *case.given)]
+    arguments = [text.replace("FOLDER", str(folder)) for text in (*case.command, *case.overrides)]
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ.update({name: text.replace("FOLDER", str(folder)) for name, text in case.environment.items()})
@@ -70,28 +70,28 @@ def attempt(module: str, number: int, folder: Path, material: Path) -> dict[str,
     out, err, code = io.StringIO(), io.StringIO(), None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            if value[0] == "megarl.train":
+            if arguments[0] == "megarl.train":
                 from megarl.train import main
 
-                code = main([str(folder / "config.yaml"), *value[1:]])
-            elif value[0] == "bash":
-                done = subprocess.run(value, capture_output=True, text=True)
-                out.write(done.stdout)
-                err.write(done.stderr)
-                code = done.returncode
-            elif value[0] == "-m":
-                sys.argv = value[1:]
-                runpy.run_module(value[1], run_name="__main__")
+                code = main([str(folder / "config.yaml"), *arguments[1:]])
+            elif arguments[0] == "bash":
+                process = subprocess.run(arguments, capture_output=True, text=True)
+                out.write(process.stdout)
+                err.write(process.stderr)
+                code = process.returncode
+            elif arguments[0] == "-m":
+                sys.argv = arguments[1:]
+                runpy.run_module(arguments[1], run_name="__main__")
                 code = 0
             else:
-                sys.argv = value
-                sys.path.insert(0, str((ROOT / value[0]).parent))  # as the interpreter does
-                runpy.run_path(str(ROOT / value[0]), run_name="__main__")
+                sys.argv = arguments
+                sys.path.insert(0, str((ROOT / arguments[0]).parent))  # as the interpreter does
+                runpy.run_path(str(ROOT / arguments[0]), run_name="__main__")
                 code = 0
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-            if isinstance(leaving.code, str):
-                print(leaving.code, file=sys.stderr)
+        except SystemExit as exit_error:
+            code = exit_error.code if isinstance(exit_error.code, int) else int(exit_error.code is not None)
+            if isinstance(exit_error.code, str):
+                print(exit_error.code, file=sys.stderr)
         except BaseException:  # noqa: B036  as the interpreter would show it
             traceback.print_exc()
             code = 1
@@ -106,18 +106,18 @@ def attempt(module: str, number: int, folder: Path, material: Path) -> dict[str,
     }
 
 
-def forked(module: str, number: int, folder: Path, material: Path) -> dict[str, object]:
-    """What `attempt` gives in a process of its own, or what became of that."""
+def run_forked(module: str, number: int, folder: Path, material: Path) -> dict[str, object]:
+    """Run `run_case` in a fork; return its result, or why there is none."""
     readable, writable = os.pipe()
     if not (pid := os.fork()):
         os.setpgid(0, 0)
         ctypes.CDLL(None).prctl(SUBREAPER, 1)
         try:
-            answer = attempt(module, number, folder, material)
-        except BaseException:  # noqa: B036  the case itself is wrong
-            answer = {"broken": traceback.format_exc()}
+            result = run_case(module, number, folder, material)
+        except BaseException:  # noqa: B036  an error of the case itself
+            result = {"broken": traceback.format_exc()}
         with os.fdopen(writable, "w") as pipe:
-            pipe.write(json.dumps(answer) + "\n")
+            pipe.write(json.dumps(result) + "\n")
         os._exit(0)
     os.close(writable)
     with os.fdopen(readable) as pipe:
@@ -134,5 +134,5 @@ if __name__ == "__main__":
     import megarl.train  # noqa: F401
 
     module, folder, material, *numbers = sys.argv[1:]
-    results = {number: forked(module, int(number), Path(folder) / number, Path(material)) for number in numbers}
+    results = {number: run_forked(module, int(number), Path(folder) / number, Path(material)) for number in numbers}
     print("RESULT", json.dumps(results))

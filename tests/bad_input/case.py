@@ -1,7 +1,7 @@
-"""A mistake that a user can make, and what must come of it: one line, exit code 2, nothing written, nothing running.
+"""A user mistake and its required outcome: one error line, exit code 2, nothing written, no process left.
 
-The modules beside this one are tables of such cases, one for each area; `test_bad_input.py` tries them all. A new one
-is a line in the table of its area, or a module with a list CASES.
+The modules beside this one are tables of cases, one per area; `test_bad_input.py` runs them all. Add a case as a
+line in the table of its area, or add a module with a list CASES.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from pathlib import Path
 PROGRAM = "megarl.train"
 
 
-def nothing(folder: Path) -> None:
-    """What most cases have to prepare."""
+def no_changes(folder: Path) -> None:
+    """The default preparation: leave the folder as it is."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """In `given`, `command` and `says`, FOLDER stands for the case's own copy of the material: model/, train.jsonl,
+    """FOLDER in `overrides`, `command` and `expected` is the case's copy of the material: model/, train.jsonl,
     eval.jsonl, sft.jsonl, config.yaml. Modules in it can be imported."""
 
     name: str
-    says: tuple[str, ...]
-    """Parts of the one line: what is wrong, by its name, and the remedy."""
-    given: tuple[str, ...] = ()
+    expected: tuple[str, ...]
+    """Parts of the error line: what is wrong, by name, and the remedy."""
+    overrides: tuple[str, ...] = ()
     """Overrides of the configuration."""
-    prepare: Callable[[Path], None] = nothing
-    """Spoils the copy."""
+    prepare: Callable[[Path], None] = no_changes
+    """Changes the copy before the run."""
     command: tuple[str, ...] = (PROGRAM,)
-    """PROGRAM, which is given the configuration and `given`; or a tool's file with its whole command line, or `-m` and
-    a module, or `bash` and a script."""
+    """PROGRAM, which gets the configuration and `overrides`; or a tool's file with its command line, or `-m` and a
+    module, or `bash` and a script."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables besides those of this process."""
+    """Additional environment variables."""

@@ -1,4 +1,4 @@
-"""Every program under tools/: numbers that no one means, folders that are no runs, paths that cannot be written."""
+"""Programs under tools/: invalid numbers, folders that are not runs, unwritable paths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from case import Case, nothing
+from case import Case, no_changes
 
 from megarl.observe.rollout_log import part_file, write_part
 from megarl.types import Prompt, Rollout, Turn
@@ -19,8 +19,8 @@ METRICS = b'{"step": 1, "time": 0.0, "time/step": 2.0, "rollout/reward_mean": 0.
 PROBLEM = {"question": "1+1?", "answer": "It is #### 2"}
 
 
-def run(metrics: bytes = METRICS, rollouts: bytes | None = None, config: bytes = b"algorithm: grpo\n") -> Prepare:
-    """A run's folder, FOLDER/r, with a rollout of step 1, or a file of this instead."""
+def write_run(metrics: bytes = METRICS, rollouts: bytes | None = None, config: bytes = b"algorithm: grpo\n") -> Prepare:
+    """Write a run folder FOLDER/r with rollouts of step 1, or with `rollouts` as its file."""
 
     def prepare(folder: Path) -> None:
         file = part_file(folder / "r", 1, 0)
@@ -35,11 +35,11 @@ def run(metrics: bytes = METRICS, rollouts: bytes | None = None, config: bytes =
     return prepare
 
 
-def recorded(**changes: Any) -> Prepare:
-    """Two rollouts, the second of which differs in these columns; None takes a column away."""
+def with_columns(**changes: Any) -> Prepare:
+    """Write two rollouts, the second with changed columns; None drops a column."""
 
     def prepare(folder: Path) -> None:
-        run()(folder)
+        write_run()(folder)
         file = part_file(folder / "r", 1, 0)
         table = pq.read_table(file, partitioning=None)
         for name, value in changes.items():
@@ -53,23 +53,23 @@ def recorded(**changes: Any) -> Prepare:
 
 
 def replayable(folder: Path) -> None:
-    """One with the model that is here."""
+    """Write a run that can be replayed with the model of the material."""
     config: dict[str, Any] = {
         "model": {"path": f"{folder}/model"},
         "reward": {"functions": ["megarl.rewards.arithmetic:arithmetic"]},
     }
     config |= {"data": {"train": f"{folder}/train.jsonl", "prompts_per_step": 1}, "algorithm": "grpo"}
     config["rollout"] = {"samples_per_prompt": 2, "max_context": 64, "max_new_tokens": 8}
-    run(config=json.dumps(config).encode())(folder)
+    write_run(config=json.dumps(config).encode())(folder)
 
 
 def empty_step(folder: Path) -> None:
-    run()(folder)
+    write_run()(folder)
     part_file(folder / "r", 1, 0).unlink()
 
 
-def texts(train: bytes | dict[str, Any] = b"", test: dict[str, Any] | None = PROBLEM) -> Prepare:
-    """A folder of GSM8K, FOLDER/g."""
+def write_gsm8k(train: bytes | dict[str, Any] = b"", test: dict[str, Any] | None = PROBLEM) -> Prepare:
+    """Write a GSM8K folder FOLDER/g."""
 
     def prepare(folder: Path) -> None:
         (folder / "g").mkdir()
@@ -81,8 +81,8 @@ def texts(train: bytes | dict[str, Any] = b"", test: dict[str, Any] | None = PRO
 
 
 def tool(program: str) -> Callable[..., Case]:
-    def case(name: str, says: tuple[str, ...], *arguments: str, prepare: Prepare = nothing) -> Case:
-        return Case(f"{program}: {name}", says, prepare=prepare, command=(f"tools/{program}.py", *arguments))
+    def case(name: str, expected: tuple[str, ...], *arguments: str, prepare: Prepare = no_changes) -> Case:
+        return Case(f"{program}: {name}", expected, prepare=prepare, command=(f"tools/{program}.py", *arguments))
 
     return case
 
@@ -90,29 +90,51 @@ def tool(program: str) -> Callable[..., Case]:
 report = tool("report")
 REPORT = [
     report("nothing given", ("RUN_DIR", "required")),
-    report("an unknown option", ("unrecognized arguments: --nonsense",), "FOLDER/r", "--nonsense", prepare=run()),
+    report("an unknown option", ("unrecognized arguments: --nonsense",), "FOLDER/r", "--nonsense", prepare=write_run()),
     report("no folder", ("no run folder FOLDER/none",), "FOLDER/none"),
     report("a file", ("no run folder",), "FOLDER/config.yaml"),
     report("no run", ("has no metrics yet", "is it a run folder?"), "FOLDER/model"),
-    report("one of two is no run", ("FOLDER/model has no metrics",), "FOLDER/r", "FOLDER/model", prepare=run()),
-    report("empty metrics", ("has no metrics yet",), "FOLDER/r", prepare=run(b"")),
-    report("binary metrics", ("metrics.jsonl is no file of metrics",), "FOLDER/r", prepare=run(bytes(range(256)))),
-    report("metrics of zeros", ("no metrics",), "FOLDER/r", prepare=run(bytes(1000))),
-    report("metrics cut off", ("has no metrics yet",), "FOLDER/r", prepare=run(METRICS[:20])),
-    report("nested metrics", ("is no file of metrics",), "FOLDER/r", prepare=run(b"[" * 100000)),
-    report("metrics without steps", ("has no metrics yet",), "FOLDER/r", prepare=run(b'{"loss": 1.0}\n')),
-    report("another program's", ("none of a run's metrics",), "FOLDER/r", prepare=run(b'{"step": 1, "loss": 1.0}\n')),
+    report("one of two is no run", ("FOLDER/model has no metrics",), "FOLDER/r", "FOLDER/model", prepare=write_run()),
+    report("empty metrics", ("has no metrics yet",), "FOLDER/r", prepare=write_run(b"")),
     report(
-        "metrics that are text", ("none of a run's",), "FOLDER/r", prepare=run(b'{"step": 1, "time/step": "2 s"}\n')
+        "binary metrics", ("metrics.jsonl is no file of metrics",), "FOLDER/r", prepare=write_run(bytes(range(256)))
+    ),
+    report("metrics of zeros", ("no metrics",), "FOLDER/r", prepare=write_run(bytes(1000))),
+    report("metrics cut off", ("has no metrics yet",), "FOLDER/r", prepare=write_run(METRICS[:20])),
+    report("nested metrics", ("is no file of metrics",), "FOLDER/r", prepare=write_run(b"[" * 100000)),
+    report("metrics without steps", ("has no metrics yet",), "FOLDER/r", prepare=write_run(b'{"loss": 1.0}\n')),
+    report(
+        "another program's", ("none of a run's metrics",), "FOLDER/r", prepare=write_run(b'{"step": 1, "loss": 1.0}\n')
     ),
     report(
-        "steps beyond number", ("no metrics",), "FOLDER/r", prepare=run(b'{"step": 1%s, "time/step": 1}' % (b"0" * 400))
+        "metrics that are text",
+        ("none of a run's",),
+        "FOLDER/r",
+        prepare=write_run(b'{"step": 1, "time/step": "2 s"}\n'),
     ),
-    report("a damaged configuration", ("config.yaml is damaged",), "FOLDER/r", prepare=run(config=b"a: [")),
-    report("a binary configuration", ("config.yaml is damaged",), "FOLDER/r", prepare=run(config=b"\xff\xfe\0")),
-    report("a plot into nowhere", ("--plot", "create it first"), "FOLDER/r", "--plot", "FOLDER/x/a.png", prepare=run()),
     report(
-        "a plot below a file", ("--plot", "no folder"), "FOLDER/r", "--plot", "FOLDER/config.yaml/a.png", prepare=run()
+        "steps beyond number",
+        ("no metrics",),
+        "FOLDER/r",
+        prepare=write_run(b'{"step": 1%s, "time/step": 1}' % (b"0" * 400)),
+    ),
+    report("a damaged configuration", ("config.yaml is damaged",), "FOLDER/r", prepare=write_run(config=b"a: [")),
+    report("a binary configuration", ("config.yaml is damaged",), "FOLDER/r", prepare=write_run(config=b"\xff\xfe\0")),
+    report(
+        "a plot into nowhere",
+        ("--plot", "create it first"),
+        "FOLDER/r",
+        "--plot",
+        "FOLDER/x/a.png",
+        prepare=write_run(),
+    ),
+    report(
+        "a plot below a file",
+        ("--plot", "no folder"),
+        "FOLDER/r",
+        "--plot",
+        "FOLDER/config.yaml/a.png",
+        prepare=write_run(),
     ),
     report(
         "a plot where nothing can be",
@@ -120,10 +142,12 @@ REPORT = [
         "FOLDER/r",
         "--plot",
         "/proc/a.png",
-        prepare=run(),
+        prepare=write_run(),
     ),
-    report("a plot over a folder", ("--plot", "suffix"), "FOLDER/r", "--plot", "FOLDER/model", prepare=run()),
-    report("a plot of no kind", ("--plot", "png", "'docx'"), "FOLDER/r", "--plot", "FOLDER/a.docx", prepare=run()),
+    report("a plot over a folder", ("--plot", "suffix"), "FOLDER/r", "--plot", "FOLDER/model", prepare=write_run()),
+    report(
+        "a plot of no kind", ("--plot", "png", "'docx'"), "FOLDER/r", "--plot", "FOLDER/a.docx", prepare=write_run()
+    ),
 ]
 
 view = tool("view_rollouts")
@@ -132,28 +156,40 @@ VIEW = [
     view("no folder", ("no run folder FOLDER/none",), "FOLDER/none"),
     view("a file", ("no run folder",), "FOLDER/train.jsonl"),
     view("no run", ("has no recorded rollouts", "track.save_rollouts"), "FOLDER/model"),
-    view("a negative number", ("--show", "from 0", "-3"), "FOLDER/r", "--show", "-3", prepare=run()),
-    view("half a rollout", ("--show", "whole number"), "FOLDER/r", "--show", "1.5", prepare=run()),
-    view("a number beyond number", ("--show", "whole number"), "FOLDER/r", "--show", "9" * 5000, prepare=run()),
-    view("step 0", ("--step", "from 1"), "FOLDER/r", "--step", "0", prepare=run()),
-    view("a step that is text", ("--step", "whole number"), "FOLDER/r", "--step", "last", prepare=run()),
-    view("another step", ("no rollouts of step 9", "1 to 1"), "FOLDER/r", "--step", "9", prepare=run()),
-    view("worst and best", ("--best", "not allowed with"), "FOLDER/r", "--worst", "--best", prepare=run()),
-    view("a page into nowhere", ("--html", "create it first"), "FOLDER/r", "--html", "FOLDER/x/a.html", prepare=run()),
-    view("a page over a folder", ("--html", "is a folder"), "FOLDER/r", "--html", "FOLDER/model", prepare=run()),
+    view("a negative number", ("--show", "from 0", "-3"), "FOLDER/r", "--show", "-3", prepare=write_run()),
+    view("half a rollout", ("--show", "whole number"), "FOLDER/r", "--show", "1.5", prepare=write_run()),
+    view("a number beyond number", ("--show", "whole number"), "FOLDER/r", "--show", "9" * 5000, prepare=write_run()),
+    view("step 0", ("--step", "from 1"), "FOLDER/r", "--step", "0", prepare=write_run()),
+    view("a step that is text", ("--step", "whole number"), "FOLDER/r", "--step", "last", prepare=write_run()),
+    view("another step", ("no rollouts of step 9", "1 to 1"), "FOLDER/r", "--step", "9", prepare=write_run()),
+    view("worst and best", ("--best", "not allowed with"), "FOLDER/r", "--worst", "--best", prepare=write_run()),
     view(
-        "a page where nothing can be", ("--html", "cannot be written"), "FOLDER/r", "--html", "/proc/a", prepare=run()
+        "a page into nowhere",
+        ("--html", "create it first"),
+        "FOLDER/r",
+        "--html",
+        "FOLDER/x/a.html",
+        prepare=write_run(),
     ),
-    view("a page on a full disk", ("No space left",), "FOLDER/r", "--html", "/dev/full", prepare=run()),
+    view("a page over a folder", ("--html", "is a folder"), "FOLDER/r", "--html", "FOLDER/model", prepare=write_run()),
+    view(
+        "a page where nothing can be",
+        ("--html", "cannot be written"),
+        "FOLDER/r",
+        "--html",
+        "/proc/a",
+        prepare=write_run(),
+    ),
+    view("a page on a full disk", ("No space left",), "FOLDER/r", "--html", "/dev/full", prepare=write_run()),
     view("no rollouts", ("has no rollouts of step 1", "rank_*.parquet"), "FOLDER/r", prepare=empty_step),
-    view("binary", ("parquet is not a file of",), "FOLDER/r", prepare=run(rollouts=bytes(range(256)))),
-    view("empty", ("parquet is not a file of",), "FOLDER/r", prepare=run(rollouts=b"")),
-    view("lines of JSON", ("parquet is not a file of",), "FOLDER/r", prepare=run(rollouts=b'{"text": "x"}\n')),
-    view("no turns", ("has no column 'turn_lengths'",), "FOLDER/r", prepare=recorded(turn_lengths=None)),
-    view("no id", ("has no column 'id'",), "FOLDER/r", prepare=recorded(id=None)),
+    view("binary", ("parquet is not a file of",), "FOLDER/r", prepare=write_run(rollouts=bytes(range(256)))),
+    view("empty", ("parquet is not a file of",), "FOLDER/r", prepare=write_run(rollouts=b"")),
+    view("lines of JSON", ("parquet is not a file of",), "FOLDER/r", prepare=write_run(rollouts=b'{"text": "x"}\n')),
+    view("no turns", ("has no column 'turn_lengths'",), "FOLDER/r", prepare=with_columns(turn_lengths=None)),
+    view("no id", ("has no column 'id'",), "FOLDER/r", prepare=with_columns(id=None)),
     *(
-        view(name, ("parquet, row 1, is not a recorded rollout", says), "FOLDER/r", prepare=recorded(**changes))
-        for name, says, changes in (
+        view(name, ("parquet, row 1, is not a recorded rollout", expected), "FOLDER/r", prepare=with_columns(**changes))
+        for name, expected, changes in (
             ("a turn of more tokens", "turns of 2 tokens with 1 token ids", {"turn_lengths": [2]}),
             ("more turns in one column", "disagree on the number", {"turn_lengths": [1, 0]}),
             ("negative ids", "a token id is negative", {"token_ids": [-1]}),
@@ -175,18 +211,21 @@ MISMATCH = [
     mismatch("nothing given", ("RUN_DIR", "required")),
     mismatch("no folder", ("no run folder FOLDER/none",), "FOLDER/none"),
     mismatch("no run", ("has no recorded rollouts", "track.save_rollouts"), "FOLDER/model"),
-    mismatch("a step that is text", ("--step", "whole number"), "FOLDER/r", "--step", "last", prepare=run()),
-    mismatch("another step", ("no rollouts of step 9", "1 to 1"), "FOLDER/r", "--step", "9", prepare=run()),
-    mismatch("fewer than none", ("--worst", "from 0"), "FOLDER/r", "--worst", "-1", prepare=run()),
+    mismatch("a step that is text", ("--step", "whole number"), "FOLDER/r", "--step", "last", prepare=write_run()),
+    mismatch("another step", ("no rollouts of step 9", "1 to 1"), "FOLDER/r", "--step", "9", prepare=write_run()),
+    mismatch("fewer than none", ("--worst", "from 0"), "FOLDER/r", "--worst", "-1", prepare=write_run()),
     mismatch(
-        "a trainer that has not looked", ("no log-probs", "rollout.verify_weights_every=1"), "FOLDER/r", prepare=run()
+        "a trainer that has not looked",
+        ("no log-probs", "rollout.verify_weights_every=1"),
+        "FOLDER/r",
+        prepare=write_run(),
     ),
-    mismatch("binary", ("parquet is not a file of",), "FOLDER/r", prepare=run(rollouts=bytes(range(256)))),
+    mismatch("binary", ("parquet is not a file of",), "FOLDER/r", prepare=write_run(rollouts=bytes(range(256)))),
     mismatch(
         "log-probs of other tokens",
         ("parquet, row 1, is not a recorded rollout", "2 trainer_logprobs for a rollout of 1 tokens"),
         "FOLDER/r",
-        prepare=recorded(trainer_logprobs=[0.5, 0.5]),
+        prepare=with_columns(trainer_logprobs=[0.5, 0.5]),
     ),
 ]
 
@@ -194,7 +233,7 @@ memory, QWEN = tool("plan_memory"), ("--model", "qwen3-30b-a3b")
 MEMORY = [
     memory("nothing given", ("--model", "required")),
     memory("an unknown model", ("--model gpt-5", "qwen3-30b-a3b"), "--model", "gpt-5", "--gpus", "8"),
-    memory("a folder without a model", ("config.json",), "--model", "FOLDER/r", "--gpus", "8", prepare=run()),
+    memory("a folder without a model", ("config.json",), "--model", "FOLDER/r", "--gpus", "8", prepare=write_run()),
     memory("neither layout nor GPUs", ("--gpus",), *QWEN),
     memory("negative GPUs", ("--gpus", "-8"), *QWEN, "--gpus", "-8"),
     memory("half a GPU", ("--gpus", "whole number"), *QWEN, "--gpus", "0.5"),
@@ -231,25 +270,25 @@ MEMORY = [
 ]
 
 reshard = tool("plan_reshard")
-WAY = (*QWEN, "--train", "world=8,tp=2,ep=4", "--engine", "tp=4,ep=4")
+LAYOUTS = (*QWEN, "--train", "world=8,tp=2,ep=4", "--engine", "tp=4,ep=4")
 RESHARD = [
     reshard("nothing given", ("--model", "--train", "--engine", "required")),
-    reshard("an unknown model", ("--model gpt-5", "qwen3-30b-a3b"), *WAY, "--model", "gpt-5"),
-    reshard("no world", ("--train needs world",), *WAY, "--train", "tp=8"),
-    reshard("no size of an engine", ("--engine needs tp",), *WAY, "--engine", "ep=8"),
-    reshard("an engine larger than the job", ("8",), *WAY, "--engine", "tp=16"),
-    reshard("a size in words", ("--engine tp", "'x'"), *WAY, "--engine", "tp=x"),
-    reshard("a negative size", ("--train tp", "'-2'"), *WAY, "--train", "world=8,tp=-2"),
-    reshard("a size beyond number", ("--train tp",), *WAY, "--train", "world=8,tp=1" + "0" * 30),
-    reshard("a layout that does not divide", ("3",), *WAY, "--train", "world=8,tp=3"),
-    reshard("experts that do not divide", ("ep", "128"), *WAY, "--train", "world=6,ep=3", "--engine", "tp=2,ep=2"),
-    reshard("more stages than layers", ("stages",), *WAY, "--train", "world=64,pp=64"),
-    reshard("layers in words", ("--pp-layers", "4,4,3"), *WAY, "--pp-layers", "a,b"),
-    reshard("layers of other stages", ("[4, 4]",), *WAY, "--pp-layers", "4,4"),
-    reshard("a page into nowhere", ("--html", "create it first"), *WAY, "--html", "FOLDER/x/a.html"),
-    reshard("a page over a folder", ("--html", "is a folder"), *WAY, "--html", "FOLDER/model"),
+    reshard("an unknown model", ("--model gpt-5", "qwen3-30b-a3b"), *LAYOUTS, "--model", "gpt-5"),
+    reshard("no world", ("--train needs world",), *LAYOUTS, "--train", "tp=8"),
+    reshard("no size of an engine", ("--engine needs tp",), *LAYOUTS, "--engine", "ep=8"),
+    reshard("an engine larger than the job", ("8",), *LAYOUTS, "--engine", "tp=16"),
+    reshard("a size in words", ("--engine tp", "'x'"), *LAYOUTS, "--engine", "tp=x"),
+    reshard("a negative size", ("--train tp", "'-2'"), *LAYOUTS, "--train", "world=8,tp=-2"),
+    reshard("a size beyond number", ("--train tp",), *LAYOUTS, "--train", "world=8,tp=1" + "0" * 30),
+    reshard("a layout that does not divide", ("3",), *LAYOUTS, "--train", "world=8,tp=3"),
+    reshard("experts that do not divide", ("ep", "128"), *LAYOUTS, "--train", "world=6,ep=3", "--engine", "tp=2,ep=2"),
+    reshard("more stages than layers", ("stages",), *LAYOUTS, "--train", "world=64,pp=64"),
+    reshard("layers in words", ("--pp-layers", "4,4,3"), *LAYOUTS, "--pp-layers", "a,b"),
+    reshard("layers of other stages", ("[4, 4]",), *LAYOUTS, "--pp-layers", "4,4"),
+    reshard("a page into nowhere", ("--html", "create it first"), *LAYOUTS, "--html", "FOLDER/x/a.html"),
+    reshard("a page over a folder", ("--html", "is a folder"), *LAYOUTS, "--html", "FOLDER/model"),
     *(
-        reshard(f"{option} {value}", (option,), *WAY, option, value)
+        reshard(f"{option} {value}", (option,), *LAYOUTS, option, value)
         for option, values in {
             "--gpus-per-node": ("0", "-8", "nan"),
             "--bucket-mb": ("0", "-1", "9" * 30),
@@ -262,15 +301,15 @@ RESHARD = [
     ),
 ]
 
-prepared = tool("prepare_data")
+prepare_data = tool("prepare_data")
 
 
-def gsm8k(name: str, says: tuple[str, ...], *arguments: str, prepare: Prepare = nothing) -> Case:
-    return prepared(f"gsm8k, {name}", says, "gsm8k", *arguments, prepare=prepare)
+def gsm8k(name: str, expected: tuple[str, ...], *arguments: str, prepare: Prepare = no_changes) -> Case:
+    return prepare_data(f"gsm8k, {name}", expected, "gsm8k", *arguments, prepare=prepare)
 
 
-def eval_file(row: dict[str, Any] | bytes) -> Prepare:
-    """FOLDER/rows.jsonl, of this row."""
+def write_row(row: dict[str, Any] | bytes) -> Prepare:
+    """Write FOLDER/rows.jsonl with this row."""
 
     def prepare(folder: Path) -> None:
         (folder / "rows.jsonl").write_bytes(row if isinstance(row, bytes) else json.dumps(row).encode())
@@ -280,12 +319,12 @@ def eval_file(row: dict[str, Any] | bytes) -> Prepare:
 
 HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f(x):\n", "entry_point": "f", "test": "def check(c):\n    pass"}
 GSM8K = [
-    prepared("nothing given", ("NAME", "SOURCE", "OUT", "required")),
-    prepared("an unknown data set", ("'mbpp'", "gsm8k", "humaneval"), "mbpp", "FOLDER/g", "FOLDER/out"),
-    prepared("no file", ("there is no file FOLDER/none",), "aime", "FOLDER/none", "FOLDER/out"),
+    prepare_data("nothing given", ("NAME", "SOURCE", "OUT", "required")),
+    prepare_data("an unknown data set", ("'mbpp'", "gsm8k", "humaneval"), "mbpp", "FOLDER/g", "FOLDER/out"),
+    prepare_data("no file", ("there is no file FOLDER/none",), "aime", "FOLDER/none", "FOLDER/out"),
     *(
-        prepared(name, says, kind, "FOLDER/rows.jsonl", "FOLDER/out", prepare=eval_file(row))
-        for name, says, kind, row in (
+        prepare_data(name, expected, kind, "FOLDER/rows.jsonl", "FOLDER/out", prepare=write_row(row))
+        for name, expected, kind, row in (
             ("empty", ("rows.jsonl holds no problems",), "math500", b""),
             ("a broken line", ("rows.jsonl:1: not JSON",), "math500", b'{"problem": '),
             ("no ground truth", ("rows.jsonl:1", "no ground truth"), "math500", {"problem": "1+1?"}),
@@ -297,37 +336,47 @@ GSM8K = [
         )
     ),
     gsm8k("nothing given", ("SOURCE", "OUT", "required")),
-    gsm8k("no target", ("OUT", "required"), "FOLDER/g", prepare=texts(PROBLEM)),
+    gsm8k("no target", ("OUT", "required"), "FOLDER/g", prepare=write_gsm8k(PROBLEM)),
     gsm8k("no source", ("no folder FOLDER/none",), "FOLDER/none", "FOLDER/out"),
     gsm8k("a source that is a file", ("no folder",), "FOLDER/train.jsonl", "FOLDER/out"),
     gsm8k("other files", ("must have one of train.jsonl",), "FOLDER/model", "FOLDER/out"),
-    gsm8k("no test", ("must have one of test.jsonl",), "FOLDER/g", "FOLDER/out", prepare=texts(PROBLEM, None)),
-    gsm8k("empty", ("train.jsonl holds no problems",), "FOLDER/g", "FOLDER/out", prepare=texts()),
-    gsm8k("not JSON", ("train.jsonl:1: not JSON",), "FOLDER/g", "FOLDER/out", prepare=texts(b"{")),
-    gsm8k("latin-1", ("train.jsonl:1: not UTF-8",), "FOLDER/g", "FOLDER/out", prepare=texts(b'{"question": "\xe9"}')),
-    gsm8k("lists", ("train.jsonl:1: a list",), "FOLDER/g", "FOLDER/out", prepare=texts(b"[]")),
-    gsm8k("another data set", ("no text 'question'",), "FOLDER/g", "FOLDER/out", prepare=texts({"text": "x"})),
+    gsm8k("no test", ("must have one of test.jsonl",), "FOLDER/g", "FOLDER/out", prepare=write_gsm8k(PROBLEM, None)),
+    gsm8k("empty", ("train.jsonl holds no problems",), "FOLDER/g", "FOLDER/out", prepare=write_gsm8k()),
+    gsm8k("not JSON", ("train.jsonl:1: not JSON",), "FOLDER/g", "FOLDER/out", prepare=write_gsm8k(b"{")),
     gsm8k(
-        "an answer that is a number", ("'answer'",), "FOLDER/g", "FOLDER/out", prepare=texts(PROBLEM | {"answer": 2})
+        "latin-1", ("train.jsonl:1: not UTF-8",), "FOLDER/g", "FOLDER/out", prepare=write_gsm8k(b'{"question": "\xe9"}')
+    ),
+    gsm8k("lists", ("train.jsonl:1: a list",), "FOLDER/g", "FOLDER/out", prepare=write_gsm8k(b"[]")),
+    gsm8k("another data set", ("no text 'question'",), "FOLDER/g", "FOLDER/out", prepare=write_gsm8k({"text": "x"})),
+    gsm8k(
+        "an answer that is a number",
+        ("'answer'",),
+        "FOLDER/g",
+        "FOLDER/out",
+        prepare=write_gsm8k(PROBLEM | {"answer": 2}),
     ),
     gsm8k(
         "an answer without a result",
         ("'#### <result>'",),
         "FOLDER/g",
         "FOLDER/out",
-        prepare=texts(PROBLEM | {"answer": "2"}),
+        prepare=write_gsm8k(PROBLEM | {"answer": "2"}),
     ),
     gsm8k(
         "a target that is a file",
         ("OUT FOLDER/config.yaml is not a folder",),
         "FOLDER/g",
         "FOLDER/config.yaml",
-        prepare=texts(PROBLEM),
+        prepare=write_gsm8k(PROBLEM),
     ),
     gsm8k(
-        "a target below a file", ("OUT", "is not a folder"), "FOLDER/g", "FOLDER/config.yaml/x", prepare=texts(PROBLEM)
+        "a target below a file",
+        ("OUT", "is not a folder"),
+        "FOLDER/g",
+        "FOLDER/config.yaml/x",
+        prepare=write_gsm8k(PROBLEM),
     ),
-    gsm8k("a target where nothing can be", ("/proc",), "FOLDER/g", "/proc/out", prepare=texts(PROBLEM)),
+    gsm8k("a target where nothing can be", ("/proc",), "FOLDER/g", "/proc/out", prepare=write_gsm8k(PROBLEM)),
 ]
 
 quickstart = tool("make_quickstart")
@@ -367,12 +416,12 @@ BENCHES = [
     ),
     step("no texts", ("no data file FOLDER/none.jsonl",), "--texts", "FOLDER/none.jsonl"),
     step("texts of another column", ("train.jsonl:1 has no text 'answer'", "--key"), "--texts", "FOLDER/train.jsonl"),
-    step("texts that are no JSON", ("not JSON",), "--texts", "FOLDER/g/train.jsonl", prepare=texts(b"{")),
-    step("texts without one", ("holds no texts",), "--texts", "FOLDER/g/train.jsonl", prepare=texts()),
+    step("texts that are no JSON", ("not JSON",), "--texts", "FOLDER/g/train.jsonl", prepare=write_gsm8k(b"{")),
+    step("texts without one", ("holds no texts",), "--texts", "FOLDER/g/train.jsonl", prepare=write_gsm8k()),
     step("no run", ("--run", "no steps"), "--run", "FOLDER/none"),
-    step("a run of another program", ("--run", "no steps"), "--run", "FOLDER/r", prepare=run(b'{"step": 1}\n')),
-    step("a binary run", ("--run", "metrics.jsonl"), "--run", "FOLDER/r", prepare=run(bytes(range(256)))),
-    step("a run in words", ("--run",), "--run", "FOLDER/r", prepare=run(b'{"step": 1, "time/step": "x"}\n')),
+    step("a run of another program", ("--run", "no steps"), "--run", "FOLDER/r", prepare=write_run(b'{"step": 1}\n')),
+    step("a binary run", ("--run", "metrics.jsonl"), "--run", "FOLDER/r", prepare=write_run(bytes(range(256)))),
+    step("a run in words", ("--run",), "--run", "FOLDER/r", prepare=write_run(b'{"step": 1, "time/step": "x"}\n')),
     *(
         bench(f"{option} {value}", (option,), option, value)
         for option, values in {
@@ -399,18 +448,18 @@ PARITY = [
     parity("a table into a model", ("--readme", "is no text"), "--readme", "FOLDER/model/model.safetensors"),
 ]
 
-again = tool("replay_step")
-AGAIN = [
-    again("no run", ("FOLDER/model is not a run folder",), "FOLDER/model", "--step", "1"),
-    again("no step", ("required: --step",), "FOLDER/r", prepare=run()),
-    again("step 0", ("--step: must be from 1",), "FOLDER/r", "--step", "0", prepare=run()),
-    again(
+replay = tool("replay_step")
+REPLAY = [
+    replay("no run", ("FOLDER/model is not a run folder",), "FOLDER/model", "--step", "1"),
+    replay("no step", ("required: --step",), "FOLDER/r", prepare=write_run()),
+    replay("step 0", ("--step: must be from 1",), "FOLDER/r", "--step", "0", prepare=write_run()),
+    replay(
         "a function that is not there",
         ("--break: cannot import no_lab",),
         *("FOLDER/r", "--step", "1", "--break", "no_lab:loss"),
-        prepare=run(),
+        prepare=write_run(),
     ),
-    again(
+    replay(
         "a step that was not recorded",
         ("--step 2", "has recorded steps 1 to 1"),
         "FOLDER/r",
@@ -418,14 +467,14 @@ AGAIN = [
         "2",
         prepare=replayable,
     ),
-    again(
+    replay(
         "a step that no run comes to", ("--step 999", "steps 1 to 1"), "FOLDER/r", "--step", "999", prepare=replayable
     ),
-    again(
+    replay(
         "a change that is none",
         ("FOLDER/r/changes.jsonl: no change of a key: '[1]'",),
         *("FOLDER/r", "--step", "1"),
-        prepare=lambda folder: (run()(folder), (folder / "r/changes.jsonl").write_text("[1]\n"), None)[2],
+        prepare=lambda folder: (write_run()(folder), (folder / "r/changes.jsonl").write_text("[1]\n"), None)[2],
     ),
 ]
 
@@ -433,4 +482,4 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = [file.stem for file in sorted((ROOT / "tools").glob("*.py")) if "__main__" in file.read_text()]
 UNKNOWN = [tool(program)("an option and no more", ("see --help",), "--nonsense") for program in PROGRAMS]
 
-CASES = [*UNKNOWN, *REPORT, *VIEW, *MISMATCH, *AGAIN, *MEMORY, *RESHARD, *GSM8K, *QUICKSTART, *BENCHES, *PARITY]
+CASES = [*UNKNOWN, *REPORT, *VIEW, *MISMATCH, *REPLAY, *MEMORY, *RESHARD, *GSM8K, *QUICKSTART, *BENCHES, *PARITY]

@@ -1,10 +1,10 @@
-"""Keys, their values and their ranges; keys that do not go together."""
+"""Configuration keys: types, ranges and incompatible combinations."""
 
 from __future__ import annotations
 
 from case import Case
 
-# By key: what it must not be. The range is in the message, and so is the key.
+# Invalid values by key. The message has the key and its range.
 RANGES: dict[str, tuple[str, ...]] = {
     "run.seed": ("-1", str(2**63), "1.5", "true"),
     "run.num_rollout": ("0", "nan", "many", "1e30"),

@@ -1,4 +1,4 @@
-"""How a run is started: command lines, what a launcher's environment says, the scripts in launch/ and slurm/."""
+"""Starting a run: command lines, launcher environments, and the scripts in launch/ and slurm/."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ from case import PROGRAM, Case
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ("-m", "megarl.train")
 TORCHRUN = ("-m", "megarl.torchrun", "--standalone")
-HERE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+RANK_ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
 TWO = ("parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=2")
-HOSTS: list[socket.socket] = []  # keep their ports until this process ends
+LISTENERS: list[socket.socket] = []  # keep their ports until this process ends
 
 
-def a_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
     (folder / "folder.yaml").mkdir()
 
 
-def a_dead_link(folder: Path) -> None:
+def make_dead_link(folder: Path) -> None:
     (folder / "link.yaml").symlink_to("nowhere.yaml")
 
 
 def take_port(folder: Path) -> None:
-    selected = socket.socket()
-    selected.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        selected.bind(("", 29517))
-        selected.listen()
+        listener.bind(("", 29517))
+        listener.listen()
     except OSError:
-        pass  # somebody else has it
-    HOSTS.append(selected)
+        pass  # already in use
+    LISTENERS.append(listener)
 
 
 def not_installed(folder: Path) -> None:
-    """The scripts without a .venv beside them."""
+    """Copy the scripts without a .venv beside them."""
     for name in ("launch", "slurm"):
         shutil.copytree(ROOT / name, folder / name)
 
 
-def environment(**values: str | None) -> dict[str, str]:
-    return {name: text for name, text in {**HERE, **values}.items() if text is not None}
+def environment(**variables: str | None) -> dict[str, str]:
+    return {name: text for name, text in {**RANK_ENV, **variables}.items() if text is not None}
 
 
-def line(name: str, says: tuple[str, ...], *value: str) -> Case:
-    return Case(f"command line: {name}", says, command=(*TRAIN, *value))
+def command_line(name: str, expected: tuple[str, ...], *arguments: str) -> Case:
+    return Case(f"command line: {name}", expected, command=(*TRAIN, *arguments))
 
 
-def told(name: str, says: tuple[str, ...], *value: str, **values: str | None) -> Case:
-    return Case(f"environment: {name}", says, value, environment=environment(**values))
+def from_environment(name: str, expected: tuple[str, ...], *arguments: str, **variables: str | None) -> Case:
+    return Case(f"environment: {name}", expected, arguments, environment=environment(**variables))
 
 
-def script(name: str, says: tuple[str, ...], *command: str, **values: str) -> Case:
-    return Case(f"script: {name}", says, command=("bash", *command), environment=values)
+def script(name: str, expected: tuple[str, ...], *command: str, **variables: str) -> Case:
+    return Case(f"script: {name}", expected, command=("bash", *command), environment=variables)
 
 
 NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
@@ -62,42 +62,44 @@ MULTI, CONFIG = "launch/multi_node.sh", "FOLDER/config.yaml"
 UNKNOWN = "unrecognized arguments"
 
 CASES = [
-    line("nothing", ("name a configuration", "configs/quickstart.yaml", "usage")),
-    line("a flag alone", ("name a configuration",), "--dry-run"),
-    line("an unknown flag", (UNKNOWN, "--dryrun", "usage"), CONFIG, "--dryrun"),
-    line("part of a flag", (UNKNOWN, "--dry", "usage"), CONFIG, "--dry"),
-    line("a short flag", (UNKNOWN, "-x"), CONFIG, "-x"),
-    line("a value for a flag", ("--dry-run", "ignored explicit argument 'yes'"), CONFIG, "--dry-run=yes"),
-    line("a word for a flag", ("'yes'", "not of the form key=value"), CONFIG, "--dry-run", "yes"),
-    line("a word in no key", ("--keys rewrd: no key contains this", "did you mean reward?"), "--keys", "rewrd"),
+    command_line("nothing", ("name a configuration", "configs/quickstart.yaml", "usage")),
+    command_line("a flag alone", ("name a configuration",), "--dry-run"),
+    command_line("an unknown flag", (UNKNOWN, "--dryrun", "usage"), CONFIG, "--dryrun"),
+    command_line("part of a flag", (UNKNOWN, "--dry", "usage"), CONFIG, "--dry"),
+    command_line("a short flag", (UNKNOWN, "-x"), CONFIG, "-x"),
+    command_line("a value for a flag", ("--dry-run", "ignored explicit argument 'yes'"), CONFIG, "--dry-run=yes"),
+    command_line("a word for a flag", ("'yes'", "not of the form key=value"), CONFIG, "--dry-run", "yes"),
+    command_line("a word in no key", ("--keys rewrd: no key contains this", "did you mean reward?"), "--keys", "rewrd"),
     Case("command line: of the page, an unknown flag", (UNKNOWN, "--nonsense"), command=("-m", "megarl", "--nonsense")),
-    line("a value for --keys", ("--keys", "ignored explicit argument"), "--keys=run"),
-    line("a key as a flag", (UNKNOWN, "--run.seed=3"), CONFIG, "--run.seed=3"),
-    line("the configuration as a flag", (UNKNOWN, "--config=FOLDER/config.yaml"), f"--config={CONFIG}"),
-    line("a missing configuration", ("no configuration file FOLDER/none.yaml",), "FOLDER/none.yaml"),
-    line("a missing configuration, dry", ("no configuration file FOLDER/none.yaml",), "FOLDER/none.yaml", "--dry-run"),
-    line("an empty name", ("no configuration file",), ""),
-    line("a recipe's name alone", ("no configuration file quickstart",), "quickstart"),
-    line("an override first", ("no configuration file run.seed=3",), "run.seed=3", CONFIG),
-    line("two configurations", ("config.yaml'", "not of the form key=value"), CONFIG, CONFIG),
-    line("a key without a value", ("'run.seed' is not of the form key=value",), CONFIG, "run.seed"),
-    line("a key and its value apart", ("'run.seed' is not of the form key=value",), CONFIG, "run.seed", "3"),
-    line("a value without a key", ("not of the form key=value",), CONFIG, "=3"),
-    line("a section without a key", ("not of the form key=value",), CONFIG, "run.=3"),
-    line("a key without a section", ("not of the form key=value",), CONFIG, ".seed=3"),
-    line("the model's folder", ("FOLDER/model is a folder; name the configuration file",), "FOLDER/model"),
-    line("a device", ("no configuration file /dev/null",), "/dev/null"),
-    line("a file as a folder", ("no configuration file FOLDER/config.yaml/x",), "FOLDER/config.yaml/x"),
+    command_line("a value for --keys", ("--keys", "ignored explicit argument"), "--keys=run"),
+    command_line("a key as a flag", (UNKNOWN, "--run.seed=3"), CONFIG, "--run.seed=3"),
+    command_line("the configuration as a flag", (UNKNOWN, "--config=FOLDER/config.yaml"), f"--config={CONFIG}"),
+    command_line("a missing configuration", ("no configuration file FOLDER/none.yaml",), "FOLDER/none.yaml"),
+    command_line(
+        "a missing configuration, dry", ("no configuration file FOLDER/none.yaml",), "FOLDER/none.yaml", "--dry-run"
+    ),
+    command_line("an empty name", ("no configuration file",), ""),
+    command_line("a recipe's name alone", ("no configuration file quickstart",), "quickstart"),
+    command_line("an override first", ("no configuration file run.seed=3",), "run.seed=3", CONFIG),
+    command_line("two configurations", ("config.yaml'", "not of the form key=value"), CONFIG, CONFIG),
+    command_line("a key without a value", ("'run.seed' is not of the form key=value",), CONFIG, "run.seed"),
+    command_line("a key and its value apart", ("'run.seed' is not of the form key=value",), CONFIG, "run.seed", "3"),
+    command_line("a value without a key", ("not of the form key=value",), CONFIG, "=3"),
+    command_line("a section without a key", ("not of the form key=value",), CONFIG, "run.=3"),
+    command_line("a key without a section", ("not of the form key=value",), CONFIG, ".seed=3"),
+    command_line("the model's folder", ("FOLDER/model is a folder; name the configuration file",), "FOLDER/model"),
+    command_line("a device", ("no configuration file /dev/null",), "/dev/null"),
+    command_line("a file as a folder", ("no configuration file FOLDER/config.yaml/x",), "FOLDER/config.yaml/x"),
     Case(
         "command line: a folder by that name",
         ("FOLDER/folder.yaml is a folder",),
-        prepare=a_folder,
+        prepare=make_folder,
         command=(*TRAIN, "FOLDER/folder.yaml"),
     ),
     Case(
         "command line: a dead link",
         ("no configuration file FOLDER/link.yaml",),
-        prepare=a_dead_link,
+        prepare=make_dead_link,
         command=(*TRAIN, "FOLDER/link.yaml"),
     ),
     Case(
@@ -105,33 +107,37 @@ CASES = [
         ("parallel.world_size=4", "slurm/ppo_moe.sh", "launch/multi_node.sh"),
         ("parallel.world_size=4", "parallel.ranks_per_node=2"),
     ),
-    told("fewer ranks than configured", ("2 ranks were started", "parallel.world_size=1", "--nproc-per-node 1")),
-    told("one rank of two", ("1 ranks were started", "--nproc-per-node 2"), *TWO, WORLD_SIZE="1"),
-    told("no RANK", ("no RANK", "torchrun sets"), *TWO, RANK=None),
-    told("no WORLD_SIZE", ("no WORLD_SIZE", "unset"), *TWO, WORLD_SIZE=None),
-    told("no MASTER_ADDR", ("no MASTER_ADDR",), *TWO, MASTER_ADDR=None),
-    told("no MASTER_PORT", ("no MASTER_PORT",), *TWO, MASTER_PORT=None),
-    told("WORLD_SIZE in words", ("WORLD_SIZE='two'", "number from 1"), *TWO, WORLD_SIZE="two"),
-    told("WORLD_SIZE empty", ("WORLD_SIZE=''", "number from 1"), *TWO, WORLD_SIZE=""),
-    told("WORLD_SIZE of 0", ("WORLD_SIZE='0'", "number from 1"), *TWO, WORLD_SIZE="0"),
-    told("WORLD_SIZE negative", ("WORLD_SIZE='-2'",), *TWO, WORLD_SIZE="-2"),
-    told("WORLD_SIZE with a point", ("WORLD_SIZE='2.0'",), *TWO, WORLD_SIZE="2.0"),
-    told("RANK in words", ("RANK='first'", "number from 0"), *TWO, RANK="first"),
-    told("RANK negative", ("RANK='-1'",), *TWO, RANK="-1"),
-    told("RANK in other digits", ("RANK='\u0661'",), *TWO, RANK="\u0661"),
-    told("RANK beyond the world", ("RANK=2 of WORLD_SIZE=2",), *TWO, RANK="2"),
-    told("LOCAL_RANK in words", ("LOCAL_RANK='x'",), *TWO, LOCAL_RANK="x"),
-    told("MASTER_PORT in words", ("MASTER_PORT='http'",), *TWO, MASTER_PORT="http"),
-    told("MASTER_PORT of 0", ("MASTER_PORT=0",), *TWO, MASTER_PORT="0"),
-    told("MASTER_PORT too large", ("MASTER_PORT=70000",), *TWO, MASTER_PORT="70000"),
-    told("MASTER_ADDR of nobody", ("MASTER_ADDR=none.invalid cannot be resolved",), *TWO, MASTER_ADDR="none.invalid"),
-    told("MASTER_ADDR empty", ("MASTER_ADDR",), *TWO, MASTER_ADDR=" "),
+    from_environment(
+        "fewer ranks than configured", ("2 ranks were started", "parallel.world_size=1", "--nproc-per-node 1")
+    ),
+    from_environment("one rank of two", ("1 ranks were started", "--nproc-per-node 2"), *TWO, WORLD_SIZE="1"),
+    from_environment("no RANK", ("no RANK", "torchrun sets"), *TWO, RANK=None),
+    from_environment("no WORLD_SIZE", ("no WORLD_SIZE", "unset"), *TWO, WORLD_SIZE=None),
+    from_environment("no MASTER_ADDR", ("no MASTER_ADDR",), *TWO, MASTER_ADDR=None),
+    from_environment("no MASTER_PORT", ("no MASTER_PORT",), *TWO, MASTER_PORT=None),
+    from_environment("WORLD_SIZE in words", ("WORLD_SIZE='two'", "number from 1"), *TWO, WORLD_SIZE="two"),
+    from_environment("WORLD_SIZE empty", ("WORLD_SIZE=''", "number from 1"), *TWO, WORLD_SIZE=""),
+    from_environment("WORLD_SIZE of 0", ("WORLD_SIZE='0'", "number from 1"), *TWO, WORLD_SIZE="0"),
+    from_environment("WORLD_SIZE negative", ("WORLD_SIZE='-2'",), *TWO, WORLD_SIZE="-2"),
+    from_environment("WORLD_SIZE with a point", ("WORLD_SIZE='2.0'",), *TWO, WORLD_SIZE="2.0"),
+    from_environment("RANK in words", ("RANK='first'", "number from 0"), *TWO, RANK="first"),
+    from_environment("RANK negative", ("RANK='-1'",), *TWO, RANK="-1"),
+    from_environment("RANK in other digits", ("RANK='\u0661'",), *TWO, RANK="\u0661"),
+    from_environment("RANK beyond the world", ("RANK=2 of WORLD_SIZE=2",), *TWO, RANK="2"),
+    from_environment("LOCAL_RANK in words", ("LOCAL_RANK='x'",), *TWO, LOCAL_RANK="x"),
+    from_environment("MASTER_PORT in words", ("MASTER_PORT='http'",), *TWO, MASTER_PORT="http"),
+    from_environment("MASTER_PORT of 0", ("MASTER_PORT=0",), *TWO, MASTER_PORT="0"),
+    from_environment("MASTER_PORT too large", ("MASTER_PORT=70000",), *TWO, MASTER_PORT="70000"),
+    from_environment(
+        "MASTER_ADDR of nobody", ("MASTER_ADDR=none.invalid cannot be resolved",), *TWO, MASTER_ADDR="none.invalid"
+    ),
+    from_environment("MASTER_ADDR empty", ("MASTER_ADDR",), *TWO, MASTER_ADDR=" "),
     Case(
         "environment: a port in use",
         ("MASTER_PORT=29517 is in use", "set MASTER_PORT"),
         TWO,
         take_port,
-        environment=HERE,
+        environment=RANK_ENV,
     ),
     Case("torchrun: an unknown option", ("torchrun: ", UNKNOWN, "--rank"), command=(*TORCHRUN, "--rank", "2", "x.py")),
     Case("torchrun: no program", ("torchrun: ", "training_script"), command=TORCHRUN),

@@ -1,15 +1,15 @@
-"""Numbers of ranks that do not fit together, or not the model."""
+"""Layouts whose sizes do not match each other or the model."""
 
 from case import Case
 
 FOUR, EIGHT = "parallel.world_size=4", "parallel.world_size=8"
-AHEAD, REPLAYED, MORE = "rollout.asynchronous=true", "rollout.replay=FOLDER", "rollout.oversample=1.5"
-APART = "{actor: 0-3, rollout: 4-7}"
+ASYNCHRONOUS, REPLAYED, OVERSAMPLED = "rollout.asynchronous=true", "rollout.replay=FOLDER", "rollout.oversample=1.5"
+SPLIT = "{actor: 0-3, rollout: 4-7}"
 
 
-def placed(name: str, says: tuple[str, ...], placement: str, *value: str) -> Case:
-    """On eight ranks, where nothing else is said."""
-    return Case(name, says, (*(value or (EIGHT,)), f"placement={placement}"))
+def placed(name: str, expected: tuple[str, ...], placement: str, *value: str) -> Case:
+    """A case with this placement, on eight ranks by default."""
+    return Case(name, expected, (*(value or (EIGHT,)), f"placement={placement}"))
 
 
 CASES = [
@@ -53,24 +53,37 @@ CASES = [
         "rollout.tp=2",
     ),
     placed(
-        "a step ahead, colocated", ("rollout.asynchronous needs", "rank 0", "placement.rollout"), "{}", EIGHT, AHEAD
+        "a step ahead, colocated",
+        ("rollout.asynchronous needs", "rank 0", "placement.rollout"),
+        "{}",
+        EIGHT,
+        ASYNCHRONOUS,
     ),
     placed(
         "a step ahead, on some ranks",
         ("rank 4", "also runs the critic"),
         "{actor: 0-3, critic: 4-7, rollout: 4-7}",
         EIGHT,
-        AHEAD,
+        ASYNCHRONOUS,
     ),
-    placed("a step ahead, replayed", ("rollout.replay", "set the first to false"), APART, EIGHT, AHEAD, REPLAYED),
-    placed("a step ahead and more prompts", ("oversample=1.5", "only one of them"), APART, EIGHT, AHEAD, MORE),
     placed(
-        "ahead of oneself", ("rollout.max_staleness", "at least 0"), APART, EIGHT, AHEAD, "rollout.max_staleness=-1"
+        "a step ahead, replayed", ("rollout.replay", "set the first to false"), SPLIT, EIGHT, ASYNCHRONOUS, REPLAYED
+    ),
+    placed(
+        "a step ahead and more prompts", ("oversample=1.5", "only one of them"), SPLIT, EIGHT, ASYNCHRONOUS, OVERSAMPLED
+    ),
+    placed(
+        "ahead of oneself",
+        ("rollout.max_staleness", "at least 0"),
+        SPLIT,
+        EIGHT,
+        ASYNCHRONOUS,
+        "rollout.max_staleness=-1",
     ),
     placed(
         "a push of another kind",
         ("rollout.on_weight_sync", "retract, in_place, wait"),
-        APART,
+        SPLIT,
         EIGHT,
         "rollout.on_weight_sync=drop",
     ),

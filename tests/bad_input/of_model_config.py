@@ -1,4 +1,4 @@
-"""Models that are not what they say: config.json, weights, tokenizers."""
+"""Invalid model folders: config.json, weights and tokenizers."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "megatron"))
 import tiny  # noqa: E402
 
 Prepare = Callable[[Path], None]
-GONE = object()
+REMOVED = object()
 DRY = ("--dry-run", "model.hf_config=FOLDER/other.json")
 OTHER = ("parallel.world_size=1", "rollout.max_context=128", "model.path=''")
 
 
 def change(**changes: Any) -> Prepare:
-    """config.json with other values."""
+    """Change values of config.json."""
 
     def prepare(folder: Path) -> None:
         file = folder / "model/config.json"
         values = {**json.loads(file.read_text()), **changes}
-        file.write_text(json.dumps({key: value for key, value in values.items() if value is not GONE}))
+        file.write_text(json.dumps({key: value for key, value in values.items() if value is not REMOVED}))
 
     return prepare
 
 
 def other(family: str, **changes: Any) -> Prepare:
-    """Another family's config.json, beside the folder, with other values."""
+    """Write other.json with the changed config of another model family."""
 
     def prepare(folder: Path) -> None:
         values = {**tiny.HF[family], **changes}
-        text = json.dumps({key: value for key, value in values.items() if value is not GONE})
+        text = json.dumps({key: value for key, value in values.items() if value is not REMOVED})
         (folder / "other.json").write_text(text)
 
     return prepare
 
 
-def holds(name: str, data: bytes | str) -> Prepare:
-    """A file of the model that holds that, and nothing else."""
+def write_file(name: str, data: bytes | str) -> Prepare:
+    """Replace a file of the model."""
 
     def prepare(folder: Path) -> None:
         (folder / "model" / name).write_bytes(data.encode() if isinstance(data, str) else data)
@@ -59,13 +59,13 @@ def without(name: str) -> Prepare:
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456\n"
 
 
-def of_peft(folder: Path) -> None:
+def adapter_only(folder: Path) -> None:
     (folder / "model/config.json").unlink()
     (folder / "model/adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
 
 
 def weights(edit: Callable[[dict[str, Any]], Any]) -> Prepare:
-    """The weights, with some changed."""
+    """Edit the weights."""
 
     def prepare(folder: Path) -> None:
         tensors = load_file(folder / "model/model.safetensors")
@@ -75,8 +75,8 @@ def weights(edit: Callable[[dict[str, Any]], Any]) -> Prepare:
     return prepare
 
 
-def cut(share: float) -> Prepare:
-    """A download that was broken off."""
+def truncated(share: float) -> Prepare:
+    """Truncate the weights like an interrupted download."""
 
     def prepare(folder: Path) -> None:
         file = folder / "model/model.safetensors"
@@ -86,11 +86,11 @@ def cut(share: float) -> Prepare:
 
 
 def index(files: Any) -> Prepare:
-    return holds("model.safetensors.index.json", json.dumps(files))
+    return write_file("model.safetensors.index.json", json.dumps(files))
 
 
 def change_vocab(size: int) -> Prepare:
-    """A whole model of fewer words, beside the tokenizer of more."""
+    """Shrink the vocabulary of the model below that of its tokenizer."""
 
     def prepare(folder: Path) -> None:
         change(vocab_size=size)(folder)
@@ -102,14 +102,14 @@ def change_vocab(size: int) -> Prepare:
 
 FIELDS: dict[str, tuple[Any, ...]] = {
     "num_hidden_layers": ("three", 0, -1, 10**12, 2.0, None, [4]),
-    "hidden_size": ("128", 0, -128, 1e400, GONE),
+    "hidden_size": ("128", 0, -128, 1e400, REMOVED),
     "intermediate_size": (None, "wide"),
-    "num_attention_heads": (0, 4.5, GONE),
+    "num_attention_heads": (0, 4.5, REMOVED),
     "num_key_value_heads": (-2, "2"),
     "head_dim": (0, "32", math.nan),
     "vocab_size": (0, "1024", 10**400),
-    "max_position_embeddings": (0, GONE, math.inf),
-    "rms_norm_eps": (0, -1e-6, math.nan, "1e-6", GONE),
+    "max_position_embeddings": (0, REMOVED, math.inf),
+    "rms_norm_eps": (0, -1e-6, math.nan, "1e-6", REMOVED),
     "initializer_range": (-1, "x"),
     "rope_theta": (-1.0, 0, "10000", math.nan),
     "rope_scaling": ("yarn", [1], {"type": 3}, {"factor": "2"}, {"rope_type": "default", "rope_theta": -1}),
@@ -118,7 +118,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "layer_types": ("full", [1], {"a": 1}),
     "quantization_config": ("fp8", []),
     "num_experts": ("eight", 0, -8, 10**6, [8]),
-    "num_experts_per_tok": (0, -1, "2", GONE),
+    "num_experts_per_tok": (0, -1, "2", REMOVED),
     "moe_intermediate_size": ("64", 0, None),
     "norm_topk_prob": ("true", 1.0),
 }
@@ -136,18 +136,23 @@ DEEPSEEK: dict[str, tuple[Any, ...]] = {
 }
 
 
-def shown(value: Any) -> str:
-    return "missing" if value is GONE else repr(value)[:20]
+def format_value(value: Any) -> str:
+    return "missing" if value is REMOVED else repr(value)[:20]
 
 
 CASES = [
     *(
-        Case(f"{key} is {shown(value)}", ("config.json", key), prepare=change(**{key: value}))
+        Case(f"{key} is {format_value(value)}", ("config.json", key), prepare=change(**{key: value}))
         for key, values in FIELDS.items()
         for value in values
     ),
     *(
-        Case(f"V3: {key} is {shown(value)}", ("config.json", key), (*DRY, *OTHER), other("deepseek_v3", **{key: value}))
+        Case(
+            f"V3: {key} is {format_value(value)}",
+            ("config.json", key),
+            (*DRY, *OTHER),
+            other("deepseek_v3", **{key: value}),
+        )
         for key, values in DEEPSEEK.items()
         for value in values
     ),
@@ -184,7 +189,7 @@ CASES = [
     Case(
         "no architecture",
         ("no model family for the architecture",),
-        prepare=change(architectures=GONE, model_type=GONE),
+        prepare=change(architectures=REMOVED, model_type=REMOVED),
     ),
     Case("a model type that is none", ("model_type must be text",), prepare=change(model_type=[1])),
     Case("V3: an odd rotation", ("qk_rope_head_dim=7",), (*DRY, *OTHER), other("deepseek_v3", qk_rope_head_dim=7)),
@@ -252,26 +257,36 @@ CASES = [
     ),
     # --- files
     Case("no config.json", ("no config.json in FOLDER/model",), prepare=without("config.json")),
-    Case("a pointer of Git LFS", ("is a pointer of Git LFS", "git lfs pull"), prepare=holds("model.safetensors", LFS)),
-    Case("config.json is one, too", ("config.json is a pointer of Git LFS",), prepare=holds("config.json", LFS)),
-    Case("a folder of PEFT's", ("is a folder of PEFT's", "'base'", "merge"), prepare=of_peft),
-    Case("config.json is empty", ("config.json is not valid JSON",), prepare=holds("config.json", "")),
-    Case("config.json has a BOM", ("config.json is not valid JSON", "BOM"), prepare=holds("config.json", "\ufeff{}")),
     Case(
-        "config.json is UTF-16", ("config.json is not valid JSON",), prepare=holds("config.json", "{}".encode("utf-16"))
+        "a pointer of Git LFS",
+        ("is a pointer of Git LFS", "git lfs pull"),
+        prepare=write_file("model.safetensors", LFS),
     ),
-    Case("config.json is a list", ("config.json holds a list",), prepare=holds("config.json", "[]")),
-    Case("config.json is a number", ("config.json holds a int",), prepare=holds("config.json", "3")),
-    Case("config.json is deep", ("config.json is not valid JSON",), prepare=holds("config.json", '{"a": ' * 100000)),
+    Case("config.json is one, too", ("config.json is a pointer of Git LFS",), prepare=write_file("config.json", LFS)),
+    Case("a folder of PEFT's", ("is a folder of PEFT's", "'base'", "merge"), prepare=adapter_only),
+    Case("config.json is empty", ("config.json is not valid JSON",), prepare=write_file("config.json", "")),
+    Case(
+        "config.json has a BOM", ("config.json is not valid JSON", "BOM"), prepare=write_file("config.json", "\ufeff{}")
+    ),
+    Case(
+        "config.json is UTF-16",
+        ("config.json is not valid JSON",),
+        prepare=write_file("config.json", "{}".encode("utf-16")),
+    ),
+    Case("config.json is a list", ("config.json holds a list",), prepare=write_file("config.json", "[]")),
+    Case("config.json is a number", ("config.json holds a int",), prepare=write_file("config.json", "3")),
+    Case(
+        "config.json is deep", ("config.json is not valid JSON",), prepare=write_file("config.json", '{"a": ' * 100000)
+    ),
     Case(
         "config.json has a key twice",
         ("'hidden_size' twice",),
-        prepare=holds("config.json", '{"hidden_size": 1, "hidden_size": 2}'),
+        prepare=write_file("config.json", '{"hidden_size": 1, "hidden_size": 2}'),
     ),
     Case(
         "config.json has many digits",
         ("config.json is not valid JSON",),
-        prepare=holds("config.json", f'{{"a": {"9" * 5000}}}'),
+        prepare=write_file("config.json", f'{{"a": {"9" * 5000}}}'),
     ),
     Case("no folder", ("model.path=FOLDER/nowhere", "no such folder"), ("model.path=FOLDER/nowhere",)),
     Case("a file for a folder", ("model.path=FOLDER/train.jsonl is a file",), ("model.path=FOLDER/train.jsonl",)),
@@ -287,14 +302,14 @@ CASES = [
         ("safetensors",),
         prepare=lambda folder: (folder / "model/model.safetensors").rename(folder / "model/pytorch_model.bin"),
     ),
-    Case("weights are empty", ("model.safetensors is truncated",), prepare=holds("model.safetensors", "")),
+    Case("weights are empty", ("model.safetensors is truncated",), prepare=write_file("model.safetensors", "")),
     Case(
         "weights are text",
         ("model.safetensors is truncated or not",),
-        prepare=holds("model.safetensors", "these are no weights"),
+        prepare=write_file("model.safetensors", "these are no weights"),
     ),
-    Case("weights are cut", ("model.safetensors is truncated",), prepare=cut(0.5)),
-    Case("weights are cut in the header", ("model.safetensors is truncated",), prepare=cut(0.0005)),
+    Case("weights are cut", ("model.safetensors is truncated",), prepare=truncated(0.5)),
+    Case("weights are cut in the header", ("model.safetensors is truncated",), prepare=truncated(0.0005)),
     Case(
         "a tensor is missing", ("model.norm.weight is missing",), prepare=weights(lambda t: t.pop("model.norm.weight"))
     ),
@@ -311,7 +326,9 @@ CASES = [
     Case("another model's weights", ("FOLDER/model", "not part of"), prepare=change(num_hidden_layers=3)),
     Case("a larger model's config.json", ("are missing",), prepare=change(num_experts=16)),
     Case(
-        "an index that is none", ("index.json is not valid JSON",), prepare=holds("model.safetensors.index.json", "no")
+        "an index that is none",
+        ("index.json is not valid JSON",),
+        prepare=write_file("model.safetensors.index.json", "no"),
     ),
     Case("an index that is a list", ("index.json holds a list",), prepare=index([])),
     Case("an index without a map", ("it has no weight_map",), prepare=index({"metadata": {}})),
@@ -344,25 +361,29 @@ CASES = [
         ("has no tokenizer", "tokenizer.json"),
         prepare=lambda folder: [path.unlink() for path in (folder / "model").glob("tokenizer*")] and None,
     ),
-    Case("an empty tokenizer", ("tokenizer.json is not a tokenizer",), prepare=holds("tokenizer.json", "")),
+    Case("an empty tokenizer", ("tokenizer.json is not a tokenizer",), prepare=write_file("tokenizer.json", "")),
     Case(
-        "a binary tokenizer", ("tokenizer.json is not a tokenizer",), prepare=holds("tokenizer.json", bytes(range(256)))
+        "a binary tokenizer",
+        ("tokenizer.json is not a tokenizer",),
+        prepare=write_file("tokenizer.json", bytes(range(256))),
     ),
     Case(
         "a tokenizer without a model",
         ("tokenizer.json is not a tokenizer",),
-        prepare=holds("tokenizer.json", '{"version": "1.0"}'),
+        prepare=write_file("tokenizer.json", '{"version": "1.0"}'),
     ),
-    Case("a tokenizer that is a list", ("tokenizer.json is not a tokenizer",), prepare=holds("tokenizer.json", "[]")),
+    Case(
+        "a tokenizer that is a list", ("tokenizer.json is not a tokenizer",), prepare=write_file("tokenizer.json", "[]")
+    ),
     Case(
         "a garbled tokenizer_config",
         ("tokenizer_config.json is not valid JSON",),
-        prepare=holds("tokenizer_config.json", "{"),
+        prepare=write_file("tokenizer_config.json", "{"),
     ),
     Case(
         "a garbled generation_config",
         ("generation_config.json is not valid JSON",),
-        prepare=holds("generation_config.json", "{"),
+        prepare=write_file("generation_config.json", "{"),
     ),
     Case("a larger model's tokenizer", ("the tokenizer gives", "vocab_size=512"), prepare=change_vocab(512)),
 ]

@@ -1,4 +1,4 @@
-"""Settings of roles that do not fit, and judges that are none."""
+"""Invalid role settings, reward models and teachers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from case import Case
 from safetensors.torch import load_file, save_file
 
 
-def reward(name: str, settings: str, *says: str, given: tuple[str, ...] = ()) -> Case:
-    return Case(f"reward: {name}", says, (f"roles={{reward: {settings}}}", *given))
+def reward(name: str, settings: str, *expected: str, overrides: tuple[str, ...] = ()) -> Case:
+    return Case(f"reward: {name}", expected, (f"roles={{reward: {settings}}}", *overrides))
 
 
-def judge(folder: Path) -> None:
-    """A classifier by its config.json, with the policy's weights and tokenizer."""
+def write_judge(folder: Path) -> None:
+    """Write a folder with a classifier config, and the policy's weights and tokenizer."""
     file = folder / "model/config.json"
     other = folder / "judge"
     other.mkdir()
@@ -25,21 +25,21 @@ def judge(folder: Path) -> None:
     (other / "config.json").write_text(json.dumps(values))
 
 
-def other_words(folder: Path) -> None:
-    """The policy's folder as `teacher/`, but that two words of its tokenizer have each other's ids."""
+def swapped_tokens(folder: Path) -> None:
+    """Copy the policy to `teacher/` with the ids of two tokens swapped."""
     teacher = folder / "teacher"
     teacher.mkdir()
     for path in (folder / "model").iterdir():
         (teacher / path.name).write_bytes(path.read_bytes())
     tokenizer = json.loads((teacher / "tokenizer.json").read_text())
-    words = tokenizer["model"]["vocab"]
-    item, other = sorted(words, key=words.__getitem__)[:2]
-    words[item], words[other] = words[other], words[item]
+    vocab = tokenizer["model"]["vocab"]
+    item, other = sorted(vocab, key=vocab.__getitem__)[:2]
+    vocab[item], vocab[other] = vocab[other], vocab[item]
     (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def fewer_words(folder: Path) -> None:
-    other_words(folder)
+def smaller_vocab(folder: Path) -> None:
+    swapped_tokens(folder)
     file, weights = folder / "teacher/config.json", folder / "teacher/model.safetensors"
     file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": 512}))
     tensors = load_file(weights)
@@ -47,9 +47,11 @@ def fewer_words(folder: Path) -> None:
     save_file(tensors, weights, metadata={"format": "pt"})
 
 
-def taught(name: str, *says: str, given: tuple[str, ...] = (), prepare: Callable[[Path], None] | None = None) -> Case:
-    given = ("algorithm=distill", *(given or ("roles={teacher: {model: FOLDER/teacher}}",)))
-    return Case(f"teacher: {name}", says, given, prepare or (lambda folder: None))
+def teacher_case(
+    name: str, *expected: str, overrides: tuple[str, ...] = (), prepare: Callable[[Path], None] | None = None
+) -> Case:
+    overrides = ("algorithm=distill", *(overrides or ("roles={teacher: {model: FOLDER/teacher}}",)))
+    return Case(f"teacher: {name}", expected, overrides, prepare or (lambda folder: None))
 
 
 MODEL = ("reward.model=FOLDER/model",)
@@ -62,7 +64,7 @@ CASES = [
     reward("an option that is none", "{backend: http, options: {urls: x}}", "did you mean roles.reward.options.url"),
     reward("an option of nobody", "{options: {url: x}}", "roles.reward.options.url", "takes no options"),
     reward("two services", "{backend: [http, judge]}", "name one of http and judge"),
-    reward("a pool and a model", "{backend: pool}", "has no model", given=MODEL),
+    reward("a pool and a model", "{backend: pool}", "has no model", overrides=MODEL),
     reward(
         "a service with a password",
         "{backend: http, options: {url: 'http://a:b@c'}}",
@@ -80,7 +82,7 @@ CASES = [
         "a judge and a policy as a model",
         "{backend: judge, options: {url: 'http://a', model: m}}",
         "has no score.weight: it is not a reward model",
-        given=MODEL,
+        overrides=MODEL,
     ),
     reward(
         "a judge that sees nothing",
@@ -88,20 +90,22 @@ CASES = [
         "has no {answer}",
     ),
     reward("a classifier without a model", "{backend: transformers}", "needs reward.model"),
-    reward("a policy as a classifier", "{backend: transformers}", "is not a sequence classifier", given=MODEL),
+    reward("a policy as a classifier", "{backend: transformers}", "is not a sequence classifier", overrides=MODEL),
     reward("options that are a list", "{options: [1]}", "roles.reward.options must be a mapping"),
     Case(
         "reward: a classifier of two labels",
         ("has 2 labels", "LABEL_0, LABEL_1"),
         ("roles={reward: {backend: transformers}}", "reward.model=FOLDER/judge"),
-        judge,
+        write_judge,
     ),
-    taught("none", "roles.teacher.model is not set", given=("kl.apply_to=none",)),
-    taught("not there", "roles.teacher.model=FOLDER/teacher: no such folder"),
-    taught("other words", "has another tokenizer than model.path", "the teacher reads", prepare=other_words),
-    taught("fewer words", "has a vocabulary of 512", "at least its vocabulary", prepare=fewer_words),
-    taught("beside a reference", "kl.apply_to=loss with algorithm=distill", "none", given=("kl.apply_to=loss",)),
-    taught("a bound of nothing", "options.advantage_clip", given=("options={advantage_clip: 0}",)),
+    teacher_case("none", "roles.teacher.model is not set", overrides=("kl.apply_to=none",)),
+    teacher_case("not there", "roles.teacher.model=FOLDER/teacher: no such folder"),
+    teacher_case("other words", "has another tokenizer than model.path", "the teacher reads", prepare=swapped_tokens),
+    teacher_case("fewer words", "has a vocabulary of 512", "at least its vocabulary", prepare=smaller_vocab),
+    teacher_case(
+        "beside a reference", "kl.apply_to=loss with algorithm=distill", "none", overrides=("kl.apply_to=loss",)
+    ),
+    teacher_case("a bound of nothing", "options.advantage_clip", overrides=("options={advantage_clip: 0}",)),
     Case("a worker that is not there", ("no_such_lab",), ("roles={reward: {worker: 'no_such_lab:Judge'}}",)),
     Case("a role of nobody", ("roles.jugde", "has no such role"), ("roles={jugde: {}}",)),
     Case("roles that are a list", ("roles must be a mapping",), ("roles=[1]",)),

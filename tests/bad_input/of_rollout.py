@@ -1,4 +1,4 @@
-"""Waits that cannot be kept, and recorded rollouts that are not what a step of this run would have generated."""
+"""Timeouts that cannot hold, and recorded rollouts that do not match the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.observe.rollout_columns import FORMAT
 from megarl.observe.rollout_log import part_file, write_part
 from megarl.types import Prompt, Rollout, Turn
 
-LATER = str(FORMAT + 1)
+LATER_FORMAT = str(FORMAT + 1)
 REPLAY = ("rollout.replay=FOLDER/recorded",)
 STEP_2 = "FOLDER/recorded/rollouts/step_000002"
 PART = f"{STEP_2}/rank_00001.parquet"
@@ -29,14 +29,13 @@ def record(
     samples: int = 4,
     tokens: int = 2,
     logprob: float = -0.5,
-    says: str = "",
+    config: str = "",
 ) -> Path:
-    """A recorded run as this configuration would leave it, on two ranks; the second one's file of step 2. says: the
-    run's configuration."""
+    """Write a recorded run of two ranks; return the file of rank 1 in step 2. config: its config.yaml."""
     run_dir = folder / "recorded"
-    if says:
+    if config:
         run_dir.mkdir()
-        (run_dir / "config.yaml").write_text(says)
+        (run_dir / "config.yaml").write_text(config)
     for step in range(1, steps + 1):
         rollouts = [
             Rollout(
@@ -49,8 +48,8 @@ def record(
         ]
         total = len(rollouts)
         for rank, numbers in enumerate((range(0, total, 2), range(1, total, 2))):
-            local = [rollouts[number] for number in numbers]
-            write_part(part_file(run_dir, step, rank), step, total, numbers, local)
+            rank_rollouts = [rollouts[number] for number in numbers]
+            write_part(part_file(run_dir, step, rank), step, total, numbers, rank_rollouts)
     return part_file(run_dir, 2, 1)
 
 
@@ -58,22 +57,22 @@ def recorded(**shape: Any) -> Callable[[Path], None]:
     return lambda folder: (record(folder, **shape), None)[1]
 
 
-def spoilt(spoil: Callable[[Path], Any]) -> Callable[[Path], None]:
-    """A recording of which a file of the second step has been spoilt."""
-    return lambda folder: (spoil(record(folder)), None)[1]
+def corrupted(corrupt: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """Corrupt a file of the second step of a recording."""
+    return lambda folder: (corrupt(record(folder)), None)[1]
 
 
-def content(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    return spoilt(lambda file: file.write_bytes(change(file.read_bytes())))
+def edit_bytes(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    return corrupted(lambda file: file.write_bytes(change(file.read_bytes())))
 
 
-def table(change: Callable[[pa.Table], pa.Table]) -> Callable[[Path], None]:
-    """One that was written again by another program."""
-    return spoilt(lambda file: pq.write_table(change(pq.read_table(file, partitioning=None)), file))
+def edit_table(change: Callable[[pa.Table], pa.Table]) -> Callable[[Path], None]:
+    """Rewrite the file with a changed table."""
+    return corrupted(lambda file: pq.write_table(change(pq.read_table(file, partitioning=None)), file))
 
 
-def cell(name: str, value: Any) -> Callable[[Path], None]:
-    """One with another value in the third row."""
+def set_cell(name: str, value: Any) -> Callable[[Path], None]:
+    """Replace a value in the third row."""
 
     def change(result: pa.Table) -> pa.Table:
         values = result.column(name).to_pylist()
@@ -81,18 +80,18 @@ def cell(name: str, value: Any) -> Callable[[Path], None]:
         field = result.schema.field(name)
         return result.set_column(result.schema.get_field_index(name), field, pa.array(values, field.type))
 
-    return table(change)
+    return edit_table(change)
 
 
-def column(name: str, values: list[Any], kind: pa.DataType) -> Callable[[Path], None]:
-    """One with another column in the place of this one."""
-    return table(
+def set_column(name: str, values: list[Any], kind: pa.DataType) -> Callable[[Path], None]:
+    """Replace a column."""
+    return edit_table(
         lambda result: result.set_column(result.schema.get_field_index(name), name, pa.array(values * 8, kind))
     )
 
 
-def about(**changes: str | None) -> Callable[[Path], None]:
-    """One with other metadata."""
+def set_metadata(**changes: str | None) -> Callable[[Path], None]:
+    """Change the schema metadata."""
 
     def change(result: pa.Table) -> pa.Table:
         metadata = dict(result.schema.metadata)
@@ -100,19 +99,19 @@ def about(**changes: str | None) -> Callable[[Path], None]:
             metadata[f"megarl.{name}".encode()] = (value or "").encode()
         return result.replace_schema_metadata(metadata)
 
-    return table(change)
+    return edit_table(change)
 
 
-def of_file(name: str, prepare: Callable[[Path], None], *says: str) -> Case:
-    return Case(name, (PART, *says), REPLAY, prepare)
+def file_case(name: str, prepare: Callable[[Path], None], *expected: str) -> Case:
+    return Case(name, (PART, *expected), REPLAY, prepare)
 
 
-def of_row(name: str, prepare: Callable[[Path], None], says: str = "not a recorded rollout") -> Case:
-    return Case(name, (PART, "row 2", says), REPLAY, prepare)
+def row_case(name: str, prepare: Callable[[Path], None], expected: str = "not a recorded rollout") -> Case:
+    return Case(name, (PART, "row 2", expected), REPLAY, prepare)
 
 
-NO_FILE = "is not a file of recorded rollouts"
-DAMAGED = f"{NO_FILE}, or is damaged"
+NOT_A_RECORDING = "is not a file of recorded rollouts"
+DAMAGED = f"{NOT_A_RECORDING}, or is damaged"
 OTHER = "it is of another configuration"
 
 CASES = [
@@ -195,7 +194,7 @@ CASES = [
         "a step is missing",
         ("no rollouts of step 2", "step_000002"),
         REPLAY,
-        spoilt(lambda file: shutil.rmtree(file.parent)),
+        corrupted(lambda file: shutil.rmtree(file.parent)),
     ),
     Case(
         "more steps than on record",
@@ -207,19 +206,19 @@ CASES = [
         "a step that is a file",
         ("no rollouts of step 2", "step_000002"),
         REPLAY,
-        spoilt(lambda file: (shutil.rmtree(file.parent), file.parent.write_text(""))),
+        corrupted(lambda file: (shutil.rmtree(file.parent), file.parent.write_text(""))),
     ),
     Case(
         "a step of no files",
         ("no rollouts of step 2", "rank_*.parquet"),
         REPLAY,
-        spoilt(lambda file: (shutil.rmtree(file.parent), file.parent.mkdir())),
+        corrupted(lambda file: (shutil.rmtree(file.parent), file.parent.mkdir())),
     ),
     Case(
         "a step of lines of JSON",
         ("no rollouts of step 2", "step_000002"),
         REPLAY,
-        spoilt(lambda file: (shutil.rmtree(file.parent), file.parent.with_suffix(".jsonl").write_text("{}"))),
+        corrupted(lambda file: (shutil.rmtree(file.parent), file.parent.with_suffix(".jsonl").write_text("{}"))),
     ),
     Case(
         "steps that begin later",
@@ -260,13 +259,13 @@ CASES = [
         "a token that the model does not know",
         (f"{PART} has the token 500000", "recorded with another model"),
         REPLAY,
-        cell("token_ids", [5, 6, 7, 500000]),
+        set_cell("token_ids", [5, 6, 7, 500000]),
     ),
     Case(
         "recorded with another tokenizer",
         (f"{PART} was recorded with another tokenizer", "model.path=FOLDER/model"),
         REPLAY,
-        table(
+        edit_table(
             lambda result: result.replace_schema_metadata({**result.schema.metadata, b"megarl.vocabulary": b"0" * 64})
         ),
     ),
@@ -278,13 +277,13 @@ CASES = [
         "a step that generated again, of other samples",
         (OTHER, "24 rollouts of 12 prompts"),
         REPLAY,
-        recorded(prompts=12, samples=2, says="data: {prompts_per_step: 4}"),
+        recorded(prompts=12, samples=2, config="data: {prompts_per_step: 4}"),
     ),
     Case(
         "more prompts, and a word of as many",
         (OTHER, "data.prompts_per_step"),
         REPLAY,
-        recorded(prompts=5, says="data: {prompts_per_step: 5}"),
+        recorded(prompts=5, config="data: {prompts_per_step: 5}"),
     ),
     Case(
         "more prompts than a recording has",
@@ -297,68 +296,72 @@ CASES = [
         "prompts in the run's configuration that are no number",
         (OTHER, "20 rollouts of 5 prompts"),
         REPLAY,
-        recorded(prompts=5, says="data: {prompts_per_step: four}"),
+        recorded(prompts=5, config="data: {prompts_per_step: four}"),
     ),
     Case("recorded with longer conversations", (OTHER, "rollout.max_context=192"), REPLAY, recorded(tokens=300)),
     # Parts of a step.
-    Case("a file is missing", (STEP_2, "8 of the 16 rollouts", "rollout 1 is missing"), REPLAY, spoilt(Path.unlink)),
+    Case("a file is missing", (STEP_2, "8 of the 16 rollouts", "rollout 1 is missing"), REPLAY, corrupted(Path.unlink)),
     Case(
         "a file of a job of other ranks beside them",
         (STEP_2, "rollout 1 twice", "two runs"),
         REPLAY,
-        spoilt(lambda file: shutil.copy(file, file.with_name("rank_00002.parquet"))),
+        corrupted(lambda file: shutil.copy(file, file.with_name("rank_00002.parquet"))),
     ),
     Case(
         "a file of a longer step",
         (STEP_2, "of 16 and of 32 rollouts", "two runs"),
         REPLAY,
-        about(total="32"),
+        set_metadata(total="32"),
     ),
     Case(
         "a file without its last row",
         (STEP_2, "15 of the 16 rollouts", "rollout 15 is missing"),
         REPLAY,
-        table(lambda result: result.slice(0, 7)),
+        edit_table(lambda result: result.slice(0, 7)),
     ),
     Case(
         "a file without rows",
         (STEP_2, "8 of the 16 rollouts", "rollout 1 is missing"),
         REPLAY,
-        table(lambda result: result.slice(0, 0)),
+        edit_table(lambda result: result.slice(0, 0)),
     ),
-    Case("a rollout from beyond the step", (STEP_2, "rollout 5 is missing"), REPLAY, cell("number", 16)),
-    Case("a negative number", (STEP_2, "rollout 5 is missing"), REPLAY, cell("number", -1)),
-    of_file("a file of another step", about(step="3"), "is of step 3"),
-    of_file(
+    Case("a rollout from beyond the step", (STEP_2, "rollout 5 is missing"), REPLAY, set_cell("number", 16)),
+    Case("a negative number", (STEP_2, "rollout 5 is missing"), REPLAY, set_cell("number", -1)),
+    file_case("a file of another step", set_metadata(step="3"), "is of step 3"),
+    file_case(
         "a file of a later program",
-        about(format=str(FORMAT + 1)),
+        set_metadata(format=str(FORMAT + 1)),
         f"format {FORMAT + 1}",
         f"formats 3 to {FORMAT}",
     ),
-    Case("a prompt with a sample of another", (STEP_2, OTHER), REPLAY, cell("group", 3)),
-    Case("a prompt from beyond the step", (STEP_2, OTHER), REPLAY, cell("group", 77)),
+    Case("a prompt with a sample of another", (STEP_2, OTHER), REPLAY, set_cell("group", 3)),
+    Case("a prompt from beyond the step", (STEP_2, OTHER), REPLAY, set_cell("group", 77)),
     # Damaged files.
-    of_file("a file of nothing", content(lambda full: b""), DAMAGED),
-    of_file("a binary file", content(lambda full: bytes(range(256)) * 4), DAMAGED),
-    of_file("a file of text", content(lambda full: b'{"id": "a"}\n'), DAMAGED),
-    of_file("a file that ends in the middle", content(lambda full: full[: len(full) // 2]), DAMAGED),
-    of_file("a file that begins in the middle", content(lambda full: full[len(full) // 2 :]), DAMAGED),
-    of_file("a file without its last bytes", content(lambda full: full[:-40]), DAMAGED),
-    of_file("a file of zeros", content(lambda full: bytes(len(full))), DAMAGED),
-    of_file("a file that is a folder", spoilt(lambda file: (file.unlink(), file.mkdir())), DAMAGED),
-    of_file("a link to nothing", spoilt(lambda file: (file.unlink(), file.symlink_to("none"))), DAMAGED),
-    of_file(
+    file_case("a file of nothing", edit_bytes(lambda full: b""), DAMAGED),
+    file_case("a binary file", edit_bytes(lambda full: bytes(range(256)) * 4), DAMAGED),
+    file_case("a file of text", edit_bytes(lambda full: b'{"id": "a"}\n'), DAMAGED),
+    file_case("a file that ends in the middle", edit_bytes(lambda full: full[: len(full) // 2]), DAMAGED),
+    file_case("a file that begins in the middle", edit_bytes(lambda full: full[len(full) // 2 :]), DAMAGED),
+    file_case("a file without its last bytes", edit_bytes(lambda full: full[:-40]), DAMAGED),
+    file_case("a file of zeros", edit_bytes(lambda full: bytes(len(full))), DAMAGED),
+    file_case("a file that is a folder", corrupted(lambda file: (file.unlink(), file.mkdir())), DAMAGED),
+    file_case("a link to nothing", corrupted(lambda file: (file.unlink(), file.symlink_to("none"))), DAMAGED),
+    file_case(
         "prompts instead of rollouts",
-        spoilt(lambda file: pq.write_table(pa.table({"prompt": ["What is 1+1?"], "ground_truth": [2]}), file)),
-        NO_FILE,
+        corrupted(lambda file: pq.write_table(pa.table({"prompt": ["What is 1+1?"], "ground_truth": [2]}), file)),
+        NOT_A_RECORDING,
         "megarl.format",
     ),
-    of_file("no metadata", table(lambda result: result.replace_schema_metadata(None)), NO_FILE, "megarl.format"),
-    of_file("no step", about(step=None), NO_FILE, "megarl.step"),
-    of_file("a total in words", about(total="all"), NO_FILE, "megarl.total"),
+    file_case(
+        "no metadata", edit_table(lambda result: result.replace_schema_metadata(None)), NOT_A_RECORDING, "megarl.format"
+    ),
+    file_case("no step", set_metadata(step=None), NOT_A_RECORDING, "megarl.step"),
+    file_case("a total in words", set_metadata(total="all"), NOT_A_RECORDING, "megarl.total"),
     # Columns of something else.
     *(
-        of_file(f"no column {name}", table(lambda result, name=name: result.drop_columns(name)), f"no column {name!r}")
+        file_case(
+            f"no column {name}", edit_table(lambda result, name=name: result.drop_columns(name)), f"no column {name!r}"
+        )
         for name in (
             "number",
             "status",
@@ -370,29 +373,31 @@ CASES = [
             "prompt_messages",
         )
     ),
-    of_file("groups in words", column("group", ["0"], pa.string()), "'group' is of string"),
-    of_file("a reward of text", column("reward", ["high"], pa.string()), "'reward' is of string"),
-    of_file("reward parts of numbers", column("reward_parts", [1.0], pa.float64()), "'reward_parts' is of double"),
-    of_file("turns of text", column("turn_lengths", ["2 2"], pa.string()), "'turn_lengths' is of string"),
-    of_file("log-probs of text", column("logprobs", [["a", "b"]], pa.list_(pa.string())), "'logprobs'"),
-    of_file("log-probs of another precision", column("logprobs", [[-0.5]], pa.list_(pa.float64())), "'logprobs'"),
-    of_file("tokens of text", column("token_ids", [["a"]], pa.list_(pa.string())), "'token_ids'"),
-    of_file("tokens that are fractions", column("token_ids", [[1.5]], pa.list_(pa.float32())), "'token_ids'"),
-    of_file("tokens that are no list", column("token_ids", [7], pa.int32()), "'token_ids' is of int32"),
-    of_file("messages that are a number", column("messages", [3], pa.int64()), "'messages' is of int64"),
-    of_file("a status that may be null", column("status", [None], pa.string()), "'status' may be null"),
+    file_case("groups in words", set_column("group", ["0"], pa.string()), "'group' is of string"),
+    file_case("a reward of text", set_column("reward", ["high"], pa.string()), "'reward' is of string"),
+    file_case(
+        "reward parts of numbers", set_column("reward_parts", [1.0], pa.float64()), "'reward_parts' is of double"
+    ),
+    file_case("turns of text", set_column("turn_lengths", ["2 2"], pa.string()), "'turn_lengths' is of string"),
+    file_case("log-probs of text", set_column("logprobs", [["a", "b"]], pa.list_(pa.string())), "'logprobs'"),
+    file_case("log-probs of another precision", set_column("logprobs", [[-0.5]], pa.list_(pa.float64())), "'logprobs'"),
+    file_case("tokens of text", set_column("token_ids", [["a"]], pa.list_(pa.string())), "'token_ids'"),
+    file_case("tokens that are fractions", set_column("token_ids", [[1.5]], pa.list_(pa.float32())), "'token_ids'"),
+    file_case("tokens that are no list", set_column("token_ids", [7], pa.int32()), "'token_ids' is of int32"),
+    file_case("messages that are a number", set_column("messages", [3], pa.int64()), "'messages' is of int64"),
+    file_case("a status that may be null", set_column("status", [None], pa.string()), "'status' may be null"),
     # Rows of something else.
-    of_row("no turn at all", cell("turn_lengths", [])),
-    of_row("fewer versions than turns", cell("turn_weight_version", [-1]), "disagree on the number"),
-    of_row("an unknown status", cell("status", "done"), "'done'"),
-    of_row("a first turn of the policy's", cell("turn_is_action", [True, True]), "not a prompt"),
-    of_row("a turn of less than nothing", cell("turn_lengths", [5, -1]), "negative length"),
+    row_case("no turn at all", set_cell("turn_lengths", [])),
+    row_case("fewer versions than turns", set_cell("turn_weight_version", [-1]), "disagree on the number"),
+    row_case("an unknown status", set_cell("status", "done"), "'done'"),
+    row_case("a first turn of the policy's", set_cell("turn_is_action", [True, True]), "not a prompt"),
+    row_case("a turn of less than nothing", set_cell("turn_lengths", [5, -1]), "negative length"),
     Case(
         "log-probs that are no numbers",
         ("FOLDER/recorded/rollouts/step_000001/rank_00000.parquet, row 0", "not finite"),
         REPLAY,
         recorded(logprob=math.nan),
     ),
-    of_file("log-probs that are not finite", cell("logprobs", [0.0, 0.0, -math.inf, -0.5]), "not finite"),
-    of_file("negative tokens", cell("token_ids", [5, 6, -7, 7]), "negative"),
+    file_case("log-probs that are not finite", set_cell("logprobs", [0.0, 0.0, -math.inf, -0.5]), "not finite"),
+    file_case("negative tokens", set_cell("token_ids", [5, 6, -7, 7]), "negative"),
 ]

@@ -1,4 +1,4 @@
-"""Run folders that cannot be had, or are of another run; checkpoints that are damaged; no room."""
+"""Run folders that are locked, foreign or unwritable; damaged checkpoints; full disks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from case import Case
 
 RESUME = "run.resume=auto"
-HELD: list[Any] = []
-"""Locks that this process holds, as another job would."""
+LOCKS: list[Any] = []
+"""Locks held by this process, as by another job."""
 
 
-def run_of(folder: Path) -> Path:
-    """A run of this configuration, of which one step was done."""
+def write_run(folder: Path) -> Path:
+    """Write a run of this configuration with one step."""
     import yaml
 
     from megarl.config import load_config, to_dict
@@ -29,7 +29,7 @@ def run_of(folder: Path) -> Path:
     return run
 
 
-def checkpoint_of(run: Path, step: int) -> Path:
+def write_checkpoint(run: Path, step: int) -> Path:
     from megarl.checkpoint.manifest import hash_file
 
     folder = run / "checkpoints" / f"step_{step:06d}"
@@ -43,37 +43,37 @@ def checkpoint_of(run: Path, step: int) -> Path:
     return folder
 
 
-def earlier(spoil: Callable[[Path], Any] = lambda run: None) -> Callable[[Path], None]:
-    """A folder with a run in it, spoilt."""
-    return lambda folder: spoil(run_of(folder))
+def corrupted_run(corrupt: Callable[[Path], Any] = lambda run: None) -> Callable[[Path], None]:
+    """Write a run and corrupt it."""
+    return lambda folder: corrupt(write_run(folder))
 
 
-def damaged(spoil: Callable[[Path], Any]) -> Callable[[Path], None]:
-    """A run with one checkpoint, spoilt."""
-    return lambda folder: spoil(checkpoint_of(run_of(folder), 1))
+def corrupted_checkpoint(corrupt: Callable[[Path], Any]) -> Callable[[Path], None]:
+    """Write a run with one checkpoint and corrupt that."""
+    return lambda folder: corrupt(write_checkpoint(write_run(folder), 1))
 
 
-def config_is(content: bytes) -> Callable[[Path], None]:
-    return earlier(lambda run: (run / "config.yaml").write_bytes(content))
+def with_config(content: bytes) -> Callable[[Path], None]:
+    return corrupted_run(lambda run: (run / "config.yaml").write_bytes(content))
 
 
 def both_damaged(folder: Path) -> None:
-    run = run_of(folder)
+    run = write_run(folder)
     for step in (1, 12):
-        (checkpoint_of(run, step) / "host.json").unlink()
+        (write_checkpoint(run, step) / "host.json").unlink()
 
 
-def in_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    def spoil(checkpoint: Path) -> None:
+def edit_manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def corrupt(checkpoint: Path) -> None:
         tree = json.loads((checkpoint / "manifest.json").read_text())
         change(tree)
         (checkpoint / "manifest.json").write_text(json.dumps(tree))
 
-    return damaged(spoil)
+    return corrupted_checkpoint(corrupt)
 
 
-def of_other_data(checkpoint: Path) -> None:
-    """A whole one, which was written when data.train had the same name and other rows."""
+def other_data(checkpoint: Path) -> None:
+    """Make the checkpoint that of a data.train with other rows."""
     from megarl.checkpoint.manifest import hash_file
 
     host = checkpoint / "host.json"
@@ -83,17 +83,17 @@ def of_other_data(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(tree))
 
 
-def hold(folder: Path) -> None:
+def lock_run(folder: Path) -> None:
     (folder / "run").mkdir()
     lock = (folder / "run" / ".lock").open("a+")
     fcntl.flock(lock, fcntl.LOCK_EX)
     lock.write("process 7 on elsewhere")
     lock.flush()
-    HELD.append(lock)
+    LOCKS.append(lock)
 
 
-def full(folder: Path) -> None:
-    """The disk, for all that this process sees; other tests have processes of their own."""
+def fill_disk(folder: Path) -> None:
+    """Report 1 MiB of free disk space to this process."""
     usage = shutil.disk_usage(folder)
     shutil.disk_usage = lambda path: usage._replace(free=1 << 20)  # type: ignore[assignment]
 
@@ -103,12 +103,12 @@ def link(name: str, to: str) -> Callable[[Path], None]:
 
 
 def model_elsewhere(folder: Path) -> None:
-    run_of(folder)
+    write_run(folder)
     shutil.copytree(folder / "model", folder / "other")
 
 
 def folder_at(name: str) -> Callable[[Path], None]:
-    """Something else lies there."""
+    """Create a folder with a foreign file at `name`."""
 
     def make(folder: Path) -> None:
         (folder / name).mkdir(parents=True)
@@ -118,7 +118,7 @@ def folder_at(name: str) -> Callable[[Path], None]:
 
 
 def finished(folder: Path) -> None:
-    export = run_of(folder) / "export"
+    export = write_run(folder) / "export"
     export.mkdir()
     (export / "config.json").write_text("{}")
 
@@ -136,18 +136,20 @@ def only(name: str, text: str) -> Callable[[Path], None]:
     return make
 
 
-def kept(key: str, *says: str, given: tuple[str, ...], prepare: Callable[[Path], None] | None = None) -> list[Case]:
-    """A key of the run's identity, changed with `resume` and without."""
-    events = ("run folder FOLDER/run belongs to another run", key, "set run.dir", *says)
+def identity_case(
+    key: str, *expected: str, overrides: tuple[str, ...], prepare: Callable[[Path], None] | None = None
+) -> list[Case]:
+    """Cases with a changed key of the run's identity, with and without resume."""
+    events = ("run folder FOLDER/run belongs to another run", key, "set run.dir", *expected)
     return [
-        Case(f"resumed with another {key}", events, (RESUME, *given), prepare or earlier()),
-        Case(f"a folder of another {key}", events, given, prepare or earlier()),
+        Case(f"resumed with another {key}", events, (RESUME, *overrides), prepare or corrupted_run()),
+        Case(f"a folder of another {key}", events, overrides, prepare or corrupted_run()),
     ]
 
 
 DIR = ("run.dir", "set it to one", "runs/first")
 UNUSABLE = ("cannot write to run folder", "set run.dir to another folder")
-NONE_WHOLE = (
+NONE_COMPLETE = (
     "none of the checkpoints in FOLDER/run/checkpoints is complete",
     "step_000001",
     "copy one there",
@@ -181,15 +183,15 @@ CASES = [
     Case("run.dir the user's own folder", ("run.dir=FOLDER", "config.yaml", "a new folder"), ("run.dir=FOLDER",)),
     Case("run.dir with a README", ("README.txt", "a new folder"), (), only("README.txt", "My thesis\n")),
     Case("run.dir with a configuration", ("config.yaml", "a new folder"), (), only("config.yaml", "a: 1\n")),
-    Case("run.dir in use", ("in use by process 7 on elsewhere", "wait for it", "run.dir"), (), hold),
-    Case("run.dir in use, to resume", ("in use by process 7 on elsewhere",), (RESUME,), hold),
-    Case("a run already", ("already contains this run", "run.resume=auto", "run.dir"), (), earlier()),
-    Case("a run already, of two ranks", ("already contains this run",), ("parallel.world_size=2",), earlier()),
+    Case("run.dir in use", ("in use by process 7 on elsewhere", "wait for it", "run.dir"), (), lock_run),
+    Case("run.dir in use, to resume", ("in use by process 7 on elsewhere",), (RESUME,), lock_run),
+    Case("a run already", ("already contains this run", "run.resume=auto", "run.dir"), (), corrupted_run()),
+    Case("a run already, of two ranks", ("already contains this run",), ("parallel.world_size=2",), corrupted_run()),
     Case(
         "another run, of two ranks",
         ("belongs to another run", "run.seed: 1 -> 5"),
         ("parallel.world_size=2", "run.seed=5", RESUME),
-        earlier(),
+        corrupted_run(),
     ),
     *[
         Case(
@@ -200,10 +202,10 @@ CASES = [
         )
         for resume in ("auto", "forced")
     ],
-    Case("a run with other settings already", ("run.resume=auto",), ("actor_optimizer.lr=0.5",), earlier()),
+    Case("a run with other settings already", ("run.resume=auto",), ("actor_optimizer.lr=0.5",), corrupted_run()),
     Case("results of nobody", ("no config.yaml", "run.dir"), (RESUME,), only("metrics.jsonl", "")),
     *[
-        Case(f"a run's configuration {name}", ("FOLDER/run", "config.yaml", "run.dir"), (RESUME,), config_is(content))
+        Case(f"a run's configuration {name}", ("FOLDER/run", "config.yaml", "run.dir"), (RESUME,), with_config(content))
         for name, content in {
             "binary": b"\x00\xff\xfe\x80",
             "Latin-1": "run: {dir: Übung}".encode("latin-1"),
@@ -215,78 +217,106 @@ CASES = [
             "deeply nested": b"[" * 2000 + b"]" * 2000,
         }.items()
     ],
-    Case("a run's configuration empty", ("belongs to another run", "run.dir"), (RESUME,), config_is(b"")),
+    Case("a run's configuration empty", ("belongs to another run", "run.dir"), (RESUME,), with_config(b"")),
     Case(
         "a run's configuration a folder",
         ("no config.yaml", "run.dir"),
         (RESUME,),
-        earlier(lambda run: ((run / "config.yaml").unlink(), (run / "config.yaml").mkdir())),
+        corrupted_run(lambda run: ((run / "config.yaml").unlink(), (run / "config.yaml").mkdir())),
     ),
-    *kept("algorithm", "'ppo' -> 'grpo'", given=("algorithm=grpo",)),
-    *kept("run.seed", "1 -> 5", "set these keys back", given=("run.seed=5",)),
-    *kept("model.dtype", given=("model.dtype=bfloat16",)),
-    *kept("model.path", given=("model.path=FOLDER/other",), prepare=model_elsewhere),
-    *kept("critic.path", given=("critic.path=FOLDER/other",), prepare=model_elsewhere),
-    *kept("data.train", given=("data.train=FOLDER/eval.jsonl",)),
-    *kept("data.mixture_weights", "[] -> [1]", given=("data.mixture_weights=[1]",)),
-    *kept("data.prompts_per_step", "4 -> 8", given=("data.prompts_per_step=8",)),
-    *kept("data.shuffle", given=("data.shuffle=false",)),
-    *kept("lora.rank", "0 -> 4", given=("lora.rank=4",)),
+    *identity_case("algorithm", "'ppo' -> 'grpo'", overrides=("algorithm=grpo",)),
+    *identity_case("run.seed", "1 -> 5", "set these keys back", overrides=("run.seed=5",)),
+    *identity_case("model.dtype", overrides=("model.dtype=bfloat16",)),
+    *identity_case("model.path", overrides=("model.path=FOLDER/other",), prepare=model_elsewhere),
+    *identity_case("critic.path", overrides=("critic.path=FOLDER/other",), prepare=model_elsewhere),
+    *identity_case("data.train", overrides=("data.train=FOLDER/eval.jsonl",)),
+    *identity_case("data.mixture_weights", "[] -> [1]", overrides=("data.mixture_weights=[1]",)),
+    *identity_case("data.prompts_per_step", "4 -> 8", overrides=("data.prompts_per_step=8",)),
+    *identity_case("data.shuffle", overrides=("data.shuffle=false",)),
+    *identity_case("lora.rank", "0 -> 4", overrides=("lora.rank=4",)),
     Case(
         "resumed with other rows in data.train",
         ("other training prompts than these", "data.train", "run.resume=forced"),
         (RESUME,),
-        damaged(of_other_data),
+        corrupted_checkpoint(other_data),
     ),
     Case(
         "a run shorter than what was done",
         ("run.num_rollout=2", "step_000003", "is of step 3", "set it to that or more"),
         (RESUME,),
-        lambda folder: (checkpoint_of(run_of(folder), 3), None)[1],
+        lambda folder: (write_checkpoint(write_run(folder), 3), None)[1],
     ),
     *[
-        Case(f"the only checkpoint {name}", (*NONE_WHOLE, what), (RESUME,), prepare)
+        Case(f"the only checkpoint {name}", (*NONE_COMPLETE, what), (RESUME,), prepare)
         for name, what, prepare in (
-            ("empty", "manifest.json is missing", damaged(lambda at: (shutil.rmtree(at), at.mkdir()))),
-            ("without manifest", "manifest.json is missing", damaged(lambda at: (at / "manifest.json").unlink())),
-            ("with no JSON", "manifest.json is broken", damaged(lambda at: (at / "manifest.json").write_text("{"))),
-            ("with a list", "manifest.json is broken", damaged(lambda at: (at / "manifest.json").write_text("[1]"))),
-            ("with binary", "manifest.json is broken", damaged(lambda at: (at / "manifest.json").write_bytes(b"\xff"))),
-            ("of no files", "does not list host.json", in_manifest(lambda tree: tree.update(files={}))),
-            ("of files in a list", "manifest.json is broken", in_manifest(lambda tree: tree.update(files=[1]))),
-            ("of sizes in words", "broken", in_manifest(lambda tree: tree["files"]["host.json"].update(bytes="1"))),
-            ("truncated", "__0_0.distcp is truncated", damaged(lambda at: (at / "actor/__0_0.distcp").write_text("w"))),
+            ("empty", "manifest.json is missing", corrupted_checkpoint(lambda at: (shutil.rmtree(at), at.mkdir()))),
+            (
+                "without manifest",
+                "manifest.json is missing",
+                corrupted_checkpoint(lambda at: (at / "manifest.json").unlink()),
+            ),
+            (
+                "with no JSON",
+                "manifest.json is broken",
+                corrupted_checkpoint(lambda at: (at / "manifest.json").write_text("{")),
+            ),
+            (
+                "with a list",
+                "manifest.json is broken",
+                corrupted_checkpoint(lambda at: (at / "manifest.json").write_text("[1]")),
+            ),
+            (
+                "with binary",
+                "manifest.json is broken",
+                corrupted_checkpoint(lambda at: (at / "manifest.json").write_bytes(b"\xff")),
+            ),
+            ("of no files", "does not list host.json", edit_manifest(lambda tree: tree.update(files={}))),
+            ("of files in a list", "manifest.json is broken", edit_manifest(lambda tree: tree.update(files=[1]))),
+            ("of sizes in words", "broken", edit_manifest(lambda tree: tree["files"]["host.json"].update(bytes="1"))),
+            (
+                "truncated",
+                "__0_0.distcp is truncated",
+                corrupted_checkpoint(lambda at: (at / "actor/__0_0.distcp").write_text("w")),
+            ),
             (
                 "changed",
                 "differs from its checksum",
-                damaged(lambda at: (at / "actor/__0_0.distcp").write_text("WEIGHTS")),
+                corrupted_checkpoint(lambda at: (at / "actor/__0_0.distcp").write_text("WEIGHTS")),
             ),
-            ("without a part", "__0_0.distcp is missing", damaged(lambda at: (at / "actor/__0_0.distcp").unlink())),
-            ("without random states", "rng_00000.pt is missing", damaged(lambda at: (at / "rng_00000.pt").unlink())),
+            (
+                "without a part",
+                "__0_0.distcp is missing",
+                corrupted_checkpoint(lambda at: (at / "actor/__0_0.distcp").unlink()),
+            ),
+            (
+                "without random states",
+                "rng_00000.pt is missing",
+                corrupted_checkpoint(lambda at: (at / "rng_00000.pt").unlink()),
+            ),
             (
                 "with half of them",
                 "rng_00000.pt is truncated",
-                damaged(lambda at: (at / "rng_00000.pt").write_text("r")),
+                corrupted_checkpoint(lambda at: (at / "rng_00000.pt").write_text("r")),
             ),
-            ("without host.json", "host.json is missing", damaged(lambda at: (at / "host.json").unlink())),
+            ("without host.json", "host.json is missing", corrupted_checkpoint(lambda at: (at / "host.json").unlink())),
             (
                 "with a folder in it",
                 "truncated",
-                damaged(lambda at: ((at / "host.json").unlink(), (at / "host.json").mkdir())),
+                corrupted_checkpoint(lambda at: ((at / "host.json").unlink(), (at / "host.json").mkdir())),
             ),
         )
     ],
-    Case("both checkpoints damaged", (*NONE_WHOLE, "step_000012: host.json is missing"), (RESUME,), both_damaged),
+    Case("both checkpoints damaged", (*NONE_COMPLETE, "step_000012: host.json is missing"), (RESUME,), both_damaged),
     Case(
         "checkpoints a file",
         ("cannot list checkpoints in FOLDER/run/checkpoints", "Not a directory"),
         (RESUME,),
-        earlier(lambda run: (run / "checkpoints").write_text("")),
+        corrupted_run(lambda run: (run / "checkpoints").write_text("")),
     ),
     Case("something at the export's place", ("run/export exists", "run.dir"), (), folder_at("run/export")),
     Case("an export over the model", ("came from", "run.dir"), (), exported_over_model),
     Case("something at the adapter's place", ("run/adapter", "run.dir"), ("lora.rank=4",), folder_at("run/adapter")),
-    Case("no room for the export", ("1.0 MB free", "for the export", "free space"), (), full),
-    Case("no room for checkpoints", ("2 x", "for checkpoints", "keep_checkpoints"), ("run.save_every=1",), full),
-    Case("no room for checkpoints alone", ("for checkpoints",), ("run.save_every=1", "run.export=false"), full),
+    Case("no room for the export", ("1.0 MB free", "for the export", "free space"), (), fill_disk),
+    Case("no room for checkpoints", ("2 x", "for checkpoints", "keep_checkpoints"), ("run.save_every=1",), fill_disk),
+    Case("no room for checkpoints alone", ("for checkpoints",), ("run.save_every=1", "run.export=false"), fill_disk),
 ]

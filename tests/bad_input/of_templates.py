@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates that cannot hold a conversation with tools, and parsers that SGLang does not have."""
+"""Tokenizers and chat templates unfit for conversations with tools, and unknown tool call parsers."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ def without(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
 
-def template(name: str, prepare: Callable[[Path], None], *says: str) -> Case:
-    return Case(f"template: {name}", ("chat template of model.path", *says), TOOLS, prepare)
+def template(name: str, prepare: Callable[[Path], None], *expected: str) -> Case:
+    return Case(f"template: {name}", ("chat template of model.path", *expected), TOOLS, prepare)
 
 
-def generation(name: str, content: str, *says: str) -> Case:
-    return Case(f"generation_config: {name}", ("generation_config.json", *says), TOOLS, text(GENERATION, content))
+def generation(name: str, content: str, *expected: str) -> Case:
+    return Case(f"generation_config: {name}", ("generation_config.json", *expected), TOOLS, text(GENERATION, content))
 
 
-def tokenizer(name: str, prepare: Callable[[Path], None], *says: str) -> Case:
-    return Case(f"tokenizer: {name}", ("model", *says), TOOLS, prepare)
+def tokenizer(name: str, prepare: Callable[[Path], None], *expected: str) -> Case:
+    return Case(f"tokenizer: {name}", ("model", *expected), TOOLS, prepare)
 
 
-def parser(name: str, *says: str) -> Case:
-    return Case(f"parser: {name}", ("rollout.tool_call_parser", *says), (f"rollout.tool_call_parser={name}",))
+def parser(name: str, *expected: str) -> Case:
+    return Case(f"parser: {name}", ("rollout.tool_call_parser", *expected), (f"rollout.tool_call_parser={name}",))
 
 
 GENERATION, TOKENIZER = "model/generation_config.json", "model/tokenizer.json"

@@ -1,4 +1,4 @@
-"""Modules of tools and rewards that break while they are loaded, or that hold something else than what is wanted."""
+"""Modules of tools, environments and rewards that fail to load or lack the required interface."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def module(text: str, name: str = "mine") -> Callable[[Path], None]:
     return write
 
 
-def tool(name: str, text: str, *says: str, spec: str = "mine:f") -> Case:
-    return Case(f"tool: {name}", ("rollout.tools", *says), (f"rollout.tools=[{spec}]",), module(text))
+def tool(name: str, text: str, *expected: str, spec: str = "mine:f") -> Case:
+    return Case(f"tool: {name}", ("rollout.tools", *expected), (f"rollout.tools=[{spec}]",), module(text))
 
 
-def schema(name: str, described: str, *says: str, function: str = "lambda: '1'") -> Case:
+def schema(name: str, described: str, *expected: str, function: str = "lambda: '1'") -> Case:
     text = f"{HEAD}f = Tool({described}, {function})"
-    return tool(f"schema: {name}", text, "mine:f", *says)
+    return tool(f"schema: {name}", text, "mine:f", *expected)
 
 
 def described(inside: str) -> str:
     return f'{{"type": "function", "function": {{"name": "f", {inside}}}}}'
 
 
-def environment(name: str, text: str, *says: str, specs: str = "mine:Own", given: tuple[str, ...] = ()) -> Case:
-    return Case(f"environment: {name}", says, (f"rollout.environments=[{specs}]", *given), module(text))
+def environment(name: str, text: str, *expected: str, specs: str = "mine:Own", overrides: tuple[str, ...] = ()) -> Case:
+    return Case(f"environment: {name}", expected, (f"rollout.environments=[{specs}]", *overrides), module(text))
 
 
-def row(name: str, column: str, *says: str) -> Case:
-    """In the third row of the prompts, of an environment whose reset needs a column."""
+def row(name: str, column: str, *expected: str) -> Case:
+    """A case with an invalid `column` in the third prompt, for an environment whose reset needs it."""
 
     def write(folder: Path) -> None:
         module(GAME)(folder)
@@ -55,12 +55,12 @@ def row(name: str, column: str, *says: str) -> Case:
         file.write_text("\n".join(map(json.dumps, lines)) + "\n")
 
     return Case(
-        f"environment: {name}", ("prompt train-2", *says), ("rollout.environments=[mine:Own,mine:Other]",), write
+        f"environment: {name}", ("prompt train-2", *expected), ("rollout.environments=[mine:Own,mine:Other]",), write
     )
 
 
-def reward(name: str, text: str, *says: str, specs: str = "mine:f") -> Case:
-    return Case(f"reward: {name}", ("reward.functions", *says), (f"reward.functions=[{specs}]",), module(text))
+def reward(name: str, text: str, *expected: str, specs: str = "mine:f") -> Case:
+    return Case(f"reward: {name}", ("reward.functions", *expected), (f"reward.functions=[{specs}]",), module(text))
 
 
 TAKES_X = described('"parameters": {"properties": {"x": {"type": "number"}}, "required": ["x"]}')
@@ -158,13 +158,13 @@ CASES = [
         "like a tool",
         "class Own:\n    def calculator(self, x: int):\n        'It.'",
         "mine:Own has a tool calculator, and so has rollout.tools, megarl.environments.ready.calculator:calculator",
-        given=(f"rollout.tools=[{CALCULATOR}]",),
+        overrides=(f"rollout.tools=[{CALCULATOR}]",),
     ),
     environment(
         "nobody rates",
         "class Own:\n    def reset(self): pass",
         "rollout.environments: mine:Own has no `reward`, and there are no reward.functions",
-        given=("reward.functions=[]",),
+        overrides=("reward.functions=[]",),
     ),
     environment("an adapter", "", "nowhere.json", specs='"mcp:nowhere.json"'),
     row("of no such name", '{"environment": "Othre"}', "'Othre', is not in rollout.environments; did you mean Other?"),

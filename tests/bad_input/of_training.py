@@ -1,4 +1,4 @@
-"""Settings of losses, schedules and updates that contradict each other, or under which nothing would be trained."""
+"""Contradictory settings of losses, schedules and updates, or settings that train nothing."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Configurations that cannot be read, or not as they are meant; overrides that are none."""
+"""Unreadable or ambiguous YAML configurations, and malformed overrides."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from case import PROGRAM, Case
 FILE = "FOLDER/config.yaml"
 
 
-def holds(data: bytes | str) -> Callable[[Path], None]:
-    """The configuration is that, and nothing else."""
+def write_config(data: bytes | str) -> Callable[[Path], None]:
+    """Replace the configuration."""
 
     def prepare(folder: Path) -> None:
         (folder / "config.yaml").write_bytes(data.encode() if isinstance(data, str) else data)
@@ -20,7 +20,7 @@ def holds(data: bytes | str) -> Callable[[Path], None]:
 
 
 def with_line(text: str) -> Callable[[Path], None]:
-    """The configuration has that behind what it had, which begins with an empty line and has six more."""
+    """Append to the configuration, whose seven lines start with an empty one."""
 
     def prepare(folder: Path) -> None:
         file = folder / "config.yaml"
@@ -29,12 +29,12 @@ def with_line(text: str) -> Callable[[Path], None]:
     return prepare
 
 
-def no_config(folder: Path) -> None:
+def remove_config(folder: Path) -> None:
     (folder / "config.yaml").unlink()
 
 
-def a_folder(folder: Path) -> None:
-    no_config(folder)
+def make_folder(folder: Path) -> None:
+    remove_config(folder)
     (folder / "config.yaml").mkdir()
 
 
@@ -45,28 +45,28 @@ def bomb() -> str:
 
 
 FILES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
-    "no file": (no_config, ("no configuration file", FILE)),
-    "a folder": (a_folder, ("is a folder; name the configuration file", FILE)),
-    "binary": (holds(bytes(range(256))), ("not UTF-8 text", "save it as UTF-8")),
-    "zeros": (holds(b"run: {seed: 1}\0\0"), ("not text", FILE)),
-    "Latin-1": (holds("run:\n  dir: läufe\n".encode("latin-1")), ("not UTF-8 text", "line 2")),
-    "UTF-16": (holds("run: {seed: 1}\n".encode("utf-16")), ("not UTF-8 text", "line 1")),
-    "too large": (holds(b"#" * (2 << 20)), ("larger than 1 MiB",)),
-    "nested 2,000 deep": (holds("[" * 2000 + "]" * 2000), ("nested more than 40 deep", "line 1")),
-    "mappings 2,000 deep": (holds("".join(" " * n + "a:\n" for n in range(1000))), ("nested more than",)),
-    "a bomb": (holds(bomb()), ("values, with aliases written out",)),
-    "a snake": (holds("run: &a\n  seed: [*a]\n"), ("line 1: the anchor is part of itself",)),
-    "no such anchor": (holds("run: *nowhere\n"), ("undefined alias", "line 1")),
-    "a list": (holds("- run\n- model\n"), ("holds a list", "mapping of sections")),
-    "a word": (holds("quickstart\n"), ("holds a str",)),
-    "a number": (holds("3\n"), ("holds a int",)),
-    "false": (holds("false\n"), ("holds a bool",)),
-    "two documents": (holds("run: {seed: 1}\n---\nrun: {seed: 2}\n"), ("not valid YAML", "single document")),
-    "tabs": (holds("run:\n\tseed: 1\n"), ("not valid YAML", "line 2")),
-    "unclosed": (holds("run: {seed: 1\n"), ("not valid YAML", "line 2")),
-    "unclosed quotes": (holds('run: {dir: "a}\n'), ("not valid YAML",)),
-    "a colon too many": (holds("run: seed: 3\n"), ("not valid YAML", "line 1")),
-    "badly indented": (holds("run:\n  seed: 1\n dir: a\n"), ("not valid YAML", "line 3")),
+    "no file": (remove_config, ("no configuration file", FILE)),
+    "a folder": (make_folder, ("is a folder; name the configuration file", FILE)),
+    "binary": (write_config(bytes(range(256))), ("not UTF-8 text", "save it as UTF-8")),
+    "zeros": (write_config(b"run: {seed: 1}\0\0"), ("not text", FILE)),
+    "Latin-1": (write_config("run:\n  dir: läufe\n".encode("latin-1")), ("not UTF-8 text", "line 2")),
+    "UTF-16": (write_config("run: {seed: 1}\n".encode("utf-16")), ("not UTF-8 text", "line 1")),
+    "too large": (write_config(b"#" * (2 << 20)), ("larger than 1 MiB",)),
+    "nested 2,000 deep": (write_config("[" * 2000 + "]" * 2000), ("nested more than 40 deep", "line 1")),
+    "mappings 2,000 deep": (write_config("".join(" " * n + "a:\n" for n in range(1000))), ("nested more than",)),
+    "a bomb": (write_config(bomb()), ("values, with aliases written out",)),
+    "a snake": (write_config("run: &a\n  seed: [*a]\n"), ("line 1: the anchor is part of itself",)),
+    "no such anchor": (write_config("run: *nowhere\n"), ("undefined alias", "line 1")),
+    "a list": (write_config("- run\n- model\n"), ("holds a list", "mapping of sections")),
+    "a word": (write_config("quickstart\n"), ("holds a str",)),
+    "a number": (write_config("3\n"), ("holds a int",)),
+    "false": (write_config("false\n"), ("holds a bool",)),
+    "two documents": (write_config("run: {seed: 1}\n---\nrun: {seed: 2}\n"), ("not valid YAML", "single document")),
+    "tabs": (write_config("run:\n\tseed: 1\n"), ("not valid YAML", "line 2")),
+    "unclosed": (write_config("run: {seed: 1\n"), ("not valid YAML", "line 2")),
+    "unclosed quotes": (write_config('run: {dir: "a}\n'), ("not valid YAML",)),
+    "a colon too many": (write_config("run: seed: 3\n"), ("not valid YAML", "line 1")),
+    "badly indented": (write_config("run:\n  seed: 1\n dir: a\n"), ("not valid YAML", "line 3")),
     "a Python tag": (with_line("track2: !!python/object/apply:os.system [ls]\n"), ("line 8: the tag", "os.system")),
     "a tag of YAML's": (with_line("kl: !!omap [a: 1]\n"), ("line 8: the tag",)),
     "a binary tag": (with_line("kl: {coef: !!binary aaaa}\n"), ("line 8: the tag",)),
@@ -139,7 +139,7 @@ OVERRIDES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 CASES = [
-    *(Case(name, says, prepare=prepare) for name, (prepare, says) in FILES.items()),
-    *(Case(f"override: {name}", says, given) for name, (given, says) in OVERRIDES.items()),
+    *(Case(name, expected, prepare=prepare) for name, (prepare, expected) in FILES.items()),
+    *(Case(f"override: {name}", expected, overrides) for name, (overrides, expected) in OVERRIDES.items()),
     Case("an unknown option", ("unrecognized arguments: --resume",), command=(PROGRAM, "--resume")),
 ]

@@ -1,4 +1,4 @@
-"""Every mistake in the tables beside this file ends as `case.py` says that mistakes end."""
+"""All cases of the tables in this folder have the outcome that `case.py` requires."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import pytest
 
 pytestmark = [pytest.mark.alone, pytest.mark.nightly]
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(HERE))
-AREAS = sorted(path.stem for path in HERE.glob("of_*.py"))
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+sys.path.insert(0, str(FOLDER))
+AREAS = sorted(path.stem for path in FOLDER.glob("of_*.py"))
 CASES = [(area, number, case) for area in AREAS for number, case in enumerate(importlib.import_module(area).CASES)]
 
 
 @pytest.fixture(scope="session")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, prompts that ask for no tool, and conversations."""
+    """A tiny model, prompts without tools, and conversations."""
     folder = tmp_path_factory.mktemp("material") / "m"
     command = [sys.executable, str(ROOT / "tools/make_quickstart.py"), str(folder), "--demonstrations", "200"]
     subprocess.run([*command, "--train", "60"], cwd=ROOT, check=True, capture_output=True)
@@ -35,14 +35,14 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-LEAST = 1200
+MIN_CASES = 1200
 
 
-def test_there_are_many() -> None:
-    assert len(CASES) >= LEAST
+def test_number_of_cases() -> None:
+    assert len(CASES) >= MIN_CASES
 
 
-def test_names_are_names() -> None:
+def test_case_names_are_unique() -> None:
     names = [(area, case.name) for area, _, case in CASES]
     assert len(set(names)) == len(names)
 
@@ -54,29 +54,29 @@ def results(
     run_ranks: Callable[..., list[dict[str, Any]]],
     request: pytest.FixtureRequest,
 ) -> Callable[[str, int], tuple[Path, dict[str, Any]]]:
-    """Of a case of an area: its folder and what came of it. All of an area that are asked for are tried together."""
-    wanted: dict[str, list[str]] = {}
+    """A function of area and number that returns the folder and result of a case; the cases of an area run together."""
+    selected: dict[str, list[str]] = {}
     for item in request.session.items:
         if (call := getattr(item, "callspec", None)) and "area" in call.params:
-            wanted.setdefault(call.params["area"], []).append(str(call.params["number"]))
+            selected.setdefault(call.params["area"], []).append(str(call.params["number"]))
 
     @cache
-    def of(area: str) -> tuple[Path, dict[str, Any]]:
+    def run_area(area: str) -> tuple[Path, dict[str, Any]]:
         folder = tmp_path_factory.mktemp(area)
-        arguments = (area, str(folder), str(material), *wanted[area])
+        arguments = (area, str(folder), str(material), *selected[area])
         return folder, run_ranks(1, "tests/bad_input/attempt.py", *arguments, timeout=580.0)[0]
 
-    return lambda area, number: (of(area)[0] / str(number), of(area)[1][str(number)])
+    return lambda area, number: (run_area(area)[0] / str(number), run_area(area)[1][str(number)])
 
 
 @pytest.mark.parametrize(("area", "number", "case"), CASES, ids=[f"{area}: {case.name}" for area, _, case in CASES])
-def test_a_mistake_is_one_line(area: str, number: int, case: Any, results: Callable[[str, int], Any]) -> None:
+def test_reports_one_error_line(area: str, number: int, case: Any, results: Callable[[str, int], Any]) -> None:
     folder, result = results(area, number)
     assert "broken" not in result, result["broken"]
     lines = [line for line in result["err"].splitlines() if line.strip()]
     assert (result["code"], len(lines)) == (2, 1), result
     assert lines[0].startswith("error: "), result
-    for text in case.says:
+    for text in case.expected:
         assert text.replace("FOLDER", str(folder)) in lines[0], result
     assert not result["changed"], result
     assert not result["children"], result

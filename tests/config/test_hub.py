@@ -1,4 +1,4 @@
-"""A model by its name on the Hub: the copy in the cache, and nothing is fetched."""
+"""Models named by their Hub id resolve to the local cache, without network access."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAME = "someone/Tiny-1B"
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a model in a cache, laid out as the Hub's library does it."""
+    """A cached model folder in the layout of huggingface_hub."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     model = tmp_path / "hub" / "models--someone--Tiny-1B"
     (model / "refs").mkdir(parents=True)
@@ -27,12 +27,12 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_names() -> None:
+def test_recognizes_hub_names() -> None:
     assert is_hub_name(NAME) and is_hub_name("Qwen/Qwen3-30B-A3B")
     assert not any(map(is_hub_name, ("", "/a/b", "a", "a/b/c", "./a/b", "../b", "tests/config", "a/.b", "~/a")))
 
 
-def test_the_copy_in_the_cache_is_taken(cached: Path, tmp_path: Path) -> None:
+def test_resolves_to_the_cached_copy(cached: Path, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(f"model: {{path: {NAME}}}\ncritic: {{path: {cached}}}\nreward: {{model: other/not-here}}\n")
     config = load_config(file)
@@ -40,7 +40,7 @@ def test_the_copy_in_the_cache_is_taken(cached: Path, tmp_path: Path) -> None:
     assert config.reward.model == "other/not-here"
 
 
-def test_one_that_is_not_there_is_said_with_the_command(cached: Path) -> None:
+def test_missing_model_names_the_download_command(cached: Path) -> None:
     assert find_model_folder("other/not-here") == "other/not-here"
     with pytest.raises(ConfigError, match="model.path=other/not-here: no such folder; .*hf download NAME"):
         folder_config("other/not-here", "model.path")

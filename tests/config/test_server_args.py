@@ -1,3 +1,5 @@
+"""`rollout.sglang` settings against the installed SGLang's ServerArgs."""
+
 import importlib.util
 import re
 from pathlib import Path
@@ -10,7 +12,7 @@ from megarl.config import ConfigError, RolloutConfig, foreign_dataclasses, serve
 pytestmark = pytest.mark.alone
 
 
-def test_fields_of_the_installed_sglang() -> None:
+def test_reads_fields_of_the_installed_sglang() -> None:
     assert {
         "attention_backend",
         "max_total_tokens",
@@ -27,24 +29,24 @@ def test_fields_of_the_installed_sglang() -> None:
         ("tp_size", "cannot be set; it is decided by rollout.tp"),
     ],
 )
-def test_wrong_keys(key: str, complaint: str) -> None:
+def test_rejects_unknown_and_reserved_keys(key: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=f"rollout.sglang.{key} .*".replace(".", r"\.", 2)) as caught:
         server_args.check({key: "x"})
     assert complaint in str(caught.value)
 
 
-def test_how_sglang_is_told_to_draft() -> None:
+def test_speculative_args() -> None:
     assert server_args.speculative_args(0) == {}
-    events = server_args.speculative_args(3)
-    assert (events["speculative_num_steps"], events["speculative_num_draft_tokens"]) == (3, 4)
-    assert events.keys() <= server_args.load_field_names()
-    for key in events:
+    args = server_args.speculative_args(3)
+    assert (args["speculative_num_steps"], args["speculative_num_draft_tokens"]) == (3, 4)
+    assert args.keys() <= server_args.load_field_names()
+    for key in args:
         with pytest.raises(ConfigError, match="decided by rollout.num_speculative_tokens"):
-            server_args.check({key: events[key]})
+            server_args.check({key: args[key]})
 
 
-def test_every_default_fits_its_own_field() -> None:
-    """So that what is refused is not what SGLang takes by itself."""
+def test_defaults_pass_the_checks() -> None:
+    """The checks must accept SGLang's own defaults."""
     for name, field in server_args.load_fields().items():
         if field.default is not ...:
             foreign_dataclasses.check_field_value(name, field.default, field)
@@ -72,19 +74,19 @@ def test_every_default_fits_its_own_field() -> None:
         ("tool_call_parser", "qwen25", "decided by rollout.tool_call_parser"),
     ],
 )
-def test_wrong_values(key: str, value: object, complaint: str) -> None:
+def test_rejects_invalid_values(key: str, value: object, complaint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         server_args.check({key: value})
     assert str(caught.value).startswith(f"rollout.sglang.{key} ") and complaint in str(caught.value)
 
 
-def test_values_that_fit() -> None:
+def test_accepts_valid_values() -> None:
     server_args.check({"chunked_prefill_size": -1, "mem_fraction_static": 0.3, "schedule_conservativeness": 1})
     server_args.check({"attention_backend": None, "cuda_graph_bs_decode": [1, 2], "extra_metric_labels": {"a": "b"}})
 
 
-def test_parsers_of_tool_calls_are_those_of_the_installed_sglang() -> None:
-    """The list that is read is of the parsers that there are; SGLang's own test of it is not part of the package."""
+def test_tool_call_parsers_match_the_installed_sglang() -> None:
+    """Compare with the enum in SGLang's source."""
     spec = importlib.util.find_spec("sglang")
     assert spec is not None and spec.submodule_search_locations
     source = Path(spec.submodule_search_locations[0], "srt/function_call/function_call_parser.py").read_text()
@@ -94,11 +96,11 @@ def test_parsers_of_tool_calls_are_those_of_the_installed_sglang() -> None:
     assert names == set(server_args.tool_call_parsers())
 
 
-def test_an_engine_is_told_of_how_many_tokens_to_say_that_it_could_have_sampled_them() -> None:
+def test_sampling_args_set_the_sampling_mask_size() -> None:
     assert server_args.sampling_args(RolloutConfig()) == {}
     assert server_args.sampling_args(RolloutConfig(top_k=20, temperature=0.0)) == {}
-    events = server_args.sampling_args(RolloutConfig(top_k=1000))
-    assert events == {"sampling_mask_max_tokens": 4000} and events.keys() <= server_args.load_field_names()
+    args = server_args.sampling_args(RolloutConfig(top_k=1000))
+    assert args == {"sampling_mask_max_tokens": 4000} and args.keys() <= server_args.load_field_names()
     assert server_args.sampling_args(RolloutConfig(top_k=20, top_p=0.9)) == {"sampling_mask_max_tokens": 256}
 
 
@@ -108,13 +110,13 @@ def test_an_engine_is_told_of_how_many_tokens_to_say_that_it_could_have_sampled_
         {},
         {"top_k": 20},
         {"top_k": 2, "top_p": 0.9, "min_p": 0.1},
-        {"top_p": 0.9, "temperature": 0.0, "num_speculative_tokens": 2},  # which is greedy, whatever else
+        {"top_p": 0.9, "temperature": 0.0, "num_speculative_tokens": 2},  # greedy regardless of top_p
         {"top_k": 100, "sglang": {"sampling_mask_max_tokens": 100, "sampling_backend": "pytorch"}},
         {"top_k": 100, "sglang": {"enable_deterministic_inference": True}},
     ],
     ids=str,
 )
-def test_sampling_that_an_engine_can_tell_of(settings: dict[str, Any]) -> None:
+def test_accepts_sampling_with_masks(settings: dict[str, Any]) -> None:
     server_args.check_sampling(RolloutConfig(**settings))
 
 
@@ -138,6 +140,6 @@ def test_sampling_that_an_engine_can_tell_of(settings: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_sampling_that_no_engine_can_tell_of(settings: dict[str, Any], complaint: str) -> None:
+def test_rejects_sampling_without_masks(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         server_args.check_sampling(RolloutConfig(**settings))

@@ -1,4 +1,4 @@
-"""What the pages say: their commands, links, keys, code and quotations, for the tests beside this file."""
+"""Parse documentation pages: commands, links, code blocks, quotations and anchors."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 
-COMING: set[str] = set()
-"""Programs that a page may name before they are there. One that is there is held to what the pages say of it."""
-COMING_KEYS: set[str] = set()
+PLANNED: set[str] = set()
+"""Programs that a page may name before they exist."""
+PLANNED_KEYS: set[str] = set()
 
 
 def pages() -> list[Path]:
-    """Every page of the project, in order of its path."""
+    """Return every page of the project, sorted by path."""
     result = ROOT.rglob("*.md")
     return sorted(p for p in result if not any(part[0] == "." or part == "runs" for part in p.relative_to(ROOT).parts))
 
 
 class Block(NamedTuple):
-    """A fenced block: the first word behind the fence, the rest of that line, its lines."""
+    """A fenced block: language, the rest of the opening line, and the text."""
 
     language: str
     title: str
@@ -41,18 +41,18 @@ def blocks(text: str) -> list[Block]:
 
 
 def prose(text: str) -> str:
-    """The page without its fenced blocks."""
+    """Return the page without its fenced blocks."""
     return _FENCE.sub("", text)
 
 
 class Command(NamedTuple):
-    """Words of a command, without variables that are set for it."""
+    """The words of a command, without leading variable assignments."""
 
     words: tuple[str, ...]
 
     @property
     def program(self) -> str:
-        """What is run: `-m megarl.train`, `tools/report.py`, `launch/quickstart.sh`, or a program's name."""
+        """`-m megarl.train`, `tools/report.py`, `launch/quickstart.sh`, or the name of a program."""
         words = list(self.words)
         if words[0].rpartition("/")[2].startswith("python"):
             words = words[1:]
@@ -63,18 +63,17 @@ class Command(NamedTuple):
 
     @property
     def arguments(self) -> list[str]:
-        """What the program is given."""
         name = self.program.removeprefix("-m ")
         return list(self.words[self.words.index(name) + 1 :])
 
 
 def commands(text: str) -> Iterator[Command]:
-    """Of the shell's blocks, and of indented lines that begin as a command does."""
-    events = [block.text for block in blocks(text) if block.language == "bash"]
+    """Yield commands of bash blocks, of indented command lines and of `$` lines."""
+    sources = [block.text for block in blocks(text) if block.language == "bash"]
     remaining = prose(text).replace("\\\n", " ")
-    events += re.findall(r"^ {4}((?:[A-Z_]+=\S* )*(?:\.venv/bin/|bash |sbatch ).*)$", remaining, re.MULTILINE)
-    events += re.findall(r"^\$ (.*)$", "\n".join(b.text for b in blocks(text) if not b.language), re.MULTILINE)
-    for lines in events:
+    sources += re.findall(r"^ {4}((?:[A-Z_]+=\S* )*(?:\.venv/bin/|bash |sbatch ).*)$", remaining, re.MULTILINE)
+    sources += re.findall(r"^\$ (.*)$", "\n".join(b.text for b in blocks(text) if not b.language), re.MULTILINE)
+    for lines in sources:
         for line in lines.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
@@ -84,7 +83,7 @@ def commands(text: str) -> Iterator[Command]:
 
 
 def spans(text: str) -> list[str]:
-    """What stands in single backticks."""
+    """Return the texts in single backticks."""
     return re.findall(r"`([^`\n]+)`", prose(text))
 
 
@@ -93,7 +92,7 @@ def links(text: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """Names of the headings, as they are linked to."""
+    """Return the link anchors of the headings."""
     result = set()
     for heading in re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE):
         result.add(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"))

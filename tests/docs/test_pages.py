@@ -1,4 +1,4 @@
-"""Every page: links lead somewhere, keys exist, Python compiles, errors are quoted as the code has them."""
+"""Documentation pages: links, keys, files, Python blocks and quoted errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from pages import COMING, COMING_KEYS, ROOT, anchors, blocks, links, pages, spans  # noqa: E402
+from pages import PLANNED, PLANNED_KEYS, ROOT, anchors, blocks, links, pages, spans  # noqa: E402
 
 from megarl.config import RENAMED_KEYS, Config  # noqa: E402
 
@@ -23,17 +23,26 @@ pytestmark = [pytest.mark.alone, pytest.mark.nightly]
 
 PAGES = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages()]
 SECTIONS = {field.name for field in fields(Config)}
-FREE = ("model.megatron", "rollout.sglang", "train.ddp", "roles", "placement", "options", "expect", "critic.parallel")
-"""Keys of others, and mappings of the reader's own."""
-FREE += ("reward.weights", "guards.bands", "loss.options", "data.mixture_weights")
-ENDS = {"py", "md", "yaml", "json", "jsonl", "safetensors", "parquet", "sh", "pt", "txt", "html"}
-OBJECTS = {f"rollout.{name}" for name in ("prompt", "answer", "messages", "turns", "status", "update_weights")}
-"""Of values and roles that have a section's name."""
+FREE_FORM = (
+    "model.megatron",
+    "rollout.sglang",
+    "train.ddp",
+    "roles",
+    "placement",
+    "options",
+    "expect",
+    "critic.parallel",
+)
+"""Sections with free-form keys."""
+FREE_FORM += ("reward.weights", "guards.bands", "loss.options", "data.mixture_weights")
+SUFFIXES = {"py", "md", "yaml", "json", "jsonl", "safetensors", "parquet", "sh", "pt", "txt", "html"}
+ATTRIBUTES = {f"rollout.{name}" for name in ("prompt", "answer", "messages", "turns", "status", "update_weights")}
+"""Attributes of objects named like a section."""
 
 
 @cache
-def known() -> frozenset[str]:
-    """Every key and every section, dotted."""
+def known_keys() -> frozenset[str]:
+    """Return all keys and sections, dotted."""
 
     def walk(value: Any, prefix: str) -> list[str]:
         result = []
@@ -47,19 +56,19 @@ def known() -> frozenset[str]:
     return frozenset(walk(Config(), ""))
 
 
-def unknown(key: str) -> bool:
-    if key in known() or key in COMING_KEYS or key.rpartition(".")[2] in ENDS:
+def is_unknown(key: str) -> bool:
+    if key in known_keys() or key in PLANNED_KEYS or key.rpartition(".")[2] in SUFFIXES:
         return False
-    return not any(key == free or key.startswith(free + ".") for free in (*FREE, *OBJECTS))
+    return not any(key == section or key.startswith(section + ".") for section in (*FREE_FORM, *ATTRIBUTES))
 
 
-def keys(span: str) -> list[str]:
+def find_keys(span: str) -> list[str]:
     sections = "|".join(sorted(SECTIONS - {"algorithm"}))
     return re.findall(rf"(?<![\w./@-])((?:{sections})(?:\.[a-z][a-z_0-9]*)+)(?![\w(/])", span)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     text = page.read_text()
     for link in links(text):
         if re.match(r"[a-z]+:", link):
@@ -75,24 +84,24 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_keys_exist(page: Path) -> None:
     text = page.read_text()
-    ours = text
-    if page.name == "names.md":  # the other columns have the keys of others
-        ours = "\n".join(re.findall(r"^\| (.*?) \|", text, re.MULTILINE))
+    checked_text = text
+    if page.name == "names.md":  # the other columns have keys of other projects
+        checked_text = "\n".join(re.findall(r"^\| (.*?) \|", text, re.MULTILINE))
     former = RENAMED_KEYS if page.name == "CHANGELOG.md" else {}
-    wrong = [key for span in spans(ours) for key in keys(span) if unknown(key) and key not in former]
+    wrong = [key for span in spans(checked_text) for key in find_keys(span) if is_unknown(key) and key not in former]
     for block in blocks(text):
         if block.language == "yaml" and block.title in ("config", "control"):
             tree = yaml.safe_load(block.text)
             wrong += [name for name in tree if name not in SECTIONS]
             for section, values in tree.items():
                 if isinstance(values, dict) and is_dataclass(getattr(Config(), section)):
-                    wrong += [f"{section}.{name}" for name in values if unknown(f"{section}.{name}")]
+                    wrong += [f"{section}.{name}" for name in values if is_unknown(f"{section}.{name}")]
     assert not wrong, f"{page}: {wrong}"
 
 
-def test_a_wrong_key_would_be_found() -> None:
-    assert keys("train.nonsense=1 and rollout.tp") == ["train.nonsense", "rollout.tp"]
-    assert unknown("train.nonsense") and not unknown("rollout.tp") and not unknown("model.megatron.fp8")
+def test_detects_unknown_keys() -> None:
+    assert find_keys("train.nonsense=1 and rollout.tp") == ["train.nonsense", "rollout.tp"]
+    assert is_unknown("train.nonsense") and not is_unknown("rollout.tp") and not is_unknown("model.megatron.fp8")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -103,16 +112,16 @@ def test_python_compiles(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_files_that_it_names_are_there(page: Path) -> None:
-    """As `configs/x.yaml`, `tools/x.py`, `docs/x.md`, from the top."""
+def test_named_files_exist(page: Path) -> None:
+    """Such as `configs/x.yaml`, `tools/x.py`, `docs/x.md`, relative to the repository."""
     for span in spans(page.read_text()):
-        if re.fullmatch(r"(configs|tools|launch|slurm|docs|megarl)/[a-z\d_./]+\.\w+", span) and span not in COMING:
+        if re.fullmatch(r"(configs|tools|launch|slurm|docs|megarl)/[a-z\d_./]+\.\w+", span) and span not in PLANNED:
             assert (ROOT / span).exists(), f"{page}: {span}"
 
 
 @cache
-def said() -> tuple[str, ...]:
-    """Every text of the program, with a NUL where a value is put in."""
+def program_texts() -> tuple[str, ...]:
+    """Return every string of the code, with NUL for interpolated values."""
     result = []
     for folder in ("megarl", "launch", "tools"):
         for file in (ROOT / folder).rglob("*"):
@@ -129,34 +138,34 @@ def said() -> tuple[str, ...]:
     return tuple(result)
 
 
-def in_the_code(quoted: str) -> bool:
-    """Whether its parts between ` ... ` or `...` are in one text of the program, in this order."""
+def is_in_code(quoted: str) -> bool:
+    """Whether one string of the code contains the parts between `...` in this order."""
     parts = [re.escape(part) for part in re.split(r"\s?\.\.\.\s?", quoted) if part]
     pattern = re.compile(".*?".join(parts), re.DOTALL)
-    return any(pattern.search(text) for text in said())
+    return any(pattern.search(text) for text in program_texts())
 
 
-def test_errors_are_quoted_as_they_are() -> None:
+def test_troubleshooting_quotes_existing_messages() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text()
     quoted = [item for row in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for item in re.findall(r"`([^`]+)`", row)]
     quoted = [item for item in quoted if " " in item]
-    wrong = [item for item in quoted if not in_the_code(item)]
+    wrong = [item for item in quoted if not is_in_code(item)]
     assert not wrong, wrong
-    assert len(quoted) > 20 and not in_the_code("a line that nobody says")
+    assert len(quoted) > 20 and not is_in_code("a line that nobody says")
 
 
-def test_every_page_is_linked_to_from_the_readme() -> None:
-    """At once, or from a page that it links to."""
-    seen, left = set(), [ROOT / "README.md"]
-    while left:
-        page = left.pop()
-        if page in seen:
+def test_readme_reaches_every_page() -> None:
+    """Directly or through other pages."""
+    visited, pending = set(), [ROOT / "README.md"]
+    while pending:
+        page = pending.pop()
+        if page in visited:
             continue
-        seen.add(page)
+        visited.add(page)
         text = page.read_text()
-        near = [page.parent / span for span in spans(text) if span.endswith(".md")]
-        near += [ROOT / span for span in spans(text) if span.endswith(".md")]
-        near += [ROOT / "megarl" / span for span in spans(text) if span.endswith(".md")]
-        near += [page.parent / link.partition("#")[0] for link in links(text) if not re.match(r"[a-z]+:", link)]
-        left += [item.resolve() for item in near if item.suffix == ".md" and item.is_file()]
-    assert not set(pages()) - seen
+        linked = [page.parent / span for span in spans(text) if span.endswith(".md")]
+        linked += [ROOT / span for span in spans(text) if span.endswith(".md")]
+        linked += [ROOT / "megarl" / span for span in spans(text) if span.endswith(".md")]
+        linked += [page.parent / link.partition("#")[0] for link in links(text) if not re.match(r"[a-z]+:", link)]
+        pending += [item.resolve() for item in linked if item.suffix == ".md" and item.is_file()]
+    assert not set(pages()) - visited

@@ -1,4 +1,4 @@
-"""Phases add up to figures, and are spans, as are those of other threads, which are in no figure."""
+"""`Clock`: phases become time metrics and spans; spans of other threads are recorded without a metric."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.observe.clock import DATA, WAIT, Clock, Span
 pytestmark = pytest.mark.alone
 
 
-class Time:
+class FakeTime:
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -21,16 +21,16 @@ class Time:
 
 
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    created = Time()
+def time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    created = FakeTime()
     monkeypatch.setattr(module, "time", created)
     monkeypatch.setattr(module, "_EPOCH_OFFSET_S", 1000.0)
     return created
 
 
-def test_phases_are_figures_and_spans(time: Time) -> None:
-    said: list[str] = []
-    clock = Clock(said.append)
+def test_phases_become_metrics_and_spans(time: FakeTime) -> None:
+    phases: list[str] = []
+    clock = Clock(phases.append)
     for seconds in (2.0, 3.0):
         with clock.phase("actor_update", "actor"):
             time.now += seconds
@@ -38,7 +38,7 @@ def test_phases_are_figures_and_spans(time: Time) -> None:
         time.now += 1.0
     time.now += 0.5
     assert clock.lap(7) == {"time/actor_update": 5.0, "time/reward": 1.0, "time/step": 6.5}
-    assert said == ["actor_update", "actor_update", "reward"]
+    assert phases == ["actor_update", "actor_update", "reward"]
     assert clock.drain_spans() == [
         Span("actor_update", "actor", "main", 1100.0, 1102.0),
         Span("actor_update", "actor", "main", 1102.0, 1105.0),
@@ -51,7 +51,7 @@ def test_phases_are_figures_and_spans(time: Time) -> None:
     assert clock.drain_spans() == []
 
 
-def test_a_span_of_another_thread_has_its_name_and_is_in_no_figure(time: Time) -> None:
+def test_spans_of_other_threads_are_recorded_without_a_metric(time: FakeTime) -> None:
     clock = Clock()
 
     def generate() -> None:
@@ -64,7 +64,7 @@ def test_a_span_of_another_thread_has_its_name_and_is_in_no_figure(time: Time) -
     assert clock.lap() == {"time/step": 4.0}
 
 
-def test_an_error_ends_a_span(time: Time) -> None:
+def test_exception_closes_the_span(time: FakeTime) -> None:
     clock = Clock()
     with pytest.raises(ValueError), clock.phase("load"):
         time.now += 1.0
@@ -72,22 +72,22 @@ def test_an_error_ends_a_span(time: Time) -> None:
     assert clock.drain_spans() == [Span("load", "rank", "main", 1100.0, 1101.0)]
 
 
-def test_short_waits_are_not_kept_and_short_work_is(time: Time) -> None:
+def test_drops_short_waits_but_keeps_short_work(time: FakeTime) -> None:
     clock = Clock()
-    for who in (WAIT, DATA, "actor"):
-        with clock.span("short", who):
+    for category in (WAIT, DATA, "actor"):
+        with clock.span("short", category):
             time.now += 0.0004
     assert [span.category for span in clock.drain_spans()] == ["actor"]
 
 
-def test_spans_of_many_threads_are_all_kept() -> None:
+def test_keeps_spans_of_concurrent_threads() -> None:
     clock = Clock()
 
-    def some(_: int) -> None:
+    def record_spans(_: int) -> None:
         for _ in range(500):
             with clock.span("x", "actor"):
                 pass
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(some, range(4)))
+        list(pool.map(record_spans, range(4)))
     assert len(clock.drain_spans()) == 2000

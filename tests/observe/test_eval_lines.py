@@ -1,4 +1,4 @@
-"""Answers as lines of JSON: what an answer without a reward says, and whose messages they are."""
+"""`iter_json_rows`: evaluated rollouts as lines of JSON."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ pytestmark = pytest.mark.alone
 PROMPT = Prompt("p", ({"role": "user", "content": "1+1?"},), [1, 2], "", "2")
 
 
-def answer(status: str, reward: float, **more: object) -> Rollout:
+def make_rollout(status: str, reward: float, **more: object) -> Rollout:
     turns = (Turn([1, 2]), Turn([3, 4], [0.0, 0.0], True, 0), Turn([5]), Turn([6], [0.0], True, 0))
     return Rollout(PROMPT, turns, status, reward, group=3, messages=(), **more)  # type: ignore[arg-type]
 
 
-def test_an_answer_without_a_reward_is_neither_right_nor_wrong() -> None:
+def test_unscored_rollouts_have_null_reward_and_verdict() -> None:
     rollouts = [
-        answer("stop", 0.5),
-        answer("stop", 0.25),
-        answer("aborted", 0.0),
-        answer("stop", 1.0, unscored={"rule": "late"}),
+        make_rollout("stop", 0.5),
+        make_rollout("stop", 0.25),
+        make_rollout("aborted", 0.0),
+        make_rollout("stop", 1.0, unscored={"rule": "late"}),
     ]
     lines = list(iter_json_rows(rollouts, correct_threshold=0.5, default_source="mine"))
     assert [(line["reward"], line["right"]) for line in lines] == [
@@ -39,9 +39,9 @@ def test_an_answer_without_a_reward_is_neither_right_nor_wrong() -> None:
     }
 
 
-def test_what_no_encoding_takes_can_be_written() -> None:
-    said = ({"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "\ud83d \u2028 <b>"})
-    item = Rollout(PROMPT, answer("stop", 0.0).turns, "stop", float("nan"), group=0, messages=said)
+def test_writes_lone_surrogates_as_ascii_json() -> None:
+    messages = ({"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "\ud83d \u2028 <b>"})
+    item = Rollout(PROMPT, make_rollout("stop", 0.0).turns, "stop", float("nan"), group=0, messages=messages)
     (line,) = iter_json_rows([item], correct_threshold=0.5)
     text = exact_json.dumps(line)
-    assert text.isascii() and len(text.splitlines()) == 1 and json.loads(text)["messages"][1] == said[1]
+    assert text.isascii() and len(text.splitlines()) == 1 and json.loads(text)["messages"][1] == messages[1]

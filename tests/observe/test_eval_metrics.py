@@ -1,3 +1,5 @@
+"""`compute_metrics`: evaluation metrics per data source, their table and JSON."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -11,8 +13,8 @@ from megarl.types import Prompt, Rollout, Turn
 pytestmark = pytest.mark.alone
 
 
-def answers(source: str, *rewards: list[float]) -> list[Rollout]:
-    """Of 10 tokens to the first prompt, of 11 to the second ..., cut off where the reward is negative."""
+def make_rollouts(source: str, *rewards: list[float]) -> list[Rollout]:
+    """Rollouts of 10 tokens for the first prompt, 11 for the second, ...; truncated where the reward is negative."""
     return [
         Rollout(
             Prompt(f"{source}-{prompt}", (), data_source=source),
@@ -20,18 +22,18 @@ def answers(source: str, *rewards: list[float]) -> list[Rollout]:
             status="length" if reward < 0 else "stop",
             reward=reward,
         )
-        for prompt, local in enumerate(rewards)
-        for reward in local
+        for prompt, prompt_rewards in enumerate(rewards)
+        for reward in prompt_rewards
     ]
 
 
-def rollout(prompt: str, reward: float, **value: object) -> Rollout:
+def make_rollout(prompt: str, reward: float, **value: object) -> Rollout:
     turns = (Turn([1, 2]), Turn([3, 4, 5], [0.0] * 3, True, 0))
     return Rollout(Prompt(prompt, ({"role": "user", "content": "?"},)), turns, reward=reward, **value)  # type: ignore[arg-type]
 
 
-def test_by_hand() -> None:
-    result = compute_metrics(answers("a", [1, 0], [1, 1], [-1, 0]), [1, 2])["a"]
+def test_metrics_match_hand_computed_values() -> None:
+    result = compute_metrics(make_rollouts("a", [1, 0], [1, 1], [-1, 0]), [1, 2])["a"]
     assert (result.prompts, result.answers) == (3, 6)
     assert result.reward.value == pytest.approx((0.5 + 1 - 0.5) / 3)
     assert result.reward.low <= result.reward.value <= result.reward.high
@@ -40,32 +42,32 @@ def test_by_hand() -> None:
     assert result.cut_off == pytest.approx(1 / 6) and result.tokens == pytest.approx(11)
 
 
-def test_each_source_and_all_of_them() -> None:
-    result = compute_metrics([*answers("a", [1.0], [0.0]), *answers("b", [1.0])], [1])
+def test_reports_each_source_and_all() -> None:
+    result = compute_metrics([*make_rollouts("a", [1.0], [0.0]), *make_rollouts("b", [1.0])], [1])
     assert list(result) == ["a", "b", "all"]
     assert [item.reward.value for item in result.values()] == pytest.approx([0.5, 1.0, 2 / 3])
-    assert list(compute_metrics(answers("a", [1.0]), [1])) == ["a"]
+    assert list(compute_metrics(make_rollouts("a", [1.0]), [1])) == ["a"]
 
 
-def test_prompts_with_too_few_scored_answers_are_in_no_pass_at_k() -> None:
-    result = compute_metrics(answers("a", [1.0, 1.0], [0.0]), [1, 2, 3])["a"]
+def test_pass_at_k_skips_prompts_with_fewer_than_k_rollouts() -> None:
+    result = compute_metrics(make_rollouts("a", [1.0, 1.0], [0.0]), [1, 2, 3])["a"]
     assert result.pass_prompts == {1: 2, 2: 1, 3: 0}
     assert result.pass_at[2].value == 1.0 and 3 not in result.pass_at
     assert "-" in format_table({"a": result}, [1, 2, 3]).splitlines()[1].split()
 
 
-def test_what_is_right_may_be_said() -> None:
-    assert compute_metrics(answers("a", [0.4, 0.6]), [1])["a"].pass_at[1].value == 0.5
-    assert compute_metrics(answers("a", [0.4, 0.6]), [1], correct_threshold=0.7)["a"].pass_at[1].value == 0.0
+def test_correct_threshold_decides_pass_at_k() -> None:
+    assert compute_metrics(make_rollouts("a", [0.4, 0.6]), [1])["a"].pass_at[1].value == 0.5
+    assert compute_metrics(make_rollouts("a", [0.4, 0.6]), [1], correct_threshold=0.7)["a"].pass_at[1].value == 0.0
 
 
-def test_aborted_and_unscored_answers_count_in_nothing() -> None:
+def test_skips_aborted_and_unscored_rollouts() -> None:
     scored = select_scored(
         [
-            rollout("p", 1.0),
-            rollout("p", 0.0, status="aborted"),
-            rollout("p", 0.0, unscored={"f": "it failed"}),
-            rollout("p", 0.5, status="max_turns"),
+            make_rollout("p", 1.0),
+            make_rollout("p", 0.0, status="aborted"),
+            make_rollout("p", 0.0, unscored={"f": "it failed"}),
+            make_rollout("p", 0.5, status="max_turns"),
         ]
     )
     assert [item.reward for item in scored] == [1.0, 0.5]
@@ -74,13 +76,15 @@ def test_aborted_and_unscored_answers_count_in_nothing() -> None:
     assert list(compute_metrics(scored, [1], default_source="sums")) == ["sums"]
 
 
-def test_an_episode_in_branches_counts_once() -> None:
-    rollouts = [rollout("p", 1.0, episode=0), rollout("p", 1.0, episode=0), rollout("p", 0.0, episode=1)]
+def test_branches_of_an_episode_count_once() -> None:
+    rollouts = [make_rollout("p", 1.0, episode=0), make_rollout("p", 1.0, episode=0), make_rollout("p", 0.0, episode=1)]
     assert [item.reward for item in select_scored(rollouts)] == [1.0, 0.0]
 
 
-def test_table_and_json() -> None:
-    result = compute_metrics([*answers("openai/gsm8k", [1.0, 0.0]), *answers("x\x1b[31m", [0.0, 0.0])], [1, 2])
+def test_formats_table_and_json() -> None:
+    result = compute_metrics(
+        [*make_rollouts("openai/gsm8k", [1.0, 0.0]), *make_rollouts("x\x1b[31m", [0.0, 0.0])], [1, 2]
+    )
     lines = format_table(result, [1, 2]).splitlines()
     assert lines[0].split() == "source prompts answers reward [95 %] pass@1 [95 %] pass@2 [95 %] cut off tokens".split()
     assert lines[1].startswith("openai/gsm8k") and "0.500 [0.500, 0.500]" in lines[1]

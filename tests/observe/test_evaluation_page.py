@@ -1,4 +1,4 @@
-"""The page on evaluation: its commands are those that there are."""
+"""`docs/evaluation.md`: its commands, options and keys exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^    \.venv/bin/python (.*)$", PAGE, flags=re.MULTILINE)
 
 
-def test_options_and_keys_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_names_existing_options_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
     helps = ""
     for program in (evaluation, chat):
         with pytest.raises(SystemExit):
@@ -32,13 +32,15 @@ def test_options_and_keys_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert named and named <= keys
 
 
-def test_each_command_parses() -> None:
+def test_page_commands_parse() -> None:
     assert [command.split()[0] for command in COMMANDS] == ["tools/prepare_data.py", "-m", "-m"]
     line = COMMANDS[1].split()[2:]
     options = evaluation.parse_arguments(line)
     assert options.k == (1, 8) and len(options.data) == 2
 
 
-def test_the_data_sets_are_those_of_the_tool() -> None:
-    done = subprocess.run([sys.executable, "tools/prepare_data.py", "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert COMMANDS[0].split()[1] in done.stdout
+def test_page_names_data_sets_of_prepare_data() -> None:
+    process = subprocess.run(
+        [sys.executable, "tools/prepare_data.py", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert COMMANDS[0].split()[1] in process.stdout

@@ -1,4 +1,4 @@
-"""What a run folder without a checkpoint says of the run in it."""
+"""How a fresh start in a run folder without a checkpoint is described."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.alone
         (b"\xff\xfe", 0),
     ],
 )
-def test_the_last_step_that_has_figures(tmp_path: Path, metrics: bytes | None, step: int) -> None:
+def test_fresh_start_names_the_last_step_with_metrics(tmp_path: Path, metrics: bytes | None, step: int) -> None:
     if metrics is not None:
         (tmp_path / "metrics.jsonl").write_bytes(metrics)
     assert last_step(tmp_path) == step

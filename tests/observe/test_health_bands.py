@@ -1,4 +1,4 @@
-"""Bands of figures, by hand, and that each has its paragraph."""
+"""Health bands of metrics, and their paragraphs in the README."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def bands(**guards: Any) -> dict[str, Band]:
         ("critic/vf_clipfrac", nan, "not a number"),
     ],
 )
-def test_by_hand(metric: str, value: float, side: str) -> None:
+def test_side_of_a_value(metric: str, value: float, side: str) -> None:
     band = bands(alarms=True)[metric]
     assert band.side(value) == side
     assert bool(band.get_remedy(value)) == bool(side)
 
 
-def test_in_words() -> None:
+def test_describes_a_value_and_its_remedy() -> None:
     band = BANDS["actor/entropy"]
     assert band.describe(0.5) == "0.5, in 0.4 to 0.6"
     assert band.describe(0.31) == "0.31, below 0.4 to 0.6" and "kl.coef" in band.get_remedy(0.31)
@@ -58,35 +58,35 @@ def test_in_words() -> None:
     assert "loss.value_clip" in BANDS["critic/vf_clipfrac"].get_remedy(0.2)
 
 
-def test_bands_of_ones_own() -> None:
+def test_configured_bands_override_defaults() -> None:
     assert bands() == {} == bands(alarms=False)
-    local = {"actor/entropy": [0.1, 0.2], "perf/tokens_per_second_per_rank": [2000, None], "actor/grad_norm": None}
-    result = bands(alarms=True, bands={**local, "rollout/turns_mean": [None, 4.5]})
+    overrides = {"actor/entropy": [0.1, 0.2], "perf/tokens_per_second_per_rank": [2000, None], "actor/grad_norm": None}
+    result = bands(alarms=True, bands={**overrides, "rollout/turns_mean": [None, 4.5]})
     assert result.keys() == BANDS.keys() - {"actor/grad_norm"} | {"rollout/turns_mean"}
     assert (result["actor/entropy"].lower, result["actor/entropy"].upper) == (0.1, 0.2)
     assert result["actor/entropy"].low_remedy == BANDS["actor/entropy"].low_remedy
     assert result["perf/tokens_per_second_per_rank"].side(1900) == "below"
     assert result["rollout/turns_mean"].side(5) == "above" and result["rollout/turns_mean"].get_remedy(5) == ""
-    # Without a floor of one's own there is none.
+    # Throughput has no default band.
     assert bands(alarms=True).keys() == BANDS.keys() - {"perf/tokens_per_second_per_rank"}
 
 
 @pytest.mark.parametrize(
     "ends", [0.5, [0.5], [0.6, 0.4], ["a", "b"], [None, None], [0.1, 0.2, 0.3], [True, 2], {}, "0.4"]
 )
-def test_what_is_no_band(ends: Any) -> None:
+def test_rejects_malformed_bands(ends: Any) -> None:
     with pytest.raises(ConfigError, match=r"guards\.bands\.actor/entropy must be two numbers"):
         bands(alarms=True, bands={"actor/entropy": ends})
 
 
-def test_bands_that_nobody_looks_at() -> None:
+def test_rejects_bands_without_alarms() -> None:
     with pytest.raises(ConfigError, match=r"guards\.alarms=false"):
         bands(bands={"actor/entropy": [0, 1]})
 
 
 @pytest.mark.parametrize("metric", BANDS)
-def test_each_alarm_has_its_paragraph(metric: str) -> None:
-    """With what it means and what to do, and the keys that the alarm itself names."""
+def test_readme_explains_each_band(metric: str) -> None:
+    """Each paragraph has symptom, meaning and remedy, and names the keys of the alarm."""
     _, result, remaining = PAGE.partition(f"### `{metric}`\n")
     assert result
     paragraph = remaining.partition("\n### ")[0].partition("\n## ")[0]
@@ -99,5 +99,5 @@ def test_each_alarm_has_its_paragraph(metric: str) -> None:
 
 
 @pytest.mark.parametrize("guard", ["guards.ppo_kl", "guards.kl", "guards.oom_retry"])
-def test_each_guard_has_its_paragraph(guard: str) -> None:
+def test_readme_explains_each_guard(guard: str) -> None:
     assert f"### `{guard}`\n" in PAGE

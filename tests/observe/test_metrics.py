@@ -1,4 +1,4 @@
-"""Figures of a batch, worked out by hand."""
+"""Rollout and batch metrics against hand-computed values."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def rollout(group: int, reward: float, lengths: tuple[int, ...], calls: int, err
     return Rollout(Prompt("p", ()), tuple(turns), status, reward, {"a": reward, "b": 0.0}, 0, group, (), calls, errors)
 
 
-def test_by_hand() -> None:
-    argument = [
+def test_rollout_metrics_match_hand_computed_values() -> None:
+    rollouts = [
         rollout(0, 1.0, (4, 2), 1, 0, "stop"),
         rollout(0, 0.0, (3,), 0, 0, "length"),
         rollout(1, 0.5, (1, 1, 1), 3, 2, "max_turns"),
         rollout(1, 0.5, (8,), 0, 0, "stop"),
     ]
-    metrics = rollout_metrics(Rollouts.gather(argument))
-    elsewhere = as_ranks(2, lambda rank: rollout_metrics(Rollouts.gather(argument[2 * rank.rank :][:2], None, rank)))
-    assert elsewhere == [metrics, metrics]
+    metrics = rollout_metrics(Rollouts.gather(rollouts))
+    by_rank = as_ranks(2, lambda rank: rollout_metrics(Rollouts.gather(rollouts[2 * rank.rank :][:2], None, rank)))
+    assert by_rank == [metrics, metrics]
     expected = {
         "rollout/reward_mean": 0.5,
         "rollout/reward_std": 0.125**0.5,
@@ -57,123 +57,129 @@ def test_by_hand() -> None:
     assert metrics == pytest.approx(expected)
 
 
-def test_aborted_ones_count_as_that_and_nothing_else() -> None:
-    """The group of the aborted one has no spread without it."""
-    full = [
+def test_aborted_rollouts_only_count_as_aborted() -> None:
+    """Without its aborted rollout, group 0 has zero spread."""
+    complete = [
         rollout(0, 1.0, (2,), 0, 0, "stop"),
         rollout(1, 0.0, (2,), 0, 0, "stop"),
         rollout(1, 1.0, (4,), 1, 0, "stop"),
     ]
     aborted = rollout(0, 0.0, (100,), 9, 9, "aborted")
-    result = rollout_metrics(Rollouts.gather([*full, aborted]))
-    assert result == rollout_metrics(Rollouts.gather(full)) | {"rollout/aborted_frac": 0.25}
+    result = rollout_metrics(Rollouts.gather([*complete, aborted]))
+    assert result == rollout_metrics(Rollouts.gather(complete)) | {"rollout/aborted_frac": 0.25}
     assert result["rollout/reward_mean"] == pytest.approx(2 / 3) and result["rollout/zero_spread_frac"] == 0.5
     assert rollout_metrics(Rollouts.gather([aborted])) == {"rollout/aborted_frac": 1.0}
 
 
-def test_those_without_a_reward_count_in_nothing_that_is_said_of_rewards() -> None:
-    """Of four that were not aborted two have none, one of them for two reasons; their group has no spread then."""
-    good = [rollout(0, 1.0, (2,), 0, 0, "stop"), rollout(1, 0.5, (4,), 1, 0, "stop")]
+def test_reward_metrics_skip_unscored_rollouts() -> None:
+    """Two of four completed rollouts are unscored, one for two reasons; no group has two rewards."""
+    scored = [rollout(0, 1.0, (2,), 0, 0, "stop"), rollout(1, 0.5, (4,), 1, 0, "stop")]
     failed = [
         replace(rollout(0, 0.0, (6,), 0, 0, "stop"), reward_parts={"a": 5.0}, unscored={"b": "it raised"}),
         replace(rollout(1, 0.0, (4,), 0, 0, "stop"), reward_parts={}, unscored={"a": "it raised", "b": "late"}),
     ]
     aborted = rollout(0, 0.0, (100,), 9, 9, "aborted")
-    result = rollout_metrics(Rollouts.gather([*good, *failed, aborted]))
-    full = rollout_metrics(Rollouts.gather(good))
+    result = rollout_metrics(Rollouts.gather([*scored, *failed, aborted]))
+    complete = rollout_metrics(Rollouts.gather(scored))
     assert result["rollout/reward_failed_frac"] == 0.5 and result["rollout/aborted_frac"] == pytest.approx(0.2)
     assert result["reward/a_failed_frac"] == 0.25 and result["reward/b_failed_frac"] == 0.5
     for name in ("rollout/reward_mean", "rollout/reward_std", "rollout/reward_min", "reward/a", "reward/b"):
-        assert result[name] == full[name]
+        assert result[name] == complete[name]
     assert "rollout/zero_spread_frac" not in result and result["rollout/response_length_mean"] == 4.0
-    nothing = rollout_metrics(Rollouts.gather(failed))
-    assert nothing["rollout/reward_failed_frac"] == 1.0 and "rollout/reward_mean" not in nothing
+    unscored_only = rollout_metrics(Rollouts.gather(failed))
+    assert unscored_only["rollout/reward_failed_frac"] == 1.0 and "rollout/reward_mean" not in unscored_only
 
 
-def test_an_episode_counts_as_one_by_hand() -> None:
-    """Three branches of reward 1, of 4 + 2 + 3 tokens, beside a conversation of reward 0, and one that was aborted."""
+def test_branches_count_as_one_episode() -> None:
+    """An episode of three branches (4 + 2 + 3 tokens, reward 1), a rollout of reward 0, and an aborted one."""
     branches = [
         rollout(0, 1.0, (4,), 1, 0, "stop"),
         rollout(0, 1.0, (2,), 0, 0, "stop"),
         rollout(0, 1.0, (1, 2), 2, 1, "stop"),
     ]
-    alone, aborted = rollout(0, 0.0, (5,), 0, 0, "length"), rollout(0, 0.0, (9,), 9, 9, "aborted")
-    result = rollout_metrics(Rollouts.gather([*as_branches(branches, 0), alone, *as_branches([aborted] * 4, 1)]))
-    full = rollout_metrics(Rollouts.gather([rollout(0, 1.0, (4, 2, 1, 2), 3, 1, "stop"), alone, aborted]))
+    single, aborted = rollout(0, 0.0, (5,), 0, 0, "length"), rollout(0, 0.0, (9,), 9, 9, "aborted")
+    result = rollout_metrics(Rollouts.gather([*as_branches(branches, 0), single, *as_branches([aborted] * 4, 1)]))
+    complete = rollout_metrics(Rollouts.gather([rollout(0, 1.0, (4, 2, 1, 2), 3, 1, "stop"), single, aborted]))
     lengths = {"rollout/length_max": 12.0, "rollout/branches_mean": 2.0}  # the longest sequence, with its prompt
-    assert result == full | lengths
+    assert result == complete | lengths
     assert result["rollout/reward_mean"] == 0.5 and result["rollout/response_length_mean"] == 7.0
     assert result["rollout/aborted_frac"] == pytest.approx(1 / 3) and result["rollout/truncated_frac"] == 0.5
-    shares = [[*as_branches(branches, 0)], [alone, *as_branches([aborted] * 4, 1)]]
+    shares = [[*as_branches(branches, 0)], [single, *as_branches([aborted] * 4, 1)]]
     assert as_ranks(2, lambda rank: rollout_metrics(Rollouts.gather(shares[rank.rank], None, rank))) == [result] * 2
 
 
-def test_a_reward_that_failed_failed_once_for_an_episode() -> None:
+def test_failed_reward_counts_once_per_episode() -> None:
     failed = replace(rollout(0, 0.0, (2,), 0, 0, "stop"), unscored={"a": "it raised"})
-    argument = [*as_branches([failed] * 3, 0), rollout(0, 1.0, (2,), 0, 0, "stop")]
-    result = rollout_metrics(Rollouts.gather(argument))
+    rollouts = [*as_branches([failed] * 3, 0), rollout(0, 1.0, (2,), 0, 0, "stop")]
+    result = rollout_metrics(Rollouts.gather(rollouts))
     assert result["rollout/reward_failed_frac"] == result["reward/a_failed_frac"] == 0.5
 
 
-def test_a_part_that_is_weighed_is_said_beside_the_reward() -> None:
+def test_weighted_reward_part_is_reported_separately() -> None:
     plain = replace(rollout(0, 1.0, (1,), 0, 0, "stop"), reward_parts={"a": 1.0})
     assert "reward/a" not in rollout_metrics(Rollouts.gather([plain]))
     weighed = replace(plain, reward=0.5)
     assert rollout_metrics(Rollouts.gather([weighed, plain]))["reward/a"] == 1.0
 
 
-def test_share_of_drafts_that_were_accepted() -> None:
+def test_speculative_accept_rate() -> None:
     plain = rollout(0, 1.0, (1,), 0, 0, "stop")
     assert "rollout/spec_accept_rate" not in rollout_metrics(Rollouts.gather([plain]))
     drafted = [replace(plain, drafted=6, accepted=2), replace(plain, drafted=2, accepted=2), plain]
     assert rollout_metrics(Rollouts.gather(drafted))["rollout/spec_accept_rate"] == 0.5
 
 
-def test_among_how_many_tokens_the_policy_could_choose() -> None:
+def test_mean_sampling_mask_size() -> None:
     plain = rollout(0, 1.0, (1,), 0, 0, "stop")
     assert "rollout/sampling_mask_size_mean" not in rollout_metrics(Rollouts.gather([plain]))
-    chosen = plain.num_actions
-    cut = replace(plain, sampling_mask=SamplingMask.from_rows([[1, 2, 3]] * chosen))
+    num_actions = plain.num_actions
+    cut = replace(plain, sampling_mask=SamplingMask.from_rows([[1, 2, 3]] * num_actions))
     assert rollout_metrics(Rollouts.gather([cut, cut]))["rollout/sampling_mask_size_mean"] == 3
 
 
-def test_nothing_to_measure() -> None:
+def test_no_rollouts_give_no_metrics() -> None:
     assert rollout_metrics(Rollouts.gather([])) == {}
     assert "rollout/zero_spread_frac" not in rollout_metrics(Rollouts.gather([rollout(0, 1.0, (1,), 0, 0, "stop")]))
 
 
-def of(source: str, reward: float, length: int, status: Status = "stop") -> Rollout:
+def source_rollout(source: str, reward: float, length: int, status: Status = "stop") -> Rollout:
     item = rollout(0, reward, (length,), 0, 0, status)
     return replace(item, prompt=replace(item.prompt, data_source=source), reward_parts={})
 
 
-SOURCES = [of("b", 1.0, 2), of("openai/a", 0.5, 4), of("b", 0.0, 6), of("", 1.0, 1), of("c", 9.0, 9, "aborted")]
+SOURCES = [
+    source_rollout("b", 1.0, 2),
+    source_rollout("openai/a", 0.5, 4),
+    source_rollout("b", 0.0, 6),
+    source_rollout("", 1.0, 1),
+    source_rollout("c", 9.0, 9, "aborted"),
+]
 
 
-def test_sources_have_figures_of_their_own() -> None:
-    full = rollout_metrics(Rollouts.gather(SOURCES))
-    result = {name: value for name, value in full.items() if name.count("/") > 1}
+def test_reports_metrics_per_source() -> None:
+    complete = rollout_metrics(Rollouts.gather(SOURCES))
+    result = {name: value for name, value in complete.items() if name.count("/") > 1}
     assert result == {
         **{"rollout/reward_mean/b": 0.5, "rollout/response_length_mean/b": 4.0, "rollout/count/b": 2.0},
         **{"rollout/reward_mean/openai/a": 0.5, "rollout/response_length_mean/openai/a": 4.0},
         **{"rollout/count/openai/a": 1.0, "rollout/count/other": 1.0},
         **{"rollout/reward_mean/other": 1.0, "rollout/response_length_mean/other": 1.0},
     }
-    # A rank with none of a source, and one with nothing, say the same.
+    # A rank without a source and a rank without rollouts report the same.
     shares = [SOURCES[:2], [], SOURCES[2:]]
-    elsewhere = as_ranks(3, lambda rank: rollout_metrics(Rollouts.gather(shares[rank.rank], None, rank)))
-    assert elsewhere == [full] * 3
+    by_rank = as_ranks(3, lambda rank: rollout_metrics(Rollouts.gather(shares[rank.rank], None, rank)))
+    assert by_rank == [complete] * 3
 
 
-def test_one_source_needs_none_and_too_many_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    for few in (SOURCES[:1], [SOURCES[0], SOURCES[2]], [SOURCES[3]], [SOURCES[0], SOURCES[4]]):
-        assert all(name.count("/") == 1 for name in rollout_metrics(Rollouts.gather(few)))
+def test_no_source_metrics_for_one_or_too_many_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rollouts in (SOURCES[:1], [SOURCES[0], SOURCES[2]], [SOURCES[3]], [SOURCES[0], SOURCES[4]]):
+        assert all(name.count("/") == 1 for name in rollout_metrics(Rollouts.gather(rollouts)))
     monkeypatch.setattr(metrics_module, "MAX_SOURCES", 2)
     assert "rollout/count/b" in rollout_metrics(Rollouts.gather(SOURCES[:3]))
     assert all(name.count("/") == 1 for name in rollout_metrics(Rollouts.gather(SOURCES[:4])))
 
 
-def test_means_of_sources_over_batches_with_other_sources() -> None:
+def test_source_means_across_batches() -> None:
     means = SourceMeans()
     for batch in (SOURCES[:2], SOURCES[2:4]):
         rollouts = Rollouts.gather(batch)
@@ -181,13 +187,13 @@ def test_means_of_sources_over_batches_with_other_sources() -> None:
     assert means.result() == pytest.approx(
         {"eval/nll": 25 / 13, "eval/nll/b": 10 / 8, "eval/nll/openai/a": 5 / 4, "eval/nll/other": 10.0}
     )
-    alone = SourceMeans()
-    alone.add("eval/nll", torch.tensor([3.0]), torch.tensor([2]), Rollouts.gather(SOURCES[:1]))
-    assert alone.result() == {"eval/nll": 1.5}
+    single = SourceMeans()
+    single.add("eval/nll", torch.tensor([3.0]), torch.tensor([2]), Rollouts.gather(SOURCES[:1]))
+    assert single.result() == {"eval/nll": 1.5}
 
 
-def advantages(*values: float, mask: tuple[bool, ...]) -> TrainBatch:
-    """One sequence."""
+def make_batch(*values: float, mask: tuple[bool, ...]) -> TrainBatch:
+    """A batch of one sequence with these advantages."""
     count = len(values)
     return TrainBatch(
         tokens=torch.zeros(count, dtype=torch.int32),
@@ -200,9 +206,9 @@ def advantages(*values: float, mask: tuple[bool, ...]) -> TrainBatch:
     )
 
 
-def test_of_what_was_trained_on_by_hand() -> None:
-    """Action tokens 1, -1, 3: mean 1, squares 0, 4, 4; the prompt's number is none of them."""
-    batch = advantages(99.0, 1.0, -1.0, 3.0, mask=(False, True, True, True))
+def test_batch_metrics_match_hand_computed_values() -> None:
+    """Action tokens 1, -1, 3: mean 1, squared deviations 0, 4, 4; the prompt token is excluded."""
+    batch = make_batch(99.0, 1.0, -1.0, 3.0, mask=(False, True, True, True))
     result = batch_metrics(batch, seconds=2.0, world=4)
     assert result["perf/tokens_per_second_per_rank"] == 0.5
     assert result["actor/advantage_mean"] == 1.0
@@ -212,14 +218,14 @@ def test_of_what_was_trained_on_by_hand() -> None:
     assert batch_metrics(replace(batch, loss_mask=torch.zeros(4, dtype=torch.bool)), 2.0, 4) == speed
 
 
-def test_advantages_of_all_ranks() -> None:
-    parts = [advantages(1.0, -1.0, mask=(True, True)), advantages(3.0, 7.0, mask=(True, False))]
+def test_advantage_variance_spans_ranks() -> None:
+    parts = [make_batch(1.0, -1.0, mask=(True, True)), make_batch(3.0, 7.0, mask=(True, False))]
     lengths, routed, home = torch.tensor([2, 2]), torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1])
 
-    def of(rank: Thread) -> dict[str, float]:
+    def source_rollout(rank: Thread) -> dict[str, float]:
         shares = BatchSharding(lengths, routed, home, torch.tensor([rank.rank]), rank)
         return batch_metrics(replace(parts[rank.rank], sharding=shares, group=routed), 2.0, 2)
 
-    item, other = as_ranks(2, of)
+    item, other = as_ranks(2, source_rollout)
     assert item == other
     assert item["actor/advantage_variance"] == pytest.approx(8 / 3, rel=1e-12)

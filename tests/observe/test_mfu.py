@@ -1,4 +1,4 @@
-"""Speed in operations of the models' own shapes, and shares of what the GPU can do."""
+"""Throughput in FLOPs of the model shapes, and MFU as a share of the GPU's peak."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLOPS = Flops(
 )
 
 
-def test_a_step_of_two_roles() -> None:
+def test_throughput_of_two_roles() -> None:
     actor, critic = (
         RoleFlops("actor", FLOPS, "actor_update", 3),
         RoleFlops("critic", FLOPS, "critic_update", 1, first_rank=3),
@@ -25,7 +25,7 @@ def test_a_step_of_two_roles() -> None:
     actor.add_forward([60, 40])
     actor.add_update([100])
     critic.add_update([100])
-    # The time here of the role that is elsewhere is what it takes to send it something.
+    # For a role on other ranks, the local time only covers sending to it.
     times = {"time/actor_update": 0.5, "time/critic_update": 0.001, "time/step": 2.0}
     assert select_remote_clocks([actor, critic]) == {3: ["time/critic_update"]}
     result = compute_throughput([actor, critic], times, 4, 10e12, {3: {"time/critic_update": 1.5}})
@@ -39,10 +39,10 @@ def test_a_step_of_two_roles() -> None:
             "perf/critic_mfu": 3e12 / 1.5 / 1 / 10e12,
         }
     )
-    assert compute_throughput([actor, critic], times, 4, 10e12) == {}, "each step begins anew"
+    assert compute_throughput([actor, critic], times, 4, 10e12) == {}, "counters reset each step"
 
 
-def test_a_role_that_is_not_trained_is_rated_by_what_it_was_asked() -> None:
+def test_untrained_role_is_rated_by_its_forward_passes() -> None:
     teacher = RoleFlops("teacher", FLOPS, "teacher_logprobs", 2, first_rank=1, is_trained=False)
     reward = RoleFlops("reward", FLOPS, "", is_trained=False)
     teacher.add_forward([100])
@@ -51,27 +51,27 @@ def test_a_role_that_is_not_trained_is_rated_by_what_it_was_asked() -> None:
     assert result == pytest.approx({"perf/tflops_per_gpu": 1.5 / 4, "perf/teacher_tflops_per_gpu": 1.0})
 
 
-def test_without_a_gpu_there_is_no_share_of_it() -> None:
+def test_no_mfu_without_a_gpu() -> None:
     work = RoleFlops("actor", FLOPS, "actor_update")
     work.add_update([10])
     assert compute_throughput([work], {"time/step": 1.0}, 1, None).keys() == {"perf/tflops_per_gpu"}
 
 
-def test_a_gpu_is_looked_at_until_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_monitor_averages_samples_until_exhausted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mfu, "SAMPLE_INTERVAL_S", 0.001)
-    seen, requested = iter([(0.5, 2**30), (1.0, 2**31)]), threading.Event()
+    samples, requested = iter([(0.5, 2**30), (1.0, 2**31)]), threading.Event()
 
-    def look() -> tuple[float, int] | None:
-        if (result := next(seen, None)) is None:
+    def sample() -> tuple[float, int] | None:
+        if (result := next(samples, None)) is None:
             requested.set()
         return result
 
-    gpu = GpuMonitor(look)
+    gpu = GpuMonitor(sample)
     assert requested.wait(60)
     assert gpu.metrics() == {"perf/gpu_utilization": 0.75, "perf/gpu_memory_gib": 2.0}
     assert gpu.metrics() == {}
     gpu.close()
 
 
-def test_without_a_gpu_nothing_is_looked_at() -> None:
+def test_gpu_monitor_has_no_metrics_without_a_gpu() -> None:
     assert GpuMonitor(lambda: None).metrics() == {}

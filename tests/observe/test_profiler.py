@@ -1,4 +1,4 @@
-"""A profiler looks at the steps that it is to look at, and what it writes opens."""
+"""`StepProfiler`: windows over the configured steps, and readable traces."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from megarl.parallel import device
 pytestmark = pytest.mark.alone
 
 
-class Played:
-    def __init__(self, said: list[str]) -> None:
-        self.said = said
-        said.append("start")
+class FakeProfiler:
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        calls.append("start")
 
     def annotate(self, name: str) -> AbstractContextManager[None]:
-        self.said.append(name)
+        self.calls.append(name)
         return nullcontext()
 
     def stop(self, file: Path) -> str:
-        self.said.append(file.name)
+        self.calls.append(file.name)
         return "here"
 
 
-def take(profile: StepProfiler, clock: Clock, steps: range) -> None:
+def run_steps(profile: StepProfiler, clock: Clock, steps: range) -> None:
     for step in steps:
         profile.begin(step)
         with clock.phase(f"update_{step}", "actor"), clock.span("inside", WAIT), clock.span("own"):
@@ -39,17 +39,17 @@ def take(profile: StepProfiler, clock: Clock, steps: range) -> None:
         profile.end(step)
 
 
-def test_windows_of_some_steps(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_profiles_consecutive_steps_in_one_window(tmp_path: Path) -> None:
+    calls: list[str] = []
     lines: list[str] = []
     clock = Clock()
-    profile = StepProfiler((2, 3, 5, 9), clock, tmp_path, 1, lines.append, lambda: Played(said))
-    take(profile, clock, range(1, 7))
+    profile = StepProfiler((2, 3, 5, 9), clock, tmp_path, 1, lines.append, lambda: FakeProfiler(calls))
+    run_steps(profile, clock, range(1, 7))
     profile.begin(9)
     profile.close()  # the run ends in the middle
     profile.close()
     ranges = [[f"update_{step} (actor)", "inside (wait)", "own"] for step in (2, 3, 5)]
-    assert said == [
+    assert calls == [
         *("start", *ranges[0], *ranges[1], "rank_00001_steps_2-3.json"),
         *("start", *ranges[2], "rank_00001_steps_5.json"),
         *("start", "rank_00001_steps_9.json"),
@@ -59,7 +59,7 @@ def test_windows_of_some_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(device.has_cuda(), reason="with CUDA nsys writes")
-def test_on_the_host_the_trace_opens_and_has_phases_and_operations(tmp_path: Path) -> None:
+def test_cpu_trace_has_phases_and_operations(tmp_path: Path) -> None:
     clock, lines = Clock(), []
     profile = StepProfiler((1,), clock, tmp_path / "profile", 0, lines.append)
     profile.begin(1)
@@ -72,29 +72,29 @@ def test_on_the_host_the_trace_opens_and_has_phases_and_operations(tmp_path: Pat
     assert str(file) in lines[0]
 
 
-def test_on_a_gpu_it_is_a_window_of_nsys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(device, "profiler_start", lambda: said.append("start"))
-    monkeypatch.setattr(device, "profiler_stop", lambda: said.append("stop"))
-    monkeypatch.setattr(device, "profiler_range", lambda name: nullcontext(said.append(name)))
+def test_cuda_window_drives_nsys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(device, "profiler_start", lambda: calls.append("start"))
+    monkeypatch.setattr(device, "profiler_stop", lambda: calls.append("stop"))
+    monkeypatch.setattr(device, "profiler_range", lambda name: nullcontext(calls.append(name)))
     clock, lines = Clock(), []
     profile = StepProfiler((1,), clock, tmp_path, 0, lines.append, CudaWindow)
-    take(profile, clock, range(1, 3))
-    assert said == ["start", "update_1 (actor)", "inside (wait)", "own", "stop"]
+    run_steps(profile, clock, range(1, 3))
+    assert calls == ["start", "update_1 (actor)", "inside (wait)", "own", "stop"]
     assert "nsys profile -c cudaProfilerApi" in lines[0]
 
 
-def test_a_profiler_that_fails_is_said_once(tmp_path: Path) -> None:
-    def refuses() -> Played:
+def test_profiler_failure_is_reported_once(tmp_path: Path) -> None:
+    def fail() -> FakeProfiler:
         raise RuntimeError("another one is at work")
 
     clock, lines = Clock(), []
-    profile = StepProfiler((1, 2), clock, tmp_path, 0, lines.append, refuses)
-    take(profile, clock, range(1, 4))
+    profile = StepProfiler((1, 2), clock, tmp_path, 0, lines.append, fail)
+    run_steps(profile, clock, range(1, 4))
     assert lines == ["could not profile: another one is at work; training continues without it"]
 
 
-def test_steps_that_the_run_does_not_have() -> None:
+def test_rejects_steps_beyond_the_run() -> None:
     check_profile(from_dict({"run": {"num_rollout": 4}, "track": {"profile_steps": [3, 4]}}))
     with pytest.raises(ConfigError, match="track.profile_steps names step 5, but run.num_rollout=4"):
         check_profile(from_dict({"run": {"num_rollout": 4}, "track": {"profile_steps": [3, 5]}}))

@@ -1,4 +1,4 @@
-"""What a user sees while a run goes on."""
+"""Progress lines and the live display of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.alone
 METRICS = {"rollout/reward_mean": 0.5, "actor/kl_to_reference": 0.0123, "time/step": 2.0, "other": 1.0}
 
 
-def test_one_line_per_step_where_the_output_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_one_line_per_step_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress("PPO", 3)
     progress.begin_step(1)
     progress.begin_phase("generate")
@@ -38,14 +38,14 @@ def test_one_line_per_step_where_the_output_is_no_terminal(capsys: pytest.Captur
     assert last.startswith("step 3/3") and "left" not in last
 
 
-def test_skipped_updates_are_shown_where_there_are_any() -> None:
+def test_shows_skipped_updates() -> None:
     progress = Progress("PPO", 3, live=False)
     assert "skipped" not in progress.format_step(1, METRICS | {"actor/skipped": 0.0, "critic/skipped": 0.0})
     line = progress.format_step(1, METRICS | {"actor/skipped": 0.5, "critic/skipped": 1.0})
     assert "  skipped updates 50%  skipped updates of the critic 100%" in line
 
 
-def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_disabled_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress("PPO", 3, enabled=False)
     progress.begin_step(1)
     progress.end_step(1, METRICS)
@@ -54,7 +54,7 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-def test_the_display_shows_phase_step_and_figures() -> None:
+def test_display_shows_phase_step_and_metrics() -> None:
     progress = Progress("PPO", 10, live=False)
     progress.begin_step(1)
     progress.end_step(1, METRICS)
@@ -64,23 +64,23 @@ def test_the_display_shows_phase_step_and_figures() -> None:
     progress.estimate_remaining = lambda: 7.0  # type: ignore[method-assign]
     console = Console(width=120, record=True, file=open("/dev/null", "w"))
     console.print(progress._render())
-    shown = console.export_text()
+    screen = console.export_text()
     for text in ("PPO", "step 1/10", "0:07 left", "now: actor update", "reward 0.500", "held-out greedy 0.750"):
-        assert text in shown
+        assert text in screen
 
 
-def test_an_evaluation_alone_counts_no_steps() -> None:
+def test_evaluation_only_run_shows_no_steps() -> None:
     progress = Progress("GENERATE", 1, live=False, has_steps=False)
     progress.begin_step(1)
     progress.end_step(1, METRICS)
     assert progress.format_step(1, METRICS).startswith("all answered:  reward 0.500")
     console = Console(width=120, record=True, file=open("/dev/null", "w"))
     console.print(progress._render())
-    shown = console.export_text()
-    assert "GENERATE" in shown and "step 1" not in shown and "left" not in shown
+    screen = console.export_text()
+    assert "GENERATE" in screen and "step 1" not in screen and "left" not in screen
 
 
-def test_time_left_is_the_mean_step_times_the_steps_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_remaining_time_from_the_mean_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     progress = Progress("PPO", 10, live=False)
@@ -93,26 +93,26 @@ def test_time_left_is_the_mean_step_times_the_steps_left(monkeypatch: pytest.Mon
     assert [format_duration(seconds) for seconds in (7.4, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
 
 
-BANDED = {"actor/entropy": Band("entropy", 0.4, 0.6), "actor/grad_norm": Band("gradient norm", None, 2.0)}
+BANDS = {"actor/entropy": Band("entropy", 0.4, 0.6), "actor/grad_norm": Band("gradient norm", None, 2.0)}
 
 
-def test_a_line_says_what_is_out_of_its_band() -> None:
-    progress = Progress("PPO", 3, live=False, bands=BANDED)
+def test_line_names_metrics_out_of_band() -> None:
+    progress = Progress("PPO", 3, live=False, bands=BANDS)
     assert "band" not in progress.format_step(1, METRICS | {"actor/entropy": 0.5})
     line = progress.format_step(1, METRICS | {"actor/entropy": 0.3, "actor/grad_norm": float("nan")})
     assert line.endswith("  out of band: entropy, gradient norm")
     assert "band" not in Progress("PPO", 3, live=False).format_step(1, {"actor/entropy": 0.3})
 
 
-def test_the_display_shows_each_figure_in_its_band_or_out_of_it() -> None:
-    progress = Progress("PPO", 10, live=False, bands=BANDED)
+def test_display_colors_metrics_by_band() -> None:
+    progress = Progress("PPO", 10, live=False, bands=BANDS)
     progress.begin_step(1)
     progress.end_step(1, METRICS | {"actor/entropy": 0.3, "actor/grad_norm": 1.5})
     console = Console(width=120, record=True, file=open("/dev/null", "w"), force_terminal=True)
     console.print(progress._render())
-    shown = console.export_text(styles=True)
+    screen = console.export_text(styles=True)
     for style, text in (("\x1b[1;31m", "0.3, below 0.4 to 0.6"), ("\x1b[32m", "1.5, in at most 2")):
-        assert f"{style}{text}" in shown
+        assert f"{style}{text}" in screen
 
 
 @pytest.fixture
@@ -122,25 +122,25 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return result
 
 
-def shown_of(progress: Progress) -> str:
+def render(progress: Progress) -> str:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))
     console.print(progress._render())
     return console.export_text()
 
 
-def test_a_wait_that_counts_has_a_bar_with_the_time_left(now: list[float]) -> None:
+def test_phase_with_a_counter_shows_share_and_time_left(now: list[float]) -> None:
     progress = Progress("PPO", 10, enabled=False)
     progress.begin_phase("load")
     now[0] += 30.0
-    assert progress.estimate_phase() is None and "━" in shown_of(progress), "nobody knows for how long"
+    assert progress.estimate_phase() is None and "━" in render(progress), "duration unknown"
     progress.update_phase(25, 100)
     assert progress.estimate_phase() == (0.25, pytest.approx(90.0))
-    assert "now: load 0:30, 25%, 1:30 left" in shown_of(progress)
+    assert "now: load 0:30, 25%, 1:30 left" in render(progress)
     progress.begin_phase("export")
     assert progress.estimate_phase() is None
 
 
-def test_others_take_as_long_as_the_last_time(now: list[float]) -> None:
+def test_phase_without_a_counter_uses_its_last_duration(now: list[float]) -> None:
     progress = Progress("PPO", 10, enabled=False)
     for name in ("generate", "actor_update", "generate"):
         progress.begin_phase(name)
@@ -150,24 +150,24 @@ def test_others_take_as_long_as_the_last_time(now: list[float]) -> None:
     now[0] += 10.0
     assert progress.describe_phase() == "generate 0:10, 25%, 0:30 left"
     now[0] += 40.0
-    assert progress.describe_phase() == "generate 0:50", "longer than the last time"
+    assert progress.describe_phase() == "generate 0:50", "longer than last time"
 
 
-def test_a_phase_that_lasts_says_so_where_the_output_is_no_terminal(
+def test_logs_a_long_phase_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("megarl.observe.progress.REPORT_INTERVAL_S", 0.01)
-    said = threading.Event()
-    monkeypatch.setattr(Progress, "log", lambda self, text: (lines.append(text), said.set()))
+    logged = threading.Event()
+    monkeypatch.setattr(Progress, "log", lambda self, text: (lines.append(text), logged.set()))
     lines: list[str] = []
     progress = Progress("PPO", 10, live=False)
     progress.begin_phase("engine_start")
-    assert said.wait(60)
+    assert logged.wait(60)
     progress.close()
     assert lines[0].startswith("now: ")
 
 
-def test_the_phases_that_dominate_a_step() -> None:
+def test_shows_the_dominant_phases_of_a_step() -> None:
     times = {"time/step": 10.0, "time/generate": 6.2, "time/actor_update": 3.1, "time/reward": 0.5}
     assert format_dominant_phases(times) == "generate 62%, actor update 31%"
     assert format_dominant_phases({"time/step": 0.0}) == format_dominant_phases({}) == ""
@@ -175,4 +175,4 @@ def test_the_phases_that_dominate_a_step() -> None:
     assert "  generate 62%, actor update 31%" in progress.format_step(1, times)
     progress.end_step(1, times | {"time/save": 9.0})
     progress.end_step(2, times)
-    assert "last step: generate 62%, actor update 31%" in shown_of(progress), "of this step alone"
+    assert "last step: generate 62%, actor update 31%" in render(progress), "of this step alone"

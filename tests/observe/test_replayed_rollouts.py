@@ -1,4 +1,4 @@
-"""Recorded rollouts fit a configuration, or one line says why not."""
+"""`check_replay`: recorded rollouts must match the configuration that replays them."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ HF = load_hf_config(Path(__file__).resolve().parents[2] / "configs/models/qwen3_
 """48 layers with experts, 8 of 128 for a token."""
 
 
-def example(group: int = 0, episode: int = -1, **records: Any) -> Rollout:
+def make_rollout(group: int = 0, episode: int = -1, **records: Any) -> Rollout:
     turns = Turn((1, 2, 3)), Turn((7, 8), np.zeros(2, np.float32), is_action=True)
     return Rollout(Prompt("p", ()), turns, group=group, episode=episode, **records)
 
 
-def written(run_dir: Path, rollouts: list[Rollout], step: int = 1, vocabulary: str = "") -> None:
+def write_rollouts(run_dir: Path, rollouts: list[Rollout], step: int = 1, vocab_hash: str = "") -> None:
     file = part_file(run_dir, step, 0)
-    write_part(file, step, len(rollouts), range(len(rollouts)), rollouts, vocab_hash=vocabulary)
+    write_part(file, step, len(rollouts), range(len(rollouts)), rollouts, vocab_hash=vocab_hash)
 
 
 def config(run_dir: Path, replay: str = "", **sections: Any) -> Config:
-    """Of a step of one prompt with one sample."""
+    """A run of one step with one prompt and one sample."""
     rollout = {"replay": replay or str(run_dir), "samples_per_prompt": 1, "max_context": 64, "max_new_tokens": 8}
     tree: dict[str, Any] = {"run": {"num_rollout": 1}, "data": {"prompts_per_step": 1}, "rollout": rollout}
     return from_dict(tree | {"rollout": rollout | sections.pop("rollout", {})} | sections)
 
 
-def test_a_run_and_the_step_that_is_the_first() -> None:
+def test_parses_the_run_and_its_first_step() -> None:
     assert [ReplaySource.parse("a/run").recorded_step(step) for step in (1, 2)] == [1, 2]
     assert (
         ReplaySource.parse("a/run@7") == ReplaySource(Path("a/run"), 7)
@@ -49,13 +49,13 @@ def test_a_run_and_the_step_that_is_the_first() -> None:
         ReplaySource.parse("run@0")
 
 
-def test_a_folder_may_have_such_a_name_itself(tmp_path: Path) -> None:
+def test_folder_name_may_contain_an_at_sign(tmp_path: Path) -> None:
     (tmp_path / "run@7").mkdir()
     assert ReplaySource.parse(f"{tmp_path}/run@7") == ReplaySource(tmp_path / "run@7")
 
 
-def test_only_the_steps_that_are_taken_must_be_there(tmp_path: Path) -> None:
-    written(tmp_path, [example()], step=5)
+def test_requires_only_the_replayed_steps(tmp_path: Path) -> None:
+    write_rollouts(tmp_path, [make_rollout()], step=5)
     check_replay(config(tmp_path, f"{tmp_path}@5"), HF)
     check_replay(config(tmp_path, f"{tmp_path}@5", run={"num_rollout": 90}), HF, max_step=1)
     with pytest.raises(ConfigError, match=r"no rollouts of step 1 \(step_000001\), it has steps 5 to 5: .*@5 begins"):
@@ -64,8 +64,8 @@ def test_only_the_steps_that_are_taken_must_be_there(tmp_path: Path) -> None:
         check_replay(config(tmp_path, f"{tmp_path}@5", run={"num_rollout": 2}), HF)
 
 
-def test_another_tokenizer_or_a_larger_vocabulary(tmp_path: Path) -> None:
-    written(tmp_path, [example()], vocabulary="a" * 64)
+def test_rejects_another_tokenizer_and_out_of_vocabulary_tokens(tmp_path: Path) -> None:
+    write_rollouts(tmp_path, [make_rollout()], vocab_hash="a" * 64)
     for known in ("", "a" * 64):
         check_replay(config(tmp_path), HF, known)
     with pytest.raises(ConfigError, match="was recorded with another tokenizer than that of model.path"):
@@ -74,38 +74,38 @@ def test_another_tokenizer_or_a_larger_vocabulary(tmp_path: Path) -> None:
         check_replay(config(tmp_path), {**HF, "vocab_size": 8})
 
 
-def test_routing_is_asked_for_where_it_is_replayed(tmp_path: Path) -> None:
-    """By as many layers and experts as the model has; not of what was aborted."""
-    replays = {"train": {"routing_replay": True}}
-    assert needs_trainer_columns(config(tmp_path, **replays)) and not needs_trainer_columns(config(tmp_path))
-    written(tmp_path, [example(routing=torch.zeros((4, 48, 8), dtype=torch.uint8))])
-    check_replay(config(tmp_path, **replays), HF)
-    written(tmp_path, [example(routing=torch.zeros((4, 47, 8), dtype=torch.uint8))])
+def test_routing_replay_requires_recorded_routing(tmp_path: Path) -> None:
+    """Layers and experts must match the model; aborted rollouts are exempt."""
+    routing_replay = {"train": {"routing_replay": True}}
+    assert needs_trainer_columns(config(tmp_path, **routing_replay)) and not needs_trainer_columns(config(tmp_path))
+    write_rollouts(tmp_path, [make_rollout(routing=torch.zeros((4, 48, 8), dtype=torch.uint8))])
+    check_replay(config(tmp_path, **routing_replay), HF)
+    write_rollouts(tmp_path, [make_rollout(routing=torch.zeros((4, 47, 8), dtype=torch.uint8))])
     with pytest.raises(ConfigError, match="has that of 47 layers with 8 experts each, and this model has 48 layers wi"):
-        check_replay(config(tmp_path, **replays), HF)
-    written(tmp_path, [example()])
+        check_replay(config(tmp_path, **routing_replay), HF)
+    write_rollouts(tmp_path, [make_rollout()])
     check_replay(config(tmp_path), HF)
     with pytest.raises(ConfigError, match="row 0, has no routing, .* or set train.routing_replay=false"):
-        check_replay(config(tmp_path, **replays), HF)
-    written(tmp_path, [Rollout(Prompt("p", ()), (Turn((1,)),), status="aborted")])
-    check_replay(config(tmp_path, **replays), HF)
+        check_replay(config(tmp_path, **routing_replay), HF)
+    write_rollouts(tmp_path, [Rollout(Prompt("p", ()), (Turn((1,)),), status="aborted")])
+    check_replay(config(tmp_path, **routing_replay), HF)
 
 
-def test_what_could_have_been_sampled_is_asked_for_where_that_is_cut_off(tmp_path: Path) -> None:
-    cut_off = {"rollout": {"top_k": 20}}
-    assert needs_trainer_columns(config(tmp_path, **cut_off))
-    written(tmp_path, [example(sampling_mask=SamplingMask.from_rows([[7, 9], [8]]))])
-    check_replay(config(tmp_path, **cut_off), HF)
-    written(tmp_path, [example()])
+def test_truncated_sampling_requires_sampling_masks(tmp_path: Path) -> None:
+    truncated = {"rollout": {"top_k": 20}}
+    assert needs_trainer_columns(config(tmp_path, **truncated))
+    write_rollouts(tmp_path, [make_rollout(sampling_mask=SamplingMask.from_rows([[7, 9], [8]]))])
+    check_replay(config(tmp_path, **truncated), HF)
+    write_rollouts(tmp_path, [make_rollout()])
     with pytest.raises(ConfigError, match="row 0, has no sampling masks"):
-        check_replay(config(tmp_path, **cut_off), HF)
+        check_replay(config(tmp_path, **truncated), HF)
 
 
-@pytest.mark.parametrize(("lacking", "fits"), [(0, True), (1, False)])
-def test_a_step_has_as_many_episodes_as_samples(tmp_path: Path, lacking: int, fits: bool) -> None:
-    """Of each of two prompts three: one of several branches, one of one that has a number, and one alone."""
-    rollouts = [example(group, episode=number) for group in range(2) for number in (4, 4, 4, 5, -1)]
-    written(tmp_path, rollouts[lacking * 4 :])
+@pytest.mark.parametrize(("missing", "fits"), [(0, True), (1, False)])
+def test_step_needs_one_episode_per_sample(tmp_path: Path, missing: int, fits: bool) -> None:
+    """Per prompt three episodes: three branches, one numbered rollout, one plain rollout."""
+    rollouts = [make_rollout(group, episode=number) for group in range(2) for number in (4, 4, 4, 5, -1)]
+    write_rollouts(tmp_path, rollouts[missing * 4 :])
     tree: dict[str, Any] = {"run": {"num_rollout": 1}, "data": {"prompts_per_step": 2}}
     tree["rollout"] = {"replay": str(tmp_path), "samples_per_prompt": 3, "max_context": 64, "max_new_tokens": 8}
     if fits:
@@ -120,18 +120,16 @@ def test_a_step_has_as_many_episodes_as_samples(tmp_path: Path, lacking: int, fi
     [
         ((4, 4, 4), 3, True),
         ((4, 4, 4, 4, 4), 3, True),
-        ((4, 4, 4, 2, 1), 3, True),  # another generation may have other samples
-        ((4, 0, 4, 4), 3, True),  # a group of the first that the algorithm has put another in the place of
+        ((4, 4, 4, 2, 1), 3, True),  # another generation may have other sample counts
+        ((4, 0, 4, 4), 3, True),  # the algorithm replaced a group of the first generation
         ((4, 0, 4), 3, False),
         ((4, 4, 2, 4), 3, False),
-        ((4, 4, 4, 4), 4, False),  # of a run with more prompts a step
+        ((4, 4, 4, 4), 4, False),  # recorded with more prompts per step
     ],
 )
-def test_a_step_may_have_generated_several_times(
-    tmp_path: Path, sizes: tuple[int, ...], prompts: int, fits: bool
-) -> None:
-    """Groups beyond a step's prompts are of further generations, where the run says that it had as many prompts."""
-    written(tmp_path, [example(group) for group, size in enumerate(sizes) for _ in range(size)])
+def test_step_may_contain_several_generations(tmp_path: Path, sizes: tuple[int, ...], prompts: int, fits: bool) -> None:
+    """Groups beyond prompts_per_step belong to further generations, if the recorded run had as many prompts."""
+    write_rollouts(tmp_path, [make_rollout(group) for group, size in enumerate(sizes) for _ in range(size)])
     (tmp_path / "config.yaml").write_text(f"data: {{prompts_per_step: {prompts}}}")
     tree = {"run": {"num_rollout": 1}, "data": {"prompts_per_step": 3}, "rollout": {"replay": str(tmp_path)}}
     tree["rollout"] |= {"samples_per_prompt": 4, "max_context": 64, "max_new_tokens": 8}

@@ -1,4 +1,4 @@
-"""A run folder is claimed, explained, and refused to everything that does not belong in it."""
+"""Run folders: claiming, locking, resuming and permissions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def with_seed(seed: int) -> Config:
     return dataclasses.replace(CONFIG, run=dataclasses.replace(CONFIG.run, seed=seed))
 
 
-def test_new_folder_explains_itself_and_repeats(tmp_path: Path) -> None:
+def test_new_folder_has_config_and_readme(tmp_path: Path) -> None:
     folder = claim_and_begin(tmp_path / "a/b", CONFIG, resume=False)
     assert load_config(folder.path / "config.yaml") == CONFIG
     readme = (folder.path / "README.txt").read_text()
@@ -33,12 +33,12 @@ def test_new_folder_explains_itself_and_repeats(tmp_path: Path) -> None:
     folder.release()
 
 
-def test_a_folder_with_results_is_kept_from_other_runs(tmp_path: Path) -> None:
+def test_folder_with_results_rejects_other_runs(tmp_path: Path) -> None:
     claim_and_begin(tmp_path, CONFIG, resume=False).release()
-    claim_and_begin(tmp_path, with_seed(5), resume=False).release()  # a start that came to nothing holds nobody up
+    claim_and_begin(tmp_path, with_seed(5), resume=False).release()  # a start without results does not block others
     claim_and_begin(tmp_path, CONFIG, resume=False).release()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    before = (tmp_path / "config.yaml").read_bytes()
+    previous = (tmp_path / "config.yaml").read_bytes()
     with pytest.raises(ConfigError, match="without a checkpoint from which run.resume=auto could"):
         claim_and_begin(tmp_path, CONFIG, resume=False)
     (tmp_path / "checkpoints/step_000001").mkdir(parents=True)
@@ -47,12 +47,12 @@ def test_a_folder_with_results_is_kept_from_other_runs(tmp_path: Path) -> None:
     for resume in (False, True):
         with pytest.raises(ConfigError, match=r"run\.seed: 1 -> 5.*set run\.dir"):
             claim_and_begin(tmp_path, with_seed(5), resume)
-    assert (tmp_path / "config.yaml").read_bytes() == before
+    assert (tmp_path / "config.yaml").read_bytes() == previous
     claim_and_begin(tmp_path, CONFIG, resume=True).release()
 
 
-def test_a_finished_run_without_a_checkpoint_is_not_begun_anew_in_its_folder(tmp_path: Path) -> None:
-    """Neither by its export nor, where it has none, by its last step; one that was broken off is."""
+def test_finished_run_without_a_checkpoint_does_not_restart(tmp_path: Path) -> None:
+    """Finished means exported or, without an export, at the last step; an interrupted run restarts."""
     for name, export in (("a", True), ("b", False)):
         config = dataclasses.replace(CONFIG, run=dataclasses.replace(CONFIG.run, num_rollout=2, export=export))
         resumed = dataclasses.replace(config, run=dataclasses.replace(config.run, num_rollout=9, resume="auto"))
@@ -62,7 +62,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_begun_anew_in_its_folder(tmp
         claim(folder, resumed, resume=True).release()
         (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
         if export:
-            claim(folder, resumed, resume=True).release()  # it was lost while it exported
+            claim(folder, resumed, resume=True).release()  # interrupted during the export
             (folder / "export").mkdir()
             (folder / "export/config.json").write_text("{}")
         with pytest.raises(
@@ -73,7 +73,7 @@ def test_a_finished_run_without_a_checkpoint_is_not_begun_anew_in_its_folder(tmp
         claim(folder, resumed, resume=True).release()
 
 
-def test_keys_that_do_not_matter_are_not_spoken_of() -> None:
+def test_diff_ignores_keys_without_effect_on_training() -> None:
     other = dataclasses.replace(
         CONFIG,
         run=dataclasses.replace(CONFIG.run, resume="auto", dir="elsewhere"),
@@ -91,12 +91,12 @@ def with_mtp(weight: float) -> Config:
     return dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, mtp_loss_coef=weight))
 
 
-def test_changes_are_recorded_with_the_step_from_which_they_hold(tmp_path: Path) -> None:
+def test_records_changed_keys_with_their_first_step(tmp_path: Path) -> None:
     claim_and_begin(tmp_path, with_mtp(0.1), resume=False).release()
     (tmp_path / "metrics.jsonl").write_text('{"step": 20}\n')
-    before = (tmp_path / "config.yaml").read_bytes()
+    previous = (tmp_path / "config.yaml").read_bytes()
     folder = claim(tmp_path, with_mtp(0.3), resume=True)
-    assert folder.is_resumed and (tmp_path / "config.yaml").read_bytes() == before
+    assert folder.is_resumed and (tmp_path / "config.yaml").read_bytes() == previous
     (change,) = folder.begin(20)
     folder.release()
     assert str(change) == "train.mtp_loss_coef: 0.1 -> 0.3"
@@ -107,7 +107,7 @@ def test_changes_are_recorded_with_the_step_from_which_they_hold(tmp_path: Path)
         claim(tmp_path, with_mtp(0.0), resume=True)
 
 
-def test_another_run_is_gone_on_with_where_that_is_forced_and_what_changed_is_recorded(tmp_path: Path) -> None:
+def test_forced_resume_of_another_run_records_changes(tmp_path: Path) -> None:
     claim_and_begin(tmp_path, CONFIG, resume=False).release()
     (tmp_path / "metrics.jsonl").write_text('{"step": 20}\n')
     other = with_seed(5)
@@ -118,69 +118,69 @@ def test_another_run_is_gone_on_with_where_that_is_forced_and_what_changed_is_re
     folder = claim(tmp_path, forced, resume=True)
     assert [str(change) for change in folder.begin(20)] == ["run.seed: 1 -> 5"]
     folder.release()
-    claim(tmp_path, other, resume=True).release()  # from there on it is this run
+    claim(tmp_path, other, resume=True).release()  # the folder now belongs to this run
 
 
-def test_a_claim_that_comes_to_nothing_leaves_nothing(tmp_path: Path) -> None:
+def test_released_claim_leaves_nothing(tmp_path: Path) -> None:
     claim(tmp_path / "a/b", CONFIG, resume=True).release()
     assert not (tmp_path / "a").exists()
 
 
-def test_two_jobs_cannot_share_a_folder(tmp_path: Path) -> None:
-    hold = "import sys; from megarl.observe.run_folder import claim_and_begin; from megarl.config import Config\n"
-    hold += "folder = claim_and_begin(sys.argv[1], Config(), False); print('held', flush=True); sys.stdin.read()"
+def test_two_jobs_cannot_claim_one_folder(tmp_path: Path) -> None:
+    script = "import sys; from megarl.observe.run_folder import claim_and_begin; from megarl.config import Config\n"
+    script += "folder = claim_and_begin(sys.argv[1], Config(), False); print('held', flush=True); sys.stdin.read()"
     other = subprocess.Popen(
-        [sys.executable, "-c", hold, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         with pytest.raises(ConfigError, match=f"in use by process {other.pid} on "):
             claim_and_begin(tmp_path, Config(), resume=True)
     finally:
-        other.kill()  # as a lost machine would: the claim must go with the process
+        other.kill()  # like a lost machine: the claim ends with the process
         other.wait()
     claim_and_begin(tmp_path, Config(), resume=True).release()
 
 
-def test_a_place_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
+def test_rejects_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="run folder .*file/run.*set run.dir"):
         claim_and_begin(tmp_path / "file/run", CONFIG, resume=False)
-    full = tmp_path / "full"
-    full.mkdir()
-    (full / ".config.yaml.tmp").symlink_to("/dev/full")
+    full_disk = tmp_path / "full"
+    full_disk.mkdir()
+    (full_disk / ".config.yaml.tmp").symlink_to("/dev/full")
     with pytest.raises(ConfigError, match="No space left"):
-        claim_and_begin(full, CONFIG, resume=False)
-    assert not (full / "config.yaml").exists()
+        claim_and_begin(full_disk, CONFIG, resume=False)
+    assert not (full_disk / "config.yaml").exists()
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o377])
-def test_others_cannot_enter_a_run_folder_whatever_the_umask(tmp_path: Path, umask: int) -> None:
-    before = os.umask(umask)
+def test_run_folder_is_private_for_any_umask(tmp_path: Path, umask: int) -> None:
+    previous = os.umask(umask)
     try:
         folder = claim_and_begin(tmp_path / f"runs{umask}" / "a", CONFIG, resume=False)
         (folder.path / "rollouts").mkdir()
     finally:
-        os.umask(before)
+        os.umask(previous)
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     folder.release()
 
 
-def test_a_folder_that_was_there_is_closed_and_one_that_was_opened_stays_open(tmp_path: Path) -> None:
+def test_existing_folder_is_made_private_once(tmp_path: Path) -> None:
     tmp_path.chmod(0o775)
     folder = claim_and_begin(tmp_path, CONFIG, resume=False)
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     folder.release()
-    tmp_path.chmod(0o750)  # by its owner, for the group
+    tmp_path.chmod(0o750)  # opened to the group by its owner
     claim_and_begin(tmp_path, CONFIG, resume=True).release()
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o750
 
 
-def test_checkpoints_that_could_not_be_written_are_no_surprise_at_the_first(tmp_path: Path) -> None:
+def test_rejects_unwritable_checkpoint_folder_at_start(tmp_path: Path) -> None:
     saves = dataclasses.replace(CONFIG, run=dataclasses.replace(CONFIG.run, save_every=1))
     claim_and_begin(tmp_path, saves, resume=False).release()
-    (tmp_path / "checkpoints" / ".probe").mkdir(parents=True)  # what is in the way of everybody, root too
+    (tmp_path / "checkpoints" / ".probe").mkdir(parents=True)  # blocks even root
     with pytest.raises(ConfigError, match=r"cannot write to run folder \S+/checkpoints: Is a directory; free space"):
         claim(tmp_path, saves, resume=True)
-    claim(tmp_path, CONFIG, resume=True).release()  # which writes none
+    claim(tmp_path, CONFIG, resume=True).release()  # writes no checkpoints

@@ -1,4 +1,4 @@
-"""Everything a run writes, together; rank 0 writes and the others do not."""
+"""`RunLog`: everything a run writes, on rank 0 and the other ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ROLLOUT = Rollout(Prompt("p", ()), (Turn((1,)), Turn((2,), (-0.5,), is_action=Tr
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.parallel.ranks.broadcast_object", lambda value, source=0: value)
 
 
-def place(rank: int) -> Job:
+def job(rank: int) -> Job:
     return Job(rank, world=2, local_rank=rank)
 
 
@@ -35,38 +35,38 @@ def config(run_dir: Path, **run: str) -> Config:
     return from_dict({"run": {"dir": str(run_dir), "num_rollout": 2, **run}, "track": {"trackers": []}})
 
 
-def test_every_rank_writes_its_timeline_and_a_disk_that_fails_is_warned_of_once(tmp_path: Path) -> None:
+def test_each_rank_writes_its_timeline_and_warns_once_of_a_failing_disk(tmp_path: Path) -> None:
     span = Span("step 1", "step", "main", 1.0, 2.0)
-    logs = [RunLog(config(tmp_path), place(rank)) for rank in (0, 1)]
+    logs = [RunLog(config(tmp_path), job(rank)) for rank in (0, 1)]
     for log in logs:
         log.timeline.write([span])
     assert all(timeline_file(tmp_path, rank).is_file() for rank in (0, 1))
     shutil.rmtree(tmp_path / "timeline")
     (tmp_path / "timeline").write_text("no folder")
-    with pytest.warns(UserWarning, match="could not write the timeline") as said:
+    with pytest.warns(UserWarning, match="could not write the timeline") as printed:
         logs[1].timeline.write([span])
         logs[1].timeline.write([span])
-    assert len(said) == 1
+    assert len(printed) == 1
     for log in logs:
         log.close()
 
 
-def test_a_step_that_fails_leaves_what_it_has_sampled(tmp_path: Path) -> None:
-    """So that it can be replayed; of one that came to its end there is what that has left."""
-    log = RunLog(config(tmp_path), place(0), "words")
-    created = [Rollouts.gather([ROLLOUT])]
-    log.end_step(1, {}, created[0])
-    for step in (0, 1):  # nothing has begun, or an evaluation failed
-        log.record_failed_step(step, created * 2)
+def test_failed_step_records_its_rollouts(tmp_path: Path) -> None:
+    """A failed step can be replayed; a completed step keeps its own record."""
+    log = RunLog(config(tmp_path), job(0), "words")
+    rollouts = [Rollouts.gather([ROLLOUT])]
+    log.end_step(1, {}, rollouts[0])
+    for step in (0, 1):  # before the first step, or in an evaluation
+        log.record_failed_step(step, rollouts * 2)
     log.record_failed_step(2, [])
-    log.record_failed_step(3, created * 2)
+    log.record_failed_step(3, rollouts * 2)
     log.close()
     assert recorded_steps(tmp_path) == [1, 3]
     assert read_rollouts(tmp_path, 1) == [ROLLOUT] and read_rollouts(tmp_path, 3) == [ROLLOUT] * 2
 
 
-def test_a_run_of_two_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = RunLog(config(tmp_path), place(0))
+def test_run_of_two_steps_writes_metrics_rollouts_and_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RunLog(config(tmp_path), job(0))
     log.log_evaluation(0, {"eval/reward_greedy": 0.5})
     for step in (1, 2):
         log.begin_step(step)
@@ -75,16 +75,16 @@ def test_a_run_of_two_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     log.close()
     assert list(read_metrics(tmp_path)) == [0, 1, 2]
     assert recorded_steps(tmp_path) == [1, 2] and read_rollouts(tmp_path, 2) == [ROLLOUT]
-    said = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out.splitlines()
     written = [line.split("  ", 1)[1] for line in (tmp_path / "log.txt").read_text().splitlines()]
-    assert said == written and said[2].startswith("step 1/2  reward 0.500")
+    assert printed == written and printed[2].startswith("step 1/2  reward 0.500")
     with pytest.raises(ConfigError, match=r"run\.resume=auto"):
-        RunLog(config(tmp_path), place(0))
-    RunLog(config(tmp_path, resume="auto"), place(0)).close()
+        RunLog(config(tmp_path), job(0))
+    RunLog(config(tmp_path, resume="auto"), job(0)).close()
 
 
-def test_another_rank_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = RunLog(config(tmp_path / "run"), place(1))
+def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = RunLog(config(tmp_path / "run"), job(1))
     log.begin_step(1)
     log.progress.begin_phase("generate")
     log.log_evaluation(0, {"eval/reward_greedy": 0.5})
@@ -94,30 +94,30 @@ def test_another_rank_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
 
 
-def test_a_full_disk_does_not_stop_a_run(tmp_path: Path) -> None:
-    log = RunLog(config(tmp_path), place(0))
+def test_full_disk_does_not_stop_the_run(tmp_path: Path) -> None:
+    log = RunLog(config(tmp_path), job(0))
     (tmp_path / "log.txt").unlink()
     (tmp_path / "log.txt").symlink_to("/dev/full")
     for step in (1, 2):
         file = part_file(tmp_path, step, 0)
         file.parent.mkdir(parents=True)
         file.with_name(f".{file.name}").symlink_to("/dev/full")
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as printed:
         for step in (1, 2):
             log.end_step(step, {"rollout/reward_mean": 0.5}, Rollouts.gather([ROLLOUT]))
         log.close()
-    texts = [str(warning.message) for warning in said]
+    texts = [str(warning.message) for warning in printed]
     assert sum("log.txt" in text for text in texts) == 1 and sum("record rollouts" in text for text in texts) == 1
     assert list(read_metrics(tmp_path)) == [1, 2]
 
 
-def test_each_rank_records_what_it_has(tmp_path: Path) -> None:
+def test_each_rank_records_its_rollouts(tmp_path: Path) -> None:
     rollouts = [dataclasses.replace(ROLLOUT, seed=number) for number in range(3)]
-    logs = [RunLog(config(tmp_path), place(rank)) for rank in (0, 1)]
+    logs = [RunLog(config(tmp_path), job(rank)) for rank in (0, 1)]
 
     def take_step(rank: Thread) -> None:
-        local = ([1], [0, 2])[rank.rank]
-        logs[rank.rank].end_step(4, {}, Rollouts.gather([rollouts[i] for i in local], local, rank))
+        numbers = ([1], [0, 2])[rank.rank]
+        logs[rank.rank].end_step(4, {}, Rollouts.gather([rollouts[i] for i in numbers], numbers, rank))
 
     as_ranks(2, take_step)
     for log in reversed(logs):
@@ -125,14 +125,14 @@ def test_each_rank_records_what_it_has(tmp_path: Path) -> None:
     assert read_rollouts(tmp_path, 4) == rollouts
 
 
-def test_steps_that_are_taken_again_are_forgotten(tmp_path: Path) -> None:
-    log = RunLog(config(tmp_path), place(0))
+def test_resume_discards_later_steps(tmp_path: Path) -> None:
+    log = RunLog(config(tmp_path), job(0))
     for step in (1, 2, 3):
         log.end_step(step, {}, Rollouts.gather([ROLLOUT]))
     log.close()
-    for step in (2, 3):  # of a run of two ranks
+    for step in (2, 3):  # as a run on two ranks would
         write_part(part_file(tmp_path, step, 1), step, 1, [0], [ROLLOUT])
-    log = RunLog(config(tmp_path, resume="auto"), place(0))
+    log = RunLog(config(tmp_path, resume="auto"), job(0))
     assert recorded_steps(tmp_path) == [1, 2, 3]
     log.begin(1)
     assert recorded_steps(tmp_path) == [1]
@@ -141,37 +141,39 @@ def test_steps_that_are_taken_again_are_forgotten(tmp_path: Path) -> None:
     assert read_rollouts(tmp_path, 2) == [ROLLOUT]
 
 
-def test_what_ends_a_run_is_written_down(tmp_path: Path) -> None:
-    def fail(error: BaseException) -> BaseException:
+def test_log_end_records_the_error(tmp_path: Path) -> None:
+    def raised(error: BaseException) -> BaseException:
         try:
             raise error
-        except BaseException as failure:  # noqa: B036  as it was raised
-            return failure
+        except BaseException as caught:  # noqa: B036  as it was raised
+            return caught
 
-    logs = [RunLog(config(tmp_path), place(rank)) for rank in (0, 1)]
-    fault, mistake = fail(ZeroDivisionError("no \udcff")), fail(ConfigError("run.dir is wrong"))
-    logs[1].log_end(fault, is_graceful=False)
-    logs[0].log_end(mistake, is_graceful=False)
-    logs[0].log_end(fail(SystemExit("ended by SIGTERM")), is_graceful=True)
+    logs = [RunLog(config(tmp_path), job(rank)) for rank in (0, 1)]
+    crash, config_error = raised(ZeroDivisionError("no \udcff")), raised(ConfigError("run.dir is wrong"))
+    logs[1].log_end(crash, is_graceful=False)
+    logs[0].log_end(config_error, is_graceful=False)
+    logs[0].log_end(raised(SystemExit("ended by SIGTERM")), is_graceful=True)
     for log in logs:
         log.close()
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["rank_1.log"]
     text = (tmp_path / "logs/rank_1.log").read_text()
-    assert "Traceback" in text and "in fail" in text
-    assert fault.__notes__ == [f"the full traceback is in {tmp_path}/logs/rank_1.log"]
-    assert not hasattr(mistake, "__notes__")
-    said = (tmp_path / "log.txt").read_text()
-    assert "ConfigError: run.dir is wrong\n" in said and "  ended by SIGTERM\n" in said and "Zero" not in said
+    assert "Traceback" in text and "in raised" in text
+    assert crash.__notes__ == [f"the full traceback is in {tmp_path}/logs/rank_1.log"]
+    assert not hasattr(config_error, "__notes__")
+    log_text = (tmp_path / "log.txt").read_text()
+    assert (
+        "ConfigError: run.dir is wrong\n" in log_text and "  ended by SIGTERM\n" in log_text and "Zero" not in log_text
+    )
 
 
-def test_guards_are_said_counted_and_kept(tmp_path: Path) -> None:
-    """Rank 1 has the same figures and says nothing; both end together."""
+def test_guards_reach_metrics_and_log(tmp_path: Path) -> None:
+    """Rank 1 has the same metrics and logs nothing; both stop together."""
 
     def guarded(folder: Path) -> Config:
         tree = {"run": {"dir": str(folder)}, "track": {"trackers": []}}
         return from_dict({**tree, "guards": {"ppo_kl": 0.05, "alarms": True}})
 
-    logs = [RunLog(guarded(tmp_path), place(rank)) for rank in (0, 1)]
+    logs = [RunLog(guarded(tmp_path), job(rank)) for rank in (0, 1)]
     for step in (1, 2):
         result = [log.end_step(step, {"actor/grad_norm": 0.1, "guards/ppo_kl": 0.5}) for log in logs]
         assert result[0] == result[1]
@@ -182,7 +184,7 @@ def test_guards_are_said_counted_and_kept(tmp_path: Path) -> None:
     for log in logs:
         log.close()
     metrics = read_metrics(tmp_path)
-    assert [metrics[step]["guards/rollbacks"] for step in (1, 2, 3)] == [1, 2, 3]  # the last one's are there, too
+    assert [metrics[step]["guards/rollbacks"] for step in (1, 2, 3)] == [1, 2, 3]  # including the step that stopped
     assert [metrics[step]["guards/out_of_band"] for step in (1, 2, 3)] == [1, 1, 0]
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert sum("ALARM: step" in line and "actor/ppo_kl" in line for line in lines) == 3

@@ -1,4 +1,4 @@
-"""A rank's file of spans: Chrome trace events, a line each, which is never closed and goes on."""
+"""A rank's timeline file: one Chrome trace event per line, appended across resumes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ pytestmark = pytest.mark.alone
 
 STEP = Span("step 1", "step", "main", 1.0, 4.0)
 UPDATE = Span("actor_update", "actor", "main", 2.0, 3.5)
-ANSWERS = Span("generation of step 1", "rollout", "generation", 1.5, 1.75, (2, 3))
+GENERATION = Span("generation of step 1", "rollout", "generation", 1.5, 1.75, (2, 3))
 
 
 def events(file: Path) -> list[dict[str, Any]]:
-    """As a reader takes it that closes the array itself."""
+    """Parse the file as trace viewers do, closing the array."""
     result: list[dict[str, Any]] = json.loads(file.read_text().rstrip().rstrip(",") + "]")
     return result
 
 
-def test_events(tmp_path: Path) -> None:
-    Timeline(tmp_path, 3, warn=lambda text: None).write([UPDATE, ANSWERS, STEP])
+def test_writes_chrome_trace_events(tmp_path: Path) -> None:
+    Timeline(tmp_path, 3, warn=lambda text: None).write([UPDATE, GENERATION, STEP])
     file = tmp_path / "timeline" / "rank_00003.json"
     assert file == timeline_file(tmp_path, 3)
     assert len(file.read_text().splitlines()) == 1 + 5
@@ -40,7 +40,7 @@ def test_events(tmp_path: Path) -> None:
     ]
 
 
-def test_a_resumed_run_goes_on_behind_a_line_that_was_cut(tmp_path: Path) -> None:
+def test_resume_appends_after_a_truncated_line(tmp_path: Path) -> None:
     Timeline(tmp_path, 0, warn=lambda text: None).write([STEP])
     file = timeline_file(tmp_path, 0)
     with file.open("a") as half:
@@ -51,18 +51,18 @@ def test_a_resumed_run_goes_on_behind_a_line_that_was_cut(tmp_path: Path) -> Non
     assert lines[3] == '{"name": "act' and json.loads(lines[-1].rstrip(","))["name"] == "actor_update"
 
 
-def test_without_a_step_there_is_no_file(tmp_path: Path) -> None:
+def test_creates_the_file_with_the_first_step(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path, 0, warn=lambda text: None)
     timeline.write([])
     timeline.write([UPDATE])
     assert not list(tmp_path.iterdir())
     timeline.write([STEP])
-    timeline.write([UPDATE])  # what a run still does after its last one
+    timeline.write([UPDATE])  # work after the last step
     assert events(timeline_file(tmp_path, 0))[-1]["name"] == "actor_update"
 
 
-def test_what_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+def test_write_failure_only_warns(tmp_path: Path) -> None:
     (tmp_path / "timeline").write_text("no folder")
-    said: list[str] = []
-    Timeline(tmp_path, 0, said.append).write([STEP])
-    assert len(said) == 1 and said[0].startswith("could not write the timeline: ")
+    warned: list[str] = []
+    Timeline(tmp_path, 0, warned.append).write([STEP])
+    assert len(warned) == 1 and warned[0].startswith("could not write the timeline: ")

@@ -1,4 +1,4 @@
-"""Metrics reach the file and TensorBoard; neither a full disk nor a broken line stops anything."""
+"""`Tracker`: metrics.jsonl and TensorBoard, across resumes and full disks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.observe.tracker import Tracker, read_metrics
 pytestmark = pytest.mark.alone
 
 
-def test_file_and_tensorboard_hold_the_same(tmp_path: Path) -> None:
+def test_file_and_tensorboard_agree(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     tracker = Tracker(tmp_path)
@@ -31,11 +31,11 @@ def test_file_and_tensorboard_hold_the_same(tmp_path: Path) -> None:
     assert scalars == [(1, 0.25), (2, 0.5)]
 
 
-def test_a_resumed_run_forgets_what_it_does_again(tmp_path: Path) -> None:
+def test_resume_discards_metrics_of_repeated_steps(tmp_path: Path) -> None:
     first = Tracker(tmp_path, names=())
     for step in range(1, 5):
         first.log(step, {"x": float(step)})
-    (tmp_path / "metrics.jsonl").open("a").write('{"step": 5, "x"')  # the crash came in the middle of a line
+    (tmp_path / "metrics.jsonl").open("a").write('{"step": 5, "x"')  # crashed in the middle of a line
     second = Tracker(tmp_path, names=())
     second.log(2, {"eval/reward_greedy": 0.5})
     second.log(3, {"x": 30.0})
@@ -45,19 +45,19 @@ def test_a_resumed_run_forgets_what_it_does_again(tmp_path: Path) -> None:
     third = Tracker(tmp_path, names=())
     third.log(2, {"x": 20.0})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 2], "the step that is done again is there once"
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 2], "the repeated step appears once"
     assert read_metrics(tmp_path) == {1: {"x": 1.0}, 2: {"x": 20.0, "eval/reward_greedy": 0.5}}
 
 
-def test_a_full_disk_is_said_once_and_survived(tmp_path: Path) -> None:
+def test_full_disk_warns_once(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     (tmp_path / "tensorboard").write_text("in the way of the folder")
     tracker = Tracker(tmp_path)
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         tracker.log(1, {"x": 1.0})
         tracker.log(2, {"x": 2.0})
-        tracker.close()  # TensorBoard is written in the background: it is said with a later step, or at the end
-    texts = [str(warning.message) for warning in said]
+        tracker.close()  # TensorBoard writes in the background and warns with a later step or at the end
+    texts = [str(warning.message) for warning in caught]
     assert sum("metrics.jsonl" in text and "No space left" in text for text in texts) == 1
     assert sum("TensorBoard" in text for text in texts) == 1
     with warnings.catch_warnings():

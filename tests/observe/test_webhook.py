@@ -1,4 +1,4 @@
-"""Alarms posted to a URL: what is sent, what never is, and that the run notices nothing of it."""
+"""Webhook alarms: payload, secrecy of the URL, failures and limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECRET = "T0/marked-secret"
 
 
 class Server:
-    """Takes posts; `status` is what it answers."""
+    """An HTTP server that records posts and replies with `status`."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -34,7 +34,7 @@ class Server:
         self.status = 200
         outer = self
 
-        class Take(BaseHTTPRequestHandler):
+        class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 outer.paths.append(self.path)
                 outer.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
@@ -45,7 +45,7 @@ class Server:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._server = HTTPServer(("127.0.0.1", 0), Take)
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}/{SECRET}?room=a"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
@@ -63,7 +63,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.parallel.ranks.broadcast_object", lambda value, source=0: value)
 
 
@@ -71,7 +71,7 @@ def config(run_dir: Path, url: str) -> Config:
     return from_dict({"run": {"dir": str(run_dir)}, "track": {"trackers": [], "webhook": url}})
 
 
-def test_an_alarm_is_posted_as_others_take_it(server: Server) -> None:
+def test_posts_an_alarm_as_json(server: Server) -> None:
     hook = Webhook(server.url, "runs/a")
     hook.post("actor/entropy is low", 12)
     hook.post("again", 13)
@@ -88,7 +88,7 @@ def test_an_alarm_is_posted_as_others_take_it(server: Server) -> None:
     assert server.bodies[1]["step"] == 13 and hook.pop_failure() == ""
 
 
-def test_alarms_of_a_run_reach_it_and_the_log_never_has_the_url(server: Server, tmp_path: Path) -> None:
+def test_run_alarms_are_posted_without_logging_the_url(server: Server, tmp_path: Path) -> None:
     log = RunLog(config(tmp_path, server.url), Job(0, 1, 0))
     log.begin_step(3)
     log.alarm("the disk is full")
@@ -103,7 +103,7 @@ def test_alarms_of_a_run_reach_it_and_the_log_never_has_the_url(server: Server, 
     assert load_config(tmp_path / "config.yaml").track.webhook == ""
 
 
-def test_alarms_are_among_the_texts_of_tensorboard(tmp_path: Path) -> None:
+def test_alarms_appear_as_tensorboard_text(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     log = RunLog(from_dict({"run": {"dir": str(tmp_path)}}), Job(0, 1, 0))
@@ -117,7 +117,7 @@ def test_alarms_are_among_the_texts_of_tensorboard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [302, 404, 500])
-def test_a_failure_is_said_once_without_the_url_and_later_ones_are_tried(
+def test_failure_is_logged_once_without_the_url(
     server: Server, tmp_path: Path, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.status = status
@@ -126,52 +126,52 @@ def test_a_failure_is_said_once_without_the_url_and_later_ones_are_tried(
     log.alarm("two")
     log.close()
     assert len(server.bodies) == 2
-    said = (tmp_path / "log.txt").read_text()
-    assert said.count(f"could not be posted to track.webhook (it answered with status {status})") == 1
-    assert "marked-secret" not in said + "".join(capsys.readouterr())
+    failure = (tmp_path / "log.txt").read_text()
+    assert failure.count(f"could not be posted to track.webhook (it answered with status {status})") == 1
+    assert "marked-secret" not in failure + "".join(capsys.readouterr())
 
 
-def test_nobody_there_and_somebody_who_never_answers(
+def test_connection_refused_and_timeout_are_failures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: Server
 ) -> None:
     monkeypatch.setattr(module, "_TIMEOUT_S", 0.2)
-    with socket.socket() as deaf:
-        deaf.bind(("127.0.0.1", 0))
-        closed = Webhook(f"http://127.0.0.1:{deaf.getsockname()[1]}/{SECRET}", "r")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        closed = Webhook(f"http://127.0.0.1:{listener.getsockname()[1]}/{SECRET}", "r")
         closed.post("one", 1)
         closed.close()
         assert (
-            "Connection refused" in (said := closed.pop_failure())
-            and "marked" not in said
+            "Connection refused" in (failure := closed.pop_failure())
+            and "marked" not in failure
             and closed.pop_failure() == ""
         )
-        deaf.listen()
-        silent = Webhook(f"http://127.0.0.1:{deaf.getsockname()[1]}/{SECRET}", "r")
-        silent.post("one", 1)
-        silent.close()
-        assert "TimeoutError" in silent.pop_failure()
+        listener.listen()
+        unresponsive = Webhook(f"http://127.0.0.1:{listener.getsockname()[1]}/{SECRET}", "r")
+        unresponsive.post("one", 1)
+        unresponsive.close()
+        assert "TimeoutError" in unresponsive.pop_failure()
 
 
-def test_a_flood_is_bounded_and_says_how_many_it_left_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    hook, go = Webhook(server.url, "r"), threading.Event()
+def test_alarm_flood_is_bounded_and_reports_dropped_alarms(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook, may_send = Webhook(server.url, "r"), threading.Event()
     send = hook._send
-    monkeypatch.setattr(hook, "_send", lambda *alarm: (go.wait(), send(*alarm))[1])
-    began = time.monotonic()
+    monkeypatch.setattr(hook, "_send", lambda *alarm: (may_send.wait(), send(*alarm))[1])
+    start = time.monotonic()
     for number in range(1000):
         hook.post(f"alarm {number}", number)
-    assert time.monotonic() - began < 60  # nothing waits for what is not posted
-    go.set()
+    assert time.monotonic() - start < 60  # posting never blocks
+    may_send.set()
     hook.close()
     assert len(server.bodies) <= module._QUEUE_SIZE + 2
     assert any("further alarms were dropped" in body["text"] for body in server.bodies)
 
 
-def test_private_addresses_are_refused_unless_they_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_addresses_need_permission(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(module.PRIVATE_ENV, raising=False)
     for url in ("http://127.0.0.1:8000/x", "http://localhost/x", "http://10.0.0.3/x", "http://[::1]/x"):
         with pytest.raises(ConfigError, match="private network: export MEGARL_WEBHOOK_PRIVATE=1"):
             resolve_webhook(url)
-    hook = Webhook(f"http://localhost:9/{SECRET}", "r")  # a name may come to mean another address later
+    hook = Webhook(f"http://localhost:9/{SECRET}", "r")  # a name may resolve to another address later
     hook.post("one", 1)
     hook.close()
     assert "private network" in hook.pop_failure()
@@ -182,15 +182,13 @@ def test_private_addresses_are_refused_unless_they_are_allowed(monkeypatch: pyte
 @pytest.mark.parametrize(
     "url", ["hooks.example.com/marked", "ftp://a/marked", "https://", "https://a:x/marked", "http://a b/marked"]
 )
-def test_what_is_no_url_is_refused_without_being_repeated(url: str) -> None:
+def test_invalid_url_is_rejected_without_repeating_it(url: str) -> None:
     with pytest.raises(ConfigError, match="track.webhook is not a URL such as") as refused:
         resolve_webhook(url)
     assert "marked" not in str(refused.value)
 
 
-def test_it_may_be_named_by_a_variable_and_not_given_on_the_command_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_url_may_come_from_a_variable_but_not_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOOK", " https://hooks.example.com/T0/x\n")
     assert resolve_webhook("env:HOOK") == "https://hooks.example.com/T0/x"
     with pytest.raises(ConfigError, match="variable NO_HOOK is not set"):

@@ -1,4 +1,4 @@
-"""A Slurm of three nodes on this machine, in its own folder and on its own ports, gone when the tests are done."""
+"""A temporary three-node Slurm on this machine, with its own folder and ports."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PartitionName=all Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP
 
 
 class Cluster:
-    """Three nodes, n1 to n3. `run` is a Slurm command with the cluster's configuration."""
+    """Nodes n1 to n3. `run` runs a Slurm command with the configuration of the cluster."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,9 +57,9 @@ class Cluster:
         self.jobs: list[str] = []
 
     def run(self, *command: str, cwd: Path | None = None) -> str:
-        done = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}{self.logs()}"
-        return done.stdout
+        process = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=60)
+        assert process.returncode == 0, f"{' '.join(command)}: {process.stderr}{self.logs()}"
+        return process.stdout
 
     def submit(self, *arguments: str, cwd: Path) -> str:
         job = self.run("sbatch", "--parsable", *arguments, cwd=cwd).strip()
@@ -67,7 +67,7 @@ class Cluster:
         return job
 
     def fields(self, job: str) -> dict[str, str]:
-        """What Slurm knows of a job."""
+        """Return the fields of `scontrol show job`."""
         words = self.run("scontrol", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -128,15 +128,15 @@ def cluster() -> Iterator[Cluster]:
     try:
         files = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "log", "pid", "seed")]
         start("munged", "--foreground", f"--socket={folder}/munge.socket", *files)
-        _until(lambda: (folder / "munge.socket").exists(), cluster)
+        _wait_until(lambda: (folder / "munge.socket").exists(), cluster)
         start("slurmctld", "-D", "-f", str(conf))
         for node in NODES:
             start("slurmd", "-D", "-N", node, "-f", str(conf))
-        _until(lambda: _idle_nodes(cluster) == len(NODES), cluster)
+        _wait_until(lambda: _idle_nodes(cluster) == len(NODES), cluster)
         yield cluster
     finally:
         for job in cluster.jobs:
-            _end(cluster, job)
+            _cancel(cluster, job)
         for process in reversed(daemons):
             process.send_signal(signal.SIGTERM)
             try:
@@ -147,7 +147,7 @@ def cluster() -> Iterator[Cluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _until(condition: object, cluster: Cluster, timeout: float = 60.0) -> None:
+def _wait_until(condition: object, cluster: Cluster, timeout: float = 60.0) -> None:
     assert callable(condition)
     deadline = time.monotonic() + timeout
     while not condition():
@@ -157,18 +157,18 @@ def _until(condition: object, cluster: Cluster, timeout: float = 60.0) -> None:
 
 
 def _idle_nodes(cluster: Cluster) -> int:
-    done = subprocess.run(
+    process = subprocess.run(
         ["sinfo", "-h", "-N", "-o", "%T"], env=cluster.env, capture_output=True, text=True, timeout=60
     )
-    return done.stdout.split().count("idle")
+    return process.stdout.split().count("idle")
 
 
-def _end(cluster: Cluster, job: str) -> None:
-    """Cancel a job and wait until its processes are gone; raises nothing: the daemons must be ended whatever comes."""
+def _cancel(cluster: Cluster, job: str) -> None:
+    """Cancel a job and wait until its processes have ended. Never raises, so that the daemons are always stopped."""
     subprocess.run(["scancel", job], env=cluster.env, capture_output=True)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        squeue = ["squeue", "-h", "-j", job, "-o", "%T"]  # shows a job until its last process has ended
+        squeue = ["squeue", "-h", "-j", job, "-o", "%T"]  # lists a job until its last process has ended
         if not subprocess.run(squeue, env=cluster.env, capture_output=True, text=True).stdout.strip():
             return
         time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""slurm/ppo_moe.sh through a real Slurm with three nodes on this machine."""
+"""`slurm/ppo_moe.sh` on a real Slurm with three nodes on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 pytestmark = [pytest.mark.slurm, pytest.mark.nightly]
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-# Stands in for megarl.train: on its first start it waits to be asked to stop, on its second it finishes.
+# Replaces megarl.train: the first start waits for the stop signal, the second finishes.
 PAYLOAD = """
 import os, signal, subprocess, sys, time
 import torch, torch.distributed as dist
@@ -45,8 +45,8 @@ sys.exit(85 if asked else 0)
 """
 
 
-# Stands in for megarl.train, too: the rank on n2 dies whenever there is one.
-CRASHES = """
+# Replaces megarl.train: a rank on n2 always dies.
+CRASHING_TRAIN = """
 import os, signal, sys, time
 from megarl.launch import exit_status as ending
 with ending.exit_on_error():
@@ -57,7 +57,7 @@ with ending.exit_on_error():
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600 if os.environ["SLURM_STEP_NODELIST"] == "n[1-2]" else 0)
 """
-MISTAKE = """
+FAILING_TRAIN = """
 import os, time
 from megarl.launch import exit_status as ending
 from megarl.config import ConfigError
@@ -69,7 +69,7 @@ with ending.exit_on_error():
 """
 
 
-STAND_IN = """
+VALIDATION_STUB = """
 from unittest.mock import MagicMock
 validate = MagicMock()
 """
@@ -77,10 +77,10 @@ validate = MagicMock()
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder to submit from whose megarl.train is the payload."""
+    """A project folder to submit from, with the payload as megarl.train."""
     shutil.copytree(ROOT / "megarl", tmp_path / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "megarl" / "train.py").write_text(PAYLOAD)
-    (tmp_path / "megarl" / "dry_run" / "validation.py").write_text(STAND_IN)
+    (tmp_path / "megarl" / "dry_run" / "validation.py").write_text(VALIDATION_STUB)
     (tmp_path / "launch").mkdir()
     shutil.copy(ROOT / "launch" / "ranks_here.sh", tmp_path / "launch")
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
@@ -91,7 +91,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_two_nodes_meet_and_a_job_that_runs_out_of_time_goes_on(cluster, project: Path) -> None:
+def test_two_node_job_resumes_after_its_time_limit(cluster, project: Path) -> None:
     output = project / "out.txt"
     script = str(ROOT / "slurm" / "ppo_moe.sh")
     options = ["--nodes=2", "--gres=none", f"--output={output}"]
@@ -102,20 +102,20 @@ def test_two_nodes_meet_and_a_job_that_runs_out_of_time_goes_on(cluster, project
     for rank, node in ((0, "n1"), (1, "n2")):
         start = "start 0, sum 3, arguments ['two.yaml', 'run.resume=auto', 'run.seed=7']"
         assert f"rank {rank} of 2 on node {node}, {start}" in text
-    # What Slurm does by itself when the time is nearly up (--signal=B:USR1@...).
+    # As Slurm does shortly before the time limit (--signal=B:USR1@...).
     cluster.run("scancel", "--signal=USR1", "--batch", job)
     wait_for_text(output, "back into the queue")
     for rank in (0, 1):
         assert f"rank {rank} asked=True child=alive" in output.read_text()
     cluster.wait_for(job, "PENDING", timeout=60)
-    # Slurm would wait for two minutes; within a second or two a node still holds the job for ended.
+    # Slurm would wait two minutes; start sooner, but not before the nodes have released the job.
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+4")
     cluster.wait_for(job, "COMPLETED", timeout=120)
     assert "rank 1 of 2 on node n2, start 1, sum 3" in output.read_text()
     assert cluster.fields(job)["Restarts"] == "1"
 
 
-def test_a_mistake_fails_the_job_and_is_not_requeued(cluster, project: Path) -> None:
+def test_config_error_is_not_requeued(cluster, project: Path) -> None:
     output = project / "out.txt"
     script = str(ROOT / "slurm" / "ppo_moe.sh")
     options = ["--nodes=2", "--gres=none", f"--output={output}"]
@@ -124,9 +124,9 @@ def test_a_mistake_fails_the_job_and_is_not_requeued(cluster, project: Path) -> 
     assert "parallel.world_size=3 does not divide by 2 nodes" in output.read_text()
 
 
-def test_a_crash_is_requeued_without_the_node_that_had_it(cluster, project: Path) -> None:
-    """After it has been started again there in vain, and where there is another node for it."""
-    (project / "megarl" / "train.py").write_text(CRASHES)
+def test_crash_is_requeued_without_its_node(cluster, project: Path) -> None:
+    """After a failed restart on the same node, if another node is available."""
+    (project / "megarl" / "train.py").write_text(CRASHING_TRAIN)
     (project / "run" / "checkpoints" / "step_000004").mkdir(parents=True)
     output = project / "out.txt"
     options = ["--nodes=2", "--gres=none", f"--output={output}"]
@@ -143,8 +143,8 @@ def test_a_crash_is_requeued_without_the_node_that_had_it(cluster, project: Path
     assert "rank 1 on n3, attempt 0" in output.read_text()
 
 
-def test_a_crash_is_requeued_so_many_times_only(cluster, project: Path) -> None:
-    (project / "megarl" / "train.py").write_text(CRASHES)
+def test_requeues_are_limited(cluster, project: Path) -> None:
+    (project / "megarl" / "train.py").write_text(CRASHING_TRAIN)
     output = project / "out.txt"
     options = ["--nodes=2", "--gres=none", f"--output={output}", "--export=ALL,MEGARL_REQUEUES=0"]
     job = cluster.submit(*options, str(ROOT / "slurm" / "ppo_moe.sh"), "two.yaml", cwd=project)
@@ -152,8 +152,8 @@ def test_a_crash_is_requeued_so_many_times_only(cluster, project: Path) -> None:
     assert "was requeued 0 times" in output.read_text() and cluster.fields(job)["ExitCode"] == "137:0"
 
 
-def test_a_mistake_that_a_rank_finds_is_not_requeued(cluster, project: Path) -> None:
-    (project / "megarl" / "train.py").write_text(MISTAKE)
+def test_config_error_on_a_rank_is_not_requeued(cluster, project: Path) -> None:
+    (project / "megarl" / "train.py").write_text(FAILING_TRAIN)
     output = project / "out.txt"
     options = ["--nodes=2", "--gres=none", f"--output={output}"]
     job = cluster.submit(*options, str(ROOT / "slurm" / "ppo_moe.sh"), "two.yaml", cwd=project)
@@ -163,11 +163,11 @@ def test_a_mistake_that_a_rank_finds_is_not_requeued(cluster, project: Path) -> 
     assert cluster.fields(job)["ExitCode"] == "2:0"
 
 
-def test_a_tiny_moe_trains_on_two_nodes_saves_when_time_is_up_and_goes_on(cluster, tmp_path: Path) -> None:
-    """The real thing: Megatron over two nodes, an engine on each, requeued after its first step."""
-    created = tmp_path / "quickstart"
+def test_moe_training_resumes_on_two_nodes(cluster, tmp_path: Path) -> None:
+    """Megatron over two nodes with an engine on each, requeued after its first step."""
+    quickstart = tmp_path / "quickstart"
     sizes = ["--train", "64", "--held-out", "16", "--demonstrations", "64"]
-    command = [sys.executable, "-W", "ignore", "tools/make_quickstart.py", str(created), *sizes]
+    command = [sys.executable, "-W", "ignore", "tools/make_quickstart.py", str(quickstart), *sizes]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     output, run = tmp_path / "out.txt", tmp_path / "run"
     job = cluster.submit(
@@ -177,8 +177,8 @@ def test_a_tiny_moe_trains_on_two_nodes_saves_when_time_is_up_and_goes_on(cluste
         "slurm/ppo_moe.sh",
         "configs/quickstart.yaml",
         "parallel.ranks_per_node=1",
-        f"model.path={created}/model",
-        f"data.train={created}/train.jsonl",
+        f"model.path={quickstart}/model",
+        f"data.train={quickstart}/train.jsonl",
         f"run.dir={run}",
         "run.num_rollout=3",
         "run.save_every=0",
@@ -193,14 +193,14 @@ def test_a_tiny_moe_trains_on_two_nodes_saves_when_time_is_up_and_goes_on(cluste
     cluster.run("scancel", "--signal=USR1", "--batch", job)
     wait_for_text(output, "back into the queue")
     cluster.wait_for(job, "PENDING", timeout=60)
-    stopped = trained_steps(run)
-    assert 1 <= len(stopped) < 3, "the job should have stopped at the end of the step under way"
+    steps_before = trained_steps(run)
+    assert 1 <= len(steps_before) < 3, "the job should have stopped at the end of the step under way"
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+4")
     cluster.wait_for(job, "COMPLETED", timeout=300)
     assert cluster.fields(job)["Restarts"] == "1"
     steps = trained_steps(run)
     assert [row["step"] for row in steps] == [1, 2, 3]
-    assert steps[: len(stopped)] == stopped, "what was done before the stop is not done again"
+    assert steps[: len(steps_before)] == steps_before, "steps before the stop are not repeated"
     assert all(row["rollout/logprob_diff_p95"] < 1e-4 for row in steps)
     assert (run / "export" / "config.json").is_file()
 
@@ -210,9 +210,9 @@ def trained_steps(run: Path) -> list[dict[str, float]]:
     return [row for row in rows if "actor/grad_norm" in row]
 
 
-def wait_until(there: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while not there():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.3)
 

@@ -1,4 +1,4 @@
-"""The bench of asynchronous generation: what it makes of runs, and of a folder that is none."""
+"""`bench_async`: ratios of step times, settings and folder checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import bench_async  # noqa: E402
 from megarl.config import ConfigError  # noqa: E402
 
 
-def test_the_ratio_is_of_steps_in_the_same_round(
+def test_ratio_compares_steps_of_the_same_round(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "train.jsonl").write_text("")
@@ -27,29 +27,28 @@ def test_the_ratio_is_of_steps_in_the_same_round(
         def close(self) -> None:
             return None
 
-    def timed(options: Any, kind: str, host: str) -> dict[str, float]:
+    def run_timed(options: Any, kind: str, host: str) -> dict[str, float]:
         assert host == "socket"
         return {"step": next(seconds), "generate": 1.0, "train": 1.0, "staleness_mean": 0.5}
 
     monkeypatch.setattr(bench_async, "start_host", lambda config, threads: Host())
-    monkeypatch.setattr(bench_async, "run_timed", timed)
+    monkeypatch.setattr(bench_async, "run_timed", run_timed)
     assert bench_async.main([str(tmp_path), "--rounds", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["step", "generate", "train", "staleness_mean", "times", "as", "fast"]
     assert [line.split()[-1] for line in lines[1:]] == ["1", "2", "3"]
 
 
-def test_a_folder_that_is_none() -> None:
+def test_rejects_a_folder_without_quickstart() -> None:
     with pytest.raises(ConfigError, match="is not what tools/make_quickstart.py makes"):
         bench_async.main(["/nowhere"])
 
 
-def test_both_kinds_pass_the_checks(tmp_path: Path) -> None:
-    """But for the key they differ in, they are the same run."""
+def test_settings_differ_only_in_the_compared_key(tmp_path: Path) -> None:
     options = bench_async.argparse.Namespace(folder=tmp_path, steps=3, epochs=2, overrides=["run.seed=3"])
-    value = bench_async.settings(options)
+    overrides = bench_async.settings(options)
     configs = [
-        bench_async.load_config(bench_async.ROOT / "configs/quickstart.yaml", [*value, *kind])
+        bench_async.load_config(bench_async.ROOT / "configs/quickstart.yaml", [*overrides, *kind])
         for kind in bench_async.KINDS.values()
     ]
     assert [config.rollout.asynchronous for config in configs] == [False, True, True]

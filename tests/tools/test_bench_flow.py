@@ -1,4 +1,4 @@
-"""The benchmark of the loop's host side: its report adds up, and what it reads of the ranks is what they have."""
+"""`bench_flow`: generated rollouts, aggregation over ranks, and a small run."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ import bench_flow  # noqa: E402
 from flow.answers import SIZES, Shape, answers, lengths, total_tokens  # noqa: E402
 
 
-def test_answers_have_the_lengths_that_are_asked_for() -> None:
+def test_rollouts_have_the_requested_lengths() -> None:
     shape = Shape(6, samples=3, lengths="40-90", turns=3, layers=2, topk=4)
     for group in range(2):
         sizes = lengths(shape, group).tolist()
-        created = list(answers(shape, group))
-        assert [len(item.prompt) + sum(len(ids) for ids, _ in item.turns) for item in created] == sizes
+        rollouts = list(answers(shape, group))
+        assert [len(item.prompt) + sum(len(ids) for ids, _ in item.turns) for item in rollouts] == sizes
         assert all(40 <= size <= 90 for size in sizes)
-        for item, size in zip(created, sizes, strict=True):
-            assert item.prompt is created[0].prompt
+        for item, size in zip(rollouts, sizes, strict=True):
+            assert item.prompt is rollouts[0].prompt
             assert [len(logprobs) == len(ids) for ids, logprobs in item.turns] == [True, False, True, False, True]
             assert item.routing is not None and item.routing.shape == (size - 1, 2, 4) and item.routing.dtype == "uint8"
     assert total_tokens(shape) == sum(int(lengths(shape, group).sum()) for group in range(2))
 
 
-def test_figures_are_medians_of_repeats_on_the_slowest_rank() -> None:
+def test_metrics_are_medians_on_the_slowest_rank() -> None:
     def step(give: float, plan: float, sent: int) -> dict[str, object]:
         parts = {"give": give, "plan": plan, "model": 99.0}
         return dict(parts=parts, busy=give, sent=sent, log_bytes=0, tokens=100, sequences=4, metrics={"x": 1.0})
@@ -44,20 +44,20 @@ def test_figures_are_medians_of_repeats_on_the_slowest_rank() -> None:
     assert bench_flow.growth({"quarter": result["half"] | {"tokens": 25}, "full": result["full"]}) == 0.25
 
 
-def test_metrics_differ_beyond_rounding_only() -> None:
+def test_compares_metrics_up_to_rounding() -> None:
     now = {"a": 1.0, "b": 100.0, "c": 0.0, "time/step": 1.0, "new": 3.0}
     assert bench_flow.differing_metrics(now, {"a": 1.00005, "b": 100.02, "c": 0.0, "time/step": 9.0}) == ["b"]
 
 
-def test_a_small_run(tmp_path: Path) -> None:
+def test_small_run_reports_consistent_totals(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "tools/bench_flow.py", "--ranks", "2", "--sequences", "16"]
     command += ["--samples", "4", "--lengths", "40-90", "--turns", "2", "--routing", "4", "2", "--pp", "2"]
-    command += ["--engine-tp", "2", "--repeats", "1", "--updates", "2", "--json", str(tmp_path / "found.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
+    command += ["--engine-tp", "2", "--repeats", "1", "--updates", "2", "--json", str(tmp_path / "result.json")]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert process.returncode == 0, process.stderr
     tokens = total_tokens(Shape(16, 4, "40-90"))
-    assert f"16 sequences, {tokens:,} tokens" in done.stdout
-    result = json.loads((tmp_path / "found.json").read_text())["now"]["2"]
+    assert f"16 sequences, {tokens:,} tokens" in process.stdout
+    result = json.loads((tmp_path / "result.json").read_text())["now"]["2"]
     assert result["full"]["tokens"] == tokens
     assert result["half"]["tokens"] == sum(int(lengths(Shape(8, 4, "40-90"), group).sum()) for group in range(2))
     for size in ("half", "full"):
@@ -65,21 +65,25 @@ def test_a_small_run(tmp_path: Path) -> None:
         assert {"figures", "rewards", "columns", "rows to models", "numbers back", "log"} <= result[size][
             "parts"
         ].keys()
-        # Of the records, 4 layers of which the second stage has 2, with 2 experts in a byte each, for log-probs and for
-        # every update; the tokens but the last of each sequence.
+        # Routing records: the second stage has 2 of 4 layers, 2 experts of one byte each, sent for log-probs and for
+        # every update, for all tokens but the last of each sequence.
         sequences = 16 if size == "full" else 8
         assert result[size]["sent"] > 2 * 2 * 2 * (result[size]["tokens"] - sequences)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--lengths", "many"], "--lengths: lengths are 2048-8192, 32768 or lognormal"),
         (["--ranks", "2", "--sequences", "40"], "--sequences 40 are not four times as many groups of 8 for each of "),
         (["--ranks", "1", "--sequences", "32", "--lengths", "9", "--against", "no-such"], "--against"),
     ],
 )
-def test_mistakes_are_one_line(options: list[str], said: str) -> None:
+def test_invalid_options_print_one_line(options: list[str], message: str) -> None:
     command = [sys.executable, "-W", "ignore", "tools/bench_flow.py", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 2 and done.stderr.startswith(f"error: {said}") and len(done.stderr.splitlines()) == 1
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert (
+        process.returncode == 2
+        and process.stderr.startswith(f"error: {message}")
+        and len(process.stderr.splitlines()) == 1
+    )

@@ -1,4 +1,4 @@
-"""The bench of generation, in small: every way completes the same number of groups."""
+"""`bench_generation` on small settings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import bench_generation  # noqa: E402
 
 
 @pytest.mark.parametrize("turns", ["1", "2"])
-def test_every_way_completes_as_many_groups(turns: str, capsys: pytest.CaptureFixture[str]) -> None:
-    small = "--steps 2 --prompts 4 --samples 2 --concurrency 2 --tokens 20 --tool-s 0.01 --engines 2".split()
-    result = bench_generation.main([*small, "--turns", turns])
+def test_strategies_complete_the_same_number_of_groups(turns: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--steps 2 --prompts 4 --samples 2 --concurrency 2 --tokens 20 --tool-s 0.01 --engines 2".split()
+    result = bench_generation.main([*options, "--turns", turns])
     assert [groups for _, _, groups, _, _ in result] == [8, 8, 8]
     assert all(0 < idle < 1 for _, idle, *_ in result)
     lines = capsys.readouterr().out.splitlines()

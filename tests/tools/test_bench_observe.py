@@ -1,4 +1,4 @@
-"""Which steps of the tool's run are of which kind, and what it refuses. The run itself is a user's."""
+"""`bench_observe`: alternation of tracker kinds over steps, and option checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import bench_observe  # noqa: E402
 pytestmark = pytest.mark.alone
 
 
-def test_kinds_take_turns_and_the_first_step_of_a_block_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_alternate_and_skip_the_first_step_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_observe.AlternatingTracker, "block", 2)
     kinds = [bench_observe.AlternatingTracker.kind(step) for step in range(1, 11)]
     assert kinds[::2] == kinds[1::2] == [*bench_observe.KINDS, "nothing"]
@@ -23,14 +23,14 @@ def test_kinds_take_turns_and_the_first_step_of_a_block_is_left_out(monkeypatch:
     assert bench_observe.timed(seconds, "trackers", warm=8) == 12.0
 
 
-def test_trackers_get_the_steps_of_their_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_receive_only_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_observe.AlternatingTracker, "block", 1)
     tracker = bench_observe.AlternatingTracker(tmp_path, ())
-    value: list[int] = []
+    logged_steps: list[int] = []
 
-    class Noted:
+    class RecordingWorker:
         def log_metrics(self, step: int, values: object, current_step: int) -> None:
-            value.append(step)
+            logged_steps.append(step)
 
         def log_table(self, step: int, rows: object) -> None:
             pass
@@ -38,14 +38,14 @@ def test_trackers_get_the_steps_of_their_blocks(tmp_path: Path, monkeypatch: pyt
         def pop_failure(self) -> str:
             return ""
 
-    tracker._workers = [Noted()]  # type: ignore[list-item]
+    tracker._workers = [RecordingWorker()]  # type: ignore[list-item]
     for step in range(1, 9):
         tracker.log(step, {"x": 1.0})
-    assert value == [2, 6]
+    assert logged_steps == [2, 6]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 8
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_rejects_missing_data_and_unknown_trackers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not what tools/make_quickstart.py makes"):
         bench_observe.main([str(tmp_path)])
     (tmp_path / "sft.jsonl").write_text("")

@@ -1,4 +1,4 @@
-"""The bench of boxes: what it makes of times, and of a backend that it cannot compare."""
+"""`bench_sandbox`: its table, CPU accounting and backend checks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from megarl.config import ConfigError  # noqa: E402
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is no bubblewrap on this machine")
-def test_a_table_of_both_and_boxes_per_second() -> None:
-    """In a process of its own: it takes in orphans, and waits for them."""
+def test_compares_sandboxed_and_bare_runs() -> None:
+    """Runs in a separate process, because the tool adopts and reaps orphans."""
     command = [sys.executable, "tools/bench_sandbox.py", "--boxes", "4", "--workers", "1", "2"]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
-    if done.returncode == 2 and "does not work on this machine" in done.stderr:
-        pytest.skip(f"there can be no boxes here: {done.stderr}")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    if process.returncode == 2 and "does not work on this machine" in process.stderr:
+        pytest.skip(f"there can be no boxes here: {process.stderr}")
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.splitlines()
     rows = [line.split() for line in lines]
     assert lines[0].startswith("sandbox bubblewrap: ")
     assert rows[1] == ["p50", "ms", "p95", "ms", "processor", "ms"]
@@ -40,13 +40,13 @@ def test_a_table_of_both_and_boxes_per_second() -> None:
         assert float(row[8]) == pytest.approx(float(row[3]) / float(row[6].rstrip(",")), rel=0.1)
 
 
-def test_processor_seconds_grow() -> None:
-    before = bench_sandbox.processor(os.getpid())
-    while bench_sandbox.processor(os.getpid()) < before + 0.05:
+def test_cpu_seconds_grow() -> None:
+    start = bench_sandbox.cpu_seconds(os.getpid())
+    while bench_sandbox.cpu_seconds(os.getpid()) < start + 0.05:
         pass
 
 
-def test_only_boxes_of_this_machine_are_compared() -> None:
+def test_rejects_other_backends_and_zero_boxes() -> None:
     with pytest.raises(ConfigError, match="must be bubblewrap here"):
         bench_sandbox.main(["sandbox.backend=none"])
     with pytest.raises(ConfigError):

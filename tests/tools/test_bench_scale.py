@@ -1,4 +1,4 @@
-"""The model of a step's host seconds: constants are found again, and what a rank does follows from its plans."""
+"""`bench_scale`: fitted constants of the host-time model, and planned work per rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench_scale import Constants, Step, Work  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
-TRUE = {
+CONSTANTS = {
     "columns": [2e-9, 0.001],
     "micro-batches": [5e-8, 1e-9, 0.002],
     "numbers back": [1e-9, 0.0, 0.01],
@@ -25,26 +25,26 @@ TRUE = {
 }
 
 
-def test_constants_are_found_again() -> None:
-    known = Constants(TRUE, (0.0, 0.0), 0, 0.0)
+def test_fit_recovers_the_constants() -> None:
+    known = Constants(CONSTANTS, (0.0, 0.0), 0, 0.0)
     works = [
         Work(home, record, computed, record / 2)
         for home in (0.0, 1e6, 2e6)
         for record in (32.0, 128.0)
         for computed in (3e6, 5e6)
     ]
-    result = bench_scale.fitted([Step(work, known.seconds(work), 0.0) for work in works])
-    for part, by in TRUE.items():
-        assert result[part] == pytest.approx(by, rel=1e-6, abs=1e-12)
+    result = bench_scale.fit_constants([Step(work, known.seconds(work), 0.0) for work in works])
+    for part, constants in CONSTANTS.items():
+        assert result[part] == pytest.approx(constants, rel=1e-6, abs=1e-12)
 
 
-def test_what_would_be_negative_is_left_out() -> None:
+def test_fit_drops_negative_terms() -> None:
     steps = [Step(Work(home, 0.0, 0.0, 0.0), {"columns": max(0.0, home - 1.0)}, 0.0) for home in (1.0, 2.0, 3.0)]
-    ((slope, once),) = bench_scale.fitted(steps).values()
+    ((slope, once),) = bench_scale.fit_constants(steps).values()
     assert slope > 0 and once == 0.0
 
 
-ON_PAPER = """
+PLAN_SCRIPT = """
 import json, sys
 sys.path.append("tools")
 import bench_scale
@@ -56,19 +56,19 @@ print(json.dumps([homes.tolist(), layers, routing.topk, sent]))
 """
 
 
-def test_a_job_on_paper() -> None:
-    """671 B on 512 ranks: 58 layers with experts over 16 stages, 16 engines, each at home on its first rank."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ON_PAPER],
+def test_plans_a_job_of_512_ranks() -> None:
+    """671B on 512 ranks: 58 MoE layers over 16 stages, 16 engines, each homed on its first rank."""
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PLAN_SCRIPT],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=600,
         check=True,
     )
-    homes, layers, topk, sent = json.loads(done.stdout.splitlines()[-1])
+    homes, layers, topk, sent = json.loads(process.stdout.splitlines()[-1])
     assert homes == [rank for rank in range(0, 512, 32) for _ in range(2)]
     assert sum(layers, []) == list(range(58)) and layers[0] == [] and len(layers[1]) == 4 and topk == 8
-    assert sent["33"]["machine"] == sent["33"]["network"] == 0  # nothing is at home there, and its stage says nothing
-    # Records of the other machines' layers, for log-probs of the policy and one pass of updates.
+    assert sent["33"]["machine"] == sent["33"]["network"] == 0  # no home sequences, and its stage returns no logprobs
+    # Routing of the other machines' layers, for policy log-probs and one pass of updates.
     assert sent["32"]["network"] > 2 * 2 * 511 * 8 * (58 - 4) * 0.9

@@ -1,3 +1,5 @@
+"""`bench_trl`: stepping both sides, their ratio, and equal prompts."""
+
 from __future__ import annotations
 
 import json
@@ -20,7 +22,7 @@ for number, _ in enumerate(sys.stdin, 1):
 """
 
 
-def test_a_side_takes_a_step_when_it_is_told(tmp_path: Path) -> None:
+def test_side_steps_on_request(tmp_path: Path) -> None:
     side = bench_trl.Side("one", [sys.executable, "-c", WORKER], 0, {}, tmp_path / "log")
     try:
         steps = [side.step(), side.step()]
@@ -32,7 +34,7 @@ def test_a_side_takes_a_step_when_it_is_told(tmp_path: Path) -> None:
         side.end()
 
 
-def test_ratios_are_of_steps_taken_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ratios_compare_consecutive_steps(capsys: pytest.CaptureFixture[str]) -> None:
     ours = [{"generate": 1.0, "step": s, "CPU seconds": 2.0} for s in (1.0, 2.0, 10.0)]
     theirs = [{"step": s, "CPU seconds": 3.0} for s in (2.0, 6.0, 5.0)]
     bench_trl.show("quickstart", {"MegaRL": ours, "TRL": theirs})
@@ -43,7 +45,7 @@ def test_ratios_are_of_steps_taken_one_after_the_other(capsys: pytest.CaptureFix
     assert lines[-1].startswith("1.50 of TRL's CPU seconds")
 
 
-def test_both_are_given_the_same_prompts(tmp_path: Path) -> None:
+def test_both_sides_get_the_same_prompts(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     bench_trl.make_work(tmp_path / "work", "quickstart")

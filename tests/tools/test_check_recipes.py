@@ -1,4 +1,4 @@
-"""Recipes are held to what they expect."""
+"""`check_recipes`: recipes must reach their `expect` values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_what_is_reached_and_what_is_missed(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_missed_expectations(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check_recipes.main([str(recipe)]) == 0
     assert "MISSED" not in capsys.readouterr().out
     assert check_recipes.main([str(recipe), "--out", "elsewhere", "run.seed=0"]) == 1
@@ -38,13 +38,13 @@ def test_what_is_reached_and_what_is_missed(recipe: Path, capsys: pytest.Capture
     assert lines == [["mine", "a", "at", "least", "0.5", "0", "MISSED"], ["mine", "b", "at", "most", "1", "1"]]
 
 
-def test_the_small_ones_are_found() -> None:
+def test_finds_small_recipes() -> None:
     names = [path.name for path in check_recipes.find_small_recipes()]
-    quick = ["quickstart.yaml", "quickstart_async.yaml", "quickstart_sft.yaml", "quickstart_split.yaml"]
-    assert names == quick  # and none whose weights a machine may lack
+    expected = ["quickstart.yaml", "quickstart_async.yaml", "quickstart_sft.yaml", "quickstart_split.yaml"]
+    assert names == expected  # no recipe that needs downloaded weights
 
 
-def test_those_of_the_quickstarts_task_are_given_its_folder(tmp_path: Path) -> None:
+def test_quickstart_recipes_use_the_given_folder(tmp_path: Path) -> None:
     configs = trials.ROOT / "configs"
     warm_up, ppo = (load_config(configs / name) for name in ("quickstart_sft.yaml", "quickstart.yaml"))
     with pytest.raises(ConfigError, match="model is not there: call launch/quickstart.sh first"):
@@ -53,13 +53,13 @@ def test_those_of_the_quickstarts_task_are_given_its_folder(tmp_path: Path) -> N
         (tmp_path / name).mkdir(parents=True)
     for name in ("sft.jsonl", "train.jsonl", "eval.jsonl"):
         (tmp_path / name).touch()
-    at = str(tmp_path)
+    root = str(tmp_path)
     assert check_recipes.quickstart_overrides(warm_up, tmp_path) == [
-        f"model.path={at}/model",
-        f"data.train={at}/sft.jsonl",
+        f"model.path={root}/model",
+        f"data.train={root}/sft.jsonl",
     ]
-    local = [f"model.path={at}/sft/export", f"data.train={at}/train.jsonl", f"data.eval={at}/eval.jsonl"]
-    assert check_recipes.quickstart_overrides(ppo, tmp_path) == local
+    expected = [f"model.path={root}/sft/export", f"data.train={root}/train.jsonl", f"data.eval={root}/eval.jsonl"]
+    assert check_recipes.quickstart_overrides(ppo, tmp_path) == expected
     mixed = load_config(configs / "quickstart_sft.yaml", ["data.train=[runs/quickstart/sft.jsonl,mine.jsonl]"])
     with pytest.raises(ConfigError, match="mine.jsonl is not there"):
         check_recipes.quickstart_overrides(mixed, tmp_path)
@@ -70,17 +70,17 @@ RECIPES = sorted((trials.ROOT / "configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_each_recipe_says_what_it_must_reach(path: Path) -> None:
-    """By a figure that such a run has."""
+def test_each_recipe_has_expectations(path: Path) -> None:
+    """Evaluation metrics require evaluation to be enabled."""
     config = load_config(path)
     result = parse_expectations(config)
     assert result
     for metric in result:
         if metric.startswith("eval/"):
-            assert config.run.eval_every and config.data.eval, f"{metric} is never told"
+            assert config.run.eval_every and config.data.eval, f"{metric} is never reported"
 
 
-def test_a_recipe_that_expects_nothing(tmp_path: Path) -> None:
+def test_rejects_a_recipe_without_expectations(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("algorithm: ppo\n")
     with pytest.raises(ConfigError, match="a.yaml expects nothing: give it a section `expect`"):

@@ -1,7 +1,7 @@
-"""Lists of checkpoints, what is in one, and models out of them, without ranks.
+"""`checkpoints`: listing, showing and converting checkpoints, without ranks.
 
-What real ranks have written is converted in `tests/checkpoint/test_other_layouts.py`, and compared with their export
-byte by byte; here the checkpoints are put together of tensors.
+`tests/checkpoint/test_other_layouts.py` converts what real ranks wrote and compares it with their export byte by byte;
+here the checkpoints are assembled from tensors.
 """
 
 from __future__ import annotations
@@ -59,32 +59,31 @@ LLAMA = HF | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num
 LLAMA |= {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}
 
 
-def weights_of(hf: dict[str, Any]) -> dict[str, torch.Tensor]:
+def make_weights(hf: dict[str, Any]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     table = family_of(hf).params(hf, 1)
     return {tensor.name: torch.randn(tensor.shape, generator=generator) for param in table for tensor in param.hf}
 
 
 def make_run(folder: Path, hf: dict[str, Any], steps: tuple[int, ...] = (3,)) -> dict[str, torch.Tensor]:
-    """A run folder with whole checkpoints of a model, in which layers that are alike are one tensor each, as are the
-    experts of a layer; returns the HF tensors that it stands for."""
+    """Write a run with complete checkpoints, layers and experts stacked as Megatron does; return the HF tensors."""
     model = folder / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(hf))
     write_tokenizer(model, ("a", "b"))
-    tensors, pieces = weights_of(hf), {}
+    tensors, pieces = make_weights(hf), {}
     experts, layers = hf["num_experts"], hf["num_hidden_layers"]
     for param in family_of(hf).params(hf, 1):
-        parts, full = param.megatron.split("."), shard(param, tensors, 1, 0)
+        parts, total = param.megatron.split("."), shard(param, tensors, 1, 0)
         if parts[:2] != ["decoder", "layers"]:
-            pieces[param.megatron] = (full.shape, {(0,) * full.dim(): full})
+            pieces[param.megatron] = (total.shape, {(0,) * total.dim(): total})
             continue
         name, at, sizes = ".".join((*parts[:2], *parts[3:])), (int(parts[2]),), (layers,)
         if param.expert is not None:
             name = name.replace(f"experts.{param.expert}.", "experts.experts.")
             at, sizes = (*at, param.expert), (*sizes, experts)
-        _, result = pieces.setdefault(name, ((*sizes, *full.shape), {}))
-        result[*at, *(0,) * full.dim()] = full[(None,) * len(at)]
+        _, result = pieces.setdefault(name, ((*sizes, *total.shape), {}))
+        result[*at, *(0,) * total.dim()] = total[(None,) * len(at)]
     run = folder / "run"
     for step in steps:
         checkpoint = run / f"checkpoints/step_{step:06d}"
@@ -98,23 +97,23 @@ def make_run(folder: Path, hf: dict[str, Any], steps: tuple[int, ...] = (3,)) ->
 
 
 def write_pieces(folder: Path, tensors: dict[str, Any]) -> None:
-    """As Megatron does, of each tensor a piece for each layer and expert: {name: (shape, {offsets: piece})}."""
+    """Write a distributed checkpoint. tensors: {name: (shape, {offsets: piece})}."""
     folder.mkdir(parents=True)
-    about: dict[str, Any] = {}
-    places: dict[metadata.MetadataIndex, Any] = {}
+    tensor_metadata: dict[str, Any] = {}
+    storage: dict[metadata.MetadataIndex, Any] = {}
     with (folder / "__0_0.distcp").open("wb") as stream:
         for name, (shape, pieces) in tensors.items():
             chunks = []
             for offsets, piece in pieces.items():
-                begin = stream.tell()
+                start = stream.tell()
                 torch.save(piece.clone(), stream)
                 at = torch.Size(offsets)
                 chunks.append(metadata.ChunkStorageMetadata(at, piece.shape))
-                where = filesystem._StorageInfo("__0_0.distcp", begin, stream.tell() - begin)
-                places[metadata.MetadataIndex(name, at)] = where
+                location = filesystem._StorageInfo("__0_0.distcp", start, stream.tell() - start)
+                storage[metadata.MetadataIndex(name, at)] = location
             kind = metadata.TensorProperties(dtype=torch.float32)
-            about[name] = metadata.TensorStorageMetadata(kind, torch.Size(shape), chunks)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata.Metadata(about, storage_data=places)))
+            tensor_metadata[name] = metadata.TensorStorageMetadata(kind, torch.Size(shape), chunks)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata.Metadata(tensor_metadata, storage_data=storage)))
 
 
 def seal(checkpoint: Path, step: int) -> None:
@@ -131,7 +130,7 @@ def seal(checkpoint: Path, step: int) -> None:
 
 
 class Tool:
-    """The program, in this process: what it prints, or the one line of its error."""
+    """The program in this process; a call returns its output, or its one-line error."""
 
     def __init__(self, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.patch, self.capsys = patch, capsys
@@ -141,12 +140,12 @@ class Tool:
         self.capsys.readouterr()
         self.patch.setattr(sys, "argv", ["checkpoints.py", *map(str, arguments)])
         status = run_cli(self.program["main"])
-        said = self.capsys.readouterr()
-        assert status == (2 if fails else 0), said
+        output = self.capsys.readouterr()
+        assert status == (2 if fails else 0), output
         if not fails:
-            return said.out
-        (line,) = [text for text in said.err.splitlines() if text.startswith("error: ")]
-        assert "Traceback" not in said.err and said.out == ""
+            return output.out
+        (line,) = [text for text in output.err.splitlines() if text.startswith("error: ")]
+        assert "Traceback" not in output.err and output.out == ""
         return line
 
 
@@ -168,13 +167,13 @@ def run(material: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def flip(file: Path) -> None:
+def flip_bit(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
-def test_a_list_says_of_each_checkpoint_what_it_is_and_what_is_wrong_with_it(tool: Tool, run: Path) -> None:
+def test_list_describes_checkpoints_and_their_damage(tool: Tool, run: Path) -> None:
     (run / "checkpoints/step_000013.tmp/actor").mkdir(parents=True)
     (run / "checkpoints/latest").write_text("step_000012")
     first, second, third = tool("list", run).splitlines()
@@ -182,7 +181,7 @@ def test_a_list_says_of_each_checkpoint_what_it_is_and_what_is_wrong_with_it(too
         assert line.startswith(f"{name}  whole  4 ranks; tp=2 ep=4  ")
         assert f"config {'c' * 16} code {'r' * 16}" in line and line.endswith("  actor") and " MB in " in line
     assert third.startswith("step_000013.tmp  DAMAGED: was never completed")
-    flip(run / "checkpoints/step_000012/rng_00000.pt")
+    flip_bit(run / "checkpoints/step_000012/rng_00000.pt")
     (run / "checkpoints/step_000003/host.json").unlink()
     rows = json.loads(tool("list", run, "--json"))
     assert [(row["step"], row["fault"]) for row in rows[:2]] == [(3, "host.json is missing"), (12, None)]
@@ -190,14 +189,14 @@ def test_a_list_says_of_each_checkpoint_what_it_is_and_what_is_wrong_with_it(too
     assert rows[1]["fault"] == "rng_00000.pt differs from its checksum"
 
 
-def test_one_is_shown_with_what_is_in_it(tool: Tool, run: Path) -> None:
+def test_show_describes_the_content(tool: Tool, run: Path) -> None:
     newest = run / "checkpoints/step_000012"
     (newest / "partial_groups").mkdir()
     (newest / "partial_groups/engine_00000.bin").write_text('{"groups": [[{}, {}], [{}]], "arrays": []}\n')
     seal(newest, 12)
     text = tool("show", run)
-    padding = 2 * (256 - HF["vocab_size"]) * HF["hidden_size"]  # of the embedding and the output layer
-    elements = sum(tensor.numel() for tensor in weights_of(HF).values()) + padding
+    padding = 2 * (256 - HF["vocab_size"]) * HF["hidden_size"]  # embedding and output layer
+    elements = sum(tensor.numel() for tensor in make_weights(HF).values()) + padding
     assert text.startswith(f"{newest}\n  step_000012  whole")
     assert f"{elements:,} elements in 12 tensors (float32); no optimizer" in text
     assert "3 conversations under way, in 2 groups, of 1 engines" in text
@@ -206,26 +205,26 @@ def test_one_is_shown_with_what_is_in_it(tool: Tool, run: Path) -> None:
     assert facts["step"] == 3 and facts["holds"] == ["actor"] and facts["fault"] is None
 
 
-def test_a_model_is_converted_bit_for_bit(tool: Tool, material: Path, tmp_path: Path) -> None:
+def test_converts_weights_exactly(tool: Tool, material: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    said = tool("convert", material / "run", out)
-    assert said == f"{out}: the actor of {material}/run/checkpoints/step_000012\n"
-    result, wanted = load_file(out / "model.safetensors"), weights_of(HF)
-    assert result.keys() == wanted.keys()
-    assert all(torch.equal(result[name], wanted[name]) for name in wanted)
+    output = tool("convert", material / "run", out)
+    assert output == f"{out}: the actor of {material}/run/checkpoints/step_000012\n"
+    result, expected = load_file(out / "model.safetensors"), make_weights(HF)
+    assert result.keys() == expected.keys()
+    assert all(torch.equal(result[name], expected[name]) for name in expected)
     assert (out / "tokenizer.json").read_bytes() == (material / "model/tokenizer.json").read_bytes()
     assert json.loads((out / "config.json").read_text()) == HF
-    # In another type, by a key; from a copy elsewhere, by its configuration.
+    # Another dtype by override; a copy elsewhere by --config.
     shutil.copytree(material / "run/checkpoints/step_000003", tmp_path / "copy")
     assert "config.yaml, the configuration" in tool("convert", tmp_path / "copy", tmp_path / "b", fails=True)
     config = ("--config", material / "run/config.yaml")
     tool("convert", tmp_path / "copy", tmp_path / "b", "model.dtype=bfloat16", *config)
-    halves = load_file(tmp_path / "b/model.safetensors")
-    assert all(torch.equal(halves[name], wanted[name].bfloat16()) for name in wanted)
+    converted = load_file(tmp_path / "b/model.safetensors")
+    assert all(torch.equal(converted[name], expected[name].bfloat16()) for name in expected)
 
 
-def forked(work: Callable[[], int]) -> int:
-    """What it returns in a process of its own, which is this one but for what happens in it."""
+def run_in_fork(work: Callable[[], int]) -> int:
+    """Return the result of `work` run in a fork of this process."""
     reader, writer = os.pipe()
     if not (child := os.fork()):
         status = 1
@@ -235,109 +234,115 @@ def forked(work: Callable[[], int]) -> int:
         finally:
             os._exit(status)
     os.close(writer)
-    with os.fdopen(reader) as said:
-        text = said.read()
+    with os.fdopen(reader) as output:
+        text = output.read()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     return int(text)
 
 
-def memory(kind: str) -> int:
-    """Of this process, in bytes: now (VmRSS), or what it was at most (VmHWM)."""
+def process_memory(kind: str) -> int:
+    """Memory of this process in bytes: current (VmRSS) or peak (VmHWM)."""
     result = re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())
     assert result is not None
     return 1024 * int(result[1])
 
 
-def test_what_is_held_is_bound_by_the_largest_tensor_and_not_by_the_model(material: Path, tmp_path: Path) -> None:
-    """Of a model that is five times as large as the bound. In processes whose memory no other work has been in."""
+def test_conversion_memory_is_bounded_by_the_largest_tensor(material: Path, tmp_path: Path) -> None:
+    """The model is five times the bound; measured in fresh forks."""
 
-    def convert_of(folder: Path) -> None:
+    def convert_run(folder: Path) -> None:
         config = load_config(folder / "run/config.yaml")
         table = family_of(hf := load_hf_config(config.model.path)).params(hf, 1)
         role, out = folder / "run/checkpoints/step_000003/actor", tmp_path / f"out_{hf['hidden_size']}"
         convert(role, out, config, Path(config.model.path), table)
 
-    def measured() -> int:
-        convert_of(material)  # a small one, so that everything is loaded
+    def measure() -> int:
+        convert_run(material)  # a small model first, to load all modules
         Path("/proc/self/clear_refs").write_text("5")
-        before = memory("VmRSS")
-        convert_of(tmp_path)
-        return memory("VmHWM") - before
+        baseline = process_memory("VmRSS")
+        convert_run(tmp_path)
+        return process_memory("VmHWM") - baseline
 
-    def different() -> int:
-        result, wanted = load_file(tmp_path / "out_256/model.safetensors"), weights_of(LLAMA)
-        return sum(not torch.equal(result[name], tensor) for name, tensor in wanted.items())
+    def count_differences() -> int:
+        result, expected = load_file(tmp_path / "out_256/model.safetensors"), make_weights(LLAMA)
+        return sum(not torch.equal(result[name], tensor) for name, tensor in expected.items())
 
-    full = forked(lambda: sum(tensor.numel() * 4 for tensor in make_run(tmp_path, LLAMA).values()))
+    total = run_in_fork(lambda: sum(tensor.numel() * 4 for tensor in make_run(tmp_path, LLAMA).values()))
     largest = 2 * LLAMA["intermediate_size"] * LLAMA["hidden_size"] * 4  # gate and up, in fp32
     bound = 6 * largest  # see `to_hf.py`
-    assert full > 5 * bound
-    retained = forked(measured)
-    print(f"held {retained:,} bytes of {full:,}; the bound is {bound:,}, the largest tensor {largest:,}")
-    assert retained < bound
-    assert forked(different) == 0
+    assert total > 5 * bound
+    peak = run_in_fork(measure)
+    print(f"held {peak:,} bytes of {total:,}; the bound is {bound:,}, the largest tensor {largest:,}")
+    assert peak < bound
+    assert run_in_fork(count_differences) == 0
 
 
-class Bomb:
-    """What a pickle that is not ours could do."""
+class MaliciousPickle:
+    """A malicious pickle."""
 
     def __reduce__(self) -> Any:
         return os.system, ("touch /tmp/never",)
 
 
-def test_what_cannot_be_converted_is_one_line_and_nothing_is_left(
+def test_failed_conversion_prints_one_line_and_leaves_nothing(
     tool: Tool, run: Path, material: Path, tmp_path: Path
 ) -> None:
     newest, out = run / "checkpoints/step_000012", tmp_path / "out"
     (tmp_path / "there").mkdir()
 
-    def refused(*arguments: str | Path) -> str:
+    def convert_error(*arguments: str | Path) -> str:
         line = tool("convert", *arguments, fails=True)
         assert not out.exists() and not (tmp_path / "out.tmp").exists()
         return line
 
-    assert "exists; name a folder that is not there yet" in refused(run, tmp_path / "there")
-    assert "no folder" in refused(run, tmp_path / "a/b")
-    assert "no folder" in refused(tmp_path / "nothing", out)
-    assert "is neither a checkpoint (manifest.json is missing) nor a run folder" in refused(tmp_path / "there", out)
-    assert "has no critic; it has actor" in refused(run, out, "--role", "critic")
-    assert "no adapters (lora.rank=0)" in refused(run, out, "--adapter")
-    assert "model.pth" in refused(run, out, "model.pth=x")
+    assert "exists; name a folder that is not there yet" in convert_error(run, tmp_path / "there")
+    assert "no folder" in convert_error(run, tmp_path / "a/b")
+    assert "no folder" in convert_error(tmp_path / "nothing", out)
+    assert "is neither a checkpoint (manifest.json is missing) nor a run folder" in convert_error(
+        tmp_path / "there", out
+    )
+    assert "has no critic; it has actor" in convert_error(run, out, "--role", "critic")
+    assert "no adapters (lora.rank=0)" in convert_error(run, out, "--adapter")
+    assert "model.pth" in convert_error(run, out, "model.pth=x")
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps(HF | {"num_hidden_layers": 3}))
     write_tokenizer(other, ("a", "b"))
     write_weights(other, HF | {"num_hidden_layers": 3})
-    assert "has no decoder.layers.2." in refused(run, out, f"model.path={other}")
+    assert "has no decoder.layers.2." in convert_error(run, out, f"model.path={other}")
     (other / "config.json").write_text(json.dumps(HF | {"moe_intermediate_size": 12}))
-    assert "has shape (16, 16), and the configuration's model has (24, 16)" in refused(run, out, f"model.path={other}")
-    # A foreign pickle in the place of Megatron's, and whole by its manifest; a damaged one; half a checkpoint.
-    (newest / "actor/.metadata").write_bytes(pickle.dumps(Bomb()))
+    assert "has shape (16, 16), and the configuration's model has (24, 16)" in convert_error(
+        run, out, f"model.path={other}"
+    )
+    # A foreign pickle with a matching checksum; a damaged one; an incomplete checkpoint.
+    (newest / "actor/.metadata").write_bytes(pickle.dumps(MaliciousPickle()))
     seal(newest, 12)
-    assert "it requests posix.system, which no checkpoint table contains" in refused(newest, out)
-    flip(newest / "actor/.metadata")
-    assert "is damaged: actor/.metadata differs from its checksum" in refused(newest, out)
+    assert "it requests posix.system, which no checkpoint table contains" in convert_error(newest, out)
+    flip_bit(newest / "actor/.metadata")
+    assert "is damaged: actor/.metadata differs from its checksum" in convert_error(newest, out)
     (newest / "actor/.metadata").unlink()
     (newest / "manifest.json").unlink()
-    assert "is not a complete checkpoint: manifest.json is missing" in refused(newest, out)
+    assert "is not a complete checkpoint: manifest.json is missing" in convert_error(newest, out)
     assert tool("convert", run, out).startswith(f"{out}: the actor of {run}/checkpoints/step_000003")
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(tool: Tool, run: Path, tmp_path: Path) -> None:
-    """A limit on the size of files stands for it: what is asked for is there, and then it is not."""
+def test_full_disk_prints_one_line_and_leaves_nothing(tool: Tool, run: Path, tmp_path: Path) -> None:
+    """A file size limit stands in for the full disk, after the free-space check passed."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
         line = tool("convert", run, tmp_path / "out", fails=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
+        signal.signal(signal.SIGXFSZ, handler)
     assert "File too large" in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
-def test_without_room_nothing_is_begun(tool: Tool, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_to_convert_without_free_space(
+    tool: Tool, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk_space, "free_bytes", lambda folder: 1000)
     assert "are needed, and 0.0 MB are free" in tool("convert", run, tmp_path / "out", fails=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

@@ -1,4 +1,4 @@
-"""The comparison of algorithms: what its table and its curves are made of, and that all of them can run."""
+"""`compare_algorithms`: its table and curves, reuse of runs, and valid configurations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_figures_of_a_run() -> None:
+def test_summarizes_a_run() -> None:
     rows = {0: {"eval/reward_greedy": 0.25, "eval/reward_sampled": 0.5}}
     rows |= {step: {"rollout/reward_mean": float(step), "time/step": 10.0 - step} for step in range(1, 8)}
     rows[7] |= {"eval/reward_greedy": 1.0, "eval/reward_sampled": 0.75}
@@ -45,7 +45,7 @@ def test_figures_of_a_run() -> None:
     assert result["reward"] == 5.0 and result["s a step"] == 6.0 and math.isnan(result["entropy"])
 
 
-def test_runs_are_taken_once_and_in_the_table(
+def test_runs_each_configuration_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     requested = []
@@ -74,9 +74,7 @@ def test_runs_are_taken_once_and_in_the_table(
     assert set(json.loads((folder / "out" / "table.json").read_text())) == {"grpo", "vapo"}
 
 
-def test_a_run_that_was_broken_off_is_begun_anew_and_another_is_kept(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarts_interrupted_runs_and_keeps_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = folder / "x"
 
     def run(command: list[str], **_: Any) -> Any:
@@ -86,14 +84,14 @@ def test_a_run_that_was_broken_off_is_begun_anew_and_another_is_kept(
 
     monkeypatch.setattr(trials.subprocess, "run", run)
     run_dir.mkdir()
-    (run_dir / "config.yaml").write_text("")  # it had begun
+    (run_dir / "config.yaml").write_text("")  # interrupted after its start
     trials.run("a.yaml", ["run.seed=1"], run_dir)
     trials.run("a.yaml", ["run.seed=1"], run_dir)
     with pytest.raises(ConfigError, match="x has a run with other settings"):
         trials.run("a.yaml", ["run.seed=2"], run_dir)
 
 
-def test_a_run_that_fails_ends_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_run_stops_the_comparison(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         trials.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2, stdout="", stderr="why")
     )
@@ -102,22 +100,22 @@ def test_a_run_that_fails_ends_it(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", compare_algorithms.list_comparable())
-def test_all_can_run(folder: Path, name: str) -> None:
-    """But for the model, which is not there: nothing else is wrong with them."""
-    value = [f"algorithm={name}", *compare_algorithms.OWN.get(name, []), *trials.quickstart(folder)]
-    report = validate(load_config(trials.ROOT / compare_algorithms.CONFIG, value))
+def test_configurations_are_valid(folder: Path, name: str) -> None:
+    """Apart from the missing model, there are no errors."""
+    overrides = [f"algorithm={name}", *compare_algorithms.EXTRA_OVERRIDES.get(name, []), *trials.quickstart(folder)]
+    report = validate(load_config(trials.ROOT / compare_algorithms.CONFIG, overrides))
     assert [error for error in report.errors if str(folder) not in str(error)] == []
 
 
-def test_mistakes_are_named(folder: Path, tmp_path: Path) -> None:
+def test_rejects_unknown_algorithms_and_missing_folders(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="^--algorithms: ppoo is none of ppo, vapo"):
         compare_algorithms.main([str(folder), "--algorithms", "ppoo"])
     with pytest.raises(ConfigError, match="has no sft/export/config.json: call launch/quickstart.sh first"):
         compare_algorithms.main([str(tmp_path / "nothing")])
 
 
-def test_the_page_has_what_came_of_each() -> None:
-    """A row of each algorithm that can be compared, in which it has learned the task; and the plot."""
+def test_readme_lists_each_algorithm() -> None:
+    """One row per comparable algorithm, each of which learned the task, and the plot."""
     page = (trials.ROOT / "megarl/controllers/README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| [\d.]+, ([\d.]+) \| [\d.]+, ([\d.]+) \|", page, flags=re.MULTILINE)
     assert [name for name, _, _ in rows] == compare_algorithms.list_comparable()

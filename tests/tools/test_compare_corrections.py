@@ -1,4 +1,4 @@
-"""The table of corrections: what it makes of runs, which it does not take twice, and that all of them are sound."""
+"""`compare_corrections`: its table, reuse of runs, and valid configurations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_table_is_of_means_and_of_runs_that_are_done_once(
+def test_table_has_means_of_runs_done_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     requested = []
@@ -60,10 +60,10 @@ def test_the_table_is_of_means_and_of_runs_that_are_done_once(
 
 
 @pytest.mark.parametrize("name", compare_corrections.CORRECTIONS)
-def test_all_pass_the_checks(folder: Path, name: str) -> None:
+def test_configurations_are_valid(folder: Path, name: str) -> None:
     options = SimpleNamespace(folder=folder, steps=3, overrides=["run.num_update=4"])
-    value = compare_corrections.settings(options, name, 4, 7)  # type: ignore[arg-type]
-    config = compare_corrections.load_config(trials.ROOT / compare_corrections.CONFIG, value)
+    overrides = compare_corrections.settings(options, name, 4, 7)  # type: ignore[arg-type]
+    config = compare_corrections.load_config(trials.ROOT / compare_corrections.CONFIG, overrides)
     check_correction(config, load_requirements(config))
     assert config.rollout.asynchronous and (config.rollout.max_staleness, config.run.seed, config.run.num_update) == (
         4,
@@ -76,6 +76,6 @@ def test_all_pass_the_checks(folder: Path, name: str) -> None:
     ("arguments", "complaint"),
     [(["/nowhere"], "call launch/quickstart.sh first"), (["--only", "vtrace"], "unknown correction")],
 )
-def test_what_is_asked_for_is_there(folder: Path, arguments: list[str], complaint: str) -> None:
+def test_rejects_missing_folders_and_unknown_corrections(folder: Path, arguments: list[str], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         compare_corrections.main(arguments if arguments[0] == "/nowhere" else [str(folder), *arguments])

@@ -1,4 +1,4 @@
-"""The parts of the fault matrix that need no run: rows, points, what is read of a run, the table."""
+"""The fault matrix without runs: rows, injection points, run readers and the table."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
 
 from faults import damage, dying, judging, recorded_answers, results, rows, saving, soaking  # noqa: E402
-from faults.job import checkpoints, metrics_of, same_weights, shortened  # noqa: E402
-from faults.points import INSTALL, Moment, Point, stage_of  # noqa: E402
+from faults.job import checkpoints, read_run_metrics, same_weights, shortened  # noqa: E402
+from faults.points import INSTALL, Moment, Point, save_stage  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
 from megarl.observe.rollout_log import read_rollouts  # noqa: E402
@@ -24,22 +24,22 @@ from megarl.observe.rollout_log import read_rollouts  # noqa: E402
 pytestmark = pytest.mark.alone
 
 
-def test_there_are_thirty_rows_and_each_has_a_scenario_that_can_show_it() -> None:
+def test_each_of_thirty_rows_has_a_scenario() -> None:
     assert list(rows.ROWS) == list(range(1, 31))
     for row in rows.ROWS.values():
         assert (ROOT / "tools" / "faults" / f"{row.scenario}.py").is_file()
         assert row.injected and row.expected
 
 
-def test_rows_are_chosen_by_numbers_and_ranges() -> None:
-    assert rows.chosen("1,8-11, 4") == [1, 4, 8, 9, 10, 11]
-    for wrong in ("0", "31", "5-3", "x", "", "1-40"):
+def test_selects_rows_by_numbers_and_ranges() -> None:
+    assert rows.parse_rows("1,8-11, 4") == [1, 4, 8, 9, 10, 11]
+    for invalid in ("0", "31", "5-3", "x", "", "1-40"):
         with pytest.raises(ValueError):
-            rows.chosen(wrong)
+            rows.parse_rows(invalid)
     assert rows.by_scenario([1, 2, 8, 3, 14]) == {"dying": [1, 2, 3], "saving": [8, 14]}
 
 
-def test_a_row_is_as_expected_when_all_of_its_facts_are() -> None:
+def test_row_passes_if_all_findings_pass() -> None:
     findings = results.Findings()
     assert findings.add(True, "it ended", "it did not end")
     assert findings.result(1.5, lost=0) == results.RowResult(True, "it ended", 1.5, None, 0)
@@ -48,7 +48,7 @@ def test_a_row_is_as_expected_when_all_of_its_facts_are() -> None:
     assert findings.result() == results.RowResult(False, "it ended; nobody is named; NOT: the rest is there")
 
 
-def test_the_table_and_the_file_say_the_same() -> None:
+def test_table_and_json_agree() -> None:
     result = {2: results.RowResult(False, "it hung", 3.25), 1: results.RowResult(True, "all well", 0.5, 12.0, 0)}
     console = Console(width=160, record=True, file=open("/dev/null", "w"))
     console.print(results.table(result))
@@ -76,14 +76,14 @@ def test_the_table_and_the_file_say_the_same() -> None:
         ("open", "/r/checkpoints/step_000003.tmp/manifest.json", 6, ""),
     ],
 )
-def test_stages_of_a_checkpoint(event: str, path: str, opened: int, stage: str) -> None:
-    assert stage_of(event, path, "step_000002", opened) == stage
+def test_detects_stages_of_a_checkpoint(event: str, path: str, opened: int, stage: str) -> None:
+    assert save_stage(event, path, "step_000002", opened) == stage
 
 
-def test_a_point_is_reached_once_and_holds_until_it_may_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_injection_point_blocks_until_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    moment, elsewhere = (Moment(Point("there", "forward", 3, rank=rank), tmp_path) for rank in (1, 0))
-    assert moment.here and not elsewhere.here
+    moment, other_rank = (Moment(Point("there", "forward", 3, rank=rank), tmp_path) for rank in (1, 0))
+    assert moment.is_on_rank and not other_rank.is_on_rank
     waiting = threading.Thread(target=moment.reach)
     waiting.start()
     while not moment.file.exists():
@@ -91,17 +91,17 @@ def test_a_point_is_reached_once_and_holds_until_it_may_go_on(tmp_path: Path, mo
     moment.file.with_suffix(".go").touch()
     waiting.join(10)
     assert not waiting.is_alive() and not moment.mark()
-    said = json.loads(moment.file.read_text())
-    assert said["pid"] > 0 and said["beside"] is True
+    state = json.loads(moment.file.read_text())
+    assert state["pid"] > 0 and state["beside"] is True
     assert {point.partition(":")[0] for point in INSTALL} == {"forward", "all_reduce", "push", "wire", "gradient"} | {
         "logprobs",
         "save",
     }
 
 
-def test_what_a_run_has_written_is_read(tmp_path: Path) -> None:
+def test_reads_what_a_run_wrote(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 5.0}\n{"step": 2, "ti')
-    assert metrics_of(tmp_path) == [{"step": 1, "time": 5.0}] and metrics_of(tmp_path / "none") == []
+    assert read_run_metrics(tmp_path) == [{"step": 1, "time": 5.0}] and read_run_metrics(tmp_path / "none") == []
     (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
     assert checkpoints(tmp_path) == ["step_000001"] and checkpoints(tmp_path / "none") == []
     log = "x resumed from /a/checkpoints/step_000003 after step 3\ny resumed from /a/checkpoints/step_000012 after"
@@ -114,7 +114,7 @@ def test_what_a_run_has_written_is_read(tmp_path: Path) -> None:
     assert same_weights(item, same) and not same_weights(item, other) and not same_weights(item, tmp_path / "none")
 
 
-def test_damage_is_one_file_and_no_more_than_is_said(tmp_path: Path) -> None:
+def test_damage_changes_one_file_as_described(tmp_path: Path) -> None:
     for work, after in (
         (damage.truncate, 50),
         (damage.flip_a_bit, 100),
@@ -127,8 +127,8 @@ def test_damage_is_one_file_and_no_more_than_is_said(tmp_path: Path) -> None:
         largest.write_bytes(bytes(100))
         (folder / "actor" / "__0_0.distcp").write_bytes(bytes(10))
         (folder / "actor" / ".metadata").write_bytes(b"x")
-        harmed = work(folder)
-        assert harmed == (folder / "actor" / ".metadata" if work is damage.remove_metadata else largest)
+        damaged = work(folder)
+        assert damaged == (folder / "actor" / ".metadata" if work is damage.remove_metadata else largest)
         assert (largest.stat().st_size if largest.exists() else None) == after
         if work is damage.flip_a_bit:
             assert sum(byte.bit_count() for byte in largest.read_bytes()) == 1
@@ -143,28 +143,28 @@ def tokenizer_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "tokenizer"
 
 
-def test_recorded_answers_are_those_that_were_asked_for(tmp_path: Path, tokenizer_folder: Path) -> None:
+def test_recorded_rollouts_have_the_requested_responses(tmp_path: Path, tokenizer_folder: Path) -> None:
     record = recorded_answers.record(tmp_path / "run", tokenizer_folder, (1, 2), 3, 2, ranks=2)
     for step in (1, 2):
         result = read_rollouts(record, step)
         assert [item.group for item in result] == [0, 0, 1, 1, 2, 2]
         assert [item.answer for item in result] == [recorded_answers.wordy(step, n // 2, n % 2) for n in range(6)]
         assert all(item.num_actions == len(item.turns[1].logprobs) > 0 for item in result)
-        halves = [read_rollouts(record, step, rank, 2) for rank in (0, 1)]
-        assert [len(half) for half in halves] == [3, 3]
+        parts = [read_rollouts(record, step, rank, 2) for rank in (0, 1)]
+        assert [len(part) for part in parts] == [3, 3]
     assert {recorded_answers.even(item) for item in result} <= {0.0, 1.0}
 
 
-def test_answers_ask_for_what_is_in_brackets() -> None:
-    assert judging.asks("1 2 [hang]") == "hang" and judging.asks("1 2") == ""
+def test_response_requests_the_fault_in_brackets() -> None:
+    assert judging.requested_fault("1 2 [hang]") == "hang" and judging.requested_fault("1 2") == ""
 
 
-def test_who_is_named_as_slow() -> None:
-    assert dying._names("step 3: rank 1 is 9.5 times slower than the others")
-    assert not dying._names("rank 1 (actor) was killed") and not dying._names("rank 12 is slow")
+def test_recognizes_a_named_straggler() -> None:
+    assert dying._names_straggler("step 3: rank 1 is 9.5 times slower than the others")
+    assert not dying._names_straggler("rank 1 (actor) was killed") and not dying._names_straggler("rank 12 is slow")
 
 
-def test_figures_of_a_soak() -> None:
+def test_soak_metrics_match_hand_computed_values() -> None:
     assert [soaking.percentile([4.0, 1.0, 3.0, 2.0], share) for share in (50, 90, 99, 25)] == [2.0, 4.0, 4.0, 1.0]
     rows_ = [
         {"step": 1, "time": 10.0, "time/step": 2.0},

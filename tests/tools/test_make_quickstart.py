@@ -1,4 +1,4 @@
-"""The quickstart's material: folder that loads, data that is honest, a tokenizer that agrees with the rollout loop."""
+"""`make_quickstart`: model folder, data sets and tokenizer."""
 
 from __future__ import annotations
 
@@ -21,66 +21,66 @@ pytestmark = [pytest.mark.alone, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def make(out: Path, *arguments: str) -> Path:
+def make_quickstart(out: Path, *arguments: str) -> Path:
     command = [sys.executable, str(ROOT / "tools/make_quickstart.py"), str(out), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr[-3000:]
     return out
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("quickstart") / "qs", "--demonstrations", "2000", "--train", "500")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_quickstart(tmp_path_factory.mktemp("quickstart") / "qs", "--demonstrations", "2000", "--train", "500")
 
 
 @pytest.fixture(scope="module")
-def tokenizer(made: Path) -> Any:
+def tokenizer(quickstart: Path) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(made / "model")
+    return AutoTokenizer.from_pretrained(quickstart / "model")
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def problem(message: dict[str, Any]) -> str:
+def expression_of(message: dict[str, Any]) -> str:
     return message["content"].removeprefix("What is ").removesuffix("?")
 
 
-def test_held_out_problems_occur_nowhere_else(made: Path) -> None:
-    held_out = {problem(row["prompt"][0]) for row in rows(made / "eval.jsonl")}
-    train = {problem(row["prompt"][0]) for row in rows(made / "train.jsonl")}
-    shown = {problem(row["messages"][0]) for row in rows(made / "sft.jsonl")}
-    assert len(held_out) == 256 and len(train) == 500 and len(shown) == 2000  # each different within its file, too
-    assert not held_out & (train | shown)
+def test_held_out_problems_are_disjoint(quickstart: Path) -> None:
+    held_out = {expression_of(row["prompt"][0]) for row in rows(quickstart / "eval.jsonl")}
+    train = {expression_of(row["prompt"][0]) for row in rows(quickstart / "train.jsonl")}
+    demonstrated = {expression_of(row["messages"][0]) for row in rows(quickstart / "sft.jsonl")}
+    assert len(held_out) == 256 and len(train) == 500 and len(demonstrated) == 2000  # also unique within each file
+    assert not held_out & (train | demonstrated)
 
 
-def test_ground_truth_is_the_value_of_the_problem(made: Path) -> None:
-    for row in rows(made / "eval.jsonl"):
+def test_ground_truth_is_the_value_of_the_expression(quickstart: Path) -> None:
+    for row in rows(quickstart / "eval.jsonl"):
         assert row["tools"] == ["calculator"]
-        assert str(row["ground_truth"]) == calculator.function(expression=problem(row["prompt"][0]))
+        assert str(row["ground_truth"]) == calculator.function(expression=expression_of(row["prompt"][0]))
 
 
-def test_a_minority_of_demonstrations_uses_the_tool_rightly_and_the_rest_guesses(made: Path) -> None:
+def test_a_third_of_demonstrations_use_the_tool_and_the_rest_guess(quickstart: Path) -> None:
     with_tool = 0
     lucky = 0
-    for row in rows(made / "sft.jsonl"):
-        truth = calculator.function(expression=problem(row["messages"][0]))
-        right = row["messages"][-1]["content"] == f"The answer is {truth}."
+    for row in rows(quickstart / "sft.jsonl"):
+        truth = calculator.function(expression=expression_of(row["messages"][0]))
+        is_correct = row["messages"][-1]["content"] == f"The answer is {truth}."
         if len(row["messages"]) == 2:
-            lucky += right
+            lucky += is_correct
             continue
         with_tool += 1
         call = row["messages"][1]["tool_calls"][0]["function"]
-        assert json.loads(call["arguments"]) == {"expression": problem(row["messages"][0])}
+        assert json.loads(call["arguments"]) == {"expression": expression_of(row["messages"][0])}
         assert row["messages"][2] == {"role": "tool", "content": truth}
-        assert right
+        assert is_correct
     assert 0.30 < with_tool / 2000 < 0.40
     assert lucky / (2000 - with_tool) < 0.01
 
 
-def test_digits_and_operators_are_always_tokens_of_their_own(tokenizer: Any) -> None:
+def test_digits_and_operators_are_single_tokens(tokenizer: Any) -> None:
     single = set("0123456789+-*")
     text = 'What is 12+34*5-6? The answer is -170. {"expression": "12+34"} a-b 1,000 *bold* x2'
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -89,26 +89,26 @@ def test_digits_and_operators_are_always_tokens_of_their_own(tokenizer: Any) -> 
     assert [piece for piece in pieces if set(piece) & single] == [char for char in text if char in single]
 
 
-def test_every_text_survives_and_every_id_has_one(tokenizer: Any) -> None:
+def test_tokenizer_round_trips_text_and_uses_every_id(tokenizer: Any) -> None:
     text = "Grüße, 世界 🚀\n\t\x00 \\ <tools> naïve"
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
     assert len(tokenizer) == 1024
     assert sorted(tokenizer.get_vocab().values()) == list(range(1024))
 
 
-def test_constant_text_costs_few_tokens(made: Path, tokenizer: Any) -> None:
+def test_template_text_takes_few_tokens(quickstart: Path, tokenizer: Any) -> None:
     prompt = Prompt(id="1", messages=({"role": "user", "content": "What is 1?"},))
     assert len(ChatTemplate(tokenizer, {"calculator": calculator}).encode_prompt(prompt)) <= 40
-    row = next(row for row in rows(made / "sft.jsonl") if len(row["messages"]) > 2)
+    row = next(row for row in rows(quickstart / "sft.jsonl") if len(row["messages"]) > 2)
     call = tokenizer.apply_chat_template(row["messages"][:2], tokenize=False).partition("<tool_call>")[2]
-    assert len(tokenizer.encode("<tool_call>" + call)) - len(problem(row["messages"][0])) <= 6
+    assert len(tokenizer.encode("<tool_call>" + call)) - len(expression_of(row["messages"][0])) <= 6
 
 
-def test_conversations_are_tokenised_as_the_rollout_loop_would_see_them(made: Path, tokenizer: Any) -> None:
+def test_demonstrations_tokenize_like_rollouts(quickstart: Path, tokenizer: Any) -> None:
     chat = ChatTemplate(tokenizer, {"calculator": calculator})
-    conversations = read_conversations(made / "sft.jsonl", tokenizer)
+    conversations = read_conversations(quickstart / "sft.jsonl", tokenizer)
     assert {len(rollout.turns) for rollout in conversations[:50]} == {2, 4}
-    for rollout, row in zip(conversations[:200], rows(made / "sft.jsonl"), strict=False):
+    for rollout, row in zip(conversations[:200], rows(quickstart / "sft.jsonl"), strict=False):
         assert rollout.prompt.token_ids is rollout.turns[0].token_ids
         assert list(rollout.turns[0].token_ids) == chat.encode_prompt(rollout.prompt)
         for turn, message in zip(rollout.turns[2::2], row["messages"][2::2], strict=True):
@@ -116,13 +116,13 @@ def test_conversations_are_tokenised_as_the_rollout_loop_would_see_them(made: Pa
         for turn in rollout.turns[1::2]:
             assert turn.is_action and turn.token_ids[-1] == chat.end_of_turn == tokenizer.eos_token_id
         assert chat.decode(rollout.turns[-1].token_ids) == row["messages"][-1]["content"] + "<|im_end|>"
-        # The whole, tokenised at once, is the same but for the line feed that the template puts after the last turn.
-        full = tokenizer.apply_chat_template(row["messages"], tools=[calculator.schema], tokenize=False)
-        assert full.endswith("<|im_end|>\n")
-        assert tokenizer.encode(full.removesuffix("\n"), add_special_tokens=False) == rollout.token_ids.tolist()
+        # Tokenizing the full text at once differs only in the final line feed of the template.
+        full_text = tokenizer.apply_chat_template(row["messages"], tools=[calculator.schema], tokenize=False)
+        assert full_text.endswith("<|im_end|>\n")
+        assert tokenizer.encode(full_text.removesuffix("\n"), add_special_tokens=False) == rollout.token_ids.tolist()
 
 
-def test_template_with_a_system_message_and_two_calls(tokenizer: Any) -> None:
+def test_template_renders_system_message_and_two_calls(tokenizer: Any) -> None:
     def call(expression: str) -> dict[str, Any]:
         return {"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}
 
@@ -147,23 +147,23 @@ def test_template_with_a_system_message_and_two_calls(tokenizer: Any) -> None:
     assert f"<tools>\n{json.dumps(calculator.schema)}\n</tools>\n" in with_tools
 
 
-def test_folder_has_the_published_names(made: Path) -> None:
-    config = json.loads((made / "model/config.json").read_text())
+def test_model_folder_has_the_published_tensor_names(quickstart: Path) -> None:
+    config = json.loads((quickstart / "model/config.json").read_text())
     assert config["architectures"] == ["Qwen3MoeForCausalLM"]
     assert (config["num_experts"], config["num_experts_per_tok"], config["rope_theta"]) == (8, 2, 10000.0)
     assert config["vocab_size"] == 1024 and config["tie_word_embeddings"] is False
-    generation = json.loads((made / "model/generation_config.json").read_text())
+    generation = json.loads((quickstart / "model/generation_config.json").read_text())
     assert generation["eos_token_id"] == config["eos_token_id"] == 2
-    with safe_open(made / "model/model.safetensors", "pt") as weights:
+    with safe_open(quickstart / "model/model.safetensors", "pt") as weights:
         names = set(weights.keys())
         assert {str(weights.get_slice(name).get_dtype()) for name in names} == {"F32"}
     assert "model.layers.3.mlp.experts.7.gate_proj.weight" in names and "lm_head.weight" in names
     assert len(names) == 3 + 4 * (2 + 4 + 2 + 1 + 8 * 3)
 
 
-def test_deepseek_folder_and_the_same_seed_again(made: Path, tmp_path: Path) -> None:
-    few = ("--demonstrations", "2000", "--train", "500")
-    deepseek = make(tmp_path / "ds", "--family", "deepseek_v3", *few)
+def test_deepseek_folder_shares_data_for_equal_seeds(quickstart: Path, tmp_path: Path) -> None:
+    sizes = ("--demonstrations", "2000", "--train", "500")
+    deepseek = make_quickstart(tmp_path / "ds", "--family", "deepseek_v3", *sizes)
     config = json.loads((deepseek / "model/config.json").read_text())
     assert config["scoring_func"] == "sigmoid" and config["topk_method"] == "noaux_tc" and config["moe_layer_freq"] == 1
     assert config["rope_scaling"]["type"] == "yarn" and config["first_k_dense_replace"] == 1
@@ -173,4 +173,4 @@ def test_deepseek_folder_and_the_same_seed_again(made: Path, tmp_path: Path) -> 
     assert "model.layers.0.mlp.gate_proj.weight" in names
     assert "model.layers.1.mlp.shared_experts.up_proj.weight" in names
     for name in ("eval.jsonl", "train.jsonl", "sft.jsonl", "model/tokenizer.json", "model/chat_template.jinja"):
-        assert (deepseek / name).read_bytes() == (made / name).read_bytes(), name
+        assert (deepseek / name).read_bytes() == (quickstart / name).read_bytes(), name

@@ -1,4 +1,4 @@
-"""The program on a run's folder: its table, its worst tokens, its JSON, and steps in which nobody has looked."""
+"""`mismatch`: table, worst tokens and JSON of a run folder."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ pytestmark = pytest.mark.alone
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Three steps; the trainer has looked at the second, of which a turn is by older weights."""
+    """Three steps; the second has trainer logprobs and a turn by older weights."""
     for step in (1, 2, 3):
         turns = Turn((1, 2)), Turn((7, 8), (-1.0, -2.0), True, 1), Turn((3,)), Turn((9,), (-1.0,), True, 0)
-        says = TrainerLogprobs(np.array([0, 0, -1, -2.25, 0, -2], np.float32)) if step == 2 else None
+        trainer = TrainerLogprobs(np.array([0, 0, -1, -2.25, 0, -2], np.float32)) if step == 2 else None
         rollout = Rollout(Prompt("odd \x1b[31m", ()), turns)
-        write_part(part_file(tmp_path / "r", step, 0), step, 1, [0], [rollout], None, "", [says])
+        write_part(part_file(tmp_path / "r", step, 0), step, 1, [0], [rollout], None, "", [trainer])
     return tmp_path / "r"
 
 
-def test_the_last_step_that_was_looked_at(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_the_last_step_with_trainer_logprobs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert mismatch.main([str(run), "--worst", "2"]) == 0
-    shown = capsys.readouterr().out
-    assert "step 2: 3 tokens of 1 rollouts" in shown and "routing was not measured apart" in shown
-    rows = [line.split() for line in shown.splitlines()]
+    output = capsys.readouterr().out
+    assert "step 2: 3 tokens of 1 rollouts" in output and "routing was not measured apart" in output
+    rows = [line.split() for line in output.splitlines()]
     assert ["staleness", "1", "1.00e+00", "1.00e+00", "1.00e+00", "80.0%"] in rows
     assert ["all", "3", "4.17e-01", "1.00e+00", "1.00e+00"] in rows
-    assert "token 5: gap -1.000e+00, engine -1.0000, trainer -2.0000: staleness, 1 versions behind" in shown
-    assert "1 2 7 8 3 >>9<<" in shown and "\x1b" not in shown
+    assert "token 5: gap -1.000e+00, engine -1.0000, trainer -2.0000: staleness, 1 versions behind" in output
+    assert "1 2 7 8 3 >>9<<" in output and "\x1b" not in output
 
 
-def test_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert mismatch.main([str(run), "--step", "2", "--worst", "1", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["step"], result["tokens"], result["routing_measured"]) == (2, 3, False)
@@ -50,18 +50,18 @@ def test_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert result["worst"][0]["text"] == "9" and result["worst"][0]["rollout"] == 0
 
 
-def test_the_engine_against_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two samples that begin alike, the second of them with something cached."""
+def test_compares_samples_with_and_without_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two samples with a common prefix, the second with cached tokens."""
     rollouts = [
         Rollout(Prompt("p", ()), (Turn((1, 2)), Turn((7, 8 + n), (-1.0 - n / 4, -2.0), True, 0, cached_tokens=n)))
         for n in range(2)
     ]
-    says = [TrainerLogprobs(np.array([0, 0, -1, -2.25], np.float32)) for _ in rollouts]
-    write_part(part_file(tmp_path / "r", 1, 0), 1, 2, [0, 1], rollouts, None, "", says)
+    trainer = [TrainerLogprobs(np.array([0, 0, -1, -2.25], np.float32)) for _ in rollouts]
+    write_part(part_file(tmp_path / "r", 1, 0), 1, 2, [0, 1], rollouts, None, "", trainer)
     assert mismatch.main([str(tmp_path / "r"), "--worst", "1"]) == 0
-    shown = capsys.readouterr().out
-    assert "kernels, nothing cached" in shown and "cache, and kernels" in shown
-    row = next(line for line in shown.splitlines() if line.startswith("cached for one, not for the other"))
+    output = capsys.readouterr().out
+    assert "kernels, nothing cached" in output and "cache, and kernels" in output
+    row = next(line for line in output.splitlines() if line.startswith("cached for one, not for the other"))
     assert row.split()[-4:] == ["1", "2.50e-01", "2.50e-01", "2.50e-01"]
     assert mismatch.main([str(tmp_path / "r"), "--worst", "2", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -70,7 +70,7 @@ def test_the_engine_against_itself(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("arguments", "message"),
     [
         (["none"], "no run folder"),
         (["r", "--step", "9"], "has no rollouts of step 9; it has steps 1 to 3"),
@@ -79,10 +79,10 @@ def test_the_engine_against_itself(tmp_path: Path, capsys: pytest.CaptureFixture
         (["r/rollouts"], "has no recorded rollouts"),
     ],
 )
-def test_what_cannot_be_taken_apart(
-    run: Path, given: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_rejects_runs_without_the_requested_data(
+    run: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run.parent)
-    assert mismatch.main(given) == 2
-    said = capsys.readouterr().err
-    assert says in said and len(said.splitlines()) == 1
+    assert mismatch.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Memory on paper: what fits, what is suggested and why, mistakes in one line; and against models that are there."""
+"""`plan_memory`: which layouts fit, the suggestion, option errors, and predictions against built models."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Tool = Callable[..., tuple[int, dict[str, Any], str]]
 
 @pytest.fixture
 def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
-    """tool(*arguments): exit code, what it says in JSON, and what on stderr."""
+    """A function of arguments that returns exit code, parsed JSON output and stderr."""
     spec = importlib.util.spec_from_file_location("plan_memory", TOOL)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -66,28 +66,28 @@ def tool(capsys: pytest.CaptureFixture[str]) -> Tool:
     return run
 
 
-def test_which_of_several_layouts_fit(tool: Tool) -> None:
+def test_decides_which_layouts_fit(tool: Tool) -> None:
     layouts = ("world=16,tp=4,ep=8", "world=16,tp=4,pp=2,ep=8", "world=8,tp=4,ep=8", "world=32,tp=1,ep=2")
     code, result, _ = tool("--model", "qwen3-30b-a3b", "--gpus", "16", "--layout", *layouts)
     assert code == 0
-    # Half as many GPUs have to hold twice as much of the optimizer; and of 32 there are only 16.
+    # 8 GPUs hold twice the optimizer state each; 32 exceed the 16 available.
     assert [row["fits"] for row in result["layouts"]] == [True, True, False, False]
-    first, second, small, _ = result["layouts"]
-    assert first["recompute"] == "selective" and second["recompute"] == "none" and small["recompute"] == "full"
+    first, second, third, _ = result["layouts"]
+    assert first["recompute"] == "selective" and second["recompute"] == "none" and third["recompute"] == "full"
     assert [stage["layers"] for stage in second["stages"]] == [list(range(24)), list(range(24, 48))]
     for row in result["layouts"]:
         peaks = []
         for stage in row["stages"]:
             parts = (sum(stage[name].values()) for name in ("states", "training", "generation", "weight_sync"))
-            states, training, generation, push = parts
-            peaks.append(states + max(training, generation, push))
+            states, training, generation, sync = parts
+            peaks.append(states + max(training, generation, sync))
         assert max(peaks) == row["peak_bytes"]
         assert row["fits"] == (row["peak_bytes"] <= 0.93 * 80e9 and row["layout"]["world"] <= 16)
-    assert result["suggested"] == first["layout"]  # fewer model parallel ranks, and hardly slower
+    assert result["suggested"] == first["layout"]  # fewer model parallel ranks, hardly slower
     assert "selective recomputation: of 2 layouts that fit" in result["reason"] and "Rule:" in result["reason"]
 
 
-def test_a_dry_run_says_the_same(tool: Tool) -> None:
+def test_agrees_with_the_dry_run(tool: Tool) -> None:
     _, result, _ = tool(
         "--model",
         "deepseek-v3",
@@ -123,26 +123,26 @@ def test_a_dry_run_says_the_same(tool: Tool) -> None:
             assert stage[name] == getattr(planned, name)
 
 
-def test_layouts_are_searched_for(tool: Tool) -> None:
+def test_searches_layouts(tool: Tool) -> None:
     code, result, _ = tool("--model", "qwen2.5-7b", "--gpus", "8", "--gpu-gb", "80")
     assert code == 0 and len(result["layouts"]) > 5
     assert all(row["fits"] for row in result["layouts"])
     seconds = [sum(row["modelled_seconds"].values()) for row in result["layouts"]]
     assert seconds == sorted(seconds)
     assert all(row["layout"]["tp"] in (1, 2, 4) for row in result["layouts"])  # four key-value heads
-    # What is suggested divides, fits and is among them; nothing that is as fast has fewer model parallel ranks.
+    # The suggestion is among the listed layouts; no layout as fast has fewer model parallel ranks.
     chosen = next(row for row in result["layouts"] if row["layout"] == result["suggested"])
     least = chosen["layout"]["tp"] * chosen["layout"]["pp"]
-    for row, took in zip(result["layouts"], seconds, strict=True):
-        assert row["layout"]["tp"] * row["layout"]["pp"] >= least or took > 1.1 * seconds[0]
-    # More memory, less need to cut; and a longer context brings in context parallelism.
+    for row, elapsed in zip(result["layouts"], seconds, strict=True):
+        assert row["layout"]["tp"] * row["layout"]["pp"] >= least or elapsed > 1.1 * seconds[0]
+    # More memory needs less sharding; a longer context brings in context parallelism.
     _, roomy, _ = tool("--model", "qwen2.5-7b", "--gpus", "8", "--gpu-gb", "288")
     assert roomy["suggested"]["tp"] * roomy["suggested"]["pp"] < least
     _, long, _ = tool("--model", "qwen2.5-7b", "--gpus", "16", "--tokens", "8192", "--context", "32768")
     assert {row["layout"]["cp"] for row in long["layouts"]} == {1, 2, 4}
 
 
-def test_the_engine_is_as_small_as_fits(tool: Tool) -> None:
+def test_chooses_the_smallest_engine_that_fits(tool: Tool) -> None:
     _, result, _ = tool("--model", "qwen3-30b-a3b", "--gpus", "16", "--layout", "tp=4,ep=8")
     engine = result["layouts"][0]["rollout"]
     assert engine == {"tp": 4, "ep": 4}
@@ -154,7 +154,7 @@ def test_the_engine_is_as_small_as_fits(tool: Tool) -> None:
     assert sft["layouts"][0]["rollout"] is None and sft["layouts"][0]["stages"][0]["generation"] == {}
 
 
-def test_where_nothing_fits(tool: Tool) -> None:
+def test_reports_that_nothing_fits(tool: Tool) -> None:
     code, result, _ = tool("--model", "deepseek-v3", "--gpus", "8", "--recompute", "full")
     assert code == 1 and result["layouts"] == [] and result["suggested"] is None
     assert result["reason"] == "No layout of 8 GPUs of 80 GB was found that fits."
@@ -189,35 +189,35 @@ def test_where_nothing_fits(tool: Tool) -> None:
         (["--measure", "--layout", "world=1", "world=2"], "--measure builds one layout"),
     ],
 )
-def test_a_mistake_is_one_line(tool: Tool, arguments: list[str], message: str) -> None:
+def test_invalid_options_print_one_line(tool: Tool, arguments: list[str], message: str) -> None:
     code, _, error = tool("--model", "qwen3-30b-a3b", *arguments)
     assert code == 2 and message in error and error.count("\n") == 1, error
 
 
-def test_tables_for_a_person() -> None:
+def test_prints_complete_tables() -> None:
     command = [sys.executable, str(TOOL), "--model", "qwen3-235b", "--gpus", "128", "--recompute", "full"]
-    narrow = {**os.environ, "COLUMNS": "80"}  # as a pipe is taken to be
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=narrow)
-    assert done.returncode == 0, done.stderr
-    # No cell is cut or broken, however narrow: each row has all its figures.
-    assert "…" not in done.stdout
-    (head,) = [line for line in done.stdout.splitlines() if "recompute" in line and "in a push" in line]
-    rows = [line.split() for line in done.stdout.splitlines() if line.rstrip().endswith(" s") and " yes " in line]
+    narrow = {**os.environ, "COLUMNS": "80"}  # as rich assumes for a pipe
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, env=narrow)
+    assert process.returncode == 0, process.stderr
+    # No cell is truncated or wrapped, however narrow the terminal.
+    assert "…" not in process.stdout
+    (head,) = [line for line in process.stdout.splitlines() if "recompute" in line and "in a push" in line]
+    rows = [line.split() for line in process.stdout.splitlines() if line.rstrip().endswith(" s") and " yes " in line]
     assert len(head) > 80 and len(rows) >= 8 and all(row[-1] == "s" and row[-3] == "yes" for row in rows)
     for words in ("qwen3-235b, grpo, bfloat16: 128 GPUs of 80 GB", "Suggested: TP4", "Rule:", "memory per rank"):
-        assert words in done.stdout, done.stdout
+        assert words in process.stdout, process.stdout
     for part in ("actor optimizer", "activations", "engine KV cache", "reshard staging", "reference weights (host)"):
-        assert part in done.stdout, part
-    assert "model.megatron: {" in done.stdout and "GPUs of 80 GB or more" in done.stdout
+        assert part in process.stdout, part
+    assert "model.megatron: {" in process.stdout and "GPUs of 80 GB or more" in process.stdout
 
 
-def test_measured_on_two_ranks(tmp_path: Path) -> None:
-    """Models in bf16 that Megatron builds: actor and critic on the device, the reference on the host."""
+def test_predictions_match_built_models(tmp_path: Path) -> None:
+    """bf16 models built by Megatron on two ranks: actor and critic on the device, reference on the host."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     command = [sys.executable, str(TOOL), "--model", str(tmp_path), "--algorithm", "ppo", "--measure", "--json"]
-    done = subprocess.run([*command, "--layout", "world=2,tp=2,ep=2"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
+    process = subprocess.run([*command, "--layout", "world=2,tp=2,ep=2"], capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr[-3000:]
+    result = json.loads(process.stdout)
     parts = [f"{role} {part}" for role in ("actor", "critic") for part in ("weights", "gradients", "optimizer")]
     assert {(row["rank"], row["part"]) for row in result["rows"]} == {
         (rank, part) for rank in (0, 1) for part in (*parts, "reference weights")

@@ -1,4 +1,4 @@
-"""The push on paper: figures for a program, a table and a picture for a person, mistakes in one line."""
+"""`plan_reshard`: planned weight sync as JSON, table and page, split advice, and option errors."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def main(tool: Any) -> Callable[[list[str]], int]:
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """The metrics of 64 GPUs, and the page."""
+    """JSON output and HTML page for 64 GPUs."""
     page = tmp_path_factory.mktemp("page") / "plan.html"
     command = [sys.executable, str(ROOT / "tools/plan_reshard.py"), *QWEN, "--json", "--html", str(page)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), page.read_text()
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout), page.read_text()
 
 
-def test_figures(figures: tuple[dict[str, Any], str]) -> None:
+def test_plan_meets_its_bounds(figures: tuple[dict[str, Any], str]) -> None:
     result, _ = figures
     assert set(KEYS.split()) <= result.keys()
     assert result["cross_bytes"] == result["cross_bound"] and result["cross_ratio"] == 1.0
@@ -76,49 +76,49 @@ def test_figures(figures: tuple[dict[str, Any], str]) -> None:
     assert "not measured" in result["model"]["what"]
 
 
-class Page(HTMLParser):
+class PageParser(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
-        self.open: list[str] = []
+        self.open_tags: list[str] = []
         self.cells = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.open.append(tag)
+        self.open_tags.append(tag)
         self.cells += tag == "rect"
-        assert not {"src", "href", "xlink:href"} & {name for name, _ in attrs}, "something from outside"
+        assert not {"src", "href", "xlink:href"} & {name for name, _ in attrs}, "external resource"
 
     def handle_endtag(self, tag: str) -> None:
-        while self.open and self.open[-1] != tag:
-            assert self.open.pop() in ("meta", "html")
-        self.open.pop()
+        while self.open_tags and self.open_tags[-1] != tag:
+            assert self.open_tags.pop() in ("meta", "html")
+        self.open_tags.pop()
 
 
-def test_page(figures: tuple[dict[str, Any], str]) -> None:
+def test_page_shows_each_pair_of_nodes(figures: tuple[dict[str, Any], str]) -> None:
     _, text = figures
-    page = Page()
+    page = PageParser()
     page.feed(text)
-    assert page.cells == 8 * 8  # a node to a node
+    assert page.cells == 8 * 8  # one cell per pair of nodes
     assert "node 0 to node 7: " in text and "inside of node 3: " in text
     assert "sends most over the network" in text and "A model, not a measurement" in text
     assert "stage 3" in text and "http" not in text
 
 
-def test_a_push_of_512_is_as_long_as_its_busiest_network_card(
+def test_sync_on_512_ranks_is_bounded_by_the_busiest_nic(
     main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In rounds that no rank leaves before the others, as they are modelled; staging stays at two buckets."""
+    """Modelled in lockstep rounds; staging stays within two buckets."""
     layout = ("--train", "world=512,tp=8,pp=16,ep=32", "--engine", "tp=32,ep=32", "--json")
     assert main(["--model", "deepseek-v3", *layout]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["modelled_over_busiest_nic"] <= 1.10
     assert result["staging_peak_bytes"] <= 2 * result["bucket_bytes"]
-    # A round lasts as long as handing over the one before, at least.
+    # A round takes at least the hand-over of the previous one.
     assert main(["--model", "deepseek-v3", *layout, "--hand-over-ms", "20", "--round-us", "0"]) == 0
     slow = json.loads(capsys.readouterr().out)
     assert slow["modelled_seconds"] == pytest.approx(slow["rounds"] * 0.02, rel=1e-3)
 
 
-def test_table_and_advice(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_table_and_split_advice(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QWEN, "--pp-layers", "30,20,20,24", "--bucket-mb", "256", "--nic-gbs", "25"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "qwen3-235b, 64 GPUs: TP4 PP4 EP8 -> TP8 EP8, bf16 on the wire" in text
@@ -127,10 +127,10 @@ def test_table_and_advice(main: Callable[[list[str]], int], capsys: pytest.Captu
     assert "25 GB/s of network" in text
 
 
-def test_ranks_of_their_own(
+def test_engines_on_separate_ranks(
     main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The engines are where the trainer is not: they need a model an engine, and have nothing of it."""
+    """Engines share no ranks with the trainer, so each receives the whole model."""
     page = tmp_path / "plan.html"
     layouts = ("--train", "tp=4,pp=4,ep=8,world=32", "--engine", "tp=8,ep=8", "--html", str(page))
     ranks = ("--train-ranks", "0-31", "--engine-ranks", "48-63,32-47")
@@ -144,11 +144,13 @@ def test_ranks_of_their_own(
     assert "node 0 to node 7: " in text and "stage 3" in text and "<td>-</td>" in text
 
 
-def test_gemma_2_on_two_ranks_by_hand(
+def test_gemma2_bytes_match_hand_computed_value(
     main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A stage each on the trainer's side, halves on the engine's. Each lacks half of the other's layer and its four
-    norms; besides, one lacks half of the embedding, which is the head, too, and the other the last norm."""
+    """PP2 to TP2. Each rank lacks half of the other's layer and its four norms.
+
+    In addition, one rank lacks half of the tied embedding and the other the final norm.
+    """
     hf = {"architectures": ["Gemma2ForCausalLM"], "vocab_size": 128, "hidden_size": 16, "intermediate_size": 24}
     hf |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     hf |= {"query_pre_attn_scalar": 8, "sliding_window": 16, "rms_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"}
@@ -161,30 +163,30 @@ def test_gemma_2_on_two_ranks_by_hand(
     assert json.loads(capsys.readouterr().out)["cross_bytes"] == 2 * elements
 
 
-REFUSED: list[tuple[tuple[str, ...], dict[str, dict[str, Any]]]] = [
-    # an engine over the edge of a node, and one that does not divide the heads
+INVALID_LAYOUTS: list[tuple[tuple[str, ...], dict[str, dict[str, Any]]]] = [
+    # an engine across nodes, and one that does not divide the heads
     (("--train", "tp=4,pp=2,ep=8,world=96", "--engine", "tp=6"), {"parallel": {"world_size": 96, "pp": 2}}),
     (("--train", "tp=4,pp=2,ep=8,world=96", "--engine", "tp=24"), {"parallel": {"world_size": 96, "pp": 2}}),
-    # layers that do not divide over the stages, or their parts
+    # layers that do not divide over stages or virtual stages
     (("--pp-layers", "24,24,23,23"), {"model": {"megatron": {FIRST: 24, LAST: 23}}}),
     (("--train", "tp=4,pp=4,vpp=3,ep=8,world=64"), {"parallel": {"vpp": 3}}),
     (("--train", "tp=4,pp=2,vpp=47,ep=8,world=64"), {"parallel": {"pp": 2, "vpp": 47}}),
-    # what SGLang has no switch for
+    # unsupported by SGLang
     (("--engine", "tp=8,ep=8,mlp_tp=2"), {"rollout": {"sglang": {"moe_dense_tp_size": 2}}}),
     (("--engine", "tp=8,ep=4,shared_tp=1"), {"rollout": {"ep": 4, "sglang": {"moe_a2a_backend": "deepep"}}}),
-    # a role on some of another's ranks
+    # partial overlap of roles
     (("--engine-ranks", "0-7"), {"placement": {"rollout": "0-7"}}),
 ]
 
 
-@pytest.mark.parametrize(("change", "keys"), REFUSED)
-def test_refused_as_a_run_is(
+@pytest.mark.parametrize(("change", "keys"), INVALID_LAYOUTS)
+def test_rejects_layouts_like_a_dry_run(
     change: tuple[str, ...],
     keys: dict[str, dict[str, Any]],
     main: Callable[[list[str]], int],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In the same words, as a dry run of such a configuration shows."""
+    """The message equals that of a dry run."""
     model = str(ROOT / "configs/models/qwen3_235b.json")
     base: dict[str, dict[str, Any]] = {
         "model": {"hf_config": model, "megatron": {FIRST: 23, LAST: 23}},
@@ -204,8 +206,10 @@ def test_refused_as_a_run_is(
     assert out == "" and error.removeprefix("error: ").strip() in report.errors
 
 
-def test_stages_in_parts(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
-    """With vpp a stage has other layers: of DeepSeek-V3's three without experts the first stage has one only."""
+def test_virtual_stages_change_the_layers_of_a_stage(
+    main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With vpp, the first stage has only one of DeepSeek-V3's three dense layers."""
     layout = ("--model", "deepseek-v3", "--engine", "tp=32,ep=32", "--train", "tp=8,pp=4,ep=32,world=128")
     assert main([*layout, "--pp-layers", "16,15,15,15"]) == 0
     text = capsys.readouterr().out
@@ -219,48 +223,48 @@ def test_stages_in_parts(main: Callable[[list[str]], int], capsys: pytest.Captur
         assert result["cross_bytes"] == result["cross_bound"]
 
 
-def test_more_than_the_least_is_said() -> None:
-    """Engines of TP24 on nodes of 12: what is sent inside nodes is not levelled as well."""
+def test_summary_names_sends_above_the_bound() -> None:
+    """TP24 engines on nodes of 12 GPUs: traffic inside nodes is less balanced."""
     hf = load_hf_config(ROOT / "configs/models/qwen3_30b_a3b.json") | {"num_attention_heads": 96}
     train = TrainLayout(96, 4, 8, even_stages(48, 3))
-    for tp, ep, said in ((24, 4, True), (4, 4, False)):
+    for tp, ep, is_reported in ((24, 4, True), (4, 4, False)):
         engine = EngineLayout(tp, ep)
-        least = compute_bound(hf, train, engine, 12)
-        paper = build_report(partial(ReshardPlan, hf, train, engine, 12))
-        ratio = (paper.network + paper.inside)[0].sum(0).max() / least.send_capped
-        assert (ratio > NETWORK_SLACK) == said
+        bound = compute_bound(hf, train, engine, 12)
+        report = build_report(partial(ReshardPlan, hf, train, engine, 12))
+        ratio = (report.network + report.inside)[0].sum(0).max() / bound.send_capped
+        assert (ratio > NETWORK_SLACK) == is_reported
         line = f"The busiest GPU sends {ratio:.2f} of what some GPU has to send"
-        assert any(line in sentence for sentence in summarize(paper, least, LinkSpeeds())) == said
+        assert any(line in sentence for sentence in summarize(report, bound, LinkSpeeds())) == is_reported
 
 
-def test_better_split(tool: Any) -> None:
+def test_advises_a_better_split(tool: Any) -> None:
     train, engine = TrainLayout(512, 8, 32, even_stages(61, 16)), EngineLayout(32, 32, draft=True)
     advice = tool.advise_split(DEEPSEEK, train, engine, 8)
-    # The three dense layers weigh next to nothing, and the last stage has the layer of MTP and the head besides.
+    # The three dense layers are small, and the last stage also has the MTP layer and the head.
     assert sum(advice.recommended) == 61 and advice.recommended[-1] == 2 and max(advice.recommended) == 4
-    before, after = (
-        compute_bound(DEEPSEEK, layout, engine, 8) for layout in (train, resplit(train, advice.recommended))
+    current, advised = (
+        compute_bound(DEEPSEEK, layout, engine, 8) for layout in (train, with_layer_counts(train, advice.recommended))
     )
-    assert before.nic_send == pytest.approx(advice.current_bytes)
-    assert after.nic_send == pytest.approx(advice.recommended_bytes)
+    assert current.nic_send == pytest.approx(advice.current_bytes)
+    assert advised.nic_send == pytest.approx(advice.recommended_bytes)
     assert advice.gain == pytest.approx(0.028, abs=1e-3)
-    again = tool.advise_split(DEEPSEEK, resplit(train, advice.recommended), engine, 8)
+    again = tool.advise_split(DEEPSEEK, with_layer_counts(train, advice.recommended), engine, 8)
     assert again.recommended == advice.recommended and again.gain == 0
 
 
-def test_better_split_against_all_splits(tool: Any) -> None:
+def test_split_advice_matches_exhaustive_search(tool: Any) -> None:
     hf = DEEPSEEK | {"num_hidden_layers": 7, "n_routed_experts": 8, "first_k_dense_replace": 2}
     hf |= {"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1}
     engine = EngineLayout(2, 2, draft=True)
     train = TrainLayout(12, 2, 2, even_stages(7, 3))
     advice = tool.advise_split(hf, train, engine, 2)
     splits = [(a, b, 7 - a - b) for a in range(1, 6) for b in range(1, 7 - a)]
-    least = min(compute_bound(hf, resplit(train, split), engine, 2).nic_send for split in splits)
-    assert advice.recommended_bytes == pytest.approx(least, rel=0.01)
+    bound = min(compute_bound(hf, with_layer_counts(train, split), engine, 2).nic_send for split in splits)
+    assert advice.recommended_bytes == pytest.approx(bound, rel=0.01)
 
 
-def resplit(train: TrainLayout, counts: tuple[int, ...]) -> TrainLayout:
-    """The same with so many layers on each stage."""
+def with_layer_counts(train: TrainLayout, counts: tuple[int, ...]) -> TrainLayout:
+    """Return the layout with these layer counts per stage."""
     return replace(train, stages=even_stages(sum(counts), train.pp, counts))
 
 
@@ -282,7 +286,7 @@ def resplit(train: TrainLayout, counts: tuple[int, ...]) -> TrainLayout:
         (("--engine-ranks", "0-6"), "which overlap"),
     ],
 )
-def test_mistakes(
+def test_invalid_options_print_one_line(
     change: tuple[str, ...], message: str, main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*QWEN, *change]) == 2
@@ -291,7 +295,7 @@ def test_mistakes(
     assert error.startswith("error: ") and error.count("\n") == 1
 
 
-def test_gigabytes() -> None:
+def test_formats_bytes() -> None:
     assert [format_bytes(value) for value in (1365.3e9, 44.6e9, 1.95e9, 0.5e9, 12.2e6, 7e3, 3)] == [
         "1,365 GB",
         "44.6 GB",

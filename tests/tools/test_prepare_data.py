@@ -1,3 +1,5 @@
+"""`prepare_data`: conversion of GSM8K and evaluation sets."""
+
 import contextlib
 import importlib.util
 import io
@@ -33,7 +35,7 @@ spec.loader.exec_module(prepare_data)
 
 
 def run(source, target, name="gsm8k"):
-    """As a command, without the seconds that a fresh interpreter takes."""
+    """Run the command in this process."""
     out, err = io.StringIO(), io.StringIO()
     with mock.patch.object(sys, "argv", [str(SCRIPT), name, str(source), str(target)]):
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -48,12 +50,12 @@ def write(folder, **splits):
     return folder
 
 
-def test_jsonl(tmp_path):
+def test_converts_jsonl(tmp_path):
     source = write(tmp_path / "in", train=ROWS, test=ROWS[:1])
     target = tmp_path / "a" / "out"
-    done = run(source, target)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{target}/train.parquet: 2 problems\n{target}/test.parquet: 1 problems\n"
+    process = run(source, target)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == f"{target}/train.parquet: 2 problems\n{target}/test.parquet: 1 problems\n"
     assert sorted(file.name for file in target.iterdir()) == ["test.parquet", "train.parquet"]
     assert pyarrow.parquet.read_table(target / "train.parquet").to_pylist()[1] == {
         "data_source": "openai/gsm8k",
@@ -71,7 +73,7 @@ def test_jsonl(tmp_path):
     assert [prompt.ground_truth for prompt in prompts] == ["2", "1080"]
 
 
-def test_parquet(tmp_path):
+def test_reads_parquet(tmp_path):
     source = write(tmp_path / "in", test=ROWS)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), source / "train-00000-of-00001.parquet")
     assert run(source, tmp_path / "out").returncode == 0
@@ -88,23 +90,23 @@ def test_parquet(tmp_path):
         ("", r"train.jsonl holds no problems"),
     ],
 )
-def test_bad_rows_leave_nothing(tmp_path, train, message):
+def test_invalid_rows_leave_no_output(tmp_path, train, message):
     source = write(tmp_path / "in", test=ROWS)
     (source / "train.jsonl").write_text(train)
-    done = run(source, tmp_path / "out")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and message in done.stderr and done.stderr.count("\n") == 1
+    process = run(source, tmp_path / "out")
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: ") and message in process.stderr and process.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_missing_files_and_folders(tmp_path):
-    done = run(tmp_path / "nowhere", tmp_path / "out")
-    assert done.returncode == 2 and "no folder" in done.stderr
-    done = run(write(tmp_path / "in", train=ROWS), tmp_path / "out")
-    assert done.returncode == 2 and "must have one of test.jsonl, test.json" in done.stderr
+def test_rejects_missing_files_and_folders(tmp_path):
+    process = run(tmp_path / "nowhere", tmp_path / "out")
+    assert process.returncode == 2 and "no folder" in process.stderr
+    process = run(write(tmp_path / "in", train=ROWS), tmp_path / "out")
+    assert process.returncode == 2 and "must have one of test.jsonl, test.json" in process.stderr
     (tmp_path / "file").write_text("")
-    done = run(write(tmp_path / "in", test=ROWS), tmp_path / "file")
-    assert done.returncode == 2 and done.stderr.startswith("error: ")
+    process = run(write(tmp_path / "in", test=ROWS), tmp_path / "file")
+    assert process.returncode == 2 and process.stderr.startswith("error: ")
     assert not (tmp_path / "out").exists()
 
 
@@ -121,7 +123,7 @@ HUMANEVAL = {
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
 @pytest.mark.parametrize(
-    "name, row, source, truth, asks",
+    "name, row, source, truth, prompt_part",
     [
         ("math500", MATH500, "HuggingFaceH4/MATH-500", "\\frac{1}{2}", "\\boxed{}"),
         ("aime", AIME, "aime2024", "5", '"Answer: N"'),
@@ -129,51 +131,51 @@ HUMANEVAL = {
         ("humaneval", HUMANEVAL, "openai/openai_humaneval", None, "def double(x):"),
     ],
 )
-def test_evaluation_sets(tmp_path, name, row, source, truth, asks, suffix):
+def test_converts_evaluation_sets(tmp_path, name, row, source, truth, prompt_part, suffix):
     file = tmp_path / "in" / f"rows.{suffix}"
     file.parent.mkdir()
     if suffix == "parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), file)
     else:
         file.write_text(json.dumps(row if suffix == "jsonl" else [row]))
-    done = run(file.parent if suffix == "json" else file, tmp_path / "out", name)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{tmp_path}/out/test.parquet: 1 problems\n"
+    process = run(file.parent if suffix == "json" else file, tmp_path / "out", name)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == f"{tmp_path}/out/test.parquet: 1 problems\n"
     [prompt] = read_prompts(tmp_path / "out/test.parquet")
-    assert prompt.data_source == source and asks in prompt.messages[0]["content"]
+    assert prompt.data_source == source and prompt_part in prompt.messages[0]["content"]
     assert truth is None or prompt.ground_truth == truth
     by_source.check(prompt)
 
 
 @pytest.mark.parametrize(
-    "name, row, right, wrong",
+    "name, row, correct, incorrect",
     [
         ("math500", MATH500, "It is \\boxed{0.5}", "It is \\boxed{2}"),
         ("aime", AIME, "So.\nAnswer: 5", "So.\nAnswer: 6"),
     ],
 )
-def test_the_reward_by_source_knows_what_is_right(tmp_path, name, row, right, wrong):
+def test_reward_by_source_scores_converted_rows(tmp_path, name, row, correct, incorrect):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     assert run(tmp_path / "rows.jsonl", tmp_path / "out", name).returncode == 0
     [prompt] = read_prompts(tmp_path / "out/test.parquet")
 
-    def said(text):
+    def rollout(text):
         messages = (*prompt.messages, {"role": "assistant", "content": text})
         return Rollout(prompt, (Turn(prompt.token_ids), Turn([1], [0.0], True, 0)), messages=messages)
 
-    assert by_source(said(right)) == 1.0 and by_source(said(wrong)) <= 0.0
+    assert by_source(rollout(correct)) == 1.0 and by_source(rollout(incorrect)) <= 0.0
 
 
-def test_a_later_row_without_ground_truth_is_named_and_nothing_left(tmp_path):
+def test_names_a_later_row_without_ground_truth(tmp_path):
     rows = [MATH500, MATH500, {**MATH500, "answer": None}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = run(tmp_path / "rows.jsonl", tmp_path / "out", "math500")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "rows.jsonl:3: no ground truth" in done.stderr and not (tmp_path / "out").exists()
+    process = run(tmp_path / "rows.jsonl", tmp_path / "out", "math500")
+    assert process.returncode == 2 and process.stderr.count("\n") == 1
+    assert "rows.jsonl:3: no ground truth" in process.stderr and not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(not os.environ.get("MEGARL_GSM8K"), reason="MEGARL_GSM8K names no folder of the data set")
-def test_the_whole_of_gsm8k(tmp_path):
-    done = run(os.environ["MEGARL_GSM8K"], tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    assert "train.parquet: 7473 problems" in done.stdout and "test.parquet: 1319 problems" in done.stdout
+def test_converts_the_whole_of_gsm8k(tmp_path):
+    process = run(os.environ["MEGARL_GSM8K"], tmp_path / "out")
+    assert process.returncode == 0, process.stderr
+    assert "train.parquet: 7473 problems" in process.stdout and "test.parquet: 1319 problems" in process.stdout

@@ -1,4 +1,4 @@
-"""The command lines of both viewers."""
+"""Command lines of `view` and `view_rollouts`."""
 
 from __future__ import annotations
 
@@ -19,37 +19,39 @@ pytestmark = pytest.mark.alone
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_run.make(tmp_path_factory.mktemp("runs") / "first")
+    return made_run.write_run(tmp_path_factory.mktemp("runs") / "first")
 
 
-def test_a_page_is_written_beside_the_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_writes_the_page_into_the_run_folder(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert view.main([str(run_dir)]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        f"wrote {run_dir / 'view.html'}" in said and "12 rollouts; tokens of 12 of them" in said and "note" not in said
+        f"wrote {run_dir / 'view.html'}" in output
+        and "12 rollouts; tokens of 12 of them" in output
+        and "note" not in output
     )
     assert (run_dir / "view.html").is_file() and (run_dir / "view_files" / "tokens-0-3-0.js").is_file()
     assert view.main([str(run_dir), "--details", "0"]) == 0
     assert "tokens of 0 of them" in capsys.readouterr().out and not (run_dir / "view_files").exists()
 
 
-def test_a_page_of_two_runs_leaves_the_first_ones_page(tmp_path: Path) -> None:
-    first, second = made_run.make(tmp_path / "a"), made_run.make(tmp_path / "b")
+def test_page_of_two_runs_has_its_own_name(tmp_path: Path) -> None:
+    first, second = made_run.write_run(tmp_path / "a"), made_run.write_run(tmp_path / "b")
     assert view.main([str(first)]) == 0
-    before = (first / "view.html").read_bytes()
+    original = (first / "view.html").read_bytes()
     assert view.main([str(first), str(second)]) == 0
-    assert (first / "view.html").read_bytes() == before and (first / "view_b.html").is_file()
+    assert (first / "view.html").read_bytes() == original and (first / "view_b.html").is_file()
 
 
-def test_nothing_is_written_into_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_writes_nothing_into_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other").mkdir()
     assert view.main([str(tmp_path / "other")]) == 2
     assert f"error: {tmp_path / 'other'} is not a run folder" in capsys.readouterr().err
     assert not list((tmp_path / "other").iterdir())
 
 
-def test_the_last_steps_are_drawn_as_spans(run_dir: Path, tmp_path: Path) -> None:
-    result = view.spans_of(run_dir)
+def test_draws_spans_of_the_last_steps(run_dir: Path, tmp_path: Path) -> None:
+    result = view.load_spans(run_dir)
     assert result is not None and result["steps"] == [1, 2, 3] and result["length"] == 9
     assert result["rows"] == [
         {
@@ -57,18 +59,18 @@ def test_the_last_steps_are_drawn_as_spans(run_dir: Path, tmp_path: Path) -> Non
             "spans": [["generation", f"generation of step {at + 1}", 3 * at, 3 * at + 2] for at in range(3)],
         }
     ]
-    assert view.spans_of(tmp_path) is None
+    assert view.load_spans(tmp_path) is None
     (tmp_path / "timeline").mkdir()
     (tmp_path / "timeline" / "rank_00000.json").write_bytes(b"\xff[")
-    broken = view.spans_of(tmp_path)
-    assert broken is not None and broken["rows"] == [] and "no step yet, or are damaged" in broken["notes"][0]
+    damaged = view.load_spans(tmp_path)
+    assert damaged is not None and damaged["rows"] == [] and "no step yet, or are damaged" in damaged["notes"][0]
 
 
-def test_an_empty_folder_is_a_page_with_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_folder_gives_a_page_with_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert view.main([str(tmp_path / "empty"), "-o", str(tmp_path / "a.html")]) == 0
-    said = capsys.readouterr().out
-    assert said.count("note: ") == 3 and "0 rollouts" in said and (tmp_path / "a.html").is_file()
+    output = capsys.readouterr().out
+    assert output.count("note: ") == 3 and "0 rollouts" in output and (tmp_path / "a.html").is_file()
     (tmp_path / "empty/timeline").mkdir()
     (tmp_path / "empty/timeline/rank_00000.json").write_bytes(b"[")
     assert view.main([str(tmp_path / "empty"), "-o", str(tmp_path / "a.html")]) == 0
@@ -76,7 +78,7 @@ def test_an_empty_folder_is_a_page_with_notes(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ([], "RUN"),
         (["RUN/none"], "no run folder"),
@@ -88,37 +90,37 @@ def test_an_empty_folder_is_a_page_with_notes(tmp_path: Path, capsys: pytest.Cap
         (["RUN", "--details", "-1"], "--details"),
     ],
 )
-def test_mistakes_are_one_line(
-    run_dir: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+def test_view_rejects_invalid_options_in_one_line(
+    run_dir: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert view.main([argument.replace("RUN", str(run_dir)) for argument in arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and words in error and error.count("\n") == 1
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
-def shown(run_dir: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def view_output(run_dir: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert view_rollouts.main([str(run_dir), *arguments]) == 0
     return capsys.readouterr().out
 
 
-def test_the_terminal_filters_and_sorts(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(run_dir, capsys, "--where", "reward>=1 and reward<3", "--sort", "reward:down")
+def test_terminal_filters_and_sorts(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = view_output(run_dir, capsys, "--where", "reward>=1 and reward<3", "--sort", "reward:down")
     assert "step 3: 2 of 4 rollouts fit, 2 shown" in text
     assert text.index("reward 2") < text.index("reward 1")
-    text = shown(run_dir, capsys, "--where", "status=aborted")
+    text = view_output(run_dir, capsys, "--where", "status=aborted")
     assert "0 of 4 rollouts fit, 0 shown" in text
-    text = shown(run_dir, capsys, "--sort", "number", "--show", "1")
+    text = view_output(run_dir, capsys, "--sort", "number", "--show", "1")
     assert "reward 0" in text and "reward 1" not in text
 
 
-def test_the_terminal_shows_each_token(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = shown(run_dir, capsys, "--tokens", "--show", "1").splitlines()
+def test_terminal_shows_each_token(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = view_output(run_dir, capsys, "--tokens", "--show", "1").splitlines()
     assert "     0        1                              |two|" in lines
     assert "     2        3     -0.2500   +0.5000  w2  |four|".split() in [line.split()[:6] for line in lines]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--where", "reward<"], "expected a value"),
         (["--where", "nobody<1"], "unknown column 'nobody'; the columns are step"),
@@ -128,9 +130,9 @@ def test_the_terminal_shows_each_token(run_dir: Path, capsys: pytest.CaptureFixt
         (["--tokens", "--html", "a.html"], "tools/view.py"),
     ],
 )
-def test_mistakes_in_the_terminal_are_one_line(
-    run_dir: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+def test_view_rollouts_rejects_invalid_options_in_one_line(
+    run_dir: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert view_rollouts.main([str(run_dir), *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and words in error and error.count("\n") == 1
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1

@@ -1,3 +1,5 @@
+"""`find_media_type` recognizes non-text message parts."""
+
 from typing import Any
 
 import pytest
@@ -25,5 +27,5 @@ pytestmark = pytest.mark.alone
         (None, ""),
     ],
 )
-def test_parts_that_are_no_text_are_found_by_their_kind(value: Any, kind: str) -> None:
+def test_finds_media_parts_by_type(value: Any, kind: str) -> None:
     assert find_media_type(value) == kind

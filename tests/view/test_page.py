@@ -1,4 +1,4 @@
-"""The page: what it allows itself, which files lie beside it, and that nothing of what a policy wrote is ever run."""
+"""The viewer page: its security policy, its data files, and generated text never executed."""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    runs = [made_run.make(folder / "first"), made_run.make(folder / "<b>second", last=(3, 5, 5), name=made_run.EVIL)]
+    runs = [
+        made_run.write_run(folder / "first"),
+        made_run.write_run(folder / "<b>second", last=(3, 5, 5), name=made_run.EVIL),
+    ]
     file = folder / "page.html"
     write_page([load(run) for run in runs], file)
     return file
 
 
-def test_the_page_runs_its_own_scripts_alone(page: Path) -> None:
+def test_page_allows_only_its_own_scripts(page: Path) -> None:
     text = page.read_text()
     rules = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     assert rules is not None
@@ -57,7 +60,7 @@ def test_the_page_runs_its_own_scripts_alone(page: Path) -> None:
     assert not re.search(r"""(?:src|href)=["']?https?:""", text)
 
 
-def test_our_scripts_make_no_html() -> None:
+def test_scripts_do_not_build_html() -> None:
     folder = Path(__file__).resolve().parents[2] / "megarl" / "view" / "static"
     for file in folder.glob("*.js"):
         if not file.name.startswith("uPlot"):
@@ -69,7 +72,7 @@ def test_our_scripts_make_no_html() -> None:
     )
 
 
-def test_files_beside_the_page_hand_over_json(page: Path) -> None:
+def test_data_files_contain_json(page: Path) -> None:
     files = sorted(page.with_name("page_files").glob("tokens-*.js"))
     assert len(files) == 6
     for file in files:
@@ -78,20 +81,20 @@ def test_files_beside_the_page_hand_over_json(page: Path) -> None:
         assert [item["number"] for item in json.loads(result[2])] == [0, 2, 1, 3]
 
 
-def test_what_has_its_tokens_beside_the_page() -> None:
+def test_selects_rollouts_with_token_data() -> None:
     steps = np.repeat(np.arange(1, 11), 100)
     columns = {"step": steps, "number": np.tile(np.arange(100), 10), "reward": np.tile(np.arange(100.0), 10)}
     index = Index(columns, {}, Notes())
     assert select_rollouts(index, 1000) == dict.fromkeys(range(1, 11))
-    some = select_rollouts(index, 360)
-    assert some[10] is None and some[1] is None and some[5] == {*range(10), *range(90, 100)}
-    few = select_rollouts(index, 40)
-    assert None not in few.values() and few[5] == {0, 1, 98, 99}
+    selected = select_rollouts(index, 360)
+    assert selected[10] is None and selected[1] is None and selected[5] == {*range(10), *range(90, 100)}
+    selected_few = select_rollouts(index, 40)
+    assert None not in selected_few.values() and selected_few[5] == {0, 1, 98, 99}
     assert select_rollouts(index, 0) == {}
 
 
-def seen(address: str, folder: Path) -> str:
-    """What a browser makes of the page."""
+def render(address: str, folder: Path) -> str:
+    """Return the DOM that a headless browser renders."""
     assert CHROMIUM is not None
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}"]
     command += ["--window-size=1400,1000", "--virtual-time-budget=8000", "--dump-dom", address]
@@ -100,45 +103,45 @@ def seen(address: str, folder: Path) -> str:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 @pytest.mark.parametrize("view", ["Rollouts", "Compare", "Prompts"])
-def test_nothing_of_what_a_policy_wrote_is_run(page: Path, view: str, tmp_path: Path) -> None:
-    shown = seen(f"{page.as_uri()}#{view}", tmp_path)
-    assert "<title>MegaRL" in shown and "RAN</title>" not in shown and "<img" not in shown
-    assert "data-ready" in shown and "&lt;img src=x onerror=" in shown  # it is there, as text
+def test_generated_text_is_never_executed(page: Path, view: str, tmp_path: Path) -> None:
+    dom = render(f"{page.as_uri()}#{view}", tmp_path)
+    assert "<title>MegaRL" in dom and "RAN</title>" not in dom and "<img" not in dom
+    assert "data-ready" in dom and "&lt;img src=x onerror=" in dom  # present, as text
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-def test_what_it_wrote_would_run_on_another_page(tmp_path: Path) -> None:
+def test_payload_executes_on_an_unsafe_page(tmp_path: Path) -> None:
     (tmp_path / "bad.html").write_text(f"<title>MegaRL</title><script>'{made_run.EVIL}'</script>")
-    assert "RAN</title>" in seen((tmp_path / "bad.html").as_uri(), tmp_path / "profile")
+    assert "RAN</title>" in render((tmp_path / "bad.html").as_uri(), tmp_path / "profile")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-def test_a_page_of_an_odd_name_finds_its_files(page: Path, tmp_path: Path) -> None:
+def test_page_with_special_characters_finds_its_files(page: Path, tmp_path: Path) -> None:
     file = tmp_path / "a#1 %41?.html"
     write_page([load(page.parent / "first")], file)
-    shown = seen(f"{file.as_uri()}#Rollouts", tmp_path / "profile")
-    assert "turn 1: policy, 3 tokens, weights 2, 1 of the 2 tokens before it from the cache" in shown
+    dom = render(f"{file.as_uri()}#Rollouts", tmp_path / "profile")
+    assert "turn 1: policy, 3 tokens, weights 2, 1 of the 2 tokens before it from the cache" in dom
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-def test_curves_and_times_are_drawn(page: Path, tmp_path: Path) -> None:
-    assert seen(page.as_uri(), tmp_path / "a").count('class="uplot') >= 2
-    assert "generate 66.7 %" in seen(f"{page.as_uri()}#Time", tmp_path / "b")
+def test_draws_curves_and_times(page: Path, tmp_path: Path) -> None:
+    assert render(page.as_uri(), tmp_path / "a").count('class="uplot') >= 2
+    assert "generate 66.7 %" in render(f"{page.as_uri()}#Time", tmp_path / "b")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-def test_bands_are_counted_where_they_are_watched_and_each_run_has_its_last_figure(tmp_path: Path) -> None:
-    runs = [made_run.make(tmp_path / "a"), made_run.make(tmp_path / "b", steps=2)]
+def test_overview_shows_bands_and_last_values(tmp_path: Path) -> None:
+    runs = [made_run.write_run(tmp_path / "a"), made_run.write_run(tmp_path / "b", steps=2)]
     page = tmp_path / "page.html"
     write_page([load(run) for run in runs], page)
-    watched = seen(page.as_uri(), tmp_path / "one")
+    watched = render(page.as_uri(), tmp_path / "one")
     assert ">5 outside 0.4 to 0.6<" in watched and ">last 0.75 and 0.5<" in watched
     assert 'title="a: last 0.75' in watched
     for run in runs:
         config = run / "config.yaml"
         config.write_text(config.read_text().replace("alarms: true", "alarms: false"))
     write_page([load(run) for run in runs], page)
-    usual = seen(page.as_uri(), tmp_path / "two")
+    usual = render(page.as_uri(), tmp_path / "two")
     assert ">last 0.7 and 0.7, often 0.4 to 0.6<" in usual and "5 outside" not in usual
 
 
@@ -147,21 +150,21 @@ def test_bands_are_counted_where_they_are_watched_and_each_run_has_its_last_figu
     ("where", "count"),
     [("reward<1", 3), ("not (reward<1) and prompt~p", 9), ("prompt='p0' or reward=3", 9), ("status!=stop", 0)],
 )
-def test_the_table_filters_as_the_terminal_does(page: Path, where: str, count: int, tmp_path: Path) -> None:
-    assert f"{count} of 12 rollouts" in seen(f"{page.as_uri()}#Rollouts?{quote(where)}", tmp_path)
+def test_table_filters_rollouts(page: Path, where: str, count: int, tmp_path: Path) -> None:
+    assert f"{count} of 12 rollouts" in render(f"{page.as_uri()}#Rollouts?{quote(where)}", tmp_path)
 
 
 @pytest.fixture
 def server(page: Path) -> Iterator[Server]:
-    with Server([page.parent / "first"]) as created:
-        thread = threading.Thread(target=created.serve_forever, daemon=True)
+    with Server([page.parent / "first"]) as running:
+        thread = threading.Thread(target=running.serve_forever, daemon=True)
         thread.start()
-        yield created
-        created.shutdown()
+        yield running
+        running.shutdown()
         thread.join()
 
 
-def ask(server: Server, path: str, host: str | None = None) -> tuple[int, str]:
+def get(server: Server, path: str, host: str | None = None) -> tuple[int, str]:
     port = server.server_address[1]
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", path, headers={"Host": host or f"127.0.0.1:{port}"})
@@ -171,35 +174,35 @@ def ask(server: Server, path: str, host: str | None = None) -> tuple[int, str]:
     return answer.status, text
 
 
-def test_a_server_answers_who_has_its_address(server: Server) -> None:
-    status, text = ask(server, f"/{server.key}/")
+def test_server_serves_requests_with_its_key(server: Server) -> None:
+    status, text = get(server, f"/{server.key}/")
     assert status == 200 and 'id="block-overview"' in text
-    status, text = ask(server, f"/{server.key}/data/tokens-0-3-2.js?1")
+    status, text = get(server, f"/{server.key}/data/tokens-0-3-2.js?1")
     assert status == 200 and text.startswith('megarl.take("tokens-0-3-2", [{') and '"number":2' in text
-    assert ask(server, f"/{server.key}/data/index-0.js")[0] == 200
-    status, text = ask(server, f"/{server.key}/data/tokens-0-3-99.js")
+    assert get(server, f"/{server.key}/data/index-0.js")[0] == 200
+    status, text = get(server, f"/{server.key}/data/tokens-0-3-99.js")
     assert status == 200 and "there is no rollout 99 of step 3" in text
 
 
 @pytest.mark.parametrize(
     "path", ["/", "/wrong-key-wrong-key-wrong-key/", "/KEY/data/index-7.js", "/KEY/../page.html", "/KEY/x"]
 )
-def test_a_server_answers_nobody_else(server: Server, path: str) -> None:
-    assert ask(server, path.replace("KEY", server.key))[0] == 404
+def test_server_rejects_other_paths(server: Server, path: str) -> None:
+    assert get(server, path.replace("KEY", server.key))[0] == 404
 
 
-def test_a_server_is_known_under_its_own_name_alone(server: Server) -> None:
+def test_server_rejects_other_host_headers(server: Server) -> None:
     for host in ("evil.example", f"evil.example:{server.server_address[1]}", "127.0.0.1:1", "127.0.0.1"):
-        assert ask(server, f"/{server.key}/", host)[0] == 421
-    assert ask(server, f"/{server.key}/", f"localhost:{server.server_address[1]}")[0] == 200
+        assert get(server, f"/{server.key}/", host)[0] == 421
+    assert get(server, f"/{server.key}/", f"localhost:{server.server_address[1]}")[0] == 200
 
 
-def test_a_port_that_is_taken_is_said(server: Server, page: Path) -> None:
+def test_rejects_a_port_in_use(server: Server, page: Path) -> None:
     with pytest.raises(ConfigError, match="name another port"):
         Server([page.parent / "first"], server.server_address[1])
 
 
-def test_the_page_names_keys_that_there_are() -> None:
+def test_page_names_existing_keys() -> None:
     known = {name for name, _ in list_keys(Config())}
     texts = [file.read_text("utf-8") for file in (*STATIC.glob("*.js"), *STATIC.parent.glob("*.py"))]
     named = {key for text in texts for key in re.findall(r"\btrack\.\w+", text)}

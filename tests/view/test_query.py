@@ -1,4 +1,4 @@
-"""What fits a condition, and what is none."""
+"""`--where` conditions on rollouts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROW |= {"source": ""}
         ("reward<=1e-1 or staleness==-0", True),
     ],
 )
-def test_conditions(text: str, fits: bool) -> None:
+def test_evaluates_conditions(text: str, fits: bool) -> None:
     assert parse_condition(text)(ROW) is fits
 
 
@@ -66,6 +66,6 @@ def test_conditions(text: str, fits: bool) -> None:
         "reward<" + "9" * 2000,
     ],
 )
-def test_what_is_no_condition_is_said(text: str) -> None:
+def test_rejects_invalid_conditions(text: str) -> None:
     with pytest.raises(ConfigError, match="--where"):
         parse_condition(text)

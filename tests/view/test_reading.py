@@ -1,4 +1,4 @@
-"""Run folders as plain data, whole and in whatever state they are found."""
+"""Reading run folders for the viewer, complete or damaged."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ pytestmark = pytest.mark.alone
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    return made_run.make(tmp_path / "first")
+    return made_run.write_run(tmp_path / "first")
 
 
-def test_a_run_as_plain_data(run_dir: Path) -> None:
+def test_reads_a_run(run_dir: Path) -> None:
     run = read_run(run_dir)
     assert run.notes == [] and run.algorithm == "grpo" and list(run.metrics) == [1, 2, 3] and not run.is_running
     assert run.has_band_alarms and run.alarms == [(2, "2026-01-01 10:00:00", run.alarms[0][2])]
@@ -45,7 +45,7 @@ def test_a_run_as_plain_data(run_dir: Path) -> None:
     assert run.metrics[3]["rollout/reward_mean"] == 0.75
 
 
-def test_the_index_has_a_row_for_each_rollout(run_dir: Path) -> None:
+def test_index_has_a_row_per_rollout(run_dir: Path) -> None:
     index = IndexReader(run_dir).read()
     assert index.notes == [] and len(index) == 12
     columns = index.columns
@@ -57,18 +57,18 @@ def test_the_index_has_a_row_for_each_rollout(run_dir: Path) -> None:
     assert columns["advantage"].tolist() == [0.5] * 12
 
 
-def test_steps_that_come_later_are_read_when_they_are_there(run_dir: Path) -> None:
+def test_index_picks_up_new_and_rewritten_steps(run_dir: Path) -> None:
     reader = IndexReader(run_dir)
     assert len(reader.read()) == 12
-    made_run.write_step(run_dir, 4, [made_run.rollout(4, 0, 5.0, name="new")])
-    made_run.write_step(run_dir, 2, [made_run.rollout(2, 0, 6.0)])
+    made_run.write_step(run_dir, 4, [made_run.make_rollout(4, 0, 5.0, name="new")])
+    made_run.write_step(run_dir, 2, [made_run.make_rollout(2, 0, 6.0)])
     part_file(run_dir, 2, 1).unlink()
     index = reader.read()
     assert index.columns["step"].tolist() == [1] * 4 + [2] + [3] * 4 + [4] and index.columns["reward"][4] == 6
     assert index.texts["prompt"][index.columns["prompt"][-1]] == "new0"
 
 
-def test_one_rollout_with_its_tokens(run_dir: Path) -> None:
+def test_reads_one_rollout_with_its_tokens(run_dir: Path) -> None:
     (result,) = read_details(run_dir, 3, {2}, TokenDecoder(load_decoder(run_dir)))
     assert result["number"] == 2 and result["ids"] == [1, 2, 3, 4, 5]
     assert result["words"] == ["two", "three", "four", made_run.EVIL, "five"]
@@ -92,7 +92,7 @@ def test_one_rollout_with_its_tokens(run_dir: Path) -> None:
         np.array([2**40, 7]),
     ],
 )
-def test_columns_come_back(values: np.ndarray) -> None:
+def test_packed_columns_round_trip(values: np.ndarray) -> None:
     packed = pack(values)
     kind = {"u8": "<u1", "u16": "<u2", "i32": "<i4", "f32": "<f4"}[packed["kind"]]
     raw = np.frombuffer(zlib.decompress(base64.b64decode(packed["data"])), kind)
@@ -101,19 +101,19 @@ def test_columns_come_back(values: np.ndarray) -> None:
     np.testing.assert_array_equal(raw, values.astype(np.float32) if packed["kind"] == "f32" else values)
 
 
-def test_json_ends_no_element() -> None:
+def test_json_escapes_markup() -> None:
     text = to_json({"a": "</script><!-- & \u2028 \ud800"})
     assert not set("<>&\u2028") & set(text) and text.isascii()
 
 
-def test_tokens_that_are_no_utf8() -> None:
+def test_decodes_tokens_that_split_utf8() -> None:
     parts = {1: b"\xe2", 2: b"\x82", 3: b"\xac", 4: b"\xff", 5: b"a"}
-    words = TokenDecoder(lambda ids: b"".join(parts[item] for item in ids).decode(errors="replace"))
-    assert words.decode_each([1, 2, 3, 4, 5]) == ["", "", "€", "\ufffd", "a"]
-    assert words.decode_each([9]) == ["[9]"] and TokenDecoder(None).decode_each([7, 8]) == ["7 ", "8 "]
+    decoder = TokenDecoder(lambda ids: b"".join(parts[item] for item in ids).decode(errors="replace"))
+    assert decoder.decode_each([1, 2, 3, 4, 5]) == ["", "", "€", "\ufffd", "a"]
+    assert decoder.decode_each([9]) == ["[9]"] and TokenDecoder(None).decode_each([7, 8]) == ["7 ", "8 "]
 
 
-def test_the_tokenizer_is_found_from_another_folder_or_its_want_is_said(run_dir: Path, tmp_path: Path) -> None:
+def test_finds_the_tokenizer_relative_to_the_run_folder(run_dir: Path, tmp_path: Path) -> None:
     run = tmp_path / "lab/runs/mine"
     shutil.copytree(run_dir, run)
     (run / "config.yaml").write_text("run: {dir: runs/mine}\nmodel: {path: models/tiny}\n")
@@ -123,17 +123,17 @@ def test_the_tokenizer_is_found_from_another_folder_or_its_want_is_said(run_dir:
     assert decode is not None and decode([1]) == "two" and load(run).notes == []
 
 
-def test_where_two_runs_part(tmp_path: Path, run_dir: Path) -> None:
-    item, other = read_run(run_dir), read_run(made_run.make(tmp_path / "second", last=(3, 5, 5)))
+def test_finds_where_two_runs_diverge(tmp_path: Path, run_dir: Path) -> None:
+    item, other = read_run(run_dir), read_run(made_run.write_run(tmp_path / "second", last=(3, 5, 5)))
     result = find_divergence(item, other)
     assert result["tokens"] == {"step": 3, "number": 1, "token": 3, "ids": [4, 5]}
     assert result["steps"] == 3 and result["metrics"] is None
     assert find_divergence(item, item)["tokens"] is None
-    shorter = read_run(made_run.make(tmp_path / "third", last=(3, 4)))
+    shorter = read_run(made_run.write_run(tmp_path / "third", last=(3, 4)))
     assert find_divergence(item, shorter)["tokens"] == {"step": 3, "number": 1, "token": 4, "ids": [5, -1]}
 
 
-def test_an_empty_folder_says_so(tmp_path: Path) -> None:
+def test_empty_folder_yields_notes(tmp_path: Path) -> None:
     run, index = read_run(tmp_path), IndexReader(tmp_path).read()
     assert len(run.notes) == 2 and "config.yaml" in run.notes[0] and "metrics.jsonl" in run.notes[1]
     assert len(index) == 0 and "has no recorded rollouts" in index.notes[0]
@@ -141,11 +141,11 @@ def test_an_empty_folder_says_so(tmp_path: Path) -> None:
         read_run(tmp_path / "none")
 
 
-def test_of_a_broken_folder_the_rest_is_shown(run_dir: Path) -> None:
+def test_damaged_folder_shows_the_rest(run_dir: Path) -> None:
     part_file(run_dir, 1, 0).write_bytes(bytes(range(256)))
     part_file(run_dir, 2, 1).unlink()
-    full = part_file(run_dir, 3, 1).read_bytes()
-    part_file(run_dir, 3, 1).write_bytes(full[: len(full) // 2])
+    content = part_file(run_dir, 3, 1).read_bytes()
+    part_file(run_dir, 3, 1).write_bytes(content[: len(content) // 2])
     (run_dir / "metrics.jsonl").write_bytes(b'{"step": 1, "a": 2.0}\n{"step": \xff\xfe\n[]\n{"step": 2, "a": 3}\n')
     (run_dir / "config.yaml").write_text("guards: {alarms: true}\nnobody: 1\nalgorithm: ppo\n")
     run, index = read_run(run_dir), IndexReader(run_dir).read()
@@ -159,18 +159,18 @@ def test_of_a_broken_folder_the_rest_is_shown(run_dir: Path) -> None:
     assert all("\n" not in note for note in (*run.notes, *index.notes))
 
 
-def test_files_of_another_format_are_read_as_far_as_they_go(run_dir: Path) -> None:
+def test_reads_what_it_can_of_another_format(run_dir: Path) -> None:
     file = part_file(run_dir, 3, 0)
     table = pq.read_table(file).drop_columns(["advantage", "turn_weight_version", "advantages", "data_source"])
-    about = {**table.schema.metadata, b"megarl.format": b"1"}
-    pq.write_table(table.replace_schema_metadata(about), file)
+    schema_metadata = {**table.schema.metadata, b"megarl.format": b"1"}
+    pq.write_table(table.replace_schema_metadata(schema_metadata), file)
     index, notes = IndexReader(run_dir).read(), Notes()
     assert len(index) == 12 and any("files of format 1" in note for note in index.notes)
     (result,) = read_details(run_dir, 3, {0}, TokenDecoder(None), notes)
     assert result["advantages"] is None and result["turns"][1]["version"] is None
 
 
-def test_what_the_trainer_says_is_there_where_it_is_on_record(run_dir: Path) -> None:
+def test_reads_recorded_trainer_logprobs(run_dir: Path) -> None:
     file = part_file(run_dir, 3, 0)
     table = pq.read_table(file)
     if "trainer_logprobs" in table.column_names:
@@ -181,7 +181,7 @@ def test_what_the_trainer_says_is_there_where_it_is_on_record(run_dir: Path) -> 
     assert [item["trainer"] for item in result] == [[0, 0, -0.5, -1, -1.5], None] and result[0]["unreplayed"] is None
 
 
-def test_a_row_that_makes_no_sense_costs_itself_alone(run_dir: Path) -> None:
+def test_skips_an_inconsistent_row(run_dir: Path) -> None:
     file = part_file(run_dir, 3, 0)
     table = pq.read_table(file)
     at = table.schema.get_field_index("messages")
@@ -192,7 +192,7 @@ def test_a_row_that_makes_no_sense_costs_itself_alone(run_dir: Path) -> None:
     assert len(notes) == 1 and "rollout 0 is inconsistent" in notes[0]
 
 
-def test_a_run_that_goes_on_is_known_by_its_lock(run_dir: Path) -> None:
+def test_lock_file_marks_a_running_run(run_dir: Path) -> None:
     (run_dir / ".lock").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "a')

@@ -26,13 +26,13 @@ LAYOUTS: dict[str, dict[str, int]] = {
 """Layouts that resume a checkpoint of a run with TP 2 and EP 2."""
 
 
-def run_scenario(fixtures: Fixtures, wanted: Sequence[int]) -> Iterator[tuple[int, RowResult]]:
-    yield from run_rows(fixtures, wanted, {16: _layouts, 17: _other_runs})
+def run_scenario(fixtures: Fixtures, row_numbers: Sequence[int]) -> Iterator[tuple[int, RowResult]]:
+    yield from run_rows(fixtures, row_numbers, {16: _layouts, 17: _other_runs})
 
 
-def furthest(one: Path, other: Path) -> float:
+def furthest(first_run: Path, second_run: Path) -> float:
     """Return the largest difference of two runs' exported weights; infinite if they have different tensors."""
-    first, second = (load_file(path / "export" / "model.safetensors") for path in (one, other))
+    first, second = (load_file(path / "export" / "model.safetensors") for path in (first_run, second_run))
     if first.keys() != second.keys():
         return float("inf")
     return max(float(np.abs(first[name] - second[name]).max()) for name in first)
@@ -55,7 +55,7 @@ def _layouts(fixtures: Fixtures) -> RowResult:
         settings: dict[str, Any] = {f"parallel__{key}": value for key, value in layout.items()}
         with fixtures.start_replayed(run_dir, run__resume="auto", **settings) as job:
             ended = job.wait()
-        if findings.add(ended.status == 0, f"{name} goes on", f"{name}: {ended.why}"):
+        if findings.add(ended.status == 0, f"{name} goes on", f"{name}: {ended.reason}"):
             far = furthest(run_dir, undisturbed)
             findings.add(far <= TOLERANCE, f"and is within {far:.0e}")
     run_dir = copied(undisturbed, fixtures.new_folder("row_16_export"))
@@ -69,24 +69,24 @@ def _other_runs(fixtures: Fixtures) -> RowResult:
     run_dir = copied(undisturbed, fixtures.new_folder("row_17"), without=SFT_STEPS)
     with fixtures.start_sft(run_dir, run__resume="auto", run__seed=2) as job:
         ended = job.wait()
-    findings.add(ended.status == 2 and "run.seed" in ended.why, f"another seed: {shortened(ended.why, 100)}")
+    findings.add(ended.status == 2 and "run.seed" in ended.reason, f"another seed: {shortened(ended.reason, 100)}")
     data = fixtures.material / "sft.jsonl"
-    before = data.read_text()
+    original = data.read_text()
     try:
-        data.write_text(before.replace("What is", "Tell me"))
+        data.write_text(original.replace("What is", "Tell me"))
         with fixtures.start_sft(run_dir, run__resume="auto") as job:
             ended = job.wait()
         findings.add(
-            ended.status == 2 and not (run_dir / "export").exists(), f"other data: {shortened(ended.why, 100)}"
+            ended.status == 2 and not (run_dir / "export").exists(), f"other data: {shortened(ended.reason, 100)}"
         )
         if "forced" in describe_ranges()["run.resume"]:
             with fixtures.start_sft(run_dir, run__resume="forced") as job:
                 ended = job.wait()
             resumed = resumed_from(job.log)[-1:]
             forced = ended.status == 0 and resumed == [SFT_STEPS - 1] and not same_weights(run_dir, undisturbed)
-            findings.add(forced, "run.resume=forced goes on all the same", f"forced: {ended.why}")
+            findings.add(forced, "run.resume=forced goes on all the same", f"forced: {ended.reason}")
         else:
             findings.add(False, "", "nothing forces it")
     finally:
-        data.write_text(before)
+        data.write_text(original)
     return findings.result()

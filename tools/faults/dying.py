@@ -17,25 +17,25 @@ from faults.results import Findings, RowResult
 
 RESTARTS = "run.max_restarts"
 TIMEOUT_S = 20
-AT = 3
+FAULT_STEP = 3
 """Step of the fault; a checkpoint of the step before exists."""
 
 
-def run_scenario(fixtures: Fixtures, wanted: Sequence[int]) -> Iterator[tuple[int, RowResult]]:
-    yield from run_rows(fixtures, wanted, {1: _forward, 2: _all_reduce, 3: _stopped, 29: _slowed})
+def run_scenario(fixtures: Fixtures, row_numbers: Sequence[int]) -> Iterator[tuple[int, RowResult]]:
+    yield from run_rows(fixtures, row_numbers, {1: _forward, 2: _all_reduce, 3: _stopped, 29: _slowed})
 
 
 def restarting(fixtures: Fixtures, name: str, points: Sequence[Point], **settings: Any) -> Job:
     """Start a run that restarts by itself, if this program can do that."""
-    more: dict[str, Any] = {"run__max_restarts": 2} if RESTARTS in KEYS else {}
+    restart_settings: dict[str, Any] = {"run__max_restarts": 2} if RESTARTS in KEYS else {}
     return fixtures.start_replayed(
-        fixtures.new_folder(name) / "run", points, run__distributed_timeout_s=TIMEOUT_S, **more, **settings
+        fixtures.new_folder(name) / "run", points, run__distributed_timeout_s=TIMEOUT_S, **restart_settings, **settings
     )
 
 
-def again(fixtures: Fixtures, job: Job, ended: JobExit, findings: Findings, **settings: Any) -> None:
+def check_restart(fixtures: Fixtures, job: Job, ended: JobExit, findings: Findings, **settings: Any) -> None:
     """Check that the run has restarted by itself; otherwise resume it, as a person would."""
-    if findings.add(ended.status == 0, "started again by itself", f"not started again by itself ({ended.why})"):
+    if findings.add(ended.status == 0, "started again by itself", f"not started again by itself ({ended.reason})"):
         return
     with fixtures.start_replayed(
         job.run_dir, (), run__resume="auto", run__distributed_timeout_s=TIMEOUT_S, **settings
@@ -43,7 +43,7 @@ def again(fixtures: Fixtures, job: Job, ended: JobExit, findings: Findings, **se
         findings.add(second.wait().status == 0, "gone on with by hand")
 
 
-def ranks_gone(job: Job, pids: Sequence[int], since: float, seconds: float) -> float | None:
+def wait_for_exit(job: Job, pids: Sequence[int], since: float, seconds: float) -> float | None:
     """Return seconds until these processes have ended; None if they do not end in time."""
     deadline = time.time() + seconds
     while any(os.path.exists(f"/proc/{pid}") and _state(pid) != "Z" for pid in pids):
@@ -67,35 +67,35 @@ def _all_reduce(fixtures: Fixtures) -> RowResult:
     return _killed(fixtures, "all_reduce")
 
 
-def _killed(fixtures: Fixtures, at: str) -> RowResult:
+def _killed(fixtures: Fixtures, stage: str) -> RowResult:
     undisturbed, findings = fixtures.undisturbed(), Findings()
-    with restarting(fixtures, f"killed_in_{at}", [Point("there", at, AT, rank=1)]) as job:
-        pid = job.reached("there")["pid"]
+    with restarting(fixtures, f"killed_in_{stage}", [Point("there", stage, FAULT_STEP, rank=1)]) as job:
+        pid = job.wait_for_point("there")["pid"]
         others = [other for rank, other in job.ranks().items() if other != pid]
-        if at == "all_reduce":
+        if stage == "all_reduce":
             time.sleep(0.3)  # the point is just before the all-reduce
         moment = job.send(pid, signal.SIGKILL)
         job.release("there")
-        detect = ranks_gone(job, others, moment, TIMEOUT_S + 30)
+        detect = wait_for_exit(job, others, moment, TIMEOUT_S + 30)
         findings.add(
             detect is not None and detect <= TIMEOUT_S,
             f"its peer ended after {detect or 0:.1f} s",
             f"its peer did not end within the {TIMEOUT_S} s of run.distributed_timeout_s",
         )
         ended = job.wait()
-        again(fixtures, job, ended, findings)
+        check_restart(fixtures, job, ended, findings)
         findings.add(same_weights(job.run_dir, undisturbed), SAME_BITS)
-        return findings.result(detect, step_again(job, AT, moment), lost=0)
+        return findings.result(detect, step_again(job, FAULT_STEP, moment), lost=0)
 
 
 def _stopped(fixtures: Fixtures) -> RowResult:
     undisturbed, findings = fixtures.undisturbed(), Findings()
-    with restarting(fixtures, "row_3", [Point("there", "forward", AT, rank=1)]) as job:
-        job.reached("there")
+    with restarting(fixtures, "row_3", [Point("there", "forward", FAULT_STEP, rank=1)]) as job:
+        job.wait_for_point("there")
         ranks = job.ranks()
         moment = job.send(ranks[1], signal.SIGSTOP)
         job.release("there")
-        detect = ranks_gone(job, [ranks[0]], moment, 3 * TIMEOUT_S + 30)
+        detect = wait_for_exit(job, [ranks[0]], moment, 3 * TIMEOUT_S + 30)
         findings.add(
             detect is not None and detect <= TIMEOUT_S + 10,
             f"its peer ended after {detect or 0:.1f} s with run.distributed_timeout_s={TIMEOUT_S}",
@@ -110,9 +110,9 @@ def _stopped(fixtures: Fixtures) -> RowResult:
             f"stacks of ranks are in {', '.join(file.name for file in stacks[:3])}",
             "no stacks were written",
         )
-        again(fixtures, job, ended, findings)
+        check_restart(fixtures, job, ended, findings)
         findings.add(same_weights(job.run_dir, undisturbed), SAME_BITS)
-        return findings.result(detect, step_again(job, AT, moment), lost=0)
+        return findings.result(detect, step_again(job, FAULT_STEP, moment), lost=0)
 
 
 def _is_stacks(text: str) -> bool:
@@ -135,19 +135,21 @@ def _slowed(fixtures: Fixtures) -> RowResult:
         try:
             ended = job.wait()
         finally:
-            slow.over()
-        findings.add(ended.status == 0, "the run came to its end", f"the run ended: {ended.why}")
-        lines = [line for line in job.log.splitlines() if _names(line)]
-        named = findings.add(bool(lines), f"said: {shortened(lines[0] if lines else '', 120)}", "rank 1 is not named")
-        at = slow.began + (0.0 if not named else max(0.0, _second_of(lines[0]) - slow.began))
-        return findings.result(at - slow.began if named else None, lost=0)
+            slow.stop()
+        findings.add(ended.status == 0, "the run came to its end", f"the run ended: {ended.reason}")
+        lines = [line for line in job.log.splitlines() if _names_straggler(line)]
+        is_named = findings.add(
+            bool(lines), f"said: {shortened(lines[0] if lines else '', 120)}", "rank 1 is not named"
+        )
+        named_at = slow.started_at + (0.0 if not is_named else max(0.0, _log_time(lines[0]) - slow.started_at))
+        return findings.result(named_at - slow.started_at if is_named else None, lost=0)
 
 
-def _names(line: str) -> bool:
+def _names_straggler(line: str) -> bool:
     return bool(re.search(r"\brank 1\b", line) and re.search(r"slow|straggl|behind|times", line))
 
 
-def _second_of(line: str) -> float:
+def _log_time(line: str) -> float:
     try:
         return time.mktime(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S"))
     except ValueError:
@@ -160,22 +162,22 @@ class Slow(threading.Thread):
     def __init__(self, pid: int, share: float = 0.1, period: float = 0.05) -> None:
         super().__init__(daemon=True)
         self.pid, self.share, self.period = pid, share, period
-        self._over = threading.Event()
-        self.began = time.time()
+        self._stopped = threading.Event()
+        self.started_at = time.time()
         self.start()
 
     def run(self) -> None:
         try:
-            while not self._over.is_set():
+            while not self._stopped.is_set():
                 os.kill(self.pid, signal.SIGSTOP)
-                self._over.wait(self.period * (1 - self.share))
+                self._stopped.wait(self.period * (1 - self.share))
                 os.kill(self.pid, signal.SIGCONT)
-                self._over.wait(self.period * self.share)
+                self._stopped.wait(self.period * self.share)
         except ProcessLookupError:
             pass
 
-    def over(self) -> None:
-        self._over.set()
+    def stop(self) -> None:
+        self._stopped.set()
         self.join()
         if _state(self.pid) == "T":
             os.kill(self.pid, signal.SIGCONT)
@@ -183,11 +185,11 @@ class Slow(threading.Thread):
 
 def _state(pid: int) -> str:
     """Return a process's state from /proc; empty if there is none."""
-    status = read_text_of(pid)
+    status = read_status(pid)
     return status.rpartition(")")[2].split()[0] if status else ""
 
 
-def read_text_of(pid: int) -> str:
+def read_status(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read()

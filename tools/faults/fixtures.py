@@ -75,7 +75,7 @@ class Fixtures:
         return target
 
     @cached_property
-    def answers(self) -> Path:
+    def recorded_rollouts(self) -> Path:
         """Recorded rollouts of all steps."""
         return record(self.folder / "answers", self.material / "model", range(1, STEPS + 1), GROUPS, SAMPLES, ranks=2)
 
@@ -116,7 +116,7 @@ class Fixtures:
         overrides: dict[str, Any] = {**paths, "parallel.world_size": 2, "parallel.tp": 2, "parallel.ep": 2}
         overrides |= _keys(settings)
         if "rollout.replay" not in overrides:
-            overrides["rollout.replay"] = self.answers
+            overrides["rollout.replay"] = self.recorded_rollouts
         return Job(run_dir, self.material / "grpo.yaml", overrides, points, prefix)
 
     @cached_property
@@ -128,10 +128,10 @@ class Fixtures:
         place = self.new_folder("caller")
         function = {"name": "calculator", "arguments": {"expression": "61+17"}}
         question = {"role": "user", "content": "What is 61+17?"}
-        called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-        answer = {"role": "assistant", "content": "The answer is 78."}
-        talk = [question, called, {"role": "tool", "content": "78"}, answer]
-        lesson = json.dumps({"messages": talk, "tools": [calculator.schema]})
+        tool_call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+        final = {"role": "assistant", "content": "The answer is 78."}
+        conversation = [question, tool_call, {"role": "tool", "content": "78"}, final]
+        lesson = json.dumps({"messages": conversation, "tools": [calculator.schema]})
         (place / "lessons.jsonl").write_text(f"{lesson}\n" * 16)
         rows = (
             {"id": str(number), "prompt": [question], "ground_truth": 78, "tools": ["calculator"]}
@@ -139,8 +139,8 @@ class Fixtures:
         )
         (place / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         slow = {"actor_optimizer__lr": 0.005, "actor_optimizer__schedule": "constant"}
-        more: dict[str, Any] = {"data__train": place / "lessons.jsonl", "data__prompts_per_step": 16, **slow}
-        wait_until_finished(self.start_sft(place / "run", run__num_rollout=10, run__save_every=0, **more))
+        lesson_settings: dict[str, Any] = {"data__train": place / "lessons.jsonl", "data__prompts_per_step": 16, **slow}
+        wait_until_finished(self.start_sft(place / "run", run__num_rollout=10, run__save_every=0, **lesson_settings))
         return place
 
     def start_generated(self, run_dir: Path, points: Sequence[Point], settings: dict[str, Any]) -> Job:
@@ -181,11 +181,11 @@ class Fixtures:
 
 
 def run_rows(
-    fixtures: Fixtures, wanted: Sequence[int], works: Mapping[int, Callable[[Fixtures], RowResult]]
+    fixtures: Fixtures, row_numbers: Sequence[int], works: Mapping[int, Callable[[Fixtures], RowResult]]
 ) -> Iterator[tuple[int, RowResult]]:
     """Run rows that have their own runs: an error in one does not stop the others."""
     for number, work in works.items():
-        if number in wanted:
+        if number in row_numbers:
             fixtures.say(f"row {number}")
             yield number, run_row(work, fixtures)
 
@@ -203,8 +203,8 @@ def wait_until_finished(job: Job, seconds: float = PATIENCE_S) -> float:
     with job:
         done = job.wait(seconds)
         if done.status:
-            raise UnexpectedOutcome(f"a run that nothing was done to ended with status {done.status}: {done.why}")
-        return done.at - job.began
+            raise UnexpectedOutcome(f"a run that nothing was done to ended with status {done.status}: {done.reason}")
+        return done.at - job.started_at
 
 
 def _keys(settings: dict[str, Any]) -> dict[str, Any]:

@@ -34,8 +34,8 @@ STEPS = {22: 1, 18: 2, 19: 3, 4: 4, 5: 6, 6: 8, 7: 10}
 LAST = 11
 
 
-def run_scenario(fixtures: Fixtures, wanted: Sequence[int]) -> Iterator[tuple[int, RowResult]]:
-    chain = Chain(fixtures, wanted)
+def run_scenario(fixtures: Fixtures, row_numbers: Sequence[int]) -> Iterator[tuple[int, RowResult]]:
+    chain = Chain(fixtures, row_numbers)
     works: dict[int, Callable[[Chain, Findings, int], RowResult]] = {
         22: _hung_tool,
         18: _asked_to_stop,
@@ -47,7 +47,7 @@ def run_scenario(fixtures: Fixtures, wanted: Sequence[int]) -> Iterator[tuple[in
     }
     try:
         for number, work in works.items():
-            if number not in wanted:
+            if number not in row_numbers:
                 continue
             fixtures.say(f"row {number}")
             yield number, run_row(chain.row, work, number)
@@ -58,18 +58,18 @@ def run_scenario(fixtures: Fixtures, wanted: Sequence[int]) -> Iterator[tuple[in
 class Chain:
     """One run, across restarts."""
 
-    def __init__(self, fixtures: Fixtures, wanted: Sequence[int]) -> None:
+    def __init__(self, fixtures: Fixtures, row_numbers: Sequence[int]) -> None:
         self.fixtures, self.folder = fixtures, fixtures.new_folder("generating")
         self.notes, self.run_dir = self.folder / "notes", self.folder / "run"
         self.notes.mkdir()
         os.environ[NOTES] = str(self.notes)
-        numbers = [STEPS[number] for number in wanted]
+        numbers = [STEPS[number] for number in row_numbers]
         self.points = [
             *(Point(f"save_{step}", "save:data", step) for step in (STEPS[18], STEPS[19]) if step in numbers),
             *(Point("push", "push", step) for step in (STEPS[6],) if step in numbers),
             *(Point("wire", "wire", step) for step in (STEPS[7],) if step in numbers),
         ]
-        if 22 in wanted:
+        if 22 in row_numbers:
             (self.notes / HANG).touch()
         self.job: Job | None = None
 
@@ -110,10 +110,10 @@ class Chain:
         """Wait until some answers of a step are done and others are not."""
         job = self.alive()
         job.wait_for(lambda: step == 1 or step - 1 in self.rows(), f"step {step - 1}")
-        before = self.rewarded()
-        job.wait_for(lambda: self.rewarded() >= before + 2, f"the first answers of step {step}")
+        num_before = self.rewarded()
+        job.wait_for(lambda: self.rewarded() >= num_before + 2, f"the first answers of step {step}")
 
-    def done(self, step: int) -> dict[str, Any]:
+    def wait_for_step(self, step: int) -> dict[str, Any]:
         """Wait for the end of a step."""
         self.alive_or_not().wait_for(lambda: step in self.rows(), f"the end of step {step}")
         return self.rows()[step]
@@ -147,7 +147,7 @@ def _writes_to(process: psutil.Process, log: str) -> bool:
 
 def _hung_tool(chain: Chain, findings: Findings, number: int) -> RowResult:
     step = STEPS[number]
-    chain.done(step)
+    chain.wait_for_step(step)
     messages = [
         str(message["content"])
         for rollout in chain.rollouts(step)
@@ -165,20 +165,22 @@ def _hung_tool(chain: Chain, findings: Findings, number: int) -> RowResult:
 
 def _asked_to_stop(chain: Chain, findings: Findings, number: int) -> RowResult:
     """Send the stop signal in two situations: while answers are running, and again while the run saves."""
-    step, what = STEPS[number], {18: signal.SIGUSR1, 19: signal.SIGTERM}[number]
+    step, signal_ = STEPS[number], {18: signal.SIGUSR1, 19: signal.SIGTERM}[number]
     chain.in_the_middle(step)
     job = chain.alive()
-    moment = job.send(job.process.pid, what)
-    job.reached(f"save_{step}")
+    moment = job.send(job.process.pid, signal_)
+    job.wait_for_point(f"save_{step}")
     time.sleep(max(0.0, moment + 3.0 - time.time()))
-    again = job.send(job.process.pid, what)
+    again = job.send(job.process.pid, signal_)
     time.sleep(1.0)
     job.release(f"save_{step}")
     ended = job.wait()
-    right = ended.status == REQUEUE_EXIT_CODE
-    findings.add(right, f"exit status {ended.status}: {ended.why}", f"exit status {ended.status}: {ended.why}")
-    took = ended.at - moment - 4.0  # minus the time that the tool held it
-    findings.add(right and took < BUDGET_S, f"{took:.0f} s from the signal to the end, of {BUDGET_S}")
+    is_requeued = ended.status == REQUEUE_EXIT_CODE
+    findings.add(
+        is_requeued, f"exit status {ended.status}: {ended.reason}", f"exit status {ended.status}: {ended.reason}"
+    )
+    elapsed = ended.at - moment - 4.0  # minus the time that the tool held it
+    findings.add(is_requeued and elapsed < BUDGET_S, f"{elapsed:.0f} s from the signal to the end, of {BUDGET_S}")
     second = chain.alive()
     second.wait_for(lambda: resumed_from(second.log)[-1:] == [step], f"a resume from step {step}")
     findings.add(True, f"goes on from step {step}: the save was completed")
@@ -190,23 +192,23 @@ def _asked_to_stop(chain: Chain, findings: Findings, number: int) -> RowResult:
 
 def _killed_engine(chain: Chain, findings: Findings, number: int) -> RowResult:
     chain.in_the_middle(STEPS[number])
-    before = chain.rewarded()
+    num_before = chain.rewarded()
     engine = chain.engine()
     engine.kill()
-    return _recovered(chain, findings, number, time.time(), before)
+    return _recovered(chain, findings, number, time.time(), num_before)
 
 
 def _hanging_engine(chain: Chain, findings: Findings, number: int) -> RowResult:
     chain.in_the_middle(STEPS[number])
-    before = chain.rewarded()
+    num_before = chain.rewarded()
     engine = chain.engine()
     engine.suspend()
     moment = time.time()
     try:
         chain.alive_or_not().wait_for(lambda: not engine.is_running() or _is_dead(engine), "the end of what hangs")
-        took = time.time() - moment
-        findings.add(took < 2 * HANG_S, f"killed after {took:.0f} s")
-        return _recovered(chain, findings, number, moment, before)
+        elapsed = time.time() - moment
+        findings.add(elapsed < 2 * HANG_S, f"killed after {elapsed:.0f} s")
+        return _recovered(chain, findings, number, moment, num_before)
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             engine.kill()
@@ -219,24 +221,24 @@ def _is_dead(process: psutil.Process) -> bool:
         return True
 
 
-def _recovered(chain: Chain, findings: Findings, number: int, moment: float, before: int) -> RowResult:
+def _recovered(chain: Chain, findings: Findings, number: int, moment: float, num_before: int) -> RowResult:
     """Check that the step continued without its engine, and that the engine was restarted with the weights."""
     step, job = STEPS[number], chain.alive_or_not()
     detect = None
 
-    def over() -> bool:
+    def has_ended() -> bool:
         nonlocal detect
         if detect is None and _lost_line(job, moment):
             detect = time.time() - moment
         return step in chain.rows() or job.process.poll() is not None
 
-    job.wait_for(over, f"the end of step {step}")
-    if not findings.add(step in chain.rows(), "the step was not lost", f"the run ended: {_why(job)}"):
+    job.wait_for(has_ended, f"the end of step {step}")
+    if not findings.add(step in chain.rows(), "the step was not lost", f"the run ended: {_end_reason(job)}"):
         return findings.result(detect, lost=None)
     recover = time.time() - moment
-    again = chain.rewarded() - before
-    whole = GROUPS * SAMPLES
-    findings.add(again <= whole, f"{again} of {whole} answers came after it, those before it were kept")
+    again = chain.rewarded() - num_before
+    expected = GROUPS * SAMPLES
+    findings.add(again <= expected, f"{again} of {expected} answers came after it, those before it were kept")
     aborted = _aborted(chain, step)
     findings.add(not aborted, "all lost ones were generated again", f"{aborted} were aborted")
     _well(chain, findings, step + 1)
@@ -245,7 +247,7 @@ def _recovered(chain: Chain, findings: Findings, number: int, moment: float, bef
 
 def _well(chain: Chain, findings: Findings, step: int) -> None:
     """Check that in a step all engines have the trainer's weights, of one version."""
-    row = chain.done(step)
+    row = chain.wait_for_step(step)
     far = row["rollout/logprob_diff_p95"]
     findings.add(
         far < TOLERANCE, f"in the next step log-probs are within {far:.0e} of the trainer's: it has the weights"
@@ -262,19 +264,19 @@ def _lost_line(job: Job, since: float) -> str:
     """Return the log line about an engine lost after a moment."""
     for line in job.log.splitlines()[::-1]:
         try:
-            at = time.mktime(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S"))
+            logged_at = time.mktime(time.strptime(line[:19], "%Y-%m-%d %H:%M:%S"))
         except ValueError:
             continue
-        if at < since - 1:
+        if logged_at < since - 1:
             return ""
         if re.search(r"engine \d+ ", line) and re.search(r"lost|died|hangs|hung|not running|does not respond", line):
             return line
     return ""
 
 
-def _why(job: Job) -> str:
+def _end_reason(job: Job) -> str:
     """Return the reason of a run that has ended; empty if it is running."""
-    return _ended(job).why
+    return _ended(job).reason
 
 
 def _aborted(chain: Chain, step: int) -> int:
@@ -286,13 +288,13 @@ def _aborted(chain: Chain, step: int) -> int:
 
 def _broken_push(chain: Chain, findings: Findings, number: int) -> RowResult:
     step, job = STEPS[number], chain.alive()
-    job.reached("push")
+    job.wait_for_point("push")
     engine = chain.engine()
     engine.kill()
     moment = time.time()
     job.release("push")
     job.wait_for(lambda: step in chain.rows() or job.process.poll() is not None, f"the end of step {step}")
-    if not findings.add(job.process.poll() is None, "the run went on", f"the run ended: {_ended(job).why}"):
+    if not findings.add(job.process.poll() is None, "the run went on", f"the run ended: {_ended(job).reason}"):
         return findings.result()
     recover = time.time() - moment
     _well(chain, findings, step + 1)
@@ -305,12 +307,12 @@ def _ended(job: Job) -> JobExit:
 
 def _flipped_bit(chain: Chain, findings: Findings, number: int) -> RowResult:
     step, job = STEPS[number], chain.alive()
-    flipped = job.reached("wire")
+    flipped = job.wait_for_point("wire")
     ended = job.wait()
     findings.add(ended.status == 2, "exit status 2", f"exit status {ended.status}")
-    match = re.search(r"arrived|checksum|hash|bits|other weights than were sent", ended.why)
-    named = bool(match) and f"version {step}" in ended.why
-    findings.add(named, shortened(ended.why, 140), shortened(ended.why, 140))
+    match = re.search(r"arrived|checksum|hash|bits|other weights than were sent", ended.reason)
+    is_named = bool(match) and f"version {step}" in ended.reason
+    findings.add(is_named, shortened(ended.reason, 140), shortened(ended.reason, 140))
     after = chain.run_dir / "rollouts" / f"step_{step + 1:06d}"
     findings.add(not after.exists(), "nothing was generated with it")
     return findings.result(detect=ended.at - flipped["time"], lost=0)

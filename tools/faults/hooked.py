@@ -25,11 +25,11 @@ from megarl.parallel import rendezvous  # noqa: E402
 class HookedLaunch(launcher.Launch):
     """Launches this program instead of `-m megarl.train`."""
 
-    def __init__(self, command: Sequence[str], *arguments: Any, **named: Any) -> None:
-        python, *rest = command
-        if rest[:2] == ["-m", "megarl.train"]:
-            rest = [str(Path(__file__).resolve()), *rest[2:]]
-        super().__init__((python, *rest), *arguments, **named)
+    def __init__(self, command: Sequence[str], *arguments: Any, **keywords: Any) -> None:
+        python, *script_arguments = command
+        if script_arguments[:2] == ["-m", "megarl.train"]:
+            script_arguments = [str(Path(__file__).resolve()), *script_arguments[2:]]
+        super().__init__((python, *script_arguments), *arguments, **keywords)
 
 
 def main() -> int:

@@ -39,14 +39,14 @@ class JobExit:
     """Time of the end, as in `time.time()`."""
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """The line with the reason, short enough for a table."""
         return shortened(self.lines[-1] if self.lines else f"exit status {self.status}")
 
 
-def shortened(text: str, most: int = 160) -> str:
+def shortened(text: str, limit: int = 160) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 class Job:
@@ -76,7 +76,7 @@ class Job:
             environment[HOST_VARIABLE] = host
         self._output = tempfile.TemporaryFile("w+")
         self._errors = tempfile.TemporaryFile("w+")
-        self.began = time.time()
+        self.started_at = time.time()
         self.process = subprocess.Popen(
             [*prefix, sys.executable, script, str(config), *overrides],
             cwd=ROOT,
@@ -95,20 +95,20 @@ class Job:
 
     # --- waiting
 
-    def wait_for(self, condition: Callable[[], Any], what: str, seconds: float = PATIENCE_S) -> Any:
+    def wait_for(self, condition: Callable[[], Any], description: str, seconds: float = PATIENCE_S) -> Any:
         """Return the first true value of `condition`. Raises UnexpectedOutcome if the run ends first, or on timeout."""
         deadline = time.monotonic() + seconds
         while not (result := condition()):
             if self.process.poll() is not None:
                 if result := condition():
                     return result
-                raise UnexpectedOutcome(f"the run ended before {what}: {self.wait().why}")
+                raise UnexpectedOutcome(f"the run ended before {description}: {self.wait().reason}")
             if time.monotonic() > deadline:
-                raise UnexpectedOutcome(f"{what} did not come in {seconds:g} s")
+                raise UnexpectedOutcome(f"{description} did not come in {seconds:g} s")
             time.sleep(_LOOK_S)
         return result
 
-    def reached(self, name: str, seconds: float = PATIENCE_S) -> dict[str, Any]:
+    def wait_for_point(self, name: str, seconds: float = PATIENCE_S) -> dict[str, Any]:
         """Return the process that reached the point, and the time."""
         mark: dict[str, Any] = self.wait_for(lambda: self._mark(name), f"the point {name}", seconds)
         return mark
@@ -137,8 +137,8 @@ class Job:
 
     def family(self) -> list[psutil.Process]:
         try:
-            whole = psutil.Process(self.process.pid)
-            return [whole, *whole.children(recursive=True)]
+            launcher = psutil.Process(self.process.pid)
+            return [launcher, *launcher.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
 
@@ -187,7 +187,7 @@ class Job:
         return os.pread(self._output.fileno(), 1 << 22, 0).decode(errors="replace")
 
     def metrics(self) -> list[dict[str, Any]]:
-        return metrics_of(self.seen_at)
+        return read_run_metrics(self.seen_at)
 
 
 def _is_fork(process: psutil.Process) -> bool:
@@ -199,7 +199,7 @@ def _is_fork(process: psutil.Process) -> bool:
         return False
 
 
-def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+def read_run_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the complete lines in order, repeated steps included."""
     rows = []
     for line in read_text(run_dir / "metrics.jsonl").splitlines():

@@ -26,7 +26,7 @@ _STAGES = ("tmp", "data", "manifest", "rename", "latest")
 
 @dataclass(frozen=True)
 class Point:
-    """at: a name of `INSTALL`. step, rank: of the run; steps count from 1. again: number of further consecutive steps
+    """at: a name of `INSTALL`. step, rank: of the run; steps count from 1. repeats: number of further consecutive steps
     in which to repeat the fault; 0 for points that hold the run. ends: for a stage of a checkpoint, whether the thread
     that reaches it ends."""
 
@@ -34,11 +34,11 @@ class Point:
     at: str
     step: int
     rank: int = 0
-    again: int = 0
+    repeats: int = 0
     ends: bool = False
 
 
-class _Now:
+class _Current:
     """State of this process."""
 
     step = 0
@@ -48,11 +48,11 @@ class _Now:
 class Moment:
     def __init__(self, point: Point, folder: Path) -> None:
         self.point, self.folder = point, folder
-        self.here = int(os.environ.get("RANK", "0")) == point.rank
+        self.is_on_rank = int(os.environ.get("RANK", "0")) == point.rank
         self.file = folder / f"{point.name}.at"
 
     def is_now(self) -> bool:
-        return self.here and self.point.step <= _Now.step <= self.point.step + self.point.again
+        return self.is_on_rank and self.point.step <= _Current.step <= self.point.step + self.point.repeats
 
     def mark(self) -> bool:
         """Record that the point is reached, unless it already was."""
@@ -61,18 +61,18 @@ class Moment:
         except FileExistsError:
             return False
         with os.fdopen(descriptor, "w") as file:
-            where = {"pid": os.getpid(), "beside": threading.current_thread() is not threading.main_thread()}
-            json.dump({**where, "time": time.time(), "step": _Now.step}, file)
+            record = {"pid": os.getpid(), "beside": threading.current_thread() is not threading.main_thread()}
+            json.dump({**record, "time": time.time(), "step": _Current.step}, file)
         return True
 
-    def hold(self) -> None:
+    def block(self) -> None:
         while not self.file.with_suffix(".go").exists():
             time.sleep(_LOOK_S)
 
     def reach(self) -> None:
         """Hold the run here, unless it has been held before."""
         if self.mark():
-            self.hold()
+            self.block()
 
 
 def install(settings: str) -> None:
@@ -84,7 +84,7 @@ def install(settings: str) -> None:
     from megarl.observe.run_log import RunLog
 
     def begin_step(self: Any, step: int) -> None:
-        _Now.step = step
+        _Current.step = step
         original(self, step)
 
     original = RunLog.begin_step
@@ -98,9 +98,9 @@ def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
     function = getattr(owner, name)
 
     @functools.wraps(function)
-    def call(*arguments: Any, **named: Any) -> Any:
-        act(*arguments, **named)
-        return function(*arguments, **named)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        act(*arguments, **keywords)
+        return function(*arguments, **keywords)
 
     setattr(owner, name, call)
 
@@ -122,12 +122,12 @@ def _in_all_reduce(moment: Moment) -> None:
     import torch.distributed as dist
 
     def act(tensor: Any, op: Any = None, group: Any = None, async_op: bool = False) -> None:
-        if _Now.step != moment.point.step or dist.get_world_size(group) < 2:
+        if _Current.step != moment.point.step or dist.get_world_size(group) < 2:
             return
-        if moment.here:
+        if moment.is_on_rank:
             moment.mark()
         elif not moment.file.with_suffix(".go").exists():
-            moment.hold()
+            moment.block()
 
     _before(dist, "all_reduce", act)
 
@@ -147,25 +147,25 @@ def _in_save(moment: Moment) -> None:
     stage, folder = moment.point.at.partition(":")[2], f"step_{moment.point.step:06d}"
     opened: list[str] = []
 
-    def look(event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in ("open", "os.rename") or _Now.busy or not moment.here:
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in ("open", "os.rename") or _Current.busy or not moment.is_on_rank:
             return
         path = os.fsdecode(arguments[0]) if isinstance(arguments[0], (str, bytes, os.PathLike)) else ""
         if event == "open" and not _writes(arguments[1], arguments[2]):
             return
         if event == "open" and f"/{folder}.tmp/" in path:
             opened.append(path)
-        if stage_of(event, path, folder, len(opened)) == stage:
-            _Now.busy = True
+        if save_stage(event, path, folder, len(opened)) == stage:
+            _Current.busy = True
             try:
                 if not moment.point.ends:
                     moment.reach()
                 elif moment.mark():
                     raise SystemExit("ended by the fault matrix")  # like a thread that is ended from outside
             finally:
-                _Now.busy = False
+                _Current.busy = False
 
-    sys.addaudithook(look)
+    sys.addaudithook(audit)
 
 
 def _writes(mode: Any, flags: Any) -> bool:
@@ -174,17 +174,17 @@ def _writes(mode: Any, flags: Any) -> bool:
     return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR))
 
 
-def stage_of(event: str, path: str, folder: str, opened: int) -> str:
+def save_stage(event: str, path: str, folder: str, opened: int) -> str:
     """Return the checkpoint stage about to begin; empty if none. folder: its final name. opened: number of its files
     that this process has opened for writing, including this one."""
-    inside = f"/{folder}.tmp/" in path
+    is_in_step = f"/{folder}.tmp/" in path
     if event == "os.rename":
         return "rename" if path.endswith(f"/{folder}.tmp") else ""
-    if inside and re.search(r"/manifest\.[a-z.]+$", path):
+    if is_in_step and re.search(r"/manifest\.[a-z.]+$", path):
         return "manifest"
-    if inside and opened == 1:
+    if is_in_step and opened == 1:
         return "tmp"
-    if inside and opened == 2:
+    if is_in_step and opened == 2:
         return "data"
     return "latest" if re.search(r"/checkpoints/\.?latest[^/]*$", path) else ""
 
@@ -210,14 +210,14 @@ def _in_the_gradient(moment: Moment) -> None:
     """Make this rank's gradients NaN, whichever shard of them it owns."""
     from megarl.megatron import optimizer
 
-    def spoil(whole: Any, *_: Any) -> None:
+    def corrupt(chained: Any, *_: Any) -> None:
         if moment.is_now():
             moment.mark()
-            for part in whole.chained_optimizers:
+            for part in chained.chained_optimizers:
                 for buffer in getattr(part, "buffers", ()):
                     buffer.grad_data.fill_(float("nan"))
 
-    _before(optimizer, "take_step", spoil)
+    _before(optimizer, "take_step", corrupt)
 
 
 def _in_the_log_probs(moment: Moment) -> None:
@@ -226,8 +226,8 @@ def _in_the_log_probs(moment: Moment) -> None:
 
     original = MegatronModel.forward
 
-    def forward(self: Any, batch: Any, *arguments: Any, **named: Any) -> Any:
-        output = original(self, batch, *arguments, **named)
+    def forward(self: Any, batch: Any, *arguments: Any, **keywords: Any) -> Any:
+        output = original(self, batch, *arguments, **keywords)
         if moment.is_now() and "logprobs" in output and len(batch.cu_seqlens) > 1 and moment.mark():
             first, end = batch.cu_seqlens[:2].tolist()
             output["logprobs"][first:end] = float("nan")

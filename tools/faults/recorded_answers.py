@@ -40,9 +40,9 @@ def record(
                 text = answer(step, group, sample)
                 answer_ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
                 turns = (Turn(ids), Turn(answer_ids, np.full(len(answer_ids), even, np.float32), True, step - 1))
-                words = (question, {"role": "assistant", "content": text})
+                messages = (question, {"role": "assistant", "content": text})
                 number = group * samples + sample
-                rollout = Rollout(prompt, turns, seed=number, group=group, messages=words)
+                rollout = Rollout(prompt, turns, seed=number, group=group, messages=messages)
                 by_rank[number * ranks // (groups * samples)].append((number, rollout))
         for rank, rank_rollouts in enumerate(by_rank):
             numbers, rollouts = zip(*rank_rollouts, strict=True)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from faults.fixtures import Fixtures
 from faults.job import shortened
-from faults.judging import HUGE, NOTES, Service, asks
+from faults.judging import HUGE, NOTES, Service, requested_fault
 from faults.recorded_answers import record, wordy
 from faults.results import Findings, RowResult
 from megarl.observe.rollout_log import read_records
 from megarl.observe.rollout_table import Record
 
-WORDS: tuple[tuple[str, ...], ...] = (
+FAULTS: tuple[tuple[str, ...], ...] = (
     ("error", "once"),
     ("hang", "slow"),
     ("malformed", "nan", "text", "huge"),
@@ -32,19 +32,19 @@ MASKED = {"error", "hang", "malformed", "nan", "text", "huge", "raise", "loop", 
 
 
 def answer(step: int, group: int, sample: int) -> str:
-    words = WORDS[group]
+    fault_names = FAULTS[group]
     if group in (4, 5):
-        words = words[:1] * SAMPLES  # all samples of the group
-    request = f" [{words[sample]}]" if step == 1 and sample < len(words) else ""
+        fault_names = fault_names[:1] * SAMPLES  # all samples of the group
+    request = f" [{fault_names[sample]}]" if step == 1 and sample < len(fault_names) else ""
     return wordy(step, group, sample) + request
 
 
-def run_scenario(fixtures: Fixtures, wanted: Sequence[int]) -> Iterator[tuple[int, RowResult]]:
-    fixtures.say(f"rows {', '.join(map(str, wanted))}")
+def run_scenario(fixtures: Fixtures, row_numbers: Sequence[int]) -> Iterator[tuple[int, RowResult]]:
+    fixtures.say(f"rows {', '.join(map(str, row_numbers))}")
     place = fixtures.new_folder("rewarding")
     notes = place / "notes"
     notes.mkdir()
-    replay = record(place / "answers", fixtures.material / "model", (1, 2), len(WORDS), SAMPLES, answer)
+    replay = record(place / "answers", fixtures.material / "model", (1, 2), len(FAULTS), SAMPLES, answer)
     service = Service()
     os.environ[NOTES] = str(notes)
     options = {"url": service.url, "private": True, "timeout": TIMEOUT_S, "tries": TRIES, "pause": PAUSE_S}
@@ -58,7 +58,7 @@ def run_scenario(fixtures: Fixtures, wanted: Sequence[int]) -> Iterator[tuple[in
             rollout__replay=replay,
             rollout__samples_per_prompt=SAMPLES,
             rollout__pass_env=[NOTES],
-            data__prompts_per_step=len(WORDS),
+            data__prompts_per_step=len(FAULTS),
             run__num_rollout=2,
             run__save_every=0,
             run__export=False,
@@ -73,10 +73,10 @@ def run_scenario(fixtures: Fixtures, wanted: Sequence[int]) -> Iterator[tuple[in
         del os.environ[NOTES]
     first, second = (Step(read_records(place / "run", step)) for step in (1, 2))
     common = Findings()
-    common.add(ended.status == 0, "the run came to its end", f"the run ended: {ended.why}")
+    common.add(ended.status == 0, "the run came to its end", f"the run ended: {ended.reason}")
     rows = job.metrics()
     for number, work in ((23, _errors), (24, _late), (25, _rejected), (26, _functions), (27, _groups)):
-        if number in wanted:
+        if number in row_numbers:
             findings = Findings()
             findings.facts += [fact for fact in common.facts if not fact[0]]
             yield number, work(findings, first, second, service, notes, rows)
@@ -88,15 +88,15 @@ class Step:
     def __init__(self, records: Sequence[Record]) -> None:
         self.records = records
 
-    def asking(self, *words: str) -> list[Record]:
-        return [record for record in self.records if asks(record.rollout.answer) in words]
+    def asking(self, *fault_names: str) -> list[Record]:
+        return [record for record in self.records if requested_fault(record.rollout.answer) in fault_names]
 
     def group(self, number: int) -> list[Record]:
         return [record for record in self.records if record.rollout.group == number]
 
-    def masked(self, findings: Findings, *words: str) -> int:
+    def masked(self, findings: Findings, *fault_names: str) -> int:
         """Check that the answers with these words have no reward and were not trained on. Return their number."""
-        records = self.asking(*words)
+        records = self.asking(*fault_names)
         good = [record for record in records if record.rollout.unscored and record.advantages is None]
         reasons = {text for record in records for text in record.rollout.unscored.values()}
         why = sorted({shortened(text.rpartition("/score: ")[2], 70) for text in reasons})
@@ -118,8 +118,8 @@ class Step:
             for advantage, reward in zip(advantages, rewards, strict=True)
             if abs(reward - mean) > 1e-9
         )
-        around = abs(sum(advantage or 0.0 for advantage in advantages)) < 1e-3
-        findings.add(bool(scored) and good and around, "the others are compared with each other alone")
+        is_centered = abs(sum(advantage or 0.0 for advantage in advantages)) < 1e-3
+        findings.add(bool(scored) and good and is_centered, "the others are compared with each other alone")
 
 
 Rows = Sequence[Mapping[str, float]]
@@ -128,7 +128,7 @@ Rows = Sequence[Mapping[str, float]]
 def _errors(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> RowResult:
     lost = first.masked(findings, "error")
     first.others_are_right(findings, 0)
-    tries = [times for key, times in service.asked.items() if asks(key) == "error"]
+    tries = [times for key, times in service.request_times.items() if requested_fault(key) == "error"]
     gaps = [times[i + 1] - times[i] for times in tries for i in range(len(times) - 1)]
     has_paused = all(len(times) == TRIES for times in tries) and min(gaps, default=0.0) >= PAUSE_S / 2
     findings.add(has_paused, f"{TRIES} tries each, {min(gaps, default=0):.2f} to {max(gaps, default=0):.2f} s apart")
@@ -149,9 +149,9 @@ def _late(findings: Findings, first: Step, second: Step, service: Service, notes
 def _rejected(findings: Findings, first: Step, second: Step, service: Service, notes: Path, rows: Rows) -> RowResult:
     lost = first.masked(findings, "malformed", "nan", "text", "huge")
     findings.add(
-        0 < service.sent < HUGE / 50,
-        f"of 1 GB {service.sent / 1e6:.0f} MB were sent",
-        f"{service.sent} bytes were taken",
+        0 < service.bytes_sent < HUGE / 50,
+        f"of 1 GB {service.bytes_sent / 1e6:.0f} MB were sent",
+        f"{service.bytes_sent} bytes were taken",
     )
     failed = sum(bool(record.rollout.unscored.get("service")) for record in first.records) / len(first.records)
     counted = bool(rows) and abs(rows[0].get("reward/service_failed_frac", -1) - failed) < 1e-6
@@ -164,8 +164,8 @@ def _functions(findings: Findings, first: Step, second: Step, service: Service, 
     pids = {file.name: int(file.read_text()) for file in notes.iterdir()}
     is_killed = "loop" in pids and not os.path.exists(f"/proc/{pids['loop']}")
     findings.add(is_killed, "the process that hung was killed")
-    fine = all(not record.rollout.unscored for record in second.records)
-    findings.add(fine, "in the next step all have a reward, by the one slot that the pool has")
+    all_rewarded = all(not record.rollout.unscored for record in second.records)
+    findings.add(all_rewarded, "in the next step all have a reward, by the one slot that the pool has")
     return findings.result(detect=TIMEOUT_S, lost=lost)
 
 

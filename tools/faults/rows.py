@@ -61,7 +61,7 @@ ROWS: dict[int, Row] = {
 }
 
 
-def chosen(text: str) -> list[int]:
+def parse_rows(text: str) -> list[int]:
     """Parse `1,4-6` to row numbers, ascending. Raises ValueError for a number that is no row."""
     selected: set[int] = set()
     for part in text.split(","):

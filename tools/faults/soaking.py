@@ -17,7 +17,7 @@ from rich import box
 from rich.table import Table
 
 from faults.fixtures import GROUPS, KEYS, SAMPLES, Fixtures, wait_until_finished
-from faults.job import Job, UnexpectedOutcome, metrics_of, same_weights
+from faults.job import Job, UnexpectedOutcome, read_run_metrics, same_weights
 from faults.recorded_answers import record
 from faults.results import RowResult
 
@@ -90,7 +90,7 @@ def recovered(rows: Sequence[Mapping[str, Any]], at: float, step: int) -> float 
     return float(min(times) - at) if times else None
 
 
-def run_scenario(fixtures: Fixtures, wanted: Sequence[int]) -> Iterator[tuple[int, RowResult]]:
+def run_scenario(fixtures: Fixtures, row_numbers: Sequence[int]) -> Iterator[tuple[int, RowResult]]:
     report = soak(fixtures, IN_MATRIX_S, EVERY_S)
     shares = ", ".join(f"{share} %: {seconds:.0f} s" for share, seconds in report.percentiles().items())
     text = f"{len(report.kills)} kills in {report.steps} steps; "
@@ -107,7 +107,7 @@ def run_scenario(fixtures: Fixtures, wanted: Sequence[int]) -> Iterator[tuple[in
 def soak(fixtures: Fixtures, seconds: float, every: float, seed: int = 1) -> Report:
     """Run the soak. seconds: period in which it kills; it continues until the run is done. every: average seconds
     between kills."""
-    times = [row["time"] for row in metrics_of(fixtures.undisturbed())]
+    times = [row["time"] for row in read_run_metrics(fixtures.undisturbed())]
     step_s = statistics.median(later - earlier for earlier, later in zip(times, times[1:], strict=False))
     steps = max(8, min(10_000, int(SHARE * seconds / step_s)))
     fixtures.say(f"soak: {steps} steps of {step_s:.1f} s, a kill every {every:g} s on average")
@@ -119,21 +119,21 @@ def soak(fixtures: Fixtures, seconds: float, every: float, seed: int = 1) -> Rep
         "run__distributed_timeout_s": TIMEOUT_S,
     }
     overrides |= {"run__max_restarts": 1000} if RESTARTS in KEYS else {}
-    whole = wait_until_finished(fixtures.start_replayed(place / "undisturbed", **overrides), _patience(seconds))
-    fixtures.say(f"soak: undisturbed it takes {whole:.0f} s")
-    began = time.time()
+    undisturbed_s = wait_until_finished(fixtures.start_replayed(place / "undisturbed", **overrides), _patience(seconds))
+    fixtures.say(f"soak: undisturbed it takes {undisturbed_s:.0f} s")
+    start = time.time()
     kills, by_hand = _under_kills(fixtures, place / "run", overrides, seconds, every, random.Random(seed))
-    took, rows = time.time() - began, metrics_of(place / "run")
-    done = {row["step"] for row in rows}
+    elapsed, rows = time.time() - start, read_run_metrics(place / "run")
+    steps_done = {row["step"] for row in rows}
     return Report(
         steps=steps,
         kills=[Kill(what, at, step, recovered(rows, at, step)) for what, at, step in kills],
-        seconds=took,
-        effective=effective_seconds(rows) / took,
-        undisturbed=effective_seconds(metrics_of(place / "undisturbed")) / whole,
+        seconds=elapsed,
+        effective=effective_seconds(rows) / elapsed,
+        undisturbed=effective_seconds(read_run_metrics(place / "undisturbed")) / undisturbed_s,
         by_hand=by_hand,
         same=same_weights(place / "run", place / "undisturbed"),
-        missing=len(set(range(1, steps + 1)) - done),
+        missing=len(set(range(1, steps + 1)) - steps_done),
     )
 
 
@@ -148,27 +148,27 @@ def _under_kills(
     """Run to the end under kills. Return what was killed, when, and after which step; and the number of starts by the
     tool."""
     kills: list[tuple[str, float, int]] = []
-    starts, began = 0, time.time()
-    due = began + draw.expovariate(1 / every)
+    starts, start = 0, time.time()
+    due = start + draw.expovariate(1 / every)
     while True:
         with fixtures.start_replayed(run_dir, run__resume="auto", **settings) as job:
             while job.process.poll() is None:
-                if due < time.time() < began + seconds:
+                if due < time.time() < start + seconds:
                     step = max((row["step"] for row in job.metrics()), default=0)
                     if what := _kill_one(job, draw):
                         kills.append((what, time.time(), step))
                         fixtures.say(f"soak: killed a {what} behind step {step}")
                     due = time.time() + draw.expovariate(1 / every)
-                if time.time() > began + _patience(seconds):
-                    raise UnexpectedOutcome(f"the soak was not done after {time.time() - began:.0f} s")
+                if time.time() > start + _patience(seconds):
+                    raise UnexpectedOutcome(f"the soak was not done after {time.time() - start:.0f} s")
                 time.sleep(0.05)
             ended = job.wait()
         if ended.status == 0:
             return kills, starts
         if not kills:
-            raise UnexpectedOutcome(f"the run ended before anything was killed: {ended.why}")
+            raise UnexpectedOutcome(f"the run ended before anything was killed: {ended.reason}")
         starts += 1
-        fixtures.say(f"soak: started by hand after: {ended.why}")
+        fixtures.say(f"soak: started by hand after: {ended.reason}")
 
 
 def _kill_one(job: Job, draw: random.Random) -> str:

@@ -92,30 +92,30 @@ def answers(shape: Shape, group: int) -> Iterator[Answer]:
         yield Answer(group * shape.samples + number, prompt, turns, routing)
 
 
-def config_of(order: Mapping[str, Any], folder: Path) -> Config:
+def build_config(spec: Mapping[str, Any], folder: Path) -> Config:
     """Return the ranks' options as a configuration."""
-    shape = Shape(**order["shape"])
+    shape = Shape(**spec["shape"])
     samples, sequences = shape.samples, shape.sequences
     longest = max(int(lengths(shape, group).max()) for group in range(groups(shape)))
     return from_dict(
         {
-            "algorithm": order["controller"],
-            "run": {"dir": str(folder / "run"), "num_update": order["updates"], "num_rollout": 1000},
+            "algorithm": spec["controller"],
+            "run": {"dir": str(folder / "run"), "num_update": spec["updates"], "num_rollout": 1000},
             "parallel": {
-                "world_size": order["ranks"],
-                "ranks_per_node": order["per_machine"],
-                "tp": order["tp"],
-                "pp": order["pp"],
+                "world_size": spec["ranks"],
+                "ranks_per_node": spec["per_machine"],
+                "tp": spec["tp"],
+                "pp": spec["pp"],
             },
-            "rollout": {"samples_per_prompt": samples, "max_context": longest, "tp": order["engine_tp"]},
+            "rollout": {"samples_per_prompt": samples, "max_context": longest, "tp": spec["engine_tp"]},
             "data": {"prompts_per_step": sequences // samples},
-            "train": {"max_tokens_per_gpu": order["token_budget"], "routing_replay": bool(order["shape"]["layers"])},
+            "train": {"max_tokens_per_gpu": spec["token_budget"], "routing_replay": bool(spec["shape"]["layers"])},
             "track": {"progress": False, "trackers": []},
         }
     )
 
 
-def routing_of(shape: Shape) -> RoutingShape | None:
+def routing_shape(shape: Shape) -> RoutingShape | None:
     """Return routing records of a model with experts in all layers."""
     every = tuple(range(shape.layers))
     return RoutingShape(shape.layers, every, shape.topk, shape.experts) if shape.layers else None

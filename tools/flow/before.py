@@ -28,7 +28,7 @@ class BaselineAdapter:
         return place
 
     @staticmethod
-    def names(role: str) -> int:
+    def num_outputs(role: str) -> int:
         return len(megatron_model.OUTPUT_NAMES[role])
 
     @staticmethod
@@ -75,6 +75,6 @@ class BaselineAdapter:
         return 0
 
     @staticmethod
-    def is_own(file: Path, rank: int) -> bool:
+    def is_written_by(file: Path, rank: int) -> bool:
         """Return whether this rank wrote the file: rank 0 writes all."""
         return rank == 0 and file.suffix == ".jsonl" and file.parent.name == "rollouts"

@@ -26,13 +26,13 @@ _libc = ctypes.CDLL(None)
 _libc.mallinfo2.restype = _Info
 
 
-def given_out() -> int:
+def allocated_bytes() -> int:
     """Return the bytes that this process's allocators have handed out, in blocks and in separate mappings."""
     info = _libc.mallinfo2()
     return int(info.uordblks + info.hblkhd) + int(pa.total_allocated_bytes())
 
 
-def in_common() -> int:
+def shared_bytes() -> int:
     """Return this process's share of the bytes of memory that several processes have mapped, as far as it has touched
     them."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
@@ -42,27 +42,27 @@ def in_common() -> int:
 
 
 def used_bytes() -> int:
-    return given_out() + in_common()
+    return allocated_bytes() + shared_bytes()
 
 
 class PeakSampler:
-    """Samples the peak memory in each part, above the level before. part: the current part of the main thread."""
+    """Samples the peak memory in each part, above the baseline. part: the current part of the main thread."""
 
-    def __init__(self, before: int, part: Callable[[], str]) -> None:
-        self.most: dict[str, int] = {}
-        self._before, self._part, self._over = before, part, threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+    def __init__(self, baseline: int, part: Callable[[], str]) -> None:
+        self.peaks: dict[str, int] = {}
+        self._baseline, self._part, self._stopped = baseline, part, threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
 
-    def _look(self) -> None:
-        while not self._over.wait(EVERY_S):
+    def _sample(self) -> None:
+        while not self._stopped.wait(EVERY_S):
             part = self._part()
-            self.most[part] = max(self.most.get(part, 0), used_bytes() - self._before)
+            self.peaks[part] = max(self.peaks.get(part, 0), used_bytes() - self._baseline)
 
     def stop(self) -> dict[str, int]:
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
-        return self.most
+        return self.peaks
 
 
 def settled_bytes() -> int:

@@ -11,23 +11,23 @@ import torch.distributed as dist
 from megarl.parallel import collectives
 
 TIMES, BYTES = 50, 1 << 26
-_taken = [0]
+_count = [0]
 
 
 def count() -> None:
     """Start counting the exchanges in which values go from every rank to every rank."""
-    around = collectives.all_gather_small
+    original = collectives.all_gather_small
 
-    def counted(*arguments: Any, **named: Any) -> Any:
-        _taken[0] += 1
-        return around(*arguments, **named)
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        _count[0] += 1
+        return original(*arguments, **keywords)
 
     collectives.all_gather_small = counted
 
 
-def taken_part() -> int:
+def num_exchanges() -> int:
     """Return the number of exchanges in which this rank has taken part."""
-    return _taken[0]
+    return _count[0]
 
 
 def latency(group: dist.ProcessGroup) -> float:
@@ -35,10 +35,10 @@ def latency(group: dist.ProcessGroup) -> float:
     per rank, and without network time."""
     small = torch.zeros(4)
     dist.barrier(group=group)
-    begun = time.process_time()
+    start = time.process_time()
     for _ in range(TIMES):
         collectives.bruck_all_gather(small, group, 600.0)
-    return (time.process_time() - begun) / TIMES
+    return (time.process_time() - start) / TIMES
 
 
 def wire(group: dist.ProcessGroup) -> float:
@@ -46,11 +46,11 @@ def wire(group: dist.ProcessGroup) -> float:
     times = [0.0] if group.size() == 1 else []
     for _ in range(0 if times else 5):
         dist.barrier(group=group)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         if group.rank() == 0:
             dist.send(torch.ones(BYTES, dtype=torch.uint8), 1, group=group)
         elif group.rank() == 1:
             dist.recv(torch.empty(BYTES, dtype=torch.uint8), 0, group=group)
         dist.barrier(group=group)
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start)
     return min(times) / BYTES

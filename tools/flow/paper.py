@@ -1,6 +1,6 @@
 """Bytes that a rank of a job sends in a step, and its planning time: the planning code, without job and values.
 
-    sent = Paper(config, lengths, homes, routing, layers).step(rank, seed=0)
+    traffic = PlannedJob(config, lengths, homes, routing, layers).step(rank, seed=0)
 
 The plans of micro-batches, who needs what from whom, and what is laid out for whom, come from MegaRL's own code
 (`megatron/distribution.py`, `parallel/row_exchange_plan.py`); the tensors have shapes and dtypes but no data.
@@ -30,7 +30,7 @@ from megarl.types.batch import REQUIRED_COLUMNS, BatchSharding
 
 
 @dataclass
-class Sent:
+class PlannedTraffic:
     """Bytes that a rank writes for ranks of its machine, once for all of them, and for other machines; and the CPU
     seconds of its plans. computed: tokens of its micro-batches, over all passes."""
 
@@ -43,7 +43,7 @@ class Sent:
     by_update: list[int] = field(default_factory=list)
 
 
-class Paper:
+class PlannedJob:
     """lengths, homes: [N] of the sequences. layers: by pipeline stage, indices of its layers in the routing records."""
 
     def __init__(
@@ -69,37 +69,37 @@ class Paper:
         budget = config.train.max_tokens_per_gpu * parallel.cp
         self._actor = BatchDispatcher(places, dp, budget, quadratic, 1, False, routing)
         self._critic = BatchDispatcher(
-            {rank: place_of_critic(place) for rank, place in places.items()}, dp, budget, quadratic, 1, False, None
+            {rank: make_critic_rank(place) for rank, place in places.items()}, dp, budget, quadratic, 1, False, None
         )
         size = min(parallel.world_size, parallel.ranks_per_node)
         self._machines = [list(range(first, first + size)) for first in range(0, parallel.world_size, size)]
 
-    def step(self, rank: int, seed: int) -> Sent:
+    def step(self, rank: int, seed: int) -> PlannedTraffic:
         """Plan a step of PPO with a reference, or of GRPO. seed: of the mini-batches, the number of steps taken."""
-        config, sent = self.config, Sent()
+        config, traffic = self.config, PlannedTraffic()
         ppo = config.algorithm == "ppo"
-        with self._as(rank, sent):
+        with self._as(rank, traffic):
             batch = self._batch(rank, range(len(self.lengths)), ("rollout_logprobs",))
             reference = batch.with_(routing=None)  # the reference routes for itself
             passes = [(self._actor, batch, "logprobs"), (self._critic, batch, "values")]
             for model, rows, name in (*passes[: 1 + ppo], (self._actor, reference, "logprobs")):
-                before = sent.machine + sent.network
+                before = traffic.machine + traffic.network
                 model.join_forward(rows, (name,))
-                sent.by_forward.append(sent.machine + sent.network - before)
-                sent.computed += self._computed(model, batch, rank, True)
+                traffic.by_forward.append(traffic.machine + traffic.network - before)
+                traffic.computed += self._computed(model, batch, rank, True)
             losses = [(self._actor, policy_loss_columns(config))]
             if ppo:
                 losses.insert(0, (self._critic, ("values", "returns")))
             for part in split_indices(len(self.lengths), config.run.num_update, config.run.ppo_epochs, seed):
                 for model, columns in losses:
-                    before = sent.machine + sent.network
+                    before = traffic.machine + traffic.network
                     mini = self._batch(rank, part, ("rollout_logprobs", *columns, "loss_weights"))
                     model.join_train_step(
                         mini, [name for name in mini.columns() if name in (*REQUIRED_COLUMNS, *columns)]
                     )
-                    sent.by_update.append(sent.machine + sent.network - before)
-                    sent.computed += self._computed(model, mini, rank, False)
-        return sent
+                    traffic.by_update.append(traffic.machine + traffic.network - before)
+                    traffic.computed += self._computed(model, mini, rank, False)
+        return traffic
 
     def _computed(self, model: BatchDispatcher, batch: TrainBatch, rank: int, forward_only: bool) -> int:
         rank_plan = model.plan(batch, forward_only)[model.model_ranks[rank].dp_rank]
@@ -134,22 +134,22 @@ class Paper:
         )
 
     @contextmanager
-    def _as(self, rank: int, sent: Sent) -> Iterator[None]:
+    def _as(self, rank: int, traffic: PlannedTraffic) -> Iterator[None]:
         """Act as a rank within the block; its row exchange plans and sends nothing."""
         packing._cached_plan.cache_clear()  # each rank makes its own plan
         before = distribution.dist, distribution.row_exchange
-        world, begun = self.config.parallel.world_size, time.thread_time()
+        world, start = self.config.parallel.world_size, time.thread_time()
         job = SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: world)
-        post = _Post(self._machines, rank, sent)
+        post = _Post(self._machines, rank, traffic)
         distribution.dist, distribution.row_exchange = job, SimpleNamespace(get_row_exchange=lambda: post)  # type: ignore[assignment]
         try:
             yield
         finally:
             distribution.dist, distribution.row_exchange = before
-            sent.seconds = time.thread_time() - begun
+            traffic.seconds = time.thread_time() - start
 
 
-def place_of_critic(place: distribution.ModelRank) -> distribution.ModelRank:
+def make_critic_rank(place: distribution.ModelRank) -> distribution.ModelRank:
     """Return the critic's place: it replays no routing."""
     return distribution.ModelRank(place.dp_rank, place.needs_tokens, place.is_last_stage, place.is_reporter, ())
 
@@ -157,17 +157,17 @@ def place_of_critic(place: distribution.ModelRank) -> distribution.ModelRank:
 class _Post:
     """Stands in for `parallel.row_exchange.RowExchange` and counts the bytes it would send."""
 
-    def __init__(self, machines: Sequence[Sequence[int]], rank: int, sent: Sent) -> None:
-        self._machines, self._rank, self._sent = machines, rank, sent
+    def __init__(self, machines: Sequence[Sequence[int]], rank: int, traffic: PlannedTraffic) -> None:
+        self._machines, self._rank, self._traffic = machines, rank, traffic
 
     def deliver(
         self, columns: Any, kinds: Any, lengths: Any, homes: Any, wants: Any, parts: Mapping[str, Any] | None = None
     ) -> Any:
         plan = ExchangePlan(kinds, lengths, homes, wants, parts or {}, self._machines, self._rank)
         if any(plan.needs_rows(other, self._rank) for other in plan.members if other != self._rank):
-            self._sent.machine += plan.blocks(plan.local_selection(self._rank))[1]
-        self._sent.network += sum(plan.blocks(chosen)[1] for _, chosen in plan.iter_sends())
-        self._sent.deliveries += 1
+            self._traffic.machine += plan.blocks(plan.local_selection(self._rank))[1]
+        self._traffic.network += sum(plan.blocks(chosen)[1] for _, chosen in plan.iter_sends())
+        self._traffic.deliveries += 1
         plan.inbox(self._rank)
-        nothing = [torch.empty(0)] * len(wants[self._rank])
-        return SimpleNamespace(rows=lambda name: nothing)
+        empty = [torch.empty(0)] * len(wants[self._rank])
+        return SimpleNamespace(rows=lambda name: empty)

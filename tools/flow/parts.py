@@ -20,7 +20,7 @@ class Parts:
         self.computed = 0
         """Tokens of the micro-batches that were built."""
         self._open: list[str] = []
-        self._since = 0.0, 0.0
+        self._last = 0.0, 0.0
 
     @property
     def moment(self) -> str:
@@ -35,7 +35,7 @@ class Parts:
         return {"mini-batches": "cutting", "token functions": "advantages"}.get("".join(parts[-1:]), "else")
 
     @contextmanager
-    def of(self, part: str) -> Iterator[None]:
+    def measure(self, part: str) -> Iterator[None]:
         self._lap()
         self._open.append(part)
         try:
@@ -45,31 +45,31 @@ class Parts:
             self._open.pop()
 
     def _lap(self) -> None:
-        now = time.perf_counter(), time.thread_time()
+        current = time.perf_counter(), time.thread_time()
         if self._open:
-            for totals, ended, begun in zip((self.seconds, self.busy), now, self._since, strict=True):
-                totals[self._open[-1]] = totals.get(self._open[-1], 0.0) + ended - begun
-        self._since = now
+            for totals, ended, start in zip((self.seconds, self.busy), current, self._last, strict=True):
+                totals[self._open[-1]] = totals.get(self._open[-1], 0.0) + ended - start
+        self._last = current
 
-    def around(self, owner: Any, name: str, part: str) -> None:
+    def time_calls(self, owner: Any, name: str, part: str) -> None:
         """Time a function of a module or class, whoever calls it."""
         wrapped = getattr(owner, name)
 
-        def timed(*arguments: Any, **named: Any) -> Any:
-            with self.of(part):
-                return wrapped(*arguments, **named)
+        def timed(*arguments: Any, **keywords: Any) -> Any:
+            with self.measure(part):
+                return wrapped(*arguments, **keywords)
 
         static = isinstance(owner, type) and isinstance(vars(owner).get(name), staticmethod)
         setattr(owner, name, staticmethod(timed) if static else timed)
 
-    def around_each(self, owner: Any, name: str, part: str) -> None:
+    def time_iteration(self, owner: Any, name: str, part: str) -> None:
         """Time a generator until each of its yields."""
         wrapped = getattr(owner, name)
 
-        def timed(*arguments: Any, **named: Any) -> Iterator[Any]:
-            source = wrapped(*arguments, **named)
+        def timed(*arguments: Any, **keywords: Any) -> Iterator[Any]:
+            source = wrapped(*arguments, **keywords)
             while True:
-                with self.of(part):
+                with self.measure(part):
                     try:
                         value = next(source)
                     except StopIteration:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from flow.answers import QUADRATIC, Shape, config_of, groups, lengths, routing_of
+from flow.answers import QUADRATIC, Shape, build_config, groups, lengths, routing_shape
 from megarl.controllers.controller import load_requirements
 from megarl.models.host_memory import FLOAT_BYTES, TOKEN_BYTES, BatchSize, bytes_by_phase, column_bytes, recording_bytes
 
 if TYPE_CHECKING:
-    from flow.paper import Paper, Sent
+    from flow.paper import PlannedJob, PlannedTraffic
 
 
-def homes_of(shape: Shape, world: int, engine_tp: int) -> torch.Tensor:
+def home_ranks(shape: Shape, world: int, engine_tp: int) -> torch.Tensor:
     """Return [sequences] ranks, as `flow/ranks.py` assigns groups to engines."""
     engines = world // engine_tp
     return torch.tensor(
@@ -25,37 +25,39 @@ def homes_of(shape: Shape, world: int, engine_tp: int) -> torch.Tensor:
     )
 
 
-def lengths_of(shape: Shape) -> torch.Tensor:
+def all_lengths(shape: Shape) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([lengths(shape, group) for group in range(groups(shape))]))
 
 
-def paper_of(order: Mapping[str, Any]) -> Paper:
-    from flow.paper import Paper  # imports Megatron
+def plan_job(spec: Mapping[str, Any]) -> PlannedJob:
+    from flow.paper import PlannedJob  # imports Megatron
 
-    shape, pp = Shape(**order["shape"]), order["pp"]
+    shape, pp = Shape(**spec["shape"]), spec["pp"]
     layers = [tuple(range(shape.layers))[stage::pp] for stage in range(pp)]
-    homes = homes_of(shape, order["ranks"], order["engine_tp"])
-    return Paper(config_of(order, Path()), lengths_of(shape), homes, routing_of(shape), layers, QUADRATIC)
+    homes = home_ranks(shape, spec["ranks"], spec["engine_tp"])
+    return PlannedJob(build_config(spec, Path()), all_lengths(shape), homes, routing_shape(shape), layers, QUADRATIC)
 
 
-def sent(order: Mapping[str, Any], seed: int) -> list[Sent]:
+def planned_traffic(spec: Mapping[str, Any], seed: int) -> list[PlannedTraffic]:
     """Return the bytes that each rank sends in a step; `seed` steps were taken before."""
-    paper = paper_of(order)
-    return [paper.step(rank, seed) for rank in range(order["ranks"])]
+    plan = plan_job(spec)
+    return [plan.step(rank, seed) for rank in range(spec["ranks"])]
 
 
-def held(order: Mapping[str, Any], by_rank: Sequence[Sent]) -> dict[str, int]:
+def planned_memory(spec: Mapping[str, Any], by_rank: Sequence[PlannedTraffic]) -> dict[str, int]:
     """Return the bytes of all ranks of one machine, in the phases of `host_memory.bytes_by_phase`, with rollouts alone,
     and while these are recorded."""
-    config, shape = config_of(order, Path()), Shape(**order["shape"])
-    declared, routing, sizes = load_requirements(config), routing_of(shape), lengths_of(shape)
+    config, shape = build_config(spec, Path()), Shape(**spec["shape"])
+    declared, routing, sizes = load_requirements(config), routing_shape(shape), all_lengths(shape)
     tokens = int(sizes.sum())
     columns, record = (
         column_bytes(config, declared),
         0 if routing is None else shape.layers * shape.topk * routing.dtype.itemsize,
     )
-    whole = tokens * ((columns + FLOAT_BYTES) * (1 + ("critic" in declared.roles)) + record) * config.run.ppo_epochs
-    moved = sum(sum(rank.by_update) for rank in by_rank) / whole
+    full_bytes = (
+        tokens * ((columns + FLOAT_BYTES) * (1 + ("critic" in declared.roles)) + record) * config.run.ppo_epochs
+    )
+    moved = sum(sum(rank.by_update) for rank in by_rank) / full_bytes
     # The first pass is the policy's, with replayed routing: tokens are sent there, and one value per token comes back.
     passed = sum(rank.by_forward[0] for rank in by_rank) / (tokens * (TOKEN_BYTES + FLOAT_BYTES + record))
     totals: dict[str, float] = {}
@@ -63,8 +65,8 @@ def held(order: Mapping[str, Any], by_rank: Sequence[Sent]) -> dict[str, int]:
         batch = BatchSize(tokens, len(sizes), int(sizes.max()), min(1.0, share))
         by_time = bytes_by_phase(config, declared, batch, routing)
         totals |= {name: sum(by_time[name].values()) for name in names if name in by_time}
-    some = next(iter(bytes_by_phase(config, declared, batch, routing).values()))
-    rollouts = some["rollouts"] + some["records of routing"]
+    phase_bytes = next(iter(bytes_by_phase(config, declared, batch, routing).values()))
+    rollouts = phase_bytes["rollouts"] + phase_bytes["records of routing"]
     totals["recording"] = rollouts + tokens * columns + recording_bytes(config, batch, routing)
     return {"rollouts": round(rollouts)} | {name: round(amount) for name, amount in totals.items()}
 
@@ -75,12 +77,12 @@ def measured(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {name: sum(rank["held"].get(name, 0) for rank in by_rank) for name in sorted(names)}
 
 
-def beside(order: Mapping[str, Any], by_rank: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
+def compare_with_measured(spec: Mapping[str, Any], by_rank: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
     """Return planned and measured values: bytes by moment of a step, those that all ranks sent in the last step, and
     tokens of its micro-batches."""
     last = [rank["full"][-1] for rank in by_rank]
-    paper = sent(order, last[0]["seed"])
-    planned, counted = held(order, paper), measured(by_rank)
+    plan = planned_traffic(spec, last[0]["seed"])
+    planned, counted = planned_memory(spec, plan), measured(by_rank)
     pairs = {name: (amount, counted[name]) for name, amount in planned.items() if name in counted}
-    pairs["sent"] = sum(rank.machine + rank.network for rank in paper), sum(step["posted"] for step in last)
-    return pairs | {"computed": (sum(rank.computed for rank in paper), sum(step["computed"] for step in last))}
+    pairs["sent"] = sum(rank.machine + rank.network for rank in plan), sum(step["posted"] for step in last)
+    return pairs | {"computed": (sum(rank.computed for rank in plan), sum(step["computed"] for step in last))}

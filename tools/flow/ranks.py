@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from flow import memory, messages
-from flow.answers import QUADRATIC, SIZES, Answer, Shape, answers, config_of, groups, routing_of
+from flow.answers import QUADRATIC, SIZES, Answer, Shape, answers, build_config, groups, routing_shape
 from flow.parts import NOT_OURS, Parts
 from megarl.config import Config, ConfigError
 from megarl.controllers import policy_gradient
@@ -53,12 +53,12 @@ class MockModel(MegatronModel):
             **dict.fromkeys(("eval", "train", "zero_grad_buffer"), lambda: None),
         )
         self.chunks = [chunk]  # type: ignore[list-item]
-        nothing = dict.fromkeys(("zero_grad", "prepare_grads", "step"), lambda: None)
-        self.optimizer = SimpleNamespace(get_grad_norm=lambda: 1.0, **nothing)
+        no_ops = dict.fromkeys(("zero_grad", "prepare_grads", "step"), lambda: None)
+        self.optimizer = SimpleNamespace(get_grad_norm=lambda: 1.0, **no_ops)
         self.scheduler = SimpleNamespace(step=lambda by: None, get_lr=lambda group: 0.0)  # type: ignore[assignment]
         self.replay_shape, self.layers = None, tuple[int, ...]()
         if role == "actor" and shape.layers:
-            self.replay_shape = routing_of(shape)
+            self.replay_shape = routing_shape(shape)
             self.layers = tuple(range(shape.layers))[place.pp_rank :: place.pp]
         self._reader = self  # type: ignore[assignment]
         adapter.prepare(self)
@@ -68,15 +68,15 @@ class MockModel(MegatronModel):
         yield
 
     def read(self, micro: MicroBatch, emitted: torch.Tensor, temperature: float, *more: Any) -> ModelOutput:
-        with self.parts.of(NOT_OURS):
+        with self.parts.measure(NOT_OURS):
             tokens = micro.batch.tokens.long()
-            entropy = None if self.adapter.names(self.role) == 1 else torch.zeros(len(tokens))
+            entropy = None if self.adapter.num_outputs(self.role) == 1 else torch.zeros(len(tokens))
             numbers = -1.0 - (tokens % 13).float() / 13
             return ModelOutput(logprobs=numbers, entropy=entropy, values=-numbers / 2)
 
     def train_step(self, batch: TrainBatch, loss_fn: Any, temperature: float = 1.0) -> dict[str, float]:
         def touch(output: ModelOutput, part: TrainBatch) -> TokenLoss:
-            with self.parts.of(NOT_OURS):
+            with self.parts.measure(NOT_OURS):
                 columns = [getattr(part, name) for name in LOSS_READS[self.role]]
                 read = torch.stack([column.float() for column in columns]).sum(0)
                 return TokenLoss(read, {f"{self.role}/read": read})
@@ -87,19 +87,19 @@ class MockModel(MegatronModel):
     def _schedule(self, rows: Any, *arguments: Any, **named: Any) -> list[Any]:
         """Request the micro-batches one after another, as Megatron's schedule would; the last stage returns output."""
         *plan, consume, forward_only = (*arguments, *named.values())
-        place, done = torch.device("cpu"), []
+        place, outputs = torch.device("cpu"), []
         rank_plan, take, layers = self.adapter.unpack_batch(self, rows, plan, forward_only)
         at = self.ranks.tp, self.ranks.cp, self.ranks.cp_rank
         replayed = ReplayShard(layers, self.ranks.tp, self.ranks.tp_rank) if self.replay_shape is not None else None
         for indices in rank_plan:
-            with self.parts.of("micro-batches"):
+            with self.parts.measure("micro-batches"):
                 micro: MicroBatch = take(make_micro_batch, indices, place, *at, 0, replayed)
                 self.parts.computed += len(micro.unpadded_indices)
-            with self.parts.of(NOT_OURS):
+            with self.parts.measure(NOT_OURS):
                 int(micro.tokens.sum()) + (0 if micro.routing is None else int(micro.routing.sum()))
             if self.ranks.pp_rank == self.ranks.pp - 1:
-                done.append(consume(micro, torch.zeros(1))[2])
-        return done
+                outputs.append(consume(micro, torch.zeros(1))[2])
+        return outputs
 
 
 LOSS_READS = {
@@ -116,7 +116,7 @@ class MockRollout:
         self.share = 1.0
 
     def generate(self, items: Sequence[Any], samples: int, held_out: bool = False) -> Any:
-        with self.parts.of("figures"):
+        with self.parts.measure("figures"):
             count = int(len(self.local_rollouts) * self.share) // samples * samples
             return self.adapter.gather_rollouts(self.local_rollouts[:count])
 
@@ -142,7 +142,7 @@ class CurrentAdapter:
         return place.job
 
     @staticmethod
-    def names(role: str) -> int:
+    def num_outputs(role: str) -> int:
         return 1
 
     @staticmethod
@@ -203,8 +203,8 @@ class CurrentAdapter:
     def timed(parts: Parts) -> None:
         from megarl.megatron.distribution import BatchDispatcher
 
-        parts.around(BatchDispatcher, "dispatch", "rows to models")
-        parts.around(BatchDispatcher, "collect", "numbers back")
+        parts.time_calls(BatchDispatcher, "dispatch", "rows to models")
+        parts.time_calls(BatchDispatcher, "collect", "numbers back")
 
     @staticmethod
     def posted() -> int:
@@ -214,7 +214,7 @@ class CurrentAdapter:
         return sum(row_exchange.get_row_exchange().bytes_sent.values()) - CurrentAdapter.parcels
 
     @staticmethod
-    def is_own(file: Path, rank: int) -> bool:
+    def is_written_by(file: Path, rank: int) -> bool:
         """Return whether this rank has written the file of recorded rollouts."""
         return file.name == f"rank_{rank:05d}.parquet"
 
@@ -241,17 +241,17 @@ def make_flow(
 
 
 def watch_parts(parts: Parts, adapter: Any, controller: Controller, log: Any) -> None:
-    parts.around(RewardWorker, "score", "rewards")
-    parts.around(TrainBatch, "from_rollouts", "columns")
+    parts.time_calls(RewardWorker, "score", "rewards")
+    parts.time_calls(TrainBatch, "from_rollouts", "columns")
     plans = sys.modules.get("megarl.megatron.distribution", megatron_model)
-    parts.around(plans, "plan_micro_batches", "plans")
-    parts.around(MegatronModel, "forward", "numbers back")
-    parts.around(TrainingWorker, "update", "checks")
-    parts.around(ActorWorker, "check_finite", "checks")
-    parts.around_each(policy_gradient, "split_mini_batches", "mini-batches")
-    parts.around(controller, "step", "token functions")
-    parts.around(sys.modules[__name__], "rollout_metrics", "metrics")
-    parts.around(log, "end_step", "log")
+    parts.time_calls(plans, "plan_micro_batches", "plans")
+    parts.time_calls(MegatronModel, "forward", "numbers back")
+    parts.time_calls(TrainingWorker, "update", "checks")
+    parts.time_calls(ActorWorker, "check_finite", "checks")
+    parts.time_iteration(policy_gradient, "split_mini_batches", "mini-batches")
+    parts.time_calls(controller, "step", "token functions")
+    parts.time_calls(sys.modules[__name__], "rollout_metrics", "metrics")
+    parts.time_calls(log, "end_step", "log")
     adapter.timed(parts)
 
 
@@ -261,24 +261,24 @@ def written() -> int:
         return int(dict(line.split(": ") for line in file.read().splitlines())["wchar"])
 
 
-def measure(order: Mapping[str, Any], adapter: Any = CurrentAdapter) -> None:
+def measure(spec: Mapping[str, Any], adapter: Any = CurrentAdapter) -> None:
     """Run as one of the ranks: warm up, then take steps at each of SIZES, then one step with memory sampling."""
     torch.set_num_threads(1)
     messages.count()
-    shape = Shape(**order["shape"])
-    folder = Path(order["folder"])
-    config = config_of(order, folder)
+    shape = Shape(**spec["shape"])
+    folder = Path(spec["folder"])
+    config = build_config(spec, folder)
     place = ranks.initialize(config.parallel, 1800.0)
-    adapter.machines(order["per_machine"])
-    rank, world = adapter.rank(place), order["ranks"]
+    adapter.machines(spec["per_machine"])
+    rank, world = adapter.rank(place), spec["ranks"]
     from megarl.observe.run_log import RunLog
 
     log, parts, controller = RunLog(config, adapter.log_context(place)), Parts(), make_controller(config)
 
     def make_rollouts(shape: Shape) -> list[Rollout]:
-        if rank % order["engine_tp"]:
+        if rank % spec["engine_tp"]:
             return []
-        engines, engine = world // order["engine_tp"], rank // order["engine_tp"]
+        engines, engine = world // spec["engine_tp"], rank // spec["engine_tp"]
         local_groups = [group for group in range(groups(shape)) if group * engines // groups(shape) == engine]
         return [rollout for group in local_groups for rollout in adapter.rollouts(group, list(answers(shape, group)))]
 
@@ -287,16 +287,16 @@ def measure(order: Mapping[str, Any], adapter: Any = CurrentAdapter) -> None:
     watch_parts(parts, adapter, controller, log)
     step = 0
 
-    def one_step(share: float, watched: bool = False) -> dict[str, Any]:
+    def run_step(share: float, watched: bool = False) -> dict[str, Any]:
         nonlocal step
         step += 1
         flow.rollout.share = share
         parts.seconds.clear()
         parts.busy.clear()
-        parts.computed, counted, posted = 0, messages.taken_part(), adapter.posted()
+        parts.computed, counted, posted = 0, messages.num_exchanges(), adapter.posted()
         ranks.barrier()
         wrote = written()
-        with parts.of("log"):
+        with parts.measure("log"):
             log.begin_step(step)
         for worker in (flow.actor, flow.critic, flow.reward):
             worker.begin_step(step)
@@ -305,10 +305,10 @@ def measure(order: Mapping[str, Any], adapter: Any = CurrentAdapter) -> None:
         if watched:
             mark("log", 0.0)
         log.end_step(step, metrics, result.rollouts, result.batch, result.trained_rollouts)
-        with parts.of("log") if watched else nullcontext():
+        with parts.measure("log") if watched else nullcontext():
             if settling := getattr(log, "make_drain", None):
                 settling()()
-        logged = sum(file.stat().st_size for file in folder.rglob("*") if adapter.is_own(file, rank))
+        logged = sum(file.stat().st_size for file in folder.rglob("*") if adapter.is_written_by(file, rank))
         sent = written() - wrote - logged
         ranks.barrier()  # all ranks have read their counters
         shutil.rmtree(folder / "run" / "rollouts", ignore_errors=True) if rank == 0 else None
@@ -320,7 +320,7 @@ def measure(order: Mapping[str, Any], adapter: Any = CurrentAdapter) -> None:
             busy_parts=dict(parts.busy),
             sent=sent,
             posted=adapter.posted() - posted,
-            collectives=messages.taken_part() - counted,
+            collectives=messages.num_exchanges() - counted,
             computed=parts.computed,
             seed=step - 1,
             log_bytes=logged,
@@ -337,7 +337,7 @@ def measure(order: Mapping[str, Any], adapter: Any = CurrentAdapter) -> None:
         time.sleep(seconds)
         ranks.barrier()
 
-    one_step(1.0)
+    run_step(1.0)
     flow.rollout.local_rollouts = []
     mark("baseline")
     before = memory.settled_bytes()
@@ -347,18 +347,18 @@ def measure(order: Mapping[str, Any], adapter: Any = CurrentAdapter) -> None:
     mark("", 0.0)
     sizes = {}
     for name, share in SIZES.items():
-        sizes[name] = [one_step(share) for _ in range(order["repeats"])]
+        sizes[name] = [run_step(share) for _ in range(spec["repeats"])]
     mark("step", 0.0)
-    looking = memory.PeakSampler(before, lambda: parts.moment)
-    one_step(1.0, watched=True)
-    in_use |= looking.stop()
+    sampler = memory.PeakSampler(before, lambda: parts.moment)
+    run_step(1.0, watched=True)
+    in_use |= sampler.stop()
     mark("", 0.0)
     num_tokens = sum(rollout.num_tokens for rollout in flow.rollout.local_rollouts) if adapter is CurrentAdapter else 0
     group = ranks.host_group()
     waits = {"latency": messages.latency(group), "wire": messages.wire(group)}
-    everything = ranks.all_gather_objects(sizes | waits | {"held": in_use, "own": num_tokens})
+    rank_results = ranks.all_gather_objects(sizes | waits | {"held": in_use, "own": num_tokens})
     if rank == 0:
-        print("RESULT " + json.dumps(everything), flush=True)
+        print("RESULT " + json.dumps(rank_results), flush=True)
     ranks.barrier()
     log.close()
     ranks.shutdown()
@@ -366,12 +366,12 @@ def measure(order: Mapping[str, Any], adapter: Any = CurrentAdapter) -> None:
 
 def main(text: str) -> None:
     try:
-        order = json.loads(text)
+        spec = json.loads(text)
     except ValueError:
         raise ConfigError("its argument is JSON, which tools/bench_flow.py makes: start that one") from None
-    if order["before"]:
+    if spec["before"]:
         from flow.before import BaselineAdapter
 
-        measure(order, BaselineAdapter)
+        measure(spec, BaselineAdapter)
     else:
-        measure(order)
+        measure(spec)

@@ -16,7 +16,7 @@ failed; 2: wrong arguments."""
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckResult:
     """`figures`: measured values, by name with their unit."""
 
     state: State
@@ -25,20 +25,22 @@ class Found:
     seconds: float = 0.0
 
 
-def judged(faults: list[str], text: str, figures: Mapping[str, float] | None = None) -> Found:
+def make_result(faults: list[str], text: str, figures: Mapping[str, float] | None = None) -> CheckResult:
     """Return a failed result if there are faults, otherwise a passed one."""
-    return Found("failed" if faults else "passed", "; ".join(faults) or text, figures or {})
+    return CheckResult("failed" if faults else "passed", "; ".join(faults) or text, figures or {})
 
 
-def status(found: Mapping[str, Found]) -> int:
-    states = {result.state for result in found.values()}
+def status(results: Mapping[str, CheckResult]) -> int:
+    states = {result.state for result in results.values()}
     return 1 if "failed" in states else 0 if "passed" in states else NOTHING_TRIED
 
 
-def table(found: Mapping[str, Found], titles: Mapping[str, str]) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD)
+def table(results: Mapping[str, CheckResult], titles: Mapping[str, str]) -> Table:
+    result_table = Table(box=box.SIMPLE_HEAD)
     for name in ("row", "what", "state", "s", "found"):
-        shown.add_column(name, justify="right" if name == "s" else "left", overflow="fold", no_wrap=name == "state")
-    for name, result in found.items():
-        shown.add_row(name, titles[name], result.state, f"{result.seconds:.0f}", result.text)
-    return shown
+        result_table.add_column(
+            name, justify="right" if name == "s" else "left", overflow="fold", no_wrap=name == "state"
+        )
+    for name, result in results.items():
+        result_table.add_row(name, titles[name], result.state, f"{result.seconds:.0f}", result.text)
+    return result_table

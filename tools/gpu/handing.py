@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from gpu.found import Found, judged
+from gpu.found import CheckResult, make_result
 
 SIZE = 1 << 20
 
@@ -22,23 +22,23 @@ def _receive(arriving: Any, leaving: Any) -> None:
     del tensor
 
 
-def hand_off(device: str) -> Found:
+def hand_off(device: str) -> CheckResult:
     """Check that the other process reads what was sent, and that its writes are visible here without a copy."""
     context = mp.get_context("spawn")
     arriving, leaving = context.Queue(), context.Queue()
     process = context.Process(target=_receive, args=(arriving, leaving), daemon=True)
     process.start()
     tensor = torch.arange(SIZE, dtype=torch.int64, device=device)
-    wanted = int(tensor.sum())
+    expected = int(tensor.sum())
     arriving.put(tensor)
     faults = []
-    if (read := leaving.get(timeout=90)) != wanted:
-        faults.append(f"the other process read {read}, not {wanted}")
+    if (read := leaving.get(timeout=90)) != expected:
+        faults.append(f"the other process read {read}, not {expected}")
     leaving.get(timeout=60)
-    if (now := int(tensor.sum())) != wanted + SIZE:
-        faults.append(f"what it wrote is not seen here: {now}, not {wanted + SIZE}")
+    if (actual := int(tensor.sum())) != expected + SIZE:
+        faults.append(f"what it wrote is not seen here: {actual}, not {expected + SIZE}")
     process.join(timeout=30)
     if process.exitcode != 0:
         faults.append(f"the other process ended with {process.exitcode}")
-    way = "CUDA IPC" if device == "cuda" else "shared memory"
-    return judged(faults, f"{SIZE * 8 >> 20} MiB read and written through {way}")
+    transport = "CUDA IPC" if device == "cuda" else "shared memory"
+    return make_result(faults, f"{SIZE * 8 >> 20} MiB read and written through {transport}")

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gpu.found import Found, judged
+from gpu.found import CheckResult, make_result
 
 ROOT = Path(__file__).resolve().parents[2]
 GAP = 0.05
@@ -17,12 +17,16 @@ SHARED = ("model.dtype=bfloat16", "parallel={world_size: 1}", "run.eval_every=0"
 
 def _run(*arguments: str) -> str:
     """Run a command. Return its last line if it fails."""
-    done = subprocess.run([sys.executable, "-W", "ignore", *arguments], cwd=ROOT, capture_output=True, text=True)
-    lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
-    return "" if done.returncode == 0 else f"{' '.join(arguments[:3])} ended with {done.returncode}: {lines[-1][:300]}"
+    process = subprocess.run([sys.executable, "-W", "ignore", *arguments], cwd=ROOT, capture_output=True, text=True)
+    lines = (process.stderr + process.stdout).strip().splitlines() or ["no output"]
+    return (
+        ""
+        if process.returncode == 0
+        else f"{' '.join(arguments[:3])} ended with {process.returncode}: {lines[-1][:300]}"
+    )
 
 
-def _trained(folder: Path, rollouts: int, warm: bool) -> Found:
+def _trained(folder: Path, rollouts: int, warm: bool) -> CheckResult:
     from megarl.observe.tracker import read_metrics
 
     model, overrides = folder / "model", [f"data.train={folder}/train.jsonl", f"data.eval={folder}/eval.jsonl"]
@@ -36,25 +40,25 @@ def _trained(folder: Path, rollouts: int, warm: bool) -> Found:
         every = [] if warm else ["rollout.verify_weights_every=1"]
         fault = _run("-m", "megarl.train", "configs/quickstart.yaml", *run_overrides, *SHARED, *every)
     if fault:
-        return Found("failed", fault)
+        return CheckResult("failed", fault)
     gaps = [row.get("rollout/logprob_diff_p95") for row in read_metrics(folder / "run").values()]
     numbers = [float(gap) for gap in gaps if gap is not None]
     if not numbers:
-        return Found("failed", "the run has no rollout/logprob_diff_p95")
-    near = all(gap <= GAP for gap in numbers)  # false for a NaN, which `max` would lose
-    faults = [] if near else [f"log-prob gap p95 of the steps {numbers}, at most {GAP} wanted"]
-    return judged(
+        return CheckResult("failed", "the run has no rollout/logprob_diff_p95")
+    is_close = all(gap <= GAP for gap in numbers)  # false for a NaN, which `max` would lose
+    faults = [] if is_close else [f"log-prob gap p95 of the steps {numbers}, at most {GAP} wanted"]
+    return make_result(
         faults, f"{len(numbers)} steps, log-prob gap p95 at most {max(numbers):.3g}", {"gap p95": max(numbers)}
     )
 
 
-def engine(device: str) -> Found:
+def engine(device: str) -> CheckResult:
     """Three steps from random weights, each weight sync verified."""
     with tempfile.TemporaryDirectory() as folder:
         return _trained(Path(folder), 3, warm=False)
 
 
-def quickstart(device: str) -> Found:
+def quickstart(device: str) -> CheckResult:
     """The quickstart with its warm-up, and ten steps."""
     with tempfile.TemporaryDirectory() as folder:
         return _trained(Path(folder), 10, warm=True)

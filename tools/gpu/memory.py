@@ -8,26 +8,26 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gpu.found import Found, judged
+from gpu.found import CheckResult, make_result
 from gpu.training import MODEL
 
 TOOLS = Path(__file__).resolve().parents[1]
 LARGER = dict(hidden_size=1024, num_hidden_layers=8, moe_intermediate_size=512, num_experts=16, vocab_size=32000)
 
 
-def states(device: str) -> Found:
+def states(device: str) -> CheckResult:
     """Compare weights, gradients and optimizer states; activations, NCCL and CUDA are not included."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps({**MODEL, **LARGER, "model_type": "qwen3_moe"}))
         command = [sys.executable, "-W", "ignore", str(TOOLS / "plan_memory.py"), "--model", str(config)]
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, "--layout", "world=1", "--measure", "--json"], capture_output=True, text=True, timeout=280
         )
     try:
-        result = json.loads(done.stdout.strip().splitlines()[-1])
+        result = json.loads(process.stdout.strip().splitlines()[-1])
     except (ValueError, IndexError):
-        return Found("failed", (done.stderr.strip().splitlines() or ["no output"])[-1][:300])
+        return CheckResult("failed", (process.stderr.strip().splitlines() or ["no output"])[-1][:300])
     worst = float(result["largest_difference"])
     faults = [f"states differ by {worst:.1%} from the plan, at most 10 % wanted"] if worst > 0.1 else []
-    return judged(faults, f"states within {worst:.2%} of the plan (no activations)", {"largest difference": worst})
+    return make_result(faults, f"states within {worst:.2%} of the plan (no activations)", {"largest difference": worst})

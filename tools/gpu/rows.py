@@ -30,7 +30,7 @@ ROWS: dict[str, Row] = {
     "speed": Row("kernels against a copy", "kernels:speed", ("triton",)),
     "ipc": Row("hand-off between processes", "handing:hand_off", cpu=True, timeout_s=120),
     "saver": Row("memory saver", "saver:pause", ("torch_memory_saver",), timeout_s=120),
-    "alone": Row("collectives of one rank", "collectives:alone", cpu=True, timeout_s=120),
+    "alone": Row("collectives of one rank", "collectives:single_rank", cpu=True, timeout_s=120),
     "shared": Row("collectives of two processes on one device", "collectives:shared", cpu=True, timeout_s=120),
     "local": Row(
         "training step, Megatron's local modules, bf16 beside fp32 on the CPU",
@@ -56,7 +56,7 @@ ROWS: dict[str, Row] = {
 }
 
 
-def chosen(text: str) -> list[str]:
+def parse_rows(text: str) -> list[str]:
     """Parse "ipc,local" to names in the table's order; all of them for "". Raises ConfigError."""
     names = [name.strip() for name in text.split(",")] if text else list(ROWS)
     for name in names:

@@ -8,21 +8,21 @@ import sys
 
 import torch
 
-from gpu.found import Found, judged
+from gpu.found import CheckResult, make_result
 
 GIB = 1 << 30
 
 
-def pause(device: str) -> Found:
+def pause(device: str) -> CheckResult:
     """Measure in a process started as the saver requires: with its library loaded first."""
     import torch_memory_saver
 
     with torch_memory_saver.configure_subprocess():
         command = [sys.executable, "-m", "gpu.saver"]
-        done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=100)
-    if done.returncode:
-        return Found("failed", (done.stderr.strip().splitlines() or ["no output"])[-1][:300])
-    free, lost, same, content = done.stdout.split()[-4:]
+        process = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=100)
+    if process.returncode:
+        return CheckResult("failed", (process.stderr.strip().splitlines() or ["no output"])[-1][:300])
+    free, lost, same, content = process.stdout.split()[-4:]
     faults = []
     if int(lost) < 0.9 * GIB:
         faults.append(f"pausing 1 GiB freed {int(lost) / GIB:.2f} GiB")
@@ -30,7 +30,7 @@ def pause(device: str) -> Found:
         faults.append("the tensor has another address when it is back")
     if content != "True":
         faults.append("what was backed up on the host is not what came back")
-    return judged(faults, f"pausing 1 GiB freed {int(lost) / GIB:.2f} GiB of {int(free) / GIB:.0f} GiB free")
+    return make_result(faults, f"pausing 1 GiB freed {int(lost) / GIB:.2f} GiB of {int(free) / GIB:.0f} GiB free")
 
 
 def _measure() -> None:
@@ -40,11 +40,11 @@ def _measure() -> None:
         tensor = torch.full((GIB,), 7, dtype=torch.uint8, device="cuda")
     address = tensor.data_ptr()
     torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info()[0]
+    free_before = torch.cuda.mem_get_info()[0]
     memory.pause("weights")
-    freed = torch.cuda.mem_get_info()[0] - before
+    freed = torch.cuda.mem_get_info()[0] - free_before
     memory.resume("weights")
-    print(before, freed, tensor.data_ptr() == address, bool((tensor == 7).all()))
+    print(free_before, freed, tensor.data_ptr() == address, bool((tensor == 7).all()))
 
 
 if __name__ == "__main__":

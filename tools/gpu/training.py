@@ -13,10 +13,10 @@ import sys
 import zlib
 from typing import Any
 
-from gpu.found import Found, judged
+from gpu.found import CheckResult, make_result
 
 STEPS = 12
-NEAR = 0.03
+TOLERANCE = 0.03
 """Maximum distance of bf16's curve from fp32's, as a share of the first loss."""
 MODEL: dict[str, Any] = dict(
     architectures=["Qwen3MoeForCausalLM"],
@@ -40,50 +40,50 @@ MODEL: dict[str, Any] = dict(
 )
 
 
-def curve(device: str, **wanted: Any) -> list[float]:
+def curve(device: str, **settings: Any) -> list[float]:
     """Return losses of `STEPS` steps on one batch. dtype; local: use Megatron's local modules; replay: seed of the
     replayed experts; megatron: further fields. Raises RuntimeError with the process's last line."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-    command = [sys.executable, "-W", "ignore", "-m", "gpu.training", json.dumps(wanted)]
-    done = subprocess.run(command, env={**os.environ, **hidden}, capture_output=True, text=True, timeout=280)
-    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not results:
-        lines = done.stderr.strip().splitlines() or ["no output"]
-        raise RuntimeError(f"{wanted} on {device}: {lines[-1][:400]}")
+    command = [sys.executable, "-W", "ignore", "-m", "gpu.training", json.dumps(settings)]
+    process = subprocess.run(command, env={**os.environ, **hidden}, capture_output=True, text=True, timeout=280)
+    results = [line for line in process.stdout.splitlines() if line.startswith("RESULT ")]
+    if process.returncode or not results:
+        lines = process.stderr.strip().splitlines() or ["no output"]
+        raise RuntimeError(f"{settings} on {device}: {lines[-1][:400]}")
     return list(json.loads(results[-1].removeprefix("RESULT ")))
 
 
-def beside(found: list[float], truth: list[float]) -> Found:
+def compare_curves(losses: list[float], reference: list[float]) -> CheckResult:
     """Check that both curves fall, and stay close to each other."""
-    gaps = [abs(a - b) / truth[0] for a, b in zip(found, truth, strict=True)]
+    gaps = [abs(a - b) / reference[0] for a, b in zip(losses, reference, strict=True)]
     gap = math.nan if any(map(math.isnan, gaps)) else max(gaps)  # `max` does not propagate NaN reliably
-    faults = [f"the loss differs by {gap:.1%} of the first from the truth's"] if not gap <= NEAR else []
-    if not found[-1] < 0.9 * found[0]:
-        faults.append(f"the loss does not fall: {found[0]:.3f} to {found[-1]:.3f}")
-    figures = {"first loss": found[0], "last loss": found[-1], "fp32 last loss": truth[-1], "largest gap": gap}
-    return judged(faults, f"loss {found[0]:.3f} to {found[-1]:.3f}, within {gap:.2%} of the truth's", figures)
+    faults = [f"the loss differs by {gap:.1%} of the first from the truth's"] if not gap <= TOLERANCE else []
+    if not losses[-1] < 0.9 * losses[0]:
+        faults.append(f"the loss does not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
+    figures = {"first loss": losses[0], "last loss": losses[-1], "fp32 last loss": reference[-1], "largest gap": gap}
+    return make_result(faults, f"loss {losses[0]:.3f} to {losses[-1]:.3f}, within {gap:.2%} of the truth's", figures)
 
 
-def local(device: str) -> Found:
-    return beside(curve(device, dtype="bfloat16", local=True), curve("cpu", dtype="float32"))
+def local(device: str) -> CheckResult:
+    return compare_curves(curve(device, dtype="bfloat16", local=True), curve("cpu", dtype="float32"))
 
 
-def engine(device: str) -> Found:
-    return beside(curve(device, dtype="bfloat16"), curve("cpu", dtype="float32"))
+def engine(device: str) -> CheckResult:
+    return compare_curves(curve(device, dtype="bfloat16"), curve("cpu", dtype="float32"))
 
 
-def fp8(device: str) -> Found:
+def fp8(device: str) -> CheckResult:
     """Compare FP8 with bf16 on the same device; the model's widths are multiples of 16, as FP8 products require."""
-    return beside(curve(device, dtype="bfloat16", megatron={"fp8": "hybrid"}), curve(device, dtype="bfloat16"))
+    return compare_curves(curve(device, dtype="bfloat16", megatron={"fp8": "hybrid"}), curve(device, dtype="bfloat16"))
 
 
-def replay(device: str) -> Found:
+def replay(device: str) -> CheckResult:
     """Compare with the same experts replayed for each token, other than the router would choose; the replay must change
     the losses."""
-    truth = curve("cpu", dtype="float32", replay=3)
-    result = beside(curve(device, dtype="bfloat16", local=True, replay=3), truth)
-    if result.state == "passed" and truth[0] == curve("cpu", dtype="float32")[0]:
-        return judged(["given experts change nothing"], "")
+    reference = curve("cpu", dtype="float32", replay=3)
+    result = compare_curves(curve(device, dtype="bfloat16", local=True, replay=3), reference)
+    if result.state == "passed" and reference[0] == curve("cpu", dtype="float32")[0]:
+        return make_result(["given experts change nothing"], "")
     return result
 
 
@@ -108,7 +108,7 @@ def use_local_modules() -> None:
     vars(build).update(transformer_config=without_grouped, _layer_spec=local_spec)
 
 
-def measure(wanted: dict[str, Any]) -> None:
+def measure(settings: dict[str, Any]) -> None:
     """Run as a separate process."""
     import torch
 
@@ -120,14 +120,14 @@ def measure(wanted: dict[str, Any]) -> None:
     os.environ.setdefault("MASTER_PORT", str(ranks.free_port()))
     optimizer = dict(lr=3e-3, schedule="constant", warmup_fraction=0.0, weight_decay=0.0)
     tree = {
-        "model": {"dtype": wanted["dtype"], "megatron": wanted.get("megatron", {})},
+        "model": {"dtype": settings["dtype"], "megatron": settings.get("megatron", {})},
         "parallel": {"world_size": 1},
-        "train": {"max_tokens_per_gpu": 512, "routing_replay": "replay" in wanted},
+        "train": {"max_tokens_per_gpu": 512, "routing_replay": "replay" in settings},
         "actor_optimizer": optimizer,
     }
     config = from_dict(tree)
     place = ranks.initialize(config.parallel, timeout_s=200)
-    if wanted.get("local"):
+    if settings.get("local"):
         use_local_modules()
     model = MegatronModel(MODEL, config, place, "actor", total_updates=STEPS)
     for name, tensor in model.local_params().items():  # initialised on the CPU by name: the same on each device
@@ -143,8 +143,8 @@ def measure(wanted: dict[str, Any]) -> None:
     zeros = torch.zeros(total)
     batch = TrainBatch(tokens, starts, mask, torch.arange(len(lengths)), torch.zeros(len(lengths)), zeros)
     batch = batch.with_(loss_weights=mask / mask.sum())
-    if "replay" in wanted:
-        generator = torch.Generator().manual_seed(wanted["replay"])
+    if "replay" in settings:
+        generator = torch.Generator().manual_seed(settings["replay"])
         layers, experts = MODEL["num_hidden_layers"], MODEL["num_experts"]
         experts_by_token = (
             torch.rand(total, layers, experts, generator=generator).topk(MODEL["num_experts_per_tok"]).indices

@@ -1,4 +1,4 @@
-"""The trackers' packages may lie beside the environment: in the folder that MEGARL_TRACKERS names, as in .ci/run."""
+"""Tracker packages may be installed in the folder that MEGARL_TRACKERS names, as in .ci/run."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Stand-ins for trackers' packages, which take a call as the real ones do: by the same parameters, or not at all.
+"""Stand-ins for tracker packages that accept the same call parameters as the real ones.
 
 The parameters are those that wandb 0.28 to 0.31 have (wandb/sdk: wandb_init.py, wandb_run.py, wandb_settings.py,
 data_types/table.py), SwanLab of August 2026 (swanlab/sdk: cmd/init.py, internal/run, internal/settings) and MLflow
-(mlflow/tracking/client.py). A stand-in knows nothing of what a package does with a call; where a package is installed
-`test_stand_ins.py` holds the parameters against its own, and `test_adapters.py` looks at what it writes.
+(mlflow/tracking/client.py). A stand-in does not model what a package does with a call. If a package is installed,
+`test_stand_ins.py` compares the parameters with its own, and `test_adapters.py` checks what it writes.
 """
 
 from __future__ import annotations
@@ -50,32 +50,32 @@ SETTINGS = {
     "wandb": ("console", "silent", "disable_git", "disable_code", "x_disable_meta"),
     "swanlab": ("interactive",),
 }
-"""Fields of their `Settings` that are set."""
+"""Fields of `Settings` that the adapters set."""
 
 Call = tuple[str, dict[str, Any]]
 
 
 class StandIn:
-    """Of a package. calls: name and arguments of each call, in their order. fails: names of calls that raise."""
+    """A fake package. calls: name and arguments of each call, in order. fails: exceptions by name of the call."""
 
     def __init__(self, package: str) -> None:
         self.package = package
         self.calls: list[Call] = []
         self.fails: dict[str, Exception] = {}
 
-    def taking(self, name: str, gives: Any = None, parameters: str = "") -> Callable[..., Any]:
+    def recorder(self, name: str, returns: Any = None, parameters: str = "") -> Callable[..., Any]:
         signature = inspect.signature(eval(f"lambda {parameters or PARAMETERS[self.package][name]}: None"))
 
-        def call(*value: Any, **named: Any) -> Any:
-            self.calls.append((name, dict(signature.bind(*value, **named).arguments)))
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self.calls.append((name, dict(signature.bind(*arguments, **keywords).arguments)))
             if name in self.fails:
                 raise self.fails[name]
-            return gives
+            return returns
 
         return call
 
-    def named(self, name: str) -> list[dict[str, Any]]:
-        return [value for called, value in self.calls if called == name]
+    def arguments_of(self, name: str) -> list[dict[str, Any]]:
+        return [arguments for called, arguments in self.calls if called == name]
 
     def modules(self) -> dict[str, ModuleType]:
         """What is imported, by its name."""
@@ -83,32 +83,32 @@ class StandIn:
 
     def _settings(self) -> Callable[..., Any]:
         fields = ", ".join(f"{name}=None" for name in SETTINGS[self.package])
-        return self.taking("Settings", "settings", f"*, {fields}")
+        return self.recorder("Settings", "settings", f"*, {fields}")
 
     def wandb(self) -> dict[str, ModuleType]:
-        run = SimpleNamespace(**{name: self.taking(f"Run.{name}") for name in ("log", "alert", "finish")})
+        run = SimpleNamespace(**{name: self.recorder(f"Run.{name}") for name in ("log", "alert", "finish")})
         wandb: Any = ModuleType("wandb")
-        wandb.init, wandb.Settings = self.taking("init", run), self._settings()
-        wandb.Table = self.taking("Table", "table")
+        wandb.init, wandb.Settings = self.recorder("init", run), self._settings()
+        wandb.Table = self.recorder("Table", "table")
         return {"wandb": wandb}
 
     def swanlab(self) -> dict[str, ModuleType]:
-        run = SimpleNamespace(**{name: self.taking(f"Run.{name}") for name in ("log", "finish")})
+        run = SimpleNamespace(**{name: self.recorder(f"Run.{name}") for name in ("log", "finish")})
         swanlab: Any = ModuleType("swanlab")
-        swanlab.init, swanlab.Settings = self.taking("init", run), self._settings()
-        swanlab.Text = self.taking("Text", "text")
-        table = SimpleNamespace(add=self.taking("echarts.Table.add"))
+        swanlab.init, swanlab.Settings = self.recorder("init", run), self._settings()
+        swanlab.Text = self.recorder("Text", "text")
+        table = SimpleNamespace(add=self.recorder("echarts.Table.add"))
         swanlab.echarts = SimpleNamespace(Table=lambda: table)
         return {"swanlab": swanlab}
 
     def mlflow(self) -> dict[str, ModuleType]:
         created = SimpleNamespace(info=SimpleNamespace(run_id="run-7"))
-        gives = {"create_run": created, "create_experiment": "3"}
+        returns = {"create_run": created, "create_experiment": "3"}
         names = [name.partition(".")[2] for name in PARAMETERS["mlflow"] if name.startswith("MlflowClient.")]
-        client = SimpleNamespace(**{name: self.taking(f"MlflowClient.{name}", gives.get(name)) for name in names})
+        client = SimpleNamespace(**{name: self.recorder(f"MlflowClient.{name}", returns.get(name)) for name in names})
         mlflow: Any = ModuleType("mlflow")
         entities: Any = ModuleType("mlflow.entities")
-        mlflow.MlflowClient = self.taking("MlflowClient", client)
-        entities.Metric = self.taking("entities.Metric", "metric")
-        entities.Param = self.taking("entities.Param", "parameter")
+        mlflow.MlflowClient = self.recorder("MlflowClient", client)
+        entities.Metric = self.recorder("entities.Metric", "metric")
+        entities.Param = self.recorder("entities.Param", "parameter")
         return {"mlflow": mlflow, "mlflow.entities": entities}

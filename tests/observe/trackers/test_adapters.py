@@ -1,4 +1,4 @@
-"""The trackers themselves, without a network, where they are installed; and what is said of one that is not."""
+"""Tracker adapters against the installed packages, offline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIGURES = {"rollout/reward_mean": 0.5, "actor/grad_norm": math.nan, "x|odd/../na
 
 
 @pytest.fixture(autouse=True)
-def away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No account, no network."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -35,8 +35,8 @@ def away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
-def a_run(folder: Path, name: str, first: int = 1, last: int = 2) -> None:
-    """Steps of a run, or of one that goes on; nothing may be warned of, and no key may be in its folder."""
+def log_run(folder: Path, name: str, first: int = 1, last: int = 2) -> None:
+    """Log steps of a run without warnings, and check that no API key is in its folder."""
     folder.mkdir(exist_ok=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -51,7 +51,7 @@ def a_run(folder: Path, name: str, first: int = 1, last: int = 2) -> None:
         assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
 
 
-def test_a_tracker_that_is_not_installed_is_a_mistake_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_trackers_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     check_trackers(["tensorboard"])
     with pytest.raises(ConfigError, match="track.trackers: tensorboard is named twice"):
         check_trackers(["tensorboard", "tensorboard"])
@@ -62,14 +62,14 @@ def test_a_tracker_that_is_not_installed_is_a_mistake_before_the_run(monkeypatch
         from_dict({"track": {"trackers": ["wandbb"]}})
 
 
-def test_all_that_can_be_named_are_known() -> None:
+def test_config_accepts_all_trackers() -> None:
     assert set(from_dict({"track": {"trackers": list(TRACKERS)}}).track.trackers) == set(TRACKERS)
 
 
-def test_what_a_policy_wrote_is_only_text_in_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard_escapes_generated_text(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    a_run(tmp_path / "run", "tensorboard")
+    log_run(tmp_path / "run", "tensorboard")
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     (_, event) = events.Tensors("rollouts/text_summary")
@@ -78,52 +78,50 @@ def test_what_a_policy_wrote_is_only_text_in_tensorboard(tmp_path: Path) -> None
     assert [scalar.value for scalar in events.Scalars("rollout/reward_mean")] == [0.5, 0.5]
 
 
-def test_tensorboard_without_room_raises_once_a_step_and_writes_on_when_there_is_some(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A limit on the size of files stands for the full disk: of the first write that is too much a part is taken."""
+def test_tensorboard_recovers_from_a_full_disk(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A file size limit stands in for the full disk; the first write beyond it is partial."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     figures = {f"figure_{number}": 0.5 for number in range(50)}
     sink = open_adapter("tensorboard", TrackerRun(tmp_path, first_step=1))
     sink.log_metrics(1, figures)
     (file,) = (tmp_path / "tensorboard").iterdir()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 100, before[1]))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 100, limits[1]))
     try:
         for step in (2, 3):
             with pytest.raises(OSError, match="File too large"):
                 sink.log_metrics(step, figures)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     sink.log_metrics(4, figures)
     sink.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [scalar.step for scalar in events.Scalars("figure_49")] == [1, 4]
-    assert "Traceback" not in capfd.readouterr().err, "nothing is raised in a thread of somebody else's"
+    assert "Traceback" not in capfd.readouterr().err, "no exception in a background thread"
 
 
-def test_wandb_offline(tmp_path: Path) -> None:
+def test_wandb_resumes_offline(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     folder = tmp_path / "run"
-    a_run(folder, "wandb")
-    a_run(folder, "wandb", first=2, last=3)  # step 2 is taken again
+    log_run(folder, "wandb")
+    log_run(folder, "wandb", first=2, last=3)  # step 2 is repeated
     runs = sorted((folder / "wandb").glob("offline-run-*"))
-    assert len(runs) == 2 and len({next(run.glob("*.wandb")).name for run in runs}) == 1, "the same run's"
-    result = [history(run) for run in runs]
+    assert len(runs) == 2 and len({next(run.glob("*.wandb")).name for run in runs}) == 1, "of one run"
+    result = [read_history(run) for run in runs]
     assert [[line["_step"] for line in lines] for lines in result] == [[1, 2], [2, 3]]
     assert result[0][0]["rollout/reward_mean"] == 0.5
     assert any(name.startswith("rollouts/") for name in result[0][0])
     assert "rollout/reward_mean" not in result[1][0] and result[1][1]["rollout/reward_mean"] == 0.5
 
 
-def history(run: Path) -> list[dict[str, Any]]:
-    """What `wandb sync` would send of a run's figures, a step each."""
+def read_history(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics that `wandb sync` would send, one dict per step."""
     from wandb.proto import wandb_internal_pb2
 
     lines = []
-    for data in records(next(run.glob("*.wandb")).read_bytes()):
+    for data in read_records(next(run.glob("*.wandb")).read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.HasField("history"):
@@ -132,49 +130,49 @@ def history(run: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def records(log: bytes) -> Iterator[bytes]:
-    """Of a file in LevelDB's log format, behind a head of 7 bytes: blocks of 32 KiB, of pieces of records."""
-    at, full = 7, b""
+def read_records(log: bytes) -> Iterator[bytes]:
+    """Yield the records of a LevelDB log: after a 7-byte header, 32 KiB blocks of record fragments."""
+    at, payload = 7, b""
     while at + 7 <= len(log):
-        if (left := 32768 - at % 32768) < 7:
-            at += left
+        if (remaining := 32768 - at % 32768) < 7:
+            at += remaining
             continue
         _, length, kind = struct.unpack("<IHB", log[at : at + 7])
-        full, at = full + log[at + 7 : at + 7 + length], at + 7 + length
-        if kind in (1, 4):  # whole, or its last piece
-            yield full
-            full = b""
+        payload, at = payload + log[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4):  # a complete record, or its last fragment
+            yield payload
+            payload = b""
 
 
-def test_wandb_without_a_key_is_said_and_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_without_a_key_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.delenv("WANDB_API_KEY")
-    said: list[str] = []
-    tracker = Tracker(tmp_path, ["wandb"], said.append)
+    warned: list[str] = []
+    tracker = Tracker(tmp_path, ["wandb"], warned.append)
     tracker.log(1, FIGURES)
     tracker.close()
-    (text,) = said
+    (text,) = warned
     assert "W&B: no API key: export WANDB_API_KEY, or WANDB_MODE=offline" in text
 
 
-def test_mlflow_in_the_run_folder(tmp_path: Path) -> None:
+def test_mlflow_writes_to_the_run_folder(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     folder = tmp_path / "run"
-    a_run(folder, "mlflow")
-    a_run(folder, "mlflow", first=2, last=3)
+    log_run(folder, "mlflow")
+    log_run(folder, "mlflow", first=2, last=3)
     client = mlflow.MlflowClient(tracking_uri=(folder / "mlflow").as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("megarl").experiment_id])
     assert run.data.params == {"run.dir": "a", "run.seed": "1"}
     steps = [element.step for element in client.get_metric_history(run.info.run_id, "rollout/reward_mean")]
-    assert steps == [1, 2, 3], "the same run, and no step twice"
+    assert steps == [1, 2, 3], "one run, no step twice"
     assert run.data.metrics.keys() == {"rollout/reward_mean", "actor/grad_norm", "x_odd/_/name", "loss"}
     files = [path.name for path in (folder / "mlflow").rglob("step_*.json")]
     assert sorted(files) == ["step_000001.json", "step_000002.json", "step_000003.json"]
 
 
-def test_swanlab_offline(tmp_path: Path) -> None:
+def test_swanlab_writes_offline(tmp_path: Path) -> None:
     pytest.importorskip("swanlab")
     folder = tmp_path / "run"
-    a_run(folder, "swanlab")
-    a_run(folder, "swanlab", first=2, last=3)
+    log_run(folder, "swanlab")
+    log_run(folder, "swanlab", first=2, last=3)
     assert list((folder / "swanlab").rglob("*.swanlab"))
