@@ -69,16 +69,14 @@ def test_partial_rollout_bytes_by_hand(chosen: Config, expected: int) -> None:
 def test_partial_rollout_bytes_cover_written_groups(tmp_path: Path, replays: bool) -> None:
     """Every conversation has the maximum length, half of it prompt, with five letters a token."""
     question = {"role": "user", "content": "words" * 500}
-    answer = {"role": "assistant", "content": "words" * 500}
     prompt = Prompt("train-1", (question,), range(500))
-    turns = (Turn(range(500)), Turn([7] * 500, [-1.0] * 500, is_action=True, weight_version=3))
     routing = (torch.zeros(1000, 3, 2, dtype=torch.int16),) if replays else ()
     groups = [
         tuple(
             replace(
                 PartialRollout.begin(prompt, seed),
-                turns=turns,
-                messages=(question, answer),
+                turns=(Turn(range(500)), Turn([seed] * 500, [-1.0] * 500, is_action=True, weight_version=3)),
+                messages=(question, {"role": "assistant", "content": f"{seed:05}" * 500}),
                 routing=tuple(map(torch.clone, routing)),
             )
             for seed in range(4 * group, 4 * group + 4)
