@@ -32,18 +32,18 @@ async def calculating(row: dict[str, Any], base_url: str, api_key: str) -> float
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         for _ in range(4):
             completion = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
-            said = completion.choices[0].message
-            messages.append(said.model_dump(exclude_none=True))
-            if not said.tool_calls:
-                return float((said.content or "").strip().rstrip(".").endswith(f" {row['ground_truth']}"))
+            message = completion.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            if not message.tool_calls:
+                return float((message.content or "").strip().rstrip(".").endswith(f" {row['ground_truth']}"))
             messages += [
-                {"role": "tool", "tool_call_id": call.id, "content": observed(call.function.arguments)}
-                for call in said.tool_calls
+                {"role": "tool", "tool_call_id": call.id, "content": run_calculator(call.function.arguments)}
+                for call in message.tool_calls
             ]
     return 0.0
 
 
-def observed(arguments: str) -> str:
+def run_calculator(arguments: str) -> str:
     try:
         return str(calculate(**json.loads(arguments)))
     except Exception as error:
@@ -54,14 +54,14 @@ async def branching(row: dict[str, Any], base_url: str, api_key: str) -> dict[st
     """Asks, forgets what was said first, and asks again: two sequences, one episode. What it says comes of its row."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
 
-        async def says(*messages: dict[str, Any]) -> str:
+        async def ask(*messages: dict[str, Any]) -> str:
             completion = await client.chat.completions.create(model="policy", messages=messages)
             return completion.choices[0].message.content or ""
 
-        first = await says(*row["prompt"])
+        first = await ask(*row["prompt"])
         retained = [{"role": "assistant", "content": first}, {"role": "user", "content": "Sure?"}]
-        second = await says(*row["prompt"], *retained)
-        third = await says({"role": "user", "content": "Shortly, what was it?"})
+        second = await ask(*row["prompt"], *retained)
+        third = await ask({"role": "user", "content": "Shortly, what was it?"})
     return {"reward": len({first, second, third}) / 4, "parts": {"said": 3.0}}
 
 

@@ -37,21 +37,21 @@ class EveryAlgorithm(PolicyController):
         tree = {name: value for name, value in to_dict(config).items() if name in ("run", "rollout", "data", "train")}
         local = {"dapo": {"max_num_gen_batches": 2}}
         short = {"critic": {"warmup_steps": 0}}
-        self.own = [
+        self.controllers = [
             make_controller(from_dict({**tree, **short, "algorithm": name, "options": local.get(name, {})}))
             for name in names()
         ]
-        self.taken = 0
+        self.num_steps = 0
 
     @classmethod
     def roles(cls, config: Config) -> tuple[str, ...]:
         return ("rollout", "actor", "reference", "critic", "reward")
 
     def step(self, flow: Any, items: Sequence[Prompt]) -> StepResult:
-        controller = self.own[self.taken // STEPS]
-        self.taken += 1
+        controller = self.controllers[self.num_steps // STEPS]
+        self.num_steps += 1
         result = controller.step(flow, items)
-        return dataclasses.replace(result, metrics={**result.metrics, "recipe": float((self.taken - 1) // STEPS)})
+        return dataclasses.replace(result, metrics={**result.metrics, "recipe": float((self.num_steps - 1) // STEPS)})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"taken": self.taken, "own": [item.state_dict() for item in self.own]}
+        return {"num_steps": self.num_steps, "controllers": [item.state_dict() for item in self.controllers]}

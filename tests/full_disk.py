@@ -45,10 +45,10 @@ def main() -> None:
             full += shutil.disk_usage(disk).free < 4096
         time.sleep(0.05)
     ballast.unlink(missing_ok=True)
-    said, _ = process.communicate()
+    output, _ = process.communicate()
     result = {
         "status": process.returncode,
-        "said": said,
+        "output": output,
         "full": full,
         "checkpoints": sorted(path.name for path in (run / "checkpoints").glob("*")),
         "log": (run / "log.txt").read_text(),

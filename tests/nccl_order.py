@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 Event = dict[str, Any]
 
 
-class _Entry(NamedTuple):
+class _Launch(NamedTuple):
     """What a rank has given to a group as one thing: a collective, or sends and receives of one batch."""
 
     ops: list[Event]
 
 
-class Stuck(AssertionError):
+class InvalidCommunication(AssertionError):
     pass
 
 
@@ -38,15 +38,15 @@ def read(path: Path) -> list[Event]:
 def check(records: Sequence[Sequence[Event]]) -> Counter[str]:
     """records: of each rank, in its order. Returns how many of each kind there were on the device. Raises Stuck with a
     line for each fault."""
-    faults = [*_first_uses(records), *_never_waited_for(records), *Play(records).faults()]
+    faults = [*_invalid_first_uses(records), *_missing_waits(records), *Simulator(records).faults()]
     if faults:
-        raise Stuck("\n".join(faults))
+        raise InvalidCommunication("\n".join(faults))
     return Counter(
         event["kind"] for record in records for event in record if event["do"] == "post" and not event["host"]
     )
 
 
-def _first_uses(records: Sequence[Sequence[Event]]) -> list[str]:
+def _invalid_first_uses(records: Sequence[Sequence[Event]]) -> list[str]:
     result = []
     for rank, record in enumerate(records):
         used: set[str] = set()
@@ -61,70 +61,70 @@ def _first_uses(records: Sequence[Sequence[Event]]) -> list[str]:
     return result
 
 
-def _never_waited_for(records: Sequence[Sequence[Event]]) -> list[str]:
+def _missing_waits(records: Sequence[Sequence[Event]]) -> list[str]:
     result = []
     for rank, record in enumerate(records):
         waited = {event["op"] for event in record if event["do"] == "wait"}
         left = [e for e in record if e["do"] == "post" and e["op"] not in waited and not e["host"]]
-        result += [f"rank {rank}: nobody has waited for {_said(event)}" for event in left]
+        result += [f"rank {rank}: nobody has waited for {_describe(event)}" for event in left]
     return result
 
 
-def _said(event: Event) -> str:
+def _describe(event: Event) -> str:
     peer = "" if event["peer"] is None else f" {'to' if event['kind'] == 'send' else 'from'} rank {event['peer']}"
     return f"{event['kind']}{peer} ({event['bytes']} bytes, group of {event['members']})"
 
 
-class Play:
+class Simulator:
     def __init__(self, records: Sequence[Sequence[Event]]) -> None:
         self.records = records
-        self.at = [0] * len(records)
+        self.positions = [0] * len(records)
         self.done: list[set[int]] = [set() for _ in records]
-        self.queues: dict[tuple[int, str], deque[_Entry]] = {}
+        self.queues: dict[tuple[int, str], deque[_Launch]] = {}
         """By rank and group, what it has given and what is not done."""
         self.members: dict[str, Sequence[int]] = {}
-        self.mailed: Counter[tuple[str, int, int]] = Counter()
+        self.gloo_sends: Counter[tuple[str, int, int]] = Counter()
         """Gloo's sends that nobody has received, by group, sender and receiver."""
-        self.wrong: list[str] = []
+        self.errors: list[str] = []
 
     def faults(self) -> list[str]:
         moved = True
-        while moved and not self.wrong:
+        while moved and not self.errors:
             moved = False
             for rank in range(len(self.records)):
                 while self._advance(rank):
                     moved = True
             for group in list(self.members):
-                while self._head(group):
+                while self._run_group(group):
                     moved = True
-        if self.wrong:
-            return self.wrong
+        if self.errors:
+            return self.errors
         return [
             f"rank {rank} would wait for ever for {self._waits_for(rank)}"
             for rank, record in enumerate(self.records)
-            if self.at[rank] < len(record)
+            if self.positions[rank] < len(record)
         ]
 
     def _waits_for(self, rank: int) -> str:
-        wanted = self.records[rank][self.at[rank]]["op"]
-        return next(_said(e) for e in self.records[rank] if e["do"] == "post" and e["op"] == wanted)
+        wanted = self.records[rank][self.positions[rank]]["op"]
+        return next(_describe(e) for e in self.records[rank] if e["do"] == "post" and e["op"] == wanted)
 
     def _advance(self, rank: int) -> bool:
         record = self.records[rank]
-        if self.at[rank] == len(record):
+        if self.positions[rank] == len(record):
             return False
-        event = record[self.at[rank]]
+        event = record[self.positions[rank]]
         if event["do"] == "wait":
             if event["op"] not in self.done[rank]:
                 return False
-            self.at[rank] += 1
+            self.positions[rank] += 1
             return True
-        self.at[rank] += 1
+        self.positions[rank] += 1
         group = event["group"]
         if event["kind"] in ("send", "receive"):
             if event["host"]:
                 if event["kind"] == "send":
-                    self.mailed[group, rank, event["peer"]] += 1
+                    self.gloo_sends[group, rank, event["peer"]] += 1
                     self.done[rank].add(event["op"])
                     return True
                 group += f" {event['peer']}>{rank}"
@@ -141,10 +141,10 @@ class Play:
         if event["batch"] is not None and last is not None and last["batch"] == event["batch"]:
             queue[-1].ops.append(event)
         else:
-            queue.append(_Entry([event]))
+            queue.append(_Launch([event]))
         return True
 
-    def _head(self, group: str) -> bool:
+    def _run_group(self, group: str) -> bool:
         """Do what the ranks of a group have come to; whether anything was."""
         heads = {rank: queue[0] for rank in self.members[group] if (queue := self.queues.get((rank, group)))}
         if not heads:
@@ -153,23 +153,23 @@ class Play:
         first = next(iter(heads.values())).ops[0]
         if first["host"] and first["kind"] == "receive":
             (rank,) = heads
-            if not self.mailed[first["group"], first["peer"], rank]:
+            if not self.gloo_sends[first["group"], first["peer"], rank]:
                 return False
-            self.mailed[first["group"], first["peer"], rank] -= 1
-            return self._finish(group, rank)
+            self.gloo_sends[first["group"], first["peer"], rank] -= 1
+            return self._complete(group, rank)
         if any(kind in ("send", "receive") for kind in kinds.values()):
-            return self._exchanged(group, heads)
+            return self._match_exchanges(group, heads)
         if len(heads) < len(self.members[group]):
             return False
         if len(set(kinds.values())) > 1:
-            self.wrong.append(f"the ranks of {list(heads)} do different things at the same time: {kinds}")
+            self.errors.append(f"the ranks of {list(heads)} do different things at the same time: {kinds}")
             return False
         if len(sizes := {entry.ops[0]["bytes"] for entry in heads.values()}) > 1:
-            self.wrong.append(f"ranks give different numbers of bytes to a {first['kind']} of {list(heads)}: {sizes}")
+            self.errors.append(f"ranks give different numbers of bytes to a {first['kind']} of {list(heads)}: {sizes}")
             return False
-        return all([self._finish(group, rank) for rank in heads])
+        return all([self._complete(group, rank) for rank in heads])
 
-    def _exchanged(self, group: str, heads: dict[int, _Entry]) -> bool:
+    def _match_exchanges(self, group: str, heads: dict[int, _Launch]) -> bool:
         """Sends and receives at the heads that meet their other ends at another head."""
         moved = False
         for sender, entry in list(heads.items()):
@@ -179,7 +179,7 @@ class Play:
                     open_ = receive["op"] not in self.done[send["peer"]]
                     if open_ and receive["kind"] == "receive" and receive["peer"] == sender:
                         if receive["bytes"] != send["bytes"]:
-                            self.wrong.append(f"rank {sender} gives {_said(send)}, taken as {_said(receive)}")
+                            self.errors.append(f"rank {sender} gives {_describe(send)}, taken as {_describe(receive)}")
                         self.done[sender].add(send["op"])
                         self.done[send["peer"]].add(receive["op"])
                         moved = True
@@ -191,14 +191,14 @@ class Play:
                 moved = True
         return moved
 
-    def _batch_is_closed(self, rank: int, entry: _Entry) -> bool:
+    def _batch_is_closed(self, rank: int, entry: _Launch) -> bool:
         """Whether no more of its batch is to come: the record of the rank has gone on."""
         batch = entry.ops[0]["batch"]
-        if batch is None or self.at[rank] == len(self.records[rank]):
+        if batch is None or self.positions[rank] == len(self.records[rank]):
             return True
-        return bool(self.records[rank][self.at[rank]].get("batch") != batch)
+        return bool(self.records[rank][self.positions[rank]].get("batch") != batch)
 
-    def _finish(self, group: str, rank: int) -> bool:
+    def _complete(self, group: str, rank: int) -> bool:
         for op in self.queues[rank, group].popleft().ops:
             self.done[rank].add(op["op"])
         return True

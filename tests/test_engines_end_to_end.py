@@ -11,15 +11,19 @@ from typing import Any
 
 import pytest
 from test_placement_end_to_end import asked, steps_of, versions
-from whole_run import ENVIRONMENT, make_folder, start
+from whole_run import ENVIRONMENT, make_folder, run_cli
 
 from megarl.observe.rollout_log import read_rollouts
 
 GRPO = ["algorithm=grpo", "kl.apply_to=reward", "run.num_update=1", "run.ppo_epochs=1"]
 GRPO += ["run.save_every=0", "run.distributed_timeout_s=120"]
-DYING = ["roles={rollout: {worker: dying_engines:Dying}}", "rollout.hang_timeout=30", "rollout.concurrency=6"]
-ONE = ["placement={actor: 0, rollout: 1}", "parallel.world_size=2", "parallel.tp=1", "parallel.ep=1"]
-ONE += ["rollout.concurrency=12"]
+FAULTS = [
+    "roles={rollout: {worker: dying_engines:FaultyRolloutWorker}}",
+    "rollout.hang_timeout=30",
+    "rollout.concurrency=6",
+]
+ONE_ENGINE = ["placement={actor: 0, rollout: 1}", "parallel.world_size=2", "parallel.tp=1", "parallel.ep=1"]
+ONE_ENGINE += ["rollout.concurrency=12"]
 
 
 @pytest.fixture(scope="module")
@@ -30,18 +34,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(
     monkeypatch: pytest.MonkeyPatch, folder: Path, run_dir: Path, host: str, plan: dict[int, Any], *overrides: str
 ) -> Any:
-    monkeypatch.setitem(ENVIRONMENT, "DYING", json.dumps(plan))
-    return start(folder, run_dir, *GRPO, *DYING, *overrides, host=host)
+    monkeypatch.setitem(ENVIRONMENT, "ENGINE_FAULTS", json.dumps(plan))
+    return run_cli(folder, run_dir, *GRPO, *FAULTS, *overrides, host=host)
 
 
-def check(run_dir: Path, died: dict[int, str], samples: int = 16) -> None:
+def assert_recovered(run_dir: Path, faults: dict[int, str], samples: int = 16) -> None:
     """Every step is there with all of its samples, and says what was lost in it."""
     rows = steps_of(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3]
     log = (run_dir / "log.txt").read_text()
     for row in rows:
         step = int(row["step"])
-        what = died.get(step)
+        what = faults.get(step)
         assert ("rollout/engine_restarts" in row) == (what is not None), step
         lost = row.get("rollout/lost_samples", 0)
         assert row.get("rollout/regenerated_samples", 0) == lost and (lost > 0) == (what in ("kill", "stop")), step
@@ -49,7 +53,7 @@ def check(run_dir: Path, died: dict[int, str], samples: int = 16) -> None:
         assert [item.status for item in read_rollouts(run_dir, step) if item.status == "aborted"] == []
         assert versions(run_dir, step) == {step - 1}  # by no other weights
         assert row["rollout/logprob_diff_p95"] <= 1e-4  # which the engine has had whole
-    assert log.count("is being restarted") == len(died) == log.count(" restarted, ")
+    assert log.count("is being restarted") == len(faults) == log.count(" restarted, ")
 
 
 @pytest.fixture(scope="module")
@@ -58,37 +62,35 @@ def undisturbed(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactor
     with pytest.MonkeyPatch.context() as patched:
         done = run(patched, folder, run_dir, host, {})
     assert done.returncode == 0, done.stderr[-3000:]
-    check(run_dir, {})
+    assert_recovered(run_dir, {})
     return run_dir
 
 
-def test_two_engines_of_which_one_dies_then_one_hangs_then_one_dies_in_a_push(
+def test_recovers_from_engine_death_hang_and_failed_weight_sync(
     undisturbed: Path, folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = {1: ["kill", 1], 2: ["stop", 0], 3: ["push", 1]}
     done = run(monkeypatch, folder, tmp_path / "run", host, plan)
     assert done.returncode == 0, done.stderr[-3000:]
-    check(tmp_path / "run", {step: what for step, (what, _) in plan.items()})
+    assert_recovered(tmp_path / "run", {step: what for step, (what, _) in plan.items()})
     for step in (1, 2, 3):
         assert asked(tmp_path / "run", step) == asked(undisturbed, step)
 
 
-def test_the_only_engine_dies_in_a_first_step_and_in_a_later_one(
-    folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarts_the_only_engine(folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has loaded the weights of the first by itself, and is given those of the other by the rank that trains."""
     plan = {1: ["kill", 0], 3: ["kill", 0]}
-    done = run(monkeypatch, folder, tmp_path / "run", host, plan, *ONE)
+    done = run(monkeypatch, folder, tmp_path / "run", host, plan, *ONE_ENGINE)
     assert done.returncode == 0, done.stderr[-3000:]
-    check(tmp_path / "run", {1: "kill", 3: "kill"})
+    assert_recovered(tmp_path / "run", {1: "kill", 3: "kill"})
 
 
-def test_one_that_is_killed_beside_training_is_back_in_the_next_step(
+def test_restarts_an_engine_during_asynchronous_training(
     folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = {1: ["kill", 0], 2: ["push", 0]}
     beside = ["rollout.asynchronous=true", "rollout.max_staleness=1"]
-    done = run(monkeypatch, folder, tmp_path / "run", host, plan, *ONE, *beside)
+    done = run(monkeypatch, folder, tmp_path / "run", host, plan, *ONE_ENGINE, *beside)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = steps_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -100,7 +102,7 @@ def test_one_that_is_killed_beside_training_is_back_in_the_next_step(
         assert row["rollout/staleness_max"] <= 1
 
 
-def test_the_process_that_engines_are_started_from_is_killed_then_stopped(
+def test_recovers_from_a_killed_and_a_stopped_engine_host(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both engines are lost with it, then one that needs it to start again; the run goes on, and leaves nothing."""

@@ -13,8 +13,8 @@ from whole_run import ENVIRONMENT, ROOT, make_folder, with_host
 from megarl.models.hf_folder import open_hf
 from megarl.observe.rollout_log import read_rollouts
 
-ONE = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", "parallel.ep=1"]
-WRITES = ["rollout.max_new_tokens=40", "rollout.max_context=192", "rollout.tool_call_parser=qwen25"]
+ONE_RANK = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", "parallel.ep=1"]
+LIMITS = ["rollout.max_new_tokens=40", "rollout.max_context=192", "rollout.tool_call_parser=qwen25"]
 TOOL = "rollout.tools=[megarl.environments.ready.calculator:calculator]"
 
 
@@ -26,9 +26,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
     """Two steps of a warm-up, which needs no engine, saved."""
-    command = [sys.executable, "-m", "megarl.train", "configs/quickstart_sft.yaml", *ONE, f"model.path={folder}/model"]
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.train",
+        "configs/quickstart_sft.yaml",
+        *ONE_RANK,
+        f"model.path={folder}/model",
+    ]
     command += [f"data.train={folder}/sft.jsonl", f"run.dir={folder}/run", "run.num_rollout=2", "run.save_every=1"]
-    command += ["track.progress=false", "run.export=true", "data.prompts_per_step=16", *WRITES]
+    command += ["track.progress=false", "run.export=true", "data.prompts_per_step=16", *LIMITS]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     *_, line, command = done.stdout.splitlines()
@@ -38,7 +45,7 @@ def run(folder: Path) -> Path:
     return folder / "run"
 
 
-def test_the_newest_checkpoint_of_a_run(folder: Path, run: Path, tmp_path: Path, host: str) -> None:
+def test_evaluates_the_newest_checkpoint(folder: Path, run: Path, tmp_path: Path, host: str) -> None:
     rows = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()[:7]]
     (tmp_path / "sums.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:4]))
     others = ({**row, "data_source": "products", "id": f"p{row['id']}"} for row in rows[4:])
@@ -76,7 +83,7 @@ def test_the_newest_checkpoint_of_a_run(folder: Path, run: Path, tmp_path: Path,
     assert "turn 1: policy" in shown_as and "<|im_start|>" in shown_as  # words, by the tokenizer of the model
 
 
-def test_somebody_talks_to_it(run: Path, host: str) -> None:
+def test_chats_with_the_exported_policy(run: Path, host: str) -> None:
     """To what the run has exported, in two conversations. It has learned to write, so a tool may be called or not."""
     command = [
         sys.executable,
@@ -86,9 +93,9 @@ def test_somebody_talks_to_it(run: Path, host: str) -> None:
         "--tools",
         "megarl.environments.ready.calculator:calculator",
     ]
-    said = "What is 12+7?\n/nothing\n/reset\nWhat is 3*4?\n/quit\nnever read\n"
+    typed = "What is 12+7?\n/nothing\n/reset\nWhat is 3*4?\n/quit\nnever read\n"
     done = subprocess.run(
-        command, cwd=ROOT, env=with_host(host), input=said, capture_output=True, text=True, timeout=500
+        command, cwd=ROOT, env=with_host(host), input=typed, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     lines = done.stdout.splitlines()

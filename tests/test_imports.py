@@ -100,7 +100,7 @@ def starts_with(name: str, *prefixes: str) -> bool:
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
-def test_source_is_found() -> None:
+def test_finds_the_source() -> None:
     assert {"megarl.types", "megarl.algorithms.kl", "megarl.flow", "megarl.train"} <= set(FILES)
     assert "megarl.types" in imported_modules("megarl.algorithms.policy_losses")
     assert imported_modules("megarl.controllers.ppo") >= {
@@ -141,7 +141,7 @@ def test_file_names_are_unique() -> None:
     assert {name for name in names if names.count(name) > 1} == set()
 
 
-def test_pure_packages_use_no_processes() -> None:
+def test_pure_packages_import_no_distributed_code() -> None:
     used = {
         (module, name)
         for module in FILES
@@ -160,7 +160,7 @@ def test_algorithms_import_types_and_torch_only() -> None:
     assert not {name for name in used if not starts_with(name, *known)}
 
 
-def test_only_the_device_module_asks_for_a_gpu() -> None:
+def test_only_the_device_module_queries_the_gpu() -> None:
     for module, path in FILES.items():
         if package(module) in ("parallel", "cpu") or "cpu" in path.name:
             continue

@@ -22,7 +22,7 @@ KNOWN = {
 """What is not found, and why that does no harm."""
 
 
-def asked(package: str) -> Iterator[tuple[str, str]]:
+def missing_names(package: str) -> Iterator[tuple[str, str]]:
     sources = Sources(Path(str(metadata.distribution(DISTRIBUTIONS[package]).locate_file(""))))
     for file in FILES:
         caller = Caller(file, package)
@@ -32,10 +32,10 @@ def asked(package: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("package", DISTRIBUTIONS)
-def test_all_that_is_asked_for_is_there(package: str) -> None:
+def test_every_used_name_and_argument_exists(package: str) -> None:
     used = [file for file in FILES if Caller(file, package).imported]
     assert len(used) >= 5
-    result = dict(asked(package))
+    result = dict(missing_names(package))
     assert {what: where for what, where in result.items() if what not in KNOWN} == {}
     assert {what for what in KNOWN if what.startswith(package)} <= result.keys(), "no reason is needed any more"
 
@@ -62,7 +62,7 @@ s.inner.Base(a=1, e=2)
 """
 
 
-def test_what_is_not_there_is_found(tmp_path: Path) -> None:
+def test_finds_missing_names_and_arguments(tmp_path: Path) -> None:
     (tmp_path / "sample").mkdir()
     for name, text in SAMPLE.items():
         (tmp_path / "sample" / name).write_text(text)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-TOGETHER = {
+COLLECTIVES = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce_coalesced",
     "broadcast": "broadcast",
@@ -58,7 +58,7 @@ class Wires:
         self.batch: int | None = None
         self._works: dict[int, tuple[Any, int]] = {}  # the work stays: another must not have its id
         self._numbers = itertools.count()
-        self._under_way = UnderWay()
+        self._buffer_guard = BufferGuard()
 
     def post(self, group: Any, kind: str, tensors: list[torch.Tensor], peer: int | None = None) -> int:
         """One that is under way from now on; its number. peer: in the group, of a send or a receive."""
@@ -87,7 +87,7 @@ class Wires:
             return
         self._works[id(work)] = work, number
         if kind in ("send", "receive") and not host:
-            self._under_way.add(number, kind, tensors)
+            self._buffer_guard.add(number, kind, tensors)
 
     def wait(self, work: Any) -> None:
         result = self._works.pop(id(work), None)
@@ -96,13 +96,13 @@ class Wires:
 
     def waited(self, number: int) -> None:
         self.events.append({"do": "wait", "op": number})
-        self._under_way.remove(number)
+        self._buffer_guard.remove(number)
 
     def write(self, path: Path) -> None:
         path.write_text("".join(json.dumps(event) + "\n" for event in self.events))
 
 
-class UnderWay(TorchDispatchMode):
+class BufferGuard(TorchDispatchMode):
     """Sees every operation on tensors while something is under way between two ranks."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ def install() -> Wires:
     """Before anything else is imported that talks to other ranks, once per process."""
     wires = Wires()
     group, work = dist.ProcessGroup, torch._C._distributed_c10d.Work
-    for name, kind in TOGETHER.items():
+    for name, kind in COLLECTIVES.items():
         if hasattr(group, name):
             setattr(group, name, _collective(wires, getattr(group, name), kind))
     group.send = _exchange(wires, group.send, "send")
