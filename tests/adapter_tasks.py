@@ -1,5 +1,5 @@
-"""Two small tasks of environments that were made for others, beside those of `environment_tasks`: a sum by the tool of
-an MCP server, and a task folder in Harbor's format, whose verifier looks for a name in a file."""
+"""Tasks for the environment adapters: a sum with an MCP server's tool, and a Harbor task folder that wants a name in a
+file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VERIFIER = '[ "$(cat who.txt)" = "{name}" ] && reward=1 || reward=0\necho $rewar
 
 
 def zero_reward(rollout: Rollout) -> float:
-    """The verifier's reward is all that there is."""
+    """Leave the reward to the task's verifier."""
     return 0.0
 
 
@@ -46,7 +46,7 @@ rewards = BySource({**ready_rewards.sources, "mcp": arithmetic, "harbor": zero_r
 
 
 def write_servers(folder: Path) -> list[str]:
-    """`rollout.tools`."""
+    """Write the configuration of the MCP server; return the value of `rollout.tools`."""
     if "mcp" not in TASKS:
         return []
     entry = {"command": sys.executable, "args": [str(SERVER)], "tools": ["add"]}
@@ -55,7 +55,7 @@ def write_servers(folder: Path) -> list[str]:
 
 
 def write_folders(folder: Path) -> str:
-    """The entry of `rollout.environments`."""
+    """Write the Harbor task folders; return the entry of `rollout.environments`."""
     for name in NAMES:
         task = folder / "harbor" / name
         (task / "tests").mkdir(parents=True)
@@ -83,6 +83,6 @@ TASKS: dict[str, tuple[Task, list[dict[str, Any]]]] = {
     "mcp": (mcp, [ADDS]),
     "harbor": (harbor, [build_schema(HarborTask().bash, "bash")]),
 }
-"""With the schemas of their tools."""
+"""Tasks with the schemas of their tools."""
 if find_spec("mcp") is None:  # an extra: pip install -e .[mcp]
     del TASKS["mcp"]

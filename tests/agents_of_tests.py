@@ -1,4 +1,4 @@
-"""Agents as users write them: they know an OpenAI client, and nothing of MegaRL but one tool."""
+"""Agents as users write them: they use an OpenAI client, and nothing of MegaRL but one tool."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOOL = {
 
 
 async def calculating(row: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Lets the policy calculate; 1 for a statement of the right result."""
+    """Run the policy with a calculator; return 1 if its answer ends with the right result."""
     messages = list(row["prompt"])
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         for _ in range(4):
@@ -51,7 +51,7 @@ def run_calculator(arguments: str) -> str:
 
 
 async def branching(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
-    """Asks, forgets what was said first, and asks again: two sequences, one episode. What it says comes of its row."""
+    """Send three requests, the last without the earlier messages: an episode of two branches."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
 
         async def ask(*messages: dict[str, Any]) -> str:
@@ -66,7 +66,7 @@ async def branching(row: dict[str, Any], base_url: str, api_key: str) -> dict[st
 
 
 async def odd(row: dict[str, Any], base_url: str, api_key: str) -> Any:
-    """Does what its row says."""
+    """Misbehave as the row's ground truth says."""
     how = row["ground_truth"]
     if how == "asks nothing":
         return 1.0

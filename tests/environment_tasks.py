@@ -1,7 +1,7 @@
-"""Five small tasks, one for each kind of environment that MegaRL has ready, that a tiny model learns in minutes.
+"""Five small tasks, one for each kind of ready environment, that a tiny model learns in minutes.
 
-`write(folder)` leaves model/, sft.jsonl and train.jsonl. The warm-up shows how each is done in a minority of the
-conversations, WELL of them; the others guess. So all skills are there, and what is left to find is that they pay.
+`write(folder)` writes model/, sft.jsonl and train.jsonl. A share EXPERT_SHARE of the warm-up conversations solves the
+task, the others guess. So the model knows every skill, and RL has to find out that they are rewarded.
 
     python tests/environment_tasks.py FOLDER
 """
@@ -30,7 +30,7 @@ EXPERT_SHARE = 0.3
 NAMES = ("Tom", "Ann", "Kim", "Leo", "Eva", "Max")
 PLACES = ("Rome", "Oslo", "Bern", "Lima", "Cairo", "Paris")
 MAX_NUMBER = 5
-"""Of the numbers that are guessed."""
+"""Largest number of the guessing game."""
 
 Conversation = list[dict[str, Any]]
 Row = dict[str, Any]
@@ -107,7 +107,7 @@ TASKS: dict[str, Task] = {
 
 
 def zero_reward(rollout: Rollout) -> float:
-    """The game's own reward is all that there is."""
+    """Leave the reward to the game."""
     return 0.0
 
 
@@ -121,7 +121,7 @@ ENVIRONMENTS = [
 
 
 def schemas() -> dict[str, list[dict[str, Any]]]:
-    """Of the tools of each task's environment."""
+    """Return the tool schemas of each task's environment."""
     from megarl.environments.ready.calculator import Calculator
     from megarl.environments.ready.guess import Guess
     from megarl.environments.ready.python import Python
@@ -149,8 +149,11 @@ def write(
     extra_tasks: Mapping[str, tuple[Task, list[dict[str, Any]]]] = MappingProxyType({}),
     extra_rows: int = 0,
 ) -> None:
-    """more: further tasks with the schemas of their tools, which are shown as well, and make up the last `then` rows of
-    train.jsonl."""
+    """Write a corpus, a model, demonstrations and training rows.
+
+    extra_tasks: more tasks with the schemas of their tools. They are demonstrated too, and are the last `extra_rows`
+    rows of train.jsonl.
+    """
     import make_quickstart
 
     rng = random.Random(seed)

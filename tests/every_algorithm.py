@@ -1,4 +1,4 @@
-"""A controller that takes each step by another recipe: every algorithm through the same engine and models."""
+"""A controller that trains STEPS steps with each recipe in turn, on the same engine and models."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megarl.controllers.policy_gradient import PolicyController
 from megarl.types import Prompt
 
 STEPS = 2
-"""Of each recipe, one after the other."""
+"""Steps per recipe."""
 
 
-def names() -> list[str]:
-    """The recipes that learn from rewards with a policy, a critic and a reference at most."""
+def recipe_names() -> list[str]:
+    """Return the recipes that train on prompts with no roles beyond actor, critic, reference, rollout and reward."""
     from megarl.controllers.controller import load_requirements
 
     ours = {"rollout", "actor", "critic", "reference", "reward"}
@@ -39,7 +39,7 @@ class EveryAlgorithm(PolicyController):
         short = {"critic": {"warmup_steps": 0}}
         self.controllers = [
             make_controller(from_dict({**tree, **short, "algorithm": name, "options": local.get(name, {})}))
-            for name in names()
+            for name in recipe_names()
         ]
         self.num_steps = 0
 

@@ -1,12 +1,12 @@
-"""Plays what ranks have said to each other (`wires.py`) as NCCL would, and says where they would wait for ever.
+"""Simulates recorded communication (`wires.py`) as NCCL would run it, and reports where ranks would hang.
 
-- A device group is made in its first use, so that must be a collective, in which all of its ranks take part.
-- What one group is given it does in that order: a collective when all of its ranks have come to it, a send when the one
-  who receives has come to it. A batch is one such thing; what is sent without one goes through a group of the two.
-- Gloo's groups, for host values, are the same, but that their sends wait for nobody.
-- A rank goes on at a wait only when what it waits for is done. (NCCL's ranks go on and let their device wait; what does
-  not hang here does not hang there.)
-- At the end nothing may be left that nobody has waited for.
+- The first use of a device group creates it, so it must be a collective of all its ranks.
+- A group runs its operations in order: a collective once all of its ranks have reached it, a send once the receiver has
+  reached it. A batch of sends and receives is one operation; a send outside a batch uses a group of the two ranks.
+- Gloo groups, for host values, do the same, except that their sends never block.
+- A rank passes a wait only once the operation is done. (With NCCL only the device waits, so what does not hang here
+  does not hang there.)
+- At the end every device operation must have been waited for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Event = dict[str, Any]
 
 
 class _Launch(NamedTuple):
-    """What a rank has given to a group as one thing: a collective, or sends and receives of one batch."""
+    """One launch of a rank on a group: a collective, or the sends and receives of one batch."""
 
     ops: list[Event]
 
@@ -31,13 +31,15 @@ class InvalidCommunication(AssertionError):
 
 
 def read(path: Path) -> list[Event]:
-    """What `Wires.write` has written."""
+    """Read a record that `Wires.write` wrote."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def check(records: Sequence[Sequence[Event]]) -> Counter[str]:
-    """records: of each rank, in its order. Returns how many of each kind there were on the device. Raises Stuck with a
-    line for each fault."""
+    """Check the records of all ranks, in rank order; return the number of device operations by kind.
+
+    Raises InvalidCommunication with a line for each fault.
+    """
     faults = [*_invalid_first_uses(records), *_missing_waits(records), *Simulator(records).faults()]
     if faults:
         raise InvalidCommunication("\n".join(faults))
@@ -81,10 +83,10 @@ class Simulator:
         self.positions = [0] * len(records)
         self.done: list[set[int]] = [set() for _ in records]
         self.queues: dict[tuple[int, str], deque[_Launch]] = {}
-        """By rank and group, what it has given and what is not done."""
+        """Unfinished launches by rank and group."""
         self.members: dict[str, Sequence[int]] = {}
         self.gloo_sends: Counter[tuple[str, int, int]] = Counter()
-        """Gloo's sends that nobody has received, by group, sender and receiver."""
+        """Unreceived gloo sends by group, sender and receiver."""
         self.errors: list[str] = []
 
     def faults(self) -> list[str]:
@@ -145,7 +147,7 @@ class Simulator:
         return True
 
     def _run_group(self, group: str) -> bool:
-        """Do what the ranks of a group have come to; whether anything was."""
+        """Run what the ranks of a group have reached; return whether anything ran."""
         heads = {rank: queue[0] for rank in self.members[group] if (queue := self.queues.get((rank, group)))}
         if not heads:
             return False
@@ -170,7 +172,7 @@ class Simulator:
         return all([self._complete(group, rank) for rank in heads])
 
     def _match_exchanges(self, group: str, heads: dict[int, _Launch]) -> bool:
-        """Sends and receives at the heads that meet their other ends at another head."""
+        """Complete sends and receives whose peers have reached the other end."""
         moved = False
         for sender, entry in list(heads.items()):
             for send in [op for op in entry.ops if op["kind"] == "send" and op["op"] not in self.done[sender]]:
@@ -192,7 +194,7 @@ class Simulator:
         return moved
 
     def _batch_is_closed(self, rank: int, entry: _Launch) -> bool:
-        """Whether no more of its batch is to come: the record of the rank has gone on."""
+        """Return whether the rank's record has moved past the batch of this launch."""
         batch = entry.ops[0]["batch"]
         if batch is None or self.positions[rank] == len(self.records[rank]):
             return True

@@ -1,4 +1,4 @@
-"""Two ranks that touch what is on its way, or do not."""
+"""Two ranks that access buffers of a transfer in flight, as argv[1] says."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ try:
     elif what == "written":
         out[:1].add_(1)
     else:
-        out.sum()  # it may be read, and so may what lies beside
+        out.sum()  # reading a sent buffer is allowed, as is any other tensor
         taken.view(2, 2)
         torch.ones(4).add_(1)
 except wires.TouchedTooEarly as problem:

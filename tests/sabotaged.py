@@ -1,6 +1,6 @@
-"""A run whose engines lose a layer after the first push, behind everybody's back: megarl.train, as ranks.
+"""Trains like megarl.train, with the same arguments, but corrupts one engine tensor after the first weight sync.
 
-argv: as of megarl.train. Nothing raises, no hash is wrong: the bytes came as they were sent.
+The random bytes are sent correctly, so no hash differs and nothing raises.
 """
 
 from __future__ import annotations

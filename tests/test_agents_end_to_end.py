@@ -1,4 +1,4 @@
-"""Agents train a policy: processes of their own, OpenAI's own client, the real engine, Megatron and reshard."""
+"""Agents in their own processes, with the OpenAI client, train a policy on real engines and Megatron."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPECS = ["agents_of_tests:calculating", "agents_of_tests:branching", f"program:{
 
 @pytest.fixture(scope="module")
 def run(host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps of GRPO: four prompts of each step, dealt out to the agents in turn, four episodes of each."""
+    """Three steps of GRPO on four prompts with four episodes each; the three agents take turns."""
     folder = make_folder(tmp_path_factory.mktemp("agents") / "q", "qwen3_moe")
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     argument = [json.dumps({**row, "environment": AGENTS[i % 3], "tools": []}) for i, row in enumerate(rows)]
@@ -34,7 +34,7 @@ def test_trainer_logprobs_match_the_engine(run: Path) -> None:
     rows = [row for row in read_metrics(run) if "rollout/reward_mean" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
-        assert row["rollout/logprob_diff_mean"] < 1e-5 and row["actor/grad_norm"] > 0  # and each push has arrived
+        assert row["rollout/logprob_diff_mean"] < 1e-5 and row["actor/grad_norm"] > 0  # every weight sync arrived
         assert row["agents/failed"] == row["agents/refused"] == 0 and row["rollout/aborted_frac"] == 0
         assert row["agents/sessions"] == 16 and row["agents/branches"] > 16
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))

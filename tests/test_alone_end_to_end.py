@@ -1,4 +1,4 @@
-"""Engines without a trainer, a trainer without engines, and one step of it again."""
+"""Generation without a trainer, training without engines, and the replay of one step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def recorded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path, recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """On recorded rollouts with all of their records, on a machine that has no SGLang."""
+    """A run trained on recorded rollouts, with routing and sampling masks, where SGLang cannot be imported."""
     place = tmp_path_factory.mktemp("without_sglang")
     (place / "sitecustomize.py").write_text(BLOCK_SGLANG)
     environment = dict(ENVIRONMENT, PYTHONPATH=os.pathsep.join([str(place), ENVIRONMENT["PYTHONPATH"]]))
@@ -60,13 +60,13 @@ def trained(folder: Path, recorded: Path, tmp_path_factory: pytest.TempPathFacto
 def test_replay_training_needs_no_sglang(trained: Path) -> None:
     rows = [row for row in read_metrics(trained) if "rollout/reward_mean" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
-    for row in rows:  # both kinds of records are used
+    for row in rows:  # the masks and the routing are used
         assert row["rollout/sampling_mask_size_mean"] == recorded_run.CHOICES and "rollout/logprob_diff" in row
     assert "rollout/logprob_diff_mean_unreplayed" in rows[0]
 
 
 def test_mismatch_tool_agrees_with_the_metrics(trained: Path) -> None:
-    """As the metrics of the step have it: all tokens are of few words, and routing was looked at in the first step."""
+    """All tokens have truncated sampling; only the first step is also computed without routing replay."""
     rows = {row["step"]: row for row in read_metrics(trained) if "rollout/logprob_diff" in row}
     for step in (1, 2):
         command = [sys.executable, "tools/mismatch.py", str(trained), "--step", str(step), "--json"]
@@ -84,7 +84,7 @@ def test_mismatch_tool_agrees_with_the_metrics(trained: Path) -> None:
 
 
 def test_replay_step_reproduces_a_step_bitwise_in_a_debugger(trained: Path) -> None:
-    """From the checkpoint before it; the run stays as it was."""
+    """The replay starts from the previous checkpoint and leaves the run unchanged."""
     before = {path: path.stat().st_mtime_ns for name in RESULT_NAMES for path in (trained / name).rglob("*")}
     command = [sys.executable, "tools/replay_step.py", str(trained), "--step", "3"]
     command += ["--break", "megarl.controllers.policy_gradient:policy_loss"]
@@ -101,21 +101,23 @@ def test_replay_step_reproduces_a_step_bitwise_in_a_debugger(trained: Path) -> N
 def test_replays_on_another_world_size_from_a_later_step(
     folder: Path, recorded: Path, trained: Path, tmp_path: Path
 ) -> None:
-    """Two tensor parallel ranks train on what one had recorded, from its second step on."""
+    """Two tensor parallel ranks train on rollouts of one rank, from its second step on."""
     train(folder, tmp_path / "run", *GRPO, *RECORDS, "run.num_rollout=2", f"rollout.replay={recorded}@2")
-    of_one = {row["step"]: row for row in read_metrics(trained) if "rollout/reward_mean" in row}
+    recorded_rows = {row["step"]: row for row in read_metrics(trained) if "rollout/reward_mean" in row}
     for row in read_metrics(tmp_path / "run"):
         for name in ("rollout/reward_mean", "rollout/response_length_mean", "rollout/sampling_mask_size_mean"):
-            assert row[name] == of_one[row["step"] + 1][name]
+            assert row[name] == recorded_rows[row["step"] + 1][name]
 
 
 def test_trainer_replays_rollouts_of_a_generate_run(folder: Path, tmp_path: Path, host: str) -> None:
-    """Two steps, the second one by a run that goes on; rows in the order of the file, two engines, tools."""
+    """Two engines generate two steps, the second after a resume, with prompts in the order of the file."""
     alone = ["algorithm=generate", "train.routing_replay=true", "run.save_every=1"]
-    train(folder, tmp_path / "made", *alone, "run.num_rollout=1", "run.eval_every=1", "run.eval_samples=2", host=host)
-    train(folder, tmp_path / "made", *alone, "run.num_rollout=2", "run.resume=auto", host=host)
+    train(
+        folder, tmp_path / "generated", *alone, "run.num_rollout=1", "run.eval_every=1", "run.eval_samples=2", host=host
+    )
+    train(folder, tmp_path / "generated", *alone, "run.num_rollout=2", "run.resume=auto", host=host)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:8]]
-    created = [read_rollouts(tmp_path / "made", step, include_trainer_columns=True) for step in (1, 2)]
+    created = [read_rollouts(tmp_path / "generated", step, include_trainer_columns=True) for step in (1, 2)]
     for step, rollouts in enumerate(created):
         assert len(rollouts) == 16
         for item in rollouts:
@@ -123,19 +125,19 @@ def test_trainer_replays_rollouts_of_a_generate_run(folder: Path, tmp_path: Path
             assert item.prompt.ground_truth == row.get("ground_truth", row.get("label"))
             assert {turn.weight_version for turn in item.turns if turn.is_action} == {0}
             assert item.routing is not None and item.reward_parts.keys() == {"even"}
-    metrics = read_metrics(tmp_path / "made")
+    metrics = read_metrics(tmp_path / "generated")
     evaluated = [row for row in metrics if "eval/reward_greedy" in row]
     assert evaluated and all(row["eval/weight_version"] == 0 for row in evaluated)
     assert all(row["eval/pass_at_1"] <= row["eval/pass_at_2"] for row in evaluated)
     assert not any(name.startswith(("actor/", "critic/", "time/weight_sync")) for row in metrics for name in row)
-    assert not (tmp_path / "made/export").exists()
-    assert {path.name for path in (tmp_path / "made/rollouts/step_000001").iterdir()} == {
+    assert not (tmp_path / "generated/export").exists()
+    assert {path.name for path in (tmp_path / "generated/rollouts/step_000001").iterdir()} == {
         "rank_00000.parquet",
         "rank_00001.parquet",
     }
-    shown = [sys.executable, "tools/view_rollouts.py", str(tmp_path / "made"), "--step", "2", "--show", "1"]
+    shown = [sys.executable, "tools/view_rollouts.py", str(tmp_path / "generated"), "--step", "2", "--show", "1"]
     assert "turn 1: policy" in subprocess.run(shown, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT).stdout
-    replay = ["run.num_rollout=2", "train.routing_replay=true", f"rollout.replay={tmp_path}/made"]
+    replay = ["run.num_rollout=2", "train.routing_replay=true", f"rollout.replay={tmp_path}/generated"]
     done = run_cli(folder, tmp_path / "trained", *GRPO, *ONE_RANK, *replay)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     steps = [row for row in read_metrics(tmp_path / "trained") if "actor/grad_norm" in row]

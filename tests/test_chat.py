@@ -1,4 +1,4 @@
-"""What `megarl.chat` refuses before an engine is started; `test_eval_end_to_end.py` talks to a real one."""
+"""`megarl.chat` rejects bad arguments before it starts an engine; `test_eval_end_to_end.py` uses a real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that are printed are ones that a terminal takes."""
+"""Printed commands can be pasted into a terminal."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Configuration files, overrides, ranges of values and error messages."""
+
 import ast
 import dataclasses
 from math import inf, nan
@@ -50,7 +52,7 @@ def test_synonyms_point_to_existing_keys():
 
 
 def test_every_key_is_documented():
-    """In config/ each field is followed by a docstring, or is a section."""
+    """Each field in config/ is followed by a docstring, or is a section."""
     files = sorted(Path(megarl.config.__file__).parent.glob("*.py"))
     nodes = [node for file in files for node in ast.parse(file.read_text()).body]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name.endswith("Config")]
@@ -65,7 +67,7 @@ def test_every_key_is_documented():
             elif ast.unparse(node.annotation) not in sections:
                 bare.add(ast.unparse(node.target))
     assert not bare
-    assert documented > 50  # that is, the search found the keys
+    assert documented > 50  # the search found the keys
 
 
 @pytest.mark.parametrize("old", [key for key in RENAMED_KEYS if key.count(".") == 1])
@@ -99,7 +101,7 @@ def test_recipe_header_lists_differences_from_its_source(path):
 
 
 def test_recipes_match_their_sources():
-    """verl's and torch's AdamW, warm-ups, evaluation, and rewards, where defaults here are others."""
+    """Recipes set the values of verl and torch where defaults differ: AdamW, warm-up, evaluation and rewards."""
     gsm8k, dapo, r1, tulu = (
         load_config(ROOT / f"configs/{name}.yaml")
         for name in ("ppo_gsm8k", "qwen2.5_32b_dapo", "deepseek_r1", "llama3_70b")
@@ -147,14 +149,14 @@ def test_empty_file_gives_defaults(tmp_path):
 
 
 def test_partial_section_keeps_its_defaults():
-    """The critic's rate is not the policy's, also where other keys of its optimizer are set."""
+    """The critic keeps its own learning rate if other keys of its optimizer are set."""
     optimizer = from_dict({"critic": {"optimizer": {"schedule": "constant"}}}).critic.optimizer
     assert (optimizer.lr, optimizer.schedule) == (1e-5, "constant") and Config().actor_optimizer.lr == 1e-6
     assert from_dict({"critic": {"optimizer": None}}) == from_dict({"critic": None}) == Config()
 
 
 def test_converts_numbers():
-    assert from_dict({"actor_optimizer": {"lr": "1e-6"}}).actor_optimizer.lr == 1e-6  # YAML 1.1 reads text here
+    assert from_dict({"actor_optimizer": {"lr": "1e-6"}}).actor_optimizer.lr == 1e-6  # YAML 1.1 parses it as text
     assert from_dict({"advantage": {"gamma": 1}}).advantage.gamma == 1.0
     assert from_dict({"run": {"num_rollout": 1e3}}).run.num_rollout == 1000
 
@@ -164,7 +166,7 @@ BAD_VALUES = {
     "misspelt section": ({"rolout": {}}, r"unknown key rolout; did you mean rollout\?"),
     "key of another section": ({"run": {"lam": 1}}, r"unknown key run\.lam; did you mean advantage\.lam\?"),
     "unknown key": ({"run": {"qqqq": 1}}, r"unknown key run\.qqqq \(known here: dir, seed"),
-    "deep": ({"critic": {"optimizer": {"l": 1}}}, r"unknown key critic\.optimizer\.l; did you mean critic\.opt"),
+    "nested key": ({"critic": {"optimizer": {"l": 1}}}, r"unknown key critic\.optimizer\.l; did you mean critic\.opt"),
     "text for int": ({"run": {"seed": "one"}}, r"run\.seed must be a whole number, at least 0 and .*, not 'one'"),
     "bool for int": ({"run": {"seed": True}}, r"run\.seed must be a whole number, at least 0 and .*, not True"),
     "fraction for int": ({"run": {"seed": 1.5}}, r"run\.seed must be a whole number, at least 0 and .*, not 1\.5"),
@@ -216,7 +218,7 @@ def replace_key(config: Any, name: str, value: Any) -> Any:
     )
 
 
-# What may be an algorithm's name is in tests/controllers/test_controller.py.
+# tests/controllers/test_controller.py tests the values of `algorithm`.
 @pytest.mark.parametrize("name", [name for name, _ in describe_keys() if name != "algorithm"])
 def test_every_key_accepts_exactly_its_range(name):
     kind = strict.collect_key_types(Config)[name]
@@ -251,7 +253,7 @@ def test_every_key_accepts_exactly_its_range(name):
 
 
 def build_config(name: str, value: Any) -> Config:
-    """A configuration made in Python, which nothing converts."""
+    """Return a configuration built in Python, without conversion of values."""
     base, _, _ = strict._split_type(strict.collect_key_types(Config)[name])
     if value is None and base is str:
         value = ""

@@ -1,4 +1,4 @@
-"""Distillation as a user starts it: the real engine writes, Megatron computes the policy and its teacher in turn."""
+"""Distillation in a whole run: the engine generates, and Megatron computes policy and teacher in turn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from whole_run import make_folder, read_metrics, run_cli, train
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's, and a teacher that is its model, only more sure of itself: logits three times as large."""
+    """A quickstart and a teacher: the same model with logits three times as large."""
     created = make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
     shutil.copytree(created / "model", created / "teacher")
     weights = load_file(created / "teacher" / "model.safetensors")

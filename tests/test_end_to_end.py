@@ -1,7 +1,7 @@
-"""The whole program as a user starts it: real Megatron on two gloo ranks, real SGLang engines, a tiny MoE.
+"""Whole runs of a tiny MoE: Megatron on two gloo ranks and SGLang engines.
 
-One three-step PPO run with engines is shared by the tests; the others replay its rollouts, so they start no engine.
-Its reward is a function's and that of a reward model, which is trained first.
+Most tests share one three-step PPO run, or replay its rollouts without an engine. Its reward is the sum of a function
+and of a reward model, which is trained first.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_preferences(path: Path, count: int, seed: int) -> None:
-    """Two answers to each question: preferred is one with a 7 in it."""
+    """Write pairs of answers to a question; the chosen one contains a 7."""
     draw = random.Random(seed)
 
     def chat(question: str, seven: bool) -> list[dict[str, str]]:
@@ -66,7 +66,7 @@ def write_preferences(path: Path, count: int, seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def reward_run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a reward model: from the policy's weights, 12 steps of 32 pairs."""
+    """The run folder of a reward model, trained from the policy's weights for 12 steps of 32 pairs."""
     place = tmp_path_factory.mktemp("reward_model")
     write_preferences(place / "train.jsonl", 384, seed=1)
     write_preferences(place / "eval.jsonl", 96, seed=2)
@@ -77,7 +77,7 @@ def reward_run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 PPO = ["critic.warmup_steps=1", "kl.target=0.015", "kl.horizon=64"]
-"""The coefficient of the KL is steered, and by as much as it may be."""
+"""An adaptive KL coefficient that changes by the most allowed."""
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_reward_model_learns_the_preference(reward_run: Path) -> None:
 
 
 def test_reward_model_scores_match_transformers(ppo_run: Path, reward_run: Path) -> None:
-    """The ids that the engine wrote, scored in the run by Megatron on two ranks, and here."""
+    """Megatron on two ranks scored the sampled token ids in the run."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(reward_run / "export", dtype=torch.float32)
@@ -123,12 +123,12 @@ def test_ppo_trains_three_steps(ppo_run: Path) -> None:
     for row in rows:
         assert row["rollout/logprob_diff_p95"] <= 1e-4  # not the largest: a tie of two experts may fall either way
         names = ["critic/grad_norm", "critic/vf_loss", "time/generate", "time/weight_sync"]
-        if row["step"] > 1:  # in the first only the critic is updated
+        if row["step"] > 1:  # the first step only updates the critic
             names += ["actor/grad_norm", "actor/entropy", "time/actor_update"]
             assert "actor/ppo_kl" in row and "actor/pg_clipfrac" in row
         assert "critic/vf_clipfrac" in row and all(row[name] > 0 for name in names)
     assert "actor/lr" not in rows[0]
-    # Two updates a step, four of the policy: a cosine on a line that ends at 5, and one of the critic that ends at 7.
+    # Two updates per step, four of the policy: its cosine ends at update 5, the critic's at 7.
     for name, peak, first, end in (("actor", 2e-4, 1, 5), ("critic", 1e-3, 0, 7)):
         for step, row in enumerate(rows[first:]):
             rates = [peak * (0.5 + 0.5 * math.cos(math.pi * (2 * step + k) / end)) for k in (1, 2)]
@@ -137,9 +137,8 @@ def test_ppo_trains_three_steps(ppo_run: Path) -> None:
 
 
 def test_communication_is_valid_for_nccl(ppo_run: Path) -> None:
-    """Each device group is first used by all of its ranks, and a push into the engine is such that NCCL can do it."""
-    said = check_communication(ppo_run)
-    assert said["send"] == said["receive"] > 0 and said["all_reduce"] > 0 and said["reduce_scatter_single"] > 0
+    counts = check_communication(ppo_run)
+    assert counts["send"] == counts["receive"] > 0 and counts["all_reduce"] > 0 and counts["reduce_scatter_single"] > 0
 
 
 def test_rollout_log_records_weight_versions(ppo_run: Path) -> None:
@@ -177,7 +176,7 @@ def test_resume_is_bitwise_equal_to_the_uninterrupted_run(
     second = load_file(resumed / "export" / "model.safetensors")
     assert all(torch.equal(first[name], second[name]) for name in first)
     uninterrupted = [row for row in read_metrics(ppo_run) if "rollout/reward_mean" in row][1:]
-    assert len({row["actor/kl_coef"] for row in uninterrupted}) == 2  # which the checkpoint has to know
+    assert len({row["actor/kl_coef"] for row in uninterrupted}) == 2  # the checkpoint must restore it
     for item, other in zip(uninterrupted, rows, strict=True):
         for name in item:
             if name.split("/")[0] in ("actor", "critic", "rollout") and name != "rollout/idle_frac":  # of engines
@@ -197,7 +196,7 @@ def test_grpo_trains_with_the_reward_model_alone(ppo_run: Path, reward_run: Path
 def test_weights_rewards_of_function_model_and_service(
     ppo_run: Path, reward_run: Path, folder: Path, tmp_path: Path
 ) -> None:
-    """Weighted 0.4, 0.5 and 0.1; each part is recorded as it is, and has its own metrics."""
+    """Each part is recorded unweighted, and has its own metrics."""
     replay = f"rollout.replay={ppo_run}"
     model, weights = f"reward.model={reward_run}/export", "reward.weights={even: 0.4, model: 0.5, service: 0.1}"
     with Judging() as server:
@@ -226,8 +225,8 @@ def test_weights_rewards_of_function_model_and_service(
 def test_routing_replay_reduces_bf16_mismatch(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    """With 8 of 64 experts a token, some pair of them nearly ties in bf16 almost everywhere. Of five random models the
-    mean gap was 3.1 to 5.0 times as large without replay, the 95th percentile 4.8 to 8.9 times."""
+    """With 8 of 64 experts per token, two experts nearly tie in bf16 for almost every token. For five random models the
+    mean mismatch was 3.1 to 5.0 times as large without replay, the 95th percentile 4.8 to 8.9 times."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "rollout"))
     import tiny_models
 
@@ -253,7 +252,7 @@ OVERSAMPLED = [
 
 @pytest.fixture(scope="module")
 def oversampled(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps of four prompts with six under way, on two engines, each of which has room for six answers."""
+    """Three steps of four prompts with six in flight, on two engines with six slots each."""
     run_dir = tmp_path_factory.mktemp("runs") / "oversampled"
     train(folder, run_dir, *OVERSAMPLED, host=host)
     return run_dir
@@ -284,7 +283,7 @@ def test_partial_groups_continue_in_the_next_step(oversampled: Path) -> None:
         assert row["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=0.2) and "actor/pg_clipfrac" in row
         assert buckets or abs(row["rollout_corr/kl"]) < 1e-4
     assert len(seen) == 12
-    assert "does not correct" not in (oversampled / "log.txt").read_text()  # PPO's ratio is to who chose the token
+    assert "does not correct" not in (oversampled / "log.txt").read_text()  # PPO's ratio is to the sampling policy
 
 
 def test_one_engine_resumes_partial_groups_of_two(oversampled: Path, folder: Path, tmp_path: Path, host: str) -> None:
@@ -314,8 +313,8 @@ def test_one_engine_resumes_partial_groups_of_two(oversampled: Path, folder: Pat
 def test_mtp_training_raises_draft_acceptance(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    """The reward is the same for all, so nothing but the layer of multi-token prediction learns; what it learns shows
-    in the engine, of two ranks, only if it is pushed to the draft model there, from the second of two stages."""
+    """Equal rewards leave only the multi-token prediction layer to learn. Acceptance rises only if the weight sync updates
+    the draft model of the two-rank engine from the second pipeline stage."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "rollout"))
     import tiny_models
 
@@ -355,9 +354,9 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def test_sft_policy_calls_its_tool_in_training_and_evaluation(folder: Path, tmp_path: Path, host: str) -> None:
-    """SFT on a single conversation, for seconds; then the engine writes the call from memory, SGLang's parser reads it,
-    the tool's process answers, and the engine reads that: in training, and in the evaluations before and after. The
-    tool is the one that README.md shows. Where it raises on each call, the run ends and says so."""
+    """After SFT on a single conversation the engine generates the tool call, SGLang's parser parses it, and the tool
+    process answers, in training and in the evaluations before and after. The tool is README.md's. A tool that fails on
+    every call ends the run."""
     from transformers import AutoTokenizer
 
     question = {"role": "user", "content": "What is 61+17?"}
@@ -417,7 +416,7 @@ def test_sft_policy_calls_its_tool_in_training_and_evaluation(folder: Path, tmp_
             by_source = [row[f"eval/reward_{name}/{source}"] for source in "ab"]
             assert row[f"eval/reward_{name}"] == pytest.approx((2 * by_source[0] + by_source[1]) / 3)
     counts = {name: value for name, value in step.items() if name.startswith("rollout/count/")}
-    assert counts in ({}, {"rollout/count/a": 2.0, "rollout/count/b": 2.0})  # both prompts may be of a
+    assert counts in ({}, {"rollout/count/a": 2.0, "rollout/count/b": 2.0})  # both prompts may come from a
     assert "held out, after step 1: " in (tmp_path / "run" / "log.txt").read_text()
     assert step["rollout/tool_failed_frac"] == step["tool/calculator_failed_frac"] == 0.0
 
@@ -444,7 +443,7 @@ def test_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path, t
 
 
 def test_reward_timeouts_end_the_run_early(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
-    """Calls of four seconds each, one after the other: after two of 16 the limit of 1.6 cannot be kept any more."""
+    """Each call takes four seconds. After two failures of 16 the limit of 1.6 is exceeded."""
     slow = ["reward.functions=[sum_reward:hanging]", "reward.timeout=4", "reward.processes=2"]
     done = run_cli(folder, tmp_path / "run", *slow, f"rollout.replay={ppo_run}")
     assert done.returncode == 2
@@ -476,8 +475,7 @@ def test_control_file_weights_survive_a_resume(ppo_run: Path, folder: Path, tmp_
 
 
 def test_wrong_engine_weights_stop_the_run_and_name_the_layer(folder: Path, tmp_path: Path, host: str) -> None:
-    """What it was given it has lost behind everybody's back, see `sabotaged.py`: no hash was wrong. The first step,
-    before it, is compared, too, and taken."""
+    """`sabotaged.py` corrupts the engine without a wrong hash. The first step, before that, passes the comparison."""
     launched = [sys.executable, "-m", "megarl.torchrun", "--standalone", "--nproc-per-node", "2", "tests/sabotaged.py"]
     single = (
         "algorithm=grpo",
@@ -497,9 +495,9 @@ def test_wrong_engine_weights_stop_the_run_and_name_the_layer(folder: Path, tmp_
 
 
 def test_hello_script_with_deepseek_lora_and_a_two_node_engine(tmp_path: Path, host: str) -> None:
-    """`ranks_per_node=1` makes two nodes of this machine, and the engine's two tensor parallel ranks one on each. The
-    actor is context parallel, the critic tensor parallel, and both leave the device while the engine generates. The
-    entropy bonus moves the policy, whatever its answers are. The tokenizer is a `tokenizer.model` alone."""
+    """`ranks_per_node=1` makes two nodes of this machine, each with one of the engine's two tensor parallel ranks. The
+    actor is context parallel, the critic tensor parallel, and both are offloaded during generation. The entropy bonus
+    moves the policy whatever the rewards. The tokenizer is a `tokenizer.model` alone."""
     folder = make_folder(tmp_path / "deepseek", "deepseek_v3")
     put_pieces(folder / "model", (folder / "sft.jsonl").read_text())
     command = [sys.executable, "-m", "megarl.torchrun", "--standalone", "--nproc-per-node", "2"]
@@ -537,11 +535,11 @@ def test_hello_script_with_deepseek_lora_and_a_two_node_engine(tmp_path: Path, h
     assert not re.findall(r".*Warning: .*", done.stderr), "nothing of what libraries advise their users"
     rows = read_metrics(tmp_path / "hello")
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert max(row["rollout/logprob_diff"] for row in rows) <= 1e-4  # of every token: replayed experts cannot tie
+    assert max(row["rollout/logprob_diff"] for row in rows) <= 1e-4  # the maximum: replayed experts cannot tie
     assert ["rollout/logprob_diff_unreplayed" in row for row in rows] == [True, False, True]
     assert all(row["time/offload"] > 0 for row in rows)
     check_layouts(folder / "model", (tmp_path / "hello" / "log.txt").read_text())
-    # The reference is the base model, and the engine, which agrees with the trainer, is far from it.
+    # The reference is the base model; trainer and engine agree, and are far from it.
     assert abs(rows[0]["actor/kl_to_reference"]) < 1e-4 and rows[2]["actor/kl_to_reference"] > 0.1
     check_export_of_lora(folder / "model", tmp_path / "hello")
     assert [path.name for path in (tmp_path / "hello" / "export").glob("tokenizer*")] == ["tokenizer.model"]
@@ -549,7 +547,7 @@ def test_hello_script_with_deepseek_lora_and_a_two_node_engine(tmp_path: Path, h
 
 
 def check_layouts(model: Path, log: str) -> None:
-    """Actor and critic hold what the table says that a rank has in their two layouts."""
+    """Check the logged parameter counts of actor and critic against the memory estimate of their layouts."""
     hf = load_hf_config(model)
     for role, tp, cp in (("actor", 1, 2), ("critic", 2, 1)):
         said = rf"{role}: tp={tp} cp={cp} pp=1 ep=2 etp=1, ([\d,]+) parameters on rank 0"
@@ -557,12 +555,12 @@ def check_layouts(model: Path, log: str) -> None:
         parallel, layers = ParallelConfig(world_size=2, tp=tp, cp=cp, ep=2), [range(hf["num_hidden_layers"])]
         (retained,) = stage_elements(hf, parallel, layers, head=role == "critic", lora=LoraConfig(rank=4))
         assert int(count.replace(",", "")) == sum(retained), role
-        head = hf["hidden_size"] if role == "critic" else 0  # trained, too, and no adapter
+        head = hf["hidden_size"] if role == "critic" else 0  # trained too, but not an adapter
         assert int(trained.replace(",", "")) == retained.dense + retained.expert - head, role
 
 
 def check_export_of_lora(model: Path, run_dir: Path) -> None:
-    """The exported model is the base model with the exported adapter added, in float64, and nothing else has moved."""
+    """Check that the exported model is the base model plus the exported adapter, and that nothing else changed."""
     base, merged = (load_file(path / "model.safetensors") for path in (model, run_dir / "export"))
     adapter = load_file(run_dir / "adapter" / "adapter_model.safetensors")
     settings = json.loads((run_dir / "adapter" / "adapter_config.json").read_text())

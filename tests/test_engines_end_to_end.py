@@ -1,7 +1,8 @@
-"""Engines that die or hang in whole runs: the real SGLang and the real trainer, real signals. The run goes on, no
-sample is lost or comes twice, and each has the prompt, the group and the seed that it has in an undisturbed run. That
-it has the same tokens, too, is shown by played engines: of the real one two undisturbed runs differ, by what it
-batches together."""
+"""Engines that die or hang in whole runs, with real SGLang, Megatron and signals.
+
+The run continues, no sample is lost or repeated, and each has the prompt, group and seed of an undisturbed run. Tests
+with scripted engines check that tokens are equal too; real engines batch differently from run to run.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_placement_end_to_end import asked, steps_of, versions
+from test_placement_end_to_end import sample_ids, steps_of, weight_versions
 from whole_run import ENVIRONMENT, make_folder, run_cli
 
 from megarl.observe.rollout_log import read_rollouts
@@ -39,7 +40,7 @@ def run(
 
 
 def assert_recovered(run_dir: Path, faults: dict[int, str], samples: int = 16) -> None:
-    """Every step is there with all of its samples, and says what was lost in it."""
+    """Check that every step has all of its samples and reports the faults."""
     rows = steps_of(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3]
     log = (run_dir / "log.txt").read_text()
@@ -51,8 +52,8 @@ def assert_recovered(run_dir: Path, faults: dict[int, str], samples: int = 16) -
         assert row.get("rollout/regenerated_samples", 0) == lost and (lost > 0) == (what in ("kill", "stop")), step
         assert len(read_rollouts(run_dir, step)) == samples
         assert [item.status for item in read_rollouts(run_dir, step) if item.status == "aborted"] == []
-        assert versions(run_dir, step) == {step - 1}  # by no other weights
-        assert row["rollout/logprob_diff_p95"] <= 1e-4  # which the engine has had whole
+        assert weight_versions(run_dir, step) == {step - 1}
+        assert row["rollout/logprob_diff_p95"] <= 1e-4  # the engine has the synced weights
     assert log.count("is being restarted") == len(faults) == log.count(" restarted, ")
 
 
@@ -74,11 +75,11 @@ def test_recovers_from_engine_death_hang_and_failed_weight_sync(
     assert done.returncode == 0, done.stderr[-3000:]
     assert_recovered(tmp_path / "run", {step: what for step, (what, _) in plan.items()})
     for step in (1, 2, 3):
-        assert asked(tmp_path / "run", step) == asked(undisturbed, step)
+        assert sample_ids(tmp_path / "run", step) == sample_ids(undisturbed, step)
 
 
 def test_restarts_the_only_engine(folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has loaded the weights of the first by itself, and is given those of the other by the rank that trains."""
+    """It loads the first step's weights from the model folder, and gets those of step 3 from the trainer."""
     plan = {1: ["kill", 0], 3: ["kill", 0]}
     done = run(monkeypatch, folder, tmp_path / "run", host, plan, *ONE_ENGINE)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -105,7 +106,7 @@ def test_restarts_an_engine_during_asynchronous_training(
 def test_recovers_from_a_killed_and_a_stopped_engine_host(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both engines are lost with it, then one that needs it to start again; the run goes on, and leaves nothing."""
+    """Step 1 loses the host with both engines; step 2 kills an engine whose restart needs the stopped host."""
     monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(tmp_path))
     done = run(monkeypatch, folder, tmp_path / "run", "", {1: ["host", 0], 2: ["stopped", 1]})
     assert done.returncode == 0, done.stderr[-3000:]
@@ -114,7 +115,7 @@ def test_recovers_from_a_killed_and_a_stopped_engine_host(
     for step in (1, 2, 3):
         result = read_rollouts(tmp_path / "run", step)
         assert len(result) == 16 and [item for item in result if item.status == "aborted"] == []
-        assert versions(tmp_path / "run", step) == {step - 1}
+        assert weight_versions(tmp_path / "run", step) == {step - 1}
     assert "the engine host process ended (SIGKILL) and is restarted" in done.stderr
     assert "the engine host process was stopped (SIGSTOP) and was sent SIGCONT" in done.stderr
     assert list(tmp_path.glob("megarl-*")) == []

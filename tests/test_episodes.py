@@ -1,4 +1,4 @@
-"""Episodes and their branches: which sequences they are, and what is said of them once, by hand."""
+"""Episodes and their branches, with values computed by hand."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_branches_take_the_status_of_the_last() -> None:
 
 
 def test_ranks_agree_on_gathered_episodes() -> None:
-    """Rank 1 has nothing, the others a group each; all know which are branches of one."""
+    """Rank 1 has no rollouts, the others a group each."""
     shares: list[list[Rollout]] = [ROLLOUTS[:3], [], ROLLOUTS[3:]]
 
     def work(rank: Thread) -> list[list[int]]:
@@ -91,7 +91,7 @@ def test_ranks_agree_on_gathered_episodes() -> None:
     (first, *others) = as_ranks(3, work)
     assert others == [first, first]
     assert first[0] == first[1] == EPISODE_IDS and first[2] == [1, 1, 3]
-    assert first[3] == [1, 1, 3, *(4 + number for number in EPISODE_IDS)]  # no episode of one is one of the other
+    assert first[3] == [1, 1, 3, *(4 + number for number in EPISODE_IDS)]  # ids of the two batches stay distinct
 
 
 def test_merge_branches() -> None:
@@ -110,7 +110,7 @@ def test_merge_branches() -> None:
 
 
 def test_reports_failures_once_per_episode() -> None:
-    """Why one was cut off, and why one has no reward."""
+    """Failures and unscored reasons."""
     aborted = as_branches([make_rollout(0, 1), replace(make_rollout(0, 1, status="aborted"), failure="late")], 0)
     failed = as_branches([replace(make_rollout(1, 1), unscored={"a": "it raised"})] * 2, 0)
     rollouts = Rollouts.gather([*aborted, *failed])

@@ -1,4 +1,4 @@
-"""What `megarl.eval` refuses before anything is started, and what it writes of answers that are there."""
+"""`megarl.eval`: errors before anything starts, configuration of the evaluation, and its report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reject(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Reject:
-    """The line by which it refuses to evaluate; nothing is started or left then."""
+    """Run `megarl.eval` with a mistake and return its one-line error; nothing starts or is written."""
     monkeypatch.setattr(train, "main", lambda arguments: pytest.fail("it was started"))
 
     def run(*arguments: str, rows: bytes | None = None, target: Path = model) -> str:
@@ -169,7 +169,7 @@ def test_takes_limits_from_the_run_or_the_model(model: Path, tmp_path: Path) -> 
     shutil.copytree(model, tmp_path / "run/export")
     file = tmp_path / "eval.yaml"
     alone = model_sources.build_config(model_sources.resolve_target(str(tmp_path / "run/export")), {}, [], file).rollout
-    assert hf["max_position_embeddings"] == 2048  # fewer than conversations have by default
+    assert hf["max_position_embeddings"] == 2048  # less than the default of max_context
     assert (alone.max_context, alone.max_new_tokens, alone.tools) == (2048, 1024, ())
     argument = model_sources.build_config(
         model_sources.resolve_target(str(model)), {}, ["rollout.max_context=96"], file
@@ -186,7 +186,7 @@ def test_takes_limits_from_the_run_or_the_model(model: Path, tmp_path: Path) -> 
 def test_reports_pass_at_k(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program that answers is put in place of the engines."""
+    """A function that writes rollouts stands in for the run."""
     rows = [{**ROW, "id": f"p{number}"} for number in range(3)]
     rows[2]["data_source"] = "aime2024"
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

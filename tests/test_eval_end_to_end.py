@@ -1,4 +1,4 @@
-"""A policy is evaluated and talked to, on real engines: that of a run's newest checkpoint, with a tool."""
+"""`megarl.eval` and `megarl.chat` with a run's policy on real engines, with a tool."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
-    """Two steps of a warm-up, which needs no engine, saved."""
+    """Two steps of SFT, with checkpoints and an export."""
     command = [
         sys.executable,
         "-m",
@@ -40,7 +40,7 @@ def run(folder: Path) -> Path:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     *_, line, command = done.stdout.splitlines()
     assert line == f"done: 2 steps in {folder}/run"
-    shown = subprocess.run(command, cwd=ROOT, shell=True, capture_output=True, text=True)  # as it is pasted
+    shown = subprocess.run(command, cwd=ROOT, shell=True, capture_output=True, text=True)  # as pasted into a terminal
     assert shown.returncode == 0 and "minutes of training" in shown.stdout, shown.stderr
     return folder / "run"
 
@@ -60,7 +60,7 @@ def test_evaluates_the_newest_checkpoint(folder: Path, run: Path, tmp_path: Path
     assert (tree["step"], tree["samples"], tree["prompts"], tree["rollouts"]) == (2, 3, 7, 21)
     assert list(tree["sources"]) == ["sums", "products", "all"]
 
-    # The rollouts are a run's, and the figures theirs.
+    # The rollouts are logged like a run's, and the report matches them.
     rollouts = read_rollouts(out, 1)
     assert len(rollouts) == 21 and {len(item.prompt.tools) for item in rollouts} == {1}
     assert {turn.weight_version for item in rollouts for turn in item.turns if turn.is_action} == {0}
@@ -75,16 +75,16 @@ def test_evaluates_the_newest_checkpoint(folder: Path, run: Path, tmp_path: Path
     assert "7 prompts of" in done.stdout and "steps of" not in done.stdout and "step 1/1" not in done.stdout
     assert "products" in done.stdout and "pass@3 [95 %]" in done.stdout
 
-    # The policy is the checkpoint's, which is what the run has exported.
+    # The policy is the checkpoint's, which equals the export of the run.
     created, exported = open_hf(str(out / "model")), open_hf(str(run / "export"))
     assert set(created.names()) == set(exported.names())
     shown = [sys.executable, "tools/view_rollouts.py", str(out), "--show", "1"]
     shown_as = subprocess.run(shown, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True).stdout
-    assert "turn 1: policy" in shown_as and "<|im_start|>" in shown_as  # words, by the tokenizer of the model
+    assert "turn 1: policy" in shown_as and "<|im_start|>" in shown_as  # text, decoded by the model's tokenizer
 
 
 def test_chats_with_the_exported_policy(run: Path, host: str) -> None:
-    """To what the run has exported, in two conversations. It has learned to write, so a tool may be called or not."""
+    """Two conversations. The policy may or may not call the tool."""
     command = [
         sys.executable,
         "-m",
@@ -102,5 +102,5 @@ def test_chats_with_the_exported_policy(run: Path, host: str) -> None:
     assert any("with calculator; /reset starts over" in line for line in lines)
     prompts = [line for line in lines if line.startswith("> ")]
     assert len(prompts) == 5 and "there is no '/nothing'" in done.stdout and "a new conversation" in done.stdout
-    assert all(len(prompts[turn]) > 2 for turn in (0, 3)), done.stdout  # it has answered
+    assert all(len(prompts[turn]) > 2 for turn in (0, 3)), done.stdout  # a response follows the prompt
     assert all(char.isprintable() or char == "\n" for char in done.stdout)

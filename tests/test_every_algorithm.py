@@ -1,4 +1,4 @@
-"""Two steps of every recipe through the real engine, Megatron and reshard, one after the other in one run."""
+"""One run trains two steps with every recipe, on real engines and Megatron."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def test_every_recipe_trains_two_steps(host: str, tmp_path: Path) -> None:
         assert row["actor/skipped"] == 0 and row["actor/grad_norm"] > 0, (name, row)
         assert ("critic/grad_norm" in row) == (name in ("ppo", "vapo", "pf_ppo")), name
         mismatch = row["rollout/logprob_diff_mean"] if "rollout/logprob_diff_mean" in row else None
-        assert mismatch is not None and mismatch < 1e-5, name  # of the engine's log-probs: each push has arrived
+        assert mismatch is not None and mismatch < 1e-5, name  # every weight sync reached the engine
     assert {name: rows[2 * i]["rollout/num_gen_batches"] for i, name in enumerate(recipe_names()) if name == "dapo"}

@@ -1,4 +1,4 @@
-"""What a run must reach: read strictly, and compared with the metrics of its steps."""
+"""Expectations (`expect`): parsing, and comparison with the metrics of a run."""
 
 from __future__ import annotations
 

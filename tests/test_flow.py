@@ -1,4 +1,4 @@
-"""The loop itself, without the workers of a run."""
+"""The training loop without workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that is full for checkpoints, logs, TensorBoard and rollouts: training goes on, and alarms get out."""
+"""Training continues, and posts alarms, while the disk is too full for checkpoints, logs and rollouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECKPOINT, OTHER_FILE = "could not write checkpoint", "training continues witho
 
 
 class WebhookServer:
-    """Takes alarms. With one about a checkpoint and one about something else the disk gets room again."""
+    """Collects alarms; frees the disk once it has one about a checkpoint and one about another file."""
 
     def __init__(self, flag: Path) -> None:
         self.alarms: list[dict[str, Any]] = []
@@ -30,8 +30,8 @@ class WebhookServer:
                 outer.alarms.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 self.send_response(200)
                 self.end_headers()
-                output = [alarm["alarm"] for alarm in outer.alarms]
-                if all(any(text in item for item in output) for text in (CHECKPOINT, OTHER_FILE)):
+                texts = [alarm["alarm"] for alarm in outer.alarms]
+                if all(any(part in text for text in texts) for part in (CHECKPOINT, OTHER_FILE)):
                     flag.touch()
 
             def log_message(self, *_: Any) -> None:
@@ -68,10 +68,10 @@ def test_training_continues_while_the_disk_is_full(tmp_path: Path) -> None:
     result = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
     assert result["full"] and flag.exists(), result["output"][-3000:]
     assert result["status"] == 0, result["output"][-3000:]
-    # All steps were taken, the last checkpoints are there, and nothing that was begun was left.
+    # All steps ran, the last checkpoints exist, and no partial checkpoint is left.
     assert result["checkpoints"] == ["latest", "step_000006", "step_000007", "step_000008"], result["output"][-3000:]
     assert json.loads(result["metrics"][-1])["step"] == 8
-    # It was said on the terminal, and to the webhook, where no disk is needed.
+    # Terminal and webhook, which need no disk, have the alarms.
     alarms = [alarm["alarm"] for alarm in hook.alarms]
     assert any(CHECKPOINT in text and "Training continues; free disk space" in text for text in alarms)
     assert "ALARM: could not write checkpoint" in result["output"]
