@@ -313,8 +313,8 @@ def test_one_engine_resumes_partial_groups_of_two(oversampled: Path, folder: Pat
 def test_mtp_training_raises_draft_acceptance(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    """Equal rewards leave only the multi-token prediction layer to learn. Acceptance rises only if the weight sync updates
-    the draft model of the two-rank engine from the second pipeline stage."""
+    """Equal rewards leave only the multi-token prediction layer to learn. Acceptance rises only if the weight sync
+    updates the draft model of the two-rank engine from the second pipeline stage."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "rollout"))
     import tiny_models
 

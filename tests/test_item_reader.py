@@ -1,4 +1,4 @@
-"""What a run reads of one file and of several."""
+"""Prompts, conversations and preferences that a run reads from one or several files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class CharTokenizer:
-    """An id is a character's code; a turn is `(role:content;`."""
+    """Token ids are character codes; a message is rendered as `(role:content;`."""
 
     eos_token = ";"
 
@@ -38,7 +38,7 @@ class CharTokenizer:
 
 @pytest.fixture
 def reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Of data in tmp_path, by its keys: what a flow has when it reads items."""
+    """Returns a function that makes an ItemReader from keys of `data`, for files in tmp_path."""
     monkeypatch.setattr(ranks, "split_work", lambda count, work: [work(number) for number in range(count)])
     monkeypatch.chdir(tmp_path)
 
@@ -119,7 +119,7 @@ def test_curriculum_keys_stay_aligned_with_prompts(reader: Any) -> None:
     )
     result = flow.load_prompts(flow.config.data.train)
     assert np.array_equal(result.keys, [9, 8, np.nan, 7], equal_nan=True)
-    assert flow.load_prompts(flow.config.data.eval).keys is None  # and its columns are its own
+    assert flow.load_prompts(flow.config.data.eval).keys is None  # the curriculum only orders training data
 
 
 def test_rejects_a_curriculum_key_that_no_file_has(reader: Any) -> None:

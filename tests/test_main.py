@@ -1,4 +1,4 @@
-"""`python -m megarl`: what works here."""
+"""The report of `python -m megarl` on this machine, and the version options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether ranks would wait for each other for ever on NCCL is found in records of what they say."""
+"""`nccl_order` detects communication that would hang on NCCL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.alone
 
 
 class RankRecord:
-    """What one rank says, written by hand."""
+    """A hand-written record of one rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.events, self.batches = rank, list[Event](), 0
@@ -64,7 +64,7 @@ def test_rejects_partial_exchange_as_first_use_of_a_group() -> None:
     records[0].batch(members, ("send", 1))
     records[1].batch(members, ("receive", 0))
     assert "rank 0: the first use of the group of the ranks [0, 1, 2] is a send" in find_faults(records)
-    members, records = make_records(2, first_use=False)  # both take part
+    members, records = make_records(2, first_use=False)  # all ranks of the group take part
     records[0].batch(members, ("send", 1))
     records[1].batch(members, ("receive", 0))
     check([item.events for item in records])
@@ -83,11 +83,11 @@ def test_detects_groups_used_in_different_orders() -> None:
     for item, order in ((a, "xy"), (b, "yx")):
         for number in [item.post("all_reduce", members, False, group=name) for name in order]:
             item.wait(number)
-    check([a.events, b.events])  # each group by itself, and only then a wait
+    check([a.events, b.events])  # asynchronous operations of different groups do not block each other
 
 
 def test_detects_sends_that_block_each_other() -> None:
-    """Gloo keeps what is sent until somebody takes it; NCCL does not."""
+    """Gloo buffers sends; NCCL does not."""
     for host in (False, True):
         members, (a, b) = make_records(2)
         for item, peer in ((a, 1), (b, 0)):
@@ -112,7 +112,7 @@ def test_detects_mismatched_collectives() -> None:
 
 
 def test_detects_mismatched_batches() -> None:
-    """What is in one batch is done at once, so a collective between two batches of the peer is met too early."""
+    """A batch is one operation, so rank 0's two sends cannot match two batches with a collective between them."""
     members, (a, b) = make_records(2)
     a.batch(members, ("send", 1), ("send", 1))
     b.batch(members, ("receive", 0))

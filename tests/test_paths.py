@@ -1,4 +1,4 @@
-"""Paths with `~` and variables in them: expanded once, for every consumer alike; a variable that is unset is named."""
+"""Expansion of `~` and variables in paths, and the errors of paths that cannot be expanded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.data.table import open_parquet
 
 pytestmark = pytest.mark.alone
 
-# Keys that hold text which is no path. A new key of text belongs here, or is a PathStr.
+# Text keys that are not paths. A new text key belongs here, or is a PathStr.
 TEXT_KEYS = {
     "algorithm",
     "data.label_key",

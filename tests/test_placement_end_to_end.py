@@ -1,7 +1,4 @@
-"""Roles on ranks of their own, in whole runs: what comes of it, and that it is what comes of one rank.
-
-One run has an engine; the other replays its rollouts, which are all made on one rank.
-"""
+"""Whole runs with roles on separate ranks, compared bitwise with one rank that replays the same rollouts."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ SPLIT = [
     *("parallel.world_size=3", "parallel.ranks_per_node=3", "parallel.tp=1", "parallel.ep=1"),
 ]
 ONE_RANK = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", "parallel.ep=1"]
-"""All roles on one rank, which has the rollouts then, as the engine's rank had."""
+"""All roles on one rank, which holds all rollouts, as the engine's rank does."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +45,7 @@ def weight_versions(run_dir: Path, step: int) -> set[int | None]:
 
 
 def sample_ids(run_dir: Path, step: int) -> list[tuple[str, int, int]]:
-    """Which prompt, group and seed each of a step's rollouts has."""
+    """Return the prompt, group and seed of each rollout of a step."""
     return [(item.prompt.id, item.group, item.seed) for item in read_rollouts(run_dir, step)]
 
 
@@ -73,7 +70,7 @@ def test_trains_three_steps_on_three_ranks(split_run: Path, folder: Path) -> Non
         assert row["rollout/logprob_diff_p95"] <= 1e-4
         names = ("actor/grad_norm", "actor/entropy", "critic/grad_norm", "critic/vf_loss")
         assert all(row[name] > 0 for name in names)
-        # Of roles on rank 0 and elsewhere alike.
+        # Roles on rank 0 and on other ranks report it.
         assert row["perf/actor_tflops_per_gpu"] > 0 and row["perf/critic_tflops_per_gpu"] > 0
     for step in (1, 2, 3):
         assert weight_versions(split_run, step) == {step - 1} and len(read_rollouts(split_run, step)) == 16
@@ -91,15 +88,14 @@ def test_communication_is_valid_for_nccl(split_run: Path) -> None:
 
 
 def test_replay_on_one_rank_is_bitwise_equal(split_run: Path, folder: Path, tmp_path: Path) -> None:
-    """Bit for bit: every figure, every weight."""
+    """All metrics and weights are equal."""
     train(folder, tmp_path / "alone", *ONE_RANK, f"rollout.replay={split_run}")
     assert_same_metrics(steps_of(split_run), steps_of(tmp_path / "alone"), "rollout/idle_frac")  # of engines
     assert_same_weights(split_run, tmp_path / "alone")
 
 
 def assert_generation_drains_after_training(run_dir: Path, steps: int) -> None:
-    """They are stopped for the weights only when these are there: the engine's rank, which has nothing to train, would
-    come to that long before."""
+    """Check that each step drains generation only after training, although the engine rank trains nothing."""
 
     def spans(rank: int, name: str) -> list[dict[str, float]]:
         text = (run_dir / "timeline" / f"rank_{rank:05d}.json").read_text().rstrip().rstrip(",]")
@@ -124,8 +120,8 @@ TWO_RANKS = [
 def test_asynchronous_without_staleness_equals_synchronous(
     split_run: Path, folder: Path, host: str, tmp_path: Path
 ) -> None:
-    """The same prompts, groups and seeds, none by older weights; and one rank, which never heard of it, makes the same
-    of these rollouts, bit for bit."""
+    """Prompts, groups and seeds equal the synchronous run's, nothing is stale, and a replay on one rank is bitwise
+    equal."""
     run_dir = tmp_path / "beside"
     train(folder, run_dir, *SPLIT, *ASYNC, "rollout.max_staleness=0", "run.eval_every=3", host=host)
     rows = steps_of(run_dir)
@@ -134,7 +130,7 @@ def test_asynchronous_without_staleness_equals_synchronous(
         assert row["rollout/staleness_max"] == 0 and row["rollout/logprob_diff_p95"] <= 1e-4
     logged = [(row["step"], "eval/reward_greedy" in row) for row in read_metrics(run_dir)]
     assert [step for step, evaluates in logged if evaluates] == [0, 3]
-    assert logged.index((1, False)) < logged.index((0, True))  # the first step did not wait for it
+    assert logged.index((1, False)) < logged.index((0, True))  # the first step did not wait for the evaluation
     for row in read_metrics(run_dir):
         if "eval/reward_greedy" in row:
             assert row["eval/weight_version"] == row["step"] <= row["eval/weight_version_last"] <= 3
@@ -148,9 +144,8 @@ def test_asynchronous_without_staleness_equals_synchronous(
 
 @pytest.mark.parametrize("how", ["retract", "in_place"])
 def test_generation_continues_across_weight_syncs(folder: Path, host: str, tmp_path: Path, how: str) -> None:
-    """The weights change in number only, so what any of them chose has the log-probs of all of them: also across a
-    push, and out of whatever its cache had of older ones; where no beginning is read again, with the experts replayed
-    that the engine recorded."""
+    """With a learning rate of 0 only the weight version changes, so log-probs must match across weight syncs, also with
+    a KV cache of older versions. `in_place` does not prefill again, so it replays the recorded routing."""
     run_dir = tmp_path / how
     long = ["rollout.max_new_tokens=150", "rollout.max_context=300", "run.num_rollout=5"]
     long += ["train.routing_replay=true", "rollout.max_turns=1"] if how == "in_place" else []
@@ -175,4 +170,4 @@ def test_generation_continues_across_weight_syncs(folder: Path, host: str, tmp_p
         for item in read_rollouts(run_dir, step)
         for turn in item.turns
     ]
-    assert any(mixed) == (how == "retract")  # an answer by two versions, whose keys and values are by the second
+    assert any(mixed) == (how == "retract")  # a turn of two versions

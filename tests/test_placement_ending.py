@@ -1,7 +1,6 @@
-"""What ends a run whose roles are on ranks of their own: that it says so in one line, leaves nobody behind, and what it
-has saved is gone on from, also in another placement.
+"""How runs with roles on separate ranks end: one-line errors, no processes left, and a checkpoint to resume from.
 
-The first run has an engine. It is asked to stop, and is then gone on with; the others replay its rollouts.
+The first run has an engine. It is stopped and resumed; the others replay its rollouts.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from megarl.observe.rollout_log import read_rollouts
 pytestmark = pytest.mark.nightly
 
 TIMEOUT_S = 500.0
-"""That a run may take to where it is waited for, and to its end."""
+"""Limit on each wait for a run."""
 REWARD = """
 import time
 from pathlib import Path
@@ -49,8 +48,7 @@ def odd(rollout):
 
 
 class BackgroundRun:
-    """A run in the background. Its reward `watched:seen` leaves a file that says that a step is under way, and waits
-    as long as there is a file `wait`."""
+    """A run in the background. Its reward `watched:seen` touches the file `seen`, and blocks while `wait` exists."""
 
     def __init__(self, folder: Path, place: Path, *overrides: str, host: str = "") -> None:
         self.seen, self.wait, self.run_dir = place / "seen", place / "wait", place / "run"
@@ -68,12 +66,12 @@ class BackgroundRun:
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
             if time.monotonic() > deadline:
-                self.process.kill()  # its ranks go with it
+                self.process.kill()  # its ranks end with it
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.02)
 
     def processes(self) -> list[psutil.Process]:
-        """The run's processes, and those of its engines, which may be children of a host."""
+        """Return the processes of the run and of its engines, which may be children of an engine host."""
         return [item for item in psutil.Process().children(recursive=True) if item not in self.before]
 
     def rank(self, number: int) -> int:
@@ -81,7 +79,7 @@ class BackgroundRun:
         return int(result.pid)
 
     def finish(self) -> tuple[int, list[str]]:
-        """Exit status and the lines on stderr, when all of the run's processes are gone."""
+        """Wait until all processes of the run have ended; return the exit status and the lines of stderr."""
         processes = self.processes()
         try:
             _, err = self.process.communicate(timeout=TIMEOUT_S)
@@ -108,7 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stopped_run(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was asked to stop in its first step: it has saved that one, with all roles, and nothing else."""
+    """A run that got SIGTERM in its first step, and saved only that step."""
     run = BackgroundRun(folder, tmp_path_factory.mktemp("stopped"), *SPLIT, "run.save_every=100", host=host)
     run.wait.touch()
     run.wait_for(run.seen.exists)
@@ -116,25 +114,27 @@ def stopped_run(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactor
     run.wait.unlink()
     assert run.finish() == (85, ["stopped on request: saved step 1, resume with run.resume=auto"])
     assert run.saved_steps() == ["step_000001"]
-    saved_steps = run.run_dir / "checkpoints" / "step_000001"
-    assert {"actor", "critic", "host.json"} <= {path.name for path in saved_steps.iterdir()}
+    checkpoint = run.run_dir / "checkpoints" / "step_000001"
+    assert {"actor", "critic", "host.json"} <= {path.name for path in checkpoint.iterdir()}
     return run.run_dir
 
 
 @pytest.fixture(scope="module")
 def full_run(stopped_run: Path, folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run to its end, after two more steps, in the placement that it had."""
+    """The same run, resumed with the same placement for two more steps."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     shutil.copytree(stopped_run, run_dir)
     train(folder, run_dir, *SPLIT, "run.save_every=100", "run.resume=auto", host=host)
     assert [row["step"] for row in steps_of(run_dir)] == [1, 2, 3]
     assert steps_of(run_dir)[0] == steps_of(stopped_run)[0]
-    assert all(row["rollout/logprob_diff_p95"] <= 1e-4 for row in steps_of(run_dir))  # the engine has the weights, too
+    assert all(
+        row["rollout/logprob_diff_p95"] <= 1e-4 for row in steps_of(run_dir)
+    )  # the engine has the restored weights
     return run_dir
 
 
 def test_resumes_a_stopped_run_on_one_rank(stopped_run: Path, full_run: Path, folder: Path, tmp_path: Path) -> None:
-    """To the same weights, bit for bit: those that were saved, and what an optimizer needs beside them."""
+    """Weights end bitwise equal, so the optimizer state is restored too."""
     shutil.copytree(stopped_run, tmp_path / "run")
     train(folder, tmp_path / "run", *ONE_RANK, "run.resume=auto", f"rollout.replay={full_run}")
     assert [row["step"] for row in steps_of(tmp_path / "run")] == [1, 2, 3]
@@ -143,7 +143,7 @@ def test_resumes_a_stopped_run_on_one_rank(stopped_run: Path, full_run: Path, fo
 
 
 def test_error_names_the_killed_critic(full_run: Path, folder: Path, tmp_path: Path) -> None:
-    """And not what the others see of it."""
+    """The errors of the other ranks are not shown."""
     run = BackgroundRun(
         folder, tmp_path, *SPLIT, f"rollout.replay={full_run}", "run.ppo_epochs=2000", "run.num_update=2000"
     )
@@ -155,7 +155,7 @@ def test_error_names_the_killed_critic(full_run: Path, folder: Path, tmp_path: P
 
 
 def test_restarts_after_the_critic_is_killed(full_run: Path, folder: Path, tmp_path: Path) -> None:
-    """The run starts again by itself, and comes to the same weights, bit for bit."""
+    """The run restarts from its checkpoint and ends with bitwise equal weights."""
     run = BackgroundRun(
         folder, tmp_path, *SPLIT, f"rollout.replay={full_run}", "run.save_every=1", "run.max_restarts=3"
     )
@@ -169,7 +169,7 @@ def test_restarts_after_the_critic_is_killed(full_run: Path, folder: Path, tmp_p
 
 
 def test_error_names_the_nan_reward(full_run: Path, folder: Path, tmp_path: Path) -> None:
-    """In the second step; the first stays as it was saved."""
+    """The second step fails; the checkpoint of the first remains."""
     run = BackgroundRun(folder, tmp_path, *SPLIT, f"rollout.replay={full_run}", "reward.functions=[watched:odd]")
     code, (line,) = run.finish()
     assert code == 2 and line.startswith("error: ")
@@ -179,10 +179,10 @@ def test_error_names_the_nan_reward(full_run: Path, folder: Path, tmp_path: Path
 
 
 def test_error_names_nonfinite_values(full_run: Path, folder: Path, tmp_path: Path) -> None:
-    """They are found where the rollouts are, which are not where the critic is, nor where log.txt is written."""
+    """The rank with the rollouts finds them; it is neither the critic's nor the one that writes log.txt."""
     shutil.copytree(folder / "model", tmp_path / "model")
     weights = load_file(folder / "model" / "model.safetensors")
-    weights["model.norm.weight"][:] = 3e38  # finite, as it must be to be loaded; what comes of it is not
+    weights["model.norm.weight"][:] = 3e38  # finite, so it loads, but the values overflow
     save_file(weights, tmp_path / "model" / "model.safetensors")
     run = BackgroundRun(folder, tmp_path, *SPLIT, f"rollout.replay={full_run}", f"critic.path={tmp_path}/model")
     code, (line,) = run.finish()
@@ -202,8 +202,8 @@ def test_error_names_nonfinite_values(full_run: Path, folder: Path, tmp_path: Pa
 
 
 def test_grpo_with_the_reward_model_on_its_own_rank(folder: Path, host: str, tmp_path: Path) -> None:
-    """And with the experts replayed that the engine chose, whose records travel. On one rank, where recorded rollouts
-    have no routing, the trainer chooses the same ones, for nothing is updated twice a step."""
+    """Routing replay sends the engine's routing to the actor's rank. The replay on one rank has no routing records, but
+    with one update per step the trainer chooses the same experts."""
     model = tmp_path / "reward_model"
     make_reward_model(folder / "model", model)
     value = ["algorithm=grpo", "reward.functions=[]", f"reward.model={model}", "run.save_every=0"]
@@ -213,7 +213,7 @@ def test_grpo_with_the_reward_model_on_its_own_rank(folder: Path, host: str, tmp
     rows = steps_of(tmp_path / "split")
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
-        assert row["rollout/logprob_diff"] <= 1e-4  # of every token, for replayed experts cannot tie
+        assert row["rollout/logprob_diff"] <= 1e-4  # the maximum: replayed experts cannot tie
         assert row["actor/grad_norm"] > 0
         assert all(math.isfinite(number) for number in row.values())
     result = [item.reward for item in read_rollouts(tmp_path / "split", 3)]
@@ -226,7 +226,7 @@ def test_grpo_with_the_reward_model_on_its_own_rank(folder: Path, host: str, tmp
 
 
 def make_reward_model(policy: Path, target: Path) -> None:
-    """The policy's trunk with a random head."""
+    """Save a reward model: the policy with a random scalar head."""
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1, dtype=torch.float32)
     model.score.weight.data.normal_(std=0.3)
@@ -235,7 +235,7 @@ def make_reward_model(policy: Path, target: Path) -> None:
 
 
 def scores(reward_model: Path, run_dir: Path, step: int) -> list[float]:
-    """By transformers, of the ids that the engine wrote."""
+    """Score the sampled token ids with transformers."""
     model = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
     with torch.no_grad():
         return [float(model(torch.tensor([item.token_ids.tolist()])).logits) for item in read_rollouts(run_dir, step)]

@@ -1,4 +1,4 @@
-"""What losses name of a batch."""
+"""`@reads`: the batch columns that a loss declares."""
 
 import pytest
 import torch
@@ -18,7 +18,12 @@ def test_loss_gets_declared_and_common_columns():
         return output
 
     assert get_declared_columns(loss) == ("returns", "advantages")
-    assert select_columns(loss, batch) == ("tokens", "loss_mask", "returns", "loss_weights")  # there are no advantages
+    assert select_columns(loss, batch) == (
+        "tokens",
+        "loss_mask",
+        "returns",
+        "loss_weights",
+    )  # the batch has no advantages
     assert select_columns(reads()(lambda output, part: None), batch) == ("tokens", "loss_mask", "loss_weights")
 
 

@@ -1,5 +1,5 @@
-"""One policy learns in every kind of environment that MegaRL has ready, all in one run: tools, mathematics and code in
-the sandbox, a game, a search; at the end of it also in two that were made for others, MCP and Harbor."""
+"""One run trains a policy in all ready environments: tools, sandboxed mathematics and code, a game and a search. Its
+last steps use the adapters for MCP and Harbor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def train(config: str, host: str, *overrides: str) -> None:
 
 @pytest.fixture(scope="module")
 def warm_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that has seen how each task is done, among guesses."""
+    """A tiny model after SFT on demonstrations and guesses of each task."""
     folder = tmp_path_factory.mktemp("tasks") / "f"
     adapter_tasks.write_folders(folder)
     write(folder, 20 * STEPS, demonstrations=14400, extra_tasks=adapter_tasks.TASKS, extra_rows=20 * ADAPTERS)
@@ -44,7 +44,7 @@ def warm_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(warm_up: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps with rows of each kind that is ready, then steps with rows of adapters."""
+    """Steps with rows of the ready environments, then steps with rows of the adapters."""
     run_dir = tmp_path_factory.mktemp("runs") / "run"
     local = [
         f"run.dir={run_dir}",
@@ -79,7 +79,7 @@ def test_reward_rises_in_every_environment(run: Path) -> None:
 
 @needs_boxes
 def test_trains_two_steps_with_adapters(run: Path) -> None:
-    """The policy calls a server's tool and a task's shell, each for a reward, and what it said is trained on."""
+    """The policy earns rewards by calling the MCP server's tool and the Harbor task's shell."""
     rows = [row for row in read_metrics(run) if "rollout/reward_mean" in row][STEPS:]
     assert [row["step"] for row in rows] == [STEPS + 1, STEPS + 2]
     for row in rows:

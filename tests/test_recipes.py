@@ -1,4 +1,4 @@
-"""Algorithms by name: what a recipe sets is the default, what the user sets wins."""
+"""Recipes: named algorithms set defaults, which user values override."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_user_values_override_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert (config.kl, config.loss.clip) == (KLConfig(apply_to="loss", coef=0.25), 0.3)
     path = tmp_path / "a.yaml"
     path.write_text("algorithm: ppo\nloss:\n  clip: 0.1\n")
-    config = load_config(path, ["algorithm=mine", "kl.apply_to=none"])  # an override of the name brings its recipe
+    config = load_config(path, ["algorithm=mine", "kl.apply_to=none"])  # an override of `algorithm` selects its recipe
     assert (config.kl.apply_to, config.kl.coef, config.loss.clip) == ("none", 0.5, 0.1)
     assert from_dict({}) == Config()
 

@@ -1,5 +1,4 @@
-"""SFT as a user starts it: two ranks, two data sets with shares, evaluation on held-out conversations of two sources,
-resumed, and its export in plain `transformers`, by an interpreter that knows nothing of MegaRL."""
+"""SFT in whole runs: a mixture of two data sets, held-out evaluation, resume, and the export in plain transformers."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ print(json.dumps({"nll": total / count, "texts": texts}))
 
 
 WORDS = {"sky": "blue", "grass": "green", "snow": "white", "coal": "black"}
-"""What is learned by heart, as verl's sft has it: a prompt and the response to it."""
+"""Prompts and responses to memorize, in verl's SFT format."""
 
 
 CONVERSATIONS = [
@@ -53,7 +52,7 @@ CONVERSATIONS = [
 
 
 def score_in_transformers(folder: Path, conversations: list[list[Any]]) -> dict[str, Any]:
-    """-I: neither this tree nor anything of the user's is on the path, as in a shell elsewhere."""
+    """Return the mean NLL and generated texts of an export, from an isolated interpreter (-I) without MegaRL."""
     command = [sys.executable, "-I", "-W", "ignore", "-c", TRANSFORMERS_SCRIPT, str(folder), json.dumps(conversations)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -63,8 +62,8 @@ def score_in_transformers(folder: Path, conversations: list[list[Any]]) -> dict[
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, conversations of which one is longer than its 2,048 positions, others in other columns, and held-out
-    ones, as parquet."""
+    """A model; training conversations as JSONL, one longer than 2,048 positions; prompts and responses, and held-out
+    conversations, as parquet."""
     target = tmp_path_factory.mktemp("sft") / "q"
     sizes = ["--train", "1", "--held-out", "1", "--demonstrations", "100"]
     command = [sys.executable, "tools/make_quickstart.py", str(target), *sizes]
@@ -86,12 +85,12 @@ def train(folder: Path, run_dir: Path, *overrides: str) -> None:
     steps = ["run.num_rollout=4", "run.eval_every=2", "run.save_every=2", "data.prompts_per_step=16"]
     argument = dict(
         text.split("=", 1) for text in (*paths, *steps, f"run.dir={run_dir}", *overrides)
-    )  # the last of a key
+    )  # the last value of a key wins
     settings = [f"{key}={value}" for key, value in argument.items()]
     command = [sys.executable, "-m", "megarl.train", "configs/quickstart_sft.yaml", *settings]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "nanobind" not in done.stdout + done.stderr  # what its libraries say of what an interpreter's end leaves
+    assert "nanobind" not in done.stdout + done.stderr  # leak warnings of libraries at exit
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +112,7 @@ def test_training_lowers_the_held_out_loss(sft_run: Path) -> None:
     for source in ("sums", "words"):
         of_it = read_metric(sft_run, f"eval/nll/{source}")
         assert list(of_it) == [0, 2, 4] and of_it[0] > of_it[2] > of_it[4] > 0
-    # 12 of the 100 and 4 of the 4 in each step: each set has epochs of its own.
+    # A step takes 12 of 100 rows and 4 of 4: each data set counts its own epochs.
     assert read_metric(sft_run, "data/epoch/sft") == {step: pytest.approx(0.12 * step) for step in (1, 2, 3, 4)}
     assert read_metric(sft_run, "data/epoch/words") == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
     log = (sft_run / "log.txt").read_text()
@@ -124,7 +123,7 @@ def test_training_lowers_the_held_out_loss(sft_run: Path) -> None:
 
 
 def test_transformers_agrees_with_the_held_out_loss(sft_run: Path, folder: Path) -> None:
-    """And says of the held-out conversations what the run said of them."""
+    """The export has the NLL that the run reported for the held-out conversations."""
     rows = pyarrow.parquet.read_table(folder / "e.parquet").to_pylist()
     conversations = [[row["messages"][:1], row["messages"][1]["content"]] for row in rows]
     result = score_in_transformers(sft_run / "export", conversations)
@@ -147,7 +146,7 @@ def test_resume_is_bitwise_equal_to_the_uninterrupted_run(sft_run: Path, folder:
 
 
 def test_export_generates_memorized_answers(sft_run: Path, folder: Path, tmp_path: Path) -> None:
-    """In micro-batches of a conversation or two, which change nothing: the same model has the same held-out nll."""
+    """Tiny micro-batches do not change the NLL of the initial model."""
     words = f"{folder}/words.parquet"
     data = [f"data.train={words}", "data.mixture_weights=[]", f"data.eval={words}", "data.prompts_per_step=4"]
     steps = ["run.num_rollout=60", "run.eval_every=60", "run.save_every=0", "train.max_tokens_per_gpu=64"]

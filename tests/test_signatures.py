@@ -1,5 +1,4 @@
-"""What this project asks of SGLang and of Megatron-Core is there, also on the paths for CUDA, which no test can run:
-each name, and each argument that is given by name, by the text of both."""
+"""Every name and keyword argument that the code uses of SGLang and Megatron-Core exists, also on CUDA-only paths."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ KNOWN = {
     "megatron.core.tensor_parallel.random.__name__": "every module has it",
     "megatron.core.distributed.finalize_model_grads.reset_model_temporary_tensors": "a module has its name",
 }
-"""What is not found, and why that does no harm."""
+"""Names that are not found, and why that is harmless."""
 
 
 def missing_names(package: str) -> Iterator[tuple[str, str]]:

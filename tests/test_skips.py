@@ -1,4 +1,4 @@
-"""What is skipped is named at the end of all tests, each reason once."""
+"""`skips.awk` summarizes the reasons for skipped tests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_reports_when_nothing_was_skipped(tmp_path: Path) -> None:
 
 
 def test_sandbox_tests_skip_without_bubblewrap(tmp_path: Path) -> None:
-    """Both files of tests that run task folders, with a PATH on which no bwrap, docker or podman lies."""
+    """PATH has no bwrap, docker or podman."""
     for program in "awk bash cat chmod env id ldd ls mkdir rm sh sleep timeout true".split():
         (tmp_path / program).symlink_to(shutil.which(program) or f"/bin/{program}")
     command = [sys.executable, "-m", "pytest", "-c", "tests/pytest.ini", "--rootdir", ".", "-q"]

@@ -1,4 +1,4 @@
-"""A person talks to a scripted policy, through the loop that rollouts are made by."""
+"""`ChatConversation` with a scripted policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: what a user's mistake prints, and that nothing was started or written."""
+"""The command line of `megarl.train`: one-line errors, dry runs, listed keys, and the launcher's engine host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A whole HF folder."""
+    """A complete HF folder."""
     folder = tmp_path / "model"
     folder.mkdir()
     config = json.loads((ROOT / "configs" / "models" / "qwen3_235b.json").read_text())

@@ -1,4 +1,4 @@
-"""What could run a stranger's code, by the source: each place is named here, with the reason why it may be there."""
+"""All places in the source that could execute untrusted code are listed here, with the reason why they are safe."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def is_true(node: ast.expr | None) -> bool:
 
 
 def dangerous_calls(source: str) -> list[str]:
-    """What a file calls, or inherits from, that runs or unpickles what it is given."""
+    """Return the calls and base classes in a source that execute or unpickle their input."""
     result = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef):

@@ -1,3 +1,5 @@
+"""Prompts, rollouts and packed training batches, on one rank and sharded over several."""
+
 import dataclasses
 import pickle
 
@@ -70,7 +72,7 @@ def test_packs_several_rollouts():
 
 
 def test_first_token_is_never_an_action():
-    # Nothing predicts it. What Rollout promises: turn 0 is the prompt.
+    # Nothing predicts it; Rollout guarantees that turn 0 is the prompt.
     batch = TrainBatch.from_rollouts([EXAMPLE, SHORT, OTHER])
     assert not batch.loss_mask[batch.cu_seqlens[:-1]].any()
 
@@ -186,7 +188,7 @@ def test_answer_is_the_last_assistant_message():
 
 
 def with_routing(rollout: Rollout, layers: int = 1) -> Rollout:
-    """Its token t went through the experts t and t + 1; the last through none that is known."""
+    """Return a copy whose token t was routed to experts t and t + 1; the last token has no record."""
     tokens = torch.arange(len(rollout.token_ids) - 1, dtype=torch.uint8)
     routing = torch.stack([tokens, tokens + 1], dim=-1)[:, None].repeat(1, layers, 1)
     return dataclasses.replace(rollout, routing=routing)
@@ -197,7 +199,7 @@ def test_select_keeps_routing_of_its_sequences():
     first = [[0, 1], [1, 2], [2, 3], [3, 4], [4, 5], [5, 6], [6, 7]]
     last = [[0, 1], [1, 2]]
     assert batch.routing is not None
-    assert [record[:, 0].tolist() for record in batch.routing] == [first, [], last]  # nothing is known of the second
+    assert [record[:, 0].tolist() for record in batch.routing] == [first, [], last]  # the second has no record
     assert [record[:, 0].tolist() for record in batch.select([2, 0]).routing or ()] == [last, first]
     assert TrainBatch.from_rollouts([EXAMPLE]).routing is None
     assert with_routing(EXAMPLE) == EXAMPLE
@@ -226,7 +228,7 @@ def test_sampling_masks_align_with_tokens():
         first,
         [[], []],
         last,
-    ]  # of the third nothing was cut off
+    ]  # sampling of the third was not truncated
     assert [rows_of(record) for record in batch.select([2, 0]).sampling_mask or ()] == [last, first]
     assert TrainBatch.from_rollouts([EXAMPLE]).sampling_mask is None
     assert ROLLOUT_STATS["sampling_mask_sizes"](MASKED) == 6 and ROLLOUT_STATS["sampling_mask_sizes"](OTHER) == 0
@@ -260,7 +262,7 @@ def test_selects_and_concatenates_sampling_masks():
 
 
 def sharded_rollouts(rank: Thread, order: list[int] | None = None) -> Rollouts:
-    """Five rollouts on three ranks, numbered 3, 0, 4 on the first, nothing on the second, 1, 2 on the last."""
+    """Five rollouts on three ranks: numbers 3, 0, 4 on the first, none on the second, 1, 2 on the last."""
     mine = {0: [(3, EXAMPLE), (0, SHORT), (4, OTHER)], 1: [], 2: [(1, with_routing(OTHER)), (2, EXAMPLE)]}[rank.rank]
     return Rollouts.gather([rollout for _, rollout in mine], [number for number, _ in mine], rank)
 
@@ -285,7 +287,7 @@ def test_gather_shares_stats_and_keeps_rollouts_local():
 
 
 def test_turn_rewards_exist_on_all_ranks_if_on_any():
-    """An action turn's on its last token; of one without tokens it is left to the sequence's."""
+    """A turn's reward is on its last token; the reward of a turn without tokens is not in the column."""
     turns = [Turn((1, 2)), Turn((7, 8), (0.0, 0.0), True, reward=0.5), Turn((4,)), Turn((9,), (0.0,), True)]
     turns += [Turn((), (), True, reward=0.25)]
     element = Rollout(Prompt("p", ()), tuple(turns), reward=2.0)
@@ -374,7 +376,7 @@ def test_staleness_per_rollout_and_per_token():
     rollouts = Rollouts.gather([STALE, SHORT], version=5)
     assert STALE.version_spans == ((2, 1), (4, 2), (5, 1))
     assert (rollouts.oldest_version[0], rollouts.staleness[0]) == (2, 3)
-    rollouts = rollouts.replace_local(rollouts.local).select(torch.tensor([True, False]))  # which says the version, too
+    rollouts = rollouts.replace_local(rollouts.local).select(torch.tensor([True, False]))  # keeps the version
     assert rollouts.staleness.tolist() == [3]
     lag = TrainBatch.from_rollouts(rollouts).staleness
     assert lag is not None and lag.tolist() == [0, 0, 3, 1, 1, 0, 0] and lag.dtype == torch.int32
@@ -410,7 +412,7 @@ def test_ranks_share_one_table_of_sources():
 
 
 def test_concat_joins_generations_of_a_step():
-    """Figures one after the other, parts that only one has, and numbers of sources into one table."""
+    """Stats are concatenated, missing reward parts are 0, and sources share one table."""
 
     def of(source: str, group: int, **parts: float) -> Rollout:
         prompt = dataclasses.replace(SHORT.prompt, data_source=source)

@@ -1,4 +1,4 @@
-"""A buffer that is on its way is not touched before somebody has waited for it."""
+"""`wires` records communication and detects access to buffers in flight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_detects_buffer_access_before_wait(
 
 
 def test_records_communication(run_ranks: Any) -> None:
-    """What is taken down is what was said: two met, made a group for the host, and sent each other 16 bytes."""
+    """Two ranks meet, create a host group, and send each other 16 bytes."""
     run_ranks(2, "tests/ranks_wires.py", "neither")
     files = sorted(run_ranks.folder.glob(f"{run_ranks.launches}_*.said"))
     records = [nccl_order.read(file) for file in files]
