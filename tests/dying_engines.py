@@ -28,7 +28,7 @@ from megarl.workers.rollout import RolloutWorker
 class FaultyRolloutWorker(RolloutWorker):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._plan = {int(step): what for step, what in json.loads(os.environ["ENGINE_FAULTS"]).items()}
+        self._plan = {int(step): fault for step, fault in json.loads(os.environ["ENGINE_FAULTS"]).items()}
         context.on_rollout_finished.subscribe(self._on_rollout_finished)
         if (engine := self.engines.lead_engine) is not None:
             call_loader = engine.call_loader

@@ -88,7 +88,7 @@ def fork(order: dict[str, Any], rank: int) -> int:
         traceback.print_exc()
     finally:
         if status == 0 and record is not None:
-            record.write(Path(f"{order['outputs'][rank]}.said"))
+            record.write(Path(f"{order['outputs'][rank]}.record"))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

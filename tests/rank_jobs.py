@@ -83,7 +83,7 @@ class RankJobs:
         if failed:
             tails = "\n".join(f"--- rank {rank}\n{text[-3000:]}" for rank, text in enumerate(texts))
             pytest.fail(f"{script} {' '.join(args)}: {'; '.join(failed)}\n{tails}")
-        return texts, [path for output in outputs if (path := Path(f"{output}.said")).exists()]
+        return texts, [path for output in outputs if (path := Path(f"{output}.record")).exists()]
 
     def _send(self, order: dict[str, Any]) -> list[int | None]:
         if self._host is None:

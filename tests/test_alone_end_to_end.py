@@ -88,8 +88,10 @@ def test_replay_step_reproduces_a_step_bitwise_in_a_debugger(trained: Path) -> N
     before = {path: path.stat().st_mtime_ns for name in RESULT_NAMES for path in (trained / name).rglob("*")}
     command = [sys.executable, "tools/replay_step.py", str(trained), "--step", "3"]
     command += ["--break", "megarl.controllers.policy_gradient:policy_loss"]
-    talk = "p ('asked', batch.num_sequences, config.rollout.replay)\n" + "c\n" * 8
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, input=talk, capture_output=True, text=True, timeout=500)
+    commands = "p ('asked', batch.num_sequences, config.rollout.replay)\n" + "c\n" * 8
+    done = subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, input=commands, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "from step_000002" in done.stdout and f"('asked', 8, '{trained}')" in done.stdout
     assert done.stdout.count("> ") >= 2 and "policy_loss()" in done.stdout  # once for each update

@@ -421,11 +421,11 @@ def test_sft_policy_calls_its_tool_in_training_and_evaluation(folder: Path, tmp_
     assert step["rollout/tool_failed_frac"] == step["tool/calculator_failed_frac"] == 0.0
 
     done = run("broken", "rollout.tools=[broken_tools:calculator]", "rollout.samples_per_prompt=16", "run.eval_every=0")
-    said = (
+    message = (
         r"error: (\d+) of \1 calls of the tool calculator failed, more than "
         r"rollout.max_tool_failed_frac=0.99 allows: no "
     )
-    assert done.returncode == 2 and re.match(said + r"licence \(OSError at ", done.stderr), done.stderr
+    assert done.returncode == 2 and re.match(message + r"licence \(OSError at ", done.stderr), done.stderr
     log = (tmp_path / "broken" / "log.txt").read_text()
     assert re.search(r"ALARM: step 1: (\d+) of \1 calls of the tool calculator failed: no licence \(OSError at ", log)
 
@@ -434,11 +434,11 @@ def test_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path, t
     done = run_cli(folder, tmp_path / "run", "reward.functions=[sum_reward:broken]", f"rollout.replay={ppo_run}")
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.strip()]
-    said = (
+    message = (
         "error: 16 of 16 rollouts have no reward, more than reward.max_failed_frac=0.1 allows: 16 "
         "x broken: it raised Zero"
     )
-    assert line.startswith(said) and "sum_reward.py:" in line
+    assert line.startswith(message) and "sum_reward.py:" in line
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "export").exists()
 
 
@@ -448,11 +448,11 @@ def test_reward_timeouts_end_the_run_early(ppo_run: Path, folder: Path, tmp_path
     done = run_cli(folder, tmp_path / "run", *slow, f"rollout.replay={ppo_run}")
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.strip()]
-    said = (
+    message = (
         r"error: (\d+) of 16 rollouts have no reward, more than reward.max_failed_frac=0.1 allows "
         r"\(the other (\d+) were "
     )
-    match = re.match(said + r"not graded\): \1 x hanging: it took longer than reward.timeout=4 s", line)
+    match = re.match(message + r"not graded\): \1 x hanging: it took longer than reward.timeout=4 s", line)
     assert match and int(match[1]) in (2, 3, 4) and int(match[1]) + int(match[2]) == 16, line
 
 
@@ -550,8 +550,8 @@ def check_layouts(model: Path, log: str) -> None:
     """Check the logged parameter counts of actor and critic against the memory estimate of their layouts."""
     hf = load_hf_config(model)
     for role, tp, cp in (("actor", 1, 2), ("critic", 2, 1)):
-        said = rf"{role}: tp={tp} cp={cp} pp=1 ep=2 etp=1, ([\d,]+) parameters on rank 0"
-        ((count, trained),) = re.findall(said + r", of which LoRA trains ([\d,]+) ", log)
+        message = rf"{role}: tp={tp} cp={cp} pp=1 ep=2 etp=1, ([\d,]+) parameters on rank 0"
+        ((count, trained),) = re.findall(message + r", of which LoRA trains ([\d,]+) ", log)
         parallel, layers = ParallelConfig(world_size=2, tp=tp, cp=cp, ep=2), [range(hf["num_hidden_layers"])]
         (retained,) = stage_elements(hf, parallel, layers, head=role == "critic", lora=LoraConfig(rank=4))
         assert int(count.replace(",", "")) == sum(retained), role

@@ -46,10 +46,10 @@ def assert_recovered(run_dir: Path, faults: dict[int, str], samples: int = 16) -
     log = (run_dir / "log.txt").read_text()
     for row in rows:
         step = int(row["step"])
-        what = faults.get(step)
-        assert ("rollout/engine_restarts" in row) == (what is not None), step
+        fault = faults.get(step)
+        assert ("rollout/engine_restarts" in row) == (fault is not None), step
         lost = row.get("rollout/lost_samples", 0)
-        assert row.get("rollout/regenerated_samples", 0) == lost and (lost > 0) == (what in ("kill", "stop")), step
+        assert row.get("rollout/regenerated_samples", 0) == lost and (lost > 0) == (fault in ("kill", "stop")), step
         assert len(read_rollouts(run_dir, step)) == samples
         assert [item.status for item in read_rollouts(run_dir, step) if item.status == "aborted"] == []
         assert weight_versions(run_dir, step) == {step - 1}
@@ -73,7 +73,7 @@ def test_recovers_from_engine_death_hang_and_failed_weight_sync(
     plan = {1: ["kill", 1], 2: ["stop", 0], 3: ["push", 1]}
     done = run(monkeypatch, folder, tmp_path / "run", host, plan)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert_recovered(tmp_path / "run", {step: what for step, (what, _) in plan.items()})
+    assert_recovered(tmp_path / "run", {step: fault for step, (fault, _) in plan.items()})
     for step in (1, 2, 3):
         assert sample_ids(tmp_path / "run", step) == sample_ids(undisturbed, step)
 

@@ -184,8 +184,8 @@ def test_resolves_the_worker_of_a_role(lab: Path, monkeypatch: pytest.MonkeyPatc
     check_roles(config, declared, {})
     assert resolve_worker(config, declared, "judge", RegisteredWorker()) == "lab.judge:Judge"
     assert resolve_worker(config, declared, "actor", RegisteredWorker()) == "megarl.workers.actor:ActorWorker"
-    said = with_role(config, "actor", None, None, "megatron")
-    assert resolve_worker(said, declared, "actor", RegisteredWorker()) == "megarl.workers.actor:ActorWorker"
+    with_backend = with_role(config, "actor", None, None, "megatron")
+    assert resolve_worker(with_backend, declared, "actor", RegisteredWorker()) == "megarl.workers.actor:ActorWorker"
     assert load_worker(config, declared, "judge", RegisteredWorker("lab.sft:is_short")).__name__ == "is_short"
     named = from_dict({"algorithm": "lab.sft:FilteredSFT", "roles": {"judge": {"worker": "lab.sft:is_short"}}})
     assert load_worker(named, declared, "judge", RegisteredWorker()).__name__ == "is_short"
@@ -248,9 +248,9 @@ def test_role_may_have_its_own_layout() -> None:
     config = from_dict({**tree, "roles": {"teacher": {"model": "/big", "parallel": {"tp": 2}}}})
     layout = role_parallel(config, "teacher")
     assert (layout.world_size, layout.tp) == (2, 2)
-    wrong = from_dict({**tree, "roles": {"teacher": {"parallel": {"world_size": 2}}}})
+    invalid = from_dict({**tree, "roles": {"teacher": {"parallel": {"world_size": 2}}}})
     with pytest.raises(ConfigError, match=r"^roles\.teacher\.parallel\.world_size: placement.teacher sets"):
-        role_parallel(wrong, "teacher")
+        role_parallel(invalid, "teacher")
 
 
 def test_loads_a_model_family_from_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ class SocketWatcher(threading.Thread):
     def __init__(self, pid: int, intruder: subprocess.Popen[str]) -> None:
         super().__init__(daemon=True)
         self.pid, self.done, self._intruder = pid, False, intruder
-        self.found: set[tuple[str, str, str]] = set()
+        self.sockets: set[tuple[str, str, str]] = set()
         """Command line, table and address of each socket."""
         self.modes: dict[str, tuple[int, int]] = {}
         self.reached: list[str] = []
@@ -130,7 +130,7 @@ class SocketWatcher(threading.Thread):
                     open_files = [os.readlink(link.path) for link in os.scandir(f"/proc/{pid}/fd")]
                     for inode in {link[8:-1] for link in open_files if link.startswith("socket:[")} & table.keys():
                         kind, where = table[inode]
-                        self.found.add((who, kind, where))
+                        self.sockets.add((who, kind, where))
                         if inode not in seen:
                             seen.add(inode)
                             self._attack(kind, where)
@@ -202,7 +202,7 @@ def test_intruder_reaches_ports_but_no_named_sockets(run_result: dict[str, Any])
 def test_listening_sockets_match_security_md(run_result: dict[str, Any]) -> None:
     """The table of SECURITY.md, by process and address."""
     result: dict[str, set[str]] = {}
-    for who, kind, where in run_result["watch"].found:
+    for who, kind, where in run_result["watch"].sockets:
         address = where.partition(":")[0] if kind != "unix" else "abstract" if where.startswith("00") else "path"
         result.setdefault(f"{kind} {address}", set()).add(next((name for name in KNOWN if name in who), who))
     everywhere = result.pop("tcp 00000000", set()) | result.pop("tcp6 " + "0" * 32, set())

@@ -122,7 +122,7 @@ def stopped_run(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def full_run(stopped_run: Path, folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, resumed with the same placement for two more steps."""
-    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    run_dir = tmp_path_factory.mktemp("full") / "run"
     shutil.copytree(stopped_run, run_dir)
     train(folder, run_dir, *SPLIT, "run.save_every=100", "run.resume=auto", host=host)
     assert [row["step"] for row in steps_of(run_dir)] == [1, 2, 3]

@@ -26,18 +26,18 @@ assert not any(name.split(".")[0] == "megarl" for name in sys.modules)
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 total, count, texts = 0.0, 0, []
-given = json.loads(sys.argv[2])
-for number, (question, answer) in enumerate(given):
+conversations = json.loads(sys.argv[2])
+for number, (question, answer) in enumerate(conversations):
     prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-    ids, written = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, answer + "<|im_end|>"))
+    ids, response = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, answer + "<|im_end|>"))
     with torch.no_grad():
-        logprobs = model(torch.tensor([ids + written])).logits[0, :-1].log_softmax(-1)
-    own = logprobs[len(ids) - 1:].gather(1, torch.tensor(written)[:, None])
-    total, count = total - float(own.sum()), count + len(written)
-    if len(given) - number > 4:
+        logprobs = model(torch.tensor([ids + response])).logits[0, :-1].log_softmax(-1)
+    chosen = logprobs[len(ids) - 1:].gather(1, torch.tensor(response)[:, None])
+    total, count = total - float(chosen.sum()), count + len(response)
+    if len(conversations) - number > 4:
         continue
-    made = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids):]
-    texts.append(tokenizer.decode(made, skip_special_tokens=True))
+    generated = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids):]
+    texts.append(tokenizer.decode(generated, skip_special_tokens=True))
 print(json.dumps({"nll": total / count, "texts": texts}))
 """
 

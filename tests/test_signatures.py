@@ -26,8 +26,8 @@ def missing_names(package: str) -> Iterator[tuple[str, str]]:
     for file in FILES:
         caller = Caller(file, package)
         if caller.imported:
-            for what, use in missing(sources, caller):
-                yield what, f"{file.relative_to(ROOT)}, {use}"
+            for name, use in missing(sources, caller):
+                yield name, f"{file.relative_to(ROOT)}, {use}"
 
 
 @pytest.mark.parametrize("package", DISTRIBUTIONS)
@@ -35,8 +35,8 @@ def test_every_used_name_and_argument_exists(package: str) -> None:
     used = [file for file in FILES if Caller(file, package).imported]
     assert len(used) >= 5
     result = dict(missing_names(package))
-    assert {what: where for what, where in result.items() if what not in KNOWN} == {}
-    assert {what for what in KNOWN if what.startswith(package)} <= result.keys(), "no reason is needed any more"
+    assert {name: where for name, where in result.items() if name not in KNOWN} == {}
+    assert {name for name in KNOWN if name.startswith(package)} <= result.keys(), "no reason is needed any more"
 
 
 SAMPLE = {
@@ -66,7 +66,7 @@ def test_finds_missing_names_and_arguments(tmp_path: Path) -> None:
     for name, text in SAMPLE.items():
         (tmp_path / "sample" / name).write_text(text)
     (tmp_path / "uses.py").write_text(USES)
-    result = sorted(what for what, _ in missing(Sources(tmp_path), Caller(tmp_path / "uses.py", "sample")))
+    result = sorted(name for name, _ in missing(Sources(tmp_path), Caller(tmp_path / "uses.py", "sample")))
     assert result == [
         "sample.Layer c",
         "sample.Layer d",

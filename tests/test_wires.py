@@ -23,13 +23,13 @@ def test_detects_buffer_access_before_wait(
 ) -> None:
     for rank, result in enumerate(run_ranks(2, "tests/ranks_wires.py", access)):
         assert (message in result["error"]) and bool(message) == bool(result["error"])
-        assert access == "written" or result["taken"] == [2.0 - rank] * 4
+        assert access == "written" or result["received"] == [2.0 - rank] * 4
 
 
 def test_records_communication(run_ranks: Any) -> None:
     """Two ranks meet, create a host group, and send each other 16 bytes."""
     run_ranks(2, "tests/ranks_wires.py", "neither")
-    files = sorted(run_ranks.folder.glob(f"{run_ranks.launches}_*.said"))
+    files = sorted(run_ranks.folder.glob(f"{run_ranks.launches}_*.record"))
     records = [nccl_order.read(file) for file in files]
     assert len(records) == 2 and nccl_order.check(records) == {"all_reduce": 2, "send": 2, "receive": 2}
     for rank, record in enumerate(records):
