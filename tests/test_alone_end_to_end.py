@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import recorded_run
-from whole_run import ENVIRONMENT, ROOT, build_command, make_folder, read_metrics, run_cli, train
+from whole_run import ENVIRONMENT, ONE_RANK, ROOT, build_command, make_folder, read_metrics, read_steps, run_cli, train
 
 from megarl.observe.rollout_log import read_rollouts
 from megarl.observe.run_folder import RESULT_NAMES
 
 GRPO = ["algorithm=grpo", "run.export=false", "run.ppo_epochs=1", "run.num_update=2"]
-ONE_RANK = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", "parallel.ep=1"]
 RECORDS = ["train.routing_replay=true", "rollout.temperature=0.7", "rollout.top_k=20"]
 
 BLOCK_SGLANG = """
@@ -58,7 +57,7 @@ def trained(folder: Path, recorded: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_replay_training_needs_no_sglang(trained: Path) -> None:
-    rows = [row for row in read_metrics(trained) if "rollout/reward_mean" in row]
+    rows = read_steps(trained)
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:  # the masks and the routing are used
         assert row["rollout/sampling_mask_size_mean"] == recorded_run.CHOICES and "rollout/logprob_diff" in row

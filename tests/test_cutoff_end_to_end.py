@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from whole_run import ROOT, make_folder, read_metrics, train
+from whole_run import ROOT, make_folder, read_metrics, read_steps, train
 
 from megarl.rollout.partial_rollouts import read_groups
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_logprobs_match_truncated_sampling(run_dir: Path, steps: list[int]) -> None:
-    rows = [row for row in read_metrics(run_dir) if "rollout/reward_mean" in row]
+    rows = read_steps(run_dir)
     assert [row["step"] for row in rows] == steps
     assert "rollout/logprob_diff" in rows[0]  # in later steps all tokens may be stale
     for row in rows:
@@ -88,5 +88,5 @@ def test_evaluation_uses_its_own_sampling_keys(folder: Path, tmp_path: Path, hos
     assert [row["step"] for row in rows] == [0, 1]
     for name in ("reward", "response_length_mean", "turns_mean"):
         assert rows[0][f"eval/{name}_sampled"] == rows[0][f"eval/{name}_greedy"]
-    (step,) = [row for row in read_metrics(tmp_path / "run") if "rollout/reward_mean" in row]
+    (step,) = read_steps(tmp_path / "run")
     assert step["rollout/logprob_diff_mean"] <= 1e-5 and "rollout/sampling_mask_size_mean" not in step

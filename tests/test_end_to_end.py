@@ -28,6 +28,7 @@ from whole_run import (
     check_communication,
     make_folder,
     read_metrics,
+    read_steps,
     run_cli,
     train,
     with_host,
@@ -118,7 +119,7 @@ def test_reward_model_scores_match_transformers(ppo_run: Path, reward_run: Path)
 
 
 def test_ppo_trains_three_steps(ppo_run: Path) -> None:
-    rows = [row for row in read_metrics(ppo_run) if "rollout/reward_mean" in row]
+    rows = read_steps(ppo_run)
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert row["rollout/logprob_diff_p95"] <= 1e-4  # not the largest: a tie of two experts may fall either way
@@ -170,12 +171,12 @@ def test_resume_is_bitwise_equal_to_the_uninterrupted_run(
     shutil.copy(ppo_run / "config.yaml", resumed / "config.yaml")
     argument = f"reward.model={reward_run}/export", *PPO
     train(folder, resumed, "run.resume=auto", f"rollout.replay={ppo_run}", *argument)
-    rows = [row for row in read_metrics(resumed) if "rollout/reward_mean" in row]
+    rows = read_steps(resumed)
     assert [row["step"] for row in rows] == [2, 3]
     first = load_file(ppo_run / "export" / "model.safetensors")
     second = load_file(resumed / "export" / "model.safetensors")
     assert all(torch.equal(first[name], second[name]) for name in first)
-    uninterrupted = [row for row in read_metrics(ppo_run) if "rollout/reward_mean" in row][1:]
+    uninterrupted = read_steps(ppo_run)[1:]
     assert len({row["actor/kl_coef"] for row in uninterrupted}) == 2  # the checkpoint must restore it
     for item, other in zip(uninterrupted, rows, strict=True):
         for name in item:

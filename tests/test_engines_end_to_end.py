@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_placement_end_to_end import sample_ids, steps_of, weight_versions
-from whole_run import ENVIRONMENT, make_folder, run_cli
+from test_placement_end_to_end import sample_ids, weight_versions
+from whole_run import ENVIRONMENT, make_folder, read_steps, run_cli
 
 from megarl.observe.rollout_log import read_rollouts
 
@@ -41,7 +41,7 @@ def run(
 
 def assert_recovered(run_dir: Path, faults: dict[int, str], samples: int = 16) -> None:
     """Check that every step has all of its samples and reports the faults."""
-    rows = steps_of(run_dir)
+    rows = read_steps(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3]
     log = (run_dir / "log.txt").read_text()
     for row in rows:
@@ -93,7 +93,7 @@ def test_restarts_an_engine_during_asynchronous_training(
     beside = ["rollout.asynchronous=true", "rollout.max_staleness=1"]
     done = run(monkeypatch, folder, tmp_path / "run", host, plan, *ONE_ENGINE, *beside)
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = steps_of(tmp_path / "run")
+    rows = read_steps(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert sum(row.get("rollout/engine_restarts", 0) for row in rows) == 2
     assert sum(row.get("rollout/lost_samples", 0) for row in rows) > 0
@@ -110,7 +110,7 @@ def test_recovers_from_a_killed_and_a_stopped_engine_host(
     monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(tmp_path))
     done = run(monkeypatch, folder, tmp_path / "run", "", {1: ["host", 0], 2: ["stopped", 1]})
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = steps_of(tmp_path / "run")
+    rows = read_steps(tmp_path / "run")
     assert [(row["step"], row.get("rollout/engine_restarts", 0)) for row in rows] == [(1, 2), (2, 1), (3, 0)]
     for step in (1, 2, 3):
         result = read_rollouts(tmp_path / "run", step)

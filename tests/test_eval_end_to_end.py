@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from whole_run import ENVIRONMENT, ROOT, make_folder, with_host
+from whole_run import ENVIRONMENT, ONE_RANK, ROOT, make_folder, with_host
 
 from megarl.models.hf_folder import open_hf
 from megarl.observe.rollout_log import read_rollouts
 
-ONE_RANK = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", "parallel.ep=1"]
 LIMITS = ["rollout.max_new_tokens=40", "rollout.max_context=192", "rollout.tool_call_parser=qwen25"]
 TOOL = "rollout.tools=[megarl.environments.ready.calculator:calculator]"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from whole_run import check_communication, make_folder, read_metrics, train
+from whole_run import ONE_RANK, check_communication, make_folder, read_metrics, read_steps, train
 
 from megarl.observe.rollout_log import read_rollouts
 
@@ -16,8 +16,6 @@ SPLIT = [
     "placement={actor: 0, critic: 1, rollout: 2}",
     *("parallel.world_size=3", "parallel.ranks_per_node=3", "parallel.tp=1", "parallel.ep=1"),
 ]
-ONE_RANK = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", "parallel.ep=1"]
-"""All roles on one rank, which holds all rollouts, as the engine's rank does."""
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +32,6 @@ def split_run(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory)
     run_dir = tmp_path_factory.mktemp("runs") / "split"
     train(folder, run_dir, *SPLIT, "run.eval_every=3", host=host, record=True)
     return run_dir
-
-
-def steps_of(run_dir: Path) -> list[dict[str, float]]:
-    return [row for row in read_metrics(run_dir) if "rollout/reward_mean" in row]
 
 
 def weight_versions(run_dir: Path, step: int) -> set[int | None]:
@@ -64,7 +58,7 @@ def assert_same_weights(item: Path, other: Path) -> None:
 
 
 def test_trains_three_steps_on_three_ranks(split_run: Path, folder: Path) -> None:
-    rows = steps_of(split_run)
+    rows = read_steps(split_run)
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert row["rollout/logprob_diff_p95"] <= 1e-4
@@ -90,7 +84,7 @@ def test_communication_is_valid_for_nccl(split_run: Path) -> None:
 def test_replay_on_one_rank_is_bitwise_equal(split_run: Path, folder: Path, tmp_path: Path) -> None:
     """All metrics and weights are equal."""
     train(folder, tmp_path / "alone", *ONE_RANK, f"rollout.replay={split_run}")
-    assert_same_metrics(steps_of(split_run), steps_of(tmp_path / "alone"), "rollout/idle_frac")  # of engines
+    assert_same_metrics(read_steps(split_run), read_steps(tmp_path / "alone"), "rollout/idle_frac")  # of engines
     assert_same_weights(split_run, tmp_path / "alone")
 
 
@@ -124,7 +118,7 @@ def test_asynchronous_without_staleness_equals_synchronous(
     equal."""
     run_dir = tmp_path / "beside"
     train(folder, run_dir, *SPLIT, *ASYNC, "rollout.max_staleness=0", "run.eval_every=3", host=host)
-    rows = steps_of(run_dir)
+    rows = read_steps(run_dir)
     for step, row in enumerate(rows, 1):
         assert sample_ids(run_dir, step) == sample_ids(split_run, step) and weight_versions(run_dir, step) == {step - 1}
         assert row["rollout/staleness_max"] == 0 and row["rollout/logprob_diff_p95"] <= 1e-4
@@ -138,7 +132,7 @@ def test_asynchronous_without_staleness_equals_synchronous(
     of_engines = [
         name for name in rows[0] if name.startswith(("rollout/staleness", "rollout/group_age", "rollout/idle"))
     ]
-    assert_same_metrics(rows, steps_of(tmp_path / "alone"), *of_engines)
+    assert_same_metrics(rows, read_steps(tmp_path / "alone"), *of_engines)
     assert_same_weights(run_dir, tmp_path / "alone")
 
 
@@ -151,7 +145,7 @@ def test_generation_continues_across_weight_syncs(folder: Path, host: str, tmp_p
     long += ["train.routing_replay=true", "rollout.max_turns=1"] if how == "in_place" else []
     same = ["actor_optimizer.lr=0", "rollout.max_staleness=2", f"rollout.on_weight_sync={how}"]
     train(folder, run_dir, *TWO_RANKS, *ASYNC, *long, *same, host=host)
-    rows = steps_of(run_dir)
+    rows = read_steps(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     for step, row in enumerate(rows, 1):
         result = weight_versions(run_dir, step)

@@ -19,9 +19,9 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_placement_end_to_end import ONE_RANK, SPLIT, assert_same_weights, steps_of
+from test_placement_end_to_end import SPLIT, assert_same_weights
 from transformers import AutoModelForSequenceClassification
-from whole_run import ROOT, build_command, make_folder, train, with_host
+from whole_run import ONE_RANK, ROOT, build_command, make_folder, read_steps, train, with_host
 
 from megarl.observe.rollout_log import read_rollouts
 
@@ -125,10 +125,10 @@ def full_run(stopped_run: Path, folder: Path, host: str, tmp_path_factory: pytes
     run_dir = tmp_path_factory.mktemp("full") / "run"
     shutil.copytree(stopped_run, run_dir)
     train(folder, run_dir, *SPLIT, "run.save_every=100", "run.resume=auto", host=host)
-    assert [row["step"] for row in steps_of(run_dir)] == [1, 2, 3]
-    assert steps_of(run_dir)[0] == steps_of(stopped_run)[0]
+    assert [row["step"] for row in read_steps(run_dir)] == [1, 2, 3]
+    assert read_steps(run_dir)[0] == read_steps(stopped_run)[0]
     assert all(
-        row["rollout/logprob_diff_p95"] <= 1e-4 for row in steps_of(run_dir)
+        row["rollout/logprob_diff_p95"] <= 1e-4 for row in read_steps(run_dir)
     )  # the engine has the restored weights
     return run_dir
 
@@ -137,7 +137,7 @@ def test_resumes_a_stopped_run_on_one_rank(stopped_run: Path, full_run: Path, fo
     """Weights end bitwise equal, so the optimizer state is restored too."""
     shutil.copytree(stopped_run, tmp_path / "run")
     train(folder, tmp_path / "run", *ONE_RANK, "run.resume=auto", f"rollout.replay={full_run}")
-    assert [row["step"] for row in steps_of(tmp_path / "run")] == [1, 2, 3]
+    assert [row["step"] for row in read_steps(tmp_path / "run")] == [1, 2, 3]
     assert_same_weights(full_run, tmp_path / "run")
     assert "placement" in (tmp_path / "run" / "changes.jsonl").read_text()
 
@@ -164,7 +164,7 @@ def test_restarts_after_the_critic_is_killed(full_run: Path, folder: Path, tmp_p
     code, (line,) = run.finish()
     assert code == 0 and line.startswith("error: rank 1 (critic) was killed by SIGKILL"), line
     assert "; restarting in 2 s from checkpoint step_" in line
-    assert {row["step"] for row in steps_of(run.run_dir)} == {1, 2, 3}
+    assert {row["step"] for row in read_steps(run.run_dir)} == {1, 2, 3}
     assert_same_weights(full_run, run.run_dir)
 
 
@@ -210,7 +210,7 @@ def test_grpo_with_the_reward_model_on_its_own_rank(folder: Path, host: str, tmp
     value += ["kl.apply_to=reward", "run.num_update=1", "run.ppo_epochs=1"]
     split = [*SPLIT, "placement={actor: 0, reward: 1, rollout: 2}", "train.routing_replay=true"]
     train(folder, tmp_path / "split", *split, *value, host=host)
-    rows = steps_of(tmp_path / "split")
+    rows = read_steps(tmp_path / "split")
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert row["rollout/logprob_diff"] <= 1e-4  # the maximum: replayed experts cannot tie
@@ -220,7 +220,7 @@ def test_grpo_with_the_reward_model_on_its_own_rank(folder: Path, host: str, tmp
     assert result == pytest.approx(scores(model, tmp_path / "split", 3), abs=1e-4)
     assert max(result) - min(result) > 0.01
     train(folder, tmp_path / "alone", *ONE_RANK, *value, f"rollout.replay={tmp_path}/split")
-    for mine, theirs in zip(rows, steps_of(tmp_path / "alone"), strict=True):
+    for mine, theirs in zip(rows, read_steps(tmp_path / "alone"), strict=True):
         for name in ("rollout/reward_mean", "actor/grad_norm", "actor/loss", "actor/entropy"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), (mine["step"], name)
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent / "sandbox"))
 import adapter_tasks  # noqa: E402
 from environment_tasks import ENVIRONMENTS, TASKS, write  # noqa: E402
 from real_boxes import needs_boxes  # noqa: E402
-from whole_run import ROOT, read_metrics, with_host  # noqa: E402
+from whole_run import ROOT, read_steps, with_host  # noqa: E402
 
 from megarl.observe.rollout_log import read_rollouts  # noqa: E402
 
@@ -68,7 +68,7 @@ def run(warm_up: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @needs_boxes
 def test_reward_rises_in_every_environment(run: Path) -> None:
-    rows = [row for row in read_metrics(run) if "rollout/reward_mean" in row][:STEPS]
+    rows = read_steps(run)[:STEPS]
     assert len(rows) == STEPS and all(row["rollout/aborted_frac"] == 0 for row in rows)
     assert all(row["rollout/reward_failed_frac"] == 0 for row in rows if "rollout/reward_failed_frac" in row)
     for name in TASKS:
@@ -80,7 +80,7 @@ def test_reward_rises_in_every_environment(run: Path) -> None:
 @needs_boxes
 def test_trains_two_steps_with_adapters(run: Path) -> None:
     """The policy earns rewards by calling the MCP server's tool and the Harbor task's shell."""
-    rows = [row for row in read_metrics(run) if "rollout/reward_mean" in row][STEPS:]
+    rows = read_steps(run)[STEPS:]
     assert [row["step"] for row in rows] == [STEPS + 1, STEPS + 2]
     for row in rows:
         assert row["rollout/aborted_frac"] == 0 == row.get("rollout/reward_failed_frac", 0)

@@ -31,6 +31,7 @@ SMALL = [
     "track.progress=false",
     "reward.functions=[sum_reward:even]",
 ]
+ONE_RANK = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", "parallel.ep=1"]
 # Engines import the package from this tree too, whichever one is installed.
 ENVIRONMENT = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]), OMP_NUM_THREADS="1")
 
@@ -83,6 +84,11 @@ def check_communication(run_dir: Path) -> Counter[str]:
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_steps(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the metrics of the training steps, without those of evaluations."""
+    return [row for row in read_metrics(run_dir) if "rollout/reward_mean" in row]
 
 
 def log_lines(run_dir: Path, text: str) -> list[str]:
