@@ -190,16 +190,6 @@ class Choosy:
         return item
 
 
-class Same(Plain):
-    pass
-
-
-class Shadows:
-    def calculator(self, expression: str) -> str:
-        """Like another."""
-        return expression
-
-
 class Board:
     """Needs a column `board`."""
 

@@ -39,7 +39,7 @@ def run(
     return run_cli(folder, run_dir, *GRPO, *FAULTS, *overrides, host=host)
 
 
-def assert_recovered(run_dir: Path, faults: dict[int, str], samples: int = 16) -> None:
+def assert_recovered(run_dir: Path, faults: dict[int, str]) -> None:
     """Check that every step has all of its samples and reports the faults."""
     rows = read_steps(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -50,7 +50,7 @@ def assert_recovered(run_dir: Path, faults: dict[int, str], samples: int = 16) -
         assert ("rollout/engine_restarts" in row) == (fault is not None), step
         lost = row.get("rollout/lost_samples", 0)
         assert row.get("rollout/regenerated_samples", 0) == lost and (lost > 0) == (fault in ("kill", "stop")), step
-        assert len(read_rollouts(run_dir, step)) == samples
+        assert len(read_rollouts(run_dir, step)) == 16
         assert [item.status for item in read_rollouts(run_dir, step) if item.status == "aborted"] == []
         assert weight_versions(run_dir, step) == {step - 1}
         assert row["rollout/logprob_diff_p95"] <= 1e-4  # the engine has the synced weights

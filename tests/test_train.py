@@ -40,9 +40,9 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def write_prompts(tmp_path: Path, line: str = '{"prompt": "What is 1+1?", "ground_truth": 2}') -> Path:
+def write_prompts(tmp_path: Path) -> Path:
     file = tmp_path / "prompts.jsonl"
-    file.write_text(line + "\n" if line else "")
+    file.write_text('{"prompt": "What is 1+1?", "ground_truth": 2}\n')
     return file
 
 

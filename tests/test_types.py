@@ -71,12 +71,6 @@ def test_packs_several_rollouts():
     }
 
 
-def test_first_token_is_never_an_action():
-    # Nothing predicts it; Rollout guarantees that turn 0 is the prompt.
-    batch = TrainBatch.from_rollouts([EXAMPLE, SHORT, OTHER])
-    assert not batch.loss_mask[batch.cu_seqlens[:-1]].any()
-
-
 def test_select():
     batch = TrainBatch.from_rollouts([EXAMPLE, SHORT, OTHER])
     batch = batch.with_(advantages=torch.arange(13.0))
@@ -261,7 +255,7 @@ def test_selects_and_concatenates_sampling_masks():
     assert record.excludes(torch.tensor([2, 9, 9, 4])).tolist() == [False, False, True, False]
 
 
-def sharded_rollouts(rank: Thread, order: list[int] | None = None) -> Rollouts:
+def sharded_rollouts(rank: Thread) -> Rollouts:
     """Five rollouts on three ranks: numbers 3, 0, 4 on the first, none on the second, 1, 2 on the last."""
     mine = {0: [(3, EXAMPLE), (0, SHORT), (4, OTHER)], 1: [], 2: [(1, with_routing(OTHER)), (2, EXAMPLE)]}[rank.rank]
     return Rollouts.gather([rollout for _, rollout in mine], [number for number, _ in mine], rank)
