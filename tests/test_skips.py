@@ -51,7 +51,7 @@ def test_sandbox_tests_skip_without_bubblewrap(tmp_path: Path) -> None:
         (tmp_path / program).symlink_to(shutil.which(program) or f"/bin/{program}")
     command = [sys.executable, "-m", "pytest", "-c", "tests/pytest.ini", "--rootdir", ".", "-q"]
     command += [f"tests/environments/test_{name}.py" for name in ("harbor", "adapters")]
-    command += ["-k", "not server and not plays", "-p", "no:cacheprovider"]
+    command += ["-k", "not server and not plays and not reuse", "-p", "no:cacheprovider"]
     environment = dict(os.environ, PATH=str(tmp_path))
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
