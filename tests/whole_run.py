@@ -62,7 +62,7 @@ def with_host(host: str) -> dict[str, str]:
 def train(folder: Path, run_dir: Path, *overrides: str, host: str = "", record: bool = False) -> None:
     """Run the program without its launcher, as ranks forked from a process that has imported everything.
 
-    record: keep what its ranks communicate, for `communication_of`.
+    record: keep the communication of its ranks for `check_communication`.
     """
     _, _, _, config, *settings = build_command(folder, run_dir, *overrides)
     world = load_config(config, settings).parallel.world_size
