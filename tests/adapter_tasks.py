@@ -1,5 +1,5 @@
-"""Two small tasks of environments that were made for others, beside those of `environment_tasks`: a sum by the tool of
-an MCP server, and a task folder in Harbor's format, whose verifier looks for a name in a file."""
+"""Tasks for the environment adapters: a sum with an MCP server's tool, and a Harbor task folder that wants a name in a
+file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from environment_tasks import NAMES, Conversation, Row, Task, calls, says, user
+from environment_tasks import NAMES, Conversation, Row, Task, assistant, calls, user
 from environment_tasks import rewards as ready_rewards
 
 from megarl.environments.harbor import HarborTask, rows
@@ -37,16 +37,16 @@ SETTINGS = "[verifier]\ntimeout_sec = 20.0\n[environment]\nmemory_mb = 256\nstor
 VERIFIER = '[ "$(cat who.txt)" = "{name}" ] && reward=1 || reward=0\necho $reward > /logs/verifier/reward.txt\n'
 
 
-def verified(rollout: Rollout) -> float:
-    """The verifier's reward is all that there is."""
+def zero_reward(rollout: Rollout) -> float:
+    """Leave the reward to the task's verifier."""
     return 0.0
 
 
-rewards = BySource({**ready_rewards.sources, "mcp": arithmetic, "harbor": verified})
+rewards = BySource({**ready_rewards.sources, "mcp": arithmetic, "harbor": zero_reward})
 
 
 def write_servers(folder: Path) -> list[str]:
-    """`rollout.tools`."""
+    """Write the configuration of the MCP server; return the value of `rollout.tools`."""
     if "mcp" not in TASKS:
         return []
     entry = {"command": sys.executable, "args": [str(SERVER)], "tools": ["add"]}
@@ -55,7 +55,7 @@ def write_servers(folder: Path) -> list[str]:
 
 
 def write_folders(folder: Path) -> str:
-    """The entry of `rollout.environments`."""
+    """Write the Harbor task folders; return the entry of `rollout.environments`."""
     for name in NAMES:
         task = folder / "harbor" / name
         (task / "tests").mkdir(parents=True)
@@ -65,24 +65,24 @@ def write_folders(folder: Path) -> str:
     return f"harbor:{folder}/harbor"
 
 
-def mcp(draw: random.Random, well: bool, folder: Path) -> tuple[Row, Conversation]:
-    a, b = draw.randint(1, 9), draw.randint(1, 9)
+def mcp(rng: random.Random, expert: bool, folder: Path) -> tuple[Row, Conversation]:
+    a, b = rng.randint(1, 9), rng.randint(1, 9)
     row = {"prompt": [user(f"Add {a} to {b}.")], "ground_truth": str(a + b), "environment": "Calculator"}
-    said = calls("add", str(a + b), a=a, b=b) if well else []
-    return row, [*said, says(f"The answer is {a + b if well else draw.randint(2, 18)}.")]
+    tool_call = calls("add", str(a + b), a=a, b=b) if expert else []
+    return row, [*tool_call, assistant(f"The answer is {a + b if expert else rng.randint(2, 18)}.")]
 
 
-def harbor(draw: random.Random, well: bool, folder: Path) -> tuple[Row, Conversation]:
-    value: dict[str, Any] = draw.choice(rows(f"{folder}/harbor"))
-    name = value["id"] if well else draw.choice(NAMES)
+def harbor(rng: random.Random, expert: bool, folder: Path) -> tuple[Row, Conversation]:
+    value: dict[str, Any] = rng.choice(rows(f"{folder}/harbor"))
+    name = value["id"] if expert else rng.choice(NAMES)
     row = {**value, "prompt": [user(value["prompt"])]}
-    return row, [*calls("bash", "", command=f"echo {name} > who.txt"), says("done")]
+    return row, [*calls("bash", "", command=f"echo {name} > who.txt"), assistant("done")]
 
 
 TASKS: dict[str, tuple[Task, list[dict[str, Any]]]] = {
     "mcp": (mcp, [ADDS]),
     "harbor": (harbor, [build_schema(HarborTask().bash, "bash")]),
 }
-"""With the schemas of their tools."""
+"""Tasks with the schemas of their tools."""
 if find_spec("mcp") is None:  # an extra: pip install -e .[mcp]
     del TASKS["mcp"]

@@ -1,4 +1,4 @@
-"""Agents as users write them: they know an OpenAI client, and nothing of MegaRL but one tool."""
+"""Agents as users write them: they use an OpenAI client, and nothing of MegaRL but one tool."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ TOOL = {
 
 
 async def calculating(row: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Lets the policy calculate; 1 for a statement of the right result."""
+    """Run the policy with a calculator; return 1 if its answer ends with the right result."""
     messages = list(row["prompt"])
     async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         for _ in range(4):
             completion = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
-            said = completion.choices[0].message
-            messages.append(said.model_dump(exclude_none=True))
-            if not said.tool_calls:
-                return float((said.content or "").strip().rstrip(".").endswith(f" {row['ground_truth']}"))
+            message = completion.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            if not message.tool_calls:
+                return float((message.content or "").strip().rstrip(".").endswith(f" {row['ground_truth']}"))
             messages += [
-                {"role": "tool", "tool_call_id": call.id, "content": observed(call.function.arguments)}
-                for call in said.tool_calls
+                {"role": "tool", "tool_call_id": call.id, "content": run_calculator(call.function.arguments)}
+                for call in message.tool_calls
             ]
     return 0.0
 
 
-def observed(arguments: str) -> str:
+def run_calculator(arguments: str) -> str:
     try:
         return str(calculate(**json.loads(arguments)))
     except Exception as error:
@@ -51,22 +51,22 @@ def observed(arguments: str) -> str:
 
 
 async def branching(row: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
-    """Asks, forgets what was said first, and asks again: two sequences, one episode. What it says comes of its row."""
+    """Send three requests, the last without the earlier messages: an episode of two branches."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
 
-        async def says(*messages: dict[str, Any]) -> str:
+        async def ask(*messages: dict[str, Any]) -> str:
             completion = await client.chat.completions.create(model="policy", messages=messages)
             return completion.choices[0].message.content or ""
 
-        first = await says(*row["prompt"])
+        first = await ask(*row["prompt"])
         retained = [{"role": "assistant", "content": first}, {"role": "user", "content": "Sure?"}]
-        second = await says(*row["prompt"], *retained)
-        third = await says({"role": "user", "content": "Shortly, what was it?"})
+        second = await ask(*row["prompt"], *retained)
+        third = await ask({"role": "user", "content": "Shortly, what was it?"})
     return {"reward": len({first, second, third}) / 4, "parts": {"said": 3.0}}
 
 
 async def odd(row: dict[str, Any], base_url: str, api_key: str) -> Any:
-    """Does what its row says."""
+    """Misbehave as the row's ground truth says."""
     how = row["ground_truth"]
     if how == "asks nothing":
         return 1.0

@@ -1,4 +1,4 @@
-"""An agent that is a program: the row on stdin, the policy behind OPENAI_BASE_URL, the reward as its last line."""
+"""An agent program: reads the row from stdin, calls OPENAI_BASE_URL, prints its reward as the last line."""
 
 import asyncio
 import json

@@ -31,7 +31,7 @@ def run_ranks() -> RankJobs:
 
 @pytest.fixture(scope="session")
 def host() -> Iterator[str]:
-    """Where engines can be started that need not import SGLang, for ten seconds of a core: its socket."""
+    """Socket of an engine host. Engines forked from it skip the import of SGLang, ten seconds of a core."""
     from megarl.config import Config
     from megarl.engine.sglang_engine import start_host
 
@@ -59,8 +59,8 @@ def deepseek_v3(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture
-def qwen3_moe_split(host: str, tmp_path: Path) -> Iterator[RunningEngine]:
-    """Two tensor parallel ranks, each with half of the experts."""
+def qwen3_moe_split(host: str, tmp_path: Path) -> Iterator[Running]:
+    """An engine with two tensor parallel ranks, each with half of the experts."""
     import engines
     import tiny_models
 
@@ -70,7 +70,7 @@ def qwen3_moe_split(host: str, tmp_path: Path) -> Iterator[RunningEngine]:
 
 @pytest.fixture(scope="session")
 def units(run_ranks: Callable[..., list[dict[str, Any]]]) -> dict[str, Any]:
-    """One process for all checks that need Megatron but no second rank: `ranks_units.py`, run once.
+    """Results of `ranks_units.py`: one process runs all checks that need Megatron but no second rank.
 
     Megatron is never imported into pytest's own process, because the CPU shim patches torch for good.
     """

@@ -1,10 +1,13 @@
-"""A rollout worker whose engines fail, for tests of whole runs: `roles: {rollout: {worker: dying_engines:Dying}}`.
+"""A rollout worker that injects engine faults: `roles: {rollout: {worker: dying_engines:FaultyRolloutWorker}}`.
 
-What is to happen is in the environment, DYING: {step: [what, engine]}. `kill` and `stop` send an engine's scheduler
-SIGKILL or SIGSTOP when the first of its conversations in that step has ended, `push` SIGKILL in the middle of the push
-that ends the step. `host` sends SIGKILL to the process that all engines of the launcher are started from, `stopped`
-SIGSTOP, and SIGKILL to the scheduler. Each appends a line [step, what, engine, time.time()] to the file `died` in the
-run's folder.
+The environment variable ENGINE_FAULTS holds the plan as JSON, {step: [fault, engine]}. Each fault happens once:
+
+- `kill`, `stop`: SIGKILL or SIGSTOP to the engine's scheduler when its first rollout of the step finishes.
+- `push`: SIGKILL to the scheduler during the weight sync that ends the step.
+- `host`: SIGKILL to the engine host process, from which all engines of the launcher are forked.
+- `stopped`: SIGSTOP to the engine host process and SIGKILL to the scheduler.
+
+Each fault appends a line [step, fault, engine, time.time()] to the file `died` in the run folder.
 """
 
 from __future__ import annotations
@@ -22,47 +25,47 @@ from megarl.workers.context import Context
 from megarl.workers.rollout import RolloutWorker
 
 
-class Dying(RolloutWorker):
+class FaultyRolloutWorker(RolloutWorker):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._plan = {int(step): what for step, what in json.loads(os.environ["DYING"]).items()}
-        context.on_rollout_finished.subscribe(self._one_has_ended)
+        self._plan = {int(step): fault for step, fault in json.loads(os.environ["ENGINE_FAULTS"]).items()}
+        context.on_rollout_finished.subscribe(self._on_rollout_finished)
         if (engine := self.engines.lead_engine) is not None:
-            order = engine.call_loader
+            call_loader = engine.call_loader
 
-            def and_die(payloads: list[str], draft: bool = False, is_session: bool = False) -> None:
-                self._die("push")
-                order(payloads, draft, is_session)
+            def fail_in_sync(payloads: list[str], draft: bool = False, is_session: bool = False) -> None:
+                self._inject("push")
+                call_loader(payloads, draft, is_session)
 
-            engine.call_loader = and_die  # type: ignore[method-assign]
+            engine.call_loader = fail_in_sync  # type: ignore[method-assign]
 
-    def _one_has_ended(self, rollout: Rollout) -> None:
-        for how in ("kill", "stop", "host", "stopped"):
-            self._die(how)
+    def _on_rollout_finished(self, rollout: Rollout) -> None:
+        for fault in ("kill", "stop", "host", "stopped"):
+            self._inject(fault)
 
-    def _die(self, how: str) -> None:
+    def _inject(self, fault: str) -> None:
         engine = self.engines.lead_engine
-        if engine is None or self._plan.get(self.step) != [how, engine.index]:
+        if engine is None or self._plan.get(self.step) != [fault, engine.index]:
             return
         del self._plan[self.step]
         with open(f"{self.config.run.dir}/died", "a") as file:
-            file.write(json.dumps([self.step, how, engine.index, time.time()]) + "\n")
-        if how in ("host", "stopped"):
-            host_of_engines().send_signal(signal.SIGKILL if how == "host" else signal.SIGSTOP)
-        if how != "host":
-            scheduler_of(engine).send_signal(signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+            file.write(json.dumps([self.step, fault, engine.index, time.time()]) + "\n")
+        if fault in ("host", "stopped"):
+            engine_host_process().send_signal(signal.SIGKILL if fault == "host" else signal.SIGSTOP)
+        if fault != "host":
+            scheduler_process(engine).send_signal(signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
 
 
-def host_of_engines() -> psutil.Process:
-    """The one that the launcher of this rank has started."""
+def engine_host_process() -> psutil.Process:
+    """Return the engine host process of this rank's launcher."""
     launcher = psutil.Process(os.getppid())
     living = [item for item in launcher.children() if item.status() != psutil.STATUS_ZOMBIE]
     (result,) = [item for item in living if "megarl.engine.engine_host" in item.cmdline()]
     return result
 
 
-def scheduler_of(engine: Any) -> psutil.Process:
-    """The first process that the engine's server, which listens at its port, has started."""
+def scheduler_process(engine: Any) -> psutil.Process:
+    """Return the oldest child of the server process that listens on the engine's port."""
     result = {
         item.pid
         for item in psutil.net_connections("tcp4")

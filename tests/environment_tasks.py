@@ -1,7 +1,7 @@
-"""Five small tasks, one for each kind of environment that MegaRL has ready, that a tiny model learns in minutes.
+"""Five small tasks, one for each kind of ready environment, that a tiny model learns in minutes.
 
-`write(folder)` leaves model/, sft.jsonl and train.jsonl. The warm-up shows how each is done in a minority of the
-conversations, WELL of them; the others guess. So all skills are there, and what is left to find is that they pay.
+`write(folder)` writes model/, sft.jsonl and train.jsonl. A share EXPERT_SHARE of the warm-up conversations solves the
+task, the others guess. So the model knows every skill, and RL has to find out that they are rewarded.
 
     python tests/environment_tasks.py FOLDER
 """
@@ -26,11 +26,11 @@ from megarl.rewards.code import hidden_tests  # noqa: E402
 from megarl.rewards.squad import exact_match  # noqa: E402
 from megarl.types import Rollout  # noqa: E402
 
-WELL = 0.3
+EXPERT_SHARE = 0.3
 NAMES = ("Tom", "Ann", "Kim", "Leo", "Eva", "Max")
 PLACES = ("Rome", "Oslo", "Bern", "Lima", "Cairo", "Paris")
-MOST = 5
-"""Of the numbers that are guessed."""
+MAX_NUMBER = 5
+"""Largest number of the guessing game."""
 
 Conversation = list[dict[str, Any]]
 Row = dict[str, Any]
@@ -40,7 +40,7 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def says(text: str) -> dict[str, Any]:
+def assistant(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
@@ -50,50 +50,50 @@ def calls(name: str, answer: str, **arguments: Any) -> Conversation:
     return [call, {"role": "tool", "name": name, "content": answer}]
 
 
-def tool(draw: random.Random, well: bool, corpus: Path) -> tuple[Row, Conversation]:
-    a, b = draw.randint(1, 9), draw.randint(1, 9)
+def tool(rng: random.Random, expert: bool, corpus: Path) -> tuple[Row, Conversation]:
+    a, b = rng.randint(1, 9), rng.randint(1, 9)
     row = {"prompt": [user(f"What is {a}*{b}?")], "ground_truth": str(a * b), "environment": "Calculator"}
-    said = calls("calculator", str(a * b), expression=f"{a}*{b}") if well else []
-    return row, [*said, says(f"The answer is {a * b if well else draw.randint(1, 81)}.")]
+    turns = calls("calculator", str(a * b), expression=f"{a}*{b}") if expert else []
+    return row, [*turns, assistant(f"The answer is {a * b if expert else rng.randint(1, 81)}.")]
 
 
-def maths(draw: random.Random, well: bool, corpus: Path) -> tuple[Row, Conversation]:
-    a, b = draw.randint(1, 9), draw.randint(1, 9)
+def maths(rng: random.Random, expert: bool, corpus: Path) -> tuple[Row, Conversation]:
+    a, b = rng.randint(1, 9), rng.randint(1, 9)
     row = {"prompt": [user(f"How much is {a} less {b}?")], "ground_truth": str(a - b), "environment": "Python"}
-    said = calls("python", str(a - b), code=f"{a}-{b}") if well else []
-    return row, [*said, says(f"The answer is {a - b if well else draw.randint(-8, 8)}.")]
+    turns = calls("python", str(a - b), code=f"{a}-{b}") if expert else []
+    return row, [*turns, assistant(f"The answer is {a - b if expert else rng.randint(-8, 8)}.")]
 
 
-def code(draw: random.Random, well: bool, corpus: Path) -> tuple[Row, Conversation]:
-    a = draw.randint(1, 9)
+def code(rng: random.Random, expert: bool, corpus: Path) -> tuple[Row, Conversation]:
+    a = rng.randint(1, 9)
     tests = {"fn_name": "f", "inputs": [[n] for n in (0, 3, 10)], "outputs": [n + a for n in (0, 3, 10)]}
     row = {"prompt": [user(f"Write f, which adds {a}.")], "ground_truth": tests, "environment": "Python"}
-    return row, [says(f"```python\ndef f(n):\n    return n+{a if well else draw.randint(1, 9)}\n```")]
+    return row, [assistant(f"```python\ndef f(n):\n    return n+{a if expert else rng.randint(1, 9)}\n```")]
 
 
-def game(draw: random.Random, well: bool, corpus: Path) -> tuple[Row, Conversation]:
-    number = draw.randint(1, MOST)
-    row = {"prompt": [user("Guess my number.")], "ground_truth": number, "most": MOST, "environment": "Guess"}
-    said: Conversation = []
-    least, most = 1, MOST
-    for _ in range(MOST if well else 1):
-        guess = draw.randint(least, most)
+def game(rng: random.Random, expert: bool, corpus: Path) -> tuple[Row, Conversation]:
+    number = rng.randint(1, MAX_NUMBER)
+    row = {"prompt": [user("Guess my number.")], "ground_truth": number, "most": MAX_NUMBER, "environment": "Guess"}
+    turns: Conversation = []
+    least, most = 1, MAX_NUMBER
+    for _ in range(MAX_NUMBER if expert else 1):
+        guess = rng.randint(least, most)
         answer = "right" if guess == number else "higher" if guess < number else "lower"
-        said += calls("guess", answer, number=guess)
+        turns += calls("guess", answer, number=guess)
         least, most = (max(least, guess + 1), most) if guess < number else (least, min(most, guess - 1))
         if guess == number:
             break
-    return row, [*said, says("done")]
+    return row, [*turns, assistant("done")]
 
 
-def search(draw: random.Random, well: bool, corpus: Path) -> tuple[Row, Conversation]:
-    file = corpus / f"{draw.randint(0, 3)}.jsonl"
+def search(rng: random.Random, expert: bool, corpus: Path) -> tuple[Row, Conversation]:
+    file = corpus / f"{rng.randint(0, 3)}.jsonl"
     known = dict(json.loads(line).values() for line in file.read_text().splitlines())
-    name = draw.choice(NAMES)
+    name = rng.choice(NAMES)
     row: Row = {"prompt": [user(f"Where is {name}?")], "ground_truth": known[name].split()[-1], "environment": "Search"}
-    said = calls("search", f"{name}: {known[name]}", query=name) if well else []
+    turns = calls("search", f"{name}: {known[name]}", query=name) if expert else []
     row["corpus"] = str(file)
-    return row, [*said, says(row["ground_truth"] if well else draw.choice(PLACES))]
+    return row, [*turns, assistant(row["ground_truth"] if expert else rng.choice(PLACES))]
 
 
 Task = Callable[[random.Random, bool, Path], tuple[Row, Conversation]]
@@ -106,13 +106,13 @@ TASKS: dict[str, Task] = {
 }
 
 
-def by_itself(rollout: Rollout) -> float:
-    """The game's own reward is all that there is."""
+def zero_reward(rollout: Rollout) -> float:
+    """Leave the reward to the game."""
     return 0.0
 
 
 rewards = BySource(
-    {"tool": arithmetic, "maths": arithmetic, "code": hidden_tests, "game": by_itself, "search": exact_match}
+    {"tool": arithmetic, "maths": arithmetic, "code": hidden_tests, "game": zero_reward, "search": exact_match}
 )
 ENVIRONMENTS = [
     f"megarl.environments.ready.{spec}"
@@ -121,23 +121,23 @@ ENVIRONMENTS = [
 
 
 def schemas() -> dict[str, list[dict[str, Any]]]:
-    """Of the tools of each task's environment."""
+    """Return the tool schemas of each task's environment."""
     from megarl.environments.ready.calculator import Calculator
     from megarl.environments.ready.guess import Guess
     from megarl.environments.ready.python import Python
     from megarl.environments.ready.search import Search
     from megarl.environments.schemas import build_schema
 
-    def of(function: Any) -> list[dict[str, Any]]:
+    def build(function: Any) -> list[dict[str, Any]]:
         return [build_schema(function, function.__name__)]
 
-    python = of(Python().python)
+    python = build(Python().python)
     return {
-        "tool": of(Calculator().calculator),
+        "tool": build(Calculator().calculator),
         "maths": python,
         "code": python,
-        "game": of(Guess().guess),
-        "search": of(Search().search),
+        "game": build(Guess().guess),
+        "search": build(Search().search),
     }
 
 
@@ -146,42 +146,45 @@ def write(
     train: int,
     demonstrations: int,
     seed: int = 1,
-    more: Mapping[str, tuple[Task, list[dict[str, Any]]]] = MappingProxyType({}),
-    then: int = 0,
+    extra_tasks: Mapping[str, tuple[Task, list[dict[str, Any]]]] = MappingProxyType({}),
+    extra_rows: int = 0,
 ) -> None:
-    """more: further tasks with the schemas of their tools, which are shown as well, and make up the last `then` rows of
-    train.jsonl."""
+    """Write a corpus, a model, demonstrations and training rows.
+
+    extra_tasks: more tasks with the schemas of their tools. They are demonstrated too, and are the last `extra_rows`
+    rows of train.jsonl.
+    """
     import make_quickstart
 
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
     for number in range(4):
-        places = draw.sample(PLACES, len(NAMES))
+        places = rng.sample(PLACES, len(NAMES))
         lines = [
             json.dumps({"title": name, "text": f"lives in {place}"}) for name, place in zip(NAMES, places, strict=True)
         ]
         (corpus / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
-    tools = schemas() | {name: local for name, (_, local) in more.items()}
-    others: dict[str, Task] = {name: task for name, (task, _) in more.items()}
+    tools = schemas() | {name: local for name, (_, local) in extra_tasks.items()}
+    others: dict[str, Task] = {name: task for name, (task, _) in extra_tasks.items()}
 
-    def made(count: int, share: float, tasks: Mapping[str, Task]) -> Iterator[tuple[str, Row, Conversation]]:
+    def generate(count: int, share: float, tasks: Mapping[str, Task]) -> Iterator[tuple[str, Row, Conversation]]:
         for number in range(count):
             name = list(tasks)[number % len(tasks)]
-            yield name, *tasks[name](draw, draw.random() < share, folder if name in more else corpus)
+            yield name, *tasks[name](rng, rng.random() < share, folder if name in extra_tasks else corpus)
 
-    value = enumerate(chain(made(train, WELL, TASKS), made(then, WELL, others)))
+    value = enumerate(chain(generate(train, EXPERT_SHARE, TASKS), generate(extra_rows, EXPERT_SHARE, others)))
     rows = (
         {**row, "id": str(i), "data_source": name, "tools": [item["function"]["name"] for item in tools[name]]}
         for i, (name, row, _) in value
     )
     make_quickstart.write_jsonl(folder / "train.jsonl", rows)
-    shown = (
-        {"id": str(i), "messages": [*row["prompt"], *said], "tools": tools[name]}
-        for i, (name, row, said) in enumerate(made(demonstrations, WELL, TASKS | others))
+    demonstrated = (
+        {"id": str(i), "messages": [*row["prompt"], *turns], "tools": tools[name]}
+        for i, (name, row, turns) in enumerate(generate(demonstrations, EXPERT_SHARE, TASKS | others))
     )
-    make_quickstart.write_jsonl(folder / "sft.jsonl", shown)
-    conversations = [([*row["prompt"], *said], tools[name]) for name, row, said in made(35, 1.0, TASKS | others)]
+    make_quickstart.write_jsonl(folder / "sft.jsonl", demonstrated)
+    conversations = [([*row["prompt"], *turns], tools[name]) for name, row, turns in generate(35, 1.0, TASKS | others)]
     make_quickstart.write_model(folder / "model", "qwen3_moe", seed, conversations)
 
 

@@ -1,4 +1,4 @@
-"""A controller that takes each step by another recipe: every algorithm through the same engine and models."""
+"""A controller that trains STEPS steps with each recipe in turn, on the same engine and models."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megarl.controllers.policy_gradient import PolicyController
 from megarl.types import Prompt
 
 STEPS = 2
-"""Of each recipe, one after the other."""
+"""Steps per recipe."""
 
 
-def names() -> list[str]:
-    """The recipes that learn from rewards with a policy, a critic and a reference at most."""
+def recipe_names() -> list[str]:
+    """Return the recipes that train on prompts with no roles beyond actor, critic, reference, rollout and reward."""
     from megarl.controllers.controller import load_requirements
 
     ours = {"rollout", "actor", "critic", "reference", "reward"}
@@ -37,21 +37,21 @@ class EveryAlgorithm(PolicyController):
         tree = {name: value for name, value in to_dict(config).items() if name in ("run", "rollout", "data", "train")}
         local = {"dapo": {"max_num_gen_batches": 2}}
         short = {"critic": {"warmup_steps": 0}}
-        self.own = [
+        self.controllers = [
             make_controller(from_dict({**tree, **short, "algorithm": name, "options": local.get(name, {})}))
-            for name in names()
+            for name in recipe_names()
         ]
-        self.taken = 0
+        self.num_steps = 0
 
     @classmethod
     def roles(cls, config: Config) -> tuple[str, ...]:
         return ("rollout", "actor", "reference", "critic", "reward")
 
     def step(self, flow: Any, items: Sequence[Prompt]) -> StepResult:
-        controller = self.own[self.taken // STEPS]
-        self.taken += 1
+        controller = self.controllers[self.num_steps // STEPS]
+        self.num_steps += 1
         result = controller.step(flow, items)
-        return dataclasses.replace(result, metrics={**result.metrics, "recipe": float((self.taken - 1) // STEPS)})
+        return dataclasses.replace(result, metrics={**result.metrics, "recipe": float((self.num_steps - 1) // STEPS)})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"taken": self.taken, "own": [item.state_dict() for item in self.own]}
+        return {"num_steps": self.num_steps, "controllers": [item.state_dict() for item in self.controllers]}

@@ -1,9 +1,9 @@
-"""A run on a small disk that is full for a while; for `unshare --mount`.
+"""Runs a command on a small disk that is full for a while; start it with `unshare --mount`.
 
     full_disk.py DISK MEGABYTES FLAG COMMAND ...
 
-DISK becomes a file system in memory. Once the run in it has a line of metrics it is filled up, until FLAG is there.
-Prints what was left of it, and the run's status, as the last line.
+DISK becomes a file system in memory. It is filled once DISK/run has a line of metrics, until FLAG exists. The last line
+of output is a JSON summary: the exit status and the files of the run.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def main() -> None:
             full += shutil.disk_usage(disk).free < 4096
         time.sleep(0.05)
     ballast.unlink(missing_ok=True)
-    said, _ = process.communicate()
+    output, _ = process.communicate()
     result = {
         "status": process.returncode,
-        "said": said,
+        "output": output,
         "full": full,
         "checkpoints": sorted(path.name for path in (run / "checkpoints").glob("*")),
         "log": (run / "log.txt").read_text(),

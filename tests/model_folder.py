@@ -1,4 +1,4 @@
-"""What an HF folder has beside its config.json: weights of zeros, and a tokenizer of a few words."""
+"""Writes the files of an HF folder beside config.json: zero weights and a tokenizer of a few words."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megarl.models.registry import family_of
 
 
 def write_tokenizer(folder: Path, words: tuple[str, ...]) -> None:
-    """Of these words and a control token behind them."""
+    """Write a tokenizer of these words, followed by one control token."""
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="a"))
     tokenizer.add_special_tokens(["<end>"])
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def write_weights(folder: Path, hf: dict[str, Any], heads: tuple[str, ...] = ()) -> None:
-    """All tensors that config.json describes, and heads of one value."""
+    """Write zeros for all tensors that config.json describes, and for scalar heads of these names."""
     table = {tensor.name: tensor.shape for param in family_of(hf).params(hf, 1) for tensor in param.hf}
     shapes = {**table, **dict.fromkeys(heads, (1, hf["hidden_size"]))}
     save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")

@@ -1,12 +1,12 @@
-"""Plays what ranks have said to each other (`wires.py`) as NCCL would, and says where they would wait for ever.
+"""Simulates recorded communication (`wires.py`) as NCCL would run it, and reports where ranks would hang.
 
-- A device group is made in its first use, so that must be a collective, in which all of its ranks take part.
-- What one group is given it does in that order: a collective when all of its ranks have come to it, a send when the one
-  who receives has come to it. A batch is one such thing; what is sent without one goes through a group of the two.
-- Gloo's groups, for host values, are the same, but that their sends wait for nobody.
-- A rank goes on at a wait only when what it waits for is done. (NCCL's ranks go on and let their device wait; what does
-  not hang here does not hang there.)
-- At the end nothing may be left that nobody has waited for.
+- The first use of a device group creates it, so it must be a collective of all its ranks.
+- A group runs its operations in order: a collective once all of its ranks have reached it, a send once the receiver has
+  reached it. A batch of sends and receives is one operation; a send outside a batch uses a group of the two ranks.
+- Gloo groups, for host values, do the same, except that their sends never block.
+- A rank passes a wait only once the operation is done. (With NCCL only the device waits, so what does not hang here
+  does not hang there.)
+- At the end every device operation must have been waited for.
 """
 
 from __future__ import annotations
@@ -20,33 +20,35 @@ from typing import Any, NamedTuple
 Event = dict[str, Any]
 
 
-class _Entry(NamedTuple):
-    """What a rank has given to a group as one thing: a collective, or sends and receives of one batch."""
+class _Launch(NamedTuple):
+    """One launch of a rank on a group: a collective, or the sends and receives of one batch."""
 
     ops: list[Event]
 
 
-class Stuck(AssertionError):
+class InvalidCommunication(AssertionError):
     pass
 
 
 def read(path: Path) -> list[Event]:
-    """What `Wires.write` has written."""
+    """Read a record that `Wires.write` wrote."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def check(records: Sequence[Sequence[Event]]) -> Counter[str]:
-    """records: of each rank, in its order. Returns how many of each kind there were on the device. Raises Stuck with a
-    line for each fault."""
-    faults = [*_first_uses(records), *_never_waited_for(records), *Play(records).faults()]
+    """Check the records of all ranks, in rank order; return the number of device operations by kind.
+
+    Raises InvalidCommunication with a line for each fault.
+    """
+    faults = [*_invalid_first_uses(records), *_missing_waits(records), *Simulator(records).faults()]
     if faults:
-        raise Stuck("\n".join(faults))
+        raise InvalidCommunication("\n".join(faults))
     return Counter(
         event["kind"] for record in records for event in record if event["do"] == "post" and not event["host"]
     )
 
 
-def _first_uses(records: Sequence[Sequence[Event]]) -> list[str]:
+def _invalid_first_uses(records: Sequence[Sequence[Event]]) -> list[str]:
     result = []
     for rank, record in enumerate(records):
         used: set[str] = set()
@@ -61,70 +63,70 @@ def _first_uses(records: Sequence[Sequence[Event]]) -> list[str]:
     return result
 
 
-def _never_waited_for(records: Sequence[Sequence[Event]]) -> list[str]:
+def _missing_waits(records: Sequence[Sequence[Event]]) -> list[str]:
     result = []
     for rank, record in enumerate(records):
         waited = {event["op"] for event in record if event["do"] == "wait"}
         left = [e for e in record if e["do"] == "post" and e["op"] not in waited and not e["host"]]
-        result += [f"rank {rank}: nobody has waited for {_said(event)}" for event in left]
+        result += [f"rank {rank}: nobody has waited for {_describe(event)}" for event in left]
     return result
 
 
-def _said(event: Event) -> str:
+def _describe(event: Event) -> str:
     peer = "" if event["peer"] is None else f" {'to' if event['kind'] == 'send' else 'from'} rank {event['peer']}"
     return f"{event['kind']}{peer} ({event['bytes']} bytes, group of {event['members']})"
 
 
-class Play:
+class Simulator:
     def __init__(self, records: Sequence[Sequence[Event]]) -> None:
         self.records = records
-        self.at = [0] * len(records)
+        self.positions = [0] * len(records)
         self.done: list[set[int]] = [set() for _ in records]
-        self.queues: dict[tuple[int, str], deque[_Entry]] = {}
-        """By rank and group, what it has given and what is not done."""
+        self.queues: dict[tuple[int, str], deque[_Launch]] = {}
+        """Unfinished launches by rank and group."""
         self.members: dict[str, Sequence[int]] = {}
-        self.mailed: Counter[tuple[str, int, int]] = Counter()
-        """Gloo's sends that nobody has received, by group, sender and receiver."""
-        self.wrong: list[str] = []
+        self.gloo_sends: Counter[tuple[str, int, int]] = Counter()
+        """Unreceived gloo sends by group, sender and receiver."""
+        self.errors: list[str] = []
 
     def faults(self) -> list[str]:
         moved = True
-        while moved and not self.wrong:
+        while moved and not self.errors:
             moved = False
             for rank in range(len(self.records)):
                 while self._advance(rank):
                     moved = True
             for group in list(self.members):
-                while self._head(group):
+                while self._run_group(group):
                     moved = True
-        if self.wrong:
-            return self.wrong
+        if self.errors:
+            return self.errors
         return [
             f"rank {rank} would wait for ever for {self._waits_for(rank)}"
             for rank, record in enumerate(self.records)
-            if self.at[rank] < len(record)
+            if self.positions[rank] < len(record)
         ]
 
     def _waits_for(self, rank: int) -> str:
-        wanted = self.records[rank][self.at[rank]]["op"]
-        return next(_said(e) for e in self.records[rank] if e["do"] == "post" and e["op"] == wanted)
+        wanted = self.records[rank][self.positions[rank]]["op"]
+        return next(_describe(e) for e in self.records[rank] if e["do"] == "post" and e["op"] == wanted)
 
     def _advance(self, rank: int) -> bool:
         record = self.records[rank]
-        if self.at[rank] == len(record):
+        if self.positions[rank] == len(record):
             return False
-        event = record[self.at[rank]]
+        event = record[self.positions[rank]]
         if event["do"] == "wait":
             if event["op"] not in self.done[rank]:
                 return False
-            self.at[rank] += 1
+            self.positions[rank] += 1
             return True
-        self.at[rank] += 1
+        self.positions[rank] += 1
         group = event["group"]
         if event["kind"] in ("send", "receive"):
             if event["host"]:
                 if event["kind"] == "send":
-                    self.mailed[group, rank, event["peer"]] += 1
+                    self.gloo_sends[group, rank, event["peer"]] += 1
                     self.done[rank].add(event["op"])
                     return True
                 group += f" {event['peer']}>{rank}"
@@ -141,11 +143,11 @@ class Play:
         if event["batch"] is not None and last is not None and last["batch"] == event["batch"]:
             queue[-1].ops.append(event)
         else:
-            queue.append(_Entry([event]))
+            queue.append(_Launch([event]))
         return True
 
-    def _head(self, group: str) -> bool:
-        """Do what the ranks of a group have come to; whether anything was."""
+    def _run_group(self, group: str) -> bool:
+        """Run what the ranks of a group have reached; return whether anything ran."""
         heads = {rank: queue[0] for rank in self.members[group] if (queue := self.queues.get((rank, group)))}
         if not heads:
             return False
@@ -153,24 +155,24 @@ class Play:
         first = next(iter(heads.values())).ops[0]
         if first["host"] and first["kind"] == "receive":
             (rank,) = heads
-            if not self.mailed[first["group"], first["peer"], rank]:
+            if not self.gloo_sends[first["group"], first["peer"], rank]:
                 return False
-            self.mailed[first["group"], first["peer"], rank] -= 1
-            return self._finish(group, rank)
+            self.gloo_sends[first["group"], first["peer"], rank] -= 1
+            return self._complete(group, rank)
         if any(kind in ("send", "receive") for kind in kinds.values()):
-            return self._exchanged(group, heads)
+            return self._match_exchanges(group, heads)
         if len(heads) < len(self.members[group]):
             return False
         if len(set(kinds.values())) > 1:
-            self.wrong.append(f"the ranks of {list(heads)} do different things at the same time: {kinds}")
+            self.errors.append(f"the ranks of {list(heads)} do different things at the same time: {kinds}")
             return False
         if len(sizes := {entry.ops[0]["bytes"] for entry in heads.values()}) > 1:
-            self.wrong.append(f"ranks give different numbers of bytes to a {first['kind']} of {list(heads)}: {sizes}")
+            self.errors.append(f"ranks give different numbers of bytes to a {first['kind']} of {list(heads)}: {sizes}")
             return False
-        return all([self._finish(group, rank) for rank in heads])
+        return all([self._complete(group, rank) for rank in heads])
 
-    def _exchanged(self, group: str, heads: dict[int, _Entry]) -> bool:
-        """Sends and receives at the heads that meet their other ends at another head."""
+    def _match_exchanges(self, group: str, heads: dict[int, _Launch]) -> bool:
+        """Complete sends and receives whose peers have reached the other end."""
         moved = False
         for sender, entry in list(heads.items()):
             for send in [op for op in entry.ops if op["kind"] == "send" and op["op"] not in self.done[sender]]:
@@ -179,7 +181,7 @@ class Play:
                     open_ = receive["op"] not in self.done[send["peer"]]
                     if open_ and receive["kind"] == "receive" and receive["peer"] == sender:
                         if receive["bytes"] != send["bytes"]:
-                            self.wrong.append(f"rank {sender} gives {_said(send)}, taken as {_said(receive)}")
+                            self.errors.append(f"rank {sender} gives {_describe(send)}, taken as {_describe(receive)}")
                         self.done[sender].add(send["op"])
                         self.done[send["peer"]].add(receive["op"])
                         moved = True
@@ -191,14 +193,14 @@ class Play:
                 moved = True
         return moved
 
-    def _batch_is_closed(self, rank: int, entry: _Entry) -> bool:
-        """Whether no more of its batch is to come: the record of the rank has gone on."""
+    def _batch_is_closed(self, rank: int, entry: _Launch) -> bool:
+        """Return whether the rank's record has moved past the batch of this launch."""
         batch = entry.ops[0]["batch"]
-        if batch is None or self.at[rank] == len(self.records[rank]):
+        if batch is None or self.positions[rank] == len(self.records[rank]):
             return True
-        return bool(self.records[rank][self.at[rank]].get("batch") != batch)
+        return bool(self.records[rank][self.positions[rank]].get("batch") != batch)
 
-    def _finish(self, group: str, rank: int) -> bool:
+    def _complete(self, group: str, rank: int) -> bool:
         for op in self.queues[rank, group].popleft().ops:
             self.done[rank].add(op["op"])
         return True

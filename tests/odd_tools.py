@@ -1,4 +1,4 @@
-"""Tools that misbehave, for tests; loaded by the tool processes as `odd_tools:name`."""
+"""Tools for tests, most of which misbehave; tool processes load them as `odd_tools:name`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ not_a_tool = 3
 
 
 def _background(mark: str, how: str) -> str:
-    """Leaves a process behind: a child, one in a session of its own, or a daemon that keeps all files open."""
+    """Leave a process behind: a child, one in its own session, or a daemon that keeps all files open."""
     if how == "child":
         pid = subprocess.Popen(["sleep", "600"]).pid
     elif how == "session":

@@ -1,4 +1,4 @@
-"""Environments for tests: good ones, and ones that misbehave; loaded by their processes as `odd_worlds:Name`."""
+"""Environments for tests, some of which misbehave; environment processes load them as `odd_worlds:Name`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 
 class Guess:
-    """A game with a state of its own."""
+    """A game with state."""
 
     def reset(self, ground_truth: int, data_source: str = "") -> str:
         self.number, self.tries, self.closed = ground_truth, 0, False
@@ -33,7 +33,7 @@ class Guess:
 
 
 class Plain:
-    """Without reset, reward or close."""
+    """An environment without reset, reward or close."""
 
     def count(self, by: int = 1) -> int:
         """Count on."""
@@ -42,7 +42,7 @@ class Plain:
 
 
 class Waits:
-    """All of it is coroutines; something goes on between the calls."""
+    """All methods are coroutines, and a task runs between the calls."""
 
     async def reset(self, prompt: list[Any]) -> list[dict[str, str]]:
         self.beats = 0
@@ -71,7 +71,7 @@ class Waits:
 
 
 class Found:
-    """Tools that are found when it runs."""
+    """Tools that only exist once `reset` ran."""
 
     def reset(self, ground_truth: list[str]) -> None:
         self.names = ground_truth
@@ -88,7 +88,7 @@ class Found:
 
 
 class Odd:
-    """As the ground truth says in `reset`, and the argument in `act`."""
+    """Misbehaves in `reset`, `reward` or `close` as the ground truth says, and in `act` as its argument says."""
 
     timeout = 2.0
 
@@ -139,7 +139,7 @@ def act(how: str) -> Any:
     if how == "environment":
         return sorted(os.environ)
     if how == "files":
-        names = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]  # that of the listing itself is gone
+        names = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]  # the listing's own descriptor is closed
         return sorted(os.readlink(name).partition(":")[0] for name in names if os.path.lexists(name))
     result: dict[str, Any] = {
         "bytes": b"abc",
@@ -190,18 +190,8 @@ class Choosy:
         return one
 
 
-class Same(Plain):
-    pass
-
-
-class Shadows:
-    def calculator(self, expression: str) -> str:
-        """Like another."""
-        return expression
-
-
 class Board:
-    """Needs a column of its own."""
+    """Needs a column `board`."""
 
     def reset(self, board: str) -> str:
         return board

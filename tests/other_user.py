@@ -1,4 +1,4 @@
-"""What another user of this machine could do: Python code that runs as user 65534. It takes root to act as another."""
+"""Runs Python code as another user of this machine, 65534. This needs root."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import pytest
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="to act as another user takes root")
-# The interpreter may lie where only root can read, so what is to be imported is imported before.
+# Only root may be able to read the interpreter's folder, so import everything before giving up root.
 _BECOME = """
 import array, ctypes, encodings.idna, hashlib, json, os, pickle, re, socket, struct, sys, threading, time
 os.chdir("/")
@@ -27,7 +27,7 @@ def start_as_other_user(code: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def as_other_user(code: str, *arguments: str, timeout: float = 120.0) -> str:
-    """What the code prints; fails where it raises."""
+    """Run code as the other user and return what it prints; fail if it raises."""
     process = start_as_other_user(code, *arguments)
     try:
         out, err = process.communicate(timeout=timeout)

@@ -1,4 +1,4 @@
-"""A SentencePiece tokenizer, as folders of LLaMA, Mixtral and Gemma have one: `tokenizer.model` and nothing else."""
+"""Replaces a tokenizer by a SentencePiece `tokenizer.model`, as in folders of LLaMA, Mixtral and Gemma."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import sentencepiece
 
 
 def put_pieces(model: Path, text: str) -> None:
-    """Take the tokenizer of a folder of the quickstart's away, but for its template, and give it one of pieces of
-    `text`, of as many ids."""
+    """Replace the tokenizer of a quickstart model by SentencePiece pieces trained on `text`.
+
+    Keeps the chat template and the vocabulary size.
+    """
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     for file in [*model.glob("tokenizer*"), *model.glob("special_tokens*")]:
         file.unlink()

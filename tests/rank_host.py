@@ -1,10 +1,12 @@
-"""Forks the ranks of the tests' jobs. Importing torch, Megatron and transformers takes a rank seven seconds of a core
-and is done once here; what a rank finds is otherwise what a fresh interpreter would give it.
+"""Forks the ranks of test jobs.
+
+A rank needs seven seconds of a core to import torch, Megatron and transformers; this process does it once. Otherwise a
+rank starts like a fresh interpreter.
 
 Reads one order per line: {"script", "args", "environment", "world", "outputs": a file per rank, "timeout",
 "fresh": start interpreters instead of forks, "record": record what the ranks communicate}. Answers with one line: the
-exit status of each rank, None for ranks that were killed after the timeout. The record of a rank lies beside its
-output, see `wires.py`.
+exit status of each rank, None for ranks that were killed after the timeout. The communication record of a rank
+(`wires.py`) is written beside its output.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ warnings.filterwarnings("ignore")
 
 
 def preload() -> None:
-    """In the order in which ranks import them: Megatron with its shim comes first."""
+    """Import modules in the order of ranks: Megatron with its CPU shim comes first."""
     if "torch" in sys.modules:
         return
     import wires  # noqa: F401
@@ -44,7 +46,7 @@ def preload() -> None:
 
     for family in tiny.HF:
         tiny.hf_model(family)
-    del sys.modules["tiny"], sys.path[0]  # a script's own modules are its own
+    del sys.modules["tiny"], sys.path[0]  # a script may have a module of this name
     tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
     # pyarrow's allocator, which has a thread, is safe to fork.
     others = [name for task in tasks if (name := (task / "comm").read_text().strip()) != "jemalloc_bg_thd"]
@@ -54,7 +56,7 @@ def preload() -> None:
 
 
 def fork(order: dict[str, Any], rank: int) -> int:
-    """Pid of a rank, which has its own output, variables and random numbers."""
+    """Fork a rank with its own output, environment and random state; return its process ID."""
     host, record = os.getpid(), None
     if pid := os.fork():
         return pid
@@ -82,11 +84,11 @@ def fork(order: dict[str, Any], rank: int) -> int:
         status = 0
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except BaseException:  # noqa: B036  whatever it is, the rank must not go on as its host
+    except BaseException:  # noqa: B036  the rank must never continue as the host
         traceback.print_exc()
     finally:
         if status == 0 and record is not None:
-            record.write(Path(f"{order['outputs'][rank]}.said"))
+            record.write(Path(f"{order['outputs'][rank]}.record"))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -103,7 +105,7 @@ def run(order: dict[str, Any]) -> list[int | None]:
         if pid:
             code = result[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
             if code:
-                end(ranks, signal.SIGTERM)  # they wait for it
+                end(ranks, signal.SIGTERM)  # they would wait for the failed rank
         elif time.monotonic() > deadline:
             end(ranks, signal.SIGKILL)
             for pid in ranks:

@@ -36,7 +36,7 @@ class RankJobs:
         self._host: subprocess.Popen[str] | None = None
 
     def __call__(
-        self, world: int, script: str, *args: str, timeout: float = 300.0, fresh: bool = HAS_GPU, full: bool = True
+        self, world: int, script: str, *args: str, timeout: float = 300.0, fresh: bool = HAS_GPU, whole: bool = True
     ) -> list[dict[str, Any]]:
         """Run a script as `world` ranks; return what each prints in its last line `RESULT {json}`.
 
@@ -44,7 +44,7 @@ class RankJobs:
         are one job; check that their communication would not hang on NCCL, see `nccl_order.py`.
         """
         texts, records = self.run(world, script, *args, timeout=timeout, fresh=fresh)
-        if full and len(records) == world:
+        if whole and len(records) == world:
             nccl_order.check([nccl_order.read(path) for path in records])
         results = []
         for rank, text in enumerate(texts):
@@ -83,7 +83,7 @@ class RankJobs:
         if failed:
             tails = "\n".join(f"--- rank {rank}\n{text[-3000:]}" for rank, text in enumerate(texts))
             pytest.fail(f"{script} {' '.join(args)}: {'; '.join(failed)}\n{tails}")
-        return texts, [path for output in outputs if (path := Path(f"{output}.said")).exists()]
+        return texts, [path for output in outputs if (path := Path(f"{output}.record")).exists()]
 
     def _send(self, order: dict[str, Any]) -> list[int | None]:
         if self._host is None:

@@ -1,4 +1,4 @@
-"""A recorded run that no engine has made, for tests of training on one: random answers, with their records."""
+"""Writes rollout logs of random responses, for tests that train on recorded rollouts without an engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPTS, SAMPLES, CHOICES = 4, 4, 10
 
 
 def write(run_dir: Path, model: Path, steps: int, ranks: int = 1) -> None:
-    """With the routing of each token, and with what it could have been."""
+    """Write rollouts with routing and sampling masks to the log of a run folder."""
     shape, vocabulary = routing_shape(load_hf_config(model), {}), vocabulary_hash(str(model))
     draw = np.random.default_rng(0)
     for step in range(1, steps + 1):

@@ -1,6 +1,6 @@
-"""A run whose engines lose a layer after the first push, behind everybody's back: megarl.train, as ranks.
+"""Trains like megarl.train, with the same arguments, but corrupts one engine tensor after the first weight sync.
 
-argv: as of megarl.train. Nothing raises, no hash is wrong: the bytes came as they were sent.
+The random bytes are sent correctly, so no hash differs and nothing raises.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from megarl.flow import HybridFlow
 from megarl.launch.exit_status import exit_on_error
 from megarl.workers.weight_sync import WeightSync
 
-LOST = "model.layers.1.self_attn.o_proj.weight"
-push = WeightSync.sync
+TENSOR = "model.layers.1.self_attn.o_proj.weight"
+sync = WeightSync.sync
 
 
-def sabotaged(self: WeightSync, local: Mapping[str, torch.Tensor], version: int) -> bool:
-    done = push(self, local, version)
+def sync_and_corrupt(self: WeightSync, local: Mapping[str, torch.Tensor], version: int) -> bool:
+    done = sync(self, local, version)
     if version == 1 and self.engine_rank is not None:
         self._run_on_engine(lambda engine: engine.begin_update())
-        hand_over = WeightSender(self.engine, self.collect)
-        dtype, shape = hand_over.send_order({"do": "describe"})["tensors"][LOST]
+        sender = WeightSender(self.engine, self.collect)
+        dtype, shape = sender.send_order({"do": "describe"})["tensors"][TENSOR]
         data = torch.randn(math.prod(shape)).to(getattr(torch, dtype)).view(torch.uint8)
-        bytes_ = allocate(len(data)).copy_(data)
-        full = [LOST, -1, 0, shape[0], 0, shape[1], 0, -1]
-        hand_over.open([bytes_, allocate(1)])
-        hand_over(bytes_, {"do": "write", "version": 1, "tensor_dtype": {LOST: dtype}, "slices": [full]})
-        assert hand_over.wait_pending() == {"wrong": []}
-        hand_over.close()
+        staging = allocate(len(data)).copy_(data)
+        all_rows = [TENSOR, -1, 0, shape[0], 0, shape[1], 0, -1]
+        sender.open([staging, allocate(1)])
+        sender(staging, {"do": "write", "version": 1, "tensor_dtype": {TENSOR: dtype}, "slices": [all_rows]})
+        assert sender.wait_pending() == {"wrong": []}
+        sender.close()
         self._run_on_engine(lambda engine: engine.end_update(version))
     return done
 
 
 if __name__ == "__main__":
-    WeightSync.sync = sabotaged  # type: ignore[method-assign]
+    WeightSync.sync = sync_and_corrupt  # type: ignore[method-assign]
     with exit_on_error():
         HybridFlow(sys.argv[1], sys.argv[2:]).run()

@@ -1,5 +1,7 @@
-"""Packages as text: what is defined where, and which arguments it takes, beside what a caller asks of them. Nothing is
-imported: much of it would need a GPU, and Transformer Engine is not even installed where there is none."""
+"""Checks the names and keyword arguments that code uses of a package against the package's source.
+
+Nothing is imported: much of it would need a GPU, and Transformer Engine is not installed without one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def downloaded(package: str, version: str, folder: Path) -> Path | None:
-    """The folder of what is in the wheel of that version; None where no package index has it."""
+    """Download and extract the wheel of a version; return its folder, or None if no package index has it."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
     command += ["--timeout", "10", "--retries", "1", "-d", str(folder), f"{package}=={version}"]
     if subprocess.run(command, capture_output=True, timeout=120).returncode:
@@ -28,7 +30,7 @@ def downloaded(package: str, version: str, folder: Path) -> Path | None:
 
 
 class Found(NamedTuple):
-    """A definition, and the module that it is in. node: None for a module; the import of what is not among them."""
+    """A definition and its module. node: None for a module; the import statement for names of other packages."""
 
     module: str
     node: ast.AST | None
@@ -56,7 +58,7 @@ class Sources:
         return self._trees[module]
 
     def find(self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()) -> Found | None:
-        """What `from module import name` gives; None where it fails."""
+        """Resolve `from module import name`; return None if it fails."""
         tree = self.tree(module)
         if tree is None or (module, name) in seen:
             return None
@@ -94,7 +96,7 @@ class Sources:
         return ".".join([*package, *([node.module] if node.module else [])])
 
     def dotted(self, name: str) -> Found | None:
-        """`transformer_engine.pytorch.Linear`, through modules and what they import."""
+        """Resolve a dotted name such as `transformer_engine.pytorch.Linear`, through imports."""
         first, *remaining = name.split(".")
         result = self._module(first)
         for part in remaining:
@@ -124,8 +126,10 @@ class Sources:
         return None
 
     def parameters(self, result: Found, method: str = "__init__") -> list[str] | None:
-        """Names of what may be given, `self` left out; None for anything (`**kwargs`). Of a class those of its method,
-        or of a dataclass its fields, with its bases'."""
+        """Return the parameters without `self`; None with `**kwargs`.
+
+        Of a class, those of the method, or the fields of a dataclass and its bases.
+        """
         node = result.node
         if isinstance(node, FUNCTION):
             return _arguments(node)
@@ -151,7 +155,7 @@ def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str] | None
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Also those below `if` and `try`; the last definition of a name is not told from the first."""
+    """Yield statements, including those inside `if`, `try` and `with`."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try | ast.With):
@@ -162,7 +166,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 class Use(NamedTuple):
-    """What a caller asks for: a name, and where something is called the arguments that it names."""
+    """A use of a name, with the keyword arguments if it is a call."""
 
     line: int
     name: str
@@ -174,7 +178,7 @@ class Use(NamedTuple):
 
 
 class Caller:
-    """A module that uses a package, as text. package: its name."""
+    """The source of a module that uses a package."""
 
     def __init__(self, path: Path, package: str) -> None:
         self.tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -182,7 +186,7 @@ class Caller:
 
     @cached_property
     def imported(self) -> dict[str, str]:
-        """Local name: dotted name in the package."""
+        """Map local names to dotted names in the package."""
         names: dict[str, str] = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -208,7 +212,7 @@ class Caller:
                     yield Use(node.lineno, f"{node.module}.{alias.name}", "", ())
 
     def chain(self, node: ast.AST) -> str | None:
-        """The dotted name of an attribute of the package, or of something that is imported from it."""
+        """Return the dotted name of an expression in the package, or None."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -224,7 +228,7 @@ class Caller:
                 yield Use(node.lineno, name, "", ())
 
     def calls(self) -> Iterator[Use]:
-        """Of what is imported, of `super()` in classes below it, and what these put into `extra_kwargs` before."""
+        """Yield calls of imported names and of `super()` in subclasses, including keys set in `extra_kwargs`."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Call) and (name := self.chain(node.func)):
                 yield Use(node.lineno, name, "", tuple(word.arg for word in node.keywords if word.arg))
@@ -249,7 +253,7 @@ class Caller:
 
 
 def missing(sources: Sources, caller: Caller) -> Iterator[tuple[str, Use]]:
-    """Names, or names and arguments, that are not there."""
+    """Yield the names, or names with arguments, that the package does not have."""
     for use in [*caller.imports(), *caller.attributes()]:
         if sources.dotted(use.name) is None:
             yield use.name, use

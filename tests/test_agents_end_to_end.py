@@ -1,4 +1,4 @@
-"""Agents train a policy: processes of their own, OpenAI's own client, the real engine, Megatron and reshard."""
+"""Agents in their own processes, with the OpenAI client, train a policy on real engines and Megatron."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from whole_run import ROOT, make_folder, metrics_of, train
+from whole_run import ROOT, make_folder, read_steps, train
 
 from megarl.observe.rollout_log import read_rollouts
 
@@ -19,7 +19,7 @@ SPECS = ["agents_of_tests:calculating", "agents_of_tests:branching", f"program:{
 
 @pytest.fixture(scope="module")
 def run(host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps of GRPO: four prompts of each step, dealt out to the agents in turn, four episodes of each."""
+    """Three steps of GRPO on four prompts with four episodes each; the three agents take turns."""
     folder = make_folder(tmp_path_factory.mktemp("agents") / "q", "qwen3_moe")
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     argument = [json.dumps({**row, "environment": AGENTS[i % 3], "tools": []}) for i, row in enumerate(rows)]
@@ -30,17 +30,17 @@ def run(host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_what_the_engine_saw_is_what_is_trained(run: Path) -> None:
-    rows = [row for row in metrics_of(run) if "rollout/reward_mean" in row]
+def test_trainer_logprobs_match_the_engine(run: Path) -> None:
+    rows = read_steps(run)
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
-        assert row["rollout/logprob_diff_mean"] < 1e-5 and row["actor/grad_norm"] > 0  # and each push has arrived
+        assert row["rollout/logprob_diff_mean"] < 1e-5 and row["actor/grad_norm"] > 0  # every weight sync arrived
         assert row["agents/failed"] == row["agents/refused"] == 0 and row["rollout/aborted_frac"] == 0
         assert row["agents/sessions"] == 16 and row["agents/branches"] > 16
         assert all(math.isfinite(value) for value in row.values() if isinstance(value, float))
 
 
-def test_episodes_are_recorded_with_their_branches(run: Path) -> None:
+def test_records_episodes_with_their_branches(run: Path) -> None:
     result = read_rollouts(run, 1)
     by_agent = {name: [item for item in result if item.prompt.extra["environment"] == name] for name in AGENTS}
     assert {name: len({(item.group, item.episode, item.seed) for item in by_agent[name]}) for name in AGENTS} == {
@@ -53,8 +53,8 @@ def test_episodes_are_recorded_with_their_branches(run: Path) -> None:
         parts = item.reward_parts
         assert item.reward == pytest.approx(parts["even"] + parts["environment"])
     assert all(item.branch is not None for item in result)
-    said = [(item.branch.number, item.branch.forks) for item in by_agent["branching"] if item.branch is not None]
-    assert said == [(0, 1), (1, 1)] * 4  # in the table, as in `agents/forks`
+    branches = [(item.branch.number, item.branch.forks) for item in by_agent["branching"] if item.branch is not None]
+    assert branches == [(0, 1), (1, 1)] * 4  # in the table, as in `agents/forks`
     for episode in {(item.group, item.episode) for item in by_agent["branching"]}:
         first, last = [item for item in by_agent["branching"] if (item.group, item.episode) == episode]
         assert first.reward == last.reward

@@ -1,4 +1,4 @@
-"""Engines without a trainer, a trainer without engines, and one step of it again."""
+"""Generation without a trainer, training without engines, and the replay of one step."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from pathlib import Path
 
 import pytest
 import recorded_run
-from whole_run import ENVIRONMENT, ROOT, command_of, make_folder, metrics_of, start, train
+from whole_run import ENVIRONMENT, ONE_RANK, ROOT, build_command, make_folder, read_metrics, read_steps, run_cli, train
 
 from megarl.observe.rollout_log import read_rollouts
 from megarl.observe.run_folder import RESULT_NAMES
 
-PLAIN = ["algorithm=grpo", "run.export=false", "run.ppo_epochs=1", "run.num_update=2"]
-ONE = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", "parallel.ep=1"]
+GRPO = ["algorithm=grpo", "run.export=false", "run.ppo_epochs=1", "run.num_update=2"]
 RECORDS = ["train.routing_replay=true", "rollout.temperature=0.7", "rollout.top_k=20"]
 
-ABSENT = """
+BLOCK_SGLANG = """
 import sys
 
-class Absent:
+class SGLangBlocker:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("sglang", "sgl_kernel"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-sys.meta_path.insert(0, Absent())
+sys.meta_path.insert(0, SGLangBlocker())
 """
 
 
@@ -45,29 +44,29 @@ def recorded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path, recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """On recorded rollouts with all of their records, on a machine that has no SGLang."""
+    """A run trained on recorded rollouts, with routing and sampling masks, where SGLang cannot be imported."""
     place = tmp_path_factory.mktemp("without_sglang")
-    (place / "sitecustomize.py").write_text(ABSENT)
+    (place / "sitecustomize.py").write_text(BLOCK_SGLANG)
     environment = dict(ENVIRONMENT, PYTHONPATH=os.pathsep.join([str(place), ENVIRONMENT["PYTHONPATH"]]))
-    looks = [sys.executable, "-c", "import sglang"]
-    assert "No module named 'sglang'" in subprocess.run(looks, env=environment, capture_output=True, text=True).stderr
-    command = command_of(folder, place / "run", *PLAIN, *ONE, *RECORDS, f"rollout.replay={recorded}")
+    probe = [sys.executable, "-c", "import sglang"]
+    assert "No module named 'sglang'" in subprocess.run(probe, env=environment, capture_output=True, text=True).stderr
+    command = build_command(folder, place / "run", *GRPO, *ONE_RANK, *RECORDS, f"rollout.replay={recorded}")
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return place / "run"
 
 
-def test_training_without_an_engine_needs_no_sglang(trained: Path) -> None:
-    rows = [row for row in metrics_of(trained) if "rollout/reward_mean" in row]
+def test_replay_training_needs_no_sglang(trained: Path) -> None:
+    rows = read_steps(trained)
     assert [row["step"] for row in rows] == [1, 2, 3]
-    for row in rows:  # both kinds of records are used
+    for row in rows:  # the masks and the routing are used
         assert row["rollout/sampling_mask_size_mean"] == recorded_run.CHOICES and "rollout/logprob_diff" in row
     assert "rollout/logprob_diff_mean_unreplayed" in rows[0]
 
 
-def test_its_mismatch_is_taken_apart(trained: Path) -> None:
-    """As the metrics of the step have it: all tokens are of few words, and routing was looked at in the first step."""
-    rows = {row["step"]: row for row in metrics_of(trained) if "rollout/logprob_diff" in row}
+def test_mismatch_tool_agrees_with_the_metrics(trained: Path) -> None:
+    """All tokens have truncated sampling; only the first step is also computed without routing replay."""
+    rows = {row["step"]: row for row in read_metrics(trained) if "rollout/logprob_diff" in row}
     for step in (1, 2):
         command = [sys.executable, "tools/mismatch.py", str(trained), "--step", str(step), "--json"]
         done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
@@ -83,13 +82,15 @@ def test_its_mismatch_is_taken_apart(trained: Path) -> None:
         assert result["worst"][0]["choices"] == recorded_run.CHOICES and result["worst"][0]["text"]
 
 
-def test_a_recorded_step_is_taken_again_in_a_debugger_bit_for_bit(trained: Path) -> None:
-    """From the checkpoint before it; the run stays as it was."""
+def test_replay_step_reproduces_a_step_bitwise_in_a_debugger(trained: Path) -> None:
+    """The replay starts from the previous checkpoint and leaves the run unchanged."""
     before = {path: path.stat().st_mtime_ns for name in RESULT_NAMES for path in (trained / name).rglob("*")}
     command = [sys.executable, "tools/replay_step.py", str(trained), "--step", "3"]
     command += ["--break", "megarl.controllers.policy_gradient:policy_loss"]
-    talk = "p ('asked', batch.num_sequences, config.rollout.replay)\n" + "c\n" * 8
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, input=talk, capture_output=True, text=True, timeout=500)
+    commands = "p ('asked', batch.num_sequences, config.rollout.replay)\n" + "c\n" * 8
+    done = subprocess.run(
+        command, cwd=ROOT, env=ENVIRONMENT, input=commands, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "from step_000002" in done.stdout and f"('asked', 8, '{trained}')" in done.stdout
     assert done.stdout.count("> ") >= 2 and "policy_loss()" in done.stdout  # once for each update
@@ -98,22 +99,26 @@ def test_a_recorded_step_is_taken_again_in_a_debugger_bit_for_bit(trained: Path)
     assert before == {path: path.stat().st_mtime_ns for name in RESULT_NAMES for path in (trained / name).rglob("*")}
 
 
-def test_in_another_world_and_from_a_later_step(folder: Path, recorded: Path, trained: Path, tmp_path: Path) -> None:
-    """Two tensor parallel ranks train on what one had recorded, from its second step on."""
-    train(folder, tmp_path / "run", *PLAIN, *RECORDS, "run.num_rollout=2", f"rollout.replay={recorded}@2")
-    of_one = {row["step"]: row for row in metrics_of(trained) if "rollout/reward_mean" in row}
-    for row in metrics_of(tmp_path / "run"):
+def test_replays_on_another_world_size_from_a_later_step(
+    folder: Path, recorded: Path, trained: Path, tmp_path: Path
+) -> None:
+    """Two tensor parallel ranks train on rollouts of one rank, from its second step on."""
+    train(folder, tmp_path / "run", *GRPO, *RECORDS, "run.num_rollout=2", f"rollout.replay={recorded}@2")
+    recorded_rows = {row["step"]: row for row in read_metrics(trained) if "rollout/reward_mean" in row}
+    for row in read_metrics(tmp_path / "run"):
         for name in ("rollout/reward_mean", "rollout/response_length_mean", "rollout/sampling_mask_size_mean"):
-            assert row[name] == of_one[row["step"] + 1][name]
+            assert row[name] == recorded_rows[row["step"] + 1][name]
 
 
-def test_engines_alone_write_what_a_trainer_alone_trains_on(folder: Path, tmp_path: Path, host: str) -> None:
-    """Two steps, the second one by a run that goes on; rows in the order of the file, two engines, tools."""
+def test_trainer_replays_rollouts_of_a_generate_run(folder: Path, tmp_path: Path, host: str) -> None:
+    """Two engines generate two steps, the second after a resume, with prompts in the order of the file."""
     alone = ["algorithm=generate", "train.routing_replay=true", "run.save_every=1"]
-    train(folder, tmp_path / "made", *alone, "run.num_rollout=1", "run.eval_every=1", "run.eval_samples=2", host=host)
-    train(folder, tmp_path / "made", *alone, "run.num_rollout=2", "run.resume=auto", host=host)
+    train(
+        folder, tmp_path / "generated", *alone, "run.num_rollout=1", "run.eval_every=1", "run.eval_samples=2", host=host
+    )
+    train(folder, tmp_path / "generated", *alone, "run.num_rollout=2", "run.resume=auto", host=host)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:8]]
-    created = [read_rollouts(tmp_path / "made", step, include_trainer_columns=True) for step in (1, 2)]
+    created = [read_rollouts(tmp_path / "generated", step, include_trainer_columns=True) for step in (1, 2)]
     for step, rollouts in enumerate(created):
         assert len(rollouts) == 16
         for item in rollouts:
@@ -121,21 +126,21 @@ def test_engines_alone_write_what_a_trainer_alone_trains_on(folder: Path, tmp_pa
             assert item.prompt.ground_truth == row.get("ground_truth", row.get("label"))
             assert {turn.weight_version for turn in item.turns if turn.is_action} == {0}
             assert item.routing is not None and item.reward_parts.keys() == {"even"}
-    metrics = metrics_of(tmp_path / "made")
+    metrics = read_metrics(tmp_path / "generated")
     evaluated = [row for row in metrics if "eval/reward_greedy" in row]
     assert evaluated and all(row["eval/weight_version"] == 0 for row in evaluated)
     assert all(row["eval/pass_at_1"] <= row["eval/pass_at_2"] for row in evaluated)
     assert not any(name.startswith(("actor/", "critic/", "time/weight_sync")) for row in metrics for name in row)
-    assert not (tmp_path / "made/export").exists()
-    assert {path.name for path in (tmp_path / "made/rollouts/step_000001").iterdir()} == {
+    assert not (tmp_path / "generated/export").exists()
+    assert {path.name for path in (tmp_path / "generated/rollouts/step_000001").iterdir()} == {
         "rank_00000.parquet",
         "rank_00001.parquet",
     }
-    shown = [sys.executable, "tools/view_rollouts.py", str(tmp_path / "made"), "--step", "2", "--show", "1"]
+    shown = [sys.executable, "tools/view_rollouts.py", str(tmp_path / "generated"), "--step", "2", "--show", "1"]
     assert "turn 1: policy" in subprocess.run(shown, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT).stdout
-    replay = ["run.num_rollout=2", "train.routing_replay=true", f"rollout.replay={tmp_path}/made"]
-    done = start(folder, tmp_path / "trained", *PLAIN, *ONE, *replay)
+    replay = ["run.num_rollout=2", "train.routing_replay=true", f"rollout.replay={tmp_path}/generated"]
+    done = run_cli(folder, tmp_path / "trained", *GRPO, *ONE_RANK, *replay)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    steps = [row for row in metrics_of(tmp_path / "trained") if "actor/grad_norm" in row]
+    steps = [row for row in read_metrics(tmp_path / "trained") if "actor/grad_norm" in row]
     assert [row["step"] for row in steps] == [1, 2]
     assert steps[0]["rollout/logprob_diff"] <= 1e-4  # the weights are those that generated

@@ -1,4 +1,4 @@
-"""What `megarl.chat` refuses before an engine is started; `test_eval_end_to_end.py` talks to a real one."""
+"""`megarl.chat` rejects bad arguments before it starts an engine; `test_eval_end_to_end.py` uses a real one."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (("parallel.world_size=2",), ("parallel.world_size=2", "one engine")),
     ],
 )
-def test_bad_arguments(
+def test_rejects_bad_arguments(
     model: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     assert program.main([str(model), *arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1 and all(word in said for word in words), said
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and all(word in error for word in words), error
 
 
-def test_bad_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for target, says in ((tmp_path / "none", "no such folder"), (tmp_path, "is neither a model")):
+def test_rejects_bad_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for target, message in ((tmp_path / "none", "no such folder"), (tmp_path, "is neither a model")):
         assert program.main([str(target)]) == 2
-        assert says in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert program.main([]) == 2
     assert "arguments are required: TARGET;" in capsys.readouterr().err  # and no overrides

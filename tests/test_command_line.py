@@ -1,4 +1,4 @@
-"""Commands that are printed are ones that a terminal takes."""
+"""Printed commands can be pasted into a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.config.command_line import default_output_file, format_command
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_a_command_is_by_this_interpreter_and_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_format_command_uses_this_interpreter_and_quotes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(command_line, "_PYTHON", ROOT / ".venv/bin/python")
     monkeypatch.chdir(ROOT)
     assert format_command("tools/report.py", "runs/my run") == ".venv/bin/python tools/report.py 'runs/my run'"
@@ -26,7 +26,7 @@ def test_a_command_is_by_this_interpreter_and_quoted(monkeypatch: pytest.MonkeyP
     assert format_command("tools/no_such.py") == ""
 
 
-def test_a_file_about_several_runs_is_named_after_the_others() -> None:
+def test_default_output_file_names_all_runs() -> None:
     assert default_output_file([Path("runs/a")], "view.html") == Path("runs/a/view.html")
     assert default_output_file([Path("runs/a"), Path("runs/b")], "view.html") == Path("runs/a/view_b.html")
     assert len(default_output_file([Path("a"), *[Path("run" * 20)] * 9], "view.html").name) < 100

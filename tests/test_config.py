@@ -1,3 +1,5 @@
+"""Configuration files, overrides, ranges of values and error messages."""
+
 import ast
 import dataclasses
 from math import inf, nan
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.alone
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_defaults_are_those_of_the_field():
+def test_defaults_match_common_practice():
     config = Config()
     assert (config.advantage.gamma, config.advantage.lam) == (1.0, 0.95)
     assert (config.loss.clip, config.loss.dual_clip, config.loss.value_clip) == (0.2, 3.0, 0.2)
@@ -40,7 +42,7 @@ def test_keys_are_unique():
     assert len(keys) == len(set(keys))
 
 
-def test_what_others_call_a_key_names_one_of_ours_and_is_none():
+def test_synonyms_point_to_existing_keys():
     keys = {name for name, _ in describe_keys()}
     assert set(megarl.config.SYNONYMS.values()) <= keys
     with pytest.raises(ConfigError, match=r"unknown key train.LEARNING_RATE; did you mean actor_optimizer.lr\?"):
@@ -50,7 +52,7 @@ def test_what_others_call_a_key_names_one_of_ours_and_is_none():
 
 
 def test_every_key_is_documented():
-    """In config/ each field is followed by a docstring, or is a section."""
+    """Each field in config/ is followed by a docstring, or is a section."""
     files = sorted(Path(megarl.config.__file__).parent.glob("*.py"))
     nodes = [node for file in files for node in ast.parse(file.read_text()).body]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name.endswith("Config")]
@@ -65,41 +67,41 @@ def test_every_key_is_documented():
             elif ast.unparse(node.annotation) not in sections:
                 bare.add(ast.unparse(node.target))
     assert not bare
-    assert documented > 50  # that is, the search found the keys
+    assert documented > 50  # the search found the keys
 
 
 @pytest.mark.parametrize("old", [key for key in RENAMED_KEYS if key.count(".") == 1])
-def test_a_former_key_names_the_present_one(old: str) -> None:
+def test_renamed_key_names_its_replacement(old: str) -> None:
     (section, key), new = old.split("."), RENAMED_KEYS[old]
     assert new in dict(describe_keys())
     with pytest.raises(ConfigError, match=rf"^unknown key {old}: MegaRL 0.2 renamed it to {new}$"):
         from_dict({section: {key: 1}})
 
 
-def test_a_former_value_names_the_present_one() -> None:
+def test_renamed_value_names_its_replacement() -> None:
     for value, new in RENAMED_VALUES["loss.agg_mode"].items():
         with pytest.raises(ConfigError, match=rf"^loss.agg_mode={value}: MegaRL 0.2 renamed this value to {new}$"):
             from_dict({"loss": {"agg_mode": value}})
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.name)
-def test_configs_load(path):
+def test_shipped_configs_load(path):
     assert isinstance(load_config(path), Config)
 
 
-RECIPES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.name.startswith("quickstart")]
+RECIPE_CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.name.startswith("quickstart")]
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_says_where_it_differs_from_its_source(path):
+@pytest.mark.parametrize("path", RECIPE_CONFIGS, ids=lambda path: path.stem)
+def test_recipe_header_lists_differences_from_its_source(path):
     header = path.read_text().partition("\nalgorithm:")[0]
     assert ("What differs:" in header) != ("The values are ours" in header)
     if "What differs:" in header:
         assert len([line for line in header.splitlines() if line.startswith("# - ")]) >= 3
 
 
-def test_recipes_have_the_values_of_their_sources():
-    """verl's and torch's AdamW, warm-ups, evaluation, and rewards, where defaults here are others."""
+def test_recipes_match_their_sources():
+    """Recipes set the values of verl and torch where defaults differ: AdamW, warm-up, evaluation and rewards."""
     gsm8k, dapo, r1, tulu = (
         load_config(ROOT / f"configs/{name}.yaml")
         for name in ("ppo_gsm8k", "qwen2.5_32b_dapo", "deepseek_r1", "llama3_70b")
@@ -116,21 +118,21 @@ def test_recipes_have_the_values_of_their_sources():
     assert [name.partition(":")[2] for name in r1.reward.functions] == ["by_source", "format_reward"]
 
 
-def test_round_trip():
+def test_config_round_trips():
     rollout = {"tools": ["a:b"], "sglang": {"mem_fraction_static": 0.5}}
     config = from_dict({"algorithm": "grpo", "rollout": rollout, "kl": {"target": None}})
     assert from_dict(to_dict(config)) == config != Config()
     assert from_dict(yaml.safe_load(yaml.safe_dump(to_dict(config)))) == config
 
 
-def write(tmp_path, text):
+def write_config(tmp_path, text):
     path = tmp_path / "a.yaml"
     path.write_text(text)
     return path
 
 
-def test_file_and_overrides(tmp_path):
-    path = write(tmp_path, "run: {dir: runs/a, seed: 3}\nparallel:\n  tp: 2\n")
+def test_overrides_win_over_the_file(tmp_path):
+    path = write_config(tmp_path, "run: {dir: runs/a, seed: 3}\nparallel:\n  tp: 2\n")
     overrides = ["parallel.ep=2", "run.seed=4", "actor_optimizer.lr=1e-4", "kl.target=null", "algorithm=grpo"]
     config = load_config(path, overrides)
     assert (config.run.dir, config.run.seed, config.parallel.tp, config.parallel.ep) == ("runs/a", 4, 2, 2)
@@ -142,29 +144,29 @@ def test_file_and_overrides(tmp_path):
     assert load_config(path, ["run.dir=a=b"]).run.dir == "a=b"
 
 
-def test_empty_file_is_the_default(tmp_path):
-    assert load_config(write(tmp_path, "")) == Config()
+def test_empty_file_gives_defaults(tmp_path):
+    assert load_config(write_config(tmp_path, "")) == Config()
 
 
-def test_a_section_keeps_its_own_defaults():
-    """The critic's rate is not the policy's, also where other keys of its optimizer are set."""
+def test_partial_section_keeps_its_defaults():
+    """The critic keeps its own learning rate if other keys of its optimizer are set."""
     optimizer = from_dict({"critic": {"optimizer": {"schedule": "constant"}}}).critic.optimizer
     assert (optimizer.lr, optimizer.schedule) == (1e-5, "constant") and Config().actor_optimizer.lr == 1e-6
     assert from_dict({"critic": {"optimizer": None}}) == from_dict({"critic": None}) == Config()
 
 
-def test_numbers():
-    assert from_dict({"actor_optimizer": {"lr": "1e-6"}}).actor_optimizer.lr == 1e-6  # YAML 1.1 reads text here
+def test_converts_numbers():
+    assert from_dict({"actor_optimizer": {"lr": "1e-6"}}).actor_optimizer.lr == 1e-6  # YAML 1.1 parses it as text
     assert from_dict({"advantage": {"gamma": 1}}).advantage.gamma == 1.0
     assert from_dict({"run": {"num_rollout": 1e3}}).run.num_rollout == 1000
 
 
-BAD = {
+BAD_VALUES = {
     "misspelt key": ({"run": {"sed": 1}}, r"unknown key run\.sed; did you mean run\.seed\?"),
     "misspelt section": ({"rolout": {}}, r"unknown key rolout; did you mean rollout\?"),
     "key of another section": ({"run": {"lam": 1}}, r"unknown key run\.lam; did you mean advantage\.lam\?"),
     "unknown key": ({"run": {"qqqq": 1}}, r"unknown key run\.qqqq \(known here: dir, seed"),
-    "deep": ({"critic": {"optimizer": {"l": 1}}}, r"unknown key critic\.optimizer\.l; did you mean critic\.opt"),
+    "nested key": ({"critic": {"optimizer": {"l": 1}}}, r"unknown key critic\.optimizer\.l; did you mean critic\.opt"),
     "text for int": ({"run": {"seed": "one"}}, r"run\.seed must be a whole number, at least 0 and .*, not 'one'"),
     "bool for int": ({"run": {"seed": True}}, r"run\.seed must be a whole number, at least 0 and .*, not True"),
     "fraction for int": ({"run": {"seed": 1.5}}, r"run\.seed must be a whole number, at least 0 and .*, not 1\.5"),
@@ -185,45 +187,45 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_values(name):
-    tree, message = BAD[name]
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_rejects_bad_values(name):
+    tree, message = BAD_VALUES[name]
     with pytest.raises(ConfigError, match=message) as error:
         from_dict(tree)
     assert "\n" not in str(error.value)
 
 
 SECTIONS = {name.rpartition(".")[0] for name, _ in describe_keys()} - {""}
-ODD = [nan, inf, -inf, -1, 0, 1e400, 10**30, -(10**5000), 2**63, True, "", "x", [], {}, None, [nan], {"a": nan}]
+ODD_VALUES = [nan, inf, -inf, -1, 0, 1e400, 10**30, -(10**5000), 2**63, True, "", "x", [], {}, None, [nan], {"a": nan}]
 
 
-def tree_of(name: str, value: Any) -> dict[str, Any]:
+def nest_value(name: str, value: Any) -> dict[str, Any]:
     for part in reversed(name.split(".")):
         value = {part: value}
     return value
 
 
-def at(config: Any, name: str) -> Any:
+def get_value(config: Any, name: str) -> Any:
     for part in name.split("."):
         config = getattr(config, part)
     return config
 
 
-def replaced(config: Any, name: str, value: Any) -> Any:
+def replace_key(config: Any, name: str, value: Any) -> Any:
     head, _, remaining = name.partition(".")
     return dataclasses.replace(
-        config, **{head: replaced(getattr(config, head), remaining, value) if remaining else value}
+        config, **{head: replace_key(getattr(config, head), remaining, value) if remaining else value}
     )
 
 
-# What may be an algorithm's name is in tests/controllers/test_controller.py.
+# tests/controllers/test_controller.py tests the values of `algorithm`.
 @pytest.mark.parametrize("name", [name for name, _ in describe_keys() if name != "algorithm"])
-def test_every_key_takes_what_fits_its_range_and_nothing_else(name):
+def test_every_key_accepts_exactly_its_range(name):
     kind = strict.collect_key_types(Config)[name]
     base, within, optional = strict._split_type(kind)
     assert base not in (int, float) or str(within), f"{name} has no range"
-    assert strict.is_valid(at(Config(), name), kind)
-    for value in ODD:
+    assert strict.is_valid(get_value(Config(), name), kind)
+    for value in ODD_VALUES:
         meant = isinstance(value, int | float) and not isinstance(value, bool)
         good = {
             bool: isinstance(value, bool),
@@ -236,7 +238,10 @@ def test_every_key_takes_what_fits_its_range_and_nothing_else(name):
             item = get_args(base)[0]
             good = value in (None, "", []) or (value == "x" and str in (item, *get_args(item)))
         good = (good and get_origin(base) is not Literal) or (optional and value is None)
-        for argument in (lambda value=value: from_dict(tree_of(name, value)), lambda value=value: made(name, value)):
+        for argument in (
+            lambda value=value: from_dict(nest_value(name, value)),
+            lambda value=value: build_config(name, value),
+        ):
             try:
                 selected = argument()
             except ConfigError as error:
@@ -247,44 +252,44 @@ def test_every_key_takes_what_fits_its_range_and_nothing_else(name):
                 assert isinstance(selected, Config)
 
 
-def made(name: str, value: Any) -> Config:
-    """A configuration made in Python, which nothing converts."""
+def build_config(name: str, value: Any) -> Config:
+    """Return a configuration built in Python, without conversion of values."""
     base, _, _ = strict._split_type(strict.collect_key_types(Config)[name])
     if value is None and base is str:
         value = ""
     if get_origin(base) is tuple and (value is None or isinstance(value, str)):
         value = (value,) if value else ()
-    config = replaced(Config(), name, value)
+    config = replace_key(Config(), name, value)
     strict.check_dataclass(config)
     return config
 
 
-def test_a_section_must_be_one():
+def test_rejects_values_for_sections():
     for section in SECTIONS:
         for value in (3, nan, "x", [], True):
             with pytest.raises(ConfigError, match=rf"^{section} must be a section of keys, not "):
-                from_dict(tree_of(section, value))
+                from_dict(nest_value(section, value))
             with pytest.raises(ConfigError, match=rf"^{section} must be a \w+Config, not "):
-                strict.check_dataclass(replaced(Config(), section, value))
+                strict.check_dataclass(replace_key(Config(), section, value))
 
 
-def test_what_passes_through_is_plain():
+def test_passthrough_mappings_must_be_plain_data():
     for value in ({"a": {"b": nan}}, {"a": [inf]}, {1: 2}, {"a": 2**70}, {"a": object()}, {"a": "\ud83d"}):
         for name in ("rollout.sglang", "model.megatron", "train.ddp", "critic.parallel"):
             with pytest.raises(ConfigError, match=rf"^{name}"):
-                from_dict(tree_of(name, value))
+                from_dict(nest_value(name, value))
     good = {"a": [1, 0.5, None, True, {"b": "text\nof two lines"}]}
     assert from_dict({"rollout": {"sglang": good}}).rollout.sglang == good
 
 
-def test_bad_files_and_overrides(tmp_path):
+def test_rejects_bad_files_and_overrides(tmp_path):
     with pytest.raises(ConfigError, match="no configuration file nowhere.yaml"):
         load_config("nowhere.yaml")
     with pytest.raises(ConfigError, match="a.yaml is not valid YAML"):
-        load_config(write(tmp_path, "run: {dir: "))
+        load_config(write_config(tmp_path, "run: {dir: "))
     with pytest.raises(ConfigError, match="a.yaml holds a list, not a mapping"):
-        load_config(write(tmp_path, "- run\n"))
-    path = write(tmp_path, "run: {seed: 1}\n")
+        load_config(write_config(tmp_path, "- run\n"))
+    path = write_config(tmp_path, "run: {seed: 1}\n")
     with pytest.raises(ConfigError, match="override 'run.seed' is not of the form key=value"):
         load_config(path, ["run.seed"])
     with pytest.raises(ConfigError, match="seed is a value, not a section"):

@@ -1,4 +1,4 @@
-"""Whole runs whose sampling is cut off: the trainer's log-probs are of the distribution that the engine drew from."""
+"""Whole runs with truncated sampling: trainer and engine agree on log-probs of the truncated distribution."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import shutil
 from pathlib import Path
 
 import pytest
-from whole_run import ROOT, make_folder, metrics_of, train
+from whole_run import ROOT, make_folder, read_metrics, read_steps, train
 
 from megarl.rollout.partial_rollouts import read_groups
 
-CUT = ["rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=20", "rollout.min_p=0.4"]
-"""The last cuts most: the likeliest tokens of random weights are about as likely as others."""
-PLAIN = ["algorithm=grpo", "kl.apply_to=loss", "run.export=false", "rollout.max_turns=2"]
-SURPLUS = ["rollout.oversample=1.5", "rollout.concurrency=6", "rollout.max_staleness=2"]
+TRUNCATED = ["rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=20", "rollout.min_p=0.4"]
+"""min_p removes most tokens: with random weights all tokens are about equally likely."""
+GRPO = ["algorithm=grpo", "kl.apply_to=loss", "run.export=false", "rollout.max_turns=2"]
+OVERSAMPLED = ["rollout.oversample=1.5", "rollout.concurrency=6", "rollout.max_staleness=2"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense model: where two experts nearly tie, engine and trainer may differ by more than rounding."""
+    """A quickstart with a dense model, because nearly tied experts differ by more than rounding."""
     place = tmp_path_factory.mktemp("quickstart")
     created = make_folder(place / "q", "qwen3_moe")
     with pytest.MonkeyPatch.context() as patched:
@@ -31,10 +31,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return created
 
 
-def assert_of_what_was_drawn_from(run_dir: Path, steps: list[int]) -> None:
-    rows = [row for row in metrics_of(run_dir) if "rollout/reward_mean" in row]
+def assert_logprobs_match_truncated_sampling(run_dir: Path, steps: list[int]) -> None:
+    rows = read_steps(run_dir)
     assert [row["step"] for row in rows] == steps
-    assert "rollout/logprob_diff" in rows[0]  # in a later step all tokens may be of older weights
+    assert "rollout/logprob_diff" in rows[0]  # in later steps all tokens may be stale
     for row in rows:
         assert row.get("rollout/logprob_diff", 0.0) <= 1e-5, row
         assert 1 < row["rollout/sampling_mask_size_mean"] < 19
@@ -43,50 +43,50 @@ def assert_of_what_was_drawn_from(run_dir: Path, steps: list[int]) -> None:
 
 @pytest.fixture(scope="module")
 def oversampled(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps on two tensor parallel ranks, and engines that go on with what they had begun."""
+    """Three steps on two tensor parallel ranks, with partial rollouts."""
     run_dir = tmp_path_factory.mktemp("runs") / "oversampled"
-    train(folder, run_dir, *PLAIN, *CUT, *SURPLUS, "parallel.ep=1", host=host)
+    train(folder, run_dir, *GRPO, *TRUNCATED, *OVERSAMPLED, "parallel.ep=1", host=host)
     return run_dir
 
 
-def test_log_probs_are_the_engines_while_answers_go_on_from_step_to_step(oversampled: Path) -> None:
-    assert_of_what_was_drawn_from(oversampled, [1, 2, 3])
-    rows = [row for row in metrics_of(oversampled) if "rollout/partial_groups" in row]
+def test_logprobs_match_with_partial_rollouts(oversampled: Path) -> None:
+    assert_logprobs_match_truncated_sampling(oversampled, [1, 2, 3])
+    rows = [row for row in read_metrics(oversampled) if "rollout/partial_groups" in row]
     assert rows[-1]["rollout/partial_groups"] > 0 and any(row["rollout/staleness_max"] > 0 for row in rows)
 
 
-def test_what_could_have_been_drawn_is_in_the_checkpoint(
+def test_checkpoint_keeps_sampling_masks_of_partial_groups(
     oversampled: Path, folder: Path, tmp_path: Path, host: str
 ) -> None:
-    """And goes on from there in a pipeline, whose last stage needs it."""
+    """A run with pipeline parallelism resumes from it; the last stage needs the masks."""
     checkpoint = "checkpoints/step_000002"
     shutil.copytree(oversampled / checkpoint, tmp_path / checkpoint)
     shutil.copy(oversampled / "config.yaml", tmp_path / "config.yaml")
     retained = [group for file in (tmp_path / checkpoint / "partial_groups").iterdir() for group in read_groups(file)]
-    written = [item for group in retained for item in group if len(item.turns) > 1]
-    assert written and all(item.sampling_masks for item in written)
+    partial = [item for group in retained for item in group if len(item.turns) > 1]
+    assert partial and all(item.sampling_masks for item in partial)
     pipeline = ["parallel.tp=1", "parallel.pp=2", "parallel.ep=1"]
-    train(folder, tmp_path, *PLAIN, *CUT, *SURPLUS, *pipeline, "run.resume=auto", host=host)
-    assert_of_what_was_drawn_from(tmp_path, [3])
+    train(folder, tmp_path, *GRPO, *TRUNCATED, *OVERSAMPLED, *pipeline, "run.resume=auto", host=host)
+    assert_logprobs_match_truncated_sampling(tmp_path, [3])
 
 
-def test_generation_beside_training_on_ranks_of_its_own(folder: Path, tmp_path: Path, host: str) -> None:
-    """PPO, whose critic is not concerned, and whose rollouts are where no model is."""
+def test_asynchronous_generation_on_separate_ranks(folder: Path, tmp_path: Path, host: str) -> None:
+    """PPO with actor and critic on one rank and the rollout on the other."""
     ranks = ["parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=1"]
     place = ["placement={actor: 0, critic: 0, rollout: 1}", "rollout.asynchronous=true"]
-    train(folder, tmp_path / "run", "run.export=false", "rollout.max_turns=2", *CUT, *ranks, *place, host=host)
-    assert_of_what_was_drawn_from(tmp_path / "run", [1, 2, 3])
+    train(folder, tmp_path / "run", "run.export=false", "rollout.max_turns=2", *TRUNCATED, *ranks, *place, host=host)
+    assert_logprobs_match_truncated_sampling(tmp_path / "run", [1, 2, 3])
 
 
-def test_an_evaluation_is_sampled_by_its_own_keys(folder: Path, tmp_path: Path, host: str) -> None:
-    """From next to no words that is greedy, while training draws from all of them, and needs no `rollout.top_k`."""
+def test_evaluation_uses_its_own_sampling_keys(folder: Path, tmp_path: Path, host: str) -> None:
+    """A tiny eval_top_p makes the evaluation greedy; training samples from the full distribution."""
     held_out = tmp_path / "eval.jsonl"
     held_out.write_text("".join((folder / "eval.jsonl").read_text().splitlines(keepends=True)[:8]))
     evaluated = [f"data.eval={held_out}", "run.eval_every=1", "rollout.eval_top_p=0.0001", "parallel.ep=1"]
-    train(folder, tmp_path / "run", *PLAIN, *evaluated, "run.num_rollout=1", "run.save_every=0", host=host)
-    rows = [row for row in metrics_of(tmp_path / "run") if "eval/reward_greedy" in row]
+    train(folder, tmp_path / "run", *GRPO, *evaluated, "run.num_rollout=1", "run.save_every=0", host=host)
+    rows = [row for row in read_metrics(tmp_path / "run") if "eval/reward_greedy" in row]
     assert [row["step"] for row in rows] == [0, 1]
     for name in ("reward", "response_length_mean", "turns_mean"):
         assert rows[0][f"eval/{name}_sampled"] == rows[0][f"eval/{name}_greedy"]
-    (step,) = [row for row in metrics_of(tmp_path / "run") if "rollout/reward_mean" in row]
+    (step,) = read_steps(tmp_path / "run")
     assert step["rollout/logprob_diff_mean"] <= 1e-5 and "rollout/sampling_mask_size_mean" not in step

@@ -1,4 +1,4 @@
-"""Distillation as a user starts it: the real engine writes, Megatron computes the policy and its teacher in turn."""
+"""Distillation in a whole run: the engine generates, and Megatron computes policy and teacher in turn."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from whole_run import make_folder, metrics_of, start, train
+from whole_run import make_folder, read_metrics, run_cli, train
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's, and a teacher that is its model, only more sure of itself: logits three times as large."""
+    """A quickstart and a teacher: the same model with logits three times as large."""
     created = make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
     shutil.copytree(created / "model", created / "teacher")
     weights = load_file(created / "teacher" / "model.safetensors")
@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return created
 
 
-def test_the_policy_comes_nearer_to_its_teacher(folder: Path, tmp_path: Path, host: str) -> None:
+def test_reverse_kl_to_the_teacher_falls(folder: Path, tmp_path: Path, host: str) -> None:
     value = ["algorithm=distill", f"roles={{teacher: {{model: {folder}/teacher}}}}", "reward.functions=[]"]
     value += ["run.num_rollout=12", "run.num_update=2", "run.ppo_epochs=1", "run.save_every=0", "run.export=false"]
     value += ["rollout.max_turns=1", "rollout.max_new_tokens=16", "rollout.samples_per_prompt=16"]
@@ -32,7 +32,7 @@ def test_the_policy_comes_nearer_to_its_teacher(folder: Path, tmp_path: Path, ho
         "actor_optimizer.schedule=constant",
     ]
     train(folder, tmp_path / "run", *value, host=host)
-    rows = metrics_of(tmp_path / "run")
+    rows = read_metrics(tmp_path / "run")
     result = [row["distill/reverse_kl"] for row in rows]
     assert len(result) == 12 and all(row["rollout/logprob_diff_p95"] <= 1e-4 for row in rows)
     assert result[0] > 1.0 and sum(result[-3:]) / 3 < 0.65 * result[0], result
@@ -40,7 +40,7 @@ def test_the_policy_comes_nearer_to_its_teacher(folder: Path, tmp_path: Path, ho
     assert "reverse KL to the teacher" in (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_a_teacher_that_is_missing_costs_no_start(folder: Path, tmp_path: Path) -> None:
-    done = start(folder, tmp_path / "run", "algorithm=distill", "kl.apply_to=none")
+def test_missing_teacher_fails_before_start(folder: Path, tmp_path: Path) -> None:
+    done = run_cli(folder, tmp_path / "run", "algorithm=distill", "kl.apply_to=none")
     assert done.returncode == 2 and "roles.teacher.model is not set; it must name the HF folder" in done.stderr
     assert not (tmp_path / "run" / "logs").exists()

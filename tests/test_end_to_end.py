@@ -1,7 +1,7 @@
-"""The whole program as a user starts it: real Megatron on two gloo ranks, real SGLang engines, a tiny MoE.
+"""Whole runs of a tiny MoE: Megatron on two gloo ranks and SGLang engines.
 
-One three-step PPO run with engines is shared by the tests; the others replay its rollouts, so they start no engine.
-Its reward is a function's and that of a reward model, which is trained first.
+Most tests share one three-step PPO run, or replay its rollouts without an engine. Its reward is the sum of a function
+and of a reward model, which is trained first.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from safetensors.torch import load_file
 from whole_run import (
     ROOT,
     SMALL,
-    command_of,
-    communication_of,
+    build_command,
+    check_communication,
     make_folder,
-    metrics_of,
-    start,
+    read_metrics,
+    read_steps,
+    run_cli,
     train,
     with_host,
 )
@@ -49,8 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
 
 
-def write_pairs(path: Path, count: int, seed: int) -> None:
-    """Two answers to each question: preferred is one with a 7 in it."""
+def write_preferences(path: Path, count: int, seed: int) -> None:
+    """Write pairs of answers to a question; the chosen one contains a 7."""
     draw = random.Random(seed)
 
     def chat(question: str, seven: bool) -> list[dict[str, str]]:
@@ -66,29 +67,29 @@ def write_pairs(path: Path, count: int, seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def reward_run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a reward model: from the policy's weights, 12 steps of 32 pairs."""
+    """The run folder of a reward model, trained from the policy's weights for 12 steps of 32 pairs."""
     place = tmp_path_factory.mktemp("reward_model")
-    write_pairs(place / "train.jsonl", 384, seed=1)
-    write_pairs(place / "eval.jsonl", 96, seed=2)
+    write_preferences(place / "train.jsonl", 384, seed=1)
+    write_preferences(place / "eval.jsonl", 96, seed=2)
     data = [f"data.train={place}/train.jsonl", f"data.eval={place}/eval.jsonl", "data.prompts_per_step=32"]
     steps = ["run.num_rollout=12", "run.eval_every=12", "run.save_every=0", "run.num_update=1", "run.ppo_epochs=1"]
     train(folder, place / "run", "algorithm=reward_model", *data, *steps)
     return place / "run"
 
 
-OF_PPO = ["critic.warmup_steps=1", "kl.target=0.015", "kl.horizon=64"]
-"""The coefficient of the KL is steered, and by as much as it may be."""
+PPO = ["critic.warmup_steps=1", "kl.target=0.015", "kl.horizon=64"]
+"""An adaptive KL coefficient that changes by the most allowed."""
 
 
 @pytest.fixture(scope="module")
 def ppo_run(folder: Path, reward_run: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "ppo"
-    train(folder, run_dir, f"reward.model={reward_run}/export", *OF_PPO, host=host, record=True)
+    train(folder, run_dir, f"reward.model={reward_run}/export", *PPO, host=host, record=True)
     return run_dir
 
 
-def test_a_reward_model_learns_what_is_preferred(reward_run: Path) -> None:
-    rows = metrics_of(reward_run)
+def test_reward_model_learns_the_preference(reward_run: Path) -> None:
+    rows = read_metrics(reward_run)
     steps = [row for row in rows if "reward_model/loss" in row]
     assert [row["step"] for row in steps] == list(range(1, 13))
     assert steps[0]["reward_model/loss"] == pytest.approx(math.log(2))  # its head starts at zero
@@ -99,8 +100,8 @@ def test_a_reward_model_learns_what_is_preferred(reward_run: Path) -> None:
     assert after["eval/accuracy"] > 0.9 and after["eval/margin"] > 1.0 and after["eval/loss"] < 0.3
 
 
-def test_the_reward_model_serves_with_the_scores_of_transformers(ppo_run: Path, reward_run: Path) -> None:
-    """The ids that the engine wrote, scored in the run by Megatron on two ranks, and here."""
+def test_reward_model_scores_match_transformers(ppo_run: Path, reward_run: Path) -> None:
+    """Megatron on two ranks scored the sampled token ids in the run."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(reward_run / "export", dtype=torch.float32)
@@ -113,22 +114,22 @@ def test_the_reward_model_serves_with_the_scores_of_transformers(ppo_run: Path, 
         assert rollout.reward == rollout.reward_parts["even"] + rollout.reward_parts["model"]
         assert rollout.reward_parts["model"] == pytest.approx(scores[-1], abs=1e-4)
     assert max(scores) - min(scores) > 0.01
-    (row,) = [row for row in metrics_of(ppo_run) if row["step"] == 2 and "reward/model" in row]
+    (row,) = [row for row in read_metrics(ppo_run) if row["step"] == 2 and "reward/model" in row]
     assert row["reward/model"] == pytest.approx(sum(scores) / len(scores), abs=1e-4)
 
 
-def test_three_steps_of_ppo(ppo_run: Path) -> None:
-    rows = [row for row in metrics_of(ppo_run) if "rollout/reward_mean" in row]
+def test_ppo_trains_three_steps(ppo_run: Path) -> None:
+    rows = read_steps(ppo_run)
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert row["rollout/logprob_diff_p95"] <= 1e-4  # not the largest: a tie of two experts may fall either way
         names = ["critic/grad_norm", "critic/vf_loss", "time/generate", "time/weight_sync"]
-        if row["step"] > 1:  # in the first only the critic is updated
+        if row["step"] > 1:  # the first step only updates the critic
             names += ["actor/grad_norm", "actor/entropy", "time/actor_update"]
             assert "actor/ppo_kl" in row and "actor/pg_clipfrac" in row
         assert "critic/vf_clipfrac" in row and all(row[name] > 0 for name in names)
     assert "actor/lr" not in rows[0]
-    # Two updates a step, four of the policy: a cosine on a line that ends at 5, and one of the critic that ends at 7.
+    # Two updates per step, four of the policy: its cosine ends at update 5, the critic's at 7.
     for name, peak, first, end in (("actor", 2e-4, 1, 5), ("critic", 1e-3, 0, 7)):
         for step, row in enumerate(rows[first:]):
             rates = [peak * (0.5 + 0.5 * math.cos(math.pi * (2 * step + k) / end)) for k in (1, 2)]
@@ -136,13 +137,12 @@ def test_three_steps_of_ppo(ppo_run: Path) -> None:
     assert list(ppo_run.glob("**/events.out.tfevents*"))
 
 
-def test_its_ranks_would_not_hang_on_a_gpu(ppo_run: Path) -> None:
-    """Each device group is first used by all of its ranks, and a push into the engine is such that NCCL can do it."""
-    said = communication_of(ppo_run)
-    assert said["send"] == said["receive"] > 0 and said["all_reduce"] > 0 and said["reduce_scatter_single"] > 0
+def test_communication_is_valid_for_nccl(ppo_run: Path) -> None:
+    counts = check_communication(ppo_run)
+    assert counts["send"] == counts["receive"] > 0 and counts["all_reduce"] > 0 and counts["reduce_scatter_single"] > 0
 
 
-def test_rollouts_are_on_disk_with_weight_versions(ppo_run: Path) -> None:
+def test_rollout_log_records_weight_versions(ppo_run: Path) -> None:
     for step in (1, 2, 3):
         rollouts = read_rollouts(ppo_run, step)
         assert len(rollouts) == 16 and {r.group for r in rollouts} == {0, 1, 2, 3}
@@ -150,7 +150,7 @@ def test_rollouts_are_on_disk_with_weight_versions(ppo_run: Path) -> None:
         assert versions == {step - 1}
 
 
-def test_export_loads_in_transformers_and_holds_the_last_weights(ppo_run: Path, folder: Path) -> None:
+def test_trained_export_loads_in_transformers(ppo_run: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(ppo_run / "export", dtype=torch.float32)
@@ -162,51 +162,49 @@ def test_export_loads_in_transformers_and_holds_the_last_weights(ppo_run: Path, 
     assert model.config.num_hidden_layers == 4
 
 
-def test_resume_equals_the_uninterrupted_run_bit_for_bit(
+def test_resume_is_bitwise_equal_to_the_uninterrupted_run(
     ppo_run: Path, reward_run: Path, folder: Path, tmp_path: Path
 ) -> None:
     resumed = tmp_path / "resumed"
     checkpoint = "checkpoints/step_000001"
     shutil.copytree(ppo_run / checkpoint, resumed / checkpoint)
     shutil.copy(ppo_run / "config.yaml", resumed / "config.yaml")
-    argument = f"reward.model={reward_run}/export", *OF_PPO
+    argument = f"reward.model={reward_run}/export", *PPO
     train(folder, resumed, "run.resume=auto", f"rollout.replay={ppo_run}", *argument)
-    rows = [row for row in metrics_of(resumed) if "rollout/reward_mean" in row]
+    rows = read_steps(resumed)
     assert [row["step"] for row in rows] == [2, 3]
     first = load_file(ppo_run / "export" / "model.safetensors")
     second = load_file(resumed / "export" / "model.safetensors")
     assert all(torch.equal(first[name], second[name]) for name in first)
-    uninterrupted = [row for row in metrics_of(ppo_run) if "rollout/reward_mean" in row][1:]
-    assert len({row["actor/kl_coef"] for row in uninterrupted}) == 2  # which the checkpoint has to know
+    uninterrupted = read_steps(ppo_run)[1:]
+    assert len({row["actor/kl_coef"] for row in uninterrupted}) == 2  # the checkpoint must restore it
     for item, other in zip(uninterrupted, rows, strict=True):
         for name in item:
             if name.split("/")[0] in ("actor", "critic", "rollout") and name != "rollout/idle_frac":  # of engines
                 assert item[name] == other[name], name
 
 
-def test_grpo_by_one_key_and_by_the_reward_model_alone(
-    ppo_run: Path, reward_run: Path, folder: Path, tmp_path: Path
-) -> None:
+def test_grpo_trains_with_the_reward_model_alone(ppo_run: Path, reward_run: Path, folder: Path, tmp_path: Path) -> None:
     reward = ("reward.functions=[]", f"reward.model={reward_run}/export")
     train(folder, tmp_path / "grpo", "algorithm=grpo", f"rollout.replay={ppo_run}", "run.num_rollout=1", *reward)
-    (row,) = metrics_of(tmp_path / "grpo")
+    (row,) = read_metrics(tmp_path / "grpo")
     recorded = read_rollouts(ppo_run, 1)
     mean = sum(rollout.reward_parts["model"] for rollout in recorded) / len(recorded)
     assert row["rollout/reward_mean"] == pytest.approx(mean)
     assert "actor/ppo_kl" in row and not any(name.startswith("critic/") for name in row)
 
 
-def test_a_function_a_reward_model_and_a_service_at_once(
+def test_weights_rewards_of_function_model_and_service(
     ppo_run: Path, reward_run: Path, folder: Path, tmp_path: Path
 ) -> None:
-    """Weighted 0.4, 0.5 and 0.1; each part is recorded as it is, and has its own metrics."""
+    """Each part is recorded unweighted, and has its own metrics."""
     replay = f"rollout.replay={ppo_run}"
     model, weights = f"reward.model={reward_run}/export", "reward.weights={even: 0.4, model: 0.5, service: 0.1}"
     with RewardServer() as server:
         service = f"roles={{reward: {{backend: http, options: {{url: {server.url}, private: true, batch: 5}}}}}}"
         train(folder, tmp_path / "run", "algorithm=grpo", replay, "run.num_rollout=1", model, weights, service)
         requested = [item for batch in server.batches() for item in batch]
-    (row,) = metrics_of(tmp_path / "run")
+    (row,) = read_metrics(tmp_path / "run")
     recorded, scored = read_rollouts(ppo_run, 1), read_rollouts(tmp_path / "run", 1)
     assert sorted(item["answer"] for item in requested) == sorted(item.answer for item in recorded)
     of_service = dict.fromkeys(("service", "service/style"))
@@ -225,11 +223,11 @@ def test_a_function_a_reward_model_and_a_service_at_once(
     assert row["rollout/reward_mean"] == pytest.approx(sum(item.reward for item in scored) / len(scored))
 
 
-def test_replayed_routing_closes_the_gap_of_bf16(
+def test_routing_replay_reduces_bf16_mismatch(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    """With 8 of 64 experts a token, some pair of them nearly ties in bf16 almost everywhere. Of five random models the
-    mean gap was 3.1 to 5.0 times as large without replay, the 95th percentile 4.8 to 8.9 times."""
+    """With 8 of 64 experts per token, two experts nearly tie in bf16 for almost every token. For five random models the
+    mean mismatch was 3.1 to 5.0 times as large without replay, the 95th percentile 4.8 to 8.9 times."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "rollout"))
     import tiny_models
 
@@ -241,7 +239,7 @@ def test_replayed_routing_closes_the_gap_of_bf16(
         *("parallel.world_size=1", "parallel.tp=1", "parallel.ep=1"),
     ]
     train(folder, tmp_path / "run", *overrides, host=host)
-    (row,) = metrics_of(tmp_path / "run")
+    (row,) = read_metrics(tmp_path / "run")
     for name in ("rollout/logprob_diff_mean", "rollout/logprob_diff_p95"):
         assert 0 < row[name] < 0.5 * row[f"{name}_unreplayed"], (name, row)
     assert "without replay" in (tmp_path / "run" / "log.txt").read_text()
@@ -255,14 +253,14 @@ OVERSAMPLED = [
 
 @pytest.fixture(scope="module")
 def oversampled(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps of four prompts with six under way, on two engines, each of which has room for six answers."""
+    """Three steps of four prompts with six in flight, on two engines with six slots each."""
     run_dir = tmp_path_factory.mktemp("runs") / "oversampled"
     train(folder, run_dir, *OVERSAMPLED, host=host)
     return run_dir
 
 
-def test_what_is_not_done_when_enough_is_goes_on_in_the_next_step(oversampled: Path) -> None:
-    rows = [row for row in metrics_of(oversampled) if "rollout/staleness_mean" in row]
+def test_partial_groups_continue_in_the_next_step(oversampled: Path) -> None:
+    rows = [row for row in read_metrics(oversampled) if "rollout/staleness_mean" in row]
     assert [row["step"] for row in rows] == [1, 2, 3] and rows[0]["rollout/partial_groups"] == 0
     assert all(1 <= row["rollout/partial_groups"] <= 2 and row["rollout/restarted_rollouts"] == 0 for row in rows[1:])
     seen: dict[str, int] = {}
@@ -286,10 +284,10 @@ def test_what_is_not_done_when_enough_is_goes_on_in_the_next_step(oversampled: P
         assert row["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=0.2) and "actor/pg_clipfrac" in row
         assert buckets or abs(row["rollout_corr/kl"]) < 1e-4
     assert len(seen) == 12
-    assert "does not correct" not in (oversampled / "log.txt").read_text()  # PPO's ratio is to who chose the token
+    assert "does not correct" not in (oversampled / "log.txt").read_text()  # PPO's ratio is to the sampling policy
 
 
-def test_one_engine_goes_on_with_what_two_have_left(oversampled: Path, folder: Path, tmp_path: Path, host: str) -> None:
+def test_one_engine_resumes_partial_groups_of_two(oversampled: Path, folder: Path, tmp_path: Path, host: str) -> None:
     checkpoint = "checkpoints/step_000002"
     shutil.copytree(oversampled / checkpoint, tmp_path / checkpoint)
     shutil.copy(oversampled / "config.yaml", tmp_path / "config.yaml")
@@ -297,26 +295,27 @@ def test_one_engine_goes_on_with_what_two_have_left(oversampled: Path, folder: P
     retained = [group for file in files for group in read_groups(file)]
     alone = ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1"]
     train(folder, tmp_path, *OVERSAMPLED, *alone, "run.resume=auto", host=host)
-    (row,) = [row for row in metrics_of(tmp_path) if "rollout/staleness_mean" in row]
+    (row,) = [row for row in read_metrics(tmp_path) if "rollout/staleness_mean" in row]
     assert len(files) == 2 and row["step"] == 3 and row["rollout/partial_groups"] == len(retained) > 0
     before = {rollout.prompt.id for step in (1, 2) for rollout in read_rollouts(oversampled, step)}
     after = read_rollouts(tmp_path, 3)
     assert [rollout.group for rollout in after] == [group for group in range(4) for _ in range(4)]
     assert not before & {rollout.prompt.id for rollout in after}
-    begun = {item.seed: item for group in retained for item in group}
-    assert any(rollout.seed in begun for rollout in after)
+    partial = {item.seed: item for group in retained for item in group}
+    assert any(rollout.seed in partial for rollout in after)
     for rollout in after:
-        if rollout.seed in begun:
+        if rollout.seed in partial:
             assert (
-                rollout.token_ids[: begun[rollout.seed].num_tokens].tolist() == begun[rollout.seed].token_ids.tolist()
+                rollout.token_ids[: partial[rollout.seed].num_tokens].tolist()
+                == partial[rollout.seed].token_ids.tolist()
             )
 
 
-def test_drafts_of_a_policy_that_stays_are_accepted_more_often(
+def test_mtp_training_raises_draft_acceptance(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    """The reward is the same for all, so nothing but the layer of multi-token prediction learns; what it learns shows
-    in the engine, of two ranks, only if it is pushed to the draft model there, from the second of two stages."""
+    """Equal rewards leave only the multi-token prediction layer to learn. Acceptance rises only if the weight sync
+    updates the draft model of the two-rank engine from the second pipeline stage."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "rollout"))
     import tiny_models
 
@@ -335,7 +334,7 @@ def test_drafts_of_a_policy_that_stays_are_accepted_more_often(
         *("actor_optimizer.lr=0.01", "actor_optimizer.schedule=constant", "actor_optimizer.weight_decay=0"),
     ]
     train(folder, tmp_path / "run", *overrides, host=host)
-    rows = metrics_of(tmp_path / "run")
+    rows = read_metrics(tmp_path / "run")
     assert rows[0]["rollout/spec_accept_rate"] < 0.02 and rows[4]["rollout/spec_accept_rate"] > 0.06
     assert rows[4]["actor/mtp_loss"] < rows[0]["actor/mtp_loss"] - 1.0
     assert max(row["rollout/logprob_diff_p95"] for row in rows) <= 1e-4
@@ -350,15 +349,15 @@ def test_drafts_of_a_policy_that_stays_are_accepted_more_often(
     }
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def test_a_policy_that_has_learned_one_call_makes_it_and_is_evaluated(folder: Path, tmp_path: Path, host: str) -> None:
-    """SFT on a single conversation, for seconds; then the engine writes the call from memory, SGLang's parser reads it,
-    the tool's process answers, and the engine reads that: in training, and in the evaluations before and after. The
-    tool is the one that README.md shows. Where it raises on each call, the run ends and says so."""
+def test_sft_policy_calls_its_tool_in_training_and_evaluation(folder: Path, tmp_path: Path, host: str) -> None:
+    """After SFT on a single conversation the engine generates the tool call, SGLang's parser parses it, and the tool
+    process answers, in training and in the evaluations before and after. The tool is README.md's. A tool that fails on
+    every call ends the run."""
     from transformers import AutoTokenizer
 
     question = {"role": "user", "content": "What is 61+17?"}
@@ -367,8 +366,8 @@ def test_a_policy_that_has_learned_one_call_makes_it_and_is_evaluated(folder: Pa
     answer = {"role": "assistant", "content": "The answer is 78."}
     talk = [question, called, {"role": "tool", "content": "78"}, answer]
     lesson = {"messages": talk, "tools": [calculator.schema]}
-    lessons = write_rows(tmp_path / "sft.jsonl", [lesson] * 16)
-    held_out = write_rows(
+    lessons = write_jsonl(tmp_path / "sft.jsonl", [lesson] * 16)
+    held_out = write_jsonl(
         tmp_path / "eval.jsonl", [{"prompt": [question], "ground_truth": 78, "data_source": name} for name in "aab"]
     )
     alone = ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1", "run.save_every=0", "run.num_update=1"]
@@ -392,7 +391,7 @@ def test_a_policy_that_has_learned_one_call_makes_it_and_is_evaluated(folder: Pa
     def run(name: str, *argument: str) -> subprocess.CompletedProcess[str]:
         environment = with_host(host)
         environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{environment.get('PYTHONPATH', '')}"}
-        command = command_of(folder, tmp_path / name, *alone, *overrides, *argument)
+        command = build_command(folder, tmp_path / name, *alone, *overrides, *argument)
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment)
 
     done = run("run", "rollout.tools=[my_tools:calculator]")
@@ -409,7 +408,7 @@ def test_a_policy_that_has_learned_one_call_makes_it_and_is_evaluated(folder: Pa
         assert rollout.messages[2]["content"] == "78" and rollout.messages[3]["content"] == answer["content"]
         assert [turn.is_action for turn in rollout.turns] == [False, True, False, True]
         assert "<tool_response>\n78\n</tool_response>" in tokenizer.decode(list(rollout.turns[2].token_ids))
-    before, step, after = metrics_of(tmp_path / "run")
+    before, step, after = read_metrics(tmp_path / "run")
     assert step["rollout/logprob_diff_p95"] <= 1e-4 and step["rollout/aborted_frac"] == 0.0
     for name in ("greedy", "sampled"):
         for row in (before, after):
@@ -418,51 +417,47 @@ def test_a_policy_that_has_learned_one_call_makes_it_and_is_evaluated(folder: Pa
             by_source = [row[f"eval/reward_{name}/{source}"] for source in "ab"]
             assert row[f"eval/reward_{name}"] == pytest.approx((2 * by_source[0] + by_source[1]) / 3)
     counts = {name: value for name, value in step.items() if name.startswith("rollout/count/")}
-    assert counts in ({}, {"rollout/count/a": 2.0, "rollout/count/b": 2.0})  # both prompts may be of a
+    assert counts in ({}, {"rollout/count/a": 2.0, "rollout/count/b": 2.0})  # both prompts may come from a
     assert "held out, after step 1: " in (tmp_path / "run" / "log.txt").read_text()
     assert step["rollout/tool_failed_frac"] == step["tool/calculator_failed_frac"] == 0.0
 
     done = run("broken", "rollout.tools=[broken_tools:calculator]", "rollout.samples_per_prompt=16", "run.eval_every=0")
-    said = (
+    message = (
         r"error: (\d+) of \1 calls of the tool calculator failed, more than "
         r"rollout.max_tool_failed_frac=0.99 allows: no "
     )
-    assert done.returncode == 2 and re.match(said + r"licence \(OSError at ", done.stderr), done.stderr
+    assert done.returncode == 2 and re.match(message + r"licence \(OSError at ", done.stderr), done.stderr
     log = (tmp_path / "broken" / "log.txt").read_text()
     assert re.search(r"ALARM: step 1: (\d+) of \1 calls of the tool calculator failed: no licence \(OSError at ", log)
 
 
-def test_a_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
-    done = start(folder, tmp_path / "run", "reward.functions=[sum_reward:broken]", f"rollout.replay={ppo_run}")
+def test_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
+    done = run_cli(folder, tmp_path / "run", "reward.functions=[sum_reward:broken]", f"rollout.replay={ppo_run}")
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.strip()]
-    said = (
+    message = (
         "error: 16 of 16 rollouts have no reward, more than reward.max_failed_frac=0.1 allows: 16 "
         "x broken: it raised Zero"
     )
-    assert line.startswith(said) and "sum_reward.py:" in line
+    assert line.startswith(message) and "sum_reward.py:" in line
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "export").exists()
 
 
-def test_rewards_that_are_all_too_slow_end_the_run_once_too_many_have_failed(
-    ppo_run: Path, folder: Path, tmp_path: Path
-) -> None:
-    """Calls of four seconds each, one after the other: after two of 16 the limit of 1.6 cannot be kept any more."""
+def test_reward_timeouts_end_the_run_early(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
+    """Each call takes four seconds. After two failures of 16 the limit of 1.6 is exceeded."""
     slow = ["reward.functions=[sum_reward:hanging]", "reward.timeout=4", "reward.processes=2"]
-    done = start(folder, tmp_path / "run", *slow, f"rollout.replay={ppo_run}")
+    done = run_cli(folder, tmp_path / "run", *slow, f"rollout.replay={ppo_run}")
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.strip()]
-    said = (
+    message = (
         r"error: (\d+) of 16 rollouts have no reward, more than reward.max_failed_frac=0.1 allows "
         r"\(the other (\d+) were "
     )
-    match = re.match(said + r"not graded\): \1 x hanging: it took longer than reward.timeout=4 s", line)
+    match = re.match(message + r"not graded\): \1 x hanging: it took longer than reward.timeout=4 s", line)
     assert match and int(match[1]) in (2, 3, 4) and int(match[1]) + int(match[2]) == 16, line
 
 
-def test_weights_of_the_control_file_hold_from_the_next_step_on_and_in_a_resume(
-    ppo_run: Path, folder: Path, tmp_path: Path
-) -> None:
+def test_control_file_weights_survive_a_resume(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
     run, replay = tmp_path / "run", f"rollout.replay={ppo_run}"
     run.mkdir()
     (run / "control.yaml").write_text("reward: {weights: {even: 0.25}}\n")
@@ -470,7 +465,7 @@ def test_weights_of_the_control_file_hold_from_the_next_step_on_and_in_a_resume(
     train(folder, run, "algorithm=grpo", functions, replay, "run.num_rollout=1")
     (run / "control.yaml").write_text("reward: {weights: {evn: 0.5}}\n")
     train(folder, run, "algorithm=grpo", functions, replay, "run.num_rollout=2", "run.resume=auto")
-    first, second = (row for row in metrics_of(run) if "rollout/reward_mean" in row)
+    first, second = (row for row in read_metrics(run) if "rollout/reward_mean" in row)
     for row in (first, second):
         assert row["rollout/reward_mean"] == pytest.approx(0.25 * row["reward/even"] + 1.0)
         assert (row["reward/even_weight"], row["reward/same_weight"], row["reward/same"]) == (0.25, 1.0, 1.0)
@@ -480,11 +475,8 @@ def test_weights_of_the_control_file_hold_from_the_next_step_on_and_in_a_resume(
     assert "no part of the reward is called 'evn'; did you mean even" in log and "it changes nothing" in log
 
 
-def test_an_engine_that_is_another_policy_stops_the_run_and_the_layer_is_named(
-    folder: Path, tmp_path: Path, host: str
-) -> None:
-    """What it was given it has lost behind everybody's back, see `sabotaged.py`: no hash was wrong. The first step,
-    before it, is compared, too, and taken."""
+def test_wrong_engine_weights_stop_the_run_and_name_the_layer(folder: Path, tmp_path: Path, host: str) -> None:
+    """`sabotaged.py` corrupts the engine without a wrong hash. The first step, before that, passes the comparison."""
     launched = [sys.executable, "-m", "megarl.torchrun", "--standalone", "--nproc-per-node", "2", "tests/sabotaged.py"]
     single = (
         "algorithm=grpo",
@@ -494,21 +486,19 @@ def test_an_engine_that_is_another_policy_stops_the_run_and_the_layer_is_named(
         "run.save_every=0",
         "model.dtype=float32",
     )
-    command = [*launched, *command_of(folder, tmp_path / "run", *single)[3:]]
+    command = [*launched, *build_command(folder, tmp_path / "run", *single)[3:]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=with_host(host))
     assert done.returncode == 2, done.stdout[-3000:] + done.stderr[-3000:]
     assert "engines and trainer compute different policies: on the same tokens" in done.stderr
     named = "Layer 1: the engines' weights differ from the trainer's (model.layers.1.self_attn.o_proj.weight)"
     assert named in done.stderr
-    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1]
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
 
 
-def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_two_nodes(
-    tmp_path: Path, host: str
-) -> None:
-    """`ranks_per_node=1` makes two nodes of this machine, and the engine's two tensor parallel ranks one on each. The
-    actor is context parallel, the critic tensor parallel, and both leave the device while the engine generates. The
-    entropy bonus moves the policy, whatever its answers are. The tokenizer is a `tokenizer.model` alone."""
+def test_hello_script_with_deepseek_lora_and_a_two_node_engine(tmp_path: Path, host: str) -> None:
+    """`ranks_per_node=1` makes two nodes of this machine, each with one of the engine's two tensor parallel ranks. The
+    actor is context parallel, the critic tensor parallel, and both are offloaded during generation. The entropy bonus
+    moves the policy whatever the rewards. The tokenizer is a `tokenizer.model` alone."""
     folder = make_folder(tmp_path / "deepseek", "deepseek_v3")
     put_pieces(folder / "model", (folder / "sft.jsonl").read_text())
     command = [sys.executable, "-m", "megarl.torchrun", "--standalone", "--nproc-per-node", "2"]
@@ -544,13 +534,13 @@ def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert len(re.findall(r"^reward \S+, KL \S+$", done.stdout, re.MULTILINE)) == 1, "the result, once"
     assert not re.findall(r".*Warning: .*", done.stderr), "nothing of what libraries advise their users"
-    rows = metrics_of(tmp_path / "hello")
+    rows = read_metrics(tmp_path / "hello")
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert max(row["rollout/logprob_diff"] for row in rows) <= 1e-4  # of every token: replayed experts cannot tie
+    assert max(row["rollout/logprob_diff"] for row in rows) <= 1e-4  # the maximum: replayed experts cannot tie
     assert ["rollout/logprob_diff_unreplayed" in row for row in rows] == [True, False, True]
     assert all(row["time/offload"] > 0 for row in rows)
     check_layouts(folder / "model", (tmp_path / "hello" / "log.txt").read_text())
-    # The reference is the base model, and the engine, which agrees with the trainer, is far from it.
+    # The reference is the base model; trainer and engine agree, and are far from it.
     assert abs(rows[0]["actor/kl_to_reference"]) < 1e-4 and rows[2]["actor/kl_to_reference"] > 0.1
     check_export_of_lora(folder / "model", tmp_path / "hello")
     assert [path.name for path in (tmp_path / "hello" / "export").glob("tokenizer*")] == ["tokenizer.model"]
@@ -558,20 +548,20 @@ def test_the_hello_script_with_deepseek_lora_in_two_layouts_and_one_engine_over_
 
 
 def check_layouts(model: Path, log: str) -> None:
-    """Actor and critic hold what the table says that a rank has in their two layouts."""
+    """Check the logged parameter counts of actor and critic against the memory estimate of their layouts."""
     hf = load_hf_config(model)
     for role, tp, cp in (("actor", 1, 2), ("critic", 2, 1)):
-        said = rf"{role}: tp={tp} cp={cp} pp=1 ep=2 etp=1, ([\d,]+) parameters on rank 0"
-        ((count, trained),) = re.findall(said + r", of which LoRA trains ([\d,]+) ", log)
+        message = rf"{role}: tp={tp} cp={cp} pp=1 ep=2 etp=1, ([\d,]+) parameters on rank 0"
+        ((count, trained),) = re.findall(message + r", of which LoRA trains ([\d,]+) ", log)
         parallel, layers = ParallelConfig(world_size=2, tp=tp, cp=cp, ep=2), [range(hf["num_hidden_layers"])]
         (retained,) = stage_elements(hf, parallel, layers, head=role == "critic", lora=LoraConfig(rank=4))
         assert int(count.replace(",", "")) == sum(retained), role
-        head = hf["hidden_size"] if role == "critic" else 0  # trained, too, and no adapter
+        head = hf["hidden_size"] if role == "critic" else 0  # trained too, but not an adapter
         assert int(trained.replace(",", "")) == retained.dense + retained.expert - head, role
 
 
 def check_export_of_lora(model: Path, run_dir: Path) -> None:
-    """The exported model is the base model with the exported adapter added, in float64, and nothing else has moved."""
+    """Check that the exported model is the base model plus the exported adapter, and that nothing else changed."""
     base, merged = (load_file(path / "model.safetensors") for path in (model, run_dir / "export"))
     adapter = load_file(run_dir / "adapter" / "adapter_model.safetensors")
     settings = json.loads((run_dir / "adapter" / "adapter_config.json").read_text())

@@ -1,7 +1,8 @@
-"""Engines that die or hang in whole runs: the real SGLang and the real trainer, real signals. The run goes on, no
-sample is lost or comes twice, and each has the prompt, the group and the seed that it has in an undisturbed run. That
-it has the same tokens, too, is shown by played engines: of the real one two undisturbed runs differ, by what it
-batches together."""
+"""Engines that die or hang in whole runs, with real SGLang, Megatron and signals.
+
+The run continues, no sample is lost or repeated, and each has the prompt, group and seed of an undisturbed run. Tests
+with scripted engines check that tokens are equal too; real engines batch differently from run to run.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_placement_end_to_end import asked, steps_of, versions
-from whole_run import ENVIRONMENT, make_folder, start
+from test_placement_end_to_end import sample_ids, weight_versions
+from whole_run import ENVIRONMENT, make_folder, read_steps, run_cli
 
 from megarl.observe.rollout_log import read_rollouts
 
 GRPO = ["algorithm=grpo", "kl.apply_to=reward", "run.num_update=1", "run.ppo_epochs=1"]
 GRPO += ["run.save_every=0", "run.distributed_timeout_s=120"]
-DYING = ["roles={rollout: {worker: dying_engines:Dying}}", "rollout.hang_timeout=30", "rollout.concurrency=6"]
-ONE = ["placement={actor: 0, rollout: 1}", "parallel.world_size=2", "parallel.tp=1", "parallel.ep=1"]
-ONE += ["rollout.concurrency=12"]
+FAULTS = [
+    "roles={rollout: {worker: dying_engines:FaultyRolloutWorker}}",
+    "rollout.hang_timeout=30",
+    "rollout.concurrency=6",
+]
+ONE_ENGINE = ["placement={actor: 0, rollout: 1}", "parallel.world_size=2", "parallel.tp=1", "parallel.ep=1"]
+ONE_ENGINE += ["rollout.concurrency=12"]
 
 
 @pytest.fixture(scope="module")
@@ -30,26 +35,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(
     monkeypatch: pytest.MonkeyPatch, folder: Path, run_dir: Path, host: str, plan: dict[int, Any], *overrides: str
 ) -> Any:
-    monkeypatch.setitem(ENVIRONMENT, "DYING", json.dumps(plan))
-    return start(folder, run_dir, *GRPO, *DYING, *overrides, host=host)
+    monkeypatch.setitem(ENVIRONMENT, "ENGINE_FAULTS", json.dumps(plan))
+    return run_cli(folder, run_dir, *GRPO, *FAULTS, *overrides, host=host)
 
 
-def check(run_dir: Path, died: dict[int, str], samples: int = 16) -> None:
-    """Every step is there with all of its samples, and says what was lost in it."""
-    rows = steps_of(run_dir)
+def assert_recovered(run_dir: Path, faults: dict[int, str]) -> None:
+    """Check that every step has all of its samples and reports the faults."""
+    rows = read_steps(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3]
     log = (run_dir / "log.txt").read_text()
     for row in rows:
         step = int(row["step"])
-        what = died.get(step)
-        assert ("rollout/engine_restarts" in row) == (what is not None), step
+        fault = faults.get(step)
+        assert ("rollout/engine_restarts" in row) == (fault is not None), step
         lost = row.get("rollout/lost_samples", 0)
-        assert row.get("rollout/regenerated_samples", 0) == lost and (lost > 0) == (what in ("kill", "stop")), step
-        assert len(read_rollouts(run_dir, step)) == samples
+        assert row.get("rollout/regenerated_samples", 0) == lost and (lost > 0) == (fault in ("kill", "stop")), step
+        assert len(read_rollouts(run_dir, step)) == 16
         assert [item.status for item in read_rollouts(run_dir, step) if item.status == "aborted"] == []
-        assert versions(run_dir, step) == {step - 1}  # by no other weights
-        assert row["rollout/logprob_diff_p95"] <= 1e-4  # which the engine has had whole
-    assert log.count("is being restarted") == len(died) == log.count(" restarted, ")
+        assert weight_versions(run_dir, step) == {step - 1}
+        assert row["rollout/logprob_diff_p95"] <= 1e-4  # the engine has the synced weights
+    assert log.count("is being restarted") == len(faults) == log.count(" restarted, ")
 
 
 @pytest.fixture(scope="module")
@@ -58,39 +63,37 @@ def undisturbed(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactor
     with pytest.MonkeyPatch.context() as patched:
         done = run(patched, folder, run_dir, host, {})
     assert done.returncode == 0, done.stderr[-3000:]
-    check(run_dir, {})
+    assert_recovered(run_dir, {})
     return run_dir
 
 
-def test_two_engines_of_which_one_dies_then_one_hangs_then_one_dies_in_a_push(
+def test_recovers_from_engine_death_hang_and_failed_weight_sync(
     undisturbed: Path, folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = {1: ["kill", 1], 2: ["stop", 0], 3: ["push", 1]}
     done = run(monkeypatch, folder, tmp_path / "run", host, plan)
     assert done.returncode == 0, done.stderr[-3000:]
-    check(tmp_path / "run", {step: what for step, (what, _) in plan.items()})
+    assert_recovered(tmp_path / "run", {step: fault for step, (fault, _) in plan.items()})
     for step in (1, 2, 3):
-        assert asked(tmp_path / "run", step) == asked(undisturbed, step)
+        assert sample_ids(tmp_path / "run", step) == sample_ids(undisturbed, step)
 
 
-def test_the_only_engine_dies_in_a_first_step_and_in_a_later_one(
-    folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has loaded the weights of the first by itself, and is given those of the other by the rank that trains."""
+def test_restarts_the_only_engine(folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads the first step's weights from the model folder, and gets those of step 3 from the trainer."""
     plan = {1: ["kill", 0], 3: ["kill", 0]}
-    done = run(monkeypatch, folder, tmp_path / "run", host, plan, *ONE)
+    done = run(monkeypatch, folder, tmp_path / "run", host, plan, *ONE_ENGINE)
     assert done.returncode == 0, done.stderr[-3000:]
-    check(tmp_path / "run", {1: "kill", 3: "kill"})
+    assert_recovered(tmp_path / "run", {1: "kill", 3: "kill"})
 
 
-def test_one_that_is_killed_beside_training_is_back_in_the_next_step(
+def test_restarts_an_engine_during_asynchronous_training(
     folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = {1: ["kill", 0], 2: ["push", 0]}
     beside = ["rollout.asynchronous=true", "rollout.max_staleness=1"]
-    done = run(monkeypatch, folder, tmp_path / "run", host, plan, *ONE, *beside)
+    done = run(monkeypatch, folder, tmp_path / "run", host, plan, *ONE_ENGINE, *beside)
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = steps_of(tmp_path / "run")
+    rows = read_steps(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert sum(row.get("rollout/engine_restarts", 0) for row in rows) == 2
     assert sum(row.get("rollout/lost_samples", 0) for row in rows) > 0
@@ -100,19 +103,19 @@ def test_one_that_is_killed_beside_training_is_back_in_the_next_step(
         assert row["rollout/staleness_max"] <= 1
 
 
-def test_the_process_that_engines_are_started_from_is_killed_then_stopped(
+def test_recovers_from_a_killed_and_a_stopped_engine_host(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both engines are lost with it, then one that needs it to start again; the run goes on, and leaves nothing."""
+    """Step 1 loses the host with both engines; step 2 kills an engine whose restart needs the stopped host."""
     monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(tmp_path))
     done = run(monkeypatch, folder, tmp_path / "run", "", {1: ["host", 0], 2: ["stopped", 1]})
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = steps_of(tmp_path / "run")
+    rows = read_steps(tmp_path / "run")
     assert [(row["step"], row.get("rollout/engine_restarts", 0)) for row in rows] == [(1, 2), (2, 1), (3, 0)]
     for step in (1, 2, 3):
         result = read_rollouts(tmp_path / "run", step)
         assert len(result) == 16 and [item for item in result if item.status == "aborted"] == []
-        assert versions(tmp_path / "run", step) == {step - 1}
+        assert weight_versions(tmp_path / "run", step) == {step - 1}
     assert "the engine host process ended (SIGKILL) and is restarted" in done.stderr
     assert "the engine host process was stopped (SIGSTOP) and was sent SIGCONT" in done.stderr
     assert list(tmp_path.glob("megarl-*")) == []

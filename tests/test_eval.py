@@ -1,4 +1,4 @@
-"""What `megarl.eval` refuses before anything is started, and what it writes of answers that are there."""
+"""`megarl.eval`: errors before anything starts, configuration of the evaluation, and its report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.types import Prompt, Rollout, Turn
 pytestmark = pytest.mark.alone
 
 ROW = {"prompt": "1+1?", "ground_truth": "2", "data_source": "openai/gsm8k"}
-Say = Callable[..., str]
+Reject = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def say(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Say:
-    """The line by which it refuses to evaluate; nothing is started or left then."""
+def reject(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Reject:
+    """Run `megarl.eval` with a mistake and return its one-line error; nothing starts or is written."""
     monkeypatch.setattr(train, "main", lambda arguments: pytest.fail("it was started"))
 
     def run(*arguments: str, rows: bytes | None = None, target: Path = model) -> str:
@@ -39,9 +39,9 @@ def say(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         out = tmp_path / "out"
         assert program.main([str(target), "--data", str(data), "--out", str(out), *arguments]) == 2
         assert not out.exists()
-        said = capsys.readouterr().err
-        assert said.startswith("error: ") and said.count("\n") == 1
-        return said
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1
+        return error
 
     return run
 
@@ -66,9 +66,9 @@ def say(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         (("reward.functions=[no.such:thing]",), ("reward.functions", "no.such")),
     ],
 )
-def test_bad_arguments(say: Say, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
-    said = say(*arguments)
-    assert all(word in said for word in words), said
+def test_rejects_bad_arguments(reject: Reject, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    error = reject(*arguments)
+    assert all(word in error for word in words), error
 
 
 @pytest.mark.parametrize(
@@ -87,42 +87,44 @@ def test_bad_arguments(say: Say, arguments: tuple[str, ...], words: tuple[str, .
         (b"\xff\xfe", ("rows.jsonl", "UTF-16")),
     ],
 )
-def test_bad_data(say: Say, rows: bytes, words: tuple[str, ...]) -> None:
-    said = say(rows=rows)
-    assert all(word in said for word in words), said
+def test_rejects_bad_data(reject: Reject, rows: bytes, words: tuple[str, ...]) -> None:
+    error = reject(rows=rows)
+    assert all(word in error for word in words), error
 
 
-def test_bad_targets(say: Say, tmp_path: Path) -> None:
-    assert "no such folder" in say(target=tmp_path / "none")
-    assert "no such folder" in say(target=Path("nobody/no-such-model")) and "hf download" in say(
+def test_rejects_bad_targets(reject: Reject, tmp_path: Path) -> None:
+    assert "no such folder" in reject(target=tmp_path / "none")
+    assert "no such folder" in reject(target=Path("nobody/no-such-model")) and "hf download" in reject(
         target=Path("nobody/no-such-model")
     )
     (tmp_path / "file").write_text("")
-    assert "is a file" in say(target=tmp_path / "file")
+    assert "is a file" in reject(target=tmp_path / "file")
     (tmp_path / "empty").mkdir()
-    assert "is neither a model" in say(target=tmp_path / "empty")
+    assert "is neither a model" in reject(target=tmp_path / "empty")
     (tmp_path / "config").mkdir()
     (tmp_path / "config/config.json").write_text('{"architectures": ["Qwen3MoeForCausalLM"]}')
-    assert "safetensors" in say(target=tmp_path / "config")
+    assert "safetensors" in reject(target=tmp_path / "config")
     (tmp_path / "step_000003").mkdir()
-    assert "is not a complete checkpoint" in say(target=tmp_path / "step_000003")
+    assert "is not a complete checkpoint" in reject(target=tmp_path / "step_000003")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text("algorithm: ppo\n")
-    assert "without a checkpoint and without an export" in say(target=tmp_path / "run")
+    assert "without a checkpoint and without an export" in reject(target=tmp_path / "run")
     (tmp_path / "run/checkpoints/step_000001").mkdir(parents=True)
-    assert "has no complete checkpoint" in say(target=tmp_path / "run")
+    assert "has no complete checkpoint" in reject(target=tmp_path / "run")
 
 
-def test_what_is_in_the_way(say: Say, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_an_existing_conversion_and_torchrun(
+    reject: Reject, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = model_sources.Target("run", str(model), tmp_path / "step_000001", 1, from_dict({}))
     with pytest.raises(ConfigError, match="exists, but the checkpoint would be converted into"):
         target.prepare(model)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert "without torchrun" in say()
+    assert "without torchrun" in reject()
 
 
-def test_missing_data_and_a_folder_that_is_taken(model: Path, tmp_path: Path, capsys: Any) -> None:
+def test_rejects_missing_data_and_a_file_as_output(model: Path, tmp_path: Path, capsys: Any) -> None:
     assert program.main([str(model), "--data", str(tmp_path / "none.jsonl")]) == 2
     assert "none.jsonl" in capsys.readouterr().err
     assert program.main([str(model)]) == 2
@@ -133,7 +135,7 @@ def test_missing_data_and_a_folder_that_is_taken(model: Path, tmp_path: Path, ca
     assert "--out" in capsys.readouterr().err
 
 
-def test_a_runs_settings_hold_unless_said_otherwise(model: Path, tmp_path: Path) -> None:
+def test_inherits_the_settings_of_a_run(model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(
@@ -162,12 +164,12 @@ def test_a_runs_settings_hold_unless_said_otherwise(model: Path, tmp_path: Path)
     )
 
 
-def test_an_export_is_that_of_its_run_and_a_folder_has_the_limits_of_its_model(model: Path, tmp_path: Path) -> None:
+def test_takes_limits_from_the_run_or_the_model(model: Path, tmp_path: Path) -> None:
     hf = json.loads((model / "config.json").read_text())
     shutil.copytree(model, tmp_path / "run/export")
     file = tmp_path / "eval.yaml"
     alone = model_sources.build_config(model_sources.resolve_target(str(tmp_path / "run/export")), {}, [], file).rollout
-    assert hf["max_position_embeddings"] == 2048  # fewer than conversations have by default
+    assert hf["max_position_embeddings"] == 2048  # less than the default of max_context
     assert (alone.max_context, alone.max_new_tokens, alone.tools) == (2048, 1024, ())
     argument = model_sources.build_config(
         model_sources.resolve_target(str(model)), {}, ["rollout.max_context=96"], file
@@ -181,10 +183,10 @@ def test_an_export_is_that_of_its_run_and_a_folder_has_the_limits_of_its_model(m
     assert (of_run.max_context, of_run.max_new_tokens, list(of_run.tools)) == (192, 40, retained["tools"])
 
 
-def test_the_report_of_recorded_answers(
+def test_reports_pass_at_k(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program that answers is put in place of the engines."""
+    """A function that writes rollouts stands in for the run."""
     rows = [{**ROW, "id": f"p{number}"} for number in range(3)]
     rows[2]["data_source"] = "aime2024"
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

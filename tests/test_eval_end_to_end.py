@@ -1,4 +1,4 @@
-"""A policy is evaluated and talked to, on real engines: that of a run's newest checkpoint, with a tool."""
+"""`megarl.eval` and `megarl.chat` with a run's policy on real engines, with a tool."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from whole_run import ENVIRONMENT, ROOT, make_folder, with_host
+from whole_run import ENVIRONMENT, ONE_RANK, ROOT, make_folder, with_host
 
 from megarl.models.hf_folder import open_hf
 from megarl.observe.rollout_log import read_rollouts
 
-ONE = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", "parallel.ep=1"]
-WRITES = ["rollout.max_new_tokens=40", "rollout.max_context=192", "rollout.tool_call_parser=qwen25"]
+LIMITS = ["rollout.max_new_tokens=40", "rollout.max_context=192", "rollout.tool_call_parser=qwen25"]
 TOOL = "rollout.tools=[megarl.environments.ready.calculator:calculator]"
 
 
@@ -25,20 +24,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
-    """Two steps of a warm-up, which needs no engine, saved."""
-    command = [sys.executable, "-m", "megarl.train", "configs/quickstart_sft.yaml", *ONE, f"model.path={folder}/model"]
+    """Two steps of SFT, with checkpoints and an export."""
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.train",
+        "configs/quickstart_sft.yaml",
+        *ONE_RANK,
+        f"model.path={folder}/model",
+    ]
     command += [f"data.train={folder}/sft.jsonl", f"run.dir={folder}/run", "run.num_rollout=2", "run.save_every=1"]
-    command += ["track.progress=false", "run.export=true", "data.prompts_per_step=16", *WRITES]
+    command += ["track.progress=false", "run.export=true", "data.prompts_per_step=16", *LIMITS]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     *_, line, command = done.stdout.splitlines()
     assert line == f"done: 2 steps in {folder}/run"
-    shown = subprocess.run(command, cwd=ROOT, shell=True, capture_output=True, text=True)  # as it is pasted
+    shown = subprocess.run(command, cwd=ROOT, shell=True, capture_output=True, text=True)  # as pasted into a terminal
     assert shown.returncode == 0 and "minutes of training" in shown.stdout, shown.stderr
     return folder / "run"
 
 
-def test_the_newest_checkpoint_of_a_run(folder: Path, run: Path, tmp_path: Path, host: str) -> None:
+def test_evaluates_the_newest_checkpoint(folder: Path, run: Path, tmp_path: Path, host: str) -> None:
     rows = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()[:7]]
     (tmp_path / "sums.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:4]))
     others = ({**row, "data_source": "products", "id": f"p{row['id']}"} for row in rows[4:])
@@ -53,7 +59,7 @@ def test_the_newest_checkpoint_of_a_run(folder: Path, run: Path, tmp_path: Path,
     assert (tree["step"], tree["samples"], tree["prompts"], tree["rollouts"]) == (2, 3, 7, 21)
     assert list(tree["sources"]) == ["sums", "products", "all"]
 
-    # The rollouts are a run's, and the figures theirs.
+    # The rollouts are logged like a run's, and the report matches them.
     rollouts = read_rollouts(out, 1)
     assert len(rollouts) == 21 and {len(item.prompt.tools) for item in rollouts} == {1}
     assert {turn.weight_version for item in rollouts for turn in item.turns if turn.is_action} == {0}
@@ -68,16 +74,16 @@ def test_the_newest_checkpoint_of_a_run(folder: Path, run: Path, tmp_path: Path,
     assert "7 prompts of" in done.stdout and "steps of" not in done.stdout and "step 1/1" not in done.stdout
     assert "products" in done.stdout and "pass@3 [95 %]" in done.stdout
 
-    # The policy is the checkpoint's, which is what the run has exported.
+    # The policy is the checkpoint's, which equals the export of the run.
     created, exported = open_hf(str(out / "model")), open_hf(str(run / "export"))
     assert set(created.names()) == set(exported.names())
     shown = [sys.executable, "tools/view_rollouts.py", str(out), "--show", "1"]
     shown_as = subprocess.run(shown, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True).stdout
-    assert "turn 1: policy" in shown_as and "<|im_start|>" in shown_as  # words, by the tokenizer of the model
+    assert "turn 1: policy" in shown_as and "<|im_start|>" in shown_as  # text, decoded by the model's tokenizer
 
 
-def test_somebody_talks_to_it(run: Path, host: str) -> None:
-    """To what the run has exported, in two conversations. It has learned to write, so a tool may be called or not."""
+def test_chats_with_the_exported_policy(run: Path, host: str) -> None:
+    """Two conversations. The policy may or may not call the tool."""
     command = [
         sys.executable,
         "-m",
@@ -86,14 +92,14 @@ def test_somebody_talks_to_it(run: Path, host: str) -> None:
         "--tools",
         "megarl.environments.ready.calculator:calculator",
     ]
-    said = "What is 12+7?\n/nothing\n/reset\nWhat is 3*4?\n/quit\nnever read\n"
+    typed = "What is 12+7?\n/nothing\n/reset\nWhat is 3*4?\n/quit\nnever read\n"
     done = subprocess.run(
-        command, cwd=ROOT, env=with_host(host), input=said, capture_output=True, text=True, timeout=500
+        command, cwd=ROOT, env=with_host(host), input=typed, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     lines = done.stdout.splitlines()
     assert any("with calculator; /reset starts over" in line for line in lines)
     prompts = [line for line in lines if line.startswith("> ")]
     assert len(prompts) == 5 and "there is no '/nothing'" in done.stdout and "a new conversation" in done.stdout
-    assert all(len(prompts[turn]) > 2 for turn in (0, 3)), done.stdout  # it has answered
+    assert all(len(prompts[turn]) > 2 for turn in (0, 3)), done.stdout  # a response follows the prompt
     assert all(char.isprintable() or char == "\n" for char in done.stdout)

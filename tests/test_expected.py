@@ -1,4 +1,4 @@
-"""What a run must reach: read strictly, and compared with the metrics of its steps."""
+"""Expectations (`expect`): parsing, and comparison with the metrics of a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megarl.dry_run.validation import Expectation, check_expectations, parse_exp
 pytestmark = pytest.mark.alone
 
 
-def read(**expect: Any) -> dict[str, Expectation]:
+def parse(**expect: Any) -> dict[str, Expectation]:
     return parse_expectations(from_dict({"expect": expect, "run": {"num_rollout": 10}}))
 
 
-def test_figures_are_compared_where_they_were_last_told() -> None:
+def test_compares_with_the_last_reported_value() -> None:
     metrics = {1: {"a": 1.0, "b": 5.0}, 2: {"a": 2.0}, 3: {"c": float("nan")}}
     expected = {
         "a": Expectation(min=2.0),
@@ -31,13 +31,13 @@ def test_figures_are_compared_where_they_were_last_told() -> None:
     assert check_expectations({"a": Expectation(max=1.0, step=0)}, metrics) == {"a": (None, False)}
 
 
-def test_they_are_read_strictly() -> None:
-    assert read(**{"eval/x": {"min": 1, "step": 3}}) == {"eval/x": Expectation(min=1.0, step=3)}
+def test_parses_expectations() -> None:
+    assert parse(**{"eval/x": {"min": 1, "step": 3}}) == {"eval/x": Expectation(min=1.0, step=3)}
     assert str(Expectation(min=0.5, max=1.0, step=3)) == "at least 0.5 and at most 1 at step 3"
 
 
 @pytest.mark.parametrize(
-    ("expect", "complaint"),
+    ("expect", "message"),
     [
         ({"a": {}}, r"^expect\.a has no bounds: set `min`, `max` or both$"),
         ({"a": 3}, r"^expect\.a must be a section"),
@@ -46,6 +46,6 @@ def test_they_are_read_strictly() -> None:
         ({"a": {"min": 1, "step": 11}}, r"^expect\.a\.step=11 is beyond run\.num_rollout=10$"),
     ],
 )
-def test_mistakes_are_named(expect: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        read(**expect)
+def test_rejects_bad_expectations(expect: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(**expect)

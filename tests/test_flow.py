@@ -1,10 +1,10 @@
-"""The loop itself, without the workers of a run."""
+"""The training loop without workers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-def test_steps_in_which_no_prompts_answers_differ_are_an_alarm(units: dict[str, Any]) -> None:
+def test_alarms_when_rewards_are_equal_within_every_group(units: dict[str, Any]) -> None:
     (line,) = units["repeating"]
     assert line.startswith("step 3: for 3 steps all answers to each prompt have had the same reward")

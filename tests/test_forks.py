@@ -1,4 +1,4 @@
-"""What a research group adds in a package of its own: a controller with a role, a worker and a reward, in one file."""
+"""Extensions in a fork's own package: controllers, roles, workers, rewards and model families."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megarl.workers.worker_registry import RegisteredWorker, check_roles, load_w
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parent.parent
-MINE = '''
-"""Supervised fine-tuning on the conversations that a judge likes."""
+CONTROLLERS = '''
+"""Supervised fine-tuning on the conversations that a judge selects."""
 
 import torch
 
@@ -32,7 +32,7 @@ from megarl.controllers.sft import SFTController
 from megarl.types import TokenLoss, TrainBatch
 
 
-class Liked(SFTController):
+class FilteredSFT(SFTController):
     workers = {"judge": "lab.judge:Judge"}
 
     @classmethod
@@ -40,7 +40,7 @@ class Liked(SFTController):
         return ("actor", "judge")
 
     def step(self, flow, items):
-        batch = TrainBatch.from_rollouts(flow.judge.liked(flow.data.shard(items)))
+        batch = TrainBatch.from_rollouts(flow.judge.select_short(flow.data.shard(items)))
 
         def loss(output, part):
             return TokenLoss(-output.logprobs, {"actor/nll": -output.logprobs.detach()})
@@ -48,10 +48,10 @@ class Liked(SFTController):
         means = MetricMeans()
         for mini in split_mini_batches(batch, self.config, seed=0):
             means.add(flow.actor.update(mini, loss))
-        return StepResult(means.sync() | {"judge/liked": batch.num_sequences / len(items)})
+        return StepResult(means.sync() | {"judge/selected_frac": batch.num_sequences / len(items)})
 
 
-class Taught(SFTController):
+class TaughtSFT(SFTController):
     @classmethod
     def roles(cls, config):
         return ("actor", "teacher")
@@ -63,21 +63,21 @@ class Taught(SFTController):
         return StepResult(result.metrics | {"teacher/nll": -float(logprobs.mean())})
 
 
-class Lonely(Liked):
+class NoWorker(FilteredSFT):
     workers = {}
 
 
-class Eager(Liked):
+class EarlyAccess(FilteredSFT):
     def load_items(self, flow):
-        flow.judge.liked(())
+        flow.judge.select_short(())
 
 
-class Asking(Liked):
+class UndeclaredRole(FilteredSFT):
     def step(self, flow, items):
         flow.teacher.forward(items)
 
 
-def short(rollout):
+def is_short(rollout):
     return float(len(rollout.answer) < 20)
 '''
 JUDGE = '''
@@ -90,19 +90,19 @@ class Judge(Worker):
         assert context.role == "judge"
         self.longest = longest
 
-    def liked(self, rollouts):
-        """Those that are short."""
+    def select_short(self, rollouts):
+        """Select the short conversations."""
         return rollouts.select(rollouts.length <= rollouts.length.median() + self.longest)
 '''
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A package beside ours, with a model and conversations to learn from."""
+    """A folder with the package `lab`, a model and conversations."""
     target = tmp_path_factory.mktemp("fork")
     (target / "lab").mkdir()
     (target / "lab" / "__init__.py").touch()
-    (target / "lab" / "mine.py").write_text(MINE)
+    (target / "lab" / "sft.py").write_text(CONTROLLERS)
     (target / "lab" / "judge.py").write_text(JUDGE)
     command = [sys.executable, "tools/make_quickstart.py", str(target / "q"), "--demonstrations", "50"]
     subprocess.run([*command, "--train", "20"], cwd=ROOT, check=True, capture_output=True)
@@ -118,22 +118,22 @@ def train(lab: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
 
 
-def test_a_new_algorithm_is_a_file_and_a_line(lab: Path) -> None:
-    planned = train(lab, "algorithm=lab.mine:Liked", "--dry-run")
+def test_trains_with_the_controller_of_a_fork(lab: Path) -> None:
+    planned = train(lab, "algorithm=lab.sft:FilteredSFT", "--dry-run")
     assert planned.returncode == 0, planned.stderr
     assert "the configuration is valid" in planned.stdout
-    done = train(lab, "algorithm=lab.mine:Liked", f"run.dir={lab}/run")
+    done = train(lab, "algorithm=lab.sft:FilteredSFT", f"run.dir={lab}/run")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (lab / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
-    assert all(0 < row["judge/liked"] <= 1 and row["actor/nll"] > 0 for row in rows)
+    assert all(0 < row["judge/selected_frac"] <= 1 and row["actor/nll"] > 0 for row in rows)
     assert (lab / "run" / "export" / "model.safetensors").is_file()
-    assert "algorithm: lab.mine:Liked" in (lab / "run" / "config.yaml").read_text().replace('"', "")
+    assert "algorithm: lab.sft:FilteredSFT" in (lab / "run" / "config.yaml").read_text().replace('"', "")
 
 
-def test_a_teacher_is_a_role_and_a_folder(lab: Path) -> None:
-    """Here the policy's own: it says what the policy says before its first update, and stays."""
-    value = ["algorithm=lab.mine:Taught", f"roles={{teacher: {{model: {lab}/q/model}}}}", "data.shuffle=false"]
+def test_trains_with_an_added_teacher_role(lab: Path) -> None:
+    """The teacher starts as the policy's own model, and stays as it is."""
+    value = ["algorithm=lab.sft:TaughtSFT", f"roles={{teacher: {{model: {lab}/q/model}}}}", "data.shuffle=false"]
     planned = train(lab, *value, "--dry-run")
     assert planned.returncode == 0 and "teacher weights" in planned.stdout, planned.stderr
     done = train(lab, *value, f"run.dir={lab}/taught", "rollout.temperature=1")
@@ -146,43 +146,49 @@ def test_a_teacher_is_a_role_and_a_folder(lab: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "complaint"),
+    ("name", "message"),
     [
-        ("Lonely", "no worker for the role judge of algorithm=lab.mine:Lonely: name its worker in the controller's"),
-        ("Eager", "flow.judge is not available yet: workers start after `load_items`, which reads the data"),
-        ("Asking", "flow.teacher is not available: `roles()` of lab.mine:Asking lists actor, judge; add it there"),
+        (
+            "NoWorker",
+            "no worker for the role judge of algorithm=lab.sft:NoWorker: name its worker in the controller's",
+        ),
+        ("EarlyAccess", "flow.judge is not available yet: workers start after `load_items`, which reads the data"),
+        (
+            "UndeclaredRole",
+            "flow.teacher is not available: `roles()` of lab.sft:UndeclaredRole lists actor, judge; add it there",
+        ),
     ],
 )
-def test_mistakes_are_one_line(lab: Path, name: str, complaint: str) -> None:
-    done = train(lab, f"algorithm=lab.mine:{name}", f"run.dir={lab}/{name}")
+def test_role_mistakes_are_one_line_errors(lab: Path, name: str, message: str) -> None:
+    done = train(lab, f"algorithm=lab.sft:{name}", f"run.dir={lab}/{name}")
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if "error:" in line]
-    assert len(lines) == 1 and complaint in lines[0], done.stderr
+    assert len(lines) == 1 and message in lines[0], done.stderr
 
 
-def test_a_rewards_module_is_one_too(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_the_reward_function_of_a_fork(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.rewards.functions import load_functions
 
     monkeypatch.syspath_prepend(lab)
-    assert list(load_functions(["lab.mine:short"])) == ["short"]
+    assert list(load_functions(["lab.sft:is_short"])) == ["is_short"]
 
 
-# --- who plays a role -------------------------------------------------------------------------------------------------
+# --- workers of roles -------------------------------------------------------------------------------------------------
 
 
-def test_who_plays_a_role(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script before the configuration, that before the controller, that before what is known here."""
+def test_resolves_the_worker_of_a_role(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registered worker wins over the configuration, then the controller, then the built-in workers."""
     monkeypatch.syspath_prepend(lab)
-    config = from_dict({"algorithm": "lab.mine:Liked"})
+    config = from_dict({"algorithm": "lab.sft:FilteredSFT"})
     declared = load_requirements(config)
     check_roles(config, declared, {})
     assert resolve_worker(config, declared, "judge", RegisteredWorker()) == "lab.judge:Judge"
     assert resolve_worker(config, declared, "actor", RegisteredWorker()) == "megarl.workers.actor:ActorWorker"
-    said = with_role(config, "actor", None, None, "megatron")
-    assert resolve_worker(said, declared, "actor", RegisteredWorker()) == "megarl.workers.actor:ActorWorker"
-    assert load_worker(config, declared, "judge", RegisteredWorker("lab.mine:short")).__name__ == "short"
-    named = from_dict({"algorithm": "lab.mine:Liked", "roles": {"judge": {"worker": "lab.mine:short"}}})
-    assert load_worker(named, declared, "judge", RegisteredWorker()).__name__ == "short"
+    with_backend = with_role(config, "actor", None, None, "megatron")
+    assert resolve_worker(with_backend, declared, "actor", RegisteredWorker()) == "megarl.workers.actor:ActorWorker"
+    assert load_worker(config, declared, "judge", RegisteredWorker("lab.sft:is_short")).__name__ == "is_short"
+    named = from_dict({"algorithm": "lab.sft:FilteredSFT", "roles": {"judge": {"worker": "lab.sft:is_short"}}})
+    assert load_worker(named, declared, "judge", RegisteredWorker()).__name__ == "is_short"
     assert load_worker(named, declared, "judge", RegisteredWorker(print)) is print
     value = load_worker(config, declared, "judge", RegisteredWorker(options={"longest": 3}))
     assert value.keywords == {"longest": 3}  # type: ignore[attr-defined]
@@ -191,12 +197,12 @@ def test_who_plays_a_role(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("roles", "registered", "complaint"),
+    ("roles", "registered", "message"),
     [
         (
             {"jugde": {}},
             {},
-            r"^roles\.jugde: lab\.mine:Liked has no such role; did you mean judge\? \(it has actor, judge",
+            r"^roles\.jugde: lab\.sft:FilteredSFT has no such role; did you mean judge\? \(it has actor, judge",
         ),
         ({}, {"jugde": RegisteredWorker()}, r"^register_worker\('jugde'\): .* did you mean judge\?"),
         ({"judge": {"wroker": "a:b"}}, {}, r"^unknown key roles\.judge\.wroker; did you mean roles\.judge\.worker\?"),
@@ -209,16 +215,16 @@ def test_who_plays_a_role(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"judge": []}, {}, r"^roles\.judge must be a section of keys, not \[\]$"),
     ],
 )
-def test_settings_of_roles_that_do_not_fit(
-    lab: Path, monkeypatch: pytest.MonkeyPatch, roles: dict, registered: dict, complaint: str
+def test_rejects_bad_role_settings(
+    lab: Path, monkeypatch: pytest.MonkeyPatch, roles: dict, registered: dict, message: str
 ) -> None:
     monkeypatch.syspath_prepend(lab)
-    config = from_dict({"algorithm": "lab.mine:Liked", "roles": roles})
-    with pytest.raises(ConfigError, match=complaint):
+    config = from_dict({"algorithm": "lab.sft:FilteredSFT", "roles": roles})
+    with pytest.raises(ConfigError, match=message):
         check_roles(config, load_requirements(config), registered)
 
 
-def test_a_script_says_what_the_configuration_would() -> None:
+def test_with_role_updates_the_configuration() -> None:
     config = with_role(from_dict({}), "teacher", "/big", {"tp": 2})
     config = with_role(config, "critic", "/critic", {"pp": 2})
     config = with_role(config, "actor", None, {"tp": 4})
@@ -237,17 +243,17 @@ def test_a_script_says_what_the_configuration_would() -> None:
         with_role(config, "rollout", "/x", None)
 
 
-def test_a_role_of_a_fork_may_have_a_layout_of_its_own() -> None:
+def test_role_may_have_its_own_layout() -> None:
     tree = {"parallel": {"world_size": 4, "tp": 4}, "placement": {"teacher": "2-3"}}
     config = from_dict({**tree, "roles": {"teacher": {"model": "/big", "parallel": {"tp": 2}}}})
     layout = role_parallel(config, "teacher")
     assert (layout.world_size, layout.tp) == (2, 2)
-    wrong = from_dict({**tree, "roles": {"teacher": {"parallel": {"world_size": 2}}}})
+    invalid = from_dict({**tree, "roles": {"teacher": {"parallel": {"world_size": 2}}}})
     with pytest.raises(ConfigError, match=r"^roles\.teacher\.parallel\.world_size: placement.teacher sets"):
-        role_parallel(wrong, "teacher")
+        role_parallel(invalid, "teacher")
 
 
-def test_a_family_of_a_fork_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_a_model_family_from_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     local = {
         "LabForCausalLM": EntryPoint("LabForCausalLM", "megarl.models.gqa:QWEN3", "megarl.families"),
         "OddForCausalLM": EntryPoint("OddForCausalLM", "megarl.models.gqa:partial", "megarl.families"),
@@ -261,7 +267,7 @@ def test_a_family_of_a_fork_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -
         family_of({"architectures": ["OddForCausalLM"]})
 
 
-def test_a_worker_of_a_fork_is_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_a_worker_from_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     local = {"judge": EntryPoint("judge", "lab.judge:Judge", "megarl.workers")}
     monkeypatch.setattr(plugins, "list_entry_points", lambda group: local if group == "megarl.workers" else {})
     config = from_dict({})

@@ -1,4 +1,4 @@
-"""Architecture rules that the source can show: who imports whom, and who may ask for a GPU."""
+"""Architecture rules, checked by parsing the source: layers of imports, pure packages and GPU queries."""
 
 import ast
 from functools import cache
@@ -42,7 +42,7 @@ PROCESSES = ("torch.distributed", "megatron", "sglang")
 
 
 class Imports(ast.NodeVisitor):
-    """The names that a file imports, also inside of functions, without those for the type checker alone."""
+    """Collects the names that a file imports, also inside functions, except under TYPE_CHECKING."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -62,7 +62,7 @@ class Imports(ast.NodeVisitor):
         self.names |= {f"{node.module}.{alias.name}" for alias in node.names}
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        if ast.unparse(node) == "torch.distributed":  # `import torch` gives it, too
+        if ast.unparse(node) == "torch.distributed":  # also available after `import torch`
             self.names.add("torch.distributed")
         self.generic_visit(node)
 
@@ -80,7 +80,7 @@ def imports(module: str) -> frozenset[str]:
 
 
 def imported_modules(module: str) -> set[str]:
-    """The modules of megarl that a module imports."""
+    """Return the modules of megarl that a module imports."""
     result = set()
     for name in imports(module):
         if name.split(".")[0] != "megarl":
@@ -100,7 +100,7 @@ def starts_with(name: str, *prefixes: str) -> bool:
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
-def test_source_is_found() -> None:
+def test_finds_the_source() -> None:
     assert {"megarl.types", "megarl.algorithms.kl", "megarl.flow", "megarl.train"} <= set(FILES)
     assert "megarl.types" in imported_modules("megarl.algorithms.policy_losses")
     assert imported_modules("megarl.controllers.ppo") >= {
@@ -136,12 +136,12 @@ def test_no_import_cycles() -> None:
 
 
 def test_file_names_are_unique() -> None:
-    """So that a name in a traceback or a comment says which file is meant."""
+    """A name in a traceback or a comment identifies one file."""
     names = [path.name for path in FILES.values() if path.name != "__init__.py"]
     assert {name for name in names if names.count(name) > 1} == set()
 
 
-def test_pure_packages_use_no_processes() -> None:
+def test_pure_packages_import_no_distributed_code() -> None:
     used = {
         (module, name)
         for module in FILES
@@ -153,14 +153,14 @@ def test_pure_packages_use_no_processes() -> None:
 
 
 def test_algorithms_import_types_and_torch_only() -> None:
-    """And the types of a loss's options."""
+    """They may also import the types of a loss's options."""
     stdlib = ("__future__", "collections", "dataclasses", "math", "typing")
     known = (*stdlib, "torch", "megarl.types", "megarl.config.strict", "megarl.algorithms")
     used = {name for module in FILES if package(module) == "algorithms" for name in imports(module)}
     assert not {name for name in used if not starts_with(name, *known)}
 
 
-def test_only_the_device_module_asks_for_a_gpu() -> None:
+def test_only_the_device_module_queries_the_gpu() -> None:
     for module, path in FILES.items():
         if package(module) in ("parallel", "cpu") or "cpu" in path.name:
             continue

@@ -1,4 +1,4 @@
-"""What a run reads of one file and of several."""
+"""Prompts, conversations and preferences that a run reads from one or several files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.alone
 ROOT = Path(__file__).resolve().parent.parent
 
 
-class Letters:
-    """An id is a character's code; a turn is `(role:content;`."""
+class CharTokenizer:
+    """Token ids are character codes; a message is rendered as `(role:content;`."""
 
     eos_token = ";"
 
@@ -38,14 +38,14 @@ class Letters:
 
 @pytest.fixture
 def reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Of data in tmp_path, by its keys: what a flow has when it reads items."""
+    """Returns a function that makes an ItemReader from keys of `data`, for files in tmp_path."""
     monkeypatch.setattr(ranks, "split_work", lambda count, work: [work(number) for number in range(count)])
     monkeypatch.chdir(tmp_path)
 
     def make(**data: Any) -> ItemReader:
         config = from_dict({"data": data, "rollout": {"max_context": 10}, "run": {"num_rollout": 10}})
         chat: Any = SimpleNamespace(
-            encode_prompt=lambda prompt: [0] * len(prompt.messages[0]["content"]), tokenizer=Letters()
+            encode_prompt=lambda prompt: [0] * len(prompt.messages[0]["content"]), tokenizer=CharTokenizer()
         )
         job: Any = SimpleNamespace(rank=0, world=1)
         return ItemReader(config, load_hf_config(ROOT / "configs/models/qwen2.5_0.5b.json"), chat, job)
@@ -53,18 +53,20 @@ def reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return make
 
 
-def write(name: str, *rows: dict[str, Any]) -> str:
+def write_jsonl(name: str, *rows: dict[str, Any]) -> str:
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return name
 
 
-def prompts(count: int, **more: Any) -> list[dict[str, Any]]:
+def prompt_rows(count: int, **more: Any) -> list[dict[str, Any]]:
     return [{"prompt": f"p{number}", "ground_truth": number, **more} for number in range(count)]
 
 
-def test_one_file_is_as_ever(reader: Any) -> None:
-    file = write("a.jsonl", *prompts(2), {"prompt": "x" * 10, "label": 1}, {"prompt": "y", "label": 1, "id": 7})
+def test_reads_one_file(reader: Any) -> None:
+    file = write_jsonl(
+        "a.jsonl", *prompt_rows(2), {"prompt": "x" * 10, "label": 1}, {"prompt": "y", "label": 1, "id": 7}
+    )
     flow = reader(train=file)
     result = flow.load_prompts(flow.config.data.train)
     assert [prompt.id for prompt in result] == ["a-0", "a-1", "7"] and result[0].data_source == ""
@@ -75,15 +77,18 @@ def test_one_file_is_as_ever(reader: Any) -> None:
     ]
 
 
-def test_of_what_a_step_takes_whole_no_passes_are_said(reader: Any) -> None:
-    flow = reader(train=write("a.jsonl", *prompts(3)))
+def test_reports_no_passes_over_a_whole_data_set(reader: Any) -> None:
+    flow = reader(train=write_jsonl("a.jsonl", *prompt_rows(3)))
     assert len(flow.load_prompts(flow.config.data.train, whole=True)) == 3
     assert flow.notes == ["3 prompts of a.jsonl"]
 
 
-def test_ids_and_sources_of_several_files(reader: Any) -> None:
-    files = [write("m/train.jsonl", *prompts(2, data_source="gsm8k")), write("n/train.jsonl", *prompts(2))]
-    files.append(write("own.jsonl", {"prompt": "x", "ground_truth": 1, "id": 0}))
+def test_names_ids_and_sources_after_their_files(reader: Any) -> None:
+    files = [
+        write_jsonl("m/train.jsonl", *prompt_rows(2, data_source="gsm8k")),
+        write_jsonl("n/train.jsonl", *prompt_rows(2)),
+    ]
+    files.append(write_jsonl("own.jsonl", {"prompt": "x", "ground_truth": 1, "id": 0}))
     flow = reader(train=files, mixture_weights=[1, 1, 2])
     result = flow.load_prompts(flow.config.data.train)
     assert result.names == ("m/train", "n/train", "own") and result.sizes == (2, 2, 1)
@@ -96,40 +101,42 @@ def test_ids_and_sources_of_several_files(reader: Any) -> None:
     assert loader.epoch_metrics() == {"data/epoch/m/train": 0.5, "data/epoch/n/train": 0.5, "data/epoch/own": 2.0}
 
 
-def test_ids_that_come_out_alike_are_refused(reader: Any) -> None:
-    files = [write("a.jsonl", *prompts(1, id="b-1")), write("a-b.jsonl", *prompts(2))]
+def test_rejects_duplicate_ids(reader: Any) -> None:
+    files = [write_jsonl("a.jsonl", *prompt_rows(1, id="b-1")), write_jsonl("a-b.jsonl", *prompt_rows(2))]
     flow = reader(train=files)
     with pytest.raises(ConfigError, match=r"a-b.jsonl: the id 'a-b-1' is already used by a row of a.jsonl; rename"):
         flow.load_prompts(files)
 
 
-def test_numbers_stay_with_their_prompts_where_others_are_left_out(reader: Any) -> None:
-    rows = [{**row, "level": 9 - number} for number, row in enumerate(prompts(3))]
+def test_curriculum_keys_stay_aligned_with_prompts(reader: Any) -> None:
+    rows = [{**row, "level": 9 - number} for number, row in enumerate(prompt_rows(3))]
     rows.insert(1, {"prompt": "x" * 10, "ground_truth": 1, "level": 100})
     rows.insert(3, {"prompt": "y", "ground_truth": 1})
     flow = reader(
-        train=write("a.jsonl", *rows), eval=write("e.jsonl", *prompts(1, level="hard")), curriculum_key="level"
+        train=write_jsonl("a.jsonl", *rows),
+        eval=write_jsonl("e.jsonl", *prompt_rows(1, level="hard")),
+        curriculum_key="level",
     )
     result = flow.load_prompts(flow.config.data.train)
     assert np.array_equal(result.keys, [9, 8, np.nan, 7], equal_nan=True)
-    assert flow.load_prompts(flow.config.data.eval).keys is None  # and its columns are its own
+    assert flow.load_prompts(flow.config.data.eval).keys is None  # the curriculum only orders training data
 
 
-def test_an_order_that_no_file_knows(reader: Any) -> None:
-    files = [write("a.jsonl", *prompts(2)), write("b.jsonl", *prompts(2))]
+def test_rejects_a_curriculum_key_that_no_file_has(reader: Any) -> None:
+    files = [write_jsonl("a.jsonl", *prompt_rows(2)), write_jsonl("b.jsonl", *prompt_rows(2))]
     flow = reader(train=files, curriculum_key="level")
     with pytest.raises(ConfigError, match="data.curriculum_key=level: no row of a.jsonl, b.jsonl has a number"):
         flow.load_prompts(flow.config.data.train)
-    flow = reader(train=[files[0], write("c.jsonl", *prompts(1, level=3))], curriculum_key="level")
+    flow = reader(train=[files[0], write_jsonl("c.jsonl", *prompt_rows(1, level=3))], curriculum_key="level")
     assert np.array_equal(flow.load_prompts(flow.config.data.train).keys, [np.nan, np.nan, 3], equal_nan=True)
 
 
-def test_conversations_of_several_files_in_several_forms(reader: Any) -> None:
+def test_reads_conversations_in_several_formats(reader: Any) -> None:
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     long = {"messages": [{"role": "user", "content": "x" * 40000}, talk[1]], "n": 5}
     files = [
-        write("a.jsonl", {"messages": talk, "n": 2}, long, {"messages": talk, "id": "z"}),
-        write("b.jsonl", {"q": "hi", "a": "yes", "n": 1, "data_source": "own"}),
+        write_jsonl("a.jsonl", {"messages": talk, "n": 2}, long, {"messages": talk, "id": "z"}),
+        write_jsonl("b.jsonl", {"q": "hi", "a": "yes", "n": 1, "data_source": "own"}),
     ]
     flow = reader(train=files, curriculum_key="n", prompt_key="q", label_key="a")
     result = flow.load_conversations(flow.config.data.train)
@@ -141,17 +148,19 @@ def test_conversations_of_several_files_in_several_forms(reader: Any) -> None:
     assert "a.jsonl: 1 of 3 conversations are longer than the model's 32768 positions and are excluded" in flow.notes
 
 
-def test_pairs_of_several_files(reader: Any) -> None:
+def test_reads_preferences_of_several_files(reader: Any) -> None:
     pair = {"prompt": "hi", "chosen": "yes", "rejected": "no"}
     hh = {"chosen": "\n\nHuman: hi\n\nAssistant: yes", "rejected": "\n\nHuman: hi\n\nAssistant: no", "n": 1}
-    flow = reader(train=[write("a.jsonl", pair), write("b.jsonl", hh)], curriculum_key="n", mixture_weights=[1, 3])
+    flow = reader(
+        train=[write_jsonl("a.jsonl", pair), write_jsonl("b.jsonl", hh)], curriculum_key="n", mixture_weights=[1, 3]
+    )
     result = flow.load_preferences(flow.config.data.train)
     assert [item.chosen.prompt.data_source for item in result] == ["a", "b"]
     assert ["".join(map(chr, item.rejected.token_ids)) for item in result] == ["(u:hi;(a:no;"] * 2
     assert np.array_equal(result.keys, [np.nan, 1], equal_nan=True)
 
 
-def test_a_run_over_a_part_of_the_data_says_how_small_it_is() -> None:
+def test_formats_small_numbers_of_passes() -> None:
     assert [_format_passes(share) for share in (320.0, 1.5, 0.25, 0.004, 0.0)] == [
         "320.00",
         "1.50",

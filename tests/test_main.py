@@ -1,4 +1,4 @@
-"""`python -m megarl`: what works here."""
+"""The report of `python -m megarl` on this machine, and the version options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.alone
 
 
-def test_it_says_what_works_here() -> None:
+def test_prints_environment_report() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "megarl"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
@@ -28,18 +28,18 @@ def test_it_says_what_works_here() -> None:
 
 @pytest.mark.parametrize("program", ["megarl", "megarl.train", "megarl.eval", "megarl.torchrun"])
 @pytest.mark.parametrize("option", ["-V", "--version"])
-def test_version(program: str, option: str) -> None:
+def test_prints_version(program: str, option: str) -> None:
     command = [sys.executable, "-W", "ignore", "-m", program, option]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"MegaRL {megarl.__version__}\n", "")
 
 
-def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_option_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert page.main(["--nonsense"]) == 2
     assert capsys.readouterr().err == "error: unrecognized arguments: --nonsense; see --help\n"
 
 
-def test_nothing_heavy_is_imported() -> None:
+def test_imports_no_heavy_packages() -> None:
     heavy = ("sglang", "megatron", "megatron.core", "transformers", "transformer_engine")
     probe = (
         f"import sys, megarl.__main__ as m; m.run_checks(); print([name for name in {heavy} if name in sys.modules])"
@@ -48,16 +48,16 @@ def test_nothing_heavy_is_imported() -> None:
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
-def test_what_is_missing_is_said_with_its_remedy(
+def test_missing_packages_are_reported_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = page.installed_version
-    monkeypatch.setattr(page, "installed_version", lambda name: "" if name == "sglang" else known(name))
+    installed_version = page.installed_version
+    monkeypatch.setattr(page, "installed_version", lambda name: "" if name == "sglang" else installed_version(name))
     monkeypatch.setattr(page.shutil, "which", lambda name: None)
     assert page.main([]) == 1
-    said = capsys.readouterr().out
-    assert "missing: sglang. To install what is needed: bash launch/install.sh" in said
+    output = capsys.readouterr().out
+    assert "missing: sglang. To install what is needed: bash launch/install.sh" in output
     assert (
-        "not installed; the policy's code cannot run sandboxed on this machine" in said
-        and "no sbatch on this machine" in said
+        "not installed; the policy's code cannot run sandboxed on this machine" in output
+        and "no sbatch on this machine" in output
     )

@@ -1,17 +1,17 @@
-"""Whether ranks would wait for each other for ever on NCCL is found in records of what they say."""
+"""`nccl_order` detects communication that would hang on NCCL."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from nccl_order import Event, Stuck, check
+from nccl_order import Event, InvalidCommunication, check
 
 pytestmark = pytest.mark.alone
 
 
-class Said:
-    """What one rank says, written by hand."""
+class RankRecord:
+    """A hand-written record of one rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.events, self.batches = rank, list[Event](), 0
@@ -35,109 +35,109 @@ class Said:
         return numbers
 
 
-def ranks(count: int, meet: bool = True) -> tuple[list[int], list[Said]]:
-    everybody = list(range(count))
-    said = [Said(rank) for rank in everybody]
-    for item in said if meet else ():
-        item.post("all_reduce", everybody)
-    return everybody, said
+def make_records(count: int, first_use: bool = True) -> tuple[list[int], list[RankRecord]]:
+    members = list(range(count))
+    records = [RankRecord(rank) for rank in members]
+    for item in records if first_use else ():
+        item.post("all_reduce", members)
+    return members, records
 
 
-def faults(said: list[Said]) -> str:
-    with pytest.raises(Stuck) as caught:
-        check([item.events for item in said])
+def find_faults(records: list[RankRecord]) -> str:
+    with pytest.raises(InvalidCommunication) as caught:
+        check([item.events for item in records])
     return str(caught.value)
 
 
-def test_what_is_in_order_is_counted() -> None:
-    every, (a, b, c) = ranks(3)
-    a.batch(every, ("send", 1), ("receive", 2))
-    b.batch(every, ("receive", 0), ("send", 2))
-    c.batch(every, ("send", 0), ("receive", 1))
+def test_counts_valid_operations() -> None:
+    members, (a, b, c) = make_records(3)
+    a.batch(members, ("send", 1), ("receive", 2))
+    b.batch(members, ("receive", 0), ("send", 2))
+    c.batch(members, ("send", 0), ("receive", 1))
     a.post("barrier", [0, 1])
     b.post("barrier", [0, 1])
     assert check([a.events, b.events, c.events]) == {"all_reduce": 3, "send": 3, "receive": 3, "barrier": 2}
 
 
-def test_a_group_is_not_made_by_an_exchange_of_some_of_its_ranks() -> None:
-    every, said = ranks(3, meet=False)
-    said[0].batch(every, ("send", 1))
-    said[1].batch(every, ("receive", 0))
-    assert "rank 0: the first use of the group of the ranks [0, 1, 2] is a send" in faults(said)
-    every, said = ranks(2, meet=False)  # both take part
-    said[0].batch(every, ("send", 1))
-    said[1].batch(every, ("receive", 0))
-    check([item.events for item in said])
+def test_rejects_partial_exchange_as_first_use_of_a_group() -> None:
+    members, records = make_records(3, first_use=False)
+    records[0].batch(members, ("send", 1))
+    records[1].batch(members, ("receive", 0))
+    assert "rank 0: the first use of the group of the ranks [0, 1, 2] is a send" in find_faults(records)
+    members, records = make_records(2, first_use=False)  # all ranks of the group take part
+    records[0].batch(members, ("send", 1))
+    records[1].batch(members, ("receive", 0))
+    check([item.events for item in records])
 
 
-def test_groups_in_another_order() -> None:
-    every, (a, b) = ranks(2)
+def test_detects_groups_used_in_different_orders() -> None:
+    members, (a, b) = make_records(2)
     for item, order in ((a, "xy"), (b, "yx")):
         for name in order:
-            item.post("all_reduce", every, group=name)
-    assert faults([a, b]) == (
+            item.post("all_reduce", members, group=name)
+    assert find_faults([a, b]) == (
         "rank 0 would wait for ever for all_reduce (8 bytes, group of [0, 1])\n"
         "rank 1 would wait for ever for all_reduce (8 bytes, group of [0, 1])"
     )
-    every, (a, b) = ranks(2)
+    members, (a, b) = make_records(2)
     for item, order in ((a, "xy"), (b, "yx")):
-        for number in [item.post("all_reduce", every, False, group=name) for name in order]:
+        for number in [item.post("all_reduce", members, False, group=name) for name in order]:
             item.wait(number)
-    check([a.events, b.events])  # each group by itself, and only then a wait
+    check([a.events, b.events])  # asynchronous operations of different groups do not block each other
 
 
-def test_sends_that_wait_for_each_other() -> None:
-    """Gloo keeps what is sent until somebody takes it; NCCL does not."""
+def test_detects_sends_that_block_each_other() -> None:
+    """Gloo buffers sends; NCCL does not."""
     for host in (False, True):
-        every, (a, b) = ranks(2)
+        members, (a, b) = make_records(2)
         for item, peer in ((a, 1), (b, 0)):
-            item.post("send", every, peer=peer, host=host)
-            item.post("receive", every, peer=peer, host=host)
+            item.post("send", members, peer=peer, host=host)
+            item.post("receive", members, peer=peer, host=host)
         if host:
             check([a.events, b.events])
         else:
-            assert "rank 0 would wait for ever for send to rank 1" in faults([a, b])
+            assert "rank 0 would wait for ever for send to rank 1" in find_faults([a, b])
 
 
-def test_a_rank_that_leaves_a_collective_out() -> None:
-    every, (a, b) = ranks(2)
-    a.post("all_reduce", every)
-    assert faults([a, b]) == "rank 0 would wait for ever for all_reduce (8 bytes, group of [0, 1])"
-    b.post("all_gather", every)
-    assert "do different things at the same time" in faults([a, b])
-    every, (a, b) = ranks(2)
-    a.post("broadcast", every, bytes=8)
-    b.post("broadcast", every, bytes=16)
-    assert "different numbers of bytes" in faults([a, b])
+def test_detects_mismatched_collectives() -> None:
+    members, (a, b) = make_records(2)
+    a.post("all_reduce", members)
+    assert find_faults([a, b]) == "rank 0 would wait for ever for all_reduce (8 bytes, group of [0, 1])"
+    b.post("all_gather", members)
+    assert "do different things at the same time" in find_faults([a, b])
+    members, (a, b) = make_records(2)
+    a.post("broadcast", members, bytes=8)
+    b.post("broadcast", members, bytes=16)
+    assert "different numbers of bytes" in find_faults([a, b])
 
 
-def test_a_batch_that_the_other_has_not_come_to() -> None:
-    """What is in one batch is done at once, so a collective between two batches of the peer is met too early."""
-    every, (a, b) = ranks(2)
-    a.batch(every, ("send", 1), ("send", 1))
-    b.batch(every, ("receive", 0))
-    b.post("all_reduce", every)
-    b.batch(every, ("receive", 0))
-    a.post("all_reduce", every)
-    assert "would wait for ever" in faults([a, b])
-    every, (a, b) = ranks(2)
-    a.batch(every, ("send", 1))
-    b.batch(every, ("receive", 0))
+def test_detects_mismatched_batches() -> None:
+    """A batch is one operation, so rank 0's two sends cannot match two batches with a collective between them."""
+    members, (a, b) = make_records(2)
+    a.batch(members, ("send", 1), ("send", 1))
+    b.batch(members, ("receive", 0))
+    b.post("all_reduce", members)
+    b.batch(members, ("receive", 0))
+    a.post("all_reduce", members)
+    assert "would wait for ever" in find_faults([a, b])
+    members, (a, b) = make_records(2)
+    a.batch(members, ("send", 1))
+    b.batch(members, ("receive", 0))
     a.events[-2]["bytes"] = 16
-    assert "rank 0 gives send to rank 1 (16 bytes" in faults([a, b])
+    assert "rank 0 gives send to rank 1 (16 bytes" in find_faults([a, b])
 
 
-def test_a_host_group_and_a_device_group_that_wait_for_each_other() -> None:
-    every, (a, b) = ranks(2)
-    a.post("barrier", every, host=True, group="host")
-    a.post("all_reduce", every)
-    b.post("all_reduce", every)
-    b.post("barrier", every, host=True, group="host")
-    assert "rank 0 would wait for ever for barrier" in faults([a, b])
+def test_detects_deadlock_between_host_and_device_groups() -> None:
+    members, (a, b) = make_records(2)
+    a.post("barrier", members, host=True, group="host")
+    a.post("all_reduce", members)
+    b.post("all_reduce", members)
+    b.post("barrier", members, host=True, group="host")
+    assert "rank 0 would wait for ever for barrier" in find_faults([a, b])
 
 
-def test_what_nobody_has_waited_for() -> None:
-    every, (a, b) = ranks(2)
-    a.batch(every, ("send", 1), wait=False)
-    b.batch(every, ("receive", 0))
-    assert faults([a, b]) == "rank 0: nobody has waited for send to rank 1 (8 bytes, group of [0, 1])"
+def test_detects_a_missing_wait() -> None:
+    members, (a, b) = make_records(2)
+    a.batch(members, ("send", 1), wait=False)
+    b.batch(members, ("receive", 0))
+    assert find_faults([a, b]) == "rank 0: nobody has waited for send to rank 1 (8 bytes, group of [0, 1])"

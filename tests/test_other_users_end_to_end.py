@@ -1,5 +1,7 @@
-"""A real run beside another user of its machine, who connects to all that listens: what listens is in SECURITY.md, the
-run goes on, and nothing that he sends is executed."""
+"""A run while another user of the machine attacks every listening socket.
+
+The run completes, executes nothing it is sent, and listens only where SECURITY.md says.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,22 @@ from typing import Any
 
 import pytest
 from other_user import needs_root, start_as_other_user
-from whole_run import ENVIRONMENT, ROOT, command_of, make_folder
+from whole_run import ENVIRONMENT, ROOT, build_command, descendants, make_folder
 
 pytestmark = needs_root
 
 LISTENS = 0x10000  # the flag of /proc/net/unix
 RANK, SERVER, SCHEDULER = "megarl.train", "megarl.engine.engine_host", "sglang::scheduler"
 KNOWN = ("megarl.torchrun", SERVER, SCHEDULER, "sglang::detokenizer", "torch_shm_manager", RANK)
-# For each line on stdin, `tcp PORT` or `unix NAME`: connects with all of these, and goes on with some of them.
+# Connects to each address on stdin, `tcp PORT` or `unix NAME`, and sends every payload.
 INTRUDER = """
 harm = bytes.fromhex(sys.argv[1])
 keep = []
 def text(content):
     return len(content).to_bytes(8, "little") + content
 def attempts(kind):
-    # Nothing that begins with eight bytes of a small number: with those somebody takes a rank's place in a group of
-    # gloo's that is just being made, which is not closed (SECURITY.md).
+    # No payload begins with eight bytes of a small number: that takes a rank's place in a gloo group under
+    # construction, a known gap (SECURITY.md).
     yield b"garbage\\n" * 20
     yield b"\\xff" * 4096
     yield harm
@@ -44,21 +46,21 @@ def attempts(kind):
         greeting = b"\\xff\\0\\0\\0\\0\\0\\0\\0\\x01\\x7f" + b"\\3\\0NULL" + b"\\0" * 48  # of ZeroMQ
         yield greeting + b"\\0" + bytes([len(harm)]) + harm
 def attack(kind, name):
-    said = set()
+    outcomes = set()
     for content in attempts(kind):
         to = socket.socket(socket.AF_INET if kind == "tcp" else socket.AF_UNIX, socket.SOCK_STREAM)
         to.settimeout(5.0)
         try:
             to.connect(("127.0.0.1", int(name)) if kind == "tcp" else bytes.fromhex(name))
             to.sendall(content)
-            said.add("connected")
+            outcomes.add("connected")
             if b"HTTP" in content:
                 to.settimeout(0.5)
-                said.add(to.recv(64).split(b"\\r\\n")[0].decode("latin1"))
+                outcomes.add(to.recv(64).split(b"\\r\\n")[0].decode("latin1"))
         except OSError as error:
-            said.add(type(error).__name__)
+            outcomes.add(type(error).__name__)
         keep.append(to)  # open until the end
-    print(kind, name, sorted(said), flush=True)
+    print(kind, name, sorted(outcomes), flush=True)
 threads = []
 for line in sys.stdin:
     threads.append(threading.Thread(target=attack, args=line.split()))
@@ -68,8 +70,8 @@ for thread in threads:
 """
 
 
-class Harm:
-    """Leaves a folder where it is unpickled."""
+class Payload:
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,23 +80,16 @@ class Harm:
         return os.mkdir, (str(self.path),)
 
 
-def descendants(pid: int) -> list[int]:
-    result, todo = [], [pid]
-    while todo:
-        result.append(todo.pop())
-        for task in Path(f"/proc/{result[-1]}/task").glob("*"):
-            with contextlib.suppress(OSError):
-                todo += map(int, (task / "children").read_text().split())
-    return result
-
-
 def listening() -> dict[str, tuple[str, str]]:
-    """What listens, or takes datagrams under a name, by inode: `tcp` and its address, `unix` and its name as hex."""
+    """Return {inode: (table, address)} of listening sockets and bound datagram sockets.
+
+    The address of `unix` sockets is their name as hex.
+    """
     result = {}
     for table in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            # 07: a datagram socket without a peer. One with a peer, as a name lookup has, takes nothing from others.
+            # 07: a datagram socket without a peer. One with a peer, such as a name lookup's, accepts nothing else.
             if fields[3] == ("07" if table.startswith("udp") else "0A"):
                 result[fields[9]] = table, fields[1]
     for row in Path("/proc/net/unix").read_bytes().split(b"\n")[1:]:
@@ -105,24 +100,24 @@ def listening() -> dict[str, tuple[str, str]]:
     return result
 
 
-class Watch(threading.Thread):
-    """Looks at what listens among the processes of a run, and has the intruder connect to it."""
+class SocketWatcher(threading.Thread):
+    """Finds the listening sockets of a run's processes and has the intruder connect to them."""
 
     def __init__(self, pid: int, intruder: subprocess.Popen[str]) -> None:
         super().__init__(daemon=True)
         self.pid, self.done, self._intruder = pid, False, intruder
-        self.found: set[tuple[str, str, str]] = set()
-        """Of whom, which table, and where."""
+        self.sockets: set[tuple[str, str, str]] = set()
+        """Command line, table and address of each socket."""
         self.modes: dict[str, tuple[int, int]] = {}
         self.reached: list[str] = []
-        self._hearing = threading.Thread(target=self._hear, daemon=True)
+        self._output_reader = threading.Thread(target=self._collect_output, daemon=True)
 
-    def _hear(self) -> None:
+    def _collect_output(self) -> None:
         assert self._intruder.stdout is not None
         self.reached += self._intruder.stdout.read().splitlines()
 
     def run(self) -> None:
-        self._hearing.start()
+        self._output_reader.start()
         assert self._intruder.stdin is not None
         seen: set[str] = set()
         while not self.done:
@@ -135,13 +130,13 @@ class Watch(threading.Thread):
                     open_files = [os.readlink(link.path) for link in os.scandir(f"/proc/{pid}/fd")]
                     for inode in {link[8:-1] for link in open_files if link.startswith("socket:[")} & table.keys():
                         kind, where = table[inode]
-                        self.found.add((who, kind, where))
+                        self.sockets.add((who, kind, where))
                         if inode not in seen:
                             seen.add(inode)
                             self._attack(kind, where)
             time.sleep(0.02)
         self._intruder.stdin.close()
-        self._hearing.join(60)
+        self._output_reader.join(60)
 
     def _attack(self, kind: str, where: str) -> None:
         assert self._intruder.stdin is not None
@@ -155,19 +150,19 @@ class Watch(threading.Thread):
 
 
 @pytest.fixture(scope="module", params=["launcher", "torchrun"])
-def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def run_result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     place = tmp_path_factory.mktemp("others")
     folder = make_folder(place / "q", "qwen3_moe")
     (place / "scratch").mkdir()
     harm = place / "harm"
-    intruder = start_as_other_user(INTRUDER, pickle.dumps(Harm(harm)).hex())
+    intruder = start_as_other_user(INTRUDER, pickle.dumps(Payload(harm)).hex())
     options = (
         "algorithm=grpo",
         "run.num_rollout=3",
         "rollout.tp=2",
         "rollout.tools=[megarl.environments.ready.calculator:calculator]",
     )
-    command = command_of(folder, place / "run", *options)
+    command = build_command(folder, place / "run", *options)
     if request.param == "torchrun":
         python, _, program, *remaining = command
         by = ("-m", "megarl.torchrun", "--standalone", "--nproc-per-node", "2")
@@ -176,27 +171,27 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    watch = Watch(process.pid, intruder)
+    watch = SocketWatcher(process.pid, intruder)
     watch.start()
     try:
-        said, _ = process.communicate(timeout=500)
+        output, _ = process.communicate(timeout=500)
     finally:
-        process.kill()  # and with it its ranks and engines, where it is late
+        process.kill()  # ranks and engines end with it
         watch.done = True
         watch.join(90)
         intruder.kill()
-    return {"status": process.returncode, "said": said, "watch": watch, "harm": harm, "by": request.param}
+    return {"status": process.returncode, "output": output, "watch": watch, "harm": harm, "by": request.param}
 
 
-def test_the_run_goes_on_and_nothing_is_executed(ran: dict[str, Any]) -> None:
-    assert ran["status"] == 0, ran["said"][-4000:]
-    assert "done: 3 steps" in ran["said"]
-    assert not ran["harm"].exists()
+def test_run_completes_and_executes_no_payload(run_result: dict[str, Any]) -> None:
+    assert run_result["status"] == 0, run_result["output"][-4000:]
+    assert "done: 3 steps" in run_result["output"]
+    assert not run_result["harm"].exists()
 
 
-def test_he_has_reached_all_ports_and_no_socket_with_a_name(ran: dict[str, Any]) -> None:
-    """Else the rest would prove nothing. In is only who knows the engine's key."""
-    reached = ran["watch"].reached
+def test_intruder_reaches_ports_but_no_named_sockets(run_result: dict[str, Any]) -> None:
+    """Otherwise the other tests would prove nothing. Engines refuse requests without their key."""
+    reached = run_result["watch"].reached
     tcp, named = ([line for line in reached if line.startswith(kind)] for kind in ("tcp", "unix 2f"))
     assert len([line for line in tcp if "connected" in line]) > 10, reached
     assert [line for line in tcp if "401 Unauthorized" in line], tcp
@@ -204,19 +199,19 @@ def test_he_has_reached_all_ports_and_no_socket_with_a_name(ran: dict[str, Any])
     assert len(named) > 3 and not [line for line in named if "connected" in line], named
 
 
-def test_what_listens_is_what_the_table_says(ran: dict[str, Any]) -> None:
+def test_listening_sockets_match_security_md(run_result: dict[str, Any]) -> None:
     """The table of SECURITY.md, by process and address."""
     result: dict[str, set[str]] = {}
-    for who, kind, where in ran["watch"].found:
+    for who, kind, where in run_result["watch"].sockets:
         address = where.partition(":")[0] if kind != "unix" else "abstract" if where.startswith("00") else "path"
         result.setdefault(f"{kind} {address}", set()).add(next((name for name in KNOWN if name in who), who))
     everywhere = result.pop("tcp 00000000", set()) | result.pop("tcp6 " + "0" * 32, set())
-    assert everywhere == ({"megarl.torchrun"} if ran["by"] == "torchrun" else set())
-    inherited = {"torch_shm_manager"}  # forked from a rank, with whose ports it does nothing
-    # A scheduler goes by the name of its host where there is no space for a title of its own.
+    assert everywhere == ({"megarl.torchrun"} if run_result["by"] == "torchrun" else set())
+    inherited = {"torch_shm_manager"}  # forked from a rank, whose ports it does not use
+    # A scheduler keeps its host's name if there is no space for its own title.
     assert {RANK, SERVER} <= result.pop("tcp 0100007F") - inherited <= {RANK, SERVER, SCHEDULER}
     assert result.pop("unix path") <= {*KNOWN}
     assert result.pop("unix abstract", {RANK}) - inherited == {RANK}
     assert result == {}
-    for path, (mode, parent) in ran["watch"].modes.items():
+    for path, (mode, parent) in run_result["watch"].modes.items():
         assert parent & 0o077 == 0, (path, oct(mode), oct(parent))

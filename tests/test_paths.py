@@ -1,4 +1,4 @@
-"""Paths with `~` and variables in them: expanded once, for every consumer alike; a variable that is unset is named."""
+"""Expansion of `~` and variables in paths, and the errors of paths that cannot be expanded."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megarl.data.table import open_parquet
 
 pytestmark = pytest.mark.alone
 
-# Keys that hold text which is no path. A new key of text belongs here, or is a PathStr.
-NO_PATHS = {
+# Text keys that are not paths. A new text key belongs here, or is a PathStr.
+TEXT_KEYS = {
     "algorithm",
     "data.label_key",
     "data.curriculum_key",
@@ -45,15 +45,15 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def test_every_key_of_text_is_a_path_or_known_to_be_none() -> None:
+def test_every_text_key_is_a_path_or_listed() -> None:
     text = {key for key, kind in collect_key_types(Config).items() if "str" in str(kind) and "Literal" not in str(kind)}
     mappings = {key for key, value in list_keys(Config()) if isinstance(value, dict)}
     paths = {key for key, kind in collect_key_types(Config).items() if is_path_type(kind)}
-    assert text - mappings - paths == NO_PATHS
-    assert not paths & NO_PATHS
+    assert text - mappings - paths == TEXT_KEYS
+    assert not paths & TEXT_KEYS
 
 
-def test_every_key_that_is_a_path_is_expanded(home: Path) -> None:
+def test_expands_every_path_key(home: Path) -> None:
     for key, kind in collect_key_types(Config).items():
         if is_path_type(kind):
             section, _, name = key.partition(".")
@@ -64,7 +64,7 @@ def test_every_key_that_is_a_path_is_expanded(home: Path) -> None:
             assert value in (f"{home}/x", (f"{home}/x",)), key
 
 
-def test_in_the_file_on_the_command_line_and_in_lists(home: Path, tmp_path: Path) -> None:
+def test_expands_paths_in_files_overrides_and_lists(home: Path, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("model: {path: ~/models/m}\ndata: {train: [$SCRATCH/a.jsonl, '${SCRATCH}/b.jsonl', c.jsonl]}\n")
     config = load_config(file, ["run.dir=~/runs/x", "critic.path=$SCRATCH", "rollout.replay=~/runs/y@7"])
@@ -76,12 +76,12 @@ def test_in_the_file_on_the_command_line_and_in_lists(home: Path, tmp_path: Path
     assert load_config(saved) == config
 
 
-def test_the_file_itself_may_be_named_so(home: Path) -> None:
+def test_expands_the_path_of_the_config_file(home: Path) -> None:
     (home / "config.yaml").write_text("run: {dir: a}")
     assert load_config("~/config.yaml").run.dir == "a"
 
 
-def test_mappings_that_pass_through(home: Path) -> None:
+def test_expands_paths_in_passthrough_mappings(home: Path) -> None:
     config = from_dict(
         {
             "roles": {"teacher": {"model": "~/big", "options": {"word_file": "$SCRATCH/w", "pattern": "^~a$HOME"}}},
@@ -108,7 +108,7 @@ def test_mappings_that_pass_through(home: Path) -> None:
         ("program:sh 'half of a $NOWHERE", "program:sh 'half of a $NOWHERE"),
     ],
 )
-def test_specs(spec: str, expanded: str, home: Path) -> None:
+def test_expands_specs(spec: str, expanded: str, home: Path) -> None:
     assert expand_spec(spec, "rollout.environments[0]") == expanded.format(home=home)
     if "half" not in spec:
         assert from_dict({"rollout": {"environments": [spec]}}).rollout.environments == (expanded.format(home=home),)
@@ -135,7 +135,7 @@ def test_specs(spec: str, expanded: str, home: Path) -> None:
         ("run.dir", "$BROKEN", "run.dir must be text without control characters"),
     ],
 )
-def test_what_cannot_be_expanded_is_said(
+def test_rejects_paths_that_cannot_be_expanded(
     key: str, text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EMPTY", "")
@@ -146,25 +146,25 @@ def test_what_cannot_be_expanded_is_said(
         load_config(tmp_path / "empty.yaml", [f"{key}={text}"])
 
 
-def test_dollars_and_tildes_that_are_none_stay(tmp_path: Path) -> None:
+def test_keeps_literal_dollars_and_tildes(tmp_path: Path) -> None:
     for text in ("a$", "cost$.jsonl", "a~b", "runs/~x", "a$1", "s3://bucket/$"):
         assert expand(text, "run.dir") == text
     config = from_dict({"data": {"prompt_key": "$x"}, "loss": {"policy_loss": "~a"}})
     assert config.data.prompt_key == "$x" and config.loss.policy_loss == "~a"
 
 
-def test_a_variable_may_begin_with_a_tilde(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expands_a_tilde_in_a_variable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCRATCH", "~/scratch")
     assert expand("$SCRATCH/x", "run.dir") == f"{home}/scratch/x"
 
 
-def test_a_configuration_made_in_python(home: Path) -> None:
+def test_expands_configs_built_in_python_once(home: Path) -> None:
     created = dataclasses.replace(Config(), run=RunConfig(dir="~/x"), rollout=Config().rollout)
     once = expand_config_paths(created)
     assert once.run.dir == f"{home}/x" and expand_config_paths(once) == once
 
 
-def test_arguments(home: Path) -> None:
+def test_parser_expands_path_arguments(home: Path) -> None:
     parser = Parser("x")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--model", type=parse_path_text)
@@ -174,7 +174,7 @@ def test_arguments(home: Path) -> None:
         parser.parse_args(["--out=$NOWHERE/x"])
 
 
-def test_pyarrow_reads_the_file_that_is_named(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_reader_keeps_a_literal_tilde(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for folder, value in ((tmp_path / "~", 1), (home, 2)):
         folder.mkdir(exist_ok=True)

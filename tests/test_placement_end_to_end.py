@@ -1,7 +1,4 @@
-"""Roles on ranks of their own, in whole runs: what comes of it, and that it is what comes of one rank.
-
-One run has an engine; the other replays its rollouts, which are all made on one rank.
-"""
+"""Whole runs with roles on separate ranks, compared bitwise with one rank that replays the same rollouts."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from whole_run import communication_of, make_folder, metrics_of, train
+from whole_run import ONE_RANK, check_communication, make_folder, read_metrics, read_steps, train
 
 from megarl.observe.rollout_log import read_rollouts
 
@@ -19,8 +16,6 @@ SPLIT = [
     "placement={actor: 0, critic: 1, rollout: 2}",
     *("parallel.world_size=3", "parallel.ranks_per_node=3", "parallel.tp=1", "parallel.ep=1"),
 ]
-ALONE = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", "parallel.ep=1"]
-"""All roles on one rank, which has the rollouts then, as the engine's rank had."""
 
 
 @pytest.fixture(scope="module")
@@ -39,24 +34,20 @@ def split_run(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory)
     return run_dir
 
 
-def steps_of(run_dir: Path) -> list[dict[str, float]]:
-    return [row for row in metrics_of(run_dir) if "rollout/reward_mean" in row]
-
-
-def versions(run_dir: Path, step: int) -> set[int | None]:
+def weight_versions(run_dir: Path, step: int) -> set[int | None]:
     return {turn.weight_version for item in read_rollouts(run_dir, step) for turn in item.turns if turn.is_action}
 
 
-def asked(run_dir: Path, step: int) -> list[tuple[str, int, int]]:
-    """Which prompt, group and seed each of a step's rollouts has."""
+def sample_ids(run_dir: Path, step: int) -> list[tuple[str, int, int]]:
+    """Return the prompt, group and seed of each rollout of a step."""
     return [(item.prompt.id, item.group, item.seed) for item in read_rollouts(run_dir, step)]
 
 
-def assert_same_figures(item: list[dict[str, float]], other: list[dict[str, float]], *but: str) -> None:
+def assert_same_metrics(item: list[dict[str, float]], other: list[dict[str, float]], *ignored: str) -> None:
     assert [row["step"] for row in item] == [row["step"] for row in other]
     for mine, theirs in zip(item, other, strict=True):
         for name in mine:
-            if name.split("/")[0] in ("actor", "critic", "rollout") and name not in but:
+            if name.split("/")[0] in ("actor", "critic", "rollout") and name not in ignored:
                 assert mine[name] == theirs[name], (mine["step"], name)
 
 
@@ -66,18 +57,18 @@ def assert_same_weights(item: Path, other: Path) -> None:
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
 
 
-def test_three_steps_on_three_ranks(split_run: Path, folder: Path) -> None:
-    rows = steps_of(split_run)
+def test_trains_three_steps_on_three_ranks(split_run: Path, folder: Path) -> None:
+    rows = read_steps(split_run)
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert row["rollout/logprob_diff_p95"] <= 1e-4
         names = ("actor/grad_norm", "actor/entropy", "critic/grad_norm", "critic/vf_loss")
         assert all(row[name] > 0 for name in names)
-        # Of roles on rank 0 and elsewhere alike.
+        # Roles on rank 0 and on other ranks report it.
         assert row["perf/actor_tflops_per_gpu"] > 0 and row["perf/critic_tflops_per_gpu"] > 0
     for step in (1, 2, 3):
-        assert versions(split_run, step) == {step - 1} and len(read_rollouts(split_run, step)) == 16
-    evaluated = [row for row in metrics_of(split_run) if "eval/reward_greedy" in row]
+        assert weight_versions(split_run, step) == {step - 1} and len(read_rollouts(split_run, step)) == 16
+    evaluated = [row for row in read_metrics(split_run) if "eval/reward_greedy" in row]
     assert [row["step"] for row in evaluated] == [0, 3]
     before, after = (load_file(path / "model.safetensors") for path in (folder / "model", split_run / "export"))
     assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
@@ -85,21 +76,20 @@ def test_three_steps_on_three_ranks(split_run: Path, folder: Path) -> None:
     assert retained == ["step_000001", "step_000002", "step_000003"]
 
 
-def test_its_ranks_would_not_hang_on_a_gpu(split_run: Path) -> None:
-    said = communication_of(split_run)
-    assert said["send"] == said["receive"] > 0
+def test_communication_is_valid_for_nccl(split_run: Path) -> None:
+    counts = check_communication(split_run)
+    assert counts["send"] == counts["receive"] > 0
 
 
-def test_one_rank_makes_the_same_of_the_same_rollouts(split_run: Path, folder: Path, tmp_path: Path) -> None:
-    """Bit for bit: every figure, every weight."""
-    train(folder, tmp_path / "alone", *ALONE, f"rollout.replay={split_run}")
-    assert_same_figures(steps_of(split_run), steps_of(tmp_path / "alone"), "rollout/idle_frac")  # of engines
+def test_replay_on_one_rank_is_bitwise_equal(split_run: Path, folder: Path, tmp_path: Path) -> None:
+    """All metrics and weights are equal."""
+    train(folder, tmp_path / "alone", *ONE_RANK, f"rollout.replay={split_run}")
+    assert_same_metrics(read_steps(split_run), read_steps(tmp_path / "alone"), "rollout/idle_frac")  # of engines
     assert_same_weights(split_run, tmp_path / "alone")
 
 
-def assert_answers_wait_for_no_training(run_dir: Path, steps: int) -> None:
-    """They are stopped for the weights only when these are there: the engine's rank, which has nothing to train, would
-    come to that long before."""
+def assert_generation_drains_after_training(run_dir: Path, steps: int) -> None:
+    """Check that each step drains generation only after training, although the engine rank trains nothing."""
 
     def spans(rank: int, name: str) -> list[dict[str, float]]:
         text = (run_dir / "timeline" / f"rank_{rank:05d}.json").read_text().rstrip().rstrip(",]")
@@ -113,66 +103,65 @@ def assert_answers_wait_for_no_training(run_dir: Path, steps: int) -> None:
         assert stopped[step]["ts"] >= last["ts"] + last["dur"]
 
 
-BESIDE = ["rollout.asynchronous=true", "run.save_every=0"]
-TWO = [
+ASYNC = ["rollout.asynchronous=true", "run.save_every=0"]
+TWO_RANKS = [
     "placement={actor: 0, rollout: 1}",
     *("parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=1"),
     *("algorithm=grpo", "kl.apply_to=none"),
 ]
 
 
-def test_generation_beside_training_is_as_synchronous_at_lag_0(
+def test_asynchronous_without_staleness_equals_synchronous(
     split_run: Path, folder: Path, host: str, tmp_path: Path
 ) -> None:
-    """The same prompts, groups and seeds, none by older weights; and one rank, which never heard of it, makes the same
-    of these rollouts, bit for bit."""
+    """Prompts, groups and seeds equal the synchronous run's, nothing is stale, and a replay on one rank is bitwise
+    equal."""
     run_dir = tmp_path / "beside"
-    train(folder, run_dir, *SPLIT, *BESIDE, "rollout.max_staleness=0", "run.eval_every=3", host=host)
-    rows = steps_of(run_dir)
+    train(folder, run_dir, *SPLIT, *ASYNC, "rollout.max_staleness=0", "run.eval_every=3", host=host)
+    rows = read_steps(run_dir)
     for step, row in enumerate(rows, 1):
-        assert asked(run_dir, step) == asked(split_run, step) and versions(run_dir, step) == {step - 1}
+        assert sample_ids(run_dir, step) == sample_ids(split_run, step) and weight_versions(run_dir, step) == {step - 1}
         assert row["rollout/staleness_max"] == 0 and row["rollout/logprob_diff_p95"] <= 1e-4
-    logged = [(row["step"], "eval/reward_greedy" in row) for row in metrics_of(run_dir)]
+    logged = [(row["step"], "eval/reward_greedy" in row) for row in read_metrics(run_dir)]
     assert [step for step, evaluates in logged if evaluates] == [0, 3]
-    assert logged.index((1, False)) < logged.index((0, True))  # the first step did not wait for it
-    for row in metrics_of(run_dir):
+    assert logged.index((1, False)) < logged.index((0, True))  # the first step did not wait for the evaluation
+    for row in read_metrics(run_dir):
         if "eval/reward_greedy" in row:
             assert row["eval/weight_version"] == row["step"] <= row["eval/weight_version_last"] <= 3
-    train(folder, tmp_path / "alone", *ALONE, f"rollout.replay={run_dir}", "run.save_every=0")
+    train(folder, tmp_path / "alone", *ONE_RANK, f"rollout.replay={run_dir}", "run.save_every=0")
     of_engines = [
         name for name in rows[0] if name.startswith(("rollout/staleness", "rollout/group_age", "rollout/idle"))
     ]
-    assert_same_figures(rows, steps_of(tmp_path / "alone"), *of_engines)
+    assert_same_metrics(rows, read_steps(tmp_path / "alone"), *of_engines)
     assert_same_weights(run_dir, tmp_path / "alone")
 
 
 @pytest.mark.parametrize("how", ["retract", "in_place"])
-def test_answers_go_on_through_pushes(folder: Path, host: str, tmp_path: Path, how: str) -> None:
-    """The weights change in number only, so what any of them chose has the log-probs of all of them: also across a
-    push, and out of whatever its cache had of older ones; where no beginning is read again, with the experts replayed
-    that the engine recorded."""
+def test_generation_continues_across_weight_syncs(folder: Path, host: str, tmp_path: Path, how: str) -> None:
+    """With a learning rate of 0 only the weight version changes, so log-probs must match across weight syncs, also with
+    a KV cache of older versions. `in_place` does not prefill again, so it replays the recorded routing."""
     run_dir = tmp_path / how
     long = ["rollout.max_new_tokens=150", "rollout.max_context=300", "run.num_rollout=5"]
     long += ["train.routing_replay=true", "rollout.max_turns=1"] if how == "in_place" else []
     same = ["actor_optimizer.lr=0", "rollout.max_staleness=2", f"rollout.on_weight_sync={how}"]
-    train(folder, run_dir, *TWO, *BESIDE, *long, *same, host=host)
-    rows = steps_of(run_dir)
+    train(folder, run_dir, *TWO_RANKS, *ASYNC, *long, *same, host=host)
+    rows = read_steps(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     for step, row in enumerate(rows, 1):
-        result = versions(run_dir, step)
+        result = weight_versions(run_dir, step)
         assert all(version is not None and max(0, step - 3) <= version <= step - 1 for version in result)
         differences = [row[name] for name in row if name.startswith("rollout/logprob_diff_p95") and "un" not in name]
         assert differences and max(differences) <= 1e-4
-        assert len({group for _, group, _ in asked(run_dir, step)}) == 4 and len(asked(run_dir, step)) == 16
+        assert len({group for _, group, _ in sample_ids(run_dir, step)}) == 4 and len(sample_ids(run_dir, step)) == 16
     assert max(row["rollout/staleness_max"] for row in rows) in (1.0, 2.0)
     assert rows[0]["rollout/staleness_max"] == 0 and all(
         row["rollout/group_age_s_max"] >= row["rollout/group_age_s_mean"] > 0 for row in rows
     )
-    assert_answers_wait_for_no_training(run_dir, steps=5)
+    assert_generation_drains_after_training(run_dir, steps=5)
     mixed = [
         len(turn.version_spans) > 1
         for step in range(1, 6)
         for item in read_rollouts(run_dir, step)
         for turn in item.turns
     ]
-    assert any(mixed) == (how == "retract")  # an answer by two versions, whose keys and values are by the second
+    assert any(mixed) == (how == "retract")  # a turn of two versions

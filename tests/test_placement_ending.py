@@ -1,7 +1,6 @@
-"""What ends a run whose roles are on ranks of their own: that it says so in one line, leaves nobody behind, and what it
-has saved is gone on from, also in another placement.
+"""How runs with roles on separate ranks end: one-line errors, no processes left, and a checkpoint to resume from.
 
-The first run has an engine. It is asked to stop, and is then gone on with; the others replay its rollouts.
+The first run has an engine. It is stopped and resumed; the others replay its rollouts.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_placement_end_to_end import ALONE, SPLIT, assert_same_weights, steps_of
+from test_placement_end_to_end import SPLIT, assert_same_weights
 from transformers import AutoModelForSequenceClassification
-from whole_run import ROOT, command_of, make_folder, train, with_host
+from whole_run import ONE_RANK, ROOT, build_command, make_folder, read_steps, train, with_host
 
 from megarl.observe.rollout_log import read_rollouts
 
 pytestmark = pytest.mark.nightly
 
-LONGEST_S = 500.0
-"""That a run may take to where it is waited for, and to its end."""
+TIMEOUT_S = 500.0
+"""Limit on each wait for a run."""
 REWARD = """
 import time
 from pathlib import Path
@@ -48,51 +47,50 @@ def odd(rollout):
 """
 
 
-class Running:
-    """A run in the background. Its reward `watched:seen` leaves a file that says that a step is under way, and waits
-    as long as there is a file `wait`."""
+class BackgroundRun:
+    """A run in the background. Its reward `watched:seen` touches the file `seen`, and blocks while `wait` exists."""
 
     def __init__(self, folder: Path, place: Path, *overrides: str, host: str = "") -> None:
         self.seen, self.wait, self.run_dir = place / "seen", place / "wait", place / "run"
         (place / "watched.py").write_text(REWARD)
         environment = with_host(host)
         environment["PYTHONPATH"] += os.pathsep + str(place)
-        command = command_of(folder, self.run_dir, "reward.functions=[watched:seen]", *overrides)
+        command = build_command(folder, self.run_dir, "reward.functions=[watched:seen]", *overrides)
         self.before = set(psutil.Process().children(recursive=True))
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
         )
 
-    def wait_for(self, there: Callable[[], object]) -> None:
-        deadline = time.monotonic() + LONGEST_S
-        while not there():
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
             if time.monotonic() > deadline:
-                self.process.kill()  # its ranks go with it
+                self.process.kill()  # its ranks end with it
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.02)
 
-    def family(self) -> list[psutil.Process]:
-        """The run's processes, and those of its engines, which may be children of a host."""
+    def processes(self) -> list[psutil.Process]:
+        """Return the processes of the run and of its engines, which may be children of an engine host."""
         return [item for item in psutil.Process().children(recursive=True) if item not in self.before]
 
     def rank(self, number: int) -> int:
         (result,) = [item for item in psutil.Process(self.process.pid).children() if is_rank(item, number)]
         return int(result.pid)
 
-    def ended(self) -> tuple[int, list[str]]:
-        """Exit status and the lines on stderr, when all of the run's processes are gone."""
-        family = self.family()
+    def finish(self) -> tuple[int, list[str]]:
+        """Wait until all processes of the run have ended; return the exit status and the lines of stderr."""
+        processes = self.processes()
         try:
-            _, err = self.process.communicate(timeout=LONGEST_S)
+            _, err = self.process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
-        _, left = psutil.wait_procs(family, timeout=30)
+        _, left = psutil.wait_procs(processes, timeout=30)
         assert left == []
         return self.process.returncode, [line for line in err.splitlines() if line.strip()]
 
-    def saved(self) -> list[str]:
+    def saved_steps(self) -> list[str]:
         return sorted(path.name for path in (self.run_dir / "checkpoints").glob("step_*"))
 
 
@@ -107,122 +105,128 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stopped(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was asked to stop in its first step: it has saved that one, with all roles, and nothing else."""
-    run = Running(folder, tmp_path_factory.mktemp("stopped"), *SPLIT, "run.save_every=100", host=host)
+def stopped_run(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that got SIGTERM in its first step, and saved only that step."""
+    run = BackgroundRun(folder, tmp_path_factory.mktemp("stopped"), *SPLIT, "run.save_every=100", host=host)
     run.wait.touch()
     run.wait_for(run.seen.exists)
     os.killpg(run.process.pid, signal.SIGTERM)
     run.wait.unlink()
-    assert run.ended() == (85, ["stopped on request: saved step 1, resume with run.resume=auto"])
-    assert run.saved() == ["step_000001"]
-    saved = run.run_dir / "checkpoints" / "step_000001"
-    assert {"actor", "critic", "host.json"} <= {path.name for path in saved.iterdir()}
+    assert run.finish() == (85, ["stopped on request: saved step 1, resume with run.resume=auto"])
+    assert run.saved_steps() == ["step_000001"]
+    checkpoint = run.run_dir / "checkpoints" / "step_000001"
+    assert {"actor", "critic", "host.json"} <= {path.name for path in checkpoint.iterdir()}
     return run.run_dir
 
 
 @pytest.fixture(scope="module")
-def whole(stopped: Path, folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run to its end, after two more steps, in the placement that it had."""
-    run_dir = tmp_path_factory.mktemp("whole") / "run"
-    shutil.copytree(stopped, run_dir)
+def full_run(stopped_run: Path, folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, resumed with the same placement for two more steps."""
+    run_dir = tmp_path_factory.mktemp("full") / "run"
+    shutil.copytree(stopped_run, run_dir)
     train(folder, run_dir, *SPLIT, "run.save_every=100", "run.resume=auto", host=host)
-    assert [row["step"] for row in steps_of(run_dir)] == [1, 2, 3]
-    assert steps_of(run_dir)[0] == steps_of(stopped)[0]
-    assert all(row["rollout/logprob_diff_p95"] <= 1e-4 for row in steps_of(run_dir))  # the engine has the weights, too
+    assert [row["step"] for row in read_steps(run_dir)] == [1, 2, 3]
+    assert read_steps(run_dir)[0] == read_steps(stopped_run)[0]
+    assert all(
+        row["rollout/logprob_diff_p95"] <= 1e-4 for row in read_steps(run_dir)
+    )  # the engine has the restored weights
     return run_dir
 
 
-def test_a_run_that_was_stopped_goes_on_on_one_rank(stopped: Path, whole: Path, folder: Path, tmp_path: Path) -> None:
-    """To the same weights, bit for bit: those that were saved, and what an optimizer needs beside them."""
-    shutil.copytree(stopped, tmp_path / "run")
-    train(folder, tmp_path / "run", *ALONE, "run.resume=auto", f"rollout.replay={whole}")
-    assert [row["step"] for row in steps_of(tmp_path / "run")] == [1, 2, 3]
-    assert_same_weights(whole, tmp_path / "run")
+def test_resumes_a_stopped_run_on_one_rank(stopped_run: Path, full_run: Path, folder: Path, tmp_path: Path) -> None:
+    """Weights end bitwise equal, so the optimizer state is restored too."""
+    shutil.copytree(stopped_run, tmp_path / "run")
+    train(folder, tmp_path / "run", *ONE_RANK, "run.resume=auto", f"rollout.replay={full_run}")
+    assert [row["step"] for row in read_steps(tmp_path / "run")] == [1, 2, 3]
+    assert_same_weights(full_run, tmp_path / "run")
     assert "placement" in (tmp_path / "run" / "changes.jsonl").read_text()
 
 
-def test_a_critic_that_is_killed_in_a_step_is_named(whole: Path, folder: Path, tmp_path: Path) -> None:
-    """And not what the others see of it."""
-    run = Running(folder, tmp_path, *SPLIT, f"rollout.replay={whole}", "run.ppo_epochs=2000", "run.num_update=2000")
+def test_error_names_the_killed_critic(full_run: Path, folder: Path, tmp_path: Path) -> None:
+    """The errors of the other ranks are not shown."""
+    run = BackgroundRun(
+        folder, tmp_path, *SPLIT, f"rollout.replay={full_run}", "run.ppo_epochs=2000", "run.num_update=2000"
+    )
     run.wait_for(run.seen.exists)
     os.kill(run.rank(1), signal.SIGKILL)
     line = "error: rank 1 (critic) was killed by SIGKILL (the kernel does that when memory runs out)"
-    assert run.ended() == (137, [line])
-    assert run.saved() == []
+    assert run.finish() == (137, [line])
+    assert run.saved_steps() == []
 
 
-def test_a_critic_that_is_killed_costs_no_step(whole: Path, folder: Path, tmp_path: Path) -> None:
-    """The run starts again by itself, and comes to the same weights, bit for bit."""
-    run = Running(folder, tmp_path, *SPLIT, f"rollout.replay={whole}", "run.save_every=1", "run.max_restarts=3")
-    run.wait_for(lambda: "step_000001" in run.saved())
+def test_restarts_after_the_critic_is_killed(full_run: Path, folder: Path, tmp_path: Path) -> None:
+    """The run restarts from its checkpoint and ends with bitwise equal weights."""
+    run = BackgroundRun(
+        folder, tmp_path, *SPLIT, f"rollout.replay={full_run}", "run.save_every=1", "run.max_restarts=3"
+    )
+    run.wait_for(lambda: "step_000001" in run.saved_steps())
     os.kill(run.rank(1), signal.SIGKILL)
-    code, (line,) = run.ended()
+    code, (line,) = run.finish()
     assert code == 0 and line.startswith("error: rank 1 (critic) was killed by SIGKILL"), line
     assert "; restarting in 2 s from checkpoint step_" in line
-    assert {row["step"] for row in steps_of(run.run_dir)} == {1, 2, 3}
-    assert_same_weights(whole, run.run_dir)
+    assert {row["step"] for row in read_steps(run.run_dir)} == {1, 2, 3}
+    assert_same_weights(full_run, run.run_dir)
 
 
-def test_a_reward_that_is_no_number_is_named(whole: Path, folder: Path, tmp_path: Path) -> None:
-    """In the second step; the first stays as it was saved."""
-    run = Running(folder, tmp_path, *SPLIT, f"rollout.replay={whole}", "reward.functions=[watched:odd]")
-    code, (line,) = run.ended()
+def test_error_names_the_nan_reward(full_run: Path, folder: Path, tmp_path: Path) -> None:
+    """The second step fails; the checkpoint of the first remains."""
+    run = BackgroundRun(folder, tmp_path, *SPLIT, f"rollout.replay={full_run}", "reward.functions=[watched:odd]")
+    code, (line,) = run.finish()
     assert code == 2 and line.startswith("error: ")
     assert "rollouts have no reward, more than reward.max_failed_frac=0.1 allows: " in line
     assert " x odd: it returned nan; it must return a finite number (on the sample 'train-" in line
-    assert run.saved() == ["step_000001"]
+    assert run.saved_steps() == ["step_000001"]
 
 
-def test_values_that_are_no_numbers_are_named(whole: Path, folder: Path, tmp_path: Path) -> None:
-    """They are found where the rollouts are, which are not where the critic is, nor where log.txt is written."""
+def test_error_names_nonfinite_values(full_run: Path, folder: Path, tmp_path: Path) -> None:
+    """The rank with the rollouts finds them; it is neither the critic's nor the one that writes log.txt."""
     shutil.copytree(folder / "model", tmp_path / "model")
     weights = load_file(folder / "model" / "model.safetensors")
-    weights["model.norm.weight"][:] = 3e38  # finite, as it must be to be loaded; what comes of it is not
+    weights["model.norm.weight"][:] = 3e38  # finite, so it loads, but the values overflow
     save_file(weights, tmp_path / "model" / "model.safetensors")
-    run = Running(folder, tmp_path, *SPLIT, f"rollout.replay={whole}", f"critic.path={tmp_path}/model")
-    code, (line,) = run.ended()
+    run = BackgroundRun(folder, tmp_path, *SPLIT, f"rollout.replay={full_run}", f"critic.path={tmp_path}/model")
+    code, (line,) = run.finish()
     assert code == 2, line
     events = re.fullmatch(
         r"error: step 1: not finite: values of the critic, (nan|inf) in (\d+) of (\d+) places; check the rewards and "
         r"the data, or lower critic\.optimizer\.lr",
         line,
     )
-    actions = sum(item.num_actions for item in read_rollouts(whole, 1))
+    actions = sum(item.num_actions for item in read_rollouts(full_run, 1))
     assert events and 0 < int(events[2]) <= int(events[3]) == actions
     assert line.removeprefix("error: ") in (run.run_dir / "log.txt").read_text()
-    assert run.saved() == []
+    assert run.saved_steps() == []
 
 
 # --- a reward model ---------------------------------------------------------------------------------------------------
 
 
-def test_grpo_with_a_reward_model_on_a_rank_of_its_own(folder: Path, host: str, tmp_path: Path) -> None:
-    """And with the experts replayed that the engine chose, whose records travel. On one rank, where recorded rollouts
-    have no routing, the trainer chooses the same ones, for nothing is updated twice a step."""
+def test_grpo_with_the_reward_model_on_its_own_rank(folder: Path, host: str, tmp_path: Path) -> None:
+    """Routing replay sends the engine's routing to the actor's rank. The replay on one rank has no routing records, but
+    with one update per step the trainer chooses the same experts."""
     model = tmp_path / "reward_model"
     make_reward_model(folder / "model", model)
     value = ["algorithm=grpo", "reward.functions=[]", f"reward.model={model}", "run.save_every=0"]
     value += ["kl.apply_to=reward", "run.num_update=1", "run.ppo_epochs=1"]
     split = [*SPLIT, "placement={actor: 0, reward: 1, rollout: 2}", "train.routing_replay=true"]
     train(folder, tmp_path / "split", *split, *value, host=host)
-    rows = steps_of(tmp_path / "split")
+    rows = read_steps(tmp_path / "split")
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
-        assert row["rollout/logprob_diff"] <= 1e-4  # of every token, for replayed experts cannot tie
+        assert row["rollout/logprob_diff"] <= 1e-4  # the maximum: replayed experts cannot tie
         assert row["actor/grad_norm"] > 0
         assert all(math.isfinite(number) for number in row.values())
     result = [item.reward for item in read_rollouts(tmp_path / "split", 3)]
     assert result == pytest.approx(scores(model, tmp_path / "split", 3), abs=1e-4)
     assert max(result) - min(result) > 0.01
-    train(folder, tmp_path / "alone", *ALONE, *value, f"rollout.replay={tmp_path}/split")
-    for mine, theirs in zip(rows, steps_of(tmp_path / "alone"), strict=True):
+    train(folder, tmp_path / "alone", *ONE_RANK, *value, f"rollout.replay={tmp_path}/split")
+    for mine, theirs in zip(rows, read_steps(tmp_path / "alone"), strict=True):
         for name in ("rollout/reward_mean", "actor/grad_norm", "actor/loss", "actor/entropy"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), (mine["step"], name)
 
 
 def make_reward_model(policy: Path, target: Path) -> None:
-    """The policy's trunk with a random head."""
+    """Save a reward model: the policy with a random scalar head."""
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1, dtype=torch.float32)
     model.score.weight.data.normal_(std=0.3)
@@ -231,7 +235,7 @@ def make_reward_model(policy: Path, target: Path) -> None:
 
 
 def scores(reward_model: Path, run_dir: Path, step: int) -> list[float]:
-    """By transformers, of the ids that the engine wrote."""
+    """Score the sampled token ids with transformers."""
     model = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
     with torch.no_grad():
         return [float(model(torch.tensor([item.token_ids.tolist()])).logits) for item in read_rollouts(run_dir, step)]

@@ -1,5 +1,5 @@
-"""One policy learns in every kind of environment that MegaRL has ready, all in one run: tools, mathematics and code in
-the sandbox, a game, a search; at the end of it also in two that were made for others, MCP and Harbor."""
+"""One run trains a policy in all ready environments: tools, sandboxed mathematics and code, a game and a search. Its
+last steps use the adapters for MCP and Harbor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent / "sandbox"))
 import adapter_tasks  # noqa: E402
 from environment_tasks import ENVIRONMENTS, TASKS, write  # noqa: E402
 from real_boxes import needs_boxes  # noqa: E402
-from whole_run import ROOT, metrics_of, with_host  # noqa: E402
+from whole_run import ROOT, read_steps, with_host  # noqa: E402
 
 from megarl.observe.rollout_log import read_rollouts  # noqa: E402
 
@@ -32,22 +32,27 @@ def train(config: str, host: str, *overrides: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that has seen how each task is done, among guesses."""
+def warm_up(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model after SFT on demonstrations and guesses of each task."""
     folder = tmp_path_factory.mktemp("tasks") / "f"
     adapter_tasks.write_folders(folder)
-    write(folder, 20 * STEPS, demonstrations=14400, more=adapter_tasks.TASKS, then=20 * ADAPTERS)
+    write(folder, 20 * STEPS, demonstrations=14400, extra_tasks=adapter_tasks.TASKS, extra_rows=20 * ADAPTERS)
     local = [f"run.dir={folder}/sft", f"model.path={folder}/model", f"data.train={folder}/sft.jsonl"]
     train("configs/quickstart_sft.yaml", "", *local, "run.num_rollout=225")
     return folder
 
 
 @pytest.fixture(scope="module")
-def run(warm: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps with rows of each kind that is ready, then steps with rows of adapters."""
+def run(warm_up: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps with rows of the ready environments, then steps with rows of the adapters."""
     run_dir = tmp_path_factory.mktemp("runs") / "run"
-    local = [f"run.dir={run_dir}", f"model.path={warm}/sft/export", f"data.train={warm}/train.jsonl", "data.eval=[]"]
-    tools, folders = adapter_tasks.write_servers(run_dir.parent), f"harbor:{warm}/harbor"
+    local = [
+        f"run.dir={run_dir}",
+        f"model.path={warm_up}/sft/export",
+        f"data.train={warm_up}/train.jsonl",
+        "data.eval=[]",
+    ]
+    tools, folders = adapter_tasks.write_servers(run_dir.parent), f"harbor:{warm_up}/harbor"
     rollout = [f"rollout.environments={json.dumps([*ENVIRONMENTS, folders])}", f"rollout.tools={json.dumps(tools)}"]
     rollout += ["rollout.max_turns=7", "data.shuffle=false"]
     steps = [
@@ -62,8 +67,8 @@ def run(warm: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @needs_boxes
-def test_each_kind_gets_better(run: Path) -> None:
-    rows = [row for row in metrics_of(run) if "rollout/reward_mean" in row][:STEPS]
+def test_reward_rises_in_every_environment(run: Path) -> None:
+    rows = read_steps(run)[:STEPS]
     assert len(rows) == STEPS and all(row["rollout/aborted_frac"] == 0 for row in rows)
     assert all(row["rollout/reward_failed_frac"] == 0 for row in rows if "rollout/reward_failed_frac" in row)
     for name in TASKS:
@@ -73,9 +78,9 @@ def test_each_kind_gets_better(run: Path) -> None:
 
 
 @needs_boxes
-def test_adapters_train_two_steps(run: Path) -> None:
-    """The policy calls a server's tool and a task's shell, each for a reward, and what it said is trained on."""
-    rows = [row for row in metrics_of(run) if "rollout/reward_mean" in row][STEPS:]
+def test_trains_two_steps_with_adapters(run: Path) -> None:
+    """The policy earns rewards by calling the MCP server's tool and the Harbor task's shell."""
+    rows = read_steps(run)[STEPS:]
     assert [row["step"] for row in rows] == [STEPS + 1, STEPS + 2]
     for row in rows:
         assert row["rollout/aborted_frac"] == 0 == row.get("rollout/reward_failed_frac", 0)
@@ -89,9 +94,14 @@ def test_adapters_train_two_steps(run: Path) -> None:
             ] == pytest.approx(statistics.fmean(item.reward for item in local))
             right = [item for item in local if item.tool_calls > item.tool_errors and item.reward == 1]
             assert right and any(item.reward == 0 for item in local)  # so there is something to learn
-            calls = [call["function"]["name"] for item in right for said in item.messages for call in called(said)]
+            calls = [
+                call["function"]["name"]
+                for item in right
+                for message in item.messages
+                for call in tool_calls_of(message)
+            ]
             assert tool in calls
 
 
-def called(message: dict[str, Any]) -> list[dict[str, Any]]:
+def tool_calls_of(message: dict[str, Any]) -> list[dict[str, Any]]:
     return list(message.get("tool_calls") or ())

@@ -1,4 +1,4 @@
-"""Algorithms by name: what a recipe sets is the default, what the user sets wins."""
+"""Recipes: named algorithms set defaults, which user values override."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.alone
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
-def test_every_recipe_is_a_whole_controller_and_sets_keys_that_are_there(name: str) -> None:
+def test_recipe_has_a_controller_and_sets_existing_keys(name: str) -> None:
     config = from_dict({"algorithm": name})
     assert load_requirements(config).name == name and find_controller(name).__name__.endswith("Controller")
     for key, value in RECIPES[name].defaults.items():
@@ -24,7 +24,7 @@ def test_every_recipe_is_a_whole_controller_and_sets_keys_that_are_there(name: s
         assert getattr(getattr(config, section) if section else config, leaf) == value
 
 
-def test_what_the_user_sets_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_user_values_override_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(
         RECIPES, "mine", Recipe("no.such:Module", {"kl.apply_to": "loss", "kl.coef": 0.5, "loss.clip": 0.3})
     )
@@ -32,12 +32,12 @@ def test_what_the_user_sets_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert (config.kl, config.loss.clip) == (KLConfig(apply_to="loss", coef=0.25), 0.3)
     path = tmp_path / "a.yaml"
     path.write_text("algorithm: ppo\nloss:\n  clip: 0.1\n")
-    config = load_config(path, ["algorithm=mine", "kl.apply_to=none"])  # an override of the name brings its recipe
+    config = load_config(path, ["algorithm=mine", "kl.apply_to=none"])  # an override of `algorithm` selects its recipe
     assert (config.kl.apply_to, config.kl.coef, config.loss.clip) == ("none", 0.5, 0.1)
     assert from_dict({}) == Config()
 
 
-def test_the_given_tree_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apply_recipe_leaves_its_input_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECIPES, "mine", Recipe("no.such:Module", {"kl.apply_to": "loss", "options": {"a": 1}}))
     tree = {"kl": {"coef": 0.25}}
     assert apply_recipe(tree, "mine") == {"kl": {"apply_to": "loss", "coef": 0.25}, "options": {"a": 1}}
@@ -46,7 +46,7 @@ def test_the_given_tree_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         from_dict({"algorithm": "mine", "kl": 3})
 
 
-def test_a_fork_has_recipes_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_the_recipe_of_a_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "lab_recipes.py").write_text(
         "from megarl.config.recipes import GRPO, Recipe\nmine = Recipe(GRPO, {'advantage.norm_by_std': False})\n"
@@ -58,7 +58,7 @@ def test_a_fork_has_recipes_of_its_own(tmp_path: Path, monkeypatch: pytest.Monke
         sys.modules.pop("lab_recipes", None)
 
 
-def test_the_complete_recipes_are_what_their_papers_say() -> None:
+def test_recipes_match_their_papers() -> None:
     """DAPO (arXiv:2503.14476), VAPO (arXiv:2504.05118), PF-PPO (arXiv:2409.06957), Dr. GRPO (arXiv:2503.20783)."""
     dapo, vapo, pf_ppo, dr_grpo = (from_dict({"algorithm": name}) for name in ("dapo", "vapo", "pf_ppo", "dr_grpo"))
     for item in (dapo, vapo):
@@ -75,7 +75,7 @@ def test_the_complete_recipes_are_what_their_papers_say() -> None:
 
 
 @pytest.mark.parametrize("name", ["gspo", "cispo", "sapo", "gmpo", "clip_cov", "kl_cov"])
-def test_a_recipe_of_a_loss_has_that_loss(name: str) -> None:
+def test_loss_recipe_selects_its_loss(name: str) -> None:
     config = from_dict({"algorithm": name})
     if name == "clip_cov":  # the paper's loss is -A rho of what is not marked: no clip of 0.2, no dual clip of 3
         assert (config.loss.clip, config.loss.clip_high, config.loss.dual_clip) == (1.0, 100.0, None)

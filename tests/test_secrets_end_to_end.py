@@ -1,4 +1,4 @@
-"""A real run with secrets that are marked: what it writes, starts and listens at has none of them."""
+"""A run with marked secrets: its files, output, processes and open sockets expose none of them."""
 
 from __future__ import annotations
 
@@ -12,33 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_run import ENVIRONMENT, ROOT, command_of, make_folder
+from whole_run import ENVIRONMENT, ROOT, build_command, descendants, make_folder
 
 sys.path.insert(0, str(ROOT / "tests/rewards"))
 from judging_server import RewardServer  # noqa: E402
 
 MARK = "MARKED"
-HELD = {
+SECRETS = {
     "HF_TOKEN": f"hf_{MARK}1",
     "WANDB_API_KEY": f"{MARK}2",
     "JUDGE_OF_OURS": f"{MARK}3",
     "HOOK_OF_OURS": "",  # a URL
     "AWS_SECRET_ACCESS_KEY": f"{MARK}4",
 }
-# Of every process that makes a key of its own, as for an engine or a session.
-KEYS = f"import secrets\nsecrets.token_urlsafe = lambda length=32: '{MARK}-KEY-OF-AN-ENGINE'\n"
-GIVEN = "-m\0megarl.train"
-"""In the command line of those that the user has given the secrets to: the launcher and the ranks."""
-
-
-def descendants(pid: int) -> list[int]:
-    result, todo = [], [pid]
-    while todo:
-        result.append(todo.pop())
-        for task in Path(f"/proc/{result[-1]}/task").glob("*"):
-            with contextlib.suppress(OSError):
-                todo += map(int, (task / "children").read_text().split())
-    return result
+# For every process that generates a key, such as an engine's or a session's.
+FIXED_KEYS = f"import secrets\nsecrets.token_urlsafe = lambda length=32: '{MARK}-KEY-OF-AN-ENGINE'\n"
+TRUSTED = "-m\0megarl.train"
+"""Part of the command line of the launcher and the ranks, which have the secrets in their environment."""
 
 
 def sockets(pid: int) -> set[str]:
@@ -51,19 +41,19 @@ def sockets(pid: int) -> set[str]:
 
 
 def listening() -> dict[str, str]:
-    """Sockets that listen beyond the loopback, by inode: address and port as the kernel writes them."""
+    """Return {inode: address and port as the kernel writes them} of sockets that listen beyond loopback."""
     result = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             fields = line.split()
-            near = fields[1].startswith(("0100007F:", "00000000000000000000000001000000:"))
-            if fields[3] == "0A" and not near:
+            is_loopback = fields[1].startswith(("0100007F:", "00000000000000000000000001000000:"))
+            if fields[3] == "0A" and not is_loopback:
                 result[fields[9]] = fields[1]
     return result
 
 
-class Watch(threading.Thread):
-    """Looks at a process and all that come of it, while they run."""
+class ProcessWatcher(threading.Thread):
+    """Polls a process and its descendants for leaked secrets and exposed sockets until `done` is set."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -74,45 +64,45 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         while not self.done:
-            beyond = listening()
+            exposed = listening()
             for pid in descendants(self.pid):
                 with contextlib.suppress(OSError):
                     line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
                     environ = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-                    said = line.replace("\0", " ")[:200]
-                    self.kinds.add(said)
+                    command = line.replace("\0", " ")[:200]
+                    self.kinds.add(command)
                     if MARK in line:
-                        self.leaks.add(f"command line: {said}")
-                    if GIVEN not in line:
+                        self.leaks.add(f"command line: {command}")
+                    if TRUSTED not in line:
                         retained = [text.split("=")[0] for text in environ.split("\0") if MARK in text]
-                        self.leaks |= {f"environment of {said}: {name}" for name in retained}
+                        self.leaks |= {f"environment of {command}: {name}" for name in retained}
                     elif "-KEY-OF-" in environ:
-                        self.leaks.add(f"key in the environment of {said}")
-                self.open |= {f"{beyond[item]} of {pid}: {said}" for item in sockets(pid) & beyond.keys()}
+                        self.leaks.add(f"key in the environment of {command}")
+                self.open |= {f"{exposed[item]} of {pid}: {command}" for item in sockets(pid) & exposed.keys()}
             time.sleep(0.3)
 
 
-def words_of(run_dir: Path) -> str:
-    """What rollouts are recorded as, whose files are compressed."""
+def rollout_text(run_dir: Path) -> str:
+    """Return the recorded rollouts as text; their files are compressed."""
     from megarl.observe.rollout_log import read_rollouts, recorded_steps
 
     return repr([list(read_rollouts(run_dir, step)) for step in recorded_steps(run_dir)])
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def run_result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     place = tmp_path_factory.mktemp("secrets")
     folder = make_folder(place / "q", "qwen3_moe")
     (place / "site").mkdir()
     (place / "scratch").mkdir()
-    (place / "site/sitecustomize.py").write_text(KEYS)
+    (place / "site/sitecustomize.py").write_text(FIXED_KEYS)
     run_dir = place / "run"
-    retained = HELD | {"HOOK_OF_OURS": f"http://127.0.0.1:1/{MARK}5"}  # where nobody is, so that it fails
+    retained = SECRETS | {"HOOK_OF_OURS": f"http://127.0.0.1:1/{MARK}5"}  # nobody listens, so it fails
     environment = ENVIRONMENT | retained | {"TMPDIR": str(place / "scratch"), "MEGARL_WEBHOOK_PRIVATE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(place / "site"), ENVIRONMENT["PYTHONPATH"]])
     with RewardServer() as judge:
         options = f"{{url: {judge.url}, private: true, auth_env: JUDGE_OF_OURS}}"
-        command = command_of(
+        command = build_command(
             folder,
             run_dir,
             *("algorithm=grpo", "run.num_rollout=2", "track.webhook=env:HOOK_OF_OURS"),
@@ -122,43 +112,45 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        watch = Watch(process.pid)
+        watch = ProcessWatcher(process.pid)
         watch.start()
         try:
-            said, _ = process.communicate(timeout=500)
+            output, _ = process.communicate(timeout=500)
         finally:
-            process.kill()  # and with it its ranks and engines, where it is late
+            process.kill()  # ranks and engines end with it
             watch.done = True
             watch.join()
-    assert process.returncode == 0, said[-4000:]
-    return {"place": place, "run": run_dir, "said": said, "watch": watch, "judge": judge}
+    assert process.returncode == 0, output[-4000:]
+    return {"place": place, "run": run_dir, "output": output, "watch": watch, "judge": judge}
 
 
-def test_the_secrets_were_used(ran: dict[str, Any]) -> None:
-    """Else the rest would prove nothing."""
-    assert any(headers.get("Authorization") == f"Bearer {MARK}3" for headers in ran["judge"].headers)
-    assert "could not be posted to track.webhook" in (ran["run"] / "log.txt").read_text()
+def test_secrets_are_used(run_result: dict[str, Any]) -> None:
+    """Otherwise the other tests would prove nothing."""
+    assert any(headers.get("Authorization") == f"Bearer {MARK}3" for headers in run_result["judge"].headers)
+    assert "could not be posted to track.webhook" in (run_result["run"] / "log.txt").read_text()
 
 
-def test_no_file_has_one(ran: dict[str, Any]) -> None:
-    files = [file for name in ("run", "scratch", "q") for file in (ran["place"] / name).rglob("*") if file.is_file()]
+def test_no_file_contains_a_secret(run_result: dict[str, Any]) -> None:
+    files = [
+        file for name in ("run", "scratch", "q") for file in (run_result["place"] / name).rglob("*") if file.is_file()
+    ]
     assert len(files) > 20
     assert [str(file) for file in files if MARK.encode() in file.read_bytes()] == []
-    words = words_of(ran["run"])
-    assert len(words) > 1000 and MARK not in words
-    assert MARK not in ran["said"]
+    text = rollout_text(run_result["run"])
+    assert len(text) > 1000 and MARK not in text
+    assert MARK not in run_result["output"]
 
 
-def test_no_command_line_has_one_and_no_environment_but_that_of_the_ranks(ran: dict[str, Any]) -> None:
-    kinds = " ".join(ran["watch"].kinds)
+def test_only_launcher_and_ranks_have_secrets(run_result: dict[str, Any]) -> None:
+    kinds = " ".join(run_result["watch"].kinds)
     assert "megarl.engine.engine_host" in kinds and "megarl.processes" in kinds, kinds  # engines are forks of the host
     assert "torch_shm_manager" not in kinds, "torch starts it where a tensor is shared by a name, without being asked"
-    assert sorted(ran["watch"].leaks) == []
+    assert sorted(run_result["watch"].leaks) == []
 
 
-def test_nothing_listens_beyond_this_machine(ran: dict[str, Any]) -> None:
-    assert sorted(ran["watch"].open) == []
+def test_nothing_listens_beyond_loopback(run_result: dict[str, Any]) -> None:
+    assert sorted(run_result["watch"].open) == []
 
 
-def test_others_cannot_look_into_the_run(ran: dict[str, Any]) -> None:
-    assert ran["run"].stat().st_mode & 0o077 == 0
+def test_run_folder_is_private(run_result: dict[str, Any]) -> None:
+    assert run_result["run"].stat().st_mode & 0o077 == 0

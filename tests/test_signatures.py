@@ -1,5 +1,4 @@
-"""What this project asks of SGLang and of Megatron-Core is there, also on the paths for CUDA, which no test can run:
-each name, and each argument that is given by name, by the text of both."""
+"""Every name and keyword argument that the code uses of SGLang and Megatron-Core exists, also on CUDA-only paths."""
 
 from __future__ import annotations
 
@@ -19,25 +18,25 @@ KNOWN = {
     "megatron.core.tensor_parallel.random.__name__": "every module has it",
     "megatron.core.distributed.finalize_model_grads.reset_model_temporary_tensors": "a module has its name",
 }
-"""What is not found, and why that does no harm."""
+"""Names that are not found, and why that is harmless."""
 
 
-def asked(package: str) -> Iterator[tuple[str, str]]:
+def missing_names(package: str) -> Iterator[tuple[str, str]]:
     sources = Sources(Path(str(metadata.distribution(DISTRIBUTIONS[package]).locate_file(""))))
     for file in FILES:
         caller = Caller(file, package)
         if caller.imported:
-            for what, use in missing(sources, caller):
-                yield what, f"{file.relative_to(ROOT)}, {use}"
+            for name, use in missing(sources, caller):
+                yield name, f"{file.relative_to(ROOT)}, {use}"
 
 
 @pytest.mark.parametrize("package", DISTRIBUTIONS)
-def test_all_that_is_asked_for_is_there(package: str) -> None:
+def test_every_used_name_and_argument_exists(package: str) -> None:
     used = [file for file in FILES if Caller(file, package).imported]
     assert len(used) >= 5
-    result = dict(asked(package))
-    assert {what: where for what, where in result.items() if what not in KNOWN} == {}
-    assert {what for what in KNOWN if what.startswith(package)} <= result.keys(), "no reason is needed any more"
+    result = dict(missing_names(package))
+    assert {name: where for name, where in result.items() if name not in KNOWN} == {}
+    assert {name for name in KNOWN if name.startswith(package)} <= result.keys(), "no reason is needed any more"
 
 
 SAMPLE = {
@@ -62,12 +61,12 @@ s.inner.Base(a=1, e=2)
 """
 
 
-def test_what_is_not_there_is_found(tmp_path: Path) -> None:
+def test_finds_missing_names_and_arguments(tmp_path: Path) -> None:
     (tmp_path / "sample").mkdir()
     for name, text in SAMPLE.items():
         (tmp_path / "sample" / name).write_text(text)
     (tmp_path / "uses.py").write_text(USES)
-    result = sorted(what for what, _ in missing(Sources(tmp_path), Caller(tmp_path / "uses.py", "sample")))
+    result = sorted(name for name, _ in missing(Sources(tmp_path), Caller(tmp_path / "uses.py", "sample")))
     assert result == [
         "sample.Layer c",
         "sample.Layer d",

@@ -1,4 +1,4 @@
-"""Gradients that are not finite, in whole runs with engines: all ranks skip, and too many in a row go back."""
+"""Whole runs with non-finite gradients: all ranks skip the update, and too many skips in a row roll back."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import whole_run
-from whole_run import make_folder, metrics_of, start, train
+from whole_run import log_lines, make_folder, read_metrics, run_cli, train
 
 pytestmark = pytest.mark.nightly
 
 GRPO = [
     "algorithm=grpo",
-    "loss.policy_loss=odd_losses:spoilt",
+    "loss.policy_loss=odd_losses:nonfinite_on_one_rank",
     "run.export=false",
     "run.max_skipped_updates=1",
     "parallel.tp=1",
@@ -26,13 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
 
 
-def spoilt(monkeypatch: pytest.MonkeyPatch, run_dir: Path, steps: str) -> None:
-    events = {"SPOILT_RUN": str(run_dir), "SPOILT_STEPS": steps}
+def corrupt_steps(monkeypatch: pytest.MonkeyPatch, run_dir: Path, steps: str) -> None:
+    events = {"BAD_LOSS_RUN": str(run_dir), "BAD_LOSS_STEPS": steps}
     monkeypatch.setattr(whole_run, "ENVIRONMENT", whole_run.ENVIRONMENT | events)
-
-
-def lines_of(run_dir: Path, text: str) -> list[str]:
-    return [line for line in (run_dir / "log.txt").read_text().splitlines() if text in line]
 
 
 def prompts_of(run_dir: Path, step: int) -> set[str]:
@@ -41,12 +37,12 @@ def prompts_of(run_dir: Path, step: int) -> set[str]:
     return {rollout.prompt.id for rollout in read_rollouts(run_dir, step)}
 
 
-def test_too_many_in_a_row_go_back_to_the_checkpoint_before_them_and_the_run_goes_on(
+def test_rolls_back_after_too_many_skipped_updates(
     folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gradient of the second rank is spoilt in steps 3 and 4, by two updates each; checkpoints are of all steps."""
+    """The gradients of rank 1 are not finite in steps 3 and 4, with two updates each; every step is checkpointed."""
     run_dir = tmp_path / "run"
-    spoilt(monkeypatch, run_dir, "3:5")
+    corrupt_steps(monkeypatch, run_dir, "3:5")
     updates = [
         "run.num_update=2",
         "run.ppo_epochs=1",
@@ -55,14 +51,14 @@ def test_too_many_in_a_row_go_back_to_the_checkpoint_before_them_and_the_run_goe
         "run.keep_checkpoints=1",
     ]
     train(folder, run_dir, *GRPO, *updates, host=host)
-    steps: list[dict[str, Any]] = metrics_of(run_dir)
+    steps: list[dict[str, Any]] = read_metrics(run_dir)
     assert [step["actor/skipped"] for step in steps] == [0, 0, 1, 1, 0, 0]
     assert [step.get("guards/actor_consecutive_skips") for step in steps] == [None, None, None, 4, None, None]
     assert [step.get("guards/checkpoint_restores") for step in steps] == [None] * 4 + [1, 1]
-    (alarm,) = lines_of(run_dir, "ALARM")
+    (alarm,) = log_lines(run_dir, "ALARM")
     assert "step 4: 4 consecutive updates of the actor were skipped since step 3" in alarm
     assert f"Rolled back weights and optimizer states to {run_dir}/checkpoints/step_000002" in alarm
-    # The schedule is that of the checkpoint; the engine has its weights; the data are the next ones.
+    # Schedule and engine weights come from the checkpoint; the data continues with the next prompts.
     rates = [step["actor/lr"] for step in steps]
     assert rates[2] == rates[3] and len({rates[0], rates[1], rates[2], rates[4], rates[5]}) == 5
     assert steps[4]["rollout/logprob_diff_p95"] < 1e-4
@@ -72,24 +68,24 @@ def test_too_many_in_a_row_go_back_to_the_checkpoint_before_them_and_the_run_goe
     assert host_state["guards"]["returns"] == 1 and host_state["guards"]["returned_to"] is None
 
 
-def test_a_second_time_without_a_good_step_between_ends_the_run_and_says_so(
+def test_second_rollback_without_progress_ends_the_run(
     folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = tmp_path / "run"
-    spoilt(monkeypatch, run_dir, "2:99")
-    done = start(folder, run_dir, *GRPO, "run.num_update=4", "run.ppo_epochs=2", "run.num_rollout=6", host=host)
+    corrupt_steps(monkeypatch, run_dir, "2:99")
+    done = run_cli(folder, run_dir, *GRPO, "run.num_update=4", "run.ppo_epochs=2", "run.num_rollout=6", host=host)
     assert done.returncode == 2, done.stdout[-3000:] + done.stderr[-3000:]
-    (said,) = [line for line in done.stderr.splitlines() if "were already rolled back" in line]
-    assert said.startswith("error: 4 consecutive updates of the actor were skipped since step 3")
-    assert "The models were already rolled back to step 1 for this reason" in said
-    assert len(metrics_of(run_dir)) == 3 and len(lines_of(run_dir, "ALARM")) == 1
+    (error,) = [line for line in done.stderr.splitlines() if "were already rolled back" in line]
+    assert error.startswith("error: 4 consecutive updates of the actor were skipped since step 3")
+    assert "The models were already rolled back to step 1 for this reason" in error
+    assert len(read_metrics(run_dir)) == 3 and len(log_lines(run_dir, "ALARM")) == 1
 
 
-def test_without_a_checkpoint_the_run_ends(
+def test_too_many_skips_without_a_checkpoint_end_the_run(
     folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = tmp_path / "run"
-    spoilt(monkeypatch, run_dir, "1:99")
-    done = start(folder, run_dir, *GRPO, "run.save_every=0", "run.num_update=2", "run.ppo_epochs=1", host=host)
+    corrupt_steps(monkeypatch, run_dir, "1:99")
+    done = run_cli(folder, run_dir, *GRPO, "run.save_every=0", "run.num_update=2", "run.ppo_epochs=1", host=host)
     assert done.returncode == 2, done.stdout[-3000:] + done.stderr[-3000:]
     assert "There is no checkpoint to roll back to; set run.save_every to write them" in done.stderr

@@ -1,4 +1,4 @@
-"""What is skipped is named at the end of all tests, each reason once."""
+"""`skips.awk` summarizes the reasons for skipped tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAILED tests/a/test_b.py::test_c - assert 1 == 2
 """
 
 
-def table(*texts: str, folder: Path) -> list[str]:
+def summarize(*texts: str, folder: Path) -> list[str]:
     files = []
     for number, text in enumerate(texts):
         files.append(folder / f"{number}.txt")
@@ -31,9 +31,9 @@ def table(*texts: str, folder: Path) -> list[str]:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
-def test_reasons_are_counted_over_all_runs(tmp_path: Path) -> None:
+def test_counts_skips_by_reason(tmp_path: Path) -> None:
     further = "SKIPPED [4] tests/a/test_gpu.py:7: no NVIDIA GPU\n"
-    assert table(OUTPUT, further, folder=tmp_path) == [
+    assert summarize(OUTPUT, further, folder=tmp_path) == [
         "skipped: 11",
         "     2  no munged, slurmd; on Debian or Ubuntu: apt-get install slurm-wlm munge (tests/slurm/conftest.py)",
         "     4  this machine has no bubblewrap (tests/rewards/code/test_in_pool.py tests/tools/test_bench.py)",
@@ -41,17 +41,17 @@ def test_reasons_are_counted_over_all_runs(tmp_path: Path) -> None:
     ]
 
 
-def test_nothing_is_said_too(tmp_path: Path) -> None:
-    assert table("4 passed in 3 s\n", folder=tmp_path) == ["skipped: nothing"]
+def test_reports_when_nothing_was_skipped(tmp_path: Path) -> None:
+    assert summarize("4 passed in 3 s\n", folder=tmp_path) == ["skipped: nothing"]
 
 
-def test_where_there_is_no_bubblewrap_what_needs_boxes_is_skipped_with_the_reason(tmp_path: Path) -> None:
-    """Both files of tests that run task folders, with a PATH on which no bwrap, docker or podman lies."""
+def test_sandbox_tests_skip_without_bubblewrap(tmp_path: Path) -> None:
+    """PATH has no bwrap, docker or podman."""
     for program in "awk bash cat chmod env id ldd ls mkdir rm sh sleep timeout true".split():
         (tmp_path / program).symlink_to(shutil.which(program) or f"/bin/{program}")
     command = [sys.executable, "-m", "pytest", "-c", "tests/pytest.ini", "--rootdir", ".", "-q"]
     command += [f"tests/environments/test_{name}.py" for name in ("harbor", "adapters")]
-    command += ["-k", "not server and not reuse", "-p", "no:cacheprovider"]
+    command += ["-k", "not server and not plays and not reuse", "-p", "no:cacheprovider"]
     environment = dict(os.environ, PATH=str(tmp_path))
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]

@@ -1,4 +1,4 @@
-"""A person talks to a scripted policy, through the loop that rollouts are made by."""
+"""`ChatConversation` with a scripted policy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Screen:
         self.shown.insert(-1, f"[{name}] {result.text}")
 
 
-def talk(
+def run_chat(
     script: Callable[[ChatConversation], Coroutine[Any, Any, None]],
     chat: ChatTemplate = CHAT,
     row: dict[str, Any] | None = None,
@@ -56,8 +56,8 @@ def talk(
     return screen
 
 
-def test_lines_with_a_tool_and_a_new_beginning() -> None:
-    policy = ScriptedPolicy(call("1+2"), "It is 3.", "Yes.", "Who?")
+def test_chat_calls_tools_and_resets() -> None:
+    policy = Script(call("1+2"), "It is 3.", "Yes.", "Who?")
 
     async def script(conversation: ChatConversation) -> None:
         assert await conversation.send("What is 1+2?", policy, parse) == ""
@@ -69,24 +69,24 @@ def test_lines_with_a_tool_and_a_new_beginning() -> None:
         assert await conversation.send("Hello", policy, parse) == ""
         assert [message["content"] for message in conversation.messages] == ["Hello", "Who?"]
 
-    screen = talk(script)
+    screen = run_chat(script)
     assert screen.shown == [call("1+2"), "[calculator] 3", "It is 3.", "Yes.", "Who?", ""]
     second = TOKENIZER.decode(policy.requests[2][0])
     assert "It is 3.<|im_end|>" in second and second.rstrip().endswith("Sure?<|im_end|>\n<|im_start|>assistant")
     assert "Sure?" not in TOKENIZER.decode(policy.requests[3][0])
 
 
-def test_the_same_call_in_a_later_line_is_made_again() -> None:
-    policy = ScriptedPolicy(call("1+2"), "3", call("2+2"), "4")
+def test_calls_tools_again_in_a_later_message() -> None:
+    policy = Script(call("1+2"), "3", call("2+2"), "4")
 
     async def script(conversation: ChatConversation) -> None:
         await conversation.send("1+2?", policy, parse)
         await conversation.send("2+2?", policy, parse)
 
-    assert [line for line in talk(script).shown if line.startswith("[")] == ["[calculator] 3", "[calculator] 4"]
+    assert [line for line in run_chat(script).shown if line.startswith("[")] == ["[calculator] 3", "[calculator] 4"]
 
 
-def test_an_environment_lasts_from_line_to_line() -> None:
+def test_environment_persists_across_messages() -> None:
     known = load_catalog(dataclasses.replace(CONFIG, environments=(GUESS,)))
     chat = ChatTemplate(TOKENIZER, known.tools, environments=known.environments)
     guess = '<tool_call>\n{{"name": "guess", "arguments": {{"number": {}}}}}\n</tool_call>'
@@ -97,7 +97,7 @@ def test_an_environment_lasts_from_line_to_line() -> None:
         assert await conversation.send("Go on.", policy, parse) == ""
         assert await conversation.send("And now?", policy, parse) == ""
 
-    screen = talk(script, chat, {"ground_truth": 17})
+    screen = run_chat(script, chat, {"ground_truth": 17})
     answers = [line for line in screen.shown if line.startswith("[")]
     assert answers == ["[guess] lower", "[guess] right", "[guess] right, and already guessed"]
     assert describe_tools(chat) == "the environment Guess, guess"
@@ -106,10 +106,10 @@ def test_an_environment_lasts_from_line_to_line() -> None:
         assert "reset raised" in await conversation.send("Find it.", policy, parse)
         assert conversation.messages == ()
 
-    talk(without, chat)
+    run_chat(without, chat)
 
 
-def test_a_new_conversation_begins_the_environment_anew_and_keeps_the_system_message() -> None:
+def test_reset_restarts_the_environment_and_keeps_the_system_prompt() -> None:
     known = load_catalog(dataclasses.replace(CONFIG, environments=(GUESS,)))
     chat = ChatTemplate(TOKENIZER, known.tools, environments=known.environments)
     guess = '<tool_call>\n{"name": "guess", "arguments": {"number": 17}}\n</tool_call>'
@@ -128,7 +128,7 @@ def test_a_new_conversation_begins_the_environment_anew_and_keeps_the_system_mes
     assert [line for line in screen.shown if line.startswith("[")] == ["[guess] right"] * 2
 
 
-def test_what_ends_an_answer_is_said_and_a_failed_line_forgotten() -> None:
+def test_reports_stop_reasons_and_drops_failed_messages() -> None:
     async def script(conversation: ChatConversation) -> None:
         assert "aborted: no answer" in await conversation.send("a", FailingPolicy(RequestFailed("no answer")), parse)
         assert conversation.messages == ()
@@ -138,10 +138,10 @@ def test_what_ends_an_answer_is_said_and_a_failed_line_forgotten() -> None:
         assert "rollout.max_context" in await conversation.send("x " * 1000, long, parse)
         assert len(long.requests) == 0
 
-    talk(script)
+    run_chat(script)
 
 
-def test_an_answer_that_is_cut_off_leaves_the_conversation_as_it_was() -> None:
+def test_cancelled_answer_leaves_the_conversation_unchanged() -> None:
     async def script(conversation: ChatConversation) -> None:
         await conversation.send("a", ScriptedPolicy("b"), parse)
         before = conversation.messages
@@ -151,18 +151,18 @@ def test_an_answer_that_is_cut_off_leaves_the_conversation_as_it_was() -> None:
         assert conversation.messages == before
         assert await conversation.send("d", ScriptedPolicy("e"), parse) == ""
 
-    talk(script)
+    run_chat(script)
 
 
-def test_letters_whose_bytes_come_one_by_one_are_said_whole() -> None:
-    said: list[str] = []
-    words = IncrementalDetokenizer(CHAT, said.append)
+def test_detokenizer_emits_whole_characters() -> None:
+    emitted: list[str] = []
+    detokenizer = IncrementalDetokenizer(CHAT, emitted.append)
     for token in TOKENIZER.encode("naïve 🙂 ok", add_special_tokens=False):
-        words.add(as_token_ids([token]))
-    words.add(as_token_ids([CHAT.end_of_turn]))
-    words.end()
-    assert "".join(said) == "naïve 🙂 ok" and not any("\N{REPLACEMENT CHARACTER}" in part for part in said)
+        detokenizer.add(as_token_ids([token]))
+    detokenizer.add(as_token_ids([CHAT.end_of_turn]))
+    detokenizer.end()
+    assert "".join(emitted) == "naïve 🙂 ok" and not any("\N{REPLACEMENT CHARACTER}" in part for part in emitted)
 
 
-def test_nothing_steers_the_terminal() -> None:
+def test_escapes_terminal_control_characters() -> None:
     assert printable("a\x1b[2Jb\r\x07\x9b\u202ec\nd") == "a\\x1b[2Jb\\x0d\\x07\\x9b\\x202ec\nd"

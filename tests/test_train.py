@@ -1,4 +1,4 @@
-"""The command line: what a user's mistake prints, and that nothing was started or written."""
+"""The command line of `megarl.train`: one-line errors, dry runs, listed keys, and the launcher's engine host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A whole HF folder."""
+    """A complete HF folder."""
     folder = tmp_path / "model"
     folder.mkdir()
     config = json.loads((ROOT / "configs" / "models" / "qwen3_235b.json").read_text())
@@ -40,9 +40,9 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def prompts(tmp_path: Path, line: str = '{"prompt": "What is 1+1?", "ground_truth": 2}') -> Path:
+def write_prompts(tmp_path: Path) -> Path:
     file = tmp_path / "prompts.jsonl"
-    file.write_text(line + "\n" if line else "")
+    file.write_text('{"prompt": "What is 1+1?", "ground_truth": 2}\n')
     return file
 
 
@@ -68,12 +68,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_mistake_is_one_clear_line(
+def test_mistake_is_a_one_line_error(
     name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides, expected = CASES[name]
     run_dir = tmp_path / "run"
-    value = [f"model.path={model}", f"data.train={prompts(tmp_path)}", f"run.dir={run_dir}", "run.eval_every=0"]
+    value = [f"model.path={model}", f"data.train={write_prompts(tmp_path)}", f"run.dir={run_dir}", "run.eval_every=0"]
     status = main([QUICKSTART, *value, "data.eval=", *overrides])
     captured = capsys.readouterr()
     assert status == 2
@@ -83,31 +83,29 @@ def test_a_mistake_is_one_clear_line(
     assert not run_dir.exists()
 
 
-def test_an_unknown_architecture_names_the_known_ones(
+def test_unknown_architecture_lists_the_supported_ones(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
-    assert main([QUICKSTART, f"model.path={model}", f"data.train={prompts(tmp_path)}", "--dry-run"]) == 2
+    assert main([QUICKSTART, f"model.path={model}", f"data.train={write_prompts(tmp_path)}", "--dry-run"]) == 2
     captured = capsys.readouterr()
     text = captured.out + captured.err
     assert "MambaForCausalLM" in text and "Qwen3MoeForCausalLM" in text and "DeepseekV3ForCausalLM" in text
 
 
-def test_a_dry_run_of_a_whole_configuration_starts_nothing(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_starts_nothing(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     value = [
         "model.path=models/none",
         f"model.hf_config={model}/config.json",
-        f"data.train={prompts(tmp_path)}",
+        f"data.train={write_prompts(tmp_path)}",
         f"run.dir={run_dir}",
         "data.eval=",
     ]
     assert main([QUICKSTART, "--dry-run", *value, "run.eval_every=0"]) == 0
-    said = capsys.readouterr().out
-    assert "the configuration is valid" in said and "would be rejected" not in said
+    output = capsys.readouterr().out
+    assert "the configuration is valid" in output and "would be rejected" not in output
     assert not run_dir.exists()
     run_dir.mkdir()
     (run_dir / "metrics.jsonl").touch()  # of another run
@@ -115,7 +113,7 @@ def test_a_dry_run_of_a_whole_configuration_starts_nothing(
     assert f"the run would be rejected: run folder {run_dir}" in capsys.readouterr().out
 
 
-def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lists_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--keys"]) == 0
     lines = capsys.readouterr().out.splitlines()
     means = "Turns that the policy may take in one conversation"
@@ -124,7 +122,7 @@ def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert all("\n" not in line and len(line) < 500 for line in lines)
 
 
-def test_keys_are_listed_by_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lists_matching_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--keys", "reward"]) == 0
     names = [line.partition(" = ")[0] for line in capsys.readouterr().out.splitlines()]
     assert "reward.max_failed_frac" in names and names == [name for name in names if "reward" in name]
@@ -133,15 +131,13 @@ def test_keys_are_listed_by_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert names == ["run.seed", "rollout.max_turns"]
 
 
-def test_who_has_seen_enough_is_no_fault() -> None:
+def test_listing_keys_tolerates_a_closed_pipe() -> None:
     command = f"{sys.executable} -m megarl.train --keys | head -n 1"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("algorithm = ") and done.stderr == ""
 
 
-def test_the_launcher_has_one_host_for_the_engines_of_all_ranks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_launcher_starts_one_engine_host_for_all_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run_dir = f"run.dir={tmp_path}/run"
     monkeypatch.delenv(engine_host.HOST_VARIABLE, raising=False)
     seen: list[str | None] = []

@@ -1,4 +1,4 @@
-"""What could run a stranger's code, by the source: each place is named here, with the reason why it may be there."""
+"""All places in the source that could execute untrusted code are listed here, with the reason why they are safe."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ALLOWED = {
 }
 
 
-def named(node: ast.Call, name: str) -> ast.expr | None:
+def keyword(node: ast.Call, name: str) -> ast.expr | None:
     return next((word.value for word in node.keywords if word.arg == name), None)
 
 
@@ -55,8 +55,8 @@ def is_true(node: ast.expr | None) -> bool:
     return node is not None and not (isinstance(node, ast.Constant) and not node.value)
 
 
-def dangers(source: str) -> list[str]:
-    """What a file calls, or inherits from, that runs or unpickles what it is given."""
+def dangerous_calls(source: str) -> list[str]:
+    """Return the calls and base classes in a source that execute or unpickle their input."""
     result = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef):
@@ -72,22 +72,24 @@ def dangers(source: str) -> list[str]:
         elif last == "recv_pyobj" or (last == "read_pickle"):
             result.append(name)
         elif name == "torch.load" and not (
-            isinstance(only := named(node, "weights_only"), ast.Constant) and only.value is True
+            isinstance(only := keyword(node, "weights_only"), ast.Constant) and only.value is True
         ):
             result.append(name)
         elif module == "yaml" and last in ("load", "load_all", "full_load", "unsafe_load"):
             result.append(name)
-        elif is_true(named(node, "shell")):
+        elif is_true(keyword(node, "shell")):
             result.append(f"{name}(shell=True)")
-        elif is_true(named(node, "allow_pickle")):
+        elif is_true(keyword(node, "allow_pickle")):
             result.append(f"{name}(allow_pickle=True)")
-        elif is_true(named(node, "trust_remote_code")):
+        elif is_true(keyword(node, "trust_remote_code")):
             result.append(f"{name}(trust_remote_code=True)")
     return result
 
 
-def test_every_place_that_runs_or_unpickles_something_has_a_reason() -> None:
-    seen = Counter((name, call) for name, path in FILES.items() for call in dangers(path.read_text(encoding="utf-8")))
+def test_only_allowed_places_execute_or_unpickle() -> None:
+    seen = Counter(
+        (name, call) for name, path in FILES.items() for call in dangerous_calls(path.read_text(encoding="utf-8"))
+    )
     assert seen == {place: count for place, (count, _) in ALLOWED.items()}
     assert all(reason for _, reason in ALLOWED.values())
 
@@ -112,8 +114,8 @@ def test_every_place_that_runs_or_unpickles_something_has_a_reason() -> None:
         ("class A(pickle.Unpickler): pass", "pickle.Unpickler"),
     ],
 )
-def test_what_is_looked_for_is_found(source: str, call: str) -> None:
-    assert dangers(source) == [call]
+def test_detects_dangerous_calls(source: str, call: str) -> None:
+    assert dangerous_calls(source) == [call]
 
 
 @pytest.mark.parametrize(
@@ -128,5 +130,5 @@ def test_what_is_looked_for_is_found(source: str, call: str) -> None:
         "pickletools.genops(data)",
     ],
 )
-def test_what_is_harmless_is_not(source: str) -> None:
-    assert dangers(source) == []
+def test_ignores_harmless_calls(source: str) -> None:
+    assert dangerous_calls(source) == []

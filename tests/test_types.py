@@ -1,3 +1,5 @@
+"""Prompts, rollouts and packed training batches, on one rank and sharded over several."""
+
 import dataclasses
 import pickle
 
@@ -48,7 +50,7 @@ def test_worked_example_rewards():
     assert rewards.tolist() == [0, 0, 0, 0, 0, 0, 0, 0.5]
 
 
-def test_packing_of_several():
+def test_packs_several_rollouts():
     batch = TrainBatch.from_rollouts([EXAMPLE, SHORT, OTHER])
     assert batch.num_sequences == 3
     assert batch.cu_seqlens.tolist() == [0, 8, 10, 13]
@@ -69,12 +71,6 @@ def test_packing_of_several():
     }
 
 
-def test_the_first_token_of_a_sequence_is_no_action():
-    # Nothing predicts it. What Rollout promises: turn 0 is the prompt.
-    batch = TrainBatch.from_rollouts([EXAMPLE, SHORT, OTHER])
-    assert not batch.loss_mask[batch.cu_seqlens[:-1]].any()
-
-
 def test_select():
     batch = TrainBatch.from_rollouts([EXAMPLE, SHORT, OTHER])
     batch = batch.with_(advantages=torch.arange(13.0))
@@ -90,7 +86,7 @@ def test_select():
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1]])
-def test_select_is_packing_in_that_order(order):
+def test_select_equals_packing_in_that_order(order):
     rollouts = [EXAMPLE, SHORT, OTHER]
     got = TrainBatch.from_rollouts(rollouts).select(order)
     want = TrainBatch.from_rollouts([rollouts[i] for i in order])
@@ -101,7 +97,7 @@ def test_select_is_packing_in_that_order(order):
             assert torch.equal(getattr(got, item.name), getattr(want, item.name)), item.name
 
 
-def test_nothing():
+def test_empty_batch():
     for batch in (TrainBatch.from_rollouts([]), TrainBatch.from_rollouts([EXAMPLE]).select([])):
         assert batch.num_sequences == 0
         assert batch.cu_seqlens.tolist() == [0]
@@ -109,7 +105,7 @@ def test_nothing():
         assert batch.tokens.dtype == torch.int32 and batch.loss_mask.dtype == torch.bool
 
 
-def test_with_gives_a_new_batch():
+def test_with_returns_a_new_batch():
     batch = TrainBatch.from_rollouts([SHORT])
     changed = batch.with_(values=torch.ones(2))
     assert batch.values is None and changed.values is not None
@@ -118,7 +114,7 @@ def test_with_gives_a_new_batch():
         batch.values = torch.ones(2)  # type: ignore[misc]
 
 
-def test_arrays_are_made_once_and_nobody_writes_to_them():
+def test_arrays_are_shared_and_read_only():
     argument = np.array([1, 2], np.int32)
     turn = Turn(argument, [-0.5, -1], is_action=True)
     assert (turn.token_ids.dtype, turn.logprobs.dtype) == (np.int32, np.float32)
@@ -136,7 +132,7 @@ def test_arrays_are_made_once_and_nobody_writes_to_them():
             array[:] = 0
 
 
-def test_equal_is_what_holds_the_same():
+def test_equality_compares_values():
     turn = Turn([1, 2], [-0.5, float("nan")], is_action=True, weight_version=3)
     assert turn == Turn((1, 2), (-0.5, float("nan")), True, 3) == pickle.loads(pickle.dumps(turn))
     for field, value in {"token_ids": [1, 3], "logprobs": [-0.5, 0], "weight_version": 4}.items():
@@ -149,13 +145,13 @@ def test_equal_is_what_holds_the_same():
 
 
 @pytest.mark.parametrize("ids", [["a"], [1.5], [True], 7, [[1]], [-1], [2**31], None], ids=str)
-def test_what_cannot_be_token_ids_is_refused(ids):
+def test_rejects_invalid_token_ids(ids):
     for make in (Turn, lambda ids: Prompt("p", (), ids)):
         with pytest.raises(ValueError, match="token ids are a list of whole numbers|negative|no token has the id"):
             make(ids)
 
 
-def test_a_turn_during_which_the_weights_changed_says_which_chose_which_token():
+def test_turn_has_a_weight_version_per_token():
     turn = Turn([1, 2, 3], [0, 0, 0], True, weight_version=5, versions=((4, 1), (5, 2)))
     assert turn.token_versions.tolist() == [4, 5, 5]
     assert dataclasses.replace(turn, versions=()).token_versions.tolist() == [5, 5, 5]
@@ -166,14 +162,14 @@ def test_a_turn_during_which_the_weights_changed_says_which_chose_which_token():
         dataclasses.replace(turn, weight_version=6)
 
 
-def test_turns_are_checked():
+def test_rejects_invalid_turns():
     with pytest.raises(ValueError, match="2 tokens but 1 logprobs"):
         Turn((1, 2), (-0.1,), is_action=True)
     with pytest.raises(ValueError, match="only an action"):
         Turn((1,), (-0.1,))
 
 
-def test_answer_is_what_the_policy_said_last():
+def test_answer_is_the_last_assistant_message():
     messages = [
         {"role": "user", "content": "8 * 9?"},
         {"role": "assistant", "content": None, "tool_calls": [{}]},
@@ -185,55 +181,55 @@ def test_answer_is_what_the_policy_said_last():
     assert EXAMPLE.answer == ""
 
 
-def routed(rollout: Rollout, layers: int = 1) -> Rollout:
-    """Its token t went through the experts t and t + 1; the last through none that is known."""
+def with_routing(rollout: Rollout, layers: int = 1) -> Rollout:
+    """Return a copy whose token t was routed to experts t and t + 1; the last token has no record."""
     tokens = torch.arange(len(rollout.token_ids) - 1, dtype=torch.uint8)
     routing = torch.stack([tokens, tokens + 1], dim=-1)[:, None].repeat(1, layers, 1)
     return dataclasses.replace(rollout, routing=routing)
 
 
-def test_records_of_routing_are_selected_with_their_sequences():
-    batch = TrainBatch.from_rollouts([routed(EXAMPLE), SHORT, routed(OTHER)])
+def test_select_keeps_routing_of_its_sequences():
+    batch = TrainBatch.from_rollouts([with_routing(EXAMPLE), SHORT, with_routing(OTHER)])
     first = [[0, 1], [1, 2], [2, 3], [3, 4], [4, 5], [5, 6], [6, 7]]
     last = [[0, 1], [1, 2]]
     assert batch.routing is not None
-    assert [record[:, 0].tolist() for record in batch.routing] == [first, [], last]  # nothing is known of the second
+    assert [record[:, 0].tolist() for record in batch.routing] == [first, [], last]  # the second has no record
     assert [record[:, 0].tolist() for record in batch.select([2, 0]).routing or ()] == [last, first]
     assert TrainBatch.from_rollouts([EXAMPLE]).routing is None
-    assert routed(EXAMPLE) == EXAMPLE
+    assert with_routing(EXAMPLE) == EXAMPLE
 
 
-def test_routing_of_other_tokens_or_models_is_refused():
-    long = dataclasses.replace(SHORT, routing=routed(OTHER, layers=1).routing.repeat(2, 1, 1))
+def test_rejects_mismatched_routing():
+    long = dataclasses.replace(SHORT, routing=with_routing(OTHER, layers=1).routing.repeat(2, 1, 1))
     with pytest.raises(ValueError, match="2 tokens has the routing of 4"):
         TrainBatch.from_rollouts([long])
     with pytest.raises(ValueError, match="different shapes"):
-        TrainBatch.from_rollouts([routed(OTHER), routed(OTHER, layers=2)])
+        TrainBatch.from_rollouts([with_routing(OTHER), with_routing(OTHER, layers=2)])
 
 
-CUT = dataclasses.replace(EXAMPLE, sampling_mask=SamplingMask.from_rows([[7], [3, 8], [9, 1, 2]]))
+MASKED = dataclasses.replace(EXAMPLE, sampling_mask=SamplingMask.from_rows([[7], [3, 8], [9, 1, 2]]))
 
 
 def rows_of(record: SamplingMask) -> list[list[int]]:
     return [part.tolist() for part in record.ids.split(record.counts.tolist())]
 
 
-def test_what_could_have_been_sampled_is_of_the_tokens_that_were_chosen():
-    batch = TrainBatch.from_rollouts([CUT, SHORT, OTHER])
+def test_sampling_masks_align_with_tokens():
+    batch = TrainBatch.from_rollouts([MASKED, SHORT, OTHER])
     first, last = [[], [], [], [7], [3, 8], [], [], [9, 1, 2]], [[], [], []]
     assert batch.sampling_mask is not None
     assert [rows_of(record) for record in batch.sampling_mask] == [
         first,
         [[], []],
         last,
-    ]  # of the third nothing was cut off
+    ]  # sampling of the third was not truncated
     assert [rows_of(record) for record in batch.select([2, 0]).sampling_mask or ()] == [last, first]
     assert TrainBatch.from_rollouts([EXAMPLE]).sampling_mask is None
-    assert ROLLOUT_STATS["sampling_mask_sizes"](CUT) == 6 and ROLLOUT_STATS["sampling_mask_sizes"](OTHER) == 0
-    assert CUT == EXAMPLE
+    assert ROLLOUT_STATS["sampling_mask_sizes"](MASKED) == 6 and ROLLOUT_STATS["sampling_mask_sizes"](OTHER) == 0
+    assert MASKED == EXAMPLE
 
 
-def test_records_of_other_tokens_are_refused():
+def test_rejects_mismatched_sampling_masks():
     few = dataclasses.replace(EXAMPLE, sampling_mask=SamplingMask.from_rows([[7]]))
     with pytest.raises(ValueError, match="chose 3 tokens has sampling masks of 1"):
         TrainBatch.from_rollouts([few])
@@ -245,7 +241,7 @@ def test_records_of_other_tokens_are_refused():
             SamplingMask.from_rows(odd)  # type: ignore[arg-type]
 
 
-def test_picking_and_joining_sets():
+def test_selects_and_concatenates_sampling_masks():
     record = SamplingMask.from_rows([[1, 2], [], [3], [4, 5, 6]])
     assert rows_of(record.index_select(torch.tensor([3, -1, 0, 1, 2, 0]))) == [[4, 5, 6], [], [1, 2], [], [3], [1, 2]]
     assert rows_of(record.index_select(torch.tensor([], dtype=torch.int64))) == []
@@ -259,17 +255,17 @@ def test_picking_and_joining_sets():
     assert record.excludes(torch.tensor([2, 9, 9, 4])).tolist() == [False, False, True, False]
 
 
-def dealt(rank: Thread, order: list[int] | None = None) -> Rollouts:
-    """Five rollouts on three ranks, numbered 3, 0, 4 on the first, nothing on the second, 1, 2 on the last."""
-    mine = {0: [(3, EXAMPLE), (0, SHORT), (4, OTHER)], 1: [], 2: [(1, routed(OTHER)), (2, EXAMPLE)]}[rank.rank]
+def sharded_rollouts(rank: Thread) -> Rollouts:
+    """Five rollouts on three ranks: numbers 3, 0, 4 on the first, none on the second, 1, 2 on the last."""
+    mine = {0: [(3, EXAMPLE), (0, SHORT), (4, OTHER)], 1: [], 2: [(1, with_routing(OTHER)), (2, EXAMPLE)]}[rank.rank]
     return Rollouts.gather([rollout for _, rollout in mine], [number for number, _ in mine], rank)
 
 
-IN_ORDER = [SHORT, routed(OTHER), EXAMPLE, EXAMPLE, OTHER]
+IN_ORDER = [SHORT, with_routing(OTHER), EXAMPLE, EXAMPLE, OTHER]
 
 
-def test_figures_of_all_and_rollouts_where_they_are():
-    result = as_ranks(3, dealt)
+def test_gather_shares_stats_and_keeps_rollouts_local():
+    result = as_ranks(3, sharded_rollouts)
     full = Rollouts.gather(IN_ORDER)
     for rank, rollouts in enumerate(result):
         assert rollouts.home.tolist() == [0, 2, 2, 0, 0]
@@ -284,8 +280,8 @@ def test_figures_of_all_and_rollouts_where_they_are():
         assert remaining.length.tolist() == [2, 8, 8] and len(remaining.local) == len(remaining.local_indices)
 
 
-def test_rewards_of_turns_are_a_column_where_any_rank_has_one():
-    """An action turn's on its last token; of one without tokens it is left to the sequence's."""
+def test_turn_rewards_exist_on_all_ranks_if_on_any():
+    """A turn's reward is on its last token; the reward of a turn without tokens is not in the column."""
     turns = [Turn((1, 2)), Turn((7, 8), (0.0, 0.0), True, reward=0.5), Turn((4,)), Turn((9,), (0.0,), True)]
     turns += [Turn((), (), True, reward=0.25)]
     element = Rollout(Prompt("p", ()), tuple(turns), reward=2.0)
@@ -305,9 +301,9 @@ def test_rewards_of_turns_are_a_column_where_any_rank_has_one():
     assert as_ranks(3, work) == [[0.0, 0.0], [], [0, 0, 0, 0.5, 0, 0]]
 
 
-def test_why_there_is_no_reward_is_known_to_all():
+def test_all_ranks_know_unscored_reasons():
     def scored(rank: Thread) -> Rollouts:
-        rollouts = dealt(rank)
+        rollouts = sharded_rollouts(rank)
         why = {} if rank.rank == 0 else {"a": "late", "b": "raised"}
         return rollouts.replace_local([dataclasses.replace(r, unscored=why) for r in rollouts.local])
 
@@ -319,9 +315,9 @@ def test_why_there_is_no_reward_is_known_to_all():
         )
 
 
-def test_new_rewards_are_known_to_all():
+def test_all_ranks_know_replaced_rewards():
     def scored(rank: Thread) -> Rollouts:
-        rollouts = dealt(rank)
+        rollouts = sharded_rollouts(rank)
         new = [dataclasses.replace(r, reward=10.0 * rank.rank + i) for i, r in enumerate(rollouts.local)]
         return rollouts.replace_local([dataclasses.replace(r, reward_parts={f"of {rank.rank}": 1.0}) for r in new])
 
@@ -333,13 +329,13 @@ def test_new_rewards_are_known_to_all():
         }
 
 
-def test_a_batch_in_shares_is_the_whole_one_in_parts():
+def test_sharded_batch_equals_the_full_batch():
     full = TrainBatch.from_rollouts(IN_ORDER)
     full = full.with_(advantages=torch.arange(float(len(full.tokens))))
     of_sequence = full.tokens.split(full.lengths.tolist())
 
     def work(rank: Thread) -> None:
-        batch = TrainBatch.from_rollouts(dealt(rank))
+        batch = TrainBatch.from_rollouts(sharded_rollouts(rank))
         assert torch.equal(batch.lengths, full.lengths) and torch.equal(batch.group, full.group)
         assert torch.equal(batch.sequence_reward, full.sequence_reward) and batch.num_sequences == 5
         assert (batch.routing is None) == (rank.rank == 3)
@@ -359,7 +355,7 @@ def test_a_batch_in_shares_is_the_whole_one_in_parts():
     as_ranks(3, work)
 
 
-AGED = dataclasses.replace(
+STALE = dataclasses.replace(
     EXAMPLE,
     turns=(
         Turn((1, 2)),
@@ -370,11 +366,11 @@ AGED = dataclasses.replace(
 )
 
 
-def test_tokens_of_older_weights_are_known_by_rollout_and_by_token():
-    rollouts = Rollouts.gather([AGED, SHORT], version=5)
-    assert AGED.version_spans == ((2, 1), (4, 2), (5, 1))
+def test_staleness_per_rollout_and_per_token():
+    rollouts = Rollouts.gather([STALE, SHORT], version=5)
+    assert STALE.version_spans == ((2, 1), (4, 2), (5, 1))
     assert (rollouts.oldest_version[0], rollouts.staleness[0]) == (2, 3)
-    rollouts = rollouts.replace_local(rollouts.local).select(torch.tensor([True, False]))  # which says the version, too
+    rollouts = rollouts.replace_local(rollouts.local).select(torch.tensor([True, False]))  # keeps the version
     assert rollouts.staleness.tolist() == [3]
     lag = TrainBatch.from_rollouts(rollouts).staleness
     assert lag is not None and lag.tolist() == [0, 0, 3, 1, 1, 0, 0] and lag.dtype == torch.int32
@@ -382,23 +378,23 @@ def test_tokens_of_older_weights_are_known_by_rollout_and_by_token():
     assert batch.staleness is not None and torch.equal(batch.staleness, lag)
 
 
-def test_without_older_weights_there_is_no_such_column():
-    assert Rollouts.gather([AGED]).staleness.tolist() == [0] and TrainBatch.from_rollouts([AGED]).staleness is None
-    only_prompt = dataclasses.replace(AGED, turns=AGED.turns[:1])
+def test_no_staleness_column_without_stale_tokens():
+    assert Rollouts.gather([STALE]).staleness.tolist() == [0] and TrainBatch.from_rollouts([STALE]).staleness is None
+    only_prompt = dataclasses.replace(STALE, turns=STALE.turns[:1])
     assert Rollouts.gather([only_prompt], version=5).staleness.tolist() == [0]
-    fresh = dataclasses.replace(AGED, turns=(AGED.turns[0], AGED.turns[3]))
+    fresh = dataclasses.replace(STALE, turns=(STALE.turns[0], STALE.turns[3]))
     assert TrainBatch.from_rollouts(Rollouts.gather([fresh], version=5)).staleness is None
 
 
-def test_all_ranks_have_the_column_where_one_has_older_tokens():
+def test_staleness_exists_on_all_ranks_if_on_any():
     result = as_ranks(
-        2, lambda rank: TrainBatch.from_rollouts(Rollouts.gather([AGED, SHORT][rank.rank :][:1], [rank.rank], rank, 5))
+        2, lambda rank: TrainBatch.from_rollouts(Rollouts.gather([STALE, SHORT][rank.rank :][:1], [rank.rank], rank, 5))
     )
     assert [batch.staleness is None for batch in result] == [False, False]
     assert not result[1].staleness.any()
 
 
-def test_sources_are_numbers_into_a_table_that_is_the_same_everywhere():
+def test_ranks_share_one_table_of_sources():
     def of(source: str) -> Rollout:
         return dataclasses.replace(SHORT, prompt=dataclasses.replace(SHORT.prompt, data_source=source))
 
@@ -409,8 +405,8 @@ def test_sources_are_numbers_into_a_table_that_is_the_same_everywhere():
         assert remaining.source.tolist() == [1, 2] and remaining.sources == rollouts.sources
 
 
-def test_generations_of_a_step_are_joined():
-    """Figures one after the other, parts that only one has, and numbers of sources into one table."""
+def test_concat_joins_generations_of_a_step():
+    """Stats are concatenated, missing reward parts are 0, and sources share one table."""
 
     def of(source: str, group: int, **parts: float) -> Rollout:
         prompt = dataclasses.replace(SHORT.prompt, data_source=source)

@@ -1,4 +1,4 @@
-"""A buffer that is on its way is not touched before somebody has waited for it."""
+"""`wires` records communication and detects access to buffers in flight."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("access", "message"),
     [
         ("read", "has read a buffer whose receive nobody has waited for"),
         ("written", "has written a buffer whose send nobody has waited for"),
         ("neither", ""),
     ],
 )
-def test_touched(run_ranks: Callable[..., list[dict[str, Any]]], what: str, said: str) -> None:
-    for rank, result in enumerate(run_ranks(2, "tests/ranks_wires.py", what)):
-        assert (said in result["error"]) and bool(said) == bool(result["error"])
-        assert what == "written" or result["taken"] == [2.0 - rank] * 4
+def test_detects_buffer_access_before_wait(
+    run_ranks: Callable[..., list[dict[str, Any]]], access: str, message: str
+) -> None:
+    for rank, result in enumerate(run_ranks(2, "tests/ranks_wires.py", access)):
+        assert (message in result["error"]) and bool(message) == bool(result["error"])
+        assert access == "written" or result["received"] == [2.0 - rank] * 4
 
 
-def test_records(run_ranks: Any) -> None:
-    """What is taken down is what was said: two met, made a group for the host, and sent each other 16 bytes."""
+def test_records_communication(run_ranks: Any) -> None:
+    """Two ranks meet, create a host group, and send each other 16 bytes."""
     run_ranks(2, "tests/ranks_wires.py", "neither")
-    files = sorted(run_ranks.folder.glob(f"{run_ranks.launches}_*.said"))
+    files = sorted(run_ranks.folder.glob(f"{run_ranks.launches}_*.record"))
     records = [nccl_order.read(file) for file in files]
     assert len(records) == 2 and nccl_order.check(records) == {"all_reduce": 2, "send": 2, "receive": 2}
     for rank, record in enumerate(records):

@@ -1,4 +1,4 @@
-"""Several ranks as threads of this process, for what each of them has a share of: `types.Comm`."""
+"""Ranks as threads of this process, for tests of sharded data: an implementation of `types.Comm`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class Thread:
-    """One rank of `world`, which all meet in every call."""
+    """One rank. All ranks must make the same calls."""
 
     def __init__(self, rank: int, meet: Callable[[int, Any], list[Any]]) -> None:
         self.rank, self._meet = rank, meet
-        self.largest = 0  # bytes that it gave to `all_reduce` at once
+        self.largest = 0  # most bytes in one `all_reduce`
 
     def all_reduce(self, local: torch.Tensor) -> torch.Tensor:
-        """Added up by rank, as `parallel.row_exchange` does: the same bits on all."""
+        """Sum in rank order, as `parallel.row_exchange` does, so that all ranks get the same bits."""
         self.largest = max(self.largest, local.nbytes)
         shares = self._meet(self.rank, local)
         assert {(share.shape, share.dtype) for share in shares} == {(local.shape, local.dtype)}
@@ -38,7 +38,7 @@ class Thread:
 
 
 def as_ranks(world: int, work: Callable[[Thread], T]) -> list[T]:
-    """What `work` returns on each of so many ranks, which run at the same time."""
+    """Run `work` on `world` concurrent ranks; return their results in rank order."""
     barrier, table, results, errors = threading.Barrier(world), [None] * world, [None] * world, []
 
     def meet(rank: int, value: Any) -> list[Any]:

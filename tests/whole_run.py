@@ -1,7 +1,8 @@
-"""The program as a user starts it, on what `tools/make_quickstart.py` makes: for the tests of whole runs."""
+"""Helpers for tests that train as a user does, on the output of `tools/make_quickstart.py`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -30,26 +31,27 @@ SMALL = [
     "track.progress=false",
     "reward.functions=[sum_reward:even]",
 ]
-# This tree's package, also in engines, whichever one is installed.
+ONE_RANK = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", "parallel.ep=1"]
+# Engines import the package from this tree too, whichever one is installed.
 ENVIRONMENT = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]), OMP_NUM_THREADS="1")
 
 
-def command_of(folder: Path, run_dir: Path, *overrides: str) -> list[str]:
-    """The quickstart with the model and the data of a folder, made small."""
+def build_command(folder: Path, run_dir: Path, *overrides: str) -> list[str]:
+    """Return the command of a small quickstart run on the model and data of a folder."""
     paths = [
         f"model.path={folder}/model",
         f"data.train={folder}/train.jsonl",
         f"data.eval={folder}/eval.jsonl",
         f"run.dir={run_dir}",
     ]
-    argument = dict(text.split("=", 1) for text in (*paths, *SMALL, *overrides))  # the last of a key
+    argument = dict(text.split("=", 1) for text in (*paths, *SMALL, *overrides))  # the last value of a key wins
     settings = [f"{key}={value}" for key, value in argument.items()]
     return [sys.executable, "-m", "megarl.train", "configs/quickstart.yaml", *settings]
 
 
-def start(folder: Path, run_dir: Path, *overrides: str, host: str = "") -> subprocess.CompletedProcess[str]:
-    """host: of engines; without, the program starts one."""
-    command = command_of(folder, run_dir, *overrides)
+def run_cli(folder: Path, run_dir: Path, *overrides: str, host: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the program with its launcher. host: socket of an engine host; without it, the program starts one."""
+    command = build_command(folder, run_dir, *overrides)
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=with_host(host))
 
 
@@ -58,11 +60,11 @@ def with_host(host: str) -> dict[str, str]:
 
 
 def train(folder: Path, run_dir: Path, *overrides: str, host: str = "", record: bool = False) -> None:
-    """Run the program without its launcher, as ranks that are forked from a process that has imported everything.
+    """Run the program without its launcher, as ranks forked from a process that has imported everything.
 
-    record: keep what its ranks communicate, for `communication_of`.
+    record: keep the communication of its ranks for `check_communication`.
     """
-    _, _, _, config, *settings = command_of(folder, run_dir, *overrides)
+    _, _, _, config, *settings = build_command(folder, run_dir, *overrides)
     world = load_config(config, settings).parallel.world_size
     _, records = shared_jobs().run(
         world, "tests/train_rank.py", config, *settings, timeout=500, record=record, variables=with_host(host)
@@ -74,14 +76,34 @@ def train(folder: Path, run_dir: Path, *overrides: str, host: str = "", record: 
             shutil.copy(path, target)
 
 
-def communication_of(run_dir: Path) -> Counter[str]:
-    """Check that the ranks of a recorded run would not hang on NCCL; count what they did together on the device."""
+def check_communication(run_dir: Path) -> Counter[str]:
+    """Check that the ranks of a recorded run would not hang on NCCL; return the number of device operations by kind."""
     folder = run_dir.parent / f"{run_dir.name}_communication"
     return nccl_order.check([nccl_order.read(path) for path in sorted(folder.iterdir())])
 
 
-def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_steps(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the metrics of the training steps, without those of evaluations."""
+    return [row for row in read_metrics(run_dir) if "rollout/reward_mean" in row]
+
+
+def log_lines(run_dir: Path, text: str) -> list[str]:
+    return [line for line in (run_dir / "log.txt").read_text().splitlines() if text in line]
+
+
+def descendants(pid: int) -> list[int]:
+    """Return a process ID and those of all processes below it."""
+    result, todo = [], [pid]
+    while todo:
+        result.append(todo.pop())
+        for task in Path(f"/proc/{result[-1]}/task").glob("*"):
+            with contextlib.suppress(OSError):
+                todo += map(int, (task / "children").read_text().split())
+    return result
 
 
 def make_folder(target: Path, family: str) -> Path:

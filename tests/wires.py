@@ -1,8 +1,8 @@
-"""What ranks say to each other on the CPU, held against what NCCL would ask of it.
+"""Records the communication of ranks on the CPU, to check that it would work with NCCL.
 
-Gloo forgives what hangs or races on a GPU: a group whose first use is an exchange of some of its ranks, sends that wait
-for each other, a buffer that is touched while it is on its way. `install` takes down every transfer and every wait of a
-process, and raises where a buffer is touched too early; `nccl_order.py` plays the records of all ranks.
+Gloo tolerates what hangs or races on a GPU: a group whose first use is an exchange between some of its ranks, sends
+that block each other, access to a buffer in flight. `install` records every transfer and wait of a process, and raises
+on early access to a buffer; `nccl_order.py` simulates the records of all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-TOGETHER = {
+COLLECTIVES = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce_coalesced",
     "broadcast": "broadcast",
@@ -37,9 +37,9 @@ TOGETHER = {
     "all_to_all_single": "all_to_all_single",
     "barrier": "barrier",
 }
-"""Collectives of a process group, and what they are called in a record."""
+"""Methods of a process group, and their names in a record."""
 SAME_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single")
-"""Of which all ranks must give as much."""
+"""Collectives to which all ranks must pass the same number of bytes."""
 
 
 class TouchedTooEarly(AssertionError):
@@ -47,21 +47,21 @@ class TouchedTooEarly(AssertionError):
 
 
 class Wires:
-    """The record of one process, in its order: `{"do": "post", "op": n, ...}` and `{"do": "wait", "op": n}`."""
+    """The ordered record of one process: `{"do": "post", "op": n, ...}` and `{"do": "wait", "op": n}`."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
         self.hosts: set[str] = set()
-        """Names of the groups that are gloo's on a GPU, too."""
+        """Names of groups that use gloo on a GPU too."""
         self.members: dict[str, list[int]] = {}
-        """Ranks of the job, by group: torch may be told other numbers for a while (`ranks.use_member_world`)."""
+        """Global ranks by group; torch may use other numbers for a while (`ranks.use_member_world`)."""
         self.batch: int | None = None
-        self._works: dict[int, tuple[Any, int]] = {}  # the work stays: another must not have its id
+        self._works: dict[int, tuple[Any, int]] = {}  # keeps the work alive, so that its id is not reused
         self._numbers = itertools.count()
-        self._under_way = UnderWay()
+        self._buffer_guard = BufferGuard()
 
     def post(self, group: Any, kind: str, tensors: list[torch.Tensor], peer: int | None = None) -> int:
-        """One that is under way from now on; its number. peer: in the group, of a send or a receive."""
+        """Record the start of an operation; return its number. peer: group rank of a send or receive."""
         number = next(self._numbers)
         if group.group_name not in self.members:
             self.members[group.group_name] = list(dist.get_process_group_ranks(group))
@@ -87,7 +87,7 @@ class Wires:
             return
         self._works[id(work)] = work, number
         if kind in ("send", "receive") and not host:
-            self._under_way.add(number, kind, tensors)
+            self._buffer_guard.add(number, kind, tensors)
 
     def wait(self, work: Any) -> None:
         result = self._works.pop(id(work), None)
@@ -96,14 +96,14 @@ class Wires:
 
     def waited(self, number: int) -> None:
         self.events.append({"do": "wait", "op": number})
-        self._under_way.remove(number)
+        self._buffer_guard.remove(number)
 
     def write(self, path: Path) -> None:
         path.write_text("".join(json.dumps(event) + "\n" for event in self.events))
 
 
-class UnderWay(TorchDispatchMode):
-    """Sees every operation on tensors while something is under way between two ranks."""
+class BufferGuard(TorchDispatchMode):
+    """Checks every tensor operation while a send or receive is in flight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,22 +136,22 @@ class UnderWay(TorchDispatchMode):
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first and the last byte of it, and what lies between."""
+    """Return the address range of a tensor, including gaps between its elements."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    """Whether it only looks at memory in another way."""
+    """Return whether an operation only creates a view."""
     returned = [item.alias_info for item in func._schema.returns]
     return bool(returned) and all(info is not None and not info.is_write for info in returned)
 
 
 def _used(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Its tensors, and whether it writes to each."""
+    """Yield the tensors of an operation, and whether it writes to each."""
     if func is torch.ops.aten.index_put_.default and args[0].dim() == 1 and len(args[1]) == 1 and args[1][0].numel():
-        target, (places,) = args[0], args[1]  # some of its elements, which lie between the first and the last
+        target, (places,) = args[0], args[1]  # writes only between the first and the last index
         yield target[int(places.min()) : int(places.max()) + 1], True
         args = (target[:0], *args[1:])
     for number, argument in enumerate(func._schema.arguments):
@@ -163,10 +163,10 @@ def _used(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, boo
 
 
 def install() -> Wires:
-    """Before anything else is imported that talks to other ranks, once per process."""
+    """Start recording. Call once per process, before importing anything that communicates."""
     wires = Wires()
     group, work = dist.ProcessGroup, torch._C._distributed_c10d.Work
-    for name, kind in TOGETHER.items():
+    for name, kind in COLLECTIVES.items():
         if hasattr(group, name):
             setattr(group, name, _collective(wires, getattr(group, name), kind))
     group.send = _exchange(wires, group.send, "send")
