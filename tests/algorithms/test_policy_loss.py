@@ -30,7 +30,7 @@ def ppo(logprobs, old_logprobs, advantages, mask, clip: Clip) -> TokenLoss:
 
 
 @pytest.mark.parametrize("ratio, advantage, loss, clipped, bounded, gradient", CASES)
-def test_by_hand(ratio, advantage, loss, clipped, bounded, gradient):
+def test_ppo_loss_by_hand(ratio, advantage, loss, clipped, bounded, gradient):
     logprobs = torch.tensor([math.log(ratio) - 1.0], dtype=F64, requires_grad=True)
     result = ppo(
         logprobs,
@@ -48,7 +48,7 @@ def test_by_hand(ratio, advantage, loss, clipped, bounded, gradient):
     assert float(logprobs.grad) == pytest.approx(gradient * ratio, abs=1e-12)  # d ratio / d logprob = ratio
 
 
-def test_clip_higher_and_no_dual_clip():
+def test_clip_higher_without_dual_clip():
     logprobs = torch.log(torch.tensor([1.25, 4.0], dtype=F64))
     args = (torch.zeros(2, dtype=F64), torch.tensor([1.0, -1.0], dtype=F64), torch.tensor([True, True]))
     assert ppo(logprobs, *args, Clip(0.2, high=0.28)).loss.tolist() == pytest.approx([-1.25, 4.0])
@@ -64,7 +64,7 @@ def loop_loss(new, old, advantage, low, high, dual):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_against_a_loop(seed):
+def test_ppo_loss_matches_a_loop(seed):
     generator = torch.Generator().manual_seed(seed)
     new, old, advantage = torch.randn(3, 200, generator=generator, dtype=F64)
     mask = torch.rand(200, generator=generator) < 0.7
@@ -76,7 +76,7 @@ def test_against_a_loop(seed):
     torch.testing.assert_close(result.loss, torch.tensor(expected, dtype=F64), rtol=1e-12, atol=1e-12)
 
 
-def test_first_update_has_the_policy_gradient():
+def test_on_policy_update_has_the_policy_gradient():
     # With old == new the gradient of the loss in logprobs is -A, and nothing is clipped.
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     result = ppo(logprobs, logprobs.detach(), torch.tensor([2.0, -3.0]), torch.ones(2).bool(), Clip(0.2, dual=3.0))
@@ -86,7 +86,7 @@ def test_first_update_has_the_policy_gradient():
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf"), 1e30, -1e30])
-def test_masked_positions_are_harmless(garbage):
+def test_masked_positions_have_no_effect(garbage):
     mask = torch.tensor([True, False, False, False])
     logprobs = torch.tensor([-1.0, garbage, 0.0, 0.0], requires_grad=True)
     old, advantages = torch.tensor([-1.0, 0.0, garbage, 0.0]), torch.tensor([1.0, 0.0, 0.0, garbage])
@@ -98,7 +98,7 @@ def test_masked_positions_are_harmless(garbage):
     assert logprobs.grad is not None and logprobs.grad.tolist() == [-1.0, 0, 0, 0]
 
 
-def test_a_huge_ratio_has_a_finite_gradient():
+def test_huge_ratio_has_a_finite_gradient():
     logprobs = torch.tensor([0.0], requires_grad=True)
     result = ppo(logprobs, torch.tensor([-500.0]), torch.tensor([-1.0]), torch.tensor([True]), Clip(0.2, dual=3.0))
     result.loss.sum().backward()
@@ -107,7 +107,7 @@ def test_a_huge_ratio_has_a_finite_gradient():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_weighted_sum_does_not_depend_on_how_the_batch_is_cut(seed):
+def test_weighted_sum_does_not_depend_on_micro_batches(seed):
     generator = torch.Generator().manual_seed(seed)
     new, old, advantage = torch.randn(3, 120, generator=generator, dtype=F64)
     mask = torch.rand(120, generator=generator) < 0.4
