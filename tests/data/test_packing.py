@@ -13,7 +13,7 @@ pytestmark = pytest.mark.alone
 
 def test_plan_by_hand():
     # 27 tokens with a budget of 10 need three micro-batches, so two for each of two ranks. Differencing gives four
-    # parts: 9, 7, 5, and 4 + 2. The largest part goes to rank 0 or 1 first; each next one goes to the rank with less.
+    # parts: 9, 7, 5 and 4 + 2. 9 goes to rank 0 and 7 to rank 1; the next larger part goes to the rank with less.
     assert plan_micro_batches([5, 9, 2, 7, 4], dp=2, token_budget=10) == [[[1], [0]], [[3], [2, 4]]]
 
 

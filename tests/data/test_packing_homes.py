@@ -134,15 +134,15 @@ def test_plan_is_deterministic_and_copied():
 
 @pytest.mark.parametrize("owner", [[0, 2], [0], [0, 1, 1]])
 def test_invalid_owner_ranks_raise(owner):
-    with pytest.raises(ValueError, match=f"`owner_rank` has {len(home)} numbers below 2 for 2 sequences"):
+    with pytest.raises(ValueError, match=f"`owner_rank` has {len(owner)} numbers below 2 for 2 sequences"):
         plan_micro_batches([5, 5], 2, 10, owner_rank=owner)
 
 
 def test_items_costlier_than_a_part_are_spread_evenly():
     """Nine expensive items and one of half the cost, all on one of four owners, among many cheap items."""
     costs = np.array([100.0] * 9 + [52.0] + [2.0] * 100)
-    owner = np.array([2] * 10 + [i % 4 for i in range(100)])
-    for owner in partition_near_home(costs, costs.astype(np.int64), 200, owner, 4, 5):
+    owner_rank = np.array([2] * 10 + [i % 4 for i in range(100)])
+    for owner in partition_near_home(costs, costs.astype(np.int64), 200, owner_rank, 4, 5):
         holders = np.bincount(owner[:9] // 5, minlength=4).tolist()
         assert holders == [2, 2, 3, 2]  # the owner keeps one more
         assert len(set(owner[:10])) == 10 and not set(owner[:10]) & set(owner[10:])
