@@ -1,3 +1,5 @@
+"""GAE, rewards to go, whitening and spreading of per-sequence values."""
+
 import sys
 from pathlib import Path
 

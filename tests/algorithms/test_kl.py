@@ -1,3 +1,5 @@
+"""KL estimators and the adaptive KL coefficient."""
+
 import math
 
 import pytest
@@ -75,16 +77,16 @@ def test_k2_and_k3_as_losses_have_biased_gradients():
     true = gradient((policy.exp() * (policy - reference)).sum(), logits)
     reverse = gradient((reference.exp() * (reference - policy)).sum(), logits)
 
-    def of(kind: str, drawn_by: torch.Tensor) -> torch.Tensor:
+    def estimate_gradient(kind: str, drawn_by: torch.Tensor) -> torch.Tensor:
         return gradient((drawn_by.detach().exp() * kl_estimate(policy, reference, kind)).sum(), logits)
 
     def cosine(item: torch.Tensor, other: torch.Tensor) -> float:
         return float(item @ other / item.norm() / other.norm())
 
-    torch.testing.assert_close(of("k3", policy), reverse)
-    assert cosine(of("k3", policy), true) < 0.95
-    assert cosine(of("k2", policy), true) == pytest.approx(1.0)
-    assert max(cosine(of(kind, old), true) for kind in ("k2", "k3")) < 0.99
+    torch.testing.assert_close(estimate_gradient("k3", policy), reverse)
+    assert cosine(estimate_gradient("k3", policy), true) < 0.95
+    assert cosine(estimate_gradient("k2", policy), true) == pytest.approx(1.0)
+    assert max(cosine(estimate_gradient(kind, old), true) for kind in ("k2", "k3")) < 0.99
 
 
 def test_default_estimator_depends_on_apply_to():
@@ -162,13 +164,13 @@ def test_only_k1_as_reward_has_the_true_gradient():
     true = gradient((policy.exp() * (policy - reference)).sum(), logits)
     reverse = gradient((reference.exp() * (reference - policy)).sum(), logits)
 
-    def of(kind: str) -> torch.Tensor:
+    def estimate_gradient(kind: str) -> torch.Tensor:
         reward = kl_estimate(policy, reference, kind).detach()
         return gradient((policy.detach().exp() * policy * reward).sum(), logits)
 
-    torch.testing.assert_close(of("k1"), true)
-    torch.testing.assert_close(of("k3"), true - reverse)
-    assert not torch.allclose(of("k2"), true, rtol=0.1)
+    torch.testing.assert_close(estimate_gradient("k1"), true)
+    torch.testing.assert_close(estimate_gradient("k3"), true - reverse)
+    assert not torch.allclose(estimate_gradient("k2"), true, rtol=0.1)
 
 
 def test_adaptive_kl_above_max_kl_turns_off_permanently() -> None:

@@ -1,3 +1,5 @@
+"""The PPO loss: clipping and dual clipping."""
+
 import math
 
 import pytest
@@ -14,10 +16,10 @@ F64 = torch.float64
 CASES = [
     (1.0, 2.0, -2.0, 0, 0, -2.0),  # on policy
     (1.1, 2.0, -2.2, 0, 0, -2.0),  # inside
-    (1.5, 2.0, -2.4, 1, 0, 0.0),  # good and already likelier: capped at 1.2
-    (0.5, 2.0, -1.0, 0, 0, -2.0),  # good and less likely: pushed back
+    (1.5, 2.0, -2.4, 1, 0, 0.0),  # good and already more likely: capped at 1.2
+    (0.5, 2.0, -1.0, 0, 0, -2.0),  # good and less likely: full gradient
     (0.5, -2.0, 1.6, 1, 0, 0.0),  # bad and already less likely: capped at 0.8
-    (1.5, -2.0, 3.0, 0, 0, 2.0),  # bad and likelier: pushed back
+    (1.5, -2.0, 3.0, 0, 0, 2.0),  # bad and more likely: full gradient
     (2.9, -2.0, 5.8, 0, 0, 2.0),  # just below the dual clip
     (4.0, -2.0, 6.0, 0, 1, 0.0),  # beyond it: 3 * 2
     (4.0, 0.0, 0.0, 0, 0, 0.0),

@@ -1,3 +1,5 @@
+"""The Bradley-Terry loss of reward models."""
+
 import math
 
 import pytest

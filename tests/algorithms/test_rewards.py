@@ -1,3 +1,5 @@
+"""Per-token rewards, sequence sums and the overlong penalty."""
+
 import sys
 from pathlib import Path
 

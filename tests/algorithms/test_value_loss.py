@@ -1,3 +1,5 @@
+"""The clipped value loss and explained variance."""
+
 import sys
 from pathlib import Path
 

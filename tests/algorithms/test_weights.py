@@ -1,3 +1,5 @@
+"""Loss weights: means over tokens, sequences and pairs."""
+
 import sys
 from pathlib import Path
 

@@ -65,7 +65,7 @@ class MismatchedFlow(TableFlow):
         return Rollouts.gather(local_items, [item.group for item in local_items])
 
     def find_mismatches(self, actor: Any) -> list[str] | None:
-        self.calls.append("differing")
+        self.calls.append("find_mismatches")
         return self.mismatches
 
 
@@ -83,7 +83,7 @@ def test_mismatch_raises_before_training_and_names_the_layer() -> None:
     flow: Any = MismatchedFlow(single_update_config())
     controller = make_controller(flow.config)
     controller.step(flow, prompts())
-    assert not flow.should_check_logprobs and "differing" not in flow.calls
+    assert not flow.should_check_logprobs and "find_mismatches" not in flow.calls
     flow.should_check_logprobs, flow.logprob_error = True, 0.02  # as after the first weight sync
     before = flow.policy.table.detach().clone()
     with pytest.raises(ConfigError) as caught:

@@ -62,7 +62,7 @@ def run_steps(config: Config, steps: int, everyone: Comm = LOCAL, world: int = 1
 @pytest.mark.parametrize("correction", ["none", "tis"])
 def test_policy_converges_to_the_teacher(correction: str) -> None:
     flow, metrics = run_steps(config_of({}, 16, correction={"kind": correction}), 60)
-    assert "score" not in flow.calls and flow.calls[:3] == ["generate", "sleep", "push"]
+    assert "score" not in flow.calls and flow.calls[:3] == ["generate", "sleep", "update_weights"]
     first = TeacherFlow(flow.config).reverse_kl()
     assert metrics[0]["distill/reverse_kl"] == pytest.approx(first, abs=0.25) and first > 0.3
     assert flow.reverse_kl() < 0.03

@@ -33,7 +33,6 @@ class TablePolicy:
         # With the usual eps, gradients that are 0 up to rounding would make full-size steps.
         self.optimizer = torch.optim.Adam([self.table], lr=0.1, eps=1e-3)
         self.value_optimizer = torch.optim.Adam([self.values_table], lr=0.1, eps=1e-3)
-        self.pushed = 0
 
     def output(self, batch: TrainBatch) -> ModelOutput:
         which = (batch.positions - 1).clamp(0, 1)
@@ -79,7 +78,7 @@ class TableFlow:
         self.groups = 0
 
     def next_items(self, count: int) -> list[Prompt]:
-        self.calls.append("further")
+        self.calls.append("next_items")
         return [Prompt(id=f"further {i}", messages=()) for i in range(count)]
 
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
@@ -109,8 +108,8 @@ class TableFlow:
         self.calls.append("sleep")
 
     def update_weights(self, actor: Any) -> None:
-        self.calls.append("push")
-        self.groups = 0  # the next step numbers anew
+        self.calls.append("update_weights")
+        self.groups = 0  # the next step numbers from 0
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         """Return the reference's log-probs and the critic's values."""
@@ -138,7 +137,7 @@ def test_ppo_and_grpo_learn_a_table(algorithm: str, kl: dict[str, Any], mean: st
         assert result.batch is not None
         means.append(float(result.batch.sequence_reward.mean()))
     assert means[0] < 0.4 and sum(means[-5:]) / 5 > 0.85, means
-    assert flow.calls[:4] == ["generate", "score", "sleep", "push"]
+    assert flow.calls[:4] == ["generate", "score", "sleep", "update_weights"]
     assert result.metrics["rollout/logprob_diff"] < 1e-6
     if kl["apply_to"] != "none":
         assert result.metrics["actor/kl_to_reference"] > 0.05  # the policy has moved

@@ -128,7 +128,7 @@ def test_ppo_with_an_sft_step_after_each_step() -> None:
         alone.step(plain, prompts)  # type: ignore[arg-type]
     assert result.metrics["actor/nll"] > 0 and "actor/pg_loss" in result.metrics
     assert nll(flow) < nll(plain) - 0.05  # the demonstrations also have the best reward
-    assert flow.calls == ["generate", "score", "sleep", "push", "push"] * 3
+    assert flow.calls == ["generate", "score", "sleep", "update_weights", "update_weights"] * 3
     restored = PPOWithLessons(config)
     restored.load_state_dict(controller.state_dict())
     assert restored.steps == 3

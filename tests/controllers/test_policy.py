@@ -181,7 +181,7 @@ def test_few_or_no_trainable_rollouts(algorithm: str, rollouts: list[Rollout], t
     assert len(flow.actor_batches) == updates
     assert len(flow.critic_batches) == (updates if algorithm == "ppo" else 0)
     assert all(math.isfinite(value) for value in result.metrics.values())
-    assert flow.calls == ["sleep", "push"]
+    assert flow.calls == ["sleep", "update_weights"]
     assert not flow.policy.table.detach().isnan().any()
 
 
@@ -287,7 +287,7 @@ def test_critic_warmup_precedes_policy_updates_and_survives_resume() -> None:
         tables.append(flow.policy.table.detach().clone())
     assert len(flow.critic_batches) == 4 and len(flow.actor_batches) == 2
     assert not tables[1].any() and tables[2].any()
-    assert flow.calls == ["sleep", "push"] * 4
+    assert flow.calls == ["sleep", "update_weights"] * 4
 
 
 def test_vapo_lambdas_by_hand() -> None:

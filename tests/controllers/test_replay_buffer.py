@@ -48,13 +48,13 @@ def test_all_ranks_keep_and_sample_the_same(tmp_path: Path) -> None:
     for result in as_ranks(3, lambda everyone: work(everyone, 3)):
         assert result[:2] == alone[:2]
 
-    def restored(everyone: Comm) -> tuple[list[float], int]:
+    def restore(everyone: Comm) -> tuple[list[float], int]:
         buffer = ReplayBuffer(8)
         buffer.restore(tmp_path / "3", everyone)
         assert buffer._rollouts is not None
         return buffer._rollouts.reward.tolist(), len(buffer._rollouts.local)
 
-    two = as_ranks(2, restored)  # the first rank also restores the third's
+    two = as_ranks(2, restore)  # the first rank also restores the third's
     assert [result[0] for result in two] == [alone[0]] * 2 and sum(result[1] for result in two) == 8
 
 
@@ -67,12 +67,12 @@ def test_damaged_file_raises_on_all_ranks(tmp_path: Path) -> None:
     as_ranks(2, save)
     part_file(tmp_path / "buffer", 0, 1).write_bytes(b"no parquet")
 
-    def restored(everyone: Comm) -> str:
+    def restore(everyone: Comm) -> str:
         with pytest.raises(ConfigError) as caught:
             ReplayBuffer(8).restore(tmp_path, everyone)
         return str(caught.value)
 
-    errors = as_ranks(2, restored)
+    errors = as_ranks(2, restore)
     assert errors[0] == errors[1] and "rank_00001.parquet" in errors[0]
 
 

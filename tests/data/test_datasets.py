@@ -1,3 +1,5 @@
+"""Reading, rendering and loading of prompts."""
+
 import json
 from dataclasses import replace
 

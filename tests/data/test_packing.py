@@ -1,3 +1,5 @@
+"""Micro-batch plans."""
+
 import itertools
 import random
 

@@ -1,3 +1,5 @@
+"""Partitioning of items into parts of equal cost."""
+
 import numpy as np
 import pytest
 
