@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "megatron"))
 torch.set_num_threads(1)
@@ -128,7 +127,7 @@ def run_with_lost_engine(engine_ranks: int) -> dict[str, Any]:
 
 def main() -> None:
     ranks._timeout_s = TIMEOUT
-    ranks._set_timeouts(list(dist.distributed_c10d._world.pg_map), TIMEOUT)
+    ranks._set_timeouts(TIMEOUT)
     result = {
         "slow": generate_seeds(make_worker(2, generate_slowly)),
         "fails": generate_seeds(make_worker(1, fail_on_one_engine)),
