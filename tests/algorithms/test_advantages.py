@@ -1,3 +1,5 @@
+"""GAE, rewards to go, whitening and spreading of per-sequence values."""
+
 import sys
 from pathlib import Path
 
@@ -17,8 +19,8 @@ from megarl.algorithms.advantages import (
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import deal  # noqa: E402
 from shares import random_batch as random_mask
+from shares import shard_sequences  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -26,7 +28,7 @@ F64 = torch.float64
 
 
 def random_batch(seed: int):
-    """(rewards, values, mask, cu_seqlens) of a few sequences with gaps between their actions, some without any."""
+    """Return (rewards, values, mask, cu_seqlens) of a few sequences with gaps between actions; some have no action."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 30, (int(torch.randint(1, 12, (1,), generator=generator)),), generator=generator)
     cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -40,7 +42,7 @@ def random_batch(seed: int):
 
 
 def loop_gae(rewards, values, mask, cu, gamma, lam):
-    """The definition as a sum: A_k = sum over later actions j of (gamma * lam)^(j - k) * delta_j."""
+    """Compute GAE as a sum: A_k = sum over j >= k of (gamma * lam)^(j - k) * delta_j."""
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     for start, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
         actions = [t for t in range(start, end) if mask[t]]
@@ -54,12 +56,12 @@ def loop_gae(rewards, values, mask, cu, gamma, lam):
     return advantages, returns
 
 
-def test_by_hand_across_a_tool_answer():
+def test_gae_by_hand_across_a_tool_response():
     # prompt, action, action, tool, tool, action; gamma 0.5, lambda 0.5, so gamma * lambda = 0.25.
     #   delta_5 = 1 + 0 - 0.4                    = 0.6     A_5 = 0.6
     #   delta_2 = 0 + 0.5 * 0.4 - 0.6 = -0.4               A_2 = -0.4 + 0.25 * 0.6   = -0.25
     #   delta_1 = -0.1 + 0.5 * 0.6 - 0.2 = 0               A_1 = 0 + 0.25 * -0.25    = -0.0625
-    # The values of prompt and tool tokens (9) take no part.
+    # Values of prompt and tool tokens (9) are ignored.
     mask = torch.tensor([0, 1, 1, 0, 0, 1]).bool()
     rewards = torch.tensor([0, -0.1, 0, 0, 0, 1.0], dtype=F64)
     values = torch.tensor([9, 0.2, 0.6, 9, 9, 0.4], dtype=F64)
@@ -71,7 +73,7 @@ def test_by_hand_across_a_tool_answer():
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("gamma, lam", [(0.99, 0.95), (1.0, 1.0), (0.9, 0.0), (0.0, 0.5)])
-def test_against_the_definition(seed, gamma, lam):
+def test_gae_matches_its_definition(seed, gamma, lam):
     rewards, values, mask, cu = random_batch(seed)
     expected = loop_gae(rewards, values, mask, cu, gamma, lam)
     for got, want in zip(gae(rewards, values, mask, cu, gamma, lam), expected, strict=True):
@@ -83,7 +85,7 @@ def test_against_the_definition(seed, gamma, lam):
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_rewards_to_go_against_a_loop(seed, gamma):
+def test_rewards_to_go_match_a_loop(seed, gamma):
     rewards, _, mask, cu = random_batch(seed)
     expected = torch.zeros_like(rewards)
     for start, end in zip(cu.tolist(), cu.tolist()[1:], strict=False):
@@ -94,7 +96,7 @@ def test_rewards_to_go_against_a_loop(seed, gamma):
 
 
 def stepwise_gae(rewards, values, mask, cu, gamma, lam):
-    """The recursion in fp32, one rounding per operation, action by action from the last."""
+    """Compute GAE by the fp32 recursion, from the last action back, with one rounding per operation."""
     gamma, decay = np.float32(gamma), np.float32(gamma * lam)
     results = np.zeros((2, len(mask)), np.float32)
     for start, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
@@ -110,9 +112,9 @@ def stepwise_gae(rewards, values, mask, cu, gamma, lam):
 
 @pytest.mark.parametrize("steps", [1, 70, advantages.MAX_BLOCK_STEPS])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_recursion_bit_by_bit(seed, steps, monkeypatch):
-    """With tools' answers between actions, sequences without actions or tokens, NaN at what is no action, and blocks of
-    one, of a few and of all sequences."""
+def test_gae_equals_the_fp32_recursion_bitwise(seed, steps, monkeypatch):
+    """The batch has tool outputs, sequences without actions or tokens, and NaN outside the mask. Blocks hold one, a few
+    or all sequences."""
     monkeypatch.setattr(advantages, "MAX_BLOCK_STEPS", steps)
     mask, cu = random_mask(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -124,8 +126,8 @@ def test_the_recursion_bit_by_bit(seed, steps, monkeypatch):
 
 @pytest.mark.parametrize("steps", [1, 70, advantages.MAX_BLOCK_STEPS])
 @pytest.mark.parametrize("seed", range(6))
-def test_each_sequence_has_its_own_lambda(seed, steps, monkeypatch):
-    """As if each were alone with it, bit by bit; and where all have one, as with that one."""
+def test_gae_takes_a_lambda_per_sequence(seed, steps, monkeypatch):
+    """Each sequence equals GAE on it alone, bitwise; equal lambdas equal a scalar one."""
     monkeypatch.setattr(advantages, "MAX_BLOCK_STEPS", steps)
     mask, cu = random_mask(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -141,22 +143,22 @@ def test_each_sequence_has_its_own_lambda(seed, steps, monkeypatch):
     assert torch.equal(torch.stack(same), torch.stack(gae(rewards, values, mask, cu, 0.9, 0.7)))
 
 
-def test_the_policys_lambda_is_not_the_critics():
+def test_gae_takes_a_separate_critic_lambda():
     rewards, values, mask, cu = random_batch(5)
     advantages, returns = gae(rewards, values, mask, cu, 1.0, 0.3, 1.0)
     assert torch.equal(advantages, gae(rewards, values, mask, cu, 1.0, 0.3)[0])
     torch.testing.assert_close(returns, gae(rewards, torch.zeros_like(values), mask, cu, 1.0, 1.0)[0])
 
 
-def test_lambda_by_length():
-    """alpha 0.05: of 20 actions and fewer 0, of 100 1 - 1/5, of 1000 1 - 1/50."""
+def test_length_adaptive_lambda_by_hand():
+    """With alpha 0.05, lambda is 0 up to 20 actions, 1 - 1/5 for 100 and 1 - 1/50 for 1000."""
     actual = length_adaptive_lam(torch.tensor([0, 1, 20, 40, 100, 1000]), 0.05)
     assert actual.tolist() == pytest.approx([0, 0, 0, 0.5, 0.8, 0.98], abs=1e-12)
     assert length_adaptive_lam(torch.zeros(0, dtype=torch.int64), 0.05).tolist() == []
 
 
-def test_undiscounted_return_is_the_outcome():
-    # gamma = lambda = 1: returns are the rewards still to come, whatever the critic says.
+def test_undiscounted_return_is_the_total_reward():
+    # With gamma = lambda = 1, a return is the sum of the rewards to come, whatever the critic predicts.
     rewards, values, mask, cu = random_batch(3)
     _, returns = gae(torch.where(mask, rewards, 0.0), values, mask, cu, 1.0, 1.0)
     for start, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
@@ -166,7 +168,7 @@ def test_undiscounted_return_is_the_outcome():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_does_not_depend_on_packing_or_on_what_is_masked(seed):
+def test_gae_ignores_packing_and_masked_tokens(seed):
     rewards, values, mask, cu = random_batch(seed)
     garbage = torch.where(mask, values, torch.full_like(values, float("nan")))
     full = torch.stack(gae(rewards, values, mask, cu, 0.99, 0.95))
@@ -189,14 +191,14 @@ def test_does_not_depend_on_packing_or_on_what_is_masked(seed):
         assert torch.equal(torch.stack(alone), full[:, local_items])
 
 
-def test_without_actions_or_sequences():
+def test_gae_is_zero_without_actions_or_sequences():
     for total, cu in ((4, [0, 1, 4]), (0, [0])):
         zeros = torch.zeros(total)
         for result in gae(zeros + 1, zeros + 1, zeros.bool(), torch.tensor(cu), 0.99, 0.95):
             assert result.tolist() == [0.0] * total
 
 
-def test_whiten():
+def test_whiten_by_hand():
     x = torch.tensor([1.0, float("nan"), 3.0, 5.0])
     mask = torch.tensor([True, False, True, True])
     # mean 3, variance (4 + 0 + 4) / 3
@@ -205,13 +207,13 @@ def test_whiten():
     assert x[[0, 2, 3]].tolist() == [1, 3, 5]
 
 
-def test_whiten_of_equal_entries_or_none_is_zero():
+def test_whiten_is_zero_for_equal_or_no_entries():
     assert whiten(torch.full((7,), 0.1), torch.ones(7).bool()).abs().max() < 1e-6
     assert whiten(torch.tensor([5.0]), torch.tensor([True])).tolist() == [0.0]
     assert whiten(torch.tensor([5.0, float("nan")]), torch.tensor([False, False])).tolist() == [0.0, 0.0]
 
 
-def plain_whiten(x, mask):
+def reference_whiten(x, mask):
     chosen = x[mask].double()
     centred = chosen - chosen.mean()
     return torch.zeros_like(x).masked_scatter(mask, (centred * (centred.square().mean() + 1e-8).rsqrt()).to(x.dtype))
@@ -219,14 +221,14 @@ def plain_whiten(x, mask):
 
 @pytest.mark.parametrize("block", [16, token_stats.BLOCK])
 @pytest.mark.parametrize("seed", range(5))
-def test_whiten_is_the_plain_formula_bit_by_bit_and_shares_change_nothing(seed, block, monkeypatch):
+def test_whiten_equals_the_formula_bitwise_on_any_number_of_ranks(seed, block, monkeypatch):
     monkeypatch.setattr(token_stats, "BLOCK", block)
     mask, cu = random_mask(seed, longest=200)
     x = (torch.randn(len(mask), generator=torch.Generator().manual_seed(seed)) * 3 + 50).where(mask, float("nan"))
     full = whiten(x, mask)
-    assert torch.equal(full, plain_whiten(x, mask))
+    assert torch.equal(full, reference_whiten(x, mask))
     for ranks in (1, 2, 4):
-        shares = deal(cu, ranks, seed)
+        shares = shard_sequences(cu, ranks, seed)
 
         def work(everyone, shares=shares):
             local = shares[everyone.rank][1]
@@ -237,14 +239,14 @@ def test_whiten_is_the_plain_formula_bit_by_bit_and_shares_change_nothing(seed, 
             torch.testing.assert_close(got, full[tokens], rtol=1e-6, atol=1e-6)
 
 
-def test_spread():
+def test_spread_to_tokens_by_hand():
     mask = torch.tensor([0, 1, 1, 0, 1]).bool()
     spread = spread_to_tokens(torch.tensor([2.0, -3.0, float("nan")]), torch.tensor([0, 3, 5, 5]), mask)
     assert spread.tolist() == [0, 2, 2, 0, -3]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_spread_is_the_plain_formula_bit_by_bit(seed):
+def test_spread_to_tokens_equals_the_formula_bitwise(seed):
     mask, cu = random_mask(seed)
     numbers = torch.randn(len(cu) - 1, generator=torch.Generator().manual_seed(seed))
     expected = torch.where(mask, torch.repeat_interleave(numbers, cu.diff()), 0.0)

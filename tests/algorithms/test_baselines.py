@@ -1,4 +1,4 @@
-"""Advantages that are a number per sequence, by hand and against loops."""
+"""Per-sequence advantages (GRPO, RLOO, REINFORCE++, OPO): by hand and against loops."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_group_advantages_by_hand():
 
 
 @pytest.mark.parametrize("use_std", [True, False])
-def test_groups_that_say_nothing_get_exactly_zero(use_std):
+def test_groups_with_equal_rewards_get_exactly_zero(use_std):
     reward = torch.tensor([0.1, 0.1, 0.1, 3.0, 1.0, 0.0], dtype=F64)  # 0.1 + 0.1 + 0.1 is not 3 * 0.1 in binary
     group = torch.tensor([0, 0, 0, 1, 2, 2])
     got = group_advantages(reward, group, use_std)
@@ -42,7 +42,7 @@ def test_groups_that_say_nothing_get_exactly_zero(use_std):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_group_advantages_against_a_loop_in_any_order(seed):
+def test_group_advantages_match_a_loop_in_any_order(seed):
     generator = torch.Generator().manual_seed(seed)
     reward = torch.randn(40, generator=generator, dtype=F64)
     group = torch.randint(-3, 6, (40,), generator=generator)
@@ -55,7 +55,7 @@ def test_group_advantages_against_a_loop_in_any_order(seed):
 
 
 def test_rloo_by_hand():
-    """Of 1, 0, 0, 1 the others of the first have the mean 1/3; of 2 and 5 each is the other's baseline."""
+    """In 1, 0, 0, 1 the first sample's baseline is 1/3; in 2, 5 each sample is the other's baseline."""
     reward = torch.tensor([1.0, 2.0, 0.0, 0.0, 5.0, 1.0, 3.0], dtype=F64)
     group = torch.tensor([4, 7, 4, 4, 7, 4, 8])
     expected = [2 / 3, -3.0, -2 / 3, -2 / 3, 3.0, 2 / 3, 0.0]
@@ -63,13 +63,13 @@ def test_rloo_by_hand():
 
 
 def test_opo_by_hand():
-    """b = (10 * 1 + 30 * 0) / 40 = 1/4; a group without an action token has only its rewards."""
+    """b = (10 * 1 + 30 * 0) / 40 = 1/4; a group without action tokens has baseline 0."""
     reward = torch.tensor([1.0, 0.0, 5.0, 2.0], dtype=F64)
     actual = opo_advantages(reward, torch.tensor([0, 0, 1, 1]), torch.tensor([10, 30, 0, 0]))
     assert actual.tolist() == pytest.approx([0.75, -0.25, 5.0, 2.0], abs=1e-12)
 
 
-def test_a_penalty_tells_nobody_apart_whose_rewards_are_equal():
+def test_penalty_leaves_groups_with_equal_rewards_at_zero():
     reward, group = torch.tensor([1.0, 0.1, 0.5, 0.1, 0.1], dtype=F64), torch.tensor([3, 1, 3, 1, 1])
     penalty = torch.tensor([0.25, 0.5, -0.125, 0.0, 1e-9], dtype=F64)
     actual = penalised_rewards(reward, penalty, group)
@@ -79,8 +79,8 @@ def test_a_penalty_tells_nobody_apart_whose_rewards_are_equal():
         assert advantages[0] > 0 > advantages[2] and advantages[1::2] + advantages[4:] == [0.0] * 3
 
 
-def test_whitening_by_hand():
-    """Numbers 1 and 4 on 2 tokens and 1: mean 2, variance (2 * 1 + 4) / 3 = 2."""
+def test_whiten_sequences_by_hand():
+    """1 on two tokens and 4 on one: mean 2, variance (2 * 1 + 4) / 3 = 2."""
     root = 2**0.5
     actual = whiten_sequences(torch.tensor([1.0, 4.0], dtype=F64), torch.tensor([2, 1]))
     assert actual.tolist() == pytest.approx([-1 / root, 2 / root], abs=1e-8)
@@ -90,7 +90,7 @@ def test_whitening_by_hand():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whitening_is_that_of_all_action_tokens(seed):
+def test_whiten_sequences_matches_whitening_of_action_tokens(seed):
     generator = torch.Generator().manual_seed(seed)
     actions = torch.randint(0, 9, (20,), generator=generator)
     x = torch.randn(20, generator=generator, dtype=F64)
@@ -100,8 +100,8 @@ def test_whitening_is_that_of_all_action_tokens(seed):
     torch.testing.assert_close(spread_to_tokens(whiten_sequences(x, actions), cu, mask), expected)
 
 
-def of_a_loop(kind, reward, group, actions):
-    """Each kind written out, sample by sample, in Python's floats."""
+def loop_advantages(kind, reward, group, actions):
+    """Compute the advantages sample by sample in Python floats."""
     reward, group, actions = reward.tolist(), group.tolist(), actions.tolist()
     result = []
     for i, local in enumerate(reward):
@@ -129,29 +129,29 @@ def of_a_loop(kind, reward, group, actions):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(5))
-def test_against_a_loop_in_any_order_and_with_some_left_out(kind, seed):
-    """Those left out change nothing for the others, whatever their reward is."""
+def test_advantages_match_a_loop_in_any_order_and_with_exclusions(kind, seed):
+    """Excluded samples do not affect the others, whatever their reward."""
     generator = torch.Generator().manual_seed(seed)
     reward = torch.randint(0, 4, (40,), generator=generator).to(F64) / 3
     group = torch.randint(-3, 6, (40,), generator=generator)
     actions = torch.randint(0, 9, (40,), generator=generator)
-    expected = of_a_loop(kind, reward, group, actions)
+    expected = loop_advantages(kind, reward, group, actions)
     assert sequence_advantages(kind, reward, group, actions).tolist() == pytest.approx(expected, abs=1e-10)
     order = torch.randperm(40, generator=generator)
     moved = sequence_advantages(kind, reward[order], group[order], actions[order])
     assert moved.tolist() == pytest.approx([expected[i] for i in order.tolist()], abs=1e-10)
 
-    out = torch.rand(40, generator=generator) < 0.4
-    out |= group == 2  # a whole group
-    spoilt = torch.where(out, torch.full_like(reward, float("nan")), reward)
-    actual = sequence_advantages(kind, spoilt, group, actions, excluded=out)
-    assert actual[out].tolist() == [0.0] * int(out.sum())
-    remaining = of_a_loop(kind, reward[~out], group[~out], actions[~out])
-    assert actual[~out].tolist() == pytest.approx(remaining, abs=1e-10)
+    excluded = torch.rand(40, generator=generator) < 0.4
+    excluded |= group == 2  # a whole group
+    with_nan = torch.where(excluded, torch.full_like(reward, float("nan")), reward)
+    actual = sequence_advantages(kind, with_nan, group, actions, excluded=excluded)
+    assert actual[excluded].tolist() == [0.0] * int(excluded.sum())
+    remaining = loop_advantages(kind, reward[~excluded], group[~excluded], actions[~excluded])
+    assert actual[~excluded].tolist() == pytest.approx(remaining, abs=1e-10)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_says_nothing_is_zero(kind):
+def test_equal_excluded_or_no_rewards_give_zero(kind):
     equal, group, actions = torch.full((6,), 0.1), torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([1, 5, 2, 0, 3, 4])
     assert sequence_advantages(kind, equal, group, actions).tolist() == [0.0] * 6
     every = torch.ones(6).bool()
@@ -160,7 +160,7 @@ def test_what_says_nothing_is_zero(kind):
     assert sequence_advantages(kind, torch.zeros(0), none, none).tolist() == []
 
 
-def test_only_the_group_has_a_deviation():
+def test_only_grpo_divides_by_the_standard_deviation():
     reward, group, actions = torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3, dtype=torch.int64), torch.ones(3)
     for kind in KINDS:
         with_std, without = (

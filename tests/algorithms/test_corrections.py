@@ -1,4 +1,4 @@
-"""Weights by hand and against plain Python, unbiased where nothing is cut, the same whoever holds which sequences."""
+"""Rollout correction weights: by hand, against plain Python, unbiased without bounds, independent of sharding."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from megarl.algorithms.policy_losses import Clip, PolicyLossInput, ppo_loss
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import deal, random_batch  # noqa: E402
+from shares import random_batch, shard_sequences  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
-#   one sequence of ratios 2, 1/4; one of 3 alone; one without an action
+# Ratios: 2 and 1/4 in the first sequence, 3 in the second; the third has no action.
 CU = torch.tensor([0, 3, 5, 7])
 MASK = torch.tensor([False, True, True, False, True, False, False])
 LOGS = torch.tensor([0.0, math.log(2), math.log(0.25), 0.0, math.log(3), 0.0, 0.0])
@@ -50,18 +50,18 @@ LOGS = torch.tensor([0.0, math.log(2), math.log(0.25), 0.0, math.log(3), 0.0, 0.
         ("reject", "geometric", 0.7, 1.5, [1, 1, 0]),
     ],
 )
-def test_by_hand(kind: str, level: str, low: float, high: float, expected: list[float]) -> None:
+def test_weights_by_hand(kind: str, level: str, low: float, high: float, expected: list[float]) -> None:
     result = compute_correction(LOGS, MASK, CU, kind, level, low, high)  # type: ignore[arg-type]
     assert result.weights[MASK].tolist() == pytest.approx(expected) and not result.weights[~MASK].any()
     assert not (result.is_above | result.is_below)[~MASK].any()
 
 
-def test_an_unknown_kind_is_refused() -> None:
+def test_unknown_kind_raises() -> None:
     with pytest.raises(ValueError, match="tis, icepop"):
         compute_correction(LOGS, MASK, CU, "no", "token", 0, 1)  # type: ignore[arg-type]
 
 
-def test_ratios_are_of_actions_and_finite() -> None:
+def test_log_ratios_are_masked_clamped_and_detached() -> None:
     mask = torch.tensor([True, True, True, False])
     result = log_ratios(torch.tensor([-1.0, -90.0, -1.0, math.nan]), torch.tensor([-1.5, -1.0, -math.inf, 0.0]), mask)
     assert result.tolist() == [0.5, -20.0, 20.0, 0.0]
@@ -71,8 +71,8 @@ def test_ratios_are_of_actions_and_finite() -> None:
     assert full.tolist() == [20.0] * 4
 
 
-def by_hand(kind: str, level: str, low: float, high: float, logs: Any, mask: Any, cu: Any) -> list[float]:
-    """In plain Python's floats, sequence by sequence."""
+def loop_weights(kind: str, level: str, low: float, high: float, logs: Any, mask: Any, cu: Any) -> list[float]:
+    """Compute the weights sequence by sequence in Python floats."""
     weights = [0.0] * len(mask)
     for start, end in zip(cu, cu[1:], strict=False):
         actions = [t for t in range(start, end) if mask[t]]
@@ -95,30 +95,30 @@ def by_hand(kind: str, level: str, low: float, high: float, logs: Any, mask: Any
 @pytest.mark.parametrize("kind", ["tis", "icepop", "mis", "reject"])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("seed", range(3))
-def test_against_plain_python(kind: Any, level: Any, seed: int) -> None:
+def test_weights_match_plain_python(kind: Any, level: Any, seed: int) -> None:
     mask, cu = random_batch(seed)
     logs = (torch.randn(len(mask), generator=torch.Generator().manual_seed(seed)) * 0.3).double() * mask
     result = compute_correction(logs, mask, cu, kind, level, 0.8, 1.5).weights
-    expected = by_hand(kind, level, 0.8, 1.5, logs.tolist(), mask.tolist(), cu.tolist())
+    expected = loop_weights(kind, level, 0.8, 1.5, logs.tolist(), mask.tolist(), cu.tolist())
     assert result.dtype == torch.float64
     torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
     single = compute_correction(logs.float(), mask, cu, kind, level, 0.8, 1.5).weights
     assert float((single - torch.tensor(expected)).abs().max()) < 1e-6
 
 
-def drawn(actions: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Every sequence of this length: tokens [T], mask [T], cu_seqlens."""
+def all_sequences(actions: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tokens [T], mask [T] and cu_seqlens of every sequence of this length."""
     tokens = torch.tensor(list(product(range(actions), repeat=length)))
     count = len(tokens)
     return tokens.reshape(-1), torch.ones(count * length).bool(), torch.arange(count + 1) * length
 
 
 @pytest.mark.parametrize(("level", "length"), [("token", 1), ("sequence", 1), ("sequence", 2), ("sequence", 3)])
-def test_without_bounds_the_gradient_is_that_on_policy(level: Any, length: int) -> None:
-    """In expectation over what another policy draws, summed over all that it can draw. By token this is exact of one
-    token; of several, the states before it are still drawn by the other, and only the product corrects them."""
+def test_unbounded_is_gives_the_on_policy_gradient(level: Any, length: int) -> None:
+    """The expectation sums over every sequence the behaviour policy can sample. Token-level weights are exact for one
+    token only: with several, the behaviour policy also samples the prefix, and only the product corrects for that."""
     draw = torch.Generator().manual_seed(3)
-    tokens, mask, cu = drawn(3, length)
+    tokens, mask, cu = all_sequences(3, length)
     count, step = len(cu) - 1, torch.arange(len(tokens)) % length
     behaviour = torch.randn(length, 3, generator=draw, dtype=torch.float64).log_softmax(-1)
     logits = torch.randn(length, 3, generator=draw, dtype=torch.float64, requires_grad=True)
@@ -134,10 +134,10 @@ def test_without_bounds_the_gradient_is_that_on_policy(level: Any, length: int) 
     torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_decoupled_ppo_is_the_ratio_to_who_drew_it() -> None:
-    """Within the clip range the weight times the ratio to the proximal policy is that to the behaviour policy."""
+def test_decoupled_ppo_uses_the_ratio_to_the_behaviour_policy() -> None:
+    """Inside the clip range, the weight times the ratio to the proximal policy is the ratio to the behaviour policy."""
     draw = torch.Generator().manual_seed(1)
-    tokens, mask, cu = drawn(4, 1)
+    tokens, mask, cu = all_sequences(4, 1)
     now, prox, behaviour = (torch.randn(4, generator=draw, dtype=torch.float64).log_softmax(-1) for _ in range(3))
     advantages = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
     weights = compute_correction(log_ratios(prox, behaviour, mask), mask, cu, "tis", "token", 0.0, 1e9).weights
@@ -145,35 +145,35 @@ def test_decoupled_ppo_is_the_ratio_to_who_drew_it() -> None:
     assert float((behaviour.exp() * loss).sum()) == pytest.approx(-float((now.exp() * advantages).sum()))
 
 
-def test_figures_by_hand() -> None:
-    """Ratios 2 and 1/4 of lags 1 and 0 in one sequence, 3 of lag 5 in another."""
+def test_metrics_by_hand() -> None:
+    """One sequence has ratios 2 and 1/4 at staleness 1 and 0, another ratio 3 at staleness 5."""
     lag = torch.tensor([0, 1, 0, 0, 5, 0, 0], dtype=torch.int32)
     result = correction_metrics(LOGS, MASK, CU, compute_correction(LOGS, MASK, CU, "icepop", "token", 0.5, 2.5), lag)
 
-    def figure(name: str) -> float:
+    def metric(name: str) -> float:
         return result[f"rollout_corr/{name}"]
 
     ratios = [0.25, 2.0, 3.0]
-    assert figure("kl") == pytest.approx(-sum(map(math.log, ratios)) / 3)
-    assert figure("k3_kl") == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 3)
-    assert [figure(f"ratio_{name}") for name in ("p5", "p50", "p95", "max")] == pytest.approx([0.25, 2, 3, 3])
-    assert figure("rollout_is_eff_sample_size") == pytest.approx((0.5 + 3) ** 2 / (2 * (0.25 + 9)))
-    assert figure("rollout_is_mean") == pytest.approx(2 / 3)
-    assert figure("rollout_is_ratio_fraction_high") == figure("rollout_is_ratio_fraction_low") == pytest.approx(1 / 3)
-    assert figure("rollout_rs_masked_fraction") == pytest.approx(2 / 3)
-    assert figure("rollout_rs_seq_masked_fraction") == 0.5
-    # The first sequence is of staleness 1, its oldest token's; the other of 3 and more.
-    stale = figure("ratio_max_staleness0"), figure("ratio_p5_staleness1"), figure("ratio_p50_staleness3")
+    assert metric("kl") == pytest.approx(-sum(map(math.log, ratios)) / 3)
+    assert metric("k3_kl") == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 3)
+    assert [metric(f"ratio_{name}") for name in ("p5", "p50", "p95", "max")] == pytest.approx([0.25, 2, 3, 3])
+    assert metric("rollout_is_eff_sample_size") == pytest.approx((0.5 + 3) ** 2 / (2 * (0.25 + 9)))
+    assert metric("rollout_is_mean") == pytest.approx(2 / 3)
+    assert metric("rollout_is_ratio_fraction_high") == metric("rollout_is_ratio_fraction_low") == pytest.approx(1 / 3)
+    assert metric("rollout_rs_masked_fraction") == pytest.approx(2 / 3)
+    assert metric("rollout_rs_seq_masked_fraction") == 0.5
+    # A sequence is as stale as its oldest token: 1 for the first, in the bucket of 3 and more for the second.
+    stale = metric("ratio_max_staleness0"), metric("ratio_p5_staleness1"), metric("ratio_p50_staleness3")
     assert stale == pytest.approx((0.25, 2, 3))
-    assert figure("rollout_rs_seq_masked_fraction_staleness3") == 1.0
-    assert figure("rollout_rs_seq_masked_fraction_staleness1") == 0.0
+    assert metric("rollout_rs_seq_masked_fraction_staleness3") == 1.0
+    assert metric("rollout_rs_seq_masked_fraction_staleness1") == 0.0
     assert not any(name.endswith("_staleness2") for name in result)
     assert "rollout_corr/rollout_is_eff_sample_size_staleness0" not in result and len(result) == 4 * 12 - 2
     without = correction_metrics(LOGS, MASK, CU, compute_correction(LOGS, MASK, CU, "none", "token", 0.5, 2.5))
     assert len(without) == 12 and without["rollout_corr/rollout_is_mean"] == 1.0
 
 
-def test_of_no_action_there_is_nothing_to_say() -> None:
+def test_no_actions_give_no_metrics() -> None:
     none = torch.zeros(7).bool()
     assert (
         correction_metrics(LOGS * 0, none, CU, compute_correction(LOGS * 0, none, CU, "tis", "token", 0, 2), LOGS.int())
@@ -183,21 +183,21 @@ def test_of_no_action_there_is_nothing_to_say() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize(("kind", "level"), [("tis", "sequence"), ("icepop", "token"), ("reject", "geometric")])
-def test_shares_give_what_the_whole_gives(kind: Any, level: Any, ranks: int) -> None:
+def test_weights_and_metrics_do_not_depend_on_sharding(kind: Any, level: Any, ranks: int) -> None:
     mask, cu = random_batch(4)
     draw = torch.Generator().manual_seed(4)
     logs = torch.randn(len(mask), generator=draw) * 0.2 * mask
     lag = torch.randint(0, 5, (len(mask),), generator=draw, dtype=torch.int32)
     full = compute_correction(logs, mask, cu, kind, level, 0.8, 1.3)
     expected = correction_metrics(logs, mask, cu, full, lag)
-    shares = deal(cu, ranks, 4)
+    shares = shard_sequences(cu, ranks, 4)
 
     def work(everyone: Any) -> tuple[Correction, dict[str, float]]:
         _, tokens, starts = shares[everyone.rank]
         result = compute_correction(logs[tokens], mask[tokens], starts, kind, level, 0.8, 1.3)
-        figures = correction_metrics(logs[tokens], mask[tokens], starts, result, lag[tokens], everyone.all_reduce)
-        return result, figures
+        metrics = correction_metrics(logs[tokens], mask[tokens], starts, result, lag[tokens], everyone.all_reduce)
+        return result, metrics
 
-    for (_, tokens, _), (result, figures) in zip(shares, as_ranks(ranks, work), strict=True):
-        assert torch.equal(result.weights, full.weights[tokens])  # to the bit: no sequence is cut
-        assert figures == pytest.approx(expected, rel=1e-12) and len(figures) > 4 * 12
+    for (_, tokens, _), (result, metrics) in zip(shares, as_ranks(ranks, work), strict=True):
+        assert torch.equal(result.weights, full.weights[tokens])  # bitwise: no sequence is split
+        assert metrics == pytest.approx(expected, rel=1e-12) and len(metrics) > 4 * 12

@@ -1,4 +1,4 @@
-"""What Clip-Cov and KL-Cov mark: out of all tokens, by whoever has them."""
+"""Tokens that Clip-Cov and KL-Cov mark by covariance, over the whole batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def batch(logprobs: list[float], advantages: list[float], mask: list[int], cu: l
 
 
 BY_HAND = batch(
-    # Of the actions log-probs -1, -2, -3, -6 (mean -3) and advantages 2, 0, -1, -1 (mean 0): 4, 0, 0, 3.
+    # Action log-probs -1, -2, -3, -6 (mean -3), advantages 2, 0, -1, -1 (mean 0): covariances 4, 0, 0, 3.
     [9.0, -1.0, -2.0, 9.0, -3.0, -6.0],
     [9.0, 2.0, 0.0, 9.0, -1.0, -1.0],
     [0, 1, 1, 0, 1, 1],
@@ -31,45 +31,45 @@ BY_HAND = batch(
 )
 
 
-def marked(result: torch.Tensor) -> list[int]:
+def marked_indices(result: torch.Tensor) -> list[int]:
     assert result.dtype == torch.bool
     return result.nonzero().squeeze(1).tolist()
 
 
-def test_the_largest_by_hand() -> None:
-    for share, expected in ((1e-6, [1]), (0.25, [1]), (0.5, [1, 5]), (1.0, [1, 5])):  # those of 0 are never in
-        assert marked(mark_largest(BY_HAND, KLCovOptions(share), 0)) == expected
+def test_mark_largest_by_hand() -> None:
+    for share, expected in ((1e-6, [1]), (0.25, [1]), (0.5, [1, 5]), (1.0, [1, 5])):  # zeros never count
+        assert marked_indices(mark_largest(BY_HAND, KLCovOptions(share), 0)) == expected
 
 
-def test_a_range_by_hand() -> None:
+def test_mark_in_range_by_hand() -> None:
     for least, most, expected in ((1.0, 5.0, [1, 5]), (3.0, 5.0, [1]), (1.0, 4.0, [5]), (4.0, 5.0, [])):
-        assert marked(mark_in_range(BY_HAND, ClipCovOptions(1.0, least, most), 0)) == expected
-    (item,) = marked(mark_in_range(BY_HAND, ClipCovOptions(0.25, 1.0, 5.0), 0))
+        assert marked_indices(mark_in_range(BY_HAND, ClipCovOptions(1.0, least, most), 0)) == expected
+    (item,) = marked_indices(mark_in_range(BY_HAND, ClipCovOptions(0.25, 1.0, 5.0), 0))
     assert item in (1, 5)
-    drawn = {marked(mark_in_range(BY_HAND, ClipCovOptions(0.25, 1.0, 5.0), seed))[0] for seed in range(20)}
+    drawn = {marked_indices(mark_in_range(BY_HAND, ClipCovOptions(0.25, 1.0, 5.0), seed))[0] for seed in range(20)}
     assert drawn == {1, 5}
 
 
-def test_what_is_no_action_is_never_marked_and_may_be_anything() -> None:
+def test_masked_tokens_are_never_marked() -> None:
     nan = float("nan")
     garbage = BY_HAND.with_(
         old_logprobs=BY_HAND.old_logprobs.where(BY_HAND.loss_mask, nan),  # type: ignore[union-attr]
         advantages=BY_HAND.advantages.where(BY_HAND.loss_mask, nan),  # type: ignore[union-attr]
     )
-    assert marked(mark_largest(garbage, KLCovOptions(1.0), 0)) == [1, 5]
-    assert marked(mark_in_range(garbage, ClipCovOptions(1.0), 0)) == [1, 5]
+    assert marked_indices(mark_largest(garbage, KLCovOptions(1.0), 0)) == [1, 5]
+    assert marked_indices(mark_in_range(garbage, ClipCovOptions(1.0), 0)) == [1, 5]
     nothing = BY_HAND.with_(loss_mask=torch.zeros(6).bool())
-    assert marked(mark_largest(nothing, KLCovOptions(1.0), 0)) == []
-    assert marked(mark_in_range(nothing, ClipCovOptions(1.0), 0)) == []
+    assert marked_indices(mark_largest(nothing, KLCovOptions(1.0), 0)) == []
+    assert marked_indices(mark_in_range(nothing, ClipCovOptions(1.0), 0)) == []
 
 
-def test_of_equals_as_many_are_drawn_as_are_wanted() -> None:
-    """A sure policy: all tokens of a sequence have the log-prob 0, and the good answers' the same covariance."""
+def test_ties_are_sampled_up_to_the_requested_count() -> None:
+    """Tokens with equal log-probs and advantages have equal covariances."""
     twins = batch([-1.0, -1.0, -5.0, -5.0], [1.0, 1.0, -1.0, -1.0], [1, 1, 1, 1], [0, 4])
-    drawn = [marked(mark_largest(twins, KLCovOptions(0.5), seed)) for seed in range(30)]
+    drawn = [marked_indices(mark_largest(twins, KLCovOptions(0.5), seed)) for seed in range(30)]
     assert all(len(result) == 2 for result in drawn) and len({tuple(result) for result in drawn}) == 6
     above = batch([-1.0, -1.0, -1.0, -1.0, -6.0], [3.0, 2.0, 2.0, 2.0, -9.0], [1] * 5, [0, 5])
-    drawn = [marked(mark_largest(above, KLCovOptions(0.6), seed)) for seed in range(30)]
+    drawn = [marked_indices(mark_largest(above, KLCovOptions(0.6), seed)) for seed in range(30)]
     assert all(result[-1] == 4 and result[0] == 0 and len(result) == 3 for result in drawn)
     assert {result[1] for result in drawn} == {1, 2, 3}
 
@@ -88,8 +88,8 @@ def random_batch(sequences: int = 60) -> TrainBatch:
 
 @pytest.mark.parametrize("kind", ["range", "largest"])
 @pytest.mark.parametrize("share", [1e-4, 0.01, 0.1])
-def test_it_does_not_matter_who_has_which_sequence(kind: str, share: float) -> None:
-    """As many as wanted, the same in any shares; and of the range what a look at all of it allows."""
+def test_marks_do_not_depend_on_sharding(kind: str, share: float) -> None:
+    """The count is as requested, and every mark satisfies the criterion over the whole batch."""
     full = random_batch()
     actions = int(full.loss_mask.sum())
 
@@ -110,23 +110,23 @@ def test_it_does_not_matter_who_has_which_sequence(kind: str, share: float) -> N
         least = covariance[chosen].topk(int(expected.sum())).values.min()
         assert torch.equal(expected, chosen & (covariance >= least))
     for ranks in (2, 3):
-        home = torch.randint(1, ranks, (full.num_sequences,), generator=torch.Generator().manual_seed(ranks))
+        owner = torch.randint(1, ranks, (full.num_sequences,), generator=torch.Generator().manual_seed(ranks))
 
-        def work(everyone, ranks=ranks, home=home):  # type: ignore[no-untyped-def]  # the first has nothing
-            local = (home == everyone.rank).nonzero().squeeze(1)
+        def work(everyone, ranks=ranks, owner=owner):  # type: ignore[no-untyped-def]  # rank 0 has nothing
+            local = (owner == everyone.rank).nonzero().squeeze(1)
             part = full.select(local.tolist())
-            shares = BatchSharding(full.lengths, torch.zeros_like(home), home, local, everyone)
+            shares = BatchSharding(full.lengths, torch.zeros_like(owner), owner, local, everyone)
             value = dataclasses.replace(part, group=full.group, sequence_reward=full.sequence_reward, sharding=shares)
             return value.sequence_ids, value.positions, mark(value)
 
         result = torch.zeros_like(expected)
-        for numbers, places, marks in as_ranks(ranks, work):
-            result[full.cu_seqlens[numbers] + places] = marks
+        for numbers, positions, marks in as_ranks(ranks, work):
+            result[full.cu_seqlens[numbers] + positions] = marks
         assert torch.equal(result, expected)
 
 
-def test_what_is_drawn_at_random_is_spread_evenly() -> None:
-    """Of 2,400 equal tokens a tenth, many times: each about as often, and other ones with each seed."""
+def test_random_marks_are_uniform() -> None:
+    """Marking a tenth of 2,400 equal tokens with 200 seeds marks each about equally often."""
     ones = torch.ones(2400)
     full = batch(ones.tolist(), ones.tolist(), [1] * 2400, list(range(0, 2401, 24)))
     signs = torch.tensor([1.0, -1.0]).repeat(1200)  # each token's covariance is then 1

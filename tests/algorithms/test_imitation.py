@@ -1,4 +1,4 @@
-"""VAPO's loss of positive examples: its own normalisation, whatever the mean of the rest is."""
+"""VAPO's NLL over positive responses, which normalises by itself under every loss aggregation."""
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ def batch(weights: torch.Tensor, reward: torch.Tensor = REWARD, rewarded: int = 
 @pytest.mark.parametrize(
     "weights", [token_mean_weights(MASK, 5), sequence_mean_weights(CU, MASK, 3), constant_weights(MASK, 17, 3)]
 )
-def test_by_hand(weights: torch.Tensor) -> None:
-    """(1 + 2 + 4 + 5) / 4 tokens of good answers; the bad one, of -3, is none."""
+def test_positive_nll_by_hand(weights: torch.Tensor) -> None:
+    """(1 + 2 + 4 + 5) / 4 tokens of positive responses; the negative one (-3) does not count."""
     logprobs = LOGPROBS.clone().requires_grad_()
     argument = batch(weights)
     result = positive_nll(logprobs, argument)
@@ -36,7 +36,7 @@ def test_by_hand(weights: torch.Tensor) -> None:
     assert float(result.reduce_metrics(argument)["actor/nll_loss"]) == pytest.approx(3.0, rel=1e-6)
 
 
-def test_without_a_good_answer() -> None:
+def test_no_positive_response_gives_zero_loss() -> None:
     logprobs = LOGPROBS.clone().requires_grad_()
     result = positive_nll(logprobs, batch(token_mean_weights(MASK, 5), -REWARD.abs(), 0))
     result.loss.sum().backward()

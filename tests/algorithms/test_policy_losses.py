@@ -1,4 +1,4 @@
-"""All policy losses: against loops in Python's floats, gradients against finite differences, and what none may do."""
+"""Every policy loss: against loops in Python floats, gradients against finite differences, and shared invariants."""
 
 import math
 import sys
@@ -14,7 +14,7 @@ from megarl.types import Counts, TrainBatch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import deal, random_batch  # noqa: E402
+from shares import random_batch, shard_sequences  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -35,7 +35,7 @@ def run(name: str, sampled: PolicyLossInput) -> Any:
 
 
 def random_sampled(seed: int, sequences: int = 12) -> PolicyLossInput:
-    """Advantages of sequences; some have no action, some no token."""
+    """Return a random batch with one advantage per sequence; some sequences have no action, some no token."""
     mask, cu = random_batch(seed, sequences, 12)
     generator = torch.Generator().manual_seed(seed + 100)
     new, noise = torch.randn(2, len(mask), generator=generator, dtype=F64)
@@ -44,8 +44,10 @@ def random_sampled(seed: int, sequences: int = 12) -> PolicyLossInput:
     return PolicyLossInput(new.requires_grad_(), new.detach() - 0.4 * noise, advantages, mask, cu, marked)
 
 
-def of_a_loop(name: str, new: list[float], old: list[float], advantage: list[float], marks: list[bool]) -> list[float]:
-    """The losses of one sequence's action tokens, as the papers have them."""
+def loop_losses(
+    name: str, new: list[float], old: list[float], advantage: list[float], marks: list[bool]
+) -> list[float]:
+    """Compute the losses of one sequence's action tokens as the papers define them."""
     options = POLICY_LOSSES[name].options(**OPTIONS.get(name, {}))
     ratios = [math.exp(a - b) for a, b in zip(new, old, strict=True)]
 
@@ -77,14 +79,14 @@ def of_a_loop(name: str, new: list[float], old: list[float], advantage: list[flo
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", NAMES)
-def test_against_a_loop(name: str, seed: int) -> None:
+def test_losses_match_a_loop(name: str, seed: int) -> None:
     sampled = random_sampled(seed)
     expected = torch.zeros(len(sampled.loss_mask), dtype=F64)
     assert sampled.marked is not None
     for start, end in zip(sampled.cu_seqlens[:-1].tolist(), sampled.cu_seqlens[1:].tolist(), strict=True):
-        places = [t for t in range(start, end) if sampled.loss_mask[t]]
+        positions = [t for t in range(start, end) if sampled.loss_mask[t]]
         columns = (sampled.logprobs, sampled.old_logprobs, sampled.advantages, sampled.marked)
-        expected[places] = torch.tensor(of_a_loop(name, *(x[places].tolist() for x in columns)), dtype=F64)
+        expected[positions] = torch.tensor(loop_losses(name, *(x[positions].tolist() for x in columns)), dtype=F64)
     result = run(name, sampled)
     torch.testing.assert_close(result.loss.detach(), expected, rtol=1e-12, atol=1e-12)
     for metric in result.metrics.values():
@@ -94,8 +96,8 @@ def test_against_a_loop(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("cispo", "gspo_token")])
-def test_gradients_are_finite_differences(name: str, seed: int) -> None:
-    """Of the weighted sum; what has a stop-gradient in it has another gradient, and a test of its own."""
+def test_gradients_match_finite_differences(name: str, seed: int) -> None:
+    """Losses with a stop-gradient have a test of their own."""
     sampled = random_sampled(seed, 6)
     weights = sequence_mean_weights(sampled.cu_seqlens, sampled.loss_mask, 5).double()
 
@@ -103,16 +105,16 @@ def test_gradients_are_finite_differences(name: str, seed: int) -> None:
         columns = sampled.old_logprobs, sampled.advantages, sampled.loss_mask, sampled.cu_seqlens, sampled.marked
         return (weights * run(name, PolicyLossInput(logprobs, *columns)).loss).sum()
 
-    (found,) = torch.autograd.grad(value(sampled.logprobs), sampled.logprobs)
+    (gradient,) = torch.autograd.grad(value(sampled.logprobs), sampled.logprobs)
     at, step = sampled.logprobs.detach(), 1e-6
     for t in range(len(at)):
         by = torch.zeros_like(at).index_fill(0, torch.tensor(t), step)
         difference = float(value(at + by) - value(at - by)) / (2 * step)
-        assert float(found[t]) == pytest.approx(difference, abs=1e-8)
+        assert float(gradient[t]) == pytest.approx(difference, abs=1e-8)
 
 
-def test_stopped_gradients_by_hand() -> None:
-    """CISPO: the weight, bounded, times A. GSPO-token: the sequence's ratio times the token's own A, unless clipped."""
+def test_stop_gradient_losses_by_hand() -> None:
+    """CISPO has the clamped ratio times A; GSPO-token the sequence ratio times the token's A, unless clipped."""
     new = torch.tensor([-1.0, -1.0, -2.0], dtype=F64, requires_grad=True)
     ratios = torch.tensor([1.1, 2.0, 0.5], dtype=F64)
     remaining = torch.tensor([1.0, -2.0, 3.0], dtype=F64), torch.ones(3).bool(), torch.tensor([0, 3])
@@ -122,12 +124,12 @@ def test_stopped_gradients_by_hand() -> None:
     new.grad = None
     run("gspo_token", PolicyLossInput(new, new.detach() - ratios.log(), *remaining)).loss.sum().backward()
     assert new.grad is not None
-    full = (1.1 * 2.0 * 0.5) ** (1 / 3)  # 1.03, inside of the range
+    full = (1.1 * 2.0 * 0.5) ** (1 / 3)  # 1.03, inside the clip range
     assert new.grad.tolist() == pytest.approx([-full, 2 * full, -3 * full], abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_gspo_token_is_gspo_where_a_sequence_has_one_advantage(seed: int) -> None:
+def test_gspo_token_equals_gspo_for_sequence_advantages(seed: int) -> None:
     sampled = random_sampled(seed, 40)
     weights = sequence_mean_weights(sampled.cu_seqlens, sampled.loss_mask, 30).double()
     item, other = (run(name, sampled) for name in ("gspo", "gspo_token"))
@@ -139,31 +141,31 @@ def test_gspo_token_is_gspo_where_a_sequence_has_one_advantage(seed: int) -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
-    """-A on each token, in a mean over sequences; and where nothing is marked nothing is clipped."""
+def test_losses_have_the_policy_gradient_on_policy(name: str) -> None:
+    """The gradient is -A times the token's weight, and without marks nothing is clipped."""
     sampled = random_sampled(3)
     new = sampled.logprobs
     on_policy = PolicyLossInput(new, new.detach(), sampled.advantages, sampled.loss_mask, sampled.cu_seqlens)
     result = run(name, on_policy)
     weights = sequence_mean_weights(sampled.cu_seqlens, sampled.loss_mask, 10).double()
-    (found,) = torch.autograd.grad((weights * result.loss).sum(), new)
-    torch.testing.assert_close(found, -weights * sampled.advantages, rtol=1e-9, atol=1e-12)
+    (gradient,) = torch.autograd.grad((weights * result.loss).sum(), new)
+    torch.testing.assert_close(gradient, -weights * sampled.advantages, rtol=1e-9, atol=1e-12)
     for metric, values in (result.metrics | result.sequence_metrics).items():
         assert metric == "actor/sapo_gate" or not values.any(), metric
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf"), 1e30, -1e30])
 @pytest.mark.parametrize("name", NAMES)
-def test_masked_positions_are_harmless(name: str, garbage: float) -> None:
+def test_masked_positions_have_no_effect(name: str, garbage: float) -> None:
     sampled = random_sampled(1)
     mask = sampled.loss_mask
     clean = run(name, sampled)
     (expected,) = torch.autograd.grad(clean.loss.sum(), sampled.logprobs)
-    spoilt = [
+    with_garbage = [
         torch.where(mask, x.detach(), garbage) for x in (sampled.logprobs, sampled.old_logprobs, sampled.advantages)
     ]
-    logprobs = spoilt[0].requires_grad_()
-    result = run(name, PolicyLossInput(logprobs, *spoilt[1:], mask, sampled.cu_seqlens, sampled.marked))
+    logprobs = with_garbage[0].requires_grad_()
+    result = run(name, PolicyLossInput(logprobs, *with_garbage[1:], mask, sampled.cu_seqlens, sampled.marked))
     result.loss.sum().backward()
     assert torch.equal(result.loss, clean.loss) and logprobs.grad is not None and torch.equal(logprobs.grad, expected)
     for metric, values in result.metrics.items():
@@ -171,8 +173,8 @@ def test_masked_positions_are_harmless(name: str, garbage: float) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_extremes_have_finite_gradients_and_nan_is_not_hidden(name: str) -> None:
-    """A ratio beyond what exp takes is bounded; NaN stays NaN, and workers refuse it before a loss sees it."""
+def test_extreme_ratios_have_finite_gradients_and_nan_propagates(name: str) -> None:
+    """Ratios that would overflow exp are clamped. NaN stays NaN; workers reject it before the loss."""
     for sign in (1.0, -1.0):
         logprobs = torch.tensor([0.0, -600.0, -1.0], requires_grad=True)
         remaining = torch.ones(3).bool(), torch.tensor([0, 2, 3])
@@ -189,8 +191,8 @@ def test_extremes_have_finite_gradients_and_nan_is_not_hidden(name: str) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_to_train_on(name: str) -> None:
-    """All masked; a sequence of no token; no sequence."""
+def test_no_action_tokens_give_zero_loss(name: str) -> None:
+    """Cases: all tokens masked, an empty sequence, no sequence."""
     for cu in ([0, 3, 3, 5], [0]):
         logprobs = torch.randn(cu[-1], requires_grad=True)
         zeros = torch.zeros(cu[-1])
@@ -202,14 +204,14 @@ def test_nothing_to_train_on(name: str) -> None:
 
 @pytest.mark.parametrize("mean", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("name", NAMES)
-def test_it_does_not_matter_who_has_which_sequence(name: str, mean: str) -> None:
-    """Loss, gradient and metrics of ranks, micro-batches and another order add up to those of the whole."""
+def test_losses_and_metrics_do_not_depend_on_sharding(name: str, mean: str) -> None:
+    """Loss, gradient and metrics of shards add up to those of the full batch."""
     full = random_sampled(2, 30)
     mask, cu = full.loss_mask, full.cu_seqlens
     sequences = sum(bool(part.any()) for part in mask.split(cu.diff().tolist()))
     counts = Counts(int(mask.sum()), sequences)
 
-    def found(sampled: PolicyLossInput) -> tuple[float, torch.Tensor, dict[str, float]]:
+    def compute(sampled: PolicyLossInput) -> tuple[float, torch.Tensor, dict[str, float]]:
         of_mask = {
             "token": lambda: token_mean_weights(sampled.loss_mask, counts.actions),
             "sequence": lambda: sequence_mean_weights(sampled.cu_seqlens, sampled.loss_mask, sequences),
@@ -219,25 +221,25 @@ def test_it_does_not_matter_who_has_which_sequence(name: str, mean: str) -> None
         result = run(name, sampled)
         zeros = torch.zeros(len(sampled.loss_mask))
         batch = TrainBatch(zeros, sampled.cu_seqlens, sampled.loss_mask, zeros, zeros, zeros)
-        figures = result.reduce_metrics(batch.with_(loss_weights=weights, counts=counts))
+        metrics = result.reduce_metrics(batch.with_(loss_weights=weights, counts=counts))
         value = (weights.double() * result.loss).sum()
         (gradient,) = torch.autograd.grad(value, sampled.logprobs)
-        return float(value), gradient, {name: float(figure) for name, figure in figures.items()}
+        return float(value), gradient, {name: float(metric) for name, metric in metrics.items()}
 
-    value, gradient, figures = found(full)
+    value, gradient, metrics = compute(full)
     for seed, ranks in ((0, 3), (1, 9)):
-        values, gradients, sums = 0.0, torch.zeros_like(gradient), dict.fromkeys(figures, 0.0)
-        for local, tokens, starts in deal(cu, ranks, seed):
+        values, gradients, sums = 0.0, torch.zeros_like(gradient), dict.fromkeys(metrics, 0.0)
+        for local, tokens, starts in shard_sequences(cu, ranks, seed):
             if not len(local):
                 continue
             columns = (full.logprobs.detach(), full.old_logprobs, full.advantages, mask)
             new, *remaining = (column[tokens] for column in columns)
             assert full.marked is not None
             part = PolicyLossInput(new.requires_grad_(), *remaining, starts, full.marked[tokens])
-            of_part = found(part)
-            values += of_part[0]
-            gradients[tokens] = of_part[1]
-            sums = {name: sums[name] + of_part[2][name] for name in sums}
+            part_result = compute(part)
+            values += part_result[0]
+            gradients[tokens] = part_result[1]
+            sums = {name: sums[name] + part_result[2][name] for name in sums}
         assert values == pytest.approx(value, rel=1e-9)
         torch.testing.assert_close(gradients, gradient, rtol=1e-6, atol=1e-12)
-        assert sums == pytest.approx(figures, rel=1e-5, abs=1e-7)
+        assert sums == pytest.approx(metrics, rel=1e-5, abs=1e-7)

@@ -1,4 +1,4 @@
-"""Figures over shares are those of the whole, and those of the whole are what the plain formulas give, bit by bit."""
+"""Batch statistics of token values: they equal the plain formulas and do not depend on sharding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.types import local_all_reduce
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import deal, random_batch  # noqa: E402
+from shares import random_batch, shard_sequences  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -33,8 +33,8 @@ def block(request, monkeypatch) -> int:
     return request.param
 
 
-def numbers(count: int, seed: int) -> torch.Tensor:
-    """Of all sizes, with many equal ones."""
+def random_values(count: int, seed: int) -> torch.Tensor:
+    """Return values of many magnitudes, with many ties."""
     generator = torch.Generator().manual_seed(seed)
     spread = torch.randn(count, generator=generator).exp() * 10.0 ** torch.randint(-8, 3, (count,), generator=generator)
     spread[torch.rand(count, generator=generator) < 0.3] = 0.25
@@ -42,7 +42,7 @@ def numbers(count: int, seed: int) -> torch.Tensor:
     return spread
 
 
-def test_by_hand():
+def test_token_stats_by_hand():
     mask = torch.tensor([True, False, True, True])
     item, other = torch.tensor([1.0, float("nan"), 0.0, 5.0]), torch.tensor([0.5, 0.0, 3.0, 5.0])
     assert diff_stats(item, other, mask) == DiffStats(largest=3.0, p95=3.0, mean=float(torch.tensor(3.5) / 3))
@@ -54,29 +54,29 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_kth_value_is_exact(seed, block):
-    values = numbers(2 + 97 * seed, seed)
+def test_kth_values_are_exact(seed, block):
+    values = random_values(2 + 97 * seed, seed)
     ks = (1, len(values) // 2, -(-len(values) * 95 // 100), len(values))
     assert kth_values(values, ks) == [float(values.kthvalue(max(k, 1)).values) for k in ks]
 
 
 @pytest.mark.parametrize("values", [[0.0, 0.0, 1e-45], [1e-45, 3.4e38, float("inf")], [1.0, 1.0000001, 1.0000002]])
-def test_the_kth_of_neighbours_and_of_extremes(values):
+def test_kth_values_of_adjacent_and_extreme_floats(values):
     assert kth_values(torch.tensor(values), (1, 2, 3)) == torch.tensor(values).tolist()
 
 
-def test_other_bits_than_those_of_fp32_are_refused():
+def test_kth_values_reject_fp64():
     with pytest.raises(TypeError, match="float64"):
         kth_values(torch.zeros(3, dtype=torch.float64), (1,))
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_alone_is_the_plain_formula_bit_by_bit(seed, block):
+def test_stats_equal_the_formulas_bitwise(seed, block):
     mask, _ = random_batch(seed)
-    item, other = numbers(len(mask), seed), numbers(len(mask), seed + 100)
-    apart = (item - other).abs()[mask]
-    p95 = float(apart.kthvalue(-(-len(apart) * 95 // 100)).values)
-    assert diff_stats(item, other, mask) == DiffStats(float(apart.max()), p95, float(apart.mean()))
+    item, other = random_values(len(mask), seed), random_values(len(mask), seed + 100)
+    diff = (item - other).abs()[mask]
+    p95 = float(diff.kthvalue(-(-len(diff) * 95 // 100)).values)
+    assert diff_stats(item, other, mask) == DiffStats(float(diff.max()), p95, float(diff.mean()))
     outside = torch.where(mask, item, 0.0)
     assert token_mean(outside, mask) == float(outside.sum() / mask.sum().clamp(min=1))
     assert torch.equal(masked_select(item, mask), item[mask])
@@ -85,11 +85,11 @@ def test_alone_is_the_plain_formula_bit_by_bit(seed, block):
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(5))
-def test_shares_give_what_the_whole_gives(seed, ranks, block):
+def test_stats_do_not_depend_on_sharding(seed, ranks, block):
     mask, cu = random_batch(seed)
-    item, other = numbers(len(mask), seed), numbers(len(mask), seed + 100)
+    item, other = random_values(len(mask), seed), random_values(len(mask), seed + 100)
     zero_outside = torch.where(mask, item, 0.0)
-    shares = deal(cu, ranks, seed)
+    shares = shard_sequences(cu, ranks, seed)
 
     def work(everyone):
         total, (_, tokens, _) = everyone.all_reduce, shares[everyone.rank]
@@ -111,7 +111,7 @@ def test_shares_give_what_the_whole_gives(seed, ranks, block):
     assert largest <= 2 * 2048 * 8
 
 
-def test_shares_without_any_action():
+def test_diff_stats_without_actions_are_none():
     def work(everyone):
         mine = torch.ones(everyone.rank)
         return diff_stats(mine, mine, torch.zeros(everyone.rank).bool(), everyone.all_reduce)

@@ -1,3 +1,5 @@
+"""The clipped value loss and explained variance."""
+
 import sys
 from pathlib import Path
 
@@ -9,19 +11,19 @@ from megarl.algorithms.losses import explained_variance, value_loss
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import deal, random_batch  # noqa: E402
+from shares import random_batch, shard_sequences  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
 F64 = torch.float64
 
 
-def test_by_hand():
+def test_value_loss_by_hand():
     # old value 0, clip 0.2
     values = torch.tensor([0.1, 1.0, 1.0, -0.5], dtype=F64, requires_grad=True)
     returns = torch.tensor([1.0, 1.0, 0.1, -1.0], dtype=F64)
     result = value_loss(values, torch.zeros(4, dtype=F64), returns, torch.ones(4).bool(), 0.2)
-    # 0: inside: 0.9^2 / 2.             1: right, but far from the old value: (0.2 - 1)^2 / 2.
+    # 0: inside: 0.9^2 / 2.             1: exact, but far from the old value: (0.2 - 1)^2 / 2.
     # 2: the plain error is the larger: 0.9^2 / 2.   3: -0.5 clipped to -0.2: 0.8^2 / 2 over 0.5^2 / 2.
     assert result.loss.tolist() == pytest.approx([0.405, 0.32, 0.405, 0.32], abs=1e-12)
     assert result.metrics["critic/vf_clipfrac"].tolist() == [0, 1, 0, 1]
@@ -33,13 +35,13 @@ def test_by_hand():
     assert values.grad.tolist() == pytest.approx([-0.9, 0.0, 0.9, 0.0], abs=1e-12)  # v - R, and none where clipped
 
 
-def test_without_clip():
+def test_value_loss_without_clip():
     result = value_loss(torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([True]), None)
     assert float(result.loss) == 2.0 and float(result.metrics["critic/vf_clipfrac"]) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_against_a_loop(seed):
+def test_value_loss_matches_a_loop(seed):
     generator = torch.Generator().manual_seed(seed)
     value, old, ret = torch.randn(3, 200, generator=generator, dtype=F64)
     mask = torch.rand(200, generator=generator) < 0.7
@@ -53,7 +55,7 @@ def test_against_a_loop(seed):
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
 @pytest.mark.parametrize("clip", [0.2, None])
-def test_masked_positions_are_harmless(garbage, clip):
+def test_masked_positions_have_no_effect(garbage, clip):
     mask = torch.tensor([True, False, False, False])
     values = torch.tensor([1.0, garbage, 0.0, 0.0], requires_grad=True)
     old, returns = torch.tensor([1.0, 0.0, garbage, 0.0]), torch.tensor([0.0, 0.0, 0.0, garbage])
@@ -65,7 +67,7 @@ def test_masked_positions_are_harmless(garbage, clip):
     assert values.grad is not None and values.grad.tolist() == [1.0, 0, 0, 0]
 
 
-def test_explained_variance():
+def test_explained_variance_by_hand():
     returns = torch.tensor([0.0, 2.0, 4.0, float("nan")])
     mask = torch.tensor([True, True, True, False])
     assert explained_variance(returns, returns, mask) == 1.0
@@ -78,7 +80,7 @@ def test_explained_variance():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_explained_variance_is_the_plain_formula_bit_by_bit_and_shares_change_nothing(seed):
+def test_explained_variance_equals_the_formula_on_any_number_of_ranks(seed):
     mask, cu = random_batch(seed)
     generator = torch.Generator().manual_seed(seed)
     values, returns = (torch.randn(2, len(mask), generator=generator) + 3).where(mask, float("nan"))
@@ -86,7 +88,7 @@ def test_explained_variance_is_the_plain_formula_bit_by_bit_and_shares_change_no
     plain = float(1.0 - (actual - values[mask].double()).var(correction=0) / actual.var(correction=0))
     assert explained_variance(values, returns, mask) == plain
     for ranks in (1, 2, 5):
-        shares = [tokens for _, tokens, _ in deal(cu, ranks, seed)]
+        shares = [tokens for _, tokens, _ in shard_sequences(cu, ranks, seed)]
 
         def work(everyone, shares=shares):
             local = shares[everyone.rank]
@@ -98,7 +100,7 @@ def test_explained_variance_is_the_plain_formula_bit_by_bit_and_shares_change_no
 
 
 @pytest.mark.parametrize("returns", [0.1, -7.3e-5, 0.0])
-def test_equal_returns_of_shares_explain_nothing(returns):
+def test_explained_variance_of_equal_returns_is_zero(returns):
     def work(everyone):
         count = (3, 0, 17, 6)[everyone.rank]
         mask = torch.ones(count).bool()
@@ -107,7 +109,7 @@ def test_equal_returns_of_shares_explain_nothing(returns):
     assert as_ranks(4, work) == [0.0] * 4
 
 
-def test_returns_that_are_equal_within_each_share_only():
+def test_explained_variance_with_equal_returns_per_rank():
     def work(everyone, part):
         returns = torch.full((2,), float(everyone.rank))
         return explained_variance(part * returns, returns, torch.ones(2).bool(), everyone.all_reduce)

@@ -1,4 +1,4 @@
-"""The comparison of engine and trainer before anything is trained on what the engine sampled."""
+"""The check that engine and trainer have the same policy, before the first update."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from test_learning import TableFlow  # noqa: E402
-from test_rollout_correction import AgedFlow, config_of, prompts  # noqa: E402
+from test_rollout_correction import StaleFlow, config_of, prompts  # noqa: E402
 
 from megarl.config import ConfigError, from_dict  # noqa: E402
 from megarl.controllers.controller import make_controller  # noqa: E402
@@ -29,22 +29,22 @@ from megarl.types import Prompt, Rollout, Rollouts, TrainBatch, Turn  # noqa: E4
 pytestmark = pytest.mark.alone
 
 
-class Engines(TableFlow):
-    """A flow whose engines can be given another policy than the trainer's: of layer 1, they say."""
+class MismatchedFlow(TableFlow):
+    """A flow whose engines' log-probs can be off by `logprob_error`, with layer 1 reported as mismatched."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.should_check_logprobs = True
-        self.off = 0.0
-        self.wrong: list[str] | None = ["model.layers.1.mlp.experts.w13_weight"]
+        self.logprob_error = 0.0
+        self.mismatches: list[str] | None = ["model.layers.1.mlp.experts.w13_weight"]
         self.forwards: list[int] = []
         forward = self.policy.forward
 
-        def counted(batch: TrainBatch) -> Any:
+        def counting_forward(batch: TrainBatch) -> Any:
             self.forwards.append(len(batch.tokens))
             return forward(batch)
 
-        self.policy.forward = counted  # type: ignore[method-assign]
+        self.policy.forward = counting_forward  # type: ignore[method-assign]
 
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         result = super().generate(items, samples, greedy)
@@ -52,7 +52,9 @@ class Engines(TableFlow):
             Rollout(
                 item.prompt,
                 tuple(
-                    Turn(turn.token_ids, tuple(value + self.off for value in turn.logprobs), turn.is_action, 0)
+                    Turn(
+                        turn.token_ids, tuple(value + self.logprob_error for value in turn.logprobs), turn.is_action, 0
+                    )
                     for turn in item.turns
                 ),
                 item.status,
@@ -63,12 +65,12 @@ class Engines(TableFlow):
         return Rollouts.gather(local_items, [item.group for item in local_items])
 
     def find_mismatches(self, actor: Any) -> list[str] | None:
-        self.calls.append("differing")
-        return self.wrong
+        self.calls.append("find_mismatches")
+        return self.mismatches
 
 
-def single(**more: Any) -> Any:
-    """GRPO with one update, which asks for no log-probs before it."""
+def single_update_config(**more: Any) -> Any:
+    """GRPO with one update per step, which needs no old log-probs."""
     tree = {
         "algorithm": "grpo",
         "kl": {"apply_to": "none"},
@@ -77,12 +79,12 @@ def single(**more: Any) -> Any:
     return from_dict(tree | {"model": {"dtype": "float32"}} | more)
 
 
-def test_a_step_of_two_policies_is_not_trained_on_and_names_the_layer() -> None:
-    flow: Any = Engines(single())
+def test_mismatch_raises_before_training_and_names_the_layer() -> None:
+    flow: Any = MismatchedFlow(single_update_config())
     controller = make_controller(flow.config)
     controller.step(flow, prompts())
-    assert not flow.should_check_logprobs and "differing" not in flow.calls
-    flow.should_check_logprobs, flow.off = True, 0.02  # as after the first push
+    assert not flow.should_check_logprobs and "find_mismatches" not in flow.calls
+    flow.should_check_logprobs, flow.logprob_error = True, 0.02  # as after the first weight sync
     before = flow.policy.table.detach().clone()
     with pytest.raises(ConfigError) as caught:
         controller.step(flow, prompts())
@@ -92,22 +94,22 @@ def test_a_step_of_two_policies_is_not_trained_on_and_names_the_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("mismatches", "message"),
     [([], "All tensors of the engines equal the trainer's"), (None, "so no layer can be named")],
 )
-def test_what_is_said_where_no_layer_is_found(wrong: Any, says: str) -> None:
-    flow: Any = Engines(single())
-    flow.off, flow.wrong = 0.5, wrong
-    with pytest.raises(ConfigError, match=says):
+def test_mismatch_without_a_known_layer_is_explained(mismatches: Any, message: str) -> None:
+    flow: Any = MismatchedFlow(single_update_config())
+    flow.logprob_error, flow.mismatches = 0.5, mismatches
+    with pytest.raises(ConfigError, match=message):
         make_controller(flow.config).step(flow, prompts())
 
 
-def test_it_asks_about_a_few_episodes_only_and_once() -> None:
-    flow: Any = Engines(single())
+def test_check_runs_once_on_a_few_episodes() -> None:
+    flow: Any = MismatchedFlow(single_update_config())
     controller = make_controller(flow.config)
     for _ in range(2):
         controller.step(flow, prompts(5))
-    assert len(flow.forwards) == 1  # of the first step, which looks by itself
+    assert len(flow.forwards) == 1  # the first step always checks
     flow.should_check_logprobs = True
     controller.step(flow, prompts(5))
     assert flow.forwards[1:] == [3 * CHECK_EPISODES]
@@ -116,9 +118,9 @@ def test_it_asks_about_a_few_episodes_only_and_once() -> None:
     assert len(flow.forwards) == 3 and flow.forwards[2] > 3 * CHECK_EPISODES
 
 
-def test_no_rollout_of_older_weights_is_compared() -> None:
-    """All are older here: the engines stay in question until some are not."""
-    flow: Any = AgedFlow(config_of({}))
+def test_stale_rollouts_are_not_compared() -> None:
+    """Here all rollouts are stale, so the check stays pending."""
+    flow: Any = StaleFlow(config_of({}))
     flow.should_check_logprobs = True
     controller = make_controller(flow.config)
     for _ in range(4):
@@ -134,21 +136,24 @@ def test_no_rollout_of_older_weights_is_compared() -> None:
     assert current_policy_mask(TrainBatch.from_rollouts(mixed)).tolist() == [False] * 5 + [True] * 2
 
 
-def test_the_bound_is_by_the_type_or_the_users_own() -> None:
-    assert (logprob_diff_bound(single()), logprob_diff_bound(single(model={"dtype": "bfloat16"}))) == (0.01, 0.3)
-    local = single(guards={"bands": {LOGPROB_DIFF: [None, 0.5]}})
+def test_bound_depends_on_dtype_unless_configured() -> None:
+    assert (
+        logprob_diff_bound(single_update_config()),
+        logprob_diff_bound(single_update_config(model={"dtype": "bfloat16"})),
+    ) == (0.01, 0.3)
+    local = single_update_config(guards={"bands": {LOGPROB_DIFF: [None, 0.5]}})
     assert logprob_diff_bound(local) == 0.5 and load_bands(local.guards) == {}
-    off = single(guards={"bands": {LOGPROB_DIFF: None}})
+    off = single_update_config(guards={"bands": {LOGPROB_DIFF: None}})
     assert logprob_diff_bound(off) is None
-    flow: Any = Engines(off)
-    flow.off = 3.0
+    flow: Any = MismatchedFlow(off)
+    flow.logprob_error = 3.0
     make_controller(off).step(flow, prompts())
     with pytest.raises(ConfigError, match=f"guards.bands.{LOGPROB_DIFF} must be two numbers"):
-        load_bands(single(guards={"bands": {LOGPROB_DIFF: 0.5}}).guards)
+        load_bands(single_update_config(guards={"bands": {LOGPROB_DIFF: 0.5}}).guards)
     with pytest.raises(ConfigError, match="guards.alarms=false disables it"):
-        load_bands(single(guards={"bands": {LOGPROB_DIFF: None, "actor/entropy": [0, 1]}}).guards)
+        load_bands(single_update_config(guards={"bands": {LOGPROB_DIFF: None, "actor/entropy": [0, 1]}}).guards)
 
 
-def test_layers_by_the_names_of_tensors() -> None:
+def test_describe_layers() -> None:
     assert describe_layers(["model.layers.12.a", "model.layers.3.b", "model.layers.3.c"]) == "Layers 3, 12"
     assert describe_layers(["model.norm.weight", "model.layers.0.a"]) == "Layer 0 and tensors outside the layers"

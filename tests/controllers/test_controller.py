@@ -1,4 +1,4 @@
-"""Controllers are found by name, by `module:name` or as an entry point, and what they declare fits together."""
+"""Controllers are found by name, `module:name` or entry point, and their declared requirements are validated."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ HEAD = "from megarl.controllers.controller import Controller\nfrom megarl.contro
 
 
 @pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Writes a fork's module, which is gone afterwards."""
+def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Write a custom module of controllers, unloaded after the test."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def write(text: str, name: str = "lab_controllers") -> None:
@@ -32,26 +32,26 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("lab_controllers", None)
 
 
-def declared(name: str, **sections: Any) -> Requirements:
+def requirements_of(name: str, **sections: Any) -> Requirements:
     return load_requirements(from_dict({"algorithm": name, **sections}))
 
 
-def test_what_ours_declare() -> None:
+def test_requirements_of_built_in_algorithms() -> None:
     reference = ("rollout", "actor", "reference")
-    assert declared("ppo") == Requirements(
+    assert requirements_of("ppo") == Requirements(
         "ppo", "prompts", (*reference, "critic", "reward"), ("actor", "critic"), is_off_policy=True
     )
-    grpo = declared("grpo", kl={"apply_to": "none"})
+    grpo = requirements_of("grpo", kl={"apply_to": "none"})
     assert grpo.roles == ("rollout", "actor", "reward") and grpo.is_group_relative and grpo.is_off_policy
     assert grpo.has_rollout and grpo.main_role == "actor" and not grpo.has_scalar_head
-    assert declared("sft") == Requirements("sft", "conversations", ("actor",), ("actor",))
-    pairs = declared("reward_model")
+    assert requirements_of("sft") == Requirements("sft", "conversations", ("actor",), ("actor",))
+    pairs = requirements_of("reward_model")
     assert pairs == Requirements("reward_model", "pairs", ("reward_model",), ("reward_model",), has_scalar_head=True)
     assert not pairs.has_rollout and pairs.main_role == "reward_model"
 
 
-def test_a_fork_is_found_by_module_and_name(lab: Any) -> None:
-    lab("class Mine(SFTController):\n    is_group_relative = True\n")
+def test_finds_a_controller_by_module_and_name(write_module: Any) -> None:
+    write_module("class Mine(SFTController):\n    is_group_relative = True\n")
     config = from_dict({"algorithm": "lab_controllers:Mine"})
     result = load_requirements(config)
     assert result == Requirements(
@@ -60,17 +60,17 @@ def test_a_fork_is_found_by_module_and_name(lab: Any) -> None:
     assert type(make_controller(config)).__name__ == "Mine"
 
 
-def test_a_fork_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finds_a_controller_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("lab_po", "megarl.controllers.grpo:GRPOController", "megarl.controllers")
     monkeypatch.setattr(plugins, "list_entry_points", lambda group: {"lab_po": point} if group == point.group else {})
-    assert find_controller("lab_po") is GRPOController and declared("lab_po").name == "lab_po"
+    assert find_controller("lab_po") is GRPOController and requirements_of("lab_po").name == "lab_po"
     with pytest.raises(
         ConfigError, match=r"one of ppo, .*, reward_model, generate, lab_po, or .*did you mean lab_po\?"
     ):
         find_controller("labpo")
 
 
-def test_entries_are_those_of_the_group() -> None:
+def test_list_entry_points_filters_by_group() -> None:
     assert (
         "pytest" in plugins.list_entry_points("console_scripts") and plugins.list_entry_points("megarl.nothing") == {}
     )
@@ -131,10 +131,10 @@ def test_entries_are_those_of_the_group() -> None:
         ),
     ],
 )
-def test_mistakes_of_a_fork(lab: Any, name: str, text: str, complaint: str) -> None:
-    lab(text)
+def test_invalid_custom_controllers_raise(write_module: Any, name: str, text: str, complaint: str) -> None:
+    write_module(text)
     with pytest.raises(ConfigError, match=complaint) as caught:
-        declared(name)
+        requirements_of(name)
     assert "\n" not in str(caught.value)
 
 
@@ -143,19 +143,19 @@ from dataclasses import dataclass
 from typing import Annotated
 from megarl.config.strict import Range
 @dataclass(frozen=True)
-class Own:
+class MyOptions:
     share: Annotated[float, Range(0, 1)] = 0.5
 class Mine(SFTController):
-    Options = Own
+    Options = MyOptions
 """
 
 
-def test_options_of_an_algorithm_are_as_strict_as_other_keys(lab: Any) -> None:
-    lab(OPTIONS)
+def test_algorithm_options_are_validated(write_module: Any) -> None:
+    write_module(OPTIONS)
     created = make_controller(from_dict({"algorithm": "lab_controllers:Mine", "options": {"share": 1}}))
     assert created.options.share == 1.0
     for options, complaint in (({"shore": 1}, r"options\.shore.*share"), ({"share": 2}, r"options\.share .*at most 1")):
         with pytest.raises(ConfigError, match=complaint):
-            declared("lab_controllers:Mine", options=options)
+            requirements_of("lab_controllers:Mine", options=options)
     with pytest.raises(ConfigError, match=r"options\.share"):
-        declared("sft", options={"share": 1})
+        requirements_of("sft", options={"share": 1})

@@ -1,4 +1,4 @@
-"""Distillation as written in `controllers/distill.py`, with the tables of `test_learning.py` as policy and teacher."""
+"""Distillation as written in `controllers/distill.py`, with tables of logits as policy and teacher."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from test_learning import ACTIONS, TableFlow  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
-TEACHER = torch.tensor([[0.0, 2.0, 0.0, 1.0, -1.0, 0.0], [1.0, 0.0, 0.0, 0.0, 2.0, -2.0]])  # unlikes and likes
+TEACHER = torch.tensor([[0.0, 2.0, 0.0, 1.0, -1.0, 0.0], [1.0, 0.0, 0.0, 0.0, 2.0, -2.0]])
 
 
-class TaughtFlow(TableFlow):
-    """With a teacher, which is a table that stays."""
+class TeacherFlow(TableFlow):
+    """A flow with a teacher, which is a constant table."""
 
     def __init__(self, config: Config, everyone: Comm = LOCAL, world: int = 1) -> None:
         super().__init__(config, everyone, world)
-        self.teacher = SimpleNamespace(forward=self.taught)
+        self.teacher = SimpleNamespace(forward=self.teacher_forward)
 
-    def taught(self, batch: TrainBatch) -> Future[ModelOutput]:
+    def teacher_forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         which = (batch.positions - 1).clamp(0, 1)
         logprobs = TEACHER.log_softmax(-1)[which, batch.tokens.long().clamp(max=ACTIONS - 1)]
         return Future.completed(ModelOutput(logprobs=logprobs))
 
     def reverse_kl(self) -> float:
-        """Of the tables, exactly, in nats per token."""
+        """Return the exact KL(policy || teacher) in nats per token."""
         policy = self.policy.table.detach().log_softmax(-1)
         return float((policy.exp() * (policy - TEACHER.log_softmax(-1))).sum(-1).mean())
 
@@ -48,8 +48,8 @@ def config_of(options: dict[str, Any] | None = None, samples: int = 8, **section
     return from_dict({**tree, "run": {"num_update": 2, "ppo_epochs": 2}, **sections})
 
 
-def run(config: Config, steps: int, everyone: Comm = LOCAL, world: int = 1) -> tuple[Any, list[dict[str, float]]]:
-    flow: Any = TaughtFlow(config, everyone, world)
+def run_steps(config: Config, steps: int, everyone: Comm = LOCAL, world: int = 1) -> tuple[Any, list[dict[str, float]]]:
+    flow: Any = TeacherFlow(config, everyone, world)
     controller = make_controller(config)
     prompts = [Prompt(id=str(i), messages=()) for i in range(5)]
     actual = [controller.step(flow, prompts).metrics for _ in range(steps)]
@@ -60,17 +60,17 @@ def run(config: Config, steps: int, everyone: Comm = LOCAL, world: int = 1) -> t
 
 
 @pytest.mark.parametrize("correction", ["none", "tis"])
-def test_the_policy_becomes_the_teacher(correction: str) -> None:
-    flow, metrics = run(config_of({}, 16, correction={"kind": correction}), 60)
-    assert "score" not in flow.calls and flow.calls[:3] == ["generate", "sleep", "push"]
-    first = TaughtFlow(flow.config).reverse_kl()
+def test_policy_converges_to_the_teacher(correction: str) -> None:
+    flow, metrics = run_steps(config_of({}, 16, correction={"kind": correction}), 60)
+    assert "score" not in flow.calls and flow.calls[:3] == ["generate", "sleep", "update_weights"]
+    first = TeacherFlow(flow.config).reverse_kl()
     assert metrics[0]["distill/reverse_kl"] == pytest.approx(first, abs=0.25) and first > 0.3
     assert flow.reverse_kl() < 0.03
     assert abs(sum(step["distill/reverse_kl"] for step in metrics[-10:])) / 10 < 0.1
 
 
-def test_the_gradient_is_that_of_the_kl_in_expectation() -> None:
-    """Summed over all that can be drawn, by what the controller takes for advantages."""
+def test_expected_gradient_is_that_of_the_reverse_kl() -> None:
+    """The expectation sums over all tokens, with the controller's advantages."""
     logits = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64, requires_grad=True)
     teacher = torch.tensor([0.0, 0.5, -1.0], dtype=torch.float64).log_softmax(-1)
     policy = logits.log_softmax(-1)
@@ -81,9 +81,9 @@ def test_the_gradient_is_that_of_the_kl_in_expectation() -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def advantages_of(options: dict[str, Any]) -> tuple[Any, TrainBatch]:
+def first_batch(options: dict[str, Any]) -> tuple[Any, TrainBatch]:
     config = config_of(options)
-    flow: Any = TaughtFlow(config)
+    flow: Any = TeacherFlow(config)
     result = make_controller(config).step(flow, [Prompt("p", ()), Prompt("q", ())])
     assert result.batch is not None and result.batch.advantages is not None
     assert not result.batch.advantages[~result.batch.loss_mask].any()
@@ -91,16 +91,16 @@ def advantages_of(options: dict[str, Any]) -> tuple[Any, TrainBatch]:
 
 
 def test_advantages_by_hand() -> None:
-    """The first policy chooses evenly, log-prob -log 6."""
+    """The initial policy is uniform, with log-prob -log 6."""
     even = -torch.tensor(6.0).log()
-    plain, cut, mixed = (
-        advantages_of(options) for options in ({}, {"advantage_clip": 0.5}, {"advantage_clip": 0.5, "reward_coef": 2.0})
+    plain, clipped, mixed = (
+        first_batch(options) for options in ({}, {"advantage_clip": 0.5}, {"advantage_clip": 0.5, "reward_coef": 2.0})
     )
-    for flow, batch in (plain, cut, mixed):
-        by_teacher = (flow.taught(batch).wait().logprobs - even)[batch.loss_mask]
+    for flow, batch in (plain, clipped, mixed):
+        teacher_advantages = (flow.teacher_forward(batch).wait().logprobs - even)[batch.loss_mask]
         if flow is not plain[0]:
-            by_teacher = by_teacher.clamp(-0.5, 0.5)
-        remaining = batch.advantages[batch.loss_mask] - by_teacher
+            teacher_advantages = teacher_advantages.clamp(-0.5, 0.5)
+        remaining = batch.advantages[batch.loss_mask] - teacher_advantages
         if flow is not mixed[0]:
             assert float(remaining.abs().max()) < 1e-6 and "score" not in flow.calls
     reward, group = mixed[1].sequence_reward.double(), mixed[1].group
@@ -108,37 +108,39 @@ def test_advantages_by_hand() -> None:
     for number in (0, 1):
         local = reward[group == number]
         expected[group == number] = 2.0 * (local - local.mean()) / (local.std() + 1e-6)
-    flow, batch = advantages_of({"center_advantages": True})
-    by_teacher = (flow.taught(batch).wait().logprobs - even)[batch.loss_mask]
-    torch.testing.assert_close(batch.advantages[batch.loss_mask], by_teacher - by_teacher.mean(), rtol=0, atol=1e-6)
+    flow, batch = first_batch({"center_advantages": True})
+    teacher_advantages = (flow.teacher_forward(batch).wait().logprobs - even)[batch.loss_mask]
+    torch.testing.assert_close(
+        batch.advantages[batch.loss_mask], teacher_advantages - teacher_advantages.mean(), rtol=0, atol=1e-6
+    )
     each = remaining.reshape(-1, 2)
     torch.testing.assert_close(each, expected.float()[:, None].expand(-1, 2), rtol=1e-4, atol=1e-5)
     assert "score" in mixed[0].calls and float(each.abs().max()) > 1
 
 
 @pytest.mark.parametrize("options", [{}, {"reward_coef": 1.0, "advantage_clip": 1.0, "center_advantages": True}])
-def test_a_step_is_the_same_however_its_sequences_lie(options: dict[str, Any]) -> None:
+def test_step_does_not_depend_on_world_size(options: dict[str, Any]) -> None:
     config = config_of(options)
 
-    def work(everyone: Comm, world: int) -> list[Any]:
-        flow, metrics = run(config, 3, everyone, world)
+    def train(everyone: Comm, world: int) -> list[Any]:
+        flow, metrics = run_steps(config, 3, everyone, world)
         return [*metrics, flow.policy.table.detach()]
 
-    alone = work(LOCAL, 1)
+    alone = train(LOCAL, 1)
     for world in (2, 3):
-        first, *others = as_ranks(world, lambda everyone, world=world: work(everyone, world))
+        first, *others = as_ranks(world, lambda everyone, world=world: train(everyone, world))
         for actual in others:
             torch.testing.assert_close(actual, first, rtol=0, atol=0)
         torch.testing.assert_close(first, alone, rtol=1e-5, atol=1e-6)
 
 
-def test_what_it_declares() -> None:
-    taught = load_requirements(config_of())
-    assert taught.roles == ("rollout", "actor", "teacher") and taught.is_off_policy and not taught.is_group_relative
+def test_requirements() -> None:
+    default = load_requirements(config_of())
+    assert default.roles == ("rollout", "actor", "teacher") and default.is_off_policy and not default.is_group_relative
     mixed = load_requirements(config_of({"reward_coef": 0.5}))
     assert mixed.roles == ("rollout", "actor", "teacher", "reward") and mixed.is_group_relative
-    looked_at = load_requirements(config_of(reward={"functions": ["a:b"]}))  # evaluations are by it
-    assert looked_at.roles[-1] == "reward" and not looked_at.is_group_relative
+    evaluated = load_requirements(config_of(reward={"functions": ["a:b"]}))  # evaluations need it
+    assert evaluated.roles[-1] == "reward" and not evaluated.is_group_relative
     assert make_controller(config_of()).load_eval_items(None) == ()  # type: ignore[arg-type]
 
 
@@ -151,6 +153,6 @@ def test_what_it_declares() -> None:
         ({"options": {"weight": 1}}, "unknown key options.weight"),
     ],
 )
-def test_what_it_refuses(sections: dict[str, Any], complaint: str) -> None:
+def test_invalid_options_raise(sections: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load_requirements(config_of(**sections))

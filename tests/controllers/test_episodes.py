@@ -1,5 +1,4 @@
-"""An episode in branches comes to the same as one that is whole: the same advantages, returns, weights and figures, for
-each token that the policy chose; on one rank, and on several."""
+"""A branched episode equals an unbranched one: action tokens have the same advantages, returns, weights and metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from thread_ranks import as_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from played import Played  # noqa: E402
+from played import ScriptedFlow  # noqa: E402
 
 from megarl.algorithms.advantages import (
     gae,  # noqa: E402
@@ -52,11 +51,11 @@ from megarl.workers.futures import Future, UpdateMetrics  # noqa: E402
 pytestmark = pytest.mark.alone
 
 VOCABULARY = 4096
-"""Ids of actions are from 1 on, each once, and 0 is what the policy did not choose."""
+"""Each action token has a unique id from 1; all other tokens are 0."""
 
 
 def episodes(step: int, groups: int = 5, samples: int = 4) -> list[list[Rollout]]:
-    """Each as its branches, in the order of groups."""
+    """Return each episode's branches, ordered by group."""
     draw, token, actual = random.Random(f"episodes/{step}"), step % 100 * 1000, []
     for group in range(groups):
         for sample in range(samples):
@@ -81,17 +80,17 @@ def episodes(step: int, groups: int = 5, samples: int = 4) -> list[list[Rollout]
     return actual
 
 
-def whole(branches: Sequence[Rollout]) -> Rollout:
-    """The same actions in one sequence."""
+def join_branches(branches: Sequence[Rollout]) -> Rollout:
+    """Return a rollout with the actions of all branches in one sequence."""
     turns = tuple(turn for item in branches for turn in item.turns)
     return replace(branches[0], turns=turns, episode=-1)
 
 
-class Told:
-    """A flow whose roles say of a token what its id says, and note what they are asked to learn."""
+class RecordingFlow:
+    """A flow whose roles' outputs depend on token ids only; it records every update."""
 
-    def __init__(self, config: Config, in_branches: bool, everyone: Comm, world: int) -> None:
-        self.config, self.in_branches, self.comm, self.world = config, in_branches, everyone, world
+    def __init__(self, config: Config, branched: bool, everyone: Comm, world: int) -> None:
+        self.config, self.branched, self.comm, self.world = config, branched, everyone, world
         numbers = torch.Generator().manual_seed(1)
         self.columns = torch.randn(3, VOCABULARY, generator=numbers)
         self.rollout = self.reward = self.loader = self.clock = self
@@ -99,13 +98,15 @@ class Told:
         self.actor, self.critic, self.reference = Role(self, "actor"), Role(self, "critic"), Role(self, "reference")
         self.teacher = self.reference
         self.step = 0
-        self.learned: list[dict[str, Any]] = []
+        self.updates: list[dict[str, Any]] = []
 
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
-        """A rank has every `world`-th group."""
+        """Return every `world`-th group."""
         value = episodes(100 + self.step if greedy else self.step, samples=samples)
-        mine = [item for item in value if item[0].group % self.world == self.comm.rank]
-        local_items = [branch for item in mine for branch in (item if self.in_branches else [whole(item)])]
+        local_episodes = [item for item in value if item[0].group % self.world == self.comm.rank]
+        local_items = [
+            branch for item in local_episodes for branch in (item if self.branched else [join_branches(item)])
+        ]
         return Rollouts.gather(local_items, [item.group for item in local_items], self.comm)
 
     def score(self, rollouts: Rollouts) -> Rollouts:
@@ -118,17 +119,17 @@ class Told:
 
 
 class Role:
-    def __init__(self, flow: Told, name: str) -> None:
+    def __init__(self, flow: RecordingFlow, name: str) -> None:
         self.flow, self.name = flow, name
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
-        """The policy is near what the engine said, and so is the reference."""
+        """Return log-probs near the engine's, for the policy and the reference."""
         near, other, values = self.flow.columns[:, batch.tokens.long()]
-        apart = 0.1 * near if self.name == "actor" else 0.1 * other
-        return Future.completed(ModelOutput(logprobs=batch.rollout_logprobs + apart, values=values))
+        error = 0.1 * near if self.name == "actor" else 0.1 * other
+        return Future.completed(ModelOutput(logprobs=batch.rollout_logprobs + error, values=values))
 
     def update(self, batch: TrainBatch, loss_fn: Any) -> UpdateMetrics:
-        """By the id of each action: what the loss is told of it, and what it says of it."""
+        """Record loss and batch columns of each action by token id."""
         near = self.flow.columns[0][batch.tokens.long()]
         logprobs, zeros = batch.rollout_logprobs + 0.1 * near + 0.02, torch.zeros_like(near)
         output = ModelOutput(logprobs=logprobs, entropy=zeros, values=zeros)
@@ -139,7 +140,7 @@ class Role:
             of_tokens[batch.tokens[batch.loss_mask].long()] = column[batch.loss_mask].double()
             table[name] = batch.all_reduce(of_tokens)
         assert batch.counts is not None
-        self.flow.learned.append({"critic": float(self.name == "critic"), "tokens": batch.counts.actions, **table})
+        self.flow.updates.append({"critic": float(self.name == "critic"), "tokens": batch.counts.actions, **table})
         return UpdateMetrics({})
 
 
@@ -168,23 +169,23 @@ TREES: dict[str, dict[str, Any]] = {
 }
 
 
-def taken(tree: dict[str, Any], in_branches: bool, everyone: Comm, world: int) -> list[dict[str, Any]]:
-    """Three steps."""
+def run_steps(tree: dict[str, Any], branched: bool, everyone: Comm, world: int) -> list[dict[str, Any]]:
+    """Run three steps; return all updates and some metrics."""
     config = from_dict(tree | {"run": {"num_update": 4, "ppo_epochs": 2}, "rollout": {"samples_per_prompt": 4}})
-    controller, flow = make_controller(config), Told(config, in_branches, everyone, world)
+    controller, flow = make_controller(config), RecordingFlow(config, branched, everyone, world)
     prompts = [Prompt(str(i), ()) for i in range(5)]
     metrics = [controller.step(flow, prompts).metrics for _ in range(3)]  # type: ignore[arg-type]
     names = ("rollout/filtered_frac", "rollout/buffer_size", "rollout/reward_greedy", "actor/kl_coef")
-    return [*flow.learned, *({name: item[name] for name in names if name in item} for item in metrics)]
+    return [*flow.updates, *({name: item[name] for name in names if name in item} for item in metrics)]
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_branches_come_to_the_same_as_what_is_whole(name: str) -> None:
-    """Rounding apart: a KL is added up over other parts."""
-    expected = taken(TREES[name], False, LOCAL, 1)
+def test_branches_match_unbranched_episodes(name: str) -> None:
+    """Equal up to rounding: sums of KL are split differently."""
+    expected = run_steps(TREES[name], False, LOCAL, 1)
     assert len(expected) in (15, 27) and all(item["loss"].any() for item in expected[:-3])
-    actual = taken(TREES[name], True, LOCAL, 1)
-    # A mark is drawn by a token's place, which is another one.
+    actual = run_steps(TREES[name], True, LOCAL, 1)
+    # Marks are sampled by token position, which differs.
     local = {"marked", "loss"} if name == "clip_cov" else set()
     for item, other in zip(actual, expected, strict=True):
         assert item.keys() == other.keys()
@@ -193,17 +194,17 @@ def test_branches_come_to_the_same_as_what_is_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_branches_come_to_the_same_on_several_ranks(name: str) -> None:
-    alone = taken(TREES[name], True, LOCAL, 1)
-    first, *others = as_ranks(3, lambda everyone: taken(TREES[name], True, everyone, 3))
+def test_branches_do_not_depend_on_world_size(name: str) -> None:
+    alone = run_steps(TREES[name], True, LOCAL, 1)
+    first, *others = as_ranks(3, lambda everyone: run_steps(TREES[name], True, everyone, 3))
     for steps in others:
         torch.testing.assert_close(steps, first, rtol=0, atol=0)
     torch.testing.assert_close(first, alone, rtol=1e-5, atol=1e-6)
 
 
-def test_numbers_of_what_is_alone_change_nothing() -> None:
-    """An episode of one branch is what it was without a number, bit by bit."""
-    value = [whole(item) for item in episodes(0)]
+def test_single_branch_episodes_match_rollouts_without_ids() -> None:
+    """An episode of one branch equals a rollout without episode id, bitwise."""
+    value = [join_branches(item) for item in episodes(0)]
     for tree in TREES.values():
         config = from_dict(tree | {"run": {"num_update": 2}})
         rewarded = [replace(item, episode=number) for number, item in enumerate(value)]
@@ -219,34 +220,34 @@ def test_numbers_of_what_is_alone_change_nothing() -> None:
 # --- by hand --------------------------------------------------------------------------------------------------
 
 
-def said(group: int, reward: float, actions: int, episode: int = -1) -> Rollout:
+def make_rollout(group: int, reward: float, actions: int, episode: int = -1) -> Rollout:
     turns = (Turn((9,)), Turn(range(1, 1 + actions), (-1.0,) * actions, True, 0))
     return Rollout(Prompt(str(group), ()), turns, "stop", reward, group=group, episode=episode)
 
 
-BRANCHED = [said(0, 1.0, 1, 5), said(0, 1.0, 3, 5), said(0, 0.0, 2), said(0, 0.0, 2)]
-"""Three episodes of a prompt: of 4 action tokens in two branches, 2 and 2; of rewards 1, 0 and 0."""
+BRANCHED = [make_rollout(0, 1.0, 1, 5), make_rollout(0, 1.0, 3, 5), make_rollout(0, 0.0, 2), make_rollout(0, 0.0, 2)]
+"""Three episodes of a prompt, with rewards 1, 0, 0 and 4, 2, 2 action tokens; the first has two branches."""
 
 
-def of_actions(flow: Any, name: str) -> list[float]:
-    (batch,) = flow.saw
+def action_values(flow: Any, name: str) -> list[float]:
+    (batch,) = flow.batches
     return getattr(batch, name)[batch.loss_mask].tolist()
 
 
-class Given(Played):
+class FixedFlow(ScriptedFlow):
     def __init__(self, config: Config, rollouts: Sequence[Rollout]) -> None:
         super().__init__(config, [])
         self.rollouts = rollouts
-        self.saw: list[TrainBatch] = []
+        self.batches: list[TrainBatch] = []
         update = self.policy.update
-        self.policy.update = lambda batch, loss: (self.saw.append(batch), update(batch, loss))[1]  # type: ignore
+        self.policy.update = lambda batch, loss: (self.batches.append(batch), update(batch, loss))[1]  # type: ignore
 
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         return Rollouts.gather(self.rollouts)
 
 
-def test_groups_by_hand() -> None:
-    """Mean 1/3, not 1/2; of OPO (4 * 1) / (4 + 2 + 2) = 1/2; each episode a third of the mean over sequences."""
+def test_group_advantages_by_hand() -> None:
+    """The mean is 1/3, not 1/2; OPO's baseline is (4 * 1) / (4 + 2 + 2) = 1/2; each episode weighs a third."""
     for kind, first in (("grpo", 2 / 3), ("rloo", 1.0), ("opo", 1 / 2)):
         tree = {
             "algorithm": "grpo",
@@ -254,16 +255,16 @@ def test_groups_by_hand() -> None:
             "loss": {"agg_mode": "seq-mean-token-mean"},
         }
         config = from_dict(tree | {"kl": {"apply_to": "none"}})
-        flow: Any = Given(config, BRANCHED)
+        flow: Any = FixedFlow(config, BRANCHED)
         make_controller(config).step(flow, [])
         other = {"grpo": -1 / 3, "rloo": -1 / 2, "opo": -1 / 2}[kind]
-        assert of_actions(flow, "advantages") == pytest.approx([first] * 4 + [other] * 4)
-        assert of_actions(flow, "loss_weights") == pytest.approx([1 / 12] * 4 + [1 / 6] * 4)
+        assert action_values(flow, "advantages") == pytest.approx([first] * 4 + [other] * 4)
+        assert action_values(flow, "loss_weights") == pytest.approx([1 / 12] * 4 + [1 / 6] * 4)
 
 
-def test_ppo_by_hand() -> None:
-    """gamma 1, lambda 0, values 0.1 k of the k-th action: an action is worth the next one's value, across the branch's
-    end, and the last one of the last branch the reward, less its own."""
+def test_gae_across_branches_by_hand() -> None:
+    """With gamma 1 and lambda 0, an advantage is the next action's value, across branches, minus its own; the last
+    action has the reward instead."""
     batch = TrainBatch.from_rollouts(BRANCHED[:2])
     values = torch.tensor([9.0, 0.1, 9.0, 0.2, 0.3, 0.4])
     cu = batch.cu_episodes
@@ -276,7 +277,7 @@ def test_ppo_by_hand() -> None:
     assert returns.tolist() == pytest.approx([0, 1, 0, 1, 1, 1])
 
 
-def test_means_by_hand() -> None:
+def test_loss_weights_by_hand() -> None:
     batch = TrainBatch.from_rollouts(BRANCHED)
     for mean, weights in (("token-mean", [1 / 8] * 8), ("seq-mean-token-sum-norm", [1 / 21] * 8)):
         config = from_dict({"loss": {"agg_mode": mean, "scale_factor": 7}})
@@ -286,8 +287,8 @@ def test_means_by_hand() -> None:
         assert mini.counts == Counts(actions=8, sequences=4, positive_actions=4)
 
 
-def test_branches_stay_together_in_mini_batches() -> None:
-    value = [item for sample in range(6) for item in as_branches([said(0, 1.0, 2)] * (1 + sample % 3), sample)]
+def test_mini_batches_keep_branches_together() -> None:
+    value = [item for sample in range(6) for item in as_branches([make_rollout(0, 1.0, 2)] * (1 + sample % 3), sample)]
     batch = TrainBatch.from_rollouts(value)
     for seed in range(5):
         parts = list(split_mini_batches(batch, from_dict({"run": {"num_update": 4, "ppo_epochs": 2}}), seed))
@@ -298,22 +299,22 @@ def test_branches_stay_together_in_mini_batches() -> None:
             assert not set(numbers[0]) & set(numbers[1])
 
 
-def test_samples_are_relied_on_with_all_of_their_branches() -> None:
-    value = [said(0, 0.0, 1), said(0, 1.0, 1)]
-    value += [item for number in range(500) for item in as_branches([said(0, 0.5, 1)] * 3, number)]
+def test_reliable_mask_keeps_or_drops_whole_episodes() -> None:
+    value = [make_rollout(0, 0.0, 1), make_rollout(0, 1.0, 1)]
+    value += [item for number in range(500) for item in as_branches([make_rollout(0, 0.5, 1)] * 3, number)]
     rollouts = Rollouts.gather(value)
     retained = reliable_mask(rollouts, 0.8, torch.Generator().manual_seed(1))
     groups = retained[2:].view(500, 3)
     assert bool((groups == groups[:, :1]).all()) and 60 < int(groups[:, 0].sum()) < 140 and bool(retained[:2].all())
 
 
-def test_a_buffer_counts_episodes_and_knows_those_of_each_step(tmp_path: Path) -> None:
-    """Groups and episodes of each step have the same numbers."""
+def test_replay_buffer_counts_episodes_across_steps(tmp_path: Path) -> None:
+    """Every step numbers its groups and episodes from 0."""
     buffer = ReplayBuffer(3)
     for step in range(3):
-        item, other = as_branches([said(0, float(step), 1)] * 2, 0)
+        item, other = as_branches([make_rollout(0, float(step), 1)] * 2, 0)
         buffer.add(Rollouts.gather([item, other]))
-    buffer.add(Rollouts.gather([said(0, 7.0, 1)]))
+    buffer.add(Rollouts.gather([make_rollout(0, 7.0, 1)]))
     retained = buffer._rollouts
     assert retained is not None and len(buffer) == 3
     assert retained.reward.tolist() == [1, 1, 2, 2, 7] and retained.episodes.episode_ids.tolist() == [0, 0, 1, 1, 2]
@@ -326,6 +327,8 @@ def test_a_buffer_counts_episodes_and_knows_those_of_each_step(tmp_path: Path) -
     assert restored._rollouts is not None and len(restored) == 3
     assert restored._rollouts.reward.tolist() == retained.reward.tolist()
     assert torch.equal(restored._rollouts.episodes.episode_ids, retained.episodes.episode_ids)
-    both = TrainBatch.from_rollouts(Rollouts.concat([retained, Rollouts.gather(as_branches([said(0, 5.0, 1)] * 2, 0))]))
+    both = TrainBatch.from_rollouts(
+        Rollouts.concat([retained, Rollouts.gather(as_branches([make_rollout(0, 5.0, 1)] * 2, 0))])
+    )
     assert both.episodes.episode_ids.tolist() == [0, 0, 1, 1, 2, 3, 3]
     assert torch.equal(both.local_episodes.episode_ids, Episodes.from_ids(both.sequence_reward).episode_ids)

@@ -1,4 +1,4 @@
-"""Held-out prompts that are asked beside training: the same figures as at once, with the weights that answered."""
+"""Evaluation concurrent with training: the same metrics as a synchronous one, plus the weight versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.types import Prompt, Rollouts
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from played import Played, one  # noqa: E402
+from played import ScriptedFlow, scripted_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -24,37 +24,44 @@ CONFIG = from_dict({"algorithm": "grpo", "run": {"eval_samples": 2}, "rollout": 
 PROMPTS = [Prompt(str(i), ()) for i in range(2)]
 
 
-class Later(Played):
-    """Answers of which the second half of each generation is by newer weights, when they are asked for."""
+class AsyncFlow(ScriptedFlow):
+    """A flow that starts generations asynchronously; group i comes from weight version 5 + i.
+
+    num_samples: samples per prompt of each generation.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.num_samples: list[int] = []
 
     def start_generation(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Any:
-        self.asked.append(samples)
+        self.num_samples.append(samples)
         groups = (self.greedy if greedy else self.sampled).pop(0)
-        local_items = [one(i, reward, version=5 + i) for i, group in enumerate(groups) for reward in group]
+        local_items = [scripted_rollout(i, reward, version=5 + i) for i, group in enumerate(groups) for reward in group]
         return SimpleNamespace(is_done=lambda: True, result=lambda: Rollouts.gather(local_items), start_version=5)
 
 
-def test_both_halves_say_what_is_said_at_once() -> None:
+def test_async_evaluation_matches_synchronous() -> None:
     sampled, greedy = [[1.0, 0.0], [0.0, 0.0]], [[1.0], [0.0]]
     controller = make_controller(CONFIG)
-    at_once = controller.evaluate(Played(CONFIG, [sampled], [greedy]), PROMPTS)
-    flow = Later(CONFIG, [sampled], [greedy])
-    under_way = controller.begin_evaluation(flow, PROMPTS)
-    assert under_way is not None and under_way.is_done() and flow.asked == [1, 2]
-    result = under_way.result()
+    synchronous = controller.evaluate(ScriptedFlow(CONFIG, [sampled], [greedy]), PROMPTS)
+    flow = AsyncFlow(CONFIG, [sampled], [greedy])
+    pending = controller.begin_evaluation(flow, PROMPTS)
+    assert pending is not None and pending.is_done() and flow.num_samples == [1, 2]
+    result = pending.result()
     assert result.pop("eval/weight_version") == 5 and result.pop("eval/weight_version_last") == 6
-    at_once.pop("eval/weight_version", None)
-    assert result == at_once and result["eval/pass_at_2"] == 0.5 and result["eval/reward_greedy"] == 0.5
+    synchronous.pop("eval/weight_version", None)
+    assert result == synchronous and result["eval/pass_at_2"] == 0.5 and result["eval/reward_greedy"] == 0.5
 
 
-def test_too_many_aborted_answers_are_an_error_of_the_evaluation() -> None:
+def test_too_many_aborted_rollouts_fail_the_evaluation() -> None:
     config = replace(CONFIG, rollout=replace(CONFIG.rollout, max_aborted_frac=0.1))
-    flow = Later(config, [[[1.0, None], [0.0, 0.0]]], [[[1.0], [0.0]]])
-    under_way = make_controller(config).begin_evaluation(flow, PROMPTS)
-    assert under_way is not None
+    flow = AsyncFlow(config, [[[1.0, None], [0.0, 0.0]]], [[[1.0], [0.0]]])
+    pending = make_controller(config).begin_evaluation(flow, PROMPTS)
+    assert pending is not None
     with pytest.raises(ConfigError, match="1 of 4 rollouts were aborted"):
-        under_way.result()
+        pending.result()
 
 
-def test_an_algorithm_that_generates_nothing_evaluates_at_once() -> None:
-    assert make_controller(from_dict({"algorithm": "sft"})).begin_evaluation(Played(CONFIG, []), PROMPTS) is None
+def test_algorithms_without_rollouts_evaluate_synchronously() -> None:
+    assert make_controller(from_dict({"algorithm": "sft"})).begin_evaluation(ScriptedFlow(CONFIG, []), PROMPTS) is None

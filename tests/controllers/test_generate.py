@@ -1,4 +1,4 @@
-"""Rollouts of a data set, and nothing trained."""
+"""The generate algorithm: rollouts of a data set without training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.types import Prompt, Rollouts
 pytestmark = pytest.mark.alone
 
 
-def flow(calls: list[Any]) -> Any:
+def recording_flow(calls: list[Any]) -> Any:
     def generate(items: Any, samples: int, held_out: bool = False) -> Rollouts:
         calls.append((items, samples))
         return Rollouts.gather([])
@@ -28,20 +28,20 @@ def flow(calls: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("scored", [True, False])
-def test_a_step_is_answers_and_their_rewards(scored: bool) -> None:
+def test_step_generates_and_optionally_scores(scored: bool) -> None:
     config = from_dict({"algorithm": "generate", "options": {"scored": scored}, "rollout": {"samples_per_prompt": 3}})
     assert not config.run.export and not config.data.shuffle
-    declared = load_requirements(config)
-    assert declared.roles == (("rollout", "reward") if scored else ("rollout",))
-    assert declared.trained_roles == () and declared.main_role == "rollout" and declared.has_engines(config)
+    requirements = load_requirements(config)
+    assert requirements.roles == (("rollout", "reward") if scored else ("rollout",))
+    assert requirements.trained_roles == () and requirements.main_role == "rollout" and requirements.has_engines(config)
     calls: list[Any] = []
     prompts = [Prompt("a", ())]
-    result = make_controller(config).step(flow(calls), prompts)
+    result = make_controller(config).step(recording_flow(calls), prompts)
     assert calls == [(prompts, 3), *(["score"] if scored else [])]
     assert result.metrics == {} and result.rollouts is not None and result.batch is None
 
 
-def test_nothing_goes_on_beside_it() -> None:
+def test_asynchronous_rollouts_are_rejected() -> None:
     config = from_dict({"algorithm": "generate", "rollout": {"asynchronous": True}})
     with pytest.raises(ConfigError, match="rollout.asynchronous with algorithm=generate: nothing trains concurrently"):
         check_asynchronous(config, load_requirements(config), [])

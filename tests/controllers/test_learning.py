@@ -1,5 +1,4 @@
-"""Algorithms as written in `controllers/`, with a table of logits for all roles: the algorithm alone, in a second; by
-one rank, and by several that each have the sequences that they made."""
+"""Controllers with a table of logits as every role: they learn, and their steps do not depend on the world size."""
 
 from __future__ import annotations
 
@@ -26,15 +25,14 @@ ACTIONS = 6
 
 
 class TablePolicy:
-    """Two-token answers; token k of the answer is drawn from softmax(table[k]). The best answer is (1, 4)."""
+    """A policy of two-token responses: token k is sampled from softmax(table[k]). The best response is (1, 4)."""
 
     def __init__(self) -> None:
         self.table = torch.zeros(2, ACTIONS, requires_grad=True)
         self.values_table = torch.zeros(2, requires_grad=True)
-        # With the eps of every day a gradient that is 0 but for rounding makes steps as large as others.
+        # With the usual eps, gradients that are 0 up to rounding would make full-size steps.
         self.optimizer = torch.optim.Adam([self.table], lr=0.1, eps=1e-3)
         self.value_optimizer = torch.optim.Adam([self.values_table], lr=0.1, eps=1e-3)
-        self.pushed = 0
 
     def output(self, batch: TrainBatch) -> ModelOutput:
         which = (batch.positions - 1).clamp(0, 1)
@@ -63,8 +61,8 @@ class TablePolicy:
 
 
 class TableFlow:
-    """Just enough of HybridFlow for a controller: every role is the table, of which each of `world` ranks has a copy,
-    and makes its own groups of samples."""
+    """Just enough of HybridFlow for a controller: every role is the table. Each of `world` ranks has a copy and samples
+    its own groups."""
 
     def __init__(self, config: Config, everyone: Comm = LOCAL, world: int = 1) -> None:
         self.config, self.comm, self.world = config, everyone, world
@@ -80,7 +78,7 @@ class TableFlow:
         self.groups = 0
 
     def next_items(self, count: int) -> list[Prompt]:
-        self.calls.append("further")
+        self.calls.append("next_items")
         return [Prompt(id=f"further {i}", messages=()) for i in range(count)]
 
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
@@ -110,11 +108,11 @@ class TableFlow:
         self.calls.append("sleep")
 
     def update_weights(self, actor: Any) -> None:
-        self.calls.append("push")
-        self.groups = 0  # of the next step
+        self.calls.append("update_weights")
+        self.groups = 0  # the next step numbers from 0
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
-        """Of the reference and of the critic."""
+        """Return the reference's log-probs and the critic's values."""
         which = (batch.positions - 1).clamp(0, 1)
         logprobs = self.first_table.log_softmax(-1)[which, batch.tokens.long().clamp(max=ACTIONS - 1)]
         values = self.policy.output(batch).values
@@ -127,7 +125,7 @@ class TableFlow:
 
 @pytest.mark.parametrize(("algorithm", "mean"), [("ppo", "token-mean"), ("grpo", "seq-mean-token-mean")])
 @pytest.mark.parametrize("kl", [{"apply_to": "reward"}, {"apply_to": "loss"}, {"apply_to": "none"}])
-def test_controllers_learn_a_table(algorithm: str, kl: dict[str, Any], mean: str) -> None:
+def test_ppo_and_grpo_learn_a_table(algorithm: str, kl: dict[str, Any], mean: str) -> None:
     tree = {"algorithm": algorithm, "kl": kl, "run": {"num_update": 2, "ppo_epochs": 2}}
     config = from_dict(tree | {"rollout": {"samples_per_prompt": 8}, "loss": {"agg_mode": mean}})
     controller: Controller = make_controller(config)
@@ -139,25 +137,27 @@ def test_controllers_learn_a_table(algorithm: str, kl: dict[str, Any], mean: str
         assert result.batch is not None
         means.append(float(result.batch.sequence_reward.mean()))
     assert means[0] < 0.4 and sum(means[-5:]) / 5 > 0.85, means
-    assert flow.calls[:4] == ["generate", "score", "sleep", "push"]
+    assert flow.calls[:4] == ["generate", "score", "sleep", "update_weights"]
     assert result.metrics["rollout/logprob_diff"] < 1e-6
     if kl["apply_to"] != "none":
-        assert result.metrics["actor/kl_to_reference"] > 0.05  # it has moved away from where it began
+        assert result.metrics["actor/kl_to_reference"] > 0.05  # the policy has moved
     restored = make_controller(config)
     restored.load_state_dict(controller.state_dict())
     assert restored.state_dict() == controller.state_dict()
 
 
 DECLARED = {name: load_requirements(from_dict({"algorithm": name})) for name in RECIPES}
-LEARNING = [name for name, one in DECLARED.items() if one.item == "prompts" and one.trained_roles and name != "distill"]
+TRAINED = [
+    name for name, item in DECLARED.items() if item.item == "prompts" and item.trained_roles and name != "distill"
+]
 
 
 @pytest.mark.parametrize("updates", [1, 4])
-@pytest.mark.parametrize("name", LEARNING)
+@pytest.mark.parametrize("name", TRAINED)
 def test_every_recipe_learns_a_table(name: str, updates: int) -> None:
-    """With what its recipe sets, but for a critic's warm-up, which is longer than this; for VAPO's lambda, which is 0
-    of answers of two tokens, of whose first the critic here, that sees places only, can then say nothing; and for
-    Dr. GRPO's constant, which is of long answers and makes gradients as small as this optimizer's eps."""
+    """Each recipe keeps its settings, with three exceptions. Critic warm-up is shorter. VAPO's lambda would be 0 for
+    two-token responses, where this critic, which sees positions only, cannot help. Dr. GRPO's constant is made for
+    long responses and would shrink gradients to this optimizer's eps."""
     tree = {"algorithm": name, "run": {"num_update": updates}, "rollout": {"samples_per_prompt": 8}}
     options = {"length_adaptive_alpha": 5.0} if name == "vapo" else {}
     config = from_dict(tree | {"critic": {"warmup_steps": 2}, "options": options, "loss": {"scale_factor": 2}})
@@ -173,8 +173,8 @@ def test_every_recipe_learns_a_table(name: str, updates: int) -> None:
     assert restored.state_dict() == controller.state_dict()
 
 
-def taken(config: Config, prompts: int, everyone: Comm, world: int) -> list[dict[str, Any]]:
-    """Three steps, each with what it says, the batch of all ranks, the table and the state that it leaves."""
+def run_steps(config: Config, prompts: int, everyone: Comm, world: int) -> list[dict[str, Any]]:
+    """Run three steps; return each one's metrics, global batch, tables and controller state."""
     controller: Controller = make_controller(config)
     flow: Any = TableFlow(config, everyone, world)
     steps = []
@@ -190,7 +190,7 @@ def taken(config: Config, prompts: int, everyone: Comm, world: int) -> list[dict
     return steps
 
 
-@pytest.mark.parametrize("prompts", [7, 2])  # of two, a third rank has nothing at all
+@pytest.mark.parametrize("prompts", [7, 2])  # with 2 prompts, a third rank gets none
 @pytest.mark.parametrize("truncated", ["train", "mask", "drop"])
 @pytest.mark.parametrize(
     ("algorithm", "mean", "kl"),
@@ -207,15 +207,13 @@ def taken(config: Config, prompts: int, everyone: Comm, world: int) -> list[dict
         ("clip_cov", "token-mean", "loss"),
     ],
 )
-def test_a_step_is_the_same_however_its_sequences_lie(
-    algorithm: str, mean: str, kl: str, truncated: str, prompts: int
-) -> None:
+def test_step_does_not_depend_on_world_size(algorithm: str, mean: str, kl: str, truncated: str, prompts: int) -> None:
     tree = {"algorithm": algorithm, "kl": {"apply_to": kl, "target": 0.01}, "run": {"num_update": 4, "ppo_epochs": 2}}
     tree |= {"rollout": {"samples_per_prompt": 8}, "loss": {"agg_mode": mean, "truncated": truncated}}
     config = from_dict(tree | {"critic": {"warmup_steps": 0}})
-    alone = taken(config, prompts, LOCAL, 1)
+    alone = run_steps(config, prompts, LOCAL, 1)
     for world in (1, 2, 3):
-        first, *others = as_ranks(world, lambda everyone, world=world: taken(config, prompts, everyone, world))
+        first, *others = as_ranks(world, lambda everyone, world=world: run_steps(config, prompts, everyone, world))
         for steps in others:
             torch.testing.assert_close(steps, first, rtol=0, atol=0)
         within = 1e-6 if world > 1 else 0.0
@@ -242,15 +240,15 @@ def test_mini_batches_cover_each_epoch_once(mean: str) -> None:
     assert parts[0].group.tolist() != parts[2].group.tolist()
 
 
-def test_mean_of_counts_each_metric_by_itself() -> None:
+def test_metric_means_average_each_metric_over_its_updates() -> None:
     means = MetricMeans()
     means.add(UpdateMetrics({"a": 1.0, "b": 4.0}))
     means.add(UpdateMetrics({"a": 3.0}))
     assert means.sync() == {"a": 2.0, "b": 4.0}
 
 
-def test_the_schedule_of_the_policy_is_over_the_updates_that_it_takes() -> None:
+def test_num_updates_excludes_critic_warmup_for_the_actor() -> None:
     tree = {"run": {"num_rollout": 100, "num_update": 4}, "critic": {"warmup_steps": 20}}
     ppo, grpo = (make_controller(from_dict(tree | {"algorithm": name})) for name in ("ppo", "grpo"))
     assert (ppo.num_updates("actor"), ppo.num_updates("critic")) == (80 * 4, 100 * 4)
-    assert grpo.num_updates("actor") == 100 * 4  # which has no critic to wait for
+    assert grpo.num_updates("actor") == 100 * 4  # no critic, no warm-up

@@ -1,4 +1,4 @@
-"""How a configuration's policy loss and mean are chosen, and what of them does not depend on ranks."""
+"""Policy loss and aggregation by configuration, and that updates do not depend on sharding."""
 
 from __future__ import annotations
 
@@ -47,39 +47,39 @@ OPTIONS: dict[str, dict[str, float]] = {
 MEANS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-def of_a_fork(sampled: PolicyLossInput, clip: Clip, options: NoOptions) -> TokenLoss:
+def custom_loss(sampled: PolicyLossInput, clip: Clip, options: NoOptions) -> TokenLoss:
     return TokenLoss(-sampled.advantage * sampled.log_ratio * clip.low)
 
 
 @dataclasses.dataclass(frozen=True)
-class ForksOptions:
+class CustomOptions:
     size: float = 2.0
 
 
-WHOLE = PolicyLoss(of_a_fork, ForksOptions)
+CUSTOM = PolicyLoss(custom_loss, CustomOptions)
 
 
-def config(policy: str = "ppo", mean: str = "token-mean", kl: str = "none", **run: int) -> Config:
+def make_config(policy: str = "ppo", mean: str = "token-mean", kl: str = "none", **run: int) -> Config:
     loss = {"policy_loss": policy, "agg_mode": mean, "scale_factor": 7, "options": OPTIONS.get(policy, {})}
     return from_dict({"loss": loss, "kl": {"apply_to": kl}, "run": run, "algorithm": "grpo"})
 
 
-def test_a_name_and_its_options() -> None:
+def test_loads_a_policy_loss_and_its_options() -> None:
     loss, options = load_policy_loss(from_dict({"loss": {"policy_loss": "gspo", "options": {"clip_low": "1e-3"}}}))
     assert loss is POLICY_LOSSES["gspo"] and options == GSPOOptions(clip_low=0.001, clip_high=4e-4)
     assert load_policy_loss(Config()) == (POLICY_LOSSES["ppo"], NoOptions())
     local_items = f"{__name__}:"
     sys.modules.setdefault(__name__, sys.modules[__name__])
-    assert load_policy_loss(from_dict({"loss": {"policy_loss": local_items + "of_a_fork"}})) == (
-        PolicyLoss(of_a_fork),
+    assert load_policy_loss(from_dict({"loss": {"policy_loss": local_items + "custom_loss"}})) == (
+        PolicyLoss(custom_loss),
         NoOptions(),
     )
-    actual = load_policy_loss(from_dict({"loss": {"policy_loss": local_items + "WHOLE", "options": {"size": 3}}}))
-    assert actual == (WHOLE, ForksOptions(3.0))
+    actual = load_policy_loss(from_dict({"loss": {"policy_loss": local_items + "CUSTOM", "options": {"size": 3}}}))
+    assert actual == (CUSTOM, CustomOptions(3.0))
 
 
 @pytest.mark.parametrize(
-    ("loss", "says"),
+    ("loss", "message"),
     [
         ({"policy_loss": "gpso"}, "did you mean gspo"),
         ({"policy_loss": "no_module:x"}, "loss.policy_loss: cannot import no_module"),
@@ -92,20 +92,20 @@ def test_a_name_and_its_options() -> None:
         ({"policy_loss": "cispo", "options": {"most": 5}}, "did you mean loss.options.max_ratio"),
     ],
 )
-def test_what_is_wrong_is_named(loss: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_invalid_loss_settings_raise(loss: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_policy_loss(from_dict({"loss": loss}))
 
 
-def test_the_readmes_loss_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_example_loss_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme = (Path(__file__).parents[2] / "megarl/algorithms/README.md").read_text()
     code = readme.partition("    # lab/losses.py\n")[2].partition("\n    loss: {policy")[0]
-    (tmp_path / "readmes_losses.py").write_text(textwrap.dedent(code))
+    (tmp_path / "readme_losses.py").write_text(textwrap.dedent(code))
     monkeypatch.syspath_prepend(str(tmp_path))
     settings = from_dict(
-        {"loss": {"policy_loss": "readmes_losses:SOFT", "options": {"power": 3}}, "kl": {"apply_to": "none"}}
+        {"loss": {"policy_loss": "readme_losses:SOFT", "options": {"power": 3}}, "kl": {"apply_to": "none"}}
     )
-    batch, new = made()
+    batch, new = make_batch()
     (mini,) = split_mini_batches(batch, settings, seed=0)
     logprobs = new.clone().requires_grad_()
     result = policy_loss(ModelOutput(logprobs=logprobs), mini, settings, 0.0)
@@ -115,7 +115,7 @@ def test_the_readmes_loss_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert 0 < float(result.reduce_metrics(mini)["actor/weight"]) < 1
 
 
-def test_the_constant_is_what_may_be_written() -> None:
+def test_max_response_length_from_config() -> None:
     def length(loss: dict[str, Any], rollout: dict[str, int]) -> int:
         return max_response_length(from_dict({"loss": loss, "rollout": rollout}))
 
@@ -124,13 +124,13 @@ def test_the_constant_is_what_may_be_written() -> None:
     assert length({"scale_factor": 5}, {"max_new_tokens": 100}) == 5
 
 
-def test_when_log_probs_of_before_are_needed() -> None:
-    assert not needs_old_logprobs(config()) and needs_old_logprobs(config(num_update=2))
-    assert needs_old_logprobs(config("kl_cov")) and not needs_old_logprobs(config("gspo"))
+def test_needs_old_logprobs() -> None:
+    assert not needs_old_logprobs(make_config()) and needs_old_logprobs(make_config(num_update=2))
+    assert needs_old_logprobs(make_config("kl_cov")) and not needs_old_logprobs(make_config("gspo"))
 
 
-def made(sequences: int = 20) -> tuple[TrainBatch, torch.Tensor]:
-    """A batch, and log-probs of the policy of now; one sequence has no action."""
+def make_batch(sequences: int = 20) -> tuple[TrainBatch, torch.Tensor]:
+    """Return a batch and the current policy's log-probs; one sequence has no action."""
     generator = torch.Generator().manual_seed(4)
     lengths = torch.randint(2, 15, (sequences,), generator=generator)
     cu = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -146,35 +146,35 @@ def made(sequences: int = 20) -> tuple[TrainBatch, torch.Tensor]:
     return batch.with_(old_logprobs=columns[0] - 2, ref_logprobs=columns[2] - 2, advantages=advantages), new
 
 
-def shared_out(batch: TrainBatch, everyone: Comm, ranks: int) -> TrainBatch:
-    home = torch.randint(0, ranks, (batch.num_sequences,), generator=torch.Generator().manual_seed(ranks))
-    local = (home == everyone.rank).nonzero().squeeze(1)
-    shares = BatchSharding(batch.lengths, torch.zeros_like(home), home, local, everyone)
+def shard_batch(batch: TrainBatch, everyone: Comm, ranks: int) -> TrainBatch:
+    owner = torch.randint(0, ranks, (batch.num_sequences,), generator=torch.Generator().manual_seed(ranks))
+    local = (owner == everyone.rank).nonzero().squeeze(1)
+    shares = BatchSharding(batch.lengths, torch.zeros_like(owner), owner, local, everyone)
     part = batch.select(local.tolist())
     return dataclasses.replace(part, group=batch.group, sequence_reward=batch.sequence_reward, sharding=shares)
 
 
-def learned(config: Config, batch: TrainBatch, new: torch.Tensor, at_once: int) -> dict[str, Any]:
-    """Of each update the loss, the gradient of the tokens that are here, and metrics; `at_once` sequences together."""
+def run_updates(config: Config, batch: TrainBatch, new: torch.Tensor, micro_batch: int) -> dict[str, Any]:
+    """Return each update's loss, gradient and metrics; micro_batch: sequences per micro-batch."""
     actual: dict[str, Any] = {"loss": [], "metrics": []}
     gradient = torch.zeros(config.run.num_update, len(new))
     for number, mini in enumerate(split_mini_batches(batch, config, seed=9)):
         loss, metrics, local_items = torch.zeros(()), {}, mini.cu_seqlens.diff()
         plain = dataclasses.replace(mini, sharding=None, group=mini.group[mini.local_indices])
         plain = plain.with_(sequence_reward=mini.sequence_reward[mini.local_indices], values=mini.tokens * 0)
-        for first in range(0, len(local_items), at_once):
-            part = plain.select(range(first, min(first + at_once, len(local_items))))
+        for first in range(0, len(local_items), micro_batch):
+            part = plain.select(range(first, min(first + micro_batch, len(local_items))))
             assert part.loss_weights is not None and part.returns is not None
-            places = part.returns.long()  # where in `new`
-            logprobs = new[places].requires_grad_()
+            indices = part.returns.long()  # indices into `new`
+            logprobs = new[indices].requires_grad_()
             result = policy_loss(ModelOutput(logprobs=logprobs), part, config, 0.1)
             value = (part.loss_weights * result.loss).sum()
             value.backward()
             loss = loss + value.detach()
             assert logprobs.grad is not None
-            gradient[number, places] += logprobs.grad
-            for name, figure in result.reduce_metrics(part).items():
-                metrics[name] = metrics.get(name, torch.zeros(())) + figure
+            gradient[number, indices] += logprobs.grad
+            for name, metric in result.reduce_metrics(part).items():
+                metrics[name] = metrics.get(name, torch.zeros(())) + metric
         names = sorted({name for names in batch.comm.all_gather_objects(list(metrics)) for name in names})
         actual["loss"].append(float(batch.all_reduce(loss)))
         actual["metrics"].append({name: float(batch.all_reduce(metrics.get(name, torch.zeros(())))) for name in names})
@@ -184,17 +184,17 @@ def learned(config: Config, batch: TrainBatch, new: torch.Tensor, at_once: int) 
 
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("policy", list(POLICY_LOSSES))
-def test_an_update_is_the_same_however_its_sequences_lie(policy: str, mean: str) -> None:
-    """Loss, gradient and metrics of two mini-batches; by one rank, or several; all at once, or one by one."""
-    settings = config(policy, mean, "loss", num_update=2)
-    batch, new = made()
+def test_update_does_not_depend_on_sharding_or_micro_batches(policy: str, mean: str) -> None:
+    """Loss, gradient and metrics of two mini-batches are the same on 1 to 3 ranks and for any micro-batch size."""
+    settings = make_config(policy, mean, "loss", num_update=2)
+    batch, new = make_batch()
     batch = batch.with_(returns=torch.arange(len(new)).float())
-    alone = learned(settings, batch, new, 1000)
+    alone = run_updates(settings, batch, new, 1000)
     assert float(alone["gradient"].abs().max()) > 1e-3
-    for ranks, at_once in ((1, 1), (2, 1000), (3, 2)):
+    for ranks, micro_batch in ((1, 1), (2, 1000), (3, 2)):
 
-        def work(everyone: Comm, ranks: int = ranks, at_once: int = at_once) -> dict[str, Any]:
-            return learned(settings, shared_out(batch, everyone, ranks), new, at_once)
+        def work(everyone: Comm, ranks: int = ranks, micro_batch: int = micro_batch) -> dict[str, Any]:
+            return run_updates(settings, shard_batch(batch, everyone, ranks), new, micro_batch)
 
         for actual in as_ranks(ranks, work):
             torch.testing.assert_close(actual["gradient"], alone["gradient"], rtol=1e-5, atol=1e-8)
@@ -204,20 +204,20 @@ def test_an_update_is_the_same_however_its_sequences_lie(policy: str, mean: str)
 
 
 @pytest.mark.parametrize("policy", list(POLICY_LOSSES))
-def test_metrics_are_means_over_action_tokens_under_each_mean(policy: str) -> None:
-    batch, new = made()
+def test_metrics_are_token_means_under_every_agg_mode(policy: str) -> None:
+    batch, new = make_batch()
     batch = batch.with_(returns=torch.arange(len(new)).float())
-    actual = {mean: learned(config(policy, mean, num_update=1), batch, new, 1000) for mean in MEANS}
+    actual = {mean: run_updates(make_config(policy, mean, num_update=1), batch, new, 1000) for mean in MEANS}
     for mean in MEANS:
         assert actual[mean]["metrics"][0] == pytest.approx(actual["token-mean"]["metrics"][0], rel=1e-6)
     assert len({round(value["loss"][0], 4) for value in actual.values()}) == 3
     assert batch.old_logprobs is not None
-    apart = (batch.old_logprobs - new)[batch.loss_mask].mean()
-    assert actual["seq-mean-token-mean"]["metrics"][0]["actor/ppo_kl"] == pytest.approx(float(apart), rel=1e-5)
+    diff = (batch.old_logprobs - new)[batch.loss_mask].mean()
+    assert actual["seq-mean-token-mean"]["metrics"][0]["actor/ppo_kl"] == pytest.approx(float(diff), rel=1e-5)
 
 
-def test_means_by_hand() -> None:
-    """Of three sequences with 1, 0 and 3 actions: shares of a token, of a sequence, of 7 tokens of a sequence."""
+def test_loss_weights_by_hand() -> None:
+    """Three sequences have 1, 0 and 3 actions."""
     mask = torch.tensor([0, 1, 0, 0, 1, 1, 1]).bool()
     zeros = torch.zeros(7)
     batch = TrainBatch(zeros, torch.tensor([0, 2, 3, 7]), mask, torch.arange(3), torch.tensor([1.0, 1.0, -1.0]), zeros)
@@ -226,7 +226,7 @@ def test_means_by_hand() -> None:
         ("seq-mean-token-mean", 1 / 2, 1 / 6),
         ("seq-mean-token-sum-norm", 1 / 14, 1 / 14),
     ):
-        (mini,) = split_mini_batches(batch, config(mean=mean), seed=0)
+        (mini,) = split_mini_batches(batch, make_config(mean=mean), seed=0)
         assert mini.loss_weights is not None and mini.counts == Counts(actions=4, sequences=2, positive_actions=1)
         assert mini.loss_weights.tolist() == pytest.approx([0, item, 0, 0, other, other, other])
     metric = TokenLoss(zeros, {"a": torch.arange(7.0)}, {"b": torch.tensor([1.0, 0.0, 4.0])})
@@ -236,11 +236,11 @@ def test_means_by_hand() -> None:
 
 
 @pytest.mark.parametrize("policy", [name for name, loss in POLICY_LOSSES.items() if loss.mark is None])
-def test_a_single_update_needs_no_log_probs_of_before(policy: str) -> None:
-    """As with those of the policy itself; of stale tokens the ratio is to the engine's."""
-    batch, new = made()
+def test_single_update_needs_no_old_logprobs(policy: str) -> None:
+    """Without old log-probs, the loss uses the policy's own, or the engine's for stale tokens."""
+    batch, new = make_batch()
     older = torch.randint(0, 3, (len(new),), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
-    settings = config(policy)
+    settings = make_config(policy)
     for argument in (None, older):
         old = new if argument is None else torch.where(argument > 0, batch.rollout_logprobs, new)
         results = []
@@ -253,44 +253,44 @@ def test_a_single_update_needs_no_log_probs_of_before(policy: str) -> None:
             result = policy_loss(ModelOutput(logprobs=logprobs), mini, settings, 0.0)
             assert mini.loss_weights is not None
             (mini.loss_weights * result.loss).sum().backward()
-            figures = result.reduce_metrics(mini)
-            apart = figures.pop("rollout/logprob_diff_mean", None)  # which only such an update has to say
-            assert (apart is None) == (known.old_logprobs is not None or argument is not None)
-            results.append((result.loss.detach(), logprobs.grad, figures))
+            metrics = result.reduce_metrics(mini)
+            diff = metrics.pop("rollout/logprob_diff_mean", None)  # reported only without old log-probs
+            assert (diff is None) == (known.old_logprobs is not None or argument is not None)
+            results.append((result.loss.detach(), logprobs.grad, metrics))
         torch.testing.assert_close(*results, rtol=0, atol=0)
         assert {"rollout_logprobs", "staleness"} <= {
             *policy_loss_columns(settings, batch.with_(old_logprobs=None, staleness=argument))
         }
 
 
-def test_what_may_not_lack_them() -> None:
-    batch, new = made()
-    lacking = batch.with_(old_logprobs=None)
+def test_missing_old_logprobs_raise() -> None:
+    batch, new = make_batch()
+    without_old = batch.with_(old_logprobs=None)
     with pytest.raises(ConfigError, match="loss.policy_loss=kl_cov selects tokens by old_logprobs"):
-        list(split_mini_batches(lacking, config("kl_cov"), seed=0))
-    (first, *_) = split_mini_batches(lacking, config(num_update=2), seed=0)
+        list(split_mini_batches(without_old, make_config("kl_cov"), seed=0))
+    (first, *_) = split_mini_batches(without_old, make_config(num_update=2), seed=0)
     with pytest.raises(AssertionError, match="second update"):
-        policy_loss(ModelOutput(logprobs=new[: len(first.tokens)]), first, config(num_update=2), 0.0)
+        policy_loss(ModelOutput(logprobs=new[: len(first.tokens)]), first, make_config(num_update=2), 0.0)
 
 
-def test_only_what_has_advantages_is_marked() -> None:
-    """Not the conversations of SFT, whose loss is its own."""
-    batch, _ = made()
+def test_batches_without_advantages_are_not_marked() -> None:
+    """For example SFT conversations, which have another loss."""
+    batch, _ = make_batch()
     plain = batch.with_(advantages=None, old_logprobs=None)
-    assert [mini.marked for mini in split_mini_batches(plain, config("clip_cov"), seed=0)] == [None]
-    (mini,) = split_mini_batches(batch, config("clip_cov"), seed=0)
+    assert [mini.marked for mini in split_mini_batches(plain, make_config("clip_cov"), seed=0)] == [None]
+    (mini,) = split_mini_batches(batch, make_config("clip_cov"), seed=0)
     assert mini.marked is not None and bool(mini.marked.any())
-    assert policy_loss_columns(config("clip_cov", kl="loss")) == (
+    assert policy_loss_columns(make_config("clip_cov", kl="loss")) == (
         "old_logprobs",
         "advantages",
         "ref_logprobs",
         "marked",
     )
-    assert policy_loss_columns(config()) == ("old_logprobs", "advantages")
+    assert policy_loss_columns(make_config()) == ("old_logprobs", "advantages")
 
 
-def test_ppo_is_what_it_was_bit_by_bit() -> None:
-    batch, new = made()
+def test_policy_loss_equals_ppo_loss_bitwise() -> None:
+    batch, new = make_batch()
     assert batch.old_logprobs is not None and batch.advantages is not None
     inputs = PolicyLossInput(new, batch.old_logprobs, batch.advantages, batch.loss_mask, batch.cu_seqlens)
     expected = ppo_loss(inputs, Clip(0.2, 0.28, 3.0))
@@ -313,7 +313,7 @@ def test_ppo_is_what_it_was_bit_by_bit() -> None:
         ("kl_cov", "grpo", "seq-mean-token-sum-norm"),
     ],
 )
-def test_each_learns_a_table(policy: str, kind: str, mean: str) -> None:
+def test_policy_losses_learn_a_table(policy: str, kind: str, mean: str) -> None:
     tree: dict[str, Any] = {"algorithm": "grpo", "kl": {"apply_to": "none"}, "run": {"num_update": 2, "ppo_epochs": 2}}
     options = OPTIONS.get(policy, {})
     loss = {"policy_loss": policy, "agg_mode": mean, "scale_factor": 2, "options": options}

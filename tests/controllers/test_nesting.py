@@ -1,4 +1,4 @@
-"""Controllers made of controllers, and a step that generates twice, with a table for all roles."""
+"""Nested controllers, and a controller that generates twice per step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LESSON = Rollout(Prompt("lesson", ()), (Turn((9,)), Turn((1, 4), (0.0, 0.0), Tru
 
 
 class PPOWithLessons(PPOController):
-    """PPO, and after each of its steps one of SFT on as many demonstrations."""
+    """PPO with an SFT step on as many demonstrations after each step."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -53,7 +53,7 @@ class PPOWithLessons(PPOController):
 
 
 class ReMax(GRPOController):
-    """The reward of the greedy answer is the baseline (arXiv:2310.10505)."""
+    """Use the greedy response's reward as the baseline (arXiv:2310.10505)."""
 
     is_group_relative = False
 
@@ -83,8 +83,8 @@ class ReMax(GRPOController):
         return StepResult(means.sync() | {"rollout/greedy": float(greedy.reward.mean())}, rollouts, batch)
 
 
-class Flow(TableFlow):
-    """With greedy answers, and demonstrations."""
+class GreedyFlow(TableFlow):
+    """A flow with greedy responses and demonstrations."""
 
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         if not greedy:
@@ -110,39 +110,39 @@ class Flow(TableFlow):
 PROMPTS = [Prompt(id=str(i), messages=()) for i in range(4)]
 
 
-def nll(flow: Flow) -> float:
+def nll(flow: GreedyFlow) -> float:
     logprobs = flow.policy.table.detach().log_softmax(-1)
     return -float(logprobs[0, 1] + logprobs[1, 4]) / 2
 
 
-def test_ppo_with_steps_of_sft_between() -> None:
+def test_ppo_with_an_sft_step_after_each_step() -> None:
     config = from_dict({"kl": {"apply_to": "none"}, "run": {"num_rollout": 3, "num_update": 1}})
     controller = PPOWithLessons(config)
     assert PPOWithLessons.declare_requirements(config).roles == ("rollout", "actor", "critic", "reward")
     assert (controller.num_updates("actor"), controller.num_updates("critic")) == (6, 3)
-    plain, flow = Flow(config), Flow(config)
+    plain, flow = GreedyFlow(config), GreedyFlow(config)
     prompts = controller.load_items(flow)  # type: ignore[arg-type]
     alone = PPOController(config)
     for _ in range(3):
         result = controller.step(flow, prompts)
         alone.step(plain, prompts)  # type: ignore[arg-type]
     assert result.metrics["actor/nll"] > 0 and "actor/pg_loss" in result.metrics
-    assert nll(flow) < nll(plain) - 0.05  # the lessons are what the reward likes, too
-    assert flow.calls == ["generate", "score", "sleep", "push", "push"] * 3
+    assert nll(flow) < nll(plain) - 0.05  # the demonstrations also have the best reward
+    assert flow.calls == ["generate", "score", "sleep", "update_weights", "update_weights"] * 3
     restored = PPOWithLessons(config)
     restored.load_state_dict(controller.state_dict())
     assert restored.steps == 3
 
 
-def test_a_greedy_baseline() -> None:
+def test_remax_learns_with_a_greedy_baseline() -> None:
     config = from_dict({"kl": {"apply_to": "none"}, "run": {"num_update": 1}})
-    declared = ReMax.declare_requirements(config)
-    assert declared.has_rollout and not declared.is_group_relative and declared.is_off_policy
-    flow, controller = Flow(config), ReMax(config)
+    requirements = ReMax.declare_requirements(config)
+    assert requirements.has_rollout and not requirements.is_group_relative and requirements.is_off_policy
+    flow, controller = GreedyFlow(config), ReMax(config)
     prompts = PROMPTS * 8
     first = controller.step(flow, prompts)
     assert first.batch is not None and first.rollouts is not None and first.batch.advantages is not None
-    # All logits are 0 at first: the greedy answer is (0, 0), which has no token right.
+    # All logits are 0 at first: the greedy response is (0, 0), with no token right.
     assert first.metrics["rollout/greedy"] == 0.0
     expected = first.rollouts.reward.float().repeat_interleave(2)
     assert torch.equal(first.batch.advantages[first.batch.loss_mask], expected)

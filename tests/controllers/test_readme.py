@@ -1,4 +1,4 @@
-"""The page on controllers: each recipe is in its table, and the example of an own algorithm learns."""
+"""The README of controllers: its table lists every recipe, and its example of a custom algorithm learns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.alone
 PAGE = (Path(__file__).resolve().parents[2] / "megarl/controllers/README.md").read_text(encoding="utf-8")
 
 
-def test_every_recipe_is_in_the_table() -> None:
+def test_readme_table_lists_every_recipe() -> None:
     rows = re.findall(r"^\| (`.*?) \| .*? \| `(.*?)`", PAGE, flags=re.MULTILINE)
     named = {name for cell, _ in rows for name in re.findall(r"`(\w+)`", cell)}
     assert named == set(RECIPES)
@@ -33,7 +33,7 @@ def test_every_recipe_is_in_the_table() -> None:
             assert f"{module}.py" == file or f"`{module}.py`" in PAGE, name
 
 
-def test_the_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readme_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     example = PAGE.partition("# lab/sign.py\n")[2].partition("\nThe line:")[0]
     (tmp_path / "lab_sign.py").write_text("\n".join(line.removeprefix("    ") for line in example.splitlines()))
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""ReMax: a sample is as good as it is better than the greedy answer to its prompt."""
+"""ReMax: the greedy response's reward is the baseline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from played import Played  # noqa: E402
+from played import ScriptedFlow  # noqa: E402
 
 from megarl.config import from_dict  # noqa: E402
 from megarl.controllers.controller import load_requirements, make_controller  # noqa: E402
@@ -23,20 +23,20 @@ pytestmark = pytest.mark.alone
 CONFIG = from_dict({"algorithm": "remax", "kl": {"apply_to": "none"}})
 
 
-def test_the_greedy_answer_is_the_baseline() -> None:
-    flow: Any = Played(CONFIG, [[[1.0, 0.0], [0.5, 3.0]]], [[[0.25], [1.0]]])
+def test_greedy_reward_is_the_baseline() -> None:
+    flow: Any = ScriptedFlow(CONFIG, [[[1.0, 0.0], [0.5, 3.0]]], [[[0.25], [1.0]]])
     result = make_controller(CONFIG).step(flow, [Prompt("a", ()), Prompt("b", ())])
     assert result.batch is not None and result.batch.advantages is not None
     actions = result.batch.advantages[result.batch.loss_mask].tolist()
     assert actions == [0.75, 0.75, -0.25, -0.25, -0.5, -0.5, 2.0, 2.0]
     assert result.metrics["rollout/reward_greedy"] == 0.625
-    assert result.rollouts is not None and len(result.rollouts) == 4  # greedy ones are not recorded
+    assert result.rollouts is not None and len(result.rollouts) == 4  # greedy rollouts are not recorded
 
 
-def test_a_kl_in_the_reward_is_taken_off_from_a_token_on() -> None:
+def test_kl_to_go_is_subtracted() -> None:
     """A_t = r - r_greedy - coef sum_{i >= t} KL_i."""
     config = from_dict({"algorithm": "remax", "kl": {"coef": 0.1, "target": None}})
-    flow: Any = Played(config, [[[1.0, 0.0]]], [[[0.25]]])
+    flow: Any = ScriptedFlow(config, [[[1.0, 0.0]]], [[[0.25]]])
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         flow.policy.table += torch.randn(flow.policy.table.shape, generator=draw)
@@ -51,19 +51,19 @@ def test_a_kl_in_the_reward_is_taken_off_from_a_token_on() -> None:
     torch.testing.assert_close(batch.advantages[batch.loss_mask].view(2, 2), expected)
 
 
-def test_without_a_greedy_answer_there_is_nothing_to_learn() -> None:
-    flow: Any = Played(CONFIG, [[[1.0, 0.0], [None, 3.0]]], [[[None], [1.0]]])
+def test_prompts_with_aborted_greedy_rollouts_are_dropped() -> None:
+    flow: Any = ScriptedFlow(CONFIG, [[[1.0, 0.0], [None, 3.0]]], [[[None], [1.0]]])
     result = make_controller(CONFIG).step(flow, [Prompt("a", ()), Prompt("b", ())])
     assert result.batch is not None and result.batch.advantages is not None
     assert result.batch.group.tolist() == [1] and result.batch.advantages[result.batch.loss_mask].tolist() == [2.0, 2.0]
 
 
-def test_a_greedy_answer_whose_reward_failed_is_none() -> None:
-    """It is no baseline of 0."""
+def test_prompts_with_unscored_greedy_rollouts_are_dropped() -> None:
+    """A failed reward is not a baseline of 0."""
 
-    class Failing(Played):
+    class Failing(ScriptedFlow):
         def score(self, rollouts: Rollouts) -> Rollouts:
-            first = len(rollouts) == 2  # the greedy ones
+            first = len(rollouts) == 2  # the greedy rollouts
             return rollouts.replace_local(
                 [replace(item, unscored={"a": "why"}) if first and item.group == 0 else item for item in rollouts.local]
             )
@@ -74,5 +74,5 @@ def test_a_greedy_answer_whose_reward_failed_is_none() -> None:
     assert result.metrics["rollout/reward_greedy"] == 1.0
 
 
-def test_one_sample_of_a_prompt_will_do() -> None:
+def test_one_sample_per_prompt_suffices() -> None:
     assert not load_requirements(CONFIG).is_group_relative and load_requirements(CONFIG).has_fixed_prompts

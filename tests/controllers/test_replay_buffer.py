@@ -1,4 +1,4 @@
-"""Rollouts kept on the ranks that made them: the newest, the same drawn everywhere, saved and dealt out anew."""
+"""The replay buffer: every rank keeps its own rollouts, all sample the same, and a restore reshards them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megarl.types import Comm, Prompt, Rollout, Rollouts, Turn
 pytestmark = pytest.mark.alone
 
 
-def share(everyone: Comm, step: int, world: int) -> Rollouts:
-    """Six rollouts of a step, dealt out; routing of three tokens each."""
+def make_rollouts(everyone: Comm, step: int, world: int) -> Rollouts:
+    """Return this rank's share of six rollouts of a step, with routing."""
     routing = torch.zeros(2, 1, 1, dtype=torch.uint8)
     mine = range(everyone.rank, 6, world)
     turns = (Turn((9,)), Turn((1, 2), (-0.5, -1.5), True, step))
@@ -27,11 +27,11 @@ def share(everyone: Comm, step: int, world: int) -> Rollouts:
     return Rollouts.gather(local_items, list(mine), everyone, step)
 
 
-def test_all_ranks_keep_and_draw_the_same(tmp_path: Path) -> None:
+def test_all_ranks_keep_and_sample_the_same(tmp_path: Path) -> None:
     def work(everyone: Comm, world: int) -> tuple[list[float], list[float], set[int]]:
         buffer = ReplayBuffer(8)
-        buffer.add(share(everyone, 1, world))
-        buffer.add(share(everyone, 2, world))
+        buffer.add(make_rollouts(everyone, 1, world))
+        buffer.add(make_rollouts(everyone, 2, world))
         assert buffer._rollouts is not None and len(buffer) == 8
         assert not bool(buffer._rollouts.routed_tokens.any())
         drawn = buffer.sample(3, torch.Generator().manual_seed(5))
@@ -48,33 +48,33 @@ def test_all_ranks_keep_and_draw_the_same(tmp_path: Path) -> None:
     for result in as_ranks(3, lambda everyone: work(everyone, 3)):
         assert result[:2] == alone[:2]
 
-    def restored(everyone: Comm) -> tuple[list[float], int]:
+    def restore(everyone: Comm) -> tuple[list[float], int]:
         buffer = ReplayBuffer(8)
         buffer.restore(tmp_path / "3", everyone)
         assert buffer._rollouts is not None
         return buffer._rollouts.reward.tolist(), len(buffer._rollouts.local)
 
-    two = as_ranks(2, restored)  # of three: the third rank's are the first's
+    two = as_ranks(2, restore)  # the first rank also restores the third's
     assert [result[0] for result in two] == [alone[0]] * 2 and sum(result[1] for result in two) == 8
 
 
-def test_damage_is_said_on_all_ranks(tmp_path: Path) -> None:
+def test_damaged_file_raises_on_all_ranks(tmp_path: Path) -> None:
     def save(everyone: Comm) -> None:
         buffer = ReplayBuffer(8)
-        buffer.add(share(everyone, 1, 2))
+        buffer.add(make_rollouts(everyone, 1, 2))
         buffer.save()(tmp_path)
 
     as_ranks(2, save)
     part_file(tmp_path / "buffer", 0, 1).write_bytes(b"no parquet")
 
-    def restored(everyone: Comm) -> str:
+    def restore(everyone: Comm) -> str:
         with pytest.raises(ConfigError) as caught:
             ReplayBuffer(8).restore(tmp_path, everyone)
         return str(caught.value)
 
-    said = as_ranks(2, restored)
-    assert said[0] == said[1] and "rank_00001.parquet" in said[0]
+    errors = as_ranks(2, restore)
+    assert errors[0] == errors[1] and "rank_00001.parquet" in errors[0]
 
 
-def test_nothing_is_drawn_from_nothing() -> None:
+def test_empty_buffer_samples_nothing() -> None:
     assert ReplayBuffer(3).sample(2, torch.Generator()) is None and len(ReplayBuffer(3)) == 0

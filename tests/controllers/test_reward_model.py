@@ -1,4 +1,4 @@
-"""The reward-model controller as written, with a table of scores for the model: the algorithm alone."""
+"""The reward-model controller, with a table of scores as the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.alone
 
 
 class TableFlow:
-    """A conversation's score is the entry of its last token; records the groups of each update."""
+    """A conversation's score is its last token's entry; `updates` has the last tokens of each update."""
 
     def __init__(self) -> None:
         self.reward_model = self
@@ -48,14 +48,19 @@ class TableFlow:
         )
 
 
-def talk(*answer: int) -> Rollout:
+def make_conversation(*answer: int) -> Rollout:
     return Rollout(Prompt("p", ()), (Turn((9,)), Turn(answer, (0.0,) * len(answer), True)), group=77)
 
 
-PAIRS = [Pair(talk(1, 5), talk(2)), Pair(talk(1), talk(6, 2)), Pair(talk(3), talk(4)), Pair(talk(3), talk(2))]
+PAIRS = [
+    Pair(make_conversation(1, 5), make_conversation(2)),
+    Pair(make_conversation(1), make_conversation(6, 2)),
+    Pair(make_conversation(3), make_conversation(4)),
+    Pair(make_conversation(3), make_conversation(2)),
+]
 
 
-def test_pairs_are_packed_in_turn() -> None:
+def test_pairs_are_packed_chosen_first() -> None:
     flow: Any = TableFlow()
     _, batch = shard_pairs(flow, PAIRS[:2])
     assert batch.tokens.tolist() == [9, 1, 5, 9, 2, 9, 1, 9, 6, 2]
@@ -63,7 +68,7 @@ def test_pairs_are_packed_in_turn() -> None:
     assert batch.loss_weights is not None and batch.loss_weights.tolist() == [0, 0, 0.5, 0, 0, 0, 0.5, 0, 0, 0]
 
 
-def test_it_learns_the_preferences() -> None:
+def test_learns_the_preferences() -> None:
     config = from_dict({"algorithm": "reward_model", "run": {"num_update": 4, "ppo_epochs": 2}, "data": {"eval": "x"}})
     controller = make_controller(config)
     assert controller.roles(config) == ("reward_model",)
@@ -73,7 +78,7 @@ def test_it_learns_the_preferences() -> None:
     for _ in range(10):
         result = controller.step(flow, PAIRS)
     assert result.metrics["reward_model/accuracy"] == 1.0 and result.rollouts is None
-    # Two passes over the four pairs in halves: no pair is parted, and each comes once in a pass.
+    # Two epochs of two updates: no pair is split, and each appears once per epoch.
     ends = sorted([pair.chosen.token_ids[-1], pair.rejected.token_ids[-1]] for pair in PAIRS)
     for epoch in (flow.updates[:2], flow.updates[2:4]):
         assert [len(update) for update in epoch] == [4, 4]
@@ -88,14 +93,14 @@ def test_it_learns_the_preferences() -> None:
     assert last["eval/margin"] == pytest.approx(sum(margins) / 4) and last["eval/accuracy"] == 1.0
 
 
-def test_held_out_pairs_count_equally_however_they_are_cut() -> None:
+def test_evaluation_does_not_depend_on_batch_size() -> None:
     flow: Any = TableFlow()
     flow.table = torch.arange(10.0, requires_grad=True)
     actual = [
-        make_controller(from_dict({"algorithm": "reward_model", "data": {"prompts_per_step": at_once}})).evaluate(
+        make_controller(from_dict({"algorithm": "reward_model", "data": {"prompts_per_step": batch_size}})).evaluate(
             flow, PAIRS
         )
-        for at_once in (1, 3, 64)
+        for batch_size in (1, 3, 64)
     ]
     # Margins 5 - 2, 1 - 2, 3 - 4, 3 - 2.
     assert actual[0]["eval/margin"] == pytest.approx(0.5) and actual[0]["eval/accuracy"] == 0.5

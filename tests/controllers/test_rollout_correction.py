@@ -1,5 +1,5 @@
-"""PPO and GRPO on rollouts of older weights, under each correction: the table of `test_learning.py`, whose answers are
-drawn from what it was two steps ago, and said with log-probs that are a little off."""
+"""PPO and GRPO on stale rollouts under each correction, with the table of `test_learning.py`. Responses come from the
+table of two steps ago, and the engine's log-probs are slightly off."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from test_learning import ACTIONS, TableFlow  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
-EACH = (
+CORRECTIONS = (
     {"kind": "none"},
     {"kind": "none", "proximal": "trainer"},
     {"kind": "none", "proximal": "engine"},
@@ -35,15 +35,15 @@ EACH = (
     {"kind": "mis"},
     {"kind": "reject", "low": 0.5, "high": 2.0},
 )
-NAMES = [" ".join(map(str, correction.values())) for correction in EACH]
+NAMES = [" ".join(map(str, correction.values())) for correction in CORRECTIONS]
 
 
-class AgedFlow(TableFlow):
-    """The second token of an answer is by the weights of `behind` pushes ago, the first by those of one push before."""
+class StaleFlow(TableFlow):
+    """A response's second token comes from the weights of `lag` weight syncs ago, the first from one sync earlier."""
 
-    def __init__(self, config: Config, everyone: Comm = LOCAL, world: int = 1, behind: int = 2) -> None:
+    def __init__(self, config: Config, everyone: Comm = LOCAL, world: int = 1, lag: int = 2) -> None:
         super().__init__(config, everyone, world)
-        self.behind = behind
+        self.lag = lag
         self.tables = [self.policy.table.detach().clone()]
         self.forwards = 0
         forward = self.policy.forward
@@ -52,18 +52,18 @@ class AgedFlow(TableFlow):
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         self.calls.append("generate")
         now = len(self.tables) - 1
-        versions = [max(0, now - self.behind - 1), max(0, now - self.behind)]
+        versions = [max(0, now - self.lag - 1), max(0, now - self.lag)]
         local_items = []
         for group in range(self.comm.rank, len(items), self.world):
             draw = random.Random(f"{len(self.calls)}/{group}")
             for _ in range(samples):
-                answer, said = [], []
+                response, engine_logprobs = [], []
                 for k, version in enumerate(versions):
                     logprobs = self.tables[version].log_softmax(-1)[k]
-                    answer.append(draw.choices(range(ACTIONS), logprobs.exp().tolist())[0])
-                    said.append(float(logprobs[answer[-1]]) + draw.uniform(-0.01, 0.01))
+                    response.append(draw.choices(range(ACTIONS), logprobs.exp().tolist())[0])
+                    engine_logprobs.append(float(logprobs[response[-1]]) + draw.uniform(-0.01, 0.01))
                 runs = tuple((version, 1) for version in versions)
-                turns = (Turn((9,)), Turn(tuple(answer), tuple(said), True, versions[-1], runs))
+                turns = (Turn((9,)), Turn(tuple(response), tuple(engine_logprobs), True, versions[-1], runs))
                 local_items.append(Rollout(items[group], turns, group=group))
         return Rollouts.gather(local_items, [rollout.group for rollout in local_items], self.comm, now)
 
@@ -82,10 +82,10 @@ def prompts(count: int = 4) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
-@pytest.mark.parametrize("correction", EACH, ids=NAMES)
-def test_all_learn_two_versions_behind(correction: dict[str, Any], algorithm: str) -> None:
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=NAMES)
+def test_corrections_learn_two_versions_behind(correction: dict[str, Any], algorithm: str) -> None:
     config = config_of(correction, algorithm)
-    flow: Any = AgedFlow(config)
+    flow: Any = StaleFlow(config)
     controller = make_controller(config)
     means = []
     for _ in range(30):
@@ -101,7 +101,7 @@ def test_all_learn_two_versions_behind(correction: dict[str, Any], algorithm: st
 
 
 def steps_of(config: Config, everyone: Comm, world: int) -> list[dict[str, Any]]:
-    flow: Any = AgedFlow(config, everyone, world)
+    flow: Any = StaleFlow(config, everyone, world)
     controller = make_controller(config)
     actual = []
     for _ in range(4):
@@ -110,8 +110,8 @@ def steps_of(config: Config, everyone: Comm, world: int) -> list[dict[str, Any]]
     return actual
 
 
-@pytest.mark.parametrize("correction", EACH, ids=NAMES)
-def test_a_step_is_the_same_however_its_sequences_lie(correction: dict[str, Any]) -> None:
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=NAMES)
+def test_step_does_not_depend_on_world_size(correction: dict[str, Any]) -> None:
     config = config_of(correction)
     alone = steps_of(config, LOCAL, 1)
     for world in (2, 3):
@@ -121,9 +121,9 @@ def test_a_step_is_the_same_however_its_sequences_lie(correction: dict[str, Any]
         torch.testing.assert_close(first, alone, rtol=1e-5, atol=1e-6)
 
 
-def aged_batch(config: Config) -> tuple[Any, Rollouts, TrainBatch]:
-    """After three updates, rollouts of three versions."""
-    flow: Any = AgedFlow(config)
+def stale_batch(config: Config) -> tuple[Any, Rollouts, TrainBatch]:
+    """Return a flow after four steps, with rollouts of two versions and their batch."""
+    flow: Any = StaleFlow(config)
     controller = make_controller(config_of({}))
     for _ in range(4):
         controller.step(flow, prompts())
@@ -131,10 +131,10 @@ def aged_batch(config: Config) -> tuple[Any, Rollouts, TrainBatch]:
     return flow, rollouts, TrainBatch.from_rollouts(rollouts)
 
 
-def test_off_is_what_it_is_without() -> None:
-    """No weights, the ratio to who drew each token, and a loss with the bits of one that knows no weights."""
+def test_kind_none_has_no_weights() -> None:
+    """The ratio is to the engine's log-probs, and the loss equals that of unit weights, bitwise."""
     config = config_of({})
-    flow, _, batch = aged_batch(config)
+    flow, _, batch = stale_batch(config)
     policy = compute_old_logprobs(flow, batch).wait()
     actual, _ = apply_correction(flow, batch, policy, 0)
     assert batch.staleness is not None and bool((batch.staleness[batch.loss_mask] > 0).all())
@@ -152,9 +152,9 @@ def test_off_is_what_it_is_without() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tis", "icepop", "mis"])
-def test_a_weight_is_of_the_surrogate_and_no_token_leaves_the_mean(kind: str) -> None:
+def test_weights_scale_the_surrogate_and_keep_every_token(kind: str) -> None:
     config = config_of({"kind": kind, "low": 0.9, "high": 1.1}, num_update=1, ppo_epochs=1)
-    flow, rollouts, batch = aged_batch(config)
+    flow, rollouts, batch = stale_batch(config)
     policy = compute_old_logprobs(flow, batch).wait()
     batch, metrics = apply_correction(flow, batch, policy, 0)
     assert batch.importance is not None and batch.old_logprobs is policy.logprobs
@@ -165,17 +165,17 @@ def test_a_weight_is_of_the_surrogate_and_no_token_leaves_the_mean(kind: str) ->
     assert float(weighted.min()) == float(weighted.max()) == pytest.approx(1 / int(mini.loss_mask.sum()))
     mini = mini.with_(advantages=torch.ones(len(mini.tokens)))
     loss = policy_loss(policy, mini, config, 0.0)
-    assert torch.equal(loss.loss[mini.loss_mask], -mini.importance[mini.loss_mask])  # of ratio and advantage 1
+    assert torch.equal(loss.loss[mini.loss_mask], -mini.importance[mini.loss_mask])  # ratio and advantage are 1
     assert "importance" in policy_loss_columns(config)
 
 
-def test_kl_that_is_weighted_by_the_ratio_has_the_weights_too() -> None:
+def test_weights_scale_k3_unbiased_kl_but_not_k2() -> None:
     actual = {}
     for estimator in ("k2", "k3_unbiased"):
         config = from_dict(
             {"correction": {"kind": "tis"}, "kl": {"apply_to": "loss", "estimator": estimator}, "algorithm": "grpo"}
         )
-        flow, _, batch = aged_batch(config)
+        flow, _, batch = stale_batch(config)
         policy = compute_old_logprobs(flow, batch).wait()
         batch = apply_correction(flow, batch, policy, 0)[0].with_(advantages=torch.zeros(len(batch.tokens)))
         batch = batch.with_(ref_logprobs=batch.rollout_logprobs - 0.1)
@@ -186,10 +186,10 @@ def test_kl_that_is_weighted_by_the_ratio_has_the_weights_too() -> None:
     assert actual == {"k2": (True, False), "k3_unbiased": (False, True)}
 
 
-@pytest.mark.parametrize("correction", [{"kind": "tis", "level": "sequence"}, {"kind": "icepop"}, EACH[-1]])
-def test_the_gradient_is_the_same_however_a_mini_batch_is_cut(correction: dict[str, Any]) -> None:
+@pytest.mark.parametrize("correction", [{"kind": "tis", "level": "sequence"}, {"kind": "icepop"}, CORRECTIONS[-1]])
+def test_gradient_does_not_depend_on_micro_batches(correction: dict[str, Any]) -> None:
     config = config_of(correction, num_update=1, ppo_epochs=1)
-    flow, rollouts, batch = aged_batch(config)
+    flow, rollouts, batch = stale_batch(config)
     batch, _ = apply_correction(flow, batch, compute_old_logprobs(flow, batch).wait(), 0)
     batch = batch.with_(advantages=torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(1)))
     (mini,) = split_mini_batches(apply_loss_masks(batch, rollouts, config), config, 0)
@@ -210,9 +210,9 @@ def test_the_gradient_is_the_same_however_a_mini_batch_is_cut(correction: dict[s
         torch.testing.assert_close(gradient(parts), full, rtol=1e-5, atol=1e-8)
 
 
-def test_a_rejected_sequence_leaves_the_mean_and_stays_in_its_group() -> None:
+def test_rejected_sequences_leave_the_loss_but_stay_in_their_group() -> None:
     config = config_of({"kind": "reject", "level": "token", "low": 0.5, "high": 1.5}, num_update=1, ppo_epochs=1)
-    flow, rollouts, batch = aged_batch(config)
+    flow, rollouts, batch = stale_batch(config)
     policy = compute_old_logprobs(flow, batch).wait()
     batch, metrics = apply_correction(flow, batch, policy, 0)
     assert batch.importance is not None
@@ -228,30 +228,31 @@ def test_a_rejected_sequence_leaves_the_mean_and_stays_in_its_group() -> None:
     assert torch.equal(mini.group, batch.group) and torch.equal(mini.sequence_reward, batch.sequence_reward)
 
 
-def test_where_all_are_rejected_nothing_is_learned() -> None:
+def test_rejecting_everything_leaves_the_policy_unchanged() -> None:
     config = config_of({"kind": "reject", "low": 1.0, "high": 1.0})
-    flow: Any = AgedFlow(config)
+    flow: Any = StaleFlow(config)
     result = make_controller(config).step(flow, prompts())
     assert result.metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 1.0
     assert not flow.policy.table.detach().any()
 
 
-def test_a_bypass_asks_the_trainer_each_so_many_steps_only() -> None:
+def test_engine_proximal_computes_logprobs_only_when_verifying() -> None:
     tree = {"correction": {"proximal": "engine"}, "rollout": {"verify_weights_every": 3, "samples_per_prompt": 8}}
     config = from_dict(tree | {"algorithm": "grpo", "kl": {"apply_to": "none"}})
-    flow: Any = AgedFlow(config)
+    flow: Any = StaleFlow(config)
     controller = make_controller(config)
-    requested, said = [], []
+    num_forwards, has_metrics = [], []
     for _ in range(5):
         before = flow.forwards
         result = controller.step(flow, prompts())
-        requested.append(flow.forwards - before)
-        said.append("rollout/logprob_diff_mean_stale" in result.metrics and "rollout_corr/kl" in result.metrics)
+        num_forwards.append(flow.forwards - before)
+        has_metrics.append("rollout/logprob_diff_mean_stale" in result.metrics and "rollout_corr/kl" in result.metrics)
         assert result.batch is not None and result.batch.old_logprobs is result.batch.rollout_logprobs
-    assert requested == [1, 0, 0, 1, 0] and said == [False, False, False, True, False]  # of the first, none was older
+    # The first step has no stale token.
+    assert num_forwards == [1, 0, 0, 1, 0] and has_metrics == [False, False, False, True, False]
 
 
-def test_what_each_kind_is_by_default() -> None:
+def test_defaults_of_each_kind() -> None:
     kinds = {kind: from_dict({"correction": {"kind": kind}}).correction for kind in ("tis", "icepop", "mis", "reject")}
     assert {kind: actual.resolved_level for kind, actual in kinds.items()} == {
         "tis": "token",
@@ -287,23 +288,23 @@ def test_what_each_kind_is_by_default() -> None:
         ),
     ],
 )
-def test_what_does_not_go_together(correction: dict[str, Any], algorithm: str, complaint: str) -> None:
+def test_invalid_combinations_raise(correction: dict[str, Any], algorithm: str, complaint: str) -> None:
     config = from_dict({"algorithm": algorithm, "correction": correction})
     with pytest.raises(ConfigError, match=complaint):
         check_correction(config, load_requirements(config))
 
 
-@pytest.mark.parametrize("correction", EACH, ids=NAMES)
-def test_the_others_do(correction: dict[str, Any]) -> None:
-    """Recorded rollouts, too: their log-probs are of who drew them."""
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=NAMES)
+def test_valid_corrections_accept_replayed_rollouts(correction: dict[str, Any]) -> None:
+    """Replayed rollouts have the log-probs of the policy that sampled them."""
     config = from_dict({"algorithm": "grpo", "correction": correction, "rollout": {"replay": "runs/other"}})
     check_correction(config, load_requirements(config))
 
 
-def test_log_probs_that_are_no_numbers_are_no_weights() -> None:
-    """They stay what they are, and the worker that is given them says so."""
+def test_nan_logprobs_give_nan_weights() -> None:
+    """NaN is not hidden; the worker rejects it."""
     config = config_of({"kind": "tis"})
-    flow, _, batch = aged_batch(config)
+    flow, _, batch = stale_batch(config)
     policy = ModelOutput(logprobs=torch.full_like(batch.rollout_logprobs, float("nan")))
     actual, _ = apply_correction(flow, batch.with_(staleness=None), policy, 0)
     assert actual.importance is not None and bool(actual.importance[batch.loss_mask].isnan().all())

@@ -1,3 +1,5 @@
+"""Reading, rendering and loading of prompts."""
+
 import json
 from dataclasses import replace
 
@@ -32,7 +34,7 @@ def prompts(count, prefix="p"):
 # --- reading ----------------------------------------------------------------------------------------------------
 
 
-def test_verl_parquet(tmp_path):
+def test_reads_verl_parquet(tmp_path):
     rows = [
         {
             "data_source": "openai/gsm8k",
@@ -54,7 +56,7 @@ def test_verl_parquet(tmp_path):
     )
 
 
-def test_parquet_fills_in_no_fields_of_messages(tmp_path):
+def test_parquet_adds_no_null_fields_to_messages(tmp_path):
     messages = [
         {"role": "user", "content": "2 * 3?", "name": None},
         {"role": "assistant", "content": "5", "name": "solver"},
@@ -68,12 +70,12 @@ def test_parquet_fills_in_no_fields_of_messages(tmp_path):
     )
 
 
-def test_json_of_messages_is_the_messages(tmp_path):
-    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}]
-    rows = [{"prompt": json.dumps(said), "ground_truth": 5}]
+def test_prompt_may_be_json_text_of_messages(tmp_path):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}]
+    rows = [{"prompt": json.dumps(messages), "ground_truth": 5}]
     for path in (write_parquet(tmp_path / "a.parquet", rows), write_jsonl(tmp_path / "a.jsonl", *rows)):
         (got,) = read_prompts(path)
-        assert got.messages == tuple(said)
+        assert got.messages == tuple(messages)
     for text in ("[1, 2]", "[]", "[x", '["role"]', '{"role": "user", "content": "x"}'):
         (got,) = read_prompts(write_jsonl(tmp_path / "b.jsonl", {"prompt": text, "ground_truth": 5}))
         assert got.messages == ({"role": "user", "content": text},)
@@ -82,7 +84,7 @@ def test_json_of_messages_is_the_messages(tmp_path):
         read_prompts(wrong)
 
 
-def test_jsonl(tmp_path):
+def test_reads_jsonl(tmp_path):
     schema = {"type": "function", "function": {"name": "search", "parameters": {}}}
     path = write_jsonl(
         tmp_path / "a.jsonl",
@@ -99,13 +101,13 @@ def test_jsonl(tmp_path):
     assert got[2] == Prompt(id="a-2", messages=USER, ground_truth=0, tools=("calculator",))
 
 
-def test_slimes_keys(tmp_path):
+def test_reads_slime_rows(tmp_path):
     row = {"input": "hi", "label": "42", "metadata": {"rm_type": "math"}, "tools": '[{"name": "calculator"}]'}
     got = read_prompts(write_jsonl(tmp_path / "a.jsonl", row), prompt_key="input", label_key="label")
     assert got == [Prompt(id="a-0", messages=USER, ground_truth="42", tools=("calculator",), extra={"rm_type": "math"})]
 
 
-def test_no_ground_truth_on_request(tmp_path):
+def test_ground_truth_is_optional_without_label_key(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "hi"})
     assert read_prompts(path, label_key="")[0].ground_truth is None
     null = write_jsonl(tmp_path / "b.jsonl", {"prompt": "hi", "reward_model": {"ground_truth": None}})
@@ -129,37 +131,37 @@ BAD_LINES = {
         "reward_model.ground_truth is emp",
     ),
     "NaN": ('{"prompt": "hi", "ground_truth": NaN}\n', "no 'ground_truth'; the column 'ground_truth' is empty here"),
-    "ends with an answer": (
+    "ends with a response": (
         {"prompt": [*USER, {"role": "assistant", "content": "x"}], "label": 1},
         "nothing to answer",
     ),
-    "an id that is a list": (GOOD | {"id": [1]}, r"'id' must be text or a number, not '\[1\]'"),
-    "a source that is an object": (GOOD | {"data_source": {}}, "'data_source' must be text"),
+    "id is a list": (GOOD | {"id": [1]}, r"'id' must be text or a number, not '\[1\]'"),
+    "source is an object": (GOOD | {"data_source": {}}, "'data_source' must be text"),
     "bad tool": (GOOD | {"tools": [{"parameters": {}}]}, "neither a name nor a tool schema"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
-def test_bad_lines(tmp_path, name):
+def test_invalid_lines_raise(tmp_path, name):
     line, message = BAD_LINES[name]
     with pytest.raises(ConfigError, match=message):
         read_prompts(write_jsonl(tmp_path / "a.jsonl", GOOD, line))
 
 
-def test_not_utf8(tmp_path):
+def test_invalid_utf8_raises(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "\xff\xfe"}\n')
     with pytest.raises(ConfigError, match=r"a\.jsonl:1: not UTF-8 at byte 12; convert the file"):
         read_prompts(path)
 
 
-def test_duplicate_ids_name_both_places(tmp_path):
+def test_duplicate_ids_raise_with_both_places(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", GOOD | {"id": "x"}, GOOD | {"id": "y"}, GOOD | {"id": "x"})
     with pytest.raises(ConfigError, match=r"a\.jsonl:3: the id 'x' is already used by .*a\.jsonl:1;"):
         read_prompts(path)
 
 
-def test_bad_files(tmp_path):
+def test_invalid_files_raise(tmp_path):
     with pytest.raises(ConfigError, match="no data file .*nowhere.jsonl; check data.train"):
         read_prompts(tmp_path / "nowhere.jsonl")
     with pytest.raises(ConfigError, match="is a folder; name a .parquet or .jsonl file"):
@@ -172,7 +174,7 @@ def test_bad_files(tmp_path):
         read_prompts(write_jsonl(tmp_path / "a.parquet", GOOD))
 
 
-def test_parquet_errors(tmp_path):
+def test_invalid_parquet_raises(tmp_path):
     with pytest.raises(ConfigError, match=r"a\.parquet, row 0: no 'prompt'; columns here: text, ground_truth; set"):
         read_prompts(write_parquet(tmp_path / "a.parquet", [{"text": "hi", "ground_truth": 1}]))
     empty = pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())})
@@ -197,7 +199,7 @@ def test_long_prompts_are_dropped_and_counted():
     assert not any(len(prompt.token_ids) for prompt in value)
 
 
-def test_all_dropped_is_an_error():
+def test_dropping_all_prompts_raises():
     with pytest.raises(ConfigError, match="all 2 prompts are longer than 3 tokens, the shortest has 8; raise"):
         render_prompts(prompts(2), lambda prompt: [0] * (9 - prompt.ground_truth), max_prompt_tokens=3)
 
@@ -205,66 +207,66 @@ def test_all_dropped_is_an_error():
 # --- loading ----------------------------------------------------------------------------------------------------
 
 
-def take(loader, batches):
+def next_batch_ids(loader, batches):
     return [[prompt.id for prompt in loader.next_batch()] for _ in range(batches)]
 
 
-def test_in_order_across_epochs():
+def test_loads_in_order_across_epochs():
     loader = PromptLoader(prompts(5), 2, seed=1, shuffle=False)
-    assert take(loader, 4) == [["p0", "p1"], ["p2", "p3"], ["p4", "p0"], ["p1", "p2"]]
+    assert next_batch_ids(loader, 4) == [["p0", "p1"], ["p2", "p3"], ["p4", "p0"], ["p1", "p2"]]
     assert PromptLoader(prompts(2), 5, seed=1, shuffle=False).next_batch()[4].id == "p0"
 
 
-def test_every_epoch_has_every_prompt_once_in_an_order_of_its_own():
+def test_epochs_have_every_prompt_once_in_different_orders():
     everything = {f"p{i}" for i in range(12)}
     loader = PromptLoader(prompts(12), 4, seed=1)
-    epochs = [sum(take(loader, 3), []), sum(take(loader, 3), [])]
+    epochs = [sum(next_batch_ids(loader, 3), []), sum(next_batch_ids(loader, 3), [])]
     assert set(epochs[0]) == set(epochs[1]) == everything
     assert epochs[0] != epochs[1]
     assert epochs[0] != sorted(epochs[0], key=lambda name: int(name[1:]))
-    assert sum(take(PromptLoader(prompts(12), 4, seed=1), 3), []) == epochs[0]
-    assert sum(take(PromptLoader(prompts(12), 4, seed=2), 3), []) != epochs[0]
+    assert sum(next_batch_ids(PromptLoader(prompts(12), 4, seed=1), 3), []) == epochs[0]
+    assert sum(next_batch_ids(PromptLoader(prompts(12), 4, seed=2), 3), []) != epochs[0]
 
 
-def test_order_is_the_same_for_ever():
-    # Written down, so that a change of the shuffle, which would break resumed runs, does not go unseen.
-    assert take(PromptLoader(prompts(6), 6, seed=1), 1) == [["p2", "p1", "p0", "p4", "p3", "p5"]]
+def test_shuffle_order_is_pinned():
+    # Pinned, because a change of the shuffle would break resumed runs.
+    assert next_batch_ids(PromptLoader(prompts(6), 6, seed=1), 1) == [["p2", "p1", "p0", "p4", "p3", "p5"]]
 
 
 @pytest.mark.parametrize("steps", range(8))
-def test_state_goes_on_where_it_was(steps):
+def test_state_resumes_at_the_same_position(steps):
     loader = PromptLoader(prompts(7), 3, seed=5)
-    take(loader, steps)
+    next_batch_ids(loader, steps)
     state = json.loads(json.dumps(loader.state_dict()))
     assert state["samples"] == 3 * steps
     resumed = PromptLoader(prompts(7), 3, seed=5)
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
-    assert take(resumed, 6) == take(loader, 6)
+    assert next_batch_ids(resumed, 6) == next_batch_ids(loader, 6)
 
 
 @pytest.mark.parametrize("count", range(16))
-def test_what_comes_back_is_handed_out_first_and_in_its_order(count):
-    """Seven prompts an epoch: up to two epochs back."""
+def test_returned_prompts_come_first_in_their_order(count):
+    """With seven prompts per epoch, returns reach back up to two epochs."""
     loader = PromptLoader(prompts(7), 3, seed=5)
-    handed = [prompt.id for prompt in [*loader.next_batch(), *loader.next_items(13)]]
+    drawn = [prompt.id for prompt in [*loader.next_batch(), *loader.next_items(13)]]
     loader.return_unused(count)
     assert loader.state_dict()["samples"] == 16 - count
     resumed = PromptLoader(prompts(7), 3, seed=5)
     resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
     for item in (loader, resumed):
-        assert [prompt.id for prompt in item.next_items(count)] == handed[16 - count :]
-    assert sum(take(loader, 4), handed) == sum(take(PromptLoader(prompts(7), 4, seed=5), 7), [])
+        assert [prompt.id for prompt in item.next_items(count)] == drawn[16 - count :]
+    assert sum(next_batch_ids(loader, 4), drawn) == sum(next_batch_ids(PromptLoader(prompts(7), 4, seed=5), 7), [])
 
 
-def test_more_cannot_come_back_than_was_handed_out():
+def test_returning_more_than_drawn_raises():
     loader = PromptLoader(prompts(7), 3, seed=5)
     loader.next_batch()
     with pytest.raises(ValueError, match="3 prompts were drawn, but 4 are returned"):
         loader.return_unused(4)
 
 
-def test_the_loader_knows_what_it_handed_out_last():
+def test_is_last_batch():
     loader = PromptLoader(prompts(7), 3, seed=5)
     assert not loader.is_last_batch([])
     first, second = loader.next_batch(), loader.next_batch()
@@ -277,14 +279,14 @@ def test_the_loader_knows_what_it_handed_out_last():
 
 
 @pytest.mark.parametrize("other", [prompts(6), prompts(8), prompts(7, "q"), prompts(7)[::-1]])
-def test_state_of_other_prompts_is_refused(other):
+def test_state_of_other_prompts_raises(other):
     state = PromptLoader(prompts(7), 3, seed=5).state_dict()
     with pytest.raises(ConfigError, match="other training prompts"):
         PromptLoader(other, 3, seed=5).load_state_dict(state)
 
 
-def test_other_sizes_of_the_files_are_other_data_unless_forced():
-    """Of more than 1,000 rows not each is looked at."""
+def test_changed_file_sizes_raise_unless_forced():
+    """Beyond 1,000 rows, the fingerprint samples rows, so file sizes count too."""
     many = prompts(3000)
     saved = PromptLoader(many, 3, seed=5, file_sizes=(70_000,))
     saved.next_batch()
@@ -296,19 +298,19 @@ def test_other_sizes_of_the_files_are_other_data_unless_forced():
     assert [prompt.id for prompt in loader.next_batch()] == [prompt.id for prompt in saved.next_batch()]
 
 
-def test_refused():
+def test_empty_data_raises():
     with pytest.raises(ConfigError, match="no prompts"):
         PromptLoader([], 3, seed=1)
 
 
-def test_items_are_indexed_only_when_it_is_their_turn():
+def test_items_are_read_lazily():
     class Lazy(list):
-        asked: list[int] = []
+        indices: list[int] = []
 
         def __getitem__(self, index):
-            self.asked.append(index)
+            self.indices.append(index)
             return super().__getitem__(index)
 
     loader = PromptLoader(Lazy(prompts(100)), 2, seed=1, shuffle=False)
     loader.next_batch()
-    assert Lazy.asked == [0, 1]
+    assert Lazy.indices == [0, 1]

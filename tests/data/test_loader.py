@@ -1,4 +1,4 @@
-"""Data sets in shares: exact ones, any place of the stream by itself, and each set's epochs whole."""
+"""Weighted mixtures of data sets: exact shares, complete epochs per data set, and resumption anywhere."""
 
 from __future__ import annotations
 
@@ -27,105 +27,103 @@ from megarl.data.loader import (
 pytestmark = pytest.mark.alone
 
 SETS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=2, max_size=6)
-"""(items, weight) of each."""
+"""(items, weight) of each data set."""
 
 
-def joined(sizes: list[int], keys: np.ndarray | None = None) -> ConcatDataset[str]:
-    """Items `0.0`, `0.1` ...: of which set, and which one."""
+def concat_datasets(sizes: list[int], keys: np.ndarray | None = None) -> ConcatDataset[str]:
+    """Concatenate data sets of these sizes; item `0.1` is number 1 of data set 0."""
     parts = tuple([f"{number}.{item}" for item in range(size)] for number, size in enumerate(sizes))
     return ConcatDataset(parts, tuple(f"set{number}" for number in range(len(sizes))), keys)
 
 
 def loader(sets: list[tuple[int, int]], per_step: int = 3, seed: int = 1, **given: Any) -> PromptLoader[str]:
     sizes, weights = [size for size, _ in sets], [weight for _, weight in sets]
-    return PromptLoader(joined(sizes), per_step, seed, weights=weights, **given)
+    return PromptLoader(concat_datasets(sizes), per_step, seed, weights=weights, **given)
 
 
-def test_by_hand() -> None:
+def test_build_pattern_by_hand() -> None:
     assert build_pattern([2, 1, 1]).tolist() == [0, 1, 0, 2]
     assert build_pattern([0.7, 0.2, 0.1]).tolist() == [0, 0, 0, 1, 0, 0, 1, 0, 0, 2]
     assert build_pattern([1.5]).tolist() == build_pattern([]).tolist() == [0]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
-def test_of_any_first_places_each_set_has_its_share_rounded_down_or_up(weights: list[int]) -> None:
-    places = build_pattern(weights)
-    had = np.zeros(len(weights), np.int64)
-    for count, chosen in enumerate(places.tolist(), 1):
-        had[chosen] += 1
+def test_every_pattern_prefix_has_rounded_shares(weights: list[int]) -> None:
+    pattern = build_pattern(weights)
+    counts = np.zeros(len(weights), np.int64)
+    for count, chosen in enumerate(pattern.tolist(), 1):
+        counts[chosen] += 1
         for number, weight in enumerate(weights):
             share = Fraction(count * weight, sum(weights))
-            assert share.__floor__() <= had[number] <= share.__ceil__()
-    assert [Fraction(int(element), len(places)) for element in had] == [
-        Fraction(element, sum(weights)) for element in weights
+            assert share.__floor__() <= counts[number] <= share.__ceil__()
+    assert [Fraction(int(prompt_loader), len(pattern)) for prompt_loader in counts] == [
+        Fraction(prompt_loader, sum(weights)) for prompt_loader in weights
     ]
 
 
 @given(SETS, st.integers(1, 20), st.integers(0, 5))
-def test_a_step_has_what_the_weights_say(sets: list[tuple[int, int]], rounds: int, steps: int) -> None:
-    """Exactly, where that is a whole number of each set; within two, where it is none."""
+def test_steps_have_the_shares_of_the_weights(sets: list[tuple[int, int]], rounds: int, steps: int) -> None:
+    """Shares are exact where the weights divide the step, and within two items otherwise."""
     total = sum(weight for _, weight in sets)
-    element = loader(sets, per_step=rounds * total)
+    prompt_loader = loader(sets, per_step=rounds * total)
     for _ in range(steps):
-        assert Counter(item[0] for item in element.next_batch()) == {
+        assert Counter(item[0] for item in prompt_loader.next_batch()) == {
             str(number): rounds * weight for number, (_, weight) in enumerate(sets)
         }
-    element = loader(sets, per_step=rounds)
+    prompt_loader = loader(sets, per_step=rounds)
     for _ in range(steps):
-        result = Counter(item[0] for item in element.next_batch())
+        result = Counter(item[0] for item in prompt_loader.next_batch())
         assert all(abs(result[str(n)] - rounds * weight / total) < 2 for n, (_, weight) in enumerate(sets))
 
 
 @given(SETS, st.integers(0, 60), st.integers(1, 7), st.booleans())
 @settings(max_examples=50)
-def test_each_set_has_every_item_once_in_each_epoch_of_its_own(
-    sets: list[tuple[int, int]], count: int, seed: int, shuffle: bool
-) -> None:
-    element = loader(sets, seed=seed, shuffle=shuffle)
-    handed = element.next_items(count)
+def test_each_dataset_has_epochs_of_its_own(sets: list[tuple[int, int]], count: int, seed: int, shuffle: bool) -> None:
+    prompt_loader = loader(sets, seed=seed, shuffle=shuffle)
+    items = prompt_loader.next_items(count)
     for number, (size, _) in enumerate(sets):
-        of_it = [item for item in handed if item.startswith(f"{number}.")]
-        assert element.epoch_metrics()[f"data/epoch/set{number}"] == len(of_it) / size
-        for begin in range(0, len(of_it), size):
-            epoch = of_it[begin : begin + size]
+        dataset_items = [item for item in items if item.startswith(f"{number}.")]
+        assert prompt_loader.epoch_metrics()[f"data/epoch/set{number}"] == len(dataset_items) / size
+        for begin in range(0, len(dataset_items), size):
+            epoch = dataset_items[begin : begin + size]
             assert len(set(epoch)) == len(epoch)
             assert shuffle or epoch == [f"{number}.{item}" for item in range(len(epoch))]
 
 
 @given(SETS, st.integers(0, 60), st.integers(0, 40))
 @settings(max_examples=50)
-def test_a_run_goes_on_anywhere_with_the_same_rest(sets: list[tuple[int, int]], count: int, back: int) -> None:
+def test_resumes_anywhere_with_the_same_items(sets: list[tuple[int, int]], count: int, back: int) -> None:
     full = list(loader(sets).next_items(count + 30))
-    element = loader(sets)
-    element.next_items(count)
-    state = json.loads(json.dumps(element.state_dict()))
+    prompt_loader = loader(sets)
+    prompt_loader.next_items(count)
+    state = json.loads(json.dumps(prompt_loader.state_dict()))
     assert state["samples"] == count
     resumed = loader(sets)
     resumed.load_state_dict(state)
     assert [*resumed.peek(2)[0], *resumed.peek(2)[1]] == full[count : count + 6]
-    assert list(resumed.next_items(30)) == full[count:] and list(element.next_items(30)) == full[count:]
+    assert list(resumed.next_items(30)) == full[count:] and list(prompt_loader.next_items(30)) == full[count:]
     resumed.return_unused(min(back, count + 30))
     assert list(resumed.next_items(min(back, count + 30))) == full[count + 30 - min(back, count + 30) :]
 
 
-def test_a_checkpoint_of_other_shares_is_refused() -> None:
+def test_checkpoint_with_other_weights_raises() -> None:
     state = loader([(4, 1), (5, 3)]).state_dict()
-    loader([(4, 2), (5, 6)]).load_state_dict(state)  # the same ones
+    loader([(4, 2), (5, 6)]).load_state_dict(state)  # the same shares
     for sets in ([(4, 1), (5, 2)], [(5, 3), (4, 1)], [(4, 1), (6, 3)]):
         with pytest.raises(ConfigError, match="other training prompts.*data.mixture_weights"):
             loader(sets).load_state_dict(state)
     with pytest.raises(ConfigError, match="other training prompts"):
-        PromptLoader(joined([4, 5]), 3, 1).load_state_dict(state)
+        PromptLoader(concat_datasets([4, 5]), 3, 1).load_state_dict(state)
 
 
-def test_without_weights_files_are_one_data_set() -> None:
-    element = PromptLoader(joined([3, 4]), 7, seed=1)
-    alone = PromptLoader([*joined([3, 4])], 7, seed=1)
-    assert element.next_batch() == alone.next_batch() and element.state_dict() == alone.state_dict()
-    assert element.epoch_metrics() == {"data/epoch": 1.0}
+def test_files_without_weights_are_one_dataset() -> None:
+    prompt_loader = PromptLoader(concat_datasets([3, 4]), 7, seed=1)
+    alone = PromptLoader([*concat_datasets([3, 4])], 7, seed=1)
+    assert prompt_loader.next_batch() == alone.next_batch() and prompt_loader.state_dict() == alone.state_dict()
+    assert prompt_loader.epoch_metrics() == {"data/epoch": 1.0}
 
 
-def test_weights_become_small_whole_numbers() -> None:
+def test_round_weights() -> None:
     assert round_weights([0.5, 0.25, 0.25]) == (2, 1, 1) and round_weights([30, 20]) == (3, 2)
     assert round_weights([0.1, 0.2]) == (1, 2) and round_weights([1e-6, 2e-6]) == (1, 2)
     third = round_weights([0.33333, 0.33333, 0.33334])
@@ -136,12 +134,12 @@ def test_weights_become_small_whole_numbers() -> None:
         round_weights([1, 1e-5])
 
 
-def test_the_weights_must_be_of_the_data_sets() -> None:
+def test_weight_count_must_match_datasets() -> None:
     with pytest.raises(ConfigError, match="data.mixture_weights has 3 numbers, but there are 2 data sets"):
-        PromptLoader(joined([3, 4]), 1, 1, weights=[1, 2, 3])
+        PromptLoader(concat_datasets([3, 4]), 1, 1, weights=[1, 2, 3])
 
 
-def test_names_are_as_short_as_sets_them_apart() -> None:
+def test_dataset_names_are_short_and_unique() -> None:
     assert name_datasets([]) == () and name_datasets(["data/a.parquet"]) == ("",)
     assert name_datasets(["x/a.parquet", "x/b.jsonl"]) == ("a", "b")
     assert name_datasets(["gsm8k/train.parquet", "math/train.parquet"]) == ("gsm8k/train", "math/train")
@@ -151,30 +149,30 @@ def test_names_are_as_short_as_sets_them_apart() -> None:
         name_datasets(["x/a.jsonl", "y.jsonl", "x/./a.jsonl"])
 
 
-def test_items_of_several_parts_by_number() -> None:
-    items = joined([2, 0, 3])
+def test_concat_dataset_indexing() -> None:
+    items = concat_datasets([2, 0, 3])
     assert len(items) == 5 and list(items) == ["0.0", "0.1", "2.0", "2.1", "2.2"] == items[:]
     assert items[-1] == "2.2" and items[1:4:2] == ["0.1", "2.1"]
     with pytest.raises(IndexError):
         items[5]
 
 
-def test_items_that_are_slow_to_read_are_read_when_asked_for() -> None:
-    requested = []
+def test_items_are_read_on_access() -> None:
+    reads = []
 
     class Slow(tuple):  # type: ignore[type-arg]
         def __getitem__(self, index: Any) -> Any:
-            requested.append(index)
+            reads.append(index)
             return super().__getitem__(index)
 
-    element = PromptLoader(ConcatDataset((Slow("abcdef"),), ("",)), 4, seed=1, shuffle=False)
-    batch = element.next_batch()
-    assert isinstance(batch, Subset) and len(batch) == 4 and not requested
-    assert batch[2] == "c" and requested == [2] and list(batch[1:3]) == ["b", "c"] and requested == [2, 1, 2]
+    prompt_loader = PromptLoader(ConcatDataset((Slow("abcdef"),), ("",)), 4, seed=1, shuffle=False)
+    batch = prompt_loader.next_batch()
+    assert isinstance(batch, Subset) and len(batch) == 4 and not reads
+    assert batch[2] == "c" and reads == [2] and list(batch[1:3]) == ["b", "c"] and reads == [2, 1, 2]
 
 
-def test_places_far_out_need_no_walk_there() -> None:
+def test_stream_locates_far_positions_directly() -> None:
     stream = Stream((3, 5), (1, 2))
-    far = 3 * 10**15
-    assert stream.count_before(far) == [10**15, 2 * 10**15]
-    assert stream.locate(far) == (1, 2 * 10**15 // 5, 0)
+    position = 3 * 10**15
+    assert stream.count_before(position) == [10**15, 2 * 10**15]
+    assert stream.locate(position) == (1, 2 * 10**15 // 5, 0)

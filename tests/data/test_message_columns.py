@@ -1,4 +1,4 @@
-"""Messages and tools of a row: what they may look like, and what is said where they do not."""
+"""Messages and tools of a row: accepted forms, and errors for the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USER = {"role": "user", "content": "hi"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
 
 
-def test_parts_are_joined_and_a_call_needs_no_content() -> None:
+def test_joins_text_parts_and_allows_calls_without_content() -> None:
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b", "image_url": None}]
     messages = parse_chat_messages(
         [{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [CALL]}], "f", "p"
@@ -64,12 +64,12 @@ def test_parts_are_joined_and_a_call_needs_no_content() -> None:
         ),
     ],
 )
-def test_messages_that_are_none(value: Any, message: str) -> None:
+def test_invalid_messages_raise(value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_chat_messages(value, "f", "p")
 
 
-def test_tools_in_every_form() -> None:
+def test_tool_forms() -> None:
     bare, full = {"name": "f", "parameters": {}}, {"type": "function", "function": {"name": "g"}}
     assert parse_tool_names(["x", bare, full], "f") == ("x", "f", "g")
     assert (
@@ -93,7 +93,7 @@ def test_tools_in_every_form() -> None:
         ({"name": "f", "parameters": "{}"}, "", "the tool f has parameters that are not an object"),
     ],
 )
-def test_tools_that_are_none(tool: Any, name_problem: str, schema_problem: str) -> None:
+def test_invalid_tools_raise(tool: Any, name_problem: str, schema_problem: str) -> None:
     if name_problem:
         with pytest.raises(ConfigError, match=name_problem):
             parse_tool_names([tool], "f")
@@ -101,7 +101,7 @@ def test_tools_that_are_none(tool: Any, name_problem: str, schema_problem: str) 
         parse_tool_schemas([tool], "f")
 
 
-def test_a_tool_is_there_once() -> None:
+def test_duplicate_tools_raise() -> None:
     with pytest.raises(ConfigError, match="'tools' has 'f' twice"):
         parse_tool_names(["f", "g", "f"], "here")
     with pytest.raises(ConfigError, match="'tools' has 'f' twice"):

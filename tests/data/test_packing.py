@@ -1,3 +1,5 @@
+"""Micro-batch plans."""
+
 import itertools
 import random
 
@@ -11,42 +13,41 @@ from megarl.data.packing import min_micro_batches, plan_micro_batches
 pytestmark = pytest.mark.alone
 
 
-def test_by_hand():
-    # At most 10 tokens: 27 need three micro-batches, so two for each rank. Differencing into four: 9 and 7 beside each
-    # other, then 5, then 4, and 2 to the emptiest, which has the 4. The two largest go first, 9 to rank 0 and 7 to rank
-    # 1; then the next larger to the rank that has less.
+def test_plan_by_hand():
+    # 27 tokens with a budget of 10 need three micro-batches, so two for each of two ranks. Differencing gives four
+    # parts: 9, 7, 5 and 4 + 2. 9 goes to rank 0 and 7 to rank 1; the next larger part goes to the rank with less.
     assert plan_micro_batches([5, 9, 2, 7, 4], dp=2, token_budget=10) == [[[1], [0]], [[3], [2, 4]]]
 
 
-def test_a_multiple_of_micro_batches():
-    # Three micro-batches would do; asked for an even number, all four are used.
+def test_micro_batch_count_is_a_multiple():
+    # Three micro-batches would suffice; an even number needs four.
     plan = plan_micro_batches([5, 9, 2, 7, 4], dp=1, token_budget=10, multiple=2)
     assert plan == [[[1], [3], [2, 4], [0]]]
     assert plan_micro_batches([5], dp=1, token_budget=10, multiple=3) == [[[0], [], []]]
 
 
 @pytest.mark.parametrize("quadratic", [0.0, 3e-5, 3e-4])
-def test_ranks_compute_about_equally_long_at_any_time(quadratic):
-    """Long-tailed lengths as of rollouts: 512 to 4 ranks, up to 8192 tokens at once."""
+def test_ranks_are_balanced_at_each_micro_batch(quadratic):
+    """512 long-tailed lengths, as of rollouts, on 4 ranks with a budget of 8192 tokens."""
     rng = np.random.default_rng(2)
     lengths = np.minimum(rng.lognormal(6.0, 0.7, 512), 4096).astype(int).tolist()
     plan = plan_micro_batches(lengths, 4, 8192, quadratic)
     cost = [[sum(lengths[i] * (1 + quadratic * lengths[i]) for i in micro) for micro in rank] for rank in plan]
     full = [sum(rank) for rank in cost]
     assert max(full) <= 1.01 * np.mean(full)
-    waited = sum(max(together) for together in zip(*cost, strict=True)) / np.mean(full)
-    assert waited <= 1.02  # all wait for the slowest after each micro-batch
+    step_time = sum(max(together) for together in zip(*cost, strict=True)) / np.mean(full)
+    assert step_time <= 1.02  # ranks wait for the slowest after each micro-batch
     assert len(plan[0]) <= 1.1 * sum(lengths) / (4 * 8192) + 1
 
 
-def test_long_sequence_is_alone_and_ranks_without_work_get_empty_micro_batches():
+def test_long_sequences_are_alone_and_idle_ranks_get_empty_micro_batches():
     assert plan_micro_batches([3, 20, 3], dp=1, token_budget=8) == [[[1], [0, 2]]]
     assert plan_micro_batches([5], dp=3, token_budget=8) == [[[0]], [[]], [[]]]
     assert plan_micro_batches([], dp=2, token_budget=8) == [[[]], [[]]]
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_every_sequence_once_equal_counts_within_budget(seed):
+def test_plan_is_complete_even_and_within_budget(seed):
     rng = random.Random(seed)
     dp, budget = rng.randint(1, 6), rng.randint(20, 200)
     lengths = [rng.randint(1, 250) for _ in range(rng.randint(0, 120))]
@@ -66,17 +67,17 @@ def test_every_sequence_once_equal_counts_within_budget(seed):
 
 
 @pytest.mark.parametrize("dp, budget", [(0, 10), (1, 0)])
-def test_nonsense_is_refused(dp, budget):
+def test_invalid_dp_or_budget_raises(dp, budget):
     with pytest.raises(ValueError, match="at least 1"):
         plan_micro_batches([1], dp, budget)
 
 
-def test_an_empty_sequence_is_refused():
+def test_empty_sequence_raises():
     with pytest.raises(ValueError, match="sequence 1 has 0 tokens"):
         plan_micro_batches([1, 0], 1, 10)
 
 
-def test_what_is_no_row_of_whole_numbers_is_refused():
+def test_invalid_lengths_raise():
     with pytest.raises(ValueError, match="`lengths` must be a row of whole numbers, not float64"):
         plan_micro_batches([1.5, 2.0], 1, 10)
     with pytest.raises(ValueError, match="`lengths` must be a row of whole numbers, not int64 of shape"):
@@ -85,16 +86,16 @@ def test_what_is_no_row_of_whole_numbers_is_refused():
         plan_micro_batches([1, 2], 1, 10, group=[0])
 
 
-def test_what_belongs_together_is_not_parted():
-    """Pairs of 11, 6, 13 and 7 tokens, at most 13 at once: three micro-batches would do, so two for each rank."""
+def test_groups_stay_together():
+    """Pairs of 11, 6, 13 and 7 tokens with a budget of 13 need three micro-batches, so two for each rank."""
     lengths, together = [5, 3, 9, 4, 6, 3, 4, 3], [7, 1, 2, 2, 7, 1, 4, 4]
     plan = plan_micro_batches(lengths, dp=2, token_budget=13, group=together)
     assert plan == [[[2, 3], [1, 5]], [[0, 4], [6, 7]]]
-    # Three sequences beyond the budget are a micro-batch of their own, as one that is too long by itself.
+    # A group beyond the budget is a micro-batch of its own, like a single long sequence.
     assert plan_micro_batches([5, 5, 5, 2], dp=1, token_budget=8, group=[0, 0, 0, 1]) == [[[0, 1, 2], [3]]]
 
 
-def test_belonging_together_keeps_the_balance():
+def test_groups_keep_the_balance():
     rng = np.random.default_rng(4)
     lengths, quadratic = rng.integers(20, 900, 512).tolist(), 3e-4
     plan = plan_micro_batches(lengths, 4, 4096, quadratic, group=[i // 2 for i in range(512)])
@@ -118,8 +119,8 @@ KINDS = {
 
 
 @pytest.fixture
-def trials(monkeypatch):
-    """Numbers of parts that were tried, since nothing was remembered."""
+def tried_counts(monkeypatch):
+    """Record the micro-batch counts that the planner tries, with an empty cache."""
     tried, partition = [], packing.partition
     monkeypatch.setattr(packing, "partition", lambda costs, bins: tried.append(bins) or partition(costs, bins))
     packing._cached_plan.cache_clear()
@@ -127,8 +128,10 @@ def trials(monkeypatch):
 
 
 def greedy_plan(lengths, costs, dp, budget):
-    """The longest to the micro-batch that costs least, of those in which it fits; one more for each rank where none
-    is. Returns what micro-batches cost at each time ([times, dp])."""
+    """Assign the longest sequence to the cheapest micro-batch in which it fits; add one per rank if none does.
+
+    Returns the costs of micro-batches [steps, dp].
+    """
     count = -(-int(lengths.sum()) // (dp * budget))
     order = np.argsort(-costs, kind="stable")
     while True:
@@ -147,7 +150,7 @@ def greedy_plan(lengths, costs, dp, budget):
 
 @pytest.mark.parametrize("quadratic", [0.0, 3e-4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_of_many_as_promised_and_no_worse_than_a_simple_plan(kind, quadratic):
+def test_large_plan_is_valid_and_no_worse_than_greedy(kind, quadratic):
     lengths, dp, budget = KINDS[kind](np.random.default_rng(3), 1200), 8, 32768
     costs = lengths + quadratic * lengths**2.0
     plan = plan_micro_batches(lengths, dp, budget, quadratic)
@@ -158,12 +161,12 @@ def test_of_many_as_promised_and_no_worse_than_a_simple_plan(kind, quadratic):
     cost = np.array([[costs[micro].sum() for micro in rank] for rank in plan])
     assert np.all(cost[:, :-1].min(axis=0) >= cost[:, 1:].max(axis=0))  # the most expensive first
     simple = greedy_plan(lengths, costs, dp, budget)
-    assert cost.max(axis=0).sum() <= 1.01 * simple.max(axis=1).sum()  # all wait for the slowest
+    assert cost.max(axis=0).sum() <= 1.01 * simple.max(axis=1).sum()  # ranks wait for the slowest
     assert cost.sum(axis=1).max() <= 1.01 * cost.sum(axis=1).mean()
 
 
 @pytest.mark.parametrize(
-    "kind, number, dp, budget, most",
+    "kind, number, dp, budget, max_tried",
     [
         ("even", 16384, 64, 16384, 3),
         ("even", 16384, 4, 32768, 2),
@@ -173,22 +176,22 @@ def test_of_many_as_promised_and_no_worse_than_a_simple_plan(kind, quadratic):
         ("all long", 1024, 64, 32768, 1),
     ],
 )
-def test_few_counts_are_tried(trials, kind, number, dp, budget, most):
+def test_few_micro_batch_counts_are_tried(tried_counts, kind, number, dp, budget, max_tried):
     lengths = KINDS[kind](np.random.default_rng(5), number)
     plan = plan_micro_batches(lengths, dp, budget)
-    assert len(trials) <= most
+    assert len(tried_counts) <= max_tried
     assert len(plan[0]) <= 1.04 * lengths.sum() / (dp * budget) + 1
 
 
 @pytest.mark.parametrize("quadratic", [3e-5, 3e-4, 1e-2])
-def test_where_attention_counts_the_counts_grow_by_percent(trials, quadratic):
-    """Equal costs are then far from equal tokens, so that the fewest micro-batches are out of reach."""
+def test_counts_grow_by_percent_with_quadratic_cost(tried_counts, quadratic):
+    """Equal costs then differ from equal tokens, so the minimal count is out of reach."""
     plan_micro_batches(KINDS["wide"](np.random.default_rng(5), 16384), 4, 32768, quadratic)
-    assert len(trials) <= 24
-    assert all(b - a == max(4, a // (4 * packing.COUNT_STEPS) * 4) for a, b in itertools.pairwise(trials))
+    assert len(tried_counts) <= 24
+    assert all(b - a == max(4, a // (4 * packing.COUNT_STEPS) * 4) for a, b in itertools.pairwise(tried_counts))
 
 
-def test_a_plan_is_made_once_and_is_the_callers_own(trials):
+def test_plan_is_cached_and_copied(tried_counts):
     lengths, group = [5, 9, 2, 7, 4], [3, 1, 3, 0, 0]
     first = plan_micro_batches(lengths, 2, 11, group=group)
     expected = [[list(micro) for micro in rank] for rank in first]
@@ -197,36 +200,36 @@ def test_a_plan_is_made_once_and_is_the_callers_own(trials):
     for kind in (np.array, torch.tensor, tuple):
         assert plan_micro_batches(kind(lengths), 2, 11, group=kind(group)) == expected
     assert plan_micro_batches(np.array(lengths, dtype=np.int32), 2, 11, group=group) == expected
-    assert len(trials) == 1
+    assert len(tried_counts) == 1
     assert all(type(index) is int for rank in expected for micro in rank for index in micro)
     plan_micro_batches(lengths, 2, 11)
     plan_micro_batches(lengths, 2, 11, quadratic=0.5, group=group)
-    assert len(trials) == 3
+    assert len(tried_counts) == 3
 
 
-def test_fewest_by_hand():
+def test_min_micro_batches_by_hand():
     assert min_micro_batches(np.array([5, 9, 2, 7, 4]), 10) == 3  # 27 tokens
     assert min_micro_batches(np.array([6, 6, 6, 6]), 10) == 4  # no two fit
-    assert min_micro_batches(np.array([6, 6, 5, 5, 5]), 10) == 4  # no 5 fits beside a 6, two fit with each other
-    assert min_micro_batches(np.array([30, 4, 4]), 10) == 2  # 30 is alone
+    assert min_micro_batches(np.array([6, 6, 5, 5, 5]), 10) == 4  # no 5 fits with a 6, but two fit together
+    assert min_micro_batches(np.array([30, 4, 4]), 10) == 2  # 30 exceeds the budget and is alone
     assert min_micro_batches(np.array([], dtype=np.int64), 10) == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_fewest_is_a_bound(seed):
-    """Against all ways to share out seven sequences."""
+def test_min_micro_batches_is_a_lower_bound(seed):
+    """Compare with every partition of seven sequences."""
     rng = np.random.default_rng(seed)
     sizes, budget = rng.integers(1, 15, 7), 12
 
-    def needed(remaining, rooms):
+    def count_bins(remaining, rooms):
         if not remaining:
             return len(rooms)
         size, *remaining = remaining
-        ways = [needed(remaining, [*rooms, max(0, budget - size)])]
+        ways = [count_bins(remaining, [*rooms, max(0, budget - size)])]
         for number, room in enumerate(rooms):
             if room >= size:
-                ways.append(needed(remaining, [*rooms[:number], room - size, *rooms[number + 1 :]]))
+                ways.append(count_bins(remaining, [*rooms[:number], room - size, *rooms[number + 1 :]]))
         return min(ways)
 
     short = -(-int(np.minimum(sizes, budget).sum()) // budget)
-    assert short - (sizes > budget).sum() <= min_micro_batches(sizes, budget) <= needed(sizes.tolist(), [])
+    assert short - (sizes > budget).sum() <= min_micro_batches(sizes, budget) <= count_bins(sizes.tolist(), [])

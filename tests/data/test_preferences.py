@@ -1,4 +1,4 @@
-"""Pairs in each form that they come in, and every mistake by its line; an id is a character's code, as in test_sft."""
+"""Preference pairs in every accepted form, and errors that name their line."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megarl.types import Rollout
 pytestmark = pytest.mark.alone
 
 
-class Letters:
-    """A tokenizer whose ids are code points; its template writes `(role:content;`, and thoughts in the last turn only,
+class CharTokenizer:
+    """A tokenizer whose ids are code points. Its template writes `(role:content;`, with thoughts in the last turn only,
     as Qwen3's does."""
 
     eos_token = ";"
@@ -55,7 +55,7 @@ def write(path: Path, *rows: Any) -> Path:
 
 
 def read(path: Path, max_tokens: int = 1000, max_length: int = 1000) -> tuple[TableDataset[Pair], int]:
-    return read_preferences(path, Letters(), max_tokens, max_length)
+    return read_preferences(path, CharTokenizer(), max_tokens, max_length)
 
 
 def text(rollout: Rollout) -> str:
@@ -73,7 +73,7 @@ def text(rollout: Rollout) -> str:
             "prompt": "1+1",
             "score_chosen": 4.5,
             **IMPLICIT,
-        },  # as in UltraFeedback: the prompt by itself and in the chats
+        },  # as in UltraFeedback, with the prompt also in the chats
         {"chosen": "\n\nHuman: 1+1\n\nAssistant: 2", "rejected": "\n\nHuman: 1+1\n\nAssistant: three"},
         {
             "conversations": [{"from": "human", "value": "1+1"}],
@@ -84,7 +84,7 @@ def text(rollout: Rollout) -> str:
     ids=["implicit", "strings", "explicit", "mixed", "twice", "hh", "sharegpt"],
 )
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_every_form_is_the_same_pair(row: dict[str, Any], suffix: str, tmp_path: Path) -> None:
+def test_all_forms_give_the_same_pair(row: dict[str, Any], suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{suffix}"
     if suffix == "jsonl":
         write(path, "", row)
@@ -94,12 +94,12 @@ def test_every_form_is_the_same_pair(row: dict[str, Any], suffix: str, tmp_path:
     assert (len(pairs), dropped) == (1, 0)
     (pair,) = pairs
     assert text(pair.chosen) == "(u:1+1;\n(a:?2;" and text(pair.rejected) == "(u:1+1;\n(a:?three;"
-    # It ends with the turn's end, as a rollout does, not with what the template puts behind it.
+    # Like a rollout, it ends with the end-of-turn token, not with what the template appends.
     assert [turn.is_action for turn in pair.chosen.turns] == [False, True]
     assert pair.num_tokens == 14 + 18
 
 
-def test_a_long_chat_is_prompt_but_for_its_last_answer(tmp_path: Path) -> None:
+def test_only_the_last_response_is_an_action(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "s"}, user("a"), assistant("b"), user("c")]
     tools = [{"type": "function", "function": {"name": "calc"}}]
     row = {"prompt": chat, "chosen": "d", "rejected": [assistant("e"), user("f"), assistant("g")], "tools": tools}
@@ -130,13 +130,13 @@ def test_a_long_chat_is_prompt_but_for_its_last_answer(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_mistake_is_named_by_its_line(row: Any, message: str, tmp_path: Path) -> None:
+def test_invalid_pairs_raise_with_their_line(row: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         read(write(tmp_path / "a.jsonl", IMPLICIT, row))
     assert "\n" not in str(error.value)
 
 
-def test_files_without_pairs(tmp_path: Path) -> None:
+def test_files_without_pairs_raise(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no pair"):
         read(write(tmp_path / "a.jsonl", ""))
     with pytest.raises(ConfigError, match="no data file"):
@@ -145,8 +145,8 @@ def test_files_without_pairs(tmp_path: Path) -> None:
         read(write(tmp_path / "c.csv", ""))
 
 
-def test_pairs_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> None:
-    long = {"prompt": "1+1", "chosen": "2" * 30, "rejected": "3"}  # 43 and 14 tokens; the others 14 and 18
+def test_long_pairs_are_dropped_and_counted(tmp_path: Path) -> None:
+    long = {"prompt": "1+1", "chosen": "2" * 30, "rejected": "3"}  # 43 and 14 tokens; the others have 14 and 18
     path = write(tmp_path / "a.jsonl", IMPLICIT, long, IMPLICIT)
     assert [len(read(path, *limits)[0]) for limits in ((57, 43), (56, 43), (57, 42), (32, 18))] == [3, 2, 2, 2]
     pairs, dropped = read(path, 56)
@@ -157,15 +157,15 @@ def test_pairs_that_are_too_long_are_left_out_and_counted(tmp_path: Path) -> Non
         read(path, 31)
 
 
-def test_slices_and_repetition(tmp_path: Path) -> None:
+def test_slicing_and_repeated_access(tmp_path: Path) -> None:
     rows = [{"prompt": str(i), "chosen": "a", "rejected": "b"} for i in range(4)]
     pairs, _ = read(write(tmp_path / "a.jsonl", *rows))
     assert [text(pair.chosen) for pair in pairs[1:3]] == ["(u:1;\n(a:?a;", "(u:2;\n(a:?a;"]
     assert pairs[3] == pairs[3] and pairs[3] != pairs[2]
 
 
-def test_a_template_that_refuses_is_an_error_of_the_line(tmp_path: Path) -> None:
-    class Strict(Letters):
+def test_template_errors_name_the_line(tmp_path: Path) -> None:
+    class Strict(CharTokenizer):
         def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
             if messages[0]["content"] != "a":
                 raise ValueError("roles must alternate")

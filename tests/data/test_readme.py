@@ -1,4 +1,4 @@
-"""The rows of the README, from both kinds of files: in each table they all say the same."""
+"""The README's example rows, as JSONL and parquet: all rows of a table parse to the same value."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write(row: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def test_there_are_rows_of_every_kind() -> None:
+def test_readme_has_rows_of_every_kind() -> None:
     assert {kind: len(rows) for kind, rows in ROWS.items()} == {
         "prompts": 3,
         "conversations": 4,
@@ -44,7 +44,7 @@ def test_there_are_rows_of_every_kind() -> None:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("number", range(3))
-def test_prompts(number: int, suffix: str, tmp_path: Path) -> None:
+def test_reads_readme_prompts(number: int, suffix: str, tmp_path: Path) -> None:
     (prompt,) = read_prompts(write(ROWS["prompts"][number], tmp_path / f"a.{suffix}"), order="level")
     assert prompt.messages == (QUESTION,) and prompt.ground_truth == "5" and prompt.id == "a-0"
     assert prompt.data_source == "math" and prompt.extra == {"level": 1}
@@ -52,7 +52,7 @@ def test_prompts(number: int, suffix: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("number", range(4))
-def test_conversations(number: int, suffix: str, tmp_path: Path) -> None:
+def test_reads_readme_conversations(number: int, suffix: str, tmp_path: Path) -> None:
     path = write(ROWS["conversations"][number], tmp_path / f"a.{suffix}")
     ((where, row),) = read_rows(path)
     assert parse_conversation(row, where) == (QUESTION, ANSWER)
@@ -61,7 +61,7 @@ def test_conversations(number: int, suffix: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("number", range(2))
-def test_calls(number: int, suffix: str, tmp_path: Path) -> None:
+def test_reads_readme_tool_calls(number: int, suffix: str, tmp_path: Path) -> None:
     ((where, row),) = read_rows(write(ROWS["calls"][number], tmp_path / f"a.{suffix}"))
     row = normalize_row(row, where, "prompt", "", "")
     question, called, observed, answer = row["messages"]
@@ -73,7 +73,7 @@ def test_calls(number: int, suffix: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("number", range(5))
-def test_pairs(number: int, suffix: str, tmp_path: Path) -> None:
+def test_reads_readme_pairs(number: int, suffix: str, tmp_path: Path) -> None:
     ((where, row),) = read_rows(write(ROWS["pairs"][number], tmp_path / f"a.{suffix}"))
     worse = {"role": "assistant", "content": "6"}
     assert check_pair(row, where) == {"chosen": (QUESTION, ANSWER), "rejected": (QUESTION, worse)}

@@ -1,4 +1,4 @@
-"""Files as they are found: what is read, what is set right, and what ends in one line that names the place."""
+"""Data files as users have them: what is read or repaired, and errors that name the place."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ def read(path: Path, content: bytes | str) -> list[dict[str, Any]]:
     return [row for _, row in read_rows(path)]
 
 
-def test_what_editors_and_pandas_leave_in_a_file_is_read(tmp_path: Path) -> None:
+def test_reads_bom_crlf_nan_and_unicode_separators(tmp_path: Path) -> None:
     text = '\ufeff{"a": 1}\r\n\r\n{"a": NaN, "b": [NaN, 2.5], "c": "\\u0000"}\r\n{"a": "\u2028"}'
     expected = [{"a": 1}, {"a": None, "b": [None, 2.5], "c": "\0"}, {"a": "\u2028"}]
     assert read(tmp_path / "a.jsonl", text) == expected
     assert read(tmp_path / "A.JSONL", text) == expected
 
 
-def test_half_a_surrogate_pair_is_replaced_and_a_whole_one_is_a_letter(tmp_path: Path) -> None:
+def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
     line = r'{"a": ["x\ud83d y", "\ud83d\ude00", {"\udc00": "\ude00\ud83d"}]}'
     assert read(tmp_path / "a.jsonl", line) == [{"a": ["x\ufffd y", "😀", {"\ufffd": "\ufffd\ufffd"}]}]
 
 
-def test_a_line_of_fifty_megabytes_is_a_line(tmp_path: Path) -> None:
+def test_reads_a_line_of_50_mb(tmp_path: Path) -> None:
     (row,) = read(tmp_path / "a.jsonl", json.dumps({"a": "x" * (50 << 20)}))
     assert len(row["a"]) == 50 << 20
 
 
-BAD: dict[str, tuple[bytes, str]] = {
+INVALID_FILES: dict[str, tuple[bytes, str]] = {
     "latin-1": ('{"a": 1}\n{"a": "é"}'.encode("latin-1"), r"a\.jsonl:2: not UTF-8 at byte 7; convert the file"),
     "utf-16": ('{"a": 1}'.encode("utf-16"), "is UTF-16: convert it, by iconv"),
     "utf-16 unmarked": ('{"a": 1}'.encode("utf-16-le"), r"a\.jsonl:1: not JSON: a NUL byte"),
@@ -67,20 +67,20 @@ BAD: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_cannot_be_meant(tmp_path: Path, name: str) -> None:
-    content, message = BAD[name]
+@pytest.mark.parametrize("name", INVALID_FILES)
+def test_invalid_content_raises(tmp_path: Path, name: str) -> None:
+    content, message = INVALID_FILES[name]
     with pytest.raises(ConfigError, match=message):
         read(tmp_path / "a.jsonl", content)
 
 
-def test_a_line_without_end_is_not_read_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlong_line_raises_at_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "MAX_LINE_BYTES", 1 << 20)
     with pytest.raises(ConfigError, match=r"a\.jsonl:1: more than 1 MiB"):
         read(tmp_path / "a.jsonl", b"x" * ((1 << 20) + 1))
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_non_files_raise(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
@@ -100,7 +100,7 @@ def write(path: Path, table: pyarrow.Table) -> Path:
     return path
 
 
-def test_parquet(tmp_path: Path) -> None:
+def test_reads_parquet(tmp_path: Path) -> None:
     calls = [{"function": {"name": "f", "arguments": "{}"}}]
     messages = [{"role": "user", "content": "x", "tool_calls": None}, {"role": "assistant", "tool_calls": calls}]
     columns = {"messages": [messages], "info": [{"a": None, "b": float("nan")}], "text": [b"bytes"], "image": [b"\xff"]}
@@ -118,7 +118,7 @@ def test_parquet(tmp_path: Path) -> None:
     ]
 
 
-def test_parquet_that_cannot_be_read(tmp_path: Path) -> None:
+def test_invalid_parquet_raises(tmp_path: Path) -> None:
     full = write(tmp_path / "a.parquet", pyarrow.table({"a": ["x" * 100] * 1000})).read_bytes()
     for content in (full[: len(full) // 2], b"", b'{"a": 1}', b"PAR1" + bytes(100) + b"PAR1"):
         (tmp_path / "a.parquet").write_bytes(content)
@@ -134,7 +134,7 @@ def test_parquet_that_cannot_be_read(tmp_path: Path) -> None:
         list(read_rows(write(tmp_path / "c.parquet", pyarrow.Table.from_arrays([words], names=["a"]))))
 
 
-def test_parquets_further_types_are_those_of_json(tmp_path: Path) -> None:
+def test_parquet_types_become_json_types(tmp_path: Path) -> None:
     columns = {
         "map": pyarrow.array([[("a", 1), ("b", None)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
         "maps": pyarrow.array([[[("a", 1)]]], pyarrow.list_(pyarrow.map_(pyarrow.string(), pyarrow.int64()))),
@@ -163,7 +163,7 @@ def test_parquets_further_types_are_those_of_json(tmp_path: Path) -> None:
     }
 
 
-def test_what_pandas_makes_of_numpy_arrays_is_plain(tmp_path: Path) -> None:
+def test_pandas_numpy_columns_become_lists(tmp_path: Path) -> None:
     messages = np.array([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], dtype=object)
     frame = pandas.DataFrame({"messages": [messages], "scores": [np.array([1.0, np.nan])], "n": [np.int64(3)]})
     frame.to_parquet(tmp_path / "a.parquet")

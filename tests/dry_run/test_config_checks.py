@@ -1,4 +1,4 @@
-"""Checks by themselves; in a whole configuration they are tested with the dry run."""
+"""Configuration checks, called directly."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ HF = {
 }
 
 
-def drafts(folder: Path | None = None, number: int = 3, **rollout: Any) -> Config:
+def speculative_config(folder: Path | None = None, number: int = 3, **rollout: Any) -> Config:
     model = {"path": str(folder)} if folder else {}
     return from_dict({"model": model, "rollout": {"num_speculative_tokens": number, "max_context": 1020, **rollout}})
 
 
-def test_drafts_need_a_layer_and_its_tensors(tmp_path: Path) -> None:
-    check_drafts(HF, drafts())
-    check_drafts(HF | {"num_nextn_predict_layers": 0}, drafts(number=0))
+def test_drafts_need_an_mtp_layer_and_its_tensors(tmp_path: Path) -> None:
+    check_drafts(HF, speculative_config())
+    check_drafts(HF | {"num_nextn_predict_layers": 0}, speculative_config(number=0))
     (tmp_path / "config.json").write_text(json.dumps(HF))
     save_file({"model.layers.2.mlp.gate.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"but {re.escape(str(tmp_path))} has no tensors model\.layers\.3\."):
-        check_drafts(HF, drafts(tmp_path))
+        check_drafts(HF, speculative_config(tmp_path))
     save_file({"model.layers.3.eh_proj.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-    check_drafts(HF, drafts(tmp_path))
+    check_drafts(HF, speculative_config(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_drafts_need_a_layer_and_its_tensors(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_drafts_that_cannot_be(changes: dict[str, Any], rollout: dict[str, Any], complaint: str) -> None:
+def test_invalid_drafts_raise(changes: dict[str, Any], rollout: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        check_drafts(HF | changes, drafts(**rollout))
+        check_drafts(HF | changes, speculative_config(**rollout))
 
 
-def warned(algorithm: str, train: Path, held_out: Path, **data: Any) -> list[str]:
+def check_and_warn(algorithm: str, train: Path, held_out: Path, **data: Any) -> list[str]:
     files = {"train": str(train), "eval": str(held_out), **data}
     value = {"algorithm": algorithm, "run": {"eval_every": 1}, "data": files}
     config, warnings = from_dict(value), list[str]()
@@ -72,7 +72,7 @@ def warned(algorithm: str, train: Path, held_out: Path, **data: Any) -> list[str
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "one", "other"),
+    ("algorithm", "row", "other_row"),
     [
         ("grpo", {"prompt": "1+1?", "ground_truth": 2}, {"prompt": "2+2?", "ground_truth": 4}),
         ("sft", {"prompt": "x", "response": "y"}, {"prompt": "x", "response": "z"}),
@@ -83,38 +83,38 @@ def warned(algorithm: str, train: Path, held_out: Path, **data: Any) -> list[str
         ),
     ],
 )
-def test_evaluation_on_training_data_is_warned_of(
-    algorithm: str, one: dict[str, Any], other: dict[str, Any], tmp_path: Path
+def test_warns_of_evaluation_on_training_data(
+    algorithm: str, row: dict[str, Any], other_row: dict[str, Any], tmp_path: Path
 ) -> None:
     train, same, new = tmp_path / "train.jsonl", tmp_path / "same.jsonl", tmp_path / "new.jsonl"
-    train.write_text(json.dumps({**one, "id": "a"}) + "\n")
-    same.write_text(json.dumps({**other, "id": "b"}) + "\n" + json.dumps({**one, "id": "c"}) + "\n")
-    new.write_text(json.dumps({**other, "id": "a"}) + "\n")
+    train.write_text(json.dumps({**row, "id": "a"}) + "\n")
+    same.write_text(json.dumps({**other_row, "id": "b"}) + "\n" + json.dumps({**row, "id": "c"}) + "\n")
+    new.write_text(json.dumps({**other_row, "id": "a"}) + "\n")
     link = tmp_path / "link.jsonl"
     link.symlink_to(train)
     for held_out in (train, link):
-        (line,) = warned(algorithm, train, held_out)
+        (line,) = check_and_warn(algorithm, train, held_out)
         assert line.startswith(f"data.eval={held_out} is data.train={train}: evaluating on training data")
-    (line,) = warned(algorithm, train, same)
+    (line,) = check_and_warn(algorithm, train, same)
     assert line.startswith("data.eval: 1 of the first 2 rows are also in data.train, such as ")
-    assert warned(algorithm, train, new) == []
+    assert check_and_warn(algorithm, train, new) == []
 
 
-def test_a_column_environment_without_environments_is_warned_of(tmp_path: Path) -> None:
-    file, other = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
+def test_warns_of_an_environment_column_without_environments(tmp_path: Path) -> None:
+    file, other_row = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
     file.write_text('{"prompt": "x", "ground_truth": 1}\n{"prompt": "y", "ground_truth": 1, "environment": "Guess"}\n')
-    other.write_text('{"prompt": "z", "ground_truth": 1}\n')
-    (line,) = warned("grpo", file, other)
+    other_row.write_text('{"prompt": "z", "ground_truth": 1}\n')
+    (line,) = check_and_warn("grpo", file, other_row)
     assert line == (
         f"{file}, train-1: the column 'environment' is 'Guess', but rollout.environments is empty, so no environment "
         "is used; set it, or omit the column"
     )
 
 
-def test_nan_in_the_column_that_orders_is_refused(tmp_path: Path) -> None:
+def test_nan_in_the_curriculum_column_raises(tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
     file.write_text(
         '{"prompt": "x", "ground_truth": 1, "level": NaN}\n{"prompt": "y", "ground_truth": 1, "level": 1}\n'
     )
     with pytest.raises(ConfigError, match="train.jsonl:1: 'level' is NaN"):
-        warned("grpo", file, file, curriculum_key="level")
+        check_and_warn("grpo", file, file, curriculum_key="level")

@@ -1,4 +1,4 @@
-"""What data, tokenizer, template, tools and environments decide, the dry run decides, in the words of the start."""
+"""The dry run checks data, tokenizer, chat template, tools and environments with the start's error messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "model"
 
 
-def config(model: Path, tmp_path: Path, rows: list[dict[str, Any]], **changes: dict[str, Any]) -> Config:
+def make_config(model: Path, tmp_path: Path, rows: list[dict[str, Any]], **changes: dict[str, Any]) -> Config:
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps({"prompt": "What is 1+1?", "ground_truth": 2, **row}) + "\n" for row in rows))
     rollout = {"max_context": 192, "max_new_tokens": 40, "tools": [CALCULATOR], "tool_call_parser": "qwen25"}
@@ -47,14 +47,14 @@ def config(model: Path, tmp_path: Path, rows: list[dict[str, Any]], **changes: d
     )
 
 
-def wrong(created: Config) -> str:
-    return "; and ".join(validate(created, dry_run=True).errors)
+def dry_run_errors(config: Config) -> str:
+    return "; and ".join(validate(config, dry_run=True).errors)
 
 
-NAMES = {"tools": ["calculator"]}
-SLOW: dict[str, Any] = {"tools": [], "tool_call_parser": ""}
-CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] = {
-    "a parser of other calls": (
+WITH_CALCULATOR = {"tools": ["calculator"]}
+NO_TOOLS: dict[str, Any] = {"tools": [], "tool_call_parser": ""}
+INVALID: dict[str, tuple[list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] = {
+    "tool call parser does not match the template": (
         [{}],
         {"rollout": {"tool_call_parser": "llama3"}},
         (
@@ -63,49 +63,49 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
             "qwen25",
         ),
     ),
-    "an unknown tool": (
+    "prompt asks for an unknown tool": (
         [{}, {"id": "a", "tools": ["look"]}],
         {},
         ("prompt a asks for the tool look, which rollout.tools does not load",),
     ),
-    "a tool that no prompt offers": (
-        [NAMES, NAMES],
+    "no prompt offers the tool": (
+        [WITH_CALCULATOR, WITH_CALCULATOR],
         {"rollout": {"tools": [CALCULATOR, "odd_tools:waits"]}},
         ("rollout.tools: no prompt offers waits of odd_tools:waits", "lists calculator; add waits to it"),
     ),
-    "a column that reset needs": (
+    "column for reset is missing": (
         [{}],
-        {"rollout": {**SLOW, "environments": ["odd_worlds:Board"]}},
+        {"rollout": {**NO_TOOLS, "environments": ["odd_worlds:Board"]}},
         ("has no column 'board', which reset of odd_worlds:Board needs",),
     ),
-    "an environment that no prompt has": (
+    "no prompt has the environment": (
         [{}],
-        {"rollout": {**SLOW, "environments": [GUESS, ODD]}},
+        {"rollout": {**NO_TOOLS, "environments": [GUESS, ODD]}},
         ("rollout.environments: no prompt has Odd of odd_worlds:Odd, all have Guess",),
     ),
-    "no number to order by": (
+    "curriculum column has no number": (
         [{"level": "x"}],
-        {"rollout": SLOW, "data": {"curriculum_key": "difficulty"}},
+        {"rollout": NO_TOOLS, "data": {"curriculum_key": "difficulty"}},
         ("data.curriculum_key=difficulty: no row of", "has a number in that column"),
     ),
-    "all prompts too long": (
+    "all prompts are too long": (
         [{"prompt": "many words " * 100}] * 2,
-        {"rollout": SLOW},
+        {"rollout": NO_TOOLS},
         ("all 2 prompts are longer than 191 tokens, the shortest has ", "raise rollout.max_context"),
     ),
-    "too few that are short enough": (
+    "too few short prompts": (
         [{}, {"prompt": "many words " * 100}],
-        {"rollout": {**SLOW, "oversample": 2.0}, "data": {"prompts_per_step": 2}},
+        {"rollout": {**NO_TOOLS, "oversample": 2.0}, "data": {"prompts_per_step": 2}},
         ("has 4 prompts in flight, but data.train has 1",),
     ),
-    "a data set of the Hub": (
+    "Hub data set": (
         [{}],
         {"data": {"train": "openai/gsm8k"}},
         ("data.train=openai/gsm8k: no such file", "end in .jsonl or .parquet", "hf download"),
     ),
-    "an address": ([{}], {"data": {"train": "s3://bucket/a.jsonl"}}, ("no such file: it is a URL", "download it")),
-    "a pattern": ([{}], {"data": {"train": "data/*.jsonl"}}, ("no such file; write several as a list",)),
-    "a worker's options": (
+    "URL": ([{}], {"data": {"train": "s3://bucket/a.jsonl"}}, ("no such file: it is a URL", "download it")),
+    "glob pattern": ([{}], {"data": {"train": "data/*.jsonl"}}, ("no such file; write several as a list",)),
+    "worker options": (
         [{}],
         {"roles": {"actor": {"worker": "odd_worlds:Board", "options": {"sped": 3}}}},
         ("the options of the role actor: ", "see its worker, Board"),
@@ -113,66 +113,72 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_dry_run_decides(name: str, model: Path, tmp_path: Path) -> None:
-    rows, changes, says = CASES[name]
-    error = wrong(config(model, tmp_path, rows, **changes))
-    assert all(part in error for part in says), error
+@pytest.mark.parametrize("name", INVALID)
+def test_dry_run_finds_invalid_data_and_tools(name: str, model: Path, tmp_path: Path) -> None:
+    rows, changes, messages = INVALID[name]
+    error = dry_run_errors(make_config(model, tmp_path, rows, **changes))
+    assert all(part in error for part in messages), error
 
 
-def test_a_dangling_link(model: Path, tmp_path: Path) -> None:
+def test_dangling_symlink_is_explained(model: Path, tmp_path: Path) -> None:
     (tmp_path / "link.jsonl").symlink_to("nowhere.jsonl")
-    error = wrong(config(model, tmp_path, [{}], data={"train": str(tmp_path / "link.jsonl")}))
+    error = dry_run_errors(make_config(model, tmp_path, [{}], data={"train": str(tmp_path / "link.jsonl")}))
     assert "link.jsonl: no such file: it is a link to nowhere.jsonl, which does not exist" in error
 
 
-def test_a_backend_of_the_sandbox_that_there_is_not(model: Path, tmp_path: Path) -> None:
-    created = config(model, tmp_path, [{}], rollout=SLOW)
-    created = from_dict({"algorithm": "grpo", "model": {"path": str(model)}, "sandbox": {"backend": "docker"}})
-    assert "sandbox.backend must be bubblewrap, http://..., https://... or none, not 'docker'" in wrong(created)
+def test_unknown_sandbox_backend_is_rejected(model: Path, tmp_path: Path) -> None:
+    config = make_config(model, tmp_path, [{}], rollout=NO_TOOLS)
+    config = from_dict({"algorithm": "grpo", "model": {"path": str(model)}, "sandbox": {"backend": "docker"}})
+    assert "sandbox.backend must be bubblewrap, http://..., https://... or none, not 'docker'" in dry_run_errors(config)
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "reward_model"])
-def test_conversations_and_pairs_that_are_all_too_long(algorithm: str, model: Path, tmp_path: Path) -> None:
+def test_only_overlong_conversations_or_pairs_are_rejected(algorithm: str, model: Path, tmp_path: Path) -> None:
     words, file = "many words " * 2000, tmp_path / "own.jsonl"
     row = (
         {"prompt": "x", "response": words} if algorithm == "sft" else {"prompt": "x", "chosen": words, "rejected": "n"}
     )
     file.write_text((json.dumps(row) + "\n") * 2)
-    created = from_dict({"algorithm": algorithm, "model": {"path": str(model)}, "data": {"train": str(file)}})
-    said = "2 of 2 conversations are longer than" if algorithm == "sft" else "all 2 pairs are too long"
-    assert said in wrong(created)
+    config = from_dict({"algorithm": algorithm, "model": {"path": str(model)}, "data": {"train": str(file)}})
+    message = "2 of 2 conversations are longer than" if algorithm == "sft" else "all 2 pairs are too long"
+    assert message in dry_run_errors(config)
 
 
-def test_what_is_well_passes_and_long_rows_are_counted(model: Path, tmp_path: Path) -> None:
-    created = config(model, tmp_path, [NAMES, {}, {"prompt": "many words " * 100}], rollout={"tools": [CALCULATOR]})
-    report = validate(created, dry_run=True)
+def test_valid_configuration_passes_and_counts_long_rows(model: Path, tmp_path: Path) -> None:
+    config = make_config(
+        model, tmp_path, [WITH_CALCULATOR, {}, {"prompt": "many words " * 100}], rollout={"tools": [CALCULATOR]}
+    )
+    report = validate(config, dry_run=True)
     assert report.errors == []
     assert f"{tmp_path}/own.jsonl: 1 of 3 rows are too long and will be excluded" in report.warnings
 
 
-def test_further_rows_are_read_while_something_is_open(
+def test_reads_further_rows_until_checks_are_settled(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_checks, "MAX_ROWS", 2)
     long: dict[str, Any] = {"prompt": "many words " * 100}
-    created = config(model, tmp_path, [long, long, long, {"level": 1}, {"tools": ["none"]}], rollout=SLOW)
-    assert wrong(created) == ""  # the fourth is short enough, and nobody looks at the fifth
-    created = config(model, tmp_path, [{}, {}, {}, {"level": 1}], rollout=SLOW, data={"curriculum_key": "level"})
-    assert wrong(created) == ""
+    config = make_config(model, tmp_path, [long, long, long, {"level": 1}, {"tools": ["none"]}], rollout=NO_TOOLS)
+    assert dry_run_errors(config) == ""  # the fourth is short enough, so the fifth is not read
+    config = make_config(
+        model, tmp_path, [{}, {}, {}, {"level": 1}], rollout=NO_TOOLS, data={"curriculum_key": "level"}
+    )
+    assert dry_run_errors(config) == ""
 
 
-def test_what_is_offered_by_prompts_of_any_file() -> None:
+def test_check_offered() -> None:
     from megarl.config import RolloutConfig
 
     known = load_catalog(RolloutConfig(tools=(CALCULATOR, "odd_tools:waits"), environments=(GUESS, ODD)))
     both = [Prompt("a", (USER,), ground_truth=1), Prompt("b", (USER,), ground_truth=1, extra={"environment": "Odd"})]
     data_checks.check_offered(both, known)
-    listing = [Prompt(item.id, item.messages, ground_truth=1, tools=("calculator",), extra=item.extra) for item in both]
+    with_tools = [
+        Prompt(item.id, item.messages, ground_truth=1, tools=("calculator",), extra=item.extra) for item in both
+    ]
     with pytest.raises(
         ConfigError, match="rollout.tools: no prompt offers waits of odd_tools:waits: .* lists calculator"
     ):
-        data_checks.check_offered(listing, known)
+        data_checks.check_offered(with_tools, known)
     with pytest.raises(ConfigError, match="rollout.environments: no prompt has Odd of odd_worlds:Odd, all have Guess"):
         data_checks.check_offered(both[:1], known)
     agent = load_catalog(RolloutConfig(tools=(CALCULATOR,), environments=("agents_of_tests:calculating",)))

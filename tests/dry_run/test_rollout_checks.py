@@ -1,4 +1,4 @@
-"""What is said of over-sampling and of generation beside training."""
+"""Checks of oversampling, asynchronous rollouts and routing replay."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from megarl.dry_run.rollout_checks import (
 from megarl.types.requirements import Requirements
 
 
-def uncorrected(config: Config) -> Requirements:
+def on_policy_requirements(config: Config) -> Requirements:
     return replace(load_requirements(config), is_off_policy=False)
 
 
-def oversampled(**rollout: Any) -> Config:
+def make_config(**rollout: Any) -> Config:
     return from_dict({"algorithm": "grpo", "rollout": rollout, "data": {"prompts_per_step": 4}})
 
 
 @pytest.mark.parametrize(
-    ("rollout", "said"),
+    ("rollout", "message"),
     [
         ({}, ""),
         ({"max_staleness": 0}, ""),
@@ -39,89 +39,92 @@ def oversampled(**rollout: Any) -> Config:
         ({"oversample": 1.5, "max_staleness": 3}, "rollout.max_staleness=3: .* algorithm=grpo does not correct"),
     ],
 )
-def test_what_over_sampling_does_to_the_data_is_said(rollout: dict[str, Any], said: str) -> None:
-    config, warnings = oversampled(**rollout), list[str]()
-    check_oversampling(config, uncorrected(config), warnings)
-    assert len(warnings) == bool(said) and all(re.search(said, line) for line in warnings)
+def test_warns_of_oversampling_bias(rollout: dict[str, Any], message: str) -> None:
+    config, warnings = make_config(**rollout), list[str]()
+    check_oversampling(config, on_policy_requirements(config), warnings)
+    assert len(warnings) == bool(message) and all(re.search(message, line) for line in warnings)
 
 
-def test_a_controller_that_corrects_for_lag_is_not_warned_of() -> None:
-    config, warnings = oversampled(oversample=2), list[str]()
+def test_no_oversampling_warning_with_off_policy_correction() -> None:
+    config, warnings = make_config(oversample=2), list[str]()
     check_oversampling(config, load_requirements(config), warnings)
     assert warnings == []
 
 
-def test_a_replayed_run_has_nothing_to_over_sample() -> None:
-    config = oversampled(oversample=1.5, replay="runs/other")
+def test_oversampling_a_replay_raises() -> None:
+    config = make_config(oversample=1.5, replay="runs/other")
     with pytest.raises(ConfigError, match="rollout.oversample=1.5 with rollout.replay: .* set the first to 1"):
         check_oversampling(config, load_requirements(config), [])
-    check_oversampling(oversampled(replay="runs/other"), load_requirements(config), [])
+    check_oversampling(make_config(replay="runs/other"), load_requirements(config), [])
 
 
-def test_no_prompt_is_under_way_twice() -> None:
-    check_enough_prompts(6, oversampled(oversample=1.5))
-    check_enough_prompts(3, oversampled())
+def test_too_few_prompts_for_oversampling_raise() -> None:
+    check_enough_prompts(6, make_config(oversample=1.5))
+    check_enough_prompts(3, make_config())
     with pytest.raises(ConfigError, match="prompts_per_step=4 has 6 prompts in flight, but data.train has 5; lower"):
-        check_enough_prompts(5, oversampled(oversample=1.5))
+        check_enough_prompts(5, make_config(oversample=1.5))
 
 
-def test_generation_beside_training_needs_ranks_of_its_own_and_is_warned_of_where_nothing_corrects() -> None:
-    apart = {"placement": {"actor": "0", "rollout": "1"}, "parallel": {"world_size": 2}}
-    tree: dict[str, Any] = {"algorithm": "grpo", "rollout": {"asynchronous": True}, **apart}
+def test_asynchronous_rollouts_need_own_ranks_and_correction() -> None:
+    split = {"placement": {"actor": "0", "rollout": "1"}, "parallel": {"world_size": 2}}
+    tree: dict[str, Any] = {"algorithm": "grpo", "rollout": {"asynchronous": True}, **split}
     config, warnings = from_dict(tree), list[str]()
     check_asynchronous(config, load_requirements(config), warnings)
     assert warnings == []
-    check_asynchronous(config, uncorrected(config), warnings)
+    check_asynchronous(config, on_policy_requirements(config), warnings)
     assert len(warnings) == 1 and "algorithm=grpo does not correct" in warnings[0]
     on_policy = replace(config, rollout=replace(config.rollout, max_staleness=0))
-    check_asynchronous(on_policy, uncorrected(on_policy), warnings)
+    check_asynchronous(on_policy, on_policy_requirements(on_policy), warnings)
     assert len(warnings) == 1
     with pytest.raises(ConfigError, match="rank 0 also runs the actor"):
         check_asynchronous(replace(config, placement={}), load_requirements(config), [])
-    for key, value, what in (("oversample", 1.5, "set only one of them"), ("replay", "runs/x", "need no generation")):
-        odd = replace(config, rollout=replace(config.rollout, **{key: value}))
-        with pytest.raises(ConfigError, match=what):
-            check_asynchronous(odd, load_requirements(odd), [])
+    for key, value, message in (
+        ("oversample", 1.5, "set only one of them"),
+        ("replay", "runs/x", "need no generation"),
+    ):
+        invalid = replace(config, rollout=replace(config.rollout, **{key: value}))
+        with pytest.raises(ConfigError, match=message):
+            check_asynchronous(invalid, load_requirements(invalid), [])
 
 
 TOOLS = {"tools": ["a:b"], "max_turns": 2}
 
 
 @pytest.mark.parametrize(
-    ("rollout", "said"),
+    ("rollout", "message"),
     [
         (
             {"oversample": 1.5},
             "rollout.oversample=1.5: .* set the first to false, rollout.oversample to 1, or rollout.ma",
         ),
-        ({"oversample": 1.5, "max_staleness": 0}, ""),  # which begins anew what a step leaves
+        ({"oversample": 1.5, "max_staleness": 0}, ""),  # unfinished conversations restart
         (
             {"asynchronous": True},
             "rollout.on_weight_sync=retract: .* rollout.on_weight_sync to wait or in_place, or rollout.max_staleness",
         ),
         ({"asynchronous": True, **TOOLS}, "to wait or in_place, rollout.max_turns to 1, or rollout.max_staleness to 0"),
-        ({"asynchronous": True, "max_staleness": 0, **TOOLS}, ""),  # no conversation goes on through a push
-        *(({"asynchronous": True, "on_weight_sync": how}, "") for how in ("wait", "in_place")),
+        ({"asynchronous": True, "max_staleness": 0, **TOOLS}, ""),  # no conversation spans a weight sync
+        *(({"asynchronous": True, "on_weight_sync": mode}, "") for mode in ("wait", "in_place")),
         *(
             (
-                {"asynchronous": True, "on_weight_sync": how, **turns},
+                {"asynchronous": True, "on_weight_sync": mode, **turns},
                 "rollout.max_turns=2: .* rollout.max_turns to 1, or",
             )
-            for how in ("wait", "in_place")  # the next turn reads those before it by the weights of then
+            for mode in ("wait", "in_place")  # the next turn prefills earlier ones with newer weights
             for turns in (TOOLS, {"environments": ["a:B"], "max_turns": 2})
         ),
         ({**TOOLS}, ""),
     ],
 )
-def test_replayed_routing_is_of_conversations_that_one_version_reads(rollout: dict[str, Any], said: str) -> None:
+def test_routing_replay_needs_prefixes_of_one_weight_version(rollout: dict[str, Any], message: str) -> None:
     tree = {"algorithm": "grpo", "train": {"routing_replay": True}}
     config = from_dict(tree | {"rollout": rollout})
-    if said:
-        with pytest.raises(ConfigError, match=f"^train.routing_replay with .*{said}"):
+    if message:
+        with pytest.raises(ConfigError, match=f"^train.routing_replay with .*{message}"):
             check_replayed_prefixes(config, load_requirements(config))
     else:
         check_replayed_prefixes(config, load_requirements(config))
-    free = from_dict({"algorithm": "grpo", "rollout": rollout})
-    check_replayed_prefixes(free, load_requirements(free))
-    nothing_trained = from_dict({**tree, "algorithm": "generate", "rollout": rollout})
-    check_replayed_prefixes(nothing_trained, load_requirements(nothing_trained))
+    without_replay = from_dict({"algorithm": "grpo", "rollout": rollout})
+    check_replayed_prefixes(without_replay, load_requirements(without_replay))
+    generate_only = from_dict({**tree, "algorithm": "generate", "rollout": rollout})
+    check_replayed_prefixes(generate_only, load_requirements(generate_only))

@@ -1,4 +1,4 @@
-"""The sandbox of a run, before anything starts."""
+"""The dry run's check of the sandbox."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ CODE = {"reward": {"functions": ["megarl.rewards.code:hidden_tests"]}}
 PYTHON = {"rollout": {"environments": ["megarl.environments.ready.python:Python"]}}
 
 
-def looked(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setenv("MEGARL_SANDBOX", "{}")  # so that it is as before afterwards
+def sandbox_warnings(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("MEGARL_SANDBOX", "{}")  # restored after the test
     probe.cache_clear()
     config = from_dict(tree)
     warnings: list[str] = []
@@ -35,22 +35,22 @@ def looked(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @needs_boxes
-@pytest.mark.parametrize("tree", [CODE, PYTHON], ids=["a reward", "an environment"])
-def test_it_is_looked_at_where_it_will_be_needed(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert looked(tree, monkeypatch) == []
+@pytest.mark.parametrize("tree", [CODE, PYTHON], ids=["reward", "environment"])
+def test_sandbox_is_probed_when_needed(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sandbox_warnings(tree, monkeypatch) == []
 
 
-@pytest.mark.parametrize("tree", [CODE, PYTHON], ids=["a reward", "an environment"])
-def test_where_there_can_be_none_it_is_said_at_once(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tree", [CODE, PYTHON], ids=["reward", "environment"])
+def test_missing_sandbox_raises(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_client.shutil, "which", lambda name, path="": None)
     with pytest.raises(ConfigError, match="runs code that the policy writes: .*bubblewrap"):
-        looked(tree, monkeypatch)
+        sandbox_warnings(tree, monkeypatch)
 
 
-def test_nobody_asks_for_one_that_nobody_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sandbox_is_not_probed_when_unused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_client.shutil, "which", lambda name, path="": None)
-    assert looked({"reward": {"functions": ["megarl.rewards.gsm8k:gsm8k"]}}, monkeypatch) == []
+    assert sandbox_warnings({"reward": {"functions": ["megarl.rewards.gsm8k:gsm8k"]}}, monkeypatch) == []
 
 
-def test_one_that_protects_nothing_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "protect" in looked({**CODE, "sandbox": {"backend": "none"}}, monkeypatch)[0]
+def test_warns_of_disabled_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "protect" in sandbox_warnings({**CODE, "sandbox": {"backend": "none"}}, monkeypatch)[0]

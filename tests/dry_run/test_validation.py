@@ -1,4 +1,4 @@
-"""Mistakes that must be found before anything starts, and the plans of the recipes."""
+"""The dry run's errors, warnings and memory plans, and that all recipes are valid."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ DENSE = {key: value for key, value in MOE.items() if "expert" not in key and key
 
 @pytest.fixture
 def plan(tmp_path: Path):
-    """plan(overrides, hf changes): the report on a small legal configuration with those changes."""
+    """Return plan(*overrides, hf=...), the report on a small valid configuration with these changes."""
 
     def make(*overrides: str, hf: dict[str, Any] = MOE, **options: Any) -> Report:
         (tmp_path / "config.json").write_text(json.dumps(hf))
@@ -73,7 +73,7 @@ def plan(tmp_path: Path):
     return make
 
 
-def test_a_sound_configuration(plan) -> None:
+def test_valid_configuration(plan) -> None:
     report = plan()
     assert report.ok and report.warnings == []
     report.raise_errors()
@@ -82,8 +82,8 @@ def test_a_sound_configuration(plan) -> None:
     assert dict(report.facts["batch"])["sequences a step"] == "8 prompts x 8"
 
 
-def test_roles_on_ranks_of_their_own(plan) -> None:
-    """The actor's ranks have half of the data parallel ones, and none of the critic's states."""
+def test_roles_on_separate_ranks(plan) -> None:
+    """The actor's ranks have half the data parallel size and none of the critic's states."""
     report = plan("placement={actor: 0-1, critic: 2-3}", "critic.parallel={tp: 1, pp: 2, ep: 1}", "rollout.tp=2")
     assert report.ok, report.errors
     layout, full = dict(report.facts["layout"]), plan("rollout.tp=2")
@@ -97,20 +97,20 @@ def test_roles_on_ranks_of_their_own(plan) -> None:
     assert mine["actor weights"] == theirs["actor weights"]
     assert mine["actor optimizer"] == 2 * theirs["actor optimizer"]
     assert report.memory_label == "ranks 0-1: rollout, actor, reference, reward"
-    ((whose, critics),) = report.other_memory.items()
-    assert whose == "ranks 2-3: rollout, critic" and [stage.layers for stage in critics] == [(0, 1), (2, 3)]
-    for stage in critics:  # which receive what is pushed, and send nothing
+    ((label, critics),) = report.other_memory.items()
+    assert label == "ranks 2-3: rollout, critic" and [stage.layers for stage in critics] == [(0, 1), (2, 3)]
+    for stage in critics:  # they receive the weight sync and send nothing
         assert {name.split()[0] for name in stage.states} == {"critic"} and stage.host == {}
         assert stage.generation.keys() == report.memory[0].generation.keys() == {"engine weights", "engine KV cache"}
         assert stage.weight_sync["engine weights"] == report.memory[0].weight_sync["engine weights"]
         assert stage.weight_sync["reshard staging"] < report.memory[0].weight_sync["reshard staging"]
         assert stage.training["activations"] > 0 and stage.training["logits"] == 0
     text = render(report)
-    assert f"on {report.memory_label}\n" in text and f"on {whose}\n" in text
+    assert f"on {report.memory_label}\n" in text and f"on {label}\n" in text
 
 
-def test_a_set_of_ranks_for_each_role(plan) -> None:
-    """The actor's two, the critic's, the engine's: what is pushed goes over to the latter, which has nothing else."""
+def test_separate_ranks_for_actor_critic_and_engine(plan) -> None:
+    """The actor has two ranks, the critic one, the engine one, which only receives weights."""
     split = ["parallel.world_size=4", "parallel.tp=1", "placement={actor: 0-1, critic: 2, rollout: 3}"]
     report = plan(*split, "critic.parallel={ep: 1}", "train.offload=true")
     assert report.ok, report.errors
@@ -130,16 +130,16 @@ def test_a_set_of_ranks_for_each_role(plan) -> None:
     assert "engines only" in render(report)
 
 
-def test_a_reward_model_on_ranks_of_its_own(plan) -> None:
+def test_reward_model_on_separate_ranks(plan) -> None:
     split = ["parallel.world_size=4", "parallel.tp=1", "placement={actor: 0-1, reward: 2-3}", "reward.model=/x"]
     report = plan(*split, "algorithm=grpo")
     assert report.ok, report.errors
-    ((whose, (serving,)),) = report.other_memory.items()
-    assert whose == "ranks 2-3: rollout, reward" and serving.states.keys() == {"reward model weights"}
+    ((label, (serving,)),) = report.other_memory.items()
+    assert label == "ranks 2-3: rollout, reward" and serving.states.keys() == {"reward model weights"}
     assert "reward model weights" not in report.memory[0].states and serving.training == {}
 
 
-def test_lora_is_planned(plan) -> None:
+def test_lora_memory(plan) -> None:
     report = plan("lora.rank=4")
     assert report.ok
     # 4 layers of 4 (64 + 256 + 128 + 64) in attention, and of 8 experts 4 (64 + 96 + 48 + 64) each
@@ -247,7 +247,7 @@ def test_lora_is_planned(plan) -> None:
         (["model.hf_config=''", "model.path=/nowhere"], r"model.path=/nowhere: no such folder"),
     ],
 )
-def test_a_mistake_is_named_with_its_remedy(plan, overrides: list[str], message: str) -> None:
+def test_invalid_settings_name_key_and_remedy(plan, overrides: list[str], message: str) -> None:
     report = plan(*overrides)
     assert not report.ok
     assert len(report.errors) == 1 and re.search(message, report.errors[0]), report.errors
@@ -268,13 +268,13 @@ def test_a_mistake_is_named_with_its_remedy(plan, overrides: list[str], message:
         (MOE | {"num_attention_heads": 6}, ["rollout.tp=4"], r"rollout.tp=4 does not divide.* 6 attention"),
     ],
 )
-def test_a_model_that_does_not_fit_the_layout(plan, hf: dict[str, Any], overrides: list[str], message: str) -> None:
+def test_model_that_does_not_fit_the_layout(plan, hf: dict[str, Any], overrides: list[str], message: str) -> None:
     report = plan(*overrides, hf=hf)
     assert len(report.errors) == 1 and re.search(message, report.errors[0]), report.errors
     assert report.memory == []
 
 
-def test_a_dense_model_has_no_routing_to_replay(plan) -> None:
+def test_dense_model_rejects_routing_replay(plan) -> None:
     report = plan("parallel.ep=1", "train.routing_replay=true", hf=DENSE)
     assert report.errors == ["train.routing_replay=true, but Qwen2ForCausalLM has no experts; set it to false"]
 
@@ -290,7 +290,7 @@ def test_a_dense_model_has_no_routing_to_replay(plan) -> None:
         (["model.megatron.mtp_num_layers=1"], r"mtp_num_layers has its own key: set train.mtp_loss_coef"),
     ],
 )
-def test_what_trains_no_mtp_layers(plan, overrides: list[str], message: str) -> None:
+def test_mtp_training_limits(plan, overrides: list[str], message: str) -> None:
     hf = json.loads((ROOT / "configs/models/deepseek_v3.json").read_text())
     small = ["parallel.tp=1", "train.mtp_loss_coef=0.1"]
     report = plan(*small, "rollout.num_speculative_tokens=2", hf=hf)
@@ -306,7 +306,7 @@ def test_what_trains_no_mtp_layers(plan, overrides: list[str], message: str) -> 
     )
 
 
-def test_every_mistake_is_told_at_once(plan) -> None:
+def test_all_errors_are_reported_together(plan) -> None:
     report = plan("rollout.tp=3", "kl.apply_to=loss", "kl.estimator=k1", "data.train=''")
     assert len(report.errors) == 3
     with pytest.raises(ConfigError, match=r"rollout.tp=3.*; and .*k1.*; and .*data.train"):
@@ -321,12 +321,12 @@ def test_every_mistake_is_told_at_once(plan) -> None:
         (["run.num_update=3"], "64 sequences do not divide evenly into 3 mini-batches on 2"),
         (["rollout.temperature=0"], "training on greedy rollouts explores nothing"),
         (["kl.coef=0"], "kl.coef=0 stays 0"),
-        # 64 tokens at 20 a second.
+        # 64 tokens at 20 per second.
         (
             ["rollout.request_timeout=3"],
             "request_timeout=3 s may be too short: an answer of rollout.max_new_tokens=64 w",
         ),
-        # 8 prompts on 4 engines are 16 rollouts each, of which 512 tokens hold 2; each 256 tokens at 20 a second.
+        # 8 prompts on 4 engines are 16 rollouts each; 512 tokens hold 2 of them; each has 256 tokens at 20 per second.
         (
             [
                 *("rollout.sglang={max_total_tokens: 512}", "rollout.step_timeout=100"),
@@ -351,15 +351,15 @@ def test_every_mistake_is_told_at_once(plan) -> None:
         (["data.train=nowhere.jsonl"], "data.train=nowhere.jsonl not found; it must exist when the run starts"),
     ],
 )
-def test_what_is_legal_but_odd_is_a_warning(plan, overrides: list[str], message: str) -> None:
+def test_warnings(plan, overrides: list[str], message: str) -> None:
     report = plan(*overrides)
     assert report.ok
     assert [line for line in report.warnings if message in line], report.warnings
     assert message in " ".join(render(report).split())
 
 
-def test_a_run_needs_its_files(plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other than a dry run: the weights, the tokenizer and the data must be there."""
+def test_run_needs_its_files(plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlike a dry run, a run needs weights, tokenizer and data."""
     folder = tmp_path / "model"
     overrides = [f"model.path={folder}", "data.train=nowhere.jsonl"]
     for missing in ("no such folder", "no config.json", r"no \*.safetensors", "no tokenizer"):
@@ -386,7 +386,7 @@ def test_a_run_needs_its_files(plan, tmp_path: Path, monkeypatch: pytest.MonkeyP
         (error,) = plan(f"model.path={folder}", dry_run=False).errors
         assert error.startswith(absent)
         assert plan(f"model.path={folder}", "algorithm=sft", "reward.functions=[]", dry_run=False).ok
-    # A critic that reads other tokens.
+    # A critic with another vocabulary.
     other = tmp_path / "critic"
     other.mkdir()
     (other / "config.json").write_text(json.dumps(MOE | {"vocab_size": 2048}))
@@ -403,7 +403,7 @@ def write_model(folder: Path, hf: dict[str, Any], words: tuple[str, ...], tensor
     return folder
 
 
-def test_a_reward_model_must_have_a_head_and_the_policys_tokens(plan, tmp_path: Path) -> None:
+def test_reward_model_needs_a_head_and_the_policys_tokenizer(plan, tmp_path: Path) -> None:
     policy, head = write_model(tmp_path / "policy", MOE, ("a", "b")), ("score.weight",)
     reward = {**MOE, "architectures": ["Qwen3MoeForSequenceClassification"], "num_hidden_layers": 2}
     cases: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...], str]] = {
@@ -428,7 +428,7 @@ def test_a_reward_model_must_have_a_head_and_the_policys_tokens(plan, tmp_path: 
     assert "reward model weights" in text and "reward model activations" in text and "reward model optim" not in text
     errors = plan(f"model.path={policy}", "reward.model=/nowhere", dry_run=False).errors
     assert len(errors) == 1 and "reward.model=/nowhere: no such folder" in errors[0]
-    # A classifier is no policy, but a reward model may start from one.
+    # A classifier cannot be a policy, but reward model training may start from one.
     errors = plan(f"model.path={good}", dry_run=False).errors
     assert len(errors) == 1 and "is a classifier, Qwen3MoeForSequenceClassification" in errors[0]
     assert plan(f"model.path={good}", "algorithm=reward_model", dry_run=False).ok
@@ -454,43 +454,43 @@ class Judged(GRPOController):
 
 
 @pytest.fixture
-def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def custom_controllers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "dry_lab.py").write_text(CONTROLLER)
     monkeypatch.syspath_prepend(tmp_path)
     yield
     sys.modules.pop("dry_lab", None)
 
 
-def test_a_teacher_is_planned(plan, lab: None) -> None:
-    """Of the same model: its weights alone, on ranks of its own or beside the others."""
-    distilled = ["algorithm=dry_lab:Distilled", "roles={teacher: {model: /big}}"]
-    beside, without = plan(*distilled), plan("algorithm=grpo")
-    assert beside.ok and "roles.teacher.model=/big not found; planned as if" in beside.warnings[0], beside
-    assert dict(beside.facts["model"])["teacher"] == dict(beside.facts["model"])["parameters"].partition(",")[0]
-    states, before = beside.memory[0].states, without.memory[0].states
+def test_teacher_memory_and_layout(plan, custom_controllers: None) -> None:
+    """A teacher adds its weights only, colocated or on separate ranks."""
+    args = ["algorithm=dry_lab:Distilled", "roles={teacher: {model: /big}}"]
+    colocated, without = plan(*args), plan("algorithm=grpo")
+    assert colocated.ok and "roles.teacher.model=/big not found; planned as if" in colocated.warnings[0], colocated
+    assert dict(colocated.facts["model"])["teacher"] == dict(colocated.facts["model"])["parameters"].partition(",")[0]
+    states, before = colocated.memory[0].states, without.memory[0].states
     assert states == before | {"teacher weights": before["actor weights"]}
-    apart = ["parallel.world_size=4", "parallel.tp=1", "parallel.ep=1"]
+    split_args = ["parallel.world_size=4", "parallel.tp=1", "parallel.ep=1"]
     local = {"teacher": {"model": "/big", "parallel": {"tp": 1, "pp": 2}}}
-    report = plan(distilled[0], f"roles={json.dumps(local)}", *apart, "placement={actor: 0-1, teacher: 2-3}")
+    report = plan(args[0], f"roles={json.dumps(local)}", *split_args, "placement={actor: 0-1, teacher: 2-3}")
     assert report.ok, report.errors
     assert dict(report.facts["layout"])["teacher's dense layers"] == "tp 1 x pp 2 x dp 1"
-    ((whose, stages),) = report.other_memory.items()
-    assert whose == "ranks 2-3: rollout, teacher" and [stage.layers for stage in stages] == [(0, 1), (2, 3)]
+    ((label, stages),) = report.other_memory.items()
+    assert label == "ranks 2-3: rollout, teacher" and [stage.layers for stage in stages] == [(0, 1), (2, 3)]
     assert all(stage.states.keys() == {"teacher weights"} and stage.training["activations"] for stage in stages)
     assert stages[0].training["logits"] == 0 < stages[1].training["logits"]
     assert "teacher weights" not in report.memory[0].states and "teacher weights" in render(report)
-    errors = plan(distilled[0], f"roles={json.dumps(local)}", *apart, "placement={actor: 0, teacher: 1-3}").errors
+    errors = plan(args[0], f"roles={json.dumps(local)}", *split_args, "placement={actor: 0, teacher: 1-3}").errors
     assert re.search(r"^the teacher: placement.teacher=1-3 \(3 ranks\) is not a multiple of tp x pp", errors[0])
     local["teacher"]["parallel"] = {"tp": 1, "pp": 1, "ep": 3}
-    errors = plan(distilled[0], f"roles={json.dumps(local)}", *apart, "placement={actor: 0, teacher: 1-3}").errors
+    errors = plan(args[0], f"roles={json.dumps(local)}", *split_args, "placement={actor: 0, teacher: 1-3}").errors
     assert errors == [
         "the teacher: roles.teacher.parallel.ep=3 does not divide the model's 8 experts; sizes that do: 1, 2, 4, 8"
     ]
 
 
-def test_a_teacher_must_read_the_policys_tokens(plan, lab: None, tmp_path: Path) -> None:
+def test_teacher_needs_the_policys_tokenizer(plan, custom_controllers: None, tmp_path: Path) -> None:
     policy = write_model(tmp_path / "policy", MOE, ("a", "b"))
-    distilled, head = ["algorithm=dry_lab:Distilled", f"model.path={policy}"], ("score.weight",)
+    args, head = ["algorithm=dry_lab:Distilled", f"model.path={policy}"], ("score.weight",)
     classifier = {**MOE, "architectures": ["Qwen3MoeForSequenceClassification"]}
     larger = {**DENSE, "vocab_size": 2048, "num_hidden_layers": 2}
     cases: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...], str]] = {
@@ -523,41 +523,41 @@ def test_a_teacher_must_read_the_policys_tokens(plan, lab: None, tmp_path: Path)
     for name, (hf, words, tensors, message) in cases.items():
         folder = write_model(tmp_path / name, hf, words, tensors)
         argument = f"roles={{teacher: {{model: {folder}, parallel: {{ep: 1}}}}}}"
-        errors = plan(*distilled, argument, dry_run=False).errors
+        errors = plan(*args, argument, dry_run=False).errors
         assert len(errors) == 1 and re.search(message, errors[0]), (name, errors)
     good = write_model(tmp_path / "good", larger, ("a", "b"))
-    report = plan(*distilled, f"roles={{teacher: {{model: {good}, parallel: {{ep: 1}}}}}}", dry_run=False)
+    report = plan(*args, f"roles={{teacher: {{model: {good}, parallel: {{ep: 1}}}}}}", dry_run=False)
     assert report.ok, report.errors
     for roles, message in (
         ("{}", "roles.teacher.model is not set; it must name the HF folder of the teacher"),
         ("{teacher: {model: /nowhere}}", "roles.teacher.model=/nowhere: no such folder"),
         ("{teacher: {model: /x, backend: sglang}}", "roles.teacher.backend=sglang: no such backend"),
     ):
-        errors = plan(*distilled, f"roles={roles}", dry_run=False).errors
+        errors = plan(*args, f"roles={roles}", dry_run=False).errors
         assert len(errors) == 1 and message in errors[0], errors
 
 
-def test_a_model_of_a_forks_own_role_is_looked_at(plan, lab: None, tmp_path: Path) -> None:
-    """On Megatron as others; what computes it otherwise has no layout here."""
+def test_model_of_a_custom_role_is_checked(plan, custom_controllers: None, tmp_path: Path) -> None:
+    """On Megatron it is checked like the others; a custom backend has no layout."""
     policy = write_model(tmp_path / "policy", MOE, ("a", "b"))
-    judged = ["algorithm=dry_lab:Judged", f"model.path={policy}"]
-    assert plan(*judged, dry_run=False).ok  # it needs none
-    errors = plan(*judged, "roles={judge: {model: /nowhere}}", dry_run=False).errors
+    args = ["algorithm=dry_lab:Judged", f"model.path={policy}"]
+    assert plan(*args, dry_run=False).ok  # it needs none
+    errors = plan(*args, "roles={judge: {model: /nowhere}}", dry_run=False).errors
     assert len(errors) == 1 and "roles.judge.model=/nowhere: no such folder" in errors[0]
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}')
     (other / "model.safetensors").touch()
-    errors = plan(*judged, f"roles={{judge: {{model: {other}}}}}", dry_run=False).errors
+    errors = plan(*args, f"roles={{judge: {{model: {other}}}}}", dry_run=False).errors
     assert len(errors) == 1 and "no model family for the architecture BertForMaskedLM" in errors[0]
-    assert plan(*judged, f"roles={{judge: {{model: {other}, backend: mine}}}}", dry_run=False).ok
+    assert plan(*args, f"roles={{judge: {{model: {other}, backend: mine}}}}", dry_run=False).ok
     report = plan("roles={teacher: {model: /x}}")
     assert report.ok and report.warnings == ["roles.teacher is set, but ppo has no teacher"]
 
 
-def test_any_classifier_may_judge(plan, tmp_path: Path) -> None:
+def test_transformers_classifier_as_reward_model(plan, tmp_path: Path) -> None:
     policy, folder = write_model(tmp_path / "policy", MOE, ("a", "b")), tmp_path / "judge"
-    judged = ["algorithm=grpo", f"model.path={policy}", "reward.functions=[]", f"reward.model={folder}"]
+    args = ["algorithm=grpo", f"model.path={policy}", "reward.functions=[]", f"reward.model={folder}"]
     chosen = "roles={reward: {backend: transformers}}"
     bert = {"architectures": ["BertForSequenceClassification"], "num_hidden_layers": 1, "hidden_size": 8}
     bert |= {"intermediate_size": 16, "max_position_embeddings": 512, "id2label": {"0": "bad", "1": "good"}}
@@ -569,29 +569,27 @@ def test_any_classifier_may_judge(plan, tmp_path: Path) -> None:
         "no tokenizer": lambda: write_tokenizer(folder, ("a", "c")),
     }
     weights, single = folder / "model.safetensors", bert | {"id2label": {"0": "good"}}
-    for message, put_there in missing.items():
-        errors = plan(*judged, chosen, dry_run=False).errors
+    for message, fix in missing.items():
+        errors = plan(*args, chosen, dry_run=False).errors
         assert len(errors) == 1 and re.search(message, errors[0]), (message, errors)
-        put_there()
-    assert plan(*judged, chosen, dry_run=False).ok
+        fix()
+    assert plan(*args, chosen, dry_run=False).ok
     (folder / "config.json").write_text(json.dumps(bert))
-    said = "roles={reward: {backend: transformers, options: {label: good}}}"
-    apart = ["parallel.tp=1", "placement={actor: 0-1, reward: 2-3}", "parallel.ep=2"]
-    report = plan(*judged, said, *apart, dry_run=False)
+    error = "roles={reward: {backend: transformers, options: {label: good}}}"
+    split_args = ["parallel.tp=1", "placement={actor: 0-1, reward: 2-3}", "parallel.ep=2"]
+    report = plan(*args, error, *split_args, dry_run=False)
     assert report.ok, report.errors
-    ((whose, (stage,)),) = report.other_memory.items()
-    assert whose == "ranks 2-3: rollout, reward" and stage.states == {"reward model weights": 4 * 17}
+    ((label, (stage,)),) = report.other_memory.items()
+    assert label == "ranks 2-3: rollout, reward" and stage.states == {"reward model weights": 4 * 17}
     assert stage.generation["reward model activations"] == 4 * 3072 * (6 * 8 + 3 * 16) and stage.layers == (0,)
     (folder / "config.json").write_text(json.dumps(bert | {"max_position_embeddings": 128}))
-    (warning,) = plan(*judged, said, dry_run=False).warnings
+    (warning,) = plan(*args, error, dry_run=False).warnings
     assert "is beyond the 128 positions of reward.model=" in warning and "on_overlong=truncate" in warning
-    errors = plan(
-        *judged, chosen.replace("transformers}", "transformers, options: {label: fine}}"), dry_run=False
-    ).errors
+    errors = plan(*args, chosen.replace("transformers}", "transformers, options: {label: fine}}"), dry_run=False).errors
     assert len(errors) == 1 and "label=fine: reward.model=" in errors[0]
 
 
-def test_a_reward_model_may_have_a_layout_of_its_own(plan) -> None:
+def test_reward_model_with_its_own_layout(plan) -> None:
     split = ["algorithm=grpo", "reward.model=/x", "placement={actor: 0-1, reward: 2-3}"]
     report = plan(*split, "roles={reward: {parallel: {tp: 1, pp: 2, ep: 1}}}")
     assert report.ok, report.errors
@@ -635,12 +633,12 @@ def test_a_reward_model_may_have_a_layout_of_its_own(plan) -> None:
         ("{options: 3}", [], "roles.reward.options must be a mapping"),
     ],
 )
-def test_rewards_that_do_not_fit(plan, roles: str, overrides: list[str], message: str) -> None:
+def test_invalid_reward_roles(plan, roles: str, overrides: list[str], message: str) -> None:
     errors = plan(f"roles={{reward: {roles}}}", *overrides).errors
     assert len(errors) == 1 and re.search(message, errors[0]), errors
 
 
-def test_a_service_needs_no_functions(plan) -> None:
+def test_reward_service_needs_no_functions(plan) -> None:
     report = plan("reward.functions=[]", "roles={reward: {backend: http, options: {url: http://a:80/b}}}")
     assert report.ok and report.warnings == []
     script = {"reward": RegisteredWorker(options={"url": ["http://a/b", "http://c/d"]})}
@@ -648,34 +646,34 @@ def test_a_service_needs_no_functions(plan) -> None:
 
 
 @pytest.mark.parametrize("backend", ["http", "[megatron, http]", "[transformers, http]"])
-def test_a_function_a_model_and_a_service_go_together(plan, backend: str) -> None:
+def test_function_model_and_service_combine(plan, backend: str) -> None:
     weights = "reward.weights={gsm8k: 0.4, model: 0.5, service: 0.1}"
     roles = f"roles={{reward: {{backend: {backend}, options: {{url: http://a:80/b}}}}}}"
     report = plan("reward.model=/x", weights, roles)
     assert report.ok, report.errors
-    (said,) = plan("reward.model=/x", weights.replace("service", "servise"), roles).errors
-    assert "no part of the reward is called 'servise'; did you mean service? (it has gsm8k, model, service)" in said
+    (error,) = plan("reward.model=/x", weights.replace("service", "servise"), roles).errors
+    assert "no part of the reward is called 'servise'; did you mean service? (it has gsm8k, model, service)" in error
 
 
-def test_training_a_reward_model_needs_no_engine(plan) -> None:
+def test_reward_model_training_needs_no_engine(plan) -> None:
     report = plan("algorithm=reward_model", "rollout.tp=3", "reward.functions=[]", "rollout.max_context=100000")
     assert report.ok, report.errors
     assert "engines" not in report.facts and report.memory[0].generation == {}
     assert dict(report.facts["batch"])["pairs a step"] == "8"
 
 
-def test_a_script_with_its_own_reward_needs_no_reward_functions(plan) -> None:
+def test_script_with_reward_fn_needs_no_reward_functions(plan) -> None:
     assert plan("reward.functions=[]", registered={"reward": RegisteredWorker(options={"reward_fn": len})}).ok
 
 
-def test_sft_ignores_what_only_rollouts_need(plan) -> None:
+def test_sft_ignores_rollout_settings(plan) -> None:
     report = plan("algorithm=sft", "rollout.tp=3", "reward.functions=[]", "rollout.max_context=100000")
     assert report.ok, report.errors
     assert "engines" not in report.facts and report.memory[0].generation == {}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipes_are_sound(recipe: Path, tmp_path: Path) -> None:
+def test_recipes_are_valid(recipe: Path, tmp_path: Path) -> None:
     tree = to_dict(load_config(recipe))
     if not tree["model"]["hf_config"]:
         (tmp_path / "config.json").write_text(json.dumps(MOE))
@@ -689,7 +687,7 @@ def test_recipes_are_sound(recipe: Path, tmp_path: Path) -> None:
     assert "the configuration is valid" in render(report)
 
 
-def test_the_cluster_recipes_fit_their_gpus() -> None:
+def test_cluster_recipes_fit_their_gpus() -> None:
     for name, gpu, extra in (
         ("deepseek_v3_671b", 141, []),
         ("deepseek_v3_671b", 80, ["algorithm=grpo", "rollout.tp=64", "rollout.ep=64"]),
@@ -713,13 +711,13 @@ def test_the_cluster_recipes_fit_their_gpus() -> None:
         assert f"{gpu} GB" in recipe.read_text() or extra, f"{name} does not say for which GPUs it is"
         if config.algorithm == "sft":
             continue
-        # What SGLang is allowed must hold the weights and the cache that are planned.
+        # SGLang's memory fraction must hold the planned weights and KV cache.
         engine = report.memory[0].generation
         needed = engine["engine weights"] + engine["engine KV cache"]
         assert needed < config.rollout.sglang["mem_fraction_static"] * gpu * 1e9, (name, needed)
 
 
-def test_the_report_shows_every_part(plan) -> None:
+def test_report_shows_every_part(plan) -> None:
     text = render(plan("parallel.pp=2"))
     parts = ("actor weights", "actor gradients", "actor optimizer", "critic weights", "activations", "logits")
     for part in (*parts, "engine weights", "engine KV cache", "reshard staging", "reference weights (host)", "stage 1"):
@@ -727,21 +725,21 @@ def test_the_report_shows_every_part(plan) -> None:
     assert "the fullest rank needs" in text
 
 
-def test_as_a_command(tmp_path: Path) -> None:
+def test_dry_run_command(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "megarl.train", "--dry-run", "configs/qwen3_235b.yaml"]
     good = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert good.returncode == 0 and "Qwen3MoeForCausalLM" in good.stdout, good.stderr
     bad = subprocess.run([*command, "parallel.ep=5"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert bad.returncode == 2
     assert "parallel.ep=5 does not divide the 16 ranks" in bad.stdout + bad.stderr
-    # Nothing was started for it: neither Megatron nor SGLang, nor transformers.
+    # The dry run imports neither Megatron nor SGLang nor transformers.
     heavy = ("megatron.core", "sglang", "transformers")
     probe = f"import sys, megarl.dry_run.validation; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stdout
 
 
-def test_an_environment_needs_no_functions(plan) -> None:
+def test_environment_reward_needs_no_functions(plan) -> None:
     local = ["reward.functions=[]", "rollout.environments=[odd_worlds:Guess]"]
     report = plan(*local, "reward.weights={environment: 2}")
     assert report.ok and report.warnings == []

@@ -1,4 +1,4 @@
-"""Random boxes of random tensors, for the copies' tests."""
+"""Random boxes of random tensors, for tests of copies."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from megarl.models.fp8 import BLOCK, block_amax, compute_scales, grid_shape
 from megarl.reshard.run.copies import Box
 from megarl.reshard.run.scale_grids import BlockScales
 
-TYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.uint8)
+DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.uint8)
 
 
-def noise(rng: random.Random, *shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Random bits."""
+def random_bits(rng: random.Random, *shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     size = (*shape[:-1], shape[-1] * dtype.itemsize)
     return torch.randint(0, 256, size, generator=generator, dtype=torch.uint8).view(dtype)
 
 
 def random_boxes(rng: random.Random, device: str = "cpu") -> tuple[list[Box], int]:
-    """Boxes that overlap nowhere, neither in their tensors nor in a buffer, and the bytes that this takes."""
+    """Return boxes that do not overlap, in tensors or buffer, and the buffer's size in bytes."""
     boxes: list[Box] = []
     end = 0
     for _ in range(rng.randint(1, 6)):
-        dtype = rng.choice(TYPES)
+        dtype = rng.choice(DTYPES)
         rows = rng.choice((1, 2, 7, 64, 130))
         columns = rng.choice((1, 3, 8, 16, 64, 128, 513))
-        full = noise(rng, rows + rng.randrange(3), columns + rng.choice((0, 0, 1, 8)), dtype=dtype).to(device)
+        full = random_bits(rng, rows + rng.randrange(3), columns + rng.choice((0, 0, 1, 8)), dtype=dtype).to(device)
         r0, c0 = rng.randint(0, len(full) - rows), rng.randint(0, full.shape[1] - columns)
         if rng.random() < 0.1:
             rows = 0
@@ -40,8 +39,8 @@ def random_boxes(rng: random.Random, device: str = "cpu") -> tuple[list[Box], in
     return boxes, end + rng.randrange(40)
 
 
-def weights(rng: random.Random, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Of many magnitudes, and with zeros of both signs."""
+def random_weights(rng: random.Random, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return weights of many magnitudes, with zeros of both signs."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     magnitudes = 10.0 ** torch.randint(-7, 4, grid_shape((rows, columns)), generator=generator)
     scale = magnitudes.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
@@ -53,13 +52,13 @@ def weights(rng: random.Random, rows: int, columns: int, dtype: torch.dtype = to
 
 
 def random_fp8(rng: random.Random, device: str = "cpu") -> tuple[list[Box], list[BlockScales], int]:
-    """Boxes of matrices with the scales of these."""
+    """Return boxes of matrices, their block scales, and the buffer's size in bytes."""
     boxes: list[Box] = []
     scaled: list[BlockScales] = []
     end = 0
     for _ in range(rng.randint(1, 3)):
         rows, columns = (rng.choice((1, 40, 128, 200, 256, 300)) for _ in range(2))
-        full = weights(rng, rows, columns, rng.choice((torch.bfloat16, torch.bfloat16, torch.float32)))
+        full = random_weights(rng, rows, columns, rng.choice((torch.bfloat16, torch.bfloat16, torch.float32)))
         grid = compute_scales(block_amax(full, 0, 0, grid_shape(full.shape)))
         if rng.random() < 0.5:  # whole blocks
             r0, c0 = (rng.randrange(0, n, BLOCK) for n in (rows, columns))

@@ -1,4 +1,4 @@
-"""The helpers beside the tests can be imported."""
+"""Makes the helper modules of this folder importable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels under Triton's interpreter, against the loops. argv: how many random cases of each."""
+"""Compare the kernels, under Triton's interpreter, with the loops. argv: the number of random cases of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import sys
 
 import torch
-from boxes import noise, random_boxes, random_fp8
+from boxes import random_bits, random_boxes, random_fp8
 
 from megarl.models.fp8 import FP8, block_amax, compute_scales
 from megarl.reshard.run import copies, triton_kernels
@@ -21,33 +21,35 @@ def same(item: torch.Tensor, other: torch.Tensor) -> bool:
 def check_copies(seed: int) -> None:
     rng = random.Random(f"copies {seed}")
     boxes, size = random_boxes(rng)
-    before = noise(rng, size)
+    before = random_bits(rng, size)
     expected, result = before.clone(), before.clone()
     copies.pack(boxes, expected)
     triton_kernels.pack(boxes, result)
     assert same(result, expected), f"pack, seed {seed}"
-    wholes = [view.as_strided((view.untyped_storage().nbytes() // view.element_size(),), (1,), 0) for view, _ in boxes]
-    retained = [full.clone() for full in wholes]
+    storages = [
+        view.as_strided((view.untyped_storage().nbytes() // view.element_size(),), (1,), 0) for view, _ in boxes
+    ]
+    retained = [full.clone() for full in storages]
     triton_kernels.unpack(before, boxes)
-    unpacked = [full.clone() for full in wholes]
-    for full, remaining in zip(wholes, retained, strict=True):
+    unpacked = [full.clone() for full in storages]
+    for full, remaining in zip(storages, retained, strict=True):
         full.copy_(remaining)
     copies.unpack(before, boxes)
-    assert all(same(item, other) for item, other in zip(unpacked, wholes, strict=True)), f"unpack, seed {seed}"
+    assert all(same(item, other) for item, other in zip(unpacked, storages, strict=True)), f"unpack, seed {seed}"
 
 
 def check_fp8(seed: int) -> None:
     rng = random.Random(f"fp8 {seed}")
     boxes, scaled, size = random_fp8(rng)
-    before = noise(rng, size)
+    before = random_bits(rng, size)
     expected, result = before.clone(), before.clone()
     copies.pack_fp8(boxes, scaled, expected)
     triton_kernels.pack_fp8(boxes, scaled, result)
     assert same(result, expected), f"pack_fp8, seed {seed}"
 
 
-def check_no_numbers() -> None:
-    """Blocks with NaN and infinities: the same elements are no numbers, of either sign."""
+def check_nonfinite() -> None:
+    """In blocks with NaN and infinities, the same elements become NaN."""
     weight = torch.randn(128, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight[3, 5], weight[7, 130], weight[9, 300] = torch.nan, torch.inf, -torch.inf
     scales = BlockScales(compute_scales(block_amax(weight, 0, 0, (1, 4))), 0, 0)
@@ -61,7 +63,7 @@ def check_no_numbers() -> None:
 
 
 def check_every_rounding() -> None:
-    """All codes, what lies half-way between them and beside it, and what is too large."""
+    """Check all FP8 codes, midpoints and their neighbours, and values out of range."""
     codes = torch.arange(127, dtype=torch.uint8).view(FP8).float()
     middles = (codes[1:] + codes[:-1]) / 2
     values = torch.cat([codes, middles, middles.nextafter(codes[1:]), middles.nextafter(codes[:-1])])
@@ -77,11 +79,11 @@ def check_every_rounding() -> None:
 
 
 def check_hashes(seed: int) -> None:
-    """Of boxes of any type and place, contiguous ones, one that is transposed, one without elements."""
+    """Check boxes of any dtype and offset, and contiguous, transposed and empty tensors."""
     rng = random.Random(f"hashes {seed}")
     boxes, _ = random_boxes(rng)
     views = [view for view, _ in boxes]
-    raw = noise(rng, 70_000)
+    raw = random_bits(rng, 70_000)
     start = rng.randrange(8)
     views += [views[0].t(), raw[start : start + rng.choice([1, 7, 8, 33_001, 65_536])], raw[:0], raw[:0].view(0, 3)]
     views += [raw[:64].view(torch.int64).view(2, 4)[:, 1:3], raw[:48].view(torch.float32).view(3, 4)[:, 1:2]]
@@ -96,7 +98,7 @@ def main() -> None:
         check_copies(seed)
         check_fp8(seed)
         check_hashes(seed)
-    check_no_numbers()
+    check_nonfinite()
     check_every_rounding()
     print("equal")
 

@@ -1,7 +1,6 @@
-"""How little a plan's busiest rank can send, by linear programming: for tests.
+"""The least that a plan's busiest rank can send, by linear programming.
 
-Who may do what is as in `megarl/reshard/README.md`, whose sets of ranks it judges; whoever may do a job may do any part
-of it.
+`megarl/reshard/README.md` defines which ranks may do which job; any of them may do any part of it.
 """
 
 from __future__ import annotations
@@ -16,44 +15,44 @@ from megarl.reshard.plan.layout import EngineLayout, TrainLayout, build_rank_map
 
 
 def least_sent(hf: HFConfig, train: TrainLayout, engine: EngineLayout, local_items: int, within: float) -> float:
-    """The fewest bytes that the busiest rank sends in all, where none sends more than `within` over the network."""
-    actual: dict[tuple[bool, tuple[int, ...]], float] = {}  # bytes of each job, over the network or not, of these ranks
+    """Return the least total bytes of the busiest sender if no rank sends more than `within` over the network."""
+    job_bytes: dict[tuple[bool, tuple[int, ...]], float] = {}  # by (over the network, eligible ranks)
 
-    def add(first: Ints, able: Bools, weight: Ints, far: bool) -> None:
-        table = np.concatenate([first[:, None], able], axis=1)[weight > 0]
+    def add(first: Ints, eligible: Bools, weight: Ints, far: bool) -> None:
+        table = np.concatenate([first[:, None], eligible], axis=1)[weight > 0]
         if len(table):
-            different, same = np.unique(table, axis=0, return_inverse=True)
+            unique_rows, same = np.unique(table, axis=0, return_inverse=True)
             total = np.bincount(same.ravel(), weight[weight > 0])
-            for row, bytes_ in zip(different, total.tolist(), strict=True):
+            for row, bytes_ in zip(unique_rows, total.tolist(), strict=True):
                 job = far, tuple((row[0] + np.flatnonzero(row[1:])).tolist())
-                actual[job] = actual.get(job, 0.0) + bytes_
+                job_bytes[job] = job_bytes.get(job, 0.0) + bytes_
 
     sides = build_rank_map(train, engine, local_items)
     local_items = sides.ranks_per_node
     for member in list_layer_columns(hf, train, engine, "bf16"):
         holds, needs = expand_to_ranks(member.columns, member.stage, train, engine, sides)
         weight = member.columns.weight
-        retained, lacks = (
+        retained, missing = (
             m.reshape(sides.world // local_items, local_items, len(weight)) for m in (holds, needs & ~holds)
         )
-        copies, there = lacks.sum(1), retained.any(1)
-        enters = (copies > 0) & ~there
+        copies, present = missing.sum(1), retained.any(1)
+        enters = (copies > 0) & ~present
         add(np.zeros(len(weight), np.int64), holds.T, weight * enters.sum(0), True)
         node, atom = np.nonzero(enters)
-        add(node * local_items, lacks[node, :, atom], weight[atom] * (copies[node, atom] - 1), False)
-        node, atom = np.nonzero((copies > 0) & there)
+        add(node * local_items, missing[node, :, atom], weight[atom] * (copies[node, atom] - 1), False)
+        node, atom = np.nonzero((copies > 0) & present)
         add(node * local_items, retained[node, :, atom], weight[atom], False)
-        add(node * local_items, (retained | lacks)[node, :, atom], weight[atom] * (copies[node, atom] - 1), False)
+        add(node * local_items, (retained | missing)[node, :, atom], weight[atom] * (copies[node, atom] - 1), False)
 
-    if not actual:
+    if not job_bytes:
         return 0.0
-    unit = max(actual.values())  # of bytes, so that numbers are near 1
-    job = np.repeat(np.arange(len(actual)), [len(ranks) for _, ranks in actual])
-    rank = np.concatenate([ranks for _, ranks in actual])
-    far = np.array([far for far, _ in actual])[job]
+    unit = max(job_bytes.values())  # scales the problem to values near 1
+    job = np.repeat(np.arange(len(job_bytes)), [len(ranks) for _, ranks in job_bytes])
+    rank = np.concatenate([ranks for _, ranks in job_bytes])
+    far = np.array([far for far, _ in job_bytes])[job]
     count, world = len(job), sides.world
-    # Unknown: the bytes of each job that each of its ranks does, and, last, what the busiest sends.
-    each = coo_matrix((np.ones(count), (job, np.arange(count))), shape=(len(actual), count + 1))
+    # Unknowns: the bytes of each job that each eligible rank sends, and last, the busiest sender's total.
+    each = coo_matrix((np.ones(count), (job, np.arange(count))), shape=(len(job_bytes), count + 1))
     rows = np.concatenate([rank, world + rank[far], np.arange(world)])
     columns = np.concatenate([np.arange(count), np.flatnonzero(far), np.full(world, count)])
     values = np.concatenate([np.ones(count + far.sum()), np.full(world, -1.0)])
@@ -61,6 +60,6 @@ def least_sent(hf: HFConfig, train: TrainLayout, engine: EngineLayout, local_ite
     most = np.repeat([0.0, min(within / unit, 1e9)], world)
     cost = np.zeros(count + 1)
     cost[-1] = 1.0
-    result = linprog(cost, sent, most, each, np.array(list(actual.values())) / unit, method="highs")
+    result = linprog(cost, sent, most, each, np.array(list(job_bytes.values())) / unit, method="highs")
     assert result.success, result.message
     return float(result.fun) * unit

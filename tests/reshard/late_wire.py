@@ -1,8 +1,8 @@
-"""Ranks that push as threads of one process, over a wire that is as late and as early as one may be.
+"""Weight sync between ranks that are threads of one process, over a wire with the worst legal timing.
 
-What is sent is read from the sender's buffer when the receiver waits for it, and rubbish is in the receiver's buffer
-from the moment on at which the transfer is started. So is what is handed over written only when it is settled. A buffer
-that is used again too early makes the engine's tensors wrong.
+The sender's buffer is read only when the receiver waits, and the receiver's buffer holds garbage from the start of the
+transfer. Orders are written only when they are settled. Reusing a buffer too early therefore corrupts the engine's
+tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from megarl.reshard.run import executor
 
 Sent = tuple[torch.Tensor, threading.Event]
-PATIENCE = 60.0  # seconds; a rank that waits longer waits for ever
+PATIENCE = 60.0  # seconds; a longer wait is a deadlock
 
 
 class Wire:
@@ -36,10 +36,10 @@ class Wire:
         for peer, tensor in gives:
             done = threading.Event()
             self.between[rank, peer].put((tensor, done))
-            started.append((Waiting(lambda done=done: done.wait(PATIENCE)), peer))  # type: ignore[misc]
+            started.append((PendingTransfer(lambda done=done: done.wait(PATIENCE)), peer))  # type: ignore[misc]
         for peer, tensor in takes:
             tensor.view(torch.uint8).fill_(0xA5)
-            started.insert(0, (Waiting(lambda peer=peer, tensor=tensor: self._take(peer, rank, tensor)), peer))  # type: ignore[misc]
+            started.insert(0, (PendingTransfer(lambda peer=peer, tensor=tensor: self._take(peer, rank, tensor)), peer))  # type: ignore[misc]
         return started
 
     def _take(self, peer: int, rank: int, into: torch.Tensor) -> None:
@@ -48,13 +48,13 @@ class Wire:
         done.set()
 
 
-class Waiting:
+class PendingTransfer:
     def __init__(self, wait: Callable[[], Any]) -> None:
         self.wait = wait
 
 
 class LateRun(ranks_executor.Run):
-    """Writes what was handed over only when it is settled."""
+    """A run that writes orders only when they are settled."""
 
     def __init__(self, text: str, rank: int) -> None:
         super().__init__(text, rank)
@@ -77,7 +77,7 @@ class LateRun(ranks_executor.Run):
 
 
 def push_as_threads(seed: int, world: int, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What each rank found; see `ranks_executor.Run.result`."""
+    """Return each rank's `ranks_executor.Run.result`."""
     monkeypatch.setattr(executor, "_transfer", Wire(world).transfer)
     ranks = ",".join(map(str, range(world)))
     runs = [LateRun(f"{seed}/{ranks}/{ranks}", rank) for rank in range(world)]

@@ -34,8 +34,8 @@ from megarl.engine.weight_loader import find_layout_oddities  # noqa: E402
 EXPERTS, HIDDEN, INTERMEDIATE = 2, 256, 128
 
 
-def gpu(blackwell: bool) -> contextlib.ExitStack:
-    """What these modules ask of a GPU of compute capability 9.0 or 10.0."""
+def patch_gpu(blackwell: bool) -> contextlib.ExitStack:
+    """Patch SGLang's GPU queries to compute capability 9.0 or 10.0."""
     platform = SimpleNamespace(is_sm90=not blackwell, is_sm100=blackwell, is_sm120=False, is_blackwell=blackwell)
     stack = contextlib.ExitStack()
     for patch in (
@@ -52,7 +52,7 @@ def gpu(blackwell: bool) -> contextlib.ExitStack:
     return stack
 
 
-def experts(runner: str, is_fp8: bool) -> torch.nn.Module:
+def make_experts(runner: str, is_fp8: bool) -> torch.nn.Module:
     flags = get_flags().moe
     flags.runner_backend, flags.a2a_backend = MoeRunnerBackend(runner), MoeA2ABackend("none")
     layer = torch.nn.Module()
@@ -62,7 +62,7 @@ def experts(runner: str, is_fp8: bool) -> torch.nn.Module:
     backend = flags.runner_backend
     method: Any
     if is_fp8:
-        method = fp8.Fp8MoEMethod(blocks())
+        method = fp8.Fp8MoEMethod(fp8_config())
     else:
         method = unquant.UnquantizedFusedMoEMethod(
             backend.is_triton_kernels(), backend.is_flashinfer_trtllm(), backend.is_deep_gemm()
@@ -73,44 +73,44 @@ def experts(runner: str, is_fp8: bool) -> torch.nn.Module:
     return layer
 
 
-def matrix(linear: str, is_fp8: bool) -> torch.nn.Module:
+def make_linear(linear: str, is_fp8: bool) -> torch.nn.Module:
     layer = torch.nn.Module()
     layer.tp_group, layer.deepgemm_mxfp8_input = None, False  # as `LinearBase` has them
-    with mock.patch.object(fp8, "dispatch_w8a8_block_fp8_linear", lambda **named: chosen(linear)):
-        layer.quant_method = fp8.Fp8LinearMethod(blocks()) if is_fp8 else unquant.UnquantizedLinearMethod()
-    loader: Callable[..., None] = lambda *value: None  # noqa: E731
+    with mock.patch.object(fp8, "dispatch_w8a8_block_fp8_linear", lambda **named: linear_kernel(linear)):
+        layer.quant_method = fp8.Fp8LinearMethod(fp8_config()) if is_fp8 else unquant.UnquantizedLinearMethod()
+    loader: Callable[..., None] = lambda *original: None  # noqa: E731
     layer.quant_method.create_weights(layer, HIDDEN, [HIDDEN], HIDDEN, HIDDEN, torch.bfloat16, weight_loader=loader)
     return layer
 
 
-def chosen(linear: str) -> Any:
+def linear_kernel(linear: str) -> Any:
     return {
         "triton": fp8_utils.triton_w8a8_block_fp8_linear,
         "deep_gemm": fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback,
     }[linear]
 
 
-def blocks() -> fp8.Fp8Config:
+def fp8_config() -> fp8.Fp8Config:
     return fp8.Fp8Config(is_checkpoint_fp8_serialized=True, weight_block_size=[128, 128])
 
 
-def loaded(make: Callable[[str, bool], torch.nn.Module], choice: str, is_fp8: bool) -> dict[str, Any]:
-    """ "same": whether each tensor has the shape that triton's has, and still the bits that it was given."""
-    wanted = {name: item.shape for name, item in make("triton", is_fp8).named_parameters()}
+def process_weights(make: Callable[[str, bool], torch.nn.Module], choice: str, is_fp8: bool) -> dict[str, Any]:
+    """Process a layer's weights. "same": whether all tensors keep their bits and have the shapes of Triton's layer."""
+    expected_shapes = {name: item.shape for name, item in make("triton", is_fp8).named_parameters()}
     layer = make(choice, is_fp8)
-    value = {}
+    original = {}
     for name, parameter in layer.named_parameters():
         parameter.data = (torch.rand(parameter.shape) + 0.5).to(parameter.dtype)
-        value[name] = parameter.data.clone()
+        original[name] = parameter.data.clone()
     error = ""
     try:
         layer.quant_method.process_weights_after_loading(layer)
     except ImportError as problem:
         error = str(problem)
     retained = {name: parameter.data for name, parameter in layer.named_parameters()}
-    same = {name: item.shape for name, item in retained.items()} == wanted and all(
+    same = {name: item.shape for name, item in retained.items()} == expected_shapes and all(
         retained[name].dtype == item.dtype and torch.equal(retained[name].view(torch.uint8), item.view(torch.uint8))
-        for name, item in value.items()
+        for name, item in original.items()
     )
     return {"same": same, "odd": find_layout_oddities(layer), "error": error}
 
@@ -118,11 +118,14 @@ def loaded(make: Callable[[str, bool], torch.nn.Module], choice: str, is_fp8: bo
 def main() -> None:
     runners = sys.argv[1].split(",")
     for blackwell in (False, True):
-        with gpu(blackwell):
-            for kind, make, choices in (("experts", experts, runners), ("matrix", matrix, ["triton", "deep_gemm"])):
+        with patch_gpu(blackwell):
+            for kind, make, choices in (
+                ("experts", make_experts, runners),
+                ("matrix", make_linear, ["triton", "deep_gemm"]),
+            ):
                 for choice, is_fp8 in itertools.product(choices, (False, True)):
                     about = {"kind": kind, "choice": choice, "fp8": is_fp8, "blackwell": blackwell}
-                    print("RESULT", json.dumps(about | loaded(make, choice, is_fp8)))
+                    print("RESULT", json.dumps(about | process_weights(make, choice, is_fp8)))
 
 
 if __name__ == "__main__":

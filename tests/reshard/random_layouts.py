@@ -1,5 +1,5 @@
-"""Random pairs of layouts that divide a random tiny model, over everything that the layout algebra has; on the same
-ranks, or each on ranks of its own."""
+"""Random trainer and engine layouts of random tiny models, covering every feature of the layout algebra, on the same or
+on different ranks."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Case:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Of a Plan, in its order."""
+        """The arguments of ReshardPlan, in order."""
         return self.hf, self.train, self.engine, self.ranks_per_node, self.bucket_bytes, self.wire, self.min_piece
 
 
 def random_case(seed: int, worlds: tuple[int, ...] = WORLDS) -> Case:
-    """The same for the same seed."""
+    """Return a deterministic random case."""
     rng = random.Random(f"reshard {seed}")
     wire = rng.choice(("bf16", "bf16", "bf16", "fp32", "fp8"))
-    # Blocks of 128 make every engine's part of a matrix 128 rows at least: few ranks then, or it takes too long.
+    # FP8 blocks need at least 128 rows per engine rank, so few ranks keep the tensors small.
     world = rng.choice([w for w in worlds if wire != "fp8" or w <= 8] or worlds)
     block = 128 if wire == "fp8" else 1
     family = rng.choice(("qwen2", "qwen3_moe", "deepseek_v3"))
@@ -71,9 +71,12 @@ def random_case(seed: int, worlds: tuple[int, ...] = WORLDS) -> Case:
         shared = rng.randint(0, 2)
         if shared:
             moe = lcm(moe, tp, (shared_tp or size) * block)
-        hf |= deepseek(rng, lcm(tp, size // dp), block) | {"n_shared_experts": shared, "n_routed_experts": experts}
+        hf |= deepseek_config(rng, lcm(tp, size // dp), block) | {
+            "n_shared_experts": shared,
+            "n_routed_experts": experts,
+        }
     else:
-        hf |= grouped(rng, tp, size // dp, block)
+        hf |= gqa_heads(rng, tp, size // dp, block)
         if family == "qwen2":
             hf |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
         else:
@@ -83,7 +86,7 @@ def random_case(seed: int, worlds: tuple[int, ...] = WORLDS) -> Case:
 
     redundant = {}
     if family != "qwen2" and rng.random() < 0.5:
-        redundant = {layer: placement(rng, experts, engine_ep) for layer in range(layers) if rng.random() < 0.8}
+        redundant = {layer: expert_placement(rng, experts, engine_ep) for layer in range(layers) if rng.random() < 0.8}
     engine = EngineLayout(
         size,
         engine_ep,
@@ -106,8 +109,8 @@ def random_case(seed: int, worlds: tuple[int, ...] = WORLDS) -> Case:
     )
 
 
-def apart(seed: int, worlds: tuple[int, ...] = (1, 2, 3, 4, 4, 6, 8, 8, 12, 16), most: int = 64) -> Case:
-    """A `random_case` whose trainer and engines are on random ranks of a job of at most so many, in any order."""
+def random_split_case(seed: int, worlds: tuple[int, ...] = (1, 2, 3, 4, 4, 6, 8, 8, 12, 16), most: int = 64) -> Case:
+    """Return a `random_case` with trainer and engines on random ranks, in any order, of a job of at most `most`."""
     rng = random.Random(f"apart {seed}")
     case = random_case(seed, worlds)
     train, tp = case.train.world, case.engine.tp
@@ -115,23 +118,25 @@ def apart(seed: int, worlds: tuple[int, ...] = (1, 2, 3, 4, 4, 6, 8, 8, 12, 16),
     low, high = max(train, engines), min(train + engines + rng.choice((0, 0, 1, 5)), most)
     way = rng.choice(("behind", "before", "overlapping", "interleaved", "any", "any order"))
     job = rng.randint(low, high) if way.startswith("any") else high
-    if way == "interleaved":  # as evenly as can be
-        places = sorted(range(train + engines), key=lambda i: (i + 0.5) / train if i < train else (i - train) / engines)
-        ours = [at for at, i in enumerate(places) if i < train]
-        theirs = [at for at, i in enumerate(places) if i >= train]
+    if way == "interleaved":  # as evenly as possible
+        order = sorted(range(train + engines), key=lambda i: (i + 0.5) / train if i < train else (i - train) / engines)
+        train_ranks = [position for position, i in enumerate(order) if i < train]
+        engine_ranks = [position for position, i in enumerate(order) if i >= train]
     elif way.startswith("any"):
-        ours, theirs = rng.sample(range(job), train), rng.sample(range(job), engines)
+        train_ranks, engine_ranks = rng.sample(range(job), train), rng.sample(range(job), engines)
         if way == "any":
-            ours, theirs = sorted(ours), sorted(theirs)
+            train_ranks, engine_ranks = sorted(train_ranks), sorted(engine_ranks)
     else:
         shared = rng.randint(1, min(train, engines)) if way == "overlapping" else 0
         first = 0 if way != "before" else engines
-        ours = list(range(first, first + train))
-        theirs = list(range(engines)) if way == "before" else list(range(train - shared, train - shared + engines))
+        train_ranks = list(range(first, first + train))
+        engine_ranks = (
+            list(range(engines)) if way == "before" else list(range(train - shared, train - shared + engines))
+        )
     return replace(
         case,
-        train=replace(case.train, ranks=tuple(ours)),
-        engine=replace(case.engine, ranks=tuple(theirs)),
+        train=replace(case.train, ranks=tuple(train_ranks)),
+        engine=replace(case.engine, ranks=tuple(engine_ranks)),
         ranks_per_node=rng.choice((1, 2, 3, 4, 8, 16)),
     )
 
@@ -141,20 +146,20 @@ def divisors(number: int) -> list[int]:
 
 
 def stages(rng: random.Random, layers: int, pp: int) -> tuple[tuple[int, ...], ...]:
-    """Uneven, interleaved, or any layer on any stage; a stage may have no layer."""
+    """Return each stage's layers: uneven, interleaved or arbitrary; a stage may have none."""
     kind = rng.choice(("uneven", "interleaved", "custom"))
     if kind == "uneven":
         cuts = sorted(rng.randint(0, layers) for _ in range(pp - 1))
         edges = [0, *cuts, layers]
         return tuple(tuple(range(a, b)) for a, b in zip(edges, edges[1:], strict=False))
-    home = [layer % pp if kind == "interleaved" else rng.randrange(pp) for layer in range(layers)]
-    return tuple(tuple(layer for layer in range(layers) if home[layer] == stage) for stage in range(pp))
+    owner = [layer % pp if kind == "interleaved" else rng.randrange(pp) for layer in range(layers)]
+    return tuple(tuple(layer for layer in range(layers) if owner[layer] == stage) for stage in range(pp))
 
 
-def grouped(rng: random.Random, tp: int, engine_tp: int, block: int) -> dict[str, Any]:
-    """Heads of grouped-query attention: an engine of more ranks than groups repeats them."""
-    fits = [g for g in (tp, 2 * tp, 3 * tp) if engine_tp % g == 0 or g % engine_tp == 0]
-    groups = rng.choice(fits or [lcm(tp, engine_tp)])
+def gqa_heads(rng: random.Random, tp: int, engine_tp: int, block: int) -> dict[str, Any]:
+    """Return head counts of grouped-query attention; an engine with more ranks than groups replicates them."""
+    candidates = [g for g in (tp, 2 * tp, 3 * tp) if engine_tp % g == 0 or g % engine_tp == 0]
+    groups = rng.choice(candidates or [lcm(tp, engine_tp)])
     return {
         "num_key_value_heads": groups,
         "num_attention_heads": lcm(groups, engine_tp) * rng.randint(1, 2),
@@ -162,7 +167,7 @@ def grouped(rng: random.Random, tp: int, engine_tp: int, block: int) -> dict[str
     }
 
 
-def deepseek(rng: random.Random, heads: int, block: int) -> dict[str, Any]:
+def deepseek_config(rng: random.Random, heads: int, block: int) -> dict[str, Any]:
     heads *= rng.randint(1, 2)
     small = block == 1
     return {
@@ -170,7 +175,7 @@ def deepseek(rng: random.Random, heads: int, block: int) -> dict[str, Any]:
         "model_type": "deepseek_v3",
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        # In the engine the latent of keys and values follows it, from a whole block on.
+        # The engine fuses the KV latent behind it, starting at a whole block.
         "q_lora_rank": rng.choice((None, rng.randint(1, 6) if small else 128)),
         "kv_lora_rank": rng.randint(1, 6),
         "qk_nope_head_dim": rng.randint(1, 3) if small else 128,
@@ -188,8 +193,8 @@ def deepseek(rng: random.Random, heads: int, block: int) -> dict[str, Any]:
     }
 
 
-def placement(rng: random.Random, experts: int, ep: int) -> tuple[int, ...]:
-    """Every expert once, some more often, in any order."""
+def expert_placement(rng: random.Random, experts: int, ep: int) -> tuple[int, ...]:
+    """Return every expert, some of them several times, in random order."""
     result = list(range(experts)) + [rng.randrange(experts) for _ in range(ep * rng.randint(0, 2))]
     rng.shuffle(result)
     return tuple(result)

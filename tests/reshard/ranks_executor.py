@@ -1,5 +1,7 @@
-"""Ranks that push random weights to stand-ins of engines in their own memory. argv: seed of each case, for 4 ranks; or
-`58/0,1/2,3`, where the ranks 0 and 1 train and the engines have the ranks 2 and 3."""
+"""Ranks that sync random weights to fake engines in their own memory.
+
+argv: a seed for each case, on 4 ranks, or `58/0,1/2,3`, where ranks 0 and 1 train and ranks 2 and 3 have the engines.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ from megarl.reshard.run.scale_grids import has_split_blocks
 Tensors = dict[str, torch.Tensor]
 
 
-class Stand(torch.nn.Module):
-    """Has an engine rank's tensors, by SGLang's names."""
+class FakeEngineModel(torch.nn.Module):
+    """A model with an engine rank's tensors, by SGLang's names."""
 
     def __init__(self, tensors: Tensors) -> None:
         super().__init__()
@@ -39,7 +41,7 @@ class Stand(torch.nn.Module):
         return ((name, torch.nn.Parameter(tensor, requires_grad=False)) for name, tensor in self.tensors.items())
 
 
-def table(case: Any) -> list[Param]:
+def list_params(case: Any) -> list[Param]:
     family = family_of(case.hf)
     layers = case.hf["num_hidden_layers"] + (family.num_mtp_layers(case.hf) if case.engine.draft else 0)
     experts = range(family.num_experts(case.hf))
@@ -56,31 +58,31 @@ def full_weights(params: list[Param], dtype: torch.dtype, seed: int) -> Tensors:
     }
 
 
-def fill(target: torch.Tensor, param: Param, retained: list[ShardSlice], full: Tensors, of: str = "") -> None:
-    for source, dim, start, stop, offset in retained:
+def fill(target: torch.Tensor, param: Param, slices: list[ShardSlice], full: Tensors, of: str = "") -> None:
+    for source, dim, start, stop, offset in slices:
         complete = full[param.hf[source].name + of]
         target.narrow(dim, offset, stop - start).copy_(complete.narrow(dim, start, stop - start))
 
 
 def shards(case: Any, params: list[Param], full: Tensors, rank: int) -> Tensors:
-    """What Megatron holds on this rank, with rubbish for padding."""
+    """Return Megatron's shards on this rank, with garbage as padding."""
     experts = family_of(case.hf).num_experts(case.hf)
     actual = {}
     for param in params:
         local = case.train.trainer_rank(rank)
         if local is not None and case.train.has_param(local, param, experts):
-            retained = case.train.slices_of_rank(local, param)
-            size = max((h.offset + h.stop - h.start for h in retained), default=0)
+            slices = case.train.slices_of_rank(local, param)
+            size = max((h.offset + h.stop - h.start for h in slices), default=0)
             shape = list(param.hf[0].shape)
-            shape[retained[0].dim if retained else 0] = size
+            shape[slices[0].dim if slices else 0] = size
             dtype = full[param.hf[0].name].dtype
             actual[param.megatron] = torch.full(shape, 7.0, dtype=dtype)
-            fill(actual[param.megatron], param, retained, full)
+            fill(actual[param.megatron], param, slices, full)
     return actual
 
 
-def reference(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A whole matrix in FP8, and its scales; written apart from megarl.reshard.run.scale_grids."""
+def reference_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix in FP8 and its scales, independently of megarl.reshard.run.scale_grids."""
     grid = torch.empty(-(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK))
     quantised = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     for row in range(grid.shape[0]):
@@ -91,18 +93,18 @@ def reference(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quantised, grid
 
 
-def in_fp8(params: list[Param], full: Tensors) -> Tensors:
-    """All weights as the engine must hold them: some in FP8, with their scales under a name of their own."""
+def quantise_weights(params: list[Param], full: Tensors) -> Tensors:
+    """Return all weights as the engine must hold them: some in FP8, with scales as `NAME scales`."""
     actual = dict(full)
     for param in params:
         if is_quantised(param):
             for tensor in param.hf:
-                actual[tensor.name], actual[tensor.name + " scales"] = reference(full[tensor.name])
+                actual[tensor.name], actual[tensor.name + " scales"] = reference_fp8(full[tensor.name])
     return actual
 
 
 def engine_tensors(case: Any, params: list[Param], dtype: torch.dtype, rank: int) -> Tensors:
-    """An engine rank's tensors before the first push; none of a rank that has no engine."""
+    """Return an engine rank's tensors before the first weight sync; none for a rank without engine."""
     experts = family_of(case.hf).num_experts(case.hf)
     position = position_of(case, rank)
     shapes = {} if position is None else engine_shapes(params, case.engine, position, experts)
@@ -120,13 +122,13 @@ def engine_tensors(case: Any, params: list[Param], dtype: torch.dtype, rank: int
     return actual
 
 
-def of_scales(retained: list[ShardSlice]) -> list[ShardSlice]:
-    edges = ((h, h.start // BLOCK, -(-h.stop // BLOCK), h.offset // BLOCK) for h in retained)
+def scale_slices(slices: list[ShardSlice]) -> list[ShardSlice]:
+    edges = ((h, h.start // BLOCK, -(-h.stop // BLOCK), h.offset // BLOCK) for h in slices)
     return [h._replace(start=start, stop=stop, offset=offset) for h, start, stop, offset in edges]
 
 
-def wanted(case: Any, params: list[Param], full: Tensors, rank: int, empty: Tensors) -> Tensors:
-    """What the engine's rank must hold in the end."""
+def expected_tensors(case: Any, params: list[Param], full: Tensors, rank: int, empty: Tensors) -> Tensors:
+    """Return the tensors that the engine rank must hold in the end."""
     experts = family_of(case.hf).num_experts(case.hf)
     result = {name: tensor.clone() for name, tensor in empty.items()}
     position = position_of(case, rank)
@@ -136,11 +138,11 @@ def wanted(case: Any, params: list[Param], full: Tensors, rank: int, empty: Tens
             continue
         for index in case.engine.expert_indices(position, param, experts):
             target = result[slot.name][index] if slot.grid == "expert" else result[slot.name]
-            retained = case.engine.slices_of_rank(position, param)
-            fill(target, param, retained, full)
+            slices = case.engine.slices_of_rank(position, param)
+            fill(target, param, slices, full)
             if case.wire == "fp8" and is_quantised(param):
                 grid = result[slot.name + "_scale_inv"]
-                fill(grid[index] if slot.grid == "expert" else grid, param, of_scales(retained), full, " scales")
+                fill(grid[index] if slot.grid == "expert" else grid, param, scale_slices(slices), full, " scales")
     return result
 
 
@@ -149,7 +151,7 @@ def same(item: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def smallest_plan(case: Any) -> ReshardPlan:
-    """With the buckets of the case, or as small ones as will do."""
+    """Return a plan with the case's bucket size, doubled until it suffices."""
     hf, train, engine, node, bucket, wire, piece = case.arguments
     while True:
         try:
@@ -169,27 +171,27 @@ def case_of(text: str) -> Case:
 
 
 def position_of(case: Case, rank: int) -> int | None:
-    """Of a rank in its engine."""
+    """Return the position of a rank in its engine."""
     ranks = case.engine.ranks or tuple(range(case.train.world))
     return ranks.index(rank) % case.engine.tp if rank in ranks else None
 
 
 class Run:
-    """A case: four pushes, each compared with what the engine must hold."""
+    """A case: four weight syncs, each compared with the tensors that the engine must hold."""
 
     def __init__(self, text: str, rank: int) -> None:
         self.seed, self.rank = int(text.split("/")[0]), rank
         self.case = case_of(text)
         self.dtype = torch.float32 if self.case.wire == "fp32" else torch.bfloat16
-        self.params = table(self.case)
+        self.params = list_params(self.case)
         self.empty = engine_tensors(self.case, self.params, self.dtype, rank)
-        self.held = {name: tensor.clone() for name, tensor in self.empty.items()}
+        self.tensors = {name: tensor.clone() for name, tensor in self.empty.items()}
         drafts = {slot.name for slot in map(self.case.engine.slot_of, self.params) if slot and slot.is_draft}
         self.models = {
-            draft: Stand(
+            draft: FakeEngineModel(
                 {
                     name: tensor
-                    for name, tensor in self.held.items()
+                    for name, tensor in self.tensors.items()
                     if (name.removesuffix(SCALE_SUFFIX) in drafts) == draft
                 }
             )
@@ -197,7 +199,7 @@ class Run:
         }
         self.drafts: list[bool] = []
         self.orders: list[dict[str, Any]] = []
-        self.answers: list[dict[str, Any]] = []
+        self.replies: list[dict[str, Any]] = []
         self.executor = Executor(
             smallest_plan(self.case), rank, period=3, allocate=lambda size: torch.empty(size, dtype=torch.uint8)
         )
@@ -207,10 +209,10 @@ class Run:
         self.drafts.append(draft)
         if os.environ.get("FLIP") and self.rank == 0 and order["slices"]:
             buffer[order["slices"][0][6]] ^= 1
-        self.answers.append(weight_loader._run_order(self.models[draft], order, buffer))
+        self.replies.append(weight_loader._run_order(self.models[draft], order, buffer))
 
     def push(self, number: int) -> Tensors:
-        """The weights that were pushed."""
+        """Sync new weights and return them."""
         full = full_weights(self.params, self.dtype, self.seed + number)
         self.executor.sync(shards(self.case, self.params, full, self.rank), self.hand_over, number)
         return full
@@ -220,15 +222,15 @@ class Run:
         for number in range(4):
             first = len(self.orders)
             full = self.push(number)
-            meant = in_fp8(self.params, full) if self.case.wire == "fp8" else full
-            expected = wanted(self.case, self.params, meant, self.rank, self.empty)
-            equal.append(all(same(self.held[name], expected[name]) for name in expected))
+            source = quantise_weights(self.params, full) if self.case.wire == "fp8" else full
+            expected = expected_tensors(self.case, self.params, source, self.rank, self.empty)
+            equal.append(all(same(self.tensors[name], expected[name]) for name in expected))
             slices = [entry for order in self.orders[first:] for entry in order["slices"]]
             verified.append([sum(entry[7] >= 0 for entry in slices), len(slices)])
         return {
             "equal": equal,
             "verified": verified,
-            "wrong": [name for answer in self.answers for name in answer.get("wrong", ["no answer"])],
+            "wrong": [name for answer in self.replies for name in answer.get("wrong", ["no answer"])],
             "rounds": self.executor.plan.rounds,
             "drafts": self.drafts,
             "wire": self.case.wire,
@@ -239,11 +241,11 @@ class Run:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    ranks.warm_up_group()  # as those of a job do
+    ranks.warm_up_group()  # as in a job
     rank, results = dist.get_rank(), {}
     for text in sys.argv[1:]:
         run = Run(text, rank)
-        if rank in run.executor.plan.rank_map.participants:  # the others have nothing to do
+        if rank in run.executor.plan.rank_map.participants:  # other ranks do not take part
             results[text] = run.result()
     if not os.environ.get("DIE"):
         print("RESULT " + json.dumps(results), flush=True)
@@ -255,7 +257,7 @@ def main() -> None:
     except WeightSyncError as error:
         results["died"] = str(error)
     print("RESULT " + json.dumps(results), flush=True)
-    os._exit(0)  # the group cannot be left in order
+    os._exit(0)  # the process group cannot shut down
 
 
 if __name__ == "__main__":

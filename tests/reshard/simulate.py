@@ -1,7 +1,7 @@
-"""A plan carried out for all ranks in one process, with the number of each element in its place.
+"""Execute a plan for all ranks in one process, with element numbers as values.
 
-Nothing is taken from the planner but the plan: shards and the engine's tensors are made here from the layouts' cuts,
-and what arrives is compared with them.
+Only the plan comes from the planner: shards and the expected engine tensors are built here from the layouts, and the
+received tensors are compared with them.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from megarl.models.registry import family_of
 from megarl.reshard.plan.layout import EngineLayout, ShardSlice, TrainLayout
 from megarl.reshard.plan.planner import ALIGN, PeerMessage, RankPlan, ReshardPlan, Round, TensorPiece
 
-EMPTY = -1  # of the engine's tensors: padding, or not written yet
+UNWRITTEN = -1  # padding, or not written yet
 BLOCK = 128
 
 Key = tuple[str, int, tuple[int, int], tuple[int, int], bool]
 
 
 class Result(NamedTuple):
-    """Bytes of weights by sender and receiver, without alignment, and the largest share of half a bucket in use."""
+    """Unaligned weight bytes by (sender, receiver), and the largest used fraction of half a bucket."""
 
     bytes: Counter[tuple[int, int]]
     fullest: float
 
 
 class Model:
-    """Which element is where, as numbers of elements; blocks' scales are numbered after the weights."""
+    """Tensors whose values are element numbers; block scales are numbered after the weights."""
 
     def __init__(self, hf: HFConfig, train: TrainLayout, engine: EngineLayout, fp8: bool) -> None:
         family = family_of(hf)
         self.train, self.engine, self.fp8 = train, engine, fp8
-        self.ours = train.ranks or tuple(range(train.world))
+        self.train_ranks = train.ranks or tuple(range(train.world))
         self.experts = family.num_experts(hf)
         count = int(hf["num_hidden_layers"]) + family.num_mtp_layers(hf)
         rows = [row for layer in range(count) for row in family.layer(hf, layer, range(self.experts))]
@@ -58,72 +58,76 @@ class Model:
                 self.grid[name] = number + np.arange(prod(shape)).reshape(shape)
                 number += prod(shape)
         self.shards: dict[tuple[str, int], np.ndarray] = {}
-        self.packed: dict[tuple[int, Key], np.ndarray] = {}
-        self.places: dict[tuple[int, Key], list[tuple[str, tuple[Any, ...], tuple[slice, slice]]]] = {}
+        self.pack_cache: dict[tuple[int, Key], np.ndarray] = {}
+        self.unpack_cache: dict[tuple[int, Key], list[tuple[str, tuple[Any, ...], tuple[slice, slice]]]] = {}
 
-    def assembled(self, param: Param, cut: Sharding, size: int, part: int) -> np.ndarray:
-        """A gather and slice: the shard that a cut makes of the whole tensors."""
+    def make_shard(self, param: Param, cut: Sharding, size: int, part: int) -> np.ndarray:
+        """Return the shard that a sharding makes of the full tensors, by gather and slice."""
         dim, slices = split_with(param, cut, size, part)
         result = []
         for source, start, stop in slices:
             if source == PADDING:
                 shape = list(self.full[param.hf[0].name].shape)
                 shape[dim] = stop - start
-                result.append(np.full(shape, EMPTY))
+                result.append(np.full(shape, UNWRITTEN))
             else:
                 result.append(self.full[param.hf[source].name].take(range(start, stop), axis=dim))
         return np.concatenate(result, axis=dim)
 
     def pack(self, rank: int, piece: TensorPiece) -> np.ndarray:
-        """Out of the shard of a rank of the job."""
-        assert rank in self.ours, f"rank {rank} sends and does not train"
-        rank = self.ours.index(rank)
+        """Return a piece of a rank's shard."""
+        assert rank in self.train_ranks, f"rank {rank} sends and does not train"
+        rank = self.train_ranks.index(rank)
         part = self.train.shard_index(rank, piece.param.expert is not None)
         assert self.train.has_param(rank, piece.param, self.experts), f"rank {rank} sends what it has not: {piece}"
         key = part, key_of(piece)
-        if key not in self.packed:
+        if key not in self.pack_cache:
             retained = [h for h in self.train.slices_of_rank(rank, piece.param) if h.source == piece.source]
-            self.packed[key] = self._scales(retained, piece) if piece.is_scale else self._weights(part, retained, piece)
-        return self.packed[key]
+            self.pack_cache[key] = (
+                self._scales(retained, piece) if piece.is_scale else self._weights(part, retained, piece)
+            )
+        return self.pack_cache[key]
 
     def _weights(self, part: int, retained: Sequence[ShardSlice], piece: TensorPiece) -> np.ndarray:
         name = piece.param.megatron
         if (name, part) not in self.shards:
             size = self.train.num_shards(piece.param.expert is not None)
-            self.shards[name, part] = self.assembled(piece.param, piece.param.sharding, size, part)
+            self.shards[name, part] = self.make_shard(piece.param, piece.param.sharding, size, part)
         common = [(h, both) for h in retained if (both := overlap(h.start, h.stop, h.dim, piece))]
         assert len(common) == 1, f"a piece in {len(common)} intervals of part {part}: {piece}"
         (h, both), *_ = common
-        # In the shard the other dimension is whole, this one begins with the interval at its offset.
-        result = self.shards[name, part][both.moved(h.offset - h.start)]
+        # The shard has the other dimension in full; along this one, the interval starts at its offset.
+        result = self.shards[name, part][both.shifted(h.offset - h.start)]
         assert result.shape == tuple(stop - start for start, stop in box(piece)), f"part {part} has not all of {piece}"
         return result
 
     def _scales(self, retained: Sequence[ShardSlice], piece: TensorPiece) -> np.ndarray:
-        """A rank knows the scale of each block that it has any of."""
-        result = np.full([stop - start for start, stop in box(piece)], EMPTY)
+        """Return scales; a rank knows those of every block that it has a part of."""
+        result = np.full([stop - start for start, stop in box(piece)], UNWRITTEN)
         grid = self.grid[piece.param.hf[piece.source].name]
         for h in retained:
             if common := overlap(h.start // BLOCK, -(-h.stop // BLOCK), h.dim, piece):
-                result[common.inner] = grid[common.moved(0)]
-        assert (result != EMPTY).all(), f"no block of some scales: {piece}"
+                result[common.inner] = grid[common.shifted(0)]
+        assert (result != UNWRITTEN).all(), f"no block of some scales: {piece}"
         return result
 
     def unpack(self, position: int, tensors: dict[str, np.ndarray], piece: TensorPiece, values: np.ndarray) -> None:
-        """Into an engine rank's tensors; what is written must be needed, and be written once."""
+        """Write a piece into an engine rank's tensors; each element must be needed and written once."""
         key = position, key_of(piece)
-        if key not in self.places:
-            self.places[key] = self._places(position, piece)
+        if key not in self.unpack_cache:
+            self.unpack_cache[key] = self._find_targets(position, piece)
         written = 0
-        for name, target, inner in self.places[key]:
-            assert (tensors[name][target] == EMPTY).all(), f"{name} is written twice by {piece}"
+        for name, target, inner in self.unpack_cache[key]:
+            assert (tensors[name][target] == UNWRITTEN).all(), f"{name} is written twice by {piece}"
             tensors[name][target] = values[inner]
             written += values[inner].size
         copies = len(self.engine.expert_indices(position, piece.param, self.experts))
-        assert len(self.places[key]) == copies or piece.is_scale, f"a piece in several intervals: {piece}"
+        assert len(self.unpack_cache[key]) == copies or piece.is_scale, f"a piece in several intervals: {piece}"
         assert written == copies * values.size > 0, f"engine rank {position} does not need all of {piece}"
 
-    def _places(self, position: int, piece: TensorPiece) -> list[tuple[str, tuple[Any, ...], tuple[slice, slice]]]:
+    def _find_targets(
+        self, position: int, piece: TensorPiece
+    ) -> list[tuple[str, tuple[Any, ...], tuple[slice, slice]]]:
         slot = self.engine.slot_of(piece.param)
         assert slot is not None
         unit = BLOCK if piece.is_scale else 1
@@ -133,14 +137,14 @@ class Model:
             if h.source != piece.source:
                 continue
             if common := overlap(h.start // unit, -(-h.stop // unit), h.dim, piece):
-                target = common.moved(h.offset // unit - h.start // unit)
+                target = common.shifted(h.offset // unit - h.start // unit)
                 for index in self.engine.expert_indices(position, piece.param, self.experts):
                     name = slot.name + (".scale" if piece.is_scale else "")
                     result.append((name, (index, *target), common.inner))
         return result
 
     def engine_tensors(self, position: int) -> dict[str, np.ndarray]:
-        """What an engine rank must have in the end; every tensor has a first dimension, of stacked experts or 1."""
+        """Return the expected tensors of an engine rank; their first dimension stacks experts, or is 1."""
         parts: dict[str, list[tuple[int, int, int, np.ndarray]]] = {}
         for param in self.params.values():
             slot = self.engine.slot_of(param)
@@ -148,13 +152,13 @@ class Model:
             if slot is None or not indices:
                 continue
             size, part = self.engine.num_shards(slot.grid), self.engine.shard_index(position, slot.grid)
-            shard = self.assembled(param, slot.sharding, size, part)
+            shard = self.make_shard(param, slot.sharding, size, part)
             dim = split_with(param, slot.sharding, size, part).dim
             for index in indices:
                 parts.setdefault(slot.name, []).append((index, dim, slot.offset, shard))
             if self.fp8 and is_quantised(param):
-                # By the block that each 128th element is of.
-                scales = np.full([-(-n // BLOCK) for n in shard.shape], EMPTY)
+                # The block of every 128th element gives the scale.
+                scales = np.full([-(-n // BLOCK) for n in shard.shape], UNWRITTEN)
                 for name, _ in param.hf:
                     inside = np.isin(shard[::BLOCK, ::BLOCK], self.full[name])
                     place = shard[::BLOCK, ::BLOCK][inside] - self.full[name][0, 0]
@@ -167,7 +171,7 @@ class Model:
             shape = [max(e[0] for e in entries) + 1, *entries[0][3].shape]
             dim = entries[0][1]
             shape[1 + dim] = max(at + values.shape[dim] for _, _, at, values in entries)
-            result[name] = np.full(shape, EMPTY)
+            result[name] = np.full(shape, UNWRITTEN)
             for index, dim, at, values in entries:
                 target = result[name][index].swapaxes(0, dim)
                 target[at : at + values.shape[dim]] = values.swapaxes(0, dim)
@@ -175,14 +179,14 @@ class Model:
 
 
 class Overlap(NamedTuple):
-    """The part of a piece that an interval has: where in the piece, and where in the tensor."""
+    """The intersection of a piece and an interval, as indices of the piece (inner) and of the tensor (outer)."""
 
     inner: tuple[slice, slice]
     outer: tuple[tuple[int, int], tuple[int, int]]
     dim: int
 
-    def moved(self, by: int) -> tuple[slice, slice]:
-        """Of the tensor, `by` further on along the interval's dimension."""
+    def shifted(self, by: int) -> tuple[slice, slice]:
+        """Return tensor indices shifted by `by` along the interval's dimension."""
         rows, columns = (
             slice(start + by * (dim == self.dim), stop + by * (dim == self.dim))
             for dim, (start, stop) in enumerate(self.outer)
@@ -209,25 +213,30 @@ def key_of(piece: TensorPiece) -> Key:
     return piece.param.megatron, piece.source, piece.rows, piece.columns, piece.is_scale
 
 
-def keys(message: PeerMessage) -> tuple[list[Key], list[Key]]:
+def piece_keys(message: PeerMessage) -> tuple[list[Key], list[Key]]:
     return [key_of(piece) for piece in message.direct], [key_of(piece) for piece in message.forward]
 
 
-def staged(pieces: Sequence[TensorPiece]) -> int:
-    """Bytes of a message in a buffer: each piece begins at a multiple of `ALIGN`; hashes of 8 bytes each follow."""
+def staged_bytes(pieces: Sequence[TensorPiece]) -> int:
+    """Return a message's bytes in a buffer: pieces aligned to `ALIGN`, followed by hashes of 8 bytes each."""
     return sum(-(-nbytes // ALIGN) * ALIGN for nbytes in (*(piece.nbytes for piece in pieces), 8 * len(pieces)))
 
 
 def simulate(plan: ReshardPlan, hf: HFConfig, wire: str, ranks_per_node: int) -> Result:
-    """Raises AssertionError, with what and where, if a rank waits for what nobody sends, sends what it has not, stages
-    too much, or an engine's tensor differs from a gather and slice in the end."""
+    """Execute the plan and check it.
+
+    Raises AssertionError if a rank waits for a message that nobody sends, sends elements that it does not have, exceeds
+    its bucket, or if an engine tensor differs from a gather and slice in the end.
+    """
     train, engine = plan.train, plan.engine
     model = Model(hf, train, engine, wire == "fp8")
-    wanted = [model.engine_tensors(position) for position in range(engine.tp)]
-    theirs = engine.ranks or model.ours
-    world = max(*model.ours, *theirs) + 3  # some behind the last that takes part
-    position = {rank: number % engine.tp for number, rank in enumerate(theirs)}
-    tensors = {rank: {name: np.full_like(w, EMPTY) for name, w in wanted[at].items()} for rank, at in position.items()}
+    expected = [model.engine_tensors(position) for position in range(engine.tp)]
+    engine_ranks = engine.ranks or model.train_ranks
+    world = max(*model.train_ranks, *engine_ranks) + 3  # with some idle ranks at the end
+    position = {rank: number % engine.tp for number, rank in enumerate(engine_ranks)}
+    tensors = {
+        rank: {name: np.full_like(w, UNWRITTEN) for name, w in expected[at].items()} for rank, at in position.items()
+    }
     ranks = [RankPlan(plan, rank) for rank in range(world)]
     received: list[dict[Key, np.ndarray]] = [{} for _ in range(world)]
     total: Counter[tuple[int, int]] = Counter()
@@ -238,16 +247,18 @@ def simulate(plan: ReshardPlan, hf: HFConfig, wire: str, ranks_per_node: int) ->
         assert len(posted) == sum(len(now.sends) for now in rounds), f"round {number}: two messages between two ranks"
         arrived: list[dict[Key, np.ndarray]] = [{} for _ in range(world)]
         for rank, now in enumerate(rounds):
-            out = sum(staged(m.pieces) for m in now.sends)
-            into = sum(staged(m.pieces) for m in now.receives) + staged(now.local)
-            fullest = max(fullest, 2 * max(out, into) / plan.bucket_bytes)
-            assert max(out, into) <= plan.bucket_bytes // 2, f"round {number}, rank {rank}: {out} out, {into} in"
+            send_bytes = sum(staged_bytes(m.pieces) for m in now.sends)
+            receive_bytes = sum(staged_bytes(m.pieces) for m in now.receives) + staged_bytes(now.local)
+            fullest = max(fullest, 2 * max(send_bytes, receive_bytes) / plan.bucket_bytes)
+            assert max(send_bytes, receive_bytes) <= plan.bucket_bytes // 2, (
+                f"round {number}, rank {rank}: {send_bytes} out, {receive_bytes} in"
+            )
             assert rank in position or not (now.receives or now.local), f"round {number}: rank {rank} has no engine"
             for message in now.receives:
                 where = f"round {number}, {message.peer} -> {rank}"
                 sent = posted.pop((message.peer, rank), None)
                 assert sent is not None, f"{where}: nobody sends it"
-                assert keys(sent) == keys(message), f"{where}: the ends differ"
+                assert piece_keys(sent) == piece_keys(message), f"{where}: the ends differ"
                 assert [p.nbytes for p in sent.pieces] == [p.nbytes for p in message.pieces], where
                 assert message.pieces and message.peer != rank, where
                 for piece in message.direct:
@@ -267,6 +278,8 @@ def simulate(plan: ReshardPlan, hf: HFConfig, wire: str, ranks_per_node: int) ->
         assert not posted, f"round {number}: nobody receives {sorted(posted)}"
         received = arrived
     for rank, at in position.items():
-        for name, want in wanted[at].items():
-            assert np.array_equal(tensors[rank][name], want), f"rank {rank}: {name} differs from a gather and slice"
+        for name, expected_tensor in expected[at].items():
+            assert np.array_equal(tensors[rank][name], expected_tensor), (
+                f"rank {rank}: {name} differs from a gather and slice"
+            )
     return Result(total, fullest)

@@ -1,4 +1,4 @@
-"""The bound: by hand, against sets of elements, and the published table of DeepSeek-V3."""
+"""Lower bounds of transfers: by hand, against brute force, and the published table of DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_layouts import Case, apart, random_case
+from random_layouts import Case, random_case, random_split_case
 
 from megarl.config import ConfigError
 from megarl.models import blocks
@@ -26,7 +26,7 @@ Element = tuple[str, int, int]
 MODELS = Path(__file__).resolve().parents[2] / "configs/models"
 DEEPSEEK = json.loads((MODELS / "deepseek_v3.json").read_text())
 
-# One layer of norms and 4 heads of 2 over a hidden size of 4; vocabulary 8, tied. Elements of the parts that are cut:
+# One layer with 4 heads of 2 and hidden size 4, tied vocabulary of 8. Elements of the sharded parameters:
 # embedding 8 x 4, qkv 3 x 8 x 4 with 3 biases of 8, o 4 x 8, gate, up and down 8 x 4 each.
 TINY = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -42,15 +42,15 @@ TINY = {
 CUT, NORMS = 8 * 4 + 3 * (8 * 4 + 8) + 4 * 8 + 3 * 8 * 4, 3 * 4
 
 
-def test_by_hand_the_same_parts_on_both_sides() -> None:
-    # Megatron's vocabulary is padded to 256 rows and SGLang's to 64: all of it is on rank 0, of either. Else, no byte.
+def test_equal_shards_need_no_transfer() -> None:
+    # Megatron pads the vocabulary to 256 rows and SGLang to 64, so rank 0 has all of it in both. Nothing moves.
     result = compute_bound(TINY, TrainLayout(2, 2, 1, ((0,),)), EngineLayout(2), ranks_per_node=2)
     assert result.needed.tolist() == [2 * (32 + (CUT - 32) // 2 + NORMS), 2 * ((CUT - 32) // 2 + NORMS)]
     assert result.cross_bytes == result.internode_bytes == result.send == result.recv == result.nic_send == 0
 
 
-def test_by_hand_one_rank_has_all() -> None:
-    # Two stages of two: the layer on stage 0 on both ranks whole, and the final norm (16 bytes in fp32) on stage 1.
+def test_engines_of_one_rank_by_hand() -> None:
+    # Two stages of two ranks, unsharded: the layer on stage 0, the final norm (16 bytes in fp32) on stage 1.
     result = compute_bound(TINY, TrainLayout(4, 1, 1, ((0,), ())), EngineLayout(1), ranks_per_node=2, wire="fp32")
     model, last = 4 * (CUT + NORMS), 16
     assert result.needed.tolist() == [model] * 4
@@ -58,16 +58,16 @@ def test_by_hand_one_rank_has_all() -> None:
     assert result.cross.tolist() == [last] * 2 + [model - last] * 2
     assert result.internode.tolist() == [last, model - last]
     assert result.recv == model - last
-    # Stage 0 sends its part to node 1 once, half each; there one sends on to the other, half each. The norm comes back
-    # the same way, so that all of the model is sent twice, by four.
+    # The ranks of stage 0 each send half of it to node 1, whose ranks exchange the halves. The norm comes back the same
+    # way, so four ranks send the whole model twice.
     assert result.nic_send == result.nic_recv == (model - last) / 2
     assert result.send == model / 2
 
 
-def test_by_hand_sharing() -> None:
+def test_bound_busiest_by_hand() -> None:
     jobs = TransferJobs()
-    able = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]], bool)
-    jobs.add(np.zeros(3, np.int64), able, np.array([6, 6, 4]), network=True)
+    eligible = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]], bool)
+    jobs.add(np.zeros(3, np.int64), eligible, np.array([6, 6, 4]), network=True)
     classes = [np.arange(4), np.zeros(4, np.int64)]
     lowest, result, ranks, _ = jobs.bound_busiest(4, classes)
     assert (
@@ -80,8 +80,8 @@ def test_by_hand_sharing() -> None:
     )  # ranks 0, 1, 2: no class
 
 
-def test_by_hand_the_network_is_shared_first() -> None:
-    """Ranks 0 and 1 can each send 12 bytes over the network, and rank 0 alone 6 inside of its node."""
+def test_bound_busiest_with_a_network_cap_by_hand() -> None:
+    """Ranks 0 and 1 can both send 12 bytes over the network; only rank 0 can send 6 inside its node."""
     network, all_links = TransferJobs(), TransferJobs()
     for jobs in (network, all_links):
         jobs.add(np.array([0]), np.array([[1, 1]], bool), np.array([12]), network=True)
@@ -110,20 +110,20 @@ def test_fp8_counts_blocks_and_scales() -> None:
 TABLE = {
     # train world, pp, ep; engine -> needed, local, cross, between nodes, GB per GPU
     "256 TP16": (256, 16, 16, EngineLayout(16, draft=True), (87.5, 0.5, 87.0, 82.7)),
-    # Published as 5.4 and, below, 2.8 and 42.1, with `eh_proj` whole on every rank of the trainer; Megatron cuts it by
-    # rows, which is 11 MB a GPU less at home: 5.346 for 5.357, 2.739 for 2.750 and 42.155 for 42.144.
+    # Published as 5.4 and, below, 2.8 and 42.1, with `eh_proj` replicated on every trainer rank; Megatron shards it by
+    # rows, which is 11 MB per GPU less local data: 5.346 for 5.357, 2.739 for 2.750 and 42.155 for 42.144.
     "256 TP16 EP16": (256, 16, 16, EngineLayout(16, 16, draft=True), (87.5, 5.3, 82.1, 80.1)),
     "256 TP32 EP32": (256, 8, 32, EngineLayout(32, 32, draft=True), (44.9, 5.5, 39.4, 37.5)),
     "512 TP16": (512, 16, 8, EngineLayout(16, draft=True), (87.5, 0.8, 86.7, 80.1)),
     "512 TP32 EP32": (512, 16, 32, EngineLayout(32, 32, draft=True), (44.9, 2.7, 42.2, 40.2)),
-    # With the dense MLPs, shared experts and the head as the attention: whole on every rank.
+    # Dense MLPs, shared experts and head are replicated like the attention.
     "512 DP": (512, 16, 32, EngineLayout(32, 32, 32, 1, 1, 1, draft=True), (76.5, 3.0, 73.5, 43.1)),
     "2048 TP32 EP32": (2048, 16, 64, EngineLayout(32, 32, draft=True), (44.9, 0.2, 44.7, 42.5)),
 }
 
 
 @pytest.mark.parametrize("row", TABLE)
-def test_the_published_table(row: str) -> None:
+def test_published_bytes_of_deepseek_v3(row: str) -> None:
     world, pp, ep, engine, published = TABLE[row]
     result = compute_bound(DEEPSEEK, TrainLayout(world, 8, ep, even_stages(61, pp)), engine, ranks_per_node=8)
     totals = (result.needed_bytes, result.local_bytes, result.cross_bytes, result.internode_bytes)
@@ -132,8 +132,8 @@ def test_the_published_table(row: str) -> None:
 
 
 @pytest.mark.parametrize(("world", "ep", "sends", "receives"), [(512, 32, 1.109, 1.062), (2048, 64, 1.108, 1.008)])
-def test_the_published_balance(world: int, ep: int, sends: float, receives: float) -> None:
-    """Of 62 layers over 16 stages with three on the first and on the last two, where that of MTP comes on top."""
+def test_published_balance_of_deepseek_v3(world: int, ep: int, sends: float, receives: float) -> None:
+    """61 layers over 16 stages, three on the first and the last two, plus the MTP layer."""
     train = TrainLayout(world, 8, ep, even_stages(61, 16, [3] + [4] * 13 + [3] * 2))
     result = compute_bound(DEEPSEEK, train, EngineLayout(32, 32, draft=True), ranks_per_node=8)
     mean = result.internode_bytes / world
@@ -142,7 +142,7 @@ def test_the_published_balance(world: int, ep: int, sends: float, receives: floa
     assert result.nic_send / 1e9 == pytest.approx({512: 44.6, 2048: 47.1}[world], abs=0.05)
 
 
-def test_the_whole_model() -> None:
+def test_single_rank_has_the_whole_model() -> None:
     item = compute_bound(
         DEEPSEEK, TrainLayout(1, 1, 1, even_stages(61, 1)), EngineLayout(1, draft=True), ranks_per_node=8
     )
@@ -151,12 +151,12 @@ def test_the_whole_model() -> None:
 
 
 def check_tight(result: Bound) -> None:
-    """A sharing of the jobs was found that is as good: no other set of ranks would give a higher bound."""
+    """Check that the bound is attainable, so that no other set of ranks gives a higher one."""
     for name, attainable in result.attainable.items():
         assert attainable <= 1.01 * getattr(result, name), name
 
 
-def whole_table(hf: dict[str, Any]) -> list[Param]:
+def list_params(hf: dict[str, Any]) -> list[Param]:
     family = family_of(hf)
     layers = range(hf["num_hidden_layers"] + family.num_mtp_layers(hf))
     rows = [row for layer in layers for row in family.layer(hf, layer, range(family.num_experts(hf)))]
@@ -167,38 +167,38 @@ def small_case(seed: int) -> Case:
     return random_case(seed, worlds=(1, 2, 3, 4, 6, 8))
 
 
-def elements_of_all_ranks(case: Case) -> int:
-    return case.train.world * sum(param.size for param in whole_table(case.hf))
+def count_elements(case: Case) -> int:
+    return case.train.world * sum(param.size for param in list_params(case.hf))
 
 
-# Those that can be gone through element by element.
-SEEDS = [seed for seed in range(150) if elements_of_all_ranks(small_case(seed)) < 30_000]
+# Cases small enough for brute force.
+SEEDS = [seed for seed in range(150) if count_elements(small_case(seed)) < 30_000]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_against_sets_of_elements(seed: int) -> None:
+def test_bound_matches_brute_force(seed: int) -> None:
     case = small_case(seed)
     result = compute_bound(case.hf, case.train, case.engine, case.ranks_per_node, case.wire)
-    brute_force(case, whole_table(case.hf), result)
+    brute_force(case, list_params(case.hf), result)
     check_tight(result)
 
 
-APART = [seed for seed in range(300) if elements_of_all_ranks(apart(seed, (1, 2, 3, 4), 7)) < 8_000]
+SPLIT_SEEDS = [seed for seed in range(300) if count_elements(random_split_case(seed, (1, 2, 3, 4), 7)) < 8_000]
 
 
-@pytest.mark.parametrize("seed", APART)
-def test_against_sets_of_elements_on_other_ranks(seed: int) -> None:
-    case = apart(seed, (1, 2, 3, 4), 7)
+@pytest.mark.parametrize("seed", SPLIT_SEEDS)
+def test_bound_matches_brute_force_on_separate_ranks(seed: int) -> None:
+    case = random_split_case(seed, (1, 2, 3, 4), 7)
     result = compute_bound(case.hf, case.train, case.engine, case.ranks_per_node, case.wire)
-    brute_force(case, whole_table(case.hf), result)
+    brute_force(case, list_params(case.hf), result)
     check_tight(result)
 
 
 def brute_force(case: Case, table: list[Param], result: Bound) -> None:
     train, engine, local_items = case.train, case.engine, case.ranks_per_node
-    ours = train.ranks or tuple(range(train.world))
-    engines = {rank: number % engine.tp for number, rank in enumerate(engine.ranks or ours)}
-    world = max(*ours, *engines) + 1
+    train_ranks = train.ranks or tuple(range(train.world))
+    engines = {rank: number % engine.tp for number, rank in enumerate(engine.ranks or train_ranks)}
+    world = max(*train_ranks, *engines) + 1
     local_items = min(local_items, world)
     world = -(-world // local_items) * local_items
     experts = family_of(case.hf).num_experts(case.hf)
@@ -218,7 +218,7 @@ def brute_force(case: Case, table: list[Param], result: Bound) -> None:
         theirs = [elements(param, slot.sharding, parts, part, case.wire) for part in range(parts)]
         for shard in shards:
             size |= shard
-        for number, rank in enumerate(ours):
+        for number, rank in enumerate(train_ranks):
             if train.has_param(number, param, experts):
                 holds[rank].update(shards[train.shard_index(number, expert)])
         for rank, position in engines.items():
@@ -228,50 +228,50 @@ def brute_force(case: Case, table: list[Param], result: Bound) -> None:
     assert result.cross.tolist() == cross
     assert result.needed.tolist() == [sum(size[e] for e in need) for need in needs]
     nodes = [range(first, first + local_items) for first in range(0, world, local_items)]
-    enter = [set().union(*(needs[r] for r in node)) - set().union(*(holds[r] for r in node)) for node in nodes]
-    assert result.internode.tolist() == [sum(size[e] for e in elements_) for elements_ in enter]
+    entering = [set().union(*(needs[r] for r in node)) - set().union(*(holds[r] for r in node)) for node in nodes]
+    assert result.internode.tolist() == [sum(size[e] for e in elements_) for elements_ in entering]
 
-    alike: Counter[tuple[tuple[bool, ...], tuple[bool, ...]]] = Counter()
+    bytes_by_ranks: Counter[tuple[tuple[bool, ...], tuple[bool, ...]]] = Counter()
     for element, bytes_ in size.items():
-        alike[tuple(element in h for h in holds), tuple(element in n for n in needs)] += bytes_
+        bytes_by_ranks[tuple(element in h for h in holds), tuple(element in n for n in needs)] += bytes_
     jobs: dict[str, Counter[frozenset[int]]] = {name: Counter() for name in ("send", "nic_send", "nic_recv")}
-    for (retained, needed), bytes_ in alike.items():
+    for (retained, needed), bytes_ in bytes_by_ranks.items():
         owners = frozenset(rank for rank in range(world) if retained[rank])
         for node in nodes:
-            lack = frozenset(rank for rank in node if needed[rank] and not retained[rank])
-            near = owners & set(node)
-            if not lack:
+            missing = frozenset(rank for rank in node if needed[rank] and not retained[rank])
+            local_owners = owners & set(node)
+            if not missing:
                 continue
-            jobs["send"][near or owners] += bytes_
-            jobs["send"][lack | near] += bytes_ * (len(lack) - 1)
-            if not near:
+            jobs["send"][local_owners or owners] += bytes_
+            jobs["send"][missing | local_owners] += bytes_ * (len(missing) - 1)
+            if not local_owners:
                 jobs["nic_send"][owners] += bytes_
-                jobs["nic_recv"][lack] += bytes_
+                jobs["nic_recv"][missing] += bytes_
     assert result.recv == max(cross)
     for name, least in (("nic_send", result.nic_send), ("nic_recv", result.nic_recv), ("send", result.send)):
         check_best_set(least, jobs[name], Counter(), 0.0, world, name)
-    inside = jobs["send"] - jobs["nic_send"]  # `send` counts those over the network, too
+    inside = jobs["send"] - jobs["nic_send"]  # `send` includes jobs over the network
     check_best_set(result.send_capped, inside, jobs["nic_send"], NETWORK_SLACK * result.nic_send, world, "send")
 
 
 def check_best_set(
     result: float, local: Counter[frozenset[int]], capped: Counter[frozenset[int]], cap: float, world: int, name: str
 ) -> None:
-    """Every way to choose a set U, and where jobs are capped a set V besides: see `megarl/reshard/README.md`."""
+    """Try every set U, and every set V if jobs are capped, as defined in `megarl/reshard/README.md`."""
     best = 0.0
     for part in itertools.product((0, 1, 2) if capped else (0, 1), repeat=world):
         u = frozenset(rank for rank in range(world) if part[rank] == 1)
         v = frozenset(rank for rank in range(world) if part[rank] == 2)
         if u:
-            sent = sum(b for able, b in local.items() if able <= u) + sum(
-                b for able, b in capped.items() if able <= u | v
+            sent = sum(b for eligible, b in local.items() if eligible <= u) + sum(
+                b for eligible, b in capped.items() if eligible <= u | v
             )
             best = max(best, (sent - cap * len(v)) / len(u))
     assert 0.99 * best <= result <= best * (1 + 1e-9), name
 
 
 def elements(param: Param, cut: Sharding, parts: int, part: int, wire: str) -> dict[Element, int]:
-    """The elements of a shard, one by one, with their bytes."""
+    """Return a shard's elements with their bytes."""
     quantised = wire == "fp8" and is_quantised(param)
     bytes_ = 1 if quantised else 4 if wire == "fp32" or param.dtype is not None else 2
     dim, slices = split_with(param, cut, parts, part)
@@ -289,7 +289,7 @@ def elements(param: Param, cut: Sharding, parts: int, part: int, wire: str) -> d
     return result
 
 
-def test_what_does_not_divide() -> None:
+def test_indivisible_layouts_raise() -> None:
     with pytest.raises(ConfigError, match="engine's tp=3 does not divide the 4 ranks"):
         compute_bound(TINY, TrainLayout(4, 2, 1, ((0,),)), EngineLayout(3), 4)
     with pytest.raises(ConfigError, match="4 ranks are not whole nodes of 3"):

@@ -1,4 +1,4 @@
-"""The hash against a slow one in whole numbers of Python, and what it must and must not tell apart."""
+"""The tensor hash: against a pure Python one, and which tensors it distinguishes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def slice_hash(tensor: torch.Tensor) -> int:
 
 
 def slow_hash(data: bytes) -> int:
-    """splitmix64's finaliser written out with numbers that do not wrap."""
+    """splitmix64's finaliser in Python integers."""
 
     def mix(z: int) -> int:
         z %= 1 << 64
@@ -36,8 +36,8 @@ def slow_hash(data: bytes) -> int:
     return total - (1 << 64) if total >> 63 else total
 
 
-def bits(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    """Random bits, NaNs and negative zeros among them."""
+def random_bits(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    """Return random bits, including NaN and negative zero."""
     size = torch.Size(shape).numel() * dtype.itemsize
     generator = torch.Generator().manual_seed(seed)
     high = 2 if dtype == torch.bool else 256
@@ -45,23 +45,23 @@ def bits(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> tor
 
 
 @pytest.fixture(params=[1, 3, 1 << 16])
-def words(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few words are hashed at a time, the hash is the same."""
+def words_at_a_time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vary how many words are hashed at a time, which must not change the hash."""
     monkeypatch.setitem(checksum.WORDS, "cpu", request.param)
 
 
-@pytest.mark.usefixtures("words")
+@pytest.mark.usefixtures("words_at_a_time")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (5, 3), (2, 3, 9), (64, 16)], ids=str)
-def test_it_is_the_slow_hash_of_the_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = bits(*shape, dtype=dtype)
+def test_hash_matches_pure_python(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = random_bits(*shape, dtype=dtype)
     assert slice_hash(tensor) == slow_hash(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
-@pytest.mark.usefixtures("words")
+@pytest.mark.usefixtures("words_at_a_time")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32], ids=str)
-def test_strides_and_place_do_not_matter(dtype: torch.dtype) -> None:
-    stack = bits(3, 10, 14, dtype=dtype)
+def test_hash_ignores_strides_and_offset(dtype: torch.dtype) -> None:
+    stack = random_bits(3, 10, 14, dtype=dtype)
     boxes = [
         stack[1, 2:7, 3:12],
         stack[2].t(),
@@ -74,8 +74,8 @@ def test_strides_and_place_do_not_matter(dtype: torch.dtype) -> None:
         assert slice_hash(box) == slice_hash(box.clone(memory_format=torch.contiguous_format))
 
 
-def test_any_flipped_bit_changes_it() -> None:
-    tensor = bits(5, 3)
+def test_flipped_bits_change_the_hash() -> None:
+    tensor = random_bits(5, 3)
     flat = tensor.view(torch.uint8).view(-1)
     seen = {slice_hash(tensor)}
     for byte in range(flat.numel()):
@@ -87,44 +87,48 @@ def test_any_flipped_bit_changes_it() -> None:
 
 
 @given(st.integers(0, 199), st.integers(0, 199))
-@settings(max_examples=100)
-def test_two_exchanged_elements_change_it(a: int, b: int) -> None:
+@settings(max_examples=100, deadline=None)
+def test_swapped_elements_change_the_hash(a: int, b: int) -> None:
     tensor = torch.arange(200, dtype=torch.float32)
-    exchanged = tensor.clone()
-    exchanged[a], exchanged[b] = tensor[b], tensor[a]
-    assert (slice_hash(tensor) == slice_hash(exchanged)) == (a == b)
+    swapped = tensor.clone()
+    swapped[a], swapped[b] = tensor[b], tensor[a]
+    assert (slice_hash(tensor) == slice_hash(swapped)) == (a == b)
 
 
-def test_what_else_it_tells_apart() -> None:
-    tensor = bits(8, 4)
+def test_hash_depends_on_order_length_and_sign() -> None:
+    tensor = random_bits(8, 4)
     assert slice_hash(tensor) != slice_hash(tensor.t())
     assert slice_hash(torch.zeros(3)) != slice_hash(torch.zeros(4))
     assert slice_hash(torch.tensor(0.0)) != slice_hash(torch.tensor(-0.0))
 
 
-def test_it_is_a_signed_number_of_64_bits() -> None:
-    hashes = [slice_hash(bits(4, seed=seed)) for seed in range(64)]
+def test_hash_is_a_signed_64_bit_integer() -> None:
+    hashes = [slice_hash(random_bits(4, seed=seed)) for seed in range(64)]
     assert min(hashes) < 0 < max(hashes)
     assert torch.tensor(hashes).tolist() == hashes
-    assert device_hash(bits(4)).dtype == torch.int64
+    assert device_hash(random_bits(4)).dtype == torch.int64
 
 
 @pytest.mark.gpu
-def test_a_gpu_has_the_same() -> None:
-    for tensor in [bits(1000, 300), bits(77, dtype=torch.uint8), bits(3, 10, 14, dtype=torch.float32)[:, 1:, 1::2]]:
+def test_gpu_hash_equals_cpu_hash() -> None:
+    for tensor in [
+        random_bits(1000, 300),
+        random_bits(77, dtype=torch.uint8),
+        random_bits(3, 10, 14, dtype=torch.float32)[:, 1:, 1::2],
+    ]:
         assert slice_hash(tensor.cuda()) == slice_hash(tensor)
 
 
-def test_hashes_of_several_are_those_of_each() -> None:
-    several = [bits(5, 3), bits(64, 16, dtype=torch.float32)[3:7, 2:5], bits(0)]
+def test_device_hashes_match_single_hashes() -> None:
+    several = [random_bits(5, 3), random_bits(64, 16, dtype=torch.float32)[3:7, 2:5], random_bits(0)]
     assert device_hashes(several).tolist() == [slice_hash(item) for item in several]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_kernel_gives_the_same_on_a_gpu(dtype: torch.dtype) -> None:
-    """`interpret.py` has more of them, under Triton's interpreter."""
-    full = bits(3, 700, 130, dtype=dtype)
+def test_kernel_hashes_equal_cpu_hashes(dtype: torch.dtype) -> None:
+    """`interpret.py` tests more cases under Triton's interpreter."""
+    full = random_bits(3, 700, 130, dtype=dtype)
     several = [full, full[1], full[1, 5:600, 3:99], full[0, :, 1:2], full[2].t(), full[:0]]
     theirs = full.cuda()
     on_gpu = [theirs, theirs[1], theirs[1, 5:600, 3:99], theirs[0, :, 1:2], theirs[2].t(), theirs[:0]]

@@ -1,4 +1,4 @@
-"""A push of one process into plain tensors: what is verified in which push, and which tensor differs afterwards."""
+"""Verification of a weight sync in one process: which syncs verify fully, and which tensor differs afterwards."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128,
 
 
 @pytest.mark.parametrize("hf", [HF, HF | FP8], ids=["bf16", "fp8"])
-def test_a_flipped_bit_after_a_push_is_named_and_nothing_is_written(hf: dict[str, Any]) -> None:
+def test_compare_only_names_a_corrupted_tensor_and_writes_nothing(hf: dict[str, Any]) -> None:
     config = from_dict({"model": {"dtype": "bfloat16"}, "parallel": {"world_size": 1}})
     layout = engine_layout(config)
     params = family_of(hf).params(hf, 1)
@@ -68,11 +68,11 @@ def test_a_flipped_bit_after_a_push_is_named_and_nothing_is_written(hf: dict[str
     for version in (1, 2):
         executor.sync(local, hand_over, version)
     executor.sync(local, hand_over, 2, compare_only=True)
-    lost = "model.layers.1.self_attn.o_proj.weight"
-    tensors[lost].view(torch.uint8)[0, 0] ^= 1
+    corrupted = "model.layers.1.self_attn.o_proj.weight"
+    tensors[corrupted].view(torch.uint8)[0, 0] ^= 1
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     executor.sync(local, hand_over, 2, compare_only=True)
-    assert seen == [("write", True, []), ("write", False, []), ("compare", True, []), ("compare", True, [lost])]
+    assert seen == [("write", True, []), ("write", False, []), ("compare", True, []), ("compare", True, [corrupted])]
     assert executor.num_syncs == 2 and [is_fully_verified(push, 3) for push in range(1, 5)] == [
         True,
         False,

@@ -1,4 +1,4 @@
-"""Boxes into buffers and out: the loops against plain indexing, the kernels against the loops, bit for bit."""
+"""Packing boxes into buffers and unpacking: loops against plain indexing, kernels against loops, bitwise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from boxes import noise, random_boxes, random_fp8, weights
+from boxes import random_bits, random_boxes, random_fp8, random_weights
 
 from megarl.models.fp8 import block_amax, compute_scales, grid_shape, quantise
 from megarl.reshard.run.copies import pack, pack_fp8, unpack
@@ -21,44 +21,44 @@ pytestmark = [pytest.mark.alone, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def data(view: torch.Tensor) -> bytes:
+def to_bytes(view: torch.Tensor) -> bytes:
     return bytes(view.contiguous().view(torch.uint8).flatten().cpu().numpy().tobytes())
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_bytes_are_where_they_belong_and_come_back(seed: int) -> None:
+def test_pack_and_unpack_round_trip(seed: int) -> None:
     rng = random.Random(f"boxes {seed}")
     boxes, size = random_boxes(rng)
-    buffer = noise(rng, size)
-    expected = bytearray(data(buffer))
+    buffer = random_bits(rng, size)
+    expected = bytearray(to_bytes(buffer))
     for view, offset in boxes:
-        expected[offset : offset + view.numel() * view.element_size()] = data(view)
+        expected[offset : offset + view.numel() * view.element_size()] = to_bytes(view)
     pack(boxes, buffer)
-    assert data(buffer) == bytes(expected)
+    assert to_bytes(buffer) == bytes(expected)
     for view, _ in boxes:
         view.untyped_storage().fill_(0)
     unpack(buffer, boxes)
     for view, offset in boxes:
         size = view.numel() * view.element_size()
-        assert data(view) == bytes(expected[offset : offset + size])
+        assert to_bytes(view) == bytes(expected[offset : offset + size])
         full = view.as_strided((view.untyped_storage().nbytes() // view.element_size(),), (1,), 0)
-        assert bytes(size) != data(view) or not size or not any(data(view))
-        assert sum(map(bool, data(full))) == sum(map(bool, data(view)))  # nothing beside the box
+        assert bytes(size) != to_bytes(view) or not size or not any(to_bytes(view))
+        assert sum(map(bool, to_bytes(full))) == sum(map(bool, to_bytes(view)))  # nothing outside the box
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_quantised_boxes_are_parts_of_the_quantised_tensor(seed: int) -> None:
+def test_pack_fp8_matches_quantise(seed: int) -> None:
     rng = random.Random(f"fp8 boxes {seed}")
     boxes, scaled, size = random_fp8(rng)
-    buffer = noise(rng, size)
-    expected = bytearray(data(buffer))
+    buffer = random_bits(rng, size)
+    expected = bytearray(to_bytes(buffer))
     pack_fp8(boxes, scaled, buffer)
     for (view, offset), at in zip(boxes, scaled, strict=True):
-        expected[offset : offset + view.numel()] = data(quantise(view, at.grid, at.r0, at.c0))
-    assert data(buffer) == bytes(expected)
+        expected[offset : offset + view.numel()] = to_bytes(quantise(view, at.grid, at.r0, at.c0))
+    assert to_bytes(buffer) == bytes(expected)
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
+def test_invalid_boxes_raise_before_writing() -> None:
     buffer = torch.zeros(64, dtype=torch.uint8)
     fits = (torch.ones(4, dtype=torch.uint8)[None], 0)
     for box, message in (
@@ -88,8 +88,8 @@ def test_triton_is_not_imported_without_a_gpu() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_interpreted_kernels_do_what_the_loops_do() -> None:
-    """In a process of its own: Triton reads the variable when it is imported."""
+def test_interpreted_kernels_match_the_loops() -> None:
+    """Runs in a process of its own, because Triton reads TRITON_INTERPRET at import."""
     pytest.importorskip("triton")
     env = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=str(ROOT))
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests/reshard/interpret.py"), "60"]
@@ -99,50 +99,50 @@ def test_interpreted_kernels_do_what_the_loops_do() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(60))
-def test_kernels_do_what_the_loops_do(seed: int) -> None:
+def test_gpu_kernels_match_the_loops(seed: int) -> None:
     rng = random.Random(f"gpu {seed}")
     boxes, size = random_boxes(rng)
-    before = noise(rng, size)
+    before = random_bits(rng, size)
     expected, result = before.clone(), before.cuda()
-    theirs = [(_on_gpu(view), offset) for view, offset in boxes]
+    gpu_boxes = [(_to_gpu(view), offset) for view, offset in boxes]
     pack(boxes, expected)
-    pack(theirs, result)
-    assert data(result) == data(expected)
+    pack(gpu_boxes, result)
+    assert to_bytes(result) == to_bytes(expected)
     unpack(before, boxes)
-    unpack(before.cuda(), theirs)
-    for (view, _), (other, _) in zip(boxes, theirs, strict=True):
+    unpack(before.cuda(), gpu_boxes)
+    for (view, _), (other, _) in zip(boxes, gpu_boxes, strict=True):
         full, others = (
             v.as_strided((v.untyped_storage().nbytes() // v.element_size(),), (1,), 0) for v in (view, other)
         )
-        assert data(full) == data(others)
+        assert to_bytes(full) == to_bytes(others)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(60))
-def test_the_kernel_quantises_as_the_loop_does(seed: int) -> None:
+def test_gpu_pack_fp8_matches_the_loop(seed: int) -> None:
     rng = random.Random(f"gpu fp8 {seed}")
     boxes, scaled, size = random_fp8(rng)
-    buffer = noise(rng, size)
+    buffer = random_bits(rng, size)
     result = buffer.cuda()
-    theirs = [(_on_gpu(view), offset) for view, offset in boxes]
+    gpu_boxes = [(_to_gpu(view), offset) for view, offset in boxes]
     grids = [BlockScales(at.grid.cuda(), *at[1:]) for at in scaled]
-    pack_fp8(theirs, grids, result)
+    pack_fp8(gpu_boxes, grids, result)
     pack_fp8(boxes, scaled, buffer)
-    assert data(result) == data(buffer)
+    assert to_bytes(result) == to_bytes(buffer)
 
 
 @pytest.mark.gpu
-def test_the_definition_gives_the_same_bits_on_a_gpu() -> None:
-    weight = weights(random.Random(2), 1000, 1000)
+def test_quantisation_is_bitwise_equal_on_gpu() -> None:
+    weight = random_weights(random.Random(2), 1000, 1000)
     amax = block_amax(weight, 0, 0, grid_shape(weight.shape))
-    assert data(block_amax(weight.cuda(), 0, 0, grid_shape(weight.shape))) == data(amax)
-    assert data(compute_scales(amax.cuda())) == data(compute_scales(amax))
+    assert to_bytes(block_amax(weight.cuda(), 0, 0, grid_shape(weight.shape))) == to_bytes(amax)
+    assert to_bytes(compute_scales(amax.cuda())) == to_bytes(compute_scales(amax))
     expected = quantise(weight, compute_scales(amax), 0, 0)
-    assert data(quantise(weight.cuda(), compute_scales(amax).cuda(), 0, 0)) == data(expected)
+    assert to_bytes(quantise(weight.cuda(), compute_scales(amax).cuda(), 0, 0)) == to_bytes(expected)
 
 
-def _on_gpu(view: torch.Tensor) -> torch.Tensor:
-    """The same box of a copy of the whole tensor, so that its rows are as far apart."""
+def _to_gpu(view: torch.Tensor) -> torch.Tensor:
+    """Return the same box of a GPU copy of the whole storage, with the same strides."""
     size = view.untyped_storage().nbytes() // view.element_size()
     full = view.as_strided((size,), (1,), 0).cuda()
     return full.as_strided(view.shape, view.stride(), view.storage_offset())

@@ -1,4 +1,4 @@
-"""Which settings of SGLang's may reach an engine that weights are pushed to."""
+"""Which SGLang settings are allowed for engines that receive weight syncs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUNNERS = server_args.load_fields()["moe_runner_backend"].choices
 A2A = server_args.load_fields()["moe_a2a_backend"].choices
 
 
-def refused(**settings: Any) -> str:
+def check_error(**settings: Any) -> str:
     server_args.check(settings)
     try:
         check(settings)
@@ -26,20 +26,20 @@ def refused(**settings: Any) -> str:
     return ""
 
 
-def test_runners_of_experts_that_leave_gate_before_up_are_few() -> None:
+def test_allowed_moe_runner_backends() -> None:
     assert "flashinfer_cutlass" in RUNNERS and len(RUNNERS) > 20
-    assert [name for name in RUNNERS if not refused(moe_runner_backend=name)] == ["deep_gemm", "triton"]
-    message = refused(moe_runner_backend="flashinfer_cutlass")
+    assert [name for name in RUNNERS if not check_error(moe_runner_backend=name)] == ["deep_gemm", "triton"]
+    message = check_error(moe_runner_backend="flashinfer_cutlass")
     assert "rollout.sglang.moe_runner_backend=flashinfer_cutlass" in message and "triton, deep_gemm" in message
-    assert "moe_runner_backend=auto" in refused(moe_runner_backend="auto")  # on Blackwell it is one that swaps
-    assert refused(speculative_moe_runner_backend="marlin")
+    assert "moe_runner_backend=auto" in check_error(moe_runner_backend="auto")  # on Blackwell it swaps gate and up
+    assert check_error(speculative_moe_runner_backend="marlin")
 
 
-def test_ways_to_send_tokens_to_experts() -> None:
-    assert [name for name in A2A if not refused(moe_a2a_backend=name)] == ["none", "deepep"]
+def test_allowed_moe_a2a_backends() -> None:
+    assert [name for name in A2A if not check_error(moe_a2a_backend=name)] == ["none", "deepep"]
 
 
-def test_every_choice_that_is_allowed_is_one_of_sglangs() -> None:
+def test_allowed_choices_exist_in_sglang() -> None:
     for name, allowed in engine_settings._ALLOWED.items():
         field = server_args.load_fields()[name]
         assert field.group not in engine_settings._UNRESTRICTED_GROUPS, name
@@ -95,13 +95,13 @@ def test_every_choice_that_is_allowed_is_one_of_sglangs() -> None:
     ],
     ids=str,
 )
-def test_what_moves_or_changes_weights_is_refused_by_name(settings: dict[str, Any]) -> None:
+def test_settings_that_may_change_weights_are_rejected(settings: dict[str, Any]) -> None:
     ((name, value),) = settings.items()
-    message = refused(**settings)
+    message = check_error(**settings)
     assert message.startswith(f"rollout.sglang.{name}={value} may change an engine's weights: ")
 
 
-def test_what_knows_nothing_of_weights_may_be_set() -> None:
+def test_settings_unrelated_to_weights_are_allowed() -> None:
     settings = {
         "mem_fraction_static": 0.4,
         "max_total_tokens": 4096,
@@ -119,21 +119,21 @@ def test_what_knows_nothing_of_weights_may_be_set() -> None:
         "load_format": "safetensors",
         "context_length": 8192,
     }
-    assert refused(**settings) == ""
+    assert check_error(**settings) == ""
 
 
-def test_a_gpus_engine_is_told_what_to_compute_experts_with() -> None:
+def test_choose_runner() -> None:
     assert choose_runner({}, blackwell=False) == {"moe_runner_backend": "triton"}
     assert choose_runner({"moe_a2a_backend": "deepep"}, blackwell=False) == {"moe_runner_backend": "deep_gemm"}
     events = choose_runner({}, blackwell=True)
     assert events == {"moe_runner_backend": "triton", "fp8_gemm_runner_backend": "triton"}
-    assert refused(**events) == ""
+    assert check_error(**events) == ""
 
 
-def test_environment_variables_that_move_weights_are_sglangs() -> None:
+def test_environment_variables_exist_in_sglang() -> None:
     tree = ast.parse((server_args.sglang_folder() / "environ.py").read_text())
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     local = {name for name in engine_settings.ENVIRONMENT if name not in names}
-    # Not declared where the others are: read straight from the environment.
+    # Not declared in environ.py, but read directly from the environment.
     source = (server_args.sglang_folder() / "layers/quantization/fp8.py").read_text()
     assert all(name in source for name in local) and len(local) <= 1, local

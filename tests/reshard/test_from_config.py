@@ -1,4 +1,4 @@
-"""Which layouts a configuration describes."""
+"""Layouts and plans from a configuration."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def config(parallel: dict[str, Any] | None = None, megatron: dict[str, Any] | No
     return from_dict({"parallel": parallel or {}, "model": {"megatron": megatron or {}}, "rollout": rollout})
 
 
-def test_the_trainer() -> None:
+def test_train_layout() -> None:
     settings = config({"world_size": 8, "tp": 2, "pp": 2, "ep": 4}, {"num_layers_in_last_pipeline_stage": 1})
     assert train_layout({"num_hidden_layers": 5}, settings) == TrainLayout(8, 2, 4, ((0, 1, 2, 3), (4,)))
 
 
-def test_the_wire() -> None:
+def test_wire_dtype() -> None:
     fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     hf = {**MODEL, "model_type": "qwen2"}
     wires = [
@@ -44,7 +44,7 @@ def test_the_wire() -> None:
         build_plan(hf | fp8, from_dict({"model": {"dtype": "float32"}}), EngineLayout(1))
 
 
-def test_ranks_of_their_own() -> None:
+def test_plan_on_separate_ranks() -> None:
     hf, settings = {**MODEL, "model_type": "qwen2"}, config({"world_size": 8, "tp": 2}, tp=2)
     engine = engine_layout(settings)
     plan = build_plan(hf, settings, engine, train_ranks=range(4), engine_ranks=(6, 7, 4, 5))
@@ -67,7 +67,7 @@ def test_ranks_of_their_own() -> None:
             build_plan(hf, settings, engine, train, engines)
 
 
-def test_engines() -> None:
+def test_engine_layout() -> None:
     assert engine_layout(config(tp=4, ep=2)) == EngineLayout(4, 2)
     attention = {"enable_dp_attention": True, "dp_size": 4, "enable_dp_lm_head": True}
     assert engine_layout(config(tp=8, ep=8, sglang=attention)) == EngineLayout(8, 8, 4, head_tp=2)
@@ -82,11 +82,11 @@ def test_engines() -> None:
         ).draft
         for tokens, weight in ((0, 0.0), (2, 0.0), (0, 0.1), (2, 0.1))
     ]
-    assert drafting == [False, False, False, True]  # untrained, the draft model is as it was loaded
+    assert drafting == [False, False, False, True]  # an untrained draft model keeps its loaded weights
 
 
 @pytest.mark.parametrize("key", ["pp_size", "ep_num_redundant_experts", "dp_size", "quantization"])
-def test_what_cannot_be_served_is_refused_by_name(key: str) -> None:
+def test_unsupported_sglang_settings_raise(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"rollout\.sglang\.{key}"):
         engine_layout(config(tp=2, sglang={key: "fp8" if key == "quantization" else 2}))
 
@@ -108,6 +108,6 @@ def test_what_cannot_be_served_is_refused_by_name(key: str) -> None:
         ({"tp": 8, "sglang": {"enable_dp_lm_head": True}}, "also set attn_dp_size"),
     ],
 )
-def test_what_does_not_go_together(rollout: dict[str, Any], message: str) -> None:
+def test_invalid_combinations_raise(rollout: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engine_layout(config(**rollout))

@@ -1,4 +1,4 @@
-"""What is refused before anything moves."""
+"""Checks of shards and engines before the first weight sync."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ EXPERT = "decoder.layers.1.mlp.experts.3.linear_fc2.weight"
 
 
 @pytest.fixture
-def local() -> dict[str, torch.Tensor]:
-    """The shards of the last rank: second half of the vocabulary, second stage, experts 2 and 3."""
+def shards() -> dict[str, torch.Tensor]:
+    """Return the shards of the last rank: second half of the vocabulary, second stage, experts 2 and 3."""
     result = {}
     for param in PARAMS:
         if TRAIN.has_param(3, param, 4):
@@ -55,35 +55,35 @@ def local() -> dict[str, torch.Tensor]:
     return result
 
 
-def test_whole_shards_are_fine(local: dict[str, torch.Tensor]) -> None:
-    assert "decoder.layers.1.mlp.experts.2.linear_fc1.weight" in local
-    assert "decoder.layers.0.input_layernorm.weight" not in local
-    assert find_shard_problems(local, PARAMS, TRAIN, 3, 4) == []
+def test_valid_shards_have_no_problems(shards: dict[str, torch.Tensor]) -> None:
+    assert "decoder.layers.1.mlp.experts.2.linear_fc1.weight" in shards
+    assert "decoder.layers.0.input_layernorm.weight" not in shards
+    assert find_shard_problems(shards, PARAMS, TRAIN, 3, 4) == []
 
 
-def test_a_tied_head_is_a_copy_of_the_embedding_on_the_last_stage(local: dict[str, torch.Tensor]) -> None:
+def test_tied_head_on_the_last_stage(shards: dict[str, torch.Tensor]) -> None:
     """By the name that `megatron.parameter_names` gives it."""
     tied = family_of(HF).params(HF | {"tie_word_embeddings": True}, 1)
-    local["embedding.word_embeddings.weight"] = local.pop("output_layer.weight")
-    assert find_shard_problems(local, tied, TRAIN, 3, 4) == []
+    shards["embedding.word_embeddings.weight"] = shards.pop("output_layer.weight")
+    assert find_shard_problems(shards, tied, TRAIN, 3, 4) == []
 
 
-def test_each_fault_names_tensor_and_rank(local: dict[str, torch.Tensor]) -> None:
+def test_shard_problems_name_tensor_and_rank(shards: dict[str, torch.Tensor]) -> None:
     def problems(**changed: Any) -> list[str]:
-        return find_shard_problems({**local, **changed}, PARAMS, TRAIN, 3, 4)
+        return find_shard_problems({**shards, **changed}, PARAMS, TRAIN, 3, 4)
 
     assert problems(**{EXPERT: torch.zeros(2, 4)}) == [f"{EXPERT} on rank 3 has shape (2, 4), not (8, 4)"]
     assert problems(value_head=torch.zeros(1)) == ["rank 3 has value_head, which is not in the table"]
     for value in (float("nan"), float("inf")):
-        broken = local[EXPERT].clone()
+        broken = shards[EXPERT].clone()
         broken[1, 2] = value
-        assert find_nonfinite({**local, EXPERT: broken}, 3) == [f"{EXPERT} on rank 3 is not finite"]
-    assert find_nonfinite({**local, EXPERT: torch.full((8, 4), 3e38)}, 3) == []  # whose sum is not finite
-    del local[EXPERT]
-    assert find_shard_problems(local, PARAMS, TRAIN, 3, 4) == [f"rank 3 lacks {EXPERT}"]
+        assert find_nonfinite({**shards, EXPERT: broken}, 3) == [f"{EXPERT} on rank 3 is not finite"]
+    assert find_nonfinite({**shards, EXPERT: torch.full((8, 4), 3e38)}, 3) == []  # only its sum is not finite
+    del shards[EXPERT]
+    assert find_shard_problems(shards, PARAMS, TRAIN, 3, 4) == [f"rank 3 lacks {EXPERT}"]
 
 
-def test_owners() -> None:
+def test_owner_of() -> None:
     owner = {param.megatron: TRAIN.owner_of(param, 4) for param in PARAMS}
     assert owner["embedding.word_embeddings.weight"] == owner["decoder.layers.0.input_layernorm.weight"] == (0, None)
     assert [owner[f"decoder.layers.1.mlp.experts.{e}.linear_fc1.weight"] for e in range(4)] == [
@@ -92,7 +92,7 @@ def test_owners() -> None:
     assert owner["decoder.final_layernorm.weight"] == owner["output_layer.weight"] == (1, None)
 
 
-def test_an_engine_of_another_model_is_found_out() -> None:
+def test_engine_problems_of_another_model() -> None:
     engine = EngineLayout(2, ep=2)
     retained: dict[str, Any] = {n: ("float32", s) for n, s in engine_shapes(PARAMS, engine, 1, 4).items()}
     w2 = "model.layers.0.mlp.experts.w2_weight"
@@ -106,16 +106,16 @@ def test_an_engine_of_another_model_is_found_out() -> None:
     assert find_engine_problems(retained, PARAMS, engine, 1, 4, "fp32") == [f"the engine has no tensor {w2}"]
 
 
-def test_an_fp8_engine_has_scales_beside_its_matrices() -> None:
+def test_fp8_engine_needs_scales() -> None:
     engine = EngineLayout(2, ep=2)
     qkv, w2 = "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.experts.w2_weight"
     retained: dict[str, Any] = {n: ("bfloat16", s) for n, s in engine_shapes(PARAMS, engine, 1, 4).items()}
     assert find_engine_problems(retained, PARAMS, engine, 1, 4, "bf16") == []
-    events = find_engine_problems(retained, PARAMS, engine, 1, 4, "fp8")
-    assert f"{qkv} is bfloat16 in the engine, but it is sent as float8_e4m3fn" in events
-    assert f"the engine has no tensor {w2}_scale_inv" in events
-    assert not any("embed_tokens" in problem or "norm" in problem for problem in events)
-    for name in {problem.split()[0] for problem in events if " is bfloat16 " in problem}:
+    problems = find_engine_problems(retained, PARAMS, engine, 1, 4, "fp8")
+    assert f"{qkv} is bfloat16 in the engine, but it is sent as float8_e4m3fn" in problems
+    assert f"the engine has no tensor {w2}_scale_inv" in problems
+    assert not any("embed_tokens" in problem or "norm" in problem for problem in problems)
+    for name in {problem.split()[0] for problem in problems if " is bfloat16 " in problem}:
         shape = retained[name][1]
         retained[name] = "float8_e4m3fn", shape
         retained[f"{name}_scale_inv"] = "float32", (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
@@ -125,7 +125,7 @@ def test_an_fp8_engine_has_scales_beside_its_matrices() -> None:
     assert "has shape (2, 1, 2)" in find_engine_problems(retained, PARAMS, engine, 1, 4, "fp8")[0]
 
 
-def test_ranks_with_another_configuration_are_named() -> None:
+def test_digest_mismatch_names_the_ranks() -> None:
     same, other = plan_digest(HF, TRAIN, 8), plan_digest({**HF, "num_experts": 8}, TRAIN, 8)
     assert same != other != plan_digest(HF, TrainLayout(4, 2, 2, ((1,), (0,))), 8)
     assert find_digest_mismatch(dict.fromkeys(range(4), same)) == ""
@@ -133,7 +133,7 @@ def test_ranks_with_another_configuration_are_named() -> None:
     assert "rank(s) 2, 3 have another model or layout than rank 4" in differs
 
 
-def test_dense_and_shared_mlps_are_divided_each_by_its_own_switch() -> None:
+def test_dense_and_shared_mlps_have_separate_tp() -> None:
     hf = HF | {
         "architectures": ["Glm4MoeForCausalLM"],
         "first_k_dense_replace": 1,
@@ -154,7 +154,7 @@ def test_dense_and_shared_mlps_are_divided_each_by_its_own_switch() -> None:
         assert (shapes[dense][0], shapes[shared][0]) == rows
 
 
-def test_what_an_engine_says_of_its_layers_is_named_with_the_remedy() -> None:
+def test_layout_problems_name_the_remedy() -> None:
     assert find_layout_problems([]) == []
     (line,) = find_layout_problems(["model.layers.0.mlp.experts has its experts transposed (use_triton_kernels)"])
     assert "in the engine, model.layers.0.mlp.experts has its experts transposed" in line

@@ -1,4 +1,4 @@
-"""FP8 in blocks: the bits of SGLang's and DeepGEMM's function; shards that cut blocks give the whole tensor's bits."""
+"""Blockwise FP8: bitwise equal to SGLang and DeepGEMM, also for shards that split blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from boxes import weights
+from boxes import random_weights
 
 from megarl.models.fp8 import FP8, block_amax, compute_scales, dequantise, grid_shape, is_quantised, quantise
 from megarl.models.registry import family_of
@@ -23,9 +23,11 @@ pytestmark = pytest.mark.alone
 SHAPES = ((128, 128), (1, 1), (127, 129), (256, 384), (300, 200), (576, 130), (64, 1000))
 
 
-def theirs(*names: str) -> SimpleNamespace:
-    """Functions of SGLang's, without importing the module, which wants a GPU's libraries. Scales are not rounded up to
-    powers of two: its `per_block_cast_to_fp8` is then DeepGEMM's with use_ue8m0=False."""
+def load_sglang_functions(*names: str) -> SimpleNamespace:
+    """Load functions of SGLang without importing their module, which needs GPU libraries.
+
+    Scales are not rounded up to powers of two, so `per_block_cast_to_fp8` is DeepGEMM's with use_ue8m0=False.
+    """
     spec = importlib.util.find_spec("sglang")
     assert spec is not None and spec.origin is not None
     source = (Path(spec.origin).parent / "srt/layers/quantization/fp8_utils.py").read_text()
@@ -42,10 +44,10 @@ def theirs(*names: str) -> SimpleNamespace:
     return SimpleNamespace(**{name: space[name] for name in names})
 
 
-SGLANG = theirs("per_block_cast_to_fp8", "block_quant_dequant")
+SGLANG = load_sglang_functions("per_block_cast_to_fp8", "block_quant_dequant")
 
 
-def whole(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_whole(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     grid = compute_scales(block_amax(weight, 0, 0, grid_shape(weight.shape)))
     return quantise(weight, grid, 0, 0), grid
 
@@ -56,52 +58,52 @@ def same(item: torch.Tensor, other: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_bits_are_those_of_sglang(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_quantisation_equals_sglang_bitwise(shape: tuple[int, int], dtype: torch.dtype) -> None:
     for seed in range(5):
-        weight = weights(random.Random(f"{seed} {shape}"), *shape, dtype)
-        quantised, grid = whole(weight)
+        weight = random_weights(random.Random(f"{seed} {shape}"), *shape, dtype)
+        quantised, grid = quantise_whole(weight)
         expected, expected_grid = SGLANG.per_block_cast_to_fp8(weight)
         assert same(grid, expected_grid)
         assert same(quantised, expected)
-        back = SGLANG.block_quant_dequant(quantised, grid, [128, 128], torch.bfloat16)
-        assert same(dequantise(quantised, grid), back)
+        dequantised = SGLANG.block_quant_dequant(quantised, grid, [128, 128], torch.bfloat16)
+        assert same(dequantise(quantised, grid), dequantised)
 
 
-def test_zeros_and_the_least_scale() -> None:
+def test_zeros_get_the_minimum_scale() -> None:
     weight = torch.zeros(128, 256, dtype=torch.bfloat16)
     weight[0, 128] = 1e-6
-    quantised, grid = whole(weight)
+    quantised, grid = quantise_whole(weight)
     expected, expected_grid = SGLANG.per_block_cast_to_fp8(weight)
     assert same(quantised, expected) and same(grid, expected_grid)
     assert grid[0, 0] == grid[0, 1] == torch.tensor(1e-4) / 448
     assert not quantised[:, :128].float().any()
 
 
-def test_what_is_no_number_is_where_sglang_has_it() -> None:
+def test_nonfinite_values_match_sglang() -> None:
     weight = torch.ones(128, 512, dtype=torch.bfloat16)
     weight[3, 5], weight[7, 130], weight[9, 300] = torch.nan, torch.inf, -torch.inf
-    quantised, grid = whole(weight)
+    quantised, grid = quantise_whole(weight)
     expected, expected_grid = SGLANG.per_block_cast_to_fp8(weight)
     assert torch.equal(grid.nan_to_num(-1), expected_grid.nan_to_num(-1))
     assert torch.equal(quantised.float().isnan(), expected.float().isnan())
     assert torch.equal(quantised.float().nan_to_num(0), expected.float().nan_to_num(0))
 
 
-def test_the_error_is_that_of_three_bits() -> None:
-    weight = weights(random.Random(0), 300, 500)
+def test_error_is_within_three_mantissa_bits() -> None:
+    weight = random_weights(random.Random(0), 300, 500)
     weight[weight.abs() < 1e-5] = 0
-    error = (dequantise(*whole(weight), dtype=torch.float32) - weight.float()).abs()
-    least = whole(weight)[1].repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :500]
-    # Half of the last place: 2^-4 of a number, or of the smallest that is not rounded to fewer bits, 2^-6.
+    error = (dequantise(*quantise_whole(weight), dtype=torch.float32) - weight.float()).abs()
+    least = quantise_whole(weight)[1].repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :500]
+    # Half a unit in the last place: 2^-4 of a value, or of the smallest normal value, 2^-6.
     assert (error <= 1.001 * torch.maximum(weight.float().abs() / 16, least * 2**-10)).all()
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_cut_of_a_tensor_gives_the_whole_tensors_bits(seed: int) -> None:
+def test_shards_quantise_to_the_bits_of_the_whole_tensor(seed: int) -> None:
     rng = random.Random(f"cut {seed}")
     rows, columns = rng.randint(1, 400), rng.randint(1, 400)
-    weight = weights(rng, rows, columns, rng.choice((torch.bfloat16, torch.float32)))
-    expected, grid = whole(weight)
+    weight = random_weights(rng, rows, columns, rng.choice((torch.bfloat16, torch.float32)))
+    expected, grid = quantise_whole(weight)
     cuts = [sorted({0, size, *(rng.randint(0, size) for _ in range(3))}) for size in (rows, columns)]
     boxes = [
         (r0, r1, c0, c1)
@@ -114,11 +116,11 @@ def test_any_cut_of_a_tensor_gives_the_whole_tensors_bits(seed: int) -> None:
     assert same(compute_scales(amax), grid)
     for r0, r1, c0, c1 in boxes:
         assert same(quantise(weight[r0:r1, c0:c1], grid, r0, c0), expected[r0:r1, c0:c1].contiguous())
-        back = dequantise(expected[r0:r1, c0:c1], grid, r0, c0)
-        assert same(back, dequantise(expected, grid)[r0:r1, c0:c1].contiguous())
+        dequantised = dequantise(expected[r0:r1, c0:c1], grid, r0, c0)
+        assert same(dequantised, dequantise(expected, grid)[r0:r1, c0:c1].contiguous())
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_inputs_raise() -> None:
     grid = torch.ones(1, 2)
     with pytest.raises(ValueError, match="need 2 x 1 blocks, the grid has 1 x 2"):
         quantise(torch.zeros(2, 2), grid, 127, 0)
@@ -148,11 +150,11 @@ MODEL = {
 
 
 @pytest.mark.parametrize("tp,etp", ((1, 1), (4, 1), (4, 2), (2, 4)))
-def test_ranks_agree_on_the_scales_of_blocks_that_they_share(tp: int, etp: int) -> None:
+def test_ranks_agree_on_scales_of_shared_blocks(tp: int, etp: int) -> None:
     train = TrainLayout(4, tp, 1, ((0,),), etp)
     params = [p for p in family_of(MODEL).layer(MODEL, 0, range(2)) if is_quantised(p)]
     rng = random.Random(0)
-    full = {tensor.name: weights(rng, *tensor.shape) for param in params for tensor in param.hf}
+    full = {tensor.name: random_weights(rng, *tensor.shape) for param in params for tensor in param.hf}
 
     def shards(rank: int) -> dict[str, torch.Tensor]:
         result = {}
@@ -171,11 +173,11 @@ def test_ranks_agree_on_the_scales_of_blocks_that_they_share(tp: int, etp: int) 
     for rank in range(4):
         requested[rank] = []
 
-        def note(tensors: list[torch.Tensor], ranks: Any, rank: int = rank) -> list[torch.Tensor]:
+        def record(tensors: list[torch.Tensor], ranks: Any, rank: int = rank) -> list[torch.Tensor]:
             requested[rank].append((tuple(ranks), tensors))
             return tensors
 
-        compute_scale_grids(shards(rank), params, train, rank, note)
+        compute_scale_grids(shards(rank), params, train, rank, record)
     assert len({len(calls) for calls in requested.values()}) == 1
     assert bool(requested[0]) == any(has_split_blocks(param, train) for param in params) == (tp > 1 or etp > 1)
     for rank in range(4):
@@ -194,13 +196,15 @@ def test_ranks_agree_on_the_scales_of_blocks_that_they_share(tp: int, etp: int) 
                     retained.dim, retained.offset, retained.stop - retained.start
                 )
                 at = (retained.start, 0) if retained.dim == 0 else (0, retained.start)
-                expected = whole(weight)[0].narrow(retained.dim, retained.start, retained.stop - retained.start)
+                expected = quantise_whole(weight)[0].narrow(
+                    retained.dim, retained.start, retained.stop - retained.start
+                )
                 assert same(quantise(shard, grid, *at), expected.contiguous())
                 assert quantise(shard, grid, *at).dtype == FP8
 
 
-def test_what_every_rank_has_whole_is_not_exchanged() -> None:
-    """DeepSeek's down projections: each tensor parallel rank has all of them."""
+def test_replicated_matrices_need_no_exchange() -> None:
+    """DeepSeek's down projections are replicated on all tensor parallel ranks."""
     hf = dict(MODEL, architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", q_lora_rank=128)
     hf |= dict(kv_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, first_k_dense_replace=1)
     hf |= dict(n_routed_experts=2, n_shared_experts=1, num_nextn_predict_layers=0)

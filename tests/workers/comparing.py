@@ -1,4 +1,4 @@
-"""A rollout worker on one rank whose server is played by the loader itself, on a model that is right, or not quite."""
+"""A rollout worker on one rank with a fake server: the weight loader itself, on a correct or a modified model."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from megarl.workers.rollout import RolloutWorker
 W13 = "model.layers.0.mlp.experts.w13_weight"
 
 
-class Stand(torch.nn.Module):
-    """A tree of modules with an engine's tensors, by SGLang's names."""
+class FakeEngineModel(torch.nn.Module):
+    """A module tree with an engine's tensors, by SGLang's names."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -41,24 +41,24 @@ class Stand(torch.nn.Module):
             module.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
 
 
-def right(model: Stand) -> None:
+def correct(model: FakeEngineModel) -> None:
     pass
 
 
-def halved(model: Stand) -> None:
-    """As with another tensor parallel size."""
+def halved(model: FakeEngineModel) -> None:
+    """Halve w13, as with another tensor parallel size."""
     experts = model.get_submodule(W13.rpartition(".")[0])
     experts.w13_weight.data = experts.w13_weight.data[:, ::2]
 
 
-def swapped(model: Stand) -> None:
-    """The shapes are right, and the rows are not: the runner wants those of up first."""
+def swapped(model: FakeEngineModel) -> None:
+    """Swap gate and up: the shapes match, but the runner wants the rows of up first."""
     method = type("FlashInferCutlass", (), {"load_up_proj_weight_first": True})()
     model.get_submodule(W13.rpartition(".")[0]).quant_method = method
 
 
-class Played(RolloutWorker):
-    def __init__(self, context: Context, model: Stand, facts: Path) -> None:
+class FakeRolloutWorker(RolloutWorker):
+    def __init__(self, context: Context, model: FakeEngineModel, facts: Path) -> None:
         super().__init__(context)
         facts.write_text('{"tool_call_marker": ""}')
         engine = self.engines.engine
@@ -76,24 +76,24 @@ class Played(RolloutWorker):
 
 
 def found(config: Any, hf: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Of each model, what is said before anything is trained, and whether its engine may still generate."""
+    """Return the startup error of each model, and whether its engine is still usable."""
     chat: Any = SimpleNamespace(select_schemas=lambda prompt: [], tools={}, catalog=EnvironmentCatalog())
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, tool_call_parser=""))
     shapes = engine_shapes(family_of(hf).params(hf, 1), EngineLayout(1), 0, hf["num_experts"])
     results = {}
-    spoils: tuple[Callable[[Stand], None], ...] = (right, halved, swapped)
-    for spoil in spoils:
-        model = Stand({name: torch.zeros(shape) for name, shape in shapes.items()})
-        spoil(model)
+    modifications: tuple[Callable[[FakeEngineModel], None], ...] = (correct, halved, swapped)
+    for modify in modifications:
+        model = FakeEngineModel({name: torch.zeros(shape) for name, shape in shapes.items()})
+        modify(model)
         context = Context(config, ranks.job, hf, chat, Clock(), Path("."), {"actor": 1})
         problem = ""
         with tempfile.TemporaryDirectory() as folder:
-            worker = Played(context, model, Path(folder, "facts.json"))
+            worker = FakeRolloutWorker(context, model, Path(folder, "facts.json"))
             try:
                 worker.wait_ready()
             except ConfigError as error:
                 problem = str(error)
         assert worker.engines.engine is not None
         usable = worker.engines.engine.is_usable
-        results[spoil.__name__] = {"problem": problem, "usable": usable, "calls": worker.calls}
+        results[modify.__name__] = {"problem": problem, "usable": usable, "calls": worker.calls}
     return results

@@ -1,4 +1,4 @@
-"""Reward functions for the pool's processes, which have them by name."""
+"""Reward functions that the pool's processes import by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def later(rollout: Rollout) -> dict[str, Any]:
 
 
 def dies(rollout: Rollout) -> float:
-    """With its process, on one sample."""
+    """Kill its process on one sample."""
     if rollout.prompt.id == "p3":
         os._exit(9)
     return 1.0

@@ -1,6 +1,7 @@
-"""A rollout worker on two ranks, whose collectives may take two seconds, with engines that are only played.
+"""A rollout worker on two ranks with fake engines and a collective timeout of two seconds.
 
-Prints what `generate` returned or raised where an engine takes longer, fails, aborts too much, or a peer is gone.
+Prints what `generate` returned or raised when an engine is slow, fails, aborts too many rollouts or is lost, or a peer
+dies.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "megatron"))
 torch.set_num_threads(1)
@@ -36,27 +36,29 @@ from megarl.types import Prompt, Rollout, Turn  # noqa: E402
 PROMPT, TURNS = Prompt("p", ()), (Turn((1,)),)
 
 
-def worker(engine_ranks: int, play: Callable[..., GenerationResult]) -> Any:
+def make_worker(engine_ranks: int, generate: Callable[..., GenerationResult]) -> Any:
     from megarl.workers.context import Context
     from megarl.workers.rollout import RolloutWorker
 
     rollout = {"tp": engine_ranks, "max_aborted_frac": 0.5, "tool_call_parser": ""}
     config = tiny.config(tp=2, world=2, rollout=rollout, run={"distributed_timeout_s": TIMEOUT})
     chat: Any = SimpleNamespace(select_schemas=lambda prompt: [], catalog=EnvironmentCatalog())
-    created = RolloutWorker(Context(config, RANKS.job, tiny.HF["qwen3_moe"], chat, Clock(), Path("."), {"actor": 1}))
-    if created._runner is not None:
-        engine: Any = created.engines.engine
-        created._runner.generate = partial(play, created)  # type: ignore[method-assign]
+    rollout_worker = RolloutWorker(
+        Context(config, RANKS.job, tiny.HF["qwen3_moe"], chat, Clock(), Path("."), {"actor": 1})
+    )
+    if rollout_worker._runner is not None:
+        engine: Any = rollout_worker.engines.engine
+        rollout_worker._runner.generate = partial(generate, rollout_worker)  # type: ignore[method-assign]
         engine._call = lambda *_, **__: None
         server = SimpleNamespace(poll=lambda: None, close=lambda: None)
         engine._server, engine.wait_ready, engine.log = server, lambda: None, Path(tempfile.mkdtemp(), "engine.log")
         engine._launch = lambda: setattr(engine, "_server", server)
-    return created
+    return rollout_worker
 
 
-def outcome(created: Any) -> Any:
+def generate_seeds(rollout_worker: Any) -> Any:
     try:
-        actual = created.generate([PROMPT, PROMPT], 1)
+        actual = rollout_worker.generate([PROMPT, PROMPT], 1)
         return [
             seed
             for seeds in actual.comm.all_gather_objects([rollout.seed for rollout in actual.local])
@@ -66,13 +68,13 @@ def outcome(created: Any) -> Any:
         return str(error)
 
 
-def slow(created: Any, prompts: Any, **_: Any) -> GenerationResult:
+def generate_slowly(rollout_worker: Any, prompts: Any, **_: Any) -> GenerationResult:
     time.sleep(2.5 * TIMEOUT)
     return GenerationResult([Rollout(PROMPT, TURNS, seed=RANKS.job.rank)], [])
 
 
-def one_fails(created: Any, prompts: Any, check: Callable[[], None], **_: Any) -> GenerationResult:
-    """The tools of the second engine fail at once; the first would go on for an hour."""
+def fail_on_one_engine(rollout_worker: Any, prompts: Any, check: Callable[[], None], **_: Any) -> GenerationResult:
+    """The second engine's tools fail at once; the first engine would run for an hour."""
     if RANKS.job.rank:
         raise RuntimeError("the processes of the tools are gone")
     for _ in range(36000):
@@ -81,69 +83,71 @@ def one_fails(created: Any, prompts: Any, check: Callable[[], None], **_: Any) -
     return GenerationResult([], [])
 
 
-def aborted(share: list[str]) -> Callable[..., GenerationResult]:
-    rollouts = [Rollout(PROMPT, TURNS, "aborted" if why else "stop", failure=why) for why in share]
-    return lambda created, prompts, **_: GenerationResult(rollouts, [])
+def abort_some(failures: list[str]) -> Callable[..., GenerationResult]:
+    rollouts = [Rollout(PROMPT, TURNS, "aborted" if why else "stop", failure=why) for why in failures]
+    return lambda rollout_worker, prompts, **_: GenerationResult(rollouts, [])
 
 
-def one_is_lost(created: Any, prompts: Any, queue: GroupQueue, **_: Any) -> GenerationResult:
-    """Of two engines each begins a group. The second is lost in it, or the only one in the second of its two."""
-    calls = created.__dict__.setdefault("calls", [])
+def lose_one_engine(rollout_worker: Any, prompts: Any, queue: GroupQueue, **_: Any) -> GenerationResult:
+    """Each engine starts a group. The second of two engines is lost in its group, or the only one in its second."""
+    calls = rollout_worker.__dict__.setdefault("calls", [])
     calls.append(len(calls))
-    back = queue.claim_returned()
-    mine = [queue.claim()] if back is None else [back.number]
-    if created.engines.engine_index == len(created.engines.engine_ranks) - 1 and len(calls) < 2:
-        if len(created.engines.engine_ranks) == 1:
-            mine.append(queue.claim())
-        lost = EngineLost("died", "engine is not running; the last lines")
-        created.engines.engine_restart.report_lost(lost)
-        queue.return_group(ReturnedGroup(mine.pop(), (), 3))
-        return GenerationResult(rollouts_of(mine), [], engine_loss=lost, num_interrupted=3)
-    return GenerationResult(rollouts_of(mine), [], num_restarted=0 if back is None else back.num_interrupted)
+    returned = queue.claim_returned()
+    groups = [queue.claim()] if returned is None else [returned.number]
+    if rollout_worker.engines.engine_index == len(rollout_worker.engines.engine_ranks) - 1 and len(calls) < 2:
+        if len(rollout_worker.engines.engine_ranks) == 1:
+            groups.append(queue.claim())
+        loss = EngineLost("died", "engine is not running; the last lines")
+        rollout_worker.engines.engine_restart.report_lost(loss)
+        queue.return_group(ReturnedGroup(groups.pop(), (), 3))
+        return GenerationResult(make_rollouts(groups), [], engine_loss=loss, num_interrupted=3)
+    return GenerationResult(
+        make_rollouts(groups), [], num_restarted=0 if returned is None else returned.num_interrupted
+    )
 
 
-def rollouts_of(groups: list[Any]) -> list[Rollout]:
+def make_rollouts(groups: list[Any]) -> list[Rollout]:
     return [Rollout(PROMPT, TURNS, seed=group, group=group) for group in groups]
 
 
-def lost(engine_ranks: int) -> dict[str, Any]:
-    created = worker(engine_ranks, one_is_lost)
-    created._num_generations = 100 * engine_ranks  # counters of a generation have its number, in all of a job
-    created.begin_step(1)
+def run_with_lost_engine(engine_ranks: int) -> dict[str, Any]:
+    rollout_worker = make_worker(engine_ranks, lose_one_engine)
+    rollout_worker._num_generations = 100 * engine_ranks  # counter names include this number and are global to the job
+    rollout_worker.begin_step(1)
     actual = {
-        "seeds": outcome(created),
-        "there": created.engines.recovery.has_available_engine,
-        "figures": created.metrics(),
+        "seeds": generate_seeds(rollout_worker),
+        "available": rollout_worker.engines.recovery.has_available_engine,
+        "metrics": rollout_worker.metrics(),
     }
-    actual["figures"] = {name: value for name, value in actual["figures"].items() if name.startswith("rollout/")}
-    actual["away"] = sorted(created.engines.recovery.restarting)
-    created.close()
+    actual["metrics"] = {name: value for name, value in actual["metrics"].items() if name.startswith("rollout/")}
+    actual["restarting"] = sorted(rollout_worker.engines.recovery.restarting)
+    rollout_worker.close()
     return actual
 
 
 def main() -> None:
     ranks._timeout_s = TIMEOUT
-    ranks._set_timeouts(list(dist.distributed_c10d._world.pg_map), TIMEOUT)
+    ranks._set_timeouts(TIMEOUT)
     result = {
-        "slow": outcome(worker(2, slow)),
-        "fails": outcome(worker(1, one_fails)),
-        "allowed": outcome(worker(1, aborted(["", "late"]))),
-        "too many": outcome(worker(1, aborted(["odd", "late", "late", ""]))),
-        "one of two": lost(1),
-        "the only one": lost(2),
+        "slow": generate_seeds(make_worker(2, generate_slowly)),
+        "fails": generate_seeds(make_worker(1, fail_on_one_engine)),
+        "allowed": generate_seeds(make_worker(1, abort_some(["", "late"]))),
+        "too many": generate_seeds(make_worker(1, abort_some(["odd", "late", "late", ""]))),
+        "lost one of two": run_with_lost_engine(1),
+        "lost the only one": run_with_lost_engine(2),
     }
 
-    def gone(created: Any, prompts: Any, **_: Any) -> GenerationResult:
+    def exit_abruptly(rollout_worker: Any, prompts: Any, **_: Any) -> GenerationResult:
         print("RESULT " + json.dumps(result), flush=True)
-        os._exit(0)  # as the kernel ends a process that is killed
+        os._exit(0)  # like a killed process
 
-    created = worker(1, gone if RANKS.job.rank else aborted([""]))
+    rollout_worker = make_worker(1, exit_abruptly if RANKS.job.rank else abort_some([""]))
     try:
-        created.generate([PROMPT, PROMPT], 1)
+        rollout_worker.generate([PROMPT, PROMPT], 1)
     except ConfigError:
         raise
     except RuntimeError:
-        result["gone"] = True
+        result["peer died"] = True
     print("RESULT " + json.dumps(result), flush=True)
     os._exit(0)
 

@@ -1,9 +1,9 @@
-"""A policy that is driven too far, on two ranks: `shared`, a replica each, or `apart`, the policy on the second only.
+"""Rollback of a policy on two ranks: `shared`, one replica each, or `split`, with the policy on the second rank only.
 
-    ranks_kl_rollback.py shared|apart float32|bfloat16 FOLDER
+    ranks_kl_rollback.py shared|split float32|bfloat16 FOLDER
 
-Updates are real ones, of the real loss, at a rate that is too high in one step. Prints how far what it went back to is
-from what it was, and what became of the rates, of the other updates, and of a checkpoint.
+Updates use the real loss, with too high a learning rate in some steps. Prints whether the state was restored, and the
+learning rates, metrics and checkpoint results.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from megarl.workers.actor import ActorWorker  # noqa: E402
 from megarl.workers.context import Context  # noqa: E402
 from megarl.workers.futures import sync_metrics  # noqa: E402
 
-APART, DTYPE, FOLDER = sys.argv[1] == "apart", sys.argv[2], Path(sys.argv[3])
+SPLIT, DTYPE, FOLDER = sys.argv[1] == "split", sys.argv[2], Path(sys.argv[3])
 UPDATES = 20
 CONFIG = from_dict(
     {
         "model": {"path": str(FOLDER), "dtype": DTYPE},
         "parallel": {"world_size": 2, "ranks_per_node": 2},
-        "placement": {"actor": 1, "rollout": 0} if APART else {},
+        "placement": {"actor": 1, "rollout": 0} if SPLIT else {},
         "actor_optimizer": {"lr": 1e-4, "schedule": "linear", "warmup_fraction": 0.25, "eps": 1e-6},
         "train": {"max_tokens_per_gpu": 48},
         "guards": {"ppo_kl": 0.05, "oom_retry": True},
@@ -55,7 +55,7 @@ def loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
     return policy_loss(output, part, CONFIG, 0.0)
 
 
-def make() -> ActorWorker:
+def make_actor() -> ActorWorker:
     chat: Any = None
     layouts = create_role_layouts(CONFIG, ("actor", "rollout"))
     actor = ActorWorker(
@@ -67,24 +67,24 @@ def make() -> ActorWorker:
 
 
 def batch_of(actor: ActorWorker) -> TrainBatch:
-    """A step's, at home on the first rank; all advantages are bad, so that the policy leaves these tokens."""
-    batch = tiny.shard_batch(tiny.batch((9, 19, 12, 3, 26, 11)))
-    said = actor.forward(batch).wait().logprobs
-    return batch.with_(old_logprobs=said, advantages=-torch.ones_like(batch.advantages))  # type: ignore[arg-type]
+    """Return a step's batch on the first rank; all advantages are negative, so the policy moves away."""
+    batch = tiny.in_shares(tiny.batch((9, 19, 12, 3, 26, 11)))
+    logprobs = actor.forward(batch).wait().logprobs
+    return batch.with_(old_logprobs=logprobs, advantages=-torch.ones_like(batch.advantages))  # type: ignore[arg-type]
 
 
-def step(actor: ActorWorker, number: int, updates: int = 4, faster: float = 1.0) -> list[dict[str, float]]:
-    """What each update reports, read when all are done, as a controller does."""
+def step(actor: ActorWorker, number: int, updates: int = 4, lr_factor: float = 1.0) -> list[dict[str, float]]:
+    """Return the metrics of each update, synced after the last, as a controller does."""
     actor.begin_step(number)
     batch = batch_of(actor)
     if actor.model is not None:
         for group in actor.model.optimizer.param_groups:
-            group["max_lr"] = CONFIG.actor_optimizer.lr * faster
+            group["max_lr"] = CONFIG.actor_optimizer.lr * lr_factor
     return sync_metrics([actor.update(batch, loss) for _ in range(updates)])
 
 
-def held(actor: ActorWorker) -> list[torch.Tensor]:
-    """Weights, masters, moments, and the counts of AdamW's steps."""
+def copy_state(actor: ActorWorker) -> list[torch.Tensor]:
+    """Return copies of weights, master weights, moments and AdamW step counts."""
     from megarl.megatron.optimizer import state_tensors
 
     if actor.model is None:
@@ -98,56 +98,58 @@ def same(item: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def main() -> dict[str, Any]:
-    actor, result = make(), {}
-    fine = step(actor, 1)
-    before = held(actor)
-    result["fine"] = [[row["actor/ppo_kl"], row["actor/lr"], "guards/ppo_kl" in row] for row in fine]
-    result["bytes"] = None if actor.model is None else kept_bytes(actor)
-    wild = step(actor, 2, faster=300.0)
-    result["wild"] = wild
-    result["as before"] = same(held(actor), before)
+    actor, result = make_actor(), {}
+    first = step(actor, 1)
+    before = copy_state(actor)
+    result["within limit"] = [[row["actor/ppo_kl"], row["actor/lr"], "guards/ppo_kl" in row] for row in first]
+    result["bytes"] = None if actor.model is None else snapshot_bytes(actor)
+    exceeded = step(actor, 2, lr_factor=300.0)
+    result["exceeded"] = exceeded
+    result["restored state"] = same(copy_state(actor), before)
     after = step(actor, 3, 2)
-    result["after"] = [[row["actor/ppo_kl"], row["actor/lr"], "guards/ppo_kl" in row] for row in after]
-    result["moved"] = not same(held(actor), before) or actor.model is None
+    result["next step"] = [[row["actor/ppo_kl"], row["actor/lr"], "guards/ppo_kl" in row] for row in after]
+    result["trains on"] = not same(copy_state(actor), before) or actor.model is None
     folder = FOLDER / f"checkpoint_{sys.argv[1]}_{DTYPE}"
     if actor.model is not None:
         tiny.save_model(actor.model, folder)
-    other = make()
+    other = make_actor()
     if other.model is not None:
         restore_model(other.model, folder)
-    result["restored"] = same(held(other), held(actor))
+    result["checkpoint restored"] = same(copy_state(other), copy_state(actor))
     item, two = step(actor, 4, 2), step(other, 4, 2)
-    result["goes on alike"] = [item == two, same(held(other), held(actor))]
-    # Twice in a row: to the same policy.
-    retained = held(actor)
-    result["again"] = [sum("guards/ppo_kl" in row for row in step(actor, number, faster=300.0)) for number in (5, 6)]
-    result["as before twice"] = same(held(actor), retained)
-    # A number that is none is too much, and nothing of the update is left.
-    result["not a number"] = not_a_number(actor)
-    result["as before thrice"] = same(held(actor), retained)
-    result["from nothing"] = from_nothing()
-    result["memory"] = [actor.metrics(), short(actor), actor.metrics()]
+    result["resumes equally"] = [item == two, same(copy_state(other), copy_state(actor))]
+    # Two rollbacks in a row end at the same policy.
+    retained = copy_state(actor)
+    result["rollbacks"] = [
+        sum("guards/ppo_kl" in row for row in step(actor, number, lr_factor=300.0)) for number in (5, 6)
+    ]
+    result["restored state twice"] = same(copy_state(actor), retained)
+    # A NaN KL counts as exceeded, and its update is undone.
+    result["NaN rolled back"] = roll_back_nan_kl(actor)
+    result["restored state after NaN"] = same(copy_state(actor), retained)
+    result["fresh optimizer"] = roll_back_fresh_optimizer()
+    result["memory"] = [actor.metrics(), count_updates_after_oom(actor), actor.metrics()]
     return result
 
 
-def from_nothing() -> list[bool]:
-    """With an optimizer that makes its moments in its first step, as those of Transformer Engine and Apex do: whether
-    it goes back in that step, to what it was, and once more in the next."""
+def roll_back_fresh_optimizer() -> list[bool]:
+    """Roll back the first two steps of an optimizer that creates its moments lazily, like Transformer Engine's and
+    Apex's. Return, for each step, whether it rolled back and whether the state is the initial one."""
     from megarl.megatron.optimizer import _torch_optimizers
 
-    actor = make()
-    before = held(actor)
+    actor = make_actor()
+    before = copy_state(actor)
     for inner in _torch_optimizers(actor.model.optimizer) if actor.model is not None else ():
         inner.state.clear()
     actual = []
     for number in (1, 2):
-        rows = step(actor, number, faster=3000.0)
-        actual += [any("guards/ppo_kl" in row for row in rows), same(held(actor), before)]
+        rows = step(actor, number, lr_factor=3000.0)
+        actual += [any("guards/ppo_kl" in row for row in rows), same(copy_state(actor), before)]
     return actual
 
 
-def short(actor: ActorWorker) -> int:
-    """How many updates are reported of a step in which memory runs out wherever two sequences are joined."""
+def count_updates_after_oom(actor: ActorWorker) -> int:
+    """Return the number of reported updates in a step in which any micro-batch of two sequences runs out of memory."""
     if actor.model is not None:
         reader = actor.model._reader
 
@@ -160,18 +162,18 @@ def short(actor: ActorWorker) -> int:
     return len([row for row in step(actor, 8, 2) if "guards/ppo_kl" not in row and row])
 
 
-def not_a_number(actor: ActorWorker) -> bool:
-    def spoilt(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+def roll_back_nan_kl(actor: ActorWorker) -> bool:
+    def loss_with_nan_kl(output: ModelOutput, part: TrainBatch) -> TokenLoss:
         actual = loss(output, part)
         return TokenLoss(actual.loss, actual.metrics | {"actor/ppo_kl": actual.metrics["actor/ppo_kl"] * torch.nan})
 
     actor.begin_step(7)
     batch = batch_of(actor)
-    return "guards/ppo_kl" in actor.update(batch, spoilt).sync()
+    return "guards/ppo_kl" in actor.update(batch, loss_with_nan_kl).sync()
 
 
-def kept_bytes(actor: ActorWorker) -> list[int]:
-    """What the copy takes, and what weights and this rank's states do."""
+def snapshot_bytes(actor: ActorWorker) -> list[int]:
+    """Return the bytes of the snapshot, and of weights plus this rank's optimizer states."""
     from plan_memory import model_state_bytes
 
     assert actor.model is not None

@@ -1,7 +1,7 @@
-"""Rewards on two ranks whose collectives wait four seconds for a peer: by functions of a script, that take their time
-or fail, and by functions in the pool's processes.
+"""Rewards on two ranks with a collective timeout of four seconds, by slow or failing functions of a script and by
+functions in the pool's processes.
 
-Argument: a folder. Prints what each rank has of it.
+Argument: a folder. Prints each rank's results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROLLOUTS[2] = replace(ROLLOUTS[2], status="aborted", reward=7.0, reward_parts={"
 
 
 def slow(rollout: Rollout) -> float:
-    """Of one rank only."""
+    """Slow on one rank only."""
     time.sleep(3.0 if rollout.prompt.id in ("p1", "p3") else 0.0)
     return 1.0
 
@@ -53,36 +53,43 @@ def context(reward: RewardConfig, environments: tuple[str, ...] = (), replay: st
     return SimpleNamespace(config=config, job=JOB, clock=Clock(), **known)
 
 
-def facts(scored: Rollouts) -> dict[str, Any]:
+def summarize(scored: Rollouts) -> dict[str, Any]:
     parts = {name: values.tolist() for name, values in scored.reward_parts.items()}
-    of_turns = [
+    turn_rewards = [
         [int(i), [turn.reward for turn in item.turns]]
         for i, item in zip(scored.local_indices, scored.local, strict=True)
     ]
-    every = sorted(item for local_items in ranks.all_gather_objects(of_turns) for item in local_items)
-    why = list(scored.unscored_reasons)
-    return {"reward": scored.reward.tolist(), "parts": parts, "unscored": scored.unscored.tolist(), "why": why} | {
-        "turns": [rewards for _, rewards in every]
-    }
+    all_turn_rewards = sorted(item for local_items in ranks.all_gather_objects(turn_rewards) for item in local_items)
+    reasons = list(scored.unscored_reasons)
+    return {
+        "reward": scored.reward.tolist(),
+        "parts": parts,
+        "unscored": scored.unscored.tolist(),
+        "reasons": reasons,
+    } | {"turns": [rewards for _, rewards in all_turn_rewards]}
 
 
-def tried(
-    reward: RewardConfig, function: Any = None, told: int = 0, weights: Any = None, given: Rollouts | None = None
+def try_scoring(
+    reward: RewardConfig,
+    function: Any = None,
+    prefetched: int = 0,
+    weights: Any = None,
+    rollouts: Rollouts | None = None,
 ) -> Any:
-    """told: of how many of those that are here the worker has been told before."""
-    given = MINE if given is None else given
-    about = context(reward)
-    worker = RewardWorker(about, reward_fn=function)
+    """prefetched: how many local rollouts the worker gets before scoring."""
+    rollouts = LOCAL_ROLLOUTS if rollouts is None else rollouts
+    worker_context = context(reward)
+    worker = RewardWorker(worker_context, reward_fn=function)
     try:
         worker.wait_ready()
-        for rollout in given.local[:told]:
-            about.on_rollout_finished(rollout)
-        if told and worker._pool is not None:  # all that was begun is done
+        for rollout in rollouts.local[:prefetched]:
+            worker_context.on_rollout_finished(rollout)
+        if prefetched and worker._pool is not None:  # wait for all prefetched rewards
             list(map(lambda known: known[1].result(), worker._prefetch._pending.values()))
         if weights is not None:
             worker.set_control("reward.weights", worker.controls()["reward.weights"](weights))
-        result = facts(worker.score(given))
-        return result | {"figures": worker.metrics()}
+        result = summarize(worker.score(rollouts))
+        return result | {"metrics": worker.metrics()}
     except ConfigError as error:
         return str(error)
     finally:
@@ -91,30 +98,32 @@ def tried(
 
 def main() -> None:
     half = {"max_failed_frac": 0.5}
-    lab, dies = ("lab_rewards:length", "lab_rewards:later"), ("lab_rewards:dies",)
+    lab, dying = ("lab_rewards:length", "lab_rewards:later"), ("lab_rewards:dies",)
     result = {
-        "slow": tried(RewardConfig(timeout=30.0), slow),
-        "hangs": tried(RewardConfig(timeout=0.3), hangs),
-        "one hangs": tried(RewardConfig(timeout=0.3, **half), hangs),
-        "leaves": tried(RewardConfig(timeout=30.0, max_failed_frac=0.99), leaves),
-        "pool": tried(RewardConfig(lab, weights={"length": 0.5}), told=1),
-        "changed": tried(RewardConfig(lab, processes=4), weights={"later": 2}),
-        "branches": tried(RewardConfig(lab), given=branched()),
-        "branches here": tried(RewardConfig(timeout=30.0), lambda rollout: rollout.num_tokens, given=branched()),
-        "dies": tried(RewardConfig(dies)),
-        "one dies": tried(RewardConfig(dies, **half)),
+        "slow": try_scoring(RewardConfig(timeout=30.0), slow),
+        "hangs": try_scoring(RewardConfig(timeout=0.3), hangs),
+        "one hangs": try_scoring(RewardConfig(timeout=0.3, **half), hangs),
+        "leaves": try_scoring(RewardConfig(timeout=30.0, max_failed_frac=0.99), leaves),
+        "pool": try_scoring(RewardConfig(lab, weights={"length": 0.5}), prefetched=1),
+        "changed": try_scoring(RewardConfig(lab, processes=4), weights={"later": 2}),
+        "branches": try_scoring(RewardConfig(lab), rollouts=make_branches()),
+        "branches here": try_scoring(
+            RewardConfig(timeout=30.0), lambda rollout: rollout.num_tokens, rollouts=make_branches()
+        ),
+        "dies": try_scoring(RewardConfig(dying)),
+        "one dies": try_scoring(RewardConfig(dying, **half)),
         "all too slow": all_too_slow(),
-        "no such part": tried_weights({"lenght": 1.0}),
-        "environment": of_environment(
+        "no such part": try_weights({"lenght": 1.0}),
+        "environment": score_environment(
             RewardConfig(weights={"environment": 2.0}), [Reward(0.5, {"tries": 3.0}, (0.25,))] * 4
         ),
-        "beside": of_environment(RewardConfig(("lab_rewards:length",)), [Reward(1.0), None, None, Reward(-1.0)]),
-        "failed": of_environment(
+        "beside": score_environment(RewardConfig(("lab_rewards:length",)), [Reward(1.0), None, None, Reward(-1.0)]),
+        "failed": score_environment(
             RewardConfig(max_failed_frac=0.5), [Reward(1.0)] * 3 + [RewardFailure("Guess: reward raised")]
         ),
-        "recorded": of_environment(RewardConfig(), None),
-        "nobody": of_environment(RewardConfig(), [None] * 4, "odd_worlds:Plain"),
-        "nothing": of_environment(RewardConfig(), [None] * 4, ""),
+        "recorded": score_environment(RewardConfig(), None),
+        "nobody": score_environment(RewardConfig(), [None] * 4, "odd_worlds:Plain"),
+        "nothing": score_environment(RewardConfig(), [None] * 4, ""),
     }
     print("RESULT", json.dumps(result), flush=True)
     row_exchange.close_row_exchange()
@@ -122,39 +131,39 @@ def main() -> None:
 
 
 def all_too_slow() -> tuple[Any, bool]:
-    """What is said of 20 rollouts on each rank, one call after the other, and whether that was soon."""
+    """Score 20 slow rollouts on each rank; return the error and whether it came within 20 s."""
     many = [replace(ROLLOUTS[0], turns=tuple(map(replace, ROLLOUTS[0].turns)), group=number) for number in range(40)]
     local = list(range(JOB.rank, 40, 2))
-    given = Rollouts.gather([many[number] for number in local], local, row_exchange.WorldComm())
-    began = time.monotonic()
+    rollouts = Rollouts.gather([many[number] for number in local], local, row_exchange.WorldComm())
+    start = time.monotonic()
     slow = RewardConfig(("lab_rewards:sleeps", "lab_rewards:length"), timeout=1.5, processes=2)
-    return tried(slow, given=given), time.monotonic() - began < 20
+    return try_scoring(slow, rollouts=rollouts), time.monotonic() - start < 20
 
 
-def of_environment(reward: RewardConfig, verdicts: Any, spec: str = "odd_worlds:Guess") -> Any:
-    """verdicts: None for rollouts that were recorded with a part of it."""
+def score_environment(reward: RewardConfig, env_rewards: Any, spec: str = "odd_worlds:Guess") -> Any:
+    """env_rewards: None for replayed rollouts that have the environment's part."""
     try:
-        worker = RewardWorker(context(reward, (spec,) if spec else (), "" if verdicts else "somewhere"))
+        worker = RewardWorker(context(reward, (spec,) if spec else (), "" if env_rewards else "somewhere"))
     except ConfigError as error:
         return str(error)
     local_items = [
-        replace(item, env_reward=verdicts[i]) if verdicts else replace(item, reward_parts={"environment": 3.0})
-        for i, item in zip(OWN, MINE.local, strict=True)
+        replace(item, env_reward=env_rewards[i]) if env_rewards else replace(item, reward_parts={"environment": 3.0})
+        for i, item in zip(LOCAL_INDICES, LOCAL_ROLLOUTS.local, strict=True)
     ]
-    result = facts(worker.score(MINE.replace_local(local_items)))
+    result = summarize(worker.score(LOCAL_ROLLOUTS.replace_local(local_items)))
     worker.close()
     return result
 
 
-def branched() -> Rollouts:
-    """Of each rank an episode in two branches, of three tokens and of four, and one alone."""
+def make_branches() -> Rollouts:
+    """Return, on each rank, an episode of two branches with three and four tokens, and a single rollout."""
     alone = replace(ROLLOUTS[JOB.rank], group=JOB.rank)
     longer = replace(alone, turns=(Turn((1, 2, 4)), *alone.turns[1:]))
     local_items = [*as_branches([alone, longer], 0), alone]
     return Rollouts.gather(local_items, [item.group for item in local_items], row_exchange.WorldComm())
 
 
-def tried_weights(weights: dict[str, float]) -> str:
+def try_weights(weights: dict[str, float]) -> str:
     try:
         RewardWorker(context(RewardConfig(("lab_rewards:length",), weights=weights)))
     except ConfigError as error:
@@ -164,6 +173,6 @@ def tried_weights(weights: dict[str, float]) -> str:
 
 if __name__ == "__main__":
     JOB = ranks.initialize(ParallelConfig(world_size=2), timeout_s=2.0).job
-    OWN = range(JOB.rank, 4, 2)
-    MINE = Rollouts.gather([ROLLOUTS[i] for i in OWN], OWN, row_exchange.WorldComm())
+    LOCAL_INDICES = range(JOB.rank, 4, 2)
+    LOCAL_ROLLOUTS = Rollouts.gather([ROLLOUTS[i] for i in LOCAL_INDICES], LOCAL_INDICES, row_exchange.WorldComm())
     main()

@@ -1,6 +1,6 @@
-"""Judges and a teacher on two of three ranks; the rollouts are at home on the first and the last.
+"""Reward models, services and a teacher on two of three ranks; the first and the last rank have the rollouts.
 
-Arguments: a folder with models and `jobs.json`, what to do. Prints what each rank has of it.
+Argument: a folder with models and `jobs.json`, which lists the jobs. Prints each rank's results.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ JOBS = json.loads((FOLDER / "jobs.json").read_text())
 
 
 def rollouts() -> Rollouts:
-    """Those of the file whose home is here: of every three two are at home on the first rank, one on the last."""
-    made = []
+    """Return this rank's rollouts: two of every three are on the first rank, one on the last."""
+    items = []
     for number, item in enumerate(JOBS["rollouts"]):
-        ids, said = item["ids"], tuple(item["messages"])
+        ids, messages = item["ids"], tuple(item["messages"])
         turns = (Turn(ids[:2]), Turn(ids[2:], [0.0] * (len(ids) - 2), True, 0))
-        prompt = Prompt(str(number), said[:1], ids[:2], ground_truth="5")
-        made.append(Rollout(prompt, turns, item["status"], messages=said, group=number))
-    local = [number for number in range(len(made)) if {0: 0, 1: 0, 2: 2}[number % 3] == RANK]
-    return Rollouts.gather([made[i] for i in local], local, row_exchange.WorldComm())
+        prompt = Prompt(str(number), messages[:1], ids[:2], ground_truth="5")
+        items.append(Rollout(prompt, turns, item["status"], messages=messages, group=number))
+    local = [number for number in range(len(items)) if {0: 0, 1: 0, 2: 2}[number % 3] == RANK]
+    return Rollouts.gather([items[i] for i in local], local, row_exchange.WorldComm())
 
 
 def context(tree: dict[str, Any], role: str) -> Context:
@@ -59,10 +59,10 @@ def config_of(tree: dict[str, Any]) -> Config:
     return from_dict(base | tree)
 
 
-def made(tree: dict[str, Any], role: str) -> Any:
-    about = context(tree, role)
-    declared = Requirements("lab", "prompts", ("rollout", "actor", "reward", *about.config.roles), ("actor",))
-    worker = load_worker(about.config, declared, role, RegisteredWorker())(about)
+def make_worker(tree: dict[str, Any], role: str) -> Any:
+    worker_context = context(tree, role)
+    declared = Requirements("lab", "prompts", ("rollout", "actor", "reward", *worker_context.config.roles), ("actor",))
+    worker = load_worker(worker_context.config, declared, role, RegisteredWorker())(worker_context)
     worker.begin_step(3)
     ranks.run_on_all(worker.start)
     worker.wait_ready()
@@ -71,7 +71,7 @@ def made(tree: dict[str, Any], role: str) -> Any:
 
 def score(tree: dict[str, Any]) -> Any:
     try:
-        worker = made(tree, "reward")
+        worker = make_worker(tree, "reward")
         scored = worker.score(rollouts())
         worker.close()
     except ConfigError as error:
@@ -80,13 +80,13 @@ def score(tree: dict[str, Any]) -> Any:
     local_items = [
         (int(number), rollout.reward) for number, rollout in zip(scored.local_indices, scored.local, strict=True)
     ]
-    return {"reward": scored.reward.tolist(), "parts": parts, "here": local_items, "figures": worker.metrics()}
+    return {"reward": scored.reward.tolist(), "parts": parts, "local": local_items, "metrics": worker.metrics()}
 
 
 def teach(tree: dict[str, Any]) -> Any:
-    """Log-probs of the sequences that are here, by number, at the rollouts' temperature and at another."""
+    """Return log-probs of the local sequences by number, at the rollouts' temperature and at another."""
     (role,) = tree["roles"]
-    worker = made(tree, role)
+    worker = make_worker(tree, role)
     assert (worker.model is None) == (RANK == 0) and worker.name == role
     batch, actual = TrainBatch.from_rollouts(rollouts()), {}
     for name, options in (("as sampled", {}), ("at 1", {"temperature": 1.0})):

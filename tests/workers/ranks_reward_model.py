@@ -1,5 +1,5 @@
-"""Reward models of several families, on two ranks: started from transformers' folders, trained for a step, exported;
-and the exports serving in a reward worker, whose job computes in bf16. Arguments: a folder, families.
+"""Reward models of several families on two ranks: loaded from transformers' folders, trained, exported, and served by a
+reward worker of a bf16 job. Arguments: a folder, families.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def scored(worker: Any, batch: TrainBatch) -> torch.Tensor:
 
 
 def train(family: str, folder: str) -> list[float]:
-    """Two updates from a policy's folder; the export; and one more update's worth of moves from it as a start."""
+    """Train two updates from a policy's folder, export, and check that the export loads with the same scores."""
     from megarl.workers.critic import RewardModelWorker
 
     policy, export = f"{folder}/{family}_policy", f"{folder}/{family}"
@@ -66,45 +66,45 @@ def train(family: str, folder: str) -> list[float]:
     worker.wait_ready()
     batch = tiny.pairs()
     assert float(scored(worker, batch).abs().max()) == 0.0  # a policy has no head
-    for _ in range(2):  # the first moves the head alone
+    for _ in range(2):  # the first changes the head only
         worker.update(batch, loss)
     scores = scored(worker, batch)
     worker.export(Path(export))
     parallel_ranks.barrier()
-    again = RewardModelWorker(context(export, folder))
-    again.start()
-    again.wait_ready()
-    assert torch.equal(scored(again, batch), scores)
+    reloaded = RewardModelWorker(context(export, folder))
+    reloaded.start()
+    reloaded.wait_ready()
+    assert torch.equal(scored(reloaded, batch), scores)
     return [float(value) for value in scores[batch.cu_seqlens[1:] - 1]]
 
 
 def serve(family: str, folder: str) -> list[dict[str, Any]]:
-    """The same sequences as rollouts, in two turns each, with a function beside the model."""
+    """Score the same sequences as rollouts of two turns, with the model alone and with a function."""
     from megarl.workers.reward_models import MegatronRewardWorker
 
-    created, batch = context(f"{folder}/{family}", folder), tiny.pairs()
-    config = created.config
+    worker_context, batch = context(f"{folder}/{family}", folder), tiny.pairs()
+    config = worker_context.config
     model = dataclasses.replace(config.model, dtype="bfloat16")
     reward = dataclasses.replace(config.reward, model=f"{folder}/{family}")
-    created = dataclasses.replace(created, config=dataclasses.replace(config, model=model, reward=reward))
+    worker_context = dataclasses.replace(worker_context, config=dataclasses.replace(config, model=model, reward=reward))
     rollouts = []
     for i, ids in enumerate(batch.tokens.split(batch.lengths.tolist())):
         local = tuple(ids.tolist())
         turns = (Turn(local[:1]), Turn(local[1:], (0.0,) * (len(local) - 1), True))
         rollouts.append(Rollout(Prompt(str(i), ()), turns, group=0))
-    worker = MegatronRewardWorker(created, reward_fn=length)
+    worker = MegatronRewardWorker(worker_context, reward_fn=length)
     worker.start()
     worker.wait_ready()
     assert worker.model is not None and worker.model.optimizer is None
     assert {tensor.dtype for tensor in worker.model.local_params().values()} == {torch.float32}
-    alone = MegatronRewardWorker(created)
+    alone = MegatronRewardWorker(worker_context)
     alone.model = worker.model
     alone.wait_ready()
     local = range(1 - RANKS.job.rank, len(rollouts), 2)
-    dealt = Rollouts.gather([rollouts[i] for i in local], local, row_exchange.WorldComm())
-    only, both = alone.score(dealt), worker.score(dealt)
-    figures = {"reward": both.reward, "only": only.reward, **both.reward_parts}
-    return [{name: float(values[i]) for name, values in figures.items()} for i in range(len(rollouts))]
+    sharded = Rollouts.gather([rollouts[i] for i in local], local, row_exchange.WorldComm())
+    model_only, both = alone.score(sharded), worker.score(sharded)
+    columns = {"reward": both.reward, "only": model_only.reward, **both.reward_parts}
+    return [{name: float(values[i]) for name, values in columns.items()} for i in range(len(rollouts))]
 
 
 def length(rollout: Rollout) -> float:

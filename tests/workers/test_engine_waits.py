@@ -1,4 +1,4 @@
-"""Ranks that wait for an engine wait as long as it may take, and no longer than there is something to wait for."""
+"""Waits of ranks for an engine: as long as generation takes, but not after a failure or loss."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def found(run_ranks: Callable[..., list[dict[str, Any]]]) -> dict[str, Any]:
-    """What both ranks saw; a wait for what never comes would run into the limit."""
+def results(run_ranks: Callable[..., list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return both ranks' results; a wait that never ends would hit the timeout."""
     first, second = run_ranks(2, "tests/workers/ranks_engine_waits.py", timeout=180.0)
-    assert first.pop("gone", False), "a peer that died was not noticed"
+    assert first.pop("peer died", False), "a peer that died was not noticed"
     assert first == second
     return first
 
 
-def test_generation_may_take_longer_than_a_collective(found: dict[str, Any]) -> None:
-    assert found["slow"] == [0]
+def test_generation_may_exceed_the_collective_timeout(results: dict[str, Any]) -> None:
+    assert results["slow"] == [0]
 
 
-def test_what_fails_beside_an_engine_ends_the_generation_of_all(found: dict[str, Any]) -> None:
-    assert found["fails"] == "the processes of the tools are gone"
+def test_failure_of_one_engines_tools_ends_generation_on_all_ranks(results: dict[str, Any]) -> None:
+    assert results["fails"] == "the processes of the tools are gone"
 
 
-def test_what_an_engine_had_when_it_was_lost_is_generated_by_the_other(found: dict[str, Any]) -> None:
-    figures = {"rollout/engine_restarts": 1.0, "rollout/lost_samples": 3.0, "rollout/regenerated_samples": 3.0}
-    assert found["one of two"] == {"seeds": [0, 1], "there": True, "figures": figures, "away": [1]}
+def test_other_engine_regenerates_the_groups_of_a_lost_one(results: dict[str, Any]) -> None:
+    metrics = {"rollout/engine_restarts": 1.0, "rollout/lost_samples": 3.0, "rollout/regenerated_samples": 3.0}
+    assert results["lost one of two"] == {"seeds": [0, 1], "available": True, "metrics": metrics, "restarting": [1]}
 
 
-def test_the_only_engine_is_waited_for_and_does_it_itself(found: dict[str, Any]) -> None:
-    figures = {"rollout/engine_restarts": 1.0, "rollout/lost_samples": 3.0, "rollout/regenerated_samples": 3.0}
-    assert found["the only one"] == {"seeds": [0, 1], "there": True, "figures": figures, "away": []}
+def test_only_engine_restarts_and_regenerates_its_groups(results: dict[str, Any]) -> None:
+    metrics = {"rollout/engine_restarts": 1.0, "rollout/lost_samples": 3.0, "rollout/regenerated_samples": 3.0}
+    assert results["lost the only one"] == {"seeds": [0, 1], "available": True, "metrics": metrics, "restarting": []}
 
 
-def test_all_ranks_count_the_aborted_of_all_engines(found: dict[str, Any]) -> None:
-    assert found["allowed"] == [0, 0, 0, 0]
-    assert found["too many"].startswith(
+def test_aborted_rollouts_are_counted_over_all_engines(results: dict[str, Any]) -> None:
+    assert results["allowed"] == [0, 0, 0, 0]
+    assert results["too many"].startswith(
         "6 of 8 rollouts were aborted, more than rollout.max_aborted_frac=0.5 allows: 4 x l"
     )

@@ -1,4 +1,4 @@
-"""Nothing but `wait` and `sync` communicates."""
+"""Futures and update metrics communicate only in `wait` and `sync`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.workers.futures import Future, UpdateMetrics, sync_metrics
 pytestmark = pytest.mark.alone
 
 
-def test_a_future_receives_its_value_once_and_only_when_it_is_waited_for() -> None:
+def test_future_receives_its_value_once_on_wait() -> None:
     received: list[int] = []
 
     def receive() -> int:
@@ -25,7 +25,7 @@ def test_a_future_receives_its_value_once_and_only_when_it_is_waited_for() -> No
     assert Future.completed(None).is_done
 
 
-def test_metrics_of_one_source_travel_in_one_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_metrics_broadcasts_once_per_source(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[Any, int]] = []
 
     def broadcast(value: Any, source: int) -> Any:
@@ -41,6 +41,6 @@ def test_metrics_of_one_source_travel_in_one_broadcast(monkeypatch: pytest.Monke
     assert local_items.sync() == {"loss": 0.5} and len(sent) == 2
 
 
-def test_metrics_are_no_mapping() -> None:
+def test_update_metrics_are_not_a_mapping() -> None:
     with pytest.raises(TypeError):
         dict(UpdateMetrics({"loss": 0.5}))  # type: ignore[call-overload]

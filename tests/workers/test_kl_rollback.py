@@ -1,4 +1,4 @@
-"""A policy that goes too far from the one that was sampled from, in real updates on two ranks."""
+"""Rollback of a step whose policy moves too far from the sampling policy, with real updates on two ranks."""
 
 from __future__ import annotations
 
@@ -11,76 +11,77 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MAKE = (
+MAKE_MODEL = (
     "import sys; sys.path.insert(0, 'tests/megatron'); import tiny; tiny.hf_model('qwen2').save_pretrained(sys.argv[1])"
 )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model as transformers writes it, which must not be imported beside Megatron."""
+    """Return a model folder written by transformers, in a process of its own because Megatron must not share one."""
     created = tmp_path_factory.mktemp("back") / "model"
-    subprocess.run([sys.executable, "-c", MAKE, str(created)], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", MAKE_MODEL, str(created)], cwd=ROOT, check=True, capture_output=True)
     return created
 
 
-@pytest.fixture(scope="module", params=["shared float32", "shared bfloat16", "apart float32"])
+@pytest.fixture(scope="module", params=["shared float32", "shared bfloat16", "split float32"])
 def ranks(
     request: pytest.FixtureRequest, run_ranks: Callable[..., list[dict[str, Any]]], folder: Path
 ) -> list[dict[str, Any]]:
-    """Of two replicas of the policy, and of a policy on the second rank alone."""
+    """Return the ranks' results with two replicas of the policy, or a policy on the second rank alone."""
     return run_ranks(2, "tests/workers/ranks_kl_rollback.py", *request.param.split(), str(folder))
 
 
-def test_a_step_that_goes_well_is_left_alone(ranks: list[dict[str, Any]]) -> None:
+def test_step_within_the_limit_is_kept(ranks: list[dict[str, Any]]) -> None:
     for result in ranks:
-        assert [rate for _, rate, _ in result["fine"]] == pytest.approx([2e-5, 4e-5, 6e-5, 8e-5])
-        assert all(kl <= 0.05 and not back for kl, _, back in result["fine"])
+        assert [rate for _, rate, _ in result["within limit"]] == pytest.approx([2e-5, 4e-5, 6e-5, 8e-5])
+        assert all(kl <= 0.05 and not rolled_back for kl, _, rolled_back in result["within limit"])
 
 
-def test_the_policy_is_what_it_was_before_the_step(ranks: list[dict[str, Any]]) -> None:
-    """Bit by bit: weights, masters, moments, counts. The second of four updates says it; two are left out."""
+def test_exceeding_step_restores_the_policy(ranks: list[dict[str, Any]]) -> None:
+    """Weights, master weights, moments and counts are restored bitwise. The second of four updates exceeds the limit;
+    the other two are skipped."""
     for result in ranks:
-        first, second, third, fourth = result["wild"]
+        first, second, third, fourth = result["exceeded"]
         assert "guards/ppo_kl" not in first and second["guards/ppo_kl"] == second["actor/ppo_kl"] > 0.05
         assert third == fourth == {}
-        assert result["as before"]
-    assert ranks[0]["wild"] == ranks[1]["wild"]
+        assert result["restored state"]
+    assert ranks[0]["exceeded"] == ranks[1]["exceeded"]
 
 
-def test_the_learning_rate_begins_anew_and_training_goes_on(ranks: list[dict[str, Any]]) -> None:
+def test_learning_rate_restarts_and_training_continues(ranks: list[dict[str, Any]]) -> None:
     for result in ranks:
-        assert [rate for _, rate, _ in result["after"]] == pytest.approx([2e-5, 4e-5])
-        assert not any(back for _, _, back in result["after"]) and result["moved"]
+        assert [rate for _, rate, _ in result["next step"]] == pytest.approx([2e-5, 4e-5])
+        assert not any(rolled_back for _, _, rolled_back in result["next step"]) and result["trains on"]
 
 
-def test_a_checkpoint_goes_on_with_the_rate_and_the_counts(ranks: list[dict[str, Any]]) -> None:
+def test_checkpoint_resumes_rate_and_step_counts(ranks: list[dict[str, Any]]) -> None:
     for result in ranks:
-        assert result["restored"] and result["goes on alike"] == [True, True]
+        assert result["checkpoint restored"] and result["resumes equally"] == [True, True]
 
 
-def test_it_goes_back_each_time_once_a_step(ranks: list[dict[str, Any]]) -> None:
+def test_rolls_back_once_per_step(ranks: list[dict[str, Any]]) -> None:
     for result in ranks:
-        assert result["again"] == [1, 1] and result["as before twice"]
-        assert result["not a number"] and result["as before thrice"]
+        assert result["rollbacks"] == [1, 1] and result["restored state twice"]
+        assert result["NaN rolled back"] and result["restored state after NaN"]
 
 
-def test_moments_that_are_made_in_the_first_step_are_as_before_it(ranks: list[dict[str, Any]]) -> None:
-    """torch's are made here, with the optimizer; those that a GPU has are not."""
+def test_rollback_of_lazily_created_moments(ranks: list[dict[str, Any]]) -> None:
+    """Here torch creates moments with the optimizer; the optimizers on GPUs create them in the first step."""
     for result in ranks:
-        assert result["from nothing"] == [True] * 4
+        assert result["fresh optimizer"] == [True] * 4
 
 
-def test_what_the_copy_takes(ranks: list[dict[str, Any]]) -> None:
-    """Weights and this rank's states, but for the padding of Megatron's buffers."""
+def test_snapshot_size(ranks: list[dict[str, Any]]) -> None:
+    """The snapshot holds weights and this rank's optimizer states, plus Megatron's padding."""
     copies = [result["bytes"] for result in ranks if result["bytes"]]
     assert copies
     for retained, planned in copies:
         assert planned <= retained < 1.01 * planned
 
 
-def test_memory_that_runs_out_is_known_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
-    """Also where the model is not: rows go where they went, whatever the model makes of them."""
+def test_out_of_memory_is_known_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    """Ranks without the model know it, too."""
     for result in ranks:
         before, updates, after = result["memory"]
         assert before == {

@@ -1,4 +1,4 @@
-"""Steps with more groups under way than they need, on played engines: none is lost or comes twice."""
+"""Oversampling with scripted engines: no group is lost or trained twice, also across a resume."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ PROMPTS = [replace(PROMPT, id=str(i), messages=({"role": "user", "content": f"{i
 NEEDED, SAMPLES = 4, 2
 
 
-class Calculator(EnvironmentPool):
-    """Tools that take a moment, without a process."""
+class FakeCalculator(EnvironmentPool):
+    """Tools that yield once, without a process."""
 
     def __init__(self) -> None:
         super().__init__(CHAT.catalog, 60.0, 1)
@@ -46,32 +46,32 @@ class Calculator(EnvironmentPool):
 
 
 @dataclass
-class Run:
-    """On one rank, which leads an engine: steps as the loop takes them."""
+class OversampledRun:
+    """Training steps without training, on one rank that leads an engine."""
 
     rank: Any
     world: int
-    counts: LocalKVStore
+    store: LocalKVStore
     oversample: float = 1.5
     max_staleness: int = 100
     pause: float = 0.002
-    figures: list[dict[str, float]] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.loader = PromptLoader(PROMPTS, NEEDED, seed=3)
         self.config = replace(CONFIG, oversample=self.oversample, max_staleness=self.max_staleness, max_turns=4)
-        self.ahead = Oversampling(self.config, self.loader, self.rank, self.rank.rank, self.world)
+        self.oversampling = Oversampling(self.config, self.loader, self.rank, self.rank.rank, self.world)
 
     def generate(self, prompts: list[Prompt], step: int, greedy: bool = False) -> Rollouts:
-        plan = self.ahead.plan(prompts, step, greedy)
+        plan = self.oversampling.plan(prompts, step, greedy)
         name = f"{step} {greedy}"
-        tickets = GroupQueue(len(plan.prompts), self.world, self.counts, name, plan.num_partial_groups)
-        mine = asyncio.run(
+        queue = GroupQueue(len(plan.prompts), self.world, self.store, name, plan.num_partial_groups)
+        result = asyncio.run(
             gather_rollouts(
                 plan.prompts,
-                tickets,
-                DeterministicPolicy(step, self.pause),
-                RolloutContext(CHAT, Calculator(), parse, self.config),
+                queue,
+                Writer(step, self.pause),
+                RolloutContext(CHAT, FakeCalculator(), parse, self.config),
                 samples=SAMPLES,
                 greedy=greedy,
                 seed=step,
@@ -80,13 +80,13 @@ class Run:
                 version=step,
             )
         )
-        rollouts = Rollouts.gather(mine.rollouts, [item.group for item in mine.rollouts], self.rank, step)
-        self.ahead.record_result(plan, mine, tickets.count_claimed(), rollouts)
-        self.figures.append(self.ahead.metrics)
+        rollouts = Rollouts.gather(result.rollouts, [item.group for item in result.rollouts], self.rank, step)
+        self.oversampling.record_result(plan, result, queue.count_claimed(), rollouts)
+        self.metrics.append(self.oversampling.metrics)
         return rollouts
 
-    def steps(self, first: int, last: int) -> list[tuple[Rollout, ...]]:
-        """What is here of each."""
+    def run_steps(self, first: int, last: int) -> list[tuple[Rollout, ...]]:
+        """Return the local rollouts of each step."""
         result = []
         for step in range(first, last):
             rollouts = self.generate(self.loader.next_batch(), step)
@@ -96,7 +96,9 @@ class Run:
         return result
 
     def save(self, folder: Path) -> str:
-        entries = self.rank.all_gather_objects({path.name: entry for path, entry in self.ahead.save()(folder).items()})
+        entries = self.rank.all_gather_objects(
+            {path.name: entry for path, entry in self.oversampling.save()(folder).items()}
+        )
         if self.rank.rank == 0:
             files = {f"partial_groups/{name}": entry._asdict() for part in entries for name, entry in part.items()}
             host = {"host.json": {"bytes": 0, "sha256": ""}}
@@ -106,51 +108,53 @@ class Run:
 
     def resume(self, folder: Path, state: str) -> None:
         self.loader.load_state_dict(json.loads(state))
-        self.ahead.restore(folder)
+        self.oversampling.restore(folder)
 
 
-def prompts_of(result: list[list[tuple[Rollout, ...]]]) -> Counter[str]:
+def count_prompts(result: list[list[tuple[Rollout, ...]]]) -> Counter[str]:
     return Counter(item.prompt.id for run in result for step in run for item in step)
 
 
-def in_order(count: int) -> list[str]:
+def first_prompt_ids(count: int) -> list[str]:
     return [prompt.id for prompt in PromptLoader(PROMPTS, NEEDED, seed=3).next_items(count)]
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 3), (3, 1)])
-def test_no_group_is_lost_or_comes_twice_also_on_other_engines(tmp_path: Path, before: int, after: int) -> None:
-    counts = LocalKVStore()
+def test_no_group_is_lost_or_repeated_across_resume(tmp_path: Path, before: int, after: int) -> None:
+    store = LocalKVStore()
 
     def first(rank: Thread) -> tuple[Any, str]:
-        run = Run(rank, before, counts)
-        return run.steps(1, 5), run.save(tmp_path)
+        run = OversampledRun(rank, before, store)
+        return run.run_steps(1, 5), run.save(tmp_path)
 
-    begun = as_ranks(before, first)
+    before_results = as_ranks(before, first)
 
     def second(rank: Thread) -> tuple[Any, Any, list[str]]:
-        run = Run(rank, after, counts)
-        run.resume(tmp_path, begun[0][1])
-        later = run.steps(5, 9)
-        retained = [item.prompt.id for group in run.ahead._partial_groups for item in group]
-        assert run.ahead._num_partial_groups == sum(map(len, rank.all_gather_objects(retained))) // SAMPLES
-        return later, run.figures, retained
+        run = OversampledRun(rank, after, store)
+        run.resume(tmp_path, before_results[0][1])
+        steps = run.run_steps(5, 9)
+        retained = [item.prompt.id for group in run.oversampling._partial_groups for item in group]
+        assert run.oversampling._num_partial_groups == sum(map(len, rank.all_gather_objects(retained))) // SAMPLES
+        return steps, run.metrics, retained
 
-    ended = as_ranks(after, second)
-    done = prompts_of([result for result, _ in begun]) + prompts_of([result for result, *_ in ended])
-    retained = Counter(name for *_, names in ended for name in names)
-    assert done.total() == 8 * NEEDED * SAMPLES and not done.keys() & retained.keys()
-    everything = done + retained
+    after_results = as_ranks(after, second)
+    trained = count_prompts([result for result, _ in before_results]) + count_prompts(
+        [result for result, *_ in after_results]
+    )
+    retained = Counter(name for *_, names in after_results for name in names)
+    assert trained.total() == 8 * NEEDED * SAMPLES and not trained.keys() & retained.keys()
+    everything = trained + retained
     assert set(everything.values()) == {SAMPLES}
-    assert set(everything) == set(in_order(len(everything)))  # the first of the loader's, without a gap
-    figures = ended[0][1]
-    assert all(item == figures for _, item, _ in ended)  # on all ranks
-    assert all(0 <= item["rollout/partial_groups"] <= max_pending_groups(NEEDED, 1.5) - NEEDED for item in figures)
-    assert any(item["rollout/staleness_max"] > 0 for item in figures)
+    assert set(everything) == set(first_prompt_ids(len(everything)))  # the loader's first prompts, without a gap
+    metrics = after_results[0][1]
+    assert all(item == metrics for _, item, _ in after_results)  # on all ranks
+    assert all(0 <= item["rollout/partial_groups"] <= max_pending_groups(NEEDED, 1.5) - NEEDED for item in metrics)
+    assert any(item["rollout/staleness_max"] > 0 for item in metrics)
 
 
 @pytest.fixture
-def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing depends on the clock: all that happens follows from the order in which tasks wait."""
+def deterministic_scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make the scheduler independent of the clock: only the order of tasks matters."""
 
     async def directly(work: Any, *arguments: Any) -> Any:
         return work(*arguments)
@@ -162,119 +166,123 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.usefixtures("exact")
-def test_a_run_that_was_stopped_goes_on_as_one_that_was_not(tmp_path: Path) -> None:
-    """Token by token, with their log-probs, versions and routing, and in the same order."""
-    full = Run(LOCAL, 1, LocalKVStore(), pause=0.0, max_staleness=2)
-    expected = full.steps(1, 9)
+@pytest.mark.usefixtures("deterministic_scheduler")
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    """Tokens, log-probs, versions, routing and order are the same."""
+    uninterrupted = OversampledRun(LOCAL, 1, LocalKVStore(), pause=0.0, max_staleness=2)
+    expected = uninterrupted.run_steps(1, 9)
     assert any(turn.versions for step in expected for item in step for turn in item.turns)
     for stop in (2, 5):
         folder = tmp_path / str(stop)
         folder.mkdir()
-        before = Run(LOCAL, 1, LocalKVStore(), pause=0.0, max_staleness=2)
-        result = before.steps(1, stop)
+        before = OversampledRun(LOCAL, 1, LocalKVStore(), pause=0.0, max_staleness=2)
+        result = before.run_steps(1, stop)
         state = before.save(folder)
-        after = Run(LOCAL, 1, LocalKVStore(), pause=0.0, max_staleness=2)
+        after = OversampledRun(LOCAL, 1, LocalKVStore(), pause=0.0, max_staleness=2)
         after.resume(folder, state)
-        result += after.steps(stop, 9)
+        result += after.run_steps(stop, 9)
         assert result == expected
         routing = [[item.routing.tolist() for step in run for item in step] for run in (result, expected)]  # type: ignore
         assert routing[0] == routing[1]
 
 
-def test_figures_by_hand() -> None:
-    run = Run(LOCAL, 1, LocalKVStore(), max_staleness=1)
+def test_staleness_metrics_by_hand() -> None:
+    run = OversampledRun(LOCAL, 1, LocalKVStore(), max_staleness=1)
     for step in range(1, 6):
         rollouts = run.generate(run.loader.next_batch(), step)
         lags = [
             step - version for item in rollouts.local for version, tokens in item.version_spans for _ in range(tokens)
         ]
-        figures = run.figures[-1]
-        assert figures["rollout/staleness_max"] == max(lags) <= 1
-        assert figures["rollout/staleness_mean"] == pytest.approx(sum(lags) / len(lags))
-        assert 0 <= figures["rollout/idle_frac"] < 1
+        metrics = run.metrics[-1]
+        assert metrics["rollout/staleness_max"] == max(lags) <= 1
+        assert metrics["rollout/staleness_mean"] == pytest.approx(sum(lags) / len(lags))
+        assert 0 <= metrics["rollout/idle_frac"] < 1
 
 
-def test_only_the_steps_own_generation_of_all_its_prompts_is_over_sampled() -> None:
-    run = Run(LOCAL, 1, LocalKVStore())
+def test_only_the_training_generation_is_oversampled() -> None:
+    run = OversampledRun(LOCAL, 1, LocalKVStore())
     value = run.loader.next_batch()
     state = run.loader.state_dict()
-    for prompts, greedy in ((value, True), (PROMPTS[:3], False), (value, False)):  # the last is the second of the step
-        plan = run.ahead.plan(prompts, 1, greedy)
+    for prompts, greedy in (
+        (value, True),
+        (PROMPTS[:3], False),
+        (value, False),
+    ):  # the last is the step's second generation
+        plan = run.oversampling.plan(prompts, 1, greedy)
         assert (plan.prompts, plan.num_needed, plan.num_partial_groups) == (prompts, None, 0)
     assert run.loader.state_dict() == state
-    plan = run.ahead.plan(value, 2, False)
+    plan = run.oversampling.plan(value, 2, False)
     assert (len(plan.prompts), plan.num_needed, plan.is_training) == (6, NEEDED, True)
 
 
-def test_without_it_nothing_is_kept_written_or_asked_for(tmp_path: Path) -> None:
-    run = Run(LOCAL, 1, LocalKVStore(), oversample=1.0)
+def test_without_oversampling_nothing_is_kept_or_saved(tmp_path: Path) -> None:
+    run = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=1.0)
     value = run.loader.next_batch()
     state = run.loader.state_dict()
     rollouts = run.generate(value, 1)
     assert [item.prompt.id for item in rollouts.local] == [prompt.id for prompt in value for _ in range(SAMPLES)]
-    assert run.loader.state_dict() == state and run.figures[-1].keys() == {"rollout/idle_frac"}
-    assert run.ahead.save()(tmp_path) == {} and not list(tmp_path.iterdir())
+    assert run.loader.state_dict() == state and run.metrics[-1].keys() == {"rollout/idle_frac"}
+    assert run.oversampling.save()(tmp_path) == {} and not list(tmp_path.iterdir())
 
 
-def test_what_was_kept_is_gone_on_with_where_over_sampling_is_turned_off(tmp_path: Path) -> None:
-    before = Run(LOCAL, 1, LocalKVStore(), oversample=2.0)
-    result = before.steps(1, 3)
+def test_resumes_partial_groups_without_oversampling(tmp_path: Path) -> None:
+    before = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=2.0)
+    result = before.run_steps(1, 3)
     state = before.save(tmp_path)
-    after = Run(LOCAL, 1, LocalKVStore(), oversample=1.0)
+    after = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=1.0)
     after.resume(tmp_path, state)
-    retained = after.ahead._num_partial_groups
-    result += after.steps(3, 5)
-    assert retained > 0 == after.ahead._num_partial_groups and after.ahead.save()(tmp_path / "none") == {}
-    assert prompts_of([result]) == Counter({name: SAMPLES for name in in_order(4 * NEEDED)})
+    retained = after.oversampling._num_partial_groups
+    result += after.run_steps(3, 5)
+    assert retained > 0 == after.oversampling._num_partial_groups and after.oversampling.save()(tmp_path / "none") == {}
+    assert count_prompts([result]) == Counter({name: SAMPLES for name in first_prompt_ids(4 * NEEDED)})
 
 
-def test_what_was_kept_is_not_dropped_where_generation_goes_on_beside_training(tmp_path: Path) -> None:
-    """It would begin the prompts that come next, and those of the groups have been handed out."""
-    before = Run(LOCAL, 1, LocalKVStore(), oversample=2.0)
-    before.steps(1, 2)
+def test_asynchronous_rollouts_reject_partial_groups(tmp_path: Path) -> None:
+    """Asynchronous generation starts with the next prompts, and would skip those of the partial groups."""
+    before = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=2.0)
+    before.run_steps(1, 2)
     state = before.save(tmp_path)
-    after = Run(LOCAL, 1, LocalKVStore(), oversample=1.0)
-    after.ahead._config = replace(after.ahead._config, asynchronous=True)
+    after = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=1.0)
+    after.oversampling._config = replace(after.oversampling._config, asynchronous=True)
     with pytest.raises(ConfigError, match="groups of partial rollouts .* rollout.asynchronous=true cannot"):
         after.resume(tmp_path, state)
 
 
-def test_what_was_kept_is_not_gone_on_with_where_routing_is_replayed(tmp_path: Path) -> None:
-    """Newer weights would read it again, and choose other experts than those on record."""
-    before = Run(LOCAL, 1, LocalKVStore(), oversample=2.0)
-    before.steps(1, 2)
+def test_routing_replay_rejects_stale_partial_groups(tmp_path: Path) -> None:
+    """Newer weights would prefill the partial responses again and route to other experts than recorded."""
+    before = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=2.0)
+    before.run_steps(1, 2)
     state = before.save(tmp_path)
-    after = Run(LOCAL, 1, LocalKVStore(), oversample=1.0)
-    after.ahead._replays_routing = True
+    after = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=1.0)
+    after.oversampling._replays_routing = True
     with pytest.raises(ConfigError, match="groups of partial rollouts .* train.routing_replay=true cannot"):
         after.resume(tmp_path, state)
-    anew = Run(LOCAL, 1, LocalKVStore(), oversample=1.0, max_staleness=0)
-    anew.ahead._replays_routing = True
-    anew.resume(tmp_path, state)
+    restarting = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=1.0, max_staleness=0)
+    restarting.oversampling._replays_routing = True
+    restarting.resume(tmp_path, state)
 
 
-def test_refuses_partial_groups_of_earlier_versions(tmp_path: Path) -> None:
-    run = Run(LOCAL, 1, LocalKVStore(), oversample=2.0)
-    run.steps(1, 2)
+def test_reads_the_folder_name_of_earlier_versions(tmp_path: Path) -> None:
+    run = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=2.0)
+    run.run_steps(1, 2)
     state = run.save(tmp_path)
     (tmp_path / "partial_groups").rename(tmp_path / "carried")
     manifest_file = tmp_path / manifest.FILE_NAME
     manifest_file.write_text(manifest_file.read_text().replace("partial_groups/", "carried/"))
-    (tmp_path / "carried/engine_00000.bin").write_text('{"groups": [], "arrays": []}\n')
-    with pytest.raises(ConfigError, match="carried/engine_00000.bin does not hold conversations of this program"):
-        Run(LOCAL, 1, LocalKVStore()).resume(tmp_path, state)
+    resumed = OversampledRun(LOCAL, 1, LocalKVStore())
+    resumed.resume(tmp_path, state)
+    assert resumed.oversampling._num_partial_groups == run.oversampling._num_partial_groups > 0
 
 
-def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
-    run = Run(LOCAL, 1, LocalKVStore(), oversample=2.0)
-    run.steps(1, 2)
+def test_damaged_file_raises(tmp_path: Path) -> None:
+    run = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=2.0)
+    run.run_steps(1, 2)
     state = run.save(tmp_path)
     (tmp_path / "partial_groups/engine_00000.bin").write_text("{}\n")
     with pytest.raises(ConfigError, match="does not hold conversations of this program"):
-        Run(LOCAL, 1, LocalKVStore()).resume(tmp_path, state)
+        OversampledRun(LOCAL, 1, LocalKVStore()).resume(tmp_path, state)
 
 
 @pytest.mark.parametrize(("needed", "oversample", "count"), [(10, 1.1, 11), (4, 1.5, 6), (3, 1.5, 5), (64, 1.0, 64)])
-def test_groups_under_way(needed: int, oversample: float, count: int) -> None:
+def test_max_pending_groups(needed: int, oversample: float, count: int) -> None:
     assert max_pending_groups(needed, oversample) == count

@@ -1,4 +1,4 @@
-"""A generation beside training, as its ranks have it: over when all are, failed when one has, whole or an error."""
+"""Pending generations: done when all engines are, failed when one is, and complete or an error."""
 
 from __future__ import annotations
 
@@ -25,47 +25,49 @@ def rollout(group: int, *versions: int) -> Rollout:
     return Rollout(Prompt(str(group), ()), (Turn((9,)), turn), group=group)
 
 
-def three_ranks(*engines: Sequence[Rollout] | str | None, groups: int = 2, begun: int = 2) -> list[object]:
-    """engines: what comes of each, a failure, or None while it is at it; rank 0 leads none. Of each rank: whether it is
-    over, and then groups, lags and newest version, or the error."""
-    board = LocalKVStore()
+def collect_on_ranks(*engines: Sequence[Rollout] | str | None, groups: int = 2, start_version: int = 2) -> list[object]:
+    """Return each rank's (groups, staleness, newest version), error or "pending".
 
-    def of(rank: Thread) -> object:
-        tickets, mine = GroupQueue(groups, len(engines), board), None
+    engines: each engine's rollouts, error, or None while it generates; rank 0 leads none.
+    """
+    store = LocalKVStore()
+
+    def run_rank(rank: Thread) -> object:
+        queue, future = GroupQueue(groups, len(engines), store), None
         if rank.rank:
-            comes, mine = engines[rank.rank - 1], Future()
-            if isinstance(comes, str):
-                mine.set_exception(RuntimeError(comes))
-            elif comes is not None:
-                for _ in comes:
-                    tickets.claim()
-                mine.set_result(GenerationResult(list(comes), []))
-        it = PendingGeneration(
-            mine, tickets, rank, start_version=begun, current_version=lambda: 4, wait_phase=nullcontext
+            outcome, future = engines[rank.rank - 1], Future()
+            if isinstance(outcome, str):
+                future.set_exception(RuntimeError(outcome))
+            elif outcome is not None:
+                for _ in outcome:
+                    queue.claim()
+                future.set_result(GenerationResult(list(outcome), []))
+        pending = PendingGeneration(
+            future, queue, rank, start_version=start_version, current_version=lambda: 4, wait_phase=nullcontext
         )
-        if not it.is_done():
-            return "under way"
+        if not pending.is_done():
+            return "pending"
         try:
-            result = it.result()
+            result = pending.result()
         except ConfigError as error:
             return str(error)
         return result.group.tolist(), result.staleness.tolist(), newest_version(result)
 
-    return as_ranks(1 + len(engines), of)
+    return as_ranks(1 + len(engines), run_rank)
 
 
-def test_it_is_over_when_no_engine_has_anything_under_way() -> None:
-    assert three_ranks([rollout(0, 2)], None) == ["under way"] * 3
+def test_pending_until_all_engines_are_done() -> None:
+    assert collect_on_ranks([rollout(0, 2)], None) == ["pending"] * 3
 
 
-def test_all_ranks_have_the_same_of_it_by_group() -> None:
-    assert three_ranks([rollout(1, 2, 3)], [rollout(0, 2)]) == [([0, 1], [2, 2], 3)] * 3
+def test_all_ranks_get_the_result_by_group() -> None:
+    assert collect_on_ranks([rollout(1, 2, 3)], [rollout(0, 2)]) == [([0, 1], [2, 2], 3)] * 3
 
 
-def test_a_failure_is_one_of_all() -> None:
-    assert three_ranks([rollout(0, 2)], "engine 1 is odd") == ["engine 1 is odd"] * 3
+def test_failure_of_one_engine_raises_on_all_ranks() -> None:
+    assert collect_on_ranks([rollout(0, 2)], "engine 1 is odd") == ["engine 1 is odd"] * 3
 
 
-def test_answers_that_nobody_has_are_an_error() -> None:
-    result = three_ranks([rollout(0, 2)], [], groups=3)
+def test_missing_groups_raise() -> None:
+    result = collect_on_ranks([rollout(0, 2)], [], groups=3)
     assert result == ["an engine was lost, and with it the answers to 2 prompts"] * 3

@@ -1,4 +1,4 @@
-"""Rewards on several ranks: slow ones are waited for, those that fail are known to all, and too many end the run."""
+"""Rewards on several ranks: slow ones are awaited, failures are known on all ranks, and too many end the run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LATE = "it took longer than reward.timeout=0.3 s; make it faster or raise reward
 
 
 @pytest.fixture(scope="module")
-def found(
+def results(
     run_ranks: Callable[..., list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """What both ranks found, which is the same; the third rollout was aborted."""
+    """Return both ranks' equal results; the third rollout is aborted."""
     folder = tmp_path_factory.mktemp("rewards")
     first, second = run_ranks(2, "tests/workers/ranks_reward.py", str(folder), timeout=300.0)
     assert first == second
@@ -24,86 +24,86 @@ def found(
     return first
 
 
-def test_slow_ones_are_waited_for(found: dict[str, dict[str, Any]]) -> None:
-    assert found["slow"]["reward"] == [1.0, 1.0, 0.0, 1.0] and found["slow"]["unscored"] == [0] * 4
-    assert found["slow"]["parts"] == {"slow": [1.0, 1.0, 0.0, 1.0]} and found["slow"]["figures"] == {}
+def test_slow_rewards_are_waited_for(results: dict[str, dict[str, Any]]) -> None:
+    assert results["slow"]["reward"] == [1.0, 1.0, 0.0, 1.0] and results["slow"]["unscored"] == [0] * 4
+    assert results["slow"]["parts"] == {"slow": [1.0, 1.0, 0.0, 1.0]} and results["slow"]["metrics"] == {}
 
 
 @pytest.mark.parametrize(
-    ("job", "part", "why"), [("hangs", "hangs", LATE), ("dies", "dies", "its process ended with exit status 9")]
+    ("job", "part", "reason"), [("hangs", "hangs", LATE), ("dies", "dies", "its process ended with exit status 9")]
 )
-def test_one_that_fails_is_no_zero_and_too_many_end_the_run(
-    found: dict[str, dict[str, Any]], job: str, part: str, why: str
+def test_failed_rewards_are_not_zero_and_too_many_end_the_run(
+    results: dict[str, dict[str, Any]], job: str, part: str, reason: str
 ) -> None:
     allowed = "more than reward.max_failed_frac=0.1 allows"
-    said = f"1 of 3 rollouts have no reward, {allowed}: 1 x {part}: {why} (on the sample "
-    assert found[job] == f"{said}'p3')"
-    goes_on = found[f"one {job}"]
-    assert goes_on["unscored"] == [0, 0, 0, 1] and goes_on["reward"] == [1.0, 1.0, 0.0, 0.0]
-    assert goes_on["why"] == [[part, why, "p3"]]
+    message = f"1 of 3 rollouts have no reward, {allowed}: 1 x {part}: {reason} (on the sample "
+    assert results[job] == f"{message}'p3')"
+    allowed_failure = results[f"one {job}"]
+    assert allowed_failure["unscored"] == [0, 0, 0, 1] and allowed_failure["reward"] == [1.0, 1.0, 0.0, 0.0]
+    assert allowed_failure["reasons"] == [[part, reason, "p3"]]
 
 
-def test_rewards_that_are_all_too_slow_end_the_run_when_the_limit_is_passed(found: dict[str, Any]) -> None:
-    """Of 40 rollouts on two ranks, whose calls would take half a minute on each, the fifth that fails is one too many;
-    one more may have failed on the other rank."""
-    said, is_soon = found["all too slow"]
+def test_all_slow_rewards_end_the_run_at_the_failure_limit(results: dict[str, Any]) -> None:
+    """40 rollouts on two ranks would take half a minute on each. The fifth failure exceeds the limit; a few more may
+    have failed by then."""
+    message, is_fast = results["all too slow"]
     match = re.fullmatch(
         r"(\d+) of 40 rollouts have no reward, more than reward.max_failed_frac=0.1 allows \(the other (\d+) were not "
         rf"graded\): \1 x sleeps: {re.escape(LATE.replace('0.3', '1.5'))} \(on the sample 'p0'\)",
-        said,
+        message,
     )
-    assert match, said
+    assert match, message
     failed, dropped = map(int, match.groups())
-    assert failed in (5, 6, 7, 8) and failed + dropped == 40 and is_soon
+    assert failed in (5, 6, 7, 8) and failed + dropped == 40 and is_fast
 
 
-def test_a_function_that_leaves(found: dict[str, dict[str, Any]]) -> None:
-    assert found["leaves"].startswith("3 of 3 rollouts have no reward")  # type: ignore[attr-defined]
-    assert "3 x leaves: it raised SystemExit: 0 (" in found["leaves"]
+def test_function_that_raises_system_exit_fails(results: dict[str, dict[str, Any]]) -> None:
+    assert results["leaves"].startswith("3 of 3 rollouts have no reward")  # type: ignore[attr-defined]
+    assert "3 x leaves: it raised SystemExit: 0 (" in results["leaves"]
 
 
-def test_functions_of_the_pool_by_weights_and_turns(found: dict[str, dict[str, Any]]) -> None:
-    """Of a length of 3: 0.5 * 3 + 0.5 + 0.25. Of each rank's first rollout it was told before, and one was aborted."""
-    pool = found["pool"]
+def test_pool_functions_with_weights_and_turn_rewards(results: dict[str, dict[str, Any]]) -> None:
+    """Length 3 gives 0.5 * 3 + 0.5 + 0.25. Each rank's first rollout was prefetched; one rollout is aborted."""
+    pool = results["pool"]
     assert pool["reward"] == [2.25, 2.25, 0.0, 2.25] and pool["unscored"] == [0] * 4
     assert pool["parts"] == {"later": [0.75, 0.75, 0, 0.75], "later/turns": [1, 1, 0, 1], "length": [3, 3, 0, 3]}
     assert pool["turns"] == [[0.0, 0.25], [0.0, 0.25], [0.0, 0.0], [0.0, 0.25]]
-    assert pool["figures"] == pytest.approx(
+    assert pool["metrics"] == pytest.approx(
         {"reward/length_weight": 0.5, "reward/later_weight": 1.0, "perf/reward_overlap_frac": 2 / 3}
     )
 
 
 @pytest.mark.parametrize("job", ["branches", "branches here"])
-def test_the_last_branch_of_an_episode_is_shown_to_functions(found: dict[str, dict[str, Any]], job: str) -> None:
-    """Of each rank one of 4 tokens, whose episode's other branch has 3, and one of 3."""
-    pool, (item,) = found[job], {"branches": (0.75,), "branches here": (0.0,)}[job]
+def test_functions_see_the_last_branch_of_an_episode(results: dict[str, dict[str, Any]], job: str) -> None:
+    """Each rank has an episode with branches of 3 and 4 tokens, and a rollout of 3."""
+    pool, (item,) = results[job], {"branches": (0.75,), "branches here": (0.0,)}[job]
     assert pool["reward"] == [4 + item, 4 + item, 3 + item] * 2
     assert pool["unscored"] == [0] * 6
     if job == "branches":
         assert pool["turns"][:3] == [[0.0, 0.0], [0.0, 0.25], [0.0, 0.25]]
 
 
-def test_weights_that_change(found: dict[str, dict[str, Any]]) -> None:
-    changed = found["changed"]
+def test_weights_can_change_during_the_run(results: dict[str, dict[str, Any]]) -> None:
+    changed = results["changed"]
     assert changed["reward"] == [4.5, 4.5, 0.0, 4.5] and changed["turns"][0] == [0.0, 0.5]
-    assert changed["figures"] == {
+    assert changed["metrics"] == {
         "reward/length_weight": 1.0,
         "reward/later_weight": 2.0,
         "perf/reward_overlap_frac": 0.0,
     }
 
 
-def test_what_an_environment_says_is_a_part_by_its_weight(found: dict[str, dict[str, Any]]) -> None:
-    """2 * (0.5 + 0.25); a rollout whose environment says nothing has the other parts only."""
-    alone = found["environment"]
+def test_environment_reward_is_a_weighted_part(results: dict[str, dict[str, Any]]) -> None:
+    """2 * (0.5 + 0.25); rollouts without an environment reward have the other parts only."""
+    alone = results["environment"]
     assert alone["reward"] == [1.5, 1.5, 0.0, 1.5] and alone["turns"] == [[0.0, 0.5]] * 2 + [[0.0, 0.0], [0.0, 0.5]]
     assert alone["parts"] == {"environment": [0.75, 0.75, 0, 0.75], "environment/tries": [3, 3, 0, 3]}
-    assert found["beside"]["reward"] == [4.0, 3.0, 0.0, 2.0]
-    assert found["failed"]["why"] == [["environment", "Guess: reward raised", "p3"]]
-    assert found["recorded"]["reward"] == [3.0, 3.0, 0.0, 3.0]
-    assert "odd_worlds:Plain has no `reward`, and there are no reward.functions" in found["nobody"]
-    assert "there is no reward: set reward.functions" in found["nothing"]
+    assert results["beside"]["reward"] == [4.0, 3.0, 0.0, 2.0]
+    assert results["failed"]["reasons"] == [["environment", "Guess: reward raised", "p3"]]
+    assert results["recorded"]["reward"] == [3.0, 3.0, 0.0, 3.0]
+    assert "odd_worlds:Plain has no `reward`, and there are no reward.functions" in results["nobody"]
+    assert "there is no reward: set reward.functions" in results["nothing"]
 
 
-def test_a_weight_of_no_part(found: dict[str, dict[str, Any]]) -> None:
-    assert "no part of the reward is called 'lenght'; did you mean length" in found["no such part"]
+def test_weight_of_an_unknown_part_raises(results: dict[str, dict[str, Any]]) -> None:
+    assert "no part of the reward is called 'lenght'; did you mean length" in results["no such part"]

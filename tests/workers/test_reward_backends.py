@@ -1,4 +1,4 @@
-"""A classifier of transformers, a service and a teacher, on ranks of their own, against transformers alone."""
+"""Transformers classifiers, reward services and teachers on separate ranks, compared with transformers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,19 @@ from judging_server import RewardServer, chat_completion, count_words
 
 WORDS = ("[unk]", "[pad]", "<end>", "one", "two", "three", "four", "five", "six", "user", "assistant")
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"
-ANOTHER = "{% for m in messages %}{{ m['content'] }} <end> {% endfor %}"
-STRICT = "{{ raise_exception('no system prompts') }}"
-SAID = ("one", "two three", "four five six one two", "three", "six six six", "one two three four five six one", "two")
-PLACED = {"placement": {"actor": 0, "rollout": "all"}}
-JUDGED = {"placement": {"actor": 0, "rollout": "all", "reward": "1-2"}}
+OTHER_TEMPLATE = "{% for m in messages %}{{ m['content'] }} <end> {% endfor %}"
+STRICT_TEMPLATE = "{{ raise_exception('no system prompts') }}"
+RESPONSES = (
+    "one",
+    "two three",
+    "four five six one two",
+    "three",
+    "six six six",
+    "one two three four five six one",
+    "two",
+)
+PLACEMENT = {"placement": {"actor": 0, "rollout": "all"}}
+WITH_REWARD_RANKS = {"placement": {"actor": 0, "rollout": "all", "reward": "1-2"}}
 
 
 def tokenizer(words: tuple[str, ...] = WORDS, template: str | None = TEMPLATE) -> Any:
@@ -37,7 +45,7 @@ def tokenizer(words: tuple[str, ...] = WORDS, template: str | None = TEMPLATE) -
 
 
 def save(folder: Path, model: Any, words: Any) -> Any:
-    """With weights that make a difference, by a seed."""
+    """Save a model with deterministic random weights."""
     generator = torch.Generator().manual_seed(len(folder.name))
     with torch.no_grad():
         for tensor in model.parameters():
@@ -76,31 +84,31 @@ def server() -> Iterator[RewardServer]:
 
 
 @pytest.fixture(scope="module")
-def found(
-    run_ranks: Callable[..., list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory, server: RewardServer
+def results(
+    run_ranks: Callable[..., list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory, server: Judging
 ) -> dict[str, Any]:
-    """What each rank found, and the models."""
+    """Return each rank's results, the models and the conversations."""
     from transformers import AutoModelForSequenceClassification as Classifier
     from transformers import LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("judges")
     known = tokenizer()
     conversations = []
-    for number, answer in enumerate(SAID):
+    for number, answer in enumerate(RESPONSES):
         messages = [{"role": "user", "content": "two"}, {"role": "assistant", "content": answer}]
         ids = known.encode(known.apply_chat_template(messages, tokenize=False), add_special_tokens=False)
         status = "aborted" if number == 4 else "stop"
         conversations.append({"ids": ids, "messages": messages, "status": status})
     policy = llama()
     save(folder / "policy", LlamaForCausalLM(policy), known)
-    other = tokenizer(tuple(reversed(WORDS)), ANOTHER)
+    other = tokenizer(tuple(reversed(WORDS)), OTHER_TEMPLATE)
     last = dict(num_labels=1, pad_token_id=1)
     models = {
         "own": save(folder / "own", Classifier.from_config(llama(**last)), known),
         "bare": save(folder / "bare", Classifier.from_config(llama(num_labels=1)), tokenizer(template=None)),
         "bert": save(folder / "bert", Classifier.from_config(bert(id2label={0: "bad", 1: "good", 2: "so"})), other),
         "short": save(folder / "short", Classifier.from_config(llama(max_position_embeddings=9, **last)), known),
-        "strict": save(folder / "strict", Classifier.from_config(llama(**last)), tokenizer(template=STRICT)),
+        "strict": save(folder / "strict", Classifier.from_config(llama(**last)), tokenizer(template=STRICT_TEMPLATE)),
         "odd": save(folder / "odd", Classifier.from_config(llama(**last)), tokenizer(tuple(reversed(WORDS)), None)),
         "teacher": save(folder / "teacher", LlamaForCausalLM(llama(24, hidden_size=32, num_hidden_layers=4)), known),
     }
@@ -117,15 +125,15 @@ def found(
         chosen = {"reward": {"backend": "transformers", "options": options}}
         functions_of = ["lab_rewards:length"] if functions else []
         reward = {"model": str(folder / name), "functions": functions_of}
-        return {"what": "score", "config": {**JUDGED, "roles": chosen, "reward": reward}}
+        return {"what": "score", "config": {**WITH_REWARD_RANKS, "roles": chosen, "reward": reward}}
 
     def teacher(role: str, **parallel: int) -> dict[str, Any]:
         known = {"worker": "megarl.workers.actor:TeacherWorker"} if role != "teacher" else {}
         chosen = {role: {"model": str(folder / "teacher"), "parallel": parallel, **known}}
-        return {"what": "teach", "config": {"placement": {**PLACED["placement"], role: "1-2"}, "roles": chosen}}
+        return {"what": "teach", "config": {"placement": {**PLACEMENT["placement"], role: "1-2"}, "roles": chosen}}
 
     service = {"reward": {"backend": "http", "options": {"url": server.url, "batch": 2, "private": True}}}
-    gone = {
+    unreachable = {
         "reward": {
             "backend": "http",
             "options": {"url": server.gone, "tries": 2, "pause": 0, "private": True},
@@ -151,11 +159,11 @@ def found(
         "policy": judge("policy"),
         "headless": judge("headless"),
         "nan": judge("nan"),
-        "service": {"what": "score", "config": {**PLACED, "roles": service, "reward": beside}},
-        "gone": {"what": "score", "config": {**PLACED, "roles": gone}},
-        "judge": {"what": "score", "config": {**PLACED, "roles": judging, "reward": beside}},
-        "too good": {"what": "score", "config": {**PLACED, "roles": narrow}},
-        "pool": {"what": "score", "config": {**PLACED, "roles": {"reward": {"backend": "pool"}}, "reward": beside}},
+        "service": {"what": "score", "config": {**PLACEMENT, "roles": service, "reward": beside}},
+        "gone": {"what": "score", "config": {**PLACEMENT, "roles": unreachable}},
+        "judge": {"what": "score", "config": {**PLACEMENT, "roles": judging, "reward": beside}},
+        "too good": {"what": "score", "config": {**PLACEMENT, "roles": narrow}},
+        "pool": {"what": "score", "config": {**PLACEMENT, "roles": {"reward": {"backend": "pool"}}, "reward": beside}},
         "teacher": teacher("teacher", tp=2),
         "tutor": teacher("tutor", pp=2),
     }
@@ -164,62 +172,64 @@ def found(
     return {"ranks": results, "models": models, "conversations": conversations, "another": other}
 
 
-WHOLE = [number for number in range(len(SAID)) if number != 4]  # which was aborted
+SCORED = [number for number in range(len(RESPONSES)) if number != 4]  # aborted
 
 
-def scores(found: dict[str, Any], name: str, label: int = 0, last: int = 64) -> list[float]:
-    """One by one, without padding; of the aborted one 0."""
-    expected = [0.0] * len(SAID)
-    for number in WHOLE:
-        about = found["conversations"][number]
-        ids = about["ids"]
+def reference_scores(results: dict[str, Any], name: str, label: int = 0, last: int = 64) -> list[float]:
+    """Score one by one, without padding; aborted rollouts have 0."""
+    expected = [0.0] * len(RESPONSES)
+    for number in SCORED:
+        conversation = results["conversations"][number]
+        ids = conversation["ids"]
         if name == "bert":
-            text = found["another"].apply_chat_template(about["messages"], tokenize=False)
-            ids = found["another"].encode(text, add_special_tokens=False)
+            text = results["another"].apply_chat_template(conversation["messages"], tokenize=False)
+            ids = results["another"].encode(text, add_special_tokens=False)
         with torch.no_grad():
-            expected[number] = float(found["models"][name](torch.tensor([ids[-last:]])).logits[0, label])
-    assert len(set(expected)) >= len(WHOLE)
+            expected[number] = float(results["models"][name](torch.tensor([ids[-last:]])).logits[0, label])
+    assert len(set(expected)) >= len(SCORED)
     return expected
 
 
-def of_all(found: dict[str, Any], job: str) -> Any:
-    """What a job comes to, which all ranks know; of it each has its own rollouts."""
-    first, *others = (dict(rank[job]) for rank in found["ranks"])
-    local = [item.pop("here") for item in (first, *others)]
+def global_result(results: dict[str, Any], job: str) -> Any:
+    """Return a job's result, after checking that all ranks agree and have their own rollouts."""
+    first, *others = (dict(rank[job]) for rank in results["ranks"])
+    local = [item.pop("local") for item in (first, *others)]
     assert all(other == first for other in others)
     assert [[number for number, _ in local_items] for local_items in local] == [[0, 1, 3, 4, 6], [], [2, 5]]
     assert all(reward == first["reward"][number] for local_items in local for number, reward in local_items)
     return first
 
 
-def test_the_policys_own_ids_are_scored_beside_a_function(found: dict[str, Any]) -> None:
-    expected = scores(found, "own")
-    result = of_all(found, "own")
+def test_classifier_scores_policy_token_ids_besides_a_function(results: dict[str, Any]) -> None:
+    expected = reference_scores(results, "own")
+    result = global_result(results, "own")
     assert result["parts"]["model"] == pytest.approx(expected, abs=1e-5)
-    (ahead,) = result["figures"].items()  # a function may have been quicker than who counts
-    assert ahead[0] == "perf/reward_overlap_frac" and 0.0 <= ahead[1] <= 1.0
-    lengths = [len(about["ids"]) for about in found["conversations"]]
+    (overlap,) = result["metrics"].items()  # timing decides how much overlaps
+    assert overlap[0] == "perf/reward_overlap_frac" and 0.0 <= overlap[1] <= 1.0
+    lengths = [len(conversation["ids"]) for conversation in results["conversations"]]
     lengths[4] = 0
     assert result["parts"]["length"] == lengths
     assert result["reward"] == pytest.approx([a + b for a, b in zip(lengths, expected, strict=True)], abs=1e-5)
 
 
-def test_a_classifier_that_pads_with_nothing_reads_one_at_a_time(found: dict[str, Any]) -> None:
-    assert of_all(found, "bare")["reward"] == pytest.approx(scores(found, "bare"), abs=1e-5)
+def test_classifier_without_pad_token_scores_one_at_a_time(results: dict[str, Any]) -> None:
+    assert global_result(results, "bare")["reward"] == pytest.approx(reference_scores(results, "bare"), abs=1e-5)
 
 
-def test_another_tokenizer_reads_the_conversation_by_its_own_template(found: dict[str, Any]) -> None:
-    result = of_all(found, "bert")
-    assert result["parts"] == {"model": pytest.approx(scores(found, "bert", label=1), abs=1e-5)}
+def test_other_tokenizer_renders_with_its_own_template(results: dict[str, Any]) -> None:
+    result = global_result(results, "bert")
+    assert result["parts"] == {"model": pytest.approx(reference_scores(results, "bert", label=1), abs=1e-5)}
 
 
-def test_what_is_too_long_is_said_or_cut(found: dict[str, Any]) -> None:
-    """Of 9 tokens: of those on the last rank, the third has 3 + 2 + 5, the sixth 3 + 2 + 7."""
-    (said,) = {rank["short"] for rank in found["ranks"]}
-    assert said.startswith("the sample '2' is 10 tokens for reward.model=") and "whose context is 9: lower" in said
-    result = of_all(found, "cut")
-    assert result["figures"] == {"reward/truncated_frac": pytest.approx(2 / 6)}
-    assert result["reward"] == pytest.approx(scores(found, "short", last=9), abs=1e-5)
+def test_overlong_conversations_raise_or_are_truncated(results: dict[str, Any]) -> None:
+    """The context is 9; the last rank's third and sixth conversations have 10 and 12 tokens."""
+    (message,) = {rank["short"] for rank in results["ranks"]}
+    assert (
+        message.startswith("the sample '2' is 10 tokens for reward.model=") and "whose context is 9: lower" in message
+    )
+    result = global_result(results, "cut")
+    assert result["metrics"] == {"reward/truncated_frac": pytest.approx(2 / 6)}
+    assert result["reward"] == pytest.approx(reference_scores(results, "short", last=9), abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -239,53 +249,53 @@ def test_what_is_too_long_is_said_or_cut(found: dict[str, Any]) -> None:
         ("gone", "(2 tries); check that it runs, or set roles.reward.options.url"),
     ],
 )
-def test_all_ranks_say_the_same_of_what_is_wrong(found: dict[str, Any], job: str, complaint: str) -> None:
-    said = {rank[job] for rank in found["ranks"]}
-    assert len(said) == 1 and complaint in next(iter(said)), said
+def test_errors_are_the_same_on_all_ranks(results: dict[str, Any], job: str, complaint: str) -> None:
+    message = {rank[job] for rank in results["ranks"]}
+    assert len(message) == 1 and complaint in next(iter(message)), message
 
 
-def test_a_service_is_asked_by_the_ranks_that_have_rollouts(found: dict[str, Any], server: RewardServer) -> None:
-    result = of_all(found, "service")
-    words = [0 if number == 4 else len(answer.split()) for number, answer in enumerate(SAID)]
-    lengths = of_all(found, "pool")["reward"]
+def test_reward_service_is_called_by_ranks_with_rollouts(results: dict[str, Any], server: Judging) -> None:
+    result = global_result(results, "service")
+    words = [0 if number == 4 else len(answer.split()) for number, answer in enumerate(RESPONSES)]
+    lengths = global_result(results, "pool")["reward"]
     assert result["parts"] == {"length": lengths, "service": words, "service/style": [0.5 * bool(n) for n in words]}
     assert result["reward"] == [a + b for a, b in zip(lengths, words, strict=True)]
     assert sorted(len(batch) for batch in server.batches()) == [2] * 6  # for two jobs
 
 
-def test_a_function_a_classifier_and_a_service_at_once(found: dict[str, Any]) -> None:
-    result = of_all(found, "all")
-    words = [0 if number == 4 else len(answer.split()) for number, answer in enumerate(SAID)]
-    lengths, model = of_all(found, "pool")["reward"], scores(found, "own")
+def test_function_classifier_and_service_combine(results: dict[str, Any]) -> None:
+    result = global_result(results, "all")
+    words = [0 if number == 4 else len(answer.split()) for number, answer in enumerate(RESPONSES)]
+    lengths, model = global_result(results, "pool")["reward"], reference_scores(results, "own")
     assert result["parts"].keys() == {"length", "model", "service", "service/style"}
     assert (result["parts"]["length"], result["parts"]["service"]) == (lengths, words)
     assert result["parts"]["model"] == pytest.approx(model, abs=1e-5)
     full = [0.4 * item + 0.5 * two + 0.1 * three for item, two, three in zip(lengths, model, words, strict=True)]
     assert result["reward"] == pytest.approx(full, abs=1e-5)
     weights = {"reward/length_weight": 0.4, "reward/model_weight": 0.5, "reward/service_weight": 0.1}
-    assert weights.items() <= result["figures"].items()
+    assert weights.items() <= result["metrics"].items()
 
 
-def test_a_judge_is_asked_by_the_ranks_that_have_rollouts(found: dict[str, Any]) -> None:
-    result = of_all(found, "judge")
-    words = [0 if number == 4 else len(answer.split()) for number, answer in enumerate(SAID)]
-    lengths = of_all(found, "pool")["reward"]
+def test_judge_is_called_by_ranks_with_rollouts(results: dict[str, Any]) -> None:
+    result = global_result(results, "judge")
+    words = [0 if number == 4 else len(answer.split()) for number, answer in enumerate(RESPONSES)]
+    lengths = global_result(results, "pool")["reward"]
     assert result["parts"] == {"length": lengths, "judge": words}
     assert result["reward"] == [a + b for a, b in zip(lengths, words, strict=True)]
 
 
 @pytest.mark.parametrize("role", ["teacher", "tutor"])
-def test_a_teachers_logprobs(found: dict[str, Any], role: str) -> None:
-    """In two layouts, by two names: each rank has those of its own sequences, also the one without the teacher."""
+def test_teacher_logprobs_match_transformers(results: dict[str, Any], role: str) -> None:
+    """Two layouts and role names; each rank gets its own sequences, also the rank without the teacher."""
     for temperature, name in ((0.7, "as sampled"), (1.0, "at 1")):
         got: dict[int, list[float]] = {}
-        for rank in found["ranks"]:
+        for rank in results["ranks"]:
             got |= {int(number): values for number, values in rank[role][name].items()}
-        assert sorted(got) == list(range(len(SAID)))
+        assert sorted(got) == list(range(len(RESPONSES)))
         for number, values in got.items():
-            ids = torch.tensor(found["conversations"][number]["ids"])
+            ids = torch.tensor(results["conversations"][number]["ids"])
             with torch.no_grad():
-                logits = found["models"]["teacher"](ids[None]).logits[0] / temperature
+                logits = results["models"]["teacher"](ids[None]).logits[0] / temperature
             expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0].tolist()
             assert values[1:] == pytest.approx(expected, abs=1e-5)
-    assert all(f"{role}_logprobs" in rank[role]["spans"] for rank in found["ranks"])
+    assert all(f"{role}_logprobs" in rank[role]["spans"] for rank in results["ranks"])

@@ -1,4 +1,4 @@
-"""An exported reward model is transformers' own sequence classifier, and serves with the same scores."""
+"""Exported reward models load as transformers sequence classifiers and serve with the same scores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trained(
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - WITHOUT_CLASS))
-def test_transformers_loads_the_export_and_agrees(family: str, trained: tuple[Path, dict[str, Any]]) -> None:
+def test_transformers_loads_the_export_with_equal_scores(family: str, trained: tuple[Path, dict[str, Any]]) -> None:
     from transformers import AutoModelForSequenceClassification
 
     folder, results = trained
@@ -42,16 +42,16 @@ def test_transformers_loads_the_export_and_agrees(family: str, trained: tuple[Pa
     batch = tiny.pairs()
     texts = batch.tokens.split(batch.lengths.tolist())
     with torch.no_grad():
-        one_by_one = [float(model(ids[None]).logits) for ids in texts]
+        single_scores = [float(model(ids[None]).logits) for ids in texts]
         padded = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True, padding_value=199)
-        at_once = model(padded, attention_mask=(padded != 199).long()).logits[:, 0].tolist()
-    assert results[family]["trained"] == pytest.approx(one_by_one, abs=1e-5)
-    assert results[family]["trained"] == pytest.approx(at_once, abs=1e-5)
-    assert max(one_by_one) - min(one_by_one) > 0.1
+        padded_scores = model(padded, attention_mask=(padded != 199).long()).logits[:, 0].tolist()
+    assert results[family]["trained"] == pytest.approx(single_scores, abs=1e-5)
+    assert results[family]["trained"] == pytest.approx(padded_scores, abs=1e-5)
+    assert max(single_scores) - min(single_scores) > 0.1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_serves_in_fp32_beside_a_function(family: str, trained: tuple[Path, dict[str, Any]]) -> None:
+def test_export_serves_in_fp32_with_a_function(family: str, trained: tuple[Path, dict[str, Any]]) -> None:
     folder, results = trained
     lengths = tiny.pairs().lengths.tolist()
     for score, served, length in zip(results[family]["trained"], results[family]["served"], lengths, strict=True):

@@ -1,4 +1,4 @@
-"""Which steps' prompts are admitted, and what an algorithm may not ask of generation that goes on."""
+"""The rollout stream: which steps' prompts it admits, and invalid requests."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megarl.workers.async_rollout import RolloutStream
 LAST = 6
 
 
-class Talks:
-    """Of an engine: what it was told."""
+class FakeStreamRunner:
+    """A fake engine runner that records admitted prompts."""
 
     def __init__(self) -> None:
         self.groups = 0
@@ -33,41 +33,45 @@ class Talks:
         return None
 
 
-def of(step: int) -> list[Prompt]:
+def prompts_of(step: int) -> list[Prompt]:
     return [replace(Prompt("", ({"role": "user", "content": "?"},)), id=f"{step}/{i}") for i in range(4)]
 
 
-def streaming(lag: int) -> tuple[RolloutStream, Talks, list[int]]:
-    """now: the last step whose prompts were handed out."""
-    talks, now = Talks(), [1]
+def make_stream(lag: int) -> tuple[RolloutStream, FakeStreamRunner, list[int]]:
+    """Return a stream, its runner, and the [step] whose prompts were drawn last."""
+    runner, current_step = FakeStreamRunner(), [1]
     config = from_dict({"rollout": {"asynchronous": True, "max_staleness": lag}})
 
     def upcoming(steps: int) -> list[list[Prompt]]:
-        return [of(step) for step in range(now[0] + 1, min(LAST, now[0] + steps) + 1)]
+        return [prompts_of(step) for step in range(current_step[0] + 1, min(LAST, current_step[0] + steps) + 1)]
 
-    created: Any = talks
-    return RolloutStream(config, upcoming, LOCAL, created, 2, LocalKVStore(), lambda step: 10 * step, print), talks, now
+    created: Any = runner
+    return (
+        RolloutStream(config, upcoming, LOCAL, created, 2, LocalKVStore(), lambda step: 10 * step, print),
+        runner,
+        current_step,
+    )
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
-def test_no_step_is_begun_by_weights_that_are_too_old_and_none_is_left_out(lag: int) -> None:
-    stream, talks, now = streaming(lag)
+def test_admits_each_step_within_max_staleness(lag: int) -> None:
+    stream, runner, current_step = make_stream(lag)
     for step in range(1, LAST + 1):
-        now[0] = step
-        stream.request_groups(of(step), 8, step)
-        assert len(talks.admitted) == min(LAST, step + lag)
+        current_step[0] = step
+        stream.request_groups(prompts_of(step), 8, step)
+        assert len(runner.admitted) == min(LAST, step + lag)
         stream.resume(step)
-        assert len(talks.admitted) == min(LAST, step + 1 + lag)
-    assert talks.admitted == [(f"{step}/0", 10 * step) for step in range(1, LAST + 1)]
-    assert talks.groups == 2 * (1 + lag)  # for two engines
+        assert len(runner.admitted) == min(LAST, step + 1 + lag)
+    assert runner.admitted == [(f"{step}/0", 10 * step) for step in range(1, LAST + 1)]
+    assert runner.groups == 2 * (1 + lag)  # for two engines
 
 
-def test_a_step_that_takes_nothing_or_wants_other_samples_is_an_error() -> None:
-    stream, _, now = streaming(1)
-    stream.request_groups(of(1), 8, 1)
-    now[0] = 2
+def test_skipped_step_or_changed_samples_raise() -> None:
+    stream, _, current_step = make_stream(1)
+    stream.request_groups(prompts_of(1), 8, 1)
+    current_step[0] = 2
     with pytest.raises(ConfigError, match="wants 4 samples of each prompt, but 8 were already started"):
-        stream.request_groups(of(2), 4, 2)
-    now[0] = 3
+        stream.request_groups(prompts_of(2), 4, 2)
+    current_step[0] = 3
     with pytest.raises(ConfigError, match="but step 2 took none"):
-        stream.request_groups(of(3), 8, 3)
+        stream.request_groups(prompts_of(3), 8, 3)

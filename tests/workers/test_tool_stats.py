@@ -1,4 +1,4 @@
-"""Tools that fail: a line, an alarm, figures, and the end of a run."""
+"""Failing tools: log lines, alarms, metrics and the end of the run."""
 
 from __future__ import annotations
 
@@ -13,67 +13,67 @@ from megarl.types.comm import LOCAL
 from megarl.workers.tool_stats import ToolMonitor
 
 
-class Watched:
-    """A `ToolMonitor` of one rank, and what it said."""
+class MonitoredTools:
+    """A `ToolMonitor` on one rank, with its log lines and alarms."""
 
     def __init__(self, **config: Any) -> None:
-        self.talks = SimpleNamespace(tool_call_stats={})
-        self.said: list[str] = []
+        self.runner = SimpleNamespace(tool_call_stats={})
+        self.lines: list[str] = []
         self.alarms: list[str] = []
-        lines = self.said.append, self.alarms.append
-        self.tools = ToolMonitor(True, RolloutConfig(**config), LOCAL, cast(Any, self.talks), *lines)
+        log_functions = self.lines.append, self.alarms.append
+        self.monitor = ToolMonitor(True, RolloutConfig(**config), LOCAL, cast(Any, self.runner), *log_functions)
 
     def step(self, number: int, **calls: ToolCallStats) -> dict[str, float]:
-        """Take a step in which these were called."""
-        before = self.talks.tool_call_stats
-        self.talks.tool_call_stats = before | {
+        """Take a step with these tool calls; return its metrics."""
+        before = self.runner.tool_call_stats
+        self.runner.tool_call_stats = before | {
             name: before.get(name, ToolCallStats()) + item for name, item in calls.items()
         }
-        self.tools.begin_step()
-        self.tools.update(number)
-        return self.tools.metrics
+        self.monitor.begin_step()
+        self.monitor.update(number)
+        return self.monitor.metrics
 
 
-def test_a_tool_that_fails_on_every_call_ends_the_run() -> None:
-    watched = Watched()
+def test_tool_that_always_fails_ends_the_run() -> None:
+    tools = MonitoredTools()
     with pytest.raises(ConfigError) as error:
-        watched.step(1, f=ToolCallStats(32, 32, "no licence (OSError at f.py:3)"), g=ToolCallStats(5, 0))
+        tools.step(1, f=ToolCallStats(32, 32, "no licence (OSError at f.py:3)"), g=ToolCallStats(5, 0))
     assert str(error.value) == (
         "32 of 32 calls of the tool f failed, more than rollout.max_tool_failed_frac=0.99 allows: no licence (OSError "
         "at f.py:3); fix the tool, or raise that key"
     )
-    assert watched.said == [
+    assert tools.lines == [
         "step 1: 32 of 32 calls of the tool f failed: no licence (OSError at f.py:3); logs/tools_*.log has more"
     ]
-    assert watched.alarms == ["step 1: 32 of 32 calls of the tool f failed: no licence (OSError at f.py:3)"]
+    assert tools.alarms == ["step 1: 32 of 32 calls of the tool f failed: no licence (OSError at f.py:3)"]
 
 
-def test_figures_are_of_the_step() -> None:
-    watched = Watched()
-    result = watched.step(1, f=ToolCallStats(20, 5, "odd"), g=ToolCallStats(20, 0))
+def test_metrics_cover_one_step() -> None:
+    tools = MonitoredTools()
+    result = tools.step(1, f=ToolCallStats(20, 5, "odd"), g=ToolCallStats(20, 0))
     assert result == {"rollout/tool_failed_frac": 0.125, "tool/f_failed_frac": 0.25, "tool/g_failed_frac": 0.0}
-    assert watched.step(2, g=ToolCallStats(4, 1, "late")) == {
+    assert tools.step(2, g=ToolCallStats(4, 1, "late")) == {
         "rollout/tool_failed_frac": 0.25,
         "tool/g_failed_frac": 0.25,
     }
-    assert watched.step(3) == {} and watched.alarms == []
+    assert tools.step(3) == {} and tools.alarms == []
 
 
-def test_each_tool_is_said_once_and_few_calls_are_judged_together() -> None:
-    watched = Watched()
+def test_tools_are_logged_once_and_few_calls_accumulate() -> None:
+    tools = MonitoredTools()
     for step in (1, 2, 3):
-        watched.step(step, f=ToolCallStats(5, 5, "odd"))
-    assert len(watched.said) == 1 and watched.alarms == []
+        tools.step(step, f=ToolCallStats(5, 5, "odd"))
+    assert len(tools.lines) == 1 and tools.alarms == []
     with pytest.raises(ConfigError, match="20 of 20 calls of the tool f failed"):
-        watched.step(4, f=ToolCallStats(5, 5, "odd"))
+        tools.step(4, f=ToolCallStats(5, 5, "odd"))
 
 
-def test_an_alarm_again_after_better_ones_and_another_limit() -> None:
-    watched = Watched(max_tool_failed_frac=1.0)
+def test_alarms_repeat_after_recovery_and_respect_the_limit() -> None:
+    tools = MonitoredTools(max_tool_failed_frac=1.0)
     for step, failed in enumerate((16, 16, 2, 9), 1):
-        watched.step(step, f=ToolCallStats(16, failed, "odd"))
-    assert [line.partition(":")[0] for line in watched.alarms] == ["step 1", "step 4"]
-    strict = Watched(max_tool_failed_frac=0.1)
+        tools.step(step, f=ToolCallStats(16, failed, "odd"))
+    assert [line.partition(":")[0] for line in tools.alarms] == ["step 1", "step 4"]
+    strict = MonitoredTools(max_tool_failed_frac=0.1)
     with pytest.raises(
         ConfigError, match="2 of 16 calls of the tool f failed, more than rollout.max_tool_failed_frac=0.1"
     ):

@@ -1,4 +1,4 @@
-"""A rollout worker on one rank without its server: what is asked of the engine while it generates and is pushed to."""
+"""A rollout worker on one rank without its server, which records calls of the engine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megarl.workers.context import Context
 from megarl.workers.rollout import RolloutWorker
 
 
-class Recorded(RolloutWorker):
-    """The worker as it is, but for the server's answers, the conversations and the transport of weights."""
+class RecordingWorker(RolloutWorker):
+    """The rollout worker with fake server responses, conversations and weight transport."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -26,7 +26,7 @@ class Recorded(RolloutWorker):
         engine._server = SimpleNamespace(poll=lambda: None)  # type: ignore[assignment]
         engine._platform = SimpleNamespace(HAS_MEMORY_SAVER=True)  # type: ignore[assignment]
         engine._call = self.call  # type: ignore[assignment, method-assign]
-        self._runner.generate = lambda *args, **options: self.calls.append("generates")  # type: ignore
+        self._runner.generate = lambda *args, **options: self.calls.append("generate")  # type: ignore
         self.engines.weight_sync.sync = self.push  # type: ignore[assignment, method-assign]
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> None:
@@ -36,20 +36,20 @@ class Recorded(RolloutWorker):
         engine = self.engines.engine
         assert engine is not None
         engine.begin_update()
-        self.calls.append("is pushed to")
+        self.calls.append("push")
         engine.end_update(version)
         return True
 
 
-def made(config: Any, hf: dict[str, Any], ranks: Ranks) -> Recorded:
+def make_worker(config: Any, hf: dict[str, Any], ranks: Ranks) -> RecordingWorker:
     chat: Any = SimpleNamespace(select_schemas=lambda prompt: [], catalog=EnvironmentCatalog())
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, tool_call_parser=""))
-    return Recorded(Context(config, ranks.job, hf, chat, Clock(), Path("."), num_updates={"actor": 1}))
+    return RecordingWorker(Context(config, ranks.job, hf, chat, Clock(), Path("."), num_updates={"actor": 1}))
 
 
 def numbers(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[tuple[int, int, bool]]:
-    """Seed, first group and greediness of each generation: of two steps, and an evaluation between."""
-    worker = made(config, hf, ranks)
+    """Return (seed, first group, greedy) of each generation in two steps with an evaluation between them."""
+    worker = make_worker(config, hf, ranks)
     result: list[tuple[int, int, bool]] = []
 
     def generate(prompts: Any, **options: Any) -> None:
@@ -71,8 +71,8 @@ def numbers(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[tuple[int, in
 
 
 def calls(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[str]:
-    """Of a step and a half, as a controller goes through them."""
-    worker = made(config, hf, ranks)
+    """Return the calls of a step and the next generation."""
+    worker = make_worker(config, hf, ranks)
     actor: Any = SimpleNamespace(model=SimpleNamespace(merged_params=dict))
     worker.generate([], 1)
     worker.sleep()
