@@ -59,7 +59,7 @@ def deepseek_v3(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture
-def qwen3_moe_split(host: str, tmp_path: Path) -> Iterator[Running]:
+def qwen3_moe_split(host: str, tmp_path: Path) -> Iterator[RunningEngine]:
     """An engine with two tensor parallel ranks, each with half of the experts."""
     import engines
     import tiny_models

@@ -57,7 +57,7 @@ def run_chat(
 
 
 def test_chat_calls_tools_and_resets() -> None:
-    policy = Script(call("1+2"), "It is 3.", "Yes.", "Who?")
+    policy = ScriptedPolicy(call("1+2"), "It is 3.", "Yes.", "Who?")
 
     async def script(conversation: ChatConversation) -> None:
         assert await conversation.send("What is 1+2?", policy, parse) == ""
@@ -77,7 +77,7 @@ def test_chat_calls_tools_and_resets() -> None:
 
 
 def test_calls_tools_again_in_a_later_message() -> None:
-    policy = Script(call("1+2"), "3", call("2+2"), "4")
+    policy = ScriptedPolicy(call("1+2"), "3", call("2+2"), "4")
 
     async def script(conversation: ChatConversation) -> None:
         await conversation.send("1+2?", policy, parse)

@@ -16,7 +16,7 @@ from megarl.observe.run_folder import README as RUN_FOLDER
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/docs"))
 
-from pages import COMING, pages  # noqa: E402
+from pages import PLANNED, pages  # noqa: E402
 
 PYTHON = re.compile(r"(\S*\bpython3?) +(-m +[\w.]+|[\w./]+\.py)")
 SHELL = re.compile(r"\b(bash|sbatch)((?: --?\S+)*) +([\w./]+\.sh)")
@@ -42,7 +42,7 @@ def read_texts() -> Iterator[tuple[str, str]]:
 def find_programs() -> set[str]:
     """Find the programs that documented commands run: `-m module` or a file."""
     actual = {" ".join(program.split()) for _, text in read_texts() for _, program in PYTHON.findall(text)}
-    return {program for program in actual if program not in COMING or get_program_file(program).is_file()}
+    return {program for program in actual if program not in PLANNED or get_program_file(program).is_file()}
 
 
 def get_program_file(program: str) -> Path:
@@ -67,7 +67,7 @@ def test_documented_programs_exist(place: str, text: str) -> None:
             continue
         ours = python.lstrip("`$(") == ".venv/bin/python"
         assert ours or program in (*INTERNAL_PROGRAMS, *EXTERNAL_PROGRAMS), f"{place}: {python} {program}"
-        if program not in COMING and (program.startswith("-m megarl.") or not program.startswith("-m")):
+        if program not in PLANNED and (program.startswith("-m megarl.") or not program.startswith("-m")):
             assert get_program_file(program).is_file(), f"{place}: {program}"
     for _, _, script in SHELL.findall(text):
         assert (ROOT / script).is_file(), f"{place}: {script}"

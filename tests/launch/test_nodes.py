@@ -83,23 +83,23 @@ def test_refuses_forged_values_in_the_store(monkeypatch: pytest.MonkeyPatch) -> 
         port = int(probe.getsockname()[1])
     first = MultiNode(0, 2, "127.0.0.1", port)
     second = MultiNode(1, 2, "127.0.0.1", port)
-    assert first.agree_port(0) == second.agree_port(0)
+    assert first.agree_port() == second.agree_port(0)
     intruder = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     intruder.set("1/port", "1")
     second.attempt = 1
     with pytest.raises(ForgedError):
-        second.agree_port(0)
+        second.agree_port()
     intruder.set("2/port", intruder.get("0/port"))  # a genuine value of another key
     second.attempt = 2
     with pytest.raises(ForgedError):
-        second.agree_port(0)
+        second.agree_port()
     intruder.set("0/next", '[true, 0, "", 0.0, ""]')
     second.attempt = 0
     after = second.decide_next(NodeReport("n1"), None)
     assert not after.should_restart and "no longer responds: refused" in after.text
     monkeypatch.setenv("MEGARL_SECRET", "b" * 32)
     with pytest.raises(ForgedError, match="its nodes have different secrets, see MEGARL_SECRET in SECURITY.md"):
-        MultiNode(1, 2, "127.0.0.1", port).agree_port(0)
+        MultiNode(1, 2, "127.0.0.1", port).agree_port()
 
 
 class TwoLaunchers:

@@ -87,7 +87,7 @@ def test_flipped_bits_change_the_hash() -> None:
 
 
 @given(st.integers(0, 199), st.integers(0, 199))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_swapped_elements_change_the_hash(a: int, b: int) -> None:
     tensor = torch.arange(200, dtype=torch.float32)
     swapped = tensor.clone()

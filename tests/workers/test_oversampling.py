@@ -70,7 +70,7 @@ class OversampledRun:
             gather_rollouts(
                 plan.prompts,
                 queue,
-                Writer(step, self.pause),
+                DeterministicPolicy(step, self.pause),
                 RolloutContext(CHAT, FakeCalculator(), parse, self.config),
                 samples=SAMPLES,
                 greedy=greedy,

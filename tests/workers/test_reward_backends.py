@@ -85,7 +85,7 @@ def server() -> Iterator[RewardServer]:
 
 @pytest.fixture(scope="module")
 def results(
-    run_ranks: Callable[..., list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory, server: Judging
+    run_ranks: Callable[..., list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory, server: RewardServer
 ) -> dict[str, Any]:
     """Return each rank's results, the models and the conversations."""
     from transformers import AutoModelForSequenceClassification as Classifier
@@ -136,7 +136,7 @@ def results(
     unreachable = {
         "reward": {
             "backend": "http",
-            "options": {"url": server.gone, "tries": 2, "pause": 0, "private": True},
+            "options": {"url": server.unreachable_url, "tries": 2, "pause": 0, "private": True},
         }
     }
     beside = {"functions": ["lab_rewards:length"]}
@@ -254,7 +254,7 @@ def test_errors_are_the_same_on_all_ranks(results: dict[str, Any], job: str, com
     assert len(message) == 1 and complaint in next(iter(message)), message
 
 
-def test_reward_service_is_called_by_ranks_with_rollouts(results: dict[str, Any], server: Judging) -> None:
+def test_reward_service_is_called_by_ranks_with_rollouts(results: dict[str, Any], server: RewardServer) -> None:
     result = global_result(results, "service")
     words = [0 if number == 4 else len(answer.split()) for number, answer in enumerate(RESPONSES)]
     lengths = global_result(results, "pool")["reward"]

@@ -39,11 +39,11 @@ def running(host: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 class RecordingTemplate(ChatTemplate):
     """Records the texts that it encodes."""
 
-    texts: list[str]
+    texts: list[str] = []
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         self.texts.append(text)
-        return super()._encode(text)
+        return super().encode(text)
 
 
 def run_with_engine(running: RunningEngine, test: Any) -> None:
@@ -162,7 +162,7 @@ def test_stop_string_ends_at_the_token_that_completes_it(running: RunningEngine)
             and text not in chat.decode(full[:n])
         )  # fmt: skip
         stop = chat.decode(full[index : index + 1])
-        server._context = replace(server._context, config=config)
+        server._renderer.config = config
         recording = server.open(PROMPT, client, {name: params[name] for name in params if name != "max_new_tokens"})
         async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, timeout=300) as openai_client:
             answer = await openai_client.chat.completions.create(model="policy", messages=[QUESTION], stop=[stop])  # type: ignore[list-item]
@@ -179,7 +179,7 @@ def test_disconnect_frees_the_engine(running: RunningEngine) -> None:
     config = replace(running.config.rollout, max_new_tokens=200)
 
     async def test(server: SessionServer, client: Client, chat: RecordingTemplate) -> None:
-        server._context = replace(server._context, config=config)
+        server._renderer.config = config
         params = {**build_sampling_params(config, chat, False, SEED), "ignore_eos": True}
         recording = server.open(PROMPT, client, params)
         async with AsyncOpenAI(
@@ -209,7 +209,7 @@ def test_stream_records_the_same_tokens_as_a_plain_request(running: RunningEngin
     config = replace(running.config.rollout, max_new_tokens=40)
 
     async def test(server: SessionServer, client: Client, chat: RecordingTemplate) -> None:
-        server._context = replace(server._context, config=config)
+        server._renderer.config = config
         params = {**build_sampling_params(config, chat, True, SEED), "ignore_eos": True}
         recording = server.open(PROMPT, client, params)
         async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, timeout=300) as openai_client:
