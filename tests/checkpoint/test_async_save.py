@@ -112,7 +112,7 @@ def test_full_disk_skips_only_that_checkpoint(run: RunTraining, sync_run: Path, 
     folder = tmp_path / "run"
     results = run(folder, "disk_full")
     assert [result["code"] for result in results] == [0, 0], results
-    alarm = f"ALARM: could not write checkpoint {folder}/checkpoints/step_000002: No space remaining on device"
+    alarm = f"ALARM: could not write checkpoint {folder}/checkpoints/step_000002: No space left on device"
     assert (folder / "log.txt").read_text().count(alarm) == 1
     assert checkpoints(folder) == ["latest", "step_000001", "step_000003"]
     assert has_same_result(folder, sync_run)
