@@ -58,7 +58,9 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if isinstance(value, torch.Tensor):
             plain = value.detach().cpu().contiguous()
-            data = pickle.PickleBuffer(plain.reshape(-1).view(torch.uint8).numpy().data)
+            # A single element counts as contiguous whatever its stride, and is viewed as bytes only with stride 1.
+            flat = plain.as_strided((plain.numel(),), (1,))
+            data = pickle.PickleBuffer(flat.view(torch.uint8).numpy().data)
             return _tensor, (str(plain.dtype).removeprefix("torch."), tuple(plain.shape), data)
         if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.dtype.names is None:
             data = pickle.PickleBuffer(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)

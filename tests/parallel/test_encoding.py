@@ -94,6 +94,14 @@ def test_round_trip_of_tensors_and_arrays(dtype: torch.dtype, shape: tuple[int, 
         assert again.dtype == array.dtype and np.array_equal(again, array) and not again.flags.writeable
 
 
+def test_round_trip_of_one_element_of_any_stride() -> None:
+    for tensor in (torch.tensor(7).expand(1), torch.arange(8, dtype=torch.int32)[::4][:1], torch.zeros(3, 0).t()):
+        result = decode(encode(tensor))
+        assert torch.equal(result, tensor) and result.dtype == tensor.dtype
+    array = np.broadcast_to(np.int32(7), (1, 1))
+    assert np.array_equal(decode(encode(array)), array)
+
+
 def test_shared_objects_are_sent_once_and_stay_shared() -> None:
     ids = np.arange(100_000, dtype=np.int32)
     point = Point(1, ids)

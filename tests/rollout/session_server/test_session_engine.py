@@ -85,10 +85,11 @@ def test_session_equals_direct_engine_requests(running: RunningEngine) -> None:
             messages: list[Any] = [QUESTION]
             contexts: list[list[int]] = []
             known, routed = chat.encode_prompt(PROMPT), 0
-            chat.texts.clear()
-            replies = []
+            replies, encoded = [], []
             for question in ("Sure?", "And 2+2?", "Bye"):
+                chat.texts.clear()
                 answer = await openai_client.chat.completions.create(model="policy", messages=messages)
+                encoded += chat.texts
                 replies.append(answer.choices[0].message.content or "")
                 messages += [answer.choices[0].message, {"role": "user", "content": question}]
                 contexts.append(list(known))
@@ -96,7 +97,7 @@ def test_session_equals_direct_engine_requests(running: RunningEngine) -> None:
                 known = branch.token_ids.tolist()
                 known += chat.encode_continuation([messages[-1]], (), known[-1])
             (branch,) = recording.collect_branches()
-            assert not [text for text in chat.texts for item in replies if len(item) > 3 and item in text]
+            assert encoded and not [text for text in encoded for item in replies if len(item) > 3 and item in text]
         assert [turn.is_action for turn in branch.turns] == [False, True] * 3
         for number, context in enumerate(contexts):
             direct = await client.generate(context, {**params, "max_new_tokens": config.max_new_tokens}, routed)
