@@ -141,8 +141,8 @@ def describe_contents(folder: Path) -> Iterator[tuple[str, Any]]:
             yield role, model_in(folder / role)
         except ConfigError as error:
             yield role, f"cannot be read: {error}"
-    if carried := sorted(name for name in files if name.startswith("carried/")):
-        yield "carried", conversations_in([folder / name for name in carried])
+    if partial := sorted(name for name in files if name.startswith("partial_groups/")):
+        yield "partial", conversations_in([folder / name for name in partial])
     if buffered := sorted(name for name in files if name.startswith("buffer/") and name.endswith(".parquet")):
         yield "buffer", f"{rollouts_in([folder / name for name in buffered])} rollouts of earlier steps"
     with suppress(ConfigError):
@@ -175,15 +175,13 @@ def model_in(folder: Path) -> str:
 
 
 def conversations_in(files: list[Path]) -> str:
-    groups = samples = 0
-    for file in files:
-        try:
-            with file.open("rb") as stream:
-                tree = json.loads(stream.readline())["groups"]
-            groups, samples = groups + len(tree), samples + sum(map(len, tree))
-        except (OSError, ValueError, KeyError, TypeError):
-            return f"{file.name} cannot be read"
-    return f"{samples} conversations under way, in {groups} groups, of {len(files)} engines"
+    from megarl.rollout.partial_rollouts import read_groups
+
+    try:
+        groups = [group for file in files for group in read_groups(file)]
+    except ConfigError as error:
+        return str(error)
+    return f"{sum(map(len, groups))} conversations under way, in {len(groups)} groups, of {len(files)} engines"
 
 
 def rollouts_in(files: list[Path]) -> int:

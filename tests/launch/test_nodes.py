@@ -83,7 +83,7 @@ def test_refuses_forged_values_in_the_store(monkeypatch: pytest.MonkeyPatch) -> 
         port = int(probe.getsockname()[1])
     first = MultiNode(0, 2, "127.0.0.1", port)
     second = MultiNode(1, 2, "127.0.0.1", port)
-    assert first.agree_port() == second.agree_port(0)
+    assert first.agree_port() == second.agree_port()
     intruder = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     intruder.set("1/port", "1")
     second.attempt = 1

@@ -33,6 +33,8 @@ from megarl.config import load_config
 from megarl.config.command_line import run_cli
 from megarl.models.layout_algebra import shard
 from megarl.models.registry import family_of, load_hf_config
+from megarl.rollout.partial_rollouts import PartialRollout, write_groups
+from megarl.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 HF: dict[str, Any] = {
@@ -191,8 +193,8 @@ def test_list_describes_checkpoints_and_their_damage(tool: Tool, run: Path) -> N
 
 def test_show_describes_the_content(tool: Tool, run: Path) -> None:
     newest = run / "checkpoints/step_000012"
-    (newest / "partial_groups").mkdir()
-    (newest / "partial_groups/engine_00000.bin").write_text('{"groups": [[{}, {}], [{}]], "arrays": []}\n')
+    partial = PartialRollout.begin(Prompt("p", (), [1, 2]), seed=0)
+    write_groups(newest / "partial_groups/engine_00000.bin", [(partial, partial), (partial,)])
     seal(newest, 12)
     text = tool("show", run)
     padding = 2 * (256 - HF["vocab_size"]) * HF["hidden_size"]  # embedding and output layer

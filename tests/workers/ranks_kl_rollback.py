@@ -68,7 +68,7 @@ def make_actor() -> ActorWorker:
 
 def batch_of(actor: ActorWorker) -> TrainBatch:
     """Return a step's batch on the first rank; all advantages are negative, so the policy moves away."""
-    batch = tiny.in_shares(tiny.batch((9, 19, 12, 3, 26, 11)))
+    batch = tiny.shard_batch(tiny.batch((9, 19, 12, 3, 26, 11)))
     logprobs = actor.forward(batch).wait().logprobs
     return batch.with_(old_logprobs=logprobs, advantages=-torch.ones_like(batch.advantages))  # type: ignore[arg-type]
 
