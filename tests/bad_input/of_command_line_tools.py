@@ -101,7 +101,7 @@ REPORT = [
     ),
     report("metrics of zeros", ("no metrics",), "FOLDER/r", prepare=write_run(bytes(1000))),
     report("metrics cut off", ("has no metrics yet",), "FOLDER/r", prepare=write_run(METRICS[:20])),
-    report("nested metrics", ("is no file of metrics",), "FOLDER/r", prepare=write_run(b"[" * 100000)),
+    report("nested metrics", ("has no metrics yet",), "FOLDER/r", prepare=write_run(b"[" * 100000)),
     report("metrics without steps", ("has no metrics yet",), "FOLDER/r", prepare=write_run(b'{"loss": 1.0}\n')),
     report(
         "another program's", ("none of a run's metrics",), "FOLDER/r", prepare=write_run(b'{"step": 1, "loss": 1.0}\n')
