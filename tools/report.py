@@ -85,7 +85,9 @@ def load_run(path: Path) -> Run:
     except (ValueError, RecursionError):
         raise ConfigError(f"{path / 'metrics.jsonl'} is no file of metrics; is {path} a run folder?") from None
     if not metrics:
-        raise ConfigError(f"{path} has no metrics yet (metrics.jsonl is missing or empty); is it a run folder?")
+        raise ConfigError(
+            f"{path} has no metrics yet (metrics.jsonl is missing or has no complete line); is it a run folder?"
+        )
     if not any(name.startswith(("time/", "eval/")) for values in metrics.values() for name in values):
         raise ConfigError(f"{path / 'metrics.jsonl'} has none of a run's metrics; is {path} a run folder?")
     algorithm = "?"

@@ -34,7 +34,11 @@ def load(spec: str, key: str) -> Any:
     except BaseException as error:  # noqa: B036  anything that the fork's module raises, even sys.exit
         raise ConfigError(f"{key}: cannot import {module_name} of {spec!r}: {format_error(error)}") from error
     if target is None:
-        callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        callables = [  # its own, without what it imports
+            name
+            for name, value in vars(module).items()
+            if callable(value) and not name.startswith("_") and getattr(value, "__module__", "") == module_name
+        ]
         raise ConfigError(f"{key}: {module_name} has no {attribute!r}; it has {', '.join(callables) or 'no function'}")
     return target
 

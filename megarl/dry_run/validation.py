@@ -86,7 +86,7 @@ Bound = Annotated[float, Range(-1e300, 1e300)]
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a metric must reach. A configuration states it under `expect`, which turns an example into a test:
+    """The bounds of a metric. A configuration states them under `expect`, which turns an example into a test:
 
     expect:
       eval/reward_greedy: {min: 0.9}               # its last value

@@ -89,7 +89,7 @@ class _EnvironmentWorker:
     def __init__(self, loaded: Sequence[LoadedEnvironment]) -> None:
         self._loaded = list(loaded)
         self._tools: dict[str, Any] = {}
-        """Of `rollout.tools`: by spec, a `Tool` or an object with `tools` and `call`."""
+        """Objects of `rollout.tools`: by spec, a `Tool` or an object with `tools` and `call`."""
         self._environment: Any = None
         self._stage = ""
         """Which of the user's methods runs, for messages."""

@@ -40,7 +40,11 @@ def load(spec: str, key: str) -> LoadedEnvironment:
         except BaseException as error:  # noqa: B036  a required package may raise anything
             raise ConfigError(f"{where} cannot be loaded: {format_error(error)}") from None
     else:
-        target = plugins.load(spec, key)
+        try:
+            target = plugins.load(spec, key)
+        except KeyboardInterrupt as error:  # raised by the module: Ctrl-C does not reach the processes that load
+            module_name = spec.partition(":")[0]
+            raise ConfigError(f"{key}: cannot import {module_name} of {spec!r}: {format_error(error)}") from None
     kind = type(target).__name__
     if isinstance(target, type):
         if key == TOOLS_KEY and not is_adapter:

@@ -1,4 +1,4 @@
-"""What the rank and an environment's process know of each other. `README.md` has the interface of environments.
+"""Values that a rank and an environment's process exchange. `README.md` has the interface of environments.
 
 Imports nothing heavy, because those processes import it.
 """

@@ -46,7 +46,7 @@ class RestartPolicy:
 
 
 class RestartDecision(NamedTuple):
-    """What to do after the ranks of a run have ended.
+    """The decision taken after the ranks of a run have ended.
 
     should_restart: restart after `wait_s` seconds; otherwise exit with `status`. text: line to print, empty on success.
     """

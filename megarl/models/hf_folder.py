@@ -127,7 +127,7 @@ class ShardWriter:
 
 
 COPIED_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
-"""Of config, tokenizer, and custom code that config.json names."""
+"""Suffixes of the files of config, tokenizer, and custom code that config.json names."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 _MTP_COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}

@@ -147,4 +147,4 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
     (function.__module__, function.__qualname__): function
     for function in (*_BUILDERS, dict, Path, *_TO_BUILTIN, *_PLAIN_TYPES)
 }
-"""What a pickle may call, by module and name."""
+"""The only functions that a pickle may call, by module and name."""

@@ -129,7 +129,7 @@ class WorkerProcess:
     """A worker process that answers requests, concurrent ones in any order. Created by a `ForkServer`."""
 
     ready_message: Any = None
-    """What it sent when it was ready."""
+    """The message by which it reported that it is ready."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, status: asyncio.Future[int]) -> None:
         self._reader, self._writer, self._status = reader, writer, status

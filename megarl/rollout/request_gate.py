@@ -136,9 +136,8 @@ class RequestSlot:
                 while generation.finish_reason == "abort" and not self._gate.open.is_set():
                     new_ids, budget = generation.token_ids, params["max_new_tokens"] - len(generation.token_ids)
                     if len(new_ids) and int(new_ids[-1]) in params.get("stop_token_ids", ()):
-                        return replace(
-                            generation, finish_reason="stop", abort_reason=""
-                        )  # it was done before the abort
+                        # The response was complete before the abort.
+                        return replace(generation, finish_reason="stop", abort_reason="")
                     if not budget:
                         return replace(generation, finish_reason="length", abort_reason="")
                     num_routed = routed + (0 if generation.routing is None else len(generation.routing))

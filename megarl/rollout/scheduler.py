@@ -67,7 +67,7 @@ _RETURNED_POLL_S = 0.5
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """What one engine generated.
+    """The result of one engine's generation.
 
     Attributes:
         rollouts: rollouts of complete groups, ordered by group, then by sample

@@ -19,7 +19,7 @@ from megarl.view.rollout_files import READ_ERRORS, Notes, iter_groups, open_part
 
 Decode = Callable[[list[int]], str]
 REPLACEMENT_CHAR = "\ufffd"
-"""What decoders return for bytes that are not UTF-8."""
+"""The character that decoders return for bytes that are not UTF-8."""
 MAX_TOKENS_PER_CHAR = 4
 """Tokens that one character may span: one per UTF-8 byte."""
 

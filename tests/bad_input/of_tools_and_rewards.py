@@ -79,7 +79,7 @@ CASES = [
     tool("os._exit with a status", "import os; os._exit(7)", "loading mine:f", "exit status 7"),
     tool("abort", "import os; os.abort()", "loading mine:f", "SIGABRT"),
     tool("kills itself", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "loading mine:f", "SIGKILL"),
-    tool("KeyboardInterrupt", "raise KeyboardInterrupt", "loading mine:f", "KeyboardInterrupt"),
+    tool("KeyboardInterrupt", "raise KeyboardInterrupt", "cannot import mine", "KeyboardInterrupt"),
     tool("BaseException", "class Odd(BaseException): pass\nraise Odd('x')", "cannot import mine", "Odd: x"),
     tool("mute error", MUTE, "cannot import", "Odd"),
     tool("recursion", "def g(): g()\ng()", "cannot import mine", "RecursionError"),

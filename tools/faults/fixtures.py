@@ -1,4 +1,4 @@
-"""What scenarios share: a tiny model, recorded answers, an engine host, undisturbed runs."""
+"""Fixtures that scenarios share: a tiny model, recorded answers, an engine host, undisturbed runs."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class _WriteOrder(NamedTuple):
 
 
 class _PreparedRound(NamedTuple):
-    """What this rank does in a round.
+    """The work of this rank in a round.
 
     sends, receives: (peer, begin, end) of each message in the send or receive buffer. forwards: (offset in the previous
     round's receive buffer, offset in the send buffer, bytes) of pieces and hashes. orders: as many on all ranks, with
