@@ -6,7 +6,6 @@ import atexit
 import functools
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,14 +16,10 @@ from typing import Any
 import nccl_order
 import pytest
 
+from megarl.utils.addresses import free_port
+
 ROOT = Path(__file__).resolve().parent.parent
 HAS_GPU = Path("/dev/nvidia0").exists()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class RankJobs:

@@ -266,7 +266,7 @@ def run_trl(options: argparse.Namespace) -> None:
 
 
 def sides(options: argparse.Namespace, folder: Path) -> Iterator[Side]:
-    from local_ranks import free_port
+    from megarl.utils.addresses import free_port
 
     prompts, tokens = WORKS[options.work]
     longest = 2 * PROMPT_TOKENS if options.work == "shared" else 192

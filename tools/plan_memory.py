@@ -34,6 +34,7 @@ from megarl.models.memory import StageMemory, plan_memory
 from megarl.models.registry import family_of
 from megarl.models.step_time import GPUSpec, StepTime
 from megarl.parallel.placement import check_layout
+from megarl.utils.addresses import free_port
 
 sys.path.insert(0, str(Path(__file__).parent))
 from plan_reshard import MAX_NUMBER, MODELS, model_config, sizes  # noqa: E402
@@ -270,7 +271,7 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
         return subprocess.run([*ranks, __file__, *options.given], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
     from megarl.parallel import ranks as parallel_ranks
 
-    os.environ.setdefault("MASTER_PORT", str(parallel_ranks.free_port()))
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
     job = parallel_ranks.initialize(config.parallel)
     from megarl.megatron.trainer_model import MegatronModel
 

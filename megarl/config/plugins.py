@@ -39,7 +39,8 @@ def load(spec: str, key: str) -> Any:
             for name, value in vars(module).items()
             if callable(value) and not name.startswith("_") and getattr(value, "__module__", "") == module_name
         ]
-        raise ConfigError(f"{key}: {module_name} has no {attribute!r}; it has {', '.join(callables) or 'no function'}")
+        available = ", ".join(callables) or "no function or class"
+        raise ConfigError(f"{key}: {module_name} has no {attribute!r}; it has {available}")
     return target
 
 

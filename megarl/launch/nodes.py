@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +19,7 @@ from megarl.launch import launcher
 from megarl.launch.exit_status import REQUEUE_EXIT_CODE, RunOutcome
 from megarl.launch.restarts import RestartDecision, RestartPolicy, RestartTracker
 from megarl.parallel.job_secret import launcher_key, seal, unseal
+from megarl.utils.addresses import free_port
 
 JOIN_TIMEOUT_S = 900.0
 """Seconds that nodes may take to join the store; as in torchrun's own rendezvous."""
@@ -92,9 +92,7 @@ class MultiNode:
     def agree_port(self) -> int:
         """Return the port at which the ranks of this attempt meet."""
         if self.node_rank == 0:
-            with socket.socket() as probe:
-                probe.bind(("", 0))
-                self._publish(f"{self.attempt}/port", str(probe.getsockname()[1]))
+            self._publish(f"{self.attempt}/port", str(free_port()))
         return int(self._fetch(f"{self.attempt}/port"))
 
     def announce_failure(self) -> None:

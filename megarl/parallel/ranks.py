@@ -365,13 +365,6 @@ def node_address() -> str:
     return address
 
 
-def free_port() -> int:
-    """Return a port of this machine that is free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 # The following collectives run over all ranks of the job, or over `group`, a host group with its own ranks from 0.
 
 

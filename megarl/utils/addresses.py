@@ -1,8 +1,11 @@
-"""Tell public IP addresses from those of this machine or a private network."""
+"""IP addresses and TCP ports: which addresses are public, which ports are free."""
 
 from __future__ import annotations
 
 import ipaddress
+import random
+import socket
+from pathlib import Path
 
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
@@ -25,3 +28,21 @@ def is_known_private(host: str) -> bool:
         return not is_public(host)
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
+
+
+def free_port() -> int:
+    """Return a TCP port that is free at the moment.
+
+    It is below the range from which the system takes the ports of outgoing connections, so that none of them can
+    occupy it before it is used.
+    """
+    first_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = random.SystemRandom().sample(range(10000, first_outgoing), 100) if first_outgoing >= 11000 else []
+    for port in [*candidates, 0]:  # 0: any that the system finds
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise OSError("no TCP port is free on this machine")

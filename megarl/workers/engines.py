@@ -13,6 +13,7 @@ from megarl.engine.sglang_engine import Engine, EngineRestart
 from megarl.observe.clock import REMOTE
 from megarl.parallel import device, ranks
 from megarl.parallel.placement import engine_ranks, placement_of, role_parallel
+from megarl.utils.addresses import free_port
 from megarl.workers.actor import ActorWorker
 from megarl.workers.context import Context
 from megarl.workers.engine_recovery import EngineRecovery
@@ -48,7 +49,7 @@ class Engines:
         """The actor whose weights the engines have; None while they have those that they loaded."""
         if self.config.rollout.replay:
             return
-        addresses = ranks.all_gather_objects(f"{ranks.node_address()}:{ranks.free_port()}")
+        addresses = ranks.all_gather_objects(f"{ranks.node_address()}:{free_port()}")
         if self.engine_index is not None and self._position % min(tp, ranks_per_node) == 0:
             self.engine = Engine(
                 self.config,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.utils.addresses import free_port
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from test_launcher import start_launcher, wait_for, wait_for_exit  # noqa: E402
@@ -67,11 +69,7 @@ def make_rank_body(body: str) -> str:
 
 
 def write_free_port(folder: Path) -> None:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        (folder / "port").write_text(str(probe.getsockname()[1]))
+    (folder / "port").write_text(str(free_port()))
 
 
 @pytest.mark.parametrize(

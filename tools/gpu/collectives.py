@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from gpu.found import CheckResult, make_result
-from megarl.parallel.ranks import free_port
+from megarl.utils.addresses import free_port
 
 REFUSED = ("Duplicate GPU", "invalid usage")
 

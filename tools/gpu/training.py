@@ -116,8 +116,9 @@ def measure(settings: dict[str, Any]) -> None:
     from megarl.megatron.trainer_model import MegatronModel
     from megarl.parallel import ranks
     from megarl.types import ModelOutput, TokenLoss, TrainBatch
+    from megarl.utils.addresses import free_port
 
-    os.environ.setdefault("MASTER_PORT", str(ranks.free_port()))
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
     optimizer = dict(lr=3e-3, schedule="constant", warmup_fraction=0.0, weight_decay=0.0)
     tree = {
         "model": {"dtype": settings["dtype"], "megatron": settings.get("megatron", {})},
