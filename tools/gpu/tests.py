@@ -19,6 +19,6 @@ def tests(device: str) -> CheckResult:
     ]
     command = [sys.executable, "-m", "pytest", "-c", "tests/pytest.ini", "--rootdir", ".", "-q", "-m", "gpu", *files]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    lines = (process.stdout + process.stderr).strip().splitlines() or ["no output"]
+    lines = (process.stdout.strip() or process.stderr.strip() or "no output").splitlines()
     passed = process.returncode == 0 and "passed" in lines[-1]
     return CheckResult("passed" if passed else "failed", lines[-1].strip("= ")[:300])
