@@ -131,7 +131,8 @@ def quantise(weight: torch.Tensor, scales: torch.Tensor, r0: int, c0: int) -> to
     step = max(1, _CHUNK_ELEMENTS // max(1, weight.shape[1]))
     for start in range(0, len(weight), step):
         chunk = weight[start : start + step]
-        quantised[start : start + step] = chunk * _expand_blocks(factors, chunk, r0 % BLOCK + start, c0 % BLOCK)
+        scaled = chunk * _expand_blocks(factors, chunk, r0 % BLOCK + start, c0 % BLOCK)
+        quantised[start : start + step] = scaled.clamp_(-FP8_MAX, FP8_MAX)  # torch 2.11 casts larger numbers to NaN
     return quantised
 
 

@@ -37,7 +37,7 @@ def run_check(*arguments: str, hide_gpus: bool = True) -> subprocess.CompletedPr
 
 
 def test_without_a_gpu_every_row_is_skipped(tmp_path: Path) -> None:
-    process = run_check("--json", str(tmp_path / "results.json"))
+    process = run_check("--json", str(tmp_path / "found.json"))
     assert process.returncode == 3, process.stderr
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert list(rows) == list(ROWS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
@@ -19,7 +20,10 @@ def pause(device: str) -> CheckResult:
 
     with torch_memory_saver.configure_subprocess():
         command = [sys.executable, "-m", "gpu.saver"]
-        process = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=100)
+        # The library is loaded before torch, so the loader has to find the CUDA runtime that torch would bring.
+        folders = [*_cuda_runtime_folders(), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+        env = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(folders)}
+        process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     if process.returncode:
         return CheckResult("failed", (process.stderr.strip().splitlines() or ["no output"])[-1][:300])
     free, lost, same, content = process.stdout.split()[-4:]
@@ -31,6 +35,12 @@ def pause(device: str) -> CheckResult:
     if content != "True":
         faults.append("what was backed up on the host is not what came back")
     return make_result(faults, f"pausing 1 GiB freed {int(lost) / GIB:.2f} GiB of {int(free) / GIB:.0f} GiB free")
+
+
+def _cuda_runtime_folders() -> list[str]:
+    """Return the folder of the CUDA runtime that this process has loaded with torch."""
+    paths = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libcudart" in line]
+    return [str(Path(path).parent) for path in paths[:1]]
 
 
 def _measure() -> None:

@@ -90,10 +90,13 @@ def replay(device: str) -> CheckResult:
 def use_local_modules() -> None:
     """Use Megatron's local modules instead of Transformer Engine's on a GPU, with one MLP per expert."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.moe import moe_utils
 
     from megarl.cpu.megatron_modules import adapt_local_spec
     from megarl.megatron import build
 
+    # The router asks whether it is None, but it is undefined where Transformer Engine is missing.
+    vars(moe_utils).setdefault("te_general_gemm", None)
     original = build.transformer_config
 
     def without_grouped(*arguments: Any) -> Any:
@@ -111,6 +114,10 @@ def use_local_modules() -> None:
 def measure(settings: dict[str, Any]) -> None:
     """Run as a separate process."""
     import torch
+
+    if not torch.cuda.is_available():
+        # Their optimizers and kernels, which Megatron prefers where they are installed, do not run on the CPU.
+        sys.modules.update(dict.fromkeys(("transformer_engine", "apex")))  # type: ignore[arg-type]  # ImportError
 
     from megarl.config import from_dict
     from megarl.megatron.trainer_model import MegatronModel

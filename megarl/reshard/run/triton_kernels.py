@@ -267,8 +267,9 @@ def _hash(tables, boxes, output, WORDS: tl.constexpr, AT_ONCE: tl.constexpr, FIE
             for byte in tl.static_range(8):
                 byte_offset = position * 8 + byte
                 line = byte_offset // tl.maximum(row, 1)
-                places = tl.cast(address + line * step + (byte_offset - line * row), tl.pointer_type(tl.uint8))
-                word |= tl.load(places, mask=byte_offset < total, other=0).to(tl.int64) << (8 * byte)
+                # Another name than above: Triton wants one type for what both branches assign.
+                bytes_ = tl.cast(address + line * step + (byte_offset - line * row), tl.pointer_type(tl.uint8))
+                word |= tl.load(bytes_, mask=byte_offset < total, other=0).to(tl.int64) << (8 * byte)
         mixed = _mixed(word + (position + 1) * STEP)
         total_hash += tl.sum(tl.where(in_range, mixed, 0))
     if first == 0:
