@@ -225,7 +225,7 @@ def make_model(family: str, eos_id: int, pad_id: int) -> Any:
         "dtype": "float32",
     }
     if family == "qwen3_moe":
-        qwen: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "norm_topk_prob": True}
+        qwen: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "norm_topk_prob": True}
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **qwen))
     # SGLang's MLA on CPU requires a yarn entry.
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}

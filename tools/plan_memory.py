@@ -273,11 +273,13 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
 
     os.environ.setdefault("MASTER_PORT", str(free_port()))
     job = parallel_ranks.initialize(config.parallel)
+    from megarl.megatron.optimizer import create_states
     from megarl.megatron.trainer_model import MegatronModel
 
     counted: dict[str, int] = {}
     for role in ("actor", "critic")[: 2 if critic else 1]:
         model = MegatronModel(hf, config, job, role)  # type: ignore[arg-type]
+        create_states(model.optimizer)
         counted |= {f"{role} {part}": part_bytes for part, part_bytes in model_state_bytes(model).items()}
         if role == "actor" and planned[0].host:
             snapshot = model.snapshot().values()

@@ -138,6 +138,13 @@ def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
             yield from (value for value in values.values() if isinstance(value, torch.Tensor))
 
 
+def create_states(optimizer: Any) -> None:
+    """Create this rank's moments, which Transformer Engine's optimizer does not have before its first step."""
+    for _, part in _dist_optimizers(optimizer):
+        if not part.optimizer.state:
+            part._init_optimizer_states_with_dummy_values()
+
+
 def iter_step_holders(optimizer: Any) -> Iterator[dict[str, Any]]:
     """Iterate over the dicts with AdamW's step count under "step": per parameter in torch, per group in TE."""
     for _, part in _dist_optimizers(optimizer):

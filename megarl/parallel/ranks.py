@@ -313,8 +313,10 @@ def current_timeout() -> float:
 
 
 def _set_timeouts(seconds: float) -> None:
+    # Public since torch 2.14.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        set_timeout(timedelta(seconds=seconds), group)
 
 
 def set_flag(name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -13,13 +12,10 @@ from gpu.found import CheckResult, make_result
 ROOT = Path(__file__).resolve().parents[2]
 GAP = 0.05
 """Maximum 95th percentile of |log-prob of the engine - of the trainer| in bf16, nats."""
-OVERRIDES_ENV = "GPU_CHECK_OVERRIDES"
-"""Environment variable with more overrides for the runs, separated by spaces."""
 SHARED = (
     "model.dtype=bfloat16",
-    "parallel={world_size: 1}",
+    "parallel={world_size: 1, tp: 1, ep: 1, ranks_per_node: 1}",
     "run.eval_every=0",
-    *os.environ.get(OVERRIDES_ENV, "").split(),
 )
 
 

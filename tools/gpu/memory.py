@@ -12,7 +12,7 @@ from gpu.found import CheckResult, make_result
 from gpu.training import MODEL
 
 TOOLS = Path(__file__).resolve().parents[1]
-LARGER = dict(hidden_size=1024, num_hidden_layers=8, moe_intermediate_size=512, num_experts=16, vocab_size=32000)
+LARGER = dict(hidden_size=1024, num_hidden_layers=5, moe_intermediate_size=512, num_experts=16, vocab_size=32000)
 
 
 def states(device: str) -> CheckResult:

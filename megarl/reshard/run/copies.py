@@ -19,29 +19,31 @@ its elements in the buffer, row by row. The offset is a multiple of the element 
 
 def pack(boxes: Sequence[Box], buffer: torch.Tensor) -> None:
     """Copy boxes into a buffer, uint8 [n]. Raises ValueError, before writing anything, if a box does not fit."""
-    targets = [_place(view, offset, buffer, view.dtype) for view, offset in boxes]
+    for view, offset in boxes:
+        _check_box(view, offset, buffer, view.dtype)
     if buffer.is_cuda:
         _kernels().pack(boxes, buffer)
         return
-    for (view, _), target in zip(boxes, targets, strict=True):
-        target.copy_(view)
+    for view, offset in boxes:
+        _box_bytes(view, offset, buffer, view.dtype).copy_(view)
 
 
 def unpack(buffer: torch.Tensor, boxes: Sequence[Box]) -> None:
     """Copy out of a buffer what `pack` wrote with the same boxes. The boxes must not overlap. Raises as `pack` does."""
-    sources = [_place(view, offset, buffer, view.dtype) for view, offset in boxes]
+    for view, offset in boxes:
+        _check_box(view, offset, buffer, view.dtype)
     if buffer.is_cuda:
         _kernels().unpack(buffer, boxes)
         return
-    for (view, _), source in zip(boxes, sources, strict=True):
-        view.copy_(source)
+    for view, offset in boxes:
+        view.copy_(_box_bytes(view, offset, buffer, view.dtype))
 
 
 def pack_fp8(boxes: Sequence[Box], scaled: Sequence[BlockScales], buffer: torch.Tensor) -> None:
     """Quantise boxes (BF16, FP32) as `models.fp8.quantise` does, and write one byte per element from each box's offset
     on. Raises ValueError, before writing anything, if a box does not fit its place or its grid. scaled: one per box."""
-    targets = [_place(view, offset, buffer, FP8) for view, offset in boxes]
-    for (view, _), (grid, r0, c0) in zip(boxes, scaled, strict=True):
+    for (view, offset), (grid, r0, c0) in zip(boxes, scaled, strict=True):
+        _check_box(view, offset, buffer, FP8)
         if view.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"weights are quantised from BF16 or FP32, not from {view.dtype}")
         if grid.dtype != torch.float32 or grid.dim() != 2 or grid.device != view.device:
@@ -52,8 +54,8 @@ def pack_fp8(boxes: Sequence[Box], scaled: Sequence[BlockScales], buffer: torch.
     if buffer.is_cuda:
         _kernels().pack_fp8(boxes, scaled, buffer)
         return
-    for (view, _), scales, target in zip(boxes, scaled, targets, strict=True):
-        target.copy_(quantise(view, *scales))
+    for (view, offset), scales in zip(boxes, scaled, strict=True):
+        _box_bytes(view, offset, buffer, FP8).copy_(quantise(view, *scales))
 
 
 def device_hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -70,8 +72,8 @@ def device_hashes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return hashes
 
 
-def _place(view: torch.Tensor, offset: int, buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a box's bytes in the buffer, as `dtype` in the box's shape."""
+def _check_box(view: torch.Tensor, offset: int, buffer: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError if a box, as `dtype`, is not copyable or does not fit its place in the buffer."""
     if view.dim() != 2 or (view.shape[1] > 1 and view.stride(1) != 1):
         raise ValueError(f"a box of shape {list(view.shape)} and strides {view.stride()} has no adjacent elements")
     stop = offset + view.numel() * dtype.itemsize
@@ -79,7 +81,11 @@ def _place(view: torch.Tensor, offset: int, buffer: torch.Tensor, dtype: torch.d
         raise ValueError(f"bytes {offset}:{stop} of a buffer of {buffer.numel()} do not fit {dtype}")
     if view.device != buffer.device:
         raise ValueError(f"a box on {view.device} and a buffer on {buffer.device}")
-    return buffer[offset:stop].view(dtype).view(view.shape)
+
+
+def _box_bytes(view: torch.Tensor, offset: int, buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a box's bytes in the buffer, as `dtype` in the box's shape."""
+    return buffer[offset : offset + view.numel() * dtype.itemsize].view(dtype).view(view.shape)
 
 
 def _kernels() -> Any:

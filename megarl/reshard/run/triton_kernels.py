@@ -80,12 +80,13 @@ def _tables(fields: np.ndarray, counts: np.ndarray, buffer: torch.Tensor) -> tup
     """Return an int64 tensor on the device, of each box's first tile and fields and then each tile's box, and the
     number of tiles. counts: tiles per box."""
     first_tile = np.cumsum(counts) - counts
-    boxes = np.concatenate([first_tile[None], fields]).T.ravel()
-    tiles = np.repeat(np.arange(len(counts)), counts)
-    tables = torch.from_numpy(np.concatenate([boxes, tiles]))
+    tables = torch.from_numpy(np.concatenate([np.concatenate([first_tile[None], fields]).T.ravel(), counts]))
     if buffer.is_cuda:
         tables = tables.pin_memory().to(buffer.device, non_blocking=True)  # asynchronous
-    return tables, len(tiles)
+    # The device lists the tiles: there is one per 16 KiB, which would cost the host more than the copy itself.
+    tiles, numbers = int(counts.sum()), torch.arange(len(counts), device=buffer.device)
+    box_of_tile = torch.repeat_interleave(numbers, tables[-len(counts) :], output_size=tiles)
+    return torch.cat([tables[: -len(counts)], box_of_tile]), tiles
 
 
 @triton.jit(do_not_specialize=["boxes"])
