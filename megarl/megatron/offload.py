@@ -14,7 +14,7 @@ import torch
 from megarl.megatron import optimizer
 from megarl.megatron.parameter_names import unwrap
 from megarl.parallel import device
-from megarl.parallel.host_copy import HostCopy, as_bytes
+from megarl.parallel.host_copy import HostCopy, storage_bytes
 
 
 class MemoryOffload:
@@ -47,7 +47,7 @@ class MemoryOffload:
             (s, s.nbytes()) for address, s in offloaded.items() if address not in excluded and address not in dropped
         ]
         self._copy = HostCopy(sum(size for _, size in self._offloaded))
-        self._copy.copy_from([storage for storage, _ in self._offloaded])
+        self._copy.copy_from(storage_bytes(storage) for storage, _ in self._offloaded)
         for storage, _ in (*self._offloaded, *self._dropped):
             storage.resize_(0)
         device.empty_cache()
@@ -57,9 +57,9 @@ class MemoryOffload:
         """Reallocate the memory and restore its contents, zeros for dropped tensors. No-op if nothing is offloaded."""
         for storage, size in (*self._offloaded, *self._dropped):
             storage.resize_(size)
-        self._copy.copy_back([storage for storage, _ in self._offloaded])
+        self._copy.copy_back(storage_bytes(storage) for storage, _ in self._offloaded)
         for storage, _ in self._dropped:
-            as_bytes(storage).zero_()
+            storage_bytes(storage).zero_()
         self._offloaded, self._copy, self._dropped = [], HostCopy(0), []
 
 
@@ -91,7 +91,7 @@ class WeightSnapshot:
         if size != self.host_copy.size:  # on the first capture, and if the first step allocated the moments
             self.host_copy = HostCopy(0)  # free the old one first
             self.host_copy = HostCopy(size)
-        self.host_copy.copy_from(self._storages)
+        self.host_copy.copy_from(map(storage_bytes, self._storages))
         self._counts = [float(holder["step"]) for holder in optimizer.iter_step_holders(states)]
         self._num_updates = int(scheduler.num_steps)
 
@@ -101,9 +101,9 @@ class WeightSnapshot:
         assert self._storages or not new_storages, "nothing was moved"
         for storage in self._storages:
             del new_storages[storage.data_ptr()]  # every captured storage still exists
-        self.host_copy.copy_back(self._storages)
+        self.host_copy.copy_back(map(storage_bytes, self._storages))
         for storage in new_storages.values():  # moments allocated since then, initially zeros
-            as_bytes(storage).zero_()
+            storage_bytes(storage).zero_()
         holders = list(optimizer.iter_step_holders(states))
         for holder, count in zip(holders, self._counts or [0.0] * len(holders), strict=True):
             if isinstance(holder["step"], torch.Tensor):

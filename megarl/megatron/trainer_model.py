@@ -34,6 +34,7 @@ from megarl.models.memory import critic_params
 from megarl.models.registry import family_of, num_trained_mtp
 from megarl.models.routing import RoutingShape, routing_shape
 from megarl.parallel import device
+from megarl.parallel.host_copy import HostCopy, tensor_bytes
 from megarl.parallel.ranks import Ranks, all_gather_objects, use_layout
 from megarl.parallel.wait_listeners import track_progress
 from megarl.types import ModelOutput, TokenLoss, TrainBatch
@@ -229,27 +230,26 @@ class MegatronModel:
         """Disable the adapters within the block, so that a LoRA model equals its initial weights."""
         return lora.disable_adapters(self.chunks)
 
+    def host_copy(self) -> HostCopy:
+        """Return a copy of the local parameters for `swap_weights`."""
+        params = self.local_params().values()
+        copy = HostCopy(sum(tensor.nbytes for tensor in params))
+        copy.copy_from(map(tensor_bytes, params))
+        return copy
+
     @contextmanager
-    def swap_weights(self, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Use the weights in `tensors`, a `snapshot`, within the block.
+    def swap_weights(self, copy: HostCopy) -> Iterator[None]:
+        """Use the weights in `copy`, a `host_copy`, within the block.
 
-        Weights are exchanged in place, tensor by tensor, so `tensors` holds the model's own weights within the block.
-        No update may happen inside.
+        Weights are exchanged in place, so `copy` holds the model's own weights within the block. No update may happen
+        inside.
         """
-
-        def exchange() -> None:
-            for name, tensor in self.local_params().items():
-                current = tensor.to("cpu", copy=True)
-                tensor.copy_(tensors[name])
-                tensors[name].copy_(current)
-
-        if differing := tensors.keys() ^ self.local_params().keys():
-            raise ValueError(f"these are not this model's weights: {sorted(differing)[:5]} differ")
-        exchange()
+        params = [tensor_bytes(tensor) for tensor in self.local_params().values()]
+        copy.exchange(params)
         try:
             yield
         finally:
-            exchange()
+            copy.exchange(params)
 
     # ---- device memory
 

@@ -27,21 +27,34 @@ class HostCopy:
             self.pieces.append(torch.empty(piece, dtype=torch.uint8, pin_memory=device.has_cuda()))
             size -= piece
 
-    def copy_from(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Copy the storages into the buffer, synchronously. Their total size must be at most `size` bytes."""
-        for source, target in self._pair_slices(storages):
-            target.copy_(source)
+    # Sources and targets are views [bytes] uint8 of at most `size` bytes in all: `storage_bytes`, `tensor_bytes`.
 
-    def copy_back(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Copy the buffer back to storages of the same sizes in the same order."""
-        for target, source in self._pair_slices(storages):
-            target.copy_(source)
+    def copy_from(self, sources: Iterable[torch.Tensor]) -> None:
+        """Copy the sources into the buffer, one behind the other, synchronously."""
+        for source, kept in self._pair_slices(sources):
+            kept.copy_(source)
 
-    def _pair_slices(self, storages: Iterable[torch.UntypedStorage]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def copy_back(self, targets: Iterable[torch.Tensor]) -> None:
+        """Copy the buffer back to targets of the same sizes in the same order."""
+        for target, kept in self._pair_slices(targets):
+            target.copy_(kept)
+
+    def exchange(self, targets: Iterable[torch.Tensor]) -> None:
+        """Exchange the contents of the buffer with those of targets of the same sizes in the same order.
+
+        Needs as much device memory as the largest target. The device may still be copying on return: wait for it before
+        reading the buffer on the host.
+        """
+        for target, kept in self._pair_slices(targets):
+            previous = target.clone()
+            target.copy_(kept, non_blocking=True)
+            kept.copy_(previous, non_blocking=True)
+
+    def _pair_slices(self, sources: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pair the bytes of each source with their place in the buffer."""
         pieces = iter(self.pieces)
         free = torch.empty(0, dtype=torch.uint8)
-        for storage in storages:
-            remaining = as_bytes(storage)
+        for remaining in sources:
             while len(remaining):
                 if not len(free):
                     free = next(pieces)
@@ -50,9 +63,14 @@ class HostCopy:
                 remaining, free = remaining[count:], free[count:]
 
 
-def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """View a storage as [bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor as [bytes] uint8."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 ALIGNMENT = 64

@@ -94,7 +94,7 @@ class ReferenceWorker(Worker):
         model = self.actor.model
         if model is not None:
             self.use_reference_weights = (
-                model.without_adapters if self.config.lora.rank else partial(model.swap_weights, model.snapshot())
+                model.without_adapters if self.config.lora.rank else partial(model.swap_weights, model.host_copy())
             )
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:

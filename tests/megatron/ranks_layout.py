@@ -33,6 +33,7 @@ from megarl.models.activation_memory import micro_batches_in_flight  # noqa: E40
 from megarl.models.layout_algebra import shard, unshard  # noqa: E402
 from megarl.models.memory import plan_memory  # noqa: E402
 from megarl.parallel import ranks as parallel_ranks  # noqa: E402
+from megarl.parallel.host_copy import tensor_bytes  # noqa: E402
 from megarl.types import ModelOutput, SamplingMask, TokenLoss, TrainBatch  # noqa: E402
 
 ADAM: dict[str, Any] = dict(lr=0.01, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-3, max_grad_norm=0.5)
@@ -215,15 +216,17 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     result["packing_step"] = max(gap) / ADAM["lr"]
 
     # Swapping weights and back, and a gradient that is not finite, change nothing.
-    local_value, reference_weights = model.snapshot(), {name: tensor.clone() for name, tensor in before.items()}
+    local_value, reference_weights = model.snapshot(), model.host_copy()
+    reference_weights.copy_from(map(tensor_bytes, before.values()))
     with model.swap_weights(reference_weights):
         again = model.forward(batch)
     result["swapped"] = max(float((again[name] - actual[name]).abs().max()) for name in again)
     step = model.train_step(batch, lambda output, part: infinite_loss(loss_fn(output, part)))
     result["skipped"] = step[f"{role}/skipped"]
+    kept = torch.cat(reference_weights.pieces)
     result["unchanged"] = float(
         all(torch.equal(local_value[name], tensor) for name, tensor in model.snapshot().items())
-        and all(torch.equal(before[name], tensor) for name, tensor in reference_weights.items())
+        and torch.equal(torch.cat(list(map(tensor_bytes, before.values()))), kept[: reference_weights.size])
     )
 
     if family == "qwen3_moe" and role == "actor":

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.parallel.host_copy import MIN_PIECE_BYTES, HostCopy
+from megarl.parallel.host_copy import MIN_PIECE_BYTES, HostCopy, storage_bytes, tensor_bytes
 
 
 def torch_allocation(size: int) -> int:
@@ -31,16 +31,27 @@ def test_copy_back_restores_storages(sizes: list[int]) -> None:
     tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
     before = [item.clone() for item in tensors]
     copy = HostCopy(sum(sizes))
-    copy.copy_from([item.untyped_storage() for item in tensors])
+    copy.copy_from(storage_bytes(item.untyped_storage()) for item in tensors)
     for item in tensors:
         item.zero_()
-    copy.copy_back([item.untyped_storage() for item in tensors])
+    copy.copy_back(storage_bytes(item.untyped_storage()) for item in tensors)
     assert all(torch.equal(item, old) for item, old in zip(tensors, before, strict=True))
 
 
 def test_second_copy_replaces_first() -> None:
     tensors, copy = torch.zeros(7), HostCopy(28)
     for value in (1.0, 2.0):
-        copy.copy_from([tensors.fill_(value).untyped_storage()])
-    copy.copy_back([tensors.zero_().untyped_storage()])
+        copy.copy_from([tensor_bytes(tensors.fill_(value))])
+    copy.copy_back([tensor_bytes(tensors.zero_())])
     assert tensors.tolist() == [2.0] * 7
+
+
+@given(st.lists(st.integers(0, 3 * MIN_PIECE_BYTES // 2), max_size=5))
+def test_exchange_twice_restores_both_sides(sizes: list[int]) -> None:
+    ours, theirs = ([torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes] for _ in range(2))
+    tensors, copy = [item.clone() for item in ours], HostCopy(sum(sizes))
+    copy.copy_from(theirs)
+    copy.exchange(tensors)
+    assert all(torch.equal(item, other) for item, other in zip(tensors, theirs, strict=True))
+    copy.exchange(tensors)
+    assert all(torch.equal(item, own) for item, own in zip(tensors, ours, strict=True))
