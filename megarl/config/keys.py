@@ -187,9 +187,9 @@ class TrainConfig:
     without a gradient into the rest of the model (arXiv:2412.19437 section 2.2; it uses 0.3 and later 0.1, section
     4.2); 0 does not train them."""
     deterministic: bool = False
-    """Make equal runs give bitwise equal results on GPUs, too; on CPUs they always do. Slower, and on Hopper the backward
-    pass of cuDNN's attention then takes 128 B x sequences x heads x longest length^2 per micro-batch: 256 GiB for 128
-    sequences of 1,024 tokens and 16 heads."""
+    """Make equal runs give bitwise equal results on GPUs, too; on CPUs they always do. Slower, and on Hopper the
+    backward pass of cuDNN's attention then takes 128 B x sequences x heads x longest length^2 per micro-batch: 256 GiB
+    for 128 sequences of up to 1,024 tokens and 16 heads."""
     offload: bool = False
     """Offload weights and optimizer states to the host while engines generate; the host must have room for those of
     both models."""
