@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from random_layouts import Case, random_case, random_split_case
+from seeds import split_seeds
 
 from megarl.config import ConfigError
 from megarl.models import blocks
@@ -175,7 +176,7 @@ def count_elements(case: Case) -> int:
 SEEDS = [seed for seed in range(150) if count_elements(small_case(seed)) < 30_000]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", split_seeds(SEEDS, 50))
 def test_bound_matches_brute_force(seed: int) -> None:
     case = small_case(seed)
     result = compute_bound(case.hf, case.train, case.engine, case.ranks_per_node, case.wire)
@@ -186,7 +187,7 @@ def test_bound_matches_brute_force(seed: int) -> None:
 SPLIT_SEEDS = [seed for seed in range(300) if count_elements(random_split_case(seed, (1, 2, 3, 4), 7)) < 8_000]
 
 
-@pytest.mark.parametrize("seed", SPLIT_SEEDS)
+@pytest.mark.parametrize("seed", split_seeds(SPLIT_SEEDS, 50))
 def test_bound_matches_brute_force_on_separate_ranks(seed: int) -> None:
     case = random_split_case(seed, (1, 2, 3, 4), 7)
     result = compute_bound(case.hf, case.train, case.engine, case.ranks_per_node, case.wire)
