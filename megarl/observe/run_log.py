@@ -124,20 +124,20 @@ class RunLog:
             self.log(failure)
 
     def report_nonfinite(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
-        """Append rollouts with non-finite values, which are not trained on, to quarantine.jsonl and raise an alarm.
+        """Append rollouts with non-finite values, which are not trained on, to nonfinite.jsonl and raise an alarm.
 
         They are recorded with the step's other rollouts; `prompt` and `seed` identify them there.
         """
         if not self.is_writer:
             return
         try:
-            with (self.run_dir / "quarantine.jsonl").open("a", encoding="utf-8") as file:
+            with (self.run_dir / "nonfinite.jsonl").open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps({"step": step, **rollout}) + "\n" for rollout in rollouts)
         except OSError as error:
-            self._warn(f"could not write quarantine.jsonl: {error.strerror}; training continues without it")
+            self._warn(f"could not write nonfinite.jsonl: {error.strerror}; training continues without it")
         shown = ", ".join(f"{row['prompt']} ({', '.join(row['not_finite']) or 'a branch'})" for row in rollouts[:3])
         more = f" and {len(rollouts) - 3} more" if len(rollouts) > 3 else ""
-        self.alarm(f"step {step}: masked rollouts with non-finite values: {shown}{more}; see quarantine.jsonl")
+        self.alarm(f"step {step}: masked rollouts with non-finite values: {shown}{more}; see nonfinite.jsonl")
 
     def alarm_any_rank(self, text: str) -> None:
         """Raise an alarm from any rank and thread."""

@@ -152,13 +152,13 @@ def test_training_continues_on_the_finite_sequences(algorithm: str, role: str, a
     assert result.batch is not None and int(result.batch.loss_mask[: int(result.batch.cu_seqlens[1])].sum()) == 0
 
 
-def test_reports_are_written_to_quarantine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_are_written_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.parallel.ranks.broadcast_object", lambda value, source=0: value)
     log = RunLog(from_dict({"run": {"dir": str(tmp_path)}, "track": {"trackers": []}}), Job(0, 1, 0))
     changes = [{"prompt": f"p{i}", "group": i, "seed": i, "not_finite": {"logprobs": 1}} for i in range(5)]
     log.report_nonfinite(3, changes)
     log.close()
-    lines = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "nonfinite.jsonl").read_text().splitlines()]
     assert lines == [{"step": 3, **element} for element in changes]
     log_text = (tmp_path / "log.txt").read_text()
     assert (
