@@ -14,6 +14,8 @@ import bench_async  # noqa: E402
 
 from megarl.config import ConfigError  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 
 def test_ratio_compares_steps_of_the_same_round(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -15,6 +15,8 @@ sys.path.append(str(ROOT / "tools"))
 import bench_flow  # noqa: E402
 from flow.answers import SIZES, Shape, answers, lengths, total_tokens  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 
 def test_rollouts_have_the_requested_lengths() -> None:
     shape = Shape(6, samples=3, lengths="40-90", turns=3, layers=2, topk=4)

@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import bench_generation  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize("turns", ["1", "2"])
 def test_strategies_complete_the_same_number_of_groups(turns: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,8 @@ import bench_sandbox  # noqa: E402
 
 from megarl.config import ConfigError  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="there is no bubblewrap on this machine")
 def test_compares_sandboxed_and_bare_runs() -> None:

@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import bench_save  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 
 def test_overheads_match_hand_computed_values() -> None:
     """Four steps of two seconds per stretch, with 0.1 s between stretches without a save."""

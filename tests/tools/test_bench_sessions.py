@@ -14,6 +14,8 @@ sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "rollout")]
 import bench_sessions  # noqa: E402
 import tiny_models  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 
 def test_times_both_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")

@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 import bench_step  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 
 def test_modelled_packing_matches_hand_computed_values() -> None:
     """Two ranks with at most 10 tokens: [9] | [7], then [5] | [2 4], as in the planner's test.

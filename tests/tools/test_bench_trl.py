@@ -11,6 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import bench_trl  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 WORKER = """
 import json, sys
 for number, _ in enumerate(sys.stdin, 1):
