@@ -141,7 +141,8 @@ def test_generation_continues_across_weight_syncs(folder: Path, host: str, tmp_p
     """With a learning rate of 0 only the weight version changes, so log-probs must match across weight syncs, also with
     a KV cache of older versions. `in_place` does not prefill again, so it replays the recorded routing."""
     run_dir = tmp_path / how
-    long = ["rollout.max_new_tokens=150", "rollout.max_context=300", "run.num_rollout=5"]
+    # Four conversations at a time: generation takes longer than training, so weight syncs fall into it.
+    long = ["rollout.max_new_tokens=150", "rollout.max_context=300", "run.num_rollout=5", "rollout.concurrency=4"]
     long += ["train.routing_replay=true", "rollout.max_turns=1"] if how == "in_place" else []
     same = ["actor_optimizer.lr=0", "rollout.max_staleness=2", f"rollout.on_weight_sync={how}"]
     train(folder, run_dir, *TWO_RANKS, *ASYNC, *long, *same, host=host)
