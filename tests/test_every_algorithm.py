@@ -30,4 +30,6 @@ def test_every_recipe_trains_two_steps(host: str, tmp_path: Path) -> None:
         assert ("critic/grad_norm" in row) == (name in ("ppo", "vapo", "pf_ppo")), name
         mismatch = row["rollout/logprob_diff_mean"] if "rollout/logprob_diff_mean" in row else None
         assert mismatch is not None and mismatch < 1e-5, name  # every weight sync reached the engine
+    for name, first, second in zip(recipe_names(), rows[::STEPS], rows[1::STEPS], strict=True):
+        assert max(first["actor/grad_norm"], second["actor/grad_norm"]) > 0, name
     assert {name: rows[2 * i]["rollout/num_gen_batches"] for i, name in enumerate(recipe_names()) if name == "dapo"}

@@ -282,8 +282,7 @@ def measure(options: argparse.Namespace, hf: HFConfig, console: Console) -> int:
         create_states(model.optimizer)
         counted |= {f"{role} {part}": part_bytes for part, part_bytes in model_state_bytes(model).items()}
         if role == "actor" and planned[0].host:
-            snapshot = model.snapshot().values()
-            counted["reference weights"] = sum(tensor.numel() * tensor.element_size() for tensor in snapshot)
+            counted["reference weights"] = model.host_copy().size
     everyone = parallel_ranks.all_gather_objects((job.job.rank, job.pp_rank, counted))
     parallel_ranks.shutdown()
     rows = [

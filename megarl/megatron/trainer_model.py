@@ -222,10 +222,6 @@ class MegatronModel:
 
         self.load_shards(get)
 
-    def snapshot(self) -> dict[str, torch.Tensor]:
-        """Return host copies of the local parameters."""
-        return {name: tensor.to("cpu", copy=True) for name, tensor in self.local_params().items()}
-
     def without_adapters(self) -> AbstractContextManager[None]:
         """Disable the adapters within the block, so that a LoRA model equals its initial weights."""
         return lora.disable_adapters(self.chunks)

@@ -176,7 +176,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
             assert not any(tensor.requires_grad for chunk in frozen.chunks for tensor in chunk.parameters())
             margins = truth[batch.cu_seqlens[1:] - 1].view(-1, 2) @ torch.tensor([1.0, -1.0])
 
-    before = model.snapshot()
+    before = tiny.snapshot(model)
     result["parked"] = float(offloads_and_reloads(model, batch, actual))
     with count_live_micro_batches(model) as excess:
         metrics = model.train_step(argument, loss_fn)
@@ -211,12 +211,13 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     repeat = other.train_step(batch, loss_fn)
     result["packing"] = abs(repeat[f"{role}/loss"] - metrics[f"{role}/loss"])
     gap = [
-        float((a - b).abs().max()) for a, b in zip(model.snapshot().values(), other.snapshot().values(), strict=True)
+        float((a - b).abs().max())
+        for a, b in zip(tiny.snapshot(model).values(), tiny.snapshot(other).values(), strict=True)
     ]
     result["packing_step"] = max(gap) / ADAM["lr"]
 
     # Swapping weights and back, and a gradient that is not finite, change nothing.
-    local_value, reference_weights = model.snapshot(), model.host_copy()
+    local_value, reference_weights = tiny.snapshot(model), model.host_copy()
     reference_weights.copy_from(map(tensor_bytes, before.values()))
     with model.swap_weights(reference_weights):
         again = model.forward(batch)
@@ -225,7 +226,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     result["skipped"] = step[f"{role}/skipped"]
     kept = torch.cat(reference_weights.pieces)
     result["unchanged"] = float(
-        all(torch.equal(local_value[name], tensor) for name, tensor in model.snapshot().items())
+        all(torch.equal(local_value[name], tensor) for name, tensor in tiny.snapshot(model).items())
         and torch.equal(torch.cat(list(map(tensor_bytes, before.values()))), kept[: reference_weights.size])
     )
 
@@ -362,7 +363,7 @@ def resumes_bitwise(model: Any, build: Any, batch: TrainBatch, loss_fn: Any, fol
     fresh = build()
     restore_model(fresh, Path(folder))
     second = fresh.train_step(batch, loss_fn)
-    pairs = zip(model.snapshot().values(), fresh.snapshot().values(), strict=True)
+    pairs = zip(tiny.snapshot(model).values(), tiny.snapshot(fresh).values(), strict=True)
     return first == second and all(torch.equal(a, b) for a, b in pairs)
 
 

@@ -267,7 +267,7 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
             assert torch.equal(peft.pop(f"base_model.model.{module}.{kind}.weight"), factors[wanted])
     assert not peft
 
-    before = model.snapshot()
+    before = tiny.snapshot(model)
     loss_fn = policy_loss if role == "actor" else value_loss
     metrics = model.train_step(batch, loss_fn)
     loss, norm = truth.step(batch)

@@ -585,14 +585,14 @@ def critic() -> dict[str, Any]:
     # AdamW's first step is -lr * g / (|g| + eps): with a huge eps, -lr / eps * g
     optimizer = dict(lr=1.0, eps=1e6, schedule="constant", warmup_fraction=0.0, weight_decay=0.0, max_grad_norm=0.0)
     model = build("qwen3_moe", "critic", critic={"optimizer": optimizer})
-    before = model.snapshot()
+    before = tiny.snapshot(model)
     values = model.forward(batch)["values"]
 
     def squares(output: ModelOutput, part: TrainBatch) -> TokenLoss:
         return TokenLoss((output.values - part.returns) ** 2, {})  # type: ignore[operator]
 
     metrics = model.train_step(batch, squares)
-    after = model.snapshot()
+    after = tiny.snapshot(model)
     head = after["output_layer.weight"] * -1e6
     trunk = tiny.hf_model("qwen3_moe").model
     truth = torch.zeros_like(head)

@@ -260,6 +260,11 @@ def gather_tokens(batch: TrainBatch, values: torch.Tensor) -> torch.Tensor:
     return torch.cat(actual)
 
 
+def snapshot(model: Any) -> dict[str, torch.Tensor]:
+    """Return host copies of a MegatronModel's local parameters."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in model.local_params().items()}
+
+
 def save_model(model: Any, folder: Path) -> None:
     """Write a checkpoint of a model. Collective over its ranks."""
     from megarl.megatron.dist_checkpoint import StagedCheckpoint
