@@ -36,7 +36,7 @@ def assert_logprobs_match_truncated_sampling(run_dir: Path, steps: list[int]) ->
     assert [row["step"] for row in rows] == steps
     assert "rollout/logprob_diff" in rows[0]  # in later steps all tokens may be stale
     for row in rows:
-        assert row.get("rollout/logprob_diff", 0.0) <= 1e-5, row
+        assert row.get("rollout/logprob_diff", 0.0) <= 1e-4, row
         assert 1 < row["rollout/sampling_mask_size_mean"] < 19
         assert 0 < row["actor/entropy"] <= math.log(20) and abs(row["actor/ppo_kl"]) < 0.1
 

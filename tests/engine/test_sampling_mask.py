@@ -47,8 +47,8 @@ def generate(running: RunningEngine, *requests: dict[str, Any], stop: bool = Fal
 def assert_truncated_distribution(
     running: RunningEngine, prompt: list[int], out: Generation, params: dict[str, Any]
 ) -> None:
-    """Check masks and log-probs against transformers in fp64. Masks are not compared where a token is within 1e-6 of
-    the boundary."""
+    """Check masks and log-probs against the softmax in fp64 of transformers' fp32 logits. Masks are not compared where a
+    token is within 1e-6 of the boundary; log-probs differ by the rounding of two fp32 models, about 1e-5."""
     assert out.sampling_mask is not None and len(out.sampling_mask) == len(out.token_ids)
     with torch.no_grad():
         logits = running.model(torch.tensor([[*prompt, *out.token_ids.tolist()]])).logits[0].double()
@@ -65,7 +65,7 @@ def assert_truncated_distribution(
             assert set(mask.tolist()) == set(ids[position][kept].tolist())
         allowed = probs[position][mask.long()]
         expected = (probs[position, token] / allowed.sum()).log()
-        assert abs(float(expected) - float(out.logprobs[position])) < 1e-5
+        assert abs(float(expected) - float(out.logprobs[position])) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_truncated_requests_beside_full_and_greedy_ones(truncating_engine: Runni
     assert list(greedy.token_ids) == tiny_models.greedy(truncating_engine.model, PROMPTS[0], TOKENS)
     logprobs = tiny_models.logprobs(truncating_engine.model, [*PROMPTS[0], *greedy.token_ids])[len(PROMPTS[0]) - 1 : -1]
     chosen = logprobs.gather(1, torch.tensor(greedy.token_ids.tolist())[:, None])[:, 0]
-    assert (torch.tensor(greedy.logprobs) - chosen).abs().max() < 1e-5
+    assert (torch.tensor(greedy.logprobs) - chosen).abs().max() < 1e-4
 
 
 def test_stopped_response_keeps_its_masks(truncating_engine: RunningEngine) -> None:
