@@ -82,7 +82,7 @@ def layout_text(parallel: ParallelConfig) -> str:
 def layout_table(plans: list[LayoutPlan], search: Search, suggested: LayoutPlan | None) -> Table:
     """Build a table with a row per layout: memory of the fullest rank in GB, modelled seconds of a step."""
     table = Table(box=box.SIMPLE_HEAD)
-    byte_columns = ("states", "in training", "generating", "in a push")
+    byte_columns = ("states", "in training", "generating", "weight sync")
     for name in ("layout", "GPUs", "recompute", "engine", *byte_columns, "fits", "step"):
         table.add_column(name, justify="left" if name in ("layout", "recompute", "engine") else "right", no_wrap=True)
     for layout_plan in plans:

@@ -313,7 +313,7 @@ def advice_line(advice: SplitAdvice) -> str:
     return (
         f"A better split: --pp-layers {','.join(map(str, advice.recommended))} gives the GPUs of the busiest stage "
         f"{format_bytes(advice.recommended_bytes)} to send for {format_bytes(advice.current_bytes)}, {advice.gain:.1%} "
-        "less (bytes of a push only: see whether the stages then compute equally long)."
+        "less (bytes of a weight sync only: see whether the stages then compute equally long)."
     )
 
 

@@ -477,7 +477,7 @@ def memory_table(stages: list[StageMemory]) -> Table:
         ([s.states for s in shown], "", []),
         ([s.training for s in shown], "in training", [s.training_total for s in shown]),
         ([s.generation for s in shown], "in generation", [s.generation_total for s in shown]),
-        ([s.weight_sync for s in shown], "in a push", [s.weight_sync_total for s in shown]),
+        ([s.weight_sync for s in shown], "in weight sync", [s.weight_sync_total for s in shown]),
         ([s.host for s in shown], "", []),
     ]
     for parts, title, totals in blocks:

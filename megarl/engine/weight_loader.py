@@ -11,7 +11,7 @@ Orders and their answers; an invalid order is answered by {"error": text} before
 
 {"do": "describe"} -> {"tensors": {name: [dtype, shape]}, "odd": [text]}: the writable tensors, and in words the layers
 whose weight layout differs from what their shapes show, see `find_layout_oddities`.
-{"do": "write", "version": v, "push": text, "tensor_dtype": {name: dtype},
+{"do": "write", "version": v, "sync_id": text, "tensor_dtype": {name: dtype},
  "slices": [[name, index, r0, r1, c0, c1, offset, hash_offset], ...]} -> {"wrong": [names]}: see `_write`.
 {"do": "compare", ...} as for write -> {"differ": [names]}: writes nothing; lists tensors whose bits do not match the
 hash.
@@ -91,7 +91,7 @@ class WeightChannel:
     """
 
     def __init__(self, timeout: float) -> None:
-        self._folder = TempFolder("megarl-push-")
+        self._folder = TempFolder("megarl-sync-")
         self.path = str(Path(self._folder.path, "socket"))
         self.timeout = timeout
         self._connection: socket.socket | None = None
@@ -251,7 +251,7 @@ def _run_order(model: torch.nn.Module, order: dict[str, Any], bucket: torch.Tens
                 raise ValueError(f"a request to {action} needs a bucket")
             if action == "compare":
                 return {"differ": _write(writable_tensors(model), order, bucket, writes=False)}
-            return {"wrong": _write(_get_tensors(model, order.get("push")), order, bucket)}
+            return {"wrong": _write(_get_tensors(model, order.get("sync_id")), order, bucket)}
         case "join":
             if not any(draft is model for draft in _DRAFT_MODELS):
                 _DRAFT_MODELS.append(model)

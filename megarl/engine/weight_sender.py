@@ -202,5 +202,5 @@ def _start_session(engine: Engine, payloads: list[str]) -> Future[None]:
         except BaseException as error:  # noqa: B036  re-raised by `Future.result`
             future.set_exception(error)
 
-    threading.Thread(target=run, name="push", daemon=True).start()
+    threading.Thread(target=run, name="weight sync", daemon=True).start()
     return future

@@ -181,7 +181,7 @@ def test_sender_session_writes_buckets_and_leaks_no_memory(qwen3_moe: RunningEng
     request."""
     engine, buckets = qwen3_moe.engine, [allocate(1 << 10) for _ in range(2)]
     dtype, (size,) = describe_ranks(engine)[0]["tensors"]["model.norm.weight"]
-    order = {"do": "write", "version": 1, "push": "a", "tensor_dtype": {"model.norm.weight": dtype}}
+    order = {"do": "write", "version": 1, "sync_id": "a", "tensor_dtype": {"model.norm.weight": dtype}}
     order["slices"] = [["model.norm.weight", -1, 0, size, 0, 1, 0, -1]]
 
     weights = load_file(qwen3_moe.folder / "model.safetensors")["model.norm.weight"]

@@ -273,10 +273,10 @@ def test_scans_tensor_names_once_per_weight_sync(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(weight_loader, "writable_tensors", count_and_scan)
     data = make_bucket(torch.full((5,), 3.0))
     first = ["vector", -1, 0, 5, 0, 1, 0, -1]
-    for push, expected in (("a", 1), ("a", 1), ("b", 2), ("b", 2), ("a", 3)):
-        assert execute(model, write_order(first, push=push), data) == {"wrong": []}
+    for sync_id, expected in (("a", 1), ("a", 1), ("b", 2), ("b", 2), ("a", 3)):
+        assert execute(model, write_order(first, sync_id=sync_id), data) == {"wrong": []}
         assert len(scans) == expected
     model.vector = torch.nn.Parameter(torch.zeros(5), requires_grad=False)
-    assert execute(model, write_order(first, push="c"), data) == {"wrong": []}
+    assert execute(model, write_order(first, sync_id="c"), data) == {"wrong": []}
     assert model.vector.tolist() == [3.0] * 5
     assert execute(model, write_order(first), data) == {"wrong": []} and len(scans) == 5  # without a weight sync

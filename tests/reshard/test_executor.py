@@ -139,14 +139,14 @@ def test_writes_overlap_with_the_next_transfer(monkeypatch: pytest.MonkeyPatch) 
 
     def hand_over(buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
         events.append("give")
-        orders.append((buffer, order["push"]))
+        orders.append((buffer, order["sync_id"]))
 
     monkeypatch.setattr(executor_module, "_transfer", transfer)
     executor.sync(ranks_executor.shards(case, params, full, 0), hand_over, 1, lambda: events.append("settle"))
     assert rounds > 4 and len(orders) == rounds
     assert events == ["wire", "settle", *["wire", "give", "settle"] * (rounds - 1), "give"]
     assert all(item[0] is not other[0] for item, other in zip(orders, orders[1:], strict=False))
-    assert len({push for _, push in orders}) == 1
+    assert len({sync_id for _, sync_id in orders}) == 1
     executor.sync(ranks_executor.shards(case, params, full, 0), hand_over, 2)
     assert orders[-1][1] != orders[0][1]
 

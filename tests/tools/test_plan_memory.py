@@ -201,7 +201,7 @@ def test_prints_complete_tables() -> None:
     assert process.returncode == 0, process.stderr
     # No cell is truncated or wrapped, however narrow the terminal.
     assert "…" not in process.stdout
-    (head,) = [line for line in process.stdout.splitlines() if "recompute" in line and "in a push" in line]
+    (head,) = [line for line in process.stdout.splitlines() if "recompute" in line and "weight sync" in line]
     rows = [line.split() for line in process.stdout.splitlines() if line.rstrip().endswith(" s") and " yes " in line]
     assert len(head) > 80 and len(rows) >= 8 and all(row[-1] == "s" and row[-3] == "yes" for row in rows)
     for words in ("qwen3-235b, grpo, bfloat16: 128 GPUs of 80 GB", "Suggested: TP4", "Rule:", "memory per rank"):

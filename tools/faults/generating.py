@@ -42,7 +42,7 @@ def run_scenario(fixtures: Fixtures, row_numbers: Sequence[int]) -> Iterator[tup
         19: _asked_to_stop,
         4: _killed_engine,
         5: _hanging_engine,
-        6: _broken_push,
+        6: _broken_weight_sync,
         7: _flipped_bit,
     }
     try:
@@ -66,7 +66,7 @@ class Chain:
         numbers = [STEPS[number] for number in row_numbers]
         self.points = [
             *(Point(f"save_{step}", "save:data", step) for step in (STEPS[18], STEPS[19]) if step in numbers),
-            *(Point("push", "push", step) for step in (STEPS[6],) if step in numbers),
+            *(Point("weight_sync", "weight_sync", step) for step in (STEPS[6],) if step in numbers),
             *(Point("wire", "wire", step) for step in (STEPS[7],) if step in numbers),
         ]
         if 22 in row_numbers:
@@ -286,13 +286,13 @@ def _aborted(chain: Chain, step: int) -> int:
 # --- weight syncs ----------------------------------------------------------------------------------------------------
 
 
-def _broken_push(chain: Chain, findings: Findings, number: int) -> RowResult:
+def _broken_weight_sync(chain: Chain, findings: Findings, number: int) -> RowResult:
     step, job = STEPS[number], chain.alive()
-    job.wait_for_point("push")
+    job.wait_for_point("weight_sync")
     engine = chain.engine()
     engine.kill()
     moment = time.time()
-    job.release("push")
+    job.release("weight_sync")
     job.wait_for(lambda: step in chain.rows() or job.process.poll() is not None, f"the end of step {step}")
     if not findings.add(job.process.poll() is None, "the run went on", f"the run ended: {_ended(job).reason}"):
         return findings.result()

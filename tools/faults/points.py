@@ -132,7 +132,7 @@ def _in_all_reduce(moment: Moment) -> None:
     _before(dist, "all_reduce", act)
 
 
-def _in_push(moment: Moment) -> None:
+def _in_weight_sync(moment: Moment) -> None:
     """Hold before an order to an engine during a weight sync."""
     from megarl.engine.sglang_engine import Engine
 
@@ -239,7 +239,7 @@ def _in_the_log_probs(moment: Moment) -> None:
 INSTALL: dict[str, Callable[[Moment], None]] = {
     "forward": _in_forward,
     "all_reduce": _in_all_reduce,
-    "push": _in_push,
+    "weight_sync": _in_weight_sync,
     "wire": _on_the_wire,
     "gradient": _in_the_gradient,
     "logprobs": _in_the_log_probs,

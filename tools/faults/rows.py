@@ -25,12 +25,12 @@ ROWS: dict[int, Row] = {
     3: Row("SIGSTOP a rank", "detected within the timeout; stacks dumped", "dying"),
     4: Row(
         "SIGKILL the engine mid-generation",
-        "restarted, full weights pushed again, only lost samples regenerated",
+        "restarted, full weights synced again, only lost samples regenerated",
         "generating",
     ),
     5: Row("engine hangs", "killed within interval + timeout; as 4", "generating"),
-    6: Row("engine dies during a weight push", "no mixed version ever serves; the step is retried", "generating"),
-    7: Row("a bit flipped in a pushed tensor", "checksum mismatch stops the rollout", "generating"),
+    6: Row("engine dies during a weight sync", "no mixed version ever serves; the step is retried", "generating"),
+    7: Row("a bit flipped in a synced tensor", "checksum mismatch stops the rollout", "generating"),
     8: Row(
         "kill at each checkpoint stage (tmp, data, manifest, rename, latest)", "the previous checkpoint loads", "saving"
     ),

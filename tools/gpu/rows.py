@@ -50,7 +50,7 @@ ROWS: dict[str, Row] = {
     "memory": Row("memory predicted against measured", "memory:states", TE),
     "fp8": Row("FP8 training beside bf16", "training:fp8", TE, timeout_s=600),
     "compile": Row("torch.compile", "compiled:compiled", cpu=True),
-    "engine": Row("the real engine: pushes into it, log-prob gap", "loop:engine", LOOP, timeout_s=600),
+    "engine": Row("the real engine: weight syncs, log-prob gap", "loop:engine", LOOP, timeout_s=600),
     "quickstart": Row("the quickstart, shortened", "loop:quickstart", LOOP, timeout_s=1200),
     "tests": Row("pytest -m gpu", "tests:tests", ("pytest", "hypothesis"), timeout_s=600),
 }

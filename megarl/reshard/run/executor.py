@@ -198,7 +198,7 @@ class Executor:
         send_buffers = [buffer.new_empty(self.send_bytes) for buffer in receive_buffers]
         if self.position is not None and self.prepared_rounds:
             share_buckets(receive_buffers)
-        order = {"do": "compare" if compare_only else "write", "version": version, "push": token_hex(8)}
+        order = {"do": "compare" if compare_only else "write", "version": version, "sync_id": token_hex(8)}
 
         def pass_on(step: _PreparedRound, buffer: torch.Tensor) -> None:
             for draft, all_slices, dtypes in step.orders if self.position is not None else ():
