@@ -49,7 +49,7 @@ class DAPOController(GRPOController):
         if (options.overlong_buffer_len or 0) > (budget := max_response_length(config)):
             raise ConfigError(
                 f"options.overlong_buffer_len={options.overlong_buffer_len} exceeds the response budget of {budget} "
-                f"tokens (rollout.max_new_tokens times rollout.max_turns, at most rollout.max_context); at most {budget}"
+                f"tokens (rollout.max_new_tokens times rollout.max_turns, at most rollout.max_context)"
             )
         return options
 
