@@ -12,6 +12,8 @@ from whole_run import ROOT, make_folder, read_steps, train
 
 from megarl.observe.rollout_log import read_rollouts
 
+pytestmark = pytest.mark.nightly
+
 BLACK_BOX = f"{sys.executable} {ROOT / 'tests' / 'black_box.py'}"
 AGENTS = ("calculating", "branching", BLACK_BOX)
 SPECS = ["agents_of_tests:calculating", "agents_of_tests:branching", f"program:{BLACK_BOX}"]
