@@ -7,9 +7,9 @@
 #
 # Submit it from the project's folder, on a file system that all nodes share, after `bash launch/install.sh` on a node
 # like those of the job. Options on sbatch's command line take precedence over the SBATCH lines below. Shortly before
-# its time limit the job saves a checkpoint and requeues itself. After a crash it requeues itself, too, if it was requeued
-# fewer than MEGARL_REQUEUES (20) times. launch/README.md describes containers (MEGARL_SRUN, MEGARL_INSIDE), networks, and
-# restarts without a requeue.
+# its time limit the job saves a checkpoint and requeues itself. After a crash it requeues itself, too, if it was
+# requeued fewer than MEGARL_REQUEUES (20) times. launch/README.md describes containers (MEGARL_SRUN, MEGARL_INSIDE),
+# networks, and restarts without a requeue.
 #
 #SBATCH --job-name=megarl
 #SBATCH --nodes=64
