@@ -30,8 +30,8 @@ megarl.requestBlock = (name) => {
     request.promise = new Promise((resolve, reject) => Object.assign(request, { resolve, reject }));
     megarl.requests.set(name, request);
     const script = document.createElement("script");
-    const version = megarl.overview.is_live ? "?" + ++megarl.numRequests : ""; // circumvents caches
-    script.src = megarl.page.folder + name + ".js" + version;
+    const cacheBuster = megarl.overview.is_live ? `?${++megarl.numRequests}` : "";
+    script.src = `${megarl.page.folder}${name}.js${cacheBuster}`;
     script.onload = () => script.remove();
     script.onerror = () => {
       script.remove();
@@ -59,7 +59,9 @@ megarl.loadBlock = (name) => {
 
 // Drops the tables of rollouts, so that they are loaded again.
 megarl.dropTables = () => {
-  for (const name of [...megarl.blocks.keys()]) if (name.startsWith("index-")) megarl.blocks.delete(name);
+  for (const name of [...megarl.blocks.keys()]) {
+    if (name.startsWith("index-")) megarl.blocks.delete(name);
+  }
 };
 
 {

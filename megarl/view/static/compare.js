@@ -6,7 +6,9 @@
   // Returns the index of the first token that differs between two rollouts, or -1.
   function findDivergence(a, b) {
     const length = Math.min(a.token_ids.length, b.token_ids.length);
-    for (let i = 0; i < length; i++) if (a.token_ids[i] !== b.token_ids[i]) return i;
+    for (let i = 0; i < length; i++) {
+      if (a.token_ids[i] !== b.token_ids[i]) return i;
+    }
     return a.token_ids.length === b.token_ids.length ? -1 : length;
   }
 

@@ -113,7 +113,7 @@
     };
     if (!isSmoothed) return [[raw, values]];
     const smoothed = {
-      label: "smooth",
+      label: "smoothed",
       stroke: color,
       width: 1.8,
       spanGaps: true,
@@ -235,8 +235,8 @@
       state.columns.clear();
       const redraw = () => this.draw(root);
       if (!root.firstChild) {
-        const places = ["charts", "toolbar more", "alarms"].map((name) => el("div", { class: name }));
-        root.append(createToolbar(redraw), ...places);
+        const sections = ["charts", "toolbar more", "alarms"].map((name) => el("div", { class: name }));
+        root.append(createToolbar(redraw), ...sections);
       }
       const legendItems = megarl.overview.runs.map((run, i) =>
         createLegendItem(getColor(i), `${run.name} (${run.algorithm})`, run.path),

@@ -1,7 +1,7 @@
 "use strict";
-// What the views share: creation of elements, colors, axes, and formats of numbers.
+// Shared by all views: creation of elements, colors, axes, and number formats.
 
-// Creates an element. props: its properties; `class`, and listeners such as `onclick`.
+// Creates an element. props: properties, `class`, and listeners such as `onclick`. Children may be text, or null.
 function el(tag, props, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(props || {})) {

@@ -10,15 +10,15 @@
     return isText || name === "step" || name.length > 5 ? 60 : 48;
   }
 
-  // columns: [{name, isText}]. getText(row, name): text of a cell. onOpen(row): called when the user selects a row.
+  // columns: [{name, isText}]. getText(row, name): text of a cell. onSelect(row): called when the user selects a row.
   // height: in pixels, without the header.
-  megarl.createGrid = ({ columns, getText, onOpen, height }) => {
+  megarl.createGrid = ({ columns, getText, onSelect, height }) => {
     const state = { order: null, count: 0, selected: -1, frame: 0 };
     const numVisible = Math.ceil(height / ROW_HEIGHT);
     const template = columns.map((column) => `minmax(0, ${getWeight(column)}fr)`).join(" ");
     const head = el("div", { class: "row head" });
     const rows = el("div", { class: "rows" });
-    const spacer = el("div", {}, rows); // as high as all rows, or as browsers can scroll
+    const spacer = el("div", {}, rows); // sets the range of the scroll bar
     const scroller = el("div", { class: "scroller", tabIndex: 0 }, spacer);
     head.style.gridTemplateColumns = template;
     scroller.style.height = height + "px";
@@ -34,7 +34,7 @@
       element.style.gridTemplateColumns = template;
       element.onclick = () => {
         select(row);
-        onOpen(row);
+        onSelect(row);
       };
       return element;
     }
@@ -79,7 +79,7 @@
       const position = state.order ? state.order.indexOf(state.selected) : state.selected;
       const row = getRow(Math.max(0, Math.min(state.count - 1, position + delta)));
       select(row);
-      onOpen(row);
+      onSelect(row);
     };
     return { element: el("div", { class: "grid" }, head, scroller), head, show, select };
   };

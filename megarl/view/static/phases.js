@@ -1,7 +1,8 @@
 "use strict";
 // Step times by phase, and a timeline of the last steps.
 {
-  const STEP_CHART = { left: 50, right: 10, barHeight: 190, baseline: 205, height: 230 };
+  // Layout in pixels.
+  const STEP_CHART = { left: 50, right: 10, barHeight: 190, baseline: 205, labelBaseline: 222, height: 230 };
   const TIMELINE = { left: 130, right: 10, top: 24, rowHeight: 20, barHeight: 15 };
   const MAX_STEP_LABELS = 9;
   const STEP_LABEL_WIDTH = 58;
@@ -76,7 +77,7 @@
     for (let k = 0; k < MAX_STEP_LABELS && rows.length; k++) {
       const i = Math.round((k * (rows.length - 1)) / (MAX_STEP_LABELS - 1));
       const x = Math.min(STEP_CHART.left + i * pitch, width - STEP_LABEL_WIDTH);
-      context.fillText("step " + run.steps[rows[i]], x, 222);
+      context.fillText("step " + run.steps[rows[i]], x, STEP_CHART.labelBaseline);
     }
   }
 

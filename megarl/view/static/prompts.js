@@ -62,7 +62,9 @@
 
   function findRows(table, promptId) {
     const rows = [];
-    for (let row = 0; row < table.size; row++) if (table.columns.prompt[row] === promptId) rows.push(row);
+    table.columns.prompt.forEach((id, row) => {
+      if (id === promptId) rows.push(row);
+    });
     return rows;
   }
 
@@ -113,7 +115,7 @@
         const value = columns[name][row];
         return texts[name] ? texts[name][value] : formatNumber(value);
       },
-      onOpen: open,
+      onSelect: open,
       height: 170,
     });
     grid.head.append(...ROLLOUT_COLUMNS.map((name) => el("span", { class: name === "status" ? "text" : "" }, name)));
@@ -183,7 +185,7 @@
       const grid = megarl.createGrid({
         columns: COLUMNS.map((name) => ({ name, isText: name === "prompt" })),
         getText: (i, name) => (name === "prompt" ? prompts[i].prompt : formatNumber(prompts[i][name], 3)),
-        onOpen: (i) => drawPrompt(detail, table, prompts[i]),
+        onSelect: (i) => drawPrompt(detail, table, prompts[i]),
         height: Math.max(240, innerHeight - 190),
       });
       const redraw = () => {

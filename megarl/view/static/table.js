@@ -44,7 +44,9 @@
   function selectRows(table, predicate) {
     const matches = new Uint32Array(table.size);
     let count = 0;
-    for (let row = 0; row < table.size; row++) if (!predicate || predicate(row)) matches[count++] = row;
+    for (let row = 0; row < table.size; row++) {
+      if (!predicate || predicate(row)) matches[count++] = row;
+    }
     const rows = matches.subarray(0, count);
     if (state.sortColumn === "step" && !state.isDescending) return rows; // the table is sorted by step
     const keys = getSortKeys(table);
@@ -90,7 +92,7 @@
     const grid = megarl.createGrid({
       columns,
       getText: (row, name) => formatCell(table, row, name),
-      onOpen: open,
+      onSelect: open,
       height: Math.max(240, innerHeight - 190),
     });
     const message = el("span", { class: "muted" }); // the number of matching rollouts, or what is wrong
