@@ -22,7 +22,7 @@
 
   function describeMetrics({ metrics }) {
     if (metrics) return `Metrics first differ at step ${metrics.step}: ${metrics.names.join(", ")}.`;
-    return "All metrics that both have are equal, except for times, speed and memory.";
+    return "All metrics that both have are equal; times, speed and memory are not compared.";
   }
 
   // Selects the first rollout that differs, or the first one of the last step.

@@ -179,9 +179,10 @@
     card.replaceChildren(createTitle(name, band, isWatched, numOutside, newestValues));
 
     const alarms = runs.flatMap((run) => run.alarms).filter(([, , text]) => text.includes(name));
+    const alarmSteps = alarms.map(([step]) => step);
     const drawBackground = (plot) => {
       if (band) drawBand(plot, band);
-      drawAlarms(plot, alarms.map(([step]) => step));
+      drawAlarms(plot, alarmSteps);
     };
     const options = {
       width: Math.max(200, card.clientWidth - 22),
@@ -221,10 +222,13 @@
     const { runs } = megarl.overview;
     const alarms = runs.flatMap((run) => run.alarms.map(([, time, text]) => ({ run: run.name, time, text })));
     if (!alarms.length) return "";
-    const items = alarms.slice(-MAX_ALARMS).reverse().map(({ run, time, text }) => {
-      const origin = runs.length > 1 ? `${time} ${run} ` : `${time} `;
-      return el("li", {}, el("span", { class: "muted" }, origin), text);
-    });
+    const items = alarms
+      .slice(-MAX_ALARMS)
+      .reverse()
+      .map(({ run, time, text }) => {
+        const origin = runs.length > 1 ? `${time} ${run} ` : `${time} `;
+        return el("li", {}, el("span", { class: "muted" }, origin), text);
+      });
     return el("section", { class: "card" }, el("h3", {}, `Alarms (${alarms.length})`), el("ul", {}, ...items));
   }
 

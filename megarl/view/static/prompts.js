@@ -194,10 +194,7 @@
         grid.select(-1);
         grid.show(null, prompts.length);
       };
-      root.replaceChildren(
-        createToolbar(prompts.length, redraw),
-        el("div", { class: "split" }, grid.element, detail),
-      );
+      root.replaceChildren(createToolbar(prompts.length, redraw), el("div", { class: "split" }, grid.element, detail));
       redraw();
       grid.select(0);
       drawPrompt(detail, table, prompts[0]);

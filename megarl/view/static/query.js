@@ -41,7 +41,7 @@
   function compareNumbers(name, operator, text, column) {
     const number = Number(text);
     if (operator === "~") throw new Error(`${name} is a number, which ~ does not fit`);
-    if (text === "" || Number.isNaN(number)) throw new Error(`${name} is a number, and ${text} is not`);
+    if (text === "" || Number.isNaN(number)) throw new Error(`${name} is a number, and "${text}" is not`);
     const predicates = {
       "<": (row) => column[row] < number,
       "<=": (row) => column[row] <= number,
