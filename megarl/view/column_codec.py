@@ -12,9 +12,9 @@ import numpy as np
 
 
 def pack(values: np.ndarray) -> dict[str, Any]:
-    """Pack [n] numbers as {kind, size, data}: little-endian, deflated, base64.
+    """Pack [n] numbers as {dtype, size, data}: little-endian, deflated, base64.
 
-    kind is u8, u16, i32 or f32. With `among` the packed numbers are indices into that list, in which None is NaN.
+    dtype is u8, u16, i32 or f32. With `dictionary` the packed numbers are indices into that list, in which None is NaN.
     Integers within 32 bits are exact, and so are floats if they have few distinct values (at most 65,536, and at most
     the larger of 256 and n / 8); other numbers become float32.
     """
@@ -25,17 +25,17 @@ def pack(values: np.ndarray) -> dict[str, Any]:
         distinct, indices = np.unique(numbers, return_inverse=True) if len(numbers) else (numbers, numbers)
         # A lookup table with nearly all values would be larger than the values.
         if len(distinct) <= min(1 << 16, max(256, len(values) // 8)):
-            packed["among"] = [finite_or_none(value) for value in distinct.tolist()]
+            packed["dictionary"] = [finite_or_none(value) for value in distinct.tolist()]
             values = indices
         else:
             values = numbers.astype(np.float32)
     if values.dtype.kind == "f" and len(values):
-        kind = "f32"
+        dtype = "f32"
     else:
         low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
-        kind = "u8" if low >= 0 and high < 256 else "u16" if low >= 0 and high < 1 << 16 else "i32"
-    raw = values.astype({"u8": "<u1", "u16": "<u2", "i32": "<i4", "f32": "<f4"}[kind]).tobytes()
-    return packed | {"kind": kind, "data": base64.b64encode(zlib.compress(raw, 6)).decode()}
+        dtype = "u8" if low >= 0 and high < 256 else "u16" if low >= 0 and high < 1 << 16 else "i32"
+    raw = values.astype({"u8": "<u1", "u16": "<u2", "i32": "<i4", "f32": "<f4"}[dtype]).tobytes()
+    return packed | {"dtype": dtype, "data": base64.b64encode(zlib.compress(raw, 6)).decode()}
 
 
 def finite_or_none(value: Any) -> Any:

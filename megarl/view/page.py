@@ -26,7 +26,10 @@ from megarl.view.rollout_files import Notes
 from megarl.view.rollout_index import Index, IndexReader
 from megarl.view.run_data import RunData, read_run
 
-SCRIPTS = ("blocks", "query", "curves", "phases", "table", "tokens", "prompts", "compare", "main")
+SCRIPTS = (
+    *("blocks", "elements", "query", "grid", "curves", "phases", "table", "tokens", "prompts", "compare"),
+    "main",
+)
 """MegaRL's scripts in load order."""
 MAX_INLINE_BYTES = 12 << 20
 """Size limit of inline rollout indices; larger ones go to a file beside the page."""
@@ -60,7 +63,7 @@ def find_divergences(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 def build_overview(runs: Sequence[RunData], divergences: list[dict[str, Any]], live: bool = False) -> dict[str, Any]:
     """Return the `overview` block, all that the first view needs. divergences: the runs' `find_divergences`."""
-    return {"runs": [run.to_dict() for run in runs], "live": live, "partings": divergences}
+    return {"runs": [run.to_dict() for run in runs], "is_live": live, "divergences": divergences}
 
 
 def render_page(blocks: Mapping[str, Any], folder: str, title: str) -> str:
@@ -83,7 +86,7 @@ def render_page(blocks: Mapping[str, Any], folder: str, title: str) -> str:
 
 def render_block(name: str, value: Any) -> str:
     """Render a script that passes a block to the page."""
-    return f'megarl.take("{name}", {to_json(value)});\n'
+    return f'megarl.receiveBlock("{name}", {to_json(value)});\n'
 
 
 def write_page(runs: Sequence[RunData], file: Path, max_rollouts: int = DEFAULT_DETAILS) -> dict[str, int]:
@@ -116,7 +119,7 @@ def write_page(runs: Sequence[RunData], file: Path, max_rollouts: int = DEFAULT_
                 files_by_step.setdefault(str(step), []).append([detail["number"] for detail in part])
                 num_rollouts += len(part)
         blocks["overview"]["runs"][run_index]["notes"] += [note for note in notes if note not in run.notes]
-        blocks[f"places-{run_index}"] = files_by_step
+        blocks[f"files-{run_index}"] = files_by_step
         name, content = f"index-{run_index}", run.index.to_dict()
         if sum(len(column["data"]) for column in content["columns"].values()) <= MAX_INLINE_BYTES // len(runs):
             blocks[name] = content
@@ -167,7 +170,7 @@ def split_into_files(details: Iterable[Detail]) -> Iterator[list[Detail]]:
     tokens = 0
     for detail in details:
         part.append(detail)
-        tokens += len(detail["ids"])
+        tokens += len(detail["token_ids"])
         if tokens >= TOKENS_PER_FILE:
             yield part
             part, tokens = [], 0

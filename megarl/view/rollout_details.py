@@ -108,8 +108,9 @@ COLUMNS = (*_SCALAR_COLUMNS, *_JSON_COLUMNS, *_TURN_COLUMNS, "token_ids", *_TOKE
 
 
 Detail = dict[str, Any]
-"""A rollout as the page shows it: scalars; `turns` as {tokens, written, version, runs, reward, cached}; and per token
-`words`, `ids`, `logprobs`, `advantages`, `trainer`, `unreplayed`, each None if not recorded."""
+"""A rollout as the page shows it: scalars; `turns` as {num_tokens, is_action, weight_version, version_spans, reward,
+cached_tokens}; and per token `token_ids`, `token_texts`, `logprobs`, `advantages`, `trainer_logprobs`,
+`unreplayed_logprobs`, each of the last four None if not recorded."""
 
 
 def read_details(
@@ -148,25 +149,24 @@ def _build_detail(row: dict[str, Any], step: int, decoder: TokenDecoder) -> Deta
     version_spans = trees["turn_versions"] or {}
     detail["turns"] = [
         {
-            "tokens": length,
-            "written": is_action,
-            "version": version,
-            "runs": [[int(span_version), int(count)] for span_version, count in version_spans.get(str(turn), ())],
+            "num_tokens": length,
+            "is_action": is_action,
+            "weight_version": version,
+            "version_spans": [[int(number), int(count)] for number, count in version_spans.get(str(turn), ())],
             "reward": finite_or_none(reward),
-            "cached": None if num_cached is None or num_cached < 0 else num_cached,
+            "cached_tokens": None if num_cached is None or num_cached < 0 else num_cached,
         }
         for turn, (length, is_action, version, reward, num_cached) in enumerate(zip(*turn_columns, strict=True))
     ]
     ids = [0] * num_tokens if row["token_ids"] is None else row["token_ids"].tolist()
     if num_tokens != len(ids):
         raise ValueError(f"turns of {num_tokens} tokens with {len(ids)} token ids")
-    detail["ids"], detail["words"] = ids, decoder.decode_each(ids)
+    detail["token_ids"], detail["token_texts"] = ids, decoder.decode_each(ids)
     for name, digits in _TOKEN_COLUMNS.items():
         values = row[name]
         if values is not None and len(values) != num_tokens:
             raise ValueError(f"{len(values)} {name} for {num_tokens} tokens")
-        rounded = None if values is None else [finite_or_none(round(value, digits)) for value in values.tolist()]
-        detail[name.removesuffix("_logprobs")] = rounded
+        detail[name] = None if values is None else [finite_or_none(round(value, digits)) for value in values.tolist()]
     return detail
 
 

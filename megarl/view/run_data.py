@@ -63,8 +63,10 @@ class RunData:
         }
         bands = {
             name: {
-                **{"title": band.title, "least": band.lower, "most": band.upper},
-                **{"low": band.low_remedy, "high": band.high_remedy},
+                "lower": band.lower,
+                "upper": band.upper,
+                "low_remedy": band.low_remedy,
+                "high_remedy": band.high_remedy,
             }
             for name, band in self.bands.items()
         }
@@ -72,15 +74,15 @@ class RunData:
             "name": self.name,
             "path": str(self.path),
             "algorithm": self.algorithm,
-            "running": self.is_running,
+            "is_running": self.is_running,
             "steps": steps,
             "metrics": columns,
             "bands": bands,
-            "watched": self.has_band_alarms,
+            "has_band_alarms": self.has_band_alarms,
             "alarms": [list(alarm) for alarm in self.alarms],
             "notes": list(self.notes),
-            "spans": self.spans,
-            "rollouts": len(self.index),
+            "timeline": self.spans,
+            "num_rollouts": len(self.index),
         }
 
 

@@ -53,7 +53,7 @@ def test_page_allows_only_its_own_scripts(page: Path) -> None:
     policy = rules[1].replace("&#x27;", "'")
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
     scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
-    assert len(scripts) == 10
+    assert len(scripts) == 12
     for script in scripts:
         assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
     assert made_run.EVIL not in text and "<img" not in text and text.count("<script") == text.count("</script>")
@@ -76,7 +76,7 @@ def test_data_files_contain_json(page: Path) -> None:
     files = sorted(page.with_name("page_files").glob("tokens-*.js"))
     assert len(files) == 6
     for file in files:
-        result = re.fullmatch(r'megarl\.take\("([a-z0-9-]+)", (.*)\);\n', file.read_text())
+        result = re.fullmatch(r'megarl\.receiveBlock\("([a-z0-9-]+)", (.*)\);\n', file.read_text())
         assert result is not None and result[1] == file.stem and not set("<>&") & set(result[2])
         assert [item["number"] for item in json.loads(result[2])] == [0, 2, 1, 3]
 
@@ -120,7 +120,7 @@ def test_page_with_special_characters_finds_its_files(page: Path, tmp_path: Path
     file = tmp_path / "a#1 %41?.html"
     write_page([load(page.parent / "first")], file)
     dom = render(f"{file.as_uri()}#Rollouts", tmp_path / "profile")
-    assert "turn 1: policy, 3 tokens, weights 2, 1 of the 2 tokens before it from the cache" in dom
+    assert "turn 1: policy, 3 tokens, weight version 2, 1 of 2 prefix tokens cached" in dom
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
@@ -142,7 +142,7 @@ def test_overview_shows_bands_and_last_values(tmp_path: Path) -> None:
         config.write_text(config.read_text().replace("alarms: true", "alarms: false"))
     write_page([load(run) for run in runs], page)
     usual = render(page.as_uri(), tmp_path / "two")
-    assert ">last 0.7 and 0.7, often 0.4 to 0.6<" in usual and "5 outside" not in usual
+    assert ">last 0.7 and 0.7, typical 0.4 to 0.6<" in usual and "5 outside" not in usual
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
@@ -178,7 +178,7 @@ def test_server_serves_requests_with_its_key(server: Server) -> None:
     status, text = get(server, f"/{server.key}/")
     assert status == 200 and 'id="block-overview"' in text
     status, text = get(server, f"/{server.key}/data/tokens-0-3-2.js?1")
-    assert status == 200 and text.startswith('megarl.take("tokens-0-3-2", [{') and '"number":2' in text
+    assert status == 200 and text.startswith('megarl.receiveBlock("tokens-0-3-2", [{') and '"number":2' in text
     assert get(server, f"/{server.key}/data/index-0.js")[0] == 200
     status, text = get(server, f"/{server.key}/data/tokens-0-3-99.js")
     assert status == 200 and "there is no rollout 99 of step 3" in text

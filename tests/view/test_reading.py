@@ -70,14 +70,15 @@ def test_index_picks_up_new_and_rewritten_steps(run_dir: Path) -> None:
 
 def test_reads_one_rollout_with_its_tokens(run_dir: Path) -> None:
     (result,) = read_details(run_dir, 3, {2}, TokenDecoder(load_decoder(run_dir)))
-    assert result["number"] == 2 and result["ids"] == [1, 2, 3, 4, 5]
-    assert result["words"] == ["two", "three", "four", made_run.EVIL, "five"]
+    assert result["number"] == 2 and result["token_ids"] == [1, 2, 3, 4, 5]
+    assert result["token_texts"] == ["two", "three", "four", made_run.EVIL, "five"]
     assert result["logprobs"] == [0, 0, -0.25, -0.5, -0.75] and result["advantages"] == [0.5] * 5
-    assert [(turn["tokens"], turn["written"], turn["version"]) for turn in result["turns"]] == [
+    turns = result["turns"]
+    assert [(turn["num_tokens"], turn["is_action"], turn["weight_version"]) for turn in turns] == [
         (2, False, -1),
         (3, True, 2),
     ]
-    assert [turn["cached"] for turn in result["turns"]] == [None, 1]
+    assert [turn["cached_tokens"] for turn in turns] == [None, 1]
     assert len(list(read_details(run_dir, 3, None, TokenDecoder(None)))) == 4
 
 
@@ -94,11 +95,11 @@ def test_reads_one_rollout_with_its_tokens(run_dir: Path) -> None:
 )
 def test_packed_columns_round_trip(values: np.ndarray) -> None:
     packed = pack(values)
-    kind = {"u8": "<u1", "u16": "<u2", "i32": "<i4", "f32": "<f4"}[packed["kind"]]
-    raw = np.frombuffer(zlib.decompress(base64.b64decode(packed["data"])), kind)
-    if "among" in packed:
-        raw = np.array([np.nan if value is None else value for value in packed["among"]])[raw]
-    np.testing.assert_array_equal(raw, values.astype(np.float32) if packed["kind"] == "f32" else values)
+    dtype = {"u8": "<u1", "u16": "<u2", "i32": "<i4", "f32": "<f4"}[packed["dtype"]]
+    raw = np.frombuffer(zlib.decompress(base64.b64decode(packed["data"])), dtype)
+    if "dictionary" in packed:
+        raw = np.array([np.nan if value is None else value for value in packed["dictionary"]])[raw]
+    np.testing.assert_array_equal(raw, values.astype(np.float32) if packed["dtype"] == "f32" else values)
 
 
 def test_json_escapes_markup() -> None:
@@ -167,7 +168,7 @@ def test_reads_what_it_can_of_another_format(run_dir: Path) -> None:
     index, notes = IndexReader(run_dir).read(), Notes()
     assert len(index) == 12 and any("files of format 1" in note for note in index.notes)
     (result,) = read_details(run_dir, 3, {0}, TokenDecoder(None), notes)
-    assert result["advantages"] is None and result["turns"][1]["version"] is None
+    assert result["advantages"] is None and result["turns"][1]["weight_version"] is None
 
 
 def test_reads_recorded_trainer_logprobs(run_dir: Path) -> None:
@@ -178,7 +179,8 @@ def test_reads_recorded_trainer_logprobs(run_dir: Path) -> None:
     values = pa.array([[0, 0, -0.5, -1, -1.5], None], pa.list_(pa.float32()))
     pq.write_table(table.append_column("trainer_logprobs", values), file)
     result = list(read_details(run_dir, 3, {0, 2}, TokenDecoder(None)))
-    assert [item["trainer"] for item in result] == [[0, 0, -0.5, -1, -1.5], None] and result[0]["unreplayed"] is None
+    assert [item["trainer_logprobs"] for item in result] == [[0, 0, -0.5, -1, -1.5], None]
+    assert result[0]["unreplayed_logprobs"] is None
 
 
 def test_skips_an_inconsistent_row(run_dir: Path) -> None:

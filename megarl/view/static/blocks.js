@@ -1,109 +1,113 @@
 "use strict";
 // Loads named data blocks: inline, from a file beside the page, or from its server. All text is shown by textContent or
 // as text nodes; nothing here ever creates HTML from a string.
-const megarl = { known: new Map(), waiting: new Map(), views: {}, count: 0 };
+const megarl = {
+  page: null, // the `page` block
+  overview: null, // the `overview` block, replaced when a live run changes
+  runIndex: 0, // the selected run, an index into overview.runs
+  views: {},
+  blocks: new Map(), // promises of blocks by name
+  requests: new Map(), // requests in flight by block name
+  numRequests: 0,
+};
 
-megarl.inline = (name) => {
+megarl.parseInlineBlock = (name) => {
   const element = document.getElementById("block-" + name);
   return element ? JSON.parse(element.textContent) : undefined;
 };
 
-// Called by data files.
-megarl.take = (name, value) => {
-  const pending = megarl.waiting.get(name);
-  megarl.waiting.delete(name);
-  if (pending) pending.done(value);
+// Called by the scripts that contain blocks.
+megarl.receiveBlock = (name, value) => {
+  const request = megarl.requests.get(name);
+  megarl.requests.delete(name);
+  if (request) request.resolve(value);
 };
 
-megarl.fetch = (name) => {
-  if (!megarl.waiting.has(name)) {
-    const pending = {};
-    pending.promise = new Promise((done, failed) => Object.assign(pending, { done, failed }));
-    megarl.waiting.set(name, pending);
+// Requests a block by a script element, because browsers do not let pages on disk fetch files.
+megarl.requestBlock = (name) => {
+  if (!megarl.requests.has(name)) {
+    const request = {};
+    request.promise = new Promise((resolve, reject) => Object.assign(request, { resolve, reject }));
+    megarl.requests.set(name, request);
     const script = document.createElement("script");
-    script.src = megarl.page.folder + name + ".js" + (megarl.overview.live ? "?" + ++megarl.count : "");
+    const cacheBuster = megarl.overview.is_live ? `?${++megarl.numRequests}` : "";
+    script.src = `${megarl.page.folder}${name}.js${cacheBuster}`;
     script.onload = () => script.remove();
     script.onerror = () => {
       script.remove();
-      megarl.waiting.delete(name);
-      pending.failed(new Error(megarl.overview.live ? "the server does not respond; does tools/view.py still run?"
-        : `the file ${script.getAttribute("src")} is not beside this page; keep the two together`));
+      megarl.requests.delete(name);
+      const message = megarl.overview.is_live
+        ? "the server does not respond; is tools/view.py still running?"
+        : `the file ${script.getAttribute("src")} is not beside this page; keep the two together`;
+      request.reject(new Error(message));
     };
     document.head.append(script);
   }
-  return megarl.waiting.get(name).promise;
+  return megarl.requests.get(name).promise;
 };
 
-megarl.need = (name) => {
-  if (!megarl.known.has(name)) {
-    const inline = megarl.inline(name);
-    const promise = inline === undefined ? megarl.fetch(name) : Promise.resolve(inline);
-    promise.catch(() => megarl.known.delete(name));
-    megarl.known.set(name, promise);
+// Returns a promise of a block, which is kept unless it fails.
+megarl.loadBlock = (name) => {
+  if (!megarl.blocks.has(name)) {
+    const inline = megarl.parseInlineBlock(name);
+    const promise = inline === undefined ? megarl.requestBlock(name) : Promise.resolve(inline);
+    promise.catch(() => megarl.blocks.delete(name));
+    megarl.blocks.set(name, promise);
   }
-  return megarl.known.get(name);
+  return megarl.blocks.get(name);
 };
 
-const KINDS = { u8: Uint8Array, u16: Uint16Array, i32: Int32Array, f32: Float32Array };
-
-// Decodes a packed column to numbers; null becomes NaN.
-megarl.column = async (packed) => {
-  const bytes = Uint8Array.from(atob(packed.data), (item) => item.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const values = new KINDS[packed.kind](await new Response(stream).arrayBuffer());
-  if (!packed.among) return values;
-  const among = packed.among.map((item) => (item === null ? NaN : item));
-  const result = new Float64Array(values.length);
-  for (let i = 0; i < values.length; i++) result[i] = among[values[i]];
-  return result;
-};
-
-// Returns the rollout index of a run: {size, texts, columns: {name: numbers}}.
-megarl.table = async (run) => {
-  const name = "index-" + run;
-  const content = await megarl.need(name);
-  if (!content.open) {
-    const names = Object.keys(content.columns);
-    content.open = Promise.all(names.map((column) => megarl.column(content.columns[column]))).then((columns) => ({
-      size: content.size,
-      texts: content.texts,
-      columns: Object.fromEntries(names.map((column, i) => [column, columns[i]])),
-    }));
+// Drops the tables of rollouts, so that they are loaded again.
+megarl.dropTables = () => {
+  for (const name of [...megarl.blocks.keys()]) {
+    if (name.startsWith("index-")) megarl.blocks.delete(name);
   }
-  return content.open;
 };
+
+{
+  const ARRAY_TYPES = { u8: Uint8Array, u16: Uint16Array, i32: Int32Array, f32: Float32Array };
+
+  // Decodes a column that column_codec.py has packed; null becomes NaN.
+  megarl.unpackColumn = async (packed) => {
+    const bytes = Uint8Array.from(atob(packed.data), (char) => char.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+    const values = new ARRAY_TYPES[packed.dtype](await new Response(stream).arrayBuffer());
+    if (!packed.dictionary) return values;
+    const dictionary = packed.dictionary.map((value) => (value === null ? NaN : value));
+    const result = new Float64Array(values.length);
+    for (let i = 0; i < values.length; i++) result[i] = dictionary[values[i]];
+    return result;
+  };
+
+  async function unpackTable({ size, texts, columns }) {
+    const names = Object.keys(columns);
+    const unpacked = await Promise.all(names.map((name) => megarl.unpackColumn(columns[name])));
+    return { size, texts, columns: Object.fromEntries(names.map((name, i) => [name, unpacked[i]])) };
+  }
+
+  // Returns the rollouts of a run as {size, texts, columns: {name: numbers}}. A text column has indices into its texts.
+  megarl.loadTable = async (runIndex) => {
+    const block = await megarl.loadBlock("index-" + runIndex);
+    block.table ??= unpackTable(block);
+    return block.table;
+  };
+}
 
 // Returns one rollout with its tokens.
-megarl.rollout = async (run, step, number) => {
+megarl.loadRollout = async (runIndex, step, number) => {
   let rollouts;
-  if (megarl.overview.live) {
-    rollouts = await megarl.need(`tokens-${run}-${step}-${number}`);
+  if (megarl.overview.is_live) {
+    rollouts = await megarl.loadBlock(`tokens-${runIndex}-${step}-${number}`);
     if (rollouts.error) throw new Error(rollouts.error);
   } else {
-    const files = (await megarl.need("places-" + run))[step] || [];
-    const index = files.findIndex((numbers) => numbers.includes(number));
-    if (index < 0) throw new Error("The tokens of this rollout are not beside this page. " +
-      "Write it with a higher --details, or look with tools/view.py --serve.");
-    rollouts = await megarl.need(`tokens-${run}-${step}-${index}`);
+    const files = (await megarl.loadBlock("files-" + runIndex))[step] || [];
+    const fileIndex = files.findIndex((numbers) => numbers.includes(number));
+    if (fileIndex < 0) {
+      throw new Error(
+        "This page has no tokens of this rollout. Write it with a higher --details, or use tools/view.py --serve.",
+      );
+    }
+    rollouts = await megarl.loadBlock(`tokens-${runIndex}-${step}-${fileIndex}`);
   }
   return rollouts.find((rollout) => rollout.number === number);
 };
-
-function el(tag, props, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(props || {})) {
-    if (name === "class") element.className = value;
-    else if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else element[name] = value;
-  }
-  element.append(...children.filter((child) => child !== null && child !== undefined));
-  return element;
-}
-
-const shade = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-// Tick increments of the step axis.
-const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 1000000];
-const COLOURS = ["#3b82f6", "#f59e0b", "#10b981", "#ef4444", "#8b5cf6", "#14b8a6", "#ec4899", "#84cc16", "#64748b", "#d97706",
-  "#06b6d4", "#a16207", "#be185d", "#4d7c0f", "#7dd3fc", "#c4b5fd"];
-const said = (value, digits = 4) => (value === null || value === undefined || Number.isNaN(value) ? "–"
-  : Number.isInteger(value) ? String(value) : String(+value.toPrecision(digits)));

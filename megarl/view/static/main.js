@@ -1,84 +1,153 @@
 "use strict";
-// Views, run selection, light and dark theme, and polling of a live run.
+// Tabs, run selection, light and dark theme, and polling of a live run.
 {
-  const POLL = 10000;
-  const NAMES = ["Curves", "Time", "Rollouts", "Prompts", "Compare"];
-  const roots = {};
-  let current = "";
+  const POLL_MS = 10000;
+  const VIEWS = ["Curves", "Time", "Rollouts", "Prompts", "Compare"];
+  const MAX_OPEN_NOTES = 3; // more notes are folded
+  const THEME_KEY = "megarl-theme";
+  const state = { view: "", roots: {}, resizeTimer: 0 };
 
-  function notes() {
-    const box = document.getElementById("notes"), all = megarl.overview.runs.flatMap((run) => run.notes);
-    box.hidden = !all.length;
-    box.open = box.open || all.length < 4;
-    box.querySelector("summary").textContent = all.length === 1 ? "1 note on what was found" : `${all.length} notes on what was found`;
-    box.querySelector("ul").replaceChildren(...all.map((note) => el("li", {}, note)));
-    const run = megarl.overview.runs[megarl.run];
-    document.getElementById("state").textContent = `${run.algorithm}, ${run.steps.length ? "step " + run.steps.at(-1) : "no step yet"}, ${run.rollouts.toLocaleString("en")} rollouts${run.running ? ", still running" : ""}${megarl.overview.live ? ", live" : ""}`;
+  const getElement = (id) => document.getElementById(id);
+
+  function drawNotes() {
+    const notes = megarl.overview.runs.flatMap((run) => run.notes);
+    const box = getElement("notes");
+    box.hidden = !notes.length;
+    box.open = box.open || notes.length <= MAX_OPEN_NOTES;
+    const count = notes.length === 1 ? "1 note" : `${notes.length} notes`;
+    box.querySelector("summary").textContent = `${count} about the data`;
+    box.querySelector("ul").replaceChildren(...notes.map((note) => el("li", {}, note)));
   }
 
-  megarl.go = async (name) => {
-    current = name;
-    try { history.replaceState(null, "", "#" + name); } catch { /* not allowed for file: pages */ }
-    for (const button of document.getElementById("tabs").children) button.classList.toggle("on", button.textContent === name);
-    for (const [other, root] of Object.entries(roots)) root.hidden = other !== name;
+  function drawStatus() {
+    const run = megarl.overview.runs[megarl.runIndex];
+    const parts = [run.algorithm, run.steps.length ? `step ${run.steps.at(-1)}` : "no step yet"];
+    parts.push(`${formatCount(run.num_rollouts)} rollouts`);
+    if (run.is_running) parts.push("running");
+    if (megarl.overview.is_live) parts.push("live");
+    getElement("status").textContent = parts.join(", ");
+  }
+
+  function drawHeader() {
+    drawNotes();
+    drawStatus();
+  }
+
+  // options: {isStale}, whether its data or size has changed since it was drawn.
+  megarl.showView = async (name, options = {}) => {
+    state.view = name;
     try {
-      await megarl.views[name].draw(roots[name]);
+      history.replaceState(null, "", "#" + name);
+    } catch {
+      // Some browsers do not allow it for pages on disk.
+    }
+    for (const button of getElement("tabs").children) button.classList.toggle("selected", button.textContent === name);
+    for (const [other, root] of Object.entries(state.roots)) root.hidden = other !== name;
+    try {
+      await megarl.views[name].draw(state.roots[name], options);
     } catch (error) {
-      roots[name].replaceChildren(el("p", { class: "out" }, String(error.message)));
+      state.roots[name].replaceChildren(el("p", { class: "error" }, String(error.message)));
     }
   };
 
-  function theme(name) {
-    document.documentElement.dataset.theme = name;
-    try { localStorage.setItem("megarl-theme", name); } catch { /* storage is not available */ }
+  function loadTheme() {
+    try {
+      const theme = localStorage.getItem(THEME_KEY);
+      if (theme) document.documentElement.dataset.theme = theme;
+    } catch {
+      // Storage is not available.
+    }
+  }
+
+  function toggleTheme() {
+    const selected = document.documentElement.dataset.theme;
+    const isDark = selected ? selected === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    const theme = isDark ? "light" : "dark";
+    document.documentElement.dataset.theme = theme;
+    try {
+      localStorage.setItem(THEME_KEY, theme);
+    } catch {
+      // Storage is not available.
+    }
+    megarl.showView(state.view);
+  }
+
+  async function refresh() {
+    const before = megarl.overview.runs;
+    megarl.overview = await megarl.requestBlock("overview");
+    const { runs } = megarl.overview;
+    const hasNewRollouts = runs.some((run, i) => run.num_rollouts !== before[i].num_rollouts);
+    const hasNewSteps = runs.some((run, i) => run.steps.length !== before[i].steps.length);
+    if (hasNewRollouts) megarl.dropTables();
+    drawHeader();
+    const isChart = state.view === "Curves" || state.view === "Time";
+    if (isChart && (hasNewRollouts || hasNewSteps)) await megarl.showView(state.view);
+    if (state.view === "Rollouts" && hasNewRollouts) await megarl.showView(state.view, { isStale: true });
   }
 
   async function poll() {
     try {
-      const before = megarl.overview;
-      megarl.overview = await megarl.fetch("overview");
-      const hasNewRollouts = megarl.overview.runs.some((run, i) => run.rollouts !== before.runs[i].rollouts);
-      const hasNews = hasNewRollouts || megarl.overview.runs.some((run, i) => run.steps.length !== before.runs[i].steps.length);
-      if (hasNewRollouts) for (const name of [...megarl.known.keys()]) if (name.startsWith("index-")) megarl.known.delete(name);
-      notes();
-      if (hasNews && (current === "Curves" || current === "Time")) await megarl.go(current);
-      if (hasNewRollouts && current === "Rollouts") { megarl.changed = true; await megarl.go(current); megarl.changed = false; }
+      await refresh();
     } catch (error) {
-      document.getElementById("state").textContent = error.message;
+      getElement("status").textContent = error.message;
     }
-    setTimeout(poll, POLL);
+    setTimeout(poll, POLL_MS);
+  }
+
+  function createRunSelector() {
+    const { runs } = megarl.overview;
+    const selector = getElement("run");
+    selector.append(...runs.map((run, i) => el("option", { value: i }, run.name)));
+    getElement("run-label").hidden = runs.length < 2;
+    selector.onchange = () => {
+      megarl.runIndex = +selector.value;
+      drawHeader();
+      megarl.showView(state.view);
+    };
+  }
+
+  function createTabs() {
+    for (const name of VIEWS) {
+      if (name === "Compare" && megarl.overview.runs.length < 2) continue;
+      state.roots[name] = el("div", { hidden: true });
+      getElement("views").append(state.roots[name]);
+      getElement("tabs").append(el("button", { onclick: () => megarl.showView(name) }, name));
+    }
+  }
+
+  function redrawOnResize() {
+    let width = innerWidth;
+    const redraw = () => {
+      if (innerWidth === width) return;
+      width = innerWidth;
+      megarl.showView(state.view, { isStale: true });
+    };
+    addEventListener("resize", () => {
+      clearTimeout(state.resizeTimer);
+      state.resizeTimer = setTimeout(redraw, 300);
+    });
+  }
+
+  // Records when the first view was drawn, in ms, for tests.
+  function markReady() {
+    document.documentElement.dataset.ready = Math.round(performance.now());
   }
 
   async function start() {
-    megarl.page = megarl.inline("page");
-    megarl.overview = megarl.inline("overview");
-    megarl.run = 0;
-    let savedTheme = null;
-    try { savedTheme = localStorage.getItem("megarl-theme"); } catch { /* storage is not available */ }
-    if (savedTheme) document.documentElement.dataset.theme = savedTheme;
-    const chooser = document.getElementById("run"), runs = megarl.overview.runs;
-    chooser.append(...runs.map((run, i) => el("option", { value: i }, run.name)));
-    document.getElementById("run-label").hidden = runs.length < 2;
-    chooser.onchange = () => { megarl.run = +chooser.value; notes(); megarl.go(current); };
-    document.getElementById("theme").onclick = () => {
-      const chosen = document.documentElement.dataset.theme, dark = chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-      theme(dark ? "light" : "dark");
-      megarl.go(current);
-    };
-    for (const name of NAMES.filter((other) => other !== "Compare" || runs.length > 1)) {
-      roots[name] = el("div", { hidden: true });
-      document.getElementById("views").append(roots[name]);
-      document.getElementById("tabs").append(el("button", { onclick: () => megarl.go(name) }, name));
-    }
-    notes();
-    const [view, query] = location.hash.slice(1).split("?");
-    if (query) megarl.where(decodeURIComponent(query));
-    await megarl.go(roots[view] ? view : "Curves");
-    let width = innerWidth;
-    addEventListener("resize", () => { clearTimeout(start.timer); start.timer = setTimeout(() => { if (innerWidth !== width) { width = innerWidth; megarl.changed = true; megarl.go(current).then(() => { megarl.changed = false; }); } }, 300); });
-    const ready = () => { document.documentElement.dataset.ready = Math.round(performance.now()); };
-    requestAnimationFrame(() => setTimeout(ready));
-    if (megarl.overview.live) setTimeout(poll, POLL);
+    megarl.page = megarl.parseInlineBlock("page");
+    megarl.overview = megarl.parseInlineBlock("overview");
+    loadTheme();
+    createRunSelector();
+    createTabs();
+    getElement("theme").onclick = toggleTheme;
+    drawHeader();
+    const [view, condition] = location.hash.slice(1).split("?");
+    if (condition) megarl.filterRollouts(decodeURIComponent(condition));
+    await megarl.showView(state.roots[view] ? view : VIEWS[0]);
+    redrawOnResize();
+    requestAnimationFrame(() => setTimeout(markReady));
+    if (megarl.overview.is_live) setTimeout(poll, POLL_MS);
   }
+
   start();
 }

@@ -1,107 +1,164 @@
 "use strict";
 // Step times by phase, and a timeline of the last steps.
 {
-  const LEFT = 130;
-  const hues = new Map();
-  const colour = (kind) => {
-    if (kind === "wait") return shade("--line");
-    if (kind === "data") return shade("--faint");
-    if (!hues.has(kind)) hues.set(kind, COLOURS[hues.size % COLOURS.length]);
-    return hues.get(kind);
-  };
+  // Layout in pixels.
+  const STEP_CHART = { left: 50, right: 10, barHeight: 190, baseline: 205, labelBaseline: 222, height: 230 };
+  const TIMELINE = { left: 130, right: 10, top: 24, rowHeight: 20, barHeight: 15 };
+  const MAX_STEP_LABELS = 9;
+  const STEP_LABEL_WIDTH = 58;
+  const MIN_OTHER_SHARE = 0.01; // time outside of all phases is shown from this share on
+  const colors = new Map();
 
-  function canvas(width, height) {
-    const element = el("canvas");
-    element.width = width * devicePixelRatio;
-    element.height = height * devicePixelRatio;
-    element.style.width = width + "px";
-    element.style.height = height + "px";
-    const pen = element.getContext("2d");
-    pen.scale(devicePixelRatio, devicePixelRatio);
-    pen.font = "11px system-ui";
-    return [element, pen];
+  function getPhaseColor(phase) {
+    if (phase === "wait") return getThemeColor("--line");
+    if (phase === "data" || phase === "other") return getThemeColor("--muted");
+    if (!colors.has(phase)) colors.set(phase, getColor(colors.size));
+    return colors.get(phase);
   }
 
-  function legend(kinds) {
-    return el("div", { class: "legend" }, ...kinds.map(([kind, text]) => {
-      const swatch = el("i");
-      swatch.style.background = colour(kind);
-      return el("span", {}, swatch, text);
-    }));
+  function createCanvas(width, height) {
+    const canvas = el("canvas", { width: width * devicePixelRatio, height: height * devicePixelRatio });
+    canvas.style.width = width + "px";
+    canvas.style.height = height + "px";
+    const context = canvas.getContext("2d");
+    context.scale(devicePixelRatio, devicePixelRatio);
+    context.font = "11px system-ui";
+    return [canvas, context];
   }
 
-  async function steps(run, width) {
+  // labels: [phase, text] of each item.
+  function createLegend(labels) {
+    const items = labels.map(([phase, text]) => createLegendItem(getPhaseColor(phase), text));
+    return el("div", { class: "legend" }, ...items);
+  }
+
+  const sum = (values) => values.reduce((total, value) => total + (Number.isNaN(value) ? 0 : value), 0);
+
+  // Returns seconds by step: `totals`, and `phases` as [{name, seconds}], the longest first.
+  async function loadStepTimes(run) {
     const names = Object.keys(run.metrics).filter((name) => name.startsWith("time/") && name !== "time/step");
-    if (!run.metrics["time/step"]) return el("p", { class: "faint" }, "There are no times of steps yet.");
-    const totals = await megarl.column(run.metrics["time/step"]);
-    const parts = await Promise.all(names.map((name) => megarl.column(run.metrics[name])));
-    const sum = (values) => values.reduce((all, value) => all + (Number.isNaN(value) ? 0 : value), 0);
-    const total = sum(totals) || 1;
-    const order = names.map((_, i) => i).sort((a, b) => sum(parts[b]) - sum(parts[a]));
-    const rows = run.steps.map((_, i) => i).filter((i) => totals[i] > 0);
-    const [canvasElement, pen] = canvas(width, 230);
-    const longest = rows.reduce((most, i) => Math.max(most, totals[i]), 0) || 1, barWidth = (width - 60) / rows.length;
-    rows.forEach((row, index) => {
-      let top = 205;
-      const bar = (size, kind) => {
-        const height = Math.max(0, (size / longest) * 190);
-        pen.fillStyle = colour(kind);
-        pen.fillRect(50 + index * barWidth, top - height, Math.max(barWidth - (barWidth > 4 ? 1 : 0), 0.6), height);
-        top -= height;
-      };
-      let rest = totals[row];
-      for (const i of order) if (parts[i][row] > 0) { bar(Math.min(rest, parts[i][row]), names[i].slice(5)); rest -= parts[i][row]; }
-      if (rest > 0.01 * totals[row]) bar(rest, "data");
-    });
-    pen.fillStyle = shade("--faint");
-    pen.fillText(said(longest, 3) + " s", 4, 20);
-    pen.fillText("0", 4, 205);
-    for (let k = 0; k <= 8 && rows.length; k++) {
-      const index = Math.min(rows.length - 1, Math.round((k * (rows.length - 1)) / 8));
-      pen.fillText("step " + run.steps[rows[index]], Math.min(50 + index * barWidth, width - 58), 222);
-    }
-    const shares = order.map((i) => [names[i].slice(5), `${names[i].slice(5)} ${((100 * sum(parts[i])) / total).toFixed(1)} %`]);
-    const rest = total - parts.reduce((all, part) => all + sum(part), 0);
-    if (rest > 0.01 * total) shares.push(["data", `all else ${((100 * rest) / total).toFixed(1)} %`]);
-    return el("div", {}, canvasElement, legend(shares));
+    const totals = await megarl.unpackColumn(run.metrics["time/step"]);
+    const columns = await Promise.all(names.map((name) => megarl.unpackColumn(run.metrics[name])));
+    const phases = names.map((name, i) => ({ name: name.slice("time/".length), seconds: columns[i] }));
+    phases.sort((a, b) => sum(b.seconds) - sum(a.seconds));
+    return { totals, phases };
   }
 
-  function spans(timeline, width) {
-    const rowHeight = 20, [canvasElement, pen] = canvas(width, timeline.rows.length * rowHeight + 24), pixelsPerSecond = (width - LEFT - 10) / timeline.length;
-    const kinds = new Map();
-    timeline.rows.forEach((row, i) => {
-      pen.fillStyle = shade("--text");
-      pen.fillText(row.name.slice(0, 22), 4, 24 + i * rowHeight + 10);
-      for (const [kind, , begin, end] of row.spans) {
-        kinds.set(kind, (kinds.get(kind) || 0) + end - begin);
-        pen.fillStyle = colour(kind);
-        pen.fillRect(LEFT + begin * pixelsPerSecond, 24 + i * rowHeight, Math.max(0.5, (end - begin) * pixelsPerSecond), rowHeight - 5);
+  // Returns the stacked [phase, seconds] of a step. Phases that exceed its total are cut off.
+  function stackPhases(totals, phases, row) {
+    const stack = [];
+    let rest = totals[row];
+    for (const { name, seconds } of phases) {
+      if (!(seconds[row] > 0)) continue;
+      stack.push([name, Math.min(rest, seconds[row])]);
+      rest -= seconds[row];
+    }
+    if (rest > MIN_OTHER_SHARE * totals[row]) stack.push(["other", rest]);
+    return stack;
+  }
+
+  function drawStepBars(context, width, run, totals, phases) {
+    const rows = run.steps.map((_, i) => i).filter((i) => totals[i] > 0);
+    const longest = rows.reduce((maximum, row) => Math.max(maximum, totals[row]), 0) || 1;
+    const pitch = (width - STEP_CHART.left - STEP_CHART.right) / rows.length;
+    const barWidth = Math.max(pitch - (pitch > 4 ? 1 : 0), 0.6);
+    rows.forEach((row, i) => {
+      let top = STEP_CHART.baseline;
+      for (const [phase, seconds] of stackPhases(totals, phases, row)) {
+        const height = Math.max(0, (seconds / longest) * STEP_CHART.barHeight);
+        top -= height;
+        context.fillStyle = getPhaseColor(phase);
+        context.fillRect(STEP_CHART.left + i * pitch, top, barWidth, height);
       }
     });
-    pen.fillStyle = shade("--faint");
-    for (const [step, begin] of timeline.begins) {
-      pen.fillRect(LEFT + begin * pixelsPerSecond, 8, 1, timeline.rows.length * rowHeight + 16);
-      pen.fillText("step " + step, LEFT + begin * pixelsPerSecond + 4, 16);
+    context.fillStyle = getThemeColor("--muted");
+    context.fillText(formatNumber(longest, 3) + " s", 4, 20);
+    context.fillText("0", 4, STEP_CHART.baseline);
+    for (let k = 0; k < MAX_STEP_LABELS && rows.length; k++) {
+      const i = Math.round((k * (rows.length - 1)) / (MAX_STEP_LABELS - 1));
+      const x = Math.min(STEP_CHART.left + i * pitch, width - STEP_LABEL_WIDTH);
+      context.fillText("step " + run.steps[rows[i]], x, STEP_CHART.labelBaseline);
     }
-    const about = el("div", { class: "about" }, "Point at a span.");
-    canvasElement.onmousemove = (event) => {
-      const row = timeline.rows[Math.floor((event.offsetY - 24) / rowHeight)], time = (event.offsetX - LEFT) / pixelsPerSecond;
-      const span = row && row.spans.find(([, , begin, end]) => begin <= time && time <= end);
-      about.textContent = span ? `${row.name}: ${span[1]}, ${(span[3] - span[2]).toFixed(3)} s, from ${span[2].toFixed(3)} s` : `${time.toFixed(3)} s`;
+  }
+
+  async function createStepChart(run, width) {
+    if (!run.metrics["time/step"]) return createHint("No step times recorded yet.");
+    const { totals, phases } = await loadStepTimes(run);
+    const [canvas, context] = createCanvas(width, STEP_CHART.height);
+    drawStepBars(context, width, run, totals, phases);
+    const total = sum(totals) || 1;
+    const formatShare = (seconds) => `${((100 * seconds) / total).toFixed(1)} %`;
+    const labels = phases.map(({ name, seconds }) => [name, `${name} ${formatShare(sum(seconds))}`]);
+    const other = total - phases.reduce((all, { seconds }) => all + sum(seconds), 0);
+    if (other > MIN_OTHER_SHARE * total) labels.push(["other", `other ${formatShare(other)}`]);
+    return el("div", {}, canvas, createLegend(labels));
+  }
+
+  function drawTimeline(context, timeline, pixelsPerSecond) {
+    const toX = (seconds) => TIMELINE.left + seconds * pixelsPerSecond;
+    timeline.rows.forEach((row, i) => {
+      const top = TIMELINE.top + i * TIMELINE.rowHeight;
+      context.fillStyle = getThemeColor("--text");
+      context.fillText(row.name.slice(0, 22), 4, top + 10);
+      for (const [phase, , begin, end] of row.spans) {
+        context.fillStyle = getPhaseColor(phase);
+        context.fillRect(toX(begin), top, Math.max(0.5, (end - begin) * pixelsPerSecond), TIMELINE.barHeight);
+      }
+    });
+    context.fillStyle = getThemeColor("--muted");
+    for (const [step, begin] of timeline.begins) {
+      context.fillRect(toX(begin), 8, 1, timeline.rows.length * TIMELINE.rowHeight + 16);
+      context.fillText("step " + step, toX(begin) + 4, 16);
+    }
+  }
+
+  function describePosition(timeline, rowIndex, time) {
+    const row = timeline.rows[rowIndex];
+    const span = row && row.spans.find(([, , begin, end]) => begin <= time && time <= end);
+    if (!span) return `${time.toFixed(3)} s`;
+    const [, name, begin, end] = span;
+    return `${row.name}: ${name}, ${(end - begin).toFixed(3)} s, from ${begin.toFixed(3)} s`;
+  }
+
+  // Returns [phase, text] of each phase in a timeline, the longest first.
+  function createTimelineLabels(timeline) {
+    const seconds = new Map();
+    for (const row of timeline.rows) {
+      for (const [phase, , begin, end] of row.spans) seconds.set(phase, (seconds.get(phase) || 0) + end - begin);
+    }
+    const longestFirst = [...seconds].sort((a, b) => b[1] - a[1]);
+    return longestFirst.map(([phase, total]) => [phase, `${phase} ${total.toFixed(2)} s`]);
+  }
+
+  function createTimeline(timeline, width) {
+    const [canvas, context] = createCanvas(width, TIMELINE.top + timeline.rows.length * TIMELINE.rowHeight);
+    const pixelsPerSecond = (width - TIMELINE.left - TIMELINE.right) / timeline.length;
+    drawTimeline(context, timeline, pixelsPerSecond);
+    const details = el("div", { class: "hover-details" }, "Hover over a span.");
+    canvas.onmousemove = (event) => {
+      const rowIndex = Math.floor((event.offsetY - TIMELINE.top) / TIMELINE.rowHeight);
+      const time = (event.offsetX - TIMELINE.left) / pixelsPerSecond;
+      details.textContent = describePosition(timeline, rowIndex, time);
     };
-    const order = [...kinds].sort((a, b) => b[1] - a[1]);
-    return el("div", {}, canvasElement, about, legend(order.map(([kind, seconds]) => [kind, `${kind} ${seconds.toFixed(2)} s`])));
+    return el("div", {}, canvas, details, createLegend(createTimelineLabels(timeline)));
   }
 
   megarl.views.Time = {
     async draw(root) {
-      const run = megarl.overview.runs[megarl.run], width = Math.max(400, root.clientWidth - 24);
-      const first = el("section", { class: "card" }, el("h3", {}, "Seconds of each step, by phase"), await steps(run, width));
-      const last = el("section", { class: "card" }, el("h3", {}, "Who did what when, in the last steps"));
-      if (run.spans && run.spans.rows.length) last.append(spans(run.spans, width));
-      else if (!run.spans) last.append(el("p", { class: "faint" }, "There is no timeline on record: no step is done yet, or the run is of a version that wrote none."));
-      for (const note of (run.spans && run.spans.notes) || []) last.append(el("p", { class: "faint" }, note));
-      root.replaceChildren(first, el("p"), last);
+      const run = megarl.overview.runs[megarl.runIndex];
+      const timeline = run.timeline;
+      const width = Math.max(400, root.clientWidth - 24);
+      const stepTitle = el("h3", {}, "Seconds per step, by phase");
+      const stepCard = el("section", { class: "card" }, stepTitle, await createStepChart(run, width));
+      const timelineCard = el("section", { class: "card" }, el("h3", {}, "Timeline of the last steps"));
+      if (!timeline) {
+        const reason = "no step is done yet, or an older version of MegaRL wrote the run";
+        timelineCard.append(createHint(`No timeline recorded: ${reason}.`));
+      } else {
+        if (timeline.rows.length) timelineCard.append(createTimeline(timeline, width));
+        timelineCard.append(...timeline.notes.map(createHint));
+      }
+      root.replaceChildren(stepCard, el("p"), timelineCard);
     },
   };
 }

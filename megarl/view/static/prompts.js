@@ -1,75 +1,203 @@
 "use strict";
-// Prompts by reward, and one prompt over the steps.
+// Prompts by reward, and the rewards of one prompt by step.
 {
-  const state = { sort: "mean", down: false };
+  const COLUMNS = ["prompt", "samples", "steps", "mean", "first", "last", "change", "spread", "errors"];
+  const ROLLOUT_COLUMNS = ["step", "number", "reward", "length", "turns", "status"];
+  const state = { sortColumn: "mean", isDescending: false };
 
-  function gather(table) {
-    const size = table.texts.prompt.length, { prompt, reward, step, turns, tool_errors: errors } = table.columns;
-    const stats = { count: new Uint32Array(size), sum: new Float64Array(size), low: new Float64Array(size).fill(Infinity), high: new Float64Array(size).fill(-Infinity),
-      first: new Int32Array(size).fill(2 ** 31 - 1), last: new Int32Array(size).fill(-1), steps: new Uint32Array(size), errors: new Float64Array(size), early: new Float64Array(size), late: new Float64Array(size), before: new Uint32Array(size), after: new Uint32Array(size) };
-    for (let row = 0; row < table.size; row++) {
-      const id = prompt[row];
-      stats.errors[id] += errors[row];
-      if (reward[row] !== reward[row]) continue;
-      if (step[row] !== stats.last[id]) { stats.steps[id]++; stats.late[id] = 0; stats.after[id] = 0; }
-      stats.count[id]++;
-      stats.sum[id] += reward[row];
-      stats.low[id] = Math.min(stats.low[id], reward[row]);
-      stats.high[id] = Math.max(stats.high[id], reward[row]);
-      if (step[row] <= stats.first[id]) { stats.first[id] = step[row]; stats.early[id] += reward[row]; stats.before[id]++; }
-      stats.last[id] = step[row];
-      stats.late[id] += reward[row];
-      stats.after[id]++;
+  const mean = (values) => values.reduce((total, value) => total + value, 0) / values.length;
+
+  // Adds a reward to a prompt's summary. Rewards arrive in order of steps.
+  function addReward(summary, step, reward) {
+    if (step !== summary.lastStep) {
+      summary.steps++;
+      summary.lastStep = step;
+      summary.lastSum = 0;
+      summary.lastSamples = 0;
     }
+    if (summary.steps === 1) {
+      summary.firstSum += reward;
+      summary.firstSamples++;
+    }
+    summary.lastSum += reward;
+    summary.lastSamples++;
+    summary.sum += reward;
+    summary.samples++;
+    summary.lowest = Math.min(summary.lowest, reward);
+    summary.highest = Math.max(summary.highest, reward);
+  }
+
+  // Returns {id, prompt, samples, steps, mean, first, last, change, spread, errors} of each prompt with a reward, where
+  // first and last are mean rewards at the first and last step that sampled it.
+  function summarizePrompts(table) {
+    const { prompt, reward, step, tool_errors: toolErrors } = table.columns;
+    const summaries = table.texts.prompt.map((name, id) => ({
+      ...{ id, prompt: name, samples: 0, steps: 0, errors: 0, sum: 0, lowest: Infinity, highest: -Infinity },
+      ...{ firstSum: 0, firstSamples: 0, lastSum: 0, lastSamples: 0, lastStep: -1 },
+    }));
+    for (let row = 0; row < table.size; row++) {
+      const summary = summaries[prompt[row]];
+      summary.errors += toolErrors[row];
+      if (!Number.isNaN(reward[row])) addReward(summary, step[row], reward[row]);
+    }
+    return summaries
+      .filter((summary) => summary.samples)
+      .map((summary) => {
+        const first = summary.firstSum / summary.firstSamples;
+        const last = summary.lastSum / summary.lastSamples;
+        return {
+          id: summary.id,
+          prompt: summary.prompt,
+          samples: summary.samples,
+          steps: summary.steps,
+          mean: summary.sum / summary.samples,
+          first,
+          last,
+          change: last - first,
+          spread: summary.highest - summary.lowest,
+          errors: summary.errors,
+        };
+      });
+  }
+
+  function findRows(table, promptId) {
     const rows = [];
-    for (let id = 0; id < size; id++) if (stats.count[id]) rows.push({ of: id, prompt: table.texts.prompt[id], samples: stats.count[id], steps: stats.steps[id], mean: stats.sum[id] / stats.count[id],
-      first: stats.early[id] / stats.before[id], last: stats.late[id] / stats.after[id], change: stats.late[id] / stats.after[id] - stats.early[id] / stats.before[id], spread: stats.high[id] - stats.low[id], errors: stats.errors[id] });
+    table.columns.prompt.forEach((id, row) => {
+      if (id === promptId) rows.push(row);
+    });
     return rows;
   }
 
-  function one(root, table, row) {
-    const { prompt, reward, step } = table.columns, rewardsByStep = new Map(), rows = [];
-    for (let i = 0; i < table.size; i++) if (prompt[i] === row.of) {
-      rows.push(i);
-      if (reward[i] === reward[i]) rewardsByStep.set(step[i], [...(rewardsByStep.get(step[i]) || []), reward[i]]);
+  // Draws the mean, highest and lowest reward by step.
+  function drawRewards(root, width, table, rows) {
+    const { reward, step } = table.columns;
+    const rewardsByStep = new Map();
+    for (const row of rows) {
+      if (Number.isNaN(reward[row])) continue;
+      if (!rewardsByStep.has(step[row])) rewardsByStep.set(step[row], []);
+      rewardsByStep.get(step[row]).push(reward[row]);
     }
-    const steps = [...rewardsByStep.keys()].sort((a, b) => a - b), values = steps.map((key) => rewardsByStep.get(key));
-    const chart = el("div"), detail = el("div");
-    const open = (i) => megarl.showRollout(detail, megarl.run, step[i], table.columns.number[i]);
-    const columns = ["step", "number", "reward", "length", "turns", "status"].map((name) => ({ name, text: name === "status" }));
-    const grid = megarl.grid({ columns, cell: (i, name) => (table.texts[name] ? table.texts[name][table.columns[name][i]] : said(table.columns[name][i])), open, height: 170 });
-    grid.head.append(...columns.map(({ name, text }) => el("span", { class: text ? "text" : "" }, name)));
-    root.replaceChildren(el("h3", {}, `prompt ${row.prompt}`, el("button", { onclick: () => { megarl.where(`prompt='${row.prompt}'`); megarl.go("Rollouts"); } }, "in the table")), chart, grid.made, detail);
+    const steps = [...rewardsByStep.keys()].sort((a, b) => a - b);
+    const rewards = steps.map((key) => rewardsByStep.get(key));
+    const createSeries = (label, color, lineWidth) => ({
+      label,
+      stroke: color,
+      width: lineWidth,
+      points: { show: true, size: 5, stroke: color },
+      value: (_, value) => formatNumber(value),
+    });
+    const series = [
+      createSeries("mean", getColor(0), 1.8),
+      createSeries("best", getColor(2), 0),
+      createSeries("worst", getColor(3), 0),
+    ];
+    const data = [mean, (values) => Math.max(...values), (values) => Math.min(...values)].map((f) => rewards.map(f));
+    const options = {
+      width,
+      height: 190,
+      scales: { x: { time: false } },
+      axes: createAxes({ size: 50 }),
+      series: [{ label: "step" }, ...series],
+    };
+    new uPlot(options, [steps, ...data], root);
+  }
+
+  // Draws one prompt: its rewards by step, and all its rollouts.
+  function drawPrompt(root, table, { id, prompt }) {
+    const { columns, texts } = table;
+    const rows = findRows(table, id);
+    const chart = el("div");
+    const detail = el("div");
+    const open = (row) => megarl.showRollout(detail, megarl.runIndex, columns.step[row], columns.number[row]);
+    const grid = megarl.createGrid({
+      columns: ROLLOUT_COLUMNS.map((name) => ({ name, isText: name === "status" })),
+      getText: (row, name) => {
+        const value = columns[name][row];
+        return texts[name] ? texts[name][value] : formatNumber(value);
+      },
+      onSelect: open,
+      height: 170,
+    });
+    grid.head.append(...ROLLOUT_COLUMNS.map((name) => el("span", { class: name === "status" ? "text" : "" }, name)));
+    const showInTable = () => {
+      megarl.filterRollouts(`prompt='${prompt}'`);
+      megarl.showView("Rollouts");
+    };
+    const title = el("h3", {}, `prompt ${prompt}`, el("button", { onclick: showInTable }, "show in Rollouts"));
+    root.replaceChildren(title, chart, grid.element, detail);
     grid.show(Uint32Array.from(rows), rows.length);
-    const axis = { stroke: shade("--faint"), grid: { stroke: shade("--grid"), width: 1 }, ticks: { stroke: shade("--grid") }, font: "11px system-ui" };
-    const dot = (label, f, colour, line) => [{ label, stroke: colour, width: line ? 1.8 : 0, points: { show: true, size: 5, stroke: colour }, value: (_, value) => said(value) }, values.map(f)];
-    const lines = [dot("mean", (all) => all.reduce((a, b) => a + b, 0) / all.length, COLOURS[0], true), dot("best", (all) => Math.max(...all), COLOURS[2], false), dot("worst", (all) => Math.min(...all), COLOURS[3], false)];
-    new uPlot({ width: Math.max(240, root.clientWidth - 24), height: 190, scales: { x: { time: false } }, axes: [{ ...axis, incrs: WHOLE }, { ...axis, size: 50 }], series: [{ label: "step" }, ...lines.map((line) => line[0])] }, [steps, ...lines.map((line) => line[1])], chart);
+    drawRewards(chart, Math.max(240, root.clientWidth - 24), table, rows);
     if (rows.length) open(rows.at(-1));
+  }
+
+  function sortPrompts(prompts) {
+    const name = state.sortColumn;
+    const sign = state.isDescending ? -1 : 1;
+    prompts.sort((a, b) => {
+      if (a[name] === b[name]) return a.id - b.id;
+      return a[name] < b[name] ? -sign : sign;
+    });
+  }
+
+  function createHeader(name, redraw) {
+    const sort = () => {
+      state.isDescending = state.sortColumn === name && !state.isDescending;
+      state.sortColumn = name;
+      redraw();
+    };
+    let arrow = "";
+    if (state.sortColumn === name) arrow = state.isDescending ? " ↓" : " ↑";
+    return el("span", { class: name === "prompt" ? "text" : "", onclick: sort }, name + arrow);
+  }
+
+  function createToolbar(numPrompts, redraw) {
+    const createPreset = (label, name, isDescending) => {
+      const sort = () => {
+        state.sortColumn = name;
+        state.isDescending = isDescending;
+        redraw();
+      };
+      return el("button", { onclick: sort }, label);
+    };
+    const explanation = "first, last: mean reward at the first and last step that sampled the prompt";
+    return el(
+      "div",
+      { class: "toolbar" },
+      createPreset("worst", "mean", false),
+      createPreset("best", "mean", true),
+      createPreset("most improved", "change", true),
+      createPreset("most regressed", "change", false),
+      createPreset("least spread", "spread", false),
+      el("span", { class: "muted" }, `${formatCount(numPrompts)} prompts; ${explanation}`),
+    );
   }
 
   megarl.views.Prompts = {
     async draw(root) {
-      root.replaceChildren(el("p", { class: "faint" }, "Reading the rollouts' figures …"));
-      const table = await megarl.table(megarl.run), all = gather(table);
-      if (!all.length) { root.replaceChildren(el("p", { class: "faint" }, "There are no rollouts with a reward on record.")); return; }
-      const names = ["prompt", "samples", "steps", "mean", "first", "last", "change", "spread", "errors"];
-      const columns = names.map((name) => ({ name, text: name === "prompt" }));
-      const detail = el("section", { class: "card sticky" }, el("p", { class: "faint" }, "Choose a prompt to see it over the steps."));
-      const grid = megarl.grid({ columns, cell: (i, name) => (name === "prompt" ? all[i].prompt : said(all[i][name], 3)), open: (i) => one(detail, table, all[i]), height: Math.max(240, innerHeight - 190) });
+      root.replaceChildren(createHint("Loading the rollouts …"));
+      const table = await megarl.loadTable(megarl.runIndex);
+      const prompts = summarizePrompts(table);
+      if (!prompts.length) {
+        root.replaceChildren(createHint("No rollouts with a reward are recorded."));
+        return;
+      }
+      const detail = el("section", { class: "card sticky" });
+      const grid = megarl.createGrid({
+        columns: COLUMNS.map((name) => ({ name, isText: name === "prompt" })),
+        getText: (i, name) => (name === "prompt" ? prompts[i].prompt : formatNumber(prompts[i][name], 3)),
+        onSelect: (i) => drawPrompt(detail, table, prompts[i]),
+        height: Math.max(240, innerHeight - 190),
+      });
       const redraw = () => {
-        const sign = state.down ? -1 : 1, key = state.sort;
-        all.sort((a, b) => (a[key] === b[key] ? a.of - b.of : sign * (a[key] < b[key] ? -1 : 1)));
-        grid.head.replaceChildren(...names.map((name) => el("span", { class: name === "prompt" ? "text" : "", onclick: () => { state.down = state.sort === name ? !state.down : false; state.sort = name; redraw(); } }, name + (state.sort === name ? (state.down ? " ↓" : " ↑") : ""))));
-        grid.choose(-1);
-        grid.show(null, all.length);
+        sortPrompts(prompts);
+        grid.head.replaceChildren(...COLUMNS.map((name) => createHeader(name, redraw)));
+        grid.select(-1);
+        grid.show(null, prompts.length);
       };
-      const quick = (label, sort, down) => el("button", { onclick: () => { state.sort = sort; state.down = down; redraw(); } }, label);
-      root.replaceChildren(el("div", { class: "bar" }, quick("worst", "mean", false), quick("best", "mean", true), quick("most learnt", "change", true), quick("most forgotten", "change", false), quick("all alike", "spread", false),
-        el("span", { class: "faint" }, `${all.length.toLocaleString("en")} prompts; first, last: mean reward at the first and last step that had it`)), el("div", { class: "split" }, grid.made, detail));
+      root.replaceChildren(createToolbar(prompts.length, redraw), el("div", { class: "split" }, grid.element, detail));
       redraw();
-      grid.choose(0);
-      one(detail, table, all[0]);
+      grid.select(0);
+      drawPrompt(detail, table, prompts[0]);
     },
   };
 }

@@ -1,74 +1,136 @@
 "use strict";
 // Parses conditions such as `reward<0.5 and turns>2`, like megarl/view/query.py, to predicates on row indices.
-megarl.condition = (text, table) => {
-  const tokens = [];
-  const pattern = /\s*(?:(<=|>=|==|!=|[<>=~()])|"([^"]*)"|'([^']*)'|([^\s<>=!~()"']+))/y;
-  const trimmed = text.trimEnd();
-  if (trimmed.length > 1000) throw new Error("a condition has at most 1000 characters");
-  for (let at = 0; at < trimmed.length; at = pattern.lastIndex) {
-    pattern.lastIndex = at;
-    const match = pattern.exec(trimmed);
-    if (!match) throw new Error(`cannot read ${trimmed.slice(at, at + 30).trim()}`);
-    const [, sign, double, single, word] = match;
-    tokens.push(sign ? ["sign", sign] : word !== undefined ? ["word", word] : ["text", double ?? single]);
+{
+  const MAX_CHARS = 1000;
+  const MAX_DEPTH = 40;
+  const TOKEN_PATTERNS = [
+    /(?<operator><=|>=|==|!=|[<>=~()])/,
+    /"(?<double>[^"]*)"/,
+    /'(?<single>[^']*)'/,
+    /(?<word>[^\s<>=!~()"']+)/,
+  ];
+  const TOKEN = new RegExp(`\\s*(?:${TOKEN_PATTERNS.map((pattern) => pattern.source).join("|")})`, "y");
+  const TEXT_OPERATORS = ["=", "==", "!=", "~"];
+
+  // Returns [{kind, text}], where kind is operator (with parentheses), word or quoted.
+  function tokenize(text) {
+    const tokens = [];
+    let position = 0;
+    while (position < text.length) {
+      TOKEN.lastIndex = position;
+      const match = TOKEN.exec(text);
+      if (!match) throw new Error(`cannot read ${text.slice(position, position + 30).trim()}`);
+      const { operator, double, single, word } = match.groups;
+      if (operator) tokens.push({ kind: "operator", text: operator });
+      else if (word !== undefined) tokens.push({ kind: "word", text: word });
+      else tokens.push({ kind: "quoted", text: double ?? single });
+      position = TOKEN.lastIndex;
+    }
+    return tokens;
   }
-  let at = 0;
-  const takes = (word) => {
-    if (at < tokens.length && tokens[at][0] !== "text" && tokens[at][1] === word) return ++at;
-    return 0;
-  };
-  const next = (wanted) => {
-    if (at >= tokens.length) throw new Error(`expected ${wanted}, found the end`);
-    return tokens[at++];
-  };
-  const either = (depth) => {
-    const parts = [both(depth)];
-    while (takes("or")) parts.push(both(depth));
-    return (row) => parts.some((part) => part(row));
-  };
-  const both = (depth) => {
-    const parts = [one(depth)];
-    while (takes("and")) parts.push(one(depth));
-    return (row) => parts.every((part) => part(row));
-  };
-  const one = (depth) => {
-    if (depth > 40) throw new Error("more than 40 parts within each other");
-    if (takes("not")) {
-      const inner = one(depth + 1);
-      return (row) => !inner(row);
+
+  function compareTexts(name, operator, text, column, texts) {
+    if (!TEXT_OPERATORS.includes(operator)) throw new Error(`${name} is text, which is compared by =, != or ~`);
+    const matches = texts.map((candidate) => {
+      if (operator === "~") return candidate.includes(text);
+      return (candidate === text) === (operator !== "!=");
+    });
+    return (row) => matches[column[row]];
+  }
+
+  function compareNumbers(name, operator, text, column) {
+    const number = Number(text);
+    if (operator === "~") throw new Error(`${name} is a number, which ~ does not fit`);
+    if (text === "" || Number.isNaN(number)) throw new Error(`${name} is a number, and "${text}" is not`);
+    const predicates = {
+      "<": (row) => column[row] < number,
+      "<=": (row) => column[row] <= number,
+      ">": (row) => column[row] > number,
+      ">=": (row) => column[row] >= number,
+      "=": (row) => column[row] === number,
+      "==": (row) => column[row] === number,
+      "!=": (row) => column[row] !== number,
+    };
+    return predicates[operator];
+  }
+
+  class Parser {
+    constructor(tokens, table) {
+      this.tokens = tokens;
+      this.table = table;
+      this.position = 0;
     }
-    if (takes("(")) {
-      const inner = either(depth + 1);
-      if (!takes(")")) throw new Error("a closing parenthesis is missing");
-      return inner;
+
+    parse() {
+      const predicate = this.parseOr(0);
+      if (this.position < this.tokens.length) {
+        throw new Error(`expected and, or, or the end, found ${this.tokens[this.position].text}`);
+      }
+      return predicate;
     }
-    return comparison();
-  };
-  const comparison = () => {
-    const [kind, name] = next("a column");
-    const values = table.columns[name];
-    if (kind !== "word" || !Object.hasOwn(table.columns, name)) throw new Error(`there is no column ${name}; there are ${Object.keys(table.columns).join(", ")}`);
-    const [isSign, sign] = next("a sign such as <");
-    if (isSign !== "sign" || "()".includes(sign)) throw new Error(`expected a sign such as <, found ${sign}`);
-    const [what, wanted] = next("a value");
-    if (what === "sign") throw new Error(`expected a value, found ${wanted}`);
-    const texts = Object.hasOwn(table.texts, name) ? table.texts[name] : null;
-    if (texts) {
-      if (!["=", "==", "!=", "~"].includes(sign)) throw new Error(`${name} is text, which is compared by =, != or ~`);
-      const fits = texts.map((text) => (sign === "~" ? text.includes(wanted) : (text === wanted) === (sign !== "!=")));
-      return (row) => fits[values[row]];
+
+    parseOr(depth) {
+      const parts = [this.parseAnd(depth)];
+      while (this.accept("or")) parts.push(this.parseAnd(depth));
+      return (row) => parts.some((part) => part(row));
     }
-    const number = Number(wanted);
-    if (sign === "~") throw new Error(`${name} is a number, which ~ does not fit`);
-    if (wanted === "" || Number.isNaN(number)) throw new Error(`${name} is a number, and ${wanted} is none`);
-    return {
-      "<": (row) => values[row] < number, "<=": (row) => values[row] <= number, ">": (row) => values[row] > number,
-      ">=": (row) => values[row] >= number, "=": (row) => values[row] === number, "==": (row) => values[row] === number,
-      "!=": (row) => values[row] !== number,
-    }[sign];
+
+    parseAnd(depth) {
+      const parts = [this.parseTerm(depth)];
+      while (this.accept("and")) parts.push(this.parseTerm(depth));
+      return (row) => parts.every((part) => part(row));
+    }
+
+    parseTerm(depth) {
+      if (depth > MAX_DEPTH) throw new Error(`more than ${MAX_DEPTH} levels of nesting`);
+      if (this.accept("not")) {
+        const inner = this.parseTerm(depth + 1);
+        return (row) => !inner(row);
+      }
+      if (this.accept("(")) {
+        const inner = this.parseOr(depth + 1);
+        if (!this.accept(")")) throw new Error("a closing parenthesis is missing");
+        return inner;
+      }
+      return this.parseComparison();
+    }
+
+    parseComparison() {
+      const { columns, texts } = this.table;
+      const { kind, text: name } = this.next("a column");
+      if (kind !== "word" || !Object.hasOwn(columns, name)) {
+        throw new Error(`there is no column ${name}; the columns are ${Object.keys(columns).join(", ")}`);
+      }
+      const operator = this.next("an operator such as <");
+      if (operator.kind !== "operator" || "()".includes(operator.text)) {
+        throw new Error(`expected an operator such as <, found ${operator.text}`);
+      }
+      const value = this.next("a value");
+      if (value.kind === "operator") throw new Error(`expected a value, found ${value.text}`);
+      if (Object.hasOwn(texts, name)) {
+        return compareTexts(name, operator.text, value.text, columns[name], texts[name]);
+      }
+      return compareNumbers(name, operator.text, value.text, columns[name]);
+    }
+
+    accept(text) {
+      const token = this.tokens[this.position];
+      const isNext = token !== undefined && token.kind !== "quoted" && token.text === text;
+      if (isNext) this.position++;
+      return isNext;
+    }
+
+    next(expected) {
+      if (this.position >= this.tokens.length) throw new Error(`expected ${expected}, found the end`);
+      return this.tokens[this.position++];
+    }
+  }
+
+  // Returns a predicate on the rows of a table, or null for an empty condition. Throws an Error if it is invalid.
+  megarl.parseCondition = (text, table) => {
+    const trimmed = text.trimEnd();
+    if (trimmed.length > MAX_CHARS) throw new Error(`a condition has at most ${MAX_CHARS} characters`);
+    const tokens = tokenize(trimmed);
+    return tokens.length ? new Parser(tokens, table).parse() : null;
   };
-  if (!tokens.length) return null;
-  const condition = either(0);
-  if (at < tokens.length) throw new Error(`expected and, or, or the end, found ${tokens[at][1]}`);
-  return condition;
-};
+}

@@ -1,141 +1,330 @@
 "use strict";
-// One rollout: values, turns, and tokens colored by the selected mode.
+// One rollout: its fields, turns, and tokens colored by the selected mode.
 {
-  const MOST = 20000; // tokens drawn at once
-  const each = (f) => (one) => one.ids.map((_, i) => f(one, i));
-  const small = (value) => (value === null ? "–" : value ? value.toExponential(1) : "0");
-  const less = (a, b) => (a === null || b === null || a === undefined || b === undefined ? null : a - b);
+  const MAX_TOKENS = 20000; // drawn at once
+  const MASKED = "prompt or tool result"; // tokens that the policy did not write
+  const BLUE = "59,130,246";
+  const GREEN = "22,163,74";
+  const ORANGE = "217,119,6";
+  const PINK = "219,39,119";
+  const RED = "220,38,38";
+  const TEAL = "13,148,136";
+
+  const isMissing = (value) => value === null || value === undefined;
+  const subtract = (a, b) => (isMissing(a) || isMissing(b) ? null : a - b);
+
+  // Subtracts two lists of per-token values; null if one was not recorded.
+  function subtractEach(a, b) {
+    return a && b ? a.map((value, i) => subtract(value, b[i])) : null;
+  }
+
+  function getRoutingChanges(rollout) {
+    const changes = subtractEach(rollout.trainer_logprobs, rollout.unreplayed_logprobs);
+    return changes && changes.map((change) => (change === null ? null : Math.abs(change)));
+  }
+
+  // Each mode has `getValues`, which returns a value per token, or null if they were not recorded. Modes with `getFill`
+  // color each value independently. The others color the policy's tokens with `getHue`, the larger the value the
+  // stronger. Their scale ends at the rollout's largest value, however small; that of log-probs is within 3 and 8.
+  const getLogprobEnd = (largest) => Math.max(3, Math.min(largest, 8));
+  const getSignHue = (value) => (value < 0 ? RED : GREEN);
   const MODES = {
-    mask: { label: "mask", about: "what the policy wrote, and is trained on", of: (one) => one.mask.map((own) => (own ? 1 : null)) },
-    advantage: { label: "advantage", about: "red below 0, green above", of: (one) => one.advantages, ends: true },
-    logprob: { label: "log-prob, engine", about: "the stronger the colour, the less likely", of: (one) => one.logprobs },
-    trainer: { label: "log-prob, trainer", about: "the stronger the colour, the less likely", of: (one) => one.trainer },
-    ratio: { label: "ratio", about: "trainer over engine, in logarithms: red below 1, green above", of: (one) => one.trainer && each((own, i) => less(own.trainer[i], own.logprobs[i]))(one), ends: true },
-    version: { label: "weight version", about: "a colour for each version", of: (one) => (one.versions.some((own) => own >= 0) ? one.versions : null) },
-    cache: { label: "cache", about: "green: the engine had it in its cache when it was first asked to go on behind it; orange: it computed it anew", of: (one) => (one.cached.some((own) => own !== null) ? one.cached : null) },
-    routing: { label: "routing", about: "how far the trainer's log-prob moves when it chooses the experts itself", of: (one) => one.trainer && one.unreplayed && each((own, i) => { const by = less(own.trainer[i], own.unreplayed[i]); return by === null ? null : Math.abs(by); })(one) },
+    mask: {
+      label: "mask",
+      description: "blue: written by the policy and trained on",
+      getValues: (rollout) => rollout.isAction,
+      getFill: (isAction) => (isAction ? `rgba(${BLUE},.22)` : ""),
+    },
+    advantage: {
+      label: "advantage",
+      description: "red below 0, green above",
+      getValues: (rollout) => rollout.advantages,
+      getHue: getSignHue,
+    },
+    logprob: {
+      label: "log-prob, engine",
+      description: "the stronger the color, the less likely the token",
+      getValues: (rollout) => rollout.logprobs,
+      getHue: () => ORANGE,
+      getScaleEnd: getLogprobEnd,
+    },
+    trainer: {
+      label: "log-prob, trainer",
+      description: "the stronger the color, the less likely the token",
+      getValues: (rollout) => rollout.trainer_logprobs,
+      getHue: () => ORANGE,
+      getScaleEnd: getLogprobEnd,
+    },
+    ratio: {
+      label: "ratio",
+      description: "log of the trainer's probability over the engine's: red if the ratio is below 1, green if above",
+      getValues: (rollout) => subtractEach(rollout.trainer_logprobs, rollout.logprobs),
+      getHue: getSignHue,
+    },
+    version: {
+      label: "weight version",
+      description: "one color per weight version",
+      getValues: ({ versions }) => (versions.some((version) => version >= 0) ? versions : null),
+      getFill: (version) => (version >= 0 ? getColor(version) + "55" : ""),
+    },
+    cache: {
+      label: "cache",
+      description: "green: in the engine's prefix cache at the first request after it; orange: computed anew",
+      getValues: ({ isCached }) => (isCached.some((value) => value !== null) ? isCached : null),
+      getFill: (isCached) => {
+        if (isCached === null) return "";
+        return isCached ? `rgba(${TEAL},.30)` : `rgba(${ORANGE},.22)`;
+      },
+    },
+    routing: {
+      label: "routing",
+      description: "change of the trainer's log-prob when it chooses experts itself instead of replaying the engine's",
+      getValues: getRoutingChanges,
+      getHue: () => PINK,
+    },
   };
   let mode = "mask";
 
-  function prepare(one) {
-    if (one.mask) return one;
-    one.mask = [];
-    one.versions = [];
-    one.cached = [];
-    let since = 0, until = 0; // tokens after the last request; the next request tells which of them were cached
-    for (const turn of one.turns) {
-      const known = turn.written && turn.cached !== null && turn.cached !== undefined;
-      if (turn.written) { for (; since < until; since++) one.cached.push(known ? (since < turn.cached ? 1 : 0) : null); }
-      until += turn.tokens;
-      const runs = turn.runs.length ? turn.runs : [[turn.version, turn.tokens]];
-      for (const [version, tokens] of runs) for (let i = 0; i < tokens; i++) { one.mask.push(turn.written); one.versions.push(turn.written ? version ?? -1 : -1); }
+  // Returns for each token whether the engine had it in its cache when the policy's next turn was requested; null if
+  // that was not recorded, or there was no further request.
+  function findCachedTokens(turns) {
+    const isCached = [];
+    let position = 0;
+    for (const turn of turns) {
+      if (turn.is_action) {
+        const isRecorded = !isMissing(turn.cached_tokens);
+        while (isCached.length < position) isCached.push(isRecorded ? isCached.length < turn.cached_tokens : null);
+      }
+      position += turn.num_tokens;
     }
-    for (; since < until; since++) one.cached.push(null);
-    return one;
+    while (isCached.length < position) isCached.push(null);
+    return isCached;
   }
 
-  // Returns the end of the color scale: in two-sided modes and routing the rollout's largest value, however small.
-  function scale(one) {
-    if (["mask", "version", "cache"].includes(mode)) return null;
-    const most = MODES[mode].of(one).reduce((a, value, i) => (one.mask[i] && value !== null ? Math.max(a, Math.abs(value)) : a), 0);
-    return MODES[mode].ends || mode === "routing" ? most : Math.max(3, Math.min(most, 8));
+  // Returns weight versions as [version, tokens] in order; a turn during which weights were synchronized has several.
+  const getVersionSpans = (turn) =>
+    turn.version_spans.length ? turn.version_spans : [[turn.weight_version, turn.num_tokens]];
+
+  // Adds what the turns say about each token: isAction, versions (-1 if none) and isCached.
+  function addTokenColumns(rollout) {
+    if (rollout.isAction) return;
+    rollout.isAction = [];
+    rollout.versions = [];
+    rollout.isCached = findCachedTokens(rollout.turns);
+    for (const turn of rollout.turns) {
+      for (const [version, numTokens] of getVersionSpans(turn)) {
+        for (let i = 0; i < numTokens; i++) {
+          rollout.isAction.push(turn.is_action);
+          rollout.versions.push(turn.is_action ? (version ?? -1) : -1);
+        }
+      }
+    }
   }
 
-  function explained(one) {
-    if (!MODES[mode].of(one)) return "not on record for this rollout";
-    const most = scale(one);
-    return MODES[mode].about + (most === null ? "" : most ? `; strongest at ${most.toPrecision(2)}` : "; it is 0 on every token");
+  // Returns the value of the strongest color; null for modes without a scale.
+  function getScaleEnd(rollout, values) {
+    const { getFill, getScaleEnd: limit } = MODES[mode];
+    if (getFill) return null;
+    const largest = values.reduce(
+      (maximum, value, i) => (rollout.isAction[i] && value !== null ? Math.max(maximum, Math.abs(value)) : maximum),
+      0,
+    );
+    return limit ? limit(largest) : largest;
   }
 
-  function painter(one) {
-    const values = MODES[mode].of(one);
+  function describeMode(rollout) {
+    const { description, getValues } = MODES[mode];
+    const values = getValues(rollout);
+    if (!values) return "not recorded";
+    const end = getScaleEnd(rollout, values);
+    if (end === null) return description;
+    return end ? `${description}; strongest at ${end.toPrecision(2)}` : `${description}; 0 at every token`;
+  }
+
+  // Returns a function from a token's index to its color, "" for none.
+  function createColorizer(rollout) {
+    const { getValues, getFill, getHue } = MODES[mode];
+    const values = getValues(rollout);
     if (!values) return () => "";
-    const most = scale(one);
-    if (mode === "mask") return (i) => (one.mask[i] ? "rgba(59,130,246,.22)" : "");
-    if (mode === "cache") return (i) => (values[i] === null ? "" : values[i] ? "rgba(13,148,136,.30)" : "rgba(217,119,6,.22)");
-    if (mode === "version") return (i) => (values[i] >= 0 ? COLOURS[values[i] % COLOURS.length] + "55" : "");
+    if (getFill) return (i) => getFill(values[i]);
+    const end = getScaleEnd(rollout, values);
     return (i) => {
-      if (!one.mask[i] || values[i] === null) return "";
-      const share = most ? Math.min(1, Math.abs(values[i]) / most) : 0;
-      const colour = MODES[mode].ends ? (values[i] < 0 ? "220,38,38" : "22,163,74") : mode === "routing" ? "219,39,119" : "217,119,6";
-      return share > 0 ? `rgba(${colour},${(0.06 + 0.6 * share).toFixed(3)})` : "";
+      if (!rollout.isAction[i] || !values[i] || !end) return "";
+      const strength = Math.min(1, Math.abs(values[i]) / end);
+      return `rgba(${getHue(values[i])},${(0.06 + 0.6 * strength).toFixed(3)})`;
     };
   }
 
-  const visible = (word) => word.replace(/\r/g, "␍").replace(/\n/g, "⏎\n").replace(/\t/g, "⇥\t").replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f]/g, "�");
+  function showControlCharacters(text) {
+    return text
+      .replace(/\r/g, "␍")
+      .replace(/\n/g, "⏎\n")
+      .replace(/\t/g, "⇥\t")
+      .replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f]/g, "�");
+  }
 
-  function about(one, i) {
-    const parts = [`token ${i}, id ${one.ids[i]}, ${JSON.stringify(one.words[i])}`];
-    if (one.mask[i]) {
-      parts.push(`engine ${said(one.logprobs && one.logprobs[i])}`);
-      if (one.trainer) parts.push(`trainer ${said(one.trainer[i])}, ratio ${said(Math.exp(less(one.trainer[i], one.logprobs[i])))}, apart ${small(less(one.trainer[i], one.logprobs[i]))}`);
-      if (one.unreplayed) parts.push(`with its own experts ${said(one.unreplayed[i])}, apart ${small(less(one.trainer[i], one.unreplayed[i]))}`);
-      if (one.advantages) parts.push(`advantage ${said(one.advantages[i])}`);
-      parts.push(`weights ${one.versions[i]}`);
-    } else parts.push("given, masked");
+  function describeToken(rollout, i) {
+    const parts = [`token ${i}, id ${rollout.token_ids[i]}, ${JSON.stringify(rollout.token_texts[i])}`];
+    if (!rollout.isAction[i]) return [...parts, `${MASKED}, not trained on`].join("  ");
+    const { logprobs, trainer_logprobs: trainer, unreplayed_logprobs: unreplayed, advantages } = rollout;
+    parts.push(`log-prob: engine ${formatNumber(logprobs && logprobs[i])}`);
+    if (trainer) {
+      const difference = subtract(trainer[i], logprobs && logprobs[i]);
+      const ratio = difference === null ? null : Math.exp(difference);
+      parts.push(`trainer ${formatNumber(trainer[i])}`);
+      parts.push(`ratio ${formatNumber(ratio)}, difference ${formatSmall(difference)}`);
+    }
+    if (unreplayed) {
+      const difference = subtract(trainer && trainer[i], unreplayed[i]);
+      parts.push(`without routing replay ${formatNumber(unreplayed[i])}, difference ${formatSmall(difference)}`);
+    }
+    if (advantages) parts.push(`advantage ${formatNumber(advantages[i])}`);
+    parts.push(`weight version ${rollout.versions[i]}`);
     return parts.join("  ");
   }
 
-  // parts: index of the token where it diverges from another rollout, or -1.
-  megarl.drawRollout = (root, one, parts = -1) => {
-    prepare(one);
-    const line = el("div", { class: "about" }, "Point at a token.");
-    const turns = el("div");
-    const draw = () => {
-      const paint = painter(one), marked = [];
-      let at = 0, drawn = 0;
-      for (const [number, turn] of one.turns.entries()) {
-        const spans = [];
-        const end = at + turn.tokens;
-        for (; at < end && drawn < MOST; at++, drawn++) {
-          const span = el("span", {}, visible(one.words[at]) || "·"), colour = paint(at);
-          span.dataset.at = at;
-          if (colour) span.style.backgroundColor = colour;
-          if (at === parts) { span.className = "parts"; marked.span = span; }
-          spans.push(span);
-        }
-        if (at < end) spans.push(el("em", { class: "faint" }, ` … and ${end - at} more tokens`));
-        at = end;
-        const label = `turn ${number}: ${turn.written ? `policy, ${turn.tokens} tokens, weights ${turn.runs.length ? turn.runs.map(([version, tokens]) => `${version} (${tokens})`).join(", ") : turn.version}${turn.cached > 0 ? `, ${turn.cached} of the ${at - turn.tokens} tokens before it from the cache` : turn.cached === 0 ? ", nothing before it from the cache" : ""}` : `given, masked, ${turn.tokens} tokens`}${turn.reward ? `, reward ${said(turn.reward)}` : ""}`;
-        marked.push(el("div", { class: turn.written ? "turn written" : "turn" }, el("h4", {}, label), el("div", { class: "tokens" }, ...spans)));
+  function describeVersions(turn) {
+    if (!turn.version_spans.length) return `weight version ${turn.weight_version ?? "?"}`;
+    const spans = turn.version_spans.map(([version, numTokens]) => `${version} (${numTokens} tokens)`);
+    return `weight versions ${spans.join(", ")}`;
+  }
+
+  // position: number of tokens before the turn.
+  function describeTurn(turn, index, position) {
+    const parts = [];
+    if (turn.is_action) {
+      parts.push("policy", `${turn.num_tokens} tokens`, describeVersions(turn));
+      if (!isMissing(turn.cached_tokens)) parts.push(`${turn.cached_tokens} of ${position} prefix tokens cached`);
+    } else {
+      parts.push(MASKED, "not trained on", `${turn.num_tokens} tokens`);
+    }
+    if (turn.reward) parts.push(`reward ${formatNumber(turn.reward)}`);
+    return `turn ${index}: ${parts.join(", ")}`;
+  }
+
+  function describePrompt(rollout) {
+    const source = rollout.data_source ? ` (${rollout.data_source})` : "";
+    const episode = rollout.episode >= 0 ? `, episode ${rollout.episode}` : "";
+    return `${rollout.id ?? "?"}${source}, group ${rollout.group}${episode}`;
+  }
+
+  function describeReward(rollout) {
+    const unscored = Object.entries(rollout.unscored).map(([part, reason]) => `${part}: ${reason}`);
+    if (unscored.length) return `none: ${unscored.join("; ")}`;
+    const parts = Object.entries(rollout.reward_parts).map(([part, value]) => `${part} ${formatNumber(value)}`);
+    return formatNumber(rollout.reward) + (parts.length > 1 ? ` = ${parts.join(", ")}` : "");
+  }
+
+  function createFields(rollout) {
+    const { status, failure, ground_truth: groundTruth, branch, forks, drift } = rollout;
+    const fields = [
+      ["prompt", describePrompt(rollout)],
+      ["reward", describeReward(rollout)],
+      ["advantage", formatNumber(rollout.advantage)],
+      ["status", failure ? `${status}: ${failure}` : status],
+    ];
+    if (!isMissing(groundTruth) && groundTruth !== "null") fields.push(["ground truth", groundTruth]); // it is JSON
+    if (rollout.tool_calls) fields.push(["tool calls", `${rollout.tool_calls}, ${rollout.tool_errors} failed`]);
+    if (!isMissing(branch)) fields.push(["branch", `${branch}, ${forks} forks${drift ? ", drifted" : ""}`]);
+    fields.push(["seed", String(rollout.seed)]);
+    const items = fields.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]);
+    return el("dl", { class: "fields" }, ...items);
+  }
+
+  function createTurn(isAction, title, ...content) {
+    const className = isAction ? "turn policy" : "turn";
+    return el("div", { class: className }, el("h4", {}, title), el("div", { class: "tokens" }, ...content));
+  }
+
+  function createMessages(messages) {
+    if (!messages.length) return "";
+    const turns = messages.map(({ role, text }) => createTurn(role === "assistant", role, showControlCharacters(text)));
+    return el("details", {}, el("summary", { class: "muted" }, "messages of the conversation"), ...turns);
+  }
+
+  // Returns the turns with all tokens up to MAX_TOKENS, each colored. divergence: index of the token to mark, or -1.
+  function createTurns(rollout, divergence) {
+    const getTokenColor = createColorizer(rollout);
+    let position = 0;
+    return rollout.turns.map((turn, index) => {
+      const begin = position;
+      const end = begin + turn.num_tokens;
+      const content = [];
+      for (; position < Math.min(end, MAX_TOKENS); position++) {
+        const span = el("span", {}, showControlCharacters(rollout.token_texts[position]) || "·");
+        const color = getTokenColor(position);
+        span.dataset.index = position;
+        if (color) span.style.backgroundColor = color;
+        if (position === divergence) span.className = "divergence";
+        content.push(span);
       }
-      turns.replaceChildren(...marked);
-      if (marked.span) setTimeout(() => marked.span.scrollIntoView({ block: "center" }));
-      for (const button of bar.children) button.classList.toggle("on", button.dataset.mode === mode);
-      note.textContent = explained(one);
-    };
-    const bar = el("div", { class: "modes" }, ...Object.entries(MODES).map(([name, { label }]) => {
-      const button = el("button", { onclick: () => { mode = name; draw(); } }, label);
+      if (position < end) content.push(el("em", { class: "muted" }, ` … and ${end - position} more tokens`));
+      position = end;
+      return createTurn(turn.is_action, describeTurn(turn, index, begin), ...content);
+    });
+  }
+
+  function createModeButtons(rollout, onChange) {
+    const buttons = Object.entries(MODES).map(([name, { label, getValues }]) => {
+      const select = () => {
+        mode = name;
+        onChange();
+      };
+      const button = el("button", { onclick: select }, label);
       button.dataset.mode = name;
-      if (!MODES[name].of(one)) { button.disabled = true; button.title = "not on record for this rollout"; }
+      if (!getValues(rollout)) {
+        button.disabled = true;
+        button.title = "not recorded";
+      }
       return button;
-    }));
-    const note = el("span", { class: "faint" });
-    turns.onmouseover = (event) => { if (event.target.dataset.at) line.textContent = about(one, +event.target.dataset.at); };
-    const unscored = Object.entries(one.unscored);
-    const figures = [["prompt", `${one.id ?? "?"}${one.data_source ? ` (${one.data_source})` : ""}, group ${one.group}${one.episode >= 0 ? `, episode ${one.episode}` : ""}`],
-      ["reward", unscored.length ? "none: " + unscored.map(([part, why]) => `${part}: ${why}`).join("; ") : said(one.reward) + (Object.keys(one.reward_parts).length > 1 ? " = " + Object.entries(one.reward_parts).map(([part, value]) => `${part} ${said(value)}`).join(", ") : "")],
-      ["advantage", said(one.advantage)], ["ended by", one.status + (one.failure ? ": " + one.failure : "")],
-      ["truth", one.ground_truth === "null" ? null : one.ground_truth], ["tools", one.tool_calls ? `${one.tool_calls} calls, ${one.tool_errors} failed` : null],
-      ["branch", one.branch === null || one.branch === undefined ? null : `${one.branch}, ${one.forks} forks${one.drift ? ", drift" : ""}`], ["seed", String(one.seed)]];
-    const words = el("details", {}, el("summary", { class: "faint" }, "the conversation in words"), ...one.messages.map(({ role, text }) =>
-      el("div", { class: role === "assistant" ? "turn written" : "turn" }, el("h4", {}, role), el("div", { class: "tokens" }, visible(text)))));
-    root.replaceChildren(el("h3", {}, `step ${one.step}, rollout ${one.number}`), el("dl", { class: "figures" },
-      ...figures.filter(([, value]) => value !== null && value !== undefined).flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
-    bar, note, turns, one.messages.length ? words : "", line);
+    });
+    return el("div", { class: "modes" }, ...buttons);
+  }
+
+  // divergence: index of the first token that differs from another rollout, or -1.
+  megarl.drawRollout = (root, rollout, divergence = -1) => {
+    addTokenColumns(rollout);
+    const description = el("span", { class: "muted" });
+    const turns = el("div");
+    const hoverDetails = el("div", { class: "hover-details" }, "Hover over a token.");
+    const draw = () => {
+      turns.replaceChildren(...createTurns(rollout, divergence));
+      const marked = turns.querySelector(".divergence");
+      if (marked) setTimeout(() => marked.scrollIntoView({ block: "center" }));
+      for (const button of buttons.children) button.classList.toggle("selected", button.dataset.mode === mode);
+      description.textContent = describeMode(rollout);
+    };
+    const buttons = createModeButtons(rollout, draw);
+    turns.onmouseover = ({ target }) => {
+      if (target.dataset.index) hoverDetails.textContent = describeToken(rollout, +target.dataset.index);
+    };
+    root.replaceChildren(
+      el("h3", {}, `step ${rollout.step}, rollout ${rollout.number}`),
+      createFields(rollout),
+      buttons,
+      description,
+      turns,
+      createMessages(rollout.messages),
+      hoverDetails,
+    );
     draw();
   };
 
-  megarl.showRollout = async (root, run, step, number, parts = -1) => {
-    const asked = (root.asked = {});
+  // Loads and draws a rollout. Returns it, or null if it cannot be shown or another one was selected meanwhile.
+  megarl.showRollout = async (root, runIndex, step, number) => {
+    const request = {};
+    root.request = request;
+    const isOutdated = () => root.request !== request;
     try {
-      const one = await megarl.rollout(run, step, number);
-      if (root.asked !== asked) return null; // another rollout was selected meanwhile
-      if (!one) throw new Error("this rollout cannot be read; see the notes at the top");
-      megarl.drawRollout(root, one, parts);
-      return one;
+      const rollout = await megarl.loadRollout(runIndex, step, number);
+      if (isOutdated()) return null;
+      if (!rollout) throw new Error("this rollout cannot be read; see the notes at the top");
+      megarl.drawRollout(root, rollout);
+      return rollout;
     } catch (error) {
-      if (root.asked === asked) root.replaceChildren(el("h3", {}, `step ${step}, rollout ${number}`), el("p", { class: "faint" }, error.message));
+      if (!isOutdated()) {
+        root.replaceChildren(el("h3", {}, `step ${step}, rollout ${number}`), createHint(error.message));
+      }
       return null;
     }
   };
