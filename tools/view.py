@@ -5,7 +5,7 @@
 
 Writes page.html (by default view.html in the run folder; for several runs view_B_C.html in the first): curves with
 their bands and alarms, where the time went, a table of all rollouts that sorts and filters, single rollouts with
-coloured tokens, prompts, and where two runs diverge. The tokens of at most N rollouts (20,000) are stored beside it, in
+colored tokens, prompts, and where two runs diverge. The tokens of at most N rollouts (20,000) are stored beside it, in
 page_files/: all of a small run; for a large one those of the first and last steps, and the best and worst of others.
 `--serve` shows any rollout, and updates metrics as the run continues; its address is for this machine only.
 

@@ -137,10 +137,10 @@ def head_line(record: Record) -> str:
     if record.advantage is not None:
         parts.append(f"advantage {record.advantage:+.3f}")
     if rollout.prompt.ground_truth is not None:
-        parts.append(f"truth {rollout.prompt.ground_truth}")
-    parts.append(f"ended by {rollout.status}")
+        parts.append(f"ground truth {rollout.prompt.ground_truth}")
+    parts.append(f"status {rollout.status}")
     tokens = sum(len(turn.token_ids) for turn in rollout.turns)
-    parts.append(f"{rollout.num_actions} of {tokens} tokens its own")
+    parts.append(f"{rollout.num_actions} of {tokens} tokens from the policy")
     if rollout.tool_errors:
         parts.append(f"{rollout.tool_errors} of {rollout.tool_calls} tool calls failed")
     return "  ".join(parts)
@@ -149,12 +149,12 @@ def head_line(record: Record) -> str:
 def turn_label(index: int, turn: Turn) -> str:
     count = len(turn.token_ids)
     if not turn.is_action:
-        return f"turn {index}: given, masked, {count} tokens"
-    label = f"turn {index}: policy, {count} tokens, weights {turn.weight_version}"
+        return f"turn {index}: prompt or tool result, not trained on, {count} tokens"
+    label = f"turn {index}: policy, {count} tokens, weight version {turn.weight_version}"
     if count:
         label += f", mean log-prob {np.mean(turn.logprobs, dtype=np.float64):.3f}"
     if turn.cached_tokens >= 0:
-        label += f", {turn.cached_tokens} tokens before it from the cache"
+        label += f", {turn.cached_tokens} prefix tokens cached"
     if turn.reward:
         label += f", reward {turn.reward:g}"
     return label

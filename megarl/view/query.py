@@ -1,10 +1,10 @@
 """Parse conditions on rollouts, such as `reward<0.5 and turns>2`, by hand, so that nothing in them is executed.
 
-    condition  = both {"or" both}
-    both       = one {"and" one}
-    one        = "not" one | "(" condition ")" | column sign value
-    sign       = < | <= | > | >= | = | == | != | ~          (~: the text has this in it)
-    value      = a number, a word, or text in quotes
+    condition    = conjunction {"or" conjunction}
+    conjunction  = term {"and" term}
+    term         = "not" term | "(" condition ")" | column sign value
+    sign         = < | <= | > | >= | = | == | != | ~          (~: the text contains the value)
+    value        = a number, a word, or text in quotes
 
 `static/query.js` parses the same language for the page's table.
 """
