@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from whole_run import ROOT, make_folder, read_steps, train
+from training_run import ROOT, make_folder, read_steps, train
 
 from megarl.observe.rollout_log import read_rollouts
 
-BLACK_BOX = f"{sys.executable} {ROOT / 'tests' / 'black_box.py'}"
+BLACK_BOX = f"{sys.executable} {ROOT / 'tests' / 'subprocess_agent.py'}"
 AGENTS = ("calculating", "branching", BLACK_BOX)
-SPECS = ["agents_of_tests:calculating", "agents_of_tests:branching", f"program:{BLACK_BOX}"]
+SPECS = ["example_agents:calculating", "example_agents:branching", f"program:{BLACK_BOX}"]
 
 
 @pytest.fixture(scope="module")

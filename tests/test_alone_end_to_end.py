@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 import recorded_run
-from whole_run import ENVIRONMENT, ONE_RANK, ROOT, build_command, make_folder, read_metrics, read_steps, run_cli, train
+from training_run import (
+    ENVIRONMENT,
+    ONE_RANK,
+    ROOT,
+    build_command,
+    make_folder,
+    read_metrics,
+    read_steps,
+    run_cli,
+    train,
+)
 
 from megarl.observe.rollout_log import read_rollouts
 from megarl.observe.run_folder import RESULT_NAMES

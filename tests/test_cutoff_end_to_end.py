@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from whole_run import ROOT, make_folder, read_metrics, read_steps, train
+from training_run import ROOT, make_folder, read_metrics, read_steps, train
 
 from megarl.rollout.partial_rollouts import read_groups
 

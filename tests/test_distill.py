@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from whole_run import make_folder, read_metrics, run_cli, train
+from training_run import make_folder, read_metrics, run_cli, train
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 import torch
-from pieces import put_pieces
 from safetensors.torch import load_file
-from whole_run import (
+from sentencepiece_tokenizer import put_pieces
+from training_run import (
     ROOT,
     SMALL,
     build_command,
@@ -35,7 +35,7 @@ from whole_run import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent / "rewards"))
-from judging_server import RewardServer
+from reward_server import RewardServer
 
 from megarl.config import LoraConfig, ParallelConfig
 from megarl.environments.ready.calculator import calculator
@@ -476,8 +476,16 @@ def test_control_file_weights_survive_a_resume(ppo_run: Path, folder: Path, tmp_
 
 
 def test_wrong_engine_weights_stop_the_run_and_name_the_layer(folder: Path, tmp_path: Path, host: str) -> None:
-    """`sabotaged.py` corrupts the engine without a wrong hash. The first step, before that, passes the comparison."""
-    launched = [sys.executable, "-m", "megarl.torchrun", "--standalone", "--nproc-per-node", "2", "tests/sabotaged.py"]
+    """`train_with_corrupt_sync.py` corrupts an engine tensor after step 1's comparison, and no hash differs."""
+    launched = [
+        sys.executable,
+        "-m",
+        "megarl.torchrun",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "tests/train_with_corrupt_sync.py",
+    ]
     single = (
         "algorithm=grpo",
         "kl.apply_to=none",

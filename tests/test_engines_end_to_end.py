@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 from test_placement_end_to_end import sample_ids, weight_versions
-from whole_run import ENVIRONMENT, make_folder, read_steps, run_cli
+from training_run import ENVIRONMENT, make_folder, read_steps, run_cli
 
 from megarl.observe.rollout_log import read_rollouts
 
 GRPO = ["algorithm=grpo", "kl.apply_to=reward", "run.num_update=1", "run.ppo_epochs=1"]
 GRPO += ["run.save_every=0", "run.distributed_timeout_s=120"]
 FAULTS = [
-    "roles={rollout: {worker: dying_engines:FaultyRolloutWorker}}",
+    "roles={rollout: {worker: faulty_rollout_worker:FaultyRolloutWorker}}",
     "rollout.hang_timeout=30",
     "rollout.concurrency=6",
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_run import make_folder
+from training_run import make_folder
 
 from megarl import eval as program
 from megarl import model_sources, train

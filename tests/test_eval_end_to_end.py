@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from whole_run import ENVIRONMENT, ONE_RANK, ROOT, make_folder, with_host
+from training_run import ENVIRONMENT, ONE_RANK, ROOT, make_folder, with_host
 
 from megarl.models.hf_folder import open_hf
 from megarl.observe.rollout_log import read_rollouts

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from every_algorithm import STEPS, recipe_names
-from whole_run import make_folder, read_metrics, train
+from training_run import make_folder, read_metrics, train
 
 pytestmark = pytest.mark.nightly
 

@@ -44,9 +44,9 @@ def make_records(count: int, first_use: bool = True) -> tuple[list[int], list[Ra
 
 
 def find_faults(records: list[RankRecord]) -> str:
-    with pytest.raises(InvalidCommunication) as caught:
+    with pytest.raises(InvalidCommunication) as error:
         check([item.events for item in records])
-    return str(caught.value)
+    return str(error.value)
 
 
 def test_counts_valid_operations() -> None:

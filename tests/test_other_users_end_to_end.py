@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from other_user import needs_root, start_as_other_user
-from whole_run import ENVIRONMENT, ROOT, build_command, descendants, make_folder
+from training_run import ENVIRONMENT, ROOT, build_command, descendants, make_folder
 
 pytestmark = needs_root
 

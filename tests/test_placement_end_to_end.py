@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from whole_run import ONE_RANK, check_communication, make_folder, read_metrics, read_steps, train
+from training_run import ONE_RANK, check_communication, make_folder, read_metrics, read_steps, train
 
 from megarl.observe.rollout_log import read_rollouts
 

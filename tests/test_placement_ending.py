@@ -20,8 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_placement_end_to_end import SPLIT, assert_same_weights
+from training_run import ONE_RANK, ROOT, build_command, make_folder, read_steps, train, with_host
 from transformers import AutoModelForSequenceClassification
-from whole_run import ONE_RANK, ROOT, build_command, make_folder, read_steps, train, with_host
 
 from megarl.observe.rollout_log import read_rollouts
 

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent / "sandbox"))
 
 import adapter_tasks  # noqa: E402
 from environment_tasks import ENVIRONMENTS, TASKS, write  # noqa: E402
-from real_boxes import needs_boxes  # noqa: E402
-from whole_run import ROOT, read_steps, with_host  # noqa: E402
+from sync_sandbox import needs_bubblewrap  # noqa: E402
+from training_run import ROOT, read_steps, with_host  # noqa: E402
 
 from megarl.observe.rollout_log import read_rollouts  # noqa: E402
 
@@ -66,7 +66,7 @@ def run(warm_up: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> P
     return run_dir
 
 
-@needs_boxes
+@needs_bubblewrap
 def test_reward_rises_in_every_environment(run: Path) -> None:
     rows = read_steps(run)[:STEPS]
     assert len(rows) == STEPS and all(row["rollout/aborted_frac"] == 0 for row in rows)
@@ -77,7 +77,7 @@ def test_reward_rises_in_every_environment(run: Path) -> None:
         assert after > before + 0.1, (name, result)
 
 
-@needs_boxes
+@needs_bubblewrap
 def test_trains_two_steps_with_adapters(run: Path) -> None:
     """The policy earns rewards by calling the MCP server's tool and the Harbor task's shell."""
     rows = read_steps(run)[STEPS:]

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_run import ENVIRONMENT, ROOT, build_command, descendants, make_folder
+from training_run import ENVIRONMENT, ROOT, build_command, descendants, make_folder
 
 sys.path.insert(0, str(ROOT / "tests/rewards"))
-from judging_server import RewardServer  # noqa: E402
+from reward_server import RewardServer  # noqa: E402
 
 MARK = "MARKED"
 SECRETS = {

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import whole_run
-from whole_run import log_lines, make_folder, read_metrics, run_cli, train
+import training_run
+from training_run import log_lines, make_folder, read_metrics, run_cli, train
 
 pytestmark = pytest.mark.nightly
 
 GRPO = [
     "algorithm=grpo",
-    "loss.policy_loss=odd_losses:nonfinite_on_one_rank",
+    "loss.policy_loss=nonfinite_loss:nonfinite_on_one_rank",
     "run.export=false",
     "run.max_skipped_updates=1",
     "parallel.tp=1",
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def corrupt_steps(monkeypatch: pytest.MonkeyPatch, run_dir: Path, steps: str) -> None:
     events = {"BAD_LOSS_RUN": str(run_dir), "BAD_LOSS_STEPS": steps}
-    monkeypatch.setattr(whole_run, "ENVIRONMENT", whole_run.ENVIRONMENT | events)
+    monkeypatch.setattr(training_run, "ENVIRONMENT", training_run.ENVIRONMENT | events)
 
 
 def prompts_of(run_dir: Path, step: int) -> set[str]:

@@ -88,13 +88,13 @@ def test_select():
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1]])
 def test_select_equals_packing_in_that_order(order):
     rollouts = [EXAMPLE, SHORT, OTHER]
-    got = TrainBatch.from_rollouts(rollouts).select(order)
+    actual = TrainBatch.from_rollouts(rollouts).select(order)
     want = TrainBatch.from_rollouts([rollouts[i] for i in order])
     for item in dataclasses.fields(TrainBatch):
         if getattr(want, item.name) is None:
-            assert getattr(got, item.name) is None
+            assert getattr(actual, item.name) is None
         else:
-            assert torch.equal(getattr(got, item.name), getattr(want, item.name)), item.name
+            assert torch.equal(getattr(actual, item.name), getattr(want, item.name)), item.name
 
 
 def test_empty_batch():

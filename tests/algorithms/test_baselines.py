@@ -35,9 +35,9 @@ def test_group_advantages_by_hand():
 def test_groups_with_equal_rewards_get_exactly_zero(use_std):
     reward = torch.tensor([0.1, 0.1, 0.1, 3.0, 1.0, 0.0], dtype=F64)  # 0.1 + 0.1 + 0.1 is not 3 * 0.1 in binary
     group = torch.tensor([0, 0, 0, 1, 2, 2])
-    got = group_advantages(reward, group, use_std)
-    assert got[:4].tolist() == [0, 0, 0, 0]
-    assert got[4] > 0 > got[5]
+    actual = group_advantages(reward, group, use_std)
+    assert actual[:4].tolist() == [0, 0, 0, 0]
+    assert actual[4] > 0 > actual[5]
     assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64), use_std).tolist() == []
 
 

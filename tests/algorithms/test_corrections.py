@@ -23,7 +23,7 @@ from megarl.algorithms.policy_losses import Clip, PolicyLossInput, ppo_loss
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import random_batch, shard_sequences  # noqa: E402
+from sharded_batches import random_batch, shard_sequences  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -192,10 +192,10 @@ def test_weights_and_metrics_do_not_depend_on_sharding(kind: Any, level: Any, ra
     expected = correction_metrics(logs, mask, cu, full, lag)
     shares = shard_sequences(cu, ranks, 4)
 
-    def work(everyone: Any) -> tuple[Correction, dict[str, float]]:
-        _, tokens, starts = shares[everyone.rank]
+    def work(comm: Any) -> tuple[Correction, dict[str, float]]:
+        _, tokens, starts = shares[comm.rank]
         result = compute_correction(logs[tokens], mask[tokens], starts, kind, level, 0.8, 1.3)
-        metrics = correction_metrics(logs[tokens], mask[tokens], starts, result, lag[tokens], everyone.all_reduce)
+        metrics = correction_metrics(logs[tokens], mask[tokens], starts, result, lag[tokens], comm.all_reduce)
         return result, metrics
 
     for (_, tokens, _), (result, metrics) in zip(shares, as_ranks(ranks, work), strict=True):

@@ -112,10 +112,10 @@ def test_marks_do_not_depend_on_sharding(kind: str, share: float) -> None:
     for ranks in (2, 3):
         owner = torch.randint(1, ranks, (full.num_sequences,), generator=torch.Generator().manual_seed(ranks))
 
-        def work(everyone, ranks=ranks, owner=owner):  # type: ignore[no-untyped-def]  # rank 0 has nothing
-            local = (owner == everyone.rank).nonzero().squeeze(1)
+        def work(comm, ranks=ranks, owner=owner):  # type: ignore[no-untyped-def]  # rank 0 has nothing
+            local = (owner == comm.rank).nonzero().squeeze(1)
             part = full.select(local.tolist())
-            shares = BatchSharding(full.lengths, torch.zeros_like(owner), owner, local, everyone)
+            shares = BatchSharding(full.lengths, torch.zeros_like(owner), owner, local, comm)
             value = dataclasses.replace(part, group=full.group, sequence_reward=full.sequence_reward, sharding=shares)
             return value.sequence_ids, value.positions, mark(value)
 

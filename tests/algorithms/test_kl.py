@@ -42,8 +42,8 @@ def test_k2_gradient_is_unbiased_and_k1_gradient_vanishes():
     (true,) = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)
     drawn = logp.detach().exp()
     for kind, expected in (("k2", true), ("k1", torch.zeros_like(true))):
-        (got,) = torch.autograd.grad((drawn * kl_estimate(logp, reference, kind)).sum(), logits, retain_graph=True)
-        torch.testing.assert_close(got, expected)
+        (actual,) = torch.autograd.grad((drawn * kl_estimate(logp, reference, kind)).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(actual, expected)
 
 
 def sample_policies() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from megarl.types import Counts, TrainBatch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import random_batch, shard_sequences  # noqa: E402
+from sharded_batches import random_batch, shard_sequences  # noqa: E402
 
 pytestmark = pytest.mark.alone
 

@@ -11,7 +11,7 @@ from megarl.algorithms.token_stats import sequence_sums
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import random_batch  # noqa: E402
+from sharded_batches import random_batch  # noqa: E402
 
 pytestmark = pytest.mark.alone
 

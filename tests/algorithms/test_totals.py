@@ -22,7 +22,7 @@ from megarl.types import local_all_reduce
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import random_batch, shard_sequences  # noqa: E402
+from sharded_batches import random_batch, shard_sequences  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -91,29 +91,29 @@ def test_stats_do_not_depend_on_sharding(seed, ranks, block):
     zero_outside = torch.where(mask, item, 0.0)
     shares = shard_sequences(cu, ranks, seed)
 
-    def work(everyone):
-        total, (_, tokens, _) = everyone.all_reduce, shares[everyone.rank]
+    def work(comm):
+        total, (_, tokens, _) = comm.all_reduce, shares[comm.rank]
         local = mask[tokens]
         return (
             diff_stats(item[tokens], other[tokens], local, total),
             token_mean(zero_outside[tokens], local, total),
             count_action_tokens(local, total),
-            everyone.largest,
+            comm.largest,
         )
 
     results = as_ranks(ranks, work)
     assert all(result == results[0] for result in results)
-    (got, mean, count, largest), full = results[0], diff_stats(item, other, mask)
-    assert (got.largest, got.p95) == (full.largest, full.p95)
-    assert got.mean == pytest.approx(full.mean, rel=1e-6)
+    (actual, mean, count, largest), full = results[0], diff_stats(item, other, mask)
+    assert (actual.largest, actual.p95) == (full.largest, full.p95)
+    assert actual.mean == pytest.approx(full.mean, rel=1e-6)
     assert mean == pytest.approx(token_mean(zero_outside, mask), rel=1e-6)
     assert count == int(mask.sum())
     assert largest <= 2 * 2048 * 8
 
 
 def test_diff_stats_without_actions_are_none():
-    def work(everyone):
-        mine = torch.ones(everyone.rank)
-        return diff_stats(mine, mine, torch.zeros(everyone.rank).bool(), everyone.all_reduce)
+    def work(comm):
+        mine = torch.ones(comm.rank)
+        return diff_stats(mine, mine, torch.zeros(comm.rank).bool(), comm.all_reduce)
 
     assert as_ranks(3, work) == [None] * 3

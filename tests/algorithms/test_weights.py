@@ -11,7 +11,7 @@ from megarl.algorithms.losses import constant_weights, pair_mean_weights, sequen
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import random_batch, shard_sequences  # noqa: E402
+from sharded_batches import random_batch, shard_sequences  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -80,7 +80,7 @@ def test_weights_equal_the_formulas_bitwise_on_any_number_of_ranks(seed):
 
 def test_pair_mean_counts_pairs_of_all_ranks():
     starts = [torch.tensor([0, 2, 5]), torch.tensor([0]), torch.tensor([0, 1, 2, 4, 5])]
-    weights = as_ranks(3, lambda everyone: pair_mean_weights(starts[everyone.rank], everyone.all_reduce).tolist())
+    weights = as_ranks(3, lambda comm: pair_mean_weights(starts[comm.rank], comm.all_reduce).tolist())
     third = float(torch.tensor(1.0 / 3))
     assert weights == [[0, third, 0, 0, 0], [], [third, 0, 0, third, 0]]
     assert pair_mean_weights(starts[2]).tolist() == [0.5, 0, 0, 0.5, 0]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from pieces import put_pieces
+from sentencepiece_tokenizer import put_pieces
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError, ModelConfig

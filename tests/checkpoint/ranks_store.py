@@ -231,7 +231,7 @@ def slow_rank(folder: Path) -> dict[str, object]:
     with ranks.with_timeout(100):
         newest = store.find_newest()  # its own timeout is shorter than the block's
         restore_model(model, saved / "actor")
-        everyone = ranks.all_gather_objects(verified)
+        comm = ranks.all_gather_objects(verified)
     tree = json.loads((saved / "manifest.json").read_text())["files"]
     local = {name: hashlib.sha256((saved / name).read_bytes()).hexdigest() for name in tree}
     on_disk = {str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file()} - {"manifest.json"}
@@ -239,9 +239,8 @@ def slow_rank(folder: Path) -> dict[str, object]:
         "found": newest == saved,
         "hashes": local == {name: entry["sha256"] for name, entry in tree.items()} and on_disk == set(tree),
         "hashed after write": hashed_later,
-        "verified once": sorted(name for names in everyone for name in names)
-        == sorted(Path(name).name for name in tree),
-        "verified per rank": [len(names) for names in everyone],
+        "verified once": sorted(name for names in comm for name in names) == sorted(Path(name).name for name in tree),
+        "verified per rank": [len(names) for names in comm],
         "modes": sorted({oct(path.stat().st_mode & 0o777) for path in saved.rglob("*") if path.is_file()}),
         "written": sorted(Path(name).name for name in tree if name.endswith(".distcp")),
     }

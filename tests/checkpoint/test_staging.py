@@ -37,9 +37,9 @@ def test_background_write_raises_any_failure_as_os_error(error: BaseException) -
         raise error
 
     writing = BackgroundWrite(work)
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError) as raised:
         writing.result()
-    assert writing.is_done() and str(error) in str(caught.value)
+    assert writing.is_done() and str(error) in str(raised.value)
 
 
 def test_cancel_stops_background_write() -> None:

@@ -86,11 +86,11 @@ def test_mismatch_raises_before_training_and_names_the_layer() -> None:
     assert not flow.should_check_logprobs and "find_mismatches" not in flow.calls
     flow.should_check_logprobs, flow.logprob_error = True, 0.02  # as after the first weight sync
     before = flow.policy.table.detach().clone()
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         controller.step(flow, prompts())
-    assert "differ by 0.02 on average" in str(caught.value) and "above 0.01" in str(caught.value)
-    assert "Layer 1: the engines' weights differ from the trainer's (model.layers.1.mlp" in str(caught.value)
-    assert torch.equal(flow.policy.table.detach(), before) and "\n" not in str(caught.value)
+    assert "differ by 0.02 on average" in str(error.value) and "above 0.01" in str(error.value)
+    assert "Layer 1: the engines' weights differ from the trainer's (model.layers.1.mlp" in str(error.value)
+    assert torch.equal(flow.policy.table.detach(), before) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

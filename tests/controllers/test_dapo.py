@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from played import ScriptedFlow  # noqa: E402
+from scripted_flow import ScriptedFlow  # noqa: E402
 
 from megarl.config import ConfigError, from_dict  # noqa: E402
 from megarl.controllers.controller import make_controller  # noqa: E402

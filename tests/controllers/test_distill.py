@@ -28,8 +28,8 @@ TEACHER = torch.tensor([[0.0, 2.0, 0.0, 1.0, -1.0, 0.0], [1.0, 0.0, 0.0, 0.0, 2.
 class TeacherFlow(TableFlow):
     """A flow with a teacher, which is a constant table."""
 
-    def __init__(self, config: Config, everyone: Comm = LOCAL, world: int = 1) -> None:
-        super().__init__(config, everyone, world)
+    def __init__(self, config: Config, comm: Comm = LOCAL, world: int = 1) -> None:
+        super().__init__(config, comm, world)
         self.teacher = SimpleNamespace(forward=self.teacher_forward)
 
     def teacher_forward(self, batch: TrainBatch) -> Future[ModelOutput]:
@@ -48,8 +48,8 @@ def config_of(options: dict[str, Any] | None = None, samples: int = 8, **section
     return from_dict({**tree, "run": {"num_update": 2, "ppo_epochs": 2}, **sections})
 
 
-def run_steps(config: Config, steps: int, everyone: Comm = LOCAL, world: int = 1) -> tuple[Any, list[dict[str, float]]]:
-    flow: Any = TeacherFlow(config, everyone, world)
+def run_steps(config: Config, steps: int, comm: Comm = LOCAL, world: int = 1) -> tuple[Any, list[dict[str, float]]]:
+    flow: Any = TeacherFlow(config, comm, world)
     controller = make_controller(config)
     prompts = [Prompt(id=str(i), messages=()) for i in range(5)]
     actual = [controller.step(flow, prompts).metrics for _ in range(steps)]
@@ -122,13 +122,13 @@ def test_advantages_by_hand() -> None:
 def test_step_does_not_depend_on_world_size(options: dict[str, Any]) -> None:
     config = config_of(options)
 
-    def train(everyone: Comm, world: int) -> list[Any]:
-        flow, metrics = run_steps(config, 3, everyone, world)
+    def train(comm: Comm, world: int) -> list[Any]:
+        flow, metrics = run_steps(config, 3, comm, world)
         return [*metrics, flow.policy.table.detach()]
 
     alone = train(LOCAL, 1)
     for world in (2, 3):
-        first, *others = as_ranks(world, lambda everyone, world=world: train(everyone, world))
+        first, *others = as_ranks(world, lambda comm, world=world: train(comm, world))
         for actual in others:
             torch.testing.assert_close(actual, first, rtol=0, atol=0)
         torch.testing.assert_close(first, alone, rtol=1e-5, atol=1e-6)
@@ -145,7 +145,7 @@ def test_requirements() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "complaint"),
+    ("sections", "message"),
     [
         ({"kl": {"apply_to": "loss"}}, "kl.apply_to=loss with algorithm=distill: .* set it to none"),
         ({"options": {"reward_coef": -1}}, "options.reward_coef"),
@@ -153,6 +153,6 @@ def test_requirements() -> None:
         ({"options": {"weight": 1}}, "unknown key options.weight"),
     ],
 )
-def test_invalid_options_raise(sections: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+def test_invalid_options_raise(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_requirements(config_of(**sections))

@@ -16,7 +16,7 @@ from thread_ranks import as_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from played import ScriptedFlow  # noqa: E402
+from scripted_flow import ScriptedFlow  # noqa: E402
 
 from megarl.algorithms.advantages import (
     gae,  # noqa: E402
@@ -89,8 +89,8 @@ def join_branches(branches: Sequence[Rollout]) -> Rollout:
 class RecordingFlow:
     """A flow whose roles' outputs depend on token ids only; it records every update."""
 
-    def __init__(self, config: Config, branched: bool, everyone: Comm, world: int) -> None:
-        self.config, self.branched, self.comm, self.world = config, branched, everyone, world
+    def __init__(self, config: Config, branched: bool, comm: Comm, world: int) -> None:
+        self.config, self.branched, self.comm, self.world = config, branched, comm, world
         numbers = torch.Generator().manual_seed(1)
         self.columns = torch.randn(3, VOCABULARY, generator=numbers)
         self.rollout = self.reward = self.loader = self.clock = self
@@ -169,10 +169,10 @@ TREES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_steps(tree: dict[str, Any], branched: bool, everyone: Comm, world: int) -> list[dict[str, Any]]:
+def run_steps(tree: dict[str, Any], branched: bool, comm: Comm, world: int) -> list[dict[str, Any]]:
     """Run three steps; return all updates and some metrics."""
     config = from_dict(tree | {"run": {"num_update": 4, "ppo_epochs": 2}, "rollout": {"samples_per_prompt": 4}})
-    controller, flow = make_controller(config), RecordingFlow(config, branched, everyone, world)
+    controller, flow = make_controller(config), RecordingFlow(config, branched, comm, world)
     prompts = [Prompt(str(i), ()) for i in range(5)]
     metrics = [controller.step(flow, prompts).metrics for _ in range(3)]  # type: ignore[arg-type]
     names = ("rollout/filtered_frac", "rollout/buffer_size", "rollout/reward_greedy", "actor/kl_coef")
@@ -196,7 +196,7 @@ def test_branches_match_unbranched_episodes(name: str) -> None:
 @pytest.mark.parametrize("name", TREES)
 def test_branches_do_not_depend_on_world_size(name: str) -> None:
     alone = run_steps(TREES[name], True, LOCAL, 1)
-    first, *others = as_ranks(3, lambda everyone: run_steps(TREES[name], True, everyone, 3))
+    first, *others = as_ranks(3, lambda comm: run_steps(TREES[name], True, comm, 3))
     for steps in others:
         torch.testing.assert_close(steps, first, rtol=0, atol=0)
     torch.testing.assert_close(first, alone, rtol=1e-5, atol=1e-6)

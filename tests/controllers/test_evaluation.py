@@ -16,7 +16,7 @@ from megarl.types import Prompt, Rollouts
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from played import ScriptedFlow, scripted_rollout  # noqa: E402
+from scripted_flow import ScriptedFlow, scripted_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 

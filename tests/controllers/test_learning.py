@@ -64,8 +64,8 @@ class TableFlow:
     """Just enough of HybridFlow for a controller: every role is the table. Each of `world` ranks has a copy and samples
     its own groups."""
 
-    def __init__(self, config: Config, everyone: Comm = LOCAL, world: int = 1) -> None:
-        self.config, self.comm, self.world = config, everyone, world
+    def __init__(self, config: Config, comm: Comm = LOCAL, world: int = 1) -> None:
+        self.config, self.comm, self.world = config, comm, world
         self.policy = TablePolicy()
         self.first_table = self.policy.table.detach().clone()
         self.calls: list[str] = []
@@ -173,17 +173,17 @@ def test_every_recipe_learns_a_table(name: str, updates: int) -> None:
     assert restored.state_dict() == controller.state_dict()
 
 
-def run_steps(config: Config, prompts: int, everyone: Comm, world: int) -> list[dict[str, Any]]:
+def run_steps(config: Config, prompts: int, comm: Comm, world: int) -> list[dict[str, Any]]:
     """Run three steps; return each one's metrics, global batch, tables and controller state."""
     controller: Controller = make_controller(config)
-    flow: Any = TableFlow(config, everyone, world)
+    flow: Any = TableFlow(config, comm, world)
     steps = []
     for _ in range(3):
         result = controller.step(flow, [Prompt(id=str(i), messages=()) for i in range(prompts)])
         batch = result.batch
-        assert batch is not None and batch.comm is everyone
-        order = everyone.all_gather_rows(batch.sequence_ids).sort(stable=True).indices
-        columns = {name: everyone.all_gather_rows(getattr(batch, name))[order] for name in batch.columns()}
+        assert batch is not None and batch.comm is comm
+        order = comm.all_gather_rows(batch.sequence_ids).sort(stable=True).indices
+        columns = {name: comm.all_gather_rows(getattr(batch, name))[order] for name in batch.columns()}
         columns |= {name: getattr(batch, name) for name in ("lengths", "group", "sequence_reward")}
         tables = {"policy": flow.policy.table.detach().clone(), "values": flow.policy.values_table.detach().clone()}
         steps.append({"metrics": result.metrics, "state": controller.state_dict(), **columns, **tables})
@@ -213,7 +213,7 @@ def test_step_does_not_depend_on_world_size(algorithm: str, mean: str, kl: str, 
     config = from_dict(tree | {"critic": {"warmup_steps": 0}})
     alone = run_steps(config, prompts, LOCAL, 1)
     for world in (1, 2, 3):
-        first, *others = as_ranks(world, lambda everyone, world=world: run_steps(config, prompts, everyone, world))
+        first, *others = as_ranks(world, lambda comm, world=world: run_steps(config, prompts, comm, world))
         for steps in others:
             torch.testing.assert_close(steps, first, rtol=0, atol=0)
         within = 1e-6 if world > 1 else 0.0

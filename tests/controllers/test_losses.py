@@ -146,10 +146,10 @@ def make_batch(sequences: int = 20) -> tuple[TrainBatch, torch.Tensor]:
     return batch.with_(old_logprobs=columns[0] - 2, ref_logprobs=columns[2] - 2, advantages=advantages), new
 
 
-def shard_batch(batch: TrainBatch, everyone: Comm, ranks: int) -> TrainBatch:
+def shard_batch(batch: TrainBatch, comm: Comm, ranks: int) -> TrainBatch:
     owner = torch.randint(0, ranks, (batch.num_sequences,), generator=torch.Generator().manual_seed(ranks))
-    local = (owner == everyone.rank).nonzero().squeeze(1)
-    shares = BatchSharding(batch.lengths, torch.zeros_like(owner), owner, local, everyone)
+    local = (owner == comm.rank).nonzero().squeeze(1)
+    shares = BatchSharding(batch.lengths, torch.zeros_like(owner), owner, local, comm)
     part = batch.select(local.tolist())
     return dataclasses.replace(part, group=batch.group, sequence_reward=batch.sequence_reward, sharding=shares)
 
@@ -193,8 +193,8 @@ def test_update_does_not_depend_on_sharding_or_micro_batches(policy: str, mean: 
     assert float(alone["gradient"].abs().max()) > 1e-3
     for ranks, micro_batch in ((1, 1), (2, 1000), (3, 2)):
 
-        def work(everyone: Comm, ranks: int = ranks, micro_batch: int = micro_batch) -> dict[str, Any]:
-            return run_updates(settings, shard_batch(batch, everyone, ranks), new, micro_batch)
+        def work(comm: Comm, ranks: int = ranks, micro_batch: int = micro_batch) -> dict[str, Any]:
+            return run_updates(settings, shard_batch(batch, comm, ranks), new, micro_batch)
 
         for actual in as_ranks(ranks, work):
             torch.testing.assert_close(actual["gradient"], alone["gradient"], rtol=1e-5, atol=1e-8)

@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from played import ScriptedFlow, scripted_rollout  # noqa: E402
+from scripted_flow import ScriptedFlow, scripted_rollout  # noqa: E402
 
 from megarl.config import ConfigError, from_dict  # noqa: E402
 from megarl.controllers.controller import load_requirements, make_controller  # noqa: E402

@@ -41,8 +41,8 @@ NAMES = [" ".join(map(str, correction.values())) for correction in CORRECTIONS]
 class StaleFlow(TableFlow):
     """A response's second token comes from the weights of `lag` weight syncs ago, the first from one sync earlier."""
 
-    def __init__(self, config: Config, everyone: Comm = LOCAL, world: int = 1, lag: int = 2) -> None:
-        super().__init__(config, everyone, world)
+    def __init__(self, config: Config, comm: Comm = LOCAL, world: int = 1, lag: int = 2) -> None:
+        super().__init__(config, comm, world)
         self.lag = lag
         self.tables = [self.policy.table.detach().clone()]
         self.forwards = 0
@@ -100,8 +100,8 @@ def test_corrections_learn_two_versions_behind(correction: dict[str, Any], algor
         assert 0 < result.metrics["rollout_corr/rollout_is_eff_sample_size"] <= 1
 
 
-def steps_of(config: Config, everyone: Comm, world: int) -> list[dict[str, Any]]:
-    flow: Any = StaleFlow(config, everyone, world)
+def steps_of(config: Config, comm: Comm, world: int) -> list[dict[str, Any]]:
+    flow: Any = StaleFlow(config, comm, world)
     controller = make_controller(config)
     actual = []
     for _ in range(4):
@@ -115,7 +115,7 @@ def test_step_does_not_depend_on_world_size(correction: dict[str, Any]) -> None:
     config = config_of(correction)
     alone = steps_of(config, LOCAL, 1)
     for world in (2, 3):
-        first, *others = as_ranks(world, lambda everyone, world=world: steps_of(config, everyone, world))
+        first, *others = as_ranks(world, lambda comm, world=world: steps_of(config, comm, world))
         for steps in others:
             torch.testing.assert_close(steps, first, rtol=0, atol=0)
         torch.testing.assert_close(first, alone, rtol=1e-5, atol=1e-6)
@@ -267,7 +267,7 @@ def test_defaults_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("correction", "algorithm", "complaint"),
+    ("correction", "algorithm", "message"),
     [
         ({"kind": "tis", "low": 3.0}, "grpo", "correction.low=3 and correction.high=2 must enclose 1"),
         ({"kind": "tis", "high": 0.5}, "grpo", "correction.low=0 and correction.high=0.5 must enclose 1"),
@@ -288,9 +288,9 @@ def test_defaults_of_each_kind() -> None:
         ),
     ],
 )
-def test_invalid_combinations_raise(correction: dict[str, Any], algorithm: str, complaint: str) -> None:
+def test_invalid_combinations_raise(correction: dict[str, Any], algorithm: str, message: str) -> None:
     config = from_dict({"algorithm": algorithm, "correction": correction})
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ConfigError, match=message):
         check_correction(config, load_requirements(config))
 
 

@@ -45,9 +45,9 @@ def test_reads_verl_parquet(tmp_path):
         }
         for i in range(3)
     ]
-    got = read_prompts(write_parquet(tmp_path / "train.parquet", rows))
-    assert [prompt.id for prompt in got] == ["train-0", "train-1", "train-2"]
-    assert got[1] == Prompt(
+    actual = read_prompts(write_parquet(tmp_path / "train.parquet", rows))
+    assert [prompt.id for prompt in actual] == ["train-0", "train-1", "train-2"]
+    assert actual[1] == Prompt(
         id="train-1",
         messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}),
         data_source="openai/gsm8k",
@@ -74,11 +74,11 @@ def test_prompt_may_be_json_text_of_messages(tmp_path):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}]
     rows = [{"prompt": json.dumps(messages), "ground_truth": 5}]
     for path in (write_parquet(tmp_path / "a.parquet", rows), write_jsonl(tmp_path / "a.jsonl", *rows)):
-        (got,) = read_prompts(path)
-        assert got.messages == tuple(messages)
+        (actual,) = read_prompts(path)
+        assert actual.messages == tuple(messages)
     for text in ("[1, 2]", "[]", "[x", '["role"]', '{"role": "user", "content": "x"}'):
-        (got,) = read_prompts(write_jsonl(tmp_path / "b.jsonl", {"prompt": text, "ground_truth": 5}))
-        assert got.messages == ({"role": "user", "content": text},)
+        (actual,) = read_prompts(write_jsonl(tmp_path / "b.jsonl", {"prompt": text, "ground_truth": 5}))
+        assert actual.messages == ({"role": "user", "content": text},)
     wrong = write_jsonl(tmp_path / "c.jsonl", {"prompt": json.dumps([{"role": "boss", "content": "x"}]), "label": 5})
     with pytest.raises(ConfigError, match="message 0 of 'prompt' has the unknown role 'boss'"):
         read_prompts(wrong)
@@ -93,18 +93,20 @@ def test_reads_jsonl(tmp_path):
         {"messages": list(USER), "label": "x", "data_source": "here", "tools": [schema], "note": "n", "id": 5},
         {"prompt": "hi", "label": 0, "tools": "calculator"},
     )
-    got = read_prompts(path)
-    assert got[0] == Prompt(id="first", messages=USER, ground_truth=7, tools=("calculator",), extra={"level": 2})
-    assert got[1] == Prompt(
+    actual = read_prompts(path)
+    assert actual[0] == Prompt(id="first", messages=USER, ground_truth=7, tools=("calculator",), extra={"level": 2})
+    assert actual[1] == Prompt(
         id="5", messages=USER, ground_truth="x", data_source="here", tools=("search",), extra={"note": "n"}
     )
-    assert got[2] == Prompt(id="a-2", messages=USER, ground_truth=0, tools=("calculator",))
+    assert actual[2] == Prompt(id="a-2", messages=USER, ground_truth=0, tools=("calculator",))
 
 
 def test_reads_slime_rows(tmp_path):
     row = {"input": "hi", "label": "42", "metadata": {"rm_type": "math"}, "tools": '[{"name": "calculator"}]'}
-    got = read_prompts(write_jsonl(tmp_path / "a.jsonl", row), prompt_key="input", label_key="label")
-    assert got == [Prompt(id="a-0", messages=USER, ground_truth="42", tools=("calculator",), extra={"rm_type": "math"})]
+    actual = read_prompts(write_jsonl(tmp_path / "a.jsonl", row), prompt_key="input", label_key="label")
+    assert actual == [
+        Prompt(id="a-0", messages=USER, ground_truth="42", tools=("calculator",), extra={"rm_type": "math"})
+    ]
 
 
 def test_ground_truth_is_optional_without_label_key(tmp_path):

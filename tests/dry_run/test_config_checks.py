@@ -43,7 +43,7 @@ def test_drafts_need_an_mtp_layer_and_its_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "rollout", "complaint"),
+    ("changes", "rollout", "message"),
     [
         ({"num_nextn_predict_layers": 2}, {}, "this DeepseekV3ForCausalLM has 2; set it to 0"),
         (
@@ -58,8 +58,8 @@ def test_drafts_need_an_mtp_layer_and_its_tensors(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_invalid_drafts_raise(changes: dict[str, Any], rollout: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+def test_invalid_drafts_raise(changes: dict[str, Any], rollout: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         check_drafts(HF | changes, speculative_config(**rollout))
 
 

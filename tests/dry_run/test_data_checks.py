@@ -18,7 +18,11 @@ from megarl.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools")]
-CALCULATOR, GUESS, ODD = "megarl.environments.ready.calculator:calculator", "odd_worlds:Guess", "odd_worlds:Odd"
+CALCULATOR, GUESS, ODD = (
+    "megarl.environments.ready.calculator:calculator",
+    "toy_environments:Guess",
+    "toy_environments:Odd",
+)
 USER = {"role": "user", "content": "What is 1+1?"}
 
 
@@ -70,18 +74,18 @@ INVALID: dict[str, tuple[list[dict[str, Any]], dict[str, Any], tuple[str, ...]]]
     ),
     "no prompt offers the tool": (
         [WITH_CALCULATOR, WITH_CALCULATOR],
-        {"rollout": {"tools": [CALCULATOR, "odd_tools:waits"]}},
-        ("rollout.tools: no prompt offers waits of odd_tools:waits", "lists calculator; add waits to it"),
+        {"rollout": {"tools": [CALCULATOR, "misbehaving_tools:waits"]}},
+        ("rollout.tools: no prompt offers waits of misbehaving_tools:waits", "lists calculator; add waits to it"),
     ),
     "column for reset is missing": (
         [{}],
-        {"rollout": {**NO_TOOLS, "environments": ["odd_worlds:Board"]}},
-        ("has no column 'board', which reset of odd_worlds:Board needs",),
+        {"rollout": {**NO_TOOLS, "environments": ["toy_environments:Board"]}},
+        ("has no column 'board', which reset of toy_environments:Board needs",),
     ),
     "no prompt has the environment": (
         [{}],
         {"rollout": {**NO_TOOLS, "environments": [GUESS, ODD]}},
-        ("rollout.environments: no prompt has Odd of odd_worlds:Odd, all have Guess",),
+        ("rollout.environments: no prompt has Odd of toy_environments:Odd, all have Guess",),
     ),
     "curriculum column has no number": (
         [{"level": "x"}],
@@ -107,7 +111,7 @@ INVALID: dict[str, tuple[list[dict[str, Any]], dict[str, Any], tuple[str, ...]]]
     "glob pattern": ([{}], {"data": {"train": "data/*.jsonl"}}, ("no such file; write several as a list",)),
     "worker options": (
         [{}],
-        {"roles": {"actor": {"worker": "odd_worlds:Board", "options": {"sped": 3}}}},
+        {"roles": {"actor": {"worker": "toy_environments:Board", "options": {"sped": 3}}}},
         ("the options of the role actor: ", "see its worker, Board"),
     ),
 }
@@ -169,18 +173,20 @@ def test_reads_further_rows_until_checks_are_settled(
 def test_check_offered() -> None:
     from megarl.config import RolloutConfig
 
-    known = load_catalog(RolloutConfig(tools=(CALCULATOR, "odd_tools:waits"), environments=(GUESS, ODD)))
+    known = load_catalog(RolloutConfig(tools=(CALCULATOR, "misbehaving_tools:waits"), environments=(GUESS, ODD)))
     both = [Prompt("a", (USER,), ground_truth=1), Prompt("b", (USER,), ground_truth=1, extra={"environment": "Odd"})]
     data_checks.check_offered(both, known)
     with_tools = [
         Prompt(item.id, item.messages, ground_truth=1, tools=("calculator",), extra=item.extra) for item in both
     ]
     with pytest.raises(
-        ConfigError, match="rollout.tools: no prompt offers waits of odd_tools:waits: .* lists calculator"
+        ConfigError, match="rollout.tools: no prompt offers waits of misbehaving_tools:waits: .* lists calculator"
     ):
         data_checks.check_offered(with_tools, known)
-    with pytest.raises(ConfigError, match="rollout.environments: no prompt has Odd of odd_worlds:Odd, all have Guess"):
+    with pytest.raises(
+        ConfigError, match="rollout.environments: no prompt has Odd of toy_environments:Odd, all have Guess"
+    ):
         data_checks.check_offered(both[:1], known)
-    agent = load_catalog(RolloutConfig(tools=(CALCULATOR,), environments=("agents_of_tests:calculating",)))
+    agent = load_catalog(RolloutConfig(tools=(CALCULATOR,), environments=("example_agents:calculating",)))
     with pytest.raises(ConfigError, match="no prompt offers calculator .* all prompts are for an agent, .* remove it"):
         data_checks.check_offered(both[:1], agent)

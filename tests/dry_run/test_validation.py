@@ -740,17 +740,17 @@ def test_dry_run_command(tmp_path: Path) -> None:
 
 
 def test_environment_reward_needs_no_functions(plan) -> None:
-    local = ["reward.functions=[]", "rollout.environments=[odd_worlds:Guess]"]
+    local = ["reward.functions=[]", "rollout.environments=[toy_environments:Guess]"]
     report = plan(*local, "reward.weights={environment: 2}")
     assert report.ok and report.warnings == []
-    other = plan("rollout.environments=[odd_worlds:Plain]", "reward.functions=[]")
+    other = plan("rollout.environments=[toy_environments:Plain]", "reward.functions=[]")
     assert other.errors == [
-        "rollout.environments: odd_worlds:Plain has no `reward`, and there are no reward.functions, so its "
+        "rollout.environments: toy_environments:Plain has no `reward`, and there are no reward.functions, so its "
         "conversations have no reward; add one of the two"
     ]
     assert "no part of the reward is called 'environment'" in plan("reward.weights={environment: 2}").errors[0]
-    broken = plan("rollout.environments=[odd_worlds:Nothing]", "rollout.pass_env=[NOT_SET_HERE]")
+    broken = plan("rollout.environments=[toy_environments:Nothing]", "rollout.pass_env=[NOT_SET_HERE]")
     (error,) = broken.errors
-    assert error.startswith("rollout.environments: odd_worlds has no 'Nothing'; it has ")
+    assert error.startswith("rollout.environments: toy_environments has no 'Nothing'; it has ")
     warned = plan("rollout.pass_env=[NOT_SET_HERE]").warnings
     assert warned == ["rollout.pass_env: NOT_SET_HERE is not set here, so tools and rewards will not have it"]

@@ -138,7 +138,9 @@ def test_rollouts_with_the_real_engine(qwen3_moe: RunningEngine) -> None:
 
 def test_environments_with_the_real_engine(qwen3_moe: RunningEngine) -> None:
     """Each rollout has its own prompt, as `reset` returned it, and its environment's reward."""
-    config = replace(qwen3_moe.config.rollout, tools=(), environments=("odd_worlds:Guess", "odd_worlds:Odd"))
+    config = replace(
+        qwen3_moe.config.rollout, tools=(), environments=("toy_environments:Guess", "toy_environments:Odd")
+    )
     catalog = load_catalog(config)
     chat = ChatTemplate.load(str(qwen3_moe.folder), catalog.tools, catalog.environments)
     user: Message = {"role": "user", "content": "Play."}

@@ -47,8 +47,11 @@ def generate(running: RunningEngine, *requests: dict[str, Any], stop: bool = Fal
 def assert_truncated_distribution(
     running: RunningEngine, prompt: list[int], out: Generation, params: dict[str, Any]
 ) -> None:
-    """Check masks and log-probs against the softmax in fp64 of transformers' fp32 logits. Masks are not compared where a
-    token is within 1e-6 of the boundary; log-probs differ by the rounding of two fp32 models, about 1e-5."""
+    """Check masks and log-probs against the softmax in fp64 of transformers' fp32 logits.
+
+    Masks are not compared where a token is within 1e-6 of the boundary. Log-probs differ by the rounding of two fp32
+    models, about 1e-5.
+    """
     assert out.sampling_mask is not None and len(out.sampling_mask) == len(out.token_ids)
     with torch.no_grad():
         logits = running.model(torch.tensor([[*prompt, *out.token_ids.tolist()]])).logits[0].double()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from real_boxes import needs_boxes
+from sync_sandbox import needs_bubblewrap
 from test_harbor import SOLUTION, write_task
 
 from megarl.config import ConfigError, RolloutConfig, from_dict
@@ -119,12 +119,12 @@ def test_names_mcp_servers_that_do_not_start(tmp_path: Path) -> None:
     pytest.importorskip("mcp", reason="the MCP SDK is not installed: pip install -e .[mcp]")
     file = tmp_path / "servers.json"
     file.write_text(json.dumps({"mcpServers": {"one": {"command": "/no/such"}}}))
-    complaint = f"rollout.tools: mcp:{file} cannot be started: .*MCP server one did not start: .*/no/such"
-    with pytest.raises(ConfigError, match=complaint):
+    message = f"rollout.tools: mcp:{file} cannot be started: .*MCP server one did not start: .*/no/such"
+    with pytest.raises(ConfigError, match=message):
         load_catalog(RolloutConfig(tools=(f"mcp:{file}",)))
 
 
-@needs_boxes
+@needs_bubblewrap
 def test_harbor_tasks_as_an_environment(tmp_path: Path) -> None:
     for name in ("greet", "more/greet"):
         write_task(tmp_path / name)
@@ -176,7 +176,7 @@ def test_agents_reuse_their_process_until_they_raise() -> None:
                 result.append(str(error))
         return result
 
-    first, second, lost, last = run_with_pool(work, environments=("agents_that_count:counting",))
+    first, second, lost, last = run_with_pool(work, environments=("counting_agents:counting",))
     assert (first["reward"], second["reward"], last["reward"]) == (1, 2, 1)
     assert first["parts"] == second["parts"] != last["parts"]
     assert "it raised AssertionError" in lost

@@ -72,9 +72,9 @@ def url() -> Iterator[str]:
 
 
 async def call_failing(session: adapter.McpTools, name: str, **arguments: Any) -> str:
-    with pytest.raises(adapter.ToolFailed) as caught:
+    with pytest.raises(adapter.ToolFailed) as error:
         await session.call(name, arguments)
-    return str(caught.value)
+    return str(error.value)
 
 
 def test_runs_sessions_over_stdio(run_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_closing_the_session_ends_hanging_calls(run_session: Callable[..., Any])
 
 
 @pytest.mark.parametrize(
-    "entry, complaint",
+    "entry, message",
     [
         ({"command": "/no/such"}, "one did not start: FileNotFoundError: .*'/no/such'"),
         ({"url": "http://127.0.0.1:1/mcp"}, "one did not start: ConnectError"),
@@ -163,10 +163,10 @@ def test_closing_the_session_ends_hanging_calls(run_session: Callable[..., Any])
     ],
 )
 def test_reports_servers_that_do_not_start(
-    run_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any], complaint: str
+    run_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr(adapter, "START_LIMIT_S", 3.0)
-    with pytest.raises(SessionLost, match=complaint):
+    with pytest.raises(SessionLost, match=message):
         run_session(None, one=entry)
 
 
@@ -199,7 +199,7 @@ def test_formats_content_other_than_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "entry, complaint",
+    "entry, message",
     [
         ([], "must be a mapping"),
         ({}, "needs either `command` or `url`"),
@@ -214,15 +214,15 @@ def test_formats_content_other_than_text() -> None:
         ({"command": "a", "disabled": True}, "has no enabled server"),
     ],
 )
-def test_refuses_invalid_entries(tmp_path: Path, entry: Any, complaint: str) -> None:
+def test_refuses_invalid_entries(tmp_path: Path, entry: Any, message: str) -> None:
     file = tmp_path / "servers.json"
     file.write_text(json.dumps({"mcpServers": {"one": entry}}))
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ConfigError, match=message):
         adapter.read_servers(str(file))
 
 
 @pytest.mark.parametrize(
-    "text, complaint",
+    "text, message",
     [
         ("{", "is not JSON"),
         ("[]", "must be {"),
@@ -230,11 +230,11 @@ def test_refuses_invalid_entries(tmp_path: Path, entry: Any, complaint: str) -> 
         (None, "cannot be read"),
     ],
 )
-def test_refuses_invalid_files(tmp_path: Path, text: str | None, complaint: str) -> None:
+def test_refuses_invalid_files(tmp_path: Path, text: str | None, message: str) -> None:
     file = tmp_path / "servers.json"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ConfigError, match=message):
         adapter.read_servers(str(file))
 
 

@@ -32,7 +32,9 @@ NAMES = ("raises", "hangs", "dies", "exits", "prints", "long", "table", "slow", 
 
 def make_pool(*names: str, timeout: float = 60.0, size: int = 1, log: Path | None = None) -> Any:
     return aclosing(
-        EnvironmentPool(EnvironmentCatalog(load_tools([f"odd_tools:{name}" for name in names])), timeout, size, log)
+        EnvironmentPool(
+            EnvironmentCatalog(load_tools([f"misbehaving_tools:{name}" for name in names])), timeout, size, log
+        )
     )
 
 
@@ -157,17 +159,17 @@ def test_closing_the_pool_kills_processes_of_tools(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("behavior", "complaint"),
+    ("behavior", "message"),
     [("die", "process died"), ("fault", "process died"), ("hang", "stopped after 3 s"), ("wait", "")],
 )
-def test_kills_children_of_ended_tool_processes(tmp_path: Path, behavior: str, complaint: str) -> None:
+def test_kills_children_of_ended_tool_processes(tmp_path: Path, behavior: str, message: str) -> None:
     mark = tmp_path / "pids"
 
     async def call() -> ToolResult:
         async with make_pool("leaves", timeout=3.0, size=1) as pool:
             return await pool.call_tool("leaves", {"mark": str(mark), "how": behavior})
 
-    assert complaint in asyncio.run(call()).text
+    assert message in asyncio.run(call()).text
     assert len(read_pids(mark)) == 2 and not any(map(is_running, read_pids(mark)))
 
 
@@ -178,7 +180,7 @@ import asyncio, os, signal
 from megarl.environments.catalog import EnvironmentCatalog, load_tools
 from megarl.environments.process_sessions import EnvironmentPool
 async def call():
-    pool = EnvironmentPool(EnvironmentCatalog(load_tools(["odd_tools:leaves"])), 60.0, 1)
+    pool = EnvironmentPool(EnvironmentCatalog(load_tools(["misbehaving_tools:leaves"])), 60.0, 1)
     await pool.call_tool("leaves", {{"mark": {str(mark)!r}, "how": "wait"}})
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(call())
@@ -271,7 +273,7 @@ def test_a_cancelled_call_does_not_answer_the_next() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "complaint"),
+    ("name", "arguments", "message"),
     [
         ("weather", {}, "unknown tool 'weather'; available: raises"),
         ("slow", {}, "argument seconds is missing"),
@@ -281,23 +283,23 @@ def test_a_cancelled_call_does_not_answer_the_next() -> None:
         ("slow", [1], "must be a JSON object"),
     ],
 )
-def test_refuses_invalid_calls(name: str, arguments: Any, complaint: str) -> None:
+def test_refuses_invalid_calls(name: str, arguments: Any, message: str) -> None:
     result = call_tools([(name, arguments)])[0]
-    assert not result.ok and complaint in result.text
+    assert not result.ok and message in result.text
 
 
 @pytest.mark.parametrize(
-    ("spec", "complaint"),
+    ("spec", "message"),
     [
         ("calculator", "calculator"),
         ("no_such_module:x", "cannot import no_such_module"),
-        ("odd_tools:weather", "odd_tools has no 'weather'"),
-        ("odd_tools:not_a_tool", "is a int, not"),
+        ("misbehaving_tools:weather", "misbehaving_tools has no 'weather'"),
+        ("misbehaving_tools:not_a_tool", "is a int, not"),
     ],
 )
-def test_refuses_invalid_specs(spec: str, complaint: str) -> None:
+def test_refuses_invalid_specs(spec: str, message: str) -> None:
     for loads in (lambda spec: load(spec, TOOLS_KEY), lambda spec: load_tools([spec])):
-        with pytest.raises(ConfigError, match=complaint):
+        with pytest.raises(ConfigError, match=message):
             loads(spec)
 
 
@@ -306,7 +308,7 @@ def schema(name: Any = "f", **function: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("value", "complaint"),
+    ("value", "message"),
     [
         ({}, "it must have type=function"),
         ("text", "it must have type=function"),
@@ -326,13 +328,13 @@ def schema(name: Any = "f", **function: Any) -> dict[str, Any]:
         (schema(parameters={"properties": {"x": {"default": {1, 2}}}}), "it is not JSON"),
     ],
 )
-def test_refuses_invalid_schemas(value: Any, complaint: str) -> None:
-    with pytest.raises(ConfigError, match="rollout.tools: m:f has no OpenAI function schema: .*" + complaint):
+def test_refuses_invalid_schemas(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match="rollout.tools: m:f has no OpenAI function schema: .*" + message):
         check_schema(value, "m:f")
 
 
 @pytest.mark.parametrize(
-    ("function", "complaint"),
+    ("function", "message"),
     [
         (lambda: "1", "cannot be called with the schema's arguments .x.: got an unexpected keyword argument 'x'"),
         (lambda x, y: "1", "missing a required argument: 'y'"),
@@ -340,16 +342,16 @@ def test_refuses_invalid_schemas(value: Any, complaint: str) -> None:
         (lambda x: (yield x), "is a generator"),
     ],
 )
-def test_refuses_functions_that_do_not_match_their_schema(function: Any, complaint: str) -> None:
+def test_refuses_functions_that_do_not_match_their_schema(function: Any, message: str) -> None:
     described = schema(parameters={"properties": {"x": {"type": "number"}}, "required": ["x"]})
-    with pytest.raises(ConfigError, match="rollout.tools: .* of m:f .*" + complaint):
+    with pytest.raises(ConfigError, match="rollout.tools: .* of m:f .*" + message):
         check_function(Tool(described, function), "m:f")
 
 
 def test_loads_modules_only_in_tool_processes() -> None:
-    sys.modules.pop("odd_tools", None)
-    tools = load_tools(["odd_tools:table"])
-    assert "odd_tools" not in sys.modules and tools["table"].spec == "odd_tools:table"
+    sys.modules.pop("misbehaving_tools", None)
+    tools = load_tools(["misbehaving_tools:table"])
+    assert "misbehaving_tools" not in sys.modules and tools["table"].spec == "misbehaving_tools:table"
     with pytest.raises(RuntimeError, match="processes of their own"):
         tools["table"].function()
 
@@ -364,4 +366,4 @@ def test_limits_the_time_to_load_a_module(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_refuses_duplicate_names() -> None:
     with pytest.raises(ConfigError, match="both called pid"):
-        load_tools(["odd_tools:pid", "odd_tools:pid"])
+        load_tools(["misbehaving_tools:pid", "misbehaving_tools:pid"])

@@ -108,14 +108,14 @@ def test_refuses_harnesses_that_run_local_programs() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec, complaint",
+    "spec, message",
     [
         ("no_such_environment", "no module no_such_environment; install the environment on this machine"),
         ('classic_greeting{"word"', "the text after classic_greeting is not JSON"),
     ],
 )
-def test_refuses_unknown_environments(spec: str, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+def test_refuses_unknown_environments(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         adapter.environment(spec)
 
 

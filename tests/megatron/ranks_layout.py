@@ -22,9 +22,9 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "tools")]
 torch.set_num_threads(1)
 
-import cutoff  # noqa: E402
 import reference  # noqa: E402
 import replay  # noqa: E402
+import sampling_masks  # noqa: E402
 import tiny  # noqa: E402
 
 from megarl.algorithms.losses import bradley_terry  # noqa: E402
@@ -75,10 +75,10 @@ def shard_of_gradient(model: Any) -> dict[str, torch.Tensor]:
 
 def gather(model: Any, local: dict[str, torch.Tensor], add: bool) -> dict[str, torch.Tensor]:
     """Gather HF tensors by name from all ranks: sums of gradient shards, or copies of weights."""
-    everyone = parallel_ranks.all_gather_objects((model.ranks, local))
+    comm = parallel_ranks.all_gather_objects((model.ranks, local))
     result: dict[str, torch.Tensor] = {}
     for param in model.params():
-        holders = [(where, tensors[param.megatron]) for where, tensors in everyone if param.megatron in tensors]
+        holders = [(where, tensors[param.megatron]) for where, tensors in comm if param.megatron in tensors]
         if not holders:
             continue
         stage = min(where.pp_rank for where, _ in holders)  # a tied embedding is on two stages
@@ -238,9 +238,11 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
             family, layout, uneven, RANKS, lambda model: gather(model, shard_of_gradient(model), True)
         )
         result |= {f"replay {name}": value for name, value in actual.items()}
-    if role == "actor" and family in cutoff.FAMILIES:
+    if role == "actor" and family in sampling_masks.FAMILIES:
         plain = {name: value for name, value in megatron.items() if not name.startswith("recompute")}
-        actual = cutoff.check(family, layout, plain, RANKS, lambda model: gather(model, shard_of_gradient(model), True))
+        actual = sampling_masks.check(
+            family, layout, plain, RANKS, lambda model: gather(model, shard_of_gradient(model), True)
+        )
         result |= {f"cut {name}": value for name, value in actual.items()}
     if folder:
         result["resumed"] = float(resumes_bitwise(model, build, batch, loss_fn, folder))

@@ -137,10 +137,10 @@ def join_experts(tensors: Tensors) -> Tensors:
 
 def gather(model: Any, local: Tensors, add: bool = False) -> Tensors:
     """Gather factors and head by HF name from all ranks: sums of gradient shards, or copies, which must be equal."""
-    everyone = parallel_ranks.all_gather_objects((model.ranks, local))
+    comm = parallel_ranks.all_gather_objects((model.ranks, local))
     result: Tensors = {}
     for param in [*model.adapter_params(), *(param for param in model.params() if param.hf[0].name == reference.HEAD)]:
-        holders = [(where, tensors[param.megatron]) for where, tensors in everyone if param.megatron in tensors]
+        holders = [(where, tensors[param.megatron]) for where, tensors in comm if param.megatron in tensors]
         shards = []
         expert = param.expert is not None
         for part in range(model.ranks.tp_size_and_rank(expert)[0]):

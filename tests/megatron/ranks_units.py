@@ -18,8 +18,8 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "workers")]
 torch.set_num_threads(1)
 
-import cutoff  # noqa: E402
 import reference  # noqa: E402
+import sampling_masks  # noqa: E402
 import tiny  # noqa: E402
 
 from megarl.config import ConfigError  # noqa: E402
@@ -689,7 +689,7 @@ def training() -> dict[str, Any]:
     return dict(rates=rates, in_vain=in_vain, inputs=inputs, harmless=harmless, lost=lost, outputs=outputs)
 
 
-def nothing() -> dict[str, list[int]]:
+def empty_batch() -> dict[str, list[int]]:
     """Run forward passes of an empty batch."""
     batch = TrainBatch.from_rollouts([])
     return {
@@ -699,7 +699,7 @@ def nothing() -> dict[str, list[int]]:
     }
 
 
-def spared() -> dict[str, Any]:
+def aborted_rewards() -> dict[str, Any]:
     """Return the rollouts that a reward function is called on, and the rewards of all."""
     from megarl.observe.clock import Clock
     from megarl.types import Prompt, Rollout, Rollouts, Status, Turn
@@ -724,22 +724,22 @@ def spared() -> dict[str, Any]:
     return {"seen": seen, "rewards": scored.reward.tolist(), "order": [r.seed for r in scored.local]}
 
 
-def waking() -> list[str]:
-    import waking
+def engine_calls() -> list[str]:
+    import recording_engine_worker
 
-    return waking.calls(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
-
-
-def numbers() -> list[Any]:
-    import waking
-
-    return waking.numbers(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
+    return recording_engine_worker.engine_calls(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
 
 
-def comparing() -> dict[str, Any]:
-    import comparing
+def generation_numbers() -> list[Any]:
+    import recording_engine_worker
 
-    return comparing.found(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
+    return recording_engine_worker.generation_numbers(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
+
+
+def weight_checks() -> dict[str, Any]:
+    import fake_server_worker
+
+    return fake_server_worker.check_weights(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
 
 
 def set_placement() -> dict[str, Any]:
@@ -765,7 +765,7 @@ def roles_before_run() -> Any:
     return errors
 
 
-def repeating() -> list[str]:
+def zero_spread_alarms() -> list[str]:
     """Return the alarms of a flow over steps in which no prompt has responses with different rewards."""
     from types import SimpleNamespace
 
@@ -797,8 +797,9 @@ def repeating() -> list[str]:
 CHECKS: list[Callable[[], Any]] = [
     platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, replayed_routing,
     routing_by_role, config_errors, hf_folders, absent_config_keys, bf16_training, schedule, critic, aux_losses,
-    training, waking, numbers, comparing, nothing, spared, set_placement, loss_columns, roles_before_run, repeating,
-    cutoff.masked_logprobs, cutoff.masked_micro_batch,
+    training, engine_calls, generation_numbers, weight_checks, empty_batch, aborted_rewards, set_placement,
+    loss_columns, roles_before_run, zero_spread_alarms,
+    sampling_masks.masked_logprobs, sampling_masks.masked_micro_batch,
 ]  # fmt: skip
 
 if __name__ == "__main__":

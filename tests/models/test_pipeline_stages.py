@@ -34,9 +34,9 @@ def test_virtual_stages_interleave() -> None:
 
 @pytest.mark.parametrize("layers, pp", [(61, 16), (61, 8), (94, 8), (7, 2), (5, 4), (10, 4)])
 def test_suggested_uneven_split_works(layers: int, pp: int) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         stage_layers(layers, pp, {})
-    text = str(caught.value)
+    text = str(error.value)
     keys = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
     value = {key: int(text.split(f"{key}=")[1].split()[0].rstrip(",")) for key in keys if f"{key}=" in text}
     assert value

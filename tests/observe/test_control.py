@@ -100,14 +100,14 @@ BAD_FILES = {
 
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_invalid_file_changes_nothing_and_warns_once(tmp_path: Path, name: str) -> None:
-    content, complaint = BAD_FILES[name]
+    content, message = BAD_FILES[name]
     harness = ControlHarness(tmp_path)
     harness.file.write_text("reward: {weights: {gsm8k: 0.4}}\n")
     harness.steps()
     harness.file.write_bytes(content)
     applied, logged = harness.steps(3)
     assert applied == [] and len(logged) == 1 and "\n" not in logged[0], logged
-    assert logged[0].startswith("warning: ") and complaint in logged[0], logged
+    assert logged[0].startswith("warning: ") and message in logged[0], logged
     assert str(harness.file) in logged[0] and logged[0].endswith("; it changes nothing")
     harness.file.write_bytes(b"#\n" + content)
     assert len(harness.steps(2)[1]) == 1, "changed, and still invalid"
@@ -132,14 +132,12 @@ def test_unreadable_file_changes_nothing(tmp_path: Path, kind: str, monkeypatch:
 
         monkeypatch.setattr(Path, "open", refuse)
     applied, logged = harness.steps(3)
-    complaints = {
+    messages = {
         "a directory": "is a folder",
         "a pipe": "is not a regular file",
         "a secret": "cannot be read: Permission denied",
     }
-    assert (
-        applied == [] and [complaints[kind] in item for item in logged] == [True] if kind in complaints else not logged
-    )
+    assert applied == [] and [messages[kind] in item for item in logged] == [True] if kind in messages else not logged
 
 
 def test_resume_restores_the_values_set(tmp_path: Path) -> None:

@@ -185,9 +185,9 @@ def test_engines_must_fit_their_ranks_and_nodes(rollout: str, tp: int, ranks_per
     if not message:
         check_nodes(chosen, load_requirements(chosen))
         return
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         check_nodes(chosen, load_requirements(chosen))
-    assert message in str(caught.value)
+    assert message in str(error.value)
 
 
 def test_set_placement_sets_the_config_key(units: dict[str, Any]) -> None:

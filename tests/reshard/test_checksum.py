@@ -127,7 +127,7 @@ def test_device_hashes_match_single_hashes() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kernel_hashes_equal_cpu_hashes(dtype: torch.dtype) -> None:
-    """`interpret.py` tests more cases under Triton's interpreter."""
+    """`triton_interpreter.py` tests more cases under Triton's interpreter."""
     full = random_bits(3, 700, 130, dtype=dtype)
     several = [full, full[1], full[1, 5:600, 3:99], full[0, :, 1:2], full[2].t(), full[:0]]
     theirs = full.cuda()

@@ -92,7 +92,7 @@ def test_interpreted_kernels_match_the_loops() -> None:
     """Runs in a process of its own, because Triton reads TRITON_INTERPRET at import."""
     pytest.importorskip("triton")
     env = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=str(ROOT))
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/reshard/interpret.py"), "60"]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/reshard/triton_interpreter.py"), "60"]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0 and done.stdout.endswith("equal\n"), done.stderr[-3000:]
 

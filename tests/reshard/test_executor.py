@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ranks_executor
 import torch
-from late_wire import push_as_threads
+from late_transport import push_as_threads
 
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout
 from megarl.reshard.plan.planner import ReshardPlan

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jointly import least_sent
+from lp_bound import least_sent
 from random_layouts import Case, random_case, random_split_case
 from seeds import split_seeds
 from simulate import simulate, staged_bytes
@@ -326,6 +326,6 @@ def test_invalid_plans_raise_in_one_line() -> None:
             "tp=32 does not divide the 500 ranks of the eng",
         ),
     ):
-        with pytest.raises(ConfigError, match=message) as caught:
+        with pytest.raises(ConfigError, match=message) as error:
             ReshardPlan(*arguments)
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(error.value)

@@ -16,7 +16,7 @@ from megarl.rewards.math_verify import math_verify, math_verify_strict
 from megarl.rewards.squad import exact_match
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import make_rollout  # noqa: E402
+from answer_rollouts import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 

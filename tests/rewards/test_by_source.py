@@ -12,7 +12,7 @@ from megarl.rewards.code import hidden_tests
 from megarl.rewards.functions import check_function, load_functions
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import make_rollout  # noqa: E402
+from answer_rollouts import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 

@@ -60,7 +60,7 @@ def test_a_failed_part_leaves_the_rollout_unscored(other: RewardResult) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "complaint"),
+    ("value", "message"),
     [
         (
             {"gsm": 1.0},
@@ -76,8 +76,8 @@ def test_a_failed_part_leaves_the_rollout_unscored(other: RewardResult) -> None:
         (None, "must be a mapping"),
     ],
 )
-def test_refuses_invalid_weights(value: Any, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint) as error:
+def test_refuses_invalid_weights(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
         check_weights(value, ("gsm8k", "model"))
     assert "\n" not in str(error.value)
 

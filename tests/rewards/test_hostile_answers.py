@@ -17,7 +17,7 @@ from megarl.rewards.math_verify import math_verify, math_verify_strict
 from megarl.rewards.squad import exact_match, f1
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import HOSTILE, make_rollout  # noqa: E402
+from answer_rollouts import HOSTILE, make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 

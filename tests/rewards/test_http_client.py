@@ -18,7 +18,7 @@ from megarl.types.reward_values import RewardFailure
 from megarl.utils.addresses import is_public
 
 sys.path.insert(0, str(Path(__file__).parent))
-from judging_server import RewardServer  # noqa: E402
+from reward_server import RewardServer  # noqa: E402
 
 SECRET = "sk-0123456789abcdef"
 
@@ -192,14 +192,14 @@ def test_sends_nothing_without_valid_credentials(server: RewardServer, monkeypat
         with pytest.raises(ConfigError, match="environment variable JUDGE_KEY is not set on this machine; export it"):
             use()
     monkeypatch.setenv("JUDGE_KEY", "a\nb")
-    with pytest.raises(ConfigError, match="holds characters that are not allowed in a header") as caught:
+    with pytest.raises(ConfigError, match="holds characters that are not allowed in a header") as error:
         item.check_credentials()
-    assert "a\nb" not in str(caught.value)
+    assert "a\nb" not in str(error.value)
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "message"),
     [
         ({"auth_env": SECRET}, "must be the name of an environment variable, not what it holds"),
         (
@@ -211,10 +211,10 @@ def test_sends_nothing_without_valid_credentials(server: RewardServer, monkeypat
         ({"private": "yes"}, "roles.reward.options.private must be"),
     ],
 )
-def test_refuses_secrets_in_options(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_refuses_secrets_in_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
         HttpOptions.read({"url": "http://a/b", **options})
-    assert complaint in str(caught.value) and SECRET not in str(caught.value)
+    assert message in str(error.value) and SECRET not in str(error.value)
 
 
 @pytest.mark.alone

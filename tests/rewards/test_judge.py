@@ -18,7 +18,7 @@ from megarl.types import Prompt, Rollout, Turn
 from megarl.types.reward_values import Reward, RewardFailure
 
 sys.path.insert(0, str(Path(__file__).parent))
-from judging_server import RewardServer, chat_completion  # noqa: E402
+from reward_server import RewardServer, chat_completion  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -104,7 +104,7 @@ def completion_response(text: Any, **about: Any) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("answer", "complaint"),
+    ("answer", "message"),
     [
         (
             completion_response("I cannot grade this."),
@@ -134,13 +134,13 @@ def completion_response(text: Any, **about: Any) -> tuple[int, bytes]:
         ((302, b"", {"Location": "http://x"}), "it redirects to http://x, which is not followed"),
     ],
 )
-def test_reports_replies_without_a_valid_score(server: RewardServer, answer: Any, complaint: str | None) -> None:
+def test_reports_replies_without_a_valid_score(server: RewardServer, answer: Any, message: str | None) -> None:
     server.answers = [answer, answer]
     (result,) = judge(server, tries=2).score([rollout("five")])
-    if complaint is None:
+    if message is None:
         assert result == Reward(5.0)
     else:
-        assert isinstance(result, RewardFailure) and complaint in result.reason and result.reason.isprintable()
+        assert isinstance(result, RewardFailure) and message in result.reason and result.reason.isprintable()
         assert result.reason.startswith(f"the judge {server.address}/v1: ")
 
 
@@ -216,7 +216,7 @@ def test_formats_questions_and_ground_truths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "message"),
     [
         ({"url": ""}, "roles.reward.options.url"),
         ({"model": ""}, "roles.reward.options.model is not set"),
@@ -233,10 +233,10 @@ def test_formats_questions_and_ground_truths() -> None:
         ({"url": "http://127.0.0.1"}, "set roles.reward.options.private=true"),
     ],
 )
-def test_refuses_invalid_options(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_refuses_invalid_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
         JudgeOptions.read({"url": "http://a", "model": "m", **options})
-    assert complaint in str(caught.value)
+    assert message in str(error.value)
 
 
 def test_max_duration_counts_batches_tries_and_pauses() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megarl.rewards.math_dapo import math_dapo
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import make_rollout  # noqa: E402
+from answer_rollouts import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 

@@ -29,7 +29,7 @@ from megarl.rewards.math_verify import (
 from megarl.rewards.stated_answer import extract_boxed
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import make_rollout  # noqa: E402
+from answer_rollouts import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 

@@ -44,7 +44,7 @@ class WaitForFirstReward(ScriptedPolicy):
 
 def test_scores_a_finished_response_while_another_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    mark, specs = tmp_path / "scored", ["odd_rewards:misbehave"]
+    mark, specs = tmp_path / "scored", ["misbehaving_rewards:misbehave"]
     pool = RewardPool(load_functions(specs), specs, 60.0, 1, tmp_path / "rewards.log")
     prefetch = RewardPrefetch(pool.submit)
     prompts = [Prompt(f"touch/{mark}", PROMPT.messages), Prompt("routing", PROMPT.messages)]

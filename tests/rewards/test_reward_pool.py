@@ -32,7 +32,7 @@ def make_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeP
     pools = []
 
     def start(*names: str, limit: float = 60.0, size: int = 1, limits: ProcessLimits = NO_LIMITS) -> RewardPool:
-        specs = [f"odd_rewards:{name}" for name in names]
+        specs = [f"misbehaving_rewards:{name}" for name in names]
         pools.append(RewardPool(load_functions(specs), specs, limit, size, tmp_path / "logs/rewards_0.log", limits))
         return pools[-1]
 
@@ -56,7 +56,7 @@ def test_failing_calls_fail_alone(make_pool: MakePool, tmp_path: Path) -> None:
     behaviors = ("fine", "nan", "large", "text", "raise", "exit", "die", "fault", "killed", "hang", "spin", "close")
     results = dict(zip(behaviors, score(make_pool("misbehave", limit=1.5), *behaviors), strict=True))
     assert results.pop("fine") == Reward(1.0)
-    complaints = {
+    messages = {
         "nan": "returned nan; it must return a finite number",
         "large": "beyond 1e+06 all other advantages",
         "text": "returned a str, '1.0'; it must return a number",
@@ -69,16 +69,16 @@ def test_failing_calls_fail_alone(make_pool: MakePool, tmp_path: Path) -> None:
         "spin": "it took longer than reward.timeout=1.5 s",
         "close": "its process ended with exit status 1",
     }
-    for behavior, complaint in complaints.items():
+    for behavior, message in messages.items():
         result = results[behavior]
-        assert isinstance(result, RewardFailure) and complaint in result.reason and "\n" not in result.reason, (
+        assert isinstance(result, RewardFailure) and message in result.reason and "\n" not in result.reason, (
             behavior,
             result,
         )
-    assert (HERE / "odd_rewards.py").name in results["raise"].reason  # type: ignore[union-attr]
+    assert (HERE / "misbehaving_rewards.py").name in results["raise"].reason  # type: ignore[union-attr]
     log = (tmp_path / "logs/rewards_0.log").read_text()
     assert "Bad file descriptor" in log
-    for behavior in complaints:  # logged with or without output of the function
+    for behavior in messages:  # logged with or without output of the function
         assert f"  misbehave of prompt '{behavior}': {results[behavior].reason}\n" in log  # type: ignore[union-attr]
     assert "'fine'" not in log
 
@@ -137,11 +137,11 @@ def test_cancels_coroutines_at_the_timeout(make_pool: MakePool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("behavior", "complaint"),
+    ("behavior", "message"),
     [("die", "exit status 7"), ("fault", "SIGSEGV"), ("spin", "took longer than reward.timeout=1")],
 )
 def test_a_coroutine_that_kills_its_process_fails_alone(
-    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, behavior: str, complaint: str
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, behavior: str, message: str
 ) -> None:
     """The other coroutines of the process run again, one by one."""
     monkeypatch.setattr("megarl.rewards.reward_pool.GRACE_S", 1.0)
@@ -149,7 +149,7 @@ def test_a_coroutine_that_kills_its_process_fails_alone(
         make_pool("misbehave_async", limit=1.0), "fine", behavior, "fine", "turns", "fine", name="misbehave_async"
     )
     assert [item == Reward(1.0) for item in results] == [True, False, True, False, True]
-    assert isinstance(results[1], RewardFailure) and complaint in results[1].reason
+    assert isinstance(results[1], RewardFailure) and message in results[1].reason
     assert results[3] == Reward(0.0, {"style": 2.0}, (0.25, 0.5))
 
 
@@ -190,7 +190,7 @@ from pathlib import Path
 from megarl.rewards.functions import load_functions
 from megarl.rewards.reward_pool import RewardPool
 from megarl.types import Prompt, Rollout, Turn
-specs = ["odd_rewards:misbehave"]
+specs = ["misbehaving_rewards:misbehave"]
 pool = RewardPool(load_functions(specs), specs, 600.0, 1, Path({str(log)!r}))
 pool.start(); pool.wait_ready()
 pool.submit(Rollout(Prompt("leave/{mark}", ()), (Turn((1,)),)))
@@ -229,8 +229,8 @@ def test_names_functions_that_fail_to_load_in_a_process(
     pool = make_pool("misbehave", limits=ProcessLimits(pass_env=("REWARDS_BREAK",)))
     monkeypatch.setenv("REWARDS_BREAK", "1")
     pool.start()
-    complaint = "another process could not load it: reward.functions: cannot import odd_rewards .*no licence"
-    with pytest.raises(ConfigError, match=complaint) as error:
+    message = "another process could not load it: reward.functions: cannot import misbehaving_rewards .*no licence"
+    with pytest.raises(ConfigError, match=message) as error:
         pool.wait_ready()
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
     (result,) = score(pool, "fine")

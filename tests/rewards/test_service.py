@@ -18,7 +18,7 @@ from megarl.types import Prompt, Rollout, Turn
 from megarl.types.reward_values import Reward, RewardFailure
 
 sys.path.insert(0, str(Path(__file__).parent))
-from judging_server import RewardServer  # noqa: E402
+from reward_server import RewardServer  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -94,7 +94,7 @@ LARGE = b"[" + b"1" * 300 + b"]"
 
 
 @pytest.mark.parametrize(
-    ("answer", "complaint"),
+    ("answer", "message"),
     [
         ((404, b"no such page"), "it answered with status 404: no such page"),
         ((500, b"trace\nback"), "it answered with status 500: trace back (2 tries); check that it runs, or set roles."),
@@ -125,11 +125,11 @@ LARGE = b"[" + b"1" * 300 + b"]"
         ),
     ],
 )
-def test_invalid_responses_name_the_url_and_problem(server: RewardServer, answer: Any, complaint: str) -> None:
+def test_invalid_responses_name_the_url_and_problem(server: RewardServer, answer: Any, message: str) -> None:
     server.answers = [answer, answer]
     (failed,) = service(server, timeout=0.5, tries=2, answer_mb=0.001).score(ROLLOUTS[:1])
     assert isinstance(failed, RewardFailure) and failed.reason.isprintable()
-    assert failed.reason.startswith(f"the reward service {server.url}: ") and complaint in failed.reason
+    assert failed.reason.startswith(f"the reward service {server.url}: ") and message in failed.reason
 
 
 def test_an_invalid_reward_fails_only_its_rollout(server: RewardServer) -> None:
@@ -170,7 +170,7 @@ def test_max_duration_counts_batches_tries_and_pauses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "message"),
     [
         ({}, "roles.reward.options.url is not set"),
         ({"url": []}, "roles.reward.options.url is not set"),
@@ -185,10 +185,10 @@ def test_max_duration_counts_batches_tries_and_pauses() -> None:
         ({"url": "http://a/b", "answer_mb": 0}, "roles.reward.options.answer_mb must be a number, above 0"),
     ],
 )
-def test_refuses_invalid_options(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_refuses_invalid_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
         ServiceOptions.read(options)
-    assert complaint in str(caught.value)
+    assert message in str(error.value)
 
 
 def test_stops_scoring_after_too_many_failures(server: RewardServer) -> None:

@@ -22,9 +22,9 @@ from megarl.rollout.scheduler import gather_rollouts
 from megarl.rollout.session_server import SessionServer
 from megarl.types import Prompt, Reward, RewardFailure, Rollout, Rollouts
 
-BLACK_BOX = f"{sys.executable} {Path(__file__).parent.parent / 'black_box.py'}"
+BLACK_BOX = f"{sys.executable} {Path(__file__).parent.parent / 'subprocess_agent.py'}"
 AGENTS = ("calculating", "branching", "odd")
-SPECS = (*(f"agents_of_tests:{name}" for name in AGENTS), f"program:{BLACK_BOX}")
+SPECS = (*(f"example_agents:{name}" for name in AGENTS), f"program:{BLACK_BOX}")
 CATALOG = load_catalog(RolloutConfig(environments=SPECS))
 CHAT = ChatTemplate(TOKENIZER, environments=CATALOG.environments)
 

@@ -87,7 +87,7 @@ def test_tool_processes_are_reused_across_generations(monkeypatch: pytest.Monkey
         return GenerationResult([Rollout(PROMPT, (), messages=({"role": "assistant", "content": text},))], [])
 
     monkeypatch.setattr(rollout_context, "gather_rollouts", only_call)
-    runner = RolloutRunner(engine, ChatTemplate(TOKENIZER, load_tools(["odd_tools:pid"])), CONFIG)  # type: ignore[arg-type]
+    runner = RolloutRunner(engine, ChatTemplate(TOKENIZER, load_tools(["misbehaving_tools:pid"])), CONFIG)  # type: ignore[arg-type]
     first, second = runner.generate([]).rollouts, runner.generate([]).rollouts
     assert first == second
     runner.close()

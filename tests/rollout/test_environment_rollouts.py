@@ -25,7 +25,7 @@ from megarl.types import Prompt, Reward, RewardFailure, Rollouts
 pytestmark = pytest.mark.alone
 
 USER = {"role": "user", "content": "Play."}
-SPECS = ("odd_worlds:Guess", "odd_worlds:Odd", "odd_worlds:Found", "odd_worlds:Waits")
+SPECS = ("toy_environments:Guess", "toy_environments:Odd", "toy_environments:Found", "toy_environments:Waits")
 CATALOG = load_catalog(RolloutConfig(environments=SPECS))
 CHAT = ChatTemplate(TOKENIZER, CATALOG.tools, environments=CATALOG.environments)
 

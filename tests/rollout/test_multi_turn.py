@@ -352,7 +352,7 @@ def test_failed_request_aborts_and_keeps_complete_turns() -> None:
 
 
 def test_deadline_ends_a_slow_tool() -> None:
-    chat = ChatTemplate(TOKENIZER, load_tools(["odd_tools:slow"]))
+    chat = ChatTemplate(TOKENIZER, load_tools(["misbehaving_tools:slow"]))
     line = '<tool_call>\n{"name": "slow", "arguments": {"seconds": 600}}\n</tool_call>'
 
     async def run() -> Rollout:

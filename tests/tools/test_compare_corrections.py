@@ -73,9 +73,9 @@ def test_configurations_are_valid(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [(["/nowhere"], "call launch/quickstart.sh first"), (["--only", "vtrace"], "unknown correction")],
 )
-def test_rejects_missing_folders_and_unknown_corrections(folder: Path, arguments: list[str], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+def test_rejects_missing_folders_and_unknown_corrections(folder: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         compare_corrections.main(arguments if arguments[0] == "/nowhere" else [str(folder), *arguments])

@@ -27,7 +27,7 @@ from megarl.view.rollout_index import Index
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
-import made_run  # noqa: E402
+import example_run  # noqa: E402
 
 pytestmark = pytest.mark.alone
 STATIC = Path(__file__).resolve().parents[2] / "megarl/view/static"
@@ -38,8 +38,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     runs = [
-        made_run.write_run(folder / "first"),
-        made_run.write_run(folder / "<b>second", last=(3, 5, 5), name=made_run.EVIL),
+        example_run.write_run(folder / "first"),
+        example_run.write_run(folder / "<b>second", last=(3, 5, 5), name=example_run.EVIL),
     ]
     file = folder / "page.html"
     write_page([load(run) for run in runs], file)
@@ -56,7 +56,7 @@ def test_page_allows_only_its_own_scripts(page: Path) -> None:
     assert len(scripts) == 10
     for script in scripts:
         assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
-    assert made_run.EVIL not in text and "<img" not in text and text.count("<script") == text.count("</script>")
+    assert example_run.EVIL not in text and "<img" not in text and text.count("<script") == text.count("</script>")
     assert not re.search(r"""(?:src|href)=["']?https?:""", text)
 
 
@@ -111,7 +111,7 @@ def test_generated_text_is_never_executed(page: Path, view: str, tmp_path: Path)
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_payload_executes_on_an_unsafe_page(tmp_path: Path) -> None:
-    (tmp_path / "bad.html").write_text(f"<title>MegaRL</title><script>'{made_run.EVIL}'</script>")
+    (tmp_path / "bad.html").write_text(f"<title>MegaRL</title><script>'{example_run.EVIL}'</script>")
     assert "RAN</title>" in render((tmp_path / "bad.html").as_uri(), tmp_path / "profile")
 
 
@@ -131,7 +131,7 @@ def test_draws_curves_and_times(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_overview_shows_bands_and_last_values(tmp_path: Path) -> None:
-    runs = [made_run.write_run(tmp_path / "a"), made_run.write_run(tmp_path / "b", steps=2)]
+    runs = [example_run.write_run(tmp_path / "a"), example_run.write_run(tmp_path / "b", steps=2)]
     page = tmp_path / "page.html"
     write_page([load(run) for run in runs], page)
     watched = render(page.as_uri(), tmp_path / "one")

@@ -27,14 +27,14 @@ from megarl.view.run_data import read_run
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
-import made_run  # noqa: E402
+import example_run  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    return made_run.write_run(tmp_path / "first")
+    return example_run.write_run(tmp_path / "first")
 
 
 def test_reads_a_run(run_dir: Path) -> None:
@@ -60,8 +60,8 @@ def test_index_has_a_row_per_rollout(run_dir: Path) -> None:
 def test_index_picks_up_new_and_rewritten_steps(run_dir: Path) -> None:
     reader = IndexReader(run_dir)
     assert len(reader.read()) == 12
-    made_run.write_step(run_dir, 4, [made_run.make_rollout(4, 0, 5.0, name="new")])
-    made_run.write_step(run_dir, 2, [made_run.make_rollout(2, 0, 6.0)])
+    example_run.write_step(run_dir, 4, [example_run.make_rollout(4, 0, 5.0, name="new")])
+    example_run.write_step(run_dir, 2, [example_run.make_rollout(2, 0, 6.0)])
     part_file(run_dir, 2, 1).unlink()
     index = reader.read()
     assert index.columns["step"].tolist() == [1] * 4 + [2] + [3] * 4 + [4] and index.columns["reward"][4] == 6
@@ -71,7 +71,7 @@ def test_index_picks_up_new_and_rewritten_steps(run_dir: Path) -> None:
 def test_reads_one_rollout_with_its_tokens(run_dir: Path) -> None:
     (result,) = read_details(run_dir, 3, {2}, TokenDecoder(load_decoder(run_dir)))
     assert result["number"] == 2 and result["ids"] == [1, 2, 3, 4, 5]
-    assert result["words"] == ["two", "three", "four", made_run.EVIL, "five"]
+    assert result["words"] == ["two", "three", "four", example_run.EVIL, "five"]
     assert result["logprobs"] == [0, 0, -0.25, -0.5, -0.75] and result["advantages"] == [0.5] * 5
     assert [(turn["tokens"], turn["written"], turn["version"]) for turn in result["turns"]] == [
         (2, False, -1),
@@ -124,12 +124,12 @@ def test_finds_the_tokenizer_relative_to_the_run_folder(run_dir: Path, tmp_path:
 
 
 def test_finds_where_two_runs_diverge(tmp_path: Path, run_dir: Path) -> None:
-    item, other = read_run(run_dir), read_run(made_run.write_run(tmp_path / "second", last=(3, 5, 5)))
+    item, other = read_run(run_dir), read_run(example_run.write_run(tmp_path / "second", last=(3, 5, 5)))
     result = find_divergence(item, other)
     assert result["tokens"] == {"step": 3, "number": 1, "token": 3, "ids": [4, 5]}
     assert result["steps"] == 3 and result["metrics"] is None
     assert find_divergence(item, item)["tokens"] is None
-    shorter = read_run(made_run.write_run(tmp_path / "third", last=(3, 4)))
+    shorter = read_run(example_run.write_run(tmp_path / "third", last=(3, 4)))
     assert find_divergence(item, shorter)["tokens"] == {"step": 3, "number": 1, "token": 4, "ids": [5, -1]}
 
 

@@ -98,7 +98,7 @@ def try_scoring(
 
 def main() -> None:
     half = {"max_failed_frac": 0.5}
-    lab, dying = ("lab_rewards:length", "lab_rewards:later"), ("lab_rewards:dies",)
+    lab, dying = ("toy_rewards:length", "toy_rewards:later"), ("toy_rewards:dies",)
     result = {
         "slow": try_scoring(RewardConfig(timeout=30.0), slow),
         "hangs": try_scoring(RewardConfig(timeout=0.3), hangs),
@@ -117,12 +117,12 @@ def main() -> None:
         "environment": score_environment(
             RewardConfig(weights={"environment": 2.0}), [Reward(0.5, {"tries": 3.0}, (0.25,))] * 4
         ),
-        "beside": score_environment(RewardConfig(("lab_rewards:length",)), [Reward(1.0), None, None, Reward(-1.0)]),
+        "beside": score_environment(RewardConfig(("toy_rewards:length",)), [Reward(1.0), None, None, Reward(-1.0)]),
         "failed": score_environment(
             RewardConfig(max_failed_frac=0.5), [Reward(1.0)] * 3 + [RewardFailure("Guess: reward raised")]
         ),
         "recorded": score_environment(RewardConfig(), None),
-        "nobody": score_environment(RewardConfig(), [None] * 4, "odd_worlds:Plain"),
+        "nobody": score_environment(RewardConfig(), [None] * 4, "toy_environments:Plain"),
         "nothing": score_environment(RewardConfig(), [None] * 4, ""),
     }
     print("RESULT", json.dumps(result), flush=True)
@@ -136,11 +136,11 @@ def all_too_slow() -> tuple[Any, bool]:
     local = list(range(JOB.rank, 40, 2))
     rollouts = Rollouts.gather([many[number] for number in local], local, row_exchange.WorldComm())
     start = time.monotonic()
-    slow = RewardConfig(("lab_rewards:sleeps", "lab_rewards:length"), timeout=1.5, processes=2)
+    slow = RewardConfig(("toy_rewards:sleeps", "toy_rewards:length"), timeout=1.5, processes=2)
     return try_scoring(slow, rollouts=rollouts), time.monotonic() - start < 20
 
 
-def score_environment(reward: RewardConfig, env_rewards: Any, spec: str = "odd_worlds:Guess") -> Any:
+def score_environment(reward: RewardConfig, env_rewards: Any, spec: str = "toy_environments:Guess") -> Any:
     """env_rewards: None for replayed rollouts that have the environment's part."""
     try:
         worker = RewardWorker(context(reward, (spec,) if spec else (), "" if env_rewards else "somewhere"))
@@ -165,7 +165,7 @@ def make_branches() -> Rollouts:
 
 def try_weights(weights: dict[str, float]) -> str:
     try:
-        RewardWorker(context(RewardConfig(("lab_rewards:length",), weights=weights)))
+        RewardWorker(context(RewardConfig(("toy_rewards:length",), weights=weights)))
     except ConfigError as error:
         return str(error)
     return ""

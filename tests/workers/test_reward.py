@@ -101,7 +101,7 @@ def test_environment_reward_is_a_weighted_part(results: dict[str, dict[str, Any]
     assert results["beside"]["reward"] == [4.0, 3.0, 0.0, 2.0]
     assert results["failed"]["reasons"] == [["environment", "Guess: reward raised", "p3"]]
     assert results["recorded"]["reward"] == [3.0, 3.0, 0.0, 3.0]
-    assert "odd_worlds:Plain has no `reward`, and there are no reward.functions" in results["nobody"]
+    assert "toy_environments:Plain has no `reward`, and there are no reward.functions" in results["nobody"]
     assert "there is no reward: set reward.functions" in results["nothing"]
 
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rewards"))
-from judging_server import RewardServer, chat_completion, count_words
+from reward_server import RewardServer, chat_completion, count_words
 
 WORDS = ("[unk]", "[pad]", "<end>", "one", "two", "three", "four", "five", "six", "user", "assistant")
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"
@@ -123,7 +123,7 @@ def results(
 
     def judge(name: str, functions: bool = False, **options: Any) -> dict[str, Any]:
         chosen = {"reward": {"backend": "transformers", "options": options}}
-        functions_of = ["lab_rewards:length"] if functions else []
+        functions_of = ["toy_rewards:length"] if functions else []
         reward = {"model": str(folder / name), "functions": functions_of}
         return {"what": "score", "config": {**WITH_REWARD_RANKS, "roles": chosen, "reward": reward}}
 
@@ -139,7 +139,7 @@ def results(
             "options": {"url": server.unreachable_url, "tries": 2, "pause": 0, "private": True},
         }
     }
-    beside = {"functions": ["lab_rewards:length"]}
+    beside = {"functions": ["toy_rewards:length"]}
     requested = {"url": server.address, "model": "m", "prompt": "{answer}", "private": True}
     judging = {"reward": {"backend": "judge", "options": requested}}
     narrow = {"reward": {"backend": "judge", "options": {**requested, "max_score": 5}}}
@@ -233,7 +233,7 @@ def test_overlong_conversations_raise_or_are_truncated(results: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    ("job", "complaint"),
+    ("job", "message"),
     [
         ("strict", "cannot render the sample '0': TemplateError: no system prompts"),
         ("odd", "has another tokenizer than the policy, and no chat template by which"),
@@ -249,9 +249,9 @@ def test_overlong_conversations_raise_or_are_truncated(results: dict[str, Any]) 
         ("gone", "(2 tries); check that it runs, or set roles.reward.options.url"),
     ],
 )
-def test_errors_are_the_same_on_all_ranks(results: dict[str, Any], job: str, complaint: str) -> None:
-    message = {rank[job] for rank in results["ranks"]}
-    assert len(message) == 1 and complaint in next(iter(message)), message
+def test_errors_are_the_same_on_all_ranks(results: dict[str, Any], job: str, message: str) -> None:
+    errors = {rank[job] for rank in results["ranks"]}
+    assert len(errors) == 1 and message in next(iter(errors)), errors
 
 
 def test_reward_service_is_called_by_ranks_with_rollouts(results: dict[str, Any], server: RewardServer) -> None:
@@ -288,11 +288,11 @@ def test_judge_is_called_by_ranks_with_rollouts(results: dict[str, Any]) -> None
 def test_teacher_logprobs_match_transformers(results: dict[str, Any], role: str) -> None:
     """Two layouts and role names; each rank gets its own sequences, also the rank without the teacher."""
     for temperature, name in ((0.7, "as sampled"), (1.0, "at 1")):
-        got: dict[int, list[float]] = {}
+        actual: dict[int, list[float]] = {}
         for rank in results["ranks"]:
-            got |= {int(number): values for number, values in rank[role][name].items()}
-        assert sorted(got) == list(range(len(RESPONSES)))
-        for number, values in got.items():
+            actual |= {int(number): values for number, values in rank[role][name].items()}
+        assert sorted(actual) == list(range(len(RESPONSES)))
+        for number, values in actual.items():
             ids = torch.tensor(results["conversations"][number]["ids"])
             with torch.no_grad():
                 logits = results["models"]["teacher"](ids[None]).logits[0] / temperature

@@ -16,7 +16,7 @@ from megarl.rewards.code import GradeResult, Grading
 
 sys.path.insert(0, str(Path(__file__).parent))
 from code_attacks import ATTACKS  # noqa: E402
-from grading_boxes import KINDS, grade_code  # noqa: E402
+from sandbox_grading import KINDS, grade_code  # noqa: E402
 
 pytestmark = pytest.mark.alone
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megarl.rewards.code.grading import MAX_CODE_CHARS, extract_code
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from said import HOSTILE  # noqa: E402
+from answer_rollouts import HOSTILE  # noqa: E402
 
 pytestmark = pytest.mark.alone
 

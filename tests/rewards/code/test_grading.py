@@ -18,8 +18,8 @@ from megarl.sandbox.box import Sandbox
 from megarl.sandbox.results import HarnessResult, Output, Result
 
 sys.path.insert(0, str(Path(__file__).parent))
-from grading_boxes import KINDS, QUICK, grade_code, run_in_sandbox  # noqa: E402
-from plain_boxes import PlainSandbox  # noqa: E402
+from plain_sandbox import PlainSandbox  # noqa: E402
+from sandbox_grading import KINDS, QUICK, grade_code, run_in_sandbox  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -230,7 +230,7 @@ def test_result_size_reveals_no_expected_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("truth", "complaint"),
+    ("truth", "message"),
     [
         (["assert abs(f(1) - 1) < 1"], None),
         (
@@ -243,13 +243,13 @@ def test_result_size_reveals_no_expected_value() -> None:
         (["def g():\n    return f(1)\nassert g"], "a test called no function of the answer, in 'def g():"),
     ],
 )
-def test_errors_in_tests_are_not_wrong_answers(truth: Any, complaint: str | None) -> None:
-    if complaint is None:
+def test_errors_in_tests_are_not_wrong_answers(truth: Any, message: str | None) -> None:
+    if message is None:
         assert grade_code("plain", "def f(x):\n    return x", truth).tests == 1
         return
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError) as error:
         grade_code("plain", "def f(x):\n    return x", truth)
-    assert complaint in str(caught.value)
+    assert message in str(error.value)
 
 
 class SilentSandbox(PlainSandbox):

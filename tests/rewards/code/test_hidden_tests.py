@@ -17,8 +17,8 @@ from megarl.rewards.functions import check_function, load_functions
 from megarl.types.reward_values import Reward, RewardFailure
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-from plain_boxes import PlainSandbox  # noqa: E402
-from said import make_rollout  # noqa: E402
+from answer_rollouts import make_rollout  # noqa: E402
+from plain_sandbox import PlainSandbox  # noqa: E402
 
 pytestmark = pytest.mark.alone
 

@@ -14,9 +14,9 @@ from megarl.rewards.reward_pool import RewardPool
 from megarl.types.reward_values import Reward, RewardFailure
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+from answer_rollouts import make_rollout  # noqa: E402
 from code_attacks import ATTACKS  # noqa: E402
-from grading_boxes import run_in_sandbox  # noqa: E402
-from said import make_rollout  # noqa: E402
+from sandbox_grading import run_in_sandbox  # noqa: E402
 
 pytestmark = pytest.mark.alone
 

@@ -119,7 +119,7 @@ def test_selects_evenly_spaced_tests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("truth", "complaint"),
+    ("truth", "message"),
     [
         (None, "the ground truth has no tests in a known format, but null"),
         ("", "the ground truth is empty"),
@@ -155,7 +155,7 @@ def test_selects_evenly_spaced_tests() -> None:
         ([{**ADD, "fn_name": "f"}, {**ADD, "fn_name": "g"}], "its tests are of several kinds"),
     ],
 )
-def test_refuses_ground_truths_without_tests(truth: Any, complaint: str) -> None:
-    with pytest.raises(ValueError) as caught:
+def test_refuses_ground_truths_without_tests(truth: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
         parse_problem(truth)
-    assert complaint in str(caught.value)
+    assert message in str(error.value)

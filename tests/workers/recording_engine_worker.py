@@ -47,7 +47,7 @@ def make_worker(config: Any, hf: dict[str, Any], ranks: Ranks) -> RecordingWorke
     return RecordingWorker(Context(config, ranks.job, hf, chat, Clock(), Path("."), num_updates={"actor": 1}))
 
 
-def numbers(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[tuple[int, int, bool]]:
+def generation_numbers(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[tuple[int, int, bool]]:
     """Return (seed, first group, greedy) of each generation in two steps with an evaluation between them."""
     worker = make_worker(config, hf, ranks)
     result: list[tuple[int, int, bool]] = []
@@ -70,7 +70,7 @@ def numbers(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[tuple[int, in
     return result
 
 
-def calls(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[str]:
+def engine_calls(config: Any, hf: dict[str, Any], ranks: Ranks) -> list[str]:
     """Return the calls of a step and the next generation."""
     worker = make_worker(config, hf, ranks)
     actor: Any = SimpleNamespace(model=SimpleNamespace(merged_params=dict))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from agents_of_tests import calculating
+from example_agents import calculating
 
 row = json.load(sys.stdin)
 print("a black box says what it likes")

@@ -15,7 +15,7 @@ from megarl.rewards.code import GradeResult, Grading, grade, parse_problem
 from megarl.sandbox.box import Sandbox
 
 sys.path.insert(0, str(Path(__file__).parent))
-from plain_boxes import PlainSandbox  # noqa: E402
+from plain_sandbox import PlainSandbox  # noqa: E402
 
 KINDS = ("plain", "bubblewrap")
 QUICK = Grading(seconds=3.0, total_seconds=12.0)

@@ -1,4 +1,4 @@
-"""Tools for tests, most of which misbehave; tool processes load them as `odd_tools:name`."""
+"""Tools for tests, most of which misbehave; tool processes load them as `misbehaving_tools:name`."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class FakeRolloutWorker(RolloutWorker):
             weight_loader.load(self.model, pickle.loads(base64.b64decode(payload)))
 
 
-def found(config: Any, hf: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+def check_weights(config: Any, hf: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Return the startup error of each model, and whether its engine is still usable."""
     chat: Any = SimpleNamespace(select_schemas=lambda prompt: [], tools={}, catalog=EnvironmentCatalog())
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, tool_call_parser=""))

@@ -14,10 +14,10 @@ class SyncSandbox:
 
     def __init__(self, **settings):
         self.loop = asyncio.new_event_loop()
-        self.sandbox = Sandbox(SandboxConfig(**settings))
+        self.async_sandbox = Sandbox(SandboxConfig(**settings))
 
     def __getattr__(self, name):
-        return lambda *args, **kwargs: self.wait(getattr(self.sandbox, name)(*args, **kwargs))
+        return lambda *args, **kwargs: self.wait(getattr(self.async_sandbox, name)(*args, **kwargs))
 
     def wait(self, coroutine):
         return self.loop.run_until_complete(coroutine)
@@ -31,7 +31,7 @@ class SyncSandbox:
         return dict(zip(coroutines, self.wait(gather_all()), strict=True))
 
     def close(self):
-        self.wait(self.sandbox.close())
+        self.wait(self.async_sandbox.close())
         self.loop.close()
 
 
@@ -39,15 +39,15 @@ def find_missing_requirement():
     """Return why this machine cannot run sandboxes, or an empty string."""
     if shutil.which("bwrap") is None:
         return "there is no bubblewrap on this machine"
-    boxes = SyncSandbox()
+    sandbox = SyncSandbox()
     try:
-        boxes.probe()
+        sandbox.probe()
     except ConfigError as error:
         return f"sandboxes do not work on this machine: {error}"
     finally:
-        boxes.close()
+        sandbox.close()
     return ""
 
 
 MISSING_REQUIREMENT = find_missing_requirement()
-needs_boxes = pytest.mark.skipif(bool(MISSING_REQUIREMENT), reason=MISSING_REQUIREMENT)
+needs_bubblewrap = pytest.mark.skipif(bool(MISSING_REQUIREMENT), reason=MISSING_REQUIREMENT)

@@ -33,11 +33,11 @@ def get_process_name(pid):
         return ""
 
 
-def find_idle_sandboxes(boxes):
+def find_idle_sandboxes(sandbox):
     """Map the bubblewrap process of each idle sandbox to the first process inside."""
     return {
         outer: inner[0]
-        for outer in list_children(boxes.sandbox.runner_pid)
+        for outer in list_children(sandbox.async_sandbox.runner_pid)
         if get_process_name(outer) == "bwrap"
         and is_running(outer)
         and (inner := list_children(outer))  # it may exit at any time
@@ -52,8 +52,8 @@ def wait_until(condition, seconds=30):
     return result
 
 
-def warm(boxes, count=5, idle=4, **value):
+def warm(sandbox, count=5, idle=4, **value):
     """Run the command until idle sandboxes are prewarmed for the next run."""
     for _ in range(count):
-        assert boxes.run(COMMAND, {"main.py": b""}, **value).ok
-    return wait_until(lambda: len(result := find_idle_sandboxes(boxes)) >= idle and result)
+        assert sandbox.run(COMMAND, {"main.py": b""}, **value).ok
+    return wait_until(lambda: len(result := find_idle_sandboxes(sandbox)) >= idle and result)

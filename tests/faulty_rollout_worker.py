@@ -1,4 +1,4 @@
-"""A rollout worker that injects engine faults: `roles: {rollout: {worker: dying_engines:FaultyRolloutWorker}}`.
+"""A rollout worker that injects engine faults: `roles: {rollout: {worker: faulty_rollout_worker:FaultyRolloutWorker}}`.
 
 The environment variable ENGINE_FAULTS holds the plan as JSON, {step: [fault, engine]}. Each fault happens once:
 

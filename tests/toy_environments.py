@@ -1,4 +1,4 @@
-"""Environments for tests, some of which misbehave; environment processes load them as `odd_worlds:Name`."""
+"""Environments for tests, some of which misbehave; environment processes load them as `toy_environments:Name`."""
 
 from __future__ import annotations
 
