@@ -85,8 +85,8 @@ def test_explained_variance_equals_the_formula_on_any_number_of_ranks(seed):
     generator = torch.Generator().manual_seed(seed)
     values, returns = (torch.randn(2, len(mask), generator=generator) + 3).where(mask, float("nan"))
     actual = returns[mask].double()
-    plain = float(1.0 - (actual - values[mask].double()).var(correction=0) / actual.var(correction=0))
-    assert explained_variance(values, returns, mask) == plain
+    expected = float(1.0 - (actual - values[mask].double()).var(correction=0) / actual.var(correction=0))
+    assert explained_variance(values, returns, mask) == expected
     for ranks in (1, 2, 5):
         shares = [tokens for _, tokens, _ in shard_sequences(cu, ranks, seed)]
 
@@ -96,7 +96,7 @@ def test_explained_variance_equals_the_formula_on_any_number_of_ranks(seed):
 
         results = as_ranks(ranks, work)
         assert set(results) == {results[0]}
-        assert results[0] == pytest.approx(plain, rel=1e-6)
+        assert results[0] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("returns", [0.1, -7.3e-5, 0.0])

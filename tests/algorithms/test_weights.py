@@ -55,7 +55,7 @@ def test_sequence_mean_matches_a_loop():
     lengths = [5, 1, 9, 4, 12]
     starts = torch.tensor([0, *lengths]).cumsum(0)
     mask, loss = torch.rand(31, generator=generator) < 0.5, torch.randn(31, generator=generator)
-    means = [item[chosen].mean() for item, chosen in zip(loss.split(lengths), mask.split(lengths), strict=True)]
+    means = [tokens[chosen].mean() for tokens, chosen in zip(loss.split(lengths), mask.split(lengths), strict=True)]
     expected = torch.stack([mean for mean in means if not mean.isnan()]).mean()
     torch.testing.assert_close(
         (sequence_mean_weights(starts, mask, len(means) - sum(mean.isnan() for mean in means)) * loss).sum(), expected
