@@ -152,8 +152,8 @@ class Mine(SFTController):
 
 def test_algorithm_options_are_validated(write_module: Any) -> None:
     write_module(OPTIONS)
-    created = make_controller(from_dict({"algorithm": "lab_controllers:Mine", "options": {"share": 1}}))
-    assert created.options.share == 1.0
+    controller = make_controller(from_dict({"algorithm": "lab_controllers:Mine", "options": {"share": 1}}))
+    assert controller.options.share == 1.0
     for options, message in (({"shore": 1}, r"options\.shore.*share"), ({"share": 2}, r"options\.share .*at most 1")):
         with pytest.raises(ConfigError, match=message):
             requirements_of("lab_controllers:Mine", options=options)

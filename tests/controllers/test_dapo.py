@@ -30,8 +30,8 @@ def step(generations: list[Any], prompts: int = 2, **options: Any) -> tuple[Any,
 def test_full_batch_needs_one_generation() -> None:
     result, flow = step([[MIXED, MIXED]])
     assert flow.num_prompts == [2] and result.batch.group.tolist() == [0, 0, 1, 1]
-    figures = {name: result.metrics[f"rollout/{name}"] for name in ("num_gen_batches", "missing_groups")}
-    assert figures == {"num_gen_batches": 1, "missing_groups": 0}
+    metrics = {name: result.metrics[f"rollout/{name}"] for name in ("num_gen_batches", "missing_groups")}
+    assert metrics == {"num_gen_batches": 1, "missing_groups": 0}
     assert result.metrics["rollout/informative_groups_frac"] == 1
 
 
@@ -82,10 +82,12 @@ def test_filters_groups_by_a_reward_part() -> None:
 def test_overlong_penalty_lowers_the_reward() -> None:
     """Two of at most 3 tokens is halfway into a buffer of 2. The penalty does not make a group informative."""
     config = {"algorithm": "dapo", "loss": {"scale_factor": 3}, "rollout": {"samples_per_prompt": 2}}
-    for share, reward in ((2 / 3, [0.5, -0.5]), (0.0, [1.0, 0.0])):
-        created = from_dict(config | {"options": {"overlong_buffer": share, "max_num_gen_batches": 1}})
-        flow: Any = ScriptedFlow(created, [[MIXED, RIGHT]])
-        result = make_controller(created).step(flow, [Prompt("a", ()), Prompt("b", ())])
+    for buffer_share, reward in ((2 / 3, [0.5, -0.5]), (0.0, [1.0, 0.0])):
+        config_with_buffer = from_dict(
+            config | {"options": {"overlong_buffer": buffer_share, "max_num_gen_batches": 1}}
+        )
+        flow: Any = ScriptedFlow(config_with_buffer, [[MIXED, RIGHT]])
+        result = make_controller(config_with_buffer).step(flow, [Prompt("a", ()), Prompt("b", ())])
         assert result.batch is not None and result.rollouts is not None
         assert result.batch.sequence_reward.tolist() == reward
-        assert ("overlong" in result.rollouts.reward_parts) == bool(share)
+        assert ("overlong" in result.rollouts.reward_parts) == bool(buffer_share)

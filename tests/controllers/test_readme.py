@@ -25,8 +25,8 @@ PAGE = (Path(__file__).resolve().parents[2] / "megarl/controllers/README.md").re
 
 def test_readme_table_lists_every_recipe() -> None:
     rows = re.findall(r"^\| (`.*?) \| .*? \| `(.*?)`", PAGE, flags=re.MULTILINE)
-    named = {name for cell, _ in rows for name in re.findall(r"`(\w+)`", cell)}
-    assert named == set(RECIPES)
+    page_names = {name for cell, _ in rows for name in re.findall(r"`(\w+)`", cell)}
+    assert page_names == set(RECIPES)
     for cell, file in rows:
         for name in re.findall(r"`(\w+)`", cell):
             module = str(RECIPES[name].controller).partition(":")[0].rpartition(".")[2]

@@ -19,12 +19,12 @@ pytestmark = pytest.mark.alone
 def make_rollouts(comm: Comm, step: int, world: int) -> Rollouts:
     """Return this rank's share of six rollouts of a step, with routing."""
     routing = torch.zeros(2, 1, 1, dtype=torch.uint8)
-    mine = range(comm.rank, 6, world)
+    indices = range(comm.rank, 6, world)
     turns = (Turn((9,)), Turn((1, 2), (-0.5, -1.5), True, step))
-    local_items = [
-        Rollout(Prompt(f"{step}-{i}", ()), turns, reward=10.0 * step + i, routing=routing, group=i) for i in mine
+    local = [
+        Rollout(Prompt(f"{step}-{i}", ()), turns, reward=10.0 * step + i, routing=routing, group=i) for i in indices
     ]
-    return Rollouts.gather(local_items, list(mine), comm, step)
+    return Rollouts.gather(local, list(indices), comm, step)
 
 
 def test_all_ranks_keep_and_sample_the_same(tmp_path: Path) -> None:
@@ -43,10 +43,10 @@ def test_all_ranks_keep_and_sample_the_same(tmp_path: Path) -> None:
         comm.all_gather_objects(None)
         return buffer._rollouts.reward.tolist(), drawn.reward.tolist(), {r.prompt.id == "2-0" for r in full.local}
 
-    alone = as_ranks(1, lambda comm: work(comm, 1))[0]
-    assert alone[0] == [14.0, 15.0, *(20.0 + i for i in range(6))]
+    single_rank = as_ranks(1, lambda comm: work(comm, 1))[0]
+    assert single_rank[0] == [14.0, 15.0, *(20.0 + i for i in range(6))]
     for result in as_ranks(3, lambda comm: work(comm, 3)):
-        assert result[:2] == alone[:2]
+        assert result[:2] == single_rank[:2]
 
     def restore(comm: Comm) -> tuple[list[float], int]:
         buffer = ReplayBuffer(8)
@@ -54,8 +54,8 @@ def test_all_ranks_keep_and_sample_the_same(tmp_path: Path) -> None:
         assert buffer._rollouts is not None
         return buffer._rollouts.reward.tolist(), len(buffer._rollouts.local)
 
-    two = as_ranks(2, restore)  # the first rank also restores the third's
-    assert [result[0] for result in two] == [alone[0]] * 2 and sum(result[1] for result in two) == 8
+    restored = as_ranks(2, restore)  # the first rank also restores the third's
+    assert [result[0] for result in restored] == [single_rank[0]] * 2 and sum(result[1] for result in restored) == 8
 
 
 def test_damaged_file_raises_on_all_ranks(tmp_path: Path) -> None:
