@@ -323,8 +323,8 @@ GSM8K = [
     prepare_data("an unknown data set", ("'mbpp'", "gsm8k", "humaneval"), "mbpp", "FOLDER/g", "FOLDER/out"),
     prepare_data("no file", ("there is no file FOLDER/none",), "aime", "FOLDER/none", "FOLDER/out"),
     *(
-        prepare_data(name, expected, kind, "FOLDER/rows.jsonl", "FOLDER/out", prepare=write_row(row))
-        for name, expected, kind, row in (
+        prepare_data(name, expected, mode, "FOLDER/rows.jsonl", "FOLDER/out", prepare=write_row(row))
+        for name, expected, mode, row in (
             ("empty", ("rows.jsonl holds no problems",), "math500", b""),
             ("a broken line", ("rows.jsonl:1: not JSON",), "math500", b'{"problem": '),
             ("no ground truth", ("rows.jsonl:1", "no ground truth"), "math500", {"problem": "1+1?"}),

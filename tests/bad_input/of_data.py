@@ -28,9 +28,9 @@ def write_file(content: bytes, name: str = "own.jsonl") -> Prepare:
     return lambda folder: None if (folder / name).write_bytes(content) else None
 
 
-def third_row(good: Any, bad: Any) -> Prepare:
+def third_row(valid: Any, invalid: Any) -> Prepare:
     """Write two valid rows and a bad one; rows given as text are written as Latin-1."""
-    rows = [good, good, bad]
+    rows = [valid, valid, invalid]
     return write_file("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows).encode("latin-1"))
 
 

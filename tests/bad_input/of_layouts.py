@@ -7,72 +7,76 @@ ASYNCHRONOUS, REPLAYED, OVERSAMPLED = "rollout.asynchronous=true", "rollout.repl
 SPLIT = "{actor: 0-3, rollout: 4-7}"
 
 
-def placed(name: str, expected: tuple[str, ...], placement: str, *value: str) -> Case:
+def placement_case(name: str, expected: tuple[str, ...], placement: str, *value: str) -> Case:
     """A case with this placement, on eight ranks by default."""
     return Case(name, expected, (*(value or (EIGHT,)), f"placement={placement}"))
 
 
 CASES = [
-    placed("a rank that is not there", ("placement.critic=4-7", "rank 7", "0 to 3"), "{critic: 4-7}", FOUR),
-    placed("a rank far beyond", ("rank 999999999", "parallel.world_size=8"), "{actor: 0-999999999}"),
-    placed("ranks without a number", ("placement.actor=", "lists no ranks", "0-3"), "{actor: ''}"),
-    placed("no word of where", ("placement.actor=None", "remove the role"), "{actor: }"),
-    placed("a word for ranks", ("placement.actor=first", "is not a set of ranks", "0,2,5-6"), "{actor: first}"),
-    placed("dots for ranks", ("'0..3'", "is not a set of ranks"), "{actor: 0..3}"),
-    placed("a list for ranks", ("placement.actor=[0, 1]", "write ranks as"), "{actor: [0, 1]}"),
-    placed("ranks that go down", ("3-0 is descending", "0-3"), "{actor: 3-0}"),
-    placed("a rank twice", ("names rank 2 twice",), "{actor: '0-3,2'}"),
-    placed("a role misspelt", ("placement.critc", "did you mean placement.critic"), "{critc: 0-3}"),
-    placed("a role of another algorithm", ("grpo has no such role",), "{critic: 0-3}", EIGHT, "algorithm=grpo"),
-    placed(
+    placement_case("a rank that is not there", ("placement.critic=4-7", "rank 7", "0 to 3"), "{critic: 4-7}", FOUR),
+    placement_case("a rank far beyond", ("rank 999999999", "parallel.world_size=8"), "{actor: 0-999999999}"),
+    placement_case("ranks without a number", ("placement.actor=", "lists no ranks", "0-3"), "{actor: ''}"),
+    placement_case("no word of where", ("placement.actor=None", "remove the role"), "{actor: }"),
+    placement_case("a word for ranks", ("placement.actor=first", "is not a set of ranks", "0,2,5-6"), "{actor: first}"),
+    placement_case("dots for ranks", ("'0..3'", "is not a set of ranks"), "{actor: 0..3}"),
+    placement_case("a list for ranks", ("placement.actor=[0, 1]", "write ranks as"), "{actor: [0, 1]}"),
+    placement_case("ranks that go down", ("3-0 is descending", "0-3"), "{actor: 3-0}"),
+    placement_case("a rank twice", ("names rank 2 twice",), "{actor: '0-3,2'}"),
+    placement_case("a role misspelt", ("placement.critc", "did you mean placement.critic"), "{critc: 0-3}"),
+    placement_case("a role of another algorithm", ("grpo has no such role",), "{critic: 0-3}", EIGHT, "algorithm=grpo"),
+    placement_case(
         "a reference elsewhere",
         ("placement.reference=4-7", "remove placement.reference"),
         "{actor: 0-3, reference: 4-7}",
     ),
-    placed("an actor without ranks", ("placement.actor=cpu", "name ranks"), "{actor: cpu}"),
-    placed("a model without ranks", ("reward.model runs",), "{reward: cpu}", EIGHT, "reward.model=FOLDER/model"),
-    placed("roles that share some ranks", ("0-4", "4-7", "the same ranks"), "{actor: 0-4, critic: 4-7}"),
-    placed("engines on some of the actor's", ("0-3", "0-5", "rollout may"), "{actor: 0-3, rollout: 0-5}"),
-    placed("a layout of other ranks", ("placement.actor=0-2", "2 and 4"), "{actor: 0-2}", EIGHT, "parallel.tp=2"),
-    placed("experts of other ranks", ("parallel.ep=8", "4 ranks"), "{actor: 0-3}", EIGHT, "parallel.ep=8"),
-    placed(
+    placement_case("an actor without ranks", ("placement.actor=cpu", "name ranks"), "{actor: cpu}"),
+    placement_case(
+        "a model without ranks", ("reward.model runs",), "{reward: cpu}", EIGHT, "reward.model=FOLDER/model"
+    ),
+    placement_case("roles that share some ranks", ("0-4", "4-7", "the same ranks"), "{actor: 0-4, critic: 4-7}"),
+    placement_case("engines on some of the actor's", ("0-3", "0-5", "rollout may"), "{actor: 0-3, rollout: 0-5}"),
+    placement_case(
+        "a layout of other ranks", ("placement.actor=0-2", "2 and 4"), "{actor: 0-2}", EIGHT, "parallel.tp=2"
+    ),
+    placement_case("experts of other ranks", ("parallel.ep=8", "4 ranks"), "{actor: 0-3}", EIGHT, "parallel.ep=8"),
+    placement_case(
         "a critic of other ranks",
         ("the critic: placement.critic=0-2", "tp x pp"),
         "{actor: 3-7, critic: 0-2}",
         EIGHT,
         "critic.parallel={tp: 2}",
     ),
-    placed(
+    placement_case(
         "engines of other ranks", ("rollout.tp=4", "1, 2, 3, 6"), "{actor: 6-7, rollout: 0-5}", EIGHT, "rollout.tp=4"
     ),
-    placed(
+    placement_case(
         "engines of no neighbours",
         ("ranks 2,4", "must be adjacent"),
         "{actor: '3', rollout: '0-2,4'}",
         EIGHT,
         "rollout.tp=2",
     ),
-    placed(
+    placement_case(
         "a step ahead, colocated",
         ("rollout.asynchronous needs", "rank 0", "placement.rollout"),
         "{}",
         EIGHT,
         ASYNCHRONOUS,
     ),
-    placed(
+    placement_case(
         "a step ahead, on some ranks",
         ("rank 4", "also runs the critic"),
         "{actor: 0-3, critic: 4-7, rollout: 4-7}",
         EIGHT,
         ASYNCHRONOUS,
     ),
-    placed(
+    placement_case(
         "a step ahead, replayed", ("rollout.replay", "set the first to false"), SPLIT, EIGHT, ASYNCHRONOUS, REPLAYED
     ),
-    placed(
+    placement_case(
         "a step ahead and more prompts", ("oversample=1.5", "only one of them"), SPLIT, EIGHT, ASYNCHRONOUS, OVERSAMPLED
     ),
-    placed(
+    placement_case(
         "ahead of oneself",
         ("rollout.max_staleness", "at least 0"),
         SPLIT,
@@ -80,7 +84,7 @@ CASES = [
         ASYNCHRONOUS,
         "rollout.max_staleness=-1",
     ),
-    placed(
+    placement_case(
         "a push of another kind",
         ("rollout.on_weight_sync", "retract, in_place, wait"),
         SPLIT,

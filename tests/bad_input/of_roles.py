@@ -17,12 +17,12 @@ def reward(name: str, settings: str, *expected: str, overrides: tuple[str, ...] 
 def write_judge(folder: Path) -> None:
     """Write a folder with a classifier config, and the policy's weights and tokenizer."""
     file = folder / "model/config.json"
-    other = folder / "judge"
-    other.mkdir()
+    judge_folder = folder / "judge"
+    judge_folder.mkdir()
     for path in file.parent.iterdir():
-        (other / path.name).write_bytes(path.read_bytes())
+        (judge_folder / path.name).write_bytes(path.read_bytes())
     values = {**json.loads(file.read_text()), "architectures": ["Qwen3MoeForSequenceClassification"]}
-    (other / "config.json").write_text(json.dumps(values))
+    (judge_folder / "config.json").write_text(json.dumps(values))
 
 
 def swapped_tokens(folder: Path) -> None:
@@ -33,8 +33,8 @@ def swapped_tokens(folder: Path) -> None:
         (teacher / path.name).write_bytes(path.read_bytes())
     tokenizer = json.loads((teacher / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
-    item, other = sorted(vocab, key=vocab.__getitem__)[:2]
-    vocab[item], vocab[other] = vocab[other], vocab[item]
+    first_token, second_token = sorted(vocab, key=vocab.__getitem__)[:2]
+    vocab[first_token], vocab[second_token] = vocab[second_token], vocab[first_token]
     (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 

@@ -247,28 +247,32 @@ CASES = [
         lambda folder: (write_checkpoint(write_run(folder), 3), None)[1],
     ),
     *[
-        Case(f"the only checkpoint {name}", (*NONE_COMPLETE, what), (RESUME,), prepare)
-        for name, what, prepare in (
-            ("empty", "manifest.json is missing", corrupted_checkpoint(lambda at: (shutil.rmtree(at), at.mkdir()))),
+        Case(f"the only checkpoint {name}", (*NONE_COMPLETE, expected), (RESUME,), prepare)
+        for name, expected, prepare in (
+            (
+                "empty",
+                "manifest.json is missing",
+                corrupted_checkpoint(lambda checkpoint: (shutil.rmtree(checkpoint), checkpoint.mkdir())),
+            ),
             (
                 "without manifest",
                 "manifest.json is missing",
-                corrupted_checkpoint(lambda at: (at / "manifest.json").unlink()),
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "manifest.json").unlink()),
             ),
             (
                 "with no JSON",
                 "manifest.json is broken",
-                corrupted_checkpoint(lambda at: (at / "manifest.json").write_text("{")),
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "manifest.json").write_text("{")),
             ),
             (
                 "with a list",
                 "manifest.json is broken",
-                corrupted_checkpoint(lambda at: (at / "manifest.json").write_text("[1]")),
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "manifest.json").write_text("[1]")),
             ),
             (
                 "with binary",
                 "manifest.json is broken",
-                corrupted_checkpoint(lambda at: (at / "manifest.json").write_bytes(b"\xff")),
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "manifest.json").write_bytes(b"\xff")),
             ),
             ("of no files", "does not list host.json", edit_manifest(lambda tree: tree.update(files={}))),
             ("of files in a list", "manifest.json is broken", edit_manifest(lambda tree: tree.update(files=[1]))),
@@ -276,33 +280,39 @@ CASES = [
             (
                 "truncated",
                 "__0_0.distcp is truncated",
-                corrupted_checkpoint(lambda at: (at / "actor/__0_0.distcp").write_text("w")),
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "actor/__0_0.distcp").write_text("w")),
             ),
             (
                 "changed",
                 "differs from its checksum",
-                corrupted_checkpoint(lambda at: (at / "actor/__0_0.distcp").write_text("WEIGHTS")),
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "actor/__0_0.distcp").write_text("WEIGHTS")),
             ),
             (
                 "without a part",
                 "__0_0.distcp is missing",
-                corrupted_checkpoint(lambda at: (at / "actor/__0_0.distcp").unlink()),
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "actor/__0_0.distcp").unlink()),
             ),
             (
                 "without random states",
                 "rng_00000.pt is missing",
-                corrupted_checkpoint(lambda at: (at / "rng_00000.pt").unlink()),
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "rng_00000.pt").unlink()),
             ),
             (
                 "with half of them",
                 "rng_00000.pt is truncated",
-                corrupted_checkpoint(lambda at: (at / "rng_00000.pt").write_text("r")),
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "rng_00000.pt").write_text("r")),
             ),
-            ("without host.json", "host.json is missing", corrupted_checkpoint(lambda at: (at / "host.json").unlink())),
+            (
+                "without host.json",
+                "host.json is missing",
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "host.json").unlink()),
+            ),
             (
                 "with a folder in it",
                 "truncated",
-                corrupted_checkpoint(lambda at: ((at / "host.json").unlink(), (at / "host.json").mkdir())),
+                corrupted_checkpoint(
+                    lambda checkpoint: ((checkpoint / "host.json").unlink(), (checkpoint / "host.json").mkdir())
+                ),
             ),
         )
     ],

@@ -46,8 +46,8 @@ def main(family: str, role: str, layout: str, settings: str, source: str, target
     config = tiny.config(
         **{name: int(size) for name, size in sizes.items()}, world=int(os.environ["WORLD_SIZE"]), **sections
     )
-    place = parallel_ranks.initialize(config.parallel, timeout_s=120)
-    model = MegatronModel(tiny.HF[family], config, place, role, total_updates=5)  # type: ignore[arg-type]
+    layout_ranks = parallel_ranks.initialize(config.parallel, timeout_s=120)
+    model = MegatronModel(tiny.HF[family], config, layout_ranks, role, total_updates=5)  # type: ignore[arg-type]
     if source:
         restore_model(model, Path(source))
     else:

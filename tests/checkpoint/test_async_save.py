@@ -65,12 +65,12 @@ def hashes(run_dir: Path, step: int) -> dict[str, str]:
     return {name: entry["sha256"] for name, entry in tree.items() if name.endswith(".distcp")}
 
 
-def has_same_result(run_dir: Path, other: Path) -> bool:
-    item, two = (load_file(path / "export/model.safetensors") for path in (run_dir, other))
+def has_same_result(run_dir: Path, reference_dir: Path) -> bool:
+    actual, expected = (load_file(path / "export/model.safetensors") for path in (run_dir, reference_dir))
     return (
-        losses(run_dir) == losses(other)
-        and item.keys() == two.keys()
-        and all(torch.equal(item[name], two[name]) for name in item)
+        losses(run_dir) == losses(reference_dir)
+        and actual.keys() == expected.keys()
+        and all(torch.equal(actual[name], expected[name]) for name in actual)
     )
 
 
@@ -130,15 +130,15 @@ def test_stop_signal_finishes_pending_save_and_saves_again(run: RunTraining, syn
 
 def test_failed_run_leaves_partial_save_to_next_start(run: RunTraining, sync_run: Path, tmp_path: Path) -> None:
     """Ranks do not wait for a failed one; if all of them fail, they commit the pending checkpoint first."""
-    for event, remaining, retained in (
+    for event, pending, committed in (
         ("one_rank_fails", "step_000001.tmp", []),
         ("all_ranks_fail", "step_000001", ["step_000001"]),
     ):
         folder = tmp_path / event
         results = run(folder, event)
         assert [result["code"] for result in results] == [1, 1], results
-        assert remaining in checkpoints(folder)
+        assert pending in checkpoints(folder)
         results = run(folder, "", "run.resume=auto", "run.save_every=0")
         assert [result["code"] for result in results] == [0, 0], results
-        assert [name for name in checkpoints(folder) if name != "latest"] == retained
+        assert [name for name in checkpoints(folder) if name != "latest"] == committed
         assert has_same_result(folder, sync_run)

@@ -185,14 +185,14 @@ def run_steps(tree: dict[str, Any], branched: bool, comm: Comm, world: int) -> l
 def test_branches_match_unbranched_episodes(name: str) -> None:
     """Equal up to rounding: sums of KL are split differently."""
     expected = run_steps(TREES[name], False, LOCAL, 1)
-    assert len(expected) in (15, 27) and all(item["loss"].any() for item in expected[:-3])
+    assert len(expected) in (15, 27) and all(actual_step["loss"].any() for actual_step in expected[:-3])
     actual = run_steps(TREES[name], True, LOCAL, 1)
     # Marks are sampled by token position, which differs.
     excluded = {"marked", "loss"} if name == "clip_cov" else set()
-    for item, other in zip(actual, expected, strict=True):
-        assert item.keys() == other.keys()
-        for column in item.keys() - excluded:
-            torch.testing.assert_close(item[column], other[column], rtol=2e-5, atol=2e-6, msg=column)
+    for actual_step, expected_step in zip(actual, expected, strict=True):
+        assert actual_step.keys() == expected_step.keys()
+        for column in actual_step.keys() - excluded:
+            torch.testing.assert_close(actual_step[column], expected_step[column], rtol=2e-5, atol=2e-6, msg=column)
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -206,17 +206,20 @@ def test_branches_do_not_depend_on_world_size(name: str) -> None:
 
 def test_single_branch_episodes_match_rollouts_without_ids() -> None:
     """An episode of one branch equals a rollout without episode id, bitwise."""
-    value = [join_branches(item) for item in episodes(0)]
+    value = [join_branches(batch_mini) for batch_mini in episodes(0)]
     for tree in TREES.values():
         config = from_dict(tree | {"run": {"num_update": 2}})
-        with_ids = [replace(item, episode=number) for number, item in enumerate(value)]
+        with_ids = [replace(batch_mini, episode=number) for number, batch_mini in enumerate(value)]
         batch, batch_with_ids = (TrainBatch.from_rollouts(rollouts) for rollouts in (value, with_ids))
         batch_with_ids = batch_with_ids.with_(episode=torch.arange(len(value)))
-        for item, other in zip(
+        for batch_mini, with_ids_mini in zip(
             split_mini_batches(batch, config, 3), split_mini_batches(batch_with_ids, config, 3), strict=True
         ):
-            assert item.loss_weights is not None and other.loss_weights is not None
-            assert torch.equal(item.loss_weights, other.loss_weights) and item.counts == other.counts
+            assert batch_mini.loss_weights is not None and with_ids_mini.loss_weights is not None
+            assert (
+                torch.equal(batch_mini.loss_weights, with_ids_mini.loss_weights)
+                and batch_mini.counts == with_ids_mini.counts
+            )
 
 
 # --- by hand --------------------------------------------------------------------------------------------------

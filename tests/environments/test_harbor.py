@@ -64,8 +64,8 @@ def add_image(folder: Path) -> Path:
         for program in PROGRAMS:
             path = os.path.realpath(shutil.which(program) or f"/bin/{program}")
             archive.add(path, f"bin/{program}")
-            linked = subprocess.run(["ldd", path], capture_output=True, text=True).stdout
-            for library in {word for word in linked.split() if word.startswith("/")}:
+            ldd_output = subprocess.run(["ldd", path], capture_output=True, text=True).stdout
+            for library in {word for word in ldd_output.split() if word.startswith("/")}:
                 archive.add(os.path.realpath(library), library[1:])
     dockerfile = "FROM scratch\nADD programs.tar /\nCOPY note.txt /app/\nWORKDIR /app\n"
     (folder / "environment" / "Dockerfile").write_text(dockerfile)
@@ -94,16 +94,16 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def run_session() -> Callable[..., Any]:
     """Run `use(session)` in a session of a task."""
 
-    def run(folder: Path, use: Callable[[harbor.HarborTask], Awaitable[Any]], task: str = "greet") -> Any:
+    def run(folder: Path, run_task: Callable[[harbor.HarborTask], Awaitable[Any]], task: str = "greet") -> Any:
         async def session() -> Any:
-            item = created()
+            harbor_task = environment()
             try:
-                await item.reset(task=task)
-                return await use(item)
+                await harbor_task.reset(task=task)
+                return await run_task(harbor_task)
             finally:
-                await item.close()
+                await harbor_task.close()
 
-        created = harbor.environment(str(folder))
+        environment = harbor.environment(str(folder))
         return asyncio.run(session())
 
     return run

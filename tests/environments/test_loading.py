@@ -21,15 +21,23 @@ def load_info(name: str) -> EnvironmentInfo:
 
 
 def test_describes_environments_and_agents() -> None:
-    guess = load_info("Guess")
-    assert (guess.kind, guess.name, guess.has_dynamic_tools, guess.has_reward) == ("environment", "Guess", False, True)
-    assert (guess.required_columns, guess.accepted_columns) == (("ground_truth",), ("ground_truth", "data_source"))
-    assert guess.reward_arguments == ("answer", "turns") and not guess.is_async and guess.timeout == 0
-    plain = load_info("Plain")
-    assert (plain.required_columns, plain.accepted_columns, plain.has_reward) == ((), (), False)
-    odd = load_info("Odd")
-    assert (odd.required_columns, odd.accepted_columns, odd.timeout) == (("ground_truth",), None, 2.0)
-    assert [schema["function"]["name"] for schema in odd.schemas] == ["act", "pid"]
+    guess_info = load_info("Guess")
+    assert (guess_info.kind, guess_info.name, guess_info.has_dynamic_tools, guess_info.has_reward) == (
+        "environment",
+        "Guess",
+        False,
+        True,
+    )
+    assert (guess_info.required_columns, guess_info.accepted_columns) == (
+        ("ground_truth",),
+        ("ground_truth", "data_source"),
+    )
+    assert guess_info.reward_arguments == ("answer", "turns") and not guess_info.is_async and guess_info.timeout == 0
+    plain_info = load_info("Plain")
+    assert (plain_info.required_columns, plain_info.accepted_columns, plain_info.has_reward) == ((), (), False)
+    odd_info = load_info("Odd")
+    assert (odd_info.required_columns, odd_info.accepted_columns, odd_info.timeout) == (("ground_truth",), None, 2.0)
+    assert [schema["function"]["name"] for schema in odd_info.schemas] == ["act", "pid"]
     assert load_info("Waits").is_async and load_info("Found").has_dynamic_tools and load_info("Found").schemas == ()
     agent = load_info("agent")
     assert (agent.kind, agent.has_reward, agent.is_async, agent.schemas) == ("agent", True, True, ())
@@ -59,8 +67,8 @@ def test_finds_inherited_static_and_class_methods() -> None:
 def test_loads_adapters_by_prefix(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     value: list[str] = []
 
-    def environment(remaining: str) -> Any:
-        value.append(remaining)
+    def environment(path: str) -> Any:
+        value.append(path)
         return toy_environments.Found
 
     monkeypatch.setitem(sys.modules, "megarl.environments.mcp", SimpleNamespace(environment=environment))
@@ -79,7 +87,7 @@ def test_loads_adapters_by_prefix(monkeypatch: pytest.MonkeyPatch, key: str) -> 
     ],
 )
 def test_adapter_errors_name_the_spec(monkeypatch: pytest.MonkeyPatch, error: BaseException, message: str) -> None:
-    def environment(remaining: str) -> Any:
+    def environment(path: str) -> Any:
         raise error
 
     monkeypatch.setitem(sys.modules, "megarl.environments.mcp", SimpleNamespace(environment=environment))

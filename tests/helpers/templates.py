@@ -96,7 +96,7 @@ class ChatFormat:
     """The token that ends a turn with a call."""
     after_answer: str
     """The token that ends the last turn."""
-    ends: tuple[str, ...]
+    end_tokens: tuple[str, ...]
     call: str
     """A call of the calculator with 1+2, as these models write it."""
     observation: str
@@ -142,8 +142,8 @@ PUBLISHED = {
         DEEPSEEK,
         (
             *("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁sep｜>"),
-            *(f"<｜tool▁{what}▁begin｜>" for what in ("call", "calls", "output", "outputs")),
-            *(f"<｜tool▁{what}▁end｜>" for what in ("call", "calls", "output", "outputs")),
+            *(f"<｜tool▁{name}▁begin｜>" for name in ("call", "calls", "output", "outputs")),
+            *(f"<｜tool▁{name}▁end｜>" for name in ("call", "calls", "output", "outputs")),
         ),
         after_call="<｜end▁of▁sentence｜>",
         after_answer="<｜end▁of▁sentence｜>",
@@ -157,7 +157,7 @@ PUBLISHED = {
         KIMI,
         (
             *("<|im_end|>", "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>"),
-            *(f"<|tool_call{what}|>" for what in ("s_section_begin", "s_section_end", "_begin", "_end")),
+            *(f"<|tool_call{name}|>" for name in ("s_section_begin", "s_section_end", "_begin", "_end")),
             "<|tool_call_argument_begin|>",
         ),
         after_call="<|im_end|>",
