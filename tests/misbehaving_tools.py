@@ -14,8 +14,8 @@ from megarl.environments.tools import Tool
 
 
 def _tool(name: str, function: Any, **properties: str) -> Tool:
-    described = {key: {"type": kind} for key, kind in properties.items()}
-    parameters = {"type": "object", "properties": described, "required": list(properties)}
+    property_schemas = {key: {"type": kind} for key, kind in properties.items()}
+    parameters = {"type": "object", "properties": property_schemas, "required": list(properties)}
     return Tool({"type": "function", "function": {"name": name, "parameters": parameters}}, function)
 
 
@@ -23,9 +23,9 @@ def _raise() -> str:
     raise KeyError("no such city")
 
 
-def _hang(mark: str) -> str:
+def _hang(pid_file: str) -> str:
     child = subprocess.Popen(["sleep", "600"])  # must not outlive the tool
-    Path(mark).write_text(f"{os.getpid()} {child.pid}")
+    Path(pid_file).write_text(f"{os.getpid()} {child.pid}")
     while True:
         time.sleep(60)
 
@@ -65,7 +65,7 @@ class _Waits:
 
 waits_as_object = _tool("waits_as_object", _Waits(), seconds="number")
 raises = _tool("raises", _raise)
-hangs = _tool("hangs", _hang, mark="string")
+hangs = _tool("hangs", _hang, pid_file="string")
 dies = _tool("dies", lambda: os._exit(0))
 exits = _tool("exits", lambda: sys.exit(0))
 prints = _tool("prints", _print)
@@ -77,11 +77,11 @@ modules = _tool("modules", lambda: [name for name in ("torch", "sglang", "transf
 not_a_tool = 3
 
 
-def _background(mark: str, how: str) -> str:
+def _background(pid_file: str, behavior: str) -> str:
     """Leave a process behind: a child, one in its own session, or a daemon that keeps all files open."""
-    if how == "child":
+    if behavior == "child":
         pid = subprocess.Popen(["sleep", "600"]).pid
-    elif how == "session":
+    elif behavior == "session":
         pid = subprocess.Popen(["sleep", "600"], start_new_session=True).pid
     else:
         reading, writing = os.pipe()
@@ -93,51 +93,51 @@ def _background(mark: str, how: str) -> str:
                     time.sleep(60)
             os._exit(0)
         pid = int(os.read(reading, 20))
-    with open(mark, "a") as file:
+    with open(pid_file, "a") as file:
         file.write(f"{pid}\n")
     return "left"
 
 
-def _leave(mark: str, how: str) -> str:
-    _background(mark, "daemon")
-    _background(mark, "session")
-    if how == "die":
+def _leave_processes(pid_file: str, behavior: str) -> str:
+    _background(pid_file, "daemon")
+    _background(pid_file, "session")
+    if behavior == "die":
         os._exit(3)
-    if how == "fault":
+    if behavior == "fault":
         os.kill(os.getpid(), 11)
-    if how == "hang":
+    if behavior == "hang":
         time.sleep(600)
     return "left"
 
 
-class _Mute(Exception):
+class _UnprintableError(Exception):
     def __str__(self) -> str:
         raise ValueError("not me")
 
 
-def _mute() -> str:
-    raise _Mute
+def _raise_unprintable() -> str:
+    raise _UnprintableError
 
 
 def _interrupt() -> str:
     raise KeyboardInterrupt
 
 
-def _noisy() -> str:
+def _print_much() -> str:
     sys.stderr.write("x" * 1_000_000)
     print("printed")
     print("and written", file=sys.stderr)
     raise LookupError("no such thing")
 
 
-def _deep() -> list[Any]:
+def _deeply_nested() -> list[Any]:
     value: list[Any] = []
     for _ in range(100_000):
         value = [value]
     return value
 
 
-def _circle() -> list[Any]:
+def _circular() -> list[Any]:
     value: list[Any] = []
     value.append(value)
     return value
@@ -155,26 +155,26 @@ def _close_all() -> str:
     return "closed"
 
 
-def _away() -> str:
+def _change_directory() -> str:
     os.chdir("/")
     return "away"
 
 
-background = _tool("background", _background, mark="string", how="string")
-leaves = _tool("leaves", _leave, mark="string", how="string")
-mute = _tool("mute", _mute)
+background = _tool("background", _background, pid_file="string", behavior="string")
+leaves_processes = _tool("leaves_processes", _leave_processes, pid_file="string", behavior="string")
+unprintable_error = _tool("unprintable_error", _raise_unprintable)
 interrupts = _tool("interrupts", _interrupt)
-noisy = _tool("noisy", _noisy)
-octets = _tool("octets", lambda: b"abc")
+prints_much = _tool("prints_much", _print_much)
+returns_bytes = _tool("returns_bytes", lambda: b"abc")
 generates = _tool("generates", lambda: (i for i in range(3)))
 nan = _tool("nan", lambda: float("nan"))
-nothing = _tool("nothing", lambda: None)
-deep = _tool("deep", _deep)
-circle = _tool("circle", _circle)
-huge = _tool("huge", lambda: "x" * 300_000_000)
-half = _tool("half", lambda: "half \ud83d of it")
-closes = _tool("closes", _close)
+returns_none = _tool("returns_none", lambda: None)
+deeply_nested = _tool("deeply_nested", _deeply_nested)
+circular = _tool("circular", _circular)
+huge_output = _tool("huge_output", lambda: "x" * 300_000_000)
+lone_surrogate = _tool("lone_surrogate", lambda: "half \ud83d of it")
+closes_stdout = _tool("closes_stdout", _close)
 closes_all = _tool("closes_all", _close_all)
-away = _tool("away", _away)
-here = _tool("here", lambda: os.getcwd())
-unshown = _tool("unshown", lambda: _Mute())
+changes_directory = _tool("changes_directory", _change_directory)
+working_directory = _tool("working_directory", lambda: os.getcwd())
+unserializable = _tool("unserializable", lambda: _UnprintableError())

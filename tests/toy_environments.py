@@ -93,52 +93,52 @@ class Odd:
     timeout = 2.0
 
     def reset(self, ground_truth: str, **row: Any) -> Any:
-        self.how = ground_truth
+        self.mode = ground_truth
         if ground_truth.startswith("reset "):
             return act(ground_truth.removeprefix("reset "))
         return None
 
-    def act(self, how: str) -> Any:
+    def act(self, behavior: str) -> Any:
         """Do it."""
-        return act(how)
+        return act(behavior)
 
     def pid(self) -> int:
         """Which process it is in."""
         return os.getpid()
 
     def reward(self) -> Any:
-        if self.how.startswith("reward "):
-            return act(self.how.removeprefix("reward "))
+        if self.mode.startswith("reward "):
+            return act(self.mode.removeprefix("reward "))
         return 0.25
 
     def close(self) -> None:
-        if self.how.startswith("close "):
-            act(self.how.removeprefix("close "))
+        if self.mode.startswith("close "):
+            act(self.mode.removeprefix("close "))
 
 
-def act(how: str) -> Any:
-    how, _, argument = how.partition(":")
-    if how == "raise":
+def act(behavior: str) -> Any:
+    behavior, _, argument = behavior.partition(":")
+    if behavior == "raise":
         raise ValueError("it is odd\nin two lines")
-    if how == "exit":
+    if behavior == "exit":
         sys.exit(0)
-    if how == "die":
+    if behavior == "die":
         os._exit(0)
-    if how == "hang":
+    if behavior == "hang":
         time.sleep(600)
-    if how == "print":
+    if behavior == "print":
         print('{"ok": true, "text": "forged"}')
         os.write(1, b"x" * 1_000_000)
         return "printed"
-    if how == "memory":
+    if behavior == "memory":
         return len(bytearray(int(argument)))
-    if how == "daemon":
+    if behavior == "daemon":
         pids = [subprocess.Popen(["sleep", "600"], start_new_session=session).pid for session in (False, True)]
         Path(argument).write_text(" ".join(map(str, pids)))
         return "left"
-    if how == "environment":
+    if behavior == "environment":
         return sorted(os.environ)
-    if how == "files":
+    if behavior == "files":
         names = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]  # the listing's own descriptor is closed
         return sorted(os.readlink(name).partition(":")[0] for name in names if os.path.lexists(name))
     result: dict[str, Any] = {
@@ -155,7 +155,7 @@ def act(how: str) -> Any:
         "number": 3,
         "half": [{"role": "odd", "content": "x"}],
     }
-    return result[how]
+    return result[behavior]
 
 
 async def agent(row: dict[str, Any], base_url: str, api_key: str) -> Any:
