@@ -71,16 +71,16 @@ def code(rng: random.Random, expert: bool, corpus: Path) -> tuple[Row, Conversat
     return row, [assistant(f"```python\ndef f(n):\n    return n+{a if expert else rng.randint(1, 9)}\n```")]
 
 
-def game(rng: random.Random, expert: bool, corpus: Path) -> tuple[Row, Conversation]:
+def guessing_game(rng: random.Random, expert: bool, corpus: Path) -> tuple[Row, Conversation]:
     number = rng.randint(1, MAX_NUMBER)
     row = {"prompt": [user("Guess my number.")], "ground_truth": number, "most": MAX_NUMBER, "environment": "Guess"}
     turns: Conversation = []
-    least, most = 1, MAX_NUMBER
+    low, high = 1, MAX_NUMBER
     for _ in range(MAX_NUMBER if expert else 1):
-        guess = rng.randint(least, most)
+        guess = rng.randint(low, high)
         answer = "right" if guess == number else "higher" if guess < number else "lower"
         turns += calls("guess", answer, number=guess)
-        least, most = (max(least, guess + 1), most) if guess < number else (least, min(most, guess - 1))
+        low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
         if guess == number:
             break
     return row, [*turns, assistant("done")]
@@ -101,7 +101,7 @@ TASKS: dict[str, Task] = {
     "tool": tool,
     "maths": maths,
     "code": code,
-    "game": game,
+    "game": guessing_game,
     "search": search,
 }
 
@@ -166,14 +166,14 @@ def write(
         ]
         (corpus / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
     tools = schemas() | {name: local for name, (_, local) in extra_tasks.items()}
-    others: dict[str, Task] = {name: task for name, (task, _) in extra_tasks.items()}
+    other_tasks: dict[str, Task] = {name: task for name, (task, _) in extra_tasks.items()}
 
-    def generate(count: int, share: float, tasks: Mapping[str, Task]) -> Iterator[tuple[str, Row, Conversation]]:
+    def generate(count: int, fraction: float, tasks: Mapping[str, Task]) -> Iterator[tuple[str, Row, Conversation]]:
         for number in range(count):
             name = list(tasks)[number % len(tasks)]
-            yield name, *tasks[name](rng, rng.random() < share, folder if name in extra_tasks else corpus)
+            yield name, *tasks[name](rng, rng.random() < fraction, folder if name in extra_tasks else corpus)
 
-    value = enumerate(chain(generate(train, EXPERT_SHARE, TASKS), generate(extra_rows, EXPERT_SHARE, others)))
+    value = enumerate(chain(generate(train, EXPERT_SHARE, TASKS), generate(extra_rows, EXPERT_SHARE, other_tasks)))
     rows = (
         {**row, "id": str(i), "data_source": name, "tools": [item["function"]["name"] for item in tools[name]]}
         for i, (name, row, _) in value
@@ -181,10 +181,12 @@ def write(
     make_quickstart.write_jsonl(folder / "train.jsonl", rows)
     demonstrated = (
         {"id": str(i), "messages": [*row["prompt"], *turns], "tools": tools[name]}
-        for i, (name, row, turns) in enumerate(generate(demonstrations, EXPERT_SHARE, TASKS | others))
+        for i, (name, row, turns) in enumerate(generate(demonstrations, EXPERT_SHARE, TASKS | other_tasks))
     )
     make_quickstart.write_jsonl(folder / "sft.jsonl", demonstrated)
-    conversations = [([*row["prompt"], *turns], tools[name]) for name, row, turns in generate(35, 1.0, TASKS | others)]
+    conversations = [
+        ([*row["prompt"], *turns], tools[name]) for name, row, turns in generate(35, 1.0, TASKS | other_tasks)
+    ]
     make_quickstart.write_model(folder / "model", "qwen3_moe", seed, conversations)
 
 

@@ -59,23 +59,23 @@ async def branching(row: dict[str, Any], base_url: str, api_key: str) -> dict[st
             return completion.choices[0].message.content or ""
 
         first = await ask(*row["prompt"])
-        retained = [{"role": "assistant", "content": first}, {"role": "user", "content": "Sure?"}]
-        second = await ask(*row["prompt"], *retained)
+        conversation = [{"role": "assistant", "content": first}, {"role": "user", "content": "Sure?"}]
+        second = await ask(*row["prompt"], *conversation)
         third = await ask({"role": "user", "content": "Shortly, what was it?"})
     return {"reward": len({first, second, third}) / 4, "parts": {"said": 3.0}}
 
 
 async def odd(row: dict[str, Any], base_url: str, api_key: str) -> Any:
     """Misbehave as the row's ground truth says."""
-    how = row["ground_truth"]
-    if how == "asks nothing":
+    behavior = row["ground_truth"]
+    if behavior == "asks nothing":
         return 1.0
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         await client.chat.completions.create(model="policy", messages=row["prompt"])
-    if how == "raises":
+    if behavior == "raises":
         raise ValueError("it is odd")
-    if how == "leaves":
+    if behavior == "leaves":
         os._exit(3)
-    if how == "hangs":
+    if behavior == "hangs":
         await asyncio.sleep(3600)
-    return {"nothing": None, "text": "well done", "nan": math.nan, "fine": 0.5}[how]
+    return {"nothing": None, "text": "well done", "nan": math.nan, "fine": 0.5}[behavior]

@@ -23,16 +23,16 @@ def sorted_indices(plan):
 
 def moved_fraction(plan, lengths, owner):
     """Return the fraction of tokens that are not on their owner rank."""
-    moved = sum(
+    num_moved = sum(
         int(lengths[i]) for rank, local in enumerate(plan) for micro in local for i in micro if owner[i] != rank
     )
-    return moved / int(np.sum(lengths))
+    return num_moved / int(np.sum(lengths))
 
 
 def min_moved_fraction(lengths, owner, dp):
     """Return the least fraction that any plan with equal tokens per rank moves: what owners have above the mean."""
-    retained = np.bincount(owner, weights=lengths, minlength=dp)
-    return np.maximum(retained - retained.mean(), 0).sum() / retained.sum()
+    kept_tokens = np.bincount(owner, weights=lengths, minlength=dp)
+    return np.maximum(kept_tokens - kept_tokens.mean(), 0).sum() / kept_tokens.sum()
 
 
 def rank_and_step_time(plan, costs):
@@ -101,10 +101,10 @@ def test_random_lengths_owners_and_groups(seed):
     plan = plan_micro_batches(lengths, dp, **settings, owner_rank=owner)
     assert sorted_indices(plan) == list(range(number)) and {len(rank) for rank in plan} == {len(free[0])}
     groups = np.arange(number) if together is None else together
-    at = {group: (r, m) for r, rank in enumerate(plan) for m, micro in enumerate(rank) for group in groups[micro]}
+    position = {group: (r, m) for r, rank in enumerate(plan) for m, micro in enumerate(rank) for group in groups[micro]}
     for r, rank in enumerate(plan):
         for m, micro in enumerate(rank):
-            assert all(at[group] == (r, m) for group in groups[micro])
+            assert all(position[group] == (r, m) for group in groups[micro])
             assert lengths[micro].sum() <= budget or len(set(groups[micro])) == 1
     costs = lengths + quadratic * lengths**2.0
     assert np.all(rank_and_step_time(plan, costs) <= MAX_SLOWDOWN * rank_and_step_time(free, costs) * (1 + 1e-9))
@@ -146,5 +146,5 @@ def test_items_costlier_than_a_part_are_spread_evenly():
         holders = np.bincount(owner[:9] // 5, minlength=4).tolist()
         assert holders == [2, 2, 3, 2]  # the owner keeps one more
         assert len(set(owner[:10])) == 10 and not set(owner[:10]) & set(owner[10:])
-        retained = np.bincount(owner, weights=costs, minlength=20)
-        assert retained[owner[10:]].max() <= 1.1 * 200 / 10
+        kept_tokens = np.bincount(owner, weights=costs, minlength=20)
+        assert kept_tokens[owner[10:]].max() <= 1.1 * 200 / 10

@@ -127,11 +127,11 @@ def test_invalid_parquet_raises(tmp_path: Path) -> None:
     path = write(tmp_path / "b.parquet", pyarrow.Table.from_arrays([pyarrow.array([1])] * 2, names=["a", "a"]))
     with pytest.raises(ConfigError, match="has two columns 'a'; rename one"):
         list(read_rows(path))
-    words = pyarrow.Array.from_buffers(
+    binary_column = pyarrow.Array.from_buffers(
         pyarrow.string(), 1, [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
     )
     with pytest.raises(ConfigError, match="c.parquet cannot be read as parquet: 'utf-8' codec"):
-        list(read_rows(write(tmp_path / "c.parquet", pyarrow.Table.from_arrays([words], names=["a"]))))
+        list(read_rows(write(tmp_path / "c.parquet", pyarrow.Table.from_arrays([binary_column], names=["a"]))))
 
 
 def test_parquet_types_become_json_types(tmp_path: Path) -> None:

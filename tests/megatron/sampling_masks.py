@@ -62,13 +62,13 @@ def check(
     local = gradients(model)
     expected = trainer.loss(batch)
     expected.backward()
-    truth = trainer.tensors(grads=True)
-    largest = max(float(truth[name].abs().max()) for name in local)
+    reference_grads = trainer.tensors(grads=True)
+    grad_scale = max(float(reference_grads[name].abs().max()) for name in local)
     return {
         "logprobs": float((actual["logprobs"] - logprobs).abs().max()),
         "entropy": float((actual["entropy"] - entropy).abs().max()),
         "loss": abs(loss - float(expected)),
-        "gradients": max(float((local[name] - truth[name]).abs().max()) for name in local) / largest,
+        "gradients": max(float((local[name] - reference_grads[name]).abs().max()) for name in local) / grad_scale,
         "packing": float((other - actual["logprobs"]).abs().max()),
     }
 
@@ -89,33 +89,36 @@ def masked_logprobs() -> dict[str, dict[str, float]]:
         weight = torch.randn(2, rows, generator=generator)
         ids = []
         for target, size in zip(targets.tolist(), sizes, strict=True):
-            others = [i for i in torch.randperm(real, generator=generator).tolist() if i != target]
-            ids.append([*others[: size - 1], target] if size else [])
+            other_ids = [i for i in torch.randperm(real, generator=generator).tolist() if i != target]
+            ids.append([*other_ids[: size - 1], target] if size else [])
         support = SamplingMask.from_rows(ids)
         options = real, None, 0.7, 4, cap
         actual = vocab_parallel_logprobs(hidden, head, targets, *options, sampling_mask=support)
         (weight[0] * actual[0] + weight[1] * actual[1]).sum().backward()  # type: ignore[operator]
-        pieces = list(iter_chunks(targets, support, 0, real, 4, wide))
-        alone, _ = vocab_parallel_logprobs(hidden, head, targets, *options, with_entropy=False, sampling_mask=support)
+        chunks = list(iter_chunks(targets, support, 0, real, 4, wide))
+        masked_logprobs_only, _ = vocab_parallel_logprobs(
+            hidden, head, targets, *options, with_entropy=False, sampling_mask=support
+        )
         exact = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
         logits = (exact[0] @ exact[1].T)[:, :real]
         logits = (cap * torch.tanh(logits / cap) if cap else logits) / 0.7
         log_p = logits.masked_fill(~reference.candidate_mask(support, real), -torch.inf).log_softmax(-1)
-        truth = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)
-        (weight[0] * truth[0] + weight[1] * truth[1]).sum().backward()
+        expected = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)
+        (weight[0] * expected[0] + weight[1] * expected[1]).sum().backward()
         gaps = [
-            float((mine.grad - theirs.grad).abs().max()) for mine, theirs in zip((hidden, head), exact, strict=True)
+            float((leaf.grad - exact_leaf.grad).abs().max())
+            for leaf, exact_leaf in zip((hidden, head), exact, strict=True)
         ]  # type: ignore[operator]
-        item = support.counts == 1
+        is_single = support.counts == 1
         result[name] = {
-            "logprobs": float((actual[0] - truth[0]).abs().max()),
-            "entropy": float((actual[1] - truth[1]).abs().max()),  # type: ignore[operator]
+            "logprobs": float((actual[0] - expected[0]).abs().max()),
+            "entropy": float((actual[1] - expected[1]).abs().max()),  # type: ignore[operator]
             "gradient": max(gaps),
-            "without entropy": float((alone - actual[0]).abs().max()),
-            "single candidate": float(actual[0][item].abs().max() + hidden.grad[item].abs().max()),  # type: ignore[index]
+            "without entropy": float((masked_logprobs_only - actual[0]).abs().max()),
+            "single candidate": float(actual[0][is_single].abs().max() + hidden.grad[is_single].abs().max()),  # type: ignore[index]
             "padding": float(head.grad[real:].abs().max()),  # type: ignore[index]
             "gathered elements": float(
-                max(piece.candidate_ids.numel() * wide for piece in pieces if piece.candidate_ids is not None)
+                max(chunk.candidate_ids.numel() * wide for chunk in chunks if chunk.candidate_ids is not None)
             ),
         }
     return result
@@ -130,17 +133,17 @@ def masked_micro_batch() -> dict[str, Any]:
     parts = tuple(SamplingMask.from_rows(sets[a:b]) for a, b in ((0, 3), (3, 4), (4, 6)))
     chosen = batch.with_(sampling_mask=parts).select([0, 2])
 
-    def candidates_of(**cut: int) -> list[list[int]]:
-        support = make_micro_batch(chosen, [0, 2], torch.device("cpu"), **cut).sampling_mask
+    def candidates_of(**truncation: int) -> list[list[int]]:
+        support = make_micro_batch(chosen, [0, 2], torch.device("cpu"), **truncation).sampling_mask
         assert support is not None
         return [part.tolist() for part in support.ids.split(support.counts.tolist())]
 
     empty = make_micro_batch(batch.with_(sampling_mask=parts).select([]), [], torch.device("cpu"), tp=4).sampling_mask
-    none = make_micro_batch(batch, [0, 1, 2], torch.device("cpu")).sampling_mask
+    no_mask = make_micro_batch(batch, [0, 1, 2], torch.device("cpu")).sampling_mask
     assert empty is not None
     return {
         "whole": candidates_of(tp=4),
         "context": [candidates_of(cp=2, cp_rank=rank) for rank in (0, 1)],
         "empty": empty.counts.tolist(),
-        "none": none is None,
+        "none": no_mask is None,
     }

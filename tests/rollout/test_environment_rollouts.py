@@ -87,7 +87,7 @@ def test_prompt_lists_tools_discovered_at_reset() -> None:
     ("task", "lines", "failure", "turns"),
     [
         (prompt("reset raise", "Odd"), ["x"], "Odd: reset raised ValueError: it is odd", 1),
-        (prompt("fine", "Odd"), [call("act", how="die"), "x"], "Odd: the tool act: its process ended", 2),
+        (prompt("fine", "Odd"), [call("act", behavior="die"), "x"], "Odd: the tool act: its process ended", 2),
         (prompt("reset assistant", "Odd"), ["x"], "end with the assistant's", 1),
         (prompt("reset long", "Odd"), ["x"], "tokens after reset, which leaves no room in rollout.max_context=1000", 1),
     ],
@@ -101,7 +101,7 @@ def test_failing_environment_aborts_its_conversation(task: Prompt, lines: list[s
 
 def test_tool_errors_and_control_tokens_reach_the_policy_as_plain_text() -> None:
     done, policy = converse(
-        begin_rollout(prompt("fine", "Odd")), call("act", how="controls"), call("act", how="raise"), "bye"
+        begin_rollout(prompt("fine", "Odd")), call("act", behavior="controls"), call("act", behavior="raise"), "bye"
     )
     assert (done.status, done.tool_calls, done.tool_errors) == ("stop", 2, 1)
     frame = CHAT.encode_continuation([{"role": "tool", "name": "f", "tool_call_id": "f", "content": "0"}])
