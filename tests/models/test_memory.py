@@ -158,14 +158,14 @@ def test_router_biases_are_fp32_and_frozen() -> None:
     hf = load_hf_config(MODELS / "deepseek_v3.json")
     (stage,) = stage_counts(hf, tp=8, ep=32)
     assert stage.biases == 58 * 256
-    bare = state_bytes(stage._replace(biases=0), 8, 2, 2)
+    without_biases = state_bytes(stage._replace(biases=0), 8, 2, 2)
     full = state_bytes(stage, 8, 2, 2)
-    assert full == bare | {"weights": bare["weights"] + 4 * 58 * 256}
+    assert full == without_biases | {"weights": without_biases["weights"] + 4 * 58 * 256}
 
 
 def test_counts_include_vocabulary_padding() -> None:
-    odd = QWEN2 | {"vocab_size": 1000}
-    assert stage_counts(odd)[0].dense - sum(param_count(odd).values()) == 2 * 24 * 64
+    odd_vocab = QWEN2 | {"vocab_size": 1000}
+    assert stage_counts(odd_vocab)[0].dense - sum(param_count(odd_vocab).values()) == 2 * 24 * 64
     # 4 tokens of 512 words in bf16 and fp32; the weight's gradient in fp32 and bf16; 10 hidden states, twice
     expected = 4 * 512 * (2 + 16) + 512 * 64 * (4 + 2) + 2 * 10 * 64 * 2
     assert logits_bytes(1000, 64, 2, tokens=10, chunk_tokens=4, size=2) == expected
@@ -260,10 +260,12 @@ def test_micro_batch_bytes_by_hand() -> None:
         "parallel": {"world_size": 8, "tp": 2, "pp": 2, "cp": 2},
         "train": {"routing_replay": True},
     }
-    few, many = (plan_stages(MOE, make_config(**sizes, data={"prompts_per_step": n}), MOE) for n in (1, 1000))
-    assert [stage.training for stage in few] == [stage.training for stage in many]
-    assert few[0].host == many[0].host
-    first, last = (stage.training["micro-batches"] for stage in few)
+    small_batch, large_batch = (
+        plan_stages(MOE, make_config(**sizes, data={"prompts_per_step": n}), MOE) for n in (1, 1000)
+    )
+    assert [stage.training for stage in small_batch] == [stage.training for stage in large_batch]
+    assert small_batch[0].host == large_batch[0].host
+    first, last = (stage.training["micro-batches"] for stage in small_batch)
     routing = 2 * 2 * 2 * 3072 // 2  # two layers, two experts, half of the rank's tokens
     assert first == 2 * (16 * 3072 + routing)  # two in flight
     assert last == 8 * 3072 + (3 * 8 + 1 + 9 * 4) * 2 * 3072 + routing
@@ -318,8 +320,8 @@ def test_recomputing_mla_up_proj_drops_q_k_v() -> None:
 
 def test_expert_tensor_parallel_doubles_expert_tokens() -> None:
     settings = family_of(MOE).megatron_config(MOE)
-    complete, cut = (activation_elements(settings, [range(1)], 2, tokens=10, in_flight=1, etp=etp) for etp in (1, 2))
-    assert cut - complete == 10 * 2 * 2 * 64 // 2  # input and output of two experts, of as many tokens again
+    complete, sharded = (activation_elements(settings, [range(1)], 2, tokens=10, in_flight=1, etp=etp) for etp in (1, 2))
+    assert sharded - complete == 10 * 2 * 2 * 64 // 2  # input and output of two experts, of as many tokens again
 
 
 def test_micro_batches_in_flight_by_stage() -> None:
@@ -386,9 +388,9 @@ def test_async_save_keeps_a_copy_on_host() -> None:
         assert stage.host == {"checkpoint under way": (size + 12) * count}
         (stage,) = plan_stages(QWEN2, make_config(**tree, run={"save_every": 5, "save_async": False}))
         assert stage.host == {}
-    (cut, _) = plan_stages(QWEN2, make_config(parallel={"world_size": 4, "pp": 2}, run={"save_every": 5}), QWEN2)
-    expected = sum(cut.states[f"{role} {what}"] for role in ("actor", "critic") for what in ("weights", "optimizer"))
-    assert cut.host["checkpoint under way"] == expected
+    (first, _) = plan_stages(QWEN2, make_config(parallel={"world_size": 4, "pp": 2}, run={"save_every": 5}), QWEN2)
+    expected = sum(first.states[f"{role} {kind}"] for role in ("actor", "critic") for kind in ("weights", "optimizer"))
+    assert first.host["checkpoint under way"] == expected
 
 
 def test_critic_with_its_own_layout() -> None:
@@ -396,13 +398,13 @@ def test_critic_with_its_own_layout() -> None:
         parallel = {"world_size": 4, "pp": 2}
         return plan_stages(QWEN2, make_config(parallel=parallel, critic={"parallel": critic}), QWEN2)
 
-    same, cut = plan(), plan(tp=2)
-    assert [stage.states["actor weights"] for stage in cut] == [stage.states["actor weights"] for stage in same]
-    assert cut[1].states["critic weights"] < 0.6 * same[1].states["critic weights"]
+    tp1, tp2 = plan(), plan(tp=2)
+    assert [stage.states["actor weights"] for stage in tp2] == [stage.states["actor weights"] for stage in tp1]
+    assert tp2[1].states["critic weights"] < 0.6 * tp1[1].states["critic weights"]
     # With pp=1 both actor stages have the whole critic; with pp=4 each counts the larger of two critic stages.
     complete, fine = plan(pp=1), plan(pp=4)
     assert (
-        complete[0].states["critic weights"] == complete[1].states["critic weights"] > same[0].states["critic weights"]
+        complete[0].states["critic weights"] == complete[1].states["critic weights"] > tp1[0].states["critic weights"]
     )
     assert fine[0].states["critic weights"] == 2 * stage_counts(QWEN2, head=True, world_size=4, pp=4)[0].dense
     assert fine[1].states["critic weights"] < fine[0].states["critic weights"]  # a layer and a small head

@@ -63,11 +63,11 @@ def test_all_advice_leads_to_a_valid_split() -> None:
         if "cannot be split" not in text:
             continue
         for advice in text.split("; ")[1].split(", or "):
-            ends = dict(settings) if "remove" not in advice else {}
+            stage_settings = dict(settings) if "remove" not in advice else {}
             parts = 1 if "parallel.vpp to 1" in advice else vpp
             value = {key: int(result[1]) for key in keys if (result := re.search(rf"{key}=(\d+)", advice))}
-            ends = {**ends, **value} if "remove" not in advice else value
+            stage_settings = {**stage_settings, **value} if "remove" not in advice else value
             sizes = re.search(r"parallel\.pp to one of ([\d, ]+)", advice)
             for size in map(int, sizes[1].strip(", ").split(", ")) if sizes else [pp]:
-                stages = stage_layers(layers, size, ends, parts)
+                stages = stage_layers(layers, size, stage_settings, parts)
                 assert sum(map(len, stages)) == layers and all(stages), (text, advice)

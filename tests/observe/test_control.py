@@ -152,10 +152,10 @@ def test_resume_restores_the_values_set(tmp_path: Path) -> None:
         resumed.applied == [("reward.weights", {"gsm8k": 0.4})] and "reward.weights={'gsm8k': 0.4}" in resumed.logged[0]
     )
     assert resumed.control.state_dict() == state and resumed.steps() == ([], [])
-    other = ControlHarness(tmp_path, parts=("model",))
-    other.control.load_state_dict(state | {"reward.colour": "red"})
-    assert other.applied == [] and other.control.state_dict() == {}
-    assert ["which is no longer possible" in line for line in other.logged] == [True, True]
+    other_harness = ControlHarness(tmp_path, parts=("model",))
+    other_harness.control.load_state_dict(state | {"reward.colour": "red"})
+    assert other_harness.applied == [] and other_harness.control.state_dict() == {}
+    assert ["which is no longer possible" in line for line in other_harness.logged] == [True, True]
 
 
 def test_checks_only_the_keys_in_the_file(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from megarl.observe.metrics import ZeroSpreadWarning
 pytestmark = pytest.mark.alone
 
 
-def warnings_by_step(shares: list[float | None], **config: Any) -> dict[int, str]:
+def warnings_by_step(fractions: list[float | None], **config: Any) -> dict[int, str]:
     """Return the warnings by step. shares: fraction of groups with zero reward spread; None without rewards."""
     spread = ZeroSpreadWarning(load_requirements(from_dict({"algorithm": "grpo", **config})))
     steps = [
-        {} if share is None else {"rollout/zero_spread_frac": share, "rollout/reward_mean": 0.25} for share in shares
+        {} if fraction is None else {"rollout/zero_spread_frac": fraction, "rollout/reward_mean": 0.25}
+        for fraction in fractions
     ]
     messages = {step: spread.check(step, metrics) for step, metrics in enumerate(steps, 1)}
     return {step: line for step, line in messages.items() if line}

@@ -93,9 +93,9 @@ def test_mlflow_calls(package: StandIn, tmp_path: Path) -> None:
     )
     assert package.arguments_of("entities.Param") == [{"key": "run.seed", "value": "1"}], "logged once"
     assert package.arguments_of("MlflowClient.log_batch")[0] == {"run_id": "run-7", "params": ["parameter"]}
-    figures = [(item["key"], item["value"], item["step"]) for item in package.arguments_of("entities.Metric")]
-    assert figures[:2] == [("rollout/reward_mean", 0.5, 1), ("x_odd/_/name", 1.5, 1)]
-    assert [step for name, _, step in figures if name == "rollout/reward_mean"] == [1, 2, 3]
+    metrics = [(item["key"], item["value"], item["step"]) for item in package.arguments_of("entities.Metric")]
+    assert metrics[:2] == [("rollout/reward_mean", 0.5, 1), ("x_odd/_/name", 1.5, 1)]
+    assert [step for name, _, step in metrics if name == "rollout/reward_mean"] == [1, 2, 3]
     files = [value["artifact_file"] for value in package.arguments_of("MlflowClient.log_text")]
     assert files[0] == "config.json" and "rollouts/step_000002.json" in files
     assert package.calls[-1] == ("MlflowClient.set_terminated", {"run_id": "run-7"})
@@ -117,11 +117,11 @@ def test_network_failure_is_reported_once(package: StandIn, call: str, tmp_path:
 def test_stand_ins_match_the_installed_package(name: str) -> None:
     real = pytest.importorskip(name)
     for path, text in PARAMETERS[name].items():
-        ours = inspect.signature(eval(f"lambda {text}: None")).parameters
-        theirs = inspect.signature(resolve(real, path)).parameters
-        for parameter in ours.values():
-            assert parameter.name in theirs, (path, parameter.name)
-            assert (theirs[parameter.name].default is inspect.Parameter.empty) == (
+        actual = inspect.signature(eval(f"lambda {text}: None")).parameters
+        expected = inspect.signature(resolve(real, path)).parameters
+        for parameter in actual.values():
+            assert parameter.name in expected, (path, parameter.name)
+            assert (expected[parameter.name].default is inspect.Parameter.empty) == (
                 parameter.default is inspect.Parameter.empty
             ), (path, parameter.name)
     if name in SETTINGS:
