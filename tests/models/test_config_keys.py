@@ -246,9 +246,7 @@ def test_rope_keys_may_be_absent(name: str, block: dict[str, Any]) -> None:
             without_key = {other: value for other, value in block.items() if other != key}
             assert agrees_with_transformers(name, flat | {spelling: without_key}), key
             assert agrees_with_transformers(name, flat | {spelling: block | {key: None}}), key
-        assert agrees_with_transformers(
-            name, flat | {spelling: block, "original_max_position_embeddings": 64}
-        )
+        assert agrees_with_transformers(name, flat | {spelling: block, "original_max_position_embeddings": 64})
         assert agrees_with_transformers(name, flat | {spelling: block, "partial_rotary_factor": 0.25})
         assert agrees_with_transformers(
             name, flat | {spelling: block | {"partial_rotary_factor": 0.25}, "partial_rotary_factor": 1.0}

@@ -133,9 +133,7 @@ def test_sampling_mask_bytes_match_a_real_batch() -> None:
     rollouts = [Rollout(Prompt("p", ()), turns, sampling_mask=replace(support)) for _ in range(80)]
     batch = TrainBatch.from_rollouts(rollouts)
     masks = [rollout.sampling_mask for rollout in rollouts] + list(batch.sampling_mask or ())
-    measured = sum(
-        mask.counts.nbytes + mask.ids.nbytes for mask in masks if mask is not None
-    )
+    measured = sum(mask.counts.nbytes + mask.ids.nbytes for mask in masks if mask is not None)
     assert measured == phases(BatchSize(800, 80, 10), **TOP_K)["forward"]["records of sampling"]
 
 

@@ -320,8 +320,8 @@ def test_recomputing_mla_up_proj_drops_q_k_v() -> None:
 
 def test_expert_tensor_parallel_doubles_expert_tokens() -> None:
     settings = family_of(MOE).megatron_config(MOE)
-    complete, sharded = (activation_elements(settings, [range(1)], 2, tokens=10, in_flight=1, etp=etp) for etp in (1, 2))
-    assert sharded - complete == 10 * 2 * 2 * 64 // 2  # input and output of two experts, of as many tokens again
+    etp1, etp2 = (activation_elements(settings, [range(1)], 2, tokens=10, in_flight=1, etp=etp) for etp in (1, 2))
+    assert etp2 - etp1 == 10 * 2 * 2 * 64 // 2  # input and output of two experts, of as many tokens again
 
 
 def test_micro_batches_in_flight_by_stage() -> None:

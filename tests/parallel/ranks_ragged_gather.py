@@ -40,7 +40,7 @@ def main() -> dict[str, bool]:
             group,
             60.0,
         )
-        is_correct[f"all_gather {n}"] = [bytes(share.tolist()) for share in result] == value
+        is_correct[f"all_gather {n}"] = [bytes(part.tolist()) for part in result] == value
     ranks.barrier()
     return is_correct
 

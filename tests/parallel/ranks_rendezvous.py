@@ -30,15 +30,15 @@ def warm_up_groups() -> list[list[int]]:
 
 def single_rank_run(folder: Path) -> str:
     """Run a collective in a job of one rank while another such job has its own store."""
-    me = os.environ["RANK"]
+    rank = os.environ["RANK"]
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
     ranks.initialize(ParallelConfig())
-    (folder / me).touch()
+    (folder / rank).touch()
     while len(list(folder.iterdir())) < 2:
         time.sleep(0.05)
     dist.all_reduce(torch.ones(1))
-    return me
+    return rank
 
 
 result = single_rank_run(Path(sys.argv[2])) if sys.argv[1] == "alone" else warm_up_groups()

@@ -30,21 +30,21 @@ class Wire:
         }
 
     def transfer(
-        self, takes: Sequence[tuple[int, torch.Tensor]], gives: Sequence[tuple[int, torch.Tensor]], _: str, rank: int
+        self, receives: Sequence[tuple[int, torch.Tensor]], sends: Sequence[tuple[int, torch.Tensor]], _: str, rank: int
     ) -> list[tuple[Any, int]]:
         started: list[tuple[Any, int]] = []
-        for peer, tensor in gives:
+        for peer, tensor in sends:
             done = threading.Event()
             self.between[rank, peer].put((tensor, done))
             started.append((PendingTransfer(lambda done=done: done.wait(PATIENCE)), peer))  # type: ignore[misc]
-        for peer, tensor in takes:
+        for peer, tensor in receives:
             tensor.view(torch.uint8).fill_(0xA5)
             started.insert(0, (PendingTransfer(lambda peer=peer, tensor=tensor: self._take(peer, rank, tensor)), peer))  # type: ignore[misc]
         return started
 
-    def _take(self, peer: int, rank: int, into: torch.Tensor) -> None:
+    def _take(self, peer: int, rank: int, target: torch.Tensor) -> None:
         tensor, done = self.between[peer, rank].get(timeout=PATIENCE)
-        into.copy_(tensor)
+        target.copy_(tensor)
         done.set()
 
 
@@ -60,18 +60,18 @@ class LateRun(ranks_executor.Run):
         super().__init__(text, rank)
         self.late: list[tuple[torch.Tensor, dict[str, Any], bool]] = []
 
-    def hand_over(self, buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
+    def send_to_engine(self, buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
         self.late.append((buffer, order, draft))
 
     def settle(self) -> None:
-        for late in self.late:
-            super().hand_over(*late)
+        for run in self.late:
+            super().send_to_engine(*run)
         self.late.clear()
 
     def push(self, number: int) -> ranks_executor.Tensors:
         full = ranks_executor.full_weights(self.params, self.dtype, self.seed + number)
         local = ranks_executor.shards(self.case, self.params, full, self.rank)
-        self.executor.sync(local, self.hand_over, number, self.settle)
+        self.executor.sync(local, self.send_to_engine, number, self.settle)
         self.settle()
         return full
 

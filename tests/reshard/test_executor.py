@@ -94,9 +94,9 @@ def test_all_ranks_make_the_same_engine_calls(
 
 
 def test_fp8_cases_have_blocks_split_over_ranks(results: list[dict[str, Any]]) -> None:
-    straddling = [results[0][seed]["straddling"] for seed in SEEDS if results[0][seed]["wire"] == "fp8"]
-    assert len(straddling) >= 8
-    assert min(straddling) == 0 and sum(number > 0 for number in straddling) >= 2
+    straddling_counts = [results[0][seed]["straddling"] for seed in SEEDS if results[0][seed]["wire"] == "fp8"]
+    assert len(straddling_counts) >= 8
+    assert min(straddling_counts) == 0 and sum(number > 0 for number in straddling_counts) >= 2
 
 
 def test_flipped_bit_is_detected(
@@ -137,17 +137,17 @@ def test_writes_overlap_with_the_next_transfer(monkeypatch: pytest.MonkeyPatch) 
         events.append("wire")
         return wire(*arguments)
 
-    def hand_over(buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
+    def send_to_engine(buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
         events.append("give")
         orders.append((buffer, order["sync_id"]))
 
     monkeypatch.setattr(executor_module, "_transfer", transfer)
-    executor.sync(ranks_executor.shards(case, params, full, 0), hand_over, 1, lambda: events.append("settle"))
+    executor.sync(ranks_executor.shards(case, params, full, 0), send_to_engine, 1, lambda: events.append("settle"))
     assert rounds > 4 and len(orders) == rounds
     assert events == ["wire", "settle", *["wire", "give", "settle"] * (rounds - 1), "give"]
     assert all(item[0] is not other[0] for item, other in zip(orders, orders[1:], strict=False))
     assert len({sync_id for _, sync_id in orders}) == 1
-    executor.sync(ranks_executor.shards(case, params, full, 0), hand_over, 2)
+    executor.sync(ranks_executor.shards(case, params, full, 0), send_to_engine, 2)
     assert orders[-1][1] != orders[0][1]
 
 

@@ -14,8 +14,8 @@ from megarl.reshard.run.checksum import device_hash
 from megarl.reshard.run.scale_grids import BlockScales
 
 
-def same(item: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(item.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+def is_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def check_copies(seed: int) -> None:
@@ -25,17 +25,17 @@ def check_copies(seed: int) -> None:
     expected, result = before.clone(), before.clone()
     copies.pack(boxes, expected)
     triton_kernels.pack(boxes, result)
-    assert same(result, expected), f"pack, seed {seed}"
+    assert is_same_bits(result, expected), f"pack, seed {seed}"
     storages = [
         view.as_strided((view.untyped_storage().nbytes() // view.element_size(),), (1,), 0) for view, _ in boxes
     ]
-    retained = [full.clone() for full in storages]
+    originals = [storage.clone() for storage in storages]
     triton_kernels.unpack(before, boxes)
-    unpacked = [full.clone() for full in storages]
-    for full, remaining in zip(storages, retained, strict=True):
-        full.copy_(remaining)
+    unpacked = [storage.clone() for storage in storages]
+    for storage, original in zip(storages, originals, strict=True):
+        storage.copy_(original)
     copies.unpack(before, boxes)
-    assert all(same(item, other) for item, other in zip(unpacked, storages, strict=True)), f"unpack, seed {seed}"
+    assert all(is_same_bits(a, b) for a, b in zip(unpacked, storages, strict=True)), f"unpack, seed {seed}"
 
 
 def check_fp8(seed: int) -> None:
@@ -45,7 +45,7 @@ def check_fp8(seed: int) -> None:
     expected, result = before.clone(), before.clone()
     copies.pack_fp8(boxes, scaled, expected)
     triton_kernels.pack_fp8(boxes, scaled, result)
-    assert same(result, expected), f"pack_fp8, seed {seed}"
+    assert is_same_bits(result, expected), f"pack_fp8, seed {seed}"
 
 
 def check_nonfinite() -> None:
@@ -58,7 +58,7 @@ def check_nonfinite() -> None:
     triton_kernels.pack_fp8([(weight, 0)], [scales], buffers[1])
     expected, result = (buffer.view(FP8).float() for buffer in buffers)
     assert torch.equal(expected.isnan(), result.isnan())
-    assert same(expected.nan_to_num(0), result.nan_to_num(0))
+    assert is_same_bits(expected.nan_to_num(0), result.nan_to_num(0))
     assert expected.isnan().sum() == 128 * 128 + 2
 
 
@@ -75,7 +75,7 @@ def check_every_rounding() -> None:
     triton_kernels.pack_fp8([(values, 0)], [BlockScales(grid, 0, 0)], buffers[1])
     expected, result = (buffer.view(FP8).float() for buffer in buffers)
     assert torch.equal(expected.isnan(), result.isnan())
-    assert same(expected.nan_to_num(0), result.nan_to_num(0))
+    assert is_same_bits(expected.nan_to_num(0), result.nan_to_num(0))
 
 
 def check_hashes(seed: int) -> None:
@@ -87,10 +87,10 @@ def check_hashes(seed: int) -> None:
     start = rng.randrange(8)
     views += [views[0].t(), raw[start : start + rng.choice([1, 7, 8, 33_001, 65_536])], raw[:0], raw[:0].view(0, 3)]
     views += [raw[:64].view(torch.int64).view(2, 4)[:, 1:3], raw[:48].view(torch.float32).view(3, 4)[:, 1:2]]
-    result, left = triton_kernels.hashes(views)
-    assert set(left) <= {len(boxes)}
+    result, unhashed = triton_kernels.hashes(views)
+    assert set(unhashed) <= {len(boxes)}
     for number, (view, value) in enumerate(zip(views, result.tolist(), strict=True)):
-        assert value == device_hash(view) or number in left, f"hash of {view.shape}, {view.stride()}, seed {seed}"
+        assert value == device_hash(view) or number in unhashed, f"hash of {view.shape}, {view.stride()}, seed {seed}"
 
 
 def main() -> None:
