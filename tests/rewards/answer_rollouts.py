@@ -7,9 +7,9 @@ from typing import Any
 from megarl.types import Prompt, Rollout, Turn
 
 
-def make_rollout(answer: str, truth: Any, source: str = "") -> Rollout:
+def make_rollout(answer: str, ground_truth: Any, source: str = "") -> Rollout:
     messages = ({"role": "user", "content": "?"}, {"role": "assistant", "content": answer})
-    return Rollout(Prompt("x", (), data_source=source, ground_truth=truth), (Turn((1,)),), messages=messages)
+    return Rollout(Prompt("x", (), data_source=source, ground_truth=ground_truth), (Turn((1,)),), messages=messages)
 
 
 MB = 1 << 20

@@ -40,7 +40,7 @@ def misbehave(rollout: Rollout) -> Any:
         "spin": spin,
         "print": lambda: print("said by a function") or 0.5,
         "close": lambda: os.closerange(3, 100) or 1.0,
-        "leave": lambda: leave(argument),
+        "hang_with_children": lambda: hang_with_children(argument),
         "semaphores": lambda: semaphores(*argument.split("/", 1)),
         "touch": lambda: Path(argument).touch() or 1.0,
         "alarm": alarm,
@@ -59,11 +59,11 @@ def spin() -> None:
         pass
 
 
-def leave(mark: str) -> None:
-    """Hang with two children, one of them in its own session, whose pids are appended to `mark`."""
+def hang_with_children(pid_file: str) -> None:
+    """Hang with two children, one of them in its own session, whose pids are appended to `pid_file`."""
     for session in (False, True):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=session)
-        with open(mark, "a") as file:
+        with open(pid_file, "a") as file:
             file.write(f"{child.pid}\n")
     time.sleep(600)
 
@@ -71,10 +71,10 @@ def leave(mark: str) -> None:
 _LOCKS: list[Any] = []
 
 
-def semaphores(behavior: str, mark: str) -> None:
+def semaphores(behavior: str, path: str) -> None:
     """Leave semaphores in shared memory, as multiprocessing does, then end as `behavior` says."""
     _LOCKS.extend(multiprocessing.get_context("spawn").Lock() for _ in range(3))
-    Path(f"/{mark}").write_text("\n".join(lock._semlock.name for lock in _LOCKS))
+    Path(f"/{path}").write_text("\n".join(lock._semlock.name for lock in _LOCKS))
     misbehave(Rollout(Prompt(behavior, ()), ()))
 
 

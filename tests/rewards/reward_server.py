@@ -19,10 +19,10 @@ def count_words(conversation: dict[str, Any]) -> Any:
     return {"reward": len(conversation["answer"].split()), "parts": {"style": 0.5}}
 
 
-def chat_completion(text: Any, **about: Any) -> dict[str, Any]:
+def chat_completion(text: Any, **fields: Any) -> dict[str, Any]:
     """Return a response of OpenAI's chat completions API."""
     return {
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop", **about}]
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop", **fields}]
     }
 
 
@@ -41,28 +41,28 @@ class RewardServer:
         self.answers: list[Answer | float | None] = []
         self.max_concurrent = 0
         self._concurrent, self._lock = 0, threading.Lock()
-        outer = self
+        server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                outer.requests.append(("GET", self.path, None))
-                outer.headers.append(dict(self.headers))
+                server.requests.append(("GET", self.path, None))
+                server.headers.append(dict(self.headers))
                 self.send_error(405)
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with outer._lock:
-                    outer.requests.append(("POST", self.path, body))
-                    outer.headers.append(dict(self.headers))
-                    outer._concurrent += 1
-                    outer.max_concurrent = max(outer.max_concurrent, outer._concurrent)
-                    answer = outer.answers.pop(0) if outer.answers else 0.0
+                with server._lock:
+                    server.requests.append(("POST", self.path, body))
+                    server.headers.append(dict(self.headers))
+                    server._concurrent += 1
+                    server.max_concurrent = max(server.max_concurrent, server._concurrent)
+                    answer = server.answers.pop(0) if server.answers else 0.0
                 if isinstance(answer, float):
                     time.sleep(answer)
                     result = reply(body) if reply else [judge(item) for item in body["conversations"]]
                     answer = 200, json.dumps(result).encode()
-                with outer._lock:
-                    outer._concurrent -= 1
+                with server._lock:
+                    server._concurrent -= 1
                 if answer is None:
                     self.connection.shutdown(socket.SHUT_RDWR)
                     return

@@ -96,9 +96,9 @@ def test_functions_may_print_use_alarms_and_reward_turns(make_pool: MakePool, tm
 
 def test_reuses_processes_until_they_die(make_pool: MakePool) -> None:
     pool = make_pool("misbehave", size=2)
-    first, again = score(pool, "pid")[0], score(pool, "pid")[0]
-    _, other = score(pool, "die", "fine")
-    assert other == Reward(1.0) and isinstance(first, Reward) and isinstance(again, Reward)
+    first, repeated = score(pool, "pid")[0], score(pool, "pid")[0]
+    _, survivor = score(pool, "die", "fine")
+    assert survivor == Reward(1.0) and isinstance(first, Reward) and isinstance(repeated, Reward)
     pids = {result.reward for result in score(pool, *["pid"] * 40) if isinstance(result, Reward)}
     assert 1 <= len(pids) <= 2 and os.getpid() not in pids
 
@@ -155,16 +155,16 @@ def test_a_coroutine_that_kills_its_process_fails_alone(
 
 def test_kills_child_processes_of_hanging_functions(make_pool: MakePool, tmp_path: Path) -> None:
     """The timeout and `close` both kill a function with its children, including those in other sessions."""
-    mark = tmp_path / "pids"
-    (result,) = score(make_pool("misbehave", limit=4.0), f"leave/{mark}")
+    pid_file = tmp_path / "pids"
+    (result,) = score(make_pool("misbehave", limit=4.0), f"hang_with_children/{pid_file}")
     assert isinstance(result, RewardFailure) and "took longer" in result.reason
-    assert len(read_pids(mark)) == 2 and have_exited(read_pids(mark))
-    mark.unlink()
+    assert len(read_pids(pid_file)) == 2 and have_exited(read_pids(pid_file))
+    pid_file.unlink()
     pool = make_pool("misbehave")
-    pool.submit(rollout(f"leave/{mark}"))
-    assert wait_until(lambda: mark.exists() and len(read_pids(mark)) == 2)
+    pool.submit(rollout(f"hang_with_children/{pid_file}"))
+    assert wait_until(lambda: pid_file.exists() and len(read_pids(pid_file)) == 2)
     pool.close()
-    assert have_exited(read_pids(mark))
+    assert have_exited(read_pids(pid_file))
     assert pool.submit(rollout("fine")).future.cancelled()
     pool.close()
 
@@ -183,7 +183,7 @@ def test_removes_semaphores_of_killed_processes(make_pool: MakePool, tmp_path: P
 
 @pytest.mark.parametrize("victim", ["rank", "fork_server"])
 def test_no_process_outlives_a_killed_rank(tmp_path: Path, victim: str) -> None:
-    mark, log = tmp_path / "pids", tmp_path / "log"
+    pid_file, log = tmp_path / "pids", tmp_path / "log"
     script = f"""
 import sys, time
 from pathlib import Path
@@ -193,7 +193,7 @@ from megarl.types import Prompt, Rollout, Turn
 specs = ["misbehaving_rewards:misbehave"]
 pool = RewardPool(load_functions(specs), specs, 600.0, 1, Path({str(log)!r}))
 pool.start(); pool.wait_ready()
-pool.submit(Rollout(Prompt("leave/{mark}", ()), (Turn((1,)),)))
+pool.submit(Rollout(Prompt("hang_with_children/{pid_file}", ()), (Turn((1,)),)))
 print(pool._fork_server._process.pid, flush=True)
 time.sleep(600)
 """
@@ -203,8 +203,8 @@ time.sleep(600)
     ) as rank:
         assert rank.stdout is not None
         fork_server = int(rank.stdout.readline())
-        assert wait_until(lambda: mark.exists() and len(read_pids(mark)) == 2)
-        pids = [*read_pids(mark), fork_server, *descendants(fork_server)]
+        assert wait_until(lambda: pid_file.exists() and len(read_pids(pid_file)) == 2)
+        pids = [*read_pids(pid_file), fork_server, *descendants(fork_server)]
         assert len(pids) >= 5
         if victim == "fork_server":  # the rank still owns the worker processes, which end with it
             os.kill(fork_server, signal.SIGKILL)
@@ -245,8 +245,8 @@ def test_unpicklable_rollouts_fail_alone(make_pool: MakePool) -> None:
     assert score(pool, "fine") == [Reward(1.0)]
 
 
-def read_pids(mark: Path) -> list[int]:
-    return [int(pid) for pid in mark.read_text().split()]
+def read_pids(pid_file: Path) -> list[int]:
+    return [int(pid) for pid in pid_file.read_text().split()]
 
 
 def descendants(pid: int) -> list[int]:

@@ -53,7 +53,7 @@ class PlainSession(Interpreter):
 
     async def run(self, code: str, seconds: float | None = None) -> Output:
         assert self.process.stdin and self.process.stdout
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             self.process.stdin.write(json.dumps(code).encode() + b"\n")
             line = await asyncio.wait_for(self.process.stdout.readline(), seconds or self.seconds)
@@ -62,8 +62,8 @@ class PlainSession(Interpreter):
             await self.close()
             return Output(False, "", "", seconds or self.seconds, "time")
         except (ValueError, OSError):
-            return Output(False, "", "", time.monotonic() - began, "closed")
-        return Output(ok, out, error, time.monotonic() - began, "" if ok else "exit")
+            return Output(False, "", "", time.monotonic() - started, "closed")
+        return Output(ok, out, error, time.monotonic() - started, "" if ok else "exit")
 
     async def close(self) -> None:
         if self.process.returncode is None:
@@ -111,7 +111,11 @@ class PlainSandbox(Sandbox):
         lines = [json.loads(line) for line in text.splitlines()]
         results: dict[int, Any] = {}
         for number, value in lines:
-            if type(number) is int and 0 <= number < count and sum(item == number for item, _ in lines) == 1:
+            if (
+                type(number) is int
+                and 0 <= number < count
+                and sum(output_number == number for output_number, _ in lines) == 1
+            ):
                 results[number] = value
         return HarnessResult(results, count, Result(status == 0, status, b"", b"", 0.0))
 

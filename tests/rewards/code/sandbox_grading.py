@@ -21,13 +21,13 @@ KINDS = ("plain", "bubblewrap")
 QUICK = Grading(seconds=3.0, total_seconds=12.0)
 
 
-def grade_code(kind: str, code: str, truth: Any, how: Grading = QUICK) -> GradeResult:
+def grade_code(kind: str, code: str, ground_truth: Any, grading: Grading = QUICK) -> GradeResult:
     """Grade in a sandbox of this kind, or skip the test if this machine has none."""
-    return run_in_sandbox(kind, lambda box: grade(code, parse_problem(truth), box, how))
+    return run_in_sandbox(kind, lambda box: grade(code, parse_problem(ground_truth), box, grading))
 
 
 def run_in_sandbox(kind: str, work: Any) -> Any:
-    async def inside() -> Any:
+    async def run_work() -> Any:
         if kind == "plain":
             return await work(PlainSandbox())
         box = Sandbox(SandboxConfig())
@@ -42,4 +42,4 @@ def run_in_sandbox(kind: str, work: Any) -> Any:
 
     if kind == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("this machine has no bubblewrap")
-    return asyncio.run(inside())
+    return asyncio.run(run_work())

@@ -70,5 +70,5 @@ def test_many_fences_are_fast(text: str) -> None:
 
 
 @given(st.lists(st.sampled_from(["```", "```python", "\n", "a = 1", " ", "</think>", "~~~", "x"]), max_size=20))
-def test_any_answer_gives_a_string(pieces: list[str]) -> None:
-    assert isinstance(extract_code("".join(pieces)), str)
+def test_any_answer_gives_a_string(fragments: list[str]) -> None:
+    assert isinstance(extract_code("".join(fragments)), str)

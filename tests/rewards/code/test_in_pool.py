@@ -31,9 +31,9 @@ async def do_nothing(_: object) -> None: ...
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="this machine has no bubblewrap")
 def test_grades_answers_in_reward_processes(tmp_path: Path) -> None:
     run_in_sandbox("bubblewrap", do_nothing)  # skips the test if this machine has no sandbox
-    good = "```python\nprint(sum(map(int, input().split())))\n```"
+    solution = "```python\nprint(sum(map(int, input().split())))\n```"
     cases = [
-        (good, PROGRAMS, Reward(1.0, {"passed": 1.0})),
+        (solution, PROGRAMS, Reward(1.0, {"passed": 1.0})),
         ("```python\nprint(3)\n```", PROGRAMS, Reward(0.0, {"passed": 0.5})),
         ("```python\ndef f(x): return x\n```", json.dumps(WHOLE_ASSERTIONS), Reward(1.0, {"passed": 1.0})),
         ("```python\ndef f(x): return int(x)\n```", WHOLE_ASSERTIONS, Reward(0.0, {"passed": 0.5})),
@@ -43,9 +43,13 @@ def test_grades_answers_in_reward_processes(tmp_path: Path) -> None:
     ]
     pool = RewardPool(load_functions(NAMES), NAMES, 120.0, 2, tmp_path / "logs/rewards_0.log")
     try:
-        futures = [pool.submit(make_rollout(answer, truth, "taco")) for answer, truth, _ in cases for _ in range(2)]
+        futures = [
+            pool.submit(make_rollout(answer, ground_truth, "taco"))
+            for answer, ground_truth, _ in cases
+            for _ in range(2)
+        ]
         result = [item.result(300) for item in futures]
-        invalid = pool.submit(make_rollout(good, "42", "taco")).result(300)
+        invalid = pool.submit(make_rollout(solution, "42", "taco")).result(300)
     finally:
         pool.close()
     expected = [reward for *_, reward in cases for _ in range(2)]
