@@ -165,9 +165,7 @@ def test_reachability_check_accepts_any_status(server: RewardServer) -> None:
 
 
 def test_max_duration_counts_batches_tries_and_pauses() -> None:
-    remote = Service(
-        ServiceOptions.read({"url": "http://a/b", "batch": 4, "concurrency": 2, "timeout": 6, "tries": 3})
-    )
+    remote = Service(ServiceOptions.read({"url": "http://a/b", "batch": 4, "concurrency": 2, "timeout": 6, "tries": 3}))
     assert remote.max_duration(9) == 2 * 3 * (6 + 10)
 
 

@@ -36,11 +36,11 @@ def get_process_name(pid):
 def find_idle_sandboxes(sandbox):
     """Map the bubblewrap process of each idle sandbox to the first process inside."""
     return {
-        outer: inner[0]
-        for outer in list_children(sandbox.async_sandbox.runner_pid)
-        if get_process_name(outer) == "bwrap"
-        and is_running(outer)
-        and (inner := list_children(outer))  # it may exit at any time
+        bwrap_pid: children[0]
+        for bwrap_pid in list_children(sandbox.async_sandbox.runner_pid)
+        if get_process_name(bwrap_pid) == "bwrap"
+        and is_running(bwrap_pid)
+        and (children := list_children(bwrap_pid))  # it may exit at any time
     }
 
 

@@ -133,13 +133,13 @@ def test_file_descriptors_sent_by_a_sandbox_are_not_received():
         for _ in range(3):
             sandbox.run_harness("send(0, 0)", 1)
         wait_until(lambda: len(find_idle_sandboxes(sandbox)) == 2)
-        ends = f"/proc/{sandbox.async_sandbox.runner_pid}/fd"
-        before = len(os.listdir(ends))
+        fd_folder = f"/proc/{sandbox.async_sandbox.runner_pid}/fd"
+        before = len(os.listdir(fd_folder))
         assert sandbox.run_harness(cross_sandbox_attacks.SEND_FILE_DESCRIPTORS, 1).results == {}
         wait_until(lambda: len(find_idle_sandboxes(sandbox)) == 2)
-        assert len(os.listdir(ends)) < before + 20  # of 1000; sandboxes that start and end hold some
-        for end in os.listdir(ends):
+        assert len(os.listdir(fd_folder)) < before + 20  # of 1000; sandboxes that start and end hold some
+        for end in os.listdir(fd_folder):
             with contextlib.suppress(FileNotFoundError):
-                assert os.readlink(f"{ends}/{end}") != "/usr"
+                assert os.readlink(f"{fd_folder}/{end}") != "/usr"
     finally:
         sandbox.close()

@@ -60,15 +60,15 @@ def test_handles_unread_stdin_and_closed_output(sandbox):
 
 
 def test_reports_exit_statuses_and_signals(sandbox):
-    ends = {
+    expected = {
         "exit 7": (7, "exit"),
         "kill -9 $$": (-9, "signal"),
         "kill -11 $$": (-11, "signal"),
         "exit 255": (255, "exit"),
     }
-    for line, wanted in ends.items():
+    for line, expected_result in expected.items():
         result = sandbox.run(["sh", "-c", line])
-        assert (result.status, result.reason, result.ok) == (*wanted, False)
+        assert (result.status, result.reason, result.ok) == (*expected_result, False)
     result = sandbox.run(["no-such-program"])
     assert result.status == 127 and b"no-such-program" in result.stderr
 
@@ -102,8 +102,8 @@ def test_fetches_only_regular_files(sandbox):
         limits=Limits(output_bytes=1 << 17),
     )
     assert result.ok and result.files == {"b": b"b"}
-    others = {"link", "root/etc/passwd", "fifo", "a", "hard", "folder", "to_b", "here/b", "big"}
-    assert result.refused.keys() == others
+    refused = {"link", "root/etc/passwd", "fifo", "a", "hard", "folder", "to_b", "here/b", "big"}
+    assert result.refused.keys() == refused
     assert result.refused["hard"] == "has another name (a hard link)"
     assert result.refused["big"].startswith("has 3145728 bytes, and 2097151 may still be fetched")
 
@@ -172,15 +172,15 @@ def test_max_boxes_limits_concurrency():
     sandboxes = [SyncSandbox(max_boxes=2), SyncSandbox(max_boxes=2)]
     source = "import time; print(time.time()); time.sleep(0.3); print(time.time())"
 
-    async def both():
+    async def run_concurrently():
         runs = [sandbox.async_sandbox.run(["python3", "-c", source]) for sandbox in sandboxes for _ in range(3)]
         return await asyncio.gather(*runs)
 
-    results = sandboxes[0].wait(both())
+    results = sandboxes[0].wait(run_concurrently())
     spans = [tuple(map(float, result.stdout.split())) for result in results]
     for sandbox in sandboxes:
         sandboxes[0].wait(sandbox.async_sandbox.close())
-    assert all(sum(a <= begin < b for a, b in spans) <= 2 for begin, _ in spans)
+    assert all(sum(a <= start < b for a, b in spans) <= 2 for start, _ in spans)
 
 
 def patch_runner(monkeypatch, module, assignment):
@@ -236,10 +236,10 @@ def test_watchdog_replaces_a_missing_memory_cgroup(monkeypatch):
 def test_watchdog_counts_processes_on_old_kernels(monkeypatch):
     patch_runner(monkeypatch, "platform", "release = lambda: '5.10.0'")
     sandbox = SyncSandbox()
-    many = "import os, time\nfor _ in range(300): os.fork() or time.sleep(60)\ntime.sleep(60)"
+    fork_bomb = "import os, time\nfor _ in range(300): os.fork() or time.sleep(60)\ntime.sleep(60)"
     try:
         assert "counts" in " ".join(sandbox.probe().missing)
-        assert python(sandbox, many, limits=Limits(seconds=20)).reason == "processes"
+        assert python(sandbox, fork_bomb, limits=Limits(seconds=20)).reason == "processes"
         assert python(sandbox, "import os; [os.fork() for _ in range(3)]").ok
     finally:
         sandbox.close()
@@ -281,15 +281,15 @@ def test_works_across_event_loops_and_forks():
     sandbox = Sandbox(SandboxConfig())
     for _ in range(2):
         assert asyncio.run(sandbox.run(["true"])).ok
-    first = sandbox._client._process.pid
+    first_pid = sandbox._client._process.pid
     pid = os.fork()
     if pid == 0:
         try:
-            good = asyncio.run(sandbox.run(["true"])).ok and sandbox._client._process.pid != first
+            good = asyncio.run(sandbox.run(["true"])).ok and sandbox._client._process.pid != first_pid
         finally:
             os._exit(0 if good else 1)
     assert os.waitpid(pid, 0)[1] == 0
-    assert asyncio.run(sandbox.run(["true"])).ok and sandbox._client._process.pid == first
+    assert asyncio.run(sandbox.run(["true"])).ok and sandbox._client._process.pid == first_pid
     asyncio.run(sandbox.close())
 
 

@@ -98,12 +98,12 @@ def test_pauses_between_calls(sandbox, run):
 
 
 def test_serializes_concurrent_calls(sandbox):
-    async def both():
+    async def run_concurrently():
         async with await sandbox.async_sandbox.interpreter() as session:
             calls = [session.run(f"import time; time.sleep(0.1); x = {i}; x") for i in range(3)]
             return [output.stdout for output in await asyncio.gather(*calls)]
 
-    assert sandbox.wait(both()) == ["0\n", "1\n", "2\n"]
+    assert sandbox.wait(run_concurrently()) == ["0\n", "1\n", "2\n"]
 
 
 def test_cancellation_resets_the_session(sandbox):
@@ -129,7 +129,7 @@ def test_handles_unicode_and_invalid_bytes(run):
 
 
 def test_idle_sessions_do_not_count_as_running(sandbox):
-    async def many():
+    async def open_sessions():
         sessions = [await sandbox.async_sandbox.interpreter() for _ in range(6)]
         outputs = await asyncio.gather(*(session.run(f"x = {i}") for i, session in enumerate(sessions)))
         assert all(output.ok for output in outputs)
@@ -139,4 +139,4 @@ def test_idle_sessions_do_not_count_as_running(sandbox):
         for session in sessions:
             await session.close()
 
-    sandbox.wait(many())
+    sandbox.wait(open_sessions())

@@ -51,13 +51,13 @@ def test_limits_idle_sandboxes(sandbox):
             assert len(find_idle_sandboxes(sandbox)) <= MAX_IDLE + 1  # the last run may still be exiting
         time.sleep(0.3)
         assert len(find_idle_sandboxes(sandbox)) <= MAX_IDLE
-    small = SyncSandbox(max_boxes=2)
+    small_sandbox = SyncSandbox(max_boxes=2)
     try:
-        warm(small, idle=2)
+        warm(small_sandbox, idle=2)
         time.sleep(0.3)
-        assert len(find_idle_sandboxes(small)) == 2
+        assert len(find_idle_sandboxes(small_sandbox)) == 2
     finally:
-        small.close()
+        small_sandbox.close()
 
 
 @needs_bubblewrap
@@ -82,21 +82,21 @@ os.fork() or os.execlp("sleep", "sleep", "61.0625")
 @needs_bubblewrap
 def test_replaces_a_killed_idle_sandbox(sandbox):
     before = warm(sandbox)
-    outer, first = next(iter(before.items()))
+    bwrap_pid, first = next(iter(before.items()))
     os.kill(first, signal.SIGKILL)
-    wait_until_exited([outer, first])
+    wait_until_exited([bwrap_pid, first])
     after = wait_until(lambda: len(actual := find_idle_sandboxes(sandbox)) >= 4 and actual)
-    assert outer not in after
+    assert bwrap_pid not in after
     assert sandbox.run(COMMAND, {"main.py": b"print(1)"}).stdout == b"1\n"
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize("which", ["the first process", "bubblewrap"])
-def test_runs_after_all_idle_sandboxes_die(sandbox, which):
+@pytest.mark.parametrize("failure", ["the first process", "bubblewrap"])
+def test_runs_after_all_idle_sandboxes_die(sandbox, failure):
     """The runner is stopped meanwhile, so the request arrives together with the exits."""
     actual = warm(sandbox)
     os.kill(sandbox.async_sandbox.runner_pid, signal.SIGSTOP)
-    pids = actual.values() if which == "the first process" else actual
+    pids = actual.values() if failure == "the first process" else actual
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     wait_until_exited(pids)
@@ -138,10 +138,10 @@ def test_idle_sandboxes_hold_both_ends_of_their_gate(sandbox):
 
     def is_gate_held(first):
         try:
-            ends = [os.readlink(f"/proc/{first}/fd/{end}") for end in (9, 13)]
+            gate_pipes = [os.readlink(f"/proc/{first}/fd/{end}") for end in (9, 13)]
         except FileNotFoundError:  # the last sandbox is exiting
             return False
-        return ends[0] == ends[1] and ends[0].startswith("pipe:")
+        return gate_pipes[0] == gate_pipes[1] and gate_pipes[0].startswith("pipe:")
 
     warm(sandbox)
     assert wait_until(
@@ -177,11 +177,11 @@ sys.stdin.read()
 def test_idle_sandboxes_end_with_their_owner(victim):
     command = [sys.executable, "-c", OWNER, victim]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
-        runner, parent, *remaining = map(int, owner.stdout.readline().split())
-        assert len(remaining) >= 8
+        runner, parent, *idle_pids = map(int, owner.stdout.readline().split())
+        assert len(idle_pids) >= 8
         if victim != "exit":
             os.kill({"owner": owner.pid, "runner": runner, "its parent": parent}[victim], signal.SIGKILL)
-        wait_until_exited([runner, parent, *remaining])
+        wait_until_exited([runner, parent, *idle_pids])
         owner.kill()
 
 
@@ -250,15 +250,15 @@ class FakeRunner:
 @pytest.fixture()
 def pool(monkeypatch):
     monkeypatch.setattr(namespace_module, "BoxNamespace", FakeNamespace)
-    now = [100.0]
-    monkeypatch.setattr(namespace_module.time, "monotonic", lambda: now[0])
+    clock = [100.0]
+    monkeypatch.setattr(namespace_module.time, "monotonic", lambda: clock[0])
     runner = FakeRunner()
     actual = WarmPool(runner, 16)
-    actual.runner, actual.now = runner, now
+    actual.runner, actual.now = runner, clock
 
     def fill():
         for _ in range(50):
-            if actual.refill(now[0]) > now[0]:
+            if actual.refill(clock[0]) > clock[0]:
                 break
         return [item.spec.command[0] for item in actual._idle]
 
@@ -310,9 +310,9 @@ def test_replaces_a_lost_namespace_after_a_delay(pool):
     for _ in range(5):
         pool.take_named("a")
     pool.fill()
-    lost = pool._idle[1]
-    lost.on_exited()
-    assert pool.fill() == ["a"] * 3 and lost.is_finished
+    lost_namespace = pool._idle[1]
+    lost_namespace.on_exited()
+    assert pool.fill() == ["a"] * 3 and lost_namespace.is_finished
     assert pool.refill(pool.now[0]) == pool.now[0] + namespace_module.AGAIN_S
     pool.now[0] += namespace_module.AGAIN_S
     assert pool.fill() == ["a"] * 4
@@ -322,8 +322,8 @@ def test_does_not_retry_failing_specs(pool):
     for _ in range(3):
         with pytest.raises(OSError, match="refused"):
             pool.take_named("refused")
-    created = len(pool.runner.namespaces)
-    assert pool.fill() == [] and len(pool.runner.namespaces) == created + 1
+    num_created = len(pool.runner.namespaces)
+    assert pool.fill() == [] and len(pool.runner.namespaces) == num_created + 1
     for _ in range(3):
         pool.take_named("a")
     pool.now[0] += namespace_module.AGAIN_S

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.alone
 
 
 def read_refusal(sandbox, call="probe"):
-    async def use():
+    async def use_sandbox():
         try:
             if call == "run":
                 await sandbox.run(["true"])
@@ -33,7 +33,7 @@ def read_refusal(sandbox, call="probe"):
             await sandbox.close()
 
     with pytest.raises(ConfigError) as error:
-        asyncio.run(use())
+        asyncio.run(use_sandbox())
     message = str(error.value)
     assert "\n" not in message and message.startswith("sandbox.backend")
     return message
@@ -68,7 +68,7 @@ from megarl.sandbox.runner import main
 
 
 @pytest.mark.parametrize(
-    ("script", "why"),
+    ("script", "reason"),
     [
         (
             "#!/bin/sh\necho 'bwrap: Creating new namespace failed: Operation not permitted' >&2\nexit 1\n",
@@ -78,13 +78,13 @@ from megarl.sandbox.runner import main
     ],
 )
 @needs_bubblewrap
-def test_refuses_with_a_broken_bubblewrap(monkeypatch, script, why):
+def test_refuses_with_a_broken_bubblewrap(monkeypatch, script, reason):
     path = Path("/tmp") / f"bwrap-{os.getpid()}"
     path.write_text(script)
     path.chmod(0o755)
     monkeypatch.setattr(runner_client.shutil, "which", lambda *args, **kwargs: str(path))
     try:
-        assert why in read_refusal(Sandbox(SandboxConfig()))
+        assert reason in read_refusal(Sandbox(SandboxConfig()))
     finally:
         path.unlink()
 

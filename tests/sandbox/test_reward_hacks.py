@@ -56,7 +56,7 @@ def graded():
     sandbox = SyncSandbox(max_boxes=4)
     limits = Limits(seconds=3, output_bytes=1 << 18)
     programs = {"honest": HONEST, **HACKS, "insider": "FORGED = [1, 2, 3]" + INSIDER}
-    began = time.monotonic()
+    started = time.monotonic()
     result = sandbox.all(
         {
             name: sandbox.async_sandbox.run_harness(
@@ -65,7 +65,7 @@ def graded():
             for name, program in programs.items()
         }
     )
-    assert time.monotonic() - began < 300
+    assert time.monotonic() - started < 300
     yield result
     sandbox.close()
 
