@@ -49,8 +49,8 @@ def preload() -> None:
     del sys.modules["tiny"], sys.path[0]  # a script may have a module of this name
     tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
     # pyarrow's allocator, which has a thread, is safe to fork.
-    others = [name for task in tasks if (name := (task / "comm").read_text().strip()) != "jemalloc_bg_thd"]
-    assert threading.active_count() == 1 and not others, f"threads do not survive a fork: {others}"
+    thread_names = [name for task in tasks if (name := (task / "comm").read_text().strip()) != "jemalloc_bg_thd"]
+    assert threading.active_count() == 1 and not thread_names, f"threads do not survive a fork: {thread_names}"
     gc.collect()
     gc.freeze()  # else each rank would copy these pages when it collects garbage
 
@@ -105,9 +105,9 @@ def run(order: dict[str, Any]) -> list[int | None]:
         if pid:
             code = result[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
             if code:
-                end(ranks, signal.SIGTERM)  # they would wait for the failed rank
+                kill_ranks(ranks, signal.SIGTERM)  # they would wait for the failed rank
         elif time.monotonic() > deadline:
-            end(ranks, signal.SIGKILL)
+            kill_ranks(ranks, signal.SIGKILL)
             for pid in ranks:
                 os.waitpid(pid, 0)
             break
@@ -116,9 +116,9 @@ def run(order: dict[str, Any]) -> list[int | None]:
     return result
 
 
-def end(ranks: dict[int, int], how: signal.Signals) -> None:
+def kill_ranks(ranks: dict[int, int], number: signal.Signals) -> None:
     for pid in ranks:
-        os.kill(pid, how)
+        os.kill(pid, number)
 
 
 if __name__ == "__main__":

@@ -55,15 +55,15 @@ def recorded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(folder: Path, recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run trained on recorded rollouts, with routing and sampling masks, where SGLang cannot be imported."""
-    place = tmp_path_factory.mktemp("without_sglang")
-    (place / "sitecustomize.py").write_text(BLOCK_SGLANG)
-    environment = dict(ENVIRONMENT, PYTHONPATH=os.pathsep.join([str(place), ENVIRONMENT["PYTHONPATH"]]))
+    workdir = tmp_path_factory.mktemp("without_sglang")
+    (workdir / "sitecustomize.py").write_text(BLOCK_SGLANG)
+    environment = dict(ENVIRONMENT, PYTHONPATH=os.pathsep.join([str(workdir), ENVIRONMENT["PYTHONPATH"]]))
     probe = [sys.executable, "-c", "import sglang"]
     assert "No module named 'sglang'" in subprocess.run(probe, env=environment, capture_output=True, text=True).stderr
-    command = build_command(folder, place / "run", *GRPO, *ONE_RANK, *RECORDS, f"rollout.replay={recorded}")
+    command = build_command(folder, workdir / "run", *GRPO, *ONE_RANK, *RECORDS, f"rollout.replay={recorded}")
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return place / "run"
+    return workdir / "run"
 
 
 def test_replay_training_needs_no_sglang(trained: Path) -> None:
@@ -104,8 +104,8 @@ def test_replay_step_reproduces_a_step_bitwise_in_a_debugger(trained: Path) -> N
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "from step_000002" in done.stdout and f"('asked', 8, '{trained}')" in done.stdout
     assert done.stdout.count("> ") >= 2 and "policy_loss()" in done.stdout  # once for each update
-    same, _, of, *_ = done.stdout.splitlines()[-1].split()
-    assert same == of and int(same) > 30
+    num_equal, _, num_total, *_ = done.stdout.splitlines()[-1].split()
+    assert num_equal == num_total and int(num_equal) > 30
     assert before == {path: path.stat().st_mtime_ns for name in RESULT_NAMES for path in (trained / name).rglob("*")}
 
 
@@ -122,14 +122,20 @@ def test_replays_on_another_world_size_from_a_later_step(
 
 def test_trainer_replays_rollouts_of_a_generate_run(folder: Path, tmp_path: Path, host: str) -> None:
     """Two engines generate two steps, the second after a resume, with prompts in the order of the file."""
-    alone = ["algorithm=generate", "train.routing_replay=true", "run.save_every=1"]
+    single_rank = ["algorithm=generate", "train.routing_replay=true", "run.save_every=1"]
     train(
-        folder, tmp_path / "generated", *alone, "run.num_rollout=1", "run.eval_every=1", "run.eval_samples=2", host=host
+        folder,
+        tmp_path / "generated",
+        *single_rank,
+        "run.num_rollout=1",
+        "run.eval_every=1",
+        "run.eval_samples=2",
+        host=host,
     )
-    train(folder, tmp_path / "generated", *alone, "run.num_rollout=2", "run.resume=auto", host=host)
+    train(folder, tmp_path / "generated", *single_rank, "run.num_rollout=2", "run.resume=auto", host=host)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()[:8]]
-    created = [read_rollouts(tmp_path / "generated", step, include_trainer_columns=True) for step in (1, 2)]
-    for step, rollouts in enumerate(created):
+    rollouts_by_step = [read_rollouts(tmp_path / "generated", step, include_trainer_columns=True) for step in (1, 2)]
+    for step, rollouts in enumerate(rollouts_by_step):
         assert len(rollouts) == 16
         for item in rollouts:
             row = rows[4 * step + item.group]
@@ -146,8 +152,11 @@ def test_trainer_replays_rollouts_of_a_generate_run(folder: Path, tmp_path: Path
         "rank_00000.parquet",
         "rank_00001.parquet",
     }
-    shown = [sys.executable, "tools/view_rollouts.py", str(tmp_path / "generated"), "--step", "2", "--show", "1"]
-    assert "turn 1: policy" in subprocess.run(shown, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT).stdout
+    view_command = [sys.executable, "tools/view_rollouts.py", str(tmp_path / "generated"), "--step", "2", "--show", "1"]
+    assert (
+        "turn 1: policy"
+        in subprocess.run(view_command, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT).stdout
+    )
     replay = ["run.num_rollout=2", "train.routing_replay=true", f"rollout.replay={tmp_path}/generated"]
     done = run_cli(folder, tmp_path / "trained", *GRPO, *ONE_RANK, *replay)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

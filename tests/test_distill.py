@@ -13,12 +13,12 @@ from training_run import make_folder, read_metrics, run_cli, train
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A quickstart and a teacher: the same model with logits three times as large."""
-    created = make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
-    shutil.copytree(created / "model", created / "teacher")
-    weights = load_file(created / "teacher" / "model.safetensors")
+    folder = make_folder(tmp_path_factory.mktemp("quickstart") / "q", "qwen3_moe")
+    shutil.copytree(folder / "model", folder / "teacher")
+    weights = load_file(folder / "teacher" / "model.safetensors")
     weights["lm_head.weight"] = 3.0 * weights["lm_head.weight"]
-    save_file(weights, created / "teacher" / "model.safetensors", metadata={"format": "pt"})
-    return created
+    save_file(weights, folder / "teacher" / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def test_reverse_kl_to_the_teacher_falls(folder: Path, tmp_path: Path, host: str) -> None:

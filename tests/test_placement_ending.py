@@ -50,11 +50,11 @@ def odd(rollout):
 class BackgroundRun:
     """A run in the background. Its reward `watched:seen` touches the file `seen`, and blocks while `wait` exists."""
 
-    def __init__(self, folder: Path, place: Path, *overrides: str, host: str = "") -> None:
-        self.seen, self.wait, self.run_dir = place / "seen", place / "wait", place / "run"
-        (place / "watched.py").write_text(REWARD)
+    def __init__(self, folder: Path, workdir: Path, *overrides: str, host: str = "") -> None:
+        self.seen, self.wait, self.run_dir = workdir / "seen", workdir / "wait", workdir / "run"
+        (workdir / "watched.py").write_text(REWARD)
         environment = with_host(host)
-        environment["PYTHONPATH"] += os.pathsep + str(place)
+        environment["PYTHONPATH"] += os.pathsep + str(workdir)
         command = build_command(folder, self.run_dir, "reward.functions=[watched:seen]", *overrides)
         self.before = set(psutil.Process().children(recursive=True))
         pipe = subprocess.PIPE
@@ -86,8 +86,8 @@ class BackgroundRun:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
-        _, left = psutil.wait_procs(processes, timeout=30)
-        assert left == []
+        _, alive = psutil.wait_procs(processes, timeout=30)
+        assert alive == []
         return self.process.returncode, [line for line in err.splitlines() if line.strip()]
 
     def saved_steps(self) -> list[str]:
@@ -220,9 +220,9 @@ def test_grpo_with_the_reward_model_on_its_own_rank(folder: Path, host: str, tmp
     assert result == pytest.approx(scores(model, tmp_path / "split", 3), abs=1e-4)
     assert max(result) - min(result) > 0.01
     train(folder, tmp_path / "alone", *ONE_RANK, *value, f"rollout.replay={tmp_path}/split")
-    for mine, theirs in zip(rows, read_steps(tmp_path / "alone"), strict=True):
+    for actual_row, expected_row in zip(rows, read_steps(tmp_path / "alone"), strict=True):
         for name in ("rollout/reward_mean", "actor/grad_norm", "actor/loss", "actor/entropy"):
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), (mine["step"], name)
+            assert actual_row[name] == pytest.approx(expected_row[name], rel=1e-3, abs=1e-6), (actual_row["step"], name)
 
 
 def make_reward_model(policy: Path, target: Path) -> None:

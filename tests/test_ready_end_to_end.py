@@ -92,11 +92,11 @@ def test_trains_two_steps_with_adapters(run: Path) -> None:
             assert len(local) == 160 // len(adapter_tasks.TASKS) and row[
                 f"rollout/reward_mean/{name}"
             ] == pytest.approx(statistics.fmean(item.reward for item in local))
-            right = [item for item in local if item.tool_calls > item.tool_errors and item.reward == 1]
-            assert right and any(item.reward == 0 for item in local)  # so there is something to learn
+            solved = [item for item in local if item.tool_calls > item.tool_errors and item.reward == 1]
+            assert solved and any(item.reward == 0 for item in local)  # so there is something to learn
             calls = [
                 call["function"]["name"]
-                for item in right
+                for item in solved
                 for message in item.messages
                 for call in tool_calls_of(message)
             ]

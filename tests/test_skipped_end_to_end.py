@@ -62,8 +62,8 @@ def test_rolls_back_after_too_many_skipped_updates(
     rates = [step["actor/lr"] for step in steps]
     assert rates[2] == rates[3] and len({rates[0], rates[1], rates[2], rates[4], rates[5]}) == 5
     assert steps[4]["rollout/logprob_diff_p95"] < 1e-4
-    seen = [prompts_of(run_dir, step) for step in range(1, 7)]
-    assert sum(map(len, seen)) == len(set.union(*seen)) == 24
+    prompts_by_step = [prompts_of(run_dir, step) for step in range(1, 7)]
+    assert sum(map(len, prompts_by_step)) == len(set.union(*prompts_by_step)) == 24
     host_state = json.loads((run_dir / "checkpoints/step_000006/host.json").read_text())
     assert host_state["guards"]["returns"] == 1 and host_state["guards"]["returned_to"] is None
 

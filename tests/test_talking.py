@@ -43,17 +43,17 @@ def run_chat(
     row: dict[str, Any] | None = None,
     **value: Any,
 ) -> Screen:
-    screen, config = Screen(), dataclasses.replace(Config(), rollout=dataclasses.replace(CONFIG, **value))
+    output, config = Screen(), dataclasses.replace(Config(), rollout=dataclasses.replace(CONFIG, **value))
 
     async def run() -> None:
-        conversation = ChatConversation(config, chat, screen, row or {})
+        conversation = ChatConversation(config, chat, output, row or {})
         try:
             await script(conversation)
         finally:
             await conversation.close()
 
     asyncio.run(run())
-    return screen
+    return output
 
 
 def test_chat_calls_tools_and_resets() -> None:
@@ -69,8 +69,8 @@ def test_chat_calls_tools_and_resets() -> None:
         assert await conversation.send("Hello", policy, parse) == ""
         assert [message["content"] for message in conversation.messages] == ["Hello", "Who?"]
 
-    screen = run_chat(script)
-    assert screen.shown == [call("1+2"), "[calculator] 3", "It is 3.", "Yes.", "Who?", ""]
+    output = run_chat(script)
+    assert output.shown == [call("1+2"), "[calculator] 3", "It is 3.", "Yes.", "Who?", ""]
     second = TOKENIZER.decode(policy.requests[2][0])
     assert "It is 3.<|im_end|>" in second and second.rstrip().endswith("Sure?<|im_end|>\n<|im_start|>assistant")
     assert "Sure?" not in TOKENIZER.decode(policy.requests[3][0])
@@ -87,18 +87,20 @@ def test_calls_tools_again_in_a_later_message() -> None:
 
 
 def test_environment_persists_across_messages() -> None:
-    known = load_catalog(dataclasses.replace(CONFIG, environments=(GUESS,)))
-    chat = ChatTemplate(TOKENIZER, known.tools, environments=known.environments)
-    guess = '<tool_call>\n{{"name": "guess", "arguments": {{"number": {}}}}}\n</tool_call>'
-    policy = ScriptedPolicy(guess.format(50), "Lower?", guess.format(17), "Done.", guess.format(1), "Again.")
+    catalog = load_catalog(dataclasses.replace(CONFIG, environments=(GUESS,)))
+    chat = ChatTemplate(TOKENIZER, catalog.tools, environments=catalog.environments)
+    tool_call_text = '<tool_call>\n{{"name": "guess", "arguments": {{"number": {}}}}}\n</tool_call>'
+    policy = ScriptedPolicy(
+        tool_call_text.format(50), "Lower?", tool_call_text.format(17), "Done.", tool_call_text.format(1), "Again."
+    )
 
     async def script(conversation: ChatConversation) -> None:
         assert await conversation.send("Find it.", policy, parse) == ""
         assert await conversation.send("Go on.", policy, parse) == ""
         assert await conversation.send("And now?", policy, parse) == ""
 
-    screen = run_chat(script, chat, {"ground_truth": 17})
-    answers = [line for line in screen.shown if line.startswith("[")]
+    output = run_chat(script, chat, {"ground_truth": 17})
+    answers = [line for line in output.shown if line.startswith("[")]
     assert answers == ["[guess] lower", "[guess] right", "[guess] right, and already guessed"]
     assert describe_tools(chat) == "the environment Guess, guess"
 
@@ -110,14 +112,14 @@ def test_environment_persists_across_messages() -> None:
 
 
 def test_reset_restarts_the_environment_and_keeps_the_system_prompt() -> None:
-    known = load_catalog(dataclasses.replace(CONFIG, environments=(GUESS,)))
-    chat = ChatTemplate(TOKENIZER, known.tools, environments=known.environments)
-    guess = '<tool_call>\n{"name": "guess", "arguments": {"number": 17}}\n</tool_call>'
-    policy = ScriptedPolicy(guess, "Found.", guess, "Found.")
-    screen = Screen()
+    catalog = load_catalog(dataclasses.replace(CONFIG, environments=(GUESS,)))
+    chat = ChatTemplate(TOKENIZER, catalog.tools, environments=catalog.environments)
+    tool_call_text = '<tool_call>\n{"name": "guess", "arguments": {"number": 17}}\n</tool_call>'
+    policy = ScriptedPolicy(tool_call_text, "Found.", tool_call_text, "Found.")
+    output = Screen()
 
     async def script() -> None:
-        conversation = ChatConversation(Config(), chat, screen, {"ground_truth": 17}, "Be quick.")
+        conversation = ChatConversation(Config(), chat, output, {"ground_truth": 17}, "Be quick.")
         for _ in range(2):
             assert await conversation.send("Find it.", policy, parse) == ""
             assert conversation.messages[0] == {"role": "system", "content": "Be quick."}
@@ -125,7 +127,7 @@ def test_reset_restarts_the_environment_and_keeps_the_system_prompt() -> None:
         await conversation.close()
 
     asyncio.run(script())
-    assert [line for line in screen.shown if line.startswith("[")] == ["[guess] right"] * 2
+    assert [line for line in output.shown if line.startswith("[")] == ["[guess] right"] * 2
 
 
 def test_reports_stop_reasons_and_drops_failed_messages() -> None:

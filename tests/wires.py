@@ -130,15 +130,17 @@ class BufferGuard(TorchDispatchMode):
             return
         begin, end = _range(tensor)
         for kind, ranges in self._ranges.values():
-            if (kind == "receive" or writes) and any(begin < last and first < end for first, last in ranges):
+            if (kind == "receive" or writes) and any(
+                begin < last_element and first < end for first, last_element in ranges
+            ):
                 does = "written" if writes else "read"
                 raise TouchedTooEarly(f"{func} has {does} a buffer whose {kind} nobody has waited for")
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address range of a tensor, including gaps between its elements."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    last_element = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last_element + 1) * tensor.element_size()
 
 
 @functools.cache
@@ -151,8 +153,8 @@ def _is_view(func: Any) -> bool:
 def _used(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, bool]]:
     """Yield the tensors of an operation, and whether it writes to each."""
     if func is torch.ops.aten.index_put_.default and args[0].dim() == 1 and len(args[1]) == 1 and args[1][0].numel():
-        target, (places,) = args[0], args[1]  # writes only between the first and the last index
-        yield target[int(places.min()) : int(places.max()) + 1], True
+        target, (index_values,) = args[0], args[1]  # writes only between the first and the last index
+        yield target[int(index_values.min()) : int(index_values.max()) + 1], True
         args = (target[:0], *args[1:])
     for number, argument in enumerate(func._schema.arguments):
         value = args[number] if number < len(args) else kwargs.get(argument.name)
@@ -187,12 +189,12 @@ def install() -> Wires:
 
 def _collective(wires: Wires, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
     @functools.wraps(call)
-    def wrapped(self: Any, *args: Any, **named: Any) -> Any:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)]
         number = wires.post(self, kind, tensors if kind in SAME_SIZE else [])
-        created = call(self, *args, **named)
-        wires.started(number, created, kind, self.group_name in wires.hosts, tensors)
-        return created
+        returned = call(self, *args, **kwargs)
+        wires.started(number, returned, kind, self.group_name in wires.hosts, tensors)
+        return returned
 
     return wrapped
 
@@ -201,9 +203,9 @@ def _exchange(wires: Wires, call: Callable[..., Any], kind: str) -> Callable[...
     @functools.wraps(call)
     def wrapped(self: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         number = wires.post(self, kind, tensors, peer)
-        created = call(self, tensors, peer, tag)
-        wires.started(number, created, kind, self.group_name in wires.hosts, tensors)
-        return created
+        returned = call(self, tensors, peer, tag)
+        wires.started(number, returned, kind, self.group_name in wires.hosts, tensors)
+        return returned
 
     return wrapped
 
@@ -224,13 +226,13 @@ def _batch(wires: Wires, call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _new_group(wires: Wires, call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
-    def wrapped(*args: Any, **named: Any) -> Any:
-        created = call(*args, **named)
-        backend = named.get("backend", args[2] if len(args) > 2 else None)
-        if isinstance(created, dist.ProcessGroup):
-            wires.members[created.group_name] = list(dist.get_process_group_ranks(created))
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        returned = call(*args, **kwargs)
+        backend = kwargs.get("backend", args[2] if len(args) > 2 else None)
+        if isinstance(returned, dist.ProcessGroup):
+            wires.members[returned.group_name] = list(dist.get_process_group_ranks(returned))
             if backend == "gloo":
-                wires.hosts.add(created.group_name)
-        return created
+                wires.hosts.add(returned.group_name)
+        return returned
 
     return wrapped

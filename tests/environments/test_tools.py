@@ -24,7 +24,7 @@ from megarl.processes import worker_process
 from megarl.processes.forkserver import MAX_OUTPUT_BYTES
 from megarl.types import Prompt
 
-pytestmark = [pytest.pid_file.alone, pytest.pid_file.slow]
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 PROMPT = Prompt("p", ({"role": "user", "content": "x"},))
 NAMES = ("raises", "hangs", "dies", "exits", "prints", "long", "table", "slow", "pid", "modules")
@@ -182,7 +182,7 @@ def test_closing_the_pool_kills_processes_of_tools(tmp_path: Path) -> None:
     assert len(read_pids(pid_file)) == 3 and not any(map(is_running, read_pids(pid_file)))
 
 
-@pytest.pid_file.parametrize(
+@pytest.mark.parametrize(
     ("behavior", "message"),
     [("die", "process died"), ("fault", "process died"), ("hang", "stopped after 3 s"), ("wait", "")],
 )
@@ -298,7 +298,7 @@ def test_a_cancelled_call_does_not_answer_the_next() -> None:
     assert asyncio.run(cancel()).text == "0.001"
 
 
-@pytest.pid_file.parametrize(
+@pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
         ("weather", {}, "unknown tool 'weather'; available: raises"),
@@ -314,7 +314,7 @@ def test_refuses_invalid_calls(name: str, arguments: Any, message: str) -> None:
     assert not result.ok and message in result.text
 
 
-@pytest.pid_file.parametrize(
+@pytest.mark.parametrize(
     ("spec", "message"),
     [
         ("calculator", "calculator"),
@@ -333,7 +333,7 @@ def schema(name: Any = "f", **function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **function}}
 
 
-@pytest.pid_file.parametrize(
+@pytest.mark.parametrize(
     ("value", "message"),
     [
         ({}, "it must have type=function"),
@@ -359,7 +359,7 @@ def test_refuses_invalid_schemas(value: Any, message: str) -> None:
         check_schema(value, "m:f")
 
 
-@pytest.pid_file.parametrize(
+@pytest.mark.parametrize(
     ("function", "message"),
     [
         (lambda: "1", "cannot be called with the schema's arguments .x.: got an unexpected keyword argument 'x'"),

@@ -24,7 +24,7 @@ def test_initialize_warms_up_world_and_pipeline_groups(run_ranks: RunRanks) -> N
 
 
 def test_two_single_rank_runs_at_once(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(2, "tests/parallel/ranks_rendezvous.py", "alone", str(tmp_path), timeout=120.0, whole=False)
+    run_ranks(2, "tests/parallel/ranks_rendezvous.py", "alone", str(tmp_path), timeout=120.0, is_one_job=False)
 
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

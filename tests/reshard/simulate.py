@@ -107,7 +107,7 @@ class Model:
         grid = self.grid[piece.param.hf[piece.source].name]
         for h in shard_slices:
             if common := overlap(h.start // BLOCK, -(-h.stop // BLOCK), h.dim, piece):
-                result[common.inner] = grid[common.shifted(0)]
+                result[common.source_box] = grid[common.shifted(0)]
         assert (result != UNWRITTEN).all(), f"no block of some scales: {piece}"
         return result
 
@@ -140,7 +140,7 @@ class Model:
                 target = common.shifted(h.offset // unit - h.start // unit)
                 for index in self.engine.expert_indices(position, piece.param, self.experts):
                     name = engine_slot.name + (".scale" if piece.is_scale else "")
-                    result.append((name, (index, *target), common.inner))
+                    result.append((name, (index, *target), common.source_box))
         return result
 
     def engine_tensors(self, position: int) -> dict[str, np.ndarray]:
@@ -191,7 +191,7 @@ class Overlap(NamedTuple):
         """Return tensor indices shifted by `by` along the interval's dimension."""
         rows, columns = (
             slice(start + by * (dim == self.dim), stop + by * (dim == self.dim))
-            for dim, (start, stop) in enumerate(self.outer)
+            for dim, (start, stop) in enumerate(self.target_box)
         )
         return rows, columns
 

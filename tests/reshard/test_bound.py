@@ -227,7 +227,7 @@ def brute_force(case: Case, table: list[Param], result: Bound) -> None:
                 needed_elements[rank].update(sharded[engine.shard_index(position, slot.grid)])
     cross = [sum(size[e] for e in needed_elements[rank] - holds[rank]) for rank in range(world)]
     assert result.cross.tolist() == cross
-    assert result.needed.tolist() == [sum(size[e] for e in needed) for needed in needed_elements]
+    assert result.needed.tolist() == [sum(size[e] for e in wanted) for wanted in needed_elements]
     nodes = [range(first, first + ranks_per_node) for first in range(0, world, ranks_per_node)]
     entering = [
         set().union(*(needed_elements[r] for r in node)) - set().union(*(holds[r] for r in node)) for node in nodes

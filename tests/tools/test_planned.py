@@ -28,7 +28,7 @@ def test_plan_matches_measured_ranks(layout: str, tmp_path: Path) -> None:
     command += ["--repeats", "1", "--updates", "2", *layout.split()]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert process.returncode == 0, process.stderr
-    (result,) = (of["beside"] for of in json.loads((tmp_path / "result").read_text())["now"].values())
+    (result,) = (role["beside"] for role in json.loads((tmp_path / "result").read_text())["now"].values())
     for short in ("recording", "cutting"):
         result.pop(short, None)  # may end before it was sampled
     assert {"rollouts", "forward", "advantages", "update"} <= result.keys()
@@ -42,7 +42,7 @@ def test_plan_matches_measured_ranks(layout: str, tmp_path: Path) -> None:
     assert 0.9 < ratios.pop("forward") < 1.25, ratios
     # Peaks of ranks do not coincide: one may compute advantages while another's message is still in two buffers.
     assert 0.85 < ratios.pop("advantages") < 1.1, ratios
-    assert all(0.9 < share < 1.1 for share in ratios.values()), ratios
+    assert all(0.9 < ratio < 1.1 for ratio in ratios.values()), ratios
 
 
 def test_home_ranks_and_lengths_match_the_generated_rollouts() -> None:
@@ -76,7 +76,7 @@ def test_rows_cross_machines_once() -> None:
     Rows homed on both machines stay. If all rows are homed on one, half go to the other: tokens in three passes, the
     returned values, and in two updates the 17 bytes per token that the loss reads (tokens, mask, weights, two columns).
     """
-    both, remote, together = plan(per_machine=2), plan(per_machine=2, engine_tp=4), plan(engine_tp=4)
-    assert sum(rank["network"] for rank in (*both, *together)) == 0
+    both_changes, remote, together = plan(per_machine=2), plan(per_machine=2, engine_tp=4), plan(engine_tp=4)
+    assert sum(rank["network"] for rank in (*both_changes, *together)) == 0
     assert sum(rank["network"] for rank in remote) == 512 * (3 * 4 + 3 * 4 + 2 * 17)
-    assert [rank["computed"] for rank in both + remote] == [5 * 512] * 8
+    assert [rank["computed"] for rank in both_changes + remote] == [5 * 512] * 8

@@ -56,7 +56,7 @@ def test_draws_spans_of_the_last_steps(run_dir: Path, tmp_path: Path) -> None:
     assert result["rows"] == [
         {
             "name": "rank 0",
-            "spans": [["generation", f"generation of step {at + 1}", 3 * at, 3 * at + 2] for at in range(3)],
+            "spans": [["generation", f"generation of step {step + 1}", 3 * step, 3 * step + 2] for step in range(3)],
         }
     ]
     assert view.load_spans(tmp_path) is None

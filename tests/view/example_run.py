@@ -27,7 +27,7 @@ def make_rollout(step: int, number: int, reward: float, ids: tuple[int, ...] = (
     prompt = Prompt(
         f"{name}{group}", ({"role": "user", "content": EVIL},), (1, 2), ground_truth=EVIL, data_source="sums"
     )
-    logprobs = tuple(-0.25 * (place + 1) for place in range(len(ids)))
+    logprobs = tuple(-0.25 * (position + 1) for position in range(len(ids)))
     turns = (Turn(prompt.token_ids), Turn(ids, logprobs, True, step - 1, cached_tokens=1))
     response = ({"role": "assistant", "content": EVIL},)
     return Rollout(prompt, turns, "stop", reward, seed=number, group=group, messages=(*prompt.messages, *response))
@@ -39,7 +39,7 @@ def write_step(folder: Path, step: int, rollouts: list[Rollout], rank: int = 0, 
     write_part(part_file(folder, step, rank), step, len(rollouts), numbers, [rollouts[i] for i in numbers], advantages)
 
 
-def write_run(folder: Path, steps: int = 3, last: tuple[int, ...] = (3, 4, 5), name: str = "p") -> Path:
+def write_run(folder: Path, steps: int = 3, last_rewards: tuple[int, ...] = (3, 4, 5), name: str = "p") -> Path:
     """Write a run folder. last: response tokens of rollout 1 in the last step."""
     model = folder.parent / "model"
     if not model.is_dir():
@@ -55,12 +55,12 @@ def write_run(folder: Path, steps: int = 3, last: tuple[int, ...] = (3, 4, 5), n
         tracker.log(step, metrics)
         rollouts = [make_rollout(step, number, float(number), name=name) for number in range(PROMPTS * SAMPLES)]
         if step == steps:
-            rollouts[1] = make_rollout(step, 1, 1.0, last, name)
+            rollouts[1] = make_rollout(step, 1, 1.0, last_rewards, name)
         for rank in range(2):
             write_step(folder, step, rollouts, rank, 2)
-        begin = 1000.0 + 3 * step
-        spans = [Span(f"step {step}", "step", "main", begin, begin + 3)]
-        timeline.write([*spans, Span(f"generation of step {step}", "rollout", "main", begin, begin + 2)])
+        start = 1000.0 + 3 * step
+        spans = [Span(f"step {step}", "step", "main", start, start + 3)]
+        timeline.write([*spans, Span(f"generation of step {step}", "rollout", "main", start, start + 2)])
     tracker.close()
     (folder / ".lock").unlink()  # this process still runs, but the run is over
     with (folder / "log.txt").open("a", encoding="utf-8") as log:

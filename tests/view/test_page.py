@@ -39,7 +39,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     runs = [
         example_run.write_run(folder / "first"),
-        example_run.write_run(folder / "<b>second", last=(3, 5, 5), name=example_run.EVIL),
+        example_run.write_run(folder / "<b>second", last_rewards=(3, 5, 5), name=example_run.EVIL),
     ]
     file = folder / "page.html"
     write_page([load(run) for run in runs], file)
@@ -141,17 +141,17 @@ def test_overview_shows_bands_and_last_values(tmp_path: Path) -> None:
         config = run / "config.yaml"
         config.write_text(config.read_text().replace("alarms: true", "alarms: false"))
     write_page([load(run) for run in runs], page)
-    usual = render(page.as_uri(), tmp_path / "two")
-    assert ">last 0.7 and 0.7, often 0.4 to 0.6<" in usual and "5 outside" not in usual
+    first_rendering = render(page.as_uri(), tmp_path / "two")
+    assert ">last 0.7 and 0.7, often 0.4 to 0.6<" in first_rendering and "5 outside" not in first_rendering
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 @pytest.mark.parametrize(
-    ("where", "count"),
+    ("query", "count"),
     [("reward<1", 3), ("not (reward<1) and prompt~p", 9), ("prompt='p0' or reward=3", 9), ("status!=stop", 0)],
 )
-def test_table_filters_rollouts(page: Path, where: str, count: int, tmp_path: Path) -> None:
-    assert f"{count} of 12 rollouts" in render(f"{page.as_uri()}#Rollouts?{quote(where)}", tmp_path)
+def test_table_filters_rollouts(page: Path, query: str, count: int, tmp_path: Path) -> None:
+    assert f"{count} of 12 rollouts" in render(f"{page.as_uri()}#Rollouts?{quote(query)}", tmp_path)
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_rejects_a_port_in_use(server: Server, page: Path) -> None:
 
 
 def test_page_names_existing_keys() -> None:
-    known = {name for name, _ in list_keys(Config())}
+    config_keys = {name for name, _ in list_keys(Config())}
     texts = [file.read_text("utf-8") for file in (*STATIC.glob("*.js"), *STATIC.parent.glob("*.py"))]
-    named = {key for text in texts for key in re.findall(r"\btrack\.\w+", text)}
-    assert named and named <= known, named - known
+    page_keys = {key for text in texts for key in re.findall(r"\btrack\.\w+", text)}
+    assert page_keys and page_keys <= config_keys, page_keys - config_keys

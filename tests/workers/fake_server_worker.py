@@ -94,6 +94,6 @@ def check_weights(config: Any, hf: dict[str, Any], ranks: Ranks) -> dict[str, An
             except ConfigError as error:
                 problem = str(error)
         assert worker.engines.engine is not None
-        usable = worker.engines.engine.is_usable
-        results[modify.__name__] = {"problem": problem, "usable": usable, "calls": worker.calls}
+        is_usable = worker.engines.engine.is_usable
+        results[modify.__name__] = {"problem": problem, "usable": is_usable, "calls": worker.calls}
     return results

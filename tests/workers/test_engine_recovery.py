@@ -104,19 +104,19 @@ def test_all_ranks_agree_on_lost_and_restarted_engines(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("again", ["died", "hangs"])
 def test_same_fault_twice_without_a_step_ends_the_run(monkeypatch: pytest.MonkeyPatch, again: str) -> None:
     def work(rank: int, recovery: EngineRecovery, restart: FakeEngineRestart) -> str:
-        def lose(fault: Any) -> None:
+        def lose_engine(fault: Any) -> None:
             if rank == 0:
                 restart.lost = EngineLost(fault, "engine 0 is not running; the last lines of its log: short of memory")
             recovery.exchange_losses()
             recovery.wait_restarts()
             recovery.on_weight_sync(True)
 
-        lose("died")
+        lose_engine("died")
         recovery.begin_step()
         assert recovery.metrics() == {}
-        lose("died")
+        lose_engine("died")
         try:
-            lose(again)
+            lose_engine(again)
         except ConfigError as error:
             return str(error)
         return ""
