@@ -1,4 +1,4 @@
-"""Simulates recorded communication (`wires.py`) as NCCL would run it, and reports where ranks would hang.
+"""Simulates recorded communication (`comm_recorder.py`) as NCCL would run it, and reports where ranks would hang.
 
 - The first use of a device group creates it, so it must be a collective of all its ranks.
 - A group runs its operations in order: a collective once all of its ranks have reached it, a send once the receiver has
@@ -31,7 +31,7 @@ class InvalidCommunication(AssertionError):
 
 
 def read(path: Path) -> list[Event]:
-    """Read a record that `Wires.write` wrote."""
+    """Read a record that `CommRecorder.write` wrote."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

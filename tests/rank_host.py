@@ -6,7 +6,7 @@ rank starts like a fresh interpreter.
 Reads one order per line: {"script", "args", "environment", "world", "outputs": a file per rank, "timeout",
 "fresh": start interpreters instead of forks, "record": record what the ranks communicate}. Answers with one line: the
 exit status of each rank, None for ranks that were killed after the timeout. The communication record of a rank
-(`wires.py`) is written beside its output.
+(`comm_recorder.py`) is written beside its output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def preload() -> None:
     """Import modules in the order of ranks: Megatron with its CPU shim comes first."""
     if "torch" in sys.modules:
         return
-    import wires  # noqa: F401
+    import comm_recorder  # noqa: F401
 
     import megarl.flow
     import megarl.megatron.dist_checkpoint
@@ -77,9 +77,9 @@ def fork(order: dict[str, Any], rank: int) -> int:
         search_path = [str(Path(order["script"]).parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
         sys.path[:0] = [folder for folder in search_path if folder not in sys.path]
         if order["record"]:
-            import wires
+            import comm_recorder
 
-            record = wires.install()
+            record = comm_recorder.install()
         runpy.run_path(order["script"], run_name="__main__")
         status = 0
     except SystemExit as leaving:

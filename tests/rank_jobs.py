@@ -66,7 +66,7 @@ class RankJobs:
     ) -> tuple[list[str], list[Path]]:
         """Run a script as `world` ranks; return the output of each and the records of their communication.
 
-        record: whether ranks record their communication, see `wires.py`. variables: more environment variables.
+        record: whether ranks record their communication, see `comm_recorder.py`. variables: more environment variables.
         """
         self.launches += 1
         outputs = [self.folder / f"{self.launches}_{rank}.txt" for rank in range(world)]

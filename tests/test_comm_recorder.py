@@ -1,4 +1,4 @@
-"""`wires` records communication and detects access to buffers in flight."""
+"""`comm_recorder` records communication and detects access to buffers in flight."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ import pytest
 def test_detects_buffer_access_before_wait(
     run_ranks: Callable[..., list[dict[str, Any]]], access: str, message: str
 ) -> None:
-    for rank, result in enumerate(run_ranks(2, "tests/ranks_wires.py", access)):
+    for rank, result in enumerate(run_ranks(2, "tests/ranks_comm_recorder.py", access)):
         assert (message in result["error"]) and bool(message) == bool(result["error"])
         assert access == "written" or result["received"] == [2.0 - rank] * 4
 
 
 def test_records_communication(run_ranks: Any) -> None:
     """Two ranks meet, create a host group, and send each other 16 bytes."""
-    run_ranks(2, "tests/ranks_wires.py", "neither")
+    run_ranks(2, "tests/ranks_comm_recorder.py", "neither")
     files = sorted(run_ranks.folder.glob(f"{run_ranks.launches}_*.record"))
     records = [nccl_order.read(file) for file in files]
     assert len(records) == 2 and nccl_order.check(records) == {"all_reduce": 2, "send": 2, "receive": 2}

@@ -3,9 +3,9 @@
 import json
 import sys
 
+import comm_recorder
 import torch
 import torch.distributed as dist
-import wires
 
 from megarl.config import ParallelConfig
 from megarl.parallel import ranks
@@ -26,7 +26,7 @@ try:
         out.sum()  # reading a sent buffer is allowed, as is any other tensor
         received.view(2, 2)
         torch.ones(4).add_(1)
-except wires.TouchedTooEarly as problem:
+except comm_recorder.EarlyBufferAccess as problem:
     error = str(problem)
 for work in works:
     work.wait()

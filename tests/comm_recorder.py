@@ -42,11 +42,11 @@ SAME_SIZE = ("all_reduce", "broadcast", "reduce", "all_gather_single", "reduce_s
 """Collectives to which all ranks must pass the same number of bytes."""
 
 
-class TouchedTooEarly(AssertionError):
+class EarlyBufferAccess(AssertionError):
     """A buffer was used between the start of its transfer and the wait for it."""
 
 
-class Wires:
+class CommRecorder:
     """The ordered record of one process: `{"do": "post", "op": n, ...}` and `{"do": "wait", "op": n}`."""
 
     def __init__(self) -> None:
@@ -81,9 +81,9 @@ class Wires:
         )
         return number
 
-    def started(self, number: int, work: Any, kind: str, host: bool, tensors: list[torch.Tensor]) -> None:
+    def start(self, number: int, work: Any, kind: str, host: bool, tensors: list[torch.Tensor]) -> None:
         if work is None:
-            self.waited(number)
+            self._record_wait(number)
             return
         self._works[id(work)] = work, number
         if kind in ("send", "receive") and not host:
@@ -92,9 +92,9 @@ class Wires:
     def wait(self, work: Any) -> None:
         result = self._works.pop(id(work), None)
         if result is not None:
-            self.waited(result[1])
+            self._record_wait(result[1])
 
-    def waited(self, number: int) -> None:
+    def _record_wait(self, number: int) -> None:
         self.events.append({"do": "wait", "op": number})
         self._buffer_guard.remove(number)
 
@@ -134,7 +134,7 @@ class BufferGuard(TorchDispatchMode):
                 begin < last_element and first < end for first, last_element in ranges
             ):
                 does = "written" if writes else "read"
-                raise TouchedTooEarly(f"{func} has {does} a buffer whose {kind} nobody has waited for")
+                raise EarlyBufferAccess(f"{func} has {does} a buffer whose {kind} nobody has waited for")
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -164,75 +164,75 @@ def _used(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[torch.Tensor, boo
                 yield leaf, writes
 
 
-def install() -> Wires:
+def install() -> CommRecorder:
     """Start recording. Call once per process, before importing anything that communicates."""
-    wires = Wires()
+    recorder = CommRecorder()
     group, work = dist.ProcessGroup, torch._C._distributed_c10d.Work
     for name, kind in COLLECTIVES.items():
         if hasattr(group, name):
-            setattr(group, name, _collective(wires, getattr(group, name), kind))
-    group.send = _exchange(wires, group.send, "send")
-    group.recv = _exchange(wires, group.recv, "receive")
+            setattr(group, name, _collective(recorder, getattr(group, name), kind))
+    group.send = _exchange(recorder, group.send, "send")
+    group.recv = _exchange(recorder, group.recv, "receive")
     wait = work.wait
 
     @functools.wraps(wait)
-    def waits(self: Any, *args: Any) -> Any:
+    def wait_and_record(self: Any, *args: Any) -> Any:
         result = wait(self, *args)
-        wires.wait(self)
+        recorder.wait(self)
         return result
 
-    work.wait = waits
-    dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = _batch(wires, dist.batch_isend_irecv)
-    dist.new_group = dist.distributed_c10d.new_group = _new_group(wires, dist.new_group)
-    return wires
+    work.wait = wait_and_record
+    dist.batch_isend_irecv = dist.distributed_c10d.batch_isend_irecv = _batch(recorder, dist.batch_isend_irecv)
+    dist.new_group = dist.distributed_c10d.new_group = _new_group(recorder, dist.new_group)
+    return recorder
 
 
-def _collective(wires: Wires, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
+def _collective(recorder: CommRecorder, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
     @functools.wraps(call)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves(list(args)) if isinstance(leaf, torch.Tensor)]
-        number = wires.post(self, kind, tensors if kind in SAME_SIZE else [])
+        number = recorder.post(self, kind, tensors if kind in SAME_SIZE else [])
         returned = call(self, *args, **kwargs)
-        wires.started(number, returned, kind, self.group_name in wires.hosts, tensors)
+        recorder.start(number, returned, kind, self.group_name in recorder.hosts, tensors)
         return returned
 
     return wrapped
 
 
-def _exchange(wires: Wires, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
+def _exchange(recorder: CommRecorder, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
     @functools.wraps(call)
     def wrapped(self: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        number = wires.post(self, kind, tensors, peer)
+        number = recorder.post(self, kind, tensors, peer)
         returned = call(self, tensors, peer, tag)
-        wires.started(number, returned, kind, self.group_name in wires.hosts, tensors)
+        recorder.start(number, returned, kind, self.group_name in recorder.hosts, tensors)
         return returned
 
     return wrapped
 
 
-def _batch(wires: Wires, call: Callable[..., Any]) -> Callable[..., Any]:
+def _batch(recorder: CommRecorder, call: Callable[..., Any]) -> Callable[..., Any]:
     numbers = itertools.count()
 
     @functools.wraps(call)
     def wrapped(operations: list[Any]) -> Any:
-        wires.batch = next(numbers)
+        recorder.batch = next(numbers)
         try:
             return call(operations)
         finally:
-            wires.batch = None
+            recorder.batch = None
 
     return wrapped
 
 
-def _new_group(wires: Wires, call: Callable[..., Any]) -> Callable[..., Any]:
+def _new_group(recorder: CommRecorder, call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         returned = call(*args, **kwargs)
         backend = kwargs.get("backend", args[2] if len(args) > 2 else None)
         if isinstance(returned, dist.ProcessGroup):
-            wires.members[returned.group_name] = list(dist.get_process_group_ranks(returned))
+            recorder.members[returned.group_name] = list(dist.get_process_group_ranks(returned))
             if backend == "gloo":
-                wires.hosts.add(returned.group_name)
+                recorder.hosts.add(returned.group_name)
         return returned
 
     return wrapped
