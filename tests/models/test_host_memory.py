@@ -1,4 +1,4 @@
-"""Host memory of a step, by hand; tests/tools/test_planned.py measures it."""
+"""Host memory of a step, by hand; tests/tools/test_planned_usage.py measures it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Stand-ins for tracker packages that accept the same call parameters as the real ones.
+"""Fake tracker packages that accept the same call parameters as the real ones.
 
 The parameters are those that wandb 0.28 to 0.31 have (wandb/sdk: wandb_init.py, wandb_run.py, wandb_settings.py,
 data_types/table.py), SwanLab of August 2026 (swanlab/sdk: cmd/init.py, internal/run, internal/settings) and MLflow
-(mlflow/tracking/client.py). A stand-in does not model what a package does with a call. If a package is installed,
-`test_stand_ins.py` compares the parameters with its own, and `test_adapters.py` checks what it writes.
+(mlflow/tracking/client.py). A fake does not model what a package does with a call. If a package is installed,
+`test_fake_packages.py` compares the parameters with its own, and `test_adapters.py` checks what it writes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SETTINGS = {
 Call = tuple[str, dict[str, Any]]
 
 
-class StandIn:
+class FakePackage:
     """A fake package. calls: name and arguments of each call, in order. fails: exceptions by name of the call."""
 
     def __init__(self, package: str) -> None:

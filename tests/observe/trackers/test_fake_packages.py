@@ -1,4 +1,4 @@
-"""Calls that the adapters make, checked on stand-ins with the signatures of the real packages."""
+"""Calls that the adapters make, checked on fakes with the signatures of the real packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.observe.tracker import Tracker
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
-from stand_ins import PARAMETERS, SETTINGS, StandIn  # noqa: E402
+from fake_packages import PARAMETERS, SETTINGS, FakePackage  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -24,20 +24,20 @@ FIGURES = {"rollout/reward_mean": 0.5, "x|odd/../name": 1.5}
 
 
 @pytest.fixture
-def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StandIn:
+def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakePackage:
     for name in ("WANDB_MODE", "WANDB_PROJECT", "WANDB_NAME", "SWANLAB_MODE", "SWANLAB_PROJECT"):
         monkeypatch.delenv(name, raising=False)
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
-    stand_in = StandIn(request.param)
-    for name, module in stand_in.modules().items():
+    package = FakePackage(request.param)
+    for name, module in package.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    return stand_in
+    return package
 
 
-def log_run(folder: Path, package: StandIn, first: int, last: int) -> list[str]:
+def log_run(folder: Path, package: FakePackage, first: int, last: int) -> list[str]:
     """Log steps of a run; return the warnings."""
     warned: list[str] = []
     tracker = Tracker(folder, [package.package], warned.append, config={"run": {"seed": 1}})
@@ -50,7 +50,7 @@ def log_run(folder: Path, package: StandIn, first: int, last: int) -> list[str]:
 
 
 @pytest.mark.parametrize("package", ["wandb"], indirect=True)
-def test_wandb_calls(package: StandIn, tmp_path: Path) -> None:
+def test_wandb_calls(package: FakePackage, tmp_path: Path) -> None:
     folder = tmp_path / "a run"
     folder.mkdir()
     assert log_run(folder, package, 1, 2) == [] == log_run(folder, package, 2, 3)
@@ -68,7 +68,7 @@ def test_wandb_calls(package: StandIn, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", ["swanlab"], indirect=True)
-def test_swanlab_calls(package: StandIn, tmp_path: Path) -> None:
+def test_swanlab_calls(package: FakePackage, tmp_path: Path) -> None:
     assert log_run(tmp_path, package, 1, 2) == [] == log_run(tmp_path, package, 2, 3)
     first, second = package.arguments_of("init")
     assert first["id"] == second["id"] and first["resume"] == "allow" and first["mode"] is None
@@ -83,7 +83,7 @@ def test_swanlab_calls(package: StandIn, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", ["mlflow"], indirect=True)
-def test_mlflow_calls(package: StandIn, tmp_path: Path) -> None:
+def test_mlflow_calls(package: FakePackage, tmp_path: Path) -> None:
     assert log_run(tmp_path, package, 1, 2) == [] == log_run(tmp_path, package, 2, 3)
     assert package.arguments_of("MlflowClient")[0] == {"tracking_uri": (tmp_path / "mlflow").as_uri()}
     assert package.arguments_of("MlflowClient.create_experiment") == [{"name": "megarl"}]
@@ -106,7 +106,7 @@ def test_mlflow_calls(package: StandIn, tmp_path: Path) -> None:
     [("wandb", "init"), ("wandb", "Run.log"), ("swanlab", "init"), ("mlflow", "MlflowClient.create_run")],
     indirect=["package"],
 )
-def test_network_failure_is_reported_once(package: StandIn, call: str, tmp_path: Path) -> None:
+def test_network_failure_is_reported_once(package: FakePackage, call: str, tmp_path: Path) -> None:
     package.fails[call] = ConnectionError("no route to host")
     (warned,) = log_run(tmp_path, package, 1, 3)
     assert "no route to host" in warned and "0123456789abcdef" not in warned
@@ -114,7 +114,7 @@ def test_network_failure_is_reported_once(package: StandIn, call: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_stand_ins_match_the_installed_package(name: str) -> None:
+def test_fakes_match_the_installed_package(name: str) -> None:
     real = pytest.importorskip(name)
     for path, text in PARAMETERS[name].items():
         actual = inspect.signature(eval(f"lambda {text}: None")).parameters
