@@ -173,10 +173,10 @@ def write(
             name = list(tasks)[number % len(tasks)]
             yield name, *tasks[name](rng, rng.random() < fraction, folder if name in extra_tasks else corpus)
 
-    value = enumerate(chain(generate(train, EXPERT_SHARE, TASKS), generate(extra_rows, EXPERT_SHARE, other_tasks)))
+    train_rows = enumerate(chain(generate(train, EXPERT_SHARE, TASKS), generate(extra_rows, EXPERT_SHARE, other_tasks)))
     rows = (
         {**row, "id": str(i), "data_source": name, "tools": [item["function"]["name"] for item in tools[name]]}
-        for i, (name, row, _) in value
+        for i, (name, row, _) in train_rows
     )
     make_quickstart.write_jsonl(folder / "train.jsonl", rows)
     demonstrated = (

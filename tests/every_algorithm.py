@@ -21,10 +21,10 @@ def recipe_names() -> list[str]:
     from megarl.controllers.controller import load_requirements
 
     role_names = {"rollout", "actor", "critic", "reference", "reward"}
-    actual = {name: load_requirements(from_dict({"algorithm": name})) for name in RECIPES}
+    requirements = {name: load_requirements(from_dict({"algorithm": name})) for name in RECIPES}
     return [
         name
-        for name, metrics_of in actual.items()
+        for name, metrics_of in requirements.items()
         if metrics_of.item == "prompts" and metrics_of.trained_roles and set(metrics_of.roles) <= role_names
     ]
 

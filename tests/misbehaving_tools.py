@@ -131,16 +131,16 @@ def _print_much() -> str:
 
 
 def _deeply_nested() -> list[Any]:
-    value: list[Any] = []
+    nested: list[Any] = []
     for _ in range(100_000):
-        value = [value]
-    return value
+        nested = [nested]
+    return nested
 
 
 def _circular() -> list[Any]:
-    value: list[Any] = []
-    value.append(value)
-    return value
+    nested: list[Any] = []
+    nested.append(nested)
+    return nested
 
 
 def _close() -> str:

@@ -22,8 +22,8 @@ def run(host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps of GRPO on four prompts with four episodes each; the three agents take turns."""
     folder = make_folder(tmp_path_factory.mktemp("agents") / "q", "qwen3_moe")
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    argument = [json.dumps({**row, "environment": AGENTS[i % 3], "tools": []}) for i, row in enumerate(rows)]
-    (folder / "train.jsonl").write_text("\n".join(argument) + "\n")
+    agent_rows = [json.dumps({**row, "environment": AGENTS[i % 3], "tools": []}) for i, row in enumerate(rows)]
+    (folder / "train.jsonl").write_text("\n".join(agent_rows) + "\n")
     run_dir = folder.parent / "run"
     overrides = ["algorithm=grpo", "rollout.tools=[]", f"rollout.environments={json.dumps(SPECS)}", "run.save_every=0"]
     train(folder, run_dir, *overrides, "reward.functions=[sum_reward:even]", "data.shuffle=false", host=host)

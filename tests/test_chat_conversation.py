@@ -41,9 +41,9 @@ def run_chat(
     script: Callable[[ChatConversation], Coroutine[Any, Any, None]],
     chat: ChatTemplate = CHAT,
     row: dict[str, Any] | None = None,
-    **value: Any,
+    **changes: Any,
 ) -> Screen:
-    output, config = Screen(), dataclasses.replace(Config(), rollout=dataclasses.replace(CONFIG, **value))
+    output, config = Screen(), dataclasses.replace(Config(), rollout=dataclasses.replace(CONFIG, **changes))
 
     async def run() -> None:
         conversation = ChatConversation(config, chat, output, row or {})

@@ -22,16 +22,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_reverse_kl_to_the_teacher_falls(folder: Path, tmp_path: Path, host: str) -> None:
-    value = ["algorithm=distill", f"roles={{teacher: {{model: {folder}/teacher}}}}", "reward.functions=[]"]
-    value += ["run.num_rollout=12", "run.num_update=2", "run.ppo_epochs=1", "run.save_every=0", "run.export=false"]
-    value += ["rollout.max_turns=1", "rollout.max_new_tokens=16", "rollout.samples_per_prompt=16"]
-    value += ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1", "kl.apply_to=none"]
-    value += [
+    overrides = ["algorithm=distill", f"roles={{teacher: {{model: {folder}/teacher}}}}", "reward.functions=[]"]
+    overrides += ["run.num_rollout=12", "run.num_update=2", "run.ppo_epochs=1", "run.save_every=0", "run.export=false"]
+    overrides += ["rollout.max_turns=1", "rollout.max_new_tokens=16", "rollout.samples_per_prompt=16"]
+    overrides += ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1", "kl.apply_to=none"]
+    overrides += [
         "options={advantage_clip: 5, center_advantages: true}",
         "actor_optimizer.lr=0.001",
         "actor_optimizer.schedule=constant",
     ]
-    train(folder, tmp_path / "run", *value, host=host)
+    train(folder, tmp_path / "run", *overrides, host=host)
     rows = read_metrics(tmp_path / "run")
     result = [row["distill/reverse_kl"] for row in rows]
     assert len(result) == 12 and all(row["rollout/logprob_diff_p95"] <= 1e-4 for row in rows)

@@ -169,8 +169,8 @@ def test_resume_is_bitwise_equal_to_the_uninterrupted_run(
     checkpoint = "checkpoints/step_000001"
     shutil.copytree(ppo_run / checkpoint, resumed / checkpoint)
     shutil.copy(ppo_run / "config.yaml", resumed / "config.yaml")
-    argument = f"reward.model={reward_run}/export", *PPO
-    train(folder, resumed, "run.resume=auto", f"rollout.replay={ppo_run}", *argument)
+    overrides = f"reward.model={reward_run}/export", *PPO
+    train(folder, resumed, "run.resume=auto", f"rollout.replay={ppo_run}", *overrides)
     rows = read_steps(resumed)
     assert [row["step"] for row in rows] == [2, 3]
     first = load_file(ppo_run / "export" / "model.safetensors")
@@ -388,10 +388,10 @@ def test_sft_policy_calls_its_tool_in_training_and_evaluation(folder: Path, tmp_
     (tmp_path / "my_tools.py").write_text(text)
     (tmp_path / "broken_tools.py").write_text(text.replace("return", "raise OSError('no licence')\n    return"))
 
-    def run(name: str, *argument: str) -> subprocess.CompletedProcess[str]:
+    def run(name: str, *extra: str) -> subprocess.CompletedProcess[str]:
         environment = with_host(host)
         environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{environment.get('PYTHONPATH', '')}"}
-        command = build_command(folder, tmp_path / name, *single_rank, *overrides, *argument)
+        command = build_command(folder, tmp_path / name, *single_rank, *overrides, *extra)
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment)
 
     done = run("run", "rollout.tools=[my_tools:calculator]")

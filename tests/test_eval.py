@@ -173,10 +173,10 @@ def test_takes_limits_from_the_run_or_the_model(model: Path, tmp_path: Path) -> 
     ).rollout
     assert hf["max_position_embeddings"] == 2048  # less than the default of max_context
     assert (defaults.max_context, defaults.max_new_tokens, defaults.tools) == (2048, 1024, ())
-    argument = model_sources.build_config(
+    of_export = model_sources.build_config(
         model_sources.resolve_target(str(model)), {}, ["rollout.max_context=96"], file
     ).rollout
-    assert argument.max_context == 96
+    assert of_export.max_context == 96
     settings = {"max_context": 192, "max_new_tokens": 40, "tools": ["megarl.environments.ready.calculator:calculator"]}
     (tmp_path / "run/config.yaml").write_text(json.dumps({"algorithm": "ppo", "rollout": settings}))
     of_run = model_sources.build_config(

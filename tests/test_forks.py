@@ -110,7 +110,7 @@ def fork_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(fork_folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    value = [
+    all_overrides = [
         f"model.path={fork_folder}/q/model",
         f"data.train={fork_folder}/q/sft.jsonl",
         "data.eval=",
@@ -118,7 +118,7 @@ def train(fork_folder: Path, *overrides: str) -> subprocess.CompletedProcess[str
     ]
     steps = ["run.num_rollout=2", "run.num_update=1", "data.prompts_per_step=8"]
     steps += [f"parallel.{name}=1" for name in ("world_size", "tp", "ep")]
-    command = [sys.executable, "-m", "megarl.train", "configs/quickstart_sft.yaml", *value, *steps, *overrides]
+    command = [sys.executable, "-m", "megarl.train", "configs/quickstart_sft.yaml", *all_overrides, *steps, *overrides]
     environment = dict(os.environ, PYTHONPATH=f"{ROOT}:{fork_folder}", OMP_NUM_THREADS="1")
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
 
@@ -138,19 +138,19 @@ def test_trains_with_the_controller_of_a_fork(fork_folder: Path) -> None:
 
 def test_trains_with_an_added_teacher_role(fork_folder: Path) -> None:
     """The teacher starts as the policy's own model, and stays as it is."""
-    value = [
+    all_overrides = [
         "algorithm=lab.sft:TaughtSFT",
         f"roles={{teacher: {{model: {fork_folder}/q/model}}}}",
         "data.shuffle=false",
     ]
-    plan = train(fork_folder, *value, "--dry-run")
+    plan = train(fork_folder, *all_overrides, "--dry-run")
     assert plan.returncode == 0 and "teacher weights" in plan.stdout, plan.stderr
-    done = train(fork_folder, *value, f"run.dir={fork_folder}/taught", "rollout.temperature=1")
+    done = train(fork_folder, *all_overrides, f"run.dir={fork_folder}/taught", "rollout.temperature=1")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (fork_folder / "taught" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["teacher/nll"] == pytest.approx(rows[0]["actor/nll"], abs=1e-5)
     assert rows[1]["teacher/nll"] > rows[1]["actor/nll"] and "time/teacher_logprobs" in rows[1]
-    missing = train(fork_folder, value[0])
+    missing = train(fork_folder, all_overrides[0])
     assert missing.returncode == 2 and "roles.teacher.model is not set; it must name the HF folder" in missing.stderr
 
 
@@ -199,8 +199,8 @@ def test_resolves_the_worker_of_a_role(fork_folder: Path, monkeypatch: pytest.Mo
     by_name = from_dict({"algorithm": "lab.sft:FilteredSFT", "roles": {"judge": {"worker": "lab.sft:is_short"}}})
     assert load_worker(by_name, declared, "judge", RegisteredWorker()).__name__ == "is_short"
     assert load_worker(by_name, declared, "judge", RegisteredWorker(print)) is print
-    value = load_worker(config, declared, "judge", RegisteredWorker(options={"longest": 3}))
-    assert value.keywords == {"longest": 3}  # type: ignore[attr-defined]
+    worker = load_worker(config, declared, "judge", RegisteredWorker(options={"longest": 3}))
+    assert worker.keywords == {"longest": 3}  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"^the options of the role judge: .*'widest'; see its worker, Judge$"):
         load_worker(config, declared, "judge", RegisteredWorker(options={"widest": 3}))
 

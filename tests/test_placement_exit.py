@@ -206,10 +206,10 @@ def test_grpo_with_the_reward_model_on_its_own_rank(folder: Path, host: str, tmp
     with one update per step the trainer chooses the same experts."""
     model = tmp_path / "reward_model"
     make_reward_model(folder / "model", model)
-    value = ["algorithm=grpo", "reward.functions=[]", f"reward.model={model}", "run.save_every=0"]
-    value += ["kl.apply_to=reward", "run.num_update=1", "run.ppo_epochs=1"]
+    overrides = ["algorithm=grpo", "reward.functions=[]", f"reward.model={model}", "run.save_every=0"]
+    overrides += ["kl.apply_to=reward", "run.num_update=1", "run.ppo_epochs=1"]
     split = [*SPLIT, "placement={actor: 0, reward: 1, rollout: 2}", "train.routing_replay=true"]
-    train(folder, tmp_path / "split", *split, *value, host=host)
+    train(folder, tmp_path / "split", *split, *overrides, host=host)
     rows = read_steps(tmp_path / "split")
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
@@ -219,7 +219,7 @@ def test_grpo_with_the_reward_model_on_its_own_rank(folder: Path, host: str, tmp
     result = [item.reward for item in read_rollouts(tmp_path / "split", 3)]
     assert result == pytest.approx(scores(model, tmp_path / "split", 3), abs=1e-4)
     assert max(result) - min(result) > 0.01
-    train(folder, tmp_path / "alone", *ONE_RANK, *value, f"rollout.replay={tmp_path}/split")
+    train(folder, tmp_path / "alone", *ONE_RANK, *overrides, f"rollout.replay={tmp_path}/split")
     for actual_row, expected_row in zip(rows, read_steps(tmp_path / "alone"), strict=True):
         for name in ("rollout/reward_mean", "actor/grad_norm", "actor/loss", "actor/entropy"):
             assert actual_row[name] == pytest.approx(expected_row[name], rel=1e-3, abs=1e-6), (actual_row["step"], name)

@@ -83,10 +83,10 @@ def train(folder: Path, run_dir: Path, *overrides: str) -> None:
     paths = [f"model.path={folder}/model", f"data.train=[{folder}/sft.jsonl,{folder}/words.parquet]"]
     paths += ["data.mixture_weights=[3,1]", f"data.eval=[{folder}/e.parquet,{folder}/words.parquet]"]
     steps = ["run.num_rollout=4", "run.eval_every=2", "run.save_every=2", "data.prompts_per_step=16"]
-    argument = dict(
+    defaults = dict(
         text.split("=", 1) for text in (*paths, *steps, f"run.dir={run_dir}", *overrides)
     )  # the last value of a key wins
-    settings = [f"{key}={value}" for key, value in argument.items()]
+    settings = [f"{key}={value}" for key, value in defaults.items()]
     command = [sys.executable, "-m", "megarl.train", "configs/quickstart_sft.yaml", *settings]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -73,8 +73,13 @@ def test_mistake_is_a_one_line_error(
 ) -> None:
     overrides, expected = CASES[name]
     run_dir = tmp_path / "run"
-    value = [f"model.path={model}", f"data.train={write_prompts(tmp_path)}", f"run.dir={run_dir}", "run.eval_every=0"]
-    status = main([QUICKSTART, *value, "data.eval=", *overrides])
+    command_overrides = [
+        f"model.path={model}",
+        f"data.train={write_prompts(tmp_path)}",
+        f"run.dir={run_dir}",
+        "run.eval_every=0",
+    ]
+    status = main([QUICKSTART, *command_overrides, "data.eval=", *overrides])
     captured = capsys.readouterr()
     assert status == 2
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured.err

@@ -115,10 +115,10 @@ def test_with_returns_a_new_batch():
 
 
 def test_arrays_are_shared_and_read_only():
-    argument = np.array([1, 2], np.int32)
-    turn = Turn(argument, [-0.5, -1], is_action=True)
+    ids = np.array([1, 2], np.int32)
+    turn = Turn(ids, [-0.5, -1], is_action=True)
     assert (turn.token_ids.dtype, turn.logprobs.dtype) == (np.int32, np.float32)
-    assert np.shares_memory(turn.token_ids, argument) and argument.flags.writeable
+    assert np.shares_memory(turn.token_ids, ids) and ids.flags.writeable
     prompt = Prompt("p", (), token_ids=turn.token_ids)
     assert prompt.token_ids is turn.token_ids
     for array in (
@@ -398,8 +398,12 @@ def test_ranks_share_one_table_of_sources():
     def scored_rollout(source: str) -> Rollout:
         return dataclasses.replace(SHORT, prompt=dataclasses.replace(SHORT.prompt, data_source=source))
 
-    argument = [[scored_rollout("math"), scored_rollout("code")], [], [scored_rollout("math"), scored_rollout("")]]
-    for rollouts in as_ranks(3, lambda rank: Rollouts.gather(argument[rank.rank], None, rank)):
+    rollouts_by_rank = [
+        [scored_rollout("math"), scored_rollout("code")],
+        [],
+        [scored_rollout("math"), scored_rollout("")],
+    ]
+    for rollouts in as_ranks(3, lambda rank: Rollouts.gather(rollouts_by_rank[rank.rank], None, rank)):
         assert rollouts.sources == ("", "code", "math") and rollouts.source.tolist() == [2, 1, 2, 0]
         selected = rollouts.select(torch.tensor([False, True, True, False]))
         assert selected.source.tolist() == [1, 2] and selected.sources == rollouts.sources

@@ -44,8 +44,8 @@ def build_command(folder: Path, run_dir: Path, *overrides: str) -> list[str]:
         f"data.eval={folder}/eval.jsonl",
         f"run.dir={run_dir}",
     ]
-    argument = dict(text.split("=", 1) for text in (*paths, *SMALL, *overrides))  # the last value of a key wins
-    settings = [f"{key}={value}" for key, value in argument.items()]
+    merged = dict(text.split("=", 1) for text in (*paths, *SMALL, *overrides))  # the last value of a key wins
+    settings = [f"{key}={value}" for key, value in merged.items()]
     return [sys.executable, "-m", "megarl.train", "configs/quickstart.yaml", *settings]
 
 

@@ -84,8 +84,10 @@ def test_explained_variance_equals_the_formula_on_any_number_of_ranks(seed):
     mask, cu = random_batch(seed)
     generator = torch.Generator().manual_seed(seed)
     values, returns = (torch.randn(2, len(mask), generator=generator) + 3).where(mask, float("nan"))
-    actual = returns[mask].double()
-    expected = float(1.0 - (actual - values[mask].double()).var(correction=0) / actual.var(correction=0))
+    masked_returns = returns[mask].double()
+    expected = float(
+        1.0 - (masked_returns - values[mask].double()).var(correction=0) / masked_returns.var(correction=0)
+    )
     assert explained_variance(values, returns, mask) == expected
     for ranks in (1, 2, 5):
         shares = [tokens for _, tokens, _ in shard_sequences(cu, ranks, seed)]

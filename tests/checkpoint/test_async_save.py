@@ -35,8 +35,13 @@ def run(tmp_path_factory: pytest.TempPathFactory, run_ranks: Callable[..., list[
     (folder / "config.yaml").write_text(CONFIG)
 
     def start(run_dir: Path, event: str, *overrides: str) -> list[dict[str, Any]]:
-        value = [f"model.path={folder}/model", f"data.train={folder}/sft.jsonl", f"run.dir={run_dir}", *overrides]
-        return run_ranks(2, "tests/checkpoint/ranks_async_save.py", event, str(folder / "config.yaml"), *value)
+        all_overrides = [
+            f"model.path={folder}/model",
+            f"data.train={folder}/sft.jsonl",
+            f"run.dir={run_dir}",
+            *overrides,
+        ]
+        return run_ranks(2, "tests/checkpoint/ranks_async_save.py", event, str(folder / "config.yaml"), *all_overrides)
 
     return start
 
@@ -102,8 +107,8 @@ def test_resumes_bitwise_after_rank_is_killed_in_save(
     assert checkpoints(folder) == CHECKPOINTS_AFTER_KILL[event]
     results = run(folder, "", "run.resume=auto")
     assert [result["code"] for result in results] == [0, 0], results
-    actual = "step_000002" if "step_000002" in CHECKPOINTS_AFTER_KILL[event] else "step_000001"
-    assert f"resumed from {folder}/checkpoints/{actual} after step" in results[0]["out"]
+    expected_newest = "step_000002" if "step_000002" in CHECKPOINTS_AFTER_KILL[event] else "step_000001"
+    assert f"resumed from {folder}/checkpoints/{expected_newest} after step" in results[0]["out"]
     assert checkpoints(folder) == ["latest", "step_000001", "step_000002", "step_000003"]
     assert has_same_result(folder, sync_run)
 

@@ -18,8 +18,8 @@ VOCABULARY = 200  # padded to 256 over one or two tensor parallel ranks, to 512 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors by name, without the padding of the vocabulary."""
-    actual = CheckpointReader(folder)
-    tensors = {name: actual.read(name) for name in actual}
+    reader = CheckpointReader(folder)
+    tensors = {name: reader.read(name) for name in reader}
     return {
         name: tensor[:VOCABULARY] if "word_embeddings" in name or "output_layer" in name else tensor
         for name, tensor in tensors.items()

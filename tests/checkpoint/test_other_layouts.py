@@ -70,10 +70,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(inputs: Path, run_ranks: Callable[..., list[dict[str, Any]]]) -> RunTraining:
     def start(run_dir: Path, world: int, *overrides: str) -> dict[str, Any]:
-        argument = [f"model.path={inputs}/model", f"data.train={inputs}/train.jsonl", f"run.dir={run_dir}"]
-        argument += [f"rollout.replay={inputs}/recorded", f"parallel.world_size={world}", *overrides]
+        all_overrides = [f"model.path={inputs}/model", f"data.train={inputs}/train.jsonl", f"run.dir={run_dir}"]
+        all_overrides += [f"rollout.replay={inputs}/recorded", f"parallel.world_size={world}", *overrides]
         config = str(inputs / "config.yaml")
-        results = run_ranks(world, "tests/checkpoint/ranks_run.py", "", config, *argument, timeout=600.0)
+        results = run_ranks(world, "tests/checkpoint/ranks_run.py", "", config, *all_overrides, timeout=600.0)
         return results[0] | {"err": "".join(result["err"] for result in results)}  # only one rank reports the error
 
     return start
@@ -101,8 +101,8 @@ def interrupted_copy(uninterrupted: Path, target: Path) -> Path:
 def later_steps(run_dir: Path) -> list[dict[str, float]]:
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     parts = ("actor", "critic", "rollout", "reward")
-    actual = [row for row in rows if row["step"] > SAVED and "actor/lr" in row]
-    return [{name: value for name, value in row.items() if name.split("/")[0] in parts} for row in actual]
+    later = [row for row in rows if row["step"] > SAVED and "actor/lr" in row]
+    return [{name: value for name, value in row.items() if name.split("/")[0] in parts} for row in later]
 
 
 @pytest.mark.parametrize(

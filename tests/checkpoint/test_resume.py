@@ -45,10 +45,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(inputs: Path, run_ranks: Callable[..., list[dict[str, Any]]]) -> RunTraining:
     def start(run_dir: Path, *overrides: str, world: int = 1, disk: str = "") -> dict[str, Any]:
-        value = [f"model.path={inputs}/model", f"data.train={inputs}/sft.jsonl", f"run.dir={run_dir}", *overrides]
+        run_overrides = [
+            f"model.path={inputs}/model",
+            f"data.train={inputs}/sft.jsonl",
+            f"run.dir={run_dir}",
+            *overrides,
+        ]
         config = str(inputs / "config.yaml")
         layout = f"parallel.world_size={world}"
-        results = run_ranks(world, "tests/checkpoint/ranks_run.py", disk, config, layout, *value)
+        results = run_ranks(world, "tests/checkpoint/ranks_run.py", disk, config, layout, *run_overrides)
         return results[0] | {"err": "".join(result["err"] for result in results)}  # only one rank reports the error
 
     return start

@@ -52,11 +52,11 @@ def run_steps(config: Config, steps: int, comm: Comm = LOCAL, world: int = 1) ->
     flow: Any = TeacherFlow(config, comm, world)
     controller = make_controller(config)
     prompts = [Prompt(id=str(i), messages=()) for i in range(5)]
-    actual = [controller.step(flow, prompts).metrics for _ in range(steps)]
+    metrics = [controller.step(flow, prompts).metrics for _ in range(steps)]
     restored = make_controller(config)
     restored.load_state_dict(controller.state_dict())
     assert restored.state_dict() == controller.state_dict() and restored.state_dict()["steps"] == steps
-    return flow, actual
+    return flow, metrics
 
 
 @pytest.mark.parametrize("correction", ["none", "tis"])

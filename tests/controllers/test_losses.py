@@ -68,13 +68,13 @@ def test_loads_a_policy_loss_and_its_options() -> None:
     loss, options = load_policy_loss(from_dict({"loss": {"policy_loss": "gspo", "options": {"clip_low": "1e-3"}}}))
     assert loss is POLICY_LOSSES["gspo"] and options == GSPOOptions(clip_low=0.001, clip_high=4e-4)
     assert load_policy_loss(Config()) == (POLICY_LOSSES["ppo"], NoOptions())
-    local_items = f"{__name__}:"
+    module_prefix = f"{__name__}:"
     sys.modules.setdefault(__name__, sys.modules[__name__])
-    assert load_policy_loss(from_dict({"loss": {"policy_loss": local_items + "custom_loss"}})) == (
+    assert load_policy_loss(from_dict({"loss": {"policy_loss": module_prefix + "custom_loss"}})) == (
         PolicyLoss(custom_loss),
         NoOptions(),
     )
-    actual = load_policy_loss(from_dict({"loss": {"policy_loss": local_items + "CUSTOM", "options": {"size": 3}}}))
+    actual = load_policy_loss(from_dict({"loss": {"policy_loss": module_prefix + "CUSTOM", "options": {"size": 3}}}))
     assert actual == (CUSTOM, CustomOptions(3.0))
 
 
@@ -156,7 +156,7 @@ def shard_batch(batch: TrainBatch, comm: Comm, ranks: int) -> TrainBatch:
 
 def run_updates(config: Config, batch: TrainBatch, new: torch.Tensor, micro_batch: int) -> dict[str, Any]:
     """Return each update's loss, gradient and metrics; micro_batch: sequences per micro-batch."""
-    actual: dict[str, Any] = {"loss": [], "metrics": []}
+    updates: dict[str, Any] = {"loss": [], "metrics": []}
     gradient = torch.zeros(config.run.num_update, len(new))
     for number, mini in enumerate(split_mini_batches(batch, config, seed=9)):
         loss, metrics, lengths = torch.zeros(()), {}, mini.cu_seqlens.diff()
@@ -176,10 +176,10 @@ def run_updates(config: Config, batch: TrainBatch, new: torch.Tensor, micro_batc
             for name, metric in result.reduce_metrics(part).items():
                 metrics[name] = metrics.get(name, torch.zeros(())) + metric
         names = sorted({name for names in batch.comm.all_gather_objects(list(metrics)) for name in names})
-        actual["loss"].append(float(batch.all_reduce(loss)))
-        actual["metrics"].append({name: float(batch.all_reduce(metrics.get(name, torch.zeros(())))) for name in names})
-    actual["gradient"] = batch.all_reduce(gradient)
-    return actual
+        updates["loss"].append(float(batch.all_reduce(loss)))
+        updates["metrics"].append({name: float(batch.all_reduce(metrics.get(name, torch.zeros(())))) for name in names})
+    updates["gradient"] = batch.all_reduce(gradient)
+    return updates
 
 
 @pytest.mark.parametrize("mean", MEANS)

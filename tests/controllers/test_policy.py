@@ -83,12 +83,12 @@ def step(
 
 def trained_advantages(batches: list[TrainBatch]) -> list[float]:
     """Return the advantage of each token with a loss, by sequence."""
-    actual = []
+    advantages = []
     for batch in batches:
         assert batch.advantages is not None and batch.loss_weights is not None
         assert torch.equal(batch.loss_weights > 0, batch.loss_mask)
-        actual += batch.advantages[batch.loss_mask].tolist()
-    return actual
+        advantages += batch.advantages[batch.loss_mask].tolist()
+    return advantages
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,11 @@ def without_reward(response: Rollout) -> Rollout:
 
 def test_unscored_rollouts_are_dropped() -> None:
     """Group 0 keeps two rollouts, as if the unscored one did not exist; group 1 keeps none."""
-    argument = [*ROLLOUTS[:3], without_reward(rollout(0, 0.0, "stop")), *map(without_reward, ROLLOUTS[3:6])]
-    flow, result = step("grpo", argument)
+    rollouts = [*ROLLOUTS[:3], without_reward(rollout(0, 0.0, "stop")), *map(without_reward, ROLLOUTS[3:6])]
+    flow, result = step("grpo", rollouts)
     assert trained_advantages(flow.actor_batches) == pytest.approx([FIRST] * 2 + [-FIRST] * 2, abs=1e-5)
     assert result.trained_rollouts is not None and len(result.trained_rollouts) == 2
-    flow, result = step("ppo", argument)
+    flow, result = step("ppo", rollouts)
     assert (
         trained_advantages(flow.actor_batches) == trained_advantages(flow.critic_batches) == pytest.approx([1, 1, 0, 0])
     )

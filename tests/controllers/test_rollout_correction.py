@@ -103,11 +103,11 @@ def test_corrections_learn_two_versions_behind(correction: dict[str, Any], algor
 def steps_of(config: Config, comm: Comm, world: int) -> list[dict[str, Any]]:
     flow: Any = StaleFlow(config, comm, world)
     controller = make_controller(config)
-    actual = []
+    results = []
     for _ in range(4):
         result = controller.step(flow, prompts(5))
-        actual.append({"metrics": result.metrics, "table": flow.policy.table.detach().clone()})
-    return actual
+        results.append({"metrics": result.metrics, "table": flow.policy.table.detach().clone()})
+    return results
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=NAMES)
@@ -136,17 +136,17 @@ def test_kind_none_has_no_weights() -> None:
     config = config_of({})
     flow, _, batch = stale_batch(config)
     policy = compute_old_logprobs(flow, batch).wait()
-    actual, _ = apply_correction(flow, batch, policy, 0)
+    corrected_batch, _ = apply_correction(flow, batch, policy, 0)
     assert batch.staleness is not None and bool((batch.staleness[batch.loss_mask] > 0).all())
-    assert actual.importance is None and policy_loss_columns(config) == ("old_logprobs", "advantages")
-    assert actual.old_logprobs is not None and policy.logprobs is not None
-    assert torch.equal(actual.old_logprobs[batch.loss_mask], batch.rollout_logprobs[batch.loss_mask])
+    assert corrected_batch.importance is None and policy_loss_columns(config) == ("old_logprobs", "advantages")
+    assert corrected_batch.old_logprobs is not None and policy.logprobs is not None
+    assert torch.equal(corrected_batch.old_logprobs[batch.loss_mask], batch.rollout_logprobs[batch.loss_mask])
     corrected, metrics = apply_correction(flow, batch.with_(staleness=None), policy, 0)
     assert corrected.old_logprobs is policy.logprobs and corrected.importance is None
     assert not any(name.startswith("rollout_corr") for name in metrics)
-    actual = actual.with_(advantages=torch.randn(len(batch.tokens)))
-    uncorrected = policy_loss(policy, actual, config, 0.0)
-    weighted = actual.with_(importance=torch.ones(len(batch.tokens)))
+    corrected_batch = corrected_batch.with_(advantages=torch.randn(len(batch.tokens)))
+    uncorrected = policy_loss(policy, corrected_batch, config, 0.0)
+    weighted = corrected_batch.with_(importance=torch.ones(len(batch.tokens)))
     ones = policy_loss(policy, weighted, config_of({"kind": "tis"}), 0.0)
     assert torch.equal(uncorrected.loss, ones.loss)
 

@@ -191,9 +191,9 @@ def test_invalid_parquet_raises(tmp_path):
 
 
 def test_long_prompts_are_dropped_and_counted():
-    value = prompts(5)
+    all_prompts = prompts(5)
     kept_prompts, num_dropped = render_prompts(
-        value, lambda prompt: list(range(prompt.ground_truth)), max_prompt_tokens=3
+        all_prompts, lambda prompt: list(range(prompt.ground_truth)), max_prompt_tokens=3
     )
     assert [(prompt.id, prompt.token_ids.tolist()) for prompt in kept_prompts] == [
         ("p0", []),
@@ -202,7 +202,7 @@ def test_long_prompts_are_dropped_and_counted():
         ("p3", [0, 1, 2]),
     ]
     assert num_dropped == 1
-    assert not any(len(prompt.token_ids) for prompt in value)
+    assert not any(len(prompt.token_ids) for prompt in all_prompts)
 
 
 def test_dropping_all_prompts_raises():

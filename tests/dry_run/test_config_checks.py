@@ -65,8 +65,8 @@ def test_invalid_drafts_raise(changes: dict[str, Any], rollout: dict[str, Any], 
 
 def check_and_warn(algorithm: str, train: Path, held_out: Path, **data: Any) -> list[str]:
     files = {"train": str(train), "eval": str(held_out), **data}
-    value = {"algorithm": algorithm, "run": {"eval_every": 1}, "data": files}
-    config, warnings = from_dict(value), list[str]()
+    tree = {"algorithm": algorithm, "run": {"eval_every": 1}, "data": files}
+    config, warnings = from_dict(tree), list[str]()
     check_data(config, load_requirements(config), True, warnings)
     return warnings
 

@@ -522,8 +522,8 @@ def test_teacher_needs_the_policys_tokenizer(plan, custom_controllers: None, tmp
     }
     for name, (hf, words, tensors, message) in cases.items():
         folder = write_model(tmp_path / name, hf, words, tensors)
-        argument = f"roles={{teacher: {{model: {folder}, parallel: {{ep: 1}}}}}}"
-        errors = plan(*args, argument, dry_run=False).errors
+        teacher = f"roles={{teacher: {{model: {folder}, parallel: {{ep: 1}}}}}}"
+        errors = plan(*args, teacher, dry_run=False).errors
         assert len(errors) == 1 and re.search(message, errors[0]), (name, errors)
     valid_folder = write_model(tmp_path / "good", larger, ("a", "b"))
     report = plan(*args, f"roles={{teacher: {{model: {valid_folder}, parallel: {{ep: 1}}}}}}", dry_run=False)

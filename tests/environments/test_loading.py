@@ -65,15 +65,15 @@ def test_finds_inherited_static_and_class_methods() -> None:
 
 @pytest.mark.parametrize("key", [TOOLS_KEY, ENVIRONMENTS_KEY])
 def test_loads_adapters_by_prefix(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    value: list[str] = []
+    paths: list[str] = []
 
     def environment(path: str) -> Any:
-        value.append(path)
+        paths.append(path)
         return toy_environments.Found
 
     monkeypatch.setitem(sys.modules, "megarl.environments.mcp", SimpleNamespace(environment=environment))
     result = load("mcp:some/file.json:x", key)
-    assert result.target is toy_environments.Found and value == ["some/file.json:x"]
+    assert result.target is toy_environments.Found and paths == ["some/file.json:x"]
     assert (result.info.name, result.info.has_dynamic_tools) == ("some/file.json:x", True)
     assert result.info.kind == ("tools" if key == TOOLS_KEY else "environment")
 

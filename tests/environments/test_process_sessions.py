@@ -81,14 +81,14 @@ def test_sessions_have_their_own_objects_and_reuse_processes() -> None:
     assert first != second and third in (first, second)
 
     async def count(sessions: EnvironmentPool) -> list[str]:
-        actual = []
+        counts = []
         for _ in range(2):
             session = await sessions.open_session(prompt())
-            actual += [(await session.call(i, "count", {"by": 2})).text for i in range(2)]
+            counts += [(await session.call(i, "count", {"by": 2})).text for i in range(2)]
             assert await get_reward(session) is None
             session.close()
             await asyncio.gather(*sessions._closing_tasks)
-        return actual
+        return counts
 
     assert run_with_pool(count, "Plain") == ["2", "4", "2", "4"]
 
@@ -342,13 +342,13 @@ def test_processes_inherit_no_secrets_or_files(monkeypatch: pytest.MonkeyPatch) 
 
 def test_runs_agents_in_processes(tmp_path: Path) -> None:
     async def run(sessions: EnvironmentPool) -> list[Any]:
-        actual: list[Any] = []
+        outcomes: list[Any] = []
         for behavior in ("url", "nan", "nothing", "raise", "die", "hang", "set"):
             try:
-                actual.append(await sessions.run_agent(prompt(behavior), "http://x", "key", 3.0))
+                outcomes.append(await sessions.run_agent(prompt(behavior), "http://x", "key", 3.0))
             except SessionLost as error:
-                actual.append(str(error))
-        return actual
+                outcomes.append(str(error))
+        return outcomes
 
     results = run_with_pool(run, "agent", log=tmp_path / "log")
     assert results[0] == {"reward": 1.0, "parts": {"length": 11}} and results[1] != results[1] and results[2] is None

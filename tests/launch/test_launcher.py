@@ -451,9 +451,9 @@ def start_torchrun(folder: Path, body: str) -> subprocess.Popen[str]:
 
 def start_training(folder: Path, quickstart: Path, *overrides: str) -> subprocess.Popen[str]:
     """Start SFT on two ranks, with more steps than any test waits for."""
-    value = [f"run.dir={folder}/run", f"model.path={quickstart}/model", f"data.train={quickstart}/sft.jsonl"]
-    value += ["run.num_rollout=100000", "data.prompts_per_step=4", "track.trackers=[]", "track.progress=false"]
-    command = [sys.executable, "-m", "megarl.train", str(ROOT / "configs/quickstart_sft.yaml"), *value, *overrides]
+    settings = [f"run.dir={folder}/run", f"model.path={quickstart}/model", f"data.train={quickstart}/sft.jsonl"]
+    settings += ["run.num_rollout=100000", "data.prompts_per_step=4", "track.trackers=[]", "track.progress=false"]
+    command = [sys.executable, "-m", "megarl.train", str(ROOT / "configs/quickstart_sft.yaml"), *settings, *overrides]
     return start_process(command, folder)
 
 

@@ -137,8 +137,8 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
 
     def build(budget: int = 26) -> Any:
-        local_value = {"train": {"max_tokens_per_gpu": budget, **train}, "model": {"megatron": megatron}}
-        chosen = tiny.config(**layout, **sections, **local_value)
+        overrides = {"train": {"max_tokens_per_gpu": budget, **train}, "model": {"megatron": megatron}}
+        chosen = tiny.config(**layout, **sections, **overrides)
         place = parallel_ranks.create_layout(chosen.parallel)
         model = MegatronModel(tiny.HF[family], chosen, place, role, total_updates=3)  # type: ignore[arg-type]
         model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
@@ -154,10 +154,8 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
         f"planned {part}": abs(size / states[f"{name} {part}"] - 1) for part, size in model_state_bytes(model).items()
     }
     names = ("logprobs", "entropy") if role == "actor" else ()
-    argument = tiny.shard_batch(batch)
-    actual = {
-        name: tiny.gather_tokens(argument, values) for name, values in model.forward(argument, names=names).items()
-    }
+    sharded = tiny.shard_batch(batch)
+    actual = {name: tiny.gather_tokens(sharded, values) for name, values in model.forward(sharded, names=names).items()}
     with torch.no_grad():
         if role == "actor":
             logprobs, entropy = reference.policy(trainer.model, batch)
@@ -181,7 +179,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     before = tiny.snapshot(model)
     result["parked"] = float(offloads_and_reloads(model, batch, actual))
     with count_live_micro_batches(model) as excess:
-        metrics = model.train_step(argument, loss_fn)
+        metrics = model.train_step(sharded, loss_fn)
     result["in flight"] = float(excess[0])
     adam = {name: ADAM[name] for name in ("lr", "weight_decay", "eps")}
     betas = (ADAM["beta1"], ADAM["beta2"])
@@ -219,7 +217,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     result["packing_step"] = max(gap) / ADAM["lr"]
 
     # Swapping weights and back, and a gradient that is not finite, change nothing.
-    local_value, reference_weights = tiny.snapshot(model), model.host_copy()
+    overrides, reference_weights = tiny.snapshot(model), model.host_copy()
     reference_weights.copy_from(map(tensor_bytes, before.values()))
     with model.swap_weights(reference_weights):
         reloaded = model.forward(batch)
@@ -228,7 +226,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     result["skipped"] = step[f"{role}/skipped"]
     reference_columns = torch.cat(reference_weights.pieces)
     result["unchanged"] = float(
-        all(torch.equal(local_value[name], tensor) for name, tensor in tiny.snapshot(model).items())
+        all(torch.equal(overrides[name], tensor) for name, tensor in tiny.snapshot(model).items())
         and torch.equal(
             torch.cat(list(map(tensor_bytes, before.values()))), reference_columns[: reference_weights.size]
         )
@@ -279,7 +277,7 @@ def vocab_parallel_difference(real: int, truncated: bool = False) -> float:
     targets = torch.randint(0, real, (rows,), generator=generator)
     weight = torch.randn(2, rows, generator=generator)
     vocab_slice = slice(RANKS.tp_rank * width, (RANKS.tp_rank + 1) * width)
-    local_value, part = (tensor.detach().clone().requires_grad_() for tensor in (hidden, complete[vocab_slice]))
+    local_hidden, part = (tensor.detach().clone().requires_grad_() for tensor in (hidden, complete[vocab_slice]))
     group = parallel_state.get_tensor_model_parallel_group()
     sets = torch.rand(rows, real, generator=generator) < torch.linspace(0, 1, rows)[:, None]
     sets.scatter_(1, targets[:, None], True)
@@ -288,7 +286,7 @@ def vocab_parallel_difference(real: int, truncated: bool = False) -> float:
     sets[5] = True
     support = SamplingMask.from_rows(ids) if truncated else None
     actual = vocab_parallel_logprobs(
-        local_value, part, targets, real, group, 1.3, chunk_tokens=4, sampling_mask=support
+        local_hidden, part, targets, real, group, 1.3, chunk_tokens=4, sampling_mask=support
     )
     logits = (hidden @ complete.T)[:, :real] / 1.3
     log_p = (logits.masked_fill(~sets, -torch.inf) if truncated else logits).log_softmax(-1)
@@ -296,14 +294,17 @@ def vocab_parallel_difference(real: int, truncated: bool = False) -> float:
     for pair in (actual, expected):
         (weight[0] * pair[0] + weight[1] * pair[1]).sum().backward()
     assert (
-        local_value.grad is not None and part.grad is not None and hidden.grad is not None and complete.grad is not None
+        local_hidden.grad is not None
+        and part.grad is not None
+        and hidden.grad is not None
+        and complete.grad is not None
     )
-    torch.distributed.all_reduce(local_value.grad, group=group)
+    torch.distributed.all_reduce(local_hidden.grad, group=group)
     gaps = (
         actual[0] - expected[0],
         actual[1] - expected[1],
         part.grad - complete.grad[vocab_slice],
-        local_value.grad - hidden.grad,
+        local_hidden.grad - hidden.grad,
     )
     return max(float(gap.detach().abs().max()) for gap in gaps)
 
@@ -410,10 +411,10 @@ if __name__ == "__main__":
     RANKS = parallel_ranks.initialize(tiny.config(**layout).parallel, timeout_s=120)
     results = {}
     for item in sys.argv[2].split():
-        family_role, _, local_value = item.partition("@")
+        family_role, _, layout_name = item.partition("@")
         family, role = family_role.split(":")
         folder = f"{sys.argv[3]}/{len(results)}" if len(sys.argv) > 3 else ""
-        results[item] = check(family, role, parse_layout(local_value) if local_value else layout, folder)
+        results[item] = check(family, role, parse_layout(layout_name) if layout_name else layout, folder)
     if RANKS.tp > 1:
         for item in results.values():
             item["vocabulary"] = max(

@@ -204,7 +204,7 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     if layout.get("pp", 1) > 1 and family == "deepseek_v3":  # a stage without experts
         megatron = {"num_layers_in_first_pipeline_stage": 1}
     batch, expected = tiny.batch(), Reference(family, role, targets)
-    weights, value = expected.weights(), "logprobs" if role == "actor" else "values"
+    weights, output_name = expected.weights(), "logprobs" if role == "actor" else "values"
 
     def build(rank: int = RANK, recompute: bool = False, layout: dict[str, int] = layout) -> Any:
         options = {"lora": {"rank": rank, "alpha": ALPHA, "target_modules": targets}, "model": {}}
@@ -222,9 +222,9 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     start = gather(model, dict(trained_params(model)))
     firsts = {name: tensor for name, tensor in start.items() if "lora_A" in name}
     assert all(not tensor.any() for name, tensor in start.items() if "lora_B" in name)
-    actual = model.forward(batch)[value]
+    actual = model.forward(batch)[output_name]
     with model.without_adapters():
-        result["fresh"] = float((model.forward(batch)[value] - actual).abs().max())
+        result["fresh"] = float((model.forward(batch)[output_name] - actual).abs().max())
     scaled = torch.cat([(tensor * tensor.shape[1] ** 0.5).flatten() for tensor in firsts.values()])
     result["widest"], result["spread"] = float(scaled.abs().max()), float(scaled.std())
     result["drawn"] = float(scaled.double().square().sum())
@@ -240,9 +240,9 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     factors = {name: tensor.detach().clone() for name, tensor in expected.factors.items()}
     fill(model)
     with torch.no_grad():
-        result["outputs"] = float((model.forward(batch)[value] - expected.outputs(batch)).abs().max())
+        result["outputs"] = float((model.forward(batch)[output_name] - expected.outputs(batch)).abs().max())
         with model.without_adapters():
-            base_difference = model.forward(batch)[value] - expected.outputs(batch, adapters=False)
+            base_difference = model.forward(batch)[output_name] - expected.outputs(batch, adapters=False)
         result["base"] = float(base_difference.abs().max())
         result["adapters matter"] = float(
             (expected.outputs(batch) - expected.outputs(batch, adapters=False)).abs().max()
@@ -259,7 +259,9 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
         assert all(torch.equal(merged[name], weights[name]) for name in merged.keys() - exact.keys())
     base_model = build(rank=0)
     base_model.load_shards(lambda param, parts, part: shard(param, {**weights, **merged}, parts, part))
-    result["merged outputs"] = float((base_model.forward(batch)[value] - model.forward(batch)[value]).abs().max())
+    result["merged outputs"] = float(
+        (base_model.forward(batch)[output_name] - model.forward(batch)[output_name]).abs().max()
+    )
     del base_model
 
     # PEFT's tensors: A for each of the HF weights, and B.
@@ -388,13 +390,11 @@ def stand_ins() -> dict[str, float]:
             layer_outputs.append(layer.mlp.experts.linear_fc2(torch.randn(10, 24, generator=generator), splits)[0])
         return layer_outputs
 
-    adapted, local_value = outputs(), named_params([model], 0)
-    merged = {
-        name: tensor.clone() for name, tensor in lora_module().MergedWeights(local_value, local, ALPHA / RANK).items()
-    }
+    adapted, names = outputs(), named_params([model], 0)
+    merged = {name: tensor.clone() for name, tensor in lora_module().MergedWeights(names, local, ALPHA / RANK).items()}
     with torch.no_grad(), lora_module().disable_adapters([model]):
         base_model = outputs()
-        for name, tensor in local_value.items():
+        for name, tensor in names.items():
             tensor.copy_(merged[name])
         gaps = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(adapted, outputs(), strict=True)]
         smallest_difference = min(float((a - b).abs().max()) for a, b in zip(adapted, base_model, strict=True))

@@ -77,11 +77,11 @@ def train_steps(model: Any, batch: TrainBatch, loss_fn: Any = loss, steps: int =
 
 def largest_difference(a: dict[str, Any], b: dict[str, Any]) -> float:
     """Return the largest difference of any value, relative for values above 1."""
-    actual = 0.0
+    largest = 0.0
     for actual_value, expected_value in zip(a["metrics"], b["metrics"], strict=True):
         assert actual_value.keys() == expected_value.keys()
-        actual = max(
-            actual,
+        largest = max(
+            largest,
             *(
                 abs(actual_value[name] - expected_value[name]) / max(1.0, abs(expected_value[name]))
                 for name in actual_value
@@ -94,14 +94,14 @@ def largest_difference(a: dict[str, Any], b: dict[str, Any]) -> float:
         for actual_value, expected_value in pairs
         if actual_value.numel()
     ]
-    return max(actual, *(float(gap.max()) for gap in gaps))
+    return max(largest, *(float(gap.max()) for gap in gaps))
 
 
 def retry_state(model: Any) -> list[Any]:
     """Return token budget, whether layers recompute, and the number of OOMs, which must be equal on all ranks."""
-    actual = [model.oom_retry.token_budget, model.oom_retry.should_recompute, model.oom_retry.num_ooms]
-    assert len({str(a) for a in parallel_ranks.all_gather_objects(actual)}) == 1
-    return actual
+    state = [model.oom_retry.token_budget, model.oom_retry.should_recompute, model.oom_retry.num_ooms]
+    assert len({str(a) for a in parallel_ranks.all_gather_objects(state)}) == 1
+    return state
 
 
 @contextmanager
@@ -223,14 +223,14 @@ def model_parallel_ranks() -> dict[str, Any]:
 
     device.reserve = limited
     for name, max_length in (("short", 14), ("long", 26)):
-        value = batch.select([i for i in range(batch.num_sequences) if batch.lengths[i] <= max_length])
-        assert value.loss_weights is not None
-        value = tiny.shard_batch(value.with_(loss_weights=value.loss_weights / value.loss_weights.sum()))
-        expected_value, model = train_steps(build(False), value), build(True)
+        selected = batch.select([i for i in range(batch.num_sequences) if batch.lengths[i] <= max_length])
+        assert selected.loss_weights is not None
+        selected = tiny.shard_batch(selected.with_(loss_weights=selected.loss_weights / selected.loss_weights.sum()))
+        expected_value, model = train_steps(build(False), selected), build(True)
         if LAYOUT == "pp" and name == "long":
-            result["unfittable"] = error(lambda: model.train_step(value, loss))  # noqa: B023
+            result["unfittable"] = error(lambda: model.train_step(selected, loss))  # noqa: B023
             continue
-        actual = train_steps(model, value)
+        actual = train_steps(model, selected)
         result[name] = {"gap": largest_difference(actual, expected_value), "state": retry_state(model)}
     device.reserve = reserve
     model = build(True)

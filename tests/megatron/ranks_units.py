@@ -172,10 +172,10 @@ def routing_shards(batch: TrainBatch) -> dict[str, Any]:
     recorded = batch.with_(routing=tiny.routing_records(batch, torch.arange(18).view(6, 3, 1)))
 
     def routing_of(replayed: Any, **layout: int) -> Any:
-        actual = make_micro_batch(
+        routing = make_micro_batch(
             recorded.select([0, 2]), [0, 2], torch.device("cpu"), replayed=replayed, **layout
         ).routing
-        return None if actual is None else actual.flatten(1).tolist()
+        return None if routing is None else routing.flatten(1).tolist()
 
     return {
         "tp": [routing_of(ReplayShard((0, 2), 2, rank), tp=4) for rank in (0, 1)],
@@ -226,18 +226,18 @@ def loss_columns() -> dict[str, Any]:
     batch = tiny.batch((5, 6))
     micro = make_micro_batch(batch, [0, 1], torch.device("cpu"))
     part = micro.loss_batch(undeclared_loss)
-    actual: dict[str, Any] = {
+    result: dict[str, Any] = {
         "everything": micro.loss_batch(negative).columns(),
         "columns": part.columns(),
         "selected": part.select([1]).columns(),
     }
     assert torch.equal(part.select([1]).advantages, batch.advantages[5:])  # type: ignore[arg-type, index]
-    actual["trained"] = [
+    result["trained"] = [
         build("qwen2").train_step(batch, loss)
         for loss in (lambda *args: negative(*args), reads("advantages")(negative))
     ]
-    actual["while training"] = error_of(lambda: build("qwen2").train_step(batch, undeclared_loss))
-    return actual
+    result["while training"] = error_of(lambda: build("qwen2").train_step(batch, undeclared_loss))
+    return result
 
 
 def attention() -> dict[str, float]:
@@ -397,8 +397,8 @@ def replayed_routing() -> dict[str, Any]:
     logits = torch.randn(tokens, experts, generator=generator)
     bias = 0.1 * torch.randn(experts, generator=generator)
     pull = torch.randn(tokens, experts, generator=generator)
-    argument = torch.rand(tokens, experts, generator=generator).topk(k).indices
-    argument[::2] = -1
+    recorded = torch.rand(tokens, experts, generator=generator).topk(k).indices
+    recorded[::2] = -1
     router_options: dict[str, dict[str, Any]] = {
         "softmax after": {},
         "softmax before": dict(use_pre_softmax=True, scaling_factor=1.5),
@@ -407,13 +407,13 @@ def replayed_routing() -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, options in router_options.items():
         replay = ReplayedTopK(0)
-        replay.set_recorded(argument, training=True)
+        replay.set_recorded(recorded, training=True)
         leaf = logits.clone().requires_grad_()
         probs, chosen = topk_routing_with_score_function(leaf, k, router_replay=replay, **options)  # type: ignore[arg-type]
         (probs * pull).sum().backward()
-        local_value = topk_routing_with_score_function(logits, k, **options)[1]
+        model_choice = topk_routing_with_score_function(logits, k, **options)[1]
         expected_mask = torch.where(
-            argument[:, :1] < 0, local_value, torch.zeros_like(local_value).scatter(1, argument.clamp(min=0), True)
+            recorded[:, :1] < 0, model_choice, torch.zeros_like(model_choice).scatter(1, recorded.clamp(min=0), True)
         )
         exact = logits.double().requires_grad_()
         scores = exact.sigmoid() if "sigmoid" in name else exact.softmax(-1)
@@ -425,7 +425,7 @@ def replayed_routing() -> dict[str, Any]:
         assert leaf.grad is not None and exact.grad is not None
         result[name] = {
             "chosen": torch.equal(chosen, expected_mask),
-            "others": int((expected_mask != local_value).any(-1).sum()),
+            "others": int((expected_mask != model_choice).any(-1).sum()),
             "weights": float((probs - weights).detach().abs().max()),
             "gradient": float((leaf.grad - exact.grad).abs().max()),
         }
@@ -451,7 +451,7 @@ def routing_by_role() -> dict[str, list[Any]]:
     shape, batch, make = routing_shape(tiny.HF["deepseek_v3"], {}), tiny.batch(), module.make_micro_batch
     record = torch.arange(shape.topk).expand(len(batch.tokens), len(shape.moe_layers), shape.topk)
     recorded = batch.with_(routing=tiny.routing_records(batch, record))
-    actual: dict[str, list[Any]] = {}
+    result: dict[str, list[Any]] = {}
     for role in ("actor", "critic", "reward_model"):
         model, shapes = build("deepseek_v3", role, train={"routing_replay": True}), []
 
@@ -463,8 +463,8 @@ def routing_by_role() -> dict[str, list[Any]]:
         module.make_micro_batch = watch
         model.forward(recorded)
         module.make_micro_batch = make
-        actual[role] = shapes
-    return actual | {"shape": [len(shape.moe_layers), shape.topk]}
+        result[role] = shapes
+    return result | {"shape": [len(shape.moe_layers), shape.topk]}
 
 
 def nll(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
@@ -683,11 +683,11 @@ def training() -> dict[str, Any]:
         actor.on_rollback()
         skip_results += [actor.skip_failure, actor.update(batch, infinite_loss).sync(), actor.skip_failure]
         infinite = torch.full_like(batch.loss_mask, torch.inf, dtype=torch.float32)
-        argument = {name: infinite for name in ("advantages", "returns", "rollout_logprobs")}
-        argument["sequence_reward"] = torch.tensor([0.0, torch.nan])
+        nonfinite_columns = {name: infinite for name in ("advantages", "returns", "rollout_logprobs")}
+        nonfinite_columns["sequence_reward"] = torch.tensor([0.0, torch.nan])
         inputs = {
             name: error(lambda: actor.update(batch.with_(**{name: values}), nll))  # noqa: B023
-            for name, values in argument.items()
+            for name, values in nonfinite_columns.items()
         }
         unused = torch.where(batch.loss_mask, 0.0, infinite)
         num_skipped_unused = actor.update(batch.with_(values=unused), nll).sync()["actor/skipped"]

@@ -28,16 +28,16 @@ def gates(model: Any) -> list[Any]:
 
 def model_routing(model: Any, batch: TrainBatch) -> torch.Tensor:
     """Return the experts that transformers chooses, [T, MoE layers, topk], one sequence at a time."""
-    actual: list[list[torch.Tensor]] = [[] for _ in gates(model)]
+    recorded: list[list[torch.Tensor]] = [[] for _ in gates(model)]
     hooks = [
         gate.register_forward_hook(lambda _, __, out, records=records: records.append(out[2]))
-        for gate, records in zip(gates(model), actual, strict=True)
+        for gate, records in zip(gates(model), recorded, strict=True)
     ]
     with torch.no_grad():
         reference.policy(model, batch)
     for hook in hooks:
         hook.remove()
-    return torch.stack([torch.cat(parts) for parts in actual], dim=1).short()
+    return torch.stack([torch.cat(parts) for parts in recorded], dim=1).short()
 
 
 @contextmanager
@@ -50,8 +50,8 @@ def force_routing(model: Any, routing: torch.Tensor) -> Iterator[None]:
 
         def choose(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
             _, _, indices = local(hidden)
-            value = torch.stack([next(rows) for _ in range(len(indices))])
-            indices = torch.where(value < 0, indices, value)
+            stacked = torch.stack([next(rows) for _ in range(len(indices))])
+            indices = torch.where(stacked < 0, indices, stacked)
             logits = hidden.view(-1, hidden.shape[-1]) @ self.weight.T
             scores = logits.sigmoid() if hasattr(self, "e_score_correction_bias") else logits.softmax(-1)
             weights = scores.gather(1, indices)
@@ -89,9 +89,9 @@ def check(
         config = tiny.config(**layout, **sections, train={"routing_replay": True})
         model = MegatronModel(hf, config, ranks, "actor")
         model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
-        value = tiny.shard_batch(batch)
-        logprobs = tiny.gather_tokens(value, model.forward(value)["logprobs"])
-        loss = model.train_step(value, policy_loss)["actor/loss"]
+        expert_ids = tiny.shard_batch(batch)
+        logprobs = tiny.gather_tokens(expert_ids, model.forward(expert_ids)["logprobs"])
+        loss = model.train_step(expert_ids, policy_loss)["actor/loss"]
         return logprobs, loss, gradients(model)
 
     def difference(a: Any, b: Any) -> float:
@@ -108,13 +108,13 @@ def check(
 
     shape = routing_shape(hf, {})
     generator = torch.Generator().manual_seed(7)
-    value = torch.rand(*local.shape[:2], shape.num_experts, generator=generator).topk(shape.topk).indices.short()
-    value[batch.cu_seqlens[1:] - 1] = -1
-    other_routing = batch.with_(routing=tiny.routing_records(batch, value))
+    expert_ids = torch.rand(*local.shape[:2], shape.num_experts, generator=generator).topk(shape.topk).indices.short()
+    expert_ids[batch.cu_seqlens[1:] - 1] = -1
+    other_routing = batch.with_(routing=tiny.routing_records(batch, expert_ids))
     replayed = train_one_step(other_routing)
-    with force_routing(trainer.model, value), torch.no_grad():
+    with force_routing(trainer.model, expert_ids), torch.no_grad():
         logprobs, _ = reference.policy(trainer.model, batch)
-    with force_routing(trainer.model, value):
+    with force_routing(trainer.model, expert_ids):
         loss = trainer.loss(batch)
     loss.backward()
     expected = trainer.tensors(grads=True)

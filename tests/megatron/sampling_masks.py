@@ -45,20 +45,20 @@ def check(
         model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
         return model
 
-    model, value = build(26), tiny.shard_batch(batch)
-    plan = model.dispatcher.plan(value, forward_only=True)
-    sent = model.dispatcher.dispatch(value, plan, ("tokens",)).select(plan[ranks.dp_rank][0])
+    model, sharded = build(26), tiny.shard_batch(batch)
+    plan = model.dispatcher.plan(sharded, forward_only=True)
+    sent = model.dispatcher.dispatch(sharded, plan, ("tokens",)).select(plan[ranks.dp_rank][0])
     assert (sent.sampling_mask is not None) == model.dispatcher.this_rank.is_last_stage  # no other rank needs it
     actual = {
-        name: tiny.gather_tokens(value, values)
-        for name, values in model.forward(value, temperature=0.7, names=("logprobs", "entropy")).items()
+        name: tiny.gather_tokens(sharded, values)
+        for name, values in model.forward(sharded, temperature=0.7, names=("logprobs", "entropy")).items()
     }
     with torch.no_grad():
         logprobs, entropy = reference.policy(trainer.model, batch, temperature=0.7)
         free, _ = reference.policy(trainer.model, plain, temperature=0.7)
     assert float((logprobs - free)[batch.loss_mask].abs().max()) > 0.1
     other = build(1000).forward(batch, temperature=0.7)["logprobs"]
-    loss = model.train_step(value, policy_loss)["actor/loss"]
+    loss = model.train_step(sharded, policy_loss)["actor/loss"]
     local = gradients(model)
     expected = trainer.loss(batch)
     expected.backward()

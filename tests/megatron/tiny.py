@@ -252,12 +252,12 @@ def shard_batch(batch: TrainBatch) -> TrainBatch:
 
 def gather_tokens(batch: TrainBatch, values: torch.Tensor) -> torch.Tensor:
     """Gather each rank's per-token values of a distributed batch to [T]."""
-    actual = [torch.zeros(0)] * batch.num_sequences
+    gathered = [torch.zeros(0)] * batch.num_sequences
     local_values = list(zip(batch.local_indices.tolist(), values.split(batch.cu_seqlens.diff().tolist()), strict=True))
     for parts in batch.comm.all_gather_objects(local_values):
         for number, part in parts:
-            actual[number] = part
-    return torch.cat(actual)
+            gathered[number] = part
+    return torch.cat(gathered)
 
 
 def snapshot(model: Any) -> dict[str, torch.Tensor]:

@@ -38,9 +38,9 @@ def test_suggested_uneven_split_works(layers: int, pp: int) -> None:
         stage_layers(layers, pp, {})
     text = str(error.value)
     keys = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-    value = {key: int(text.split(f"{key}=")[1].split()[0].rstrip(",")) for key in keys if f"{key}=" in text}
-    assert value
-    assert sum(len(stage) for stage in stage_layers(layers, pp, value)) == layers
+    advised = {key: int(text.split(f"{key}=")[1].split()[0].rstrip(",")) for key in keys if f"{key}=" in text}
+    assert advised
+    assert sum(len(stage) for stage in stage_layers(layers, pp, advised)) == layers
 
 
 def test_refuses_impossible_pipeline() -> None:
@@ -65,8 +65,8 @@ def test_all_advice_leads_to_a_valid_split() -> None:
         for advice in text.split("; ")[1].split(", or "):
             stage_settings = dict(settings) if "remove" not in advice else {}
             parts = 1 if "parallel.vpp to 1" in advice else vpp
-            value = {key: int(result[1]) for key in keys if (result := re.search(rf"{key}=(\d+)", advice))}
-            stage_settings = {**stage_settings, **value} if "remove" not in advice else value
+            advised_settings = {key: int(result[1]) for key in keys if (result := re.search(rf"{key}=(\d+)", advice))}
+            stage_settings = {**stage_settings, **advised_settings} if "remove" not in advice else advised_settings
             sizes = re.search(r"parallel\.pp to one of ([\d, ]+)", advice)
             for size in map(int, sizes[1].strip(", ").split(", ")) if sizes else [pp]:
                 stages = stage_layers(layers, size, stage_settings, parts)

@@ -315,11 +315,11 @@ def test_writes_a_step_in_the_background(tmp_path: Path, monkeypatch: pytest.Mon
     may_continue, started = threading.Event(), threading.Event()
     threads = set()
 
-    def write_slowly(file: Path, *argument: Any) -> None:
+    def write_slowly(file: Path, *args: Any) -> None:
         threads.add(threading.current_thread())
         started.set()
         assert may_continue.wait(60)
-        write_part(file, *argument)
+        write_part(file, *args)
 
     monkeypatch.setattr(rollout_log, "write_part", write_slowly)
     log = RolloutLog(tmp_path, 5, pytest.fail)

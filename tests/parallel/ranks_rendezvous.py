@@ -15,17 +15,17 @@ from megarl.parallel import ranks
 
 def warm_up_groups() -> list[list[int]]:
     """Return the ranks of each device collective that `initialize` and `create_layout` run, in order."""
-    actual: list[list[int]] = []
+    groups: list[list[int]] = []
     all_reduce = dist.all_reduce
 
     def record(tensor: torch.Tensor, *args: object, group: dist.ProcessGroup | None = None) -> None:
         all_reduce(tensor, group=group)
-        actual.append(dist.get_process_group_ranks(group or dist.group.WORLD))
+        groups.append(dist.get_process_group_ranks(group or dist.group.WORLD))
 
     dist.all_reduce = record
     ranks.initialize(ParallelConfig(world_size=4, pp=2))
     ranks.create_layout(ParallelConfig(world_size=4, pp=4))  # like a critic in a layout of its own
-    return actual
+    return groups
 
 
 def single_rank_run(folder: Path) -> str:

@@ -77,7 +77,7 @@ class Case:
         return exchange.deliver(self.columns, self.kinds, self.given, self.homes, self.wants, self.parts)
 
     def mismatches(self, delivery: Delivery, rank: int) -> list[str]:
-        actual = []
+        errors = []
         for name in sorted(self.kinds):
             received, part = delivery.rows(name), self.parts.get(name, {rank: None})[rank]
             expected = [self.rows[name][number] for number in self.wants[rank]]
@@ -88,8 +88,8 @@ class Case:
                 for a, b in zip(received, expected, strict=False)
             ]
             if len(received) != len(expected) or not all(is_equal):
-                actual.append(f"{name}: {is_equal} of {[tuple(rows.shape) for rows in expected]}")
-        return actual
+                errors.append(f"{name}: {is_equal} of {[tuple(rows.shape) for rows in expected]}")
+        return errors
 
 
 def cases(exchange: RowExchange, rank: int, world: int, seed: int) -> dict[str, Any]:
@@ -133,9 +133,9 @@ def gathers(exchange: RowExchange, rank: int, world: int, seed: int) -> dict[str
         expected = parts[0].clone()
         for part in parts[1:]:
             expected += part
-        argument = parts[rank].clone()
-        if not torch.equal(row_exchange.WorldComm().all_reduce(argument), expected) or not torch.equal(
-            argument, parts[rank]
+        reduced = parts[rank].clone()
+        if not torch.equal(row_exchange.WorldComm().all_reduce(reduced), expected) or not torch.equal(
+            reduced, parts[rank]
         ):
             mismatches.append(f"total of {dtype}")
     if row_exchange.WorldComm().all_reduce(torch.tensor(rank + 1)).item() != world * (world + 1) // 2:
@@ -164,24 +164,24 @@ def lifetime(exchange: RowExchange, rank: int, world: int, seed: int) -> dict[st
     column_types: dict[str, Any] = {"copied": (torch.int64, ()), "shared": (torch.int64, ())}
     columns = {"copied": torch.arange(50_000) + rank, "shared": shared_memory.empty((50_000,), torch.int64)}
     columns["shared"].copy_(columns["copied"] * 2)
-    actual: dict[str, Any] = {"allocated": shared_memory.allocated_bytes()}
+    result: dict[str, Any] = {"allocated": shared_memory.allocated_bytes()}
     delivery = exchange.deliver(columns, column_types, lengths, owners, requests)
     copied, shared = delivery.rows("copied"), delivery.rows("shared")
     local = columns["copied"].data_ptr(), columns["shared"].data_ptr()
-    actual["local_rows_are_views"] = (copied[1].data_ptr(), shared[1].data_ptr()) == local
-    actual["bytes_sent"] = dict(exchange.bytes_sent)
+    result["local_rows_are_views"] = (copied[1].data_ptr(), shared[1].data_ptr()) == local
+    result["bytes_sent"] = dict(exchange.bytes_sent)
     ranks.barrier()
     keep = shared[0][7:9]
     shared[0][0] = -1  # copied on write for the reader
     ranks.barrier()
-    actual["sender_row"] = int(columns["shared"][0])
+    result["sender_row"] = int(columns["shared"][0])
     columns["copied"].zero_()  # readers have their copy, so the sender may reuse its tensor
     del columns, local, shared, delivery
     gc.collect()
     ranks.barrier()
-    actual["received"] = [copied[0][:2].tolist(), keep.tolist()]
-    actual["after_free"] = [shared_memory.allocated_bytes(), len(open_shared_memory())]
-    return actual
+    result["received"] = [copied[0][:2].tolist(), keep.tolist()]
+    result["after_free"] = [shared_memory.allocated_bytes(), len(open_shared_memory())]
+    return result
 
 
 def dead_rank(exchange: RowExchange, rank: int, world: int, seed: int) -> dict[str, Any]:
@@ -190,14 +190,14 @@ def dead_rank(exchange: RowExchange, rank: int, world: int, seed: int) -> dict[s
     owners, lengths, requests = torch.arange(world), torch.full((world,), 9), [list(range(world))] * world
     columns = {"tokens": torch.full((9,), rank)}
     first = exchange.deliver(columns, column_types, lengths, owners, requests).rows("tokens")
-    actual: dict[str, Any] = {"first": [int(rows[8]) for rows in first], "second": None}
+    result: dict[str, Any] = {"first": [int(rows[8]) for rows in first], "second": None}
     ranks.barrier()
     if rank != 1:
         try:
             exchange.deliver(columns, column_types, lengths, owners, requests).rows("tokens")
         except Exception as error:
-            actual["second"] = type(error).__name__
-    print("RESULT " + json.dumps(actual), flush=True)
+            result["second"] = type(error).__name__
+    print("RESULT " + json.dumps(result), flush=True)
     os._exit(0)  # like a killed process, without any cleanup
 
 

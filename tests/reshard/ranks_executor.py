@@ -67,7 +67,7 @@ def fill(target: torch.Tensor, param: Param, slices: list[ShardSlice], full: Ten
 def shards(case: Any, params: list[Param], full: Tensors, rank: int) -> Tensors:
     """Return Megatron's shards on this rank, with garbage as padding."""
     experts = family_of(case.hf).num_experts(case.hf)
-    actual = {}
+    tensors = {}
     for param in params:
         local = case.train.trainer_rank(rank)
         if local is not None and case.train.has_param(local, param, experts):
@@ -76,9 +76,9 @@ def shards(case: Any, params: list[Param], full: Tensors, rank: int) -> Tensors:
             shape = list(param.hf[0].shape)
             shape[slices[0].dim if slices else 0] = size
             dtype = full[param.hf[0].name].dtype
-            actual[param.megatron] = torch.full(shape, 7.0, dtype=dtype)
-            fill(actual[param.megatron], param, slices, full)
-    return actual
+            tensors[param.megatron] = torch.full(shape, 7.0, dtype=dtype)
+            fill(tensors[param.megatron], param, slices, full)
+    return tensors
 
 
 def reference_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,12 +95,12 @@ def reference_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def quantise_weights(params: list[Param], full: Tensors) -> Tensors:
     """Return all weights as the engine must hold them: some in FP8, with scales as `NAME scales`."""
-    actual = dict(full)
+    tensors = dict(full)
     for param in params:
         if is_quantised(param):
             for tensor in param.hf:
-                actual[tensor.name], actual[tensor.name + " scales"] = reference_fp8(full[tensor.name])
-    return actual
+                tensors[tensor.name], tensors[tensor.name + " scales"] = reference_fp8(full[tensor.name])
+    return tensors
 
 
 def engine_tensors(case: Any, params: list[Param], dtype: torch.dtype, rank: int) -> Tensors:
@@ -110,16 +110,16 @@ def engine_tensors(case: Any, params: list[Param], dtype: torch.dtype, rank: int
     shapes = {} if position is None else engine_shapes(params, case.engine, position, experts)
     slots = [(engine_slot, param) for param in params if (engine_slot := case.engine.slot_of(param))]
     engine_dtypes = {engine_slot.name: param.dtype for engine_slot, param in slots if param.dtype}
-    actual = {
+    tensors = {
         name: torch.full(shape, -5.0, dtype=engine_dtypes.get(name) or dtype) for name, shape in sorted(shapes.items())
     }
     for name in {engine_slot.name for engine_slot, param in slots if case.wire == "fp8" and is_quantised(param)}:
         if name not in shapes:
             continue
         *stack, rows, columns = shapes[name]
-        actual[name] = actual[name].to(torch.float8_e4m3fn)
-        actual[name + "_scale_inv"] = torch.full((*stack, -(-rows // BLOCK), -(-columns // BLOCK)), -5.0)
-    return actual
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[name + "_scale_inv"] = torch.full((*stack, -(-rows // BLOCK), -(-columns // BLOCK)), -5.0)
+    return tensors
 
 
 def scale_slices(slices: list[ShardSlice]) -> list[ShardSlice]:

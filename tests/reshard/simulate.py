@@ -246,22 +246,22 @@ def simulate(plan: ReshardPlan, hf: HFConfig, wire: str, ranks_per_node: int) ->
     fullest = 0.0
     for number in range(plan.rounds):
         rounds: list[Round] = [rank.round(number) for rank in ranks]
-        posted = {(rank, m.peer): m for rank, round_ in enumerate(rounds) for m in round_.sends}
-        assert len(posted) == sum(len(round_.sends) for round_ in rounds), (
+        posted = {(rank, m.peer): m for rank, transfers in enumerate(rounds) for m in transfers.sends}
+        assert len(posted) == sum(len(transfers.sends) for transfers in rounds), (
             f"round {number}: two messages between two ranks"
         )
         arrived: list[dict[Key, np.ndarray]] = [{} for _ in range(world)]
-        for rank, round_ in enumerate(rounds):
-            send_bytes = sum(staged_bytes(m.pieces) for m in round_.sends)
-            receive_bytes = sum(staged_bytes(m.pieces) for m in round_.receives) + staged_bytes(round_.local)
+        for rank, transfers in enumerate(rounds):
+            send_bytes = sum(staged_bytes(m.pieces) for m in transfers.sends)
+            receive_bytes = sum(staged_bytes(m.pieces) for m in transfers.receives) + staged_bytes(transfers.local)
             fullest = max(fullest, 2 * max(send_bytes, receive_bytes) / plan.bucket_bytes)
             assert max(send_bytes, receive_bytes) <= plan.bucket_bytes // 2, (
                 f"round {number}, rank {rank}: {send_bytes} out, {receive_bytes} in"
             )
-            assert rank in position or not (round_.receives or round_.local), (
+            assert rank in position or not (transfers.receives or transfers.local), (
                 f"round {number}: rank {rank} has no engine"
             )
-            for message in round_.receives:
+            for message in transfers.receives:
                 where = f"round {number}, {message.peer} -> {rank}"
                 sent = posted.pop((message.peer, rank), None)
                 assert sent is not None, f"{where}: nobody sends it"
@@ -280,7 +280,7 @@ def simulate(plan: ReshardPlan, hf: HFConfig, wire: str, ranks_per_node: int) ->
                     assert key in received[message.peer], f"{where}: not received the round before: {key}"
                     model.unpack(position[rank], tensors[rank], piece, received[message.peer][key])
                 total[message.peer, rank] += sum(piece.nbytes for piece in message.pieces)
-            for piece in round_.local:
+            for piece in transfers.local:
                 model.unpack(position[rank], tensors[rank], piece, model.pack(rank, piece))
         assert not posted, f"round {number}: nobody receives {sorted(posted)}"
         received = arrived

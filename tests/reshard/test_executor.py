@@ -54,17 +54,20 @@ def test_engines_on_separate_ranks_receive_their_shards(split_results: list[dict
             assert (case in result) == (rank in (*train_ranks, *engine_ranks)), f"{case}, rank {rank}"
             if case not in result:
                 continue
-            actual = result[case]
-            assert actual["equal"] == [True] * 4 and actual["wrong"] == [], f"{case}, rank {rank}"
+            case_result = result[case]
+            assert case_result["equal"] == [True] * 4 and case_result["wrong"] == [], f"{case}, rank {rank}"
             # Ranks that only train write nothing; ranks that only generate send nothing.
-            assert (actual["verified"][0][1] > 0) == bool(actual["drafts"]) == (rank in engine_ranks), (
+            assert (case_result["verified"][0][1] > 0) == bool(case_result["drafts"]) == (rank in engine_ranks), (
                 f"{case}, rank {rank}"
             )
-            assert actual["trains"] == (rank in train_ranks), f"{case}, rank {rank}"
-    wires = {actual["wire"] for result in split_results for actual in result.values()}
+            assert case_result["trains"] == (rank in train_ranks), f"{case}, rank {rank}"
+    wires = {case_result["wire"] for result in split_results for case_result in result.values()}
     assert wires == {"bf16", "fp32", "fp8"}
     assert any(
-        actual["straddling"] for result in split_results for actual in result.values() if actual["wire"] == "fp8"
+        case_result["straddling"]
+        for result in split_results
+        for case_result in result.values()
+        if case_result["wire"] == "fp8"
     )
 
 

@@ -75,7 +75,7 @@ def check_bytes_and_bounds(plan: ReshardPlan, bound: Bound, where: str) -> dict[
     is_remote = sent.src // ranks_per_node != sent.dst // ranks_per_node
     assert sent.nbytes.sum() == bound.cross_bytes, where
     assert sent.nbytes[is_remote].sum() == bound.internode_bytes, where
-    actual = {}
+    totals = {}
     for name, ranks, chosen in (
         ("nic_send", sent.src, is_remote),
         ("nic_recv", sent.dst, is_remote),
@@ -83,11 +83,11 @@ def check_bytes_and_bounds(plan: ReshardPlan, bound: Bound, where: str) -> dict[
         ("recv", sent.dst, is_remote | True),
     ):
         busiest = float(np.bincount(ranks[chosen], sent.nbytes[chosen], 1).max())
-        bounds = [name, "send_capped"] if name == "send" and actual["nic_send"] <= NETWORK_SLACK else [name]
+        bounds = [name, "send_capped"] if name == "send" and totals["nic_send"] <= NETWORK_SLACK else [name]
         for resource in bounds:
-            actual[resource] = busiest / max(getattr(bound, resource), 1.0)
+            totals[resource] = busiest / max(getattr(bound, resource), 1.0)
             assert busiest >= getattr(bound, resource) * (1 - 1e-9), f"{where}{resource} is more than was sent"
-    return actual
+    return totals
 
 
 @pytest.mark.parametrize("seed", range(0, SEEDS, 13))

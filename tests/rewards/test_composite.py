@@ -92,13 +92,13 @@ def test_scores_the_last_branch_for_the_whole_episode() -> None:
     turn = Turn((7,), (0.0,), True, reward=3.0)
     branches = as_branches([replace(ROLLOUT, turns=(Turn((1,)), turn)), ROLLOUT], 0)
     aborted = as_branches([ROLLOUT, replace(ROLLOUT, status="aborted", failure="late")], 1)
-    value = Rollouts.gather([*branches, *aborted, ROLLOUT, *as_branches([ROLLOUT] * 3, 2)])
+    rollouts = Rollouts.gather([*branches, *aborted, ROLLOUT, *as_branches([ROLLOUT] * 3, 2)])
     results: list[dict[str, RewardResult]] = [
         {"a": Reward(1.0, {"b": 2.0}, (0.25, 0.5))},
         {"a": Reward(5.0)},
         {"a": RewardFailure("x")},
     ]
-    first, last, *cleared, single, second_group, fourth, fifth = combine_episode_rewards(value, results, {"a": 2.0})
+    first, last, *cleared, single, second_group, fourth, fifth = combine_episode_rewards(rollouts, results, {"a": 2.0})
     assert last == combine_reward(branches[1], results[0], {"a": 2.0}) and [turn.reward for turn in last.turns] == [
         0,
         0.5,

@@ -57,5 +57,5 @@ PIECES = [*PIECES.split(), "\n", " ", "\x00", "the "]
 @example("\\boxed{42}\\boxed{")
 def test_any_answer_gets_a_reward_in_range(text):
     for function, ground_truth in FUNCTIONS.items():
-        value = function(make_rollout(text, ground_truth))
-        assert type(value) is float and (-1.0 if function is math_dapo else 0.0) <= value <= 1.0
+        reward = function(make_rollout(text, ground_truth))
+        assert type(reward) is float and (-1.0 if function is math_dapo else 0.0) <= reward <= 1.0

@@ -18,8 +18,10 @@ def rollout(number: int, unscored: dict[str, str], aborted: bool = False) -> Rol
 
 def test_ends_the_run_above_max_failed_frac() -> None:
     timed_out, raised = {"a": "it took\nlonger"}, {"b": "it raised"}
-    value = [raised, timed_out, {}, timed_out, {}, {}, {}, {}]
-    rollouts = Rollouts.gather([rollout(i, item) for i, item in enumerate(value)] + [rollout(9, {}, aborted=True)] * 4)
+    reasons_by_rollout = [raised, timed_out, {}, timed_out, {}, {}, {}, {}]
+    rollouts = Rollouts.gather(
+        [rollout(i, item) for i, item in enumerate(reasons_by_rollout)] + [rollout(9, {}, aborted=True)] * 4
+    )
     assert rollouts.unscored.tolist() == [1, 1, 0, 1] + [0] * 8
     reasons = "2 x a: it took longer (on the sample 'p1'), 1 x b: it raised (on the sample 'p0')"
     assert summarize_unscored(rollouts) == reasons

@@ -265,14 +265,14 @@ def test_oversized_observation_ends_the_rollout() -> None:
 
 
 def test_truncates_long_tool_results_to_limit_and_context() -> None:
-    number, value = call("9**70"), str(9**70)
+    number, result_text = call("9**70"), str(9**70)
     size = len(CHAT.encode_prompt(PROMPT)) + len(make_generation(number).token_ids)
     frame = len(CHAT.encode_continuation([{"role": "tool", "content": ""}]))
     for settings in ({"max_tool_response_tokens": 48}, {"max_context": size + frame + 60}):
         rollout, policy = converse(number, "done", **settings)
         assert rollout.status == "stop" and len(policy.requests) == 2
         result = rollout.messages[2]["content"]
-        assert result.startswith(value[:4]) and result.endswith(value[-4:]) and "tokens cut" in result
+        assert result.startswith(result_text[:4]) and result.endswith(result_text[-4:]) and "tokens cut" in result
         assert 30 <= len(ids(result)) <= 50
         answer = [{"role": "tool", "name": "calculator", "tool_call_id": "functions.calculator:0", "content": result}]
         assert rollout.turns[2].token_ids.tolist() == CHAT.encode_continuation(

@@ -52,8 +52,8 @@ def wait_until(condition, seconds=30):
     return result
 
 
-def warm(sandbox, count=5, idle=4, **value):
+def warm(sandbox, count=5, idle=4, **kwargs):
     """Run the command until idle sandboxes are prewarmed for the next run."""
     for _ in range(count):
-        assert sandbox.run(COMMAND, {"main.py": b""}, **value).ok
+        assert sandbox.run(COMMAND, {"main.py": b""}, **kwargs).ok
     return wait_until(lambda: len(result := find_idle_sandboxes(sandbox)) >= idle and result)

@@ -61,9 +61,9 @@ def attack_results(request, sandbox, listeners, tmp_path_factory):
     port, abstract, _ = listeners
     python = Path(os.path.realpath(sys.base_prefix)).parts[1]
     names = {"PORT": port, "ABSTRACT": abstract, "CHECKPOINTS": str(checkpoints), "PYTHON": [python]}
-    argument = "".join(f"{name} = {value!r}\n" for name, value in names.items())
-    argument += f"SECRET = bytes({list(SECRET.encode())}).decode()\n"  # so that a search does not find it in the source
-    source = f"{attacks.PRELUDE}\n{argument}\nbefore = set(globals()) | {{'before'}}\n{attacks.ATTACKS}"
+    script = "".join(f"{name} = {value!r}\n" for name, value in names.items())
+    script += f"SECRET = bytes({list(SECRET.encode())}).decode()\n"  # so that a search does not find it in the source
+    source = f"{attacks.PRELUDE}\n{script}\nbefore = set(globals()) | {{'before'}}\n{attacks.ATTACKS}"
     source += f"{cross_sandbox_attacks.ATTACKS}\n{attacks.RUN_ATTACKS}"
     limits = Limits(seconds=60, output_bytes=1 << 20, memory_mb=256 if request.param == "prepared" else 300)
     if request.param == "prepared":
@@ -71,10 +71,10 @@ def attack_results(request, sandbox, listeners, tmp_path_factory):
             assert sandbox.run_harness("send(0, 0)", 1, limits=limits).is_complete
         wait_until(lambda: len(find_idle_sandboxes(sandbox)) >= 4)
         time.sleep(2.0)
-    actual = sandbox.run_harness(source, 1, limits=limits)
-    assert actual.is_complete, actual.run
-    assert (actual.results[0].pop("age") > 1.5) == (request.param == "prepared")
-    return actual.results[0]
+    result = sandbox.run_harness(source, 1, limits=limits)
+    assert result.is_complete, result.run
+    assert (result.results[0].pop("age") > 1.5) == (request.param == "prepared")
+    return result.results[0]
 
 
 @pytest.mark.parametrize("name", ATTACK_NAMES)
@@ -108,8 +108,8 @@ def test_attacks_do_not_disturb_idle_sandboxes():
     """Idle sandboxes run as the same user, and wait on pipes that look alike."""
     sandbox = SyncSandbox(max_boxes=4)
     try:
-        actual = warm(sandbox)
-        pids = [sandbox.async_sandbox.runner_pid, *actual, *actual.values()]
+        idle = warm(sandbox)
+        pids = [sandbox.async_sandbox.runner_pid, *idle, *idle.values()]
 
         def states():
             fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split() for pid in pids]
@@ -121,7 +121,7 @@ def test_attacks_do_not_disturb_idle_sandboxes():
         )
         assert disrupted.reason in ("", "signal")  # depends on whether it finishes before it kills itself
         assert states() == before
-        assert not any(list_children(first) for first in actual.values())  # none has started its command
+        assert not any(list_children(first) for first in idle.values())  # none has started its command
         assert sandbox.run(COMMAND, {"main.py": b"print(4)"}).stdout == b"4\n"
     finally:
         sandbox.close()

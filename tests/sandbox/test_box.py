@@ -29,8 +29,8 @@ def sandbox():
     sandbox.close()
 
 
-def python(sandbox, source, **argument):
-    return sandbox.run(["python3", "-c", source], **argument)
+def python(sandbox, source, **kwargs):
+    return sandbox.run(["python3", "-c", source], **kwargs)
 
 
 def test_runs_with_files_and_stdin(sandbox):
@@ -197,7 +197,7 @@ def test_watchdog_replaces_a_missing_memory_cgroup(monkeypatch):
     assert "memory watchdog" in layers.layers and "memory cgroup" not in layers.layers
     fork = "import os, time\nfor _ in range(4): os.fork()\n"
     limits = Limits(seconds=20, memory_mb=120)
-    actual = sandbox.all(
+    results = sandbox.all(
         {
             "one": sandbox.async_sandbox.run(
                 ["python3", "-c", "a = b'x' * (200 << 20)\nwhile True: pass"], limits=limits
@@ -224,7 +224,7 @@ def test_watchdog_replaces_a_missing_memory_cgroup(monkeypatch):
         }
     )
     sandbox.close()
-    assert {name: result.reason for name, result in actual.items()} == {
+    assert {name: result.reason for name, result in results.items()} == {
         "one": "memory",
         "many": "memory",
         "files": "memory",

@@ -85,7 +85,7 @@ def test_replaces_a_killed_idle_sandbox(sandbox):
     bwrap_pid, first = next(iter(before.items()))
     os.kill(first, signal.SIGKILL)
     wait_until_exited([bwrap_pid, first])
-    after = wait_until(lambda: len(actual := find_idle_sandboxes(sandbox)) >= 4 and actual)
+    after = wait_until(lambda: len(idle := find_idle_sandboxes(sandbox)) >= 4 and idle)
     assert bwrap_pid not in after
     assert sandbox.run(COMMAND, {"main.py": b"print(1)"}).stdout == b"1\n"
 
@@ -94,9 +94,9 @@ def test_replaces_a_killed_idle_sandbox(sandbox):
 @pytest.mark.parametrize("failure", ["the first process", "bubblewrap"])
 def test_runs_after_all_idle_sandboxes_die(sandbox, failure):
     """The runner is stopped meanwhile, so the request arrives together with the exits."""
-    actual = warm(sandbox)
+    idle = warm(sandbox)
     os.kill(sandbox.async_sandbox.runner_pid, signal.SIGSTOP)
-    pids = actual.values() if failure == "the first process" else actual
+    pids = idle.values() if failure == "the first process" else idle
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     wait_until_exited(pids)
@@ -144,18 +144,16 @@ def test_idle_sandboxes_hold_both_ends_of_their_gate(sandbox):
         return gate_pipes[0] == gate_pipes[1] and gate_pipes[0].startswith("pipe:")
 
     warm(sandbox)
-    assert wait_until(
-        lambda: len(actual := find_idle_sandboxes(sandbox)) >= 4 and all(map(is_gate_held, actual.values()))
-    )
+    assert wait_until(lambda: len(idle := find_idle_sandboxes(sandbox)) >= 4 and all(map(is_gate_held, idle.values())))
 
 
 @needs_bubblewrap
 def test_closing_ends_idle_sandboxes():
     sandbox = SyncSandbox()
-    actual = warm(sandbox)
+    idle = warm(sandbox)
     runner = sandbox.async_sandbox.runner_pid
     sandbox.close()
-    wait_until_exited([*actual, *actual.values(), runner])
+    wait_until_exited([*idle, *idle.values(), runner])
 
 
 OWNER = """
@@ -253,18 +251,18 @@ def pool(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(namespace_module.time, "monotonic", lambda: clock[0])
     runner = FakeRunner()
-    actual = WarmPool(runner, 16)
-    actual.runner, actual.now = runner, clock
+    pool = WarmPool(runner, 16)
+    pool.runner, pool.now = runner, clock
 
     def fill():
         for _ in range(50):
-            if actual.refill(clock[0]) > clock[0]:
+            if pool.refill(clock[0]) > clock[0]:
                 break
-        return [item.spec.command[0] for item in actual._idle]
+        return [item.spec.command[0] for item in pool._idle]
 
-    actual.fill = fill
-    actual.take_named = lambda name, disk=64: actual.take(BoxSpec((name,), False, 1), disk, 100)
-    return actual
+    pool.fill = fill
+    pool.take_named = lambda name, disk=64: pool.take(BoxSpec((name,), False, 1), disk, 100)
+    return pool
 
 
 def test_does_not_prewarm_one_time_commands(pool):

@@ -73,9 +73,9 @@ async def service(folder, answer=None, requests=None):
         await runner.cleanup()
 
 
-def use_service(folder, use_sandbox, **value):
+def use_service(folder, use_sandbox, **kwargs):
     async def main():
-        async with service(folder, **value) as sandbox:
+        async with service(folder, **kwargs) as sandbox:
             return await use_sandbox(sandbox)
 
     return asyncio.run(main())

@@ -26,18 +26,22 @@ def run_filter(machine, number, *arguments, architecture=None):
     """Return the verdict on a call: allow, kill, or the name of an error."""
     code = read_instructions(machine)
     data = struct.pack("<IIQ6Q", number, architecture or MACHINES[machine], 0, *arguments, *[0] * (6 - len(arguments)))
-    position = value = 0
+    position = accumulator = 0
     while True:
         kind, jump_true, jump_false, k = code[position]
         position += 1
         if kind == 0x20:
-            value = struct.unpack_from("<I", data, k)[0]
+            accumulator = struct.unpack_from("<I", data, k)[0]
         elif kind == 0x54:
-            value &= k
+            accumulator &= k
         elif kind == 0x06:
             return {0x7FFF0000: ALLOW, 0x80000000: KILL}.get(k) or errno.errorcode[k & 0xFFFF]
         else:
-            position += jump_true if {0x15: value == k, 0x25: value > k, 0x45: bool(value & k)}[kind] else jump_false
+            position += (
+                jump_true
+                if {0x15: accumulator == k, 0x25: accumulator > k, 0x45: bool(accumulator & k)}[kind]
+                else jump_false
+            )
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -51,12 +51,12 @@ def test_runs_each_configuration_once(
     requested = []
 
     def run(command: list[str], **_: Any) -> Any:
-        value = dict(text.split("=", 1) for text in command if "=" in text)
-        requested.append((value["algorithm"], value["run.seed"], value.get("critic.warmup_steps")))
-        run_dir = Path(value["run.dir"])
+        overrides = dict(text.split("=", 1) for text in command if "=" in text)
+        requested.append((overrides["algorithm"], overrides["run.seed"], overrides.get("critic.warmup_steps")))
+        run_dir = Path(overrides["run.dir"])
         run_dir.mkdir(parents=True)
         rows = [
-            {"step": 1, "time": 0.0, "eval/reward_greedy": float(value["run.seed"]) / 4, "rollout/reward_mean": 0.5}
+            {"step": 1, "time": 0.0, "eval/reward_greedy": float(overrides["run.seed"]) / 4, "rollout/reward_mean": 0.5}
         ]
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return SimpleNamespace(returncode=0)

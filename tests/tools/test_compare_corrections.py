@@ -36,11 +36,13 @@ def test_table_has_means_of_runs_done_once(
     requested = []
 
     def run(command: list[str], **_: Any) -> Any:
-        value = dict(text.split("=", 1) for text in command if "=" in text and not text.startswith("-"))
-        requested.append((value["run.seed"], value["rollout.max_staleness"], value.get("correction.kind", "")))
-        run_dir = Path(value["run.dir"])
+        overrides = dict(text.split("=", 1) for text in command if "=" in text and not text.startswith("-"))
+        requested.append(
+            (overrides["run.seed"], overrides["rollout.max_staleness"], overrides.get("correction.kind", ""))
+        )
+        run_dir = Path(overrides["run.dir"])
         run_dir.mkdir(parents=True)
-        reward = 0.5 if value["run.seed"] == "1" else 0.9
+        reward = 0.5 if overrides["run.seed"] == "1" else 0.9
         rows = [{"step": step, "time": 0.0, "rollout/staleness_mean": float(step)} for step in (1, 2)]
         rows.append({"step": 2, "time": 0.0, "eval/reward_greedy": reward, "eval/reward_sampled": 0.25})
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -170,15 +170,15 @@ def test_recognizes_a_named_straggler() -> None:
 
 def test_soak_metrics_match_hand_computed_values() -> None:
     assert [soaking.percentile([4.0, 1.0, 3.0, 2.0], quantile) for quantile in (50, 90, 99, 25)] == [2.0, 4.0, 4.0, 1.0]
-    rows_ = [
+    soak_rows = [
         {"step": 1, "time": 10.0, "time/step": 2.0},
         {"step": 2, "time": 12.0, "time/step": 2.0},
         {"step": 2, "time": 31.0, "time/step": 3.0},
         {"step": 3, "time": 33.0, "time/step": 2.5},
     ]
-    assert soaking.effective_seconds(rows_) == 2.0 + 3.0 + 2.5
-    assert soaking.recovered(rows_, 13.0, 2) == 20.0 and soaking.recovered(rows_, 13.0, 1) == 18.0
-    assert soaking.recovered(rows_, 40.0, 3) is None
+    assert soaking.effective_seconds(soak_rows) == 2.0 + 3.0 + 2.5
+    assert soaking.recovered(soak_rows, 13.0, 2) == 20.0 and soaking.recovered(soak_rows, 13.0, 1) == 18.0
+    assert soaking.recovered(soak_rows, 40.0, 3) is None
     kills = [soaking.Kill("rank", 13.0, 2, 20.0), soaking.Kill("launcher", 40.0, 3, None)]
     report = soaking.Report(3, kills, 40.0, 0.19, 0.8, 0, True, 0)
     assert report.ok and report.recoveries == [20.0] and report.percentiles() == {50: 20.0, 90: 20.0, 99: 20.0}

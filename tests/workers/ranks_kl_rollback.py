@@ -141,11 +141,11 @@ def roll_back_fresh_optimizer() -> list[bool]:
     before = copy_state(actor)
     for torch_optimizer in _torch_optimizers(actor.model.optimizer) if actor.model is not None else ():
         torch_optimizer.state.clear()
-    actual = []
+    outcomes = []
     for number in (1, 2):
         rows = step(actor, number, lr_factor=3000.0)
-        actual += [any("guards/ppo_kl" in row for row in rows), is_equal(copy_state(actor), before)]
-    return actual
+        outcomes += [any("guards/ppo_kl" in row for row in rows), is_equal(copy_state(actor), before)]
+    return outcomes
 
 
 def count_updates_after_oom(actor: ActorWorker) -> int:
@@ -164,8 +164,10 @@ def count_updates_after_oom(actor: ActorWorker) -> int:
 
 def roll_back_nan_kl(actor: ActorWorker) -> bool:
     def loss_with_nan_kl(output: ModelOutput, part: TrainBatch) -> TokenLoss:
-        actual = loss(output, part)
-        return TokenLoss(actual.loss, actual.metrics | {"actor/ppo_kl": actual.metrics["actor/ppo_kl"] * torch.nan})
+        token_loss = loss(output, part)
+        return TokenLoss(
+            token_loss.loss, token_loss.metrics | {"actor/ppo_kl": token_loss.metrics["actor/ppo_kl"] * torch.nan}
+        )
 
     actor.begin_step(7)
     batch = batch_of(actor)

@@ -47,8 +47,8 @@ def context(path: str, folder: str, **sections: Any) -> Any:
 
 
 def scored(worker: Any, batch: TrainBatch) -> torch.Tensor:
-    actual: torch.Tensor = worker.forward(batch).wait().scores
-    return actual
+    scores: torch.Tensor = worker.forward(batch).wait().scores
+    return scores
 
 
 def train(family: str, folder: str) -> list[float]:

@@ -201,26 +201,26 @@ def test_staleness_metrics_by_hand() -> None:
 
 def test_only_the_training_generation_is_oversampled() -> None:
     run = OversampledRun(LOCAL, 1, LocalKVStore())
-    value = run.loader.next_batch()
+    next_prompts = run.loader.next_batch()
     state = run.loader.state_dict()
     for prompts, greedy in (
-        (value, True),
+        (next_prompts, True),
         (PROMPTS[:3], False),
-        (value, False),
+        (next_prompts, False),
     ):  # the last is the step's second generation
         plan = run.oversampling.plan(prompts, 1, greedy)
         assert (plan.prompts, plan.num_needed, plan.num_partial_groups) == (prompts, None, 0)
     assert run.loader.state_dict() == state
-    plan = run.oversampling.plan(value, 2, False)
+    plan = run.oversampling.plan(next_prompts, 2, False)
     assert (len(plan.prompts), plan.num_needed, plan.is_training) == (6, NEEDED, True)
 
 
 def test_without_oversampling_nothing_is_kept_or_saved(tmp_path: Path) -> None:
     run = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=1.0)
-    value = run.loader.next_batch()
+    next_prompts = run.loader.next_batch()
     state = run.loader.state_dict()
-    rollouts = run.generate(value, 1)
-    assert [item.prompt.id for item in rollouts.local] == [prompt.id for prompt in value for _ in range(SAMPLES)]
+    rollouts = run.generate(next_prompts, 1)
+    assert [item.prompt.id for item in rollouts.local] == [prompt.id for prompt in next_prompts for _ in range(SAMPLES)]
     assert run.loader.state_dict() == state and run.metrics[-1].keys() == {"rollout/idle_frac"}
     assert run.oversampling.save()(tmp_path) == {} and not list(tmp_path.iterdir())
 

@@ -304,11 +304,11 @@ def test_judge_is_called_by_ranks_with_rollouts(results: dict[str, Any]) -> None
 def test_teacher_logprobs_match_transformers(results: dict[str, Any], role: str) -> None:
     """Two layouts and role names; each rank gets its own sequences, also the rank without the teacher."""
     for temperature, name in ((0.7, "as sampled"), (1.0, "at 1")):
-        actual: dict[int, list[float]] = {}
+        merged: dict[int, list[float]] = {}
         for rank in results["ranks"]:
-            actual |= {int(number): values for number, values in rank[role][name].items()}
-        assert sorted(actual) == list(range(len(RESPONSES)))
-        for number, values in actual.items():
+            merged |= {int(number): values for number, values in rank[role][name].items()}
+        assert sorted(merged) == list(range(len(RESPONSES)))
+        for number, values in merged.items():
             ids = torch.tensor(results["conversations"][number]["ids"])
             with torch.no_grad():
                 logits = results["models"]["teacher"](ids[None]).logits[0] / temperature

@@ -91,12 +91,12 @@ class PlainSandbox(Sandbox):
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "stdin").write_bytes(stdin)
             reading, writing = os.pipe()
-            with open(Path(folder) / "stdin", "rb") as argument:
+            with open(Path(folder) / "stdin", "rb") as stdin_file:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-I", "-c", _SEND % writing + harness),
                     cwd=folder,
                     pass_fds=(writing,),
-                    stdin=argument,
+                    stdin=stdin_file,
                     stdout=-3,
                     start_new_session=True,
                 )

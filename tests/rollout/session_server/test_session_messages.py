@@ -90,10 +90,10 @@ def test_invalid_messages_are_rejected(messages: Any, message: str, param: str) 
 
 
 def nested(levels: int) -> Any:
-    value: Any = {}
+    nested: Any = {}
     for _ in range(levels):
-        value = {"x": value}
-    return value
+        nested = {"x": nested}
+    return nested
 
 
 @pytest.mark.parametrize(
