@@ -106,8 +106,8 @@ class RecordingFlow:
 
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         """Return every `world`-th group."""
-        groups_of_rollouts = episodes(100 + self.step if greedy else self.step, samples=samples)
-        local_episodes = [item for item in groups_of_rollouts if item[0].group % self.world == self.comm.rank]
+        all_episodes = episodes(100 + self.step if greedy else self.step, samples=samples)
+        local_episodes = [item for item in all_episodes if item[0].group % self.world == self.comm.rank]
         local_rollouts = [
             branch for item in local_episodes for branch in (item if self.branched else [join_branches(item)])
         ]
@@ -208,12 +208,12 @@ def test_branches_do_not_depend_on_world_size(name: str) -> None:
 
 def test_single_branch_episodes_match_rollouts_without_ids() -> None:
     """An episode of one branch equals a rollout without episode id, bitwise."""
-    groups_of_rollouts = [join_branches(batch_mini) for batch_mini in episodes(0)]
+    all_rollouts = [join_branches(branches) for branches in episodes(0)]
     for tree in TREES.values():
         config = from_dict(tree | {"run": {"num_update": 2}})
-        with_ids = [replace(batch_mini, episode=number) for number, batch_mini in enumerate(groups_of_rollouts)]
-        batch, batch_with_ids = (TrainBatch.from_rollouts(rollouts) for rollouts in (groups_of_rollouts, with_ids))
-        batch_with_ids = batch_with_ids.with_(episode=torch.arange(len(groups_of_rollouts)))
+        with_ids = [replace(rollout, episode=number) for number, rollout in enumerate(all_rollouts)]
+        batch, batch_with_ids = (TrainBatch.from_rollouts(rollouts) for rollouts in (all_rollouts, with_ids))
+        batch_with_ids = batch_with_ids.with_(episode=torch.arange(len(all_rollouts)))
         for batch_mini, with_ids_mini in zip(
             split_mini_batches(batch, config, 3), split_mini_batches(batch_with_ids, config, 3), strict=True
         ):
@@ -295,23 +295,23 @@ def test_loss_weights_by_hand() -> None:
 
 
 def test_mini_batches_keep_branches_together() -> None:
-    groups_of_rollouts = [
+    all_rollouts = [
         item for sample in range(6) for item in as_branches([make_rollout(0, 1.0, 2)] * (1 + sample % 3), sample)
     ]
-    batch = TrainBatch.from_rollouts(groups_of_rollouts)
+    batch = TrainBatch.from_rollouts(all_rollouts)
     for seed in range(5):
         parts = list(split_mini_batches(batch, from_dict({"run": {"num_update": 4, "ppo_epochs": 2}}), seed))
         assert [len(part.episodes) for part in parts] == [3] * 4
         for item, other in (parts[:2], parts[2:]):
             numbers = [sorted(part.episode.tolist()) for part in (item, other) if part.episode is not None]
-            assert sorted(sum(numbers, [])) == Rollouts.gather(groups_of_rollouts).episode.tolist()
+            assert sorted(sum(numbers, [])) == Rollouts.gather(all_rollouts).episode.tolist()
             assert not set(numbers[0]) & set(numbers[1])
 
 
 def test_reliable_mask_keeps_or_drops_whole_episodes() -> None:
-    groups_of_rollouts = [make_rollout(0, 0.0, 1), make_rollout(0, 1.0, 1)]
-    groups_of_rollouts += [item for number in range(500) for item in as_branches([make_rollout(0, 0.5, 1)] * 3, number)]
-    rollouts = Rollouts.gather(groups_of_rollouts)
+    all_rollouts = [make_rollout(0, 0.0, 1), make_rollout(0, 1.0, 1)]
+    all_rollouts += [item for number in range(500) for item in as_branches([make_rollout(0, 0.5, 1)] * 3, number)]
+    rollouts = Rollouts.gather(all_rollouts)
     mask = reliable_mask(rollouts, 0.8, torch.Generator().manual_seed(1))
     groups = mask[2:].view(500, 3)
     assert bool((groups == groups[:, :1]).all()) and 60 < int(groups[:, 0].sum()) < 140 and bool(mask[:2].all())
