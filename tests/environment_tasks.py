@@ -1,7 +1,8 @@
 """Five small tasks, one for each kind of ready environment, that a tiny model learns in minutes.
 
-`write(folder)` writes model/, sft.jsonl and train.jsonl. A share EXPERT_SHARE of the warm-up conversations solves the
-task, the others guess. So the model knows every skill, and RL has to find out that they are rewarded.
+`write(folder)` writes model/, sft.jsonl and train.jsonl. In a fraction EXPERT_SHARE of the
+warm-up conversations an expert solves the task; in the others the model guesses. So the model knows every skill, and
+RL has to find out which are rewarded.
 
     python tests/environment_tasks.py FOLDER
 """

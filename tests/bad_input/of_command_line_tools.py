@@ -53,7 +53,7 @@ def with_columns(**changes: Any) -> Prepare:
 
 
 def replayable(folder: Path) -> None:
-    """Write a run that can be replayed with the model of the material."""
+    """Write a run that can be replayed with the base folder's model."""
     config: dict[str, Any] = {
         "model": {"path": f"{folder}/model"},
         "reward": {"functions": ["megarl.rewards.arithmetic:arithmetic"]},

@@ -39,7 +39,7 @@ NAMES = [" ".join(map(str, correction.values())) for correction in CORRECTIONS]
 
 
 class StaleFlow(TableFlow):
-    """A response's second token comes from the weights of `lag` weight syncs ago, the first from one sync earlier."""
+    """The second token of a response comes from weights `staleness` syncs old, the first from one sync earlier."""
 
     def __init__(self, config: Config, comm: Comm = LOCAL, world: int = 1, staleness: int = 2) -> None:
         super().__init__(config, comm, world)

@@ -92,7 +92,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def run_session() -> Callable[..., Any]:
-    """Run `use(session)` in a session of a task."""
+    """Run `run_task(session)` in a session of a task."""
 
     def run(folder: Path, run_task: Callable[[harbor.HarborTask], Awaitable[Any]], task: str = "greet") -> Any:
         async def session() -> Any:

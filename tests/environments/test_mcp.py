@@ -34,7 +34,7 @@ def python_server(code: str) -> dict[str, Any]:
 
 @pytest.fixture
 def run_session(tmp_path: Path) -> Callable[..., Any]:
-    """Run `use(session)` in a session whose servers are the entries."""
+    """Run `call_tools(session)` in a session whose servers are the entries."""
 
     def run(call_tools: Callable[[adapter.McpTools], Awaitable[Any]] | None, **entries: Any) -> Any:
         file = tmp_path / "servers.json"

@@ -73,7 +73,7 @@ def make_write_order(
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """Return the order and bucket that write all of these parameters that the engine's rank `position` holds.
 
-    tensors: HF tensors by name, of any dtype. described: the rank's answer to "describe", by name [dtype, shape].
+    tensors: HF tensors by name, of any dtype. descriptions: the rank's answer to "describe", by name [dtype, shape].
     """
     slices: list[list[Any]] = []
     parts: list[torch.Tensor] = []

@@ -266,7 +266,7 @@ def aux_losses(layout: dict[str, int], weights: dict[str, torch.Tensor]) -> dict
 def vocab_parallel_difference(real: int, truncated: bool = False) -> float:
     """Return the largest difference of log-probs, entropies and gradients between a sharded and the whole vocabulary.
 
-    With real=7, rank 1 has padding only. cut: with candidate sets, some of which are on one rank only."""
+    With real=7, rank 1 has padding only. truncated: with candidate sets, some of which are on one rank only."""
     from megatron.core import parallel_state
 
     from megarl.megatron.logprobs import vocab_parallel_logprobs

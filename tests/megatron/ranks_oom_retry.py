@@ -108,7 +108,7 @@ def retry_state(model: Any) -> list[Any]:
 def run_out_of_memory(model: Any, when: Callable[[Any], bool], failure: str = "device") -> Iterator[list[int]]:
     """Make rank 1 run out of memory in each micro-batch for which `when` is true.
 
-    how: as the `device` allocator raises it, by a real allocation on the `host`, or in the `backward` pass."""
+    failure: as the `device` allocator raises it, by a real allocation on the `host`, or in the `backward` pass."""
     reader, failures = model._reader, []
 
     def raise_oom(*_: Any) -> None:

@@ -141,7 +141,7 @@ def test_cached_and_uncached_turns_are_separate_causes() -> None:
 
 
 def shift_logprobs(turns: tuple[Turn, ...], offset: float) -> tuple[Turn, ...]:
-    """Turns with logprobs raised by `by`."""
+    """Return the turns with `offset` added to their logprobs."""
     return tuple(
         dataclasses.replace(turn, logprobs=turn.logprobs + offset) if turn.is_action else turn for turn in turns
     )

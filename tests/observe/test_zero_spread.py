@@ -14,7 +14,7 @@ pytestmark = pytest.mark.alone
 
 
 def warnings_by_step(fractions: list[float | None], **config: Any) -> dict[int, str]:
-    """Return the warnings by step. shares: fraction of groups with zero reward spread; None without rewards."""
+    """Return the warnings by step. fractions: groups with zero reward spread, by step; None without rewards."""
     spread = ZeroSpreadWarning(load_requirements(from_dict({"algorithm": "grpo", **config})))
     steps = [
         {} if fraction is None else {"rollout/zero_spread_frac": fraction, "rollout/reward_mean": 0.25}

@@ -112,7 +112,7 @@ def random_case(seed: int, worlds: tuple[int, ...] = WORLDS) -> Case:
 def random_split_case(
     seed: int, worlds: tuple[int, ...] = (1, 2, 3, 4, 4, 6, 8, 8, 12, 16), max_ranks: int = 64
 ) -> Case:
-    """Return a `random_case` with trainer and engines on random ranks, in any order, of a job of at most `most`."""
+    """Return a `random_case` with trainer and engines on random ranks of a job of at most `max_ranks`."""
     rng = random.Random(f"apart {seed}")
     case = random_case(seed, worlds)
     train, tp = case.train.world, case.engine.tp

@@ -158,7 +158,7 @@ def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("material")
+    folder = tmp_path_factory.mktemp("source")
     make_run(folder, HF, steps=(3, 12))
     return folder
 

@@ -39,8 +39,8 @@ def write_step(folder: Path, step: int, rollouts: list[Rollout], rank: int = 0, 
     write_part(part_file(folder, step, rank), step, len(rollouts), numbers, [rollouts[i] for i in numbers], advantages)
 
 
-def write_run(folder: Path, steps: int = 3, last_rewards: tuple[int, ...] = (3, 4, 5), name: str = "p") -> Path:
-    """Write a run folder. last: response tokens of rollout 1 in the last step."""
+def write_run(folder: Path, steps: int = 3, last_response: tuple[int, ...] = (3, 4, 5), name: str = "p") -> Path:
+    """Write a run folder. last_response: tokens of rollout 1 in the last step."""
     model = folder.parent / "model"
     if not model.is_dir():
         PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(WORDS, unk_token="<unk>"))).save_pretrained(model)
@@ -55,7 +55,7 @@ def write_run(folder: Path, steps: int = 3, last_rewards: tuple[int, ...] = (3, 
         tracker.log(step, metrics)
         rollouts = [make_rollout(step, number, float(number), name=name) for number in range(PROMPTS * SAMPLES)]
         if step == steps:
-            rollouts[1] = make_rollout(step, 1, 1.0, last_rewards, name)
+            rollouts[1] = make_rollout(step, 1, 1.0, last_response, name)
         for rank in range(2):
             write_step(folder, step, rollouts, rank, 2)
         start = 1000.0 + 3 * step

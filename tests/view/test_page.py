@@ -39,7 +39,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     runs = [
         example_run.write_run(folder / "first"),
-        example_run.write_run(folder / "<b>second", last_rewards=(3, 5, 5), name=example_run.EVIL),
+        example_run.write_run(folder / "<b>second", last_response=(3, 5, 5), name=example_run.EVIL),
     ]
     file = folder / "page.html"
     write_page([load(run) for run in runs], file)

@@ -124,12 +124,12 @@ def test_finds_the_tokenizer_relative_to_the_run_folder(run_dir: Path, tmp_path:
 
 
 def test_finds_where_two_runs_diverge(tmp_path: Path, run_dir: Path) -> None:
-    first, second = read_run(run_dir), read_run(example_run.write_run(tmp_path / "second", last_rewards=(3, 5, 5)))
+    first, second = read_run(run_dir), read_run(example_run.write_run(tmp_path / "second", last_response=(3, 5, 5)))
     result = find_divergence(first, second)
     assert result["tokens"] == {"step": 3, "number": 1, "token": 3, "ids": [4, 5]}
     assert result["steps"] == 3 and result["metrics"] is None
     assert find_divergence(first, first)["tokens"] is None
-    shorter_run = read_run(example_run.write_run(tmp_path / "third", last_rewards=(3, 4)))
+    shorter_run = read_run(example_run.write_run(tmp_path / "third", last_response=(3, 4)))
     assert find_divergence(first, shorter_run)["tokens"] == {"step": 3, "number": 1, "token": 4, "ids": [5, -1]}
 
 

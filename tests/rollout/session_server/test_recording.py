@@ -145,12 +145,12 @@ def test_final_response_that_differs_from_the_stream_is_an_error() -> None:
 
 
 def stream_text(
-    chat: ChatTemplate, request: CompletionRequest, text: str, num_chars: int | None = None
+    chat: ChatTemplate, request: CompletionRequest, text: str, num_tokens: int | None = None
 ) -> tuple[str, str]:
-    """Add the tokens up to `tail` one by one; return the streamed reasoning and content."""
+    """Add the tokens up to `num_tokens` one by one; return the streamed reasoning and content."""
     response = StreamedResponse(chat, request, "user", lambda name, delta: deltas.append(delta))
     deltas: list[str] = []
-    for token in chat.encode(text)[:num_chars]:
+    for token in chat.encode(text)[:num_tokens]:
         response.add_tokens(as_token_ids([token]))
     assert "".join(deltas) == response.sent["reasoning_content"] + response.sent["content"]
     return response.sent["reasoning_content"], response.sent["content"]
