@@ -1,8 +1,8 @@
 """Five small tasks, one for each kind of ready environment, that a tiny model learns in minutes.
 
-`write(folder)` writes model/, sft.jsonl and train.jsonl. In a fraction EXPERT_SHARE of the
-warm-up conversations an expert solves the task; in the others the model guesses. So the model knows every skill, and
-RL has to find out which are rewarded.
+`write(folder)` writes model/, sft.jsonl and train.jsonl. In a fraction EXPERT_SHARE of the warm-up conversations an
+expert solves the task; in the others the model guesses. So the model knows every skill, and RL has to find out which
+are rewarded.
 
     python tests/environment_tasks.py FOLDER
 """
@@ -89,10 +89,14 @@ def guessing_game(rng: random.Random, expert: bool, corpus: Path) -> tuple[Row, 
 
 def search(rng: random.Random, expert: bool, corpus: Path) -> tuple[Row, Conversation]:
     file = corpus / f"{rng.randint(0, 3)}.jsonl"
-    known = dict(json.loads(line).values() for line in file.read_text().splitlines())
+    facts_by_title = dict(json.loads(line).values() for line in file.read_text().splitlines())
     name = rng.choice(NAMES)
-    row: Row = {"prompt": [user(f"Where is {name}?")], "ground_truth": known[name].split()[-1], "environment": "Search"}
-    turns = calls("search", f"{name}: {known[name]}", query=name) if expert else []
+    row: Row = {
+        "prompt": [user(f"Where is {name}?")],
+        "ground_truth": facts_by_title[name].split()[-1],
+        "environment": "Search",
+    }
+    turns = calls("search", f"{name}: {facts_by_title[name]}", query=name) if expert else []
     row["corpus"] = str(file)
     return row, [*turns, assistant(row["ground_truth"] if expert else rng.choice(PLACES))]
 
@@ -161,9 +165,10 @@ def write(
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
     for number in range(4):
-        places = rng.sample(PLACES, len(NAMES))
+        locations = rng.sample(PLACES, len(NAMES))
         lines = [
-            json.dumps({"title": name, "text": f"lives in {place}"}) for name, place in zip(NAMES, places, strict=True)
+            json.dumps({"title": name, "text": f"lives in {location}"})
+            for name, location in zip(NAMES, locations, strict=True)
         ]
         (corpus / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
     tools = schemas() | {name: local for name, (_, local) in extra_tasks.items()}

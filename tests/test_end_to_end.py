@@ -178,10 +178,10 @@ def test_resume_is_bitwise_equal_to_the_uninterrupted_run(
     assert all(torch.equal(first[name], second[name]) for name in first)
     uninterrupted = read_steps(ppo_run)[1:]
     assert len({row["actor/kl_coef"] for row in uninterrupted}) == 2  # the checkpoint must restore it
-    for uninterrupted_row, other in zip(uninterrupted, rows, strict=True):
-        for name in uninterrupted_row:
+    for expected_row, resumed_row in zip(uninterrupted, rows, strict=True):
+        for name in expected_row:
             if name.split("/")[0] in ("actor", "critic", "rollout") and name != "rollout/idle_frac":  # of engines
-                assert uninterrupted_row[name] == other[name], name
+                assert expected_row[name] == resumed_row[name], name
 
 
 def test_grpo_trains_with_the_reward_model_alone(ppo_run: Path, reward_run: Path, folder: Path, tmp_path: Path) -> None:

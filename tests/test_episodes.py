@@ -84,9 +84,9 @@ def test_ranks_agree_on_gathered_episodes() -> None:
     def work(rank: Thread) -> list[list[int]]:
         local = local_rollouts[rank.rank]
         rollouts = Rollouts.gather(local, [item.group for item in local], rank)
-        retained = rollouts.select(torch.tensor([False, True, True, True, False, False, False]))
+        selected = rollouts.select(torch.tensor([False, True, True, True, False, False, False]))
         rescored = rollouts.replace_local([replace(item, reward=9.0) for item in rollouts.local])
-        return [item.episode.tolist() for item in (rollouts, rescored, retained, Rollouts.concat([retained, rollouts]))]
+        return [item.episode.tolist() for item in (rollouts, rescored, selected, Rollouts.concat([selected, rollouts]))]
 
     (first, *other_ranks) = as_ranks(3, work)
     assert other_ranks == [first, first]

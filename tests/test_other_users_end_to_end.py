@@ -131,24 +131,24 @@ class SocketWatcher(threading.Thread):
                         continue  # it is ending
                     open_files = [os.readlink(link.path) for link in os.scandir(f"/proc/{pid}/fd")]
                     for inode in {link[8:-1] for link in open_files if link.startswith("socket:[")} & table.keys():
-                        kind, where = table[inode]
-                        self.sockets.add((process_name, kind, where))
+                        kind, socket_address = table[inode]
+                        self.sockets.add((process_name, kind, socket_address))
                         if inode not in reported:
                             reported.add(inode)
-                            self._attack(kind, where)
+                            self._attack(kind, socket_address)
             time.sleep(0.02)
         self._intruder.stdin.close()
         self._output_reader.join(60)
 
-    def _attack(self, kind: str, where: str) -> None:
+    def _attack(self, kind: str, socket_address: str) -> None:
         assert self._intruder.stdin is not None
         if kind == "tcp":
-            print("tcp", int(where.partition(":")[2], 16), file=self._intruder.stdin, flush=True)
+            print("tcp", int(socket_address.partition(":")[2], 16), file=self._intruder.stdin, flush=True)
         elif kind == "unix":
-            path = Path(os.fsdecode(bytes.fromhex(where)))
+            path = Path(os.fsdecode(bytes.fromhex(socket_address)))
             if "\0" not in str(path):
                 self.modes[str(path)] = path.stat().st_mode, path.parent.stat().st_mode
-            print("unix", where, file=self._intruder.stdin, flush=True)
+            print("unix", socket_address, file=self._intruder.stdin, flush=True)
 
 
 @pytest.fixture(scope="module", params=["launcher", "torchrun"])
@@ -166,9 +166,9 @@ def run_result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     )
     command = build_command(folder, workdir / "run", *options)
     if request.param == "torchrun":
-        python, _, program, *remaining = command
+        python, _, program, *args = command
         launcher = ("-m", "megarl.torchrun", "--standalone", "--nproc-per-node", "2")
-        command = [python, *launcher, "-m", program, *remaining]
+        command = [python, *launcher, "-m", program, *args]
     environment = ENVIRONMENT | {"TMPDIR": str(workdir / "scratch")}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -206,8 +206,14 @@ def test_intruder_reaches_ports_but_no_named_sockets(run_result: dict[str, Any])
 def test_listening_sockets_match_security_md(run_result: dict[str, Any]) -> None:
     """The table of SECURITY.md, by process and address."""
     result: dict[str, set[str]] = {}
-    for process_name, kind, where in run_result["watch"].sockets:
-        address = where.partition(":")[0] if kind != "unix" else "abstract" if where.startswith("00") else "path"
+    for process_name, kind, socket_address in run_result["watch"].sockets:
+        address = (
+            socket_address.partition(":")[0]
+            if kind != "unix"
+            else "abstract"
+            if socket_address.startswith("00")
+            else "path"
+        )
         result.setdefault(f"{kind} {address}", set()).add(
             next((name for name in KNOWN if name in process_name), process_name)
         )

@@ -72,8 +72,8 @@ def test_trains_three_steps_on_three_ranks(split_run: Path, folder: Path) -> Non
     assert [row["step"] for row in evaluated] == [0, 3]
     before, after = (load_file(path / "model.safetensors") for path in (folder / "model", split_run / "export"))
     assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
-    retained = sorted(path.name for path in (split_run / "checkpoints").glob("step_*"))
-    assert retained == ["step_000001", "step_000002", "step_000003"]
+    checkpoints = sorted(path.name for path in (split_run / "checkpoints").glob("step_*"))
+    assert checkpoints == ["step_000001", "step_000002", "step_000003"]
 
 
 def test_communication_is_valid_for_nccl(split_run: Path) -> None:
@@ -144,8 +144,8 @@ def test_generation_continues_across_weight_syncs(folder: Path, host: str, tmp_p
     # Four conversations at a time: generation takes longer than training, so weight syncs fall into it.
     long = ["rollout.max_new_tokens=150", "rollout.max_context=300", "run.num_rollout=5", "rollout.concurrency=4"]
     long += ["train.routing_replay=true", "rollout.max_turns=1"] if sync_mode == "in_place" else []
-    same = ["actor_optimizer.lr=0", "rollout.max_staleness=2", f"rollout.on_weight_sync={sync_mode}"]
-    train(folder, run_dir, *TWO_RANKS, *ASYNC, *long, *same, host=host)
+    fixed_policy = ["actor_optimizer.lr=0", "rollout.max_staleness=2", f"rollout.on_weight_sync={sync_mode}"]
+    train(folder, run_dir, *TWO_RANKS, *ASYNC, *long, *fixed_policy, host=host)
     rows = read_steps(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     for step, row in enumerate(rows, 1):

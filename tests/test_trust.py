@@ -90,7 +90,7 @@ def test_only_allowed_places_execute_or_unpickle() -> None:
     counts = Counter(
         (name, call) for name, path in FILES.items() for call in dangerous_calls(path.read_text(encoding="utf-8"))
     )
-    assert counts == {place: count for place, (count, _) in ALLOWED.items()}
+    assert counts == {call_site: count for call_site, (count, _) in ALLOWED.items()}
     assert all(reason for _, reason in ALLOWED.values())
 
 

@@ -16,8 +16,8 @@ REWARD = torch.tensor([1.0, -1.0, 0.5, 2.0])  # the last has no action
 
 def batch(weights: torch.Tensor, reward: torch.Tensor = REWARD, rewarded: int = 4) -> TrainBatch:
     zeros = torch.zeros(10)
-    created = TrainBatch(zeros, CU, MASK, torch.arange(4), reward, zeros)
-    return created.with_(loss_weights=weights, counts=Counts(5, 3, rewarded))
+    result = TrainBatch(zeros, CU, MASK, torch.arange(4), reward, zeros)
+    return result.with_(loss_weights=weights, counts=Counts(5, 3, rewarded))
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def change(**changes: Any) -> Prepare:
     return prepare
 
 
-def other(family: str, **changes: Any) -> Prepare:
+def other_family(family: str, **changes: Any) -> Prepare:
     """Write other.json with the changed config of another model family."""
 
     def prepare(folder: Path) -> None:
@@ -151,7 +151,7 @@ CASES = [
             f"V3: {key} is {format_value(value)}",
             ("config.json", key),
             (*DRY, *OTHER),
-            other("deepseek_v3", **{key: value}),
+            other_family("deepseek_v3", **{key: value}),
         )
         for key, values in DEEPSEEK.items()
         for value in values
@@ -193,69 +193,77 @@ CASES = [
     ),
     Case("model_type as a list", ("model_type must be text",), prepare=change(model_type=[1])),
     Case(
-        "V3: an odd rope head size", ("qk_rope_head_dim=7",), (*DRY, *OTHER), other("deepseek_v3", qk_rope_head_dim=7)
+        "V3: an odd rope head size",
+        ("qk_rope_head_dim=7",),
+        (*DRY, *OTHER),
+        other_family("deepseek_v3", qk_rope_head_dim=7),
     ),
     Case(
         "V3: more groups per token than groups",
         ("topk_group=3 of n_group=2",),
         (*DRY, *OTHER),
-        other("deepseek_v3", n_group=2, topk_group=3),
+        other_family("deepseek_v3", n_group=2, topk_group=3),
     ),
-    Case("V3: uneven groups", ("n_group=3",), (*DRY, *OTHER), other("deepseek_v3", n_group=3, topk_group=3)),
+    Case("V3: uneven groups", ("n_group=3",), (*DRY, *OTHER), other_family("deepseek_v3", n_group=3, topk_group=3)),
     Case(
         "V3: yarn without a factor",
         ("has no factor",),
         (*DRY, *OTHER),
-        other("deepseek_v3", rope_scaling={"type": "yarn"}),
+        other_family("deepseek_v3", rope_scaling={"type": "yarn"}),
     ),
     Case(
         "V3: a yarn factor as text",
         ("factor must be a number",),
         (*DRY, *OTHER),
-        other("deepseek_v3", rope_scaling={"type": "yarn", "factor": "8"}),
+        other_family("deepseek_v3", rope_scaling={"type": "yarn", "factor": "8"}),
     ),
     Case(
         "Gemma: a null cap",
         ("has no attn_logit_softcapping",),
         (*DRY, *OTHER),
-        other("gemma2", attn_logit_softcapping=None),
+        other_family("gemma2", attn_logit_softcapping=None),
     ),
     Case(
         "Gemma: a cap of 0",
         ("final_logit_softcapping must be",),
         (*DRY, *OTHER),
-        other("gemma2", final_logit_softcapping=0),
+        other_family("gemma2", final_logit_softcapping=0),
     ),
-    Case("Gemma: a window as text", ("sliding_window must be",), (*DRY, *OTHER), other("gemma2", sliding_window="6")),
+    Case(
+        "Gemma: a window as text",
+        ("sliding_window must be",),
+        (*DRY, *OTHER),
+        other_family("gemma2", sliding_window="6"),
+    ),
     Case(
         "Gemma: a negative scale",
         ("query_pre_attn_scalar must be",),
         (*DRY, *OTHER),
-        other("gemma2", query_pre_attn_scalar=-1),
+        other_family("gemma2", query_pre_attn_scalar=-1),
     ),
     Case(
         "Gemma: a number of layers as text",
         ("num_hidden_layers must be",),
         (*DRY, *OTHER),
-        other("gemma2", num_hidden_layers="two"),
+        other_family("gemma2", num_hidden_layers="two"),
     ),
     Case(
         "GLM: a negative rotary factor",
         ("partial_rotary_factor must be",),
         (*DRY, *OTHER),
-        other("glm4_moe", partial_rotary_factor=-0.5),
+        other_family("glm4_moe", partial_rotary_factor=-0.5),
     ),
     Case(
         "GLM: QK norm as text",
         ("use_qk_norm must be true or false",),
         (*DRY, *OTHER),
-        other("glm4_moe", use_qk_norm="yes"),
+        other_family("glm4_moe", use_qk_norm="yes"),
     ),
     Case(
         "Llama: a rope factor as text",
         ("high_freq_factor must be",),
         (*DRY, *OTHER),
-        other("llama", rope_parameters={"rope_type": "llama3", "high_freq_factor": "4"}),
+        other_family("llama", rope_parameters={"rope_type": "llama3", "high_freq_factor": "4"}),
     ),
     # --- files
     Case("no config.json", ("no config.json in FOLDER/model",), prepare=without("config.json")),

@@ -296,14 +296,18 @@ def test_loss_weights_by_hand() -> None:
 
 def test_mini_batches_keep_branches_together() -> None:
     all_rollouts = [
-        item for sample in range(6) for item in as_branches([make_rollout(0, 1.0, 2)] * (1 + sample % 3), sample)
+        first_epoch
+        for sample in range(6)
+        for first_epoch in as_branches([make_rollout(0, 1.0, 2)] * (1 + sample % 3), sample)
     ]
     batch = TrainBatch.from_rollouts(all_rollouts)
     for seed in range(5):
         parts = list(split_mini_batches(batch, from_dict({"run": {"num_update": 4, "ppo_epochs": 2}}), seed))
         assert [len(part.episodes) for part in parts] == [3] * 4
-        for item, other in (parts[:2], parts[2:]):
-            numbers = [sorted(part.episode.tolist()) for part in (item, other) if part.episode is not None]
+        for first_epoch, second_epoch in (parts[:2], parts[2:]):
+            numbers = [
+                sorted(part.episode.tolist()) for part in (first_epoch, second_epoch) if part.episode is not None
+            ]
             assert sorted(sum(numbers, [])) == Rollouts.gather(all_rollouts).episode.tolist()
             assert not set(numbers[0]) & set(numbers[1])
 
@@ -321,8 +325,8 @@ def test_replay_buffer_counts_episodes_across_steps(tmp_path: Path) -> None:
     """Every step numbers its groups and episodes from 0."""
     buffer = ReplayBuffer(3)
     for step in range(3):
-        item, other = as_branches([make_rollout(0, float(step), 1)] * 2, 0)
-        buffer.add(Rollouts.gather([item, other]))
+        first, second = as_branches([make_rollout(0, float(step), 1)] * 2, 0)
+        buffer.add(Rollouts.gather([first, second]))
     buffer.add(Rollouts.gather([make_rollout(0, 7.0, 1)]))
     buffered = buffer._rollouts
     assert buffered is not None and len(buffer) == 3

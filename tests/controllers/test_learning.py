@@ -228,8 +228,8 @@ def test_mini_batches_cover_each_epoch_once(mean: str) -> None:
     parts = list(split_mini_batches(batch, config, seed=3))
     assert [part.num_sequences for part in parts] == [4, 3, 4, 3]
     for epoch in (parts[:2], parts[2:]):
-        seen = sorted(int(group) for part in epoch for group in part.group)
-        assert seen == list(range(7))
+        trained_groups = sorted(int(group) for part in epoch for group in part.group)
+        assert trained_groups == list(range(7))
     for part in parts:
         assert part.loss_weights is not None
         assert float(part.loss_weights.sum()) == pytest.approx(1.0)

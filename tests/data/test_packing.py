@@ -221,14 +221,14 @@ def test_min_micro_batches_is_a_lower_bound(seed):
     rng = np.random.default_rng(seed)
     sizes, budget = rng.integers(1, 15, 7), 12
 
-    def count_bins(remaining, capacities):
-        if not remaining:
+    def count_bins(unplaced, capacities):
+        if not unplaced:
             return len(capacities)
-        size, *remaining = remaining
-        ways = [count_bins(remaining, [*capacities, max(0, budget - size)])]
+        size, *unplaced = unplaced
+        ways = [count_bins(unplaced, [*capacities, max(0, budget - size)])]
         for number, capacity in enumerate(capacities):
             if capacity >= size:
-                ways.append(count_bins(remaining, [*capacities[:number], capacity - size, *capacities[number + 1 :]]))
+                ways.append(count_bins(unplaced, [*capacities[:number], capacity - size, *capacities[number + 1 :]]))
         return min(ways)
 
     short = -(-int(np.minimum(sizes, budget).sum()) // budget)

@@ -355,13 +355,13 @@ def test_stop_tolerates_a_closed_client_and_a_dead_engine() -> None:
 
 @pytest.mark.parametrize(("faults", "fails"), [(2, False), (3, True)])
 def test_retries_failed_requests_a_few_times(faults: int, fails: bool) -> None:
-    requested: list[int] = []
+    request_ids: list[int] = []
 
     async def run() -> int:
         async def respond(request: web.Request) -> web.StreamResponse:
-            requested.append(1)
-            if len(requested) <= faults:
-                if len(requested) == 2 and request.transport is not None:
+            request_ids.append(1)
+            if len(request_ids) <= faults:
+                if len(request_ids) == 2 and request.transport is not None:
                     request.transport.close()  # the client loses the connection
                 return web.Response(status=500, text="CUDA error")
             return web.json_response(make_answer())
@@ -381,4 +381,4 @@ def test_retries_failed_requests_a_few_times(faults: int, fails: bool) -> None:
             asyncio.run(run())
     else:
         assert asyncio.run(run()) == 1
-    assert len(requested) == 3
+    assert len(request_ids) == 3

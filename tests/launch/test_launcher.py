@@ -502,9 +502,9 @@ def test_saves_at_sigterm_and_restarts_after_a_kill(
     traceback = (tmp_path / "run/logs/rank_0.log").read_text()
     assert "Traceback" in traceback
     assert "gloo" in traceback or "rank 1 disconnected" in traceback  # whichever connection failed first
-    remaining = [path.name for path in scratch.iterdir()]
+    leftover_files = [path.name for path in scratch.iterdir()]
     # The cache of torch is shared by all runs.
-    assert [name for name in remaining if not name.startswith("torchinductor_")] == []
+    assert [name for name in leftover_files if not name.startswith("torchinductor_")] == []
 
 
 def test_ctrl_c_during_startup_prints_one_line(tmp_path: Path, quickstart: Path) -> None:

@@ -139,8 +139,8 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     def build(budget: int = 26) -> Any:
         overrides = {"train": {"max_tokens_per_gpu": budget, **train}, "model": {"megatron": megatron}}
         chosen = tiny.config(**layout, **sections, **overrides)
-        place = parallel_ranks.create_layout(chosen.parallel)
-        model = MegatronModel(tiny.HF[family], chosen, place, role, total_updates=3)  # type: ignore[arg-type]
+        layout_ranks = parallel_ranks.create_layout(chosen.parallel)
+        model = MegatronModel(tiny.HF[family], chosen, layout_ranks, role, total_updates=3)  # type: ignore[arg-type]
         model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
         return model
 

@@ -114,7 +114,7 @@ def run_out_of_memory(model: Any, when: Callable[[Any], bool], failure: str = "d
     def raise_oom(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    def reading(micro: Any, emitted: torch.Tensor, *remaining: Any) -> Any:
+    def reading(micro: Any, emitted: torch.Tensor, *args: Any) -> Any:
         if micro.indices and RANKS.job.rank == 1 and when(micro):
             failures.append(len(micro.unpadded_indices))
             if failure == "host":
@@ -123,7 +123,7 @@ def run_out_of_memory(model: Any, when: Callable[[Any], bool], failure: str = "d
                 emitted.register_hook(raise_oom)
             else:
                 raise_oom()
-        return reader.read(micro, emitted, *remaining)
+        return reader.read(micro, emitted, *args)
 
     model._reader = SimpleNamespace(read=reading)
     yield failures

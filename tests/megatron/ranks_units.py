@@ -803,7 +803,7 @@ def zero_spread_alarms() -> list[str]:
     flow.log = SimpleNamespace(
         alarm=alarms.append,
         timeline=SimpleNamespace(write=lambda spans: None),
-        end_step=lambda step, metrics, *others: metrics,
+        end_step=lambda step, metrics, *args: metrics,
     )
     for flow.step in range(1, 5):
         flow._finish_step(StepResult({"rollout/zero_spread_frac": 1.0, "rollout/reward_mean": 0.0}))

@@ -57,7 +57,7 @@ def check(
         logprobs, entropy = reference.policy(trainer.model, batch, temperature=0.7)
         free, _ = reference.policy(trainer.model, plain, temperature=0.7)
     assert float((logprobs - free)[batch.loss_mask].abs().max()) > 0.1
-    other = build(1000).forward(batch, temperature=0.7)["logprobs"]
+    large_batch_logprobs = build(1000).forward(batch, temperature=0.7)["logprobs"]
     loss = model.train_step(sharded, policy_loss)["actor/loss"]
     local = gradients(model)
     expected = trainer.loss(batch)
@@ -69,7 +69,7 @@ def check(
         "entropy": float((actual["entropy"] - entropy).abs().max()),
         "loss": abs(loss - float(expected)),
         "gradients": max(float((local[name] - reference_grads[name]).abs().max()) for name in local) / grad_scale,
-        "packing": float((other - actual["logprobs"]).abs().max()),
+        "packing": float((large_batch_logprobs - actual["logprobs"]).abs().max()),
     }
 
 

@@ -229,8 +229,8 @@ def sampling_masks(batch: TrainBatch, vocab: int = 200) -> tuple[SamplingMask, .
     for token, chosen in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), strict=True):
         order = torch.randperm(vocab, generator=generator).tolist()
         case = len(rows) % 4
-        others = order[: (0, 7, 60, vocab)[case]] if case != 2 else [i for i in order if i < 100][:60]
-        rows.append([token, *(i for i in others if i != token)] if chosen else [])
+        candidates = order[: (0, 7, 60, vocab)[case]] if case != 2 else [i for i in order if i < 100][:60]
+        rows.append([token, *(i for i in candidates if i != token)] if chosen else [])
     full_mask, positions = SamplingMask.from_rows(rows), torch.arange(len(rows))
     return tuple(full_mask.index_select(part) for part in positions.split(batch.lengths.tolist()))
 

@@ -200,14 +200,14 @@ def test_engine_bytes_by_hand() -> None:
     # tp 4 with 2 key-value heads: every rank has one head of keys and values, a quarter of the rest, all of the norms.
     norms = (2 * 4 + 1) * 64
     kv = 4 * 2 * (32 * 64 + 32)  # k and v of four layers, weights and biases
-    remaining = sum(param.size for param in params) - norms - kv
-    assert engine_bytes(QWEN2, 4, 1) == remaining // 4 + kv // 2 + norms
+    sharded_elements = sum(param.size for param in params) - norms - kv
+    assert engine_bytes(QWEN2, 4, 1) == sharded_elements // 4 + kv // 2 + norms
     # In FP8 the matrices of the layers have a byte an element, and 4 for each block of 128 x 128.
     matrices = sum(p.size for p in params if p.megatron.startswith("decoder.layers") and p.megatron.endswith("weight"))
     matrices -= (2 * 4) * 64
-    others = sum(param.size for param in params) - matrices
+    other_elements = sum(param.size for param in params) - matrices
     quantised = QWEN2 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    assert engine_bytes(quantised, 1, 2) == pytest.approx(2 * others + matrices * (1 + 4 / 128**2), abs=1)
+    assert engine_bytes(quantised, 1, 2) == pytest.approx(2 * other_elements + matrices * (1 + 4 / 128**2), abs=1)
 
 
 def test_kv_elements_by_hand() -> None:
@@ -338,11 +338,11 @@ def test_context_parallelism_splits_long_sequences_and_optimizer() -> None:
         return plan_stages(QWEN2, make_config(algorithm="grpo", parallel=sizes, rollout=rollout, train=budget))[0]
 
     budget = {"max_tokens_per_gpu": 1024}
-    alone, together = plan(world_size=4), plan(world_size=4, cp=4)
-    assert together.states == alone.states
-    assert together.training["activations"] * 4 == alone.training["activations"]
+    cp1, cp4 = plan(world_size=4), plan(world_size=4, cp=4)
+    assert cp4.states == cp1.states
+    assert cp4.training["activations"] * 4 == cp1.training["activations"]
     budget = {"max_tokens_per_gpu": 4096}  # tokens of a micro-batch per rank, however long its sequences
-    assert plan(world_size=4, cp=4).training["activations"] * 2 == alone.training["activations"]
+    assert plan(world_size=4, cp=4).training["activations"] * 2 == cp1.training["activations"]
 
 
 def test_weight_sync_staging_bytes() -> None:
@@ -453,12 +453,12 @@ def test_teacher_adds_weights_and_computes_between_generations() -> None:
         assert after.states == before.states | {"teacher weights": 2 * sum(weights)}
         assert after.generation == before.generation and after.training["micro-batches"] > 0
     assert served[-1].training["logits"] == plain[-1].training["logits"] > 0  # the same vocabulary and hidden size
-    alone = plan_stages(QWEN2, config, QWEN2, stages, "teacher")
+    teacher_only = plan_stages(QWEN2, config, QWEN2, stages, "teacher")
     # Of one layer of 3072 tokens: norms; q, k, v and attention's output; of 2 experts input, output and three widths.
     item = 4 * 64 + (2 * 4 + 2 * 2) * 32 + 2 * (2 * 64 + 3 * 48)
-    assert [stage.layers for stage in alone] == [(0, 1), (2, 3)]
-    assert alone[0].training == {"activations": 2 * 3072 * item // 2, "logits": 0, "micro-batches": 0}
-    assert alone[1].training["logits"] > 0
+    assert [stage.layers for stage in teacher_only] == [(0, 1), (2, 3)]
+    assert teacher_only[0].training == {"activations": 2 * 3072 * item // 2, "logits": 0, "micro-batches": 0}
+    assert teacher_only[1].training["logits"] > 0
 
 
 def test_foreign_classifier_is_replicated() -> None:

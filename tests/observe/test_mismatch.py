@@ -170,8 +170,8 @@ def test_compares_twins_with_and_without_cache() -> None:
 
 def test_twins_differ_in_nothing_but_the_cache() -> None:
     turns = cached_turns(0, 3)
-    other = (Turn((2, 1)), *turns[1:])  # same tokens in another order
-    assert compare_twins([engine_record(turns), engine_record(other)], 3) == []
+    reordered = (Turn((2, 1)), *turns[1:])  # same tokens in another order
+    assert compare_twins([engine_record(turns), engine_record(reordered)], 3) == []
     assert compare_twins([engine_record(turns), engine_record(cached_turns(-1, -1))], 3) == [], "cached tokens unknown"
     assert compare_twins([engine_record(turns), engine_record(turns)], 4) == [], "older weights"
     mask = SamplingMask.from_rows([[7], [8, 1], []])

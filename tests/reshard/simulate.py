@@ -262,22 +262,24 @@ def simulate(plan: ReshardPlan, hf: HFConfig, wire: str, ranks_per_node: int) ->
                 f"round {number}: rank {rank} has no engine"
             )
             for message in transfers.receives:
-                where = f"round {number}, {message.peer} -> {rank}"
+                description = f"round {number}, {message.peer} -> {rank}"
                 sent = posted.pop((message.peer, rank), None)
-                assert sent is not None, f"{where}: nobody sends it"
-                assert piece_keys(sent) == piece_keys(message), f"{where}: the ends differ"
-                assert [p.nbytes for p in sent.pieces] == [p.nbytes for p in message.pieces], where
-                assert message.pieces and message.peer != rank, where
+                assert sent is not None, f"{description}: nobody sends it"
+                assert piece_keys(sent) == piece_keys(message), f"{description}: the ends differ"
+                assert [p.nbytes for p in sent.pieces] == [p.nbytes for p in message.pieces], description
+                assert message.pieces and message.peer != rank, description
                 for piece in message.direct:
                     key = key_of(piece)
-                    assert key not in arrived[rank], f"{where}: twice in a round: {key}"
+                    assert key not in arrived[rank], f"{description}: twice in a round: {key}"
                     arrived[rank][key] = model.pack(message.peer, piece)
                     model.unpack(position[rank], tensors[rank], piece, arrived[rank][key])
                 if message.forward:
-                    assert message.peer // ranks_per_node == rank // ranks_per_node, f"{where}: forwarded to a node"
+                    assert message.peer // ranks_per_node == rank // ranks_per_node, (
+                        f"{description}: forwarded to a node"
+                    )
                 for piece in message.forward:
                     key = key_of(piece)
-                    assert key in received[message.peer], f"{where}: not received the round before: {key}"
+                    assert key in received[message.peer], f"{description}: not received the round before: {key}"
                     model.unpack(position[rank], tensors[rank], piece, received[message.peer][key])
                 total[message.peer, rank] += sum(piece.nbytes for piece in message.pieces)
             for piece in transfers.local:

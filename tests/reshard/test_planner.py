@@ -66,15 +66,15 @@ def check_case(case: Case, seed: int) -> None:
     check_bytes_and_bounds(plan, bound, f"seed {seed}: ")
 
 
-def check_bytes_and_bounds(plan: ReshardPlan, bound: Bound, where: str) -> dict[str, float]:
+def check_bytes_and_bounds(plan: ReshardPlan, bound: Bound, description: str) -> dict[str, float]:
     """Check that bytes are minimal and bounds hold; return each busiest rank's ratio to its bound.
 
     `send_capped` applies to plans within NETWORK_SLACK.
     """
     sent, ranks_per_node = plan.list_transfers(), plan.assignment.ranks_per_node
     is_remote = sent.src // ranks_per_node != sent.dst // ranks_per_node
-    assert sent.nbytes.sum() == bound.cross_bytes, where
-    assert sent.nbytes[is_remote].sum() == bound.internode_bytes, where
+    assert sent.nbytes.sum() == bound.cross_bytes, description
+    assert sent.nbytes[is_remote].sum() == bound.internode_bytes, description
     totals = {}
     for name, ranks, chosen in (
         ("nic_send", sent.src, is_remote),
@@ -86,7 +86,7 @@ def check_bytes_and_bounds(plan: ReshardPlan, bound: Bound, where: str) -> dict[
         bounds = [name, "send_capped"] if name == "send" and totals["nic_send"] <= NETWORK_SLACK else [name]
         for resource in bounds:
             totals[resource] = busiest / max(getattr(bound, resource), 1.0)
-            assert busiest >= getattr(bound, resource) * (1 - 1e-9), f"{where}{resource} is more than was sent"
+            assert busiest >= getattr(bound, resource) * (1 - 1e-9), f"{description}{resource} is more than was sent"
     return totals
 
 
@@ -95,8 +95,8 @@ def test_plan_is_deterministic_and_messages_match_rounds(seed: int) -> None:
     case = random_case(seed) if seed % 2 else random_split_case(seed)
     plan, second_plan = build_plan(case), build_plan(case)
     for rank in {0, plan.world // 2, plan.world - 1}:
-        mine, other_rank = RankPlan(plan, rank), RankPlan(second_plan, rank)
-        rounds = [mine.round(number) for number in range(plan.rounds)]
+        rank_plan, other_rank = RankPlan(plan, rank), RankPlan(second_plan, rank)
+        rounds = [rank_plan.round(number) for number in range(plan.rounds)]
         assert rounds == [other_rank.round(number) for number in range(second_plan.rounds)], f"seed {seed}"
         expected = set()
         for number, current in enumerate(rounds):
@@ -108,11 +108,11 @@ def test_plan_is_deterministic_and_messages_match_rounds(seed: int) -> None:
             if current.local:
                 size = sum(piece.nbytes for piece in current.local)
                 expected.add((number, False, rank, size, 0, staged_bytes(current.local)))
-        actual = tabulate_messages(mine)
+        actual = tabulate_messages(rank_plan)
         assert set(zip(*(column.tolist() for column in actual), strict=True)) == expected, f"seed {seed}"
 
 
-def place(
+def place_on_ranks(
     train: TrainLayout, engine: EngineLayout, ranks: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> tuple[TrainLayout, EngineLayout]:
     return replace(train, ranks=ranks[0]), replace(engine, ranks=ranks[1])
@@ -145,7 +145,7 @@ def all_ranks(request: pytest.FixtureRequest) -> tuple[ReshardPlan, list[Message
     if request.param == "separate ranks":
         arguments = (
             DEEPSEEK,
-            *place(TrainLayout(256, 8, 32, even_stages(61, 8)), arguments[2], halves_of_nodes(512)),
+            *place_on_ranks(TrainLayout(256, 8, 32, even_stages(61, 8)), arguments[2], halves_of_nodes(512)),
             8,
         )
     plan = ReshardPlan(*arguments)
@@ -236,19 +236,19 @@ for name, ranks in (
     BALANCE |= {
         f"DeepSeek-V3 512 TP32 EP32, {name}": (
             DEEPSEEK,
-            *place(TrainLayout(256, 8, 32, even_stages(61, 8)), EngineLayout(32, 32, draft=True), ranks(512)),
+            *place_on_ranks(TrainLayout(256, 8, 32, even_stages(61, 8)), EngineLayout(32, 32, draft=True), ranks(512)),
         ),
         f"DeepSeek-V3 512 DP32, {name}": (
             DEEPSEEK,
-            *place(TrainLayout(256, 8, 32, even_stages(61, 8)), EngineLayout(32, 32, 32, 1, 1, 1), ranks(512)),
+            *place_on_ranks(TrainLayout(256, 8, 32, even_stages(61, 8)), EngineLayout(32, 32, 32, 1, 1, 1), ranks(512)),
         ),
         f"Qwen3-235B 64, {name}": (
             QWEN,
-            *place(TrainLayout(32, 4, 8, even_stages(94, 4)), EngineLayout(8, 8), ranks(64)),
+            *place_on_ranks(TrainLayout(32, 4, 8, even_stages(94, 4)), EngineLayout(8, 8), ranks(64)),
         ),
         f"Qwen3-30B 16, {name}": (
             QWEN_30B,
-            *place(TrainLayout(8, 1, 8, even_stages(48, 1)), EngineLayout(2, 2), ranks(16)),
+            *place_on_ranks(TrainLayout(8, 1, 8, even_stages(48, 1)), EngineLayout(2, 2), ranks(16)),
         ),
     }
 

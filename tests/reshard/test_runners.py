@@ -152,10 +152,10 @@ def render_table() -> str:
         by_verdict: dict[engine_settings.Verdict, list[str]] = {}
         for name, verdict in table.items():
             by_verdict.setdefault(verdict, []).append(name)
-        for (is_supported, why), names in by_verdict.items():
+        for (is_supported, reason), names in by_verdict.items():
             word = "supported" if is_supported else "refused"
-            lines.append(f"| {setting} | {', '.join(names)} | {word} | {word} | {why} |")
-    lines += [f"| {name} | any | refused | refused | {why} |" for name, why in engine_settings.PLACEMENTS.items()]
+            lines.append(f"| {setting} | {', '.join(names)} | {word} | {word} | {reason} |")
+    lines += [f"| {name} | any | refused | refused | {reason} |" for name, reason in engine_settings.PLACEMENTS.items()]
     return "\n".join(lines)
 
 

@@ -169,24 +169,24 @@ def test_ranks_agree_on_scales_of_shared_blocks(tp: int, etp: int) -> None:
             result[param.megatron] = torch.cat(parts, dim=shard_slice.dim)
         return result
 
-    requested: dict[int, list[tuple[tuple[int, ...], list[torch.Tensor]]]] = {}
+    reductions: dict[int, list[tuple[tuple[int, ...], list[torch.Tensor]]]] = {}
     for rank in range(4):
-        requested[rank] = []
+        reductions[rank] = []
 
         def record(tensors: list[torch.Tensor], ranks: Any, rank: int = rank) -> list[torch.Tensor]:
-            requested[rank].append((tuple(ranks), tensors))
+            reductions[rank].append((tuple(ranks), tensors))
             return tensors
 
         compute_scale_grids(shards(rank), params, train, rank, record)
-    assert len({len(calls) for calls in requested.values()}) == 1
-    assert bool(requested[0]) == any(has_split_blocks(param, train) for param in params) == (tp > 1 or etp > 1)
+    assert len({len(calls) for calls in reductions.values()}) == 1
+    assert bool(reductions[0]) == any(has_split_blocks(param, train) for param in params) == (tp > 1 or etp > 1)
     for rank in range(4):
         calls = iter(range(2))
 
         def maximum(tensors: list[torch.Tensor], ranks: Any, calls: Any = calls) -> list[torch.Tensor]:
             call = next(calls)
             return [
-                torch.stack(per_rank).amax(0) for per_rank in zip(*(requested[r][call][1] for r in ranks), strict=True)
+                torch.stack(per_rank).amax(0) for per_rank in zip(*(reductions[r][call][1] for r in ranks), strict=True)
             ]
 
         grids = compute_scale_grids(shards(rank), params, train, rank, maximum)

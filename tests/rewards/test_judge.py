@@ -42,8 +42,8 @@ def server() -> Iterator[RewardServer]:
 
 
 def judge(server: RewardServer, **options: Any) -> Judge:
-    known = {"url": server.address, "model": "m", "prompt": "grade {answer}", "private": True, "pause": 0}
-    return Judge(JudgeOptions.read({**known, **options}))
+    defaults = {"url": server.address, "model": "m", "prompt": "grade {answer}", "private": True, "pause": 0}
+    return Judge(JudgeOptions.read({**defaults, **options}))
 
 
 def test_sends_a_chat_completion_request(server: RewardServer) -> None:
@@ -240,5 +240,5 @@ def test_refuses_invalid_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_max_duration_counts_batches_tries_and_pauses() -> None:
-    known = {"url": "http://a", "model": "m", "concurrency": 4, "timeout": 6, "tries": 3}
-    assert Judge(JudgeOptions.read(known)).max_duration(9) == 3 * 3 * (6 + 10)
+    defaults = {"url": "http://a", "model": "m", "concurrency": 4, "timeout": 6, "tries": 3}
+    assert Judge(JudgeOptions.read(defaults)).max_duration(9) == 3 * 3 * (6 + 10)

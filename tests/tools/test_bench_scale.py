@@ -26,14 +26,14 @@ CONSTANTS = {
 
 
 def test_fit_recovers_the_constants() -> None:
-    known = Constants(CONSTANTS, (0.0, 0.0), 0, 0.0)
+    bench_constants = Constants(CONSTANTS, (0.0, 0.0), 0, 0.0)
     works = [
         Work(owner_bytes, record, computed, record / 2)
         for owner_bytes in (0.0, 1e6, 2e6)
         for record in (32.0, 128.0)
         for computed in (3e6, 5e6)
     ]
-    result = bench_scale.fit_constants([Step(work, known.seconds(work), 0.0) for work in works])
+    result = bench_scale.fit_constants([Step(work, bench_constants.seconds(work), 0.0) for work in works])
     for part, constants in CONSTANTS.items():
         assert result[part] == pytest.approx(constants, rel=1e-6, abs=1e-12)
 

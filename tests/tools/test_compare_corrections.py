@@ -33,11 +33,11 @@ def folder(tmp_path: Path) -> Path:
 def test_table_has_means_of_runs_done_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    requested = []
+    commands = []
 
     def run(command: list[str], **_: Any) -> Any:
         overrides = dict(text.split("=", 1) for text in command if "=" in text and not text.startswith("-"))
-        requested.append(
+        commands.append(
             (overrides["run.seed"], overrides["rollout.max_staleness"], overrides.get("correction.kind", ""))
         )
         run_dir = Path(overrides["run.dir"])
@@ -56,7 +56,7 @@ def test_table_has_means_of_runs_done_once(
     for _ in range(2):
         assert compare_corrections.main(arguments) == 0
         tables.append(capsys.readouterr().out.splitlines())
-    assert requested == [("1", "3", ""), ("2", "3", ""), ("1", "3", "tis"), ("2", "3", "tis")]
+    assert commands == [("1", "3", ""), ("2", "3", ""), ("1", "3", "tis"), ("2", "3", "tis")]
     assert tables[0] == tables[1] and [line.split(",")[0] for line in tables[0][1:]] == ["behavior", "tis"]
     assert tables[0][1].split()[3:6] == ["0.7", "0.25", "1.5"]
 

@@ -84,7 +84,7 @@ def fail_on_one_engine(rollout_worker: Any, prompts: Any, check: Callable[[], No
 
 
 def abort_some(failures: list[str]) -> Callable[..., GenerationResult]:
-    rollouts = [Rollout(PROMPT, TURNS, "aborted" if why else "stop", failure=why) for why in failures]
+    rollouts = [Rollout(PROMPT, TURNS, "aborted" if failure else "stop", failure=failure) for failure in failures]
     return lambda rollout_worker, prompts, **_: GenerationResult(rollouts, [])
 
 

@@ -101,8 +101,8 @@ def test_all_ranks_agree_on_lost_and_restarted_engines(monkeypatch: pytest.Monke
     ]
 
 
-@pytest.mark.parametrize("again", ["died", "hangs"])
-def test_same_fault_twice_without_a_step_ends_the_run(monkeypatch: pytest.MonkeyPatch, again: str) -> None:
+@pytest.mark.parametrize("repeated_fault", ["died", "hangs"])
+def test_same_fault_twice_without_a_step_ends_the_run(monkeypatch: pytest.MonkeyPatch, repeated_fault: str) -> None:
     def work(rank: int, recovery: EngineRecovery, restart: FakeEngineRestart) -> str:
         def lose_engine(fault: Any) -> None:
             if rank == 0:
@@ -116,14 +116,14 @@ def test_same_fault_twice_without_a_step_ends_the_run(monkeypatch: pytest.Monkey
         assert recovery.metrics() == {}
         lose_engine("died")
         try:
-            lose_engine(again)
+            lose_engine(repeated_fault)
         except ConfigError as error:
             return str(error)
         return ""
 
     *errors, _ = run_on_ranks(monkeypatch, work)
     assert len(set(errors)) == 1
-    if again == "died":
+    if repeated_fault == "died":
         assert errors[0].startswith("engine 0 died twice in a row without a completed step: see its log; ")
         assert errors[0].endswith("engine 0 is not running; the last lines of its log: short of memory")
     else:

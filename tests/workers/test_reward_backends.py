@@ -39,9 +39,11 @@ def tokenizer(words: tuple[str, ...] = WORDS, template: str | None = TEMPLATE) -
 
     raw = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[unk]"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    created = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[unk]", pad_token="[pad]", eos_token="<end>")
-    created.chat_template = template
-    return created
+    fast_tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, unk_token="[unk]", pad_token="[pad]", eos_token="<end>"
+    )
+    fast_tokenizer.chat_template = template
+    return fast_tokenizer
 
 
 def save(folder: Path, model: Any, words: Any) -> Any:
@@ -103,12 +105,14 @@ def results(
         conversations.append({"ids": ids, "messages": messages, "status": status})
     policy = llama()
     save(folder / "policy", LlamaForCausalLM(policy), saved_tokenizer)
-    other = tokenizer(tuple(reversed(WORDS)), OTHER_TEMPLATE)
+    other_tokenizer = tokenizer(tuple(reversed(WORDS)), OTHER_TEMPLATE)
     classifier = dict(num_labels=1, pad_token_id=1)
     models = {
         "own": save(folder / "own", Classifier.from_config(llama(**classifier)), saved_tokenizer),
         "bare": save(folder / "bare", Classifier.from_config(llama(num_labels=1)), tokenizer(template=None)),
-        "bert": save(folder / "bert", Classifier.from_config(bert(id2label={0: "bad", 1: "good", 2: "so"})), other),
+        "bert": save(
+            folder / "bert", Classifier.from_config(bert(id2label={0: "bad", 1: "good", 2: "so"})), other_tokenizer
+        ),
         "short": save(
             folder / "short", Classifier.from_config(llama(max_position_embeddings=9, **classifier)), saved_tokenizer
         ),
@@ -182,7 +186,7 @@ def results(
     }
     (folder / "jobs.json").write_text(json.dumps({"rollouts": conversations, "jobs": jobs}))
     results = run_ranks(3, "tests/workers/ranks_reward_backends.py", str(folder), timeout=400.0)
-    return {"ranks": results, "models": models, "conversations": conversations, "another": other}
+    return {"ranks": results, "models": models, "conversations": conversations, "another": other_tokenizer}
 
 
 SCORED = [number for number in range(len(RESPONSES)) if number != 4]  # aborted
@@ -208,8 +212,8 @@ def global_result(results: dict[str, Any], job: str) -> Any:
     first, *others = (dict(rank[job]) for rank in results["ranks"])
     local = [result.pop("local") for result in (first, *others)]
     assert all(other == first for other in others)
-    assert [[number for number, _ in local_items] for local_items in local] == [[0, 1, 3, 4, 6], [], [2, 5]]
-    assert all(reward == first["reward"][number] for local_items in local for number, reward in local_items)
+    assert [[number for number, _ in rewards_of_rank] for rewards_of_rank in local] == [[0, 1, 3, 4, 6], [], [2, 5]]
+    assert all(reward == first["reward"][number] for rewards_of_rank in local for number, reward in rewards_of_rank)
     return first
 
 

@@ -45,9 +45,9 @@ def make_stream(max_staleness: int) -> tuple[RolloutStream, FakeStreamRunner, li
     def upcoming(steps: int) -> list[list[Prompt]]:
         return [prompts_of(step) for step in range(current_step[0] + 1, min(LAST, current_step[0] + steps) + 1)]
 
-    created: Any = runner
+    untyped_runner: Any = runner
     return (
-        RolloutStream(config, upcoming, LOCAL, created, 2, LocalKVStore(), lambda step: 10 * step, print),
+        RolloutStream(config, upcoming, LOCAL, untyped_runner, 2, LocalKVStore(), lambda step: 10 * step, print),
         runner,
         current_step,
     )

@@ -102,8 +102,8 @@ class FakePackage:
         return {"swanlab": swanlab}
 
     def mlflow(self) -> dict[str, ModuleType]:
-        created = SimpleNamespace(info=SimpleNamespace(run_id="run-7"))
-        returns = {"create_run": created, "create_experiment": "3"}
+        run_info = SimpleNamespace(info=SimpleNamespace(run_id="run-7"))
+        returns = {"create_run": run_info, "create_experiment": "3"}
         names = [name.partition(".")[2] for name in PARAMETERS["mlflow"] if name.startswith("MlflowClient.")]
         client = SimpleNamespace(**{name: self.recorder(f"MlflowClient.{name}", returns.get(name)) for name in names})
         mlflow: Any = ModuleType("mlflow")
