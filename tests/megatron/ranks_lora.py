@@ -327,7 +327,7 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
 
 
 class GroupedLinear(torch.nn.Module):
-    """Stand-in for Transformer Engine's GroupedLinear: takes tokens sorted by expert, and their number per expert."""
+    """Fake of Transformer Engine's GroupedLinear: takes tokens sorted by expert, and their number per expert."""
 
     def __init__(self, experts: int, rows: int, columns: int) -> None:
         super().__init__()
@@ -340,7 +340,7 @@ class GroupedLinear(torch.nn.Module):
 
 
 class NormedLinear(torch.nn.Module):
-    """Stand-in for Transformer Engine's LayerNormLinear: norm and linear layer in one."""
+    """Fake of Transformer Engine's LayerNormLinear: norm and linear layer in one."""
 
     normalization, eps = "RMSNorm", 1e-5
 
@@ -355,7 +355,7 @@ class NormedLinear(torch.nn.Module):
         return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * gamma @ self.weight.T, None
 
 
-def stand_ins() -> dict[str, float]:
+def fake_te_layers() -> dict[str, float]:
     """Compare adapters with merged weights on layers with Transformer Engine's interface."""
     from torch.nn import Module, ModuleList
 
@@ -411,7 +411,7 @@ def stand_ins() -> dict[str, float]:
 if __name__ == "__main__":
     world = int(os.environ["WORLD_SIZE"])
     parallel_ranks.initialize(tiny.config(world=world).parallel, timeout_s=120)
-    results = {"stand-ins": stand_ins()}
+    results = {"fake TE layers": fake_te_layers()}
     for item in sys.argv[1].split():
         case, _, layout = item.partition("@")
         family, role, *targets = case.split(":")
