@@ -236,7 +236,7 @@ def slow_rank(folder: Path) -> dict[str, object]:
     local = {name: hashlib.sha256((saved / name).read_bytes()).hexdigest() for name in tree}
     on_disk = {str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file()} - {"manifest.json"}
     return {
-        "found": newest == saved,
+        "found newest": newest == saved,
         "hashes": local == {name: entry["sha256"] for name, entry in tree.items()} and on_disk == set(tree),
         "hashed after write": hashed_later,
         "verified once": sorted(name for names in verified_by_rank for name in names)

@@ -138,7 +138,7 @@ def test_parquet_types_become_json_types(tmp_path: Path) -> None:
     columns = {
         "map": pyarrow.array([[("a", 1), ("b", None)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
         "maps": pyarrow.array([[[("a", 1)]]], pyarrow.list_(pyarrow.map_(pyarrow.string(), pyarrow.int64()))),
-        "whole": pyarrow.array([decimal.Decimal("2.00")]),
+        "decimal": pyarrow.array([decimal.Decimal("2.00")]),
         "part": pyarrow.array([decimal.Decimal("2.50")]),
         "time": pyarrow.array([datetime.datetime(2020, 1, 2, 3, 4)]),
         "day": pyarrow.array([datetime.date(2020, 1, 2)]),
@@ -152,7 +152,7 @@ def test_parquet_types_become_json_types(tmp_path: Path) -> None:
     assert row == {
         "map": {"a": 1, "b": None},
         "maps": [{"a": 1}],
-        "whole": 2,
+        "decimal": 2,
         "part": 2.5,
         "time": "2020-01-02T03:04:00",
         "day": "2020-01-02",

@@ -215,19 +215,19 @@ def test_describe_reports_moved_experts(
     monkeypatch: pytest.MonkeyPatch, experts: list[list[int]], is_moved: bool
 ) -> None:
     table = SimpleNamespace(physical_to_logical_map_cpu=torch.tensor(experts), num_logical_experts=4)
-    stand_in = SimpleNamespace(get_global_expert_location_metadata=lambda: table)
-    monkeypatch.setitem(sys.modules, "sglang.srt.eplb.expert_location", stand_in)  # type: ignore[arg-type]
+    fake_module = SimpleNamespace(get_global_expert_location_metadata=lambda: table)
+    monkeypatch.setitem(sys.modules, "sglang.srt.eplb.expert_location", fake_module)  # type: ignore[arg-type]
     unusual = execute(Model(), {"do": "describe"})["odd"]
     assert unusual == (["the engine's experts are not at their index (init_expert_location)"] if is_moved else [])
 
 
 def test_finish_recomputes_derived_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
-    stand_in = ModuleType("sglang.srt.model_loader.loader")
-    stand_in.post_load_weights = done.append  # type: ignore[attr-defined]
+    fake_module = ModuleType("sglang.srt.model_loader.loader")
+    fake_module.post_load_weights = done.append  # type: ignore[attr-defined]
     for name in ("sglang", "sglang.srt", "sglang.srt.model_loader"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    monkeypatch.setitem(sys.modules, fake_module.__name__, fake_module)
     model = Model()
     monkeypatch.setattr(Model, "refresh_gemma_weight", lambda norm: done.append(("1 + w", norm)), raising=False)
     assert execute(model, {"do": "finish"}) == {}

@@ -111,7 +111,7 @@ def check(layout: dict[str, int]) -> dict[str, dict[str, float]]:
             "metrics": max(abs(metrics[key] - expected_metrics[key]) for key in expected_metrics),
             "marked": float(expected_metrics.get("actor/cov_frac", -1.0)),
             # Metrics do not depend on the aggregation of the loss.
-            "moved": max(
+            "metric change": max(
                 abs(results_by_case.setdefault((name, kind), expected_metrics)[key] - expected_metrics[key])
                 for key in expected_metrics
             ),

@@ -32,7 +32,7 @@ from megarl.types import ModelOutput, TokenLoss, TrainBatch  # noqa: E402
 def platform() -> dict[str, Any]:
     before = torch.zeros
     second_install = megatron_platform.install()
-    return {"patched": megatron_platform.PATCHED, "again": second_install, "same": torch.zeros is before}
+    return {"patched": megatron_platform.PATCHED, "second_install": second_install, "unchanged": torch.zeros is before}
 
 
 def names() -> dict[str, str]:
@@ -283,7 +283,7 @@ def attention() -> dict[str, float]:
     return {
         "difference": float((actual - expected).abs().max()),
         "gradient": max(float(gap.abs().max()) for gap in gaps),
-        "alone": float((actual - torch.cat(per_sequence)).abs().max()),
+        "per sequence": float((actual - torch.cat(per_sequence)).abs().max()),
         "seconds": time.perf_counter() - started,
     }
 
@@ -562,7 +562,7 @@ def bf16_training() -> dict[str, float]:
         "difference": float((actual - exact).abs().mean()),
         "first": losses[0],
         "last": losses[-1],
-        "moved": float((change > 0).float().mean()),
+        "updated": float((change > 0).float().mean()),
     }
 
 
@@ -737,7 +737,7 @@ def aborted_rewards() -> dict[str, Any]:
     assert worker.score(Rollouts.gather(rollouts[1:2])).local == (rollouts[1],) and not len(
         worker.score(Rollouts.gather([]))
     )
-    return {"seen": scored_seeds, "rewards": scored.reward.tolist(), "order": [r.seed for r in scored.local]}
+    return {"scored": scored_seeds, "rewards": scored.reward.tolist(), "order": [r.seed for r in scored.local]}
 
 
 def engine_calls() -> list[str]:

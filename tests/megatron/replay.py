@@ -124,7 +124,7 @@ def check(
     result["gradients"] = (
         max(float((replayed[2][name] - expected[name]).abs().max()) for name in replayed[2]) / grad_scale
     )
-    result["moved"] = float((replayed[0] - natural[0]).abs().max())
+    result["effect"] = float((replayed[0] - natural[0]).abs().max())
     if layout.get("pp", 1) > 1:
         full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
         moe = dict(recompute_granularity="selective", recompute_modules=["moe"])

@@ -142,7 +142,7 @@ def masked_micro_batch() -> dict[str, Any]:
     no_mask = make_micro_batch(batch, [0, 1, 2], torch.device("cpu")).sampling_mask
     assert empty is not None
     return {
-        "whole": candidates_of(tp=4),
+        "complete": candidates_of(tp=4),
         "context": [candidates_of(cp=2, cp_rank=rank) for rank in (0, 1)],
         "empty": empty.counts.tolist(),
         "none": no_mask is None,

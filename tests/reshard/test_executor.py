@@ -141,13 +141,13 @@ def test_writes_overlap_with_the_next_transfer(monkeypatch: pytest.MonkeyPatch) 
         return wire(*arguments)
 
     def send_to_engine(buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
-        events.append("give")
+        events.append("send")
         orders.append((buffer, order["sync_id"]))
 
     monkeypatch.setattr(executor_module, "_transfer", transfer)
     executor.sync(ranks_executor.shards(case, params, full, 0), send_to_engine, 1, lambda: events.append("settle"))
     assert rounds > 4 and len(orders) == rounds
-    assert events == ["wire", "settle", *["wire", "give", "settle"] * (rounds - 1), "give"]
+    assert events == ["wire", "settle", *["wire", "send", "settle"] * (rounds - 1), "send"]
     assert all(item[0] is not other[0] for item, other in zip(orders, orders[1:], strict=False))
     assert len({sync_id for _, sync_id in orders}) == 1
     executor.sync(ranks_executor.shards(case, params, full, 0), send_to_engine, 2)

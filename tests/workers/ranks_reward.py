@@ -124,12 +124,14 @@ def main() -> None:
         "environment": score_environment(
             RewardConfig(weights={"environment": 2.0}), [Reward(0.5, {"tries": 3.0}, (0.25,))] * 4
         ),
-        "beside": score_environment(RewardConfig(("toy_rewards:length",)), [Reward(1.0), None, None, Reward(-1.0)]),
+        "environment and function": score_environment(
+            RewardConfig(("toy_rewards:length",)), [Reward(1.0), None, None, Reward(-1.0)]
+        ),
         "failed": score_environment(
             RewardConfig(max_failed_frac=0.5), [Reward(1.0)] * 3 + [RewardFailure("Guess: reward raised")]
         ),
         "recorded": score_environment(RewardConfig(), None),
-        "nobody": score_environment(RewardConfig(), [None] * 4, "toy_environments:Plain"),
+        "no reward": score_environment(RewardConfig(), [None] * 4, "toy_environments:Plain"),
         "nothing": score_environment(RewardConfig(), [None] * 4, ""),
     }
     print("RESULT", json.dumps(result), flush=True)

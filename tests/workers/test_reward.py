@@ -98,10 +98,10 @@ def test_environment_reward_is_a_weighted_part(results: dict[str, dict[str, Any]
     single = results["environment"]
     assert single["reward"] == [1.5, 1.5, 0.0, 1.5] and single["turns"] == [[0.0, 0.5]] * 2 + [[0.0, 0.0], [0.0, 0.5]]
     assert single["parts"] == {"environment": [0.75, 0.75, 0, 0.75], "environment/tries": [3, 3, 0, 3]}
-    assert results["beside"]["reward"] == [4.0, 3.0, 0.0, 2.0]
+    assert results["environment and function"]["reward"] == [4.0, 3.0, 0.0, 2.0]
     assert results["failed"]["reasons"] == [["environment", "Guess: reward raised", "p3"]]
     assert results["recorded"]["reward"] == [3.0, 3.0, 0.0, 3.0]
-    assert "toy_environments:Plain has no `reward`, and there are no reward.functions" in results["nobody"]
+    assert "toy_environments:Plain has no `reward`, and there are no reward.functions" in results["no reward"]
     assert "there is no reward: set reward.functions" in results["nothing"]
 
 

@@ -119,8 +119,10 @@ def results(
         "strict": save(
             folder / "strict", Classifier.from_config(llama(**classifier)), tokenizer(template=STRICT_TEMPLATE)
         ),
-        "odd": save(
-            folder / "odd", Classifier.from_config(llama(**classifier)), tokenizer(tuple(reversed(WORDS)), None)
+        "other_tokenizer": save(
+            folder / "other_tokenizer",
+            Classifier.from_config(llama(**classifier)),
+            tokenizer(tuple(reversed(WORDS)), None),
         ),
         "teacher": save(
             folder / "teacher", LlamaForCausalLM(llama(24, hidden_size=32, num_hidden_layers=4)), saved_tokenizer
@@ -168,13 +170,13 @@ def results(
         "short": judge("short"),
         "cut": judge("short", on_overlong="truncate"),
         "strict": judge("strict"),
-        "odd": judge("odd"),
+        "other_tokenizer": judge("other_tokenizer"),
         "labels": judge("bert"),
         "policy": judge("policy"),
         "headless": judge("headless"),
         "nan": judge("nan"),
         "service": {"what": "score", "config": {**PLACEMENT, "roles": service, "reward": functions_of_role}},
-        "gone": {"what": "score", "config": {**PLACEMENT, "roles": unreachable}},
+        "unreachable": {"what": "score", "config": {**PLACEMENT, "roles": unreachable}},
         "judge": {"what": "score", "config": {**PLACEMENT, "roles": judging, "reward": functions_of_role}},
         "too good": {"what": "score", "config": {**PLACEMENT, "roles": narrow}},
         "pool": {
@@ -253,7 +255,7 @@ def test_overlong_conversations_raise_or_are_truncated(results: dict[str, Any]) 
     ("job", "message"),
     [
         ("strict", "cannot render the sample '0': TemplateError: no system prompts"),
-        ("odd", "has another tokenizer than the policy, and no chat template by which"),
+        ("other_tokenizer", "has another tokenizer than the policy, and no chat template by which"),
         ("labels", "has 3 labels, and a score is one number: set roles.reward.options.label to the one whose logit"),
         ("policy", "is not a sequence classifier: its architecture in config.json is LlamaForCausalLM"),
         ("headless", "headless: score.weight is missing; it is not a whole classifier"),
@@ -263,7 +265,7 @@ def test_overlong_conversations_raise_or_are_truncated(results: dict[str, Any]) 
             "the model returned",
         ),
         ("too good", "/v1: its score 7 is not from 0 to 5"),
-        ("gone", "(2 tries); check that it runs, or set roles.reward.options.url"),
+        ("unreachable", "(2 tries); check that it runs, or set roles.reward.options.url"),
     ],
 )
 def test_errors_are_the_same_on_all_ranks(results: dict[str, Any], job: str, message: str) -> None:

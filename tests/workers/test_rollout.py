@@ -55,4 +55,4 @@ def test_empty_batch_has_empty_outputs(units: dict[str, Any]) -> None:
 
 
 def test_aborted_rollouts_are_not_scored(units: dict[str, Any]) -> None:
-    assert units["aborted_rewards"] == {"seen": [0, 2], "rewards": [1.0, 0.0, 1.0, 0.0], "order": [0, 1, 2, 3]}
+    assert units["aborted_rewards"] == {"scored": [0, 2], "rewards": [1.0, 0.0, 1.0, 0.0], "order": [0, 1, 2, 3]}
