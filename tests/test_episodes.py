@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from thread_ranks import Thread, as_ranks
+from thread_ranks import ThreadRank, as_ranks
 
 from megarl.types import Episodes, Prompt, Rollout, Rollouts, Status, TrainBatch, Turn, as_branches
 from megarl.types.episodes import assign_episode_ids
@@ -81,7 +81,7 @@ def test_ranks_agree_on_gathered_episodes() -> None:
     """Rank 1 has no rollouts, the others a group each."""
     local_rollouts: list[list[Rollout]] = [ROLLOUTS[:3], [], ROLLOUTS[3:]]
 
-    def work(rank: Thread) -> list[list[int]]:
+    def work(rank: ThreadRank) -> list[list[int]]:
         local = local_rollouts[rank.rank]
         rollouts = Rollouts.gather(local, [item.group for item in local], rank)
         selected = rollouts.select(torch.tensor([False, True, True, True, False, False, False]))
@@ -127,7 +127,7 @@ def test_batch_tracks_its_episodes() -> None:
     unbranched = TrainBatch.from_rollouts([ROLLOUTS[0], ROLLOUTS[3]])
     assert unbranched.episode is None and torch.equal(unbranched.cu_episodes, unbranched.cu_seqlens)
 
-    def work(rank: Thread) -> list[list[int]]:
+    def work(rank: ThreadRank) -> list[list[int]]:
         local = [ROLLOUTS[3:], ROLLOUTS[:3]][rank.rank]
         part = TrainBatch.from_rollouts(Rollouts.gather(local, [item.group for item in local], rank))
         return [part.cu_episodes.tolist(), part.episodes.episode_ids.tolist(), part.local_episodes.episode_ids.tolist()]

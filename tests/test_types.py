@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from thread_ranks import Thread, as_ranks
+from thread_ranks import ThreadRank, as_ranks
 
 from megarl.types import ROLLOUT_STATS, Prompt, Rollout, Rollouts, SamplingMask, TrainBatch, Turn
 
@@ -255,7 +255,7 @@ def test_selects_and_concatenates_sampling_masks():
     assert record.excludes(torch.tensor([2, 9, 9, 4])).tolist() == [False, False, True, False]
 
 
-def sharded_rollouts(rank: Thread) -> Rollouts:
+def sharded_rollouts(rank: ThreadRank) -> Rollouts:
     """Five rollouts on three ranks: numbers 3, 0, 4 on the first, none on the second, 1, 2 on the last."""
     local = {0: [(3, EXAMPLE), (0, SHORT), (4, OTHER)], 1: [], 2: [(1, with_routing(OTHER)), (2, EXAMPLE)]}[rank.rank]
     return Rollouts.gather([rollout for _, rollout in local], [number for number, _ in local], rank)
@@ -292,7 +292,7 @@ def test_turn_rewards_exist_on_all_ranks_if_on_any():
     with pytest.raises(ValueError, match="only an action turn has a reward"):
         Turn((1,), reward=1.0)
 
-    def work(rank: Thread) -> list[float]:
+    def work(rank: ThreadRank) -> list[float]:
         local = [] if rank.rank == 1 else [element if rank.rank else SHORT]
         rollouts = Rollouts.gather(local, None, rank)
         assert rollouts.rewarded_turns.tolist() == [0, 2]
@@ -302,7 +302,7 @@ def test_turn_rewards_exist_on_all_ranks_if_on_any():
 
 
 def test_all_ranks_know_unscored_reasons():
-    def scored(rank: Thread) -> Rollouts:
+    def scored(rank: ThreadRank) -> Rollouts:
         rollouts = sharded_rollouts(rank)
         unscored = {} if rank.rank == 0 else {"a": "late", "b": "raised"}
         return rollouts.replace_local([dataclasses.replace(r, unscored=unscored) for r in rollouts.local])
@@ -316,7 +316,7 @@ def test_all_ranks_know_unscored_reasons():
 
 
 def test_all_ranks_know_replaced_rewards():
-    def scored(rank: Thread) -> Rollouts:
+    def scored(rank: ThreadRank) -> Rollouts:
         rollouts = sharded_rollouts(rank)
         new = [dataclasses.replace(r, reward=10.0 * rank.rank + i) for i, r in enumerate(rollouts.local)]
         return rollouts.replace_local([dataclasses.replace(r, reward_parts={f"of {rank.rank}": 1.0}) for r in new])
@@ -334,7 +334,7 @@ def test_sharded_batch_equals_the_full_batch():
     full = full.with_(advantages=torch.arange(float(len(full.tokens))))
     of_sequence = full.tokens.split(full.lengths.tolist())
 
-    def work(rank: Thread) -> None:
+    def work(rank: ThreadRank) -> None:
         batch = TrainBatch.from_rollouts(sharded_rollouts(rank))
         assert torch.equal(batch.lengths, full.lengths) and torch.equal(batch.group, full.group)
         assert torch.equal(batch.sequence_reward, full.sequence_reward) and batch.num_sequences == 5

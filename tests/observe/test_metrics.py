@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from thread_ranks import Thread, as_ranks
+from thread_ranks import ThreadRank, as_ranks
 
 from megarl.observe import metrics as metrics_module
 from megarl.observe.metrics import SourceMeans, batch_metrics, rollout_metrics
@@ -222,7 +222,7 @@ def test_advantage_variance_spans_ranks() -> None:
     parts = [make_batch(1.0, -1.0, mask=(True, True)), make_batch(3.0, 7.0, mask=(True, False))]
     lengths, routed, home = torch.tensor([2, 2]), torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1])
 
-    def source_rollout(rank: Thread) -> dict[str, float]:
+    def source_rollout(rank: ThreadRank) -> dict[str, float]:
         sharding = BatchSharding(lengths, routed, home, torch.tensor([rank.rank]), rank)
         return batch_metrics(replace(parts[rank.rank], sharding=sharding, group=routed), 2.0, 2)
 

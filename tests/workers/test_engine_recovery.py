@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 import pytest
-from thread_ranks import Thread, as_ranks
+from thread_ranks import ThreadRank, as_ranks
 
 from megarl.config import Config, ConfigError
 from megarl.engine.engine_protocol import EngineLost
@@ -41,9 +41,9 @@ class FakeEngineRestart:
 def run_on_ranks(monkeypatch: pytest.MonkeyPatch, work: Any) -> list[Any]:
     """Run work(rank, recovery, restart) on three ranks, two of which lead an engine; return results and log lines."""
     lines: list[str] = []
-    threads: dict[int, Thread] = {}
+    threads: dict[int, ThreadRank] = {}
 
-    def run_rank(rank: Thread) -> Any:
+    def run_rank(rank: ThreadRank) -> Any:
         threads[threading.get_ident()] = rank
         index = rank.rank if rank.rank < 2 else None
         restart: Any = FakeEngineRestart() if index is not None else None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from scripted import CHAT, CONFIG, PROMPT, DeterministicPolicy, parse
-from thread_ranks import Thread, as_ranks
+from thread_ranks import ThreadRank, as_ranks
 
 from megarl.checkpoint import manifest
 from megarl.config import ConfigError
@@ -123,13 +123,13 @@ def first_prompt_ids(count: int) -> list[str]:
 def test_no_group_is_lost_or_repeated_across_resume(tmp_path: Path, before: int, after: int) -> None:
     store = LocalKVStore()
 
-    def first(rank: Thread) -> tuple[Any, str]:
+    def first(rank: ThreadRank) -> tuple[Any, str]:
         run = OversampledRun(rank, before, store)
         return run.run_steps(1, 5), run.save(tmp_path)
 
     before_results = as_ranks(before, first)
 
-    def second(rank: Thread) -> tuple[Any, Any, list[str]]:
+    def second(rank: ThreadRank) -> tuple[Any, Any, list[str]]:
         run = OversampledRun(rank, after, store)
         run.resume(tmp_path, before_results[0][1])
         steps = run.run_steps(5, 9)
