@@ -93,10 +93,10 @@ def test_marks_do_not_depend_on_sharding(kind: str, fraction: float) -> None:
     full = random_batch()
     actions = int(full.loss_mask.sum())
 
-    def mark(value: TrainBatch) -> torch.Tensor:
+    def mark(data: TrainBatch) -> torch.Tensor:
         if kind == "range":
-            return mark_in_range(value, ClipCovOptions(fraction), 5)
-        return mark_largest(value, KLCovOptions(fraction), 5)
+            return mark_in_range(data, ClipCovOptions(fraction), 5)
+        return mark_largest(data, KLCovOptions(fraction), 5)
 
     expected = mark(full)
     assert int(expected.sum()) == max(1, int(fraction * actions))
@@ -115,9 +115,11 @@ def test_marks_do_not_depend_on_sharding(kind: str, fraction: float) -> None:
         def work(comm, ranks=ranks, owner=owner):  # type: ignore[no-untyped-def]  # rank 0 has nothing
             local = (owner == comm.rank).nonzero().squeeze(1)
             part = full.select(local.tolist())
-            shares = BatchSharding(full.lengths, torch.zeros_like(owner), owner, local, comm)
-            value = dataclasses.replace(part, group=full.group, sequence_reward=full.sequence_reward, sharding=shares)
-            return value.sequence_ids, value.positions, mark(value)
+            sharding = BatchSharding(full.lengths, torch.zeros_like(owner), owner, local, comm)
+            sharded = dataclasses.replace(
+                part, group=full.group, sequence_reward=full.sequence_reward, sharding=sharding
+            )
+            return sharded.sequence_ids, sharded.positions, mark(sharded)
 
         result = torch.zeros_like(expected)
         for numbers, positions, marks in as_ranks(ranks, work):

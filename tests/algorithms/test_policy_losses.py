@@ -101,15 +101,15 @@ def test_gradients_match_finite_differences(name: str, seed: int) -> None:
     sampled = random_sampled(seed, 6)
     weights = sequence_mean_weights(sampled.cu_seqlens, sampled.loss_mask, 5).double()
 
-    def value(logprobs: torch.Tensor) -> torch.Tensor:
+    def weighted_loss(logprobs: torch.Tensor) -> torch.Tensor:
         columns = sampled.old_logprobs, sampled.advantages, sampled.loss_mask, sampled.cu_seqlens, sampled.marked
         return (weights * run(name, PolicyLossInput(logprobs, *columns)).loss).sum()
 
-    (gradient,) = torch.autograd.grad(value(sampled.logprobs), sampled.logprobs)
+    (gradient,) = torch.autograd.grad(weighted_loss(sampled.logprobs), sampled.logprobs)
     point, step = sampled.logprobs.detach(), 1e-6
     for t in range(len(point)):
         offset = torch.zeros_like(point).index_fill(0, torch.tensor(t), step)
-        difference = float(value(point + offset) - value(point - offset)) / (2 * step)
+        difference = float(weighted_loss(point + offset) - weighted_loss(point - offset)) / (2 * step)
         assert float(gradient[t]) == pytest.approx(difference, abs=1e-8)
 
 

@@ -7,9 +7,9 @@ ASYNCHRONOUS, REPLAYED, OVERSAMPLED = "rollout.asynchronous=true", "rollout.repl
 SPLIT = "{actor: 0-3, rollout: 4-7}"
 
 
-def placement_case(name: str, expected: tuple[str, ...], placement: str, *value: str) -> Case:
+def placement_case(name: str, expected: tuple[str, ...], placement: str, *overrides: str) -> Case:
     """A case with this placement, on eight ranks by default."""
-    return Case(name, expected, (*(value or (EIGHT,)), f"placement={placement}"))
+    return Case(name, expected, (*(overrides or (EIGHT,)), f"placement={placement}"))
 
 
 CASES = [

@@ -22,8 +22,8 @@ def fake_rank(world: int, rank: int) -> Iterator[None]:
     """Act as one rank of a fake world."""
     new_group = dist.new_group
 
-    def new_fake_group(*value: Any, **kwargs: Any) -> Any:
-        return new_group(*value, **{**kwargs, "backend": "fake"})
+    def new_fake_group(*args: Any, **kwargs: Any) -> Any:
+        return new_group(*args, **{**kwargs, "backend": "fake"})
 
     def gather_copies(result: list[Any], local: Any, group: Any = None) -> None:
         result[:] = [local] * len(result)
