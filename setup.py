@@ -1,13 +1,13 @@
-"""The usual way is `bash launch/install.sh`: the pinned lists of launch/ and then `pip install --no-deps -e .`.
+"""The usual installation is `bash launch/install.sh`: the pinned lists of launch/, then `pip install --no-deps -e .`.
 
-`pip install .`, or `pip install git+URL`, brings what MegaRL imports, but not SGLang, which generates rollouts: the
-packages that it asks for are for CUDA. pip's own choice of torch is a build for CUDA, too, of several GB. So on a CPU:
+`pip install .`, or `pip install git+URL`, installs what MegaRL imports, but not SGLang, which generates rollouts and
+requires CUDA packages. pip's default torch is a CUDA build, too, of several GB. On a CPU therefore run
 
     pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
     pip install '.[cpu]'
-    pip install --no-deps sglang==0.5.23 verifiers==0.3.1       what they ask for is for CUDA, or is another's version
+    pip install --no-deps sglang==0.5.23 verifiers==0.3.1       their dependencies are for CUDA, or conflict with others
 
-and on a GPU, NEVER RUN BY US, as all of that list:
+and on a GPU (NEVER RUN BY US, like the whole CUDA list)
 
     pip install -c launch/constraints-cuda.txt '.[cuda]'
     pip install -c launch/constraints-cuda.txt --no-build-isolation 'transformer-engine[pytorch,core_cu13]==2.20.2'
@@ -20,9 +20,9 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).resolve().parent
 NO_DEPS = {"sglang", "verifiers"}
-"""On a CPU: what they ask for is for CUDA, or is another's version."""
+"""Packages whose dependencies are for CUDA, or conflict with others: installed without these on a CPU."""
 BUILT = {"transformer-engine"}
-"""Against the torch that is installed: after it, without build isolation."""
+"""Packages built against the installed torch: installed after it, without build isolation."""
 DEVELOPMENT = {
     "hypothesis",
     "mypy",
@@ -34,17 +34,17 @@ DEVELOPMENT = {
     "types-requests",
 }
 GPU = {"sglang", "torch_memory_saver", "onnx", "onnxscript", "nvdlfw-inspect", "nvidia-cudnn-frontend"}
-"""What only a GPU needs, or rollouts."""
+"""Packages needed only on GPUs or for rollouts."""
 
 
 def listed(file: str, leave_out: set[str]) -> list[str]:
-    """Return the requirements of a list of launch/."""
+    """Return the requirements in a file of launch/."""
     lines = (HERE / "launch" / file).read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line and line[0] != "#" and re.split(r"[^\w-]", line)[0] not in leave_out]
 
 
 def imported() -> list[str]:
-    """Return what MegaRL imports, from the list for CUDA, which names no more. torch may be as old as that for CPUs."""
+    """Return what MegaRL imports: the rest of the CUDA list, with torch from the version of the CPU list on."""
     lines = listed("requirements-cuda.txt", BUILT | DEVELOPMENT | GPU)
     (oldest,) = (line for line in listed("requirements-cpu.txt", set()) if line.startswith("torch=="))
     oldest = oldest.removeprefix("torch==").partition("+")[0]
@@ -65,7 +65,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megarl", "megarl.*"]),
-    # Said, it makes `pip install -e` write a plain .pth, which type checkers read; they know nothing of import hooks.
+    # If set, `pip install -e` writes a plain .pth, which type checkers read; they cannot follow import hooks.
     package_dir={"": "."},
     package_data={
         "": ["*.md", "py.typed"],
@@ -77,7 +77,7 @@ setup(
     extras_require={
         "cpu": listed("requirements-cpu.txt", NO_DEPS),
         "cuda": listed("requirements-cuda.txt", BUILT),
-        # What adapters need that a run without them does not; for verifiers see launch/requirements-verifiers.txt.
+        # Needed only by adapters; for verifiers see launch/requirements-verifiers.txt.
         "mcp": ["mcp>=1.30,<3"],
         # Trackers besides TensorBoard.
         "wandb": ["wandb>=0.19"],
@@ -86,7 +86,7 @@ setup(
     },
     entry_points={
         "console_scripts": ["megarl = megarl.__main__:main"],
-        # SGLang loads every plug-in of this group in each of its processes; ours makes its CPU path whole.
+        # SGLang loads every plug-in of this group in each of its processes; ours completes its CPU path.
         "sglang.srt.plugins": ["megarl = megarl.cpu.sglang_plugin:register"],
     },
 )

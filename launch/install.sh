@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Installs MegaRL and everything it needs into .venv. Both launch/quickstart.sh and tests/run.sh begin with it.
+# Install MegaRL and its dependencies into .venv. launch/quickstart.sh and tests/run.sh call this script first.
 #
-# Nothing to do is the usual case and costs milliseconds: a stamp, written last, holds a hash of what was installed.
+# If nothing has changed it returns within milliseconds: a stamp file, written last, has a hash of what was installed.
 # An interrupted installation starts over; a changed list is installed over the old one.
 #
-#   PYTHON=/path/to/python3.11   the interpreter to use instead of the one that is found
-#   MEGARL_PLATFORM=cpu|cuda     instead of looking for a GPU
-#   MEGARL_APEX=1                on a GPU machine: build NVIDIA Apex, too, which takes nvcc, git and a long while
+#   PYTHON=/path/to/python3.11   use this interpreter instead of searching for one
+#   MEGARL_PLATFORM=cpu|cuda     override the detection of a GPU
+#   MEGARL_APEX=1                on a GPU machine, also build NVIDIA Apex; needs nvcc and git, and takes long
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -31,12 +31,12 @@ lists=("$list")
 wanted="$platform $(cat "${lists[@]}" setup.py launch/install.sh | sha256sum | cut -c1-16)"
 [ "$apex" = 0 ] || wanted+=" with Apex"
 
-# A virtual environment knows where it was made, and does not survive being moved.
+# A virtual environment has absolute paths and does not work after its folder has moved.
 at_home() { case $(sed -n 's/^command = //p' .venv/pyvenv.cfg 2>/dev/null) in *" $PWD/.venv") ;; *) false ;; esac; }
 up_to_date() { [ "$(cat $stamp 2>/dev/null)" = "$wanted" ] && at_home; }
 up_to_date && exit 0
 
-# Two installations at once would ruin each other. Where the file system has no locks we go on without.
+# Concurrent installations would corrupt .venv. On a file system without locks, continue without one.
 exec 9<.
 flock -n 9 2>/dev/null || { echo "install: waiting for another installation of this folder" && flock 9; } || true
 up_to_date && exit 0
@@ -72,7 +72,7 @@ touch $unfinished
 log=.venv/install.log
 : >$log
 
-# install TITLE TOTAL ARGUMENTS...: pip, which says nothing but how far it has come.
+# install TITLE TOTAL ARGUMENTS...: run pip install and print only its progress.
 install() {
     local title=$1 total=$2 seen=0 line
     shift 2
@@ -93,20 +93,20 @@ failed() {
     fail "pip failed; its whole output is in $log. Does it reach its package index, and is there disk left (4 GB for CPU)?"
 }
 
-# The lines of the list that begin with the pattern, and the others.
+# Print the lines of the list that begin with the pattern, or all others but comments.
 only() { grep -E "^($1)" "$list"; }
 without() { grep -v -E "^($1|#)" "$list"; }
 
 if [ "$platform" = cpu ]; then
     torch=$(only torch==)
-    # A bare `torch` would be the CUDA build. The CPU build comes from what pip is configured with, or from torch's own index.
+    # A bare `torch` would be the CUDA build. Take the CPU build from pip's configured index, else from torch's own.
     install "$torch" 1 --no-deps "$torch" || {
         echo "install:   not in the configured package index; taking it from torch's own"
         install "$torch" 1 --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch" || failed
     }
     without torch== >.venv/requirements.txt
     install "the pinned packages" "$(wc -l <.venv/requirements.txt)" --no-deps -r .venv/requirements.txt || failed
-    # An older list had it; the new one says why it must go.
+    # An older list had torchvision; launch/requirements-cpu.txt says why it must not be installed.
     .venv/bin/python -m pip uninstall --yes torchvision >>$log 2>&1 || failed
 else
     without 'megatron-core|transformer-engine' >.venv/requirements.txt
@@ -121,8 +121,8 @@ else
 fi
 install "megarl itself" 1 --no-deps --no-build-isolation --editable . || failed
 
-# On a CPU SGLang imports only in an engine, which makes up for what is lacking there; tests/engine/ do that. On a machine that
-# has a GPU everything imports; where an image is made, none has, and what needs the driver is not tried.
+# Check the imports. On a CPU SGLang imports only in an engine, which replaces what is missing there; tests/engine/
+# cover that. An image build has no GPU, so it skips the modules that need the driver.
 modules="torch transformers megatron.core megarl"
 [ "$platform" = cpu ] || ! has_gpu || modules+=" transformer_engine.pytorch sglang sglang.srt.entrypoints.engine"
 [ "$apex" = 0 ] || ! has_gpu || modules+=" fused_weight_gradient_mlp_cuda"

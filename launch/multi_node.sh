@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Several machines without a scheduler: run this on each of them, all with the same folder, CONFIG and overrides.
+# Train on several machines without a scheduler. Run this on each of them, with the same folder, CONFIG and overrides.
 #
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash launch/multi_node.sh CONFIG [key=value ...]     on the first
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 bash launch/multi_node.sh CONFIG [key=value ...]     on the second
 #
-# MASTER_ADDR is an address of the first node that the others reach; MASTER_PORT (29500) a free port there.
-# The nodes know each other by a secret in your home directory; where they share none, export the same MEGARL_SECRET on all.
-# Where a node has several networks, name the one to use: GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0.
+# MASTER_ADDR is an address of the first node that the others can reach, MASTER_PORT (29500) a free port on it.
+# Nodes authenticate with a secret in your home directory; if they share none, export the same MEGARL_SECRET on all.
+# If a node has several networks, select one: GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 [ $# -ge 1 ] || { echo "error: no configuration; usage: NNODES=.. NODE_RANK=.. MASTER_ADDR=.. bash launch/multi_node.sh CONFIG [key=value ...]" >&2 && exit 2; }

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# From nothing to a trained policy: installs, makes a tiny MoE and its task, warms it up by SFT, trains it by PPO and
-# shows what came of it. A second call skips what is there already and trains again, in a new run folder.
+# Run the quickstart: install, create a tiny MoE and its task, train it with SFT, then with PPO, and print a report. A
+# second call reuses the model, the task and the SFT result, and trains with PPO again in a new run folder.
 #
-#   bash launch/quickstart.sh [key=value ...]     overrides of configs/quickstart.yaml, such as algorithm=grpo run.seed=2
-#   QUICKSTART_DIR=runs/other bash launch/quickstart.sh
+#   bash launch/quickstart.sh [key=value ...]     override configs/quickstart.yaml, such as algorithm=grpo run.seed=2
+#   QUICKSTART_DIR=runs/other bash launch/quickstart.sh     use another folder
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/install.sh
@@ -12,14 +12,14 @@ dir=${QUICKSTART_DIR:-runs/quickstart}
 python() { .venv/bin/python -W ignore "$@"; }
 train() { python -m megarl.train "$@"; }
 
-# The configs are for two CPU cores. On GPUs: bf16, since attention kernels of packed sequences have no fp32, and on a
-# single GPU one rank, since two ranks of NCCL cannot share it.
+# The configs are for two CPU cores. GPUs need bf16, because attention kernels for packed sequences do not support fp32.
+# A single GPU needs one rank, because two NCCL ranks cannot share it.
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 here=()
 [ "$gpus" -eq 0 ] || here+=(model.dtype=bfloat16)
 [ "$gpus" -ne 1 ] || here+=("parallel={world_size: 1, ranks_per_node: 1, tp: 1, ep: 1}")
 
-# train.jsonl is the last that make_quickstart.py puts in place.
+# make_quickstart.py writes train.jsonl last.
 if [ ! -e "$dir/train.jsonl" ]; then
     echo "quickstart: making a tiny model, its tokenizer and its task in $dir"
     python tools/make_quickstart.py "$dir"

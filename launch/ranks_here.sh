@@ -1,5 +1,5 @@
-# Sourced by the launch forms. ranks_here NODES CONFIG [key=value ...] checks the configuration and prints how many
-# ranks each node runs; for a mistake it prints one line and fails, before any rank is started.
+# Sourced by the launch scripts. `ranks_here NODES CONFIG [key=value ...]` validates the configuration and prints the
+# number of ranks per node. A configuration error is one line and a failure, before any rank starts.
 [ -x .venv/bin/python ] || { echo "error: there is no .venv in $PWD: run bash launch/install.sh first" >&2 && exit 2; }
 ranks_here() {
     .venv/bin/python -W ignore - "$@" <<'PYTHON'

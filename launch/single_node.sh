@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One machine, by torchrun: bash launch/single_node.sh CONFIG [key=value ...]
-# `.venv/bin/python -m megarl.train CONFIG` does the same; this form is for those who want torchrun's own options, such
-# as TORCHRUN_ARGS="--log-dir logs --redirects 3". How a run ends, and its exit status: megarl/launch/exit_status.py.
+# Train on one machine with torchrun: bash launch/single_node.sh CONFIG [key=value ...]
+# `.venv/bin/python -m megarl.train CONFIG` does the same; this script also accepts torchrun's options, such as
+# TORCHRUN_ARGS="--log-dir logs --redirects 3". megarl/launch/exit_status.py defines how a run ends and its exit status.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 [ $# -ge 1 ] || { echo "error: no configuration; usage: bash launch/single_node.sh CONFIG [key=value ...]" >&2 && exit 2; }

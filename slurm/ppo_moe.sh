@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# The DeepSeek-V3 671B recipe on 64 nodes of 8 GPUs, or another configuration on other nodes:
+# Slurm job for the DeepSeek-V3 671B recipe on 64 nodes of 8 GPUs, or for another configuration on other nodes:
 #
 #   sbatch slurm/ppo_moe.sh
 #   sbatch --nodes=16 slurm/ppo_moe.sh configs/qwen3_235b.yaml run.dir=/scratch/me/qwen3 [key=value ...]
-#   sbatch --nodes=2 --gres=none slurm/ppo_moe.sh configs/quickstart.yaml parallel.ranks_per_node=1      no GPUs
+#   sbatch --nodes=2 --gres=none slurm/ppo_moe.sh configs/quickstart.yaml parallel.ranks_per_node=1      without GPUs
 #
 # Submit it from the project's folder, on a file system that all nodes share, after `bash launch/install.sh` on a node
-# like those of the job. What sbatch is told on the command line goes before the lines here. The job saves itself before
-# its time is up, and goes back into the queue then, and after a crash (MEGARL_REQUEUES times, 20). launch/README.md
-# has more: containers (MEGARL_SRUN, MEGARL_INSIDE), networks, and what starts again by itself before that.
+# like those of the job. Options on sbatch's command line take precedence over the SBATCH lines below. Shortly before
+# its time limit the job saves a checkpoint and requeues itself. After a crash it requeues itself, too, if it was
+# requeued fewer than MEGARL_REQUEUES (20) times. launch/README.md describes containers (MEGARL_SRUN, MEGARL_INSIDE),
+# networks, and restarts without a requeue.
 #
 #SBATCH --job-name=megarl
 #SBATCH --nodes=64
@@ -16,7 +17,7 @@
 #SBATCH --gres=gpu:8
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
-# The run stops at the end of a step and saves: leave time for one step and one checkpoint.
+# USR1 comes 1,800 s before the time limit. The run then finishes its step and saves: allow enough time for both.
 #SBATCH --signal=B:USR1@1800
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -26,7 +27,7 @@ set -euo pipefail
 cd "${MEGARL_ROOT:-$SLURM_SUBMIT_DIR}"
 config=${1:-configs/deepseek_v3_671b.yaml}
 [ $# -eq 0 ] || shift
-# A requeued job must go on where it was; a first one starts afresh, as there is nothing to resume.
+# A requeued job must resume from its checkpoint; a new job has none, so `auto` starts it from the beginning.
 case " $*" in *" run.resume="*) ;; *) set -- run.resume=auto "$@" ;; esac
 set -- "$config" "$@"
 
@@ -35,18 +36,18 @@ MEGARL_SECRET=${MEGARL_SECRET:-$(od -An -tx8 -N32 /dev/urandom | tr -d ' \n')} &
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} MEGARL_LEAVE_OUT=$PWD/.leave-out-$SLURM_JOB_ID
 rm -f "$MEGARL_LEAVE_OUT"
 nodes=${SLURM_JOB_NUM_NODES:-1} count=${SLURM_RESTART_COUNT:-0} check=()
-[ -z "${MEGARL_SRUN:-}" ] || check=(srun --nodes=1 --ntasks=1)  # the container's Python, not this node's
+[ -z "${MEGARL_SRUN:-}" ] || check=(srun --nodes=1 --ntasks=1)  # check with the container's Python, not this node's
 # shellcheck disable=SC2086  # MEGARL_SRUN and MEGARL_INSIDE are lists of words
 ranks=$("${check[@]}" ${MEGARL_SRUN:-} ${MEGARL_INSIDE:-} \
     bash -c '. launch/ranks_here.sh && ranks_here "$@"' check "$nodes" "$@")
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# The node's address as Slurm knows it: a host name may be unknown to the other nodes, or stand for two of them.
+# Use the address that Slurm has for the node: other nodes may not resolve its host name, or two nodes may share it.
 address=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 port=$((20000 + SLURM_JOB_ID % 10000))
 echo "job $SLURM_JOB_ID, start $count: $nodes nodes x $ranks ranks on $SLURM_JOB_NODELIST, rendezvous at $address:$port"
 
-# USR1 reaches every process of the step, and is for the ranks, which save; nothing shall die of it before they are up.
-# A step gets one CPU unless it asks for them all. The launchers end alike on all nodes; --wait is for one that cannot.
+# USR1 asks the ranks to save but reaches every process of the step: ignore it until the ranks handle it. A step gets
+# only one CPU unless it requests more. The launchers of all nodes end together; --wait is for one that cannot.
 launch='trap "" USR1
     exec .venv/bin/python -m megarl.torchrun --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" \
         --nproc-per-node "$0" --master-addr "$1" --master-port "$2" -m megarl.train "${@:3}"'
@@ -63,16 +64,16 @@ while kill -0 $step 2>/dev/null; do
     wait $step && status=0 || status=$?  # a trapped signal ends `wait` early
 done
 
-case $status in  # of megarl/launch/exit_status.py
-0 | 2 | 86) exit "$status" ;;  # done; a mistake; what would come again
-85 | 130 | 143) [ -n "$asked" ] || exit "$status" ;;  # somebody wanted it so
+case $status in  # exit statuses of megarl/launch/exit_status.py
+0 | 2 | 86) exit "$status" ;;  # done; a user error; a repeated fault
+85 | 130 | 143) [ -n "$asked" ] || exit "$status" ;;  # stopped by a user, unless the time limit is near
 *) [ -n "$asked" ] || [ "$count" -lt "${MEGARL_REQUEUES:-20}" ] || { echo "job $SLURM_JOB_ID: was requeued $count times" && exit "$status"; } ;;
 esac
-# A node that had all faults is left out, where there is another for it; Slurm takes that of a job that waits only.
+# Exclude a node that had all faults if the partition has another one. Slurm accepts this for pending jobs only.
 leave=$(cat "$MEGARL_LEAVE_OUT" 2>/dev/null) || leave=
 [ "$(sinfo -h -p "$SLURM_JOB_PARTITION" -t idle,alloc,mix,comp -o %D | awk '{n += $1} END {print n + 0}')" -gt "$nodes" ] || leave=
 echo "job $SLURM_JOB_ID: back into the queue after status $status${leave:+, without $leave}"
-trap "" TERM  # by which Slurm ends this script now
+trap "" TERM  # a requeue makes Slurm end this script with SIGTERM
 scontrol requeue "$SLURM_JOB_ID"
 for ((try = 0; ${#leave} && try < 20; try++)); do
     sleep 1 && scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$leave" && break

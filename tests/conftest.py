@@ -77,6 +77,18 @@ def units(run_ranks: Callable[..., list[dict[str, Any]]]) -> dict[str, Any]:
     return run_ranks(1, "tests/megatron/ranks_units.py")[0]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker one file at a time, but of the grid of bad input one area, whose cases share a process."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid.partition(": ")[0] if "/bad_input/" in nodeid else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
+
+
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Megatron's CPU shim patches torch for good, and transformers then computes wrong numbers in every later test."""
     assert "megarl.megatron" not in sys.modules, f"{item.nodeid} imports Megatron into pytest's own process"

@@ -1,4 +1,4 @@
-# A table of what pytest skipped, by the lines of its `-ra`: SKIPPED [3] tests/a/test_b.py:12: the reason
+# Print a table of skipped tests from the lines of pytest's `-ra`, such as SKIPPED [3] tests/a/test_b.py:12: the reason
 /^SKIPPED \[[0-9]+\] / {
     count = substr($2, 2) + 0
     place = $3

@@ -12,6 +12,8 @@ from training_run import ROOT, make_folder, read_steps, train
 
 from megarl.observe.rollout_log import read_rollouts
 
+pytestmark = pytest.mark.nightly
+
 BLACK_BOX = f"{sys.executable} {ROOT / 'tests' / 'subprocess_agent.py'}"
 AGENTS = ("calculating", "branching", BLACK_BOX)
 SPECS = ["example_agents:calculating", "example_agents:branching", f"program:{BLACK_BOX}"]

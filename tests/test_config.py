@@ -95,8 +95,8 @@ RECIPE_CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if 
 @pytest.mark.parametrize("path", RECIPE_CONFIGS, ids=lambda path: path.stem)
 def test_recipe_header_lists_differences_from_its_source(path):
     header = path.read_text().partition("\nalgorithm:")[0]
-    assert ("What differs:" in header) != ("The values are ours" in header)
-    if "What differs:" in header:
+    assert ("Differences:" in header) != ("The values are ours" in header)
+    if "Differences:" in header:
         assert len([line for line in header.splitlines() if line.startswith("# - ")]) >= 3
 
 

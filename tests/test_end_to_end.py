@@ -354,6 +354,7 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_sft_policy_calls_its_tool_in_training_and_evaluation(folder: Path, tmp_path: Path, host: str) -> None:
     """After SFT on a single conversation the engine generates the tool call, SGLang's parser parses it, and the tool
     process answers, in training and in the evaluations before and after. The tool is README.md's. A tool that fails on
@@ -431,6 +432,7 @@ def test_sft_policy_calls_its_tool_in_training_and_evaluation(folder: Path, tmp_
     assert re.search(r"ALARM: step 1: (\d+) of \1 calls of the tool calculator failed: no licence \(OSError at ", log)
 
 
+@pytest.mark.nightly
 def test_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
     done = run_cli(folder, tmp_path / "run", "reward.functions=[sum_reward:broken]", f"rollout.replay={ppo_run}")
     assert done.returncode == 2
@@ -443,6 +445,7 @@ def test_broken_reward_ends_the_run_with_one_line(ppo_run: Path, folder: Path, t
     assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "export").exists()
 
 
+@pytest.mark.nightly
 def test_reward_timeouts_end_the_run_early(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
     """Each call takes four seconds. After two failures of 16 the limit of 1.6 is exceeded."""
     slow = ["reward.functions=[sum_reward:hanging]", "reward.timeout=4", "reward.processes=2"]
@@ -457,6 +460,7 @@ def test_reward_timeouts_end_the_run_early(ppo_run: Path, folder: Path, tmp_path
     assert match and int(match[1]) in (2, 3, 4) and int(match[1]) + int(match[2]) == 16, line
 
 
+@pytest.mark.nightly
 def test_control_file_weights_survive_a_resume(ppo_run: Path, folder: Path, tmp_path: Path) -> None:
     run, replay = tmp_path / "run", f"rollout.replay={ppo_run}"
     run.mkdir()
@@ -475,6 +479,7 @@ def test_control_file_weights_survive_a_resume(ppo_run: Path, folder: Path, tmp_
     assert "no part of the reward is called 'evn'; did you mean even" in log and "it changes nothing" in log
 
 
+@pytest.mark.nightly
 def test_wrong_engine_weights_stop_the_run_and_name_the_layer(folder: Path, tmp_path: Path, host: str) -> None:
     """`train_with_corrupt_sync.py` corrupts an engine tensor after step 1's comparison, and no hash differs."""
     launched = [

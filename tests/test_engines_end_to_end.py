@@ -16,6 +16,8 @@ from training_run import ENVIRONMENT, make_folder, read_steps, run_cli
 
 from megarl.observe.rollout_log import read_rollouts
 
+pytestmark = pytest.mark.nightly
+
 GRPO = ["algorithm=grpo", "kl.apply_to=reward", "run.num_update=1", "run.ppo_epochs=1"]
 GRPO += ["run.save_every=0", "run.distributed_timeout_s=120"]
 FAULTS = [

@@ -13,6 +13,8 @@ from training_run import ENVIRONMENT, ONE_RANK, ROOT, make_folder, with_host
 from megarl.models.hf_folder import open_hf
 from megarl.observe.rollout_log import read_rollouts
 
+pytestmark = pytest.mark.nightly
+
 LIMITS = ["rollout.max_new_tokens=40", "rollout.max_context=192", "rollout.tool_call_parser=qwen25"]
 TOOL = "rollout.tools=[megarl.environments.ready.calculator:calculator]"
 

@@ -154,6 +154,7 @@ def test_trains_with_an_added_teacher_role(fork_folder: Path) -> None:
     assert missing.returncode == 2 and "roles.teacher.model is not set; it must name the HF folder" in missing.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from training_run import log_lines, make_folder, read_metrics, run_cli, train
 
+pytestmark = pytest.mark.nightly
+
 GRPO = ["algorithm=grpo", "run.num_update=4", "run.ppo_epochs=2", "run.export=false"]
 SPLIT = ["placement={actor: 0, rollout: 1}", "parallel.tp=1", "parallel.ep=1"]
 

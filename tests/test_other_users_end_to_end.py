@@ -18,7 +18,7 @@ import pytest
 from other_user import needs_root, start_as_other_user
 from training_run import ENVIRONMENT, ROOT, build_command, descendants, make_folder
 
-pytestmark = needs_root
+pytestmark = [needs_root, pytest.mark.nightly]
 
 LISTENS = 0x10000  # the flag of /proc/net/unix
 RANK, SERVER, SCHEDULER = "megarl.train", "megarl.engine.engine_host", "sglang::scheduler"

@@ -136,6 +136,7 @@ def test_asynchronous_without_staleness_equals_synchronous(
     assert_same_weights(run_dir, tmp_path / "alone")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("sync_mode", ["retract", "in_place"])
 def test_generation_continues_across_weight_syncs(folder: Path, host: str, tmp_path: Path, sync_mode: str) -> None:
     """With a learning rate of 0 only the weight version changes, so log-probs must match across weight syncs, also with

@@ -22,6 +22,8 @@ from training_run import ROOT, read_steps, with_host  # noqa: E402
 
 from megarl.observe.rollout_log import read_rollouts  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 STEPS, ADAPTERS = 8, 2
 
 

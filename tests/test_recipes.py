@@ -65,7 +65,7 @@ def test_recipes_match_their_papers() -> None:
         assert (item.loss.clip, item.loss.clip_high) == (0.2, 0.28)
         assert (item.loss.agg_mode, item.kl.apply_to) == ("token-mean", "none")
     result = find_controller("dapo").read_options(dapo)
-    assert (result.max_num_gen_batches, result.overlong_buffer) == (10, 0.2) and dapo.advantage.norm_by_std
+    assert (result.max_num_gen_batches, result.overlong_buffer_len) == (10, None) and dapo.advantage.norm_by_std
     result = find_controller("vapo").read_options(vapo)
     assert (result.critic_lam, result.length_adaptive_alpha, result.positive_nll_coef) == (1.0, 0.05, 0.1)
     assert vapo.critic.warmup_steps == 50 and vapo.advantage.gamma == 1.0 and vapo.rollout.samples_per_prompt > 1

@@ -120,6 +120,7 @@ def test_replays_on_another_world_size_from_a_later_step(
             assert row[name] == recorded_rows[row["step"] + 1][name]
 
 
+@pytest.mark.nightly
 def test_trainer_replays_rollouts_of_a_generate_run(folder: Path, tmp_path: Path, host: str) -> None:
     """Two engines generate two steps, the second after a resume, with prompts in the order of the file."""
     single_rank = ["algorithm=generate", "train.routing_replay=true", "run.save_every=1"]

@@ -17,6 +17,8 @@ from training_run import ENVIRONMENT, ROOT, build_command, descendants, make_fol
 sys.path.insert(0, str(ROOT / "tests/rewards"))
 from reward_server import RewardServer  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 MARK = "MARKED"
 SECRETS = {
     "HF_TOKEN": f"hf_{MARK}1",

@@ -145,6 +145,7 @@ def test_resume_is_bitwise_equal_to_the_uninterrupted_run(sft_run: Path, folder:
         assert after == {step: value for step, value in full.items() if step in after} and 4 in after
 
 
+@pytest.mark.nightly
 def test_export_generates_memorized_answers(sft_run: Path, folder: Path, tmp_path: Path) -> None:
     """Tiny micro-batches do not change the NLL of the initial model."""
     words_file = f"{folder}/words.parquet"

@@ -308,19 +308,19 @@ def token_rewards(
     return rewards
 
 
-def overlong_penalty(actions: torch.Tensor, max_length: int, buffer: int) -> torch.Tensor:
+def overlong_penalty(actions: torch.Tensor, max_length: int, buffer_len: int) -> torch.Tensor:
     """Return DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), [N] fp32, to be added to the reward.
 
-        0                                       where                l <= max_length - buffer
-        ((max_length - buffer) - l) / buffer    where max_length - buffer < l <= max_length
-        -1                                      where max_length < l
+        0                                               where                    l <= max_length - buffer_len
+        ((max_length - buffer_len) - l) / buffer_len    where max_length - buffer_len < l <= max_length
+        -1                                              where max_length < l
 
-    `actions` [N] action tokens of each sequence; `max_length` (L_max) and `buffer` (L_cache) tokens,
-    0 < buffer <= max_length.
+    `actions` [N] action tokens of each sequence; `max_length` (L_max) and `buffer_len` (L_cache) tokens,
+    0 < buffer_len <= max_length.
     """
-    if not 0 < buffer <= max_length:
-        raise ValueError(f"the buffer of {buffer} tokens is not between 1 and the {max_length} that an answer may have")
-    return ((max_length - buffer - actions) / buffer).clamp(-1.0, 0.0).float()
+    if not 0 < buffer_len <= max_length:
+        raise ValueError(f"buffer_len={buffer_len} is not between 1 and max_length={max_length}")
+    return ((max_length - buffer_len - actions) / buffer_len).clamp(-1.0, 0.0).float()
 
 
 def last_action(cu_seqlens: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:

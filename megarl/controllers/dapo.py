@@ -10,8 +10,8 @@ from typing import Annotated
 import torch
 
 from megarl.algorithms.advantages import overlong_penalty
-from megarl.config import ConfigError, Range
-from megarl.config.strict import Share
+from megarl.config import Config, ConfigError, Range
+from megarl.config.strict import NonNegativeFloat, NonNegativeInt
 from megarl.controllers.controller import Flow
 from megarl.controllers.grpo import GRPOController
 from megarl.controllers.mini_batches import max_response_length
@@ -23,18 +23,35 @@ from megarl.types import Prompt, Rollouts
 class DAPOOptions:
     max_num_gen_batches: Annotated[int, Range(1, 1000)] = 10
     """Maximum number of generation batches of a step. A batch that is not full by then is trained on as it is."""
-    overlong_buffer: Share = 0.2
-    """Share of the response budget, at its end, over which a length penalty grows to 1 (section 3.4, eq. 13; 4,096 of
-    20,480 tokens in the paper). It is applied after groups are filtered. 0 is off."""
+    overlong_buffer_len: NonNegativeInt | None = None
+    """Tokens at the end of the response budget over which a length penalty grows (section 3.4, eq. 13); 0 disables it.
+    Null: a fifth of the budget, as in the paper (4,096 of 20,480). Groups are filtered before the penalty is added."""
+    overlong_penalty_factor: NonNegativeFloat = 1.0
+    """The largest length penalty, for responses that use the whole budget."""
     filter_metric: str = ""
     """Reward part that groups are filtered by, such as correctness; empty for the whole reward, in which a length
     penalty would make all samples differ."""
-    synonyms = {"generations": "max_num_gen_batches", "compared": "filter_metric"}
+    synonyms = {
+        "generations": "max_num_gen_batches",
+        "compared": "filter_metric",
+        "overlong": "overlong_buffer_len",
+        "overlong_buffer": "overlong_buffer_len",
+    }
 
 
 class DAPOController(GRPOController):
     Options = DAPOOptions
     has_dynamic_sampling = True
+
+    @classmethod
+    def read_options(cls, config: Config) -> DAPOOptions:
+        options: DAPOOptions = super().read_options(config)
+        if (options.overlong_buffer_len or 0) > (budget := max_response_length(config)):
+            raise ConfigError(
+                f"options.overlong_buffer_len={options.overlong_buffer_len} exceeds the response budget of {budget} "
+                f"tokens (rollout.max_new_tokens times rollout.max_turns, at most rollout.max_context)"
+            )
+        return options
 
     def collect_experience(self, flow: Flow, items: Sequence[Prompt]) -> Experience:
         """Sample until there are as many groups with differing rewards as prompts were asked for, and keep the first of
@@ -68,10 +85,14 @@ class DAPOController(GRPOController):
     def _penalize_overlong(self, rollouts: Rollouts) -> Rollouts:
         """Add the length penalty to the rewards, as the part `overlong`."""
         max_length = max_response_length(self.config)
-        if not (buffer := round(self.options.overlong_buffer * max_length)):
+        buffer_len = self.options.overlong_buffer_len
+        if buffer_len is None:
+            buffer_len = max_length // 5
+        if not buffer_len or not self.options.overlong_penalty_factor:
             return rollouts
         episodes = rollouts.episodes
-        per_episode = overlong_penalty(episodes.sum_branches(rollouts.actions), max_length, buffer)
+        per_episode = overlong_penalty(episodes.sum_branches(rollouts.actions), max_length, buffer_len)
+        per_episode *= self.options.overlong_penalty_factor
         penalties = episodes.expand(per_episode)[rollouts.local_indices].tolist()
         return rollouts.replace_local(
             [

@@ -57,15 +57,15 @@ def set_loss_weights(mini: TrainBatch, actions: torch.Tensor, config: Config) ->
     elif config.loss.agg_mode == "seq-mean-token-mean":
         weights = sequence_mean_weights(mini.cu_episodes, mini.loss_mask, episodes)
     else:
-        weights = constant_weights(mini.loss_mask, max_response_length(config), episodes)
+        scale_factor = config.loss.scale_factor or max_response_length(config)
+        weights = constant_weights(mini.loss_mask, scale_factor, episodes)
     return mini.with_(loss_weights=weights, counts=counts)
 
 
 def max_response_length(config: Config) -> int:
-    """Return the divisor of `loss.agg_mode=seq-mean-token-sum-norm`: the maximum number of tokens that the policy may
-    write in a conversation."""
+    """Return the maximum number of tokens that the policy may write in a conversation."""
     rollout = config.rollout
-    return config.loss.scale_factor or min(rollout.max_new_tokens * rollout.max_turns, rollout.max_context)
+    return min(rollout.max_new_tokens * rollout.max_turns, rollout.max_context)
 
 
 def mark_tokens(mini: TrainBatch, config: Config, seed: int) -> TrainBatch:

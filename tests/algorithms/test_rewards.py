@@ -79,7 +79,7 @@ def test_sequence_sums():
 
 def test_overlong_penalty_grows_within_the_buffer():
     """DAPO's equation 13 by hand: of at most 100 tokens, the last 40 are penalised linearly."""
-    result = overlong_penalty(torch.tensor([0, 60, 61, 80, 100, 101, 10**6]), max_length=100, buffer=40)
+    result = overlong_penalty(torch.tensor([0, 60, 61, 80, 100, 101, 10**6]), max_length=100, buffer_len=40)
     assert result.dtype == torch.float32
     assert result.tolist() == pytest.approx([0, 0, -1 / 40, -0.5, -1, -1, -1])
     assert overlong_penalty(torch.zeros(0, dtype=torch.int64), 10, 10).tolist() == []

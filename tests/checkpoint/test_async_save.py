@@ -97,6 +97,7 @@ CHECKPOINTS_AFTER_KILL = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("event", CHECKPOINTS_AFTER_KILL)
 def test_resumes_bitwise_after_rank_is_killed_in_save(
     run: RunTraining, sync_run: Path, tmp_path: Path, event: str
@@ -133,6 +134,7 @@ def test_stop_signal_finishes_pending_save_and_saves_again(run: RunTraining, syn
     assert has_same_result(folder, sync_run)
 
 
+@pytest.mark.nightly
 def test_failed_run_leaves_partial_save_to_next_start(run: RunTraining, sync_run: Path, tmp_path: Path) -> None:
     """Ranks do not wait for a failed one; if all of them fail, they commit the pending checkpoint first."""
     for event, pending, committed in (

@@ -110,7 +110,11 @@ def later_steps(run_dir: Path) -> list[dict[str, float]]:
     [
         (1, ()),
         (2, ("parallel.pp=2",)),
-        (3, ("placement.critic=2", "placement.actor=0-1", "placement.rollout=0-1", "placement.reward=0-1")),
+        pytest.param(
+            3,
+            ("placement.critic=2", "placement.actor=0-1", "placement.rollout=0-1", "placement.reward=0-1"),
+            marks=pytest.mark.nightly,
+        ),
         (4, ("parallel.tp=2", "parallel.cp=2", "critic.parallel.tp=1", "critic.parallel.cp=1", "critic.parallel.pp=2")),
     ],
     ids=["one rank", "pp=2", "separate critic", "four ranks, critic with pp=2"],

@@ -81,13 +81,24 @@ def test_filters_groups_by_a_reward_part() -> None:
 
 def test_overlong_penalty_lowers_the_reward() -> None:
     """Two of at most 3 tokens is halfway into a buffer of 2. The penalty does not make a group informative."""
-    config = {"algorithm": "dapo", "loss": {"scale_factor": 3}, "rollout": {"samples_per_prompt": 2}}
-    for buffer_share, reward in ((2 / 3, [0.5, -0.5]), (0.0, [1.0, 0.0])):
-        config_with_buffer = from_dict(
-            config | {"options": {"overlong_buffer": buffer_share, "max_num_gen_batches": 1}}
-        )
+    rollout = {"samples_per_prompt": 2, "max_new_tokens": 3, "max_turns": 1}
+    config = {"algorithm": "dapo", "loss": {"scale_factor": 100}, "rollout": rollout}
+    for buffer_len, factor, reward in ((2, 1.0, [0.5, -0.5]), (2, 0.2, [0.9, -0.1]), (0, 1.0, [1.0, 0.0])):
+        options = {"overlong_buffer_len": buffer_len, "overlong_penalty_factor": factor, "max_num_gen_batches": 1}
+        config_with_buffer = from_dict(config | {"options": options})
         flow: Any = ScriptedFlow(config_with_buffer, [[MIXED, RIGHT]])
         result = make_controller(config_with_buffer).step(flow, [Prompt("a", ()), Prompt("b", ())])
         assert result.batch is not None and result.rollouts is not None
-        assert result.batch.sequence_reward.tolist() == reward
-        assert ("overlong" in result.rollouts.reward_parts) == bool(buffer_share)
+        assert result.batch.sequence_reward.tolist() == pytest.approx(reward)
+        assert ("overlong" in result.rollouts.reward_parts) == bool(buffer_len)
+
+
+def test_rejects_an_overlong_buffer_beyond_the_response_budget() -> None:
+    def options(buffer_len: int | None) -> Any:
+        rollout = {"max_new_tokens": 100, "max_turns": 2}
+        config = from_dict({"algorithm": "dapo", "rollout": rollout, "options": {"overlong_buffer_len": buffer_len}})
+        return make_controller(config).options
+
+    assert options(None).overlong_buffer_len is None and options(200).overlong_buffer_len == 200
+    with pytest.raises(ConfigError, match=r"^options.overlong_buffer_len=201 exceeds the response budget of 200"):
+        options(201)

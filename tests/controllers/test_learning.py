@@ -152,7 +152,7 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize("updates", [1, 4])
+@pytest.mark.parametrize("updates", [pytest.param(1, marks=pytest.mark.nightly), 4])
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_recipe_learns_a_table(name: str, updates: int) -> None:
     """Each recipe keeps its settings, with three exceptions. Critic warm-up is shorter. VAPO's lambda would be 0 for

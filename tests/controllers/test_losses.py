@@ -116,12 +116,11 @@ def test_readme_example_loss_works(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_max_response_length_from_config() -> None:
-    def length(loss: dict[str, Any], rollout: dict[str, int]) -> int:
-        return max_response_length(from_dict({"loss": loss, "rollout": rollout}))
+    def length(max_turns: int) -> int:
+        rollout = {"max_new_tokens": 100, "max_turns": max_turns, "max_context": 1000}
+        return max_response_length(from_dict({"loss": {"scale_factor": 5}, "rollout": rollout}))
 
-    assert length({}, {"max_new_tokens": 100, "max_turns": 3, "max_context": 1000}) == 300
-    assert length({}, {"max_new_tokens": 100, "max_turns": 30, "max_context": 1000}) == 1000
-    assert length({"scale_factor": 5}, {"max_new_tokens": 100}) == 5
+    assert (length(3), length(30)) == (300, 1000)
 
 
 def test_needs_old_logprobs() -> None:

@@ -342,7 +342,13 @@ def test_unknown_setting_is_a_config_error_before_start(tmp_path: Path) -> None:
         Engine(make_config(tmp_path, tmp_path, sglang={"atention_backend": "x"}))
 
 
-@pytest.mark.parametrize("preloaded", [True, False], ids=["forked", "separate program, as with CUDA"])
+@pytest.mark.parametrize(
+    "preloaded",
+    [
+        pytest.param(True, id="forked"),
+        pytest.param(False, id="separate program, as with CUDA", marks=pytest.mark.nightly),
+    ],
+)
 def test_failed_start_shows_the_log(
     tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch, preloaded: bool
 ) -> None:
@@ -468,6 +474,7 @@ def test_killed_rank_ends_its_own_host(tmp_path: Path) -> None:
         assert not folder.exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kill_signal", [signal.SIGKILL, signal.SIGSTOP])
 def test_engine_starts_despite_a_killed_or_stopped_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_signal: signal.Signals

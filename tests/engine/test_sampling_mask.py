@@ -47,7 +47,7 @@ def generate(running: RunningEngine, *requests: dict[str, Any], stop_engine: boo
 def assert_truncated_distribution(
     running: RunningEngine, prompt: list[int], out: Generation, params: dict[str, Any]
 ) -> None:
-    """Check masks and log-probs against the softmax in fp64 of transformers' fp32 logits.
+    """Check masks and log-probs against the fp64 softmax of transformers' fp32 logits.
 
     Masks are not compared where a token is within 1e-6 of the boundary. Log-probs differ by the rounding of two fp32
     models, about 1e-5.

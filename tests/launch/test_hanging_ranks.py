@@ -75,8 +75,8 @@ def write_free_port(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("hang", "stack_text"),
     [
-        ("loop_in_python", "which is at"),
-        ("loop_in_c", "which computes without releasing the GIL"),
+        pytest.param("loop_in_python", "which is at", marks=pytest.mark.nightly),
+        pytest.param("loop_in_c", "which computes without releasing the GIL", marks=pytest.mark.nightly),
         ("sleep", "which is at"),
     ],
 )
@@ -91,6 +91,7 @@ def test_names_the_hanging_rank_and_writes_all_stacks(tmp_path: Path, hang: str,
     assert f"in {hang}" in (tmp_path / "logs/rank_1.log").read_text()
 
 
+@pytest.mark.nightly
 def test_names_a_stopped_rank_without_its_stack(tmp_path: Path) -> None:
     write_free_port(tmp_path)
     process = start_launcher(tmp_path, make_rank_body(HANGS.replace("HANG", "sleep")), grace=2.0)
@@ -102,6 +103,7 @@ def test_names_a_stopped_rank_without_its_stack(tmp_path: Path) -> None:
     assert "in barrier" in (tmp_path / "logs/rank_0.log").read_text()
 
 
+@pytest.mark.nightly
 def test_names_a_slow_rank_and_continues(tmp_path: Path) -> None:
     write_free_port(tmp_path)
     code, lines = wait_for_exit(start_launcher(tmp_path, make_rank_body(SLOW)))

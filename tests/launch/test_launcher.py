@@ -470,6 +470,7 @@ def count_steps(folder: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
+@pytest.mark.nightly
 def test_saves_at_sigterm_and_restarts_after_a_kill(
     tmp_path: Path, quickstart: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -507,6 +508,7 @@ def test_saves_at_sigterm_and_restarts_after_a_kill(
     assert [name for name in leftover_files if not name.startswith("torchinductor_")] == []
 
 
+@pytest.mark.nightly
 def test_ctrl_c_during_startup_prints_one_line(tmp_path: Path, quickstart: Path) -> None:
     process = start_training(tmp_path, quickstart)
     wait_for((tmp_path / "run/log.txt").exists, process)

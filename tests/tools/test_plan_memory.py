@@ -211,6 +211,7 @@ def test_prints_complete_tables() -> None:
     assert "model.megatron: {" in process.stdout and "GPUs of 80 GB or more" in process.stdout
 
 
+@pytest.mark.nightly
 def test_predictions_match_built_models(tmp_path: Path) -> None:
     """bf16 models built by Megatron on two ranks: actor and critic on the device, reference on the host."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))

@@ -103,6 +103,7 @@ def test_page_shows_each_pair_of_nodes(report: tuple[dict[str, Any], str]) -> No
     assert "stage 3" in text and "http" not in text
 
 
+@pytest.mark.nightly
 def test_sync_on_512_ranks_is_bounded_by_the_busiest_nic(
     main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
