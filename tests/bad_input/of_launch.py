@@ -68,7 +68,7 @@ CASES = [
     command_line("part of a flag", (UNKNOWN, "--dry", "usage"), CONFIG, "--dry"),
     command_line("a short flag", (UNKNOWN, "-x"), CONFIG, "-x"),
     command_line("a value for a flag", ("--dry-run", "ignored explicit argument 'yes'"), CONFIG, "--dry-run=yes"),
-    command_line("a value without a key", ("'yes'", "not of the form key=value"), CONFIG, "--dry-run", "yes"),
+    command_line("a word without an equals sign", ("'yes'", "not of the form key=value"), CONFIG, "--dry-run", "yes"),
     command_line(
         "a word that is not a key", ("--keys rewrd: no key contains this", "did you mean reward?"), "--keys", "rewrd"
     ),
