@@ -246,7 +246,7 @@ CASES = [
     *identity_case("lora.rank", "0 -> 4", overrides=("lora.rank=4",)),
     Case(
         "resumed with other rows in data.train",
-        ("resumed with other training prompts", "data.train", "run.resume=forced"),
+        ("other training prompts than these", "data.train", "run.resume=forced"),
         (RESUME,),
         corrupted_checkpoint(other_data),
     ),
