@@ -1,7 +1,8 @@
 """Five small tasks, one for each kind of ready environment, that a tiny model learns in minutes.
 
-`write(folder)` writes model/, sft.jsonl and train.jsonl. A share EXPERT_SHARE of the warm-up conversations solves the
-task, the others guess. So the model knows every skill, and RL has to find out that they are rewarded.
+`write(folder)` writes model/, sft.jsonl and train.jsonl. In a fraction EXPERT_SHARE of the warm-up conversations an
+expert solves the task; in the others the model guesses. So the model knows every skill, and RL has to find out which
+are rewarded.
 
     python tests/environment_tasks.py FOLDER
 """
@@ -71,16 +72,16 @@ def code(rng: random.Random, expert: bool, corpus: Path) -> tuple[Row, Conversat
     return row, [assistant(f"```python\ndef f(n):\n    return n+{a if expert else rng.randint(1, 9)}\n```")]
 
 
-def game(rng: random.Random, expert: bool, corpus: Path) -> tuple[Row, Conversation]:
+def guessing_game(rng: random.Random, expert: bool, corpus: Path) -> tuple[Row, Conversation]:
     number = rng.randint(1, MAX_NUMBER)
     row = {"prompt": [user("Guess my number.")], "ground_truth": number, "most": MAX_NUMBER, "environment": "Guess"}
     turns: Conversation = []
-    least, most = 1, MAX_NUMBER
+    low, high = 1, MAX_NUMBER
     for _ in range(MAX_NUMBER if expert else 1):
-        guess = rng.randint(least, most)
+        guess = rng.randint(low, high)
         answer = "right" if guess == number else "higher" if guess < number else "lower"
         turns += calls("guess", answer, number=guess)
-        least, most = (max(least, guess + 1), most) if guess < number else (least, min(most, guess - 1))
+        low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
         if guess == number:
             break
     return row, [*turns, assistant("done")]
@@ -88,10 +89,14 @@ def game(rng: random.Random, expert: bool, corpus: Path) -> tuple[Row, Conversat
 
 def search(rng: random.Random, expert: bool, corpus: Path) -> tuple[Row, Conversation]:
     file = corpus / f"{rng.randint(0, 3)}.jsonl"
-    known = dict(json.loads(line).values() for line in file.read_text().splitlines())
+    facts_by_title = dict(json.loads(line).values() for line in file.read_text().splitlines())
     name = rng.choice(NAMES)
-    row: Row = {"prompt": [user(f"Where is {name}?")], "ground_truth": known[name].split()[-1], "environment": "Search"}
-    turns = calls("search", f"{name}: {known[name]}", query=name) if expert else []
+    row: Row = {
+        "prompt": [user(f"Where is {name}?")],
+        "ground_truth": facts_by_title[name].split()[-1],
+        "environment": "Search",
+    }
+    turns = calls("search", f"{name}: {facts_by_title[name]}", query=name) if expert else []
     row["corpus"] = str(file)
     return row, [*turns, assistant(row["ground_truth"] if expert else rng.choice(PLACES))]
 
@@ -101,7 +106,7 @@ TASKS: dict[str, Task] = {
     "tool": tool,
     "maths": maths,
     "code": code,
-    "game": game,
+    "game": guessing_game,
     "search": search,
 }
 
@@ -160,31 +165,34 @@ def write(
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
     for number in range(4):
-        places = rng.sample(PLACES, len(NAMES))
+        locations = rng.sample(PLACES, len(NAMES))
         lines = [
-            json.dumps({"title": name, "text": f"lives in {place}"}) for name, place in zip(NAMES, places, strict=True)
+            json.dumps({"title": name, "text": f"lives in {location}"})
+            for name, location in zip(NAMES, locations, strict=True)
         ]
         (corpus / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
     tools = schemas() | {name: local for name, (_, local) in extra_tasks.items()}
-    others: dict[str, Task] = {name: task for name, (task, _) in extra_tasks.items()}
+    other_tasks: dict[str, Task] = {name: task for name, (task, _) in extra_tasks.items()}
 
-    def generate(count: int, share: float, tasks: Mapping[str, Task]) -> Iterator[tuple[str, Row, Conversation]]:
+    def generate(count: int, fraction: float, tasks: Mapping[str, Task]) -> Iterator[tuple[str, Row, Conversation]]:
         for number in range(count):
             name = list(tasks)[number % len(tasks)]
-            yield name, *tasks[name](rng, rng.random() < share, folder if name in extra_tasks else corpus)
+            yield name, *tasks[name](rng, rng.random() < fraction, folder if name in extra_tasks else corpus)
 
-    value = enumerate(chain(generate(train, EXPERT_SHARE, TASKS), generate(extra_rows, EXPERT_SHARE, others)))
+    train_rows = enumerate(chain(generate(train, EXPERT_SHARE, TASKS), generate(extra_rows, EXPERT_SHARE, other_tasks)))
     rows = (
         {**row, "id": str(i), "data_source": name, "tools": [item["function"]["name"] for item in tools[name]]}
-        for i, (name, row, _) in value
+        for i, (name, row, _) in train_rows
     )
     make_quickstart.write_jsonl(folder / "train.jsonl", rows)
     demonstrated = (
         {"id": str(i), "messages": [*row["prompt"], *turns], "tools": tools[name]}
-        for i, (name, row, turns) in enumerate(generate(demonstrations, EXPERT_SHARE, TASKS | others))
+        for i, (name, row, turns) in enumerate(generate(demonstrations, EXPERT_SHARE, TASKS | other_tasks))
     )
     make_quickstart.write_jsonl(folder / "sft.jsonl", demonstrated)
-    conversations = [([*row["prompt"], *turns], tools[name]) for name, row, turns in generate(35, 1.0, TASKS | others)]
+    conversations = [
+        ([*row["prompt"], *turns], tools[name]) for name, row, turns in generate(35, 1.0, TASKS | other_tasks)
+    ]
     make_quickstart.write_model(folder / "model", "qwen3_moe", seed, conversations)
 
 

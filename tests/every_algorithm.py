@@ -20,12 +20,12 @@ def recipe_names() -> list[str]:
     """Return the recipes that train on prompts with no roles beyond actor, critic, reference, rollout and reward."""
     from megarl.controllers.controller import load_requirements
 
-    ours = {"rollout", "actor", "critic", "reference", "reward"}
-    actual = {name: load_requirements(from_dict({"algorithm": name})) for name in RECIPES}
+    role_names = {"rollout", "actor", "critic", "reference", "reward"}
+    requirements = {name: load_requirements(from_dict({"algorithm": name})) for name in RECIPES}
     return [
         name
-        for name, item in actual.items()
-        if item.item == "prompts" and item.trained_roles and set(item.roles) <= ours
+        for name, metrics_of in requirements.items()
+        if metrics_of.item == "prompts" and metrics_of.trained_roles and set(metrics_of.roles) <= role_names
     ]
 
 
@@ -54,4 +54,7 @@ class EveryAlgorithm(PolicyController):
         return dataclasses.replace(result, metrics={**result.metrics, "recipe": float((self.num_steps - 1) // STEPS)})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_steps": self.num_steps, "controllers": [item.state_dict() for item in self.controllers]}
+        return {
+            "num_steps": self.num_steps,
+            "controllers": [metrics_of.state_dict() for metrics_of in self.controllers],
+        }

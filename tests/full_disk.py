@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 
 
-def mount(place: Path, size: str) -> None:
+def mount(mount_point: Path, size: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"none", str(place).encode(), b"tmpfs", 0, f"size={size}".encode()):
+    if libc.mount(b"none", str(mount_point).encode(), b"tmpfs", 0, f"size={size}".encode()):
         sys.exit(f"NO MOUNT: {os.strerror(ctypes.get_errno())}")
 
 

@@ -1,4 +1,4 @@
-"""Simulates recorded communication (`wires.py`) as NCCL would run it, and reports where ranks would hang.
+"""Simulates recorded communication (`comm_recorder.py`) as NCCL would run it, and reports where ranks would hang.
 
 - The first use of a device group creates it, so it must be a collective of all its ranks.
 - A group runs its operations in order: a collective once all of its ranks have reached it, a send once the receiver has
@@ -31,7 +31,7 @@ class InvalidCommunication(AssertionError):
 
 
 def read(path: Path) -> list[Event]:
-    """Read a record that `Wires.write` wrote."""
+    """Read a record that `CommRecorder.write` wrote."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -51,11 +51,11 @@ def check(records: Sequence[Sequence[Event]]) -> Counter[str]:
 def _invalid_first_uses(records: Sequence[Sequence[Event]]) -> list[str]:
     result = []
     for rank, record in enumerate(records):
-        used: set[str] = set()
+        used_groups: set[str] = set()
         for event in record:
-            if event["do"] != "post" or event["host"] or event["group"] in used:
+            if event["do"] != "post" or event["host"] or event["group"] in used_groups:
                 continue
-            used.add(event["group"])
+            used_groups.add(event["group"])
             if event["kind"] in ("send", "receive") and len(event["members"]) > 2:
                 result.append(
                     f"rank {rank}: the first use of the group of the ranks {event['members']} is a {event['kind']}"
@@ -67,8 +67,8 @@ def _missing_waits(records: Sequence[Sequence[Event]]) -> list[str]:
     result = []
     for rank, record in enumerate(records):
         waited = {event["op"] for event in record if event["do"] == "wait"}
-        left = [e for e in record if e["do"] == "post" and e["op"] not in waited and not e["host"]]
-        result += [f"rank {rank}: nobody has waited for {_describe(event)}" for event in left]
+        unwaited = [e for e in record if e["do"] == "post" and e["op"] not in waited and not e["host"]]
+        result += [f"rank {rank}: nobody has waited for {_describe(event)}" for event in unwaited]
     return result
 
 
@@ -90,15 +90,15 @@ class Simulator:
         self.errors: list[str] = []
 
     def faults(self) -> list[str]:
-        moved = True
-        while moved and not self.errors:
-            moved = False
+        has_progressed = True
+        while has_progressed and not self.errors:
+            has_progressed = False
             for rank in range(len(self.records)):
                 while self._advance(rank):
-                    moved = True
+                    has_progressed = True
             for group in list(self.members):
                 while self._run_group(group):
-                    moved = True
+                    has_progressed = True
         if self.errors:
             return self.errors
         return [
@@ -108,8 +108,8 @@ class Simulator:
         ]
 
     def _waits_for(self, rank: int) -> str:
-        wanted = self.records[rank][self.positions[rank]]["op"]
-        return next(_describe(e) for e in self.records[rank] if e["do"] == "post" and e["op"] == wanted)
+        expected_op = self.records[rank][self.positions[rank]]["op"]
+        return next(_describe(e) for e in self.records[rank] if e["do"] == "post" and e["op"] == expected_op)
 
     def _advance(self, rank: int) -> bool:
         record = self.records[rank]
@@ -151,7 +151,7 @@ class Simulator:
         heads = {rank: queue[0] for rank in self.members[group] if (queue := self.queues.get((rank, group)))}
         if not heads:
             return False
-        kinds = {rank: entry.ops[0]["kind"] for rank, entry in heads.items()}
+        kinds_by_rank = {rank: entry.ops[0]["kind"] for rank, entry in heads.items()}
         first = next(iter(heads.values())).ops[0]
         if first["host"] and first["kind"] == "receive":
             (rank,) = heads
@@ -159,12 +159,12 @@ class Simulator:
                 return False
             self.gloo_sends[first["group"], first["peer"], rank] -= 1
             return self._complete(group, rank)
-        if any(kind in ("send", "receive") for kind in kinds.values()):
+        if any(kind in ("send", "receive") for kind in kinds_by_rank.values()):
             return self._match_exchanges(group, heads)
         if len(heads) < len(self.members[group]):
             return False
-        if len(set(kinds.values())) > 1:
-            self.errors.append(f"the ranks of {list(heads)} do different things at the same time: {kinds}")
+        if len(set(kinds_by_rank.values())) > 1:
+            self.errors.append(f"the ranks of {list(heads)} do different things at the same time: {kinds_by_rank}")
             return False
         if len(sizes := {entry.ops[0]["bytes"] for entry in heads.values()}) > 1:
             self.errors.append(f"ranks give different numbers of bytes to a {first['kind']} of {list(heads)}: {sizes}")
@@ -173,25 +173,25 @@ class Simulator:
 
     def _match_exchanges(self, group: str, heads: dict[int, _Launch]) -> bool:
         """Complete sends and receives whose peers have reached the other end."""
-        moved = False
+        has_progressed = False
         for sender, entry in list(heads.items()):
             for send in [op for op in entry.ops if op["kind"] == "send" and op["op"] not in self.done[sender]]:
-                other = heads.get(send["peer"])
-                for receive in other.ops if other else ():
+                match = heads.get(send["peer"])
+                for receive in match.ops if match else ():
                     open_ = receive["op"] not in self.done[send["peer"]]
                     if open_ and receive["kind"] == "receive" and receive["peer"] == sender:
                         if receive["bytes"] != send["bytes"]:
                             self.errors.append(f"rank {sender} gives {_describe(send)}, taken as {_describe(receive)}")
                         self.done[sender].add(send["op"])
                         self.done[send["peer"]].add(receive["op"])
-                        moved = True
+                        has_progressed = True
                         break
         for rank, entry in heads.items():
             complete = all(op["op"] in self.done[rank] for op in entry.ops)
             if complete and self._batch_is_closed(rank, entry):
                 self.queues[rank, group].popleft()
-                moved = True
-        return moved
+                has_progressed = True
+        return has_progressed
 
     def _batch_is_closed(self, rank: int, entry: _Launch) -> bool:
         """Return whether the rank's record has moved past the batch of this launch."""

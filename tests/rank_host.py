@@ -6,7 +6,7 @@ rank starts like a fresh interpreter.
 Reads one order per line: {"script", "args", "environment", "world", "outputs": a file per rank, "timeout",
 "fresh": start interpreters instead of forks, "record": record what the ranks communicate}. Answers with one line: the
 exit status of each rank, None for ranks that were killed after the timeout. The communication record of a rank
-(`wires.py`) is written beside its output.
+(`comm_recorder.py`) is written beside its output.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def preload() -> None:
     """Import modules in the order of ranks: Megatron with its CPU shim comes first."""
     if "torch" in sys.modules:
         return
-    import wires  # noqa: F401
+    import comm_recorder  # noqa: F401
 
     import megarl.flow
     import megarl.megatron.dist_checkpoint
@@ -49,8 +49,8 @@ def preload() -> None:
     del sys.modules["tiny"], sys.path[0]  # a script may have a module of this name
     tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
     # pyarrow's allocator, which has a thread, is safe to fork.
-    others = [name for task in tasks if (name := (task / "comm").read_text().strip()) != "jemalloc_bg_thd"]
-    assert threading.active_count() == 1 and not others, f"threads do not survive a fork: {others}"
+    thread_names = [name for task in tasks if (name := (task / "comm").read_text().strip()) != "jemalloc_bg_thd"]
+    assert threading.active_count() == 1 and not thread_names, f"threads do not survive a fork: {thread_names}"
     gc.collect()
     gc.freeze()  # else each rank would copy these pages when it collects garbage
 
@@ -77,9 +77,9 @@ def fork(order: dict[str, Any], rank: int) -> int:
         search_path = [str(Path(order["script"]).parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
         sys.path[:0] = [folder for folder in search_path if folder not in sys.path]
         if order["record"]:
-            import wires
+            import comm_recorder
 
-            record = wires.install()
+            record = comm_recorder.install()
         runpy.run_path(order["script"], run_name="__main__")
         status = 0
     except SystemExit as leaving:
@@ -105,9 +105,9 @@ def run(order: dict[str, Any]) -> list[int | None]:
         if pid:
             code = result[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
             if code:
-                end(ranks, signal.SIGTERM)  # they would wait for the failed rank
+                kill_ranks(ranks, signal.SIGTERM)  # they would wait for the failed rank
         elif time.monotonic() > deadline:
-            end(ranks, signal.SIGKILL)
+            kill_ranks(ranks, signal.SIGKILL)
             for pid in ranks:
                 os.waitpid(pid, 0)
             break
@@ -116,9 +116,9 @@ def run(order: dict[str, Any]) -> list[int | None]:
     return result
 
 
-def end(ranks: dict[int, int], how: signal.Signals) -> None:
+def kill_ranks(ranks: dict[int, int], number: signal.Signals) -> None:
     for pid in ranks:
-        os.kill(pid, how)
+        os.kill(pid, number)
 
 
 if __name__ == "__main__":

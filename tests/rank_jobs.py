@@ -31,15 +31,21 @@ class RankJobs:
         self._host: subprocess.Popen[str] | None = None
 
     def __call__(
-        self, world: int, script: str, *args: str, timeout: float = 300.0, fresh: bool = HAS_GPU, whole: bool = True
+        self,
+        world: int,
+        script: str,
+        *args: str,
+        timeout: float = 300.0,
+        fresh: bool = HAS_GPU,
+        is_one_job: bool = True,
     ) -> list[dict[str, Any]]:
         """Run a script as `world` ranks; return what each prints in its last line `RESULT {json}`.
 
-        fresh: start interpreters instead of forks; a process that may use a GPU must not be a fork. whole: the ranks
-        are one job; check that their communication would not hang on NCCL, see `nccl_order.py`.
+        fresh: start interpreters instead of forks; a process that may use a GPU must not be a fork.
+        is_one_job: check that the ranks' communication would not hang on NCCL, see `nccl_order.py`.
         """
         texts, records = self.run(world, script, *args, timeout=timeout, fresh=fresh)
-        if whole and len(records) == world:
+        if is_one_job and len(records) == world:
             nccl_order.check([nccl_order.read(path) for path in records])
         results = []
         for rank, text in enumerate(texts):
@@ -60,7 +66,7 @@ class RankJobs:
     ) -> tuple[list[str], list[Path]]:
         """Run a script as `world` ranks; return the output of each and the records of their communication.
 
-        record: whether ranks record their communication, see `wires.py`. variables: more environment variables.
+        record: whether ranks record their communication, see `comm_recorder.py`. variables: more environment variables.
         """
         self.launches += 1
         outputs = [self.folder / f"{self.launches}_{rank}.txt" for rank in range(world)]
@@ -76,8 +82,8 @@ class RankJobs:
             if code != 0
         ]
         if failed:
-            tails = "\n".join(f"--- rank {rank}\n{text[-3000:]}" for rank, text in enumerate(texts))
-            pytest.fail(f"{script} {' '.join(args)}: {'; '.join(failed)}\n{tails}")
+            output_tails = "\n".join(f"--- rank {rank}\n{text[-3000:]}" for rank, text in enumerate(texts))
+            pytest.fail(f"{script} {' '.join(args)}: {'; '.join(failed)}\n{output_tails}")
         return texts, [path for output in outputs if (path := Path(f"{output}.record")).exists()]
 
     def _send(self, order: dict[str, Any]) -> list[int | None]:

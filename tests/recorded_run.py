@@ -28,9 +28,9 @@ def write(run_dir: Path, model: Path, steps: int, ranks: int = 1) -> None:
             count = int(draw.integers(5, 30))
             ids = draw.integers(0, 200, count)
             logprobs = -draw.random(count).astype(np.float32)
-            each = (11 + count) * len(shape.moe_layers)
-            routing = np.stack([draw.permutation(shape.num_experts)[: shape.topk] for _ in range(each)])
-            others = 300 + np.tile(np.arange(CHOICES - 1), (count, 1))
+            mask_size = (11 + count) * len(shape.moe_layers)
+            routing = np.stack([draw.permutation(shape.num_experts)[: shape.topk] for _ in range(mask_size)])
+            other_ids = 300 + np.tile(np.arange(CHOICES - 1), (count, 1))
             rollouts.append(
                 Rollout(
                     prompt,
@@ -39,7 +39,7 @@ def write(run_dir: Path, model: Path, steps: int, ranks: int = 1) -> None:
                     group=number // SAMPLES,
                     messages=(*prompt.messages, {"role": "assistant", "content": str(int(ids.sum()))}),
                     routing=torch.from_numpy(routing.astype(np.uint8)).view(-1, len(shape.moe_layers), shape.topk),
-                    sampling_mask=SamplingMask.from_rows(np.concatenate([ids[:, None], others], 1).tolist()),
+                    sampling_mask=SamplingMask.from_rows(np.concatenate([ids[:, None], other_ids], 1).tolist()),
                 )
             )
         for rank in range(ranks):

@@ -142,16 +142,16 @@ class Sources:
         for base in node.bases:
             above = self.find(result.module, base.id) if isinstance(base, ast.Name) else None
             if above is not None and isinstance(above.node, ast.ClassDef):
-                more = self.parameters(above, method)
-                return None if more is None else fields + more
+                parent_parameters = self.parameters(above, method)
+                return None if parent_parameters is None else fields + parent_parameters
         return fields
 
 
 def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str] | None:
     if node.args.kwarg is not None:
         return None
-    named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    return [element.arg for element in named if element.arg not in ("self", "cls")]
+    arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return [element.arg for element in arguments if element.arg not in ("self", "cls")]
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -222,16 +222,16 @@ class Caller:
         return None
 
     def attributes(self) -> Iterator[Use]:
-        inner = {id(node.value) for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)}
+        nested_names = {id(node.value) for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)}
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.Attribute) and id(node) not in inner and (name := self.chain(node)):
+            if isinstance(node, ast.Attribute) and id(node) not in nested_names and (name := self.chain(node)):
                 yield Use(node.lineno, name, "", ())
 
     def calls(self) -> Iterator[Use]:
         """Yield calls of imported names and of `super()` in subclasses, including keys set in `extra_kwargs`."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Call) and (name := self.chain(node.func)):
-                yield Use(node.lineno, name, "", tuple(word.arg for word in node.keywords if word.arg))
+                yield Use(node.lineno, name, "", tuple(keyword.arg for keyword in node.keywords if keyword.arg))
             if isinstance(node, ast.ClassDef):
                 for base in filter(None, map(self.chain, node.bases)):
                     yield from self._of_super(node, base)
@@ -246,7 +246,12 @@ class Caller:
                     and isinstance(node.func.value, ast.Call)
                     and ast.unparse(node.func.value) == "super()"
                 ):
-                    yield Use(node.lineno, base, node.func.attr, tuple(word.arg for word in node.keywords if word.arg))
+                    yield Use(
+                        node.lineno,
+                        base,
+                        node.func.attr,
+                        tuple(keyword.arg for keyword in node.keywords if keyword.arg),
+                    )
                 if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "extra_kwargs":
                     if isinstance(node.slice, ast.Constant):
                         yield Use(node.lineno, base, "__init__", (str(node.slice.value),))
@@ -261,6 +266,6 @@ def missing(sources: Sources, caller: Caller) -> Iterator[tuple[str, Use]]:
         result = sources.dotted(use.name)
         if result is not None and isinstance(result.node, FUNCTION | ast.ClassDef):
             selected = sources.parameters(result, use.method or "__init__")
-            for word in use.keywords if selected is not None else ():
-                if word not in (selected or ()):
-                    yield f"{use.name} {word}", use
+            for keyword in use.keywords if selected is not None else ():
+                if keyword not in (selected or ()):
+                    yield f"{use.name} {keyword}", use

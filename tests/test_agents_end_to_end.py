@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from whole_run import ROOT, make_folder, read_steps, train
+from training_run import ROOT, make_folder, read_steps, train
 
 from megarl.observe.rollout_log import read_rollouts
 
 pytestmark = pytest.mark.nightly
 
-BLACK_BOX = f"{sys.executable} {ROOT / 'tests' / 'black_box.py'}"
+BLACK_BOX = f"{sys.executable} {ROOT / 'tests' / 'subprocess_agent.py'}"
 AGENTS = ("calculating", "branching", BLACK_BOX)
-SPECS = ["agents_of_tests:calculating", "agents_of_tests:branching", f"program:{BLACK_BOX}"]
+SPECS = ["example_agents:calculating", "example_agents:branching", f"program:{BLACK_BOX}"]
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +24,8 @@ def run(host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps of GRPO on four prompts with four episodes each; the three agents take turns."""
     folder = make_folder(tmp_path_factory.mktemp("agents") / "q", "qwen3_moe")
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    argument = [json.dumps({**row, "environment": AGENTS[i % 3], "tools": []}) for i, row in enumerate(rows)]
-    (folder / "train.jsonl").write_text("\n".join(argument) + "\n")
+    agent_rows = [json.dumps({**row, "environment": AGENTS[i % 3], "tools": []}) for i, row in enumerate(rows)]
+    (folder / "train.jsonl").write_text("\n".join(agent_rows) + "\n")
     run_dir = folder.parent / "run"
     overrides = ["algorithm=grpo", "rollout.tools=[]", f"rollout.environments={json.dumps(SPECS)}", "run.save_every=0"]
     train(folder, run_dir, *overrides, "reward.functions=[sum_reward:even]", "data.shuffle=false", host=host)

@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from whole_run import make_folder
+from training_run import make_folder
 
 from megarl import chat as program
 from megarl.engine.sglang_engine import Engine

@@ -57,7 +57,7 @@ def test_every_key_is_documented():
     nodes = [node for file in files for node in ast.parse(file.read_text()).body]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name.endswith("Config")]
     sections = {node.name for node in classes}
-    documented, bare = 0, set()
+    documented, without_docs = 0, set()
     for cls in classes:
         for node, after in zip(cls.body, [*cls.body[1:], None], strict=True):
             if not isinstance(node, ast.AnnAssign):
@@ -65,8 +65,8 @@ def test_every_key_is_documented():
             if isinstance(after, ast.Expr) and isinstance(ast.literal_eval(after.value), str):
                 documented += 1
             elif ast.unparse(node.annotation) not in sections:
-                bare.add(ast.unparse(node.target))
-    assert not bare
+                without_docs.add(ast.unparse(node.target))
+    assert not without_docs
     assert documented > 50  # the search found the keys
 
 
@@ -111,8 +111,8 @@ def test_recipes_match_their_sources():
     for optimizer in (tulu.actor_optimizer, tulu.critic.optimizer):
         assert (optimizer.warmup_fraction, optimizer.beta2, optimizer.weight_decay) == (0.1, 0.999, 0.01)
     assert tulu.reward.weights == {"math_verify": 10.0} and tulu.kl.coef == 0.07
-    held_out = dapo.rollout.eval_config
-    assert (held_out.temperature, held_out.top_p, dapo.rollout.top_p) == (1.0, 0.7, 1.0)
+    eval_config = dapo.rollout.eval_config
+    assert (eval_config.temperature, eval_config.top_p, dapo.rollout.top_p) == (1.0, 0.7, 1.0)
     assert (dapo.actor_optimizer.beta2, dapo.actor_optimizer.weight_decay) == (0.999, 0.1)
     assert r1.actor_optimizer.warmup_fraction == 0.0
     assert [name.partition(":")[2] for name in r1.reward.functions] == ["by_source", "format_reward"]
@@ -212,9 +212,9 @@ def get_value(config: Any, name: str) -> Any:
 
 
 def replace_key(config: Any, name: str, value: Any) -> Any:
-    head, _, remaining = name.partition(".")
+    section, _, key_path = name.partition(".")
     return dataclasses.replace(
-        config, **{head: replace_key(getattr(config, head), remaining, value) if remaining else value}
+        config, **{section: replace_key(getattr(config, section), key_path, value) if key_path else value}
     )
 
 
@@ -226,18 +226,18 @@ def test_every_key_accepts_exactly_its_range(name):
     assert base not in (int, float) or str(within), f"{name} has no range"
     assert strict.is_valid(get_value(Config(), name), kind)
     for value in ODD_VALUES:
-        meant = isinstance(value, int | float) and not isinstance(value, bool)
-        good = {
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        accepted = {
             bool: isinstance(value, bool),
             dict: value == {},
             str: value in ("x", "") or value is None,
-            int: meant and isinstance(value, int) and value in within,
-            float: meant and abs(value) < 1e300 and value in within,
+            int: is_number and isinstance(value, int) and value in within,
+            float: is_number and abs(value) < 1e300 and value in within,
         }.get(get_origin(base) or base, value in ("x", []))
         if get_origin(base) is tuple:
             item = get_args(base)[0]
-            good = value in (None, "", []) or (value == "x" and str in (item, *get_args(item)))
-        good = (good and get_origin(base) is not Literal) or (optional and value is None)
+            accepted = value in (None, "", []) or (value == "x" and str in (item, *get_args(item)))
+        accepted = (accepted and get_origin(base) is not Literal) or (optional and value is None)
         for argument in (
             lambda value=value: from_dict(nest_value(name, value)),
             lambda value=value: build_config(name, value),
@@ -245,10 +245,10 @@ def test_every_key_accepts_exactly_its_range(name):
             try:
                 selected = argument()
             except ConfigError as error:
-                assert not good, (name, value)
+                assert not accepted, (name, value)
                 assert "\n" not in str(error) and str(error).startswith(name) and len(str(error)) < 300
             else:
-                assert good, (name, value)
+                assert accepted, (name, value)
                 assert isinstance(selected, Config)
 
 
@@ -278,8 +278,8 @@ def test_passthrough_mappings_must_be_plain_data():
         for name in ("rollout.sglang", "model.megatron", "train.ddp", "critic.parallel"):
             with pytest.raises(ConfigError, match=rf"^{name}"):
                 from_dict(nest_value(name, value))
-    good = {"a": [1, 0.5, None, True, {"b": "text\nof two lines"}]}
-    assert from_dict({"rollout": {"sglang": good}}).rollout.sglang == good
+    accepted = {"a": [1, 0.5, None, True, {"b": "text\nof two lines"}]}
+    assert from_dict({"rollout": {"sglang": accepted}}).rollout.sglang == accepted
 
 
 def test_rejects_bad_files_and_overrides(tmp_path):

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from whole_run import ROOT, make_folder, read_metrics, read_steps, train
+from training_run import ROOT, make_folder, read_metrics, read_steps, train
 
 from megarl.rollout.partial_rollouts import read_groups
 
@@ -20,8 +20,8 @@ OVERSAMPLED = ["rollout.oversample=1.5", "rollout.concurrency=6", "rollout.max_s
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A quickstart with a dense model, because nearly tied experts differ by more than rounding."""
-    place = tmp_path_factory.mktemp("quickstart")
-    created = make_folder(place / "q", "qwen3_moe")
+    workdir = tmp_path_factory.mktemp("quickstart")
+    created = make_folder(workdir / "q", "qwen3_moe")
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(str(ROOT / "tests" / "rollout"))
         import tiny_models
@@ -63,8 +63,10 @@ def test_checkpoint_keeps_sampling_masks_of_partial_groups(
     checkpoint = "checkpoints/step_000002"
     shutil.copytree(oversampled / checkpoint, tmp_path / checkpoint)
     shutil.copy(oversampled / "config.yaml", tmp_path / "config.yaml")
-    retained = [group for file in (tmp_path / checkpoint / "partial_groups").iterdir() for group in read_groups(file)]
-    partial = [item for group in retained for item in group if len(item.turns) > 1]
+    partial_groups = [
+        group for file in (tmp_path / checkpoint / "partial_groups").iterdir() for group in read_groups(file)
+    ]
+    partial = [item for group in partial_groups for item in group if len(item.turns) > 1]
     assert partial and all(item.sampling_masks for item in partial)
     pipeline = ["parallel.tp=1", "parallel.pp=2", "parallel.ep=1"]
     train(folder, tmp_path, *GRPO, *TRUNCATED, *OVERSAMPLED, *pipeline, "run.resume=auto", host=host)
@@ -75,17 +77,19 @@ def test_checkpoint_keeps_sampling_masks_of_partial_groups(
 def test_asynchronous_generation_on_separate_ranks(folder: Path, tmp_path: Path, host: str) -> None:
     """PPO with actor and critic on one rank and the rollout on the other."""
     ranks = ["parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=1"]
-    place = ["placement={actor: 0, critic: 0, rollout: 1}", "rollout.asynchronous=true"]
-    train(folder, tmp_path / "run", "run.export=false", "rollout.max_turns=2", *TRUNCATED, *ranks, *place, host=host)
+    placement = ["placement={actor: 0, critic: 0, rollout: 1}", "rollout.asynchronous=true"]
+    train(
+        folder, tmp_path / "run", "run.export=false", "rollout.max_turns=2", *TRUNCATED, *ranks, *placement, host=host
+    )
     assert_logprobs_match_truncated_sampling(tmp_path / "run", [1, 2, 3])
 
 
 @pytest.mark.nightly
 def test_evaluation_uses_its_own_sampling_keys(folder: Path, tmp_path: Path, host: str) -> None:
     """A tiny eval_top_p makes the evaluation greedy; training samples from the full distribution."""
-    held_out = tmp_path / "eval.jsonl"
-    held_out.write_text("".join((folder / "eval.jsonl").read_text().splitlines(keepends=True)[:8]))
-    evaluated = [f"data.eval={held_out}", "run.eval_every=1", "rollout.eval_top_p=0.0001", "parallel.ep=1"]
+    eval_file = tmp_path / "eval.jsonl"
+    eval_file.write_text("".join((folder / "eval.jsonl").read_text().splitlines(keepends=True)[:8]))
+    evaluated = [f"data.eval={eval_file}", "run.eval_every=1", "rollout.eval_top_p=0.0001", "parallel.ep=1"]
     train(folder, tmp_path / "run", *GRPO, *evaluated, "run.num_rollout=1", "run.save_every=0", host=host)
     rows = [row for row in read_metrics(tmp_path / "run") if "eval/reward_greedy" in row]
     assert [row["step"] for row in rows] == [0, 1]

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 import torch
-from pieces import put_pieces
 from safetensors.torch import load_file
-from whole_run import (
+from sentencepiece_tokenizer import put_pieces
+from training_run import (
     ROOT,
     SMALL,
     build_command,
@@ -35,7 +35,7 @@ from whole_run import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent / "rewards"))
-from judging_server import RewardServer
+from reward_server import RewardServer
 
 from megarl.config import LoraConfig, ParallelConfig
 from megarl.environments.ready.calculator import calculator
@@ -68,13 +68,13 @@ def write_preferences(path: Path, count: int, seed: int) -> None:
 @pytest.fixture(scope="module")
 def reward_run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of a reward model, trained from the policy's weights for 12 steps of 32 pairs."""
-    place = tmp_path_factory.mktemp("reward_model")
-    write_preferences(place / "train.jsonl", 384, seed=1)
-    write_preferences(place / "eval.jsonl", 96, seed=2)
-    data = [f"data.train={place}/train.jsonl", f"data.eval={place}/eval.jsonl", "data.prompts_per_step=32"]
+    workdir = tmp_path_factory.mktemp("reward_model")
+    write_preferences(workdir / "train.jsonl", 384, seed=1)
+    write_preferences(workdir / "eval.jsonl", 96, seed=2)
+    data = [f"data.train={workdir}/train.jsonl", f"data.eval={workdir}/eval.jsonl", "data.prompts_per_step=32"]
     steps = ["run.num_rollout=12", "run.eval_every=12", "run.save_every=0", "run.num_update=1", "run.ppo_epochs=1"]
-    train(folder, place / "run", "algorithm=reward_model", *data, *steps)
-    return place / "run"
+    train(folder, workdir / "run", "algorithm=reward_model", *data, *steps)
+    return workdir / "run"
 
 
 PPO = ["critic.warmup_steps=1", "kl.target=0.015", "kl.horizon=64"]
@@ -169,8 +169,8 @@ def test_resume_is_bitwise_equal_to_the_uninterrupted_run(
     checkpoint = "checkpoints/step_000001"
     shutil.copytree(ppo_run / checkpoint, resumed / checkpoint)
     shutil.copy(ppo_run / "config.yaml", resumed / "config.yaml")
-    argument = f"reward.model={reward_run}/export", *PPO
-    train(folder, resumed, "run.resume=auto", f"rollout.replay={ppo_run}", *argument)
+    overrides = f"reward.model={reward_run}/export", *PPO
+    train(folder, resumed, "run.resume=auto", f"rollout.replay={ppo_run}", *overrides)
     rows = read_steps(resumed)
     assert [row["step"] for row in rows] == [2, 3]
     first = load_file(ppo_run / "export" / "model.safetensors")
@@ -178,10 +178,10 @@ def test_resume_is_bitwise_equal_to_the_uninterrupted_run(
     assert all(torch.equal(first[name], second[name]) for name in first)
     uninterrupted = read_steps(ppo_run)[1:]
     assert len({row["actor/kl_coef"] for row in uninterrupted}) == 2  # the checkpoint must restore it
-    for item, other in zip(uninterrupted, rows, strict=True):
-        for name in item:
+    for expected_row, resumed_row in zip(uninterrupted, rows, strict=True):
+        for name in expected_row:
             if name.split("/")[0] in ("actor", "critic", "rollout") and name != "rollout/idle_frac":  # of engines
-                assert item[name] == other[name], name
+                assert expected_row[name] == resumed_row[name], name
 
 
 def test_grpo_trains_with_the_reward_model_alone(ppo_run: Path, reward_run: Path, folder: Path, tmp_path: Path) -> None:
@@ -203,10 +203,10 @@ def test_weights_rewards_of_function_model_and_service(
     with RewardServer() as server:
         service = f"roles={{reward: {{backend: http, options: {{url: {server.url}, private: true, batch: 5}}}}}}"
         train(folder, tmp_path / "run", "algorithm=grpo", replay, "run.num_rollout=1", model, weights, service)
-        requested = [item for batch in server.batches() for item in batch]
+        scored_items = [item for batch in server.batches() for item in batch]
     (row,) = read_metrics(tmp_path / "run")
     recorded, scored = read_rollouts(ppo_run, 1), read_rollouts(tmp_path / "run", 1)
-    assert sorted(item["answer"] for item in requested) == sorted(item.answer for item in recorded)
+    assert sorted(item["answer"] for item in scored_items) == sorted(item.answer for item in recorded)
     of_service = dict.fromkeys(("service", "service/style"))
     for before, after in zip(recorded, scored, strict=True):
         parts = after.reward_parts
@@ -263,27 +263,27 @@ def test_partial_groups_continue_in_the_next_step(oversampled: Path) -> None:
     rows = [row for row in read_metrics(oversampled) if "rollout/staleness_mean" in row]
     assert [row["step"] for row in rows] == [1, 2, 3] and rows[0]["rollout/partial_groups"] == 0
     assert all(1 <= row["rollout/partial_groups"] <= 2 and row["rollout/restarted_rollouts"] == 0 for row in rows[1:])
-    seen: dict[str, int] = {}
+    first_steps: dict[str, int] = {}
     for step, row in enumerate(rows, 1):
         rollouts = read_rollouts(oversampled, step)
         assert [rollout.group for rollout in rollouts] == [group for group in range(4) for _ in range(4)]
         assert len({rollout.seed for rollout in rollouts}) == 16
-        assert all(seen.setdefault(rollout.prompt.id, step) == step for rollout in rollouts)
-        ages = [
+        assert all(first_steps.setdefault(rollout.prompt.id, step) == step for rollout in rollouts)
+        staleness = [
             step - 1 - version
             for rollout in rollouts
             for version, tokens in rollout.version_spans
             for _ in range(tokens)
         ]
-        assert row["rollout/staleness_max"] == max(ages)
-        assert row["rollout/staleness_mean"] == pytest.approx(sum(ages) / len(ages))
-        assert ("rollout/logprob_diff_stale" in row) == (max(ages) > 0)
+        assert row["rollout/staleness_max"] == max(staleness)
+        assert row["rollout/staleness_mean"] == pytest.approx(sum(staleness) / len(staleness))
+        assert ("rollout/logprob_diff_stale" in row) == (max(staleness) > 0)
         assert row["rollout/logprob_diff_p95"] <= 1e-4 and 0 < row["rollout/idle_frac"] < 1
-        buckets = {min(age, 3) for age in ages} if max(ages) else set()
+        buckets = {min(age, 3) for age in staleness} if max(staleness) else set()
         assert {int(name[-1]) for name in row if name.startswith("rollout_corr/kl_staleness")} == buckets
         assert row["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=0.2) and "actor/pg_clipfrac" in row
         assert buckets or abs(row["rollout_corr/kl"]) < 1e-4
-    assert len(seen) == 12
+    assert len(first_steps) == 12
     assert "does not correct" not in (oversampled / "log.txt").read_text()  # PPO's ratio is to the sampling policy
 
 
@@ -292,16 +292,16 @@ def test_one_engine_resumes_partial_groups_of_two(oversampled: Path, folder: Pat
     shutil.copytree(oversampled / checkpoint, tmp_path / checkpoint)
     shutil.copy(oversampled / "config.yaml", tmp_path / "config.yaml")
     files = sorted((tmp_path / checkpoint / "partial_groups").iterdir())
-    retained = [group for file in files for group in read_groups(file)]
-    alone = ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1"]
-    train(folder, tmp_path, *OVERSAMPLED, *alone, "run.resume=auto", host=host)
+    partial_groups = [group for file in files for group in read_groups(file)]
+    single_rank = ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1"]
+    train(folder, tmp_path, *OVERSAMPLED, *single_rank, "run.resume=auto", host=host)
     (row,) = [row for row in read_metrics(tmp_path) if "rollout/staleness_mean" in row]
-    assert len(files) == 2 and row["step"] == 3 and row["rollout/partial_groups"] == len(retained) > 0
+    assert len(files) == 2 and row["step"] == 3 and row["rollout/partial_groups"] == len(partial_groups) > 0
     before = {rollout.prompt.id for step in (1, 2) for rollout in read_rollouts(oversampled, step)}
     after = read_rollouts(tmp_path, 3)
     assert [rollout.group for rollout in after] == [group for group in range(4) for _ in range(4)]
     assert not before & {rollout.prompt.id for rollout in after}
-    partial = {item.seed: item for group in retained for item in group}
+    partial = {item.seed: item for group in partial_groups for item in group}
     assert any(rollout.seed in partial for rollout in after)
     for rollout in after:
         if rollout.seed in partial:
@@ -341,8 +341,8 @@ def test_mtp_training_raises_draft_acceptance(
     before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "run" / "export"))
     assert before.keys() == after.keys()
     copies = ("embed_tokens.weight", "shared_head.head.weight")
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved == {
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {
         name
         for name in before
         if name.startswith("model.layers.2.") and not name.endswith((*copies, "e_score_correction_bias"))
@@ -363,23 +363,23 @@ def test_sft_policy_calls_its_tool_in_training_and_evaluation(folder: Path, tmp_
 
     question = {"role": "user", "content": "What is 61+17?"}
     function = {"name": "calculator", "arguments": {"expression": "61+17"}}
-    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    tool_call_message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
     answer = {"role": "assistant", "content": "The answer is 78."}
-    talk = [question, called, {"role": "tool", "content": "78"}, answer]
-    lesson = {"messages": talk, "tools": [calculator.schema]}
-    lessons = write_jsonl(tmp_path / "sft.jsonl", [lesson] * 16)
-    held_out = write_jsonl(
+    conversation = [question, tool_call_message, {"role": "tool", "content": "78"}, answer]
+    sft_row = {"messages": conversation, "tools": [calculator.schema]}
+    lessons = write_jsonl(tmp_path / "sft.jsonl", [sft_row] * 16)
+    eval_file = write_jsonl(
         tmp_path / "eval.jsonl", [{"prompt": [question], "ground_truth": 78, "data_source": name} for name in "aab"]
     )
-    alone = ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1", "run.save_every=0", "run.num_update=1"]
-    alone += ["run.ppo_epochs=1"]
+    single_rank = ["parallel.world_size=1", "parallel.tp=1", "parallel.ep=1", "run.save_every=0", "run.num_update=1"]
+    single_rank += ["run.ppo_epochs=1"]
     optimizer = ["actor_optimizer.lr=0.005", "actor_optimizer.schedule=constant", "data.prompts_per_step=16"]
     train(
         *(folder, tmp_path / "sft", "algorithm=sft", f"data.train={lessons}", "run.num_rollout=40"),
-        *(*alone, *optimizer),
+        *(*single_rank, *optimizer),
     )
-    overrides = ["algorithm=grpo", f"model.path={tmp_path}/sft/export", f"data.train={held_out}", "run.num_rollout=1"]
-    overrides += [f"data.eval={held_out}", "run.eval_every=1", "run.export=false", "rollout.temperature=0.05"]
+    overrides = ["algorithm=grpo", f"model.path={tmp_path}/sft/export", f"data.train={eval_file}", "run.num_rollout=1"]
+    overrides += [f"data.eval={eval_file}", "run.eval_every=1", "run.export=false", "rollout.temperature=0.05"]
     overrides += ["kl.apply_to=none", "data.prompts_per_step=2", "rollout.samples_per_prompt=2"]
     (text,) = [
         block
@@ -389,10 +389,10 @@ def test_sft_policy_calls_its_tool_in_training_and_evaluation(folder: Path, tmp_
     (tmp_path / "my_tools.py").write_text(text)
     (tmp_path / "broken_tools.py").write_text(text.replace("return", "raise OSError('no licence')\n    return"))
 
-    def run(name: str, *argument: str) -> subprocess.CompletedProcess[str]:
+    def run(name: str, *extra: str) -> subprocess.CompletedProcess[str]:
         environment = with_host(host)
         environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{environment.get('PYTHONPATH', '')}"}
-        command = build_command(folder, tmp_path / name, *alone, *overrides, *argument)
+        command = build_command(folder, tmp_path / name, *single_rank, *overrides, *extra)
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=environment)
 
     done = run("run", "rollout.tools=[my_tools:calculator]")
@@ -481,8 +481,16 @@ def test_control_file_weights_survive_a_resume(ppo_run: Path, folder: Path, tmp_
 
 @pytest.mark.nightly
 def test_wrong_engine_weights_stop_the_run_and_name_the_layer(folder: Path, tmp_path: Path, host: str) -> None:
-    """`sabotaged.py` corrupts the engine without a wrong hash. The first step, before that, passes the comparison."""
-    launched = [sys.executable, "-m", "megarl.torchrun", "--standalone", "--nproc-per-node", "2", "tests/sabotaged.py"]
+    """`train_with_corrupt_sync.py` corrupts an engine tensor after step 1's comparison, and no hash differs."""
+    launched = [
+        sys.executable,
+        "-m",
+        "megarl.torchrun",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "tests/train_with_corrupt_sync.py",
+    ]
     single = (
         "algorithm=grpo",
         "kl.apply_to=none",
@@ -559,10 +567,10 @@ def check_layouts(model: Path, log: str) -> None:
         message = rf"{role}: tp={tp} cp={cp} pp=1 ep=2 etp=1, ([\d,]+) parameters on rank 0"
         ((count, trained),) = re.findall(message + r", of which LoRA trains ([\d,]+) ", log)
         parallel, layers = ParallelConfig(world_size=2, tp=tp, cp=cp, ep=2), [range(hf["num_hidden_layers"])]
-        (retained,) = stage_elements(hf, parallel, layers, head=role == "critic", lora=LoraConfig(rank=4))
-        assert int(count.replace(",", "")) == sum(retained), role
+        (elements,) = stage_elements(hf, parallel, layers, head=role == "critic", lora=LoraConfig(rank=4))
+        assert int(count.replace(",", "")) == sum(elements), role
         head = hf["hidden_size"] if role == "critic" else 0  # trained too, but not an adapter
-        assert int(trained.replace(",", "")) == retained.dense + retained.expert - head, role
+        assert int(trained.replace(",", "")) == elements.dense + elements.expert - head, role
 
 
 def check_export_of_lora(model: Path, run_dir: Path) -> None:
@@ -572,7 +580,7 @@ def check_export_of_lora(model: Path, run_dir: Path) -> None:
     settings = json.loads((run_dir / "adapter" / "adapter_config.json").read_text())
     assert settings["r"] == 4 and settings["base_model_name_or_path"] == str(model.resolve())
     assert base.keys() == merged.keys()
-    moved = 0
+    num_changed = 0
     for name, weight in base.items():
         module = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{module}.lora_B.weight" not in adapter:
@@ -581,5 +589,5 @@ def check_export_of_lora(model: Path, run_dir: Path) -> None:
         assert module.rpartition(".")[2] in settings["target_modules"]
         a, b = (adapter.pop(f"{module}.{factor}.weight").double() for factor in ("lora_A", "lora_B"))
         assert torch.allclose(merged[name].double(), weight + settings["lora_alpha"] / 4 * b @ a, rtol=0, atol=1e-6)
-        moved += bool((merged[name] - weight).abs().max() > 1e-4)
-    assert not adapter and moved > 20
+        num_changed += bool((merged[name] - weight).abs().max() > 1e-4)
+    assert not adapter and num_changed > 20

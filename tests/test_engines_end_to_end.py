@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from test_placement_end_to_end import sample_ids, weight_versions
-from whole_run import ENVIRONMENT, make_folder, read_steps, run_cli
+from training_run import ENVIRONMENT, make_folder, read_steps, run_cli
 
 from megarl.observe.rollout_log import read_rollouts
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.nightly
 GRPO = ["algorithm=grpo", "kl.apply_to=reward", "run.num_update=1", "run.ppo_epochs=1"]
 GRPO += ["run.save_every=0", "run.distributed_timeout_s=120"]
 FAULTS = [
-    "roles={rollout: {worker: dying_engines:FaultyRolloutWorker}}",
+    "roles={rollout: {worker: faulty_rollout_worker:FaultyRolloutWorker}}",
     "rollout.hang_timeout=30",
     "rollout.concurrency=6",
 ]
@@ -50,8 +50,10 @@ def assert_recovered(run_dir: Path, faults: dict[int, str]) -> None:
         step = int(row["step"])
         fault = faults.get(step)
         assert ("rollout/engine_restarts" in row) == (fault is not None), step
-        lost = row.get("rollout/lost_samples", 0)
-        assert row.get("rollout/regenerated_samples", 0) == lost and (lost > 0) == (fault in ("kill", "stop")), step
+        num_lost = row.get("rollout/lost_samples", 0)
+        assert row.get("rollout/regenerated_samples", 0) == num_lost and (num_lost > 0) == (
+            fault in ("kill", "stop")
+        ), step
         assert len(read_rollouts(run_dir, step)) == 16
         assert [item.status for item in read_rollouts(run_dir, step) if item.status == "aborted"] == []
         assert weight_versions(run_dir, step) == {step - 1}
@@ -60,7 +62,7 @@ def assert_recovered(run_dir: Path, faults: dict[int, str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference_run(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
     with pytest.MonkeyPatch.context() as patched:
         done = run(patched, folder, run_dir, host, {})
@@ -70,14 +72,14 @@ def undisturbed(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_recovers_from_engine_death_hang_and_failed_weight_sync(
-    undisturbed: Path, folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reference_run: Path, folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = {1: ["kill", 1], 2: ["stop", 0], 3: ["push", 1]}
     done = run(monkeypatch, folder, tmp_path / "run", host, plan)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_recovered(tmp_path / "run", {step: fault for step, (fault, _) in plan.items()})
     for step in (1, 2, 3):
-        assert sample_ids(tmp_path / "run", step) == sample_ids(undisturbed, step)
+        assert sample_ids(tmp_path / "run", step) == sample_ids(reference_run, step)
 
 
 def test_restarts_the_only_engine(folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +94,8 @@ def test_restarts_an_engine_during_asynchronous_training(
     folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = {1: ["kill", 0], 2: ["push", 0]}
-    beside = ["rollout.asynchronous=true", "rollout.max_staleness=1"]
-    done = run(monkeypatch, folder, tmp_path / "run", host, plan, *ONE_ENGINE, *beside)
+    async_overrides = ["rollout.asynchronous=true", "rollout.max_staleness=1"]
+    done = run(monkeypatch, folder, tmp_path / "run", host, plan, *ONE_ENGINE, *async_overrides)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = read_steps(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 3]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from thread_ranks import Thread, as_ranks
+from thread_ranks import ThreadRank, as_ranks
 
 from megarl.types import Episodes, Prompt, Rollout, Rollouts, Status, TrainBatch, Turn, as_branches
 from megarl.types.episodes import assign_episode_ids
@@ -79,17 +79,17 @@ def test_branches_take_the_status_of_the_last() -> None:
 
 def test_ranks_agree_on_gathered_episodes() -> None:
     """Rank 1 has no rollouts, the others a group each."""
-    shares: list[list[Rollout]] = [ROLLOUTS[:3], [], ROLLOUTS[3:]]
+    local_rollouts: list[list[Rollout]] = [ROLLOUTS[:3], [], ROLLOUTS[3:]]
 
-    def work(rank: Thread) -> list[list[int]]:
-        mine = shares[rank.rank]
-        rollouts = Rollouts.gather(mine, [item.group for item in mine], rank)
-        retained = rollouts.select(torch.tensor([False, True, True, True, False, False, False]))
-        again = rollouts.replace_local([replace(item, reward=9.0) for item in rollouts.local])
-        return [item.episode.tolist() for item in (rollouts, again, retained, Rollouts.concat([retained, rollouts]))]
+    def work(rank: ThreadRank) -> list[list[int]]:
+        local = local_rollouts[rank.rank]
+        rollouts = Rollouts.gather(local, [item.group for item in local], rank)
+        selected = rollouts.select(torch.tensor([False, True, True, True, False, False, False]))
+        rescored = rollouts.replace_local([replace(item, reward=9.0) for item in rollouts.local])
+        return [item.episode.tolist() for item in (rollouts, rescored, selected, Rollouts.concat([selected, rollouts]))]
 
-    (first, *others) = as_ranks(3, work)
-    assert others == [first, first]
+    (first, *other_ranks) = as_ranks(3, work)
+    assert other_ranks == [first, first]
     assert first[0] == first[1] == EPISODE_IDS and first[2] == [1, 1, 3]
     assert first[3] == [1, 1, 3, *(4 + number for number in EPISODE_IDS)]  # ids of the two batches stay distinct
 
@@ -105,8 +105,8 @@ def test_merge_branches() -> None:
     assert full.actions.tolist() == [4, 8, 2, 8] and full.turns.tolist() == full.tool_calls.tolist() == [1, 2, 1, 3]
     assert full.length.tolist() == [6, 7, 4, 8] and full.reward.tolist() == [0, 0, 1, 1]
     assert full.merge_branches() is full
-    plain = Rollouts.gather([ROLLOUTS[0], ROLLOUTS[3]])
-    assert plain.merge_branches() is plain
+    unbranched = Rollouts.gather([ROLLOUTS[0], ROLLOUTS[3]])
+    assert unbranched.merge_branches() is unbranched
 
 
 def test_reports_failures_once_per_episode() -> None:
@@ -124,12 +124,12 @@ def test_batch_tracks_its_episodes() -> None:
     assert batch.cu_episodes.tolist() == [0, 6, 18, 22, 36]
     mini = batch.select(batch.episodes.sequence_indices([3, 1]))
     assert mini.cu_episodes.tolist() == [0, 14, 26] and len(mini.episodes) == 2
-    plain = TrainBatch.from_rollouts([ROLLOUTS[0], ROLLOUTS[3]])
-    assert plain.episode is None and torch.equal(plain.cu_episodes, plain.cu_seqlens)
+    unbranched = TrainBatch.from_rollouts([ROLLOUTS[0], ROLLOUTS[3]])
+    assert unbranched.episode is None and torch.equal(unbranched.cu_episodes, unbranched.cu_seqlens)
 
-    def work(rank: Thread) -> list[list[int]]:
-        mine = [ROLLOUTS[3:], ROLLOUTS[:3]][rank.rank]
-        part = TrainBatch.from_rollouts(Rollouts.gather(mine, [item.group for item in mine], rank))
+    def work(rank: ThreadRank) -> list[list[int]]:
+        local = [ROLLOUTS[3:], ROLLOUTS[:3]][rank.rank]
+        part = TrainBatch.from_rollouts(Rollouts.gather(local, [item.group for item in local], rank))
         return [part.cu_episodes.tolist(), part.episodes.episode_ids.tolist(), part.local_episodes.episode_ids.tolist()]
 
     rows = [0, 1, 1, 2, 3, 3, 3]

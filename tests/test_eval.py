@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_run import make_folder
+from training_run import make_folder
 
 from megarl import eval as program
 from megarl import model_sources, train
@@ -168,19 +168,21 @@ def test_takes_limits_from_the_run_or_the_model(model: Path, tmp_path: Path) -> 
     hf = json.loads((model / "config.json").read_text())
     shutil.copytree(model, tmp_path / "run/export")
     file = tmp_path / "eval.yaml"
-    alone = model_sources.build_config(model_sources.resolve_target(str(tmp_path / "run/export")), {}, [], file).rollout
+    defaults = model_sources.build_config(
+        model_sources.resolve_target(str(tmp_path / "run/export")), {}, [], file
+    ).rollout
     assert hf["max_position_embeddings"] == 2048  # less than the default of max_context
-    assert (alone.max_context, alone.max_new_tokens, alone.tools) == (2048, 1024, ())
-    argument = model_sources.build_config(
+    assert (defaults.max_context, defaults.max_new_tokens, defaults.tools) == (2048, 1024, ())
+    of_export = model_sources.build_config(
         model_sources.resolve_target(str(model)), {}, ["rollout.max_context=96"], file
     ).rollout
-    assert argument.max_context == 96
-    retained = {"max_context": 192, "max_new_tokens": 40, "tools": ["megarl.environments.ready.calculator:calculator"]}
-    (tmp_path / "run/config.yaml").write_text(json.dumps({"algorithm": "ppo", "rollout": retained}))
+    assert of_export.max_context == 96
+    settings = {"max_context": 192, "max_new_tokens": 40, "tools": ["megarl.environments.ready.calculator:calculator"]}
+    (tmp_path / "run/config.yaml").write_text(json.dumps({"algorithm": "ppo", "rollout": settings}))
     of_run = model_sources.build_config(
         model_sources.resolve_target(str(tmp_path / "run/export")), {}, [], file
     ).rollout
-    assert (of_run.max_context, of_run.max_new_tokens, list(of_run.tools)) == (192, 40, retained["tools"])
+    assert (of_run.max_context, of_run.max_new_tokens, list(of_run.tools)) == (192, 40, settings["tools"])
 
 
 def test_reports_pass_at_k(
@@ -190,11 +192,11 @@ def test_reports_pass_at_k(
     rows = [{**ROW, "id": f"p{number}"} for number in range(3)]
     rows[2]["data_source"] = "aime2024"
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    seen = []
+    greedy_calls = []
 
     def answers(arguments: list[str]) -> int:
         config = load_config(arguments[0], arguments[1:])
-        seen.append(config)
+        greedy_calls.append(config)
         rollouts = []
         for group, row in enumerate(rows):
             prompt = Prompt(row["id"], ({"role": "user", "content": "1+1?"},), [1, 2], row["data_source"], "2")
@@ -209,7 +211,7 @@ def test_reports_pass_at_k(
     out = tmp_path / "out"
     arguments = [str(model), "--data", str(tmp_path / "rows.jsonl"), "--k", "2,1", "--samples", "4", "--out", str(out)]
     assert program.main([*arguments, "run.seed=7"]) == 0
-    assert seen[0].rollout.samples_per_prompt == 4 and seen[0].options == {"full_dataset": True}
+    assert greedy_calls[0].rollout.samples_per_prompt == 4 and greedy_calls[0].options == {"full_dataset": True}
     tree = json.loads((out / "eval.json").read_text())
     assert (tree["k"], tree["samples"], tree["prompts"], tree["rollouts"]) == ([1, 2], 4, 3, 12)
     sources = tree["sources"]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from whole_run import ENVIRONMENT, ONE_RANK, ROOT, make_folder, with_host
+from training_run import ENVIRONMENT, ONE_RANK, ROOT, make_folder, with_host
 
 from megarl.models.hf_folder import open_hf
 from megarl.observe.rollout_log import read_rollouts
@@ -41,16 +41,16 @@ def run(folder: Path) -> Path:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     *_, line, command = done.stdout.splitlines()
     assert line == f"done: 2 steps in {folder}/run"
-    shown = subprocess.run(command, cwd=ROOT, shell=True, capture_output=True, text=True)  # as pasted into a terminal
-    assert shown.returncode == 0 and "minutes of training" in shown.stdout, shown.stderr
+    process = subprocess.run(command, cwd=ROOT, shell=True, capture_output=True, text=True)  # as pasted into a terminal
+    assert process.returncode == 0 and "minutes of training" in process.stdout, process.stderr
     return folder / "run"
 
 
 def test_evaluates_the_newest_checkpoint(folder: Path, run: Path, tmp_path: Path, host: str) -> None:
     rows = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()[:7]]
     (tmp_path / "sums.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:4]))
-    others = ({**row, "data_source": "products", "id": f"p{row['id']}"} for row in rows[4:])
-    (tmp_path / "products.jsonl").write_text("\n".join(map(json.dumps, others)))
+    product_rows = ({**row, "data_source": "products", "id": f"p{row['id']}"} for row in rows[4:])
+    (tmp_path / "products.jsonl").write_text("\n".join(map(json.dumps, product_rows)))
     out = tmp_path / "out"
     command = [sys.executable, "-m", "megarl.eval", str(run), "--data", str(tmp_path / "sums.jsonl")]
     command += ["--data", str(tmp_path / "products.jsonl"), "--k", "1,3", "--out", str(out), TOOL]
@@ -65,22 +65,22 @@ def test_evaluates_the_newest_checkpoint(folder: Path, run: Path, tmp_path: Path
     rollouts = read_rollouts(out, 1)
     assert len(rollouts) == 21 and {len(item.prompt.tools) for item in rollouts} == {1}
     assert {turn.weight_version for item in rollouts for turn in item.turns if turn.is_action} == {0}
-    for name, figures in tree["sources"].items():
+    for name, metrics in tree["sources"].items():
         local = [item for item in rollouts if name in (item.prompt.data_source, "all")]
         rewards = [item.reward for item in local]
-        assert figures["answers"] == len(local) == 3 * figures["prompts"]
-        assert figures["reward"]["value"] == pytest.approx(sum(rewards) / len(rewards))
-        assert figures["pass_at"]["1"]["value"] == pytest.approx(sum(rewards) / len(rewards))
+        assert metrics["answers"] == len(local) == 3 * metrics["prompts"]
+        assert metrics["reward"]["value"] == pytest.approx(sum(rewards) / len(rewards))
+        assert metrics["pass_at"]["1"]["value"] == pytest.approx(sum(rewards) / len(rewards))
         solved = {item.prompt.id for item in local if item.reward}
-        assert figures["pass_at"]["3"]["value"] == pytest.approx(len(solved) / figures["prompts"])
+        assert metrics["pass_at"]["3"]["value"] == pytest.approx(len(solved) / metrics["prompts"])
     assert "7 prompts of" in done.stdout and "steps of" not in done.stdout and "step 1/1" not in done.stdout
     assert "products" in done.stdout and "pass@3 [95 %]" in done.stdout
 
     # The policy is the checkpoint's, which equals the export of the run.
-    created, exported = open_hf(str(out / "model")), open_hf(str(run / "export"))
-    assert set(created.names()) == set(exported.names())
-    shown = [sys.executable, "tools/view_rollouts.py", str(out), "--show", "1"]
-    shown_as = subprocess.run(shown, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True).stdout
+    saved, exported = open_hf(str(out / "model")), open_hf(str(run / "export"))
+    assert set(saved.names()) == set(exported.names())
+    view_command = [sys.executable, "tools/view_rollouts.py", str(out), "--show", "1"]
+    shown_as = subprocess.run(view_command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True).stdout
     assert "turn 1: policy" in shown_as and "<|im_start|>" in shown_as  # text, decoded by the model's tokenizer
 
 
@@ -94,9 +94,9 @@ def test_chats_with_the_exported_policy(run: Path, host: str) -> None:
         "--tools",
         "megarl.environments.ready.calculator:calculator",
     ]
-    typed = "What is 12+7?\n/nothing\n/reset\nWhat is 3*4?\n/quit\nnever read\n"
+    chat_input = "What is 12+7?\n/nothing\n/reset\nWhat is 3*4?\n/quit\nnever read\n"
     done = subprocess.run(
-        command, cwd=ROOT, env=with_host(host), input=typed, capture_output=True, text=True, timeout=500
+        command, cwd=ROOT, env=with_host(host), input=chat_input, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     lines = done.stdout.splitlines()

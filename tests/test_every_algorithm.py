@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from every_algorithm import STEPS, recipe_names
-from whole_run import make_folder, read_metrics, train
+from training_run import make_folder, read_metrics, train
 
 pytestmark = pytest.mark.nightly
 
@@ -23,8 +23,8 @@ def test_every_recipe_trains_two_steps(host: str, tmp_path: Path) -> None:
     assert [int(row["recipe"]) for row in rows] == [step // STEPS for step in range(steps)]
     for row in rows:
         name = recipe_names()[int(row["recipe"])]
-        odd = [key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
-        assert not odd, (name, odd)
+        nonfinite = [key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+        assert not nonfinite, (name, nonfinite)
         assert row["actor/skipped"] == 0, (name, row)
         assert row["actor/grad_norm"] > 0 or row["rollout/zero_spread_frac"] == 1, (name, row)
         assert ("critic/grad_norm" in row) == (name in ("ppo", "vapo", "pf_ppo")), name

@@ -97,7 +97,7 @@ class Judge(Worker):
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fork_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package `lab`, a model and conversations."""
     target = tmp_path_factory.mktemp("fork")
     (target / "lab").mkdir()
@@ -109,39 +109,48 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def train(lab: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    value = [f"model.path={lab}/q/model", f"data.train={lab}/q/sft.jsonl", "data.eval=", "run.eval_every=0"]
+def train(fork_folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    all_overrides = [
+        f"model.path={fork_folder}/q/model",
+        f"data.train={fork_folder}/q/sft.jsonl",
+        "data.eval=",
+        "run.eval_every=0",
+    ]
     steps = ["run.num_rollout=2", "run.num_update=1", "data.prompts_per_step=8"]
     steps += [f"parallel.{name}=1" for name in ("world_size", "tp", "ep")]
-    command = [sys.executable, "-m", "megarl.train", "configs/quickstart_sft.yaml", *value, *steps, *overrides]
-    environment = dict(os.environ, PYTHONPATH=f"{ROOT}:{lab}", OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "megarl.train", "configs/quickstart_sft.yaml", *all_overrides, *steps, *overrides]
+    environment = dict(os.environ, PYTHONPATH=f"{ROOT}:{fork_folder}", OMP_NUM_THREADS="1")
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
 
 
-def test_trains_with_the_controller_of_a_fork(lab: Path) -> None:
-    planned = train(lab, "algorithm=lab.sft:FilteredSFT", "--dry-run")
-    assert planned.returncode == 0, planned.stderr
-    assert "the configuration is valid" in planned.stdout
-    done = train(lab, "algorithm=lab.sft:FilteredSFT", f"run.dir={lab}/run")
+def test_trains_with_the_controller_of_a_fork(fork_folder: Path) -> None:
+    plan = train(fork_folder, "algorithm=lab.sft:FilteredSFT", "--dry-run")
+    assert plan.returncode == 0, plan.stderr
+    assert "the configuration is valid" in plan.stdout
+    done = train(fork_folder, "algorithm=lab.sft:FilteredSFT", f"run.dir={fork_folder}/run")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    rows = [json.loads(line) for line in (lab / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (fork_folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(0 < row["judge/selected_frac"] <= 1 and row["actor/nll"] > 0 for row in rows)
-    assert (lab / "run" / "export" / "model.safetensors").is_file()
-    assert "algorithm: lab.sft:FilteredSFT" in (lab / "run" / "config.yaml").read_text().replace('"', "")
+    assert (fork_folder / "run" / "export" / "model.safetensors").is_file()
+    assert "algorithm: lab.sft:FilteredSFT" in (fork_folder / "run" / "config.yaml").read_text().replace('"', "")
 
 
-def test_trains_with_an_added_teacher_role(lab: Path) -> None:
+def test_trains_with_an_added_teacher_role(fork_folder: Path) -> None:
     """The teacher starts as the policy's own model, and stays as it is."""
-    value = ["algorithm=lab.sft:TaughtSFT", f"roles={{teacher: {{model: {lab}/q/model}}}}", "data.shuffle=false"]
-    planned = train(lab, *value, "--dry-run")
-    assert planned.returncode == 0 and "teacher weights" in planned.stdout, planned.stderr
-    done = train(lab, *value, f"run.dir={lab}/taught", "rollout.temperature=1")
+    all_overrides = [
+        "algorithm=lab.sft:TaughtSFT",
+        f"roles={{teacher: {{model: {fork_folder}/q/model}}}}",
+        "data.shuffle=false",
+    ]
+    plan = train(fork_folder, *all_overrides, "--dry-run")
+    assert plan.returncode == 0 and "teacher weights" in plan.stdout, plan.stderr
+    done = train(fork_folder, *all_overrides, f"run.dir={fork_folder}/taught", "rollout.temperature=1")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    rows = [json.loads(line) for line in (lab / "taught" / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (fork_folder / "taught" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["teacher/nll"] == pytest.approx(rows[0]["actor/nll"], abs=1e-5)
     assert rows[1]["teacher/nll"] > rows[1]["actor/nll"] and "time/teacher_logprobs" in rows[1]
-    missing = train(lab, value[0])
+    missing = train(fork_folder, all_overrides[0])
     assert missing.returncode == 2 and "roles.teacher.model is not set; it must name the HF folder" in missing.stderr
 
 
@@ -160,26 +169,26 @@ def test_trains_with_an_added_teacher_role(lab: Path) -> None:
         ),
     ],
 )
-def test_role_mistakes_are_one_line_errors(lab: Path, name: str, message: str) -> None:
-    done = train(lab, f"algorithm=lab.sft:{name}", f"run.dir={lab}/{name}")
+def test_role_mistakes_are_one_line_errors(fork_folder: Path, name: str, message: str) -> None:
+    done = train(fork_folder, f"algorithm=lab.sft:{name}", f"run.dir={fork_folder}/{name}")
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if "error:" in line]
     assert len(lines) == 1 and message in lines[0], done.stderr
 
 
-def test_loads_the_reward_function_of_a_fork(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_the_reward_function_of_a_fork(fork_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.rewards.functions import load_functions
 
-    monkeypatch.syspath_prepend(lab)
+    monkeypatch.syspath_prepend(fork_folder)
     assert list(load_functions(["lab.sft:is_short"])) == ["is_short"]
 
 
 # --- workers of roles -------------------------------------------------------------------------------------------------
 
 
-def test_resolves_the_worker_of_a_role(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolves_the_worker_of_a_role(fork_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A registered worker wins over the configuration, then the controller, then the built-in workers."""
-    monkeypatch.syspath_prepend(lab)
+    monkeypatch.syspath_prepend(fork_folder)
     config = from_dict({"algorithm": "lab.sft:FilteredSFT"})
     declared = load_requirements(config)
     check_roles(config, declared, {})
@@ -188,11 +197,11 @@ def test_resolves_the_worker_of_a_role(lab: Path, monkeypatch: pytest.MonkeyPatc
     with_backend = with_role(config, "actor", None, None, "megatron")
     assert resolve_worker(with_backend, declared, "actor", RegisteredWorker()) == "megarl.workers.actor:ActorWorker"
     assert load_worker(config, declared, "judge", RegisteredWorker("lab.sft:is_short")).__name__ == "is_short"
-    named = from_dict({"algorithm": "lab.sft:FilteredSFT", "roles": {"judge": {"worker": "lab.sft:is_short"}}})
-    assert load_worker(named, declared, "judge", RegisteredWorker()).__name__ == "is_short"
-    assert load_worker(named, declared, "judge", RegisteredWorker(print)) is print
-    value = load_worker(config, declared, "judge", RegisteredWorker(options={"longest": 3}))
-    assert value.keywords == {"longest": 3}  # type: ignore[attr-defined]
+    by_name = from_dict({"algorithm": "lab.sft:FilteredSFT", "roles": {"judge": {"worker": "lab.sft:is_short"}}})
+    assert load_worker(by_name, declared, "judge", RegisteredWorker()).__name__ == "is_short"
+    assert load_worker(by_name, declared, "judge", RegisteredWorker(print)) is print
+    worker = load_worker(config, declared, "judge", RegisteredWorker(options={"longest": 3}))
+    assert worker.keywords == {"longest": 3}  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"^the options of the role judge: .*'widest'; see its worker, Judge$"):
         load_worker(config, declared, "judge", RegisteredWorker(options={"widest": 3}))
 
@@ -217,9 +226,9 @@ def test_resolves_the_worker_of_a_role(lab: Path, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_rejects_bad_role_settings(
-    lab: Path, monkeypatch: pytest.MonkeyPatch, roles: dict, registered: dict, message: str
+    fork_folder: Path, monkeypatch: pytest.MonkeyPatch, roles: dict, registered: dict, message: str
 ) -> None:
-    monkeypatch.syspath_prepend(lab)
+    monkeypatch.syspath_prepend(fork_folder)
     config = from_dict({"algorithm": "lab.sft:FilteredSFT", "roles": roles})
     with pytest.raises(ConfigError, match=message):
         check_roles(config, load_requirements(config), registered)
@@ -236,9 +245,9 @@ def test_with_role_updates_the_configuration() -> None:
     assert (config.parallel.tp, config.reward.model) == (4, "/judge")
     judge = role_settings(config, "reward")
     assert (judge.backend, judge.parallel, judge.worker) == (("transformers",), {"pp": 2}, "")
-    named = from_dict({"roles": {"reward": {"worker": "lab:Judge", "options": {"batch": 2}}}})
-    assert role_settings(with_role(named, "reward", None, None, "http"), "reward").worker == ""
-    assert worker_options(named, "reward", RegisteredWorker(options={"url": "u"})) == {"batch": 2, "url": "u"}
+    by_name = from_dict({"roles": {"reward": {"worker": "lab:Judge", "options": {"batch": 2}}}})
+    assert role_settings(with_role(by_name, "reward", None, None, "http"), "reward").worker == ""
+    assert worker_options(by_name, "reward", RegisteredWorker(options={"url": "u"})) == {"batch": 2, "url": "u"}
     assert config.model.path == "" and from_dict({}).roles == {}
     with pytest.raises(ConfigError, match=r"^register_worker\('rollout'\): the rollout has no separate model"):
         with_role(config, "rollout", "/x", None)

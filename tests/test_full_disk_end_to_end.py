@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_run import ENVIRONMENT, ROOT, build_command, make_folder
+from training_run import ENVIRONMENT, ROOT, build_command, make_folder
 
 pytestmark = pytest.mark.nightly
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_run import log_lines, make_folder, read_metrics, run_cli, train
+from training_run import log_lines, make_folder, read_metrics, run_cli, train
 
 pytestmark = pytest.mark.nightly
 
@@ -24,8 +24,13 @@ def test_rolls_back_large_updates_and_ends_at_the_third(
     folder: Path, host: str, tmp_path: Path, placement: list[str]
 ) -> None:
     """The learning rate is far too high in every step."""
-    wild = ["actor_optimizer.lr=0.02", "actor_optimizer.warmup_fraction=0", "run.num_rollout=5", "guards.ppo_kl=0.05"]
-    done = run_cli(folder, tmp_path / "run", *GRPO, *placement, *wild, host=host)
+    unstable = [
+        "actor_optimizer.lr=0.02",
+        "actor_optimizer.warmup_fraction=0",
+        "run.num_rollout=5",
+        "guards.ppo_kl=0.05",
+    ]
+    done = run_cli(folder, tmp_path / "run", *GRPO, *placement, *unstable, host=host)
     assert done.returncode == 2, done.stdout[-3000:] + done.stderr[-3000:]
     (error,) = [line for line in done.stderr.splitlines() if "consecutive steps were rolled back" in line]
     assert error.startswith("error: step 3: actor/ppo_kl ") and "lower actor_optimizer.lr" in error

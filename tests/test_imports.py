@@ -112,13 +112,13 @@ def test_finds_the_source() -> None:
 
 
 def test_imports_point_down() -> None:
-    upward = {
+    upward_imports = {
         (module, name)
         for module in FILES
         for name in imported_modules(module)
         if package(module) != package(name) and LEVEL[package(name)] >= LEVEL[package(module)] and package(name)
     }
-    assert upward == {EXCEPTION}
+    assert upward_imports == {EXCEPTION}
 
 
 def test_no_import_cycles() -> None:
@@ -142,22 +142,22 @@ def test_file_names_are_unique() -> None:
 
 
 def test_pure_packages_import_no_distributed_code() -> None:
-    used = {
+    dependencies = {
         (module, name)
         for module in FILES
         if package(module) in PURE
         for name in imports(module)
         if starts_with(name, *PROCESSES)
     }
-    assert not used
+    assert not dependencies
 
 
 def test_algorithms_import_types_and_torch_only() -> None:
     """They may also import the types of a loss's options."""
     stdlib = ("__future__", "collections", "dataclasses", "math", "typing")
-    known = (*stdlib, "torch", "megarl.types", "megarl.config.strict", "megarl.algorithms")
-    used = {name for module in FILES if package(module) == "algorithms" for name in imports(module)}
-    assert not {name for name in used if not starts_with(name, *known)}
+    allowed = (*stdlib, "torch", "megarl.types", "megarl.config.strict", "megarl.algorithms")
+    dependencies = {name for module in FILES if package(module) == "algorithms" for name in imports(module)}
+    assert not {name for name in dependencies if not starts_with(name, *allowed)}
 
 
 def test_only_the_device_module_queries_the_gpu() -> None:
@@ -165,12 +165,12 @@ def test_only_the_device_module_queries_the_gpu() -> None:
         if package(module) in ("parallel", "cpu") or "cpu" in path.name:
             continue
         for node in ast.walk(tree(module)):
-            where = f"{path}:{getattr(node, 'lineno', 0)}: ask parallel/device.py"
+            location = f"{path}:{getattr(node, 'lineno', 0)}: ask parallel/device.py"
             if isinstance(node, ast.Attribute):
-                assert not ast.unparse(node).endswith("cuda.is_available"), where
+                assert not ast.unparse(node).endswith("cuda.is_available"), location
             if isinstance(node, ast.Compare):
-                against = [item.value for item in (node.left, *node.comparators) if isinstance(item, ast.Constant)]
-                assert not {"cpu", "cuda"} & set(against), where
+                literals = [item.value for item in (node.left, *node.comparators) if isinstance(item, ast.Constant)]
+                assert not {"cpu", "cuda"} & set(literals), location
 
 
 def test_every_package_has_a_docstring() -> None:

@@ -59,8 +59,8 @@ def write_jsonl(name: str, *rows: dict[str, Any]) -> str:
     return name
 
 
-def prompt_rows(count: int, **more: Any) -> list[dict[str, Any]]:
-    return [{"prompt": f"p{number}", "ground_truth": number, **more} for number in range(count)]
+def prompt_rows(count: int, **extra: Any) -> list[dict[str, Any]]:
+    return [{"prompt": f"p{number}", "ground_truth": number, **extra} for number in range(count)]
 
 
 def test_reads_one_file(reader: Any) -> None:
@@ -132,18 +132,18 @@ def test_rejects_a_curriculum_key_that_no_file_has(reader: Any) -> None:
 
 
 def test_reads_conversations_in_several_formats(reader: Any) -> None:
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    long = {"messages": [{"role": "user", "content": "x" * 40000}, talk[1]], "n": 5}
+    conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    long = {"messages": [{"role": "user", "content": "x" * 40000}, conversation[1]], "n": 5}
     files = [
-        write_jsonl("a.jsonl", {"messages": talk, "n": 2}, long, {"messages": talk, "id": "z"}),
+        write_jsonl("a.jsonl", {"messages": conversation, "n": 2}, long, {"messages": conversation, "id": "z"}),
         write_jsonl("b.jsonl", {"q": "hi", "a": "yes", "n": 1, "data_source": "own"}),
     ]
     flow = reader(train=files, curriculum_key="n", prompt_key="q", label_key="a")
     result = flow.load_conversations(flow.config.data.train)
     assert result.names == ("a", "b") and len(result) == 3
-    assert [talk.prompt.data_source for talk in result] == ["a", "a", "own"]
-    assert [talk.prompt.id for talk in result] == ["a.jsonl:1", "a-z", "b.jsonl:1"]
-    assert ["".join(map(chr, talk.token_ids)) for talk in result] == ["(u:hi;(a:yes;"] * 3
+    assert [conversation.prompt.data_source for conversation in result] == ["a", "a", "own"]
+    assert [conversation.prompt.id for conversation in result] == ["a.jsonl:1", "a-z", "b.jsonl:1"]
+    assert ["".join(map(chr, conversation.token_ids)) for conversation in result] == ["(u:hi;(a:yes;"] * 3
     assert np.array_equal(result.keys, [2, np.nan, 1], equal_nan=True)
     assert "a.jsonl: 1 of 3 conversations are longer than the model's 32768 positions and are excluded" in flow.notes
 

@@ -16,10 +16,10 @@ class RankRecord:
     def __init__(self, rank: int) -> None:
         self.rank, self.events, self.batches = rank, list[Event](), 0
 
-    def post(self, kind: str, members: list[int], wait: bool = True, **value: Any) -> int:
+    def post(self, kind: str, members: list[int], wait: bool = True, **fields: Any) -> int:
         number = len(self.events)
         fixed = {"do": "post", "op": number, "kind": kind, "members": members, "group": f"{members}"}
-        self.events.append(fixed | {"host": False, "peer": None, "batch": None, "bytes": 8} | value)
+        self.events.append(fixed | {"host": False, "peer": None, "batch": None, "bytes": 8} | fields)
         if wait:
             self.wait(number)
         return number
@@ -44,9 +44,9 @@ def make_records(count: int, first_use: bool = True) -> tuple[list[int], list[Ra
 
 
 def find_faults(records: list[RankRecord]) -> str:
-    with pytest.raises(InvalidCommunication) as caught:
+    with pytest.raises(InvalidCommunication) as error:
         check([item.events for item in records])
-    return str(caught.value)
+    return str(error.value)
 
 
 def test_counts_valid_operations() -> None:

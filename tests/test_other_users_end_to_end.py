@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from other_user import needs_root, start_as_other_user
-from whole_run import ENVIRONMENT, ROOT, build_command, descendants, make_folder
+from training_run import ENVIRONMENT, ROOT, build_command, descendants, make_folder
 
 pytestmark = [needs_root, pytest.mark.nightly]
 
@@ -119,55 +119,57 @@ class SocketWatcher(threading.Thread):
     def run(self) -> None:
         self._output_reader.start()
         assert self._intruder.stdin is not None
-        seen: set[str] = set()
+        reported: set[str] = set()
         while not self.done:
             table = listening()
             for pid in descendants(self.pid):
                 with contextlib.suppress(OSError):
-                    who = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    if not who:
+                    process_name = (
+                        Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    )
+                    if not process_name:
                         continue  # it is ending
                     open_files = [os.readlink(link.path) for link in os.scandir(f"/proc/{pid}/fd")]
                     for inode in {link[8:-1] for link in open_files if link.startswith("socket:[")} & table.keys():
-                        kind, where = table[inode]
-                        self.sockets.add((who, kind, where))
-                        if inode not in seen:
-                            seen.add(inode)
-                            self._attack(kind, where)
+                        kind, socket_address = table[inode]
+                        self.sockets.add((process_name, kind, socket_address))
+                        if inode not in reported:
+                            reported.add(inode)
+                            self._attack(kind, socket_address)
             time.sleep(0.02)
         self._intruder.stdin.close()
         self._output_reader.join(60)
 
-    def _attack(self, kind: str, where: str) -> None:
+    def _attack(self, kind: str, socket_address: str) -> None:
         assert self._intruder.stdin is not None
         if kind == "tcp":
-            print("tcp", int(where.partition(":")[2], 16), file=self._intruder.stdin, flush=True)
+            print("tcp", int(socket_address.partition(":")[2], 16), file=self._intruder.stdin, flush=True)
         elif kind == "unix":
-            path = Path(os.fsdecode(bytes.fromhex(where)))
+            path = Path(os.fsdecode(bytes.fromhex(socket_address)))
             if "\0" not in str(path):
                 self.modes[str(path)] = path.stat().st_mode, path.parent.stat().st_mode
-            print("unix", where, file=self._intruder.stdin, flush=True)
+            print("unix", socket_address, file=self._intruder.stdin, flush=True)
 
 
 @pytest.fixture(scope="module", params=["launcher", "torchrun"])
 def run_result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    place = tmp_path_factory.mktemp("others")
-    folder = make_folder(place / "q", "qwen3_moe")
-    (place / "scratch").mkdir()
-    harm = place / "harm"
-    intruder = start_as_other_user(INTRUDER, pickle.dumps(Payload(harm)).hex())
+    workdir = tmp_path_factory.mktemp("others")
+    folder = make_folder(workdir / "q", "qwen3_moe")
+    (workdir / "scratch").mkdir()
+    executed = workdir / "harm"
+    intruder = start_as_other_user(INTRUDER, pickle.dumps(Payload(executed)).hex())
     options = (
         "algorithm=grpo",
         "run.num_rollout=3",
         "rollout.tp=2",
         "rollout.tools=[megarl.environments.ready.calculator:calculator]",
     )
-    command = build_command(folder, place / "run", *options)
+    command = build_command(folder, workdir / "run", *options)
     if request.param == "torchrun":
-        python, _, program, *remaining = command
-        by = ("-m", "megarl.torchrun", "--standalone", "--nproc-per-node", "2")
-        command = [python, *by, "-m", program, *remaining]
-    environment = ENVIRONMENT | {"TMPDIR": str(place / "scratch")}
+        python, _, program, *args = command
+        launcher = ("-m", "megarl.torchrun", "--standalone", "--nproc-per-node", "2")
+        command = [python, *launcher, "-m", program, *args]
+    environment = ENVIRONMENT | {"TMPDIR": str(workdir / "scratch")}
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -180,7 +182,7 @@ def run_result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         watch.done = True
         watch.join(90)
         intruder.kill()
-    return {"status": process.returncode, "output": output, "watch": watch, "harm": harm, "by": request.param}
+    return {"status": process.returncode, "output": output, "watch": watch, "harm": executed, "by": request.param}
 
 
 def test_run_completes_and_executes_no_payload(run_result: dict[str, Any]) -> None:
@@ -191,20 +193,30 @@ def test_run_completes_and_executes_no_payload(run_result: dict[str, Any]) -> No
 
 def test_intruder_reaches_ports_but_no_named_sockets(run_result: dict[str, Any]) -> None:
     """Otherwise the other tests would prove nothing. Engines refuse requests without their key."""
-    reached = run_result["watch"].reached
-    tcp, named = ([line for line in reached if line.startswith(kind)] for kind in ("tcp", "unix 2f"))
-    assert len([line for line in tcp if "connected" in line]) > 10, reached
+    connections = run_result["watch"].reached
+    tcp, abstract_sockets = ([line for line in connections if line.startswith(kind)] for kind in ("tcp", "unix 2f"))
+    assert len([line for line in tcp if "connected" in line]) > 10, connections
     assert [line for line in tcp if "401 Unauthorized" in line], tcp
     assert not [line for line in tcp if " 200 " in line], tcp
-    assert len(named) > 3 and not [line for line in named if "connected" in line], named
+    assert len(abstract_sockets) > 3 and not [line for line in abstract_sockets if "connected" in line], (
+        abstract_sockets
+    )
 
 
 def test_listening_sockets_match_security_md(run_result: dict[str, Any]) -> None:
     """The table of SECURITY.md, by process and address."""
     result: dict[str, set[str]] = {}
-    for who, kind, where in run_result["watch"].sockets:
-        address = where.partition(":")[0] if kind != "unix" else "abstract" if where.startswith("00") else "path"
-        result.setdefault(f"{kind} {address}", set()).add(next((name for name in KNOWN if name in who), who))
+    for process_name, kind, socket_address in run_result["watch"].sockets:
+        address = (
+            socket_address.partition(":")[0]
+            if kind != "unix"
+            else "abstract"
+            if socket_address.startswith("00")
+            else "path"
+        )
+        result.setdefault(f"{kind} {address}", set()).add(
+            next((name for name in KNOWN if name in process_name), process_name)
+        )
     everywhere = result.pop("tcp 00000000", set()) | result.pop("tcp6 " + "0" * 32, set())
     assert everywhere == ({"megarl.torchrun"} if run_result["by"] == "torchrun" else set())
     inherited = {"torch_shm_manager"}  # forked from a rank, whose ports it does not use

@@ -159,9 +159,9 @@ def test_expands_a_tilde_in_a_variable(home: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_expands_configs_built_in_python_once(home: Path) -> None:
-    created = dataclasses.replace(Config(), run=RunConfig(dir="~/x"), rollout=Config().rollout)
-    once = expand_config_paths(created)
-    assert once.run.dir == f"{home}/x" and expand_config_paths(once) == once
+    unexpanded = dataclasses.replace(Config(), run=RunConfig(dir="~/x"), rollout=Config().rollout)
+    expanded_once = expand_config_paths(unexpanded)
+    assert expanded_once.run.dir == f"{home}/x" and expand_config_paths(expanded_once) == expanded_once
 
 
 def test_parser_expands_path_arguments(home: Path) -> None:

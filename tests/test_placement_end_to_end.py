@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from whole_run import ONE_RANK, check_communication, make_folder, read_metrics, read_steps, train
+from training_run import ONE_RANK, check_communication, make_folder, read_metrics, read_steps, train
 
 from megarl.observe.rollout_log import read_rollouts
 
@@ -35,26 +35,26 @@ def split_run(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactory)
 
 
 def weight_versions(run_dir: Path, step: int) -> set[int | None]:
-    return {turn.weight_version for item in read_rollouts(run_dir, step) for turn in item.turns if turn.is_action}
+    return {turn.weight_version for rollout in read_rollouts(run_dir, step) for turn in rollout.turns if turn.is_action}
 
 
 def sample_ids(run_dir: Path, step: int) -> list[tuple[str, int, int]]:
     """Return the prompt, group and seed of each rollout of a step."""
-    return [(item.prompt.id, item.group, item.seed) for item in read_rollouts(run_dir, step)]
+    return [(rollout.prompt.id, rollout.group, rollout.seed) for rollout in read_rollouts(run_dir, step)]
 
 
-def assert_same_metrics(item: list[dict[str, float]], other: list[dict[str, float]], *ignored: str) -> None:
-    assert [row["step"] for row in item] == [row["step"] for row in other]
-    for mine, theirs in zip(item, other, strict=True):
-        for name in mine:
+def assert_same_metrics(actual: list[dict[str, float]], expected: list[dict[str, float]], *ignored: str) -> None:
+    assert [row["step"] for row in actual] == [row["step"] for row in expected]
+    for actual_row, expected_row in zip(actual, expected, strict=True):
+        for name in actual_row:
             if name.split("/")[0] in ("actor", "critic", "rollout") and name not in ignored:
-                assert mine[name] == theirs[name], (mine["step"], name)
+                assert actual_row[name] == expected_row[name], (actual_row["step"], name)
 
 
-def assert_same_weights(item: Path, other: Path) -> None:
-    mine, theirs = (load_file(path / "export" / "model.safetensors") for path in (item, other))
-    assert mine.keys() == theirs.keys()
-    assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []
+def assert_same_weights(actual: Path, expected: Path) -> None:
+    actual_weights, expected_weights = (load_file(path / "export" / "model.safetensors") for path in (actual, expected))
+    assert actual_weights.keys() == expected_weights.keys()
+    assert [name for name in actual_weights if not torch.equal(actual_weights[name], expected_weights[name])] == []
 
 
 def test_trains_three_steps_on_three_ranks(split_run: Path, folder: Path) -> None:
@@ -72,8 +72,8 @@ def test_trains_three_steps_on_three_ranks(split_run: Path, folder: Path) -> Non
     assert [row["step"] for row in evaluated] == [0, 3]
     before, after = (load_file(path / "model.safetensors") for path in (folder / "model", split_run / "export"))
     assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
-    retained = sorted(path.name for path in (split_run / "checkpoints").glob("step_*"))
-    assert retained == ["step_000001", "step_000002", "step_000003"]
+    checkpoints = sorted(path.name for path in (split_run / "checkpoints").glob("step_*"))
+    assert checkpoints == ["step_000001", "step_000002", "step_000003"]
 
 
 def test_communication_is_valid_for_nccl(split_run: Path) -> None:
@@ -96,11 +96,11 @@ def assert_generation_drains_after_training(run_dir: Path, steps: int) -> None:
         result = [span for span in json.loads(text + "]") if span.get("name") == name]
         return sorted(result, key=lambda span: float(span["ts"]))
 
-    trained, stopped = spans(0, "actor_update"), spans(1, "drain_generation")
-    assert len(trained) == 2 * steps and len(stopped) == steps
+    update_spans, drain_spans = spans(0, "actor_update"), spans(1, "drain_generation")
+    assert len(update_spans) == 2 * steps and len(drain_spans) == steps
     for step in range(steps):
-        last = trained[2 * step + 1]
-        assert stopped[step]["ts"] >= last["ts"] + last["dur"]
+        last = update_spans[2 * step + 1]
+        assert drain_spans[step]["ts"] >= last["ts"] + last["dur"]
 
 
 ASYNC = ["rollout.asynchronous=true", "run.save_every=0"]
@@ -137,16 +137,16 @@ def test_asynchronous_without_staleness_equals_synchronous(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("how", ["retract", "in_place"])
-def test_generation_continues_across_weight_syncs(folder: Path, host: str, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("sync_mode", ["retract", "in_place"])
+def test_generation_continues_across_weight_syncs(folder: Path, host: str, tmp_path: Path, sync_mode: str) -> None:
     """With a learning rate of 0 only the weight version changes, so log-probs must match across weight syncs, also with
     a KV cache of older versions. `in_place` does not prefill again, so it replays the recorded routing."""
-    run_dir = tmp_path / how
+    run_dir = tmp_path / sync_mode
     # Four conversations at a time: generation takes longer than training, so weight syncs fall into it.
     long = ["rollout.max_new_tokens=150", "rollout.max_context=300", "run.num_rollout=5", "rollout.concurrency=4"]
-    long += ["train.routing_replay=true", "rollout.max_turns=1"] if how == "in_place" else []
-    same = ["actor_optimizer.lr=0", "rollout.max_staleness=2", f"rollout.on_weight_sync={how}"]
-    train(folder, run_dir, *TWO_RANKS, *ASYNC, *long, *same, host=host)
+    long += ["train.routing_replay=true", "rollout.max_turns=1"] if sync_mode == "in_place" else []
+    fixed_policy = ["actor_optimizer.lr=0", "rollout.max_staleness=2", f"rollout.on_weight_sync={sync_mode}"]
+    train(folder, run_dir, *TWO_RANKS, *ASYNC, *long, *fixed_policy, host=host)
     rows = read_steps(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     for step, row in enumerate(rows, 1):
@@ -163,7 +163,7 @@ def test_generation_continues_across_weight_syncs(folder: Path, host: str, tmp_p
     mixed = [
         len(turn.version_spans) > 1
         for step in range(1, 6)
-        for item in read_rollouts(run_dir, step)
-        for turn in item.turns
+        for rollout in read_rollouts(run_dir, step)
+        for turn in rollout.turns
     ]
-    assert any(mixed) == (how == "retract")  # a turn of two versions
+    assert any(mixed) == (sync_mode == "retract")  # a turn of two versions

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent / "sandbox"))
 
 import adapter_tasks  # noqa: E402
 from environment_tasks import ENVIRONMENTS, TASKS, write  # noqa: E402
-from real_boxes import needs_boxes  # noqa: E402
-from whole_run import ROOT, read_steps, with_host  # noqa: E402
+from sync_sandbox import needs_bubblewrap  # noqa: E402
+from training_run import ROOT, read_steps, with_host  # noqa: E402
 
 from megarl.observe.rollout_log import read_rollouts  # noqa: E402
 
@@ -68,7 +68,7 @@ def run(warm_up: Path, host: str, tmp_path_factory: pytest.TempPathFactory) -> P
     return run_dir
 
 
-@needs_boxes
+@needs_bubblewrap
 def test_reward_rises_in_every_environment(run: Path) -> None:
     rows = read_steps(run)[:STEPS]
     assert len(rows) == STEPS and all(row["rollout/aborted_frac"] == 0 for row in rows)
@@ -79,7 +79,7 @@ def test_reward_rises_in_every_environment(run: Path) -> None:
         assert after > before + 0.1, (name, result)
 
 
-@needs_boxes
+@needs_bubblewrap
 def test_trains_two_steps_with_adapters(run: Path) -> None:
     """The policy earns rewards by calling the MCP server's tool and the Harbor task's shell."""
     rows = read_steps(run)[STEPS:]
@@ -94,11 +94,11 @@ def test_trains_two_steps_with_adapters(run: Path) -> None:
             assert len(local) == 160 // len(adapter_tasks.TASKS) and row[
                 f"rollout/reward_mean/{name}"
             ] == pytest.approx(statistics.fmean(item.reward for item in local))
-            right = [item for item in local if item.tool_calls > item.tool_errors and item.reward == 1]
-            assert right and any(item.reward == 0 for item in local)  # so there is something to learn
+            solved = [item for item in local if item.tool_calls > item.tool_errors and item.reward == 1]
+            assert solved and any(item.reward == 0 for item in local)  # so there is something to learn
             calls = [
                 call["function"]["name"]
-                for item in right
+                for item in solved
                 for message in item.messages
                 for call in tool_calls_of(message)
             ]

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_run import ENVIRONMENT, ROOT, build_command, descendants, make_folder
+from training_run import ENVIRONMENT, ROOT, build_command, descendants, make_folder
 
 sys.path.insert(0, str(ROOT / "tests/rewards"))
-from judging_server import RewardServer  # noqa: E402
+from reward_server import RewardServer  # noqa: E402
 
 pytestmark = pytest.mark.nightly
 
@@ -76,8 +76,8 @@ class ProcessWatcher(threading.Thread):
                     if MARK in line:
                         self.leaks.add(f"command line: {command}")
                     if TRUSTED not in line:
-                        retained = [text.split("=")[0] for text in environ.split("\0") if MARK in text]
-                        self.leaks |= {f"environment of {command}: {name}" for name in retained}
+                        secrets = [text.split("=")[0] for text in environ.split("\0") if MARK in text]
+                        self.leaks |= {f"environment of {command}: {name}" for name in secrets}
                     elif "-KEY-OF-" in environ:
                         self.leaks.add(f"key in the environment of {command}")
                 self.open |= {f"{exposed[item]} of {pid}: {command}" for item in sockets(pid) & exposed.keys()}
@@ -93,15 +93,15 @@ def rollout_text(run_dir: Path) -> str:
 
 @pytest.fixture(scope="module")
 def run_result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    place = tmp_path_factory.mktemp("secrets")
-    folder = make_folder(place / "q", "qwen3_moe")
-    (place / "site").mkdir()
-    (place / "scratch").mkdir()
-    (place / "site/sitecustomize.py").write_text(FIXED_KEYS)
-    run_dir = place / "run"
-    retained = SECRETS | {"HOOK_OF_OURS": f"http://127.0.0.1:1/{MARK}5"}  # nobody listens, so it fails
-    environment = ENVIRONMENT | retained | {"TMPDIR": str(place / "scratch"), "MEGARL_WEBHOOK_PRIVATE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(place / "site"), ENVIRONMENT["PYTHONPATH"]])
+    workdir = tmp_path_factory.mktemp("secrets")
+    folder = make_folder(workdir / "q", "qwen3_moe")
+    (workdir / "site").mkdir()
+    (workdir / "scratch").mkdir()
+    (workdir / "site/sitecustomize.py").write_text(FIXED_KEYS)
+    run_dir = workdir / "run"
+    secrets = SECRETS | {"HOOK_OF_OURS": f"http://127.0.0.1:1/{MARK}5"}  # nobody listens, so it fails
+    environment = ENVIRONMENT | secrets | {"TMPDIR": str(workdir / "scratch"), "MEGARL_WEBHOOK_PRIVATE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(workdir / "site"), ENVIRONMENT["PYTHONPATH"]])
     with RewardServer() as judge:
         options = f"{{url: {judge.url}, private: true, auth_env: JUDGE_OF_OURS}}"
         command = build_command(
@@ -123,7 +123,7 @@ def run_result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             watch.done = True
             watch.join()
     assert process.returncode == 0, output[-4000:]
-    return {"place": place, "run": run_dir, "output": output, "watch": watch, "judge": judge}
+    return {"place": workdir, "run": run_dir, "output": output, "watch": watch, "judge": judge}
 
 
 def test_secrets_are_used(run_result: dict[str, Any]) -> None:
@@ -144,9 +144,13 @@ def test_no_file_contains_a_secret(run_result: dict[str, Any]) -> None:
 
 
 def test_only_launcher_and_ranks_have_secrets(run_result: dict[str, Any]) -> None:
-    kinds = " ".join(run_result["watch"].kinds)
-    assert "megarl.engine.engine_host" in kinds and "megarl.processes" in kinds, kinds  # engines are forks of the host
-    assert "torch_shm_manager" not in kinds, "torch starts it where a tensor is shared by a name, without being asked"
+    kinds_seen = " ".join(run_result["watch"].kinds)
+    assert "megarl.engine.engine_host" in kinds_seen and "megarl.processes" in kinds_seen, (
+        kinds_seen
+    )  # engines are forks of the host
+    assert "torch_shm_manager" not in kinds_seen, (
+        "torch starts it where a tensor is shared by a name, without being asked"
+    )
     assert sorted(run_result["watch"].leaks) == []
 
 

@@ -69,13 +69,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "tools/make_quickstart.py", str(target), *sizes]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=ENVIRONMENT)
     rows = [json.loads(line) for line in (target / "sft.jsonl").read_text().splitlines()]
-    guesses = [row["messages"] for row in rows if len(row["messages"]) == 2]
-    long = [{"role": "user", "content": "1+" * 2100}, guesses[0][1]]
+    short_conversations = [row["messages"] for row in rows if len(row["messages"]) == 2]
+    long = [{"role": "user", "content": "1+" * 2100}, short_conversations[0][1]]
     (target / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"messages": long}]))
-    held_out = [{"messages": talk, "data_source": "sums"} for talk in guesses[:20]]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(held_out), target / "e.parquet")
-    words = [{"prompt": f"What is {thing}?", "response": f"It is {word}."} for thing, word in WORDS.items()]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(words), target / "words.parquet")
+    eval_rows = [{"messages": conversation, "data_source": "sums"} for conversation in short_conversations[:20]]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(eval_rows), target / "e.parquet")
+    word_rows = [{"prompt": f"What is {thing}?", "response": f"It is {word}."} for thing, word in WORDS.items()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(word_rows), target / "words.parquet")
     return target
 
 
@@ -83,10 +83,10 @@ def train(folder: Path, run_dir: Path, *overrides: str) -> None:
     paths = [f"model.path={folder}/model", f"data.train=[{folder}/sft.jsonl,{folder}/words.parquet]"]
     paths += ["data.mixture_weights=[3,1]", f"data.eval=[{folder}/e.parquet,{folder}/words.parquet]"]
     steps = ["run.num_rollout=4", "run.eval_every=2", "run.save_every=2", "data.prompts_per_step=16"]
-    argument = dict(
+    defaults = dict(
         text.split("=", 1) for text in (*paths, *steps, f"run.dir={run_dir}", *overrides)
     )  # the last value of a key wins
-    settings = [f"{key}={value}" for key, value in argument.items()]
+    settings = [f"{key}={value}" for key, value in defaults.items()]
     command = [sys.executable, "-m", "megarl.train", "configs/quickstart_sft.yaml", *settings]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -107,17 +107,17 @@ def read_metric(run_dir: Path, name: str) -> dict[int, float]:
 
 def test_training_lowers_the_held_out_loss(sft_run: Path) -> None:
     assert list(read_metric(sft_run, "actor/nll")) == [1, 2, 3, 4]
-    held_out = read_metric(sft_run, "eval/nll")
-    assert list(held_out) == [0, 2, 4] and held_out[0] > held_out[2] > held_out[4] > 0
+    eval_nll = read_metric(sft_run, "eval/nll")
+    assert list(eval_nll) == [0, 2, 4] and eval_nll[0] > eval_nll[2] > eval_nll[4] > 0
     for source in ("sums", "words"):
-        of_it = read_metric(sft_run, f"eval/nll/{source}")
-        assert list(of_it) == [0, 2, 4] and of_it[0] > of_it[2] > of_it[4] > 0
+        source_nll = read_metric(sft_run, f"eval/nll/{source}")
+        assert list(source_nll) == [0, 2, 4] and source_nll[0] > source_nll[2] > source_nll[4] > 0
     # A step takes 12 of 100 rows and 4 of 4: each data set counts its own epochs.
     assert read_metric(sft_run, "data/epoch/sft") == {step: pytest.approx(0.12 * step) for step in (1, 2, 3, 4)}
     assert read_metric(sft_run, "data/epoch/words") == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
     log = (sft_run / "log.txt").read_text()
     assert re.findall(r"held out, after step (\d): nll (\d\.\d+)", log) == [
-        (str(step), f"{value:.3f}") for step, value in held_out.items()
+        (str(step), f"{value:.3f}") for step, value in eval_nll.items()
     ]
     assert "1 of 101 conversations are longer than the model's 2048 positions and are excluded" in log
 
@@ -129,8 +129,8 @@ def test_transformers_agrees_with_the_held_out_loss(sft_run: Path, folder: Path)
     result = score_in_transformers(sft_run / "export", conversations)
     assert result["nll"] == pytest.approx(read_metric(sft_run, "eval/nll/sums")[4], abs=1e-4)
     assert len(result["texts"]) == 4
-    by_heart = score_in_transformers(sft_run / "export", CONVERSATIONS)
-    assert by_heart["nll"] == pytest.approx(read_metric(sft_run, "eval/nll/words")[4], abs=1e-4)
+    expected_nll = score_in_transformers(sft_run / "export", CONVERSATIONS)
+    assert expected_nll["nll"] == pytest.approx(read_metric(sft_run, "eval/nll/words")[4], abs=1e-4)
 
 
 def test_resume_is_bitwise_equal_to_the_uninterrupted_run(sft_run: Path, folder: Path, tmp_path: Path) -> None:
@@ -148,14 +148,14 @@ def test_resume_is_bitwise_equal_to_the_uninterrupted_run(sft_run: Path, folder:
 @pytest.mark.nightly
 def test_export_generates_memorized_answers(sft_run: Path, folder: Path, tmp_path: Path) -> None:
     """Tiny micro-batches do not change the NLL of the initial model."""
-    words = f"{folder}/words.parquet"
-    data = [f"data.train={words}", "data.mixture_weights=[]", f"data.eval={words}", "data.prompts_per_step=4"]
+    words_file = f"{folder}/words.parquet"
+    data = [f"data.train={words_file}", "data.mixture_weights=[]", f"data.eval={words_file}", "data.prompts_per_step=4"]
     steps = ["run.num_rollout=60", "run.eval_every=60", "run.save_every=0", "train.max_tokens_per_gpu=64"]
     train(folder, tmp_path / "run", *data, *steps, "actor_optimizer.lr=0.005", "actor_optimizer.schedule=constant")
-    held_out = read_metric(tmp_path / "run", "eval/nll")
-    assert held_out[0] == pytest.approx(read_metric(sft_run, "eval/nll/words")[0], abs=1e-5)
-    assert held_out[60] < 0.05 and read_metric(tmp_path / "run", "data/epoch")[60] == 60.0
+    eval_nll = read_metric(tmp_path / "run", "eval/nll")
+    assert eval_nll[0] == pytest.approx(read_metric(sft_run, "eval/nll/words")[0], abs=1e-5)
+    assert eval_nll[60] < 0.05 and read_metric(tmp_path / "run", "data/epoch")[60] == 60.0
     assert not read_metric(tmp_path / "run", "eval/nll/words")  # the only source
     result = score_in_transformers(tmp_path / "run" / "export", CONVERSATIONS)
     assert result["texts"] == [answer for _, answer in CONVERSATIONS]
-    assert result["nll"] == pytest.approx(held_out[60], abs=1e-4)
+    assert result["nll"] == pytest.approx(eval_nll[60], abs=1e-4)

@@ -35,7 +35,7 @@ def test_every_used_name_and_argument_exists(package: str) -> None:
     used = [file for file in FILES if Caller(file, package).imported]
     assert len(used) >= 5
     result = dict(missing_names(package))
-    assert {name: where for name, where in result.items() if name not in KNOWN} == {}
+    assert {name: location for name, location in result.items() if name not in KNOWN} == {}
     assert {name for name in KNOWN if name.startswith(package)} <= result.keys(), "no reason is needed any more"
 
 

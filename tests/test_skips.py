@@ -14,7 +14,7 @@ OUTPUT = """\
 .s..s [100%]
 =========================== short test summary info ============================
 SKIPPED [2] tests/slurm/conftest.py:105: no munged, slurmd; on Debian or Ubuntu: apt-get install slurm-wlm munge
-SKIPPED [1] tests/rewards/code/test_in_pool.py:29: this machine has no bubblewrap
+SKIPPED [1] tests/rewards/test_pool.py:29: this machine has no bubblewrap
 SKIPPED [3] tests/tools/test_bench.py:21: this machine has no bubblewrap
 SKIPPED [1] tests/a/test_gpu.py: no NVIDIA GPU
 FAILED tests/a/test_b.py::test_c - assert 1 == 2
@@ -36,7 +36,7 @@ def test_counts_skips_by_reason(tmp_path: Path) -> None:
     assert summarize(OUTPUT, further, folder=tmp_path) == [
         "skipped: 11",
         "     2  no munged, slurmd; on Debian or Ubuntu: apt-get install slurm-wlm munge (tests/slurm/conftest.py)",
-        "     4  this machine has no bubblewrap (tests/rewards/code/test_in_pool.py tests/tools/test_bench.py)",
+        "     4  this machine has no bubblewrap (tests/rewards/test_pool.py tests/tools/test_bench.py)",
         "     5  no NVIDIA GPU (tests/a/test_gpu.py)",
     ]
 

@@ -73,8 +73,13 @@ def test_mistake_is_a_one_line_error(
 ) -> None:
     overrides, expected = CASES[name]
     run_dir = tmp_path / "run"
-    value = [f"model.path={model}", f"data.train={write_prompts(tmp_path)}", f"run.dir={run_dir}", "run.eval_every=0"]
-    status = main([QUICKSTART, *value, "data.eval=", *overrides])
+    command_overrides = [
+        f"model.path={model}",
+        f"data.train={write_prompts(tmp_path)}",
+        f"run.dir={run_dir}",
+        "run.eval_every=0",
+    ]
+    status = main([QUICKSTART, *command_overrides, "data.eval=", *overrides])
     captured = capsys.readouterr()
     assert status == 2
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured.err
@@ -116,8 +121,8 @@ def test_dry_run_starts_nothing(model: Path, tmp_path: Path, capsys: pytest.Capt
 def test_lists_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--keys"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    means = "Turns that the policy may take in one conversation"
-    assert f"rollout.max_turns = 5  # a whole number, at least 1 and at most 2147483647; {means}" in lines
+    help_text = "Turns that the policy may take in one conversation"
+    assert f"rollout.max_turns = 5  # a whole number, at least 1 and at most 2147483647; {help_text}" in lines
     assert [line for line in lines if "; " not in line] == []
     assert all("\n" not in line and len(line) < 500 for line in lines)
 
@@ -140,21 +145,21 @@ def test_listing_keys_tolerates_a_closed_pipe() -> None:
 def test_launcher_starts_one_engine_host_for_all_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run_dir = f"run.dir={tmp_path}/run"
     monkeypatch.delenv(engine_host.HOST_VARIABLE, raising=False)
-    seen: list[str | None] = []
+    host_sockets: list[str | None] = []
     closed: list[bool] = []
     host = SimpleNamespace(path="/the/socket", close=lambda: closed.append(True))
     monkeypatch.setattr(sglang_engine, "start_host", lambda config: host)
     monkeypatch.setattr(validation, "validate", lambda config: validation.Report([], [], {}, []))
 
     def run(self: launcher.Launch, environment: dict[str, str]) -> tuple[RunOutcome, None]:
-        seen.append(environment.get(engine_host.HOST_VARIABLE, os.environ.get(engine_host.HOST_VARIABLE)))
+        host_sockets.append(environment.get(engine_host.HOST_VARIABLE, os.environ.get(engine_host.HOST_VARIABLE)))
         return RunOutcome(0, "", "done"), None
 
     monkeypatch.setattr(launcher.Launch, "run", run)
     assert start_ranks(load_config(QUICKSTART, [run_dir]), [QUICKSTART]) == 0
-    assert (seen, closed, os.environ.get(engine_host.HOST_VARIABLE)) == (["/the/socket"], [True], None)
+    assert (host_sockets, closed, os.environ.get(engine_host.HOST_VARIABLE)) == (["/the/socket"], [True], None)
     assert start_ranks(load_config(QUICKSTART, [run_dir, "rollout.replay=elsewhere"]), [QUICKSTART]) == 0
-    assert seen == ["/the/socket", None] and closed == [True]
+    assert host_sockets == ["/the/socket", None] and closed == [True]
     monkeypatch.setenv(engine_host.HOST_VARIABLE, "/of/somebody/else")
     assert start_ranks(load_config(QUICKSTART, [run_dir]), [QUICKSTART]) == 0
-    assert seen[2:] == [os.environ[engine_host.HOST_VARIABLE]] == ["/of/somebody/else"] and closed == [True]
+    assert host_sockets[2:] == [os.environ[engine_host.HOST_VARIABLE]] == ["/of/somebody/else"] and closed == [True]

@@ -48,7 +48,7 @@ ALLOWED = {
 
 
 def keyword(node: ast.Call, name: str) -> ast.expr | None:
-    return next((word.value for word in node.keywords if word.arg == name), None)
+    return next((kw.value for kw in node.keywords if kw.arg == name), None)
 
 
 def is_true(node: ast.expr | None) -> bool:
@@ -64,18 +64,18 @@ def dangerous_calls(source: str) -> list[str]:
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func)
-        module, _, last = name.rpartition(".")
-        if name in CODE or last in COLLECTIVES:
+        module, _, function_name = name.rpartition(".")
+        if name in CODE or function_name in COLLECTIVES:
             result.append(name)
-        elif module.rpartition(".")[2] in PICKLES and last in ("load", "loads", "Unpickler", "open"):
+        elif module.rpartition(".")[2] in PICKLES and function_name in ("load", "loads", "Unpickler", "open"):
             result.append(name)
-        elif last == "recv_pyobj" or (last == "read_pickle"):
+        elif function_name == "recv_pyobj" or (function_name == "read_pickle"):
             result.append(name)
         elif name == "torch.load" and not (
-            isinstance(only := keyword(node, "weights_only"), ast.Constant) and only.value is True
+            isinstance(weights_only := keyword(node, "weights_only"), ast.Constant) and weights_only.value is True
         ):
             result.append(name)
-        elif module == "yaml" and last in ("load", "load_all", "full_load", "unsafe_load"):
+        elif module == "yaml" and function_name in ("load", "load_all", "full_load", "unsafe_load"):
             result.append(name)
         elif is_true(keyword(node, "shell")):
             result.append(f"{name}(shell=True)")
@@ -87,10 +87,10 @@ def dangerous_calls(source: str) -> list[str]:
 
 
 def test_only_allowed_places_execute_or_unpickle() -> None:
-    seen = Counter(
+    counts = Counter(
         (name, call) for name, path in FILES.items() for call in dangerous_calls(path.read_text(encoding="utf-8"))
     )
-    assert seen == {place: count for place, (count, _) in ALLOWED.items()}
+    assert counts == {call_site: count for call_site, (count, _) in ALLOWED.items()}
     assert all(reason for _, reason in ALLOWED.values())
 
 

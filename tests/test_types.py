@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from thread_ranks import Thread, as_ranks
+from thread_ranks import ThreadRank, as_ranks
 
 from megarl.types import ROLLOUT_STATS, Prompt, Rollout, Rollouts, SamplingMask, TrainBatch, Turn
 
@@ -88,13 +88,13 @@ def test_select():
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1]])
 def test_select_equals_packing_in_that_order(order):
     rollouts = [EXAMPLE, SHORT, OTHER]
-    got = TrainBatch.from_rollouts(rollouts).select(order)
-    want = TrainBatch.from_rollouts([rollouts[i] for i in order])
+    actual = TrainBatch.from_rollouts(rollouts).select(order)
+    expected = TrainBatch.from_rollouts([rollouts[i] for i in order])
     for item in dataclasses.fields(TrainBatch):
-        if getattr(want, item.name) is None:
-            assert getattr(got, item.name) is None
+        if getattr(expected, item.name) is None:
+            assert getattr(actual, item.name) is None
         else:
-            assert torch.equal(getattr(got, item.name), getattr(want, item.name)), item.name
+            assert torch.equal(getattr(actual, item.name), getattr(expected, item.name)), item.name
 
 
 def test_empty_batch():
@@ -115,10 +115,10 @@ def test_with_returns_a_new_batch():
 
 
 def test_arrays_are_shared_and_read_only():
-    argument = np.array([1, 2], np.int32)
-    turn = Turn(argument, [-0.5, -1], is_action=True)
+    ids = np.array([1, 2], np.int32)
+    turn = Turn(ids, [-0.5, -1], is_action=True)
     assert (turn.token_ids.dtype, turn.logprobs.dtype) == (np.int32, np.float32)
-    assert np.shares_memory(turn.token_ids, argument) and argument.flags.writeable
+    assert np.shares_memory(turn.token_ids, ids) and ids.flags.writeable
     prompt = Prompt("p", (), token_ids=turn.token_ids)
     assert prompt.token_ids is turn.token_ids
     for array in (
@@ -230,15 +230,15 @@ def test_sampling_masks_align_with_tokens():
 
 
 def test_rejects_mismatched_sampling_masks():
-    few = dataclasses.replace(EXAMPLE, sampling_mask=SamplingMask.from_rows([[7]]))
+    short_mask = dataclasses.replace(EXAMPLE, sampling_mask=SamplingMask.from_rows([[7]]))
     with pytest.raises(ValueError, match="chose 3 tokens has sampling masks of 1"):
-        TrainBatch.from_rollouts([few])
-    other = dataclasses.replace(EXAMPLE, sampling_mask=SamplingMask.from_rows([[7], [3, 4], [9]]))
+        TrainBatch.from_rollouts([short_mask])
+    longer_mask = dataclasses.replace(EXAMPLE, sampling_mask=SamplingMask.from_rows([[7], [3, 4], [9]]))
     with pytest.raises(ValueError, match="token 4 of a rollout is not in its sampling mask"):
-        TrainBatch.from_rollouts([other])
-    for odd in ([["x"]], [[1.5]], [[-1]], [[2**31]], [7]):
+        TrainBatch.from_rollouts([longer_mask])
+    for invalid in ([["x"]], [[1.5]], [[-1]], [[2**31]], [7]):
         with pytest.raises((ValueError, TypeError)):
-            SamplingMask.from_rows(odd)  # type: ignore[arg-type]
+            SamplingMask.from_rows(invalid)  # type: ignore[arg-type]
 
 
 def test_selects_and_concatenates_sampling_masks():
@@ -255,10 +255,10 @@ def test_selects_and_concatenates_sampling_masks():
     assert record.excludes(torch.tensor([2, 9, 9, 4])).tolist() == [False, False, True, False]
 
 
-def sharded_rollouts(rank: Thread) -> Rollouts:
+def sharded_rollouts(rank: ThreadRank) -> Rollouts:
     """Five rollouts on three ranks: numbers 3, 0, 4 on the first, none on the second, 1, 2 on the last."""
-    mine = {0: [(3, EXAMPLE), (0, SHORT), (4, OTHER)], 1: [], 2: [(1, with_routing(OTHER)), (2, EXAMPLE)]}[rank.rank]
-    return Rollouts.gather([rollout for _, rollout in mine], [number for number, _ in mine], rank)
+    local = {0: [(3, EXAMPLE), (0, SHORT), (4, OTHER)], 1: [], 2: [(1, with_routing(OTHER)), (2, EXAMPLE)]}[rank.rank]
+    return Rollouts.gather([rollout for _, rollout in local], [number for number, _ in local], rank)
 
 
 IN_ORDER = [SHORT, with_routing(OTHER), EXAMPLE, EXAMPLE, OTHER]
@@ -275,9 +275,9 @@ def test_gather_shares_stats_and_keeps_rollouts_local():
         for name in (*ROLLOUT_STATS, "source", "reward"):
             assert torch.equal(getattr(rollouts, name), getattr(full, name)), name
         assert rollouts.routed_tokens.tolist() == [0, 2, 0, 0, 0]
-        remaining = rollouts.select(torch.tensor([True, False, True, True, False]))
-        assert remaining.local_indices.tolist() == [[0, 2], [], [1]][rank] and remaining.home.tolist() == [0, 2, 0]
-        assert remaining.length.tolist() == [2, 8, 8] and len(remaining.local) == len(remaining.local_indices)
+        selected = rollouts.select(torch.tensor([True, False, True, True, False]))
+        assert selected.local_indices.tolist() == [[0, 2], [], [1]][rank] and selected.home.tolist() == [0, 2, 0]
+        assert selected.length.tolist() == [2, 8, 8] and len(selected.local) == len(selected.local_indices)
 
 
 def test_turn_rewards_exist_on_all_ranks_if_on_any():
@@ -292,9 +292,9 @@ def test_turn_rewards_exist_on_all_ranks_if_on_any():
     with pytest.raises(ValueError, match="only an action turn has a reward"):
         Turn((1,), reward=1.0)
 
-    def work(rank: Thread) -> list[float]:
-        mine = [] if rank.rank == 1 else [element if rank.rank else SHORT]
-        rollouts = Rollouts.gather(mine, None, rank)
+    def work(rank: ThreadRank) -> list[float]:
+        local = [] if rank.rank == 1 else [element if rank.rank else SHORT]
+        rollouts = Rollouts.gather(local, None, rank)
         assert rollouts.rewarded_turns.tolist() == [0, 2]
         return TrainBatch.from_rollouts(rollouts).turn_rewards.tolist()
 
@@ -302,21 +302,21 @@ def test_turn_rewards_exist_on_all_ranks_if_on_any():
 
 
 def test_all_ranks_know_unscored_reasons():
-    def scored(rank: Thread) -> Rollouts:
+    def scored(rank: ThreadRank) -> Rollouts:
         rollouts = sharded_rollouts(rank)
-        why = {} if rank.rank == 0 else {"a": "late", "b": "raised"}
-        return rollouts.replace_local([dataclasses.replace(r, unscored=why) for r in rollouts.local])
+        unscored = {} if rank.rank == 0 else {"a": "late", "b": "raised"}
+        return rollouts.replace_local([dataclasses.replace(r, unscored=unscored) for r in rollouts.local])
 
     for rollouts in as_ranks(3, scored):
         assert rollouts.unscored.tolist() == [0, 2, 2, 0, 0]
         samples = [OTHER.prompt.id, EXAMPLE.prompt.id]
         assert rollouts.unscored_reasons == tuple(
-            (part, why, sample) for sample in samples for part, why in (("a", "late"), ("b", "raised"))
+            (part, unscored, sample) for sample in samples for part, unscored in (("a", "late"), ("b", "raised"))
         )
 
 
 def test_all_ranks_know_replaced_rewards():
-    def scored(rank: Thread) -> Rollouts:
+    def scored(rank: ThreadRank) -> Rollouts:
         rollouts = sharded_rollouts(rank)
         new = [dataclasses.replace(r, reward=10.0 * rank.rank + i) for i, r in enumerate(rollouts.local)]
         return rollouts.replace_local([dataclasses.replace(r, reward_parts={f"of {rank.rank}": 1.0}) for r in new])
@@ -334,7 +334,7 @@ def test_sharded_batch_equals_the_full_batch():
     full = full.with_(advantages=torch.arange(float(len(full.tokens))))
     of_sequence = full.tokens.split(full.lengths.tolist())
 
-    def work(rank: Thread) -> None:
+    def work(rank: ThreadRank) -> None:
         batch = TrainBatch.from_rollouts(sharded_rollouts(rank))
         assert torch.equal(batch.lengths, full.lengths) and torch.equal(batch.group, full.group)
         assert torch.equal(batch.sequence_reward, full.sequence_reward) and batch.num_sequences == 5
@@ -372,18 +372,18 @@ def test_staleness_per_rollout_and_per_token():
     assert (rollouts.oldest_version[0], rollouts.staleness[0]) == (2, 3)
     rollouts = rollouts.replace_local(rollouts.local).select(torch.tensor([True, False]))  # keeps the version
     assert rollouts.staleness.tolist() == [3]
-    lag = TrainBatch.from_rollouts(rollouts).staleness
-    assert lag is not None and lag.tolist() == [0, 0, 3, 1, 1, 0, 0] and lag.dtype == torch.int32
+    staleness = TrainBatch.from_rollouts(rollouts).staleness
+    assert staleness is not None and staleness.tolist() == [0, 0, 3, 1, 1, 0, 0] and staleness.dtype == torch.int32
     batch = TrainBatch.from_rollouts(rollouts).select([0])
-    assert batch.staleness is not None and torch.equal(batch.staleness, lag)
+    assert batch.staleness is not None and torch.equal(batch.staleness, staleness)
 
 
 def test_no_staleness_column_without_stale_tokens():
     assert Rollouts.gather([STALE]).staleness.tolist() == [0] and TrainBatch.from_rollouts([STALE]).staleness is None
     only_prompt = dataclasses.replace(STALE, turns=STALE.turns[:1])
     assert Rollouts.gather([only_prompt], version=5).staleness.tolist() == [0]
-    fresh = dataclasses.replace(STALE, turns=(STALE.turns[0], STALE.turns[3]))
-    assert TrainBatch.from_rollouts(Rollouts.gather([fresh], version=5)).staleness is None
+    fresh_only = dataclasses.replace(STALE, turns=(STALE.turns[0], STALE.turns[3]))
+    assert TrainBatch.from_rollouts(Rollouts.gather([fresh_only], version=5)).staleness is None
 
 
 def test_staleness_exists_on_all_ranks_if_on_any():
@@ -395,25 +395,29 @@ def test_staleness_exists_on_all_ranks_if_on_any():
 
 
 def test_ranks_share_one_table_of_sources():
-    def of(source: str) -> Rollout:
+    def scored_rollout(source: str) -> Rollout:
         return dataclasses.replace(SHORT, prompt=dataclasses.replace(SHORT.prompt, data_source=source))
 
-    argument = [[of("math"), of("code")], [], [of("math"), of("")]]
-    for rollouts in as_ranks(3, lambda rank: Rollouts.gather(argument[rank.rank], None, rank)):
+    rollouts_by_rank = [
+        [scored_rollout("math"), scored_rollout("code")],
+        [],
+        [scored_rollout("math"), scored_rollout("")],
+    ]
+    for rollouts in as_ranks(3, lambda rank: Rollouts.gather(rollouts_by_rank[rank.rank], None, rank)):
         assert rollouts.sources == ("", "code", "math") and rollouts.source.tolist() == [2, 1, 2, 0]
-        remaining = rollouts.select(torch.tensor([False, True, True, False]))
-        assert remaining.source.tolist() == [1, 2] and remaining.sources == rollouts.sources
+        selected = rollouts.select(torch.tensor([False, True, True, False]))
+        assert selected.source.tolist() == [1, 2] and selected.sources == rollouts.sources
 
 
 def test_concat_joins_generations_of_a_step():
     """Stats are concatenated, missing reward parts are 0, and sources share one table."""
 
-    def of(source: str, group: int, **parts: float) -> Rollout:
+    def scored_rollout(source: str, group: int, **parts: float) -> Rollout:
         prompt = dataclasses.replace(SHORT.prompt, data_source=source)
         return dataclasses.replace(SHORT, prompt=prompt, group=group, reward=float(group), reward_parts=parts)
 
-    first = [[of("math", 0, a=1.0)], [of("code", 1, a=2.0)]]
-    second = [[], [of("art", 2, b=3.0), of("math", 2)]]
+    first = [[scored_rollout("math", 0, a=1.0)], [scored_rollout("code", 1, a=2.0)]]
+    second = [[], [scored_rollout("art", 2, b=3.0), scored_rollout("math", 2)]]
     for rank, rollouts in enumerate(
         as_ranks(
             2,

@@ -11,46 +11,46 @@ import torch
 T = TypeVar("T")
 
 
-class Thread:
+class ThreadRank:
     """One rank. All ranks must make the same calls."""
 
-    def __init__(self, rank: int, meet: Callable[[int, Any], list[Any]]) -> None:
-        self.rank, self._meet = rank, meet
+    def __init__(self, rank: int, exchange: Callable[[int, Any], list[Any]]) -> None:
+        self.rank, self._exchange = rank, exchange
         self.largest = 0  # most bytes in one `all_reduce`
 
     def all_reduce(self, local: torch.Tensor) -> torch.Tensor:
         """Sum in rank order, as `parallel.row_exchange` does, so that all ranks get the same bits."""
         self.largest = max(self.largest, local.nbytes)
-        shares = self._meet(self.rank, local)
-        assert {(share.shape, share.dtype) for share in shares} == {(local.shape, local.dtype)}
-        result = shares[0].clone()
-        for share in shares[1:]:
-            result += share
+        parts = self._exchange(self.rank, local)
+        assert {(part.shape, part.dtype) for part in parts} == {(local.shape, local.dtype)}
+        result = parts[0].clone()
+        for part in parts[1:]:
+            result += part
         return result
 
     def all_gather_rows(self, local: torch.Tensor) -> torch.Tensor:
-        shares = self._meet(self.rank, local)
-        assert {(share.shape[1:], share.dtype) for share in shares} == {(local.shape[1:], local.dtype)}
-        return torch.cat(shares)
+        parts = self._exchange(self.rank, local)
+        assert {(part.shape[1:], part.dtype) for part in parts} == {(local.shape[1:], local.dtype)}
+        return torch.cat(parts)
 
     def all_gather_objects(self, local: Any) -> list[Any]:
-        return self._meet(self.rank, local)
+        return self._exchange(self.rank, local)
 
 
-def as_ranks(world: int, work: Callable[[Thread], T]) -> list[T]:
+def as_ranks(world: int, work: Callable[[ThreadRank], T]) -> list[T]:
     """Run `work` on `world` concurrent ranks; return their results in rank order."""
     barrier, table, results, errors = threading.Barrier(world), [None] * world, [None] * world, []
 
-    def meet(rank: int, value: Any) -> list[Any]:
+    def exchange(rank: int, value: Any) -> list[Any]:
         table[rank] = value
         barrier.wait(30)
-        everyone = list(table)
+        values = list(table)
         barrier.wait(30)
-        return everyone
+        return values
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(Thread(rank, meet))  # type: ignore[call-overload]
+            results[rank] = work(ThreadRank(rank, exchange))  # type: ignore[call-overload]
         except BaseException as error:
             errors.append(error)
             barrier.abort()

@@ -19,8 +19,8 @@ from megarl.algorithms.advantages import (
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import random_batch as random_mask
-from shares import shard_sequences  # noqa: E402
+from sharded_batches import random_batch as random_mask
+from sharded_batches import shard_sequences  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -76,11 +76,13 @@ def test_gae_by_hand_across_a_tool_response():
 def test_gae_matches_its_definition(seed, gamma, lam):
     rewards, values, mask, cu = random_batch(seed)
     expected = loop_gae(rewards, values, mask, cu, gamma, lam)
-    for got, want in zip(gae(rewards, values, mask, cu, gamma, lam), expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    for got, want in zip(gae(rewards.float(), values.float(), mask, cu, gamma, lam), expected, strict=True):
-        assert got.dtype == torch.float32
-        torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-5)
+    for actual, expected_value in zip(gae(rewards, values, mask, cu, gamma, lam), expected, strict=True):
+        torch.testing.assert_close(actual, expected_value, rtol=1e-12, atol=1e-12)
+    for actual, expected_value in zip(
+        gae(rewards.float(), values.float(), mask, cu, gamma, lam), expected, strict=True
+    ):
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual, expected_value.float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -120,8 +122,8 @@ def test_gae_equals_the_fp32_recursion_bitwise(seed, steps, monkeypatch):
     generator = torch.Generator().manual_seed(seed)
     rewards, values = torch.randn(2, len(mask), generator=generator).where(mask, float("nan"))
     for gamma, lam in ((0.99, 0.95), (1.0, 1.0), (0.7, 0.3)):
-        got = torch.stack(gae(rewards, values, mask, cu, gamma, lam))
-        assert torch.equal(got, stepwise_gae(rewards, values, mask, cu, gamma, lam))
+        actual = torch.stack(gae(rewards, values, mask, cu, gamma, lam))
+        assert torch.equal(actual, stepwise_gae(rewards, values, mask, cu, gamma, lam))
 
 
 @pytest.mark.parametrize("steps", [1, 70, advantages.MAX_BLOCK_STEPS])
@@ -133,14 +135,14 @@ def test_gae_takes_a_lambda_per_sequence(seed, steps, monkeypatch):
     generator = torch.Generator().manual_seed(seed)
     rewards, values = torch.randn(2, len(mask), generator=generator).where(mask, float("nan"))
     lam = torch.rand(len(cu) - 1, generator=generator, dtype=F64)
-    got = torch.stack(gae(rewards, values, mask, cu, 0.9, lam))
+    actual = torch.stack(gae(rewards, values, mask, cu, 0.9, lam))
     for i, (start, end) in enumerate(zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True)):
-        alone = gae(
+        single = gae(
             *(x[start:end] for x in (rewards, values, mask)), torch.tensor([0, end - start]), 0.9, float(lam[i])
         )
-        assert torch.equal(got[:, start:end], torch.stack(alone))
-    same = gae(rewards, values, mask, cu, 0.9, torch.full_like(lam, 0.7))
-    assert torch.equal(torch.stack(same), torch.stack(gae(rewards, values, mask, cu, 0.9, 0.7)))
+        assert torch.equal(actual[:, start:end], torch.stack(single))
+    equal = gae(rewards, values, mask, cu, 0.9, torch.full_like(lam, 0.7))
+    assert torch.equal(torch.stack(equal), torch.stack(gae(rewards, values, mask, cu, 0.9, 0.7)))
 
 
 def test_gae_takes_a_separate_critic_lambda():
@@ -175,20 +177,20 @@ def test_gae_ignores_packing_and_masked_tokens(seed):
     assert torch.equal(torch.stack(gae(rewards, garbage, mask, cu, 0.99, 0.95)), full)
     order = torch.randperm(len(cu) - 1, generator=torch.Generator().manual_seed(seed)).tolist()
     index = torch.cat([torch.arange(int(cu[i]), int(cu[i + 1])) for i in order])
-    moved = torch.cat([torch.zeros(1, dtype=torch.int64), cu.diff()[order].cumsum(0)])
-    got = torch.stack(gae(rewards[index], values[index], mask[index], moved, 0.99, 0.95))
-    assert torch.equal(got, full[:, index])
+    order_cu = torch.cat([torch.zeros(1, dtype=torch.int64), cu.diff()[order].cumsum(0)])
+    actual = torch.stack(gae(rewards[index], values[index], mask[index], order_cu, 0.99, 0.95))
+    assert torch.equal(actual, full[:, index])
     for i in range(len(cu) - 1):  # one sequence at a time
-        local_items = slice(int(cu[i]), int(cu[i + 1]))
-        alone = gae(
-            rewards[local_items],
-            values[local_items],
-            mask[local_items],
-            torch.tensor([0, local_items.stop - local_items.start]),
+        tokens = slice(int(cu[i]), int(cu[i + 1]))
+        single = gae(
+            rewards[tokens],
+            values[tokens],
+            mask[tokens],
+            torch.tensor([0, tokens.stop - tokens.start]),
             0.99,
             0.95,
         )
-        assert torch.equal(torch.stack(alone), full[:, local_items])
+        assert torch.equal(torch.stack(single), full[:, tokens])
 
 
 def test_gae_is_zero_without_actions_or_sequences():
@@ -202,8 +204,8 @@ def test_whiten_by_hand():
     x = torch.tensor([1.0, float("nan"), 3.0, 5.0])
     mask = torch.tensor([True, False, True, True])
     # mean 3, variance (4 + 0 + 4) / 3
-    third = (8 / 3) ** -0.5
-    torch.testing.assert_close(whiten(x, mask), torch.tensor([-2 * third, 0.0, 0.0, 2 * third]))
+    unit = (8 / 3) ** -0.5
+    torch.testing.assert_close(whiten(x, mask), torch.tensor([-2 * unit, 0.0, 0.0, 2 * unit]))
     assert x[[0, 2, 3]].tolist() == [1, 3, 5]
 
 
@@ -230,13 +232,13 @@ def test_whiten_equals_the_formula_bitwise_on_any_number_of_ranks(seed, block, m
     for ranks in (1, 2, 4):
         shares = shard_sequences(cu, ranks, seed)
 
-        def work(everyone, shares=shares):
-            local = shares[everyone.rank][1]
-            return whiten(x[local], mask[local], everyone.all_reduce)
+        def work(comm, shares=shares):
+            local = shares[comm.rank][1]
+            return whiten(x[local], mask[local], comm.all_reduce)
 
         results = as_ranks(ranks, work)
-        for (_, tokens, _), got in zip(shares, results, strict=True):
-            torch.testing.assert_close(got, full[tokens], rtol=1e-6, atol=1e-6)
+        for (_, tokens, _), actual in zip(shares, results, strict=True):
+            torch.testing.assert_close(actual, full[tokens], rtol=1e-6, atol=1e-6)
 
 
 def test_spread_to_tokens_by_hand():

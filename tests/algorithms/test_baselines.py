@@ -24,9 +24,9 @@ def test_group_advantages_by_hand():
     # group 4: rewards 1, 0, 0, 1: mean 0.5, sample variance 4 * 0.25 / 3; group 7: 2, 5: mean 3.5, variance 4.5
     reward = torch.tensor([1.0, 2.0, 0.0, 0.0, 5.0, 1.0], dtype=F64)
     group = torch.tensor([4, 7, 4, 4, 7, 4])
-    plain = torch.tensor([0.5, -1.5, -0.5, -0.5, 1.5, 0.5], dtype=F64)
-    torch.testing.assert_close(group_advantages(reward, group, use_std=False), plain)
-    expected = plain * 3**0.5
+    centred = torch.tensor([0.5, -1.5, -0.5, -0.5, 1.5, 0.5], dtype=F64)
+    torch.testing.assert_close(group_advantages(reward, group, use_std=False), centred)
+    expected = centred * 3**0.5
     expected[[1, 4]] = torch.tensor([-1.5, 1.5], dtype=F64) / 4.5**0.5
     torch.testing.assert_close(group_advantages(reward, group, use_std=True), expected, rtol=1e-5, atol=1e-5)
 
@@ -35,9 +35,9 @@ def test_group_advantages_by_hand():
 def test_groups_with_equal_rewards_get_exactly_zero(use_std):
     reward = torch.tensor([0.1, 0.1, 0.1, 3.0, 1.0, 0.0], dtype=F64)  # 0.1 + 0.1 + 0.1 is not 3 * 0.1 in binary
     group = torch.tensor([0, 0, 0, 1, 2, 2])
-    got = group_advantages(reward, group, use_std)
-    assert got[:4].tolist() == [0, 0, 0, 0]
-    assert got[4] > 0 > got[5]
+    actual = group_advantages(reward, group, use_std)
+    assert actual[:4].tolist() == [0, 0, 0, 0]
+    assert actual[4] > 0 > actual[5]
     assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64), use_std).tolist() == []
 
 
@@ -104,17 +104,17 @@ def loop_advantages(kind, reward, group, actions):
     """Compute the advantages sample by sample in Python floats."""
     reward, group, actions = reward.tolist(), group.tolist(), actions.tolist()
     result = []
-    for i, local in enumerate(reward):
+    for i, own_reward in enumerate(reward):
         members = [j for j, number in enumerate(group) if number == group[i]]
         rewards = [reward[j] for j in members]
         if kind == "rloo":
-            others = [reward[j] for j in members if j != i]
-            baseline = sum(others) / len(others) if others else local
+            other_rewards = [reward[j] for j in members if j != i]
+            baseline = sum(other_rewards) / len(other_rewards) if other_rewards else own_reward
         elif kind == "opo":
             baseline = sum(actions[j] * reward[j] for j in members) / max(1, sum(actions[j] for j in members))
         else:
             baseline = sum(rewards) / len(rewards)
-        centred = local - baseline
+        centred = own_reward - baseline
         if kind == "grpo":
             variance = sum((x - baseline) ** 2 for x in rewards) / max(1, len(rewards) - 1)
             centred /= variance**0.5 + 1e-6
@@ -138,26 +138,26 @@ def test_advantages_match_a_loop_in_any_order_and_with_exclusions(kind, seed):
     expected = loop_advantages(kind, reward, group, actions)
     assert sequence_advantages(kind, reward, group, actions).tolist() == pytest.approx(expected, abs=1e-10)
     order = torch.randperm(40, generator=generator)
-    moved = sequence_advantages(kind, reward[order], group[order], actions[order])
-    assert moved.tolist() == pytest.approx([expected[i] for i in order.tolist()], abs=1e-10)
+    permuted = sequence_advantages(kind, reward[order], group[order], actions[order])
+    assert permuted.tolist() == pytest.approx([expected[i] for i in order.tolist()], abs=1e-10)
 
     excluded = torch.rand(40, generator=generator) < 0.4
     excluded |= group == 2  # a whole group
     with_nan = torch.where(excluded, torch.full_like(reward, float("nan")), reward)
     actual = sequence_advantages(kind, with_nan, group, actions, excluded=excluded)
     assert actual[excluded].tolist() == [0.0] * int(excluded.sum())
-    remaining = loop_advantages(kind, reward[~excluded], group[~excluded], actions[~excluded])
-    assert actual[~excluded].tolist() == pytest.approx(remaining, abs=1e-10)
+    included = loop_advantages(kind, reward[~excluded], group[~excluded], actions[~excluded])
+    assert actual[~excluded].tolist() == pytest.approx(included, abs=1e-10)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_excluded_or_no_rewards_give_zero(kind):
     equal, group, actions = torch.full((6,), 0.1), torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([1, 5, 2, 0, 3, 4])
     assert sequence_advantages(kind, equal, group, actions).tolist() == [0.0] * 6
-    every = torch.ones(6).bool()
-    assert sequence_advantages(kind, equal * float("nan"), group, actions, excluded=every).tolist() == [0.0] * 6
-    none = torch.zeros(0, dtype=torch.int64)
-    assert sequence_advantages(kind, torch.zeros(0), none, none).tolist() == []
+    excluded_all = torch.ones(6).bool()
+    assert sequence_advantages(kind, equal * float("nan"), group, actions, excluded=excluded_all).tolist() == [0.0] * 6
+    no_samples = torch.zeros(0, dtype=torch.int64)
+    assert sequence_advantages(kind, torch.zeros(0), no_samples, no_samples).tolist() == []
 
 
 def test_only_grpo_divides_by_the_standard_deviation():

@@ -23,7 +23,7 @@ from megarl.algorithms.policy_losses import Clip, PolicyLossInput, ppo_loss
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import random_batch, shard_sequences  # noqa: E402
+from sharded_batches import random_batch, shard_sequences  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -79,15 +79,15 @@ def loop_weights(kind: str, level: str, low: float, high: float, logs: Any, mask
         full = math.fsum(logs[t] for t in actions)
         ratios = {}
         for t in actions:
-            of = {"token": logs[t], "sequence": full, "geometric": full / len(actions)}
-            ratios[t] = math.exp(of[level])
-        inside = {t: low <= ratio <= high for t, ratio in ratios.items()}
+            log_ratio = {"token": logs[t], "sequence": full, "geometric": full / len(actions)}
+            ratios[t] = math.exp(log_ratio[level])
+        in_range = {t: low <= ratio <= high for t, ratio in ratios.items()}
         for t in actions:
             weights[t] = {
                 "tis": min(max(ratios[t], low), high),
-                "icepop": ratios[t] * inside[t],
-                "mis": ratios[t] * inside[t],
-                "reject": float(all(inside.values())),
+                "icepop": ratios[t] * in_range[t],
+                "mis": ratios[t] * in_range[t],
+                "reject": float(all(in_range.values())),
             }[kind]
     return weights
 
@@ -138,17 +138,19 @@ def test_decoupled_ppo_uses_the_ratio_to_the_behaviour_policy() -> None:
     """Inside the clip range, the weight times the ratio to the proximal policy is the ratio to the behaviour policy."""
     draw = torch.Generator().manual_seed(1)
     tokens, mask, cu = all_sequences(4, 1)
-    now, prox, behaviour = (torch.randn(4, generator=draw, dtype=torch.float64).log_softmax(-1) for _ in range(3))
+    policy, prox, behaviour = (torch.randn(4, generator=draw, dtype=torch.float64).log_softmax(-1) for _ in range(3))
     advantages = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
     weights = compute_correction(log_ratios(prox, behaviour, mask), mask, cu, "tis", "token", 0.0, 1e9).weights
-    loss = ppo_loss(PolicyLossInput(now, prox, advantages, mask, cu), Clip(1.0, high=100.0)).loss * weights
-    assert float((behaviour.exp() * loss).sum()) == pytest.approx(-float((now.exp() * advantages).sum()))
+    loss = ppo_loss(PolicyLossInput(policy, prox, advantages, mask, cu), Clip(1.0, high=100.0)).loss * weights
+    assert float((behaviour.exp() * loss).sum()) == pytest.approx(-float((policy.exp() * advantages).sum()))
 
 
 def test_metrics_by_hand() -> None:
     """One sequence has ratios 2 and 1/4 at staleness 1 and 0, another ratio 3 at staleness 5."""
-    lag = torch.tensor([0, 1, 0, 0, 5, 0, 0], dtype=torch.int32)
-    result = correction_metrics(LOGS, MASK, CU, compute_correction(LOGS, MASK, CU, "icepop", "token", 0.5, 2.5), lag)
+    staleness = torch.tensor([0, 1, 0, 0, 5, 0, 0], dtype=torch.int32)
+    result = correction_metrics(
+        LOGS, MASK, CU, compute_correction(LOGS, MASK, CU, "icepop", "token", 0.5, 2.5), staleness
+    )
 
     def metric(name: str) -> float:
         return result[f"rollout_corr/{name}"]
@@ -174,9 +176,11 @@ def test_metrics_by_hand() -> None:
 
 
 def test_no_actions_give_no_metrics() -> None:
-    none = torch.zeros(7).bool()
+    no_actions = torch.zeros(7).bool()
     assert (
-        correction_metrics(LOGS * 0, none, CU, compute_correction(LOGS * 0, none, CU, "tis", "token", 0, 2), LOGS.int())
+        correction_metrics(
+            LOGS * 0, no_actions, CU, compute_correction(LOGS * 0, no_actions, CU, "tis", "token", 0, 2), LOGS.int()
+        )
         == {}
     )
 
@@ -187,15 +191,15 @@ def test_weights_and_metrics_do_not_depend_on_sharding(kind: Any, level: Any, ra
     mask, cu = random_batch(4)
     draw = torch.Generator().manual_seed(4)
     logs = torch.randn(len(mask), generator=draw) * 0.2 * mask
-    lag = torch.randint(0, 5, (len(mask),), generator=draw, dtype=torch.int32)
+    staleness = torch.randint(0, 5, (len(mask),), generator=draw, dtype=torch.int32)
     full = compute_correction(logs, mask, cu, kind, level, 0.8, 1.3)
-    expected = correction_metrics(logs, mask, cu, full, lag)
+    expected = correction_metrics(logs, mask, cu, full, staleness)
     shares = shard_sequences(cu, ranks, 4)
 
-    def work(everyone: Any) -> tuple[Correction, dict[str, float]]:
-        _, tokens, starts = shares[everyone.rank]
+    def work(comm: Any) -> tuple[Correction, dict[str, float]]:
+        _, tokens, starts = shares[comm.rank]
         result = compute_correction(logs[tokens], mask[tokens], starts, kind, level, 0.8, 1.3)
-        metrics = correction_metrics(logs[tokens], mask[tokens], starts, result, lag[tokens], everyone.all_reduce)
+        metrics = correction_metrics(logs[tokens], mask[tokens], starts, result, staleness[tokens], comm.all_reduce)
         return result, metrics
 
     for (_, tokens, _), (result, metrics) in zip(shares, as_ranks(ranks, work), strict=True):

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.alone
 
 def batch(logprobs: list[float], advantages: list[float], mask: list[int], cu: list[int]) -> TrainBatch:
     tokens, count = torch.zeros(len(mask)), len(cu) - 1
-    created = TrainBatch(
+    result = TrainBatch(
         tokens, torch.tensor(cu), torch.tensor(mask).bool(), torch.arange(count), torch.zeros(count), tokens
     )
-    return created.with_(old_logprobs=torch.tensor(logprobs), advantages=torch.tensor(advantages))
+    return result.with_(old_logprobs=torch.tensor(logprobs), advantages=torch.tensor(advantages))
 
 
 BY_HAND = batch(
@@ -37,13 +37,13 @@ def marked_indices(result: torch.Tensor) -> list[int]:
 
 
 def test_mark_largest_by_hand() -> None:
-    for share, expected in ((1e-6, [1]), (0.25, [1]), (0.5, [1, 5]), (1.0, [1, 5])):  # zeros never count
-        assert marked_indices(mark_largest(BY_HAND, KLCovOptions(share), 0)) == expected
+    for fraction, expected in ((1e-6, [1]), (0.25, [1]), (0.5, [1, 5]), (1.0, [1, 5])):  # zeros never count
+        assert marked_indices(mark_largest(BY_HAND, KLCovOptions(fraction), 0)) == expected
 
 
 def test_mark_in_range_by_hand() -> None:
-    for least, most, expected in ((1.0, 5.0, [1, 5]), (3.0, 5.0, [1]), (1.0, 4.0, [5]), (4.0, 5.0, [])):
-        assert marked_indices(mark_in_range(BY_HAND, ClipCovOptions(1.0, least, most), 0)) == expected
+    for low, high, expected in ((1.0, 5.0, [1, 5]), (3.0, 5.0, [1]), (1.0, 4.0, [5]), (4.0, 5.0, [])):
+        assert marked_indices(mark_in_range(BY_HAND, ClipCovOptions(1.0, low, high), 0)) == expected
     (item,) = marked_indices(mark_in_range(BY_HAND, ClipCovOptions(0.25, 1.0, 5.0), 0))
     assert item in (1, 5)
     drawn = {marked_indices(mark_in_range(BY_HAND, ClipCovOptions(0.25, 1.0, 5.0), seed))[0] for seed in range(20)}
@@ -58,9 +58,9 @@ def test_masked_tokens_are_never_marked() -> None:
     )
     assert marked_indices(mark_largest(garbage, KLCovOptions(1.0), 0)) == [1, 5]
     assert marked_indices(mark_in_range(garbage, ClipCovOptions(1.0), 0)) == [1, 5]
-    nothing = BY_HAND.with_(loss_mask=torch.zeros(6).bool())
-    assert marked_indices(mark_largest(nothing, KLCovOptions(1.0), 0)) == []
-    assert marked_indices(mark_in_range(nothing, ClipCovOptions(1.0), 0)) == []
+    all_masked = BY_HAND.with_(loss_mask=torch.zeros(6).bool())
+    assert marked_indices(mark_largest(all_masked, KLCovOptions(1.0), 0)) == []
+    assert marked_indices(mark_in_range(all_masked, ClipCovOptions(1.0), 0)) == []
 
 
 def test_ties_are_sampled_up_to_the_requested_count() -> None:
@@ -68,8 +68,8 @@ def test_ties_are_sampled_up_to_the_requested_count() -> None:
     twins = batch([-1.0, -1.0, -5.0, -5.0], [1.0, 1.0, -1.0, -1.0], [1, 1, 1, 1], [0, 4])
     drawn = [marked_indices(mark_largest(twins, KLCovOptions(0.5), seed)) for seed in range(30)]
     assert all(len(result) == 2 for result in drawn) and len({tuple(result) for result in drawn}) == 6
-    above = batch([-1.0, -1.0, -1.0, -1.0, -6.0], [3.0, 2.0, 2.0, 2.0, -9.0], [1] * 5, [0, 5])
-    drawn = [marked_indices(mark_largest(above, KLCovOptions(0.6), seed)) for seed in range(30)]
+    descending = batch([-1.0, -1.0, -1.0, -1.0, -6.0], [3.0, 2.0, 2.0, 2.0, -9.0], [1] * 5, [0, 5])
+    drawn = [marked_indices(mark_largest(descending, KLCovOptions(0.6), seed)) for seed in range(30)]
     assert all(result[-1] == 4 and result[0] == 0 and len(result) == 3 for result in drawn)
     assert {result[1] for result in drawn} == {1, 2, 3}
 
@@ -81,25 +81,25 @@ def random_batch(sequences: int = 60) -> TrainBatch:
     total = int(cu[-1])
     mask = torch.rand(total, generator=generator) < 0.6
     tokens, zeros = torch.zeros(total), torch.zeros(sequences)
-    created = TrainBatch(tokens, cu, mask, torch.arange(sequences), zeros, tokens)
+    result = TrainBatch(tokens, cu, mask, torch.arange(sequences), zeros, tokens)
     columns = torch.randn(2, total, generator=generator) * 2
-    return created.with_(old_logprobs=columns[0] - 3, advantages=columns[1])
+    return result.with_(old_logprobs=columns[0] - 3, advantages=columns[1])
 
 
 @pytest.mark.parametrize("kind", ["range", "largest"])
-@pytest.mark.parametrize("share", [1e-4, 0.01, 0.1])
-def test_marks_do_not_depend_on_sharding(kind: str, share: float) -> None:
+@pytest.mark.parametrize("fraction", [1e-4, 0.01, 0.1])
+def test_marks_do_not_depend_on_sharding(kind: str, fraction: float) -> None:
     """The count is as requested, and every mark satisfies the criterion over the whole batch."""
     full = random_batch()
     actions = int(full.loss_mask.sum())
 
-    def mark(value: TrainBatch) -> torch.Tensor:
+    def mark(data: TrainBatch) -> torch.Tensor:
         if kind == "range":
-            return mark_in_range(value, ClipCovOptions(share), 5)
-        return mark_largest(value, KLCovOptions(share), 5)
+            return mark_in_range(data, ClipCovOptions(fraction), 5)
+        return mark_largest(data, KLCovOptions(fraction), 5)
 
     expected = mark(full)
-    assert int(expected.sum()) == max(1, int(share * actions))
+    assert int(expected.sum()) == max(1, int(fraction * actions))
     chosen = full.loss_mask
     assert full.old_logprobs is not None and full.advantages is not None
     logprobs, advantages = (x.double() for x in (full.old_logprobs, full.advantages))
@@ -107,17 +107,19 @@ def test_marks_do_not_depend_on_sharding(kind: str, share: float) -> None:
     if kind == "range":
         assert bool(((covariance > 1) & (covariance < 5) & chosen)[expected].all())
     else:
-        least = covariance[chosen].topk(int(expected.sum())).values.min()
-        assert torch.equal(expected, chosen & (covariance >= least))
+        low = covariance[chosen].topk(int(expected.sum())).values.min()
+        assert torch.equal(expected, chosen & (covariance >= low))
     for ranks in (2, 3):
         owner = torch.randint(1, ranks, (full.num_sequences,), generator=torch.Generator().manual_seed(ranks))
 
-        def work(everyone, ranks=ranks, owner=owner):  # type: ignore[no-untyped-def]  # rank 0 has nothing
-            local = (owner == everyone.rank).nonzero().squeeze(1)
+        def work(comm, ranks=ranks, owner=owner):  # type: ignore[no-untyped-def]  # rank 0 has nothing
+            local = (owner == comm.rank).nonzero().squeeze(1)
             part = full.select(local.tolist())
-            shares = BatchSharding(full.lengths, torch.zeros_like(owner), owner, local, everyone)
-            value = dataclasses.replace(part, group=full.group, sequence_reward=full.sequence_reward, sharding=shares)
-            return value.sequence_ids, value.positions, mark(value)
+            sharding = BatchSharding(full.lengths, torch.zeros_like(owner), owner, local, comm)
+            sharded = dataclasses.replace(
+                part, group=full.group, sequence_reward=full.sequence_reward, sharding=sharding
+            )
+            return sharded.sequence_ids, sharded.positions, mark(sharded)
 
         result = torch.zeros_like(expected)
         for numbers, positions, marks in as_ranks(ranks, work):

@@ -16,8 +16,8 @@ REWARD = torch.tensor([1.0, -1.0, 0.5, 2.0])  # the last has no action
 
 def batch(weights: torch.Tensor, reward: torch.Tensor = REWARD, rewarded: int = 4) -> TrainBatch:
     zeros = torch.zeros(10)
-    created = TrainBatch(zeros, CU, MASK, torch.arange(4), reward, zeros)
-    return created.with_(loss_weights=weights, counts=Counts(5, 3, rewarded))
+    result = TrainBatch(zeros, CU, MASK, torch.arange(4), reward, zeros)
+    return result.with_(loss_weights=weights, counts=Counts(5, 3, rewarded))
 
 
 @pytest.mark.parametrize(
@@ -26,14 +26,14 @@ def batch(weights: torch.Tensor, reward: torch.Tensor = REWARD, rewarded: int = 
 def test_positive_nll_by_hand(weights: torch.Tensor) -> None:
     """(1 + 2 + 4 + 5) / 4 tokens of positive responses; the negative one (-3) does not count."""
     logprobs = LOGPROBS.clone().requires_grad_()
-    argument = batch(weights)
-    result = positive_nll(logprobs, argument)
+    weighted = batch(weights)
+    result = positive_nll(logprobs, weighted)
     value = (weights * result.loss).sum()
     value.backward()
     assert float(value.detach()) == pytest.approx(3.0, rel=1e-6)
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([0, -1 / 4, -1 / 4, 0, 0, 0, -1 / 4, 0, -1 / 4, 0])
-    assert float(result.reduce_metrics(argument)["actor/nll_loss"]) == pytest.approx(3.0, rel=1e-6)
+    assert float(result.reduce_metrics(weighted)["actor/nll_loss"]) == pytest.approx(3.0, rel=1e-6)
 
 
 def test_no_positive_response_gives_zero_loss() -> None:

@@ -29,9 +29,9 @@ def test_estimators_by_hand(kind, expected):
 def test_k1_and_k3_are_unbiased():
     torch.manual_seed(0)
     p, q = torch.softmax(torch.randn(6, dtype=torch.float64), 0), torch.softmax(torch.randn(6, dtype=torch.float64), 0)
-    true = float((p * (p / q).log()).sum())
+    exact = float((p * (p / q).log()).sum())
     for kind in ("k1", "k3", "k3_unbiased"):  # the expectation under p, exactly
-        assert float((p * kl_estimate(p.log(), q.log(), kind)).sum()) == pytest.approx(true, abs=1e-12)
+        assert float((p * kl_estimate(p.log(), q.log(), kind)).sum()) == pytest.approx(exact, abs=1e-12)
 
 
 def test_k2_gradient_is_unbiased_and_k1_gradient_vanishes():
@@ -39,11 +39,11 @@ def test_k2_gradient_is_unbiased_and_k1_gradient_vanishes():
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
     reference = torch.log_softmax(torch.randn(6, dtype=torch.float64), 0)
     logp = torch.log_softmax(logits, 0)
-    (true,) = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)
+    (exact,) = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)
     drawn = logp.detach().exp()
-    for kind, expected in (("k2", true), ("k1", torch.zeros_like(true))):
-        (got,) = torch.autograd.grad((drawn * kl_estimate(logp, reference, kind)).sum(), logits, retain_graph=True)
-        torch.testing.assert_close(got, expected)
+    for kind, expected in (("k2", exact), ("k1", torch.zeros_like(exact))):
+        (actual,) = torch.autograd.grad((drawn * kl_estimate(logp, reference, kind)).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(actual, expected)
 
 
 def sample_policies() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -63,30 +63,30 @@ def gradient(value: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("off_policy", [False, True])
 def test_k3_unbiased_has_the_true_value_and_gradient_off_policy_too(off_policy):
     logits, policy, reference, old = sample_policies()
-    true = (policy.exp() * (policy - reference)).sum()
+    exact = (policy.exp() * (policy - reference)).sum()
     drawn_by = old if off_policy else policy.detach()
     estimate = kl_estimate(policy, reference, "k3_unbiased", None, old if off_policy else None)
     expected = (drawn_by.exp() * estimate).sum()  # the exact expectation, over all tokens
-    torch.testing.assert_close(expected, true)
-    torch.testing.assert_close(gradient(expected, logits), gradient(true, logits))
+    torch.testing.assert_close(expected, exact)
+    torch.testing.assert_close(gradient(expected, logits), gradient(exact, logits))
 
 
 def test_k2_and_k3_as_losses_have_biased_gradients():
     """On policy, k3 has the gradient of KL(reference || policy); off policy, k2 and k3 are both biased."""
     logits, policy, reference, old = sample_policies()
-    true = gradient((policy.exp() * (policy - reference)).sum(), logits)
+    exact = gradient((policy.exp() * (policy - reference)).sum(), logits)
     reverse = gradient((reference.exp() * (reference - policy)).sum(), logits)
 
     def estimate_gradient(kind: str, drawn_by: torch.Tensor) -> torch.Tensor:
         return gradient((drawn_by.detach().exp() * kl_estimate(policy, reference, kind)).sum(), logits)
 
-    def cosine(item: torch.Tensor, other: torch.Tensor) -> float:
-        return float(item @ other / item.norm() / other.norm())
+    def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+        return float(a @ b / a.norm() / b.norm())
 
     torch.testing.assert_close(estimate_gradient("k3", policy), reverse)
-    assert cosine(estimate_gradient("k3", policy), true) < 0.95
-    assert cosine(estimate_gradient("k2", policy), true) == pytest.approx(1.0)
-    assert max(cosine(estimate_gradient(kind, old), true) for kind in ("k2", "k3")) < 0.99
+    assert cosine(estimate_gradient("k3", policy), exact) < 0.95
+    assert cosine(estimate_gradient("k2", policy), exact) == pytest.approx(1.0)
+    assert max(cosine(estimate_gradient(kind, old), exact) for kind in ("k2", "k3")) < 0.99
 
 
 def test_default_estimator_depends_on_apply_to():
@@ -136,9 +136,9 @@ def test_adaptive_kl_is_constant_without_target_and_never_negative():
 
 def test_adaptive_kl_restores_its_state():
     steered = AdaptiveKL(0.001, 0.015, 10000).updated(1.0, 64).updated(0.01, 64)
-    fresh = AdaptiveKL(0.001, 0.015, 10000)
-    assert fresh != steered
-    assert fresh.restored(steered.state_dict()) == steered
+    initial = AdaptiveKL(0.001, 0.015, 10000)
+    assert initial != steered
+    assert initial.restored(steered.state_dict()) == steered
     # A coefficient that was changed in the configuration since wins.
     assert AdaptiveKL(7.0, 0.015, 10000).restored(steered.state_dict()).coef == 7.0
 
@@ -161,25 +161,25 @@ def test_adaptive_kl_respects_max_coef():
 def test_only_k1_as_reward_has_the_true_gradient():
     """The policy gradient of E[k] is the sum over tokens of p grad log p k; k3 adds that of the reverse KL."""
     logits, policy, reference, _ = sample_policies()
-    true = gradient((policy.exp() * (policy - reference)).sum(), logits)
+    exact = gradient((policy.exp() * (policy - reference)).sum(), logits)
     reverse = gradient((reference.exp() * (reference - policy)).sum(), logits)
 
     def estimate_gradient(kind: str) -> torch.Tensor:
         reward = kl_estimate(policy, reference, kind).detach()
         return gradient((policy.detach().exp() * policy * reward).sum(), logits)
 
-    torch.testing.assert_close(estimate_gradient("k1"), true)
-    torch.testing.assert_close(estimate_gradient("k3"), true - reverse)
-    assert not torch.allclose(estimate_gradient("k2"), true, rtol=0.1)
+    torch.testing.assert_close(estimate_gradient("k1"), exact)
+    torch.testing.assert_close(estimate_gradient("k3"), exact - reverse)
+    assert not torch.allclose(estimate_gradient("k2"), exact, rtol=0.1)
 
 
 def test_adaptive_kl_above_max_kl_turns_off_permanently() -> None:
     guarded = AdaptiveKL(0.001, 0.015, 10000, max_kl=0.5)
     assert guarded.updated(0.5, 64).coef == AdaptiveKL(0.001, 0.015, 10000).updated(0.5, 64).coef > 0.001
-    off = guarded.updated(0.51, 64)
-    assert off.coef == 0.0 and off.updated(1e-4, 64).coef == 0.0 and off.updated(9.0, 64).coef == 0.0
+    disabled = guarded.updated(0.51, 64)
+    assert disabled.coef == 0.0 and disabled.updated(1e-4, 64).coef == 0.0 and disabled.updated(9.0, 64).coef == 0.0
     fixed = AdaptiveKL(0.1, None, 10000, max_kl=0.5)
     assert fixed.updated(0.5, 64).coef == 0.1 and fixed.updated(0.6, 64).coef == 0.0
-    assert guarded.restored(off.state_dict()).coef == 0.0
+    assert guarded.restored(disabled.state_dict()).coef == 0.0
     # A coefficient that was changed in the configuration wins.
-    assert AdaptiveKL(0.002, 0.015, 10000, max_kl=0.5).restored(off.state_dict()).coef == 0.002
+    assert AdaptiveKL(0.002, 0.015, 10000, max_kl=0.5).restored(disabled.state_dict()).coef == 0.002

@@ -14,7 +14,7 @@ from megarl.types import Counts, TrainBatch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import random_batch, shard_sequences  # noqa: E402
+from sharded_batches import random_batch, shard_sequences  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -45,7 +45,7 @@ def random_sampled(seed: int, sequences: int = 12) -> PolicyLossInput:
 
 
 def loop_losses(
-    name: str, new: list[float], old: list[float], advantage: list[float], marks: list[bool]
+    name: str, new: list[float], old: list[float], advantage: list[float], marked: list[bool]
 ) -> list[float]:
     """Compute the losses of one sequence's action tokens as the papers define them."""
     options = POLICY_LOSSES[name].options(**OPTIONS.get(name, {}))
@@ -56,11 +56,11 @@ def loop_losses(
         return min(loss, -a * dual) if dual is not None and a < 0 else loss
 
     if name in ("ppo", "clip_cov"):
-        plain = [ppo(r, a, 0.2, 0.3, 3.0) for r, a in zip(ratios, advantage, strict=True)]
-        return [0.0 if m and name == "clip_cov" else x for x, m in zip(plain, marks, strict=True)]
+        losses = [ppo(r, a, 0.2, 0.3, 3.0) for r, a in zip(ratios, advantage, strict=True)]
+        return [0.0 if m and name == "clip_cov" else x for x, m in zip(losses, marked, strict=True)]
     if name == "kl_cov":
-        every = zip(ratios, advantage, marks, strict=True)
-        return [-a * r + (abs(math.log(r)) if m else 0.0) for r, a, m in every]
+        terms = zip(ratios, advantage, marked, strict=True)
+        return [-a * r + (abs(math.log(r)) if m else 0.0) for r, a, m in terms]
     if name in ("gspo", "gspo_token"):
         mean = math.prod(ratios) ** (1 / len(ratios)) if ratios else 1.0
         return [ppo(mean, a, 0.1, 0.2, None) for a in advantage]
@@ -73,8 +73,8 @@ def loop_losses(
         return [-min(max(r, 0.6), 1.3) * a * n for r, a, n in zip(ratios, advantage, new, strict=True)]
     assert name == "sapo"
     taus = [options.tau_positive if a > 0 else options.tau_negative for a in advantage]
-    every = zip(ratios, advantage, taus, strict=True)
-    return [-a * 4 / tau / (1 + math.exp(-tau * (r - 1))) for r, a, tau in every]
+    terms = zip(ratios, advantage, taus, strict=True)
+    return [-a * 4 / tau / (1 + math.exp(-tau * (r - 1))) for r, a, tau in terms]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -101,15 +101,15 @@ def test_gradients_match_finite_differences(name: str, seed: int) -> None:
     sampled = random_sampled(seed, 6)
     weights = sequence_mean_weights(sampled.cu_seqlens, sampled.loss_mask, 5).double()
 
-    def value(logprobs: torch.Tensor) -> torch.Tensor:
+    def weighted_loss(logprobs: torch.Tensor) -> torch.Tensor:
         columns = sampled.old_logprobs, sampled.advantages, sampled.loss_mask, sampled.cu_seqlens, sampled.marked
         return (weights * run(name, PolicyLossInput(logprobs, *columns)).loss).sum()
 
-    (gradient,) = torch.autograd.grad(value(sampled.logprobs), sampled.logprobs)
-    at, step = sampled.logprobs.detach(), 1e-6
-    for t in range(len(at)):
-        by = torch.zeros_like(at).index_fill(0, torch.tensor(t), step)
-        difference = float(value(at + by) - value(at - by)) / (2 * step)
+    (gradient,) = torch.autograd.grad(weighted_loss(sampled.logprobs), sampled.logprobs)
+    point, step = sampled.logprobs.detach(), 1e-6
+    for t in range(len(point)):
+        offset = torch.zeros_like(point).index_fill(0, torch.tensor(t), step)
+        difference = float(weighted_loss(point + offset) - weighted_loss(point - offset)) / (2 * step)
         assert float(gradient[t]) == pytest.approx(difference, abs=1e-8)
 
 
@@ -117,12 +117,12 @@ def test_stop_gradient_losses_by_hand() -> None:
     """CISPO has the clamped ratio times A; GSPO-token the sequence ratio times the token's A, unless clipped."""
     new = torch.tensor([-1.0, -1.0, -2.0], dtype=F64, requires_grad=True)
     ratios = torch.tensor([1.1, 2.0, 0.5], dtype=F64)
-    remaining = torch.tensor([1.0, -2.0, 3.0], dtype=F64), torch.ones(3).bool(), torch.tensor([0, 3])
-    run("cispo", PolicyLossInput(new, new.detach() - ratios.log(), *remaining)).loss.sum().backward()
+    columns = torch.tensor([1.0, -2.0, 3.0], dtype=F64), torch.ones(3).bool(), torch.tensor([0, 3])
+    run("cispo", PolicyLossInput(new, new.detach() - ratios.log(), *columns)).loss.sum().backward()
     assert new.grad is not None
     assert new.grad.tolist() == pytest.approx([-1.1, 2 * 1.3, -3 * 0.6], abs=1e-12)
     new.grad = None
-    run("gspo_token", PolicyLossInput(new, new.detach() - ratios.log(), *remaining)).loss.sum().backward()
+    run("gspo_token", PolicyLossInput(new, new.detach() - ratios.log(), *columns)).loss.sum().backward()
     assert new.grad is not None
     full = (1.1 * 2.0 * 0.5) ** (1 / 3)  # 1.03, inside the clip range
     assert new.grad.tolist() == pytest.approx([-full, 2 * full, -3 * full], abs=1e-12)
@@ -132,11 +132,11 @@ def test_stop_gradient_losses_by_hand() -> None:
 def test_gspo_token_equals_gspo_for_sequence_advantages(seed: int) -> None:
     sampled = random_sampled(seed, 40)
     weights = sequence_mean_weights(sampled.cu_seqlens, sampled.loss_mask, 30).double()
-    item, other = (run(name, sampled) for name in ("gspo", "gspo_token"))
-    torch.testing.assert_close(item.loss, other.loss, rtol=1e-12, atol=1e-12)
-    grads = [torch.autograd.grad((weights * x.loss).sum(), sampled.logprobs)[0] for x in (item, other)]
+    gspo, gspo_token = (run(name, sampled) for name in ("gspo", "gspo_token"))
+    torch.testing.assert_close(gspo.loss, gspo_token.loss, rtol=1e-12, atol=1e-12)
+    grads = [torch.autograd.grad((weights * x.loss).sum(), sampled.logprobs)[0] for x in (gspo, gspo_token)]
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-12)
-    clipped = item.sequence_metrics["actor/sequence_clipfrac"]
+    clipped = gspo.sequence_metrics["actor/sequence_clipfrac"]
     assert set(clipped.tolist()) <= {0.0, 1.0} and 0 < float(clipped.sum())
 
 
@@ -177,9 +177,9 @@ def test_extreme_ratios_have_finite_gradients_and_nan_propagates(name: str) -> N
     """Ratios that would overflow exp are clamped. NaN stays NaN; workers reject it before the loss."""
     for sign in (1.0, -1.0):
         logprobs = torch.tensor([0.0, -600.0, -1.0], requires_grad=True)
-        remaining = torch.ones(3).bool(), torch.tensor([0, 2, 3])
+        columns = torch.ones(3).bool(), torch.tensor([0, 2, 3])
         result = run(
-            name, PolicyLossInput(logprobs, torch.tensor([-500.0, -1.0, -1.0]), torch.full((3,), sign), *remaining)
+            name, PolicyLossInput(logprobs, torch.tensor([-500.0, -1.0, -1.0]), torch.full((3,), sign), *columns)
         )
         result.loss.sum().backward()
         assert logprobs.grad is not None and bool(torch.isfinite(logprobs.grad).all())

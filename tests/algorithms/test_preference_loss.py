@@ -28,8 +28,8 @@ def test_bradley_terry_by_hand():
     assert scores.grad is not None
     # d/dr_chosen -log sigmoid(r_chosen - r_rejected) = -(1 - sigmoid(margin)), and the opposite for the rejected one.
     slopes = [1 / (1 + math.exp(1.0)) / 2, 1 / (1 + math.exp(-3.0)) / 2]
-    truth = [0, -slopes[0], slopes[0], 0, -slopes[1], 0, 0, slopes[1]]
-    assert scores.grad.tolist() == pytest.approx(truth, abs=1e-12)
+    expected = [0, -slopes[0], slopes[0], 0, -slopes[1], 0, 0, slopes[1]]
+    assert scores.grad.tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def test_zero_scores_give_log_2():

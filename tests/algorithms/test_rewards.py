@@ -11,7 +11,7 @@ from megarl.algorithms.token_stats import sequence_sums
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import random_batch  # noqa: E402
+from sharded_batches import random_batch  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -61,9 +61,9 @@ def test_rewards_equal_the_formula_bitwise(seed):
     expected = torch.zeros(len(mask))
     expected[mask] = -0.05 * kl[mask]
     for i, (start, end) in enumerate(zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True)):
-        places = [t for t in range(start, end) if mask[t]]
-        if places:
-            expected[places[-1]] += reward[i]
+        action_indices = [t for t in range(start, end) if mask[t]]
+        if action_indices:
+            expected[action_indices[-1]] += reward[i]
     assert torch.equal(token_rewards(reward, cu, mask, kl, 0.05), expected)
 
 
@@ -83,6 +83,6 @@ def test_overlong_penalty_grows_within_the_buffer():
     assert result.dtype == torch.float32
     assert result.tolist() == pytest.approx([0, 0, -1 / 40, -0.5, -1, -1, -1])
     assert overlong_penalty(torch.zeros(0, dtype=torch.int64), 10, 10).tolist() == []
-    for most, buffer in ((10, 0), (10, 11)):
+    for max_length, buffer in ((10, 0), (10, 11)):
         with pytest.raises(ValueError, match="buffer"):
-            overlong_penalty(torch.tensor([1]), most, buffer)
+            overlong_penalty(torch.tensor([1]), max_length, buffer)

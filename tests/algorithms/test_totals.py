@@ -22,7 +22,7 @@ from megarl.types import local_all_reduce
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import random_batch, shard_sequences  # noqa: E402
+from sharded_batches import random_batch, shard_sequences  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -44,13 +44,13 @@ def random_values(count: int, seed: int) -> torch.Tensor:
 
 def test_token_stats_by_hand():
     mask = torch.tensor([True, False, True, True])
-    item, other = torch.tensor([1.0, float("nan"), 0.0, 5.0]), torch.tensor([0.5, 0.0, 3.0, 5.0])
-    assert diff_stats(item, other, mask) == DiffStats(largest=3.0, p95=3.0, mean=float(torch.tensor(3.5) / 3))
+    a, b = torch.tensor([1.0, float("nan"), 0.0, 5.0]), torch.tensor([0.5, 0.0, 3.0, 5.0])
+    assert diff_stats(a, b, mask) == DiffStats(largest=3.0, p95=3.0, mean=float(torch.tensor(3.5) / 3))
     assert count_action_tokens(mask) == 3
     assert token_mean(torch.tensor([1.0, 0.0, 2.0, 6.0]), mask) == 3.0
-    assert diff_stats(item, other, torch.zeros(4).bool()) is None
+    assert diff_stats(a, b, torch.zeros(4).bool()) is None
     assert token_mean(torch.zeros(4), torch.zeros(4).bool()) == 0.0
-    assert masked_select(item, mask, torch.float64).tolist() == [1.0, 0.0, 5.0]
+    assert masked_select(a, mask, torch.float64).tolist() == [1.0, 0.0, 5.0]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -73,47 +73,47 @@ def test_kth_values_reject_fp64():
 @pytest.mark.parametrize("seed", range(5))
 def test_stats_equal_the_formulas_bitwise(seed, block):
     mask, _ = random_batch(seed)
-    item, other = random_values(len(mask), seed), random_values(len(mask), seed + 100)
-    diff = (item - other).abs()[mask]
+    a, b = random_values(len(mask), seed), random_values(len(mask), seed + 100)
+    diff = (a - b).abs()[mask]
     p95 = float(diff.kthvalue(-(-len(diff) * 95 // 100)).values)
-    assert diff_stats(item, other, mask) == DiffStats(float(diff.max()), p95, float(diff.mean()))
-    outside = torch.where(mask, item, 0.0)
+    assert diff_stats(a, b, mask) == DiffStats(float(diff.max()), p95, float(diff.mean()))
+    outside = torch.where(mask, a, 0.0)
     assert token_mean(outside, mask) == float(outside.sum() / mask.sum().clamp(min=1))
-    assert torch.equal(masked_select(item, mask), item[mask])
-    assert torch.equal(local_all_reduce(item), item)
+    assert torch.equal(masked_select(a, mask), a[mask])
+    assert torch.equal(local_all_reduce(a), a)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(5))
 def test_stats_do_not_depend_on_sharding(seed, ranks, block):
     mask, cu = random_batch(seed)
-    item, other = random_values(len(mask), seed), random_values(len(mask), seed + 100)
-    zero_outside = torch.where(mask, item, 0.0)
+    a, b = random_values(len(mask), seed), random_values(len(mask), seed + 100)
+    zero_outside = torch.where(mask, a, 0.0)
     shares = shard_sequences(cu, ranks, seed)
 
-    def work(everyone):
-        total, (_, tokens, _) = everyone.all_reduce, shares[everyone.rank]
+    def work(comm):
+        all_reduce, (_, tokens, _) = comm.all_reduce, shares[comm.rank]
         local = mask[tokens]
         return (
-            diff_stats(item[tokens], other[tokens], local, total),
-            token_mean(zero_outside[tokens], local, total),
-            count_action_tokens(local, total),
-            everyone.largest,
+            diff_stats(a[tokens], b[tokens], local, all_reduce),
+            token_mean(zero_outside[tokens], local, all_reduce),
+            count_action_tokens(local, all_reduce),
+            comm.largest,
         )
 
     results = as_ranks(ranks, work)
     assert all(result == results[0] for result in results)
-    (got, mean, count, largest), full = results[0], diff_stats(item, other, mask)
-    assert (got.largest, got.p95) == (full.largest, full.p95)
-    assert got.mean == pytest.approx(full.mean, rel=1e-6)
+    (actual, mean, count, largest), full = results[0], diff_stats(a, b, mask)
+    assert (actual.largest, actual.p95) == (full.largest, full.p95)
+    assert actual.mean == pytest.approx(full.mean, rel=1e-6)
     assert mean == pytest.approx(token_mean(zero_outside, mask), rel=1e-6)
     assert count == int(mask.sum())
     assert largest <= 2 * 2048 * 8
 
 
 def test_diff_stats_without_actions_are_none():
-    def work(everyone):
-        mine = torch.ones(everyone.rank)
-        return diff_stats(mine, mine, torch.zeros(everyone.rank).bool(), everyone.all_reduce)
+    def work(comm):
+        values = torch.ones(comm.rank)
+        return diff_stats(values, values, torch.zeros(comm.rank).bool(), comm.all_reduce)
 
     assert as_ranks(3, work) == [None] * 3

@@ -11,7 +11,7 @@ from megarl.algorithms.losses import explained_variance, value_loss
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import random_batch, shard_sequences  # noqa: E402
+from sharded_batches import random_batch, shard_sequences  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -84,36 +84,38 @@ def test_explained_variance_equals_the_formula_on_any_number_of_ranks(seed):
     mask, cu = random_batch(seed)
     generator = torch.Generator().manual_seed(seed)
     values, returns = (torch.randn(2, len(mask), generator=generator) + 3).where(mask, float("nan"))
-    actual = returns[mask].double()
-    plain = float(1.0 - (actual - values[mask].double()).var(correction=0) / actual.var(correction=0))
-    assert explained_variance(values, returns, mask) == plain
+    masked_returns = returns[mask].double()
+    expected = float(
+        1.0 - (masked_returns - values[mask].double()).var(correction=0) / masked_returns.var(correction=0)
+    )
+    assert explained_variance(values, returns, mask) == expected
     for ranks in (1, 2, 5):
         shares = [tokens for _, tokens, _ in shard_sequences(cu, ranks, seed)]
 
-        def work(everyone, shares=shares):
-            local = shares[everyone.rank]
-            return explained_variance(values[local], returns[local], mask[local], everyone.all_reduce)
+        def work(comm, shares=shares):
+            local = shares[comm.rank]
+            return explained_variance(values[local], returns[local], mask[local], comm.all_reduce)
 
         results = as_ranks(ranks, work)
         assert set(results) == {results[0]}
-        assert results[0] == pytest.approx(plain, rel=1e-6)
+        assert results[0] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("returns", [0.1, -7.3e-5, 0.0])
 def test_explained_variance_of_equal_returns_is_zero(returns):
-    def work(everyone):
-        count = (3, 0, 17, 6)[everyone.rank]
+    def work(comm):
+        count = (3, 0, 17, 6)[comm.rank]
         mask = torch.ones(count).bool()
-        return explained_variance(torch.arange(count).float(), torch.full((count,), returns), mask, everyone.all_reduce)
+        return explained_variance(torch.arange(count).float(), torch.full((count,), returns), mask, comm.all_reduce)
 
     assert as_ranks(4, work) == [0.0] * 4
 
 
 def test_explained_variance_with_equal_returns_per_rank():
-    def work(everyone, part):
-        returns = torch.full((2,), float(everyone.rank))
-        return explained_variance(part * returns, returns, torch.ones(2).bool(), everyone.all_reduce)
+    def work(comm, part):
+        returns = torch.full((2,), float(comm.rank))
+        return explained_variance(part * returns, returns, torch.ones(2).bool(), comm.all_reduce)
 
     # returns 0 0 1 1 and values 0: residual and return have the same variance
-    assert as_ranks(2, lambda everyone: work(everyone, 0.0)) == [0.0] * 2
-    assert as_ranks(2, lambda everyone: work(everyone, 0.5)) == pytest.approx([0.75] * 2)
+    assert as_ranks(2, lambda comm: work(comm, 0.0)) == [0.0] * 2
+    assert as_ranks(2, lambda comm: work(comm, 0.5)) == pytest.approx([0.75] * 2)

@@ -11,7 +11,7 @@ from megarl.algorithms.losses import constant_weights, pair_mean_weights, sequen
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shares import random_batch, shard_sequences  # noqa: E402
+from sharded_batches import random_batch, shard_sequences  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -55,7 +55,7 @@ def test_sequence_mean_matches_a_loop():
     lengths = [5, 1, 9, 4, 12]
     starts = torch.tensor([0, *lengths]).cumsum(0)
     mask, loss = torch.rand(31, generator=generator) < 0.5, torch.randn(31, generator=generator)
-    means = [item[chosen].mean() for item, chosen in zip(loss.split(lengths), mask.split(lengths), strict=True)]
+    means = [tokens[chosen].mean() for tokens, chosen in zip(loss.split(lengths), mask.split(lengths), strict=True)]
     expected = torch.stack([mean for mean in means if not mean.isnan()]).mean()
     torch.testing.assert_close(
         (sequence_mean_weights(starts, mask, len(means) - sum(mean.isnan() for mean in means)) * loss).sum(), expected
@@ -80,7 +80,7 @@ def test_weights_equal_the_formulas_bitwise_on_any_number_of_ranks(seed):
 
 def test_pair_mean_counts_pairs_of_all_ranks():
     starts = [torch.tensor([0, 2, 5]), torch.tensor([0]), torch.tensor([0, 1, 2, 4, 5])]
-    weights = as_ranks(3, lambda everyone: pair_mean_weights(starts[everyone.rank], everyone.all_reduce).tolist())
+    weights = as_ranks(3, lambda comm: pair_mean_weights(starts[comm.rank], comm.all_reduce).tolist())
     third = float(torch.tensor(1.0 / 3))
     assert weights == [[0, third, 0, 0, 0], [], [third, 0, 0, third, 0]]
     assert pair_mean_weights(starts[2]).tolist() == [0.5, 0, 0, 0.5, 0]

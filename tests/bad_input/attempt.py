@@ -1,4 +1,4 @@
-"""Run cases, each in a fork: `attempt.py MODULE FOLDER MATERIAL NUMBER..`; prints the results as JSON.
+"""Run cases, each in a fork: `attempt.py MODULE FOLDER BASE NUMBER..`; prints the results as JSON.
 
 Runs as a fork of `tests/rank_host.py`, which has done the slow imports.
 """
@@ -55,9 +55,9 @@ def children() -> list[str]:
     return [command for command in result if "resource_tracker" not in command]
 
 
-def run_case(module: str, number: int, folder: Path, material: Path) -> dict[str, object]:
+def run_case(module: str, number: int, folder: Path, base_folder: Path) -> dict[str, object]:
     case = importlib.import_module(module).CASES[number]
-    shutil.copytree(material, folder)
+    shutil.copytree(base_folder, folder)
     (folder / "config.yaml").write_text(CONFIG.replace("FOLDER", str(folder)))
     sys.path.insert(0, str(folder))  # modules that a case writes
     case.prepare(folder)
@@ -106,14 +106,14 @@ def run_case(module: str, number: int, folder: Path, material: Path) -> dict[str
     }
 
 
-def run_forked(module: str, number: int, folder: Path, material: Path) -> dict[str, object]:
+def run_forked(module: str, number: int, folder: Path, base_folder: Path) -> dict[str, object]:
     """Run `run_case` in a fork; return its result, or why there is none."""
     readable, writable = os.pipe()
     if not (pid := os.fork()):
         os.setpgid(0, 0)
         ctypes.CDLL(None).prctl(SUBREAPER, 1)
         try:
-            result = run_case(module, number, folder, material)
+            result = run_case(module, number, folder, base_folder)
         except BaseException:  # noqa: B036  an error of the case itself
             result = {"broken": traceback.format_exc()}
         with os.fdopen(writable, "w") as pipe:
@@ -133,6 +133,6 @@ if __name__ == "__main__":
     import megarl.flow
     import megarl.train  # noqa: F401
 
-    module, folder, material, *numbers = sys.argv[1:]
-    results = {number: run_forked(module, int(number), Path(folder) / number, Path(material)) for number in numbers}
+    module, folder, base_folder, *numbers = sys.argv[1:]
+    results = {number: run_forked(module, int(number), Path(folder) / number, Path(base_folder)) for number in numbers}
     print("RESULT", json.dumps(results))

@@ -19,7 +19,7 @@ def no_changes(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """FOLDER in `overrides`, `command` and `expected` is the case's copy of the material: model/, train.jsonl,
+    """FOLDER in `overrides`, `command` and `expected` is the copy of the base folder: model/, train.jsonl,
     eval.jsonl, sft.jsonl, config.yaml. Modules in it can be imported."""
 
     name: str

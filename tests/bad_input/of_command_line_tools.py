@@ -53,7 +53,7 @@ def with_columns(**changes: Any) -> Prepare:
 
 
 def replayable(folder: Path) -> None:
-    """Write a run that can be replayed with the model of the material."""
+    """Write a run that can be replayed with the base folder's model."""
     config: dict[str, Any] = {
         "model": {"path": f"{folder}/model"},
         "reward": {"functions": ["megarl.rewards.arithmetic:arithmetic"]},
@@ -89,31 +89,40 @@ def tool(program: str) -> Callable[..., Case]:
 
 report = tool("report")
 REPORT = [
-    report("nothing given", ("RUN_DIR", "required")),
+    report("no arguments", ("RUN_DIR", "required")),
     report("an unknown option", ("unrecognized arguments: --nonsense",), "FOLDER/r", "--nonsense", prepare=write_run()),
     report("no folder", ("no run folder FOLDER/none",), "FOLDER/none"),
     report("a file", ("no run folder",), "FOLDER/config.yaml"),
-    report("no run", ("has no metrics yet", "is it a run folder?"), "FOLDER/model"),
-    report("one of two is no run", ("FOLDER/model has no metrics",), "FOLDER/r", "FOLDER/model", prepare=write_run()),
+    report("not a run folder", ("has no metrics yet", "is it a run folder?"), "FOLDER/model"),
+    report(
+        "one of two is not a run folder",
+        ("FOLDER/model has no metrics",),
+        "FOLDER/r",
+        "FOLDER/model",
+        prepare=write_run(),
+    ),
     report("empty metrics", ("has no metrics yet",), "FOLDER/r", prepare=write_run(b"")),
     report(
         "binary metrics", ("metrics.jsonl is no file of metrics",), "FOLDER/r", prepare=write_run(bytes(range(256)))
     ),
     report("metrics of zeros", ("no metrics",), "FOLDER/r", prepare=write_run(bytes(1000))),
-    report("metrics cut off", ("has no metrics yet",), "FOLDER/r", prepare=write_run(METRICS[:20])),
+    report("truncated metrics", ("has no metrics yet",), "FOLDER/r", prepare=write_run(METRICS[:20])),
     report("nested metrics", ("has no metrics yet",), "FOLDER/r", prepare=write_run(b"[" * 100000)),
     report("metrics without steps", ("has no metrics yet",), "FOLDER/r", prepare=write_run(b'{"loss": 1.0}\n')),
     report(
-        "another program's", ("none of a run's metrics",), "FOLDER/r", prepare=write_run(b'{"step": 1, "loss": 1.0}\n')
+        "metrics of another program",
+        ("none of a run's metrics",),
+        "FOLDER/r",
+        prepare=write_run(b'{"step": 1, "loss": 1.0}\n'),
     ),
     report(
-        "metrics that are text",
+        "text instead of numbers in metrics",
         ("none of a run's",),
         "FOLDER/r",
         prepare=write_run(b'{"step": 1, "time/step": "2 s"}\n'),
     ),
     report(
-        "steps beyond number",
+        "step number too large",
         ("no metrics",),
         "FOLDER/r",
         prepare=write_run(b'{"step": 1%s, "time/step": 1}' % (b"0" * 400)),
@@ -121,7 +130,7 @@ REPORT = [
     report("a damaged configuration", ("config.yaml is damaged",), "FOLDER/r", prepare=write_run(config=b"a: [")),
     report("a binary configuration", ("config.yaml is damaged",), "FOLDER/r", prepare=write_run(config=b"\xff\xfe\0")),
     report(
-        "a plot into nowhere",
+        "a plot in a missing folder",
         ("--plot", "create it first"),
         "FOLDER/r",
         "--plot",
@@ -137,43 +146,64 @@ REPORT = [
         prepare=write_run(),
     ),
     report(
-        "a plot where nothing can be",
+        "a plot in a read-only folder",
         ("--plot", "cannot be written"),
         "FOLDER/r",
         "--plot",
         "/proc/a.png",
         prepare=write_run(),
     ),
-    report("a plot over a folder", ("--plot", "suffix"), "FOLDER/r", "--plot", "FOLDER/model", prepare=write_run()),
     report(
-        "a plot of no kind", ("--plot", "png", "'docx'"), "FOLDER/r", "--plot", "FOLDER/a.docx", prepare=write_run()
+        "a plot path that is a folder", ("--plot", "suffix"), "FOLDER/r", "--plot", "FOLDER/model", prepare=write_run()
+    ),
+    report(
+        "an unknown plot format",
+        ("--plot", "png", "'docx'"),
+        "FOLDER/r",
+        "--plot",
+        "FOLDER/a.docx",
+        prepare=write_run(),
     ),
 ]
 
 view = tool("view_rollouts")
 VIEW = [
-    view("nothing given", ("RUN_DIR", "required")),
+    view("no arguments", ("RUN_DIR", "required")),
     view("no folder", ("no run folder FOLDER/none",), "FOLDER/none"),
     view("a file", ("no run folder",), "FOLDER/train.jsonl"),
-    view("no run", ("has no recorded rollouts", "track.save_rollouts"), "FOLDER/model"),
+    view("not a run folder", ("has no recorded rollouts", "track.save_rollouts"), "FOLDER/model"),
     view("a negative number", ("--show", "from 0", "-3"), "FOLDER/r", "--show", "-3", prepare=write_run()),
-    view("half a rollout", ("--show", "whole number"), "FOLDER/r", "--show", "1.5", prepare=write_run()),
-    view("a number beyond number", ("--show", "whole number"), "FOLDER/r", "--show", "9" * 5000, prepare=write_run()),
+    view("a fractional rollout number", ("--show", "whole number"), "FOLDER/r", "--show", "1.5", prepare=write_run()),
+    view("a number too large", ("--show", "whole number"), "FOLDER/r", "--show", "9" * 5000, prepare=write_run()),
     view("step 0", ("--step", "from 1"), "FOLDER/r", "--step", "0", prepare=write_run()),
-    view("a step that is text", ("--step", "whole number"), "FOLDER/r", "--step", "last", prepare=write_run()),
-    view("another step", ("no rollouts of step 9", "1 to 1"), "FOLDER/r", "--step", "9", prepare=write_run()),
+    view("a step as text", ("--step", "whole number"), "FOLDER/r", "--step", "last", prepare=write_run()),
+    view(
+        "a step that is not in the run",
+        ("no rollouts of step 9", "1 to 1"),
+        "FOLDER/r",
+        "--step",
+        "9",
+        prepare=write_run(),
+    ),
     view("worst and best", ("--best", "not allowed with"), "FOLDER/r", "--worst", "--best", prepare=write_run()),
     view(
-        "a page into nowhere",
+        "a page in a missing folder",
         ("--html", "create it first"),
         "FOLDER/r",
         "--html",
         "FOLDER/x/a.html",
         prepare=write_run(),
     ),
-    view("a page over a folder", ("--html", "is a folder"), "FOLDER/r", "--html", "FOLDER/model", prepare=write_run()),
     view(
-        "a page where nothing can be",
+        "a page path that is a folder",
+        ("--html", "is a folder"),
+        "FOLDER/r",
+        "--html",
+        "FOLDER/model",
+        prepare=write_run(),
+    ),
+    view(
+        "a page in a read-only folder",
         ("--html", "cannot be written"),
         "FOLDER/r",
         "--html",
@@ -181,48 +211,55 @@ VIEW = [
         prepare=write_run(),
     ),
     view("a page on a full disk", ("No space left",), "FOLDER/r", "--html", "/dev/full", prepare=write_run()),
-    view("no rollouts", ("has no rollouts of step 1", "rank_*.parquet"), "FOLDER/r", prepare=empty_step),
+    view("no rollouts in the step", ("has no rollouts of step 1", "rank_*.parquet"), "FOLDER/r", prepare=empty_step),
     view("binary", ("parquet is not a file of",), "FOLDER/r", prepare=write_run(rollouts=bytes(range(256)))),
     view("empty", ("parquet is not a file of",), "FOLDER/r", prepare=write_run(rollouts=b"")),
-    view("lines of JSON", ("parquet is not a file of",), "FOLDER/r", prepare=write_run(rollouts=b'{"text": "x"}\n')),
+    view("JSON lines", ("parquet is not a file of",), "FOLDER/r", prepare=write_run(rollouts=b'{"text": "x"}\n')),
     view("no turns", ("has no column 'turn_lengths'",), "FOLDER/r", prepare=with_columns(turn_lengths=None)),
     view("no id", ("has no column 'id'",), "FOLDER/r", prepare=with_columns(id=None)),
     *(
         view(name, ("parquet, row 1, is not a recorded rollout", expected), "FOLDER/r", prepare=with_columns(**changes))
         for name, expected, changes in (
-            ("a turn of more tokens", "turns of 2 tokens with 1 token ids", {"turn_lengths": [2]}),
-            ("more turns in one column", "disagree on the number", {"turn_lengths": [1, 0]}),
+            ("turns longer than the tokens", "turns of 2 tokens with 1 token ids", {"turn_lengths": [2]}),
+            ("columns with different numbers of turns", "disagree on the number", {"turn_lengths": [1, 0]}),
             ("negative ids", "a token id is negative", {"token_ids": [-1]}),
-            ("an unknown end", "'done'", {"status": "done"}),
-            ("a reward part that is text", "not a number", {"reward_parts": '{"a": "high"}'}),
-            ("reward parts that are a number", "not a dict", {"reward_parts": "3"}),
-            ("a missing reward for no reason", "not text", {"unscored": '{"a": 3}'}),
-            ("a turn without its reward", "disagree on the number", {"turn_rewards": []}),
-            ("messages cut off", "messages: ", {"messages": '[{"role": "us'}),
-            ("messages nested", "messages: ", {"messages": "[" * 100000}),
-            ("a prompt that is text", "prompt_messages is", {"prompt_messages": '"x"'}),
-            ("advantages of other tokens", "2 advantages", {"advantages": [0.5, 0.5]}),
+            ("an unknown status", "'done'", {"status": "done"}),
+            ("a reward part as text", "not a number", {"reward_parts": '{"a": "high"}'}),
+            ("reward parts as a number", "not a dict", {"reward_parts": "3"}),
+            ("an unscored reason that is not text", "not text", {"unscored": '{"a": 3}'}),
+            ("fewer turn rewards than turns", "disagree on the number", {"turn_rewards": []}),
+            ("truncated messages", "messages: ", {"messages": '[{"role": "us'}),
+            ("deeply nested messages", "messages: ", {"messages": "[" * 100000}),
+            ("prompt messages as text", "prompt_messages is", {"prompt_messages": '"x"'}),
+            ("more advantages than tokens", "2 advantages", {"advantages": [0.5, 0.5]}),
         )
     ),
 ]
 
 mismatch = tool("mismatch")
 MISMATCH = [
-    mismatch("nothing given", ("RUN_DIR", "required")),
+    mismatch("no arguments", ("RUN_DIR", "required")),
     mismatch("no folder", ("no run folder FOLDER/none",), "FOLDER/none"),
-    mismatch("no run", ("has no recorded rollouts", "track.save_rollouts"), "FOLDER/model"),
-    mismatch("a step that is text", ("--step", "whole number"), "FOLDER/r", "--step", "last", prepare=write_run()),
-    mismatch("another step", ("no rollouts of step 9", "1 to 1"), "FOLDER/r", "--step", "9", prepare=write_run()),
-    mismatch("fewer than none", ("--worst", "from 0"), "FOLDER/r", "--worst", "-1", prepare=write_run()),
+    mismatch("not a run folder", ("has no recorded rollouts", "track.save_rollouts"), "FOLDER/model"),
+    mismatch("a step as text", ("--step", "whole number"), "FOLDER/r", "--step", "last", prepare=write_run()),
     mismatch(
-        "a trainer that has not looked",
+        "a step that is not in the run",
+        ("no rollouts of step 9", "1 to 1"),
+        "FOLDER/r",
+        "--step",
+        "9",
+        prepare=write_run(),
+    ),
+    mismatch("a negative number", ("--worst", "from 0"), "FOLDER/r", "--worst", "-1", prepare=write_run()),
+    mismatch(
+        "no trainer log-probs",
         ("no log-probs", "rollout.verify_weights_every=1"),
         "FOLDER/r",
         prepare=write_run(),
     ),
     mismatch("binary", ("parquet is not a file of",), "FOLDER/r", prepare=write_run(rollouts=bytes(range(256)))),
     mismatch(
-        "log-probs of other tokens",
+        "more log-probs than tokens",
         ("parquet, row 1, is not a recorded rollout", "2 trainer_logprobs for a rollout of 1 tokens"),
         "FOLDER/r",
         prepare=with_columns(trainer_logprobs=[0.5, 0.5]),
@@ -231,13 +268,13 @@ MISMATCH = [
 
 memory, QWEN = tool("plan_memory"), ("--model", "qwen3-30b-a3b")
 MEMORY = [
-    memory("nothing given", ("--model", "required")),
+    memory("no arguments", ("--model", "required")),
     memory("an unknown model", ("--model gpt-5", "qwen3-30b-a3b"), "--model", "gpt-5", "--gpus", "8"),
     memory("a folder without a model", ("config.json",), "--model", "FOLDER/r", "--gpus", "8", prepare=write_run()),
     memory("neither layout nor GPUs", ("--gpus",), *QWEN),
     memory("negative GPUs", ("--gpus", "-8"), *QWEN, "--gpus", "-8"),
-    memory("half a GPU", ("--gpus", "whole number"), *QWEN, "--gpus", "0.5"),
-    memory("more GPUs than there are", ("--gpus", "1048576"), *QWEN, "--gpus", "1" + "0" * 12),
+    memory("a fractional number of GPUs", ("--gpus", "whole number"), *QWEN, "--gpus", "0.5"),
+    memory("too many GPUs", ("--gpus", "1048576"), *QWEN, "--gpus", "1" + "0" * 12),
     *(
         memory(f"{option} {value}", (option,), *QWEN, "--gpus", "8", option, value)
         for option, values in {
@@ -255,38 +292,38 @@ MEMORY = [
         }.items()
         for value in values
     ),
-    memory("a layout without a world", ("world",), *QWEN, "--layout", "tp=8"),
-    memory("a layout of another kind", ("--layout has no 'zp'", "tp"), *QWEN, "--layout", "world=8,zp=2"),
-    memory("a layout of nothing", ("--layout tp", "'0'"), *QWEN, "--layout", "world=8,tp=0"),
-    memory("a negative layout", ("--layout tp", "'-2'"), *QWEN, "--layout", "world=8,tp=-2"),
-    memory("a layout in words", ("--layout tp", "'two'"), *QWEN, "--layout", "world=8,tp=two"),
-    memory("an endless layout", ("--layout world",), *QWEN, "--layout", "world=1" + "0" * 5000),
-    memory("a layout that does not divide", ("3",), *QWEN, "--layout", "world=8,tp=3"),
-    memory("more experts' ranks than ranks", ("ep=16",), *QWEN, "--layout", "world=8,ep=16"),
-    memory("an engine of nothing", ("--rollout tp",), *QWEN, "--gpus", "8", "--rollout", "tp=0"),
-    memory("an engine of another kind", ("--rollout has no 'pp'",), *QWEN, "--gpus", "8", "--rollout", "pp=2"),
-    memory("too large to measure", ("--measure", "GB"), *QWEN, "--layout", "world=8,tp=2", "--measure"),
-    memory("two to measure", ("--measure", "one"), *QWEN, "--layout", "world=2", "world=4", "--measure"),
+    memory("a layout without world", ("world",), *QWEN, "--layout", "tp=8"),
+    memory("an unknown key in a layout", ("--layout has no 'zp'", "tp"), *QWEN, "--layout", "world=8,zp=2"),
+    memory("a layout size of 0", ("--layout tp", "'0'"), *QWEN, "--layout", "world=8,tp=0"),
+    memory("a negative layout size", ("--layout tp", "'-2'"), *QWEN, "--layout", "world=8,tp=-2"),
+    memory("a layout size as text", ("--layout tp", "'two'"), *QWEN, "--layout", "world=8,tp=two"),
+    memory("a layout size with 5,001 digits", ("--layout world",), *QWEN, "--layout", "world=1" + "0" * 5000),
+    memory("an indivisible layout", ("3",), *QWEN, "--layout", "world=8,tp=3"),
+    memory("ep larger than the world", ("ep=16",), *QWEN, "--layout", "world=8,ep=16"),
+    memory("an engine size of 0", ("--rollout tp",), *QWEN, "--gpus", "8", "--rollout", "tp=0"),
+    memory("an unknown key of the engine", ("--rollout has no 'pp'",), *QWEN, "--gpus", "8", "--rollout", "pp=2"),
+    memory("a layout too large to measure", ("--measure", "GB"), *QWEN, "--layout", "world=8,tp=2", "--measure"),
+    memory("two layouts to measure", ("--measure", "one"), *QWEN, "--layout", "world=2", "world=4", "--measure"),
 ]
 
 reshard = tool("plan_reshard")
 LAYOUTS = (*QWEN, "--train", "world=8,tp=2,ep=4", "--engine", "tp=4,ep=4")
 RESHARD = [
-    reshard("nothing given", ("--model", "--train", "--engine", "required")),
+    reshard("no arguments", ("--model", "--train", "--engine", "required")),
     reshard("an unknown model", ("--model gpt-5", "qwen3-30b-a3b"), *LAYOUTS, "--model", "gpt-5"),
-    reshard("no world", ("--train needs world",), *LAYOUTS, "--train", "tp=8"),
-    reshard("no size of an engine", ("--engine needs tp",), *LAYOUTS, "--engine", "ep=8"),
+    reshard("no world size", ("--train needs world",), *LAYOUTS, "--train", "tp=8"),
+    reshard("no engine size", ("--engine needs tp",), *LAYOUTS, "--engine", "ep=8"),
     reshard("an engine larger than the job", ("8",), *LAYOUTS, "--engine", "tp=16"),
-    reshard("a size in words", ("--engine tp", "'x'"), *LAYOUTS, "--engine", "tp=x"),
+    reshard("a size as text", ("--engine tp", "'x'"), *LAYOUTS, "--engine", "tp=x"),
     reshard("a negative size", ("--train tp", "'-2'"), *LAYOUTS, "--train", "world=8,tp=-2"),
-    reshard("a size beyond number", ("--train tp",), *LAYOUTS, "--train", "world=8,tp=1" + "0" * 30),
-    reshard("a layout that does not divide", ("3",), *LAYOUTS, "--train", "world=8,tp=3"),
-    reshard("experts that do not divide", ("ep", "128"), *LAYOUTS, "--train", "world=6,ep=3", "--engine", "tp=2,ep=2"),
+    reshard("a size too large", ("--train tp",), *LAYOUTS, "--train", "world=8,tp=1" + "0" * 30),
+    reshard("an indivisible layout", ("3",), *LAYOUTS, "--train", "world=8,tp=3"),
+    reshard("indivisible experts", ("ep", "128"), *LAYOUTS, "--train", "world=6,ep=3", "--engine", "tp=2,ep=2"),
     reshard("more stages than layers", ("stages",), *LAYOUTS, "--train", "world=64,pp=64"),
-    reshard("layers in words", ("--pp-layers", "4,4,3"), *LAYOUTS, "--pp-layers", "a,b"),
-    reshard("layers of other stages", ("[4, 4]",), *LAYOUTS, "--pp-layers", "4,4"),
-    reshard("a page into nowhere", ("--html", "create it first"), *LAYOUTS, "--html", "FOLDER/x/a.html"),
-    reshard("a page over a folder", ("--html", "is a folder"), *LAYOUTS, "--html", "FOLDER/model"),
+    reshard("layers as text", ("--pp-layers", "4,4,3"), *LAYOUTS, "--pp-layers", "a,b"),
+    reshard("layers for another number of stages", ("[4, 4]",), *LAYOUTS, "--pp-layers", "4,4"),
+    reshard("a page in a missing folder", ("--html", "create it first"), *LAYOUTS, "--html", "FOLDER/x/a.html"),
+    reshard("a page path that is a folder", ("--html", "is a folder"), *LAYOUTS, "--html", "FOLDER/model"),
     *(
         reshard(f"{option} {value}", (option,), *LAYOUTS, option, value)
         for option, values in {
@@ -319,37 +356,37 @@ def write_row(row: dict[str, Any] | bytes) -> Prepare:
 
 HUMANEVAL = {"task_id": "HumanEval/0", "prompt": "def f(x):\n", "entry_point": "f", "test": "def check(c):\n    pass"}
 GSM8K = [
-    prepare_data("nothing given", ("NAME", "SOURCE", "OUT", "required")),
+    prepare_data("no arguments", ("NAME", "SOURCE", "OUT", "required")),
     prepare_data("an unknown data set", ("'mbpp'", "gsm8k", "humaneval"), "mbpp", "FOLDER/g", "FOLDER/out"),
     prepare_data("no file", ("there is no file FOLDER/none",), "aime", "FOLDER/none", "FOLDER/out"),
     *(
-        prepare_data(name, expected, kind, "FOLDER/rows.jsonl", "FOLDER/out", prepare=write_row(row))
-        for name, expected, kind, row in (
+        prepare_data(name, expected, mode, "FOLDER/rows.jsonl", "FOLDER/out", prepare=write_row(row))
+        for name, expected, mode, row in (
             ("empty", ("rows.jsonl holds no problems",), "math500", b""),
             ("a broken line", ("rows.jsonl:1: not JSON",), "math500", b'{"problem": '),
             ("no ground truth", ("rows.jsonl:1", "no ground truth"), "math500", {"problem": "1+1?"}),
             ("an empty ground truth", ("rows.jsonl:1", "no ground truth"), "aime", {"problem": "1+1?", "answer": " "}),
-            ("an answer beyond AIME's", ("rows.jsonl:1", "0 to 999"), "aime", {"problem": "1+1?", "answer": "x"}),
+            ("an answer out of AIME's range", ("rows.jsonl:1", "0 to 999"), "aime", {"problem": "1+1?", "answer": "x"}),
             ("no tests", ("rows.jsonl:1", "'test'"), "humaneval", {"prompt": "def f(): ", "entry_point": "f"}),
-            ("tests that are none", ("rows.jsonl:1",), "humaneval", {**HUMANEVAL, "test": "def check(c:"}),
-            ("tests of nothing", ("rows.jsonl:1",), "humaneval", {**HUMANEVAL, "entry_point": "a b"}),
+            ("tests with a syntax error", ("rows.jsonl:1",), "humaneval", {**HUMANEVAL, "test": "def check(c:"}),
+            ("an invalid entry point", ("rows.jsonl:1",), "humaneval", {**HUMANEVAL, "entry_point": "a b"}),
         )
     ),
-    gsm8k("nothing given", ("SOURCE", "OUT", "required")),
+    gsm8k("no arguments", ("SOURCE", "OUT", "required")),
     gsm8k("no target", ("OUT", "required"), "FOLDER/g", prepare=write_gsm8k(PROBLEM)),
     gsm8k("no source", ("no folder FOLDER/none",), "FOLDER/none", "FOLDER/out"),
-    gsm8k("a source that is a file", ("no folder",), "FOLDER/train.jsonl", "FOLDER/out"),
-    gsm8k("other files", ("must have one of train.jsonl",), "FOLDER/model", "FOLDER/out"),
+    gsm8k("a file as the source", ("no folder",), "FOLDER/train.jsonl", "FOLDER/out"),
+    gsm8k("a folder with other files", ("must have one of train.jsonl",), "FOLDER/model", "FOLDER/out"),
     gsm8k("no test", ("must have one of test.jsonl",), "FOLDER/g", "FOLDER/out", prepare=write_gsm8k(PROBLEM, None)),
     gsm8k("empty", ("train.jsonl holds no problems",), "FOLDER/g", "FOLDER/out", prepare=write_gsm8k()),
     gsm8k("not JSON", ("train.jsonl:1: not JSON",), "FOLDER/g", "FOLDER/out", prepare=write_gsm8k(b"{")),
     gsm8k(
         "latin-1", ("train.jsonl:1: not UTF-8",), "FOLDER/g", "FOLDER/out", prepare=write_gsm8k(b'{"question": "\xe9"}')
     ),
-    gsm8k("lists", ("train.jsonl:1: a list",), "FOLDER/g", "FOLDER/out", prepare=write_gsm8k(b"[]")),
+    gsm8k("lists as rows", ("train.jsonl:1: a list",), "FOLDER/g", "FOLDER/out", prepare=write_gsm8k(b"[]")),
     gsm8k("another data set", ("no text 'question'",), "FOLDER/g", "FOLDER/out", prepare=write_gsm8k({"text": "x"})),
     gsm8k(
-        "an answer that is a number",
+        "an answer as a number",
         ("'answer'",),
         "FOLDER/g",
         "FOLDER/out",
@@ -363,7 +400,7 @@ GSM8K = [
         prepare=write_gsm8k(PROBLEM | {"answer": "2"}),
     ),
     gsm8k(
-        "a target that is a file",
+        "a file as the target",
         ("OUT FOLDER/config.yaml is not a folder",),
         "FOLDER/g",
         "FOLDER/config.yaml",
@@ -376,16 +413,16 @@ GSM8K = [
         "FOLDER/config.yaml/x",
         prepare=write_gsm8k(PROBLEM),
     ),
-    gsm8k("a target where nothing can be", ("/proc",), "FOLDER/g", "/proc/out", prepare=write_gsm8k(PROBLEM)),
+    gsm8k("a target in a read-only folder", ("/proc",), "FOLDER/g", "/proc/out", prepare=write_gsm8k(PROBLEM)),
 ]
 
 quickstart = tool("make_quickstart")
 QUICKSTART = [
-    quickstart("nothing given", ("out", "required")),
-    quickstart("a folder of something else", ("FOLDER is not empty", "another folder"), "FOLDER"),
+    quickstart("no arguments", ("out", "required")),
+    quickstart("a folder with other files", ("FOLDER is not empty", "another folder"), "FOLDER"),
     quickstart("a file", ("config.yaml is not a folder",), "FOLDER/config.yaml"),
     quickstart("below a file", ("is not a folder",), "FOLDER/config.yaml/q"),
-    quickstart("where nothing can be", ("/proc",), "/proc/q"),
+    quickstart("a read-only folder", ("/proc",), "/proc/q"),
     quickstart("an unknown family", ("--family", "qwen3_moe"), "FOLDER/q", "--family", "nonsense"),
     *(
         quickstart(f"{option} {value}", (option,), "FOLDER/q", option, value)
@@ -414,14 +451,14 @@ BENCHES = [
         }.items()
         for value in values
     ),
-    step("no texts", ("no data file FOLDER/none.jsonl",), "--texts", "FOLDER/none.jsonl"),
-    step("texts of another column", ("train.jsonl:1 has no text 'answer'", "--key"), "--texts", "FOLDER/train.jsonl"),
-    step("texts that are no JSON", ("not JSON",), "--texts", "FOLDER/g/train.jsonl", prepare=write_gsm8k(b"{")),
-    step("texts without one", ("holds no texts",), "--texts", "FOLDER/g/train.jsonl", prepare=write_gsm8k()),
-    step("no run", ("--run", "no steps"), "--run", "FOLDER/none"),
+    step("no text file", ("no data file FOLDER/none.jsonl",), "--texts", "FOLDER/none.jsonl"),
+    step("texts in another column", ("train.jsonl:1 has no text 'answer'", "--key"), "--texts", "FOLDER/train.jsonl"),
+    step("texts that are not JSON", ("not JSON",), "--texts", "FOLDER/g/train.jsonl", prepare=write_gsm8k(b"{")),
+    step("an empty text file", ("holds no texts",), "--texts", "FOLDER/g/train.jsonl", prepare=write_gsm8k()),
+    step("not a run folder", ("--run", "no steps"), "--run", "FOLDER/none"),
     step("a run of another program", ("--run", "no steps"), "--run", "FOLDER/r", prepare=write_run(b'{"step": 1}\n')),
     step("a binary run", ("--run", "metrics.jsonl"), "--run", "FOLDER/r", prepare=write_run(bytes(range(256)))),
-    step("a run in words", ("--run",), "--run", "FOLDER/r", prepare=write_run(b'{"step": 1, "time/step": "x"}\n')),
+    step("run metrics as text", ("--run",), "--run", "FOLDER/r", prepare=write_run(b'{"step": 1, "time/step": "x"}\n')),
     *(
         bench(f"{option} {value}", (option,), option, value)
         for option, values in {
@@ -433,8 +470,8 @@ BENCHES = [
         }.items()
         for value in values
     ),
-    bench("figures into nowhere", ("--json", "create it first"), "--json", "FOLDER/x/a.json"),
-    bench("figures over a folder", ("--json", "is a folder"), "--json", "FOLDER/model"),
+    bench("a JSON file in a missing folder", ("--json", "create it first"), "--json", "FOLDER/x/a.json"),
+    bench("a JSON path that is a folder", ("--json", "is a folder"), "--json", "FOLDER/model"),
 ]
 
 parity = tool("check_parity")
@@ -442,19 +479,19 @@ PARITY = [
     parity("an unknown family", ("--family", "nonsense", "qwen3_moe"), "--family", "nonsense"),
     parity("an unknown layout", ("--layout", "tp=3"), "--layout", "tp=3"),
     parity("an unknown engine", ("--engine", "tp=16"), "--engine", "tp=16"),
-    parity("a table into nothing", ("--readme", "create it first"), "--readme", "FOLDER/x/README.md"),
-    parity("a table into another file", ("--readme", "two marks"), "--readme", "FOLDER/config.yaml"),
-    parity("a table into a folder", ("--readme", "is a folder"), "--readme", "FOLDER/model"),
-    parity("a table into a model", ("--readme", "is no text"), "--readme", "FOLDER/model/model.safetensors"),
+    parity("a README in a missing folder", ("--readme", "create it first"), "--readme", "FOLDER/x/README.md"),
+    parity("a README without the marks", ("--readme", "two marks"), "--readme", "FOLDER/config.yaml"),
+    parity("a README path that is a folder", ("--readme", "is a folder"), "--readme", "FOLDER/model"),
+    parity("a README path that is a model", ("--readme", "is no text"), "--readme", "FOLDER/model/model.safetensors"),
 ]
 
 replay = tool("replay_step")
 REPLAY = [
-    replay("no run", ("FOLDER/model is not a run folder",), "FOLDER/model", "--step", "1"),
+    replay("not a run folder", ("FOLDER/model is not a run folder",), "FOLDER/model", "--step", "1"),
     replay("no step", ("required: --step",), "FOLDER/r", prepare=write_run()),
     replay("step 0", ("--step: must be from 1",), "FOLDER/r", "--step", "0", prepare=write_run()),
     replay(
-        "a function that is not there",
+        "a function that does not exist",
         ("--break: cannot import no_lab",),
         *("FOLDER/r", "--step", "1", "--break", "no_lab:loss"),
         prepare=write_run(),
@@ -467,11 +504,9 @@ REPLAY = [
         "2",
         prepare=replayable,
     ),
+    replay("a step after the last", ("--step 999", "steps 1 to 1"), "FOLDER/r", "--step", "999", prepare=replayable),
     replay(
-        "a step that no run comes to", ("--step 999", "steps 1 to 1"), "FOLDER/r", "--step", "999", prepare=replayable
-    ),
-    replay(
-        "a change that is none",
+        "an invalid change",
         ("FOLDER/r/changes.jsonl: no change of a key: '[1]'",),
         *("FOLDER/r", "--step", "1"),
         prepare=lambda folder: (write_run()(folder), (folder / "r/changes.jsonl").write_text("[1]\n"), None)[2],

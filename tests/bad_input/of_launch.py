@@ -62,15 +62,19 @@ MULTI, CONFIG = "launch/multi_node.sh", "FOLDER/config.yaml"
 UNKNOWN = "unrecognized arguments"
 
 CASES = [
-    command_line("nothing", ("name a configuration", "configs/quickstart.yaml", "usage")),
+    command_line("no arguments", ("name a configuration", "configs/quickstart.yaml", "usage")),
     command_line("a flag alone", ("name a configuration",), "--dry-run"),
     command_line("an unknown flag", (UNKNOWN, "--dryrun", "usage"), CONFIG, "--dryrun"),
     command_line("part of a flag", (UNKNOWN, "--dry", "usage"), CONFIG, "--dry"),
     command_line("a short flag", (UNKNOWN, "-x"), CONFIG, "-x"),
     command_line("a value for a flag", ("--dry-run", "ignored explicit argument 'yes'"), CONFIG, "--dry-run=yes"),
-    command_line("a word for a flag", ("'yes'", "not of the form key=value"), CONFIG, "--dry-run", "yes"),
-    command_line("a word in no key", ("--keys rewrd: no key contains this", "did you mean reward?"), "--keys", "rewrd"),
-    Case("command line: of the page, an unknown flag", (UNKNOWN, "--nonsense"), command=("-m", "megarl", "--nonsense")),
+    command_line("a word without an equals sign", ("'yes'", "not of the form key=value"), CONFIG, "--dry-run", "yes"),
+    command_line(
+        "a word that is not a key", ("--keys rewrd: no key contains this", "did you mean reward?"), "--keys", "rewrd"
+    ),
+    Case(
+        "command line: an unknown flag of the viewer", (UNKNOWN, "--nonsense"), command=("-m", "megarl", "--nonsense")
+    ),
     command_line("a value for --keys", ("--keys", "ignored explicit argument"), "--keys=run"),
     command_line("a key as a flag", (UNKNOWN, "--run.seed=3"), CONFIG, "--run.seed=3"),
     command_line("the configuration as a flag", (UNKNOWN, "--config=FOLDER/config.yaml"), f"--config={CONFIG}"),
@@ -80,10 +84,12 @@ CASES = [
     ),
     command_line("an empty name", ("no configuration file",), ""),
     command_line("a recipe's name alone", ("no configuration file quickstart",), "quickstart"),
-    command_line("an override first", ("no configuration file run.seed=3",), "run.seed=3", CONFIG),
+    command_line("an override before the configuration", ("no configuration file run.seed=3",), "run.seed=3", CONFIG),
     command_line("two configurations", ("config.yaml'", "not of the form key=value"), CONFIG, CONFIG),
     command_line("a key without a value", ("'run.seed' is not of the form key=value",), CONFIG, "run.seed"),
-    command_line("a key and its value apart", ("'run.seed' is not of the form key=value",), CONFIG, "run.seed", "3"),
+    command_line(
+        "a key and its value as two arguments", ("'run.seed' is not of the form key=value",), CONFIG, "run.seed", "3"
+    ),
     command_line("a value without a key", ("not of the form key=value",), CONFIG, "=3"),
     command_line("a section without a key", ("not of the form key=value",), CONFIG, "run.=3"),
     command_line("a key without a section", ("not of the form key=value",), CONFIG, ".seed=3"),
@@ -103,33 +109,33 @@ CASES = [
         command=(*TRAIN, "FOLDER/link.yaml"),
     ),
     Case(
-        "more ranks than this machine may have",
+        "more ranks than a machine may have",
         ("parallel.world_size=4", "slurm/ppo_moe.sh", "launch/multi_node.sh"),
         ("parallel.world_size=4", "parallel.ranks_per_node=2"),
     ),
     from_environment(
         "fewer ranks than configured", ("2 ranks were started", "parallel.world_size=1", "--nproc-per-node 1")
     ),
-    from_environment("one rank of two", ("1 ranks were started", "--nproc-per-node 2"), *TWO, WORLD_SIZE="1"),
+    from_environment("one rank of two started", ("1 ranks were started", "--nproc-per-node 2"), *TWO, WORLD_SIZE="1"),
     from_environment("no RANK", ("no RANK", "torchrun sets"), *TWO, RANK=None),
     from_environment("no WORLD_SIZE", ("no WORLD_SIZE", "unset"), *TWO, WORLD_SIZE=None),
     from_environment("no MASTER_ADDR", ("no MASTER_ADDR",), *TWO, MASTER_ADDR=None),
     from_environment("no MASTER_PORT", ("no MASTER_PORT",), *TWO, MASTER_PORT=None),
-    from_environment("WORLD_SIZE in words", ("WORLD_SIZE='two'", "number from 1"), *TWO, WORLD_SIZE="two"),
+    from_environment("WORLD_SIZE as text", ("WORLD_SIZE='two'", "number from 1"), *TWO, WORLD_SIZE="two"),
     from_environment("WORLD_SIZE empty", ("WORLD_SIZE=''", "number from 1"), *TWO, WORLD_SIZE=""),
     from_environment("WORLD_SIZE of 0", ("WORLD_SIZE='0'", "number from 1"), *TWO, WORLD_SIZE="0"),
     from_environment("WORLD_SIZE negative", ("WORLD_SIZE='-2'",), *TWO, WORLD_SIZE="-2"),
     from_environment("WORLD_SIZE with a point", ("WORLD_SIZE='2.0'",), *TWO, WORLD_SIZE="2.0"),
-    from_environment("RANK in words", ("RANK='first'", "number from 0"), *TWO, RANK="first"),
+    from_environment("RANK as text", ("RANK='first'", "number from 0"), *TWO, RANK="first"),
     from_environment("RANK negative", ("RANK='-1'",), *TWO, RANK="-1"),
-    from_environment("RANK in other digits", ("RANK='\u0661'",), *TWO, RANK="\u0661"),
+    from_environment("RANK in non-ASCII digits", ("RANK='\u0661'",), *TWO, RANK="\u0661"),
     from_environment("RANK beyond the world", ("RANK=2 of WORLD_SIZE=2",), *TWO, RANK="2"),
-    from_environment("LOCAL_RANK in words", ("LOCAL_RANK='x'",), *TWO, LOCAL_RANK="x"),
-    from_environment("MASTER_PORT in words", ("MASTER_PORT='http'",), *TWO, MASTER_PORT="http"),
+    from_environment("LOCAL_RANK as text", ("LOCAL_RANK='x'",), *TWO, LOCAL_RANK="x"),
+    from_environment("MASTER_PORT as text", ("MASTER_PORT='http'",), *TWO, MASTER_PORT="http"),
     from_environment("MASTER_PORT of 0", ("MASTER_PORT=0",), *TWO, MASTER_PORT="0"),
     from_environment("MASTER_PORT too large", ("MASTER_PORT=70000",), *TWO, MASTER_PORT="70000"),
     from_environment(
-        "MASTER_ADDR of nobody", ("MASTER_ADDR=none.invalid cannot be resolved",), *TWO, MASTER_ADDR="none.invalid"
+        "an unknown MASTER_ADDR", ("MASTER_ADDR=none.invalid cannot be resolved",), *TWO, MASTER_ADDR="none.invalid"
     ),
     from_environment("MASTER_ADDR empty", ("MASTER_ADDR",), *TWO, MASTER_ADDR=" "),
     Case(
@@ -141,23 +147,27 @@ CASES = [
     ),
     Case("torchrun: an unknown option", ("torchrun: ", UNKNOWN, "--rank"), command=(*TORCHRUN, "--rank", "2", "x.py")),
     Case("torchrun: no program", ("torchrun: ", "training_script"), command=TORCHRUN),
-    Case("torchrun: ranks in words", ("torchrun: ", "two"), command=(*TORCHRUN, "--nproc-per-node", "two", "x.py")),
+    Case("torchrun: ranks as text", ("torchrun: ", "two"), command=(*TORCHRUN, "--nproc-per-node", "two", "x.py")),
     Case("a flow of one's own: no override", ("'fast' is not of the form",), command=("launch/ppo_hello.py", "fast")),
     Case("a flow of one's own: no such key", ("run.sed", "run.seed"), command=("launch/ppo_hello.py", "run.sed=3")),
-    script("single node, nothing", ("no configuration", "usage: bash launch/single_node.sh"), "launch/single_node.sh"),
+    script(
+        "single node, no arguments", ("no configuration", "usage: bash launch/single_node.sh"), "launch/single_node.sh"
+    ),
     script("single node, no such file", ("no configuration file none.yaml",), "launch/single_node.sh", "none.yaml"),
     script("single node, a flag", ("--dry-run", "not of the form"), "launch/single_node.sh", CONFIG, "--dry-run"),
-    script("many nodes, nothing", ("no configuration", "usage: NNODES=.."), MULTI),
-    script("many nodes, how many", ("set NNODES",), MULTI, CONFIG),
-    script("many nodes, which", ("set NODE_RANK",), MULTI, CONFIG, NNODES="2"),
-    script("many nodes, where", ("set MASTER_ADDR",), MULTI, CONFIG, NNODES="2", NODE_RANK="0"),
+    script("many nodes, no arguments", ("no configuration", "usage: NNODES=.."), MULTI),
+    script("many nodes, no number of nodes", ("set NNODES",), MULTI, CONFIG),
+    script("many nodes, no node rank", ("set NODE_RANK",), MULTI, CONFIG, NNODES="2"),
+    script("many nodes, no address", ("set MASTER_ADDR",), MULTI, CONFIG, NNODES="2", NODE_RANK="0"),
     script("many nodes, empty", ("set NNODES",), MULTI, CONFIG, NNODES="", NODE_RANK="0"),
-    script("many nodes, in words", ("NNODES=two",), MULTI, CONFIG, **NODES | {"NNODES": "two"}),
-    script("many nodes, none", ("NNODES=0",), MULTI, CONFIG, **NODES | {"NNODES": "0"}),
+    script("many nodes, numbers as text", ("NNODES=two",), MULTI, CONFIG, **NODES | {"NNODES": "two"}),
+    script("many nodes, 0 nodes", ("NNODES=0",), MULTI, CONFIG, **NODES | {"NNODES": "0"}),
     script("many nodes for one rank", ("parallel.world_size=1 does not divide by 2",), MULTI, CONFIG, **NODES),
-    script("many nodes, one beyond", ("NODE_RANK=2", "= 1"), MULTI, CONFIG, *TWO, **NODES | {"NODE_RANK": "2"}),
-    script("many nodes, a port in words", ("MASTER_PORT=x",), MULTI, CONFIG, *TWO, **NODES | {"MASTER_PORT": "x"}),
-    Case("script: Slurm's by hand", ("sbatch slurm/ppo_moe.sh",), command=("bash", "slurm/ppo_moe.sh")),
+    script(
+        "many nodes, a node rank too large", ("NODE_RANK=2", "= 1"), MULTI, CONFIG, *TWO, **NODES | {"NODE_RANK": "2"}
+    ),
+    script("many nodes, a port as text", ("MASTER_PORT=x",), MULTI, CONFIG, *TWO, **NODES | {"MASTER_PORT": "x"}),
+    Case("script: the Slurm script outside Slurm", ("sbatch slurm/ppo_moe.sh",), command=("bash", "slurm/ppo_moe.sh")),
     *(
         Case(
             f"script: not installed, {name}",

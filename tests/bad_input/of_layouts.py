@@ -7,92 +7,116 @@ ASYNCHRONOUS, REPLAYED, OVERSAMPLED = "rollout.asynchronous=true", "rollout.repl
 SPLIT = "{actor: 0-3, rollout: 4-7}"
 
 
-def placed(name: str, expected: tuple[str, ...], placement: str, *value: str) -> Case:
+def placement_case(name: str, expected: tuple[str, ...], placement: str, *overrides: str) -> Case:
     """A case with this placement, on eight ranks by default."""
-    return Case(name, expected, (*(value or (EIGHT,)), f"placement={placement}"))
+    return Case(name, expected, (*(overrides or (EIGHT,)), f"placement={placement}"))
 
 
 CASES = [
-    placed("a rank that is not there", ("placement.critic=4-7", "rank 7", "0 to 3"), "{critic: 4-7}", FOUR),
-    placed("a rank far beyond", ("rank 999999999", "parallel.world_size=8"), "{actor: 0-999999999}"),
-    placed("ranks without a number", ("placement.actor=", "lists no ranks", "0-3"), "{actor: ''}"),
-    placed("no word of where", ("placement.actor=None", "remove the role"), "{actor: }"),
-    placed("a word for ranks", ("placement.actor=first", "is not a set of ranks", "0,2,5-6"), "{actor: first}"),
-    placed("dots for ranks", ("'0..3'", "is not a set of ranks"), "{actor: 0..3}"),
-    placed("a list for ranks", ("placement.actor=[0, 1]", "write ranks as"), "{actor: [0, 1]}"),
-    placed("ranks that go down", ("3-0 is descending", "0-3"), "{actor: 3-0}"),
-    placed("a rank twice", ("names rank 2 twice",), "{actor: '0-3,2'}"),
-    placed("a role misspelt", ("placement.critc", "did you mean placement.critic"), "{critc: 0-3}"),
-    placed("a role of another algorithm", ("grpo has no such role",), "{critic: 0-3}", EIGHT, "algorithm=grpo"),
-    placed(
-        "a reference elsewhere",
+    placement_case("a rank beyond the world", ("placement.critic=4-7", "rank 7", "0 to 3"), "{critic: 4-7}", FOUR),
+    placement_case("a huge rank", ("rank 999999999", "parallel.world_size=8"), "{actor: 0-999999999}"),
+    placement_case("an empty rank list", ("placement.actor=", "lists no ranks", "0-3"), "{actor: ''}"),
+    placement_case("a role without a value", ("placement.actor=None", "remove the role"), "{actor: }"),
+    placement_case(
+        "a word instead of ranks", ("placement.actor=first", "is not a set of ranks", "0,2,5-6"), "{actor: first}"
+    ),
+    placement_case("dots instead of a dash", ("'0..3'", "is not a set of ranks"), "{actor: 0..3}"),
+    placement_case("a list instead of ranks", ("placement.actor=[0, 1]", "write ranks as"), "{actor: [0, 1]}"),
+    placement_case("a descending range of ranks", ("3-0 is descending", "0-3"), "{actor: 3-0}"),
+    placement_case("a rank twice", ("names rank 2 twice",), "{actor: '0-3,2'}"),
+    placement_case("a misspelt role", ("placement.critc", "did you mean placement.critic"), "{critc: 0-3}"),
+    placement_case("a role of another algorithm", ("grpo has no such role",), "{critic: 0-3}", EIGHT, "algorithm=grpo"),
+    placement_case(
+        "a reference on other ranks",
         ("placement.reference=4-7", "remove placement.reference"),
         "{actor: 0-3, reference: 4-7}",
     ),
-    placed("an actor without ranks", ("placement.actor=cpu", "name ranks"), "{actor: cpu}"),
-    placed("a model without ranks", ("reward.model runs",), "{reward: cpu}", EIGHT, "reward.model=FOLDER/model"),
-    placed("roles that share some ranks", ("0-4", "4-7", "the same ranks"), "{actor: 0-4, critic: 4-7}"),
-    placed("engines on some of the actor's", ("0-3", "0-5", "rollout may"), "{actor: 0-3, rollout: 0-5}"),
-    placed("a layout of other ranks", ("placement.actor=0-2", "2 and 4"), "{actor: 0-2}", EIGHT, "parallel.tp=2"),
-    placed("experts of other ranks", ("parallel.ep=8", "4 ranks"), "{actor: 0-3}", EIGHT, "parallel.ep=8"),
-    placed(
-        "a critic of other ranks",
+    placement_case("an actor without ranks", ("placement.actor=cpu", "name ranks"), "{actor: cpu}"),
+    placement_case(
+        "a model without ranks", ("reward.model runs",), "{reward: cpu}", EIGHT, "reward.model=FOLDER/model"
+    ),
+    placement_case("roles with overlapping ranks", ("0-4", "4-7", "the same ranks"), "{actor: 0-4, critic: 4-7}"),
+    placement_case("engines on more ranks than the actor", ("0-3", "0-5", "rollout may"), "{actor: 0-3, rollout: 0-5}"),
+    placement_case(
+        "a layout that does not divide the actor's ranks",
+        ("placement.actor=0-2", "2 and 4"),
+        "{actor: 0-2}",
+        EIGHT,
+        "parallel.tp=2",
+    ),
+    placement_case(
+        "ep that does not divide the actor's ranks",
+        ("parallel.ep=8", "4 ranks"),
+        "{actor: 0-3}",
+        EIGHT,
+        "parallel.ep=8",
+    ),
+    placement_case(
+        "a layout that does not divide the critic's ranks",
         ("the critic: placement.critic=0-2", "tp x pp"),
         "{actor: 3-7, critic: 0-2}",
         EIGHT,
         "critic.parallel={tp: 2}",
     ),
-    placed(
-        "engines of other ranks", ("rollout.tp=4", "1, 2, 3, 6"), "{actor: 6-7, rollout: 0-5}", EIGHT, "rollout.tp=4"
+    placement_case(
+        "engines that do not divide their ranks",
+        ("rollout.tp=4", "1, 2, 3, 6"),
+        "{actor: 6-7, rollout: 0-5}",
+        EIGHT,
+        "rollout.tp=4",
     ),
-    placed(
-        "engines of no neighbours",
+    placement_case(
+        "an engine on ranks that are not adjacent",
         ("ranks 2,4", "must be adjacent"),
         "{actor: '3', rollout: '0-2,4'}",
         EIGHT,
         "rollout.tp=2",
     ),
-    placed(
-        "a step ahead, colocated",
+    placement_case(
+        "asynchronous, colocated",
         ("rollout.asynchronous needs", "rank 0", "placement.rollout"),
         "{}",
         EIGHT,
         ASYNCHRONOUS,
     ),
-    placed(
-        "a step ahead, on some ranks",
+    placement_case(
+        "asynchronous, on the critic's ranks",
         ("rank 4", "also runs the critic"),
         "{actor: 0-3, critic: 4-7, rollout: 4-7}",
         EIGHT,
         ASYNCHRONOUS,
     ),
-    placed(
-        "a step ahead, replayed", ("rollout.replay", "set the first to false"), SPLIT, EIGHT, ASYNCHRONOUS, REPLAYED
+    placement_case(
+        "asynchronous, replayed", ("rollout.replay", "set the first to false"), SPLIT, EIGHT, ASYNCHRONOUS, REPLAYED
     ),
-    placed(
-        "a step ahead and more prompts", ("oversample=1.5", "only one of them"), SPLIT, EIGHT, ASYNCHRONOUS, OVERSAMPLED
+    placement_case(
+        "asynchronous, oversampled", ("oversample=1.5", "only one of them"), SPLIT, EIGHT, ASYNCHRONOUS, OVERSAMPLED
     ),
-    placed(
-        "ahead of oneself",
+    placement_case(
+        "negative staleness",
         ("rollout.max_staleness", "at least 0"),
         SPLIT,
         EIGHT,
         ASYNCHRONOUS,
         "rollout.max_staleness=-1",
     ),
-    placed(
-        "a push of another kind",
+    placement_case(
+        "an unknown on_weight_sync",
         ("rollout.on_weight_sync", "retract, in_place, wait"),
         SPLIT,
         EIGHT,
         "rollout.on_weight_sync=drop",
     ),
-    Case("a placement that is a text", ("placement must be a mapping", "not"), ("placement=0-3",)),
-    Case("a number for all roles", ("placement must be a mapping",), ("placement=3",)),
-    Case("a place within a role", ("placement.actor",), (EIGHT, "placement.actor.first=0")),
+    Case("a placement as text", ("placement must be a mapping", "not"), ("placement=0-3",)),
+    Case("a placement as a number", ("placement must be a mapping",), ("placement=3",)),
+    Case("a key within a role's placement", ("placement.actor",), (EIGHT, "placement.actor.first=0")),
     Case("tp beyond the world", ("parallel.world_size=1", "tp x pp", "2"), ("parallel.tp=2",)),
-    Case("ep without a divisor", ("parallel.ep=3", "possible"), ("parallel.world_size=2", "parallel.ep=3")),
-    Case("pp without a divisor", ("4 layers", "parallel.pp=3"), ("parallel.world_size=3", "parallel.pp=3")),
+    Case(
+        "ep that does not divide the ranks", ("parallel.ep=3", "possible"), ("parallel.world_size=2", "parallel.ep=3")
+    ),
+    Case(
+        "pp that does not divide the layers", ("4 layers", "parallel.pp=3"), ("parallel.world_size=3", "parallel.pp=3")
+    ),
     Case(
         "tp beyond the heads",
         ("parallel.tp=4: num_key_value_heads=2", "1, 2"),
@@ -100,12 +124,12 @@ CASES = [
     ),
     Case("ep beyond the experts", ("parallel.ep=16", "8 experts"), ("parallel.world_size=16", "parallel.ep=16")),
     Case(
-        "etp without a divisor of the experts' size",
+        "etp that does not divide the expert size",
         ("parallel.etp=3: moe_intermediate_size=64", "1, 2, 4"),
         ("parallel.world_size=3", "parallel.etp=3"),
     ),
     Case(
-        "stages of other numbers of layers than there are",
+        "stages with other numbers of layers than the model",
         ("4 layers", "remove model.megatron.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"),
         (
             "parallel.world_size=2",
@@ -113,19 +137,35 @@ CASES = [
             "model.megatron={num_layers_in_first_pipeline_stage: 9, num_layers_in_last_pipeline_stage: 2}",
         ),
     ),
-    Case("etp without a divisor", ("parallel.etp=3",), ("parallel.world_size=4", "parallel.etp=3")),
+    Case("etp that does not divide the ranks", ("parallel.etp=3",), ("parallel.world_size=4", "parallel.etp=3")),
     Case("cp beyond the world", ("tp x cp x pp",), ("parallel.cp=5",)),
-    Case("parts of two stages", ("parallel.vpp=2", "3"), ("parallel.world_size=2", "parallel.pp=2", "parallel.vpp=2")),
-    Case("half a node", ("ranks_per_node=3", "multiple"), ("parallel.world_size=4", "parallel.ranks_per_node=3")),
-    Case("engines that do not fit", ("rollout.tp=3", "1, 2, 4"), ("parallel.world_size=4", "rollout.tp=3")),
-    Case("experts of half an engine", ("rollout.ep=2", "rollout.tp=1"), ("rollout.ep=2",)),
+    Case(
+        "vpp that does not divide the layers",
+        ("parallel.vpp=2", "3"),
+        ("parallel.world_size=2", "parallel.pp=2", "parallel.vpp=2"),
+    ),
+    Case(
+        "ranks_per_node that does not divide the ranks",
+        ("ranks_per_node=3", "multiple"),
+        ("parallel.world_size=4", "parallel.ranks_per_node=3"),
+    ),
+    Case(
+        "engines that do not divide the ranks", ("rollout.tp=3", "1, 2, 4"), ("parallel.world_size=4", "rollout.tp=3")
+    ),
+    Case("ep larger than the engine", ("rollout.ep=2", "rollout.tp=1"), ("rollout.ep=2",)),
     Case("engines beyond the heads", ("rollout.tp=8", "heads"), ("parallel.world_size=8", "rollout.tp=8")),
-    Case("a first stage of one", ("parallel.pp=1",), ("model.megatron.num_layers_in_first_pipeline_stage=2",)),
-    Case("the critic's tp", ("the critic", "critic.parallel"), ("critic.parallel={tp: 2}",)),
-    Case("the critic's unknown", ("critic.parallel.tpp", "critic.parallel.tp"), ("critic.parallel={tpp: 2}",)),
+    Case(
+        "stage layers without pipeline parallelism",
+        ("parallel.pp=1",),
+        ("model.megatron.num_layers_in_first_pipeline_stage=2",),
+    ),
+    Case("tp of a critic on the actor's ranks", ("the critic", "critic.parallel"), ("critic.parallel={tp: 2}",)),
+    Case("an unknown key of the critic", ("critic.parallel.tpp", "critic.parallel.tp"), ("critic.parallel={tpp: 2}",)),
     Case("a million ranks", ("parallel.world_size", "at most 65536"), ("parallel.world_size=1000000",)),
     Case(
-        "too many for here", ("more than one machine", "slurm"), ("parallel.world_size=16", "data.prompts_per_step=16")
+        "more ranks than this machine has",
+        ("more than one machine", "slurm"),
+        ("parallel.world_size=16", "data.prompts_per_step=16"),
     ),
     Case("no ranks", ("parallel.world_size", "at least 1"), ("parallel.world_size=0",)),
 ]

@@ -32,7 +32,7 @@ def change(**changes: Any) -> Prepare:
     return prepare
 
 
-def other(family: str, **changes: Any) -> Prepare:
+def other_family(family: str, **changes: Any) -> Prepare:
     """Write other.json with the changed config of another model family."""
 
     def prepare(folder: Path) -> None:
@@ -151,39 +151,39 @@ CASES = [
             f"V3: {key} is {format_value(value)}",
             ("config.json", key),
             (*DRY, *OTHER),
-            other("deepseek_v3", **{key: value}),
+            other_family("deepseek_v3", **{key: value}),
         )
         for key, values in DEEPSEEK.items()
         for value in values
     ),
     # --- what does not go together
     Case(
-        "more experts chosen than there are",
+        "more experts per token than experts",
         ("num_experts_per_tok=100", "8 experts"),
         prepare=change(num_experts_per_tok=100),
     ),
-    Case("heads that do not divide", ("num_key_value_heads=3",), prepare=change(num_key_value_heads=3)),
+    Case("indivisible heads", ("num_key_value_heads=3",), prepare=change(num_key_value_heads=3)),
     Case(
-        "no head size",
+        "no head size and indivisible heads",
         ("num_attention_heads=6", "hidden_size=128"),
         prepare=change(num_attention_heads=6, head_dim=None),
     ),
-    Case("an odd head", ("pairs", "head_dim=31"), prepare=change(head_dim=31)),
+    Case("an odd head size", ("pairs", "head_dim=31"), prepare=change(head_dim=31)),
     Case(
-        "types of other layers",
+        "layer types for another number of layers",
         ("layer_types", "3 entries", "4 layers"),
         prepare=change(layer_types=["full_attention"] * 3),
     ),
-    Case("types of layers unknown", ("layer_types", "linear"), prepare=change(layer_types=["linear_attention"] * 4)),
+    Case("unknown layer types", ("layer_types", "linear"), prepare=change(layer_types=["linear_attention"] * 4)),
     Case(
-        "quantised otherwise",
+        "an unknown quantisation",
         ("quant_method='awq'", "bfloat16"),
         prepare=change(quantization_config={"quant_method": "awq"}),
     ),
     Case(
-        "architectures is text", ("architectures must be a list",), prepare=change(architectures="Qwen3MoeForCausalLM")
+        "architectures as text", ("architectures must be a list",), prepare=change(architectures="Qwen3MoeForCausalLM")
     ),
-    Case("architectures is a number", ("architectures must be a list",), prepare=change(architectures=3)),
+    Case("architectures as a number", ("architectures must be a list",), prepare=change(architectures=3)),
     Case("architectures of numbers", ("architectures must be a list",), prepare=change(architectures=[3])),
     Case("an unknown architecture", ("BertModel", "known:"), prepare=change(architectures=["BertModel"])),
     Case(
@@ -191,69 +191,79 @@ CASES = [
         ("no model family for the architecture",),
         prepare=change(architectures=REMOVED, model_type=REMOVED),
     ),
-    Case("a model type that is none", ("model_type must be text",), prepare=change(model_type=[1])),
-    Case("V3: an odd rotation", ("qk_rope_head_dim=7",), (*DRY, *OTHER), other("deepseek_v3", qk_rope_head_dim=7)),
+    Case("model_type as a list", ("model_type must be text",), prepare=change(model_type=[1])),
     Case(
-        "V3: more groups than there are",
+        "V3: an odd rope head size",
+        ("qk_rope_head_dim=7",),
+        (*DRY, *OTHER),
+        other_family("deepseek_v3", qk_rope_head_dim=7),
+    ),
+    Case(
+        "V3: more groups per token than groups",
         ("topk_group=3 of n_group=2",),
         (*DRY, *OTHER),
-        other("deepseek_v3", n_group=2, topk_group=3),
+        other_family("deepseek_v3", n_group=2, topk_group=3),
     ),
-    Case("V3: uneven groups", ("n_group=3",), (*DRY, *OTHER), other("deepseek_v3", n_group=3, topk_group=3)),
+    Case("V3: uneven groups", ("n_group=3",), (*DRY, *OTHER), other_family("deepseek_v3", n_group=3, topk_group=3)),
     Case(
         "V3: yarn without a factor",
         ("has no factor",),
         (*DRY, *OTHER),
-        other("deepseek_v3", rope_scaling={"type": "yarn"}),
+        other_family("deepseek_v3", rope_scaling={"type": "yarn"}),
     ),
     Case(
-        "V3: yarn by text",
+        "V3: a yarn factor as text",
         ("factor must be a number",),
         (*DRY, *OTHER),
-        other("deepseek_v3", rope_scaling={"type": "yarn", "factor": "8"}),
+        other_family("deepseek_v3", rope_scaling={"type": "yarn", "factor": "8"}),
     ),
     Case(
-        "Gemma: no cap",
+        "Gemma: a null cap",
         ("has no attn_logit_softcapping",),
         (*DRY, *OTHER),
-        other("gemma2", attn_logit_softcapping=None),
+        other_family("gemma2", attn_logit_softcapping=None),
     ),
     Case(
-        "Gemma: a cap of nothing",
+        "Gemma: a cap of 0",
         ("final_logit_softcapping must be",),
         (*DRY, *OTHER),
-        other("gemma2", final_logit_softcapping=0),
+        other_family("gemma2", final_logit_softcapping=0),
     ),
-    Case("Gemma: a window by text", ("sliding_window must be",), (*DRY, *OTHER), other("gemma2", sliding_window="6")),
+    Case(
+        "Gemma: a window as text",
+        ("sliding_window must be",),
+        (*DRY, *OTHER),
+        other_family("gemma2", sliding_window="6"),
+    ),
     Case(
         "Gemma: a negative scale",
         ("query_pre_attn_scalar must be",),
         (*DRY, *OTHER),
-        other("gemma2", query_pre_attn_scalar=-1),
+        other_family("gemma2", query_pre_attn_scalar=-1),
     ),
     Case(
-        "Gemma: layers by text",
+        "Gemma: a number of layers as text",
         ("num_hidden_layers must be",),
         (*DRY, *OTHER),
-        other("gemma2", num_hidden_layers="two"),
+        other_family("gemma2", num_hidden_layers="two"),
     ),
     Case(
-        "GLM: turns nothing",
+        "GLM: a negative rotary factor",
         ("partial_rotary_factor must be",),
         (*DRY, *OTHER),
-        other("glm4_moe", partial_rotary_factor=-0.5),
+        other_family("glm4_moe", partial_rotary_factor=-0.5),
     ),
     Case(
-        "GLM: norms by text",
+        "GLM: QK norm as text",
         ("use_qk_norm must be true or false",),
         (*DRY, *OTHER),
-        other("glm4_moe", use_qk_norm="yes"),
+        other_family("glm4_moe", use_qk_norm="yes"),
     ),
     Case(
-        "Llama: rotations by text",
+        "Llama: a rope factor as text",
         ("high_freq_factor must be",),
         (*DRY, *OTHER),
-        other("llama", rope_parameters={"rope_type": "llama3", "high_freq_factor": "4"}),
+        other_family("llama", rope_parameters={"rope_type": "llama3", "high_freq_factor": "4"}),
     ),
     # --- files
     Case("no config.json", ("no config.json in FOLDER/model",), prepare=without("config.json")),
@@ -262,8 +272,12 @@ CASES = [
         ("is a pointer of Git LFS", "git lfs pull"),
         prepare=write_file("model.safetensors", LFS),
     ),
-    Case("config.json is one, too", ("config.json is a pointer of Git LFS",), prepare=write_file("config.json", LFS)),
-    Case("a folder of PEFT's", ("is a folder of PEFT's", "'base'", "merge"), prepare=adapter_only),
+    Case(
+        "config.json is a Git LFS pointer too",
+        ("config.json is a pointer of Git LFS",),
+        prepare=write_file("config.json", LFS),
+    ),
+    Case("a PEFT folder", ("is a folder of PEFT's", "'base'", "merge"), prepare=adapter_only),
     Case("config.json is empty", ("config.json is not valid JSON",), prepare=write_file("config.json", "")),
     Case(
         "config.json has a BOM", ("config.json is not valid JSON", "BOM"), prepare=write_file("config.json", "\ufeff{}")
@@ -276,29 +290,33 @@ CASES = [
     Case("config.json is a list", ("config.json holds a list",), prepare=write_file("config.json", "[]")),
     Case("config.json is a number", ("config.json holds a int",), prepare=write_file("config.json", "3")),
     Case(
-        "config.json is deep", ("config.json is not valid JSON",), prepare=write_file("config.json", '{"a": ' * 100000)
+        "config.json is deeply nested",
+        ("config.json is not valid JSON",),
+        prepare=write_file("config.json", '{"a": ' * 100000),
     ),
     Case(
-        "config.json has a key twice",
+        "config.json has a duplicate key",
         ("'hidden_size' twice",),
         prepare=write_file("config.json", '{"hidden_size": 1, "hidden_size": 2}'),
     ),
     Case(
-        "config.json has many digits",
+        "config.json has a number of many digits",
         ("config.json is not valid JSON",),
         prepare=write_file("config.json", f'{{"a": {"9" * 5000}}}'),
     ),
     Case("no folder", ("model.path=FOLDER/nowhere", "no such folder"), ("model.path=FOLDER/nowhere",)),
-    Case("a file for a folder", ("model.path=FOLDER/train.jsonl is a file",), ("model.path=FOLDER/train.jsonl",)),
+    Case(
+        "a file instead of a folder", ("model.path=FOLDER/train.jsonl is a file",), ("model.path=FOLDER/train.jsonl",)
+    ),
     Case("no model", ("model.path is not set",), ("model.path=",)),
     Case("no critic", ("critic.path=FOLDER/nowhere", "no such folder"), ("critic.path=FOLDER/nowhere",)),
-    Case("data for a critic", ("config.json",), ("critic.path=FOLDER",)),
+    Case("a data folder as critic", ("config.json",), ("critic.path=FOLDER",)),
     Case("not a reward model", ("reward.model=FOLDER/nowhere",), ("reward.model=FOLDER/nowhere",)),
-    Case("a policy for a reward model", ("has no score.weight",), ("reward.model=FOLDER/model",)),
+    Case("a policy as reward model", ("has no score.weight",), ("reward.model=FOLDER/model",)),
     # --- weights
     Case("no weights", ("safetensors",), prepare=without("model.safetensors")),
     Case(
-        "weights of another format",
+        "weights in another format",
         ("safetensors",),
         prepare=lambda folder: (folder / "model/model.safetensors").rename(folder / "model/pytorch_model.bin"),
     ),
@@ -308,50 +326,50 @@ CASES = [
         ("model.safetensors is truncated or not",),
         prepare=write_file("model.safetensors", "these are no weights"),
     ),
-    Case("weights are cut", ("model.safetensors is truncated",), prepare=truncated(0.5)),
-    Case("weights are cut in the header", ("model.safetensors is truncated",), prepare=truncated(0.0005)),
+    Case("truncated weights", ("model.safetensors is truncated",), prepare=truncated(0.5)),
+    Case("weights truncated in the header", ("model.safetensors is truncated",), prepare=truncated(0.0005)),
     Case(
         "a tensor is missing", ("model.norm.weight is missing",), prepare=weights(lambda t: t.pop("model.norm.weight"))
     ),
     Case(
-        "a tensor too many",
+        "an extra tensor",
         ("spare is not part of Qwen3MoeForCausalLM",),
         prepare=weights(lambda t: t.update(spare=t["model.norm.weight"].clone())),
     ),
     Case(
-        "a tensor of another shape",
+        "a tensor with another shape",
         ("model.norm.weight has shape", "asks for"),
         prepare=weights(lambda t: t.update({"model.norm.weight": t["model.norm.weight"][:7].clone()})),
     ),
     Case("another model's weights", ("FOLDER/model", "not part of"), prepare=change(num_hidden_layers=3)),
     Case("a larger model's config.json", ("are missing",), prepare=change(num_experts=16)),
     Case(
-        "an index that is none",
+        "an index that is not JSON",
         ("index.json is not valid JSON",),
         prepare=write_file("model.safetensors.index.json", "no"),
     ),
-    Case("an index that is a list", ("index.json holds a list",), prepare=index([])),
+    Case("an index as a list", ("index.json holds a list",), prepare=index([])),
     Case("an index without a map", ("it has no weight_map",), prepare=index({"metadata": {}})),
     Case(
         "an index with a map of numbers", ("which is not a file next to it",), prepare=index({"weight_map": {"a": 3}})
     ),
     Case(
-        "an index that leads out",
+        "an index with a path outside the folder",
         ("'../secret.safetensors'", "not a file next to it"),
         prepare=index({"weight_map": {"a": "../secret.safetensors"}}),
     ),
     Case(
-        "an index that leads far out",
+        "an index with an absolute path",
         ("'/etc/passwd'", "not a file next to it"),
         prepare=index({"weight_map": {"a": "/etc/passwd"}}),
     ),
     Case(
-        "an index of files that are not there",
+        "an index of missing files",
         ("x.safetensors is missing",),
         prepare=index({"weight_map": {"a": "x.safetensors"}}),
     ),
     Case(
-        "an index of tensors that are not there",
+        "an index of missing tensors",
         ("lists a in model.safetensors",),
         prepare=index({"weight_map": {"a": "model.safetensors"}}),
     ),
@@ -372,9 +390,7 @@ CASES = [
         ("tokenizer.json is not a tokenizer",),
         prepare=write_file("tokenizer.json", '{"version": "1.0"}'),
     ),
-    Case(
-        "a tokenizer that is a list", ("tokenizer.json is not a tokenizer",), prepare=write_file("tokenizer.json", "[]")
-    ),
+    Case("a tokenizer as a list", ("tokenizer.json is not a tokenizer",), prepare=write_file("tokenizer.json", "[]")),
     Case(
         "a garbled tokenizer_config",
         ("tokenizer_config.json is not valid JSON",),

@@ -17,12 +17,12 @@ def reward(name: str, settings: str, *expected: str, overrides: tuple[str, ...] 
 def write_judge(folder: Path) -> None:
     """Write a folder with a classifier config, and the policy's weights and tokenizer."""
     file = folder / "model/config.json"
-    other = folder / "judge"
-    other.mkdir()
+    judge_folder = folder / "judge"
+    judge_folder.mkdir()
     for path in file.parent.iterdir():
-        (other / path.name).write_bytes(path.read_bytes())
+        (judge_folder / path.name).write_bytes(path.read_bytes())
     values = {**json.loads(file.read_text()), "architectures": ["Qwen3MoeForSequenceClassification"]}
-    (other / "config.json").write_text(json.dumps(values))
+    (judge_folder / "config.json").write_text(json.dumps(values))
 
 
 def swapped_tokens(folder: Path) -> None:
@@ -33,8 +33,8 @@ def swapped_tokens(folder: Path) -> None:
         (teacher / path.name).write_bytes(path.read_bytes())
     tokenizer = json.loads((teacher / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
-    item, other = sorted(vocab, key=vocab.__getitem__)[:2]
-    vocab[item], vocab[other] = vocab[other], vocab[item]
+    first_token, second_token = sorted(vocab, key=vocab.__getitem__)[:2]
+    vocab[first_token], vocab[second_token] = vocab[second_token], vocab[first_token]
     (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
@@ -56,14 +56,14 @@ def teacher_case(
 
 MODEL = ("reward.model=FOLDER/model",)
 CASES = [
-    reward(
-        "a backend that is none", "{backend: grpc}", "roles.reward.backend=grpc", "megatron, transformers, pool, http"
-    ),
+    reward("an unknown backend", "{backend: grpc}", "roles.reward.backend=grpc", "megatron, transformers, pool, http"),
     reward("a service without an address", "{backend: http}", "roles.reward.options.url is not set"),
-    reward("a service of no address", "{backend: http, options: {url: judge}}", "'judge' is not a URL"),
-    reward("an option that is none", "{backend: http, options: {urls: x}}", "did you mean roles.reward.options.url"),
-    reward("an option of nobody", "{options: {url: x}}", "roles.reward.options.url", "takes no options"),
-    reward("two services", "{backend: [http, judge]}", "name one of http and judge"),
+    reward("a service with an invalid URL", "{backend: http, options: {url: judge}}", "'judge' is not a URL"),
+    reward("a misspelt option", "{backend: http, options: {urls: x}}", "did you mean roles.reward.options.url"),
+    reward(
+        "options of a backend without options", "{options: {url: x}}", "roles.reward.options.url", "takes no options"
+    ),
+    reward("two backends", "{backend: [http, judge]}", "name one of http and judge"),
     reward("a pool and a model", "{backend: pool}", "has no model", overrides=MODEL),
     reward(
         "a service with a password",
@@ -71,42 +71,46 @@ CASES = [
         "use roles.reward.options.auth_env",
     ),
     reward(
-        "a service next door", "{backend: http, options: {url: 'http://10.0.0.1'}}", "set roles.reward.options.private"
+        "a service at a private address",
+        "{backend: http, options: {url: 'http://10.0.0.1'}}",
+        "set roles.reward.options.private",
     ),
     reward(
-        "a judge without a name",
+        "a judge without a model name",
         "{backend: judge, options: {url: 'http://a'}}",
         "roles.reward.options.model is not set",
     ),
     reward(
-        "a judge and a policy as a model",
+        "a judge with a policy as reward model",
         "{backend: judge, options: {url: 'http://a', model: m}}",
         "has no score.weight: it is not a reward model",
         overrides=MODEL,
     ),
     reward(
-        "a judge that sees nothing",
+        "a judge prompt without the answer",
         "{backend: judge, options: {url: 'http://a', model: m, prompt: 'grade'}}",
         "has no {answer}",
     ),
     reward("a classifier without a model", "{backend: transformers}", "needs reward.model"),
     reward("a policy as a classifier", "{backend: transformers}", "is not a sequence classifier", overrides=MODEL),
-    reward("options that are a list", "{options: [1]}", "roles.reward.options must be a mapping"),
+    reward("options as a list", "{options: [1]}", "roles.reward.options must be a mapping"),
     Case(
-        "reward: a classifier of two labels",
+        "reward: a classifier with two labels",
         ("has 2 labels", "LABEL_0, LABEL_1"),
         ("roles={reward: {backend: transformers}}", "reward.model=FOLDER/judge"),
         write_judge,
     ),
-    teacher_case("none", "roles.teacher.model is not set", overrides=("kl.apply_to=none",)),
-    teacher_case("not there", "roles.teacher.model=FOLDER/teacher: no such folder"),
-    teacher_case("other words", "has another tokenizer than model.path", "the teacher reads", prepare=swapped_tokens),
-    teacher_case("fewer words", "has a vocabulary of 512", "at least its vocabulary", prepare=smaller_vocab),
+    teacher_case("no teacher model", "roles.teacher.model is not set", overrides=("kl.apply_to=none",)),
+    teacher_case("a missing teacher folder", "roles.teacher.model=FOLDER/teacher: no such folder"),
     teacher_case(
-        "beside a reference", "kl.apply_to=loss with algorithm=distill", "none", overrides=("kl.apply_to=loss",)
+        "another tokenizer", "has another tokenizer than model.path", "the teacher reads", prepare=swapped_tokens
     ),
-    teacher_case("a bound of nothing", "options.advantage_clip", overrides=("options={advantage_clip: 0}",)),
-    Case("a worker that is not there", ("no_such_lab",), ("roles={reward: {worker: 'no_such_lab:Judge'}}",)),
-    Case("a role of nobody", ("roles.jugde", "has no such role"), ("roles={jugde: {}}",)),
-    Case("roles that are a list", ("roles must be a mapping",), ("roles=[1]",)),
+    teacher_case("a smaller vocabulary", "has a vocabulary of 512", "at least its vocabulary", prepare=smaller_vocab),
+    teacher_case(
+        "with a reference", "kl.apply_to=loss with algorithm=distill", "none", overrides=("kl.apply_to=loss",)
+    ),
+    teacher_case("an advantage clip of 0", "options.advantage_clip", overrides=("options={advantage_clip: 0}",)),
+    Case("a worker that does not exist", ("no_such_lab",), ("roles={reward: {worker: 'no_such_lab:Judge'}}",)),
+    Case("an unknown role", ("roles.jugde", "has no such role"), ("roles={jugde: {}}",)),
+    Case("roles as a list", ("roles must be a mapping",), ("roles=[1]",)),
 ]

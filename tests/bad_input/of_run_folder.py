@@ -158,35 +158,45 @@ NONE_COMPLETE = (
 
 CASES = [
     Case("no run.dir", DIR, ("run.dir=",)),
-    Case("run.dir of blanks", DIR, ("run.dir='  '",)),
+    Case("run.dir with blanks only", DIR, ("run.dir='  '",)),
     Case("run.dir with a zero byte", ("run.dir must be text without control characters",), ('run.dir="a\\0b"',)),
-    Case("run.dir a file", (*UNUSABLE, "train.jsonl is not a folder"), ("run.dir=FOLDER/train.jsonl",)),
+    Case("run.dir is a file", (*UNUSABLE, "train.jsonl is not a folder"), ("run.dir=FOLDER/train.jsonl",)),
     Case("run.dir below a file", (*UNUSABLE, "train.jsonl is not a folder"), ("run.dir=FOLDER/train.jsonl/a/b",)),
-    Case("run.dir a device", (*UNUSABLE, "/dev/null is not a folder"), ("run.dir=/dev/null",)),
+    Case("run.dir is a device", (*UNUSABLE, "/dev/null is not a folder"), ("run.dir=/dev/null",)),
     Case("run.dir below a device", (*UNUSABLE, "/dev/null is not a folder"), ("run.dir=/dev/null/x",)),
     Case(
-        "run.dir in proc",
+        "run.dir in /proc",
         ("run.dir=/proc/x is in a virtual file system", "a folder on a disk"),
         ("run.dir=/proc/x",),
     ),
-    Case("run.dir too long a name", ("run.dir", "too long; choose another"), (f"run.dir=FOLDER/{'x' * 300}",)),
-    Case("run.dir too long further in", ("too long; choose another",), (f"run.dir=FOLDER/a/b/{'x' * 300}",)),
-    Case("run.dir too long a path", ("too long", "another folder"), (f"run.dir=FOLDER/{'x/' * 3000}",)),
-    Case("run.dir a broken link", (*UNUSABLE, "is a link to FOLDER/gone"), ("run.dir=FOLDER/at",), link("at", "gone")),
-    Case("run.dir below a broken link", (*UNUSABLE, "a link"), ("run.dir=FOLDER/at/run",), link("at", "gone")),
     Case(
-        "run.dir a link to itself",
+        "run.dir with a name that is too long",
+        ("run.dir", "too long; choose another"),
+        (f"run.dir=FOLDER/{'x' * 300}",),
+    ),
+    Case(
+        "run.dir with a subfolder name that is too long",
+        ("too long; choose another",),
+        (f"run.dir=FOLDER/a/b/{'x' * 300}",),
+    ),
+    Case("run.dir with a path that is too long", ("too long", "another folder"), (f"run.dir=FOLDER/{'x/' * 3000}",)),
+    Case("run.dir is a dead link", (*UNUSABLE, "is a link to FOLDER/gone"), ("run.dir=FOLDER/at",), link("at", "gone")),
+    Case("run.dir below a dead link", (*UNUSABLE, "a link"), ("run.dir=FOLDER/at/run",), link("at", "gone")),
+    Case(
+        "run.dir is a link to itself",
         ("run.dir=FOLDER/at", "loop", "another folder"),
         ("run.dir=FOLDER/at",),
         link("at", "at"),
     ),
-    Case("run.dir the user's own folder", ("run.dir=FOLDER", "config.yaml", "a new folder"), ("run.dir=FOLDER",)),
+    Case(
+        "run.dir is a folder with other files", ("run.dir=FOLDER", "config.yaml", "a new folder"), ("run.dir=FOLDER",)
+    ),
     Case("run.dir with a README", ("README.txt", "a new folder"), (), only("README.txt", "My thesis\n")),
     Case("run.dir with a configuration", ("config.yaml", "a new folder"), (), only("config.yaml", "a: 1\n")),
     Case("run.dir in use", ("in use by process 7 on elsewhere", "wait for it", "run.dir"), (), lock_run),
     Case("run.dir in use, to resume", ("in use by process 7 on elsewhere",), (RESUME,), lock_run),
-    Case("a run already", ("already contains this run", "run.resume=auto", "run.dir"), (), corrupted_run()),
-    Case("a run already, of two ranks", ("already contains this run",), ("parallel.world_size=2",), corrupted_run()),
+    Case("an existing run", ("already contains this run", "run.resume=auto", "run.dir"), (), corrupted_run()),
+    Case("an existing run of two ranks", ("already contains this run",), ("parallel.world_size=2",), corrupted_run()),
     Case(
         "another run, of two ranks",
         ("belongs to another run", "run.seed: 1 -> 5"),
@@ -202,8 +212,8 @@ CASES = [
         )
         for resume in ("auto", "forced")
     ],
-    Case("a run with other settings already", ("run.resume=auto",), ("actor_optimizer.lr=0.5",), corrupted_run()),
-    Case("results of nobody", ("no config.yaml", "run.dir"), (RESUME,), only("metrics.jsonl", "")),
+    Case("an existing run with other settings", ("run.resume=auto",), ("actor_optimizer.lr=0.5",), corrupted_run()),
+    Case("metrics without a configuration", ("no config.yaml", "run.dir"), (RESUME,), only("metrics.jsonl", "")),
     *[
         Case(f"a run's configuration {name}", ("FOLDER/run", "config.yaml", "run.dir"), (RESUME,), with_config(content))
         for name, content in {
@@ -241,82 +251,102 @@ CASES = [
         corrupted_checkpoint(other_data),
     ),
     Case(
-        "a run shorter than what was done",
+        "resumed with fewer steps than done",
         ("run.num_rollout=2", "step_000003", "is of step 3", "set it to that or more"),
         (RESUME,),
         lambda folder: (write_checkpoint(write_run(folder), 3), None)[1],
     ),
     *[
-        Case(f"the only checkpoint {name}", (*NONE_COMPLETE, what), (RESUME,), prepare)
-        for name, what, prepare in (
-            ("empty", "manifest.json is missing", corrupted_checkpoint(lambda at: (shutil.rmtree(at), at.mkdir()))),
+        Case(f"the only checkpoint {name}", (*NONE_COMPLETE, expected), (RESUME,), prepare)
+        for name, expected, prepare in (
+            (
+                "empty",
+                "manifest.json is missing",
+                corrupted_checkpoint(lambda checkpoint: (shutil.rmtree(checkpoint), checkpoint.mkdir())),
+            ),
             (
                 "without manifest",
                 "manifest.json is missing",
-                corrupted_checkpoint(lambda at: (at / "manifest.json").unlink()),
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "manifest.json").unlink()),
             ),
             (
-                "with no JSON",
+                "with an invalid manifest",
                 "manifest.json is broken",
-                corrupted_checkpoint(lambda at: (at / "manifest.json").write_text("{")),
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "manifest.json").write_text("{")),
             ),
             (
-                "with a list",
+                "with a list as manifest",
                 "manifest.json is broken",
-                corrupted_checkpoint(lambda at: (at / "manifest.json").write_text("[1]")),
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "manifest.json").write_text("[1]")),
             ),
             (
-                "with binary",
+                "with a binary manifest",
                 "manifest.json is broken",
-                corrupted_checkpoint(lambda at: (at / "manifest.json").write_bytes(b"\xff")),
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "manifest.json").write_bytes(b"\xff")),
             ),
-            ("of no files", "does not list host.json", edit_manifest(lambda tree: tree.update(files={}))),
-            ("of files in a list", "manifest.json is broken", edit_manifest(lambda tree: tree.update(files=[1]))),
-            ("of sizes in words", "broken", edit_manifest(lambda tree: tree["files"]["host.json"].update(bytes="1"))),
+            ("with no files", "does not list host.json", edit_manifest(lambda tree: tree.update(files={}))),
+            ("with files as a list", "manifest.json is broken", edit_manifest(lambda tree: tree.update(files=[1]))),
+            ("with sizes as text", "broken", edit_manifest(lambda tree: tree["files"]["host.json"].update(bytes="1"))),
             (
-                "truncated",
+                "with a truncated part",
                 "__0_0.distcp is truncated",
-                corrupted_checkpoint(lambda at: (at / "actor/__0_0.distcp").write_text("w")),
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "actor/__0_0.distcp").write_text("w")),
             ),
             (
-                "changed",
+                "with changed bytes",
                 "differs from its checksum",
-                corrupted_checkpoint(lambda at: (at / "actor/__0_0.distcp").write_text("WEIGHTS")),
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "actor/__0_0.distcp").write_text("WEIGHTS")),
             ),
             (
                 "without a part",
                 "__0_0.distcp is missing",
-                corrupted_checkpoint(lambda at: (at / "actor/__0_0.distcp").unlink()),
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "actor/__0_0.distcp").unlink()),
             ),
             (
                 "without random states",
                 "rng_00000.pt is missing",
-                corrupted_checkpoint(lambda at: (at / "rng_00000.pt").unlink()),
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "rng_00000.pt").unlink()),
             ),
             (
-                "with half of them",
+                "with truncated random states",
                 "rng_00000.pt is truncated",
-                corrupted_checkpoint(lambda at: (at / "rng_00000.pt").write_text("r")),
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "rng_00000.pt").write_text("r")),
             ),
-            ("without host.json", "host.json is missing", corrupted_checkpoint(lambda at: (at / "host.json").unlink())),
             (
-                "with a folder in it",
+                "without host.json",
+                "host.json is missing",
+                corrupted_checkpoint(lambda checkpoint: (checkpoint / "host.json").unlink()),
+            ),
+            (
+                "with a folder instead of a file",
                 "truncated",
-                corrupted_checkpoint(lambda at: ((at / "host.json").unlink(), (at / "host.json").mkdir())),
+                corrupted_checkpoint(
+                    lambda checkpoint: ((checkpoint / "host.json").unlink(), (checkpoint / "host.json").mkdir())
+                ),
             ),
         )
     ],
     Case("both checkpoints damaged", (*NONE_COMPLETE, "step_000012: host.json is missing"), (RESUME,), both_damaged),
     Case(
-        "checkpoints a file",
+        "checkpoints is a file",
         ("cannot list checkpoints in FOLDER/run/checkpoints", "Not a directory"),
         (RESUME,),
         corrupted_run(lambda run: (run / "checkpoints").write_text("")),
     ),
-    Case("something at the export's place", ("run/export exists", "run.dir"), (), folder_at("run/export")),
+    Case("a file at the export's path", ("run/export exists", "run.dir"), (), folder_at("run/export")),
     Case("an export over the model", ("came from", "run.dir"), (), exported_over_model),
-    Case("something at the adapter's place", ("run/adapter", "run.dir"), ("lora.rank=4",), folder_at("run/adapter")),
-    Case("no room for the export", ("1.0 MB free", "for the export", "free space"), (), fill_disk),
-    Case("no room for checkpoints", ("2 x", "for checkpoints", "keep_checkpoints"), ("run.save_every=1",), fill_disk),
-    Case("no room for checkpoints alone", ("for checkpoints",), ("run.save_every=1", "run.export=false"), fill_disk),
+    Case("a file at the adapter's path", ("run/adapter", "run.dir"), ("lora.rank=4",), folder_at("run/adapter")),
+    Case("no disk space for the export", ("1.0 MB free", "for the export", "free space"), (), fill_disk),
+    Case(
+        "no disk space for checkpoints",
+        ("2 x", "for checkpoints", "keep_checkpoints"),
+        ("run.save_every=1",),
+        fill_disk,
+    ),
+    Case(
+        "no disk space for checkpoints without export",
+        ("for checkpoints",),
+        ("run.save_every=1", "run.export=false"),
+        fill_disk,
+    ),
 ]

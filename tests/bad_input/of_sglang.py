@@ -124,13 +124,13 @@ CASES = [
     *NAMES,
     *WEIGHTS,
     *[Case(f"{case.name} on a CPU", case.expected, case.overrides) for case in RESERVED],
-    Case("pages that do not fit a chunk", ("chunked_prefill_size=100", "page_size=16"), (
+    Case("a page size that does not divide the chunk", ("chunked_prefill_size=100", "page_size=16"), (
         "rollout.sglang={chunked_prefill_size: 100, page_size: 16}",
     )),
     Case("a cache smaller than a conversation", ("max_total_tokens=100", "rollout.max_context=192"), (
         "rollout.sglang.max_total_tokens=100",
     )),
-    Case("no such parser", ("rollout.tool_call_parser=qwen26", "qwen25"), ("rollout.tool_call_parser=qwen26",)),
-    Case("a parser by its class", ("rollout.tool_call_parser",), ("rollout.tool_call_parser=Qwen25Detector",)),
-    Case("sglang is a list", ("rollout.sglang", "mapping"), ("rollout.sglang=[a]",)),
+    Case("an unknown parser", ("rollout.tool_call_parser=qwen26", "qwen25"), ("rollout.tool_call_parser=qwen26",)),
+    Case("a parser's class name", ("rollout.tool_call_parser",), ("rollout.tool_call_parser=Qwen25Detector",)),
+    Case("sglang as a list", ("rollout.sglang", "mapping"), ("rollout.sglang=[a]",)),
 ]  # fmt: skip

@@ -70,37 +70,46 @@ ALTERNATING = (
 CASES = [
     template("syntax error", text(TEMPLATE, "{% for m in messages %}"), "cannot render the roles user"),
     template("unknown filter", text(TEMPLATE, "{{ messages | nonsense }}"), "cannot render", "nonsense"),
-    template("undefined", text(TEMPLATE, "{{ messages[0].a.b.c }}"), "cannot render"),
+    template("undefined variable", text(TEMPLATE, "{{ messages[0].a.b.c }}"), "cannot render"),
     template("division by zero", text(TEMPLATE, "{{ 1 / 0 }}"), "cannot render", "division by zero"),
-    template("refuses", text(TEMPLATE, "{{ raise_exception('not me\nnever') }}"), "cannot render", "not me never"),
-    template("says nothing", text(TEMPLATE, "x"), "does not support tool calls", "leave rollout.tools empty"),
-    template("omits calls", changed("message.tool_calls or []", "[]"), "does not support tool calls", "omits calls"),
     template(
-        "knows no tools",
+        "raises an exception", text(TEMPLATE, "{{ raise_exception('not me\nnever') }}"), "cannot render", "not me never"
+    ),
+    template("renders nothing", text(TEMPLATE, "x"), "does not support tool calls", "leave rollout.tools empty"),
+    template(
+        "omits tool calls", changed("message.tool_calls or []", "[]"), "does not support tool calls", "omits calls"
+    ),
+    template(
+        "ignores tools",
         text(TEMPLATE, "{% for m in messages %}" + TURN + "{% endfor %}" + HEAD),
         "does not support tool calls",
         "it omits calls",
     ),
-    template("knows two roles in turns", text(TEMPLATE, ALTERNATING), "does not support tool calls", "must alternate"),
     template(
-        "no role tool",
+        "alternating user and assistant only",
+        text(TEMPLATE, ALTERNATING),
+        "does not support tool calls",
+        "must alternate",
+    ),
+    template(
+        "rejects the role tool",
         changed("message.role == 'tool'", "message.role == 'tool' and raise_exception('no tools')"),
         "does not support tool calls",
         "no tools",
     ),
     template(
-        "leaves results out",
+        "omits tool results",
         changed("{{ message.content }}{{ '\\n' }}</tool_response>", "</tool_response>"),
         "does not support tool calls",
     ),
     template(
-        "goes on otherwise behind a call",
+        "renders text differently after a call",
         changed("<|im_start|>user{%- endif -%}", "<|im_start|>{{ loop.previtem.tool_calls }}{%- endif -%}"),
         "depends on the call",
     ),
-    template("forgets what the policy said", text(TEMPLATE, "<|im_start|>"), "does not support tool calls"),
+    template("drops the policy's text", text(TEMPLATE, "<|im_start|>"), "does not support tool calls"),
     template(
-        "a call by another key",
+        "reads calls under another key",
         changed("call.function.name", "call.function.names.first"),
         "does not support tool calls",
     ),
@@ -112,7 +121,7 @@ CASES = [
     tokenizer("a list", text(TOKENIZER, "[]"), "FOLDER/model/tokenizer"),
     tokenizer("settings are not JSON", text("model/tokenizer_config.json", "{"), "FOLDER/model/tokenizer"),
     tokenizer("settings are a list", text("model/tokenizer_config.json", "[]"), "FOLDER/model/tokenizer"),
-    tokenizer("a word beyond the vocabulary", added_token("<|more|>", 1024), "vocab_size=1024", "'<|more|>'"),
+    tokenizer("an added token beyond the vocabulary", added_token("<|more|>", 1024), "vocab_size=1024", "'<|more|>'"),
     generation("not JSON", "{", "is not valid JSON"),
     generation("a list", "[]", "holds a list"),
     generation("a word", '{"eos_token_id": "<|im_end|>"}', "eos_token_id must be a token id"),

@@ -23,9 +23,9 @@ CASES = [(area, number, case) for area in AREAS for number, case in enumerate(im
 
 
 @pytest.fixture(scope="session")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, prompts without tools, and conversations."""
-    folder = tmp_path_factory.mktemp("material") / "m"
+    folder = tmp_path_factory.mktemp("base") / "m"
     command = [sys.executable, str(ROOT / "tools/make_quickstart.py"), str(folder), "--demonstrations", "200"]
     subprocess.run([*command, "--train", "60"], cwd=ROOT, check=True, capture_output=True)
     for name in ("train.jsonl", "eval.jsonl"):
@@ -49,7 +49,7 @@ def test_case_names_are_unique() -> None:
 
 @pytest.fixture(scope="session")
 def results(
-    material: Path,
+    base_folder: Path,
     tmp_path_factory: pytest.TempPathFactory,
     run_ranks: Callable[..., list[dict[str, Any]]],
     request: pytest.FixtureRequest,
@@ -63,7 +63,7 @@ def results(
     @cache
     def run_area(area: str) -> tuple[Path, dict[str, Any]]:
         folder = tmp_path_factory.mktemp(area)
-        arguments = (area, str(folder), str(material), *selected[area])
+        arguments = (area, str(folder), str(base_folder), *selected[area])
         return folder, run_ranks(1, "tests/bad_input/attempt.py", *arguments, timeout=580.0)[0]
 
     return lambda area, number: (run_area(area)[0] / str(number), run_area(area)[1][str(number)])

@@ -138,7 +138,7 @@ def test_end_tokens_of_each_family(family_chat: tuple[ChatFormat, ChatTemplate])
     assert chat.end_of_call is not None
     assert chat.decode([chat.end_of_call]) == family.after_call
     assert chat.decode([chat.end_of_turn]) == family.after_answer
-    assert {chat.decode([token]) for token in chat.end_token_ids} == set(family.ends)
+    assert {chat.decode([token]) for token in chat.end_token_ids} == set(family.end_tokens)
 
 
 def test_turns_and_observations_equal_the_rendered_conversation(

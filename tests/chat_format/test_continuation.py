@@ -107,17 +107,17 @@ def test_continuation_equals_the_rendered_conversation(name: str, following: lis
         "content": "",
         "tool_calls": [{**TOOL_CALL["tool_calls"][0], "function": {"name": "f", "arguments": {"x": [1, "ü"]}}}],
     }  # noqa: E501
-    ends = []
+    offsets = []
     for call_message in (mapped, TOOL_CALL):
         full_messages = [*head, *(call_message if item is TOOL_CALL else item for item in following)]
         try:
             full = chat.tokenizer.apply_chat_template(full_messages, tokenize=False, add_generation_prompt=True)
         except Exception:  # each template takes one of the two
             continue
-        ends.append(full.partition("My answer.")[2])
+        offsets.append(full.partition("My answer.")[2])
     texts = [chat.decode([chat.end_of_turn]) + chat.decode(result), chat.decode(result)]
     from_ends = [chat.decode([end]) + chat.decode(result) for end in chat.end_token_ids]
-    assert any(end == item for end in ends for item in texts + from_ends)
+    assert any(end == item for end in offsets for item in texts + from_ends)
 
 
 def test_closes_a_turn_that_lacks_its_end_token() -> None:

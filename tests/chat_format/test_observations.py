@@ -31,13 +31,19 @@ def count_tokens(text: str, chat: ChatTemplate = CHAT) -> int:
 
 
 def truncate(
-    *contents: str, max_tokens: int = 50, room: int = UNLIMITED, spare: int = 0, chat: ChatTemplate = CHAT
+    *contents: str,
+    max_tokens: int = 50,
+    remaining_tokens: int = UNLIMITED,
+    reserved_tokens: int = 0,
+    chat: ChatTemplate = CHAT,
 ) -> list[str] | None:
-    result = truncate_observations(chat, [tool_result(content) for content in contents], [], max_tokens, room, spare)
+    result = truncate_observations(
+        chat, [tool_result(content) for content in contents], [], max_tokens, remaining_tokens, reserved_tokens
+    )
     if result is None:
         return None
     messages, ids = result
-    assert ids == chat.encode_continuation(messages) and len(ids) <= room
+    assert ids == chat.encode_continuation(messages) and len(ids) <= remaining_tokens
     return [message["content"] for message in messages]
 
 
@@ -51,45 +57,45 @@ def test_keeps_both_ends_and_counts_the_marker() -> None:
     digits = "".join(str(i % 5) for i in range(1000))
     assert count_tokens(digits) == 1000
     (text,) = truncate(digits, max_tokens=60) or []
-    head, count, tail = re.fullmatch(r"(\d+)\n... \((\d+) tokens cut\) ...\n(\d+)", text).groups()  # type: ignore[union-attr]
-    assert digits.startswith(head) and digits.endswith(tail) and abs(len(head) - len(tail)) <= 1
-    assert len(head) + len(tail) + int(count) == 1000
+    prefix, count, suffix = re.fullmatch(r"(\d+)\n... \((\d+) tokens cut\) ...\n(\d+)", text).groups()  # type: ignore[union-attr]
+    assert digits.startswith(prefix) and digits.endswith(suffix) and abs(len(prefix) - len(suffix)) <= 1
+    assert len(prefix) + len(suffix) + int(count) == 1000
     assert 59 <= count_tokens(text) <= 60  # the marker says 966 and was budgeted for 1000
 
 
 def test_each_result_has_its_own_limit() -> None:
     texts = truncate("1" * 500, "2", "3" * 40, "4" * 51, max_tokens=50)
     assert texts is not None and texts[1:3] == ["2", "3" * 40]
-    assert all("tokens cut" in texts[place] and count_tokens(texts[place]) <= 50 for place in (0, 3))
+    assert all("tokens cut" in texts[index] and count_tokens(texts[index]) <= 50 for index in (0, 3))
 
 
 def test_truncates_the_longest_results_to_equal_length() -> None:
     frame = len(CHAT.encode_continuation([tool_result("")] * 3))
-    texts = truncate("1" * 400, "2" * 30, "3" * 300, max_tokens=500, room=frame + 230)
+    texts = truncate("1" * 400, "2" * 30, "3" * 300, max_tokens=500, remaining_tokens=frame + 230)
     assert texts is not None and texts[1] == "2" * 30
     assert count_tokens(texts[0]) == count_tokens(texts[2]) and 90 <= count_tokens(texts[0]) <= 100
 
 
 def test_spares_tokens_for_the_policy_if_possible() -> None:
     frame = len(CHAT.encode_continuation([tool_result("")]))
-    texts = truncate("1" * 400, max_tokens=500, room=frame + 100, spare=40)
+    texts = truncate("1" * 400, max_tokens=500, remaining_tokens=frame + 100, reserved_tokens=40)
     assert texts is not None and 50 <= count_tokens(texts[0]) <= 60
-    mark = "... (400 tokens cut) ..."
-    minimum = len(CHAT.encode_continuation([tool_result(mark)]))
-    assert truncate("1" * 400, max_tokens=500, room=minimum, spare=40) == [mark]
-    assert truncate("1" * 400, max_tokens=500, room=minimum - 1) is None
+    marker = "... (400 tokens cut) ..."
+    minimum = len(CHAT.encode_continuation([tool_result(marker)]))
+    assert truncate("1" * 400, max_tokens=500, remaining_tokens=minimum, reserved_tokens=40) == [marker]
+    assert truncate("1" * 400, max_tokens=500, remaining_tokens=minimum - 1) is None
 
 
 def test_never_replaces_a_result_by_a_longer_marker() -> None:
     minimum = len(CHAT.encode_continuation([tool_result("3"), tool_result("12")]))
-    assert truncate("3", "12", room=minimum, spare=10) == ["3", "12"]
-    assert truncate("3", "12", room=minimum - 1) is None
+    assert truncate("3", "12", remaining_tokens=minimum, reserved_tokens=10) == ["3", "12"]
+    assert truncate("3", "12", remaining_tokens=minimum - 1) is None
 
 
 def test_limits_results_by_their_rendered_length() -> None:
     quotes = '"\n' * 200
     frame = len(LLAMA.encode_continuation([tool_result("")]))
-    texts = truncate(quotes, max_tokens=500, room=frame + 120, chat=LLAMA)
+    texts = truncate(quotes, max_tokens=500, remaining_tokens=frame + 120, chat=LLAMA)
     assert texts is not None and "tokens cut" in texts[0]
     assert frame + 70 <= len(LLAMA.encode_continuation([tool_result(texts[0])])) <= frame + 120
 
@@ -129,21 +135,21 @@ TEXTS = st.lists(PIECES, max_size=8).map("".join)
 @given(
     texts=st.lists(TEXTS, min_size=1, max_size=3),
     max_tokens=st.integers(1, 80),
-    room=st.integers(0, 400),
-    spare=st.integers(0, 60),
+    remaining_tokens=st.integers(0, 400),
+    reserved_tokens=st.integers(0, 60),
 )
 def test_observations_fit_and_keep_the_templates_control_tokens(
-    chat: ChatTemplate, texts: list[str], max_tokens: int, room: int, spare: int
+    chat: ChatTemplate, texts: list[str], max_tokens: int, remaining_tokens: int, reserved_tokens: int
 ) -> None:
     results = [tool_result(text) for text in texts]
-    result = truncate_observations(chat, results, [], max_tokens, room, spare)
+    result = truncate_observations(chat, results, [], max_tokens, remaining_tokens, reserved_tokens)
     frame = chat.encode_continuation([tool_result("0")] * len(results))
     if result is None:
-        marks = chat.encode_continuation([tool_result("... (10 tokens cut) ...")] * len(results))
-        assert room < len(marks) + 10 * len(results)
+        markers = chat.encode_continuation([tool_result("... (10 tokens cut) ...")] * len(results))
+        assert remaining_tokens < len(markers) + 10 * len(results)
         return
     messages, ids = result
-    assert len(ids) <= room and ids == chat.encode_continuation(messages)
+    assert len(ids) <= remaining_tokens and ids == chat.encode_continuation(messages)
     assert chat.control_tokens.filter_ids(ids) == chat.control_tokens.filter_ids(frame)
     for before, after in zip(results, messages, strict=True):
         assert after["content"] in (before["content"], after["content"])

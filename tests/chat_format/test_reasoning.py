@@ -70,19 +70,21 @@ def test_opened_reasoning_depends_on_the_previous_role(name: str, user: bool, to
 
 def test_finds_reasoning_by_token_ids() -> None:
     chat = CHATS["qwen3"]
-    inner, content = chat.encode("\n🤔 1+2 hm\n"), chat.encode("\n\nIt is 3.")
+    thought_ids, content_ids = chat.encode("\n🤔 1+2 hm\n"), chat.encode("\n\nIt is 3.")
     opening, closing = chat.encode("<think>"), chat.encode("</think>")
     assert len(opening) == len(closing) == 1
-    full = [*opening, *inner, *closing, *content]
-    assert chat.find_reasoning_range(full) == range(len(inner) + 2)
-    assert chat.decode(full[len(inner) + 2 :]) == "\n\nIt is 3."
-    assert chat.find_reasoning_range([*full, chat.end_of_turn]) == range(len(inner) + 2)
-    assert chat.find_reasoning_range([*opening, *inner]) == range(len(inner) + 1)
-    assert chat.find_reasoning_range(content) is None and chat.find_reasoning_range([]) is None
+    full = [*opening, *thought_ids, *closing, *content_ids]
+    assert chat.find_reasoning_range(full) == range(len(thought_ids) + 2)
+    assert chat.decode(full[len(thought_ids) + 2 :]) == "\n\nIt is 3."
+    assert chat.find_reasoning_range([*full, chat.end_of_turn]) == range(len(thought_ids) + 2)
+    assert chat.find_reasoning_range([*opening, *thought_ids]) == range(len(thought_ids) + 1)
+    assert chat.find_reasoning_range(content_ids) is None and chat.find_reasoning_range([]) is None
     opened_chat = CHATS["qwen3 opened"]
-    assert opened_chat.find_reasoning_range([*inner, *closing, *content]) == range(len(inner) + 1)
-    assert opened_chat.find_reasoning_range([*closing, *content]) == range(1)
-    assert opened_chat.find_reasoning_range(inner) == range(len(inner)) and not opened_chat.find_reasoning_range([])
+    assert opened_chat.find_reasoning_range([*thought_ids, *closing, *content_ids]) == range(len(thought_ids) + 1)
+    assert opened_chat.find_reasoning_range([*closing, *content_ids]) == range(1)
+    assert opened_chat.find_reasoning_range(thought_ids) == range(
+        len(thought_ids)
+    ) and not opened_chat.find_reasoning_range([])
 
 
 def test_reasoning_marks_of_several_tokens() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from pieces import put_pieces
+from sentencepiece_tokenizer import put_pieces
 
 from megarl.chat_format.chat_template import ChatTemplate
 from megarl.config import Config, ConfigError, ModelConfig
@@ -46,10 +46,10 @@ def test_tokenizer_class_that_loses_spaces_is_a_config_error(tmp_path: Path) -> 
 
 def test_compares_vocabularies(tmp_path: Path) -> None:
     first = make_folder(tmp_path / "first", "deepseek_v3")
-    same = make_folder(tmp_path / "same", "deepseek_v3")
-    other = make_folder(tmp_path / "other", "deepseek_v3", TEXT.replace("plus", "with"))
-    assert vocabulary_hash(str(first)) == vocabulary_hash(str(same)) != vocabulary_hash(str(other)) != ""
+    equal = make_folder(tmp_path / "same", "deepseek_v3")
+    different = make_folder(tmp_path / "other", "deepseek_v3", TEXT.replace("plus", "with"))
+    assert vocabulary_hash(str(first)) == vocabulary_hash(str(equal)) != vocabulary_hash(str(different)) != ""
     config = replace(Config(), model=ModelConfig(path=str(first)))
-    check_same_tokenizer(config, "reward.model", str(same), "it must")
+    check_same_tokenizer(config, "reward.model", str(equal), "it must")
     with pytest.raises(ConfigError, match="reward.model has another tokenizer .*they differ in "):
-        check_same_tokenizer(config, "reward.model", str(other), "it must")
+        check_same_tokenizer(config, "reward.model", str(different), "it must")

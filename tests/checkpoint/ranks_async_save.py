@@ -45,11 +45,11 @@ def delay_writes(on_step: Callable[[int], None] = lambda step: None) -> None:
     def training(self: Any, *arguments: Any) -> Any:
         steps[0] += 1
         try:
-            actual = train_step(self, *arguments)
+            metrics = train_step(self, *arguments)
             on_step(steps[0])
         finally:
             may_write.set()
-        return actual
+        return metrics
 
     def staging(self: Any, *arguments: Any) -> None:
         may_write.clear()

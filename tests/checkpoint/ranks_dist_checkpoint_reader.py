@@ -38,16 +38,16 @@ def value_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
 
 
 def main(family: str, role: str, layout: str, settings: str, source: str, target: str) -> None:
-    value: dict[str, Any] = json.loads(settings)
-    tiny.HF[family]["num_hidden_layers"] = value.pop("layers", tiny.HF[family]["num_hidden_layers"])
+    config_tree: dict[str, Any] = json.loads(settings)
+    tiny.HF[family]["num_hidden_layers"] = config_tree.pop("layers", tiny.HF[family]["num_hidden_layers"])
     sizes = dict(part.split("=") for part in layout.split(",") if part)
     adam = {"lr": 0.01, "schedule": "constant", "warmup_fraction": 0.0}
-    sections = {"actor_optimizer": adam, "critic": {"optimizer": adam}, **value}
+    sections = {"actor_optimizer": adam, "critic": {"optimizer": adam}, **config_tree}
     config = tiny.config(
         **{name: int(size) for name, size in sizes.items()}, world=int(os.environ["WORLD_SIZE"]), **sections
     )
-    place = parallel_ranks.initialize(config.parallel, timeout_s=120)
-    model = MegatronModel(tiny.HF[family], config, place, role, total_updates=5)  # type: ignore[arg-type]
+    layout_ranks = parallel_ranks.initialize(config.parallel, timeout_s=120)
+    model = MegatronModel(tiny.HF[family], config, layout_ranks, role, total_updates=5)  # type: ignore[arg-type]
     if source:
         restore_model(model, Path(source))
     else:

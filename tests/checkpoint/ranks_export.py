@@ -78,13 +78,15 @@ def random_weights(params: list[Param]) -> Tensors:
     }
 
 
-def local_shards(params: list[Param], full: Tensors, place: ranks.Ranks) -> Tensors:
-    layout = TrainLayout(place.job.world, place.tp, place.ep, STAGES[place.pp], place.etp)
+def local_shards(params: list[Param], full: Tensors, layout_ranks: ranks.Ranks) -> Tensors:
+    layout = TrainLayout(
+        layout_ranks.job.world, layout_ranks.tp, layout_ranks.ep, STAGES[layout_ranks.pp], layout_ranks.etp
+    )
     local = {}
     for param in params:
-        if layout.has_param(place.job.rank, param, num_experts=4):
-            mine = shard(param, full, *place.tp_size_and_rank(param.expert is not None))
-            local[param.megatron] = mine.requires_grad_(not param.is_buffer)
+        if layout.has_param(layout_ranks.job.rank, param, num_experts=4):
+            local_shard = shard(param, full, *layout_ranks.tp_size_and_rank(param.expert is not None))
+            local[param.megatron] = local_shard.requires_grad_(not param.is_buffer)
     return local
 
 
@@ -95,21 +97,21 @@ def is_exact(gathered: list[tuple[str, torch.Tensor]], full: Tensors) -> bool:
 
 
 def inject_fault(local: Tensors, fault: str) -> Tensors:
-    wrong = dict(local)
+    faulty = dict(local)
     if fault == "missing":
-        del wrong[FAULTY]
+        del faulty[FAULTY]
     elif fault == "misshapen":
-        wrong[FAULTY] = wrong[FAULTY][:1]
+        faulty[FAULTY] = faulty[FAULTY][:1]
     elif fault == "dtype":
-        wrong[FAULTY] = wrong[FAULTY].float()
+        faulty[FAULTY] = faulty[FAULTY].float()
     else:
-        wrong["value_head.weight"] = wrong[FAULTY]
-    return wrong
+        faulty["value_head.weight"] = faulty[FAULTY]
+    return faulty
 
 
-def error_of(local: Tensors, params: list[Param], place: ranks.Ranks) -> str:
+def error_of(local: Tensors, params: list[Param], layout_ranks: ranks.Ranks) -> str:
     try:
-        list(gather_hf(local, params, place))
+        list(gather_hf(local, params, layout_ranks))
     except ValueError as error:
         return str(error)
     return ""
@@ -117,23 +119,25 @@ def error_of(local: Tensors, params: list[Param], place: ranks.Ranks) -> str:
 
 def main(tp: int, pp: int, ep: int, etp: int) -> None:
     world = int(os.environ["WORLD_SIZE"])
-    place = ranks.initialize(ParallelConfig(world_size=world, tp=tp, pp=pp, ep=ep, etp=etp), timeout_s=60)
+    layout_ranks = ranks.initialize(ParallelConfig(world_size=world, tp=tp, pp=pp, ep=ep, etp=etp), timeout_s=60)
     result: dict[str, Any] = {"has_all_params": False}
     for family, options in MODELS.items():
         hf = COMMON | options
         params = family_of(hf).params(hf, tp, etp)
         full = random_weights(params)
-        local = local_shards(params, full, place)
-        if family == "qwen2" and place.pp_rank == pp - 1 > 0:
+        local = local_shards(params, full, layout_ranks)
+        if family == "qwen2" and layout_ranks.pp_rank == pp - 1 > 0:
             local["embedding.word_embeddings.weight"] = full[
                 "model.embed_tokens.weight"
             ]  # Megatron's copy for the head
-        result[family] = [is_exact(list(gather_hf(local, params, place, size)), full) for size in (1, 2000, 1 << 30)]
+        result[family] = [
+            is_exact(list(gather_hf(local, params, layout_ranks, size)), full) for size in (1, 2000, 1 << 30)
+        ]
         if family == "qwen3_moe":
             result["has_all_params"] = len(local) == len(params)
-            last = place.job.rank == world - 1
+            last = layout_ranks.job.rank == world - 1
             result["faults"] = {
-                fault: error_of(inject_fault(local, fault) if last else local, params, place) for fault in FAULTS
+                fault: error_of(inject_fault(local, fault) if last else local, params, layout_ranks) for fault in FAULTS
             }
     print("RESULT", json.dumps(result), flush=True)
     ranks.shutdown()

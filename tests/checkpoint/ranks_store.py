@@ -45,7 +45,7 @@ def parts(content: str) -> Callable[[Path], RankWrite]:
 
 
 def stage(write: Write) -> Callable[[Path], RankWrite]:
-    return lambda target: RankWrite(lambda ended: write(target))
+    return lambda target: RankWrite(lambda is_cancelled: write(target))
 
 
 def error_of(work: Callable[[], Any]) -> str:
@@ -65,22 +65,22 @@ def on_lead(work: Callable[[], Any]) -> None:
 
 def life_cycle(folder: Path) -> dict[str, object]:
     """Check rotation, random states, failed writes and damage."""
-    place = ranks.initialize(ParallelConfig(world_size=2), timeout_s=60)
+    layout_ranks = ranks.initialize(ParallelConfig(world_size=2), timeout_s=60)
     log: list[str] = []
     store = Store(folder, keep=2, layout=(2, 1), log=log.append)
-    checkpoints, rank = folder / "checkpoints", place.job.rank
-    facts: dict[str, object] = {"has_checkpoint_before_save": store.find_newest() is not None}
+    checkpoints, rank = folder / "checkpoints", layout_ranks.job.rank
+    report: dict[str, object] = {"has_checkpoint_before_save": store.find_newest() is not None}
     for step in (1, 2, 3):
         store.save(step, {"step": step, "coef": 0.1 + step}, parts(f"step {step}"))
-    facts["after_rotation"] = sorted(path.name for path in checkpoints.glob("step_*"))
-    facts["latest"] = (checkpoints / "latest").read_text()
+    report["after_rotation"] = sorted(path.name for path in checkpoints.glob("step_*"))
+    report["latest"] = (checkpoints / "latest").read_text()
     ranks.barrier()  # the other rank may still be reading
 
     protecting = Store(folder / "protecting", keep=2)
     protecting.keep_before_step = 3  # as after updates that were skipped from step 3 on
     for step in range(1, 6):
         protecting.save(step, {"step": step}, parts(f"step {step}"))
-    facts["with_keep_before_step"] = sorted(
+    report["with_keep_before_step"] = sorted(
         path.name for path in (folder / "protecting" / "checkpoints").glob("step_*")
     )
 
@@ -90,15 +90,15 @@ def life_cycle(folder: Path) -> dict[str, object]:
 
     store.save(4, {"step": 4}, parts("step 4"))
     expected = draws()
-    facts["host"] = store.load(checkpoints / "step_000004")
-    facts["rng_equal"] = draws() == expected
-    facts["log"] = list(log)
+    report["host"] = store.load(checkpoints / "step_000004")
+    report["rng_equal"] = draws() == expected
+    report["log"] = list(log)
     other_layout = Store(folder, keep=2, layout=(2, 2), log=log.append)
     other_layout.load(checkpoints / "step_000004")
     first = draws()
     other_layout.load(checkpoints / "step_000004")
-    facts["rng_reseeded"] = first == draws() != expected and len(set(map(str, ranks.all_gather_objects(first)))) == 1
-    facts["reseed_log"] = log.pop()
+    report["rng_reseeded"] = first == draws() != expected and len(set(map(str, ranks.all_gather_objects(first)))) == 1
+    report["reseed_log"] = log.pop()
 
     # A failure on one rank raises on both and removes the partial checkpoint; earlier checkpoints stay.
     def write_with_failure(target: Path) -> dict[Path, Entry]:
@@ -107,9 +107,9 @@ def life_cycle(folder: Path) -> dict[str, object]:
             raise OSError(28, "No space left on device")
         return {}
 
-    facts["error"] = error_of(lambda: store.save(5, {"step": 5}, stage(write_with_failure)))
-    facts["no_space"] = error_of(lambda: store.save(5, {"step": 5}, parts("step 5"), needed=1 << 60))
-    facts["after_failed_saves"] = sorted(path.name for path in checkpoints.iterdir())
+    report["error"] = error_of(lambda: store.save(5, {"step": 5}, stage(write_with_failure)))
+    report["no_space"] = error_of(lambda: store.save(5, {"step": 5}, parts("step 5"), needed=1 << 60))
+    report["after_failed_saves"] = sorted(path.name for path in checkpoints.iterdir())
 
     # Foreign files and folders are ignored, and a failed cleanup is only logged.
     def add_foreign_entries() -> None:
@@ -123,8 +123,8 @@ def life_cycle(folder: Path) -> dict[str, object]:
     on_lead(add_foreign_entries)
     store.save(1_000_000, {"step": 1_000_000}, parts("last"))
     newest = store.find_newest()
-    facts["newest_at_step_1e6"] = newest and newest.name
-    facts["cleanup_failure_logged_by_lead"] = bool([text for text in log if "cleaning up" in text]) == (rank == 0)
+    report["newest_at_step_1e6"] = newest and newest.name
+    report["cleanup_failure_logged_by_lead"] = bool([text for text in log if "cleaning up" in text]) == (rank == 0)
     on_lead(lambda: shutil.rmtree(checkpoints / "step_1000000"))
 
     # With any damage, the checkpoint before is the newest complete one.
@@ -179,10 +179,10 @@ def life_cycle(folder: Path) -> dict[str, object]:
         log.clear()
         after = store.find_newest()
         results[name] = f"{after and after.name} | {' '.join(log)}"
-    facts["damages"] = results
+    report["damages"] = results
     on_lead(lambda: (checkpoints / "step_000007" / "part_0.bin").unlink())
-    facts["none_complete"] = error_of(store.find_newest)
-    return facts
+    report["none_complete"] = error_of(store.find_newest)
+    return report
 
 
 def slow_rank(folder: Path) -> dict[str, object]:
@@ -194,15 +194,15 @@ def slow_rank(folder: Path) -> dict[str, object]:
     from megarl.megatron.trainer_model import MegatronModel
 
     chosen = tiny.config(world=2, ep=2)
-    place = ranks.initialize(chosen.parallel, timeout_s=60)
-    model = MegatronModel(tiny.HF["qwen3_moe"], chosen, place, "actor", total_updates=3)
+    layout_ranks = ranks.initialize(chosen.parallel, timeout_s=60)
+    model = MegatronModel(tiny.HF["qwen3_moe"], chosen, layout_ranks, "actor", total_updates=3)
     store = Store(folder, keep=2, storage_timeout_s=100)
     hash_file, finish, sharded_state = manifest.hash_file, manifest.HashingFile.finish, optimizer.sharded_state
     verified: list[str] = []
 
     def delay_on(work: Callable[..., Any], rank: int) -> Callable[..., Any]:
         def delayed(*arguments: Any, **named: Any) -> Any:
-            if rank == place.job.rank:
+            if rank == layout_ranks.job.rank:
                 time.sleep(1)
             return work(*arguments, **named)
 
@@ -220,10 +220,10 @@ def slow_rank(folder: Path) -> dict[str, object]:
         pass  # sets the timeout of all groups on exit
 
     def write(target: Path) -> Any:
-        if place.job.rank == 0:
+        if layout_ranks.job.rank == 0:
             (target / "common.bin").write_text("written without a hash")
         staged = StagedCheckpoint(model, target / "actor")
-        return RankWrite(lambda ended: staged.write(2, ended), staged.finish)
+        return RankWrite(lambda is_cancelled: staged.write(2, is_cancelled), staged.finish)
 
     saved = store.save(1, {"step": 1}, write)
     hashed_later = list(verified)
@@ -231,17 +231,17 @@ def slow_rank(folder: Path) -> dict[str, object]:
     with ranks.with_timeout(100):
         newest = store.find_newest()  # its own timeout is shorter than the block's
         restore_model(model, saved / "actor")
-        everyone = ranks.all_gather_objects(verified)
+        verified_by_rank = ranks.all_gather_objects(verified)
     tree = json.loads((saved / "manifest.json").read_text())["files"]
     local = {name: hashlib.sha256((saved / name).read_bytes()).hexdigest() for name in tree}
     on_disk = {str(path.relative_to(saved)) for path in saved.rglob("*") if path.is_file()} - {"manifest.json"}
     return {
-        "found": newest == saved,
+        "found newest": newest == saved,
         "hashes": local == {name: entry["sha256"] for name, entry in tree.items()} and on_disk == set(tree),
         "hashed after write": hashed_later,
-        "verified once": sorted(name for names in everyone for name in names)
+        "verified once": sorted(name for names in verified_by_rank for name in names)
         == sorted(Path(name).name for name in tree),
-        "verified per rank": [len(names) for names in everyone],
+        "verified per rank": [len(names) for names in verified_by_rank],
         "modes": sorted({oct(path.stat().st_mode & 0o777) for path in saved.rglob("*") if path.is_file()}),
         "written": sorted(Path(name).name for name in tree if name.endswith(".distcp")),
     }
@@ -249,11 +249,11 @@ def slow_rank(folder: Path) -> dict[str, object]:
 
 def dying_rank(folder: Path) -> dict[str, object]:
     """Save on two ranks, one of which dies, for which the other rank would wait an hour."""
-    place = ranks.initialize(ParallelConfig(world_size=2), timeout_s=3600)
+    layout_ranks = ranks.initialize(ParallelConfig(world_size=2), timeout_s=3600)
     store = Store(folder, keep=2, storage_timeout_s=3600)
 
     def write(target: Path) -> dict[Path, Entry]:
-        if place.job.rank == 1:
+        if layout_ranks.job.rank == 1:
             print("RESULT {}", flush=True)
             os._exit(0)
         return {}

@@ -35,8 +35,13 @@ def run(tmp_path_factory: pytest.TempPathFactory, run_ranks: Callable[..., list[
     (folder / "config.yaml").write_text(CONFIG)
 
     def start(run_dir: Path, event: str, *overrides: str) -> list[dict[str, Any]]:
-        value = [f"model.path={folder}/model", f"data.train={folder}/sft.jsonl", f"run.dir={run_dir}", *overrides]
-        return run_ranks(2, "tests/checkpoint/ranks_async_save.py", event, str(folder / "config.yaml"), *value)
+        all_overrides = [
+            f"model.path={folder}/model",
+            f"data.train={folder}/sft.jsonl",
+            f"run.dir={run_dir}",
+            *overrides,
+        ]
+        return run_ranks(2, "tests/checkpoint/ranks_async_save.py", event, str(folder / "config.yaml"), *all_overrides)
 
     return start
 
@@ -65,12 +70,12 @@ def hashes(run_dir: Path, step: int) -> dict[str, str]:
     return {name: entry["sha256"] for name, entry in tree.items() if name.endswith(".distcp")}
 
 
-def has_same_result(run_dir: Path, other: Path) -> bool:
-    item, two = (load_file(path / "export/model.safetensors") for path in (run_dir, other))
+def has_same_result(run_dir: Path, reference_dir: Path) -> bool:
+    actual, expected = (load_file(path / "export/model.safetensors") for path in (run_dir, reference_dir))
     return (
-        losses(run_dir) == losses(other)
-        and item.keys() == two.keys()
-        and all(torch.equal(item[name], two[name]) for name in item)
+        losses(run_dir) == losses(reference_dir)
+        and actual.keys() == expected.keys()
+        and all(torch.equal(actual[name], expected[name]) for name in actual)
     )
 
 
@@ -103,8 +108,8 @@ def test_resumes_bitwise_after_rank_is_killed_in_save(
     assert checkpoints(folder) == CHECKPOINTS_AFTER_KILL[event]
     results = run(folder, "", "run.resume=auto")
     assert [result["code"] for result in results] == [0, 0], results
-    actual = "step_000002" if "step_000002" in CHECKPOINTS_AFTER_KILL[event] else "step_000001"
-    assert f"resumed from {folder}/checkpoints/{actual} after step" in results[0]["out"]
+    expected_newest = "step_000002" if "step_000002" in CHECKPOINTS_AFTER_KILL[event] else "step_000001"
+    assert f"resumed from {folder}/checkpoints/{expected_newest} after step" in results[0]["out"]
     assert checkpoints(folder) == ["latest", "step_000001", "step_000002", "step_000003"]
     assert has_same_result(folder, sync_run)
 
@@ -132,15 +137,15 @@ def test_stop_signal_finishes_pending_save_and_saves_again(run: RunTraining, syn
 @pytest.mark.nightly
 def test_failed_run_leaves_partial_save_to_next_start(run: RunTraining, sync_run: Path, tmp_path: Path) -> None:
     """Ranks do not wait for a failed one; if all of them fail, they commit the pending checkpoint first."""
-    for event, remaining, retained in (
+    for event, pending, committed in (
         ("one_rank_fails", "step_000001.tmp", []),
         ("all_ranks_fail", "step_000001", ["step_000001"]),
     ):
         folder = tmp_path / event
         results = run(folder, event)
         assert [result["code"] for result in results] == [1, 1], results
-        assert remaining in checkpoints(folder)
+        assert pending in checkpoints(folder)
         results = run(folder, "", "run.resume=auto", "run.save_every=0")
         assert [result["code"] for result in results] == [0, 0], results
-        assert [name for name in checkpoints(folder) if name != "latest"] == retained
+        assert [name for name in checkpoints(folder) if name != "latest"] == committed
         assert has_same_result(folder, sync_run)

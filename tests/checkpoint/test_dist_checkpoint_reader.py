@@ -18,8 +18,8 @@ VOCABULARY = 200  # padded to 256 over one or two tensor parallel ranks, to 512 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors by name, without the padding of the vocabulary."""
-    actual = CheckpointReader(folder)
-    tensors = {name: actual.read(name) for name in actual}
+    reader = CheckpointReader(folder)
+    tensors = {name: reader.read(name) for name in reader}
     return {
         name: tensor[:VOCABULARY] if "word_embeddings" in name or "output_layer" in name else tensor
         for name, tensor in tensors.items()
@@ -27,7 +27,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "role", "settings", "first", "others"),
+    ("family", "role", "settings", "first", "other_names"),
     [
         (
             "qwen3_moe",
@@ -52,7 +52,7 @@ def test_restore_in_another_layout_is_bitwise(
     role: str,
     settings: dict[str, Any],
     first: str,
-    others: tuple[str, ...],
+    other_names: tuple[str, ...],
 ) -> None:
     def save_in_layout(layout: str, source: Path | str, target: Path) -> dict[str, Any]:
         sizes = dict(part.split("=") for part in layout.split(",") if part)
@@ -68,13 +68,13 @@ def test_restore_in_another_layout_is_bitwise(
     written = read_tensors(tmp_path / "first")
     states = [name for name in written if name.startswith("optimizer.state.exp_avg_sq.")]
     assert summary["updates"] == 2 and states and any(bool(written[name].any()) for name in states)
-    for number, layout in enumerate(others):
+    for number, layout in enumerate(other_names):
         target = tmp_path / f"other_{number}"
         assert save_in_layout(layout, tmp_path / "first", target) == summary, layout
-        again = read_tensors(target)
-        assert again.keys() == written.keys(), layout
-        different = [name for name in written if not torch.equal(written[name], again[name])]
+        converted = read_tensors(target)
+        assert converted.keys() == written.keys(), layout
+        different = [name for name in written if not torch.equal(written[name], converted[name])]
         assert different == [], layout
-        assert {name: tensor.dtype for name, tensor in again.items()} == {
+        assert {name: tensor.dtype for name, tensor in converted.items()} == {
             name: tensor.dtype for name, tensor in written.items()
         }

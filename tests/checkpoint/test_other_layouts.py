@@ -60,8 +60,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "tools/make_quickstart.py", str(folder), "--demonstrations", "8", "--train", "8"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    plain = [{name: value for name, value in row.items() if name != "tools"} for row in rows]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in plain))
+    without_tools = [{name: value for name, value in row.items() if name != "tools"} for row in rows]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in without_tools))
     (folder / "config.yaml").write_text(CONFIG)
     record_rollouts(folder / "recorded")
     return folder
@@ -70,10 +70,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(inputs: Path, run_ranks: Callable[..., list[dict[str, Any]]]) -> RunTraining:
     def start(run_dir: Path, world: int, *overrides: str) -> dict[str, Any]:
-        argument = [f"model.path={inputs}/model", f"data.train={inputs}/train.jsonl", f"run.dir={run_dir}"]
-        argument += [f"rollout.replay={inputs}/recorded", f"parallel.world_size={world}", *overrides]
+        all_overrides = [f"model.path={inputs}/model", f"data.train={inputs}/train.jsonl", f"run.dir={run_dir}"]
+        all_overrides += [f"rollout.replay={inputs}/recorded", f"parallel.world_size={world}", *overrides]
         config = str(inputs / "config.yaml")
-        results = run_ranks(world, "tests/checkpoint/ranks_run.py", "", config, *argument, timeout=600.0)
+        results = run_ranks(world, "tests/checkpoint/ranks_run.py", "", config, *all_overrides, timeout=600.0)
         return results[0] | {"err": "".join(result["err"] for result in results)}  # only one rank reports the error
 
     return start
@@ -101,8 +101,8 @@ def interrupted_copy(uninterrupted: Path, target: Path) -> Path:
 def later_steps(run_dir: Path) -> list[dict[str, float]]:
     rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     parts = ("actor", "critic", "rollout", "reward")
-    actual = [row for row in rows if row["step"] > SAVED and "actor/lr" in row]
-    return [{name: value for name, value in row.items() if name.split("/")[0] in parts} for row in actual]
+    later = [row for row in rows if row["step"] > SAVED and "actor/lr" in row]
+    return [{name: value for name, value in row.items() if name.split("/")[0] in parts} for row in later]
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,13 @@ def test_resume_in_another_layout_matches_uninterrupted_run(
     assert f"step_{SAVED:06d} was written in another layout" in result["out"]
     first, second = later_steps(uninterrupted), later_steps(folder)
     assert len(first) == len(second) == STEPS - SAVED
-    for item, other in zip(first, second, strict=True):
-        assert item.keys() == other.keys()
-        assert other == pytest.approx(item, rel=1e-6, abs=1e-6)
-    weights, others = (load_file(path / "export/model.safetensors") for path in (uninterrupted, folder))
-    assert weights.keys() == others.keys()
+    for actual_step, expected_step in zip(first, second, strict=True):
+        assert actual_step.keys() == expected_step.keys()
+        assert expected_step == pytest.approx(actual_step, rel=1e-6, abs=1e-6)
+    weights, resumed_weights = (load_file(path / "export/model.safetensors") for path in (uninterrupted, folder))
+    assert weights.keys() == resumed_weights.keys()
     for name, tensor in weights.items():
-        assert float((others[name] - tensor).norm()) <= 1e-6 * float(tensor.norm()), name
+        assert float((resumed_weights[name] - tensor).norm()) <= 1e-6 * float(tensor.norm()), name
 
 
 def test_converted_checkpoint_equals_export(
@@ -165,7 +165,7 @@ def test_resume_refuses_reordered_data_and_forced_logs_provenance(
     assert len(tree["config"]) == 16 and tree["code"]
     manifest.write_text(json.dumps(tree | {"code": "0123456789abcdef"}))
     before = sorted((path, path.read_bytes()) for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
-    retained = (inputs / "train.jsonl").read_bytes()
+    original = (inputs / "train.jsonl").read_bytes()
     try:
         shutil.copy(tmp_path / "train.jsonl", inputs / "train.jsonl")
         result = run(folder, 1, "run.resume=auto")
@@ -174,7 +174,7 @@ def test_resume_refuses_reordered_data_and_forced_logs_provenance(
         assert all(after[path] == content for path, content in before)
         result = run(folder, 1, "run.resume=forced", f"run.num_rollout={SAVED}")
     finally:
-        (inputs / "train.jsonl").write_bytes(retained)
+        (inputs / "train.jsonl").write_bytes(original)
     assert result["code"] == 0, result
     assert f"after step {SAVED}, written by other code (0123456789abcdef, now " in result["out"]
     assert ", written under another configuration (" in result["out"]

@@ -45,12 +45,12 @@ def test_loads_plain_checkpoint(tmp_path: Path) -> None:
 
 
 def test_refuses_metadata_that_executes_code(tmp_path: Path) -> None:
-    folder, trap = save(tmp_path / "c", {"weight": torch.zeros(2)}), tmp_path / "trap"
-    (folder / ".metadata").write_bytes(pickle.dumps(CreatesFolder(trap)))
+    folder, executed = save(tmp_path / "c", {"weight": torch.zeros(2)}), tmp_path / "trap"
+    (folder / ".metadata").write_bytes(pickle.dumps(CreatesFolder(executed)))
     with pytest.raises(CheckpointException) as refused:
         dcp.load({"weight": torch.zeros(2)}, checkpoint_id=folder, no_dist=True)
     assert "it requests posix.mkdir, which no checkpoint table" in str(refused.value.failures)
-    assert not trap.exists()
+    assert not executed.exists()
 
 
 @pytest.mark.parametrize("name", ["load", "_utils._rebuild_tensor", "serialization.load", "os.system", "nn.Linear"])
@@ -78,18 +78,18 @@ def test_reads_enum_members_pickled_by_any_python() -> None:
 
 
 def test_refuses_objects_that_are_no_plain_values(tmp_path: Path) -> None:
-    trap = tmp_path / "trap"
-    folder = save(tmp_path / "c", {"counts": CreatesFolder(trap)})
+    executed = tmp_path / "trap"
+    folder = save(tmp_path / "c", {"counts": CreatesFolder(executed)})
     with pytest.raises(CheckpointException) as refused:
         dcp.load({"counts": 0}, checkpoint_id=folder, no_dist=True)
     assert "Weights only load failed" in str(refused.value.failures)
-    assert not trap.exists()
+    assert not executed.exists()
 
 
 def test_environment_variable_cannot_disable_weights_only(tmp_path: Path) -> None:
-    trap, file = tmp_path / "trap", tmp_path / "common.pt"
-    torch.save(CreatesFolder(trap), file)
+    executed, file = tmp_path / "trap", tmp_path / "common.pt"
+    torch.save(CreatesFolder(executed), file)
     program = f"import torch, megarl.checkpoint.dist_checkpoint_reader; torch.load({str(file)!r})"
     environment = dict(os.environ, TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD="1")
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.returncode and "weights_only" in done.stderr and not trap.exists()
+    assert done.returncode and "weights_only" in done.stderr and not executed.exists()

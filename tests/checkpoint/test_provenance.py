@@ -18,8 +18,8 @@ pytestmark = pytest.mark.alone
 def test_config_hash_ignores_run_folder_and_logging() -> None:
     first = config_hash(from_dict({"run": {"dir": "a"}}))
     assert first == config_hash(from_dict({"run": {"dir": "b", "resume": "auto"}, "track": {"save_rollouts": False}}))
-    others = [{"run": {"seed": 2}}, {"parallel": {"tp": 2}}, {"data": {"train": ["a.jsonl"]}}]
-    assert len({first, *(config_hash(from_dict(tree)) for tree in others)}) == 4
+    changes = [{"run": {"seed": 2}}, {"parallel": {"tp": 2}}, {"data": {"train": ["a.jsonl"]}}]
+    assert len({first, *(config_hash(from_dict(tree)) for tree in changes)}) == 4
     assert len(first) == 16 and int(first, 16) >= 0
 
 
@@ -27,9 +27,9 @@ needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="there is no 
 
 
 def git(folder: Path, *arguments: str) -> str:
-    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
     return subprocess.run(
-        ("git", *who, "-C", str(folder), *arguments), check=True, capture_output=True, text=True
+        ("git", *identity, "-C", str(folder), *arguments), check=True, capture_output=True, text=True
     ).stdout
 
 
@@ -99,10 +99,10 @@ def test_code_revision_hashes_sources_that_git_does_not_track(sources: Path) -> 
 
 
 def test_describe_changes_ignores_fields_an_old_manifest_lacks() -> None:
-    now = {"config": "c1", "code": "r1"}
-    assert describe_changes({"step": 1, **now}, now) == [] == describe_changes({"step": 1}, now)
-    assert describe_changes({"config": "c0", "code": "r1"}, now) == ["under another configuration (c0, now c1)"]
-    assert describe_changes({"config": "c0", "code": "r0"}, now) == [
+    current = {"config": "c1", "code": "r1"}
+    assert describe_changes({"step": 1, **current}, current) == [] == describe_changes({"step": 1}, current)
+    assert describe_changes({"config": "c0", "code": "r1"}, current) == ["under another configuration (c0, now c1)"]
+    assert describe_changes({"config": "c0", "code": "r0"}, current) == [
         "by other code (r0, now r1)",
         "under another configuration (c0, now c1)",
     ]

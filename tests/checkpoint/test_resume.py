@@ -45,10 +45,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(inputs: Path, run_ranks: Callable[..., list[dict[str, Any]]]) -> RunTraining:
     def start(run_dir: Path, *overrides: str, world: int = 1, disk: str = "") -> dict[str, Any]:
-        value = [f"model.path={inputs}/model", f"data.train={inputs}/sft.jsonl", f"run.dir={run_dir}", *overrides]
+        run_overrides = [
+            f"model.path={inputs}/model",
+            f"data.train={inputs}/sft.jsonl",
+            f"run.dir={run_dir}",
+            *overrides,
+        ]
         config = str(inputs / "config.yaml")
         layout = f"parallel.world_size={world}"
-        results = run_ranks(world, "tests/checkpoint/ranks_run.py", disk, config, layout, *value)
+        results = run_ranks(world, "tests/checkpoint/ranks_run.py", disk, config, layout, *run_overrides)
         return results[0] | {"err": "".join(result["err"] for result in results)}  # only one rank reports the error
 
     return start
@@ -83,9 +88,9 @@ def test_run_files_follow_the_umask(two_rank_run: Path) -> None:
 def test_estimated_space_slightly_exceeds_files(two_rank_run: Path) -> None:
     config = load_config(two_rank_run / "config.yaml")
     planned = estimate_space(load_hf_config(config.model.path), None, config, load_requirements(config))
-    for place, needed in (("checkpoints/step_000002", planned.checkpoint), ("export", planned.export)):
-        written = sum(path.stat().st_size for path in (two_rank_run / place).rglob("*") if path.is_file())
-        assert written < needed < 1.1 * written + (5 << 20), place
+    for folder, needed in (("checkpoints/step_000002", planned.checkpoint), ("export", planned.export)):
+        written = sum(path.stat().st_size for path in (two_rank_run / folder).rglob("*") if path.is_file())
+        assert written < needed < 1.1 * written + (5 << 20), folder
 
 
 def test_resuming_a_finished_run_exports_in_any_layout(run: RunTraining, two_rank_run: Path, tmp_path: Path) -> None:
@@ -142,14 +147,14 @@ def test_resume_with_changed_config_follows_new_lr_schedule(
 
 @pytest.mark.parametrize("disk", ["full_in_first_save", "full_in_metadata_of_second_save"])
 def test_full_disk_skips_checkpoint_and_training_continues(run: RunTraining, tmp_path: Path, disk: str) -> None:
-    folder, lost = tmp_path / "run", {"full_in_first_save": 1, "full_in_metadata_of_second_save": 2}[disk]
+    folder, failed_step = tmp_path / "run", {"full_in_first_save": 1, "full_in_metadata_of_second_save": 2}[disk]
     result = run(folder, "run.num_rollout=3", "parallel.ep=2", world=2, disk=disk)
     assert (result["code"], result["err"]) == (0, ""), result
-    alarm = f"ALARM: could not write checkpoint {folder}/checkpoints/step_00000{lost}: No space left on device"
+    alarm = f"ALARM: could not write checkpoint {folder}/checkpoints/step_00000{failed_step}: No space left on device"
     for text in (result["out"], (folder / "log.txt").read_text()):
         assert text.count(alarm) == 1, text
         assert "earlier checkpoints are intact. Training continues; free disk space" in text
-    assert checkpoints(folder) == ["latest", *[f"step_00000{step}" for step in (1, 2, 3) if step != lost]]
+    assert checkpoints(folder) == ["latest", *[f"step_00000{step}" for step in (1, 2, 3) if step != failed_step]]
     assert (folder / "export/model.safetensors").is_file()
 
 

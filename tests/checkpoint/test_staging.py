@@ -19,7 +19,7 @@ ENTRY = {Path("a"): Entry(1, "x")}
 def test_background_write_runs_concurrently() -> None:
     started, may_end = threading.Event(), threading.Event()
 
-    def work(ended: Callable[[], bool]) -> dict[Path, Entry]:
+    def work(is_cancelled: Callable[[], bool]) -> dict[Path, Entry]:
         started.set()
         may_end.wait()
         return ENTRY
@@ -33,18 +33,18 @@ def test_background_write_runs_concurrently() -> None:
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("no"), SystemExit(3)])
 def test_background_write_raises_any_failure_as_os_error(error: BaseException) -> None:
-    def work(ended: Callable[[], bool]) -> dict[Path, Entry]:
+    def work(is_cancelled: Callable[[], bool]) -> dict[Path, Entry]:
         raise error
 
     writing = BackgroundWrite(work)
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError) as raised:
         writing.result()
-    assert writing.is_done() and str(error) in str(caught.value)
+    assert writing.is_done() and str(error) in str(raised.value)
 
 
 def test_cancel_stops_background_write() -> None:
-    def work(ended: Callable[[], bool]) -> dict[Path, Entry]:
-        while not ended():
+    def work(is_cancelled: Callable[[], bool]) -> dict[Path, Entry]:
+        while not is_cancelled():
             pass
         raise InterruptedError("the run has ended")
 

@@ -14,21 +14,21 @@ SCRIPT = "tests/checkpoint/ranks_store.py"
 
 def test_checkpoints_are_complete_or_absent(tmp_path: Path, run_ranks: RunRanks) -> None:
     results = run_ranks(2, SCRIPT, "life_cycle", str(tmp_path))
-    for facts in results:
-        assert facts["has_checkpoint_before_save"] is False
-        assert facts["after_rotation"] == ["step_000002", "step_000003"]
-        assert facts["latest"] == "step_000003"
-        assert facts["with_keep_before_step"] == ["step_000002", "step_000004", "step_000005"]
-        assert facts["rng_equal"] is True and facts["log"] == []
-        assert facts["rng_reseeded"] is True and "step_000004 was written in another layout" in facts["reseed_log"]
-        assert facts["host"] == {"step": 4}
-        for error in (facts["error"], facts["no_space"]):
+    for report in results:
+        assert report["has_checkpoint_before_save"] is False
+        assert report["after_rotation"] == ["step_000002", "step_000003"]
+        assert report["latest"] == "step_000003"
+        assert report["with_keep_before_step"] == ["step_000002", "step_000004", "step_000005"]
+        assert report["rng_equal"] is True and report["log"] == []
+        assert report["rng_reseeded"] is True and "step_000004 was written in another layout" in report["reseed_log"]
+        assert report["host"] == {"step": 4}
+        for error in (report["error"], report["no_space"]):
             assert error.startswith(f"could not write checkpoint {tmp_path}/checkpoints/step_000005: ")
             assert error.endswith("; earlier checkpoints are intact")
-        assert "No space left on device" in facts["error"]
-        assert "are needed, and" in facts["no_space"] and "are free" in facts["no_space"]
-        assert facts["after_failed_saves"] == ["latest", "step_000003", "step_000004"]
-        assert facts["newest_at_step_1e6"] == "step_1000000" and facts["cleanup_failure_logged_by_lead"]
+        assert "No space left on device" in report["error"]
+        assert "are needed, and" in report["no_space"] and "are free" in report["no_space"]
+        assert report["after_failed_saves"] == ["latest", "step_000003", "step_000004"]
+        assert report["newest_at_step_1e6"] == "step_1000000" and report["cleanup_failure_logged_by_lead"]
     expected = {
         "flipped": "part_1.bin differs from its checksum",
         "rng missing": "rng_00001.pt is missing",
@@ -47,27 +47,28 @@ def test_checkpoints_are_complete_or_absent(tmp_path: Path, run_ranks: RunRanks)
         "no host": "manifest.json does not list host.json",
         "part a folder": "part_0.bin is truncated or of another size",
     }
-    for facts in results:
+    for report in results:
         for name, text in expected.items():
-            result = facts["damages"][name]
+            result = report["damages"][name]
             assert result.startswith(f"step_000007 | skipping checkpoint {tmp_path}"), (name, result)
             assert text in result, (name, result)
-        assert f"none of the checkpoints in {tmp_path}/checkpoints is complete" in facts["none_complete"]
+        assert f"none of the checkpoints in {tmp_path}/checkpoints is complete" in report["none_complete"]
         assert (
-            "step_000008: part_0.bin" in facts["none_complete"] and "step_000007: part_0.bin" in facts["none_complete"]
+            "step_000008: part_0.bin" in report["none_complete"]
+            and "step_000007: part_0.bin" in report["none_complete"]
         )
 
 
 def test_save_waits_for_slow_rank_beyond_collective_timeout(tmp_path: Path, run_ranks: RunRanks) -> None:
     results = run_ranks(2, SCRIPT, "slow_rank", str(tmp_path))
-    for facts in results:
-        assert facts["found"] and facts["hashes"] and facts["verified once"]
-        assert min(facts["verified per rank"]) >= 2  # both ranks have verified files
-        assert facts["modes"] == ["0o644"]
-        assert {name.split("_")[2] for name in facts["written"]} == {"0", "1"}  # both ranks have written
+    for report in results:
+        assert report["found newest"] and report["hashes"] and report["verified once"]
+        assert min(report["verified per rank"]) >= 2  # both ranks have verified files
+        assert report["modes"] == ["0o644"]
+        assert {name.split("_")[2] for name in report["written"]} == {"0", "1"}  # both ranks have written
     # Model files are hashed while they are written and never read back for it.
-    assert not [name for facts in results for name in facts["hashed after write"] if name.endswith(".distcp")]
-    assert sorted(name for facts in results for name in facts["hashed after write"]) == [
+    assert not [name for report in results for name in report["hashed after write"] if name.endswith(".distcp")]
+    assert sorted(name for report in results for name in report["hashed after write"]) == [
         ".metadata",
         "common.bin",
         "common.pt",

@@ -101,10 +101,10 @@ WIDE |= {"moe_intermediate_size": 144}
 
 def quantize_fp8(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the tensors of an FP8 checkpoint, and their values dequantized block by block."""
-    stored, dequantized = {}, {}
+    quantized, dequantized = {}, {}
     for name, tensor in tensors.items():
         if not name.endswith("_proj.weight"):
-            stored[name] = dequantized[name] = tensor.bfloat16()
+            quantized[name] = dequantized[name] = tensor.bfloat16()
             continue
         rows, columns = tensor.shape
         scales = 0.5 + torch.rand(-(-rows // 128), -(-columns // 128))
@@ -114,8 +114,8 @@ def quantize_fp8(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
             for j in range(scales.shape[1]):
                 block = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
                 value[block] = q[block].float() * scales[i, j]
-        stored[name], stored[f"{name}_scale_inv"], dequantized[name] = q, scales, value.bfloat16()
-    return stored, dequantized
+        quantized[name], quantized[f"{name}_scale_inv"], dequantized[name] = q, scales, value.bfloat16()
+    return quantized, dequantized
 
 
 def test_saves_classifier_from_policy_folder(source: Path, tmp_path: Path) -> None:
@@ -135,8 +135,8 @@ def test_saves_classifier_from_policy_folder(source: Path, tmp_path: Path) -> No
 
 
 def test_reads_fp8_dequantized(tmp_path: Path) -> None:
-    stored, dequantized = quantize_fp8(random_tensors(WIDE))
-    source = write_source(tmp_path / "fp8", WIDE, stored)
+    quantized, dequantized = quantize_fp8(random_tensors(WIDE))
+    source = write_source(tmp_path / "fp8", WIDE, quantized)
     assert_equal(source, dequantized)
     weights = open_hf(source)
     weights.check(WIDE)
@@ -150,13 +150,17 @@ def test_reads_fp8_dequantized(tmp_path: Path) -> None:
 
 
 def test_refuses_fp8_without_matching_scales(tmp_path: Path) -> None:
-    stored, _ = quantize_fp8(random_tensors(WIDE))
+    quantized, _ = quantize_fp8(random_tensors(WIDE))
     scales = "model.layers.1.mlp.experts.0.up_proj.weight_scale_inv"
-    assert stored[scales].shape == (2, 2)
+    assert quantized[scales].shape == (2, 2)
     cases = {
-        "missing": ({n: t for n, t in stored.items() if n != scales}, WIDE, f"{scales} is missing"),
-        "truncated": (stored | {scales: stored[scales][:1].clone()}, WIDE, rf"{scales} has shape \(1, 2\)"),
-        "undeclared": (stored, {k: v for k, v in WIDE.items() if k != "quantization_config"}, "no quantization_config"),
+        "missing": ({n: t for n, t in quantized.items() if n != scales}, WIDE, f"{scales} is missing"),
+        "truncated": (quantized | {scales: quantized[scales][:1].clone()}, WIDE, rf"{scales} has shape \(1, 2\)"),
+        "undeclared": (
+            quantized,
+            {k: v for k, v in WIDE.items() if k != "quantization_config"},
+            "no quantization_config",
+        ),
     }
     for name, (tensors, hf, message) in cases.items():
         with pytest.raises(ConfigError, match=message):
@@ -210,24 +214,26 @@ def test_cast_keeps_fp32_tensors_and_copies_untrained_layers(tmp_path: Path) -> 
 
 def test_writes_mtp_layers_and_their_copies_of_trunk_weights(tmp_path: Path) -> None:
     """The checkpoint repeats embedding and head in these layers; both copies follow the trunk even if MTP is frozen."""
-    plain, table = random_tensors(MLA), family_of(MLA).params(MLA, 1, mtp=True)
+    base, table = random_tensors(MLA), family_of(MLA).params(MLA, 1, mtp=True)
     full = {t.name: torch.randn(t.shape) for param in table for t in param.hf}
     copies = {
         "model.layers.1.embed_tokens.weight": "model.embed_tokens.weight",
         "model.layers.1.shared_head.head.weight": "lm_head.weight",
     }
-    mtp = {name: tensor for name, tensor in full.items() if name not in plain}
+    mtp = {name: tensor for name, tensor in full.items() if name not in base}
     assert "model.layers.1.eh_proj.weight" in mtp and len(mtp) > 20
-    source = write_source(tmp_path / "source", MLA, full | {name: full[of].clone() for name, of in copies.items()})
+    source = write_source(
+        tmp_path / "source", MLA, full | {name: full[original].clone() for name, original in copies.items()}
+    )
     open_hf(source).check(MLA, mtp=True)
     trained = {name: tensor + 1 for name, tensor in full.items()}
     save_hf(tmp_path / "out", trained.items(), source, table=table)
-    assert_equal(tmp_path / "out", trained | {name: trained[of] for name, of in copies.items()})
-    save_hf(tmp_path / "frozen", {name: full[name] + 1 for name in plain}.items(), source)
-    retained = {name: full[name] + 1 for name in plain}
-    assert_equal(tmp_path / "frozen", retained | mtp | {name: retained[of] for name, of in copies.items()})
+    assert_equal(tmp_path / "out", trained | {name: trained[original] for name, original in copies.items()})
+    save_hf(tmp_path / "frozen", {name: full[name] + 1 for name in base}.items(), source)
+    frozen = {name: full[name] + 1 for name in base}
+    assert_equal(tmp_path / "frozen", frozen | mtp | {name: frozen[original] for name, original in copies.items()})
 
-    part = write_source(tmp_path / "part", MLA, plain | {"model.layers.1.enorm.weight": torch.ones(8)})
+    part = write_source(tmp_path / "part", MLA, base | {"model.layers.1.enorm.weight": torch.ones(8)})
     open_hf(part).check(MLA)
     with pytest.raises(ConfigError, match=r"model.layers.1.hnorm.weight, .* are missing"):
         open_hf(part).check(MLA, mtp=True)

@@ -23,16 +23,16 @@ def test_reads_fields_of_the_installed_sglang() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "complaint"),
+    ("key", "message"),
     [
         ("atention_backend", "not a field of SGLang's ServerArgs; did you mean attention_backend?"),
         ("tp_size", "cannot be set; it is decided by rollout.tp"),
     ],
 )
-def test_rejects_unknown_and_reserved_keys(key: str, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=f"rollout.sglang.{key} .*".replace(".", r"\.", 2)) as caught:
+def test_rejects_unknown_and_reserved_keys(key: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.sglang.{key} .*".replace(".", r"\.", 2)) as error:
         server_args.check({key: "x"})
-    assert complaint in str(caught.value)
+    assert message in str(error.value)
 
 
 def test_speculative_args() -> None:
@@ -54,7 +54,7 @@ def test_defaults_pass_the_checks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "complaint"),
+    ("key", "value", "message"),
     [
         ("max_total_tokens", "lots", "must be a whole number, not 'lots'"),
         ("max_total_tokens", "1e6", "must be a whole number, not '1e6'; write 1000000"),
@@ -74,10 +74,10 @@ def test_defaults_pass_the_checks() -> None:
         ("tool_call_parser", "qwen25", "decided by rollout.tool_call_parser"),
     ],
 )
-def test_rejects_invalid_values(key: str, value: object, complaint: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_rejects_invalid_values(key: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
         server_args.check({key: value})
-    assert str(caught.value).startswith(f"rollout.sglang.{key} ") and complaint in str(caught.value)
+    assert str(error.value).startswith(f"rollout.sglang.{key} ") and message in str(error.value)
 
 
 def test_accepts_valid_values() -> None:
@@ -121,7 +121,7 @@ def test_accepts_sampling_with_masks(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "complaint"),
+    ("settings", "message"),
     [
         ({"top_p": 0.9}, "rollout.top_p=0.9 without rollout.top_k: SGLang does not return the sampling masks"),
         ({"min_p": 0.1}, "rollout.min_p=0.1 without rollout.top_k: .*; also set rollout.top_k, for example to 1000"),
@@ -140,6 +140,6 @@ def test_accepts_sampling_with_masks(settings: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_rejects_sampling_without_masks(settings: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+def test_rejects_sampling_without_masks(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         server_args.check_sampling(RolloutConfig(**settings))

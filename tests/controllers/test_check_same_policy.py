@@ -48,7 +48,7 @@ class MismatchedFlow(TableFlow):
 
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         result = super().generate(items, samples, greedy)
-        local_items = [
+        shifted = [
             Rollout(
                 item.prompt,
                 tuple(
@@ -62,21 +62,21 @@ class MismatchedFlow(TableFlow):
             )
             for item in result.local
         ]
-        return Rollouts.gather(local_items, [item.group for item in local_items])
+        return Rollouts.gather(shifted, [item.group for item in shifted])
 
     def find_mismatches(self, actor: Any) -> list[str] | None:
         self.calls.append("find_mismatches")
         return self.mismatches
 
 
-def single_update_config(**more: Any) -> Any:
+def single_update_config(**sections: Any) -> Any:
     """GRPO with one update per step, which needs no old log-probs."""
     tree = {
         "algorithm": "grpo",
         "kl": {"apply_to": "none"},
         "rollout": {"samples_per_prompt": 8, "verify_weights_every": 3},
     }
-    return from_dict(tree | {"model": {"dtype": "float32"}} | more)
+    return from_dict(tree | {"model": {"dtype": "float32"}} | sections)
 
 
 def test_mismatch_raises_before_training_and_names_the_layer() -> None:
@@ -86,11 +86,11 @@ def test_mismatch_raises_before_training_and_names_the_layer() -> None:
     assert not flow.should_check_logprobs and "find_mismatches" not in flow.calls
     flow.should_check_logprobs, flow.logprob_error = True, 0.02  # as after the first weight sync
     before = flow.policy.table.detach().clone()
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         controller.step(flow, prompts())
-    assert "differ by 0.02 on average" in str(caught.value) and "above 0.01" in str(caught.value)
-    assert "Layer 1: the engines' weights differ from the trainer's (model.layers.1.mlp" in str(caught.value)
-    assert torch.equal(flow.policy.table.detach(), before) and "\n" not in str(caught.value)
+    assert "differ by 0.02 on average" in str(error.value) and "above 0.01" in str(error.value)
+    assert "Layer 1: the engines' weights differ from the trainer's (model.layers.1.mlp" in str(error.value)
+    assert torch.equal(flow.policy.table.detach(), before) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,13 @@ def test_stale_rollouts_are_not_compared() -> None:
     flow.should_check_logprobs, flow.find_mismatches = True, lambda actor: []
     check_same_policy(flow, TrainBatch.from_rollouts(rollouts))
     assert flow.should_check_logprobs
-    aged = Turn((1, 2, 3), (-1.0,) * 3, True, 4, ((3, 2), (4, 1)))
-    grown = Turn((1, 2), (-1.0,) * 2, True, 4)
+    stale_prefix = Turn((1, 2, 3), (-1.0,) * 3, True, 4, ((3, 2), (4, 1)))
+    current = Turn((1, 2), (-1.0,) * 2, True, 4)
     prompt = Prompt("p", ())
-    mixed = Rollouts.gather([Rollout(prompt, (Turn((9,)), turn)) for turn in (aged, grown)], version=4)
-    assert current_policy_mask(TrainBatch.from_rollouts(mixed)).tolist() == [False] * 5 + [True] * 2
+    rollouts_with_stale = Rollouts.gather(
+        [Rollout(prompt, (Turn((9,)), turn)) for turn in (stale_prefix, current)], version=4
+    )
+    assert current_policy_mask(TrainBatch.from_rollouts(rollouts_with_stale)).tolist() == [False] * 5 + [True] * 2
 
 
 def test_bound_depends_on_dtype_unless_configured() -> None:
@@ -141,13 +143,13 @@ def test_bound_depends_on_dtype_unless_configured() -> None:
         logprob_diff_bound(single_update_config()),
         logprob_diff_bound(single_update_config(model={"dtype": "bfloat16"})),
     ) == (0.01, 0.3)
-    local = single_update_config(guards={"bands": {LOGPROB_DIFF: [None, 0.5]}})
-    assert logprob_diff_bound(local) == 0.5 and load_bands(local.guards) == {}
-    off = single_update_config(guards={"bands": {LOGPROB_DIFF: None}})
-    assert logprob_diff_bound(off) is None
-    flow: Any = MismatchedFlow(off)
+    configured = single_update_config(guards={"bands": {LOGPROB_DIFF: [None, 0.5]}})
+    assert logprob_diff_bound(configured) == 0.5 and load_bands(configured.guards) == {}
+    unbounded = single_update_config(guards={"bands": {LOGPROB_DIFF: None}})
+    assert logprob_diff_bound(unbounded) is None
+    flow: Any = MismatchedFlow(unbounded)
     flow.logprob_error = 3.0
-    make_controller(off).step(flow, prompts())
+    make_controller(unbounded).step(flow, prompts())
     with pytest.raises(ConfigError, match=f"guards.bands.{LOGPROB_DIFF} must be two numbers"):
         load_bands(single_update_config(guards={"bands": {LOGPROB_DIFF: 0.5}}).guards)
     with pytest.raises(ConfigError, match="guards.alarms=false disables it"):

@@ -77,7 +77,7 @@ def test_list_entry_points_filters_by_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "complaint"),
+    ("name", "text", "message"),
     [
         (
             "ppoo",
@@ -131,11 +131,11 @@ def test_list_entry_points_filters_by_group() -> None:
         ),
     ],
 )
-def test_invalid_custom_controllers_raise(write_module: Any, name: str, text: str, complaint: str) -> None:
+def test_invalid_custom_controllers_raise(write_module: Any, name: str, text: str, message: str) -> None:
     write_module(text)
-    with pytest.raises(ConfigError, match=complaint) as caught:
+    with pytest.raises(ConfigError, match=message) as error:
         requirements_of(name)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
 OPTIONS = """
@@ -152,10 +152,10 @@ class Mine(SFTController):
 
 def test_algorithm_options_are_validated(write_module: Any) -> None:
     write_module(OPTIONS)
-    created = make_controller(from_dict({"algorithm": "lab_controllers:Mine", "options": {"share": 1}}))
-    assert created.options.share == 1.0
-    for options, complaint in (({"shore": 1}, r"options\.shore.*share"), ({"share": 2}, r"options\.share .*at most 1")):
-        with pytest.raises(ConfigError, match=complaint):
+    controller = make_controller(from_dict({"algorithm": "lab_controllers:Mine", "options": {"share": 1}}))
+    assert controller.options.share == 1.0
+    for options, message in (({"shore": 1}, r"options\.shore.*share"), ({"share": 2}, r"options\.share .*at most 1")):
+        with pytest.raises(ConfigError, match=message):
             requirements_of("lab_controllers:Mine", options=options)
     with pytest.raises(ConfigError, match=r"options\.share"):
         requirements_of("sft", options={"share": 1})

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from played import ScriptedFlow  # noqa: E402
+from scripted_flow import ScriptedFlow  # noqa: E402
 
 from megarl.config import ConfigError, from_dict  # noqa: E402
 from megarl.controllers.controller import make_controller  # noqa: E402
@@ -30,8 +30,8 @@ def step(generations: list[Any], prompts: int = 2, **options: Any) -> tuple[Any,
 def test_full_batch_needs_one_generation() -> None:
     result, flow = step([[MIXED, MIXED]])
     assert flow.num_prompts == [2] and result.batch.group.tolist() == [0, 0, 1, 1]
-    figures = {name: result.metrics[f"rollout/{name}"] for name in ("num_gen_batches", "missing_groups")}
-    assert figures == {"num_gen_batches": 1, "missing_groups": 0}
+    metrics = {name: result.metrics[f"rollout/{name}"] for name in ("num_gen_batches", "missing_groups")}
+    assert metrics == {"num_gen_batches": 1, "missing_groups": 0}
     assert result.metrics["rollout/informative_groups_frac"] == 1
 
 
@@ -85,9 +85,9 @@ def test_overlong_penalty_lowers_the_reward() -> None:
     config = {"algorithm": "dapo", "loss": {"scale_factor": 100}, "rollout": rollout}
     for buffer_len, factor, reward in ((2, 1.0, [0.5, -0.5]), (2, 0.2, [0.9, -0.1]), (0, 1.0, [1.0, 0.0])):
         options = {"overlong_buffer_len": buffer_len, "overlong_penalty_factor": factor, "max_num_gen_batches": 1}
-        created = from_dict(config | {"options": options})
-        flow: Any = ScriptedFlow(created, [[MIXED, RIGHT]])
-        result = make_controller(created).step(flow, [Prompt("a", ()), Prompt("b", ())])
+        config_with_buffer = from_dict(config | {"options": options})
+        flow: Any = ScriptedFlow(config_with_buffer, [[MIXED, RIGHT]])
+        result = make_controller(config_with_buffer).step(flow, [Prompt("a", ()), Prompt("b", ())])
         assert result.batch is not None and result.rollouts is not None
         assert result.batch.sequence_reward.tolist() == pytest.approx(reward)
         assert ("overlong" in result.rollouts.reward_parts) == bool(buffer_len)

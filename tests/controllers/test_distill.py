@@ -28,13 +28,13 @@ TEACHER = torch.tensor([[0.0, 2.0, 0.0, 1.0, -1.0, 0.0], [1.0, 0.0, 0.0, 0.0, 2.
 class TeacherFlow(TableFlow):
     """A flow with a teacher, which is a constant table."""
 
-    def __init__(self, config: Config, everyone: Comm = LOCAL, world: int = 1) -> None:
-        super().__init__(config, everyone, world)
+    def __init__(self, config: Config, comm: Comm = LOCAL, world: int = 1) -> None:
+        super().__init__(config, comm, world)
         self.teacher = SimpleNamespace(forward=self.teacher_forward)
 
     def teacher_forward(self, batch: TrainBatch) -> Future[ModelOutput]:
-        which = (batch.positions - 1).clamp(0, 1)
-        logprobs = TEACHER.log_softmax(-1)[which, batch.tokens.long().clamp(max=ACTIONS - 1)]
+        position = (batch.positions - 1).clamp(0, 1)
+        logprobs = TEACHER.log_softmax(-1)[position, batch.tokens.long().clamp(max=ACTIONS - 1)]
         return Future.completed(ModelOutput(logprobs=logprobs))
 
     def reverse_kl(self) -> float:
@@ -48,15 +48,15 @@ def config_of(options: dict[str, Any] | None = None, samples: int = 8, **section
     return from_dict({**tree, "run": {"num_update": 2, "ppo_epochs": 2}, **sections})
 
 
-def run_steps(config: Config, steps: int, everyone: Comm = LOCAL, world: int = 1) -> tuple[Any, list[dict[str, float]]]:
-    flow: Any = TeacherFlow(config, everyone, world)
+def run_steps(config: Config, steps: int, comm: Comm = LOCAL, world: int = 1) -> tuple[Any, list[dict[str, float]]]:
+    flow: Any = TeacherFlow(config, comm, world)
     controller = make_controller(config)
     prompts = [Prompt(id=str(i), messages=()) for i in range(5)]
-    actual = [controller.step(flow, prompts).metrics for _ in range(steps)]
+    metrics = [controller.step(flow, prompts).metrics for _ in range(steps)]
     restored = make_controller(config)
     restored.load_state_dict(controller.state_dict())
     assert restored.state_dict() == controller.state_dict() and restored.state_dict()["steps"] == steps
-    return flow, actual
+    return flow, metrics
 
 
 @pytest.mark.parametrize("correction", ["none", "tis"])
@@ -92,60 +92,60 @@ def first_batch(options: dict[str, Any]) -> tuple[Any, TrainBatch]:
 
 def test_advantages_by_hand() -> None:
     """The initial policy is uniform, with log-prob -log 6."""
-    even = -torch.tensor(6.0).log()
-    plain, clipped, mixed = (
+    uniform_logprob = -torch.tensor(6.0).log()
+    unclipped, clipped, with_reward = (
         first_batch(options) for options in ({}, {"advantage_clip": 0.5}, {"advantage_clip": 0.5, "reward_coef": 2.0})
     )
-    for flow, batch in (plain, clipped, mixed):
-        teacher_advantages = (flow.teacher_forward(batch).wait().logprobs - even)[batch.loss_mask]
-        if flow is not plain[0]:
+    for flow, batch in (unclipped, clipped, with_reward):
+        teacher_advantages = (flow.teacher_forward(batch).wait().logprobs - uniform_logprob)[batch.loss_mask]
+        if flow is not unclipped[0]:
             teacher_advantages = teacher_advantages.clamp(-0.5, 0.5)
-        remaining = batch.advantages[batch.loss_mask] - teacher_advantages
-        if flow is not mixed[0]:
-            assert float(remaining.abs().max()) < 1e-6 and "score" not in flow.calls
-    reward, group = mixed[1].sequence_reward.double(), mixed[1].group
+        group_advantages = batch.advantages[batch.loss_mask] - teacher_advantages
+        if flow is not with_reward[0]:
+            assert float(group_advantages.abs().max()) < 1e-6 and "score" not in flow.calls
+    reward, group = with_reward[1].sequence_reward.double(), with_reward[1].group
     expected = torch.zeros_like(reward)
     for number in (0, 1):
         local = reward[group == number]
         expected[group == number] = 2.0 * (local - local.mean()) / (local.std() + 1e-6)
     flow, batch = first_batch({"center_advantages": True})
-    teacher_advantages = (flow.teacher_forward(batch).wait().logprobs - even)[batch.loss_mask]
+    teacher_advantages = (flow.teacher_forward(batch).wait().logprobs - uniform_logprob)[batch.loss_mask]
     torch.testing.assert_close(
         batch.advantages[batch.loss_mask], teacher_advantages - teacher_advantages.mean(), rtol=0, atol=1e-6
     )
-    each = remaining.reshape(-1, 2)
-    torch.testing.assert_close(each, expected.float()[:, None].expand(-1, 2), rtol=1e-4, atol=1e-5)
-    assert "score" in mixed[0].calls and float(each.abs().max()) > 1
+    per_sequence = group_advantages.reshape(-1, 2)
+    torch.testing.assert_close(per_sequence, expected.float()[:, None].expand(-1, 2), rtol=1e-4, atol=1e-5)
+    assert "score" in with_reward[0].calls and float(per_sequence.abs().max()) > 1
 
 
 @pytest.mark.parametrize("options", [{}, {"reward_coef": 1.0, "advantage_clip": 1.0, "center_advantages": True}])
 def test_step_does_not_depend_on_world_size(options: dict[str, Any]) -> None:
     config = config_of(options)
 
-    def train(everyone: Comm, world: int) -> list[Any]:
-        flow, metrics = run_steps(config, 3, everyone, world)
+    def train(comm: Comm, world: int) -> list[Any]:
+        flow, metrics = run_steps(config, 3, comm, world)
         return [*metrics, flow.policy.table.detach()]
 
-    alone = train(LOCAL, 1)
+    single_rank = train(LOCAL, 1)
     for world in (2, 3):
-        first, *others = as_ranks(world, lambda everyone, world=world: train(everyone, world))
-        for actual in others:
+        first, *other_ranks = as_ranks(world, lambda comm, world=world: train(comm, world))
+        for actual in other_ranks:
             torch.testing.assert_close(actual, first, rtol=0, atol=0)
-        torch.testing.assert_close(first, alone, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(first, single_rank, rtol=1e-5, atol=1e-6)
 
 
 def test_requirements() -> None:
     default = load_requirements(config_of())
     assert default.roles == ("rollout", "actor", "teacher") and default.is_off_policy and not default.is_group_relative
-    mixed = load_requirements(config_of({"reward_coef": 0.5}))
-    assert mixed.roles == ("rollout", "actor", "teacher", "reward") and mixed.is_group_relative
+    with_reward = load_requirements(config_of({"reward_coef": 0.5}))
+    assert with_reward.roles == ("rollout", "actor", "teacher", "reward") and with_reward.is_group_relative
     evaluated = load_requirements(config_of(reward={"functions": ["a:b"]}))  # evaluations need it
     assert evaluated.roles[-1] == "reward" and not evaluated.is_group_relative
     assert make_controller(config_of()).load_eval_items(None) == ()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("sections", "complaint"),
+    ("sections", "message"),
     [
         ({"kl": {"apply_to": "loss"}}, "kl.apply_to=loss with algorithm=distill: .* set it to none"),
         ({"options": {"reward_coef": -1}}, "options.reward_coef"),
@@ -153,6 +153,6 @@ def test_requirements() -> None:
         ({"options": {"weight": 1}}, "unknown key options.weight"),
     ],
 )
-def test_invalid_options_raise(sections: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+def test_invalid_options_raise(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_requirements(config_of(**sections))

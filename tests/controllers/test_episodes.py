@@ -16,7 +16,7 @@ from thread_ranks import as_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from played import ScriptedFlow  # noqa: E402
+from scripted_flow import ScriptedFlow  # noqa: E402
 
 from megarl.algorithms.advantages import (
     gae,  # noqa: E402
@@ -56,28 +56,32 @@ VOCABULARY = 4096
 
 def episodes(step: int, groups: int = 5, samples: int = 4) -> list[list[Rollout]]:
     """Return each episode's branches, ordered by group."""
-    draw, token, actual = random.Random(f"episodes/{step}"), step % 100 * 1000, []
+    draw, token, episode_groups = random.Random(f"episodes/{step}"), step % 100 * 1000, []
     for group in range(groups):
         for sample in range(samples):
             status: Status = draw.choices(["stop", "length", "aborted"], (8, 2, 1))[0]
             reward = draw.choice([0.0, 0.25, 1.0])
-            branches, shares = draw.choice([1, 1, 2, 3, 4]), []
+            branches, branch_rollouts = draw.choice([1, 1, 2, 3, 4]), []
             for branch in range(branches):
                 turns = [Turn((0,) * draw.randint(1, 5))]
                 for _ in range(draw.randint(1, 3)):
                     count = draw.randint(1, 6)
                     ids, logprobs = range(token + 1, token + 1 + count), [-draw.random() for _ in range(count)]
-                    of_turn = draw.choice([0.0, 0.5]) if branch == branches - 1 and status != "aborted" else 0.0
-                    turns += [Turn(ids, logprobs, True, 0, reward=of_turn), Turn((0,) * draw.randint(0, 3))]
+                    turn_reward = draw.choice([0.0, 0.5]) if branch == branches - 1 and status != "aborted" else 0.0
+                    turns += [Turn(ids, logprobs, True, 0, reward=turn_reward), Turn((0,) * draw.randint(0, 3))]
                     token += count
-                shares.append(Rollout(Prompt(f"{step}/{group}", ()), tuple(turns), status, group=group))
-            reward += sum(turn.reward for turn in shares[-1].turns)
+                branch_rollouts.append(Rollout(Prompt(f"{step}/{group}", ()), tuple(turns), status, group=group))
+            reward += sum(turn.reward for turn in branch_rollouts[-1].turns)
             unscored = {"part": "it raised"} if draw.random() < 0.1 else {}
             parts = {"right": float(reward >= 1)}
-            shares = [replace(item, reward=0.0 if unscored else reward, reward_parts=parts) for item in shares]
-            actual.append(list(as_branches([replace(item, unscored=unscored) for item in shares], sample)))
+            branch_rollouts = [
+                replace(item, reward=0.0 if unscored else reward, reward_parts=parts) for item in branch_rollouts
+            ]
+            episode_groups.append(
+                list(as_branches([replace(item, unscored=unscored) for item in branch_rollouts], sample))
+            )
     assert token < step % 100 * 1000 + 1000
-    return actual
+    return episode_groups
 
 
 def join_branches(branches: Sequence[Rollout]) -> Rollout:
@@ -89,8 +93,8 @@ def join_branches(branches: Sequence[Rollout]) -> Rollout:
 class RecordingFlow:
     """A flow whose roles' outputs depend on token ids only; it records every update."""
 
-    def __init__(self, config: Config, branched: bool, everyone: Comm, world: int) -> None:
-        self.config, self.branched, self.comm, self.world = config, branched, everyone, world
+    def __init__(self, config: Config, branched: bool, comm: Comm, world: int) -> None:
+        self.config, self.branched, self.comm, self.world = config, branched, comm, world
         numbers = torch.Generator().manual_seed(1)
         self.columns = torch.randn(3, VOCABULARY, generator=numbers)
         self.rollout = self.reward = self.loader = self.clock = self
@@ -102,12 +106,12 @@ class RecordingFlow:
 
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         """Return every `world`-th group."""
-        value = episodes(100 + self.step if greedy else self.step, samples=samples)
-        local_episodes = [item for item in value if item[0].group % self.world == self.comm.rank]
-        local_items = [
+        all_episodes = episodes(100 + self.step if greedy else self.step, samples=samples)
+        local_episodes = [item for item in all_episodes if item[0].group % self.world == self.comm.rank]
+        local_rollouts = [
             branch for item in local_episodes for branch in (item if self.branched else [join_branches(item)])
         ]
-        return Rollouts.gather(local_items, [item.group for item in local_items], self.comm)
+        return Rollouts.gather(local_rollouts, [item.group for item in local_rollouts], self.comm)
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         return rollouts
@@ -124,21 +128,21 @@ class Role:
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         """Return log-probs near the engine's, for the policy and the reference."""
-        near, other, values = self.flow.columns[:, batch.tokens.long()]
-        error = 0.1 * near if self.name == "actor" else 0.1 * other
+        policy_noise, reference_noise, values = self.flow.columns[:, batch.tokens.long()]
+        error = 0.1 * policy_noise if self.name == "actor" else 0.1 * reference_noise
         return Future.completed(ModelOutput(logprobs=batch.rollout_logprobs + error, values=values))
 
     def update(self, batch: TrainBatch, loss_fn: Any) -> UpdateMetrics:
         """Record loss and batch columns of each action by token id."""
-        near = self.flow.columns[0][batch.tokens.long()]
-        logprobs, zeros = batch.rollout_logprobs + 0.1 * near + 0.02, torch.zeros_like(near)
+        policy_noise = self.flow.columns[0][batch.tokens.long()]
+        logprobs, zeros = batch.rollout_logprobs + 0.1 * policy_noise + 0.02, torch.zeros_like(policy_noise)
         output = ModelOutput(logprobs=logprobs, entropy=zeros, values=zeros)
         result, table = loss_fn(output, batch), {}
-        actual = {"loss": result.loss, **{name: getattr(batch, name) for name in batch.columns()}}
-        for name, column in actual.items():
-            of_tokens = torch.zeros(VOCABULARY, dtype=torch.float64)
-            of_tokens[batch.tokens[batch.loss_mask].long()] = column[batch.loss_mask].double()
-            table[name] = batch.all_reduce(of_tokens)
+        columns = {"loss": result.loss, **{name: getattr(batch, name) for name in batch.columns()}}
+        for name, column in columns.items():
+            by_token = torch.zeros(VOCABULARY, dtype=torch.float64)
+            by_token[batch.tokens[batch.loss_mask].long()] = column[batch.loss_mask].double()
+            table[name] = batch.all_reduce(by_token)
         assert batch.counts is not None
         self.flow.updates.append({"critic": float(self.name == "critic"), "tokens": batch.counts.actions, **table})
         return UpdateMetrics({})
@@ -169,10 +173,10 @@ TREES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_steps(tree: dict[str, Any], branched: bool, everyone: Comm, world: int) -> list[dict[str, Any]]:
+def run_steps(tree: dict[str, Any], branched: bool, comm: Comm, world: int) -> list[dict[str, Any]]:
     """Run three steps; return all updates and some metrics."""
     config = from_dict(tree | {"run": {"num_update": 4, "ppo_epochs": 2}, "rollout": {"samples_per_prompt": 4}})
-    controller, flow = make_controller(config), RecordingFlow(config, branched, everyone, world)
+    controller, flow = make_controller(config), RecordingFlow(config, branched, comm, world)
     prompts = [Prompt(str(i), ()) for i in range(5)]
     metrics = [controller.step(flow, prompts).metrics for _ in range(3)]  # type: ignore[arg-type]
     names = ("rollout/filtered_frac", "rollout/buffer_size", "rollout/reward_greedy", "actor/kl_coef")
@@ -183,38 +187,41 @@ def run_steps(tree: dict[str, Any], branched: bool, everyone: Comm, world: int) 
 def test_branches_match_unbranched_episodes(name: str) -> None:
     """Equal up to rounding: sums of KL are split differently."""
     expected = run_steps(TREES[name], False, LOCAL, 1)
-    assert len(expected) in (15, 27) and all(item["loss"].any() for item in expected[:-3])
+    assert len(expected) in (15, 27) and all(actual_step["loss"].any() for actual_step in expected[:-3])
     actual = run_steps(TREES[name], True, LOCAL, 1)
     # Marks are sampled by token position, which differs.
-    local = {"marked", "loss"} if name == "clip_cov" else set()
-    for item, other in zip(actual, expected, strict=True):
-        assert item.keys() == other.keys()
-        for what in item.keys() - local:
-            torch.testing.assert_close(item[what], other[what], rtol=2e-5, atol=2e-6, msg=what)
+    excluded = {"marked", "loss"} if name == "clip_cov" else set()
+    for actual_step, expected_step in zip(actual, expected, strict=True):
+        assert actual_step.keys() == expected_step.keys()
+        for column in actual_step.keys() - excluded:
+            torch.testing.assert_close(actual_step[column], expected_step[column], rtol=2e-5, atol=2e-6, msg=column)
 
 
 @pytest.mark.parametrize("name", TREES)
 def test_branches_do_not_depend_on_world_size(name: str) -> None:
-    alone = run_steps(TREES[name], True, LOCAL, 1)
-    first, *others = as_ranks(3, lambda everyone: run_steps(TREES[name], True, everyone, 3))
-    for steps in others:
+    single_rank = run_steps(TREES[name], True, LOCAL, 1)
+    first, *other_ranks = as_ranks(3, lambda comm: run_steps(TREES[name], True, comm, 3))
+    for steps in other_ranks:
         torch.testing.assert_close(steps, first, rtol=0, atol=0)
-    torch.testing.assert_close(first, alone, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(first, single_rank, rtol=1e-5, atol=1e-6)
 
 
 def test_single_branch_episodes_match_rollouts_without_ids() -> None:
     """An episode of one branch equals a rollout without episode id, bitwise."""
-    value = [join_branches(item) for item in episodes(0)]
+    all_rollouts = [join_branches(branches) for branches in episodes(0)]
     for tree in TREES.values():
         config = from_dict(tree | {"run": {"num_update": 2}})
-        rewarded = [replace(item, episode=number) for number, item in enumerate(value)]
-        plain, marked = (TrainBatch.from_rollouts(some) for some in (value, rewarded))
-        marked = marked.with_(episode=torch.arange(len(value)))
-        for item, other in zip(
-            split_mini_batches(plain, config, 3), split_mini_batches(marked, config, 3), strict=True
+        with_ids = [replace(rollout, episode=number) for number, rollout in enumerate(all_rollouts)]
+        batch, batch_with_ids = (TrainBatch.from_rollouts(rollouts) for rollouts in (all_rollouts, with_ids))
+        batch_with_ids = batch_with_ids.with_(episode=torch.arange(len(all_rollouts)))
+        for batch_mini, with_ids_mini in zip(
+            split_mini_batches(batch, config, 3), split_mini_batches(batch_with_ids, config, 3), strict=True
         ):
-            assert item.loss_weights is not None and other.loss_weights is not None
-            assert torch.equal(item.loss_weights, other.loss_weights) and item.counts == other.counts
+            assert batch_mini.loss_weights is not None and with_ids_mini.loss_weights is not None
+            assert (
+                torch.equal(batch_mini.loss_weights, with_ids_mini.loss_weights)
+                and batch_mini.counts == with_ids_mini.counts
+            )
 
 
 # --- by hand --------------------------------------------------------------------------------------------------
@@ -248,7 +255,7 @@ class FixedFlow(ScriptedFlow):
 
 def test_group_advantages_by_hand() -> None:
     """The mean is 1/3, not 1/2; OPO's baseline is (4 * 1) / (4 + 2 + 2) = 1/2; each episode weighs a third."""
-    for kind, first in (("grpo", 2 / 3), ("rloo", 1.0), ("opo", 1 / 2)):
+    for kind, first_advantage in (("grpo", 2 / 3), ("rloo", 1.0), ("opo", 1 / 2)):
         tree = {
             "algorithm": "grpo",
             "advantage": {"estimator": kind, "norm_by_std": False},
@@ -257,8 +264,8 @@ def test_group_advantages_by_hand() -> None:
         config = from_dict(tree | {"kl": {"apply_to": "none"}})
         flow: Any = FixedFlow(config, BRANCHED)
         make_controller(config).step(flow, [])
-        other = {"grpo": -1 / 3, "rloo": -1 / 2, "opo": -1 / 2}[kind]
-        assert action_values(flow, "advantages") == pytest.approx([first] * 4 + [other] * 4)
+        other_advantage = {"grpo": -1 / 3, "rloo": -1 / 2, "opo": -1 / 2}[kind]
+        assert action_values(flow, "advantages") == pytest.approx([first_advantage] * 4 + [other_advantage] * 4)
         assert action_values(flow, "loss_weights") == pytest.approx([1 / 12] * 4 + [1 / 6] * 4)
 
 
@@ -288,36 +295,42 @@ def test_loss_weights_by_hand() -> None:
 
 
 def test_mini_batches_keep_branches_together() -> None:
-    value = [item for sample in range(6) for item in as_branches([make_rollout(0, 1.0, 2)] * (1 + sample % 3), sample)]
-    batch = TrainBatch.from_rollouts(value)
+    all_rollouts = [
+        first_epoch
+        for sample in range(6)
+        for first_epoch in as_branches([make_rollout(0, 1.0, 2)] * (1 + sample % 3), sample)
+    ]
+    batch = TrainBatch.from_rollouts(all_rollouts)
     for seed in range(5):
         parts = list(split_mini_batches(batch, from_dict({"run": {"num_update": 4, "ppo_epochs": 2}}), seed))
         assert [len(part.episodes) for part in parts] == [3] * 4
-        for item, other in (parts[:2], parts[2:]):
-            numbers = [sorted(part.episode.tolist()) for part in (item, other) if part.episode is not None]
-            assert sorted(sum(numbers, [])) == Rollouts.gather(value).episode.tolist()
+        for first_epoch, second_epoch in (parts[:2], parts[2:]):
+            numbers = [
+                sorted(part.episode.tolist()) for part in (first_epoch, second_epoch) if part.episode is not None
+            ]
+            assert sorted(sum(numbers, [])) == Rollouts.gather(all_rollouts).episode.tolist()
             assert not set(numbers[0]) & set(numbers[1])
 
 
 def test_reliable_mask_keeps_or_drops_whole_episodes() -> None:
-    value = [make_rollout(0, 0.0, 1), make_rollout(0, 1.0, 1)]
-    value += [item for number in range(500) for item in as_branches([make_rollout(0, 0.5, 1)] * 3, number)]
-    rollouts = Rollouts.gather(value)
-    retained = reliable_mask(rollouts, 0.8, torch.Generator().manual_seed(1))
-    groups = retained[2:].view(500, 3)
-    assert bool((groups == groups[:, :1]).all()) and 60 < int(groups[:, 0].sum()) < 140 and bool(retained[:2].all())
+    all_rollouts = [make_rollout(0, 0.0, 1), make_rollout(0, 1.0, 1)]
+    all_rollouts += [item for number in range(500) for item in as_branches([make_rollout(0, 0.5, 1)] * 3, number)]
+    rollouts = Rollouts.gather(all_rollouts)
+    mask = reliable_mask(rollouts, 0.8, torch.Generator().manual_seed(1))
+    groups = mask[2:].view(500, 3)
+    assert bool((groups == groups[:, :1]).all()) and 60 < int(groups[:, 0].sum()) < 140 and bool(mask[:2].all())
 
 
 def test_replay_buffer_counts_episodes_across_steps(tmp_path: Path) -> None:
     """Every step numbers its groups and episodes from 0."""
     buffer = ReplayBuffer(3)
     for step in range(3):
-        item, other = as_branches([make_rollout(0, float(step), 1)] * 2, 0)
-        buffer.add(Rollouts.gather([item, other]))
+        first, second = as_branches([make_rollout(0, float(step), 1)] * 2, 0)
+        buffer.add(Rollouts.gather([first, second]))
     buffer.add(Rollouts.gather([make_rollout(0, 7.0, 1)]))
-    retained = buffer._rollouts
-    assert retained is not None and len(buffer) == 3
-    assert retained.reward.tolist() == [1, 1, 2, 2, 7] and retained.episodes.episode_ids.tolist() == [0, 0, 1, 1, 2]
+    buffered = buffer._rollouts
+    assert buffered is not None and len(buffer) == 3
+    assert buffered.reward.tolist() == [1, 1, 2, 2, 7] and buffered.episodes.episode_ids.tolist() == [0, 0, 1, 1, 2]
     drawn = buffer.sample(2, torch.Generator().manual_seed(3))
     assert drawn is not None and len(drawn.episodes) == 2
     assert drawn.reward.tolist() in ([1, 1, 2, 2], [1, 1, 7], [2, 2, 7])
@@ -325,10 +338,10 @@ def test_replay_buffer_counts_episodes_across_steps(tmp_path: Path) -> None:
     restored = ReplayBuffer(3)
     restored.restore(tmp_path, LOCAL)
     assert restored._rollouts is not None and len(restored) == 3
-    assert restored._rollouts.reward.tolist() == retained.reward.tolist()
-    assert torch.equal(restored._rollouts.episodes.episode_ids, retained.episodes.episode_ids)
-    both = TrainBatch.from_rollouts(
-        Rollouts.concat([retained, Rollouts.gather(as_branches([make_rollout(0, 5.0, 1)] * 2, 0))])
+    assert restored._rollouts.reward.tolist() == buffered.reward.tolist()
+    assert torch.equal(restored._rollouts.episodes.episode_ids, buffered.episodes.episode_ids)
+    extended = TrainBatch.from_rollouts(
+        Rollouts.concat([buffered, Rollouts.gather(as_branches([make_rollout(0, 5.0, 1)] * 2, 0))])
     )
-    assert both.episodes.episode_ids.tolist() == [0, 0, 1, 1, 2, 3, 3]
-    assert torch.equal(both.local_episodes.episode_ids, Episodes.from_ids(both.sequence_reward).episode_ids)
+    assert extended.episodes.episode_ids.tolist() == [0, 0, 1, 1, 2, 3, 3]
+    assert torch.equal(extended.local_episodes.episode_ids, Episodes.from_ids(extended.sequence_reward).episode_ids)

@@ -16,7 +16,7 @@ from megarl.types import Prompt, Rollouts
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from played import ScriptedFlow, scripted_rollout  # noqa: E402
+from scripted_flow import ScriptedFlow, scripted_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -37,8 +37,8 @@ class AsyncFlow(ScriptedFlow):
     def start_generation(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Any:
         self.num_samples.append(samples)
         groups = (self.greedy if greedy else self.sampled).pop(0)
-        local_items = [scripted_rollout(i, reward, version=5 + i) for i, group in enumerate(groups) for reward in group]
-        return SimpleNamespace(is_done=lambda: True, result=lambda: Rollouts.gather(local_items), start_version=5)
+        local = [scripted_rollout(i, reward, version=5 + i) for i, group in enumerate(groups) for reward in group]
+        return SimpleNamespace(is_done=lambda: True, result=lambda: Rollouts.gather(local), start_version=5)
 
 
 def test_async_evaluation_matches_synchronous() -> None:

@@ -32,7 +32,7 @@ class PendingEvaluation:
 class FakeRun:
     """A training loop without training. polls: how often each evaluation is polled before it is done."""
 
-    def __init__(self, polls: int, steps: int, every: int, asynchronous: bool = True, error: str = "") -> None:
+    def __init__(self, polls: int, steps: int, eval_every: int, asynchronous: bool = True, error: str = "") -> None:
         self.events: list[str] = []
         self.step, self.steps = 0, steps
         log: Any = SimpleNamespace(
@@ -49,7 +49,7 @@ class FakeRun:
         )
         self.controller, self.log, self.clock, self.begin_step = controller, log, log, lambda: None
         self.config = SimpleNamespace(
-            run=SimpleNamespace(eval_every=every), rollout=SimpleNamespace(asynchronous=asynchronous)
+            run=SimpleNamespace(eval_every=eval_every), rollout=SimpleNamespace(asynchronous=asynchronous)
         )
         self.requirements = SimpleNamespace(has_rollout=True)
         self.evaluator = Evaluator(self, ["prompt"])  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ class FakeRun:
 
 
 def test_training_continues_and_metrics_belong_to_the_starting_step() -> None:
-    run = FakeRun(polls=1, steps=4, every=3)
+    run = FakeRun(polls=1, steps=4, eval_every=3)
     assert run.loop() == {"eval/weight_version": 4.0}  # the last one is waited for
     assert run.events == [
         *("begin 0", "step 1", "step 2", "logged 0 by 0", "step 3"),
@@ -79,7 +79,7 @@ def test_training_continues_and_metrics_belong_to_the_starting_step() -> None:
 
 
 def test_next_evaluation_waits_for_the_pending_one() -> None:
-    run = FakeRun(polls=99, steps=2, every=1)
+    run = FakeRun(polls=99, steps=2, eval_every=1)
     run.loop()
     assert run.events == [
         *("begin 0", "step 1", "logged 0 by 0", "begin 1", "step 2", "logged 1 by 1", "begin 2", "logged 2 by 2")
@@ -87,20 +87,20 @@ def test_next_evaluation_waits_for_the_pending_one() -> None:
 
 
 def test_failed_evaluation_is_logged_and_the_run_continues() -> None:
-    run = FakeRun(polls=0, steps=2, every=2, error="an engine was lost")
+    run = FakeRun(polls=0, steps=2, eval_every=2, error="an engine was lost")
     assert run.loop() == {}
     alarms = [f"the evaluation after step {step} failed: an engine was lost" for step in (0, 2)]
     assert run.events == ["begin 0", "step 1", alarms[0], "step 2", "begin 2", alarms[1]]
 
 
 def test_synchronous_evaluation_runs_between_steps() -> None:
-    run = FakeRun(polls=0, steps=2, every=1, asynchronous=False)
+    run = FakeRun(polls=0, steps=2, eval_every=1, asynchronous=False)
     run.loop()
     assert run.events == ["logged 0 by 0", "step 1", "logged 1 by 1", "step 2", "logged 2 by 2"]
 
 
 def test_stopping_run_skips_the_pending_evaluation() -> None:
-    run = FakeRun(polls=9, steps=1, every=1)
+    run = FakeRun(polls=9, steps=1, eval_every=1)
     run.evaluator.run(0)
     run.evaluator.drop()
     assert run.events[-1] == "the evaluation after step 0 has not finished and is skipped"

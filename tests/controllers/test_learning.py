@@ -35,11 +35,11 @@ class TablePolicy:
         self.value_optimizer = torch.optim.Adam([self.values_table], lr=0.1, eps=1e-3)
 
     def output(self, batch: TrainBatch) -> ModelOutput:
-        which = (batch.positions - 1).clamp(0, 1)
+        position = (batch.positions - 1).clamp(0, 1)
         logprobs = self.table.log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
-        chosen = logprobs[which, batch.tokens.long().clamp(max=ACTIONS - 1)]
-        return ModelOutput(logprobs=chosen, entropy=entropy[which], values=self.values_table[which])
+        chosen = logprobs[position, batch.tokens.long().clamp(max=ACTIONS - 1)]
+        return ModelOutput(logprobs=chosen, entropy=entropy[position], values=self.values_table[position])
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         output = self.output(batch)
@@ -64,8 +64,8 @@ class TableFlow:
     """Just enough of HybridFlow for a controller: every role is the table. Each of `world` ranks has a copy and samples
     its own groups."""
 
-    def __init__(self, config: Config, everyone: Comm = LOCAL, world: int = 1) -> None:
-        self.config, self.comm, self.world = config, everyone, world
+    def __init__(self, config: Config, comm: Comm = LOCAL, world: int = 1) -> None:
+        self.config, self.comm, self.world = config, comm, world
         self.policy = TablePolicy()
         self.first_table = self.policy.table.detach().clone()
         self.calls: list[str] = []
@@ -84,7 +84,7 @@ class TableFlow:
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         self.calls.append("greedy" if greedy else "generate")
         logprobs = self.policy.table.detach().log_softmax(-1)
-        first, local_items = 0 if greedy else self.groups, []
+        first, local = 0 if greedy else self.groups, []
         self.groups += 0 if greedy else len(items)
         for number in range(self.comm.rank, len(items), self.world):
             group, draw = first + number, random.Random(f"{len(self.calls)}/{number}")
@@ -95,14 +95,14 @@ class TableFlow:
                 chosen = tuple(float(logprobs[k, token]) for k, token in enumerate(answer))
                 turns = (Turn((9,)), Turn(tuple(answer), chosen, True, 0))
                 status: Status = {(5, 5): "aborted", (5, 4): "length"}.get(tuple(answer), "stop")
-                local_items.append(Rollout(items[number], turns, status, group=group))
-        return Rollouts.gather(local_items, [rollout.group for rollout in local_items], self.comm)
+                local.append(Rollout(items[number], turns, status, group=group))
+        return Rollouts.gather(local, [rollout.group for rollout in local], self.comm)
 
     def score(self, rollouts: Rollouts) -> Rollouts:
         self.calls.append("score")
-        right = [int((r.token_ids[1:] == [1, 4]).sum()) for r in rollouts.local]
-        local_items = [dataclasses.replace(r, reward=count / 2) for r, count in zip(rollouts.local, right, strict=True)]
-        return rollouts.replace_local(local_items)
+        num_correct = [int((r.token_ids[1:] == [1, 4]).sum()) for r in rollouts.local]
+        local = [dataclasses.replace(r, reward=count / 2) for r, count in zip(rollouts.local, num_correct, strict=True)]
+        return rollouts.replace_local(local)
 
     def sleep(self) -> None:
         self.calls.append("sleep")
@@ -113,8 +113,8 @@ class TableFlow:
 
     def forward(self, batch: TrainBatch) -> Future[ModelOutput]:
         """Return the reference's log-probs and the critic's values."""
-        which = (batch.positions - 1).clamp(0, 1)
-        logprobs = self.first_table.log_softmax(-1)[which, batch.tokens.long().clamp(max=ACTIONS - 1)]
+        position = (batch.positions - 1).clamp(0, 1)
+        logprobs = self.first_table.log_softmax(-1)[position, batch.tokens.long().clamp(max=ACTIONS - 1)]
         values = self.policy.output(batch).values
         assert values is not None
         return Future.completed(ModelOutput(logprobs=logprobs, values=values.detach()))
@@ -173,17 +173,17 @@ def test_every_recipe_learns_a_table(name: str, updates: int) -> None:
     assert restored.state_dict() == controller.state_dict()
 
 
-def run_steps(config: Config, prompts: int, everyone: Comm, world: int) -> list[dict[str, Any]]:
+def run_steps(config: Config, prompts: int, comm: Comm, world: int) -> list[dict[str, Any]]:
     """Run three steps; return each one's metrics, global batch, tables and controller state."""
     controller: Controller = make_controller(config)
-    flow: Any = TableFlow(config, everyone, world)
+    flow: Any = TableFlow(config, comm, world)
     steps = []
     for _ in range(3):
         result = controller.step(flow, [Prompt(id=str(i), messages=()) for i in range(prompts)])
         batch = result.batch
-        assert batch is not None and batch.comm is everyone
-        order = everyone.all_gather_rows(batch.sequence_ids).sort(stable=True).indices
-        columns = {name: everyone.all_gather_rows(getattr(batch, name))[order] for name in batch.columns()}
+        assert batch is not None and batch.comm is comm
+        order = comm.all_gather_rows(batch.sequence_ids).sort(stable=True).indices
+        columns = {name: comm.all_gather_rows(getattr(batch, name))[order] for name in batch.columns()}
         columns |= {name: getattr(batch, name) for name in ("lengths", "group", "sequence_reward")}
         tables = {"policy": flow.policy.table.detach().clone(), "values": flow.policy.values_table.detach().clone()}
         steps.append({"metrics": result.metrics, "state": controller.state_dict(), **columns, **tables})
@@ -211,13 +211,13 @@ def test_step_does_not_depend_on_world_size(algorithm: str, mean: str, kl: str, 
     tree = {"algorithm": algorithm, "kl": {"apply_to": kl, "target": 0.01}, "run": {"num_update": 4, "ppo_epochs": 2}}
     tree |= {"rollout": {"samples_per_prompt": 8}, "loss": {"agg_mode": mean, "truncated": truncated}}
     config = from_dict(tree | {"critic": {"warmup_steps": 0}})
-    alone = run_steps(config, prompts, LOCAL, 1)
+    single_rank = run_steps(config, prompts, LOCAL, 1)
     for world in (1, 2, 3):
-        first, *others = as_ranks(world, lambda everyone, world=world: run_steps(config, prompts, everyone, world))
-        for steps in others:
+        first, *other_ranks = as_ranks(world, lambda comm, world=world: run_steps(config, prompts, comm, world))
+        for steps in other_ranks:
             torch.testing.assert_close(steps, first, rtol=0, atol=0)
         within = 1e-6 if world > 1 else 0.0
-        torch.testing.assert_close(first, alone, rtol=within, atol=within)
+        torch.testing.assert_close(first, single_rank, rtol=within, atol=within)
 
 
 @pytest.mark.parametrize("mean", ["token-mean", "seq-mean-token-mean"])
@@ -228,8 +228,8 @@ def test_mini_batches_cover_each_epoch_once(mean: str) -> None:
     parts = list(split_mini_batches(batch, config, seed=3))
     assert [part.num_sequences for part in parts] == [4, 3, 4, 3]
     for epoch in (parts[:2], parts[2:]):
-        seen = sorted(int(group) for part in epoch for group in part.group)
-        assert seen == list(range(7))
+        trained_groups = sorted(int(group) for part in epoch for group in part.group)
+        assert trained_groups == list(range(7))
     for part in parts:
         assert part.loss_weights is not None
         assert float(part.loss_weights.sum()) == pytest.approx(1.0)

@@ -68,13 +68,13 @@ def test_loads_a_policy_loss_and_its_options() -> None:
     loss, options = load_policy_loss(from_dict({"loss": {"policy_loss": "gspo", "options": {"clip_low": "1e-3"}}}))
     assert loss is POLICY_LOSSES["gspo"] and options == GSPOOptions(clip_low=0.001, clip_high=4e-4)
     assert load_policy_loss(Config()) == (POLICY_LOSSES["ppo"], NoOptions())
-    local_items = f"{__name__}:"
+    module_prefix = f"{__name__}:"
     sys.modules.setdefault(__name__, sys.modules[__name__])
-    assert load_policy_loss(from_dict({"loss": {"policy_loss": local_items + "custom_loss"}})) == (
+    assert load_policy_loss(from_dict({"loss": {"policy_loss": module_prefix + "custom_loss"}})) == (
         PolicyLoss(custom_loss),
         NoOptions(),
     )
-    actual = load_policy_loss(from_dict({"loss": {"policy_loss": local_items + "CUSTOM", "options": {"size": 3}}}))
+    actual = load_policy_loss(from_dict({"loss": {"policy_loss": module_prefix + "CUSTOM", "options": {"size": 3}}}))
     assert actual == (CUSTOM, CustomOptions(3.0))
 
 
@@ -145,24 +145,24 @@ def make_batch(sequences: int = 20) -> tuple[TrainBatch, torch.Tensor]:
     return batch.with_(old_logprobs=columns[0] - 2, ref_logprobs=columns[2] - 2, advantages=advantages), new
 
 
-def shard_batch(batch: TrainBatch, everyone: Comm, ranks: int) -> TrainBatch:
+def shard_batch(batch: TrainBatch, comm: Comm, ranks: int) -> TrainBatch:
     owner = torch.randint(0, ranks, (batch.num_sequences,), generator=torch.Generator().manual_seed(ranks))
-    local = (owner == everyone.rank).nonzero().squeeze(1)
-    shares = BatchSharding(batch.lengths, torch.zeros_like(owner), owner, local, everyone)
+    local = (owner == comm.rank).nonzero().squeeze(1)
+    sharding = BatchSharding(batch.lengths, torch.zeros_like(owner), owner, local, comm)
     part = batch.select(local.tolist())
-    return dataclasses.replace(part, group=batch.group, sequence_reward=batch.sequence_reward, sharding=shares)
+    return dataclasses.replace(part, group=batch.group, sequence_reward=batch.sequence_reward, sharding=sharding)
 
 
 def run_updates(config: Config, batch: TrainBatch, new: torch.Tensor, micro_batch: int) -> dict[str, Any]:
     """Return each update's loss, gradient and metrics; micro_batch: sequences per micro-batch."""
-    actual: dict[str, Any] = {"loss": [], "metrics": []}
+    updates: dict[str, Any] = {"loss": [], "metrics": []}
     gradient = torch.zeros(config.run.num_update, len(new))
     for number, mini in enumerate(split_mini_batches(batch, config, seed=9)):
-        loss, metrics, local_items = torch.zeros(()), {}, mini.cu_seqlens.diff()
-        plain = dataclasses.replace(mini, sharding=None, group=mini.group[mini.local_indices])
-        plain = plain.with_(sequence_reward=mini.sequence_reward[mini.local_indices], values=mini.tokens * 0)
-        for first in range(0, len(local_items), micro_batch):
-            part = plain.select(range(first, min(first + micro_batch, len(local_items))))
+        loss, metrics, lengths = torch.zeros(()), {}, mini.cu_seqlens.diff()
+        unsharded = dataclasses.replace(mini, sharding=None, group=mini.group[mini.local_indices])
+        unsharded = unsharded.with_(sequence_reward=mini.sequence_reward[mini.local_indices], values=mini.tokens * 0)
+        for first in range(0, len(lengths), micro_batch):
+            part = unsharded.select(range(first, min(first + micro_batch, len(lengths))))
             assert part.loss_weights is not None and part.returns is not None
             indices = part.returns.long()  # indices into `new`
             logprobs = new[indices].requires_grad_()
@@ -175,10 +175,10 @@ def run_updates(config: Config, batch: TrainBatch, new: torch.Tensor, micro_batc
             for name, metric in result.reduce_metrics(part).items():
                 metrics[name] = metrics.get(name, torch.zeros(())) + metric
         names = sorted({name for names in batch.comm.all_gather_objects(list(metrics)) for name in names})
-        actual["loss"].append(float(batch.all_reduce(loss)))
-        actual["metrics"].append({name: float(batch.all_reduce(metrics.get(name, torch.zeros(())))) for name in names})
-    actual["gradient"] = batch.all_reduce(gradient)
-    return actual
+        updates["loss"].append(float(batch.all_reduce(loss)))
+        updates["metrics"].append({name: float(batch.all_reduce(metrics.get(name, torch.zeros(())))) for name in names})
+    updates["gradient"] = batch.all_reduce(gradient)
+    return updates
 
 
 @pytest.mark.parametrize("mean", MEANS)
@@ -188,18 +188,18 @@ def test_update_does_not_depend_on_sharding_or_micro_batches(policy: str, mean: 
     settings = make_config(policy, mean, "loss", num_update=2)
     batch, new = make_batch()
     batch = batch.with_(returns=torch.arange(len(new)).float())
-    alone = run_updates(settings, batch, new, 1000)
-    assert float(alone["gradient"].abs().max()) > 1e-3
+    single_rank = run_updates(settings, batch, new, 1000)
+    assert float(single_rank["gradient"].abs().max()) > 1e-3
     for ranks, micro_batch in ((1, 1), (2, 1000), (3, 2)):
 
-        def work(everyone: Comm, ranks: int = ranks, micro_batch: int = micro_batch) -> dict[str, Any]:
-            return run_updates(settings, shard_batch(batch, everyone, ranks), new, micro_batch)
+        def work(comm: Comm, ranks: int = ranks, micro_batch: int = micro_batch) -> dict[str, Any]:
+            return run_updates(settings, shard_batch(batch, comm, ranks), new, micro_batch)
 
         for actual in as_ranks(ranks, work):
-            torch.testing.assert_close(actual["gradient"], alone["gradient"], rtol=1e-5, atol=1e-8)
-            assert actual["loss"] == pytest.approx(alone["loss"], rel=1e-5, abs=1e-7)
-            for mine, theirs in zip(actual["metrics"], alone["metrics"], strict=True):
-                assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-7)
+            torch.testing.assert_close(actual["gradient"], single_rank["gradient"], rtol=1e-5, atol=1e-8)
+            assert actual["loss"] == pytest.approx(single_rank["loss"], rel=1e-5, abs=1e-7)
+            for actual_metrics, expected_metrics in zip(actual["metrics"], single_rank["metrics"], strict=True):
+                assert actual_metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize("policy", list(POLICY_LOSSES))
@@ -220,41 +220,43 @@ def test_loss_weights_by_hand() -> None:
     mask = torch.tensor([0, 1, 0, 0, 1, 1, 1]).bool()
     zeros = torch.zeros(7)
     batch = TrainBatch(zeros, torch.tensor([0, 2, 3, 7]), mask, torch.arange(3), torch.tensor([1.0, 1.0, -1.0]), zeros)
-    for mean, item, other in (
+    for mean, positive, negative in (
         ("token-mean", 1 / 4, 1 / 4),
         ("seq-mean-token-mean", 1 / 2, 1 / 6),
         ("seq-mean-token-sum-norm", 1 / 14, 1 / 14),
     ):
         (mini,) = split_mini_batches(batch, make_config(mean=mean), seed=0)
         assert mini.loss_weights is not None and mini.counts == Counts(actions=4, sequences=2, positive_actions=1)
-        assert mini.loss_weights.tolist() == pytest.approx([0, item, 0, 0, other, other, other])
+        assert mini.loss_weights.tolist() == pytest.approx([0, positive, 0, 0, negative, negative, negative])
     metric = TokenLoss(zeros, {"a": torch.arange(7.0)}, {"b": torch.tensor([1.0, 0.0, 4.0])})
     assert {name: float(value) for name, value in metric.reduce_metrics(mini).items()} == {"a": 4.0, "b": 2.5}
-    remaining = mini.with_(counts=None)
-    assert float(TokenLoss(zeros, {"a": torch.arange(7.0)}).reduce_metrics(remaining)["a"]) == pytest.approx(16 / 14)
+    without_counts = mini.with_(counts=None)
+    assert float(TokenLoss(zeros, {"a": torch.arange(7.0)}).reduce_metrics(without_counts)["a"]) == pytest.approx(
+        16 / 14
+    )
 
 
 @pytest.mark.parametrize("policy", [name for name, loss in POLICY_LOSSES.items() if loss.mark is None])
 def test_single_update_needs_no_old_logprobs(policy: str) -> None:
     """Without old log-probs, the loss uses the policy's own, or the engine's for stale tokens."""
     batch, new = make_batch()
-    older = torch.randint(0, 3, (len(new),), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    staleness = torch.randint(0, 3, (len(new),), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
     settings = make_config(policy)
-    for argument in (None, older):
+    for argument in (None, staleness):
         old = new if argument is None else torch.where(argument > 0, batch.rollout_logprobs, new)
         results = []
-        for known in (
+        for variant in (
             batch.with_(old_logprobs=old, staleness=argument),
             batch.with_(old_logprobs=None, staleness=argument),
         ):
-            (mini,) = split_mini_batches(known, settings, seed=0)
+            (mini,) = split_mini_batches(variant, settings, seed=0)
             logprobs = new.clone().requires_grad_()
             result = policy_loss(ModelOutput(logprobs=logprobs), mini, settings, 0.0)
             assert mini.loss_weights is not None
             (mini.loss_weights * result.loss).sum().backward()
             metrics = result.reduce_metrics(mini)
             diff = metrics.pop("rollout/logprob_diff_mean", None)  # reported only without old log-probs
-            assert (diff is None) == (known.old_logprobs is not None or argument is not None)
+            assert (diff is None) == (variant.old_logprobs is not None or argument is not None)
             results.append((result.loss.detach(), logprobs.grad, metrics))
         torch.testing.assert_close(*results, rtol=0, atol=0)
         assert {"rollout_logprobs", "staleness"} <= {
@@ -275,8 +277,8 @@ def test_missing_old_logprobs_raise() -> None:
 def test_batches_without_advantages_are_not_marked() -> None:
     """For example SFT conversations, which have another loss."""
     batch, _ = make_batch()
-    plain = batch.with_(advantages=None, old_logprobs=None)
-    assert [mini.marked for mini in split_mini_batches(plain, make_config("clip_cov"), seed=0)] == [None]
+    without_advantages = batch.with_(advantages=None, old_logprobs=None)
+    assert [mini.marked for mini in split_mini_batches(without_advantages, make_config("clip_cov"), seed=0)] == [None]
     (mini,) = split_mini_batches(batch, make_config("clip_cov"), seed=0)
     assert mini.marked is not None and bool(mini.marked.any())
     assert policy_loss_columns(make_config("clip_cov", kl="loss")) == (

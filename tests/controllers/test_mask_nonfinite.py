@@ -48,16 +48,13 @@ class FakeFlow:
 
 def rollouts(branches: bool = False) -> Rollouts:
     """Return four rollouts of one prompt and two action tokens; with branches, the last two are one episode."""
-    local_items = [
+    local = [
         Rollout(Prompt(f"p{i}", ()), (Turn((9,)), Turn((1, 2), (-0.5, -0.25), True)), reward=float(i), seed=10 + i)
         for i in range(4)
     ]
     if branches:
-        local_items[2:] = [
-            dataclasses.replace(element, episode=0, group=2, prompt=local_items[2].prompt)
-            for element in local_items[2:]
-        ]
-    return Rollouts.gather(local_items)
+        local[2:] = [dataclasses.replace(element, episode=0, group=2, prompt=local[2].prompt) for element in local[2:]]
+    return Rollouts.gather(local)
 
 
 def make_column(**changes: float) -> torch.Tensor:
@@ -127,9 +124,9 @@ class NonfiniteFlow(TableFlow):
         if role != self.role:
             return future
         output = future.wait()
-        at = torch.arange(len(batch.tokens)) == int(batch.cu_seqlens[1]) - 1
+        is_last = torch.arange(len(batch.tokens)) == int(batch.cu_seqlens[1]) - 1
         with_nan = {
-            item.name: value.masked_fill(at, NAN)
+            item.name: value.masked_fill(is_last, NAN)
             for item in dataclasses.fields(output)
             if (value := getattr(output, item.name)) is not None
         }

@@ -120,14 +120,14 @@ def test_ppo_with_an_sft_step_after_each_step() -> None:
     controller = PPOWithLessons(config)
     assert PPOWithLessons.declare_requirements(config).roles == ("rollout", "actor", "critic", "reward")
     assert (controller.num_updates("actor"), controller.num_updates("critic")) == (6, 3)
-    plain, flow = GreedyFlow(config), GreedyFlow(config)
+    ppo_flow, flow = GreedyFlow(config), GreedyFlow(config)
     prompts = controller.load_items(flow)  # type: ignore[arg-type]
-    alone = PPOController(config)
+    ppo = PPOController(config)
     for _ in range(3):
         result = controller.step(flow, prompts)
-        alone.step(plain, prompts)  # type: ignore[arg-type]
+        ppo.step(ppo_flow, prompts)  # type: ignore[arg-type]
     assert result.metrics["actor/nll"] > 0 and "actor/pg_loss" in result.metrics
-    assert nll(flow) < nll(plain) - 0.05  # the demonstrations also have the best reward
+    assert nll(flow) < nll(ppo_flow) - 0.05  # the demonstrations also have the best reward
     assert flow.calls == ["generate", "score", "sleep", "update_weights", "update_weights"] * 3
     restored = PPOWithLessons(config)
     restored.load_state_dict(controller.state_dict())

@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from played import ScriptedFlow, scripted_rollout  # noqa: E402
+from scripted_flow import ScriptedFlow, scripted_rollout  # noqa: E402
 
 from megarl.config import ConfigError, from_dict  # noqa: E402
 from megarl.controllers.controller import load_requirements, make_controller  # noqa: E402
@@ -30,15 +30,15 @@ def test_best_and_worst_of_a_group_are_always_kept() -> None:
     rollouts = Rollouts.gather(
         [scripted_rollout(group, reward) for group, result in enumerate(rewards) for reward in result]
     )
-    retained = reliable_mask(rollouts, 1.0, make_generator()).tolist()
-    assert retained == [True, False, True, True, True, False, True, False, True, True, True, True]
+    mask = reliable_mask(rollouts, 1.0, make_generator()).tolist()
+    assert mask == [True, False, True, True, True, False, True, False, True, True, True, True]
     assert bool(reliable_mask(rollouts, 0.0, make_generator()).all())
 
 
 def test_other_samples_are_dropped_with_drop_prob() -> None:
     rollouts = Rollouts.gather([scripted_rollout(0, float(reward)) for reward in range(2002)])
-    dropped = 1 - reliable_mask(rollouts, 0.8, make_generator()).double().mean()
-    assert abs(float(dropped) - 0.8 * 2000 / 2002) < 0.03
+    dropped_frac = 1 - reliable_mask(rollouts, 0.8, make_generator()).double().mean()
+    assert abs(float(dropped_frac) - 0.8 * 2000 / 2002) < 0.03
     assert torch.equal(reliable_mask(rollouts, 0.8, make_generator()), reliable_mask(rollouts, 0.8, make_generator()))
 
 
@@ -53,8 +53,8 @@ def test_batch_is_filled_from_the_replay_buffer(tmp_path: Path) -> None:
     assert first.batch.sequence_reward.tolist() == [0.0, 1.0, 3.0, 2.0]  # the buffer is empty
     assert first.metrics["rollout/filtered_frac"] == pytest.approx(1 / 3) and first.metrics["rollout/buffer_size"] == 4
     second = controller.step(ScriptedFlow(config, [generation]), prompts)
-    older, fresh = second.batch.sequence_reward[:2].tolist(), second.batch.sequence_reward[2:].tolist()
-    assert len(set(older) & {0.0, 1.0, 2.0, 3.0}) == 2 and fresh == [0.0, 1.0, 3.0, 2.0]
+    replayed, sampled = second.batch.sequence_reward[:2].tolist(), second.batch.sequence_reward[2:].tolist()
+    assert len(set(replayed) & {0.0, 1.0, 2.0, 3.0}) == 2 and sampled == [0.0, 1.0, 3.0, 2.0]
     assert second.metrics["rollout/buffer_size"] == 6  # the oldest two were evicted
 
     written = controller.save()(tmp_path)
@@ -63,9 +63,11 @@ def test_batch_is_filled_from_the_replay_buffer(tmp_path: Path) -> None:
     restored.restore(tmp_path, LOCAL)
     restored.load_state_dict(controller.state_dict())
     assert restored.buffer._rollouts.local == controller.buffer._rollouts.local and len(restored.buffer) == 6
-    third, again = (item.step(ScriptedFlow(config, [generation]), prompts) for item in (controller, restored))
-    assert third.batch.sequence_reward.tolist() == again.batch.sequence_reward.tolist()
-    assert torch.equal(third.batch.tokens, again.batch.tokens)
+    next_result, after_restore = (
+        item.step(ScriptedFlow(config, [generation]), prompts) for item in (controller, restored)
+    )
+    assert next_result.batch.sequence_reward.tolist() == after_restore.batch.sequence_reward.tolist()
+    assert torch.equal(next_result.batch.tokens, after_restore.batch.tokens)
 
 
 def test_truncated_sampling_is_rejected() -> None:

@@ -83,12 +83,12 @@ def step(
 
 def trained_advantages(batches: list[TrainBatch]) -> list[float]:
     """Return the advantage of each token with a loss, by sequence."""
-    actual = []
+    advantages = []
     for batch in batches:
         assert batch.advantages is not None and batch.loss_weights is not None
         assert torch.equal(batch.loss_weights > 0, batch.loss_mask)
-        actual += batch.advantages[batch.loss_mask].tolist()
-    return actual
+        advantages += batch.advantages[batch.loss_mask].tolist()
+    return advantages
 
 
 @pytest.mark.parametrize(
@@ -123,17 +123,17 @@ def test_ppo_advantages_by_hand(truncated: str, rewards: list[float]) -> None:
     assert all(math.isfinite(value) for value in result.metrics.values())
 
 
-def without_reward(item: Rollout) -> Rollout:
-    return dataclasses.replace(item, reward=0.0, unscored={"gsm8k": "it raised"})
+def without_reward(response: Rollout) -> Rollout:
+    return dataclasses.replace(response, reward=0.0, unscored={"gsm8k": "it raised"})
 
 
 def test_unscored_rollouts_are_dropped() -> None:
     """Group 0 keeps two rollouts, as if the unscored one did not exist; group 1 keeps none."""
-    argument = [*ROLLOUTS[:3], without_reward(rollout(0, 0.0, "stop")), *map(without_reward, ROLLOUTS[3:6])]
-    flow, result = step("grpo", argument)
+    rollouts = [*ROLLOUTS[:3], without_reward(rollout(0, 0.0, "stop")), *map(without_reward, ROLLOUTS[3:6])]
+    flow, result = step("grpo", rollouts)
     assert trained_advantages(flow.actor_batches) == pytest.approx([FIRST] * 2 + [-FIRST] * 2, abs=1e-5)
     assert result.trained_rollouts is not None and len(result.trained_rollouts) == 2
-    flow, result = step("ppo", argument)
+    flow, result = step("ppo", rollouts)
     assert (
         trained_advantages(flow.actor_batches) == trained_advantages(flow.critic_batches) == pytest.approx([1, 1, 0, 0])
     )
@@ -205,11 +205,11 @@ def test_evaluation_ignores_aborted_rollouts() -> None:
 
 def test_pass_at_k_by_hand() -> None:
     """Right responses: 2 of 4 for prompt 0, 1 of 2 scored ones for prompt 1, none for prompt 2 with data source b."""
-    named = Prompt("p", (), data_source="b")
+    prompt_of_b = Prompt("p", (), data_source="b")
     answers = [rollout(0, float(number < 2), "stop") for number in range(4)]
     answers += [rollout(1, 1.0, "stop"), rollout(1, 0.0, "stop"), rollout(1, 1.0, "aborted")]
     answers += [without_reward(rollout(1, 1.0, "stop"))]
-    answers += [replace(rollout(2, 0.0, "stop"), prompt=named) for _ in range(4)]
+    answers += [replace(rollout(2, 0.0, "stop"), prompt=prompt_of_b) for _ in range(4)]
     actual = pass_at_k_metrics(Rollouts.gather(answers), 4)
     expected = {1: (1 / 2 + 1 / 2) / 2, 2: (5 / 6 + 1) / 2, 4: 1.0}  # prompt 1 has too few for 4
     assert {k: actual[f"eval/pass_at_{k}/other"] for k in (1, 2, 4)} == pytest.approx(expected)
@@ -233,13 +233,13 @@ def test_evaluation_reports_the_weight_version() -> None:
 
 def test_logprob_diff_metrics_split_stale_tokens_by_hand() -> None:
     """Version 3 sampled the first two tokens of one rollout, version 4 the rest; the trainer differs by tenths."""
-    aged = Turn((1, 2, 3), (-1.0,) * 3, True, 4, ((3, 2), (4, 1)))
-    fresh = Turn((1, 2), (-1.0,) * 2, True, 4)
+    stale_prefix = Turn((1, 2, 3), (-1.0,) * 3, True, 4, ((3, 2), (4, 1)))
+    current = Turn((1, 2), (-1.0,) * 2, True, 4)
     prompt = Prompt("p", ())
-    rollouts = Rollouts.gather([Rollout(prompt, (Turn((9,)), turn)) for turn in (aged, fresh)], version=4)
+    rollouts = Rollouts.gather([Rollout(prompt, (Turn((9,)), turn)) for turn in (stale_prefix, current)], version=4)
     batch = TrainBatch.from_rollouts(rollouts)
-    off = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.0, 0.4, 0.5])
-    policy = ModelOutput(logprobs=batch.rollout_logprobs + off)
+    errors = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.0, 0.4, 0.5])
+    policy = ModelOutput(logprobs=batch.rollout_logprobs + errors)
     actual = logprob_diff_metrics(batch, policy)
     # The third token of the first rollout is of version 4, but has a prefix of version 3.
     assert actual["rollout/logprob_diff_mean"] == pytest.approx(0.45)
@@ -248,8 +248,8 @@ def test_logprob_diff_metrics_split_stale_tokens_by_hand() -> None:
     assert actual["rollout/logprob_diff_mean_stale"] == pytest.approx(0.15)
     replayed = dataclasses.replace(batch, routing=(torch.zeros(0, 0, 0),) * 2)
     assert logprob_diff_metrics(replayed, policy) == actual and len(actual) == 9
-    plain = TrainBatch.from_rollouts(rollouts.select(torch.tensor([False, True])))
-    assert len(logprob_diff_metrics(plain, ModelOutput(logprobs=plain.rollout_logprobs))) == 3
+    current_only = TrainBatch.from_rollouts(rollouts.select(torch.tensor([False, True])))
+    assert len(logprob_diff_metrics(current_only, ModelOutput(logprobs=current_only.rollout_logprobs))) == 3
 
 
 def test_vapo_adds_the_nll_of_positive_responses() -> None:
@@ -266,8 +266,8 @@ def test_vapo_adds_the_nll_of_positive_responses() -> None:
         assert mini.counts is not None and mini.counts.positive_actions == 4  # two responses of two tokens
     assert "actor/nll_loss" not in actual[0.0]
     # Logits of the positive response.
-    right = {weight: float(table[0, 1] + table[1, 4]) for weight, table in tables.items()}
-    assert right[0.0] < right[0.1] < right[0.2]
+    positive_logits = {weight: float(table[0, 1] + table[1, 4]) for weight, table in tables.items()}
+    assert positive_logits[0.0] < positive_logits[0.1] < positive_logits[0.2]
     # All logits are 0 in the first update: each token costs log 6.
     assert actual[0.1]["actor/nll_loss"] == actual[0.2]["actor/nll_loss"] == pytest.approx(math.log(6))
 
@@ -280,9 +280,9 @@ def test_critic_warmup_precedes_policy_updates_and_survives_resume() -> None:
     controller = make_controller(config)
     tables = []
     for _ in range(4):
-        again = make_controller(config)
-        again.load_state_dict(controller.state_dict())
-        controller = again
+        resumed = make_controller(config)
+        resumed.load_state_dict(controller.state_dict())
+        controller = resumed
         controller.step(flow, [])
         tables.append(flow.policy.table.detach().clone())
     assert len(flow.critic_batches) == 4 and len(flow.actor_batches) == 2
@@ -327,9 +327,9 @@ def test_kl_penalty_is_subtracted_from_rewards() -> None:
     """Without std normalisation: half the difference of the rewards, each minus its two tokens' KL."""
     tree = {"algorithm": "dr_grpo", "kl": {"apply_to": "reward", "coef": 0.1, "target": None}}
     batch = batch_with_kl(tree, (1.0, 0.5))
-    half = (1.0 - 0.2 * KL_LIKELY - (0.5 - 0.2 * KL_UNLIKELY)) / 2
+    advantage = (1.0 - 0.2 * KL_LIKELY - (0.5 - 0.2 * KL_UNLIKELY)) / 2
     assert batch.advantages is not None
-    assert batch.advantages[batch.loss_mask].tolist() == pytest.approx([half] * 2 + [-half] * 2, abs=1e-6)
+    assert batch.advantages[batch.loss_mask].tolist() == pytest.approx([advantage] * 2 + [-advantage] * 2, abs=1e-6)
 
 
 @pytest.mark.parametrize("apply_to", ["reward", "loss", "none"])
@@ -346,9 +346,9 @@ def test_reinforce_pp_subtracts_the_kl_to_go(gamma: float) -> None:
     """arXiv:2501.03262, eq. 9: A_t = r - coef sum_{i >= t} KL_i, then whitened over the action tokens."""
     tree = {"algorithm": "reinforce_pp", "kl": {"coef": 0.5, "target": None}, "advantage": {"gamma": gamma}}
     batch = batch_with_kl(tree, (1.0, 0.0))
-    last = [1.0 - 0.5 * KL_LIKELY, -0.5 * KL_UNLIKELY]
+    final_rewards = [1.0 - 0.5 * KL_LIKELY, -0.5 * KL_UNLIKELY]
     returns = torch.tensor(
-        [[-0.5 * kl + gamma * end, end] for kl, end in zip((KL_LIKELY, KL_UNLIKELY), last, strict=True)]
+        [[-0.5 * kl + gamma * end, end] for kl, end in zip((KL_LIKELY, KL_UNLIKELY), final_rewards, strict=True)]
     ).view(4)
     expected = (returns - returns.mean()) / returns.std(correction=0)
     assert batch.advantages is not None
@@ -370,10 +370,10 @@ def test_grpo_applies_the_kl_in_the_loss() -> None:
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "remax", "reinforce_pp"])
 def test_no_kl_metrics_without_a_reference(algorithm: str) -> None:
     """The metrics are absent, not 0, also for stale rollouts, with and without old log-probs."""
-    aged = dataclasses.replace(rollout(0, 1.0, "stop"), turns=(Turn((9,)), Turn((1, 4), (-1.8, -1.8), True, -1)))
+    stale = dataclasses.replace(rollout(0, 1.0, "stop"), turns=(Turn((9,)), Turn((1, 4), (-1.8, -1.8), True, -1)))
     for updates in (1, 2):
         config = from_dict({"algorithm": algorithm, "kl": {"apply_to": "none"}, "run": {"num_update": updates}})
-        flow: Any = FixedFlow(config, [aged, rollout(0, 0.0, "stop")])
+        flow: Any = FixedFlow(config, [stale, rollout(0, 0.0, "stop")])
         metrics = make_controller(config).step(flow, [Prompt("0", ())]).metrics
         assert "actor/grad_norm" in metrics or "actor/ppo_kl" in metrics
         assert not {"actor/kl_to_reference", "actor/kl_coef", "actor/kl_loss"} & metrics.keys()

@@ -25,8 +25,8 @@ PAGE = (Path(__file__).resolve().parents[2] / "megarl/controllers/README.md").re
 
 def test_readme_table_lists_every_recipe() -> None:
     rows = re.findall(r"^\| (`.*?) \| .*? \| `(.*?)`", PAGE, flags=re.MULTILINE)
-    named = {name for cell, _ in rows for name in re.findall(r"`(\w+)`", cell)}
-    assert named == set(RECIPES)
+    page_names = {name for cell, _ in rows for name in re.findall(r"`(\w+)`", cell)}
+    assert page_names == set(RECIPES)
     for cell, file in rows:
         for name in re.findall(r"`(\w+)`", cell):
             module = str(RECIPES[name].controller).partition(":")[0].rpartition(".")[2]
@@ -40,8 +40,8 @@ def test_readme_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     try:
         config = from_dict({"algorithm": "lab_sign:SignController", "kl": {"apply_to": "none"}})
         controller, flow = make_controller(config), TableFlow(config)
-        value: Any = [Prompt(id=str(i), messages=()) for i in range(8)]
-        means = [float(controller.step(flow, value).rollouts.reward.mean()) for _ in range(40)]  # type: ignore
+        prompts: Any = [Prompt(id=str(i), messages=()) for i in range(8)]
+        means = [float(controller.step(flow, prompts).rollouts.reward.mean()) for _ in range(40)]  # type: ignore
         assert means[0] < 0.4 and sum(means[-5:]) / 5 > 0.8, means
     finally:
         sys.modules.pop("lab_sign", None)

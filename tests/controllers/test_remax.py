@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from played import ScriptedFlow  # noqa: E402
+from scripted_flow import ScriptedFlow  # noqa: E402
 
 from megarl.config import from_dict  # noqa: E402
 from megarl.controllers.controller import load_requirements, make_controller  # noqa: E402

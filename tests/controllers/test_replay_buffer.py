@@ -16,22 +16,22 @@ from megarl.types import Comm, Prompt, Rollout, Rollouts, Turn
 pytestmark = pytest.mark.alone
 
 
-def make_rollouts(everyone: Comm, step: int, world: int) -> Rollouts:
+def make_rollouts(comm: Comm, step: int, world: int) -> Rollouts:
     """Return this rank's share of six rollouts of a step, with routing."""
     routing = torch.zeros(2, 1, 1, dtype=torch.uint8)
-    mine = range(everyone.rank, 6, world)
+    indices = range(comm.rank, 6, world)
     turns = (Turn((9,)), Turn((1, 2), (-0.5, -1.5), True, step))
-    local_items = [
-        Rollout(Prompt(f"{step}-{i}", ()), turns, reward=10.0 * step + i, routing=routing, group=i) for i in mine
+    local = [
+        Rollout(Prompt(f"{step}-{i}", ()), turns, reward=10.0 * step + i, routing=routing, group=i) for i in indices
     ]
-    return Rollouts.gather(local_items, list(mine), everyone, step)
+    return Rollouts.gather(local, list(indices), comm, step)
 
 
 def test_all_ranks_keep_and_sample_the_same(tmp_path: Path) -> None:
-    def work(everyone: Comm, world: int) -> tuple[list[float], list[float], set[int]]:
+    def work(comm: Comm, world: int) -> tuple[list[float], list[float], set[int]]:
         buffer = ReplayBuffer(8)
-        buffer.add(make_rollouts(everyone, 1, world))
-        buffer.add(make_rollouts(everyone, 2, world))
+        buffer.add(make_rollouts(comm, 1, world))
+        buffer.add(make_rollouts(comm, 2, world))
         assert buffer._rollouts is not None and len(buffer) == 8
         assert not bool(buffer._rollouts.routed_tokens.any())
         drawn = buffer.sample(3, torch.Generator().manual_seed(5))
@@ -40,37 +40,37 @@ def test_all_ranks_keep_and_sample_the_same(tmp_path: Path) -> None:
         assert full is not None
         folder = tmp_path / str(world)
         buffer.save()(folder)
-        everyone.all_gather_objects(None)
+        comm.all_gather_objects(None)
         return buffer._rollouts.reward.tolist(), drawn.reward.tolist(), {r.prompt.id == "2-0" for r in full.local}
 
-    alone = as_ranks(1, lambda everyone: work(everyone, 1))[0]
-    assert alone[0] == [14.0, 15.0, *(20.0 + i for i in range(6))]
-    for result in as_ranks(3, lambda everyone: work(everyone, 3)):
-        assert result[:2] == alone[:2]
+    single_rank = as_ranks(1, lambda comm: work(comm, 1))[0]
+    assert single_rank[0] == [14.0, 15.0, *(20.0 + i for i in range(6))]
+    for result in as_ranks(3, lambda comm: work(comm, 3)):
+        assert result[:2] == single_rank[:2]
 
-    def restore(everyone: Comm) -> tuple[list[float], int]:
+    def restore(comm: Comm) -> tuple[list[float], int]:
         buffer = ReplayBuffer(8)
-        buffer.restore(tmp_path / "3", everyone)
+        buffer.restore(tmp_path / "3", comm)
         assert buffer._rollouts is not None
         return buffer._rollouts.reward.tolist(), len(buffer._rollouts.local)
 
-    two = as_ranks(2, restore)  # the first rank also restores the third's
-    assert [result[0] for result in two] == [alone[0]] * 2 and sum(result[1] for result in two) == 8
+    restored = as_ranks(2, restore)  # the first rank also restores the third's
+    assert [result[0] for result in restored] == [single_rank[0]] * 2 and sum(result[1] for result in restored) == 8
 
 
 def test_damaged_file_raises_on_all_ranks(tmp_path: Path) -> None:
-    def save(everyone: Comm) -> None:
+    def save(comm: Comm) -> None:
         buffer = ReplayBuffer(8)
-        buffer.add(make_rollouts(everyone, 1, 2))
+        buffer.add(make_rollouts(comm, 1, 2))
         buffer.save()(tmp_path)
 
     as_ranks(2, save)
     part_file(tmp_path / "buffer", 0, 1).write_bytes(b"no parquet")
 
-    def restore(everyone: Comm) -> str:
-        with pytest.raises(ConfigError) as caught:
-            ReplayBuffer(8).restore(tmp_path, everyone)
-        return str(caught.value)
+    def restore(comm: Comm) -> str:
+        with pytest.raises(ConfigError) as error:
+            ReplayBuffer(8).restore(tmp_path, comm)
+        return str(error.value)
 
     errors = as_ranks(2, restore)
     assert errors[0] == errors[1] and "rank_00001.parquet" in errors[0]

@@ -79,11 +79,11 @@ def test_learns_the_preferences() -> None:
         result = controller.step(flow, PAIRS)
     assert result.metrics["reward_model/accuracy"] == 1.0 and result.rollouts is None
     # Two epochs of two updates: no pair is split, and each appears once per epoch.
-    ends = sorted([pair.chosen.token_ids[-1], pair.rejected.token_ids[-1]] for pair in PAIRS)
+    last_tokens = sorted([pair.chosen.token_ids[-1], pair.rejected.token_ids[-1]] for pair in PAIRS)
     for epoch in (flow.updates[:2], flow.updates[2:4]):
         assert [len(update) for update in epoch] == [4, 4]
-        seen = [update[i : i + 2] for update in epoch for i in (0, 2)]
-        assert sorted(seen) == ends
+        trained_pairs = [update[i : i + 2] for update in epoch for i in (0, 2)]
+        assert sorted(trained_pairs) == last_tokens
     last = controller.evaluate(flow, PAIRS)
     table = flow.table.detach()
     margins = [

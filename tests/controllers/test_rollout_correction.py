@@ -39,11 +39,11 @@ NAMES = [" ".join(map(str, correction.values())) for correction in CORRECTIONS]
 
 
 class StaleFlow(TableFlow):
-    """A response's second token comes from the weights of `lag` weight syncs ago, the first from one sync earlier."""
+    """The second token of a response comes from weights `staleness` syncs old, the first from one sync earlier."""
 
-    def __init__(self, config: Config, everyone: Comm = LOCAL, world: int = 1, lag: int = 2) -> None:
-        super().__init__(config, everyone, world)
-        self.lag = lag
+    def __init__(self, config: Config, comm: Comm = LOCAL, world: int = 1, staleness: int = 2) -> None:
+        super().__init__(config, comm, world)
+        self.lag = staleness
         self.tables = [self.policy.table.detach().clone()]
         self.forwards = 0
         forward = self.policy.forward
@@ -51,9 +51,9 @@ class StaleFlow(TableFlow):
 
     def generate(self, items: Any, samples: int, greedy: bool = False, held_out: bool = False) -> Rollouts:
         self.calls.append("generate")
-        now = len(self.tables) - 1
-        versions = [max(0, now - self.lag - 1), max(0, now - self.lag)]
-        local_items = []
+        current_version = len(self.tables) - 1
+        versions = [max(0, current_version - self.lag - 1), max(0, current_version - self.lag)]
+        local = []
         for group in range(self.comm.rank, len(items), self.world):
             draw = random.Random(f"{len(self.calls)}/{group}")
             for _ in range(samples):
@@ -64,8 +64,8 @@ class StaleFlow(TableFlow):
                     engine_logprobs.append(float(logprobs[response[-1]]) + draw.uniform(-0.01, 0.01))
                 runs = tuple((version, 1) for version in versions)
                 turns = (Turn((9,)), Turn(tuple(response), tuple(engine_logprobs), True, versions[-1], runs))
-                local_items.append(Rollout(items[group], turns, group=group))
-        return Rollouts.gather(local_items, [rollout.group for rollout in local_items], self.comm, now)
+                local.append(Rollout(items[group], turns, group=group))
+        return Rollouts.gather(local, [rollout.group for rollout in local], self.comm, current_version)
 
     def update_weights(self, actor: Any) -> None:
         super().update_weights(actor)
@@ -100,25 +100,25 @@ def test_corrections_learn_two_versions_behind(correction: dict[str, Any], algor
         assert 0 < result.metrics["rollout_corr/rollout_is_eff_sample_size"] <= 1
 
 
-def steps_of(config: Config, everyone: Comm, world: int) -> list[dict[str, Any]]:
-    flow: Any = StaleFlow(config, everyone, world)
+def steps_of(config: Config, comm: Comm, world: int) -> list[dict[str, Any]]:
+    flow: Any = StaleFlow(config, comm, world)
     controller = make_controller(config)
-    actual = []
+    results = []
     for _ in range(4):
         result = controller.step(flow, prompts(5))
-        actual.append({"metrics": result.metrics, "table": flow.policy.table.detach().clone()})
-    return actual
+        results.append({"metrics": result.metrics, "table": flow.policy.table.detach().clone()})
+    return results
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=NAMES)
 def test_step_does_not_depend_on_world_size(correction: dict[str, Any]) -> None:
     config = config_of(correction)
-    alone = steps_of(config, LOCAL, 1)
+    single_rank = steps_of(config, LOCAL, 1)
     for world in (2, 3):
-        first, *others = as_ranks(world, lambda everyone, world=world: steps_of(config, everyone, world))
-        for steps in others:
+        first, *other_ranks = as_ranks(world, lambda comm, world=world: steps_of(config, comm, world))
+        for steps in other_ranks:
             torch.testing.assert_close(steps, first, rtol=0, atol=0)
-        torch.testing.assert_close(first, alone, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(first, single_rank, rtol=1e-5, atol=1e-6)
 
 
 def stale_batch(config: Config) -> tuple[Any, Rollouts, TrainBatch]:
@@ -136,19 +136,19 @@ def test_kind_none_has_no_weights() -> None:
     config = config_of({})
     flow, _, batch = stale_batch(config)
     policy = compute_old_logprobs(flow, batch).wait()
-    actual, _ = apply_correction(flow, batch, policy, 0)
+    corrected_batch, _ = apply_correction(flow, batch, policy, 0)
     assert batch.staleness is not None and bool((batch.staleness[batch.loss_mask] > 0).all())
-    assert actual.importance is None and policy_loss_columns(config) == ("old_logprobs", "advantages")
-    assert actual.old_logprobs is not None and policy.logprobs is not None
-    assert torch.equal(actual.old_logprobs[batch.loss_mask], batch.rollout_logprobs[batch.loss_mask])
-    fresh, metrics = apply_correction(flow, batch.with_(staleness=None), policy, 0)
-    assert fresh.old_logprobs is policy.logprobs and fresh.importance is None
+    assert corrected_batch.importance is None and policy_loss_columns(config) == ("old_logprobs", "advantages")
+    assert corrected_batch.old_logprobs is not None and policy.logprobs is not None
+    assert torch.equal(corrected_batch.old_logprobs[batch.loss_mask], batch.rollout_logprobs[batch.loss_mask])
+    corrected, metrics = apply_correction(flow, batch.with_(staleness=None), policy, 0)
+    assert corrected.old_logprobs is policy.logprobs and corrected.importance is None
     assert not any(name.startswith("rollout_corr") for name in metrics)
-    actual = actual.with_(advantages=torch.randn(len(batch.tokens)))
-    plain = policy_loss(policy, actual, config, 0.0)
-    weighted = actual.with_(importance=torch.ones(len(batch.tokens)))
+    corrected_batch = corrected_batch.with_(advantages=torch.randn(len(batch.tokens)))
+    uncorrected = policy_loss(policy, corrected_batch, config, 0.0)
+    weighted = corrected_batch.with_(importance=torch.ones(len(batch.tokens)))
     ones = policy_loss(policy, weighted, config_of({"kind": "tis"}), 0.0)
-    assert torch.equal(plain.loss, ones.loss)
+    assert torch.equal(uncorrected.loss, ones.loss)
 
 
 @pytest.mark.parametrize("kind", ["tis", "icepop", "mis"])
@@ -181,8 +181,8 @@ def test_weights_scale_k3_unbiased_kl_but_not_k2() -> None:
         batch = batch.with_(ref_logprobs=batch.rollout_logprobs - 0.1)
         assert batch.importance is not None and policy.logprobs is not None
         full = policy_loss(policy, batch, config, 1.0).metrics["actor/kl_loss"]
-        plain = policy_loss(policy, batch.with_(importance=None), config, 1.0).metrics["actor/kl_loss"]
-        actual[estimator] = torch.equal(full, plain), torch.equal(full, plain * batch.importance)
+        uncorrected_kl = policy_loss(policy, batch.with_(importance=None), config, 1.0).metrics["actor/kl_loss"]
+        actual[estimator] = torch.equal(full, uncorrected_kl), torch.equal(full, uncorrected_kl * batch.importance)
     assert actual == {"k2": (True, False), "k3_unbiased": (False, True)}
 
 
@@ -197,9 +197,11 @@ def test_gradient_does_not_depend_on_micro_batches(correction: dict[str, Any]) -
     def gradient(parts: list[list[int]]) -> torch.Tensor:
         flow.policy.table.grad = None
         for part in parts:
-            item = mini.select(part)
-            assert item.loss_weights is not None
-            (policy_loss(flow.policy.output(item), item, config, 0.0).loss * item.loss_weights).sum().backward()
+            selected = mini.select(part)
+            assert selected.loss_weights is not None
+            (
+                policy_loss(flow.policy.output(selected), selected, config, 0.0).loss * selected.loss_weights
+            ).sum().backward()
         assert flow.policy.table.grad is not None
         return flow.policy.table.grad.clone()
 
@@ -216,12 +218,14 @@ def test_rejected_sequences_leave_the_loss_but_stay_in_their_group() -> None:
     policy = compute_old_logprobs(flow, batch).wait()
     batch, metrics = apply_correction(flow, batch, policy, 0)
     assert batch.importance is not None
-    retained = batch.importance.reshape(-1, 3)[:, 1:]
-    assert torch.equal(retained[:, 0], retained[:, 1]) and 0 < float(retained.mean()) < 1
-    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 - float(retained[:, 0].mean()))
+    action_weights = batch.importance.reshape(-1, 3)[:, 1:]
+    assert torch.equal(action_weights[:, 0], action_weights[:, 1]) and 0 < float(action_weights.mean()) < 1
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(
+        1 - float(action_weights[:, 0].mean())
+    )
     (mini,) = split_mini_batches(apply_loss_masks(batch, rollouts, config), config, 0)
     assert mini.importance is None and policy_loss_columns(config) == ("old_logprobs", "advantages")
-    assert torch.equal(mini.loss_mask.reshape(-1, 3)[:, 1:], retained > 0)
+    assert torch.equal(mini.loss_mask.reshape(-1, 3)[:, 1:], action_weights > 0)
     assert mini.loss_weights is not None
     assert torch.equal(mini.loss_weights > 0, mini.loss_mask)
     assert float(mini.loss_weights.sum()) == pytest.approx(1.0)
@@ -267,7 +271,7 @@ def test_defaults_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("correction", "algorithm", "complaint"),
+    ("correction", "algorithm", "message"),
     [
         ({"kind": "tis", "low": 3.0}, "grpo", "correction.low=3 and correction.high=2 must enclose 1"),
         ({"kind": "tis", "high": 0.5}, "grpo", "correction.low=0 and correction.high=0.5 must enclose 1"),
@@ -288,9 +292,9 @@ def test_defaults_of_each_kind() -> None:
         ),
     ],
 )
-def test_invalid_combinations_raise(correction: dict[str, Any], algorithm: str, complaint: str) -> None:
+def test_invalid_combinations_raise(correction: dict[str, Any], algorithm: str, message: str) -> None:
     config = from_dict({"algorithm": algorithm, "correction": correction})
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ConfigError, match=message):
         check_correction(config, load_requirements(config))
 
 

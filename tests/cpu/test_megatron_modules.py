@@ -9,7 +9,7 @@ def test_packed_attention_separates_sequences(units: dict[str, Any]) -> None:
     """Output and gradients match fp64, and each sequence equals its result alone bitwise, for all lengths."""
     assert units["attention"]["difference"] < 1e-5
     assert units["attention"]["gradient"] < 1e-5
-    assert units["attention"]["alone"] == 0.0
+    assert units["attention"]["per sequence"] == 0.0
 
 
 def test_packed_attention_cost_is_quadratic_per_sequence(units: dict[str, Any]) -> None:

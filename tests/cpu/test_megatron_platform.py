@@ -53,8 +53,8 @@ def test_patches_exactly_the_listed_names(units: dict[str, Any]) -> None:
 
 
 def test_second_install_has_no_effect(units: dict[str, Any]) -> None:
-    assert units["platform"]["again"] is False
-    assert units["platform"]["same"] is True
+    assert units["platform"]["second_install"] is False
+    assert units["platform"]["unchanged"] is True
 
 
 def test_shim_is_not_installed_on_cuda(run_ranks: Any) -> None:
@@ -65,14 +65,14 @@ def test_shim_is_not_installed_on_cuda(run_ranks: Any) -> None:
 def test_megatron_core_imports_without_wandb_and_warnings(tmp_path: Path) -> None:
     """wandb creates folders on import, so Megatron-Core must not import it on every rank. It stays importable."""
     (tmp_path / "wandb.py").write_text("import tempfile\nMEDIA = tempfile.mkdtemp()\n")
-    (tmp_path / "made").mkdir()
+    (tmp_path / "tmp").mkdir()
     code = (
         "import os, sys; import megarl.megatron.trainer_model\n"
         "assert 'wandb' not in sys.modules and not os.listdir(os.environ['TMPDIR']), os.listdir(os.environ['TMPDIR'])\n"
         "import wandb; assert wandb.MEDIA.startswith(os.environ['TMPDIR'])"
     )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[2])])
-    environment = dict(os.environ, PYTHONPATH=path, TMPDIR=str(tmp_path / "made"))
+    environment = dict(os.environ, PYTHONPATH=path, TMPDIR=str(tmp_path / "tmp"))
     environment |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr

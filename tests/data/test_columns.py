@@ -22,8 +22,8 @@ def parse(row: dict[str, Any], **keys: str) -> tuple[Any, ...]:
 
 
 def test_first_recognised_form_wins() -> None:
-    both = {"messages": [QUESTION, ANSWER], "conversations": [{"from": "human", "value": "x"}], "prompt": "y"}
-    assert parse(both) == (QUESTION, ANSWER) == parse({"conversations": SHAREGPT, "prompt": "y", "response": "z"})
+    ambiguous = {"messages": [QUESTION, ANSWER], "conversations": [{"from": "human", "value": "x"}], "prompt": "y"}
+    assert parse(ambiguous) == (QUESTION, ANSWER) == parse({"conversations": SHAREGPT, "prompt": "y", "response": "z"})
     assert parse({"messages": None, "conversations": None, "prompt": "2+3?", "response": "5"}) == (QUESTION, ANSWER)
 
 
@@ -33,8 +33,8 @@ def test_lists_may_be_json_text() -> None:
 
 
 def test_json_text_is_checked_like_a_row() -> None:
-    half = json.dumps([QUESTION, {"role": "assistant", "content": "\ud83d"}])
-    assert parse({"messages": half})[1]["content"] == "\ufffd"
+    lone_surrogate = json.dumps([QUESTION, {"role": "assistant", "content": "\ud83d"}])
+    assert parse({"messages": lone_surrogate})[1]["content"] == "\ufffd"
     with pytest.raises(ConfigError, match="no list `messages`"):
         parse({"messages": "[" * 5000 + "]" * 5000})
     with pytest.raises(ConfigError, match="calls"):

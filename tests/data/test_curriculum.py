@@ -56,7 +56,7 @@ def loader(shuffle: bool = True, weights: tuple[float, ...] = (), order: str = "
 
 
 def test_first_epoch_is_sorted_and_later_ones_shuffled() -> None:
-    first, second = ("".join(loader().next_items(14))[begin : begin + 7] for begin in (0, 7))
+    first, second = ("".join(loader().next_items(14))[start : start + 7] for start in (0, 7))
     assert first in ("bdcayxz", "dbcayxz") and sorted(second) == sorted(first) and second != first
     assert second == "".join(loader(order="").next_items(14))[7:]
     assert "".join(loader(shuffle=False).next_items(14)) == 2 * "bdcayxz"
@@ -109,7 +109,7 @@ def test_nan_key_raises(tmp_path: Path) -> None:
     lines.write_text('{"level": 1, "x": NaN}\n{"level": null}\n{"extra": {"level": NaN}}\n')
     pq.write_table(pa.table({"level": pa.array([1.0, None, NAN]), "x": pa.array([NAN, NAN, NAN])}), table)
     pq.write_table(pa.table({"extra_info": [{"level": 1.0}, {"level": NAN}]}), nested)
-    for file, where in ((lines, "a.jsonl:3"), (table, "a.parquet, row 2"), (nested, "b.parquet, row 1")):
+    for file, location in ((lines, "a.jsonl:3"), (table, "a.parquet, row 2"), (nested, "b.parquet, row 1")):
         check_no_nan(file, "another")
-        with pytest.raises(ConfigError, match=f"{where}: 'level' is NaN, by which data.curriculum_key=level cannot"):
+        with pytest.raises(ConfigError, match=f"{location}: 'level' is NaN, by which data.curriculum_key=level cannot"):
             check_no_nan(file, "level")

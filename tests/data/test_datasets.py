@@ -45,9 +45,9 @@ def test_reads_verl_parquet(tmp_path):
         }
         for i in range(3)
     ]
-    got = read_prompts(write_parquet(tmp_path / "train.parquet", rows))
-    assert [prompt.id for prompt in got] == ["train-0", "train-1", "train-2"]
-    assert got[1] == Prompt(
+    actual = read_prompts(write_parquet(tmp_path / "train.parquet", rows))
+    assert [prompt.id for prompt in actual] == ["train-0", "train-1", "train-2"]
+    assert actual[1] == Prompt(
         id="train-1",
         messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}),
         data_source="openai/gsm8k",
@@ -74,14 +74,16 @@ def test_prompt_may_be_json_text_of_messages(tmp_path):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}]
     rows = [{"prompt": json.dumps(messages), "ground_truth": 5}]
     for path in (write_parquet(tmp_path / "a.parquet", rows), write_jsonl(tmp_path / "a.jsonl", *rows)):
-        (got,) = read_prompts(path)
-        assert got.messages == tuple(messages)
+        (actual,) = read_prompts(path)
+        assert actual.messages == tuple(messages)
     for text in ("[1, 2]", "[]", "[x", '["role"]', '{"role": "user", "content": "x"}'):
-        (got,) = read_prompts(write_jsonl(tmp_path / "b.jsonl", {"prompt": text, "ground_truth": 5}))
-        assert got.messages == ({"role": "user", "content": text},)
-    wrong = write_jsonl(tmp_path / "c.jsonl", {"prompt": json.dumps([{"role": "boss", "content": "x"}]), "label": 5})
+        (actual,) = read_prompts(write_jsonl(tmp_path / "b.jsonl", {"prompt": text, "ground_truth": 5}))
+        assert actual.messages == ({"role": "user", "content": text},)
+    invalid_role = write_jsonl(
+        tmp_path / "c.jsonl", {"prompt": json.dumps([{"role": "boss", "content": "x"}]), "label": 5}
+    )
     with pytest.raises(ConfigError, match="message 0 of 'prompt' has the unknown role 'boss'"):
-        read_prompts(wrong)
+        read_prompts(invalid_role)
 
 
 def test_reads_jsonl(tmp_path):
@@ -93,18 +95,20 @@ def test_reads_jsonl(tmp_path):
         {"messages": list(USER), "label": "x", "data_source": "here", "tools": [schema], "note": "n", "id": 5},
         {"prompt": "hi", "label": 0, "tools": "calculator"},
     )
-    got = read_prompts(path)
-    assert got[0] == Prompt(id="first", messages=USER, ground_truth=7, tools=("calculator",), extra={"level": 2})
-    assert got[1] == Prompt(
+    actual = read_prompts(path)
+    assert actual[0] == Prompt(id="first", messages=USER, ground_truth=7, tools=("calculator",), extra={"level": 2})
+    assert actual[1] == Prompt(
         id="5", messages=USER, ground_truth="x", data_source="here", tools=("search",), extra={"note": "n"}
     )
-    assert got[2] == Prompt(id="a-2", messages=USER, ground_truth=0, tools=("calculator",))
+    assert actual[2] == Prompt(id="a-2", messages=USER, ground_truth=0, tools=("calculator",))
 
 
 def test_reads_slime_rows(tmp_path):
     row = {"input": "hi", "label": "42", "metadata": {"rm_type": "math"}, "tools": '[{"name": "calculator"}]'}
-    got = read_prompts(write_jsonl(tmp_path / "a.jsonl", row), prompt_key="input", label_key="label")
-    assert got == [Prompt(id="a-0", messages=USER, ground_truth="42", tools=("calculator",), extra={"rm_type": "math"})]
+    actual = read_prompts(write_jsonl(tmp_path / "a.jsonl", row), prompt_key="input", label_key="label")
+    assert actual == [
+        Prompt(id="a-0", messages=USER, ground_truth="42", tools=("calculator",), extra={"rm_type": "math"})
+    ]
 
 
 def test_ground_truth_is_optional_without_label_key(tmp_path):
@@ -187,16 +191,18 @@ def test_invalid_parquet_raises(tmp_path):
 
 
 def test_long_prompts_are_dropped_and_counted():
-    value = prompts(5)
-    retained, dropped = render_prompts(value, lambda prompt: list(range(prompt.ground_truth)), max_prompt_tokens=3)
-    assert [(prompt.id, prompt.token_ids.tolist()) for prompt in retained] == [
+    all_prompts = prompts(5)
+    kept_prompts, num_dropped = render_prompts(
+        all_prompts, lambda prompt: list(range(prompt.ground_truth)), max_prompt_tokens=3
+    )
+    assert [(prompt.id, prompt.token_ids.tolist()) for prompt in kept_prompts] == [
         ("p0", []),
         ("p1", [0]),
         ("p2", [0, 1]),
         ("p3", [0, 1, 2]),
     ]
-    assert dropped == 1
-    assert not any(len(prompt.token_ids) for prompt in value)
+    assert num_dropped == 1
+    assert not any(len(prompt.token_ids) for prompt in all_prompts)
 
 
 def test_dropping_all_prompts_raises():
@@ -218,10 +224,10 @@ def test_loads_in_order_across_epochs():
 
 
 def test_epochs_have_every_prompt_once_in_different_orders():
-    everything = {f"p{i}" for i in range(12)}
+    all_ids = {f"p{i}" for i in range(12)}
     loader = PromptLoader(prompts(12), 4, seed=1)
     epochs = [sum(next_batch_ids(loader, 3), []), sum(next_batch_ids(loader, 3), [])]
-    assert set(epochs[0]) == set(epochs[1]) == everything
+    assert set(epochs[0]) == set(epochs[1]) == all_ids
     assert epochs[0] != epochs[1]
     assert epochs[0] != sorted(epochs[0], key=lambda name: int(name[1:]))
     assert sum(next_batch_ids(PromptLoader(prompts(12), 4, seed=1), 3), []) == epochs[0]
@@ -278,19 +284,19 @@ def test_is_last_batch():
     assert not loader.is_last_batch(second)
 
 
-@pytest.mark.parametrize("other", [prompts(6), prompts(8), prompts(7, "q"), prompts(7)[::-1]])
-def test_state_of_other_prompts_raises(other):
+@pytest.mark.parametrize("state_prompts", [prompts(6), prompts(8), prompts(7, "q"), prompts(7)[::-1]])
+def test_state_of_other_prompts_raises(state_prompts):
     state = PromptLoader(prompts(7), 3, seed=5).state_dict()
     with pytest.raises(ConfigError, match="other training prompts"):
-        PromptLoader(other, 3, seed=5).load_state_dict(state)
+        PromptLoader(state_prompts, 3, seed=5).load_state_dict(state)
 
 
 def test_changed_file_sizes_raise_unless_forced():
     """Beyond 1,000 rows, the fingerprint samples rows, so file sizes count too."""
-    many = prompts(3000)
-    saved = PromptLoader(many, 3, seed=5, file_sizes=(70_000,))
+    many_prompts = prompts(3000)
+    saved = PromptLoader(many_prompts, 3, seed=5, file_sizes=(70_000,))
     saved.next_batch()
-    changed = [*many[:1], replace(many[1], ground_truth="other"), *many[2:]]
+    changed = [*many_prompts[:1], replace(many_prompts[1], ground_truth="other"), *many_prompts[2:]]
     loader = PromptLoader(changed, 3, seed=5, file_sizes=(70_004,))
     with pytest.raises(ConfigError, match="other training prompts .* run.resume=forced"):
         loader.load_state_dict(saved.state_dict())

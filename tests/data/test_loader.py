@@ -36,9 +36,9 @@ def concat_datasets(sizes: list[int], keys: np.ndarray | None = None) -> ConcatD
     return ConcatDataset(parts, tuple(f"set{number}" for number in range(len(sizes))), keys)
 
 
-def loader(sets: list[tuple[int, int]], per_step: int = 3, seed: int = 1, **given: Any) -> PromptLoader[str]:
+def loader(sets: list[tuple[int, int]], per_step: int = 3, seed: int = 1, **kwargs: Any) -> PromptLoader[str]:
     sizes, weights = [size for size, _ in sets], [weight for _, weight in sets]
-    return PromptLoader(concat_datasets(sizes), per_step, seed, weights=weights, **given)
+    return PromptLoader(concat_datasets(sizes), per_step, seed, weights=weights, **kwargs)
 
 
 def test_build_pattern_by_hand() -> None:
@@ -54,8 +54,8 @@ def test_every_pattern_prefix_has_rounded_shares(weights: list[int]) -> None:
     for count, chosen in enumerate(pattern.tolist(), 1):
         counts[chosen] += 1
         for number, weight in enumerate(weights):
-            share = Fraction(count * weight, sum(weights))
-            assert share.__floor__() <= counts[number] <= share.__ceil__()
+            expected_count = Fraction(count * weight, sum(weights))
+            assert expected_count.__floor__() <= counts[number] <= expected_count.__ceil__()
     assert [Fraction(int(prompt_loader), len(pattern)) for prompt_loader in counts] == [
         Fraction(prompt_loader, sum(weights)) for prompt_loader in weights
     ]
@@ -84,15 +84,15 @@ def test_each_dataset_has_epochs_of_its_own(sets: list[tuple[int, int]], count: 
     for number, (size, _) in enumerate(sets):
         dataset_items = [item for item in items if item.startswith(f"{number}.")]
         assert prompt_loader.epoch_metrics()[f"data/epoch/set{number}"] == len(dataset_items) / size
-        for begin in range(0, len(dataset_items), size):
-            epoch = dataset_items[begin : begin + size]
+        for start in range(0, len(dataset_items), size):
+            epoch = dataset_items[start : start + size]
             assert len(set(epoch)) == len(epoch)
             assert shuffle or epoch == [f"{number}.{item}" for item in range(len(epoch))]
 
 
 @given(SETS, st.integers(0, 60), st.integers(0, 40))
 @settings(max_examples=50)
-def test_resumes_anywhere_with_the_same_items(sets: list[tuple[int, int]], count: int, back: int) -> None:
+def test_resumes_anywhere_with_the_same_items(sets: list[tuple[int, int]], count: int, num_replayed: int) -> None:
     full = list(loader(sets).next_items(count + 30))
     prompt_loader = loader(sets)
     prompt_loader.next_items(count)
@@ -102,8 +102,8 @@ def test_resumes_anywhere_with_the_same_items(sets: list[tuple[int, int]], count
     resumed.load_state_dict(state)
     assert [*resumed.peek(2)[0], *resumed.peek(2)[1]] == full[count : count + 6]
     assert list(resumed.next_items(30)) == full[count:] and list(prompt_loader.next_items(30)) == full[count:]
-    resumed.return_unused(min(back, count + 30))
-    assert list(resumed.next_items(min(back, count + 30))) == full[count + 30 - min(back, count + 30) :]
+    resumed.return_unused(min(num_replayed, count + 30))
+    assert list(resumed.next_items(min(num_replayed, count + 30))) == full[count + 30 - min(num_replayed, count + 30) :]
 
 
 def test_checkpoint_with_other_weights_raises() -> None:
@@ -118,16 +118,16 @@ def test_checkpoint_with_other_weights_raises() -> None:
 
 def test_files_without_weights_are_one_dataset() -> None:
     prompt_loader = PromptLoader(concat_datasets([3, 4]), 7, seed=1)
-    alone = PromptLoader([*concat_datasets([3, 4])], 7, seed=1)
-    assert prompt_loader.next_batch() == alone.next_batch() and prompt_loader.state_dict() == alone.state_dict()
+    separate = PromptLoader([*concat_datasets([3, 4])], 7, seed=1)
+    assert prompt_loader.next_batch() == separate.next_batch() and prompt_loader.state_dict() == separate.state_dict()
     assert prompt_loader.epoch_metrics() == {"data/epoch": 1.0}
 
 
 def test_round_weights() -> None:
     assert round_weights([0.5, 0.25, 0.25]) == (2, 1, 1) and round_weights([30, 20]) == (3, 2)
     assert round_weights([0.1, 0.2]) == (1, 2) and round_weights([1e-6, 2e-6]) == (1, 2)
-    third = round_weights([0.33333, 0.33333, 0.33334])
-    assert sum(third) == MAX_PATTERN_LENGTH and third == (3333, 3333, 3334)
+    rounded = round_weights([0.33333, 0.33333, 0.33334])
+    assert sum(rounded) == MAX_PATTERN_LENGTH and rounded == (3333, 3333, 3334)
     with pytest.raises(
         ConfigError, match=r"data.mixture_weights=\[1, 1e-05\]: 1e-05 is less than one prompt in 10000; raise"
     ):

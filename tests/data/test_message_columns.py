@@ -70,14 +70,17 @@ def test_invalid_messages_raise(value: Any, message: str) -> None:
 
 
 def test_tool_forms() -> None:
-    bare, full = {"name": "f", "parameters": {}}, {"type": "function", "function": {"name": "g"}}
-    assert parse_tool_names(["x", bare, full], "f") == ("x", "f", "g")
+    bare_schema, wrapped_schema = {"name": "f", "parameters": {}}, {"type": "function", "function": {"name": "g"}}
+    assert parse_tool_names(["x", bare_schema, wrapped_schema], "f") == ("x", "f", "g")
     assert (
         parse_tool_names('[{"name": "f"}]', "f") == ("f",)
         and parse_tool_names("x", "f") == ("x",)
         and parse_tool_names(None, "f") == ()
     )
-    assert parse_tool_schemas([bare, full], "f") == [{"type": "function", "function": bare}, full]
+    assert parse_tool_schemas([bare_schema, wrapped_schema], "f") == [
+        {"type": "function", "function": bare_schema},
+        wrapped_schema,
+    ]
     assert parse_tool_schemas('[{"name": "f"}]', "f") == [{"type": "function", "function": {"name": "f"}}]
     assert parse_tool_schemas(None, "f") == parse_tool_schemas([], "f") == []
 

@@ -121,10 +121,10 @@ KINDS = {
 @pytest.fixture
 def tried_counts(monkeypatch):
     """Record the micro-batch counts that the planner tries, with an empty cache."""
-    tried, partition = [], packing.partition
-    monkeypatch.setattr(packing, "partition", lambda costs, bins: tried.append(bins) or partition(costs, bins))
+    bin_counts, partition = [], packing.partition
+    monkeypatch.setattr(packing, "partition", lambda costs, bins: bin_counts.append(bins) or partition(costs, bins))
     packing._cached_plan.cache_clear()
-    return tried
+    return bin_counts
 
 
 def greedy_plan(lengths, costs, dp, budget):
@@ -135,14 +135,14 @@ def greedy_plan(lengths, costs, dp, budget):
     count = -(-int(lengths.sum()) // (dp * budget))
     order = np.argsort(-costs, kind="stable")
     while True:
-        loads, room = np.zeros(dp * count), np.full(dp * count, budget)
+        loads, capacity = np.zeros(dp * count), np.full(dp * count, budget)
         for item in order:
-            fits = (room >= lengths[item]) | (room == budget)
+            fits = (capacity >= lengths[item]) | (capacity == budget)
             part = np.where(fits, loads, np.inf).argmin()
             if not fits[part]:
                 break
             loads[part] += costs[item]
-            room[part] -= lengths[item]
+            capacity[part] -= lengths[item]
         else:
             return np.sort(loads)[::-1].reshape(count, dp)
         count += 1
@@ -221,14 +221,14 @@ def test_min_micro_batches_is_a_lower_bound(seed):
     rng = np.random.default_rng(seed)
     sizes, budget = rng.integers(1, 15, 7), 12
 
-    def count_bins(remaining, rooms):
-        if not remaining:
-            return len(rooms)
-        size, *remaining = remaining
-        ways = [count_bins(remaining, [*rooms, max(0, budget - size)])]
-        for number, room in enumerate(rooms):
-            if room >= size:
-                ways.append(count_bins(remaining, [*rooms[:number], room - size, *rooms[number + 1 :]]))
+    def count_bins(unplaced, capacities):
+        if not unplaced:
+            return len(capacities)
+        size, *unplaced = unplaced
+        ways = [count_bins(unplaced, [*capacities, max(0, budget - size)])]
+        for number, capacity in enumerate(capacities):
+            if capacity >= size:
+                ways.append(count_bins(unplaced, [*capacities[:number], capacity - size, *capacities[number + 1 :]]))
         return min(ways)
 
     short = -(-int(np.minimum(sizes, budget).sum()) // budget)

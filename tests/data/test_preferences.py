@@ -90,8 +90,8 @@ def test_all_forms_give_the_same_pair(row: dict[str, Any], suffix: str, tmp_path
         write(path, "", row)
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
-    pairs, dropped = read(path)
-    assert (len(pairs), dropped) == (1, 0)
+    pairs, num_dropped = read(path)
+    assert (len(pairs), num_dropped) == (1, 0)
     (pair,) = pairs
     assert text(pair.chosen) == "(u:1+1;\n(a:?2;" and text(pair.rejected) == "(u:1+1;\n(a:?three;"
     # Like a rollout, it ends with the end-of-turn token, not with what the template appends.
@@ -149,8 +149,8 @@ def test_long_pairs_are_dropped_and_counted(tmp_path: Path) -> None:
     long = {"prompt": "1+1", "chosen": "2" * 30, "rejected": "3"}  # 43 and 14 tokens; the others have 14 and 18
     path = write(tmp_path / "a.jsonl", IMPLICIT, long, IMPLICIT)
     assert [len(read(path, *limits)[0]) for limits in ((57, 43), (56, 43), (57, 42), (32, 18))] == [3, 2, 2, 2]
-    pairs, dropped = read(path, 56)
-    assert dropped == 1 and [text(pair.chosen) for pair in pairs] == ["(u:1+1;\n(a:?2;"] * 2
+    pairs, num_dropped = read(path, 56)
+    assert num_dropped == 1 and [text(pair.chosen) for pair in pairs] == ["(u:1+1;\n(a:?2;"] * 2
     with pytest.raises(
         ConfigError, match=r"all 3 pairs are too long: the shortest has 32 tokens .*micro-batch holds 31"
     ):

@@ -54,18 +54,18 @@ def test_reads_readme_prompts(number: int, suffix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", range(4))
 def test_reads_readme_conversations(number: int, suffix: str, tmp_path: Path) -> None:
     path = write(ROWS["conversations"][number], tmp_path / f"a.{suffix}")
-    ((where, row),) = read_rows(path)
-    assert parse_conversation(row, where) == (QUESTION, ANSWER)
+    ((location, row),) = read_rows(path)
+    assert parse_conversation(row, location) == (QUESTION, ANSWER)
     assert len(read_conversations(path, None)) == 1
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("number", range(2))
 def test_reads_readme_tool_calls(number: int, suffix: str, tmp_path: Path) -> None:
-    ((where, row),) = read_rows(write(ROWS["calls"][number], tmp_path / f"a.{suffix}"))
-    row = normalize_row(row, where, "prompt", "", "")
-    question, called, observed, answer = row["messages"]
-    (call,) = called["tool_calls"]
+    ((location, row),) = read_rows(write(ROWS["calls"][number], tmp_path / f"a.{suffix}"))
+    row = normalize_row(row, location, "prompt", "", "")
+    question, call_message, observed, answer = row["messages"]
+    (call,) = call_message["tool_calls"]
     assert question == QUESTION and call["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}
     assert observed == {"role": "tool", "content": "5"} and answer["content"] == "It is 5."
     assert row["tools"] == [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -74,6 +74,6 @@ def test_reads_readme_tool_calls(number: int, suffix: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("number", range(5))
 def test_reads_readme_pairs(number: int, suffix: str, tmp_path: Path) -> None:
-    ((where, row),) = read_rows(write(ROWS["pairs"][number], tmp_path / f"a.{suffix}"))
+    ((location, row),) = read_rows(write(ROWS["pairs"][number], tmp_path / f"a.{suffix}"))
     worse = {"role": "assistant", "content": "6"}
-    assert check_pair(row, where) == {"chosen": (QUESTION, ANSWER), "rejected": (QUESTION, worse)}
+    assert check_pair(row, location) == {"chosen": (QUESTION, ANSWER), "rejected": (QUESTION, worse)}

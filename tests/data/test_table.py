@@ -36,7 +36,7 @@ def write_parquet(path: Path, group: int = 5) -> Path:
 
 
 def read_table(path: Path) -> Table:
-    return Table.read(path, lambda where, row: None)
+    return Table.read(path, lambda location, row: None)
 
 
 @pytest.mark.parametrize("write", [write_lines, write_parquet])
@@ -55,15 +55,15 @@ def test_rows_match_a_sequential_read_in_any_order(write: Any, tmp_path: Path) -
 @pytest.mark.parametrize("write", [write_lines, write_parquet])
 def test_keeps_only_selected_rows(write: Any, tmp_path: Path) -> None:
     path = write(tmp_path / ("a.jsonl" if write is write_lines else "a.parquet"))
-    seen = []
+    locations = []
 
-    def even(where: str, row: dict[str, Any]) -> bool:
-        seen.append(where)
+    def is_even(location: str, row: dict[str, Any]) -> bool:
+        locations.append(location)
         return bool(row["n"] % 2 == 0)
 
-    table = Table.read(path, even, max_rows=10)
-    assert [row["n"] for _, row in table] == [0, 2, 4, 6, 8] and len(seen) == 10
-    assert [where for where, _ in table] == seen[::2]
+    table = Table.read(path, is_even, max_rows=10)
+    assert [row["n"] for _, row in table] == [0, 2, 4, 6, 8] and len(locations) == 10
+    assert [location for location, _ in table] == locations[::2]
 
 
 def test_rows_know_their_place(tmp_path: Path) -> None:

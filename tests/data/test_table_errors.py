@@ -127,18 +127,18 @@ def test_invalid_parquet_raises(tmp_path: Path) -> None:
     path = write(tmp_path / "b.parquet", pyarrow.Table.from_arrays([pyarrow.array([1])] * 2, names=["a", "a"]))
     with pytest.raises(ConfigError, match="has two columns 'a'; rename one"):
         list(read_rows(path))
-    words = pyarrow.Array.from_buffers(
+    binary_column = pyarrow.Array.from_buffers(
         pyarrow.string(), 1, [None, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0"), pyarrow.py_buffer(b"\xff")]
     )
     with pytest.raises(ConfigError, match="c.parquet cannot be read as parquet: 'utf-8' codec"):
-        list(read_rows(write(tmp_path / "c.parquet", pyarrow.Table.from_arrays([words], names=["a"]))))
+        list(read_rows(write(tmp_path / "c.parquet", pyarrow.Table.from_arrays([binary_column], names=["a"]))))
 
 
 def test_parquet_types_become_json_types(tmp_path: Path) -> None:
     columns = {
         "map": pyarrow.array([[("a", 1), ("b", None)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
         "maps": pyarrow.array([[[("a", 1)]]], pyarrow.list_(pyarrow.map_(pyarrow.string(), pyarrow.int64()))),
-        "whole": pyarrow.array([decimal.Decimal("2.00")]),
+        "decimal": pyarrow.array([decimal.Decimal("2.00")]),
         "part": pyarrow.array([decimal.Decimal("2.50")]),
         "time": pyarrow.array([datetime.datetime(2020, 1, 2, 3, 4)]),
         "day": pyarrow.array([datetime.date(2020, 1, 2)]),
@@ -152,7 +152,7 @@ def test_parquet_types_become_json_types(tmp_path: Path) -> None:
     assert row == {
         "map": {"a": 1, "b": None},
         "maps": [{"a": 1}],
-        "whole": 2,
+        "decimal": 2,
         "part": 2.5,
         "time": "2020-01-02T03:04:00",
         "day": "2020-01-02",

@@ -34,8 +34,8 @@ _FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def blocks(text: str) -> list[Block]:
     result = []
-    for head, body in _FENCE.findall(text):
-        language, _, title = head.strip().partition(" ")
+    for info, body in _FENCE.findall(text):
+        language, _, title = info.strip().partition(" ")
         result.append(Block(language, title, body))
     return result
 
@@ -70,8 +70,8 @@ class Command(NamedTuple):
 def commands(text: str) -> Iterator[Command]:
     """Yield commands of bash blocks, of indented command lines and of `$` lines."""
     sources = [block.text for block in blocks(text) if block.language == "bash"]
-    remaining = prose(text).replace("\\\n", " ")
-    sources += re.findall(r"^ {4}((?:[A-Z_]+=\S* )*(?:\.venv/bin/|bash |sbatch ).*)$", remaining, re.MULTILINE)
+    body_text = prose(text).replace("\\\n", " ")
+    sources += re.findall(r"^ {4}((?:[A-Z_]+=\S* )*(?:\.venv/bin/|bash |sbatch ).*)$", body_text, re.MULTILINE)
     sources += re.findall(r"^\$ (.*)$", "\n".join(b.text for b in blocks(text) if not b.language), re.MULTILINE)
     for lines in sources:
         for line in lines.replace("\\\n", " ").splitlines():

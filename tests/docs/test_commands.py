@@ -87,9 +87,9 @@ def test_training_command_loads(page: str, command: Command, tmp_path: Path) -> 
     without_placeholders = [item for item in arguments if not PLACEHOLDER.match(item)]
     options = [item for item in without_placeholders if item.startswith("-")]
     assert set(options) <= {"--dry-run", "--keys"}, f"{page}: {options}"
-    remaining = [item for item in without_placeholders if not item.startswith("-")]
-    overrides = [item for item in remaining if OVERRIDE.match(item)]
-    configs = [item for item in remaining if item not in overrides]
+    positional = [item for item in without_placeholders if not item.startswith("-")]
+    overrides = [item for item in positional if OVERRIDE.match(item)]
+    configs = [item for item in positional if item not in overrides]
     assert len(configs) <= 1, f"{page}: {configs}"
     if configs and not (file := ROOT / configs[0]).is_file():
         # The reader's own configuration, shown on the page, or one of a run folder.
@@ -103,7 +103,7 @@ def test_training_command_loads(page: str, command: Command, tmp_path: Path) -> 
 
 
 def test_options_are_known() -> None:
-    requested = {}
+    command_pages = {}
     for page, command in COMMANDS:
         program = command.program
         if (
@@ -114,11 +114,11 @@ def test_options_are_known() -> None:
         ):
             continue
         if program != "-m megarl.torchrun":
-            requested[json.dumps([program, command.arguments])] = page
+            command_pages[json.dumps([program, command.arguments])] = page
     script = Path(__file__).parent / "parse_commands.py"
     process = subprocess.run(
         [sys.executable, "-W", "ignore", str(script)],
-        input=f"[{', '.join(requested)}]",
+        input=f"[{', '.join(command_pages)}]",
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -126,21 +126,21 @@ def test_options_are_known() -> None:
     )
     assert process.returncode == 0, process.stderr
     messages = json.loads(process.stdout)
-    wrong = [
+    errors = [
         f"{page}: {item}: {message}"
-        for (item, page), message in zip(requested.items(), messages, strict=True)
+        for (item, page), message in zip(command_pages.items(), messages, strict=True)
         if message
     ]
-    assert not wrong, "\n".join(wrong)
-    assert len(requested) > 15
+    assert not errors, "\n".join(errors)
+    assert len(command_pages) > 15
 
 
 def test_detects_unknown_options() -> None:
     script = Path(__file__).parent / "parse_commands.py"
-    requested = [["tools/report.py", ["RUN", "--nonsense"]], ["tools/report.py", ["RUN"]]]
+    command_pages = [["tools/report.py", ["RUN", "--nonsense"]], ["tools/report.py", ["RUN"]]]
     process = subprocess.run(
         [sys.executable, str(script)],
-        input=json.dumps(requested),
+        input=json.dumps(command_pages),
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -151,7 +151,7 @@ def test_detects_unknown_options() -> None:
 
 
 def test_pages_contain_the_main_commands() -> None:
-    used = {command.program for _, command in COMMANDS}
-    assert "-m megarl.train" in used and "tools/report.py" in used
+    tested = {command.program for _, command in COMMANDS}
+    assert "-m megarl.train" in tested and "tools/report.py" in tested
     with pytest.raises(ConfigError):
         load_config(ROOT / "configs/quickstart.yaml", ["train.nonsense=1"])

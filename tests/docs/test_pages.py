@@ -47,10 +47,10 @@ def known_keys() -> frozenset[str]:
     def walk(value: Any, prefix: str) -> list[str]:
         result = []
         for field in fields(value):
-            inner = getattr(value, field.name)
+            nested = getattr(value, field.name)
             result.append(prefix + field.name)
-            if is_dataclass(inner):
-                result += walk(inner, f"{prefix}{field.name}.")
+            if is_dataclass(nested):
+                result += walk(nested, f"{prefix}{field.name}.")
         return result
 
     return frozenset(walk(Config(), ""))
@@ -88,15 +88,15 @@ def test_keys_exist(page: Path) -> None:
     if page.name == "names.md":  # the other columns have keys of other projects
         checked_text = "\n".join(re.findall(r"^\| (.*?) \|", text, re.MULTILINE))
     former = RENAMED_KEYS if page.name == "CHANGELOG.md" else {}
-    wrong = [key for span in spans(checked_text) for key in find_keys(span) if is_unknown(key) and key not in former]
+    unknown = [key for span in spans(checked_text) for key in find_keys(span) if is_unknown(key) and key not in former]
     for block in blocks(text):
         if block.language == "yaml" and block.title in ("config", "control"):
             tree = yaml.safe_load(block.text)
-            wrong += [name for name in tree if name not in SECTIONS]
+            unknown += [name for name in tree if name not in SECTIONS]
             for section, values in tree.items():
                 if isinstance(values, dict) and is_dataclass(getattr(Config(), section)):
-                    wrong += [f"{section}.{name}" for name in values if is_unknown(f"{section}.{name}")]
-    assert not wrong, f"{page}: {wrong}"
+                    unknown += [f"{section}.{name}" for name in values if is_unknown(f"{section}.{name}")]
+    assert not unknown, f"{page}: {unknown}"
 
 
 def test_detects_unknown_keys() -> None:
@@ -138,20 +138,22 @@ def program_texts() -> tuple[str, ...]:
     return tuple(result)
 
 
-def is_in_code(quoted: str) -> bool:
+def is_in_code(error: str) -> bool:
     """Whether one string of the code contains the parts between `...` in this order."""
-    parts = [re.escape(part) for part in re.split(r"\s?\.\.\.\s?", quoted) if part]
+    parts = [re.escape(part) for part in re.split(r"\s?\.\.\.\s?", error) if part]
     pattern = re.compile(".*?".join(parts), re.DOTALL)
     return any(pattern.search(text) for text in program_texts())
 
 
 def test_troubleshooting_quotes_existing_messages() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text()
-    quoted = [item for row in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for item in re.findall(r"`([^`]+)`", row)]
-    quoted = [item for item in quoted if " " in item]
-    wrong = [item for item in quoted if not is_in_code(item)]
-    assert not wrong, wrong
-    assert len(quoted) > 20 and not is_in_code("a line that nobody says")
+    quoted_errors = [
+        item for row in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for item in re.findall(r"`([^`]+)`", row)
+    ]
+    quoted_errors = [item for item in quoted_errors if " " in item]
+    unknown = [item for item in quoted_errors if not is_in_code(item)]
+    assert not unknown, unknown
+    assert len(quoted_errors) > 20 and not is_in_code("a line that nobody says")
 
 
 def test_readme_reaches_every_page() -> None:
@@ -163,9 +165,9 @@ def test_readme_reaches_every_page() -> None:
             continue
         visited.add(page)
         text = page.read_text()
-        linked = [page.parent / span for span in spans(text) if span.endswith(".md")]
-        linked += [ROOT / span for span in spans(text) if span.endswith(".md")]
-        linked += [ROOT / "megarl" / span for span in spans(text) if span.endswith(".md")]
-        linked += [page.parent / link.partition("#")[0] for link in links(text) if not re.match(r"[a-z]+:", link)]
-        pending += [item.resolve() for item in linked if item.suffix == ".md" and item.is_file()]
+        linked_pages = [page.parent / span for span in spans(text) if span.endswith(".md")]
+        linked_pages += [ROOT / span for span in spans(text) if span.endswith(".md")]
+        linked_pages += [ROOT / "megarl" / span for span in spans(text) if span.endswith(".md")]
+        linked_pages += [page.parent / link.partition("#")[0] for link in links(text) if not re.match(r"[a-z]+:", link)]
+        pending += [item.resolve() for item in linked_pages if item.suffix == ".md" and item.is_file()]
     assert not set(pages()) - visited

@@ -43,7 +43,7 @@ def test_drafts_need_an_mtp_layer_and_its_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "rollout", "complaint"),
+    ("changes", "rollout", "message"),
     [
         ({"num_nextn_predict_layers": 2}, {}, "this DeepseekV3ForCausalLM has 2; set it to 0"),
         (
@@ -58,15 +58,15 @@ def test_drafts_need_an_mtp_layer_and_its_tensors(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_invalid_drafts_raise(changes: dict[str, Any], rollout: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+def test_invalid_drafts_raise(changes: dict[str, Any], rollout: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         check_drafts(HF | changes, speculative_config(**rollout))
 
 
 def check_and_warn(algorithm: str, train: Path, held_out: Path, **data: Any) -> list[str]:
     files = {"train": str(train), "eval": str(held_out), **data}
-    value = {"algorithm": algorithm, "run": {"eval_every": 1}, "data": files}
-    config, warnings = from_dict(value), list[str]()
+    tree = {"algorithm": algorithm, "run": {"eval_every": 1}, "data": files}
+    config, warnings = from_dict(tree), list[str]()
     check_data(config, load_requirements(config), True, warnings)
     return warnings
 
@@ -86,18 +86,18 @@ def check_and_warn(algorithm: str, train: Path, held_out: Path, **data: Any) -> 
 def test_warns_of_evaluation_on_training_data(
     algorithm: str, row: dict[str, Any], other_row: dict[str, Any], tmp_path: Path
 ) -> None:
-    train, same, new = tmp_path / "train.jsonl", tmp_path / "same.jsonl", tmp_path / "new.jsonl"
+    train, same_file, new_file = tmp_path / "train.jsonl", tmp_path / "same.jsonl", tmp_path / "new.jsonl"
     train.write_text(json.dumps({**row, "id": "a"}) + "\n")
-    same.write_text(json.dumps({**other_row, "id": "b"}) + "\n" + json.dumps({**row, "id": "c"}) + "\n")
-    new.write_text(json.dumps({**other_row, "id": "a"}) + "\n")
+    same_file.write_text(json.dumps({**other_row, "id": "b"}) + "\n" + json.dumps({**row, "id": "c"}) + "\n")
+    new_file.write_text(json.dumps({**other_row, "id": "a"}) + "\n")
     link = tmp_path / "link.jsonl"
     link.symlink_to(train)
     for held_out in (train, link):
         (line,) = check_and_warn(algorithm, train, held_out)
         assert line.startswith(f"data.eval={held_out} is data.train={train}: evaluating on training data")
-    (line,) = check_and_warn(algorithm, train, same)
+    (line,) = check_and_warn(algorithm, train, same_file)
     assert line.startswith("data.eval: 1 of the first 2 rows are also in data.train, such as ")
-    assert check_and_warn(algorithm, train, new) == []
+    assert check_and_warn(algorithm, train, new_file) == []
 
 
 def test_warns_of_an_environment_column_without_environments(tmp_path: Path) -> None:

@@ -18,7 +18,11 @@ from megarl.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tools")]
-CALCULATOR, GUESS, ODD = "megarl.environments.ready.calculator:calculator", "odd_worlds:Guess", "odd_worlds:Odd"
+CALCULATOR, GUESS, ODD = (
+    "megarl.environments.ready.calculator:calculator",
+    "toy_environments:Guess",
+    "toy_environments:Odd",
+)
 USER = {"role": "user", "content": "What is 1+1?"}
 
 
@@ -70,18 +74,18 @@ INVALID: dict[str, tuple[list[dict[str, Any]], dict[str, Any], tuple[str, ...]]]
     ),
     "no prompt offers the tool": (
         [WITH_CALCULATOR, WITH_CALCULATOR],
-        {"rollout": {"tools": [CALCULATOR, "odd_tools:waits"]}},
-        ("rollout.tools: no prompt offers waits of odd_tools:waits", "lists calculator; add waits to it"),
+        {"rollout": {"tools": [CALCULATOR, "misbehaving_tools:waits"]}},
+        ("rollout.tools: no prompt offers waits of misbehaving_tools:waits", "lists calculator; add waits to it"),
     ),
     "column for reset is missing": (
         [{}],
-        {"rollout": {**NO_TOOLS, "environments": ["odd_worlds:Board"]}},
-        ("has no column 'board', which reset of odd_worlds:Board needs",),
+        {"rollout": {**NO_TOOLS, "environments": ["toy_environments:Board"]}},
+        ("has no column 'board', which reset of toy_environments:Board needs",),
     ),
     "no prompt has the environment": (
         [{}],
         {"rollout": {**NO_TOOLS, "environments": [GUESS, ODD]}},
-        ("rollout.environments: no prompt has Odd of odd_worlds:Odd, all have Guess",),
+        ("rollout.environments: no prompt has Odd of toy_environments:Odd, all have Guess",),
     ),
     "curriculum column has no number": (
         [{"level": "x"}],
@@ -107,7 +111,7 @@ INVALID: dict[str, tuple[list[dict[str, Any]], dict[str, Any], tuple[str, ...]]]
     "glob pattern": ([{}], {"data": {"train": "data/*.jsonl"}}, ("no such file; write several as a list",)),
     "worker options": (
         [{}],
-        {"roles": {"actor": {"worker": "odd_worlds:Board", "options": {"sped": 3}}}},
+        {"roles": {"actor": {"worker": "toy_environments:Board", "options": {"sped": 3}}}},
         ("the options of the role actor: ", "see its worker, Board"),
     ),
 }
@@ -134,10 +138,8 @@ def test_unknown_sandbox_backend_is_rejected(model: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("algorithm", ["sft", "reward_model"])
 def test_only_overlong_conversations_or_pairs_are_rejected(algorithm: str, model: Path, tmp_path: Path) -> None:
-    words, file = "many words " * 2000, tmp_path / "own.jsonl"
-    row = (
-        {"prompt": "x", "response": words} if algorithm == "sft" else {"prompt": "x", "chosen": words, "rejected": "n"}
-    )
+    text, file = "many words " * 2000, tmp_path / "own.jsonl"
+    row = {"prompt": "x", "response": text} if algorithm == "sft" else {"prompt": "x", "chosen": text, "rejected": "n"}
     file.write_text((json.dumps(row) + "\n") * 2)
     config = from_dict({"algorithm": algorithm, "model": {"path": str(model)}, "data": {"train": str(file)}})
     message = "2 of 2 conversations are longer than" if algorithm == "sft" else "all 2 pairs are too long"
@@ -169,18 +171,20 @@ def test_reads_further_rows_until_checks_are_settled(
 def test_check_offered() -> None:
     from megarl.config import RolloutConfig
 
-    known = load_catalog(RolloutConfig(tools=(CALCULATOR, "odd_tools:waits"), environments=(GUESS, ODD)))
-    both = [Prompt("a", (USER,), ground_truth=1), Prompt("b", (USER,), ground_truth=1, extra={"environment": "Odd"})]
-    data_checks.check_offered(both, known)
+    catalog = load_catalog(RolloutConfig(tools=(CALCULATOR, "misbehaving_tools:waits"), environments=(GUESS, ODD)))
+    prompts = [Prompt("a", (USER,), ground_truth=1), Prompt("b", (USER,), ground_truth=1, extra={"environment": "Odd"})]
+    data_checks.check_offered(prompts, catalog)
     with_tools = [
-        Prompt(item.id, item.messages, ground_truth=1, tools=("calculator",), extra=item.extra) for item in both
+        Prompt(item.id, item.messages, ground_truth=1, tools=("calculator",), extra=item.extra) for item in prompts
     ]
     with pytest.raises(
-        ConfigError, match="rollout.tools: no prompt offers waits of odd_tools:waits: .* lists calculator"
+        ConfigError, match="rollout.tools: no prompt offers waits of misbehaving_tools:waits: .* lists calculator"
     ):
-        data_checks.check_offered(with_tools, known)
-    with pytest.raises(ConfigError, match="rollout.environments: no prompt has Odd of odd_worlds:Odd, all have Guess"):
-        data_checks.check_offered(both[:1], known)
-    agent = load_catalog(RolloutConfig(tools=(CALCULATOR,), environments=("agents_of_tests:calculating",)))
+        data_checks.check_offered(with_tools, catalog)
+    with pytest.raises(
+        ConfigError, match="rollout.environments: no prompt has Odd of toy_environments:Odd, all have Guess"
+    ):
+        data_checks.check_offered(prompts[:1], catalog)
+    agent = load_catalog(RolloutConfig(tools=(CALCULATOR,), environments=("example_agents:calculating",)))
     with pytest.raises(ConfigError, match="no prompt offers calculator .* all prompts are for an agent, .* remove it"):
-        data_checks.check_offered(both[:1], agent)
+        data_checks.check_offered(prompts[:1], agent)

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sandbox"))
 
-from real_boxes import needs_boxes  # noqa: E402
+from sync_sandbox import needs_bubblewrap  # noqa: E402
 
 from megarl.config import ConfigError, from_dict  # noqa: E402
 from megarl.controllers.controller import load_requirements  # noqa: E402
@@ -34,7 +34,7 @@ def sandbox_warnings(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> l
     return warnings
 
 
-@needs_boxes
+@needs_bubblewrap
 @pytest.mark.parametrize("tree", [CODE, PYTHON], ids=["reward", "environment"])
 def test_sandbox_is_probed_when_needed(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert sandbox_warnings(tree, monkeypatch) == []

@@ -92,10 +92,10 @@ def test_roles_on_separate_ranks(plan) -> None:
     assert (layout["dense layers"], layout["experts"]) == ("tp 2 x pp 1 x dp 1", "ep 2 x pp 1 x dp 1")
     assert (layout["critic's dense layers"], layout["critic's experts"]) == ("tp 1 x pp 2 x dp 1", "ep 1 x pp 2 x dp 1")
     assert dict(report.facts["engines"])["SGLang engines"] == "2 of tp 2, ep 1"
-    mine, theirs = report.memory[0].states, full.memory[0].states
-    assert mine.keys() == {name for name in theirs if name.startswith("actor")}
-    assert mine["actor weights"] == theirs["actor weights"]
-    assert mine["actor optimizer"] == 2 * theirs["actor optimizer"]
+    actual_states, expected_states = report.memory[0].states, full.memory[0].states
+    assert actual_states.keys() == {name for name in expected_states if name.startswith("actor")}
+    assert actual_states["actor weights"] == expected_states["actor weights"]
+    assert actual_states["actor optimizer"] == 2 * expected_states["actor optimizer"]
     assert report.memory_label == "ranks 0-1: rollout, actor, reference, reward"
     ((label, critics),) = report.other_memory.items()
     assert label == "ranks 2-3: rollout, critic" and [stage.layers for stage in critics] == [(0, 1), (2, 3)]
@@ -380,18 +380,18 @@ def test_run_needs_its_files(plan, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         patch.setattr(
             server_args.importlib.util, "find_spec", lambda name, *more: None if name == "sglang" else find(name, *more)
         )
-        absent = "the package sglang is not installed: bash launch/install.sh"
+        message = "the package sglang is not installed: bash launch/install.sh"
         (warning,) = plan().warnings
-        assert warning.startswith(f"the run would be rejected: {absent}")
+        assert warning.startswith(f"the run would be rejected: {message}")
         (error,) = plan(f"model.path={folder}", dry_run=False).errors
-        assert error.startswith(absent)
+        assert error.startswith(message)
         assert plan(f"model.path={folder}", "algorithm=sft", "reward.functions=[]", dry_run=False).ok
     # A critic with another vocabulary.
-    other = tmp_path / "critic"
-    other.mkdir()
-    (other / "config.json").write_text(json.dumps(MOE | {"vocab_size": 2048}))
-    write_weights(other, MOE | {"vocab_size": 2048})
-    errors = plan(f"model.path={folder}", f"critic.path={other}", dry_run=False).errors
+    critic_folder = tmp_path / "critic"
+    critic_folder.mkdir()
+    (critic_folder / "config.json").write_text(json.dumps(MOE | {"vocab_size": 2048}))
+    write_weights(critic_folder, MOE | {"vocab_size": 2048})
+    errors = plan(f"model.path={folder}", f"critic.path={critic_folder}", dry_run=False).errors
     assert len(errors) == 1 and "vocabulary of 2048, the policy of 1024" in errors[0]
 
 
@@ -419,9 +419,9 @@ def test_reward_model_needs_a_head_and_the_policys_tokenizer(plan, tmp_path: Pat
         folder = write_model(tmp_path / name, hf, words, tensors)
         report = plan(f"model.path={policy}", f"reward.model={folder}", dry_run=False)
         assert len(report.errors) == 1 and re.search(message, report.errors[0]), (name, report.errors)
-    good = write_model(tmp_path / "good", reward, ("a", "b"), head)
+    valid_folder = write_model(tmp_path / "good", reward, ("a", "b"), head)
     report = plan(
-        f"model.path={policy}", f"reward.model={good}", "reward.functions=[]", "algorithm=grpo", dry_run=False
+        f"model.path={policy}", f"reward.model={valid_folder}", "reward.functions=[]", "algorithm=grpo", dry_run=False
     )
     assert report.ok, report.errors
     text = render(report)
@@ -429,9 +429,9 @@ def test_reward_model_needs_a_head_and_the_policys_tokenizer(plan, tmp_path: Pat
     errors = plan(f"model.path={policy}", "reward.model=/nowhere", dry_run=False).errors
     assert len(errors) == 1 and "reward.model=/nowhere: no such folder" in errors[0]
     # A classifier cannot be a policy, but reward model training may start from one.
-    errors = plan(f"model.path={good}", dry_run=False).errors
+    errors = plan(f"model.path={valid_folder}", dry_run=False).errors
     assert len(errors) == 1 and "is a classifier, Qwen3MoeForSequenceClassification" in errors[0]
-    assert plan(f"model.path={good}", "algorithm=reward_model", dry_run=False).ok
+    assert plan(f"model.path={valid_folder}", "algorithm=reward_model", dry_run=False).ok
 
 
 CONTROLLER = """
@@ -522,11 +522,11 @@ def test_teacher_needs_the_policys_tokenizer(plan, custom_controllers: None, tmp
     }
     for name, (hf, words, tensors, message) in cases.items():
         folder = write_model(tmp_path / name, hf, words, tensors)
-        argument = f"roles={{teacher: {{model: {folder}, parallel: {{ep: 1}}}}}}"
-        errors = plan(*args, argument, dry_run=False).errors
+        teacher = f"roles={{teacher: {{model: {folder}, parallel: {{ep: 1}}}}}}"
+        errors = plan(*args, teacher, dry_run=False).errors
         assert len(errors) == 1 and re.search(message, errors[0]), (name, errors)
-    good = write_model(tmp_path / "good", larger, ("a", "b"))
-    report = plan(*args, f"roles={{teacher: {{model: {good}, parallel: {{ep: 1}}}}}}", dry_run=False)
+    valid_folder = write_model(tmp_path / "good", larger, ("a", "b"))
+    report = plan(*args, f"roles={{teacher: {{model: {valid_folder}, parallel: {{ep: 1}}}}}}", dry_run=False)
     assert report.ok, report.errors
     for roles, message in (
         ("{}", "roles.teacher.model is not set; it must name the HF folder of the teacher"),
@@ -544,13 +544,13 @@ def test_model_of_a_custom_role_is_checked(plan, custom_controllers: None, tmp_p
     assert plan(*args, dry_run=False).ok  # it needs none
     errors = plan(*args, "roles={judge: {model: /nowhere}}", dry_run=False).errors
     assert len(errors) == 1 and "roles.judge.model=/nowhere: no such folder" in errors[0]
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}')
-    (other / "model.safetensors").touch()
-    errors = plan(*args, f"roles={{judge: {{model: {other}}}}}", dry_run=False).errors
+    other_folder = tmp_path / "other"
+    other_folder.mkdir()
+    (other_folder / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}')
+    (other_folder / "model.safetensors").touch()
+    errors = plan(*args, f"roles={{judge: {{model: {other_folder}}}}}", dry_run=False).errors
     assert len(errors) == 1 and "no model family for the architecture BertForMaskedLM" in errors[0]
-    assert plan(*args, f"roles={{judge: {{model: {other}, backend: mine}}}}", dry_run=False).ok
+    assert plan(*args, f"roles={{judge: {{model: {other_folder}, backend: mine}}}}", dry_run=False).ok
     report = plan("roles={teacher: {model: /x}}")
     assert report.ok and report.warnings == ["roles.teacher is set, but ppo has no teacher"]
 
@@ -727,11 +727,11 @@ def test_report_shows_every_part(plan) -> None:
 
 def test_dry_run_command(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "megarl.train", "--dry-run", "configs/qwen3_235b.yaml"]
-    good = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert good.returncode == 0 and "Qwen3MoeForCausalLM" in good.stdout, good.stderr
-    bad = subprocess.run([*command, "parallel.ep=5"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert bad.returncode == 2
-    assert "parallel.ep=5 does not divide the 16 ranks" in bad.stdout + bad.stderr
+    valid = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert valid.returncode == 0 and "Qwen3MoeForCausalLM" in valid.stdout, valid.stderr
+    invalid = subprocess.run([*command, "parallel.ep=5"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert invalid.returncode == 2
+    assert "parallel.ep=5 does not divide the 16 ranks" in invalid.stdout + invalid.stderr
     # The dry run imports neither Megatron nor SGLang nor transformers.
     heavy = ("megatron.core", "sglang", "transformers")
     probe = f"import sys, megarl.dry_run.validation; print([name for name in {heavy} if name in sys.modules])"
@@ -740,17 +740,17 @@ def test_dry_run_command(tmp_path: Path) -> None:
 
 
 def test_environment_reward_needs_no_functions(plan) -> None:
-    local = ["reward.functions=[]", "rollout.environments=[odd_worlds:Guess]"]
+    local = ["reward.functions=[]", "rollout.environments=[toy_environments:Guess]"]
     report = plan(*local, "reward.weights={environment: 2}")
     assert report.ok and report.warnings == []
-    other = plan("rollout.environments=[odd_worlds:Plain]", "reward.functions=[]")
-    assert other.errors == [
-        "rollout.environments: odd_worlds:Plain has no `reward`, and there are no reward.functions, so its "
+    plain_report = plan("rollout.environments=[toy_environments:Plain]", "reward.functions=[]")
+    assert plain_report.errors == [
+        "rollout.environments: toy_environments:Plain has no `reward`, and there are no reward.functions, so its "
         "conversations have no reward; add one of the two"
     ]
     assert "no part of the reward is called 'environment'" in plan("reward.weights={environment: 2}").errors[0]
-    broken = plan("rollout.environments=[odd_worlds:Nothing]", "rollout.pass_env=[NOT_SET_HERE]")
+    broken = plan("rollout.environments=[toy_environments:Nothing]", "rollout.pass_env=[NOT_SET_HERE]")
     (error,) = broken.errors
-    assert error.startswith("rollout.environments: odd_worlds has no 'Nothing'; it has ")
+    assert error.startswith("rollout.environments: toy_environments has no 'Nothing'; it has ")
     warned = plan("rollout.pass_env=[NOT_SET_HERE]").warnings
     assert warned == ["rollout.pass_env: NOT_SET_HERE is not set here, so tools and rewards will not have it"]

@@ -33,8 +33,8 @@ def test_decodes_routing_of_moe_layers_in_the_smallest_dtype(experts: int, dtype
     shape = replace(SHAPE, num_experts=experts)
     result = decode_routing(encode_record(2, 3, 2), 2, shape)
     assert result.dtype == dtype and result.tolist() == [[[2, 3], [4, 5]], [[8, 9], [10, 11]]]
-    others = decode_routing(encode_record(2, 3, 2), 2, replace(shape, moe_layers=(0, 2)))
-    assert others.tolist() == [[[0, 1], [4, 5]], [[6, 7], [10, 11]]]
+    subset = decode_routing(encode_record(2, 3, 2), 2, replace(shape, moe_layers=(0, 2)))
+    assert subset.tolist() == [[[0, 1], [4, 5]], [[6, 7], [10, 11]]]
     assert decode_routing(encode_record(0, 3, 2), 0, shape).shape == (0, 2, 2)
 
 
@@ -285,9 +285,9 @@ def test_answer_across_versions_has_the_oldest_version() -> None:
     assert generate(make_answer(**three_tokens, weight_versions=version_spans(3)), version=None).versions == ()
     aborted = make_answer(finish_reason=None, output_ids=[], output_token_logprobs=[], weight_versions=version_spans(0))
     assert generate(aborted, version=None).versions == ()
-    for ends in ((1, 2), (1, 4), (2, 1, 3)):
+    for versions in ((1, 2), (1, 4), (2, 1, 3)):
         with pytest.raises(RequestFailed, match="wrote 3 tokens with weight versions of another|is invalid"):
-            generate(make_answer(**three_tokens, weight_versions=version_spans(*ends)), version=None)
+            generate(make_answer(**three_tokens, weight_versions=version_spans(*versions)), version=None)
 
 
 def test_weight_versions_have_separate_caches() -> None:
@@ -297,11 +297,14 @@ def test_weight_versions_have_separate_caches() -> None:
         async def respond(request: web.Request) -> web.StreamResponse:
             salts.append((await request.json())["extra_key"])
             client.weight_version = 4  # a weight sync during the request
-            both = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
-            new = [{"version": "4", "start": 0, "end": 2}]
-            two: dict[str, Any] = {"output_ids": [8, 9], "output_token_logprobs": [[-0.5, i, None] for i in (8, 9)]}
-            spans = new if len(salts) > 1 else both
-            return web.json_response(make_answer(**two, weight_version="4", weight_versions=spans))
+            mixed_spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
+            new_spans = [{"version": "4", "start": 0, "end": 2}]
+            response: dict[str, Any] = {
+                "output_ids": [8, 9],
+                "output_token_logprobs": [[-0.5, i, None] for i in (8, 9)],
+            }
+            spans = new_spans if len(salts) > 1 else mixed_spans
+            return web.json_response(make_answer(**response, weight_version="4", weight_versions=spans))
 
         app = web.Application()
         app.router.add_post("/generate", respond)
@@ -352,13 +355,13 @@ def test_stop_tolerates_a_closed_client_and_a_dead_engine() -> None:
 
 @pytest.mark.parametrize(("faults", "fails"), [(2, False), (3, True)])
 def test_retries_failed_requests_a_few_times(faults: int, fails: bool) -> None:
-    requested: list[int] = []
+    request_ids: list[int] = []
 
     async def run() -> int:
         async def respond(request: web.Request) -> web.StreamResponse:
-            requested.append(1)
-            if len(requested) <= faults:
-                if len(requested) == 2 and request.transport is not None:
+            request_ids.append(1)
+            if len(request_ids) <= faults:
+                if len(request_ids) == 2 and request.transport is not None:
                     request.transport.close()  # the client loses the connection
                 return web.Response(status=500, text="CUDA error")
             return web.json_response(make_answer())
@@ -378,4 +381,4 @@ def test_retries_failed_requests_a_few_times(faults: int, fails: bool) -> None:
             asyncio.run(run())
     else:
         assert asyncio.run(run()) == 1
-    assert len(requested) == 3
+    assert len(request_ids) == 3

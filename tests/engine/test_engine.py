@@ -138,7 +138,9 @@ def test_rollouts_with_the_real_engine(qwen3_moe: RunningEngine) -> None:
 
 def test_environments_with_the_real_engine(qwen3_moe: RunningEngine) -> None:
     """Each rollout has its own prompt, as `reset` returned it, and its environment's reward."""
-    config = replace(qwen3_moe.config.rollout, tools=(), environments=("odd_worlds:Guess", "odd_worlds:Odd"))
+    config = replace(
+        qwen3_moe.config.rollout, tools=(), environments=("toy_environments:Guess", "toy_environments:Odd")
+    )
     catalog = load_catalog(config)
     chat = ChatTemplate.load(str(qwen3_moe.folder), catalog.tools, catalog.environments)
     user: Message = {"role": "user", "content": "Play."}
@@ -163,8 +165,8 @@ def test_step_timeout_aborts_requests_in_the_engine(qwen3_moe: RunningEngine) ->
     rollouts = runner.generate(prompts, samples=64).rollouts
     runner.close()
     assert len(rollouts) == 256 and [r.group for r in rollouts] == [g for g in range(4) for _ in range(64)]
-    late = [rollout for rollout in rollouts if rollout.status == "aborted"]
-    assert len(late) > 100 and {r.failure for r in late} == {"it did not finish within rollout.step_timeout"}
+    aborted = [rollout for rollout in rollouts if rollout.status == "aborted"]
+    assert len(aborted) > 100 and {r.failure for r in aborted} == {"it did not finish within rollout.step_timeout"}
     qwen3_moe.engine._call("/flush_cache")  # refused while requests run
     assert generate(qwen3_moe.engine)
 
@@ -219,9 +221,9 @@ def test_request_timeout_excludes_the_queue_and_engine_restarts(tmp_path: Path, 
         engine.restart()
         assert not engine.is_usable
         engine.wait_ready()
-        more = runner.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=1)
+        further = runner.generate([Prompt("p", ({"role": "user", "content": "1"},))], samples=1)
         runner.close()
-        assert more.engine_loss is None and len(more.rollouts) == 1 and engine.start_number == 2
+        assert further.engine_loss is None and len(further.rollouts) == 1 and engine.start_number == 2
         assert "--- started again" in engine.log.read_text()
 
 
@@ -280,12 +282,12 @@ def test_resumed_rollouts_equal_uninterrupted_ones(qwen3_moe: RunningEngine, mon
     runner.close()
     assert sorted(rollout.group for rollout in out.rollouts) == [0, 1, 2, 3] and not out.partials
     for rollout in out.rollouts:
-        other = full[rollout.prompt.id]
-        assert rollout.status == other.status and rollout.token_ids.tolist() == other.token_ids.tolist()
-        assert abs(rollout.turns[1].logprobs - other.turns[1].logprobs).max() < 1e-5
-        assert rollout.routing is not None and other.routing is not None
+        reference = full[rollout.prompt.id]
+        assert rollout.status == reference.status and rollout.token_ids.tolist() == reference.token_ids.tolist()
+        assert abs(rollout.turns[1].logprobs - reference.turns[1].logprobs).max() < 1e-5
+        assert rollout.routing is not None and reference.routing is not None
         assert len(rollout.routing) == rollout.num_tokens - 1
-        assert torch.equal(rollout.routing.sort(-1).values, other.routing.sort(-1).values)
+        assert torch.equal(rollout.routing.sort(-1).values, reference.routing.sort(-1).values)
 
 
 def test_parses_calls_in_the_configured_format(qwen3_moe: RunningEngine) -> None:
@@ -297,10 +299,10 @@ def test_parses_calls_in_the_configured_format(qwen3_moe: RunningEngine) -> None
         async with Client(engine.url, engine.api_key, 300.0) as client:
             return await client.parse_tool_calls(text, schemas, "qwen25")
 
-    good = asyncio.run(parse('a <tool_call>\n{"name": "calculator", "arguments": {"expression": "1"}}\n</tool_call>'))
-    assert good == ("a", [{"tool_index": 0, "name": "calculator", "parameters": '{"expression": "1"}'}])
-    other = asyncio.run(parse('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'))
-    assert other == ("", [{"tool_index": -1, "name": "weather", "parameters": "{}"}])
+    parsed = asyncio.run(parse('a <tool_call>\n{"name": "calculator", "arguments": {"expression": "1"}}\n</tool_call>'))
+    assert parsed == ("a", [{"tool_index": 0, "name": "calculator", "parameters": '{"expression": "1"}'}])
+    unknown_tool = asyncio.run(parse('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'))
+    assert unknown_tool == ("", [{"tool_index": -1, "name": "weather", "parameters": "{}"}])
     assert asyncio.run(parse("<tool_call>\n{oops\n</tool_call>")) == ("", [])
     assert asyncio.run(parse("<tool_call>\n[1]\n</tool_call>")) is None  # SGLang's parser raises
 
@@ -312,9 +314,9 @@ def test_parsers_read_calls_of_each_familys_template(qwen3_moe: RunningEngine) -
     for name, family in templates.PUBLISHED.items():
         chat = ChatTemplate(family.tokenizer(), tools)
         assert check_parser(chat, *access, family.parser, "", 60.0) == "", name
-        wrong = check_parser(chat, *access, "qwen25" if family.parser != "qwen25" else "glm45", "", 60.0)
-        assert "does not parse how the chat template" in wrong and "\n" not in wrong
-        assert family.parser in wrong.partition("set rollout.tool_call_parser to ")[2], wrong
+        mismatch = check_parser(chat, *access, "qwen25" if family.parser != "qwen25" else "glm45", "", 60.0)
+        assert "does not parse how the chat template" in mismatch and "\n" not in mismatch
+        assert family.parser in mismatch.partition("set rollout.tool_call_parser to ")[2], mismatch
     of_family = check_parser(
         ChatTemplate(templates.PUBLISHED["glm"].tokenizer(), tools), *access, "qwen25", "", 60.0, True
     )
@@ -532,10 +534,10 @@ PORT_IN_USE = (
 
 
 @pytest.mark.parametrize(
-    "log_texts, tries", [([PORT_IN_USE] * 4, 3), ([PORT_IN_USE, "RuntimeError: something else\n", PORT_IN_USE], 2)]
+    "log_texts, attempts", [([PORT_IN_USE] * 4, 3), ([PORT_IN_USE, "RuntimeError: something else\n", PORT_IN_USE], 2)]
 )
 def test_retries_with_another_port_if_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_texts: list[str], tries: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_texts: list[str], attempts: int
 ) -> None:
     """Starts fail with SGLang's message for a port in use, followed by a long traceback, or with another message."""
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
@@ -559,6 +561,6 @@ def test_retries_with_another_port_if_taken(
     monkeypatch.setattr("megarl.engine.sglang_engine.HostedServer", FailedServer)
     engine = Engine(make_config(tmp_path, tmp_path / "run"), threads=1)
     engine.start()
-    with pytest.raises(EngineError, match=log_texts[tries - 1].splitlines()[-1]):
+    with pytest.raises(EngineError, match=log_texts[attempts - 1].splitlines()[-1]):
         engine.wait_ready(60.0)
-    assert len(ports) == tries
+    assert len(ports) == attempts

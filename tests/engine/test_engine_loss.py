@@ -52,8 +52,8 @@ def watch_engine(engine: FakeEngine, seconds: float = 1.0) -> EngineLost | None:
         try:
             async with asyncio.timeout(seconds):
                 await watch(engine, engine, 0.2, 3)  # type: ignore[arg-type]
-        except EngineLost as lost:
-            return lost
+        except EngineLost as failure:
+            return failure
         except TimeoutError:
             return None
 
@@ -67,14 +67,14 @@ def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_dead_engine_is_lost() -> None:
-    lost = watch_engine(FakeEngine(dies_after=0.1, responds=True))
-    assert lost is not None and lost.fault == "died" and 0 <= lost.detection_delay < 1
+    failure = watch_engine(FakeEngine(dies_after=0.1, responds=True))
+    assert failure is not None and failure.fault == "died" and 0 <= failure.detection_delay < 1
 
 
 @pytest.mark.parametrize("healthy", [None, False])
 def test_silent_engine_with_pending_requests_is_lost(healthy: bool | None) -> None:
-    lost = watch_engine(FakeEngine(healthy=healthy), seconds=30.0)
-    assert lost is not None and lost.fault == "hangs" and lost.detection_delay > 0.2
+    failure = watch_engine(FakeEngine(healthy=healthy), seconds=30.0)
+    assert failure is not None and failure.fault == "hangs" and failure.detection_delay > 0.2
 
 
 @pytest.mark.parametrize(

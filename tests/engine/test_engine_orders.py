@@ -98,8 +98,8 @@ def test_attention_dp_redundant_and_fused_shared_experts(host: str, tmp_path: Pa
     }
     new = tiny_models.save(tiny_models.deepseek_v3(seed=6), tmp_path / "new")
     with start_engine(host, tiny_models.deepseek_v3(), tmp_path, tp=2, ep=2, sglang=settings) as running:
-        moved = "the engine's experts are not at their index (init_expert_location)"
-        assert [rank["odd"] for rank in describe_ranks(running.engine, 2)] == [[moved], [moved]]
+        message = "the engine's experts are not at their index (init_expert_location)"
+        assert [rank["odd"] for rank in describe_ranks(running.engine, 2)] == [[message], [message]]
         before = checksums(running.engine)
         overwrite_weights(running.engine, layout, new, 1)
         changed = checksums(running.engine)
@@ -185,7 +185,7 @@ def test_sender_session_writes_buckets_and_leaks_no_memory(qwen3_moe: RunningEng
     order["slices"] = [["model.norm.weight", -1, 0, size, 0, 1, 0, -1]]
 
     weights = load_file(qwen3_moe.folder / "model.safetensors")["model.norm.weight"]
-    other = weights.flip(0)
+    flipped = weights.flip(0)
 
     def send(values: list[torch.Tensor]) -> tuple[int, int]:
         sender = WeightSender(engine, lambda payload: [payload])
@@ -203,10 +203,10 @@ def test_sender_session_writes_buckets_and_leaks_no_memory(qwen3_moe: RunningEng
 
     send([weights])  # an earlier test may have written other weights
     before = generate(engine)
-    assert send([other]) == send([weights, other] * 10)
+    assert send([flipped]) == send([weights, flipped] * 10)
     changed = generate(engine)
     assert any(out.logprobs != pytest.approx(old.logprobs) for out, old in zip(changed, before, strict=True))
-    send([other, weights])
+    send([flipped, weights])
     for out, expected in zip(generate(engine), before, strict=True):
         assert out.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 

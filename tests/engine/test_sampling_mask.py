@@ -28,18 +28,18 @@ def truncating_engine(host: str, tmp_path_factory: pytest.TempPathFactory) -> It
         yield running
 
 
-def generate(running: RunningEngine, *requests: dict[str, Any], stop: bool = False) -> list[Generation]:
+def generate(running: RunningEngine, *requests: dict[str, Any], stop_engine: bool = False) -> list[Generation]:
     async def run() -> list[Generation]:
         async with Client(running.engine.url, running.engine.api_key, 300.0) as client:
-            requested = [
+            sampling_params = [
                 asyncio.create_task(client.generate(prompt, {"max_new_tokens": TOKENS, "ignore_eos": True} | settings))
                 for settings in requests
                 for prompt in PROMPTS
             ]
-            if stop:  # after a shorter, later request has finished
+            if stop_engine:  # after a shorter, later request has finished
                 await client.generate(PROMPTS[0], {"max_new_tokens": 4, "ignore_eos": True})
                 await client.stop()
-            return list(await asyncio.gather(*requested))
+            return list(await asyncio.gather(*sampling_params))
 
     return asyncio.run(run())
 
@@ -47,8 +47,11 @@ def generate(running: RunningEngine, *requests: dict[str, Any], stop: bool = Fal
 def assert_truncated_distribution(
     running: RunningEngine, prompt: list[int], out: Generation, params: dict[str, Any]
 ) -> None:
-    """Check masks and log-probs against the fp64 softmax of transformers' fp32 logits. Masks are not compared where a
-    token is within 1e-6 of the boundary; log-probs differ by the rounding of two fp32 models, about 1e-5."""
+    """Check masks and log-probs against the fp64 softmax of transformers' fp32 logits.
+
+    Masks are not compared where a token is within 1e-6 of the boundary. Log-probs differ by the rounding of two fp32
+    models, about 1e-5.
+    """
     assert out.sampling_mask is not None and len(out.sampling_mask) == len(out.token_ids)
     with torch.no_grad():
         logits = running.model(torch.tensor([[*prompt, *out.token_ids.tolist()]])).logits[0].double()
@@ -58,11 +61,13 @@ def assert_truncated_distribution(
     sets = out.sampling_mask.ids.split(out.sampling_mask.counts.tolist())
     for position, (mask, token) in enumerate(zip(sets, out.token_ids.tolist(), strict=True)):
         p = ordered[position]
-        kept = (torch.arange(len(p)) < params.get("top_k", len(p))) & (before[position] <= params.get("top_p", 1.0))
-        kept &= p >= params.get("min_p", 0.0) * p[0]
+        is_candidate = (torch.arange(len(p)) < params.get("top_k", len(p))) & (
+            before[position] <= params.get("top_p", 1.0)
+        )
+        is_candidate &= p >= params.get("min_p", 0.0) * p[0]
         margins = torch.stack([before[position] - params.get("top_p", 1.0), p - params.get("min_p", 0.0) * p[0]]).abs()
         if float(margins.min()) > 1e-6:
-            assert set(mask.tolist()) == set(ids[position][kept].tolist())
+            assert set(mask.tolist()) == set(ids[position][is_candidate].tolist())
         allowed = probs[position][mask.long()]
         expected = (probs[position, token] / allowed.sum()).log()
         assert abs(float(expected) - float(out.logprobs[position])) < 1e-4
@@ -97,7 +102,7 @@ def test_truncated_requests_beside_full_and_greedy_ones(truncating_engine: Runni
 
 def test_stopped_response_keeps_its_masks(truncating_engine: RunningEngine) -> None:
     for prompt, out in zip(
-        PROMPTS, generate(truncating_engine, TRUNCATED | {"max_new_tokens": 900}, stop=True), strict=True
+        PROMPTS, generate(truncating_engine, TRUNCATED | {"max_new_tokens": 900}, stop_engine=True), strict=True
     ):
         assert out.finish_reason == "abort" and 0 < len(out.token_ids) < 900
         assert_truncated_distribution(truncating_engine, prompt, out, TRUNCATED)

@@ -72,19 +72,19 @@ def load_chat(name: str) -> ChatTemplate:
 
 def render_calls(chat: ChatTemplate, calls: Calls) -> str:
     """Render a turn with these calls, without its end token."""
-    requested = [
+    tool_calls = [
         {"id": format_call_id(name, i), "type": "function", "function": {"name": name, "arguments": arguments}}
         for i, (name, arguments) in enumerate(calls)
     ]
     user = {"role": "user", "content": "x"}
     form = next(form for form in CALL_FORMATS if renders_calls(chat, form))
-    turn = form({"role": "assistant", "content": "", "tool_calls": requested})
+    turn = form({"role": "assistant", "content": "", "tool_calls": tool_calls})
     text = chat.tokenizer.apply_chat_template([user, turn], tools=SCHEMAS, tokenize=False)
-    heads = [
+    prefixes = [
         chat.tokenizer.apply_chat_template([user], tools=SCHEMAS, tokenize=False, add_generation_prompt=generate)
         for generate in (True, False)
     ]
-    text = text.removeprefix(next(head for head in heads if text.startswith(head)))
+    text = text.removeprefix(next(head for head in prefixes if text.startswith(head)))
     end = chat.decode([chat.end_of_call or 0])
     return text[: text.rindex(end)] if end in text else text
 
@@ -113,11 +113,11 @@ def make_cases(name: str) -> dict[str, tuple[str, Calls | None]]:
         "lines": (render_calls(chat, [lines]), [lines]),
         "no arguments": (render_calls(chat, [("search_in", {})]), [("search_in", {})]),
     }
-    plain = render_calls(chat, [calculation])
+    rendered = render_calls(chat, [calculation])
     if name not in ONE_CALL:
         cases["several"] = (render_calls(chat, [nested, calculation, lines]), [nested, calculation, lines])
-        cases["text before"] = ("I look it up.\n" + plain, [calculation])
-        cases["half a character"] = ("\ufffd" + plain, [calculation])
+        cases["text before"] = ("I look it up.\n" + rendered, [calculation])
+        cases["half a character"] = ("\ufffd" + rendered, [calculation])
     return cases
 
 
@@ -319,8 +319,8 @@ def test_arguments_have_the_types_of_the_schema(parser: str, parsed_notes: Any) 
         if any(loss in (*arguments, *arguments.values()) for loss in KNOWN_LOSSES.get(parser, ())):
             continue
         assert reply.calls == (ToolCall("note", arguments),) and not reply.error, (arguments, reply)
-        kinds = [type(value) for value in reply.calls[0].arguments.values()]
-        assert kinds == [type(value) for value in arguments.values()], (arguments, reply)  # True == 1 in Python
+        types = [type(value) for value in reply.calls[0].arguments.values()]
+        assert types == [type(value) for value in arguments.values()], (arguments, reply)  # True == 1 in Python
         assert "I see." in reply.text and "ARGUMENT" not in reply.text, reply
 
 

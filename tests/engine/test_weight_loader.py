@@ -196,9 +196,9 @@ def test_describe_reports_unusual_weight_layouts(attribute: str, value: Any, mes
         layer = Model()
         layer.quant_method = type("Method", (), {})()
         setattr(layer if owner == "layer" else layer.quant_method, attribute, value)
-        odd = execute(torch.nn.Sequential(Model(), layer), {"do": "describe"})["odd"]
-        assert len(odd) == bool(message)
-        assert all(line.startswith("1 has ") and message in line for line in odd)
+        unusual = execute(torch.nn.Sequential(Model(), layer), {"do": "describe"})["odd"]
+        assert len(unusual) == bool(message)
+        assert all(line.startswith("1 has ") and message in line for line in unusual)
 
 
 def test_describe_reports_shuffled_weights() -> None:
@@ -208,24 +208,26 @@ def test_describe_reports_shuffled_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("experts", "moved"),
+    ("experts", "is_moved"),
     [([[0, 1, 2, 3]] * 2, False), ([[0, 1, 2, 3, 0, 1]], False), ([[0, 1, 2, 3], [0, 2, 1, 3]], True)],
 )
-def test_describe_reports_moved_experts(monkeypatch: pytest.MonkeyPatch, experts: list[list[int]], moved: bool) -> None:
+def test_describe_reports_moved_experts(
+    monkeypatch: pytest.MonkeyPatch, experts: list[list[int]], is_moved: bool
+) -> None:
     table = SimpleNamespace(physical_to_logical_map_cpu=torch.tensor(experts), num_logical_experts=4)
-    stand_in = SimpleNamespace(get_global_expert_location_metadata=lambda: table)
-    monkeypatch.setitem(sys.modules, "sglang.srt.eplb.expert_location", stand_in)  # type: ignore[arg-type]
-    odd = execute(Model(), {"do": "describe"})["odd"]
-    assert odd == (["the engine's experts are not at their index (init_expert_location)"] if moved else [])
+    fake_module = SimpleNamespace(get_global_expert_location_metadata=lambda: table)
+    monkeypatch.setitem(sys.modules, "sglang.srt.eplb.expert_location", fake_module)  # type: ignore[arg-type]
+    unusual = execute(Model(), {"do": "describe"})["odd"]
+    assert unusual == (["the engine's experts are not at their index (init_expert_location)"] if is_moved else [])
 
 
 def test_finish_recomputes_derived_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
-    stand_in = ModuleType("sglang.srt.model_loader.loader")
-    stand_in.post_load_weights = done.append  # type: ignore[attr-defined]
+    fake_module = ModuleType("sglang.srt.model_loader.loader")
+    fake_module.post_load_weights = done.append  # type: ignore[attr-defined]
     for name in ("sglang", "sglang.srt", "sglang.srt.model_loader"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    monkeypatch.setitem(sys.modules, fake_module.__name__, fake_module)
     model = Model()
     monkeypatch.setattr(Model, "refresh_gemma_weight", lambda norm: done.append(("1 + w", norm)), raising=False)
     assert execute(model, {"do": "finish"}) == {}

@@ -48,7 +48,7 @@ def header(name: str, ctx: Context) -> str:  # type: ignore[type-arg]
 
 @server.tool(structured_output=False)
 def picture() -> list[Any]:
-    """Return a picture with a caption."""
+    """Return an image with a caption."""
     return ["a dot", Image(data=b"\x89PNG", format="png")]
 
 

@@ -25,19 +25,19 @@ async def serve(answer: Answer, requests: list[dict[str, Any]], key: str = "key"
             return web.json_response({"error": {"message": "no such model or key"}}, status=401)
         requests.append(body)
         text = answer(body["messages"])
-        head = {"id": "1", "created": 1, "model": "policy"}
+        header = {"id": "1", "created": 1, "model": "policy"}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         if not body.get("stream"):
             choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
-            return web.json_response({**head, "object": "chat.completion", "choices": [choice], "usage": usage})
+            return web.json_response({**header, "object": "chat.completion", "choices": [choice], "usage": usage})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for delta, reason in (({"role": "assistant", "content": text}, None), ({}, "stop")):
             choice = {"index": 0, "delta": delta, "finish_reason": reason}
-            chunk = {**head, "object": "chat.completion.chunk", "choices": [choice]}
+            chunk = {**header, "object": "chat.completion.chunk", "choices": [choice]}
             await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-        last = {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
-        await response.write(f"data: {json.dumps(last)}\n\ndata: [DONE]\n\n".encode())
+        final_chunk = {**header, "object": "chat.completion.chunk", "choices": [], "usage": usage}
+        await response.write(f"data: {json.dumps(final_chunk)}\n\ndata: [DONE]\n\n".encode())
         return response
 
     app = web.Application()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from real_boxes import needs_boxes
+from sync_sandbox import needs_bubblewrap
 from test_harbor import SOLUTION, write_task
 
 from megarl.config import ConfigError, RolloutConfig, from_dict
@@ -87,27 +87,27 @@ def test_mcp_servers_as_stateless_tools(servers: str, monkeypatch: pytest.Monkey
         session.close()
         return result
 
-    five, environment, fails, wrong, before, dies, after = run_with_pool(work, tools=(servers,))
+    five, environment, fails, misused, before, crash, after = run_with_pool(work, tools=(servers,))
     assert five == "5" and "secret" not in environment
-    assert fails.startswith("Error: ") and wrong == "Error: argument a must be of type integer"
-    assert dies == "Error: MCP server one is gone (fatal: out of luck)"
+    assert fails.startswith("Error: ") and misused == "Error: argument a must be of type integer"
+    assert crash == "Error: MCP server one is gone (fatal: out of luck)"
     assert before != after and wait_until_exited(before) and wait_until_exited(after)  # a new server replaced it
 
 
 def test_mcp_servers_as_an_environment(servers: str) -> None:
     async def work(sessions: EnvironmentPool) -> list[str]:
-        item, two = [await sessions.open_session(prompt()) for _ in range(2)]
+        first_session, second_session = [await sessions.open_session(prompt()) for _ in range(2)]
         result = [
-            await call_tool(item, 0, "count"),
-            await call_tool(item, 1, "count"),
-            await call_tool(two, 0, "count"),
+            await call_tool(first_session, 0, "count"),
+            await call_tool(first_session, 1, "count"),
+            await call_tool(second_session, 0, "count"),
         ]
-        result += [await call_tool(item, 2, "process"), await call_tool(two, 2, "process")]
+        result += [await call_tool(first_session, 2, "process"), await call_tool(second_session, 2, "process")]
         with pytest.raises(SessionLost, match=r"MCP server one is gone \(fatal: out of luck\)"):
-            await item.call(3, "dies", {})
-        assert await call_tool(two, 3, "add", a=1, b=1) == "2"
-        item.close()
-        two.close()
+            await first_session.call(3, "dies", {})
+        assert await call_tool(second_session, 3, "add", a=1, b=1) == "2"
+        first_session.close()
+        second_session.close()
         return result
 
     *counts, first, second = run_with_pool(work, environments=(servers,))
@@ -119,12 +119,12 @@ def test_names_mcp_servers_that_do_not_start(tmp_path: Path) -> None:
     pytest.importorskip("mcp", reason="the MCP SDK is not installed: pip install -e .[mcp]")
     file = tmp_path / "servers.json"
     file.write_text(json.dumps({"mcpServers": {"one": {"command": "/no/such"}}}))
-    complaint = f"rollout.tools: mcp:{file} cannot be started: .*MCP server one did not start: .*/no/such"
-    with pytest.raises(ConfigError, match=complaint):
+    message = f"rollout.tools: mcp:{file} cannot be started: .*MCP server one did not start: .*/no/such"
+    with pytest.raises(ConfigError, match=message):
         load_catalog(RolloutConfig(tools=(f"mcp:{file}",)))
 
 
-@needs_boxes
+@needs_bubblewrap
 def test_harbor_tasks_as_an_environment(tmp_path: Path) -> None:
     for name in ("greet", "more/greet"):
         write_task(tmp_path / name)
@@ -169,14 +169,14 @@ def test_page_examples_are_valid(tmp_path: Path) -> None:
 def test_agents_reuse_their_process_until_they_raise() -> None:
     async def work(sessions: EnvironmentPool) -> list[Any]:
         result: list[Any] = []
-        for how in ("", "", "raises", ""):
+        for behavior in ("", "", "raises", ""):
             try:
-                result.append(await sessions.run_agent(prompt(how=how), "http://x", "key", 60.0))
+                result.append(await sessions.run_agent(prompt(how=behavior), "http://x", "key", 60.0))
             except SessionLost as error:
                 result.append(str(error))
         return result
 
-    first, second, lost, last = run_with_pool(work, environments=("agents_that_count:counting",))
-    assert (first["reward"], second["reward"], last["reward"]) == (1, 2, 1)
-    assert first["parts"] == second["parts"] != last["parts"]
-    assert "it raised AssertionError" in lost
+    first, second, failure, after_failure = run_with_pool(work, environments=("counting_agents:counting",))
+    assert (first["reward"], second["reward"], after_failure["reward"]) == (1, 2, 1)
+    assert first["parts"] == second["parts"] != after_failure["parts"]
+    assert "it raised AssertionError" in failure

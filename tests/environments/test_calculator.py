@@ -26,7 +26,7 @@ def test_evaluates_expressions(expression: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "complaint"),
+    ("expression", "message"),
     [
         ("1 / 0", "division by zero"),
         ("9 ** 9 ** 9", "power is too large"),
@@ -42,6 +42,6 @@ def test_evaluates_expressions(expression: str, value: str) -> None:
         ("(" * 150 + "1" + ")" * 40, "not an arithmetic expression"),
     ],
 )
-def test_refuses_other_expressions(expression: str, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
+def test_refuses_other_expressions(expression: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         calculate(expression)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_boxes import needs_boxes
+from sync_sandbox import needs_bubblewrap
 
 from megarl.config import ConfigError
 from megarl.environments import containers, harbor
@@ -64,8 +64,8 @@ def add_image(folder: Path) -> Path:
         for program in PROGRAMS:
             path = os.path.realpath(shutil.which(program) or f"/bin/{program}")
             archive.add(path, f"bin/{program}")
-            linked = subprocess.run(["ldd", path], capture_output=True, text=True).stdout
-            for library in {word for word in linked.split() if word.startswith("/")}:
+            ldd_output = subprocess.run(["ldd", path], capture_output=True, text=True).stdout
+            for library in {word for word in ldd_output.split() if word.startswith("/")}:
                 archive.add(os.path.realpath(library), library[1:])
     dockerfile = "FROM scratch\nADD programs.tar /\nCOPY note.txt /app/\nWORKDIR /app\n"
     (folder / "environment" / "Dockerfile").write_text(dockerfile)
@@ -92,18 +92,18 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def run_session() -> Callable[..., Any]:
-    """Run `use(session)` in a session of a task."""
+    """Run `run_task(session)` in a session of a task."""
 
-    def run(folder: Path, use: Callable[[harbor.HarborTask], Awaitable[Any]], task: str = "greet") -> Any:
+    def run(folder: Path, run_task: Callable[[harbor.HarborTask], Awaitable[Any]], task: str = "greet") -> Any:
         async def session() -> Any:
-            item = created()
+            harbor_task = environment()
             try:
-                await item.reset(task=task)
-                return await use(item)
+                await harbor_task.reset(task=task)
+                return await run_task(harbor_task)
             finally:
-                await item.close()
+                await harbor_task.close()
 
-        created = harbor.environment(str(folder))
+        environment = harbor.environment(str(folder))
         return asyncio.run(session())
 
     return run
@@ -179,19 +179,19 @@ def test_container_ends_with_its_owner(tmp_path: Path, engine: str) -> None:
     assert containers_running == ""
 
 
-@needs_boxes
+@needs_bubblewrap
 def test_runs_a_task_in_the_sandbox(tmp_path: Path, run_session: Callable[..., Any]) -> None:
     write_task(tmp_path / "greet")
     assert run_session(tmp_path, solve) == {"reward": 1.0, "parts": {"tidy": 0.5}}
 
 
-@needs_boxes
+@needs_bubblewrap
 def test_planted_rewards_earn_nothing_in_the_sandbox(tmp_path: Path, run_session: Callable[..., Any]) -> None:
     write_task(tmp_path / "greet")
     assert run_session(tmp_path, plant_rewards)["reward"] == 0.0
 
 
-@needs_boxes
+@needs_bubblewrap
 def test_sandbox_survives_an_output_flood(
     tmp_path: Path, run_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +201,7 @@ def test_sandbox_survives_an_output_flood(
     assert len(text) < 100_000 and after == "on\n"
 
 
-@needs_boxes
+@needs_bubblewrap
 def test_a_killed_sandbox_earns_nothing(tmp_path: Path, run_session: Callable[..., Any]) -> None:
     async def kill_sandbox(session: harbor.HarborTask) -> tuple[str, str, Any]:
         await session.bash(command=SOLUTION)
@@ -214,14 +214,14 @@ def test_a_killed_sandbox_earns_nothing(tmp_path: Path, run_session: Callable[..
     assert after == "Error: the machine was lost" and reward == {"reward": 0.0}
 
 
-@needs_boxes
+@needs_bubblewrap
 def test_a_verifier_timeout_earns_nothing(tmp_path: Path, run_session: Callable[..., Any]) -> None:
     settings = SETTINGS.replace("timeout_sec = 20.0", "timeout_sec = 1.0")
     write_task(tmp_path / "greet", settings, "echo 1 > /logs/verifier/reward.txt; sleep 60")
     assert run_session(tmp_path, lambda session: session.reward()) == {"reward": 0.0}
 
 
-@needs_boxes
+@needs_bubblewrap
 def test_forged_sandbox_replies_do_not_break_the_reward(tmp_path: Path, run_session: Callable[..., Any]) -> None:
     """The policy writes to the channel of the sandbox's replies."""
 
@@ -236,7 +236,7 @@ def test_forged_sandbox_replies_do_not_break_the_reward(tmp_path: Path, run_sess
     assert run_session(tmp_path, forge_replies)["reward"] in (0.0, 1.0)  # either is a valid verdict
 
 
-@needs_boxes
+@needs_bubblewrap
 def test_a_verifier_without_a_reward_is_an_error(tmp_path: Path, run_session: Callable[..., Any]) -> None:
     write_task(tmp_path / "greet", verifier="echo no pytest here >&2")
     with pytest.raises(Exception, match=r"the verifier failed: it wrote neither .*\(no pytest here\)"):
@@ -258,16 +258,14 @@ def test_refuses_images_without_a_container_engine(tmp_path: Path, monkeypatch: 
     add_image(write_task(tmp_path / "greet"))
     monkeypatch.setenv("PATH", str(tmp_path))
     containers.find_runtime.cache_clear()
-    complaint = (
-        "task greet has its own image: containers are not available here: there is no docker; there is no podman"
-    )
-    with pytest.raises(ConfigError, match=complaint):
+    message = "task greet has its own image: containers are not available here: there is no docker; there is no podman"
+    with pytest.raises(ConfigError, match=message):
         harbor.environment(str(tmp_path))
     containers.find_runtime.cache_clear()
 
 
 @pytest.mark.parametrize(
-    "settings, complaint",
+    "settings, message",
     [
         ("[", "task.toml cannot be read"),
         ("steps = [{name = 'a'}]", "has several steps"),
@@ -280,9 +278,9 @@ def test_refuses_images_without_a_container_engine(tmp_path: Path, monkeypatch: 
         ("environment = 3", "`environment` in task.toml must be a table"),
     ],
 )
-def test_refuses_unsupported_tasks(tmp_path: Path, settings: str, complaint: str) -> None:
+def test_refuses_unsupported_tasks(tmp_path: Path, settings: str, message: str) -> None:
     write_task(tmp_path / "greet", settings)
-    with pytest.raises(ConfigError, match=f"task greet: .*{complaint}|task greet: {complaint}"):
+    with pytest.raises(ConfigError, match=f"task greet: .*{message}|task greet: {message}"):
         read_tasks(str(tmp_path))
 
 
@@ -310,7 +308,7 @@ def test_parses_verifier_rewards(files: dict[str, bytes], reward: float, parts: 
 
 
 @pytest.mark.parametrize(
-    "files, complaint",
+    "files, message",
     [
         ({}, "wrote neither"),
         ({"reward.txt": b"good"}, "cannot be read: 'good'"),
@@ -321,6 +319,6 @@ def test_parses_verifier_rewards(files: dict[str, bytes], reward: float, parts: 
         ({"reward.json": b'{"a": 1, "b": 0}'}, "has no `reward`, but a, b"),
     ],
 )
-def test_refuses_invalid_verifier_rewards(files: dict[str, bytes], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
+def test_refuses_invalid_verifier_rewards(files: dict[str, bytes], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_reward(files)

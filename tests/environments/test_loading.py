@@ -6,8 +6,8 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-import odd_worlds
 import pytest
+import toy_environments
 
 from megarl.config.strict import ConfigError
 from megarl.environments.loading import ENVIRONMENTS_KEY, TOOLS_KEY, load
@@ -17,26 +17,34 @@ pytestmark = pytest.mark.alone
 
 
 def load_info(name: str) -> EnvironmentInfo:
-    return load(f"odd_worlds:{name}", ENVIRONMENTS_KEY).info
+    return load(f"toy_environments:{name}", ENVIRONMENTS_KEY).info
 
 
 def test_describes_environments_and_agents() -> None:
-    guess = load_info("Guess")
-    assert (guess.kind, guess.name, guess.has_dynamic_tools, guess.has_reward) == ("environment", "Guess", False, True)
-    assert (guess.required_columns, guess.accepted_columns) == (("ground_truth",), ("ground_truth", "data_source"))
-    assert guess.reward_arguments == ("answer", "turns") and not guess.is_async and guess.timeout == 0
-    plain = load_info("Plain")
-    assert (plain.required_columns, plain.accepted_columns, plain.has_reward) == ((), (), False)
-    odd = load_info("Odd")
-    assert (odd.required_columns, odd.accepted_columns, odd.timeout) == (("ground_truth",), None, 2.0)
-    assert [schema["function"]["name"] for schema in odd.schemas] == ["act", "pid"]
+    guess_info = load_info("Guess")
+    assert (guess_info.kind, guess_info.name, guess_info.has_dynamic_tools, guess_info.has_reward) == (
+        "environment",
+        "Guess",
+        False,
+        True,
+    )
+    assert (guess_info.required_columns, guess_info.accepted_columns) == (
+        ("ground_truth",),
+        ("ground_truth", "data_source"),
+    )
+    assert guess_info.reward_arguments == ("answer", "turns") and not guess_info.is_async and guess_info.timeout == 0
+    plain_info = load_info("Plain")
+    assert (plain_info.required_columns, plain_info.accepted_columns, plain_info.has_reward) == ((), (), False)
+    odd_info = load_info("Odd")
+    assert (odd_info.required_columns, odd_info.accepted_columns, odd_info.timeout) == (("ground_truth",), None, 2.0)
+    assert [schema["function"]["name"] for schema in odd_info.schemas] == ["act", "pid"]
     assert load_info("Waits").is_async and load_info("Found").has_dynamic_tools and load_info("Found").schemas == ()
     agent = load_info("agent")
     assert (agent.kind, agent.has_reward, agent.is_async, agent.schemas) == ("agent", True, True, ())
 
 
 def test_finds_inherited_static_and_class_methods() -> None:
-    class Child(odd_worlds.Plain):
+    class Child(toy_environments.Plain):
         @staticmethod
         def twice(x: int) -> int:
             """Double it."""
@@ -49,7 +57,7 @@ def test_finds_inherited_static_and_class_methods() -> None:
 
         helper = len
 
-    odd_worlds.Child = Child  # type: ignore[attr-defined]
+    toy_environments.Child = Child  # type: ignore[attr-defined]
     schemas = {item["function"]["name"]: item["function"]["parameters"] for item in load_info("Child").schemas}
     assert list(schemas) == ["count", "describe", "twice"]
     assert list(schemas["twice"]["properties"]) == ["x"] and schemas["describe"]["required"] == []
@@ -57,33 +65,33 @@ def test_finds_inherited_static_and_class_methods() -> None:
 
 @pytest.mark.parametrize("key", [TOOLS_KEY, ENVIRONMENTS_KEY])
 def test_loads_adapters_by_prefix(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    value: list[str] = []
+    paths: list[str] = []
 
-    def environment(remaining: str) -> Any:
-        value.append(remaining)
-        return odd_worlds.Found
+    def environment(path: str) -> Any:
+        paths.append(path)
+        return toy_environments.Found
 
     monkeypatch.setitem(sys.modules, "megarl.environments.mcp", SimpleNamespace(environment=environment))
     result = load("mcp:some/file.json:x", key)
-    assert result.target is odd_worlds.Found and value == ["some/file.json:x"]
+    assert result.target is toy_environments.Found and paths == ["some/file.json:x"]
     assert (result.info.name, result.info.has_dynamic_tools) == ("some/file.json:x", True)
     assert result.info.kind == ("tools" if key == TOOLS_KEY else "environment")
 
 
 @pytest.mark.parametrize(
-    ("error", "complaint"),
+    ("error", "message"),
     [
         (ConfigError("no such file"), "rollout.environments: mcp:x: no such file"),
         (ImportError("no module mcp"), "rollout.environments: mcp:x cannot be loaded: ImportError: no module mcp"),
         (SystemExit(3), "rollout.environments: mcp:x cannot be loaded: SystemExit: 3"),
     ],
 )
-def test_adapter_errors_name_the_spec(monkeypatch: pytest.MonkeyPatch, error: BaseException, complaint: str) -> None:
-    def environment(remaining: str) -> Any:
+def test_adapter_errors_name_the_spec(monkeypatch: pytest.MonkeyPatch, error: BaseException, message: str) -> None:
+    def environment(path: str) -> Any:
         raise error
 
     monkeypatch.setitem(sys.modules, "megarl.environments.mcp", SimpleNamespace(environment=environment))
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ConfigError, match=message):
         load("mcp:x", ENVIRONMENTS_KEY)
 
 
@@ -92,9 +100,11 @@ def test_loads_functions_as_tools(monkeypatch: pytest.MonkeyPatch) -> None:
         """Double it."""
         return 2 * x
 
-    monkeypatch.setattr(odd_worlds, "double", double, raising=False)
-    result = load("odd_worlds:double", TOOLS_KEY)
+    monkeypatch.setattr(toy_environments, "double", double, raising=False)
+    result = load("toy_environments:double", TOOLS_KEY)
     assert result.target.function is double and result.target.schema == result.info.schemas[0]
     assert result.info.kind == "tools" and result.info.name == "double"
-    with pytest.raises(ConfigError, match="rollout.tools: odd_worlds:Guess is a type: name a class in rollout.env"):
-        load("odd_worlds:Guess", TOOLS_KEY)
+    with pytest.raises(
+        ConfigError, match="rollout.tools: toy_environments:Guess is a type: name a class in rollout.env"
+    ):
+        load("toy_environments:Guess", TOOLS_KEY)

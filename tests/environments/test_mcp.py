@@ -34,9 +34,9 @@ def python_server(code: str) -> dict[str, Any]:
 
 @pytest.fixture
 def run_session(tmp_path: Path) -> Callable[..., Any]:
-    """Run `use(session)` in a session whose servers are the entries."""
+    """Run `call_tools(session)` in a session whose servers are the entries."""
 
-    def run(use: Callable[[adapter.McpTools], Awaitable[Any]] | None, **entries: Any) -> Any:
+    def run(call_tools: Callable[[adapter.McpTools], Awaitable[Any]] | None, **entries: Any) -> Any:
         file = tmp_path / "servers.json"
         file.write_text(json.dumps({"mcpServers": entries}))
 
@@ -44,7 +44,7 @@ def run_session(tmp_path: Path) -> Callable[..., Any]:
             tools = adapter.environment(str(file))()
             try:
                 await tools.reset()
-                return await use(tools) if use is not None else None
+                return await call_tools(tools) if call_tools is not None else None
             finally:
                 await tools.close()
 
@@ -72,16 +72,16 @@ def url() -> Iterator[str]:
 
 
 async def call_failing(session: adapter.McpTools, name: str, **arguments: Any) -> str:
-    with pytest.raises(adapter.ToolFailed) as caught:
+    with pytest.raises(adapter.ToolFailed) as error:
         await session.call(name, arguments)
-    return str(caught.value)
+    return str(error.value)
 
 
 def test_runs_sessions_over_stdio(run_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINER_SECRET", "secret")
     monkeypatch.setenv("PASSED", "seven")
 
-    async def use(session: adapter.McpTools) -> tuple[int, str]:
+    async def call_tools(session: adapter.McpTools) -> tuple[int, str]:
         schemas = session.tools()
         assert [schema["function"]["name"] for schema in schemas] == TOOLS
         assert schemas[0]["type"] == "function" and schemas[0]["function"]["description"] == "Add two numbers."
@@ -95,7 +95,7 @@ def test_runs_sessions_over_stdio(run_session: Callable[..., Any], monkeypatch: 
         assert await session.call("count", {}) == "3"
         return int(await session.call("process", {})), await session.call("environment", {})
 
-    process, environment = run_session(use, one=STDIO | {"env": {"A": "b", "B": "${PASSED}"}})
+    process, environment = run_session(call_tools, one=STDIO | {"env": {"A": "b", "B": "${PASSED}"}})
     assert "A=b" in environment and "B=seven" in environment and "PATH=" in environment
     assert "secret" not in environment and "PASSED" not in environment
     with pytest.raises(ProcessLookupError):
@@ -103,7 +103,7 @@ def test_runs_sessions_over_stdio(run_session: Callable[..., Any], monkeypatch: 
 
 
 def test_runs_sessions_over_http(run_session: Callable[..., Any], url: str) -> None:
-    async def use(session: adapter.McpTools) -> int:
+    async def call_tools(session: adapter.McpTools) -> int:
         assert [schema["function"]["name"] for schema in session.tools()] == TOOLS
         assert await session.call("add", {"a": 2, "b": 3}) == "5"
         assert await session.call("header", {"name": "x-key"}) == "k"
@@ -111,29 +111,29 @@ def test_runs_sessions_over_http(run_session: Callable[..., Any], url: str) -> N
         return int(await session.call("process", {}))
 
     entry = {"type": "http", "url": url, "headers": {"X-Key": "k"}}
-    assert run_session(use, one=entry) == run_session(use, one=entry)  # the server outlives sessions
+    assert run_session(call_tools, one=entry) == run_session(call_tools, one=entry)  # the server outlives sessions
 
 
 def test_a_server_that_dies_loses_the_session(run_session: Callable[..., Any]) -> None:
-    async def use(session: adapter.McpTools) -> None:
+    async def call_tools(session: adapter.McpTools) -> None:
         for name in ("dies", "count"):
             with pytest.raises(SessionLost, match=r"MCP server one is gone \(fatal: out of luck\)"):
                 await session.call(name, {})
 
-    run_session(use, one=STDIO)
+    run_session(call_tools, one=STDIO)
 
 
 def test_a_killed_server_loses_the_session(run_session: Callable[..., Any]) -> None:
-    async def use(session: adapter.McpTools) -> None:
+    async def call_tools(session: adapter.McpTools) -> None:
         os.kill(int(await session.call("process", {})), signal.SIGKILL)
         with pytest.raises(SessionLost, match="MCP server one is gone"):
             await session.call("count", {})
 
-    run_session(use, one=STDIO)
+    run_session(call_tools, one=STDIO)
 
 
 def test_closing_the_session_ends_hanging_calls(run_session: Callable[..., Any]) -> None:
-    async def use(session: adapter.McpTools) -> int:
+    async def call_tools(session: adapter.McpTools) -> int:
         process = int(await session.call("process", {}))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(session.call("hangs", {}), 0.5)
@@ -142,13 +142,13 @@ def test_closing_the_session_ends_hanging_calls(run_session: Callable[..., Any])
         await asyncio.sleep(0.1)
         return process
 
-    process = run_session(use, one=STDIO)
+    process = run_session(call_tools, one=STDIO)
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
 
 
 @pytest.mark.parametrize(
-    "entry, complaint",
+    "entry, message",
     [
         ({"command": "/no/such"}, "one did not start: FileNotFoundError: .*'/no/such'"),
         ({"url": "http://127.0.0.1:1/mcp"}, "one did not start: ConnectError"),
@@ -163,10 +163,10 @@ def test_closing_the_session_ends_hanging_calls(run_session: Callable[..., Any])
     ],
 )
 def test_reports_servers_that_do_not_start(
-    run_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any], complaint: str
+    run_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, entry: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr(adapter, "START_LIMIT_S", 3.0)
-    with pytest.raises(SessionLost, match=complaint):
+    with pytest.raises(SessionLost, match=message):
         run_session(None, one=entry)
 
 
@@ -191,7 +191,7 @@ def test_formats_content_other_than_text() -> None:
         {"type": "resource_link", "name": "c", "uri": "file:///c"},
     ]
     audio, pdf = (
-        f"[{what} is omitted: only text is supported]" for what in ("audio (audio/wav)", "resource (application/pdf)")
+        f"[{kind} is omitted: only text is supported]" for kind in ("audio (audio/wav)", "resource (application/pdf)")
     )
     assert adapter.format_result({"content": content}) == f"a\n{audio}\nb\n{pdf}\n[c: file:///c]"
     assert adapter.format_result({"content": [], "structuredContent": {"result": 5}}) == '{"result": 5}'
@@ -199,7 +199,7 @@ def test_formats_content_other_than_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "entry, complaint",
+    "entry, message",
     [
         ([], "must be a mapping"),
         ({}, "needs either `command` or `url`"),
@@ -214,15 +214,15 @@ def test_formats_content_other_than_text() -> None:
         ({"command": "a", "disabled": True}, "has no enabled server"),
     ],
 )
-def test_refuses_invalid_entries(tmp_path: Path, entry: Any, complaint: str) -> None:
+def test_refuses_invalid_entries(tmp_path: Path, entry: Any, message: str) -> None:
     file = tmp_path / "servers.json"
     file.write_text(json.dumps({"mcpServers": {"one": entry}}))
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ConfigError, match=message):
         adapter.read_servers(str(file))
 
 
 @pytest.mark.parametrize(
-    "text, complaint",
+    "text, message",
     [
         ("{", "is not JSON"),
         ("[]", "must be {"),
@@ -230,11 +230,11 @@ def test_refuses_invalid_entries(tmp_path: Path, entry: Any, complaint: str) -> 
         (None, "cannot be read"),
     ],
 )
-def test_refuses_invalid_files(tmp_path: Path, text: str | None, complaint: str) -> None:
+def test_refuses_invalid_files(tmp_path: Path, text: str | None, message: str) -> None:
     file = tmp_path / "servers.json"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ConfigError, match=message):
         adapter.read_servers(str(file))
 
 

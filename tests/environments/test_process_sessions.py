@@ -37,7 +37,7 @@ def run_with_pool(
     tools: tuple[str, ...] = (),
     limits: ProcessLimits = ProcessLimits(memory_mb=2048),  # noqa: B008
 ) -> T:
-    config = RolloutConfig(environments=tuple(f"odd_worlds:{name}" for name in names), tools=tools)
+    config = RolloutConfig(environments=tuple(f"toy_environments:{name}" for name in names), tools=tools)
 
     async def run() -> T:
         async with aclosing(EnvironmentPool(load_catalog(config), timeout, 2, log, limits)) as sessions:
@@ -51,44 +51,44 @@ async def get_reward(session: EnvironmentSession, answer: str = "", turns: int =
 
 
 def test_plays_a_game_from_reset_to_reward() -> None:
-    async def play(sessions: EnvironmentPool) -> Any:
+    async def interact(sessions: EnvironmentPool) -> Any:
         session = await sessions.open_session(prompt(62, unknown="column"))
         replies = [(await session.call(i, "guess", {"number": number})).text for i, number in enumerate((50, 75, 62))]
-        verdict = await get_reward(session, " 62 ", 4)
+        reward = await get_reward(session, " 62 ", 4)
         session.close()
-        return session, replies, verdict
+        return session, replies, reward
 
-    session, replies, verdict = run_with_pool(play, "Guess")
+    session, replies, reward = run_with_pool(interact, "Guess")
     assert session.messages == (USER, {"role": "user", "content": "I think of a number from 1 to 100."})
     assert [schema["function"]["name"] for schema in session.schemas] == ["guess"]
     assert replies == ["higher", "lower", "right"]
-    assert verdict == Reward(1.0, {"tries": 3.0}, (-0.01,) * 4)
+    assert reward == Reward(1.0, {"tries": 3.0}, (-0.01,) * 4)
 
 
 def test_sessions_have_their_own_objects_and_reuse_processes() -> None:
-    async def play(sessions: EnvironmentPool) -> list[str]:
-        both = [await sessions.open_session(prompt("fine")) for _ in range(2)]
-        pids = [(await session.call(0, "pid", {})).text for session in both]
-        for session in both:
+    async def interact(sessions: EnvironmentPool) -> list[str]:
+        two_sessions = [await sessions.open_session(prompt("fine")) for _ in range(2)]
+        pids = [(await session.call(0, "pid", {})).text for session in two_sessions]
+        for session in two_sessions:
             session.close()
             session.close()
         await asyncio.gather(*sessions._closing_tasks)
-        again = await sessions.open_session(prompt("fine"))
-        pids.append((await again.call(0, "pid", {})).text)
+        third_session = await sessions.open_session(prompt("fine"))
+        pids.append((await third_session.call(0, "pid", {})).text)
         return pids
 
-    first, second, third = run_with_pool(play, "Odd")
+    first, second, third = run_with_pool(interact, "Odd")
     assert first != second and third in (first, second)
 
     async def count(sessions: EnvironmentPool) -> list[str]:
-        actual = []
+        counts = []
         for _ in range(2):
             session = await sessions.open_session(prompt())
-            actual += [(await session.call(i, "count", {"by": 2})).text for i in range(2)]
+            counts += [(await session.call(i, "count", {"by": 2})).text for i in range(2)]
             assert await get_reward(session) is None
             session.close()
             await asyncio.gather(*sessions._closing_tasks)
-        return actual
+        return counts
 
     assert run_with_pool(count, "Plain") == ["2", "4", "2", "4"]
 
@@ -96,7 +96,7 @@ def test_sessions_have_their_own_objects_and_reuse_processes() -> None:
 def test_runs_each_call_number_once_in_order() -> None:
     async def count(sessions: EnvironmentPool) -> list[str]:
         session = await sessions.open_session(prompt())
-        calls = [session.call(number, "count", {"by": by}) for number, by in enumerate((1, 10, 100))]
+        calls = [session.call(number, "count", {"by": increment}) for number, increment in enumerate((1, 10, 100))]
         first = [result.text for result in await asyncio.gather(*calls)]
         return first + [(await session.call(number, "count", {"by": 1})).text for number in (1, 0, 3)]
 
@@ -104,59 +104,59 @@ def test_runs_each_call_number_once_in_order() -> None:
 
 
 def test_coroutines_run_between_calls() -> None:
-    async def play(sessions: EnvironmentPool) -> Any:
+    async def interact(sessions: EnvironmentPool) -> Any:
         session = await sessions.open_session(prompt())
-        cut = asyncio.ensure_future(session.call(0, "wait", {"seconds": 0.3}))
+        cancelled_call = asyncio.ensure_future(session.call(0, "wait", {"seconds": 0.3}))
         await asyncio.sleep(0.05)
-        cut.cancel()  # like a stopped conversation; the call continues
+        cancelled_call.cancel()  # like a stopped conversation; the call continues
         result = await session.call(0, "wait", {"seconds": 0.3})
         before = int((await session.call(1, "beats_now", {})).text)
         while int((await session.call(2, "beats_now", {})).text) <= before:
             session._call_tasks.clear()
         return session.messages, result, await get_reward(session)
 
-    messages, result, verdict = run_with_pool(play, "Waits")
+    messages, result, reward = run_with_pool(interact, "Waits")
     assert messages == ({"role": "system", "content": "Wait."}, USER)
-    assert result == ToolResult("waited", True) and verdict == Reward(1.0)
+    assert result == ToolResult("waited", True) and reward == Reward(1.0)
 
 
 def test_environments_may_define_tools_at_reset() -> None:
-    async def play(sessions: EnvironmentPool) -> Any:
+    async def interact(sessions: EnvironmentPool) -> Any:
         session = await sessions.open_session(prompt(["look", "go"]))
         return [schema["function"]["name"] for schema in session.schemas], await session.call(0, "go", {"x": "y"})
 
-    assert run_with_pool(play, "Found") == (["look", "go"], ToolResult("go of {'x': 'y'}", True))
-    for names, complaint in ((["a", "a"], "two tools called a"), (["<|im_end|>"], "its name must be")):
-        with pytest.raises(SessionLost, match=complaint):
+    assert run_with_pool(interact, "Found") == (["look", "go"], ToolResult("go of {'x': 'y'}", True))
+    for names, message in ((["a", "a"], "two tools called a"), (["<|im_end|>"], "its name must be")):
+        with pytest.raises(SessionLost, match=message):
             run_with_pool(lambda sessions, names=names: sessions.open_session(prompt(names)), "Found")
 
 
 def test_refuses_calls_of_methods_that_are_no_tools() -> None:
-    names = ("reset", "reward", "close", "_act", "__init__", "how", "timeout")
+    names = ("reset", "reward", "close", "_act", "__init__", "mode", "timeout")
 
-    async def play(sessions: EnvironmentPool) -> list[ToolResult]:
+    async def interact(sessions: EnvironmentPool) -> list[ToolResult]:
         session = await sessions.open_session(prompt("fine"))
         return [await session.call(number, name, {}) for number, name in enumerate(names)]
 
-    for name, result in zip(names, run_with_pool(play, "Odd"), strict=True):
+    for name, result in zip(names, run_with_pool(interact, "Odd"), strict=True):
         assert result == ToolResult(f"Error: unknown tool {name!r}; available: act, pid", False)
 
 
 def test_combines_environments_and_tools() -> None:
-    async def play(sessions: EnvironmentPool) -> Any:
+    async def interact(sessions: EnvironmentPool) -> Any:
         session = await sessions.open_session(prompt(3, environment="Guess"))
         names = [schema["function"]["name"] for schema in session.schemas]
         return names, await session.call(0, "calculator", {"expression": "1+2"}), await session.call(1, "guess", {})
 
-    names, three, refused = run_with_pool(
-        play, "Plain", "Guess", tools=("megarl.environments.ready.calculator:calculator",)
+    names, sum_result, refused = run_with_pool(
+        interact, "Plain", "Guess", tools=("megarl.environments.ready.calculator:calculator",)
     )
-    assert names == ["guess", "calculator"] and three == ToolResult("3", True)
+    assert names == ["guess", "calculator"] and sum_result == ToolResult("3", True)
     assert refused == ToolResult("Error: argument number is missing", False)
 
 
 @pytest.mark.parametrize(
-    ("how", "text"),
+    ("behavior", "text"),
     [
         ("raise", "Error: it is odd in two lines"),
         ("exit", "Error: 0"),
@@ -170,46 +170,49 @@ def test_combines_environments_and_tools() -> None:
         ("memory:1000", "1000"),
     ],
 )
-def test_tool_errors_keep_the_session(tmp_path: Path, how: str, text: str) -> None:
-    async def play(sessions: EnvironmentPool) -> Any:
+def test_tool_errors_keep_the_session(tmp_path: Path, behavior: str, text: str) -> None:
+    async def interact(sessions: EnvironmentPool) -> Any:
         session = await sessions.open_session(prompt("fine"))
         before = await session.call(0, "pid", {})
-        result = await session.call(1, "act", {"how": how})
+        result = await session.call(1, "act", {"behavior": behavior})
         assert await session.call(2, "pid", {}) == before
         return result, await get_reward(session)
 
-    result, verdict = run_with_pool(play, "Odd", log=tmp_path / "log")
-    assert result == ToolResult(text, not text.startswith("Error")) and verdict == Reward(0.25)
+    result, reward = run_with_pool(interact, "Odd", log=tmp_path / "log")
+    assert result == ToolResult(text, not text.startswith("Error")) and reward == Reward(0.25)
     assert (tmp_path / "log").stat().st_size < 400_000
 
 
 @pytest.mark.parametrize(
-    ("how", "why"),
+    ("behavior", "message"),
     [
         ("die", "Odd: the tool act: its process ended with exit status 0"),
         ("hang", "Odd: the tool act was stopped after 2 s"),
     ],
 )
-def test_a_dead_or_hanging_tool_loses_the_session(tmp_path: Path, how: str, why: str) -> None:
-    async def play(sessions: EnvironmentPool) -> None:
-        session, other = await sessions.open_session(prompt("fine")), await sessions.open_session(prompt("fine"))
-        with pytest.raises(SessionLost, match=why):
-            await session.call(0, "act", {"how": how})
-        with pytest.raises(SessionLost, match=why):
+def test_a_dead_or_hanging_tool_loses_the_session(tmp_path: Path, behavior: str, message: str) -> None:
+    async def interact(sessions: EnvironmentPool) -> None:
+        session, other_session = (
+            await sessions.open_session(prompt("fine")),
+            await sessions.open_session(prompt("fine")),
+        )
+        with pytest.raises(SessionLost, match=message):
+            await session.call(0, "act", {"behavior": behavior})
+        with pytest.raises(SessionLost, match=message):
             await session.call(1, "pid", {})
-        assert await get_reward(session) == RewardFailure(why)
+        assert await get_reward(session) == RewardFailure(message)
         session.close()
-        assert await get_reward(other) == Reward(0.25)
+        assert await get_reward(other_session) == Reward(0.25)
         assert await get_reward(await sessions.open_session(prompt("fine"))) == Reward(0.25)
 
-    run_with_pool(play, "Odd", log=tmp_path / "log")
-    assert why.removeprefix("Odd: ") in (tmp_path / "log").read_text()
+    run_with_pool(interact, "Odd", log=tmp_path / "log")
+    assert message.removeprefix("Odd: ") in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize(
-    ("how", "why"),
+    ("behavior", "message"),
     [
-        ("raise", r"Odd: reset raised ValueError: it is odd in two lines \(.*odd_worlds.py:\d+\)"),
+        ("raise", r"Odd: reset raised ValueError: it is odd in two lines \(.*toy_environments.py:\d+\)"),
         ("exit", "Odd: reset raised SystemExit: 0"),
         ("die", "Odd: reset: its process ended with exit status 0"),
         ("hang", "Odd: reset was stopped after 2 s"),
@@ -220,17 +223,17 @@ def test_a_dead_or_hanging_tool_loses_the_session(tmp_path: Path, how: str, why:
         ("memory:3000000000", "Odd: reset raised MemoryError"),
     ],
 )
-def test_a_failed_reset_loses_the_session(how: str, why: str) -> None:
-    async def play(sessions: EnvironmentPool) -> None:
-        with pytest.raises(SessionLost, match=why):
-            await sessions.open_session(prompt(f"reset {how}"))
+def test_a_failed_reset_loses_the_session(behavior: str, message: str) -> None:
+    async def interact(sessions: EnvironmentPool) -> None:
+        with pytest.raises(SessionLost, match=message):
+            await sessions.open_session(prompt(f"reset {behavior}"))
         (await sessions.open_session(prompt("fine"))).close()
 
-    run_with_pool(play, "Odd")
+    run_with_pool(interact, "Odd")
 
 
 @pytest.mark.parametrize(
-    ("how", "why"),
+    ("behavior", "message"),
     [
         ("raise", "Odd: reward raised ValueError: it is odd in two lines"),
         ("exit", "Odd: reward raised SystemExit: 0"),
@@ -244,48 +247,48 @@ def test_a_failed_reset_loses_the_session(how: str, why: str) -> None:
         ("turns", "7 `turns` for 1 turns of the policy's"),
     ],
 )
-def test_a_failed_reward_is_a_reward_failure(how: str, why: str) -> None:
-    verdict = run_with_pool(lambda sessions: reset_and_get_reward(sessions, f"reward {how}"), "Odd")
-    assert isinstance(verdict, RewardFailure) and why in verdict.reason and "\n" not in verdict.reason
+def test_a_failed_reward_is_a_reward_failure(behavior: str, message: str) -> None:
+    reward = run_with_pool(lambda sessions: reset_and_get_reward(sessions, f"reward {behavior}"), "Odd")
+    assert isinstance(reward, RewardFailure) and message in reward.reason and "\n" not in reward.reason
 
 
-async def reset_and_get_reward(sessions: EnvironmentPool, how: str) -> Any:
-    return await get_reward(await sessions.open_session(prompt(how)))
+async def reset_and_get_reward(sessions: EnvironmentPool, behavior: str) -> Any:
+    return await get_reward(await sessions.open_session(prompt(behavior)))
 
 
 def test_logs_errors_of_close(tmp_path: Path) -> None:
-    async def play(sessions: EnvironmentPool) -> None:
-        for how in ("close raise", "close die", "fine"):
-            session = await sessions.open_session(prompt(how))
+    async def interact(sessions: EnvironmentPool) -> None:
+        for behavior in ("close raise", "close die", "fine"):
+            session = await sessions.open_session(prompt(behavior))
             session.close()
             await asyncio.gather(*sessions._closing_tasks)
 
-    run_with_pool(play, "Odd", log=tmp_path / "log")
+    run_with_pool(interact, "Odd", log=tmp_path / "log")
     log_text = (tmp_path / "log").read_text()
     assert "close raised ValueError: it is odd in two lines" in log_text and "close: its process ended" in log_text
 
 
 def test_kills_daemons_of_dead_processes(tmp_path: Path) -> None:
-    mark = tmp_path / "pids"
+    pid_file = tmp_path / "pids"
 
-    async def play(sessions: EnvironmentPool) -> None:
+    async def interact(sessions: EnvironmentPool) -> None:
         session = await sessions.open_session(prompt("fine"))
-        assert (await session.call(0, "act", {"how": f"daemon:{mark}"})).text == "left"
+        assert (await session.call(0, "act", {"behavior": f"daemon:{pid_file}"})).text == "left"
         with pytest.raises(SessionLost):
-            await session.call(1, "act", {"how": "die"})
+            await session.call(1, "act", {"behavior": "die"})
         deadline = time.monotonic() + 60
-        while any(map(is_running, mark.read_text().split())) and time.monotonic() < deadline:
+        while any(map(is_running, pid_file.read_text().split())) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        assert not any(map(is_running, mark.read_text().split()))
+        assert not any(map(is_running, pid_file.read_text().split()))
 
-    run_with_pool(play, "Odd")
+    run_with_pool(interact, "Odd")
 
 
 def test_closing_during_a_call_kills_the_process() -> None:
-    async def play(sessions: EnvironmentPool) -> None:
+    async def interact(sessions: EnvironmentPool) -> None:
         session = await sessions.open_session(prompt("fine"))
         pid = (await session.call(0, "pid", {})).text
-        waiting = asyncio.ensure_future(session.call(1, "act", {"how": "hang"}))
+        waiting = asyncio.ensure_future(session.call(1, "act", {"behavior": "hang"}))
         await asyncio.sleep(0.1)
         session.close()
         with pytest.raises(asyncio.CancelledError):
@@ -295,7 +298,7 @@ def test_closing_during_a_call_kills_the_process() -> None:
             await asyncio.sleep(0.05)
         assert not is_running(pid)
 
-    run_with_pool(play, "Odd")
+    run_with_pool(interact, "Odd")
 
 
 def is_running(pid: str) -> bool:
@@ -319,30 +322,33 @@ def test_processes_inherit_no_secrets_or_files(monkeypatch: pytest.MonkeyPatch) 
     open_file = os.open("/etc/hostname", os.O_RDONLY)
     os.set_inheritable(open_file, True)
 
-    async def play(sessions: EnvironmentPool) -> list[str]:
+    async def interact(sessions: EnvironmentPool) -> list[str]:
         session = await sessions.open_session(prompt("fine"))
-        return [(await session.call(i, "act", {"how": how})).text for i, how in enumerate(("environment", "files"))]
+        return [
+            (await session.call(i, "act", {"behavior": behavior})).text
+            for i, behavior in enumerate(("environment", "files"))
+        ]
 
-    names, files = run_with_pool(play, "Odd", limits=ProcessLimits(("WANTED",), 2048))
+    names, files = run_with_pool(interact, "Odd", limits=ProcessLimits(("WANTED",), 2048))
     os.close(open_file)
     actual = set(eval(names))
     assert "WANTED" in actual and {"PATH", "PYTHONPATH", "OMP_NUM_THREADS"} <= actual
-    known = {"PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHONPATH"}
-    known |= {"CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED", "OMP_NUM_THREADS", "MEGARL_SANDBOX", "WANTED"}
-    assert {name for name in actual - known if not name.startswith("LC_")} == set()
+    allowed = {"PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHONPATH"}
+    allowed |= {"CUDA_VISIBLE_DEVICES", "PYTHONHASHSEED", "OMP_NUM_THREADS", "MEGARL_SANDBOX", "WANTED"}
+    assert {name for name in actual - allowed if not name.startswith("LC_")} == set()
     # stdout and stderr go to the log; the socket is the channel.
     assert eval(files) == ["/dev/null", "pipe", "pipe", "socket"]
 
 
 def test_runs_agents_in_processes(tmp_path: Path) -> None:
     async def run(sessions: EnvironmentPool) -> list[Any]:
-        actual: list[Any] = []
-        for how in ("url", "nan", "nothing", "raise", "die", "hang", "set"):
+        outcomes: list[Any] = []
+        for behavior in ("url", "nan", "nothing", "raise", "die", "hang", "set"):
             try:
-                actual.append(await sessions.run_agent(prompt(how), "http://x", "key", 3.0))
+                outcomes.append(await sessions.run_agent(prompt(behavior), "http://x", "key", 3.0))
             except SessionLost as error:
-                actual.append(str(error))
-        return actual
+                outcomes.append(str(error))
+        return outcomes
 
     results = run_with_pool(run, "agent", log=tmp_path / "log")
     assert results[0] == {"reward": 1.0, "parts": {"length": 11}} and results[1] != results[1] and results[2] is None
@@ -352,7 +358,7 @@ def test_runs_agents_in_processes(tmp_path: Path) -> None:
 
 
 def test_refuses_to_open_sessions_of_agents() -> None:
-    with pytest.raises(RuntimeError, match="odd_worlds:agent is an agent, which is run, not reset"):
+    with pytest.raises(RuntimeError, match="toy_environments:agent is an agent, which is run, not reset"):
         run_with_pool(lambda sessions: sessions.open_session(prompt("url")), "agent")
 
 
@@ -362,7 +368,7 @@ def test_unpicklable_rows_lose_the_session() -> None:
 
 
 def test_selects_the_environment_by_prompt() -> None:
-    catalog = load_catalog(RolloutConfig(environments=("odd_worlds:Guess", "odd_worlds:Odd")))
+    catalog = load_catalog(RolloutConfig(environments=("toy_environments:Guess", "toy_environments:Odd")))
     assert catalog.find_environment(prompt(1)) is catalog.environments["Guess"]
     assert catalog.find_environment(prompt(1, environment="")) is catalog.environments["Guess"]
     assert catalog.find_environment(prompt("x", environment="Odd")) is catalog.environments["Odd"]
@@ -371,8 +377,9 @@ def test_selects_the_environment_by_prompt() -> None:
         catalog.find_environment(prompt(1, environment="Gess"))
     with pytest.raises(ConfigError, match=unknown.format("3")):
         catalog.find_environment(prompt(1, environment=3))
-    complaint = (
-        "the tool fly, which rollout.tools does not load and the environment odd_worlds:Guess does not have; add it"
+    message = (
+        "the tool fly, which rollout.tools does not load and the environment toy_environments:Guess does not have; "
+        "add it"
     )
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ConfigError, match=message):
         catalog.select_schemas(Prompt("p", (USER,), ground_truth=1, tools=("fly",)))

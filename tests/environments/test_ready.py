@@ -19,20 +19,32 @@ def test_calculator_evaluates_expressions() -> None:
 
 
 def test_guess_rewards_found_numbers() -> None:
-    game = Guess()
-    game.reset(ground_truth=37, most=64)
-    assert [game.guess(n) for n in (32, 48, 40, 36, 38, 37)] == ["higher", "lower", "lower", "higher", "lower", "right"]
-    assert game.reward() == {"reward": 1 - 5 * Guess.cost, "parts": {"tries": 6}}
-    assert game.guess(1).startswith("right") and game.reward()["parts"] == {"tries": 6}
+    environment = Guess()
+    environment.reset(ground_truth=37, most=64)
+    assert [environment.guess(n) for n in (32, 48, 40, 36, 38, 37)] == [
+        "higher",
+        "lower",
+        "lower",
+        "higher",
+        "lower",
+        "right",
+    ]
+    assert environment.reward() == {"reward": 1 - 5 * Guess.cost, "parts": {"tries": 6}}
+    assert environment.guess(1).startswith("right") and environment.reward()["parts"] == {"tries": 6}
 
 
 def test_guess_penalizes_excluded_numbers() -> None:
-    game = Guess()
-    game.reset(ground_truth=5)
-    assert [game.guess(3), game.guess(2), game.guess(100), game.guess(101)] == ["higher", "higher", "lower", "lower"]
-    assert game.reward() == {"reward": 0.0, "parts": {"tries": 6}}
-    game.guess(5)
-    assert game.reward() == {"reward": pytest.approx(1 - 6 * Guess.cost), "parts": {"tries": 7}}
+    environment = Guess()
+    environment.reset(ground_truth=5)
+    assert [environment.guess(3), environment.guess(2), environment.guess(100), environment.guess(101)] == [
+        "higher",
+        "higher",
+        "lower",
+        "lower",
+    ]
+    assert environment.reward() == {"reward": 0.0, "parts": {"tries": 6}}
+    environment.guess(5)
+    assert environment.reward() == {"reward": pytest.approx(1 - 6 * Guess.cost), "parts": {"tries": 7}}
 
 
 def write_corpus(folder: Path) -> str:

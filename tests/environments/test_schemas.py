@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Optional
 
-import odd_worlds
 import pytest
+import toy_environments
 
 from megarl.config.strict import ConfigError
 from megarl.environments.schemas import build_schema, hint_to_schema, parse_docstring
@@ -34,7 +34,7 @@ PICK = {
 
 
 def test_builds_the_schema_of_a_method() -> None:
-    assert build_schema(odd_worlds.Choosy().pick, "here") == PICK
+    assert build_schema(toy_environments.Choosy().pick, "here") == PICK
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def odd_default(x: int = object()) -> None:  # type: ignore[assignment]  # noqa:
 
 
 @pytest.mark.parametrize(
-    ("function", "complaint"),
+    ("function", "message"),
     [
         (no_docstring, "here needs a docstring"),
         (no_hint, "here: the argument x needs a type hint, such as x: str"),
@@ -99,8 +99,8 @@ def odd_default(x: int = object()) -> None:  # type: ignore[assignment]  # noqa:
         (odd_default, "here: the argument x has a default that is not JSON"),
     ],
 )
-def test_refuses_functions_without_a_schema(function: Any, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint) as error:
+def test_refuses_functions_without_a_schema(function: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
         build_schema(function, "here")
     assert "\n" not in str(error.value)
 
@@ -116,7 +116,7 @@ def test_parses_docstrings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [
         ({"one": "c", "many": [], "table": {}}, "argument one must be one of a, b"),
         ({"one": "a", "many": [], "table": {}, "maybe": None}, ""),
@@ -125,8 +125,8 @@ def test_parses_docstrings() -> None:
         ({"one": "a", "many": [1]}, "argument table is missing"),
     ],
 )
-def test_finds_argument_errors(arguments: dict[str, Any], complaint: str) -> None:
-    assert find_argument_error(PICK, arguments) == complaint
+def test_finds_argument_errors(arguments: dict[str, Any], message: str) -> None:
+    assert find_argument_error(PICK, arguments) == message
 
 
 NULLABLE_INTEGER = {"anyOf": [{"type": "integer"}, {"type": "null"}]}

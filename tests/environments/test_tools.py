@@ -32,7 +32,9 @@ NAMES = ("raises", "hangs", "dies", "exits", "prints", "long", "table", "slow", 
 
 def make_pool(*names: str, timeout: float = 60.0, size: int = 1, log: Path | None = None) -> Any:
     return aclosing(
-        EnvironmentPool(EnvironmentCatalog(load_tools([f"odd_tools:{name}" for name in names])), timeout, size, log)
+        EnvironmentPool(
+            EnvironmentCatalog(load_tools([f"misbehaving_tools:{name}" for name in names])), timeout, size, log
+        )
     )
 
 
@@ -56,11 +58,11 @@ def test_awaits_coroutine_functions() -> None:
             calls += [("pid", {}), ("waits", {"seconds": 60}), ("waits", {"seconds": 0})]
             return [await pool.call_tool(*call) for call in calls]
 
-    waited, number, raised, pid, late, again = asyncio.run(call_all())
-    assert (waited, again) == (ToolResult("waited 0.01 s", True), ToolResult("waited 0 s", True))
+    waited, number, raised, pid, timed_out, after_timeout = asyncio.run(call_all())
+    assert (waited, after_timeout) == (ToolResult("waited 0.01 s", True), ToolResult("waited 0 s", True))
     assert number == ToolResult("0", True) and pid.ok
     assert raised == ToolResult("Error: no such place", False)
-    assert late == ToolResult("Error: the tool was stopped after 1 s", False)
+    assert timed_out == ToolResult("Error: the tool was stopped after 1 s", False)
 
 
 def test_counts_calls_and_failures() -> None:
@@ -84,8 +86,20 @@ def test_counts_calls_and_failures() -> None:
 
 
 MISBEHAVING_TOOLS = [
-    *("mute", "interrupts", "noisy", "octets", "generates", "nan", "nothing", "deep", "circle", "huge", "half"),
-    *("closes", "closes_all", "away", "here", "unshown", "pid"),
+    *(
+        "unprintable_error",
+        "interrupts",
+        "prints_much",
+        "returns_bytes",
+        "generates",
+        "nan",
+        "returns_none",
+        "deeply_nested",
+        "circular",
+        "huge_output",
+        "lone_surrogate",
+    ),
+    *("closes_stdout", "closes_all", "changes_directory", "working_directory", "unserializable", "pid"),
 ]
 
 
@@ -97,35 +111,47 @@ def test_misbehaving_tools_do_not_break_later_calls(tmp_path: Path) -> None:
         async with make_pool(*MISBEHAVING_TOOLS, log=log) as pool:
             first = {name: await pool.call_tool(name, {}) for name in MISBEHAVING_TOOLS}
             for _ in range(30):
-                await pool.call_tool("octets", {})
+                await pool.call_tool("returns_bytes", {})
             return first
 
     actual = asyncio.run(call_all())
     assert {name for name, result in actual.items() if result.ok} == {
-        *("nan", "nothing", "huge", "half", "closes", "away", "here", "pid")
+        *(
+            "nan",
+            "returns_none",
+            "huge_output",
+            "lone_surrogate",
+            "closes_stdout",
+            "changes_directory",
+            "working_directory",
+            "pid",
+        )
     }
     expected = {
-        "mute": "Error: _Mute",
+        "unprintable_error": "Error: _UnprintableError",
         "interrupts": "Error: KeyboardInterrupt",
-        "noisy": "Error: no such thing",
-        "octets": "Error: the tool returned bytes; it must return text, or a JSON value",
+        "prints_much": "Error: no such thing",
+        "returns_bytes": "Error: the tool returned bytes; it must return text, or a JSON value",
         "generates": "Error: Object of type generator is not JSON serializable",
         "nan": "NaN",
-        "nothing": "null",
-        "circle": "Error: Circular reference detected",
-        "half": "half \ufffd of it",
-        "closes": "closed",
+        "returns_none": "null",
+        "circular": "Error: Circular reference detected",
+        "lone_surrogate": "half \ufffd of it",
+        "closes_stdout": "closed",
         "closes_all": "Error: the tool's process died",
-        "here": os.getcwd(),
-        "unshown": "Error: Object of type _Mute is not JSON serializable",
+        "working_directory": os.getcwd(),
+        "unserializable": "Error: Object of type _UnprintableError is not JSON serializable",
     }
     assert {name: actual[name].text for name in expected} == expected
-    assert "recursion" in actual["deep"].text
-    assert f" ... ({300_000_000 - OUTPUT_LIMIT} characters cut) ... x" in actual["huge"].text
+    assert "recursion" in actual["deeply_nested"].text
+    assert f" ... ({300_000_000 - OUTPUT_LIMIT} characters cut) ... x" in actual["huge_output"].text
     log_text = log.read_text()
-    assert "noisy {}: Error: no such thing" in log_text and 'raise LookupError("no such thing")' in log_text
-    assert "it prints too much: this is not all of it" in log_text and "_Mute: <exception str() failed>" in log_text
-    assert log_text.count("octets {}") == 10 and "further ones are not logged" in log_text
+    assert "prints_much {}: Error: no such thing" in log_text and 'raise LookupError("no such thing")' in log_text
+    assert (
+        "it prints too much: this is not all of it" in log_text
+        and "_UnprintableError: <exception str() failed>" in log_text
+    )
+    assert log_text.count("returns_bytes {}") == 10 and "further ones are not logged" in log_text
     assert len(log_text) < MAX_OUTPUT_BYTES + 100_000
 
 
@@ -136,57 +162,57 @@ def wait_until_exited(pids: list[int]) -> bool:
     return not any(map(is_running, pids))
 
 
-def read_pids(mark: Path) -> list[int]:
-    return [int(line) for line in mark.read_text().split()]
+def read_pids(pid_file: Path) -> list[int]:
+    return [int(line) for line in pid_file.read_text().split()]
 
 
 def test_closing_the_pool_kills_processes_of_tools(tmp_path: Path) -> None:
     """A child, a child in its own session, and a daemon that keeps the pipes open. Closing does not wait for them."""
-    mark = tmp_path / "pids"
+    pid_file = tmp_path / "pids"
     actual: list[ToolResult] = []
 
     async def call() -> None:
         async with make_pool("background", timeout=60.0, size=1) as pool:
             for behavior in ("child", "session", "daemon"):
-                actual.append(await pool.call_tool("background", {"mark": str(mark), "how": behavior}))
-            assert all(map(is_running, read_pids(mark)))
+                actual.append(await pool.call_tool("background", {"pid_file": str(pid_file), "behavior": behavior}))
+            assert all(map(is_running, read_pids(pid_file)))
 
     asyncio.run(call())
     assert [result.text for result in actual] == ["left"] * 3
-    assert len(read_pids(mark)) == 3 and not any(map(is_running, read_pids(mark)))
+    assert len(read_pids(pid_file)) == 3 and not any(map(is_running, read_pids(pid_file)))
 
 
 @pytest.mark.parametrize(
-    ("behavior", "complaint"),
+    ("behavior", "message"),
     [("die", "process died"), ("fault", "process died"), ("hang", "stopped after 3 s"), ("wait", "")],
 )
-def test_kills_children_of_ended_tool_processes(tmp_path: Path, behavior: str, complaint: str) -> None:
-    mark = tmp_path / "pids"
+def test_kills_children_of_ended_tool_processes(tmp_path: Path, behavior: str, message: str) -> None:
+    pid_file = tmp_path / "pids"
 
     async def call() -> ToolResult:
-        async with make_pool("leaves", timeout=3.0, size=1) as pool:
-            return await pool.call_tool("leaves", {"mark": str(mark), "how": behavior})
+        async with make_pool("leaves_processes", timeout=3.0, size=1) as pool:
+            return await pool.call_tool("leaves_processes", {"pid_file": str(pid_file), "behavior": behavior})
 
-    assert complaint in asyncio.run(call()).text
-    assert len(read_pids(mark)) == 2 and not any(map(is_running, read_pids(mark)))
+    assert message in asyncio.run(call()).text
+    assert len(read_pids(pid_file)) == 2 and not any(map(is_running, read_pids(pid_file)))
 
 
 def test_no_process_outlives_a_killed_rank(tmp_path: Path) -> None:
-    mark = tmp_path / "pids"
+    pid_file = tmp_path / "pids"
     script = f"""
 import asyncio, os, signal
 from megarl.environments.catalog import EnvironmentCatalog, load_tools
 from megarl.environments.process_sessions import EnvironmentPool
 async def call():
-    pool = EnvironmentPool(EnvironmentCatalog(load_tools(["odd_tools:leaves"])), 60.0, 1)
-    await pool.call_tool("leaves", {{"mark": {str(mark)!r}, "how": "wait"}})
+    pool = EnvironmentPool(EnvironmentCatalog(load_tools(["misbehaving_tools:leaves_processes"])), 60.0, 1)
+    await pool.call_tool("leaves_processes", {{"pid_file": {str(pid_file)!r}, "behavior": "wait"}})
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(call())
 """
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    ended = subprocess.run([sys.executable, "-c", script], env=dict(os.environ, PYTHONPATH=path), timeout=60)
-    assert ended.returncode == -signal.SIGKILL
-    assert len(read_pids(mark)) == 2 and wait_until_exited(read_pids(mark))
+    process = subprocess.run([sys.executable, "-c", script], env=dict(os.environ, PYTHONPATH=path), timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert len(read_pids(pid_file)) == 2 and wait_until_exited(read_pids(pid_file))
 
 
 def is_running(pid: int) -> bool:
@@ -199,8 +225,8 @@ def is_running(pid: int) -> bool:
 def test_results_are_text_or_json_and_truncated() -> None:
     table, long = call_tools([("table", {}), ("long", {})])
     assert table == ToolResult('{"a": [1, "ä"]}', True)
-    half = "x" * (OUTPUT_LIMIT // 2)
-    assert long.text == f"{half} ... ({100_000 - OUTPUT_LIMIT} characters cut) ... {half}"
+    half_limit = "x" * (OUTPUT_LIMIT // 2)
+    assert long.text == f"{half_limit} ... ({100_000 - OUTPUT_LIMIT} characters cut) ... {half_limit}"
 
 
 def test_failures_of_tools_are_observations() -> None:
@@ -216,11 +242,13 @@ def test_printed_output_cannot_forge_a_result() -> None:
 
 
 def test_replaces_hanging_tool_processes(tmp_path: Path) -> None:
-    mark = tmp_path / "pids"
-    first, hung, second = call_tools([("pid", {}), ("hangs", {"mark": str(mark)}), ("pid", {})], timeout=4.0, size=1)
+    pid_file = tmp_path / "pids"
+    first, hung, second = call_tools(
+        [("pid", {}), ("hangs", {"pid_file": str(pid_file)}), ("pid", {})], timeout=4.0, size=1
+    )
     assert not hung.ok and "stopped after 4 s" in hung.text
     assert second.ok and second.text != first.text
-    tool, child = map(int, mark.read_text().split())
+    tool, child = map(int, pid_file.read_text().split())
     assert str(tool) == first.text
     deadline = time.monotonic() + 10
     while (is_running(tool) or is_running(child)) and time.monotonic() < deadline:
@@ -235,11 +263,11 @@ def test_reuses_processes_until_the_pool_closes() -> None:
 
 
 def test_quick_calls_share_few_processes() -> None:
-    async def many() -> set[str]:
+    async def call_concurrently() -> set[str]:
         async with make_pool("pid", timeout=60.0, size=16) as pool:
             return {result.text for result in await asyncio.gather(*(pool.call_tool("pid", {}) for _ in range(64)))}
 
-    assert len(asyncio.run(many())) < 8
+    assert len(asyncio.run(call_concurrently())) < 8
 
 
 def test_tool_processes_import_no_heavy_modules() -> None:
@@ -247,23 +275,23 @@ def test_tool_processes_import_no_heavy_modules() -> None:
 
 
 def test_runs_calls_concurrently() -> None:
-    async def both() -> float:
+    async def time_two_calls() -> float:
         async with make_pool("slow", timeout=60.0, size=2) as pool:
             await asyncio.gather(*(pool.call_tool("slow", {"seconds": 0.01}) for _ in range(2)))  # starts the processes
             start = time.monotonic()
             await asyncio.gather(*(pool.call_tool("slow", {"seconds": 2}) for _ in range(2)))
             return time.monotonic() - start
 
-    assert asyncio.run(both()) < 3.5
+    assert asyncio.run(time_two_calls()) < 3.5
 
 
 def test_a_cancelled_call_does_not_answer_the_next() -> None:
     async def cancel() -> ToolResult:
         async with make_pool("slow", timeout=60.0, size=1) as pool:
             await pool.call_tool("slow", {"seconds": 0})
-            cut: Coroutine[Any, Any, ToolResult] = pool.call_tool("slow", {"seconds": 0.3})
+            cancelled_call: Coroutine[Any, Any, ToolResult] = pool.call_tool("slow", {"seconds": 0.3})
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(cut, 0.05)
+                await asyncio.wait_for(cancelled_call, 0.05)
             await asyncio.sleep(0.5)
             return await pool.call_tool("slow", {"seconds": 0.001})
 
@@ -271,7 +299,7 @@ def test_a_cancelled_call_does_not_answer_the_next() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "complaint"),
+    ("name", "arguments", "message"),
     [
         ("weather", {}, "unknown tool 'weather'; available: raises"),
         ("slow", {}, "argument seconds is missing"),
@@ -281,23 +309,23 @@ def test_a_cancelled_call_does_not_answer_the_next() -> None:
         ("slow", [1], "must be a JSON object"),
     ],
 )
-def test_refuses_invalid_calls(name: str, arguments: Any, complaint: str) -> None:
+def test_refuses_invalid_calls(name: str, arguments: Any, message: str) -> None:
     result = call_tools([(name, arguments)])[0]
-    assert not result.ok and complaint in result.text
+    assert not result.ok and message in result.text
 
 
 @pytest.mark.parametrize(
-    ("spec", "complaint"),
+    ("spec", "message"),
     [
         ("calculator", "calculator"),
         ("no_such_module:x", "cannot import no_such_module"),
-        ("odd_tools:weather", "odd_tools has no 'weather'"),
-        ("odd_tools:not_a_tool", "is a int, not"),
+        ("misbehaving_tools:weather", "misbehaving_tools has no 'weather'"),
+        ("misbehaving_tools:not_a_tool", "is a int, not"),
     ],
 )
-def test_refuses_invalid_specs(spec: str, complaint: str) -> None:
+def test_refuses_invalid_specs(spec: str, message: str) -> None:
     for loads in (lambda spec: load(spec, TOOLS_KEY), lambda spec: load_tools([spec])):
-        with pytest.raises(ConfigError, match=complaint):
+        with pytest.raises(ConfigError, match=message):
             loads(spec)
 
 
@@ -306,7 +334,7 @@ def schema(name: Any = "f", **function: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("value", "complaint"),
+    ("value", "message"),
     [
         ({}, "it must have type=function"),
         ("text", "it must have type=function"),
@@ -326,13 +354,13 @@ def schema(name: Any = "f", **function: Any) -> dict[str, Any]:
         (schema(parameters={"properties": {"x": {"default": {1, 2}}}}), "it is not JSON"),
     ],
 )
-def test_refuses_invalid_schemas(value: Any, complaint: str) -> None:
-    with pytest.raises(ConfigError, match="rollout.tools: m:f has no OpenAI function schema: .*" + complaint):
+def test_refuses_invalid_schemas(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match="rollout.tools: m:f has no OpenAI function schema: .*" + message):
         check_schema(value, "m:f")
 
 
 @pytest.mark.parametrize(
-    ("function", "complaint"),
+    ("function", "message"),
     [
         (lambda: "1", "cannot be called with the schema's arguments .x.: got an unexpected keyword argument 'x'"),
         (lambda x, y: "1", "missing a required argument: 'y'"),
@@ -340,16 +368,16 @@ def test_refuses_invalid_schemas(value: Any, complaint: str) -> None:
         (lambda x: (yield x), "is a generator"),
     ],
 )
-def test_refuses_functions_that_do_not_match_their_schema(function: Any, complaint: str) -> None:
+def test_refuses_functions_that_do_not_match_their_schema(function: Any, message: str) -> None:
     described = schema(parameters={"properties": {"x": {"type": "number"}}, "required": ["x"]})
-    with pytest.raises(ConfigError, match="rollout.tools: .* of m:f .*" + complaint):
+    with pytest.raises(ConfigError, match="rollout.tools: .* of m:f .*" + message):
         check_function(Tool(described, function), "m:f")
 
 
 def test_loads_modules_only_in_tool_processes() -> None:
-    sys.modules.pop("odd_tools", None)
-    tools = load_tools(["odd_tools:table"])
-    assert "odd_tools" not in sys.modules and tools["table"].spec == "odd_tools:table"
+    sys.modules.pop("misbehaving_tools", None)
+    tools = load_tools(["misbehaving_tools:table"])
+    assert "misbehaving_tools" not in sys.modules and tools["table"].spec == "misbehaving_tools:table"
     with pytest.raises(RuntimeError, match="processes of their own"):
         tools["table"].function()
 
@@ -364,4 +392,4 @@ def test_limits_the_time_to_load_a_module(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_refuses_duplicate_names() -> None:
     with pytest.raises(ConfigError, match="both called pid"):
-        load_tools(["odd_tools:pid", "odd_tools:pid"])
+        load_tools(["misbehaving_tools:pid", "misbehaving_tools:pid"])

@@ -74,8 +74,8 @@ def test_runs_classic_environments(tmp_path: Path) -> None:
     prompts = read_rows(spec, tmp_path)
     assert [prompt.ground_truth for prompt in prompts] == ["hey 0", "hey 1", "hey 2"]
     assert prompts[1].messages[-1] == {"role": "user", "content": "Say hey 1"}
-    (lost, *result), requests = run_episodes(spec, prompts)
-    assert lost.startswith(f"{spec}: it raised RuntimeError: ") and "InternalServerError" in lost
+    (failure, *result), requests = run_episodes(spec, prompts)
+    assert failure.startswith(f"{spec}: it raised RuntimeError: ") and "InternalServerError" in failure
     assert result == [
         {"reward": 2.0, "parts": {"exact": 2.0, "num_replies": 2.0, "num_turns": 2.0}},
         {"reward": 3.0, "parts": {"exact": 3.0, "num_replies": 2.0, "num_turns": 2.0}},
@@ -97,7 +97,9 @@ def test_runs_task_sets(tmp_path: Path) -> None:
     assert [prompt.ground_truth for prompt in prompts] == ["hello 0", "hello 1", "hello 2"]
     assert build_row(prompts[1])["verifiers"]["prompt"] == "Say hello 1"
     result, requests = run_episodes("greeting-tasks", prompts[1:], lambda messages: "hello 1")
-    assert result == [{"reward": right, "parts": {"length": 7.0, "exact": right}} for right in (1.0, 0.0)]
+    assert result == [
+        {"reward": exact_reward, "parts": {"length": 7.0, "exact": exact_reward}} for exact_reward in (1.0, 0.0)
+    ]
     assert [body["messages"][-1]["content"] for body in requests] == ["Say hello 1", "Say hello 2"]
 
 
@@ -108,14 +110,14 @@ def test_refuses_harnesses_that_run_local_programs() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec, complaint",
+    "spec, message",
     [
         ("no_such_environment", "no module no_such_environment; install the environment on this machine"),
         ('classic_greeting{"word"', "the text after classic_greeting is not JSON"),
     ],
 )
-def test_refuses_unknown_environments(spec: str, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+def test_refuses_unknown_environments(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         adapter.environment(spec)
 
 

@@ -19,50 +19,50 @@ def to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def tagged_format(head: str, argument: str, tail: str) -> Writer:
+def tagged_format(prefix: str, argument: str, suffix: str) -> Writer:
     """Return a writer that replaces NAME, KEY and VALUE in the patterns."""
 
     def write(name: str, arguments: Arguments) -> str:
-        inner = "".join(argument.replace("KEY", key).replace("VALUE", render_value(v)) for key, v in arguments.items())
-        return head.replace("NAME", name) + inner + tail
+        body = "".join(argument.replace("KEY", key).replace("VALUE", render_value(v)) for key, v in arguments.items())
+        return prefix.replace("NAME", name) + body + suffix
 
     return write
 
 
-def typed_format(head: str, argument: str, tail: str) -> Writer:
+def typed_format(prefix: str, argument: str, suffix: str) -> Writer:
     """Return a writer of a format that marks strings: STRING becomes true or false, TYPE the name of the type."""
 
     def write(name: str, arguments: Arguments) -> str:
-        inner = ""
+        body = ""
         for key, value in arguments.items():
             is_string = isinstance(value, str)
             part = argument.replace("STRING", str(is_string).lower()).replace("TYPE", "string" if is_string else "json")
-            inner += part.replace("KEY", key).replace("VALUE", render_value(value))
-        return head.replace("NAME", name) + inner + tail
+            body += part.replace("KEY", key).replace("VALUE", render_value(value))
+        return prefix.replace("NAME", name) + body + suffix
 
     return write
 
 
-def wrapped_json(head: str, tail: str, keys: tuple[str, str] = ("name", "arguments")) -> Writer:
+def wrapped_json(prefix: str, suffix: str, keys: tuple[str, str] = ("name", "arguments")) -> Writer:
     """Return a writer of JSON between two markers."""
-    return lambda name, arguments: head + to_json({keys[0]: name, keys[1]: arguments}) + tail
+    return lambda name, arguments: prefix + to_json({keys[0]: name, keys[1]: arguments}) + suffix
 
 
-def named_json(head: str, tail: str) -> Writer:
+def named_json(prefix: str, suffix: str) -> Writer:
     """Return a writer of the arguments as JSON after a head with NAME."""
-    return lambda name, arguments: head.replace("NAME", name) + to_json(arguments) + tail
+    return lambda name, arguments: prefix.replace("NAME", name) + to_json(arguments) + suffix
 
 
-def pythonic_format(head: str, tail: str) -> Writer:
-    return lambda name, arguments: f"{head}[{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})]{tail}"
+def pythonic_format(prefix: str, suffix: str) -> Writer:
+    return lambda name, arguments: f"{prefix}[{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})]{suffix}"
 
 
 def dsml_format(block: str, space: str = "") -> Writer:
-    mark = f"｜DSML｜{space}"
+    marker = f"｜DSML｜{space}"
     return typed_format(
-        f'<｜DSML｜{block}>\n<{mark}invoke name="NAME">\n',
-        f'<{mark}parameter name="KEY" string="STRING">VALUE</{mark}parameter>\n',
-        f"</{mark}invoke>\n</｜DSML｜{block}>",
+        f'<｜DSML｜{block}>\n<{marker}invoke name="NAME">\n',
+        f'<{marker}parameter name="KEY" string="STRING">VALUE</{marker}parameter>\n',
+        f"</{marker}invoke>\n</｜DSML｜{block}>",
     )
 
 

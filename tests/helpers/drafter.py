@@ -74,10 +74,10 @@ class Drafter:
         The prefill yields the first token; then each round drafts after the last known token.
         """
         ids = prompt + tiny_models.greedy(self.policy, prompt, tokens + drafts)
-        known, rounds, accepted = len(prompt) + 1, 0, 0
-        while known < len(prompt) + tokens:
-            proposed, matching = self.propose(ids[:known], drafts), 0
-            while matching < drafts and proposed[matching] == ids[known + matching]:
+        length, rounds, accepted = len(prompt) + 1, 0, 0
+        while length < len(prompt) + tokens:
+            proposed, matching = self.propose(ids[:length], drafts), 0
+            while matching < drafts and proposed[matching] == ids[length + matching]:
                 matching += 1
-            rounds, accepted, known = rounds + 1, accepted + matching, known + matching + 1
+            rounds, accepted, length = rounds + 1, accepted + matching, length + matching + 1
         return rounds * drafts, accepted

@@ -48,19 +48,19 @@ def _write(
     experts: int,
     draft: bool = False,
 ) -> None:
-    boxes = [OrderBuffer() for _ in range(layout.tp)]
-    engine.call_loader([box.make_payload({"do": "describe"}) for box in boxes], draft)
-    described = [box.read_answer()["tensors"] for box in boxes]
+    order_buffers = [OrderBuffer() for _ in range(layout.tp)]
+    engine.call_loader([box.make_payload({"do": "describe"}) for box in order_buffers], draft)
+    descriptions = [box.read_answer()["tensors"] for box in order_buffers]
     shared = {"model.embed_tokens.weight", "lm_head.weight"} if draft else set()  # shared with the policy
-    for position, tensors_of_rank in enumerate(described):
+    for position, tensors_of_rank in enumerate(descriptions):
         assert shared <= tensors_of_rank.keys()
         shapes = {name: tuple(shape) for name, (_, shape) in tensors_of_rank.items() if name not in shared}
         assert shapes == engine_shapes(params, layout, position, experts)
-    writes = [make_write_order(params, layout, p, tensors, described[p], experts) for p in range(layout.tp)]
-    engine.call_loader([box.make_payload(*write) for box, write in zip(boxes, writes, strict=True)], draft)
-    assert [box.read_answer() for box in boxes] == [{"wrong": []}] * layout.tp
-    engine.call_loader([box.make_payload({"do": "finish"}) for box in boxes], draft)
-    assert [box.read_answer() for box in boxes] == [{}] * layout.tp
+    writes = [make_write_order(params, layout, p, tensors, descriptions[p], experts) for p in range(layout.tp)]
+    engine.call_loader([box.make_payload(*write) for box, write in zip(order_buffers, writes, strict=True)], draft)
+    assert [box.read_answer() for box in order_buffers] == [{"wrong": []}] * layout.tp
+    engine.call_loader([box.make_payload({"do": "finish"}) for box in order_buffers], draft)
+    assert [box.read_answer() for box in order_buffers] == [{}] * layout.tp
 
 
 def make_write_order(
@@ -68,12 +68,12 @@ def make_write_order(
     engine: EngineLayout,
     position: int,
     tensors: Mapping[str, torch.Tensor],
-    described: Mapping[str, Sequence[Any]],
+    descriptions: Mapping[str, Sequence[Any]],
     num_experts: int,
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """Return the order and bucket that write all of these parameters that the engine's rank `position` holds.
 
-    tensors: HF tensors by name, of any dtype. described: the rank's answer to "describe", by name [dtype, shape].
+    tensors: HF tensors by name, of any dtype. descriptions: the rank's answer to "describe", by name [dtype, shape].
     """
     slices: list[list[Any]] = []
     parts: list[torch.Tensor] = []
@@ -88,18 +88,18 @@ def make_write_order(
 
     dtypes = {}
     for param in params:
-        slot = engine.slot_of(param)
-        assert slot is not None
-        dtypes[slot.name] = described[slot.name][0]
+        engine_slot = engine.slot_of(param)
+        assert engine_slot is not None
+        dtypes[engine_slot.name] = descriptions[engine_slot.name][0]
         for index in engine.expert_indices(position, param, num_experts):
             for source, dim, start, stop, offset in engine.slices_of_rank(position, param):
                 box = tensors[param.hf[source].name].narrow(dim, start, stop - start)
-                box = box.to(getattr(torch, dtypes[slot.name]))
+                box = box.to(getattr(torch, dtypes[engine_slot.name]))
                 r0, c0 = (offset, 0) if dim == 0 else (0, offset)
                 r1, c1 = r0 + box.shape[0], c0 + (box.shape[1] if box.dim() == 2 else 1)
                 offsets = add(box), add(torch.tensor([device_hash(box)]))
-                stacked = index if slot.grid == "expert" else -1
-                slices.append([slot.name, stacked, r0, r1, c0, c1, *offsets])
+                stacked = index if engine_slot.grid == "expert" else -1
+                slices.append([engine_slot.name, stacked, r0, r1, c0, c1, *offsets])
     data = torch.cat(parts)
     order = {"do": "write", "version": 1, "tensor_dtype": dtypes, "slices": slices}
     return order, allocate(len(data)).copy_(data)

@@ -144,7 +144,7 @@ class DeterministicPolicy:
     async def generate(
         self, context: Ids | Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
     ) -> Generation:
-        known, stops, finish = list(map(int, context)), self.stops, "length"
+        token_ids, stops, finish = list(map(int, context)), self.stops, "length"
         self.num_running += 1
         self.max_running = max(self.num_running, self.max_running)
         tokens: list[int] = []
@@ -152,7 +152,7 @@ class DeterministicPolicy:
             await asyncio.sleep(random.random() * self.pause)
             if self.num_written == self.dies_after:
                 raise EngineLost("died", "the engine is gone")
-            tokens.append(next_token([*known, *tokens]))
+            tokens.append(next_token([*token_ids, *tokens]))
             self.num_written += 1
             if self.num_written == self.halts_after:
                 self.halt.set()
@@ -164,8 +164,8 @@ class DeterministicPolicy:
                 finish = "abort"
                 break
         self.num_running -= 1
-        full = [*known, *tokens]
-        logprobs = [-hash_tokens(full[: len(known) + i + 1]) % 1000 / 1000 - 1 for i in range(len(tokens))]
+        full = [*token_ids, *tokens]
+        logprobs = [-hash_tokens(full[: len(token_ids) + i + 1]) % 1000 / 1000 - 1 for i in range(len(tokens))]
         routing = torch.arange(routed, len(full) - 1, dtype=torch.int16).view(-1, 1, 1)
         return Generation(
             as_token_ids(tokens), np.array(logprobs, np.float32), finish, self.weight_version, routing=routing
@@ -184,6 +184,6 @@ def next_token(tokens: list[int]) -> int:
     start = max(i for i in range(len(HEAD), len(tokens) + 1) if tokens[i - len(HEAD) : i] == HEAD)
     plan = hash_tokens(tokens[:start])
     if plan % 3:
-        planned = [*ids(call(f"{plan % 89}+{plan % 97}")), END]
-        return planned[len(tokens) - start]
+        response = [*ids(call(f"{plan % 89}+{plan % 97}")), END]
+        return response[len(tokens) - start]
     return END if len(tokens) - start > plan % 40 else ids(str(hash_tokens(tokens) % 5))[0]

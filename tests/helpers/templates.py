@@ -96,7 +96,7 @@ class ChatFormat:
     """The token that ends a turn with a call."""
     after_answer: str
     """The token that ends the last turn."""
-    ends: tuple[str, ...]
+    end_tokens: tuple[str, ...]
     call: str
     """A call of the calculator with 1+2, as these models write it."""
     observation: str
@@ -117,7 +117,7 @@ _QWEN = {
     "control": ("<|im_end|>",),
     "after_call": "<|im_end|>",
     "after_answer": "<|im_end|>",
-    "ends": ("<|im_end|>", "<|endoftext|>"),
+    "end_tokens": ("<|im_end|>", "<|endoftext|>"),
     "call": f'<tool_call>\n{{"name": "calculator", "arguments": {_JSON}}}\n</tool_call>',
     "observation": "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
     "parser": "qwen25",
@@ -131,7 +131,7 @@ PUBLISHED = {
         ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
         after_call="<|observation|>",
         after_answer="<|endoftext|>",
-        ends=("<|endoftext|>", "<|user|>", "<|observation|>"),
+        end_tokens=("<|endoftext|>", "<|user|>", "<|observation|>"),
         call="\n<think></think>\n<tool_call>calculator\n<arg_key>expression</arg_key>\n<arg_value>1+2</arg_value>\n"
         "</tool_call>",
         observation="\n<tool_response>\n3\n</tool_response><|assistant|>",
@@ -142,12 +142,12 @@ PUBLISHED = {
         DEEPSEEK,
         (
             *("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁sep｜>"),
-            *(f"<｜tool▁{what}▁begin｜>" for what in ("call", "calls", "output", "outputs")),
-            *(f"<｜tool▁{what}▁end｜>" for what in ("call", "calls", "output", "outputs")),
+            *(f"<｜tool▁{name}▁begin｜>" for name in ("call", "calls", "output", "outputs")),
+            *(f"<｜tool▁{name}▁end｜>" for name in ("call", "calls", "output", "outputs")),
         ),
         after_call="<｜end▁of▁sentence｜>",
         after_answer="<｜end▁of▁sentence｜>",
-        ends=("<｜end▁of▁sentence｜>",),
+        end_tokens=("<｜end▁of▁sentence｜>",),
         call=f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>calculator\n```json\n{_JSON}\n```"
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         observation="<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>3<｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
@@ -157,12 +157,12 @@ PUBLISHED = {
         KIMI,
         (
             *("<|im_end|>", "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>"),
-            *(f"<|tool_call{what}|>" for what in ("s_section_begin", "s_section_end", "_begin", "_end")),
+            *(f"<|tool_call{name}|>" for name in ("s_section_begin", "s_section_end", "_begin", "_end")),
             "<|tool_call_argument_begin|>",
         ),
         after_call="<|im_end|>",
         after_answer="<|im_end|>",
-        ends=("<|im_end|>",),
+        end_tokens=("<|im_end|>",),
         call="<|tool_calls_section_begin|><|tool_call_begin|>functions.calculator:0<|tool_call_argument_begin|>"
         f"{_JSON}<|tool_call_end|><|tool_calls_section_end|>",
         observation="<|im_system|>calculator<|im_middle|>## Return of functions.calculator:0\n3<|im_end|>"
@@ -177,7 +177,7 @@ PUBLISHED = {
         ),
         after_call="<|eot_id|>",
         after_answer="<|eot_id|>",
-        ends=("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
+        end_tokens=("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
         call=f'{{"name": "calculator", "parameters": {_JSON}}}',
         observation='<|start_header_id|>ipython<|end_header_id|>\n\n"3"<|eot_id|>'
         "<|start_header_id|>assistant<|end_header_id|>\n\n",

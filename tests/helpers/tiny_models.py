@@ -190,9 +190,9 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     config, number, width = model.config, model.config.num_hidden_layers, model.config.hidden_size
     assert config.num_nextn_predict_layers == 1
     seed = int(model.lm_head.weight.detach().abs().sum())  # the layer depends on the model
-    longer = type(model)(type(config)(**(config.to_dict() | {"num_hidden_layers": number + 1})))
+    with_mtp = type(model)(type(config)(**(config.to_dict() | {"num_hidden_layers": number + 1})))
     with TemporaryDirectory() as folder:  # saving names the experts
-        randomize(longer, seed).save_pretrained(folder)
+        randomize(with_mtp, seed).save_pretrained(folder)
         layer = load_file(Path(folder, "model.safetensors"))
     generator = torch.Generator().manual_seed(seed + 1)
     joint = torch.randn(width, 2 * width, generator=generator) / (2 * width) ** 0.5

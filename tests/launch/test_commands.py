@@ -59,19 +59,19 @@ EXTERNAL_PROGRAMS = ("-m venv",)  # run by the system's Python
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("place", "text"), [pytest.param(*item, id=item[0]) for item in read_texts() if item[1]])
-def test_documented_programs_exist(place: str, text: str) -> None:
+@pytest.mark.parametrize(("page", "text"), [pytest.param(*item, id=item[0]) for item in read_texts() if item[1]])
+def test_documented_programs_exist(page: str, text: str) -> None:
     for python, program in PYTHON.findall(text):
         program = " ".join(program.split())
         if program.startswith("my_"):  # written by the reader
             continue
-        ours = python.lstrip("`$(") == ".venv/bin/python"
-        assert ours or program in (*INTERNAL_PROGRAMS, *EXTERNAL_PROGRAMS), f"{place}: {python} {program}"
+        documented = python.lstrip("`$(") == ".venv/bin/python"
+        assert documented or program in (*INTERNAL_PROGRAMS, *EXTERNAL_PROGRAMS), f"{page}: {python} {program}"
         if program not in PLANNED and (program.startswith("-m megarl.") or not program.startswith("-m")):
-            assert get_program_file(program).is_file(), f"{place}: {program}"
+            assert get_program_file(program).is_file(), f"{page}: {program}"
     for _, _, script in SHELL.findall(text):
-        assert (ROOT / script).is_file(), f"{place}: {script}"
-    assert not BARE.findall(text), f"{place}: {BARE.findall(text)}"
+        assert (ROOT / script).is_file(), f"{page}: {script}"
+    assert not BARE.findall(text), f"{page}: {BARE.findall(text)}"
 
 
 @pytest.mark.alone
@@ -86,7 +86,9 @@ def test_every_program_is_documented() -> None:
 
 
 def test_programs_print_help(run_ranks: Callable[..., list[dict[str, Any]]]) -> None:
-    ours = sorted(program for program in find_programs() if program.startswith(("-m megarl.", "tools/")))
-    (result,) = run_ranks(1, "tests/launch/ranks_help.py", *[item for item in ours if item not in INTERNAL_PROGRAMS])
-    assert result["codes"] == {item: 0 for item in ours if item not in INTERNAL_PROGRAMS}
+    documented = sorted(program for program in find_programs() if program.startswith(("-m megarl.", "tools/")))
+    (result,) = run_ranks(
+        1, "tests/launch/ranks_help.py", *[item for item in documented if item not in INTERNAL_PROGRAMS]
+    )
+    assert result["codes"] == {item: 0 for item in documented if item not in INTERNAL_PROGRAMS}
     assert all("usage: " in output for output in result["outputs"].values())

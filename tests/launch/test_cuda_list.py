@@ -33,9 +33,9 @@ def read_requirements(name: str) -> list[Requirement]:
 def read_pins() -> dict[str, Version]:
     result = {}
     for line in read_requirements("constraints-cuda.txt"):
-        (only,) = line.specifier
-        assert only.operator == "==" and canonicalize_name(line.name) not in result, line
-        result[canonicalize_name(line.name)] = Version(only.version)
+        (specifier,) = line.specifier
+        assert specifier.operator == "==" and canonicalize_name(line.name) not in result, line
+        result[canonicalize_name(line.name)] = Version(specifier.version)
     return result
 
 
@@ -71,11 +71,11 @@ def fetch_files(name: str) -> list[dict[str, object]] | None:
     return None
 
 
-def is_installable(file: str, name: str, version: Version, wanted: set[Tag]) -> bool:
+def is_installable(file: str, name: str, version: Version, tags: set[Tag]) -> bool:
     try:
         if file.endswith(".whl"):
-            _, result, _, of = parse_wheel_filename(file)
-            return result == version and name not in BUILT_FROM_SOURCE and not wanted.isdisjoint(of)
+            _, result, _, wheel_tags = parse_wheel_filename(file)
+            return result == version and name not in BUILT_FROM_SOURCE and not tags.isdisjoint(wheel_tags)
         return name in BUILT_FROM_SOURCE and parse_sdist_filename(file)[1] == version
     except ValueError:  # file names of old formats
         return False
@@ -85,7 +85,7 @@ def test_all_pins_are_available() -> None:
     """Each pin has a wheel for this Python, or a source distribution if built here, that is not yanked."""
     if not fetch_files("packaging"):
         pytest.skip(f"{INDEX} cannot be reached")
-    pins, wanted = read_pins(), supported_tags()
+    pins, tags = read_pins(), supported_tags()
     with ThreadPoolExecutor(16) as pool:
         pages = dict(zip(pins, pool.map(fetch_files, pins), strict=True))
     missing = [
@@ -93,16 +93,16 @@ def test_all_pins_are_available() -> None:
         for name, version in pins.items()
         if (page := pages[name]) is not None
         and not any(
-            not file.get("yanked") and is_installable(str(file["filename"]), name, version, wanted) for file in page
+            not file.get("yanked") and is_installable(str(file["filename"]), name, version, tags) for file in page
         )
     ]
     assert missing == [] and sum(page is not None for page in pages.values()) > len(pins) / 2
 
 
 def test_detects_incompatible_files() -> None:
-    wanted = supported_tags()
-    assert is_installable("torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl", "torch", Version("2.14.1"), wanted)
-    assert is_installable("a-1.0-py3-none-any.whl", "a", Version("1.0"), wanted)
+    tags = supported_tags()
+    assert is_installable("torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl", "torch", Version("2.14.1"), tags)
+    assert is_installable("a-1.0-py3-none-any.whl", "a", Version("1.0"), tags)
     for file in (
         "torch-2.14.0-cp311-cp311-manylinux_2_28_x86_64.whl",
         "torch-2.14.1-cp312-cp312-manylinux_2_28_x86_64.whl",
@@ -110,7 +110,7 @@ def test_detects_incompatible_files() -> None:
         "torch-2.14.1-cp311-cp311-manylinux_2_39_x86_64.whl",
         "torch-2.14.1.tar.gz",
     ):
-        assert not is_installable(file, "torch", Version("2.14.1"), wanted), file
+        assert not is_installable(file, "torch", Version("2.14.1"), tags), file
 
 
 def test_setup_py_agrees_with_the_pins() -> None:

@@ -73,19 +73,19 @@ def write_free_port(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hang", "where"),
+    ("hang", "stack_text"),
     [
         pytest.param("loop_in_python", "which is at", marks=pytest.mark.nightly),
         pytest.param("loop_in_c", "which computes without releasing the GIL", marks=pytest.mark.nightly),
         ("sleep", "which is at"),
     ],
 )
-def test_names_the_hanging_rank_and_writes_all_stacks(tmp_path: Path, hang: str, where: str) -> None:
+def test_names_the_hanging_rank_and_writes_all_stacks(tmp_path: Path, hang: str, stack_text: str) -> None:
     write_free_port(tmp_path)
     code, lines = wait_for_exit(start_launcher(tmp_path, make_rank_body(HANGS.replace("HANG", hang)), grace=2.0))
     result = [line for line in lines if "the others have waited" in line]
     assert code == 1 and len(result) == 2, lines  # printed when detected, and at the end
-    assert f"for rank 1 on node {os.uname().nodename} {where}" in result[-1] and result[-1].startswith("error: ")
+    assert f"for rank 1 on node {os.uname().nodename} {stack_text}" in result[-1] and result[-1].startswith("error: ")
     assert result[-1].endswith("The stacks of all ranks are in logs/rank_N.log")
     assert "in barrier" in (tmp_path / "logs/rank_0.log").read_text()
     assert f"in {hang}" in (tmp_path / "logs/rank_1.log").read_text()

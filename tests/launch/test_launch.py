@@ -40,14 +40,14 @@ def test_cpu_requirements_are_complete_and_pinned() -> None:
 
     lines = read_pins("cpu")
     assert [line for line in lines if not PIN.match(line)] == []
-    listed = {canonicalize_name(line.split("==")[0]) for line in lines}
-    assert len(listed) == len(lines)
+    installed = {canonicalize_name(line.split("==")[0]) for line in lines}
+    assert len(installed) == len(lines)
     missing = set()
-    for name in listed - {"sglang", "verifiers"}:  # the list has the subset that MegaRL needs
+    for name in installed - {"sglang", "verifiers"}:  # the list has the subset that MegaRL needs
         for text in importlib.metadata.requires(name) or []:
-            need = Requirement(text)
-            if (need.marker is None or need.marker.evaluate({"extra": ""})) and need.name:
-                missing |= {(name, canonicalize_name(need.name))} - {(name, item) for item in listed}
+            requirement = Requirement(text)
+            if (requirement.marker is None or requirement.marker.evaluate({"extra": ""})) and requirement.name:
+                missing |= {(name, canonicalize_name(requirement.name))} - {(name, item) for item in installed}
     assert missing == set()
 
 
@@ -122,9 +122,9 @@ def test_second_install_returns_at_once(checkout: Path, fake_env: dict[str, str]
     assert [call.split()[-1] for call in calls] == ["torch==2.13.0+cpu", ".venv/requirements.txt", "."]
     assert "--no-deps" in calls[0] and "--no-deps" in calls[1]
     started = time.monotonic()
-    again = install(checkout, **fake_env)
+    second_install = install(checkout, **fake_env)
     assert time.monotonic() - started < 1.0
-    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    assert (second_install.returncode, second_install.stdout, second_install.stderr) == (0, "", "")
     assert (checkout / "calls").read_text().splitlines() == calls
 
 
@@ -158,11 +158,11 @@ def test_a_changed_list_updates_the_environment(checkout: Path, fake_env: dict[s
 
 def test_a_moved_checkout_gets_a_new_environment(checkout: Path, fake_env: dict[str, str]) -> None:
     install(checkout, **fake_env)
-    moved = checkout / "moved"
-    moved.mkdir()
+    moved_checkout = checkout / "moved"
+    moved_checkout.mkdir()
     for name in ("launch", "setup.py", ".venv"):
-        shutil.move(checkout / name, moved / name)
-    assert "new environment" in install(moved, **fake_env).stdout
+        shutil.move(checkout / name, moved_checkout / name)
+    assert "new environment" in install(moved_checkout, **fake_env).stdout
 
 
 def test_cuda_installs_its_own_list(checkout: Path, fake_env: dict[str, str]) -> None:
@@ -172,9 +172,9 @@ def test_cuda_installs_its_own_list(checkout: Path, fake_env: dict[str, str]) ->
     constrained = "-c launch/constraints-cuda.txt"
     assert f"--no-build-isolation {constrained} transformer-engine[pytorch,core_cu13]==2.20.2" in calls
     assert f"{constrained} -r .venv/requirements.txt" in calls and "apex" not in calls
-    listed = (checkout / ".venv" / "requirements.txt").read_text()
-    assert "torch==2.14.1\nsglang==0.5.23\n" in listed
-    assert "megatron" not in listed and "transformer-engine" not in listed
+    installed = (checkout / ".venv" / "requirements.txt").read_text()
+    assert "torch==2.14.1\nsglang==0.5.23\n" in installed
+    assert "megatron" not in installed and "transformer-engine" not in installed
 
 
 def test_builds_apex_on_request(checkout: Path, fake_env: dict[str, str]) -> None:
@@ -300,8 +300,8 @@ def test_requirements_list_every_imported_package() -> None:
     for name in local | set(sys.stdlib_module_names) | OPTIONAL:
         imported.pop(name, None)
     for platform in ("cpu", "cuda"):
-        listed = {re.split(r"[=<>\[ ]", line)[0].lower() for line in read_pins(platform)}
-        missing = {name: file for name, file in imported.items() if IMPORTED_AS.get(name, name) not in listed}
+        installed = {re.split(r"[=<>\[ ]", line)[0].lower() for line in read_pins(platform)}
+        missing = {name: file for name, file in imported.items() if IMPORTED_AS.get(name, name) not in installed}
         assert not missing, platform
 
 

@@ -112,8 +112,8 @@ def test_names_a_killed_rank_and_ends_the_other(tmp_path: Path, number: int, sta
     assert "rank 1 was " in line and signal.Signals(number).name in line
 
 
-@pytest.mark.parametrize("which", [(1,), (0, 1)])
-def test_kills_stopped_ranks_after_the_timeout(tmp_path: Path, which: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+def test_kills_stopped_ranks_after_the_timeout(tmp_path: Path, ranks: tuple[int, ...]) -> None:
     """The launcher waits as long as other ranks would."""
     rules = "run_dir='.', save_every=0, max_restarts=0, timeout_s=1.0"
     process = start_launcher(tmp_path, f"exit_status.register_run({rules}); wait()", grace=0.5)
@@ -121,11 +121,11 @@ def test_kills_stopped_ranks_after_the_timeout(tmp_path: Path, which: tuple[int,
     os.kill(rank_pids[1], signal.SIGSTOP)
     time.sleep(0.5)
     os.kill(rank_pids[1], signal.SIGCONT)  # before the timeout
-    for rank in which:
+    for rank in ranks:
         os.kill(rank_pids[rank], signal.SIGSTOP)
     code, (line,) = wait_for_exit(process)
     assert code == 1
-    assert line.startswith(tuple(f"error: rank {rank} has been stopped (SIGSTOP) for " for rank in which))
+    assert line.startswith(tuple(f"error: rank {rank} has been stopped (SIGSTOP) for " for rank in ranks))
     assert line.endswith("s, longer than run.distributed_timeout_s=1, and was killed")
 
 
@@ -313,11 +313,13 @@ def test_reports_the_first_cause() -> None:
 
 
 def test_reports_the_late_rank_rather_than_its_kill() -> None:
-    late = RankMessage(1, "late", "error: rank 1 keeps the others waiting")
-    assert determine_outcome({0: 1}, [LOST, late])[:3] == (1, late.text, "late")
-    assert determine_outcome({0: 1, 1: -9}, [LOST, late])[:3] == (1, late.text, "late")
-    assert determine_outcome({0: 1, 1: 1}, [late, LOST, RankMessage(1, "fault", "error: out of memory")])[2] == "fault"
-    assert determine_outcome({0: -9, 1: 1}, [late])[2] == "killed"
+    message = RankMessage(1, "late", "error: rank 1 keeps the others waiting")
+    assert determine_outcome({0: 1}, [LOST, message])[:3] == (1, message.text, "late")
+    assert determine_outcome({0: 1, 1: -9}, [LOST, message])[:3] == (1, message.text, "late")
+    assert (
+        determine_outcome({0: 1, 1: 1}, [message, LOST, RankMessage(1, "fault", "error: out of memory")])[2] == "fault"
+    )
+    assert determine_outcome({0: -9, 1: 1}, [message])[2] == "killed"
 
 
 def test_names_ranks_with_their_roles() -> None:
@@ -366,8 +368,8 @@ def test_writing_to_an_ended_launcher_fails() -> None:
     messages = RankMessages()
     file = messages.environment[exit_status.LAUNCHER_ENV].partition(":")[2]
     messages.close()
-    with Path(os.devnull).open() as other, pytest.raises(FileNotFoundError):
-        memory_files.append(re.sub(r"\d+$", str(other.fileno()), file), b"x")
+    with Path(os.devnull).open() as stdin, pytest.raises(FileNotFoundError):
+        memory_files.append(re.sub(r"\d+$", str(stdin.fileno()), file), b"x")
     with pytest.raises(OSError):
         memory_files.append(file, b"x")
 
@@ -449,9 +451,9 @@ def start_torchrun(folder: Path, body: str) -> subprocess.Popen[str]:
 
 def start_training(folder: Path, quickstart: Path, *overrides: str) -> subprocess.Popen[str]:
     """Start SFT on two ranks, with more steps than any test waits for."""
-    value = [f"run.dir={folder}/run", f"model.path={quickstart}/model", f"data.train={quickstart}/sft.jsonl"]
-    value += ["run.num_rollout=100000", "data.prompts_per_step=4", "track.trackers=[]", "track.progress=false"]
-    command = [sys.executable, "-m", "megarl.train", str(ROOT / "configs/quickstart_sft.yaml"), *value, *overrides]
+    settings = [f"run.dir={folder}/run", f"model.path={quickstart}/model", f"data.train={quickstart}/sft.jsonl"]
+    settings += ["run.num_rollout=100000", "data.prompts_per_step=4", "track.trackers=[]", "track.progress=false"]
+    command = [sys.executable, "-m", "megarl.train", str(ROOT / "configs/quickstart_sft.yaml"), *settings, *overrides]
     return start_process(command, folder)
 
 
@@ -501,9 +503,9 @@ def test_saves_at_sigterm_and_restarts_after_a_kill(
     traceback = (tmp_path / "run/logs/rank_0.log").read_text()
     assert "Traceback" in traceback
     assert "gloo" in traceback or "rank 1 disconnected" in traceback  # whichever connection failed first
-    remaining = [path.name for path in scratch.iterdir()]
+    leftover_files = [path.name for path in scratch.iterdir()]
     # The cache of torch is shared by all runs.
-    assert [name for name in remaining if not name.startswith("torchinductor_")] == []
+    assert [name for name in leftover_files if not name.startswith("torchinductor_")] == []
 
 
 @pytest.mark.nightly

@@ -41,14 +41,14 @@ with exit_status.exit_on_error():
 
 
 def test_finds_the_cause_on_another_node() -> None:
-    lost = NodeReport("n1", codes={0: 1}, words=(LOST,))
+    lost_node = NodeReport("n1", codes={0: 1}, words=(LOST,))
     killed = NodeReport("n2", codes={1: -9})
-    outcome, node = combine_reports([lost, killed])
+    outcome, node = combine_reports([lost_node, killed])
     assert (outcome.kind, node) == ("killed", "n2")
     assert outcome.text.startswith("error: rank 1 (node n2) was killed by SIGKILL")
     mistake = NodeReport("n2", codes={1: 2}, words=(RankMessage(1, "mistake", "error: key"),))
-    assert combine_reports([lost, mistake])[0][:3] == (2, "error: key", "mistake")
-    assert combine_reports([lost, NodeReport("n2", has_succeeded=True)])[0].kind == "lost"
+    assert combine_reports([lost_node, mistake])[0][:3] == (2, "error: key", "mistake")
+    assert combine_reports([lost_node, NodeReport("n2", has_succeeded=True)])[0].kind == "lost"
     assert (
         combine_reports([NodeReport("n1", has_succeeded=True), NodeReport("n2", has_succeeded=True)])[0].kind == "done"
     )
@@ -84,16 +84,16 @@ def test_refuses_forged_values_in_the_store(monkeypatch: pytest.MonkeyPatch) -> 
     first = MultiNode(0, 2, "127.0.0.1", port)
     second = MultiNode(1, 2, "127.0.0.1", port)
     assert first.agree_port() == second.agree_port()
-    intruder = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    intruder.set("1/port", "1")
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store.set("1/port", "1")
     second.attempt = 1
     with pytest.raises(ForgedError):
         second.agree_port()
-    intruder.set("2/port", intruder.get("0/port"))  # a genuine value of another key
+    store.set("2/port", store.get("0/port"))  # a genuine value of another key
     second.attempt = 2
     with pytest.raises(ForgedError):
         second.agree_port()
-    intruder.set("0/next", '[true, 0, "", 0.0, ""]')
+    store.set("0/next", '[true, 0, "", 0.0, ""]')
     second.attempt = 0
     after = second.decide_next(NodeReport("n1"), None)
     assert not after.should_restart and "no longer responds: refused" in after.text
@@ -164,8 +164,8 @@ def test_restarts_all_nodes_together(folder: Path) -> None:
     nodes = TwoLaunchers(folder, body)
     nodes.wait_for("started_0_0")
     os.kill(nodes.wait_for("started_0_1"), signal.SIGKILL)
-    (code, lines), other = nodes.wait_for_exit()
-    assert (code, lines) == other and code == 0
+    (code, lines), report = nodes.wait_for_exit()
+    assert (code, lines) == report and code == 0
     first, second = lines
     assert first.startswith("error: rank 1 (node n1) was killed by SIGKILL")
     assert "restarting in 2 s from checkpoint step_000004 (restart 1 of this run, 1 of 3" in first
@@ -191,6 +191,6 @@ def test_ctrl_c_on_all_nodes_ends_the_run(folder: Path) -> None:
 
 def test_excludes_the_node_of_repeated_failures(folder: Path) -> None:
     nodes = TwoLaunchers(folder, "rank and os.kill(os.getpid(), signal.SIGKILL); time.sleep(600)", times=1)
-    (code, lines), other = nodes.wait_for_exit()
-    assert (code, lines) == other and code == 137 and len(lines) == 2
+    (code, lines), report = nodes.wait_for_exit()
+    assert (code, lines) == report and code == 137 and len(lines) == 2
     assert (folder / "leave_out").read_text() == "n1\n"

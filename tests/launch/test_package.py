@@ -63,7 +63,7 @@ def test_declares_every_imported_package(installed: Path) -> None:
 
     lines = message_from_string(metadata(installed, "METADATA")).get_all("Requires-Dist") or []
     requirements = [Requirement(line) for line in lines]
-    needed = {canonicalize_name(item.name) for item in requirements if item.marker is None}
+    required = {canonicalize_name(item.name) for item in requirements if item.marker is None}
     imported = set()
     for file in (ROOT / "megarl").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -73,17 +73,18 @@ def test_declares_every_imported_package(installed: Path) -> None:
             imported |= {name.partition(".")[0] for name in names}
     third_party = imported - sys.stdlib_module_names - {"megarl"} - OPTIONAL_PACKAGES
     assert (
-        "torch" in third_party and {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in third_party} <= needed
+        "torch" in third_party
+        and {canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in third_party} <= required
     )
-    assert not needed & {"pytest", "mypy", "ruff", "sglang", "transformer-engine"}
+    assert not required & {"pytest", "mypy", "ruff", "sglang", "transformer-engine"}
     (torch,) = (item for item in requirements if item.name == "torch" and item.marker is None)
     assert "2.13.0" in torch.specifier and "2.14.1" in torch.specifier and "2.15.0" not in torch.specifier
 
 
 def test_includes_every_file(installed: Path) -> None:
-    listed = [str(file.relative_to(ROOT)) for file in package_files()]
-    left_out = [name for name in listed if not (installed / name).is_file() and not name.endswith(".png")]
-    assert len(listed) > 150 and not left_out
+    package_paths = [str(file.relative_to(ROOT)) for file in package_files()]
+    left_out = [name for name in package_paths if not (installed / name).is_file() and not name.endswith(".png")]
+    assert len(package_paths) > 150 and not left_out
     assert (installed / "megarl" / "py.typed").is_file()
 
 
@@ -132,20 +133,20 @@ sys.exit(main())
 
 def test_editable_install_is_typed(tmp_path: Path) -> None:
     """Mypy reads the .pth file of an editable installation without import hooks, and finds py.typed."""
-    copy, site, place = tmp_path / "copy", tmp_path / "site", tmp_path / "place"
+    copy, site, workdir = tmp_path / "copy", tmp_path / "site", tmp_path / "place"
     build(tmp_path)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-index"]
     command = [*pip, "--no-deps", "--no-build-isolation", "--target", str(site), "--editable", str(copy)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True, timeout=120)
-    (packages,) = place.glob("lib/python*/site-packages")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(workdir)], check=True, timeout=120)
+    (packages,) = workdir.glob("lib/python*/site-packages")
     for file in site.iterdir():
         if file.is_file():
             (packages / file.name).write_bytes(file.read_bytes())
-    wrong = "from megarl.config.strict import is_valid\n\n\ndef right() -> str:\n    return is_valid(1, int)\n"
-    (tmp_path / "mine.py").write_text(wrong)
-    options = ["--config-file=", "--python-executable", str(place / "bin" / "python"), "--follow-imports=silent"]
+    module_text = "from megarl.config.strict import is_valid\n\n\ndef right() -> str:\n    return is_valid(1, int)\n"
+    (tmp_path / "mine.py").write_text(module_text)
+    options = ["--config-file=", "--python-executable", str(workdir / "bin" / "python"), "--follow-imports=silent"]
     check = [sys.executable, "-m", "mypy", *options, "mine.py"]
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)

@@ -73,12 +73,12 @@ def test_a_repeated_fault_at_the_same_step_ends_the_run(tmp_path: Path) -> None:
     """The rank does not matter; a fault at another step or after another failure counts as new."""
     restarts, rules = RestartTracker(), RestartPolicy(str(tmp_path), 1, 3)
     write_step(tmp_path, 6)
-    other = FAULT._replace(text=FAULT.text.replace("rank 1", "rank 0").replace("1.log", "0.log"))
+    other_fault = FAULT._replace(text=FAULT.text.replace("rank 1", "rank 0").replace("1.log", "0.log"))
     assert restarts.decide(FAULT, rules).should_restart
     write_step(tmp_path, 5)
     write_step(tmp_path, 7)
     assert restarts.decide(FAULT, rules).should_restart
-    last = restarts.decide(other, rules)
+    last = restarts.decide(other_fault, rules)
     assert (last.should_restart, last.status) == (False, 86)
     assert last.text.endswith("; that is the same error at step 8 as last time, so the run does not restart")
 

@@ -22,11 +22,11 @@ def fake_rank(world: int, rank: int) -> Iterator[None]:
     """Act as one rank of a fake world."""
     new_group = dist.new_group
 
-    def new_fake_group(*value: Any, **named: Any) -> Any:
-        return new_group(*value, **{**named, "backend": "fake"})
+    def new_fake_group(*args: Any, **kwargs: Any) -> Any:
+        return new_group(*args, **{**kwargs, "backend": "fake"})
 
-    def gather_copies(result: list[Any], mine: Any, group: Any = None) -> None:
-        result[:] = [mine] * len(result)
+    def gather_copies(result: list[Any], local: Any, group: Any = None) -> None:
+        result[:] = [local] * len(result)
 
     def apply_in_place(self: torch.nn.Module, change: Any, recurse: bool = True) -> torch.nn.Module:
         """Fake parameters cannot replace others, and already have the right device and dtype."""
@@ -40,14 +40,14 @@ def fake_rank(world: int, rank: int) -> Iterator[None]:
 
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     with contextlib.ExitStack() as stack:
-        for where, name, other in (
+        for module, name, replacement in (
             (dist, "new_group", new_fake_group),
             (dist, "all_gather_object", gather_copies),
             (ranks, "warm_up_group", lambda group=None: None),
             (random.CudaRNGStatesTracker, "fork", lambda self, name="": contextlib.nullcontext()),
             (torch.nn.Module, "_apply", apply_in_place),
         ):
-            stack.enter_context(mock.patch.object(where, name, other))
+            stack.enter_context(mock.patch.object(module, name, replacement))
         try:
             yield
         finally:

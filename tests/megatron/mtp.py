@@ -13,10 +13,10 @@ def add_layers(model: Any) -> None:
     """Append MTP layers to the decoder's, of which transformers runs as many as the config says.
 
     Names are those of the published checkpoints."""
-    config, first = model.config, model.config.num_hidden_layers
+    config, first_layer = model.config, model.config.num_hidden_layers
     norm, hidden = type(model.model.norm), model.config.hidden_size
     for number in range(config.num_nextn_predict_layers):
-        layer = type(model.model.layers[-1])(config, first + number)
+        layer = type(model.model.layers[-1])(config, first_layer + number)
         layer.enorm, layer.hnorm = norm(hidden, config.rms_norm_eps), norm(hidden, config.rms_norm_eps)
         layer.eh_proj = torch.nn.Linear(2 * hidden, hidden, bias=False)
         layer.shared_head = torch.nn.ModuleDict({"norm": norm(hidden, config.rms_norm_eps)})
@@ -37,14 +37,14 @@ def predict_ahead(layer: Any, state: torch.Tensor, embedded: torch.Tensor, rotar
 
 def loss(model: Any, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the weighted cross-entropy of one sequence [s], averaged over MTP layers, which alone have gradients."""
-    first, count = model.config.num_hidden_layers, model.config.num_nextn_predict_layers
+    first_layer, count = model.config.num_hidden_layers, model.config.num_nextn_predict_layers
     positions = torch.arange(len(tokens))[None]
     with torch.no_grad():
         state = model.model(tokens[None]).last_hidden_state
         rotary = model.model.rotary_emb(state, positions)
     embedding, head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
     total = torch.zeros(())
-    for depth, layer in enumerate(model.model.layers[first : first + count], 1):
+    for depth, layer in enumerate(model.model.layers[first_layer : first_layer + count], 1):
         if len(tokens) <= depth + 1:
             break
         length = len(tokens) - depth

@@ -26,20 +26,20 @@ def build_rank(path: str, rank: int, *overrides: str) -> dict[str, Any]:
     hf = load_hf_config(config.model.hf_config)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(config.parallel.world_size)}
     with fake_rank(config.parallel.world_size, rank):
-        place = ranks.create_layout(config.parallel)
+        layout_ranks = ranks.create_layout(config.parallel)
         with fake_tensors():
             chunks = build_chunks(hf, config, "actor")
             states = optimizer.build_optimizer(config.actor_optimizer, chunks, getattr(torch, config.model.dtype))
             buffers = [item for chunk in chunks for item in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-            retained = {id(tensor): tensor for tensor in optimizer.state_tensors(states)}
-            shapes = {name: list(tensor.shape) for name, tensor in named_params(chunks, place.ep_rank).items()}
+            state_tensors = {id(tensor): tensor for tensor in optimizer.state_tensors(states)}
+            shapes = {name: list(tensor.shape) for name, tensor in named_params(chunks, layout_ranks.ep_rank).items()}
             return {
                 "shapes": shapes,
                 "weights": sum(
                     item.nbytes for chunk in chunks for item in (*chunk.parameters(), *router_biases(chunk))
                 ),
                 "gradients": sum(item.grad_data.nbytes for item in buffers),
-                "optimizer": sum(tensor.nbytes for tensor in retained.values() if tensor.dim()),
+                "optimizer": sum(tensor.nbytes for tensor in state_tensors.values() if tensor.dim()),
             }
 
 
@@ -47,5 +47,5 @@ def router_biases(chunk: torch.nn.Module) -> list[torch.Tensor]:
     return [buffer for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")]
 
 
-found = [build_rank(*case) for case in json.loads(sys.argv[1])]
-print("RESULT", json.dumps(found))
+reports = [build_rank(*case) for case in json.loads(sys.argv[1])]
+print("RESULT", json.dumps(reports))

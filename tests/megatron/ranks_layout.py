@@ -22,9 +22,9 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[2] / "tools")]
 torch.set_num_threads(1)
 
-import cutoff  # noqa: E402
 import reference  # noqa: E402
 import replay  # noqa: E402
+import sampling_masks  # noqa: E402
 import tiny  # noqa: E402
 
 from megarl.algorithms.losses import bradley_terry  # noqa: E402
@@ -75,19 +75,19 @@ def shard_of_gradient(model: Any) -> dict[str, torch.Tensor]:
 
 def gather(model: Any, local: dict[str, torch.Tensor], add: bool) -> dict[str, torch.Tensor]:
     """Gather HF tensors by name from all ranks: sums of gradient shards, or copies of weights."""
-    everyone = parallel_ranks.all_gather_objects((model.ranks, local))
+    all_tensors = parallel_ranks.all_gather_objects((model.ranks, local))
     result: dict[str, torch.Tensor] = {}
     for param in model.params():
-        holders = [(where, tensors[param.megatron]) for where, tensors in everyone if param.megatron in tensors]
+        holders = [(owner, tensors[param.megatron]) for owner, tensors in all_tensors if param.megatron in tensors]
         if not holders:
             continue
-        stage = min(where.pp_rank for where, _ in holders)  # a tied embedding is on two stages
-        holders = [(where, tensor) for where, tensor in holders if where.pp_rank == stage]
+        stage = min(owner.pp_rank for owner, _ in holders)  # a tied embedding is on two stages
+        holders = [(owner, tensor) for owner, tensor in holders if owner.pp_rank == stage]
         shards = []
         expert = param.expert is not None
         parts, _ = model.ranks.tp_size_and_rank(expert)
         for part in range(parts):
-            copies = [tensor for where, tensor in holders if where.tp_size_and_rank(expert)[1] == part]
+            copies = [tensor for owner, tensor in holders if owner.tp_size_and_rank(expert)[1] == part]
             shards.append(torch.stack(copies).sum(0) if add else copies[0])
             if not add:
                 assert all(torch.equal(copy, copies[0]) for copy in copies), f"{param.megatron} differs between ranks"
@@ -95,10 +95,12 @@ def gather(model: Any, local: dict[str, torch.Tensor], add: bool) -> dict[str, t
     return result
 
 
-def largest_difference(actual: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], skip: tuple[str, ...]) -> float:
-    wanted = {name for name in truth if name not in skip}
-    assert actual.keys() == wanted, sorted(actual.keys() ^ wanted)
-    return max(float((actual[name] - truth[name]).abs().max()) for name in wanted)
+def largest_difference(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], skip: tuple[str, ...]
+) -> float:
+    expected_names = {name for name in expected if name not in skip}
+    assert actual.keys() == expected_names, sorted(actual.keys() ^ expected_names)
+    return max(float((actual[name] - expected[name]).abs().max()) for name in expected_names)
 
 
 def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[str, float]:
@@ -135,10 +137,10 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
 
     def build(budget: int = 26) -> Any:
-        local_value = {"train": {"max_tokens_per_gpu": budget, **train}, "model": {"megatron": megatron}}
-        chosen = tiny.config(**layout, **sections, **local_value)
-        place = parallel_ranks.create_layout(chosen.parallel)
-        model = MegatronModel(tiny.HF[family], chosen, place, role, total_updates=3)  # type: ignore[arg-type]
+        overrides = {"train": {"max_tokens_per_gpu": budget, **train}, "model": {"megatron": megatron}}
+        chosen = tiny.config(**layout, **sections, **overrides)
+        layout_ranks = parallel_ranks.create_layout(chosen.parallel)
+        model = MegatronModel(tiny.HF[family], chosen, layout_ranks, role, total_updates=3)  # type: ignore[arg-type]
         model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
         return model
 
@@ -146,16 +148,14 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     loss_fn = LOSSES[role]
     algorithm = "reward_model" if role == "reward_model" else "ppo"
     declared = load_requirements(replace(model.config, algorithm=algorithm))
-    planned = plan_memory(tiny.HF[family], model.config, declared, tiny.HF[family])
-    states, name = planned[model.ranks.pp_rank].states, role.replace("_", " ")
+    estimate = plan_memory(tiny.HF[family], model.config, declared, tiny.HF[family])
+    states, name = estimate[model.ranks.pp_rank].states, role.replace("_", " ")
     result = {
         f"planned {part}": abs(size / states[f"{name} {part}"] - 1) for part, size in model_state_bytes(model).items()
     }
     names = ("logprobs", "entropy") if role == "actor" else ()
-    argument = tiny.shard_batch(batch)
-    actual = {
-        name: tiny.gather_tokens(argument, values) for name, values in model.forward(argument, names=names).items()
-    }
+    sharded = tiny.shard_batch(batch)
+    actual = {name: tiny.gather_tokens(sharded, values) for name, values in model.forward(sharded, names=names).items()}
     with torch.no_grad():
         if role == "actor":
             logprobs, entropy = reference.policy(trainer.model, batch)
@@ -164,22 +164,22 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
             cool, _ = reference.policy(trainer.model, batch, temperature=0.7)
             result["temperature"] = float((model.forward(batch, temperature=0.7)["logprobs"] - cool).abs().max())
         elif role == "critic":
-            truth = reference.values(trainer.model, trainer.head, batch)  # type: ignore[arg-type]
-            result["values"] = float((actual["values"] - truth).abs().max())
+            expected_outputs = reference.values(trainer.model, trainer.head, batch)  # type: ignore[arg-type]
+            result["values"] = float((actual["values"] - expected_outputs).abs().max())
         else:
-            truth = reference.scores(trainer.model, trainer.head, batch)  # type: ignore[arg-type]
-            result["scores"] = float((actual["scores"] - truth).abs().max())
+            expected_outputs = reference.scores(trainer.model, trainer.head, batch)  # type: ignore[arg-type]
+            result["scores"] = float((actual["scores"] - expected_outputs).abs().max())
             frozen = MegatronModel(tiny.HF[family], model.config, model.ranks, "reward_model", trains=False)
             frozen.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
             assert frozen.offload() > 0 and weight_and_state_bytes(frozen) == (0, 0)
             result["serving"] = float((frozen.forward(batch)["scores"] - actual["scores"]).abs().max())
             assert not any(tensor.requires_grad for chunk in frozen.chunks for tensor in chunk.parameters())
-            margins = truth[batch.cu_seqlens[1:] - 1].view(-1, 2) @ torch.tensor([1.0, -1.0])
+            margins = expected_outputs[batch.cu_seqlens[1:] - 1].view(-1, 2) @ torch.tensor([1.0, -1.0])
 
     before = tiny.snapshot(model)
     result["parked"] = float(offloads_and_reloads(model, batch, actual))
     with count_live_micro_batches(model) as excess:
-        metrics = model.train_step(argument, loss_fn)
+        metrics = model.train_step(sharded, loss_fn)
     result["in flight"] = float(excess[0])
     adam = {name: ADAM[name] for name in ("lr", "weight_decay", "eps")}
     betas = (ADAM["beta1"], ADAM["beta2"])
@@ -194,8 +194,8 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     if role == "actor":
         result["metric"] = abs(metrics["entropy"] - float((batch.loss_weights * entropy).sum()))
     if role == "reward_model":
-        share = float((margins > 0).float().mean())
-        assert 0 < share < 1 and metrics["reward_model/accuracy"] == share
+        clamped_fraction = float((margins > 0).float().mean())
+        assert 0 < clamped_fraction < 1 and metrics["reward_model/accuracy"] == clamped_fraction
         result["metric"] = abs(metrics["reward_model/margin"] - float(margins.mean()))
     tied = tiny.HF[family]["tie_word_embeddings"]
     skip = ("lm_head.weight",) if role != "actor" or tied else ()
@@ -207,27 +207,29 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
     result["step"] = largest_difference(after, trainer.tensors(), skip) / ADAM["lr"]
 
     # The step does not depend on the micro-batches: one per sequence, or all in one.
-    other = build(budget=1000)
-    repeat = other.train_step(batch, loss_fn)
+    large_batches = build(budget=1000)
+    repeat = large_batches.train_step(batch, loss_fn)
     result["packing"] = abs(repeat[f"{role}/loss"] - metrics[f"{role}/loss"])
     gap = [
         float((a - b).abs().max())
-        for a, b in zip(tiny.snapshot(model).values(), tiny.snapshot(other).values(), strict=True)
+        for a, b in zip(tiny.snapshot(model).values(), tiny.snapshot(large_batches).values(), strict=True)
     ]
     result["packing_step"] = max(gap) / ADAM["lr"]
 
     # Swapping weights and back, and a gradient that is not finite, change nothing.
-    local_value, reference_weights = tiny.snapshot(model), model.host_copy()
+    overrides, reference_weights = tiny.snapshot(model), model.host_copy()
     reference_weights.copy_from(map(tensor_bytes, before.values()))
     with model.swap_weights(reference_weights):
-        again = model.forward(batch)
-    result["swapped"] = max(float((again[name] - actual[name]).abs().max()) for name in again)
+        reloaded = model.forward(batch)
+    result["swapped"] = max(float((reloaded[name] - actual[name]).abs().max()) for name in reloaded)
     step = model.train_step(batch, lambda output, part: infinite_loss(loss_fn(output, part)))
     result["skipped"] = step[f"{role}/skipped"]
-    kept = torch.cat(reference_weights.pieces)
+    reference_columns = torch.cat(reference_weights.pieces)
     result["unchanged"] = float(
-        all(torch.equal(local_value[name], tensor) for name, tensor in tiny.snapshot(model).items())
-        and torch.equal(torch.cat(list(map(tensor_bytes, before.values()))), kept[: reference_weights.size])
+        all(torch.equal(overrides[name], tensor) for name, tensor in tiny.snapshot(model).items())
+        and torch.equal(
+            torch.cat(list(map(tensor_bytes, before.values()))), reference_columns[: reference_weights.size]
+        )
     )
 
     if family == "qwen3_moe" and role == "actor":
@@ -238,9 +240,11 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
             family, layout, uneven, RANKS, lambda model: gather(model, shard_of_gradient(model), True)
         )
         result |= {f"replay {name}": value for name, value in actual.items()}
-    if role == "actor" and family in cutoff.FAMILIES:
-        plain = {name: value for name, value in megatron.items() if not name.startswith("recompute")}
-        actual = cutoff.check(family, layout, plain, RANKS, lambda model: gather(model, shard_of_gradient(model), True))
+    if role == "actor" and family in sampling_masks.FAMILIES:
+        without_recompute = {name: value for name, value in megatron.items() if not name.startswith("recompute")}
+        actual = sampling_masks.check(
+            family, layout, without_recompute, RANKS, lambda model: gather(model, shard_of_gradient(model), True)
+        )
         result |= {f"cut {name}": value for name, value in actual.items()}
     if folder:
         result["resumed"] = float(resumes_bitwise(model, build, batch, loss_fn, folder))
@@ -259,10 +263,10 @@ def aux_losses(layout: dict[str, int], weights: dict[str, torch.Tensor]) -> dict
     return {f"aux {name}": metrics[f"actor/{name}"] for name in ("moe_load_balancing_loss", "moe_z_loss", "grad_norm")}
 
 
-def vocab_parallel_difference(real: int, cut: bool = False) -> float:
+def vocab_parallel_difference(real: int, truncated: bool = False) -> float:
     """Return the largest difference of log-probs, entropies and gradients between a sharded and the whole vocabulary.
 
-    With real=7, rank 1 has padding only. cut: with candidate sets, some of which are on one rank only."""
+    With real=7, rank 1 has padding only. truncated: with candidate sets, some of which are on one rank only."""
     from megatron.core import parallel_state
 
     from megarl.megatron.logprobs import vocab_parallel_logprobs
@@ -272,28 +276,36 @@ def vocab_parallel_difference(real: int, cut: bool = False) -> float:
     complete = torch.randn(2 * width, 5, generator=generator).requires_grad_()
     targets = torch.randint(0, real, (rows,), generator=generator)
     weight = torch.randn(2, rows, generator=generator)
-    mine = slice(RANKS.tp_rank * width, (RANKS.tp_rank + 1) * width)
-    local_value, part = (tensor.detach().clone().requires_grad_() for tensor in (hidden, complete[mine]))
+    vocab_slice = slice(RANKS.tp_rank * width, (RANKS.tp_rank + 1) * width)
+    local_hidden, part = (tensor.detach().clone().requires_grad_() for tensor in (hidden, complete[vocab_slice]))
     group = parallel_state.get_tensor_model_parallel_group()
     sets = torch.rand(rows, real, generator=generator) < torch.linspace(0, 1, rows)[:, None]
     sets.scatter_(1, targets[:, None], True)
     sets[3] = (torch.arange(real) < width) == bool(targets[3] < width)
     ids = [row.nonzero()[:, 0].tolist() if i != 5 else [] for i, row in enumerate(sets)]
     sets[5] = True
-    support = SamplingMask.from_rows(ids) if cut else None
+    support = SamplingMask.from_rows(ids) if truncated else None
     actual = vocab_parallel_logprobs(
-        local_value, part, targets, real, group, 1.3, chunk_tokens=4, sampling_mask=support
+        local_hidden, part, targets, real, group, 1.3, chunk_tokens=4, sampling_mask=support
     )
     logits = (hidden @ complete.T)[:, :real] / 1.3
-    log_p = (logits.masked_fill(~sets, -torch.inf) if cut else logits).log_softmax(-1)
-    truth = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)
-    for pair in (actual, truth):
+    log_p = (logits.masked_fill(~sets, -torch.inf) if truncated else logits).log_softmax(-1)
+    expected = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)
+    for pair in (actual, expected):
         (weight[0] * pair[0] + weight[1] * pair[1]).sum().backward()
     assert (
-        local_value.grad is not None and part.grad is not None and hidden.grad is not None and complete.grad is not None
+        local_hidden.grad is not None
+        and part.grad is not None
+        and hidden.grad is not None
+        and complete.grad is not None
     )
-    torch.distributed.all_reduce(local_value.grad, group=group)
-    gaps = (actual[0] - truth[0], actual[1] - truth[1], part.grad - complete.grad[mine], local_value.grad - hidden.grad)
+    torch.distributed.all_reduce(local_hidden.grad, group=group)
+    gaps = (
+        actual[0] - expected[0],
+        actual[1] - expected[1],
+        part.grad - complete.grad[vocab_slice],
+        local_hidden.grad - hidden.grad,
+    )
     return max(float(gap.detach().abs().max()) for gap in gaps)
 
 
@@ -304,16 +316,16 @@ def count_live_micro_batches(model: Any) -> Iterator[list[int]]:
 
     parallel, make = model.config.parallel, module.make_micro_batch
     allowed = round(micro_batches_in_flight(parallel.pp, model.ranks.pp_rank, parallel.vpp) * parallel.vpp)
-    created: list[list[weakref.ref[torch.Tensor]]] = []
+    live_refs: list[list[weakref.ref[torch.Tensor]]] = []
     excess = [-allowed]
 
     def watch(*args: Any) -> Any:
         micro = make(*args)
-        retained = micro.tokens, micro.batch.loss_weights  # only the last stage has loss weights
-        created.append([weakref.ref(tensor) for tensor in retained if tensor is not None])
+        last_stage_inputs = micro.tokens, micro.batch.loss_weights  # only the last stage has loss weights
+        live_refs.append([weakref.ref(tensor) for tensor in last_stage_inputs if tensor is not None])
         gc.collect()
-        alive = sum(any(ref() is not None for ref in refs) for refs in created)
-        excess[0] = max(excess[0], alive - allowed)
+        num_alive = sum(any(ref() is not None for ref in refs) for refs in live_refs)
+        excess[0] = max(excess[0], num_alive - allowed)
         return micro
 
     module.make_micro_batch = watch
@@ -321,7 +333,7 @@ def count_live_micro_batches(model: Any) -> Iterator[list[int]]:
         yield excess
     finally:
         module.make_micro_batch = make
-        assert len(created) >= 2 * parallel.vpp
+        assert len(live_refs) >= 2 * parallel.vpp
         excess[0] = max(0, excess[0])
 
 
@@ -329,14 +341,14 @@ def offloads_and_reloads(model: Any, batch: TrainBatch, actual: dict[str, torch.
     """Offload optimizer and weights, reload, compare outputs, and leave the model offloaded."""
     weights, _ = weight_and_state_bytes(model)
     freed = [model.offload(weights=False)]
-    remaining = weight_and_state_bytes(model) == (weights, 0)
+    is_weights_only = weight_and_state_bytes(model) == (weights, 0)
     freed.append(model.offload())
-    away = weight_and_state_bytes(model) == (0, 0)
-    again = model.forward(batch)
-    back = weight_and_state_bytes(model) == (weights, 0)
+    is_offloaded = weight_and_state_bytes(model) == (0, 0)
+    reloaded = model.forward(batch)
+    is_weights_loaded = weight_and_state_bytes(model) == (weights, 0)
     freed.append(model.offload())
-    same = all(torch.equal(again[name], actual[name]) for name in again)
-    return min(freed) > 0 and remaining and away and back and same
+    is_equal = all(torch.equal(reloaded[name], actual[name]) for name in reloaded)
+    return min(freed) > 0 and is_weights_only and is_offloaded and is_weights_loaded and is_equal
 
 
 def weight_and_state_bytes(model: Any) -> tuple[int, int]:
@@ -344,10 +356,10 @@ def weight_and_state_bytes(model: Any) -> tuple[int, int]:
     from megarl.megatron.optimizer import state_tensors
 
     params = [tensor for chunk in model.chunks for tensor in chunk.parameters()]
-    mine = {tensor.untyped_storage() for tensor in params}
+    param_storages = {tensor.untyped_storage() for tensor in params}
     states = [] if model.optimizer is None else [t for t in state_tensors(model.optimizer) if t.dim()]
-    others = {tensor.untyped_storage() for tensor in states} - mine
-    return sum(storage.nbytes() for storage in mine), sum(storage.nbytes() for storage in others)
+    state_storages = {tensor.untyped_storage() for tensor in states} - param_storages
+    return sum(storage.nbytes() for storage in param_storages), sum(storage.nbytes() for storage in state_storages)
 
 
 def infinite_loss(result: TokenLoss) -> TokenLoss:
@@ -360,10 +372,10 @@ def resumes_bitwise(model: Any, build: Any, batch: TrainBatch, loss_fn: Any, fol
 
     tiny.save_model(model, Path(folder))
     first = model.train_step(batch, loss_fn)
-    fresh = build()
-    restore_model(fresh, Path(folder))
-    second = fresh.train_step(batch, loss_fn)
-    pairs = zip(tiny.snapshot(model).values(), tiny.snapshot(fresh).values(), strict=True)
+    resumed = build()
+    restore_model(resumed, Path(folder))
+    second = resumed.train_step(batch, loss_fn)
+    pairs = zip(tiny.snapshot(model).values(), tiny.snapshot(resumed).values(), strict=True)
     return first == second and all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -378,14 +390,14 @@ def with_transformer_engine_flags(set_flags: Any) -> Any:
 
     Those leave grouped experts without a flag, and mark linear layers as sharded that every rank has whole."""
 
-    def set_flags_after_reset(named: dict[str, torch.Tensor], table: Any) -> Any:
-        for name, tensor in named.items():
+    def set_flags_after_reset(tensors_by_name: dict[str, torch.Tensor], table: Any) -> Any:
+        for name, tensor in tensors_by_name.items():
             if ".mlp.experts." in name:
                 tensor.__dict__.pop("tensor_model_parallel", None)
             elif "_down_proj" in name:
                 tensor.tensor_model_parallel = True  # type: ignore[attr-defined]
-        changed = set_flags(named, table)
-        assert all(name in changed for name in named if ".mlp.experts." in name or "_down_proj" in name)
+        changed = set_flags(tensors_by_name, table)
+        assert all(name in changed for name in tensors_by_name if ".mlp.experts." in name or "_down_proj" in name)
         return changed
 
     return set_flags_after_reset
@@ -399,14 +411,14 @@ if __name__ == "__main__":
     RANKS = parallel_ranks.initialize(tiny.config(**layout).parallel, timeout_s=120)
     results = {}
     for item in sys.argv[2].split():
-        what, _, local_value = item.partition("@")
-        family, role = what.split(":")
+        family_role, _, layout_name = item.partition("@")
+        family, role = family_role.split(":")
         folder = f"{sys.argv[3]}/{len(results)}" if len(sys.argv) > 3 else ""
-        results[item] = check(family, role, parse_layout(local_value) if local_value else layout, folder)
+        results[item] = check(family, role, parse_layout(layout_name) if layout_name else layout, folder)
     if RANKS.tp > 1:
         for item in results.values():
             item["vocabulary"] = max(
-                vocab_parallel_difference(real, cut) for real in (7, 13, 16) for cut in (False, True)
+                vocab_parallel_difference(real, truncated) for real in (7, 13, 16) for truncated in (False, True)
             )
     print("RESULT " + json.dumps(results))
     parallel_ranks.shutdown()

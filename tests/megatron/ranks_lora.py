@@ -123,28 +123,30 @@ def join_experts(tensors: Tensors) -> Tensors:
     result, stacks = {}, {}
     for name, tensor in tensors.items():
         if ".mlp.experts." in name:
-            prefix, _, remaining = name.partition(".experts.")
-            stacks.setdefault(prefix, {})[remaining] = tensor
+            prefix, _, name_suffix = name.partition(".experts.")
+            stacks.setdefault(prefix, {})[name_suffix] = tensor
         else:
             result[name] = tensor
-    for prefix, retained in stacks.items():
-        count = len({remaining.partition(".")[0] for remaining in retained})
-        both = [torch.cat([retained[f"{e}.gate_proj.weight"], retained[f"{e}.up_proj.weight"]]) for e in range(count)]
-        result[f"{prefix}.experts.gate_up_proj"] = torch.stack(both)
-        result[f"{prefix}.experts.down_proj"] = torch.stack([retained[f"{e}.down_proj.weight"] for e in range(count)])
+    for prefix, stack in stacks.items():
+        count = len({name_suffix.partition(".")[0] for name_suffix in stack})
+        gate_up_pairs = [
+            torch.cat([stack[f"{e}.gate_proj.weight"], stack[f"{e}.up_proj.weight"]]) for e in range(count)
+        ]
+        result[f"{prefix}.experts.gate_up_proj"] = torch.stack(gate_up_pairs)
+        result[f"{prefix}.experts.down_proj"] = torch.stack([stack[f"{e}.down_proj.weight"] for e in range(count)])
     return result
 
 
 def gather(model: Any, local: Tensors, add: bool = False) -> Tensors:
     """Gather factors and head by HF name from all ranks: sums of gradient shards, or copies, which must be equal."""
-    everyone = parallel_ranks.all_gather_objects((model.ranks, local))
+    all_tensors = parallel_ranks.all_gather_objects((model.ranks, local))
     result: Tensors = {}
     for param in [*model.adapter_params(), *(param for param in model.params() if param.hf[0].name == reference.HEAD)]:
-        holders = [(where, tensors[param.megatron]) for where, tensors in everyone if param.megatron in tensors]
+        holders = [(owner, tensors[param.megatron]) for owner, tensors in all_tensors if param.megatron in tensors]
         shards = []
         expert = param.expert is not None
         for part in range(model.ranks.tp_size_and_rank(expert)[0]):
-            copies = [tensor for where, tensor in holders if where.tp_size_and_rank(expert)[1] == part]
+            copies = [tensor for owner, tensor in holders if owner.tp_size_and_rank(expert)[1] == part]
             shards.append(torch.stack(copies).sum(0) if add else copies[0])
             assert add or all(torch.equal(copy, copies[0]) for copy in copies), f"{param.megatron} differs"
         result |= unshard(param, shards)
@@ -158,11 +160,11 @@ def trained_params(model: Any) -> dict[str, torch.nn.Parameter]:
         for layers in lora_module()._adapters(model.chunks)
         for _, param, tensor in layers.named_factors()
     }
-    everything = [pair for chunk in model.chunks for pair in chunk.named_parameters()]
-    for name, tensor in everything:
+    named_parameters = [pair for chunk in model.chunks for pair in chunk.named_parameters()]
+    for name, tensor in named_parameters:
         if name.endswith("output_layer.weight") and tensor.requires_grad:
             actual["output_layer.weight"] = tensor
-    assert {id(tensor) for _, tensor in everything if tensor.requires_grad} == {id(t) for t in actual.values()}
+    assert {id(tensor) for _, tensor in named_parameters if tensor.requires_grad} == {id(t) for t in actual.values()}
     return actual
 
 
@@ -185,9 +187,9 @@ def gradients(model: Any) -> Tensors:
     return result
 
 
-def largest_difference(actual: Tensors, truth: Tensors) -> float:
-    assert actual.keys() == truth.keys(), sorted(actual.keys() ^ truth.keys())[:6]
-    return max(float((actual[name] - truth[name]).abs().max()) for name in truth)
+def largest_difference(actual: Tensors, expected: Tensors) -> float:
+    assert actual.keys() == expected.keys(), sorted(actual.keys() ^ expected.keys())[:6]
+    return max(float((actual[name] - expected[name]).abs().max()) for name in expected)
 
 
 def check(family: str, role: str, targets: list[str], layout: dict[str, int], folder: str) -> dict[str, float]:
@@ -201,8 +203,8 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     megatron |= {"recompute_num_layers": 1}
     if layout.get("pp", 1) > 1 and family == "deepseek_v3":  # a stage without experts
         megatron = {"num_layers_in_first_pipeline_stage": 1}
-    batch, truth = tiny.batch(), Reference(family, role, targets)
-    weights, value = truth.weights(), "logprobs" if role == "actor" else "values"
+    batch, expected = tiny.batch(), Reference(family, role, targets)
+    weights, output_name = expected.weights(), "logprobs" if role == "actor" else "values"
 
     def build(rank: int = RANK, recompute: bool = False, layout: dict[str, int] = layout) -> Any:
         options = {"lora": {"rank": rank, "alpha": ALPHA, "target_modules": targets}, "model": {}}
@@ -220,9 +222,9 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
     start = gather(model, dict(trained_params(model)))
     firsts = {name: tensor for name, tensor in start.items() if "lora_A" in name}
     assert all(not tensor.any() for name, tensor in start.items() if "lora_B" in name)
-    actual = model.forward(batch)[value]
+    actual = model.forward(batch)[output_name]
     with model.without_adapters():
-        result["fresh"] = float((model.forward(batch)[value] - actual).abs().max())
+        result["fresh"] = float((model.forward(batch)[output_name] - actual).abs().max())
     scaled = torch.cat([(tensor * tensor.shape[1] ** 0.5).flatten() for tensor in firsts.values()])
     result["widest"], result["spread"] = float(scaled.abs().max()), float(scaled.std())
     result["drawn"] = float(scaled.double().square().sum())
@@ -235,14 +237,16 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
                 )
         model.optimizer.reload_model_params()
 
-    factors = {name: tensor.detach().clone() for name, tensor in truth.factors.items()}
+    factors = {name: tensor.detach().clone() for name, tensor in expected.factors.items()}
     fill(model)
     with torch.no_grad():
-        result["outputs"] = float((model.forward(batch)[value] - truth.outputs(batch)).abs().max())
+        result["outputs"] = float((model.forward(batch)[output_name] - expected.outputs(batch)).abs().max())
         with model.without_adapters():
-            base_difference = model.forward(batch)[value] - truth.outputs(batch, adapters=False)
+            base_difference = model.forward(batch)[output_name] - expected.outputs(batch, adapters=False)
         result["base"] = float(base_difference.abs().max())
-        result["adapters matter"] = float((truth.outputs(batch) - truth.outputs(batch, adapters=False)).abs().max())
+        result["adapters matter"] = float(
+            (expected.outputs(batch) - expected.outputs(batch, adapters=False)).abs().max()
+        )
 
         # Merged weights match products in float64, as HF tensors and as the weights of a model without LoRA.
         merged = dict(gather_hf(model.merged_params(), model.params(), model.ranks))
@@ -253,68 +257,77 @@ def check(family: str, role: str, targets: list[str], layout: dict[str, int], fo
         }
         result["merged"] = largest_difference({name: merged[name].double() for name in exact}, exact)
         assert all(torch.equal(merged[name], weights[name]) for name in merged.keys() - exact.keys())
-    plain = build(rank=0)
-    plain.load_shards(lambda param, parts, part: shard(param, {**weights, **merged}, parts, part))
-    result["merged outputs"] = float((plain.forward(batch)[value] - model.forward(batch)[value]).abs().max())
-    del plain
+    base_model = build(rank=0)
+    base_model.load_shards(lambda param, parts, part: shard(param, {**weights, **merged}, parts, part))
+    result["merged outputs"] = float(
+        (base_model.forward(batch)[output_name] - model.forward(batch)[output_name]).abs().max()
+    )
+    del base_model
 
     # PEFT's tensors: A for each of the HF weights, and B.
     complete = dict(gather_hf(model.local_adapters(), model.adapter_params(), model.ranks))
     peft = peft_tensors(complete, adapted_weights(model.params(), targets), RANK)
     for name in exact:
         module, a, b = factor_names(name)
-        for kind, wanted in (("lora_A", a), ("lora_B", b)):
-            assert torch.equal(peft.pop(f"base_model.model.{module}.{kind}.weight"), factors[wanted])
+        for kind, expected_weight in (("lora_A", a), ("lora_B", b)):
+            assert torch.equal(peft.pop(f"base_model.model.{module}.{kind}.weight"), factors[expected_weight])
     assert not peft
 
     before = tiny.snapshot(model)
     loss_fn = policy_loss if role == "actor" else value_loss
     metrics = model.train_step(batch, loss_fn)
-    loss, norm = truth.step(batch)
+    loss, norm = expected.step(batch)
     result["loss"] = abs(metrics[f"{role}/loss"] - loss)
     result["grad_norm"] = abs(metrics[f"{role}/grad_norm"] - norm) / norm
     assert norm > 1.2 * ADAM["max_grad_norm"], "the step is meant to be clipped"
-    grads = {name: tensor.grad for name, tensor in truth.trained_params().items()}
+    grads = {name: tensor.grad for name, tensor in expected.trained_params().items()}
     peak = max(float(grad.abs().max()) for grad in grads.values())  # type: ignore[union-attr]
     result["gradients"] = largest_difference(gather(model, gradients(model), add=True), grads) / peak  # type: ignore[arg-type]
-    after = {name: tensor.detach() for name, tensor in truth.trained_params().items()}
+    after = {name: tensor.detach() for name, tensor in expected.trained_params().items()}
     result["step"] = largest_difference(gather(model, dict(trained_params(model))), after) / ADAM["lr"]
     frozen = {name for name in before if name != "output_layer.weight" or role == "actor"}
     result["frozen"] = float(all(torch.equal(before[name], model.local_params()[name]) for name in frozen))
     # After restoring into a fresh model the next step is bitwise the same, and nearly so with recomputed activations.
-    place = Path(folder)
-    tiny.save_model(model, place)
+    adapter_folder = Path(folder)
+    tiny.save_model(model, adapter_folder)
     # Another layout restores masters and moments too, and its next step is nearly the same.
     other_layout = {"world": 2, "tp": 2} if layout.keys() & {"pp", "cp"} else {"world": 2, "cp": 2}
-    other = build(layout=other_layout)
-    restore_model(other, place)
+    resharded = build(layout=other_layout)
+    restore_model(resharded, adapter_folder)
     if role == "critic" and targets:  # one rank's optimizer shard has nothing of the single dense tensor
-        assert [len(part.optimizer.state) for part in other.optimizer.chained_optimizers][0] == 1 - other.ranks.job.rank
-        tiny.save_model(other, place / "again")
-        other = build(layout=other_layout)
-        restore_model(other, place / "again")
-    original, moved = gather(model, dict(trained_params(model))), gather(other, dict(trained_params(other)))
-    assert all(torch.equal(original[name], moved[name]) for name in original)
-    other.train_step(batch, loss_fn)
+        assert [len(part.optimizer.state) for part in resharded.optimizer.chained_optimizers][
+            0
+        ] == 1 - resharded.ranks.job.rank
+        tiny.save_model(resharded, adapter_folder / "again")
+        resharded = build(layout=other_layout)
+        restore_model(resharded, adapter_folder / "again")
+    original, resharded_tensors = (
+        gather(model, dict(trained_params(model))),
+        gather(resharded, dict(trained_params(resharded))),
+    )
+    assert all(torch.equal(original[name], resharded_tensors[name]) for name in original)
+    resharded.train_step(batch, loss_fn)
     first = model.train_step(batch, loss_fn)
     for name, recompute in (("resumed", False), ("recomputed", True)):
-        fresh = build(recompute=recompute)
-        restore_model(fresh, place)
-        second = fresh.train_step(batch, loss_fn)
+        restored = build(recompute=recompute)
+        restore_model(restored, adapter_folder)
+        second = restored.train_step(batch, loss_fn)
         gaps = [
             float((a - b).abs().max())
-            for a, b in zip(trained_params(model).values(), trained_params(fresh).values(), strict=True)
+            for a, b in zip(trained_params(model).values(), trained_params(restored).values(), strict=True)
         ]
         result[name] = max(gaps, default=0.0) / ADAM["lr"] + abs(first[f"{role}/loss"] - second[f"{role}/loss"])
     result["other_layout"] = (
-        largest_difference(gather(other, dict(trained_params(other))), gather(model, dict(trained_params(model))))
+        largest_difference(
+            gather(resharded, dict(trained_params(resharded))), gather(model, dict(trained_params(model)))
+        )
         / ADAM["lr"]
     )
     return result
 
 
 class GroupedLinear(torch.nn.Module):
-    """Stand-in for Transformer Engine's GroupedLinear: takes tokens sorted by expert, and their number per expert."""
+    """Fake of Transformer Engine's GroupedLinear: takes tokens sorted by expert, and their number per expert."""
 
     def __init__(self, experts: int, rows: int, columns: int) -> None:
         super().__init__()
@@ -327,7 +340,7 @@ class GroupedLinear(torch.nn.Module):
 
 
 class NormedLinear(torch.nn.Module):
-    """Stand-in for Transformer Engine's LayerNormLinear: norm and linear layer in one."""
+    """Fake of Transformer Engine's LayerNormLinear: norm and linear layer in one."""
 
     normalization, eps = "RMSNorm", 1e-5
 
@@ -342,7 +355,7 @@ class NormedLinear(torch.nn.Module):
         return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * gamma @ self.weight.T, None
 
 
-def stand_ins() -> dict[str, float]:
+def fake_te_layers() -> dict[str, float]:
     """Compare adapters with merged weights on layers with Transformer Engine's interface."""
     from torch.nn import Module, ModuleList
 
@@ -370,28 +383,26 @@ def stand_ins() -> dict[str, float]:
 
     def outputs() -> list[torch.Tensor]:
         generator, splits = torch.Generator().manual_seed(1), [3, 0, 5, 2]
-        created = []
+        layer_outputs = []
         for layer in model.decoder.layers:
-            created.append(layer.self_attention.linear_qkv(torch.randn(7, 1, 32, generator=generator))[0])
-            created.append(layer.mlp.experts.linear_fc1(torch.randn(10, 32, generator=generator), splits)[0])
-            created.append(layer.mlp.experts.linear_fc2(torch.randn(10, 24, generator=generator), splits)[0])
-        return created
+            layer_outputs.append(layer.self_attention.linear_qkv(torch.randn(7, 1, 32, generator=generator))[0])
+            layer_outputs.append(layer.mlp.experts.linear_fc1(torch.randn(10, 32, generator=generator), splits)[0])
+            layer_outputs.append(layer.mlp.experts.linear_fc2(torch.randn(10, 24, generator=generator), splits)[0])
+        return layer_outputs
 
-    adapted, local_value = outputs(), named_params([model], 0)
-    merged = {
-        name: tensor.clone() for name, tensor in lora_module().MergedWeights(local_value, local, ALPHA / RANK).items()
-    }
+    adapted, names = outputs(), named_params([model], 0)
+    merged = {name: tensor.clone() for name, tensor in lora_module().MergedWeights(names, local, ALPHA / RANK).items()}
     with torch.no_grad(), lora_module().disable_adapters([model]):
-        plain = outputs()
-        for name, tensor in local_value.items():
+        base_model = outputs()
+        for name, tensor in names.items():
             tensor.copy_(merged[name])
         gaps = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(adapted, outputs(), strict=True)]
-        least = min(float((a - b).abs().max()) for a, b in zip(adapted, plain, strict=True))
+        smallest_difference = min(float((a - b).abs().max()) for a, b in zip(adapted, base_model, strict=True))
     sum(tensor.sum() for tensor in adapted).backward()  # type: ignore[union-attr]
     grads = [tensor.grad for tensor in model.adapters.parameters()]
     return {
         "difference": max(gaps),
-        "least effect": least,
+        "least effect": smallest_difference,
         "factors": float(len(local)),
         "with gradients": float(sum(bool(grad is not None and grad.any()) for grad in grads)),
     }
@@ -400,10 +411,10 @@ def stand_ins() -> dict[str, float]:
 if __name__ == "__main__":
     world = int(os.environ["WORLD_SIZE"])
     parallel_ranks.initialize(tiny.config(world=world).parallel, timeout_s=120)
-    results = {"stand-ins": stand_ins()}
+    results = {"fake TE layers": fake_te_layers()}
     for item in sys.argv[1].split():
-        what, _, layout = item.partition("@")
-        family, role, *targets = what.split(":")
+        case, _, layout = item.partition("@")
+        family, role, *targets = case.split(":")
         sizes = {name: int(size) for name, size in (pair.split("=") for pair in layout.split(","))}
         chosen = targets[0].split("+") if targets else []
         results[item] = check(family, role, chosen, {**sizes, "world": world}, f"{sys.argv[2]}/{len(results)}")

@@ -56,8 +56,12 @@ def batches(logprobs: torch.Tensor) -> dict[str, TrainBatch]:
         ref_logprobs=logprobs + noise[0],
         rollout_logprobs=logprobs + noise[1],
     )
-    older = (torch.rand(len(logprobs), generator=generator) < 0.3).int()
-    return {"": batch.with_(old_logprobs=logprobs + noise[2]), "single": batch, "stale": batch.with_(staleness=older)}
+    is_stale = (torch.rand(len(logprobs), generator=generator) < 0.3).int()
+    return {
+        "": batch.with_(old_logprobs=logprobs + noise[2]),
+        "single": batch,
+        "stale": batch.with_(staleness=is_stale),
+    }
 
 
 def check(layout: dict[str, int]) -> dict[str, dict[str, float]]:
@@ -66,7 +70,7 @@ def check(layout: dict[str, int]) -> dict[str, dict[str, float]]:
     trainer = reference.Trainer(FAMILY, "actor")
     weights = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
     logprobs, entropy = reference.policy(trainer.model, tiny.batch())
-    truth = ModelOutput(logprobs=logprobs, entropy=entropy.detach())
+    expected_output = ModelOutput(logprobs=logprobs, entropy=entropy.detach())
     params = dict(trainer.model.named_parameters())
     model = MegatronModel(tiny.HF[FAMILY], make_config(layout, "ppo", "token-mean"), RANKS, "actor", total_updates=100)
     results = {}
@@ -77,37 +81,40 @@ def check(layout: dict[str, int]) -> dict[str, dict[str, float]]:
     ]
     cases += [(name, "token-mean", "stale") for name, loss in POLICY_LOSSES.items() if loss.mark is None]
     cases.append(("ppo", "token-mean", "single"))
-    seen: dict[tuple[str, str], dict[str, float]] = {}
+    results_by_case: dict[tuple[str, str], dict[str, float]] = {}
     for name, mean, kind in cases:
         config = make_config(layout, name, mean)
         full = batches(logprobs.detach())[kind]
 
         @reads(*policy_loss_columns(config, full))
         def loss_fn(output: ModelOutput, part: TrainBatch, config: Config = config) -> TokenLoss:
-            result, good = policy_loss(output, part, config, 0.1), positive_nll(output.logprobs, part)
-            return TokenLoss(result.loss + 0.1 * good.loss, result.metrics | good.metrics, result.sequence_metrics)
+            result, nll = policy_loss(output, part, config, 0.1), positive_nll(output.logprobs, part)
+            return TokenLoss(result.loss + 0.1 * nll.loss, result.metrics | nll.metrics, result.sequence_metrics)
 
         (mini,) = split_mini_batches(full, config, seed=3)
-        expected = loss_fn(truth, mini)
+        expected = loss_fn(expected_output, mini)
         value = (mini.loss_weights * expected.loss).sum()
-        wanted = {key: float(figure) for key, figure in expected.reduce_metrics(mini).items()}
+        expected_metrics = {key: float(figure) for key, figure in expected.reduce_metrics(mini).items()}
         grads = dict(zip(params, torch.autograd.grad(value, list(params.values()), retain_graph=True), strict=True))
 
         model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
-        (mine,) = split_mini_batches(tiny.shard_batch(full), config, seed=3)
-        metrics = model.train_step(mine, loss_fn)
+        (mini_batch,) = split_mini_batches(tiny.shard_batch(full), config, seed=3)
+        metrics = model.train_step(mini_batch, loss_fn)
         result = gather(model, shard_of_gradient(model), add=True)
-        right = tiny.split_experts(grads)
-        assert result.keys() == right.keys()
-        largest = max(float(grad.abs().max()) for grad in right.values())
-        gap = max(float((result[key] - right[key]).abs().max()) for key in right)
+        expected_grads = tiny.split_experts(grads)
+        assert result.keys() == expected_grads.keys()
+        grad_scale = max(float(grad.abs().max()) for grad in expected_grads.values())
+        gap = max(float((result[key] - expected_grads[key]).abs().max()) for key in expected_grads)
         results[f"{name} {mean} {kind}"] = {
             "loss": abs(metrics["actor/loss"] - float(value)) / max(abs(float(value)), 1e-3),
-            "gradients": gap / largest,
-            "metrics": max(abs(metrics[key] - wanted[key]) for key in wanted),
-            "marked": float(wanted.get("actor/cov_frac", -1.0)),
+            "gradients": gap / grad_scale,
+            "metrics": max(abs(metrics[key] - expected_metrics[key]) for key in expected_metrics),
+            "marked": float(expected_metrics.get("actor/cov_frac", -1.0)),
             # Metrics do not depend on the aggregation of the loss.
-            "moved": max(abs(seen.setdefault((name, kind), wanted)[key] - wanted[key]) for key in wanted),
+            "metric change": max(
+                abs(results_by_case.setdefault((name, kind), expected_metrics)[key] - expected_metrics[key])
+                for key in expected_metrics
+            ),
         }
     return results
 

@@ -57,10 +57,10 @@ def build(guarded: bool, role: str = "actor", aux: bool = False, **train: Any) -
     sections: dict[str, Any] = {"guards": {"oom_retry": guarded}, "actor_optimizer": ADAM, "train": train}
     sections["model"] = {"megatron": tiny.AUX_LOSSES if aux else {}}
     config = tiny.config(world=2, **SIZES, **sections, critic={"optimizer": ADAM})
-    place = parallel_ranks.create_layout(config.parallel)
-    model = MegatronModel(tiny.HF[FAMILY], config, place, role, total_updates=5)  # type: ignore[arg-type]
-    heads = {"score.weight": torch.linspace(-0.2, 0.2, 32)[None]}
-    model.load_shards(lambda param, parts, part: shard(param, WEIGHTS | heads, parts, part))
+    layout_ranks = parallel_ranks.create_layout(config.parallel)
+    model = MegatronModel(tiny.HF[FAMILY], config, layout_ranks, role, total_updates=5)  # type: ignore[arg-type]
+    score_heads = {"score.weight": torch.linspace(-0.2, 0.2, 32)[None]}
+    model.load_shards(lambda param, parts, part: shard(param, WEIGHTS | score_heads, parts, part))
     return model
 
 
@@ -75,45 +75,55 @@ def train_steps(model: Any, batch: TrainBatch, loss_fn: Any = loss, steps: int =
     return {"metrics": metrics, "outputs": outputs, "weights": weights, "moments": moments}
 
 
-def largest_difference(item: dict[str, Any], other: dict[str, Any]) -> float:
+def largest_difference(a: dict[str, Any], b: dict[str, Any]) -> float:
     """Return the largest difference of any value, relative for values above 1."""
-    actual = 0.0
-    for mine, theirs in zip(item["metrics"], other["metrics"], strict=True):
-        assert mine.keys() == theirs.keys()
-        actual = max(actual, *(abs(mine[name] - theirs[name]) / max(1.0, abs(theirs[name])) for name in mine))
-    pairs = [(item[kind][name], other[kind][name]) for kind in ("outputs", "weights") for name in item[kind]]
-    pairs += list(zip(item["moments"], other["moments"], strict=True))
-    gaps = [(mine - theirs).abs() / theirs.abs().clamp(min=1.0) for mine, theirs in pairs if mine.numel()]
-    return max(actual, *(float(gap.max()) for gap in gaps))
+    largest = 0.0
+    for actual_value, expected_value in zip(a["metrics"], b["metrics"], strict=True):
+        assert actual_value.keys() == expected_value.keys()
+        largest = max(
+            largest,
+            *(
+                abs(actual_value[name] - expected_value[name]) / max(1.0, abs(expected_value[name]))
+                for name in actual_value
+            ),
+        )
+    pairs = [(a[kind][name], b[kind][name]) for kind in ("outputs", "weights") for name in a[kind]]
+    pairs += list(zip(a["moments"], b["moments"], strict=True))
+    gaps = [
+        (actual_value - expected_value).abs() / expected_value.abs().clamp(min=1.0)
+        for actual_value, expected_value in pairs
+        if actual_value.numel()
+    ]
+    return max(largest, *(float(gap.max()) for gap in gaps))
 
 
 def retry_state(model: Any) -> list[Any]:
     """Return token budget, whether layers recompute, and the number of OOMs, which must be equal on all ranks."""
-    actual = [model.oom_retry.token_budget, model.oom_retry.should_recompute, model.oom_retry.num_ooms]
-    assert len({str(item) for item in parallel_ranks.all_gather_objects(actual)}) == 1
-    return actual
+    state = [model.oom_retry.token_budget, model.oom_retry.should_recompute, model.oom_retry.num_ooms]
+    assert len({str(a) for a in parallel_ranks.all_gather_objects(state)}) == 1
+    return state
 
 
 @contextmanager
-def run_out_of_memory(model: Any, when: Callable[[Any], bool], how: str = "device") -> Iterator[list[int]]:
+def run_out_of_memory(model: Any, when: Callable[[Any], bool], failure: str = "device") -> Iterator[list[int]]:
     """Make rank 1 run out of memory in each micro-batch for which `when` is true.
 
-    how: as the `device` allocator raises it, by a real allocation on the `host`, or in the `backward` pass."""
+    failure: as the `device` allocator raises it, by a real allocation on the `host`, or in the `backward` pass."""
     reader, failures = model._reader, []
 
     def raise_oom(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    def reading(micro: Any, emitted: torch.Tensor, *remaining: Any) -> Any:
+    def reading(micro: Any, emitted: torch.Tensor, *args: Any) -> Any:
         if micro.indices and RANKS.job.rank == 1 and when(micro):
             failures.append(len(micro.unpadded_indices))
-            if how == "host":
+            if failure == "host":
                 torch.empty(1 << 60, dtype=torch.uint8)
-            elif how == "backward":
+            elif failure == "backward":
                 emitted.register_hook(raise_oom)
             else:
                 raise_oom()
-        return reader.read(micro, emitted, *remaining)
+        return reader.read(micro, emitted, *args)
 
     model._reader = SimpleNamespace(read=reading)
     yield failures
@@ -131,23 +141,23 @@ def error(call: Callable[[], Any]) -> str:
 def independent_ranks() -> dict[str, Any]:
     """Each rank has a whole model; the first rank has all sequences."""
     batch, result = tiny.shard_batch(tiny.batch()), {}
-    expected = train_steps(build(False), batch)
-    result["guarded"] = largest_difference(train_steps(build(True), batch), expected)
-    for how in ("device", "host", "backward"):
+    expected_value = train_steps(build(False), batch)
+    result["guarded"] = largest_difference(train_steps(build(True), batch), expected_value)
+    for failure in ("device", "host", "backward"):
         model = build(True)
-        with run_out_of_memory(model, lambda micro: len(micro.indices) > 1, how) as failures:
+        with run_out_of_memory(model, lambda micro: len(micro.indices) > 1, failure) as failures:
             actual = train_steps(model, batch)
-        result[how] = {
-            "gap": largest_difference(actual, expected),
+        result[failure] = {
+            "gap": largest_difference(actual, expected_value),
             "state": retry_state(model),
             "failures": len(failures),
         }
-    many = tiny.shard_batch(tiny.batch((4, 3, 5, 2, 4, 3, 5, 4, 3, 4, 2, 5)))
+    many_sequences = tiny.shard_batch(tiny.batch((4, 3, 5, 2, 4, 3, 5, 4, 3, 4, 2, 5)))
     model = build(True)
     with run_out_of_memory(model, lambda micro: len(micro.indices) > 1):
-        actual = train_steps(model, many)
+        actual = train_steps(model, many_sequences)
     result["halved again"] = {
-        "gap": largest_difference(actual, train_steps(build(False), many)),
+        "gap": largest_difference(actual, train_steps(build(False), many_sequences)),
         "state": retry_state(model),
     }
     model = build(True, aux=True)
@@ -160,28 +170,28 @@ def independent_ranks() -> dict[str, Any]:
         "state": retry_state(model),
     }
     saved = model.sharded_state_dict()["guards"]
-    again, reconfigured = build(True), build(True, max_tokens_per_gpu=30)
-    for other in (again, reconfigured):
-        other.oom_retry.load_state_dict(json.loads(json.dumps(saved)))
-    result["restored"], result["restored with new config"] = retry_state(again), retry_state(reconfigured)
-    layers = next(iter(again.chunks)).module.decoder.config
+    retried, reconfigured = build(True), build(True, max_tokens_per_gpu=30)
+    for restored_model in (retried, reconfigured):
+        restored_model.oom_retry.load_state_dict(json.loads(json.dumps(saved)))
+    result["restored"], result["restored with new config"] = retry_state(retried), retry_state(reconfigured)
+    layers = next(iter(retried.chunks)).module.decoder.config
     result["restored recomputes"] = [layers.recompute_granularity, layers.recompute_method]
     model = build(True)
     with run_out_of_memory(model, lambda micro: True):
         result["unfittable"] = error(lambda: model.train_step(batch, loss))
         result["unfittable forward"] = error(lambda: model.forward(batch))
     with run_out_of_memory(model, lambda micro: len(micro.indices) > 1):
-        result["after failure"] = largest_difference(train_steps(model, batch), expected)
+        result["after failure"] = largest_difference(train_steps(model, batch), expected_value)
     model = build(False)
     with run_out_of_memory(model, lambda micro: True):
         # An error of one rank, after which its peers fail too.
         result["unguarded"] = unguarded(model, tiny.batch())
     pairs, role = tiny.shard_batch(tiny.pairs()), "reward_model"
-    expected = train_steps(build(False, role, max_tokens_per_gpu=80), pairs, preference)
+    expected_value = train_steps(build(False, role, max_tokens_per_gpu=80), pairs, preference)
     model = build(True, role, max_tokens_per_gpu=80)
     with run_out_of_memory(model, lambda micro: len(micro.indices) > 2):
         actual = train_steps(model, pairs, preference)
-    result["pairs"] = {"gap": largest_difference(actual, expected), "state": retry_state(model)}
+    result["pairs"] = {"gap": largest_difference(actual, expected_value), "state": retry_state(model)}
     return result
 
 
@@ -199,11 +209,11 @@ def model_parallel_ranks() -> dict[str, Any]:
     batch, result = tiny.batch(), {}
     model, reserve = build(True), device.reserve
 
-    def needs(tokens: int, recomputes: bool = False) -> int:
+    def required_tokens(tokens: int, recomputes: bool = False) -> int:
         return working_bytes(tiny.HF[FAMILY], model.config, model.ranks, "actor", tokens, True, recomputes)
 
     # Recomputation saves nothing in a stage of one layer.
-    enough = max(needs(14), 0 if LAYOUT == "pp" else needs(26, recomputes=True))
+    enough = max(required_tokens(14), 0 if LAYOUT == "pp" else required_tokens(26, recomputes=True))
     enough = parallel_ranks.all_gather_objects(enough)[1]
 
     def limited(size: int) -> None:
@@ -212,16 +222,16 @@ def model_parallel_ranks() -> dict[str, Any]:
         reserve(size)
 
     device.reserve = limited
-    for name, longest in (("short", 14), ("long", 26)):
-        value = batch.select([i for i in range(batch.num_sequences) if batch.lengths[i] <= longest])
-        assert value.loss_weights is not None
-        value = tiny.shard_batch(value.with_(loss_weights=value.loss_weights / value.loss_weights.sum()))
-        expected, model = train_steps(build(False), value), build(True)
+    for name, max_length in (("short", 14), ("long", 26)):
+        selected = batch.select([i for i in range(batch.num_sequences) if batch.lengths[i] <= max_length])
+        assert selected.loss_weights is not None
+        selected = tiny.shard_batch(selected.with_(loss_weights=selected.loss_weights / selected.loss_weights.sum()))
+        expected_value, model = train_steps(build(False), selected), build(True)
         if LAYOUT == "pp" and name == "long":
-            result["unfittable"] = error(lambda: model.train_step(value, loss))  # noqa: B023
+            result["unfittable"] = error(lambda: model.train_step(selected, loss))  # noqa: B023
             continue
-        actual = train_steps(model, value)
-        result[name] = {"gap": largest_difference(actual, expected), "state": retry_state(model)}
+        actual = train_steps(model, selected)
+        result[name] = {"gap": largest_difference(actual, expected_value), "state": retry_state(model)}
     device.reserve = reserve
     model = build(True)
 

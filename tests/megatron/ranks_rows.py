@@ -43,7 +43,7 @@ def make_batch(holders: list[int]) -> TrainBatch:
         name: torch.randn(total, generator=draw)
         for name in "rollout_logprobs old_logprobs ref_logprobs values rewards advantages returns loss_weights".split()
     }
-    home = torch.tensor(holders)[torch.randint(0, len(holders), (256,), generator=draw)]
+    owner = torch.tensor(holders)[torch.randint(0, len(holders), (256,), generator=draw)]
     local = torch.arange(256)
     return TrainBatch(
         tokens=torch.randint(0, 200, (total,), generator=draw, dtype=torch.int32),
@@ -51,7 +51,7 @@ def make_batch(holders: list[int]) -> TrainBatch:
         loss_mask=torch.rand(total, generator=draw) < 0.5,
         group=local // 8,
         sequence_reward=torch.zeros(256),
-        sharding=BatchSharding(lengths, torch.zeros_like(lengths), home, local, row_exchange.WorldComm()),
+        sharding=BatchSharding(lengths, torch.zeros_like(lengths), owner, local, row_exchange.WorldComm()),
         **column,
     )
 
@@ -60,20 +60,20 @@ def shard_batch(full: TrainBatch, rank: int) -> TrainBatch:
     assert full.sharding is not None
     local = (full.sharding.home == rank).nonzero().squeeze(1)
     part = replace(full, sharding=None).select(local.tolist())
-    shares = replace(full.sharding, local_indices=local)
-    return replace(part, group=full.group, sequence_reward=full.sequence_reward, sharding=shares)
+    sharding = replace(full.sharding, local_indices=local)
+    return replace(part, group=full.group, sequence_reward=full.sequence_reward, sharding=sharding)
 
 
-def tokens_crossing(batch: TrainBatch, plan: MicroBatchPlan, places: dict[int, ModelRank]) -> int:
+def tokens_crossing(batch: TrainBatch, plan: MicroBatchPlan, model_ranks: dict[int, ModelRank]) -> int:
     """Return the number of tokens that a rank other than their home reads."""
     assert batch.sharding is not None
-    wanted = {
-        i: {rank for rank, at in places.items() if at.dp_rank == r}
+    expected_crossing = {
+        i: {rank for rank, model_rank in model_ranks.items() if model_rank.dp_rank == r}
         for r, local in enumerate(plan)
         for i in sum(local, [])
     }
-    home, lengths = batch.sharding.home.tolist(), batch.lengths.tolist()
-    return sum(lengths[i] for i, readers in wanted.items() if readers - {home[i]})
+    owner, lengths = batch.sharding.home.tolist(), batch.lengths.tolist()
+    return sum(lengths[i] for i, readers in expected_crossing.items() if readers - {owner[i]})
 
 
 def main() -> None:
@@ -82,10 +82,10 @@ def main() -> None:
     rank, exchange = dist.get_rank(), row_exchange.get_row_exchange()
     size = 2 if sys.argv[1] == "replicas" else 1
     members = list(range(world))[-2:] if sys.argv[1] == "disjoint" else list(range(world))
-    places = {member: ModelRank(n // size, True, True, n % size == 0, ()) for n, member in enumerate(members)}
-    dispatcher = BatchDispatcher(places, len(members) // size, BUDGET, 0.0, 1, False, None)
+    model_ranks = {member: ModelRank(n // size, True, True, n % size == 0, ()) for n, member in enumerate(members)}
+    dispatcher = BatchDispatcher(model_ranks, len(members) // size, BUDGET, 0.0, 1, False, None)
     full = make_batch(members if size == 1 and len(members) == world else list(range(world - 2)))
-    batch, this_rank = shard_batch(full, rank), places.get(rank)
+    batch, this_rank = shard_batch(full, rank), model_ranks.get(rank)
     result: dict[str, Any] = {"wrong": []}
 
     def sent() -> int:
@@ -94,17 +94,20 @@ def main() -> None:
     def check_rows(rows: Any, plan: MicroBatchPlan, names: tuple[str, ...]) -> None:
         for indices in plan[this_rank.dp_rank] if this_rank else ():
             selected, expected = rows.select(indices), replace(full, sharding=None).select(indices)
-            wrong = [name for name in names if not torch.equal(getattr(selected, name), getattr(expected, name))]
-            wrong += [
+            mismatches = [name for name in names if not torch.equal(getattr(selected, name), getattr(expected, name))]
+            mismatches += [
                 name
                 for name in set(full.columns()) - {*names, "tokens", "loss_mask", "rollout_logprobs"}
                 if getattr(selected, name) is not None
             ]
-            result["wrong"] += wrong
+            result["wrong"] += mismatches
 
     plan = dispatcher.plan(batch, forward_only=True)
     free = plan_micro_batches(batch.lengths, dispatcher.dp, BUDGET)
-    result |= {"crossing": tokens_crossing(batch, plan, places), "without homes": tokens_crossing(batch, free, places)}
+    result |= {
+        "crossing": tokens_crossing(batch, plan, model_ranks),
+        "without homes": tokens_crossing(batch, free, model_ranks),
+    }
     result |= {"tokens": int(batch.lengths.sum()), "as without homes": plan == free}
     before = sent()
     rows = dispatcher.dispatch(batch, plan, ("tokens",))
@@ -123,14 +126,14 @@ def main() -> None:
     mini = batch.select(range(0, 256, 2))
     plan = dispatcher.plan(mini, forward_only=False)
     full = full.select(range(0, 256, 2))
-    result["crossing of an update"] = tokens_crossing(mini, plan, places)
-    for what, value in (
+    result["crossing of an update"] = tokens_crossing(mini, plan, model_ranks)
+    for case, value in (
         ("named", select_columns(loss, mini)),
         ("all", select_columns(lambda output, part: None, mini)),
     ):
         before = sent()
         check_rows(dispatcher.dispatch(mini, plan, value), plan, value)
-        result[f"{what} sent"], result[what] = sent() - before, value
+        result[f"{case} sent"], result[case] = sent() - before, value
     print("RESULT " + json.dumps(result), flush=True)
     ranks.barrier()
     row_exchange.close_row_exchange()

@@ -18,8 +18,8 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "workers")]
 torch.set_num_threads(1)
 
-import cutoff  # noqa: E402
 import reference  # noqa: E402
+import sampling_masks  # noqa: E402
 import tiny  # noqa: E402
 
 from megarl.config import ConfigError  # noqa: E402
@@ -31,8 +31,8 @@ from megarl.types import ModelOutput, TokenLoss, TrainBatch  # noqa: E402
 
 def platform() -> dict[str, Any]:
     before = torch.zeros
-    again = megatron_platform.install()
-    return {"patched": megatron_platform.PATCHED, "again": again, "same": torch.zeros is before}
+    second_install = megatron_platform.install()
+    return {"patched": megatron_platform.PATCHED, "second_install": second_install, "unchanged": torch.zeros is before}
 
 
 def names() -> dict[str, str]:
@@ -74,38 +74,43 @@ def logprobs_with_cap(cap: float) -> dict[str, float]:
     head = (2 * torch.randn(padded, 6, generator=generator)).requires_grad_()
     targets = torch.randint(0, real, (rows,), generator=generator)
     weight = torch.randn(2, rows, generator=generator)
-    most = 0
+    peak = 0
     make = module.make_logits
 
-    def watched(states: torch.Tensor, *remaining: Any) -> torch.Tensor:
-        nonlocal most
-        most = max(most, len(states))
-        return make(states, *remaining)
+    def watched(states: torch.Tensor, *args: Any) -> torch.Tensor:
+        nonlocal peak
+        peak = max(peak, len(states))
+        return make(states, *args)
 
     module.make_logits = watched
     actual = module.vocab_parallel_logprobs(hidden, head, targets, real, None, temperature, chunk_tokens=4, cap=cap)
     (weight[0] * actual[0] + weight[1] * actual[1]).sum().backward()
     module.make_logits = make
     options = targets, real, None, temperature, 4, cap
-    pairs = [module.vocab_parallel_logprobs(hidden, head, *options, with_entropy=wanted) for wanted in (True, False)]
-    both = [(out, *torch.autograd.grad((weight[0] * out).sum(), (hidden, head))) for out, _ in pairs]
-    same = all(torch.equal(item, other) for item, other in zip(*both, strict=True)) and pairs[1][1] is None
+    pairs = [
+        module.vocab_parallel_logprobs(hidden, head, *options, with_entropy=with_entropy_)
+        for with_entropy_ in (True, False)
+    ]
+    results = [(out, *torch.autograd.grad((weight[0] * out).sum(), (hidden, head))) for out, _ in pairs]
+    is_same = all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and pairs[1][1] is None
     exact = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
     logits = (exact[0] @ exact[1].T)[:, :real]
     if cap:
         assert logits.abs().max() > 2 * cap
         logits = cap * torch.tanh(logits / cap)
     log_p = (logits / temperature).log_softmax(-1)
-    truth = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
-    (weight[0] * truth[0] + weight[1] * truth[1]).sum().backward()
+    expected = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    (weight[0] * expected[0] + weight[1] * expected[1]).sum().backward()
     assert hidden.grad is not None and head.grad is not None
-    gaps = [float((mine.grad - theirs.grad).abs().max()) for mine, theirs in zip((hidden, head), exact, strict=True)]
+    gaps = [
+        float((leaf.grad - exact_leaf.grad).abs().max()) for leaf, exact_leaf in zip((hidden, head), exact, strict=True)
+    ]
     return {
-        "logprobs": float((actual[0] - truth[0]).abs().max()),
-        "entropy": float((actual[1] - truth[1]).abs().max()),
+        "logprobs": float((actual[0] - expected[0]).abs().max()),
+        "entropy": float((actual[1] - expected[1]).abs().max()),
         "gradient": max(gaps),
-        "rows at once": float(most),
-        "same without entropy": float(same),
+        "rows at once": float(peak),
+        "same without entropy": float(is_same),
         "padding": float(head.grad[real:].abs().max()),
     }
 
@@ -166,17 +171,17 @@ def routing_shards(batch: TrainBatch) -> dict[str, Any]:
 
     recorded = batch.with_(routing=tiny.routing_records(batch, torch.arange(18).view(6, 3, 1)))
 
-    def of(replayed: Any, **cut: int) -> Any:
-        actual = make_micro_batch(
-            recorded.select([0, 2]), [0, 2], torch.device("cpu"), replayed=replayed, **cut
+    def routing_of(replayed: Any, **layout: int) -> Any:
+        routing = make_micro_batch(
+            recorded.select([0, 2]), [0, 2], torch.device("cpu"), replayed=replayed, **layout
         ).routing
-        return None if actual is None else actual.flatten(1).tolist()
+        return None if routing is None else routing.flatten(1).tolist()
 
     return {
-        "tp": [of(ReplayShard((0, 2), 2, rank), tp=4) for rank in (0, 1)],
-        "cp": [of(ReplayShard((1,), 1, 0), cp=2, cp_rank=rank) for rank in (0, 1)],
-        "none": of(None),
-        "no layers": of(ReplayShard((), 1, 0)),
+        "tp": [routing_of(ReplayShard((0, 2), 2, rank), tp=4) for rank in (0, 1)],
+        "cp": [routing_of(ReplayShard((1,), 1, 0), cp=2, cp_rank=rank) for rank in (0, 1)],
+        "none": routing_of(None),
+        "no layers": routing_of(ReplayShard((), 1, 0)),
     }
 
 
@@ -208,7 +213,7 @@ def loss_columns() -> dict[str, Any]:
         return TokenLoss(-output.logprobs * part.advantages)
 
     @reads("advantages")
-    def wrong(output: ModelOutput, part: TrainBatch) -> TokenLoss:
+    def undeclared_loss(output: ModelOutput, part: TrainBatch) -> TokenLoss:
         return TokenLoss(negative(output, part).loss * part.returns)
 
     def error_of(call: Callable[[], Any]) -> str:
@@ -220,19 +225,19 @@ def loss_columns() -> dict[str, Any]:
 
     batch = tiny.batch((5, 6))
     micro = make_micro_batch(batch, [0, 1], torch.device("cpu"))
-    part = micro.loss_batch(wrong)
-    actual: dict[str, Any] = {
+    part = micro.loss_batch(undeclared_loss)
+    result: dict[str, Any] = {
         "everything": micro.loss_batch(negative).columns(),
         "columns": part.columns(),
         "selected": part.select([1]).columns(),
     }
     assert torch.equal(part.select([1]).advantages, batch.advantages[5:])  # type: ignore[arg-type, index]
-    actual["trained"] = [
+    result["trained"] = [
         build("qwen2").train_step(batch, loss)
-        for loss in (lambda *both: negative(*both), reads("advantages")(negative))
+        for loss in (lambda *args: negative(*args), reads("advantages")(negative))
     ]
-    actual["while training"] = error_of(lambda: build("qwen2").train_step(batch, wrong))
-    return actual
+    result["while training"] = error_of(lambda: build("qwen2").train_step(batch, undeclared_loss))
+    return result
 
 
 def attention() -> dict[str, float]:
@@ -263,22 +268,22 @@ def attention() -> dict[str, float]:
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     scores = torch.einsum("qhd,khd->hqk", exact[0], exact[1].repeat_interleave(2, 1)) / 4
     weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
-    truth = torch.einsum("hqk,khd->qhd", weights, exact[2].repeat_interleave(2, 1)).flatten(1)
-    wanted = torch.randn(truth.shape, generator=generator)
-    for output in (actual, truth):
-        (output * wanted).sum().backward()
+    expected = torch.einsum("hqk,khd->qhd", weights, exact[2].repeat_interleave(2, 1)).flatten(1)
+    direction = torch.randn(expected.shape, generator=generator)
+    for output in (actual, expected):
+        (output * direction).sum().backward()
     gaps = [x.grad - y.grad for x, y in zip((q, k, v), exact, strict=True) if x.grad is not None and y.grad is not None]
     assert len(gaps) == 3
-    alone = [
+    per_sequence = [
         core(*part, packed_seq_params=packed([len(part[0])]))
         for part in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
     ]
     started = time.perf_counter()
     run([80] * 37)
     return {
-        "difference": float((actual - truth).abs().max()),
+        "difference": float((actual - expected).abs().max()),
         "gradient": max(float(gap.abs().max()) for gap in gaps),
-        "alone": float((actual - torch.cat(alone)).abs().max()),
+        "per sequence": float((actual - torch.cat(per_sequence)).abs().max()),
         "seconds": time.perf_counter() - started,
     }
 
@@ -297,20 +302,24 @@ def capped_attention() -> dict[str, float]:
         core = model_layers.CappedAttention(
             settings, layer, AttnMaskType.causal, "self", softmax_scale=12**-0.5, cap=1.5
         )
-        mine = [torch.randn(n, 2, heads, 16, generator=generator) for n, heads in ((queries, 4), (keys, 2), (keys, 2))]
-        exact = [x.double() for x in mine]
-        for x in (*mine, *exact):
+        inputs = [
+            torch.randn(n, 2, heads, 16, generator=generator) for n, heads in ((queries, 4), (keys, 2), (keys, 2))
+        ]
+        exact = [x.double() for x in inputs]
+        for x in (*inputs, *exact):
             x.requires_grad_()
         q, k, v = exact[0], *(x.repeat_interleave(2, 2) for x in exact[1:])
         logits = 1.5 * torch.tanh(torch.einsum("qbhd,kbhd->bhqk", q, k) * 12**-0.5 / 1.5)
         distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
-        seen = (distance >= 0) & ((distance < 6) | (layer == 2))
-        truth = torch.einsum("bhqk,kbhd->qbhd", logits.masked_fill(~seen, -torch.inf).softmax(-1), v).flatten(2)
-        actual = core._attend(*mine)
-        direction = torch.randn(truth.shape, generator=generator)
+        is_visible = (distance >= 0) & ((distance < 6) | (layer == 2))
+        expected = torch.einsum("bhqk,kbhd->qbhd", logits.masked_fill(~is_visible, -torch.inf).softmax(-1), v).flatten(
+            2
+        )
+        actual = core._attend(*inputs)
+        direction = torch.randn(expected.shape, generator=generator)
         (actual * direction).sum().backward()
-        (truth * direction).sum().backward()
-        gaps = [actual - truth, *(x.grad - y.grad for x, y in zip(mine, exact, strict=True))]  # type: ignore[operator]
+        (expected * direction).sum().backward()
+        gaps = [actual - expected, *(x.grad - y.grad for x, y in zip(inputs, exact, strict=True))]  # type: ignore[operator]
         result[f"layer {layer}, {queries} queries"] = max(float(gap.detach().abs().max()) for gap in gaps)
     model_layers.QUERIES_AT_ONCE = all_at_once
     return result
@@ -388,37 +397,37 @@ def replayed_routing() -> dict[str, Any]:
     logits = torch.randn(tokens, experts, generator=generator)
     bias = 0.1 * torch.randn(experts, generator=generator)
     pull = torch.randn(tokens, experts, generator=generator)
-    argument = torch.rand(tokens, experts, generator=generator).topk(k).indices
-    argument[::2] = -1
-    kinds: dict[str, dict[str, Any]] = {
+    recorded = torch.rand(tokens, experts, generator=generator).topk(k).indices
+    recorded[::2] = -1
+    router_options: dict[str, dict[str, Any]] = {
         "softmax after": {},
         "softmax before": dict(use_pre_softmax=True, scaling_factor=1.5),
         "sigmoid, bias, groups": dict(score_function="sigmoid", expert_bias=bias, num_groups=4, group_topk=1),
     }
     result: dict[str, Any] = {}
-    for name, kind in kinds.items():
+    for name, options in router_options.items():
         replay = ReplayedTopK(0)
-        replay.set_recorded(argument, training=True)
-        mine = logits.clone().requires_grad_()
-        probs, chosen = topk_routing_with_score_function(mine, k, router_replay=replay, **kind)  # type: ignore[arg-type]
+        replay.set_recorded(recorded, training=True)
+        leaf = logits.clone().requires_grad_()
+        probs, chosen = topk_routing_with_score_function(leaf, k, router_replay=replay, **options)  # type: ignore[arg-type]
         (probs * pull).sum().backward()
-        local_value = topk_routing_with_score_function(logits, k, **kind)[1]
-        wanted = torch.where(
-            argument[:, :1] < 0, local_value, torch.zeros_like(local_value).scatter(1, argument.clamp(min=0), True)
+        model_choice = topk_routing_with_score_function(logits, k, **options)[1]
+        expected_mask = torch.where(
+            recorded[:, :1] < 0, model_choice, torch.zeros_like(model_choice).scatter(1, recorded.clamp(min=0), True)
         )
         exact = logits.double().requires_grad_()
         scores = exact.sigmoid() if "sigmoid" in name else exact.softmax(-1)
-        weights = scores * wanted
+        weights = scores * expected_mask
         if name != "softmax before":
             weights = weights / weights.sum(-1, keepdim=True)
-        weights = weights * kind.get("scaling_factor", 1.0)
+        weights = weights * options.get("scaling_factor", 1.0)
         (weights * pull).sum().backward()
-        assert mine.grad is not None and exact.grad is not None
+        assert leaf.grad is not None and exact.grad is not None
         result[name] = {
-            "chosen": torch.equal(chosen, wanted),
-            "others": int((wanted != local_value).any(-1).sum()),
+            "chosen": torch.equal(chosen, expected_mask),
+            "others": int((expected_mask != model_choice).any(-1).sum()),
             "weights": float((probs - weights).detach().abs().max()),
-            "gradient": float((mine.grad - exact.grad).abs().max()),
+            "gradient": float((leaf.grad - exact.grad).abs().max()),
         }
 
     def refused(record: list[list[int]]) -> str:
@@ -442,7 +451,7 @@ def routing_by_role() -> dict[str, list[Any]]:
     shape, batch, make = routing_shape(tiny.HF["deepseek_v3"], {}), tiny.batch(), module.make_micro_batch
     record = torch.arange(shape.topk).expand(len(batch.tokens), len(shape.moe_layers), shape.topk)
     recorded = batch.with_(routing=tiny.routing_records(batch, record))
-    actual: dict[str, list[Any]] = {}
+    result: dict[str, list[Any]] = {}
     for role in ("actor", "critic", "reward_model"):
         model, shapes = build("deepseek_v3", role, train={"routing_replay": True}), []
 
@@ -454,8 +463,8 @@ def routing_by_role() -> dict[str, list[Any]]:
         module.make_micro_batch = watch
         model.forward(recorded)
         module.make_micro_batch = make
-        actual[role] = shapes
-    return actual | {"shape": [len(shape.moe_layers), shape.topk]}
+        result[role] = shapes
+    return result | {"shape": [len(shape.moe_layers), shape.topk]}
 
 
 def nll(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
@@ -469,29 +478,29 @@ def hf_folders() -> dict[str, Any]:
     from megarl.megatron.trainer_model import MegatronModel
 
     batch, result = tiny.batch(), {}
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
         for family in tiny.HF:
             hf = tiny.hf_model(family)
-            hf.save_pretrained(f"{place}/{family}")
+            hf.save_pretrained(f"{folder}/{family}")
             model = MegatronModel(tiny.HF[family], tiny.config(), RANKS, "actor")
-            model.load_hf(f"{place}/{family}")
+            model.load_hf(f"{folder}/{family}")
             with torch.no_grad():
-                truth, _ = reference.policy(hf, batch)
-            result[family] = float((model.forward(batch)["logprobs"] - truth).abs().max())
+                expected, _ = reference.policy(hf, batch)
+            result[family] = float((model.forward(batch)["logprobs"] - expected).abs().max())
         critic = MegatronModel(tiny.HF["qwen3_moe"], tiny.config(), RANKS, "critic")
-        critic.load_hf(f"{place}/qwen3_moe")
+        critic.load_hf(f"{folder}/qwen3_moe")
         result["no head"] = float(critic.forward(batch)["values"].abs().max())
-        file, head = f"{place}/qwen3_moe/model.safetensors", reference.value_head(32)
-        save_file(load_file(file) | {"score.weight": head}, file, metadata={"format": "pt"})
-        critic.load_hf(f"{place}/qwen3_moe")
+        file, value_head = f"{folder}/qwen3_moe/model.safetensors", reference.value_head(32)
+        save_file(load_file(file) | {"score.weight": value_head}, file, metadata={"format": "pt"})
+        critic.load_hf(f"{folder}/qwen3_moe")
         with torch.no_grad():
-            truth = reference.values(tiny.hf_model("qwen3_moe"), head, batch)
-        result["head"] = float((critic.forward(batch)["values"] - truth).abs().max())
+            expected = reference.values(tiny.hf_model("qwen3_moe"), value_head, batch)
+        result["head"] = float((critic.forward(batch)["values"] - expected).abs().max())
         tensors = load_file(file)
         tensors["model.layers.1.self_attn.k_proj.weight"][0, 0] = torch.nan
         save_file(tensors, file, metadata={"format": "pt"})
         try:
-            critic.load_hf(f"{place}/qwen3_moe")
+            critic.load_hf(f"{folder}/qwen3_moe")
         except ConfigError as error:
             result["not finite"] = str(error)
     return result
@@ -524,13 +533,13 @@ def absent_config_keys() -> dict[str, float]:
         config._attn_implementation = "eager"
         torch.manual_seed(0)
         hf = getattr(transformers, name)(config).float().eval()
-        with tempfile.TemporaryDirectory() as place:
-            hf.save_pretrained(place)
+        with tempfile.TemporaryDirectory() as folder:
+            hf.save_pretrained(folder)
             model = MegatronModel(values, tiny.config(), RANKS, "actor")
-            model.load_hf(place)
+            model.load_hf(folder)
         with torch.no_grad():
-            truth, _ = reference.policy(hf, batch)
-            result[case] = float((model.forward(batch)["logprobs"] - truth).abs().max())
+            expected, _ = reference.policy(hf, batch)
+            result[case] = float((model.forward(batch)["logprobs"] - expected).abs().max())
     return result
 
 
@@ -544,7 +553,7 @@ def bf16_training() -> dict[str, float]:
     name = "decoder.final_layernorm.weight"  # about 1, where bf16 has steps of 0.0078: forty updates
     start = model.local_params()[name].clone().float()
     losses = [model.train_step(batch, nll)["actor/loss"] for _ in range(40)]
-    moved = (model.local_params()[name].float() - start).abs()
+    change = (model.local_params()[name].float() - start).abs()
     bias = build("deepseek_v3", model={"dtype": "bfloat16"}).local_params()["decoder.layers.1.mlp.router.expert_bias"]
     exact_bias = build("deepseek_v3").local_params()["decoder.layers.1.mlp.router.expert_bias"]
     return {
@@ -553,7 +562,7 @@ def bf16_training() -> dict[str, float]:
         "difference": float((actual - exact).abs().mean()),
         "first": losses[0],
         "last": losses[-1],
-        "moved": float((moved > 0).float().mean()),
+        "updated": float((change > 0).float().mean()),
     }
 
 
@@ -573,9 +582,9 @@ def schedule() -> dict[str, list[float]]:
         }
         model = build("qwen2", updates=5, actor_optimizer=optimizer)
         result[kind] = [model.train_step(batch, nll)["actor/lr"] for _ in range(5)]
-        longer = build("qwen2", updates=10, actor_optimizer=optimizer | {"lr": 2.0, "min_lr": 0.5})
-        set_schedule_step(longer.scheduler, model.scheduler.num_steps)
-        result[f"{kind}, longer"] = [longer.train_step(batch, nll)["actor/lr"] for _ in range(2)]
+        longer_run = build("qwen2", updates=10, actor_optimizer=optimizer | {"lr": 2.0, "min_lr": 0.5})
+        set_schedule_step(longer_run.scheduler, model.scheduler.num_steps)
+        result[f"{kind}, longer"] = [longer_run.train_step(batch, nll)["actor/lr"] for _ in range(2)]
     return result
 
 
@@ -595,18 +604,18 @@ def critic() -> dict[str, Any]:
     after = tiny.snapshot(model)
     head = after["output_layer.weight"] * -1e6
     trunk = tiny.hf_model("qwen3_moe").model
-    truth = torch.zeros_like(head)
+    expected = torch.zeros_like(head)
     assert batch.loss_weights is not None and batch.returns is not None
     with torch.no_grad():
         for start, stop in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
             hidden = trunk(batch.tokens[None, start:stop]).last_hidden_state[0, :-1]
-            at = slice(start + 1, stop)
-            truth -= 2 * (batch.loss_weights[at] * batch.returns[at]) @ hidden
+            actions = slice(start + 1, stop)
+            expected -= 2 * (batch.loss_weights[actions] * batch.returns[actions]) @ hidden
     return {
         "values": float(values.abs().max()),
         "shape": list(head.shape),
-        "gradient": float((head - truth).abs().max() / truth.abs().max()),
-        "grad_norm": abs(metrics["critic/grad_norm"] / float(truth.norm()) - 1),
+        "gradient": float((head - expected).abs().max() / expected.abs().max()),
+        "grad_norm": abs(metrics["critic/grad_norm"] / float(expected.norm()) - 1),
         "trunk": max(float((after[n] - before[n]).abs().max()) for n in before if n != "output_layer.weight"),
     }
 
@@ -614,12 +623,12 @@ def critic() -> dict[str, Any]:
 def aux_losses() -> dict[str, Any]:
     """Train a step with and without auxiliary losses."""
     batch = tiny.batch((8, 20, 12))
-    plain = build("qwen3_moe").train_step(batch, nll)
+    without_aux = build("qwen3_moe").train_step(batch, nll)
     aux = build("qwen3_moe", model={"megatron": tiny.AUX_LOSSES}).train_step(batch, nll)
     mtp = build("deepseek_v3_mtp", model={"megatron": tiny.AUX_LOSSES}, train={"mtp_loss_coef": 0.1}).train_step(
         batch, nll
     )
-    return {"plain": plain, "aux": aux, "mtp": mtp}
+    return {"plain": without_aux, "aux": aux, "mtp": mtp}
 
 
 def training() -> dict[str, Any]:
@@ -638,7 +647,7 @@ def training() -> dict[str, Any]:
             "run": {"max_skipped_updates": 1},
             "model": {"path": folder},
         }
-        created = Context(
+        context = Context(
             tiny.config(**sections),
             RANKS.job,
             tiny.HF["qwen2"],
@@ -648,7 +657,7 @@ def training() -> dict[str, Any]:
             {"actor": 5},
             {"actor": RANKS},
         )
-        actor = ActorWorker(created)
+        actor = ActorWorker(context)
         actor.start()
         return actor
 
@@ -662,34 +671,41 @@ def training() -> dict[str, Any]:
             return str(failure)
         return "no error"
 
-    with tempfile.TemporaryDirectory() as place:
-        tiny.hf_model("qwen2").save_pretrained(place)
-        actor = worker(place)
+    with tempfile.TemporaryDirectory() as folder_path:
+        tiny.hf_model("qwen2").save_pretrained(folder_path)
+        actor = worker(folder_path)
         rates = [actor.update(batch, nll).sync()["actor/lr"] for _ in range(5)]
         for step, loss in ((1, infinite_loss), (2, nll), (3, infinite_loss)):  # only consecutive ones count
             actor.begin_step(step)
             actor.update(batch, loss)
         actor.begin_step(4)
-        in_vain = [actor.skip_failure, actor.update(batch, infinite_loss).sync(), actor.skip_failure]
+        skip_results = [actor.skip_failure, actor.update(batch, infinite_loss).sync(), actor.skip_failure]
         actor.on_rollback()
-        in_vain += [actor.skip_failure, actor.update(batch, infinite_loss).sync(), actor.skip_failure]
+        skip_results += [actor.skip_failure, actor.update(batch, infinite_loss).sync(), actor.skip_failure]
         infinite = torch.full_like(batch.loss_mask, torch.inf, dtype=torch.float32)
-        argument = {name: infinite for name in ("advantages", "returns", "rollout_logprobs")}
-        argument["sequence_reward"] = torch.tensor([0.0, torch.nan])
+        nonfinite_columns = {name: infinite for name in ("advantages", "returns", "rollout_logprobs")}
+        nonfinite_columns["sequence_reward"] = torch.tensor([0.0, torch.nan])
         inputs = {
             name: error(lambda: actor.update(batch.with_(**{name: values}), nll))  # noqa: B023
-            for name, values in argument.items()
+            for name, values in nonfinite_columns.items()
         }
         unused = torch.where(batch.loss_mask, 0.0, infinite)
-        harmless = actor.update(batch.with_(values=unused), nll).sync()["actor/skipped"]
+        num_skipped_unused = actor.update(batch.with_(values=unused), nll).sync()["actor/skipped"]
         # AdamW then divides 0 by 0 for zero gradients, as of unused vocabulary: eps underflows in fp32.
-        lost = error(lambda: worker(place, eps=1e-60).update(batch, nll))
+        underflow_error = error(lambda: worker(folder_path, eps=1e-60).update(batch, nll))
     next(iter(actor.model.local_params().values())).fill_(torch.nan)
     outputs = error(lambda: actor.forward(batch))
-    return dict(rates=rates, in_vain=in_vain, inputs=inputs, harmless=harmless, lost=lost, outputs=outputs)
+    return dict(
+        rates=rates,
+        skip_results=skip_results,
+        inputs=inputs,
+        unused_skipped=num_skipped_unused,
+        underflow=underflow_error,
+        outputs=outputs,
+    )
 
 
-def nothing() -> dict[str, list[int]]:
+def empty_batch() -> dict[str, list[int]]:
     """Run forward passes of an empty batch."""
     batch = TrainBatch.from_rollouts([])
     return {
@@ -699,17 +715,17 @@ def nothing() -> dict[str, list[int]]:
     }
 
 
-def spared() -> dict[str, Any]:
+def aborted_rewards() -> dict[str, Any]:
     """Return the rollouts that a reward function is called on, and the rewards of all."""
     from megarl.observe.clock import Clock
     from megarl.types import Prompt, Rollout, Rollouts, Status, Turn
     from megarl.workers.context import Context
     from megarl.workers.reward import RewardWorker
 
-    seen = []
+    scored_seeds = []
 
     def reward(rollout: Rollout) -> float:
-        seen.append(rollout.seed)
+        scored_seeds.append(rollout.seed)
         return 1.0
 
     chat: Any = None
@@ -721,25 +737,25 @@ def spared() -> dict[str, Any]:
     assert worker.score(Rollouts.gather(rollouts[1:2])).local == (rollouts[1],) and not len(
         worker.score(Rollouts.gather([]))
     )
-    return {"seen": seen, "rewards": scored.reward.tolist(), "order": [r.seed for r in scored.local]}
+    return {"scored": scored_seeds, "rewards": scored.reward.tolist(), "order": [r.seed for r in scored.local]}
 
 
-def waking() -> list[str]:
-    import waking
+def engine_calls() -> list[str]:
+    import recording_engine_worker
 
-    return waking.calls(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
-
-
-def numbers() -> list[Any]:
-    import waking
-
-    return waking.numbers(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
+    return recording_engine_worker.engine_calls(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
 
 
-def comparing() -> dict[str, Any]:
-    import comparing
+def generation_numbers() -> list[Any]:
+    import recording_engine_worker
 
-    return comparing.found(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
+    return recording_engine_worker.generation_numbers(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
+
+
+def weight_checks() -> dict[str, Any]:
+    import fake_server_worker
+
+    return fake_server_worker.check_weights(tiny.config(), tiny.HF["qwen3_moe"], RANKS)
 
 
 def set_placement() -> dict[str, Any]:
@@ -765,7 +781,7 @@ def roles_before_run() -> Any:
     return errors
 
 
-def repeating() -> list[str]:
+def zero_spread_alarms() -> list[str]:
     """Return the alarms of a flow over steps in which no prompt has responses with different rewards."""
     from types import SimpleNamespace
 
@@ -787,7 +803,7 @@ def repeating() -> list[str]:
     flow.log = SimpleNamespace(
         alarm=alarms.append,
         timeline=SimpleNamespace(write=lambda spans: None),
-        end_step=lambda step, metrics, *others: metrics,
+        end_step=lambda step, metrics, *args: metrics,
     )
     for flow.step in range(1, 5):
         flow._finish_step(StepResult({"rollout/zero_spread_frac": 1.0, "rollout/reward_mean": 0.0}))
@@ -797,8 +813,9 @@ def repeating() -> list[str]:
 CHECKS: list[Callable[[], Any]] = [
     platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, replayed_routing,
     routing_by_role, config_errors, hf_folders, absent_config_keys, bf16_training, schedule, critic, aux_losses,
-    training, waking, numbers, comparing, nothing, spared, set_placement, loss_columns, roles_before_run, repeating,
-    cutoff.masked_logprobs, cutoff.masked_micro_batch,
+    training, engine_calls, generation_numbers, weight_checks, empty_batch, aborted_rewards, set_placement,
+    loss_columns, roles_before_run, zero_spread_alarms,
+    sampling_masks.masked_logprobs, sampling_masks.masked_micro_batch,
 ]  # fmt: skip
 
 if __name__ == "__main__":

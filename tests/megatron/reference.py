@@ -41,19 +41,19 @@ def candidate_mask(mask: SamplingMask, vocabulary: int) -> torch.Tensor:
     return rows
 
 
-def values(model: Any, head: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
+def values(model: Any, value_head: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
     """Return values [T]; 0 for the first of a sequence."""
     result = []
     for start, stop in sequences(batch):
         hidden = model.model(batch.tokens[None, start:stop]).last_hidden_state[0, :-1]
-        result.append(torch.cat([torch.zeros(1), (hidden @ head.T)[:, 0]]))
+        result.append(torch.cat([torch.zeros(1), (hidden @ value_head.T)[:, 0]]))
     return torch.cat(result)
 
 
-def scores(model: Any, head: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
+def scores(model: Any, value_head: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
     """Return the head's output at every token, [T]: the logits of transformers' ...ForSequenceClassification."""
     hidden = [model.model(batch.tokens[None, start:stop]).last_hidden_state[0] for start, stop in sequences(batch)]
-    return (torch.cat(hidden) @ head.T)[:, 0]
+    return (torch.cat(hidden) @ value_head.T)[:, 0]
 
 
 def value_head(hidden: int) -> torch.Tensor:

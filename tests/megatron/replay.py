@@ -28,16 +28,16 @@ def gates(model: Any) -> list[Any]:
 
 def model_routing(model: Any, batch: TrainBatch) -> torch.Tensor:
     """Return the experts that transformers chooses, [T, MoE layers, topk], one sequence at a time."""
-    actual: list[list[torch.Tensor]] = [[] for _ in gates(model)]
+    recorded: list[list[torch.Tensor]] = [[] for _ in gates(model)]
     hooks = [
-        gate.register_forward_hook(lambda _, __, out, into=into: into.append(out[2]))
-        for gate, into in zip(gates(model), actual, strict=True)
+        gate.register_forward_hook(lambda _, __, out, records=records: records.append(out[2]))
+        for gate, records in zip(gates(model), recorded, strict=True)
     ]
     with torch.no_grad():
         reference.policy(model, batch)
     for hook in hooks:
         hook.remove()
-    return torch.stack([torch.cat(parts) for parts in actual], dim=1).short()
+    return torch.stack([torch.cat(parts) for parts in recorded], dim=1).short()
 
 
 @contextmanager
@@ -50,8 +50,8 @@ def force_routing(model: Any, routing: torch.Tensor) -> Iterator[None]:
 
         def choose(self: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
             _, _, indices = local(hidden)
-            value = torch.stack([next(rows) for _ in range(len(indices))])
-            indices = torch.where(value < 0, indices, value)
+            stacked = torch.stack([next(rows) for _ in range(len(indices))])
+            indices = torch.where(stacked < 0, indices, stacked)
             logits = hidden.view(-1, hidden.shape[-1]) @ self.weight.T
             scores = logits.sigmoid() if hasattr(self, "e_score_correction_bias") else logits.softmax(-1)
             weights = scores.gather(1, indices)
@@ -89,14 +89,14 @@ def check(
         config = tiny.config(**layout, **sections, train={"routing_replay": True})
         model = MegatronModel(hf, config, ranks, "actor")
         model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
-        value = tiny.shard_batch(batch)
-        logprobs = tiny.gather_tokens(value, model.forward(value)["logprobs"])
-        loss = model.train_step(value, policy_loss)["actor/loss"]
+        expert_ids = tiny.shard_batch(batch)
+        logprobs = tiny.gather_tokens(expert_ids, model.forward(expert_ids)["logprobs"])
+        loss = model.train_step(expert_ids, policy_loss)["actor/loss"]
         return logprobs, loss, gradients(model)
 
-    def difference(item: Any, other: Any) -> float:
-        gaps = [float((item[2][name] - other[2][name]).abs().max()) for name in item[2]]
-        return max(float((item[0] - other[0]).abs().max()), abs(item[1] - other[1]), *gaps)
+    def difference(a: Any, b: Any) -> float:
+        gaps = [float((a[2][name] - b[2][name]).abs().max()) for name in a[2]]
+        return max(float((a[0] - b[0]).abs().max()), abs(a[1] - b[1]), *gaps)
 
     local = model_routing(trainer.model, batch)
     natural = train_one_step(batch)
@@ -108,24 +108,26 @@ def check(
 
     shape = routing_shape(hf, {})
     generator = torch.Generator().manual_seed(7)
-    value = torch.rand(*local.shape[:2], shape.num_experts, generator=generator).topk(shape.topk).indices.short()
-    value[batch.cu_seqlens[1:] - 1] = -1
-    other = batch.with_(routing=tiny.routing_records(batch, value))
-    replayed = train_one_step(other)
-    with force_routing(trainer.model, value), torch.no_grad():
+    expert_ids = torch.rand(*local.shape[:2], shape.num_experts, generator=generator).topk(shape.topk).indices.short()
+    expert_ids[batch.cu_seqlens[1:] - 1] = -1
+    other_routing = batch.with_(routing=tiny.routing_records(batch, expert_ids))
+    replayed = train_one_step(other_routing)
+    with force_routing(trainer.model, expert_ids), torch.no_grad():
         logprobs, _ = reference.policy(trainer.model, batch)
-    with force_routing(trainer.model, value):
+    with force_routing(trainer.model, expert_ids):
         loss = trainer.loss(batch)
     loss.backward()
-    truth = trainer.tensors(grads=True)
-    largest = max(float(grad.abs().max()) for grad in truth.values())
+    expected = trainer.tensors(grads=True)
+    grad_scale = max(float(grad.abs().max()) for grad in expected.values())
     result["logprobs"] = float((replayed[0] - logprobs).abs().max())
     result["loss"] = abs(replayed[1] - float(loss))
-    result["gradients"] = max(float((replayed[2][name] - truth[name]).abs().max()) for name in replayed[2]) / largest
-    result["moved"] = float((replayed[0] - natural[0]).abs().max())
+    result["gradients"] = (
+        max(float((replayed[2][name] - expected[name]).abs().max()) for name in replayed[2]) / grad_scale
+    )
+    result["effect"] = float((replayed[0] - natural[0]).abs().max())
     if layout.get("pp", 1) > 1:
         full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
         moe = dict(recompute_granularity="selective", recompute_modules=["moe"])
-        result["recompute full"] = difference(train_one_step(other, **full), replayed)
-        result["recompute moe"] = difference(train_one_step(other, **moe), replayed)
+        result["recompute full"] = difference(train_one_step(other_routing, **full), replayed)
+        result["recompute moe"] = difference(train_one_step(other_routing, **moe), replayed)
     return result

@@ -38,7 +38,7 @@ def test_lora_matches_transformers_in_layouts(run_ranks: Callable[..., list[dict
     results = run_ranks(2, "tests/megatron/ranks_lora.py", " ".join(MODELS), str(tmp_path))
     drawn: dict[str, float] = {}
     for rank, result in enumerate(results):
-        check_stand_ins(result.pop("stand-ins"))
+        check_fake_te_layers(result.pop("fake TE layers"))
         assert list(result) == MODELS
         for model, numbers in result.items():
             assert numbers.pop("frozen") == 1.0, (rank, model)
@@ -51,8 +51,8 @@ def test_lora_matches_transformers_in_layouts(run_ranks: Callable[..., list[dict
             assert numbers.keys() == BOUNDS.keys() and not too_large, (rank, model, too_large)
 
 
-def check_stand_ins(actual: dict[str, float]) -> None:
-    """Check grouped experts and fused norms, which need a GPU, with stand-ins of the same interface."""
+def check_fake_te_layers(actual: dict[str, float]) -> None:
+    """Check grouped experts and fused norms, which need a GPU, with fakes of the same interface."""
     assert actual["difference"] < 1e-5 and actual["least effect"] > 1
     assert actual["factors"] == 2 * 2 * (1 + 4 + 4)  # layers x factors x weights
     assert actual["with gradients"] == actual["factors"] - 2 * 2 * 2  # one expert has no tokens

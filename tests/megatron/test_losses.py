@@ -17,6 +17,6 @@ def test_policy_losses_match_transformers_under_every_aggregation(
     assert len(first) == 8 * 3 + 6 + 1
     for case, result in first.items():
         assert result["gradients"] < 1e-5 and result["loss"] < 1e-5 and result["metrics"] < 1e-5, (case, result)
-        assert result["moved"] < 1e-6, (case, result)
+        assert result["metric change"] < 1e-6, (case, result)
         if "cov" in case:
             assert 0.05 < result["marked"] <= 0.2, (case, result)

@@ -56,7 +56,7 @@ def test_copies_columns_to_device_on_demand(units: dict[str, Any]) -> None:
 def test_sampling_mask_aligns_with_next_tokens(units: dict[str, Any]) -> None:
     """Sequences [1 2 3] and [5 6]: candidates are 7 or 8 for the 2, 9 for the 3, and three for the 6."""
     result = units["masked_micro_batch"]
-    assert result["whole"] == [[7, 8], [9], [], [4, 5, 6], [], [], [], []]
+    assert result["complete"] == [[7, 8], [9], [], [4, 5, 6], [], [], [], []]
     assert result["context"] == [[[7, 8], [], [4, 5, 6], []], [[9], [], [], []]]
     assert result["empty"] == [0, 0, 0, 0]
     assert result["none"]

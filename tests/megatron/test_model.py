@@ -48,7 +48,7 @@ def test_layout_matches_transformers(
         assert result.keys() == set(models.split())
         for model, numbers in result.items():
             aux = {name.removeprefix("aux "): numbers.pop(name) for name in list(numbers) if name.startswith("aux ")}
-            moved = numbers.pop("replay moved", 1.0)
+            moved = numbers.pop("replay effect", 1.0)
             assert moved > 0.1  # other experts give other log-probs
             assert not misses(numbers), (rank, model, {name: numbers[name] for name in misses(numbers)})
             assert numbers.keys() >= set(FLAGS)
@@ -86,7 +86,7 @@ def test_bf16_is_close_and_has_fp32_masters(units: dict[str, Any]) -> None:
     result = units["bf16_training"]
     assert result["difference"] < 0.03
     assert result["last"] < result["first"] - 0.5
-    assert result["moved"] > 0.5  # without masters each of the updates would be rounded away
+    assert result["updated"] > 0.5  # without masters each of the updates would be rounded away
     # The biases of routers choose experts: they are what was loaded, before any forward pass.
     assert result["bias"] == 0.0 < result["bias_size"]
 

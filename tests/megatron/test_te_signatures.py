@@ -45,8 +45,8 @@ KNOWN_ABSENCES = {
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
-    listed = (ROOT / "launch" / "requirements-cuda.txt").read_text(encoding="utf-8")
-    (version,) = re.findall(r"^transformer-engine\[[\w,]+\]==([\d.]+)$", listed, re.MULTILINE)
+    requirements = (ROOT / "launch" / "requirements-cuda.txt").read_text(encoding="utf-8")
+    (version,) = re.findall(r"^transformer-engine\[[\w,]+\]==([\d.]+)$", requirements, re.MULTILINE)
     folder = downloaded("transformer-engine", version, tmp_path_factory.mktemp("transformer_engine"))
     if folder is None:
         pytest.skip(f"no package index here has transformer-engine {version}, whose sources are read")
@@ -63,12 +63,17 @@ def known_absences() -> set[str]:
 
 def test_transformer_engine_has_what_megatron_uses(sources: Sources) -> None:
     result = {
-        what: f"{file}, {use}"
+        missing_name: f"{file}, {usage}"
         for file in FILES
-        for what, use in missing(sources, Caller(MEGATRON / file, "transformer_engine"))
+        for missing_name, usage in missing(sources, Caller(MEGATRON / file, "transformer_engine"))
     }
-    excused = {what for what in result for name in known_absences() if what == name or what.startswith(name + ".")}
-    assert {what: where for what, where in result.items() if what not in excused} == {}
+    excused = {
+        missing_name
+        for missing_name in result
+        for name in known_absences()
+        if missing_name == name or missing_name.startswith(name + ".")
+    }
+    assert {missing_name: location for missing_name, location in result.items() if missing_name not in excused} == {}
     assert known_absences() <= result.keys(), "remove reasons that are no longer needed"
 
 

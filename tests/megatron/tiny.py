@@ -166,8 +166,8 @@ def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 result[name.replace("gate_up_proj", f"{e}.gate_proj.weight")] = gate
                 result[name.replace("gate_up_proj", f"{e}.up_proj.weight")] = up
         elif name.endswith("experts.down_proj"):
-            for e, down in enumerate(tensor):
-                result[name.replace("down_proj", f"{e}.down_proj.weight")] = down
+            for e, down_proj in enumerate(tensor):
+                result[name.replace("down_proj", f"{e}.down_proj.weight")] = down_proj
         else:
             result[name] = tensor
     return result
@@ -208,16 +208,16 @@ def batch(lengths: tuple[int, ...] = (7, 19, 12, 3, 1, 26, 11), vocab: int = 200
 
 def pairs(lengths: tuple[int, ...] = (7, 18, 12, 3, 1, 26, 11, 9)) -> TrainBatch:
     """Return a batch of preference pairs for a reward model, with one sequence longer than a micro-batch."""
-    created = batch(lengths)
+    large_batch = batch(lengths)
     group = torch.arange(len(lengths) // 2).repeat_interleave(2)
-    return created.with_(group=group, loss_weights=pair_mean_weights(created.cu_seqlens))
+    return large_batch.with_(group=group, loss_weights=pair_mean_weights(large_batch.cu_seqlens))
 
 
 def routing_records(batch: TrainBatch, routing: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Split routing [T, layers, topk] into a record per sequence, of its leading tokens without a -1."""
     parts = routing.split(batch.lengths.tolist())
-    known = [int((part.flatten(1) >= 0).all(-1).sum()) for part in parts]
-    return tuple(part[:count].to(torch.uint8) for part, count in zip(parts, known, strict=True))
+    num_routed = [int((part.flatten(1) >= 0).all(-1).sum()) for part in parts]
+    return tuple(part[:count].to(torch.uint8) for part, count in zip(parts, num_routed, strict=True))
 
 
 def sampling_masks(batch: TrainBatch, vocab: int = 200) -> tuple[SamplingMask, ...]:
@@ -228,36 +228,36 @@ def sampling_masks(batch: TrainBatch, vocab: int = 200) -> tuple[SamplingMask, .
     rows: list[list[int]] = []
     for token, chosen in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), strict=True):
         order = torch.randperm(vocab, generator=generator).tolist()
-        kind = len(rows) % 4
-        others = order[: (0, 7, 60, vocab)[kind]] if kind != 2 else [i for i in order if i < 100][:60]
-        rows.append([token, *(i for i in others if i != token)] if chosen else [])
-    whole, at = SamplingMask.from_rows(rows), torch.arange(len(rows))
-    return tuple(whole.index_select(part) for part in at.split(batch.lengths.tolist()))
+        case = len(rows) % 4
+        candidates = order[: (0, 7, 60, vocab)[case]] if case != 2 else [i for i in order if i < 100][:60]
+        rows.append([token, *(i for i in candidates if i != token)] if chosen else [])
+    full_mask, positions = SamplingMask.from_rows(rows), torch.arange(len(rows))
+    return tuple(full_mask.index_select(part) for part in positions.split(batch.lengths.tolist()))
 
 
 def shard_batch(batch: TrainBatch) -> TrainBatch:
     """Distribute the sequences of a batch over all ranks; with two or more, the second has none."""
     all_ranks, world = row_exchange.WorldComm(), torch.distributed.get_world_size()
-    homes = [rank for rank in range(world) if world == 1 or rank != 1]
-    home = torch.tensor([homes[number * number % len(homes)] for number in range(batch.num_sequences)])
-    local = (home == all_ranks.rank).nonzero().squeeze(1)
-    known = [0] * batch.num_sequences if batch.routing is None else [len(record) for record in batch.routing]
+    owners = [rank for rank in range(world) if world == 1 or rank != 1]
+    owner = torch.tensor([owners[number * number % len(owners)] for number in range(batch.num_sequences)])
+    local = (owner == all_ranks.rank).nonzero().squeeze(1)
+    num_routed = [0] * batch.num_sequences if batch.routing is None else [len(record) for record in batch.routing]
     supported = (
         None if batch.sampling_mask is None else torch.tensor([len(record.ids) for record in batch.sampling_mask])
     )
-    shares = BatchSharding(batch.lengths, torch.tensor(known), home, local, all_ranks, supported)
+    sharding = BatchSharding(batch.lengths, torch.tensor(num_routed), owner, local, all_ranks, supported)
     part = batch.select(local.tolist())
-    return replace(part, group=batch.group, sequence_reward=batch.sequence_reward, sharding=shares)
+    return replace(part, group=batch.group, sequence_reward=batch.sequence_reward, sharding=sharding)
 
 
 def gather_tokens(batch: TrainBatch, values: torch.Tensor) -> torch.Tensor:
     """Gather each rank's per-token values of a distributed batch to [T]."""
-    actual = [torch.zeros(0)] * batch.num_sequences
-    mine = list(zip(batch.local_indices.tolist(), values.split(batch.cu_seqlens.diff().tolist()), strict=True))
-    for parts in batch.comm.all_gather_objects(mine):
+    gathered = [torch.zeros(0)] * batch.num_sequences
+    local_values = list(zip(batch.local_indices.tolist(), values.split(batch.cu_seqlens.diff().tolist()), strict=True))
+    for parts in batch.comm.all_gather_objects(local_values):
         for number, part in parts:
-            actual[number] = part
-    return torch.cat(actual)
+            gathered[number] = part
+    return torch.cat(gathered)
 
 
 def snapshot(model: Any) -> dict[str, torch.Tensor]:

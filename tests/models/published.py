@@ -71,8 +71,8 @@ def speed_of_step(seconds: float, gpus: int) -> float:
     return 2048 * 4096 / seconds / gpus
 
 
-def end_stages(first: int, last: int) -> dict[str, int]:
-    return {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+def end_stages(first_layers: int, last_layers: int) -> dict[str, int]:
+    return {"num_layers_in_first_pipeline_stage": first_layers, "num_layers_in_last_pipeline_stage": last_layers}
 
 
 V3, QWEN, NAME = "deepseek_v3", "qwen3_235b", "Qwen3-235B, 256 H100"

@@ -81,8 +81,8 @@ def rotary(rope_parameters: dict[str, Any]) -> tuple[float, float]:
         )
         frequencies, scale = yarn.get_emb(300)
     else:
-        plain = RotaryEmbedding(64, 1.0, rotary_base=values["rotary_base"], use_cpu_initialization=True)
-        frequencies, scale = plain.get_emb(300), 1.0
+        scaled_rope = RotaryEmbedding(64, 1.0, rotary_base=values["rotary_base"], use_cpu_initialization=True)
+        frequencies, scale = scaled_rope.get_emb(300), 1.0
     rotated = _apply_rotary_pos_emb_bshd(
         x, frequencies, values["rotary_interleaved"], multi_latent_attention=True, mscale=scale
     )
@@ -109,12 +109,14 @@ def routing(architecture: str, router: Any, hf: dict[str, Any]) -> float:
     bias = getattr(router, "e_score_correction_bias", None)
     if bias is not None:
         bias.copy_(torch.randn(bias.shape) * 0.2)
-    mine, theirs = (torch.randn(500, 16, generator=torch.Generator().manual_seed(3)).requires_grad_() for _ in range(2))
-    _, weights, chosen = router(theirs)
+    actual_input, expected_input = (
+        torch.randn(500, 16, generator=torch.Generator().manual_seed(3)).requires_grad_() for _ in range(2)
+    )
+    _, weights, chosen = router(expected_input)
     expected = torch.zeros(500, router.weight.shape[0]).scatter(1, chosen, weights.float())
     values, extras = FAMILIES[architecture].megatron_config(hf), FAMILIES[architecture].extras(hf)
     probs, _ = topk_routing_with_score_function(
-        mine @ router.weight.T,
+        actual_input @ router.weight.T,
         values["moe_router_topk"],
         use_pre_softmax=values.get("moe_router_pre_softmax", False),
         num_groups=values.get("moe_router_num_groups"),
@@ -129,8 +131,8 @@ def routing(architecture: str, router: Any, hf: dict[str, Any]) -> float:
     direction = torch.randn(probs.shape)
     (probs * direction).sum().backward()
     (expected * direction).sum().backward()
-    assert mine.grad is not None and theirs.grad is not None
-    return max(float(gap.abs().max()) for gap in (probs - expected, mine.grad - theirs.grad))
+    assert actual_input.grad is not None and expected_input.grad is not None
+    return max(float(gap.abs().max()) for gap in (probs - expected, actual_input.grad - expected_input.grad))
 
 
 def main() -> None:

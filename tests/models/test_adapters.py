@@ -43,9 +43,9 @@ def test_adapts_all_linear_layers_by_default() -> None:
     }
     latent = {name.partition(".")[2] for name in modules(adapted_weights(table("deepseek_v3"), ()))}
     attention = {"q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj"}
-    places = {"mlp", "mlp.shared_experts", *(f"mlp.experts.{e}" for e in range(4))}
+    mlps = {"mlp", "mlp.shared_experts", *(f"mlp.experts.{e}" for e in range(4))}
     expected = {f"self_attention.linear_{name}" for name in attention}
-    assert latent == expected | {f"{place}.linear_fc{n}" for place in places for n in (1, 2)}
+    assert latent == expected | {f"{module}.linear_fc{n}" for module in mlps for n in (1, 2)}
 
 
 def test_selects_targets_by_name_and_parent() -> None:
@@ -80,11 +80,11 @@ def test_merging_commutes_with_sharding(family: str) -> None:
             w.name: (full[w.name].double() + scale * full[f.name].double() @ full[a_tensor.name].double()).float()
             for w, f in zip(param.hf, b.hf, strict=True)
         }
-        pieces = []
+        shards = []
         for rank in range(2):
             local = [shard(row, full, 2, rank) for row in (param, a, b)]
-            pieces.append(merge_adapter(*local, scale))
-            assert torch.allclose(pieces[-1], shard(param, merged, 2, rank), atol=1e-5)
+            shards.append(merge_adapter(*local, scale))
+            assert torch.allclose(shards[-1], shard(param, merged, 2, rank), atol=1e-5)
         for row in (a, b):
             result = unshard(row, [shard(row, full, 2, rank) for rank in range(2)])
             assert all(torch.equal(result[name], full[name]) for name in result)
@@ -119,16 +119,16 @@ def test_peft_tensors_share_a_and_split_b() -> None:
     params = adapted_weights(table("qwen3_moe"), ("linear_qkv", "experts.linear_fc2"))
     tensors = {t.name: torch.randn(t.shape) for param in params for row in factor_params(param, 3) for t in row.hf}
     result = peft_tensors(tensors, params, 3)
-    q, k, v, down = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.experts.3.down_proj"
+    q, k, v, down_proj = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.experts.3.down_proj"
     layer = {
         name.removeprefix("base_model.model.model.layers.1."): t for name, t in result.items() if ".layers.1." in name
     }
     assert len(result) == 2 * len(layer) == 2 * 2 * (3 + 4)
-    assert {name: tuple(layer[f"{name}.lora_A.weight"].shape) for name in (q, k, v, down)} == {
-        q: (3, 32), k: (3, 32), v: (3, 32), down: (3, 24),
+    assert {name: tuple(layer[f"{name}.lora_A.weight"].shape) for name in (q, k, v, down_proj)} == {
+        q: (3, 32), k: (3, 32), v: (3, 32), down_proj: (3, 24),
     }  # fmt: skip
-    assert {name: tuple(layer[f"{name}.lora_B.weight"].shape) for name in (q, k, v, down)} == {
-        q: (64, 3), k: (32, 3), v: (32, 3), down: (32, 3),
+    assert {name: tuple(layer[f"{name}.lora_B.weight"].shape) for name in (q, k, v, down_proj)} == {
+        q: (64, 3), k: (32, 3), v: (32, 3), down_proj: (32, 3),
     }  # fmt: skip
     assert torch.equal(layer[f"{q}.lora_A.weight"], layer[f"{v}.lora_A.weight"])
 

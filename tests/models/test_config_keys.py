@@ -116,15 +116,15 @@ def model_of(hf: dict[str, Any]) -> tuple[Any, ...]:
 def agrees_with_transformers(name: str, hf: dict[str, Any]) -> bool:
     """Return whether the table reads config.json as transformers does; True where the table refuses it."""
     try:
-        ours = model_of(hf)
+        parsed = model_of(hf)
     except ConfigError as error:
         assert "\n" not in str(error)
         return True
     try:
-        theirs = with_defaults(name, hf)
+        with_defaults_ = with_defaults(name, hf)
     except Exception:  # transformers raises many types
         return False
-    return ours == model_of(theirs)
+    return parsed == model_of(with_defaults_)
 
 
 def keys_of_families() -> Iterator[Any]:
@@ -156,14 +156,14 @@ def test_covers_all_families() -> None:
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_defaults_match_transformers(name: str) -> None:
-    plain = config_class(name)()
+    default_config = config_class(name)()
     for key, value in DEFAULTS[name.replace("_", "")].items():
         if key in class_fields(name) | {"num_mtp_layers"} and value is not None:
-            assert getattr(plain, key) == value, key
+            assert getattr(default_config, key) == value, key
         elif value is not None:  # a key of all models; the class has no field for it
-            known = {"attention_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
-            known |= {"partial_rotary_factor": plain.rope_parameters.get("partial_rotary_factor", 1.0)}
-            assert value == (known | {"rope_theta": plain.rope_parameters["rope_theta"]})[key]
+            defaults = {"attention_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
+            defaults |= {"partial_rotary_factor": default_config.rope_parameters.get("partial_rotary_factor", 1.0)}
+            assert value == (defaults | {"rope_theta": default_config.rope_parameters["rope_theta"]})[key]
 
 
 @pytest.mark.parametrize(("name", "key"), keys_of_families())
@@ -240,36 +240,36 @@ def rope_blocks() -> Iterator[Any]:
 def test_rope_keys_may_be_absent(name: str, block: dict[str, Any]) -> None:
     hf = full_config(name) | {"max_position_embeddings": 16384}
     for spelling in ("rope_parameters", "rope_scaling"):
-        plain = {key: value for key, value in hf.items() if key != "rope_parameters"} | {"rope_theta": 6e5}
-        assert model_of(plain | {spelling: block}) == model_of(hf | {"rope_parameters": block})
+        flat = {key: value for key, value in hf.items() if key != "rope_parameters"} | {"rope_theta": 6e5}
+        assert model_of(flat | {spelling: block}) == model_of(hf | {"rope_parameters": block})
         for key in block:
-            remaining = {other: value for other, value in block.items() if other != key}
-            assert agrees_with_transformers(name, plain | {spelling: remaining}), key
-            assert agrees_with_transformers(name, plain | {spelling: block | {key: None}}), key
-        assert agrees_with_transformers(name, plain | {spelling: block, "original_max_position_embeddings": 64})
-        assert agrees_with_transformers(name, plain | {spelling: block, "partial_rotary_factor": 0.25})
+            without_key = {other: value for other, value in block.items() if other != key}
+            assert agrees_with_transformers(name, flat | {spelling: without_key}), key
+            assert agrees_with_transformers(name, flat | {spelling: block | {key: None}}), key
+        assert agrees_with_transformers(name, flat | {spelling: block, "original_max_position_embeddings": 64})
+        assert agrees_with_transformers(name, flat | {spelling: block, "partial_rotary_factor": 0.25})
         assert agrees_with_transformers(
-            name, plain | {spelling: block | {"partial_rotary_factor": 0.25}, "partial_rotary_factor": 1.0}
+            name, flat | {spelling: block | {"partial_rotary_factor": 0.25}, "partial_rotary_factor": 1.0}
         )
         with pytest.raises(ConfigError, match=rf"{spelling}.mrope_section is not implemented; known: type, "):
-            model_of(plain | {spelling: block | {"mrope_section": [1, 1]}})
+            model_of(flat | {spelling: block | {"mrope_section": [1, 1]}})
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_refuses_rope_scaling_that_contradicts_rope_parameters(name: str) -> None:
     """As in a folder that transformers 5 saved and to which a user added the YaRN block of a model card."""
     hf = full_config(name)
-    same = {"type": "default", "rope_theta": 5e5}
-    assert model_of(hf | {"rope_scaling": same}) == model_of(hf) == model_of(hf | {"rope_scaling": None})
-    assert agrees_with_transformers(name, hf | {"rope_scaling": same})
+    same_rope = {"type": "default", "rope_theta": 5e5}
+    assert model_of(hf | {"rope_scaling": same_rope}) == model_of(hf) == model_of(hf | {"rope_scaling": None})
+    assert agrees_with_transformers(name, hf | {"rope_scaling": same_rope})
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    for other in (yarn, YARN, LLAMA3, {"rope_type": "default"}, {"rope_type": "default", "rope_theta": 1e6}):
+    for rope in (yarn, YARN, LLAMA3, {"rope_type": "default"}, {"rope_type": "default", "rope_theta": 1e6}):
         with pytest.raises(ConfigError, match="rope_scaling and rope_parameters are both there and differ; keep one"):
-            model_of(hf | {"rope_scaling": other})
+            model_of(hf | {"rope_scaling": rope})
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "other"),
+    ("name", "key", "other_key"),
     [
         ("qwen3_moe", "num_experts", "num_local_experts"),
         ("deepseek_v2", "n_routed_experts", "num_experts"),
@@ -279,11 +279,11 @@ def test_refuses_rope_scaling_that_contradicts_rope_parameters(name: str) -> Non
         ("glm4_moe", "num_nextn_predict_layers", "num_mtp_layers"),
     ],
 )
-def test_two_names_of_an_option_must_agree(name: str, key: str, other: str) -> None:
-    hf = {**full_config(name), key: 4, other: 4}
+def test_two_names_of_an_option_must_agree(name: str, key: str, other_key: str) -> None:
+    hf = {**full_config(name), key: 4, other_key: 4}
     assert model_of(hf)
-    with pytest.raises(ConfigError, match=f"{key}=4 and {other}=8 are two names of an option; remove one"):
-        model_of(hf | {other: 8})
+    with pytest.raises(ConfigError, match=f"{key}=4 and {other_key}=8 are two names of an option; remove one"):
+        model_of(hf | {other_key: 8})
 
 
 def test_refuses_architecture_that_contradicts_model_type() -> None:
@@ -294,9 +294,9 @@ def test_refuses_architecture_that_contradicts_model_type() -> None:
 
 def test_requires_keys_that_only_sglang_reads() -> None:
     """SGLang 0.5.23 reads them without a default, and transformers has no such fields."""
-    needed = {"gemma2": ("hidden_act",), "deepseek_v2": ("scoring_func", "moe_layer_freq")}
-    needed["deepseek_v3"] = (*needed["deepseek_v2"], "topk_method")
-    for name, keys in needed.items():
+    required_keys = {"gemma2": ("hidden_act",), "deepseek_v2": ("scoring_func", "moe_layer_freq")}
+    required_keys["deepseek_v3"] = (*required_keys["deepseek_v2"], "topk_method")
+    for name, keys in required_keys.items():
         for key in keys:
             hf = full_config(name)
             del hf[key]

@@ -25,12 +25,12 @@ def test_chunks_concatenate_to_the_range() -> None:
     for shape in ((6,), (1, 4), (3, 4), (2, 3, 2), (2, 1, 3, 2)):
         size = prod(shape)
         full = torch.arange(size).view(shape)
-        for start, stop in itertools.combinations_with_replacement(range(size + 1), 2):
-            result = list(range_chunks(shape, start, stop))
+        for begin, stop in itertools.combinations_with_replacement(range(size + 1), 2):
+            result = list(range_chunks(shape, begin, stop))
             assert len(result) <= 2 * len(shape) - 1
             parts = [
                 full[tuple(slice(low, low + length) for low, length in zip(chunk.offset, chunk.sizes, strict=True))]
                 for chunk in result
             ]
             assert [tuple(part.shape) for part in parts] == [chunk.sizes for chunk in result]
-            assert [number for part in parts for number in part.reshape(-1).tolist()] == list(range(start, stop))
+            assert [number for part in parts for number in part.reshape(-1).tolist()] == list(range(begin, stop))

@@ -75,8 +75,8 @@ def test_lora_backward_trains_adapters_only() -> None:
         y.sum().backward()
     weight_flops = 2 * 32 * 64 * LENGTH
     layers = 2
-    added = adapted.forward([LENGTH]) - full.forward([LENGTH])
-    assert added == layers * (forward - weight_flops)
+    adapter_flops = adapted.forward([LENGTH]) - full.forward([LENGTH])
+    assert adapter_flops == layers * (forward - weight_flops)
     frozen = full.backward_per_token / 2 + counter.get_total_flops() * layers / LENGTH - layers * weight_flops / LENGTH
     assert adapted.backward_per_token == pytest.approx(frozen)
     assert adapted.head_backward == full.head_backward / 2
@@ -84,8 +84,8 @@ def test_lora_backward_trains_adapters_only() -> None:
 
 def test_counts_active_experts_and_scalar_head() -> None:
     hf = TINY.HF["qwen3_moe"]
-    once, twice = (model_flops({**hf, "num_experts_per_tok": n}).forward_per_token for n in (2, 3))
-    assert twice - once == 2 * 2 * 3 * 32 * 24  # layers; gate, up and down of an expert
+    top2, top3 = (model_flops({**hf, "num_experts_per_tok": n}).forward_per_token for n in (2, 3))
+    assert top3 - top2 == 2 * 2 * 3 * 32 * 24  # layers; gate, up and down of an expert
     assert model_flops(hf, has_scalar_head=True).head_forward == 2 * 32
 
 
@@ -105,7 +105,7 @@ def test_attention_pairs_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "known"),
+    ("name", "peak_name"),
     [
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H100 PCIe", "H100 PCIe"),
@@ -123,8 +123,8 @@ def test_attention_pairs_by_hand() -> None:
         ("NVIDIA GeForce RTX 3090 Ti", "RTX 3090 Ti"),
     ],
 )
-def test_peak_flops_by_cuda_device_name(name: str, known: str) -> None:
-    assert peak_flops(name) == PEAK_FLOPS[known]
+def test_peak_flops_by_cuda_device_name(name: str, peak_name: str) -> None:
+    assert peak_flops(name) == PEAK_FLOPS[peak_name]
 
 
 def test_peak_flops_of_unknown_gpu_is_none() -> None:

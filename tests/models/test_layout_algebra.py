@@ -30,8 +30,8 @@ from megarl.models.layout_algebra import (
 pytestmark = pytest.mark.alone
 
 
-def param(cut: Sharding, **tensors: tuple[int, ...]) -> Param:
-    return Param("megatron.name", tuple(HFTensor(name, shape) for name, shape in tensors.items()), cut)
+def param(sharding: Sharding, **tensors: tuple[int, ...]) -> Param:
+    return Param("megatron.name", tuple(HFTensor(name, shape) for name, shape in tensors.items()), sharding)
 
 
 def column_weight(*values: float) -> torch.Tensor:
@@ -94,7 +94,7 @@ def test_experts_shard_by_their_own_tensor_parallel_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cut", "shapes", "message"),
+    ("sharding", "shapes", "message"),
     [
         (Dim0Sharding(6, "num_attention_heads"), {"q_b": (12, 1)}, "q_b cannot be cut: num_attention_heads=6"),
         (Dim1Sharding(6, "num_attention_heads"), {"o": (1, 12)}, "o cannot be cut: num_attention_heads=6"),
@@ -106,9 +106,11 @@ def test_experts_shard_by_their_own_tensor_parallel_size() -> None:
         (QKVSharding(6), {"q": (12, 1), "k": (6, 1), "v": (6, 1)}, "q + k + v cannot be cut: num_key_value_heads=6"),
     ],
 )
-def test_indivisible_size_error_lists_divisors(cut: Sharding, shapes: dict[str, tuple[int, ...]], message: str) -> None:
+def test_indivisible_size_error_lists_divisors(
+    sharding: Sharding, shapes: dict[str, tuple[int, ...]], message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
-        split_param(param(cut, **shapes), 4, 0)
+        split_param(param(sharding, **shapes), 4, 0)
     assert str(error.value) == f"{message} does not divide by tensor parallel size 4; sizes that do: 1, 2, 3, 6"
 
 
@@ -124,7 +126,7 @@ def test_unshard_refuses_shards_of_another_layout() -> None:
 def sharded_params(draw: st.DrawFn) -> tuple[Param, int]:
     tp, units, size, hidden = (draw(st.integers(1, high)) for high in (4, 3, 3, 5))
     count = tp * units
-    cut, shapes = draw(
+    sharding, shapes = draw(
         st.sampled_from(
             [
                 (Replicated(), [(size, hidden)]),
@@ -137,7 +139,7 @@ def sharded_params(draw: st.DrawFn) -> tuple[Param, int]:
             ]
         )
     )
-    return Param("p", tuple(HFTensor(f"hf{i}", shape) for i, shape in enumerate(shapes)), cut), tp
+    return Param("p", tuple(HFTensor(f"hf{i}", shape) for i, shape in enumerate(shapes)), sharding), tp
 
 
 @given(sharded_params())
@@ -151,9 +153,9 @@ def test_unshard_inverts_shard_without_overlap(case: tuple[Param, int]) -> None:
     shards = [shard(weight, full, tp, rank) for rank in range(tp)]
     assert [tuple(s.shape) for s in shards] == [local_shape(weight, tp, rank) for rank in range(tp)]
     assert len({s.shape for s in shards}) == 1
-    back = unshard(weight, shards)
-    assert list(back) == [tensor.name for tensor in weight.hf]
-    assert all(torch.equal(back[name], full[name]) for name in full)
+    restored = unshard(weight, shards)
+    assert list(restored) == [tensor.name for tensor in weight.hf]
+    assert all(torch.equal(restored[name], full[name]) for name in full)
     values = sorted(x for s in shards for x in s.flatten().tolist() if x)
     copies = tp if isinstance(weight.sharding, Replicated) else 1
     assert values == sorted(list(range(1, total + 1)) * copies)

@@ -39,8 +39,8 @@ print("RESULT", json.dumps([[item.name for item in dataclasses.fields(kind) if i
 
 def test_parsed_fields_match_megatron_dataclasses() -> None:
     process = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, check=True)
-    plain, mla_too = json.loads(process.stdout.partition("RESULT ")[2].splitlines()[0])
-    for names, classes in ((plain, _CLASSES), (mla_too, _MLA_CLASSES)):
+    plain_fields, mla_too = json.loads(process.stdout.partition("RESULT ")[2].splitlines()[0])
+    for names, classes in ((plain_fields, _CLASSES), (mla_too, _MLA_CLASSES)):
         init_fields, fields = set(names), _parse_fields(classes).keys()
         assert init_fields <= fields
         assert not {name for name in fields - init_fields if not name.startswith("_")}

@@ -158,14 +158,14 @@ def test_router_biases_are_fp32_and_frozen() -> None:
     hf = load_hf_config(MODELS / "deepseek_v3.json")
     (stage,) = stage_counts(hf, tp=8, ep=32)
     assert stage.biases == 58 * 256
-    bare = state_bytes(stage._replace(biases=0), 8, 2, 2)
+    without_biases = state_bytes(stage._replace(biases=0), 8, 2, 2)
     full = state_bytes(stage, 8, 2, 2)
-    assert full == bare | {"weights": bare["weights"] + 4 * 58 * 256}
+    assert full == without_biases | {"weights": without_biases["weights"] + 4 * 58 * 256}
 
 
 def test_counts_include_vocabulary_padding() -> None:
-    odd = QWEN2 | {"vocab_size": 1000}
-    assert stage_counts(odd)[0].dense - sum(param_count(odd).values()) == 2 * 24 * 64
+    odd_vocab = QWEN2 | {"vocab_size": 1000}
+    assert stage_counts(odd_vocab)[0].dense - sum(param_count(odd_vocab).values()) == 2 * 24 * 64
     # 4 tokens of 512 words in bf16 and fp32; the weight's gradient in fp32 and bf16; 10 hidden states, twice
     expected = 4 * 512 * (2 + 16) + 512 * 64 * (4 + 2) + 2 * 10 * 64 * 2
     assert logits_bytes(1000, 64, 2, tokens=10, chunk_tokens=4, size=2) == expected
@@ -200,14 +200,14 @@ def test_engine_bytes_by_hand() -> None:
     # tp 4 with 2 key-value heads: every rank has one head of keys and values, a quarter of the rest, all of the norms.
     norms = (2 * 4 + 1) * 64
     kv = 4 * 2 * (32 * 64 + 32)  # k and v of four layers, weights and biases
-    remaining = sum(param.size for param in params) - norms - kv
-    assert engine_bytes(QWEN2, 4, 1) == remaining // 4 + kv // 2 + norms
+    sharded_elements = sum(param.size for param in params) - norms - kv
+    assert engine_bytes(QWEN2, 4, 1) == sharded_elements // 4 + kv // 2 + norms
     # In FP8 the matrices of the layers have a byte an element, and 4 for each block of 128 x 128.
     matrices = sum(p.size for p in params if p.megatron.startswith("decoder.layers") and p.megatron.endswith("weight"))
     matrices -= (2 * 4) * 64
-    others = sum(param.size for param in params) - matrices
+    other_elements = sum(param.size for param in params) - matrices
     quantised = QWEN2 | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    assert engine_bytes(quantised, 1, 2) == pytest.approx(2 * others + matrices * (1 + 4 / 128**2), abs=1)
+    assert engine_bytes(quantised, 1, 2) == pytest.approx(2 * other_elements + matrices * (1 + 4 / 128**2), abs=1)
 
 
 def test_kv_elements_by_hand() -> None:
@@ -260,10 +260,12 @@ def test_micro_batch_bytes_by_hand() -> None:
         "parallel": {"world_size": 8, "tp": 2, "pp": 2, "cp": 2},
         "train": {"routing_replay": True},
     }
-    few, many = (plan_stages(MOE, make_config(**sizes, data={"prompts_per_step": n}), MOE) for n in (1, 1000))
-    assert [stage.training for stage in few] == [stage.training for stage in many]
-    assert few[0].host == many[0].host
-    first, last = (stage.training["micro-batches"] for stage in few)
+    small_batch, large_batch = (
+        plan_stages(MOE, make_config(**sizes, data={"prompts_per_step": n}), MOE) for n in (1, 1000)
+    )
+    assert [stage.training for stage in small_batch] == [stage.training for stage in large_batch]
+    assert small_batch[0].host == large_batch[0].host
+    first, last = (stage.training["micro-batches"] for stage in small_batch)
     routing = 2 * 2 * 2 * 3072 // 2  # two layers, two experts, half of the rank's tokens
     assert first == 2 * (16 * 3072 + routing)  # two in flight
     assert last == 8 * 3072 + (3 * 8 + 1 + 9 * 4) * 2 * 3072 + routing
@@ -318,8 +320,8 @@ def test_recomputing_mla_up_proj_drops_q_k_v() -> None:
 
 def test_expert_tensor_parallel_doubles_expert_tokens() -> None:
     settings = family_of(MOE).megatron_config(MOE)
-    complete, cut = (activation_elements(settings, [range(1)], 2, tokens=10, in_flight=1, etp=etp) for etp in (1, 2))
-    assert cut - complete == 10 * 2 * 2 * 64 // 2  # input and output of two experts, of as many tokens again
+    etp1, etp2 = (activation_elements(settings, [range(1)], 2, tokens=10, in_flight=1, etp=etp) for etp in (1, 2))
+    assert etp2 - etp1 == 10 * 2 * 2 * 64 // 2  # input and output of two experts, of as many tokens again
 
 
 def test_micro_batches_in_flight_by_stage() -> None:
@@ -336,11 +338,11 @@ def test_context_parallelism_splits_long_sequences_and_optimizer() -> None:
         return plan_stages(QWEN2, make_config(algorithm="grpo", parallel=sizes, rollout=rollout, train=budget))[0]
 
     budget = {"max_tokens_per_gpu": 1024}
-    alone, together = plan(world_size=4), plan(world_size=4, cp=4)
-    assert together.states == alone.states
-    assert together.training["activations"] * 4 == alone.training["activations"]
+    cp1, cp4 = plan(world_size=4), plan(world_size=4, cp=4)
+    assert cp4.states == cp1.states
+    assert cp4.training["activations"] * 4 == cp1.training["activations"]
     budget = {"max_tokens_per_gpu": 4096}  # tokens of a micro-batch per rank, however long its sequences
-    assert plan(world_size=4, cp=4).training["activations"] * 2 == alone.training["activations"]
+    assert plan(world_size=4, cp=4).training["activations"] * 2 == cp1.training["activations"]
 
 
 def test_weight_sync_staging_bytes() -> None:
@@ -386,9 +388,9 @@ def test_async_save_keeps_a_copy_on_host() -> None:
         assert stage.host == {"checkpoint under way": (size + 12) * count}
         (stage,) = plan_stages(QWEN2, make_config(**tree, run={"save_every": 5, "save_async": False}))
         assert stage.host == {}
-    (cut, _) = plan_stages(QWEN2, make_config(parallel={"world_size": 4, "pp": 2}, run={"save_every": 5}), QWEN2)
-    expected = sum(cut.states[f"{role} {what}"] for role in ("actor", "critic") for what in ("weights", "optimizer"))
-    assert cut.host["checkpoint under way"] == expected
+    (first, _) = plan_stages(QWEN2, make_config(parallel={"world_size": 4, "pp": 2}, run={"save_every": 5}), QWEN2)
+    expected = sum(first.states[f"{role} {kind}"] for role in ("actor", "critic") for kind in ("weights", "optimizer"))
+    assert first.host["checkpoint under way"] == expected
 
 
 def test_critic_with_its_own_layout() -> None:
@@ -396,13 +398,13 @@ def test_critic_with_its_own_layout() -> None:
         parallel = {"world_size": 4, "pp": 2}
         return plan_stages(QWEN2, make_config(parallel=parallel, critic={"parallel": critic}), QWEN2)
 
-    same, cut = plan(), plan(tp=2)
-    assert [stage.states["actor weights"] for stage in cut] == [stage.states["actor weights"] for stage in same]
-    assert cut[1].states["critic weights"] < 0.6 * same[1].states["critic weights"]
+    tp1, tp2 = plan(), plan(tp=2)
+    assert [stage.states["actor weights"] for stage in tp2] == [stage.states["actor weights"] for stage in tp1]
+    assert tp2[1].states["critic weights"] < 0.6 * tp1[1].states["critic weights"]
     # With pp=1 both actor stages have the whole critic; with pp=4 each counts the larger of two critic stages.
     complete, fine = plan(pp=1), plan(pp=4)
     assert (
-        complete[0].states["critic weights"] == complete[1].states["critic weights"] > same[0].states["critic weights"]
+        complete[0].states["critic weights"] == complete[1].states["critic weights"] > tp1[0].states["critic weights"]
     )
     assert fine[0].states["critic weights"] == 2 * stage_counts(QWEN2, head=True, world_size=4, pp=4)[0].dense
     assert fine[1].states["critic weights"] < fine[0].states["critic weights"]  # a layer and a small head
@@ -451,12 +453,12 @@ def test_teacher_adds_weights_and_computes_between_generations() -> None:
         assert after.states == before.states | {"teacher weights": 2 * sum(weights)}
         assert after.generation == before.generation and after.training["micro-batches"] > 0
     assert served[-1].training["logits"] == plain[-1].training["logits"] > 0  # the same vocabulary and hidden size
-    alone = plan_stages(QWEN2, config, QWEN2, stages, "teacher")
+    teacher_only = plan_stages(QWEN2, config, QWEN2, stages, "teacher")
     # Of one layer of 3072 tokens: norms; q, k, v and attention's output; of 2 experts input, output and three widths.
     item = 4 * 64 + (2 * 4 + 2 * 2) * 32 + 2 * (2 * 64 + 3 * 48)
-    assert [stage.layers for stage in alone] == [(0, 1), (2, 3)]
-    assert alone[0].training == {"activations": 2 * 3072 * item // 2, "logits": 0, "micro-batches": 0}
-    assert alone[1].training["logits"] > 0
+    assert [stage.layers for stage in teacher_only] == [(0, 1), (2, 3)]
+    assert teacher_only[0].training == {"activations": 2 * 3072 * item // 2, "logits": 0, "micro-batches": 0}
+    assert teacher_only[1].training["logits"] > 0
 
 
 def test_foreign_classifier_is_replicated() -> None:

@@ -11,22 +11,30 @@ from megarl.models.layout_algebra import Dim1Sharding, HFTensor, Param, Replicat
 pytestmark = pytest.mark.alone
 
 
-def param(name: str, cut: Sharding, expert: int | None = None) -> Param:
-    return Param(name, (HFTensor(name, (4, 4)),), cut, expert=expert)
+def param(name: str, sharding: Sharding, expert: int | None = None) -> Param:
+    return Param(name, (HFTensor(name, (4, 4)),), sharding, expert=expert)
 
 
 def test_flags_follow_the_table_over_layer_settings() -> None:
     tensors = {name: torch.nn.Parameter(torch.zeros(4, 4)) for name in ("expert", "down", "cut", "norm")}
     tensors["down"].tensor_model_parallel = True  # type: ignore[attr-defined]
     tensors["cut"].tensor_model_parallel = True  # type: ignore[attr-defined]
-    cut, full = Dim1Sharding(4, "columns"), Replicated()
-    table = [param("expert", cut, 3), param("down", full), param("cut", cut), param("norm", full)]
+    column_sharding, full = Dim1Sharding(4, "columns"), Replicated()
+    table = [
+        param("expert", column_sharding, 3),
+        param("down", full),
+        param("cut", column_sharding),
+        param("norm", full),
+    ]
     buffer = {"bias": torch.zeros(4)}
-    named = {**tensors, **buffer}
-    assert norm_counting.set_flags(named, [*table, param("bias", full), param("elsewhere", cut)]) == ["expert", "down"]
+    all_tensors = {**tensors, **buffer}
+    assert norm_counting.set_flags(all_tensors, [*table, param("bias", full), param("elsewhere", column_sharding)]) == [
+        "expert",
+        "down",
+    ]
     flags = {name: tensor.tensor_model_parallel for name, tensor in tensors.items()}  # type: ignore[attr-defined]
     assert flags == {"expert": True, "down": False, "cut": True, "norm": False}
-    assert norm_counting.set_flags(named, table) == []
+    assert norm_counting.set_flags(all_tensors, table) == []
 
 
 class GroupedExperts(torch.nn.Module):
@@ -43,9 +51,9 @@ def model_chunk() -> torch.nn.Module:
     module.mlp = torch.nn.Module()
     module.mlp.experts = torch.nn.Module()
     module.mlp.experts.linear_fc1 = GroupedExperts()
-    top = torch.nn.Module()
-    top.layer = module
-    return top
+    model = torch.nn.Module()
+    model.layer = module
+    return model
 
 
 def test_refuses_experts_missing_from_the_norm() -> None:

@@ -34,13 +34,13 @@ def test_virtual_stages_interleave() -> None:
 
 @pytest.mark.parametrize("layers, pp", [(61, 16), (61, 8), (94, 8), (7, 2), (5, 4), (10, 4)])
 def test_suggested_uneven_split_works(layers: int, pp: int) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         stage_layers(layers, pp, {})
-    text = str(caught.value)
+    text = str(error.value)
     keys = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-    value = {key: int(text.split(f"{key}=")[1].split()[0].rstrip(",")) for key in keys if f"{key}=" in text}
-    assert value
-    assert sum(len(stage) for stage in stage_layers(layers, pp, value)) == layers
+    advised = {key: int(text.split(f"{key}=")[1].split()[0].rstrip(",")) for key in keys if f"{key}=" in text}
+    assert advised
+    assert sum(len(stage) for stage in stage_layers(layers, pp, advised)) == layers
 
 
 def test_refuses_impossible_pipeline() -> None:
@@ -63,11 +63,11 @@ def test_all_advice_leads_to_a_valid_split() -> None:
         if "cannot be split" not in text:
             continue
         for advice in text.split("; ")[1].split(", or "):
-            ends = dict(settings) if "remove" not in advice else {}
+            stage_settings = dict(settings) if "remove" not in advice else {}
             parts = 1 if "parallel.vpp to 1" in advice else vpp
-            value = {key: int(result[1]) for key in keys if (result := re.search(rf"{key}=(\d+)", advice))}
-            ends = {**ends, **value} if "remove" not in advice else value
+            advised_settings = {key: int(result[1]) for key in keys if (result := re.search(rf"{key}=(\d+)", advice))}
+            stage_settings = {**stage_settings, **advised_settings} if "remove" not in advice else advised_settings
             sizes = re.search(r"parallel\.pp to one of ([\d, ]+)", advice)
             for size in map(int, sizes[1].strip(", ").split(", ")) if sizes else [pp]:
-                stages = stage_layers(layers, size, ends, parts)
+                stages = stage_layers(layers, size, stage_settings, parts)
                 assert sum(map(len, stages)) == layers and all(stages), (text, advice)

@@ -115,15 +115,15 @@ def test_table_lists_the_tensors_that_transformers_writes(name: str, tmp_path: P
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         written = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
     hf = load_hf_config(tmp_path)  # as transformers 5 writes it
-    listed = [tensor for param in family_of(hf).params(hf, 1) for tensor in param.hf]
-    assert len(listed) == len(written)
-    assert {tensor.name: tensor.shape for tensor in listed} == written
+    names = [tensor for param in family_of(hf).params(hf, 1) for tensor in param.hf]
+    assert len(names) == len(written)
+    assert {tensor.name: tensor.shape for tensor in names} == written
     if "experts" in str(written):
         assert written["model.layers.1.mlp.experts.3.gate_proj.weight"] == (8, 16)  # one tensor per expert, not stacked
     # The config that we write by hand in these tests means the same model.
     assert family_of(hf).params(hf, 2) == family_of(hf_of(name)).params(hf_of(name), 2)
-    ours = family_of(hf).megatron_config(hf)
-    assert ours == family_of(hf_of(name)).megatron_config(hf_of(name))
+    actual = family_of(hf).megatron_config(hf)
+    assert actual == family_of(hf_of(name)).megatron_config(hf_of(name))
     assert family_of(hf).extras(hf) == family_of(hf_of(name)).extras(hf_of(name))
 
 
@@ -148,8 +148,8 @@ def test_deepseek_v3_megatron_options() -> None:
     assert (values["rope_type"], values["rotary_scaling_factor"]) == ("yarn", 2.0)
     assert (values["mscale"], values["mscale_all_dim"]) == (1.0, 0.7)
     # Without YaRN nothing may scale the softmax: Megatron does where factor > 1 and mscale_all_dim > 0.
-    plain = hf_of("deepseek_v3", rope_parameters={"rope_type": "default", "rope_theta": 5e5}, topk_group=2)
-    values = family_of(plain).megatron_config(plain)
+    without_yarn = hf_of("deepseek_v3", rope_parameters={"rope_type": "default", "rope_theta": 5e5}, topk_group=2)
+    values = family_of(without_yarn).megatron_config(without_yarn)
     assert (values["rope_type"], values["rotary_base"], values["rotary_scaling_factor"]) == ("rope", 5e5, 1.0)
     assert values["moe_router_num_groups"] is None  # choosing all groups is no limit
     bias = [p for p in family_of(hf).params(hf, 1) if p.is_buffer]

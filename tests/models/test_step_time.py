@@ -59,7 +59,7 @@ def seconds(
 ) -> Any:
     tree = {"model": {"megatron": megatron or {}}, "parallel": sizes, "train": {"max_tokens_per_gpu": budget}}
     result = StepTime(hf, TOKENS, 0, machine).seconds(from_dict(tree))
-    return {what: pytest.approx(value) for what, value in result.items() if value}
+    return {cost: pytest.approx(value) for cost, value in result.items() if value}
 
 
 def test_single_rank_only_computes() -> None:
@@ -120,16 +120,16 @@ def test_recomputed_share() -> None:
     latent = family_of(hf).megatron_config(hf) | {"recompute_granularity": "selective"}
     assert recomputed_share(hf, latent | {"recompute_modules": ["moe_act"]}) == 0
     # q up 1536 x 24576 and kv up 512 x 32768, of 187 M in attention and 396 M in MLPs (nine experts of 44 M).
-    share = recomputed_share(hf, latent | {"recompute_modules": ["mla_up_proj"]})
-    assert share == pytest.approx(54.5e6 / (187.1e6 + 396.4e6), rel=0.01)
+    recomputed = recomputed_share(hf, latent | {"recompute_modules": ["mla_up_proj"]})
+    assert recomputed == pytest.approx(54.5e6 / (187.1e6 + 396.4e6), rel=0.01)
 
 
 def test_expert_efficiency_and_fp8() -> None:
     complete = seconds(MOE)["arithmetic"].expected
     assert seconds(MOE, {"fp8": "e4m3"})["arithmetic"] == complete / 2
-    half = seconds(MOE, machine=replace(MACHINE, expert_efficiency=0.5))["arithmetic"].expected
+    half_efficiency = seconds(MOE, machine=replace(MACHINE, expert_efficiency=0.5))["arithmetic"].expected
     routed = 4 * 2 * 3 * 64 * 48  # two experts a token in four layers
-    assert half - complete == pytest.approx(6 * routed * TOKENS / 1e6)
+    assert half_efficiency - complete == pytest.approx(6 * routed * TOKENS / 1e6)
 
 
 def test_memory_bound_operations() -> None:
@@ -148,20 +148,20 @@ def test_launch_overhead_per_micro_batch() -> None:
 
 
 def test_communication_overlap() -> None:
-    shown = seconds(MOE, world_size=4, ep=4, ranks_per_node=2)["expert"].expected
+    exposed = seconds(MOE, world_size=4, ep=4, ranks_per_node=2)["expert"].expected
     hidden = seconds(MOE, machine=replace(MACHINE, comm_overlap=0.25), world_size=4, ep=4, ranks_per_node=2)["expert"]
-    assert hidden == 0.75 * shown
+    assert hidden == 0.75 * exposed
 
 
 def test_flex_dispatcher_sends_a_token_to_a_node_once() -> None:
     settings = {"moe_router_topk": 8}
     assert dispatch_copies(settings, 32, 32, 8) == pytest.approx((8 * 31 / 32 * 3 / 4, 8 * 31 / 32 / 4))
-    once = settings | {"moe_token_dispatcher_type": "flex"}
+    flex = settings | {"moe_token_dispatcher_type": "flex"}
     # Of four nodes, eight choices meet 3.6, of which a quarter is the token's own.
-    assert dispatch_copies(once, 32, 32, 8)[0] == pytest.approx(4 * (1 - 0.75**8) * 3 / 4)
+    assert dispatch_copies(flex, 32, 32, 8)[0] == pytest.approx(4 * (1 - 0.75**8) * 3 / 4)
     # DeepSeek-V3 chooses in half of the groups: in four of eight nodes.
-    few = once | {"moe_router_num_groups": 8, "moe_router_group_topk": 4}
-    assert dispatch_copies(few, 64, 64, 8)[0] == pytest.approx(4 * (1 - 0.75**8) * 7 / 8)
+    grouped = flex | {"moe_router_num_groups": 8, "moe_router_group_topk": 4}
+    assert dispatch_copies(grouped, 64, 64, 8)[0] == pytest.approx(4 * (1 - 0.75**8) * 7 / 8)
 
 
 @pytest.mark.parametrize("run", PUBLISHED_RUNS, ids=[run.name for run in PUBLISHED_RUNS])

@@ -23,8 +23,8 @@ def test_interval_is_reproducible_by_seed() -> None:
 def test_matches_the_exact_resampling_quantiles() -> None:
     """Enumerate all 4^4 resamples of four values; the sampled quantiles converge to theirs."""
     values = [0.0, 0.1, 0.5, 1.7]
-    means = [float(np.mean(drawn)) for drawn in product(values, repeat=4)]
-    exact = np.quantile(means, [0.1, 0.9])
+    sample_means = [float(np.mean(drawn)) for drawn in product(values, repeat=4)]
+    exact = np.quantile(sample_means, [0.1, 0.9])
     assert bootstrap_interval(values, seed=1, resamples=200_000, level=0.8) == pytest.approx(exact, abs=0.03)
 
 

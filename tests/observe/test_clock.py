@@ -22,10 +22,10 @@ class FakeTime:
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
-    created = FakeTime()
-    monkeypatch.setattr(module, "time", created)
+    fake_time = FakeTime()
+    monkeypatch.setattr(module, "time", fake_time)
     monkeypatch.setattr(module, "_EPOCH_OFFSET_S", 1000.0)
-    return created
+    return fake_time
 
 
 def test_phases_become_metrics_and_spans(time: FakeTime) -> None:

@@ -100,14 +100,14 @@ BAD_FILES = {
 
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_invalid_file_changes_nothing_and_warns_once(tmp_path: Path, name: str) -> None:
-    content, complaint = BAD_FILES[name]
+    content, message = BAD_FILES[name]
     harness = ControlHarness(tmp_path)
     harness.file.write_text("reward: {weights: {gsm8k: 0.4}}\n")
     harness.steps()
     harness.file.write_bytes(content)
     applied, logged = harness.steps(3)
     assert applied == [] and len(logged) == 1 and "\n" not in logged[0], logged
-    assert logged[0].startswith("warning: ") and complaint in logged[0], logged
+    assert logged[0].startswith("warning: ") and message in logged[0], logged
     assert str(harness.file) in logged[0] and logged[0].endswith("; it changes nothing")
     harness.file.write_bytes(b"#\n" + content)
     assert len(harness.steps(2)[1]) == 1, "changed, and still invalid"
@@ -132,14 +132,12 @@ def test_unreadable_file_changes_nothing(tmp_path: Path, kind: str, monkeypatch:
 
         monkeypatch.setattr(Path, "open", refuse)
     applied, logged = harness.steps(3)
-    complaints = {
+    messages = {
         "a directory": "is a folder",
         "a pipe": "is not a regular file",
         "a secret": "cannot be read: Permission denied",
     }
-    assert (
-        applied == [] and [complaints[kind] in item for item in logged] == [True] if kind in complaints else not logged
-    )
+    assert applied == [] and [messages[kind] in item for item in logged] == [True] if kind in messages else not logged
 
 
 def test_resume_restores_the_values_set(tmp_path: Path) -> None:
@@ -154,10 +152,10 @@ def test_resume_restores_the_values_set(tmp_path: Path) -> None:
         resumed.applied == [("reward.weights", {"gsm8k": 0.4})] and "reward.weights={'gsm8k': 0.4}" in resumed.logged[0]
     )
     assert resumed.control.state_dict() == state and resumed.steps() == ([], [])
-    other = ControlHarness(tmp_path, parts=("model",))
-    other.control.load_state_dict(state | {"reward.colour": "red"})
-    assert other.applied == [] and other.control.state_dict() == {}
-    assert ["which is no longer possible" in line for line in other.logged] == [True, True]
+    other_harness = ControlHarness(tmp_path, parts=("model",))
+    other_harness.control.load_state_dict(state | {"reward.colour": "red"})
+    assert other_harness.applied == [] and other_harness.control.state_dict() == {}
+    assert ["which is no longer possible" in line for line in other_harness.logged] == [True, True]
 
 
 def test_checks_only_the_keys_in_the_file(tmp_path: Path) -> None:

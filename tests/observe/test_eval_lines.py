@@ -15,9 +15,9 @@ pytestmark = pytest.mark.alone
 PROMPT = Prompt("p", ({"role": "user", "content": "1+1?"},), [1, 2], "", "2")
 
 
-def make_rollout(status: str, reward: float, **more: object) -> Rollout:
+def make_rollout(status: str, reward: float, **kwargs: object) -> Rollout:
     turns = (Turn([1, 2]), Turn([3, 4], [0.0, 0.0], True, 0), Turn([5]), Turn([6], [0.0], True, 0))
-    return Rollout(PROMPT, turns, status, reward, group=3, messages=(), **more)  # type: ignore[arg-type]
+    return Rollout(PROMPT, turns, status, reward, group=3, messages=(), **kwargs)  # type: ignore[arg-type]
 
 
 def test_unscored_rollouts_have_null_reward_and_verdict() -> None:
@@ -41,7 +41,7 @@ def test_unscored_rollouts_have_null_reward_and_verdict() -> None:
 
 def test_writes_lone_surrogates_as_ascii_json() -> None:
     messages = ({"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "\ud83d \u2028 <b>"})
-    item = Rollout(PROMPT, make_rollout("stop", 0.0).turns, "stop", float("nan"), group=0, messages=messages)
-    (line,) = iter_json_rows([item], correct_threshold=0.5)
+    unscored = Rollout(PROMPT, make_rollout("stop", 0.0).turns, "stop", float("nan"), group=0, messages=messages)
+    (line,) = iter_json_rows([unscored], correct_threshold=0.5)
     text = exact_json.dumps(line)
     assert text.isascii() and len(text.splitlines()) == 1 and json.loads(text)["messages"][1] == messages[1]

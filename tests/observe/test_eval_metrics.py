@@ -27,9 +27,9 @@ def make_rollouts(source: str, *rewards: list[float]) -> list[Rollout]:
     ]
 
 
-def make_rollout(prompt: str, reward: float, **value: object) -> Rollout:
+def make_rollout(prompt: str, reward: float, **kwargs: object) -> Rollout:
     turns = (Turn([1, 2]), Turn([3, 4, 5], [0.0] * 3, True, 0))
-    return Rollout(Prompt(prompt, ({"role": "user", "content": "?"},)), turns, reward=reward, **value)  # type: ignore[arg-type]
+    return Rollout(Prompt(prompt, ({"role": "user", "content": "?"},)), turns, reward=reward, **kwargs)  # type: ignore[arg-type]
 
 
 def test_metrics_match_hand_computed_values() -> None:

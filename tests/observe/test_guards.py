@@ -25,9 +25,9 @@ class RecordedGuards:
 
     def resume(self, **guards: Any) -> RecordedGuards:
         """Return new guards restored from the state of these."""
-        other = RecordedGuards(**guards)
-        other.guards.load_state_dict(json.loads(json.dumps(self.guards.state_dict())))
-        return other
+        restored = RecordedGuards(**guards)
+        restored.guards.load_state_dict(json.loads(json.dumps(self.guards.state_dict())))
+        return restored
 
 
 def test_disabled_guards_emit_nothing() -> None:

@@ -16,15 +16,15 @@ pytestmark = pytest.mark.alone
 LOGS = Path("runs/x/logs")
 
 
-def rank_state(waits: bool, where: str, stacks: bool = True, silent: bool = False) -> dict[str, Any]:
-    return {"waits": waits, "where": where, "stacks": stacks, "silent": silent}
+def rank_state(waits: bool, location: str, stacks: bool = True, silent: bool = False) -> dict[str, Any]:
+    return {"waits": waits, "where": location, "stacks": stacks, "silent": silent}
 
 
 def test_names_the_rank_that_is_not_waiting_and_its_node() -> None:
-    late, line = summarize_states(
+    hung, line = summarize_states(
         [rank_state(True, "a"), rank_state(False, "b.py, line 3, in f")], ["n1", "n2"], 27.4, LOGS
     )
-    assert late == 1
+    assert hung == 1
     assert line == (
         "the others have waited 27 s for rank 1 on node n2 which is at b.py, line 3, in f. The stacks of all ranks are "
         "in runs/x/logs/rank_N.log"
@@ -32,26 +32,26 @@ def test_names_the_rank_that_is_not_waiting_and_its_node() -> None:
 
 
 def test_silent_rank_is_named_first() -> None:
-    every = [
+    states = [
         rank_state(False, "b"),
         rank_state(True, "a"),
         rank_state(False, "is stopped (SIGSTOP)", stacks=False, silent=True),
     ]
-    late, line = summarize_states(every, ["n"] * 3, 5, LOGS)
-    assert late == 2 and "for rank 2 on node n which is stopped (SIGSTOP)." in line
+    hung, line = summarize_states(states, ["n"] * 3, 5, LOGS)
+    assert hung == 2 and "for rank 2 on node n which is stopped (SIGSTOP)." in line
     assert line.endswith("rank_N.log, but for rank 2, which could not write its stacks")
 
 
 def test_unresponsive_node_is_named_before_ranks() -> None:
-    late, line = summarize_states([rank_state(False, "b"), None, None], ["n1", "n2", "n2"], 5, LOGS)
-    assert late == 1
+    hung, line = summarize_states([rank_state(False, "b"), None, None], ["n1", "n2", "n2"], 5, LOGS)
+    assert hung == 1
     silent = "on node n2 whose node does not respond"
     assert f"rank 1 {silent}; and for rank 2 {silent}" in line
 
 
 def test_blames_no_rank_if_all_wait() -> None:
-    late, line = summarize_states([rank_state(True, "a"), rank_state(True, "b")], ["n", "n"], 5, LOGS)
-    assert late is None and line.startswith("all ranks have waited 5 s for each other: rank 0 at a; rank 1 at b. ")
+    hung, line = summarize_states([rank_state(True, "a"), rank_state(True, "b")], ["n", "n"], 5, LOGS)
+    assert hung is None and line.startswith("all ranks have waited 5 s for each other: rank 0 at a; rank 1 at b. ")
 
 
 @pytest.mark.parametrize(("patience", "seconds"), [(4, 2), (8, 3), (300, 30), (7200, 60)])
@@ -70,8 +70,8 @@ def test_reads_the_stack_state_of_a_thread() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        place = read_stack_state(thread.ident or 0)
-        assert not place.waits and place.where.rpartition(", in ")[2] in ("work", "wait", "span", "_stamp")
+        state = read_stack_state(thread.ident or 0)
+        assert not state.waits and state.where.rpartition(", in ")[2] in ("work", "wait", "span", "_stamp")
     finally:
         event.set()
         thread.join()
@@ -85,8 +85,8 @@ def test_clock_tracks_progress_of_the_main_thread() -> None:
         with clock.span("barrier", WAIT):
             assert clock.position[:2] == ("update", "actor") and clock.position[2] >= position[2]
             last = clock.position
-            other = threading.Thread(target=lambda: clock.span("x").__enter__())
-            other.start()
-            other.join()
+            other_thread = threading.Thread(target=lambda: clock.span("x").__enter__())
+            other_thread.start()
+            other_thread.join()
             assert clock.position == last
     assert position[:2] == ("update", "actor") and clock.position[:2] == ("", "")

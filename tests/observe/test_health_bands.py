@@ -22,7 +22,7 @@ def bands(**guards: Any) -> dict[str, Band]:
 
 
 @pytest.mark.parametrize(
-    ("metric", "value", "side"),
+    ("metric", "value", "expected_side"),
     [
         ("actor/entropy", 0.4, ""),
         ("actor/entropy", 0.39, "below"),
@@ -42,10 +42,10 @@ def bands(**guards: Any) -> dict[str, Band]:
         ("critic/vf_clipfrac", nan, "not a number"),
     ],
 )
-def test_side_of_a_value(metric: str, value: float, side: str) -> None:
+def test_side_of_a_value(metric: str, value: float, expected_side: str) -> None:
     band = bands(alarms=True)[metric]
-    assert band.side(value) == side
-    assert bool(band.get_remedy(value)) == bool(side)
+    assert band.side(value) == expected_side
+    assert bool(band.get_remedy(value)) == bool(expected_side)
 
 
 def test_describes_a_value_and_its_remedy() -> None:
@@ -72,11 +72,11 @@ def test_configured_bands_override_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    "ends", [0.5, [0.5], [0.6, 0.4], ["a", "b"], [None, None], [0.1, 0.2, 0.3], [True, 2], {}, "0.4"]
+    "band", [0.5, [0.5], [0.6, 0.4], ["a", "b"], [None, None], [0.1, 0.2, 0.3], [True, 2], {}, "0.4"]
 )
-def test_rejects_malformed_bands(ends: Any) -> None:
+def test_rejects_malformed_bands(band: Any) -> None:
     with pytest.raises(ConfigError, match=r"guards\.bands\.actor/entropy must be two numbers"):
-        bands(alarms=True, bands={"actor/entropy": ends})
+        bands(alarms=True, bands={"actor/entropy": band})
 
 
 def test_rejects_bands_without_alarms() -> None:
@@ -87,9 +87,9 @@ def test_rejects_bands_without_alarms() -> None:
 @pytest.mark.parametrize("metric", BANDS)
 def test_readme_explains_each_band(metric: str) -> None:
     """Each paragraph has symptom, meaning and remedy, and names the keys of the alarm."""
-    _, result, remaining = PAGE.partition(f"### `{metric}`\n")
+    _, result, description = PAGE.partition(f"### `{metric}`\n")
     assert result
-    paragraph = remaining.partition("\n### ")[0].partition("\n## ")[0]
+    paragraph = description.partition("\n### ")[0].partition("\n## ")[0]
     for part in ("Symptom:", "Meaning:", "Remedy:"):
         assert part in paragraph
     for text in (BANDS[metric].low_remedy, BANDS[metric].high_remedy):

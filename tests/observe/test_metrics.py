@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from thread_ranks import Thread, as_ranks
+from thread_ranks import ThreadRank, as_ranks
 
 from megarl.observe import metrics as metrics_module
 from megarl.observe.metrics import SourceMeans, batch_metrics, rollout_metrics
@@ -104,8 +104,8 @@ def test_branches_count_as_one_episode() -> None:
     assert result == complete | lengths
     assert result["rollout/reward_mean"] == 0.5 and result["rollout/response_length_mean"] == 7.0
     assert result["rollout/aborted_frac"] == pytest.approx(1 / 3) and result["rollout/truncated_frac"] == 0.5
-    shares = [[*as_branches(branches, 0)], [single, *as_branches([aborted] * 4, 1)]]
-    assert as_ranks(2, lambda rank: rollout_metrics(Rollouts.gather(shares[rank.rank], None, rank))) == [result] * 2
+    shards = [[*as_branches(branches, 0)], [single, *as_branches([aborted] * 4, 1)]]
+    assert as_ranks(2, lambda rank: rollout_metrics(Rollouts.gather(shards[rank.rank], None, rank))) == [result] * 2
 
 
 def test_failed_reward_counts_once_per_episode() -> None:
@@ -118,8 +118,8 @@ def test_failed_reward_counts_once_per_episode() -> None:
 def test_weighted_reward_part_is_reported_separately() -> None:
     plain = replace(rollout(0, 1.0, (1,), 0, 0, "stop"), reward_parts={"a": 1.0})
     assert "reward/a" not in rollout_metrics(Rollouts.gather([plain]))
-    weighed = replace(plain, reward=0.5)
-    assert rollout_metrics(Rollouts.gather([weighed, plain]))["reward/a"] == 1.0
+    reweighted = replace(plain, reward=0.5)
+    assert rollout_metrics(Rollouts.gather([reweighted, plain]))["reward/a"] == 1.0
 
 
 def test_speculative_accept_rate() -> None:
@@ -133,8 +133,8 @@ def test_mean_sampling_mask_size() -> None:
     plain = rollout(0, 1.0, (1,), 0, 0, "stop")
     assert "rollout/sampling_mask_size_mean" not in rollout_metrics(Rollouts.gather([plain]))
     num_actions = plain.num_actions
-    cut = replace(plain, sampling_mask=SamplingMask.from_rows([[1, 2, 3]] * num_actions))
-    assert rollout_metrics(Rollouts.gather([cut, cut]))["rollout/sampling_mask_size_mean"] == 3
+    truncated = replace(plain, sampling_mask=SamplingMask.from_rows([[1, 2, 3]] * num_actions))
+    assert rollout_metrics(Rollouts.gather([truncated, truncated]))["rollout/sampling_mask_size_mean"] == 3
 
 
 def test_no_rollouts_give_no_metrics() -> None:
@@ -143,8 +143,8 @@ def test_no_rollouts_give_no_metrics() -> None:
 
 
 def source_rollout(source: str, reward: float, length: int, status: Status = "stop") -> Rollout:
-    item = rollout(0, reward, (length,), 0, 0, status)
-    return replace(item, prompt=replace(item.prompt, data_source=source), reward_parts={})
+    base = rollout(0, reward, (length,), 0, 0, status)
+    return replace(base, prompt=replace(base.prompt, data_source=source), reward_parts={})
 
 
 SOURCES = [
@@ -166,8 +166,8 @@ def test_reports_metrics_per_source() -> None:
         **{"rollout/reward_mean/other": 1.0, "rollout/response_length_mean/other": 1.0},
     }
     # A rank without a source and a rank without rollouts report the same.
-    shares = [SOURCES[:2], [], SOURCES[2:]]
-    by_rank = as_ranks(3, lambda rank: rollout_metrics(Rollouts.gather(shares[rank.rank], None, rank)))
+    shards = [SOURCES[:2], [], SOURCES[2:]]
+    by_rank = as_ranks(3, lambda rank: rollout_metrics(Rollouts.gather(shards[rank.rank], None, rank)))
     assert by_rank == [complete] * 3
 
 
@@ -222,10 +222,10 @@ def test_advantage_variance_spans_ranks() -> None:
     parts = [make_batch(1.0, -1.0, mask=(True, True)), make_batch(3.0, 7.0, mask=(True, False))]
     lengths, routed, home = torch.tensor([2, 2]), torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1])
 
-    def source_rollout(rank: Thread) -> dict[str, float]:
-        shares = BatchSharding(lengths, routed, home, torch.tensor([rank.rank]), rank)
-        return batch_metrics(replace(parts[rank.rank], sharding=shares, group=routed), 2.0, 2)
+    def source_rollout(rank: ThreadRank) -> dict[str, float]:
+        sharding = BatchSharding(lengths, routed, home, torch.tensor([rank.rank]), rank)
+        return batch_metrics(replace(parts[rank.rank], sharding=sharding, group=routed), 2.0, 2)
 
-    item, other = as_ranks(2, source_rollout)
-    assert item == other
-    assert item["actor/advantage_variance"] == pytest.approx(8 / 3, rel=1e-12)
+    first, second = as_ranks(2, source_rollout)
+    assert first == second
+    assert first["actor/advantage_variance"] == pytest.approx(8 / 3, rel=1e-12)

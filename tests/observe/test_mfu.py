@@ -59,15 +59,15 @@ def test_no_mfu_without_a_gpu() -> None:
 
 def test_gpu_monitor_averages_samples_until_exhausted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mfu, "SAMPLE_INTERVAL_S", 0.001)
-    samples, requested = iter([(0.5, 2**30), (1.0, 2**31)]), threading.Event()
+    samples, stop_requested = iter([(0.5, 2**30), (1.0, 2**31)]), threading.Event()
 
     def sample() -> tuple[float, int] | None:
         if (result := next(samples, None)) is None:
-            requested.set()
+            stop_requested.set()
         return result
 
     gpu = GpuMonitor(sample)
-    assert requested.wait(60)
+    assert stop_requested.wait(60)
     assert gpu.metrics() == {"perf/gpu_utilization": 0.75, "perf/gpu_memory_gib": 2.0}
     assert gpu.metrics() == {}
     gpu.close()

@@ -28,12 +28,12 @@ PROMPT = Prompt("p", ())
 
 
 def make_record(
-    turns: tuple[Turn, ...], logprobs: list[float], unreplayed: list[float] | None = None, **more: object
+    turns: tuple[Turn, ...], logprobs: list[float], unreplayed: list[float] | None = None, **kwargs: object
 ) -> Record:
     trainer = TrainerLogprobs(
         np.array(logprobs, np.float32), None if unreplayed is None else np.array(unreplayed, np.float32)
     )
-    return Record(0, dataclasses.replace(Rollout(PROMPT, turns), **more), None, None, trainer)  # type: ignore[arg-type]
+    return Record(0, dataclasses.replace(Rollout(PROMPT, turns), **kwargs), None, None, trainer)  # type: ignore[arg-type]
 
 
 def two_turns(*versions: int) -> tuple[Turn, ...]:
@@ -71,16 +71,16 @@ def test_routing_gap_is_the_difference_of_the_two_passes() -> None:
 
 def test_stale_tokens_and_tokens_after_them() -> None:
     trainer_logprobs = [0, 0, -1.5, -2, 0, -0.5]
-    fresh = compute_gaps([make_record(two_turns(2, 3), trainer_logprobs)], 3)
-    assert causes(fresh) == [STALE, STALE, CARRIED] and fresh.tokens["staleness"].tolist() == [
+    fresh_gaps = compute_gaps([make_record(two_turns(2, 3), trainer_logprobs)], 3)
+    assert causes(fresh_gaps) == [STALE, STALE, CARRIED] and fresh_gaps.tokens["staleness"].tolist() == [
         1,
         1,
         0,
     ]
     replayed = compute_gaps([make_record(two_turns(2, 3), trainer_logprobs, trainer_logprobs)], 3)
     assert causes(replayed) == [STALE, STALE, CARRIED]
-    mixed = Turn((7, 8), (-1.0, -2.0), is_action=True, weight_version=3, versions=((1, 1), (3, 1)))
-    gaps = compute_gaps([make_record((Turn((1,)), mixed), [0, -1.5, -2])], 3)
+    mixed_turn = Turn((7, 8), (-1.0, -2.0), is_action=True, weight_version=3, versions=((1, 1), (3, 1)))
+    gaps = compute_gaps([make_record((Turn((1,)), mixed_turn), [0, -1.5, -2])], 3)
     assert causes(gaps) == [STALE, CARRIED] and gaps.tokens["staleness"].tolist() == [2, 0]
     assert find_worst(gaps, 1) == [
         {
@@ -108,10 +108,10 @@ def test_tokens_with_sampling_masks_are_a_separate_cause() -> None:
 
 def cached_turns(*cached: int) -> tuple[Turn, ...]:
     """`two_turns` with the number of cached tokens before each action turn."""
-    first, *remaining = (
+    first, *turns = (
         dataclasses.replace(turn, cached_tokens=n) for turn, n in zip(two_turns(3)[1::2], cached, strict=True)
     )
-    return Turn((1, 2)), first, Turn((4,)), *remaining
+    return Turn((1, 2)), first, Turn((4,)), *turns
 
 
 def test_cached_and_uncached_turns_are_separate_causes() -> None:
@@ -140,13 +140,15 @@ def test_cached_and_uncached_turns_are_separate_causes() -> None:
     assert set(causes(stale)) == {STALE}, "stale tokens say nothing about the cache"
 
 
-def shift_logprobs(turns: tuple[Turn, ...], by: float) -> tuple[Turn, ...]:
-    """Turns with logprobs raised by `by`."""
-    return tuple(dataclasses.replace(turn, logprobs=turn.logprobs + by) if turn.is_action else turn for turn in turns)
+def shift_logprobs(turns: tuple[Turn, ...], offset: float) -> tuple[Turn, ...]:
+    """Return the turns with `offset` added to their logprobs."""
+    return tuple(
+        dataclasses.replace(turn, logprobs=turn.logprobs + offset) if turn.is_action else turn for turn in turns
+    )
 
 
-def engine_record(turns: tuple[Turn, ...], **more: object) -> Record:
-    return Record(0, dataclasses.replace(Rollout(PROMPT, turns), **more), None, None)  # type: ignore[arg-type]
+def engine_record(turns: tuple[Turn, ...], **kwargs: object) -> Record:
+    return Record(0, dataclasses.replace(Rollout(PROMPT, turns), **kwargs), None, None)  # type: ignore[arg-type]
 
 
 def test_compares_twins_with_and_without_cache() -> None:
@@ -162,18 +164,18 @@ def test_compares_twins_with_and_without_cache() -> None:
     # Turn 1 compares with `second`, the first uncached twin; turn 2 with `first`, the only uncached one.
     assert mixed is not None and (mixed.tokens, mixed.mean, mixed.largest) == (4, 0.3125, 0.5)
     assert neither is not None and (neither.tokens, neither.largest) == (2, 0.25) and both is None
-    (only,) = compare_twins([engine_record(third), engine_record(second[:2] + third[2:])], 3)[1:]
-    assert (only.name, only.tokens, only.largest) == (TWIN_KINDS[1], 1, 0.0)
+    (single_result,) = compare_twins([engine_record(third), engine_record(second[:2] + third[2:])], 3)[1:]
+    assert (single_result.name, single_result.tokens, single_result.largest) == (TWIN_KINDS[1], 1, 0.0)
 
 
 def test_twins_differ_in_nothing_but_the_cache() -> None:
     turns = cached_turns(0, 3)
-    other = (Turn((2, 1)), *turns[1:])  # same tokens in another order
-    assert compare_twins([engine_record(turns), engine_record(other)], 3) == []
+    reordered = (Turn((2, 1)), *turns[1:])  # same tokens in another order
+    assert compare_twins([engine_record(turns), engine_record(reordered)], 3) == []
     assert compare_twins([engine_record(turns), engine_record(cached_turns(-1, -1))], 3) == [], "cached tokens unknown"
     assert compare_twins([engine_record(turns), engine_record(turns)], 4) == [], "older weights"
-    cut = SamplingMask.from_rows([[7], [8, 1], []])
-    (last,) = compare_twins([engine_record(turns), engine_record(turns, sampling_mask=cut)], 3)
+    mask = SamplingMask.from_rows([[7], [8, 1], []])
+    (last,) = compare_twins([engine_record(turns), engine_record(turns, sampling_mask=mask)], 3)
     assert (last.name, last.tokens) == (TWIN_KINDS[1], 1), "only the last token is unmasked in both"
     assert compare_twins([], 3) == [] == compare_twins([engine_record((Turn((1,)),))], 3)
 

@@ -64,9 +64,9 @@ def test_display_shows_phase_step_and_metrics() -> None:
     progress.estimate_remaining = lambda: 7.0  # type: ignore[method-assign]
     console = Console(width=120, record=True, file=open("/dev/null", "w"))
     console.print(progress._render())
-    screen = console.export_text()
+    output = console.export_text()
     for text in ("PPO", "step 1/10", "0:07 left", "now: actor update", "reward 0.500", "held-out greedy 0.750"):
-        assert text in screen
+        assert text in output
 
 
 def test_evaluation_only_run_shows_no_steps() -> None:
@@ -76,18 +76,18 @@ def test_evaluation_only_run_shows_no_steps() -> None:
     assert progress.format_step(1, METRICS).startswith("all answered:  reward 0.500")
     console = Console(width=120, record=True, file=open("/dev/null", "w"))
     console.print(progress._render())
-    screen = console.export_text()
-    assert "GENERATE" in screen and "step 1" not in screen and "left" not in screen
+    output = console.export_text()
+    assert "GENERATE" in output and "step 1" not in output and "left" not in output
 
 
 def test_estimates_remaining_time_from_the_mean_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    clock_time = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock_time[0])
     progress = Progress("PPO", 10, live=False)
     assert progress.estimate_remaining() is None
     for step in (1, 2, 3):
         progress.begin_step(step)
-        now[0] += 4.0
+        clock_time[0] += 4.0
         progress.end_step(step, {})
     assert progress.estimate_remaining() == pytest.approx(4.0 * 7, abs=4.0)
     assert [format_duration(seconds) for seconds in (7.4, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
@@ -110,13 +110,13 @@ def test_display_colors_metrics_by_band() -> None:
     progress.end_step(1, METRICS | {"actor/entropy": 0.3, "actor/grad_norm": 1.5})
     console = Console(width=120, record=True, file=open("/dev/null", "w"), force_terminal=True)
     console.print(progress._render())
-    screen = console.export_text(styles=True)
+    output = console.export_text(styles=True)
     for style, text in (("\x1b[1;31m", "0.3, below 0.4 to 0.6"), ("\x1b[32m", "1.5, in at most 2")):
-        assert f"{style}{text}" in screen
+        assert f"{style}{text}" in output
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def clock_time(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     result = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: result[0])
     return result
@@ -128,10 +128,10 @@ def render(progress: Progress) -> str:
     return console.export_text()
 
 
-def test_phase_with_a_counter_shows_share_and_time_left(now: list[float]) -> None:
+def test_phase_with_a_counter_shows_share_and_time_left(clock_time: list[float]) -> None:
     progress = Progress("PPO", 10, enabled=False)
     progress.begin_phase("load")
-    now[0] += 30.0
+    clock_time[0] += 30.0
     assert progress.estimate_phase() is None and "━" in render(progress), "duration unknown"
     progress.update_phase(25, 100)
     assert progress.estimate_phase() == (0.25, pytest.approx(90.0))
@@ -140,16 +140,16 @@ def test_phase_with_a_counter_shows_share_and_time_left(now: list[float]) -> Non
     assert progress.estimate_phase() is None
 
 
-def test_phase_without_a_counter_uses_its_last_duration(now: list[float]) -> None:
+def test_phase_without_a_counter_uses_its_last_duration(clock_time: list[float]) -> None:
     progress = Progress("PPO", 10, enabled=False)
     for name in ("generate", "actor_update", "generate"):
         progress.begin_phase(name)
-        now[0] += 40.0
+        clock_time[0] += 40.0
         progress.begin_phase("between")
     progress.begin_phase("generate")
-    now[0] += 10.0
+    clock_time[0] += 10.0
     assert progress.describe_phase() == "generate 0:10, 25%, 0:30 left"
-    now[0] += 40.0
+    clock_time[0] += 40.0
     assert progress.describe_phase() == "generate 0:50", "longer than last time"
 
 

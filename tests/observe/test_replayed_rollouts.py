@@ -66,8 +66,8 @@ def test_requires_only_the_replayed_steps(tmp_path: Path) -> None:
 
 def test_rejects_another_tokenizer_and_out_of_vocabulary_tokens(tmp_path: Path) -> None:
     write_rollouts(tmp_path, [make_rollout()], vocab_hash="a" * 64)
-    for known in ("", "a" * 64):
-        check_replay(config(tmp_path), HF, known)
+    for digest in ("", "a" * 64):
+        check_replay(config(tmp_path), HF, digest)
     with pytest.raises(ConfigError, match="was recorded with another tokenizer than that of model.path"):
         check_replay(config(tmp_path), HF, "b" * 64)
     with pytest.raises(ConfigError, match="has the token 8, and the model of model.path has 8 tokens"):

@@ -242,8 +242,8 @@ def test_advantages_belong_to_trained_rollouts_only(tmp_path: Path) -> None:
     batch = TrainBatch.from_rollouts([first, last])
     batch = batch.with_(advantages=torch.arange(16, dtype=torch.float32))
     rollouts = [first, aborted, last]
-    every, trained = Rollouts.gather(rollouts), Rollouts.gather([first, last])
-    write_rollouts(tmp_path, rollouts, split_batch(batch, trained, every)[0])
+    all_rollouts, trained = Rollouts.gather(rollouts), Rollouts.gather([first, last])
+    write_rollouts(tmp_path, rollouts, split_batch(batch, trained, all_rollouts)[0])
     records = read_records(tmp_path, 12)
     assert [record.rollout.status for record in records] == ["length", "aborted", "length"]
     assert [None if r.advantages is None else r.advantages.tolist() for r in records] == [
@@ -256,7 +256,7 @@ def test_advantages_belong_to_trained_rollouts_only(tmp_path: Path) -> None:
         None,
         pytest.approx((11 + 12 + 15) / 3),
     ]
-    assert split_batch(batch.with_(advantages=None), trained, every)[0] == [None] * 3
+    assert split_batch(batch.with_(advantages=None), trained, all_rollouts)[0] == [None] * 3
 
 
 def test_records_trainer_logprobs_of_trained_rollouts(tmp_path: Path) -> None:
@@ -295,8 +295,10 @@ def test_reads_files_of_earlier_formats(tmp_path: Path) -> None:
             compression="zstd",
         )
         result = read_rollouts(tmp_path, 12, include_trainer_columns=True)
-        known = [element if format > 4 else dataclasses.replace(element, branch=None) for element in rollouts]
-        assert result == known and is_complete(tmp_path, 12)
+        expected_rollouts = [
+            element if format > 4 else dataclasses.replace(element, branch=None) for element in rollouts
+        ]
+        assert result == expected_rollouts and is_complete(tmp_path, 12)
         assert {turn.cached_tokens for element in result for turn in element.turns} == {-1}
         assert [element.sampling_mask is None for element in result] == [format < 4, True]
 
@@ -313,11 +315,11 @@ def test_writes_a_step_in_the_background(tmp_path: Path, monkeypatch: pytest.Mon
     may_continue, started = threading.Event(), threading.Event()
     threads = set()
 
-    def write_slowly(file: Path, *argument: Any) -> None:
+    def write_slowly(file: Path, *args: Any) -> None:
         threads.add(threading.current_thread())
         started.set()
         assert may_continue.wait(60)
-        write_part(file, *argument)
+        write_part(file, *args)
 
     monkeypatch.setattr(rollout_log, "write_part", write_slowly)
     log = RolloutLog(tmp_path, 5, pytest.fail)
@@ -453,8 +455,8 @@ def test_rejects_damaged_and_foreign_files(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
 
     damaged = "is not a file of recorded rollouts, or is damaged: "
-    for cut in (b"", b"{}", bytes(4096), content[:-40], content[: len(content) // 2], content[-400:]):
-        assert_rejected(cut, damaged)
+    for invalid in (b"", b"{}", bytes(4096), content[:-40], content[: len(content) // 2], content[-400:]):
+        assert_rejected(invalid, damaged)
     file.write_bytes(content)
     schema_metadata, group = pq.read_schema(file).metadata, pq.ParquetFile(file).metadata.row_group(0)
     for name in ("token_ids.list.element", "messages"):

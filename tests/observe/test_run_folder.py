@@ -74,12 +74,12 @@ def test_finished_run_without_a_checkpoint_does_not_restart(tmp_path: Path) -> N
 
 
 def test_diff_ignores_keys_without_effect_on_training() -> None:
-    other = dataclasses.replace(
+    other_run = dataclasses.replace(
         CONFIG,
         run=dataclasses.replace(CONFIG.run, resume="auto", dir="elsewhere"),
         track=dataclasses.replace(CONFIG.track, progress=False),
     )
-    assert diff_configs(CONFIG, other) == []
+    assert diff_configs(CONFIG, other_run) == []
     changed = dataclasses.replace(CONFIG, rollout=dataclasses.replace(CONFIG.rollout, sglang={}))
     assert list(map(str, diff_configs(CONFIG, changed))) == [
         "rollout.sglang: None -> {}",
@@ -110,15 +110,15 @@ def test_records_changed_keys_with_their_first_step(tmp_path: Path) -> None:
 def test_forced_resume_of_another_run_records_changes(tmp_path: Path) -> None:
     claim_and_begin(tmp_path, CONFIG, resume=False).release()
     (tmp_path / "metrics.jsonl").write_text('{"step": 20}\n')
-    other = with_seed(5)
+    other_run = with_seed(5)
     with pytest.raises(ConfigError, match="belongs to another run .*run.seed: 1 -> 5.* or set run.resume=forced"):
-        claim(tmp_path, other, resume=True)
-    forced = dataclasses.replace(other, run=dataclasses.replace(other.run, resume="forced"))
+        claim(tmp_path, other_run, resume=True)
+    forced = dataclasses.replace(other_run, run=dataclasses.replace(other_run.run, resume="forced"))
     assert forced.run.resumes
     folder = claim(tmp_path, forced, resume=True)
     assert [str(change) for change in folder.begin(20)] == ["run.seed: 1 -> 5"]
     folder.release()
-    claim(tmp_path, other, resume=True).release()  # the folder now belongs to this run
+    claim(tmp_path, other_run, resume=True).release()  # the folder now belongs to this run
 
 
 def test_released_claim_leaves_nothing(tmp_path: Path) -> None:
@@ -129,16 +129,16 @@ def test_released_claim_leaves_nothing(tmp_path: Path) -> None:
 def test_two_jobs_cannot_claim_one_folder(tmp_path: Path) -> None:
     script = "import sys; from megarl.observe.run_folder import claim_and_begin; from megarl.config import Config\n"
     script += "folder = claim_and_begin(sys.argv[1], Config(), False); print('held', flush=True); sys.stdin.read()"
-    other = subprocess.Popen(
+    other_run = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
-        assert other.stdout is not None and other.stdout.readline() == "held\n"
-        with pytest.raises(ConfigError, match=f"in use by process {other.pid} on "):
+        assert other_run.stdout is not None and other_run.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=f"in use by process {other_run.pid} on "):
             claim_and_begin(tmp_path, Config(), resume=True)
     finally:
-        other.kill()  # like a lost machine: the claim ends with the process
-        other.wait()
+        other_run.kill()  # like a lost machine: the claim ends with the process
+        other_run.wait()
     claim_and_begin(tmp_path, Config(), resume=True).release()
 
 

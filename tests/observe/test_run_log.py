@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from thread_ranks import Thread, as_ranks
+from thread_ranks import ThreadRank, as_ranks
 
 from megarl.config import Config, ConfigError, from_dict
 from megarl.observe.clock import Span, timeline_file
@@ -115,7 +115,7 @@ def test_each_rank_records_its_rollouts(tmp_path: Path) -> None:
     rollouts = [dataclasses.replace(ROLLOUT, seed=number) for number in range(3)]
     logs = [RunLog(config(tmp_path), job(rank)) for rank in (0, 1)]
 
-    def take_step(rank: Thread) -> None:
+    def take_step(rank: ThreadRank) -> None:
         numbers = ([1], [0, 2])[rank.rank]
         logs[rank.rank].end_step(4, {}, Rollouts.gather([rollouts[i] for i in numbers], numbers, rank))
 

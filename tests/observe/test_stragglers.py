@@ -22,12 +22,15 @@ def test_needs_two_ranks_in_a_phase(worked: list[dict[str, float]]) -> None:
 
 
 def test_names_a_rank_slow_for_two_steps_and_its_recovery() -> None:
-    stragglers, slow, even = (
+    stragglers, slow, balanced = (
         StragglerDetector(["n1", "n1", "n2"]),
         [{"u": 1.0}, {"u": 1.0}, {"u": 10.0}],
         [{"u": 1.0}] * 3,
     )
-    results = [stragglers.check(step, worked) for step, worked in enumerate([even, slow, slow, slow, even, even, slow])]
+    results = [
+        stragglers.check(step, worked)
+        for step, worked in enumerate([balanced, slow, slow, slow, balanced, balanced, slow])
+    ]
     lines = [line for _, line in results]
     assert [bool(line) for line in lines] == [False, False, True, False, True, False, False]
     assert lines[2] == (

@@ -53,11 +53,11 @@ def test_full_disk_warns_once(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     (tmp_path / "tensorboard").write_text("in the way of the folder")
     tracker = Tracker(tmp_path)
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning) as error:
         tracker.log(1, {"x": 1.0})
         tracker.log(2, {"x": 2.0})
         tracker.close()  # TensorBoard writes in the background and warns with a later step or at the end
-    texts = [str(warning.message) for warning in caught]
+    texts = [str(warning.message) for warning in error]
     assert sum("metrics.jsonl" in text and "No space left" in text for text in texts) == 1
     assert sum("TensorBoard" in text for text in texts) == 1
     with warnings.catch_warnings():

@@ -16,7 +16,7 @@ from megarl.parallel.job_secret import ForgedError
 from megarl.parallel.kv_store import KVStore
 from megarl.rollout.group_queue import GroupQueue
 
-harm = Path(sys.argv[1], "harm")
+executed = Path(sys.argv[1], "harm")
 ATTACKER = """
 import os, sys, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False)
@@ -36,12 +36,12 @@ class CreatesFolder:
     """Creates a folder when it is unpickled."""
 
     def __reduce__(self) -> Any:
-        return os.mkdir, (str(harm),)
+        return os.mkdir, (str(executed),)
 
 
-def is_forged(claim: Any) -> bool:
+def is_forged(value: Any) -> bool:
     try:
-        claim()
+        value()
     except ForgedError:
         return True
     return False
@@ -50,21 +50,21 @@ def is_forged(claim: Any) -> bool:
 ranks.initialize(ParallelConfig(world_size=2))
 if dist.get_rank() == 0:
     environment = {name: text for name, text in os.environ.items() if name != "MEGARL_SECRET"}
-    ticket = pickle.dumps(CreatesFolder()).hex()
-    subprocess.run([sys.executable, "-c", ATTACKER, os.environ["MASTER_PORT"], ticket], env=environment, check=True)
+    forged = pickle.dumps(CreatesFolder()).hex()
+    subprocess.run([sys.executable, "-c", ATTACKER, os.environ["MASTER_PORT"], forged], env=environment, check=True)
 ranks.barrier()
-tickets = GroupQueue(4, 2, KVStore(), "groups")
+group_queue = GroupQueue(4, 2, KVStore(), "groups")
 result = {
     "prefix": dist.distributed_c10d._get_default_store().check(["groups/back", "megarl/last words"]),
-    "refused_tickets": [is_forged(tickets.claim_returned) for _ in range(3)] if dist.get_rank() == 0 else [],
+    "refused_tickets": [is_forged(group_queue.claim_returned) for _ in range(3)] if dist.get_rank() == 0 else [],
     "root_cause": kv_store.exchange_root_cause(RuntimeError("gloo"), "lost"),
 }
 ranks.barrier()
 if dist.get_rank() == 0:
-    tickets.return_group({"group": (1, 2)})
+    group_queue.return_group({"group": (1, 2)})
 ranks.barrier()
-result["returned"] = tickets.claim_returned() if dist.get_rank() == 1 else None
-result["harm"] = harm.exists()
+result["returned"] = group_queue.claim_returned() if dist.get_rank() == 1 else None
+result["harm"] = executed.exists()
 ranks.barrier()
 print("RESULT", json.dumps(result))
 ranks.shutdown()

@@ -34,13 +34,15 @@ def main() -> dict[str, bool]:
                 ("ring", collectives.all_gather_small),
             ):
                 is_correct[f"{name} {n} {length}"] = torch.equal(exchange(contribution, group, 60.0), expected)
-        value = [bytes([source]) * (source * 300) for source in range(n)]
+        expected_parts = [bytes([source]) * (source * 300) for source in range(n)]
         result = collectives.ragged_all_gather(
-            torch.frombuffer(bytearray(value[rank]), dtype=torch.uint8) if rank else torch.empty(0, dtype=torch.uint8),
+            torch.frombuffer(bytearray(expected_parts[rank]), dtype=torch.uint8)
+            if rank
+            else torch.empty(0, dtype=torch.uint8),
             group,
             60.0,
         )
-        is_correct[f"all_gather {n}"] = [bytes(share.tolist()) for share in result] == value
+        is_correct[f"all_gather {n}"] = [bytes(part.tolist()) for part in result] == expected_parts
     ranks.barrier()
     return is_correct
 

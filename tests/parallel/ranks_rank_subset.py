@@ -38,7 +38,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return result.hexdigest()
 
 
-def build(part: dict[str, Any], place: ranks.Ranks) -> Any:
+def build(part: dict[str, Any], layout_ranks: ranks.Ranks) -> Any:
     from megarl.megatron.trainer_model import MegatronModel
 
     family, role, layout = part["family"], part["role"], part["layout"]
@@ -46,29 +46,29 @@ def build(part: dict[str, Any], place: ranks.Ranks) -> Any:
     if layout.get("pp", 1) > 1 and tiny.HF[family]["num_hidden_layers"] == 3:
         megatron["num_layers_in_first_pipeline_stage"] = 1
     sections: dict[str, Any] = {"actor_optimizer": ADAM, "critic": {"optimizer": ADAM}}
-    config = tiny.config(world=len(place.members), **layout, **sections, model={"megatron": megatron})
+    config = tiny.config(world=len(layout_ranks.members), **layout, **sections, model={"megatron": megatron})
     weights = {name: tensor.clone() for name, tensor in reference.Trainer(family, role).tensors().items()}
-    model = MegatronModel(tiny.HF[family], config, place, role, total_updates=9)
+    model = MegatronModel(tiny.HF[family], config, layout_ranks, role, total_updates=9)
     model.load_shards(lambda param, tp, rank: shard(param, weights, tp, rank))
     return model
 
 
-def train(part: dict[str, Any], place: ranks.Ranks) -> dict[str, Any]:
+def train(part: dict[str, Any], layout_ranks: ranks.Ranks) -> dict[str, Any]:
     from megarl.checkpoint.export import gather_hf
     from megarl.megatron.dist_checkpoint import restore_model
     from megarl.megatron.optimizer import state_tensors
 
     while "after" in part and not (FOLDER / part["after"] / "done").exists():
         time.sleep(0.02)
-    model, batch = build(part, place), tiny.batch()
+    model, batch = build(part, layout_ranks), tiny.batch()
     if "origin" in part:
         restore_model(model, FOLDER / part["origin"])
     result = {"metrics": [model.train_step(batch, LOSSES[part["role"]]) for _ in range(part["steps"])]}
     result["forward"] = digest(model.forward(batch).values())
     result["states"] = digest([*model.local_params().values(), *state_tensors(model.optimizer)])
-    result["export"] = digest(tensor for _, tensor in gather_hf(model.merged_params(), model.params(), place))
+    result["export"] = digest(tensor for _, tensor in gather_hf(model.merged_params(), model.params(), layout_ranks))
     tiny.save_model(model, FOLDER / part["name"])
-    if place.role_rank == 0:
+    if layout_ranks.role_rank == 0:
         (FOLDER / part["name"] / "done").touch()
     return result
 
@@ -76,17 +76,17 @@ def train(part: dict[str, Any], place: ranks.Ranks) -> dict[str, Any]:
 def main() -> None:
     parts = [json.loads(text) for text in sys.argv[2:]]
     job = ranks.join(rendezvous.read_launch_env().world, timeout_s=60)
-    places = [
+    layouts = [
         ranks.create_layout(tiny.config(world=len(part["members"]), **part["layout"]).parallel, 60, part["members"])
         for part in parts
     ]
-    assert [place is not None for place in places] == [job.rank in part["members"] for part in parts]
+    assert [layout_ranks is not None for layout_ranks in layouts] == [job.rank in part["members"] for part in parts]
     results: dict[str, Any] = {}
     for is_first_pass in (True, False):
-        for part, place in zip(parts, places, strict=True):
-            if place is not None and is_first_pass == ("origin" not in part):
-                assert place.members[place.role_rank] == job.rank == place.job.rank
-                results[part["name"]] = train(part, place)
+        for part, layout_ranks in zip(parts, layouts, strict=True):
+            if layout_ranks is not None and is_first_pass == ("origin" not in part):
+                assert layout_ranks.members[layout_ranks.role_rank] == job.rank == layout_ranks.job.rank
+                results[part["name"]] = train(part, layout_ranks)
         ranks.barrier()
     print("RESULT " + json.dumps(results))
     ranks.shutdown()

@@ -41,9 +41,11 @@ class Case:
         draw = torch.Generator().manual_seed(rng.randrange(1 << 30))
         holders = rng.sample(range(world), rng.randint(1, world))
         self.homes = torch.tensor([rng.choice(holders) for _ in range(count)], dtype=torch.int64)
-        longest = rng.choice([3, 500])
-        self.lengths = torch.tensor([rng.choice([0, rng.randint(0, longest)]) for _ in range(count)]).long()
-        self.covered = torch.minimum(self.lengths, torch.tensor([rng.randint(0, longest) for _ in range(count)]).long())
+        max_length = rng.choice([3, 500])
+        self.lengths = torch.tensor([rng.choice([0, rng.randint(0, max_length)]) for _ in range(count)]).long()
+        self.covered = torch.minimum(
+            self.lengths, torch.tensor([rng.randint(0, max_length) for _ in range(count)]).long()
+        )
         readers = rng.sample(range(world), rng.randint(0, world))
         self.wants = [rng.sample(range(count), rng.randint(0, count)) if r in readers else [] for r in range(world)]
         if rng.random() < 0.4:  # as data parallel groups of two ranks
@@ -55,17 +57,17 @@ class Case:
         by_name = {name: self.covered if name == "routing" else self.lengths for name in self.kinds}
         self.rows = {
             name: [
-                torch.randint(0, 2 if dtype is torch.bool else 100, (int(length), *tail), generator=draw).to(dtype)
+                torch.randint(0, 2 if dtype is torch.bool else 100, (int(length), *shape), generator=draw).to(dtype)
                 for length in by_name[name]
             ]
-            for name, (dtype, tail) in self.kinds.items()
+            for name, (dtype, shape) in self.kinds.items()
         }
         self.given = by_name if "routing" in self.kinds or rng.random() < 0.3 else self.lengths
         self.columns, rank_rng = {}, random.Random(rng.randrange(1 << 30) + rank)
         for name, rows in self.rows.items():
-            dtype, tail = self.kinds[name]
-            local = [row for row, home in zip(rows, self.homes.tolist(), strict=True) if home == rank]
-            column = torch.cat([torch.empty((0, *tail), dtype=dtype), *local])
+            dtype, shape = self.kinds[name]
+            local = [row for row, owner in zip(rows, self.homes.tolist(), strict=True) if owner == rank]
+            column = torch.cat([torch.empty((0, *shape), dtype=dtype), *local])
             if rank_rng.random() < 0.3:  # a column that is in shared memory already
                 column = shared_memory.empty(column.shape, dtype).copy_(column)
             if local or rank_rng.random() < 0.5:
@@ -75,19 +77,19 @@ class Case:
         return exchange.deliver(self.columns, self.kinds, self.given, self.homes, self.wants, self.parts)
 
     def mismatches(self, delivery: Delivery, rank: int) -> list[str]:
-        actual = []
+        errors = []
         for name in sorted(self.kinds):
-            got, part = delivery.rows(name), self.parts.get(name, {rank: None})[rank]
+            received, part = delivery.rows(name), self.parts.get(name, {rank: None})[rank]
             expected = [self.rows[name][number] for number in self.wants[rank]]
             if part is not None:
                 expected = [rows[:, torch.tensor(part, dtype=torch.int64)] for rows in expected]
-            same = [
+            is_equal = [
                 a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-                for a, b in zip(got, expected, strict=False)
+                for a, b in zip(received, expected, strict=False)
             ]
-            if len(got) != len(expected) or not all(same):
-                actual.append(f"{name}: {same} of {[tuple(rows.shape) for rows in expected]}")
-        return actual
+            if len(received) != len(expected) or not all(is_equal):
+                errors.append(f"{name}: {is_equal} of {[tuple(rows.shape) for rows in expected]}")
+        return errors
 
 
 def cases(exchange: RowExchange, rank: int, world: int, seed: int) -> dict[str, Any]:
@@ -118,9 +120,9 @@ def gathers(exchange: RowExchange, rank: int, world: int, seed: int) -> dict[str
         "two contributors": ([2_000_000, 4_000_000] + [300] * (world - 2))[:world],
     }
     mismatches = []
-    for name, share in sizes.items():
-        draw = [torch.randint(0, 99, (size, 1), generator=torch.Generator().manual_seed(size)) for size in share]
-        if [len(value) for value in ranks.all_gather_objects(bytes(share[rank]))] != share:
+    for name, num_rows in sizes.items():
+        draw = [torch.randint(0, 99, (size, 1), generator=torch.Generator().manual_seed(size)) for size in num_rows]
+        if [len(value) for value in ranks.all_gather_objects(bytes(num_rows[rank]))] != num_rows:
             mismatches.append(f"objects, {name}")
         if not torch.equal(row_exchange.WorldComm().all_gather_rows(draw[rank]), torch.cat(draw)):
             mismatches.append(f"rows, {name}")
@@ -131,9 +133,9 @@ def gathers(exchange: RowExchange, rank: int, world: int, seed: int) -> dict[str
         expected = parts[0].clone()
         for part in parts[1:]:
             expected += part
-        argument = parts[rank].clone()
-        if not torch.equal(row_exchange.WorldComm().all_reduce(argument), expected) or not torch.equal(
-            argument, parts[rank]
+        reduced = parts[rank].clone()
+        if not torch.equal(row_exchange.WorldComm().all_reduce(reduced), expected) or not torch.equal(
+            reduced, parts[rank]
         ):
             mismatches.append(f"total of {dtype}")
     if row_exchange.WorldComm().all_reduce(torch.tensor(rank + 1)).item() != world * (world + 1) // 2:
@@ -146,64 +148,66 @@ def gathers(exchange: RowExchange, rank: int, world: int, seed: int) -> dict[str
             for reader in range(world)
             if rng.random() < 0.5
         }
-        got = exchange.exchange_objects({reader: text for (source, reader), text in texts.items() if source == rank})
-        if got != {source: text for (source, reader), text in texts.items() if reader == rank}:
+        received = exchange.exchange_objects(
+            {reader: text for (source, reader), text in texts.items() if source == rank}
+        )
+        if received != {source: text for (source, reader), text in texts.items() if reader == rank}:
             mismatches.append("exchange of objects")
     return {"wrong": mismatches}
 
 
 def lifetime(exchange: RowExchange, rank: int, world: int, seed: int) -> dict[str, Any]:
     """Received rows do not change with the sender's tensors, and their memory is freed with the last of them."""
-    homes = torch.arange(world)
+    owners = torch.arange(world)
     lengths = torch.full((world,), 50_000)
-    wants = [[(r + 1) % world, r] for r in range(world)]  # the next rank's sequence, and the local one
-    kinds: dict[str, Any] = {"copied": (torch.int64, ()), "shared": (torch.int64, ())}
+    requests = [[(r + 1) % world, r] for r in range(world)]  # the next rank's sequence, and the local one
+    column_types: dict[str, Any] = {"copied": (torch.int64, ()), "shared": (torch.int64, ())}
     columns = {"copied": torch.arange(50_000) + rank, "shared": shared_memory.empty((50_000,), torch.int64)}
     columns["shared"].copy_(columns["copied"] * 2)
-    actual: dict[str, Any] = {"allocated": shared_memory.allocated_bytes()}
-    delivery = exchange.deliver(columns, kinds, lengths, homes, wants)
+    result: dict[str, Any] = {"allocated": shared_memory.allocated_bytes()}
+    delivery = exchange.deliver(columns, column_types, lengths, owners, requests)
     copied, shared = delivery.rows("copied"), delivery.rows("shared")
     local = columns["copied"].data_ptr(), columns["shared"].data_ptr()
-    actual["local_rows_are_views"] = (copied[1].data_ptr(), shared[1].data_ptr()) == local
-    actual["bytes_sent"] = dict(exchange.bytes_sent)
+    result["local_rows_are_views"] = (copied[1].data_ptr(), shared[1].data_ptr()) == local
+    result["bytes_sent"] = dict(exchange.bytes_sent)
     ranks.barrier()
     keep = shared[0][7:9]
     shared[0][0] = -1  # copied on write for the reader
     ranks.barrier()
-    actual["sender_row"] = int(columns["shared"][0])
+    result["sender_row"] = int(columns["shared"][0])
     columns["copied"].zero_()  # readers have their copy, so the sender may reuse its tensor
     del columns, local, shared, delivery
     gc.collect()
     ranks.barrier()
-    actual["received"] = [copied[0][:2].tolist(), keep.tolist()]
-    actual["after_free"] = [shared_memory.allocated_bytes(), len(open_shared_memory())]
-    return actual
+    result["received"] = [copied[0][:2].tolist(), keep.tolist()]
+    result["after_free"] = [shared_memory.allocated_bytes(), len(open_shared_memory())]
+    return result
 
 
 def dead_rank(exchange: RowExchange, rank: int, world: int, seed: int) -> dict[str, Any]:
     """Rank 1 exits after the first of two deliveries in which every rank wants every row."""
-    kinds: dict[str, Any] = {"tokens": (torch.int64, ())}
-    homes, lengths, wants = torch.arange(world), torch.full((world,), 9), [list(range(world))] * world
+    column_types: dict[str, Any] = {"tokens": (torch.int64, ())}
+    owners, lengths, requests = torch.arange(world), torch.full((world,), 9), [list(range(world))] * world
     columns = {"tokens": torch.full((9,), rank)}
-    first = exchange.deliver(columns, kinds, lengths, homes, wants).rows("tokens")
-    actual: dict[str, Any] = {"first": [int(rows[8]) for rows in first], "second": None}
+    first = exchange.deliver(columns, column_types, lengths, owners, requests).rows("tokens")
+    result: dict[str, Any] = {"first": [int(rows[8]) for rows in first], "second": None}
     ranks.barrier()
     if rank != 1:
         try:
-            exchange.deliver(columns, kinds, lengths, homes, wants).rows("tokens")
+            exchange.deliver(columns, column_types, lengths, owners, requests).rows("tokens")
         except Exception as error:
-            actual["second"] = type(error).__name__
-    print("RESULT " + json.dumps(actual), flush=True)
+            result["second"] = type(error).__name__
+    print("RESULT " + json.dumps(result), flush=True)
     os._exit(0)  # like a killed process, without any cleanup
 
 
 def main() -> None:
-    what, seed, *remaining = sys.argv[1:]
+    test_case, seed, *args = sys.argv[1:]
     world = int(os.environ["WORLD_SIZE"])
     ranks.initialize(ParallelConfig(world_size=world), timeout_s=60.0)
     rank = dist.get_rank()
-    exchange = RowExchange(per_machine=int(remaining[0]) if remaining else None)
-    result = globals()[what](exchange, rank, world, int(seed))
+    exchange = RowExchange(per_machine=int(args[0]) if args else None)
+    result = globals()[test_case](exchange, rank, world, int(seed))
     gc.collect()
     ranks.barrier()
     exchange.close()

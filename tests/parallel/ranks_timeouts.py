@@ -31,15 +31,15 @@ def timeouts() -> list[float]:
 
 
 def main() -> dict[str, object]:
-    place = ranks.initialize(tiny.config(tp=2, world=2).parallel, timeout_s=60.0)
+    layout_ranks = ranks.initialize(tiny.config(tp=2, world=2).parallel, timeout_s=60.0)
     local = ranks.new_host_group([0, 1])
-    created = timeouts()
+    initial_timeouts = timeouts()
     ranks._timeout_s = 1.0
     ranks._set_timeouts(1.0)
-    inside = []
+    block_timeouts = []
     with ranks.with_timeout(60.0):
-        inside += timeouts()
-        if place.job.rank:
+        block_timeouts += timeouts()
+        if layout_ranks.job.rank:
             time.sleep(2.5)
         ranks.barrier()
         dist.barrier(group=local)
@@ -50,7 +50,7 @@ def main() -> dict[str, object]:
     except KeyError:
         after += timeouts()
     flags_and_cause = []
-    ranks.set_flag("first") if place.job.rank else None
+    ranks.set_flag("first") if layout_ranks.job.rank else None
     ranks.barrier()
     flags_and_cause += [
         ranks.is_flag_set("first"),
@@ -59,12 +59,12 @@ def main() -> dict[str, object]:
     ]
     ranks.barrier()  # no rank reports a root cause before both have asked
     result: dict[str, object] = {
-        "created": created,
-        "inside": inside,
+        "created": initial_timeouts,
+        "inside": block_timeouts,
         "after": after,
         "flags_and_cause": flags_and_cause,
     }
-    if place.job.rank:
+    if layout_ranks.job.rank:
         for text in ("the first thing", "another"):
             kv_store.exchange_root_cause(ValueError(text), "fault")
         print("RESULT " + json.dumps(result), flush=True)

@@ -90,8 +90,12 @@ def test_round_trip_of_tensors_and_arrays(dtype: torch.dtype, shape: tuple[int, 
     if dtype is not torch.bfloat16:
         array = tensor.numpy().copy()
         array.flags.writeable = False
-        again = decode(encode({"a": array}))["a"]
-        assert again.dtype == array.dtype and np.array_equal(again, array) and not again.flags.writeable
+        decoded_again = decode(encode({"a": array}))["a"]
+        assert (
+            decoded_again.dtype == array.dtype
+            and np.array_equal(decoded_again, array)
+            and not decoded_again.flags.writeable
+        )
 
 
 def test_round_trip_of_one_element_of_any_stride() -> None:
@@ -135,11 +139,11 @@ def test_encode_refuses_other_types_by_name(value: Any, kind: str) -> None:
 
 
 def test_encode_refuses_deep_nesting() -> None:
-    deep: Any = []
+    nested: Any = []
     for _ in range(1000):
-        deep = [deep]
+        nested = [nested]
     with pytest.raises(EncodingError, match="nested too deeply"):
-        encode(deep)
+        encode(nested)
 
 
 class PickledCall:

@@ -15,7 +15,7 @@ def torch_allocation(size: int) -> int:
 @given(st.integers(0, 1 << 48))
 def test_pieces_bound_allocation_overhead(size: int) -> None:
     with torch.device("meta"):
-        allocated = sum(torch_allocation(piece.nbytes) for piece in HostCopy(size).pieces)
+        allocated = sum(torch_allocation(chunk.nbytes) for chunk in HostCopy(size).pieces)
     assert size <= allocated < size + MIN_PIECE_BYTES
 
 
@@ -48,10 +48,10 @@ def test_second_copy_replaces_first() -> None:
 
 @given(st.lists(st.integers(0, 3 * MIN_PIECE_BYTES // 2), max_size=5))
 def test_exchange_twice_restores_both_sides(sizes: list[int]) -> None:
-    ours, theirs = ([torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes] for _ in range(2))
-    tensors, copy = [item.clone() for item in ours], HostCopy(sum(sizes))
-    copy.copy_from(theirs)
+    local, received = ([torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes] for _ in range(2))
+    tensors, copy = [item.clone() for item in local], HostCopy(sum(sizes))
+    copy.copy_from(received)
     copy.exchange(tensors)
-    assert all(torch.equal(item, other) for item, other in zip(tensors, theirs, strict=True))
+    assert all(torch.equal(item, other) for item, other in zip(tensors, received, strict=True))
     copy.exchange(tensors)
-    assert all(torch.equal(item, own) for item, own in zip(tensors, ours, strict=True))
+    assert all(torch.equal(item, local_tensor) for item, local_tensor in zip(tensors, local, strict=True))

@@ -56,8 +56,8 @@ def test_unseal_refuses_forged_messages() -> None:
 def test_sealed_pickle_refuses_foreign_pickles(tmp_path: Path) -> None:
     pickles = SealedPickle("x", KEY)
     assert pickles.loads(pickles.dumps([1, "a"])) == [1, "a"]
-    harm = pickle.dumps(CreatesFolder(tmp_path / "harm"))
-    for item in (harm, bytes(32) + harm, seal(harm, "y", KEY)):
+    executed = pickle.dumps(CreatesFolder(tmp_path / "harm"))
+    for item in (executed, bytes(32) + executed, seal(executed, "y", KEY)):
         with pytest.raises(ForgedError):
             pickles.loads(item)
     assert not (tmp_path / "harm").exists()
@@ -69,8 +69,8 @@ def test_object_collectives_are_sealed(tmp_path: Path, monkeypatch: pytest.Monke
     torch_functions = vars(dist.distributed_c10d)
     for name in ("_pickler", "_unpickler"):
         monkeypatch.setitem(torch_functions, name, torch_functions[name])
-    cpu, plain = "cpu", io.BytesIO()
-    pickle.Pickler(plain).dump(CreatesFolder(tmp_path / "harm"))
+    cpu, payload = "cpu", io.BytesIO()
+    pickle.Pickler(payload).dump(CreatesFolder(tmp_path / "harm"))
     job_secret.seal_object_collectives(KEY)
     data, size = torch_functions["_object_to_tensor"]({"a": 1}, cpu, None)
     assert torch_functions["_tensor_to_object"](data, size, None) == {"a": 1}
@@ -79,7 +79,7 @@ def test_object_collectives_are_sealed(tmp_path: Path, monkeypatch: pytest.Monke
         torch_functions["_tensor_to_object"](data, size, None)
     import torch
 
-    forged = torch.frombuffer(bytearray(plain.getvalue()), dtype=torch.uint8)
+    forged = torch.frombuffer(bytearray(payload.getvalue()), dtype=torch.uint8)
     with pytest.raises(ForgedError):
         torch_functions["_tensor_to_object"](forged, torch.tensor(len(forged)), None)
     assert not (tmp_path / "harm").exists()

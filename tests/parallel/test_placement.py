@@ -112,11 +112,11 @@ def test_warns_of_ranks_without_a_role() -> None:
 
 @pytest.mark.alone
 def test_checks_roles_of_the_algorithm() -> None:
-    alone = from_dict(
+    single = from_dict(
         {"algorithm": "reward_model", "placement": {"reward_model": "1-2"}, "parallel": {"world_size": 3}}
     )
     warnings: list[str] = []
-    check_placement(alone, ("reward_model",), warnings)
+    check_placement(single, ("reward_model",), warnings)
     assert "rank 0 of 3" in warnings[0]
     with pytest.raises(ConfigError, match="placement.critic: grpo has no such role"):
         check_placement(config({"critic": "0-3"}, algorithm="grpo"), ("rollout", "actor", "reward"), [])
@@ -185,9 +185,9 @@ def test_engines_must_fit_their_ranks_and_nodes(rollout: str, tp: int, ranks_per
     if not message:
         check_nodes(chosen, load_requirements(chosen))
         return
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         check_nodes(chosen, load_requirements(chosen))
-    assert message in str(caught.value)
+    assert message in str(error.value)
 
 
 def test_set_placement_sets_the_config_key(units: dict[str, Any]) -> None:
@@ -204,8 +204,8 @@ def test_roles_are_unavailable_before_the_run(units: dict[str, Any]) -> None:
 
 @pytest.mark.alone
 def test_describe_rank_roles_names_roles_of_each_rank() -> None:
-    placed = {"actor": "0-1", "critic": 2, "rollout": "2-3"}
-    assert describe_rank_roles(config(placed, world=5), ("rollout", "reward", "actor", "reference", "critic")) == {
+    expected = {"actor": "0-1", "critic": 2, "rollout": "2-3"}
+    assert describe_rank_roles(config(expected, world=5), ("rollout", "reward", "actor", "reference", "critic")) == {
         **dict.fromkeys((0, 1), "actor, reference"),
         2: "rollout, critic",
         3: "rollout",

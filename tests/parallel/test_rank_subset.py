@@ -56,11 +56,11 @@ def test_models_on_disjoint_ranks_move_to_other_ranks(run_ranks: RunRanks, run_a
         ["actor, moved", "critic"],
         ["actor, moved", "critic", "critic, moved"],
     ]
-    for place in (0, 1):
-        assert actual[place]["actor"] == actor[place]["first"]
-        assert actual[2 + place]["critic"] == critic[place]["first"]
-        assert actual[2 + place]["actor, moved"] == actor[place]["resumed"]
-        assert actual[(1, 3)[place]]["critic, moved"] == critic[place]["resumed"]
+    for position in (0, 1):
+        assert actual[position]["actor"] == actor[position]["first"]
+        assert actual[2 + position]["critic"] == critic[position]["first"]
+        assert actual[2 + position]["actor, moved"] == actor[position]["resumed"]
+        assert actual[(1, 3)[position]]["critic, moved"] == critic[position]["resumed"]
     metrics = actual[0]["actor"]["metrics"]
     assert len(metrics) == 2 and metrics[0] != metrics[1] and metrics[0]["actor/grad_norm"] > 0
     assert {"actor/moe_load_balancing_loss", "actor/moe_z_loss"} <= metrics[0].keys()
@@ -75,9 +75,9 @@ def test_models_on_interleaved_ranks(run_ranks: RunRanks, run_alone: Any, tmp_pa
         TIED_ACTOR | dict(name="actor", members=[1, 3]),
     )
     actor, critic = run_alone(TIED_ACTOR), run_alone(REPLICATED_CRITIC)
-    for place in (0, 1):
-        assert actual[1 + 2 * place] == {"actor": actor[place]["first"]}
-        assert actual[2 * place] == {"critic": critic[place]["first"]}
+    for position in (0, 1):
+        assert actual[1 + 2 * position] == {"actor": actor[position]["first"]}
+        assert actual[2 * position] == {"critic": critic[position]["first"]}
 
 
 def test_models_on_overlapping_ranks(run_ranks: RunRanks, run_alone: Any, tmp_path: Path) -> None:

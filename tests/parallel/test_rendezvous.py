@@ -51,8 +51,8 @@ def test_local_store_uses_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [connect_store.add("count", 2) for connect_store in (first, second)] == [2, 4]
         assert second.compare_set("c", "", b"\xff") == b"\xff" and first.compare_set("c", "", "x") == b"\xff"  # type: ignore[arg-type]
         assert first.delete_key("a") and not second.check(["a"])
-        alone = connect_store(LaunchEnv(0, 1, False), timedelta(seconds=5))
-        alone.set("a", "b")
+        single_store = connect_store(LaunchEnv(0, 1, False), timedelta(seconds=5))
+        single_store.set("a", "b")
         assert not second.check(["a"])
     assert len(os.listdir("/proc/self/fd")) == len(sockets)
     with pytest.raises(OSError, match="No such file|is not"):
@@ -100,8 +100,8 @@ def test_tcp_rendezvous_binds_to_its_address_only(monkeypatch: pytest.MonkeyPatc
     result, rank, world = next(iter(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 1)))
     assert (rank, world) == (0, 1) and listening_addresses(port) == LOOPBACK
     result.set("x", "1")
-    again, *_ = next(iter(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 1)))
-    assert again.get("x") == b"1"  # one store serves several groups of a process
+    second_store, *_ = next(iter(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 1)))
+    assert second_store.get("x") == b"1"  # one store serves several groups of a process
 
 
 def test_refuses_public_addresses_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,12 @@ def test_initialize_warms_up_world_and_pipeline_groups(run_ranks: RunRanks) -> N
     """NCCL creates a group at its first use, which must include all of its ranks."""
     results = run_ranks(4, "tests/parallel/ranks_rendezvous.py", "warm_up")
     for rank, result in enumerate(results):
-        everybody, pipeline = [0, 1, 2, 3], [rank % 2, rank % 2 + 2]
-        assert result["result"] == [everybody, pipeline, everybody]
+        all_ranks, pipeline = [0, 1, 2, 3], [rank % 2, rank % 2 + 2]
+        assert result["result"] == [all_ranks, pipeline, all_ranks]
 
 
 def test_two_single_rank_runs_at_once(run_ranks: RunRanks, tmp_path: Path) -> None:
-    run_ranks(2, "tests/parallel/ranks_rendezvous.py", "alone", str(tmp_path), timeout=120.0, whole=False)
+    run_ranks(2, "tests/parallel/ranks_rendezvous.py", "alone", str(tmp_path), timeout=120.0, is_one_job=False)
 
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -46,8 +46,8 @@ def test_rows_outlive_their_source_and_memory_is_freed(
         assert result["local_rows_are_views"]
         assert result["bytes_sent"] == {"machine": 400_000, "network": 0}  # columns in shared memory are not copied
         assert result["sender_row"] == 2 * rank
-        other = 1 - rank
-        assert result["received"] == [[other, other + 1], [2 * (7 + other), 2 * (8 + other)]]
+        peer = 1 - rank
+        assert result["received"] == [[peer, peer + 1], [2 * (7 + peer), 2 * (8 + peer)]]
         assert result["after_free"] == [0, 0]
 
 

@@ -57,9 +57,9 @@ def test_every_rank_gets_all_results_in_order(split_on_all_ranks: Callable[..., 
 
 
 def test_first_error_is_raised_on_all_ranks(split_on_all_ranks: Callable[..., list[Any]]) -> None:
-    def odd(number: int) -> int:
+    def is_odd(number: int) -> int:
         if number in (4, 5):
             raise ConfigError(f"row {number}")
         return number
 
-    assert split_on_all_ranks(7, odd) == ["row 4"] * WORLD
+    assert split_on_all_ranks(7, is_odd) == ["row 4"] * WORLD

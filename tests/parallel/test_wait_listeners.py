@@ -16,8 +16,8 @@ events: list[str] = []
 
 
 @contextmanager
-def listener(name: str, what: str) -> Iterator[None]:
-    events.append(f"{name} {what}")
+def listener(name: str, kind: str) -> Iterator[None]:
+    events.append(f"{name} {kind}")
     yield
     events.append(f"end {name}")
 

@@ -29,21 +29,21 @@ to = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
 print("connected", flush=True)
 sys.stdin.read()
 """
-    lost = ConnectionError("rank 1 disconnected: closed")
+    error = ConnectionError("rank 1 disconnected: closed")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        other = start_as_other_user(code, str(server.getsockname()[1]))
+        process = start_as_other_user(code, str(server.getsockname()[1]))
         try:
             connection, _ = server.accept()
             with connection:
-                assert other.stdout is not None and other.stdout.readline() == "connected\n"
+                assert process.stdout is not None and process.stdout.readline() == "connected\n"
                 assert list_connected_users() == [65534]
-                _, _, line = exit_status.classify_error(lost)
+                _, _, line = exit_status.classify_error(error)
                 assert (
                     "; user 65534 of this machine is connected to its ports (SECURITY.md, What is not closed)" in line
                 )
-                other.communicate("")
+                process.communicate("")
                 time.sleep(0.1)
                 assert list_connected_users() == []
-                assert "65534" not in exit_status.classify_error(lost)[2]
+                assert "65534" not in exit_status.classify_error(error)[2]
         finally:
-            other.kill()
+            process.kill()

@@ -13,9 +13,16 @@ pytestmark = pytest.mark.alone
 
 
 def test_passes_only_listed_variables() -> None:
-    value = {"PATH": "/bin", "LC_ALL": "C", "HF_TOKEN": "x", "MINE": "y", "PYTHONPATH": "/odd", "OMP_NUM_THREADS": "8"}
+    environment = {
+        "PATH": "/bin",
+        "LC_ALL": "C",
+        "HF_TOKEN": "x",
+        "MINE": "y",
+        "PYTHONPATH": "/odd",
+        "OMP_NUM_THREADS": "8",
+    }
     path = os.pathsep.join(filter(None, sys.path))
     always_passed = {"PATH": "/bin", "LC_ALL": "C", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    assert clean_environment((), value) == always_passed
-    assert clean_environment(("MINE", "NOWHERE"), value) == always_passed | {"MINE": "y"}
-    assert clean_environment(("OMP_NUM_THREADS",), value)["OMP_NUM_THREADS"] == "8"
+    assert clean_environment((), environment) == always_passed
+    assert clean_environment(("MINE", "NOWHERE"), environment) == always_passed | {"MINE": "y"}
+    assert clean_environment(("OMP_NUM_THREADS",), environment)["OMP_NUM_THREADS"] == "8"

@@ -43,8 +43,8 @@ def test_removes_only_abandoned_folders(tmp_path: Path, monkeypatch: pytest.Monk
         assert creator.stdout is not None
         abandoned = Path(creator.stdout.readline().strip())
         (abandoned / "file").write_text("x")
-        others = tmp_path / "megarl-test-public"
-        others.mkdir(mode=0o755)
+        public_folder = tmp_path / "megarl-test-public"
+        public_folder.mkdir(mode=0o755)
         (tmp_path / "megarl-test-link").symlink_to(abandoned)
         TempFolder("megarl-test-").close()
         monkeypatch.setattr(temp_folders, "_MIN_AGE_S", -1.0)
@@ -61,4 +61,4 @@ def test_removes_only_abandoned_folders(tmp_path: Path, monkeypatch: pytest.Monk
     assert cleared == [str(abandoned)]
     with TempFolder("megarl-test-") as path:
         assert not abandoned.exists() and Path(path).stat().st_mode & 0o777 == 0o700
-    assert not Path(path).exists() and others.exists() and (tmp_path / "megarl-test-link").is_symlink()
+    assert not Path(path).exists() and public_folder.exists() and (tmp_path / "megarl-test-link").is_symlink()

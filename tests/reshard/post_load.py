@@ -107,12 +107,12 @@ def process_weights(make: Callable[[str, bool], torch.nn.Module], choice: str, i
         layer.quant_method.process_weights_after_loading(layer)
     except ImportError as problem:
         error = str(problem)
-    retained = {name: parameter.data for name, parameter in layer.named_parameters()}
-    same = {name: item.shape for name, item in retained.items()} == expected_shapes and all(
-        retained[name].dtype == item.dtype and torch.equal(retained[name].view(torch.uint8), item.view(torch.uint8))
+    loaded = {name: parameter.data for name, parameter in layer.named_parameters()}
+    is_equal = {name: item.shape for name, item in loaded.items()} == expected_shapes and all(
+        loaded[name].dtype == item.dtype and torch.equal(loaded[name].view(torch.uint8), item.view(torch.uint8))
         for name, item in original.items()
     )
-    return {"same": same, "odd": find_layout_oddities(layer), "error": error}
+    return {"same": is_equal, "odd": find_layout_oddities(layer), "error": error}
 
 
 def main() -> None:
@@ -124,8 +124,8 @@ def main() -> None:
                 ("matrix", make_linear, ["triton", "deep_gemm"]),
             ):
                 for choice, is_fp8 in itertools.product(choices, (False, True)):
-                    about = {"kind": kind, "choice": choice, "fp8": is_fp8, "blackwell": blackwell}
-                    print("RESULT", json.dumps(about | process_weights(make, choice, is_fp8)))
+                    row = {"kind": kind, "choice": choice, "fp8": is_fp8, "blackwell": blackwell}
+                    print("RESULT", json.dumps(row | process_weights(make, choice, is_fp8)))
 
 
 if __name__ == "__main__":

@@ -109,29 +109,31 @@ def random_case(seed: int, worlds: tuple[int, ...] = WORLDS) -> Case:
     )
 
 
-def random_split_case(seed: int, worlds: tuple[int, ...] = (1, 2, 3, 4, 4, 6, 8, 8, 12, 16), most: int = 64) -> Case:
-    """Return a `random_case` with trainer and engines on random ranks, in any order, of a job of at most `most`."""
+def random_split_case(
+    seed: int, worlds: tuple[int, ...] = (1, 2, 3, 4, 4, 6, 8, 8, 12, 16), max_ranks: int = 64
+) -> Case:
+    """Return a `random_case` with trainer and engines on random ranks of a job of at most `max_ranks`."""
     rng = random.Random(f"apart {seed}")
     case = random_case(seed, worlds)
     train, tp = case.train.world, case.engine.tp
-    engines = tp * rng.randint(1, max(1, min(16, most - train) // tp))
-    low, high = max(train, engines), min(train + engines + rng.choice((0, 0, 1, 5)), most)
-    way = rng.choice(("behind", "before", "overlapping", "interleaved", "any", "any order"))
-    job = rng.randint(low, high) if way.startswith("any") else high
-    if way == "interleaved":  # as evenly as possible
+    engines = tp * rng.randint(1, max(1, min(16, max_ranks - train) // tp))
+    low, high = max(train, engines), min(train + engines + rng.choice((0, 0, 1, 5)), max_ranks)
+    layout = rng.choice(("behind", "before", "overlapping", "interleaved", "any", "any order"))
+    job = rng.randint(low, high) if layout.startswith("any") else high
+    if layout == "interleaved":  # as evenly as possible
         order = sorted(range(train + engines), key=lambda i: (i + 0.5) / train if i < train else (i - train) / engines)
         train_ranks = [position for position, i in enumerate(order) if i < train]
         engine_ranks = [position for position, i in enumerate(order) if i >= train]
-    elif way.startswith("any"):
+    elif layout.startswith("any"):
         train_ranks, engine_ranks = rng.sample(range(job), train), rng.sample(range(job), engines)
-        if way == "any":
+        if layout == "any":
             train_ranks, engine_ranks = sorted(train_ranks), sorted(engine_ranks)
     else:
-        shared = rng.randint(1, min(train, engines)) if way == "overlapping" else 0
-        first = 0 if way != "before" else engines
+        shared = rng.randint(1, min(train, engines)) if layout == "overlapping" else 0
+        first = 0 if layout != "before" else engines
         train_ranks = list(range(first, first + train))
         engine_ranks = (
-            list(range(engines)) if way == "before" else list(range(train - shared, train - shared + engines))
+            list(range(engines)) if layout == "before" else list(range(train - shared, train - shared + engines))
         )
     return replace(
         case,
@@ -149,8 +151,8 @@ def stages(rng: random.Random, layers: int, pp: int) -> tuple[tuple[int, ...], .
     """Return each stage's layers: uneven, interleaved or arbitrary; a stage may have none."""
     kind = rng.choice(("uneven", "interleaved", "custom"))
     if kind == "uneven":
-        cuts = sorted(rng.randint(0, layers) for _ in range(pp - 1))
-        edges = [0, *cuts, layers]
+        boundaries = sorted(rng.randint(0, layers) for _ in range(pp - 1))
+        edges = [0, *boundaries, layers]
         return tuple(tuple(range(a, b)) for a, b in zip(edges, edges[1:], strict=False))
     owner = [layer % pp if kind == "interleaved" else rng.randrange(pp) for layer in range(layers)]
     return tuple(tuple(layer for layer in range(layers) if owner[layer] == stage) for stage in range(pp))
@@ -169,18 +171,18 @@ def gqa_heads(rng: random.Random, tp: int, engine_tp: int, block: int) -> dict[s
 
 def deepseek_config(rng: random.Random, heads: int, block: int) -> dict[str, Any]:
     heads *= rng.randint(1, 2)
-    small = block == 1
+    is_small = block == 1
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         # The engine fuses the KV latent behind it, starting at a whole block.
-        "q_lora_rank": rng.choice((None, rng.randint(1, 6) if small else 128)),
+        "q_lora_rank": rng.choice((None, rng.randint(1, 6) if is_small else 128)),
         "kv_lora_rank": rng.randint(1, 6),
-        "qk_nope_head_dim": rng.randint(1, 3) if small else 128,
-        "qk_rope_head_dim": 2 if small else 128,
-        "v_head_dim": rng.randint(1, 3) if small else 128,
+        "qk_nope_head_dim": rng.randint(1, 3) if is_small else 128,
+        "qk_rope_head_dim": 2 if is_small else 128,
+        "v_head_dim": rng.randint(1, 3) if is_small else 128,
         "first_k_dense_replace": rng.randint(0, 2),
         "num_nextn_predict_layers": rng.randint(0, 1),  # the engine's draft model has one
         "num_experts_per_tok": 2,

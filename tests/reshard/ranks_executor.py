@@ -58,16 +58,16 @@ def full_weights(params: list[Param], dtype: torch.dtype, seed: int) -> Tensors:
     }
 
 
-def fill(target: torch.Tensor, param: Param, slices: list[ShardSlice], full: Tensors, of: str = "") -> None:
+def fill(target: torch.Tensor, param: Param, slices: list[ShardSlice], full: Tensors, suffix: str = "") -> None:
     for source, dim, start, stop, offset in slices:
-        complete = full[param.hf[source].name + of]
+        complete = full[param.hf[source].name + suffix]
         target.narrow(dim, offset, stop - start).copy_(complete.narrow(dim, start, stop - start))
 
 
 def shards(case: Any, params: list[Param], full: Tensors, rank: int) -> Tensors:
     """Return Megatron's shards on this rank, with garbage as padding."""
     experts = family_of(case.hf).num_experts(case.hf)
-    actual = {}
+    tensors = {}
     for param in params:
         local = case.train.trainer_rank(rank)
         if local is not None and case.train.has_param(local, param, experts):
@@ -76,9 +76,9 @@ def shards(case: Any, params: list[Param], full: Tensors, rank: int) -> Tensors:
             shape = list(param.hf[0].shape)
             shape[slices[0].dim if slices else 0] = size
             dtype = full[param.hf[0].name].dtype
-            actual[param.megatron] = torch.full(shape, 7.0, dtype=dtype)
-            fill(actual[param.megatron], param, slices, full)
-    return actual
+            tensors[param.megatron] = torch.full(shape, 7.0, dtype=dtype)
+            fill(tensors[param.megatron], param, slices, full)
+    return tensors
 
 
 def reference_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,20 +87,20 @@ def reference_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     quantised = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     for row in range(grid.shape[0]):
         for column in range(grid.shape[1]):
-            place = slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK)
-            grid[row, column] = weight[place].float().abs().max().clamp(min=1e-4) / 448.0
-            quantised[place] = (weight[place].float() * (1.0 / grid[row, column])).to(torch.float8_e4m3fn)
+            block = slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK)
+            grid[row, column] = weight[block].float().abs().max().clamp(min=1e-4) / 448.0
+            quantised[block] = (weight[block].float() * (1.0 / grid[row, column])).to(torch.float8_e4m3fn)
     return quantised, grid
 
 
 def quantise_weights(params: list[Param], full: Tensors) -> Tensors:
     """Return all weights as the engine must hold them: some in FP8, with scales as `NAME scales`."""
-    actual = dict(full)
+    tensors = dict(full)
     for param in params:
         if is_quantised(param):
             for tensor in param.hf:
-                actual[tensor.name], actual[tensor.name + " scales"] = reference_fp8(full[tensor.name])
-    return actual
+                tensors[tensor.name], tensors[tensor.name + " scales"] = reference_fp8(full[tensor.name])
+    return tensors
 
 
 def engine_tensors(case: Any, params: list[Param], dtype: torch.dtype, rank: int) -> Tensors:
@@ -108,18 +108,18 @@ def engine_tensors(case: Any, params: list[Param], dtype: torch.dtype, rank: int
     experts = family_of(case.hf).num_experts(case.hf)
     position = position_of(case, rank)
     shapes = {} if position is None else engine_shapes(params, case.engine, position, experts)
-    slots = [(slot, param) for param in params if (slot := case.engine.slot_of(param))]
-    remaining = {slot.name: param.dtype for slot, param in slots if param.dtype}
-    actual = {
-        name: torch.full(shape, -5.0, dtype=remaining.get(name) or dtype) for name, shape in sorted(shapes.items())
+    slots = [(engine_slot, param) for param in params if (engine_slot := case.engine.slot_of(param))]
+    engine_dtypes = {engine_slot.name: param.dtype for engine_slot, param in slots if param.dtype}
+    tensors = {
+        name: torch.full(shape, -5.0, dtype=engine_dtypes.get(name) or dtype) for name, shape in sorted(shapes.items())
     }
-    for name in {slot.name for slot, param in slots if case.wire == "fp8" and is_quantised(param)}:
+    for name in {engine_slot.name for engine_slot, param in slots if case.wire == "fp8" and is_quantised(param)}:
         if name not in shapes:
             continue
         *stack, rows, columns = shapes[name]
-        actual[name] = actual[name].to(torch.float8_e4m3fn)
-        actual[name + "_scale_inv"] = torch.full((*stack, -(-rows // BLOCK), -(-columns // BLOCK)), -5.0)
-    return actual
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[name + "_scale_inv"] = torch.full((*stack, -(-rows // BLOCK), -(-columns // BLOCK)), -5.0)
+    return tensors
 
 
 def scale_slices(slices: list[ShardSlice]) -> list[ShardSlice]:
@@ -133,21 +133,23 @@ def expected_tensors(case: Any, params: list[Param], full: Tensors, rank: int, e
     result = {name: tensor.clone() for name, tensor in empty.items()}
     position = position_of(case, rank)
     for param in params:
-        slot = case.engine.slot_of(param)
-        if slot is None or position is None:
+        engine_slot = case.engine.slot_of(param)
+        if engine_slot is None or position is None:
             continue
         for index in case.engine.expert_indices(position, param, experts):
-            target = result[slot.name][index] if slot.grid == "expert" else result[slot.name]
+            target = result[engine_slot.name][index] if engine_slot.grid == "expert" else result[engine_slot.name]
             slices = case.engine.slices_of_rank(position, param)
             fill(target, param, slices, full)
             if case.wire == "fp8" and is_quantised(param):
-                grid = result[slot.name + "_scale_inv"]
-                fill(grid[index] if slot.grid == "expert" else grid, param, scale_slices(slices), full, " scales")
+                grid = result[engine_slot.name + "_scale_inv"]
+                fill(
+                    grid[index] if engine_slot.grid == "expert" else grid, param, scale_slices(slices), full, " scales"
+                )
     return result
 
 
-def same(item: torch.Tensor, other: torch.Tensor) -> bool:
-    return item.dtype == other.dtype and torch.equal(item.view(torch.uint8), other.view(torch.uint8))
+def is_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def smallest_plan(case: Any) -> ReshardPlan:
@@ -186,7 +188,11 @@ class Run:
         self.params = list_params(self.case)
         self.empty = engine_tensors(self.case, self.params, self.dtype, rank)
         self.tensors = {name: tensor.clone() for name, tensor in self.empty.items()}
-        drafts = {slot.name for slot in map(self.case.engine.slot_of, self.params) if slot and slot.is_draft}
+        drafts = {
+            engine_slot.name
+            for engine_slot in map(self.case.engine.slot_of, self.params)
+            if engine_slot and engine_slot.is_draft
+        }
         self.models = {
             draft: FakeEngineModel(
                 {
@@ -204,7 +210,7 @@ class Run:
             smallest_plan(self.case), rank, period=3, allocate=lambda size: torch.empty(size, dtype=torch.uint8)
         )
 
-    def hand_over(self, buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
+    def send_to_engine(self, buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
         self.orders.append(order)
         self.drafts.append(draft)
         if os.environ.get("FLIP") and self.rank == 0 and order["slices"]:
@@ -214,7 +220,7 @@ class Run:
     def push(self, number: int) -> Tensors:
         """Sync new weights and return them."""
         full = full_weights(self.params, self.dtype, self.seed + number)
-        self.executor.sync(shards(self.case, self.params, full, self.rank), self.hand_over, number)
+        self.executor.sync(shards(self.case, self.params, full, self.rank), self.send_to_engine, number)
         return full
 
     def result(self) -> dict[str, Any]:
@@ -224,7 +230,7 @@ class Run:
             full = self.push(number)
             source = quantise_weights(self.params, full) if self.case.wire == "fp8" else full
             expected = expected_tensors(self.case, self.params, source, self.rank, self.empty)
-            equal.append(all(same(self.tensors[name], expected[name]) for name in expected))
+            equal.append(all(is_same_bits(self.tensors[name], expected[name]) for name in expected))
             slices = [entry for order in self.orders[first:] for entry in order["slices"]]
             verified.append([sum(entry[7] >= 0 for entry in slices), len(slices)])
         return {

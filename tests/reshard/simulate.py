@@ -82,18 +82,18 @@ class Model:
         assert self.train.has_param(rank, piece.param, self.experts), f"rank {rank} sends what it has not: {piece}"
         key = part, key_of(piece)
         if key not in self.pack_cache:
-            retained = [h for h in self.train.slices_of_rank(rank, piece.param) if h.source == piece.source]
+            shard_slices = [h for h in self.train.slices_of_rank(rank, piece.param) if h.source == piece.source]
             self.pack_cache[key] = (
-                self._scales(retained, piece) if piece.is_scale else self._weights(part, retained, piece)
+                self._scales(shard_slices, piece) if piece.is_scale else self._weights(part, shard_slices, piece)
             )
         return self.pack_cache[key]
 
-    def _weights(self, part: int, retained: Sequence[ShardSlice], piece: TensorPiece) -> np.ndarray:
+    def _weights(self, part: int, shard_slices: Sequence[ShardSlice], piece: TensorPiece) -> np.ndarray:
         name = piece.param.megatron
         if (name, part) not in self.shards:
             size = self.train.num_shards(piece.param.expert is not None)
             self.shards[name, part] = self.make_shard(piece.param, piece.param.sharding, size, part)
-        common = [(h, both) for h in retained if (both := overlap(h.start, h.stop, h.dim, piece))]
+        common = [(h, both) for h in shard_slices if (both := overlap(h.start, h.stop, h.dim, piece))]
         assert len(common) == 1, f"a piece in {len(common)} intervals of part {part}: {piece}"
         (h, both), *_ = common
         # The shard has the other dimension in full; along this one, the interval starts at its offset.
@@ -101,13 +101,13 @@ class Model:
         assert result.shape == tuple(stop - start for start, stop in box(piece)), f"part {part} has not all of {piece}"
         return result
 
-    def _scales(self, retained: Sequence[ShardSlice], piece: TensorPiece) -> np.ndarray:
+    def _scales(self, shard_slices: Sequence[ShardSlice], piece: TensorPiece) -> np.ndarray:
         """Return scales; a rank knows those of every block that it has a part of."""
         result = np.full([stop - start for start, stop in box(piece)], UNWRITTEN)
         grid = self.grid[piece.param.hf[piece.source].name]
-        for h in retained:
+        for h in shard_slices:
             if common := overlap(h.start // BLOCK, -(-h.stop // BLOCK), h.dim, piece):
-                result[common.inner] = grid[common.shifted(0)]
+                result[common.source_box] = grid[common.shifted(0)]
         assert (result != UNWRITTEN).all(), f"no block of some scales: {piece}"
         return result
 
@@ -117,10 +117,10 @@ class Model:
         if key not in self.unpack_cache:
             self.unpack_cache[key] = self._find_targets(position, piece)
         written = 0
-        for name, target, inner in self.unpack_cache[key]:
+        for name, target, source_box in self.unpack_cache[key]:
             assert (tensors[name][target] == UNWRITTEN).all(), f"{name} is written twice by {piece}"
-            tensors[name][target] = values[inner]
-            written += values[inner].size
+            tensors[name][target] = values[source_box]
+            written += values[source_box].size
         copies = len(self.engine.expert_indices(position, piece.param, self.experts))
         assert len(self.unpack_cache[key]) == copies or piece.is_scale, f"a piece in several intervals: {piece}"
         assert written == copies * values.size > 0, f"engine rank {position} does not need all of {piece}"
@@ -128,8 +128,8 @@ class Model:
     def _find_targets(
         self, position: int, piece: TensorPiece
     ) -> list[tuple[str, tuple[Any, ...], tuple[slice, slice]]]:
-        slot = self.engine.slot_of(piece.param)
-        assert slot is not None
+        engine_slot = self.engine.slot_of(piece.param)
+        assert engine_slot is not None
         unit = BLOCK if piece.is_scale else 1
         result = []
         for h in self.engine.slices_of_rank(position, piece.param):
@@ -139,57 +139,59 @@ class Model:
             if common := overlap(h.start // unit, -(-h.stop // unit), h.dim, piece):
                 target = common.shifted(h.offset // unit - h.start // unit)
                 for index in self.engine.expert_indices(position, piece.param, self.experts):
-                    name = slot.name + (".scale" if piece.is_scale else "")
-                    result.append((name, (index, *target), common.inner))
+                    name = engine_slot.name + (".scale" if piece.is_scale else "")
+                    result.append((name, (index, *target), common.source_box))
         return result
 
     def engine_tensors(self, position: int) -> dict[str, np.ndarray]:
         """Return the expected tensors of an engine rank; their first dimension stacks experts, or is 1."""
         parts: dict[str, list[tuple[int, int, int, np.ndarray]]] = {}
         for param in self.params.values():
-            slot = self.engine.slot_of(param)
+            engine_slot = self.engine.slot_of(param)
             indices = self.engine.expert_indices(position, param, self.experts)
-            if slot is None or not indices:
+            if engine_slot is None or not indices:
                 continue
-            size, part = self.engine.num_shards(slot.grid), self.engine.shard_index(position, slot.grid)
-            shard = self.make_shard(param, slot.sharding, size, part)
-            dim = split_with(param, slot.sharding, size, part).dim
+            size, part = self.engine.num_shards(engine_slot.grid), self.engine.shard_index(position, engine_slot.grid)
+            shard = self.make_shard(param, engine_slot.sharding, size, part)
+            dim = split_with(param, engine_slot.sharding, size, part).dim
             for index in indices:
-                parts.setdefault(slot.name, []).append((index, dim, slot.offset, shard))
+                parts.setdefault(engine_slot.name, []).append((index, dim, engine_slot.offset, shard))
             if self.fp8 and is_quantised(param):
                 # The block of every 128th element gives the scale.
                 scales = np.full([-(-n // BLOCK) for n in shard.shape], UNWRITTEN)
                 for name, _ in param.hf:
-                    inside = np.isin(shard[::BLOCK, ::BLOCK], self.full[name])
-                    place = shard[::BLOCK, ::BLOCK][inside] - self.full[name][0, 0]
-                    row, column = np.divmod(place, self.full[name].shape[1])
-                    scales[inside] = self.grid[name][row // BLOCK, column // BLOCK]
+                    is_source = np.isin(shard[::BLOCK, ::BLOCK], self.full[name])
+                    element = shard[::BLOCK, ::BLOCK][is_source] - self.full[name][0, 0]
+                    row, column = np.divmod(element, self.full[name].shape[1])
+                    scales[is_source] = self.grid[name][row // BLOCK, column // BLOCK]
                 for index in indices:
-                    parts.setdefault(slot.name + ".scale", []).append((index, dim, slot.offset // BLOCK, scales))
+                    parts.setdefault(engine_slot.name + ".scale", []).append(
+                        (index, dim, engine_slot.offset // BLOCK, scales)
+                    )
         result = {}
         for name, entries in parts.items():
             shape = [max(e[0] for e in entries) + 1, *entries[0][3].shape]
             dim = entries[0][1]
-            shape[1 + dim] = max(at + values.shape[dim] for _, _, at, values in entries)
+            shape[1 + dim] = max(offset + values.shape[dim] for _, _, offset, values in entries)
             result[name] = np.full(shape, UNWRITTEN)
-            for index, dim, at, values in entries:
+            for index, dim, offset, values in entries:
                 target = result[name][index].swapaxes(0, dim)
-                target[at : at + values.shape[dim]] = values.swapaxes(0, dim)
+                target[offset : offset + values.shape[dim]] = values.swapaxes(0, dim)
         return result
 
 
 class Overlap(NamedTuple):
     """The intersection of a piece and an interval, as indices of the piece (inner) and of the tensor (outer)."""
 
-    inner: tuple[slice, slice]
-    outer: tuple[tuple[int, int], tuple[int, int]]
+    source_box: tuple[slice, slice]
+    target_box: tuple[tuple[int, int], tuple[int, int]]
     dim: int
 
     def shifted(self, by: int) -> tuple[slice, slice]:
         """Return tensor indices shifted by `by` along the interval's dimension."""
         rows, columns = (
             slice(start + by * (dim == self.dim), stop + by * (dim == self.dim))
-            for dim, (start, stop) in enumerate(self.outer)
+            for dim, (start, stop) in enumerate(self.target_box)
         )
         return rows, columns
 
@@ -201,8 +203,8 @@ def overlap(start: int, stop: int, dim: int, piece: TensorPiece) -> Overlap | No
     if edges[dim][0] >= edges[dim][1]:
         return None
     rows, columns = ((a, b) for a, b in edges)
-    inner = slice(rows[0] - first[0], rows[1] - first[0]), slice(columns[0] - first[1], columns[1] - first[1])
-    return Overlap(inner, (rows, columns), dim)
+    source_box = slice(rows[0] - first[0], rows[1] - first[0]), slice(columns[0] - first[1], columns[1] - first[1])
+    return Overlap(source_box, (rows, columns), dim)
 
 
 def box(piece: TensorPiece) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -235,7 +237,8 @@ def simulate(plan: ReshardPlan, hf: HFConfig, wire: str, ranks_per_node: int) ->
     world = max(*model.train_ranks, *engine_ranks) + 3  # with some idle ranks at the end
     position = {rank: number % engine.tp for number, rank in enumerate(engine_ranks)}
     tensors = {
-        rank: {name: np.full_like(w, UNWRITTEN) for name, w in expected[at].items()} for rank, at in position.items()
+        rank: {name: np.full_like(w, UNWRITTEN) for name, w in expected[engine_position].items()}
+        for rank, engine_position in position.items()
     }
     ranks = [RankPlan(plan, rank) for rank in range(world)]
     received: list[dict[Key, np.ndarray]] = [{} for _ in range(world)]
@@ -243,42 +246,48 @@ def simulate(plan: ReshardPlan, hf: HFConfig, wire: str, ranks_per_node: int) ->
     fullest = 0.0
     for number in range(plan.rounds):
         rounds: list[Round] = [rank.round(number) for rank in ranks]
-        posted = {(rank, m.peer): m for rank, now in enumerate(rounds) for m in now.sends}
-        assert len(posted) == sum(len(now.sends) for now in rounds), f"round {number}: two messages between two ranks"
+        posted = {(rank, m.peer): m for rank, transfers in enumerate(rounds) for m in transfers.sends}
+        assert len(posted) == sum(len(transfers.sends) for transfers in rounds), (
+            f"round {number}: two messages between two ranks"
+        )
         arrived: list[dict[Key, np.ndarray]] = [{} for _ in range(world)]
-        for rank, now in enumerate(rounds):
-            send_bytes = sum(staged_bytes(m.pieces) for m in now.sends)
-            receive_bytes = sum(staged_bytes(m.pieces) for m in now.receives) + staged_bytes(now.local)
+        for rank, transfers in enumerate(rounds):
+            send_bytes = sum(staged_bytes(m.pieces) for m in transfers.sends)
+            receive_bytes = sum(staged_bytes(m.pieces) for m in transfers.receives) + staged_bytes(transfers.local)
             fullest = max(fullest, 2 * max(send_bytes, receive_bytes) / plan.bucket_bytes)
             assert max(send_bytes, receive_bytes) <= plan.bucket_bytes // 2, (
                 f"round {number}, rank {rank}: {send_bytes} out, {receive_bytes} in"
             )
-            assert rank in position or not (now.receives or now.local), f"round {number}: rank {rank} has no engine"
-            for message in now.receives:
-                where = f"round {number}, {message.peer} -> {rank}"
+            assert rank in position or not (transfers.receives or transfers.local), (
+                f"round {number}: rank {rank} has no engine"
+            )
+            for message in transfers.receives:
+                description = f"round {number}, {message.peer} -> {rank}"
                 sent = posted.pop((message.peer, rank), None)
-                assert sent is not None, f"{where}: nobody sends it"
-                assert piece_keys(sent) == piece_keys(message), f"{where}: the ends differ"
-                assert [p.nbytes for p in sent.pieces] == [p.nbytes for p in message.pieces], where
-                assert message.pieces and message.peer != rank, where
+                assert sent is not None, f"{description}: nobody sends it"
+                assert piece_keys(sent) == piece_keys(message), f"{description}: the ends differ"
+                assert [p.nbytes for p in sent.pieces] == [p.nbytes for p in message.pieces], description
+                assert message.pieces and message.peer != rank, description
                 for piece in message.direct:
                     key = key_of(piece)
-                    assert key not in arrived[rank], f"{where}: twice in a round: {key}"
+                    assert key not in arrived[rank], f"{description}: twice in a round: {key}"
                     arrived[rank][key] = model.pack(message.peer, piece)
                     model.unpack(position[rank], tensors[rank], piece, arrived[rank][key])
                 if message.forward:
-                    assert message.peer // ranks_per_node == rank // ranks_per_node, f"{where}: forwarded to a node"
+                    assert message.peer // ranks_per_node == rank // ranks_per_node, (
+                        f"{description}: forwarded to a node"
+                    )
                 for piece in message.forward:
                     key = key_of(piece)
-                    assert key in received[message.peer], f"{where}: not received the round before: {key}"
+                    assert key in received[message.peer], f"{description}: not received the round before: {key}"
                     model.unpack(position[rank], tensors[rank], piece, received[message.peer][key])
                 total[message.peer, rank] += sum(piece.nbytes for piece in message.pieces)
-            for piece in now.local:
+            for piece in transfers.local:
                 model.unpack(position[rank], tensors[rank], piece, model.pack(rank, piece))
         assert not posted, f"round {number}: nobody receives {sorted(posted)}"
         received = arrived
-    for rank, at in position.items():
-        for name, expected_tensor in expected[at].items():
+    for rank, engine_position in position.items():
+        for name, expected_tensor in expected[engine_position].items():
             assert np.array_equal(tensors[rank][name], expected_tensor), (
                 f"rank {rank}: {name} differs from a gather and slice"
             )

@@ -53,15 +53,15 @@ def test_equal_shards_need_no_transfer() -> None:
 def test_engines_of_one_rank_by_hand() -> None:
     # Two stages of two ranks, unsharded: the layer on stage 0, the final norm (16 bytes in fp32) on stage 1.
     result = compute_bound(TINY, TrainLayout(4, 1, 1, ((0,), ())), EngineLayout(1), ranks_per_node=2, wire="fp32")
-    model, last = 4 * (CUT + NORMS), 16
+    model, layers = 4 * (CUT + NORMS), 16
     assert result.needed.tolist() == [model] * 4
-    assert result.local.tolist() == [model - last] * 2 + [last] * 2
-    assert result.cross.tolist() == [last] * 2 + [model - last] * 2
-    assert result.internode.tolist() == [last, model - last]
-    assert result.recv == model - last
+    assert result.local.tolist() == [model - layers] * 2 + [layers] * 2
+    assert result.cross.tolist() == [layers] * 2 + [model - layers] * 2
+    assert result.internode.tolist() == [layers, model - layers]
+    assert result.recv == model - layers
     # The ranks of stage 0 each send half of it to node 1, whose ranks exchange the halves. The norm comes back the same
     # way, so four ranks send the whole model twice.
-    assert result.nic_send == result.nic_recv == (model - last) / 2
+    assert result.nic_send == result.nic_recv == (model - layers) / 2
     assert result.send == model / 2
 
 
@@ -103,9 +103,9 @@ def test_fp8_counts_blocks_and_scales() -> None:
     hf = TINY | {"hidden_size": 192, "intermediate_size": 256, "head_dim": 64}
     result = compute_bound(hf, TrainLayout(2, 1, 1, ((), (0,))), EngineLayout(1), ranks_per_node=1, wire="fp8")
     weights, grids = 4 * 256 * 192 + 3 * 256 * 192, 7 * 2 * 2  # q, k, v, o, gate, up, down; 256 x 192 is 2 x 2 blocks
-    remaining = 8 * 192 + 3 * 256 + 3 * 192  # the embedding is on stage 0 and goes to rank 1
-    assert result.needed.tolist() == [weights + 4 * grids + 2 * remaining] * 2
-    assert result.cross.tolist() == [weights + 4 * grids + 2 * (remaining - 8 * 192), 2 * 8 * 192]
+    num_bytes = 8 * 192 + 3 * 256 + 3 * 192  # the embedding is on stage 0 and goes to rank 1
+    assert result.needed.tolist() == [weights + 4 * grids + 2 * num_bytes] * 2
+    assert result.cross.tolist() == [weights + 4 * grids + 2 * (num_bytes - 8 * 192), 2 * 8 * 192]
 
 
 TABLE = {
@@ -144,11 +144,11 @@ def test_published_balance_of_deepseek_v3(world: int, ep: int, sends: float, rec
 
 
 def test_single_rank_has_the_whole_model() -> None:
-    item = compute_bound(
+    bound = compute_bound(
         DEEPSEEK, TrainLayout(1, 1, 1, even_stages(61, 1)), EngineLayout(1, draft=True), ranks_per_node=8
     )
-    assert item.needed_bytes / 1e9 == pytest.approx(1365, abs=0.5)
-    assert item.local_bytes == item.needed_bytes
+    assert bound.needed_bytes / 1e9 == pytest.approx(1365, abs=0.5)
+    assert bound.local_bytes == bound.needed_bytes
 
 
 def check_tight(result: Bound) -> None:
@@ -196,15 +196,15 @@ def test_bound_matches_brute_force_on_separate_ranks(seed: int) -> None:
 
 
 def brute_force(case: Case, table: list[Param], result: Bound) -> None:
-    train, engine, local_items = case.train, case.engine, case.ranks_per_node
+    train, engine, ranks_per_node = case.train, case.engine, case.ranks_per_node
     train_ranks = train.ranks or tuple(range(train.world))
     engines = {rank: number % engine.tp for number, rank in enumerate(engine.ranks or train_ranks)}
     world = max(*train_ranks, *engines) + 1
-    local_items = min(local_items, world)
-    world = -(-world // local_items) * local_items
+    ranks_per_node = min(ranks_per_node, world)
+    world = -(-world // ranks_per_node) * ranks_per_node
     experts = family_of(case.hf).num_experts(case.hf)
     holds: list[set[Element]] = [set() for _ in range(world)]
-    needs: list[set[Element]] = [set() for _ in range(world)]
+    needed_elements: list[set[Element]] = [set() for _ in range(world)]
     size: dict[Element, int] = {}
     for param in table:
         slot = engine.slot_of(param)
@@ -216,7 +216,7 @@ def brute_force(case: Case, table: list[Param], result: Bound) -> None:
             for part in range(train.num_shards(expert))
         ]
         parts = engine.num_shards(slot.grid)
-        theirs = [elements(param, slot.sharding, parts, part, case.wire) for part in range(parts)]
+        sharded = [elements(param, slot.sharding, parts, part, case.wire) for part in range(parts)]
         for shard in shards:
             size |= shard
         for number, rank in enumerate(train_ranks):
@@ -224,22 +224,24 @@ def brute_force(case: Case, table: list[Param], result: Bound) -> None:
                 holds[rank].update(shards[train.shard_index(number, expert)])
         for rank, position in engines.items():
             if engine.expert_indices(position, param, experts):
-                needs[rank].update(theirs[engine.shard_index(position, slot.grid)])
-    cross = [sum(size[e] for e in needs[rank] - holds[rank]) for rank in range(world)]
+                needed_elements[rank].update(sharded[engine.shard_index(position, slot.grid)])
+    cross = [sum(size[e] for e in needed_elements[rank] - holds[rank]) for rank in range(world)]
     assert result.cross.tolist() == cross
-    assert result.needed.tolist() == [sum(size[e] for e in need) for need in needs]
-    nodes = [range(first, first + local_items) for first in range(0, world, local_items)]
-    entering = [set().union(*(needs[r] for r in node)) - set().union(*(holds[r] for r in node)) for node in nodes]
+    assert result.needed.tolist() == [sum(size[e] for e in wanted) for wanted in needed_elements]
+    nodes = [range(first, first + ranks_per_node) for first in range(0, world, ranks_per_node)]
+    entering = [
+        set().union(*(needed_elements[r] for r in node)) - set().union(*(holds[r] for r in node)) for node in nodes
+    ]
     assert result.internode.tolist() == [sum(size[e] for e in elements_) for elements_ in entering]
 
     bytes_by_ranks: Counter[tuple[tuple[bool, ...], tuple[bool, ...]]] = Counter()
     for element, bytes_ in size.items():
-        bytes_by_ranks[tuple(element in h for h in holds), tuple(element in n for n in needs)] += bytes_
+        bytes_by_ranks[tuple(element in h for h in holds), tuple(element in n for n in needed_elements)] += bytes_
     jobs: dict[str, Counter[frozenset[int]]] = {name: Counter() for name in ("send", "nic_send", "nic_recv")}
-    for (retained, needed), bytes_ in bytes_by_ranks.items():
-        owners = frozenset(rank for rank in range(world) if retained[rank])
+    for (retained_by, needed), bytes_ in bytes_by_ranks.items():
+        owners = frozenset(rank for rank in range(world) if retained_by[rank])
         for node in nodes:
-            missing = frozenset(rank for rank in node if needed[rank] and not retained[rank])
+            missing = frozenset(rank for rank in node if needed[rank] and not retained_by[rank])
             local_owners = owners & set(node)
             if not missing:
                 continue
@@ -249,8 +251,8 @@ def brute_force(case: Case, table: list[Param], result: Bound) -> None:
                 jobs["nic_send"][owners] += bytes_
                 jobs["nic_recv"][missing] += bytes_
     assert result.recv == max(cross)
-    for name, least in (("nic_send", result.nic_send), ("nic_recv", result.nic_recv), ("send", result.send)):
-        check_best_set(least, jobs[name], Counter(), 0.0, world, name)
+    for name, expected in (("nic_send", result.nic_send), ("nic_recv", result.nic_recv), ("send", result.send)):
+        check_best_set(expected, jobs[name], Counter(), 0.0, world, name)
     inside = jobs["send"] - jobs["nic_send"]  # `send` includes jobs over the network
     check_best_set(result.send_capped, inside, jobs["nic_send"], NETWORK_SLACK * result.nic_send, world, "send")
 

@@ -62,7 +62,7 @@ def test_hash_matches_pure_python(dtype: torch.dtype, shape: tuple[int, ...]) ->
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32], ids=str)
 def test_hash_ignores_strides_and_offset(dtype: torch.dtype) -> None:
     stack = random_bits(3, 10, 14, dtype=dtype)
-    boxes = [
+    views = [
         stack[1, 2:7, 3:12],
         stack[2].t(),
         stack[:, 1:, 1::2],
@@ -70,20 +70,20 @@ def test_hash_ignores_strides_and_offset(dtype: torch.dtype) -> None:
         stack[1:2, 0, 0],
         stack.view(-1)[1:],
     ]
-    for box in boxes:
+    for box in views:
         assert slice_hash(box) == slice_hash(box.clone(memory_format=torch.contiguous_format))
 
 
 def test_flipped_bits_change_the_hash() -> None:
     tensor = random_bits(5, 3)
     flat = tensor.view(torch.uint8).view(-1)
-    seen = {slice_hash(tensor)}
+    hashes = {slice_hash(tensor)}
     for byte in range(flat.numel()):
         for bit in range(8):
             flat[byte] ^= 1 << bit
-            seen.add(slice_hash(tensor))
+            hashes.add(slice_hash(tensor))
             flat[byte] ^= 1 << bit
-    assert len(seen) == 1 + 8 * flat.numel()
+    assert len(hashes) == 1 + 8 * flat.numel()
 
 
 @given(st.integers(0, 199), st.integers(0, 199))
@@ -127,9 +127,9 @@ def test_device_hashes_match_single_hashes() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kernel_hashes_equal_cpu_hashes(dtype: torch.dtype) -> None:
-    """`interpret.py` tests more cases under Triton's interpreter."""
+    """`triton_interpreter.py` tests more cases under Triton's interpreter."""
     full = random_bits(3, 700, 130, dtype=dtype)
     several = [full, full[1], full[1, 5:600, 3:99], full[0, :, 1:2], full[2].t(), full[:0]]
-    theirs = full.cuda()
-    on_gpu = [theirs, theirs[1], theirs[1, 5:600, 3:99], theirs[0, :, 1:2], theirs[2].t(), theirs[:0]]
+    on_device = full.cuda()
+    on_gpu = [on_device, on_device[1], on_device[1, 5:600, 3:99], on_device[0, :, 1:2], on_device[2].t(), on_device[:0]]
     assert device_hashes(on_gpu).tolist() == [slice_hash(item) for item in several]

@@ -58,21 +58,21 @@ def test_compare_only_names_a_corrupted_tensor_and_writes_nothing(hf: dict[str, 
         tensors[name] = torch.zeros(shape, dtype=torch.float8_e4m3fn if name in quantised else torch.bfloat16)
         if name in quantised:
             tensors[name + SCALE_SUFFIX] = torch.zeros((*shape[:-2], *grid_shape(shape[-2:])))
-    seen: list[tuple[str, bool, list[str]]] = []
+    calls: list[tuple[str, bool, list[str]]] = []
 
-    def hand_over(buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
+    def record_order(buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
         result = weight_loader._write(tensors, order, buffer, writes=order["do"] == "write")
-        seen.append((order["do"], all(entry[-1] != -1 for entry in order["slices"]), result))
+        calls.append((order["do"], all(entry[-1] != -1 for entry in order["slices"]), result))
 
     executor = Executor(build_plan(hf, config, layout), 0, 3, lambda size: torch.empty(size, dtype=torch.uint8))
     for version in (1, 2):
-        executor.sync(local, hand_over, version)
-    executor.sync(local, hand_over, 2, compare_only=True)
+        executor.sync(local, record_order, version)
+    executor.sync(local, record_order, 2, compare_only=True)
     corrupted = "model.layers.1.self_attn.o_proj.weight"
     tensors[corrupted].view(torch.uint8)[0, 0] ^= 1
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    executor.sync(local, hand_over, 2, compare_only=True)
-    assert seen == [("write", True, []), ("write", False, []), ("compare", True, []), ("compare", True, [corrupted])]
+    executor.sync(local, record_order, 2, compare_only=True)
+    assert calls == [("write", True, []), ("write", False, []), ("compare", True, []), ("compare", True, [corrupted])]
     assert executor.num_syncs == 2 and [is_fully_verified(push, 3) for push in range(1, 5)] == [
         True,
         False,

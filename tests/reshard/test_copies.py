@@ -53,8 +53,8 @@ def test_pack_fp8_matches_quantise(seed: int) -> None:
     buffer = random_bits(rng, size)
     expected = bytearray(to_bytes(buffer))
     pack_fp8(boxes, scaled, buffer)
-    for (view, offset), at in zip(boxes, scaled, strict=True):
-        expected[offset : offset + view.numel()] = to_bytes(quantise(view, at.grid, at.r0, at.c0))
+    for (view, offset), scale in zip(boxes, scaled, strict=True):
+        expected[offset : offset + view.numel()] = to_bytes(quantise(view, scale.grid, scale.r0, scale.c0))
     assert to_bytes(buffer) == bytes(expected)
 
 
@@ -72,12 +72,12 @@ def test_invalid_boxes_raise_before_writing() -> None:
         with pytest.raises(ValueError, match=message):
             unpack(buffer, [fits, box])
     weight = torch.ones(4, 4)
-    for at, message in (
+    for scale, message in (
         (BlockScales(torch.ones(1, 1), 125, 0), "outside of the grid"),
         (BlockScales(torch.ones(1), 0, 0), "scales are FP32"),
     ):
         with pytest.raises(ValueError, match=message):
-            pack_fp8([(weight, 0)], [at], buffer)
+            pack_fp8([(weight, 0)], [scale], buffer)
     with pytest.raises(ValueError, match="BF16 or FP32"):
         pack_fp8([(weight.half(), 0)], [BlockScales(torch.ones(1, 1), 0, 0)], buffer)
     assert not buffer.any()
@@ -92,7 +92,7 @@ def test_interpreted_kernels_match_the_loops() -> None:
     """Runs in a process of its own, because Triton reads TRITON_INTERPRET at import."""
     pytest.importorskip("triton")
     env = dict(os.environ, TRITON_INTERPRET="1", PYTHONPATH=str(ROOT))
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/reshard/interpret.py"), "60"]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/reshard/triton_interpreter.py"), "60"]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0 and done.stdout.endswith("equal\n"), done.stderr[-3000:]
 
@@ -111,10 +111,10 @@ def test_gpu_kernels_match_the_loops(seed: int) -> None:
     unpack(before, boxes)
     unpack(before.cuda(), gpu_boxes)
     for (view, _), (other, _) in zip(boxes, gpu_boxes, strict=True):
-        full, others = (
+        full, gpu_copies = (
             v.as_strided((v.untyped_storage().nbytes() // v.element_size(),), (1,), 0) for v in (view, other)
         )
-        assert to_bytes(full) == to_bytes(others)
+        assert to_bytes(full) == to_bytes(gpu_copies)
 
 
 @pytest.mark.gpu
@@ -125,7 +125,7 @@ def test_gpu_pack_fp8_matches_the_loop(seed: int) -> None:
     buffer = random_bits(rng, size)
     result = buffer.cuda()
     gpu_boxes = [(_to_gpu(view), offset) for view, offset in boxes]
-    grids = [BlockScales(at.grid.cuda(), *at[1:]) for at in scaled]
+    grids = [BlockScales(scale.grid.cuda(), *scale[1:]) for scale in scaled]
     pack_fp8(gpu_boxes, grids, result)
     pack_fp8(boxes, scaled, buffer)
     assert to_bytes(result) == to_bytes(buffer)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ranks_executor
 import torch
-from late_wire import push_as_threads
+from late_transport import push_as_threads
 
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout
 from megarl.reshard.plan.planner import ReshardPlan
@@ -54,17 +54,20 @@ def test_engines_on_separate_ranks_receive_their_shards(split_results: list[dict
             assert (case in result) == (rank in (*train_ranks, *engine_ranks)), f"{case}, rank {rank}"
             if case not in result:
                 continue
-            actual = result[case]
-            assert actual["equal"] == [True] * 4 and actual["wrong"] == [], f"{case}, rank {rank}"
+            case_result = result[case]
+            assert case_result["equal"] == [True] * 4 and case_result["wrong"] == [], f"{case}, rank {rank}"
             # Ranks that only train write nothing; ranks that only generate send nothing.
-            assert (actual["verified"][0][1] > 0) == bool(actual["drafts"]) == (rank in engine_ranks), (
+            assert (case_result["verified"][0][1] > 0) == bool(case_result["drafts"]) == (rank in engine_ranks), (
                 f"{case}, rank {rank}"
             )
-            assert actual["trains"] == (rank in train_ranks), f"{case}, rank {rank}"
-    wires = {actual["wire"] for result in split_results for actual in result.values()}
+            assert case_result["trains"] == (rank in train_ranks), f"{case}, rank {rank}"
+    wires = {case_result["wire"] for result in split_results for case_result in result.values()}
     assert wires == {"bf16", "fp32", "fp8"}
     assert any(
-        actual["straddling"] for result in split_results for actual in result.values() if actual["wire"] == "fp8"
+        case_result["straddling"]
+        for result in split_results
+        for case_result in result.values()
+        if case_result["wire"] == "fp8"
     )
 
 
@@ -94,9 +97,9 @@ def test_all_ranks_make_the_same_engine_calls(
 
 
 def test_fp8_cases_have_blocks_split_over_ranks(results: list[dict[str, Any]]) -> None:
-    straddling = [results[0][seed]["straddling"] for seed in SEEDS if results[0][seed]["wire"] == "fp8"]
-    assert len(straddling) >= 8
-    assert min(straddling) == 0 and sum(number > 0 for number in straddling) >= 2
+    straddling_counts = [results[0][seed]["straddling"] for seed in SEEDS if results[0][seed]["wire"] == "fp8"]
+    assert len(straddling_counts) >= 8
+    assert min(straddling_counts) == 0 and sum(number > 0 for number in straddling_counts) >= 2
 
 
 def test_flipped_bit_is_detected(
@@ -137,17 +140,17 @@ def test_writes_overlap_with_the_next_transfer(monkeypatch: pytest.MonkeyPatch) 
         events.append("wire")
         return wire(*arguments)
 
-    def hand_over(buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
-        events.append("give")
+    def send_to_engine(buffer: torch.Tensor, order: dict[str, Any], draft: bool) -> None:
+        events.append("send")
         orders.append((buffer, order["sync_id"]))
 
     monkeypatch.setattr(executor_module, "_transfer", transfer)
-    executor.sync(ranks_executor.shards(case, params, full, 0), hand_over, 1, lambda: events.append("settle"))
+    executor.sync(ranks_executor.shards(case, params, full, 0), send_to_engine, 1, lambda: events.append("settle"))
     assert rounds > 4 and len(orders) == rounds
-    assert events == ["wire", "settle", *["wire", "give", "settle"] * (rounds - 1), "give"]
+    assert events == ["wire", "settle", *["wire", "send", "settle"] * (rounds - 1), "send"]
     assert all(item[0] is not other[0] for item, other in zip(orders, orders[1:], strict=False))
     assert len({sync_id for _, sync_id in orders}) == 1
-    executor.sync(ranks_executor.shards(case, params, full, 0), hand_over, 2)
+    executor.sync(ranks_executor.shards(case, params, full, 0), send_to_engine, 2)
     assert orders[-1][1] != orders[0][1]
 
 

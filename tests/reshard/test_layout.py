@@ -47,9 +47,9 @@ def shards() -> dict[str, torch.Tensor]:
     result = {}
     for param in PARAMS:
         if TRAIN.has_param(3, param, 4):
-            retained = TRAIN.slices_of_rank(3, param)
+            slices = TRAIN.slices_of_rank(3, param)
             shape = list(param.hf[0].shape)
-            shape[retained[0].dim if retained else 0] = max((h.offset + h.stop - h.start for h in retained), default=0)
+            shape[slices[0].dim if slices else 0] = max((h.offset + h.stop - h.start for h in slices), default=0)
             result[param.megatron] = torch.zeros(shape)
     result["output_layer.weight"] = torch.zeros(128, 8)  # with padding
     return result
@@ -94,42 +94,42 @@ def test_owner_of() -> None:
 
 def test_engine_problems_of_another_model() -> None:
     engine = EngineLayout(2, ep=2)
-    retained: dict[str, Any] = {n: ("float32", s) for n, s in engine_shapes(PARAMS, engine, 1, 4).items()}
+    tensors: dict[str, Any] = {n: ("float32", s) for n, s in engine_shapes(PARAMS, engine, 1, 4).items()}
     w2 = "model.layers.0.mlp.experts.w2_weight"
-    assert retained[w2] == ("float32", (2, 8, 4))
-    assert find_engine_problems(retained, PARAMS, engine, 1, 4, "fp32") == []
-    shape = find_engine_problems({**retained, w2: ("float32", (4, 8, 4))}, PARAMS, engine, 1, 4, "fp32")
+    assert tensors[w2] == ("float32", (2, 8, 4))
+    assert find_engine_problems(tensors, PARAMS, engine, 1, 4, "fp32") == []
+    shape = find_engine_problems({**tensors, w2: ("float32", (4, 8, 4))}, PARAMS, engine, 1, 4, "fp32")
     assert shape == [f"{w2} has shape (4, 8, 4) in the engine, not (2, 8, 4)"]
-    kind = find_engine_problems({**retained, w2: ("int8", (2, 8, 4))}, PARAMS, engine, 1, 4, "fp32")
-    assert kind == [f"{w2} is int8 in the engine, but it is sent as float32"]
-    del retained[w2]
-    assert find_engine_problems(retained, PARAMS, engine, 1, 4, "fp32") == [f"the engine has no tensor {w2}"]
+    problems = find_engine_problems({**tensors, w2: ("int8", (2, 8, 4))}, PARAMS, engine, 1, 4, "fp32")
+    assert problems == [f"{w2} is int8 in the engine, but it is sent as float32"]
+    del tensors[w2]
+    assert find_engine_problems(tensors, PARAMS, engine, 1, 4, "fp32") == [f"the engine has no tensor {w2}"]
 
 
 def test_fp8_engine_needs_scales() -> None:
     engine = EngineLayout(2, ep=2)
     qkv, w2 = "model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.experts.w2_weight"
-    retained: dict[str, Any] = {n: ("bfloat16", s) for n, s in engine_shapes(PARAMS, engine, 1, 4).items()}
-    assert find_engine_problems(retained, PARAMS, engine, 1, 4, "bf16") == []
-    problems = find_engine_problems(retained, PARAMS, engine, 1, 4, "fp8")
+    tensors: dict[str, Any] = {n: ("bfloat16", s) for n, s in engine_shapes(PARAMS, engine, 1, 4).items()}
+    assert find_engine_problems(tensors, PARAMS, engine, 1, 4, "bf16") == []
+    problems = find_engine_problems(tensors, PARAMS, engine, 1, 4, "fp8")
     assert f"{qkv} is bfloat16 in the engine, but it is sent as float8_e4m3fn" in problems
     assert f"the engine has no tensor {w2}_scale_inv" in problems
     assert not any("embed_tokens" in problem or "norm" in problem for problem in problems)
     for name in {problem.split()[0] for problem in problems if " is bfloat16 " in problem}:
-        shape = retained[name][1]
-        retained[name] = "float8_e4m3fn", shape
-        retained[f"{name}_scale_inv"] = "float32", (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
-    assert find_engine_problems(retained, PARAMS, engine, 1, 4, "fp8") == []
-    assert retained[f"{w2}_scale_inv"][1] == (2, 1, 1)
-    retained[f"{w2}_scale_inv"] = "float32", (2, 1, 2)
-    assert "has shape (2, 1, 2)" in find_engine_problems(retained, PARAMS, engine, 1, 4, "fp8")[0]
+        shape = tensors[name][1]
+        tensors[name] = "float8_e4m3fn", shape
+        tensors[f"{name}_scale_inv"] = "float32", (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
+    assert find_engine_problems(tensors, PARAMS, engine, 1, 4, "fp8") == []
+    assert tensors[f"{w2}_scale_inv"][1] == (2, 1, 1)
+    tensors[f"{w2}_scale_inv"] = "float32", (2, 1, 2)
+    assert "has shape (2, 1, 2)" in find_engine_problems(tensors, PARAMS, engine, 1, 4, "fp8")[0]
 
 
 def test_digest_mismatch_names_the_ranks() -> None:
-    same, other = plan_digest(HF, TRAIN, 8), plan_digest({**HF, "num_experts": 8}, TRAIN, 8)
-    assert same != other != plan_digest(HF, TrainLayout(4, 2, 2, ((1,), (0,))), 8)
-    assert find_digest_mismatch(dict.fromkeys(range(4), same)) == ""
-    differs = find_digest_mismatch({4: same, 5: same, 2: other, 3: other})
+    same_digest, other_digest = plan_digest(HF, TRAIN, 8), plan_digest({**HF, "num_experts": 8}, TRAIN, 8)
+    assert same_digest != other_digest != plan_digest(HF, TrainLayout(4, 2, 2, ((1,), (0,))), 8)
+    assert find_digest_mismatch(dict.fromkeys(range(4), same_digest)) == ""
+    differs = find_digest_mismatch({4: same_digest, 5: same_digest, 2: other_digest, 3: other_digest})
     assert "rank(s) 2, 3 have another model or layout than rank 4" in differs
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jointly import least_sent
+from lp_bound import least_sent
 from random_layouts import Case, random_case, random_split_case
 from seeds import split_seeds
 from simulate import simulate, staged_bytes
@@ -66,38 +66,38 @@ def check_case(case: Case, seed: int) -> None:
     check_bytes_and_bounds(plan, bound, f"seed {seed}: ")
 
 
-def check_bytes_and_bounds(plan: ReshardPlan, bound: Bound, where: str) -> dict[str, float]:
+def check_bytes_and_bounds(plan: ReshardPlan, bound: Bound, description: str) -> dict[str, float]:
     """Check that bytes are minimal and bounds hold; return each busiest rank's ratio to its bound.
 
     `send_capped` applies to plans within NETWORK_SLACK.
     """
-    sent, local_items = plan.list_transfers(), plan.assignment.ranks_per_node
-    far = sent.src // local_items != sent.dst // local_items
-    assert sent.nbytes.sum() == bound.cross_bytes, where
-    assert sent.nbytes[far].sum() == bound.internode_bytes, where
-    actual = {}
+    sent, ranks_per_node = plan.list_transfers(), plan.assignment.ranks_per_node
+    is_remote = sent.src // ranks_per_node != sent.dst // ranks_per_node
+    assert sent.nbytes.sum() == bound.cross_bytes, description
+    assert sent.nbytes[is_remote].sum() == bound.internode_bytes, description
+    totals = {}
     for name, ranks, chosen in (
-        ("nic_send", sent.src, far),
-        ("nic_recv", sent.dst, far),
-        ("send", sent.src, far | True),
-        ("recv", sent.dst, far | True),
+        ("nic_send", sent.src, is_remote),
+        ("nic_recv", sent.dst, is_remote),
+        ("send", sent.src, is_remote | True),
+        ("recv", sent.dst, is_remote | True),
     ):
         busiest = float(np.bincount(ranks[chosen], sent.nbytes[chosen], 1).max())
-        bounds = [name, "send_capped"] if name == "send" and actual["nic_send"] <= NETWORK_SLACK else [name]
-        for which in bounds:
-            actual[which] = busiest / max(getattr(bound, which), 1.0)
-            assert busiest >= getattr(bound, which) * (1 - 1e-9), f"{where}{which} is more than was sent"
-    return actual
+        bounds = [name, "send_capped"] if name == "send" and totals["nic_send"] <= NETWORK_SLACK else [name]
+        for resource in bounds:
+            totals[resource] = busiest / max(getattr(bound, resource), 1.0)
+            assert busiest >= getattr(bound, resource) * (1 - 1e-9), f"{description}{resource} is more than was sent"
+    return totals
 
 
 @pytest.mark.parametrize("seed", range(0, SEEDS, 13))
 def test_plan_is_deterministic_and_messages_match_rounds(seed: int) -> None:
     case = random_case(seed) if seed % 2 else random_split_case(seed)
-    plan, again = build_plan(case), build_plan(case)
+    plan, second_plan = build_plan(case), build_plan(case)
     for rank in {0, plan.world // 2, plan.world - 1}:
-        mine, other = RankPlan(plan, rank), RankPlan(again, rank)
-        rounds = [mine.round(number) for number in range(plan.rounds)]
-        assert rounds == [other.round(number) for number in range(again.rounds)], f"seed {seed}"
+        rank_plan, other_rank = RankPlan(plan, rank), RankPlan(second_plan, rank)
+        rounds = [rank_plan.round(number) for number in range(plan.rounds)]
+        assert rounds == [other_rank.round(number) for number in range(second_plan.rounds)], f"seed {seed}"
         expected = set()
         for number, current in enumerate(rounds):
             for is_send, messages in ((True, current.sends), (False, current.receives)):
@@ -108,11 +108,11 @@ def test_plan_is_deterministic_and_messages_match_rounds(seed: int) -> None:
             if current.local:
                 size = sum(piece.nbytes for piece in current.local)
                 expected.add((number, False, rank, size, 0, staged_bytes(current.local)))
-        actual = tabulate_messages(mine)
+        actual = tabulate_messages(rank_plan)
         assert set(zip(*(column.tolist() for column in actual), strict=True)) == expected, f"seed {seed}"
 
 
-def place(
+def place_on_ranks(
     train: TrainLayout, engine: EngineLayout, ranks: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> tuple[TrainLayout, EngineLayout]:
     return replace(train, ranks=ranks[0]), replace(engine, ranks=ranks[1])
@@ -145,7 +145,7 @@ def all_ranks(request: pytest.FixtureRequest) -> tuple[ReshardPlan, list[Message
     if request.param == "separate ranks":
         arguments = (
             DEEPSEEK,
-            *place(TrainLayout(256, 8, 32, even_stages(61, 8)), arguments[2], halves_of_nodes(512)),
+            *place_on_ranks(TrainLayout(256, 8, 32, even_stages(61, 8)), arguments[2], halves_of_nodes(512)),
             8,
         )
     plan = ReshardPlan(*arguments)
@@ -156,12 +156,12 @@ def test_sends_match_receives_and_fit_the_buckets(all_ranks: tuple[ReshardPlan, 
     plan, ranks = all_ranks
     ends: dict[bool, list[np.ndarray]] = {True: [], False: []}
     for rank, local in enumerate(ranks):
-        other = local.peer != rank
+        other_rank = local.peer != rank
         for sends in (True, False):
             chosen = local.is_send == sends
-            room = np.bincount(local.round[chosen], local.staged[chosen], plan.rounds)
-            assert room.max() <= plan.bucket_bytes // 2, f"rank {rank}"
-            chosen &= other
+            staged = np.bincount(local.round[chosen], local.staged[chosen], plan.rounds)
+            assert staged.max() <= plan.bucket_bytes // 2, f"rank {rank}"
+            chosen &= other_rank
             pair = [np.full(int(chosen.sum()), rank), local.peer[chosen]]
             src, dst = pair if sends else pair[::-1]
             columns = (
@@ -196,9 +196,9 @@ def test_rounds_do_not_deadlock(all_ranks: tuple[ReshardPlan, list[Messages]]) -
     peers = []
     engines = plan.rank_map.engine.reshape(-1, 32).tolist()
     for rank, local in enumerate(ranks):
-        mates = {mate for engine in engines for mate in engine if rank in engine}
+        engine_mates = {peer_ for engine in engines for peer_ in engine if rank in engine}
         edges = np.searchsorted(local.round, np.arange(plan.rounds + 1))
-        peers.append([mates | set(local.peer[a:b].tolist()) for a, b in zip(edges, edges[1:], strict=False)])
+        peers.append([engine_mates | set(local.peer[a:b].tolist()) for a, b in zip(edges, edges[1:], strict=False)])
     started = [0] * 512  # the current round of each rank
     waiting: dict[int, list[int]] = {}  # ranks that wait for this one
     ready = list(range(512))[::-1]
@@ -207,14 +207,14 @@ def test_rounds_do_not_deadlock(all_ranks: tuple[ReshardPlan, list[Messages]]) -
         number = started[rank]
         if number == plan.rounds:
             continue
-        late = next((peer for peer in peers[rank][number] if started[peer] < number), None)
-        if late is None:
+        late_peer = next((peer for peer in peers[rank][number] if started[peer] < number), None)
+        if late_peer is None:
             started[rank] += 1
             ready += [rank, *waiting.pop(rank, [])]
         else:
-            waiting.setdefault(late, []).append(rank)
-    stuck = {rank: number for rank, number in enumerate(started) if number < plan.rounds}
-    assert not stuck, f"these ranks wait for ever in these rounds: {stuck}"
+            waiting.setdefault(late_peer, []).append(rank)
+    stuck_ranks = {rank: number for rank, number in enumerate(started) if number < plan.rounds}
+    assert not stuck_ranks, f"these ranks wait for ever in these rounds: {stuck_ranks}"
 
 
 BALANCE = {
@@ -236,19 +236,19 @@ for name, ranks in (
     BALANCE |= {
         f"DeepSeek-V3 512 TP32 EP32, {name}": (
             DEEPSEEK,
-            *place(TrainLayout(256, 8, 32, even_stages(61, 8)), EngineLayout(32, 32, draft=True), ranks(512)),
+            *place_on_ranks(TrainLayout(256, 8, 32, even_stages(61, 8)), EngineLayout(32, 32, draft=True), ranks(512)),
         ),
         f"DeepSeek-V3 512 DP32, {name}": (
             DEEPSEEK,
-            *place(TrainLayout(256, 8, 32, even_stages(61, 8)), EngineLayout(32, 32, 32, 1, 1, 1), ranks(512)),
+            *place_on_ranks(TrainLayout(256, 8, 32, even_stages(61, 8)), EngineLayout(32, 32, 32, 1, 1, 1), ranks(512)),
         ),
         f"Qwen3-235B 64, {name}": (
             QWEN,
-            *place(TrainLayout(32, 4, 8, even_stages(94, 4)), EngineLayout(8, 8), ranks(64)),
+            *place_on_ranks(TrainLayout(32, 4, 8, even_stages(94, 4)), EngineLayout(8, 8), ranks(64)),
         ),
         f"Qwen3-30B 16, {name}": (
             QWEN_30B,
-            *place(TrainLayout(8, 1, 8, even_stages(48, 1)), EngineLayout(2, 2), ranks(16)),
+            *place_on_ranks(TrainLayout(8, 1, 8, even_stages(48, 1)), EngineLayout(2, 2), ranks(16)),
         ),
     }
 
@@ -305,7 +305,7 @@ def test_fp8_halves_the_bytes() -> None:
 
 
 def test_invalid_plans_raise_in_one_line() -> None:
-    hf, train, engine, local_items, _ = deepseek(512, 32)
+    hf, train, engine, ranks_per_node, _ = deepseek(512, 32)
     for ranks, message in (
         ((0, 1, 1, 2), "name rank 1 more than once"),
         ((0, 1, 2, -1), "name rank -1"),
@@ -314,18 +314,18 @@ def test_invalid_plans_raise_in_one_line() -> None:
         with pytest.raises(ConfigError, match=message):
             TrainLayout(4, 1, 1, ((0,),), ranks=ranks)
     for arguments, message in (
-        ((hf, train, EngineLayout(48), local_items), "tp=48"),
+        ((hf, train, EngineLayout(48), ranks_per_node), "tp=48"),
         ((hf, train, engine, 7), "512 ranks"),
-        ((hf, train, engine, local_items, 4096), "bucket"),
+        ((hf, train, engine, ranks_per_node, 4096), "bucket"),
         ((hf, TrainLayout(576, 1, 36, even_stages(61, 16)), engine, 8), "36"),
         # 18432 rows of a dense MLP over 32 ranks are 576, or four and a half blocks
-        ((hf, train, engine, local_items, 1 << 30, "fp8"), "mlp.*FP8"),
-        ((hf, TrainLayout(512, 8, 32, even_stages(60, 16)), engine, local_items), "layer 60"),
+        ((hf, train, engine, ranks_per_node, 1 << 30, "fp8"), "mlp.*FP8"),
+        ((hf, TrainLayout(512, 8, 32, even_stages(60, 16)), engine, ranks_per_node), "layer 60"),
         (
-            (hf, train, replace(engine, ranks=tuple(range(500))), local_items),
+            (hf, train, replace(engine, ranks=tuple(range(500))), ranks_per_node),
             "tp=32 does not divide the 500 ranks of the eng",
         ),
     ):
-        with pytest.raises(ConfigError, match=message) as caught:
+        with pytest.raises(ConfigError, match=message) as error:
             ReshardPlan(*arguments)
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(error.value)

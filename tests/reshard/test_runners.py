@@ -30,7 +30,7 @@ def enum_values(file: str, name: str) -> set[str]:
     return {str(value.value) for value in values if isinstance(value, ast.Constant)}
 
 
-def undecided(choices: set[str], setting: str) -> set[str]:
+def undecided_choices(choices: set[str], setting: str) -> set[str]:
     """Return choices without a verdict, and verdicts without a choice."""
     return choices ^ engine_settings.TABLES[setting].keys()
 
@@ -44,12 +44,12 @@ def undecided(choices: set[str], setting: str) -> set[str]:
     ],
 )
 def test_every_sglang_choice_has_a_verdict(setting: str, constant: str) -> None:
-    assert not undecided(set(CHOICES[constant]), setting)
-    assert undecided({*CHOICES[constant], "new_choice"}, setting) == {"new_choice"}
+    assert not undecided_choices(set(CHOICES[constant]), setting)
+    assert undecided_choices({*CHOICES[constant], "new_choice"}, setting) == {"new_choice"}
 
 
 def test_every_a2a_backend_has_a_verdict() -> None:
-    assert not undecided(enum_values("layers/moe/utils.py", "MoeA2ABackend"), "moe_a2a_backend")
+    assert not undecided_choices(enum_values("layers/moe/utils.py", "MoeA2ABackend"), "moe_a2a_backend")
     assert (
         set(server_args.load_fields()["moe_a2a_backend"].choices or ())
         <= engine_settings.TABLES["moe_a2a_backend"].keys()
@@ -131,8 +131,10 @@ def test_sglang_keeps_supported_layouts_and_reports_the_rest() -> None:
         report = LAYOUT_REPORTS.get((item["choice"], item["fp8"]), "")
         assert report in "".join(item["odd"]) and bool(report) == bool(item["odd"]), item
         assert item["same"] == (item["choice"] != "triton_kernel" or item["fp8"]), item
-        needs = {"deep_gemm": repacked, "flashinfer": item["choice"] == "flashinfer_trtllm" and not item["fp8"]}
-        assert item["error"] == next((f"No module named {name!r}" for name, does in needs.items() if does), ""), item
+        requirements = {"deep_gemm": repacked, "flashinfer": item["choice"] == "flashinfer_trtllm" and not item["fp8"]}
+        assert item["error"] == next(
+            (f"No module named {name!r}" for name, does in requirements.items() if does), ""
+        ), item
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v2", "glm4_moe"])
@@ -150,10 +152,10 @@ def render_table() -> str:
         by_verdict: dict[engine_settings.Verdict, list[str]] = {}
         for name, verdict in table.items():
             by_verdict.setdefault(verdict, []).append(name)
-        for (is_supported, why), names in by_verdict.items():
+        for (is_supported, reason), names in by_verdict.items():
             word = "supported" if is_supported else "refused"
-            lines.append(f"| {setting} | {', '.join(names)} | {word} | {word} | {why} |")
-    lines += [f"| {name} | any | refused | refused | {why} |" for name, why in engine_settings.PLACEMENTS.items()]
+            lines.append(f"| {setting} | {', '.join(names)} | {word} | {word} | {reason} |")
+    lines += [f"| {name} | any | refused | refused | {reason} |" for name, reason in engine_settings.PLACEMENTS.items()]
     return "\n".join(lines)
 
 

@@ -31,8 +31,8 @@ def load_sglang_functions(*names: str) -> SimpleNamespace:
     spec = importlib.util.find_spec("sglang")
     assert spec is not None and spec.origin is not None
     source = (Path(spec.origin).parent / "srt/layers/quantization/fp8_utils.py").read_text()
-    wanted = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name in names]
-    assert len(wanted) == len(names)
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name in names]
+    assert len(functions) == len(names)
     space: dict[str, Any] = {
         "torch": torch,
         "Tuple": tuple,
@@ -40,7 +40,7 @@ def load_sglang_functions(*names: str) -> SimpleNamespace:
         "ceil_to_ue8m0": lambda x: x,
         "ceil_align": lambda x, y: -(-x // y) * y,
     }
-    exec(compile(ast.Module(wanted, []), "fp8_utils", "exec"), space)
+    exec(compile(ast.Module(functions, []), "fp8_utils", "exec"), space)
     return SimpleNamespace(**{name: space[name] for name in names})
 
 
@@ -52,8 +52,8 @@ def quantise_whole(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quantise(weight, grid, 0, 0), grid
 
 
-def same(item: torch.Tensor, other: torch.Tensor) -> bool:
-    return item.dtype == other.dtype and torch.equal(item.contiguous().view(torch.uint8), other.view(torch.uint8))
+def is_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
@@ -63,10 +63,10 @@ def test_quantisation_equals_sglang_bitwise(shape: tuple[int, int], dtype: torch
         weight = random_weights(random.Random(f"{seed} {shape}"), *shape, dtype)
         quantised, grid = quantise_whole(weight)
         expected, expected_grid = SGLANG.per_block_cast_to_fp8(weight)
-        assert same(grid, expected_grid)
-        assert same(quantised, expected)
+        assert is_same_bits(grid, expected_grid)
+        assert is_same_bits(quantised, expected)
         dequantised = SGLANG.block_quant_dequant(quantised, grid, [128, 128], torch.bfloat16)
-        assert same(dequantise(quantised, grid), dequantised)
+        assert is_same_bits(dequantise(quantised, grid), dequantised)
 
 
 def test_zeros_get_the_minimum_scale() -> None:
@@ -74,7 +74,7 @@ def test_zeros_get_the_minimum_scale() -> None:
     weight[0, 128] = 1e-6
     quantised, grid = quantise_whole(weight)
     expected, expected_grid = SGLANG.per_block_cast_to_fp8(weight)
-    assert same(quantised, expected) and same(grid, expected_grid)
+    assert is_same_bits(quantised, expected) and is_same_bits(grid, expected_grid)
     assert grid[0, 0] == grid[0, 1] == torch.tensor(1e-4) / 448
     assert not quantised[:, :128].float().any()
 
@@ -93,9 +93,9 @@ def test_error_is_within_three_mantissa_bits() -> None:
     weight = random_weights(random.Random(0), 300, 500)
     weight[weight.abs() < 1e-5] = 0
     error = (dequantise(*quantise_whole(weight), dtype=torch.float32) - weight.float()).abs()
-    least = quantise_whole(weight)[1].repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :500]
+    finest = quantise_whole(weight)[1].repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :500]
     # Half a unit in the last place: 2^-4 of a value, or of the smallest normal value, 2^-6.
-    assert (error <= 1.001 * torch.maximum(weight.float().abs() / 16, least * 2**-10)).all()
+    assert (error <= 1.001 * torch.maximum(weight.float().abs() / 16, finest * 2**-10)).all()
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -104,20 +104,20 @@ def test_shards_quantise_to_the_bits_of_the_whole_tensor(seed: int) -> None:
     rows, columns = rng.randint(1, 400), rng.randint(1, 400)
     weight = random_weights(rng, rows, columns, rng.choice((torch.bfloat16, torch.float32)))
     expected, grid = quantise_whole(weight)
-    cuts = [sorted({0, size, *(rng.randint(0, size) for _ in range(3))}) for size in (rows, columns)]
+    boundaries = [sorted({0, size, *(rng.randint(0, size) for _ in range(3))}) for size in (rows, columns)]
     boxes = [
         (r0, r1, c0, c1)
-        for r0, r1 in zip(cuts[0], cuts[0][1:], strict=False)
-        for c0, c1 in zip(cuts[1], cuts[1][1:], strict=False)
+        for r0, r1 in zip(boundaries[0], boundaries[0][1:], strict=False)
+        for c0, c1 in zip(boundaries[1], boundaries[1][1:], strict=False)
     ]
     amax = torch.zeros(grid.shape)
     for r0, r1, c0, c1 in boxes:
         amax = torch.maximum(amax, block_amax(weight[r0:r1, c0:c1], r0, c0, grid.shape))
-    assert same(compute_scales(amax), grid)
+    assert is_same_bits(compute_scales(amax), grid)
     for r0, r1, c0, c1 in boxes:
-        assert same(quantise(weight[r0:r1, c0:c1], grid, r0, c0), expected[r0:r1, c0:c1].contiguous())
+        assert is_same_bits(quantise(weight[r0:r1, c0:c1], grid, r0, c0), expected[r0:r1, c0:c1].contiguous())
         dequantised = dequantise(expected[r0:r1, c0:c1], grid, r0, c0)
-        assert same(dequantised, dequantise(expected, grid)[r0:r1, c0:c1].contiguous())
+        assert is_same_bits(dequantised, dequantise(expected, grid)[r0:r1, c0:c1].contiguous())
 
 
 def test_invalid_inputs_raise() -> None:
@@ -160,47 +160,49 @@ def test_ranks_agree_on_scales_of_shared_blocks(tp: int, etp: int) -> None:
         result = {}
         for param in params:
             parts = []
-            for retained in sorted(train.slices_of_rank(rank, param), key=lambda retained: retained.offset):
+            for shard_slice in sorted(train.slices_of_rank(rank, param), key=lambda shard_slice: shard_slice.offset):
                 parts.append(
-                    full[param.hf[retained.source].name].narrow(
-                        retained.dim, retained.start, retained.stop - retained.start
+                    full[param.hf[shard_slice.source].name].narrow(
+                        shard_slice.dim, shard_slice.start, shard_slice.stop - shard_slice.start
                     )
                 )
-            result[param.megatron] = torch.cat(parts, dim=retained.dim)
+            result[param.megatron] = torch.cat(parts, dim=shard_slice.dim)
         return result
 
-    requested: dict[int, list[tuple[tuple[int, ...], list[torch.Tensor]]]] = {}
+    reductions: dict[int, list[tuple[tuple[int, ...], list[torch.Tensor]]]] = {}
     for rank in range(4):
-        requested[rank] = []
+        reductions[rank] = []
 
         def record(tensors: list[torch.Tensor], ranks: Any, rank: int = rank) -> list[torch.Tensor]:
-            requested[rank].append((tuple(ranks), tensors))
+            reductions[rank].append((tuple(ranks), tensors))
             return tensors
 
         compute_scale_grids(shards(rank), params, train, rank, record)
-    assert len({len(calls) for calls in requested.values()}) == 1
-    assert bool(requested[0]) == any(has_split_blocks(param, train) for param in params) == (tp > 1 or etp > 1)
+    assert len({len(calls) for calls in reductions.values()}) == 1
+    assert bool(reductions[0]) == any(has_split_blocks(param, train) for param in params) == (tp > 1 or etp > 1)
     for rank in range(4):
         calls = iter(range(2))
 
         def maximum(tensors: list[torch.Tensor], ranks: Any, calls: Any = calls) -> list[torch.Tensor]:
             call = next(calls)
-            return [torch.stack(every).amax(0) for every in zip(*(requested[r][call][1] for r in ranks), strict=True)]
+            return [
+                torch.stack(per_rank).amax(0) for per_rank in zip(*(reductions[r][call][1] for r in ranks), strict=True)
+            ]
 
         grids = compute_scale_grids(shards(rank), params, train, rank, maximum)
         for param in params:
-            for retained in train.slices_of_rank(rank, param):
-                grid = grids[param.megatron, retained.source]
-                weight = full[param.hf[retained.source].name]
+            for shard_slice in train.slices_of_rank(rank, param):
+                grid = grids[param.megatron, shard_slice.source]
+                weight = full[param.hf[shard_slice.source].name]
                 shard = shards(rank)[param.megatron].narrow(
-                    retained.dim, retained.offset, retained.stop - retained.start
+                    shard_slice.dim, shard_slice.offset, shard_slice.stop - shard_slice.start
                 )
-                at = (retained.start, 0) if retained.dim == 0 else (0, retained.start)
+                offset = (shard_slice.start, 0) if shard_slice.dim == 0 else (0, shard_slice.start)
                 expected = quantise_whole(weight)[0].narrow(
-                    retained.dim, retained.start, retained.stop - retained.start
+                    shard_slice.dim, shard_slice.start, shard_slice.stop - shard_slice.start
                 )
-                assert same(quantise(shard, grid, *at), expected.contiguous())
-                assert quantise(shard, grid, *at).dtype == FP8
+                assert is_same_bits(quantise(shard, grid, *offset), expected.contiguous())
+                assert quantise(shard, grid, *offset).dtype == FP8
 
 
 def test_replicated_matrices_need_no_exchange() -> None:
@@ -209,7 +211,9 @@ def test_replicated_matrices_need_no_exchange() -> None:
     hf |= dict(kv_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, first_k_dense_replace=1)
     hf |= dict(n_routed_experts=2, n_shared_experts=1, num_nextn_predict_layers=0)
     train = TrainLayout(4, 4, 1, ((0,),))
-    named = {p.megatron: has_split_blocks(p, train) for p in family_of(hf).layer(hf, 0, range(2)) if is_quantised(p)}
-    down = {name for name in named if "_down_proj" in name}
-    assert down and not any(named[name] for name in down)
-    assert any(named.values())
+    block_params = {
+        p.megatron: has_split_blocks(p, train) for p in family_of(hf).layer(hf, 0, range(2)) if is_quantised(p)
+    }
+    down_names = {name for name in block_params if "_down_proj" in name}
+    assert down_names and not any(block_params[name] for name in down_names)
+    assert any(block_params.values())

@@ -16,7 +16,7 @@ from megarl.rewards.math_verify import math_verify, math_verify_strict
 from megarl.rewards.squad import exact_match
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import make_rollout  # noqa: E402
+from answer_rollouts import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -35,8 +35,8 @@ PLACES = {
 }
 """Where the result stands, and which functions find it there."""
 CASES = [
-    pytest.param(place.replace("@", result), function, id=f"{place.replace('@', result)}-{function.__name__}")
-    for place, functions in PLACES.items()
+    pytest.param(placement.replace("@", result), function, id=f"{placement.replace('@', result)}-{function.__name__}")
+    for placement, functions in PLACES.items()
     for result in RESULTS
     for function in sorted(functions, key=lambda function: str(function.__name__))
 ]
@@ -44,10 +44,10 @@ CASES = [
 
 @pytest.mark.parametrize(("form", "function"), CASES)
 def test_reward_functions_parse_each_answer_form(form, function):
-    wrong = -1.0 if function is math_dapo else 0.0
-    right, other = ("B", "D") if function is choice else ("42", "43")
-    assert function(make_rollout(form.replace("@", right), right)) == 1.0
-    assert function(make_rollout(form.replace("@", right), other)) == wrong
+    wrong_reward = -1.0 if function is math_dapo else 0.0
+    correct, incorrect = ("B", "D") if function is choice else ("42", "43")
+    assert function(make_rollout(form.replace("@", correct), correct)) == 1.0
+    assert function(make_rollout(form.replace("@", correct), incorrect)) == wrong_reward
 
 
 MATH = [
@@ -95,10 +95,10 @@ MATH = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "truth", "reward"), MATH)
-def test_math_verify_compares_boxed_answers(answer, truth, reward):
+@pytest.mark.parametrize(("answer", "ground_truth", "reward"), MATH)
+def test_math_verify_compares_boxed_answers(answer, ground_truth, reward):
     for function in (math_verify, math_verify_strict):
-        assert function(make_rollout(f"so it is $\\boxed{{{answer}}}$.", truth)) == reward
+        assert function(make_rollout(f"so it is $\\boxed{{{answer}}}$.", ground_truth)) == reward
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ GSM8K = [
 
 @pytest.mark.parametrize(("answer", "number"), GSM8K)
 def test_gsm8k_extracts_the_stated_number(answer, number):
-    for truth in ("42", "-42", "42000", "40", "3"):
+    for ground_truth in ("42", "-42", "42000", "40", "3"):
         for function in (gsm8k, gsm8k_strict):
-            assert function(make_rollout(answer, truth)) == float(truth == number)
+            assert function(make_rollout(answer, ground_truth)) == float(ground_truth == number)
 
 
 CHOICES = [
@@ -171,8 +171,8 @@ CHOICES = [
 
 @pytest.mark.parametrize(("answer", "letter"), CHOICES)
 def test_choice_extracts_the_stated_letter(answer, letter):
-    for truth in "ABCDE":
-        assert choice(make_rollout(answer, truth)) == float(truth == letter)
+    for ground_truth in "ABCDE":
+        assert choice(make_rollout(answer, ground_truth)) == float(ground_truth == letter)
 
 
 def test_other_functions_parse_common_forms():

@@ -10,28 +10,28 @@ pytestmark = pytest.mark.alone
 CALL = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "8 * 9"}}}
 
 
-def rollout(*contents, truth=72, status="stop", tool_calls=None):
+def rollout(*contents, ground_truth=72, status="stop", tool_calls=None):
     messages = [{"role": "user", "content": "8 * 9?"}]
     for content in contents:
         messages.append({"role": "assistant", "content": content})
     if tool_calls:
         messages[-1]["tool_calls"] = tool_calls
-    prompt = Prompt(id="x", messages=(), ground_truth=truth)
+    prompt = Prompt(id="x", messages=(), ground_truth=ground_truth)
     return Rollout(prompt, (Turn((1,)),), status=status, messages=tuple(messages))
 
 
-@pytest.mark.parametrize("truth", [72, "72"])
+@pytest.mark.parametrize("ground_truth", [72, "72"])
 @pytest.mark.parametrize(
     "text", ["The answer is 72.", "The answer is 72", "8 * 9 is 72.", "It is 72, I think.", "So: 8 * 9 = 72!"]
 )
-def test_rewards_the_stated_number(text, truth):
-    assert arithmetic(rollout(text, truth=truth)) == 1.0
+def test_rewards_the_stated_number(text, ground_truth):
+    assert arithmetic(rollout(text, ground_truth=ground_truth)) == 1.0
 
 
 def test_distinguishes_signs():
-    assert arithmetic(rollout("The answer is -5.", truth=-5)) == 1.0
-    assert arithmetic(rollout("The answer is 5.", truth=-5)) == 0.0
-    assert arithmetic(rollout("The answer is -5.", truth="5")) == 0.0
+    assert arithmetic(rollout("The answer is -5.", ground_truth=-5)) == 1.0
+    assert arithmetic(rollout("The answer is 5.", ground_truth=-5)) == 0.0
+    assert arithmetic(rollout("The answer is -5.", ground_truth="5")) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -66,4 +66,4 @@ def test_gives_nothing_for_truncated_answers(status):
 def test_refuses_ground_truths_that_are_no_number():
     assert arithmetic(Rollout(Prompt(id="x", messages=(), ground_truth=1), (Turn((1,)),))) == 0.0
     with pytest.raises(ValueError, match="ground truth None is not a number"):
-        arithmetic(rollout("The answer is 72.", truth=None))
+        arithmetic(rollout("The answer is 72.", ground_truth=None))

@@ -12,7 +12,7 @@ from megarl.rewards.code import hidden_tests
 from megarl.rewards.functions import check_function, load_functions
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import make_rollout  # noqa: E402
+from answer_rollouts import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("source", "right", "truth", "rewards"),
+    ("source", "correct", "ground_truth", "rewards"),
     [
         ("openai/gsm8k", "#### 72", "72", (1.0, 0.0)),
         ("lighteval/MATH", r"\boxed{\frac{1}{2}}", "0.5", (1.0, 0.0)),
@@ -34,8 +34,11 @@ ROOT = Path(__file__).parents[2]
         ("cais/mmlu", "Answer: C", "C", (1.0, 0.0)),
     ],
 )
-def test_scores_with_the_function_of_the_source(source, right, truth, rewards):
-    assert (by_source(make_rollout(right, truth, source)), by_source(make_rollout("no", truth, source))) == rewards
+def test_scores_with_the_function_of_the_source(source, correct, ground_truth, rewards):
+    assert (
+        by_source(make_rollout(correct, ground_truth, source)),
+        by_source(make_rollout("no", ground_truth, source)),
+    ) == rewards
 
 
 @pytest.mark.parametrize("source", ["", "lighteval/math", "openai/gsm8k/main", "codecontest", "xaime"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megarl.rewards.choice import choice, extract_letter
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import make_rollout  # noqa: E402
+from answer_rollouts import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -77,19 +77,22 @@ pytestmark = pytest.mark.alone
 )
 def test_extracts_the_stated_letter(answer, letter):
     assert extract_letter(answer) == letter
-    for truth in "ABCDE":
-        assert choice(make_rollout(answer, truth)) == float(truth == letter)
+    for ground_truth in "ABCDE":
+        assert choice(make_rollout(answer, ground_truth)) == float(ground_truth == letter)
 
 
-@pytest.mark.parametrize("truth", ["B", "b", "(B)", "[b]", "B.", " B ", r"\text{B}", "B. Paris", "$B$"])
-def test_accepts_forms_of_ground_truths(truth):
-    assert choice(make_rollout("Answer: B", truth)) == 1.0 and choice(make_rollout("Answer: C", truth)) == 0.0
+@pytest.mark.parametrize("ground_truth", ["B", "b", "(B)", "[b]", "B.", " B ", r"\text{B}", "B. Paris", "$B$"])
+def test_accepts_forms_of_ground_truths(ground_truth):
+    assert (
+        choice(make_rollout("Answer: B", ground_truth)) == 1.0
+        and choice(make_rollout("Answer: C", ground_truth)) == 0.0
+    )
 
 
-@pytest.mark.parametrize("truth", ["", None, "F", "Paris", 1, "AB", ["B"]])
-def test_refuses_ground_truths_that_are_no_letter(truth):
+@pytest.mark.parametrize("ground_truth", ["", None, "F", "Paris", 1, "AB", ["B"]])
+def test_refuses_ground_truths_that_are_no_letter(ground_truth):
     with pytest.raises(ValueError, match="is not a letter from A to E"):
-        choice(make_rollout("B", truth))
+        choice(make_rollout("B", ground_truth))
 
 
 FORMS = ["Answer: {}", "the answer is ({})", r"\boxed{{{}}}", "({})", "**{}**", "I think\n{}", "Option {} it is"]

@@ -42,25 +42,25 @@ def test_weights_turn_rewards() -> None:
     assert [turn.reward for turn in result.turns] == [0.0, 0.125 - 0.5, 0.0, 0.25]
     assert result.reward == 0.875 - 0.5 and result.reward_parts == {"a": 1.75, "b": -0.25, "c": 1.0}
     assert tuple(replace(turn, reward=0.0) for turn in result.turns) == ROLLOUT.turns
-    again = combine_reward(result, {"c": Reward(1.0)}, {})
-    assert again.turns == ROLLOUT.turns and again.reward == 1.0
+    combined_again = combine_reward(result, {"c": Reward(1.0)}, {})
+    assert combined_again.turns == ROLLOUT.turns and combined_again.reward == 1.0
     assert clear_reward(result) == replace(ROLLOUT, reward=0.0, reward_parts={}, unscored={})
 
 
-@pytest.mark.parametrize("other", [RewardFailure("it raised"), Reward(8e5, turns=(1e5, 0.0))])
-def test_a_failed_part_leaves_the_rollout_unscored(other: RewardResult) -> None:
-    results: dict[str, RewardResult] = {"good": Reward(2e5, turns=(1.0, 1.0)), "other": other}
+@pytest.mark.parametrize("failed_part", [RewardFailure("it raised"), Reward(8e5, turns=(1e5, 0.0))])
+def test_a_failed_part_leaves_the_rollout_unscored(failed_part: RewardResult) -> None:
+    results: dict[str, RewardResult] = {"good": Reward(2e5, turns=(1.0, 1.0)), "other": failed_part}
     result = combine_reward(ROLLOUT, results, {})
     assert result.reward == 0.0 and not any(turn.reward for turn in result.turns)
     assert result.reward_parts["good"] == 200002.0
-    if isinstance(other, RewardFailure):
+    if isinstance(failed_part, RewardFailure):
         assert result.unscored == {"other": "it raised"}
     else:
         assert list(result.unscored) == ["sum"] and "returned 1.1e+06; beyond 1e+06" in result.unscored["sum"]
 
 
 @pytest.mark.parametrize(
-    ("value", "complaint"),
+    ("value", "message"),
     [
         (
             {"gsm": 1.0},
@@ -76,8 +76,8 @@ def test_a_failed_part_leaves_the_rollout_unscored(other: RewardResult) -> None:
         (None, "must be a mapping"),
     ],
 )
-def test_refuses_invalid_weights(value: Any, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint) as error:
+def test_refuses_invalid_weights(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
         check_weights(value, ("gsm8k", "model"))
     assert "\n" not in str(error.value)
 
@@ -92,13 +92,13 @@ def test_scores_the_last_branch_for_the_whole_episode() -> None:
     turn = Turn((7,), (0.0,), True, reward=3.0)
     branches = as_branches([replace(ROLLOUT, turns=(Turn((1,)), turn)), ROLLOUT], 0)
     aborted = as_branches([ROLLOUT, replace(ROLLOUT, status="aborted", failure="late")], 1)
-    value = Rollouts.gather([*branches, *aborted, ROLLOUT, *as_branches([ROLLOUT] * 3, 2)])
+    rollouts = Rollouts.gather([*branches, *aborted, ROLLOUT, *as_branches([ROLLOUT] * 3, 2)])
     results: list[dict[str, RewardResult]] = [
         {"a": Reward(1.0, {"b": 2.0}, (0.25, 0.5))},
         {"a": Reward(5.0)},
         {"a": RewardFailure("x")},
     ]
-    first, last, *cleared, single, item, two, three = combine_episode_rewards(value, results, {"a": 2.0})
+    first, last, *cleared, single, second_group, fourth, fifth = combine_episode_rewards(rollouts, results, {"a": 2.0})
     assert last == combine_reward(branches[1], results[0], {"a": 2.0}) and [turn.reward for turn in last.turns] == [
         0,
         0.5,
@@ -109,5 +109,5 @@ def test_scores_the_last_branch_for_the_whole_episode() -> None:
     assert first.reward == last.reward == 3.5 and first.reward_parts == last.reward_parts == {"a": 1.75, "a/b": 2.0}
     assert cleared == [clear_reward(rollout) for rollout in aborted]
     assert single == combine_reward(ROLLOUT, results[1], {"a": 2.0}) and single.reward == 10.0
-    assert item.unscored == two.unscored == three.unscored == {"a": "x"} and item.reward == 0.0
-    assert [rollout.episode for rollout in (first, last, *cleared, single, item)] == [0, 0, 1, 1, -1, 2]
+    assert second_group.unscored == fourth.unscored == fifth.unscored == {"a": "x"} and second_group.reward == 0.0
+    assert [rollout.episode for rollout in (first, last, *cleared, single, second_group)] == [0, 0, 1, 1, -1, 2]

@@ -15,7 +15,7 @@ from megarl.rewards.format_reward import format_reward, format_reward_opened, in
 from megarl.rewards.functions import check_function
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import make_rollout  # noqa: E402
+from answer_rollouts import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 

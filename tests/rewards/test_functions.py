@@ -90,8 +90,8 @@ def test_unawaited_coroutines_are_an_error():
 
 def test_model_scores_must_be_finite_and_bounded():
     assert parse_model_score(-2.5) == Reward(-2.5)
-    for odd in (float("nan"), float("inf"), 2e6):
-        result = parse_model_score(odd)
+    for invalid in (float("nan"), float("inf"), 2e6):
+        result = parse_model_score(invalid)
         assert isinstance(result, RewardFailure) and "reward.model" in result.reason
 
 
@@ -100,8 +100,8 @@ def test_loads_functions_by_module_and_name(tmp_path, monkeypatch):
     (tmp_path / "my_broken_rewards.py").write_text("import nothing_of_that_name\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert load_functions(["megarl.rewards.gsm8k:gsm8k"]) == {"gsm8k": gsm8k}
-    both = load_functions(["megarl.rewards.gsm8k:gsm8k", "some_rewards:gsm8k"])
-    assert list(both) == ["gsm8k", "some_rewards:gsm8k"]
+    loaded = load_functions(["megarl.rewards.gsm8k:gsm8k", "some_rewards:gsm8k"])
+    assert list(loaded) == ["gsm8k", "some_rewards:gsm8k"]
     assert load_functions([]) == {}
     for name, message in {
         "some_rewards": "'some_rewards' is not of the form module:name",
@@ -113,12 +113,12 @@ def test_loads_functions_by_module_and_name(tmp_path, monkeypatch):
     }.items():
         with pytest.raises(ConfigError, match=message):
             load_functions([name])
-    for twice in (
+    for duplicate in (
         ["some_rewards:gsm8k"] * 2,
         ["some_rewards:gsm8k", "megarl.rewards.gsm8k:gsm8k", "some_rewards:gsm8k"],
     ):
         with pytest.raises(ConfigError, match="some_rewards:gsm8k is listed twice"):
-            load_functions(twice)
+            load_functions(duplicate)
 
 
 @pytest.mark.parametrize(

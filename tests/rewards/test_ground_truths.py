@@ -25,12 +25,12 @@ pytestmark = pytest.mark.alone
 GOOD = "assert f(1) == 2"
 
 
-def prompt(truth: Any, source: str = "") -> Prompt:
-    return Prompt("p", ({"role": "user", "content": "x"},), ground_truth=truth, data_source=source)
+def prompt(ground_truth: Any, source: str = "") -> Prompt:
+    return Prompt("p", ({"role": "user", "content": "x"},), ground_truth=ground_truth, data_source=source)
 
 
 @pytest.mark.parametrize(
-    ("function", "good", "bad"),
+    ("function", "valid", "invalid"),
     [
         (hidden_tests, [GOOD], "no tests"),
         (choice, "(b)", "F"),
@@ -41,23 +41,25 @@ def prompt(truth: Any, source: str = "") -> Prompt:
         (f1, {"target": "Paris"}, None),
     ],
 )
-def test_functions_refuse_unusable_ground_truths(function: Any, good: Any, bad: Any) -> None:
-    function.check(prompt(good))
+def test_functions_refuse_unusable_ground_truths(function: Any, valid: Any, invalid: Any) -> None:
+    function.check(prompt(valid))
     with pytest.raises(ValueError, match="."):
-        function.check(prompt(bad))
+        function.check(prompt(invalid))
 
 
 def test_by_source_checks_with_the_function_of_the_source() -> None:
     by_source.check(prompt("12", "openai/gsm8k"))
-    for odd in (prompt("ten", "openai/gsm8k"), prompt("12", "unknown")):
+    for invalid_prompt in (prompt("ten", "openai/gsm8k"), prompt("12", "unknown")):
         with pytest.raises(ValueError, match="not a number|no reward for the data source"):
-            by_source.check(odd)
+            by_source.check(invalid_prompt)
 
 
 def test_names_the_first_bad_rows(tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
-    truths = ["1"] * 20 + ["ten", "11", "no", "none", "many"]
-    file.write_text("".join(json.dumps({"prompt": "x", "ground_truth": truth}) + "\n" for truth in truths))
+    ground_truths = ["1"] * 20 + ["ten", "11", "no", "none", "many"]
+    file.write_text(
+        "".join(json.dumps({"prompt": "x", "ground_truth": ground_truth}) + "\n" for ground_truth in ground_truths)
+    )
     config = from_dict({"reward": {"functions": ["megarl.rewards.gsm8k:gsm8k"]}})
     (line,) = check_truth_file(config, str(file))
     assert "4 of 25 rows have no ground truth that gsm8k can use" in line and "many" not in line

@@ -17,7 +17,7 @@ def rollout(answer, ground_truth):
     return Rollout(Prompt(id="x", messages=(), ground_truth=ground_truth), (Turn((1,)),), messages=messages)
 
 
-@pytest.mark.parametrize("truth", ["72", 72, 72.0, "72.0", "$72"])
+@pytest.mark.parametrize("ground_truth", ["72", 72, 72.0, "72.0", "$72"])
 @pytest.mark.parametrize(
     "answer",
     [
@@ -34,9 +34,9 @@ def rollout(answer, ground_truth):
         r"#### 5 is wrong, it is \boxed{72}",
     ],
 )
-def test_rewards_marked_numbers(answer, truth):
-    assert gsm8k(rollout(answer, truth)) == 1.0
-    assert gsm8k_strict(rollout(answer, truth)) == 1.0
+def test_rewards_marked_numbers(answer, ground_truth):
+    assert gsm8k(rollout(answer, ground_truth)) == 1.0
+    assert gsm8k_strict(rollout(answer, ground_truth)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_gives_nothing_for_other_answers(answer):
 
 
 @pytest.mark.parametrize(
-    "answer, truth",
+    "answer, ground_truth",
     [("#### 9,200,000", "9200000"), ("#### 9200000", "9,200,000"), ("#### -7", "-7"), (r"\boxed{1{,}080}", 1080)],
 )
-def test_reads_commas_and_signs(answer, truth):
-    assert gsm8k(rollout(answer, truth)) == 1.0
+def test_reads_commas_and_signs(answer, ground_truth):
+    assert gsm8k(rollout(answer, ground_truth)) == 1.0
 
 
 def test_refuses_ground_truths_that_are_no_number():
@@ -107,9 +107,9 @@ def gold_answers():
 @pytest.mark.parametrize("answers", [GOLD_ANSWERS, gold_answers()], ids=["examples", "data set"])
 def test_rewards_gold_answers_and_not_changed_ones(answers):
     for answer in answers:
-        steps, _, truth = answer.partition("####")
-        truth = truth.strip()
-        changed = f"{steps}#### {int(truth.replace(',', '')) + 1}"
+        steps, _, ground_truth = answer.partition("####")
+        ground_truth = ground_truth.strip()
+        changed = f"{steps}#### {int(ground_truth.replace(',', '')) + 1}"
         for reward in (gsm8k, gsm8k_strict):
-            assert reward(rollout(answer, truth.replace(",", ""))) == 1.0, answer
-            assert reward(rollout(changed, truth.replace(",", ""))) == 0.0, answer
+            assert reward(rollout(answer, ground_truth.replace(",", ""))) == 1.0, answer
+            assert reward(rollout(changed, ground_truth.replace(",", ""))) == 0.0, answer

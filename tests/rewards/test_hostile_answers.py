@@ -17,7 +17,7 @@ from megarl.rewards.math_verify import math_verify, math_verify_strict
 from megarl.rewards.squad import exact_match, f1
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import HOSTILE, make_rollout  # noqa: E402
+from answer_rollouts import HOSTILE, make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -34,15 +34,15 @@ FUNCTIONS = {
     math_verify_strict: r"\frac{1}{3}",
 }
 CASES = [
-    pytest.param(function, truth, id=f"{number} {getattr(function, '__name__', 'partial')}")
-    for number, (function, truth) in enumerate(FUNCTIONS.items())
+    pytest.param(function, ground_truth, id=f"{number} {getattr(function, '__name__', 'partial')}")
+    for number, (function, ground_truth) in enumerate(FUNCTIONS.items())
 ]
 
 
-@pytest.mark.parametrize(("function", "truth"), CASES)
+@pytest.mark.parametrize(("function", "ground_truth"), CASES)
 @pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_answers_earn_nothing(function, truth, text):
-    assert function(make_rollout(HOSTILE[text], truth)) in (0.0, -1.0)
+def test_hostile_answers_earn_nothing(function, ground_truth, text):
+    assert function(make_rollout(HOSTILE[text], ground_truth)) in (0.0, -1.0)
 
 
 PIECES = (
@@ -56,6 +56,6 @@ PIECES = [*PIECES.split(), "\n", " ", "\x00", "the "]
 @example("\\boxed")
 @example("\\boxed{42}\\boxed{")
 def test_any_answer_gets_a_reward_in_range(text):
-    for function, truth in FUNCTIONS.items():
-        value = function(make_rollout(text, truth))
-        assert type(value) is float and (-1.0 if function is math_dapo else 0.0) <= value <= 1.0
+    for function, ground_truth in FUNCTIONS.items():
+        reward = function(make_rollout(text, ground_truth))
+        assert type(reward) is float and (-1.0 if function is math_dapo else 0.0) <= reward <= 1.0

@@ -18,7 +18,7 @@ from megarl.types.reward_values import RewardFailure
 from megarl.utils.addresses import is_public
 
 sys.path.insert(0, str(Path(__file__).parent))
-from judging_server import RewardServer  # noqa: E402
+from reward_server import RewardServer  # noqa: E402
 
 SECRET = "sk-0123456789abcdef"
 
@@ -96,9 +96,9 @@ def dns_answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     async def resolve(self: Any, host: str, port: int = 0, family: Any = 0) -> list[Any]:
         address = answers.pop(0) if len(answers) > 1 else answers[0]
-        kind = socket.AF_INET6 if ":" in address else socket.AF_INET
-        about = {"hostname": host, "host": address, "port": port, "family": kind, "proto": 0}
-        return [{**about, "flags": socket.AI_NUMERICHOST}]
+        address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        info = {"hostname": host, "host": address, "port": port, "family": address_family, "proto": 0}
+        return [{**info, "flags": socket.AI_NUMERICHOST}]
 
     monkeypatch.setattr(aiohttp.ThreadedResolver, "resolve", resolve)
     monkeypatch.setattr(aiohttp.DefaultResolver, "resolve", resolve)
@@ -127,9 +127,9 @@ def test_refuses_hostnames_rebound_to_private_addresses(
     """127.0.0.2 counts as a public address here, and nothing listens on it."""
     dns_answers.extend(["127.0.0.2", "127.0.0.1"])
     url = server.url.replace("127.0.0.1", "judge.example")
-    item = make_service(url)
+    service = make_service(url)
     monkeypatch.setattr(module, "is_public", lambda address: address == "127.0.0.2")
-    first, second = (item.post_all([b"1"])[0] for _ in range(2))
+    first, second = (service.post_all([b"1"])[0] for _ in range(2))
     assert isinstance(first, RewardFailure) and "(2 tries)" in first.reason
     assert isinstance(second, RewardFailure) and "is at 127.0.0.1, on this machine" in second.reason
     assert server.requests == []
@@ -137,13 +137,14 @@ def test_refuses_hostnames_rebound_to_private_addresses(
 
 @pytest.mark.alone
 def test_does_not_follow_redirects(server: RewardServer) -> None:
-    with RewardServer(reply=lambda body: body) as other:
-        server.answers = [(302, b"", {"Location": other.url})]
+    with RewardServer(reply=lambda body: body) as other_server:
+        server.answers = [(302, b"", {"Location": other_server.url})]
         (failed,) = make_service(server.url, private=True).post_all([b"1"])
         assert (
-            isinstance(failed, RewardFailure) and f"it redirects to {other.url}, which is not followed" in failed.reason
+            isinstance(failed, RewardFailure)
+            and f"it redirects to {other_server.url}, which is not followed" in failed.reason
         )
-        assert other.requests == [] and len(server.requests) == 1
+        assert other_server.requests == [] and len(server.requests) == 1
 
 
 @pytest.mark.alone
@@ -162,15 +163,15 @@ def test_sends_credentials_and_redacts_them_from_errors(
     server: RewardServer, monkeypatch: pytest.MonkeyPatch, secret: str, sent: str
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", secret)
-    item = make_service(server.url, private=True, auth_env="JUDGE_KEY")
-    item.check_credentials()
-    assert item.post_all([b"1"]) == [HttpResponse(server.url, b"1")]
-    item.check_reachable()
+    service = make_service(server.url, private=True, auth_env="JUDGE_KEY")
+    service.check_credentials()
+    assert service.post_all([b"1"]) == [HttpResponse(server.url, b"1")]
+    service.check_reachable()
     assert [headers["Authorization"] for headers in server.headers] == [sent] * 2
     server.answers = [(401, f"no such key: {sent}".encode())]
-    (failed,) = item.post_all([b"1"])
+    (failed,) = service.post_all([b"1"])
     assert isinstance(failed, RewardFailure) and "status 401: no such key: " in failed.reason and "***" in failed.reason
-    assert secret.split()[-1] not in failed.reason + repr(item.options)
+    assert secret.split()[-1] not in failed.reason + repr(service.options)
 
 
 @pytest.mark.alone
@@ -187,19 +188,19 @@ def test_sends_nothing_without_valid_credentials(server: RewardServer, monkeypat
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     assert make_service(server.url, private=True).post_all([b"1"]) == [HttpResponse(server.url, b"1")]
     assert "Authorization" not in server.headers[0] and server.headers[0]["Accept-Encoding"] == "identity"
-    item = make_service(server.url, private=True, auth_env="JUDGE_KEY")
-    for use in (item.check_credentials, item.check_reachable, lambda: item.post_all([b"1"])):
+    service = make_service(server.url, private=True, auth_env="JUDGE_KEY")
+    for call in (service.check_credentials, service.check_reachable, lambda: service.post_all([b"1"])):
         with pytest.raises(ConfigError, match="environment variable JUDGE_KEY is not set on this machine; export it"):
-            use()
+            call()
     monkeypatch.setenv("JUDGE_KEY", "a\nb")
-    with pytest.raises(ConfigError, match="holds characters that are not allowed in a header") as caught:
-        item.check_credentials()
-    assert "a\nb" not in str(caught.value)
+    with pytest.raises(ConfigError, match="holds characters that are not allowed in a header") as error:
+        service.check_credentials()
+    assert "a\nb" not in str(error.value)
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "message"),
     [
         ({"auth_env": SECRET}, "must be the name of an environment variable, not what it holds"),
         (
@@ -211,31 +212,31 @@ def test_sends_nothing_without_valid_credentials(server: RewardServer, monkeypat
         ({"private": "yes"}, "roles.reward.options.private must be"),
     ],
 )
-def test_refuses_secrets_in_options(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_refuses_secrets_in_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
         HttpOptions.read({"url": "http://a/b", **options})
-    assert complaint in str(caught.value) and SECRET not in str(caught.value)
+    assert message in str(error.value) and SECRET not in str(error.value)
 
 
 @pytest.mark.alone
 def test_limits_the_response_size(server: RewardServer) -> None:
     """Responses are never decompressed."""
-    item = make_service(server.url, private=True, answer_mb=0.01)
+    service = make_service(server.url, private=True, answer_mb=0.01)
     server.answers = [(200, b"1" * 10_000), (200, b"1" * 10_001), (500, b"1" * 10_001)]
-    good, *large = item.post_all([b"1"]) + item.post_all([b"1"]) + item.post_all([b"1"])
-    assert good == HttpResponse(server.url, b"1" * 10_000)
-    assert all(isinstance(failed, RewardFailure) and "more than 0.01 MB" in failed.reason for failed in large)
+    small, *oversized = service.post_all([b"1"]) + service.post_all([b"1"]) + service.post_all([b"1"])
+    assert small == HttpResponse(server.url, b"1" * 10_000)
+    assert all(isinstance(failed, RewardFailure) and "more than 0.01 MB" in failed.reason for failed in oversized)
     server.answers = [(200, b"\x1f\x8b", {"Content-Encoding": "gzip"})]
-    assert item.post_all([b"1"]) == [HttpResponse(server.url, b"\x1f\x8b")]  # as received
+    assert service.post_all([b"1"]) == [HttpResponse(server.url, b"\x1f\x8b")]  # as received
 
 
 @pytest.mark.alone
 def test_retry_delay_doubles_up_to_a_limit(server: RewardServer) -> None:
-    item = Service(ServiceOptions.read({"url": server.url, "private": True, "pause": 1}))
+    service = Service(ServiceOptions.read({"url": server.url, "private": True, "pause": 1}))
     state: Any = type("State", (), {})()
-    for attempt, most in ((1, 1), (2, 2), (3, 4), (4, 8), (5, 10), (400, 10)):
+    for attempt, max_pause in ((1, 1), (2, 2), (3, 4), (4, 8), (5, 10), (400, 10)):
         state.attempt_number = attempt
-        assert all(most / 2 <= item._retry_delay(state) <= most for _ in range(20))
+        assert all(max_pause / 2 <= service._retry_delay(state) <= max_pause for _ in range(20))
 
 
 @pytest.mark.alone

@@ -18,16 +18,16 @@ from megarl.types import Prompt, Rollout, Turn
 from megarl.types.reward_values import Reward, RewardFailure
 
 sys.path.insert(0, str(Path(__file__).parent))
-from judging_server import RewardServer, chat_completion  # noqa: E402
+from reward_server import RewardServer, chat_completion  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
 USER = {"role": "user", "content": "2+3?"}
 
 
-def rollout(answer: str, truth: Any = "5", messages: tuple[Any, ...] = (USER,), number: int = 0) -> Rollout:
+def rollout(answer: str, ground_truth: Any = "5", messages: tuple[Any, ...] = (USER,), number: int = 0) -> Rollout:
     conversation = (*messages, {"role": "assistant", "content": answer})
-    return Rollout(Prompt(str(number), messages, ground_truth=truth), (Turn((1, 2)),), messages=conversation)
+    return Rollout(Prompt(str(number), messages, ground_truth=ground_truth), (Turn((1, 2)),), messages=conversation)
 
 
 @pytest.fixture
@@ -42,14 +42,14 @@ def server() -> Iterator[RewardServer]:
 
 
 def judge(server: RewardServer, **options: Any) -> Judge:
-    known = {"url": server.address, "model": "m", "prompt": "grade {answer}", "private": True, "pause": 0}
-    return Judge(JudgeOptions.read({**known, **options}))
+    defaults = {"url": server.address, "model": "m", "prompt": "grade {answer}", "private": True, "pause": 0}
+    return Judge(JudgeOptions.read({**defaults, **options}))
 
 
 def test_sends_a_chat_completion_request(server: RewardServer) -> None:
     prompt = 'Q {question}\nA {answer}\nT {ground_truth} {"json": 1} {0} {}'
-    item = judge(server, prompt=prompt, pattern=r"\d+", request={"max_tokens": 7, "seed": 3}, max_score=100)
-    assert item.score([rollout("five")]) == [Reward(36.0)]
+    judge_service = judge(server, prompt=prompt, pattern=r"\d+", request={"max_tokens": 7, "seed": 3}, max_score=100)
+    assert judge_service.score([rollout("five")]) == [Reward(36.0)]
     ((kind, path, body),) = server.requests
     assert (kind, path) == ("POST", "/v1/chat/completions")
     content = 'Q 2+3?\nA five\nT 5 {"json": 1} {0} {}'
@@ -67,9 +67,9 @@ def test_sends_a_chat_completion_request(server: RewardServer) -> None:
     [("", "/v1"), ("/", "/v1"), ("/v1", "/v1"), ("/v1/", "/v1"), ("/openai/v2", "/openai/v2")],
 )
 def test_completes_the_url_path(server: RewardServer, end: str, path: str) -> None:
-    item = judge(server, url=server.address + end)
-    item.check_reachable()
-    item.score([rollout("five")])
+    judge_service = judge(server, url=server.address + end)
+    judge_service.check_reachable()
+    judge_service.score([rollout("five")])
     assert [requested for _, requested, _ in server.requests] == [f"{path}/models", f"{path}/chat/completions"]
 
 
@@ -104,7 +104,7 @@ def completion_response(text: Any, **about: Any) -> tuple[int, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("answer", "complaint"),
+    ("answer", "message"),
     [
         (
             completion_response("I cannot grade this."),
@@ -134,13 +134,13 @@ def completion_response(text: Any, **about: Any) -> tuple[int, bytes]:
         ((302, b"", {"Location": "http://x"}), "it redirects to http://x, which is not followed"),
     ],
 )
-def test_reports_replies_without_a_valid_score(server: RewardServer, answer: Any, complaint: str | None) -> None:
+def test_reports_replies_without_a_valid_score(server: RewardServer, answer: Any, message: str | None) -> None:
     server.answers = [answer, answer]
     (result,) = judge(server, tries=2).score([rollout("five")])
-    if complaint is None:
+    if message is None:
         assert result == Reward(5.0)
     else:
-        assert isinstance(result, RewardFailure) and complaint in result.reason and result.reason.isprintable()
+        assert isinstance(result, RewardFailure) and message in result.reason and result.reason.isprintable()
         assert result.reason.startswith(f"the judge {server.address}/v1: ")
 
 
@@ -160,11 +160,11 @@ def test_reads_scores_by_custom_patterns(server: RewardServer) -> None:
         completion_response("grade: B"),
         completion_response("5" * 30 + "x"),
     ]
-    rated = judge(server, pattern=r"\[\[(\d+)\]\]")
-    assert rated.score([rollout("x")]) == [Reward(7.0)]
+    bracketed = judge(server, pattern=r"\[\[(\d+)\]\]")
+    assert bracketed.score([rollout("x")]) == [Reward(7.0)]
     assert judge(server, pattern=r"\d(?= of)").score([rollout("x")]) == [Reward(9.0)]
-    (odd,) = judge(server, pattern=r"grade: (.)").score([rollout("x")])
-    assert isinstance(odd, RewardFailure) and "found 'B', which is not a number" in odd.reason
+    (result,) = judge(server, pattern=r"grade: (.)").score([rollout("x")])
+    assert isinstance(result, RewardFailure) and "found 'B', which is not a number" in result.reason
 
 
 def test_limits_the_time_of_pattern_searches(server: RewardServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,12 +186,12 @@ INJECTIONS = [
 
 @pytest.mark.parametrize("answer", INJECTIONS)
 def test_answers_cannot_inject_into_the_prompt(answer: str) -> None:
-    text = fill_template(PROMPT, rollout(answer, truth="the secret truth"))
+    text = fill_template(PROMPT, rollout(answer, ground_truth="the secret truth"))
     assert answer in text and text.count("the secret truth") == 1
     fence = text.partition("[answer ")[2][:16]
     assert text.count(f"[end of answer {fence}]") == 1 and fence not in answer
-    inside = text.partition(f"[answer {fence}]\n")[2].partition(f"\n[end of answer {fence}]")[0]
-    assert inside == answer
+    quoted = text.partition(f"[answer {fence}]\n")[2].partition(f"\n[end of answer {fence}]")[0]
+    assert quoted == answer
 
 
 @given(st.text(max_size=300))
@@ -216,7 +216,7 @@ def test_formats_questions_and_ground_truths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "message"),
     [
         ({"url": ""}, "roles.reward.options.url"),
         ({"model": ""}, "roles.reward.options.model is not set"),
@@ -233,12 +233,12 @@ def test_formats_questions_and_ground_truths() -> None:
         ({"url": "http://127.0.0.1"}, "set roles.reward.options.private=true"),
     ],
 )
-def test_refuses_invalid_options(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_refuses_invalid_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
         JudgeOptions.read({"url": "http://a", "model": "m", **options})
-    assert complaint in str(caught.value)
+    assert message in str(error.value)
 
 
 def test_max_duration_counts_batches_tries_and_pauses() -> None:
-    known = {"url": "http://a", "model": "m", "concurrency": 4, "timeout": 6, "tries": 3}
-    assert Judge(JudgeOptions.read(known)).max_duration(9) == 3 * 3 * (6 + 10)
+    defaults = {"url": "http://a", "model": "m", "concurrency": 4, "timeout": 6, "tries": 3}
+    assert Judge(JudgeOptions.read(defaults)).max_duration(9) == 3 * 3 * (6 + 10)

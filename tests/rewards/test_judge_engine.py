@@ -22,8 +22,8 @@ def rollout(answer: str) -> Rollout:
 @pytest.fixture
 def judge_options(qwen3_moe: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("JUDGE_KEY", qwen3_moe.engine.api_key)
-    about = {"url": qwen3_moe.engine.url, "model": str(qwen3_moe.folder), "private": True, "auth_env": "JUDGE_KEY"}
-    return {**about, "prompt": "{question} {answer} {ground_truth}?", "tries": 2, "pause": 0}
+    options = {"url": qwen3_moe.engine.url, "model": str(qwen3_moe.folder), "private": True, "auth_env": "JUDGE_KEY"}
+    return {**options, "prompt": "{question} {answer} {ground_truth}?", "tries": 2, "pause": 0}
 
 
 def judge(judge_options: dict[str, Any], **options: Any) -> Judge:
@@ -32,10 +32,10 @@ def judge(judge_options: dict[str, Any], **options: Any) -> Judge:
 
 def test_engine_scores_rollouts(judge_options: dict[str, Any]) -> None:
     """The weights are random, so a grammar enforces the form of the reply. Equal answers get equal scores."""
-    item = judge(judge_options, request={"max_tokens": 12, "regex": "Score: [0-9]"})
-    item.check_reachable()
-    result = item.score([rollout("5"), rollout("six"), rollout("5")])
-    scores = [verdict.reward for verdict in result if not isinstance(verdict, RewardFailure)]
+    service = judge(judge_options, request={"max_tokens": 12, "regex": "Score: [0-9]"})
+    service.check_reachable()
+    result = service.score([rollout("5"), rollout("six"), rollout("5")])
+    scores = [reward.reward for reward in result if not isinstance(reward, RewardFailure)]
     assert len(scores) == 3 and scores[0] == scores[2] and all(0 <= score <= 9 for score in scores), result
 
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from megarl.rewards.math_dapo import math_dapo
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import make_rollout  # noqa: E402
+from answer_rollouts import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
 
 @pytest.mark.parametrize(
-    ("answer", "truth", "reward"),
+    ("answer", "ground_truth", "reward"),
     [
         ("so\nAnswer: 34", "34", 1.0),
         ("Answer: 34", 34, 1.0),
@@ -61,14 +61,14 @@ pytestmark = pytest.mark.alone
         (r"Answer: \boxed{34", "34", -1.0),
     ],
 )
-def test_reads_the_last_answer(answer, truth, reward):
-    assert math_dapo(make_rollout(answer, truth)) == reward
+def test_reads_the_last_answer(answer, ground_truth, reward):
+    assert math_dapo(make_rollout(answer, ground_truth)) == reward
 
 
-@pytest.mark.parametrize("truth", ["", None, " ", "$$"])
-def test_refuses_empty_ground_truths(truth):
+@pytest.mark.parametrize("ground_truth", ["", None, " ", "$$"])
+def test_refuses_empty_ground_truths(ground_truth):
     with pytest.raises(ValueError, match="the ground truth is empty"):
-        math_dapo(make_rollout("Answer: 1", truth))
+        math_dapo(make_rollout("Answer: 1", ground_truth))
 
 
 @given(
@@ -76,7 +76,7 @@ def test_refuses_empty_ground_truths(truth):
     st.integers(-(10**9), 10**9),
     st.sampled_from(["{}", "${}$", "\\boxed{{{}}}", "x = {}"]),
 )
-def test_rewards_only_the_same_number(number, truth, form):
+def test_rewards_only_the_same_number(number, ground_truth, form):
     answer = f"thus\n\nAnswer: {form.format(number)}"
-    assert math_dapo(make_rollout(answer, str(truth))) == (1.0 if number == truth else -1.0)
+    assert math_dapo(make_rollout(answer, str(ground_truth))) == (1.0 if number == ground_truth else -1.0)
     assert math_dapo(make_rollout(answer, number)) == 1.0

@@ -29,7 +29,7 @@ from megarl.rewards.math_verify import (
 from megarl.rewards.stated_answer import extract_boxed
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import make_rollout  # noqa: E402
+from answer_rollouts import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -91,20 +91,20 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "truth"), EQUAL)
-def test_rewards_equal_expressions(answer, truth):
+@pytest.mark.parametrize(("answer", "ground_truth"), EQUAL)
+def test_rewards_equal_expressions(answer, ground_truth):
     for function in (math_verify, math_verify_strict):
-        assert function(make_rollout(f"so it is $\\boxed{{{answer}}}$.", truth)) == 1.0
+        assert function(make_rollout(f"so it is $\\boxed{{{answer}}}$.", ground_truth)) == 1.0
 
 
-@pytest.mark.parametrize(("answer", "truth"), DIFFERENT)
-def test_gives_nothing_for_different_expressions(answer, truth):
+@pytest.mark.parametrize(("answer", "ground_truth"), DIFFERENT)
+def test_gives_nothing_for_different_expressions(answer, ground_truth):
     for function in (math_verify, math_verify_strict):
-        assert function(make_rollout(f"so it is $\\boxed{{{answer}}}$.", truth)) == 0.0
+        assert function(make_rollout(f"so it is $\\boxed{{{answer}}}$.", ground_truth)) == 0.0
 
 
 @pytest.mark.parametrize(
-    ("answer", "right", "strict"),
+    ("answer", "correct", "strict"),
     [
         ("The answer is 42.", 1.0, 0.0),
         ("so $x = 42$", 1.0, 0.0),
@@ -123,37 +123,47 @@ def test_gives_nothing_for_different_expressions(answer, truth):
         ("42" + " and so on" * 40, 0.0, 0.0),  # too far from the end
     ],
 )
-def test_finds_the_result_in_the_answer(answer, right, strict):
-    assert math_verify(make_rollout(answer, "42")) == right
+def test_finds_the_result_in_the_answer(answer, correct, strict):
+    assert math_verify(make_rollout(answer, "42")) == correct
     assert math_verify_strict(make_rollout(answer, "42")) == strict
 
 
-@pytest.mark.parametrize("truth", ["", None, "  "])
-def test_refuses_empty_ground_truths(truth):
+@pytest.mark.parametrize("ground_truth", ["", None, "  "])
+def test_refuses_empty_ground_truths(ground_truth):
     with pytest.raises(ValueError, match="is not mathematics that can be parsed"):
-        math_verify(make_rollout(r"\boxed{1}", truth))
+        math_verify(make_rollout(r"\boxed{1}", ground_truth))
 
 
 @settings(max_examples=40)
 @given(st.integers(-(10**6), 10**6), st.integers(1, 10**4), st.integers(1, 50))
-def test_compares_fractions_by_value(top, bottom, times):
-    truth = f"{top}/{bottom}"
-    assert math_verify_strict(make_rollout(f"\\boxed{{\\frac{{{top * times}}}{{{bottom * times}}}}}", truth)) == 1.0
-    assert math_verify_strict(make_rollout(f"\\boxed{{\\frac{{{top * times + 1}}}{{{bottom * times}}}}}", truth)) == 0.0
+def test_compares_fractions_by_value(numerator, denominator, times):
+    ground_truth = f"{numerator}/{denominator}"
+    assert (
+        math_verify_strict(
+            make_rollout(f"\\boxed{{\\frac{{{numerator * times}}}{{{denominator * times}}}}}", ground_truth)
+        )
+        == 1.0
+    )
+    assert (
+        math_verify_strict(
+            make_rollout(f"\\boxed{{\\frac{{{numerator * times + 1}}}{{{denominator * times}}}}}", ground_truth)
+        )
+        == 0.0
+    )
 
 
 def test_limits_the_characters_that_are_parsed(monkeypatch):
-    seen = []
+    calls = []
 
     def parse(text, **options):
-        seen.append(len(text))
+        calls.append(len(text))
         return []
 
     math_verify(make_rollout("", "42"))  # the ground truth is read once
     monkeypatch.setattr(library, "parse", parse)
     for answer in ("1+" * 10**6, "\\boxed{" + "1+" * 10**6 + "1}", "\\boxed{" + "1" * MAX_CHARS + "}", "$" * 10**6):
         assert math_verify(make_rollout(answer, "42")) == 0.0
-    assert seen and max(seen) <= MAX_CHARS + len("\\boxed{}")
+    assert calls and max(calls) <= MAX_CHARS + len("\\boxed{}")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +232,7 @@ def test_largest_allowed_power_has_at_most_max_bits():
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "expected"),
+    ("left", "right", "expected"),
     [
         (x + 1, 1 + x, False),
         (x + 1, x + 2, True),
@@ -243,8 +253,8 @@ def test_largest_allowed_power_has_at_most_max_bits():
         (sympy.Integer(1), "2", False),
     ],
 )
-def test_detects_differences_without_simplifying(one, other, expected):
-    assert is_different(one, other) is expected and is_different(other, one) is expected
+def test_detects_differences_without_simplifying(left, right, expected):
+    assert is_different(left, right) is expected and is_different(right, left) is expected
 
 
 SLOW = [
@@ -255,10 +265,10 @@ SLOW = [
 
 
 @pytest.mark.parametrize("text", SLOW)
-@pytest.mark.parametrize("truth", ["42", r"\frac{1}{2}", "x+1", "x^2+2x+1"])
-def test_does_not_simplify_slow_expressions(monkeypatch, text, truth):
-    monkeypatch.setattr(library, "verify", lambda *given, **options: pytest.fail("asked to simplify"))
-    assert math_verify(make_rollout(f"\\boxed{{{text}}}", truth)) == 0.0
+@pytest.mark.parametrize("ground_truth", ["42", r"\frac{1}{2}", "x+1", "x^2+2x+1"])
+def test_does_not_simplify_slow_expressions(monkeypatch, text, ground_truth):
+    monkeypatch.setattr(library, "verify", lambda *args, **options: pytest.fail("asked to simplify"))
+    assert math_verify(make_rollout(f"\\boxed{{{text}}}", ground_truth)) == 0.0
 
 
 def score_fraction(number):
@@ -275,7 +285,7 @@ def test_runs_in_threads_and_processes_without_signals():
 
 
 @pytest.mark.parametrize(
-    ("text", "inside"),
+    ("text", "content"),
     [
         (r"\boxed{5}", "5"),
         (r"\boxed { 5 }", "5"),
@@ -291,19 +301,21 @@ def test_runs_in_threads_and_processes_without_signals():
         (r"\boxed{}", ""),
     ],
 )
-def test_extracts_boxed_text(text, inside):
-    assert extract_boxed(text) == inside
+def test_extracts_boxed_text(text, content):
+    assert extract_boxed(text) == content
 
 
 def test_rewards_gsm8k_answers():
     """Includes every twentieth ground truth of the data set if MEGARL_GSM8K names its folder."""
     folder = os.environ.get("MEGARL_GSM8K")
-    truths = ["72", "1,080", "0", "-5", "109,200,000"]
+    ground_truths = ["72", "1,080", "0", "-5", "109,200,000"]
     if folder:
         lines = (Path(folder) / "test.jsonl").read_text(encoding="utf-8").splitlines()[::20]
-        truths += [json.loads(line)["answer"].partition("####")[2].strip() for line in lines]
-    for truth in truths:
-        plain = truth.replace(",", "")
-        assert math_verify(make_rollout(f"... #### {truth}\n\\boxed{{{truth}}}", plain)) == 1.0, truth
-        assert math_verify(make_rollout(f"The final answer is {truth}.", plain)) == 1.0, truth
-        assert math_verify(make_rollout(f"\\boxed{{{int(plain) + 1}}}", plain)) == 0.0, truth
+        ground_truths += [json.loads(line)["answer"].partition("####")[2].strip() for line in lines]
+    for ground_truth in ground_truths:
+        plain = ground_truth.replace(",", "")
+        assert math_verify(make_rollout(f"... #### {ground_truth}\n\\boxed{{{ground_truth}}}", plain)) == 1.0, (
+            ground_truth
+        )
+        assert math_verify(make_rollout(f"The final answer is {ground_truth}.", plain)) == 1.0, ground_truth
+        assert math_verify(make_rollout(f"\\boxed{{{int(plain) + 1}}}", plain)) == 0.0, ground_truth

@@ -25,18 +25,18 @@ pytestmark = pytest.mark.alone
 
 
 class WaitForFirstReward(ScriptedPolicy):
-    """Finish the second response only after the first was scored, which creates the file `mark`."""
+    """Finish the second response only after the first was scored, which creates `scored_file`."""
 
-    def __init__(self, mark: Path) -> None:
+    def __init__(self, scored_file: Path) -> None:
         super().__init__("3")
-        self.mark, self.waited = mark, 0
+        self.scored_file, self.waited = scored_file, 0
 
     async def generate(
         self, context: Sequence[int], params: dict[str, Any], routed: int = 0, on_tokens: Any = None
     ) -> Generation:
         first = not self.requests
         answer = await super().generate(context, params, routed)
-        while not first and not self.mark.exists():
+        while not first and not self.scored_file.exists():
             self.waited += 1
             await asyncio.sleep(0.01)
         return answer
@@ -44,18 +44,18 @@ class WaitForFirstReward(ScriptedPolicy):
 
 def test_scores_a_finished_response_while_another_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    mark, specs = tmp_path / "scored", ["odd_rewards:misbehave"]
+    scored_file, specs = tmp_path / "scored", ["misbehaving_rewards:misbehave"]
     pool = RewardPool(load_functions(specs), specs, 60.0, 1, tmp_path / "rewards.log")
     prefetch = RewardPrefetch(pool.submit)
-    prompts = [Prompt(f"touch/{mark}", PROMPT.messages), Prompt("routing", PROMPT.messages)]
-    policy, sessions = WaitForFirstReward(mark), EnvironmentPool(CHAT.catalog, 60.0, 1)
+    prompts = [Prompt(f"touch/{scored_file}", PROMPT.messages), Prompt("routing", PROMPT.messages)]
+    policy, sessions = WaitForFirstReward(scored_file), EnvironmentPool(CHAT.catalog, 60.0, 1)
 
     async def run() -> GenerationResult:
         around = RolloutContext(CHAT, sessions, parse, CONFIG, on_rollout_finished=prefetch.on_rollout_finished)
-        ends = asyncio.get_running_loop().time() + 300
-        tickets = GroupQueue(len(prompts))
+        deadline = asyncio.get_running_loop().time() + 300
+        group_queue = GroupQueue(len(prompts))
         return await gather_rollouts(
-            prompts, tickets, policy, around, samples=1, greedy=False, seed=1, first_group=4, deadline=ends
+            prompts, group_queue, policy, around, samples=1, greedy=False, seed=1, first_group=4, deadline=deadline
         )
 
     try:
@@ -86,9 +86,9 @@ def test_skips_the_callback_for_aborted_rollouts() -> None:
         around = RolloutContext(
             CHAT, sessions, parse, CONFIG, on_rollout_finished=lambda rollout: events.append(rollout.status)
         )
-        ends = asyncio.get_running_loop().time() + 3.0
+        deadline = asyncio.get_running_loop().time() + 3.0
         return await gather_rollouts(
-            [PROMPT], GroupQueue(1), SlowSecondResponse("3"), around, samples=2, greedy=False, seed=1, deadline=ends
+            [PROMPT], GroupQueue(1), SlowSecondResponse("3"), around, samples=2, greedy=False, seed=1, deadline=deadline
         )
 
     rollouts = asyncio.run(run()).rollouts

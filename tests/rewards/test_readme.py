@@ -78,10 +78,10 @@ def test_config_examples_are_valid(number: int) -> None:
 
 
 def test_service_example_answers_requests() -> None:
-    known: dict[str, Any] = {}
-    exec(read_example("server.py"), known)
-    known["Judge"].log_message = lambda *_: None
-    with HTTPServer(("127.0.0.1", 0), known["Judge"]) as server:
+    namespace: dict[str, Any] = {}
+    exec(read_example("server.py"), namespace)
+    namespace["Judge"].log_message = lambda *_: None
+    with HTTPServer(("127.0.0.1", 0), namespace["Judge"]) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         body = {"conversations": [{"answer": "4", "ground_truth": "4"}, {"answer": "5", "ground_truth": "4"}]}
         with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/", json.dumps(body).encode()) as answer:

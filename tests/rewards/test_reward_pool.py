@@ -32,7 +32,7 @@ def make_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeP
     pools = []
 
     def start(*names: str, limit: float = 60.0, size: int = 1, limits: ProcessLimits = NO_LIMITS) -> RewardPool:
-        specs = [f"odd_rewards:{name}" for name in names]
+        specs = [f"misbehaving_rewards:{name}" for name in names]
         pools.append(RewardPool(load_functions(specs), specs, limit, size, tmp_path / "logs/rewards_0.log", limits))
         return pools[-1]
 
@@ -56,7 +56,7 @@ def test_failing_calls_fail_alone(make_pool: MakePool, tmp_path: Path) -> None:
     behaviors = ("fine", "nan", "large", "text", "raise", "exit", "die", "fault", "killed", "hang", "spin", "close")
     results = dict(zip(behaviors, score(make_pool("misbehave", limit=1.5), *behaviors), strict=True))
     assert results.pop("fine") == Reward(1.0)
-    complaints = {
+    messages = {
         "nan": "returned nan; it must return a finite number",
         "large": "beyond 1e+06 all other advantages",
         "text": "returned a str, '1.0'; it must return a number",
@@ -69,16 +69,16 @@ def test_failing_calls_fail_alone(make_pool: MakePool, tmp_path: Path) -> None:
         "spin": "it took longer than reward.timeout=1.5 s",
         "close": "its process ended with exit status 1",
     }
-    for behavior, complaint in complaints.items():
+    for behavior, message in messages.items():
         result = results[behavior]
-        assert isinstance(result, RewardFailure) and complaint in result.reason and "\n" not in result.reason, (
+        assert isinstance(result, RewardFailure) and message in result.reason and "\n" not in result.reason, (
             behavior,
             result,
         )
-    assert (HERE / "odd_rewards.py").name in results["raise"].reason  # type: ignore[union-attr]
+    assert (HERE / "misbehaving_rewards.py").name in results["raise"].reason  # type: ignore[union-attr]
     log = (tmp_path / "logs/rewards_0.log").read_text()
     assert "Bad file descriptor" in log
-    for behavior in complaints:  # logged with or without output of the function
+    for behavior in messages:  # logged with or without output of the function
         assert f"  misbehave of prompt '{behavior}': {results[behavior].reason}\n" in log  # type: ignore[union-attr]
     assert "'fine'" not in log
 
@@ -96,9 +96,9 @@ def test_functions_may_print_use_alarms_and_reward_turns(make_pool: MakePool, tm
 
 def test_reuses_processes_until_they_die(make_pool: MakePool) -> None:
     pool = make_pool("misbehave", size=2)
-    first, again = score(pool, "pid")[0], score(pool, "pid")[0]
-    _, other = score(pool, "die", "fine")
-    assert other == Reward(1.0) and isinstance(first, Reward) and isinstance(again, Reward)
+    first, repeated = score(pool, "pid")[0], score(pool, "pid")[0]
+    _, survivor = score(pool, "die", "fine")
+    assert survivor == Reward(1.0) and isinstance(first, Reward) and isinstance(repeated, Reward)
     pids = {result.reward for result in score(pool, *["pid"] * 40) if isinstance(result, Reward)}
     assert 1 <= len(pids) <= 2 and os.getpid() not in pids
 
@@ -137,11 +137,11 @@ def test_cancels_coroutines_at_the_timeout(make_pool: MakePool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("behavior", "complaint"),
+    ("behavior", "message"),
     [("die", "exit status 7"), ("fault", "SIGSEGV"), ("spin", "took longer than reward.timeout=1")],
 )
 def test_a_coroutine_that_kills_its_process_fails_alone(
-    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, behavior: str, complaint: str
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch, behavior: str, message: str
 ) -> None:
     """The other coroutines of the process run again, one by one."""
     monkeypatch.setattr("megarl.rewards.reward_pool.GRACE_S", 1.0)
@@ -149,22 +149,22 @@ def test_a_coroutine_that_kills_its_process_fails_alone(
         make_pool("misbehave_async", limit=1.0), "fine", behavior, "fine", "turns", "fine", name="misbehave_async"
     )
     assert [item == Reward(1.0) for item in results] == [True, False, True, False, True]
-    assert isinstance(results[1], RewardFailure) and complaint in results[1].reason
+    assert isinstance(results[1], RewardFailure) and message in results[1].reason
     assert results[3] == Reward(0.0, {"style": 2.0}, (0.25, 0.5))
 
 
 def test_kills_child_processes_of_hanging_functions(make_pool: MakePool, tmp_path: Path) -> None:
     """The timeout and `close` both kill a function with its children, including those in other sessions."""
-    mark = tmp_path / "pids"
-    (result,) = score(make_pool("misbehave", limit=4.0), f"leave/{mark}")
+    pid_file = tmp_path / "pids"
+    (result,) = score(make_pool("misbehave", limit=4.0), f"hang_with_children/{pid_file}")
     assert isinstance(result, RewardFailure) and "took longer" in result.reason
-    assert len(read_pids(mark)) == 2 and have_exited(read_pids(mark))
-    mark.unlink()
+    assert len(read_pids(pid_file)) == 2 and have_exited(read_pids(pid_file))
+    pid_file.unlink()
     pool = make_pool("misbehave")
-    pool.submit(rollout(f"leave/{mark}"))
-    assert wait_until(lambda: mark.exists() and len(read_pids(mark)) == 2)
+    pool.submit(rollout(f"hang_with_children/{pid_file}"))
+    assert wait_until(lambda: pid_file.exists() and len(read_pids(pid_file)) == 2)
     pool.close()
-    assert have_exited(read_pids(mark))
+    assert have_exited(read_pids(pid_file))
     assert pool.submit(rollout("fine")).future.cancelled()
     pool.close()
 
@@ -183,17 +183,17 @@ def test_removes_semaphores_of_killed_processes(make_pool: MakePool, tmp_path: P
 
 @pytest.mark.parametrize("victim", ["rank", "fork_server"])
 def test_no_process_outlives_a_killed_rank(tmp_path: Path, victim: str) -> None:
-    mark, log = tmp_path / "pids", tmp_path / "log"
+    pid_file, log = tmp_path / "pids", tmp_path / "log"
     script = f"""
 import sys, time
 from pathlib import Path
 from megarl.rewards.functions import load_functions
 from megarl.rewards.reward_pool import RewardPool
 from megarl.types import Prompt, Rollout, Turn
-specs = ["odd_rewards:misbehave"]
+specs = ["misbehaving_rewards:misbehave"]
 pool = RewardPool(load_functions(specs), specs, 600.0, 1, Path({str(log)!r}))
 pool.start(); pool.wait_ready()
-pool.submit(Rollout(Prompt("leave/{mark}", ()), (Turn((1,)),)))
+pool.submit(Rollout(Prompt("hang_with_children/{pid_file}", ()), (Turn((1,)),)))
 print(pool._fork_server._process.pid, flush=True)
 time.sleep(600)
 """
@@ -203,8 +203,8 @@ time.sleep(600)
     ) as rank:
         assert rank.stdout is not None
         fork_server = int(rank.stdout.readline())
-        assert wait_until(lambda: mark.exists() and len(read_pids(mark)) == 2)
-        pids = [*read_pids(mark), fork_server, *descendants(fork_server)]
+        assert wait_until(lambda: pid_file.exists() and len(read_pids(pid_file)) == 2)
+        pids = [*read_pids(pid_file), fork_server, *descendants(fork_server)]
         assert len(pids) >= 5
         if victim == "fork_server":  # the rank still owns the worker processes, which end with it
             os.kill(fork_server, signal.SIGKILL)
@@ -229,8 +229,8 @@ def test_names_functions_that_fail_to_load_in_a_process(
     pool = make_pool("misbehave", limits=ProcessLimits(pass_env=("REWARDS_BREAK",)))
     monkeypatch.setenv("REWARDS_BREAK", "1")
     pool.start()
-    complaint = "another process could not load it: reward.functions: cannot import odd_rewards .*no licence"
-    with pytest.raises(ConfigError, match=complaint) as error:
+    message = "another process could not load it: reward.functions: cannot import misbehaving_rewards .*no licence"
+    with pytest.raises(ConfigError, match=message) as error:
         pool.wait_ready()
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
     (result,) = score(pool, "fine")
@@ -245,8 +245,8 @@ def test_unpicklable_rollouts_fail_alone(make_pool: MakePool) -> None:
     assert score(pool, "fine") == [Reward(1.0)]
 
 
-def read_pids(mark: Path) -> list[int]:
-    return [int(pid) for pid in mark.read_text().split()]
+def read_pids(pid_file: Path) -> list[int]:
+    return [int(pid) for pid in pid_file.read_text().split()]
 
 
 def descendants(pid: int) -> list[int]:

@@ -28,7 +28,7 @@ ROLLOUTS = [
 
 def score_failing(function, timeout=float("inf"), rollouts=ROLLOUTS[:1]):
     """Return the reason of each failure."""
-    result = [verdicts["f"] for verdicts in score(rollouts, {"f": function}, timeout)]
+    result = [rewards["f"] for rewards in score(rollouts, {"f": function}, timeout)]
     assert all(isinstance(item, RewardFailure) and "\n" not in item.reason for item in result)
     return [item.reason for item in result]
 
@@ -65,14 +65,14 @@ def test_an_exception_becomes_a_one_line_reason():
     def broken(rollout):
         raise KeyError("no such\nkey")
 
-    (why,) = score_failing(broken)
-    assert why.startswith("it raised KeyError: ") and "test_reward_process.py:" in why
+    (reason,) = score_failing(broken)
+    assert reason.startswith("it raised KeyError: ") and "test_reward_process.py:" in reason
 
 
 def test_awaits_coroutine_functions_concurrently():
     arrived = []
 
-    async def meets(rollout):
+    async def waits_for_all(rollout):
         arrived.append(asyncio.Event())
         if len(arrived) == 3:
             for event in arrived:
@@ -80,7 +80,7 @@ def test_awaits_coroutine_functions_concurrently():
         await arrived[len(arrived) - 1].wait()
         return 1.0
 
-    assert [item["f"] for item in score(ROLLOUTS, {"f": meets})] == [Reward(1.0)] * 3
+    assert [item["f"] for item in score(ROLLOUTS, {"f": waits_for_all})] == [Reward(1.0)] * 3
 
 
 async def hangs_async(rollout):
@@ -96,8 +96,8 @@ def test_exit_exceptions_fail_only_the_call(error):
         raise error
 
     for function in (leaves, leaves_later):
-        (why,) = score_failing(function)
-        assert why.startswith(f"it raised {type(error).__name__}")
+        (reason,) = score_failing(function)
+        assert reason.startswith(f"it raised {type(error).__name__}")
 
 
 def test_ctrl_c_and_signal_handlers_end_the_run():
@@ -108,9 +108,9 @@ def test_ctrl_c_and_signal_handlers_end_the_run():
         score(ROLLOUTS, {"mine": interrupted})
     handler = {}  # like the handler of flow.py, when the signal arrives during a function
     exec(compile("def ask():\n    raise SystemExit(143)", str(ROOT / "megarl/flow.py"), "exec"), handler)
-    with pytest.raises(SystemExit) as leaving:
+    with pytest.raises(SystemExit) as exit_info:
         score(ROLLOUTS, {"mine": lambda rollout: handler["ask"]()})
-    assert leaving.value.code == 143
+    assert exit_info.value.code == 143
 
 
 def test_functions_cannot_modify_the_rollout():
@@ -118,20 +118,20 @@ def test_functions_cannot_modify_the_rollout():
     prompt = Prompt("p", ({"role": "user", "content": "q"},), ground_truth=["1"], extra=extra)
     rollout = Rollout(prompt, (Turn((1,)),), messages=(message,), routing=torch.ones(1, 1, 1, dtype=torch.int16))
 
-    def greedy(shown):
-        assert shown.routing is None
-        shown.messages[0]["tool_calls"][0]["id"] = "changed"
-        shown.messages[0]["content"] = "changed"
-        shown.prompt.messages[0]["content"] = "changed"
-        shown.prompt.extra["tests"][0].append(9)
-        shown.prompt.ground_truth.append("2")
-        shown.reward_parts["honest"] = 9.0
-        object.__setattr__(shown, "reward", 9.0)
-        object.__setattr__(shown.prompt, "id", "changed")
+    def greedy(copy):
+        assert copy.routing is None
+        copy.messages[0]["tool_calls"][0]["id"] = "changed"
+        copy.messages[0]["content"] = "changed"
+        copy.prompt.messages[0]["content"] = "changed"
+        copy.prompt.extra["tests"][0].append(9)
+        copy.prompt.ground_truth.append("2")
+        copy.reward_parts["honest"] = 9.0
+        object.__setattr__(copy, "reward", 9.0)
+        object.__setattr__(copy.prompt, "id", "changed")
         return 1.0
 
-    def honest(shown):
-        assert shown.prompt == prompt and shown.messages == (message,) and shown.reward == 0.0
+    def honest(copy):
+        assert copy.prompt == prompt and copy.messages == (message,) and copy.reward == 0.0
         return 1.0
 
     before = replace(rollout)
@@ -166,8 +166,8 @@ def replaces_exception(rollout):
 @pytest.mark.parametrize("function", [sleeps, spins, swallows_exception, replaces_exception, hangs_async])
 def test_interrupts_hanging_functions_at_the_timeout(function):
     before = signal.getsignal(reward_process.TIMEOUT_SIGNAL)
-    (why,) = score_failing(function, timeout=0.2)
-    assert why == "it took longer than reward.timeout=0.2 s; make it faster or raise reward.timeout"
+    (reason,) = score_failing(function, timeout=0.2)
+    assert reason == "it took longer than reward.timeout=0.2 s; make it faster or raise reward.timeout"
     assert signal.getsignal(reward_process.TIMEOUT_SIGNAL) == before
     assert not [thread for thread in threading.enumerate() if thread.name == "reward deadline"]
 
@@ -219,30 +219,30 @@ def test_an_uninterruptible_function_ends_the_process(monkeypatch):
     with os.fdopen(reading) as stderr:
         line = stderr.read()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
-    about = "reward function stubborn on the sample 'sample-0' took longer than reward.timeout=0.2 s"
-    assert line == f"error: {about} and does not stop\n"
+    message = "reward function stubborn on the sample 'sample-0' took longer than reward.timeout=0.2 s"
+    assert line == f"error: {message} and does not stop\n"
 
 
 def test_stops_calling_functions_after_too_many_failures():
-    called = []
+    calls = []
 
     def fails(rollout):
-        called.append(rollout.prompt.id)
+        calls.append(rollout.prompt.id)
         raise ValueError("no")
 
     async def hangs(rollout):
-        called.append(rollout.prompt.id)
-        await asyncio.sleep(0.05 if len(called) < 4 else 600.0)
+        calls.append(rollout.prompt.id)
+        await asyncio.sleep(0.05 if len(calls) < 4 else 600.0)
         raise ValueError("no")
 
     for function in (fails, hangs):
-        called.clear()
-        began = time.monotonic()
+        calls.clear()
+        started = time.monotonic()
         result = score(ROLLOUTS * 20, {"good": length, "f": function}, 700.0, max_failed=2)
-        assert time.monotonic() - began < 30.0
-        assert [verdicts["good"] for verdicts in result] == [Reward(float(i)) for i in range(3)] * 20
-        results = [verdicts["f"] for verdicts in result]
+        assert time.monotonic() - started < 30.0
+        assert [rewards["good"] for rewards in result] == [Reward(float(i)) for i in range(3)] * 20
+        results = [rewards["f"] for rewards in result]
         assert sum(item is NOT_SCORED for item in results) == 57 and all(
             isinstance(item, RewardFailure) for item in results
         )
-        assert len(called) == (3 if function is fails else 60)
+        assert len(calls) == (3 if function is fails else 60)

@@ -25,24 +25,24 @@ LISTED_SCORERS = re.findall(r"^\| `(megarl\.rewards\.\w+:\w+)`", PAGE, re.MULTIL
 
 def test_page_lists_every_function() -> None:
     assert len(load_functions(LISTED_SCORERS)) == len(LISTED_SCORERS) >= 12
-    listed = {load_functions([name])[name.partition(":")[2]] for name in LISTED_SCORERS}
-    assert set(SOURCES.values()) <= listed
+    documented = {load_functions([name])[name.partition(":")[2]] for name in LISTED_SCORERS}
+    assert set(SOURCES.values()) <= documented
 
 
 def test_page_lists_every_data_source() -> None:
     table = PAGE.partition("| data source | function |\n|---|---|\n")[2].partition("\n\n")[0]
-    listed = {}
+    documented = {}
     for line in table.splitlines():
         sources, name = line.strip("| ").split(" | ")
-        listed |= dict.fromkeys(sources.split(", "), name)
+        documented |= dict.fromkeys(sources.split(", "), name)
     names = {load_functions([name])[short]: short for name in LISTED_SCORERS if (short := name.partition(":")[2])}
-    assert listed == {source: names[function] for source, function in SOURCES.items()}
+    assert documented == {source: names[function] for source, function in SOURCES.items()}
 
 
 def test_page_lists_every_option() -> None:
     rows = re.findall(r"^\| (`[a-z_`, ]+`) \|", PAGE, re.MULTILINE)
-    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert listed == {item.name for cls in (ServiceOptions, JudgeOptions) for item in fields(cls)}
+    documented = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert documented == {item.name for cls in (ServiceOptions, JudgeOptions) for item in fields(cls)}
 
 
 def test_page_examples_are_valid() -> None:

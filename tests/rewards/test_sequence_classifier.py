@@ -34,7 +34,7 @@ def test_resolves_the_score_label() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hf", "options", "complaint"),
+    ("hf", "options", "message"),
     [
         (
             THREE_LABELS,
@@ -63,8 +63,8 @@ def test_resolves_the_score_label() -> None:
         (ONE_LABEL, {"on_overlong": "drop"}, r"roles\.reward\.options\.on_overlong must be one of error, truncate"),
     ],
 )
-def test_refuses_ambiguous_labels_and_other_models(hf: dict[str, Any], options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+def test_refuses_ambiguous_labels_and_other_models(hf: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         label(hf, **options)
 
 

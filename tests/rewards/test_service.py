@@ -18,14 +18,14 @@ from megarl.types import Prompt, Rollout, Turn
 from megarl.types.reward_values import Reward, RewardFailure
 
 sys.path.insert(0, str(Path(__file__).parent))
-from judging_server import RewardServer  # noqa: E402
+from reward_server import RewardServer  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
 
-def rollout(number: int, answer: str, **about: Any) -> Rollout:
+def rollout(number: int, answer: str, **fields: Any) -> Rollout:
     messages = ({"role": "user", "content": "how many?"}, {"role": "assistant", "content": answer})
-    prompt = Prompt(str(number), messages[:1], data_source="words", **about)
+    prompt = Prompt(str(number), messages[:1], data_source="words", **fields)
     return Rollout(prompt, (Turn((1, 2)), Turn((3,), (0.0,), True, 0)), messages=messages)
 
 
@@ -43,13 +43,13 @@ def service(server: RewardServer, **options: Any) -> Service:
 
 
 def test_sends_conversations_as_json(server: RewardServer) -> None:
-    item = rollout(3, "a b", ground_truth=np.int64(2), extra={"level": [1, 2]})
-    assert service(server).score([item]) == [Reward(2.0, {"style": 0.5})]
+    response = rollout(3, "a b", ground_truth=np.int64(2), extra={"level": [1, 2]})
+    assert service(server).score([response]) == [Reward(2.0, {"style": 0.5})]
     ((kind, path, body),) = server.requests
     assert (kind, path) == ("POST", "/score")
     user, assistant = ({"role": "user", "content": "how many?"}, {"role": "assistant", "content": "a b"})
-    about = {"id": "3", "data_source": "words", "status": "stop", "ground_truth": 2, "extra": {"level": [1, 2]}}
-    assert body == {"conversations": [{**about, "prompt": [user], "messages": [user, assistant], "answer": "a b"}]}
+    fields = {"id": "3", "data_source": "words", "status": "stop", "ground_truth": 2, "extra": {"level": [1, 2]}}
+    assert body == {"conversations": [{**fields, "prompt": [user], "messages": [user, assistant], "answer": "a b"}]}
 
 
 def test_keeps_rollout_order_across_concurrent_batches(server: RewardServer) -> None:
@@ -94,7 +94,7 @@ LARGE = b"[" + b"1" * 300 + b"]"
 
 
 @pytest.mark.parametrize(
-    ("answer", "complaint"),
+    ("answer", "message"),
     [
         ((404, b"no such page"), "it answered with status 404: no such page"),
         ((500, b"trace\nback"), "it answered with status 500: trace back (2 tries); check that it runs, or set roles."),
@@ -125,11 +125,11 @@ LARGE = b"[" + b"1" * 300 + b"]"
         ),
     ],
 )
-def test_invalid_responses_name_the_url_and_problem(server: RewardServer, answer: Any, complaint: str) -> None:
+def test_invalid_responses_name_the_url_and_problem(server: RewardServer, answer: Any, message: str) -> None:
     server.answers = [answer, answer]
     (failed,) = service(server, timeout=0.5, tries=2, answer_mb=0.001).score(ROLLOUTS[:1])
     assert isinstance(failed, RewardFailure) and failed.reason.isprintable()
-    assert failed.reason.startswith(f"the reward service {server.url}: ") and complaint in failed.reason
+    assert failed.reason.startswith(f"the reward service {server.url}: ") and message in failed.reason
 
 
 def test_an_invalid_reward_fails_only_its_rollout(server: RewardServer) -> None:
@@ -142,12 +142,12 @@ def test_an_invalid_reward_fails_only_its_rollout(server: RewardServer) -> None:
 def test_a_failed_request_fails_only_its_batch(server: RewardServer) -> None:
     server.answers = [(400, b"no")]
     result = service(server, batch=3, concurrency=1).score(ROLLOUTS)
-    assert [isinstance(item, RewardFailure) for item in result] == [True] * 3 + [False] * 4
+    assert [isinstance(reward, RewardFailure) for reward in result] == [True] * 3 + [False] * 4
 
 
 def test_unserializable_samples_fail_without_a_request(server: RewardServer) -> None:
-    odd = [rollout(1, "x", extra={"a": {1}}), ROLLOUTS[1], rollout(2, "\ud800")]
-    first, second, third = service(server).score(odd)
+    rollouts = [rollout(1, "x", extra={"a": {1}}), ROLLOUTS[1], rollout(2, "\ud800")]
+    first, second, third = service(server).score(rollouts)
     assert second == Reward(2.0, {"style": 0.5})
     for failed in (first, third):
         assert isinstance(failed, RewardFailure)
@@ -165,12 +165,12 @@ def test_reachability_check_accepts_any_status(server: RewardServer) -> None:
 
 
 def test_max_duration_counts_batches_tries_and_pauses() -> None:
-    item = Service(ServiceOptions.read({"url": "http://a/b", "batch": 4, "concurrency": 2, "timeout": 6, "tries": 3}))
-    assert item.max_duration(9) == 2 * 3 * (6 + 10)
+    remote = Service(ServiceOptions.read({"url": "http://a/b", "batch": 4, "concurrency": 2, "timeout": 6, "tries": 3}))
+    assert remote.max_duration(9) == 2 * 3 * (6 + 10)
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "message"),
     [
         ({}, "roles.reward.options.url is not set"),
         ({"url": []}, "roles.reward.options.url is not set"),
@@ -185,17 +185,17 @@ def test_max_duration_counts_batches_tries_and_pauses() -> None:
         ({"url": "http://a/b", "answer_mb": 0}, "roles.reward.options.answer_mb must be a number, above 0"),
     ],
 )
-def test_refuses_invalid_options(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_refuses_invalid_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
         ServiceOptions.read(options)
-    assert complaint in str(caught.value)
+    assert message in str(error.value)
 
 
 def test_stops_scoring_after_too_many_failures(server: RewardServer) -> None:
     """Of two concurrent requests at a time, the first three fail and the others would take minutes."""
     server.answers = [(400, b"no")] * 3 + [600.0] * 4
-    began = time.monotonic()
+    started = time.monotonic()
     result = service(server, batch=1, concurrency=2, timeout=700.0).score(ROLLOUTS, max_failed=2.0)
-    assert time.monotonic() - began < 30.0
-    assert [item is NOT_SCORED for item in result] == [False] * 3 + [True] * 4
+    assert time.monotonic() - started < 30.0
+    assert [reward is NOT_SCORED for reward in result] == [False] * 3 + [True] * 4
     assert len(server.batches()) <= 5

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from megarl.rewards.squad import exact_match, f1, normalize
 
 sys.path.insert(0, str(Path(__file__).parent))
-from said import make_rollout  # noqa: E402
+from answer_rollouts import make_rollout  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
 
 @pytest.mark.parametrize(
-    ("text", "plain"),
+    ("text", "normalized"),
     [
         ("The  Eiffel-Tower!", "eiffeltower"),
         ("a cat, an owl and the dog", "cat owl and dog"),
@@ -30,12 +30,12 @@ pytestmark = pytest.mark.alone
         ("Café", "café"),
     ],
 )
-def test_normalizes_case_articles_and_punctuation(text, plain):
-    assert normalize(text) == plain == normalize(plain)
+def test_normalizes_case_articles_and_punctuation(text, normalized):
+    assert normalize(text) == normalized == normalize(normalized)
 
 
 @pytest.mark.parametrize(
-    ("answer", "truth", "exact", "words"),
+    ("answer", "ground_truth", "exact", "words"),
     [
         ("Paris", "paris", 1.0, 1.0),
         ("The Paris.", "Paris", 1.0, 1.0),
@@ -57,23 +57,25 @@ def test_normalizes_case_articles_and_punctuation(text, plain):
         ("1987", 1987, 1.0, 1.0),
     ],
 )
-def test_exact_match_and_f1_values(answer, truth, exact, words):
-    assert exact_match(make_rollout(answer, truth)) == exact
-    assert f1(make_rollout(answer, truth)) == pytest.approx(words, abs=1e-12)
+def test_exact_match_and_f1_values(answer, ground_truth, exact, words):
+    assert exact_match(make_rollout(answer, ground_truth)) == exact
+    assert f1(make_rollout(answer, ground_truth)) == pytest.approx(words, abs=1e-12)
 
 
-@pytest.mark.parametrize("truth", [None, [], {}, {"answers": ["x"]}, True, [None], {"target": []}, b"x"])
-def test_refuses_invalid_ground_truths(truth):
+@pytest.mark.parametrize("ground_truth", [None, [], {}, {"answers": ["x"]}, True, [None], {"target": []}, b"x"])
+def test_refuses_invalid_ground_truths(ground_truth):
     for function in (exact_match, f1):
         with pytest.raises(ValueError, match="is neither a text nor a list of them"):
-            function(make_rollout("x", truth))
+            function(make_rollout("x", ground_truth))
 
 
 WORDS = st.lists(st.sampled_from(["cat", "dog", "owl", "the"]), max_size=6).map(" ".join)
 
 
 @given(WORDS, WORDS)
-def test_f1_is_symmetric_and_1_for_equal_texts(one, other):
-    assert f1(make_rollout(one, other)) == f1(make_rollout(other, one)) and 0.0 <= f1(make_rollout(one, other)) <= 1.0
-    assert f1(make_rollout(one, one)) == exact_match(make_rollout(one, one)) == 1.0
-    assert f1(make_rollout(one, other)) >= exact_match(make_rollout(one, other))
+def test_f1_is_symmetric_and_1_for_equal_texts(left, right):
+    assert (
+        f1(make_rollout(left, right)) == f1(make_rollout(right, left)) and 0.0 <= f1(make_rollout(left, right)) <= 1.0
+    )
+    assert f1(make_rollout(left, left)) == exact_match(make_rollout(left, left)) == 1.0
+    assert f1(make_rollout(left, right)) >= exact_match(make_rollout(left, right))

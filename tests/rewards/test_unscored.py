@@ -17,9 +17,11 @@ def rollout(number: int, unscored: dict[str, str], aborted: bool = False) -> Rol
 
 
 def test_ends_the_run_above_max_failed_frac() -> None:
-    late, raised = {"a": "it took\nlonger"}, {"b": "it raised"}
-    value = [raised, late, {}, late, {}, {}, {}, {}]
-    rollouts = Rollouts.gather([rollout(i, item) for i, item in enumerate(value)] + [rollout(9, {}, aborted=True)] * 4)
+    timed_out, raised = {"a": "it took\nlonger"}, {"b": "it raised"}
+    reasons_by_rollout = [raised, timed_out, {}, timed_out, {}, {}, {}, {}]
+    rollouts = Rollouts.gather(
+        [rollout(i, item) for i, item in enumerate(reasons_by_rollout)] + [rollout(9, {}, aborted=True)] * 4
+    )
     assert rollouts.unscored.tolist() == [1, 1, 0, 1] + [0] * 8
     reasons = "2 x a: it took longer (on the sample 'p1'), 1 x b: it raised (on the sample 'p0')"
     assert summarize_unscored(rollouts) == reasons
@@ -28,8 +30,8 @@ def test_ends_the_run_above_max_failed_frac() -> None:
         check_unscored(rollouts, RewardConfig(max_failed_frac=0.37))
     expected = f"3 of 8 rollouts have no reward, more than reward.max_failed_frac=0.37 allows: {reasons}"
     assert str(error.value) == expected
-    kinds = Rollouts.gather([rollout(i, {"a": f"reason {i % 5}"}) for i in range(8)])
-    assert summarize_unscored(kinds).endswith("2 x a: reason 2 (on the sample 'p2'), and 2 other reasons")
+    many_reasons = Rollouts.gather([rollout(i, {"a": f"reason {i % 5}"}) for i in range(8)])
+    assert summarize_unscored(many_reasons).endswith("2 x a: reason 2 (on the sample 'p2'), and 2 other reasons")
 
 
 def test_accepts_no_rollouts_and_only_aborted_ones() -> None:

@@ -22,9 +22,9 @@ from megarl.rollout.scheduler import gather_rollouts
 from megarl.rollout.session_server import SessionServer
 from megarl.types import Prompt, Reward, RewardFailure, Rollout, Rollouts
 
-BLACK_BOX = f"{sys.executable} {Path(__file__).parent.parent / 'black_box.py'}"
+BLACK_BOX = f"{sys.executable} {Path(__file__).parent.parent / 'subprocess_agent.py'}"
 AGENTS = ("calculating", "branching", "odd")
-SPECS = (*(f"agents_of_tests:{name}" for name in AGENTS), f"program:{BLACK_BOX}")
+SPECS = (*(f"example_agents:{name}" for name in AGENTS), f"program:{BLACK_BOX}")
 CATALOG = load_catalog(RolloutConfig(environments=SPECS))
 CHAT = ChatTemplate(TOKENIZER, environments=CATALOG.environments)
 
@@ -44,8 +44,8 @@ def run_agents(prompts: list[Prompt], policy: Any, samples: int = 1, seconds: fl
         async with aclosing(EnvironmentPool(CATALOG, 60.0, 2)) as sessions, aclosing(server):
             context = RolloutContext(CHAT, sessions, parse, CONFIG, get_session_server=get_server)
             deadline = asyncio.get_running_loop().time() + seconds
-            kinds: dict[str, Any] = {"samples": samples, "greedy": False, "seed": 0, "deadline": deadline}
-            result = await gather_rollouts(prompts, GroupQueue(len(prompts)), policy, context, **kinds)
+            kwargs: dict[str, Any] = {"samples": samples, "greedy": False, "seed": 0, "deadline": deadline}
+            result = await gather_rollouts(prompts, GroupQueue(len(prompts)), policy, context, **kwargs)
             return result.rollouts
 
     return asyncio.run(run())
@@ -86,23 +86,23 @@ def test_branches_of_an_agent_form_one_episode() -> None:
     ],
 )
 def test_failing_agent_aborts_only_its_own_rollout(behavior: str, failure: str) -> None:
-    bad, good = run_agents([task("odd", behavior), task("odd", "fine")], ScriptedPolicy("x"))
-    assert bad.status == "aborted" and failure in bad.failure and bad.env_reward is None
-    assert good.status == "stop" and good.env_reward == Reward(0.5)
-    assert bool(bad.num_actions) == (behavior != "asks nothing")
+    failed, succeeded = run_agents([task("odd", behavior), task("odd", "fine")], ScriptedPolicy("x"))
+    assert failed.status == "aborted" and failure in failed.failure and failed.env_reward is None
+    assert succeeded.status == "stop" and succeeded.env_reward == Reward(0.5)
+    assert bool(failed.num_actions) == (behavior != "asks nothing")
 
 
 def test_hanging_agent_is_aborted_at_the_deadline() -> None:
-    bad, good = run_agents([task("odd", "hangs"), task("odd", "fine")], ScriptedPolicy("x"), seconds=8.0)
-    assert bad.status == "aborted" and "odd was stopped after" in bad.failure and bad.num_actions
-    assert good.env_reward == Reward(0.5)
+    failed, succeeded = run_agents([task("odd", "hangs"), task("odd", "fine")], ScriptedPolicy("x"), seconds=8.0)
+    assert failed.status == "aborted" and "odd was stopped after" in failed.failure and failed.num_actions
+    assert succeeded.env_reward == Reward(0.5)
 
 
-@pytest.mark.parametrize(("behavior", "verdict"), [("nothing", None), ("text", "text"), ("nan", "nan")])
-def test_missing_or_invalid_reward_of_an_agent(behavior: str, verdict: str | None) -> None:
+@pytest.mark.parametrize(("behavior", "reward"), [("nothing", None), ("text", "text"), ("nan", "nan")])
+def test_missing_or_invalid_reward_of_an_agent(behavior: str, reward: str | None) -> None:
     (rollout,) = run_agents([task("odd", behavior)], ScriptedPolicy("x"))
     assert rollout.status == "stop"
-    if verdict is None:
+    if reward is None:
         assert rollout.env_reward is None
     else:
         assert isinstance(rollout.env_reward, RewardFailure) and "it must return a" in rollout.env_reward.reason

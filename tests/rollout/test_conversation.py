@@ -87,7 +87,7 @@ def test_tool_processes_are_reused_across_generations(monkeypatch: pytest.Monkey
         return GenerationResult([Rollout(PROMPT, (), messages=({"role": "assistant", "content": text},))], [])
 
     monkeypatch.setattr(rollout_context, "gather_rollouts", only_call)
-    runner = RolloutRunner(engine, ChatTemplate(TOKENIZER, load_tools(["odd_tools:pid"])), CONFIG)  # type: ignore[arg-type]
+    runner = RolloutRunner(engine, ChatTemplate(TOKENIZER, load_tools(["misbehaving_tools:pid"])), CONFIG)  # type: ignore[arg-type]
     first, second = runner.generate([]).rollouts, runner.generate([]).rollouts
     assert first == second
     runner.close()
@@ -97,10 +97,10 @@ def test_tool_processes_are_reused_across_generations(monkeypatch: pytest.Monkey
 
 def test_evaluation_uses_its_own_sampling_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Evaluation requests no sampling masks, because the engine returns them for a limited number of tokens only."""
-    requested: list[tuple[dict[str, Any], bool]] = []
+    requests: list[tuple[dict[str, Any], bool]] = []
 
     async def only_look(prompts: Any, queue: Any, policy: Any, context: RolloutContext, **_: Any) -> GenerationResult:
-        requested.append((build_sampling_params(context.config, context.chat, False, 3), policy.should_request_masks))
+        requests.append((build_sampling_params(context.config, context.chat, False, 3), policy.should_request_masks))
         return GenerationResult([], [])
 
     monkeypatch.setattr(rollout_context, "gather_rollouts", only_look)
@@ -109,7 +109,7 @@ def test_evaluation_uses_its_own_sampling_keys(monkeypatch: pytest.MonkeyPatch, 
         for held_out in (False, True):
             runner.generate([], held_out=held_out)
         runner.close()
-    result = [(params["temperature"], params["top_p"], params["top_k"], masks) for params, masks in requested]
+    result = [(params["temperature"], params["top_p"], params["top_k"], masks) for params, masks in requests]
     as_in_training = (1.0, 0.9, 20, True)
     assert result[:2] == [as_in_training] * 2
     assert result[2:] == [as_in_training, (1.0, 0.7, 20, False), as_in_training, (0.6, 1.0, 20, False)]
@@ -130,9 +130,9 @@ class FakeClient:
 
 def with_policies(monkeypatch: pytest.MonkeyPatch, runner: RolloutRunner, *policies: Any) -> RolloutRunner:
     """Give each generation of the runner the next policy, and switch off the engine's parser and heartbeat."""
-    remaining = list(policies)
+    unused_policies = list(policies)
     monkeypatch.setattr(rollout_context, "make_parser", lambda *_: parse)
-    runner._new_client = lambda: FakeClient(remaining.pop(0))  # type: ignore[method-assign, assignment, return-value]
+    runner._new_client = lambda: FakeClient(unused_policies.pop(0))  # type: ignore[method-assign, assignment, return-value]
     runner._watch = lambda client, start: asyncio.Event().wait()  # type: ignore[method-assign, assignment, return-value]
     return runner
 
@@ -156,7 +156,7 @@ def test_generation_continues_through_a_weight_sync_and_records_versions(
     )
     config = replace(CONFIG, concurrency=2, max_turns=1)
     runner = with_policies(monkeypatch, RolloutRunner(engine, CHAT, config), DeterministicPolicy(pause=0), policy)
-    undisturbed = runner.generate(PROMPTS, samples=1).rollouts
+    expected = runner.generate(PROMPTS, samples=1).rollouts
     future = runner.start_generation(PROMPTS, samples=1)
     wait_until(lambda: policy.num_written > 3)
     runner.pause(mode)
@@ -166,7 +166,7 @@ def test_generation_continues_through_a_weight_sync_and_records_versions(
     runner.resume()
     rollouts = future.result().rollouts
     runner.close()
-    assert [item.token_ids.tolist() for item in rollouts] == [item.token_ids.tolist() for item in undisturbed]
+    assert [item.token_ids.tolist() for item in rollouts] == [item.token_ids.tolist() for item in expected]
     result = [[version for version, _ in item.version_spans] for item in rollouts]
     assert policy.weight_version == 1 and {version for runs in result for version in runs} >= {1}
     assert all(runs == sorted(runs) for runs in result)
@@ -177,13 +177,13 @@ def test_generation_continues_through_a_weight_sync_and_records_versions(
 def test_background_generation_survives_an_abort_on_its_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The engine can only drop all requests, so the other generation is stopped first and resumes afterwards."""
     engine, policy = fake_engine(tmp_path), DeterministicPolicy(pause=0.002)
-    dropped: list[int] = []
+    discarded: list[int] = []
 
-    def drop() -> None:
-        dropped.append(policy.num_running)
+    def discard() -> None:
+        discarded.append(policy.num_running)
         policy.stops += 1
 
-    engine.abort_requests, engine.resume_generation = drop, lambda: None
+    engine.abort_requests, engine.resume_generation = discard, lambda: None
     runner = with_policies(
         monkeypatch,
         RolloutRunner(engine, CHAT, replace(CONFIG, max_turns=1)),
@@ -195,7 +195,7 @@ def test_background_generation_survives_an_abort_on_its_engine(monkeypatch: pyte
     assert [item.status for item in runner.generate([PROMPT], samples=1).rollouts] == ["aborted"]
     assert "aborted" not in [item.status for item in future.result().rollouts]
     runner.close()
-    assert dropped == [0]
+    assert discarded == [0]
 
 
 def test_pause_without_a_running_generation_has_no_effect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

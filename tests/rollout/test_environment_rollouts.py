@@ -25,7 +25,7 @@ from megarl.types import Prompt, Reward, RewardFailure, Rollouts
 pytestmark = pytest.mark.alone
 
 USER = {"role": "user", "content": "Play."}
-SPECS = ("odd_worlds:Guess", "odd_worlds:Odd", "odd_worlds:Found", "odd_worlds:Waits")
+SPECS = ("toy_environments:Guess", "toy_environments:Odd", "toy_environments:Found", "toy_environments:Waits")
 CATALOG = load_catalog(RolloutConfig(environments=SPECS))
 CHAT = ChatTemplate(TOKENIZER, CATALOG.tools, environments=CATALOG.environments)
 
@@ -87,7 +87,7 @@ def test_prompt_lists_tools_discovered_at_reset() -> None:
     ("task", "lines", "failure", "turns"),
     [
         (prompt("reset raise", "Odd"), ["x"], "Odd: reset raised ValueError: it is odd", 1),
-        (prompt("fine", "Odd"), [call("act", how="die"), "x"], "Odd: the tool act: its process ended", 2),
+        (prompt("fine", "Odd"), [call("act", behavior="die"), "x"], "Odd: the tool act: its process ended", 2),
         (prompt("reset assistant", "Odd"), ["x"], "end with the assistant's", 1),
         (prompt("reset long", "Odd"), ["x"], "tokens after reset, which leaves no room in rollout.max_context=1000", 1),
     ],
@@ -101,7 +101,7 @@ def test_failing_environment_aborts_its_conversation(task: Prompt, lines: list[s
 
 def test_tool_errors_and_control_tokens_reach_the_policy_as_plain_text() -> None:
     done, policy = converse(
-        begin_rollout(prompt("fine", "Odd")), call("act", how="controls"), call("act", how="raise"), "bye"
+        begin_rollout(prompt("fine", "Odd")), call("act", behavior="controls"), call("act", behavior="raise"), "bye"
     )
     assert (done.status, done.tool_calls, done.tool_errors) == ("stop", 2, 1)
     frame = CHAT.encode_continuation([{"role": "tool", "name": "f", "tool_call_id": "f", "content": "0"}])
@@ -132,33 +132,38 @@ class HaltsInSecondTurn(ScriptedPolicy):
 
 def test_halt_during_a_tool_call_does_not_repeat_the_call() -> None:
     """A halt within a turn keeps the session; a rollout read from a checkpoint starts a new one."""
-    halt = asyncio.Event()
+    halt_event = asyncio.Event()
 
     async def run() -> tuple[PartialRollout, PartialRollout, PartialRollout]:
         async with aclosing(EnvironmentPool(CATALOG, 60.0, 2)) as sessions:
             context = RolloutContext(CHAT, sessions, parse, CONFIG)
             policy = ScriptedPolicy(call("wait", seconds=0.3), "done")
             first = asyncio.create_task(
-                run_conversation(begin_rollout(prompt(0, "Waits")), policy, replace(context, halt=halt), {})
+                run_conversation(begin_rollout(prompt(0, "Waits")), policy, replace(context, halt=halt_event), {})
             )
             while len(policy.requests) < 1:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
-            halt.set()
-            stopped = await first
-            ended = await run_conversation(stopped, policy, context, {})
+            halt_event.set()
+            partial = await first
+            finished = await run_conversation(partial, policy, context, {})
             # A game after one guess. A process that reads it from a file starts the count of tries again.
             cut = HaltsInSecondTurn(call("guess", number=1), make_generation("6", finish="abort"))
             middle = await run_conversation(begin_rollout(prompt(62)), cut, replace(context, halt=cut.halt), {})
-            return stopped, ended, middle
+            return partial, finished, middle
 
-    stopped, ended, middle = asyncio.run(run())
-    assert (stopped.status, stopped.tool_calls, stopped.is_turn_complete) == (
+    partial, finished, middle = asyncio.run(run())
+    assert (partial.status, partial.tool_calls, partial.is_turn_complete) == (
         None,
         0,
         True,
-    ) and stopped.session is not None
-    assert (ended.status, ended.tool_calls, ended.tool_errors, ended.env_reward) == ("stop", 1, 0, Reward(1.0))
+    ) and partial.session is not None
+    assert (finished.status, finished.tool_calls, finished.tool_errors, finished.env_reward) == (
+        "stop",
+        1,
+        0,
+        Reward(1.0),
+    )
     assert middle.status is None and middle.session is not None and middle.tool_calls == 1
     read = write_and_read(middle)
     assert read.session is None and read.original_prompt == middle.original_prompt and read.prompt == middle.prompt
@@ -170,17 +175,17 @@ def test_halt_during_a_tool_call_does_not_repeat_the_call() -> None:
 def test_halt_does_not_wait_for_a_reset() -> None:
     async def run() -> PartialRollout:
         async with aclosing(EnvironmentPool(CATALOG, 60.0, 2)) as sessions:
-            halt = asyncio.Event()
-            context = RolloutContext(CHAT, sessions, parse, CONFIG, halt)
+            halt_event = asyncio.Event()
+            context = RolloutContext(CHAT, sessions, parse, CONFIG, halt_event)
             running = asyncio.create_task(
                 run_conversation(begin_rollout(prompt("reset hang", "Odd")), ScriptedPolicy("x"), context, {})
             )
             await asyncio.sleep(0.2)
-            halt.set()
+            halt_event.set()
             return await asyncio.wait_for(running, 60.0)
 
-    stopped = asyncio.run(run())
-    assert stopped.status is None and stopped.session is None and len(stopped.turns) == 1
+    partial = asyncio.run(run())
+    assert partial.status is None and partial.session is None and len(partial.turns) == 1
 
 
 @pytest.mark.parametrize("verdict", [None, RewardFailure("why"), Reward(1.0, {"a": 2.0}, (0.5,))])

@@ -12,17 +12,17 @@ from megarl.rollout.group_queue import GroupQueue, LocalKVStore
 def test_concurrent_claims_hand_out_each_group_once() -> None:
     store, claimed = LocalKVStore(), [[] for _ in range(8)]
 
-    def claim_all(claims: list[int]) -> None:
+    def claim_all(numbers: list[int]) -> None:
         queue = GroupQueue(1000, 8, store, "step")
         while (number := queue.claim()) is not None:
-            claims.append(number)
+            numbers.append(number)
 
-    threads = [Thread(target=claim_all, args=(claims,)) for claims in claimed]
+    threads = [Thread(target=claim_all, args=(numbers,)) for numbers in claimed]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(number for claims in claimed for number in claims) == list(range(1000))
+    assert sorted(number for numbers in claimed for number in numbers) == list(range(1000))
     assert GroupQueue(1000, 8, store, "step").count_claimed() == 1000
     assert GroupQueue(3, 8, store, "next step").claim() == 0
 
@@ -38,20 +38,20 @@ def test_returned_groups_are_claimed_once() -> None:
     store, claimed = LocalKVStore(), [[] for _ in range(4)]
     queues = [GroupQueue(8, 4, store, "step") for _ in range(2)]
 
-    def claim_all(claims: list[int]) -> None:
+    def claim_all(numbers: list[int]) -> None:
         queue = GroupQueue(8, 4, store, "step")
         while len(claimed[0]) + len(claimed[1]) + len(claimed[2]) + len(claimed[3]) < 200:
             if (returned := queue.claim_returned()) is not None:
-                claims.append(returned)
+                numbers.append(returned)
 
-    threads = [Thread(target=claim_all, args=(claims,)) for claims in claimed]
+    threads = [Thread(target=claim_all, args=(numbers,)) for numbers in claimed]
     for thread in threads:
         thread.start()
     for number in range(200):
         queues[number % 2].return_group(number)
     for thread in threads:
         thread.join()
-    assert sorted(number for claims in claimed for number in claims) == list(range(200))
+    assert sorted(number for numbers in claimed for number in numbers) == list(range(200))
     assert queues[0].claim_returned() is None and queues[0].count_unclaimed() == 8
     queues[0].return_group((3, "group"))
     queues[0].claim()

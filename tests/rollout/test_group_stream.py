@@ -61,7 +61,7 @@ def undisturbed_tokens(step: int, group: int) -> list[int]:
 
 
 async def train(
-    policies: list[DeterministicPolicy], lag: int, mode: OnWeightSync, step_seconds: float = 0.05
+    policies: list[DeterministicPolicy], max_staleness: int, mode: OnWeightSync, step_seconds: float = 0.05
 ) -> tuple[list[list[Rollout]], list[int]]:
     """Return the rollouts of each step, with a weight sync after each, and the groups started by each sync."""
     counts, steps, started = LocalKVStore(), [], []
@@ -71,7 +71,7 @@ async def train(
             policy,
             make_context(),
             samples=SAMPLES,
-            max_groups=-(-GROUPS * (lag + 1) // len(policies)),
+            max_groups=-(-GROUPS * (max_staleness + 1) // len(policies)),
             timeout=60.0,
         )
         for policy in policies
@@ -79,16 +79,16 @@ async def train(
     tasks = [asyncio.create_task(stream.run()) for stream in streams]
     admitted = 0
 
-    async def admit(last: int) -> None:
+    async def admit(last_step: int) -> None:
         nonlocal admitted
-        while admitted < min(last, STEPS):
+        while admitted < min(last_step, STEPS):
             for stream in streams:
                 await stream.admit(STEPS_PROMPTS[admitted], 100 + admitted)
             admitted += 1
 
     try:
         for step in range(STEPS):
-            await admit(step + 1 + lag)
+            await admit(step + 1 + max_staleness)
             selected = await asyncio.gather(*(stream.collect(GROUPS) for stream in streams))
             gathered = [part for part in selected if part is not None]
             steps.append(sorted((item for part in gathered for item in part.rollouts), key=lambda item: item.group))
@@ -118,12 +118,14 @@ def test_lag_0_equals_synchronous_generation(engines: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["retract", "wait"])
-@pytest.mark.parametrize(("engines", "lag"), [(1, 1), (2, 1), (3, 2)])
-def test_rollouts_through_weight_syncs_are_whole_and_within_the_lag(engines: int, lag: int, mode: OnWeightSync) -> None:
-    random.seed(f"{engines} {lag} {mode}")
+@pytest.mark.parametrize(("engines", "max_staleness"), [(1, 1), (2, 1), (3, 2)])
+def test_rollouts_through_weight_syncs_are_whole_and_within_the_lag(
+    engines: int, max_staleness: int, mode: OnWeightSync
+) -> None:
+    random.seed(f"{engines} {max_staleness} {mode}")
     # Each engine is slower than the one before.
     policies = [DeterministicPolicy(pause=0.0002 * 4**number) for number in range(engines)]
-    steps, started = asyncio.run(train(policies, lag, mode))
+    steps, started = asyncio.run(train(policies, max_staleness, mode))
     num_mixed = 0
     for step, rollouts in enumerate(steps):
         expected = generate_step(step)
@@ -134,13 +136,13 @@ def test_rollouts_through_weight_syncs_are_whole_and_within_the_lag(engines: int
             assert rollout.token_ids.tolist() == undisturbed_tokens(step, rollout.group)
             chosen = [run for turn in rollout.turns if turn.is_action for run in turn.version_spans]
             versions = [version for version, _ in chosen]
-            assert versions == sorted(versions) and 0 <= step - versions[0] <= lag and versions[-1] <= step
+            assert versions == sorted(versions) and 0 <= step - versions[0] <= max_staleness and versions[-1] <= step
             assert mode == "retract" or all(not turn.versions for turn in rollout.turns)
             num_mixed += len(set(versions)) > 1
             assert rollout.routing is not None  # one record for each token, in order
             assert rollout.routing.flatten().tolist() == list(range(rollout.num_tokens - 1))
     assert num_mixed if mode == "retract" else not num_mixed
-    assert all(count <= GROUPS * min(STEPS, step + 1 + lag) for step, count in enumerate(started))
+    assert all(count <= GROUPS * min(STEPS, step + 1 + max_staleness) for step, count in enumerate(started))
     assert started[0] > GROUPS  # groups of the next step started while the first was trained on
 
 
@@ -244,7 +246,7 @@ def test_reports_busy_intervals_of_its_engine() -> None:
             samples=SAMPLES,
             max_groups=GROUPS,
             timeout=60.0,
-            on_busy_interval=lambda began, ended: events.append((began, ended)),
+            on_busy_interval=lambda busy_start, end: events.append((busy_start, end)),
         )
         task = asyncio.create_task(stream.run())
         await stream.pause("retract")
@@ -259,5 +261,5 @@ def test_reports_busy_intervals_of_its_engine() -> None:
     start = time.monotonic()
     asyncio.run(run())
     took = time.monotonic() - start
-    ((began, ended),) = events
-    assert 0 < ended - began < took - 0.3
+    ((busy_start, end),) = events
+    assert 0 < end - busy_start < took - 0.3

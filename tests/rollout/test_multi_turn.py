@@ -52,8 +52,8 @@ def converse(
     async def run() -> Rollout:
         async with aclosing(EnvironmentPool(CHAT.catalog, CONFIG.tool_timeout, 4)) as pool:
             context = RolloutContext(CHAT, pool, parse, replace(CONFIG, **config))
-            ended = await run_conversation(begin_rollout(prompt, 9), policy, context, {"temperature": 1.0})
-            return ended.to_rollout(group=5)
+            finished = await run_conversation(begin_rollout(prompt, 9), policy, context, {"temperature": 1.0})
+            return finished.to_rollout(group=5)
 
     return asyncio.run(run()), policy
 
@@ -61,9 +61,9 @@ def converse(
 def test_tool_call_and_final_answer_turn_by_turn() -> None:
     rollout, policy = converse(call("1+2"), "3")
     rendered = CHAT.encode_prompt(PROMPT)
-    first, last = make_generation(call("1+2")), make_generation("3")
+    first, answer = make_generation(call("1+2")), make_generation("3")
     observed = ids("\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
-    turns = [Turn(rendered), make_turn(first), Turn(observed), make_turn(last)]
+    turns = [Turn(rendered), make_turn(first), Turn(observed), make_turn(answer)]
     assert list(rollout.turns) == turns
     assert [turn.is_action for turn in rollout.turns] == [False, True, False, True]
     assert [turn.weight_version for turn in rollout.turns] == [-1, 7, -1, 7]
@@ -125,9 +125,9 @@ def test_keeps_sampling_masks_of_all_requests() -> None:
         async def run() -> PartialRollout:
             partial = begin_rollout()
             for out in texts:
-                halted = replace(context, halt=asyncio.Event())
-                halted.halt.set()
-                partial = await run_conversation(partial, ScriptedPolicy(out), halted, {})
+                halting_context = replace(context, halt=asyncio.Event())
+                halting_context.halt.set()
+                partial = await run_conversation(partial, ScriptedPolicy(out), halting_context, {})
             return partial
 
         return asyncio.run(run()).to_rollout(0)
@@ -137,10 +137,14 @@ def test_keeps_sampling_masks_of_all_requests() -> None:
         assert TrainBatch.from_rollouts([rollout]).sampling_mask is not None
         return rollout.sampling_mask.counts.tolist()
 
-    two, last = len(ids("12")), len(ids("3")) + 1
-    assert counts(run_in_parts(with_mask("12", "abort"), with_mask("3"))) == [2] * (two + last)
-    assert counts(run_in_parts(make_generation("12", "abort"), with_mask("3"))) == [0] * two + [2] * last
-    assert counts(run_in_parts(with_mask("12", "abort"), make_generation("3"))) == [2] * two + [0] * last
+    call_length, answer_length = len(ids("12")), len(ids("3")) + 1
+    assert counts(run_in_parts(with_mask("12", "abort"), with_mask("3"))) == [2] * (call_length + answer_length)
+    assert (
+        counts(run_in_parts(make_generation("12", "abort"), with_mask("3"))) == [0] * call_length + [2] * answer_length
+    )
+    assert (
+        counts(run_in_parts(with_mask("12", "abort"), make_generation("3"))) == [2] * call_length + [0] * answer_length
+    )
     assert run_in_parts(make_generation("12", "abort"), make_generation("3")).sampling_mask is None
     complete, _ = converse(policy=ScriptedPolicy(with_mask(call("1+2")), with_mask("3")))
     assert counts(complete) == [2] * complete.num_actions
@@ -148,11 +152,11 @@ def test_keeps_sampling_masks_of_all_requests() -> None:
 
 def contexts_after_turns(rollout: Rollout) -> list[list[int]]:
     """Return the tokens up to the end of each policy turn except the last."""
-    heads, context = [], []
+    action_contexts, context = [], []
     for turn in rollout.turns:
         context = [*context, *turn.token_ids]
-        heads += [context] if turn.is_action else []
-    return heads[:-1]
+        action_contexts += [context] if turn.is_action else []
+    return action_contexts[:-1]
 
 
 def test_unrecorded_routing_is_none() -> None:
@@ -243,13 +247,13 @@ def test_end_of_text_after_a_call_ends_the_rollout() -> None:
 def test_aborted_turn_keeps_its_tokens() -> None:
     rollout, _ = converse(make_generation("3", finish="abort"))
     assert rollout.status == "aborted" and rollout.num_actions == len(ids("3"))
-    nothing, _ = converse(Generation((), (), "abort", 1))
-    assert nothing.status == "aborted" and nothing.num_actions == 0
+    empty, _ = converse(Generation((), (), "abort", 1))
+    assert empty.status == "aborted" and empty.num_actions == 0
 
 
 def test_max_new_tokens_shrinks_to_fit_the_context() -> None:
-    head = len(CHAT.encode_prompt(PROMPT))
-    rollout, policy = converse("3", max_context=head + 10)
+    prefix_length = len(CHAT.encode_prompt(PROMPT))
+    rollout, policy = converse("3", max_context=prefix_length + 10)
     assert policy.requests[0][1]["max_new_tokens"] == 10 and rollout.status == "stop"
 
 
@@ -261,14 +265,14 @@ def test_oversized_observation_ends_the_rollout() -> None:
 
 
 def test_truncates_long_tool_results_to_limit_and_context() -> None:
-    number, value = call("9**70"), str(9**70)
+    number, result_text = call("9**70"), str(9**70)
     size = len(CHAT.encode_prompt(PROMPT)) + len(make_generation(number).token_ids)
     frame = len(CHAT.encode_continuation([{"role": "tool", "content": ""}]))
     for settings in ({"max_tool_response_tokens": 48}, {"max_context": size + frame + 60}):
         rollout, policy = converse(number, "done", **settings)
         assert rollout.status == "stop" and len(policy.requests) == 2
         result = rollout.messages[2]["content"]
-        assert result.startswith(value[:4]) and result.endswith(value[-4:]) and "tokens cut" in result
+        assert result.startswith(result_text[:4]) and result.endswith(result_text[-4:]) and "tokens cut" in result
         assert 30 <= len(ids(result)) <= 50
         answer = [{"role": "tool", "name": "calculator", "tool_call_id": "functions.calculator:0", "content": result}]
         assert rollout.turns[2].token_ids.tolist() == CHAT.encode_continuation(
@@ -288,20 +292,20 @@ def test_ignores_calls_quoted_in_reasoning() -> None:
     async def run(*lines: str) -> Rollout:
         async with aclosing(EnvironmentPool(chat.catalog, CONFIG.tool_timeout, 1)) as sessions:
             context = RolloutContext(chat, sessions, parse, CONFIG)
-            ended = await run_conversation(
+            finished = await run_conversation(
                 begin_rollout(PROMPT, 9, chat), ScriptedPolicy(*map(line, lines)), context, {}
             )
-            return ended.to_rollout(group=5)
+            return finished.to_rollout(group=5)
 
-    quoted = f"<think>\nI could say {call('1+1')}</think>\n\n"
-    rollout = asyncio.run(run(quoted + call("1+2"), f"<think>{call('4')}</think>It is 3.", "never said"))
+    thought = f"<think>\nI could say {call('1+1')}</think>\n\n"
+    rollout = asyncio.run(run(thought + call("1+2"), f"<think>{call('4')}</think>It is 3.", "never said"))
     assert rollout.status == "stop" and rollout.tool_calls == 1 and len(rollout.turns) == 4
-    requested, answered, said_last = rollout.messages[1:]
-    assert requested["content"] == quoted.rstrip() and requested["tool_calls"][0]["function"]["arguments"] == {
-        "expression": "1+2"
-    }
+    request_message, answered, said_last = rollout.messages[1:]
+    assert request_message["content"] == thought.rstrip() and request_message["tool_calls"][0]["function"][
+        "arguments"
+    ] == {"expression": "1+2"}
     assert answered["content"] == "3" and said_last["content"] == f"<think>{call('4')}</think>It is 3."
-    assert rollout.turns[1].token_ids.tolist() == [*chat.encode(quoted + call("1+2")), chat.end_of_turn]
+    assert rollout.turns[1].token_ids.tolist() == [*chat.encode(thought + call("1+2")), chat.end_of_turn]
     never_closed = asyncio.run(run(f"<think>{call('4')}"))
     assert never_closed.status == "stop" and never_closed.tool_calls == 0
 
@@ -329,13 +333,13 @@ def test_policy_reads_tool_errors(line: str, num_calls: int, message: str) -> No
 
 
 def test_without_tools_calls_are_plain_text() -> None:
-    bare = ChatTemplate(TOKENIZER)
+    without_tools = ChatTemplate(TOKENIZER)
 
     async def run() -> Rollout:
-        async with aclosing(EnvironmentPool(bare.catalog, 1.0, 4)) as pool:
-            context = RolloutContext(bare, pool, parse, CONFIG)
+        async with aclosing(EnvironmentPool(without_tools.catalog, 1.0, 4)) as pool:
+            context = RolloutContext(without_tools, pool, parse, CONFIG)
             return (
-                await run_conversation(begin_rollout(chat=bare), ScriptedPolicy(call("1+2")), context, {})
+                await run_conversation(begin_rollout(chat=without_tools), ScriptedPolicy(call("1+2")), context, {})
             ).to_rollout(0)
 
     rollout = asyncio.run(run())
@@ -352,7 +356,7 @@ def test_failed_request_aborts_and_keeps_complete_turns() -> None:
 
 
 def test_deadline_ends_a_slow_tool() -> None:
-    chat = ChatTemplate(TOKENIZER, load_tools(["odd_tools:slow"]))
+    chat = ChatTemplate(TOKENIZER, load_tools(["misbehaving_tools:slow"]))
     line = '<tool_call>\n{"name": "slow", "arguments": {"seconds": 600}}\n</tool_call>'
 
     async def run() -> Rollout:
@@ -379,8 +383,8 @@ def test_sampling_params() -> None:
     assert (warm["top_k"], warm["min_p"]) == (-1, 0.0)
     cold = build_sampling_params(replace(CONFIG, temperature=0.0, top_k=20, min_p=0.1), CHAT, False, 3)
     assert not {"top_p", "top_k", "min_p"} & cold.keys()
-    cut = build_sampling_params(replace(CONFIG, top_k=20, min_p=0.1), CHAT, False, 3)
-    assert (cut["top_p"], cut["top_k"], cut["min_p"]) == (1.0, 20, 0.1)
+    truncated = build_sampling_params(replace(CONFIG, top_k=20, min_p=0.1), CHAT, False, 3)
+    assert (truncated["top_p"], truncated["top_k"], truncated["min_p"]) == (1.0, 20, 0.1)
 
 
 def run_with_halts(
@@ -414,12 +418,12 @@ def test_resumed_conversation_equals_an_uninterrupted_one(limit: int) -> None:
     context = RolloutContext(
         CHAT, EnvironmentPool(CHAT.catalog, 1.0, 4), parse, replace(CONFIG, max_turns=4, max_new_tokens=limit)
     )
-    dice, stopped, num_calls = random.Random(limit), 0, 0
+    rng, num_stopped, num_calls = random.Random(limit), 0, 0
     for prompt in PROMPTS:
         start = begin_rollout(prompt, seed=3)
         complete, _ = run_with_halts(start, context)
-        parts, stops = run_with_halts(start, context, [dice.randint(1, 12) for _ in range(12)])
-        stopped, num_calls = stopped + len(stops), num_calls + parts.tool_calls
+        parts, stops = run_with_halts(start, context, [rng.randint(1, 12) for _ in range(12)])
+        num_stopped, num_calls = num_stopped + len(stops), num_calls + parts.tool_calls
         assert [turn.token_ids.tolist() for turn in parts.turns] == [turn.token_ids.tolist() for turn in complete.turns]
         assert [turn.logprobs.tolist() for turn in parts.turns] == [turn.logprobs.tolist() for turn in complete.turns]
         assert parts.messages == complete.messages and parts.status == complete.status
@@ -428,14 +432,14 @@ def test_resumed_conversation_equals_an_uninterrupted_one(limit: int) -> None:
             complete.tool_errors,
             complete.num_turns,
         )
-        routing, other = parts.to_rollout(0).routing, complete.to_rollout(0).routing
-        assert routing is not None and other is not None and torch.equal(routing, other)
+        routing, complete_routing = parts.to_rollout(0).routing, complete.to_rollout(0).routing
+        assert routing is not None and complete_routing is not None and torch.equal(routing, complete_routing)
         # A token's version is the number of halts before it.
         bounds = [0, *(stop.num_tokens for stop in stops), parts.num_tokens]
         versions = [version for turn in parts.turns for version in turn.token_versions]
         for version, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
             assert set(versions[first:last]) <= {-1, version}
-    assert stopped > 5 and (num_calls > 3 or limit == 12)  # calls are longer than 12 tokens
+    assert num_stopped > 5 and (num_calls > 3 or limit == 12)  # calls are longer than 12 tokens
 
 
 def test_turn_interrupted_by_weight_syncs_has_version_spans() -> None:
@@ -449,16 +453,16 @@ def test_turn_interrupted_by_weight_syncs_has_version_spans() -> None:
     async def run() -> PartialRollout:
         partial = begin_rollout()
         for out in text:
-            halted = replace(context, halt=asyncio.Event())
-            halted.halt.set()
-            partial = await run_conversation(partial, ScriptedPolicy(out), halted, {})
+            halting_context = replace(context, halt=asyncio.Event())
+            halting_context.halt.set()
+            partial = await run_conversation(partial, ScriptedPolicy(out), halting_context, {})
         return partial
 
-    ended = asyncio.run(run())
-    first, last = len(ids("12")) + len(ids("3")), len(ids("45")) + 1
-    assert ended.status == "stop" and ended.num_turns == 1 and len(ended.turns) == 2
-    assert ended.turns[1].versions == ((1, first), (2, last)) and ended.oldest_version == 1
-    assert ended.to_rollout(0).answer == "12345"
+    finished = asyncio.run(run())
+    first, second = len(ids("12")) + len(ids("3")), len(ids("45")) + 1
+    assert finished.status == "stop" and finished.num_turns == 1 and len(finished.turns) == 2
+    assert finished.turns[1].versions == ((1, first), (2, second)) and finished.oldest_version == 1
+    assert finished.to_rollout(0).answer == "12345"
 
 
 def test_resumes_within_a_turn_with_the_remaining_budget() -> None:
@@ -466,9 +470,9 @@ def test_resumes_within_a_turn_with_the_remaining_budget() -> None:
     context = RolloutContext(CHAT, EnvironmentPool(CHAT.catalog, 1.0, 4), parse, replace(CONFIG, max_new_tokens=9))
 
     async def run() -> None:
-        halted = replace(context, halt=asyncio.Event())
-        halted.halt.set()
-        partial = await run_conversation(begin_rollout(), policy, halted, {})
+        halting_context = replace(context, halt=asyncio.Event())
+        halting_context.halt.set()
+        partial = await run_conversation(begin_rollout(), policy, halting_context, {})
         assert (partial.status, partial.is_turn_complete, partial.num_turn_tokens) == (None, False, len(ids("12")))
         await run_conversation(partial, policy, context, {})
 
@@ -481,28 +485,28 @@ def test_turn_that_ends_as_it_is_halted_is_complete() -> None:
     context = RolloutContext(CHAT, EnvironmentPool(CHAT.catalog, 1.0, 4), parse, CONFIG)
     context.halt.set()
     out = make_generation("3")
-    ended = asyncio.run(
+    finished = asyncio.run(
         run_conversation(begin_rollout(), ScriptedPolicy(replace(out, finish_reason="abort")), context, {})
     )
-    assert ended.status == "stop" and ended.to_rollout(0).answer == "3"
+    assert finished.status == "stop" and finished.to_rollout(0).answer == "3"
     full = replace(CONFIG, max_new_tokens=len(ids("12")))
-    cut = asyncio.run(
+    truncated = asyncio.run(
         run_conversation(
             begin_rollout(), ScriptedPolicy(make_generation("12", "abort")), replace(context, config=full), {}
         )
     )
-    assert cut.status == "length" and cut.to_rollout(0).answer == "12"
+    assert truncated.status == "length" and truncated.to_rollout(0).answer == "12"
 
 
 def test_tool_call_running_at_a_halt_is_made_once() -> None:
-    halt = asyncio.Event()
+    halt_event = asyncio.Event()
 
     class Tool(EnvironmentPool):
         times = 0
 
         async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
             self.times += 1
-            halt.set()
+            halt_event.set()
             await asyncio.sleep(0.1)
             return ToolResult("3", True)
 
@@ -511,12 +515,12 @@ def test_tool_call_running_at_a_halt_is_made_once() -> None:
     policy = ScriptedPolicy(call("1+2"), "3")
 
     async def run() -> tuple[PartialRollout, PartialRollout]:
-        stopped = await run_conversation(begin_rollout(), policy, replace(context, halt=halt), {})
-        return stopped, await run_conversation(stopped, policy, context, {})
+        partial = await run_conversation(begin_rollout(), policy, replace(context, halt=halt_event), {})
+        return partial, await run_conversation(partial, policy, context, {})
 
-    stopped, ended = asyncio.run(run())
-    assert (stopped.status, stopped.is_turn_complete, stopped.num_turns, stopped.tool_calls) == (None, True, 1, 0)
-    assert [message["role"] for message in stopped.messages] == ["user"]
-    assert [message["role"] for message in ended.messages] == ["user", "assistant", "tool", "assistant"]
-    assert (ended.status, ended.tool_calls, tools.times, len(policy.requests)) == ("stop", 1, 1, 2)
-    assert [turn.is_action for turn in ended.turns] == [False, True, False, True]
+    partial, finished = asyncio.run(run())
+    assert (partial.status, partial.is_turn_complete, partial.num_turns, partial.tool_calls) == (None, True, 1, 0)
+    assert [message["role"] for message in partial.messages] == ["user"]
+    assert [message["role"] for message in finished.messages] == ["user", "assistant", "tool", "assistant"]
+    assert (finished.status, finished.tool_calls, tools.times, len(policy.requests)) == ("stop", 1, 1, 2)
+    assert [turn.is_action for turn in finished.turns] == [False, True, False, True]

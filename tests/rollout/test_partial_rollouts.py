@@ -29,11 +29,11 @@ def make_group(number: int, samples: int = 2) -> Group:
     )
     support = SamplingMask.from_rows([[5], [6, number]]), SamplingMask.from_rows([[7, 8, 9]])
     running = replace(first, turns=turns, num_turn_tokens=3, num_turns=1, routing=routing, sampling_masks=support)
-    ended = replace(running, status="stop", is_turn_complete=True, failure="none")
-    return (first, running, ended, *[first] * samples)[:samples]
+    completed = replace(running, status="stop", is_turn_complete=True, failure="none")
+    return (first, running, completed, *[first] * samples)[:samples]
 
 
-def groups_equal(item: list[Group], other: list[Group]) -> bool:
+def groups_equal(actual: list[Group], expected: list[Group]) -> bool:
     """Compare with tensors by value and NaN equal to NaN, unlike `==` of `PartialRollout`."""
 
     def plain(groups: list[Group]) -> list[list[object]]:
@@ -49,12 +49,14 @@ def groups_equal(item: list[Group], other: list[Group]) -> bool:
         ]
 
     def records(groups: list[Group]) -> list[torch.Tensor]:
-        every = [partial for members in groups for partial in members]
-        sets = [part for partial in every for record in partial.sampling_masks for part in (record.counts, record.ids)]
-        return [part for partial in every for part in partial.routing] + sets
+        all_partial = [partial for members in groups for partial in members]
+        sets = [
+            part for partial in all_partial for record in partial.sampling_masks for part in (record.counts, record.ids)
+        ]
+        return [part for partial in all_partial for part in partial.routing] + sets
 
-    pairs = list(zip(records(item), records(other), strict=True))
-    return plain(item) == plain(other) and all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+    pairs = list(zip(records(actual), records(expected), strict=True))
+    return plain(actual) == plain(expected) and all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
 
 
 def test_reads_what_was_written(tmp_path: Path) -> None:
@@ -95,9 +97,11 @@ def test_groups_are_assigned_whole_to_another_number_of_engines(tmp_path: Path, 
         files.append(tmp_path / f"engine_{engine}")
         write_groups(files[-1], [make_group(number + i) for i in range(count)])
         number += count
-    shares = [assign_groups(files, engine, engines) for engine in range(engines)]
-    seeds = [[partial[0].seed for partial in share] for share in shares]
-    assert sorted(sum(seeds, [])) == list(range(7)) and all(len(partial) == 2 for share in shares for partial in share)
+    assigned = [assign_groups(files, engine, engines) for engine in range(engines)]
+    seeds = [[partial[0].seed for partial in engine_groups] for engine_groups in assigned]
+    assert sorted(sum(seeds, [])) == list(range(7)) and all(
+        len(partial) == 2 for engine_groups in assigned for partial in engine_groups
+    )
     if engines == 3:
         assert seeds == [[0, 1], [], [2, 3, 4, 5, 6]]
     else:

@@ -15,10 +15,10 @@ from megarl.rollout.request_gate import RequestGate, merge_generations
 from megarl.types import SamplingMask, as_token_ids
 
 
-def make_part(tokens: Sequence[int], version: int, finish: Any = "abort", first: int = 0, **more: Any) -> Generation:
+def make_part(tokens: Sequence[int], version: int, finish: Any = "abort", first: int = 0, **kwargs: Any) -> Generation:
     logprobs = np.array([-token / 10 for token in tokens], np.float32)
     routing = torch.arange(first, first + len(tokens)).view(-1, 1, 1)
-    return Generation(as_token_ids(tokens), logprobs, finish, version, routing=routing, **more)
+    return Generation(as_token_ids(tokens), logprobs, finish, version, routing=routing, **kwargs)
 
 
 def test_merges_two_parts_into_one_generation() -> None:
@@ -58,8 +58,8 @@ def test_version_spans_of_merged_parts() -> None:
 class StoppedPolicy(ScriptedPolicy):
     """A policy whose first response waits for `stop`."""
 
-    def __init__(self, first: Generation, *later: Generation) -> None:
-        super().__init__(*later)
+    def __init__(self, first: Generation, *later_parts: Generation) -> None:
+        super().__init__(*later_parts)
         self.first, self.stopped = first, asyncio.Event()
 
     async def generate(
@@ -77,12 +77,12 @@ class StoppedPolicy(ScriptedPolicy):
 
 
 def generate_through_sync(
-    first: Generation, *later: Generation
+    first: Generation, *later_parts: Generation
 ) -> tuple[Generation, list[tuple[list[int], dict[str, Any]]]]:
     async def run() -> tuple[Generation, Any]:
-        policy = StoppedPolicy(first, *later)
+        policy = StoppedPolicy(first, *later_parts)
         gate = RequestGate(policy, 1, asyncio.Event())
-        requested = asyncio.create_task(
+        request = asyncio.create_task(
             gate.open_slot().generate([7, 8], {"max_new_tokens": 3, "stop_token_ids": [END]}, routed=1)
         )
         while not gate.num_requests:
@@ -93,22 +93,22 @@ def generate_through_sync(
         await asyncio.sleep(0.01)
         assert len(policy.requests) == before == 1  # the closed gate sends no request
         gate.reopen()
-        return await requested, policy.requests
+        return await request, policy.requests
 
     return asyncio.run(run())
 
 
 def test_resumes_with_the_remaining_token_budget() -> None:
-    merged, requested = generate_through_sync(make_part([11, 12], 0), make_part([5], 1, "length", first=2))
+    merged, requests = generate_through_sync(make_part([11, 12], 0), make_part([5], 1, "length", first=2))
     assert merged.token_ids.tolist() == [11, 12, 5] and merged.versions == ((0, 2), (1, 1))
-    assert requested[1] == ([7, 8, 11, 12], {"max_new_tokens": 1, "stop_token_ids": [END], "routed": 3})
+    assert requests[1] == ([7, 8, 11, 12], {"max_new_tokens": 1, "stop_token_ids": [END], "routed": 3})
 
 
 def test_does_not_resume_a_finished_response() -> None:
-    merged, requested = generate_through_sync(make_part([11, END], 0))
-    assert merged.finish_reason == "stop" and merged.token_ids.tolist() == [11, END] and len(requested) == 1
-    merged, requested = generate_through_sync(make_part([11, 12, 13], 0))
-    assert merged.finish_reason == "length" and len(requested) == 1
+    merged, requests = generate_through_sync(make_part([11, END], 0))
+    assert merged.finish_reason == "stop" and merged.token_ids.tolist() == [11, END] and len(requests) == 1
+    merged, requests = generate_through_sync(make_part([11, 12, 13], 0))
+    assert merged.finish_reason == "length" and len(requests) == 1
 
 
 def test_idle_conversation_makes_room_for_another() -> None:

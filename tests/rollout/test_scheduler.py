@@ -100,13 +100,15 @@ def test_deadline_aborts_running_and_unstarted_conversations() -> None:
 
 def test_too_many_aborts_end_generation_without_waiting() -> None:
     """The third abort of 20 exceeds a tenth. The other conversations would hang until the deadline."""
-    late = [RequestFailed("late")] * 3
-    began = time.monotonic()
+    failures = [RequestFailed("late")] * 3
+    started = time.monotonic()
     with pytest.raises(TooManyAborted, match="3 of 20 rollouts were aborted") as raised:
-        gather(FailingPolicy("1", *late, *[None] * 16), [PROMPT] * 5, 4, deadline_in=60.0, num_total=20, concurrency=20)
-    assert raised.value.failures == ["late"] * 3 and time.monotonic() - began < 20.0
+        gather(
+            FailingPolicy("1", *failures, *[None] * 16), [PROMPT] * 5, 4, deadline_in=60.0, num_total=20, concurrency=20
+        )
+    assert raised.value.failures == ["late"] * 3 and time.monotonic() - started < 20.0
     rollouts = gather(
-        FailingPolicy("1", *late[:2], *[None] * 17), [PROMPT] * 5, 4, deadline_in=0.5, num_total=20, concurrency=20
+        FailingPolicy("1", *failures[:2], *[None] * 17), [PROMPT] * 5, 4, deadline_in=0.5, num_total=20, concurrency=20
     )
     assert [rollout.status for rollout in rollouts].count("aborted") == 19
 
@@ -207,10 +209,10 @@ def gather_until_complete(
         if not (queues[0].count_unclaimed() if num_needed is None else queues[0].count_complete() < num_needed):
             break
         replacements = [DeterministicPolicy(policy.weight_version) for policy in policies]
-        more = raise_failures(
+        second_result = raise_failures(
             gather_on_engines(replacements, prompts, queues, num_needed, [()] * len(policies), **config)
         )
-        result = [item.merge(other) for item, other in zip(result, more, strict=True)]
+        result = [item.merge(other) for item, other in zip(result, second_result, strict=True)]
     return result
 
 
@@ -235,11 +237,11 @@ def test_other_engines_finish_the_groups_of_a_lost_engine() -> None:
             [DeterministicPolicy(dies_after=60), DeterministicPolicy(), DeterministicPolicy()], prompts, queues
         )
     )
-    dead, *others = outcomes
-    assert dead.engine_loss is not None and str(dead.engine_loss) == "the engine is gone" and dead.num_restarted == 0
-    assert all(out.engine_loss is None and out.num_interrupted == 0 for out in others)
+    lost, *other_outcomes = outcomes
+    assert lost.engine_loss is not None and str(lost.engine_loss) == "the engine is gone" and lost.num_restarted == 0
+    assert all(out.engine_loss is None and out.num_interrupted == 0 for out in other_outcomes)
     assert_complete(sort_by_group(outcomes), prompts)
-    assert 0 < dead.num_interrupted == sum(out.num_restarted for out in others) <= 2 * CONFIG.concurrency
+    assert 0 < lost.num_interrupted == sum(out.num_restarted for out in other_outcomes) <= 2 * CONFIG.concurrency
     assert queues[0].count_unclaimed() == 0 and queues[0].count_claimed() == 16
 
 
@@ -292,10 +294,10 @@ def test_watch_that_reports_a_hang_loses_the_engine() -> None:
 def test_lost_engine_with_oversampling_and_partial_groups(dies_after: int) -> None:
     """Groups are carried over steps, and enough may be complete before or after the loss."""
     num_needed, num_started = 6, 9
-    remaining, partial_groups, done = list(PROMPTS[:30]), [[], []], []
+    prompts_left, partial_groups, done = list(PROMPTS[:30]), [[], []], []
     for step in range(20):
         num_partial = sum(map(len, partial_groups))
-        new_prompts = remaining[: num_started - num_partial]
+        new_prompts = prompts_left[: num_started - num_partial]
         num_expected = min(num_needed, num_partial + len(new_prompts))
         queues = make_queues(len(new_prompts), 2, num_partial)
         policies = [
@@ -303,7 +305,7 @@ def test_lost_engine_with_oversampling_and_partial_groups(dies_after: int) -> No
             DeterministicPolicy(step, 0.003),
         ]
         outcomes = gather_until_complete(policies, new_prompts, queues, num_expected, partial_groups, max_staleness=100)
-        remaining = remaining[queues[0].count_claimed() :]
+        prompts_left = prompts_left[queues[0].count_claimed() :]
         rollouts = sort_by_group(outcomes)
         assert (
             sorted({item.group for item in rollouts}) == list(range(num_expected)) and len(rollouts) == 2 * num_expected
@@ -312,7 +314,7 @@ def test_lost_engine_with_oversampling_and_partial_groups(dies_after: int) -> No
         partial_groups = [out.partials for out in outcomes]
         while (returned := queues[0].claim_returned()) is not None:
             partial_groups[0].append(returned.group)
-        if not remaining and not any(partial_groups):
+        if not prompts_left and not any(partial_groups):
             break
     assert sorted(rollout.prompt.id for rollout in done) == sorted(prompt.id for prompt in PROMPTS[:30] for _ in "ab")
     assert all(rollout.token_ids.tolist() == undisturbed_tokens(rollout.prompt) for rollout in done)
@@ -384,17 +386,17 @@ def test_starts_at_most_twice_concurrency_conversations() -> None:
 def test_stops_and_resumes_surplus_groups_with_oversampling() -> None:
     """Steps of 6 groups with 50 % oversampling, on three engines, until the prompts are used up."""
     engines, num_needed, num_started = 3, 6, 9
-    remaining, partial_groups, done, num_stale = list(PROMPTS[:34]), [[] for _ in range(engines)], [], 0
+    prompts_left, partial_groups, done, num_stale = list(PROMPTS[:34]), [[] for _ in range(engines)], [], 0
     for step in range(20):
         num_partial = sum(map(len, partial_groups))
-        new_prompts = remaining[: num_started - num_partial]
+        new_prompts = prompts_left[: num_started - num_partial]
         num_expected = min(num_needed, num_partial + len(new_prompts))
         queues = make_queues(len(new_prompts), engines, num_partial)
         policies = [DeterministicPolicy(step, pause=0.003) for _ in range(engines)]
         outcomes = raise_failures(
             gather_on_engines(policies, new_prompts, queues, num_expected, partial_groups, max_staleness=100)
         )
-        remaining = remaining[queues[0].count_claimed() :]
+        prompts_left = prompts_left[queues[0].count_claimed() :]
         rollouts = [rollout for out in outcomes for rollout in out.rollouts]
         # Exactly the needed groups, numbered in order of completion.
         assert (
@@ -404,7 +406,7 @@ def test_stops_and_resumes_surplus_groups_with_oversampling() -> None:
         done += rollouts
         partial_groups = [out.partials for out in outcomes]
         num_stale += sum(out.num_stale for out in outcomes)
-        if not remaining and not any(partial_groups):
+        if not prompts_left and not any(partial_groups):
             break
     assert sorted(rollout.prompt.id for rollout in done) == sorted(prompt.id for prompt in PROMPTS[:34] for _ in "ab")
     assert num_stale == 0 and step > 4
@@ -444,12 +446,12 @@ def test_restarts_partial_rollouts_beyond_max_staleness(max_staleness: int, num_
 
 def test_completed_partial_group_counts_before_others() -> None:
     """It needs no generation and comes before groups that do."""
-    ended = replace(make_halted(2), status="stop")
-    groups = [(make_halted(2), make_halted(2)), (ended, ended)]
+    finished = replace(make_halted(2), status="stop")
+    groups = [(make_halted(2), make_halted(2)), (finished, finished)]
     out = raise_failures(
         gather_on_engines(
             [DeterministicPolicy(version=3)], PROMPTS[:5], [GroupQueue(5, num_partial_groups=2)], 1, [groups]
         )
     )[0]
-    assert [rollout.token_ids.tolist() for rollout in out.rollouts] == [ended.token_ids.tolist()] * 2
+    assert [rollout.token_ids.tolist() for rollout in out.rollouts] == [finished.token_ids.tolist()] * 2
     assert [5, 5] in [[item.seed for item in group] for group in out.partials]

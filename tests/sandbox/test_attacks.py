@@ -15,22 +15,22 @@ from megarl.sandbox.results import Limits
 
 sys.path.append(str(Path(__file__).parent))
 import attacks  # noqa: E402
-import own_attacks  # noqa: E402
-from heavy import RESOURCE_ATTACKS  # noqa: E402
-from real_boxes import SyncSandbox, needs_boxes  # noqa: E402
-from waiting import COMMAND, find_idle_sandboxes, list_children, wait_until, warm  # noqa: E402
+import cross_sandbox_attacks  # noqa: E402
+from idle_sandboxes import COMMAND, find_idle_sandboxes, list_children, wait_until, warm  # noqa: E402
+from resource_attacks import RESOURCE_ATTACKS  # noqa: E402
+from sync_sandbox import SyncSandbox, needs_bubblewrap  # noqa: E402
 
-pytestmark = [needs_boxes, pytest.mark.alone]
+pytestmark = [needs_bubblewrap, pytest.mark.alone]
 SECRET = "SECRET-OF-THE-TRAINER-1f00"
-ATTACK_NAMES = re.findall(r"^def (\w+)", attacks.ATTACKS + own_attacks.ATTACKS, re.M)
+ATTACK_NAMES = re.findall(r"^def (\w+)", attacks.ATTACKS + cross_sandbox_attacks.ATTACKS, re.M)
 
 
 @pytest.fixture(scope="module")
-def box():
+def sandbox():
     os.environ["A_SECRET"] = SECRET
-    boxes = SyncSandbox(max_boxes=4, memory_mb=256)
-    yield boxes
-    boxes.close()
+    sandbox = SyncSandbox(max_boxes=4, memory_mb=256)
+    yield sandbox
+    sandbox.close()
     del os.environ["A_SECRET"]
 
 
@@ -54,27 +54,27 @@ def listeners():
 
 
 @pytest.fixture(scope="module", params=["new", "prepared"])
-def attack_results(request, box, listeners, tmp_path_factory):
+def attack_results(request, sandbox, listeners, tmp_path_factory):
     """What each attack obtained, in a new and in a prewarmed sandbox."""
     checkpoints = tmp_path_factory.mktemp("checkpoints")
     (checkpoints / "weights").write_text("weights")
     port, abstract, _ = listeners
     python = Path(os.path.realpath(sys.base_prefix)).parts[1]
     names = {"PORT": port, "ABSTRACT": abstract, "CHECKPOINTS": str(checkpoints), "PYTHON": [python]}
-    argument = "".join(f"{name} = {value!r}\n" for name, value in names.items())
-    argument += f"SECRET = bytes({list(SECRET.encode())}).decode()\n"  # so that a search does not find it in the source
-    source = f"{attacks.PRELUDE}\n{argument}\nbefore = set(globals()) | {{'before'}}\n{attacks.ATTACKS}"
-    source += f"{own_attacks.ATTACKS}\n{attacks.RUN_ATTACKS}"
+    script = "".join(f"{name} = {value!r}\n" for name, value in names.items())
+    script += f"SECRET = bytes({list(SECRET.encode())}).decode()\n"  # so that a search does not find it in the source
+    source = f"{attacks.PRELUDE}\n{script}\nbefore = set(globals()) | {{'before'}}\n{attacks.ATTACKS}"
+    source += f"{cross_sandbox_attacks.ATTACKS}\n{attacks.RUN_ATTACKS}"
     limits = Limits(seconds=60, output_bytes=1 << 20, memory_mb=256 if request.param == "prepared" else 300)
     if request.param == "prepared":
         for _ in range(5):
-            assert box.run_harness("send(0, 0)", 1, limits=limits).is_complete
-        wait_until(lambda: len(find_idle_sandboxes(box)) >= 4)
+            assert sandbox.run_harness("send(0, 0)", 1, limits=limits).is_complete
+        wait_until(lambda: len(find_idle_sandboxes(sandbox)) >= 4)
         time.sleep(2.0)
-    actual = box.run_harness(source, 1, limits=limits)
-    assert actual.is_complete, actual.run
-    assert (actual.results[0].pop("age") > 1.5) == (request.param == "prepared")
-    return actual.results[0]
+    result = sandbox.run_harness(source, 1, limits=limits)
+    assert result.is_complete, result.run
+    assert (result.results[0].pop("age") > 1.5) == (request.param == "prepared")
+    return result.results[0]
 
 
 @pytest.mark.parametrize("name", ATTACK_NAMES)
@@ -85,15 +85,15 @@ def test_attacks_obtain_nothing(attack_results, name):
 @pytest.fixture(scope="module")
 def resource_results():
     """All use one command, so that the first ones get prewarmed sandboxes."""
-    boxes = SyncSandbox(max_boxes=4, memory_mb=256)
-    warm(boxes)
-    yield boxes.all(
+    sandbox = SyncSandbox(max_boxes=4, memory_mb=256)
+    warm(sandbox)
+    yield sandbox.all(
         {
-            name: boxes.sandbox.run(COMMAND, {"main.py": source.encode()}, limits=limits)
+            name: sandbox.async_sandbox.run(COMMAND, {"main.py": source.encode()}, limits=limits)
             for name, (source, limits, _) in RESOURCE_ATTACKS.items()
         }
     )
-    boxes.close()
+    sandbox.close()
 
 
 @pytest.mark.parametrize("name", RESOURCE_ATTACKS)
@@ -106,38 +106,40 @@ def test_resource_attacks_stay_within_limits(resource_results, name):
 
 def test_attacks_do_not_disturb_idle_sandboxes():
     """Idle sandboxes run as the same user, and wait on pipes that look alike."""
-    boxes = SyncSandbox(max_boxes=4)
+    sandbox = SyncSandbox(max_boxes=4)
     try:
-        actual = warm(boxes)
-        pids = [boxes.sandbox.runner_pid, *actual, *actual.values()]
+        idle = warm(sandbox)
+        pids = [sandbox.async_sandbox.runner_pid, *idle, *idle.values()]
 
         def states():
             fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split() for pid in pids]
             return [(field[16], os.listdir(f"/proc/{pid}/task")) for pid, field in zip(pids, fields, strict=True)]
 
         before = states()
-        disrupted = boxes.run(["python3", "disrupt.py"], {"disrupt.py": own_attacks.DISRUPT_OTHERS.encode()})
+        disrupted = sandbox.run(
+            ["python3", "disrupt.py"], {"disrupt.py": cross_sandbox_attacks.DISRUPT_OTHERS.encode()}
+        )
         assert disrupted.reason in ("", "signal")  # depends on whether it finishes before it kills itself
         assert states() == before
-        assert not any(list_children(first) for first in actual.values())  # none has started its command
-        assert boxes.run(COMMAND, {"main.py": b"print(4)"}).stdout == b"4\n"
+        assert not any(list_children(first) for first in idle.values())  # none has started its command
+        assert sandbox.run(COMMAND, {"main.py": b"print(4)"}).stdout == b"4\n"
     finally:
-        boxes.close()
+        sandbox.close()
 
 
 def test_file_descriptors_sent_by_a_sandbox_are_not_received():
-    boxes = SyncSandbox(max_boxes=2)
+    sandbox = SyncSandbox(max_boxes=2)
     try:
         for _ in range(3):
-            boxes.run_harness("send(0, 0)", 1)
-        wait_until(lambda: len(find_idle_sandboxes(boxes)) == 2)
-        ends = f"/proc/{boxes.sandbox.runner_pid}/fd"
-        before = len(os.listdir(ends))
-        assert boxes.run_harness(own_attacks.SEND_FILE_DESCRIPTORS, 1).results == {}
-        wait_until(lambda: len(find_idle_sandboxes(boxes)) == 2)
-        assert len(os.listdir(ends)) < before + 20  # of 1000; sandboxes that start and end hold some
-        for end in os.listdir(ends):
+            sandbox.run_harness("send(0, 0)", 1)
+        wait_until(lambda: len(find_idle_sandboxes(sandbox)) == 2)
+        fd_folder = f"/proc/{sandbox.async_sandbox.runner_pid}/fd"
+        before = len(os.listdir(fd_folder))
+        assert sandbox.run_harness(cross_sandbox_attacks.SEND_FILE_DESCRIPTORS, 1).results == {}
+        wait_until(lambda: len(find_idle_sandboxes(sandbox)) == 2)
+        assert len(os.listdir(fd_folder)) < before + 20  # of 1000; sandboxes that start and end hold some
+        for end in os.listdir(fd_folder):
             with contextlib.suppress(FileNotFoundError):
-                assert os.readlink(f"{ends}/{end}") != "/usr"
+                assert os.readlink(f"{fd_folder}/{end}") != "/usr"
     finally:
-        boxes.close()
+        sandbox.close()

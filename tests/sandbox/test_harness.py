@@ -11,8 +11,8 @@ pytestmark = pytest.mark.alone
 NONCE = "ab" * 16
 
 
-def lines(*value):
-    return b"".join(f"{NONCE} {line}\n".encode() for line in value)
+def lines(*results):
+    return b"".join(f"{NONCE} {line}\n".encode() for line in results)
 
 
 def test_parses_results_by_number():

@@ -11,24 +11,24 @@ from megarl.sandbox.box_memory import list_descendants
 from megarl.sandbox.results import Limits
 
 sys.path.append(str(Path(__file__).parent))
-from real_boxes import SyncSandbox, needs_boxes  # noqa: E402
+from sync_sandbox import SyncSandbox, needs_bubblewrap  # noqa: E402
 
-pytestmark = [needs_boxes, pytest.mark.alone]
+pytestmark = [needs_bubblewrap, pytest.mark.alone]
 
 
 @pytest.fixture(scope="module")
-def box():
-    boxes = SyncSandbox(max_boxes=2)
-    yield boxes
-    boxes.close()
+def sandbox():
+    sandbox = SyncSandbox(max_boxes=2)
+    yield sandbox
+    sandbox.close()
 
 
 @pytest.fixture()
-def run(box):
-    session = box.interpreter(Limits(seconds=20, output_bytes=2000, memory_mb=200))
-    yield lambda code, seconds=None: box.wait(session.run(code, seconds))
-    box.wait(session.close())
-    assert box.wait(session.run("1")).reason == "closed"
+def run(sandbox):
+    session = sandbox.interpreter(Limits(seconds=20, output_bytes=2000, memory_mb=200))
+    yield lambda code, seconds=None: sandbox.wait(session.run(code, seconds))
+    sandbox.wait(session.close())
+    assert sandbox.wait(session.run("1")).reason == "closed"
 
 
 def test_keeps_names_between_calls(run):
@@ -83,38 +83,38 @@ def test_children_and_threads_cannot_reply(run):
     assert run("2").stdout.endswith("2\n")
 
 
-def test_pauses_between_calls(box, run):
+def test_pauses_between_calls(sandbox, run):
     """Threads and child processes stop, because nothing enforces limits between calls."""
     run("import os, threading, time\nn = 0\ndef count():\n    global n\n    while True: n += 1")
     run("threading.Thread(target=count, daemon=True).start()\nif os.fork() == 0:\n    while True: pass")
     before = run("n").stdout
     time.sleep(0.5)
     states = []
-    for pid in list_descendants(box.sandbox.runner_pid):
+    for pid in list_descendants(sandbox.async_sandbox.runner_pid):
         if b"an interpreter" in Path(f"/proc/{pid}/cmdline").read_bytes():
             states.append(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0])
     assert len(states) >= 2 and set(states) <= {"T", "S"} and states.count("T") >= 2
     assert run("n").ok and before
 
 
-def test_serializes_concurrent_calls(box):
-    async def both():
-        async with await box.sandbox.interpreter() as session:
+def test_serializes_concurrent_calls(sandbox):
+    async def run_concurrently():
+        async with await sandbox.async_sandbox.interpreter() as session:
             calls = [session.run(f"import time; time.sleep(0.1); x = {i}; x") for i in range(3)]
             return [output.stdout for output in await asyncio.gather(*calls)]
 
-    assert box.wait(both()) == ["0\n", "1\n", "2\n"]
+    assert sandbox.wait(run_concurrently()) == ["0\n", "1\n", "2\n"]
 
 
-def test_cancellation_resets_the_session(box):
+def test_cancellation_resets_the_session(sandbox):
     async def cancelled():
-        async with await box.sandbox.interpreter() as session:
+        async with await sandbox.async_sandbox.interpreter() as session:
             await session.run("x = 1")
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(session.run("while True: pass"), 0.3)
             return await session.run("x")
 
-    assert "NameError" in box.wait(cancelled()).stderr
+    assert "NameError" in sandbox.wait(cancelled()).stderr
 
 
 def test_a_forged_reply_ends_only_its_call(run):
@@ -128,15 +128,15 @@ def test_handles_unicode_and_invalid_bytes(run):
     assert run("").ok and run("# only a comment").ok and run("x = 1;").ok
 
 
-def test_idle_sessions_do_not_count_as_running(box):
-    async def many():
-        sessions = [await box.sandbox.interpreter() for _ in range(6)]
+def test_idle_sessions_do_not_count_as_running(sandbox):
+    async def open_sessions():
+        sessions = [await sandbox.async_sandbox.interpreter() for _ in range(6)]
         outputs = await asyncio.gather(*(session.run(f"x = {i}") for i, session in enumerate(sessions)))
         assert all(output.ok for output in outputs)
-        assert (await box.sandbox.run(["true"])).ok
+        assert (await sandbox.async_sandbox.run(["true"])).ok
         outputs = await asyncio.gather(*(session.run("x") for session in sessions))
         assert [output.stdout for output in outputs] == [f"{i}\n" for i in range(6)]
         for session in sessions:
             await session.close()
 
-    box.wait(many())
+    sandbox.wait(open_sessions())

@@ -15,8 +15,8 @@ from megarl.sandbox.results import Limits
 from megarl.sandbox.runner_client import SandboxError
 
 sys.path.append(str(Path(__file__).parent))
-from real_boxes import SyncSandbox, needs_boxes  # noqa: E402
-from waiting import COMMAND, PRINT_AGE, find_idle_sandboxes, is_running, wait_until, warm  # noqa: E402
+from idle_sandboxes import COMMAND, PRINT_AGE, find_idle_sandboxes, is_running, wait_until, warm  # noqa: E402
+from sync_sandbox import SyncSandbox, needs_bubblewrap  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -24,44 +24,44 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def box():
-    boxes = SyncSandbox(max_boxes=16)
-    yield boxes
-    boxes.close()
+def sandbox():
+    sandbox = SyncSandbox(max_boxes=16)
+    yield sandbox
+    sandbox.close()
 
 
 def wait_until_exited(pids):
     wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
-@needs_boxes
-def test_repeated_commands_get_prewarmed_sandboxes(box):
-    warm(box)
+@needs_bubblewrap
+def test_repeated_commands_get_prewarmed_sandboxes(sandbox):
+    warm(sandbox)
     time.sleep(0.5)
     source = PRINT_AGE.format(clock=os.sysconf("SC_CLK_TCK")).encode()
-    assert float(box.run(COMMAND, {"main.py": source}).stdout) >= 0.3
-    assert float(box.run(["python3", "-B", "main.py"], {"main.py": source}).stdout) < 0.3
+    assert float(sandbox.run(COMMAND, {"main.py": source}).stdout) >= 0.3
+    assert float(sandbox.run(["python3", "-B", "main.py"], {"main.py": source}).stdout) < 0.3
 
 
-@needs_boxes
-def test_limits_idle_sandboxes(box):
+@needs_bubblewrap
+def test_limits_idle_sandboxes(sandbox):
     for name in ("a", "b", "c"):
         for _ in range(MAX_IDLE_PER_SPEC + 3):
-            assert box.run(["sh", "-c", "true", name]).ok
-            assert len(find_idle_sandboxes(box)) <= MAX_IDLE + 1  # the last run may still be exiting
+            assert sandbox.run(["sh", "-c", "true", name]).ok
+            assert len(find_idle_sandboxes(sandbox)) <= MAX_IDLE + 1  # the last run may still be exiting
         time.sleep(0.3)
-        assert len(find_idle_sandboxes(box)) <= MAX_IDLE
-    small = SyncSandbox(max_boxes=2)
+        assert len(find_idle_sandboxes(sandbox)) <= MAX_IDLE
+    small_sandbox = SyncSandbox(max_boxes=2)
     try:
-        warm(small, idle=2)
+        warm(small_sandbox, idle=2)
         time.sleep(0.3)
-        assert len(find_idle_sandboxes(small)) == 2
+        assert len(find_idle_sandboxes(small_sandbox)) == 2
     finally:
-        small.close()
+        small_sandbox.close()
 
 
-@needs_boxes
-def test_uses_each_sandbox_once(box):
+@needs_bubblewrap
+def test_uses_each_sandbox_once(sandbox):
     """Each run has its own namespaces and empty folders, and leaves nothing to the next."""
     source = b"""
 import os
@@ -71,32 +71,32 @@ print(os.listdir("/tmp"), os.listdir("/dev/shm"))
 open("/tmp/left", "w"), open("/dev/shm/left", "w")
 os.fork() or os.execlp("sleep", "sleep", "61.0625")
 """
-    warm(box)
-    runs = {n: box.sandbox.run(COMMAND, {"main.py": source}) for n in range(12)}
-    output = [result.stdout.decode() for result in box.all(runs).values()]
+    warm(sandbox)
+    runs = {n: sandbox.async_sandbox.run(COMMAND, {"main.py": source}) for n in range(12)}
+    output = [result.stdout.decode() for result in sandbox.all(runs).values()]
     assert all(line.endswith(":['main.py'] []\n") for line in output), output
     assert len(set(output)) == len(output)  # the kernel reuses the number of a namespace alone
     assert "sleep 61.0625" not in os.popen("ps -eo args").read()
 
 
-@needs_boxes
-def test_replaces_a_killed_idle_sandbox(box):
-    before = warm(box)
-    outer, first = next(iter(before.items()))
+@needs_bubblewrap
+def test_replaces_a_killed_idle_sandbox(sandbox):
+    before = warm(sandbox)
+    bwrap_pid, first = next(iter(before.items()))
     os.kill(first, signal.SIGKILL)
-    wait_until_exited([outer, first])
-    after = wait_until(lambda: len(actual := find_idle_sandboxes(box)) >= 4 and actual)
-    assert outer not in after
-    assert box.run(COMMAND, {"main.py": b"print(1)"}).stdout == b"1\n"
+    wait_until_exited([bwrap_pid, first])
+    after = wait_until(lambda: len(idle := find_idle_sandboxes(sandbox)) >= 4 and idle)
+    assert bwrap_pid not in after
+    assert sandbox.run(COMMAND, {"main.py": b"print(1)"}).stdout == b"1\n"
 
 
-@needs_boxes
-@pytest.mark.parametrize("which", ["the first process", "bubblewrap"])
-def test_runs_after_all_idle_sandboxes_die(box, which):
+@needs_bubblewrap
+@pytest.mark.parametrize("failure", ["the first process", "bubblewrap"])
+def test_runs_after_all_idle_sandboxes_die(sandbox, failure):
     """The runner is stopped meanwhile, so the request arrives together with the exits."""
-    actual = warm(box)
-    os.kill(box.sandbox.runner_pid, signal.SIGSTOP)
-    pids = actual.values() if which == "the first process" else actual
+    idle = warm(sandbox)
+    os.kill(sandbox.async_sandbox.runner_pid, signal.SIGSTOP)
+    pids = idle.values() if failure == "the first process" else idle
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     wait_until_exited(pids)
@@ -104,16 +104,16 @@ def test_runs_after_all_idle_sandboxes_die(box, which):
     async def run_while_stopped():
         import asyncio
 
-        run = asyncio.ensure_future(box.sandbox.run(COMMAND, {"main.py": b"print(2)"}))
+        run = asyncio.ensure_future(sandbox.async_sandbox.run(COMMAND, {"main.py": b"print(2)"}))
         await asyncio.sleep(0.2)
-        os.kill(box.sandbox.runner_pid, signal.SIGCONT)
+        os.kill(sandbox.async_sandbox.runner_pid, signal.SIGCONT)
         return await run
 
-    assert box.wait(run_while_stopped()).stdout == b"2\n"
+    assert sandbox.wait(run_while_stopped()).stdout == b"2\n"
 
 
-@needs_boxes
-def test_prewarmed_sandboxes_apply_new_limits(box):
+@needs_bubblewrap
+def test_prewarmed_sandboxes_apply_new_limits(sandbox):
     """Earlier runs had other limits."""
     source = b"""
 import os, resource
@@ -122,88 +122,88 @@ print(room.f_blocks * room.f_frsize >> 20, room.f_files, resource.getrlimit(reso
       resource.getrlimit(resource.RLIMIT_FSIZE)[1] >> 20, os.path.exists("/proc/self/fd/3"))
 """
     for disk, files in ((64, 4096), (8, 100), (200, 9000)):
-        warm(box)
+        warm(sandbox)
         limits = Limits(disk_mb=disk, files=files, open_files=50 + disk)
-        output = box.run(COMMAND, {"main.py": source}, limits=limits).stdout.split()
+        output = sandbox.run(COMMAND, {"main.py": source}, limits=limits).stdout.split()
         assert output == [str(n).encode() for n in (disk, files + 8, 50 + disk, disk, False)]
     full = b"x" * (1 << 20)
     with pytest.raises(SandboxError, match="No space left"):
-        box.run(COMMAND, {"main.py": b"", **{f"f{n}": full for n in range(5)}}, limits=Limits(disk_mb=2))
-    assert box.run(COMMAND, {"main.py": b"print(3)"}).stdout == b"3\n"
+        sandbox.run(COMMAND, {"main.py": b"", **{f"f{n}": full for n in range(5)}}, limits=Limits(disk_mb=2))
+    assert sandbox.run(COMMAND, {"main.py": b"print(3)"}).stdout == b"3\n"
 
 
-@needs_boxes
-def test_idle_sandboxes_hold_both_ends_of_their_gate(box):
+@needs_bubblewrap
+def test_idle_sandboxes_hold_both_ends_of_their_gate(sandbox):
     """Bubblewrap treats end of file like a start signal, so the first process keeps the write end open."""
 
     def is_gate_held(first):
         try:
-            ends = [os.readlink(f"/proc/{first}/fd/{end}") for end in (9, 13)]
+            gate_pipes = [os.readlink(f"/proc/{first}/fd/{end}") for end in (9, 13)]
         except FileNotFoundError:  # the last sandbox is exiting
             return False
-        return ends[0] == ends[1] and ends[0].startswith("pipe:")
+        return gate_pipes[0] == gate_pipes[1] and gate_pipes[0].startswith("pipe:")
 
-    warm(box)
-    assert wait_until(lambda: len(actual := find_idle_sandboxes(box)) >= 4 and all(map(is_gate_held, actual.values())))
+    warm(sandbox)
+    assert wait_until(lambda: len(idle := find_idle_sandboxes(sandbox)) >= 4 and all(map(is_gate_held, idle.values())))
 
 
-@needs_boxes
+@needs_bubblewrap
 def test_closing_ends_idle_sandboxes():
-    boxes = SyncSandbox()
-    actual = warm(boxes)
-    runner = boxes.sandbox.runner_pid
-    boxes.close()
-    wait_until_exited([*actual, *actual.values(), runner])
+    sandbox = SyncSandbox()
+    idle = warm(sandbox)
+    runner = sandbox.async_sandbox.runner_pid
+    sandbox.close()
+    wait_until_exited([*idle, *idle.values(), runner])
 
 
 OWNER = """
 import os, sys
 sys.path.append("tests/sandbox")
-from real_boxes import SyncSandbox
-from waiting import warm
-boxes = SyncSandbox()
-found = warm(boxes)
-print(boxes.sandbox.runner_pid, boxes.sandbox._client._process.pid, *found, *found.values(), flush=True)
+from sync_sandbox import SyncSandbox
+from idle_sandboxes import warm
+sandbox = SyncSandbox()
+idle = warm(sandbox)
+print(sandbox.async_sandbox.runner_pid, sandbox.async_sandbox._client._process.pid, *idle, *idle.values(), flush=True)
 if sys.argv[1] == "exit":
     sys.exit()
 sys.stdin.read()
 """
 
 
-@needs_boxes
+@needs_bubblewrap
 @pytest.mark.parametrize("victim", ["exit", "owner", "runner", "its parent"])
 def test_idle_sandboxes_end_with_their_owner(victim):
     command = [sys.executable, "-c", OWNER, victim]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
-        runner, parent, *remaining = map(int, owner.stdout.readline().split())
-        assert len(remaining) >= 8
+        runner, parent, *idle_pids = map(int, owner.stdout.readline().split())
+        assert len(idle_pids) >= 8
         if victim != "exit":
             os.kill({"owner": owner.pid, "runner": runner, "its parent": parent}[victim], signal.SIGKILL)
-        wait_until_exited([runner, parent, *remaining])
+        wait_until_exited([runner, parent, *idle_pids])
         owner.kill()
 
 
-@needs_boxes
+@needs_bubblewrap
 def test_starting_sandboxes_end_with_the_runner():
     """Kills the runner at several stages of startup, also before the first process is bound to its bubblewrap."""
-    boxes = SyncSandbox()
+    sandbox = SyncSandbox()
     try:
         for delay in (0.0, 0.001, 0.002, 0.004, 0.008):
 
             async def kill_during_startup(delay=delay):
                 import asyncio
 
-                await boxes.sandbox.run(["true"])
-                runner = boxes.sandbox.runner_pid
-                runs = [asyncio.ensure_future(boxes.sandbox.run(["sleep", "62.0625"])) for _ in range(4)]
+                await sandbox.async_sandbox.run(["true"])
+                runner = sandbox.async_sandbox.runner_pid
+                runs = [asyncio.ensure_future(sandbox.async_sandbox.run(["sleep", "62.0625"])) for _ in range(4)]
                 await asyncio.sleep(delay)
                 os.kill(runner, signal.SIGKILL)
                 await asyncio.gather(*runs, return_exceptions=True)
 
-            boxes.wait(kill_during_startup())
+            sandbox.wait(kill_during_startup())
             wait_until(lambda: "62.0625" not in os.popen("ps -eo args").read())
     finally:
-        boxes.close()
+        sandbox.close()
 
 
 class FakeNamespace:
@@ -248,21 +248,21 @@ class FakeRunner:
 @pytest.fixture()
 def pool(monkeypatch):
     monkeypatch.setattr(namespace_module, "BoxNamespace", FakeNamespace)
-    now = [100.0]
-    monkeypatch.setattr(namespace_module.time, "monotonic", lambda: now[0])
+    clock = [100.0]
+    monkeypatch.setattr(namespace_module.time, "monotonic", lambda: clock[0])
     runner = FakeRunner()
-    actual = WarmPool(runner, 16)
-    actual.runner, actual.now = runner, now
+    pool = WarmPool(runner, 16)
+    pool.runner, pool.now = runner, clock
 
     def fill():
         for _ in range(50):
-            if actual.refill(now[0]) > now[0]:
+            if pool.refill(clock[0]) > clock[0]:
                 break
-        return [item.spec.command[0] for item in actual._idle]
+        return [item.spec.command[0] for item in pool._idle]
 
-    actual.fill = fill
-    actual.take_named = lambda name, disk=64: actual.take(BoxSpec((name,), False, 1), disk, 100)
-    return actual
+    pool.fill = fill
+    pool.take_named = lambda name, disk=64: pool.take(BoxSpec((name,), False, 1), disk, 100)
+    return pool
 
 
 def test_does_not_prewarm_one_time_commands(pool):
@@ -308,9 +308,9 @@ def test_replaces_a_lost_namespace_after_a_delay(pool):
     for _ in range(5):
         pool.take_named("a")
     pool.fill()
-    lost = pool._idle[1]
-    lost.on_exited()
-    assert pool.fill() == ["a"] * 3 and lost.is_finished
+    lost_namespace = pool._idle[1]
+    lost_namespace.on_exited()
+    assert pool.fill() == ["a"] * 3 and lost_namespace.is_finished
     assert pool.refill(pool.now[0]) == pool.now[0] + namespace_module.AGAIN_S
     pool.now[0] += namespace_module.AGAIN_S
     assert pool.fill() == ["a"] * 4
@@ -320,8 +320,8 @@ def test_does_not_retry_failing_specs(pool):
     for _ in range(3):
         with pytest.raises(OSError, match="refused"):
             pool.take_named("refused")
-    created = len(pool.runner.namespaces)
-    assert pool.fill() == [] and len(pool.runner.namespaces) == created + 1
+    num_created = len(pool.runner.namespaces)
+    assert pool.fill() == [] and len(pool.runner.namespaces) == num_created + 1
     for _ in range(3):
         pool.take_named("a")
     pool.now[0] += namespace_module.AGAIN_S

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parent))
-from real_boxes import needs_boxes  # noqa: E402
+from sync_sandbox import needs_bubblewrap  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "megarl/sandbox/README.md").read_text(encoding="utf-8")
 
 
-@needs_boxes
+@needs_bubblewrap
 def test_readme_example_runs():
     code = re.search(r"```python\n(.*?)```", README, re.S).group(1)
     assert len([line for line in code.splitlines() if line.strip()]) < 15

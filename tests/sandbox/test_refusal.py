@@ -15,13 +15,13 @@ from megarl.sandbox.harness import PROBE_LIMITS, PROBE_SOURCE, list_faults
 from megarl.sandbox.results import Limits, Result
 
 sys.path.append(str(Path(__file__).parent))
-from real_boxes import SyncSandbox, needs_boxes  # noqa: E402
+from sync_sandbox import SyncSandbox, needs_bubblewrap  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
 
 def read_refusal(sandbox, call="probe"):
-    async def use():
+    async def use_sandbox():
         try:
             if call == "run":
                 await sandbox.run(["true"])
@@ -32,9 +32,9 @@ def read_refusal(sandbox, call="probe"):
         finally:
             await sandbox.close()
 
-    with pytest.raises(ConfigError) as caught:
-        asyncio.run(use())
-    message = str(caught.value)
+    with pytest.raises(ConfigError) as error:
+        asyncio.run(use_sandbox())
+    message = str(error.value)
     assert "\n" not in message and message.startswith("sandbox.backend")
     return message
 
@@ -68,7 +68,7 @@ from megarl.sandbox.runner import main
 
 
 @pytest.mark.parametrize(
-    ("script", "why"),
+    ("script", "reason"),
     [
         (
             "#!/bin/sh\necho 'bwrap: Creating new namespace failed: Operation not permitted' >&2\nexit 1\n",
@@ -77,14 +77,14 @@ from megarl.sandbox.runner import main
         ("#!/bin/sh\nexit 0\n", "without an error message"),
     ],
 )
-@needs_boxes
-def test_refuses_with_a_broken_bubblewrap(monkeypatch, script, why):
+@needs_bubblewrap
+def test_refuses_with_a_broken_bubblewrap(monkeypatch, script, reason):
     path = Path("/tmp") / f"bwrap-{os.getpid()}"
     path.write_text(script)
     path.chmod(0o755)
     monkeypatch.setattr(runner_client.shutil, "which", lambda *args, **kwargs: str(path))
     try:
-        assert why in read_refusal(Sandbox(SandboxConfig()))
+        assert reason in read_refusal(Sandbox(SandboxConfig()))
     finally:
         path.unlink()
 
@@ -97,12 +97,12 @@ def test_lists_faults_of_the_probe():
     ]
 
 
-@needs_boxes
+@needs_bubblewrap
 def test_probe_detects_missing_isolation():
     """Without a sandbox, nearly every check reports a fault."""
-    boxes = SyncSandbox(backend="none")
-    actual = boxes.run_harness(PROBE_SOURCE, 1, limits=PROBE_LIMITS)
-    boxes.close()
+    sandbox = SyncSandbox(backend="none")
+    actual = sandbox.run_harness(PROBE_SOURCE, 1, limits=PROBE_LIMITS)
+    sandbox.close()
     faults = list_faults(actual.results[0], actual.run)
     assert {"it sees users of this machine", "it can make network sockets", "it sees other processes"} <= set(faults)
     if os.getuid() == 0:
@@ -110,22 +110,22 @@ def test_probe_detects_missing_isolation():
 
 
 def test_backend_none_warns_and_runs_unprotected():
-    boxes = SyncSandbox(backend="none")
+    sandbox = SyncSandbox(backend="none")
     try:
-        probe = boxes.probe()
+        probe = sandbox.probe()
         assert probe.layers == () and "NOTHING protects" in str(probe)
-        result = boxes.run(
+        result = sandbox.run(
             ["python3", "-c", "print(open('a').read()); open('b', 'w').write('c')"], {"a": b"x"}, fetch=["b"]
         )
         assert result.ok and result.stdout == b"x\n" and result.files == {"b": b"c"}
-        assert boxes.run(["sleep", "30"], limits=Limits(seconds=0.5)).reason == "time"
-        assert boxes.run(["sh", "-c", "exit 4"]).status == 4
-        assert boxes.run_harness("send(0, 1)", 1).results == {0: 1}
-        session = boxes.interpreter()
-        assert boxes.wait(session.run("1 + 1")).stdout == "2\n"
-        assert "MEGARL" not in boxes.run(["env"]).stdout.decode()
+        assert sandbox.run(["sleep", "30"], limits=Limits(seconds=0.5)).reason == "time"
+        assert sandbox.run(["sh", "-c", "exit 4"]).status == 4
+        assert sandbox.run_harness("send(0, 1)", 1).results == {0: 1}
+        session = sandbox.interpreter()
+        assert sandbox.wait(session.run("1 + 1")).stdout == "2\n"
+        assert "MEGARL" not in sandbox.run(["env"]).stdout.decode()
     finally:
-        boxes.close()
+        sandbox.close()
 
 
 @pytest.mark.parametrize("backend", ["docker", "ftp://x", "", "HTTP"])
@@ -170,7 +170,7 @@ print(frames)
 """
 
 
-@needs_boxes
+@needs_bubblewrap
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_works_for_unprivileged_users(tmp_path):
     """Uses the system's Python, which every user can read."""

@@ -10,10 +10,10 @@ import pytest
 from megarl.sandbox.results import Limits
 
 sys.path.append(str(Path(__file__).parent))
-from hacks import HACKS  # noqa: E402
-from real_boxes import SyncSandbox, needs_boxes  # noqa: E402
+from reward_hacks import HACKS  # noqa: E402
+from sync_sandbox import SyncSandbox, needs_bubblewrap  # noqa: E402
 
-pytestmark = [needs_boxes, pytest.mark.alone]
+pytestmark = [needs_bubblewrap, pytest.mark.alone]
 INPUTS, ANSWERS = [[2, 3], [10, -4], [0, 0]], [5, 6, 0]
 HARNESS = """
 import json
@@ -53,21 +53,21 @@ def count_correct(result):
 
 @pytest.fixture(scope="module")
 def graded():
-    boxes = SyncSandbox(max_boxes=4)
+    sandbox = SyncSandbox(max_boxes=4)
     limits = Limits(seconds=3, output_bytes=1 << 18)
     programs = {"honest": HONEST, **HACKS, "insider": "FORGED = [1, 2, 3]" + INSIDER}
-    began = time.monotonic()
-    result = boxes.all(
+    started = time.monotonic()
+    result = sandbox.all(
         {
-            name: boxes.sandbox.run_harness(
+            name: sandbox.async_sandbox.run_harness(
                 HARNESS, 3, {"task.json": json.dumps([program, INPUTS]).encode()}, limits=limits
             )
             for name, program in programs.items()
         }
     )
-    assert time.monotonic() - began < 300
+    assert time.monotonic() - started < 300
     yield result
-    boxes.close()
+    sandbox.close()
 
 
 def test_honest_program_passes(graded):

@@ -17,13 +17,13 @@ pytestmark = pytest.mark.alone
 
 
 @asynccontextmanager
-async def service(folder, answer=None, seen=None):
+async def service(folder, answer=None, requests=None):
     """Start a server that runs code on this machine, and yield a sandbox that uses it."""
 
     async def run_code(request):
         body = await request.json()
-        if seen is not None:
-            seen.append(body)
+        if requests is not None:
+            requests.append(body)
         if answer is not None:
             return await answer(body) if callable(answer) else web.json_response(answer)
         for name, content in body["files"].items():
@@ -44,14 +44,14 @@ async def service(folder, answer=None, seen=None):
             result |= {"return_code": done.returncode, "stdout": done.stdout.decode(), "stderr": done.stderr.decode()}
         except subprocess.TimeoutExpired:
             result |= {"status": "TimeLimitExceeded", "return_code": None}
-        good = result["return_code"] == 0
+        correct = result["return_code"] == 0
         files = {
             name: base64.b64encode((folder / name).read_bytes()).decode()
             for name in body["fetch_files"]
             if (folder / name).is_file()
         }
         response = {
-            "status": "Success" if good else "Failed",
+            "status": "Success" if correct else "Failed",
             "message": "",
             "compile_result": None,
             "run_result": result,
@@ -73,16 +73,16 @@ async def service(folder, answer=None, seen=None):
         await runner.cleanup()
 
 
-def use_service(folder, use, **value):
+def use_service(folder, use_sandbox, **kwargs):
     async def main():
-        async with service(folder, **value) as sandbox:
-            return await use(sandbox)
+        async with service(folder, **kwargs) as sandbox:
+            return await use_sandbox(sandbox)
 
     return asyncio.run(main())
 
 
 def test_runs_commands(tmp_path):
-    async def use(sandbox):
+    async def use_sandbox(sandbox):
         assert (await sandbox.probe()).layers == ("the service's sandbox",)
         return [
             await sandbox.run(
@@ -96,32 +96,38 @@ def test_runs_commands(tmp_path):
             await sandbox.run(["sh", "-c", "yes | head -c 5000"], limits=Limits(output_bytes=1000)),
         ]
 
-    good, bad, slow, much = use_service(tmp_path, use)
-    assert good.ok and good.stdout == b"in it's\n" and good.files == {"c": b"\xff"}
-    assert (bad.ok, bad.status, bad.reason, bad.stderr) == (False, 3, "exit", b"a b;c\n")
+    correct, wrong, slow, long = use_service(tmp_path, use_sandbox)
+    assert correct.ok and correct.stdout == b"in it's\n" and correct.files == {"c": b"\xff"}
+    assert (wrong.ok, wrong.status, wrong.reason, wrong.stderr) == (False, 3, "exit", b"a b;c\n")
     assert (slow.reason, slow.status) == ("time", None)
-    assert much.reason == "output" and len(much.stdout) == 1000
+    assert long.reason == "output" and len(long.stdout) == 1000
 
 
 def test_harness_results_come_from_a_file(tmp_path):
-    async def use(sandbox):
-        right = await sandbox.run_harness("for i in range(3): print(i); send(i, [i, open('x').read()])", 3, {"x": b"y"})
-        cut = await sandbox.run_harness("import os; send(0, 1); os._exit(0)", 2)
-        return right, cut
+    async def use_sandbox(sandbox):
+        complete = await sandbox.run_harness(
+            "for i in range(3): print(i); send(i, [i, open('x').read()])", 3, {"x": b"y"}
+        )
+        crashed = await sandbox.run_harness("import os; send(0, 1); os._exit(0)", 2)
+        return complete, crashed
 
-    right, cut = use_service(tmp_path, use)
-    assert right.is_complete and right.results == {i: [i, "y"] for i in range(3)} and right.run.stdout == b"0\n1\n2\n"
-    assert not right.run.files and not cut.is_complete and cut.results == {0: 1}
+    complete, crashed = use_service(tmp_path, use_sandbox)
+    assert (
+        complete.is_complete
+        and complete.results == {i: [i, "y"] for i in range(3)}
+        and complete.run.stdout == b"0\n1\n2\n"
+    )
+    assert not complete.run.files and not crashed.is_complete and crashed.results == {0: 1}
 
 
 def test_sends_the_documented_request(tmp_path):
-    seen = []
+    requests = []
 
-    async def use(sandbox):
+    async def use_sandbox(sandbox):
         await sandbox.run(["true"], {"x": b"\0"}, b"\xff", Limits(seconds=7, memory_mb=99), ["y"])
 
-    use_service(tmp_path, use, seen=seen)
-    assert seen == [
+    use_service(tmp_path, use_sandbox, requests=requests)
+    assert requests == [
         {
             "language": "bash",
             "code": "exec true",
@@ -146,10 +152,10 @@ def test_limits_concurrent_requests(tmp_path):
         concurrent -= 1
         return web.json_response({"status": "Success", "run_result": {"return_code": 0}})
 
-    async def use(sandbox):
+    async def use_sandbox(sandbox):
         return await asyncio.gather(*(sandbox.run(["true"]) for _ in range(12)))
 
-    assert all(result.ok for result in use_service(tmp_path, use, answer=answer)) and max_concurrent == 3
+    assert all(result.ok for result in use_service(tmp_path, use_sandbox, answer=answer)) and max_concurrent == 3
 
 
 @pytest.mark.parametrize(
@@ -171,11 +177,11 @@ def test_invalid_responses_are_errors(tmp_path):
     async def busy(body):
         return web.Response(status=503, text="busy")
 
-    async def odd(body):
+    async def invalid(body):
         return web.Response(text="{", content_type="text/plain")
 
-    for answer, why in ((busy, "503"), (odd, "does not answer correctly")):
-        with pytest.raises(SandboxError, match=why):
+    for answer, reason in ((busy, "503"), (invalid, "does not answer correctly")):
+        with pytest.raises(SandboxError, match=reason):
             use_service(tmp_path, lambda sandbox: sandbox.run(["true"]), answer=answer)
     with pytest.raises(ConfigError, match=r"^sandbox.backend: .*start the service"):
         use_service(tmp_path, lambda sandbox: sandbox.probe(), answer=busy)
@@ -188,10 +194,10 @@ def test_returns_only_requested_files(tmp_path):
         "files": {"a": "YQ==", "../b": "YQ==", "c": "?", "d": 1},
     }
 
-    async def use(sandbox):
+    async def use_sandbox(sandbox):
         return await sandbox.run(["true"], fetch=["a", "c", "d"])
 
-    assert use_service(tmp_path, use, answer=response).files == {"a": b"a"}
+    assert use_service(tmp_path, use_sandbox, answer=response).files == {"a": b"a"}
 
 
 def test_probe_fails_when_nothing_listens():

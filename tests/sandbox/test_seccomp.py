@@ -19,25 +19,29 @@ ALLOW, KILL = "allow", "kill"
 @functools.cache
 def read_instructions(machine):
     program = seccomp.build_filter(machine)
-    return [struct.unpack_from("=HBBI", program, at) for at in range(0, len(program), 8)]
+    return [struct.unpack_from("=HBBI", program, position) for position in range(0, len(program), 8)]
 
 
 def run_filter(machine, number, *arguments, architecture=None):
     """Return the verdict on a call: allow, kill, or the name of an error."""
     code = read_instructions(machine)
     data = struct.pack("<IIQ6Q", number, architecture or MACHINES[machine], 0, *arguments, *[0] * (6 - len(arguments)))
-    at = value = 0
+    position = accumulator = 0
     while True:
-        kind, yes, no, k = code[at]
-        at += 1
+        kind, jump_true, jump_false, k = code[position]
+        position += 1
         if kind == 0x20:
-            value = struct.unpack_from("<I", data, k)[0]
+            accumulator = struct.unpack_from("<I", data, k)[0]
         elif kind == 0x54:
-            value &= k
+            accumulator &= k
         elif kind == 0x06:
             return {0x7FFF0000: ALLOW, 0x80000000: KILL}.get(k) or errno.errorcode[k & 0xFFFF]
         else:
-            at += yes if {0x15: value == k, 0x25: value > k, 0x45: bool(value & k)}[kind] else no
+            position += (
+                jump_true
+                if {0x15: accumulator == k, 0x25: accumulator > k, 0x45: bool(accumulator & k)}[kind]
+                else jump_false
+            )
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -56,8 +60,8 @@ def test_numbers_match_libseccomp(machine):
     resolve = ctypes.CDLL(name).seccomp_syscall_resolve_name_arch
     resolve.argtypes = [ctypes.c_uint32, ctypes.c_char_p]
     column = list(MACHINES).index(machine)
-    others = {"clone": 56, "clone3": 435, "socket": 41, "ioctl": 16, "mmap": 9} if column == 0 else {}
-    for call, number in {**{name: row[column] for name, row in seccomp.DENIED.items()}, **others}.items():
+    other_syscalls = {"clone": 56, "clone3": 435, "socket": 41, "ioctl": 16, "mmap": 9} if column == 0 else {}
+    for call, number in {**{name: row[column] for name, row in seccomp.DENIED.items()}, **other_syscalls}.items():
         result = resolve(MACHINES[machine], call.encode())
         assert (result if result >= 0 else None) == number, call
 

@@ -81,10 +81,12 @@ class Cluster:
             if state in ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "COMPLETED"):
                 break
             time.sleep(0.5)
-        facts = self.fields(job)
-        output = Path(facts["StdOut"])
+        job_fields = self.fields(job)
+        output = Path(job_fields["StdOut"])
         text = output.read_text()[-6000:] if output.is_file() else "no output"
-        pytest.fail(f"job {job} is {facts['JobState']} ({facts['Reason']}), not {states}:\n{text}{self.logs()}")
+        pytest.fail(
+            f"job {job} is {job_fields['JobState']} ({job_fields['Reason']}), not {states}:\n{text}{self.logs()}"
+        )
 
     def logs(self) -> str:
         return "".join(f"\n--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(self.folder.glob("*.log")))

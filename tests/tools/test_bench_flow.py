@@ -23,23 +23,29 @@ def test_rollouts_have_the_requested_lengths() -> None:
     for group in range(2):
         sizes = lengths(shape, group).tolist()
         rollouts = list(answers(shape, group))
-        assert [len(item.prompt) + sum(len(ids) for ids, _ in item.turns) for item in rollouts] == sizes
+        assert [len(rollout.prompt) + sum(len(ids) for ids, _ in rollout.turns) for rollout in rollouts] == sizes
         assert all(40 <= size <= 90 for size in sizes)
-        for item, size in zip(rollouts, sizes, strict=True):
-            assert item.prompt is rollouts[0].prompt
-            assert [len(logprobs) == len(ids) for ids, logprobs in item.turns] == [True, False, True, False, True]
-            assert item.routing is not None and item.routing.shape == (size - 1, 2, 4) and item.routing.dtype == "uint8"
+        for rollout, size in zip(rollouts, sizes, strict=True):
+            assert rollout.prompt is rollouts[0].prompt
+            assert [len(logprobs) == len(ids) for ids, logprobs in rollout.turns] == [True, False, True, False, True]
+            assert (
+                rollout.routing is not None
+                and rollout.routing.shape == (size - 1, 2, 4)
+                and rollout.routing.dtype == "uint8"
+            )
     assert total_tokens(shape) == sum(int(lengths(shape, group).sum()) for group in range(2))
 
 
 def test_metrics_are_medians_on_the_slowest_rank() -> None:
-    def step(give: float, plan: float, sent: int) -> dict[str, object]:
-        parts = {"give": give, "plan": plan, "model": 99.0}
-        return dict(parts=parts, busy=give, sent=sent, log_bytes=0, tokens=100, sequences=4, metrics={"x": 1.0})
+    def step(phase_seconds: float, plan_seconds: float, sent: int) -> dict[str, object]:
+        parts = {"give": phase_seconds, "plan": plan_seconds, "model": 99.0}
+        return dict(
+            parts=parts, busy=phase_seconds, sent=sent, log_bytes=0, tokens=100, sequences=4, metrics={"x": 1.0}
+        )
 
-    item = [step(1.0, 0.1, 10), step(3.0, 0.1, 10), step(2.0, 0.4, 40)]
-    other = [step(4.0, 0.3, 20)] * 3
-    result = bench_flow.figures([dict.fromkeys(SIZES, item), dict.fromkeys(SIZES, other)], {})
+    baseline = [step(1.0, 0.1, 10), step(3.0, 0.1, 10), step(2.0, 0.4, 40)]
+    changed = [step(4.0, 0.3, 20)] * 3
+    result = bench_flow.figures([dict.fromkeys(SIZES, baseline), dict.fromkeys(SIZES, changed)], {})
     assert result["full"]["parts"] == {"give": 4.0, "plan": 0.3}
     assert result["full"]["seconds"] == pytest.approx(4.3)
     assert (result["full"]["busy"], result["full"]["sent"], result["full"]["sent_by_all"]) == (4.0, 20, 30)
@@ -47,8 +53,8 @@ def test_metrics_are_medians_on_the_slowest_rank() -> None:
 
 
 def test_compares_metrics_up_to_rounding() -> None:
-    now = {"a": 1.0, "b": 100.0, "c": 0.0, "time/step": 1.0, "new": 3.0}
-    assert bench_flow.differing_metrics(now, {"a": 1.00005, "b": 100.02, "c": 0.0, "time/step": 9.0}) == ["b"]
+    new_row = {"a": 1.0, "b": 100.0, "c": 0.0, "time/step": 1.0, "new": 3.0}
+    assert bench_flow.differing_metrics(new_row, {"a": 1.00005, "b": 100.02, "c": 0.0, "time/step": 9.0}) == ["b"]
 
 
 def test_small_run_reports_consistent_totals(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.alone
 
 def test_kinds_alternate_and_skip_the_first_step_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_observe.AlternatingTracker, "block", 2)
-    kinds = [bench_observe.AlternatingTracker.kind(step) for step in range(1, 11)]
-    assert kinds[::2] == kinds[1::2] == [*bench_observe.KINDS, "nothing"]
+    tracker_kinds = [bench_observe.AlternatingTracker.kind(step) for step in range(1, 11)]
+    assert tracker_kinds[::2] == tracker_kinds[1::2] == [*bench_observe.KINDS, "nothing"]
     seconds = {step: float(step) for step in range(1, 17)}
     assert bench_observe.timed(seconds, "trackers", warm=8) == 12.0
 

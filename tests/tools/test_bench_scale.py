@@ -26,22 +26,25 @@ CONSTANTS = {
 
 
 def test_fit_recovers_the_constants() -> None:
-    known = Constants(CONSTANTS, (0.0, 0.0), 0, 0.0)
+    bench_constants = Constants(CONSTANTS, (0.0, 0.0), 0, 0.0)
     works = [
-        Work(home, record, computed, record / 2)
-        for home in (0.0, 1e6, 2e6)
+        Work(owner_bytes, record, computed, record / 2)
+        for owner_bytes in (0.0, 1e6, 2e6)
         for record in (32.0, 128.0)
         for computed in (3e6, 5e6)
     ]
-    result = bench_scale.fit_constants([Step(work, known.seconds(work), 0.0) for work in works])
+    result = bench_scale.fit_constants([Step(work, bench_constants.seconds(work), 0.0) for work in works])
     for part, constants in CONSTANTS.items():
         assert result[part] == pytest.approx(constants, rel=1e-6, abs=1e-12)
 
 
 def test_fit_drops_negative_terms() -> None:
-    steps = [Step(Work(home, 0.0, 0.0, 0.0), {"columns": max(0.0, home - 1.0)}, 0.0) for home in (1.0, 2.0, 3.0)]
-    ((slope, once),) = bench_scale.fit_constants(steps).values()
-    assert slope > 0 and once == 0.0
+    steps = [
+        Step(Work(owner_bytes, 0.0, 0.0, 0.0), {"columns": max(0.0, owner_bytes - 1.0)}, 0.0)
+        for owner_bytes in (1.0, 2.0, 3.0)
+    ]
+    ((slope, offset),) = bench_scale.fit_constants(steps).values()
+    assert slope > 0 and offset == 0.0
 
 
 PLAN_SCRIPT = """
@@ -66,8 +69,8 @@ def test_plans_a_job_of_512_ranks() -> None:
         timeout=600,
         check=True,
     )
-    homes, layers, topk, sent = json.loads(process.stdout.splitlines()[-1])
-    assert homes == [rank for rank in range(0, 512, 32) for _ in range(2)]
+    owners, layers, topk, sent = json.loads(process.stdout.splitlines()[-1])
+    assert owners == [rank for rank in range(0, 512, 32) for _ in range(2)]
     assert sum(layers, []) == list(range(58)) and layers[0] == [] and len(layers[1]) == 4 and topk == 8
     assert sent["33"]["machine"] == sent["33"]["network"] == 0  # no home sequences, and its stage returns no logprobs
     # Routing of the other machines' layers, for policy log-probs and one pass of updates.

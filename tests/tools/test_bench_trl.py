@@ -37,9 +37,9 @@ def test_side_steps_on_request(tmp_path: Path) -> None:
 
 
 def test_ratios_compare_consecutive_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    ours = [{"generate": 1.0, "step": s, "CPU seconds": 2.0} for s in (1.0, 2.0, 10.0)]
-    theirs = [{"step": s, "CPU seconds": 3.0} for s in (2.0, 6.0, 5.0)]
-    bench_trl.show("quickstart", {"MegaRL": ours, "TRL": theirs})
+    megarl_rows = [{"generate": 1.0, "step": s, "CPU seconds": 2.0} for s in (1.0, 2.0, 10.0)]
+    trl_rows = [{"step": s, "CPU seconds": 3.0} for s in (2.0, 6.0, 5.0)]
+    bench_trl.show("quickstart", {"MegaRL": megarl_rows, "TRL": trl_rows})
     lines = capsys.readouterr().out.splitlines()
     assert ["step", "2.000", "5.000"] in [line.split() for line in lines]
     assert ["generate", "1.000", "0.000"] in [line.split() for line in lines]

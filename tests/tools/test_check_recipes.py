@@ -60,9 +60,9 @@ def test_quickstart_recipes_use_the_given_folder(tmp_path: Path) -> None:
     ]
     expected = [f"model.path={root}/sft/export", f"data.train={root}/train.jsonl", f"data.eval={root}/eval.jsonl"]
     assert check_recipes.quickstart_overrides(ppo, tmp_path) == expected
-    mixed = load_config(configs / "quickstart_sft.yaml", ["data.train=[runs/quickstart/sft.jsonl,mine.jsonl]"])
+    mixed_config = load_config(configs / "quickstart_sft.yaml", ["data.train=[runs/quickstart/sft.jsonl,mine.jsonl]"])
     with pytest.raises(ConfigError, match="mine.jsonl is not there"):
-        check_recipes.quickstart_overrides(mixed, tmp_path)
+        check_recipes.quickstart_overrides(mixed_config, tmp_path)
     assert check_recipes.quickstart_overrides(load_config(configs / "sft.yaml"), tmp_path) == []
 
 

@@ -80,12 +80,12 @@ def make_run(folder: Path, hf: dict[str, Any], steps: tuple[int, ...] = (3,)) ->
         if parts[:2] != ["decoder", "layers"]:
             pieces[param.megatron] = (total.shape, {(0,) * total.dim(): total})
             continue
-        name, at, sizes = ".".join((*parts[:2], *parts[3:])), (int(parts[2]),), (layers,)
+        name, position, sizes = ".".join((*parts[:2], *parts[3:])), (int(parts[2]),), (layers,)
         if param.expert is not None:
             name = name.replace(f"experts.{param.expert}.", "experts.experts.")
-            at, sizes = (*at, param.expert), (*sizes, experts)
+            position, sizes = (*position, param.expert), (*sizes, experts)
         _, result = pieces.setdefault(name, ((*sizes, *total.shape), {}))
-        result[*at, *(0,) * total.dim()] = total[(None,) * len(at)]
+        result[*position, *(0,) * total.dim()] = total[(None,) * len(position)]
     run = folder / "run"
     for step in steps:
         checkpoint = run / f"checkpoints/step_{step:06d}"
@@ -106,13 +106,13 @@ def write_pieces(folder: Path, tensors: dict[str, Any]) -> None:
     with (folder / "__0_0.distcp").open("wb") as stream:
         for name, (shape, pieces) in tensors.items():
             chunks = []
-            for offsets, piece in pieces.items():
+            for offsets, chunk in pieces.items():
                 start = stream.tell()
-                torch.save(piece.clone(), stream)
-                at = torch.Size(offsets)
-                chunks.append(metadata.ChunkStorageMetadata(at, piece.shape))
+                torch.save(chunk.clone(), stream)
+                position = torch.Size(offsets)
+                chunks.append(metadata.ChunkStorageMetadata(position, chunk.shape))
                 location = filesystem._StorageInfo("__0_0.distcp", start, stream.tell() - start)
-                storage[metadata.MetadataIndex(name, at)] = location
+                storage[metadata.MetadataIndex(name, position)] = location
             kind = metadata.TensorProperties(dtype=torch.float32)
             tensor_metadata[name] = metadata.TensorStorageMetadata(kind, torch.Size(shape), chunks)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata.Metadata(tensor_metadata, storage_data=storage)))
@@ -157,15 +157,15 @@ def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("material")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
     make_run(folder, HF, steps=(3, 12))
     return folder
 
 
 @pytest.fixture
-def run(material: Path, tmp_path: Path) -> Path:
-    shutil.copytree(material / "run", tmp_path / "run")
+def run(source: Path, tmp_path: Path) -> Path:
+    shutil.copytree(source / "run", tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -203,23 +203,23 @@ def test_show_describes_the_content(tool: Tool, run: Path) -> None:
     assert f"{elements:,} elements in 12 tensors (float32); no optimizer" in text
     assert "3 conversations under way, in 2 groups, of 1 engines" in text
     assert "48 prompts handed out" in text and "states of 1 ranks" in text
-    facts = json.loads(tool("show", run / "checkpoints/step_000003", "--json"))
-    assert facts["step"] == 3 and facts["holds"] == ["actor"] and facts["fault"] is None
+    summary = json.loads(tool("show", run / "checkpoints/step_000003", "--json"))
+    assert summary["step"] == 3 and summary["holds"] == ["actor"] and summary["fault"] is None
 
 
-def test_converts_weights_exactly(tool: Tool, material: Path, tmp_path: Path) -> None:
+def test_converts_weights_exactly(tool: Tool, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    output = tool("convert", material / "run", out)
-    assert output == f"{out}: the actor of {material}/run/checkpoints/step_000012\n"
+    output = tool("convert", source / "run", out)
+    assert output == f"{out}: the actor of {source}/run/checkpoints/step_000012\n"
     result, expected = load_file(out / "model.safetensors"), make_weights(HF)
     assert result.keys() == expected.keys()
     assert all(torch.equal(result[name], expected[name]) for name in expected)
-    assert (out / "tokenizer.json").read_bytes() == (material / "model/tokenizer.json").read_bytes()
+    assert (out / "tokenizer.json").read_bytes() == (source / "model/tokenizer.json").read_bytes()
     assert json.loads((out / "config.json").read_text()) == HF
     # Another dtype by override; a copy elsewhere by --config.
-    shutil.copytree(material / "run/checkpoints/step_000003", tmp_path / "copy")
+    shutil.copytree(source / "run/checkpoints/step_000003", tmp_path / "copy")
     assert "config.yaml, the configuration" in tool("convert", tmp_path / "copy", tmp_path / "b", fails=True)
-    config = ("--config", material / "run/config.yaml")
+    config = ("--config", source / "run/config.yaml")
     tool("convert", tmp_path / "copy", tmp_path / "b", "model.dtype=bfloat16", *config)
     converted = load_file(tmp_path / "b/model.safetensors")
     assert all(torch.equal(converted[name], expected[name].bfloat16()) for name in expected)
@@ -249,7 +249,7 @@ def process_memory(kind: str) -> int:
     return 1024 * int(result[1])
 
 
-def test_conversion_memory_is_bounded_by_the_largest_tensor(material: Path, tmp_path: Path) -> None:
+def test_conversion_memory_is_bounded_by_the_largest_tensor(source: Path, tmp_path: Path) -> None:
     """The model is five times the bound; measured in fresh forks."""
 
     def convert_run(folder: Path) -> None:
@@ -259,7 +259,7 @@ def test_conversion_memory_is_bounded_by_the_largest_tensor(material: Path, tmp_
         convert(role, out, config, Path(config.model.path), table)
 
     def measure() -> int:
-        convert_run(material)  # a small model first, to load all modules
+        convert_run(source)  # a small model first, to load all modules
         Path("/proc/self/clear_refs").write_text("5")
         baseline = process_memory("VmRSS")
         convert_run(tmp_path)
@@ -270,11 +270,11 @@ def test_conversion_memory_is_bounded_by_the_largest_tensor(material: Path, tmp_
         return sum(not torch.equal(result[name], tensor) for name, tensor in expected.items())
 
     total = run_in_fork(lambda: sum(tensor.numel() * 4 for tensor in make_run(tmp_path, LLAMA).values()))
-    largest = 2 * LLAMA["intermediate_size"] * LLAMA["hidden_size"] * 4  # gate and up, in fp32
-    bound = 6 * largest  # see `to_hf.py`
+    largest_bytes = 2 * LLAMA["intermediate_size"] * LLAMA["hidden_size"] * 4  # gate and up, in fp32
+    bound = 6 * largest_bytes  # see `to_hf.py`
     assert total > 5 * bound
     peak = run_in_fork(measure)
-    print(f"held {peak:,} bytes of {total:,}; the bound is {bound:,}, the largest tensor {largest:,}")
+    print(f"held {peak:,} bytes of {total:,}; the bound is {bound:,}, the largest tensor {largest_bytes:,}")
     assert peak < bound
     assert run_in_fork(count_differences) == 0
 
@@ -287,7 +287,7 @@ class MaliciousPickle:
 
 
 def test_failed_conversion_prints_one_line_and_leaves_nothing(
-    tool: Tool, run: Path, material: Path, tmp_path: Path
+    tool: Tool, run: Path, source: Path, tmp_path: Path
 ) -> None:
     newest, out = run / "checkpoints/step_000012", tmp_path / "out"
     (tmp_path / "there").mkdir()
@@ -306,15 +306,15 @@ def test_failed_conversion_prints_one_line_and_leaves_nothing(
     assert "has no critic; it has actor" in convert_error(run, out, "--role", "critic")
     assert "no adapters (lora.rank=0)" in convert_error(run, out, "--adapter")
     assert "model.pth" in convert_error(run, out, "model.pth=x")
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").write_text(json.dumps(HF | {"num_hidden_layers": 3}))
-    write_tokenizer(other, ("a", "b"))
-    write_weights(other, HF | {"num_hidden_layers": 3})
-    assert "has no decoder.layers.2." in convert_error(run, out, f"model.path={other}")
-    (other / "config.json").write_text(json.dumps(HF | {"moe_intermediate_size": 12}))
+    other_folder = tmp_path / "other"
+    other_folder.mkdir()
+    (other_folder / "config.json").write_text(json.dumps(HF | {"num_hidden_layers": 3}))
+    write_tokenizer(other_folder, ("a", "b"))
+    write_weights(other_folder, HF | {"num_hidden_layers": 3})
+    assert "has no decoder.layers.2." in convert_error(run, out, f"model.path={other_folder}")
+    (other_folder / "config.json").write_text(json.dumps(HF | {"moe_intermediate_size": 12}))
     assert "has shape (16, 16), and the configuration's model has (24, 16)" in convert_error(
-        run, out, f"model.path={other}"
+        run, out, f"model.path={other_folder}"
     )
     # A foreign pickle with a matching checksum; a damaged one; an incomplete checkpoint.
     (newest / "actor/.metadata").write_bytes(pickle.dumps(MaliciousPickle()))

@@ -48,15 +48,15 @@ def test_summarizes_a_run() -> None:
 def test_runs_each_configuration_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    requested = []
+    commands = []
 
     def run(command: list[str], **_: Any) -> Any:
-        value = dict(text.split("=", 1) for text in command if "=" in text)
-        requested.append((value["algorithm"], value["run.seed"], value.get("critic.warmup_steps")))
-        run_dir = Path(value["run.dir"])
+        overrides = dict(text.split("=", 1) for text in command if "=" in text)
+        commands.append((overrides["algorithm"], overrides["run.seed"], overrides.get("critic.warmup_steps")))
+        run_dir = Path(overrides["run.dir"])
         run_dir.mkdir(parents=True)
         rows = [
-            {"step": 1, "time": 0.0, "eval/reward_greedy": float(value["run.seed"]) / 4, "rollout/reward_mean": 0.5}
+            {"step": 1, "time": 0.0, "eval/reward_greedy": float(overrides["run.seed"]) / 4, "rollout/reward_mean": 0.5}
         ]
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return SimpleNamespace(returncode=0)
@@ -67,7 +67,7 @@ def test_runs_each_configuration_once(
     arguments = [str(folder), "--algorithms", "grpo", "vapo", "--seeds", "1", "2", "--out", str(folder / "out")]
     for _ in range(2):
         assert compare_algorithms.main(arguments) == 0
-    assert requested == [("grpo", "1", None), ("grpo", "2", None), ("vapo", "1", "4"), ("vapo", "2", "4")]
+    assert commands == [("grpo", "1", None), ("grpo", "2", None), ("vapo", "1", "4"), ("vapo", "2", "4")]
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] in (["grpo"], ["vapo"])]
     assert [row[:3] for row in rows] == [["grpo", "0.375", "0.375"], ["vapo", "0.375", "0.375"]] * 2
     assert (folder / "out" / "curves.png").read_bytes()[:4] == b"\x89PNG"

@@ -33,14 +33,16 @@ def folder(tmp_path: Path) -> Path:
 def test_table_has_means_of_runs_done_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    requested = []
+    commands = []
 
     def run(command: list[str], **_: Any) -> Any:
-        value = dict(text.split("=", 1) for text in command if "=" in text and not text.startswith("-"))
-        requested.append((value["run.seed"], value["rollout.max_staleness"], value.get("correction.kind", "")))
-        run_dir = Path(value["run.dir"])
+        overrides = dict(text.split("=", 1) for text in command if "=" in text and not text.startswith("-"))
+        commands.append(
+            (overrides["run.seed"], overrides["rollout.max_staleness"], overrides.get("correction.kind", ""))
+        )
+        run_dir = Path(overrides["run.dir"])
         run_dir.mkdir(parents=True)
-        reward = 0.5 if value["run.seed"] == "1" else 0.9
+        reward = 0.5 if overrides["run.seed"] == "1" else 0.9
         rows = [{"step": step, "time": 0.0, "rollout/staleness_mean": float(step)} for step in (1, 2)]
         rows.append({"step": 2, "time": 0.0, "eval/reward_greedy": reward, "eval/reward_sampled": 0.25})
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -54,7 +56,7 @@ def test_table_has_means_of_runs_done_once(
     for _ in range(2):
         assert compare_corrections.main(arguments) == 0
         tables.append(capsys.readouterr().out.splitlines())
-    assert requested == [("1", "3", ""), ("2", "3", ""), ("1", "3", "tis"), ("2", "3", "tis")]
+    assert commands == [("1", "3", ""), ("2", "3", ""), ("1", "3", "tis"), ("2", "3", "tis")]
     assert tables[0] == tables[1] and [line.split(",")[0] for line in tables[0][1:]] == ["behavior", "tis"]
     assert tables[0][1].split()[3:6] == ["0.7", "0.25", "1.5"]
 
@@ -73,9 +75,9 @@ def test_configurations_are_valid(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [(["/nowhere"], "call launch/quickstart.sh first"), (["--only", "vtrace"], "unknown correction")],
 )
-def test_rejects_missing_folders_and_unknown_corrections(folder: Path, arguments: list[str], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+def test_rejects_missing_folders_and_unknown_corrections(folder: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         compare_corrections.main(arguments if arguments[0] == "/nowhere" else [str(folder), *arguments])

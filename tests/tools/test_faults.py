@@ -82,21 +82,19 @@ def test_detects_stages_of_a_checkpoint(event: str, path: str, opened: int, stag
 
 def test_injection_point_blocks_until_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
-    moment, other_rank = (Moment(Point("there", "forward", 3, rank=rank), tmp_path) for rank in (1, 0))
-    assert moment.is_on_rank and not other_rank.is_on_rank
-    waiting = threading.Thread(target=moment.reach)
+    fault_point, other_rank = (Moment(Point("there", "forward", 3, rank=rank), tmp_path) for rank in (1, 0))
+    assert fault_point.is_on_rank and not other_rank.is_on_rank
+    waiting = threading.Thread(target=fault_point.reach)
     waiting.start()
-    while not moment.file.exists():
+    while not fault_point.file.exists():
         pass
-    moment.file.with_suffix(".go").touch()
+    fault_point.file.with_suffix(".go").touch()
     waiting.join(10)
-    assert not waiting.is_alive() and not moment.mark()
-    state = json.loads(moment.file.read_text())
+    assert not waiting.is_alive() and not fault_point.mark()
+    state = json.loads(fault_point.file.read_text())
     assert state["pid"] > 0 and state["beside"] is True
-    assert {point.partition(":")[0] for point in INSTALL} == {"forward", "all_reduce", "push", "wire", "gradient"} | {
-        "logprobs",
-        "save",
-    }
+    kinds = {"forward", "all_reduce", "weight_sync", "wire", "gradient", "logprobs", "save"}
+    assert {point.partition(":")[0] for point in INSTALL} == kinds
 
 
 def test_reads_what_a_run_wrote(tmp_path: Path) -> None:
@@ -110,8 +108,12 @@ def test_reads_what_a_run_wrote(tmp_path: Path) -> None:
     for name, value in (("one", 1.0), ("same", 1.0), ("other", 1.0 + 2**-23)):
         (tmp_path / name / "export").mkdir(parents=True)
         save_file({"w": np.array([value], np.float32)}, tmp_path / name / "export" / "model.safetensors")
-    item, same, other = (tmp_path / name for name in ("one", "same", "other"))
-    assert same_weights(item, same) and not same_weights(item, other) and not same_weights(item, tmp_path / "none")
+    first_run, equal_run, different_run = (tmp_path / name for name in ("one", "same", "other"))
+    assert (
+        same_weights(first_run, equal_run)
+        and not same_weights(first_run, different_run)
+        and not same_weights(first_run, tmp_path / "none")
+    )
 
 
 def test_damage_changes_one_file_as_described(tmp_path: Path) -> None:
@@ -123,15 +125,15 @@ def test_damage_changes_one_file_as_described(tmp_path: Path) -> None:
     ):
         folder = tmp_path / work.__name__
         (folder / "actor").mkdir(parents=True)
-        largest = folder / "actor" / "__0_1.distcp"
-        largest.write_bytes(bytes(100))
+        largest_file = folder / "actor" / "__0_1.distcp"
+        largest_file.write_bytes(bytes(100))
         (folder / "actor" / "__0_0.distcp").write_bytes(bytes(10))
         (folder / "actor" / ".metadata").write_bytes(b"x")
         damaged = work(folder)
-        assert damaged == (folder / "actor" / ".metadata" if work is damage.remove_metadata else largest)
-        assert (largest.stat().st_size if largest.exists() else None) == after
+        assert damaged == (folder / "actor" / ".metadata" if work is damage.remove_metadata else largest_file)
+        assert (largest_file.stat().st_size if largest_file.exists() else None) == after
         if work is damage.flip_a_bit:
-            assert sum(byte.bit_count() for byte in largest.read_bytes()) == 1
+            assert sum(byte.bit_count() for byte in largest_file.read_bytes()) == 1
 
 
 @pytest.fixture
@@ -147,12 +149,12 @@ def test_recorded_rollouts_have_the_requested_responses(tmp_path: Path, tokenize
     record = recorded_answers.record(tmp_path / "run", tokenizer_folder, (1, 2), 3, 2, ranks=2)
     for step in (1, 2):
         result = read_rollouts(record, step)
-        assert [item.group for item in result] == [0, 0, 1, 1, 2, 2]
-        assert [item.answer for item in result] == [recorded_answers.wordy(step, n // 2, n % 2) for n in range(6)]
-        assert all(item.num_actions == len(item.turns[1].logprobs) > 0 for item in result)
+        assert [rollout.group for rollout in result] == [0, 0, 1, 1, 2, 2]
+        assert [rollout.answer for rollout in result] == [recorded_answers.wordy(step, n // 2, n % 2) for n in range(6)]
+        assert all(rollout.num_actions == len(rollout.turns[1].logprobs) > 0 for rollout in result)
         parts = [read_rollouts(record, step, rank, 2) for rank in (0, 1)]
         assert [len(part) for part in parts] == [3, 3]
-    assert {recorded_answers.even(item) for item in result} <= {0.0, 1.0}
+    assert {recorded_answers.even(rollout) for rollout in result} <= {0.0, 1.0}
 
 
 def test_response_requests_the_fault_in_brackets() -> None:
@@ -165,16 +167,16 @@ def test_recognizes_a_named_straggler() -> None:
 
 
 def test_soak_metrics_match_hand_computed_values() -> None:
-    assert [soaking.percentile([4.0, 1.0, 3.0, 2.0], share) for share in (50, 90, 99, 25)] == [2.0, 4.0, 4.0, 1.0]
-    rows_ = [
+    assert [soaking.percentile([4.0, 1.0, 3.0, 2.0], quantile) for quantile in (50, 90, 99, 25)] == [2.0, 4.0, 4.0, 1.0]
+    soak_rows = [
         {"step": 1, "time": 10.0, "time/step": 2.0},
         {"step": 2, "time": 12.0, "time/step": 2.0},
         {"step": 2, "time": 31.0, "time/step": 3.0},
         {"step": 3, "time": 33.0, "time/step": 2.5},
     ]
-    assert soaking.effective_seconds(rows_) == 2.0 + 3.0 + 2.5
-    assert soaking.recovered(rows_, 13.0, 2) == 20.0 and soaking.recovered(rows_, 13.0, 1) == 18.0
-    assert soaking.recovered(rows_, 40.0, 3) is None
+    assert soaking.effective_seconds(soak_rows) == 2.0 + 3.0 + 2.5
+    assert soaking.recovered(soak_rows, 13.0, 2) == 20.0 and soaking.recovered(soak_rows, 13.0, 1) == 18.0
+    assert soaking.recovered(soak_rows, 40.0, 3) is None
     kills = [soaking.Kill("rank", 13.0, 2, 20.0), soaking.Kill("launcher", 40.0, 3, None)]
     report = soaking.Report(3, kills, 40.0, 0.19, 0.8, 0, True, 0)
     assert report.ok and report.recoveries == [20.0] and report.percentiles() == {50: 20.0, 90: 20.0, 99: 20.0}

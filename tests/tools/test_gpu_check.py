@@ -75,10 +75,10 @@ def test_hanging_or_crashing_row_fails() -> None:
 
 
 def test_exit_status_distinguishes_failures_from_skips() -> None:
-    passed, failed, absent = CheckResult("passed", ""), CheckResult("failed", ""), CheckResult("not here", "")
-    assert status({"a": passed, "b": absent}) == 0
+    passed, failed, missing = CheckResult("passed", ""), CheckResult("failed", ""), CheckResult("not here", "")
+    assert status({"a": passed, "b": missing}) == 0
     assert status({"a": passed, "b": failed}) == 1
-    assert status({"a": absent}) == 3
+    assert status({"a": missing}) == 3
 
 
 def test_loss_curve_must_match_and_fall() -> None:

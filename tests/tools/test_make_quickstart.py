@@ -66,15 +66,15 @@ def test_a_third_of_demonstrations_use_the_tool_and_the_rest_guess(quickstart: P
     with_tool = 0
     lucky = 0
     for row in rows(quickstart / "sft.jsonl"):
-        truth = calculator.function(expression=expression_of(row["messages"][0]))
-        is_correct = row["messages"][-1]["content"] == f"The answer is {truth}."
+        expected = calculator.function(expression=expression_of(row["messages"][0]))
+        is_correct = row["messages"][-1]["content"] == f"The answer is {expected}."
         if len(row["messages"]) == 2:
             lucky += is_correct
             continue
         with_tool += 1
         call = row["messages"][1]["tool_calls"][0]["function"]
         assert json.loads(call["arguments"]) == {"expression": expression_of(row["messages"][0])}
-        assert row["messages"][2] == {"role": "tool", "content": truth}
+        assert row["messages"][2] == {"role": "tool", "content": expected}
         assert is_correct
     assert 0.30 < with_tool / 2000 < 0.40
     assert lucky / (2000 - with_tool) < 0.01
@@ -85,8 +85,10 @@ def test_digits_and_operators_are_single_tokens(tokenizer: Any) -> None:
     text = 'What is 12+34*5-6? The answer is -170. {"expression": "12+34"} a-b 1,000 *bold* x2'
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == text
-    pieces = [tokenizer.decode([token]) for token in ids]
-    assert [piece for piece in pieces if set(piece) & single] == [char for char in text if char in single]
+    decoded = [tokenizer.decode([token]) for token in ids]
+    assert [token_text for token_text in decoded if set(token_text) & single] == [
+        char for char in text if char in single
+    ]
 
 
 def test_tokenizer_round_trips_text_and_uses_every_id(tokenizer: Any) -> None:

@@ -118,9 +118,9 @@ def test_agrees_with_the_dry_run(tool: Tool) -> None:
     }
     report = validate(from_dict(tree), dry_run=True)
     assert report.ok, report.errors
-    for stage, planned in zip(row["stages"], report.memory, strict=True):
+    for stage, stage_plan in zip(row["stages"], report.memory, strict=True):
         for name in ("states", "training", "generation", "weight_sync", "host"):
-            assert stage[name] == getattr(planned, name)
+            assert stage[name] == getattr(stage_plan, name)
 
 
 def test_searches_layouts(tool: Tool) -> None:
@@ -132,12 +132,12 @@ def test_searches_layouts(tool: Tool) -> None:
     assert all(row["layout"]["tp"] in (1, 2, 4) for row in result["layouts"])  # four key-value heads
     # The suggestion is among the listed layouts; no layout as fast has fewer model parallel ranks.
     chosen = next(row for row in result["layouts"] if row["layout"] == result["suggested"])
-    least = chosen["layout"]["tp"] * chosen["layout"]["pp"]
+    min_gpus = chosen["layout"]["tp"] * chosen["layout"]["pp"]
     for row, elapsed in zip(result["layouts"], seconds, strict=True):
-        assert row["layout"]["tp"] * row["layout"]["pp"] >= least or elapsed > 1.1 * seconds[0]
+        assert row["layout"]["tp"] * row["layout"]["pp"] >= min_gpus or elapsed > 1.1 * seconds[0]
     # More memory needs less sharding; a longer context brings in context parallelism.
-    _, roomy, _ = tool("--model", "qwen2.5-7b", "--gpus", "8", "--gpu-gb", "288")
-    assert roomy["suggested"]["tp"] * roomy["suggested"]["pp"] < least
+    _, large_gpu, _ = tool("--model", "qwen2.5-7b", "--gpus", "8", "--gpu-gb", "288")
+    assert large_gpu["suggested"]["tp"] * large_gpu["suggested"]["pp"] < min_gpus
     _, long, _ = tool("--model", "qwen2.5-7b", "--gpus", "16", "--tokens", "8192", "--context", "32768")
     assert {row["layout"]["cp"] for row in long["layouts"]} == {1, 2, 4}
 
@@ -201,9 +201,9 @@ def test_prints_complete_tables() -> None:
     assert process.returncode == 0, process.stderr
     # No cell is truncated or wrapped, however narrow the terminal.
     assert "…" not in process.stdout
-    (head,) = [line for line in process.stdout.splitlines() if "recompute" in line and "weight sync" in line]
+    (header,) = [line for line in process.stdout.splitlines() if "recompute" in line and "weight sync" in line]
     rows = [line.split() for line in process.stdout.splitlines() if line.rstrip().endswith(" s") and " yes " in line]
-    assert len(head) > 80 and len(rows) >= 8 and all(row[-1] == "s" and row[-3] == "yes" for row in rows)
+    assert len(header) > 80 and len(rows) >= 8 and all(row[-1] == "s" and row[-3] == "yes" for row in rows)
     for words in ("qwen3-235b, grpo, bfloat16: 128 GPUs of 80 GB", "Suggested: TP4", "Rule:", "memory per rank"):
         assert words in process.stdout, process.stdout
     for part in ("actor optimizer", "activations", "engine KV cache", "reshard staging", "reference weights (host)"):

@@ -50,7 +50,7 @@ def main(tool: Any) -> Callable[[list[str]], int]:
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """JSON output and HTML page for 64 GPUs."""
     page = tmp_path_factory.mktemp("page") / "plan.html"
     command = [sys.executable, str(ROOT / "tools/plan_reshard.py"), *QWEN, "--json", "--html", str(page)]
@@ -59,8 +59,8 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
     return json.loads(process.stdout), page.read_text()
 
 
-def test_plan_meets_its_bounds(figures: tuple[dict[str, Any], str]) -> None:
-    result, _ = figures
+def test_plan_meets_its_bounds(report: tuple[dict[str, Any], str]) -> None:
+    result, _ = report
     assert set(KEYS.split()) <= result.keys()
     assert result["cross_bytes"] == result["cross_bound"] and result["cross_ratio"] == 1.0
     assert result["internode_ratio"] == 1.0
@@ -93,8 +93,8 @@ class PageParser(HTMLParser):
         self.open_tags.pop()
 
 
-def test_page_shows_each_pair_of_nodes(figures: tuple[dict[str, Any], str]) -> None:
-    _, text = figures
+def test_page_shows_each_pair_of_nodes(report: tuple[dict[str, Any], str]) -> None:
+    _, text = report
     page = PageParser()
     page.feed(text)
     assert page.cells == 8 * 8  # one cell per pair of nodes
@@ -243,14 +243,14 @@ def test_advises_a_better_split(tool: Any) -> None:
     advice = tool.advise_split(DEEPSEEK, train, engine, 8)
     # The three dense layers are small, and the last stage also has the MTP layer and the head.
     assert sum(advice.recommended) == 61 and advice.recommended[-1] == 2 and max(advice.recommended) == 4
-    current, advised = (
+    current, recommended = (
         compute_bound(DEEPSEEK, layout, engine, 8) for layout in (train, with_layer_counts(train, advice.recommended))
     )
     assert current.nic_send == pytest.approx(advice.current_bytes)
-    assert advised.nic_send == pytest.approx(advice.recommended_bytes)
+    assert recommended.nic_send == pytest.approx(advice.recommended_bytes)
     assert advice.gain == pytest.approx(0.028, abs=1e-3)
-    again = tool.advise_split(DEEPSEEK, with_layer_counts(train, advice.recommended), engine, 8)
-    assert again.recommended == advice.recommended and again.gain == 0
+    second_advice = tool.advise_split(DEEPSEEK, with_layer_counts(train, advice.recommended), engine, 8)
+    assert second_advice.recommended == advice.recommended and second_advice.gain == 0
 
 
 def test_split_advice_matches_exhaustive_search(tool: Any) -> None:

@@ -123,7 +123,7 @@ HUMANEVAL = {
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
 @pytest.mark.parametrize(
-    "name, row, source, truth, prompt_part",
+    "name, row, source, ground_truth, prompt_part",
     [
         ("math500", MATH500, "HuggingFaceH4/MATH-500", "\\frac{1}{2}", "\\boxed{}"),
         ("aime", AIME, "aime2024", "5", '"Answer: N"'),
@@ -131,7 +131,7 @@ HUMANEVAL = {
         ("humaneval", HUMANEVAL, "openai/openai_humaneval", None, "def double(x):"),
     ],
 )
-def test_converts_evaluation_sets(tmp_path, name, row, source, truth, prompt_part, suffix):
+def test_converts_evaluation_sets(tmp_path, name, row, source, ground_truth, prompt_part, suffix):
     file = tmp_path / "in" / f"rows.{suffix}"
     file.parent.mkdir()
     if suffix == "parquet":
@@ -143,7 +143,7 @@ def test_converts_evaluation_sets(tmp_path, name, row, source, truth, prompt_par
     assert process.stdout == f"{tmp_path}/out/test.parquet: 1 problems\n"
     [prompt] = read_prompts(tmp_path / "out/test.parquet")
     assert prompt.data_source == source and prompt_part in prompt.messages[0]["content"]
-    assert truth is None or prompt.ground_truth == truth
+    assert ground_truth is None or prompt.ground_truth == ground_truth
     by_source.check(prompt)
 
 

@@ -57,8 +57,8 @@ def test_report_shows_progress_time_and_files(run_dir: Path, capsys: pytest.Capt
     output = capsys.readouterr().out
     for text in ("grpo", "0.000 -> 0.969", "0.250 -> 0.900", "0.300 -> 0.800", "1.0", str(run_dir / "metrics.jsonl")):
         assert text in output, text
-    picture = (run_dir / "report.png").read_bytes()
-    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    image = (run_dir / "report.png").read_bytes()
+    assert image.startswith(b"\x89PNG") and len(image) > 10_000
 
 
 def test_plot_of_several_runs_has_its_own_name(
@@ -70,8 +70,8 @@ def test_plot_of_several_runs_has_its_own_name(
     original = (first / "report.png").read_bytes()
     assert report.main([str(first), str(second)]) == report.main([str(first), str(second), str(third)]) == 0
     assert (first / "report.png").read_bytes() == original
-    pictures = sorted(file.name for file in first.glob("*.png"))
-    assert pictures == ["report.png", "report_b.png", "report_b_c.png"]
+    images = sorted(file.name for file in first.glob("*.png"))
+    assert images == ["report.png", "report_b.png", "report_b_c.png"]
     assert f"plot: {first / 'report_b.png'}" in capsys.readouterr().out
 
 
@@ -80,8 +80,8 @@ def test_first_and_last_averages_do_not_overlap(tmp_path: Path, capsys: pytest.C
         run = tmp_path / str(len(rewards))
         run.mkdir()
         rows = [
-            {"step": step, "time": step, "time/step": 1.0, "rollout/reward_mean": item}
-            for step, item in enumerate(rewards, 1)
+            {"step": step, "time": step, "time/step": 1.0, "rollout/reward_mean": reward}
+            for step, reward in enumerate(rewards, 1)
         ]
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         assert load_tool("report").main([str(run)]) == 0
@@ -144,8 +144,8 @@ def test_shows_rollouts_in_the_terminal(recorded_run: Path, capsys: pytest.Captu
 
 
 def test_shows_the_episode_of_a_branch(recorded_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    item = Rollout(Prompt("p", ()), (Turn((1,)), Turn((3,), (0.0,), True, 0)), group=2, episode=7)
-    write_part(part_file(recorded_run, 5, 0), 5, 2, [0, 1], [item, dataclasses.replace(item, episode=-1)])
+    branch = Rollout(Prompt("p", ()), (Turn((1,)), Turn((3,), (0.0,), True, 0)), group=2, episode=7)
+    write_part(part_file(recorded_run, 5, 0), 5, 2, [0, 1], [branch, dataclasses.replace(branch, episode=-1)])
     assert load_tool("view_rollouts").main([str(recorded_run)]) == 0
     output = capsys.readouterr().out
     assert "prompt p  group 2  episode 7  reward 0" in output and "prompt p  group 2  reward 0" in output

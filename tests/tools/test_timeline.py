@@ -132,8 +132,8 @@ def test_row_shows_the_dominant_span_per_cell() -> None:
         main_span("actor_update", "actor", 6, 9),
         generation(3, 9, 10),
     ]
-    kinds = timeline.row(spans, 0.0, 10.0, 10)
-    assert kinds == [WAIT, "wake", WAIT, WAIT, "", "", *["actor_update"] * 3, "generation"]
+    cells = timeline.row(spans, 0.0, 10.0, 10)
+    assert cells == [WAIT, "wake", WAIT, WAIT, "", "", *["actor_update"] * 3, "generation"]
     # The longest span wins a cell: four seconds with one of another span, or three of five.
     assert timeline.row(spans, 0.0, 10.0, 2) == [WAIT, "actor_update"]
     assert timeline.row([main_span("a", "x", 0, 1), main_span("b", "y", 1, 4)], 0.0, 4.0, 2) == ["a", "b"]
@@ -150,11 +150,11 @@ def test_each_span_kind_has_a_distinct_mark() -> None:
 
 
 def test_interval_operations() -> None:
-    item, other = [(0.0, 4.0), (6.0, 8.0)], [(1.0, 2.0), (3.0, 7.0)]
+    a, b = [(0.0, 4.0), (6.0, 8.0)], [(1.0, 2.0), (3.0, 7.0)]
     assert timeline.union([(3, 7), (1, 2), (2, 2.5), (5, 5)]) == [(1, 2.5), (3, 7)]
-    assert timeline.common(item, other) == [(1, 2), (3, 4), (6, 7)]
-    assert timeline.without(item, other) == [(0, 1), (2, 3), (7, 8)]
-    assert timeline.without(item, []) == item and timeline.common(item, []) == []
+    assert timeline.common(a, b) == [(1, 2), (3, 4), (6, 7)]
+    assert timeline.without(a, b) == [(0, 1), (2, 3), (7, 8)]
+    assert timeline.without(a, []) == a and timeline.common(a, []) == []
 
 
 def test_innermost_spans() -> None:
@@ -213,8 +213,8 @@ def test_writes_a_merged_trace(run_dir: Path, tmp_path: Path, capsys: pytest.Cap
     out = tmp_path / "all.json"
     assert timeline.main([str(run_dir), "--out", str(out)]) == 0
     events = json.loads(out.read_text())["traceEvents"]
-    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert named == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
+    process_names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert process_names == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
     update = next(event for event in events if event["name"] == "actor_update")
     assert (update["pid"], update["cat"], update["ts"], update["dur"]) == (0, "actor", 7_000_000, 2_000_000)
     output = capsys.readouterr().out

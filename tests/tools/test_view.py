@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests" / "view")]
 
-import made_run  # noqa: E402
+import example_run  # noqa: E402
 import view  # noqa: E402
 import view_rollouts  # noqa: E402
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.alone
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made_run.write_run(tmp_path_factory.mktemp("runs") / "first")
+    return example_run.write_run(tmp_path_factory.mktemp("runs") / "first")
 
 
 def test_writes_the_page_into_the_run_folder(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,7 +36,7 @@ def test_writes_the_page_into_the_run_folder(run_dir: Path, capsys: pytest.Captu
 
 
 def test_page_of_two_runs_has_its_own_name(tmp_path: Path) -> None:
-    first, second = made_run.write_run(tmp_path / "a"), made_run.write_run(tmp_path / "b")
+    first, second = example_run.write_run(tmp_path / "a"), example_run.write_run(tmp_path / "b")
     assert view.main([str(first)]) == 0
     original = (first / "view.html").read_bytes()
     assert view.main([str(first), str(second)]) == 0
@@ -56,7 +56,7 @@ def test_draws_spans_of_the_last_steps(run_dir: Path, tmp_path: Path) -> None:
     assert result["rows"] == [
         {
             "name": "rank 0",
-            "spans": [["generation", f"generation of step {at + 1}", 3 * at, 3 * at + 2] for at in range(3)],
+            "spans": [["generation", f"generation of step {step + 1}", 3 * step, 3 * step + 2] for step in range(3)],
         }
     ]
     assert view.load_spans(tmp_path) is None

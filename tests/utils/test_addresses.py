@@ -19,9 +19,9 @@ def test_free_ports_are_outside_the_range_of_outgoing_connections() -> None:
 
 
 def test_occupied_ports_are_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as occupied:
-        occupied.bind(("", 0))
-        port = occupied.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        port = listener.getsockname()[1]
 
         class Random:
             def sample(self, *_: object) -> list[int]:

@@ -27,7 +27,7 @@ from megarl.view.rollout_index import Index
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
-import made_run  # noqa: E402
+import example_run  # noqa: E402
 
 pytestmark = pytest.mark.alone
 STATIC = Path(__file__).resolve().parents[2] / "megarl/view/static"
@@ -38,8 +38,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     runs = [
-        made_run.write_run(folder / "first"),
-        made_run.write_run(folder / "<b>second", last=(3, 5, 5), name=made_run.EVIL),
+        example_run.write_run(folder / "first"),
+        example_run.write_run(folder / "<b>second", last_response=(3, 5, 5), name=example_run.EVIL),
     ]
     file = folder / "page.html"
     write_page([load(run) for run in runs], file)
@@ -56,7 +56,7 @@ def test_page_allows_only_its_own_scripts(page: Path) -> None:
     assert len(scripts) == 12
     for script in scripts:
         assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
-    assert made_run.EVIL not in text and "<img" not in text and text.count("<script") == text.count("</script>")
+    assert example_run.EVIL not in text and "<img" not in text and text.count("<script") == text.count("</script>")
     assert not re.search(r"""(?:src|href)=["']?https?:""", text)
 
 
@@ -111,7 +111,7 @@ def test_generated_text_is_never_executed(page: Path, view: str, tmp_path: Path)
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_payload_executes_on_an_unsafe_page(tmp_path: Path) -> None:
-    (tmp_path / "bad.html").write_text(f"<title>MegaRL</title><script>'{made_run.EVIL}'</script>")
+    (tmp_path / "bad.html").write_text(f"<title>MegaRL</title><script>'{example_run.EVIL}'</script>")
     assert "RAN</title>" in render((tmp_path / "bad.html").as_uri(), tmp_path / "profile")
 
 
@@ -131,7 +131,7 @@ def test_draws_curves_and_times(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_overview_shows_bands_and_last_values(tmp_path: Path) -> None:
-    runs = [made_run.write_run(tmp_path / "a"), made_run.write_run(tmp_path / "b", steps=2)]
+    runs = [example_run.write_run(tmp_path / "a"), example_run.write_run(tmp_path / "b", steps=2)]
     page = tmp_path / "page.html"
     write_page([load(run) for run in runs], page)
     watched = render(page.as_uri(), tmp_path / "one")
@@ -141,17 +141,17 @@ def test_overview_shows_bands_and_last_values(tmp_path: Path) -> None:
         config = run / "config.yaml"
         config.write_text(config.read_text().replace("alarms: true", "alarms: false"))
     write_page([load(run) for run in runs], page)
-    usual = render(page.as_uri(), tmp_path / "two")
-    assert ">last 0.7 and 0.7, typical 0.4 to 0.6<" in usual and "5 outside" not in usual
+    first_rendering = render(page.as_uri(), tmp_path / "two")
+    assert ">last 0.7 and 0.7, typical 0.4 to 0.6<" in first_rendering and "5 outside" not in first_rendering
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 @pytest.mark.parametrize(
-    ("where", "count"),
+    ("query", "count"),
     [("reward<1", 3), ("not (reward<1) and prompt~p", 9), ("prompt='p0' or reward=3", 9), ("status!=stop", 0)],
 )
-def test_table_filters_rollouts(page: Path, where: str, count: int, tmp_path: Path) -> None:
-    assert f"{count} of 12 rollouts" in render(f"{page.as_uri()}#Rollouts?{quote(where)}", tmp_path)
+def test_table_filters_rollouts(page: Path, query: str, count: int, tmp_path: Path) -> None:
+    assert f"{count} of 12 rollouts" in render(f"{page.as_uri()}#Rollouts?{quote(query)}", tmp_path)
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_rejects_a_port_in_use(server: Server, page: Path) -> None:
 
 
 def test_page_names_existing_keys() -> None:
-    known = {name for name, _ in list_keys(Config())}
+    config_keys = {name for name, _ in list_keys(Config())}
     texts = [file.read_text("utf-8") for file in (*STATIC.glob("*.js"), *STATIC.parent.glob("*.py"))]
-    named = {key for text in texts for key in re.findall(r"\btrack\.\w+", text)}
-    assert named and named <= known, named - known
+    page_keys = {key for text in texts for key in re.findall(r"\btrack\.\w+", text)}
+    assert page_keys and page_keys <= config_keys, page_keys - config_keys

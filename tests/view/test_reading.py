@@ -27,14 +27,14 @@ from megarl.view.run_data import read_run
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
-import made_run  # noqa: E402
+import example_run  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    return made_run.write_run(tmp_path / "first")
+    return example_run.write_run(tmp_path / "first")
 
 
 def test_reads_a_run(run_dir: Path) -> None:
@@ -53,15 +53,15 @@ def test_index_has_a_row_per_rollout(run_dir: Path) -> None:
     assert columns["reward"].tolist() == [0, 1, 2, 3] * 3 and columns["group"].tolist() == [0, 0, 1, 1] * 3
     assert columns["length"].tolist() == [5] * 12 and columns["actions"].tolist() == [3] * 12
     assert columns["turns"].tolist() == [1] * 12 and columns["staleness"].tolist() == [0] * 12
-    assert [index.texts["prompt"][place] for place in columns["prompt"]] == ["p0", "p0", "p1", "p1"] * 3
+    assert [index.texts["prompt"][text_index] for text_index in columns["prompt"]] == ["p0", "p0", "p1", "p1"] * 3
     assert columns["advantage"].tolist() == [0.5] * 12
 
 
 def test_index_picks_up_new_and_rewritten_steps(run_dir: Path) -> None:
     reader = IndexReader(run_dir)
     assert len(reader.read()) == 12
-    made_run.write_step(run_dir, 4, [made_run.make_rollout(4, 0, 5.0, name="new")])
-    made_run.write_step(run_dir, 2, [made_run.make_rollout(2, 0, 6.0)])
+    example_run.write_step(run_dir, 4, [example_run.make_rollout(4, 0, 5.0, name="new")])
+    example_run.write_step(run_dir, 2, [example_run.make_rollout(2, 0, 6.0)])
     part_file(run_dir, 2, 1).unlink()
     index = reader.read()
     assert index.columns["step"].tolist() == [1] * 4 + [2] + [3] * 4 + [4] and index.columns["reward"][4] == 6
@@ -71,7 +71,7 @@ def test_index_picks_up_new_and_rewritten_steps(run_dir: Path) -> None:
 def test_reads_one_rollout_with_its_tokens(run_dir: Path) -> None:
     (result,) = read_details(run_dir, 3, {2}, TokenDecoder(load_decoder(run_dir)))
     assert result["number"] == 2 and result["token_ids"] == [1, 2, 3, 4, 5]
-    assert result["token_texts"] == ["two", "three", "four", made_run.EVIL, "five"]
+    assert result["token_texts"] == ["two", "three", "four", example_run.EVIL, "five"]
     assert result["logprobs"] == [0, 0, -0.25, -0.5, -0.75] and result["advantages"] == [0.5] * 5
     turns = result["turns"]
     assert [(turn["num_tokens"], turn["is_action"], turn["weight_version"]) for turn in turns] == [
@@ -109,7 +109,7 @@ def test_json_escapes_markup() -> None:
 
 def test_decodes_tokens_that_split_utf8() -> None:
     parts = {1: b"\xe2", 2: b"\x82", 3: b"\xac", 4: b"\xff", 5: b"a"}
-    decoder = TokenDecoder(lambda ids: b"".join(parts[item] for item in ids).decode(errors="replace"))
+    decoder = TokenDecoder(lambda ids: b"".join(parts[i] for i in ids).decode(errors="replace"))
     assert decoder.decode_each([1, 2, 3, 4, 5]) == ["", "", "€", "\ufffd", "a"]
     assert decoder.decode_each([9]) == ["[9]"] and TokenDecoder(None).decode_each([7, 8]) == ["7 ", "8 "]
 
@@ -125,13 +125,13 @@ def test_finds_the_tokenizer_relative_to_the_run_folder(run_dir: Path, tmp_path:
 
 
 def test_finds_where_two_runs_diverge(tmp_path: Path, run_dir: Path) -> None:
-    item, other = read_run(run_dir), read_run(made_run.write_run(tmp_path / "second", last=(3, 5, 5)))
-    result = find_divergence(item, other)
+    first, second = read_run(run_dir), read_run(example_run.write_run(tmp_path / "second", last_response=(3, 5, 5)))
+    result = find_divergence(first, second)
     assert result["tokens"] == {"step": 3, "number": 1, "token": 3, "ids": [4, 5]}
     assert result["steps"] == 3 and result["metrics"] is None
-    assert find_divergence(item, item)["tokens"] is None
-    shorter = read_run(made_run.write_run(tmp_path / "third", last=(3, 4)))
-    assert find_divergence(item, shorter)["tokens"] == {"step": 3, "number": 1, "token": 4, "ids": [5, -1]}
+    assert find_divergence(first, first)["tokens"] is None
+    shorter_run = read_run(example_run.write_run(tmp_path / "third", last_response=(3, 4)))
+    assert find_divergence(first, shorter_run)["tokens"] == {"step": 3, "number": 1, "token": 4, "ids": [5, -1]}
 
 
 def test_empty_folder_yields_notes(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_damaged_folder_shows_the_rest(run_dir: Path) -> None:
     assert index.columns["step"].tolist() == [1, 1, 2, 2, 3, 3]
     damaged = [note for note in index.notes if "is damaged" in note]
     assert len(damaged) == 2 and any(
-        "2 of the 4 rollouts of its step: it is incomplete" in item for item in index.notes
+        "2 of the 4 rollouts of its step: it is incomplete" in note for note in index.notes
     )
     assert all("\n" not in note for note in (*run.notes, *index.notes))
 
@@ -186,11 +186,13 @@ def test_reads_recorded_trainer_logprobs(run_dir: Path) -> None:
 def test_skips_an_inconsistent_row(run_dir: Path) -> None:
     file = part_file(run_dir, 3, 0)
     table = pq.read_table(file)
-    at = table.schema.get_field_index("messages")
-    broken = table.set_column(at, table.schema.field("messages"), [["{", *table.column("messages").to_pylist()[1:]]])
+    column_index = table.schema.get_field_index("messages")
+    broken = table.set_column(
+        column_index, table.schema.field("messages"), [["{", *table.column("messages").to_pylist()[1:]]]
+    )
     pq.write_table(broken, file)
     notes = Notes()
-    assert [item["number"] for item in read_details(run_dir, 3, None, TokenDecoder(None), notes)] == [2, 1, 3]
+    assert [record["number"] for record in read_details(run_dir, 3, None, TokenDecoder(None), notes)] == [2, 1, 3]
     assert len(notes) == 1 and "rollout 0 is inconsistent" in notes[0]
 
 

@@ -58,10 +58,10 @@ def make_worker(engine_ranks: int, generate: Callable[..., GenerationResult]) ->
 
 def generate_seeds(rollout_worker: Any) -> Any:
     try:
-        actual = rollout_worker.generate([PROMPT, PROMPT], 1)
+        rollouts = rollout_worker.generate([PROMPT, PROMPT], 1)
         return [
             seed
-            for seeds in actual.comm.all_gather_objects([rollout.seed for rollout in actual.local])
+            for seeds in rollouts.comm.all_gather_objects([rollout.seed for rollout in rollouts.local])
             for seed in seeds
         ]
     except ConfigError as error:
@@ -84,7 +84,7 @@ def fail_on_one_engine(rollout_worker: Any, prompts: Any, check: Callable[[], No
 
 
 def abort_some(failures: list[str]) -> Callable[..., GenerationResult]:
-    rollouts = [Rollout(PROMPT, TURNS, "aborted" if why else "stop", failure=why) for why in failures]
+    rollouts = [Rollout(PROMPT, TURNS, "aborted" if failure else "stop", failure=failure) for failure in failures]
     return lambda rollout_worker, prompts, **_: GenerationResult(rollouts, [])
 
 
@@ -114,15 +114,15 @@ def run_with_lost_engine(engine_ranks: int) -> dict[str, Any]:
     rollout_worker = make_worker(engine_ranks, lose_one_engine)
     rollout_worker._num_generations = 100 * engine_ranks  # counter names include this number and are global to the job
     rollout_worker.begin_step(1)
-    actual = {
+    report = {
         "seeds": generate_seeds(rollout_worker),
         "available": rollout_worker.engines.recovery.has_available_engine,
         "metrics": rollout_worker.metrics(),
     }
-    actual["metrics"] = {name: value for name, value in actual["metrics"].items() if name.startswith("rollout/")}
-    actual["restarting"] = sorted(rollout_worker.engines.recovery.restarting)
+    report["metrics"] = {name: value for name, value in report["metrics"].items() if name.startswith("rollout/")}
+    report["restarting"] = sorted(rollout_worker.engines.recovery.restarting)
     rollout_worker.close()
-    return actual
+    return report
 
 
 def main() -> None:

@@ -93,8 +93,8 @@ def copy_state(actor: ActorWorker) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
-def same(item: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(item) == len(other) and all(map(torch.equal, item, other))
+def is_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
 def main() -> dict[str, Any]:
@@ -105,28 +105,28 @@ def main() -> dict[str, Any]:
     result["bytes"] = None if actor.model is None else snapshot_bytes(actor)
     exceeded = step(actor, 2, lr_factor=300.0)
     result["exceeded"] = exceeded
-    result["restored state"] = same(copy_state(actor), before)
+    result["restored state"] = is_equal(copy_state(actor), before)
     after = step(actor, 3, 2)
     result["next step"] = [[row["actor/ppo_kl"], row["actor/lr"], "guards/ppo_kl" in row] for row in after]
-    result["trains on"] = not same(copy_state(actor), before) or actor.model is None
+    result["trains on"] = not is_equal(copy_state(actor), before) or actor.model is None
     folder = FOLDER / f"checkpoint_{sys.argv[1]}_{DTYPE}"
     if actor.model is not None:
         tiny.save_model(actor.model, folder)
-    other = make_actor()
-    if other.model is not None:
-        restore_model(other.model, folder)
-    result["checkpoint restored"] = same(copy_state(other), copy_state(actor))
-    item, two = step(actor, 4, 2), step(other, 4, 2)
-    result["resumes equally"] = [item == two, same(copy_state(other), copy_state(actor))]
+    restored = make_actor()
+    if restored.model is not None:
+        restore_model(restored.model, folder)
+    result["checkpoint restored"] = is_equal(copy_state(restored), copy_state(actor))
+    expected, actual = step(actor, 4, 2), step(restored, 4, 2)
+    result["resumes equally"] = [expected == actual, is_equal(copy_state(restored), copy_state(actor))]
     # Two rollbacks in a row end at the same policy.
-    retained = copy_state(actor)
+    snapshot = copy_state(actor)
     result["rollbacks"] = [
         sum("guards/ppo_kl" in row for row in step(actor, number, lr_factor=300.0)) for number in (5, 6)
     ]
-    result["restored state twice"] = same(copy_state(actor), retained)
+    result["restored state twice"] = is_equal(copy_state(actor), snapshot)
     # A NaN KL counts as exceeded, and its update is undone.
     result["NaN rolled back"] = roll_back_nan_kl(actor)
-    result["restored state after NaN"] = same(copy_state(actor), retained)
+    result["restored state after NaN"] = is_equal(copy_state(actor), snapshot)
     result["fresh optimizer"] = roll_back_fresh_optimizer()
     result["memory"] = [actor.metrics(), count_updates_after_oom(actor), actor.metrics()]
     return result
@@ -139,13 +139,13 @@ def roll_back_fresh_optimizer() -> list[bool]:
 
     actor = make_actor()
     before = copy_state(actor)
-    for inner in _torch_optimizers(actor.model.optimizer) if actor.model is not None else ():
-        inner.state.clear()
-    actual = []
+    for torch_optimizer in _torch_optimizers(actor.model.optimizer) if actor.model is not None else ():
+        torch_optimizer.state.clear()
+    outcomes = []
     for number in (1, 2):
         rows = step(actor, number, lr_factor=3000.0)
-        actual += [any("guards/ppo_kl" in row for row in rows), same(copy_state(actor), before)]
-    return actual
+        outcomes += [any("guards/ppo_kl" in row for row in rows), is_equal(copy_state(actor), before)]
+    return outcomes
 
 
 def count_updates_after_oom(actor: ActorWorker) -> int:
@@ -153,10 +153,10 @@ def count_updates_after_oom(actor: ActorWorker) -> int:
     if actor.model is not None:
         reader = actor.model._reader
 
-        def read(micro: Any, *remaining: Any) -> Any:
+        def read(micro: Any, *args: Any) -> Any:
             if len(micro.indices) > 1:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return reader.read(micro, *remaining)
+            return reader.read(micro, *args)
 
         actor.model._reader = SimpleNamespace(read=read)  # type: ignore[assignment]
     return len([row for row in step(actor, 8, 2) if "guards/ppo_kl" not in row and row])
@@ -164,8 +164,10 @@ def count_updates_after_oom(actor: ActorWorker) -> int:
 
 def roll_back_nan_kl(actor: ActorWorker) -> bool:
     def loss_with_nan_kl(output: ModelOutput, part: TrainBatch) -> TokenLoss:
-        actual = loss(output, part)
-        return TokenLoss(actual.loss, actual.metrics | {"actor/ppo_kl": actual.metrics["actor/ppo_kl"] * torch.nan})
+        token_loss = loss(output, part)
+        return TokenLoss(
+            token_loss.loss, token_loss.metrics | {"actor/ppo_kl": token_loss.metrics["actor/ppo_kl"] * torch.nan}
+        )
 
     actor.begin_step(7)
     batch = batch_of(actor)

@@ -49,8 +49,13 @@ def context(reward: RewardConfig, environments: tuple[str, ...] = (), replay: st
         reward=reward,
         rollout=RolloutConfig(environments=environments, replay=replay),
     )
-    known = {"run_dir": Path(sys.argv[1]), "on_rollout_finished": RolloutListeners(), "role": "", "layouts": {}}
-    return SimpleNamespace(config=config, job=JOB, clock=Clock(), **known)
+    context_fields = {
+        "run_dir": Path(sys.argv[1]),
+        "on_rollout_finished": RolloutListeners(),
+        "role": "",
+        "layouts": {},
+    }
+    return SimpleNamespace(config=config, job=JOB, clock=Clock(), **context_fields)
 
 
 def summarize(scored: Rollouts) -> dict[str, Any]:
@@ -59,7 +64,9 @@ def summarize(scored: Rollouts) -> dict[str, Any]:
         [int(i), [turn.reward for turn in item.turns]]
         for i, item in zip(scored.local_indices, scored.local, strict=True)
     ]
-    all_turn_rewards = sorted(item for local_items in ranks.all_gather_objects(turn_rewards) for item in local_items)
+    all_turn_rewards = sorted(
+        item for local_rollouts in ranks.all_gather_objects(turn_rewards) for item in local_rollouts
+    )
     reasons = list(scored.unscored_reasons)
     return {
         "reward": scored.reward.tolist(),
@@ -85,7 +92,7 @@ def try_scoring(
         for rollout in rollouts.local[:prefetched]:
             worker_context.on_rollout_finished(rollout)
         if prefetched and worker._pool is not None:  # wait for all prefetched rewards
-            list(map(lambda known: known[1].result(), worker._prefetch._pending.values()))
+            list(map(lambda entry: entry[1].result(), worker._prefetch._pending.values()))
         if weights is not None:
             worker.set_control("reward.weights", worker.controls()["reward.weights"](weights))
         result = summarize(worker.score(rollouts))
@@ -97,32 +104,34 @@ def try_scoring(
 
 
 def main() -> None:
-    half = {"max_failed_frac": 0.5}
-    lab, dying = ("lab_rewards:length", "lab_rewards:later"), ("lab_rewards:dies",)
+    settings = {"max_failed_frac": 0.5}
+    functions, dying_functions = ("toy_rewards:length", "toy_rewards:later"), ("toy_rewards:dies",)
     result = {
         "slow": try_scoring(RewardConfig(timeout=30.0), slow),
         "hangs": try_scoring(RewardConfig(timeout=0.3), hangs),
-        "one hangs": try_scoring(RewardConfig(timeout=0.3, **half), hangs),
+        "one hangs": try_scoring(RewardConfig(timeout=0.3, **settings), hangs),
         "leaves": try_scoring(RewardConfig(timeout=30.0, max_failed_frac=0.99), leaves),
-        "pool": try_scoring(RewardConfig(lab, weights={"length": 0.5}), prefetched=1),
-        "changed": try_scoring(RewardConfig(lab, processes=4), weights={"later": 2}),
-        "branches": try_scoring(RewardConfig(lab), rollouts=make_branches()),
+        "pool": try_scoring(RewardConfig(functions, weights={"length": 0.5}), prefetched=1),
+        "changed": try_scoring(RewardConfig(functions, processes=4), weights={"later": 2}),
+        "branches": try_scoring(RewardConfig(functions), rollouts=make_branches()),
         "branches here": try_scoring(
             RewardConfig(timeout=30.0), lambda rollout: rollout.num_tokens, rollouts=make_branches()
         ),
-        "dies": try_scoring(RewardConfig(dying)),
-        "one dies": try_scoring(RewardConfig(dying, **half)),
+        "dies": try_scoring(RewardConfig(dying_functions)),
+        "one dies": try_scoring(RewardConfig(dying_functions, **settings)),
         "all too slow": all_too_slow(),
         "no such part": try_weights({"lenght": 1.0}),
         "environment": score_environment(
             RewardConfig(weights={"environment": 2.0}), [Reward(0.5, {"tries": 3.0}, (0.25,))] * 4
         ),
-        "beside": score_environment(RewardConfig(("lab_rewards:length",)), [Reward(1.0), None, None, Reward(-1.0)]),
+        "environment and function": score_environment(
+            RewardConfig(("toy_rewards:length",)), [Reward(1.0), None, None, Reward(-1.0)]
+        ),
         "failed": score_environment(
             RewardConfig(max_failed_frac=0.5), [Reward(1.0)] * 3 + [RewardFailure("Guess: reward raised")]
         ),
         "recorded": score_environment(RewardConfig(), None),
-        "nobody": score_environment(RewardConfig(), [None] * 4, "odd_worlds:Plain"),
+        "no reward": score_environment(RewardConfig(), [None] * 4, "toy_environments:Plain"),
         "nothing": score_environment(RewardConfig(), [None] * 4, ""),
     }
     print("RESULT", json.dumps(result), flush=True)
@@ -132,40 +141,42 @@ def main() -> None:
 
 def all_too_slow() -> tuple[Any, bool]:
     """Score 20 slow rollouts on each rank; return the error and whether it came within 20 s."""
-    many = [replace(ROLLOUTS[0], turns=tuple(map(replace, ROLLOUTS[0].turns)), group=number) for number in range(40)]
+    many_rollouts = [
+        replace(ROLLOUTS[0], turns=tuple(map(replace, ROLLOUTS[0].turns)), group=number) for number in range(40)
+    ]
     local = list(range(JOB.rank, 40, 2))
-    rollouts = Rollouts.gather([many[number] for number in local], local, row_exchange.WorldComm())
+    rollouts = Rollouts.gather([many_rollouts[number] for number in local], local, row_exchange.WorldComm())
     start = time.monotonic()
-    slow = RewardConfig(("lab_rewards:sleeps", "lab_rewards:length"), timeout=1.5, processes=2)
+    slow = RewardConfig(("toy_rewards:sleeps", "toy_rewards:length"), timeout=1.5, processes=2)
     return try_scoring(slow, rollouts=rollouts), time.monotonic() - start < 20
 
 
-def score_environment(reward: RewardConfig, env_rewards: Any, spec: str = "odd_worlds:Guess") -> Any:
+def score_environment(reward: RewardConfig, env_rewards: Any, spec: str = "toy_environments:Guess") -> Any:
     """env_rewards: None for replayed rollouts that have the environment's part."""
     try:
         worker = RewardWorker(context(reward, (spec,) if spec else (), "" if env_rewards else "somewhere"))
     except ConfigError as error:
         return str(error)
-    local_items = [
+    local_rollouts = [
         replace(item, env_reward=env_rewards[i]) if env_rewards else replace(item, reward_parts={"environment": 3.0})
         for i, item in zip(LOCAL_INDICES, LOCAL_ROLLOUTS.local, strict=True)
     ]
-    result = summarize(worker.score(LOCAL_ROLLOUTS.replace_local(local_items)))
+    result = summarize(worker.score(LOCAL_ROLLOUTS.replace_local(local_rollouts)))
     worker.close()
     return result
 
 
 def make_branches() -> Rollouts:
     """Return, on each rank, an episode of two branches with three and four tokens, and a single rollout."""
-    alone = replace(ROLLOUTS[JOB.rank], group=JOB.rank)
-    longer = replace(alone, turns=(Turn((1, 2, 4)), *alone.turns[1:]))
-    local_items = [*as_branches([alone, longer], 0), alone]
-    return Rollouts.gather(local_items, [item.group for item in local_items], row_exchange.WorldComm())
+    single = replace(ROLLOUTS[JOB.rank], group=JOB.rank)
+    longer_rollout = replace(single, turns=(Turn((1, 2, 4)), *single.turns[1:]))
+    local_rollouts = [*as_branches([single, longer_rollout], 0), single]
+    return Rollouts.gather(local_rollouts, [item.group for item in local_rollouts], row_exchange.WorldComm())
 
 
 def try_weights(weights: dict[str, float]) -> str:
     try:
-        RewardWorker(context(RewardConfig(("lab_rewards:length",), weights=weights)))
+        RewardWorker(context(RewardConfig(("toy_rewards:length",), weights=weights)))
     except ConfigError as error:
         return str(error)
     return ""

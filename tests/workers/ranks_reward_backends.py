@@ -33,11 +33,11 @@ JOBS = json.loads((FOLDER / "jobs.json").read_text())
 def rollouts() -> Rollouts:
     """Return this rank's rollouts: two of every three are on the first rank, one on the last."""
     items = []
-    for number, item in enumerate(JOBS["rollouts"]):
-        ids, messages = item["ids"], tuple(item["messages"])
+    for number, job in enumerate(JOBS["rollouts"]):
+        ids, messages = job["ids"], tuple(job["messages"])
         turns = (Turn(ids[:2]), Turn(ids[2:], [0.0] * (len(ids) - 2), True, 0))
         prompt = Prompt(str(number), messages[:1], ids[:2], ground_truth="5")
-        items.append(Rollout(prompt, turns, item["status"], messages=messages, group=number))
+        items.append(Rollout(prompt, turns, job["status"], messages=messages, group=number))
     local = [number for number in range(len(items)) if {0: 0, 1: 0, 2: 2}[number % 3] == RANK]
     return Rollouts.gather([items[i] for i in local], local, row_exchange.WorldComm())
 
@@ -77,10 +77,10 @@ def score(tree: dict[str, Any]) -> Any:
     except ConfigError as error:
         return str(error)
     parts = {name: values.tolist() for name, values in scored.reward_parts.items()}
-    local_items = [
+    local_rollouts = [
         (int(number), rollout.reward) for number, rollout in zip(scored.local_indices, scored.local, strict=True)
     ]
-    return {"reward": scored.reward.tolist(), "parts": parts, "local": local_items, "metrics": worker.metrics()}
+    return {"reward": scored.reward.tolist(), "parts": parts, "local": local_rollouts, "metrics": worker.metrics()}
 
 
 def teach(tree: dict[str, Any]) -> Any:

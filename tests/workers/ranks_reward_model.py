@@ -47,8 +47,8 @@ def context(path: str, folder: str, **sections: Any) -> Any:
 
 
 def scored(worker: Any, batch: TrainBatch) -> torch.Tensor:
-    actual: torch.Tensor = worker.forward(batch).wait().scores
-    return actual
+    scores: torch.Tensor = worker.forward(batch).wait().scores
+    return scores
 
 
 def train(family: str, folder: str) -> list[float]:
@@ -97,13 +97,13 @@ def serve(family: str, folder: str) -> list[dict[str, Any]]:
     worker.wait_ready()
     assert worker.model is not None and worker.model.optimizer is None
     assert {tensor.dtype for tensor in worker.model.local_params().values()} == {torch.float32}
-    alone = MegatronRewardWorker(worker_context)
-    alone.model = worker.model
-    alone.wait_ready()
+    rank_0_worker = MegatronRewardWorker(worker_context)
+    rank_0_worker.model = worker.model
+    rank_0_worker.wait_ready()
     local = range(1 - RANKS.job.rank, len(rollouts), 2)
     sharded = Rollouts.gather([rollouts[i] for i in local], local, row_exchange.WorldComm())
-    model_only, both = alone.score(sharded), worker.score(sharded)
-    columns = {"reward": both.reward, "only": model_only.reward, **both.reward_parts}
+    model_only, with_policy = rank_0_worker.score(sharded), worker.score(sharded)
+    columns = {"reward": with_policy.reward, "only": model_only.reward, **with_policy.reward_parts}
     return [{name: float(values[i]) for name, values in columns.items()} for i in range(len(rollouts))]
 
 
@@ -113,7 +113,7 @@ def length(rollout: Rollout) -> float:
 
 if __name__ == "__main__":
     RANKS = parallel_ranks.initialize(tiny.config(tp=2, world=int(os.environ["WORLD_SIZE"])).parallel, timeout_s=120)
-    place, families = sys.argv[1], sys.argv[2].split(",")
-    result = {family: {"trained": train(family, place), "served": serve(family, place)} for family in families}
+    folder, families = sys.argv[1], sys.argv[2].split(",")
+    result = {family: {"trained": train(family, folder), "served": serve(family, folder)} for family in families}
     print("RESULT " + json.dumps(result))
     parallel_ranks.shutdown()

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 import pytest
-from thread_ranks import Thread, as_ranks
+from thread_ranks import ThreadRank, as_ranks
 
 from megarl.config import Config, ConfigError
 from megarl.engine.engine_protocol import EngineLost
@@ -41,9 +41,9 @@ class FakeEngineRestart:
 def run_on_ranks(monkeypatch: pytest.MonkeyPatch, work: Any) -> list[Any]:
     """Run work(rank, recovery, restart) on three ranks, two of which lead an engine; return results and log lines."""
     lines: list[str] = []
-    threads: dict[int, Thread] = {}
+    threads: dict[int, ThreadRank] = {}
 
-    def run_rank(rank: Thread) -> Any:
+    def run_rank(rank: ThreadRank) -> Any:
         threads[threading.get_ident()] = rank
         index = rank.rank if rank.rank < 2 else None
         restart: Any = FakeEngineRestart() if index is not None else None
@@ -101,29 +101,29 @@ def test_all_ranks_agree_on_lost_and_restarted_engines(monkeypatch: pytest.Monke
     ]
 
 
-@pytest.mark.parametrize("again", ["died", "hangs"])
-def test_same_fault_twice_without_a_step_ends_the_run(monkeypatch: pytest.MonkeyPatch, again: str) -> None:
+@pytest.mark.parametrize("repeated_fault", ["died", "hangs"])
+def test_same_fault_twice_without_a_step_ends_the_run(monkeypatch: pytest.MonkeyPatch, repeated_fault: str) -> None:
     def work(rank: int, recovery: EngineRecovery, restart: FakeEngineRestart) -> str:
-        def lose(fault: Any) -> None:
+        def lose_engine(fault: Any) -> None:
             if rank == 0:
                 restart.lost = EngineLost(fault, "engine 0 is not running; the last lines of its log: short of memory")
             recovery.exchange_losses()
             recovery.wait_restarts()
             recovery.on_weight_sync(True)
 
-        lose("died")
+        lose_engine("died")
         recovery.begin_step()
         assert recovery.metrics() == {}
-        lose("died")
+        lose_engine("died")
         try:
-            lose(again)
+            lose_engine(repeated_fault)
         except ConfigError as error:
             return str(error)
         return ""
 
     *errors, _ = run_on_ranks(monkeypatch, work)
     assert len(set(errors)) == 1
-    if again == "died":
+    if repeated_fault == "died":
         assert errors[0].startswith("engine 0 died twice in a row without a completed step: see its log; ")
         assert errors[0].endswith("engine 0 is not running; the last lines of its log: short of memory")
     else:

@@ -33,12 +33,12 @@ def test_sync_metrics_broadcasts_once_per_source(monkeypatch: pytest.MonkeyPatch
         return [{"loss": 10.0 * source + i} for i in range(len(value))]
 
     monkeypatch.setattr(ranks, "broadcast_object", broadcast)
-    local_items = UpdateMetrics({"loss": 0.5})
-    updates = [UpdateMetrics(None, 4), local_items, UpdateMetrics(None, 2), UpdateMetrics({"loss": 41.0}, 4)]
+    local_metrics = UpdateMetrics({"loss": 0.5})
+    updates = [UpdateMetrics(None, 4), local_metrics, UpdateMetrics(None, 2), UpdateMetrics({"loss": 41.0}, 4)]
     assert "source=4" in repr(updates) and not sent
     assert sync_metrics(updates) == [{"loss": 40.0}, {"loss": 0.5}, {"loss": 20.0}, {"loss": 41.0}]
     assert sent == [([None, {"loss": 41.0}], 4), ([None], 2)]
-    assert local_items.sync() == {"loss": 0.5} and len(sent) == 2
+    assert local_metrics.sync() == {"loss": 0.5} and len(sent) == 2
 
 
 def test_update_metrics_are_not_a_mapping() -> None:

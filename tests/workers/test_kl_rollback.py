@@ -19,9 +19,9 @@ MAKE_MODEL = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model folder written by transformers, in a process of its own because Megatron must not share one."""
-    created = tmp_path_factory.mktemp("back") / "model"
-    subprocess.run([sys.executable, "-c", MAKE_MODEL, str(created)], cwd=ROOT, check=True, capture_output=True)
-    return created
+    folder = tmp_path_factory.mktemp("back") / "model"
+    subprocess.run([sys.executable, "-c", MAKE_MODEL, str(folder)], cwd=ROOT, check=True, capture_output=True)
+    return folder
 
 
 @pytest.fixture(scope="module", params=["shared float32", "shared bfloat16", "split float32"])
@@ -76,8 +76,8 @@ def test_snapshot_size(ranks: list[dict[str, Any]]) -> None:
     """The snapshot holds weights and this rank's optimizer states, plus Megatron's padding."""
     copies = [result["bytes"] for result in ranks if result["bytes"]]
     assert copies
-    for retained, planned in copies:
-        assert planned <= retained < 1.01 * planned
+    for measured, expected_bytes in copies:
+        assert expected_bytes <= measured < 1.01 * expected_bytes
 
 
 def test_out_of_memory_is_known_on_all_ranks(ranks: list[dict[str, Any]]) -> None:

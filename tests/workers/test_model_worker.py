@@ -15,7 +15,7 @@ def test_lr_schedule_spans_the_roles_updates(units: dict[str, Any]) -> None:
 
 
 def test_consecutive_skipped_updates_are_reported(units: dict[str, Any]) -> None:
-    before, metrics, (first, message), after, again, still = units["training"]["in_vain"]
+    before, metrics, (first, message), after, second_metrics, final = units["training"]["skip_results"]
     assert before is None and metrics["guards/actor_consecutive_skips"] == 2 and metrics["actor/skipped"] == 1
     assert first == 3  # the step of the first skip
     assert message.startswith("2 consecutive updates of the actor were skipped since step 3, because its gradient is")
@@ -30,7 +30,7 @@ def test_consecutive_skipped_updates_are_reported(units: dict[str, Any]) -> None
         assert part in message
     assert "\n" not in message
     # A rollback resets the count.
-    assert after is None and "guards/actor_consecutive_skips" not in again and still is None
+    assert after is None and "guards/actor_consecutive_skips" not in second_metrics and final is None
 
 
 def test_nonfinite_loss_inputs_raise(units: dict[str, Any]) -> None:
@@ -41,9 +41,9 @@ def test_nonfinite_loss_inputs_raise(units: dict[str, Any]) -> None:
     )
     for name in ("advantages", "returns", "rollout_logprobs"):
         assert f"not finite: {name} in the batch of the actor, inf in " in inputs[name]
-    assert units["training"]["harmless"] == 0.0
+    assert units["training"]["unused_skipped"] == 0.0
 
 
 def test_nonfinite_outputs_or_weights_raise(units: dict[str, Any]) -> None:
     assert "step 4: not finite: log-probs of the actor, nan in " in units["training"]["outputs"]
-    assert "an update of the actor produced weights that are not finite (on rank 0;" in units["training"]["lost"]
+    assert "an update of the actor produced weights that are not finite (on rank 0;" in units["training"]["underflow"]

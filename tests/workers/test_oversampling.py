@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from scripted import CHAT, CONFIG, PROMPT, DeterministicPolicy, parse
-from thread_ranks import Thread, as_ranks
+from thread_ranks import ThreadRank, as_ranks
 
 from megarl.checkpoint import manifest
 from megarl.config import ConfigError
@@ -123,29 +123,29 @@ def first_prompt_ids(count: int) -> list[str]:
 def test_no_group_is_lost_or_repeated_across_resume(tmp_path: Path, before: int, after: int) -> None:
     store = LocalKVStore()
 
-    def first(rank: Thread) -> tuple[Any, str]:
+    def first(rank: ThreadRank) -> tuple[Any, str]:
         run = OversampledRun(rank, before, store)
         return run.run_steps(1, 5), run.save(tmp_path)
 
     before_results = as_ranks(before, first)
 
-    def second(rank: Thread) -> tuple[Any, Any, list[str]]:
+    def second(rank: ThreadRank) -> tuple[Any, Any, list[str]]:
         run = OversampledRun(rank, after, store)
         run.resume(tmp_path, before_results[0][1])
         steps = run.run_steps(5, 9)
-        retained = [item.prompt.id for group in run.oversampling._partial_groups for item in group]
-        assert run.oversampling._num_partial_groups == sum(map(len, rank.all_gather_objects(retained))) // SAMPLES
-        return steps, run.metrics, retained
+        partial_ids = [item.prompt.id for group in run.oversampling._partial_groups for item in group]
+        assert run.oversampling._num_partial_groups == sum(map(len, rank.all_gather_objects(partial_ids))) // SAMPLES
+        return steps, run.metrics, partial_ids
 
     after_results = as_ranks(after, second)
     trained = count_prompts([result for result, _ in before_results]) + count_prompts(
         [result for result, *_ in after_results]
     )
-    retained = Counter(name for *_, names in after_results for name in names)
-    assert trained.total() == 8 * NEEDED * SAMPLES and not trained.keys() & retained.keys()
-    everything = trained + retained
-    assert set(everything.values()) == {SAMPLES}
-    assert set(everything) == set(first_prompt_ids(len(everything)))  # the loader's first prompts, without a gap
+    partial = Counter(name for *_, names in after_results for name in names)
+    assert trained.total() == 8 * NEEDED * SAMPLES and not trained.keys() & partial.keys()
+    all_groups = trained + partial
+    assert set(all_groups.values()) == {SAMPLES}
+    assert set(all_groups) == set(first_prompt_ids(len(all_groups)))  # the loader's first prompts, without a gap
     metrics = after_results[0][1]
     assert all(item == metrics for _, item, _ in after_results)  # on all ranks
     assert all(0 <= item["rollout/partial_groups"] <= max_pending_groups(NEEDED, 1.5) - NEEDED for item in metrics)
@@ -156,10 +156,10 @@ def test_no_group_is_lost_or_repeated_across_resume(tmp_path: Path, before: int,
 def deterministic_scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make the scheduler independent of the clock: only the order of tasks matters."""
 
-    async def directly(work: Any, *arguments: Any) -> Any:
+    async def run_directly(work: Any, *arguments: Any) -> Any:
         return work(*arguments)
 
-    monkeypatch.setattr(scheduler.asyncio, "to_thread", directly)
+    monkeypatch.setattr(scheduler.asyncio, "to_thread", run_directly)
     monkeypatch.setattr(scheduler, "_POLL_S", 3600.0)
     monkeypatch.setattr(scheduler, "_RETURNED_POLL_S", 3600.0)
     monkeypatch.setattr(scheduler.ShieldedTasks, "run", lambda self, counting: counting)
@@ -201,26 +201,26 @@ def test_staleness_metrics_by_hand() -> None:
 
 def test_only_the_training_generation_is_oversampled() -> None:
     run = OversampledRun(LOCAL, 1, LocalKVStore())
-    value = run.loader.next_batch()
+    next_prompts = run.loader.next_batch()
     state = run.loader.state_dict()
     for prompts, greedy in (
-        (value, True),
+        (next_prompts, True),
         (PROMPTS[:3], False),
-        (value, False),
+        (next_prompts, False),
     ):  # the last is the step's second generation
         plan = run.oversampling.plan(prompts, 1, greedy)
         assert (plan.prompts, plan.num_needed, plan.num_partial_groups) == (prompts, None, 0)
     assert run.loader.state_dict() == state
-    plan = run.oversampling.plan(value, 2, False)
+    plan = run.oversampling.plan(next_prompts, 2, False)
     assert (len(plan.prompts), plan.num_needed, plan.is_training) == (6, NEEDED, True)
 
 
 def test_without_oversampling_nothing_is_kept_or_saved(tmp_path: Path) -> None:
     run = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=1.0)
-    value = run.loader.next_batch()
+    next_prompts = run.loader.next_batch()
     state = run.loader.state_dict()
-    rollouts = run.generate(value, 1)
-    assert [item.prompt.id for item in rollouts.local] == [prompt.id for prompt in value for _ in range(SAMPLES)]
+    rollouts = run.generate(next_prompts, 1)
+    assert [item.prompt.id for item in rollouts.local] == [prompt.id for prompt in next_prompts for _ in range(SAMPLES)]
     assert run.loader.state_dict() == state and run.metrics[-1].keys() == {"rollout/idle_frac"}
     assert run.oversampling.save()(tmp_path) == {} and not list(tmp_path.iterdir())
 
@@ -231,9 +231,11 @@ def test_resumes_partial_groups_without_oversampling(tmp_path: Path) -> None:
     state = before.save(tmp_path)
     after = OversampledRun(LOCAL, 1, LocalKVStore(), oversample=1.0)
     after.resume(tmp_path, state)
-    retained = after.oversampling._num_partial_groups
+    num_partial = after.oversampling._num_partial_groups
     result += after.run_steps(3, 5)
-    assert retained > 0 == after.oversampling._num_partial_groups and after.oversampling.save()(tmp_path / "none") == {}
+    assert (
+        num_partial > 0 == after.oversampling._num_partial_groups and after.oversampling.save()(tmp_path / "none") == {}
+    )
     assert count_prompts([result]) == Counter({name: SAMPLES for name in first_prompt_ids(4 * NEEDED)})
 
 
@@ -283,6 +285,8 @@ def test_damaged_file_raises(tmp_path: Path) -> None:
         OversampledRun(LOCAL, 1, LocalKVStore()).resume(tmp_path, state)
 
 
-@pytest.mark.parametrize(("needed", "oversample", "count"), [(10, 1.1, 11), (4, 1.5, 6), (3, 1.5, 5), (64, 1.0, 64)])
-def test_max_pending_groups(needed: int, oversample: float, count: int) -> None:
-    assert max_pending_groups(needed, oversample) == count
+@pytest.mark.parametrize(
+    ("num_needed", "oversample", "count"), [(10, 1.1, 11), (4, 1.5, 6), (3, 1.5, 5), (64, 1.0, 64)]
+)
+def test_max_pending_groups(num_needed: int, oversample: float, count: int) -> None:
+    assert max_pending_groups(num_needed, oversample) == count

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 
 import pytest
-from thread_ranks import Thread, as_ranks
+from thread_ranks import ThreadRank, as_ranks
 
 from megarl.config import ConfigError
 from megarl.rollout.group_queue import GroupQueue, LocalKVStore
@@ -32,7 +32,7 @@ def collect_on_ranks(*engines: Sequence[Rollout] | str | None, groups: int = 2, 
     """
     store = LocalKVStore()
 
-    def run_rank(rank: Thread) -> object:
+    def run_rank(rank: ThreadRank) -> object:
         queue, future = GroupQueue(groups, len(engines), store), None
         if rank.rank:
             outcome, future = engines[rank.rank - 1], Future()

@@ -53,8 +53,8 @@ def test_all_slow_rewards_end_the_run_at_the_failure_limit(results: dict[str, An
         message,
     )
     assert match, message
-    failed, dropped = map(int, match.groups())
-    assert failed in (5, 6, 7, 8) and failed + dropped == 40 and is_fast
+    failed, num_dropped = map(int, match.groups())
+    assert failed in (5, 6, 7, 8) and failed + num_dropped == 40 and is_fast
 
 
 def test_function_that_raises_system_exit_fails(results: dict[str, dict[str, Any]]) -> None:
@@ -76,8 +76,8 @@ def test_pool_functions_with_weights_and_turn_rewards(results: dict[str, dict[st
 @pytest.mark.parametrize("job", ["branches", "branches here"])
 def test_functions_see_the_last_branch_of_an_episode(results: dict[str, dict[str, Any]], job: str) -> None:
     """Each rank has an episode with branches of 3 and 4 tokens, and a rollout of 3."""
-    pool, (item,) = results[job], {"branches": (0.75,), "branches here": (0.0,)}[job]
-    assert pool["reward"] == [4 + item, 4 + item, 3 + item] * 2
+    pool, (expected_turns,) = results[job], {"branches": (0.75,), "branches here": (0.0,)}[job]
+    assert pool["reward"] == [4 + expected_turns, 4 + expected_turns, 3 + expected_turns] * 2
     assert pool["unscored"] == [0] * 6
     if job == "branches":
         assert pool["turns"][:3] == [[0.0, 0.0], [0.0, 0.25], [0.0, 0.25]]
@@ -95,13 +95,13 @@ def test_weights_can_change_during_the_run(results: dict[str, dict[str, Any]]) -
 
 def test_environment_reward_is_a_weighted_part(results: dict[str, dict[str, Any]]) -> None:
     """2 * (0.5 + 0.25); rollouts without an environment reward have the other parts only."""
-    alone = results["environment"]
-    assert alone["reward"] == [1.5, 1.5, 0.0, 1.5] and alone["turns"] == [[0.0, 0.5]] * 2 + [[0.0, 0.0], [0.0, 0.5]]
-    assert alone["parts"] == {"environment": [0.75, 0.75, 0, 0.75], "environment/tries": [3, 3, 0, 3]}
-    assert results["beside"]["reward"] == [4.0, 3.0, 0.0, 2.0]
+    single = results["environment"]
+    assert single["reward"] == [1.5, 1.5, 0.0, 1.5] and single["turns"] == [[0.0, 0.5]] * 2 + [[0.0, 0.0], [0.0, 0.5]]
+    assert single["parts"] == {"environment": [0.75, 0.75, 0, 0.75], "environment/tries": [3, 3, 0, 3]}
+    assert results["environment and function"]["reward"] == [4.0, 3.0, 0.0, 2.0]
     assert results["failed"]["reasons"] == [["environment", "Guess: reward raised", "p3"]]
     assert results["recorded"]["reward"] == [3.0, 3.0, 0.0, 3.0]
-    assert "odd_worlds:Plain has no `reward`, and there are no reward.functions" in results["nobody"]
+    assert "toy_environments:Plain has no `reward`, and there are no reward.functions" in results["no reward"]
     assert "there is no reward: set reward.functions" in results["nothing"]
 
 

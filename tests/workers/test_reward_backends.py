@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "rewards"))
-from judging_server import RewardServer, chat_completion, count_words
+from reward_server import RewardServer, chat_completion, count_words
 
 WORDS = ("[unk]", "[pad]", "<end>", "one", "two", "three", "four", "five", "six", "user", "assistant")
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <end> {% endfor %}"
@@ -39,9 +39,11 @@ def tokenizer(words: tuple[str, ...] = WORDS, template: str | None = TEMPLATE) -
 
     raw = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[unk]"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    created = PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[unk]", pad_token="[pad]", eos_token="<end>")
-    created.chat_template = template
-    return created
+    fast_tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, unk_token="[unk]", pad_token="[pad]", eos_token="<end>"
+    )
+    fast_tokenizer.chat_template = template
+    return fast_tokenizer
 
 
 def save(folder: Path, model: Any, words: Any) -> Any:
@@ -77,7 +79,7 @@ def server() -> Iterator[RewardServer]:
     def reply(body: dict[str, Any]) -> Any:
         if "messages" in body:
             return chat_completion(f"Score: {len(body['messages'][0]['content'].split())}")
-        return [count_words(item) for item in body["conversations"]]
+        return [count_words(conversation) for conversation in body["conversations"]]
 
     with RewardServer(reply=reply) as judging:
         yield judging
@@ -92,44 +94,58 @@ def results(
     from transformers import LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("judges")
-    known = tokenizer()
+    saved_tokenizer = tokenizer()
     conversations = []
     for number, answer in enumerate(RESPONSES):
         messages = [{"role": "user", "content": "two"}, {"role": "assistant", "content": answer}]
-        ids = known.encode(known.apply_chat_template(messages, tokenize=False), add_special_tokens=False)
+        ids = saved_tokenizer.encode(
+            saved_tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False
+        )
         status = "aborted" if number == 4 else "stop"
         conversations.append({"ids": ids, "messages": messages, "status": status})
     policy = llama()
-    save(folder / "policy", LlamaForCausalLM(policy), known)
-    other = tokenizer(tuple(reversed(WORDS)), OTHER_TEMPLATE)
-    last = dict(num_labels=1, pad_token_id=1)
+    save(folder / "policy", LlamaForCausalLM(policy), saved_tokenizer)
+    other_tokenizer = tokenizer(tuple(reversed(WORDS)), OTHER_TEMPLATE)
+    classifier = dict(num_labels=1, pad_token_id=1)
     models = {
-        "own": save(folder / "own", Classifier.from_config(llama(**last)), known),
+        "own": save(folder / "own", Classifier.from_config(llama(**classifier)), saved_tokenizer),
         "bare": save(folder / "bare", Classifier.from_config(llama(num_labels=1)), tokenizer(template=None)),
-        "bert": save(folder / "bert", Classifier.from_config(bert(id2label={0: "bad", 1: "good", 2: "so"})), other),
-        "short": save(folder / "short", Classifier.from_config(llama(max_position_embeddings=9, **last)), known),
-        "strict": save(folder / "strict", Classifier.from_config(llama(**last)), tokenizer(template=STRICT_TEMPLATE)),
-        "odd": save(folder / "odd", Classifier.from_config(llama(**last)), tokenizer(tuple(reversed(WORDS)), None)),
-        "teacher": save(folder / "teacher", LlamaForCausalLM(llama(24, hidden_size=32, num_hidden_layers=4)), known),
+        "bert": save(
+            folder / "bert", Classifier.from_config(bert(id2label={0: "bad", 1: "good", 2: "so"})), other_tokenizer
+        ),
+        "short": save(
+            folder / "short", Classifier.from_config(llama(max_position_embeddings=9, **classifier)), saved_tokenizer
+        ),
+        "strict": save(
+            folder / "strict", Classifier.from_config(llama(**classifier)), tokenizer(template=STRICT_TEMPLATE)
+        ),
+        "other_tokenizer": save(
+            folder / "other_tokenizer",
+            Classifier.from_config(llama(**classifier)),
+            tokenizer(tuple(reversed(WORDS)), None),
+        ),
+        "teacher": save(
+            folder / "teacher", LlamaForCausalLM(llama(24, hidden_size=32, num_hidden_layers=4)), saved_tokenizer
+        ),
     }
-    save(folder / "headless", LlamaForCausalLM(policy), known)
+    save(folder / "headless", LlamaForCausalLM(policy), saved_tokenizer)
     named = json.loads((folder / "headless" / "config.json").read_text())
     named |= {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
     (folder / "headless" / "config.json").write_text(json.dumps(named))
-    broken = Classifier.from_config(llama(**last))
-    save(folder / "nan", broken, known)
+    broken = Classifier.from_config(llama(**classifier))
+    save(folder / "nan", broken, saved_tokenizer)
     broken.score.weight.data.fill_(math.nan)
     broken.save_pretrained(folder / "nan")
 
     def judge(name: str, functions: bool = False, **options: Any) -> dict[str, Any]:
         chosen = {"reward": {"backend": "transformers", "options": options}}
-        functions_of = ["lab_rewards:length"] if functions else []
+        functions_of = ["toy_rewards:length"] if functions else []
         reward = {"model": str(folder / name), "functions": functions_of}
         return {"what": "score", "config": {**WITH_REWARD_RANKS, "roles": chosen, "reward": reward}}
 
     def teacher(role: str, **parallel: int) -> dict[str, Any]:
-        known = {"worker": "megarl.workers.actor:TeacherWorker"} if role != "teacher" else {}
-        chosen = {role: {"model": str(folder / "teacher"), "parallel": parallel, **known}}
+        worker = {"worker": "megarl.workers.actor:TeacherWorker"} if role != "teacher" else {}
+        chosen = {role: {"model": str(folder / "teacher"), "parallel": parallel, **worker}}
         return {"what": "teach", "config": {"placement": {**PLACEMENT["placement"], role: "1-2"}, "roles": chosen}}
 
     service = {"reward": {"backend": "http", "options": {"url": server.url, "batch": 2, "private": True}}}
@@ -139,10 +155,10 @@ def results(
             "options": {"url": server.unreachable_url, "tries": 2, "pause": 0, "private": True},
         }
     }
-    beside = {"functions": ["lab_rewards:length"]}
-    requested = {"url": server.address, "model": "m", "prompt": "{answer}", "private": True}
-    judging = {"reward": {"backend": "judge", "options": requested}}
-    narrow = {"reward": {"backend": "judge", "options": {**requested, "max_score": 5}}}
+    functions_of_role = {"functions": ["toy_rewards:length"]}
+    judge_options = {"url": server.address, "model": "m", "prompt": "{answer}", "private": True}
+    judging = {"reward": {"backend": "judge", "options": judge_options}}
+    narrow = {"reward": {"backend": "judge", "options": {**judge_options, "max_score": 5}}}
     local = judge("own", functions=True, **service["reward"]["options"])
     local["config"]["roles"]["reward"]["backend"] = ["transformers", "http"]
     local["config"]["reward"]["weights"] = {"length": 0.4, "model": 0.5, "service": 0.1}
@@ -154,28 +170,31 @@ def results(
         "short": judge("short"),
         "cut": judge("short", on_overlong="truncate"),
         "strict": judge("strict"),
-        "odd": judge("odd"),
+        "other_tokenizer": judge("other_tokenizer"),
         "labels": judge("bert"),
         "policy": judge("policy"),
         "headless": judge("headless"),
         "nan": judge("nan"),
-        "service": {"what": "score", "config": {**PLACEMENT, "roles": service, "reward": beside}},
-        "gone": {"what": "score", "config": {**PLACEMENT, "roles": unreachable}},
-        "judge": {"what": "score", "config": {**PLACEMENT, "roles": judging, "reward": beside}},
+        "service": {"what": "score", "config": {**PLACEMENT, "roles": service, "reward": functions_of_role}},
+        "unreachable": {"what": "score", "config": {**PLACEMENT, "roles": unreachable}},
+        "judge": {"what": "score", "config": {**PLACEMENT, "roles": judging, "reward": functions_of_role}},
         "too good": {"what": "score", "config": {**PLACEMENT, "roles": narrow}},
-        "pool": {"what": "score", "config": {**PLACEMENT, "roles": {"reward": {"backend": "pool"}}, "reward": beside}},
+        "pool": {
+            "what": "score",
+            "config": {**PLACEMENT, "roles": {"reward": {"backend": "pool"}}, "reward": functions_of_role},
+        },
         "teacher": teacher("teacher", tp=2),
         "tutor": teacher("tutor", pp=2),
     }
     (folder / "jobs.json").write_text(json.dumps({"rollouts": conversations, "jobs": jobs}))
     results = run_ranks(3, "tests/workers/ranks_reward_backends.py", str(folder), timeout=400.0)
-    return {"ranks": results, "models": models, "conversations": conversations, "another": other}
+    return {"ranks": results, "models": models, "conversations": conversations, "another": other_tokenizer}
 
 
 SCORED = [number for number in range(len(RESPONSES)) if number != 4]  # aborted
 
 
-def reference_scores(results: dict[str, Any], name: str, label: int = 0, last: int = 64) -> list[float]:
+def reference_scores(results: dict[str, Any], name: str, label: int = 0, last_tokens: int = 64) -> list[float]:
     """Score one by one, without padding; aborted rollouts have 0."""
     expected = [0.0] * len(RESPONSES)
     for number in SCORED:
@@ -185,7 +204,7 @@ def reference_scores(results: dict[str, Any], name: str, label: int = 0, last: i
             text = results["another"].apply_chat_template(conversation["messages"], tokenize=False)
             ids = results["another"].encode(text, add_special_tokens=False)
         with torch.no_grad():
-            expected[number] = float(results["models"][name](torch.tensor([ids[-last:]])).logits[0, label])
+            expected[number] = float(results["models"][name](torch.tensor([ids[-last_tokens:]])).logits[0, label])
     assert len(set(expected)) >= len(SCORED)
     return expected
 
@@ -193,10 +212,10 @@ def reference_scores(results: dict[str, Any], name: str, label: int = 0, last: i
 def global_result(results: dict[str, Any], job: str) -> Any:
     """Return a job's result, after checking that all ranks agree and have their own rollouts."""
     first, *others = (dict(rank[job]) for rank in results["ranks"])
-    local = [item.pop("local") for item in (first, *others)]
+    local = [result.pop("local") for result in (first, *others)]
     assert all(other == first for other in others)
-    assert [[number for number, _ in local_items] for local_items in local] == [[0, 1, 3, 4, 6], [], [2, 5]]
-    assert all(reward == first["reward"][number] for local_items in local for number, reward in local_items)
+    assert [[number for number, _ in rewards_of_rank] for rewards_of_rank in local] == [[0, 1, 3, 4, 6], [], [2, 5]]
+    assert all(reward == first["reward"][number] for rewards_of_rank in local for number, reward in rewards_of_rank)
     return first
 
 
@@ -229,14 +248,14 @@ def test_overlong_conversations_raise_or_are_truncated(results: dict[str, Any]) 
     )
     result = global_result(results, "cut")
     assert result["metrics"] == {"reward/truncated_frac": pytest.approx(2 / 6)}
-    assert result["reward"] == pytest.approx(reference_scores(results, "short", last=9), abs=1e-5)
+    assert result["reward"] == pytest.approx(reference_scores(results, "short", last_tokens=9), abs=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("job", "complaint"),
+    ("job", "message"),
     [
         ("strict", "cannot render the sample '0': TemplateError: no system prompts"),
-        ("odd", "has another tokenizer than the policy, and no chat template by which"),
+        ("other_tokenizer", "has another tokenizer than the policy, and no chat template by which"),
         ("labels", "has 3 labels, and a score is one number: set roles.reward.options.label to the one whose logit"),
         ("policy", "is not a sequence classifier: its architecture in config.json is LlamaForCausalLM"),
         ("headless", "headless: score.weight is missing; it is not a whole classifier"),
@@ -246,12 +265,12 @@ def test_overlong_conversations_raise_or_are_truncated(results: dict[str, Any]) 
             "the model returned",
         ),
         ("too good", "/v1: its score 7 is not from 0 to 5"),
-        ("gone", "(2 tries); check that it runs, or set roles.reward.options.url"),
+        ("unreachable", "(2 tries); check that it runs, or set roles.reward.options.url"),
     ],
 )
-def test_errors_are_the_same_on_all_ranks(results: dict[str, Any], job: str, complaint: str) -> None:
-    message = {rank[job] for rank in results["ranks"]}
-    assert len(message) == 1 and complaint in next(iter(message)), message
+def test_errors_are_the_same_on_all_ranks(results: dict[str, Any], job: str, message: str) -> None:
+    errors = {rank[job] for rank in results["ranks"]}
+    assert len(errors) == 1 and message in next(iter(errors)), errors
 
 
 def test_reward_service_is_called_by_ranks_with_rollouts(results: dict[str, Any], server: RewardServer) -> None:
@@ -270,7 +289,10 @@ def test_function_classifier_and_service_combine(results: dict[str, Any]) -> Non
     assert result["parts"].keys() == {"length", "model", "service", "service/style"}
     assert (result["parts"]["length"], result["parts"]["service"]) == (lengths, words)
     assert result["parts"]["model"] == pytest.approx(model, abs=1e-5)
-    full = [0.4 * item + 0.5 * two + 0.1 * three for item, two, three in zip(lengths, model, words, strict=True)]
+    full = [
+        0.4 * length_score + 0.5 * model_score + 0.1 * word_score
+        for length_score, model_score, word_score in zip(lengths, model, words, strict=True)
+    ]
     assert result["reward"] == pytest.approx(full, abs=1e-5)
     weights = {"reward/length_weight": 0.4, "reward/model_weight": 0.5, "reward/service_weight": 0.1}
     assert weights.items() <= result["metrics"].items()
@@ -288,11 +310,11 @@ def test_judge_is_called_by_ranks_with_rollouts(results: dict[str, Any]) -> None
 def test_teacher_logprobs_match_transformers(results: dict[str, Any], role: str) -> None:
     """Two layouts and role names; each rank gets its own sequences, also the rank without the teacher."""
     for temperature, name in ((0.7, "as sampled"), (1.0, "at 1")):
-        got: dict[int, list[float]] = {}
+        merged: dict[int, list[float]] = {}
         for rank in results["ranks"]:
-            got |= {int(number): values for number, values in rank[role][name].items()}
-        assert sorted(got) == list(range(len(RESPONSES)))
-        for number, values in got.items():
+            merged |= {int(number): values for number, values in rank[role][name].items()}
+        assert sorted(merged) == list(range(len(RESPONSES)))
+        for number, values in merged.items():
             ids = torch.tensor(results["conversations"][number]["ids"])
             with torch.no_grad():
                 logits = results["models"]["teacher"](ids[None]).logits[0] / temperature

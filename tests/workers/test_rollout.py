@@ -7,7 +7,7 @@ from typing import Any
 
 
 def test_kv_cache_is_resumed_between_weight_sync_and_generation(units: dict[str, Any]) -> None:
-    assert units["waking"] == [
+    assert units["engine_calls"] == [
         "generate",
         "/flush_cache",
         "/release_memory_occupation weights kv_cache cuda_graph",
@@ -24,13 +24,13 @@ def test_kv_cache_is_resumed_between_weight_sync_and_generation(units: dict[str,
 
 def test_generations_of_a_step_have_distinct_groups_and_seeds(units: dict[str, Any]) -> None:
     """Greedy responses have no seed and are numbered like their prompts; evaluations and steps number from 0."""
-    seeds, firsts, greedy = zip(*units["numbers"], strict=True)
+    seeds, firsts, greedy = zip(*units["generation_numbers"], strict=True)
     assert firsts == (0, 0, 3, 0, 0, 0) and greedy == (True, False, False, True, False, False)
     assert seeds[0] == seeds[4] == seeds[5] - 1
 
 
 def test_mismatched_engine_is_detected_before_training(units: dict[str, Any]) -> None:
-    result = units["comparing"]
+    result = units["weight_checks"]
     w13 = "model.layers.0.mlp.experts.w13_weight"
     assert result["correct"]["problem"] == ""
     assert f"the engines at their start: {w13} has shape" in result["halved"]["problem"]
@@ -40,7 +40,7 @@ def test_mismatched_engine_is_detected_before_training(units: dict[str, Any]) ->
 
 
 def test_checked_engine_keeps_its_weights(units: dict[str, Any]) -> None:
-    assert units["comparing"]["correct"]["calls"] == [
+    assert units["weight_checks"]["correct"]["calls"] == [
         "/model_info",
         "/begin_weight_update",
         "/update_weights_from_tensor",
@@ -51,8 +51,8 @@ def test_checked_engine_keeps_its_weights(units: dict[str, Any]) -> None:
 
 
 def test_empty_batch_has_empty_outputs(units: dict[str, Any]) -> None:
-    assert units["nothing"] == {"logprobs": [0], "values": [0]}
+    assert units["empty_batch"] == {"logprobs": [0], "values": [0]}
 
 
 def test_aborted_rollouts_are_not_scored(units: dict[str, Any]) -> None:
-    assert units["spared"] == {"seen": [0, 2], "rewards": [1.0, 0.0, 1.0, 0.0], "order": [0, 1, 2, 3]}
+    assert units["aborted_rewards"] == {"scored": [0, 2], "rewards": [1.0, 0.0, 1.0, 0.0], "order": [0, 1, 2, 3]}

@@ -37,33 +37,33 @@ def prompts_of(step: int) -> list[Prompt]:
     return [replace(Prompt("", ({"role": "user", "content": "?"},)), id=f"{step}/{i}") for i in range(4)]
 
 
-def make_stream(lag: int) -> tuple[RolloutStream, FakeStreamRunner, list[int]]:
+def make_stream(max_staleness: int) -> tuple[RolloutStream, FakeStreamRunner, list[int]]:
     """Return a stream, its runner, and the [step] whose prompts were drawn last."""
     runner, current_step = FakeStreamRunner(), [1]
-    config = from_dict({"rollout": {"asynchronous": True, "max_staleness": lag}})
+    config = from_dict({"rollout": {"asynchronous": True, "max_staleness": max_staleness}})
 
     def upcoming(steps: int) -> list[list[Prompt]]:
         return [prompts_of(step) for step in range(current_step[0] + 1, min(LAST, current_step[0] + steps) + 1)]
 
-    created: Any = runner
+    untyped_runner: Any = runner
     return (
-        RolloutStream(config, upcoming, LOCAL, created, 2, LocalKVStore(), lambda step: 10 * step, print),
+        RolloutStream(config, upcoming, LOCAL, untyped_runner, 2, LocalKVStore(), lambda step: 10 * step, print),
         runner,
         current_step,
     )
 
 
-@pytest.mark.parametrize("lag", [0, 1, 3])
-def test_admits_each_step_within_max_staleness(lag: int) -> None:
-    stream, runner, current_step = make_stream(lag)
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_admits_each_step_within_max_staleness(max_staleness: int) -> None:
+    stream, runner, current_step = make_stream(max_staleness)
     for step in range(1, LAST + 1):
         current_step[0] = step
         stream.request_groups(prompts_of(step), 8, step)
-        assert len(runner.admitted) == min(LAST, step + lag)
+        assert len(runner.admitted) == min(LAST, step + max_staleness)
         stream.resume(step)
-        assert len(runner.admitted) == min(LAST, step + 1 + lag)
+        assert len(runner.admitted) == min(LAST, step + 1 + max_staleness)
     assert runner.admitted == [(f"{step}/0", 10 * step) for step in range(1, LAST + 1)]
-    assert runner.groups == 2 * (1 + lag)  # for two engines
+    assert runner.groups == 2 * (1 + max_staleness)  # for two engines
 
 
 def test_skipped_step_or_changed_samples_raise() -> None:

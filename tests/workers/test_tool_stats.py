@@ -27,7 +27,7 @@ class MonitoredTools:
         """Take a step with these tool calls; return its metrics."""
         before = self.runner.tool_call_stats
         self.runner.tool_call_stats = before | {
-            name: before.get(name, ToolCallStats()) + item for name, item in calls.items()
+            name: before.get(name, ToolCallStats()) + call_stats for name, call_stats in calls.items()
         }
         self.monitor.begin_step()
         self.monitor.update(number)

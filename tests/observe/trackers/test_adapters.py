@@ -132,13 +132,13 @@ def read_history(run: Path) -> list[dict[str, Any]]:
 
 def read_records(log: bytes) -> Iterator[bytes]:
     """Yield the records of a LevelDB log: after a 7-byte header, 32 KiB blocks of record fragments."""
-    at, payload = 7, b""
-    while at + 7 <= len(log):
-        if (remaining := 32768 - at % 32768) < 7:
-            at += remaining
+    position, payload = 7, b""
+    while position + 7 <= len(log):
+        if (block_left := 32768 - position % 32768) < 7:
+            position += block_left
             continue
-        _, length, kind = struct.unpack("<IHB", log[at : at + 7])
-        payload, at = payload + log[at + 7 : at + 7 + length], at + 7 + length
+        _, length, kind = struct.unpack("<IHB", log[position : position + 7])
+        payload, position = payload + log[position + 7 : position + 7 + length], position + 7 + length
         if kind in (1, 4):  # a complete record, or its last fragment
             yield payload
             payload = b""

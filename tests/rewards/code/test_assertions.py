@@ -148,7 +148,7 @@ def test_parses_test_modules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "complaint"),
+    ("make", "message"),
     [
         (lambda: parse_statements(["assert f(1) =="]), "its test 'assert f(1) ==' is not valid Python: "),
         (lambda: parse_statements(["assert 1 == 1"]), "its test 'assert 1 == 1' calls no function of an answer"),
@@ -176,7 +176,7 @@ def test_parses_test_modules() -> None:
         (lambda: parse_check("pass"), "it has no tests"),
     ],
 )
-def test_refuses_problems_without_valid_tests(make: Any, complaint: str) -> None:
-    with pytest.raises(ValueError) as caught:
+def test_refuses_problems_without_valid_tests(make: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
         make()
-    assert complaint in str(caught.value)
+    assert message in str(error.value)

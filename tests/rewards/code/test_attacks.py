@@ -16,7 +16,7 @@ from megarl.rewards.code import GradeResult, Grading
 
 sys.path.insert(0, str(Path(__file__).parent))
 from code_attacks import ATTACKS  # noqa: E402
-from grading_boxes import KINDS, grade_code  # noqa: E402
+from sandbox_grading import KINDS, grade_code  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -38,9 +38,9 @@ def test_searches_find_a_planted_secret() -> None:
     """The searches work: they find a secret in this process."""
     assert HALVES[0] not in "".join(ATTACKS.values()) and HALVES[1] not in "".join(ATTACKS.values())
     names: dict[str, Any] = {}
-    planted = [SECRET]
+    secrets = [SECRET]
     exec(ATTACKS["all objects"].replace('__name__ == "__main__"', "False"), names)
-    assert names["hunt"]() == SECRET and planted
+    assert names["hunt"]() == SECRET and secrets
     exec(ATTACKS["the stack"].replace('__name__ == "__main__"', "False"), names)
     assert names["hunt"]() == SECRET
 
@@ -49,17 +49,17 @@ def test_searches_find_a_planted_secret() -> None:
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_attacks_earn_nothing(attack: str, style: str) -> None:
     """Only in a real sandbox, because attacks would harm this machine."""
-    truth, tests = STYLES[style]
-    assert grade_code("bubblewrap", ATTACKS[attack], truth, SHORT) == GradeResult(0, tests)
+    ground_truth, tests = STYLES[style]
+    assert grade_code("bubblewrap", ATTACKS[attack], ground_truth, SHORT) == GradeResult(0, tests)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("style", STYLES)
 def test_correct_answers_pass(style: str, kind: str) -> None:
-    truth, tests = STYLES[style]
+    ground_truth, tests = STYLES[style]
     answer = (
         f"def f(x):\n    if x == 5: return 815162342.25\n    if x == [3, 1]: return [1, 'z']\n"
         f"    return [{SECRET!r}] if isinstance(x, list) else {SECRET!r}\n"
         f"if __name__ == '__main__': print({SECRET!r})"
     )
-    assert grade_code(kind, answer, truth, SHORT) == GradeResult(tests, tests)
+    assert grade_code(kind, answer, ground_truth, SHORT) == GradeResult(tests, tests)

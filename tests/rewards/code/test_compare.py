@@ -19,7 +19,7 @@ NAN = math.nan
 
 
 @pytest.mark.parametrize(
-    ("expected", "by", "value", "is_match"),
+    ("expected", "tolerance", "value", "is_match"),
     [
         (2, "equal", 2, True),
         (2, "equal", 2.0, True),
@@ -45,8 +45,8 @@ NAN = math.nan
         ([5], "json", 5, False),
     ],
 )
-def test_compares_values(expected: Any, by: Any, value: Any, is_match: bool) -> None:
-    assert is_correct(CallTest(expected, by), value) is is_match
+def test_compares_values(expected: Any, tolerance: Any, value: Any, is_match: bool) -> None:
+    assert is_correct(CallTest(expected, tolerance), value) is is_match
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,14 @@ def test_compares_values_as_json(expected: Any, value: Any, is_match: bool) -> N
 
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(), lambda one: st.lists(one) | st.dictionaries(st.text(), one)
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda left: st.lists(left) | st.dictionaries(st.text(), left),
 )
 
 
 @given(PLAIN, PLAIN)
-def test_json_comparison_agrees_with_equality(one: Any, other: Any) -> None:
-    assert matches_json(one, one) and matches_json(one, other) == (one == other)
+def test_json_comparison_agrees_with_equality(left: Any, right: Any) -> None:
+    assert matches_json(left, left) and matches_json(left, right) == (left == right)
 
 
 def test_compares_numbers_with_tolerance() -> None:
@@ -137,5 +138,5 @@ def test_compares_printed_output(expected: str, printed: str, is_match: bool) ->
 
 
 @given(st.text(), st.text())
-def test_any_output_can_be_compared(one: str, other: str) -> None:
-    assert matches_output(one, one) and type(matches_output(one, other)) is bool
+def test_any_output_can_be_compared(left: str, right: str) -> None:
+    assert matches_output(left, left) and type(matches_output(left, right)) is bool

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megarl.rewards.code.grading import MAX_CODE_CHARS, extract_code
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from said import HOSTILE  # noqa: E402
+from answer_rollouts import HOSTILE  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -70,5 +70,5 @@ def test_many_fences_are_fast(text: str) -> None:
 
 
 @given(st.lists(st.sampled_from(["```", "```python", "\n", "a = 1", " ", "</think>", "~~~", "x"]), max_size=20))
-def test_any_answer_gives_a_string(pieces: list[str]) -> None:
-    assert isinstance(extract_code("".join(pieces)), str)
+def test_any_answer_gives_a_string(fragments: list[str]) -> None:
+    assert isinstance(extract_code("".join(fragments)), str)

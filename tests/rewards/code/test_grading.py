@@ -18,8 +18,8 @@ from megarl.sandbox.box import Sandbox
 from megarl.sandbox.results import HarnessResult, Output, Result
 
 sys.path.insert(0, str(Path(__file__).parent))
-from grading_boxes import KINDS, QUICK, grade_code, run_in_sandbox  # noqa: E402
-from plain_boxes import PlainSandbox  # noqa: E402
+from plain_sandbox import PlainSandbox  # noqa: E402
+from sandbox_grading import KINDS, QUICK, grade_code, run_in_sandbox  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -80,7 +80,7 @@ SUM = "n = int(input())\nprint(sum(map(int, input().split())))"
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("code", "truth", "passed", "tests"),
+    ("code", "ground_truth", "passed", "tests"),
     [
         (MEAN, HUMANEVAL, 3, 3),
         ("    return sum(xs) / len(xs)", HUMANEVAL, 3, 3),
@@ -124,8 +124,8 @@ SUM = "n = int(input())\nprint(sum(map(int, input().split())))"
         ("\x00", STDIN, 0, 3),
     ],
 )  # fmt: skip
-def test_counts_passed_tests(kind: str, code: str, truth: Any, passed: int, tests: int) -> None:
-    assert grade_code(kind, code, truth) == GradeResult(passed, tests)
+def test_counts_passed_tests(kind: str, code: str, ground_truth: Any, passed: int, tests: int) -> None:
+    assert grade_code(kind, code, ground_truth) == GradeResult(passed, tests)
 
 
 @pytest.mark.parametrize(
@@ -142,24 +142,28 @@ def test_counts_passed_tests(kind: str, code: str, truth: Any, passed: int, test
     ],
 )
 def test_a_crash_or_timeout_fails_only_its_test(code: str, passed: int) -> None:
-    truth = [f"assert f({number}) == {number}" for number in range(4)]
+    ground_truth = [f"assert f({number}) == {number}" for number in range(4)]
     short = Grading(seconds=1.0, total_seconds=5.0)
-    result = grade_code("bubblewrap", code, truth, short)
+    result = grade_code("bubblewrap", code, ground_truth, short)
     assert result.tests == 4 and (
         result.passed == passed or (passed == 3 and result.passed == 2 and "exit(0)\ndef" in code)
     )
 
 
 def test_a_crash_in_a_whole_assertion_fails_later_tests() -> None:
-    truth = [f"assert abs(f({number}) - {number}) < 1" for number in range(4)]
+    ground_truth = [f"assert abs(f({number}) - {number}) < 1" for number in range(4)]
     short = Grading(seconds=1.0, total_seconds=5.0)
     assert (
-        grade_code("bubblewrap", "import os\ndef f(x):\n    return x if x < 2 else os._exit(0)", truth, short).passed
+        grade_code(
+            "bubblewrap", "import os\ndef f(x):\n    return x if x < 2 else os._exit(0)", ground_truth, short
+        ).passed
         == 2
     )
-    assert grade_code("bubblewrap", "def f(x):\n    while x > 1: pass\n    return x", truth, short).passed == 2
+    assert grade_code("bubblewrap", "def f(x):\n    while x > 1: pass\n    return x", ground_truth, short).passed == 2
     assert (
-        grade_code("bubblewrap", "import sys\ndef f(x):\n    return x if x != 2 else sys.exit(0)", truth, short).passed
+        grade_code(
+            "bubblewrap", "import sys\ndef f(x):\n    return x if x != 2 else sys.exit(0)", ground_truth, short
+        ).passed
         == 3
     )
 
@@ -186,38 +190,38 @@ def test_time_limit_counts_cpu_seconds() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_grades_large_input_and_output(kind: str) -> None:
     text = " ".join(map(str, range(200_000)))
-    truth = {"inputs": [text, "1 2"], "outputs": [text.replace(" ", "\n"), "1\n2"]}
+    ground_truth = {"inputs": [text, "1 2"], "outputs": [text.replace(" ", "\n"), "1\n2"]}
     code = "import sys\nprint(*sys.stdin.read().split(), sep='\\n')\nprint('x' * 10**6, file=sys.stderr)"
-    assert grade_code(kind, code, truth) == GradeResult(2, 2)
+    assert grade_code(kind, code, ground_truth) == GradeResult(2, 2)
 
 
 def test_max_tests_limits_the_tests() -> None:
-    truth = {"inputs": [str(number) for number in range(30)], "outputs": [str(number) for number in range(30)]}
-    assert grade_code("plain", "x = input()\nprint(x if x != '29' else 0)", truth, Grading(max_tests=3)) == GradeResult(
-        2, 3
-    )
+    ground_truth = {"inputs": [str(number) for number in range(30)], "outputs": [str(number) for number in range(30)]}
+    assert grade_code(
+        "plain", "x = input()\nprint(x if x != '29' else 0)", ground_truth, Grading(max_tests=3)
+    ) == GradeResult(2, 3)
 
 
 def test_expected_values_never_enter_the_sandbox() -> None:
     box = PlainSandbox()
-    marks = ("7364521", "0.7364522", "'w7364523'", "7364524\n")
+    markers = ("7364521", "0.7364522", "'w7364523'", "7364524\n")
     problems = [
-        (["assert f(1) == 7364521", "assert f(2) == [7364521]"], marks[0]),
-        ({"fn_name": "f", "inputs": [[1]], "outputs": [0.7364522]}, marks[1]),
-        ({"fn_name": "f", "inputs": ["1"], "outputs": ['"w7364523"']}, marks[2]),
-        ({"inputs": ["1"], "outputs": ["7364524\n"]}, marks[3]),
+        (["assert f(1) == 7364521", "assert f(2) == [7364521]"], markers[0]),
+        ({"fn_name": "f", "inputs": [[1]], "outputs": [0.7364522]}, markers[1]),
+        ({"fn_name": "f", "inputs": ["1"], "outputs": ['"w7364523"']}, markers[2]),
+        ({"inputs": ["1"], "outputs": ["7364524\n"]}, markers[3]),
         (["assert not f(7)", "assert f(1) is True"], "True"),
     ]
 
     async def grade_all(_: Any) -> None:
-        for truth, _mark in problems:
-            await grade("def f(x):\n    return x", parse_problem(truth), box, QUICK)
+        for ground_truth, _mark in problems:
+            await grade("def f(x):\n    return x", parse_problem(ground_truth), box, QUICK)
 
     run_in_sandbox("plain", grade_all)
     jobs = [text for text in box.seen if text.startswith("{")]
     assert len(jobs) == len(problems)
-    for job, (_, mark) in zip(jobs, problems, strict=True):
-        assert mark.strip("'\n") not in job and "expected" not in job
+    for job, (_, marker) in zip(jobs, problems, strict=True):
+        assert marker.strip("'\n") not in job and "expected" not in job
 
 
 def test_result_size_reveals_no_expected_value() -> None:
@@ -230,7 +234,7 @@ def test_result_size_reveals_no_expected_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("truth", "complaint"),
+    ("ground_truth", "message"),
     [
         (["assert abs(f(1) - 1) < 1"], None),
         (
@@ -243,13 +247,13 @@ def test_result_size_reveals_no_expected_value() -> None:
         (["def g():\n    return f(1)\nassert g"], "a test called no function of the answer, in 'def g():"),
     ],
 )
-def test_errors_in_tests_are_not_wrong_answers(truth: Any, complaint: str | None) -> None:
-    if complaint is None:
-        assert grade_code("plain", "def f(x):\n    return x", truth).tests == 1
+def test_errors_in_tests_are_not_wrong_answers(ground_truth: Any, message: str | None) -> None:
+    if message is None:
+        assert grade_code("plain", "def f(x):\n    return x", ground_truth).tests == 1
         return
-    with pytest.raises(ValueError) as caught:
-        grade_code("plain", "def f(x):\n    return x", truth)
-    assert complaint in str(caught.value)
+    with pytest.raises(ValueError) as error:
+        grade_code("plain", "def f(x):\n    return x", ground_truth)
+    assert message in str(error.value)
 
 
 class SilentSandbox(PlainSandbox):
@@ -316,12 +320,12 @@ FORGERIES = [
 
 
 @pytest.mark.parametrize(
-    "truth", [["assert f(3) == 17"], ["assert f(3) is False"], {"inputs": ["3"], "outputs": ["17"]}]
+    "ground_truth", [["assert f(3) == 17"], ["assert f(3) is False"], {"inputs": ["3"], "outputs": ["17"]}]
 )
 @pytest.mark.parametrize("value", FORGERIES, ids=range(len(FORGERIES)))
-def test_forged_results_fail(truth: Any, value: Any) -> None:
+def test_forged_results_fail(ground_truth: Any, value: Any) -> None:
     async def grade_once(_: Any) -> GradeResult:
-        return await grade("x", parse_problem(truth), ForgingSandbox(value))
+        return await grade("x", parse_problem(ground_truth), ForgingSandbox(value))
 
     assert run_in_sandbox("plain", grade_once) == GradeResult(0, 1)
 

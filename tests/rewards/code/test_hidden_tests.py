@@ -17,8 +17,8 @@ from megarl.rewards.functions import check_function, load_functions
 from megarl.types.reward_values import Reward, RewardFailure
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-from plain_boxes import PlainSandbox  # noqa: E402
-from said import make_rollout  # noqa: E402
+from answer_rollouts import make_rollout  # noqa: E402
+from plain_sandbox import PlainSandbox  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
@@ -27,9 +27,9 @@ TWO_PASS = "Like so:\n```python\ndef f(x):\n    return x + 1\n```"
 ALL_PASS = "```python\ndef f(x):\n    return x + 1 + (x > 4)\n```\nIt prints `2`."
 
 
-def score(scorer: HiddenTests, answer: str, truth: Any) -> Any:
+def score(scorer: HiddenTests, answer: str, ground_truth: Any) -> Any:
     scorer.__dict__["_box"] = PlainSandbox()
-    (result,) = reward_process.score([make_rollout(answer, truth)], {"tests": scorer}, timeout=60.0)
+    (result,) = reward_process.score([make_rollout(answer, ground_truth)], {"tests": scorer}, timeout=60.0)
     return result["tests"]
 
 
@@ -40,10 +40,10 @@ def test_loads_by_name() -> None:
 
 @pytest.mark.parametrize("as_text", [False, True])
 def test_rewards_only_answers_that_pass_all_tests(as_text: bool) -> None:
-    truth = json.dumps(TRUTH) if as_text else TRUTH
-    assert score(HiddenTests(), ALL_PASS, truth) == Reward(1.0, {"passed": 1.0}, ())
-    assert score(HiddenTests(), TWO_PASS, truth) == Reward(0.0, {"passed": 2 / 3}, ())
-    assert score(HiddenTests(), "I do not know", truth) == Reward(0.0, {"passed": 0.0}, ())
+    ground_truth = json.dumps(TRUTH) if as_text else TRUTH
+    assert score(HiddenTests(), ALL_PASS, ground_truth) == Reward(1.0, {"passed": 1.0}, ())
+    assert score(HiddenTests(), TWO_PASS, ground_truth) == Reward(0.0, {"passed": 2 / 3}, ())
+    assert score(HiddenTests(), "I do not know", ground_truth) == Reward(0.0, {"passed": 0.0}, ())
 
 
 def test_partial_credit_rewards_the_share() -> None:
@@ -54,10 +54,10 @@ def test_partial_credit_rewards_the_share() -> None:
 
 
 @pytest.mark.parametrize(
-    "truth", [None, "42", {"test_list": []}, ["assert close(f(1), 2)"], {"inputs": [], "outputs": []}]
+    "ground_truth", [None, "42", {"test_list": []}, ["assert close(f(1), 2)"], {"inputs": [], "outputs": []}]
 )
-def test_invalid_ground_truths_are_failures(truth: Any) -> None:
-    result = score(HiddenTests(), ALL_PASS, truth)
+def test_invalid_ground_truths_are_failures(ground_truth: Any) -> None:
+    result = score(HiddenTests(), ALL_PASS, ground_truth)
     assert isinstance(result, RewardFailure) and "it raised ValueError: " in result.reason
 
 

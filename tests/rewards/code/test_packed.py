@@ -41,7 +41,7 @@ class EvalOnUnpickling:
 
 
 @pytest.mark.parametrize(
-    ("value", "complaint"),
+    ("value", "message"),
     [
         (EvalOnUnpickling(), "a pickle of more than text (STACK_GLOBAL), which is not supported"),
         (["x"], "more than text"),
@@ -49,14 +49,14 @@ class EvalOnUnpickling:
         (3, "more than text"),
     ],
 )
-def test_refuses_pickles_of_other_types(value: Any, complaint: str) -> None:
-    with pytest.raises(ValueError) as caught:
+def test_refuses_pickles_of_other_types(value: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
         unpack_tests(pack(pickle.dumps(value)))
-    assert complaint in str(caught.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("text", "message"),
     [
         ("", "it is truncated"),
         ("[1", "it is not JSON"),
@@ -69,10 +69,10 @@ def test_refuses_pickles_of_other_types(value: Any, complaint: str) -> None:
         (pack(("[" * 200_000).encode()), "it is not JSON"),
     ],
 )
-def test_refuses_malformed_data(text: str, complaint: str) -> None:
-    with pytest.raises(ValueError) as caught:
+def test_refuses_malformed_data(text: str, message: str) -> None:
+    with pytest.raises(ValueError) as error:
         unpack_tests(text)
-    assert complaint in str(caught.value)
+    assert message in str(error.value)
 
 
 def test_limits_the_decompressed_size(monkeypatch: pytest.MonkeyPatch) -> None:

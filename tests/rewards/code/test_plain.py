@@ -85,8 +85,8 @@ def test_decoding_gives_plain_values_or_an_error(data: Any) -> None:
         result = decode(data)
     except DecodeError:
         return
-    plain = (type(None), bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, Opaque)
-    assert type(result) in plain or type(result) is type(iter([]))
+    plain_types = (type(None), bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, Opaque)
+    assert type(result) in plain_types or type(result) is type(iter([]))
 
 
 class EqualToAll:
@@ -162,9 +162,9 @@ def test_large_integers_round_trip() -> None:
 
 
 def test_opaque_objects_cannot_be_compared() -> None:
-    for use in (bool, lambda item: item == 1, lambda item: item != 1, lambda item: item in [1], hash):
+    for operation in (bool, lambda item: item == 1, lambda item: item != 1, lambda item: item in [1], hash):
         with pytest.raises(TypeError):
-            use(round_trip(EqualToAll()))
+            operation(round_trip(EqualToAll()))
 
 
 def test_iterators_become_their_items() -> None:
@@ -180,11 +180,11 @@ def test_nan_and_infinity_round_trip() -> None:
 
 
 def test_limits_depth_and_number_of_values() -> None:
-    deep: Any = []
+    nested: Any = []
     for _ in range(DEPTH + 1):
-        deep = [deep]
+        nested = [nested]
     endless = iter(int, 1)
-    for value in (deep, endless, [0] * 1001):
+    for value in (nested, endless, [0] * 1001):
         with pytest.raises(OverflowError):
             encode(value, max_values=1000)
     data: Any = ["list"]

@@ -22,7 +22,7 @@ PACKED_TESTS = base64.b64encode(zlib.compress(pickle.dumps(json.dumps([ADD, ADD]
 
 
 @pytest.mark.parametrize(
-    "truth",
+    "ground_truth",
     [
         {"inputs": ["1\n", "3"], "outputs": ["2\n", "4"]},
         {"inputs": ["1\n", "3"], "outputs": ["2\n", "4"], "fn_name": None},
@@ -50,14 +50,14 @@ PACKED_TESTS = base64.b64encode(zlib.compress(pickle.dumps(json.dumps([ADD, ADD]
         },
     ],
 )
-def test_parses_program_tests(truth: Any) -> None:
-    assert parse_problem(truth) == Problem(PROGRAM_TESTS)
-    if "array" not in repr(truth):
-        assert parse_problem(json.dumps(truth)) == Problem(PROGRAM_TESTS)
+def test_parses_program_tests(ground_truth: Any) -> None:
+    assert parse_problem(ground_truth) == Problem(PROGRAM_TESTS)
+    if "array" not in repr(ground_truth):
+        assert parse_problem(json.dumps(ground_truth)) == Problem(PROGRAM_TESTS)
 
 
 @pytest.mark.parametrize(
-    "truth",
+    "ground_truth",
     [
         {"fn_name": "add", "inputs": [[1, [2]], [1, [2]]], "outputs": [[1, 2], [1, 2]]},
         {"fn_name": "Solution().add", "inputs": ["1\n[2]", "1\n[2]\n"], "outputs": ["[1, 2]", "[1, 2]"]},
@@ -71,8 +71,8 @@ def test_parses_program_tests(truth: Any) -> None:
         [{**ADD, "metadata": {"func_name": "add"}}] * 2,
     ],
 )
-def test_parses_function_tests(truth: Any) -> None:
-    assert parse_problem(truth) == Problem((ADD_TEST, ADD_TEST), setup=DEFAULT_IMPORTS)
+def test_parses_function_tests(ground_truth: Any) -> None:
+    assert parse_problem(ground_truth) == Problem((ADD_TEST, ADD_TEST), setup=DEFAULT_IMPORTS)
 
 
 def test_recognizes_packed_expected_values() -> None:
@@ -119,7 +119,7 @@ def test_selects_evenly_spaced_tests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("truth", "complaint"),
+    ("ground_truth", "message"),
     [
         (None, "the ground truth has no tests in a known format, but null"),
         ("", "the ground truth is empty"),
@@ -155,7 +155,7 @@ def test_selects_evenly_spaced_tests() -> None:
         ([{**ADD, "fn_name": "f"}, {**ADD, "fn_name": "g"}], "its tests are of several kinds"),
     ],
 )
-def test_refuses_ground_truths_without_tests(truth: Any, complaint: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        parse_problem(truth)
-    assert complaint in str(caught.value)
+def test_refuses_ground_truths_without_tests(ground_truth: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_problem(ground_truth)
+    assert message in str(error.value)

@@ -67,11 +67,11 @@ async def serve_session(
 def run_with_server(test: Callable[..., Awaitable[None]], *args: Any, **settings: Any) -> None:
     """Run the test with a served session of these settings."""
 
-    async def whole() -> None:
+    async def run_policy() -> None:
         async with serve_session(*args, **settings) as session:
             await asyncio.wait_for(test(session), 240)
 
-    asyncio.run(whole())
+    asyncio.run(run_policy())
 
 
 class NumberedPolicy:
@@ -90,12 +90,12 @@ class NumberedPolicy:
     ) -> Generation:
         number = len(self.calls)
         line = self.lines[number % len(self.lines)]
-        known = list(map(int, context))
-        cut = line.endswith("...")
-        written = [*self.ids(line.removesuffix("...")), *(() if cut else (END,))][: params["max_new_tokens"]]
+        token_ids = list(map(int, context))
+        is_cut = line.endswith("...")
+        written = [*self.ids(line.removesuffix("...")), *(() if is_cut else (END,))][: params["max_new_tokens"]]
         first = self.tokens + 1
         self.tokens += len(written)
-        positions = torch.arange(routed, len(known) + len(written) - 1, dtype=torch.int16)
+        positions = torch.arange(routed, len(token_ids) + len(written) - 1, dtype=torch.int16)
         generation = Generation(
             as_token_ids(written),
             -np.arange(first, first + len(written), dtype=np.float32),
@@ -103,7 +103,7 @@ class NumberedPolicy:
             number,
             routing=torch.stack([positions, torch.full_like(positions, number)], dim=1)[:, None],
         )
-        self.calls.append((known, params, routed, generation))
+        self.calls.append((token_ids, params, routed, generation))
         await asyncio.sleep(0)
         return generation
 

@@ -111,14 +111,14 @@ def test_disconnect_logs_no_error(
         url = urlsplit(session.recording.base_url)
         body = json.dumps({"model": "policy", "messages": QUESTION, "stream": stream}).encode()
         lines = [f"POST {url.path}/chat/completions HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
-        head = "\r\n".join([*lines, f"Authorization: Bearer {session.recording.key}", "", ""]).encode()
+        headers = "\r\n".join([*lines, f"Authorization: Bearer {session.recording.key}", "", ""]).encode()
         for _ in range(3):
             _, writer = await asyncio.open_connection(url.hostname, url.port)
-            writer.write(head + body)
+            writer.write(headers + body)
             await writer.drain()
             await asyncio.sleep(wait)
-            lingers = struct.pack("ii", 1, 0)
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, lingers)
+            linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.transport.abort()
             await asyncio.sleep(0.1)
         release(policy, 100)
@@ -144,29 +144,31 @@ def test_final_response_that_differs_from_the_stream_is_an_error() -> None:
     run_with_server(test, InconsistentPolicy("It is 3"))
 
 
-def stream_text(chat: ChatTemplate, request: CompletionRequest, text: str, tail: int | None = None) -> tuple[str, str]:
-    """Add the tokens up to `tail` one by one; return the streamed reasoning and content."""
-    response = StreamedResponse(chat, request, "user", lambda name, more: pieces.append(more))
-    pieces: list[str] = []
-    for token in chat.encode(text)[:tail]:
+def stream_text(
+    chat: ChatTemplate, request: CompletionRequest, text: str, num_tokens: int | None = None
+) -> tuple[str, str]:
+    """Add the tokens up to `num_tokens` one by one; return the streamed reasoning and content."""
+    response = StreamedResponse(chat, request, "user", lambda name, delta: deltas.append(delta))
+    deltas: list[str] = []
+    for token in chat.encode(text)[:num_tokens]:
         response.add_tokens(as_token_ids([token]))
-    assert "".join(pieces) == response.sent["reasoning_content"] + response.sent["content"]
+    assert "".join(deltas) == response.sent["reasoning_content"] + response.sent["content"]
     return response.sent["reasoning_content"], response.sent["content"]
 
 
 def test_withholds_text_that_may_still_change() -> None:
-    plain, tools = CompletionRequest(tuple(QUESTION)), CompletionRequest(tuple(QUESTION), tuple(TOOLS))
-    assert stream_text(CHAT, plain, "ä 😀 ü, 1 <tool_call>x") == ("", "ä 😀 ü, 1 <tool_call>x")
-    assert stream_text(CHAT, plain, "😀 😀", -1)[1] in ("😀", "")  # no partial character
-    assert stream_text(CHAT, tools, f"I add: {call('1+2')}") == ("", "I add:")
-    assert stream_text(CHAT, tools, "  first") == ("", "")
+    without_tools, with_tools = CompletionRequest(tuple(QUESTION)), CompletionRequest(tuple(QUESTION), tuple(TOOLS))
+    assert stream_text(CHAT, without_tools, "ä 😀 ü, 1 <tool_call>x") == ("", "ä 😀 ü, 1 <tool_call>x")
+    assert stream_text(CHAT, without_tools, "😀 😀", -1)[1] in ("😀", "")  # no partial character
+    assert stream_text(CHAT, with_tools, f"I add: {call('1+2')}") == ("", "I add:")
+    assert stream_text(CHAT, with_tools, "  first") == ("", "")
     assert stream_text(CHAT, CompletionRequest(tuple(QUESTION), stop_strings=("\nObs",)), "so\nO") == ("", "so")
     assert stream_text(CHAT, CompletionRequest(tuple(QUESTION), stop_strings=("\nObs",)), "so\nOb is 1\nObs: 3") == (
         "",
         "so\nOb is 1",
     )
     assert stream_text(CHAT, CompletionRequest(tuple(QUESTION), logprobs=True), "It is 3") == ("", "")
-    assert stream_text(CHAT, plain, "It is 3<|im_end|>") == ("", "It is 3")
+    assert stream_text(CHAT, without_tools, "It is 3<|im_end|>") == ("", "It is 3")
 
 
 def test_streams_reasoning_and_content_separately() -> None:
@@ -180,12 +182,12 @@ def test_streams_reasoning_and_content_separately() -> None:
 
 
 @given(st.text(), st.sampled_from([(), ("ab",), (" ", "c")]), st.booleans())
-def test_streamed_text_is_a_prefix_of_the_final_text(text: str, stops: tuple[str, ...], tools: bool) -> None:
-    request = CompletionRequest(tuple(QUESTION), tuple(TOOLS) if tools else (), stop_strings=stops)
+def test_streamed_text_is_a_prefix_of_the_final_text(text: str, stops: tuple[str, ...], with_tools: bool) -> None:
+    request = CompletionRequest(tuple(QUESTION), tuple(TOOLS) if with_tools else (), stop_strings=stops)
     full = CHAT.decode(CHAT.encode(text))
-    ends = [full.find(stop) for stop in stops if stop in full]
-    final = full[: min(ends)] if ends else full
+    stop_positions = [full.find(stop) for stop in stops if stop in full]
+    final = full[: min(stop_positions)] if stop_positions else full
     sent = stream_text(CHAT, request, text)[1]
     assert final.startswith(sent)
-    if not tools and "\ufffd" not in text and not CHAT.control_tokens.filter_ids(CHAT.encode(text)) and not stops:
+    if not with_tools and "\ufffd" not in text and not CHAT.control_tokens.filter_ids(CHAT.encode(text)) and not stops:
         assert sent == final.rstrip()

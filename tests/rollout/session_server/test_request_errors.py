@@ -22,9 +22,9 @@ pytestmark = pytest.mark.alone
 
 def test_session_accepts_only_its_own_key() -> None:
     async def test(session: ServedSession) -> None:
-        other = session.server.open(PROMPT, NumberedPolicy("b"), PARAMS)
-        assert other.key != session.recording.key and other.id != session.recording.id
-        for key in (other.key, "nonsense", session.recording.key[:-1]):
+        other_session = session.server.open(PROMPT, NumberedPolicy("b"), PARAMS)
+        assert other_session.key != session.recording.key and other_session.id != session.recording.id
+        for key in (other_session.key, "nonsense", session.recording.key[:-1]):
             with pytest.raises(openai.AuthenticationError, match="belongs to another session") as refused:
                 await session.client.with_options(api_key=key).models.list()
             assert refused.value.code == "invalid_api_key"
@@ -32,12 +32,12 @@ def test_session_accepts_only_its_own_key() -> None:
                 await session.client.with_options(api_key=key).chat.completions.create(
                     model="policy", messages=QUESTION
                 )
-        unknown = session.client.with_options(base_url=other.base_url.replace(other.id, "0" * 16))
+        unknown = session.client.with_options(base_url=other_session.base_url.replace(other_session.id, "0" * 16))
         with pytest.raises(openai.NotFoundError, match="no such session"):
             await unknown.chat.completions.create(model="policy", messages=QUESTION)
-        await session.server.close(other)
-        await session.server.close(other)
-        closed = session.client.with_options(base_url=other.base_url, api_key=other.key)
+        await session.server.close(other_session)
+        await session.server.close(other_session)
+        closed = session.client.with_options(base_url=other_session.base_url, api_key=other_session.key)
         with pytest.raises(openai.NotFoundError):
             await closed.models.list()
 
@@ -143,14 +143,14 @@ def test_openai_client_retries_engine_failures() -> None:
 
 
 def test_aborted_response_is_an_error() -> None:
-    cut = replace(make_generation("It is", finish="abort"), abort_reason="the engine aborted the answer: gone")
+    aborted = replace(make_generation("It is", finish="abort"), abort_reason="the engine aborted the answer: gone")
 
     async def test(session: ServedSession) -> None:
         with pytest.raises(openai.InternalServerError, match="aborted the answer"):
             await session.create(QUESTION)
         assert session.recording.collect_branches()[0].failure == "the engine aborted the answer: gone"
 
-    run_with_server(test, ScriptedPolicy(cut))
+    run_with_server(test, ScriptedPolicy(aborted))
 
 
 def test_lost_engine_raises_in_the_session_owner() -> None:

@@ -76,12 +76,12 @@ def test_continues_a_conversation_by_its_token_ids() -> None:
         ]
         assert (branch.tool_calls, branch.tool_errors, branch.num_turns) == (1, 0, 3)
         assert branch.branch == Branch(0, 0, True) and branch.status and branch.to_rollout(0).branch == branch.branch
-        requested = [known for known, *_ in policy.calls]
+        contexts = [context for context, *_ in policy.calls]
         assert [routed for _, _, routed, _ in policy.calls] == [
             0,
-            *(len(known) - 1 for known in _contexts_after_requests(policy)[:-1]),
+            *(len(context) - 1 for context in _contexts_after_requests(policy)[:-1]),
         ]
-        assert requested[2] == branch.token_ids.tolist()[: len(requested[2])]
+        assert contexts[2] == branch.token_ids.tolist()[: len(contexts[2])]
         record = [position for part in branch.routing for position in part[:, 0, 0].tolist()]
         assert record == list(range(branch.num_tokens - 1))
         await session.server.close(session.recording)
@@ -93,7 +93,7 @@ def test_continues_a_conversation_by_its_token_ids() -> None:
 
 
 def _contexts_after_requests(policy: NumberedPolicy) -> list[list[int]]:
-    return [[*known, *answer.token_ids.tolist()] for known, _, _, answer in policy.calls]
+    return [[*context, *answer.token_ids.tolist()] for context, _, _, answer in policy.calls]
 
 
 @pytest.mark.parametrize("usage", [False, True])
@@ -205,8 +205,8 @@ def test_tool_choice_none_renders_without_tools() -> None:
         without = await session.create(QUESTION, tools=TOOLS, tool_choice="none")
         assert with_tools.choices[0].message.tool_calls and not without.choices[0].message.tool_calls
         assert without.choices[0].message.content == call("1+2")
-        requested = [CHAT.decode(known) for known, *_ in policy.calls]
-        assert "calculator" in requested[0] and "calculator" not in requested[1]
+        contexts = [CHAT.decode(context) for context, *_ in policy.calls]
+        assert "calculator" in contexts[0] and "calculator" not in contexts[1]
         assert session.recording.metrics.forks == 1
 
     run_with_server(test, policy)
@@ -241,15 +241,15 @@ def test_slow_clients_do_not_slow_others() -> None:
         path = f"/s/{recording.id}/v1/chat/completions"
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {recording.key}\r\nContent-Length: "
         writer.write(f"{head}{len(body)}\r\n\r\n".encode() + body)
-        _, half = await asyncio.open_connection("127.0.0.1", int(session.server.url.rpartition(":")[2]))
-        half.write(f"{head}{len(body)}\r\n\r\n".encode() + body[:10])
+        _, stalled_writer = await asyncio.open_connection("127.0.0.1", int(session.server.url.rpartition(":")[2]))
+        stalled_writer.write(f"{head}{len(body)}\r\n\r\n".encode() + body[:10])
         while recording.metrics.requests < 1:
             await asyncio.sleep(0.01)
         for _ in range(20):
             await session.create(QUESTION)
         assert len(session.recording.collect_branches()) == 148
         writer.close()
-        half.close()
+        stalled_writer.close()
 
     run_with_server(test, policy, config=replace(CONFIG, max_new_tokens=2000, max_context=4000))
 
@@ -285,8 +285,8 @@ def test_512_concurrent_sessions() -> None:
                 num_open -= 1
                 (branch,) = recording.collect_branches()
                 assert branch.num_turns == 3 and branch.status == "stop" and branch.prompt.id == str(number)
-                requested, *_, answer_ids = policy.calls[-1][0], policy.calls[-1][3].token_ids.tolist()
-                assert branch.token_ids.tolist() == [*requested, *answer_ids]
+                context_ids, *_, answer_ids = policy.calls[-1][0], policy.calls[-1][3].token_ids.tolist()
+                assert branch.token_ids.tolist() == [*context_ids, *answer_ids]
                 await server.close(recording)
 
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:

@@ -84,7 +84,7 @@ def test_session_equals_direct_engine_requests(running: RunningEngine) -> None:
         async with AsyncOpenAI(base_url=recording.base_url, api_key=recording.key, timeout=300) as openai_client:
             messages: list[Any] = [QUESTION]
             contexts: list[list[int]] = []
-            known, routed = chat.encode_prompt(PROMPT), 0
+            context_ids, routed = chat.encode_prompt(PROMPT), 0
             replies, encoded = [], []
             for question in ("Sure?", "And 2+2?", "Bye"):
                 chat.texts.clear()
@@ -92,10 +92,10 @@ def test_session_equals_direct_engine_requests(running: RunningEngine) -> None:
                 encoded += chat.texts
                 replies.append(answer.choices[0].message.content or "")
                 messages += [answer.choices[0].message, {"role": "user", "content": question}]
-                contexts.append(list(known))
+                contexts.append(list(context_ids))
                 (branch,) = recording.collect_branches()
-                known = branch.token_ids.tolist()
-                known += chat.encode_continuation([messages[-1]], (), known[-1])
+                context_ids = branch.token_ids.tolist()
+                context_ids += chat.encode_continuation([messages[-1]], (), context_ids[-1])
             (branch,) = recording.collect_branches()
             assert encoded and not [text for text in encoded for item in replies if len(item) > 3 and item in text]
         assert [turn.is_action for turn in branch.turns] == [False, True] * 3
@@ -114,14 +114,14 @@ def test_records_sampled_logprobs_bitwise(running: RunningEngine) -> None:
 
     async def test(server: SessionServer, client: Client, chat: RecordingTemplate) -> None:
         params = build_sampling_params(config, chat, False, SEED)
-        requested: list[tuple[list[int], int]] = []
+        requests: list[tuple[list[int], int]] = []
         generations: list[Generation] = []
 
         class RecordingPolicy:
             async def generate(
                 self, ids: Any, params: dict[str, Any], routed: int = 0, on_tokens: Any = None
             ) -> Generation:
-                requested.append((list(ids), params["sampling_seed"]))
+                requests.append((list(ids), params["sampling_seed"]))
                 answer = await client.generate(ids, params, routed)
                 generations.append(answer)
                 return answer
@@ -135,13 +135,13 @@ def test_records_sampled_logprobs_bitwise(running: RunningEngine) -> None:
             last: Any = answer.choices[1].message
             await create(model="policy", messages=[QUESTION, last, QUESTION])  # type: ignore[list-item]
         branches = recording.collect_branches()
-        assert len(branches) == 3 and len({seed for _, seed in requested[:3]}) == 3 and requested[0][1] == SEED
+        assert len(branches) == 3 and len({seed for _, seed in requests[:3]}) == 3 and requests[0][1] == SEED
         result = {turn.logprobs.tobytes(): turn for branch in branches for turn in branch.turns if turn.is_action}
         assert result.keys() == {item.logprobs.tobytes() for item in generations} and len(result) == 4
         for item in generations:
             assert np.array_equal(result[item.logprobs.tobytes()].token_ids, item.token_ids)
         long = next(branch for branch in branches if branch.num_turns == 2)
-        assert requested[3][0] == long.token_ids.tolist()[: len(requested[3][0])]
+        assert requests[3][0] == long.token_ids.tolist()[: len(requests[3][0])]
         for branch in branches:
             assert torch.cat(branch.routing).shape == (branch.num_tokens - 1, 2, 2)
         for choice in answer.choices:

@@ -64,12 +64,17 @@ def test_truncates_tool_results_in_the_middle() -> None:
         messages: list[Any] = [*QUESTION, message, result]
         for _ in range(2):  # the second request reuses the tokens
             await session.create(messages, tools=TOOLS)
-        shown, also = (texts[2] for texts in session.texts())
-        assert shown == also and "tokens cut) ..." in shown and "begin" in shown and "end\n</tool_response>" in shown
-        assert len(ids(shown)) < 90
+        first_text, second_text = (texts[2] for texts in session.texts())
+        assert (
+            first_text == second_text
+            and "tokens cut) ..." in first_text
+            and "begin" in first_text
+            and "end\n</tool_response>" in first_text
+        )
+        assert len(ids(first_text)) < 90
         assert session.recording.metrics.observations_truncated == 1
         branch = session.recording.collect_branches()[0]
-        assert branch.messages[2]["content"] in shown and branch.messages[2]["content"] != flood
+        assert branch.messages[2]["content"] in first_text and branch.messages[2]["content"] != flood
         assert branch.status == "stop"
         await session.create([{"role": "system", "content": "s"}, *messages], tools=TOOLS)
         assert "tokens cut) ..." in session.texts()[-1][0]  # also when all is rendered again

@@ -90,10 +90,10 @@ def test_invalid_messages_are_rejected(messages: Any, message: str, param: str) 
 
 
 def nested(levels: int) -> Any:
-    value: Any = {}
+    nested: Any = {}
     for _ in range(levels):
-        value = {"x": value}
-    return value
+        nested = {"x": nested}
+    return nested
 
 
 @pytest.mark.parametrize(
@@ -117,20 +117,20 @@ def test_equal_conversations_have_equal_prefix_hashes() -> None:
     def history(*messages: Any, schemas: Any = ()) -> bytes:
         return hash_prefixes(normalize_messages([*messages, USER]), schemas)[-2]
 
-    same = [
+    equal_requests = [
         history(USER, assistant("y")),
         history({**USER, "odd": 1}, assistant(" y\n")),
         history({**USER, "content": [{"type": "text", "text": "x"}]}, assistant("y", reasoning_content="hm")),
         history(USER, assistant([{"type": "text", "text": "y"}], tool_calls=[])),
     ]
-    assert len(set(same)) == 1
+    assert len(set(equal_requests)) == 1
     calls = [
         history(USER, assistant(None, tool_calls=[CALL])),
         history(USER, assistant("", tool_calls=[{**CALL, "id": "other"}])),
         history(USER, assistant("", tool_calls=[{**CALL, "function": {"name": "f", "arguments": '{"a":"x","b":1}'}}])),
     ]
     assert len(set(calls)) == 1
-    others = [
+    other_requests = [
         history(USER, assistant("z")),
         history(USER, USER, assistant("y")),
         history({**USER, "content": " x"}, assistant("y")),
@@ -140,8 +140,8 @@ def test_equal_conversations_have_equal_prefix_hashes() -> None:
         history(USER, assistant("", tool_calls=[{**CALL, "function": {"name": "g", "arguments": "{}"}}])),
         history(USER, assistant("", tool_calls=[{**CALL, "function": {"name": "f", "arguments": "{"}}])),
     ]
-    assert len({*same, *calls, *others}) == 10
-    assert extend_digest(history(USER), normalize_messages([USER, assistant("y"), USER])[1]) == same[0]
+    assert len({*equal_requests, *calls, *other_requests}) == 10
+    assert extend_digest(history(USER), normalize_messages([USER, assistant("y"), USER])[1]) == equal_requests[0]
 
 
 def parse(**fields: Any) -> CompletionRequest:
@@ -166,8 +166,8 @@ def test_parses_request_fields() -> None:
         "temperature",
         "top_logprobs",
     )
-    named = {"type": "function", "function": {"name": "f"}}
-    assert parse(tool_choice=named).ignored == parse(tool_choice="required").ignored == ("tool_choice",)
+    named_tool = {"type": "function", "function": {"name": "f"}}
+    assert parse(tool_choice=named_tool).ignored == parse(tool_choice="required").ignored == ("tool_choice",)
 
 
 @pytest.mark.parametrize(

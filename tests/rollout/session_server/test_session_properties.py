@@ -32,17 +32,17 @@ STEP = st.fixed_dictionaries(
 )
 
 
-def next_messages(history: tuple[Any, ...], say: str) -> tuple[Any, ...]:
+def next_messages(history: tuple[Any, ...], reply: str) -> tuple[Any, ...]:
     """Return the client's next messages: tool results or a user message, possibly after edits of the history."""
-    if say == "edited" and history:
+    if reply == "edited" and history:
         history = (*history[:-1], {**history[-1], "content": history[-1]["content"] + "!"})
-    if say == "system":
+    if reply == "system":
         return ({"role": "system", "content": "s"}, *history, {"role": "user", "content": "u"})
     calls = history[-1].get("tool_calls", ()) if history else ()
     results = tuple(
         {"role": "tool", "name": item["function"]["name"], "tool_call_id": item["id"], "content": "3"} for item in calls
     )
-    return (*history, *results) if results else (*history, {"role": "user", "content": say[:1]})
+    return (*history, *results) if results else (*history, {"role": "user", "content": reply[:1]})
 
 
 @settings(max_examples=150)
@@ -50,18 +50,18 @@ def next_messages(history: tuple[Any, ...], say: str) -> tuple[Any, ...]:
 def test_each_sampled_token_is_an_action_once(steps: list[dict[str, Any]], lines: list[str], concurrent: bool) -> None:
     policy = NumberedPolicy(*lines)
     recording = AgentSession(MessageRenderer(CHAT, parse, CONFIG), "", PROMPT, policy, PARAMS)
-    heads: list[tuple[Any, ...]] = [()]
+    histories: list[tuple[Any, ...]] = [()]
 
     async def send(step: dict[str, Any]) -> None:
-        head = heads[step["from"] % len(heads)]
-        messages = next_messages(head[: max(0, len(head) - 2 * step["cut"])], step["say"])
+        history = histories[step["from"] % len(histories)]
+        messages = next_messages(history[: max(0, len(history) - 2 * step["cut"])], step["say"])
         request = CompletionRequest(messages, TOOLS if step["tools"] else (), step["n"], step["limit"])
         try:
             answered = await recording.answer(request, recording.locate_request(request))
         except RequestRefused as refused:
             assert refused.code == "context_length_exceeded"
             return
-        heads.extend((*messages, choice.message) for choice in answered)
+        histories.extend((*messages, choice.message) for choice in answered)
 
     async def run() -> None:
         if concurrent:
@@ -75,28 +75,30 @@ def test_each_sampled_token_is_an_action_once(steps: list[dict[str, Any]], lines
     actions = [value for branch in branches for turn in branch.turns for value in turn.logprobs.tolist()]
     assert sorted(actions, reverse=True) == [-1.0 - token for token in range(policy.tokens)]
 
-    by_logprob = {generation.logprobs[0]: (known, generation, routed) for known, _, routed, generation in policy.calls}
+    by_logprob = {
+        generation.logprobs[0]: (context, generation, routed) for context, _, routed, generation in policy.calls
+    }
     for branch in branches:
-        full, at = branch.token_ids.tolist(), 0
+        full, index = branch.token_ids.tolist(), 0
         assert branch.status in ("stop", "length", "max_turns") and branch.turns[-1].is_action
         for turn in branch.turns:
             if turn.is_action:
-                known, generation, _ = by_logprob[turn.logprobs[0]]
-                assert full[:at] == known and np.array_equal(turn.token_ids, generation.token_ids)
+                context, generation, _ = by_logprob[turn.logprobs[0]]
+                assert full[:index] == context and np.array_equal(turn.token_ids, generation.token_ids)
                 assert (
                     np.array_equal(turn.logprobs, generation.logprobs)
                     and turn.weight_version == generation.weight_version
                 )
-            at += len(turn.token_ids)
+            index += len(turn.token_ids)
         positions = [position for part in branch.routing for position in part[:, 0, 0].tolist()]
         assert positions == list(range(branch.num_tokens - 1))
         requests = [number for part in branch.routing for number in part[:, 0, 1].tolist()]
         own_requests = [number for number in range(len(policy.calls)) if number in requests]
         for number in own_requests:  # each request recorded the tokens that earlier requests on its path had not
-            known, _, routed, generation = policy.calls[number]
-            assert full[: len(known)] == known
-            assert [at for at, by in enumerate(requests) if by == number] == list(
-                range(routed, len(known) + len(generation.token_ids) - 1)
+            context, _, routed, generation = policy.calls[number]
+            assert full[: len(context)] == context
+            assert [index for index, request_number in enumerate(requests) if request_number == number] == list(
+                range(routed, len(context) + len(generation.token_ids) - 1)
             )
     texts = [[message["content"] for message in branch.messages] for branch in branches]
     assert all(texts)

@@ -86,27 +86,31 @@ def test_drops_reasoning_by_token_ids_after_the_next_question(template: str, ope
             [("*" if t.is_action else "") + chat.decode(t.token_ids) for t in item.turns]
             for item in (first, second, third)
         ]
-        head = "<|im_start|>assistant\n"
-        question = f"<|im_start|>user\nWhat is 1+2?<|im_end|>\n{head}"
+        prefix = "<|im_start|>assistant\n"
+        question = f"<|im_start|>user\nWhat is 1+2?<|im_end|>\n{prefix}"
         result = "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
         rendered_call = f"{call('1+2')}<|im_end|>"
         assert texts[0] == [
             f"{question}{opening}",
             f"*{odd_call}<|im_end|>",
-            f"{result}{head}{opening}",
+            f"{result}{prefix}{opening}",
             f"*{opened_by_policy}fine</think>\n\nIt is 3<|im_end|>",
         ]
-        without = f"{question}{rendered_call}{result}{head}It is 3<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n{head}"
+        without = (
+            f"{question}{rendered_call}{result}{prefix}It is 3<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n{prefix}"
+        )
         assert texts[1] == [f"{without}{opening}", f"*{opened_by_policy}sure\n</think>\n\nYes<|im_end|>"]
-        last = f"{without}Yes<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n{head}"
-        assert texts[2] == [f"{last}{opening}", f"*{opened_by_policy}hm</think>Bye<|im_end|>"]
+        final_text = f"{without}Yes<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n{prefix}"
+        assert texts[2] == [f"{final_text}{opening}", f"*{opened_by_policy}hm</think>Bye<|im_end|>"]
         contents = ["What is 1+2?", "", "3", "It is 3", "Sure?", "Yes"]
         assert [message["content"] for message in second.messages] == contents
         # The second branch repeats the ids of the first response after its reasoning, as sampled.
         content_ids = first.turns[1].token_ids.tolist()
         content_ids = content_ids[len(content_ids) - len(policy.ids(rendered_call)) :]
         second_ids = second.turns[0].token_ids.tolist()
-        assert any(second_ids[at : at + len(content_ids)] == content_ids for at in range(len(second_ids)))
+        assert any(
+            second_ids[position : position + len(content_ids)] == content_ids for position in range(len(second_ids))
+        )
         assert [part.shape[0] for part in second.routing] == [second.num_tokens - 1]
         assert sum(item.to_rollout(0).num_actions for item in (first, second, third)) == policy.tokens
 

@@ -37,16 +37,16 @@ def test_conversation_in_each_model_familys_format(name: str, truncated: bool) -
         "3" + ("" if truncated else family.after_answer),
         "Yes" + family.after_answer,
     ]
-    requested: list[str] = []
+    requests: list[str] = []
 
     class LinePolicy:
         async def generate(
             self, ids: Any, params: dict[str, Any], routed: int = 0, on_tokens: Any = None
         ) -> Generation:
-            requested.append(chat.decode(ids))
-            tokens = as_token_ids(chat.tokenizer.encode(lines[len(requested) - 1], add_special_tokens=False))
-            ended = int(tokens[-1]) in chat.end_token_ids
-            return Generation(tokens, np.zeros(len(tokens), np.float32), "stop" if ended else "length", 0)
+            requests.append(chat.decode(ids))
+            tokens = as_token_ids(chat.tokenizer.encode(lines[len(requests) - 1], add_special_tokens=False))
+            is_ended = int(tokens[-1]) in chat.end_token_ids
+            return Generation(tokens, np.zeros(len(tokens), np.float32), "stop" if is_ended else "length", 0)
 
         async def stop(self) -> None: ...
 
@@ -74,7 +74,7 @@ def test_conversation_in_each_model_familys_format(name: str, truncated: bool) -
     (branch,) = recording.collect_branches()
     texts = [chat.decode(turn.token_ids) for turn in branch.turns]
     assert texts[1] == lines[0] and texts[2] == family.observation and texts[3] == lines[1] and texts[5] == lines[2]
-    assert texts[4].count("Sure?") == 1 and requested[2] == "".join(texts[:5])
+    assert texts[4].count("Sure?") == 1 and requests[2] == "".join(texts[:5])
     if truncated:
         assert texts[4].startswith(family.after_call if name != "glm" else "<|user|>")
     assert recording.metrics.forks == 0 and [turn.is_action for turn in branch.turns] == [False, True] * 3

@@ -120,8 +120,8 @@ def test_prefers_unextended_answers_among_equal_texts() -> None:
     # Both are extended now: the one with exactly these messages comes first.
     assert example.tree.find_answer(hashes, messages)[0] is first
     assert example.tree.find_context(first, hashes[-1]) is node
-    others = [*example.history["a"], user("u")]
-    assert example.tree.find_answer(hash_prefixes(others, ()), others)[0] is example.nodes["a"]
+    changed = [*example.history["a"], user("u")]
+    assert example.tree.find_answer(hash_prefixes(changed, ()), changed)[0] is example.nodes["a"]
 
 
 def test_reasoning_sent_by_the_client_must_match() -> None:
@@ -151,8 +151,8 @@ def test_branches_keep_sampling_masks_of_their_actions() -> None:
     followup = tree.add_context(a, a, after, as_token_ids([2]), [question])
     for _ in range(2):
         tree.add_answer(followup, full)
-    (_, both), (_, second) = tree.collect_branches(PROMPT, 0)
-    joined = SamplingMask.concat(both.sampling_masks)
+    (_, merged), (_, second) = tree.collect_branches(PROMPT, 0)
+    joined = SamplingMask.concat(merged.sampling_masks)
     assert joined.counts.tolist() == [2, 1, 0] and joined.ids.tolist() == [3, 5, 4]
     assert second.sampling_masks == ()
 

@@ -1,0 +1,41 @@
+"""`comm_recorder` records communication and detects access to buffers in flight."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import nccl_order
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("access", "message"),
+    [
+        ("read", "has read a buffer whose receive nobody has waited for"),
+        ("written", "has written a buffer whose send nobody has waited for"),
+        ("neither", ""),
+    ],
+)
+def test_detects_buffer_access_before_wait(
+    run_ranks: Callable[..., list[dict[str, Any]]], access: str, message: str
+) -> None:
+    for rank, result in enumerate(run_ranks(2, "tests/ranks_comm_recorder.py", access)):
+        assert (message in result["error"]) and bool(message) == bool(result["error"])
+        assert access == "written" or result["received"] == [2.0 - rank] * 4
+
+
+def test_records_communication(run_ranks: Any) -> None:
+    """Two ranks meet, create a host group, and send each other 16 bytes."""
+    run_ranks(2, "tests/ranks_comm_recorder.py", "neither")
+    files = sorted(run_ranks.folder.glob(f"{run_ranks.launches}_*.record"))
+    records = [nccl_order.read(file) for file in files]
+    assert len(records) == 2 and nccl_order.check(records) == {"all_reduce": 2, "send": 2, "receive": 2}
+    for rank, record in enumerate(records):
+        batch = [event for event in record if event["do"] == "post" and event["batch"] is not None]
+        assert [(item["kind"], item["peer"], item["bytes"]) for item in batch] == [
+            ("send", 1 - rank, 16),
+            ("receive", 1 - rank, 16),
+        ]
+        assert json.dumps(record)

@@ -1,0 +1,112 @@
+"""Helpers for tests that train as a user does, on the output of `tools/make_quickstart.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import nccl_order
+from rank_jobs import shared_jobs
+
+from megarl.config import load_config
+from megarl.engine.engine_host import HOST_VARIABLE
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SMALL = [
+    "run.num_rollout=3",
+    "run.save_every=1",
+    "run.max_restarts=0",
+    "run.keep_checkpoints=3",
+    "run.eval_every=0",
+    "data.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "track.progress=false",
+    "reward.functions=[sum_reward:even]",
+]
+ONE_RANK = ["parallel.world_size=1", "parallel.ranks_per_node=1", "parallel.tp=1", "parallel.ep=1"]
+# Engines import the package from this tree too, whichever one is installed.
+ENVIRONMENT = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]), OMP_NUM_THREADS="1")
+
+
+def build_command(folder: Path, run_dir: Path, *overrides: str) -> list[str]:
+    """Return the command of a small quickstart run on the model and data of a folder."""
+    paths = [
+        f"model.path={folder}/model",
+        f"data.train={folder}/train.jsonl",
+        f"data.eval={folder}/eval.jsonl",
+        f"run.dir={run_dir}",
+    ]
+    merged = dict(text.split("=", 1) for text in (*paths, *SMALL, *overrides))  # the last value of a key wins
+    settings = [f"{key}={value}" for key, value in merged.items()]
+    return [sys.executable, "-m", "megarl.train", "configs/quickstart.yaml", *settings]
+
+
+def run_cli(folder: Path, run_dir: Path, *overrides: str, host: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the program with its launcher. host: socket of an engine host; without it, the program starts one."""
+    command = build_command(folder, run_dir, *overrides)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, env=with_host(host))
+
+
+def with_host(host: str) -> dict[str, str]:
+    return ENVIRONMENT | ({HOST_VARIABLE: host} if host else {})
+
+
+def train(folder: Path, run_dir: Path, *overrides: str, host: str = "", record: bool = False) -> None:
+    """Run the program without its launcher, as ranks forked from a process that has imported everything.
+
+    record: keep the communication of its ranks for `check_communication`.
+    """
+    _, _, _, config, *settings = build_command(folder, run_dir, *overrides)
+    world = load_config(config, settings).parallel.world_size
+    _, records = shared_jobs().run(
+        world, "tests/train_rank.py", config, *settings, timeout=500, record=record, variables=with_host(host)
+    )
+    if record:
+        target = run_dir.parent / f"{run_dir.name}_communication"
+        target.mkdir()
+        for path in records:
+            shutil.copy(path, target)
+
+
+def check_communication(run_dir: Path) -> Counter[str]:
+    """Check that the ranks of a recorded run would not hang on NCCL; return the number of device operations by kind."""
+    folder = run_dir.parent / f"{run_dir.name}_communication"
+    return nccl_order.check([nccl_order.read(path) for path in sorted(folder.iterdir())])
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_steps(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the metrics of the training steps, without those of evaluations."""
+    return [row for row in read_metrics(run_dir) if "rollout/reward_mean" in row]
+
+
+def log_lines(run_dir: Path, text: str) -> list[str]:
+    return [line for line in (run_dir / "log.txt").read_text().splitlines() if text in line]
+
+
+def descendants(pid: int) -> list[int]:
+    """Return a process ID and those of all processes below it."""
+    result, todo = [], [pid]
+    while todo:
+        result.append(todo.pop())
+        for task in Path(f"/proc/{result[-1]}/task").glob("*"):
+            with contextlib.suppress(OSError):
+                todo += map(int, (task / "children").read_text().split())
+    return result
+
+
+def make_folder(target: Path, family: str) -> Path:
+    command = [sys.executable, "tools/make_quickstart.py", str(target), "--family", family]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return target
