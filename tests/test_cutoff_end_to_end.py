@@ -11,6 +11,8 @@ from training_run import ROOT, make_folder, read_metrics, read_steps, train
 
 from megarl.rollout.partial_rollouts import read_groups
 
+pytestmark = pytest.mark.nightly
+
 TRUNCATED = ["rollout.temperature=0.7", "rollout.top_p=0.9", "rollout.top_k=20", "rollout.min_p=0.4"]
 """min_p removes most tokens: with random weights all tokens are about equally likely."""
 GRPO = ["algorithm=grpo", "kl.apply_to=loss", "run.export=false", "rollout.max_turns=2"]
@@ -55,7 +57,6 @@ def test_logprobs_match_with_partial_rollouts(oversampled: Path) -> None:
     assert rows[-1]["rollout/partial_groups"] > 0 and any(row["rollout/staleness_max"] > 0 for row in rows)
 
 
-@pytest.mark.nightly
 def test_checkpoint_keeps_sampling_masks_of_partial_groups(
     oversampled: Path, folder: Path, tmp_path: Path, host: str
 ) -> None:
@@ -73,7 +74,6 @@ def test_checkpoint_keeps_sampling_masks_of_partial_groups(
     assert_logprobs_match_truncated_sampling(tmp_path, [3])
 
 
-@pytest.mark.nightly
 def test_asynchronous_generation_on_separate_ranks(folder: Path, tmp_path: Path, host: str) -> None:
     """PPO with actor and critic on one rank and the rollout on the other."""
     ranks = ["parallel.world_size=2", "parallel.ranks_per_node=2", "parallel.tp=1", "parallel.ep=1"]
@@ -84,7 +84,6 @@ def test_asynchronous_generation_on_separate_ranks(folder: Path, tmp_path: Path,
     assert_logprobs_match_truncated_sampling(tmp_path / "run", [1, 2, 3])
 
 
-@pytest.mark.nightly
 def test_evaluation_uses_its_own_sampling_keys(folder: Path, tmp_path: Path, host: str) -> None:
     """A tiny eval_top_p makes the evaluation greedy; training samples from the full distribution."""
     eval_file = tmp_path / "eval.jsonl"

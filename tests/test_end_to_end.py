@@ -259,6 +259,7 @@ def oversampled(folder: Path, host: str, tmp_path_factory: pytest.TempPathFactor
     return run_dir
 
 
+@pytest.mark.nightly
 def test_partial_groups_continue_in_the_next_step(oversampled: Path) -> None:
     rows = [row for row in read_metrics(oversampled) if "rollout/staleness_mean" in row]
     assert [row["step"] for row in rows] == [1, 2, 3] and rows[0]["rollout/partial_groups"] == 0
@@ -287,6 +288,7 @@ def test_partial_groups_continue_in_the_next_step(oversampled: Path) -> None:
     assert "does not correct" not in (oversampled / "log.txt").read_text()  # PPO's ratio is to the sampling policy
 
 
+@pytest.mark.nightly
 def test_one_engine_resumes_partial_groups_of_two(oversampled: Path, folder: Path, tmp_path: Path, host: str) -> None:
     checkpoint = "checkpoints/step_000002"
     shutil.copytree(oversampled / checkpoint, tmp_path / checkpoint)
@@ -311,6 +313,7 @@ def test_one_engine_resumes_partial_groups_of_two(oversampled: Path, folder: Pat
             )
 
 
+@pytest.mark.nightly
 def test_mtp_training_raises_draft_acceptance(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
@@ -508,6 +511,7 @@ def test_wrong_engine_weights_stop_the_run_and_name_the_layer(folder: Path, tmp_
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
 
 
+@pytest.mark.nightly
 def test_hello_script_with_deepseek_lora_and_a_two_node_engine(tmp_path: Path, host: str) -> None:
     """`ranks_per_node=1` makes two nodes of this machine, each with one of the engine's two tensor parallel ranks. The
     actor is context parallel, the critic tensor parallel, and both are offloaded during generation. The entropy bonus

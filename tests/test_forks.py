@@ -136,6 +136,7 @@ def test_trains_with_the_controller_of_a_fork(fork_folder: Path) -> None:
     assert "algorithm: lab.sft:FilteredSFT" in (fork_folder / "run" / "config.yaml").read_text().replace('"', "")
 
 
+@pytest.mark.nightly
 def test_trains_with_an_added_teacher_role(fork_folder: Path) -> None:
     """The teacher starts as the policy's own model, and stays as it is."""
     all_overrides = [

@@ -111,6 +111,7 @@ TWO_RANKS = [
 ]
 
 
+@pytest.mark.nightly
 def test_asynchronous_without_staleness_equals_synchronous(
     split_run: Path, folder: Path, host: str, tmp_path: Path
 ) -> None:

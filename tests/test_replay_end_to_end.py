@@ -74,6 +74,7 @@ def test_replay_training_needs_no_sglang(trained: Path) -> None:
     assert "rollout/logprob_diff_mean_unreplayed" in rows[0]
 
 
+@pytest.mark.nightly
 def test_mismatch_tool_agrees_with_the_metrics(trained: Path) -> None:
     """All tokens have truncated sampling; only the first step is also computed without routing replay."""
     rows = {row["step"]: row for row in read_metrics(trained) if "rollout/logprob_diff" in row}
@@ -109,6 +110,7 @@ def test_replay_step_reproduces_a_step_bitwise_in_a_debugger(trained: Path) -> N
     assert before == {path: path.stat().st_mtime_ns for name in RESULT_NAMES for path in (trained / name).rglob("*")}
 
 
+@pytest.mark.nightly
 def test_replays_on_another_world_size_from_a_later_step(
     folder: Path, recorded: Path, trained: Path, tmp_path: Path
 ) -> None:

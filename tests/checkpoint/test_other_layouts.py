@@ -115,7 +115,11 @@ def later_steps(run_dir: Path) -> list[dict[str, float]]:
             ("placement.critic=2", "placement.actor=0-1", "placement.rollout=0-1", "placement.reward=0-1"),
             marks=pytest.mark.nightly,
         ),
-        (4, ("parallel.tp=2", "parallel.cp=2", "critic.parallel.tp=1", "critic.parallel.cp=1", "critic.parallel.pp=2")),
+        pytest.param(
+            4,
+            ("parallel.tp=2", "parallel.cp=2", "critic.parallel.tp=1", "critic.parallel.cp=1", "critic.parallel.pp=2"),
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["one rank", "pp=2", "separate critic", "four ranks, critic with pp=2"],
 )

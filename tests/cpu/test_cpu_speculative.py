@@ -24,6 +24,8 @@ from megarl.reshard.plan.layout import EngineLayout
 from megarl.rollout.rollout_runner import RolloutRunner
 from megarl.types import Prompt, Rollouts
 
+pytestmark = pytest.mark.nightly
+
 DRAFTS = 3
 SHORT_PROMPTS = [[first, first + 1] for first in range(20, 420, 40)]
 """Short prompts, where a draft layer that misses a token proposes other drafts."""

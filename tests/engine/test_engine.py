@@ -181,6 +181,7 @@ def test_unexpected_weight_version_stops_the_run(qwen3_moe: RunningEngine, monke
     runner.close()
 
 
+@pytest.mark.nightly
 def test_request_timeout_excludes_the_queue_and_engine_restarts(tmp_path: Path, host: str) -> None:
     """With one slot the two long requests time out, but not the short one that waits for both. Then the engine is
     killed while it generates."""
@@ -426,6 +427,7 @@ def find_load_files(folder: Path) -> list[Path]:
     return list(Path("/dev/shm").glob(f"sglang_loads_{engine_host._instance_id(folder)}_*"))
 
 
+@pytest.mark.nightly
 def test_engine_ends_with_its_rank_supervisor_or_host(tmp_path: Path) -> None:
     """No process, folder or file in shared memory remains."""
     model = tiny_models.save(tiny_models.qwen3_moe(), tmp_path / "model")

@@ -77,7 +77,7 @@ def write_free_port(folder: Path) -> None:
     [
         pytest.param("loop_in_python", "which is at", marks=pytest.mark.nightly),
         pytest.param("loop_in_c", "which computes without releasing the GIL", marks=pytest.mark.nightly),
-        ("sleep", "which is at"),
+        pytest.param("sleep", "which is at", marks=pytest.mark.nightly),
     ],
 )
 def test_names_the_hanging_rank_and_writes_all_stacks(tmp_path: Path, hang: str, stack_text: str) -> None:

@@ -285,7 +285,7 @@ with exit_status.exit_on_error():
     raise exit_status.GracefulExit("saved step 3")
 """
 
-IMPORTED_AS = {"yaml": "pyyaml", "megatron": "megatron-core", "math_verify": "math-verify"}
+IMPORTED_AS = {"yaml": "pyyaml", "megatron": "megatron-core", "math_verify": "math-verify", "xdist": "pytest-xdist"}
 
 
 def test_requirements_list_every_imported_package() -> None:

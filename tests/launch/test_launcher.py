@@ -397,7 +397,7 @@ print(reached)
 
 @needs_root
 @pytest.mark.parametrize("forged", ["not json", RUN_MESSAGE_TEXT])
-@pytest.mark.parametrize("torchrun", [False, True])
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_other_users_cannot_write_to_a_launcher(tmp_path: Path, forged: str, torchrun: bool) -> None:
     """Nor to its ranks, and the run still stops at SIGTERM."""
     message = "\n" + json.dumps({"rank": 0, "kind": "run", "text": forged}) + "\n"
@@ -410,7 +410,7 @@ def test_other_users_cannot_write_to_a_launcher(tmp_path: Path, forged: str, tor
     assert wait_for_exit(process) == (85, ["saved step 3"])
 
 
-@pytest.mark.parametrize("torchrun", [False, True])
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_continues_after_invalid_messages_from_a_rank(tmp_path: Path, torchrun: bool) -> None:
     """The run still stops at SIGTERM."""
     body = """

@@ -88,6 +88,7 @@ def test_triton_is_not_imported_without_a_gpu() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+@pytest.mark.nightly
 def test_interpreted_kernels_match_the_loops() -> None:
     """Runs in a process of its own, because Triton reads TRITON_INTERPRET at import."""
     pytest.importorskip("triton")

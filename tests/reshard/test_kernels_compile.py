@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).resolve().parents[2]
 # Triton must not have been imported for its interpreter, hence a process of its own.
 COMPILE = """

@@ -138,7 +138,12 @@ def test_shows_rollouts_in_the_terminal(recorded_run: Path, capsys: pytest.Captu
     assert load_tool("view_rollouts").main([str(recorded_run), "--best", "--show", "1"]) == 0
     output = capsys.readouterr().out
     assert "step 4: 1 of 2 rollouts" in output and "prompt p1" in output and "prompt p0" not in output
-    for text in ("reward 1", "advantage +0.125", "turn 0: given, masked, 2 tokens", "weights 7, mean log-prob -0.250"):
+    for text in (
+        "reward 1",
+        "advantage +0.125",
+        "turn 0: prompt or tool result, not trained on, 2 tokens",
+        "weight version 7, mean log-prob -0.250",
+    ):
         assert text in output, text
     assert "policy & \\x1b[31mred [bold]x[/bold]" in output  # neither escape codes nor markup take effect
 

@@ -88,7 +88,8 @@ def try_scoring(
     worker_context = context(reward)
     worker = RewardWorker(worker_context, reward_fn=function)
     try:
-        worker.wait_ready()
+        with ranks.with_timeout(60.0):  # on a busy machine, one rank's processes start seconds after the other's
+            worker.wait_ready()
         for rollout in rollouts.local[:prefetched]:
             worker_context.on_rollout_finished(rollout)
         if prefetched and worker._pool is not None:  # wait for all prefetched rewards

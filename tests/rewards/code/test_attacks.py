@@ -45,6 +45,7 @@ def test_searches_find_a_planted_secret() -> None:
     assert names["hunt"]() == SECRET
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_attacks_earn_nothing(attack: str, style: str) -> None:
