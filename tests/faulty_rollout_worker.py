@@ -3,7 +3,7 @@
 The environment variable ENGINE_FAULTS holds the plan as JSON, {step: [fault, engine]}. Each fault happens once:
 
 - `kill`, `stop`: SIGKILL or SIGSTOP to the engine's scheduler when its first rollout of the step finishes.
-- `push`: SIGKILL to the scheduler during the weight sync that ends the step.
+- `weight_sync`: SIGKILL to the scheduler during the weight sync that ends the step.
 - `host`: SIGKILL to the engine host process, from which all engines of the launcher are forked.
 - `stopped`: SIGSTOP to the engine host process and SIGKILL to the scheduler.
 
@@ -34,7 +34,7 @@ class FaultyRolloutWorker(RolloutWorker):
             call_loader = engine.call_loader
 
             def fail_in_sync(payloads: list[str], draft: bool = False, is_session: bool = False) -> None:
-                self._inject("push")
+                self._inject("weight_sync")
                 call_loader(payloads, draft, is_session)
 
             engine.call_loader = fail_in_sync  # type: ignore[method-assign]

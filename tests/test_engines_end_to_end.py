@@ -75,7 +75,7 @@ def reference_run(folder: Path, host: str, tmp_path_factory: pytest.TempPathFact
 def test_recovers_from_engine_death_hang_and_failed_weight_sync(
     reference_run: Path, folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = {1: ["kill", 1], 2: ["stop", 0], 3: ["push", 1]}
+    plan = {1: ["kill", 1], 2: ["stop", 0], 3: ["weight_sync", 1]}
     done = run(monkeypatch, folder, tmp_path / "run", host, plan)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_recovered(tmp_path / "run", {step: fault for step, (fault, _) in plan.items()})
@@ -94,7 +94,7 @@ def test_restarts_the_only_engine(folder: Path, host: str, tmp_path: Path, monke
 def test_restarts_an_engine_during_asynchronous_training(
     folder: Path, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = {1: ["kill", 0], 2: ["push", 0]}
+    plan = {1: ["kill", 0], 2: ["weight_sync", 0]}
     async_overrides = ["rollout.asynchronous=true", "rollout.max_staleness=1", "train.routing_replay=false"]
     done = run(monkeypatch, folder, tmp_path / "run", host, plan, *ONE_ENGINE, *async_overrides)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -26,10 +26,7 @@ from megarl.view.rollout_files import Notes
 from megarl.view.rollout_index import Index, IndexReader
 from megarl.view.run_data import RunData, read_run
 
-SCRIPTS = (
-    *("blocks", "elements", "query", "grid", "curves", "phases", "table", "tokens", "prompts", "compare"),
-    "main",
-)
+SCRIPTS = "blocks elements query grid curves phases table tokens prompts compare main".split()
 """MegaRL's scripts in load order."""
 MAX_INLINE_BYTES = 12 << 20
 """Size limit of inline rollout indices; larger ones go to a file beside the page."""

@@ -217,7 +217,7 @@ class Run:
             buffer[order["slices"][0][6]] ^= 1
         self.replies.append(weight_loader._run_order(self.models[draft], order, buffer))
 
-    def push(self, number: int) -> Tensors:
+    def sync(self, number: int) -> Tensors:
         """Sync new weights and return them."""
         full = full_weights(self.params, self.dtype, self.seed + number)
         self.executor.sync(shards(self.case, self.params, full, self.rank), self.send_to_engine, number)
@@ -227,7 +227,7 @@ class Run:
         equal, verified = [], []
         for number in range(4):
             first = len(self.orders)
-            full = self.push(number)
+            full = self.sync(number)
             source = quantise_weights(self.params, full) if self.case.wire == "fp8" else full
             expected = expected_tensors(self.case, self.params, source, self.rank, self.empty)
             equal.append(all(is_same_bits(self.tensors[name], expected[name]) for name in expected))
@@ -259,7 +259,7 @@ def main() -> None:
         return
     try:
         if rank != 1:
-            run.push(9)
+            run.sync(9)
     except WeightSyncError as error:
         results["died"] = str(error)
     print("RESULT " + json.dumps(results), flush=True)

@@ -73,7 +73,7 @@ def test_compare_only_names_a_corrupted_tensor_and_writes_nothing(hf: dict[str, 
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     executor.sync(local, record_order, 2, compare_only=True)
     assert calls == [("write", True, []), ("write", False, []), ("compare", True, []), ("compare", True, [corrupted])]
-    assert executor.num_syncs == 2 and [is_fully_verified(push, 3) for push in range(1, 5)] == [
+    assert executor.num_syncs == 2 and [is_fully_verified(number, 3) for number in range(1, 5)] == [
         True,
         False,
         False,

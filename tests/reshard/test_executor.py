@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ranks_executor
 import torch
-from late_transport import push_as_threads
+from late_transport import sync_as_threads
 
 from megarl.reshard.plan.layout import EngineLayout, TrainLayout
 from megarl.reshard.plan.planner import ReshardPlan
@@ -157,5 +157,5 @@ def test_writes_overlap_with_the_next_transfer(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.alone
 @pytest.mark.parametrize("seed", [0, 1, 3, 5, 7, 11, 13, 40, 58])
 def test_buffers_are_not_reused_too_early(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank, actual in enumerate(push_as_threads(seed, 4, monkeypatch)):
+    for rank, actual in enumerate(sync_as_threads(seed, 4, monkeypatch)):
         assert actual["equal"] == [True] * 4 and actual["wrong"] == [], f"seed {seed}, rank {rank}"
