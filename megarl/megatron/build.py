@@ -31,6 +31,7 @@ from megarl.megatron.model_layers import (
     DeferredLogits,
     GroupLimitedRouter,
     MTPModel,
+    PlainQueryMLA,
     PostNormLayer,
     ScaledEmbedding,
     ValueHead,
@@ -95,6 +96,7 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         calculate_per_token_loss=True,
         finalize_model_grads_func=finalize_model_grads,
         deterministic_mode=config.train.deterministic,
+        transformer_impl="transformer_engine" if device.has_cuda() else "local",
         use_cpu_initialization=False,
     )
     values.update(select_fusions(values))
@@ -232,6 +234,9 @@ def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | Non
             layer.submodules.self_attention.submodules.core_attention = attention
         if extras.post_norms:
             layer.module, layer.params = PostNormLayer, {"post_norm": norm}
-        if extras.has_group_max_routing and layer.submodules.mlp.module is MoELayer:
-            layer.submodules.mlp.submodules.router = GroupLimitedRouter
+        if settings.multi_latent_attention and settings.q_lora_rank is None:
+            layer.submodules.self_attention.module = PlainQueryMLA
+        build_mlp = layer.submodules.mlp
+        if extras.has_group_max_routing and isinstance(build_mlp, partial) and build_mlp.func is MoELayer:
+            build_mlp.keywords["submodules"].router = GroupLimitedRouter
     return spec

@@ -27,7 +27,8 @@ from megarl.parallel.host_copy import StagingBuffer
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing import serialization  # isort: skip
-from megatron.core.dist_checkpointing.strategies import common, filesystem_async  # isort: skip
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
+from megatron.core.dist_checkpointing.strategies import torch as strategies  # isort: skip
 
 # Its warnings are advice for users of Megatron's own trainer.
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
@@ -55,7 +56,13 @@ class StagedCheckpoint:
         )
         _failures.clear()
         with self._activate_ranks():
-            request = dist_checkpointing.save(model.sharded_state_dict(), str(folder), async_sharded_save=True)
+            request = dist_checkpointing.save(
+                model.sharded_state_dict(),
+                str(folder),
+                strategies.TorchDistSaveShardedStrategy(thread_count=WRITERS),
+                async_sharded_save=True,
+                async_strategy="mcore",
+            )
         self._finish = request.finalize_fns
         self._buckets: list[Bucket] = []
         if request.async_fn is not None:  # this rank has something to write
@@ -193,5 +200,4 @@ def _defer_failure(write: Callable[..., Any]) -> Callable[..., Any]:
 
 filesystem_async.FileSystemWriterAsync.prepare_write_data = _prepare_write_data
 filesystem_async.FileSystemWriterAsync.finish = _defer_failure(filesystem_async.FileSystemWriterAsync.finish)
-common.TorchCommonSaveStrategy.save_common = _defer_failure(common.TorchCommonSaveStrategy.save_common)
 serialization.save_config = _defer_failure(serialization.save_config)

@@ -20,7 +20,9 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -91,6 +93,22 @@ class MTPModel(GPTModel):  # type: ignore[misc]
             states.append(state)
         emitted = torch.cat([self.output_layer(state)[0] for state in states], dim=-1)
         return emitted.transpose(0, 1).contiguous()
+
+
+class PlainQueryMLA(MLASelfAttention):  # type: ignore[misc]
+    """MLA without a low-rank projection of the query, whose query has no norm, as in DeepSeek-V2-Lite.
+
+    With `qk_layernorm`, Megatron 0.19 would normalize the input of the query's projection.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        return {
+            "linear_q_proj": submodules.linear_q_proj,
+            "linear_q_up_proj": IdentityOp,
+            "linear_kv_up_proj": submodules.linear_kv_up_proj,
+            "q_layernorm": IdentityOp,
+            "kv_layernorm": submodules.kv_layernorm,
+        }
 
 
 # --- Gemma 2 --------------------------------------------------------------------------------------------------------

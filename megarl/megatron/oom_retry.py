@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.tensor_parallel.random import _unset_checkpointing
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Config, ConfigError
@@ -200,7 +200,7 @@ class OOMRetry:
         if trains:  # clear the state of the aborted pass, except for gradients, which every pass zeroes first
             _unset_checkpointing()
             reset_model_temporary_tensors(unwrap(self._chunks[0]).config, list(self._chunks))
-            get_moe_layer_wise_logging_tracker().clear()
+            destroy_moe_metrics_tracker()
             routing_replay.reset(self._chunks)
         device.empty_cache()
         reports = self._reports or []

@@ -18,7 +18,7 @@ import torch
 
 from megarl.models.layout_algebra import FUSED_NORMS
 
-_LAYER = re.compile(r"(decoder\.layers\.|mtp\.layers\.)(\d+)\.(transformer_layer\.)?(.*)")
+_LAYER = re.compile(r"(decoder\.layers\.|mtp\.layers\.)(\d+)\.(mtp_model_layer\.)?(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
@@ -35,7 +35,8 @@ def canonical_name(local: str, first_layer: int = 0, first_expert: int = 0) -> s
         rest = f"mlp.experts.{int(expert[1]) + first_expert}.{expert[2]}"
     elif grouped := _GROUPED_EXPERT.fullmatch(rest):
         rest = f"mlp.experts.{int(grouped[2]) + first_expert}.{grouped[1]}.weight"
-    return f"{stack}{int(layer_number) + first_layer}.{inner or ''}{FUSED_NORMS.get(rest, rest)}"
+    inner = "transformer_layer." if inner else ""  # its name in checkpoints
+    return f"{stack}{int(layer_number) + first_layer}.{inner}{FUSED_NORMS.get(rest, rest)}"
 
 
 def unwrap(module: Any) -> Any:

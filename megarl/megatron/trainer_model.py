@@ -14,7 +14,7 @@ from typing import Any, SupportsFloat
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import Config, ConfigError
@@ -78,9 +78,9 @@ def collect_aux_losses(config: TransformerConfig, ranks: Ranks, micro_batches: i
     names += ["z_loss"] if config.moe_z_loss_coeff else []
     if not names:
         return {}
-    tracker = get_moe_layer_wise_logging_tracker()
-    local_sums = {name: float(tracker[name]["values"].sum()) if name in tracker else 0.0 for name in names}
-    tracker.clear()  # fully: Megatron would keep the number of layers, and the next model may have more
+    tracked = get_moe_metrics_tracker().metrics
+    local_sums = {name: float(tracked[name].values.sum()) if name in tracked else 0.0 for name in names}
+    destroy_moe_metrics_tracker()  # its `clear` would keep the number of layers, and the next model may have more
     gathered = all_gather_objects(local_sums, ranks.host_group)
     pattern = config.moe_layer_freq
     layers = sum(pattern) if isinstance(pattern, list) else -(-config.num_layers // pattern)

@@ -54,8 +54,8 @@ def names() -> dict[str, str]:
         layer + "mlp.shared_experts.linear_fc1.weight",
         layer + "mlp.router.expert_bias",
         "mtp.layers.0.enorm.weight",
-        "mtp.layers.0.transformer_layer.mlp.experts.linear_fc1.weight3",
-        "mtp.layers.0.transformer_layer.self_attention.linear_q_up_proj.layer_norm_weight",
+        "mtp.layers.0.mtp_model_layer.mlp.experts.linear_fc1.weight3",
+        "mtp.layers.0.mtp_model_layer.self_attention.linear_q_up_proj.layer_norm_weight",
     ]
     return {name: canonical_name(name, first_layer=4, first_expert=8) for name in local}
 
