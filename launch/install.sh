@@ -105,14 +105,14 @@ if [ "$platform" = cpu ]; then
         install "$torch" 1 --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch" || failed
     }
     without torch== >.venv/requirements.txt
-    install "the pinned packages" "$(wc -l <.venv/requirements.txt)" --no-deps -r .venv/requirements.txt || failed
+    install "the pinned packages" "$(wc -l <.venv/requirements.txt)" --no-deps --ignore-requires-python -r .venv/requirements.txt || failed
     # An older list had torchvision; launch/requirements-cpu.txt says why it must not be installed.
     .venv/bin/python -m pip uninstall --yes torchvision >>$log 2>&1 || failed
 else
     without 'megatron-core|transformer-engine' >.venv/requirements.txt
     with=(-c launch/constraints-cuda.txt)
     install "torch, SGLang and what they need" 240 setuptools wheel ninja "${with[@]}" -r .venv/requirements.txt || failed
-    install "Megatron-Core" 1 --no-deps "$(only megatron-core)" || failed
+    install "Megatron-Core" 1 --no-deps --ignore-requires-python "$(only megatron-core)" || failed
     install "Transformer Engine (built here, which takes a while)" 1 --no-build-isolation "${with[@]}" "$(only transformer-engine)" || failed
     if [ "$apex" = 1 ]; then # NEVER RUN BY US
         source=git+https://github.com/NVIDIA/apex@6424da3b4faa6c8f062da4a48c424fff3f02d42d

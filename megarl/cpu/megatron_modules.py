@@ -8,6 +8,7 @@ tensor parallel ranks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -173,7 +174,9 @@ def _walk(node: Any, seen: set[int]) -> None:
     if isinstance(node, mla.MLASelfAttentionSubmodules):
         node.linear_q_down_proj = node.linear_kv_down_proj = DuplicatedLinear
     replacements = {DotProductAttention: PackedAttention, WrappedTorchNorm: RMSNorm}
-    if isinstance(node, list):
+    if isinstance(node, functools.partial):
+        _walk(list(node.keywords.values()), seen)
+    elif isinstance(node, list):
         for item in node:
             _walk(item, seen)
     elif dataclasses.is_dataclass(node):

@@ -1,4 +1,4 @@
-"""Patches that let Megatron-Core 0.16.1 run on a machine without CUDA.
+"""Patches that let Megatron-Core 0.19.2 run on a machine without CUDA.
 
 `install()` runs once per process, on the import of `megarl.megatron`, before anything imports `megatron.core`. It does
 nothing on a machine with a GPU. A test pins the list of patched names. Modules that differ on the CPU are in
@@ -133,6 +133,12 @@ def _patch_tensors() -> None:
     _patch(torch.Tensor, "type", type_, "the optimizer compares it with 'torch.cuda.FloatTensor' and the like")
 
 
+def _copy_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    target, source = output.untyped_storage(), recomputed.untyped_storage()
+    target.resize_(source.size())
+    target.copy_(source)
+
+
 def _patch_megatron() -> None:
     compile_ = torch.compile
     torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda function: function)  # type: ignore[assignment]
@@ -151,7 +157,6 @@ def _patch_megatron() -> None:
         import megatron.core.tensor_parallel.random as random
         import megatron.core.transformer.moe.moe_utils as moe_utils
         import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
-        import megatron.core.transformer.multi_latent_attention as mla
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -192,9 +197,8 @@ def _patch_megatron() -> None:
     _patch(random.CheckpointWithoutOutput, "__init__", lambda self, fp8=False: without_output(self, None), why)
     why = "waits for a CUDA initialisation that never comes"
     _patch(random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.default_generator.set_state(state), why)
-    _patch(mla, "HAVE_TE", False, "True although Transformer Engine is missing, and then isinstance() of a mock fails")
     for module in (moe_utils, token_dispatcher):
         _patch(module, "maybe_move_tensor_to_cpu", move, "ignores as_numpy for CPU tensors; all_to_all wants lists")
-    _patch(moe_utils, "te_general_gemm", None, "is undefined, hence a NameError, where Transformer Engine is missing")
+    _patch(random, "_get_share_storage", lambda: _copy_storage, "compiles a C++ extension")
     # Megatron warns if a fork of its RNG tracker changes the CPU generator. Here both are the same generator.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())

@@ -3,11 +3,14 @@
 Importing this package patches Megatron-Core for machines without a GPU (`cpu/megatron_platform.py`).
 """
 
+import logging
 import sys
 import warnings
 
 # These warnings are advice for trainer authors. Filter before the first import, which warns about missing packages.
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+for _logger in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
+    logging.getLogger(f"megatron.core.{_logger}").setLevel(logging.ERROR)
 
 from megarl.cpu import megatron_platform  # noqa: E402
 from megarl.parallel import device  # noqa: E402

@@ -121,14 +121,6 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         values.setdefault("fp8_recipe", fields.FP8_RECIPE)
         if values.get("num_moe_experts"):  # FP8 matrices need multiples of 16 rows, per expert too
             values.setdefault("moe_router_padding_for_quantization", True)
-    # Each TP and CP rank weights its part of an aux loss by its own tokens, 1 / (tp * cp) of the total, and the sum is
-    # divided by the total. Megatron 0.16.1 drops this factor with calculate_per_token_loss.
-    ranks_of_a_sequence = parallel.tp * parallel.cp
-    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-        if isinstance(weight := values.get(name), list):
-            values[name] = [item * ranks_of_a_sequence for item in weight]
-        elif weight:
-            values[name] = weight * ranks_of_a_sequence
     try:
         return config_class(**values)
     except (AssertionError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Layers that Megatron-Core 0.16.1 lacks: heads, multi-token prediction, Gemma 2's layers, group-limited routing.
+"""Layers that Megatron-Core 0.19.2 lacks: heads, multi-token prediction, Gemma 2's layers, group-limited routing.
 
 Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): layer k takes the previous layer's state of a token
 (the decoder's for k = 1) and the embedding of the k-th following token, and emits a state that predicts the token after
@@ -119,7 +119,7 @@ QUERIES_AT_ONCE = 512
 class CappedAttention(PackedAttention):
     """Causal attention with logits cap * tanh(x / cap), and a sliding window on layers that have one.
 
-    Plain torch on every device, because Transformer Engine's attention has no logit cap as of Megatron 0.16.1.
+    Plain torch on every device, because Transformer Engine's attention has no logit cap as of Megatron 0.19.2.
     Probabilities of only `QUERIES_AT_ONCE` queries exist at a time; the backward pass recomputes them.
     """
 

@@ -42,6 +42,15 @@ FORBIDDEN = {
     "layernorm_zero_centered_gamma": "weights of norms are what they are in the checkpoint",
     "finalize_model_grads_func": "it is a function",
     "moe_router_force_load_balancing": "it sends tokens anywhere, for benchmarks",
+    "moe_router_force_biased": "it sends tokens anywhere, for benchmarks",
+    "transformer_impl": "Transformer Engine on GPUs, Megatron's local modules on CPUs",
+    "use_mup": "it is for training from random weights",
+    "mla_down_proj_fusion": "the weight tables have separate down projections",
+    "moe_single_grouped_weight": "the weight tables have a weight per expert",
+    "moe_single_grouped_bias": "the weight tables have a bias per expert",
+    "gtp_weight_remat_size": "the weight tables do not have this split of weights",
+    "expert_gtp_weight_remat_size": "the weight tables do not have this split of weights",
+    "tensor_parallel_num_weight_shards": "the weight tables do not have this split of weights",
 }
 """Fields that cannot be set, and why."""
 
@@ -62,8 +71,9 @@ MODEL_FIELDS = frozenset(
     # layer types that no family here has
     "experimental_attention_variant heterogeneous_block_specs is_hybrid_model linear_attention_freq "
     "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim "
-    "dsa_indexer_head_dim dsa_indexer_n_heads dsa_indexer_topk mamba_head_dim mamba_num_groups mamba_num_heads "
-    "mamba_state_dim".split()
+    "dsa_indexer_head_dim dsa_indexer_n_heads dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_scoring_relu "
+    "dsa_indexer_rope_interleaved dsa_indexer_rotate_activation mamba_head_dim mamba_num_groups mamba_num_heads "
+    "mamba_state_dim mtp_use_repeated_layer mtp_hybrid_override_pattern".split()
 )
 """Fields that define what the model computes, which config.json decides. Others of a family may be overridden."""
 
@@ -74,6 +84,7 @@ DDP_FORBIDDEN = {
     "average_in_collective": "losses are sums over tokens",
     "use_megatron_fsdp": "weights are cut by the layout, not by FSDP",
     "use_custom_fsdp": "weights are cut by the layout, not by FSDP",
+    "param_name_patterns_for_fp32_local_accumulation": "all gradients are accumulated and reduced in fp32",
 }
 """Fields of DistributedDataParallelConfig that cannot be set, and why."""
 
@@ -116,7 +127,7 @@ def check(settings: Mapping[str, Any], mla: bool, extras: Extras = NO_EXTRAS) ->
     _check_recompute(settings)
     if settings.get("fp8_recipe") == "delayed":  # Megatron's own default
         raise ConfigError(
-            "model.megatron.fp8_recipe=delayed: Megatron 0.16.1 gives it override_linear_precision, which Transformer "
+            "model.megatron.fp8_recipe=delayed: Megatron 0.19.2 gives it override_linear_precision, which Transformer "
             f"Engine 2 does not accept; use {FP8_RECIPE}, blockwise (Hopper) or mxfp8 (Blackwell)"
         )
     if extras.has_group_max_routing and settings.get("moe_router_fusion"):

@@ -367,7 +367,7 @@ def check_layout(parallel: ParallelConfig, world: str = "") -> None:
                     f"({stage}){beside}; possible: {', '.join(map(str, fits)) or 'none'}"
                 )
     if parallel.vpp > 1 and parallel.pp < 3:
-        # With two stages, each precedes and follows the other, and Megatron 0.16.1 confuses messages in both
+        # With two stages, each precedes and follows the other, and Megatron 0.19.2 confuses messages in both
         # directions.
         raise ConfigError(
             f"parallel.vpp={parallel.vpp} needs at least 3 pipeline stages, not parallel.pp={parallel.pp}"

@@ -168,7 +168,7 @@ def test_a_moved_checkout_gets_a_new_environment(checkout: Path, fake_env: dict[
 def test_cuda_installs_its_own_list(checkout: Path, fake_env: dict[str, str]) -> None:
     install(checkout, **fake_env | {"MEGARL_PLATFORM": "cuda"})
     calls = (checkout / "calls").read_text()
-    assert "--no-deps megatron-core==0.16.1" in calls
+    assert "--no-deps --ignore-requires-python megatron-core==0.19.2" in calls
     constrained = "-c launch/constraints-cuda.txt"
     assert f"--no-build-isolation {constrained} transformer-engine[pytorch,core_cu13]==2.20.2" in calls
     assert f"{constrained} -r .venv/requirements.txt" in calls and "apex" not in calls
