@@ -71,7 +71,6 @@ def test_save_waits_for_slow_rank_beyond_collective_timeout(tmp_path: Path, run_
     assert sorted(name for report in results for name in report["hashed after write"]) == [
         ".metadata",
         "common.bin",
-        "common.pt",
         "host.json",
         "metadata.json",
     ]

@@ -20,9 +20,8 @@ BOTH_SPECS = {  # on a rank whose layer 0 and expert 0 are the model's layer 4 a
     LAYER + "mlp.shared_experts.linear_fc1.weight": GLOBAL + "mlp.shared_experts.linear_fc1.weight",
     LAYER + "mlp.router.expert_bias": GLOBAL + "mlp.router.expert_bias",
     MTP + "enorm.weight": MTP + "enorm.weight",
-    MTP + "transformer_layer.mlp.experts.linear_fc1.weight3": MTP
-    + "transformer_layer.mlp.experts.11.linear_fc1.weight",
-    MTP + "transformer_layer.self_attention.linear_q_up_proj.layer_norm_weight": MTP
+    MTP + "mtp_model_layer.mlp.experts.linear_fc1.weight3": MTP + "transformer_layer.mlp.experts.11.linear_fc1.weight",
+    MTP + "mtp_model_layer.self_attention.linear_q_up_proj.layer_norm_weight": MTP
     + "transformer_layer.self_attention.q_layernorm.weight",
 }
 

@@ -22,14 +22,13 @@ MEGATRON = Path(SPEC.submodule_search_locations[0])
 FILES = """extensions/transformer_engine.py extensions/transformer_engine_spec_provider.py fp8_utils.py fp4_utils.py
     optimizer/__init__.py optimizer/optimizer.py optimizer/distrib_optimizer.py optimizer/clip_grads.py
     transformer/transformer_config.py transformer/transformer_block.py transformer/transformer_layer.py
-    transformer/multi_latent_attention.py transformer/mlp.py transformer/module.py transformer/cuda_graphs.py
+    transformer/multi_latent_attention.py transformer/mla_qk_norm_config.py transformer/mlp.py transformer/module.py transformer/cuda_graphs.py
     models/common/embeddings/rope_utils.py pipeline_parallel/fine_grained_activation_offload.py""".split()
 TE = "transformer_engine.pytorch"
 KNOWN_ABSENCES = {
     f"{TE}.attention._SplitAlongDim": "in a try; without it torch.split, for interleaved queries, keys and values",
     f"{TE}.attention.apply_rotary_pos_emb": "of versions before 2.3; the newer place is asked for first",
     f"{TE}.module.base.get_workspace": "in a try; without it torch computes the router's fp32 product",
-    f"{TE}.cpp_extensions.general_gemm workspace": "given where get_workspace is there",
     f"{TE}.cpp_extensions.cast_to_fp8": "of versions before 2.0",
     f"{TE}.Linear ub_split_ag ub_split_rs ub_atomic_gemm_ag ub_atomic_gemm_rs": "of versions before 1.5",
     f"{TE}.LayerNormLinear ub_split_ag ub_atomic_gemm_ag": "of versions before 1.5",
