@@ -22,7 +22,8 @@ MEGATRON = Path(SPEC.submodule_search_locations[0])
 FILES = """extensions/transformer_engine.py extensions/transformer_engine_spec_provider.py fp8_utils.py fp4_utils.py
     optimizer/__init__.py optimizer/optimizer.py optimizer/distrib_optimizer.py optimizer/clip_grads.py
     transformer/transformer_config.py transformer/transformer_block.py transformer/transformer_layer.py
-    transformer/multi_latent_attention.py transformer/mla_qk_norm_config.py transformer/mlp.py transformer/module.py transformer/cuda_graphs.py
+    transformer/multi_latent_attention.py transformer/mla_qk_norm_config.py transformer/mlp.py
+    transformer/module.py transformer/cuda_graphs.py
     models/common/embeddings/rope_utils.py pipeline_parallel/fine_grained_activation_offload.py""".split()
 TE = "transformer_engine.pytorch"
 KNOWN_ABSENCES = {
