@@ -7,6 +7,8 @@ import logging
 import sys
 import warnings
 
+import torch
+
 # These warnings are advice for trainer authors. Filter before the first import, which warns about missing packages.
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
 for _logger in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
@@ -29,6 +31,10 @@ def _import_core() -> None:
             megatron_platform.install()
         import megatron.core  # noqa: F401
         import megatron.core.inference.contexts  # noqa: F401
+        # Megatron replaces this function of torch's by one that loads no classes. Engines refuse to unpickle it under
+        # Megatron's name.
+        load = torch.storage._load_from_bytes
+        load.__module__, load.__name__, load.__qualname__ = "torch.storage", "_load_from_bytes", "_load_from_bytes"
     finally:
         if is_hidden:
             del sys.modules["wandb"]
