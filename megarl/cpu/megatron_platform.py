@@ -133,12 +133,6 @@ def _patch_tensors() -> None:
     _patch(torch.Tensor, "type", type_, "the optimizer compares it with 'torch.cuda.FloatTensor' and the like")
 
 
-def _copy_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
-    target, source = output.untyped_storage(), recomputed.untyped_storage()
-    target.resize_(source.size())
-    target.copy_(source)
-
-
 def _patch_megatron() -> None:
     compile_ = torch.compile
     torch.compile = lambda model=None, **kwargs: model if model is not None else (lambda function: function)  # type: ignore[assignment]
@@ -199,6 +193,5 @@ def _patch_megatron() -> None:
     _patch(random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.default_generator.set_state(state), why)
     for module in (moe_utils, token_dispatcher):
         _patch(module, "maybe_move_tensor_to_cpu", move, "ignores as_numpy for CPU tensors; all_to_all wants lists")
-    _patch(random, "_get_share_storage", lambda: _copy_storage, "compiles a C++ extension")
     # Megatron warns if a fork of its RNG tracker changes the CPU generator. Here both are the same generator.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())

@@ -36,7 +36,6 @@ EXPECTED = {
     "megatron.core.jit.jit_fuser",
     "megatron.core.tensor_parallel.mappings._gather_along_first_dim",
     "megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim",
-    "megatron.core.tensor_parallel.random._get_share_storage",
     "megatron.core.tensor_parallel.random._set_cuda_rng_state",
     "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__",
     "megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu",

@@ -334,6 +334,43 @@ def scaled_embedding() -> float:
     return float((embedding(tokens, tokens)[:, 0] - expected.bfloat16()).abs().max())
 
 
+def recomputed_output() -> dict[str, Any]:
+    """Compare gradients with a discarded and recomputed output, of which later layers keep views, with plain ones."""
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    generator = torch.Generator().manual_seed(5)
+    values = [torch.randn(*shape, generator=generator) for shape in ((6, 8), (3, 8), (3, 4), (6, 7))]
+
+    def activation(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) * x
+
+    def run(discard: bool) -> tuple[list[torch.Tensor], list[int], torch.Tensor]:
+        x, first, second, pull = (value.clone().requires_grad_() for value in values)
+        checkpoint = CheckpointWithoutOutput()
+        hidden = checkpoint.checkpoint(activation, x) if discard else activation(x)
+        top, bottom = hidden.view(2, 3, 8).unbind()
+        halves = torch.nn.functional.linear(top.reshape(6, 4), second)  # keeps a view of the output
+        whole = torch.nn.functional.linear(torch.cat([top, bottom]), first)  # keeps a copy
+        product = hidden[:, 1:] * pull  # keeps a view with an offset
+        result = halves.sum() + whole.square().sum() + product.square().sum()
+        sizes = [hidden.untyped_storage().size()]
+        if discard:
+            checkpoint.discard_output_and_register_recompute(result)
+            sizes.append(hidden.untyped_storage().size())
+        result.backward()
+        sizes.append(hidden.untyped_storage().size())
+        gradients = [leaf.grad for leaf in (x, first, second, pull) if leaf.grad is not None]
+        return gradients, sizes, hidden.detach()
+
+    plain, _, expected = run(False)
+    gradients, sizes, hidden = run(True)
+    return {
+        "sizes": sizes,
+        "values": torch.equal(hidden, expected),
+        "gradients": [torch.equal(a, b) for a, b in zip(gradients, plain, strict=True)],
+    }
+
+
 def unwrapped(model: Any) -> Any:
     from megarl.megatron.parameter_names import unwrap
 
@@ -811,9 +848,9 @@ def zero_spread_alarms() -> list[str]:
 
 
 CHECKS: list[Callable[[], Any]] = [
-    platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, replayed_routing,
-    routing_by_role, config_errors, hf_folders, absent_config_keys, bf16_training, schedule, critic, aux_losses,
-    training, engine_calls, generation_numbers, weight_checks, empty_batch, aborted_rewards, set_placement,
+    platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, recomputed_output,
+    replayed_routing, routing_by_role, config_errors, hf_folders, absent_config_keys, bf16_training, schedule, critic,
+    aux_losses, training, engine_calls, generation_numbers, weight_checks, empty_batch, aborted_rewards, set_placement,
     loss_columns, roles_before_run, zero_spread_alarms,
     sampling_masks.masked_logprobs, sampling_masks.masked_micro_batch,
 ]  # fmt: skip

@@ -79,7 +79,8 @@ def newer_names(module: str) -> frozenset[str]:
     """Return the names that a module of the standard library has only on a Python after OLDEST."""
     path = STUBS.joinpath(*module.split("."))
     path = path / "__init__.pyi" if path.is_dir() else path.with_suffix(".pyi")
-    here, later = set(), set()
+    here: set[str] = set()
+    later: set[str] = set()
     python = {"sys": SimpleNamespace(version_info=OLDEST, platform="linux")}
 
     def collect(statements: list[ast.stmt], names: set[str]) -> None:
