@@ -31,10 +31,3 @@ def test_refuses_invalid_config_with_remedy(units: dict[str, Any], case: str, wo
 
 def test_accepts_megatron_fields(units: dict[str, Any]) -> None:
     assert units["config_errors"]["accepted"] == "no error"
-
-
-def test_a_recomputed_output_needs_no_compiler(units: dict[str, Any]) -> None:
-    """An output is freed after the forward pass, and its views have the recomputed values in the backward pass."""
-    result = units["recomputed_output"]
-    assert result["sizes"] == [192, 0, 192]
-    assert result["values"] and result["gradients"] == [True] * 4
