@@ -886,8 +886,8 @@ def zero_spread_alarms() -> list[str]:
 CHECKS: list[Callable[[], Any]] = [
     platform, names, packed_rope, logprobs, micro_batch, attention, capped_attention, scaled_embedding,
     recomputed_output, replayed_routing, routing_by_role, config_errors, hf_folders, absent_config_keys, bf16_training,
-    schedule, critic, aux_losses, training, engine_calls, generation_numbers, weight_checks, empty_batch, aborted_rewards, set_placement,
-    loss_columns, roles_before_run, zero_spread_alarms,
+    schedule, critic, aux_losses, training, engine_calls, generation_numbers, weight_checks, empty_batch,
+    aborted_rewards, set_placement, loss_columns, roles_before_run, zero_spread_alarms,
     sampling_masks.masked_logprobs, sampling_masks.masked_micro_batch,
 ]  # fmt: skip
 
