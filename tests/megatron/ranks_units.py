@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import tempfile
 import time
@@ -893,5 +894,10 @@ CHECKS: list[Callable[[], Any]] = [
 
 if __name__ == "__main__":
     RANKS = parallel_ranks.initialize(tiny.config().parallel, timeout_s=120)
-    print("RESULT " + json.dumps({check.__name__: check() for check in CHECKS}))
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(f"{record.name}: {record.getMessage()}")  # type: ignore[method-assign]
+    logging.getLogger("megatron").addHandler(handler)
+    results = {check.__name__: check() for check in CHECKS}
+    print("RESULT " + json.dumps(results | {"megatron_log": messages}))
     parallel_ranks.shutdown()
