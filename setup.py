@@ -7,8 +7,8 @@ requires CUDA packages. pip's default torch is a CUDA build, too, of several GB.
     pip install '.[cpu]'
     pip install --no-deps sglang==0.5.23 verifiers==0.3.1       their dependencies are for CUDA, or conflict with others
 
-On Python 3.11 all of this, like `pip install .`, needs --ignore-requires-python: Megatron-Core's metadata asks for 3.12,
-which what MegaRL imports of it does not. On a GPU (NEVER RUN BY US, like the whole CUDA list)
+Python 3.11 needs --ignore-requires-python for all of these: Megatron-Core's metadata asks for 3.12, which what MegaRL
+imports of it does not. On a GPU (NEVER RUN BY US, like the whole CUDA list)
 
     pip install -c launch/constraints-cuda.txt '.[cuda]'
     pip install -c launch/constraints-cuda.txt --no-build-isolation 'transformer-engine[pytorch,core_cu13]==2.20.2'
