@@ -85,7 +85,7 @@ def rotary(rope_parameters: dict[str, Any]) -> tuple[float, float]:
         scaled_rope = RotaryEmbedding(64, 1.0, rotary_base=values["rotary_base"], use_cpu_initialization=True)
         frequencies, scale = scaled_rope.get_emb(300), 1.0
     rotated = _apply_rotary_pos_emb_bshd(
-        x, frequencies, values["rotary_interleaved"], multi_latent_attention=True, mscale=scale
+        x, frequencies, values["rotary_interleaved"], mla_rotary_interleaved=True, mscale=scale
     )
     mscale = _yarn_get_mscale(values["rotary_scaling_factor"], values["mscale_all_dim"])
     softmax_scale = mscale * mscale / math.sqrt(32 + 64)  # as MultiLatentAttention computes it
