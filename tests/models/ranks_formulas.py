@@ -45,7 +45,8 @@ SCALED = [
     {},
     {"mscale": 1.0, "mscale_all_dim": 1.0},  # DeepSeek-V3
     {"mscale": 1.0, "mscale_all_dim": 0.7},
-    {"mscale": 0.5},  # ignored by transformers without mscale_all_dim
+    {"mscale": 1.0},  # ignored by transformers without mscale_all_dim
+    {"attention_factor": 1.3688879454113937},  # what both would compute
     {"mscale": 0.7, "mscale_all_dim": 0.7, "beta_fast": 16, "beta_slow": 2},
     {
         "mscale": 1.0,
