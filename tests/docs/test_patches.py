@@ -36,6 +36,8 @@ def short(name: str) -> str:
 
 def patched_names(source: str) -> Iterator[str]:
     """Yield the names of other packages to which a file assigns, as the last two parts of their dotted names."""
+    if not re.search(rf"^\s*(import|from) ({'|'.join(PACKAGES)})\b", source, re.MULTILINE):
+        return
     tree = ast.parse(source)
     imported: dict[str, str] = {}
     constants: dict[str, list[str]] = {}  # loop variables over literal names or modules
