@@ -27,7 +27,6 @@ from megarl.config import Config, ConfigError
 from megarl.cpu import megatron_modules
 from megarl.megatron.lora import add_adapters
 from megarl.megatron.model_layers import (
-    CappedAttention,
     DeferredLogits,
     GroupLimitedRouter,
     MTPModel,
@@ -122,9 +121,12 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         if values.get("num_moe_experts"):  # FP8 matrices need multiples of 16 rows, per expert too
             values.setdefault("moe_router_padding_for_quantization", True)
     try:
-        return config_class(**values)
+        settings = config_class(**values)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(f"Megatron refuses this model configuration: {error}") from error
+    for name, value in (family.extras(hf).yarn or {}).items():
+        setattr(settings, name, value)
+    return settings
 
 
 def build_chunks(
@@ -194,10 +196,12 @@ def _build_chunk(
     elif is_last:
         model.output_layer.__class__ = DeferredLogits
     # Megatron treats routed experts as dense parameters unless EP > 1. But their replicas lie on different ranks: those
-    # on other TP or CP ranks see other tokens, so gradients must be summed over these too.
+    # on other TP or CP ranks see other tokens, so gradients must be summed over these too, and only once: Megatron would
+    # also sum those of biases over TP.
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
+            parameter.sequence_parallel = False
     table = family_of(hf).params(hf, config.parallel.tp, config.parallel.etp, mtp=bool(settings.mtp_num_layers))
     named = named_params([model], parallel_state.get_expert_model_parallel_rank())
     if role != "actor":
@@ -205,6 +209,7 @@ def _build_chunk(
     norm_counting.set_flags(named, table)
     if config.lora.rank:
         add_adapters(model, hf, config)
+    megatron_modules.complete_sequential_experts(model)
     return model.to(device.device())
 
 
@@ -222,7 +227,7 @@ def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | Non
         )
     for layer in spec.layer_specs:  # some entries are the same object
         if extras.attention_cap:
-            attention = partial(CappedAttention, cap=extras.attention_cap)
+            attention = partial(megatron_modules.PackedAttention, cap=extras.attention_cap)
             layer.submodules.self_attention.submodules.core_attention = attention
         if extras.post_norms:
             layer.module, layer.params = PostNormLayer, {"post_norm": norm}

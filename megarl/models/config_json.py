@@ -86,6 +86,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4moe": _EXPERTS
     | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     | {"use_qk_norm": False, "partial_rotary_factor": 0.5},
+    "gptoss": _SHARED
+    | {"attention_bias": True, "head_dim": 64, "rope_theta": 150000.0, "sliding_window": 128}
+    | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
 }
 """Defaults of absent keys by model, from its configuration class in transformers.
 

@@ -25,6 +25,8 @@ class Extras:
     """Attention and MLP outputs are normed before the residual add."""
     has_group_max_routing: bool = False
     """Group-limited routing ranks a group of experts by its best expert, not by a sum over several."""
+    yarn: Mapping[str, Any] | None = None
+    """Attributes `yarn_...` of Megatron's configuration, which GPTModel reads but which are not fields of it."""
 
 
 NO_EXTRAS = Extras()  # for a model that Megatron's configuration describes completely

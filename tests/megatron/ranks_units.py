@@ -292,14 +292,14 @@ def capped_attention() -> dict[str, float]:
     """Compare output and gradients with fp64, with and without a window, for all queries and for the last ones."""
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megarl.megatron import model_layers
+    from megarl.cpu import megatron_modules
     from megarl.megatron.build import transformer_config
 
     settings = transformer_config(tiny.HF["gemma2"], tiny.config())
-    model_layers.QUERIES_AT_ONCE, all_at_once = 4, model_layers.QUERIES_AT_ONCE
+    megatron_modules.QUERIES_AT_ONCE, all_at_once = 4, megatron_modules.QUERIES_AT_ONCE
     generator, keys, result = torch.Generator().manual_seed(0), 19, {}
     for layer, queries in ((1, 19), (2, 19), (1, 7), (2, 7)):
-        core = model_layers.CappedAttention(
+        core = megatron_modules.PackedAttention(
             settings, layer, AttnMaskType.causal, "self", softmax_scale=12**-0.5, cap=1.5
         )
         inputs = [
@@ -321,7 +321,7 @@ def capped_attention() -> dict[str, float]:
         (expected * direction).sum().backward()
         gaps = [actual - expected, *(x.grad - y.grad for x, y in zip(inputs, exact, strict=True))]  # type: ignore[operator]
         result[f"layer {layer}, {queries} queries"] = max(float(gap.detach().abs().max()) for gap in gaps)
-    model_layers.QUERIES_AT_ONCE = all_at_once
+    megatron_modules.QUERIES_AT_ONCE = all_at_once
     return result
 
 
