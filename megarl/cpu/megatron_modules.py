@@ -137,7 +137,7 @@ class PackedAttention(MegatronModule):
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return attention outputs [s, b, heads * d_v].
 
-        query: [s, b, heads, d], at the positions of the last s keys. key: [t, b, groups, d]. value: [t, b, groups, d_v].
+        query: [s, b, heads, d], at the positions of the last s keys. key, value: [t, b, groups, d] and [.., d_v].
         """
         if self.cap or self.window is not None or self.softmax_offset is not None:
             return self._attend_in_chunks(query, key, value)
@@ -238,8 +238,8 @@ class DuplicatedLinear(torch.nn.Module):
 def complete_sequential_experts(model: torch.nn.Module) -> None:
     """Give experts in sequence two properties that of Megatron's layers only the grouped experts have.
 
-    They support `moe_mlp_glu_interleave_size`, and biases: Megatron adds that of the down projection in place to a view,
-    which autograd rejects. Call this after adding adapters, whose outputs have the order of the weight's rows.
+    They support `moe_mlp_glu_interleave_size`, and biases: Megatron adds that of the down projection in place to a
+    view, which autograd rejects. Call this after adding adapters, whose outputs have the order of the weight's rows.
     """
     for experts in model.modules():
         if not isinstance(experts, SequentialMLP):

@@ -196,8 +196,8 @@ def _build_chunk(
     elif is_last:
         model.output_layer.__class__ = DeferredLogits
     # Megatron treats routed experts as dense parameters unless EP > 1. But their replicas lie on different ranks: those
-    # on other TP or CP ranks see other tokens, so gradients must be summed over these too, and only once: Megatron would
-    # also sum those of biases over TP.
+    # on other TP or CP ranks see other tokens, so gradients must be summed over these too. That includes biases, whose
+    # gradients Megatron would sum over TP a second time.
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False

@@ -109,6 +109,7 @@ class PlainQueryMLA(MLASelfAttention):  # type: ignore[misc]
 
 # --- Gemma 2 --------------------------------------------------------------------------------------------------------
 
+
 class PostNormLayer(TransformerLayer):  # type: ignore[misc]
     """Megatron's layer with a norm of class `post_norm` on attention and MLP outputs, before the residual add."""
 

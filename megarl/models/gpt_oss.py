@@ -7,6 +7,7 @@ any other order would cut the weight sync into single rows.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from megarl.config.strict import PositiveFloat, PositiveInt
 from megarl.models import blocks, config_json
 from megarl.models.blocks import HEADS, weight
 from megarl.models.config_json import Experts, Heads, Size, need, rope_options
-from megarl.models.family import Extras, Family
+from megarl.models.family import Extras, Family, StoredSlice
 from megarl.models.layout_algebra import (
     PADDING,
     Dim0Sharding,
@@ -100,12 +101,13 @@ def _layer_types(hf: HFConfig) -> list[str]:
         raise ConfigError(f"config.json: layer_types has {len(types)} entries for {layers} layers")
     for kind in types:
         if kind not in (SLIDING, FULL):
-            raise ConfigError(f"config.json: layer_types with {kind!r} is not implemented (implemented: {SLIDING}, {FULL})")
+            raise ConfigError(f"config.json: layer_types with {kind!r} is not implemented: {SLIDING} or {FULL}")
     return types
 
 
 def _num_experts(hf: HFConfig) -> int:
-    return int(need(hf, "num_experts" if "num_local_experts" not in hf and "num_experts" in hf else "num_local_experts"))
+    # transformers 5 accepts both names
+    return int(need(hf, "num_experts" if "num_experts" in hf else "num_local_experts"))
 
 
 def _yarn(hf: HFConfig) -> dict[str, Any] | None:
@@ -187,14 +189,29 @@ def _expert(hf: HFConfig, layer: int, expert: int) -> list[Param]:
 
     def row(fc: str, name: str, shape: tuple[int, ...], sharding: Sharding, slot: str, in_engine: Sharding) -> Param:
         tensor = HFTensor(f"{stack}.{expert}.{name}", shape)
-        return Param(f"{megatron}.{fc}", (tensor,), sharding, EngineSlot(f"{stack}.{slot}", in_engine, "expert"), expert)
+        engine_slot = EngineSlot(f"{stack}.{slot}", in_engine, "expert")
+        return Param(f"{megatron}.{fc}", (tensor,), sharding, engine_slot, expert)
 
+    bias, first = ExpertBiasSharding(), FirstRankSharding()
     return [
         row("linear_fc1.weight", "gate_up_proj.weight", (2 * ffn, hidden), by_row, "w13_weight", by_row),
-        row("linear_fc1.bias", "gate_up_proj.bias", (2 * ffn,), ExpertBiasSharding(), "w13_weight_bias", by_row),
+        row("linear_fc1.bias", "gate_up_proj.bias", (2 * ffn,), bias, "w13_weight_bias", by_row),
         row("linear_fc2.weight", "down_proj.weight", (hidden, ffn), by_column, "w2_weight", by_column),
-        row("linear_fc2.bias", "down_proj.bias", (hidden,), ExpertBiasSharding(), "w2_weight_bias", FirstRankSharding()),
+        row("linear_fc2.bias", "down_proj.bias", (hidden,), bias, "w2_weight_bias", first),
     ]
+
+
+_EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate_up_proj|down_proj)\.(weight|bias)")
+
+
+def _stored_slice(hf: HFConfig, name: str) -> StoredSlice | None:
+    """Return the part of a stack: `gate_up_proj` [experts, hidden, 2 ffn], `gate_up_proj_bias` [experts, 2 ffn], ..."""
+    if (match := _EXPERT.fullmatch(name)) is None:
+        return None
+    stack, expert, matrix, kind = match.groups()
+    if kind == "bias":
+        return StoredSlice(f"{stack}.{matrix}_bias", int(expert))
+    return StoredSlice(f"{stack}.{matrix}", int(expert), transposed=True)
 
 
 GPT_OSS = Family(
@@ -207,4 +224,5 @@ GPT_OSS = Family(
     _num_experts,
     tool_call_parser="gpt-oss",
     extras=lambda hf: Extras(yarn=_yarn(hf)),
+    stored_slice=_stored_slice,
 )

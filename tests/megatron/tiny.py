@@ -180,11 +180,11 @@ def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Split transformers' stacked experts into one tensor each."""
     result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        if "experts." in name and f"{name.removesuffix('_bias')}_bias" in tensors:  # gpt-oss, whose stacks are transposed
-            stack, _, kind = name.rpartition(".")
+        matrix = name.removesuffix("_bias")
+        if "experts." in name and f"{matrix}_bias" in tensors:  # gpt-oss, with gate and up in turn, and transposed
             for e, part in enumerate(tensor):
-                suffix = "bias" if kind.endswith("_bias") else "weight"
-                result[f"{stack}.{e}.{kind.removesuffix('_bias')}.{suffix}"] = part.T if suffix == "weight" else part
+                expert = matrix.replace("experts.", f"experts.{e}.")
+                result[f"{expert}.weight" if name == matrix else f"{expert}.bias"] = part.T if name == matrix else part
         elif name.endswith("experts.gate_up_proj"):
             for e, (gate, up) in enumerate(part.chunk(2) for part in tensor):
                 result[name.replace("gate_up_proj", f"{e}.gate_proj.weight")] = gate
