@@ -172,7 +172,7 @@ def _patch_gpt_oss() -> None:
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         construct(self, *arguments, **options)
-        self.sinks.data = self.sinks.data.to(options["params_dtype"])
+        self.sinks.data = self.sinks.data.to(self.qkv_proj.weight.dtype)
 
     gpt_oss.GptOssAttention.__init__ = init
 

@@ -112,6 +112,12 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
     elif max(parallel.ep, parallel.etp) > 1:
         raise ConfigError(f"parallel.ep={parallel.ep}, etp={parallel.etp}, but the model has no experts; set them to 1")
     fields.check(config.model.megatron, config_class is MLATransformerConfig, family.extras(hf))
+    groups = (values.get("num_query_groups") or values["num_attention_heads"]) // parallel.tp
+    if family.extras(hf).has_sinks and device.has_cuda() and groups % parallel.cp:
+        raise ConfigError(
+            f"parallel.cp={parallel.cp} does not divide the {groups} key-value heads of a tensor parallel rank, which "
+            "Transformer Engine distributes over context parallel ranks for attention with sinks; choose a divisor"
+        )
     values.update(config.model.megatron)
     stage_layers(values["num_layers"], parallel.pp, values, parallel.vpp)  # raises if the layers do not divide
     if values.get("fp8"):

@@ -25,6 +25,8 @@ class Extras:
     """Attention and MLP outputs are normed before the residual add."""
     has_group_max_routing: bool = False
     """Group-limited routing ranks a group of experts by its best expert, not by a sum over several."""
+    has_sinks: bool = False
+    """Attention has a learned sink per head, Megatron's `softmax_type="learnable"`."""
     yarn: Mapping[str, Any] | None = None
     """Attributes `yarn_...` of Megatron's configuration, which GPTModel reads but which are not fields of it."""
 

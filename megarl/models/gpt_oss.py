@@ -42,8 +42,8 @@ and config.json has neither."""
 _FIELDS: dict[str, Any] = {
     **dict.fromkeys(("num_local_experts", "num_experts", "num_experts_per_tok"), Experts),
     **dict.fromkeys(("swiglu_alpha", "swiglu_limit", "hidden_act_alpha"), PositiveFloat),
-    "head_dim": Size | None,
-    "num_key_value_heads": Heads | None,
+    "head_dim": Size,
+    "num_key_value_heads": Heads,
     "sliding_window": PositiveInt,
 }
 
@@ -78,7 +78,7 @@ class FirstRankSharding(Sharding):
 
 def _check(hf: HFConfig) -> None:
     config_json.require_types(hf, _FIELDS)
-    config_json.require_common(hf, layer_types=_layer_types(hf))
+    config_json.require_common(hf, layer_types=_layer_types(hf), mxfp4=True)
     blocks.require_heads(hf)
     config_json.require_same(hf, "num_local_experts", "num_experts")
     config_json.require_experts(hf, _num_experts(hf))
@@ -138,6 +138,7 @@ def _megatron_config(hf: HFConfig) -> dict[str, Any]:
     return blocks.gqa_config(hf, bias=True) | dict(
         add_bias_linear=True,
         softmax_type="learnable",
+        cp_comm_type="a2a",  # all that Transformer Engine 2.20 has for sinks
         window_size=(need(hf, "sliding_window") - 1, 0),  # keys before and after the query's own position
         window_attn_skip_freq=[int(kind == SLIDING) for kind in _layer_types(hf)],  # 1 for layers with a window
         activation_func=quick_gelu,
@@ -223,6 +224,6 @@ GPT_OSS = Family(
     _layer,
     _num_experts,
     tool_call_parser="gpt-oss",
-    extras=lambda hf: Extras(yarn=_yarn(hf)),
+    extras=lambda hf: Extras(has_sinks=True, yarn=_yarn(hf)),
     stored_slice=_stored_slice,
 )
