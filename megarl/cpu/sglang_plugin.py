@@ -1,4 +1,4 @@
-"""SGLang plug-in that secures the rendezvous of its processes, and completes its CPU path for machines without AMX.
+"""SGLang plug-in: secures the rendezvous of its processes, dequantises MXFP4, and completes its CPU path without AMX.
 
 SGLang runs it in each process, through the entry point group `sglang.srt.plugins` in setup.py.
 """
@@ -6,13 +6,14 @@ SGLang runs it in each process, through the entry point group `sglang.srt.plugin
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, cast
 
 import torch
 
 from megarl.cpu import sglang_speculative
+from megarl.models import mxfp4
 from megarl.parallel.job_secret import SECRET_ENV, SealedPickle, seal_object_collectives
 from megarl.parallel.rendezvous import bind_store_addresses
 
@@ -99,12 +100,13 @@ def cap_logits(scores: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def register() -> None:
-    """Bind stores to private addresses, seal pickles, and patch SGLang's CPU path on a CPU."""
+    """Bind stores to private addresses, seal pickles, and patch how SGLang reads MXFP4, and its CPU path on a CPU."""
     from sglang.srt.utils import is_cpu
 
     bind_store_addresses()
     if SECRET_ENV in os.environ:
         seal_pickles()
+    _patch_mxfp4()
     if is_cpu():
         _patch_models()
         _patch_expert_parallel()
@@ -125,6 +127,28 @@ def seal_pickles() -> None:
     seal_object_collectives()
     for module in (common, parallel_state, stateless):
         vars(module)["pickle"] = SealedPickle(f"a pickle of {module.__name__}")
+
+
+def _patch_mxfp4() -> None:
+    """Have gpt-oss in bfloat16 load MXFP4 folders, whose experts SGLang would leave unset."""
+    from sglang.srt.models import gpt_oss
+
+    canonicalize = gpt_oss._canonicalize_weights
+    gpt_oss._canonicalize_weights = lambda config, weights: canonicalize(config, dequantised_stacks(weights))
+
+
+def dequantised_stacks(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Replace each pair of MXFP4 blocks and scales by the stack in bfloat16, [experts, columns, rows]."""
+    waiting: dict[str, torch.Tensor] = {}
+    for name, tensor in weights:
+        stack = name.removesuffix(mxfp4.BLOCKS_SUFFIX).removesuffix(mxfp4.SCALES_SUFFIX)
+        if stack == name:
+            yield name, tensor
+        elif stack not in waiting:
+            waiting[stack] = tensor
+        else:
+            parts = sorted((waiting.pop(stack), tensor), key=torch.Tensor.dim)
+            yield stack, mxfp4.dequantise(parts[1], parts[0]).mT
 
 
 def _patch_models() -> None:
