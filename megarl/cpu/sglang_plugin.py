@@ -106,7 +106,7 @@ def register() -> None:
     bind_store_addresses()
     if SECRET_ENV in os.environ:
         seal_pickles()
-    _patch_mxfp4()
+    _patch_stacked_experts()
     if is_cpu():
         _patch_models()
         _patch_expert_parallel()
@@ -129,12 +129,26 @@ def seal_pickles() -> None:
         vars(module)["pickle"] = SealedPickle(f"a pickle of {module.__name__}")
 
 
-def _patch_mxfp4() -> None:
-    """Have gpt-oss in bfloat16 load MXFP4 folders, whose experts SGLang would leave unset."""
+def _patch_stacked_experts() -> None:
+    """Complete how gpt-oss in bfloat16 loads its experts.
+
+    SGLang 0.5.23 would leave those of MXFP4 folders unset, and copies whole stacks under expert parallelism, too.
+    """
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.models import gpt_oss
 
     canonicalize = gpt_oss._canonicalize_weights
     gpt_oss._canonicalize_weights = lambda config, weights: canonicalize(config, dequantised_stacks(weights))
+    load_stack = FusedMoE.weight_loader_fused
+
+    def load_local(
+        self: Any, param: torch.Tensor, loaded_weight: torch.Tensor, weight_name: str, shard_id: str
+    ) -> None:
+        if self.moe_ep_size > 1 and len(loaded_weight) == self.moe_ep_size * len(param):
+            loaded_weight = loaded_weight.chunk(self.moe_ep_size)[self.moe_ep_rank]
+        load_stack(self, param, loaded_weight, weight_name, shard_id)
+
+    FusedMoE.weight_loader_fused = load_local
 
 
 def dequantised_stacks(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -221,8 +235,8 @@ def _patch_expert_parallel() -> None:
                 clamped_swiglu, alpha=moe_runner_config.gemm1_alpha, limit=moe_runner_config.gemm1_clamp_limit
             )
         w13, w2 = cast(torch.Tensor, layer.w13_weight), cast(torch.Tensor, layer.w2_weight)
-        biases = (getattr(layer, name, None) for name in ("w13_weight_bias", "w2_weight_bias"))
-        return local_experts(x, topk_output[0], topk_output[1], w13, w2, *biases, activation)
+        b13, b2 = getattr(layer, "w13_weight_bias", None), getattr(layer, "w2_weight_bias", None)
+        return local_experts(x, topk_output[0], topk_output[1], w13, w2, b13, b2, activation)
 
     fused_moe_native.moe_forward_native = masked
 
