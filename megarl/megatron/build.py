@@ -34,6 +34,7 @@ from megarl.megatron.model_layers import (
     PostNormLayer,
     ScaledEmbedding,
     ValueHead,
+    scale_rotary,
 )
 from megarl.megatron.parameter_names import named_params
 from megarl.models import megatron_fields as fields
@@ -127,12 +128,9 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         if values.get("num_moe_experts"):  # FP8 matrices need multiples of 16 rows, per expert too
             values.setdefault("moe_router_padding_for_quantization", True)
     try:
-        settings = config_class(**values)
+        return config_class(**values)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(f"Megatron refuses this model configuration: {error}") from error
-    for name, value in (family.extras(hf).yarn or {}).items():
-        setattr(settings, name, value)
-    return settings
 
 
 def build_chunks(
@@ -197,6 +195,8 @@ def _build_chunk(
         model.embedding.__class__ = ScaledEmbedding  # same parameters and state, different forward
         # HF and SGLang round the scale to the model's dtype, too.
         model.embedding.scale = float(torch.tensor(extras.embedding_scale, dtype=settings.params_dtype))
+    if extras.rotary is not None:
+        scale_rotary(model, extras.rotary)
     if role != "actor" and is_last:
         model.output_layer = ValueHead(settings)
     elif is_last:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from megarl.models import blocks
 from megarl.models.config_json import need
 from megarl.models.layout_algebra import HFConfig, Param, split_param
+from megarl.models.rotary import ScaledRotary
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,10 @@ class Extras:
     """Attention and MLP outputs are normed before the residual add."""
     has_group_max_routing: bool = False
     """Group-limited routing ranks a group of experts by its best expert, not by a sum over several."""
+    rotary: ScaledRotary | None = None
+    """Rotary embeddings of grouped-query attention, if they are scaled."""
     has_sinks: bool = False
     """Attention has a learned sink per head, Megatron's `softmax_type="learnable"`."""
-    yarn: Mapping[str, Any] | None = None
-    """Attributes `yarn_...` of Megatron's configuration, which GPTModel reads but which are not fields of it."""
 
 
 NO_EXTRAS = Extras()  # for a model that Megatron's configuration describes completely

@@ -18,7 +18,7 @@ from megarl.config import ConfigError
 from megarl.config.strict import PositiveFloat, PositiveInt
 from megarl.models import blocks, config_json
 from megarl.models.blocks import HEADS, weight
-from megarl.models.config_json import Experts, Heads, Size, need, rope_options
+from megarl.models.config_json import Experts, Heads, Size, need
 from megarl.models.family import Extras, Family, StoredSlice
 from megarl.models.layout_algebra import (
     PADDING,
@@ -90,7 +90,10 @@ def _check(hf: HFConfig) -> None:
             "config.json: num_experts_per_tok=1 is not implemented: the softmax over one expert is always 1, so the "
             "router could not learn"
         )
-    _yarn(hf)
+    if not hf.get("rope_scaling") and not hf.get("rope_parameters"):
+        raise ConfigError(
+            "config.json has no rope_scaling, for which transformers takes YaRN with a factor of 32; write it out"
+        )
 
 
 def _layer_types(hf: HFConfig) -> list[str]:
@@ -108,29 +111,6 @@ def _layer_types(hf: HFConfig) -> list[str]:
 def _num_experts(hf: HFConfig) -> int:
     # transformers 5 accepts both names
     return int(need(hf, "num_experts" if "num_experts" in hf else "num_local_experts"))
-
-
-def _yarn(hf: HFConfig) -> dict[str, Any] | None:
-    """Return the attributes of Megatron's config with which GPTModel computes YaRN, or None for plain RoPE."""
-    if not hf.get("rope_scaling") and not hf.get("rope_parameters"):
-        raise ConfigError(
-            "config.json has no rope_scaling, for which transformers takes YaRN with a factor of 32; write it out"
-        )
-    options = rope_options(hf)
-    if options["rope_type"] == "default":
-        return None
-    config_json.require(options, "rope_type", "yarn")
-    for key in ("attention_factor", "mscale", "mscale_all_dim"):
-        config_json.require(options, key, None)
-    return dict(
-        yarn_rotary_scaling_factor=float(need(options, "factor")),
-        yarn_original_max_position_embeddings=int(need(options, "original_max_position_embeddings")),
-        yarn_beta_fast=float(options.get("beta_fast") or 32),
-        yarn_beta_slow=float(options.get("beta_slow") or 1),
-        yarn_mscale=None,
-        yarn_mscale_all_dim=None,
-        yarn_correction_range_round_to_int=bool(options.get("truncate", True)),
-    )
 
 
 def _megatron_config(hf: HFConfig) -> dict[str, Any]:
@@ -153,10 +133,6 @@ def _megatron_config(hf: HFConfig) -> dict[str, Any]:
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
     )
-
-
-def _gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
-    return blocks.gpt_kwargs(hf) | dict(position_embedding_type="yarn" if _yarn(hf) else "rope")
 
 
 def _layer(hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
@@ -220,10 +196,10 @@ GPT_OSS = Family(
     "gpt_oss",
     _check,
     _megatron_config,
-    _gpt_kwargs,
+    blocks.gpt_kwargs,
     _layer,
     _num_experts,
     tool_call_parser="gpt-oss",
-    extras=lambda hf: Extras(has_sinks=True, yarn=_yarn(hf)),
+    extras=lambda hf: Extras(has_sinks=True, rotary=blocks.rotary(hf)),
     stored_slice=_stored_slice,
 )

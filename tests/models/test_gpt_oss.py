@@ -70,7 +70,7 @@ def test_refuses_options_that_engine_and_trainer_read_differently() -> None:
     refused("no rope_scaling, for which transformers takes YaRN", rope_parameters=None)
     rope = HF["rope_parameters"]
     refused("attention_factor=1.2 is not implemented", rope_parameters=rope | {"attention_factor": 1.2})
-    refused("rope_type=.linear. is not implemented", rope_parameters={"rope_type": "linear", "factor": 2.0})
+    refused("rope_type=.dynamic. is not implemented", rope_parameters={"rope_type": "dynamic", "factor": 2.0})
 
 
 def test_refuses_megatron_fields_that_change_the_model() -> None:
