@@ -27,7 +27,6 @@ from megarl.config import Config, ConfigError
 from megarl.cpu import megatron_modules
 from megarl.megatron.lora import add_adapters
 from megarl.megatron.model_layers import (
-    CappedAttention,
     DeferredLogits,
     GroupLimitedRouter,
     MTPModel,
@@ -114,6 +113,12 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
     elif max(parallel.ep, parallel.etp) > 1:
         raise ConfigError(f"parallel.ep={parallel.ep}, etp={parallel.etp}, but the model has no experts; set them to 1")
     fields.check(config.model.megatron, config_class is MLATransformerConfig, family.extras(hf))
+    groups = (values.get("num_query_groups") or values["num_attention_heads"]) // parallel.tp
+    if family.extras(hf).has_sinks and device.has_cuda() and groups % parallel.cp:
+        raise ConfigError(
+            f"parallel.cp={parallel.cp} does not divide the {groups} key-value heads of a tensor parallel rank, which "
+            "Transformer Engine distributes over context parallel ranks for attention with sinks; choose a divisor"
+        )
     values.update(config.model.megatron)
     stage_layers(values["num_layers"], parallel.pp, values, parallel.vpp)  # raises if the layers do not divide
     if values.get("fp8"):
@@ -197,10 +202,12 @@ def _build_chunk(
     elif is_last:
         model.output_layer.__class__ = DeferredLogits
     # Megatron treats routed experts as dense parameters unless EP > 1. But their replicas lie on different ranks: those
-    # on other TP or CP ranks see other tokens, so gradients must be summed over these too.
+    # on other TP or CP ranks see other tokens, so gradients must be summed over these too. That includes biases, whose
+    # gradients Megatron would sum over TP a second time.
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False
+            parameter.sequence_parallel = False
     table = family_of(hf).params(hf, config.parallel.tp, config.parallel.etp, mtp=bool(settings.mtp_num_layers))
     named = named_params([model], parallel_state.get_expert_model_parallel_rank())
     if role != "actor":
@@ -208,6 +215,7 @@ def _build_chunk(
     norm_counting.set_flags(named, table)
     if config.lora.rank:
         add_adapters(model, hf, config)
+    megatron_modules.complete_sequential_experts(model)
     return model.to(device.device())
 
 
@@ -225,7 +233,7 @@ def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | Non
         )
     for layer in spec.layer_specs:  # some entries are the same object
         if extras.attention_cap:
-            attention = partial(CappedAttention, cap=extras.attention_cap)
+            attention = partial(megatron_modules.PackedAttention, cap=extras.attention_cap)
             layer.submodules.self_attention.submodules.core_attention = attention
         if extras.post_norms:
             layer.module, layer.params = PostNormLayer, {"post_norm": norm}

@@ -28,6 +28,8 @@ class Extras:
     """Group-limited routing ranks a group of experts by its best expert, not by a sum over several."""
     rotary: ScaledRotary | None = None
     """Rotary embeddings of grouped-query attention, if they are scaled."""
+    has_sinks: bool = False
+    """Attention has a learned sink per head, Megatron's `softmax_type="learnable"`."""
 
 
 NO_EXTRAS = Extras()  # for a model that Megatron's configuration describes completely

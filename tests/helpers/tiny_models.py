@@ -22,6 +22,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -261,6 +263,28 @@ def glm4_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
         "num_nextn_predict_layers": 0,
     }
     return randomize(Glm4MoeForCausalLM(Glm4MoeConfig(**(settings | changes))), seed)
+
+
+def gpt_oss(seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """With windows and an original context shorter than the prompts of the tests, and with clamps that matter."""
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 2.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    }
+    settings = {name: value for name, value in _common(2).items() if name != "moe_intermediate_size"} | {
+        "head_dim": 16,
+        "intermediate_size": 32,
+        "num_local_experts": 8,
+        "sliding_window": 6,
+        "swiglu_limit": 0.7,
+        "rope_parameters": yarn,
+    }
+    return randomize(GptOssForCausalLM(GptOssConfig(**(settings | changes))), seed)
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:
