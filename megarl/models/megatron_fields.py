@@ -132,6 +132,12 @@ def check(settings: Mapping[str, Any], mla: bool, extras: Extras = NO_EXTRAS) ->
         )
     if extras.has_group_max_routing and settings.get("moe_router_fusion"):
         raise ConfigError("model.megatron.moe_router_fusion: the fused router does not rank groups as this model does")
+    for name in ("apply_rope_fusion", "fused_single_qkv_rope"):
+        if extras.rotary and extras.rotary.scale != 1 and settings.get(name):
+            raise ConfigError(
+                f"model.megatron.{name}: the fused kernel has no factor on cosines and sines, which is "
+                f"{extras.rotary.scale:.6g} by this model's rope_type yarn; remove it"
+            )
     if extras.attention_cap and settings.get("attention_dropout"):
         raise ConfigError("model.megatron.attention_dropout is not implemented for attention with a soft cap")
 

@@ -19,7 +19,7 @@ from megarl.config.strict import PositiveInt
 from megarl.models import blocks, config_json
 from megarl.models.blocks import HEADS, norm, weight
 from megarl.models.config_json import Experts, Heads, Size, need, rope_options
-from megarl.models.family import Family
+from megarl.models.family import Extras, Family
 from megarl.models.layout_algebra import (
     Dim1Sharding,
     EngineQKVSharding,
@@ -49,28 +49,25 @@ _MOE_FIELDS: dict[str, Any] = {
 }
 
 
-def layer_types(hf: HFConfig) -> list[str]:
-    """Return the type of each layer: full attention in every `full_attention_interval`-th, as SGLang has it."""
-    interval = need(hf, "full_attention_interval")
-    return [LINEAR if (layer + 1) % interval else FULL for layer in range(need(hf, "num_hidden_layers"))]
+def _layer_types(hf: HFConfig) -> list[str]:
+    """Return the type of each layer: full attention in every n-th. SGLang has no other order."""
+    return [LINEAR if _is_linear(hf, layer) else FULL for layer in range(need(hf, "num_hidden_layers"))]
 
 
-def is_linear(hf: HFConfig, layer: int) -> bool:
+def _is_linear(hf: HFConfig, layer: int) -> bool:
     """Return whether a decoder layer has a gated delta net instead of attention."""
-    return layer < need(hf, "num_hidden_layers") and bool((layer + 1) % need(hf, "full_attention_interval"))
+    types = hf.get("layer_types")
+    if types and hf.get("full_attention_interval") is None:
+        interval = [*types, FULL].index(FULL) + 1
+    else:
+        interval = need(hf, "full_attention_interval")
+    return bool((layer + 1) % interval)
 
 
 def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
     config_json.require_types(hf, fields)
-    if hf.get("full_attention_interval") is None:  # SGLang reads it without a default, transformers reads layer_types
-        interval = need(hf, "full_attention_interval")
-        raise ConfigError(
-            f"config.json has no full_attention_interval, which SGLang reads; add {interval} if every {interval}th "
-            "layer has full attention"
-        )
-    config_json.require_common(hf, partial_rotary=True, layer_types=layer_types(hf))
+    config_json.require_common(hf, partial_rotary=True, layer_types=_layer_types(hf))
     blocks.require_heads(hf)
-    config_json.require_default_rope(hf)
     config_json.require(hf, "attention_bias", False)
     config_json.require(hf, "attn_output_gate", True)
     config_json.require(hf, "output_gate_type", None, ("silu", "swish"))
@@ -96,7 +93,7 @@ def _attention_config(hf: HFConfig) -> dict[str, Any]:
         layernorm_zero_centered_gamma=True,
         attention_output_gate=True,
         experimental_attention_variant="gated_delta_net",
-        linear_attention_freq=[int(kind == LINEAR) for kind in layer_types(hf)],
+        linear_attention_freq=[int(kind == LINEAR) for kind in _layer_types(hf)],
         linear_conv_kernel_dim=need(hf, "linear_conv_kernel_dim"),
         linear_key_head_dim=need(hf, "linear_key_head_dim"),
         linear_value_head_dim=need(hf, "linear_value_head_dim"),
@@ -123,6 +120,10 @@ def _moe_config(hf: HFConfig) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
     }
+
+
+def _extras(hf: HFConfig) -> Extras:
+    return Extras(rotary=blocks.rotary(hf))
 
 
 def _gpt_kwargs(hf: HFConfig) -> dict[str, Any]:
@@ -259,7 +260,7 @@ def _layer(hf: HFConfig, layer: int, mlp: list[Param], grouped: bool) -> list[Pa
     attention = f"{megatron}.self_attention", hf_layer
     return [
         norm(f"{megatron}.input_layernorm", f"{hf_layer}.input_layernorm", hidden),
-        *(_delta_net(hf, *attention, grouped) if is_linear(hf, layer) else _gated_attention(hf, *attention)),
+        *(_delta_net(hf, *attention, grouped) if _is_linear(hf, layer) else _gated_attention(hf, *attention)),
         norm(f"{megatron}.pre_mlp_layernorm", f"{hf_layer}.post_attention_layernorm", hidden),
         *mlp,
     ]
@@ -296,6 +297,7 @@ QWEN3_NEXT = Family(
     partial(_moe_layer, grouped=True),
     _num_experts,
     tool_call_parser="qwen25",
+    extras=_extras,
     untrained_prefixes=lambda hf: ("mtp.",),
 )
 QWEN3_5_MOE = Family(
@@ -307,5 +309,6 @@ QWEN3_5_MOE = Family(
     partial(_moe_layer, grouped=False),
     _num_experts,
     tool_call_parser="qwen3_coder",
+    extras=_extras,
     untrained_prefixes=lambda hf: ("mtp.",),
 )
