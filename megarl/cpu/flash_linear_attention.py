@@ -82,8 +82,8 @@ def chunk_gated_delta_rule(
     queries, keys = (l2norm(x) if use_qk_l2norm_in_kernel else x for x in (q, k))
     queries = queries * (scale or q.shape[-1] ** -0.5)
     layout = _ChunkLayout(lengths, q.device)
-    chunks = (layout.scatter(x[0].float()) for x in (queries, keys, v, g, beta))
-    outputs, states = _chunked_rule(*chunks, layout, initial_state)
+    chunks = [layout.scatter(x[0].float()) for x in (queries, keys, v, g, beta)]
+    outputs, states = _chunked_rule(layout, initial_state, *chunks)
     return layout.gather(outputs)[None].to(v.dtype), states if output_final_state else None
 
 
@@ -121,13 +121,13 @@ class _ChunkLayout:
 
 
 def _chunked_rule(
+    layout: _ChunkLayout,
+    initial_state: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    layout: _ChunkLayout,
-    initial_state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return outputs [chunks, heads, CHUNK, value size] and final states [N, heads, key size, value size].
 

@@ -7,6 +7,7 @@ and the state of the delta rule, [heads, value size, key size]. The kernels read
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def install() -> None:
 
     # For AMX, SGLang pads the numbers of heads. The plug-in keeps them, see `sglang_plugin`.
     for name in ("linear_num_key_heads", "linear_num_value_heads"):
-        setattr(Qwen3NextConfig, f"{name}_cpu", property(lambda self, name=name: getattr(self, name)))
+        setattr(Qwen3NextConfig, f"{name}_cpu", property(attrgetter(name)))
 
     def gated_norm(self: Any, x: torch.Tensor, gate: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         activation = torch.sigmoid if self.activation == "sigmoid" else F.silu

@@ -39,6 +39,11 @@ class HFTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the shape of a tensor taken as a matrix: dim 0, and all others together. A vector has one column."""
+    return shape[0], prod(shape[1:])
+
+
 class Slice(NamedTuple):
     """The interval [start, stop) of HF tensor number `source` along the dimension of its `ShardSpec`."""
 
