@@ -136,12 +136,16 @@ class GatedQKVSharding(Sharding):
 
 
 class Section(NamedTuple):
-    """A part of each group of rows of HF tensor number `source`: `size` rows, from row `first + group * stride` on."""
+    """A part of each group of rows of HF tensor number `source`: `size` rows, from row `first + group * stride` on.
+
+    name: of the tensor for the section in Megatron's checkpoints; empty if they have the parameter in one tensor.
+    """
 
     source: int
     first: int
     size: int
     stride: int
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ class SectionSharding(Sharding):
     def split(self, sources: Sequence[tuple[int, ...]], tp: int, rank: int) -> ShardSpec:
         local = _units_per_rank(self.num_groups, self.unit_name, tp)
         slices: list[Slice] = []
-        for source, first, size, stride in self.sections:
+        for source, first, size, stride, _ in self.sections:
             starts = [first + group * stride for group in range(rank * local, (rank + 1) * local)]
             if size == stride:  # one contiguous block
                 slices.append(Slice(source, starts[0], starts[-1] + size))

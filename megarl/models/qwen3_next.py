@@ -165,6 +165,10 @@ def _gated_attention(hf: HFConfig, megatron: str, hf_layer: str) -> list[Param]:
     ]
 
 
+_SECTIONS = {"q": "query", "k": "key", "v": "value", "z": "z", "b": "beta", "a": "alpha"}
+"""Names of the sections of the input projection in Megatron's checkpoints."""
+
+
 def _delta_net(hf: HFConfig, megatron: str, hf_layer: str, grouped: bool) -> list[Param]:
     """Return a gated delta net.
 
@@ -185,7 +189,7 @@ def _delta_net(hf: HFConfig, megatron: str, hf_layer: str, grouped: bool) -> lis
         """Return sections that alternate within a source: a part of each, key head after key head."""
         stride, first, sections = sum(sizes[name] for name in names), 0, {}
         for name in names:
-            sections[name] = Section(source, first, sizes[name], stride)
+            sections[name] = Section(source, first, sizes[name], stride, _SECTIONS[name])
             first += sizes[name]
         return sections
 
@@ -193,7 +197,7 @@ def _delta_net(hf: HFConfig, megatron: str, hf_layer: str, grouped: bool) -> lis
         """Return sections that follow each other within a source."""
         first, sections = 0, {}
         for name in names:
-            sections[name] = Section(source, first, sizes[name], sizes[name])
+            sections[name] = Section(source, first, sizes[name], sizes[name], _SECTIONS[name])
             first += keys * sizes[name]
         return sections
 
