@@ -294,14 +294,14 @@ def capped_attention() -> dict[str, float]:
     """Compare output and gradients with fp64, with and without a window, for all queries and for the last ones."""
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megarl.megatron import model_layers
+    from megarl.cpu import megatron_modules
     from megarl.megatron.build import transformer_config
 
     settings = transformer_config(tiny.HF["gemma2"], tiny.config())
-    model_layers.QUERIES_AT_ONCE, all_at_once = 4, model_layers.QUERIES_AT_ONCE
+    megatron_modules.QUERIES_AT_ONCE, all_at_once = 4, megatron_modules.QUERIES_AT_ONCE
     generator, keys, result = torch.Generator().manual_seed(0), 19, {}
     for layer, queries in ((1, 19), (2, 19), (1, 7), (2, 7)):
-        core = model_layers.CappedAttention(
+        core = megatron_modules.PackedAttention(
             settings, layer, AttnMaskType.causal, "self", softmax_scale=12**-0.5, cap=1.5
         )
         inputs = [
@@ -323,7 +323,7 @@ def capped_attention() -> dict[str, float]:
         (expected * direction).sum().backward()
         gaps = [actual - expected, *(x.grad - y.grad for x, y in zip(inputs, exact, strict=True))]  # type: ignore[operator]
         result[f"layer {layer}, {queries} queries"] = max(float(gap.detach().abs().max()) for gap in gaps)
-    model_layers.QUERIES_AT_ONCE = all_at_once
+    megatron_modules.QUERIES_AT_ONCE = all_at_once
     return result
 
 
@@ -589,7 +589,7 @@ def absent_config_keys() -> dict[str, float]:
     from megarl.models.config_json import DEFAULTS
 
     larger = {"deepseek_v3": {"num_hidden_layers": 4, "n_routed_experts": 32, "num_experts_per_tok": 8}}
-    families = ("qwen2", "qwen3", "llama", "gemma2", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
+    families = ("qwen2", "qwen3", "llama", "gemma2", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
     cases = {family: (family, tuple(DEFAULTS[family.replace("_", "")]), larger.get(family, {})) for family in families}
     cases["deepseek_v2"] = ("deepseek_v2", cases["deepseek_v2"][1], {"num_experts_per_tok": 3})
     for key in ("n_group", "topk_group", "routed_scaling_factor"):
