@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from copy import copy
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -17,6 +18,9 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.fusions import fused_layer_norm
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.module import Float16Module
@@ -37,8 +41,10 @@ from megarl.megatron.model_layers import (
     ValueHead,
 )
 from megarl.megatron.parameter_names import named_params
+from megarl.megatron.sparse_attention import ReplayedDSAttention, SparseAttention
 from megarl.models import megatron_fields as fields
 from megarl.models import norm_counting
+from megarl.models.deepseek_sparse import INDEXER, is_indexer
 from megarl.models.family import Extras
 from megarl.models.layout_algebra import padded_vocab
 from megarl.models.pipeline_stages import stage_layers
@@ -137,6 +143,7 @@ def build_chunks(
     """
     settings = transformer_config(hf, config)
     settings.mtp_num_layers = mtp_layers or None
+    settings.dsa_indexer_loss_coeff = config.train.indexer_loss_coef if role == "actor" and trains else 0.0
     if config.train.deterministic and device.has_cuda():
         os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # Transformer Engine's attention reads it
     chunks: list[Any] = [_build_chunk(hf, config, role, settings, chunk) for chunk in range(config.parallel.vpp)]
@@ -146,6 +153,9 @@ def build_chunks(
         # The wrapper has cast the expert bias to bf16 with everything else. Megatron casts it back only in the first
         # forward pass, which would round biases loaded before that.
         router._maintain_float32_expert_bias()
+    for name, module in ((name, module) for chunk in chunks for name, module in chunk.named_modules()):
+        if name.endswith(f"{INDEXER}k_norm"):
+            module.float()  # as in the engine and the table
     if not trains:
         return [chunk.requires_grad_(False) for chunk in chunks]
     norm_counting.check_expert_flags(chunks)
@@ -203,24 +213,37 @@ def _build_chunk(
     if role != "actor":
         named.pop("output_layer.weight", None)  # the value head, which is not in the table
     norm_counting.set_flags(named, table)
+    if not (role == "actor" and settings.dsa_indexer_loss_coeff):
+        for name, parameter in named.items():
+            if is_indexer(name):
+                parameter.requires_grad_(False)  # the choice of keys has no gradient
     if config.lora.rank:
         add_adapters(model, hf, config)
     return model.to(device.device())
 
 
 def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | None) -> Any:
+    is_sparse = settings.experimental_attention_variant == "dsa"
     if device.has_cuda():
         from megatron.core.extensions.transformer_engine import TENorm as norm
 
-        spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=True, vp_stage=vp_stage)
+        if is_sparse:
+            spec = get_transformer_block_with_experimental_attention_variant_spec(settings, vp_stage=vp_stage)
+        else:
+            spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=True, vp_stage=vp_stage)
     else:
         norm = megatron_modules.RMSNorm
+        # Megatron's specs of sparse attention need Transformer Engine.
+        plain = copy(settings)
+        plain.experimental_attention_variant = None
         spec = megatron_modules.adapt_local_spec(
-            get_gpt_decoder_block_spec(
-                settings, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
-            )
+            get_gpt_decoder_block_spec(plain, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
         )
     for layer in spec.layer_specs:  # some entries are the same object
+        if is_sparse and device.has_cuda():
+            layer.submodules.self_attention.submodules.core_attention.module = ReplayedDSAttention
+        elif is_sparse:
+            layer.submodules.self_attention.submodules.core_attention = SparseAttention
         if extras.attention_cap:
             attention = partial(CappedAttention, cap=extras.attention_cap)
             layer.submodules.self_attention.submodules.core_attention = attention

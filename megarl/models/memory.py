@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from megarl.config import Config, LoraConfig, ParallelConfig
 from megarl.models.activation_memory import DTYPE_BYTES, layer_elements, logits_bytes, megatron_settings, training_bytes
+from megarl.models.deepseek_sparse import is_indexer
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.host_memory import checkpoint_copy
@@ -188,7 +189,9 @@ def _trained_stages(hf: HFConfig, config: Config, role: str, tokens: int) -> lis
     mtp = num_trained_mtp(hf, config) if is_actor else 0
     replays = is_actor and config.train.routing_replay
     stages = []
-    for stage, elements in enumerate(stage_elements(hf, parallel, layers, not is_actor, config.lora, bool(mtp))):
+    indexer = is_actor and config.train.indexer_loss_coef > 0
+    all_elements = stage_elements(hf, parallel, layers, not is_actor, config.lora, bool(mtp), indexer)
+    for stage, elements in enumerate(all_elements):
         parts = state_bytes(elements, dp, expert_dp, size)
         states = {f"{role.replace('_', ' ')} {part}": amount for part, amount in parts.items()}
         activations, inputs = training_bytes(settings, layers, stage, parallel, tokens, size, mtp, replays)
@@ -267,6 +270,7 @@ def stage_elements(
     head: bool = False,
     lora: LoraConfig | None = None,
     mtp: bool = False,
+    indexer: bool = False,
 ) -> list[ElementCounts]:
     """Return the element counts on one rank of each pipeline stage.
 
@@ -275,8 +279,9 @@ def stage_elements(
     stages: the decoder layers of each stage.
     head: whether a value head replaces the output layer.
     mtp: include the multi-token prediction layers.
+    indexer: the indexers of sparse attention are trained.
     """
-    by_layer = _count_elements(_to_json(hf), parallel.tp, parallel.etp, parallel.ep, head, lora or LoraConfig(), mtp)
+    by_layer = _count_elements(_to_json(hf), parallel.tp, parallel.etp, parallel.ep, head, lora or LoraConfig(), mtp, indexer)
     names: list[list[int | str]] = [list(stage) for stage in stages]
     names[0].append("embedding")
     names[-1].append("final")
@@ -291,7 +296,7 @@ def _sum(parts: Iterable[ElementCounts]) -> ElementCounts:
 
 @cache
 def _count_elements(
-    text: str, tp: int, etp: int, ep: int, head: bool, lora: LoraConfig, mtp: bool
+    text: str, tp: int, etp: int, ep: int, head: bool, lora: LoraConfig, mtp: bool, indexer: bool
 ) -> dict[int | str, ElementCounts]:
     """Return a rank's element counts of each layer, of the embedding, of the final layers, and of the embedding's copy.
 
@@ -309,8 +314,10 @@ def _count_elements(
         field, size = "dense", prod(local_shape(param, tp if param.expert is None else etp, 0))
         if param.expert is not None:
             field, size = "expert", size * experts // ep
-        if param.is_buffer:
+        if param.is_buffer or (is_indexer(param) and not indexer and param.dtype is not None):
             field = "biases"
+        elif is_indexer(param) and not indexer:
+            field = "frozen"
         elif lora.rank and param.slot is not None:  # adapters and a value head have no engine slot
             field = "frozen"
         layer = layer_of(param.megatron)

@@ -125,7 +125,8 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
             ],
         }
     if layout.get("vpp", 1) > 1:
-        tiny.HF[family]["num_hidden_layers"] = layout["pp"] * layout["vpp"]
+        period = tiny.HF[family].get("index_topk_freq", 1)  # of layers that share indices, which parts cannot
+        tiny.HF[family]["num_hidden_layers"] = layout["pp"] * layout["vpp"] * period
     elif layout.get("pp", 1) > 1 and tiny.HF[family]["num_hidden_layers"] == 3:
         # Three layers split unevenly, which gives a stage without experts.
         megatron["num_layers_in_first_pipeline_stage"] = 1

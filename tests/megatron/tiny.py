@@ -128,6 +128,14 @@ HF["kimi_k2"] = HF["deepseek_v3"] | dict(
 HF["deepseek_v3_mtp"] = HF["deepseek_v3"] | dict(num_nextn_predict_layers=2)
 HF["glm4_moe_mtp"] = HF["glm4_moe"] | dict(num_nextn_predict_layers=1)
 
+
+# index_topk is below the length of the longer sequences; with many heads, ReLU leaves no keys with equal scores.
+SPARSE: dict[str, Any] = dict(index_topk=6, index_head_dim=16, index_n_heads=16)
+HF["deepseek_v32"] = HF["deepseek_v3"] | SPARSE | dict(architectures=["DeepseekV32ForCausalLM"])
+HF["glm_moe_dsa"] = HF["deepseek_v3"] | SPARSE | dict(architectures=["GlmMoeDsaForCausalLM"])
+HF["glm_moe_dsa"] |= dict(num_hidden_layers=4, index_topk_freq=2, index_skip_topk_offset=1)
+HF["glm_moe_dsa"] |= dict(indexer_rope_interleave=True)
+
 AUX_LOSSES = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.1)
 
 
