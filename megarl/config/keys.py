@@ -189,7 +189,7 @@ class TrainConfig:
     `rollout.max_context` above 65,535) per chosen key, layer with an indexer and token after the first index_topk of
     its conversations: 250 KB for a token of DeepSeek-V3.2, 4 KB a layer; each rank then also stores that of its
     replica's tokens and its stage's layers. Conversations up to index_topk tokens cost nothing. With the same limits as
-    `train.routing_replay`; GPU engines need data parallel attention or rollout.tp=1."""
+    `train.routing_replay`."""
     indexer_loss_coef: Weight = 0.0
     """Sparse attention: weight of the loss from which the policy's indexers learn, the mean over tokens of the KL
     divergence from attention, over the chosen keys, to the softmax of the indexer's scores (arXiv:2512.02556 section

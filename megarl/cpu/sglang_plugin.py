@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from megarl.cpu import sglang_speculative
+from megarl.cpu import sglang_sparse_attention, sglang_speculative
 from megarl.parallel.job_secret import SECRET_ENV, SealedPickle, seal_object_collectives
 from megarl.parallel.rendezvous import bind_store_addresses
 
@@ -93,10 +93,12 @@ def register() -> None:
     bind_store_addresses()
     if SECRET_ENV in os.environ:
         seal_pickles()
+    sglang_sparse_attention.install_record()
     if is_cpu():
         _patch_models()
         _patch_expert_parallel()
         _patch_attention()
+        sglang_sparse_attention.install()
         sglang_speculative.install()
 
 

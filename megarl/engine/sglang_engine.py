@@ -31,6 +31,7 @@ import torch
 from megarl.config import Config, server_args
 from megarl.cpu import sglang_arguments
 from megarl.cpu.sglang_arguments import NamedTensors
+from megarl.cpu.sglang_sparse_attention import SHORT_INDICES
 from megarl.engine import engine_cuda, weight_loader
 from megarl.engine.client import Client
 from megarl.engine.engine_host import HOST_VARIABLE, HostedServer, HostProcess
@@ -97,6 +98,12 @@ def start_host(config: Config, threads: int = 0) -> HostProcess:
     return HostProcess(_environment(config, threads), preload, hidden=secret_variables(config))
 
 
+_INDEX_RECORD = {
+    "SGLANG_DSA_FUSE_TOPK": "0",  # the fused kernel returns cache slots instead of positions
+    "SGLANG_DSA_TOPK_BROADCAST": "1",  # tensor parallel ranks might choose differently by rounding
+}
+
+
 def _environment(config: Config, threads: int) -> dict[str, str]:
     engines = Counter(members[0] // config.parallel.ranks_per_node for members in engine_ranks(config))
     return {
@@ -108,6 +115,8 @@ def _environment(config: Config, threads: int) -> dict[str, str]:
         **({"GLOO_SOCKET_IFNAME": "lo"} if config.rollout.tp <= config.parallel.ranks_per_node else {}),
         "PYTHONWARNINGS": "ignore",  # dozens at each start would hide the last lines of a failure
         **engine_settings.ENVIRONMENT,
+        **(_INDEX_RECORD if config.train.sparse_index_replay else {}),
+        SHORT_INDICES: str(int(config.rollout.max_context < 1 << 16)),
         **_platform().environment(config.rollout.tp, max(engines.values(), default=1), threads),
     }
 
@@ -236,6 +245,7 @@ class Engine:
             "incremental_streaming_output": True,
             "log_level": "warning",
             "enable_return_routed_experts": self.config.train.routing_replay,
+            "enable_return_indexer_topk": self.config.train.sparse_index_replay,
             **({"dist_init_addr": self.dist_init_addr} if self.dist_init_addr else {}),
             **server_args.speculative_args(rollout.num_speculative_tokens),
             **server_args.sampling_args(rollout),

@@ -1,4 +1,5 @@
-"""DeepSeek sparse attention (DSA, arXiv:2512.02556 section 2.1) on packed sequences, with replay of the engine's choice.
+"""DeepSeek sparse attention (DSA, arXiv:2512.02556 section 2.1) on packed sequences, with replay of an engine's
+choice.
 
 A lightning indexer scores all earlier tokens of a query, in fp32; the layer's attention sees the `topk` best of them.
 The choice has no gradient, so the indexer learns only from a loss of its own, the KL divergence from attention's
@@ -31,6 +32,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megarl.cpu.megatron_modules import DuplicatedLinear, PackedAttention
 from megarl.megatron.routing_replay import RecordedRows
 from megarl.parallel.context_parallel import gather_context, zigzag
+from megarl.parallel.ranks import Ranks, all_gather_objects
 
 _CHOSEN = "_megarl_chosen_keys"
 """Attribute of a micro-batch's PackedSeqParams: the keys of each query by layer, for layers that share them."""
@@ -150,7 +152,7 @@ class SparseAttention(PackedAttention):
         self.indexer = Indexer(config) if self.source_layer == layer_number else None
         self.recorded = RecordedRows()
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -198,7 +200,7 @@ class SparseAttention(PackedAttention):
         elif self.source_layer not in chosen:
             raise RuntimeError(f"layer {self.layer_number} shares the keys of layer {self.source_layer}, not in stage")
         key, value = gather_keys(key), gather_keys(value)
-        is_token = getattr(packed_seq_params, "is_token", None)
+        is_token = getattr(packed_seq_params, "real_token_mask_q", None)
         outputs, divergence = [], query.new_zeros((), dtype=torch.float32)
         for block, keys in zip(blocks, chosen[self.source_layer], strict=True):
             q, k, v = query[block.rows], key[block.keys], value[block.keys]
@@ -215,7 +217,7 @@ class SparseAttention(PackedAttention):
         output = torch.cat(outputs)
         if trains:
             loss = divergence * coef
-            DSAIndexerLossLoggingHelper.save_loss_to_tracker(divergence, self.layer_number, self.config.num_layers)
+            DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss, self.layer_number, self.config.num_layers)
             output = DSAIndexerLossAutoScaler.apply(output, loss)
         return output
 
@@ -275,6 +277,14 @@ class SparseAttention(PackedAttention):
         return rows[valid].sum()
 
 
+def collect_indexer_loss(ranks: Ranks, coef: float, tokens: int) -> dict[str, float]:
+    """Return the divergence per token, summed over layers, since the last call. Collective over the model's ranks."""
+    values = DSAIndexerLossLoggingHelper.tracker.get("values")
+    gathered = all_gather_objects(0.0 if values is None else float(values.sum()), ranks.host_group)
+    DSAIndexerLossLoggingHelper.tracker.clear()
+    return {"indexer_loss": sum(gathered) / (ranks.tp * coef * tokens)}
+
+
 class _Scorer(NamedTuple):
     """An indexer's outputs for a micro-batch: queries and head weights of this rank's tokens, keys of all."""
 
@@ -292,6 +302,9 @@ class ReplayedDSAttention(DSAttention):  # type: ignore[misc]
 
     `recorded` is the record of a replay, see `sparse_replay.py`.
     """
+
+    skip_topk: bool
+    index_share: bool
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

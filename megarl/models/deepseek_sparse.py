@@ -43,19 +43,27 @@ def is_indexer(param: Param | str) -> bool:
 
 
 def indexer_types(hf: HFConfig) -> list[str]:
-    """Return for each decoder layer "full" if it has an indexer, or "shared" if it uses an earlier layer's choice."""
-    layers = need(hf, "num_hidden_layers")
-    pattern = hf.get("indexer_types") or hf.get("index_topk_pattern")
-    if pattern:
-        types = [{"F": "full", "S": "shared"}.get(letter, str(letter)) for letter in pattern]
-        if len(types) != layers or not set(types) <= {"full", "shared"} or types[0] != "full":
-            raise ConfigError(
-                f"config.json: indexer_types or index_topk_pattern must name full or shared for each of {layers} "
-                "layers, and the first must be full"
-            )
-        return types
-    freq, offset = hf.get("index_topk_freq") or 1, hf.get("index_skip_topk_offset") or 2
-    return ["full" if max(layer - offset + 1, 0) % freq == 0 else "shared" for layer in range(layers)]
+    """Return for each decoder layer "full" if it has an indexer, or "shared" if it uses an earlier layer's choice.
+
+    Raises ConfigError if the keys that say so contradict each other.
+    """
+    layers, given = need(hf, "num_hidden_layers"), []
+    for key in ("indexer_types", "index_topk_pattern"):
+        if hf.get(key):
+            types = [{"F": "full", "S": "shared"}.get(name, str(name)) for name in hf[key]]
+            if len(types) != layers or not set(types) <= {"full", "shared"} or types[0] != "full":
+                raise ConfigError(
+                    f"config.json: {key} must name full or shared for each of {layers} layers, and full for the first"
+                )
+            given.append((key, types))
+    if not given or hf.get("index_topk_freq") is not None or hf.get("index_skip_topk_offset") is not None:
+        freq, offset = hf.get("index_topk_freq") or 1, hf.get("index_skip_topk_offset") or 2
+        types = ["full" if max(layer - offset + 1, 0) % freq == 0 else "shared" for layer in range(layers)]
+        given.append((f"index_topk_freq={freq} with index_skip_topk_offset={offset}", types))
+    for key, types in given[1:]:
+        if types != given[0][1]:
+            raise ConfigError(f"config.json: {given[0][0]} and {key} name other layers; remove one of them")
+    return given[0][1]
 
 
 def index_sharing(hf: HFConfig) -> tuple[int, int]:
@@ -86,6 +94,7 @@ def _check(hf: HFConfig, fields: dict[str, Any], interleaved: bool) -> None:
     config_json.require(hf, "layer_types", ["indexed_attention"] * layers, (None, ["full_attention"] * layers))
     config_json.require(hf, "mlp_bias", False)
     config_json.require(hf, "rope_interleave", True)
+    config_json.require(hf, "num_mtp_layers", None)
     if need(hf, "index_head_dim") < need(hf, "qk_rope_head_dim"):
         raise ConfigError(
             f"config.json: index_head_dim={hf['index_head_dim']} has no room for qk_rope_head_dim="
@@ -136,9 +145,20 @@ def _config(hf: HFConfig, interleaved: bool) -> dict[str, Any]:
         dsa_indexer_rope_interleaved=interleaved,
         # The Hadamard transform spreads outliers before FP8 quantisation. It is orthogonal: scores do not change.
         dsa_indexer_rotate_activation=False,
+        dsa_indexer_use_sparse_loss=True,  # over the chosen keys
         dsa_indexer_k_norm_epsilon=1e-6,
         dsa_indexer_k_norm_fp32=True,
     )
+
+
+def num_mtp_layers(hf: HFConfig) -> int:
+    """Return the number of MTP layers, a key that transformers does not read for these models."""
+    return int(hf.get("num_nextn_predict_layers") or 0)
+
+
+def untrained_prefixes(hf: HFConfig) -> tuple[str, ...]:
+    """Return the prefixes of the multi-token prediction layers, which follow the decoder's in HF's numbering."""
+    return tuple(f"model.layers.{need(hf, 'num_hidden_layers') + k}." for k in range(num_mtp_layers(hf)))
 
 
 def _layer(hf: HFConfig, layer: int, experts: Iterable[int], interleaved: bool) -> list[Param]:
@@ -170,8 +190,8 @@ V32 = Family(
     partial(_layer, interleaved=False),
     deepseek.num_experts,
     tool_call_parser="deepseekv32",
-    untrained_prefixes=deepseek.untrained_prefixes,
-    num_mtp_layers=deepseek.num_mtp_layers,
+    untrained_prefixes=untrained_prefixes,
+    num_mtp_layers=num_mtp_layers,
 )
 GLM_MOE_DSA = Family(
     "GlmMoeDsaForCausalLM",
@@ -182,6 +202,6 @@ GLM_MOE_DSA = Family(
     partial(_layer, interleaved=True),
     deepseek.num_experts,
     tool_call_parser="glm47",
-    untrained_prefixes=deepseek.untrained_prefixes,
-    num_mtp_layers=deepseek.num_mtp_layers,
+    untrained_prefixes=untrained_prefixes,
+    num_mtp_layers=num_mtp_layers,
 )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from megarl.config import Config, LoraConfig, ParallelConfig
 from megarl.models.activation_memory import DTYPE_BYTES, layer_elements, logits_bytes, megatron_settings, training_bytes
-from megarl.models.deepseek_sparse import is_indexer
+from megarl.models.deepseek_sparse import indexer_types, is_indexer
 from megarl.models.family import HFConfig
 from megarl.models.fp8 import BLOCK, is_fp8, is_quantised
 from megarl.models.host_memory import checkpoint_copy
@@ -187,14 +187,14 @@ def _trained_stages(hf: HFConfig, config: Config, role: str, tokens: int) -> lis
     dp = parallel.world_size // (parallel.tp * parallel.pp)  # including cp: optimizer states are sharded over both
     expert_dp = max(1, parallel.world_size // (parallel.pp * parallel.ep * parallel.etp))
     mtp = num_trained_mtp(hf, config) if is_actor else 0
-    replays = is_actor and config.train.routing_replay
+    replays, indices = (is_actor and key for key in (config.train.routing_replay, config.train.sparse_index_replay))
     stages = []
     indexer = is_actor and config.train.indexer_loss_coef > 0
     all_elements = stage_elements(hf, parallel, layers, not is_actor, config.lora, bool(mtp), indexer)
     for stage, elements in enumerate(all_elements):
         parts = state_bytes(elements, dp, expert_dp, size)
         states = {f"{role.replace('_', ' ')} {part}": amount for part, amount in parts.items()}
-        activations, inputs = training_bytes(settings, layers, stage, parallel, tokens, size, mtp, replays)
+        activations, inputs = training_bytes(settings, layers, stage, parallel, tokens, size, mtp, replays, indices)
         stages.append(TrainedStage(layers[stage], activations, ceil(inputs), states))
     return stages
 
@@ -281,7 +281,9 @@ def stage_elements(
     mtp: include the multi-token prediction layers.
     indexer: the indexers of sparse attention are trained.
     """
-    by_layer = _count_elements(_to_json(hf), parallel.tp, parallel.etp, parallel.ep, head, lora or LoraConfig(), mtp, indexer)
+    by_layer = _count_elements(
+        _to_json(hf), parallel.tp, parallel.etp, parallel.ep, head, lora or LoraConfig(), mtp, indexer
+    )
     names: list[list[int | str]] = [list(stage) for stage in stages]
     names[0].append("embedding")
     names[-1].append("final")
@@ -375,7 +377,17 @@ def kv_elements(hf: HFConfig, tp: int, drafts: bool = False) -> int:
     family, settings = family_of(hf), family_of(hf).megatron_config(hf)
     layers = int(settings["num_layers"]) + (family.num_mtp_layers(hf) if drafts else 0)
     if settings.get("multi_latent_attention"):
-        return layers * (int(settings["kv_lora_rank"]) + int(settings["qk_pos_emb_head_dim"]))
+        latents = layers * (int(settings["kv_lora_rank"]) + int(settings["qk_pos_emb_head_dim"]))
+        if not settings.get("dsa_indexer_topk"):
+            return latents
+        # The indexers' keys are cached in FP8 with a scale of 4 bytes per 128, which are half as many elements in bf16.
+        size = int(settings["dsa_indexer_head_dim"])
+        return (
+            latents
+            + (indexer_types(hf).count("full") + layers - int(settings["num_layers"]))
+            * (size + 4 * -(-size // 128))
+            // 2
+        )
     return 2 * layers * max(1, int(settings["num_query_groups"]) // tp) * int(settings["kv_channels"])
 
 

@@ -48,8 +48,8 @@ def test_layout_matches_transformers(
         assert result.keys() == set(models.split())
         for model, numbers in result.items():
             aux = {name.removeprefix("aux "): numbers.pop(name) for name in list(numbers) if name.startswith("aux ")}
-            moved = numbers.pop("replay effect", 1.0)
-            assert moved > 0.1  # other experts give other log-probs
+            for name in ("replay effect", "indices effect"):
+                assert numbers.pop(name, 1.0) > 0.1  # other experts or keys give other log-probs
             assert not misses(numbers), (rank, model, {name: numbers[name] for name in misses(numbers)})
             assert numbers.keys() >= set(FLAGS)
             output_names = {"actor": "logprobs", "critic": "values", "reward_model": "scores"}
