@@ -63,6 +63,8 @@ def glm4_moe_with_mtp(seed: int) -> PreTrainedModel:
         (tiny_models.deepseek_v2, EngineLayout(2)),
         (glm4_moe_with_mtp, EngineLayout(2, ep=2, draft=True)),
         (tiny_models.kimi_k2, EngineLayout(2, ep=2)),
+        pytest.param(tiny_models.deepseek_v32, EngineLayout(2), marks=pytest.mark.nightly),
+        pytest.param(tiny_models.glm_moe_dsa, EngineLayout(2, ep=2), marks=pytest.mark.nightly),
     ],
     ids=[
         "qwen2-tp2",
@@ -73,6 +75,8 @@ def glm4_moe_with_mtp(seed: int) -> PreTrainedModel:
         "deepseek_v2-tp2",
         "glm4_moe-tp2-ep2-draft",
         "kimi_k2-tp2-ep2",
+        "deepseek_v32-tp2",
+        "glm_moe_dsa-tp2-ep2",
     ],
 )
 def test_families_on_two_ranks(
