@@ -39,6 +39,7 @@ from megarl.megatron.model_layers import (
     PostNormLayer,
     ScaledEmbedding,
     ValueHead,
+    scale_rotary,
 )
 from megarl.megatron.parameter_names import named_params
 from megarl.megatron.sparse_attention import ReplayedDSAttention, SparseAttention
@@ -199,6 +200,8 @@ def _build_chunk(
         model.embedding.__class__ = ScaledEmbedding  # same parameters and state, different forward
         # HF and SGLang round the scale to the model's dtype, too.
         model.embedding.scale = float(torch.tensor(extras.embedding_scale, dtype=settings.params_dtype))
+    if extras.rotary is not None:
+        scale_rotary(model, extras.rotary)
     if role != "actor" and is_last:
         model.output_layer = ValueHead(settings)
     elif is_last:

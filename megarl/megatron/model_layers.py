@@ -20,6 +20,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
@@ -29,6 +30,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch.utils.checkpoint import checkpoint
 
 from megarl.cpu.megatron_modules import PackedAttention
+from megarl.models.rotary import ScaledRotary
 
 
 class ValueHead(torch.nn.Module):
@@ -109,6 +111,19 @@ class PlainQueryMLA(MLASelfAttention):  # type: ignore[misc]
             "q_layernorm": IdentityOp,
             "kv_layernorm": submodules.kv_layernorm,
         }
+
+
+def scale_rotary(model: GPTModel, rotary: ScaledRotary) -> None:
+    """Give a model with grouped-query attention scaled rotary embeddings.
+
+    Megatron's YarnRotaryEmbedding ignores `rotary_percent`, and its llama3 scaling has fixed constants.
+    """
+    frequencies = torch.tensor(rotary.frequencies, device=model.rotary_pos_emb.inv_freq.device)
+    assert frequencies.shape == model.rotary_pos_emb.inv_freq.shape
+    model.rotary_pos_emb.inv_freq = frequencies
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module._yarn_concentration_factor = rotary.scale  # Megatron's factor on cosines and sines
 
 
 # --- Gemma 2 --------------------------------------------------------------------------------------------------------

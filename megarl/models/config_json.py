@@ -47,13 +47,19 @@ ROPE: dict[str, Any] = {
     "partial_rotary_factor": _Share,
     "factor": Annotated[float, Range(1, 1e6)],
     "original_max_position_embeddings": PositiveInt,
-    **dict.fromkeys(("beta_fast", "beta_slow"), PositiveFloat | None),
+    **dict.fromkeys(("beta_fast", "beta_slow"), PositiveFloat),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), PositiveFloat),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), Annotated[float, Range(0, 1000)] | None),
-    "attention_factor": float | None,
+    **dict.fromkeys(("mscale", "mscale_all_dim"), Annotated[float, Range(0, 1000)]),
+    "attention_factor": PositiveFloat | None,
     "truncate": bool,
 }
 """Keys of rope_parameters and rope_scaling. All others are rejected: SGLang reads some that change the output."""
+
+ROPE_BY_LENGTH = {
+    "dynamic": "in transformers its frequencies depend on the longest sequence so far, in SGLang they do not",
+    "longrope": "its frequencies depend on the length, in transformers of the sequence, in SGLang of the whole batch",
+}
+"""Types of rotary embeddings that no table can have, and why."""
 
 _SHARED: dict[str, Any] = {
     "attention_bias": False,
@@ -130,6 +136,9 @@ def require_types(hf: Mapping[str, Any], family_fields: Mapping[str, Any] | None
         options = hf.get(block) or {}
         if any(isinstance(value, dict) for value in options.values()):
             raise _error(hf, f"{block} per layer type are not implemented")
+        kind = options.get("rope_type") or options.get("type")
+        if isinstance(kind, str) and kind in ROPE_BY_LENGTH:
+            raise _error(hf, f"rope_type={kind!r} is not implemented: {ROPE_BY_LENGTH[kind]}")
         for key in sorted(options.keys() - ROPE.keys()):
             raise _error(hf, f"{block}.{key} is not implemented; known: {', '.join(ROPE)}")
         _check_types(hf, options, ROPE, f"{block}.")
@@ -258,7 +267,11 @@ def _rope(hf: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, A
     options["rope_type"] = options.get("rope_type") or legacy_type or "default"
     for key in ("rope_theta", "partial_rotary_factor"):
         options.setdefault(key, need(hf, key))
-    length, block_length = (source.get("original_max_position_embeddings") for source in (hf, options))
+    key = "original_max_position_embeddings"
+    if options["rope_type"] in ("llama3", "yarn") and key not in options and hf.get(key) is None:
+        # transformers, with which SGLang reads the file too, fills the block so
+        options[key] = need(hf, "max_position_embeddings")
+    length, block_length = (source.get(key) for source in (hf, options))
     if length is not None and options["rope_type"] != "default" and length != block_length:
         raise _error(
             hf,
@@ -269,10 +282,10 @@ def _rope(hf: Mapping[str, Any], block: Mapping[str, Any] | None) -> dict[str, A
     return options
 
 
-def require_default_rope(hf: Mapping[str, Any]) -> None:
+def require_default_rope(hf: Mapping[str, Any], reason: str) -> None:
     """Raise ConfigError for any scaled rotary embeddings."""
     if (rope_type := rope_options(hf)["rope_type"]) != "default":
-        raise _error(hf, f"rope_type={rope_type!r} is not implemented (implemented: default)")
+        raise _error(hf, f"rope_type={rope_type!r} is not implemented (implemented: default): {reason}")
 
 
 def _error(hf: Mapping[str, Any], problem: str) -> ConfigError:

@@ -74,8 +74,8 @@ MODEL_FIELDS = frozenset(
     "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim "
     "dsa_indexer_head_dim dsa_indexer_n_heads dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_scoring_relu "
     "dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_skip_topk_offset "
-    "dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_use_sparse_loss mamba_head_dim mamba_num_groups mamba_num_heads "
-    "mamba_state_dim mtp_use_repeated_layer mtp_hybrid_override_pattern".split()
+    "dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 dsa_indexer_use_sparse_loss mamba_head_dim mamba_num_groups "
+    "mamba_num_heads mamba_state_dim mtp_use_repeated_layer mtp_hybrid_override_pattern".split()
 )
 """Fields that define what the model computes, which config.json decides. Others of a family may be overridden."""
 
@@ -134,6 +134,12 @@ def check(settings: Mapping[str, Any], mla: bool, extras: Extras = NO_EXTRAS) ->
         )
     if extras.has_group_max_routing and settings.get("moe_router_fusion"):
         raise ConfigError("model.megatron.moe_router_fusion: the fused router does not rank groups as this model does")
+    for name in ("apply_rope_fusion", "fused_single_qkv_rope"):
+        if extras.rotary and extras.rotary.scale != 1 and settings.get(name):
+            raise ConfigError(
+                f"model.megatron.{name}: the fused kernel has no factor on cosines and sines, which is "
+                f"{extras.rotary.scale:.6g} by this model's rope_type yarn; remove it"
+            )
     if extras.attention_cap and settings.get("attention_dropout"):
         raise ConfigError("model.megatron.attention_dropout is not implemented for attention with a soft cap")
 

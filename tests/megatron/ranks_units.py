@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -383,6 +384,42 @@ def build(family: str, role: str = "actor", updates: int = 10, **sections: Any) 
 
     model.load_shards(get)
     return model
+
+
+def packed_rope() -> dict[str, bool]:
+    """Return whether every context parallel rank's rotation of a pack equals that of its sequences, one by one."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    options = dict(rotary_interleaved=False, mla_rotary_interleaved=True, mscale=1.3)
+    result = {}
+    for cp in (1, 2, 4):
+        lengths = [8 * cp, 0, 16 * cp, 2 * cp]
+        total, starts = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
+        x = torch.randn(total, 3, 8)
+        for angles in (torch.randn(max(lengths) + 5, 1, 1, 6), torch.randn(total, 1, 1, 6)):
+            by_token = len(angles) == total
+            parts: list[list[torch.Tensor]] = [[] for _ in range(2 * cp)]
+            raw: list[list[torch.Tensor]] = [[] for _ in range(2 * cp)]
+            for start, length in zip(starts.tolist(), lengths, strict=False):
+                own = angles[start : start + length] if by_token else angles[:length]
+                sequence = x[start : start + length]
+                rotated = rope_utils._apply_rotary_pos_emb_bshd(sequence[:, None], own, **options)[:, 0]
+                for part, (a, b) in enumerate(
+                    zip(rotated.tensor_split(2 * cp), sequence.tensor_split(2 * cp), strict=True)
+                ):
+                    parts[part].append(a)
+                    raw[part].append(b)
+            is_equal = True
+            for rank in range(cp):
+                local, expected = (
+                    torch.cat([half for pair in zip(p[rank], p[2 * cp - 1 - rank], strict=True) for half in pair])
+                    for p in (raw, parts)
+                )
+                group = SimpleNamespace(size=lambda cp=cp: cp, rank=lambda rank=rank: rank)
+                actual = rope_utils._apply_rotary_pos_emb_thd(local, starts, angles, **options, cp_group=group)
+                is_equal &= torch.equal(actual, expected)
+            result[f"cp={cp}, {'tokens' if by_token else 'positions'}"] = is_equal
+    return result
 
 
 def replayed_routing() -> dict[str, Any]:
@@ -783,7 +820,6 @@ def roles_before_run() -> Any:
 
 def zero_spread_alarms() -> list[str]:
     """Return the alarms of a flow over steps in which no prompt has responses with different rewards."""
-    from types import SimpleNamespace
 
     from megarl.config import from_dict
     from megarl.controllers.controller import StepResult, load_requirements
@@ -811,9 +847,9 @@ def zero_spread_alarms() -> list[str]:
 
 
 CHECKS: list[Callable[[], Any]] = [
-    platform, names, logprobs, micro_batch, attention, capped_attention, scaled_embedding, replayed_routing,
-    routing_by_role, config_errors, hf_folders, absent_config_keys, bf16_training, schedule, critic, aux_losses,
-    training, engine_calls, generation_numbers, weight_checks, empty_batch, aborted_rewards, set_placement,
+    platform, names, packed_rope, logprobs, micro_batch, attention, capped_attention, scaled_embedding,
+    replayed_routing, routing_by_role, config_errors, hf_folders, absent_config_keys, bf16_training, schedule, critic,
+    aux_losses, training, engine_calls, generation_numbers, weight_checks, empty_batch, aborted_rewards, set_placement,
     loss_columns, roles_before_run, zero_spread_alarms,
     sampling_masks.masked_logprobs, sampling_masks.masked_micro_batch,
 ]  # fmt: skip

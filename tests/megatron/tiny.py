@@ -88,9 +88,9 @@ HF: dict[str, dict[str, Any]] = {
             rope_type="llama3",
             rope_theta=500000.0,
             factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=8192,
+            low_freq_factor=0.5,
+            high_freq_factor=3.0,
+            original_max_position_embeddings=12,  # sequences are longer
         ),
     ),
     "gemma2": dict(
@@ -109,7 +109,7 @@ HF: dict[str, dict[str, Any]] = {
     "qwen2": dict(COMMON, architectures=["Qwen2ForCausalLM"], tie_word_embeddings=True, rope_theta=10000.0),
 }
 
-# These families share a table: Llama with multi-head attention and plain RoPE, and V3 with YaRN and its own scale.
+# These families share a table: Llama with multi-head attention, and V3 with YaRN and its own scale.
 HF["deepseek_llm"] = dict(COMMON, architectures=["LlamaForCausalLM"], tie_word_embeddings=False, rope_theta=10000.0)
 HF["deepseek_llm"]["num_key_value_heads"] = COMMON["num_attention_heads"]
 HF["kimi_k2"] = HF["deepseek_v3"] | dict(
@@ -135,6 +135,11 @@ HF["deepseek_v32"] = HF["deepseek_v3"] | SPARSE | dict(architectures=["DeepseekV
 HF["glm_moe_dsa"] = HF["deepseek_v3"] | SPARSE | dict(architectures=["GlmMoeDsaForCausalLM"])
 HF["glm_moe_dsa"] |= dict(num_hidden_layers=4, index_topk_freq=2, index_skip_topk_offset=1)
 HF["glm_moe_dsa"] |= dict(indexer_rope_interleave=True)
+# Scaled rotary embeddings, whose sequences here are longer than the original length.
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=16.0, original_max_position_embeddings=12, beta_fast=2.0)
+HF["qwen3_yarn"] = HF["qwen3"] | dict(rope_parameters=YARN | dict(truncate=False, mscale=1.0, mscale_all_dim=0.5))
+HF["glm4_moe_mtp"]["rope_parameters"] = YARN
+HF["deepseek_llm"]["rope_parameters"] = dict(rope_type="linear", rope_theta=10000.0, factor=4.0)
 
 AUX_LOSSES = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.1)
 
