@@ -340,6 +340,21 @@ def record_experts(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
         hook.remove()
 
 
+@contextmanager
+def record_keys(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Record the keys that sparse attention chooses in the next forward pass: [tokens, topk] per layer that chooses."""
+    result: list[torch.Tensor] = []
+    indexers = [getattr(layer.self_attn, "indexer", None) for layer in model.model.layers]
+    hooks = [
+        indexer.register_forward_hook(lambda _, __, out: result.append(out[0]))
+        for indexer in indexers
+        if indexer is not None
+    ]
+    yield result
+    for hook in hooks:
+        hook.remove()
+
+
 def greedy(model: PreTrainedModel, ids: list[int], tokens: int) -> list[int]:
     for _ in range(tokens):
         ids = [*ids, int(logprobs(model, ids)[-1].argmax())]

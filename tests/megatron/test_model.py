@@ -31,7 +31,8 @@ MODELS = {
     "overlap": f"{MOE} qwen2:actor qwen3_moe:reward_model",
     "cp=2,selective": "qwen2:actor qwen3_yarn:actor gemma2:actor deepseek_v3:actor qwen2:reward_model",
     "tp=2,etp=2,ep=2": "qwen3_moe:actor glm4_moe_mtp:actor",
-    "tp=2,cp=2,ep=2": "glm_moe_dsa:actor qwen3_moe:actor deepseek_v3_mtp:actor deepseek_v3:critic qwen3_moe:reward_model",
+    "tp=2,cp=2,ep=2": "glm_moe_dsa:actor qwen3_moe:actor deepseek_v3_mtp:actor deepseek_v3:critic "
+    "qwen3_moe:reward_model",
     "pp=3,vpp=2": "qwen3:actor deepseek_v3:critic qwen3:reward_model",
     "tp=2,ep=2": f"{MOE} deepseek_v2:actor glm4_moe:actor deepseek_v3:critic deepseek_v3:critic@pp=2",
 }
