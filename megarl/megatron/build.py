@@ -202,6 +202,9 @@ def _build_chunk(
         model.embedding.scale = float(torch.tensor(extras.embedding_scale, dtype=settings.params_dtype))
     if extras.rotary is not None:
         scale_rotary(model, extras.rotary)
+    if settings.mtp_num_layers and settings.experimental_attention_variant == "dsa" and is_last:
+        for layer in model.mtp.layers:
+            layer.mtp_model_layer.self_attention.core_attention.separate_from_decoder()
     if role != "actor" and is_last:
         model.output_layer = ValueHead(settings)
     elif is_last:

@@ -150,6 +150,7 @@ class SparseAttention(PackedAttention):
             layer_number, config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq
         )
         self.indexer = Indexer(config) if self.source_layer == layer_number else None
+        self.holder = _CHOSEN
         self.recorded = RecordedRows()
 
     def forward(  # type: ignore[override]
@@ -190,7 +191,7 @@ class SparseAttention(PackedAttention):
                     x.detach().squeeze(1), qr.detach(), positions, self._gather_sequence
                 )
                 scorer = _Scorer(index_query, gather_keys(index_key), weights)
-        chosen = vars(packed_seq_params).setdefault(_CHOSEN, {})
+        chosen = vars(packed_seq_params).setdefault(self.holder, {})
         blocks = list(query_blocks(cu_seqlens, cp, group.rank() if cp > 1 else 0))
         if scorer is not None:
             chosen[self.layer_number] = [
@@ -220,6 +221,10 @@ class SparseAttention(PackedAttention):
             DSAIndexerLossLoggingHelper.save_loss_to_tracker(loss, self.layer_number, self.config.num_layers)
             output = DSAIndexerLossAutoScaler.apply(output, loss)
         return output
+
+    def separate_from_decoder(self) -> None:
+        """Keep a multi-token prediction layer, whose number is a decoder layer's, from replacing that one's choice."""
+        self.holder = f"{_CHOSEN}_mtp"
 
     def _gather_sequence(self, local: torch.Tensor) -> torch.Tensor:
         """Gather the parts of tensor parallel ranks, each of which then computes the same."""
@@ -310,6 +315,12 @@ class ReplayedDSAttention(DSAttention):  # type: ignore[misc]
         super().__init__(config, *args, **kwargs)
         self.topk = self.index_topk
         self.recorded = RecordedRows()
+
+    def separate_from_decoder(self) -> None:
+        """Keep a multi-token prediction layer, whose number is a decoder layer's, from replacing that one's choice."""
+        self._HOLDER_ATTR, self._LENGTH_HOLDER_ATTR = (
+            f"{name}_mtp" for name in (self._HOLDER_ATTR, self._LENGTH_HOLDER_ATTR)
+        )
 
     def forward(self, *args: Any, packed_seq_params: PackedSeqParams, **kwargs: Any) -> torch.Tensor:
         """Return attention outputs; see Megatron's method for the arguments."""

@@ -128,7 +128,11 @@ def _check_v32(hf: HFConfig) -> None:
 def _check_glm(hf: HFConfig) -> None:
     # The norms of latents have rms_norm_eps, as in SGLang and Megatron; transformers has 1e-6 there.
     _check(hf, FIELDS | _SHARING, interleaved=True)
-    index_sharing(hf)
+    if index_sharing(hf)[0] > 1 and num_mtp_layers(hf) > 1:
+        raise ConfigError(
+            f"config.json: num_nextn_predict_layers={num_mtp_layers(hf)} with shared indices is not implemented: "
+            "Megatron numbers these layers from 1 and would build the second one without an indexer"
+        )
 
 
 def _config(hf: HFConfig, interleaved: bool) -> dict[str, Any]:

@@ -135,6 +135,7 @@ HF["deepseek_v32"] = HF["deepseek_v3"] | SPARSE | dict(architectures=["DeepseekV
 HF["glm_moe_dsa"] = HF["deepseek_v3"] | SPARSE | dict(architectures=["GlmMoeDsaForCausalLM"])
 HF["glm_moe_dsa"] |= dict(num_hidden_layers=4, index_topk_freq=2, index_skip_topk_offset=1)
 HF["glm_moe_dsa"] |= dict(indexer_rope_interleave=True)
+HF["glm_moe_dsa_mtp"] = HF["glm_moe_dsa"] | dict(num_nextn_predict_layers=1)
 # Scaled rotary embeddings, whose sequences here are longer than the original length.
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=16.0, original_max_position_embeddings=12, beta_fast=2.0)
 HF["qwen3_yarn"] = HF["qwen3"] | dict(rope_parameters=YARN | dict(truncate=False, mscale=1.0, mscale_all_dim=0.5))
