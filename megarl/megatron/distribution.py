@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from megarl.data.packing import plan_micro_batches
 from megarl.megatron.routing_replay import check_shape
-from megarl.megatron.sparse_replay import check_record
 from megarl.models.routing import RoutingShape
-from megarl.models.sparse_indices import IndexShape
+from megarl.models.sparse_indices import IndexShape, check_record
 from megarl.parallel import ranks, row_exchange
 from megarl.parallel.ranks import Ranks
 from megarl.parallel.row_exchange_plan import RowSpec

@@ -17,8 +17,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.config.strict import ConfigError
-from megarl.megatron import sparse_replay
 from megarl.megatron.routing_replay import ReplayShard
+from megarl.models.sparse_indices import select
 from megarl.parallel.context_parallel import zigzag
 from megarl.types import TOKEN_COLUMNS, SamplingMask, TrainBatch
 from megarl.types.batch import REQUIRED_COLUMNS, get_declared_columns
@@ -144,7 +144,7 @@ def make_micro_batch(
         rows = torch.full_like(tokens, -1)
         rows[unpadded[has_record]] = torch.arange(int(record_lengths.sum()))
         if records:
-            sparse_indices = sparse_replay.select(torch.cat(records), rows[local], indexed_layers)
+            sparse_indices = select(torch.cat(records), rows[local], indexed_layers)
     sampling_mask = None
     if batch.sampling_mask is not None:
         rows = torch.full_like(tokens, -1)

@@ -23,7 +23,7 @@ FIELDS: dict[str, Any] = {
     **deepseek.FIELDS,
     **deepseek.LATENT,
     **dict.fromkeys(("index_topk", "index_head_dim"), Size),
-    "index_n_heads": Heads,
+    **dict.fromkeys(("index_n_heads", "num_key_value_heads"), Heads),
     "mlp_layer_types": list[str] | None,
 }
 _SHARING: dict[str, Any] = {

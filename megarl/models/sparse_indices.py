@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,45 @@ class IndexShape:
 def positions(record: torch.Tensor) -> torch.Tensor:
     """Return the positions in a record as int32."""
     return record.int() & (_SHORT - 1) if record.dtype == torch.int16 else record.int()
+
+
+def select(record: torch.Tensor, rows: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+    """Return the keys of each token, [len(rows), layers, topk] int32, -1 for tokens without a record.
+
+    record: [recorded tokens, layers, topk]. rows: the row of `record` of each token, -1 for none. layers: indices among
+    the layers of the record.
+    """
+    recorded = (rows >= 0).nonzero().squeeze(1)
+    keys = torch.full((len(rows), len(layers), record.shape[2]), -1, dtype=torch.int32)
+    if len(recorded):
+        chosen = record.index_select(0, rows[recorded])
+        if tuple(layers) != tuple(range(record.shape[1])):
+            chosen = chosen.index_select(1, torch.tensor(list(layers)))
+        keys.index_copy_(0, recorded, positions(chosen))
+    return keys
+
+
+def check_record(record: torch.Tensor, shape: IndexShape) -> None:
+    """Raise ConfigError unless a record has this model's layers, and distinct earlier keys of each token."""
+    expected = (len(shape.layers), shape.topk)
+    if not len(record):
+        return
+    if tuple(record.shape[1:]) != expected:
+        raise ConfigError(
+            f"the recorded sparse attention indices are of {record.shape[1]} layers with {record.shape[2]} keys a "
+            f"token, the trainer's model has {expected[0]} with {expected[1]}: engine and trainer must load the same "
+            "config.json"
+        )
+    ascending = positions(record).sort(dim=-1).values
+    last = torch.arange(shape.topk, shape.topk + len(record))[:, None]
+    valid = (ascending.diff(dim=-1) > 0).all(-1) & (ascending[..., 0] >= 0) & (ascending[..., -1] <= last)
+    if not valid.all():
+        token, layer = (~valid).nonzero()[0].tolist()
+        raise ConfigError(
+            f"the recorded sparse attention indices of token {token + shape.topk} in layer {shape.layers[layer]} are "
+            f"not {shape.topk} different tokens up to itself; the engine does not record this model's: set "
+            "train.sparse_index_replay=false"
+        )
 
 
 def index_shape(hf: HFConfig, config: Config) -> IndexShape | None:

@@ -14,8 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from check_parity import misses  # noqa: E402
 
-from megarl.megatron import sparse_replay  # noqa: E402
-from megarl.models.sparse_indices import IndexShape, positions  # noqa: E402
+from megarl.models.sparse_indices import IndexShape, check_record, positions, select  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -34,7 +33,7 @@ def test_megatron_module_matches_transformers(
 
 def test_selects_rows_and_layers_of_a_record() -> None:
     record = torch.tensor([[[1, 40000], [2, 3]], [[4, 5], [65534, 6]]]).to(torch.int16)
-    keys = sparse_replay.select(record, torch.tensor([1, -1, 0]), (1,))
+    keys = select(record, torch.tensor([1, -1, 0]), (1,))
     assert keys.tolist() == [[[65534, 6]], [[-1, -1]], [[2, 3]]] and keys.dtype == torch.int32
     assert positions(record)[0, 0].tolist() == [1, 40000]
 
@@ -51,7 +50,7 @@ def test_selects_rows_and_layers_of_a_record() -> None:
 def test_checks_a_record(rows: list[Any], problem: str) -> None:
     shape, record = IndexShape(layers=(5,), topk=2, is_short=True), torch.tensor(rows, dtype=torch.int16)
     if not problem:
-        sparse_replay.check_record(record, shape)
+        check_record(record, shape)
         return
     with pytest.raises(ValueError, match=problem):
-        sparse_replay.check_record(record, shape)
+        check_record(record, shape)

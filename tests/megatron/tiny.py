@@ -259,7 +259,10 @@ def shard_batch(batch: TrainBatch) -> TrainBatch:
     supported = (
         None if batch.sampling_mask is None else torch.tensor([len(record.ids) for record in batch.sampling_mask])
     )
-    sharding = BatchSharding(batch.lengths, torch.tensor(num_routed), owner, local, all_ranks, supported)
+    indexed = None
+    if batch.sparse_indices is not None:
+        indexed = torch.tensor([len(record) for record in batch.sparse_indices])
+    sharding = BatchSharding(batch.lengths, torch.tensor(num_routed), owner, local, all_ranks, supported, indexed)
     part = batch.select(local.tolist())
     return replace(part, group=batch.group, sequence_reward=batch.sequence_reward, sharding=sharding)
 
