@@ -119,6 +119,12 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         )
     elif max(parallel.ep, parallel.etp) > 1:
         raise ConfigError(f"parallel.ep={parallel.ep}, etp={parallel.etp}, but the model has no experts; set them to 1")
+    train = config.train
+    if device.has_cuda() and train.sparse_index_replay and train.indexer_loss_coef:
+        raise ConfigError(
+            "train.indexer_loss_coef with train.sparse_index_replay: Megatron's DSAttention computes the loss only where "
+            "its own indexer chooses the keys; set the first to 0 or the second to false"
+        )
     fields.check(config.model.megatron, config_class is MLATransformerConfig, family.extras(hf))
     values.update(config.model.megatron)
     stage_layers(values["num_layers"], parallel.pp, values, parallel.vpp)  # raises if the layers do not divide

@@ -18,7 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.config.strict import ConfigError
 from megarl.megatron.routing_replay import ReplayShard
-from megarl.models.sparse_indices import select
+from megarl.models.sparse_indices import UNUSED, select
 from megarl.parallel.context_parallel import zigzag
 from megarl.types import TOKEN_COLUMNS, SamplingMask, TrainBatch
 from megarl.types.batch import REQUIRED_COLUMNS, get_declared_columns
@@ -38,7 +38,7 @@ class MicroBatch:
     sequence_positions: torch.Tensor  # [T] int64, positions of these tokens in their sequences
     packed: PackedSeqParams  # on the device
     routing: torch.Tensor | None  # [P / cp / tp, layers of the chunk, topk] int16, like the tokens; -1 in the padding
-    sparse_indices: torch.Tensor | None  # [P / cp, layers of the chunk, topk] int32, like the tokens; -1 without record
+    sparse_indices: torch.Tensor | None  # [P / cp, layers of the chunk, topk] int32, see `sparse_indices.py`
     sampling_mask: SamplingMask | None  # [P / cp] of each token's next one; stays on the host
     device: torch.device
     _copies: dict[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
@@ -145,6 +145,9 @@ def make_micro_batch(
         rows[unpadded[has_record]] = torch.arange(int(record_lengths.sum()))
         if records:
             sparse_indices = select(torch.cat(records), rows[local], indexed_layers)
+            is_used = torch.zeros(len(tokens), dtype=torch.bool)
+            is_used[unpadded] = token_positions + 1 < batch.lengths[batch.sequence_ids]
+            sparse_indices[~is_used[local]] = UNUSED
     sampling_mask = None
     if batch.sampling_mask is not None:
         rows = torch.full_like(tokens, -1)

@@ -336,11 +336,13 @@ class ReplayedDSAttention(DSAttention):  # type: ignore[misc]
         sequence = torch.searchsorted(cu_seqlens, local, right=True) - 1
         starts = cu_seqlens[sequence].long()
         positions = local - starts
-        # The last token of a sequence has no record, and its output predicts nothing.
-        is_missing = (rows[:, 0] < 0) & (positions >= self.index_topk) & (local < cu_seqlens[sequence + 1] - 1)
+        is_missing = (rows[:, 0] == -1) & (positions >= self.index_topk)
+        any_missing = is_missing.any().int()
+        if cp > 1:  # all ranks then take part in the other pass
+            torch.distributed.all_reduce(any_missing, torch.distributed.ReduceOp.MAX, group)
         try:
             self.index_share = True
-            if bool(is_missing.any()):  # a pass whose choice of keys is kept
+            if bool(any_missing):  # a pass of which only the choice of keys is kept
                 with torch.no_grad():
                     super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
                 own = holder[self.layer_number][0]

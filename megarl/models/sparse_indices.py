@@ -12,6 +12,8 @@ from megarl.models import deepseek_sparse
 from megarl.models.layout_algebra import HFConfig
 from megarl.models.registry import family_of
 
+UNUSED = -2
+"""Keys of a token whose output predicts nothing, the last of a sequence or padding, for which no record exists."""
 _SHORT = 1 << 16
 
 
