@@ -122,8 +122,8 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
     train = config.train
     if device.has_cuda() and train.sparse_index_replay and train.indexer_loss_coef:
         raise ConfigError(
-            "train.indexer_loss_coef with train.sparse_index_replay: Megatron's DSAttention computes the loss only where "
-            "its own indexer chooses the keys; set the first to 0 or the second to false"
+            "train.indexer_loss_coef with train.sparse_index_replay: Megatron's DSAttention has the loss only where "
+            "its indexer chooses the keys; set the first to 0 or the second to false"
         )
     fields.check(config.model.megatron, config_class is MLATransformerConfig, family.extras(hf))
     values.update(config.model.megatron)

@@ -52,6 +52,11 @@ def glm4_moe_with_mtp(seed: int) -> PreTrainedModel:
     return tiny_models.glm4_moe(seed, num_nextn_predict_layers=1)
 
 
+def deepseek_v32_with_mtp(seed: int) -> PreTrainedModel:
+    """With its multi-token-prediction layer, which has an indexer and drafts."""
+    return tiny_models.deepseek_v32(seed, num_nextn_predict_layers=1)
+
+
 @pytest.mark.parametrize(
     ("build", "layout"),
     [
@@ -63,7 +68,7 @@ def glm4_moe_with_mtp(seed: int) -> PreTrainedModel:
         (tiny_models.deepseek_v2, EngineLayout(2)),
         (glm4_moe_with_mtp, EngineLayout(2, ep=2, draft=True)),
         (tiny_models.kimi_k2, EngineLayout(2, ep=2)),
-        pytest.param(tiny_models.deepseek_v32, EngineLayout(2), marks=pytest.mark.nightly),
+        pytest.param(deepseek_v32_with_mtp, EngineLayout(2, draft=True), marks=pytest.mark.nightly),
         pytest.param(tiny_models.glm_moe_dsa, EngineLayout(2, ep=2), marks=pytest.mark.nightly),
     ],
     ids=[
@@ -75,7 +80,7 @@ def glm4_moe_with_mtp(seed: int) -> PreTrainedModel:
         "deepseek_v2-tp2",
         "glm4_moe-tp2-ep2-draft",
         "kimi_k2-tp2-ep2",
-        "deepseek_v32-tp2",
+        "deepseek_v32-tp2-draft",
         "glm_moe_dsa-tp2-ep2",
     ],
 )

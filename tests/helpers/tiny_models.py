@@ -225,7 +225,10 @@ def mtp_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     config, number, width = model.config, model.config.num_hidden_layers, model.config.hidden_size
     assert config.num_nextn_predict_layers == 1
     seed = int(model.lm_head.weight.detach().abs().sum())  # the layer depends on the model
-    with_mtp = type(model)(type(config)(**(config.to_dict() | {"num_hidden_layers": number + 1})))
+    values = {
+        key: value for key, value in config.to_dict().items() if not key.endswith(("layer_types", "indexer_types"))
+    }
+    with_mtp = type(model)(type(config)(**(values | {"num_hidden_layers": number + 1})))
     with TemporaryDirectory() as folder:  # saving names the experts
         randomize(with_mtp, seed).save_pretrained(folder)
         layer = load_file(Path(folder, "model.safetensors"))
