@@ -119,6 +119,10 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         )
     elif max(parallel.ep, parallel.etp) > 1:
         raise ConfigError(f"parallel.ep={parallel.ep}, etp={parallel.etp}, but the model has no experts; set them to 1")
+    if values.get("experimental_attention_variant") == "dsa" and config.model.megatron.get("fp8"):
+        raise ConfigError(
+            "model.megatron.fp8 with sparse attention: Megatron 0.19.2's AbsorbedMLA does not support FP8; remove it"
+        )
     train = config.train
     if device.has_cuda() and train.sparse_index_replay and train.indexer_loss_coef:
         raise ConfigError(

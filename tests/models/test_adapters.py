@@ -46,6 +46,8 @@ def test_adapts_all_linear_layers_by_default() -> None:
     mlps = {"mlp", "mlp.shared_experts", *(f"mlp.experts.{e}" for e in range(4))}
     expected = {f"self_attention.linear_{name}" for name in attention}
     assert latent == expected | {f"{module}.linear_fc{n}" for module in mlps for n in (1, 2)}
+    sparse = {name.partition(".")[2] for name in modules(adapted_weights(table("deepseek_v32"), ()))}
+    assert sparse == latent - {"self_attention.linear_kv_up_proj"}
 
 
 def test_selects_targets_by_name_and_parent() -> None:
