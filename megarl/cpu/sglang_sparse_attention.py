@@ -282,12 +282,17 @@ def install_record() -> None:
                 num_tokens=num_tokens,
                 max_batch_size=max(get_schedule().chunked_prefill_size, running),
                 num_layers=len(layers),
-                topk_size=index_topk,
+                topk_size=-(-index_topk // 2) if is_short else index_topk,
                 device=device,
                 name="indexer_topk",
+                device_topk_size=index_topk,
             )
+            self.topk_size = index_topk
             if is_short:
-                self.host_cache.buffer = self.host_cache.buffer.to(torch.int16)
+                self.host_cache.buffer = self.host_cache.buffer.view(torch.int16)[..., :index_topk]
+
+        def _get_local_slice(self, *args: Any) -> torch.Tensor:
+            return super()._get_local_slice(*args).to(self.host_cache.buffer.dtype)  # keeps the lower bits
 
         def capture(self, layer_id: int, topk_indices: torch.Tensor) -> None:
             if layer_id in self.rows:

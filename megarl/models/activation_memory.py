@@ -199,8 +199,8 @@ def training_bytes(
 def unfused_sparse_bytes(settings: Mapping[str, Any], tokens: int, tp: int, cp: int) -> int:
     """Return the bytes of scores in a layer of sparse attention without a fused kernel; 0 for other models.
 
-    Megatron's torch path holds the scores of all pairs of a micro-batch's tokens in fp32, whatever sequence they are in:
-    those of the indexer's heads and, twice, of this rank's heads. tokens: on this rank, after context parallelism.
+    Megatron's torch path holds the scores of all pairs of tokens of a micro-batch in fp32, across sequences: those of
+    the indexer's heads and, twice, of this rank's heads. tokens: on this rank, after context parallelism.
     """
     if not settings.get("dsa_indexer_topk") or settings.get("dsa_kernel_backend", "none") != "none":
         return 0
