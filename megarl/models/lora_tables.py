@@ -42,8 +42,8 @@ def adapted_weights(params: Iterable[Param], targets: Sequence[str]) -> list[Par
     projection of keys and values, whose weight Megatron multiplies into queries and outputs without calling the layer.
     Raises ConfigError for a target that matches none.
     """
-    params, kinds = list(params), ("attention", "dense mlp", "experts")
-    linear = [p for p in params if len(p.hf[0].shape) == 2 and part_of(p) in kinds]
+    params, parts = list(params), ("attention", "dense mlp", "experts")
+    linear = [p for p in params if len(p.hf[0].shape) == 2 and part_of(p) in parts and p.megatron.endswith(".weight")]
     if any(map(is_indexer, params)):
         linear = [p for p in linear if not is_indexer(p) and ".linear_kv_up_proj." not in p.megatron]
     modules = [param.megatron.removesuffix(".weight").split(".") for param in linear]
