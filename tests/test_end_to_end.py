@@ -248,7 +248,7 @@ def test_routing_replay_reduces_bf16_mismatch(
 def test_sparse_index_replay_reduces_bf16_mismatch(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    """Without experts, the choice of keys is all that rounding can change: the mean mismatch was 17 times as large without
+    """Without experts, keys are all that rounding can change: the mean mismatch was 17 times as large without
     replay, the 95th percentile 21 times."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "rollout"))
     import tiny_models
