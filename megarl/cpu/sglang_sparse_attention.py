@@ -64,8 +64,10 @@ def sparse_attention(
 
 def _requests(batch: Any) -> torch.Tensor:
     """Return the request of each token of a forward pass, as its row in the table of slots."""
-    requests = batch.req_pool_indices
-    if batch.forward_mode.is_extend() and batch.extend_seq_lens is not None:
+    requests: torch.Tensor = batch.req_pool_indices
+    mode: Any = getattr(batch, "forward_mode", None)
+    has_windows = mode is None or mode.is_target_verify() or mode.is_draft_extend_v2()  # of speculative decoding
+    if not has_windows and mode.is_extend():
         return torch.repeat_interleave(requests, batch.extend_seq_lens)
     return torch.repeat_interleave(requests, len(batch.out_cache_loc) // len(requests))
 
