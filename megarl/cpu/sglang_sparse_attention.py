@@ -326,5 +326,20 @@ def install_record() -> None:
         record = capturer.get_topk(req.kv.req_pool_idx, length, self.req_to_token_pool, min(start, length - 1))
         req.indexer_topk = record[: max(0, length - 1 - start)]
 
+    run, initialize = model_runner.ModelRunner.forward, model_runner.ModelRunner.init_indexer_capturer
+
+    def run_without_record_of_drafts(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run without the record in a draft model, which SGLang would write over the policy's."""
+        capturer = indexer_topk.get_global_indexer_capturer()
+        if capturer is None or not self.is_draft_worker:
+            return run(self, *args, **kwargs)
+        indexer_topk.set_global_indexer_capturer(None)
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            indexer_topk.set_global_indexer_capturer(capturer)
+
+    model_runner.ModelRunner.forward = run_without_record_of_drafts
+    model_runner.ModelRunner.init_indexer_capturer = lambda self: None if self.is_draft_worker else initialize(self)
     model_runner.create_indexer_capturer = create
     batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_indexer_topk = collect
