@@ -107,14 +107,14 @@ def register() -> None:
     _patch_configs()
     if SECRET_ENV in os.environ:
         seal_pickles()
-    sglang_sparse_attention.install_record()
     _patch_stacked_experts()
+    sglang_sparse_attention.install_record()
     if is_cpu():
         _patch_models()
         _patch_expert_parallel()
         _patch_attention()
-        sglang_sparse_attention.install()
         _patch_gpt_oss()
+        sglang_sparse_attention.install()
         sglang_speculative.install()
         sglang_gated_delta_net.install()
 

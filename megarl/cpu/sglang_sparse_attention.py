@@ -84,12 +84,12 @@ def _hide_sparse_backend() -> None:
 
     It would take attention backend, page size and cache from CUDA's DSA path.
     """
-    from sglang.srt.configs import model_config
+    from sglang.srt.configs import model_config as configs
     from sglang.srt.mem_cache import kv_cache_builder, kv_cache_configurator  # noqa: F401
     from sglang.srt.model_executor import pool_configurator  # noqa: F401
     from sglang.srt.models import deepseek_v2
 
-    is_dsa = model_config.is_deepseek_dsa
+    is_dsa = configs.is_deepseek_dsa
     # These assert or ask it of their own module.
     for name in (
         "get_dsa_index_topk",
@@ -98,9 +98,9 @@ def _hide_sparse_backend() -> None:
         "dsa_layer_skips_topk",
         "get_num_indexer_layers",
     ):
-        function = getattr(model_config, name)
+        function = getattr(configs, name)
         bound = FunctionType(
-            function.__code__, {**vars(model_config), "is_deepseek_dsa": is_dsa}, name, function.__defaults__
+            function.__code__, {**vars(configs), "is_deepseek_dsa": is_dsa}, name, function.__defaults__
         )
         for module in list(sys.modules.values()):
             if getattr(module, "__name__", "").startswith("sglang.") and vars(module).get(name) is function:

@@ -251,9 +251,9 @@ def _build_chunk(
 
 
 def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | None) -> Any:
+    is_sparse = settings.experimental_attention_variant == "dsa"
     standard = copy(settings)
     standard.experimental_attention_variant = None  # whose layers Megatron builds for Transformer Engine only
-    is_sparse = settings.experimental_attention_variant == "dsa"
     if device.has_cuda():
         from megatron.core.extensions.transformer_engine import TENorm as norm
 

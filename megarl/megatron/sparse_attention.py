@@ -310,6 +310,8 @@ class ReplayedDSAttention(DSAttention):  # type: ignore[misc]
 
     skip_topk: bool
     index_share: bool
+    _HOLDER_ATTR: str
+    _LENGTH_HOLDER_ATTR: str
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

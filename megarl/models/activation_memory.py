@@ -173,7 +173,7 @@ def micro_batch_bytes(
     if replays_indices:  # 4 bytes per key, for the layers with an indexer
         freq, offset = settings.get("dsa_indexer_topk_freq") or 1, settings.get("dsa_indexer_skip_topk_offset") or 1
         indexers = sum(max(layer + 1 - offset, 0) % freq == 0 for layer in layers)
-        total += 4 * indexers * int(settings["dsa_indexer_topk"]) * tokens
+        total += 4 * indexers * int(settings.get("dsa_indexer_topk") or 0) * tokens
     return total
 
 

@@ -17,11 +17,11 @@ _MOE = (
     deepseek.V2,
     deepseek.V3,
     gqa.GLM4_MOE,
-    deepseek_sparse.V32,
-    deepseek_sparse.GLM_MOE_DSA,
     gpt_oss.GPT_OSS,
     qwen3_next.QWEN3_NEXT,
     qwen3_next.QWEN3_5_MOE,
+    deepseek_sparse.V32,
+    deepseek_sparse.GLM_MOE_DSA,
 )
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _DENSE + _MOE}
 

@@ -70,9 +70,9 @@ SOURCES = {
     "glm4_moe": ("glm4_moe", "glm4_moe_nextn"),
     "deepseek_v2": ("deepseek_v2",),
     "deepseek_v3": ("deepseek_v2", "deepseek_nextn"),
+    "gpt_oss": ("gpt_oss",),
     "deepseek_v32": ("deepseek_v2", "deepseek_nextn"),
     "glm_moe_dsa": ("deepseek_v2", "deepseek_nextn"),
-    "gpt_oss": ("gpt_oss",),
 }
 """SGLang's files for each family, in srt/models."""
 
