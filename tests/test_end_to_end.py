@@ -248,7 +248,8 @@ def test_routing_replay_reduces_bf16_mismatch(
 def test_sparse_index_replay_reduces_bf16_mismatch(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    """Without experts, the trainer's choice of keys is all that bf16 can change."""
+    """Without experts, keys are all that rounding can change: the mean mismatch was 17 times as large without
+    replay, the 95th percentile 21 times."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "rollout"))
     import tiny_models
 
@@ -262,7 +263,7 @@ def test_sparse_index_replay_reduces_bf16_mismatch(
     train(folder, tmp_path / "run", *overrides, host=host)
     rows = read_metrics(tmp_path / "run")
     for name in ("rollout/logprob_diff_mean", "rollout/logprob_diff_p95"):
-        assert 0 < rows[0][name] < 0.5 * rows[0][f"{name}_unreplayed"], (name, rows[0])
+        assert 0 < rows[0][name] < 0.2 * rows[0][f"{name}_unreplayed"], (name, rows[0])
         assert rows[1][name] < 2 * rows[0][name]
 
 

@@ -107,6 +107,9 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         use_cpu_initialization=False,
     )
     values.update(select_fusions(values))
+    is_sparse = values.get("experimental_attention_variant") == "dsa"
+    if is_sparse:
+        values["cp_comm_type"] = "allgather"  # the only one that Megatron implements for sparse attention
     if values.get("num_moe_experts"):
         if values["num_moe_experts"] % parallel.ep:
             raise ConfigError(
@@ -119,7 +122,7 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
         )
     elif max(parallel.ep, parallel.etp) > 1:
         raise ConfigError(f"parallel.ep={parallel.ep}, etp={parallel.etp}, but the model has no experts; set them to 1")
-    if values.get("experimental_attention_variant") == "dsa" and config.model.megatron.get("fp8"):
+    if is_sparse and config.model.megatron.get("fp8"):
         raise ConfigError(
             "model.megatron.fp8 with sparse attention: Megatron 0.19.2's AbsorbedMLA does not support FP8; remove it"
         )

@@ -197,7 +197,8 @@ def deepseek_v32(seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 def glm_moe_dsa(seed: int = 0, **changes: Any) -> PreTrainedModel:
     """The same with interleaved rotation, and the second of three layers shares the first one's choice of keys."""
-    sharing = {"index_topk_freq": 2, "index_skip_topk_offset": 1, "indexer_rope_interleave": True}
+    # transformers has this epsilon for the norms of latents, SGLang and Megatron that of the config
+    sharing = {"index_topk_freq": 2, "index_skip_topk_offset": 1, "indexer_rope_interleave": True, "rms_norm_eps": 1e-6}
     return randomize(GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**(_sparse() | sharing | changes))), seed)
 
 

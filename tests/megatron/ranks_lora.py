@@ -39,7 +39,10 @@ class Reference:
         self.buffers = dict(self.model.named_buffers())
         self.factors: Tensors = {}
         generator = torch.Generator().manual_seed(4)
+        without = (".indexer.", ".kv_b_proj.") if hasattr(self.model.config, "index_topk") else ()
         for name in filter(lambda name: has_adapter(name, targets), self.base):
+            if any(part in name for part in without):
+                continue
             rows, columns = self.base[name].shape
             _, a, b = factor_names(name)
             if a not in self.factors:
