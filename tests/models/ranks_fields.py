@@ -151,7 +151,9 @@ def hf_model(hf: dict[str, Any]) -> Any:
         model = getattr(transformers, name)._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            generator = torch.Generator().manual_seed(zlib.crc32(name.replace("lm_head", "model.embed_tokens").encode()))
+            generator = torch.Generator().manual_seed(
+                zlib.crc32(name.replace("lm_head", "model.embed_tokens").encode())
+            )
             tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator) + ("norm" in name))
     return model
 

@@ -508,6 +508,30 @@ def test_unknown_architecture_error_lists_known_ones() -> None:
     assert family_of({"model_type": "qwen2"}).architecture == "Qwen2ForCausalLM"
 
 
+@pytest.mark.parametrize(
+    ("architecture", "values", "nearest"),
+    [
+        ("Qwen2MoeForCausalLM", MOE | {"num_experts": 4}, "Qwen3MoeForCausalLM"),
+        ("Qwen2MoeForCausalLM", {}, "Qwen3MoeForCausalLM"),
+        ("MistralForCausalLM", SMALL, "LlamaForCausalLM"),
+        ("Gemma3ForCausalLM", SMALL, "Gemma2ForCausalLM"),
+        ("Glm4MoeLiteForCausalLM", MLA, "DeepseekV"),  # latent attention and experts count more than the name
+        ("DeepseekV32ForCausalLM", MLA, "DeepseekV3ForCausalLM"),
+        ("Qwen2_5_VLForConditionalGeneration", SMALL, "Qwen2ForCausalLM"),
+        ("BertModel", SMALL, None),
+        ("MambaForCausalLM", {}, None),
+    ],
+)
+def test_unknown_architecture_error_names_the_nearest_table(
+    architecture: str, values: dict[str, Any], nearest: str | None
+) -> None:
+    with pytest.raises(ConfigError, match=f"^no model family for the architecture {architecture}") as error:
+        family_of(values | {"architectures": [architecture], "model_type": "other"})
+    expected = f"{architecture}; known" if nearest is None else f"(nearest is {nearest}"
+    assert expected in str(error.value)
+    assert nearest is None or "; see megarl/models/README.md); known: Qwen2ForCausalLM, " in str(error.value)
+
+
 def test_load_hf_config_reads_folder_or_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no config.json in"):
         load_hf_config(tmp_path)
