@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_args
 from megarl.config import ConfigError, strict
 from megarl.config.strict import PositiveFloat, PositiveInt, Range
 from megarl.models.fp8 import is_fp8
+from megarl.models.mxfp4 import is_mxfp4
 
 Size = Annotated[int, Range(1, 1 << 24)]
 Heads = Annotated[int, Range(1, 1 << 16)]
@@ -73,6 +74,12 @@ _SHARED: dict[str, Any] = {
     "use_sliding_window": False,
 }
 _EXPERTS: dict[str, Any] = _SHARED | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "num_mtp_layers": 1}
+_DELTA_NETS: dict[str, Any] = (
+    _SHARED
+    | {"head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "norm_topk_prob": True}
+    | {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "n_shared_experts": 1}
+)
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _SHARED | {"mlp_bias": False, "num_key_value_heads": None},
     "qwen2": _SHARED,
@@ -89,9 +96,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseekv3": _EXPERTS
     | {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
     | {"n_group": 8, "topk_group": 4, "rope_interleave": True},
+    "qwen3next": _DELTA_NETS | {"decoder_sparse_step": 1, "mlp_only_layers": None},
+    "qwen35moe": _DELTA_NETS,
     "glm4moe": _EXPERTS
     | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     | {"use_qk_norm": False, "partial_rotary_factor": 0.5},
+    "gptoss": _SHARED
+    | {"attention_bias": True, "head_dim": 64, "rope_theta": 150000.0, "sliding_window": 128}
+    | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
 }
 """Defaults of absent keys by model, from its configuration class in transformers.
 
@@ -208,13 +220,17 @@ def require_common(
     partial_rotary: bool = False,
     activation: str = "silu",
     layer_types: Sequence[str] | None = None,
+    mxfp4: bool = False,
 ) -> None:
     """Raise ConfigError for options that no family implements.
 
     partial_rotary: whether this family supports rotating only a part of each head.
     layer_types: the attention type of each layer; None for full attention everywhere.
+    mxfp4: whether checkpoints of this family may be in MXFP4, and then not in FP8.
     """
-    is_fp8(hf)  # raises for any other quantisation
+    if is_fp8(hf) if mxfp4 else is_mxfp4(hf):  # raises for any other quantisation
+        method = hf["quantization_config"]["quant_method"]
+        raise _error(hf, f"quantization_config with quant_method={method!r} is not implemented; use bfloat16 weights")
     require(hf, "hidden_act", activation)
     require(hf, "attention_dropout", 0.0)
     require(hf, "use_sliding_window", False)

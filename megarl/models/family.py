@@ -28,6 +28,8 @@ class Extras:
     """Group-limited routing ranks a group of experts by its best expert, not by a sum over several."""
     rotary: ScaledRotary | None = None
     """Rotary embeddings of grouped-query attention, if they are scaled."""
+    has_sinks: bool = False
+    """Attention has a learned sink per head, Megatron's `softmax_type="learnable"`."""
 
 
 NO_EXTRAS = Extras()  # for a model that Megatron's configuration describes completely
@@ -91,6 +93,10 @@ class Family:
     def parser(self, hf: HFConfig) -> str:
         """Return SGLang's tool-call parser for the model of this config.json."""
         return self.parsers_by_type.get(str(hf.get("model_type")), self.tool_call_parser)
+
+    def engine_layer(self, hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
+        """Return `layer` with a row for each tensor of the engine that has part of a parameter."""
+        return [part for row in self.layer(hf, layer, experts) for part in row.by_slot()]
 
     def params(
         self, hf: HFConfig, tp: int, etp: int = 1, mtp: bool = False, max_experts: int | None = None

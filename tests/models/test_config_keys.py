@@ -27,12 +27,13 @@ import tiny  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
-FAMILY_NAMES = ("qwen2", "qwen3", "llama", "gemma2", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
+FAMILY_NAMES = ("qwen2", "qwen3", "llama", "gemma2", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 ALIASES = {"num_mtp_layers": "num_nextn_predict_layers", "num_experts": "num_local_experts"}
 """Class fields and the names that transformers writes them under."""
 
 LLAMA3 = tiny.HF["llama"]["rope_parameters"]
 YARN = tiny.HF["kimi_k2"]["rope_parameters"]
+UNTRUNCATED_YARN = tiny.HF["gpt_oss"]["rope_parameters"]
 
 INERT_FIELDS = {
     "bos_token_id",
@@ -50,6 +51,8 @@ EXEMPT_KEYS = {
     *("__class__", "_attn_implementation", "architectures", "model_type"),
     "quantization_config",  # `tests/models/test_registry.py`
     *("rope_scaling", "rope_theta", "original_max_position_embeddings"),  # the tests of rotary embeddings below
+    "dtype",  # `model.dtype` decides, and the check before a weight sync compares it with the engine's
+    "original_intermediate_size",  # SGLang's own, for MXFP4 engines
     "indexer_rope_interleave",  # with index_topk, which is refused
     "target_hidden_size",  # draft models only
     *("n_shared_experts", "shared_expert_intermediate_size"),  # Qwen2-MoE only, whose file Qwen3-MoE shares
@@ -66,6 +69,7 @@ SOURCES = {
     "glm4_moe": ("glm4_moe", "glm4_moe_nextn"),
     "deepseek_v2": ("deepseek_v2",),
     "deepseek_v3": ("deepseek_v2", "deepseek_nextn"),
+    "gpt_oss": ("gpt_oss",),
 }
 """SGLang's files for each family, in srt/models."""
 
@@ -190,7 +194,7 @@ def test_absent_or_null_key_means_the_default(name: str, key: str) -> None:
 def test_changed_key_is_honoured_or_refused(name: str, key: str) -> None:
     hf = full_config(name)
     if key in INERT_FIELDS or (
-        key == "sliding_window" and name != "gemma2"
+        key == "sliding_window" and name not in ("gemma2", "gpt_oss")
     ):  # with use_sliding_window, which is refused
         return
     if key == "partial_rotary_factor":  # the one in rope_parameters counts
@@ -246,6 +250,7 @@ def rope_blocks() -> Iterator[Any]:
         yield name, YARN
         yield name, LLAMA3
         yield name, {"rope_type": "linear", "rope_theta": 7e5, "factor": 2.0}
+    yield "gpt_oss", UNTRUNCATED_YARN
 
 
 @pytest.mark.parametrize(("name", "block"), list(rope_blocks()))
@@ -284,6 +289,7 @@ def test_refuses_rope_scaling_that_contradicts_rope_parameters(name: str) -> Non
     ("name", "key", "other_key"),
     [
         ("qwen3_moe", "num_experts", "num_local_experts"),
+        ("gpt_oss", "num_local_experts", "num_experts"),
         ("deepseek_v2", "n_routed_experts", "num_experts"),
         ("deepseek_v3", "n_routed_experts", "num_local_experts"),
         ("deepseek_v3", "num_nextn_predict_layers", "num_mtp_layers"),
