@@ -237,6 +237,11 @@ def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
     for key, size in {"head_dim": rope_dim, "qk_head_dim": need(hf, "qk_nope_head_dim") + rope_dim}.items():
         if key in hf:
             config_json.require(hf, key, size)
+    if (size := need(hf, "v_head_dim")) > (keys := need(hf, "qk_nope_head_dim") + rope_dim):
+        raise ConfigError(
+            f"config.json: v_head_dim={size} above qk_nope_head_dim + qk_rope_head_dim = {keys} is not implemented: "
+            "Megatron pads values to the size of keys for packed sequences"
+        )
     # SGLang applies it to the latents' norms, for which transformers has 1e-6
     config_json.require(hf, "rms_norm_eps", 1e-6)
     _rope(hf)

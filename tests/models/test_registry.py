@@ -472,6 +472,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "a
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy'"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("deepseek_v3", {"v_head_dim": 13}, r"v_head_dim=13 above qk_nope_head_dim \+ qk_rope_head_dim = 12"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False with num_experts_per_tok=2"),
         ("deepseek_v3", {"num_experts_per_tok": 4}, "num_experts_per_tok=4 with topk_group=1"),
