@@ -98,6 +98,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"n_group": 8, "topk_group": 4, "rope_interleave": True},
     "qwen3next": _DELTA_NETS | {"decoder_sparse_step": 1, "mlp_only_layers": None},
     "qwen35moe": _DELTA_NETS,
+    "deepseekv32": _SHARED
+    | {"mlp_bias": False, "q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3}
+    | {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "mlp_layer_types": None}
+    | {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64},
+    "glmmoedsa": _SHARED
+    | {"mlp_bias": False, "q_lora_rank": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3}
+    | {"routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "mlp_layer_types": None}
+    | {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32, "indexer_types": None},
     "glm4moe": _EXPERTS
     | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     | {"use_qk_norm": False, "partial_rotary_factor": 0.5},
@@ -228,7 +236,8 @@ def require_common(
     layer_types: the attention type of each layer; None for full attention everywhere.
     mxfp4: whether checkpoints of this family may be in MXFP4, and then not in FP8.
     """
-    if is_fp8(hf) if mxfp4 else is_mxfp4(hf):  # raises for any other quantisation
+    declares_fp8 = is_fp8(hf)  # raises for any quantisation but FP8 and MXFP4
+    if declares_fp8 if mxfp4 else is_mxfp4(hf):
         method = hf["quantization_config"]["quant_method"]
         raise _error(hf, f"quantization_config with quant_method={method!r} is not implemented; use bfloat16 weights")
     require(hf, "hidden_act", activation)
@@ -302,6 +311,11 @@ def _error(hf: Mapping[str, Any], problem: str) -> ConfigError:
 
 def _name(hf: Mapping[str, Any]) -> str:
     return str((hf.get("architectures") or ["the model"])[0])
+
+
+def has_default(hf: Mapping[str, Any], key: str) -> bool:
+    """Return whether an absent key has a default in the model's configuration class."""
+    return key in _defaults(hf)
 
 
 def _defaults(hf: Mapping[str, Any]) -> Mapping[str, Any]:

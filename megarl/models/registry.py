@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config, ConfigError, plugins, strict
-from megarl.models import deepseek, gpt_oss, gqa, qwen3_next
-from megarl.models.config_json import need
+from megarl.models import deepseek, deepseek_sparse, gpt_oss, gqa, qwen3_next
+from megarl.models.config_json import has_default, need
 from megarl.models.family import CAUSAL_LM, CLASSIFIER, Family, HFConfig
 from megarl.models.layout_algebra import Param
 
@@ -21,8 +21,9 @@ _MOE = (
     gpt_oss.GPT_OSS,
     qwen3_next.QWEN3_NEXT,
     qwen3_next.QWEN3_5_MOE,
+    deepseek_sparse.V32,
+    deepseek_sparse.GLM_MOE_DSA,
 )
-_LATENT = (deepseek.V2, deepseek.V3)
 _GENERATIVE = (CAUSAL_LM, "ForConditionalGeneration")
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _DENSE + _MOE}
 
@@ -72,7 +73,8 @@ def nearest_architecture(hf: HFConfig, architecture: str) -> str:
     has_latents = bool(hf.get("kv_lora_rank"))
 
     def score(family: Family) -> tuple[int, float, bool]:
-        alike = ((family in _MOE) == has_experts) + ((family in _LATENT) == has_latents)
+        has_latents_too = has_default({"architectures": [family.architecture]}, "q_lora_rank")
+        alike = ((family in _MOE) == has_experts) + (has_latents_too == has_latents)
         name = family.architecture.partition("For")[0]
         return alike, difflib.SequenceMatcher(None, stem.lower(), name.lower()).ratio(), stem.startswith(name)
 
