@@ -19,6 +19,7 @@ from megarl.data.loader import check_files, check_no_nan
 from megarl.engine import tool_calls
 from megarl.environments.catalog import COLUMN, load_catalog
 from megarl.models import megatron_fields
+from megarl.models.config_json import rope_options
 from megarl.models.family import HFConfig
 from megarl.models.hf_folder import check_target, open_hf
 from megarl.models.layout_algebra import IndivisibleError
@@ -116,6 +117,12 @@ def check_engine(hf: HFConfig, config: Config) -> None:
     chunk, page = sglang.get("chunked_prefill_size") or -1, sglang.get("page_size") or 1
     if chunk > 0 and chunk % page:
         raise ConfigError(f"rollout.sglang.chunked_prefill_size={chunk} is not a multiple of page_size={page}")
+    rope_type = rope_options(hf)["rope_type"]
+    if sglang.get("enable_fused_qk_norm_rope") and rope_type not in ("default", "yarn"):
+        raise ConfigError(
+            f"rollout.sglang.enable_fused_qk_norm_rope: SGLang's kernel computes yarn for rope_type={rope_type}, too; "
+            "remove it"
+        )
     check_drafts(hf, config)
     heads = int(settings["num_attention_heads"])
     groups = int(settings.get("num_query_groups") or heads)
@@ -271,7 +278,13 @@ def check_disk_space(
 def check_lengths(hf: HFConfig, config: Config, warnings: list[str]) -> None:
     rollout, train, longest = config.rollout, config.train, int(family_of(hf).gpt_kwargs(hf)["max_sequence_length"])
     if rollout.max_context > longest:
-        raise ConfigError(f"{rollout.max_context=} is beyond the model's {longest} positions")
+        rope, hint = rope_options(hf), ""
+        if (
+            rope["rope_type"] == "yarn"
+            and (scaled := int(rope["factor"] * rope["original_max_position_embeddings"])) > longest
+        ):
+            hint = f"; its rope_type yarn is for {scaled}: set max_position_embeddings in config.json"
+        raise ConfigError(f"{rollout.max_context=} is beyond the model's {longest} positions{hint}")
     if rollout.max_new_tokens >= rollout.max_context:
         raise ConfigError(
             f"{rollout.max_new_tokens=} leaves no room for a prompt in {rollout.max_context=}; lower the first or "

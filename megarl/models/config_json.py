@@ -236,7 +236,8 @@ def require_common(
     layer_types: the attention type of each layer; None for full attention everywhere.
     mxfp4: whether checkpoints of this family may be in MXFP4, and then not in FP8.
     """
-    if is_fp8(hf) if mxfp4 else is_mxfp4(hf):  # raises for any other quantisation
+    declares_fp8 = is_fp8(hf)  # raises for any quantisation but FP8 and MXFP4
+    if declares_fp8 if mxfp4 else is_mxfp4(hf):
         method = hf["quantization_config"]["quant_method"]
         raise _error(hf, f"quantization_config with quant_method={method!r} is not implemented; use bfloat16 weights")
     require(hf, "hidden_act", activation)
@@ -310,6 +311,11 @@ def _error(hf: Mapping[str, Any], problem: str) -> ConfigError:
 
 def _name(hf: Mapping[str, Any]) -> str:
     return str((hf.get("architectures") or ["the model"])[0])
+
+
+def has_default(hf: Mapping[str, Any], key: str) -> bool:
+    """Return whether an absent key has a default in the model's configuration class."""
+    return key in _defaults(hf)
 
 
 def _defaults(hf: Mapping[str, Any]) -> Mapping[str, Any]:

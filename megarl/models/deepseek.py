@@ -238,6 +238,11 @@ def _check(hf: HFConfig, fields: dict[str, Any]) -> None:
     check_attention(hf, fields)
     # SGLang applies it to the latents' norms, for which transformers has 1e-6
     config_json.require(hf, "rms_norm_eps", 1e-6)
+    if (size := need(hf, "v_head_dim")) > (keys := need(hf, "qk_nope_head_dim") + need(hf, "qk_rope_head_dim")):
+        raise ConfigError(
+            f"config.json: v_head_dim={size} above qk_nope_head_dim + qk_rope_head_dim = {keys} is not implemented: "
+            "Megatron pads values to the size of keys for packed sequences"
+        )
 
 
 def check_attention(hf: HFConfig, fields: dict[str, Any]) -> None:

@@ -477,6 +477,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "a
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy'"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("deepseek_v3", {"v_head_dim": 13}, r"v_head_dim=13 above qk_nope_head_dim \+ qk_rope_head_dim = 12"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False with num_experts_per_tok=2"),
         ("deepseek_v3", {"num_experts_per_tok": 4}, "num_experts_per_tok=4 with topk_group=1"),
@@ -522,6 +523,30 @@ def test_unknown_architecture_error_lists_known_ones() -> None:
     with pytest.raises(ConfigError, match=f"MambaForCausalLM; known: {', '.join(FAMILIES)}"):
         family_of({"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
     assert family_of({"model_type": "qwen2"}).architecture == "Qwen2ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "nearest"),
+    [
+        ("Qwen9MoeForCausalLM", MOE | {"num_experts": 4}, "Qwen3MoeForCausalLM"),
+        ("Qwen9MoeForCausalLM", {}, "Qwen3MoeForCausalLM"),
+        ("Llama9ForCausalLM", SMALL, "LlamaForCausalLM"),
+        ("Gemma9ForCausalLM", SMALL, "Gemma2ForCausalLM"),
+        ("DeepstarForCausalLM", MLA, "DeepseekV"),  # experts and latent attention count more than the name
+        ("DeepseekV3OtherForCausalLM", MLA, "DeepseekV3ForCausalLM"),
+        ("Qwen2OtherForConditionalGeneration", SMALL, "Qwen2ForCausalLM"),
+        ("BertModel", SMALL, None),
+        ("MambaForCausalLM", {}, None),
+    ],
+)
+def test_unknown_architecture_error_names_the_nearest_table(
+    architecture: str, values: dict[str, Any], nearest: str | None
+) -> None:
+    with pytest.raises(ConfigError, match=f"^no model family for the architecture {architecture}") as error:
+        family_of(values | {"architectures": [architecture], "model_type": "other"})
+    expected = f"{architecture}; known" if nearest is None else f"(nearest is {nearest}"
+    assert expected in str(error.value)
+    assert nearest is None or "; see megarl/models/README.md); known: Qwen2ForCausalLM, " in str(error.value)
 
 
 def test_load_hf_config_reads_folder_or_file(tmp_path: Path) -> None:

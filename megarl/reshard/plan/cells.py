@@ -6,8 +6,9 @@ cells of a kind of layer are computed once, whatever the model's size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from megarl.config import ConfigError
 from megarl.models import blocks
 from megarl.models.config_json import need
 from megarl.models.fp8 import BLOCK, is_quantised
-from megarl.models.layout_algebra import HFConfig, Param, layer_of, matrix_shape
+from megarl.models.layout_algebra import EngineGrid, HFConfig, Param, layer_of, matrix_shape
 from megarl.models.registry import family_of
 from megarl.reshard.plan.layout import EngineLayout, ShardSlice, TrainLayout, Wire, wire_itemsize
 
@@ -92,6 +93,8 @@ def list_layer_kinds(
         key = _signature(params, layer), () if layer is None else engine.experts.get(layer, ())
         kind = kinds.setdefault(key, LayerKind(params, [], []))
         kind.layers.append((train.stage_of(params[0]), layer))
+    if wire == "fp8":
+        _check_blocks([param for kind in kinds.values() for param in kind.params if is_quantised(param)], engine)
     for kind in kinds.values():
         kind.cell_groups = _build_cell_groups(kind.params, experts, train, engine, wire, min_piece)
     return list(kinds.values())
@@ -150,8 +153,6 @@ def _cells(
     quantised = wire == "fp8" and is_quantised(param)
     for source, tensor in enumerate(param.hf):
         shape = matrix_shape(tensor.shape)
-        if quantised:
-            _check_blocks(tensor.name, shape, chain(*engine_slices), source)
         for scale in (False, True) if quantised else (False,):
             held_boxes, needed_boxes = (
                 [_boxes(slices, source, shape, BLOCK if scale else 1) for slices in side]
@@ -189,21 +190,70 @@ def _boxes(
     return boxes
 
 
-def _check_blocks(name: str, shape: tuple[int, ...], slices: Iterable[ShardSlice], source: int) -> None:
-    """Raise ConfigError if the engine cuts or shifts the blocks of a quantised tensor."""
-    for interval in slices:
-        if interval.source != source:
-            continue
-        if any(edge % BLOCK and edge != shape[interval.dim] for edge in (interval.start, interval.stop)):
-            raise ConfigError(
-                f"{name} cannot be sent as FP8: the engine cuts it at {interval.start} and {interval.stop}, through a "
-                f"block of {BLOCK}; use another tensor or expert parallel size for the engine, or an engine in BF16"
-            )
+def _check_blocks(params: Iterable[Param], engine: EngineLayout) -> None:
+    """Raise ConfigError if the engine cuts or shifts blocks of quantised matrices, naming sizes that do not.
+
+    SGLang refuses such cuts too: the scale of a block would belong to two ranks.
+    """
+    by_grid: dict[EngineGrid, list[Param]] = {}
+    for param in params:
+        if slot := engine.slot_of(param):
+            by_grid.setdefault(slot.grid, []).append(param)
+    cuts = {
+        grid: cut
+        for grid, members in by_grid.items()
+        if (cut := next(filter(None, (_cut_block(param, engine) for param in members)), ""))
+    }
+    if not cuts:
+        return
+
+    def working_sizes(grids: Iterable[EngineGrid], layout: Callable[[int], EngineLayout]) -> list[int]:
+        """Return the divisors of the engine's tp with which a layout exists and cuts no block of these grids."""
+        members, sizes = [param for grid in grids for param in by_grid[grid]], []
+        for size in range(1, engine.tp + 1):
+            if engine.tp % size == 0:
+                with suppress(ConfigError):
+                    other = layout(size)
+                    if not any(_cut_block(param, other) for param in members):
+                        sizes.append(size)
+        return sizes
+
+    tp, remedies = engine.tp, []
+    if "attention" in cuts and (sizes := working_sizes(["attention"], lambda dp: replace(engine, dp=dp))):
+        remedies.append(f"rollout.sglang.attn_dp_size={_alternatives(sizes)}")
+    if "mlp" in cuts and "expert" in by_grid:
+        remedies.append("rollout.sglang.moe_dense_tp_size=1")
+    if "shared" in cuts:
+        remedies.append(f"rollout.sglang.moe_a2a_backend=deepep with rollout.ep={tp}")
+    elif "expert" in cuts and (sizes := working_sizes(["expert"], lambda ep: replace(engine, ep=ep))):
+        remedies.append(f"rollout.ep={_alternatives(sizes)}")
+    others = working_sizes(by_grid, lambda size: replace(engine, tp=size, ep=min(engine.ep, size), ranks=()))
+    choices = [f"with rollout.tp={tp} set {' and '.join(remedies)}"] if remedies else []
+    choices += [f"set rollout.tp={_alternatives(others)}"] if others else []
+    raise ConfigError(
+        f"{'; '.join(cuts.values())}: they cannot be sent as FP8, and SGLang refuses them; "
+        f"{', or '.join([*choices, 'use a BF16 checkpoint'])}"
+    )
+
+
+def _cut_block(param: Param, engine: EngineLayout) -> str:
+    """Describe how an engine cuts or shifts a block of a quantised matrix; empty if it does not."""
+    slot = engine.slot_of(param)
+    assert slot is not None
+    parts = engine.num_shards(slot.grid)
+    for interval in chain(*(engine.slices_of_shard(part, param) for part in range(parts))):
+        tensor = param.hf[interval.source]
+        if any(edge % BLOCK and edge != tensor.shape[interval.dim] for edge in (interval.start, interval.stop)):
+            rows = "columns" if interval.dim else "rows"
+            return f"{tensor.name} in {parts} parts of {interval.stop - interval.start} {rows} cuts blocks of {BLOCK}"
         if interval.offset % BLOCK:
-            raise ConfigError(
-                f"{name} cannot be sent as FP8: in the engine's tensor it begins at {interval.offset}, within a block "
-                f"of {BLOCK}; use an engine in BF16"
-            )
+            return f"{tensor.name} begins at {interval.offset} of the engine's tensor, within a block of {BLOCK}"
+    return ""
+
+
+def _alternatives(sizes: Sequence[int]) -> str:
+    *first, last = map(str, sizes)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _shards_containing(side: Sequence[Sequence[tuple[int, int, int, int]]], row: int, column: int) -> tuple[int, ...]:
