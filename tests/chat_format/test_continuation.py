@@ -20,6 +20,7 @@ from megarl.types import Message
 pytestmark = pytest.mark.alone
 
 FAMILIES = {name: ChatTemplate(family.tokenizer()) for name, family in {**templates.PUBLISHED, **OTHER_FORMATS}.items()}
+del FAMILIES["harmony"]  # has other rules: `test_harmony.py`
 FAMILIES |= {f"{name}, reasons": ChatTemplate(reasoning_tokenizer(family)) for name, family in REASONING.items()}
 GEMMA = ChatTemplate(templates.ChatFormat(templates.GEMMA, ("<eos>", "<end_of_turn>"), "", "", (), "", "").tokenizer())
 

@@ -596,7 +596,7 @@ def absent_config_keys() -> dict[str, float]:
         groups = {"n_group": 8, "topk_group": 4} | larger["deepseek_v3"]
         cases[f"deepseek_v3 {key}"] = ("deepseek_v3", (key,), groups)
     llama3 = dict(tiny.HF["llama"]["rope_parameters"])
-    rope_scaling = {"rope_scaling": llama3, "original_max_position_embeddings": 8192}
+    rope_scaling = {"rope_scaling": llama3, "original_max_position_embeddings": 12}
     cases["llama 3, rope_scaling"] = ("llama", ("rope_parameters",), rope_scaling)
     cases["both blocks"] = ("llama", (), {"rope_scaling": llama3})
     batch, result = tiny.batch(), {}
