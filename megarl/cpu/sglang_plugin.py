@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from megarl.cpu import sglang_speculative
+from megarl.cpu import sglang_gated_delta_net, sglang_speculative
 from megarl.models import mxfp4
 from megarl.parallel.job_secret import SECRET_ENV, SealedPickle, seal_object_collectives
 from megarl.parallel.rendezvous import bind_store_addresses
@@ -104,6 +104,7 @@ def register() -> None:
     from sglang.srt.utils import is_cpu
 
     bind_store_addresses()
+    _patch_configs()
     if SECRET_ENV in os.environ:
         seal_pickles()
     _patch_stacked_experts()
@@ -113,6 +114,27 @@ def register() -> None:
         _patch_attention()
         _patch_gpt_oss()
         sglang_speculative.install()
+        sglang_gated_delta_net.install()
+
+
+def _patch_configs() -> None:
+    """Read Qwen3-Next's and Qwen3.5's config.json as transformers does.
+
+    SGLang's class reads the options of rotary embeddings at the top level only, where transformers 5 does not write
+    them, and `full_attention_interval` without a default, where transformers writes `layer_types`.
+    """
+    from sglang.srt.configs.qwen3_next import Qwen3NextConfig
+
+    init = Qwen3NextConfig.__init__
+
+    def read_like_transformers(self: Any, **values: Any) -> None:
+        rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+        values |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        types = values.get("layer_types") or ["linear_attention"] * 3 + ["full_attention"]
+        values.setdefault("full_attention_interval", [*types, "full_attention"].index("full_attention") + 1)
+        init(self, **values)
+
+    Qwen3NextConfig.__init__ = read_like_transformers
 
 
 def seal_pickles() -> None:

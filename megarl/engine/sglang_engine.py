@@ -107,6 +107,8 @@ def _environment(config: Config, threads: int) -> dict[str, str]:
         # Counts from when a request starts running; time in the queue is excluded.
         "SGLANG_REQ_RUNNING_TIMEOUT": str(config.rollout.request_timeout),
         **({"GLOO_SOCKET_IFNAME": "lo"} if config.rollout.tp <= config.parallel.ranks_per_node else {}),
+        # The stored inputs of convolutions, in delta nets; SGLang's default is bfloat16 whatever the model's dtype.
+        "SGLANG_MAMBA_CONV_DTYPE": config.model.dtype,
         "PYTHONWARNINGS": "ignore",  # dozens at each start would hide the last lines of a failure
         **engine_settings.ENVIRONMENT,
         **_platform().environment(config.rollout.tp, max(engines.values(), default=1), threads),

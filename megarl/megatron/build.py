@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from copy import copy
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megarl.config import Config, ConfigError
 from megarl.cpu import megatron_modules
+from megarl.megatron.gated_delta_net import use_delta_nets
 from megarl.megatron.lora import add_adapters
 from megarl.megatron.model_layers import (
     DeferredLogits,
@@ -220,17 +222,21 @@ def _build_chunk(
 
 
 def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | None) -> Any:
+    standard = copy(settings)
+    standard.experimental_attention_variant = None  # whose layers Megatron builds for Transformer Engine only
     if device.has_cuda():
         from megatron.core.extensions.transformer_engine import TENorm as norm
 
-        spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=True, vp_stage=vp_stage)
+        spec = get_gpt_decoder_block_spec(standard, use_transformer_engine=True, vp_stage=vp_stage)
     else:
         norm = megatron_modules.RMSNorm
         spec = megatron_modules.adapt_local_spec(
             get_gpt_decoder_block_spec(
-                settings, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+                standard, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
             )
         )
+    if settings.experimental_attention_variant == "gated_delta_net":
+        use_delta_nets(spec, settings, vp_stage)
     for layer in spec.layer_specs:  # some entries are the same object
         if extras.attention_cap:
             attention = partial(megatron_modules.PackedAttention, cap=extras.attention_cap)

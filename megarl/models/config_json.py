@@ -74,6 +74,12 @@ _SHARED: dict[str, Any] = {
     "use_sliding_window": False,
 }
 _EXPERTS: dict[str, Any] = _SHARED | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "num_mtp_layers": 1}
+_DELTA_NETS: dict[str, Any] = (
+    _SHARED
+    | {"head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "norm_topk_prob": True}
+    | {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "n_shared_experts": 1}
+)
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _SHARED | {"mlp_bias": False, "num_key_value_heads": None},
     "qwen2": _SHARED,
@@ -90,6 +96,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseekv3": _EXPERTS
     | {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
     | {"n_group": 8, "topk_group": 4, "rope_interleave": True},
+    "qwen3next": _DELTA_NETS | {"decoder_sparse_step": 1, "mlp_only_layers": None},
+    "qwen35moe": _DELTA_NETS,
     "glm4moe": _EXPERTS
     | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     | {"use_qk_norm": False, "partial_rotary_factor": 0.5},

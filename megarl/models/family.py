@@ -94,6 +94,10 @@ class Family:
         """Return SGLang's tool-call parser for the model of this config.json."""
         return self.parsers_by_type.get(str(hf.get("model_type")), self.tool_call_parser)
 
+    def engine_layer(self, hf: HFConfig, layer: int, experts: Iterable[int]) -> list[Param]:
+        """Return `layer` with a row for each tensor of the engine that has part of a parameter."""
+        return [part for row in self.layer(hf, layer, experts) for part in row.by_slot()]
+
     def params(
         self, hf: HFConfig, tp: int, etp: int = 1, mtp: bool = False, max_experts: int | None = None
     ) -> list[Param]:

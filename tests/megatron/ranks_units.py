@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import tempfile
 import time
@@ -371,6 +372,43 @@ def scaled_embedding() -> float:
     tokens = torch.tensor([[3, 4, 5]])
     expected = embedding.word_embeddings.weight[tokens[0]].float() * 5.65625
     return float((embedding(tokens, tokens)[:, 0] - expected.bfloat16()).abs().max())
+
+
+def recomputed_output() -> dict[str, Any]:
+    """Compare gradients with a discarded and recomputed output, of which later layers keep views, with plain ones."""
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    generator = torch.Generator().manual_seed(5)
+    values = [torch.randn(*shape, generator=generator) for shape in ((6, 8), (3, 8), (3, 4), (6, 7))]
+
+    def activation(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) * x
+
+    def run(discard: bool) -> tuple[list[torch.Tensor], list[int], torch.Tensor]:
+        x, first, second, pull = (value.clone().requires_grad_() for value in values)
+        checkpoint = CheckpointWithoutOutput()
+        hidden = checkpoint.checkpoint(activation, x) if discard else activation(x)
+        top, bottom = hidden.view(2, 3, 8).unbind()
+        halves = torch.nn.functional.linear(top.reshape(6, 4), second)  # keeps a view of the output
+        whole = torch.nn.functional.linear(torch.cat([top, bottom]), first)  # keeps a copy
+        product = hidden[:, 1:] * pull  # keeps a view with an offset
+        result = halves.sum() + whole.square().sum() + product.square().sum()
+        sizes = [hidden.untyped_storage().size()]
+        if discard:
+            checkpoint.discard_output_and_register_recompute(result)
+            sizes.append(hidden.untyped_storage().size())
+        result.backward()
+        sizes.append(hidden.untyped_storage().size())
+        gradients = [leaf.grad for leaf in (x, first, second, pull) if leaf.grad is not None]
+        return gradients, sizes, hidden.detach()
+
+    plain, _, expected = run(False)
+    gradients, sizes, hidden = run(True)
+    return {
+        "sizes": sizes,
+        "values": torch.equal(hidden, expected),
+        "gradients": [torch.equal(a, b) for a, b in zip(gradients, plain, strict=True)],
+    }
 
 
 def unwrapped(model: Any) -> Any:
@@ -885,14 +923,19 @@ def zero_spread_alarms() -> list[str]:
 
 
 CHECKS: list[Callable[[], Any]] = [
-    platform, names, packed_rope, logprobs, micro_batch, attention, capped_attention, sink_attention, scaled_embedding,
-    replayed_routing, routing_by_role, config_errors, hf_folders, absent_config_keys, bf16_training, schedule, critic,
-    aux_losses, training, engine_calls, generation_numbers, weight_checks, empty_batch, aborted_rewards, set_placement,
-    loss_columns, roles_before_run, zero_spread_alarms,
+    platform, names, packed_rope, logprobs, micro_batch, attention, capped_attention, sink_attention,
+    scaled_embedding, recomputed_output, replayed_routing, routing_by_role, config_errors, hf_folders,
+    absent_config_keys, bf16_training, schedule, critic, aux_losses, training, engine_calls, generation_numbers,
+    weight_checks, empty_batch, aborted_rewards, set_placement, loss_columns, roles_before_run, zero_spread_alarms,
     sampling_masks.masked_logprobs, sampling_masks.masked_micro_batch,
 ]  # fmt: skip
 
 if __name__ == "__main__":
     RANKS = parallel_ranks.initialize(tiny.config().parallel, timeout_s=120)
-    print("RESULT " + json.dumps({check.__name__: check() for check in CHECKS}))
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(f"{record.name}: {record.getMessage()}")  # type: ignore[method-assign]
+    logging.getLogger("megatron").addHandler(handler)
+    results = {check.__name__: check() for check in CHECKS}
+    print("RESULT " + json.dumps(results | {"megatron_log": messages}))
     parallel_ranks.shutdown()

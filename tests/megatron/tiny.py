@@ -144,6 +144,32 @@ HF["gpt_oss"] = dict(
         truncate=False,
     ),
 )
+HF["qwen3_next"] = dict(
+    COMMON,
+    architectures=["Qwen3NextForCausalLM"],
+    head_dim=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=24,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+    full_attention_interval=2,
+    partial_rotary_factor=0.5,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    tie_word_embeddings=False,
+    rope_theta=10000.0,
+)
+HF["qwen3_5_moe"] = {
+    key: value
+    for key, value in HF["qwen3_next"].items()
+    if key not in ("intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+} | dict(architectures=["Qwen3_5MoeForCausalLM"])
 HF["deepseek_v3_mtp"] = HF["deepseek_v3"] | dict(num_nextn_predict_layers=2)
 HF["glm4_moe_mtp"] = HF["glm4_moe"] | dict(num_nextn_predict_layers=1)
 
@@ -161,7 +187,7 @@ def hf_model(family: str) -> Any:
     import transformers
 
     values = {name: value for name, value in HF[family].items() if name != "architectures"}
-    config = getattr(transformers, HF[family]["architectures"][0].replace("ForCausalLM", "Config"))(**values)
+    config = getattr(transformers, HF[family]["architectures"][0]).config_class(**values)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, HF[family]["architectures"][0])(config).float().eval()
