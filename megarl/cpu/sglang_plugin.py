@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from megarl.cpu import sglang_gated_delta_net, sglang_speculative
+from megarl.cpu import sglang_gated_delta_net, sglang_sparse_attention, sglang_speculative
 from megarl.models import mxfp4
 from megarl.parallel.job_secret import SECRET_ENV, SealedPickle, seal_object_collectives
 from megarl.parallel.rendezvous import bind_store_addresses
@@ -108,11 +108,13 @@ def register() -> None:
     if SECRET_ENV in os.environ:
         seal_pickles()
     _patch_stacked_experts()
+    sglang_sparse_attention.install_record()
     if is_cpu():
         _patch_models()
         _patch_expert_parallel()
         _patch_attention()
         _patch_gpt_oss()
+        sglang_sparse_attention.install()
         sglang_speculative.install()
         sglang_gated_delta_net.install()
 
