@@ -137,6 +137,12 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
             "Transformer Engine distributes over context parallel ranks for attention with sinks; choose a divisor"
         )
     values.update(config.model.megatron)
+    if values.get("num_moe_experts") and values.get("add_bias_linear"):
+        for name in ("bias_activation_fusion", "bias_dropout_fusion"):
+            if values.get(name):
+                raise ConfigError(
+                    f"model.megatron.{name}: Megatron-Core 0.19.2 has no such kernel for experts with biases; remove it"
+                )
     stage_layers(values["num_layers"], parallel.pp, values, parallel.vpp)  # raises if the layers do not divide
     if values.get("fp8"):
         if not device.has_cuda():

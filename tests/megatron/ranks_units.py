@@ -443,6 +443,7 @@ def config_errors() -> dict[str, str]:
         "window": error("qwen2", model={"megatron": {"window_size": [8, 0]}}),
         "fused router": error("deepseek_v2", model={"megatron": {"moe_router_fusion": True}}),
         "dropout": error("gemma2", model={"megatron": {"attention_dropout": 0.1}}),
+        "fused biases": error("gpt_oss", model={"megatron": {"bias_activation_fusion": True}}),
         "accepted": error("qwen3_moe", model={"megatron": {"moe_z_loss_coeff": 0.1}}),
     }
 
