@@ -140,6 +140,14 @@ def transformer_config(hf: Mapping[str, Any], config: Config) -> TransformerConf
             "Transformer Engine distributes over context parallel ranks for attention with sinks; choose a divisor"
         )
     values.update(config.model.megatron)
+    if values.get("num_moe_experts") and values.get("add_bias_linear"):
+        reasons = {
+            "bias_activation_fusion": "fused activation takes neither clamps with SiLU nor gate and up in turn",
+            "bias_dropout_fusion": "grouped experts with biases do not support it",
+        }
+        for name, reason in reasons.items():
+            if values.get(name):
+                raise ConfigError(f"model.megatron.{name}: Megatron-Core 0.19.2's {reason}; remove it")
     stage_layers(values["num_layers"], parallel.pp, values, parallel.vpp)  # raises if the layers do not divide
     if values.get("fp8"):
         if not device.has_cuda():
