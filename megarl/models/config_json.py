@@ -97,6 +97,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"n_group": 8, "topk_group": 4, "rope_interleave": True},
     "qwen3next": _DELTA_NETS | {"decoder_sparse_step": 1, "mlp_only_layers": None},
     "qwen35moe": _DELTA_NETS,
+    "qwen35": {key: value for key, value in _DELTA_NETS.items() if key not in ("norm_topk_prob", "n_shared_experts")},
     "glm4moe": _EXPERTS
     | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     | {"use_qk_norm": False, "partial_rotary_factor": 0.5},

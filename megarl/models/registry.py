@@ -11,7 +11,7 @@ from megarl.models.config_json import need
 from megarl.models.family import CAUSAL_LM, CLASSIFIER, Family, HFConfig
 from megarl.models.layout_algebra import Param
 
-_DENSE = (gqa.QWEN2, gqa.QWEN3, gqa.LLAMA, gqa.GEMMA2)
+_DENSE = (gqa.QWEN2, gqa.QWEN3, gqa.LLAMA, gqa.GEMMA2, qwen3_next.QWEN3_5)
 _MOE = (gqa.QWEN3_MOE, deepseek.V2, deepseek.V3, gqa.GLM4_MOE, qwen3_next.QWEN3_NEXT, qwen3_next.QWEN3_5_MOE)
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _DENSE + _MOE}
 
