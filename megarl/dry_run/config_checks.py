@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megarl.checkpoint import disk_space
 from megarl.config import Config, ConfigError, DataConfig, LoraConfig, server_args
@@ -102,7 +103,7 @@ def _check_delta_nets(settings: Mapping[str, Any], config: Config) -> None:
         )
     if config.train.deterministic:
         raise ConfigError(
-            "train.deterministic=true, but Megatron's gated delta net has no deterministic kernel for packed sequences; "
+            "train.deterministic=true, but Megatron's gated delta net has no deterministic kernel for packed sequences: "
             "set it to false"
         )
 
