@@ -103,8 +103,8 @@ def _check_delta_nets(settings: Mapping[str, Any], config: Config) -> None:
         )
     if config.train.deterministic:
         raise ConfigError(
-            "train.deterministic=true, but Megatron's gated delta net has no deterministic kernel for packed sequences: "
-            "set it to false"
+            "train.deterministic=true, but Megatron's gated delta net has no deterministic kernel for packed "
+            "sequences; set it to false"
         )
 
 
