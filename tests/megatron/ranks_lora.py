@@ -26,7 +26,8 @@ from megarl.parallel import ranks as parallel_ranks  # noqa: E402
 from megarl.types import TrainBatch  # noqa: E402
 
 RANK, ALPHA = 3, 6.0
-SHARED_A = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj", "in_proj_ba": "in_proj_qkvz"}  # Megatron has them in one weight
+# Megatron has them in one weight.
+SHARED_A = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj", "in_proj_ba": "in_proj_qkvz"}
 Tensors = dict[str, torch.Tensor]
 
 
