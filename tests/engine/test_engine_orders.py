@@ -63,8 +63,8 @@ def glm4_moe_with_mtp(seed: int) -> PreTrainedModel:
         (tiny_models.deepseek_v2, EngineLayout(2)),
         (glm4_moe_with_mtp, EngineLayout(2, ep=2, draft=True)),
         (tiny_models.kimi_k2, EngineLayout(2, ep=2)),
-        (tiny_models.qwen3_next, EngineLayout(2)),
-        (tiny_models.qwen3_5_moe, EngineLayout(2, ep=2)),
+        pytest.param(tiny_models.qwen3_next, EngineLayout(2), marks=pytest.mark.nightly),
+        pytest.param(tiny_models.qwen3_5_moe, EngineLayout(2, ep=2), marks=pytest.mark.nightly),
     ],
     ids=[
         "qwen2-tp2",
