@@ -606,6 +606,26 @@ def test_hello_script_with_deepseek_lora_and_a_two_node_engine(tmp_path: Path, h
     assert {path.stem for path in (tmp_path / "hello" / "logs").glob("*.log")} == {"engine_0_node_0", "engine_0_node_1"}
 
 
+@pytest.mark.nightly
+def test_grpo_with_gated_delta_nets(tmp_path: Path, host: str) -> None:
+    """Conversations of two turns, so the engine goes on from states of delta nets that it has kept."""
+    folder = make_folder(tmp_path / "delta", "qwen3_next")
+    settings = [
+        "algorithm=grpo",
+        "run.num_rollout=2",
+        "rollout.tp=2",
+        "rollout.max_turns=2",
+        "rollout.max_new_tokens=8",
+    ]
+    settings += ["train.routing_replay=true", "rollout.verify_weights_every=1", "loss.entropy_coef=0.1"]
+    settings += ["actor_optimizer.lr=0.01", "run.export=true"]
+    train(folder, tmp_path / "run", *settings, host=host)
+    rows = read_steps(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert max(row["rollout/logprob_diff"] for row in rows) <= 1e-4
+    assert all(math.isfinite(row["actor/grad_norm"]) and row["actor/grad_norm"] > 0 for row in rows)
+
+
 def check_layouts(model: Path, log: str) -> None:
     """Check the logged parameter counts of actor and critic against the memory estimate of their layouts."""
     hf = load_hf_config(model)

@@ -106,6 +106,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"mlp_bias": False, "q_lora_rank": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3}
     | {"routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "mlp_layer_types": None}
     | {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32, "indexer_types": None},
+    "qwen35": {key: value for key, value in _DELTA_NETS.items() if key not in ("norm_topk_prob", "n_shared_experts")},
     "glm4moe": _EXPERTS
     | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     | {"use_qk_norm": False, "partial_rotary_factor": 0.5},

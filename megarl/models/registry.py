@@ -12,7 +12,7 @@ from megarl.models.config_json import has_default, need
 from megarl.models.family import CAUSAL_LM, CLASSIFIER, Family, HFConfig
 from megarl.models.layout_algebra import Param
 
-_DENSE = (gqa.QWEN2, gqa.QWEN3, gqa.LLAMA, gqa.GEMMA2)
+_DENSE = (gqa.QWEN2, gqa.QWEN3, gqa.LLAMA, gqa.GEMMA2, qwen3_next.QWEN3_5)
 _MOE = (
     gqa.QWEN3_MOE,
     deepseek.V2,

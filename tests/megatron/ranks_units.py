@@ -629,6 +629,7 @@ def absent_config_keys() -> dict[str, float]:
 
     larger = {"deepseek_v3": {"num_hidden_layers": 4, "n_routed_experts": 32, "num_experts_per_tok": 8}}
     families = ("qwen2", "qwen3", "llama", "gemma2", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+    families += ("qwen3_next",)
     cases = {family: (family, tuple(DEFAULTS[family.replace("_", "")]), larger.get(family, {})) for family in families}
     cases["deepseek_v2"] = ("deepseek_v2", cases["deepseek_v2"][1], {"num_experts_per_tok": 3})
     for key in ("n_group", "topk_group", "routed_scaling_factor"):
@@ -643,7 +644,7 @@ def absent_config_keys() -> dict[str, float]:
         values = {key: value for key, value in (tiny.HF[family] | changes).items() if key not in keys}
         values["initializer_range"] = 0.1  # does not affect log-probs
         name = values["architectures"][0]
-        config = getattr(transformers, name.replace("ForCausalLM", "Config"))(**json.loads(json.dumps(values)))
+        config = getattr(transformers, name).config_class(**json.loads(json.dumps(values)))
         config._attn_implementation = "eager"
         torch.manual_seed(0)
         hf = getattr(transformers, name)(config).float().eval()

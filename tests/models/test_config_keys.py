@@ -28,7 +28,7 @@ import tiny  # noqa: E402
 pytestmark = pytest.mark.alone
 
 FAMILY_NAMES = ("qwen2", "qwen3", "llama", "gemma2", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
-FAMILY_NAMES += ("deepseek_v32", "glm_moe_dsa")
+FAMILY_NAMES += ("deepseek_v32", "glm_moe_dsa", "qwen3_next", "qwen3_5_moe", "qwen3_5")
 ALIASES = {"num_mtp_layers": "num_nextn_predict_layers", "num_experts": "num_local_experts"}
 """Class fields and the names that transformers writes them under."""
 
@@ -58,6 +58,12 @@ EXEMPT_KEYS = {
     "target_hidden_size",  # draft models only
     *("n_shared_experts", "shared_expert_intermediate_size"),  # Qwen2-MoE only, whose file Qwen3-MoE shares
     *("num_experts", "num_local_experts"),  # two names: a test below
+    *("layers_block_type", "linear_num_key_heads_cpu", "linear_num_value_heads_cpu"),  # derived by SGLang
+    *("encoder_only", "torch_dtype"),
+    *("moe_intermediate_size", "num_experts_per_tok"),  # of Qwen3.5-MoE, whose file Qwen3.5 shares
+    *("depth", "in_channels", "num_heads", "num_position_embeddings", "out_hidden_size"),  # of vision models
+    *("patch_size", "spatial_merge_size", "temporal_patch_size", "vision_config"),
+    *("image_token_id", "video_token_id"),
 }
 """Other keys that model code reads and that do not affect log-probs or have a test of their own."""
 
@@ -73,12 +79,15 @@ SOURCES = {
     "gpt_oss": ("gpt_oss",),
     "deepseek_v32": ("deepseek_v2", "deepseek_nextn"),
     "glm_moe_dsa": ("deepseek_v2", "deepseek_nextn"),
+    "qwen3_next": ("qwen2_moe", "qwen3_next", "qwen3_next_mtp"),
+    "qwen3_5_moe": ("qwen2_moe", "qwen3_5", "qwen3_5_text", "qwen3_5_mtp"),
+    "qwen3_5": ("qwen3_5", "qwen3_5_text", "qwen3_5_mtp"),
 }
 """SGLang's files for each family, in srt/models."""
 
 
 def config_class(name: str) -> type:
-    return getattr(transformers, architecture(name).replace("ForCausalLM", "Config"))  # type: ignore[no-any-return]
+    return getattr(transformers, architecture(name)).config_class  # type: ignore[no-any-return]
 
 
 def architecture(name: str) -> str:
@@ -181,6 +190,7 @@ def test_defaults_match_transformers(name: str) -> None:
             assert getattr(default_config, key) == value, key
         elif value is not None:  # a key of all models; the class has no field for it
             defaults = {"attention_bias": False, "use_sliding_window": False, "hidden_act": "silu"}
+            defaults |= {"full_attention_interval": 4, "n_shared_experts": 1, "norm_topk_prob": True}
             defaults |= {"partial_rotary_factor": default_config.rope_parameters.get("partial_rotary_factor", 1.0)}
             assert value == (defaults | {"rope_theta": default_config.rope_parameters["rope_theta"]})[key]
 

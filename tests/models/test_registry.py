@@ -90,6 +90,18 @@ GEMMA2 = (
         "final_logit_softcapping": 30.0,
     }
 )
+DELTA_NETS = SMALL | {
+    "head_dim": 8,
+    "full_attention_interval": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+QWEN3_5_MOE = {
+    key: value for key, value in (MOE | DELTA_NETS).items() if key not in ("intermediate_size", "norm_topk_prob")
+}
+QWEN3_5_MOE |= {"num_experts": 4, "shared_expert_intermediate_size": 12}
 MODELS = {
     "qwen2": ("Qwen2", SMALL),
     "qwen2 tied": ("Qwen2", SMALL | {"tie_word_embeddings": True}),
@@ -101,6 +113,9 @@ MODELS = {
     "glm4_moe": ("Glm4Moe", GLM),
     "glm4_moe with norms": ("Glm4Moe", GLM | {"attention_bias": False, "use_qk_norm": True}),
     "gpt_oss": ("GptOss", SMALL | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2} | HARMONIC),
+    "qwen3_next": ("Qwen3Next", QWEN3_5_MOE | {"intermediate_size": 24, "norm_topk_prob": True}),
+    "qwen3_5_moe": ("Qwen3_5Moe", QWEN3_5_MOE),
+    "qwen3_5": ("Qwen3_5", DELTA_NETS | {"tie_word_embeddings": True}),
     "deepseek_v2": ("DeepseekV2", V2),
     "deepseek_v2 without q_lora": ("DeepseekV2", V2 | {"q_lora_rank": None, "rope_parameters": YARN}),
     "deepseek_v2 with groups": ("DeepseekV2", V2 | GROUPS),
@@ -122,8 +137,8 @@ def test_table_lists_the_tensors_that_transformers_writes(name: str, tmp_path: P
     import transformers
 
     family, values = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**values)
-    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path)
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    model_class(model_class.config_class(**values)).save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         written = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
     hf = load_hf_config(tmp_path)  # as transformers 5 writes it
