@@ -31,6 +31,7 @@ from megarl.megatron.model_layers import (
     DeferredLogits,
     GroupLimitedRouter,
     MTPModel,
+    NormOverHeads,
     PlainQueryMLA,
     PostNormLayer,
     ScaledEmbedding,
@@ -224,6 +225,10 @@ def _layer_spec(settings: TransformerConfig, extras: Extras, vp_stage: int | Non
         if extras.attention_cap:
             attention = partial(CappedAttention, cap=extras.attention_cap)
             layer.submodules.self_attention.submodules.core_attention = attention
+        if extras.norm_over_heads:
+            attention = layer.submodules.self_attention.submodules
+            attention.q_layernorm = partial(NormOverHeads, num_heads=settings.num_attention_heads)
+            attention.k_layernorm = partial(NormOverHeads, num_heads=settings.num_query_groups)
         if extras.post_norms:
             layer.module, layer.params = PostNormLayer, {"post_norm": norm}
         if settings.multi_latent_attention and settings.q_lora_rank is None:

@@ -15,17 +15,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from megarl.cpu.megatron_modules import PackedAttention
@@ -109,6 +113,43 @@ class PlainQueryMLA(MLASelfAttention):  # type: ignore[misc]
             "q_layernorm": IdentityOp,
             "kv_layernorm": submodules.kv_layernorm,
         }
+
+
+class NormOverHeads(torch.nn.Module):
+    """RMSNorm of queries or keys over all heads of a token together, on all tensor parallel ranks, as in MiniMax-M2.
+
+    Megatron's norms of queries and keys are over each head. The weight has the elements of the rank's heads.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int) -> None:
+        super().__init__()
+        self.eps, self.num_heads = eps, num_heads
+        local = num_heads // config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(local * hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Norm [..., local heads, head dim]."""
+        heads = x.flatten(-2).float()
+        total = heads.square().sum(-1, keepdim=True)
+        # Sum forward, and also backward: each rank norms other heads by this sum.
+        total = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(total))
+        mean = total / (self.num_heads * x.shape[-1])
+        return (heads * torch.rsqrt(mean + self.eps)).to(x.dtype).mul(self.weight).view(x.shape)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the weight for Megatron's distributed checkpoint, sharded along its only dimension."""
+        assert metadata is not None
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return state
 
 
 # --- Gemma 2 --------------------------------------------------------------------------------------------------------

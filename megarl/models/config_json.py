@@ -86,6 +86,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4moe": _EXPERTS
     | {"n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0}
     | {"use_qk_norm": False, "partial_rotary_factor": 0.5},
+    "minimaxm2": _SHARED | {"head_dim": 128, "rope_theta": 5000000.0, "router_jitter_noise": 0.0},
 }
 """Defaults of absent keys by model, from its configuration class in transformers.
 

@@ -11,15 +11,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from megarl.config import ConfigError
 from megarl.config.strict import PositiveFloat
 from megarl.models import blocks, config_json
 from megarl.models.blocks import HEADS, norm, weight
 from megarl.models.config_json import Experts, Few, Size, need, read, rope_options
 from megarl.models.family import Extras, Family
-from megarl.models.layout_algebra import Dim0Sharding, Dim1Sharding, EngineSlot, HFConfig, HFTensor, Param, Replicated
+from megarl.models.layout_algebra import Dim0Sharding, Dim1Sharding, HFConfig, HFTensor, Param, Replicated
 
 FIELDS: dict[str, Any] = {
     **dict.fromkeys(("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group"), Experts),
@@ -114,9 +112,7 @@ def mlp(hf: HFConfig, layer: int, experts: Iterable[int], bias: bool) -> list[Pa
     rows = blocks.moe_params(layer, hidden, ffn, num_experts(hf), experts)
     if bias:
         tensor = HFTensor(f"{hf_mlp}.gate.e_score_correction_bias", (num_experts(hf),))
-        slot = EngineSlot(tensor.name, Replicated(), "attention")
-        name = f"{megatron}.router.expert_bias"
-        rows.insert(1, Param(name, (tensor,), Replicated(), slot, dtype=torch.float32, is_buffer=True))
+        rows.insert(1, blocks.router_bias(layer, tensor))
     if shared:
         width = "moe_intermediate_size x n_shared_experts"
         names = f"{megatron}.shared_experts", f"{hf_mlp}.shared_experts"

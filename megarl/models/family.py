@@ -23,6 +23,8 @@ class Extras:
     """Factor on embeddings, in the model's dtype. A tied output layer is not scaled."""
     post_norms: bool = False
     """Attention and MLP outputs are normed before the residual add."""
+    norm_over_heads: bool = False
+    """The norms of queries and keys are over all heads together, not over each head."""
     has_group_max_routing: bool = False
     """Group-limited routing ranks a group of experts by its best expert, not by a sum over several."""
 

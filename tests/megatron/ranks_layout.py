@@ -53,6 +53,9 @@ def preference_loss(output: ModelOutput, batch: TrainBatch) -> TokenLoss:
     return bradley_terry(output.scores, batch.cu_seqlens, batch.group)
 
 
+REPLAYED = ("qwen3_moe", "deepseek_v3", "deepseek_v2", "minimax_m2")
+"""Families whose routing replay is compared with transformers: one for each of its routers."""
+
 LOSSES = {"actor": policy_loss, "critic": value_loss, "reward_model": preference_loss}
 
 
@@ -234,7 +237,7 @@ def check(family: str, role: str, layout: dict[str, int], folder: str) -> dict[s
 
     if family == "qwen3_moe" and role == "actor":
         result |= aux_losses(layout, weights)
-    if role == "actor" and family in ("qwen3_moe", "deepseek_v3", "deepseek_v2"):
+    if role == "actor" and family in REPLAYED:
         uneven = {name: value for name, value in megatron.items() if not name.startswith("recompute")}
         actual = replay.check(
             family, layout, uneven, RANKS, lambda model: gather(model, shard_of_gradient(model), True)

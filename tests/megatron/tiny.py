@@ -128,6 +128,21 @@ HF["kimi_k2"] = HF["deepseek_v3"] | dict(
 HF["deepseek_v3_mtp"] = HF["deepseek_v3"] | dict(num_nextn_predict_layers=2)
 HF["glm4_moe_mtp"] = HF["glm4_moe"] | dict(num_nextn_predict_layers=1)
 
+HF["minimax_m2"] = dict(
+    COMMON,
+    architectures=["MiniMaxM2ForCausalLM"],
+    intermediate_size=24,
+    head_dim=16,
+    rotary_dim=8,
+    use_qk_norm=True,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    use_routing_bias=True,
+    scoring_func="sigmoid",
+    tie_word_embeddings=False,
+    rope_theta=10000.0,
+)
+
 AUX_LOSSES = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.1)
 
 
@@ -154,7 +169,14 @@ def hf_model(family: str) -> Any:
 
 def hf_tensors(model: Any) -> dict[str, torch.Tensor]:
     """Return the weights by their names in safetensors files, where each expert has its own tensors."""
-    return split_experts(model.state_dict())
+    return checkpoint_tensors(model, model.state_dict())
+
+
+def checkpoint_tensors(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights, or their gradients, as `save_pretrained` would write them, by the names in safetensors files."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, tensors))
 
 
 def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
