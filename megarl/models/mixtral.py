@@ -121,7 +121,9 @@ def _check_minimax_m2(hf: HFConfig) -> None:
 
 def _minimax_m2_config(hf: HFConfig) -> dict[str, Any]:
     _check_minimax_m2(hf)
-    return blocks.gqa_config(_with_rotary_share(hf), qk_norm=True) | _experts_config(hf) | SIGMOID_ROUTING
+    # The spec's norms, sharded like the heads. With qk_layernorm Megatron would add up their gradients over the ranks.
+    norms = dict(qk_l2_norm=True)
+    return blocks.gqa_config(_with_rotary_share(hf)) | norms | _experts_config(hf) | SIGMOID_ROUTING
 
 
 def _minimax_m2_gpt_kwargs(hf: HFConfig) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ def glm4_moe_with_mtp(seed: int) -> PreTrainedModel:
     return tiny_models.glm4_moe(seed, num_nextn_predict_layers=1)
 
 
+def nightly(family: str, layout: EngineLayout) -> Any:
+    return pytest.param(partial(tiny_models.of_family, family), layout, marks=pytest.mark.nightly)
+
+
 @pytest.mark.parametrize(
     ("build", "layout"),
     [
@@ -63,6 +68,7 @@ def glm4_moe_with_mtp(seed: int) -> PreTrainedModel:
         (tiny_models.deepseek_v2, EngineLayout(2)),
         (glm4_moe_with_mtp, EngineLayout(2, ep=2, draft=True)),
         (tiny_models.kimi_k2, EngineLayout(2, ep=2)),
+        nightly("minimax_m2", EngineLayout(2, ep=2)),
     ],
     ids=[
         "qwen2-tp2",
@@ -73,6 +79,7 @@ def glm4_moe_with_mtp(seed: int) -> PreTrainedModel:
         "deepseek_v2-tp2",
         "glm4_moe-tp2-ep2-draft",
         "kimi_k2-tp2-ep2",
+        "minimax_m2-tp2-ep2",
     ],
 )
 def test_families_on_two_ranks(

@@ -86,6 +86,20 @@ GEMMA = (
     "{{ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 
+# Arguments between tags.
+MINIMAX = (
+    "]~!b[{% if tools %}]~b]system\n{% for tool in tools %}<tool>{{ tool.function | tojson }}</tool>\n{% endfor %}"
+    "[e~[\n{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.previtem.role != 'tool' %}]~b]tool{% endif %}{{ '\n<response>' + m.content + '</response>' }}"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}[e~[\n{% endif %}{% else %}"
+    "{{ ']~b]' + ('ai' if m.role == 'assistant' else m.role) + '\n' + (m.content or '') }}"
+    "{% if m.tool_calls %}{{ '\n<minimax:tool_call>\n' }}{% for call in m.tool_calls %}"
+    "{{ '<invoke name=\"' + call.function.name + '\">\n' }}{% for key, value in call.function.arguments.items() %}"
+    "{{ '<parameter name=\"' + key + '\">' }}{{ value if value is string else value | tojson }}"
+    "{{ '</parameter>\n' }}{% endfor %}{{ '</invoke>\n' }}{% endfor %}</minimax:tool_call>{% endif %}"
+    "[e~[\n{% endif %}{% endfor %}{% if add_generation_prompt %}]~b]ai\n{% endif %}"
+)
+
 
 @dataclass(frozen=True)
 class ChatFormat:
@@ -183,5 +197,16 @@ PUBLISHED = {
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
         parser="llama3",
         eos=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+    ),
+    "minimax": ChatFormat(
+        MINIMAX,
+        ("[e~[", "]~!b[", "]~b]"),
+        after_call="[e~[",
+        after_answer="[e~[",
+        end_tokens=("[e~[",),
+        call='\n<minimax:tool_call>\n<invoke name="calculator">\n<parameter name="expression">1+2</parameter>\n'
+        "</invoke>\n</minimax:tool_call>",
+        observation="\n]~b]tool\n<response>3</response>[e~[\n]~b]ai\n",
+        parser="minimax-m2",
     ),
 }

@@ -263,6 +263,18 @@ def glm4_moe(seed: int = 0, **changes: Any) -> PreTrainedModel:
     return randomize(Glm4MoeForCausalLM(Glm4MoeConfig(**(settings | changes))), seed)
 
 
+def of_family(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Return a model with the configuration of `tests/megatron/tiny.py`, but the vocabulary and length of these."""
+    import tiny
+    import transformers
+
+    shared = ("vocab_size", "max_position_embeddings", "eos_token_id", "bos_token_id", "pad_token_id")
+    values = tiny.HF[family] | {key: _common(1)[key] for key in shared} | changes
+    (architecture,) = values.pop("architectures")
+    config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(**values)
+    return randomize(getattr(transformers, architecture)(config), seed)
+
+
 def save(model: PreTrainedModel, folder: Path) -> Path:
     """Write the model, the tokenizer, and config fields that SGLang reads but transformers does not write.
 

@@ -27,7 +27,7 @@ import tiny  # noqa: E402
 
 pytestmark = pytest.mark.alone
 
-FAMILY_NAMES = ("qwen2", "qwen3", "llama", "gemma2", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
+FAMILY_NAMES = ("qwen2", "qwen3", "llama", "gemma2", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "minimax_m2")
 ALIASES = {"num_mtp_layers": "num_nextn_predict_layers", "num_experts": "num_local_experts"}
 """Class fields and the names that transformers writes them under."""
 
@@ -66,6 +66,7 @@ SOURCES = {
     "glm4_moe": ("glm4_moe", "glm4_moe_nextn"),
     "deepseek_v2": ("deepseek_v2",),
     "deepseek_v3": ("deepseek_v2", "deepseek_nextn"),
+    "minimax_m2": ("minimax_m2",),
 }
 """SGLang's files for each family, in srt/models."""
 
@@ -277,6 +278,7 @@ def test_refuses_rope_scaling_that_contradicts_rope_parameters(name: str) -> Non
         ("deepseek_v3", "num_nextn_predict_layers", "num_mtp_layers"),
         ("glm4_moe", "n_routed_experts", "num_local_experts"),
         ("glm4_moe", "num_nextn_predict_layers", "num_mtp_layers"),
+        ("minimax_m2", "num_local_experts", "num_experts"),
     ],
 )
 def test_two_names_of_an_option_must_agree(name: str, key: str, other_key: str) -> None:
@@ -296,6 +298,7 @@ def test_requires_keys_that_only_sglang_reads() -> None:
     """SGLang 0.5.23 reads them without a default, and transformers has no such fields."""
     required_keys = {"gemma2": ("hidden_act",), "deepseek_v2": ("scoring_func", "moe_layer_freq")}
     required_keys["deepseek_v3"] = (*required_keys["deepseek_v2"], "topk_method")
+    required_keys["minimax_m2"] = ("rotary_dim", "use_qk_norm", "use_routing_bias", "scoring_func")
     for name, keys in required_keys.items():
         for key in keys:
             hf = full_config(name)

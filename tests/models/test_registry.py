@@ -82,6 +82,11 @@ GEMMA2 = (
         "final_logit_softcapping": 30.0,
     }
 )
+MINIMAX_M2 = (
+    SMALL
+    | {"head_dim": 8, "intermediate_size": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4}
+    | {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"}
+)
 MODELS = {
     "qwen2": ("Qwen2", SMALL),
     "qwen2 tied": ("Qwen2", SMALL | {"tie_word_embeddings": True}),
@@ -97,6 +102,7 @@ MODELS = {
     "deepseek_v2 with groups": ("DeepseekV2", V2 | GROUPS),
     "deepseek_v3": ("DeepseekV3", MLA | {"rope_parameters": YARN}),
     "deepseek_v3 without q_lora": ("DeepseekV3", MLA | {"q_lora_rank": None}),
+    "minimax_m2": ("MiniMaxM2", MINIMAX_M2),
 }
 
 
